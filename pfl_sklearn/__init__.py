@@ -1,0 +1,40 @@
+"""Personalized federated estimation and learning with differential privacy.
+
+One model per client, help from the other clients, and privacy that can be stated: scikit-learn
+estimators for tables whose rows belong to clients (hospitals, counties, phones, players).
+"""
+
+from pfl_sklearn import (
+    compose,
+    datasets,
+    estimation,
+    inspection,
+    metrics,
+    model_selection,
+    priors,
+    privacy,
+)
+from pfl_sklearn._version import __version__
+from pfl_sklearn.base import SingleClientWarning, UnseenClientsWarning
+from pfl_sklearn.compose import ClientColumn
+from pfl_sklearn.estimation import BernoulliMean, GaussianMean
+from pfl_sklearn.privacy import PrivacyWarning, privacy_of
+
+__all__ = [
+    "BernoulliMean",
+    "ClientColumn",
+    "GaussianMean",
+    "PrivacyWarning",
+    "SingleClientWarning",
+    "UnseenClientsWarning",
+    "__version__",
+    "compose",
+    "datasets",
+    "estimation",
+    "inspection",
+    "metrics",
+    "model_selection",
+    "priors",
+    "privacy",
+    "privacy_of",
+]

@@ -1,0 +1,18 @@
+"""The one place that imports scikit-learn's private names.
+
+They have no deprecation promise. When a release moves one, this module is what changes.
+"""
+
+from sklearn.base import _fit_context as fit_context
+from sklearn.utils._param_validation import HasMethods, Interval, StrOptions
+from sklearn.utils.validation import _check_sample_weight as check_sample_weight
+from sklearn.utils.validation import _num_samples as num_samples
+
+__all__ = [
+    "HasMethods",
+    "Interval",
+    "StrOptions",
+    "check_sample_weight",
+    "fit_context",
+    "num_samples",
+]

@@ -1,0 +1,332 @@
+"""Rows and clients: the only code that looks at ``groups``.
+
+A client id per row comes in, in whatever container; sorted ids and one integer code per row go
+out. Everything after that works on codes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import narwhals as nw
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from scipy.sparse import csc_matrix
+
+Array = npt.NDArray[Any]
+Codes = npt.NDArray[np.intp]
+
+_KINDS = {
+    "b": "boolean",
+    "i": "number",
+    "u": "number",
+    "f": "number",
+    "U": "string",
+    "S": "bytes",
+    "M": "datetime",
+    "m": "timedelta",
+}
+_OBJECT_DTYPES = {
+    "integer": np.int64,
+    "floating": np.float64,
+    "boolean": np.bool_,
+    "datetime": "datetime64[ns]",
+    "datetime64": "datetime64[ns]",
+    "timedelta": "timedelta64[ns]",
+}
+_OBJECT_KINDS = {"string": "string", "bytes": "bytes", "date": "date", "decimal": "decimal"}
+_BLOCK = 1 << 19
+_EXACT_FLOAT = 2.0**53
+
+
+class EncodedClients(NamedTuple):
+    """Sorted ids (n_clients,) and the position of every row's id in them (n_rows,)."""
+
+    ids: Array
+    codes: Codes
+
+
+def encode_clients(groups: Any, n_rows: int, name: str = "groups") -> EncodedClients:
+    """Encode one client id per row.
+
+    Parameters
+    ----------
+    groups : array-like of shape (n_rows,)
+        Integers, strings, booleans, datetimes or a categorical; a list, a numpy array, or a
+        pandas or polars series. Floats must be whole numbers, unless they are the categories of a
+        categorical (which declares that its values are labels).
+    n_rows : int
+        Number of rows that `groups` must have.
+    name : str
+        What the error messages call `groups`.
+
+    Returns
+    -------
+    EncodedClients
+
+    Raises
+    ------
+    ValueError
+        If `groups` has the wrong length or dimension, or holds missing, infinite, fractional or
+        mixed-type ids.
+    """
+    if isinstance(getattr(groups, "dtype", None), pd.CategoricalDtype):
+        return _encode_categorical(groups, n_rows, name)
+    ids = _checked_ids(groups, n_rows, name)
+    if ids.dtype.kind in "iu" and ids.size:
+        low, high = int(ids.min()), int(ids.max())
+        if high - low <= 4 * ids.size + 1024:
+            return _encode_dense(ids, low, high)
+    codes, found = pd.factorize(ids, sort=False)
+    return _sort_ids(np.asarray(found).astype(ids.dtype, copy=False), codes)
+
+
+def match_clients(groups: Any, n_rows: int, known: Array, name: str = "groups") -> Codes:
+    """Position of every row's id in the sorted array `known`; -1 where it is not there.
+
+    Raises ValueError if the ids are of another kind (numbers, strings, ...) than `known`, which
+    would silently make every client an unseen one.
+    """
+    new = encode_clients(groups, n_rows, name)
+    kind, known_kind = _kind(new.ids), _kind(known)
+    if kind != known_kind:
+        raise ValueError(
+            f"{name} holds {kind} ids (such as {new.ids[0]!r}), but the clients seen in fit have "
+            f"{known_kind} ids (such as {known[0]!r}); give them in the type they had in fit."
+        )
+    return pd.Index(known).get_indexer(new.ids)[new.codes]
+
+
+def row_counts(codes: Codes, n_clients: int) -> npt.NDArray[np.int64]:
+    """Rows of every client (n_clients,)."""
+    return np.bincount(codes, minlength=n_clients)
+
+
+def segment_sums(values: Array, codes: Codes, n_clients: int) -> npt.NDArray[np.float64]:
+    """Sum of `values` (n_rows,) or (n_rows, d) over the rows of every client."""
+    if values.ndim == 1:
+        return np.bincount(codes, weights=values, minlength=n_clients)
+    if values.shape[1] == 1:
+        return np.bincount(codes, weights=values[:, 0], minlength=n_clients)[:, None]
+    sums = np.zeros((n_clients, values.shape[1]))
+    for start in range(0, len(codes), _BLOCK):
+        block = codes[start : start + _BLOCK]
+        indicator = csc_matrix(
+            (np.ones(len(block)), block, np.arange(len(block) + 1)), (n_clients, len(block))
+        )
+        sums += indicator @ values[start : start + _BLOCK]
+    return sums
+
+
+def rows_by_client(codes: Codes, n_clients: int) -> tuple[Codes, Codes]:
+    """Stable counting sort of the rows by client.
+
+    Returns the row order (n_rows,) and offsets (n_clients + 1,): client i has the rows
+    ``order[offsets[i]:offsets[i + 1]]``.
+    """
+    n_rows = len(codes)
+    by_row = csc_matrix(
+        (np.ones(n_rows, dtype=np.int8), codes, np.arange(n_rows + 1)), (n_clients, n_rows)
+    )
+    by_client = by_row.tocsr()
+    return by_client.indices.astype(np.intp), by_client.indptr.astype(np.intp)
+
+
+def _checked_ids(groups: Any, n_rows: int, name: str) -> Array:
+    """One-dimensional numpy array of ids of one type, none missing."""
+    ids = _as_numpy(groups)
+    if ids.ndim == 2 and ids.shape[1] == 1:
+        ids = ids[:, 0]
+    if ids.ndim != 1:
+        raise ValueError(
+            f"{name} must hold one client id per row; got an array of shape {ids.shape}."
+        )
+    _check_length(len(ids), n_rows, name)
+    if ids.dtype.kind == "O":
+        ids = _typed_objects(ids, name)
+    if ids.dtype.kind == "f":
+        return _whole_numbers(ids, name)
+    if ids.dtype.kind in "mM" and np.isnat(ids).any():
+        raise _missing(name, int(np.flatnonzero(np.isnat(ids))[0]))
+    if ids.dtype.kind not in _KINDS and ids.dtype.kind != "O":
+        raise ValueError(f"{name} must hold integers, strings, booleans or dates; got {ids.dtype}.")
+    return ids
+
+
+def _as_numpy(groups: Any) -> Array:
+    """Any container as an array; a plain sequence keeps its objects, so that mixed types show."""
+    if isinstance(groups, np.ndarray):
+        return groups
+    series = nw.from_native(groups, allow_series=True, pass_through=True)
+    if isinstance(series, nw.Series | nw.DataFrame):
+        return np.asarray(series.to_numpy())
+    if hasattr(groups, "__array__"):
+        return np.asarray(groups)
+    return np.asarray(groups, dtype=object)
+
+
+def _typed_objects(ids: Array, name: str) -> Array:
+    """Object ids as the one type that they all have."""
+    missing = pd.isna(ids)
+    if missing.any():
+        raise _missing(name, int(np.flatnonzero(missing)[0]))
+    kind = pd.api.types.infer_dtype(ids, skipna=False)
+    if kind in _OBJECT_DTYPES:
+        return ids.astype(_OBJECT_DTYPES[kind])
+    if kind not in _OBJECT_KINDS and ids.size:
+        types = sorted({type(value).__name__ for value in ids})
+        raise ValueError(
+            f"{name} mixes ids of different types ({', '.join(types)}); give all of them one type."
+        )
+    return ids
+
+
+def _whole_numbers(ids: Array, name: str) -> Array:
+    """Float ids as integers."""
+    if not np.isfinite(ids).all():
+        raise _missing(name, int(np.flatnonzero(~np.isfinite(ids))[0]), "NaN or infinity")
+    fractional = (ids != np.rint(ids)) | (np.abs(ids) > _EXACT_FLOAT)
+    if fractional.any():
+        raise ValueError(
+            f"{name} holds the float id {ids[fractional][0]!r}; float ids must be whole numbers. "
+            "To use exact values as labels, pass a pandas categorical."
+        )
+    return ids.astype(np.int64)
+
+
+def _encode_dense(ids: Array, low: int, high: int) -> EncodedClients:
+    """Integer ids of a small range: a look-up table instead of hashing."""
+    if ids.dtype == np.uint64:
+        shifted = (ids - np.uint64(low)).astype(np.intp)
+    else:
+        shifted = ids.astype(np.intp, copy=False) - low
+    present = np.zeros(high - low + 1, dtype=bool)
+    present[shifted] = True
+    found = np.flatnonzero(present)
+    if len(found) == len(present):
+        codes = shifted
+    else:
+        codes = (np.cumsum(present) - 1)[shifted]
+    as_seen = np.uint64 if ids.dtype == np.uint64 else np.intp
+    return EncodedClients((found.astype(as_seen) + as_seen(low)).astype(ids.dtype), codes)
+
+
+def _encode_categorical(groups: Any, n_rows: int, name: str) -> EncodedClients:
+    """Codes of a categorical as they stand; unused categories are dropped."""
+    values = groups.array if hasattr(groups, "array") else groups
+    _check_length(len(values), n_rows, name)
+    if (values.codes < 0).any():
+        raise _missing(name, int(np.flatnonzero(values.codes < 0)[0]))
+    categories = values.categories.to_numpy()
+    if categories.dtype.kind == "f" and len(categories):
+        if not np.isfinite(categories).all():
+            raise _missing(name, 0, "NaN or infinity")
+    else:
+        categories = _checked_ids(categories, len(categories), name)
+    codes = np.asarray(values.codes, dtype=np.intp)
+    used = np.bincount(codes, minlength=len(categories)) > 0
+    return _sort_ids(categories[used], (np.cumsum(used) - 1)[codes])
+
+
+def _sort_ids(found: Array, codes: Codes) -> EncodedClients:
+    """Ids in order of appearance, made sorted."""
+    order = np.argsort(found, kind="stable")
+    rank = np.empty(len(order), dtype=np.intp)
+    rank[order] = np.arange(len(order))
+    return EncodedClients(found[order], rank[codes])
+
+
+def _kind(ids: Array) -> str:
+    """Kind of ids that can be compared with one another."""
+    if ids.dtype.kind != "O":
+        return _KINDS.get(ids.dtype.kind, str(ids.dtype))
+    return _OBJECT_KINDS.get(pd.api.types.infer_dtype(ids, skipna=False), "object")
+
+
+def _check_length(length: int, n_rows: int, name: str) -> None:
+    if length != n_rows:
+        raise ValueError(f"{name} has {length} ids, but X has {n_rows} rows.")
+
+
+def _missing(name: str, row: int, what: str = "a missing id (None or NaN)") -> ValueError:
+    return ValueError(f"{name} contains {what} in row {row}; every row needs a client id.")
+
+
+def split_client_column(X: Any, column: int | str) -> tuple[Any, Any]:
+    """Take the client ids out of a table.
+
+    Parameters
+    ----------
+    X : dataframe, ndarray or sparse matrix of shape (n_rows, n_columns)
+    column : str or int
+        Name of a column of a data frame, or a position.
+
+    Returns
+    -------
+    rest : of the kind of `X`
+    ids : array-like of shape (n_rows,)
+        A float column comes as a categorical, so that its exact values are the ids.
+
+    Raises
+    ------
+    ValueError
+        If `X` has no such column.
+    """
+    if hasattr(X, "columns"):
+        rest, ids = _split_frame(X, column)
+    else:
+        rest, ids = _split_array(X, column)
+    if getattr(getattr(ids, "dtype", None), "kind", "") == "f":
+        if not np.isfinite(ids).all():
+            raise _missing(f"client column {column!r}", int(np.flatnonzero(~np.isfinite(ids))[0]))
+        ids = pd.Categorical(ids)
+    return rest, ids
+
+
+def _split_frame(X: Any, column: int | str) -> tuple[Any, Any]:
+    names = list(X.columns)
+    if column in names:
+        position = names.index(column)
+    elif isinstance(column, int) and -len(names) <= column < len(names):
+        position = column % len(names)
+    else:
+        raise ValueError(
+            f"client column {column!r} is not a column of X, which has {names}. A step before may "
+            "have dropped or renamed it."
+        )
+    if hasattr(X, "iloc"):
+        ids = X.iloc[:, position]
+        rest = X.iloc[:, [k for k in range(len(names)) if k != position]]
+        return rest, ids if isinstance(ids.dtype, pd.CategoricalDtype) else ids.to_numpy()
+    frame = nw.from_native(X, eager_only=True)
+    ids = frame.get_column(names[position])
+    return frame.drop(names[position]).to_native(), ids.to_numpy()
+
+
+def _split_array(X: Any, column: int | str) -> tuple[Any, Array]:
+    if isinstance(column, str):
+        raise ValueError(
+            f"client column {column!r} is a name, but X is a {type(X).__name__} without column "
+            "names; give a position, or keep a data frame up to this step "
+            "(set_output(transform='pandas'))."
+        )
+    if X.ndim != 2:
+        raise ValueError(
+            f"Expected 2D array, got {X.ndim}D array instead. Reshape your data: the client ids "
+            "are to be a column of X."
+        )
+    if not -X.shape[1] <= column < X.shape[1]:
+        raise ValueError(f"client column {column} is out of range: X has {X.shape[1]} columns.")
+    keep = np.delete(np.arange(X.shape[1]), column)
+    if hasattr(X, "tocsc"):
+        by_column = X.tocsc()
+        return by_column[:, keep].asformat(X.format), by_column[:, [column]].toarray().ravel()
+    return X[:, keep], X[:, column]
+
+
+def same_ids(groups: Any, column: Any, n_rows: int) -> bool:
+    """Whether `groups` and the ids of a column agree row by row."""
+    first, second = encode_clients(groups, n_rows), encode_clients(column, n_rows)
+    same = len(first.ids) == len(second.ids) and bool(np.all(first.ids == second.ids))
+    return same and bool(np.array_equal(first.codes, second.codes))

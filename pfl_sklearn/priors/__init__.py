@@ -1,0 +1,12 @@
+"""Population priors: how the parameters of the clients are spread.
+
+A prior is a small estimator. A parameter left None is estimated from the clients; a given one is
+known. The fitted prior of an estimator (``prior_``) holds what was found in its constructor
+parameters, so it can be passed back in as known.
+"""
+
+from pfl_sklearn.priors._beta import BetaPrior
+from pfl_sklearn.priors._gaussian import GaussianPrior
+from pfl_sklearn.priors._grid import GridPrior
+
+__all__ = ["BetaPrior", "GaussianPrior", "GridPrior"]

@@ -1,0 +1,263 @@
+"""Local randomizers with finitely many outputs: pure epsilon, exact probabilities."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import expit
+
+from pfl_sklearn.privacy._noise import bernoulli
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+
+def _check_epsilon(epsilon: float) -> None:
+    if not 0 < epsilon < math.inf:
+        raise ValueError(f"epsilon must be positive and finite; got {epsilon!r}.")
+
+
+def _local_facts(mechanism: str, epsilon: float) -> dict[str, Any]:
+    return {
+        "mechanism": mechanism,
+        "epsilon": epsilon,
+        "delta": 0.0,
+        "noise_std": None,
+        "sensitivity": 1.0,
+        "trust": "local",
+        "accountant": "exact (largest ratio of output probabilities)",
+    }
+
+
+@dataclass(frozen=True)
+class OneBit:
+    """One bit per client whose expectation carries a number in [0, 1].
+
+    Parameters
+    ----------
+    epsilon : float, > 0
+        Local privacy of the client's whole data.
+
+    Notes
+    -----
+    Equation (7) of Ozkara et al. (2023): the bit is 1 with probability
+    ``(1 + x (E - 1)) / (E + 1)``, E = exp(epsilon), and decodes without bias. Two-valued messages
+    carry no information on the spread of x over clients.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.privacy import OneBit
+    >>> OneBit(epsilon=np.log(3)).probability(np.array([0.0, 0.5, 1.0]))
+    array([0.25, 0.5 , 0.75])
+    """
+
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        _check_epsilon(self.epsilon)
+
+    @property
+    def sensitivity(self) -> float:
+        """Width of the range of x."""
+        return 1.0
+
+    @property
+    def noise_variance(self) -> float:
+        """Largest variance of a decoded bit (at x = 1/2)."""
+        return 0.25 / math.tanh(self.epsilon / 2) ** 2
+
+    def probability(self, x: Floats) -> Floats:
+        """Probability of a 1 for numbers `x` in [0, 1]."""
+        x = np.clip(np.nan_to_num(x, nan=0.5), 0.0, 1.0)
+        return expit(-self.epsilon) + x * math.tanh(self.epsilon / 2)
+
+    def privatize(self, x: Floats, rng: np.random.Generator) -> Bools:
+        """One bit per client, for numbers `x` (m,) in [0, 1]."""
+        return bernoulli(self.probability(x), float(expit(-self.epsilon)), rng)
+
+    def decode(self, bits: Bools) -> Floats:
+        """Unbiased values of the bits."""
+        return (bits - expit(-self.epsilon)) / math.tanh(self.epsilon / 2)
+
+    def facts(self) -> dict[str, Any]:
+        """What the privacy report says of this mechanism."""
+        return _local_facts("one randomized-response bit on the client's mean", self.epsilon)
+
+
+class TwoBitReports(NamedTuple):
+    """What the server sees: one bit per client, and which of two questions it answers."""
+
+    bits: Bools
+    asks_spread: Bools
+
+
+@dataclass(frozen=True)
+class TwoBit:
+    """One bit per client, on its mean or on its spread, as a public coin decides.
+
+    Half of the clients with two or more trials answer on ``w = 4 z (n - z) / n**2``, all others
+    on their mean ``z / n``; which half is drawn without looking at the data. Together the answers
+    identify mean and spread of the clients' probabilities for any numbers of trials.
+
+    Parameters
+    ----------
+    epsilon : float, > 0
+        Local privacy of the client's whole data.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.privacy import TwoBit
+    >>> reports = TwoBit(epsilon=1.0).privatize(
+    ...     np.array([3, 1]), np.array([9, 1]), np.random.default_rng(0))
+    >>> reports.bits.shape, bool(reports.asks_spread[1])
+    ((2,), False)
+    """
+
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        _check_epsilon(self.epsilon)
+
+    @property
+    def response(self) -> OneBit:
+        """The randomized response behind both questions."""
+        return OneBit(self.epsilon)
+
+    @property
+    def sensitivity(self) -> float:
+        """Width of the range of either answer."""
+        return 1.0
+
+    @property
+    def noise_variance(self) -> float:
+        """Largest variance of a decoded bit."""
+        return self.response.noise_variance
+
+    def privatize(
+        self,
+        successes: npt.NDArray[np.int64],
+        trials: npt.NDArray[np.int64],
+        rng: np.random.Generator,
+    ) -> TwoBitReports:
+        """One bit per client with `successes` (m,) of `trials` (m,)."""
+        asks_spread = (rng.random(len(trials)) < 0.5) & (trials >= 2)
+        mean = successes / trials
+        answer = np.where(asks_spread, 4 * mean * (1 - mean), mean)
+        return TwoBitReports(self.response.privatize(answer, rng), asks_spread)
+
+    def facts(self) -> dict[str, Any]:
+        """What the privacy report says of this mechanism."""
+        return _local_facts(
+            "one randomized-response bit on the client's mean or spread (two-bit scheme)",
+            self.epsilon,
+        )
+
+
+@dataclass(frozen=True)
+class SubsetSelection:
+    """A random subset of the categories that holds the true one more often than not.
+
+    Parameters
+    ----------
+    n_categories : int, >= 2
+        Size k of the alphabet.
+    epsilon : float, > 0
+        Local privacy of the client's whole data.
+
+    Attributes
+    ----------
+    subset_size : int
+        Size s of the reported subsets: of floor and ceiling of k / (exp(epsilon) + 1), at least 1,
+        the one with the smaller L2 risk of the estimated frequencies.
+    inside_probability : float
+        Probability s E / (s E + k - s), E = exp(epsilon), that the subset holds the true category.
+
+    References
+    ----------
+    Ye, M. and Barg, A. (2018). Optimal schemes for discrete distribution estimation under locally
+    differential privacy. IEEE Transactions on Information Theory.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.privacy import SubsetSelection
+    >>> mechanism = SubsetSelection(n_categories=15, epsilon=1.0)
+    >>> mechanism.subset_size, round(mechanism.inside_probability, 3)
+    (4, 0.497)
+    """
+
+    n_categories: int
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        _check_epsilon(self.epsilon)
+        if not self.n_categories >= 2:
+            raise ValueError(f"n_categories must be at least 2; got {self.n_categories!r}.")
+
+    @cached_property
+    def subset_size(self) -> int:
+        ideal = self.n_categories * float(expit(-self.epsilon))
+        sizes = {max(1, math.floor(ideal)), max(1, math.ceil(ideal))}
+        return min(sizes, key=lambda size: (self._l2_risk(size), size))
+
+    @property
+    def inside_probability(self) -> float:
+        return self._inside(self.subset_size)
+
+    @property
+    def sensitivity(self) -> float:
+        """Any category may become any other."""
+        return 1.0
+
+    @property
+    def noise_variance(self) -> float:
+        """Largest variance that one report adds to an estimated frequency."""
+        inside, other = self.inside_probability, self._other(self.subset_size)
+        return max(inside * (1 - inside), other * (1 - other)) / (inside - other) ** 2
+
+    def privatize(self, categories: npt.NDArray[np.int64], rng: np.random.Generator) -> Bools:
+        """Subsets (m, k) as membership, for categories (m,) in 0..k-1."""
+        m, k = len(categories), self.n_categories
+        chance = self.inside_probability
+        inside = bernoulli(np.full(m, chance), 0.0, rng)
+        order = rng.random((m, k))
+        order[np.arange(m), categories] = np.where(inside, -1.0, 2.0)
+        chosen = np.argpartition(order, self.subset_size - 1, axis=1)[:, : self.subset_size]
+        subsets = np.zeros((m, k), dtype=bool)
+        np.put_along_axis(subsets, chosen, True, axis=1)
+        return subsets
+
+    def log_likelihood(self, subsets: Bools, probabilities: Floats) -> Floats:
+        """Log-likelihood (m, h) of reported subsets (m, k) under h distributions (k, h).
+
+        Up to a constant that does not depend on the distribution.
+        """
+        least = math.exp(-self.epsilon)
+        return np.log(least + (1 - least) * (subsets.astype(float) @ probabilities))
+
+    def facts(self) -> dict[str, Any]:
+        """What the privacy report says of this mechanism."""
+        return _local_facts(
+            f"subset selection, {self.subset_size} of {self.n_categories} categories", self.epsilon
+        )
+
+    def _inside(self, size: int) -> float:
+        return size / (size + (self.n_categories - size) * math.exp(-self.epsilon))
+
+    def _other(self, size: int) -> float:
+        """Probability that a subset holds a given category that is not the true one."""
+        inside = self._inside(size)
+        return (inside * (size - 1) + (1 - inside) * size) / (self.n_categories - 1)
+
+    def _l2_risk(self, size: int) -> float:
+        if size >= self.n_categories:
+            return math.inf
+        inside, other = self._inside(size), self._other(size)
+        spread = inside * (1 - inside) + (self.n_categories - 1) * other * (1 - other)
+        return spread / (inside - other) ** 2

@@ -1,0 +1,134 @@
+"""Gaussian differential privacy: the exact currency of unsampled Gaussian mechanisms.
+
+A Gaussian mechanism whose noise has standard deviation z times its L2 sensitivity is mu-GDP with
+mu = 1/z; GDP composes by adding squares of mu, and converts exactly to (epsilon, delta).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from scipy.optimize import brentq
+from scipy.special import log_ndtr, ndtr
+
+__all__ = ["compose_gdp", "gdp_delta", "gdp_epsilon", "gdp_mu"]
+
+_SMALLEST_LOG_MU, _LARGEST_LOG_MU = math.log(1e-12), math.log(1e8)
+
+
+def gdp_delta(mu: float, epsilon: float) -> float:
+    r"""Smallest delta at which a mu-GDP mechanism is (epsilon, delta)-DP.
+
+    .. math:: \delta(\epsilon) = \Phi(\mu/2 - \epsilon/\mu) - e^\epsilon \Phi(-\mu/2 - \epsilon/\mu)
+
+    Parameters
+    ----------
+    mu : float, >= 0
+        Gaussian-DP parameter: L2 sensitivity over noise standard deviation.
+    epsilon : float, >= 0
+
+    Returns
+    -------
+    float in [0, 1]
+
+    References
+    ----------
+    Balle, B. and Wang, Y.-X. (2018). Improving the Gaussian mechanism for differential privacy.
+    ICML. Dong, J., Roth, A. and Su, W. (2022). Gaussian differential privacy. JRSS B.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.privacy import gdp_delta
+    >>> round(gdp_delta(1.0, 4.3772), 7)
+    1e-05
+    """
+    if mu == 0 or math.isinf(epsilon):
+        return 0.0
+    if math.isinf(mu):
+        return 1.0
+    log_second = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
+    return max(0.0, float(ndtr(mu / 2 - epsilon / mu)) - math.exp(min(log_second, 0.0)))
+
+
+def gdp_epsilon(mu: float, delta: float) -> float:
+    """Smallest epsilon at which a mu-GDP mechanism is (epsilon, delta)-DP.
+
+    Parameters
+    ----------
+    mu : float, >= 0
+    delta : float in [0, 1)
+
+    Returns
+    -------
+    float
+        Infinity if `delta` is 0 and `mu` is not.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.privacy import gdp_epsilon
+    >>> round(gdp_epsilon(1.0, 1e-5), 4), round(gdp_epsilon(2.0, 1e-5), 4)
+    (4.3772, 9.9973)
+    """
+    _check_delta(delta, lowest=0.0)
+    if mu == 0 or gdp_delta(mu, 0.0) <= delta:
+        return 0.0
+    if delta == 0 or math.isinf(mu):
+        return math.inf
+    high = 1.0
+    while gdp_delta(mu, high) > delta:
+        high *= 2
+    return float(brentq(lambda epsilon: gdp_delta(mu, epsilon) - delta, 0.0, high, xtol=1e-12))
+
+
+def gdp_mu(epsilon: float, delta: float) -> float:
+    """Largest mu whose Gaussian-DP is (epsilon, delta)-DP: the analytic Gaussian mechanism.
+
+    The noise standard deviation to use is the L2 sensitivity divided by it.
+
+    Parameters
+    ----------
+    epsilon : float, > 0
+        Any size; the classic calibration is valid below 1 only.
+    delta : float in (0, 1)
+
+    Returns
+    -------
+    float
+
+    Examples
+    --------
+    >>> from pfl_sklearn.privacy import gdp_mu
+    >>> round(1 / gdp_mu(4.3772, 1e-5), 3)
+    1.0
+    """
+    if not epsilon > 0:
+        raise ValueError(f"epsilon must be above 0; got {epsilon!r}.")
+    _check_delta(delta, lowest=math.ulp(0.0))
+    if math.isinf(epsilon):
+        return math.inf
+    log_mu = brentq(
+        lambda value: gdp_delta(math.exp(value), epsilon) - delta,
+        _SMALLEST_LOG_MU,
+        _LARGEST_LOG_MU,
+        xtol=1e-13,
+    )
+    return math.exp(float(log_mu))
+
+
+def compose_gdp(mus: Iterable[float]) -> float:
+    """Gaussian-DP parameter of several mechanisms run on the same data.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.privacy import compose_gdp
+    >>> compose_gdp([3.0, 4.0])
+    5.0
+    """
+    return math.sqrt(math.fsum(mu * mu for mu in mus))
+
+
+def _check_delta(delta: float, lowest: float) -> None:
+    if not lowest <= delta < 1:
+        bound = "[0, 1)" if lowest == 0 else "(0, 1)"
+        raise ValueError(f"delta must be in {bound}; got {delta!r}.")

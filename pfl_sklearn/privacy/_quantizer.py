@@ -1,0 +1,83 @@
+"""Stochastic quantization: fewer bits per message, no privacy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class StochasticQuantizer:
+    """Unbiased rounding of every coordinate to one of ``2**bits`` levels on [-bound, bound].
+
+    It saves communication and claims no privacy.
+
+    Parameters
+    ----------
+    bits : int, >= 1
+        Bits per coordinate.
+    bound : float, > 0
+        Half width of the range; values outside are projected onto it.
+
+    References
+    ----------
+    Theorem 2, part 1, of Ozkara et al. (2023).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.privacy import StochasticQuantizer
+    >>> quantizer = StochasticQuantizer(bits=1, bound=2.0)
+    >>> quantizer.privatize(np.array([[5.0, -5.0]]), np.random.default_rng(0))
+    array([[ 2., -2.]])
+    """
+
+    bits: int
+    bound: float
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.bits, int | np.integer) and 1 <= self.bits <= 32):
+            raise ValueError(f"bits must be a whole number from 1 to 32; got {self.bits!r}.")
+        if not 0 < self.bound < math.inf:
+            raise ValueError(f"bound must be positive and finite; got {self.bound!r}.")
+
+    @property
+    def step(self) -> float:
+        """Distance of neighbouring levels."""
+        return 2 * self.bound / (2**self.bits - 1)
+
+    @property
+    def noise_variance(self) -> float:
+        """Largest variance that rounding adds to a coordinate: a quarter of the squared step."""
+        return self.step**2 / 4
+
+    @property
+    def sensitivity(self) -> float:
+        """How far one coordinate's report can move: the whole range."""
+        return 2 * self.bound
+
+    def privatize(self, values: Floats, rng: np.random.Generator) -> Floats:
+        """Rounded values, of the shape of `values`; NaN counts as 0."""
+        bounded = np.clip(np.nan_to_num(values, nan=0.0), -self.bound, self.bound)
+        position = (bounded + self.bound) / self.step
+        lower = np.floor(position)
+        level = lower + (rng.random(position.shape) < position - lower)
+        return level * self.step - self.bound
+
+    def facts(self) -> dict[str, Any]:
+        """What the privacy report says of this mechanism."""
+        return {
+            "mechanism": f"stochastic quantizer, {self.bits} bits per coordinate",
+            "epsilon": math.inf,
+            "delta": 0.0,
+            "noise_std": None,
+            "sensitivity": self.sensitivity,
+            "trust": "local",
+            "accountant": "none (quantization is not a privacy mechanism)",
+        }

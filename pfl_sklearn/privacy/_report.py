@@ -1,0 +1,338 @@
+"""The privacy statement of a fitted estimator."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import textwrap
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from sklearn.base import BaseEstimator
+from sklearn.utils import get_tags
+from sklearn.utils.validation import check_is_fitted
+
+from pfl_sklearn._version import __version__
+
+__all__ = ["PrivacyReport", "PrivacyWarning", "privacy_of"]
+
+_SCHEMA_VERSION = 1
+_RELATION_NAMES = {
+    "replace_one": "one client's whole data replaced by any other",
+    "add_remove": "one client added or removed",
+    "zero_out": "one client's contribution replaced by nothing",
+}
+
+
+class PrivacyWarning(UserWarning):
+    """The privacy that was asked for has a weakness that its user should know."""
+
+
+@dataclass(frozen=True)
+class PrivacyReport:
+    """What a fitted estimator promises about the privacy of its clients, and what it does not.
+
+    Parameters
+    ----------
+    epsilon : float
+        Infinity if nothing protects the clients; then `warnings` says why.
+    delta : float
+    mechanism : str
+    unit : str
+        What is protected: "client" means all rows of a client together.
+    relation : {"replace_one", "add_remove", "zero_out"}
+        Tables that are told apart with odds of at most exp(`epsilon`), except with `delta`.
+    trust : {"central", "local"} or None
+        Who adds the noise: a trusted server, or every client.
+    adversary : str
+        Who is assumed to see what.
+    noise_std, sensitivity : float or None
+        Noise standard deviation and L2 sensitivity under `relation`, in the same units.
+    n_clients : int or None
+    sampling : str
+    sampling_rate : float
+    rounds : int
+    accountant : str
+    epsilon_under : tuple of (relation, epsilon)
+        Epsilon at the same `delta` under other relations, where it is defined.
+    released : tuple of str
+        What the promise covers.
+    not_released : tuple of str
+        What it does not cover.
+    assumptions : tuple of str
+    warnings : tuple of str
+    noise_reproducible : bool
+        True if a seed was given: whoever knows it can take the noise off again.
+    schema_version, package_version
+        Of the report.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.privacy import PrivacyReport
+    >>> report = PrivacyReport.unprotected("epsilon=inf was asked for.")
+    >>> report.epsilon, PrivacyReport.from_dict(report.to_dict()) == report
+    (inf, True)
+    """
+
+    epsilon: float
+    delta: float
+    mechanism: str
+    unit: str = "client"
+    relation: str = "replace_one"
+    trust: str | None = None
+    adversary: str = ""
+    noise_std: float | None = None
+    sensitivity: float | None = None
+    n_clients: int | None = None
+    sampling: str = "none: every client takes part"
+    sampling_rate: float = 1.0
+    rounds: int = 1
+    accountant: str = "none"
+    epsilon_under: tuple[tuple[str, float], ...] = ()
+    released: tuple[str, ...] = ()
+    not_released: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    noise_reproducible: bool = False
+    schema_version: int = field(default=_SCHEMA_VERSION)
+    package_version: str = field(default=__version__)
+
+    @classmethod
+    def unprotected(cls, reason: str, **facts: Any) -> Self:
+        """Report of a fit that protects nobody, and why."""
+        return cls(
+            **{
+                "epsilon": math.inf,
+                "delta": 0.0,
+                "mechanism": "none",
+                **facts,
+                "warnings": (reason,),
+            }
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that ``json.dumps(..., allow_nan=False)`` takes; infinity is "inf"."""
+        values = dataclasses.asdict(self)
+        values["epsilon_under"] = {name: _to_json(value) for name, value in self.epsilon_under}
+        return {name: _to_json(value) for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Inverse of :meth:`to_dict`.
+
+        Raises
+        ------
+        ValueError
+            If `values` was written by another version of the schema.
+        """
+        if values.get("schema_version") != _SCHEMA_VERSION:
+            raise ValueError(
+                f"schema_version must be {_SCHEMA_VERSION}; got {values.get('schema_version')!r}."
+            )
+        plain = {name: _from_json(value) for name, value in values.items()}
+        plain["epsilon_under"] = tuple(
+            (name, _from_json(value)) for name, value in values["epsilon_under"].items()
+        )
+        return cls(**plain)
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return json.dumps(self.to_dict(), allow_nan=False, indent=2)
+
+    def __str__(self) -> str:
+        rows = [("promise", self._promise())]
+        if math.isfinite(self.epsilon):
+            rows += [
+                (f"under {name}", f"epsilon = {value:.4g} ({_RELATION_NAMES[name]})")
+                for name, value in self.epsilon_under
+            ]
+            rows += [("adversary", self.adversary), ("mechanism", self._mechanism())]
+            rows += [("accountant", self.accountant)]
+        elif self.mechanism != "none":
+            rows += [("mechanism", self.mechanism)]
+        for title in ("released", "not_released", "assumptions", "warnings"):
+            label = "not covered" if title == "not_released" else title
+            separator = "; " if title in ("assumptions", "warnings") else ", "
+            if getattr(self, title):
+                rows.append((label, separator.join(getattr(self, title))))
+        return "\n".join(["Privacy report", *_table(rows)])
+
+    __repr__ = __str__
+
+    def _promise(self) -> str:
+        if math.isinf(self.epsilon):
+            return "NONE: epsilon = inf, nothing protects the clients"
+        if self.epsilon == 0:
+            return "epsilon = 0: nothing that depends on the data is released"
+        name = "pure" if self.delta == 0 else "approximate"
+        return (
+            f"epsilon = {self.epsilon:.4g}, delta = {self.delta:.4g} ({name} differential "
+            f"privacy); unit: one {self.unit}; neighbours: {_RELATION_NAMES[self.relation]} "
+            f"({self.relation})"
+        )
+
+    def _mechanism(self) -> str:
+        if self.noise_std is None:
+            return self.mechanism
+        return (
+            f"{self.mechanism}: noise sd {self.noise_std:.4g} for L2 sensitivity "
+            f"{self.sensitivity:.4g}"
+        )
+
+
+def privacy_of(estimator: Any) -> PrivacyReport:
+    """Privacy report of a fitted estimator, pipeline, wrapper or search as a whole.
+
+    A pipeline protects no better than its worst step: a step fitted on the same data without
+    noise (a ``StandardScaler``, say) leaks, and so does a search that picked its winner by
+    un-noised scores. In both cases ``epsilon`` is infinite and the report names the culprit.
+
+    Parameters
+    ----------
+    estimator : fitted estimator
+        A client-aware estimator, a :class:`~sklearn.pipeline.Pipeline` that ends in one, a
+        :class:`~pfl_sklearn.compose.ClientColumn` or a search around either.
+
+    Returns
+    -------
+    PrivacyReport
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from sklearn.pipeline import make_pipeline
+    >>> from sklearn.preprocessing import StandardScaler
+    >>> from pfl_sklearn.compose import ClientColumn
+    >>> from pfl_sklearn.estimation import GaussianMean
+    >>> from pfl_sklearn.privacy import privacy_of
+    >>> X = np.column_stack([np.repeat([0, 1, 2], 4), np.ones(12)])
+    >>> model = ClientColumn(make_pipeline(StandardScaler(), GaussianMean()), column=0)
+    >>> report = privacy_of(model.fit(X, np.arange(12.0)))
+    >>> report.epsilon
+    inf
+    """
+    check_is_fitted(estimator)
+    if hasattr(estimator, "privacy_"):
+        return estimator.privacy_
+    if hasattr(estimator, "best_estimator_"):
+        inner = privacy_of(estimator.best_estimator_)
+        reason = (
+            f"{type(estimator).__name__} chose by scores without noise and keeps them in "
+            "cv_results_; only the models themselves are private"
+        )
+        return _leaking(inner, reason)
+    if hasattr(estimator, "steps"):
+        return _pipeline_report(estimator)
+    if hasattr(estimator, "estimator_"):
+        return privacy_of(estimator.estimator_)
+    raise ValueError(
+        f"{type(estimator).__name__} has no privacy report: expected a fitted estimator of "
+        "pfl_sklearn, or a pipeline, ClientColumn or search around one."
+    )
+
+
+def _pipeline_report(pipeline: Any) -> PrivacyReport:
+    inner = privacy_of(pipeline.steps[-1][1])
+    for name, step in pipeline.steps[:-1]:
+        if _learns(step):
+            return _leaking(
+                inner,
+                f"step {name!r} ({type(step).__name__}) was fitted on the same data without noise; "
+                "replace it by constants of yours or by a step that learns nothing",
+            )
+    return inner
+
+
+def _learns(step: Any) -> bool:
+    """Whether a transformer keeps something of the data that it was fitted on."""
+    if step is None or isinstance(step, str):
+        return False
+    return not isinstance(step, BaseEstimator) or get_tags(step).requires_fit
+
+
+def _leaking(report: PrivacyReport, reason: str) -> PrivacyReport:
+    if math.isinf(report.epsilon):
+        return dataclasses.replace(report, warnings=(*report.warnings, reason))
+    return dataclasses.replace(
+        report, epsilon=math.inf, epsilon_under=(), warnings=(*report.warnings, reason)
+    )
+
+
+def warn_once(report: PrivacyReport, stacklevel: int = 3) -> None:
+    """One PrivacyWarning for all the weaknesses of a private fit, if there are any."""
+    if math.isfinite(report.epsilon) and report.warnings:
+        warnings.warn(" ".join(report.warnings), PrivacyWarning, stacklevel=stacklevel)
+
+
+def private_report(
+    facts: dict[str, Any],
+    *,
+    n_clients: int,
+    seeded: bool,
+    caveats: tuple[str, ...] = (),
+    **more: Any,
+) -> PrivacyReport:
+    """Report of one private release, with the warnings that follow from its facts."""
+    found = list(caveats)
+    if seeded:
+        found.append(
+            "random_state was given, so whoever knows the seed can reproduce the noise and take it "
+            "off; use random_state=None for a release."
+        )
+    if facts["delta"] > 1 / n_clients:
+        found.append(
+            f"delta = {facts['delta']:.3g} is above 1 / n_clients = {1 / n_clients:.3g}, which "
+            "allows publishing a client outright; choose a smaller delta."
+        )
+    assumptions = (
+        "the number of clients and of rows of each client are public",
+        *more.pop("assumptions", ()),
+        "ideal arithmetic: floating-point noise is taken as exactly Gaussian"
+        if facts["noise_std"] is not None
+        else "ideal random bits (a seeded pseudo-random generator)",
+    )
+    return PrivacyReport(
+        **facts,
+        n_clients=n_clients,
+        noise_reproducible=seeded,
+        adversary=_ADVERSARIES[facts["trust"]],
+        assumptions=assumptions,
+        warnings=tuple(found),
+        **more,
+    )
+
+
+_ADVERSARIES = {
+    "central": (
+        "whoever sees what is released, all other clients together included; the server that adds "
+        "the noise is trusted with the exact messages"
+    ),
+    "local": "anyone, the server and all other clients included, who sees every message",
+}
+
+
+def _table(rows: list[tuple[str, str]]) -> list[str]:
+    width = max(len(title) for title, _ in rows) + 2
+    lines = []
+    for title, text in rows:
+        head, indent = f"  {title:<{width}}", " " * (width + 2)
+        lines += textwrap.wrap(text, 96, initial_indent=head, subsequent_indent=indent) or [head]
+    return lines
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, float) and math.isinf(value):
+        return "inf"
+    if isinstance(value, tuple):
+        return [_to_json(item) for item in value]
+    return value
+
+
+def _from_json(value: Any) -> Any:
+    if value == "inf":
+        return math.inf
+    if isinstance(value, list):
+        return tuple(_from_json(item) for item in value)
+    return value

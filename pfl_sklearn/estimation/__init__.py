@@ -1,0 +1,6 @@
+"""Estimation of each client's mean: Gaussian and Bernoulli observations."""
+
+from pfl_sklearn.estimation._bernoulli import BernoulliMean
+from pfl_sklearn.estimation._gaussian import GaussianMean
+
+__all__ = ["BernoulliMean", "GaussianMean"]

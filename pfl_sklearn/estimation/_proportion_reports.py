@@ -1,0 +1,201 @@
+"""Proportions when the server sees private reports of the counts.
+
+The reports give a likelihood on a grid of beta priors (mean x concentration); estimates are
+posterior means averaged over that grid. A prior grid of H points, u distinct pairs of counts.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import betainc, gammaln
+from scipy.stats import binom
+
+_MEANS, _CONCENTRATIONS = (
+    axis.ravel()
+    for axis in np.meshgrid(
+        np.linspace(0.02, 0.98, 97), np.geomspace(0.5, 400.0, 26), indexing="ij"
+    )
+)
+_ALPHAS, _BETAS = _MEANS * _CONCENTRATIONS, (1 - _MEANS) * _CONCENTRATIONS
+_LOG_HYPERPRIOR = -0.5 * (np.log(_CONCENTRATIONS / 8) / 1.5) ** 2
+_NEGLIGIBLE = 1e-9
+_CHUNK = 2048
+_LARGEST_TABLE = 1000
+_EM_STEPS = 60
+# Largest L2 distance between two clients' (x, 4 x (1 - x)), points of a parabola: with s = x + x'
+# the square is at most s^2 (1 + 16 (1 - s)^2), which peaks at s = (48 - sqrt(128)) / 64.
+MOMENT_SENSITIVITY = 1.13409
+HISTOGRAM_SENSITIVITY = 2**0.5
+
+
+class BetaAverage(NamedTuple):
+    """Weights of the beta priors that the reports leave plausible."""
+
+    alphas: np.ndarray
+    betas: np.ndarray
+    weights: np.ndarray
+
+    def mean(self):
+        """Mean and standard deviation of the population mean."""
+        means = self.alphas / (self.alphas + self.betas)
+        mean = self.weights @ means
+        return float(mean), float(np.sqrt(self.weights @ (means - mean) ** 2))
+
+    def moments(self):
+        """Mean and variance of a client's proportion."""
+        total = self.alphas + self.betas
+        means = self.alphas / total
+        mean = self.weights @ means
+        second = means * (1 - means) / (total + 1) + (means - mean) ** 2
+        return float(mean), float(self.weights @ second)
+
+    def posterior(self, successes, trials):
+        """Mean and variance (u,) of the clients' proportions given their own exact counts."""
+        parts = [
+            self._posterior(successes[start : start + _CHUNK], trials[start : start + _CHUNK])
+            for start in range(0, len(trials), _CHUNK)
+        ]
+        mean, variance = (np.concatenate(values) for values in zip(*parts, strict=True))
+        return mean, variance
+
+    def _posterior(self, successes, trials):
+        joint = np.exp(log_marginals(successes, trials, self.alphas, self.betas)) * self.weights
+        joint /= joint.sum(axis=1, keepdims=True)
+        above = successes[:, None] + self.alphas
+        total = trials[:, None] + (self.alphas + self.betas)
+        means = above / total
+        mean = np.einsum("uh,uh->u", joint, means)
+        second = np.einsum("uh,uh->u", joint, means * (above + 1) / (total + 1))
+        return mean, np.maximum(second - mean**2, 0.0)
+
+    def on_grid(self, support):
+        """Mass of the averaged prior in the cells around the points of `support` (K,)."""
+        edges = np.concatenate([[0.0], (support[1:] + support[:-1]) / 2, [1.0]])
+        below = betainc(self.alphas[:, None], self.betas[:, None], edges)
+        mass = self.weights @ np.diff(below, axis=1)
+        return mass / mass.sum()
+
+
+def average_priors(log_likelihood):
+    """Beta priors weighted by the likelihood (H,) of the reports and the hyperprior."""
+    log_weights = log_likelihood + _LOG_HYPERPRIOR
+    weights = np.exp(log_weights - log_weights.max())
+    kept = weights > _NEGLIGIBLE
+    return BetaAverage(_ALPHAS[kept], _BETAS[kept], weights[kept] / weights[kept].sum())
+
+
+def log_marginals(successes, trials, alphas, betas):
+    """Beta-binomial log-probabilities (u, h) of sequences with these counts, up to rounding.
+
+    Without the binomial coefficient, which is the same for all priors.
+    """
+    failures = trials - successes
+    return (
+        _log_rising(alphas, successes)
+        + _log_rising(betas, failures)
+        - _log_rising(alphas + betas, trials)
+    )
+
+
+def subset_log_likelihood(mechanism, subsets, n):
+    """Log-likelihood (H,) of reported subsets (m, n + 1) of the counts 0..n."""
+    distinct, counts = distinct_rows(subsets)
+    table = probability_table(n)
+    return sum(
+        counts[start : start + _CHUNK]
+        @ mechanism.log_likelihood(distinct[start : start + _CHUNK], table)
+        for start in range(0, len(distinct), _CHUNK)
+    )
+
+
+def two_bit_log_likelihood(mechanism, reports, trials):
+    """Log-likelihood (H,) of one-bit answers about means and spreads."""
+    on_mean = mechanism.response.probability(_MEANS)
+    value = _bits_log_likelihood(reports.bits[~reports.asks_spread], on_mean)
+    spread = 4 * _MEANS * (1 - _MEANS) * _CONCENTRATIONS / (_CONCENTRATIONS + 1)
+    for n in np.unique(trials[reports.asks_spread]):
+        bits = reports.bits[reports.asks_spread & (trials == n)]
+        value += _bits_log_likelihood(bits, mechanism.response.probability(spread * (n - 1) / n))
+    return value
+
+
+def histogram_log_likelihood(noisy, noise_variance, n_clients):
+    """Approximate log-likelihood (H,) of a noisy histogram (n + 1,) of the counts.
+
+    Cells are taken as independent Gaussians with their Poisson and noise variances.
+    """
+    expected = n_clients * probability_table(len(noisy) - 1)
+    variance = expected + noise_variance
+    return -0.5 * np.sum((noisy[:, None] - expected) ** 2 / variance + np.log(variance), axis=0)
+
+
+def moment_messages(successes, trials):
+    """Messages (m, 2): the proportion z / n and its spread 4 z (n - z) / n^2, both in [0, 1]."""
+    share = successes / trials
+    return np.column_stack([share, 4 * share * (1 - share)])
+
+
+def moment_log_likelihood(noisy, noise_variance, trials):
+    """Approximate log-likelihood (H,) of the noisy sums of :func:`moment_messages`.
+
+    The two sums are taken as independent Gaussians; the spread's sampling variance as its largest.
+    """
+    n_clients, inverse = len(trials), np.sum(1 / trials)
+    limit = _MEANS * (1 - _MEANS)
+    shared = 1 / (_CONCENTRATIONS + 1)
+    share_variance = limit * (shared * n_clients + (1 - shared) * inverse)
+    spread = 4 * limit * (1 - shared) * (n_clients - inverse)
+    spread_variance = spread * (1 - spread / n_clients)
+    value = 0.0
+    for total, expected, variance in (
+        (noisy[0], n_clients * _MEANS, share_variance + noise_variance),
+        (noisy[1], spread, spread_variance + noise_variance),
+    ):
+        value = value - 0.5 * ((total - expected) ** 2 / variance + np.log(variance))
+    return value
+
+
+def refine_on_grid(prior, average, mechanism, subsets, n):
+    """Grid prior: the averaged beta prior, then EM steps on the likelihood of the subsets."""
+    distinct, counts = distinct_rows(subsets)
+    probabilities = binom.pmf(np.arange(n + 1)[:, None], n, prior.support)
+    likelihood = np.exp(mechanism.log_likelihood(distinct, probabilities))
+    weights = average.on_grid(prior.support)
+    for _ in range(_EM_STEPS):
+        weights *= (counts / (likelihood @ weights)) @ likelihood / counts.sum()
+    return prior.with_weights(weights / weights.sum())
+
+
+def distinct_rows(subsets):
+    """Distinct rows of a boolean matrix (m, k) and how often each occurs."""
+    packed = np.ascontiguousarray(np.packbits(subsets, axis=1))
+    keys = packed.view(np.dtype((np.void, packed.shape[1]))).ravel()
+    _, first, counts = np.unique(keys, return_index=True, return_counts=True)
+    return subsets[first], counts
+
+
+@lru_cache(maxsize=8)
+def probability_table(n):
+    """Beta-binomial probabilities (n + 1, H) of the counts 0..n under all priors."""
+    cells = np.arange(n + 1)
+    log_choose = gammaln(n + 1) - gammaln(cells + 1) - gammaln(n - cells + 1)
+    log_table = log_marginals(cells, np.full(n + 1, n), _ALPHAS, _BETAS)
+    table = np.exp(log_choose[:, None] + log_table)
+    table.flags.writeable = False
+    return table
+
+
+def _bits_log_likelihood(bits, probability):
+    ones = np.count_nonzero(bits)
+    return ones * np.log(probability) + (len(bits) - ones) * np.log1p(-probability)
+
+
+def _log_rising(values, steps):
+    """Log of values (values + 1) ... (values + steps - 1): (u, h) for steps (u,), values (h,)."""
+    highest = int(steps.max(initial=0))
+    if highest > _LARGEST_TABLE:
+        return gammaln(steps[:, None] + values) - gammaln(values)
+    table = np.zeros((highest + 1, len(values)))
+    np.cumsum(np.log(np.arange(highest)[:, None] + values), axis=0, out=table[1:])
+    return table[steps]

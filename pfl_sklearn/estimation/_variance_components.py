@@ -1,0 +1,258 @@
+"""Variance components of client means: the arithmetic of one-way random effects.
+
+Client i reports a mean with variance ``between + noise * unit_i + extra`` around the population
+mean, where ``unit_i`` is known (one over the client's weight) and ``extra`` is the variance that a
+release added. Arrays have clients first; `d` coordinates share the components.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import minimize_scalar
+
+from pfl_sklearn._clients import row_counts, segment_sums
+
+_GRID_POINTS = 48
+_CANCELLATION = 1e-6
+
+
+class ClientMeans(NamedTuple):
+    """Sufficient statistics of the rows of m clients."""
+
+    means: np.ndarray  # (m, d)
+    weights: np.ndarray  # (m,), summed row weights; the mean's variance is noise / weight
+    n_rows: np.ndarray  # (m,)
+    within: np.ndarray  # (d,), weighted squares of the rows around their client's mean
+    log_weights: float  # summed logs of the row weights
+
+    @property
+    def degrees_of_freedom(self):
+        """Of the rows around their client's mean, in one coordinate."""
+        return int(self.n_rows.sum()) - len(self.n_rows)
+
+    def coordinate(self, k):
+        """The statistics of coordinate k alone."""
+        return self._replace(means=self.means[:, [k]], within=self.within[[k]])
+
+
+class Components(NamedTuple):
+    """What is known or estimated of the population, shared by d coordinates."""
+
+    mean: np.ndarray  # (d,)
+    mean_variance: float  # of every coordinate of `mean`; 0 if it was given
+    between: float
+    noise: float
+    log_likelihood: float
+
+
+def client_means(y, codes, n_clients, weights=None):
+    """Reduce rows `y` (n, d) to the statistics of their clients."""
+    n_rows = row_counts(codes, n_clients)
+    if weights is None:
+        totals, weighted, log_weights = n_rows.astype(float), y, 0.0
+    else:
+        totals = segment_sums(weights, codes, n_clients)
+        weighted, log_weights = y * weights[:, None], float(np.log(weights).sum())
+    centre = weighted.sum(axis=0) / totals.sum()
+    shifted = y - centre
+    moved = shifted if weights is None else shifted * weights[:, None]
+    means = segment_sums(moved, codes, n_clients) / totals[:, None]
+    square = np.einsum("nd,nd->d", moved, shifted)
+    within = square - totals @ means**2
+    if np.any(within < _CANCELLATION * square):
+        shifted -= means[codes]
+        moved = shifted if weights is None else shifted * weights[:, None]
+        within = np.einsum("nd,nd->d", moved, shifted)
+    return ClientMeans(means + centre, totals, n_rows, within, log_weights)
+
+
+def estimate_components(table, method, mean=None, between=None, noise=None, extra=0.0):
+    """Fill in what is None among population mean (d,), between and noise variance.
+
+    Parameters
+    ----------
+    table : ClientMeans
+    method : {"reml", "ml", "moments"}
+    mean, between, noise : known values, or None
+    extra : float
+        Variance that a release added to every client's mean.
+
+    Returns
+    -------
+    Components
+        `between` is NaN if it was to be estimated from a single client.
+
+    Raises
+    ------
+    ValueError
+        If the noise variance is unknown and no client has a second row.
+    """
+    if noise is None and table.degrees_of_freedom == 0:
+        n_rows = len(table.n_rows)
+        samples = "1 sample" if n_rows == 1 else f"n_samples = {n_rows}"
+        raise ValueError(
+            f"every client has one row ({samples}), so noise_variance cannot be told from the "
+            "spread between clients; give noise_variance or more rows per client."
+        )
+    model = _Profile(table, method == "reml" and mean is None, mean, extra)
+    if len(table.means) == 1 and between is None:
+        noise = model.pooled_noise() if noise is None else noise
+        value = model.components(0.0, noise)
+        return value._replace(between=np.nan)
+    if method == "moments":
+        noise = model.pooled_noise() if noise is None else noise
+        between = model.moment_between(noise) if between is None else between
+        return model.components(between, noise)
+    if between is None and noise is None:
+        return _search_ratio(model)
+    if between is None:
+        return _search_between(model, noise)
+    if noise is None:
+        return _search_noise(model, between)
+    return model.components(between, noise)
+
+
+class _Profile:
+    """Marginal likelihood of the client means, with the population mean profiled out.
+
+    Clients of equal weight are summed up first, so that one evaluation costs as much as there are
+    distinct weights.
+    """
+
+    def __init__(self, table, restricted, mean, extra):
+        self.table, self.restricted, self.extra = table, restricted, extra
+        self.n_clients, self.d = table.means.shape
+        self.centre = table.means.mean(axis=0)
+        self.known_mean = None if mean is None else np.asarray(mean) - self.centre
+        self.unit, self.count, self.first, self.second = _by_weight(table, self.centre)
+        self.within = table.within.sum()
+        self.within_dof = table.degrees_of_freedom * self.d
+
+    def weighted(self, precision):
+        """GLS mean (d,), total precision and weighted squares around the mean."""
+        total = self.count @ precision
+        first = precision @ self.first
+        mean = first / total if self.known_mean is None else self.known_mean
+        square = precision @ self.second - 2 * mean @ first + total * mean @ mean
+        return mean, total, max(square, 0.0)
+
+    def criterion(self, between, noise):
+        """Minus twice the log-likelihood, up to what does not depend on the variances."""
+        variance = between + noise * self.unit + self.extra
+        _, total, square = self.weighted(1 / variance)
+        value = self.d * (self.count @ np.log(variance)) + square
+        if self.within_dof:
+            value += self.within_dof * np.log(noise) + self.within / noise
+        return value + self.d * np.log(total) if self.restricted else value
+
+    def noise_at(self, ratio):
+        """Best noise variance when between = ratio * noise."""
+        square = self.weighted(1 / (ratio + self.unit))[2]
+        rows = self.within_dof + self.n_clients * self.d - (self.d if self.restricted else 0)
+        return (self.within + square) / rows
+
+    def pooled_noise(self):
+        """Noise variance from the rows around their client's mean alone."""
+        return self.within / self.within_dof
+
+    def moment_between(self, noise):
+        """Spread of the client means less what noise and release explain, floored at 0."""
+        deviations = (
+            self.table.means - self.centre - (0.0 if self.known_mean is None else self.known_mean)
+        )
+        dof = self.n_clients - (self.known_mean is None)
+        spread = np.sum(deviations**2) / (dof * self.d)
+        return max(0.0, spread - noise * np.mean(1 / self.table.weights) - self.extra)
+
+    def spread(self):
+        """Mean square of the client means around the population mean."""
+        square = self.weighted(np.ones_like(self.unit))[2]
+        return square / (max(self.n_clients - self.restricted, 1) * self.d)
+
+    def components(self, between, noise):
+        """The fitted population at these variances."""
+        variance = between + noise * self.unit + self.extra
+        degenerate = not np.all(variance > 0)
+        mean, total, _ = self.weighted(
+            np.where(variance > 0, 0.0, 1.0) if degenerate else 1 / variance
+        )
+        known = self.known_mean is not None
+        return Components(
+            mean + self.centre,
+            0.0 if known or degenerate else 1 / total,
+            float(between),
+            float(noise),
+            np.inf if degenerate or noise == 0 else -0.5 * self._full_criterion(between, noise),
+        )
+
+    def _full_criterion(self, between, noise):
+        """Minus twice the log-likelihood of the rows, constants included."""
+        table = self.table
+        rows = int(table.n_rows.sum()) - self.restricted
+        constant = rows * np.log(2 * np.pi) + np.log(table.weights).sum() - table.log_weights
+        return self.criterion(between, noise) + self.d * constant
+
+
+def _by_weight(table, centre):
+    """Distinct 1/weight (u,), clients (u,), summed means (u, d) and summed squares (u,)."""
+    deviations = table.means - centre
+    squares = np.einsum("md,md->m", deviations, deviations)
+    if np.any(table.weights != table.n_rows):
+        return 1 / table.weights, np.ones(len(squares)), deviations, squares
+    count = np.bincount(table.n_rows)
+    used = np.flatnonzero(count)
+    size = len(count)
+    first = segment_sums(deviations, table.n_rows, size)[used]
+    second = np.bincount(table.n_rows, weights=squares, minlength=size)[used]
+    return 1 / used, count[used].astype(float), first, second
+
+
+def _search_ratio(model):
+    """Both variances unknown: search between / noise."""
+    if model.within == 0:
+        return _search_between(model, 0.0)
+    if model.extra > 0:
+        raise ValueError("the noise variance cannot be estimated from released means.")
+
+    def at(ratio):
+        noise = model.noise_at(ratio)
+        return model.criterion(ratio * noise, noise)
+
+    ratio = _minimize(at, model.unit.min() * 1e-6, max(1.0, model.unit.max()) * 1e9, zero=True)
+    noise = model.noise_at(ratio)
+    return model.components(ratio * noise, noise)
+
+
+def _search_between(model, noise):
+    """Noise variance known."""
+    if noise == 0 and model.extra == 0:
+        return model.components(model.spread() if model.n_clients > 1 else np.nan, noise)
+    smallest = noise * model.unit.min() + model.extra
+    largest = noise * model.unit.max() + model.extra + model.spread()
+    between = _minimize(
+        lambda value: model.criterion(value, noise), smallest * 1e-6, largest * 100, zero=True
+    )
+    return model.components(between, noise)
+
+
+def _search_noise(model, between):
+    """Between-client variance known."""
+    scale = (model.within + model.spread()) / max(model.within_dof, 1)
+    if model.within == 0 or scale == 0:
+        return model.components(between, 0.0)
+    noise = _minimize(lambda value: model.criterion(between, value), scale * 1e-6, scale * 1e3)
+    return model.components(between, noise)
+
+
+def _minimize(function, low, high, zero=False):
+    """Minimum over [low, high] on a log scale, or 0 if that is at least as good."""
+    grid = np.linspace(np.log(low), np.log(high), _GRID_POINTS)
+    values = [function(np.exp(point)) for point in grid]
+    best = int(np.argmin(values))
+    bracket = grid[max(best - 1, 0)], grid[min(best + 1, _GRID_POINTS - 1)]
+    found = minimize_scalar(
+        lambda point: function(np.exp(point)), bounds=bracket, options={"xatol": 1e-10}
+    )
+    if zero and (best == 0 or function(0.0) <= found.fun):
+        return 0.0
+    return float(np.exp(found.x))

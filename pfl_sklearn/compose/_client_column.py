@@ -1,0 +1,201 @@
+"""The client id as a column of X."""
+
+from numbers import Integral
+
+from sklearn import config_context
+from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone
+from sklearn.utils import get_tags
+from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping
+from sklearn.utils.metaestimators import available_if
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from pfl_sklearn._clients import same_ids, split_client_column
+from pfl_sklearn._compat import HasMethods, fit_context, num_samples
+from pfl_sklearn.metrics._clients import known_clients
+
+_METHODS = (
+    "fit",
+    "predict",
+    "predict_proba",
+    "predict_log_proba",
+    "decision_function",
+    "transform",
+    "score",
+)
+
+
+def _inner_has(method):
+    def check(self):
+        getattr(getattr(self, "estimator_", self.estimator), method)
+        return True
+
+    return check
+
+
+class ClientColumn(MetaEstimatorMixin, BaseEstimator):
+    """Estimator whose client ids are a column of `X`.
+
+    Takes the column out of `X` and hands it to `estimator` as routed ``groups``. It needs no
+    configuration, and it works where scikit-learn has no way to route groups to ``predict``:
+    string scorers, ``cross_val_predict``, ``permutation_importance``, ``partial_dependence``,
+    calibration, stacking, and ``predict`` of a search.
+
+    Parameters
+    ----------
+    estimator : estimator
+        A client-aware estimator or a pipeline with one.
+    column : str or int
+        The column of ids: a name (data frames) or a position. Whole or fractional floats are
+        taken by exact value.
+
+    Attributes
+    ----------
+    estimator_ : estimator
+        Fitted clone of `estimator`.
+    clients_ : ndarray of shape (n_clients,)
+        Sorted ids of its clients.
+    classes_ : ndarray of shape (n_classes,)
+        If `estimator` is a classifier.
+    n_features_in_ : int
+        Columns of `X`, the ids among them.
+    feature_names_in_ : ndarray of shape (n_features_in_,)
+
+    Notes
+    -----
+    `X` and the columns left of it are checked by `estimator`. Extra keyword arguments such as
+    ``sample_weight`` are routed to `estimator`, whose steps have to request them.
+
+    Examples
+    --------
+    >>> import pandas as pd
+    >>> from pfl_sklearn.compose import ClientColumn
+    >>> from pfl_sklearn.estimation import GaussianMean
+    >>> table = pd.DataFrame({"clinic": ["a", "a", "b", "b"], "age": [40, 50, 60, 70]})
+    >>> model = ClientColumn(GaussianMean(), "clinic").fit(table, [1.0, 3.0, 5.0, 7.0])
+    >>> model.predict(table).round(2)
+    array([2.25, 2.25, 5.75, 5.75])
+    """
+
+    _parameter_constraints = {
+        "estimator": [HasMethods(["fit"])],
+        "column": [str, Integral],
+    }
+
+    def __init__(self, estimator, column):
+        self.estimator = estimator
+        self.column = column
+
+    @fit_context(prefer_skip_nested_validation=False)
+    def fit(self, X, y=None, **params):
+        """Fit a clone of the estimator to the other columns.
+
+        Parameters
+        ----------
+        X : dataframe, ndarray or sparse matrix of shape (n_rows, n_columns)
+            The ids among its columns.
+        y : array-like of shape (n_rows,), default=None
+        **params : dict
+            Routed to the estimator. ``groups`` may be given if it equals the column.
+
+        Returns
+        -------
+        self
+        """
+        rest, params = self._split(X, params, fitting=True)
+        with config_context(enable_metadata_routing=True):
+            self.estimator_ = clone(self.estimator).fit(rest, y, **params)
+        return self
+
+    @available_if(_inner_has("predict"))
+    def predict(self, X, **params):
+        """Predict for the clients in the column, as the estimator does."""
+        return self._call("predict", X, **params)
+
+    @available_if(_inner_has("predict_proba"))
+    def predict_proba(self, X, **params):
+        """Class probabilities for the clients in the column."""
+        return self._call("predict_proba", X, **params)
+
+    @available_if(_inner_has("predict_log_proba"))
+    def predict_log_proba(self, X, **params):
+        """Logarithms of class probabilities for the clients in the column."""
+        return self._call("predict_log_proba", X, **params)
+
+    @available_if(_inner_has("decision_function"))
+    def decision_function(self, X, **params):
+        """Decision function for the clients in the column."""
+        return self._call("decision_function", X, **params)
+
+    @available_if(_inner_has("transform"))
+    def transform(self, X, **params):
+        """Transform the other columns for the clients in the column."""
+        return self._call("transform", X, **params)
+
+    @available_if(_inner_has("score"))
+    def score(self, X, y=None, **params):
+        """Score of the estimator for the clients in the column."""
+        return self._call("score", X, y, **params)
+
+    @property
+    def clients_(self):
+        """Sorted ids of the fitted clients."""
+        return known_clients(self.estimator_)
+
+    @property
+    def classes_(self):
+        """Class labels of the fitted estimator."""
+        return self.estimator_.classes_
+
+    def get_metadata_routing(self):
+        """Routing of the metadata to the estimator."""
+        mapping = MethodMapping()
+        for method in _METHODS:
+            mapping.add(caller=method, callee=method)
+        return MetadataRouter(owner=self).add(estimator=self.estimator, method_mapping=mapping)
+
+    def __sklearn_is_fitted__(self):
+        return hasattr(self, "estimator_")
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        inner = get_tags(self.estimator)
+        for name in (
+            "estimator_type",
+            "classifier_tags",
+            "regressor_tags",
+            "transformer_tags",
+            "target_tags",
+            "non_deterministic",
+            "no_validation",
+        ):
+            setattr(tags, name, getattr(inner, name))
+        tags.input_tags.allow_nan = False  # not among the ids
+        tags.input_tags.sparse = inner.input_tags.sparse
+        tags.input_tags.string = True
+        return tags
+
+    def _call(self, method, X, *y, **params):
+        check_is_fitted(self)
+        rest, params = self._split(X, params)
+        with config_context(enable_metadata_routing=True):
+            return getattr(self.estimator_, method)(rest, *y, **params)
+
+    def _split(self, X, params, fitting=False):
+        """The other columns, and the parameters with the column as groups."""
+        if hasattr(X, "columns"):
+            validate_data(self, X, reset=fitting, skip_check_array=True)
+        else:
+            X = validate_data(
+                self,
+                X,
+                reset=fitting,
+                dtype=None,
+                accept_sparse=True,
+                ensure_all_finite=False,
+                ensure_min_features=2 if fitting else 1,
+            )
+        rest, ids = split_client_column(X, self.column)
+        given = params.get("groups")
+        if given is not None and not same_ids(given, ids, num_samples(X)):
+            raise ValueError(f"groups= differs from column {self.column!r} of X; give one of them.")
+        return rest, {**params, "groups": ids}

@@ -1,0 +1,128 @@
+"""Which clients an estimator knows, and how well it does for each."""
+
+import copy
+
+import numpy as np
+import pandas as pd
+from sklearn.metrics import get_scorer
+from sklearn.utils.validation import check_is_fitted
+
+from pfl_sklearn._clients import encode_clients, rows_by_client
+from pfl_sklearn._compat import num_samples
+from pfl_sklearn._nesting import inner_estimator, innermost_estimator
+from pfl_sklearn.metrics._responses import Responses, score_clients
+
+
+def known_clients(estimator):
+    """Sorted ids of the clients that a fitted estimator saw.
+
+    Parameters
+    ----------
+    estimator : fitted estimator
+        A client-aware estimator, or a pipeline, ClientColumn or search around one.
+
+    Returns
+    -------
+    ndarray of shape (n_clients,)
+
+    Raises
+    ------
+    ValueError
+        If there is no client-aware estimator inside.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.estimation import BernoulliMean
+    >>> from pfl_sklearn.metrics import known_clients
+    >>> known_clients(BernoulliMean().fit_counts([3, 5], [9, 9], groups=["b", "a"]))
+    array(['a', 'b'], dtype=object)
+    """
+    check_is_fitted(estimator)
+    inner = innermost_estimator(estimator)
+    if hasattr(inner, "clients_"):
+        return inner.clients_
+    raise ValueError(
+        f"{type(estimator).__name__} knows no clients: expected a client-aware estimator."
+    )
+
+
+def client_scores(estimator, X, y, *, groups, scoring):
+    """Score of every client, and what personalization gained it.
+
+    Parameters
+    ----------
+    estimator : fitted estimator
+        A client-aware estimator, or a pipeline, ClientColumn or search around one.
+    X : array-like of n_rows rows
+    y : array-like of shape (n_rows,)
+    groups : array-like of shape (n_rows,)
+        Client id of every row.
+    scoring : str or scorer
+        As in scikit-learn; larger is better.
+
+    Returns
+    -------
+    DataFrame
+        One row per client in `groups`, indexed by id, with columns ``n_rows``, ``score``,
+        ``known`` (seen in fit), ``population_score`` (of the population model on the same rows)
+        and ``gain``, their difference. A score that is not defined for a client (one class only,
+        say) is NaN. ``attrs`` holds ``worst_decile``, the mean of the lowest tenth of the scores,
+        ``mean_gain``, and ``share_improved``, the share of clients with a positive gain.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.estimation import GaussianMean
+    >>> from pfl_sklearn.metrics import client_scores
+    >>> X, y, site = np.zeros((6, 1)), np.array([1.0, 2, 3, 7, 8, 9]), [1, 1, 1, 2, 2, 2]
+    >>> model = GaussianMean().fit(X, y, groups=site)
+    >>> scores = client_scores(model, X, y, groups=site, scoring="neg_mean_squared_error")
+    >>> bool((scores["gain"] > 0).all())
+    True
+    """
+    n_rows = num_samples(X)
+    ids, codes = encode_clients(groups, n_rows)
+    order, offsets = rows_by_client(codes, len(ids))
+    scorer = get_scorer(scoring)
+    scores = score_clients(scorer, Responses(estimator, X, groups), y, order, offsets)
+    population = Responses(population_model(estimator), X, None)
+    baseline = score_clients(scorer, population, y, order, offsets)
+    gain = scores - baseline
+    table = pd.DataFrame(
+        {
+            "n_rows": np.diff(offsets),
+            "score": scores,
+            "known": np.isin(ids, known_clients(estimator)),
+            "population_score": baseline,
+            "gain": gain,
+        },
+        index=pd.Index(ids, name="client"),
+    )
+    table.attrs = _summaries(scores, gain)
+    return table
+
+
+def _summaries(scores, gain):
+    """Mean of the worst decile, mean gain and share of clients that gained."""
+    scores, gain = np.sort(scores[np.isfinite(scores)]), gain[np.isfinite(gain)]
+    worst = scores[: max(1, len(scores) // 10)]
+    return {
+        "worst_decile": float(worst.mean()) if len(worst) else np.nan,
+        "mean_gain": float(gain.mean()) if len(gain) else np.nan,
+        "share_improved": float(np.mean(gain > 0)) if len(gain) else np.nan,
+    }
+
+
+def population_model(estimator):
+    """Copy of a fitted estimator that predicts the population model for every row."""
+    inner = inner_estimator(estimator)
+    if inner is None:
+        return estimator._population_copy()
+    if not hasattr(estimator, "steps") and not hasattr(estimator, "column"):
+        return population_model(inner)
+    outer = copy.copy(estimator)
+    if hasattr(estimator, "steps"):
+        outer.steps = [*estimator.steps[:-1], (estimator.steps[-1][0], population_model(inner))]
+    else:
+        outer.estimator_ = population_model(inner)
+    return outer

@@ -1,0 +1,93 @@
+"""Responses of a fitted estimator to rows of clients, computed once, scored by the subset."""
+
+import warnings
+
+import numpy as np
+from sklearn.base import BaseEstimator
+from sklearn.exceptions import UndefinedMetricWarning
+from sklearn.utils import get_tags
+from sklearn.utils.metadata_routing import get_routing_for_object
+from sklearn.utils.metaestimators import available_if
+
+
+def _estimator_has(method):
+    def check(self):
+        getattr(self.estimator, method)
+        return True
+
+    return check
+
+
+class Responses(BaseEstimator):
+    """Stand-in for `estimator` whose predictions for `X` are made once, with groups.
+
+    scikit-learn's scorers take it for an estimator; :meth:`only` narrows it to some rows.
+    """
+
+    def __init__(self, estimator, X, groups):
+        self.estimator = estimator
+        self.X = X
+        self.groups = groups
+        self._made = {}
+        self._rows = slice(None)
+
+    def only(self, rows):
+        """The same responses, of these rows alone."""
+        narrowed = Responses(self.estimator, self.X, self.groups)
+        narrowed._made, narrowed._rows = self._made, rows
+        return narrowed
+
+    @available_if(_estimator_has("predict"))
+    def predict(self, X):
+        """Predictions of the rows; `X` is not looked at."""
+        return self._response("predict")
+
+    @available_if(_estimator_has("predict_proba"))
+    def predict_proba(self, X):
+        """Class probabilities of the rows; `X` is not looked at."""
+        return self._response("predict_proba")
+
+    @available_if(_estimator_has("decision_function"))
+    def decision_function(self, X):
+        """Decision function of the rows; `X` is not looked at."""
+        return self._response("decision_function")
+
+    @property
+    def classes_(self):
+        """Class labels of the estimator."""
+        return self.estimator.classes_
+
+    def __sklearn_tags__(self):
+        return get_tags(self.estimator)
+
+    def __sklearn_is_fitted__(self):
+        return True
+
+    def _response(self, method):
+        if method not in self._made:
+            self._made[method] = getattr(self.estimator, method)(self.X, **self._metadata(method))
+        return self._made[method][self._rows]
+
+    def _metadata(self, method):
+        """Groups, if anything inside the estimator asks for them."""
+        routing = get_routing_for_object(self.estimator)
+        if self.groups is None or not routing.consumes(method, ["groups"]):
+            return {}
+        return {"groups": self.groups}
+
+
+def score_clients(scorer, responses, y, order, offsets):
+    """Score (m,) of every client by rows ``order[offsets[i]:offsets[i + 1]]``; NaN if undefined."""
+    y = np.asarray(y)
+    scores = np.empty(len(offsets) - 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UndefinedMetricWarning)
+        for i in range(len(scores)):
+            rows = order[offsets[i] : offsets[i + 1]]
+            try:
+                scores[i] = scorer(responses.only(rows), rows, y[rows])
+            except ValueError as error:
+                if "class" not in str(error):
+                    raise
+                scores[i] = np.nan
+    return scores

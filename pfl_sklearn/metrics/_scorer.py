@@ -1,0 +1,149 @@
+"""A scorer that hands client ids to predict and averages over clients."""
+
+import numpy as np
+from sklearn.metrics import get_scorer
+from sklearn.utils.metadata_routing import MetadataRequest, get_routing_for_object
+
+from pfl_sklearn._clients import encode_clients, match_clients, rows_by_client, split_client_column
+from pfl_sklearn._compat import num_samples
+from pfl_sklearn.metrics._clients import known_clients
+from pfl_sklearn.metrics._responses import Responses, score_clients
+
+_SUBSETS = ("all", "known", "new")
+
+
+class ClientScorer:
+    """Scorer for ``scoring=`` of scikit-learn's tools that passes groups on to ``predict``.
+
+    scikit-learn's own string scorers do not, so a personalized estimator would not know whose
+    rows it predicts. Needs metadata routing, or `client_column`.
+
+    Parameters
+    ----------
+    scoring : str or scorer
+        As in scikit-learn; larger is better.
+    average : {"micro", "macro"} or callable, default="micro"
+        "micro" scores all rows together; "macro" is the mean over clients of their scores; a
+        callable gets the array of client scores and returns a float. Clients for whom the score
+        is not defined (one class only, say) are left out.
+    subset : {"all", "known", "new"}, default="all"
+        Which clients count: those seen in fit, those not seen, or both.
+    client_column : str or int, default=None
+        The column of ids of `X`, for estimators wrapped in
+        :class:`~pfl_sklearn.compose.ClientColumn`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.estimation import GaussianMean
+    >>> from pfl_sklearn.metrics import ClientScorer
+    >>> X, y, site = np.zeros((6, 1)), np.array([1.0, 2, 3, 7, 8, 9]), np.array([1, 1, 1, 2, 2, 2])
+    >>> model = GaussianMean().fit(X, y, groups=site)
+    >>> scorer = ClientScorer("neg_mean_squared_error", average="macro")
+    >>> round(scorer(model, X, y, groups=site), 2)
+    -0.67
+    """
+
+    def __init__(self, scoring, *, average="micro", subset="all", client_column=None):
+        if average not in ("micro", "macro") and not callable(average):
+            raise ValueError(f"average must be 'micro', 'macro' or a callable; got {average!r}.")
+        if subset not in _SUBSETS:
+            raise ValueError(f"subset must be one of {', '.join(_SUBSETS)}; got {subset!r}.")
+        self.scoring = scoring
+        self.average = average
+        self.subset = subset
+        self.client_column = client_column
+        self._scorer = get_scorer(scoring)
+        self._metadata_request = MetadataRequest(owner=self)
+        self._metadata_request.score.add_request(param="groups", alias=True)
+        self._metadata_request.score.add_request(param="sample_weight", alias=None)
+
+    def set_score_request(self, **requests):
+        """Say which metadata the scorer asks for; ``groups`` is asked for by default.
+
+        Parameters
+        ----------
+        **requests : dict
+            ``sample_weight=True``, for "micro" averages.
+
+        Returns
+        -------
+        self
+        """
+        for name, alias in requests.items():
+            self._metadata_request.score.add_request(param=name, alias=alias)
+        return self
+
+    def get_metadata_routing(self):
+        """Metadata that the scorer asks for."""
+        return get_routing_for_object(self._metadata_request)
+
+    def __call__(self, estimator, X, y, *, groups=None, sample_weight=None):
+        """Score of a fitted estimator.
+
+        Parameters
+        ----------
+        estimator : fitted estimator
+        X : array-like of n_rows rows
+        y : array-like of shape (n_rows,)
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row.
+        sample_weight : array-like of shape (n_rows,), default=None
+            For "micro" averages.
+
+        Returns
+        -------
+        float
+        """
+        ids = groups
+        if ids is None and self.client_column is not None:
+            ids = split_client_column(X, self.client_column)[1]
+        if ids is None and (self.subset != "all" or self.average != "micro"):
+            raise ValueError(
+                f"{self!r} needs groups= (sklearn.set_config(enable_metadata_routing=True)) or "
+                "client_column=."
+            )
+        responses = Responses(estimator, X, groups)
+        rows = self._rows(estimator, X, ids)
+        if self.average != "micro":
+            return self._average(responses, y, ids, rows, sample_weight)
+        weights = (
+            {} if sample_weight is None else {"sample_weight": np.asarray(sample_weight)[rows]}
+        )
+        return float(self._scorer(responses.only(rows), rows, np.asarray(y)[rows], **weights))
+
+    def __repr__(self):
+        return (
+            f"ClientScorer({self.scoring!r}, average={self.average!r}, subset={self.subset!r}, "
+            f"client_column={self.client_column!r})"
+        )
+
+    def _accept_sample_weight(self):
+        return self.average == "micro"
+
+    def _routing_repr(self):
+        return repr(self)
+
+    def _rows(self, estimator, X, ids):
+        """Positions of the rows that count."""
+        n_rows = num_samples(X)
+        if self.subset == "all":
+            return np.arange(n_rows)
+        known = match_clients(ids, n_rows, known_clients(estimator)) >= 0
+        rows = np.flatnonzero(known if self.subset == "known" else ~known)
+        if not len(rows):
+            raise ValueError(f"there are no rows of {self.subset} clients to score.")
+        return rows
+
+    def _average(self, responses, y, ids, rows, sample_weight):
+        if sample_weight is not None:
+            raise ValueError("sample_weight is supported for average='micro' only.")
+        codes = encode_clients(ids, num_samples(responses.X)).codes[rows]
+        order, offsets = rows_by_client(codes, int(codes.max()) + 1)
+        present = np.append(np.diff(offsets) > 0, False)
+        bounds = np.append(offsets[:-1][present[:-1]], offsets[-1])
+        scores = score_clients(self._scorer, responses, y, rows[order], bounds)
+        scores = scores[np.isfinite(scores)]
+        if not len(scores):
+            raise ValueError(f"{self!r}: the score is not defined for any client.")
+        return float(np.mean(scores) if self.average == "macro" else self.average(scores))

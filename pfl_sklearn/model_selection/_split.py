@@ -1,0 +1,240 @@
+"""Cross-validation inside clients."""
+
+from numbers import Integral, Real
+
+import numpy as np
+from sklearn.model_selection import BaseCrossValidator
+from sklearn.utils import check_random_state
+
+from pfl_sklearn._clients import (
+    encode_clients,
+    row_counts,
+    rows_by_client,
+    same_ids,
+    split_client_column,
+)
+from pfl_sklearn._compat import num_samples
+
+
+class _ClientSplitter(BaseCrossValidator):
+    """What the splitters share: client codes and random ranks of the rows inside their client."""
+
+    __metadata_request__split = {"groups": True}
+
+    def get_n_splits(self, X=None, y=None, groups=None):
+        """Number of splits; the arguments are not looked at."""
+        return self.n_splits
+
+    def _codes(self, X, groups):
+        """Code (n,) of every row's client and rows (m,) of every client."""
+        n_rows = num_samples(X)
+        if self.client_column is not None:
+            column = split_client_column(X, self.client_column)[1]
+            if groups is not None and not same_ids(groups, column, n_rows):
+                raise ValueError(f"groups= differs from column {self.client_column!r} of X.")
+            groups = column
+        if groups is None:
+            raise ValueError(
+                f"{type(self).__name__} splits inside clients: the 'groups' parameter should not "
+                "be None, unless client_column is given."
+            )
+        ids, codes = encode_clients(groups, n_rows)
+        return codes, row_counts(codes, len(ids))
+
+    def _ranks(self, codes, sizes, y, rng):
+        """Random rank (n,) of every row inside its client; by class first if stratified."""
+        shuffled = rng.permutation(len(codes))
+        if self.stratify:
+            if y is None:
+                raise ValueError("stratify=True needs y.")
+            _, labels = np.unique(np.asarray(y), return_inverse=True)
+            by_class, _ = rows_by_client(labels[shuffled], labels.max() + 1)
+            shuffled = shuffled[by_class]
+        order, offsets = rows_by_client(codes[shuffled], len(sizes))
+        ranks = np.empty(len(codes), dtype=np.intp)
+        ranks[shuffled[order]] = np.arange(len(codes)) - np.repeat(offsets[:-1], sizes)
+        return ranks
+
+    def _generator(self):
+        return np.random.default_rng(
+            check_random_state(self.random_state).randint(2**31 - 1, size=4)
+        )
+
+
+class ClientKFold(_ClientSplitter):
+    """K folds inside every client.
+
+    scikit-learn's group splitters hold whole clients out; a personalized model needs rows of
+    every client on both sides. The test parts are a partition of all rows. A client with fewer
+    rows than folds is tested in as many folds as it has rows; a client with one row is tested by
+    the population model.
+
+    Parameters
+    ----------
+    n_splits : int, default=5
+        Number of folds, at least 2.
+    stratify : bool, default=False
+        Spread the classes of `y` evenly over the folds inside every client.
+    client_column : str or int, default=None
+        The column of ids of `X`, for use with :class:`~pfl_sklearn.compose.ClientColumn`; else ids
+        come as ``groups``.
+    random_state : int, RandomState instance or None, default=None
+        Seed of the shuffling.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.model_selection import ClientKFold
+    >>> site = np.array(["a", "a", "b", "b"])
+    >>> for train, test in ClientKFold(2, random_state=0).split(np.zeros((4, 1)), groups=site):
+    ...     print(*sorted(site[train]), "|", *sorted(site[test]))
+    a b | a b
+    a b | a b
+    """
+
+    def __init__(self, n_splits=5, *, stratify=False, client_column=None, random_state=None):
+        self.n_splits = n_splits
+        self.stratify = stratify
+        self.client_column = client_column
+        self.random_state = random_state
+
+    def split(self, X, y=None, groups=None):
+        """Generate training and test positions.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+        y : array-like of shape (n_rows,), default=None
+            Needed to stratify.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row.
+
+        Yields
+        ------
+        train, test : ndarrays of int
+        """
+        _check_int("n_splits", self.n_splits, 2)
+        codes, sizes = self._codes(X, groups)
+        if self.n_splits > len(codes):
+            raise ValueError(f"n_splits={self.n_splits} is above the number of rows, {len(codes)}.")
+        rng = self._generator()
+        ranks = self._ranks(codes, sizes, y, rng)
+        # Clients take turns in which fold they start, so that folds stay even with small clients.
+        turn = rng.permutation(len(sizes))
+        start = np.empty(len(sizes), dtype=np.intp)
+        start[turn] = np.cumsum(sizes[turn]) - sizes[turn]
+        fold = (ranks + start[codes]) % self.n_splits
+        for k in range(self.n_splits):
+            yield np.flatnonzero(fold != k), np.flatnonzero(fold == k)
+
+
+class ClientShuffleSplit(_ClientSplitter):
+    """Random test rows inside every client, and optionally whole new clients.
+
+    Every client that is not held out keeps at least one training row; its number of test rows is
+    `test_size` times its rows, rounded up or down at random.
+
+    Parameters
+    ----------
+    n_splits : int, default=10
+    test_size : float in (0, 1), default=0.2
+        Share of a client's rows to test.
+    new_clients : float in [0, 1), default=0.0
+        Share of clients that are held out whole, so that one split tests both kinds; at least one
+        if it is above 0.
+    stratify : bool, default=False
+        Test a share of every class of `y` inside every client.
+    client_column : str or int, default=None
+        The column of ids of `X`, for use with :class:`~pfl_sklearn.compose.ClientColumn`; else ids
+        come as ``groups``.
+    random_state : int, RandomState instance or None, default=None
+        Seed of the draws.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.model_selection import ClientShuffleSplit
+    >>> site = np.repeat(["a", "b", "c"], 5)
+    >>> splitter = ClientShuffleSplit(1, new_clients=0.3, random_state=0)
+    >>> train, test = next(splitter.split(np.zeros((15, 1)), groups=site))
+    >>> sorted(set(site[train].tolist())), len(test)
+    (['a', 'b'], 7)
+    """
+
+    def __init__(
+        self,
+        n_splits=10,
+        *,
+        test_size=0.2,
+        new_clients=0.0,
+        stratify=False,
+        client_column=None,
+        random_state=None,
+    ):
+        self.n_splits = n_splits
+        self.test_size = test_size
+        self.new_clients = new_clients
+        self.stratify = stratify
+        self.client_column = client_column
+        self.random_state = random_state
+
+    def split(self, X, y=None, groups=None):
+        """Generate training and test positions.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+        y : array-like of shape (n_rows,), default=None
+            Needed to stratify.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row.
+
+        Yields
+        ------
+        train, test : ndarrays of int
+        """
+        _check_int("n_splits", self.n_splits, 1)
+        _check_share("test_size", self.test_size, 0 < self.test_size < 1, "(0, 1)")
+        _check_share("new_clients", self.new_clients, 0 <= self.new_clients < 1, "[0, 1)")
+        codes, sizes = self._codes(X, groups)
+        n_new = self._n_new(sizes)
+        rng = self._generator()
+        for _ in range(self.n_splits):
+            test = self._inside(codes, sizes, y, rng)
+            if n_new:
+                new = np.zeros(len(sizes), dtype=bool)
+                new[rng.choice(len(sizes), n_new, replace=False)] = True
+                test |= new[codes]
+            if not test.any():
+                raise ValueError(
+                    "no row can be tested: give larger clients, test_size or new_clients."
+                )
+            yield np.flatnonzero(~test), np.flatnonzero(test)
+
+    def _n_new(self, sizes):
+        """Number of clients that are held out whole."""
+        if self.new_clients == 0:
+            return 0
+        if len(sizes) < 2:
+            raise ValueError("new_clients above 0 needs at least two clients.")
+        return int(np.clip(round(self.new_clients * len(sizes)), 1, len(sizes) - 1))
+
+    def _inside(self, codes, sizes, y, rng):
+        """Test rows (n,) of every client: evenly spaced ranks from a random start."""
+        wanted = self.test_size * sizes
+        n_test = np.floor(wanted + rng.random(len(sizes))).astype(np.intp)
+        n_test = np.minimum(n_test, sizes - 1)
+        ranks = self._ranks(codes, sizes, y, rng)
+        position = ranks + rng.integers(0, sizes)[codes]
+        passed = position * n_test[codes] // sizes[codes]
+        return (position + 1) * n_test[codes] // sizes[codes] > passed
+
+
+def _check_int(name, value, lowest):
+    if not isinstance(value, Integral) or value < lowest:
+        raise ValueError(f"{name} must be a whole number of at least {lowest}; got {value!r}.")
+
+
+def _check_share(name, value, valid, interval):
+    if not isinstance(value, Real) or not valid:
+        raise ValueError(f"{name} must be in {interval}; got {value!r}.")

@@ -1,0 +1,14 @@
+"""Small tables, generators of the papers' settings, and loaders of public tables."""
+
+from pfl_sklearn.datasets._baseball import load_baseball
+from pfl_sklearn.datasets._counts import expand_counts
+from pfl_sklearn.datasets._elections import load_county_elections
+from pfl_sklearn.datasets._generators import make_bernoulli_clients, make_gaussian_clients
+
+__all__ = [
+    "expand_counts",
+    "load_baseball",
+    "load_county_elections",
+    "make_bernoulli_clients",
+    "make_gaussian_clients",
+]

@@ -1,0 +1,112 @@
+"""Clients drawn from the papers' populations."""
+
+import numpy as np
+from scipy.stats import truncnorm
+from sklearn.utils import Bunch, check_random_state
+
+
+def make_gaussian_clients(
+    n_clients=100,
+    n_rows=10,
+    *,
+    mean=0.0,
+    between_std=1.0,
+    noise_std=1.0,
+    n_outputs=None,
+    random_state=None,
+):
+    """Draw Gaussian clients: means around the population's, rows around the means.
+
+    Parameters
+    ----------
+    n_clients : int, default=100
+    n_rows : int or array-like of shape (n_clients,), default=10
+        Rows of every client, at least 1.
+    mean : float or array-like of shape (n_outputs,), default=0.0
+        Population mean.
+    between_std, noise_std : float, default=1.0
+        Standard deviation of the clients' means and of the rows around them.
+    n_outputs : int or None, default=None
+        None gives one-dimensional targets.
+    random_state : int, RandomState instance or None, default=None
+
+    Returns
+    -------
+    Bunch
+        data : ndarray of shape (n, 1), zeros
+        target : ndarray of shape (n,) or (n, n_outputs)
+        groups : ndarray of shape (n,), 0 to n_clients - 1
+        client_means : ndarray of shape (n_clients,) or (n_clients, n_outputs)
+
+    Notes
+    -----
+    The population of Section 2.1 of Ozkara et al. (2023), whose experiment has 10,000 clients of
+    15 rows, ``between_std=0.1`` and ``noise_std=0.5``.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import make_gaussian_clients
+    >>> clients = make_gaussian_clients(3, [1, 2, 3], random_state=0)
+    >>> clients.groups
+    array([0, 1, 1, 2, 2, 2])
+    """
+    rng = check_random_state(random_state)
+    sizes = np.broadcast_to(np.asarray(n_rows), (n_clients,))
+    width = 1 if n_outputs is None else n_outputs
+    means = np.asarray(mean) + between_std * rng.standard_normal((n_clients, width))
+    groups = np.repeat(np.arange(n_clients), sizes)
+    target = means[groups] + noise_std * rng.standard_normal((len(groups), width))
+    if n_outputs is None:
+        means, target = means[:, 0], target[:, 0]
+    return Bunch(data=np.zeros((len(groups), 1)), target=target, groups=groups, client_means=means)
+
+
+def make_bernoulli_clients(n_clients=10000, n_trials=14, *, prior="beta", random_state=None):
+    """Draw clients with binary outcomes from the populations of the paper's experiment.
+
+    Parameters
+    ----------
+    n_clients : int, default=10000
+    n_trials : int or array-like of shape (n_clients,), default=14
+    prior : {"beta", "normal", "uniform", "3-spike"}, default="beta"
+        Population of the probabilities: Beta(4, 4); a normal with mean 1/2 and standard deviation
+        .15, cut to [0, 1]; uniform; or 1/4, 1/2 and 3/4 with equal weights.
+    random_state : int, RandomState instance or None, default=None
+
+    Returns
+    -------
+    Bunch
+        successes, trials : ndarrays of shape (n_clients,)
+        groups : ndarray of shape (n_clients,), 0 to n_clients - 1
+        probabilities : ndarray of shape (n_clients,)
+
+    Notes
+    -----
+    "Synthetic experiments in Bernoulli setting" in the appendix of Ozkara et al. (2023).
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import make_bernoulli_clients
+    >>> clients = make_bernoulli_clients(1000, prior="3-spike", random_state=0)
+    >>> sorted(set(clients.probabilities.tolist()))
+    [0.25, 0.5, 0.75]
+    """
+    rng = check_random_state(random_state)
+    draws = {
+        "beta": lambda: rng.beta(4, 4, n_clients),
+        "normal": lambda: truncnorm.rvs(
+            -0.5 / 0.15, 0.5 / 0.15, loc=0.5, scale=0.15, size=n_clients, random_state=rng
+        ),
+        "uniform": lambda: rng.uniform(size=n_clients),
+        "3-spike": lambda: rng.choice([0.25, 0.5, 0.75], n_clients),
+    }
+    if prior not in draws:
+        raise ValueError(f"prior must be one of {', '.join(draws)}; got {prior!r}.")
+    probabilities = draws[prior]()
+    trials = np.broadcast_to(np.asarray(n_trials), (n_clients,)).copy()
+    return Bunch(
+        successes=rng.binomial(trials, probabilities),
+        trials=trials,
+        groups=np.arange(n_clients),
+        probabilities=probabilities,
+    )

@@ -1,0 +1,5 @@
+"""Plots of fitted client-aware estimators."""
+
+from pfl_sklearn.inspection._shrinkage import ShrinkageDisplay
+
+__all__ = ["ShrinkageDisplay"]

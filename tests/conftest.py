@@ -1,0 +1,18 @@
+"""Settings that all tests share."""
+
+import os
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+matplotlib.use("Agg")
+
+
+@pytest.fixture(scope="session")
+def data_home():
+    """Folder of the public tables, or a skip that says why."""
+    folder = os.environ.get("PFL_SKLEARN_DATA")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("PFL_SKLEARN_DATA names no folder with the public tables")
+    return Path(folder)

@@ -6,6 +6,8 @@ out. Everything after that works on codes.
 
 from __future__ import annotations
 
+from datetime import date
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import narwhals as nw
@@ -27,15 +29,7 @@ _KINDS = {
     "M": "datetime",
     "m": "timedelta",
 }
-_OBJECT_DTYPES = {
-    "integer": np.int64,
-    "floating": np.float64,
-    "boolean": np.bool_,
-    "datetime": "datetime64[ns]",
-    "datetime64": "datetime64[ns]",
-    "timedelta": "timedelta64[ns]",
-}
-_OBJECT_KINDS = {"string": "string", "bytes": "bytes", "date": "date", "decimal": "decimal"}
+_OBJECT_KINDS = {"string": "string", "bytes": "bytes", "decimal": "decimal"}
 _BLOCK = 1 << 19
 _EXACT_FLOAT = 2.0**53
 
@@ -53,9 +47,9 @@ def encode_clients(groups: Any, n_rows: int, name: str = "groups") -> EncodedCli
     Parameters
     ----------
     groups : array-like of shape (n_rows,)
-        Integers, strings, booleans, datetimes or a categorical; a list, a numpy array, or a
-        pandas or polars series. Floats must be whole numbers, unless they are the categories of a
-        categorical (which declares that its values are labels).
+        Integers, strings, booleans, dates or a categorical; a list, a numpy array, or a pandas or
+        polars series. Times with a zone become UTC. Floats must be whole numbers, unless they are
+        the categories of a categorical (which declares that its values are labels).
     n_rows : int
         Number of rows that `groups` must have.
     name : str
@@ -89,13 +83,15 @@ def match_clients(groups: Any, n_rows: int, known: Array, name: str = "groups") 
     would silently make every client an unseen one.
     """
     new = encode_clients(groups, n_rows, name)
+    if n_rows == 0:
+        return new.codes
     kind, known_kind = _kind(new.ids), _kind(known)
     if kind != known_kind:
         raise ValueError(
             f"{name} holds {kind} ids (such as {new.ids[0]!r}), but the clients seen in fit have "
             f"{known_kind} ids (such as {known[0]!r}); give them in the type they had in fit."
         )
-    return pd.Index(known).get_indexer(new.ids)[new.codes]
+    return pd.Index(known).get_indexer(pd.Index(new.ids))[new.codes]
 
 
 def row_counts(codes: Codes, n_clients: int) -> npt.NDArray[np.int64]:
@@ -105,10 +101,11 @@ def row_counts(codes: Codes, n_clients: int) -> npt.NDArray[np.int64]:
 
 def segment_sums(values: Array, codes: Codes, n_clients: int) -> npt.NDArray[np.float64]:
     """Sum of `values` (n_rows,) or (n_rows, d) over the rows of every client."""
+    values = np.asarray(values, dtype=np.float64)
     if values.ndim == 1:
-        return np.bincount(codes, weights=values, minlength=n_clients)
+        return np.asarray(np.bincount(codes, values, n_clients), dtype=np.float64)
     if values.shape[1] == 1:
-        return np.bincount(codes, weights=values[:, 0], minlength=n_clients)[:, None]
+        return segment_sums(values[:, 0], codes, n_clients)[:, None]
     sums = np.zeros((n_clients, values.shape[1]))
     for start in range(0, len(codes), _BLOCK):
         block = codes[start : start + _BLOCK]
@@ -135,7 +132,7 @@ def rows_by_client(codes: Codes, n_clients: int) -> tuple[Codes, Codes]:
 
 def _checked_ids(groups: Any, n_rows: int, name: str) -> Array:
     """One-dimensional numpy array of ids of one type, none missing."""
-    ids = _as_numpy(groups)
+    ids = _as_numpy(groups, name)
     if ids.ndim == 2 and ids.shape[1] == 1:
         ids = ids[:, 0]
     if ids.ndim != 1:
@@ -143,8 +140,8 @@ def _checked_ids(groups: Any, n_rows: int, name: str) -> Array:
             f"{name} must hold one client id per row; got an array of shape {ids.shape}."
         )
     _check_length(len(ids), n_rows, name)
-    if ids.dtype.kind == "O":
-        ids = _typed_objects(ids, name)
+    if ids.dtype.kind in "OT":
+        ids = _typed_objects(ids.astype(object, copy=False), name)
     if ids.dtype.kind == "f":
         return _whole_numbers(ids, name)
     if ids.dtype.kind in "mM" and np.isnat(ids).any():
@@ -154,10 +151,13 @@ def _checked_ids(groups: Any, n_rows: int, name: str) -> Array:
     return ids
 
 
-def _as_numpy(groups: Any) -> Array:
+def _as_numpy(groups: Any, name: str) -> Array:
     """Any container as an array; a plain sequence keeps its objects, so that mixed types show."""
     if isinstance(groups, np.ndarray):
-        return groups
+        if np.ma.is_masked(groups):
+            raise _missing(name, int(np.flatnonzero(np.ma.getmaskarray(groups))[0]))
+        native = groups.dtype if groups.dtype.isnative else groups.dtype.newbyteorder()
+        return np.asarray(groups, dtype=native)
     series = nw.from_native(groups, allow_series=True, pass_through=True)
     if isinstance(series, nw.Series | nw.DataFrame):
         return np.asarray(series.to_numpy())
@@ -172,20 +172,46 @@ def _typed_objects(ids: Array, name: str) -> Array:
     if missing.any():
         raise _missing(name, int(np.flatnonzero(missing)[0]))
     kind = pd.api.types.infer_dtype(ids, skipna=False)
-    if kind in _OBJECT_DTYPES:
-        return ids.astype(_OBJECT_DTYPES[kind])
+    if kind == "integer":
+        return _typed_integers(ids, name)
+    if kind in ("date", "datetime", "datetime64"):
+        return _typed_dates(ids, name)
+    if kind == "timedelta":
+        return pd.to_timedelta(ids).to_numpy()
+    if kind in ("floating", "boolean"):
+        return ids.astype(np.float64 if kind == "floating" else np.bool_)
     if kind not in _OBJECT_KINDS and ids.size:
-        types = sorted({type(value).__name__ for value in ids})
-        raise ValueError(
-            f"{name} mixes ids of different types ({', '.join(types)}); give all of them one type."
-        )
+        raise _wrong_types(ids, name)
     return ids
+
+
+def _typed_integers(ids: Array, name: str) -> Array:
+    """Python's integers as 64-bit ones."""
+    low, high = int(ids.min()), int(ids.max())
+    for dtype in (np.int64, np.uint64):
+        if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
+            return ids.astype(dtype)
+    raise ValueError(
+        f"{name} holds integers from {low} to {high}, which no 64-bit type can hold; give strings."
+    )
+
+
+def _typed_dates(ids: Array, name: str) -> Array:
+    """Dates as days; times in the precision that they need, those with a zone in UTC."""
+    days = {type(value) is date for value in ids}
+    with_zone = {getattr(value, "tzinfo", None) is not None for value in ids}
+    if len(days) > 1 or len(with_zone) > 1:
+        raise _wrong_types(ids, name)
+    if days == {True}:
+        return ids.astype("datetime64[D]")
+    return pd.to_datetime(ids, utc=True).tz_localize(None).to_numpy()
 
 
 def _whole_numbers(ids: Array, name: str) -> Array:
     """Float ids as integers."""
     if not np.isfinite(ids).all():
-        raise _missing(name, int(np.flatnonzero(~np.isfinite(ids))[0]), "NaN or infinity")
+        raise _missing(name, int(np.flatnonzero(~np.isfinite(ids))[0]), "a missing or infinite id")
+    ids = ids.astype(np.float64, copy=False)
     fractional = (ids != np.rint(ids)) | (np.abs(ids) > _EXACT_FLOAT)
     if fractional.any():
         raise ValueError(
@@ -216,17 +242,17 @@ def _encode_categorical(groups: Any, n_rows: int, name: str) -> EncodedClients:
     """Codes of a categorical as they stand; unused categories are dropped."""
     values = groups.array if hasattr(groups, "array") else groups
     _check_length(len(values), n_rows, name)
-    if (values.codes < 0).any():
-        raise _missing(name, int(np.flatnonzero(values.codes < 0)[0]))
-    categories = values.categories.to_numpy()
-    if categories.dtype.kind == "f" and len(categories):
-        if not np.isfinite(categories).all():
-            raise _missing(name, 0, "NaN or infinity")
-    else:
-        categories = _checked_ids(categories, len(categories), name)
     codes = np.asarray(values.codes, dtype=np.intp)
-    used = np.bincount(codes, minlength=len(categories)) > 0
-    return _sort_ids(categories[used], (np.cumsum(used) - 1)[codes])
+    if (codes < 0).any():
+        raise _missing(name, int(np.flatnonzero(codes < 0)[0]))
+    used = np.bincount(codes, minlength=len(values.categories)) > 0
+    codes = (np.cumsum(used) - 1)[codes]
+    ids = _as_numpy(values.categories[used], name)
+    if ids.dtype.kind != "f":
+        ids = _checked_ids(ids, len(ids), name)
+    elif not np.isfinite(ids).all():
+        raise _missing(name, int(np.flatnonzero(~np.isfinite(ids[codes]))[0]), "an infinite id")
+    return _sort_ids(ids, codes)
 
 
 def _sort_ids(found: Array, codes: Codes) -> EncodedClients:
@@ -247,6 +273,18 @@ def _kind(ids: Array) -> str:
 def _check_length(length: int, n_rows: int, name: str) -> None:
     if length != n_rows:
         raise ValueError(f"{name} has {length} ids, but X has {n_rows} rows.")
+
+
+def _wrong_types(ids: Array, name: str) -> ValueError:
+    types = sorted({type(value).__name__ for value in ids})
+    if len(types) > 1:
+        return ValueError(
+            f"{name} mixes ids of different types ({', '.join(types)}); give all of them one type."
+        )
+    return ValueError(
+        f"{name} holds ids of type {types[0]}; expected integers, strings, booleans or dates (of "
+        "one kind, all with a time zone or none). Strings made of them will do."
+    )
 
 
 def _missing(name: str, row: int, what: str = "a missing id (None or NaN)") -> ValueError:
@@ -288,7 +326,7 @@ def _split_frame(X: Any, column: int | str) -> tuple[Any, Any]:
     names = list(X.columns)
     if column in names:
         position = names.index(column)
-    elif isinstance(column, int) and -len(names) <= column < len(names):
+    elif isinstance(column, Integral) and -len(names) <= column < len(names):
         position = column % len(names)
     else:
         raise ValueError(

@@ -13,6 +13,11 @@ def inner_estimator(estimator: Any) -> Any:
     return estimator.steps[-1][1] if hasattr(estimator, "steps") else None
 
 
+def predicting_estimator(estimator: Any) -> Any:
+    """What a search predicts with (its own ``predict`` takes no groups), or the estimator."""
+    return getattr(estimator, "best_estimator_", estimator)
+
+
 def innermost_estimator(estimator: Any) -> Any:
     """Fitted estimator at the bottom of all nesting."""
     inner = inner_estimator(estimator)

@@ -101,7 +101,7 @@ class ClientMixin:
         if not unseen.any():
             return
         if self.unseen == "error":  # type: ignore[attr-defined]
-            example = np.asarray(groups)[unseen][0]
+            example = np.asarray(groups)[unseen][:1].tolist()[0]
             raise ValueError(
                 f"groups holds clients that fit did not see, such as {example!r} "
                 f"({int(unseen.sum())} of {len(codes)} rows), and unseen='error'."

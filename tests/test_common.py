@@ -1,15 +1,25 @@
 """Checks that every public estimator passes, from one registry."""
 
 import math
+import pickle
 import warnings
 
+import joblib
 import numpy as np
+import pandas as pd
+import polars as pl
 import pytest
+import sklearn
 from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import pfl_sklearn
-from pfl_sklearn import BernoulliMean, ClientColumn, GaussianMean
+from pfl_sklearn import BernoulliMean, ClientColumn, GaussianMean, SingleClientWarning
+from pfl_sklearn.base import ClientMixin, UnseenClientsWarning
+from pfl_sklearn.priors import GaussianPrior
 
 # Every public estimator, with default parameters: scikit-learn's checks and ours.
 ESTIMATORS = [GaussianMean(), BernoulliMean()]
@@ -74,3 +84,326 @@ def test_sklearn_checks(estimator, check):
 @parametrize_with_checks(WRAPPERS)
 def test_sklearn_checks_of_wrappers(estimator, check):
     check(estimator)
+
+
+@every_configuration
+def test_row_order_does_not_matter(estimator):
+    X, y, groups = make_table(estimator)
+    order = np.random.default_rng(1).permutation(len(y))
+    first = fit_quietly(estimator, X, y, groups=groups)
+    second = fit_quietly(estimator, X[order], y[order], groups=groups[order])
+    np.testing.assert_allclose(first.means_, second.means_, rtol=1e-8)
+    np.testing.assert_allclose(first.stds_, second.stds_, rtol=1e-8)
+
+
+@every_configuration
+def test_order_preserving_renaming_of_clients_changes_nothing(estimator):
+    X, y, groups = make_table(estimator)
+    names = np.array([f"client {k:03d}" for k in range(groups.max() + 1)])
+    first = fit_quietly(estimator, X, y, groups=groups)
+    second = fit_quietly(estimator, X, y, groups=names[groups])
+    np.testing.assert_array_equal(first.means_, second.means_)
+    np.testing.assert_array_equal(second.clients_, names[first.clients_])
+
+
+@every
+@pytest.mark.parametrize(
+    "container",
+    [
+        list,
+        lambda ids: np.array([f"site {k:02d}" for k in ids]),
+        lambda ids: pd.Series(ids, index=np.arange(len(ids))[::-1]),
+        lambda ids: pd.Series(ids).astype("category"),
+        lambda ids: pl.Series(ids),
+        lambda ids: pd.to_datetime("2020-01-01") + pd.to_timedelta(ids, unit="D"),
+        lambda ids: ids.astype(float),
+    ],
+    ids=["list", "str", "pandas", "categorical", "polars", "datetime", "float"],
+)
+def test_containers_and_types_of_ids(estimator, container):
+    X, y, groups = make_table(estimator)
+    plain = fit_quietly(estimator, X, y, groups=groups)
+    other = fit_quietly(estimator, X, y, groups=container(groups))
+    np.testing.assert_array_equal(plain.means_, other.means_)
+    np.testing.assert_array_equal(response(plain, X, groups), response(other, X, container(groups)))
+
+
+@every
+@pytest.mark.parametrize("frame", [pd.DataFrame, pl.DataFrame, lambda X: X.astype(str)])
+def test_containers_of_rows(estimator, frame):
+    X, y, groups = make_table(estimator)
+    named = X if frame not in (pd.DataFrame, pl.DataFrame) else {"a": X[:, 0], "b": X[:, 1]}
+    model = fit_quietly(estimator, frame(named), y, groups=groups)
+    np.testing.assert_array_equal(model.means_, fit_quietly(estimator, X, y, groups=groups).means_)
+    assert model.n_features_in_ == 2
+
+
+@every
+def test_one_client_keeps_its_own_mean(estimator):
+    X, y, _ = make_table(estimator)
+    with pytest.warns(SingleClientWarning, match="got no groups="):
+        model = clone(estimator).fit(X, y)
+    assert model.means_ == pytest.approx([np.mean(y)])
+    assert model.shrinkage_[0] == 0
+    assert math.isnan(model.icc_)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        named = clone(estimator).fit(X, y, groups=np.full(len(y), "only"))
+    np.testing.assert_array_equal(response(model, X), response(named, X))
+
+
+@every_private
+def test_a_private_fit_at_infinite_epsilon_is_the_ordinary_one(estimator):
+    X, y, groups = make_table(estimator)
+    plain = (
+        type(estimator)(noise_variance=1.0)
+        if estimator.__dict__.get("noise_variance")
+        else (type(estimator)())
+    )
+    without = clone(estimator).set_params(epsilon=math.inf)
+    np.testing.assert_array_equal(
+        without.fit(X, y, groups=groups).means_, plain.fit(X, y, groups=groups).means_
+    )
+    assert without.privacy_.epsilon == math.inf
+
+
+@every_private
+def test_noise_differs_between_fits_and_repeats_with_a_seed(estimator):
+    X, y, groups = make_table(estimator)
+    fits = [
+        fit_quietly(estimator.set_params(random_state=seed), X, y, groups=groups).population_mean_
+        for seed in (0, 0, 1, None, None)
+    ]
+    estimator.set_params(random_state=0)
+    assert fits[0] == fits[1]
+    assert len(set(fits)) == 4
+
+
+@every_configuration
+@pytest.mark.parametrize("library", [pickle, joblib], ids=lambda library: library.__name__)
+def test_round_trips(estimator, library, tmp_path):
+    X, y, groups = make_table(estimator)
+    model = fit_quietly(estimator, X, y, groups=groups)
+    with open(tmp_path / "model", "wb") as file:
+        library.dump(model, file)
+    with open(tmp_path / "model", "rb") as file:
+        copy = library.load(file)
+    np.testing.assert_array_equal(response(model, X, groups), response(copy, X, groups))
+    assert copy.privacy_ == model.privacy_
+
+
+@every_configuration
+def test_for_client_predicts_alone(estimator):
+    X, y, groups = make_table(estimator)
+    model = fit_quietly(estimator, X, y, groups=groups)
+    for client in model.clients_:
+        rows = groups == client
+        own = model.for_client(client)
+        np.testing.assert_array_equal(
+            response(own, X[rows]), response(model, X[rows], groups[rows])
+        )
+        assert _longest_array(own) <= 2
+    with pytest.raises(ValueError, match="not one of the 12 clients"):
+        model.for_client(99)
+
+
+def _longest_array(model):
+    """Longest first axis among arrays, other than the classes and a grid prior's weights."""
+    sizes = [
+        np.shape(value)[0]
+        for name, value in vars(model).items()
+        if isinstance(value, np.ndarray) and value.ndim and name not in ("feature_names_in_",)
+    ]
+    return max(sizes, default=0)
+
+
+@every_private
+def test_release_holds_no_client(estimator):
+    X, y, groups = make_table(estimator)
+    model = fit_quietly(estimator, X, y, groups=groups)
+    released = model.release()
+    assert not hasattr(released, "clients_")
+    assert released.random_state is None
+    assert _longest_array(released) <= 2
+    np.testing.assert_array_equal(
+        response(released, X), response(released, X, np.full(len(X), "anyone"))
+    )
+    expected = model.population_mean_
+    got = response(released, X)
+    np.testing.assert_array_equal(got[:, 1] if got.ndim == 2 else got, np.full(len(X), expected))
+    with pytest.raises(NotFittedError, match="released population model"):
+        released.credible_interval()
+
+
+@every
+def test_release_is_refused_without_privacy(estimator):
+    X, y, groups = make_table(estimator)
+    model = fit_quietly(estimator, X, y, groups=groups)
+    with pytest.raises(ValueError, match="epsilon is infinite"):
+        model.release()
+
+
+@every_configuration
+def test_every_fit_reports_its_privacy(estimator):
+    X, y, groups = make_table(estimator)
+    report = fit_quietly(estimator, X, y, groups=groups).privacy_
+    assert report.epsilon == estimator.epsilon
+    assert report.unit == "client"
+    assert "means_" in report.not_released
+    if math.isfinite(report.epsilon):
+        assert report.noise_reproducible
+        assert "population_mean_" in report.released
+        assert report.adversary
+    else:
+        assert report.warnings
+
+
+@every_configuration
+def test_refitting_with_bad_input_leaves_the_estimator_as_it_was(estimator):
+    X, y, groups = make_table(estimator)
+    fresh = clone(estimator)
+    before = dict(vars(fresh))
+    for bad in BAD_ROWS:
+        changed, error = bad(X, y, groups)
+        with pytest.raises((ValueError, TypeError), match=error):
+            fresh.fit(*changed[:2], groups=changed[2])
+        assert vars(fresh) == before
+        with pytest.raises(NotFittedError):
+            response(fresh, X, groups)
+
+
+def _with(values, position, value):
+    changed = np.array(values, dtype=object if not isinstance(value, float) else float)
+    changed[position] = value
+    return changed
+
+
+BAD_ROWS = [
+    lambda X, y, g: ((X, y, g[:-1]), "groups has"),
+    lambda X, y, g: ((X, y, _with(g, 3, None)), "groups contains a missing id"),
+    lambda X, y, g: ((X, y, _with(g, 3, np.nan)), "groups contains NaN or infinity in row 3"),
+    lambda X, y, g: ((X, y, _with(g, 3, 0.5)), "float ids must be whole numbers"),
+    lambda X, y, g: ((X, y, _with(g, 3, "x")), "groups mixes ids of different types"),
+    lambda X, y, g: ((X[:0], y[:0], g[:0]), "0 sample"),
+    lambda X, y, g: ((X, _with(y, 2, np.nan), g), "NaN"),
+    lambda X, y, g: ((X, y[:-1], g), "inconsistent numbers of samples"),
+    lambda X, y, g: ((X, None, g), "y"),
+]
+
+
+@every
+def test_predict_says_what_is_missing(estimator):
+    X, y, groups = make_table(estimator)
+    with pytest.raises(NotFittedError):
+        response(clone(estimator), X, groups)
+    model = fit_quietly(estimator, X, y, groups=groups)
+    with pytest.raises(ValueError, match=r"Pass groups=.*ClientColumn.*for_client"):
+        response(model, X)
+    with pytest.raises(ValueError, match=r"holds string ids .* number ids"):
+        response(model, X, groups.astype(str))
+    with pytest.warns(UnseenClientsWarning):
+        everybody = response(model, X, groups + 100)
+    assert np.ptp(everybody, axis=0).max() == 0
+    with pytest.raises(ValueError, match="unseen='error'"):
+        response(model.set_params(unseen="error"), X, groups + 100)
+    with pytest.warns(SingleClientWarning):
+        alone = clone(estimator).fit(X, y)
+    with pytest.raises(ValueError, match="fitted without groups"):
+        response(alone, X, groups)
+
+
+@every
+def test_weight_zero_is_an_absent_row(estimator):
+    X, y, groups = make_table(estimator)
+    weights = np.ones(len(y))
+    weights[groups == 3] = 0
+    weights[np.flatnonzero(groups == 5)[:1]] = 0
+    kept = weights > 0
+    first = fit_quietly(estimator, X, y, groups=groups, sample_weight=weights)
+    second = fit_quietly(estimator, X[kept], y[kept], groups=groups[kept])
+    np.testing.assert_allclose(first.means_, second.means_, rtol=1e-8)
+    np.testing.assert_array_equal(first.clients_, second.clients_)
+    assert 3 not in first.clients_
+
+
+@every
+@pytest.mark.parametrize(
+    ("weights", "error"), [([-1.0], "negative"), ([0.0], "zero"), ([np.nan], "NaN")]
+)
+def test_bad_weights(estimator, weights, error):
+    X, y, groups = make_table(estimator)
+    with pytest.raises(ValueError, match=f"(?i){error}"):
+        clone(estimator).fit(X, y, groups=groups, sample_weight=np.repeat(weights, len(y)))
+
+
+@every_private
+def test_weights_are_refused_in_private_fits(estimator):
+    X, y, groups = make_table(estimator)
+    with pytest.raises(ValueError, match="sample_weight is not supported"):
+        clone(estimator).fit(X, y, groups=groups, sample_weight=np.ones(len(y)))
+
+
+@every_configuration
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("epsilon", 0),
+        ("epsilon", -1.0),
+        ("epsilon", math.nan),
+        ("delta", 1.0),
+        ("delta", -0.1),
+        ("method", "magic"),
+        ("mechanism", "magic"),
+        ("unseen", "magic"),
+        ("trust", "nobody"),
+    ],
+)
+def test_parameters_out_of_range(estimator, name, value):
+    X, y, groups = make_table(estimator)
+    with pytest.raises(ValueError, match=f"The '{name}' parameter of {type(estimator).__name__}"):
+        clone(estimator).set_params(**{name: value}).fit(X, y, groups=groups)
+
+
+@every
+@pytest.mark.parametrize("prior", ["magic", "laplace", GaussianPrior, 3.0])
+def test_unsupported_priors_are_refused(estimator, prior):
+    X, y, groups = make_table(estimator)
+    with pytest.raises(ValueError, match="prior"):
+        clone(estimator).set_params(prior=prior).fit(X, y, groups=groups)
+
+
+@every
+def test_summary_has_a_row_per_client(estimator):
+    X, y, groups = make_table(estimator)
+    model = fit_quietly(estimator, X, y, groups=groups)
+    table = model.summary(level=0.9)
+    assert list(table.index) == list(model.clients_)
+    np.testing.assert_array_equal(table["mean"], model.means_)
+    assert (table["lower"] <= table["mean"]).all()
+    assert (table["mean"] <= table["upper"]).all()
+    wider = model.summary(level=0.99)
+    assert (wider["lower"] <= table["lower"]).all()
+    with pytest.raises(ValueError, match=r"level must be in \(0, 1\)"):
+        model.summary(level=95)
+
+
+def test_the_registry_has_every_public_estimator():
+    public = {
+        value
+        for module in (pfl_sklearn.estimation,)
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, ClientMixin)
+    }
+    assert public == {type(estimator) for estimator in ESTIMATORS}
+
+
+@every
+def test_groups_reach_the_last_step_of_a_routed_pipeline(estimator):
+    X, y, groups = make_table(estimator)
+    pipeline = make_pipeline(FunctionTransformer(), clone(estimator))
+    with sklearn.config_context(enable_metadata_routing=True):
+        pipeline.fit(X, y, groups=groups)
+        got = response(pipeline, X, groups)
+    np.testing.assert_array_equal(
+        got, response(clone(estimator).fit(X, y, groups=groups), X, groups)
+    )

@@ -11,6 +11,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import same_ids, split_client_column
 from pfl_sklearn._compat import HasMethods, fit_context, num_samples
+from pfl_sklearn._nesting import predicting_estimator
 from pfl_sklearn.metrics._clients import known_clients
 
 _METHODS = (
@@ -177,8 +178,9 @@ class ClientColumn(MetaEstimatorMixin, BaseEstimator):
     def _call(self, method, X, *y, **params):
         check_is_fitted(self)
         rest, params = self._split(X, params)
+        estimator = self.estimator_ if method == "score" else predicting_estimator(self.estimator_)
         with config_context(enable_metadata_routing=True):
-            return getattr(self.estimator_, method)(rest, *y, **params)
+            return getattr(estimator, method)(rest, *y, **params)
 
     def _split(self, X, params, fitting=False):
         """The other columns, and the parameters with the column as groups."""

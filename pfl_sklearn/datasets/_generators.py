@@ -51,9 +51,9 @@ def make_gaussian_clients(
     array([0, 1, 1, 2, 2, 2])
     """
     rng = check_random_state(random_state)
-    sizes = np.broadcast_to(np.asarray(n_rows), (n_clients,))
+    sizes = _per_client("n_rows", n_rows, n_clients)
     width = 1 if n_outputs is None else n_outputs
-    means = np.asarray(mean) + between_std * rng.standard_normal((n_clients, width))
+    means = np.broadcast_to(mean, (width,)) + between_std * rng.standard_normal((n_clients, width))
     groups = np.repeat(np.arange(n_clients), sizes)
     target = means[groups] + noise_std * rng.standard_normal((len(groups), width))
     if n_outputs is None:
@@ -68,6 +68,7 @@ def make_bernoulli_clients(n_clients=10000, n_trials=14, *, prior="beta", random
     ----------
     n_clients : int, default=10000
     n_trials : int or array-like of shape (n_clients,), default=14
+        Trials of every client, at least 1.
     prior : {"beta", "normal", "uniform", "3-spike"}, default="beta"
         Population of the probabilities: Beta(4, 4); a normal with mean 1/2 and standard deviation
         .15, cut to [0, 1]; uniform; or 1/4, 1/2 and 3/4 with equal weights.
@@ -103,10 +104,20 @@ def make_bernoulli_clients(n_clients=10000, n_trials=14, *, prior="beta", random
     if prior not in draws:
         raise ValueError(f"prior must be one of {', '.join(draws)}; got {prior!r}.")
     probabilities = draws[prior]()
-    trials = np.broadcast_to(np.asarray(n_trials), (n_clients,)).copy()
+    trials = _per_client("n_trials", n_trials, n_clients)
     return Bunch(
         successes=rng.binomial(trials, probabilities),
         trials=trials,
         groups=np.arange(n_clients),
         probabilities=probabilities,
     )
+
+
+def _per_client(name, values, n_clients):
+    """One whole number of at least 1 per client, as an array."""
+    values = np.asarray(values)
+    if values.shape not in ((), (n_clients,)) or values.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be a whole number or {n_clients} of them; got {values!r}.")
+    if (values < 1).any():
+        raise ValueError(f"{name} must be at least 1; got {values.min()}.")
+    return np.broadcast_to(values, (n_clients,)).copy()

@@ -154,7 +154,7 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
     _population_attributes = (*_RELEASED, "classes_")
 
     _parameter_constraints = {
-        "prior": [str, BetaPrior, GridPrior],
+        "prior": "no_validation",
         "method": [StrOptions({"ml", "moments", "printed", "printed_eq32"})],
         "epsilon": [Interval(Real, 0, math.inf, closed="right")],
         "delta": [Interval(Real, 0, 1, closed="left")],
@@ -318,7 +318,9 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
         """Central posterior interval of every client's probability.
 
         Exact for a beta and a grid prior; where priors were averaged (private fits), that of the
-        beta distribution with the posterior's mean and variance.
+        beta distribution with the posterior's mean and variance. An *estimated* grid prior is a
+        few spikes, so its intervals are too narrow: nominal 90 % covered 68 % of 5,000 clients
+        with 14 trials from Beta(4, 4).
 
         Parameters
         ----------
@@ -437,7 +439,7 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
             )
         trials = table.per_client(table.trials)
         successes = table.per_client(table.successes)
-        caveats = (_ONE_BIT_CAVEAT,) if way == "one_bit" else ()
+        caveats, under = (_ONE_BIT_CAVEAT,) if way == "one_bit" else (), ()
         if way == "one_bit":
             mechanism = OneBit(self.epsilon)
             messages = mechanism.decode(mechanism.privatize(successes / trials, rng))
@@ -450,18 +452,20 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
             subsets = mechanism.privatize(successes, rng)
             likelihood = reports.subset_log_likelihood(mechanism, subsets, n)
         else:
-            mechanism, likelihood = self._central(table, successes, trials, rng)
+            mechanism, likelihood, under = self._central(table, successes, trials, rng)
         report = private_report(
             mechanism.facts(),
             n_clients=table.n_clients,
             seeded=seeded,
             caveats=caveats,
+            epsilon_under=under,
             released=_RELEASED,
             not_released=_PRIVATE,
             assumptions=("the two class labels are public",),
         )
         if way == "one_bit":
-            return _printed(successes / trials, trials, messages, self.method == "printed", report)
+            shares = successes / trials
+            return _printed(shares, trials, messages, self.method == "printed", report, False)
         average = reports.average_priors(likelihood)
         if isinstance(prior, GridPrior):
             refined = reports.refine_on_grid(prior, average, mechanism, subsets, n)
@@ -469,7 +473,7 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
         return _with_average(table, average, report)
 
     def _central(self, table, successes, trials, rng):
-        """Gaussian release of a histogram or of two moments, and its likelihood."""
+        """Gaussian release of a histogram or of two moments, its likelihood, other relations."""
         n = table.common_trials
         if n is not None:
             mechanism = GaussianMechanism(
@@ -477,14 +481,20 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
             )
             histogram = np.bincount(successes, minlength=n + 1).astype(float)
             noisy = mechanism.privatize(histogram, rng)
-            return mechanism, reports.histogram_log_likelihood(
+            likelihood = reports.histogram_log_likelihood(
                 noisy, mechanism.noise_variance, table.n_clients
+            )
+            return (
+                mechanism,
+                likelihood,
+                mechanism.under_add_remove(reports.HISTOGRAM_ADD_REMOVE_SENSITIVITY),
             )
         mechanism = GaussianMechanism(
             reports.MOMENT_SENSITIVITY, self.epsilon, self.delta, "central"
         )
         noisy = mechanism.privatize(reports.moment_messages(successes, trials), rng)
-        return mechanism, reports.moment_log_likelihood(noisy, mechanism.noise_variance, trials)
+        likelihood = reports.moment_log_likelihood(noisy, mechanism.noise_variance, trials)
+        return mechanism, likelihood, mechanism.under_add_remove(reports.MOMENT_SENSITIVITY)
 
     def _store(self, ids, classes, table, found, with_groups):
         """Set the fitted attributes, all at once."""
@@ -553,7 +563,7 @@ def _check_whole(name, values):
     fractional = values != np.rint(values)
     if fractional.any():
         raise ValueError(
-            f"{name} must hold whole numbers (of trials); got {values[fractional][0]!r}."
+            f"{name} must hold whole numbers (of trials); got {values[fractional][0]:g}."
         )
 
 
@@ -626,9 +636,9 @@ def _with_average(table, average, report):
     return _describe(prior, mean, variance, average.mean()[1], table, posterior, report)
 
 
-def _printed(shares, trials, messages, with_minus_one, report):
+def _printed(shares, trials, messages, with_minus_one, report, cut=True):
     prior = printed_prior(messages, trials, with_minus_one)
-    means, own = printed_estimates(shares, trials, messages, with_minus_one)
+    means, own = printed_estimates(shares, trials, messages, with_minus_one, cut)
     mean, variance = prior.moments()
     stds = np.sqrt(np.clip(means * (1 - means), 0, None) / (prior.alpha + prior.beta + trials + 1))
     std = float(messages.std(ddof=1) / np.sqrt(len(messages)))

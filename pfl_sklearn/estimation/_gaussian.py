@@ -18,10 +18,9 @@ from pfl_sklearn.estimation import _gaussian_release as release
 from pfl_sklearn.estimation._rows import read_rows
 from pfl_sklearn.estimation._summary import client_summary
 from pfl_sklearn.estimation._variance_components import client_means, estimate_components
-from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._gaussian import own_weight
 from pfl_sklearn.priors._support import resolve_prior
-from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, StochasticQuantizer, epsilon_spent
+from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, StochasticQuantizer
 from pfl_sklearn.privacy._noise import noise_generator
 from pfl_sklearn.privacy._report import private_report, warn_once
 
@@ -156,7 +155,7 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
     _population_attributes = _RELEASED
 
     _parameter_constraints = {
-        "prior": [str, GaussianPrior],
+        "prior": "no_validation",
         "method": [StrOptions({"reml", "ml", "moments"})],
         "noise_variance": [Interval(Real, 0, None, closed="left"), "array-like", None],
         "epsilon": [Interval(Real, 0, math.inf, closed="right")],
@@ -221,7 +220,8 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         prior = resolve_prior(self.prior, "GaussianMean")
         self._check_release(prior, sample_weight)
         y = self._check_targets(y)
-        rows = read_rows(self, X, y.reshape(len(y), -1), groups, sample_weight)
+        columns = y[:, None] if y.ndim == 1 else y
+        rows = read_rows(self, X, columns, groups, sample_weight)
         ids, codes = rows.clients
         table = client_means(rows.y, codes, len(ids), rows.weights)
         known = _known_values(prior, self.noise_variance, rows.y.shape[1])
@@ -354,10 +354,9 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
             raise ValueError(
                 f"{type(self).__name__} requires y to be passed, but the target y is None."
             )
-        y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0)
-        if y.ndim not in (1, 2):
-            raise ValueError(f"y must have shape (n_rows,) or (n_rows, d); got {y.shape}.")
-        return y
+        return check_array(
+            y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0
+        )
 
     def _fit_released(self, rows, table, known):
         """Fit through what the clients release; also the privacy report."""
@@ -408,15 +407,8 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         return _shrink_releases(table, found, own), report
 
     def _private_report(self, mechanism, moments, n_clients, seeded):
-        under = ()
-        if self.trust == "central":
-            spent = epsilon_spent(
-                mechanism.noise_std,
-                moments.add_remove_sensitivity,
-                delta=self.delta,
-                relation="add_remove",
-            )
-            under = (("add_remove", spent),)
+        central = self.trust == "central"
+        under = mechanism.under_add_remove(moments.add_remove_sensitivity) if central else ()
         return private_report(
             mechanism.facts(),
             n_clients=n_clients,
@@ -433,7 +425,7 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         """Set the fitted attributes, all at once."""
         validate_data(self, X, skip_check_array=True)
         one = y.ndim == 1
-        flat = (lambda values: values[..., 0]) if one else (lambda values: values)
+        flat = (lambda values: values[..., 0][()]) if one else (lambda values: values)
         self.clients_ = ids
         self.n_samples_per_client_ = table.n_rows
         self.means_ = flat(found.means)

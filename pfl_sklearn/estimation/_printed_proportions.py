@@ -9,7 +9,7 @@ import numpy as np
 from pfl_sklearn.priors import BetaPrior
 
 
-def printed_estimates(shares, trials, messages, with_minus_one):
+def printed_estimates(shares, trials, messages, with_minus_one, cut=True):
     """Leave-one-out estimates of equation (6), or of equation (32) without the -1.
 
     Parameters
@@ -20,6 +20,8 @@ def printed_estimates(shares, trials, messages, with_minus_one):
         What the clients sent: their proportions, or private versions of them.
     with_minus_one : bool
         Equation (6) subtracts 1 from mean (1 - mean) / variance.
+    cut : bool
+        Cut the weights of equation (6) at 1; with private messages nearly all are above it.
 
     Returns
     -------
@@ -32,6 +34,8 @@ def printed_estimates(shares, trials, messages, with_minus_one):
     others = (messages.sum() - messages) / (m - 1)
     variance = (messages @ messages - messages**2 - (m - 1) * others**2) / (m - 2)
     own = _own_weight(others, variance, trials, with_minus_one)
+    if cut and with_minus_one:
+        own = np.where(variance >= others * (1 - others), 1.0, own)
     return own * shares + (1 - own) * others, own
 
 
@@ -48,6 +52,4 @@ def _own_weight(mean, variance, trials, with_minus_one):
     limit = mean * (1 - mean)
     with np.errstate(divide="ignore", invalid="ignore"):
         own = trials / (limit / variance - with_minus_one + trials)
-    if not with_minus_one:
-        return np.where(variance <= 0, 0.0, own)
-    return np.where(variance <= 0, 0.0, np.where((variance >= limit) & (limit >= 0), 1.0, own))
+    return np.where(variance <= 0, 0.0, own)

@@ -25,8 +25,10 @@ _LARGEST_TABLE = 1000
 _EM_STEPS = 60
 # Largest L2 distance between two clients' (x, 4 x (1 - x)), points of a parabola: with s = x + x'
 # the square is at most s^2 (1 + 16 (1 - s)^2), which peaks at s = (48 - sqrt(128)) / 64.
+# One of the two is (0, 0) there, so a client that comes or goes can move the sums as far.
 MOMENT_SENSITIVITY = 1.13409
 HISTOGRAM_SENSITIVITY = 2**0.5
+HISTOGRAM_ADD_REMOVE_SENSITIVITY = 1.0
 
 
 class BetaAverage(NamedTuple):

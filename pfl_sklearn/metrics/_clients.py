@@ -4,13 +4,12 @@ import copy
 
 import numpy as np
 import pandas as pd
-from sklearn.metrics import get_scorer
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import encode_clients, rows_by_client
 from pfl_sklearn._compat import num_samples
-from pfl_sklearn._nesting import inner_estimator, innermost_estimator
-from pfl_sklearn.metrics._responses import Responses, score_clients
+from pfl_sklearn._nesting import inner_estimator, innermost_estimator, predicting_estimator
+from pfl_sklearn.metrics._responses import Responses, score_clients, scorer_for
 
 
 def known_clients(estimator):
@@ -80,10 +79,10 @@ def client_scores(estimator, X, y, *, groups, scoring):
     >>> bool((scores["gain"] > 0).all())
     True
     """
-    n_rows = num_samples(X)
-    ids, codes = encode_clients(groups, n_rows)
+    known, estimator = known_clients(estimator), predicting_estimator(estimator)
+    ids, codes = encode_clients(groups, num_samples(X))
     order, offsets = rows_by_client(codes, len(ids))
-    scorer = get_scorer(scoring)
+    scorer = scorer_for(scoring, estimator)
     scores = score_clients(scorer, Responses(estimator, X, groups), y, order, offsets)
     population = Responses(population_model(estimator), X, None)
     baseline = score_clients(scorer, population, y, order, offsets)
@@ -92,7 +91,7 @@ def client_scores(estimator, X, y, *, groups, scoring):
         {
             "n_rows": np.diff(offsets),
             "score": scores,
-            "known": np.isin(ids, known_clients(estimator)),
+            "known": np.isin(ids, known),
             "population_score": baseline,
             "gain": gain,
         },
@@ -118,7 +117,7 @@ def population_model(estimator):
     inner = inner_estimator(estimator)
     if inner is None:
         return estimator._population_copy()
-    if not hasattr(estimator, "steps") and not hasattr(estimator, "column"):
+    if hasattr(estimator, "best_estimator_"):
         return population_model(inner)
     outer = copy.copy(estimator)
     if hasattr(estimator, "steps"):

@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 from sklearn.base import BaseEstimator
 from sklearn.exceptions import UndefinedMetricWarning
+from sklearn.metrics import get_scorer, log_loss, make_scorer
 from sklearn.utils import get_tags
 from sklearn.utils.metadata_routing import get_routing_for_object
 from sklearn.utils.metaestimators import available_if
@@ -16,6 +17,18 @@ def _estimator_has(method):
         return True
 
     return check
+
+
+def scorer_for(scoring, estimator):
+    """Scorer of `scoring`; the log loss is told the classes, not all of which a client may have."""
+    if isinstance(scoring, str) and scoring == "neg_log_loss":
+        return make_scorer(
+            log_loss,
+            response_method="predict_proba",
+            greater_is_better=False,
+            labels=estimator.classes_,
+        )
+    return get_scorer(scoring)
 
 
 class Responses(BaseEstimator):
@@ -82,12 +95,14 @@ def score_clients(scorer, responses, y, order, offsets):
     scores = np.empty(len(offsets) - 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UndefinedMetricWarning)
+        warnings.filterwarnings("ignore", "y_pred contains classes not in y_true")
         for i in range(len(scores)):
             rows = order[offsets[i] : offsets[i + 1]]
             try:
                 scores[i] = scorer(responses.only(rows), rows, y[rows])
             except ValueError as error:
-                if "class" not in str(error):
+                lacks_class = len(np.unique(y[rows])) < len(np.unique(y))
+                if "class" not in str(error) or not lacks_class:
                     raise
                 scores[i] = np.nan
     return scores

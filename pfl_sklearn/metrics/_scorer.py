@@ -6,8 +6,9 @@ from sklearn.utils.metadata_routing import MetadataRequest, get_routing_for_obje
 
 from pfl_sklearn._clients import encode_clients, match_clients, rows_by_client, split_client_column
 from pfl_sklearn._compat import num_samples
+from pfl_sklearn._nesting import predicting_estimator
 from pfl_sklearn.metrics._clients import known_clients
-from pfl_sklearn.metrics._responses import Responses, score_clients
+from pfl_sklearn.metrics._responses import Responses, score_clients, scorer_for
 
 _SUBSETS = ("all", "known", "new")
 
@@ -53,7 +54,7 @@ class ClientScorer:
         self.average = average
         self.subset = subset
         self.client_column = client_column
-        self._scorer = get_scorer(scoring)
+        get_scorer(scoring)  # raises if there is no such scorer
         self._metadata_request = MetadataRequest(owner=self)
         self._metadata_request.score.add_request(param="groups", alias=True)
         self._metadata_request.score.add_request(param="sample_weight", alias=None)
@@ -103,14 +104,15 @@ class ClientScorer:
                 f"{self!r} needs groups= (sklearn.set_config(enable_metadata_routing=True)) or "
                 "client_column=."
             )
-        responses = Responses(estimator, X, groups)
+        responses = Responses(predicting_estimator(estimator), X, groups)
+        scorer = scorer_for(self.scoring, estimator)
         rows = self._rows(estimator, X, ids)
         if self.average != "micro":
-            return self._average(responses, y, ids, rows, sample_weight)
+            return self._average(scorer, responses, y, ids, rows, sample_weight)
         weights = (
             {} if sample_weight is None else {"sample_weight": np.asarray(sample_weight)[rows]}
         )
-        return float(self._scorer(responses.only(rows), rows, np.asarray(y)[rows], **weights))
+        return float(scorer(responses.only(rows), rows, np.asarray(y)[rows], **weights))
 
     def __repr__(self):
         return (
@@ -135,14 +137,14 @@ class ClientScorer:
             raise ValueError(f"there are no rows of {self.subset} clients to score.")
         return rows
 
-    def _average(self, responses, y, ids, rows, sample_weight):
+    def _average(self, scorer, responses, y, ids, rows, sample_weight):
         if sample_weight is not None:
             raise ValueError("sample_weight is supported for average='micro' only.")
         codes = encode_clients(ids, num_samples(responses.X)).codes[rows]
         order, offsets = rows_by_client(codes, int(codes.max()) + 1)
         present = np.append(np.diff(offsets) > 0, False)
         bounds = np.append(offsets[:-1][present[:-1]], offsets[-1])
-        scores = score_clients(self._scorer, responses, y, rows[order], bounds)
+        scores = score_clients(scorer, responses, y, rows[order], bounds)
         scores = scores[np.isfinite(scores)]
         if not len(scores):
             raise ValueError(f"{self!r}: the score is not defined for any client.")

@@ -132,7 +132,7 @@ class ClientShuffleSplit(_ClientSplitter):
     """Random test rows inside every client, and optionally whole new clients.
 
     Every client that is not held out keeps at least one training row; its number of test rows is
-    `test_size` times its rows, rounded up or down at random.
+    `test_size` times its rows, rounded up or down at random so that their total is rounded too.
 
     Parameters
     ----------
@@ -194,8 +194,8 @@ class ClientShuffleSplit(_ClientSplitter):
         train, test : ndarrays of int
         """
         _check_int("n_splits", self.n_splits, 1)
-        _check_share("test_size", self.test_size, 0 < self.test_size < 1, "(0, 1)")
-        _check_share("new_clients", self.new_clients, 0 <= self.new_clients < 1, "[0, 1)")
+        _check_share("test_size", self.test_size, "(0, 1)")
+        _check_share("new_clients", self.new_clients, "[0, 1)")
         codes, sizes = self._codes(X, groups)
         n_new = self._n_new(sizes)
         rng = self._generator()
@@ -221,13 +221,20 @@ class ClientShuffleSplit(_ClientSplitter):
 
     def _inside(self, codes, sizes, y, rng):
         """Test rows (n,) of every client: evenly spaced ranks from a random start."""
-        wanted = self.test_size * sizes
-        n_test = np.floor(wanted + rng.random(len(sizes))).astype(np.intp)
-        n_test = np.minimum(n_test, sizes - 1)
+        n_test = _rounded(np.minimum(self.test_size * sizes, sizes - 1), rng)
         ranks = self._ranks(codes, sizes, y, rng)
         position = ranks + rng.integers(0, sizes)[codes]
         passed = position * n_test[codes] // sizes[codes]
         return (position + 1) * n_test[codes] // sizes[codes] > passed
+
+
+def _rounded(wanted, rng):
+    """Whole numbers (m,) next to those wanted, in random order of client with a rounded total."""
+    order = rng.permutation(len(wanted))
+    total = np.floor(np.cumsum(wanted[order]) + rng.random())
+    rounded = np.empty(len(wanted), dtype=np.intp)
+    rounded[order] = np.diff(total, prepend=0)
+    return rounded
 
 
 def _check_int(name, value, lowest):
@@ -235,6 +242,7 @@ def _check_int(name, value, lowest):
         raise ValueError(f"{name} must be a whole number of at least {lowest}; got {value!r}.")
 
 
-def _check_share(name, value, valid, interval):
-    if not isinstance(value, Real) or not valid:
+def _check_share(name, value, interval):
+    inside = isinstance(value, Real) and 0 <= value < 1
+    if not inside or (interval == "(0, 1)" and value == 0):
         raise ValueError(f"{name} must be in {interval}; got {value!r}.")

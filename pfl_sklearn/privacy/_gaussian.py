@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pfl_sklearn.privacy._gaussian_dp import gdp_mu
+from pfl_sklearn.privacy._gaussian_dp import gdp_epsilon, gdp_mu
 
 Floats = npt.NDArray[np.float64]
 
@@ -151,6 +151,10 @@ class GaussianMechanism:
         if self.trust == "central" and messages.ndim == 2:
             exact = messages.sum(axis=0)
         return exact + rng.normal(0.0, self.noise_std, size=exact.shape)
+
+    def under_add_remove(self, sensitivity: float) -> tuple[tuple[str, float], ...]:
+        """Epsilon at the same delta when one client comes or goes, given that L2 sensitivity."""
+        return (("add_remove", gdp_epsilon(sensitivity / self.noise_std, self.delta)),)
 
     def facts(self) -> dict[str, Any]:
         """What the privacy report says of this mechanism."""

@@ -43,8 +43,8 @@ def gdp_lower_bound(with_canary: Floats, without: Floats, alpha: float = 1e-3) -
     with_canary, without = np.asarray(with_canary, float), np.asarray(without, float)
     half, other = len(with_canary) // 2, len(without) // 2
     threshold = _best_threshold(with_canary[:half], without[:other])
-    above = np.sum(with_canary[half:] > threshold)
-    false = np.sum(without[other:] > threshold)
+    above = int(np.sum(with_canary[half:] > threshold))
+    false = int(np.sum(without[other:] > threshold))
     power = _binomial_lower(above, len(with_canary) - half, alpha / 2)
     false_rate = 1 - _binomial_lower(len(without) - other - false, len(without) - other, alpha / 2)
     return float(ndtri(power) - ndtri(false_rate))

@@ -1,0 +1,197 @@
+"""End-to-end audits: private fits on neighbouring tables, and mutants that must be convicted.
+
+The releases are calibrated to mu = 2 (Gaussian DP). A lower confidence bound on mu from 500 fits a
+side must stay below 2, and above 2 for every mutant.
+"""
+
+import math
+from functools import cached_property
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from pfl_sklearn import BernoulliMean, GaussianMean
+from pfl_sklearn.estimation import _gaussian_release
+from pfl_sklearn.priors import GaussianPrior
+from pfl_sklearn.privacy import ClientMoments, GaussianMechanism, gdp_epsilon
+from pfl_sklearn.privacy import _gaussian as gaussian
+from pfl_sklearn.privacy.auditing import gdp_lower_bound
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning"),
+    pytest.mark.filterwarnings("ignore:The released noise variance drowns"),
+]
+
+DELTA = 1e-5
+EPSILON = gdp_epsilon(2.0, DELTA)
+N_FITS = 500
+GROUPS = np.repeat(np.arange(16), 2)
+KNOWN = {"prior": GaussianPrior(covariance=1.0), "noise_variance": 1.0}
+
+
+def gaussian_release(value, spread, seed, released, **params):
+    """One fit; the client under attack has rows value - spread and value + spread."""
+    y = np.zeros(32)
+    y[:2] = value - spread, value + spread
+    model = GaussianMean(
+        epsilon=EPSILON, delta=DELTA, clip_norm=1.0, random_state=seed, **params
+    ).fit(y[:, None], y, groups=GROUPS)
+    return model, released[-1]
+
+
+def scores(make, direction):
+    """Projection of 500 releases on the direction in which the two tables differ."""
+    seeds = np.random.SeedSequence(0).generate_state(2 * N_FITS).tolist()
+    return (
+        np.array([make(True, seed) @ direction for seed in seeds[:N_FITS]]),
+        np.array([make(False, seed) @ direction for seed in seeds[N_FITS:]]),
+    )
+
+
+@pytest.fixture
+def released(monkeypatch):
+    """Everything that the Gaussian mechanism lets out."""
+    outputs, privatize = [], GaussianMechanism.privatize
+
+    def spy(self, messages, rng):
+        outputs.append(privatize(self, messages, rng))
+        return outputs[-1]
+
+    monkeypatch.setattr(GaussianMechanism, "privatize", spy)
+    return outputs
+
+
+def central(truth, seed, released):
+    """Far outside the ball on either side; the public attribute is what is looked at."""
+    model, _ = gaussian_release(30.0 if truth else -30.0, 0.0, seed, released, **KNOWN)
+    return np.array([model.population_mean_])
+
+
+def central_with_variances(truth, seed, released):
+    """Mean, square and sampling variance in one joint release."""
+    value, spread = (30.0, 0.0) if truth else (-30.0, 50.0)
+    return gaussian_release(value, spread, seed, released)[1]
+
+
+def local(truth, seed, released):
+    value = 30.0 if truth else -30.0
+    return gaussian_release(value, 0.0, seed, released, trust="local", **KNOWN)[1][0]
+
+
+def local_with_variances(truth, seed, released):
+    value, spread = (30.0, 0.0) if truth else (-30.0, 50.0)
+    return gaussian_release(value, spread, seed, released, trust="local")[1][0]
+
+
+def histogram(truth, seed, released):
+    successes = np.full(16, 2)
+    successes[0] = 3 if truth else 0
+    BernoulliMean(epsilon=EPSILON, delta=DELTA, trust="central", random_state=seed).fit_counts(
+        successes, np.full(16, 4)
+    )
+    return released[-1]
+
+
+RELEASES = {
+    central: [1.0],
+    central_with_variances: [2.0, 0.0, -1.0],
+    local: [1.0],
+    local_with_variances: [2.0, -1.0],
+    histogram: [-1.0, 0.0, 0.0, 1.0, 0.0],
+}
+every_release = pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.__name__)
+
+
+def lower_bound(release, released):
+    def make(truth, seed):
+        return release(truth, seed, released)
+
+    return gdp_lower_bound(*scores(make, np.array(RELEASES[release])))
+
+
+def half_sigma(monkeypatch):
+    std = GaussianMechanism.noise_std.func
+    halved = cached_property(lambda self: std(self) / 2)
+    halved.__set_name__(GaussianMechanism, "noise_std")
+    monkeypatch.setattr(GaussianMechanism, "noise_std", halved)
+
+
+def radius_for_diameter(monkeypatch):
+    right = ClientMoments.sensitivity.fget
+    monkeypatch.setattr(ClientMoments, "sensitivity", property(lambda self: right(self) / 2))
+
+
+def noise_per_client_then_averaged(monkeypatch):
+    def privatize(self, messages, rng):
+        share = self.noise_std / len(messages)
+        return (messages + rng.normal(0.0, share, size=messages.shape)).sum(axis=0)
+
+    monkeypatch.setattr(GaussianMechanism, "privatize", privatize)
+
+
+def no_clip(monkeypatch):
+    for module in (gaussian, _gaussian_release):
+        monkeypatch.setattr(module, "clip_l2", lambda vectors, radius: vectors)
+
+
+def fixed_seed(monkeypatch):
+    privatize = GaussianMechanism.privatize
+    monkeypatch.setattr(
+        GaussianMechanism,
+        "privatize",
+        lambda self, messages, rng: privatize(self, messages, np.random.default_rng(0)),
+    )
+
+
+@every_release
+def test_releases_keep_their_promise(release, released):
+    bound = lower_bound(release, released)
+    assert 1.0 < bound <= 2.0
+
+
+@every_release
+def test_halved_noise_is_convicted(release, released, monkeypatch):
+    half_sigma(monkeypatch)
+    assert lower_bound(release, released) > 2.0
+
+
+@pytest.mark.parametrize("mutate", [noise_per_client_then_averaged, no_clip, fixed_seed])
+def test_mutants_of_the_central_release_are_convicted(mutate, monkeypatch, released):
+    mutate(monkeypatch)
+    released.append(None)
+    assert lower_bound(central, released) > 2.0
+
+
+@pytest.mark.parametrize(
+    "release", [central, central_with_variances, local], ids=lambda release: release.__name__
+)
+def test_radius_for_diameter_is_convicted(release, released, monkeypatch):
+    radius_for_diameter(monkeypatch)
+    assert lower_bound(release, released) > 2.0
+
+
+@pytest.mark.parametrize("trust", ["central", "local"])
+def test_noise_of_fits_is_calibrated_and_independent(trust):
+    """Chi-square on the scale and correlation over 1,200 fits of the public attribute."""
+    means = []
+    for seed in np.random.SeedSequence(1).generate_state(1200).tolist():
+        model = GaussianMean(
+            epsilon=EPSILON, delta=DELTA, clip_norm=1.0, trust=trust, random_state=seed, **KNOWN
+        ).fit(np.zeros((32, 1)), np.zeros(32), groups=GROUPS)
+        means.append(model.population_mean_)
+    clients = 16 if trust == "central" else math.sqrt(16)
+    square = np.sum(np.square(means)) / (model.privacy_.noise_std / clients) ** 2
+    below = stats.chi2(1200).cdf(square)
+    assert 2 * min(below, 1 - below) > 1e-6
+    assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 5 / math.sqrt(1200)
+
+
+def test_the_auditor_itself():
+    """Over many audits: rarely above the truth, nearly always above half of it."""
+    rng = np.random.default_rng(0)
+    bounds = [gdp_lower_bound(rng.normal(2.0, 1, 500), rng.normal(0.0, 1, 500)) for _ in range(200)]
+    assert np.mean(np.array(bounds) > 2) <= 0.02
+    assert np.mean(np.array(bounds) > 1) > 0.98
+    halved = [gdp_lower_bound(rng.normal(4.0, 1, 500), rng.normal(0.0, 1, 500)) for _ in range(200)]
+    assert np.mean(np.array(halved) > 2) > 0.98

@@ -1,0 +1,170 @@
+"""The privacy report: facts, JSON, warnings, and pipelines as a whole."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import sklearn
+from sklearn.linear_model import LinearRegression
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer, Normalizer, StandardScaler
+
+from pfl_sklearn import BernoulliMean, ClientColumn, GaussianMean, PrivacyWarning, privacy_of
+from pfl_sklearn.datasets import make_gaussian_clients
+from pfl_sklearn.metrics import ClientScorer
+from pfl_sklearn.model_selection import ClientKFold
+from pfl_sklearn.priors import GaussianPrior
+from pfl_sklearn.privacy import PrivacyReport, calibrate_noise, epsilon_spent
+
+CLIENTS = make_gaussian_clients(200, 4, random_state=0)
+ROWS = {"groups": CLIENTS.groups}
+PRIVATE = {"epsilon": 1.0, "clip_norm": 4.0, "noise_variance": 1.0}
+
+
+def fit(**params):
+    return GaussianMean(**params).fit(CLIENTS.data, CLIENTS.target, **ROWS)
+
+
+def test_facts_of_a_central_release():
+    report = fit(**PRIVATE, prior=GaussianPrior(covariance=1.0)).privacy_
+    assert (report.epsilon, report.delta, report.unit) == (1.0, 1e-5, "client")
+    assert (report.relation, report.trust, report.rounds) == ("replace_one", "central", 1)
+    assert report.sensitivity == 2.0
+    assert report.noise_std == pytest.approx(calibrate_noise(1.0, 1e-5, 2.0))
+    ((relation, epsilon),) = report.epsilon_under
+    assert relation == "add_remove"
+    assert epsilon == pytest.approx(
+        epsilon_spent(report.noise_std, 1.0, delta=1e-5, relation="add_remove")
+    )
+    assert report.n_clients == 200
+    assert not report.noise_reproducible
+    assert report.warnings == ()
+
+
+@pytest.mark.filterwarnings("ignore:The released noise variance drowns")
+def test_variances_are_bought_in_the_same_budget():
+    assert fit(epsilon=1.0, clip_norm=4.0).privacy_.sensitivity == pytest.approx(5**0.5)
+    assert fit(**PRIVATE).privacy_.sensitivity == 2.0
+    known = fit(**PRIVATE, prior=GaussianPrior(mean=0.0)).privacy_
+    assert known.sensitivity == 1.0
+    nothing = fit(**PRIVATE, prior=GaussianPrior(mean=0.0, covariance=1.0)).privacy_
+    assert (nothing.epsilon, nothing.mechanism) == (
+        0.0,
+        "nothing is released: the population is known",
+    )
+
+
+def test_printed_report_names_everything_that_an_epsilon_needs():
+    text = str(fit(**PRIVATE).privacy_)
+    assert max(map(len, text.splitlines())) <= 96
+    text = " ".join(text.split())
+    for words in (
+        "epsilon = 1",
+        "delta = 1e-05",
+        "unit: one client",
+        "replace_one",
+        "adversary",
+        "released",
+        "not covered",
+        "assumptions",
+        "under add_remove",
+    ):
+        assert words in text
+    assert "NONE: epsilon = inf" in repr(fit().privacy_)
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+@pytest.mark.parametrize(
+    "model",
+    [
+        GaussianMean(),
+        GaussianMean(**PRIVATE, random_state=0),
+        GaussianMean(mechanism="quantizer", n_bits=3, clip_norm=4.0, noise_variance=1.0),
+    ],
+    ids=repr,
+)
+def test_json_round_trip(model):
+    report = model.fit(CLIENTS.data, CLIENTS.target, **ROWS).privacy_
+    text = report.to_json()
+    values = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert values["schema_version"] == 1
+    assert values["package_version"]
+    assert PrivacyReport.from_dict(values) == report
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        report.epsilon = 0.1
+    with pytest.raises(ValueError, match="schema_version must be 1; got 7"):
+        PrivacyReport.from_dict({**values, "schema_version": 7})
+
+
+def test_a_seed_is_reported_and_warned_of_once():
+    with pytest.warns(PrivacyWarning, match="random_state was given") as caught:
+        model = fit(**PRIVATE, random_state=0)
+    assert len(caught) == 1
+    assert model.privacy_.noise_reproducible
+
+
+def test_a_large_delta_is_warned_of():
+    with pytest.warns(PrivacyWarning, match="above 1 / n_clients"):
+        fit(**PRIVATE, delta=0.01)
+
+
+def test_a_quantizer_claims_nothing():
+    report = fit(mechanism="quantizer", n_bits=3, clip_norm=4.0, noise_variance=1.0).privacy_
+    assert report.epsilon == math.inf
+    assert "protects nobody" in report.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("steps", "culprit"),
+    [
+        ([StandardScaler()], "StandardScaler"),
+        ([FunctionTransformer(), StandardScaler(with_mean=False)], "StandardScaler"),
+        ([FunctionTransformer(), Normalizer()], None),
+        (["passthrough"], None),
+    ],
+)
+def test_a_pipeline_is_as_private_as_its_worst_step(steps, culprit):
+    pipeline = make_pipeline(*steps, GaussianMean(**PRIVATE))
+    with sklearn.config_context(enable_metadata_routing=True):
+        pipeline.fit(CLIENTS.data, CLIENTS.target, **ROWS)
+    X = np.column_stack([CLIENTS.groups, CLIENTS.data])
+    wrapped = ClientColumn(pipeline, 0).fit(X, CLIENTS.target)
+    for fitted in (pipeline, wrapped):
+        report = privacy_of(fitted)
+        if culprit is None:
+            assert report.epsilon == 1.0
+        else:
+            assert report.epsilon == math.inf
+            assert culprit in report.warnings[-1]
+
+
+def test_a_search_leaks_its_choice():
+    with sklearn.config_context(enable_metadata_routing=True):
+        search = GridSearchCV(
+            GaussianMean(**PRIVATE),
+            {"clip_norm": [2.0, 4.0]},
+            cv=ClientKFold(2, random_state=0),
+            scoring=ClientScorer("neg_mean_squared_error"),
+        ).fit(CLIENTS.data, CLIENTS.target, **ROWS)
+    report = privacy_of(search)
+    assert report.epsilon == math.inf
+    assert "cv_results_" in report.warnings[-1]
+    assert search.best_estimator_.privacy_.epsilon == 1.0
+
+
+def test_other_estimators_have_no_report():
+    with pytest.raises(ValueError, match="LinearRegression has no privacy report"):
+        privacy_of(LinearRegression().fit([[0.0], [1.0]], [0, 1]))
+
+
+def test_reports_of_proportions():
+    clients = np.arange(6), np.full(6, 9)
+    local = BernoulliMean(epsilon=1.0).fit_counts(*clients).privacy_
+    assert (local.delta, local.trust, local.epsilon_under) == (0.0, "local", ())
+    assert "subset selection" in local.mechanism
+    central = BernoulliMean(epsilon=1.0, trust="central", delta=0.01).fit_counts(*clients).privacy_
+    assert central.sensitivity == pytest.approx(2**0.5)
+    assert dict(central.epsilon_under)["add_remove"] < 1.0

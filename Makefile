@@ -1,0 +1,35 @@
+# make demo | test | lint | docs | bench; each sets up .venv first if it has to.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+INPUTS = setup.cfg pyproject.toml constraints.txt
+
+.PHONY: demo test lint docs bench clean
+.DELETE_ON_ERROR:
+
+# One stamp per set of extras: make -s demo needs matplotlib only.
+$(VENV)/.%.stamp: $(INPUTS)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[$*]"
+	@touch $@
+
+demo: $(VENV)/.plot.stamp
+	$(BIN)/python examples/demo.py
+
+test: $(VENV)/.test.stamp
+	$(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/.test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+docs: $(VENV)/.docs.stamp
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
+
+bench: $(VENV)/.bench.stamp
+	$(BIN)/python benchmarks/run.py
+
+clean:
+	rm -rf $(VENV) docs/_build docs/auto_examples docs/generated output

@@ -13,6 +13,7 @@ from scipy.optimize import minimize_scalar
 from pfl_sklearn._clients import row_counts, segment_sums
 
 _GRID_POINTS = 48
+_CELLS = 1 << 20
 _CANCELLATION = 1e-6
 
 
@@ -129,27 +130,37 @@ class _Profile:
         self.within_dof = table.degrees_of_freedom * self.d
 
     def weighted(self, precision):
-        """GLS mean (d,), total precision and weighted squares around the mean."""
-        total = self.count @ precision
+        """GLS mean (..., d), total precision and weighted squares (...,) around the mean.
+
+        `precision` (..., u) may hold several candidates at once.
+        """
+        total = precision @ self.count
         first = precision @ self.first
-        mean = first / total if self.known_mean is None else self.known_mean
-        square = precision @ self.second - 2 * mean @ first + total * mean @ mean
-        return mean, total, max(square, 0.0)
+        mean = first / total[..., None] if self.known_mean is None else self.known_mean
+        around = np.sum(mean * (total[..., None] * mean - 2 * first), axis=-1)
+        return mean, total, np.maximum(precision @ self.second + around, 0.0)
 
     def criterion(self, between, noise):
-        """Minus twice the log-likelihood, up to what does not depend on the variances."""
+        """Minus twice the log-likelihood, up to what does not depend on the variances.
+
+        The variances may be vectors of candidates (k,).
+        """
+        between, noise = np.asarray(between)[..., None], np.asarray(noise)[..., None]
         variance = between + noise * self.unit + self.extra
         _, total, square = self.weighted(1 / variance)
-        value = self.d * (self.count @ np.log(variance)) + square
+        value = self.d * (np.log(variance) @ self.count) + square
         if self.within_dof:
-            value += self.within_dof * np.log(noise) + self.within / noise
+            value = value + (self.within_dof * np.log(noise) + self.within / noise)[..., 0]
         return value + self.d * np.log(total) if self.restricted else value
 
-    def noise_at(self, ratio):
-        """Best noise variance when between = ratio * noise."""
-        square = self.weighted(1 / (ratio + self.unit))[2]
+    def at_ratio(self, ratio):
+        """Best noise variance when between = ratio * noise, and the criterion there."""
+        variance = np.asarray(ratio)[..., None] + self.unit
+        _, total, square = self.weighted(1 / variance)
         rows = self.within_dof + self.n_clients * self.d - (self.d if self.restricted else 0)
-        return (self.within + square) / rows
+        noise = (self.within + square) / rows
+        value = self.d * (np.log(variance) @ self.count) + rows * (np.log(noise) + 1)
+        return noise, value + self.d * np.log(total) if self.restricted else value
 
     def pooled_noise(self):
         """Noise variance from the rows around their client's mean alone."""
@@ -214,12 +225,22 @@ def _search_ratio(model):
     if model.extra > 0:
         raise ValueError("the noise variance cannot be estimated from released means.")
 
-    def at(ratio):
-        noise = model.noise_at(ratio)
-        return model.criterion(ratio * noise, noise)
-
-    ratio = _minimize(at, model.unit.min() * 1e-6, max(1.0, model.unit.max()) * 1e9, zero=True)
-    noise = model.noise_at(ratio)
+    if len(model.unit) == 1:  # equal sizes: analysis of variance, cut at zero
+        noise = model.pooled_noise()
+        between = model.spread() - noise * model.unit[0]
+        return (
+            model.components(between, noise)
+            if between > 0
+            else model.components(0.0, model.at_ratio(0.0)[0])
+        )
+    ratio = _minimize(
+        lambda ratio: model.at_ratio(ratio)[1],
+        model.unit.min() * 1e-6,
+        max(1.0, model.unit.max()) * 1e9,
+        len(model.unit),
+        zero=True,
+    )
+    noise = model.at_ratio(ratio)[0]
     return model.components(ratio * noise, noise)
 
 
@@ -230,7 +251,11 @@ def _search_between(model, noise):
     smallest = noise * model.unit.min() + model.extra
     largest = noise * model.unit.max() + model.extra + model.spread()
     between = _minimize(
-        lambda value: model.criterion(value, noise), smallest * 1e-6, largest * 100, zero=True
+        lambda value: model.criterion(value, noise),
+        smallest * 1e-6,
+        largest * 100,
+        len(model.unit),
+        zero=True,
     )
     return model.components(between, noise)
 
@@ -240,18 +265,24 @@ def _search_noise(model, between):
     scale = (model.within + model.spread()) / max(model.within_dof, 1)
     if model.within == 0 or scale == 0:
         return model.components(between, 0.0)
-    noise = _minimize(lambda value: model.criterion(between, value), scale * 1e-6, scale * 1e3)
+    noise = _minimize(
+        lambda value: model.criterion(between, value), scale * 1e-6, scale * 1e3, len(model.unit)
+    )
     return model.components(between, noise)
 
 
-def _minimize(function, low, high, zero=False):
-    """Minimum over [low, high] on a log scale, or 0 if that is at least as good."""
+def _minimize(function, low, high, width, zero=False):
+    """Minimum over [low, high] on a log scale, or 0 if that is at least as good.
+
+    `function` takes several candidates at once; each costs memory in proportion to `width`.
+    """
     grid = np.linspace(np.log(low), np.log(high), _GRID_POINTS)
-    values = [function(np.exp(point)) for point in grid]
+    pieces = min(_GRID_POINTS, 1 + _GRID_POINTS * width // _CELLS)
+    values = np.concatenate([function(np.exp(part)) for part in np.array_split(grid, pieces)])
     best = int(np.argmin(values))
     bracket = grid[max(best - 1, 0)], grid[min(best + 1, _GRID_POINTS - 1)]
     found = minimize_scalar(
-        lambda point: function(np.exp(point)), bounds=bracket, options={"xatol": 1e-10}
+        lambda point: function(np.exp(point)), bounds=bracket, options={"xatol": 1e-8}
     )
     if zero and (best == 0 or function(0.0) <= found.fun):
         return 0.0

@@ -3,7 +3,7 @@
 from numbers import Real
 
 import numpy as np
-from sklearn.base import BaseEstimator, clone
+from sklearn.base import BaseEstimator
 from sklearn.utils import check_array, check_random_state
 
 from pfl_sklearn._compat import StrOptions
@@ -117,7 +117,7 @@ class GaussianPrior(BaseEstimator):
 
     def with_values(self, mean, variances):
         """Copy of this prior that holds `mean` (d,) and a diagonal of `variances` (d,)."""
-        return clone(self).set_params(mean=mean, covariance=np.diag(variances))
+        return type(self)(mean, np.diag(variances), self.covariance_type)
 
     def log_prob(self, theta):
         """Log density of parameter vectors under a known prior.

@@ -132,8 +132,8 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
     (joint differential privacy); hand it over with :meth:`for_client`. Random bits are compared
     as integers with a fixed-point threshold.
 
-    Memory: about 32 bytes per row beyond the input and 60 per client; subset selection needs
-    ``9 (n + 1)`` bytes per client while it draws.
+    Memory beyond the input: 28 bytes per row and 60 per client; subset selection needs another
+    ``17 (n + 1)`` bytes per client while it draws.
 
     References
     ----------

@@ -126,7 +126,8 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
     Estimates of the clients (`means_`) are not covered by the privacy promise: client i may see
     its own (joint differential privacy); hand it over with :meth:`for_client`.
 
-    Memory: about ``8 d`` bytes per row beyond the input, and ``40 d`` per client.
+    Memory beyond the input: ``8 (d + 1)`` bytes per row and ``40 (d + 1)`` per client, and 14 MB of
+    work space if d > 1.
 
     References
     ----------
@@ -329,7 +330,7 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         """Refuse combinations of privacy parameters that have no meaning."""
         private = math.isfinite(self.epsilon)
         if self.mechanism == "quantizer":
-            _check_quantizer(self)
+            _check_quantizer(self, prior)
         if private and self.clip_norm is None:
             raise ValueError(
                 "clip_norm must be given when epsilon is finite: the L2 radius of a ball around "
@@ -465,7 +466,7 @@ class _Found(NamedTuple):
     log_likelihood: float
 
 
-def _check_quantizer(estimator):
+def _check_quantizer(estimator, prior):
     if math.isfinite(estimator.epsilon):
         raise ValueError(
             f"mechanism='quantizer' claims no privacy and cannot go with epsilon="
@@ -474,6 +475,11 @@ def _check_quantizer(estimator):
     for name in ("n_bits", "clip_norm", "noise_variance"):
         if getattr(estimator, name) is None:
             raise ValueError(f"{name} must be given for mechanism='quantizer'; got None.")
+    if estimator.n_bits == 1 and prior.covariance is None:
+        raise ValueError(
+            "n_bits=1 carries no information on the spread between clients; give the prior's "
+            "covariance or use n_bits=2 or more."
+        )
 
 
 def _known_values(prior, noise_variance, d):

@@ -1,0 +1,206 @@
+"""GaussianMean through releases: Theorem 2 and beyond, variances bought, quantizer, fallbacks."""
+
+import math
+
+import numpy as np
+import pytest
+
+from pfl_sklearn import GaussianMean, privacy_of
+from pfl_sklearn.datasets import make_gaussian_clients
+from pfl_sklearn.priors import GaussianPrior
+from pfl_sklearn.privacy import GaussianMechanism, StochasticQuantizer, epsilon_spent
+
+pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+KNOWN = {"prior": GaussianPrior(covariance=0.01), "noise_variance": 0.25}
+
+
+def fit(clients, **params):
+    return GaussianMean(random_state=0, **params).fit(
+        clients.data, clients.target, groups=clients.groups
+    )
+
+
+def mse(model, clients):
+    return np.mean((model.means_ - clients.client_means) ** 2)
+
+
+def paper_clients(n_clients=10_000, seed=0):
+    return make_gaussian_clients(n_clients, 15, between_std=0.1, noise_std=0.5, random_state=seed)
+
+
+def test_own_release_left_out_beats_theorem_2():
+    """m = 5, prior variance .2, sampling variance 1, release variance 5: .636 against .673."""
+    m, between, extra, radius, delta = 5, 0.2, 5.0, 100.0, 1e-5
+    epsilon = epsilon_spent(math.sqrt(extra), 2 * radius, delta=delta)
+    errors = []
+    for seed in range(4000):
+        rng = np.random.default_rng(seed)
+        theta = math.sqrt(between) * rng.normal(size=m)
+        y = theta + rng.normal(size=m)
+        model = GaussianMean(
+            GaussianPrior(covariance=between),
+            noise_variance=1.0,
+            epsilon=epsilon,
+            delta=delta,
+            clip_norm=radius,
+            trust="local",
+            random_state=10**6 + seed,
+        ).fit(y[:, None], y, groups=np.arange(m))
+        errors.append(np.mean((model.means_ - theta) ** 2))
+    others = (between + 1 + extra) / (m - 1)
+    own = (between + others) / (between + others + 1)
+    assert own == pytest.approx(0.636, abs=5e-4)
+    assert np.mean(errors) == pytest.approx(own, abs=4 * np.std(errors) / math.sqrt(len(errors)))
+    assert model.stds_[0] ** 2 == pytest.approx(own, rel=1e-6)
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 0.4, 0.8])
+def test_local_release_has_the_risk_that_it_states(epsilon):
+    """10,000 clients; clip at 3.5 standard deviations of a client's mean."""
+    clients = paper_clients()
+    radius = 3.5 * math.sqrt(0.01 + 0.25 / 15)
+    model = fit(clients, **KNOWN, epsilon=epsilon, delta=1e-4, clip_norm=radius, trust="local")
+    extra = model.privacy_.noise_std**2 * radius**2
+    others = (0.01 + 0.25 / 15 + extra) / 9999
+    own = (0.01 + others) / (0.01 + others + 0.25 / 15)
+    assert model.shrinkage_[0] == pytest.approx(1 - own, rel=1e-6)
+    assert mse(model, clients) == pytest.approx(own * 0.25 / 15, rel=0.15)
+    assert model.stds_[0] ** 2 == pytest.approx(own * 0.25 / 15, rel=1e-6)
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0])
+def test_a_trusted_server_costs_next_to_nothing(epsilon):
+    clients = paper_clients()
+    params = {"epsilon": epsilon, "delta": 1e-4, "clip_norm": 0.6}
+    plain = mse(fit(clients), clients)
+    assert mse(fit(clients, **KNOWN, **params), clients) < 1.01 * plain
+    if epsilon == 1.0:
+        bought = fit(clients, **params)
+        assert mse(bought, clients) < 1.01 * plain
+        assert bought.prior_.covariance[0, 0] == pytest.approx(0.01, rel=0.1)
+        assert bought.noise_variance_ == pytest.approx(0.25, rel=0.1)
+
+
+def test_variances_bought_locally():
+    clients = paper_clients()
+    model = fit(clients, epsilon=8.0, delta=1e-5, clip_norm=0.6, trust="local")
+    assert model.noise_variance_ == pytest.approx(0.25, rel=0.15)
+    assert mse(model, clients) < 1.1 * mse(fit(clients), clients)
+
+
+@pytest.mark.parametrize("trust", ["central", "local"])
+def test_much_epsilon_and_a_wide_ball_are_no_privacy(trust):
+    clients = make_gaussian_clients(40, [1, 3, 5, 7] * 10, random_state=0)
+    prior = GaussianPrior(covariance=1.0)
+    plain = fit(clients, prior=prior, noise_variance=1.0)
+    model = fit(clients, prior=prior, noise_variance=1.0, epsilon=1e9, clip_norm=10.0, trust=trust)
+    if trust == "local":
+        np.testing.assert_allclose(model.means_, plain.means_, atol=1e-3)
+        np.testing.assert_allclose(model.stds_, plain.stds_, rtol=1e-3)
+    else:  # the server's sum weighs all clients alike
+        assert model.population_mean_ == pytest.approx(plain.local_means_.mean(), abs=1e-3)
+
+
+@pytest.mark.parametrize("trust", ["central", "local"])
+def test_the_centre_moves_with_the_data(trust):
+    clients = make_gaussian_clients(60, 5, mean=1000.0, n_outputs=2, random_state=0)
+    params = {"epsilon": 2.0, "clip_norm": 5.0, "trust": trust, "noise_variance": 1.0}
+    there = fit(clients, center=[1000.0, 1000.0], **params)
+    clients.target -= 1000
+    here = fit(clients, **params)
+    np.testing.assert_allclose(there.means_ - 1000, here.means_, atol=1e-6)
+    assert there.means_.shape == (60, 2)
+
+
+def test_values_outside_the_ball_are_pulled_in_for_the_others_only():
+    clients = make_gaussian_clients(50, 4, random_state=0)
+    clients.target[clients.groups == 0] = 1e6
+    model = fit(
+        clients, prior=GaussianPrior(covariance=1.0), noise_variance=1.0, epsilon=1e6, clip_norm=3.0
+    )
+    assert model.population_mean_ < 3.0
+    assert model.local_means_[0] == pytest.approx(1e6)
+    assert model.means_[0] > 7e5
+
+
+def test_a_noise_variance_that_drowns_leaves_local_means():
+    clients = make_gaussian_clients(18, 5, random_state=0)
+    with pytest.warns(UserWarning, match="drowns in the privacy noise"):
+        model = fit(clients, epsilon=0.5, clip_norm=5.0)
+    np.testing.assert_array_equal(model.means_, model.local_means_)
+    np.testing.assert_array_equal(model.shrinkage_, 0)
+    own = [np.std(clients.target[clients.groups == k], ddof=1) / math.sqrt(5) for k in range(18)]
+    np.testing.assert_allclose(model.stds_, own)
+
+
+@pytest.mark.parametrize("trust", ["central", "local"])
+@pytest.mark.parametrize("between", [0.0, 0.01, 1.0])
+def test_never_much_worse_than_local(trust, between):
+    """With variances bought at small epsilon the floor on the between-client variance protects."""
+    worst = []
+    for seed in range(10):
+        clients = make_gaussian_clients(
+            300, 5, between_std=math.sqrt(between), noise_std=1.0, random_state=seed
+        )
+        model = GaussianMean(
+            noise_variance=1.0, epsilon=0.5, clip_norm=3.0, trust=trust, random_state=seed
+        ).fit(clients.data, clients.target, groups=clients.groups)
+        worst.append(mse(model, clients))
+    assert np.mean(worst) < 1.05 * 0.2
+
+
+def test_single_private_client_keeps_its_mean():
+    y = np.arange(6.0)
+    for trust in ("central", "local"):
+        model = GaussianMean(
+            GaussianPrior(covariance=1.0),
+            noise_variance=1.0,
+            epsilon=1.0,
+            clip_norm=9.0,
+            trust=trust,
+            random_state=0,
+        ).fit(y[:, None], y, groups=np.full(6, "a"))
+        assert model.means_ == pytest.approx([2.5])
+        assert model.shrinkage_ == pytest.approx([0.0])
+
+
+def test_quantizer():
+    clients = paper_clients(2000)
+    params = {"mechanism": "quantizer", "clip_norm": 0.6}
+    plain = fit(clients, **KNOWN)
+    coarse = fit(clients, **KNOWN, **params, n_bits=1)
+    fine = fit(clients, **KNOWN, **params, n_bits=16)
+    np.testing.assert_allclose(fine.means_, plain.means_, atol=1e-4)
+    assert mse(coarse, clients) < 1.05 * mse(plain, clients)
+    extra = StochasticQuantizer(1, 0.6).noise_variance
+    others = (0.01 + 0.25 / 15 + extra) / 1999
+    own = (0.01 + others) / (0.01 + others + 0.25 / 15)
+    assert coarse.shrinkage_[0] == pytest.approx(1 - own, rel=1e-6)
+    assert privacy_of(coarse).epsilon == math.inf
+
+
+def test_one_bit_per_coordinate_says_nothing_of_the_spread():
+    clients = paper_clients(100)
+    with pytest.raises(ValueError, match="n_bits=1 carries no information on the spread"):
+        fit(clients, mechanism="quantizer", clip_norm=0.6, n_bits=1, noise_variance=0.25)
+
+
+def test_the_report_states_the_noise_that_was_drawn(monkeypatch):
+    drawn = []
+    privatize = GaussianMechanism.privatize
+
+    def spy(self, messages, rng):
+        released = privatize(self, messages, rng)
+        drawn.append(released - messages.sum(axis=0))
+        return released
+
+    monkeypatch.setattr(GaussianMechanism, "privatize", spy)
+    clients = make_gaussian_clients(20, 3, n_outputs=2000, random_state=0)
+    model = fit(
+        clients,
+        prior=GaussianPrior(covariance=1.0),
+        noise_variance=1.0,
+        epsilon=1.0,
+        clip_norm=100.0,
+    )
+    assert np.std(drawn[0]) == pytest.approx(model.privacy_.noise_std, rel=0.05)

@@ -2,28 +2,40 @@
 
 import math
 from numbers import Real
-from typing import NamedTuple
 
 import numpy as np
-import pandas as pd
-from scipy.special import betaincinv
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.metrics import accuracy_score
 from sklearn.utils import check_array, check_consistent_length, column_or_1d
-from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._clients import encode_clients, row_counts, segment_sums
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn.base import ClientMixin
-from pfl_sklearn.estimation import _proportion_reports as reports
-from pfl_sklearn.estimation._counts import count_table
-from pfl_sklearn.estimation._printed_proportions import printed_estimates, printed_prior
+from pfl_sklearn.estimation._counts import (
+    check_counts,
+    check_two_classes,
+    check_whole,
+    count_table,
+    encode_labels,
+)
+from pfl_sklearn.estimation._proportion_estimates import (
+    matched_quantiles,
+    single_client,
+    with_average,
+    with_printed_weights,
+    with_prior,
+)
+from pfl_sklearn.estimation._proportion_reports import (
+    LARGEST_COUNT,
+    RELEASES,
+    average_priors,
+    refine_on_grid,
+)
 from pfl_sklearn.estimation._rows import read_rows
 from pfl_sklearn.estimation._summary import client_summary
-from pfl_sklearn.priors import BetaPrior, GridPrior
 from pfl_sklearn.priors._support import resolve_prior
-from pfl_sklearn.privacy import GaussianMechanism, OneBit, PrivacyReport, SubsetSelection, TwoBit
+from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._noise import noise_generator
 from pfl_sklearn.privacy._report import private_report, warn_once
 
@@ -32,11 +44,13 @@ _PRIVATE = ("means_", "stds_", "shrinkage_", "local_means_", "clients_")
 # (prior, method) pairs that each way of pooling supports.
 _SUPPORTED = {
     "none": {"BetaPrior": ("ml", "moments", "printed", "printed_eq32"), "GridPrior": ("ml",)},
+    "auto": {"BetaPrior": ("ml",), "GridPrior": ("ml",)},
     "subset_selection": {"BetaPrior": ("ml",), "GridPrior": ("ml",)},
     "two_bit": {"BetaPrior": ("ml",)},
     "one_bit": {"BetaPrior": ("printed", "printed_eq32")},
     "gaussian": {"BetaPrior": ("ml",)},
 }
+_PRINTED = ("printed", "printed_eq32")
 _ONE_BIT_CAVEAT = (
     "one-bit messages carry no information on the spread between clients, so the shrinkage is "
     "arbitrary; mechanism='one_bit' is kept to reproduce published figures."
@@ -72,8 +86,8 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
         Every client randomizes its own report, or a trusted server adds Gaussian noise to the
         histogram of counts (common number of trials) or to two moments.
     mechanism : {"auto", "subset_selection", "two_bit", "one_bit", "gaussian"}, default="auto"
-        "auto" is subset selection if all clients have the same number of trials, else two bits,
-        and "gaussian" under central trust.
+        "auto" is subset selection if all clients have the same number of trials, at most 500,
+        else two bits, and "gaussian" under central trust.
     unseen : {"population", "error"}, default="population"
         What clients get in ``predict`` that ``fit`` did not see.
     random_state : int, RandomState instance or None, default=None
@@ -206,15 +220,15 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
         self
         """
         prior = self._check_parameters(sample_weight)
-        classes, labels = _encode_labels(y)
+        classes, labels = encode_labels(y)
         rows = read_rows(self, X, labels, groups, sample_weight)
-        _check_two_classes(classes, rows)
+        check_two_classes(classes, rows)
         ids, codes = rows.clients
         if rows.weights is None:
             trials = row_counts(codes, len(ids))
             successes = np.bincount(codes, weights=rows.y, minlength=len(ids))
         else:
-            _check_whole("sample_weight", rows.weights)
+            check_whole("sample_weight", rows.weights)
             trials = segment_sums(rows.weights, codes, len(ids))
             successes = segment_sums(rows.weights * rows.y, codes, len(ids))
         table = count_table(successes.astype(np.int64), trials.astype(np.int64))
@@ -245,7 +259,7 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
         )
         successes, trials = column_or_1d(successes), column_or_1d(trials)
         check_consistent_length(successes, trials)
-        _check_counts(successes, trials)
+        check_counts(successes, trials)
         ids = np.arange(len(trials))
         if groups is not None:
             ids, codes = encode_clients(groups, len(trials))
@@ -334,9 +348,13 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
         if not 0 < level < 1:
             raise ValueError(f"level must be in (0, 1); got {level!r}.")
         tails = (1 - level) / 2, (1 + level) / 2
-        if isinstance(self.prior_, GridPrior):
-            return _grid_quantiles(self, tails)
-        return _beta_quantiles(self.means_, self.stds_, tails)
+        if not self._posterior_is_exact:
+            return matched_quantiles(self.means_, self.stds_, tails)
+        trials = self.n_samples_per_client_
+        successes = np.rint(self.local_means_ * trials).astype(np.int64)
+        table = count_table(successes, trials)
+        quantiles = self.prior_.posterior_quantiles(table.successes, table.trials, tails)
+        return tuple(table.per_client(values) for values in quantiles)
 
     def summary(self, level=0.95):
         """Table of the clients.
@@ -367,137 +385,97 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
     def _check_parameters(self, sample_weight):
         """Validated prior; refuse combinations of parameters that have no meaning."""
         prior = resolve_prior(self.prior, "BernoulliMean")
-        private = math.isfinite(self.epsilon)
-        known = prior.is_known
-        if private and sample_weight is not None:
+        releases = math.isfinite(self.epsilon) and not prior.is_known
+        if math.isfinite(self.epsilon) and sample_weight is not None:
             raise ValueError("sample_weight is not supported with a finite epsilon.")
-        if private and not known:
+        if releases:
             _check_trust(self)
-        if self.mechanism == "auto" or known or not private:
-            way = "gaussian" if self.trust == "central" and private and not known else "none"
-        else:
-            way = self.mechanism
+        way = "none"
+        if releases:
+            way = self.mechanism if self.trust == "local" else "gaussian"
         allowed = _SUPPORTED[way].get(type(prior).__name__, ())
         if self.method not in allowed:
             raise ValueError(
-                f"method={self.method!r} does not go with {type(prior).__name__} and "
-                f"mechanism={self.mechanism!r}; expected "
+                f"method={self.method!r} does not go with {type(prior).__name__}, mechanism="
+                f"{self.mechanism!r} and epsilon={self.epsilon!r}; expected "
                 f"{' or '.join(map(repr, allowed)) or 'another prior'}."
-            )
-        if private and self.mechanism == "auto" and self.method != "ml" and not known:
-            raise ValueError(
-                f"method={self.method!r} needs epsilon=inf or mechanism='one_bit'; private fits "
-                "use method='ml'."
             )
         return prior
 
     def _fit_table(self, table, prior):
-        """Fit a CountTable, through a release if privacy was asked for."""
-        if math.isfinite(self.epsilon) and not prior.is_known:
+        """Fitted proportions and privacy report of a CountTable."""
+        private = math.isfinite(self.epsilon)
+        if private and not prior.is_known:
             return self._fit_released(table, prior)
-        report = PrivacyReport.unprotected(
-            "epsilon=inf was asked for.",
-            not_released=_RELEASED + _PRIVATE,
-            n_clients=table.n_clients,
-        )
-        if math.isfinite(self.epsilon):
-            report = PrivacyReport(
-                0.0,
-                0.0,
-                "nothing is released: the population is known",
+        report = (
+            PrivacyReport.of_known_population(_RELEASED, _PRIVATE, table.n_clients)
+            if private
+            else PrivacyReport.unprotected(
+                "epsilon=inf was asked for.",
+                not_released=_RELEASED + _PRIVATE,
                 n_clients=table.n_clients,
-                released=_RELEASED,
-                not_released=_PRIVATE,
             )
+        )
         if table.n_clients == 1 and not prior.is_known:
-            return _single_client(table, prior, report)
-        if self.method.startswith("printed") and not prior.is_known:
-            trials = table.per_client(table.trials)
-            shares = table.per_client(table.successes) / trials
-            return _printed(shares, trials, shares, self.method == "printed", report)
+            return single_client(table, prior), report
+        if self.method in _PRINTED and not prior.is_known:
+            shares = table.per_client(table.successes / table.trials)
+            return with_printed_weights(table, shares, self.method == "printed"), report
         if not prior.is_known and np.all(table.trials == 1):
             raise ValueError(
                 "every client has one trial, so the spread between clients cannot be told from "
                 "chance; give the prior (BetaPrior(alpha, beta)) or more rows per client."
             )
         prior = prior.fit_counts(table.successes, table.trials, table.counts, self.method)
-        return _with_prior(table, prior, report)
+        return with_prior(table, prior), report
 
     def _fit_released(self, table, prior):
-        """Fit through what the clients release."""
+        """The same through what the clients release."""
         rng, seeded = noise_generator(self.random_state)
-        way, n = self.mechanism, table.common_trials
-        if way == "auto":
-            way = "gaussian" if self.trust == "central" else "subset_selection"
-            if way == "subset_selection" and n is None:
-                way = "two_bit"
-        if n is None and (way == "subset_selection" or isinstance(prior, GridPrior)):
-            raise ValueError(
-                "subset selection needs the same number of trials for every client; got "
-                f"{table.trials.min()} to {table.trials.max()}. Use prior='beta' with "
-                "mechanism='two_bit' (or 'auto')."
-            )
-        trials = table.per_client(table.trials)
-        successes = table.per_client(table.successes)
-        caveats, under = (_ONE_BIT_CAVEAT,) if way == "one_bit" else (), ()
-        if way == "one_bit":
-            mechanism = OneBit(self.epsilon)
-            messages = mechanism.decode(mechanism.privatize(successes / trials, rng))
-        elif way == "two_bit":
-            mechanism = TwoBit(self.epsilon)
-            answers = mechanism.privatize(successes, trials, rng)
-            likelihood = reports.two_bit_log_likelihood(mechanism, answers, trials)
-        elif way == "subset_selection":
-            mechanism = SubsetSelection(n + 1, self.epsilon)
-            subsets = mechanism.privatize(successes, rng)
-            likelihood = reports.subset_log_likelihood(mechanism, subsets, n)
-        else:
-            mechanism, likelihood, under = self._central(table, successes, trials, rng)
+        way = self._choose_mechanism(table, prior)
+        release = RELEASES[way](table, self.epsilon, self.delta, rng)
         report = private_report(
-            mechanism.facts(),
+            release.mechanism.facts(),
             n_clients=table.n_clients,
             seeded=seeded,
-            caveats=caveats,
-            epsilon_under=under,
+            caveats=(_ONE_BIT_CAVEAT,) if way == "one_bit" else (),
+            epsilon_under=release.epsilon_under,
             released=_RELEASED,
             not_released=_PRIVATE,
             assumptions=("the two class labels are public",),
         )
         if way == "one_bit":
-            shares = successes / trials
-            return _printed(shares, trials, messages, self.method == "printed", report, False)
-        average = reports.average_priors(likelihood)
-        if isinstance(prior, GridPrior):
-            refined = reports.refine_on_grid(prior, average, mechanism, subsets, n)
-            return _with_prior(table, refined, report)._replace(mean_std=average.mean()[1])
-        return _with_average(table, average, report)
+            minus_one = self.method == "printed"
+            return with_printed_weights(table, release.messages, minus_one, cut=False), report
+        return _FROM_REPORTS[type(prior).__name__](table, prior, release), report
 
-    def _central(self, table, successes, trials, rng):
-        """Gaussian release of a histogram or of two moments, its likelihood, other relations."""
+    def _choose_mechanism(self, table, prior):
+        """Name of the release, "auto" resolved."""
+        if self.trust == "central":
+            return "gaussian"
         n = table.common_trials
-        if n is not None:
-            mechanism = GaussianMechanism(
-                reports.HISTOGRAM_SENSITIVITY, self.epsilon, self.delta, "central"
+        if self.mechanism != "auto":
+            way = self.mechanism
+        elif n is not None and n <= LARGEST_COUNT:
+            way = "subset_selection"
+        else:
+            way = "two_bit"
+        if way == "subset_selection" and n is None:
+            raise ValueError(
+                "subset selection needs the same number of trials for every client; got "
+                f"{table.trials.min()} to {table.trials.max()}. Use mechanism='two_bit' or 'auto'."
             )
-            histogram = np.bincount(successes, minlength=n + 1).astype(float)
-            noisy = mechanism.privatize(histogram, rng)
-            likelihood = reports.histogram_log_likelihood(
-                noisy, mechanism.noise_variance, table.n_clients
+        if way == "two_bit" and type(prior).__name__ not in _SUPPORTED["two_bit"]:
+            raise ValueError(
+                f"a private {type(prior).__name__} needs the same number of trials, at most "
+                f"{LARGEST_COUNT}, for every client; got {table.trials.min()} to "
+                f"{table.trials.max()}. Use prior='beta'."
             )
-            return (
-                mechanism,
-                likelihood,
-                mechanism.under_add_remove(reports.HISTOGRAM_ADD_REMOVE_SENSITIVITY),
-            )
-        mechanism = GaussianMechanism(
-            reports.MOMENT_SENSITIVITY, self.epsilon, self.delta, "central"
-        )
-        noisy = mechanism.privatize(reports.moment_messages(successes, trials), rng)
-        likelihood = reports.moment_log_likelihood(noisy, mechanism.noise_variance, trials)
-        return mechanism, likelihood, mechanism.under_add_remove(reports.MOMENT_SENSITIVITY)
+        return way
 
-    def _store(self, ids, classes, table, found, with_groups):
+    def _store(self, ids, classes, table, fitted, with_groups):
         """Set the fitted attributes, all at once."""
+        found, report = fitted
         self.clients_ = ids
         self.classes_ = classes
         self.n_samples_per_client_ = table.per_client(table.trials)
@@ -509,77 +487,24 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
         self.population_mean_ = found.mean
         self.population_mean_std_ = found.mean_std
         self.icc_ = found.icc
-        self.privacy_ = found.report
+        self.privacy_ = report
+        self._posterior_is_exact = found.exact
         self._fitted_with_groups = with_groups
-        warn_once(found.report, stacklevel=4)
+        warn_once(report, stacklevel=4)
         return self
 
 
-class _Found(NamedTuple):
-    """A fitted population and its clients."""
-
-    prior: object
-    mean: float
-    mean_std: float
-    icc: float
-    means: np.ndarray  # (m,)
-    stds: np.ndarray  # (m,)
-    shrinkage: np.ndarray  # (m,)
-    report: PrivacyReport
+def _average_beta(table, prior, release):
+    return with_average(table, average_priors(release.log_likelihood))
 
 
-def _encode_labels(y):
-    """Sorted classes (at most two) and labels 0/1 as floats (n,)."""
-    if y is None:
-        raise ValueError("BernoulliMean requires y to be passed, but the target y is None.")
-    y = column_or_1d(y, warn=True)
-    codes, found = pd.factorize(y)
-    if (codes < 0).any():
-        raise ValueError("Input y contains NaN.")
-    if len(found) > 2:
-        check_classification_targets(y)
-        raise ValueError(
-            "Only binary classification is supported. The type of the target is multiclass: "
-            f"y has {len(found)} classes."
-        )
-    if len(found):
-        check_classification_targets(found)
-    order = np.argsort(found, kind="stable")
-    rank = np.empty(len(found))
-    rank[order] = np.arange(len(found))
-    return np.asarray(found)[order], rank[codes]
+def _refine_grid(table, prior, release):
+    average = average_priors(release.log_likelihood)
+    found = with_prior(table, refine_on_grid(prior, average, release, table.common_trials))
+    return found._replace(mean_std=average.mean()[1])
 
 
-def _check_two_classes(classes, rows):
-    if len(classes) < 2 or np.all(rows.y == rows.y[0]):
-        only = classes[int(rows.y[0])] if len(rows.y) else None
-        raise ValueError(
-            f"BernoulliMean needs rows of two classes, but the data contains only one class: "
-            f"{only!r}. For counts without successes use fit_counts."
-        )
-
-
-def _check_whole(name, values):
-    fractional = values != np.rint(values)
-    if fractional.any():
-        raise ValueError(
-            f"{name} must hold whole numbers (of trials); got {values[fractional][0]:g}."
-        )
-
-
-def _check_counts(successes, trials):
-    _check_whole("successes", successes)
-    _check_whole("trials", trials)
-    for wrong, message in (
-        (trials < 1, "trials must be at least 1"),
-        (successes < 0, "successes must not be negative"),
-        (successes > trials, "successes must not exceed trials"),
-    ):
-        if wrong.any():
-            row = int(np.flatnonzero(wrong)[0])
-            raise ValueError(
-                f"{message}; row {row} has {successes[row]:g} successes in {trials[row]:g} trials."
-            )
+_FROM_REPORTS = {"BetaPrior": _average_beta, "GridPrior": _refine_grid}
 
 
 def _check_trust(estimator):
@@ -592,87 +517,3 @@ def _check_trust(estimator):
         raise ValueError("mechanism='gaussian' needs trust='central'.")
     if estimator.trust == "central" and estimator.delta == 0:
         raise ValueError("delta must be above 0 for trust='central' (Gaussian noise); got 0.")
-
-
-def _population_std(table, mean, icc):
-    """Standard error of the population mean given the intraclass correlation."""
-    variance = mean * (1 - mean) * (icc + (1 - icc) / table.trials)
-    if not np.all(variance > 0):
-        return 0.0
-    return float(np.sqrt(1 / np.sum(table.counts / variance)))
-
-
-def _linear_shrinkage(mean, variance, trials):
-    """Weight on the population of the beta prior with this mean and variance."""
-    limit = mean * (1 - mean)
-    if limit == 0 or variance <= 0:
-        return np.ones(len(trials))
-    concentration = max(limit / variance - 1, 0.0)
-    return concentration / (concentration + trials)
-
-
-def _describe(prior, mean, variance, mean_std, table, posterior, report):
-    limit = mean * (1 - mean)
-    per_client = [table.per_client(values) for values in posterior]
-    shrinkage = table.per_client(_linear_shrinkage(mean, variance, table.trials))
-    icc = variance / limit if limit > 0 else 0.0
-    return _Found(
-        prior, mean, mean_std, icc, per_client[0], np.sqrt(per_client[1]), shrinkage, report
-    )
-
-
-def _with_prior(table, prior, report):
-    mean, variance = prior.moments()
-    limit = mean * (1 - mean)
-    std = _population_std(table, mean, variance / limit if limit > 0 else 0.0)
-    posterior = prior.posterior(table.successes, table.trials)
-    return _describe(prior, mean, variance, std, table, posterior, report)
-
-
-def _with_average(table, average, report):
-    mean, variance = average.moments()
-    prior = BetaPrior().with_moments(mean, mean * (1 - mean) / variance - 1)
-    posterior = average.posterior(table.successes, table.trials)
-    return _describe(prior, mean, variance, average.mean()[1], table, posterior, report)
-
-
-def _printed(shares, trials, messages, with_minus_one, report, cut=True):
-    prior = printed_prior(messages, trials, with_minus_one)
-    means, own = printed_estimates(shares, trials, messages, with_minus_one, cut)
-    mean, variance = prior.moments()
-    stds = np.sqrt(np.clip(means * (1 - means), 0, None) / (prior.alpha + prior.beta + trials + 1))
-    std = float(messages.std(ddof=1) / np.sqrt(len(messages)))
-    return _Found(prior, mean, std, variance / (mean * (1 - mean)), means, stds, 1 - own, report)
-
-
-def _single_client(table, prior, report):
-    """One client without a known prior keeps its own share; nothing is known of the spread."""
-    share = float(table.successes[0] / table.trials[0])
-    std = math.sqrt(share * (1 - share) / table.trials[0])
-    return _Found(
-        prior, share, std, math.nan, np.array([share]), np.array([std]), np.zeros(1), report
-    )
-
-
-def _beta_quantiles(means, stds, tails):
-    """Quantiles of the beta distributions with these means and standard deviations."""
-    inner = (stds > 0) & (means > 0) & (means < 1)
-    mean = np.where(inner, means, 0.5)
-    total = mean * (1 - mean) / np.where(inner, stds, 0.25) ** 2 - 1
-    return tuple(
-        np.where(inner, betaincinv(mean * total, (1 - mean) * total, tail), means) for tail in tails
-    )
-
-
-def _grid_quantiles(estimator, tails):
-    """Quantiles of the posteriors on the grid."""
-    trials = estimator.n_samples_per_client_
-    successes = np.rint(estimator.local_means_ * trials).astype(np.int64)
-    table = count_table(successes, trials)
-    prior = estimator.prior_
-    if not prior.is_known:
-        return _beta_quantiles(estimator.means_, estimator.stds_, tails)
-    below = prior.posterior_weights(table.successes, table.trials).cumsum(axis=1)
-    points = ((below < tail - 1e-12).sum(axis=1) for tail in tails)
-    last = len(prior.support) - 1
-    return tuple(table.per_client(prior.support[np.minimum(at, last)]) for at in points)

@@ -1,8 +1,11 @@
-"""Tables of counts: distinct (successes, trials) pairs, and which client has which."""
+"""Reading labels and counts; tables of distinct (successes, trials) pairs."""
 
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
+from sklearn.utils import column_or_1d
+from sklearn.utils.multiclass import check_classification_targets
 
 
 class CountTable(NamedTuple):
@@ -44,3 +47,57 @@ def count_table(successes, trials):
         np.column_stack([successes, trials]), axis=0, return_inverse=True, return_counts=True
     )
     return CountTable(pairs[:, 0], pairs[:, 1], counts, pair.ravel())
+
+
+def encode_labels(y):
+    """Sorted classes (at most two) and labels 0/1 as floats (n,)."""
+    if y is None:
+        raise ValueError("BernoulliMean requires y to be passed, but the target y is None.")
+    y = column_or_1d(y, warn=True)
+    codes, found = pd.factorize(y)
+    if (codes < 0).any():
+        raise ValueError("Input y contains NaN.")
+    if len(found) > 2:
+        check_classification_targets(y)
+        raise ValueError(
+            "Only binary classification is supported. The type of the target is multiclass: "
+            f"y has {len(found)} classes."
+        )
+    if len(found):
+        check_classification_targets(found)
+    order = np.argsort(found, kind="stable")
+    rank = np.empty(len(found))
+    rank[order] = np.arange(len(found))
+    return np.asarray(found)[order], rank[codes]
+
+
+def check_two_classes(classes, rows):
+    if len(classes) < 2 or np.all(rows.y == rows.y[0]):
+        only = classes[int(rows.y[0])] if len(rows.y) else None
+        raise ValueError(
+            f"BernoulliMean needs rows of two classes, but the data contains only one class: "
+            f"{only!r}. For counts without successes use fit_counts."
+        )
+
+
+def check_whole(name, values):
+    fractional = values != np.rint(values)
+    if fractional.any():
+        raise ValueError(
+            f"{name} must hold whole numbers (of trials); got {values[fractional][0]:g}."
+        )
+
+
+def check_counts(successes, trials):
+    check_whole("successes", successes)
+    check_whole("trials", trials)
+    for wrong, message in (
+        (trials < 1, "trials must be at least 1"),
+        (successes < 0, "successes must not be negative"),
+        (successes > trials, "successes must not exceed trials"),
+    ):
+        if wrong.any():
+            row = int(np.flatnonzero(wrong)[0])
+            raise ValueError(
+                f"{message}; row {row} has {successes[row]:g} successes in {trials[row]:g} trials."
+            )

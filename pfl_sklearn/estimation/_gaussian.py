@@ -3,7 +3,6 @@
 import math
 import warnings
 from numbers import Integral, Real
-from typing import NamedTuple
 
 import numpy as np
 from scipy.special import ndtri
@@ -15,10 +14,15 @@ from sklearn.utils.validation import validate_data
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.estimation import _gaussian_release as release
+from pfl_sklearn.estimation._mean_estimates import (
+    fit_exact,
+    known_values,
+    shared_values,
+    shrink_releases,
+)
 from pfl_sklearn.estimation._rows import read_rows
 from pfl_sklearn.estimation._summary import client_summary
 from pfl_sklearn.estimation._variance_components import client_means, estimate_components
-from pfl_sklearn.priors._gaussian import own_weight
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, StochasticQuantizer
 from pfl_sklearn.privacy._noise import noise_generator
@@ -225,11 +229,11 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         rows = read_rows(self, X, columns, groups, sample_weight)
         ids, codes = rows.clients
         table = client_means(rows.y, codes, len(ids), rows.weights)
-        known = _known_values(prior, self.noise_variance, rows.y.shape[1])
+        known = known_values(prior, self.noise_variance, rows.y.shape[1])
         if self._releases():
             found, report = self._fit_released(rows, table, known)
         else:
-            found = _fit_exact(table, known, self.method, prior.covariance_type)
+            found = fit_exact(table, known, self.method, prior.covariance_type)
             report = PrivacyReport.unprotected(
                 "epsilon=inf was asked for.", not_released=_RELEASED + _PRIVATE, n_clients=len(ids)
             )
@@ -365,7 +369,7 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         centre = np.broadcast_to(np.asarray(self.center, dtype=float), (d,))
         rng, seeded = noise_generator(self.random_state)
         n_clients = len(table.means)
-        shared = _shared_values(known)
+        shared = shared_values(known)
         if self.mechanism == "quantizer":
             quantizer = StochasticQuantizer(self.n_bits, self.clip_norm)
             found = release.quantized_means(table, quantizer, centre, shared, self.method, rng)
@@ -375,18 +379,11 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
                 not_released=_RELEASED + _PRIVATE,
                 n_clients=n_clients,
             )
-            return _shrink_releases(table, found), report
+            return shrink_releases(table, found), report
         moments = release.client_moments(shared, self.clip_norm, self.trust)
         if moments is None:
-            found = _fit_exact(table, known, self.method, "diag")
-            return found, PrivacyReport(
-                0.0,
-                0.0,
-                "nothing is released: the population is known",
-                n_clients=n_clients,
-                released=_RELEASED,
-                not_released=_PRIVATE,
-            )
+            found = fit_exact(table, known, self.method, "diag")
+            return found, PrivacyReport.of_known_population(_RELEASED, _PRIVATE, n_clients)
         if shared.noise is None and table.degrees_of_freedom == 0:
             estimate_components(table, self.method)  # says that one row per client is too few
         mechanism = GaussianMechanism(moments.sensitivity, self.epsilon, self.delta, self.trust)
@@ -405,7 +402,7 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
                 stacklevel=4,
             )
         report = self._private_report(mechanism, moments, n_clients, seeded)
-        return _shrink_releases(table, found, own), report
+        return shrink_releases(table, found, own), report
 
     def _private_report(self, mechanism, moments, n_clients, seeded):
         central = self.trust == "central"
@@ -453,19 +450,6 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         return np.concatenate([getattr(self, name), population])
 
 
-class _Found(NamedTuple):
-    """A fitted population and its clients; arrays over outputs are (d,)."""
-
-    mean: np.ndarray
-    mean_variance: np.ndarray
-    between: np.ndarray
-    noise: np.ndarray
-    means: np.ndarray  # (m, d)
-    variances: np.ndarray  # (m, d)
-    own: np.ndarray  # (m, d)
-    log_likelihood: float
-
-
 def _check_quantizer(estimator, prior):
     if math.isfinite(estimator.epsilon):
         raise ValueError(
@@ -480,88 +464,3 @@ def _check_quantizer(estimator, prior):
             "n_bits=1 carries no information on the spread between clients; give the prior's "
             "covariance or use n_bits=2 or more."
         )
-
-
-def _known_values(prior, noise_variance, d):
-    """Given mean, between-client and noise variances as arrays (d,), or None."""
-    noise = None
-    if noise_variance is not None:
-        noise = np.asarray(noise_variance, dtype=float)
-        if noise.shape not in ((), (1,), (d,)) or not (np.isfinite(noise) & (noise >= 0)).all():
-            raise ValueError(
-                f"noise_variance must be finite and non-negative, a number or of shape ({d},); "
-                f"got {noise_variance!r}."
-            )
-        noise = np.broadcast_to(noise, (d,)).copy()
-    return release.Known(prior.known_mean(d), prior.known_variances(d), noise)
-
-
-def _shared_values(known):
-    """The same with one variance for all outputs."""
-    for name, values in (("covariance", known.between), ("noise_variance", known.noise)):
-        if values is not None and np.any(values != values[0]):
-            raise ValueError(
-                f"{name} must be the same for all outputs when means are released; got {values}."
-            )
-    first = [None if values is None else float(values[0]) for values in known[1:]]
-    return release.Known(known.mean, *first)
-
-
-def _fit_exact(table, known, method, covariance_type):
-    """Population and clients when everything may be pooled."""
-    d = table.means.shape[1]
-    differ = any(values is not None and np.any(values != values[0]) for values in known[1:])
-    split = covariance_type == "diag" or differ
-    blocks = [table.coordinate(k) for k in range(d)] if split else [table]
-    found = []
-    for k, block in enumerate(blocks):
-        mean, between, noise = known
-        if len(blocks) > 1:
-            mean = None if mean is None else mean[[k]]
-        between, noise = (None if value is None else value[k] for value in (between, noise))
-        found.append(estimate_components(block, method, mean, between, noise))
-    width = d // len(found)
-    mean = np.concatenate([part.mean for part in found])
-    mean_variance, between, noise = (
-        np.repeat([getattr(part, name) for part in found], width).astype(float)
-        for name in ("mean_variance", "between", "noise")
-    )
-    sampling = noise / table.weights[:, None]
-    own = np.where(np.isnan(between), 1.0, own_weight(between, sampling))
-    return _Found(
-        mean,
-        mean_variance,
-        between,
-        noise,
-        own * table.means + (1 - own) * mean,
-        own * sampling + (1 - own) ** 2 * mean_variance,
-        own,
-        float(sum(part.log_likelihood for part in found)),
-    )
-
-
-def _shrink_releases(table, found, own_variances=None):
-    """Clients' means given everybody else's releases (Theorem 2 with one's own left out).
-
-    Where the released noise variance is of no use, clients keep their means, with the standard
-    errors of their own rows (NaN for a single row).
-    """
-    d = table.means.shape[1]
-    sampling = found.noise / table.weights[:, None]
-    if not found.trusted:
-        sampling = np.where(table.n_rows > 1, own_variances / d, np.nan)[:, None]
-    prior_variance = np.nan_to_num(found.between) + found.others_variance[:, None]
-    total = prior_variance + sampling
-    shrink = np.divide(sampling, total, out=np.zeros_like(total), where=total > 0)
-    own = np.broadcast_to(1 - shrink if found.trusted else np.ones_like(shrink), table.means.shape)
-    full = np.ones(d)
-    return _Found(
-        found.mean,
-        found.mean_variance * full,
-        found.between * full,
-        found.noise * full,
-        own * table.means + (1 - own) * found.others,
-        own * sampling,
-        own,
-        math.nan,
-    )

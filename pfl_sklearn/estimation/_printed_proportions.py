@@ -45,7 +45,7 @@ def printed_prior(messages, trials, with_minus_one):
     own = _own_weight(np.array([mean]), np.array([variance]), np.array([1.0]), with_minus_one)[0]
     largest = 1e4 * max(float(trials.max()), 100.0)
     concentration = np.clip(1 / own - 1, 1e-6, largest) if own > 0 else largest
-    return BetaPrior().with_moments(np.clip(mean, 1e-12, 1 - 1e-12), concentration)
+    return BetaPrior().with_moments(mean, concentration)
 
 
 def _own_weight(mean, variance, trials, with_minus_one):

@@ -11,6 +11,8 @@ import numpy as np
 from scipy.special import betainc, gammaln
 from scipy.stats import binom
 
+from pfl_sklearn.privacy import GaussianMechanism, OneBit, SubsetSelection, TwoBit
+
 _MEANS, _CONCENTRATIONS = (
     axis.ravel()
     for axis in np.meshgrid(
@@ -23,6 +25,7 @@ _NEGLIGIBLE = 1e-9
 _CHUNK = 2048
 _LARGEST_TABLE = 1000
 _EM_STEPS = 60
+LARGEST_COUNT = 500  # trials up to which reports are about the counts themselves
 # Largest L2 distance between two clients' (x, 4 x (1 - x)), points of a parabola: with s = x + x'
 # the square is at most s^2 (1 + 16 (1 - s)^2), which peaks at s = (48 - sqrt(128)) / 64.
 # One of the two is (0, 0) there, so a client that comes or goes can move the sums as far.
@@ -100,26 +103,85 @@ def log_marginals(successes, trials, alphas, betas):
     )
 
 
-def subset_log_likelihood(mechanism, subsets, n):
-    """Log-likelihood (H,) of reported subsets (m, n + 1) of the counts 0..n."""
-    distinct, counts = distinct_rows(subsets)
-    table = probability_table(n)
-    return sum(
-        counts[start : start + _CHUNK]
-        @ mechanism.log_likelihood(distinct[start : start + _CHUNK], table)
-        for start in range(0, len(distinct), _CHUNK)
-    )
+class Release(NamedTuple):
+    """What the clients let out, and what it says of the beta priors of the grid."""
+
+    mechanism: object
+    messages: np.ndarray | None
+    log_likelihood: np.ndarray | None  # (H,)
+    epsilon_under: tuple = ()
 
 
-def two_bit_log_likelihood(mechanism, reports, trials):
-    """Log-likelihood (H,) of one-bit answers about means and spreads."""
+def one_bit_release(table, epsilon, delta, rng):
+    """Decoded bits (m,), which say nothing of the priors' spread."""
+    mechanism = OneBit(epsilon)
+    bits = mechanism.privatize(table.per_client(table.successes / table.trials), rng)
+    return Release(mechanism, mechanism.decode(bits), None)
+
+
+def two_bit_release(table, epsilon, delta, rng):
+    """One-bit answers about means and spreads."""
+    mechanism = TwoBit(epsilon)
+    trials = table.per_client(table.trials)
+    reports = mechanism.privatize(table.per_client(table.successes), trials, rng)
     on_mean = mechanism.response.probability(_MEANS)
     value = _bits_log_likelihood(reports.bits[~reports.asks_spread], on_mean)
     spread = 4 * _MEANS * (1 - _MEANS) * _CONCENTRATIONS / (_CONCENTRATIONS + 1)
-    for n in np.unique(trials[reports.asks_spread]):
-        bits = reports.bits[reports.asks_spread & (trials == n)]
-        value += _bits_log_likelihood(bits, mechanism.response.probability(spread * (n - 1) / n))
-    return value
+    asked, ones = (
+        np.bincount(trials[which], minlength=trials.max() + 1)
+        for which in (reports.asks_spread, reports.asks_spread & reports.bits)
+    )
+    for n in np.flatnonzero(asked):
+        probability = mechanism.response.probability(spread * (n - 1) / n)
+        value += _binomial_log_likelihood(ones[n], asked[n], probability)
+    return Release(mechanism, None, value)
+
+
+def subset_release(table, epsilon, delta, rng):
+    """Reported subsets (m, n + 1) of the counts 0..n."""
+    n = table.common_trials
+    mechanism = SubsetSelection(n + 1, epsilon)
+    subsets = mechanism.privatize(table.per_client(table.successes), rng)
+    distinct, counts = distinct_rows(subsets)
+    probabilities = probability_table(n)
+    value = sum(
+        counts[start : start + _CHUNK]
+        @ mechanism.log_likelihood(distinct[start : start + _CHUNK], probabilities)
+        for start in range(0, len(distinct), _CHUNK)
+    )
+    return Release(mechanism, subsets, value)
+
+
+def central_release(table, epsilon, delta, rng):
+    """Noisy histogram of the counts 0..n, or two noisy moments if the trials differ."""
+    n = table.common_trials
+    if n is None or n > LARGEST_COUNT:
+        return _moment_release(table, epsilon, delta, rng)
+    mechanism = GaussianMechanism(HISTOGRAM_SENSITIVITY, epsilon, delta)
+    histogram = np.zeros(n + 1)
+    histogram[table.successes] = table.counts
+    noisy = mechanism.privatize(histogram, rng)
+    value = histogram_log_likelihood(noisy, mechanism.noise_variance, table.n_clients)
+    under = mechanism.under_add_remove(HISTOGRAM_ADD_REMOVE_SENSITIVITY)
+    return Release(mechanism, noisy, value, under)
+
+
+def _moment_release(table, epsilon, delta, rng):
+    mechanism = GaussianMechanism(MOMENT_SENSITIVITY, epsilon, delta)
+    trials = table.per_client(table.trials)
+    messages = moment_messages(table.per_client(table.successes), trials)
+    noisy = mechanism.privatize(messages, rng)
+    value = moment_log_likelihood(noisy, mechanism.noise_variance, trials)
+    return Release(mechanism, noisy, value, mechanism.under_add_remove(MOMENT_SENSITIVITY))
+
+
+# The release behind each mechanism parameter.
+RELEASES = {
+    "one_bit": one_bit_release,
+    "two_bit": two_bit_release,
+    "subset_selection": subset_release,
+    "gaussian": central_release,
+}
 
 
 def histogram_log_likelihood(noisy, noise_variance, n_clients):
@@ -158,11 +220,11 @@ def moment_log_likelihood(noisy, noise_variance, trials):
     return value
 
 
-def refine_on_grid(prior, average, mechanism, subsets, n):
+def refine_on_grid(prior, average, release, n):
     """Grid prior: the averaged beta prior, then EM steps on the likelihood of the subsets."""
-    distinct, counts = distinct_rows(subsets)
+    distinct, counts = distinct_rows(release.messages)
     probabilities = binom.pmf(np.arange(n + 1)[:, None], n, prior.support)
-    likelihood = np.exp(mechanism.log_likelihood(distinct, probabilities))
+    likelihood = np.exp(release.mechanism.log_likelihood(distinct, probabilities))
     weights = average.on_grid(prior.support)
     for _ in range(_EM_STEPS):
         weights *= (counts / (likelihood @ weights)) @ likelihood / counts.sum()
@@ -189,8 +251,11 @@ def probability_table(n):
 
 
 def _bits_log_likelihood(bits, probability):
-    ones = np.count_nonzero(bits)
-    return ones * np.log(probability) + (len(bits) - ones) * np.log1p(-probability)
+    return _binomial_log_likelihood(np.count_nonzero(bits), len(bits), probability)
+
+
+def _binomial_log_likelihood(ones, n, probability):
+    return ones * np.log(probability) + (n - ones) * np.log1p(-probability)
 
 
 def _log_rising(values, steps):

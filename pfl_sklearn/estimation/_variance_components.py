@@ -8,7 +8,7 @@ release added. Arrays have clients first; `d` coordinates share the components.
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import minimize_scalar
+from scipy.optimize import brentq
 
 from pfl_sklearn._clients import row_counts, segment_sums
 
@@ -137,8 +137,13 @@ class _Profile:
         total = precision @ self.count
         first = precision @ self.first
         mean = first / total[..., None] if self.known_mean is None else self.known_mean
+        return mean, total, np.maximum(self._squares(precision, mean), 0.0)
+
+    def _squares(self, precision, mean):
+        """Squares (...,) of the client means around `mean`, weighted by `precision`."""
+        total, first = precision @ self.count, precision @ self.first
         around = np.sum(mean * (total[..., None] * mean - 2 * first), axis=-1)
-        return mean, total, np.maximum(precision @ self.second + around, 0.0)
+        return precision @ self.second + around
 
     def criterion(self, between, noise):
         """Minus twice the log-likelihood, up to what does not depend on the variances.
@@ -161,6 +166,17 @@ class _Profile:
         noise = (self.within + square) / rows
         value = self.d * (np.log(variance) @ self.count) + rows * (np.log(noise) + 1)
         return noise, value + self.d * np.log(total) if self.restricted else value
+
+    def slope(self, between, noise, direction):
+        """Derivative of the criterion when between (direction 0) or noise (1) grows."""
+        precision = 1 / (between + noise * self.unit + self.extra)
+        moved = self.unit if direction else np.ones_like(self.unit)
+        mean, total, _ = self.weighted(precision)
+        squared = precision**2 * moved
+        value = self.d * (precision * moved) @ self.count - self._squares(squared, mean)
+        if direction and self.within_dof:
+            value += self.within_dof / noise - self.within / noise**2
+        return value - self.d * (squared @ self.count) / total if self.restricted else value
 
     def pooled_noise(self):
         """Noise variance from the rows around their client's mean alone."""
@@ -222,24 +238,26 @@ def _search_ratio(model):
     """Both variances unknown: search between / noise."""
     if model.within == 0:
         return _search_between(model, 0.0)
-    if model.extra > 0:
-        raise ValueError("the noise variance cannot be estimated from released means.")
-
     if len(model.unit) == 1:  # equal sizes: analysis of variance, cut at zero
         noise = model.pooled_noise()
         between = model.spread() - noise * model.unit[0]
-        return (
-            model.components(between, noise)
-            if between > 0
-            else model.components(0.0, model.at_ratio(0.0)[0])
-        )
+        if between > 0:
+            return model.components(between, noise)
+        return model.components(0.0, model.at_ratio(0.0)[0])
+
+    def slope(ratio):
+        noise = model.at_ratio(ratio)[0]
+        return noise * model.slope(ratio * noise, noise, 0)
+
     ratio = _minimize(
         lambda ratio: model.at_ratio(ratio)[1],
+        slope,
         model.unit.min() * 1e-6,
         max(1.0, model.unit.max()) * 1e9,
         len(model.unit),
-        zero=True,
     )
+    if model.at_ratio(0.0)[1] <= model.at_ratio(ratio)[1]:
+        ratio = 0.0
     noise = model.at_ratio(ratio)[0]
     return model.components(ratio * noise, noise)
 
@@ -252,11 +270,13 @@ def _search_between(model, noise):
     largest = noise * model.unit.max() + model.extra + model.spread()
     between = _minimize(
         lambda value: model.criterion(value, noise),
+        lambda value: model.slope(value, noise, 0),
         smallest * 1e-6,
         largest * 100,
         len(model.unit),
-        zero=True,
     )
+    if model.criterion(0.0, noise) <= model.criterion(between, noise):
+        between = 0.0
     return model.components(between, noise)
 
 
@@ -266,24 +286,26 @@ def _search_noise(model, between):
     if model.within == 0 or scale == 0:
         return model.components(between, 0.0)
     noise = _minimize(
-        lambda value: model.criterion(between, value), scale * 1e-6, scale * 1e3, len(model.unit)
+        lambda value: model.criterion(between, value),
+        lambda value: model.slope(between, value, 1),
+        scale * 1e-6,
+        scale * 1e3,
+        len(model.unit),
     )
     return model.components(between, noise)
 
 
-def _minimize(function, low, high, width, zero=False):
-    """Minimum over [low, high] on a log scale, or 0 if that is at least as good.
+def _minimize(function, slope, low, high, width):
+    """Minimum over [low, high]: the best of a grid on a log scale, then the zero of the slope.
 
     `function` takes several candidates at once; each costs memory in proportion to `width`.
     """
-    grid = np.linspace(np.log(low), np.log(high), _GRID_POINTS)
+    grid = np.geomspace(low, high, _GRID_POINTS)
     pieces = min(_GRID_POINTS, 1 + _GRID_POINTS * width // _CELLS)
-    values = np.concatenate([function(np.exp(part)) for part in np.array_split(grid, pieces)])
+    values = np.concatenate([function(part) for part in np.array_split(grid, pieces)])
     best = int(np.argmin(values))
-    bracket = grid[max(best - 1, 0)], grid[min(best + 1, _GRID_POINTS - 1)]
-    found = minimize_scalar(
-        lambda point: function(np.exp(point)), bounds=bracket, options={"xatol": 1e-8}
-    )
-    if zero and (best == 0 or function(0.0) <= found.fun):
-        return 0.0
-    return float(np.exp(found.x))
+    left, right = grid[max(best - 1, 0)], grid[min(best + 1, _GRID_POINTS - 1)]
+    if not slope(left) < 0 < slope(right):
+        return float(grid[best])
+    zero = brentq(lambda point: slope(np.exp(point)), np.log(left), np.log(right), xtol=1e-13)
+    return float(np.exp(zero))

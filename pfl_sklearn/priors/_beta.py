@@ -4,13 +4,14 @@ from numbers import Real
 
 import numpy as np
 from scipy.optimize import minimize
-from scipy.special import betaln, digamma, expit, logit, xlog1py, xlogy
+from scipy.special import betaincinv, betaln, digamma, expit, logit, xlog1py, xlogy
 from sklearn.base import BaseEstimator, clone
 from sklearn.utils import check_array, check_random_state
 
 from pfl_sklearn._compat import Interval
 
 _MAX_LOGIT = 30.0
+_SMALLEST_MEAN = 1e-12
 _MIN_CONCENTRATION = 1e-6
 
 
@@ -70,7 +71,8 @@ class BetaPrior(BaseEstimator):
         return self.alpha is not None
 
     def with_moments(self, mean, concentration):
-        """Copy of this prior with a given mean and concentration alpha + beta."""
+        """Copy of this prior with a given mean, kept off 0 and 1, and alpha + beta."""
+        mean = np.clip(mean, _SMALLEST_MEAN, 1 - _SMALLEST_MEAN)
         return clone(self).set_params(
             alpha=float(mean * concentration), beta=float((1 - mean) * concentration)
         )
@@ -177,6 +179,11 @@ class BetaPrior(BaseEstimator):
         total = self.alpha + self.beta + trials
         mean = (self.alpha + successes) / total
         return mean, mean * (1 - mean) / (total + 1)
+
+    def posterior_quantiles(self, successes, trials, tails):
+        """Quantiles (n_clients,) of the posteriors, one array for each of `tails`."""
+        parameters = self.alpha + successes, self.beta + trials - successes
+        return [betaincinv(*parameters, tail) for tail in tails]
 
 
 def moment_estimates(successes, trials, counts):

@@ -183,6 +183,12 @@ class GridPrior(BaseEstimator):
         joint = self.likelihood(successes, trials) * np.asarray(self.weights)
         return joint / joint.sum(axis=1, keepdims=True)
 
+    def posterior_quantiles(self, successes, trials, tails):
+        """Quantiles (n_clients,) of the posteriors, one array for each of `tails`."""
+        below = self.posterior_weights(successes, trials).cumsum(axis=1)
+        positions = ((below < tail - 1e-12).sum(axis=1) for tail in tails)
+        return [self.support[np.minimum(at, self.n_points - 1)] for at in positions]
+
     def _nearest(self, theta):
         theta = check_array(theta, dtype=float, ensure_2d=False).ravel()
         if not ((theta >= 0) & (theta <= 1)).all():

@@ -112,6 +112,20 @@ class PrivacyReport:
             }
         )
 
+    @classmethod
+    def of_known_population(
+        cls, released: tuple[str, ...], not_released: tuple[str, ...], n_clients: int
+    ) -> Self:
+        """Report of a fit whose population model is the user's, not the data's."""
+        return cls(
+            0.0,
+            0.0,
+            "nothing is released: the population is known",
+            released=released,
+            not_released=not_released,
+            n_clients=n_clients,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values that ``json.dumps(..., allow_nan=False)`` takes; infinity is "inf"."""
         values = dataclasses.asdict(self)

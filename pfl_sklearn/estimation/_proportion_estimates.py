@@ -1,0 +1,108 @@
+"""Clients' proportions from a fitted prior, an average of priors, or the printed weights."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import betaincinv
+
+from pfl_sklearn.estimation._printed_proportions import printed_estimates, printed_prior
+from pfl_sklearn.priors import BetaPrior
+
+
+class FittedProportions(NamedTuple):
+    """A fitted population and its clients."""
+
+    prior: object
+    mean: float
+    mean_std: float
+    icc: float
+    means: np.ndarray  # (m,)
+    stds: np.ndarray  # (m,)
+    shrinkage: np.ndarray  # (m,)
+    exact: bool  # whether `means` and `stds` are those of the posterior under `prior`
+
+
+def with_prior(table, prior):
+    """Posterior of the clients of a CountTable under a known prior."""
+    mean, variance = prior.moments()
+    std = _population_std(table, mean, _intraclass_correlation(mean, variance))
+    posterior = prior.posterior(table.successes, table.trials)
+    return _describe(prior, mean, variance, std, table, posterior, exact=True)
+
+
+def with_average(table, average):
+    """Posterior of the clients of a CountTable, averaged over plausible beta priors."""
+    mean, variance = average.moments()
+    prior = BetaPrior().with_moments(mean, mean * (1 - mean) / variance - 1)
+    posterior = average.posterior(table.successes, table.trials)
+    return _describe(prior, mean, variance, average.mean()[1], table, posterior, exact=False)
+
+
+def with_printed_weights(table, messages, with_minus_one, cut=True):
+    """Leave-one-out estimates of the paper from the clients' messages (m,)."""
+    trials = table.per_client(table.trials)
+    shares = table.per_client(table.successes) / trials
+    prior = printed_prior(messages, trials, with_minus_one)
+    means, own = printed_estimates(shares, trials, messages, with_minus_one, cut)
+    mean, variance = prior.moments()
+    spread = np.clip(means * (1 - means), 0, None) / (prior.alpha + prior.beta + trials + 1)
+    return FittedProportions(
+        prior,
+        mean,
+        float(messages.std(ddof=1) / math.sqrt(len(messages))),
+        _intraclass_correlation(mean, variance),
+        means,
+        np.sqrt(spread),
+        1 - own,
+        exact=False,
+    )
+
+
+def single_client(table, prior):
+    """One client without a known prior keeps its own share; nothing is known of the spread."""
+    share = float(table.successes[0] / table.trials[0])
+    std = math.sqrt(share * (1 - share) / table.trials[0])
+    return FittedProportions(
+        prior, share, std, math.nan, np.array([share]), np.array([std]), np.zeros(1), exact=False
+    )
+
+
+def matched_quantiles(means, stds, tails):
+    """Quantiles of the beta distributions with these means and standard deviations."""
+    inner = (stds > 0) & (means > 0) & (means < 1)
+    mean = np.where(inner, means, 0.5)
+    total = mean * (1 - mean) / np.where(inner, stds, 0.25) ** 2 - 1
+    return tuple(
+        np.where(inner, betaincinv(mean * total, (1 - mean) * total, tail), means) for tail in tails
+    )
+
+
+def _describe(prior, mean, variance, mean_std, table, posterior, exact):
+    means, variances = (table.per_client(values) for values in posterior)
+    icc = _intraclass_correlation(mean, variance)
+    shrinkage = table.per_client(_linear_shrinkage(icc, table.trials))
+    return FittedProportions(
+        prior, mean, mean_std, icc, means, np.sqrt(variances), shrinkage, exact
+    )
+
+
+def _intraclass_correlation(mean, variance):
+    limit = mean * (1 - mean)
+    return variance / limit if limit > 0 else 0.0
+
+
+def _linear_shrinkage(icc, trials):
+    """Weight on the population of the beta prior with this intraclass correlation."""
+    if icc <= 0:
+        return np.ones(len(trials))
+    concentration = max(1 / icc - 1, 0.0)
+    return concentration / (concentration + trials)
+
+
+def _population_std(table, mean, icc):
+    """Standard error of the population mean given the intraclass correlation."""
+    variance = mean * (1 - mean) * (icc + (1 - icc) / table.trials)
+    if not np.all(variance > 0):
+        return 0.0
+    return float(np.sqrt(1 / np.sum(table.counts / variance)))

@@ -22,7 +22,7 @@ from pfl_sklearn.estimation._mean_estimates import (
 )
 from pfl_sklearn.estimation._rows import read_rows
 from pfl_sklearn.estimation._summary import client_summary
-from pfl_sklearn.estimation._variance_components import client_means, estimate_components
+from pfl_sklearn.estimation._variance_components import check_noise_is_identified, client_means
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, StochasticQuantizer
 from pfl_sklearn.privacy._noise import noise_generator
@@ -30,6 +30,11 @@ from pfl_sklearn.privacy._report import private_report, warn_once
 
 _RELEASED = ("population_mean_", "population_mean_std_", "prior_", "noise_variance_", "icc_")
 _PRIVATE = ("means_", "stds_", "shrinkage_", "local_means_", "clients_")
+
+_DROWNED = (
+    "The released noise variance drowns in the privacy noise, so every client keeps its own mean. "
+    "Give noise_variance, a smaller clip_norm or a larger epsilon."
+)
 
 
 class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
@@ -228,11 +233,11 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         columns = y[:, None] if y.ndim == 1 else y
         rows = read_rows(self, X, columns, groups, sample_weight)
         ids, codes = rows.clients
-        table = client_means(rows.y, codes, len(ids), rows.weights)
         known = known_values(prior, self.noise_variance, rows.y.shape[1])
         if self._releases():
-            found, report = self._fit_released(rows, table, known)
+            table, found, report = self._fit_released(rows, known)
         else:
+            table = client_means(rows.y, codes, len(ids), rows.weights)
             found = fit_exact(table, known, self.method, prior.covariance_type)
             report = PrivacyReport.unprotected(
                 "epsilon=inf was asked for.", not_released=_RELEASED + _PRIVATE, n_clients=len(ids)
@@ -363,31 +368,24 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
             y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0
         )
 
-    def _fit_released(self, rows, table, known):
-        """Fit through what the clients release; also the privacy report."""
-        d = rows.y.shape[1]
-        centre = np.broadcast_to(np.asarray(self.center, dtype=float), (d,))
-        rng, seeded = noise_generator(self.random_state)
-        n_clients = len(table.means)
-        shared = shared_values(known)
+    def _fit_released(self, rows, known):
+        """Client statistics, fitted population and report, when clients release their means."""
+        ids, codes = rows.clients
+        centre = _check_center(self.center, rows.y.shape[1])
+        with np.errstate(over="ignore", invalid="ignore"):
+            table = client_means(rows.y, codes, len(ids), centre=centre)
+            own = release.sampling_variances(rows.y, codes, table)
         if self.mechanism == "quantizer":
-            quantizer = StochasticQuantizer(self.n_bits, self.clip_norm)
-            found = release.quantized_means(table, quantizer, centre, shared, self.method, rng)
-            report = PrivacyReport.unprotected(
-                "a quantizer saves communication and protects nobody.",
-                **quantizer.facts(),
-                not_released=_RELEASED + _PRIVATE,
-                n_clients=n_clients,
-            )
-            return shrink_releases(table, found), report
+            return table, *self._fit_quantized(table, centre, shared_values(known))
+        shared = shared_values(known)
         moments = release.client_moments(shared, self.clip_norm, self.trust)
         if moments is None:
             found = fit_exact(table, known, self.method, "diag")
-            return found, PrivacyReport.of_known_population(_RELEASED, _PRIVATE, n_clients)
-        if shared.noise is None and table.degrees_of_freedom == 0:
-            estimate_components(table, self.method)  # says that one row per client is too few
+            return table, found, PrivacyReport.of_known_population(_RELEASED, _PRIVATE, len(ids))
+        if shared.noise is None:
+            check_noise_is_identified(table)
+        rng, seeded = noise_generator(self.random_state)
         mechanism = GaussianMechanism(moments.sensitivity, self.epsilon, self.delta, self.trust)
-        own = release.sampling_variances(rows.y, rows.clients.codes, table)
         if self.trust == "central":
             found = release.central_means(table, own, moments, mechanism, centre, shared, rng)
         else:
@@ -395,14 +393,22 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
                 table, own, moments, mechanism, centre, shared, self.method, rng
             )
         if not found.trusted:
-            warnings.warn(
-                "The released noise variance drowns in the privacy noise, so every client keeps "
-                "its own mean. Give noise_variance, a smaller clip_norm or a larger epsilon.",
-                UserWarning,
-                stacklevel=4,
-            )
-        report = self._private_report(mechanism, moments, n_clients, seeded)
-        return shrink_releases(table, found, own), report
+            warnings.warn(_DROWNED, UserWarning, stacklevel=4)
+        report = self._private_report(mechanism, moments, len(ids), seeded)
+        return table, shrink_releases(table, found, own), report
+
+    def _fit_quantized(self, table, centre, known):
+        """Fitted population and report of quantized means."""
+        quantizer = StochasticQuantizer(self.n_bits, self.clip_norm)
+        rng, _ = noise_generator(self.random_state)
+        found = release.quantized_means(table, quantizer, centre, known, self.method, rng)
+        report = PrivacyReport.unprotected(
+            "a quantizer saves communication and protects nobody.",
+            **quantizer.facts(),
+            not_released=_RELEASED + _PRIVATE,
+            n_clients=len(table.means),
+        )
+        return shrink_releases(table, found), report
 
     def _private_report(self, mechanism, moments, n_clients, seeded):
         central = self.trust == "central"
@@ -448,6 +454,14 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         if not hasattr(self, name):
             return population
         return np.concatenate([getattr(self, name), population])
+
+
+def _check_center(center, d):
+    """The centre as an array (d,)."""
+    values = np.asarray(center, dtype=float)
+    if values.shape not in ((), (1,), (d,)) or not np.isfinite(values).all():
+        raise ValueError(f"center must be finite, a number or of shape ({d},); got {center!r}.")
+    return np.broadcast_to(values, (d,))
 
 
 def _check_quantizer(estimator, prior):

@@ -46,15 +46,21 @@ class Components(NamedTuple):
     log_likelihood: float
 
 
-def client_means(y, codes, n_clients, weights=None):
-    """Reduce rows `y` (n, d) to the statistics of their clients."""
+def client_means(y, codes, n_clients, weights=None, centre=None):
+    """Reduce rows `y` (n, d) to the statistics of their clients.
+
+    Rows are shifted by `centre` (d,) before they are summed. None is their mean, which is best for
+    precision; a release has to give a constant, because the shift lets rounding (and overflow)
+    carry one client's values into the means of the others.
+    """
     n_rows = row_counts(codes, n_clients)
     if weights is None:
         totals, weighted, log_weights = n_rows.astype(float), y, 0.0
     else:
         totals = segment_sums(weights, codes, n_clients)
         weighted, log_weights = y * weights[:, None], float(np.log(weights).sum())
-    centre = weighted.sum(axis=0) / totals.sum()
+    if centre is None:
+        centre = weighted.sum(axis=0) / totals.sum()
     shifted = y - centre
     moved = shifted if weights is None else shifted * weights[:, None]
     means = segment_sums(moved, codes, n_clients) / totals[:, None]
@@ -88,13 +94,8 @@ def estimate_components(table, method, mean=None, between=None, noise=None, extr
     ValueError
         If the noise variance is unknown and no client has a second row.
     """
-    if noise is None and table.degrees_of_freedom == 0:
-        n_rows = len(table.n_rows)
-        samples = "1 sample" if n_rows == 1 else f"n_samples = {n_rows}"
-        raise ValueError(
-            f"every client has one row ({samples}), so noise_variance cannot be told from the "
-            "spread between clients; give noise_variance or more rows per client."
-        )
+    if noise is None:
+        check_noise_is_identified(table)
     model = _Profile(table, method == "reml" and mean is None, mean, extra)
     if len(table.means) == 1 and between is None:
         noise = model.pooled_noise() if noise is None else noise
@@ -111,6 +112,17 @@ def estimate_components(table, method, mean=None, between=None, noise=None, extr
     if noise is None:
         return _search_noise(model, between)
     return model.components(between, noise)
+
+
+def check_noise_is_identified(table):
+    """Raise ValueError if no client has a second row."""
+    if table.degrees_of_freedom == 0:
+        n_rows = len(table.n_rows)
+        samples = "1 sample" if n_rows == 1 else f"n_samples = {n_rows}"
+        raise ValueError(
+            f"every client has one row ({samples}), so noise_variance cannot be told from the "
+            "spread between clients; give noise_variance or more rows per client."
+        )
 
 
 class _Profile:

@@ -167,6 +167,10 @@ def test_one_row_per_client_needs_the_noise_variance():
         ({"mechanism": "quantizer", "n_bits": 2, "clip_norm": 1.0}, "noise_variance must be"),
         ({"mechanism": "quantizer", "n_bits": 0}, "'n_bits' parameter"),
         ({"clip_norm": 0.0}, "'clip_norm' parameter"),
+        (
+            {"epsilon": 1.0, "clip_norm": 1.0, "center": [1.0, 2.0]},
+            r"center must be finite, a number or of shape \(1,\)",
+        ),
         ({"noise_variance": -1.0}, "'noise_variance' parameter"),
         ({"noise_variance": [1.0, 2.0]}, r"noise_variance must be .* shape \(1,\)"),
         ({"prior": BetaPrior()}, "does not go with GaussianMean"),

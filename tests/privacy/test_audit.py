@@ -9,10 +9,13 @@ from functools import cached_property
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 
 from pfl_sklearn import BernoulliMean, GaussianMean
 from pfl_sklearn.estimation import _gaussian_release
+from pfl_sklearn.estimation._variance_components import client_means
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import ClientMoments, GaussianMechanism, gdp_epsilon
 from pfl_sklearn.privacy import _gaussian as gaussian
@@ -185,6 +188,41 @@ def test_noise_of_fits_is_calibrated_and_independent(trust):
     below = stats.chi2(1200).cdf(square)
     assert 2 * min(below, 1 - below) > 1e-6
     assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 5 / math.sqrt(1200)
+
+
+finite = st.one_of(st.floats(-5, 5), st.sampled_from([1e308, -1e308, 1e200, -1e160, 1e-300, 0.0]))
+tables = st.lists(st.lists(finite, min_size=1, max_size=3), min_size=1, max_size=5)
+
+
+@settings(max_examples=300, deadline=None)
+@given(tables, st.lists(finite, min_size=3, max_size=3))
+def test_one_client_moves_nothing_but_its_own_message(clients, replacement):
+    """Neighbouring tables, rows of any size: the sum of messages stays within its sensitivity."""
+    sums, shape = [], ClientMoments(1.0, True, True, True)
+    codes = np.repeat(np.arange(len(clients)), [len(rows) for rows in clients])
+    for first in (clients[0], replacement[: len(clients[0])]):
+        y = np.concatenate([first, *clients[1:]])[:, None]
+        with np.errstate(over="ignore", invalid="ignore"):
+            table = client_means(y, codes, len(clients), centre=np.zeros(1))
+            own = _gaussian_release.sampling_variances(y, codes, table)
+            messages = shape.messages(table.means, own)
+        assert np.isfinite(messages).all()
+        sums.append(messages)
+    np.testing.assert_array_equal(sums[0][1:], sums[1][1:])
+    assert np.linalg.norm(sums[0].sum(axis=0) - sums[1].sum(axis=0)) <= shape.sensitivity + 1e-9
+
+
+def test_a_huge_value_does_not_move_the_others_through_rounding():
+    """End to end: with next to no noise, 15 clients at 1 stay at 1 whatever the first one holds."""
+    means = []
+    for value in (0.0, 1e200):
+        y = np.ones(32)
+        y[:2] = value
+        model = GaussianMean(epsilon=1e9, delta=DELTA, clip_norm=1.0, random_state=0, **KNOWN).fit(
+            y[:, None], y, groups=GROUPS
+        )
+        means.append(16 * model.population_mean_)
+    assert means == pytest.approx([15.0, 16.0], abs=0.01)
 
 
 def test_the_auditor_itself():

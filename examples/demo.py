@@ -47,8 +47,7 @@ def compare(baseball):
                 scoring=ClientScorer("neg_log_loss"),
             )
             fitted = model.fit(X, y, groups=player)
-            season = pd.Series(baseball.season_average, baseball.groups)
-            season = season.loc[fitted.clients_].to_numpy()
+            season = baseball.season_average[fitted.clients_]
             rows[name] = {
                 "log loss of held-out at-bats": -scores["test_score"].mean(),
                 "squared error against the season": np.sum((fitted.means_ - season) ** 2),

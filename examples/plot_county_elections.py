@@ -1,0 +1,215 @@
+"""
+Leave one election out: 3,111 counties
+======================================
+
+Did the Republican candidate for president get more votes than the Democrat? Every US county gives
+one such answer in each of the six elections from 2000 to 2020. Here one election at a time is held
+out and predicted from the other five: by the county's own share of wins (local), by the share of
+all counties (pooled), or by shrinking the first towards the second (personalized).
+
+The table is read by :func:`~pfl_sklearn.datasets.load_county_elections` from the folder in the
+environment variable ``PFL_SKLEARN_DATA``. Where it is absent, a simulated stand-in of the same size
+takes its place, and everything printed and plotted says so.
+"""
+
+# %%
+# The table
+# ---------
+# Rows are county by year; the county is the client.
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from sklearn.model_selection import LeaveOneGroupOut
+
+from pfl_sklearn.datasets import load_county_elections
+from pfl_sklearn.estimation import BernoulliMean
+
+YEARS = [2000, 2004, 2008, 2012, 2016, 2020]
+
+
+def simulated_elections(n_counties=3111, seed=0):
+    """Counties with probabilities from a U-shaped beta population, elections independent."""
+    rng = np.random.default_rng(seed)
+    probability = rng.beta(0.35, 0.1, n_counties)
+    return pd.DataFrame(
+        {
+            "fips": np.repeat([f"{code:05d}" for code in range(n_counties)], len(YEARS)),
+            "year": np.tile(YEARS, n_counties),
+            "rep_won": rng.binomial(1, np.repeat(probability, len(YEARS))),
+        }
+    )
+
+
+try:
+    frame, SOURCE = load_county_elections().frame, "county elections 2000-2020"
+except FileNotFoundError:
+    frame, SOURCE = simulated_elections(), "SIMULATED counties, not real elections"
+
+X, won, county, year = frame[["year"]], frame["rep_won"], frame["fips"], frame["year"]
+print(f"data: {SOURCE}")
+print(f"{county.nunique():,} counties, {len(frame):,} rows")
+wins = frame.groupby("fips")["rep_won"].sum().value_counts().sort_index()
+print("counties by number of Republican wins, 0 to 6:", *wins.tolist())
+
+# %%
+# Six folds
+# ---------
+# scikit-learn's own splitter holds out one year after the other; the counties are the ``groups``
+# of the estimator. The competitors:
+#
+# - ``method="printed"``, equation (6) of Ozkara et al. (2023): the weight on the local share is
+#   :math:`n / (\mu (1 - \mu) / s^2 - 1 + n)`, with leave-one-out mean and variance of the shares;
+# - ``method="printed_eq32"``, equation (32) of its appendix, where the -1 is missing;
+# - ``method="moments"``, which first takes the sampling variance out of :math:`s^2`;
+# - ``method="ml"``, the default: beta-binomial maximum likelihood.
+folds = list(LeaveOneGroupOut().split(X, won, groups=year))
+
+
+def squared_errors(predict):
+    """Mean squared error (6,) of ``predict(train, test)`` in every fold."""
+    errors = [won.iloc[test] - predict(train, test) for train, test in folds]
+    return np.array([np.mean(error**2) for error in errors])
+
+
+def local(train, test):
+    return county.iloc[test].map(won.iloc[train].groupby(county.iloc[train]).mean()).to_numpy()
+
+
+def pooled(train, test):
+    return np.full(len(test), won.iloc[train].mean())
+
+
+def personalized(**parameters):
+    def predict(train, test):
+        model = BernoulliMean(**parameters)
+        model.fit(X.iloc[train], won.iloc[train], groups=county.iloc[train])
+        return model.predict_proba(X.iloc[test], groups=county.iloc[test])[:, 1]
+
+    return predict
+
+
+def best_weight(train, test):
+    """Weight on the local share fitted to the held-out election itself: nobody's to have."""
+    own, everybody, held_out = local(train, test), pooled(train, test), won.iloc[test]
+    distance = own - everybody
+    weight = distance @ (held_out - everybody) / (distance @ distance)
+    return everybody + weight * distance
+
+
+base = squared_errors(local)
+competitors = {
+    "eq. 6 (printed)": personalized(method="printed"),
+    "eq. 32 (printed_eq32)": personalized(method="printed_eq32"),
+    "moments": personalized(method="moments"),
+    "ml (default)": personalized(),
+    "pooled": pooled,
+    "best weight in hindsight": best_weight,
+}
+gains = pd.DataFrame(
+    {name: 100 * (1 - squared_errors(predict) / base) for name, predict in competitors.items()},
+    index=pd.Index(YEARS, name="held out"),
+)
+print(f"data: {SOURCE}")
+print(f"mean squared error of the local shares: {base.mean():.5f}")
+print("\n% lower squared error than local, by election held out")
+print(gains.T.round(1).to_string())
+print("\nmean over the folds")
+print(gains.mean().round(1).to_string())
+
+# %%
+# What the real table gives
+# -------------------------
+# The means over the folds are +1.0 % for equation (6), -3.1 % for equation (32), +0.9 % for the
+# corrected moments and +1.0 % for maximum likelihood. The paper reports +10.7 %. That cannot be
+# reproduced as described: the best weight that there is, fitted to the held-out election itself,
+# reaches 3.3 % (mean of the folds), and no single weight towards the pooled share can do better.
+#
+# The gain is small because elections are not exchangeable: there is a trend, the best weight is
+# above 1 for 2008 and 2012, and any shrinkage hurts there. In the simulated stand-in elections
+# *are* exchangeable: the folds look more alike, and moments and maximum likelihood come close to
+# the best weight in every one of them.
+shown = gains.drop(columns="pooled")
+colors = ["#8c8c8c", "#c98a1b", "#2a7f3f", "#1f5fa8", "black"]
+fig, ax = plt.subplots(figsize=(7, 5), layout="constrained")
+at = np.arange(len(YEARS))
+for k, (name, color) in enumerate(zip(shown, colors, strict=True)):
+    hindsight = name.startswith("best")
+    ax.plot(
+        at + 0.13 * (k - 2),
+        shown[name],
+        "_" if hindsight else "o",
+        color=color,
+        ms=14 if hindsight else 6,
+        mew=2 if hindsight else 1,
+        label=f"{name}: mean {shown[name].mean():+.1f} %",
+    )
+ax.axhline(0, color="black", lw=0.8)
+ax.set(
+    xticks=at,
+    xticklabels=YEARS,
+    xlabel="election held out",
+    ylabel="% lower squared error than local",
+    title=f"Leave one election out ({SOURCE})",
+)
+ax.spines[["top", "right"]].set_visible(False)
+fig.legend(frameon=False, fontsize="small", loc="outside lower center", ncols=2)
+plt.show()
+
+# %%
+# With privacy
+# ------------
+# Now counties report under local differential privacy: every county sends a random subset of the
+# possible numbers of wins, which holds the true one more often than by chance (subset selection),
+# and only these messages are pooled. The county itself still uses its exact share. All counties
+# have five elections, so this is what ``mechanism="auto"`` picks.
+train, test = folds[0]
+private = BernoulliMean(epsilon=1.0).fit(X.iloc[train], won.iloc[train], groups=county.iloc[train])
+print(f"data: {SOURCE}")
+print(private.privacy_)
+
+# %%
+# Each epsilon is the price of *one* fit, for one county with its five elections. Six folds are six
+# fits on overlapping data: whoever published all of them would have spent six times as much.
+epsilons = [0.5, 1, 2, 4]
+N_REPETITIONS = 10
+private_gains = np.array(
+    [
+        [
+            np.mean(100 * (1 - squared_errors(personalized(epsilon=epsilon)) / base))
+            for _ in range(N_REPETITIONS)
+        ]
+        for epsilon in epsilons
+    ]
+)
+print(f"data: {SOURCE}")
+print("mean over the folds of the gain over local, in %")
+print("(epsilon: of one fit, delta = 0; unit: one county; relation: its five elections replaced")
+print(" by any other; adversary: everybody who sees the messages, the server included)")
+for epsilon, values in zip(epsilons, private_gains, strict=True):
+    print(
+        f"epsilon {epsilon:<4} {values.mean():+5.1f}  ({values.min():+.1f} to {values.max():+.1f})"
+    )
+print(f"no privacy   {gains['ml (default)'].mean():+5.1f}")
+
+# %%
+# From an epsilon of 2 on, three thousand counties lose nothing to privacy. At 0.5 the messages say
+# too little: how far to shrink is guessed rather than estimated, and some guesses are worse than no
+# shrinkage. Every dot is one try at all six folds.
+fig, ax = plt.subplots(figsize=(7, 3.8), layout="constrained")
+for values in private_gains.T:
+    ax.plot(epsilons, values, ".", color="#1f5fa8", alpha=0.4, ms=6)
+ax.plot(epsilons, private_gains.mean(axis=1), "o-", color="#1f5fa8", label="private (mean of 10)")
+ax.axhline(gains["ml (default)"].mean(), color="#c1440e", lw=1.2, label="ml, no privacy")
+ax.axhline(0, color="black", lw=0.8, ls="--", label="local")
+ax.set(
+    xscale="log",
+    xticks=epsilons,
+    xticklabels=epsilons,
+    xlabel="epsilon of one fit (local; one county, replace one; delta = 0)",
+    ylabel="% lower squared error than local",
+    title=f"Subset selection ({SOURCE})",
+)
+ax.minorticks_off()
+ax.spines[["top", "right"]].set_visible(False)
+ax.legend(frameon=False, fontsize="small", loc="lower right")
+plt.show()

@@ -37,7 +37,7 @@ PRIVATE = [
 RELEASING = [
     *PRIVATE,
     GaussianMean(
-        mechanism="quantizer", n_bits=4, clip_norm=8.0, noise_variance=1.0, random_state=0
+        mechanism="quantizer", n_bits=8, clip_norm=8.0, noise_variance=1.0, random_state=0
     ),
 ]
 every = pytest.mark.parametrize("estimator", ESTIMATORS, ids=repr)

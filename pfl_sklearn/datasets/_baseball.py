@@ -34,14 +34,13 @@ def load_baseball():
     Returns
     -------
     Bunch
-        frame : DataFrame of shape (18, 4), indexed by player
-            ``at_bats`` (45), ``hits``, ``remaining_at_bats``, ``remaining_hits``.
-        successes, trials : ndarrays of shape (18,)
-            Hits and at-bats of the start of the season.
-        groups : ndarray of shape (18,)
-            Players.
-        season_average : ndarray of shape (18,)
-            Batting average in the rest of the season.
+        - ``frame``: DataFrame of shape (18, 4), indexed by player: ``at_bats`` (45), ``hits``,
+          ``remaining_at_bats``, ``remaining_hits``;
+        - ``successes``, ``trials``: ndarrays of shape (18,), hits and at-bats of the start of the
+          season;
+        - ``groups``: ndarray of shape (18,), players;
+        - ``season_average``: Series of shape (18,), indexed by player: batting average in the
+          rest of the season.
 
     References
     ----------
@@ -63,5 +62,5 @@ def load_baseball():
         successes=frame["hits"].to_numpy(),
         trials=frame["at_bats"].to_numpy(),
         groups=frame.index.to_numpy(),
-        season_average=(frame["remaining_hits"] / frame["remaining_at_bats"]).to_numpy(),
+        season_average=frame["remaining_hits"] / frame["remaining_at_bats"],
     )

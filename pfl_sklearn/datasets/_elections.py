@@ -28,13 +28,12 @@ def load_county_elections(data_home=None):
     Returns
     -------
     Bunch
-        frame : DataFrame of 18,666 rows
-            ``fips`` (county code, a string), ``state``, ``county``, ``year`` and ``rep_won`` (1
-            if the Republican got more votes than the Democrat) of the 3,111 counties outside
-            Alaska with all six elections.
-        data : DataFrame with ``year``
-        target : ndarray of shape (18666,), ``rep_won``
-        groups : ndarray of shape (18666,), ``fips``
+        - ``frame``: DataFrame of 18,666 rows with ``fips`` (county code, a string), ``state``,
+          ``county``, ``year`` and ``rep_won`` (1 if the Republican got more votes than the
+          Democrat) of the 3,111 counties outside Alaska with all six elections;
+        - ``data``: DataFrame with ``year``;
+        - ``target``: ndarray of shape (18666,), ``rep_won``;
+        - ``groups``: ndarray of shape (18666,), ``fips``.
 
     Raises
     ------

@@ -33,10 +33,10 @@ def make_gaussian_clients(
     Returns
     -------
     Bunch
-        data : ndarray of shape (n, 1), zeros
-        target : ndarray of shape (n,) or (n, n_outputs)
-        groups : ndarray of shape (n,), 0 to n_clients - 1
-        client_means : ndarray of shape (n_clients,) or (n_clients, n_outputs)
+        - ``data``: ndarray of shape (n, 1), zeros;
+        - ``target``: ndarray of shape (n,) or (n, n_outputs);
+        - ``groups``: ndarray of shape (n,), 0 to n_clients - 1;
+        - ``client_means``: ndarray of shape (n_clients,) or (n_clients, n_outputs).
 
     Notes
     -----
@@ -77,9 +77,9 @@ def make_bernoulli_clients(n_clients=10000, n_trials=14, *, prior="beta", random
     Returns
     -------
     Bunch
-        successes, trials : ndarrays of shape (n_clients,)
-        groups : ndarray of shape (n_clients,), 0 to n_clients - 1
-        probabilities : ndarray of shape (n_clients,)
+        - ``successes``, ``trials``: ndarrays of shape (n_clients,);
+        - ``groups``: ndarray of shape (n_clients,), 0 to n_clients - 1;
+        - ``probabilities``: ndarray of shape (n_clients,).
 
     Notes
     -----

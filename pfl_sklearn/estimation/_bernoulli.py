@@ -103,7 +103,9 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
     n_samples_per_client_ : ndarray of shape (n_clients,)
         Trials of each client.
     means_, stds_ : ndarrays of shape (n_clients,)
-        Posterior mean and standard deviation of each client's probability of ``classes_[1]``.
+        Posterior mean and standard deviation of each client's probability of ``classes_[1]``,
+        with the prior taken as known (private fits average over priors): with few clients
+        the standard deviations are too small.
     local_means_ : ndarray of shape (n_clients,)
         Each client's own share of successes.
     shrinkage_ : ndarray of shape (n_clients,)
@@ -117,7 +119,7 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
     icc_ : float
         Intraclass correlation, ``1 / (alpha + beta + 1)`` for a beta prior.
     n_features_in_ : int
-    feature_names_in_ : ndarray of shape (n_features_in_,)
+    feature_names_in_ : ndarray of shape (`n_features_in_`,)
     privacy_ : PrivacyReport
 
     Raises

@@ -31,6 +31,7 @@ from pfl_sklearn.privacy._report import private_report, warn_once
 _RELEASED = ("population_mean_", "population_mean_std_", "prior_", "noise_variance_", "icc_")
 _PRIVATE = ("means_", "stds_", "shrinkage_", "local_means_", "clients_")
 
+_COARSE = 0.1  # largest rounding variance, as a share of the sampling variance
 _DROWNED = (
     "The released noise variance drowns in the privacy noise, so every client keeps its own mean. "
     "Give noise_variance, a smaller clip_norm or a larger epsilon."
@@ -105,7 +106,7 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
     log_likelihood_ : float
         Maximized criterion (restricted for "reml"), in nats; NaN if a release stood between.
     n_features_in_ : int
-    feature_names_in_ : ndarray of shape (n_features_in_,)
+    feature_names_in_ : ndarray of shape (`n_features_in_`,)
     privacy_ : PrivacyReport
 
     Raises
@@ -128,9 +129,13 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
     :math:`\sqrt d` too small), and every client leaves its own release out of the mean that it
     shrinks towards, which needs no equal n. Unknown variances are bought in the same release: the
     summed squares of the clipped means and the clients' own sampling variances cut at
-    ``clip_norm ** 2``. A between-client variance below one standard deviation of its noise is
-    raised to that; if the noise variance drowns in noise, the fit falls back to local means and
-    warns. A private fit refuses "diag" unless all variances are known.
+    ``clip_norm ** 2`` (under local trust at ``clip_norm ** 2 d / (sqrt(d) + 2) ** 2``, which a ball
+    that holds the means with two standard deviations to spare allows). A between-client variance
+    below one standard deviation of its noise is raised to that; if the noise variance drowns in
+    noise (below two standard deviations of it), the fit falls back to local means and warns: give
+    `noise_variance` where you can, under local trust above all. A private fit refuses "diag" unless
+    all variances are known, and a quantizer whose rounding adds more than a tenth of the sampling
+    variance an unknown covariance.
 
     Estimates of the clients (`means_`) are not covered by the privacy promise: client i may see
     its own (joint differential privacy); hand it over with :meth:`for_client`.
@@ -339,7 +344,7 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         """Refuse combinations of privacy parameters that have no meaning."""
         private = math.isfinite(self.epsilon)
         if self.mechanism == "quantizer":
-            _check_quantizer(self, prior)
+            _check_quantizer(self)
         if private and self.clip_norm is None:
             raise ValueError(
                 "clip_norm must be given when epsilon is finite: the L2 radius of a ball around "
@@ -378,7 +383,7 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         if self.mechanism == "quantizer":
             return table, *self._fit_quantized(table, centre, shared_values(known))
         shared = shared_values(known)
-        moments = release.client_moments(shared, self.clip_norm, self.trust)
+        moments = release.client_moments(shared, self.clip_norm, self.trust, len(centre))
         if moments is None:
             found = fit_exact(table, known, self.method, "diag")
             return table, found, PrivacyReport.of_known_population(_RELEASED, _PRIVATE, len(ids))
@@ -400,6 +405,8 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
     def _fit_quantized(self, table, centre, known):
         """Fitted population and report of quantized means."""
         quantizer = StochasticQuantizer(self.n_bits, self.clip_norm)
+        if known.between is None:
+            _check_fine(quantizer, table, known.noise)
         rng, _ = noise_generator(self.random_state)
         found = release.quantized_means(table, quantizer, centre, known, self.method, rng)
         report = PrivacyReport.unprotected(
@@ -422,6 +429,7 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
             not_released=_PRIVATE,
             assumptions=(
                 f"clip_norm = {self.clip_norm:.4g} and center are the user's, not the data's",
+                "noise and sensitivity are in units of clip_norm",
             ),
         )
 
@@ -442,7 +450,8 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         self.population_mean_ = flat(found.mean)
         self.population_mean_std_ = flat(np.sqrt(found.mean_variance))
         total = found.between + found.noise
-        icc = np.divide(found.between, total, out=np.zeros_like(total), where=total != 0)
+        finite = (total != 0) & ~np.isinf(total)
+        icc = np.divide(found.between, total, out=np.isinf(total).astype(float), where=finite)
         self.icc_ = icc if per_output else float(icc[0])
         self.log_likelihood_ = found.log_likelihood
         self.privacy_ = report
@@ -464,7 +473,17 @@ def _check_center(center, d):
     return np.broadcast_to(values, (d,))
 
 
-def _check_quantizer(estimator, prior):
+def _check_fine(quantizer, table, noise):
+    """Rounding must be small beside the sampling of the means, or it hides the clients' spread."""
+    if quantizer.noise_variance > _COARSE * noise * np.mean(1 / table.weights):
+        raise ValueError(
+            f"n_bits={quantizer.bits} is too coarse to estimate the spread between clients: "
+            f"rounding adds a variance of up to {quantizer.noise_variance:.3g} to each mean. Give "
+            "the prior's covariance or more bits."
+        )
+
+
+def _check_quantizer(estimator):
     if math.isfinite(estimator.epsilon):
         raise ValueError(
             f"mechanism='quantizer' claims no privacy and cannot go with epsilon="
@@ -473,8 +492,3 @@ def _check_quantizer(estimator, prior):
     for name in ("n_bits", "clip_norm", "noise_variance"):
         if getattr(estimator, name) is None:
             raise ValueError(f"{name} must be given for mechanism='quantizer'; got None.")
-    if estimator.n_bits == 1 and prior.covariance is None:
-        raise ValueError(
-            "n_bits=1 carries no information on the spread between clients; give the prior's "
-            "covariance or use n_bits=2 or more."
-        )

@@ -34,13 +34,19 @@ class Known(NamedTuple):
     noise: float | None
 
 
-def client_moments(known, radius, trust):
-    """Message that a client has to send for what is unknown, or None if nothing is."""
+def client_moments(known, radius, trust, d):
+    """Message that a client has to send for what is unknown, or None if nothing is.
+
+    Under local trust the noise of every client counts, so that the bound on the sampling variance
+    has to be tight: a ball that holds means in d coordinates with two standard deviations to spare
+    has a radius of (sqrt(d) + 2) standard deviations.
+    """
     if trust == "central":
-        parts = known.mean is None, known.between is None, known.noise is None
+        parts, bound = (known.mean is None, known.between is None, known.noise is None), 1.0
     else:
         parts = known.mean is None or known.between is None, False, known.noise is None
-    return ClientMoments(radius, *parts) if any(parts) else None
+        bound = d / (np.sqrt(d) + 2) ** 2
+    return ClientMoments(radius, *parts, bound) if any(parts) else None
 
 
 def sampling_variances(y, codes, table):
@@ -86,7 +92,7 @@ def local_means(table, own_variances, moments, mechanism, centre, known, method,
     messages = moments.messages(table.means - centre, own_variances)
     released = moments.split(mechanism.privatize(messages, rng), d)
     summed = {name: part.sum(axis=0) for name, part in released.items()}
-    summed_std = np.sqrt(m) * mechanism.noise_std * moments.radius**2
+    summed_std = np.sqrt(m) * mechanism.noise_std * moments.sampling_bound * moments.radius**2
     noise, trusted = _released_noise(known, summed, table, summed_std)
     extra = (mechanism.noise_std * moments.radius) ** 2
     if not moments.mean:

@@ -39,6 +39,8 @@ def known_values(prior, noise_variance, d):
 
 def shared_values(known):
     """The same with one variance for all outputs."""
+    if known.between is not None and np.isinf(known.between).any():
+        raise ValueError("covariance must be finite when means are released; got infinity.")
     for name, values in (("covariance", known.between), ("noise_variance", known.noise)):
         if values is not None and np.any(values != values[0]):
             raise ValueError(
@@ -69,13 +71,14 @@ def fit_exact(table, known, method, covariance_type):
     )
     sampling = noise / table.weights[:, None]
     own = np.where(np.isnan(between), 1.0, own_weight(between, sampling))
+    borrowed = np.where(own < 1, (1 - own) ** 2, 0.0) * np.where(own < 1, mean_variance, 0.0)
     return FittedMeans(
         mean,
         mean_variance,
         between,
         noise,
         own * table.means + (1 - own) * mean,
-        own * sampling + (1 - own) ** 2 * mean_variance,
+        own * sampling + borrowed,
         own,
         float(sum(part.log_likelihood for part in found)),
     )

@@ -105,6 +105,8 @@ def estimate_components(table, method, mean=None, between=None, noise=None, extr
         noise = model.pooled_noise() if noise is None else noise
         between = model.moment_between(noise) if between is None else between
         return model.components(between, noise)
+    if between is not None and np.isinf(between):
+        return model.components(between, model.pooled_noise() if noise is None else noise)
     if between is None and noise is None:
         return _search_ratio(model)
     if between is None:
@@ -211,18 +213,17 @@ class _Profile:
     def components(self, between, noise):
         """The fitted population at these variances."""
         variance = between + noise * self.unit + self.extra
-        degenerate = not np.all(variance > 0)
-        mean, total, _ = self.weighted(
-            np.where(variance > 0, 0.0, 1.0) if degenerate else 1 / variance
-        )
-        known = self.known_mean is not None
-        return Components(
-            mean + self.centre,
-            0.0 if known or degenerate else 1 / total,
-            float(between),
-            float(noise),
-            np.inf if degenerate or noise == 0 else -0.5 * self._full_criterion(between, noise),
-        )
+        if np.isinf(between):
+            precision, error, value = np.ones_like(variance), np.inf, -np.inf
+        elif not np.all(variance > 0):
+            precision, error, value = np.where(variance > 0, 0.0, 1.0), 0.0, np.inf
+        else:
+            precision, error = 1 / variance, None
+            value = np.inf if noise == 0 else -0.5 * self._full_criterion(between, noise)
+        mean, total, _ = self.weighted(precision)
+        error = 1 / total if error is None else error
+        error = 0.0 if self.known_mean is not None else error
+        return Components(mean + self.centre, error, float(between), float(noise), value)
 
     def _full_criterion(self, between, noise):
         """Minus twice the log-likelihood of the rows, constants included."""

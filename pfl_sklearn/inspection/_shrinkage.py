@@ -5,6 +5,7 @@ import numpy as np
 from pfl_sklearn._nesting import innermost_estimator
 
 _MOST_ROWS = 60
+_MOST_INCHES = 100.0
 _COLORS = {
     "local": "#8c8c8c",
     "personalized": "#1f5fa8",
@@ -68,8 +69,8 @@ class ShrinkageDisplay:
             Which column of a two-dimensional target.
         level : float in (0, 1), default=0.95
             Of the intervals.
-        truth : array-like of shape (n_clients,), default=None
-            True values to draw beside, in the order of ``clients_``.
+        truth : Series indexed by client, or array-like of shape (n_clients,), default=None
+            True values to draw beside; an array in the order of ``clients_``.
         kind : {"auto", "rows", "points"}, default="auto"
             "auto" draws rows for up to 60 clients.
         ax : matplotlib Axes, default=None
@@ -78,9 +79,21 @@ class ShrinkageDisplay:
         Returns
         -------
         ShrinkageDisplay
+
+        Raises
+        ------
+        ValueError
+            If `estimator` has no local and personalized means, or `truth` has another length or
+            lacks a client.
         """
         fitted = innermost_estimator(estimator)
+        if not hasattr(fitted, "credible_interval"):
+            raise ValueError(
+                f"expected a fitted GaussianMean or BernoulliMean; got {type(fitted).__name__}."
+            )
         fitted._require_fitted("means_")
+        if truth is not None:
+            truth = _truth_of(fitted.clients_, truth)
         lower, upper = fitted.credible_interval(level)
         values = [fitted.local_means_, fitted.means_, lower, upper, fitted.population_mean_]
         if fitted.means_.ndim == 2:
@@ -93,7 +106,7 @@ class ShrinkageDisplay:
             lower=lower,
             upper=upper,
             population=float(population),
-            truth=None if truth is None else np.asarray(truth, dtype=float),
+            truth=truth,
         )
         return display.plot(kind=kind, ax=ax, xlabel=xlabel, level=level)
 
@@ -118,7 +131,7 @@ class ShrinkageDisplay:
             raise ValueError(f"kind must be 'auto', 'rows' or 'points'; got {kind!r}.")
         rows = len(self.clients) <= _MOST_ROWS if kind == "auto" else kind == "rows"
         if ax is None:
-            height = max(2.5, 0.26 * len(self.clients) + 1.2) if rows else 5.0
+            height = np.clip(0.26 * len(self.clients) + 1.6, 2.5, _MOST_INCHES) if rows else 5.0
             _, ax = plt.subplots(figsize=(7.0, height), layout="constrained")
         (self._plot_rows if rows else self._plot_points)(ax, level)
         ax.set_xlabel(xlabel or ("estimate" if rows else "local estimate"))
@@ -151,12 +164,14 @@ class ShrinkageDisplay:
         )
         if self.truth is not None:
             ax.plot(self.truth[order], at, "x", color=_COLORS["truth"], ms=6, label="truth")
-        ax.set_yticks(at, [str(client) for client in self.clients[order]])
+        ax.set_yticks(at, [str(client) for client in self.clients[order]], parse_math=False)
         ax.set_ylim(-0.8, len(order) - 0.2)
+        # Below the axis label; the padding is in font sizes, whatever the height of the axes.
         ax.legend(
             loc="upper center",
-            bbox_to_anchor=(0.5, -0.12 - 0.8 / len(order)),
-            ncols=5,
+            bbox_to_anchor=(0.5, 0.0),
+            borderaxespad=5.0,
+            ncols=3,
             frameon=False,
             fontsize="small",
         )
@@ -172,22 +187,37 @@ class ShrinkageDisplay:
             self.lower,
             self.upper,
             color=_COLORS["personalized"],
-            alpha=0.06,
+            alpha=float(np.clip(20 / len(self.local), 0.03, 0.35)),
             lw=1,
             label=f"{level:.0%} interval",
-        )
-        ax.plot(
-            self.local,
-            self.personalized,
-            ".",
-            color=_COLORS["personalized"],
-            ms=4,
-            alpha=0.5,
-            label="personalized",
         )
         if self.truth is not None:
             ax.plot(
                 self.local, self.truth, "x", color=_COLORS["truth"], ms=3, alpha=0.4, label="truth"
             )
+        ax.plot(
+            self.local,
+            self.personalized,
+            ".",
+            color=_COLORS["personalized"],
+            ms=5,
+            alpha=0.7,
+            label="personalized",
+        )
         ax.set_ylabel("personalized estimate")
-        ax.legend(frameon=False, fontsize="small")
+        legend = ax.legend(frameon=False, fontsize="small")
+        for handle in legend.legend_handles:
+            handle.set_alpha(0.8)  # faint marks add up on the plot, not in the legend
+
+
+def _truth_of(clients, truth):
+    """True values (n_clients,), of a series by its index."""
+    if hasattr(truth, "reindex"):
+        missing = ~np.isin(clients, truth.index)
+        if missing.any():
+            raise ValueError(f"the index of truth lacks the client {clients[missing][0]!r}.")
+        truth = truth.reindex(clients)
+    truth = np.asarray(truth, dtype=float)
+    if truth.shape != clients.shape:
+        raise ValueError(f"truth must have shape {clients.shape}; got {truth.shape}.")
+    return truth

@@ -20,7 +20,7 @@ class GaussianPrior(BaseEstimator):
         Population mean :math:`\mu`. None: estimated.
     covariance : float, array-like of shape (d,) or (d, d), default=None
         Population covariance :math:`S`; a number stands for that variance in every coordinate,
-        a vector for a diagonal. None: estimated.
+        a vector for a diagonal; infinity leaves every client its own estimate. None: estimated.
     covariance_type : {"spherical", "diag"}, default="spherical"
         Shape of an estimated covariance: one variance for all coordinates, or one each.
 
@@ -184,4 +184,5 @@ class GaussianPrior(BaseEstimator):
 def own_weight(prior_variance, sampling_variance):
     """Weight on the client's own estimate; 0 where both variances are 0 (nothing differs)."""
     total = prior_variance + sampling_variance
-    return np.divide(prior_variance, total, out=np.zeros(np.shape(total)), where=total > 0)
+    finite = (total > 0) & (total < np.inf)
+    return np.divide(prior_variance, total, out=np.isinf(total).astype(float), where=finite)

@@ -162,7 +162,7 @@ class TwoBit:
 
 @dataclass(frozen=True)
 class SubsetSelection:
-    """A random subset of the categories that holds the true one more often than not.
+    """A random subset of the categories that holds the true one more often than any other.
 
     Parameters
     ----------

@@ -32,7 +32,7 @@ class ClientMoments:
 
     The message is, in this order and each part divided by its bound: the client's mean less the
     centre, clipped to L2 norm `radius`; its squared norm, if `square`; and the sampling variance
-    of the client's mean (summed over coordinates), cut at ``radius**2``, if `sampling`.
+    of the client's mean (summed over coordinates), cut at `sampling_bound`, if `sampling`.
 
     Parameters
     ----------
@@ -40,6 +40,8 @@ class ClientMoments:
         L2 radius of the ball that client means are clipped to; the user's.
     mean, square, sampling : bool
         Which parts the message has.
+    sampling_bound : float, default=1.0
+        Where sampling variances are cut, as a share of ``radius**2``.
 
     Notes
     -----
@@ -53,6 +55,7 @@ class ClientMoments:
     mean: bool = True
     square: bool = False
     sampling: bool = False
+    sampling_bound: float = 1.0
 
     @property
     def sensitivity(self) -> float:
@@ -73,7 +76,8 @@ class ClientMoments:
         if self.square:
             parts.append(np.minimum(np.einsum("md,md->m", clipped, clipped), 1.0)[:, None])
         if self.sampling:
-            bounded = np.nan_to_num(sampling_variances / self.radius**2, nan=0.0, posinf=1.0)
+            share = sampling_variances / (self.sampling_bound * self.radius**2)
+            bounded = np.nan_to_num(share, nan=0.0, posinf=1.0)
             parts.append(np.clip(bounded, 0.0, 1.0)[:, None])
         return np.concatenate(parts, axis=1)
 
@@ -83,7 +87,7 @@ class ClientMoments:
         for name, width, scale in (
             ("mean", d * self.mean, self.radius),
             ("square", int(self.square), self.radius**2),
-            ("sampling", int(self.sampling), self.radius**2),
+            ("sampling", int(self.sampling), self.sampling_bound * self.radius**2),
         ):
             if width:
                 parts[name] = message[..., start : start + width] * scale

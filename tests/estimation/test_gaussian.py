@@ -56,6 +56,13 @@ def test_limits_of_the_prior_variance():
     np.testing.assert_allclose(pooled.means_, np.full(6, clients.target.mean()))
     np.testing.assert_array_equal(pooled.shrinkage_, 1)
     local = fit(clients, prior=GaussianPrior(covariance=1e12))
+    infinite = fit(clients, prior=GaussianPrior(covariance=math.inf))
+    np.testing.assert_array_equal(infinite.means_, infinite.local_means_)
+    np.testing.assert_allclose(infinite.stds_, local.stds_)
+    assert infinite.population_mean_ == pytest.approx(local.population_mean_)
+    assert (infinite.icc_, infinite.population_mean_std_) == (1.0, math.inf)
+    with pytest.raises(ValueError, match="covariance must be finite when means are released"):
+        fit(clients, prior=GaussianPrior(covariance=math.inf), epsilon=1.0, clip_norm=1.0)
     own = [clients.target[clients.groups == k].mean() for k in range(6)]
     np.testing.assert_allclose(local.means_, own, atol=1e-10)
     np.testing.assert_allclose(local.local_means_, own)

@@ -82,7 +82,7 @@ def test_printed_report_names_everything_that_an_epsilon_needs():
     [
         GaussianMean(),
         GaussianMean(**PRIVATE, random_state=0),
-        GaussianMean(mechanism="quantizer", n_bits=3, clip_norm=4.0, noise_variance=1.0),
+        GaussianMean(mechanism="quantizer", n_bits=9, clip_norm=4.0, noise_variance=1.0),
     ],
     ids=repr,
 )
@@ -112,7 +112,7 @@ def test_a_large_delta_is_warned_of():
 
 
 def test_a_quantizer_claims_nothing():
-    report = fit(mechanism="quantizer", n_bits=3, clip_norm=4.0, noise_variance=1.0).privacy_
+    report = fit(mechanism="quantizer", n_bits=9, clip_norm=4.0, noise_variance=1.0).privacy_
     assert report.epsilon == math.inf
     assert "protects nobody" in report.warnings[0]
 

@@ -1,0 +1,248 @@
+"""What ShrinkageDisplay draws: positions of every mark, against the fitted arrays."""
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn import config_context
+from sklearn.exceptions import NotFittedError
+from sklearn.linear_model import Ridge
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from pfl_sklearn import BernoulliMean, ClientColumn, GaussianMean, SingleClientWarning
+from pfl_sklearn.datasets import load_baseball, make_gaussian_clients
+from pfl_sklearn.inspection import ShrinkageDisplay
+from pfl_sklearn.model_selection import ClientKFold
+
+
+@pytest.fixture(autouse=True)
+def close_figures():
+    yield
+    plt.close("all")
+
+
+def fitted(n_clients, **parameters):
+    clients = make_gaussian_clients(n_clients, 5, random_state=0, **parameters)
+    model = GaussianMean().fit(clients.data, clients.target, groups=clients.groups)
+    return model, clients.client_means
+
+
+def lines_of(ax):
+    """Drawn lines by label."""
+    return {line.get_label(): line.get_xydata() for line in ax.lines}
+
+
+def segments_of(ax):
+    """Drawn collections of segments (n, 2, 2): the intervals, then any connections."""
+    return [np.array(collection.get_segments()) for collection in ax.collections]
+
+
+def legend_of(ax):
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+@pytest.mark.parametrize("n_clients", [2, 5, 60])
+@pytest.mark.parametrize("with_truth", [False, True])
+def test_rows(n_clients, with_truth):
+    model, truth = fitted(n_clients)
+    display = ShrinkageDisplay.from_estimator(
+        model, truth=truth if with_truth else None, level=0.9, xlabel="score"
+    )
+    ax, order, at = display.ax_, np.argsort(model.means_), np.arange(n_clients)
+    drawn = lines_of(ax)
+    np.testing.assert_array_equal(drawn["local"], np.c_[model.local_means_[order], at])
+    np.testing.assert_array_equal(drawn["personalized"], np.c_[model.means_[order], at])
+    np.testing.assert_array_equal(drawn["population"][:, 0], np.full(2, model.population_mean_))
+    lower, upper = model.credible_interval(0.9)
+    intervals, connections = segments_of(ax)
+    np.testing.assert_array_equal(intervals[:, :, 0], np.c_[lower, upper][order])
+    np.testing.assert_array_equal(intervals[:, :, 1], np.c_[at, at])
+    np.testing.assert_array_equal(
+        connections[:, :, 0], np.c_[model.local_means_, model.means_][order]
+    )
+    expected = ["population", "90% interval", "local", "personalized"]
+    if with_truth:
+        np.testing.assert_array_equal(drawn["truth"], np.c_[truth[order], at])
+        expected.append("truth")
+    assert "truth" in drawn or not with_truth
+    assert legend_of(ax) == expected
+    assert [label.get_text() for label in ax.get_yticklabels()] == [
+        str(client) for client in model.clients_[order]
+    ]
+    assert ax.get_xlabel() == "score"
+    assert ax.get_ylim()[0] < 0 < n_clients - 1 < ax.get_ylim()[1]
+
+
+@pytest.mark.parametrize("with_truth", [False, True])
+def test_points(with_truth):
+    model, truth = fitted(61)
+    display = ShrinkageDisplay.from_estimator(model, truth=truth if with_truth else None)
+    ax, drawn = display.ax_, lines_of(display.ax_)
+    np.testing.assert_array_equal(drawn["personalized"], np.c_[model.local_means_, model.means_])
+    ends = model.local_means_.min(), model.local_means_.max()
+    np.testing.assert_array_equal(drawn["no shrinkage"], np.c_[ends, ends])
+    np.testing.assert_array_equal(drawn["population"][:, 1], np.full(2, model.population_mean_))
+    lower, upper = model.credible_interval()
+    (intervals,) = segments_of(ax)
+    np.testing.assert_array_equal(intervals[:, :, 1], np.c_[lower, upper])
+    np.testing.assert_array_equal(intervals[:, 0, 0], model.local_means_)
+    assert set(legend_of(ax)) - {"truth"} == {
+        "no shrinkage",
+        "population",
+        "95% interval",
+        "personalized",
+    }
+    assert ("truth" in drawn) == ("truth" in legend_of(ax)) == with_truth
+    if with_truth:
+        np.testing.assert_array_equal(drawn["truth"], np.c_[model.local_means_, truth])
+    assert (ax.get_xlabel(), ax.get_ylabel()) == ("local estimate", "personalized estimate")
+
+
+def test_kind_can_be_chosen():
+    few, many = fitted(5)[0], fitted(61)[0]
+    assert "no shrinkage" in lines_of(ShrinkageDisplay.from_estimator(few, kind="points").ax_)
+    rows = ShrinkageDisplay.from_estimator(many, kind="rows")
+    assert len(rows.ax_.get_yticklabels()) == 61
+    with pytest.raises(ValueError, match="kind must be 'auto', 'rows' or 'points'; got 'bars'"):
+        ShrinkageDisplay.from_estimator(few, kind="bars")
+
+
+def test_proportions():
+    baseball = load_baseball()
+    model = BernoulliMean().fit_counts(baseball.successes, baseball.trials, groups=baseball.groups)
+    display = ShrinkageDisplay.from_estimator(model, truth=baseball.season_average)
+    drawn = lines_of(display.ax_)
+    names = [label.get_text() for label in display.ax_.get_yticklabels()]
+    assert names[-1] == "Roberto Clemente"
+    assert names[0] == "Max Alvis"
+    np.testing.assert_allclose(drawn["local"][[0, -1], 0], [7 / 45, 18 / 45])
+    np.testing.assert_allclose(drawn["truth"][[0, -1], 0], [14 / 70, 127 / 367])
+    assert np.ptp(drawn["personalized"][:, 0]) < np.ptp(drawn["local"][:, 0])
+
+
+@pytest.mark.parametrize("output", [0, 1])
+def test_outputs(output):
+    model, truth = fitted(6, n_outputs=2, mean=[5.0, -5.0])
+    display = ShrinkageDisplay.from_estimator(model, output=output, truth=truth[:, output])
+    drawn, order = lines_of(display.ax_), np.argsort(model.means_[:, output])
+    np.testing.assert_array_equal(drawn["personalized"][:, 0], model.means_[order, output])
+    np.testing.assert_array_equal(drawn["truth"][:, 0], truth[order, output])
+    np.testing.assert_array_equal(drawn["population"][:, 0], np.full(2, display.population))
+    assert display.population == model.population_mean_[output]
+
+
+def test_from_wrappers():
+    clients = make_gaussian_clients(8, 6, random_state=0)
+    X = np.column_stack([clients.data, clients.groups])
+    with config_context(enable_metadata_routing=True):
+        pipeline = make_pipeline(StandardScaler(), GaussianMean())
+        pipeline.fit(clients.data, clients.target, groups=clients.groups)
+    column = ClientColumn(GaussianMean(), 1).fit(X, clients.target)
+    search = GridSearchCV(
+        ClientColumn(GaussianMean(), 1),
+        {"estimator__method": ["reml"]},
+        cv=ClientKFold(2, client_column=1, random_state=0),
+    ).fit(X, clients.target)
+    means = pipeline[-1].means_
+    for estimator in (pipeline, column, search):
+        drawn = lines_of(ShrinkageDisplay.from_estimator(estimator).ax_)
+        np.testing.assert_array_equal(drawn["personalized"][:, 0], np.sort(means))
+
+
+def test_on_given_axes_and_again():
+    model, _ = fitted(5)
+    figure, axes = plt.subplots(1, 2)
+    display = ShrinkageDisplay.from_estimator(model, ax=axes[0])
+    assert display.ax_ is axes[0]
+    assert display.figure_ is figure
+    assert display.plot(kind="points", ax=axes[1], level=0.5) is display
+    assert display.ax_ is axes[1]
+    assert "50% interval" in legend_of(axes[1])
+    assert len(plt.get_fignums()) == 1
+
+
+def test_one_client():
+    clients = make_gaussian_clients(1, 5, random_state=0)
+    with pytest.warns(SingleClientWarning):
+        model = GaussianMean().fit(clients.data, clients.target)
+    for kind in ("rows", "points"):
+        display = ShrinkageDisplay.from_estimator(model, kind=kind)
+        display.figure_.canvas.draw()
+        drawn = lines_of(display.ax_)["personalized"]
+        assert drawn.shape == (1, 2)
+        assert drawn[0, 0] == pytest.approx(clients.target.mean())
+
+
+@pytest.mark.parametrize("n_clients", [2, 5, 18, 60])
+def test_nothing_overlaps_or_is_cut_off(n_clients):
+    model, truth = fitted(n_clients)
+    figure = ShrinkageDisplay.from_estimator(model, truth=truth).figure_
+    figure.canvas.draw()
+    (ax,) = figure.axes
+    boxes = {
+        "legend": ax.get_legend().get_window_extent(),
+        "label": ax.xaxis.label.get_window_extent(),
+        "axes": ax.get_window_extent(),
+    }
+    assert boxes["legend"].y1 < boxes["label"].y0 < boxes["label"].y1 < boxes["axes"].y0
+    # No more than a quarter of an inch of white between them.
+    assert boxes["label"].y0 - boxes["legend"].y1 < 0.25 * figure.dpi
+    inside = [*boxes.values(), *(text.get_window_extent() for text in ax.get_yticklabels())]
+    for box in inside:
+        assert box.x0 >= 0
+        assert box.y0 >= 0
+        assert box.x1 <= figure.bbox.x1
+        assert box.y1 <= figure.bbox.y1
+    gap = np.diff([text.get_window_extent().y0 for text in ax.get_yticklabels()]).min()
+    assert gap > ax.get_yticklabels()[0].get_window_extent().height
+
+
+def test_faint_intervals_are_seen_in_the_legend():
+    model, _ = fitted(200)
+    ax = ShrinkageDisplay.from_estimator(model).ax_
+    handles = dict(zip(legend_of(ax), ax.get_legend().legend_handles, strict=True))
+    assert handles["95% interval"].get_alpha() > 0.5 > ax.collections[0].get_alpha() > 0
+
+
+def test_names_are_not_read_as_mathematics():
+    model = BernoulliMean().fit_counts([3, 5, 2], [9, 9, 8], groups=["$a_1$", "$b^2$", "c"])
+    ax = ShrinkageDisplay.from_estimator(model).ax_
+    assert not any(label.get_parse_math() for label in ax.get_yticklabels())
+
+
+def test_tall_figures_stay_drawable():
+    model, _ = fitted(3000)
+    display = ShrinkageDisplay.from_estimator(model, kind="rows")
+    assert display.figure_.get_size_inches()[1] == 100
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: (Ridge().fit([[0.0], [1.0]], [0, 1]), {}), ValueError, "got Ridge"),
+        (lambda: (GaussianMean(), {}), NotFittedError, "not fitted"),
+        (lambda: (fitted(5)[0], {"truth": [1.0, 2.0]}), ValueError, r"shape \(5,\); got \(2,\)"),
+        (
+            lambda: (fitted(5)[0], {"truth": pd.Series(1.0, index=range(1, 6))}),
+            ValueError,
+            "the index of truth lacks the client",
+        ),
+        (lambda: (fitted(5)[0], {"level": 95}), ValueError, r"level must be in \(0, 1\)"),
+    ],
+)
+def test_what_cannot_be_plotted(make, error, message):
+    estimator, parameters = make()
+    with pytest.raises(error, match=message):
+        ShrinkageDisplay.from_estimator(estimator, **parameters)
+    assert plt.get_fignums() == []
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+def test_a_released_model_has_nothing_to_plot():
+    clients = make_gaussian_clients(50, 5, random_state=0)
+    model = GaussianMean(epsilon=1.0, clip_norm=4.0, noise_variance=1.0)
+    model.fit(clients.data, clients.target, groups=clients.groups)
+    with pytest.raises(NotFittedError, match="released population model"):
+        ShrinkageDisplay.from_estimator(model.release())

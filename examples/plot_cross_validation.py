@@ -81,7 +81,7 @@ print(f"{len(houses)} houses in {len(sizes)} counties, {sizes.min()} to {sizes.m
 sklearn.set_config(enable_metadata_routing=True)
 
 priors = {
-    "local": GaussianPrior(covariance=1e12),
+    "local": GaussianPrior(covariance=np.inf),
     "pooled": GaussianPrior(covariance=0.0),
     "personalized": GaussianPrior(),
 }

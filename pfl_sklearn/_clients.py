@@ -88,8 +88,8 @@ def match_clients(groups: Any, n_rows: int, known: Array, name: str = "groups") 
     kind, known_kind = _kind(new.ids), _kind(known)
     if kind != known_kind:
         raise ValueError(
-            f"{name} holds {kind} ids (such as {new.ids[0]!r}), but the clients seen in fit have "
-            f"{known_kind} ids (such as {known[0]!r}); give them in the type they had in fit."
+            f"{name} holds {kind} ids (such as {_shown(new.ids[0])}), but the clients seen in fit "
+            f"have {known_kind} ids (such as {_shown(known[0])}); give them in the type they had in fit."
         )
     return pd.Index(known).get_indexer(pd.Index(new.ids))[new.codes]
 
@@ -210,13 +210,13 @@ def _typed_dates(ids: Array, name: str) -> Array:
 def _whole_numbers(ids: Array, name: str) -> Array:
     """Float ids as integers."""
     if not np.isfinite(ids).all():
-        raise _missing(name, int(np.flatnonzero(~np.isfinite(ids))[0]), "a missing or infinite id")
+        raise _missing(name, int(np.flatnonzero(~np.isfinite(ids))[0]), "NaN or infinity")
     ids = ids.astype(np.float64, copy=False)
     fractional = (ids != np.rint(ids)) | (np.abs(ids) > _EXACT_FLOAT)
     if fractional.any():
         raise ValueError(
-            f"{name} holds the float id {ids[fractional][0]!r}; float ids must be whole numbers. "
-            "To use exact values as labels, pass a pandas categorical."
+            f"{name} holds the float id {_shown(ids[fractional][0])}; float ids must be whole "
+            "numbers. To use exact values as labels, pass a pandas categorical."
         )
     return ids.astype(np.int64)
 
@@ -257,6 +257,8 @@ def _encode_categorical(groups: Any, n_rows: int, name: str) -> EncodedClients:
 
 def _sort_ids(found: Array, codes: Codes) -> EncodedClients:
     """Ids in order of appearance, made sorted."""
+    if len(found) < 2 or np.all(found[:-1] < found[1:]):
+        return EncodedClients(found, codes)
     order = np.argsort(found, kind="stable")
     rank = np.empty(len(order), dtype=np.intp)
     rank[order] = np.arange(len(order))
@@ -268,6 +270,12 @@ def _kind(ids: Array) -> str:
     if ids.dtype.kind != "O":
         return _KINDS.get(ids.dtype.kind, str(ids.dtype))
     return _OBJECT_KINDS.get(pd.api.types.infer_dtype(ids, skipna=False), "object")
+
+
+def _shown(value: Any) -> str:
+    """An id as its user would write it."""
+    plain = value.item() if isinstance(value, np.bool_ | np.number | np.str_ | np.bytes_) else value
+    return str(plain) if isinstance(plain, np.generic) else repr(plain)
 
 
 def _check_length(length: int, n_rows: int, name: str) -> None:
@@ -309,17 +317,17 @@ def split_client_column(X: Any, column: int | str) -> tuple[Any, Any]:
     Raises
     ------
     ValueError
-        If `X` has no such column.
+        If `X` has no such column, or a row no id.
     """
     if hasattr(X, "columns"):
         rest, ids = _split_frame(X, column)
     else:
         rest, ids = _split_array(X, column)
-    if getattr(getattr(ids, "dtype", None), "kind", "") == "f":
-        if not np.isfinite(ids).all():
-            raise _missing(f"client column {column!r}", int(np.flatnonzero(~np.isfinite(ids))[0]))
-        ids = pd.Categorical(ids)
-    return rest, ids
+    floats = getattr(getattr(ids, "dtype", None), "kind", "") == "f"
+    missing = ~np.isfinite(ids) if floats else np.asarray(pd.isna(ids))
+    if missing.any():
+        raise _missing(f"client column {column!r}", int(np.flatnonzero(missing)[0]))
+    return rest, pd.Categorical(ids) if floats else ids
 
 
 def _split_frame(X: Any, column: int | str) -> tuple[Any, Any]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any, Self
 
 import numpy as np
+import pandas as pd
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import Array, Codes, EncodedClients, encode_clients, match_clients
 from pfl_sklearn._compat import num_samples
+from pfl_sklearn._warnings import warn_caller
 
 __all__ = ["ClientMixin", "SingleClientWarning", "UnseenClientsWarning"]
 
@@ -56,12 +57,11 @@ class ClientMixin:
     def _encode_fit(self, groups: Any, n_rows: int) -> EncodedClients:
         """Clients of the rows of fit; without `groups` all rows are one client's."""
         if groups is None:
-            warnings.warn(
+            warn_caller(
                 f"{type(self).__name__}.fit got no groups=, so all {n_rows} rows are taken as one "
                 "client and nothing is personalized. If groups was given to a scikit-learn tool, "
                 "turn routing on: sklearn.set_config(enable_metadata_routing=True).",
                 SingleClientWarning,
-                stacklevel=4,
             )
             return EncodedClients(np.zeros(1, dtype=np.intp), np.zeros(n_rows, dtype=np.intp))
         return encode_clients(groups, n_rows)
@@ -101,17 +101,16 @@ class ClientMixin:
         if not unseen.any():
             return
         if self.unseen == "error":  # type: ignore[attr-defined]
-            example = np.asarray(groups)[unseen][:1].tolist()[0]
+            example = np.asarray(groups).ravel()[unseen][:1].tolist()[0]
             raise ValueError(
                 f"groups holds clients that fit did not see, such as {example!r} "
                 f"({int(unseen.sum())} of {len(codes)} rows), and unseen='error'."
             )
         if unseen.all():
-            warnings.warn(
+            warn_caller(
                 f"None of the clients in groups was seen in fit, so all {len(codes)} rows get the "
                 "population model. Are these the same ids?",
                 UnseenClientsWarning,
-                stacklevel=4,
             )
 
     def for_client(self, client_id: Any) -> Self:
@@ -136,9 +135,10 @@ class ClientMixin:
             If `client_id` was not seen in fit.
         """
         check_is_fitted(self)
-        clients = getattr(self, "clients_", np.empty(0))
-        found = np.flatnonzero(clients == client_id)
-        if len(found) != 1:
+        self._require_fitted("clients_")
+        clients = self.clients_  # type: ignore[attr-defined]
+        found = match_clients(pd.Categorical([client_id]), 1, clients, "client_id")
+        if found[0] < 0:
             raise ValueError(
                 f"client_id={client_id!r} is not one of the {len(clients)} clients of fit."
             )

@@ -44,7 +44,7 @@ class ClientColumn(MetaEstimatorMixin, BaseEstimator):
     Parameters
     ----------
     estimator : estimator
-        A client-aware estimator or a pipeline with one.
+        A client-aware estimator, or a pipeline or search around one.
     column : str or int
         The column of ids: a name (data frames) or a position. Whole or fractional floats are
         taken by exact value.
@@ -59,7 +59,7 @@ class ClientColumn(MetaEstimatorMixin, BaseEstimator):
         If `estimator` is a classifier.
     n_features_in_ : int
         Columns of `X`, the ids among them.
-    feature_names_in_ : ndarray of shape (n_features_in_,)
+    feature_names_in_ : ndarray of shape (`n_features_in_`,)
 
     Notes
     -----

@@ -492,7 +492,7 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
         self.privacy_ = report
         self._posterior_is_exact = found.exact
         self._fitted_with_groups = with_groups
-        warn_once(report, stacklevel=4)
+        warn_once(report)
         return self
 
 

@@ -1,7 +1,6 @@
 """Personalized means of clients under a Gaussian prior."""
 
 import math
-import warnings
 from numbers import Integral, Real
 
 import numpy as np
@@ -12,6 +11,7 @@ from sklearn.utils import check_array
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
+from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.estimation import _gaussian_release as release
 from pfl_sklearn.estimation._mean_estimates import (
@@ -398,7 +398,7 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
                 table, own, moments, mechanism, centre, shared, self.method, rng
             )
         if not found.trusted:
-            warnings.warn(_DROWNED, UserWarning, stacklevel=4)
+            warn_caller(_DROWNED, UserWarning)
         report = self._private_report(mechanism, moments, len(ids), seeded)
         return table, shrink_releases(table, found, own), report
 

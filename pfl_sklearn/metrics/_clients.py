@@ -64,9 +64,10 @@ def client_scores(estimator, X, y, *, groups, scoring):
     DataFrame
         One row per client in `groups`, indexed by id, with columns ``n_rows``, ``score``,
         ``known`` (seen in fit), ``population_score`` (of the population model on the same rows)
-        and ``gain``, their difference. A score that is not defined for a client (one class only,
-        say) is NaN. ``attrs`` holds ``worst_decile``, the mean of the lowest tenth of the scores,
-        ``mean_gain``, and ``share_improved``, the share of clients with a positive gain.
+        and ``gain``, their difference. A score that is not defined for a client (the ROC AUC of
+        one class, say) is NaN. ``attrs`` holds ``worst_decile``, the mean of the lowest tenth of
+        the scores, ``mean_gain``, and ``share_improved``, the share of clients with a positive
+        gain.
 
     Examples
     --------

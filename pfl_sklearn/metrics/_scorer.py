@@ -26,7 +26,7 @@ class ClientScorer:
     average : {"micro", "macro"} or callable, default="micro"
         "micro" scores all rows together; "macro" is the mean over clients of their scores; a
         callable gets the array of client scores and returns a float. Clients for whom the score
-        is not defined (one class only, say) are left out.
+        is not defined (the ROC AUC of one class, say) are left out.
     subset : {"all", "known", "new"}, default="all"
         Which clients count: those seen in fit, those not seen, or both.
     client_column : str or int, default=None

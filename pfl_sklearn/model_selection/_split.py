@@ -4,7 +4,7 @@ from numbers import Integral, Real
 
 import numpy as np
 from sklearn.model_selection import BaseCrossValidator
-from sklearn.utils import check_random_state
+from sklearn.utils import check_consistent_length, check_random_state, column_or_1d
 
 from pfl_sklearn._clients import (
     encode_clients,
@@ -47,7 +47,8 @@ class _ClientSplitter(BaseCrossValidator):
         if self.stratify:
             if y is None:
                 raise ValueError("stratify=True needs y.")
-            _, labels = np.unique(np.asarray(y), return_inverse=True)
+            check_consistent_length(codes, y)
+            _, labels = np.unique(column_or_1d(y), return_inverse=True)
             by_class, _ = rows_by_client(labels[shuffled], labels.max() + 1)
             shuffled = shuffled[by_class]
         order, offsets = rows_by_client(codes[shuffled], len(sizes))
@@ -158,7 +159,7 @@ class ClientShuffleSplit(_ClientSplitter):
     >>> splitter = ClientShuffleSplit(1, new_clients=0.3, random_state=0)
     >>> train, test = next(splitter.split(np.zeros((15, 1)), groups=site))
     >>> sorted(set(site[train].tolist())), len(test)
-    (['a', 'b'], 7)
+    (['b', 'c'], 7)
     """
 
     def __init__(
@@ -221,7 +222,8 @@ class ClientShuffleSplit(_ClientSplitter):
 
     def _inside(self, codes, sizes, y, rng):
         """Test rows (n,) of every client: evenly spaced ranks from a random start."""
-        n_test = _rounded(np.minimum(self.test_size * sizes, sizes - 1), rng)
+        wanted = np.minimum(self.test_size * sizes, sizes - 1)
+        n_test = np.minimum(_rounded(wanted, rng), sizes - 1)
         ranks = self._ranks(codes, sizes, y, rng)
         position = ranks + rng.integers(0, sizes)[codes]
         passed = position * n_test[codes] // sizes[codes]

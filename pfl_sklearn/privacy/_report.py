@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import textwrap
-import warnings
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -15,6 +14,7 @@ from sklearn.utils import get_tags
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._version import __version__
+from pfl_sklearn._warnings import warn_caller
 
 __all__ = ["PrivacyReport", "PrivacyWarning", "privacy_of"]
 
@@ -274,10 +274,10 @@ def _leaking(report: PrivacyReport, reason: str) -> PrivacyReport:
     )
 
 
-def warn_once(report: PrivacyReport, stacklevel: int = 3) -> None:
+def warn_once(report: PrivacyReport) -> None:
     """One PrivacyWarning for all the weaknesses of a private fit, if there are any."""
     if math.isfinite(report.epsilon) and report.warnings:
-        warnings.warn(" ".join(report.warnings), PrivacyWarning, stacklevel=stacklevel)
+        warn_caller(" ".join(report.warnings), PrivacyWarning)
 
 
 def private_report(

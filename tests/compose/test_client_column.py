@@ -1,0 +1,329 @@
+"""Client ids as a column of X give the numbers that routed groups give."""
+
+import pickle
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pytest
+import scipy.sparse as sp
+import sklearn
+from sklearn import config_context
+from sklearn.base import clone, is_classifier, is_regressor
+from sklearn.calibration import CalibratedClassifierCV
+from sklearn.ensemble import StackingRegressor, VotingRegressor
+from sklearn.exceptions import NotFittedError
+from sklearn.inspection import permutation_importance
+from sklearn.linear_model import LinearRegression, LogisticRegression
+from sklearn.metrics import mean_squared_error
+from sklearn.model_selection import (
+    GridSearchCV,
+    PredefinedSplit,
+    cross_val_predict,
+    cross_val_score,
+)
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from pfl_sklearn import BernoulliMean, ClientColumn, GaussianMean, UnseenClientsWarning
+from pfl_sklearn.metrics import ClientScorer
+from pfl_sklearn.model_selection import ClientKFold
+
+rng = np.random.default_rng(0)
+N_CLIENTS, N_ROWS = 6, 120
+CODES = rng.integers(0, N_CLIENTS, N_ROWS)
+NAMES = np.array([f"site {k}" for k in range(N_CLIENTS)])[CODES]
+FEATURES = rng.normal(size=(N_ROWS, 2))
+Y = 2.0 * CODES + rng.normal(size=N_ROWS)
+LABELS = (rng.random(N_ROWS) < (CODES + 0.5) / N_CLIENTS).astype(int)
+FRAME = pd.DataFrame({"a": FEATURES[:, 0], "site": NAMES, "b": FEATURES[:, 1]})
+FOLDS = ClientKFold(4, client_column="site", random_state=0)
+DIRECT = GaussianMean().fit(FEATURES, Y, groups=CODES)
+EXPECTED = DIRECT.predict(FEATURES, groups=CODES)
+
+
+def by_hand(estimator, y, method="predict"):
+    """Out-of-fold responses of fits with groups."""
+    made = [None] * N_ROWS
+    for train, test in FOLDS.split(FRAME):
+        model = clone(estimator).fit(FEATURES[train], y[train], groups=CODES[train])
+        for row, value in zip(
+            test, getattr(model, method)(FEATURES[test], groups=CODES[test]), strict=True
+        ):
+            made[row] = value
+    return np.array(made)
+
+
+NUMBERS = np.column_stack([FEATURES, CODES])
+TABLES = {
+    "pandas, name": (FRAME, "site"),
+    "pandas, position": (FRAME, 1),
+    "pandas, negative": (FRAME, -2),
+    "pandas, numpy position": (FRAME, np.int64(1)),
+    "pandas, categorical": (FRAME.astype({"site": "category"}), "site"),
+    "pandas, Int64": (FRAME.assign(site=pd.array(CODES, dtype="Int64")), "site"),
+    "pandas, float": (FRAME.assign(site=CODES / 4), "site"),
+    "pandas, Float64": (FRAME.assign(site=pd.array(CODES / 4, dtype="Float64")), "site"),
+    "pandas, zoned times": (
+        FRAME.assign(site=pd.Timestamp(2020, 1, 1, tz="UTC") + pd.to_timedelta(CODES, unit="D")),
+        "site",
+    ),
+    "polars, name": (pl.DataFrame(FRAME.to_dict("list")), "site"),
+    "polars, position": (pl.DataFrame(FRAME.to_dict("list")), 1),
+    "polars, categorical": (
+        pl.DataFrame(FRAME.to_dict("list"), schema_overrides={"site": pl.Categorical}),
+        "site",
+    ),
+    "numpy": (NUMBERS, 2),
+    "numpy, negative": (NUMBERS, -1),
+    "numpy, exact floats": (np.column_stack([FEATURES, CODES / 7]), 2),
+    "numpy, objects": (np.column_stack([FEATURES.astype(object), NAMES]), 2),
+    "list": (NUMBERS.tolist(), 2),
+    "csr": (sp.csr_array(NUMBERS), 2),
+    "coo": (sp.coo_matrix(NUMBERS), -1),
+}
+
+
+@pytest.mark.parametrize("case", TABLES)
+def test_tables(case):
+    X, column = TABLES[case]
+    model = ClientColumn(GaussianMean(), column).fit(X, Y)
+    np.testing.assert_array_equal(model.predict(X), EXPECTED)
+    assert len(model.clients_) == N_CLIENTS
+    assert model.n_features_in_ == 3
+    assert model.estimator_.n_features_in_ == 2
+    assert model.score(X, Y) == DIRECT.score(FEATURES, Y, groups=CODES)
+
+
+def test_the_same_as_routed_groups():
+    pipeline = make_pipeline(StandardScaler(), GaussianMean())
+    with config_context(enable_metadata_routing=True):
+        routed = clone(pipeline).fit(FRAME[["a", "b"]], Y, groups=NAMES)
+        expected = routed.predict(FRAME[["a", "b"]], groups=NAMES, return_std=True)
+    model = ClientColumn(pipeline, "site").fit(FRAME, Y)
+    assert not sklearn.get_config()["enable_metadata_routing"]
+    for got, want in zip(model.predict(FRAME, return_std=True), expected, strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert model.feature_names_in_.tolist() == ["a", "site", "b"]
+    assert model.estimator_[0].feature_names_in_.tolist() == ["a", "b"]
+
+
+def test_a_table_of_ids_alone():
+    model = ClientColumn(GaussianMean(), "site").fit(FRAME[["site"]], Y)
+    np.testing.assert_array_equal(model.predict(FRAME[["site"]]), EXPECTED)
+
+
+def test_rows_of_strangers():
+    model = ClientColumn(GaussianMean(), "site").fit(FRAME, Y)
+    mixed = FRAME.assign(site=["stranger", *NAMES[1:]])
+    assert model.predict(mixed)[0] == DIRECT.population_mean_
+    np.testing.assert_array_equal(model.predict(mixed)[1:], EXPECTED[1:])
+    with pytest.warns(UnseenClientsWarning):
+        model.predict(FRAME.assign(site="stranger"))
+
+
+def test_floats_are_matched_by_exact_value():
+    X = np.column_stack([FEATURES, CODES / 7])
+    model = ClientColumn(GaussianMean(), 2).fit(X, Y)
+    X[0, 2] = np.nextafter(X[0, 2], 1)
+    assert model.predict(X)[0] == DIRECT.population_mean_
+    np.testing.assert_array_equal(model.predict(X)[1:], EXPECTED[1:])
+
+
+def test_classifier_methods():
+    direct = BernoulliMean().fit(FEATURES, LABELS, groups=CODES)
+    model = ClientColumn(BernoulliMean(), "site").fit(FRAME, LABELS)
+    assert is_classifier(model)
+    assert is_regressor(ClientColumn(GaussianMean(), 0))
+    assert model.classes_.tolist() == [0, 1]
+    for method in ("predict", "predict_proba", "predict_log_proba"):
+        np.testing.assert_array_equal(
+            getattr(model, method)(FRAME), getattr(direct, method)(FEATURES, groups=CODES)
+        )
+    assert not hasattr(model, "transform")
+    assert not hasattr(ClientColumn(GaussianMean(), 0), "predict_proba")
+
+
+def test_sample_weight_is_routed_if_requested():
+    weight = np.random.default_rng(1).uniform(0.5, 2, N_ROWS)
+    direct = GaussianMean().fit(FEATURES, Y, groups=CODES, sample_weight=weight)
+    with config_context(enable_metadata_routing=True):
+        inner = GaussianMean().set_fit_request(sample_weight=True)
+    model = ClientColumn(inner, "site").fit(FRAME, Y, sample_weight=weight)
+    np.testing.assert_array_equal(model.estimator_.means_, direct.means_)
+    assert not np.allclose(direct.means_, DIRECT.means_, rtol=1e-4)
+
+
+def test_groups_beside_the_column():
+    model = ClientColumn(GaussianMean(), "site")
+    model.fit(FRAME, Y, groups=NAMES)
+    np.testing.assert_array_equal(model.predict(FRAME, groups=list(NAMES)), EXPECTED)
+    swapped = NAMES.copy()
+    swapped[:2] = NAMES[:2][::-1] if NAMES[0] != NAMES[1] else ["site 0", "site 1"]
+    for call in (
+        lambda groups: clone(model).fit(FRAME, Y, groups=groups),
+        lambda groups: model.predict(FRAME, groups=groups),
+    ):
+        for other in (swapped, CODES):
+            with pytest.raises(ValueError, match="groups= differs from column 'site' of X"):
+                call(other)
+
+
+@pytest.mark.parametrize(
+    ("X", "column", "message"),
+    [
+        (FRAME, "clinic", r"client column 'clinic' is not a column of X.*\['a', 'site', 'b'\]"),
+        (NUMBERS, "site", "keep a data frame up to this step"),
+        (NUMBERS, 7, "client column 7 is out of range: X has 3 columns"),
+        (FRAME.assign(site=np.where(CODES == 1, np.nan, CODES)), "site", "client column 'site'"),
+        (FRAME.assign(site=np.where(CODES == 1, None, NAMES)), "site", "client column 'site'"),
+        (FRAME.assign(site=pd.Categorical([None, *NAMES[1:]])), "site", "client column 'site'"),
+        (NUMBERS[:, :1], 0, "minimum of 2"),
+    ],
+)
+def test_bad_tables(X, column, message):
+    model = ClientColumn(make_pipeline(StandardScaler(), GaussianMean()), column)
+    with pytest.raises(ValueError, match=message):
+        model.fit(X, Y)
+    with pytest.raises(NotFittedError):
+        model.predict(X)
+
+
+def test_bad_parameters_and_methods_before_fit():
+    with pytest.raises(ValueError, match="'column' parameter of ClientColumn"):
+        ClientColumn(GaussianMean(), 1.5).fit(FRAME, Y)
+    with pytest.raises(ValueError, match="'estimator' parameter of ClientColumn"):
+        ClientColumn("mean", "site").fit(FRAME, Y)
+    with pytest.raises(NotFittedError):
+        ClientColumn(GaussianMean(), "site").predict(FRAME)
+
+
+def test_columns_of_predict_must_be_those_of_fit():
+    model = ClientColumn(GaussianMean(), "site").fit(FRAME, Y)
+    with pytest.raises(ValueError, match="feature names should match"):
+        model.predict(FRAME.rename(columns={"site": "clinic"}))
+    with pytest.raises(ValueError, match="features"):
+        ClientColumn(GaussianMean(), -1).fit(NUMBERS, Y).predict(NUMBERS[:, 1:])
+
+
+def test_clone_pickle_and_nested_parameters():
+    model = ClientColumn(GaussianMean(), "site").set_params(estimator__method="ml")
+    copy = clone(model)
+    assert copy.estimator is not model.estimator
+    assert copy.get_params()["estimator__method"] == "ml"
+    model.fit(FRAME, Y)
+    np.testing.assert_array_equal(
+        pickle.loads(pickle.dumps(model)).predict(FRAME), model.predict(FRAME)
+    )
+    assert not hasattr(model.estimator, "means_")
+
+
+def test_search_with_a_string_scorer():
+    grid = {"estimator__method": ["ml", "moments"], "estimator__noise_variance": [None, 50.0]}
+    search = GridSearchCV(
+        ClientColumn(GaussianMean(), "site"), grid, cv=FOLDS, scoring="neg_mean_squared_error"
+    ).fit(FRAME, Y)
+    for params, score in zip(
+        search.cv_results_["params"], search.cv_results_["mean_test_score"], strict=True
+    ):
+        inner = GaussianMean(**{name.removeprefix("estimator__"): v for name, v in params.items()})
+        made = by_hand(inner, Y)
+        per_fold = [mean_squared_error(Y[test], made[test]) for _, test in FOLDS.split(FRAME)]
+        assert score == pytest.approx(-np.mean(per_fold))
+    assert search.best_params_["estimator__noise_variance"] is None
+    direct = GaussianMean(method=search.best_params_["estimator__method"])
+    direct.fit(FEATURES, Y, groups=CODES)
+    np.testing.assert_array_equal(search.predict(FRAME), direct.predict(FEATURES, groups=CODES))
+
+
+def test_search_inside_the_column():
+    folds = ClientKFold(4, random_state=0)
+    search = GridSearchCV(
+        make_pipeline(StandardScaler(), GaussianMean()),
+        {"gaussianmean__noise_variance": [None, 50.0]},
+        cv=folds,
+        scoring=ClientScorer("neg_mean_squared_error", average="macro"),
+    )
+    model = ClientColumn(search, "site").fit(FRAME, Y)
+    assert model.estimator_.best_params_ == {"gaussianmean__noise_variance": None}
+    np.testing.assert_array_equal(model.predict(FRAME), EXPECTED)
+    np.testing.assert_array_equal(model.clients_, np.unique(NAMES))
+    macro = pd.Series((Y - EXPECTED) ** 2).groupby(CODES).mean().mean()
+    assert model.score(FRAME, Y) == pytest.approx(-macro)
+
+
+def test_cross_val_predict_and_score():
+    made = by_hand(GaussianMean(), Y)
+    model = ClientColumn(GaussianMean(), "site")
+    np.testing.assert_array_equal(cross_val_predict(model, FRAME, Y, cv=FOLDS), made)
+    scores = cross_val_score(model, FRAME, Y, cv=FOLDS, scoring="neg_mean_squared_error")
+    for (_, test), score in zip(FOLDS.split(FRAME), scores, strict=True):
+        assert score == pytest.approx(-mean_squared_error(Y[test], made[test]))
+    proba = cross_val_predict(
+        ClientColumn(BernoulliMean(), "site"), FRAME, LABELS, cv=FOLDS, method="predict_proba"
+    )
+    np.testing.assert_array_equal(proba, by_hand(BernoulliMean(), LABELS, "predict_proba"))
+
+
+def test_permutation_importance_sees_the_column():
+    model = ClientColumn(GaussianMean(), "site").fit(FRAME, Y)
+    found = permutation_importance(model, FRAME, Y, n_repeats=3, random_state=0)
+    assert found.importances_mean[[0, 2]].tolist() == [0, 0]
+    assert found.importances_mean[1] > 1
+
+
+def test_ensembles():
+    means = ClientColumn(GaussianMean(), "site")
+    flat = ClientColumn(GaussianMean(noise_variance=50.0), "site")
+    shrunk = GaussianMean(noise_variance=50.0).fit(FEATURES, Y, groups=CODES)
+    shrunk = shrunk.predict(FEATURES, groups=CODES)
+    voted = VotingRegressor([("means", means), ("flat", flat)], weights=[3, 1]).fit(FRAME, Y)
+    np.testing.assert_allclose(voted.predict(FRAME), (3 * EXPECTED + shrunk) / 4)
+    fold = np.zeros(N_ROWS, dtype=int)
+    for k, (_, test) in enumerate(FOLDS.split(FRAME)):
+        fold[test] = k
+    stacked = StackingRegressor(
+        [("means", means), ("flat", flat)], LinearRegression(), cv=PredefinedSplit(fold)
+    ).fit(FRAME, Y)
+    level = np.column_stack([by_hand(GaussianMean(), Y), by_hand(flat.estimator, Y)])
+    final = LinearRegression().fit(level, Y)
+    np.testing.assert_allclose(
+        stacked.predict(FRAME), final.predict(np.column_stack([EXPECTED, shrunk]))
+    )
+
+
+def test_calibration():
+    model = ClientColumn(BernoulliMean(), "site")
+    calibrated = CalibratedClassifierCV(model, method="sigmoid", cv=FOLDS, ensemble=False)
+    got = calibrated.fit(FRAME, LABELS).predict_proba(FRAME)[:, 1]
+    direct = BernoulliMean().fit(FEATURES, LABELS, groups=CODES)
+    own = direct.predict_proba(FEATURES, groups=CODES)[:, 1]
+    assert len(np.unique(got)) == len(np.unique(own)) == N_CLIENTS
+    made = by_hand(BernoulliMean(), LABELS, "predict_proba")[:, 1]
+    # Platt's targets and logistic fit, once more.
+    n_ones = LABELS.sum()
+    targets = np.where(LABELS, (n_ones + 1) / (n_ones + 2), 1 / (N_ROWS - n_ones + 2))
+    platt = LogisticRegression(C=np.inf, tol=1e-10, max_iter=1000).fit(
+        np.tile(made, 2)[:, None],
+        np.repeat([1, 0], N_ROWS),
+        sample_weight=np.concatenate([targets, 1 - targets]),
+    )
+    np.testing.assert_allclose(got, platt.predict_proba(own[:, None])[:, 1], atol=1e-4)
+
+
+def test_two_workers_as_one():
+    grid = {"estimator__method": ["ml", "moments"]}
+    found = [
+        GridSearchCV(
+            ClientColumn(make_pipeline(StandardScaler(), GaussianMean()), "site"),
+            {"estimator__gaussianmean__method": grid["estimator__method"]},
+            cv=FOLDS,
+            scoring=ClientScorer("r2", average="macro", client_column="site"),
+            n_jobs=n_jobs,
+        ).fit(FRAME, Y)
+        for n_jobs in (1, 2)
+    ]
+    for name in ("mean_test_score", "split0_test_score"):
+        np.testing.assert_array_equal(found[0].cv_results_[name], found[1].cv_results_[name])
+    assert np.isfinite(found[0].cv_results_["mean_test_score"]).all()
+    np.testing.assert_array_equal(found[0].predict(FRAME), found[1].predict(FRAME))

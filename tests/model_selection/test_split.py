@@ -1,0 +1,333 @@
+"""Splitters: what every split must keep, over drawn client sizes."""
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chi2
+from sklearn import config_context
+from sklearn.base import clone
+from sklearn.model_selection import GridSearchCV, cross_val_score, cross_validate
+
+from pfl_sklearn import ClientColumn, GaussianMean
+from pfl_sklearn.metrics import ClientScorer
+from pfl_sklearn.model_selection import ClientKFold, ClientShuffleSplit
+
+quick = settings(max_examples=60, deadline=None)
+sizes_of_clients = st.lists(st.integers(1, 12), min_size=1, max_size=12)
+seeds = st.integers(0, 2**31 - 1)
+
+
+def rows_of(sizes, seed=0):
+    """Shuffled client ids, and a placeholder for X."""
+    groups = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    return np.zeros((len(groups), 1)), groups
+
+
+def splits_of(splitter, X, groups, y=None):
+    return list(splitter.split(X, y, groups=groups))
+
+
+def as_lists(splits):
+    return [(train.tolist(), test.tolist()) for train, test in splits]
+
+
+@quick
+@given(sizes_of_clients, st.integers(2, 6), seeds)
+def test_folds_are_a_partition_and_even(sizes, n_splits, seed):
+    X, groups = rows_of(sizes, seed)
+    if n_splits > len(groups):
+        with pytest.raises(ValueError, match=f"n_splits={n_splits} is above the number of rows"):
+            splits_of(ClientKFold(n_splits), X, groups)
+        return
+    splits = splits_of(ClientKFold(n_splits, random_state=seed), X, groups)
+    assert len(splits) == ClientKFold(n_splits).get_n_splits(X, None, groups) == n_splits
+    fold = np.full(len(groups), -1)
+    for k, (train, test) in enumerate(splits):
+        assert (fold[test] == -1).all()
+        fold[test] = k
+        np.testing.assert_array_equal(np.union1d(train, test), np.arange(len(groups)))
+        assert len(train) + len(test) == len(groups)
+    tested = np.array(
+        [np.bincount(fold[groups == k], minlength=n_splits) for k in range(len(sizes))]
+    )
+    assert np.ptp(tested, axis=1).max() <= 1
+    assert np.ptp(tested.sum(axis=0)) <= 1
+    in_train = np.array(sizes)[:, None] - tested
+    assert (in_train[np.array(sizes) >= 2] >= 1).all()
+
+
+@quick
+@given(sizes_of_clients, st.integers(2, 4), seeds, st.data())
+def test_stratified_folds_share_every_class_of_a_client(sizes, n_splits, seed, data):
+    X, groups = rows_of(sizes, seed)
+    n_splits = min(n_splits, len(groups))
+    if n_splits < 2:
+        return
+    labels = np.array(data.draw(st.lists(st.sampled_from("abc"), min_size=len(X), max_size=len(X))))
+    splits = splits_of(ClientKFold(n_splits, stratify=True, random_state=seed), X, groups, labels)
+    for client in range(len(sizes)):
+        for label in "abc":
+            rows = (groups == client) & (labels == label)
+            tested = [rows[test].sum() for _, test in splits]
+            assert max(tested) - min(tested) <= 1
+    assert np.ptp([len(test) for _, test in splits]) <= 1
+
+
+def test_folds_are_random_inside_clients():
+    X, groups = rows_of([50, 50])
+    first = np.zeros(len(groups))
+    for seed in range(400):
+        _, test = splits_of(ClientKFold(5, random_state=seed), X, groups)[0]
+        first[test] += 1
+    # Every row is as likely as any other: a chi-squared statistic within its central range.
+    statistic = np.sum((first - 80) ** 2 / (80 * 0.8))
+    assert chi2.ppf(1e-4, 98) < statistic < chi2.ppf(1 - 1e-4, 98)
+
+
+@quick
+@given(sizes_of_clients, st.floats(0.05, 0.95), seeds)
+def test_shuffled_test_rows_inside_every_client(sizes, test_size, seed):
+    X, groups = rows_of(sizes, seed)
+    sizes = np.array(sizes)
+    wanted = np.minimum(test_size * sizes, sizes - 1)
+    splitter = ClientShuffleSplit(3, test_size=test_size, random_state=seed)
+    if wanted.sum() < 1:
+        return
+    splits = splits_of(splitter, X, groups)
+    assert len(splits) == splitter.get_n_splits() == 3
+    for train, test in splits:
+        np.testing.assert_array_equal(np.sort(np.r_[train, test]), np.arange(len(groups)))
+        tested = np.bincount(groups[test], minlength=len(sizes))
+        assert (tested <= sizes - 1).all()
+        assert (np.abs(tested - wanted) < 1 + 1e-9).all()
+        assert abs(len(test) - wanted.sum()) < 1 + 1e-9
+
+
+@quick
+@given(sizes_of_clients.filter(lambda sizes: len(sizes) > 1), st.floats(0.01, 0.99), seeds)
+def test_new_clients_are_held_out_whole(sizes, new_clients, seed):
+    X, groups = rows_of(sizes, seed)
+    splitter = ClientShuffleSplit(2, new_clients=new_clients, random_state=seed)
+    expected = min(max(round(new_clients * len(sizes)), 1), len(sizes) - 1)
+    held_out = []
+    for train, test in splits_of(splitter, X, groups):
+        new = np.setdiff1d(groups, groups[train])
+        assert len(new) == expected
+        assert len(np.intersect1d(groups[train], new)) == 0
+        assert np.isin(np.flatnonzero(np.isin(groups, new)), test).all()
+        assert len(train) + len(test) == len(groups)
+        held_out.append(new)
+    np.testing.assert_array_equal(held_out[0].shape, held_out[1].shape)
+
+
+def test_new_clients_change_from_split_to_split():
+    X, groups = rows_of([3] * 20)
+    held_out = {
+        tuple(np.setdiff1d(groups, groups[train]))
+        for train, _ in ClientShuffleSplit(10, new_clients=0.2, random_state=0).split(
+            X, None, groups
+        )
+    }
+    assert len(held_out) > 5
+    assert {len(clients) for clients in held_out} == {4}
+
+
+@quick
+@given(st.lists(st.integers(2, 30), min_size=1, max_size=6), seeds, st.data())
+def test_stratified_shuffles_test_a_share_of_every_class(sizes, seed, data):
+    X, groups = rows_of(sizes, seed)
+    labels = np.array(data.draw(st.lists(st.sampled_from("ab"), min_size=len(X), max_size=len(X))))
+    splitter = ClientShuffleSplit(2, test_size=0.5, stratify=True, random_state=seed)
+    for _, test in splits_of(splitter, X, groups, labels):
+        for client in range(len(sizes)):
+            share = np.sum(groups[test] == client) / sizes[client]
+            for label in "ab":
+                rows = (groups == client) & (labels == label)
+                assert abs(rows[test].sum() - share * rows.sum()) < 1 + 1e-9
+
+
+@pytest.mark.parametrize("stratify", [False, True])
+def test_every_row_is_tested_equally_often(stratify):
+    X, groups = rows_of([1, 2, 5, 12])
+    sizes = np.bincount(groups)[groups]
+    counts = np.zeros(len(groups))
+    labels = np.random.default_rng(1).integers(0, 2, len(groups))
+    splitter = ClientShuffleSplit(4000, test_size=0.3, stratify=stratify, random_state=0)
+    for _, test in splitter.split(X, labels, groups):
+        counts[test] += 1
+    share = np.where(sizes == 1, 0, 0.3)
+    np.testing.assert_allclose(counts / 4000, share, atol=4 * np.sqrt(0.21 / 4000))
+
+
+@pytest.mark.parametrize(
+    "splitter",
+    [
+        ClientKFold(3),
+        ClientKFold(3, stratify=True),
+        ClientShuffleSplit(3),
+        ClientShuffleSplit(3, new_clients=0.3, stratify=True),
+    ],
+    ids=repr,
+)
+class TestBoth:
+    X, groups = rows_of([4, 5, 6, 7])
+    y = np.arange(22) % 2
+
+    def test_random_state(self, splitter):
+        def made(seed):
+            seeded = type(splitter)(**{**vars(splitter), "random_state": seed})
+            return as_lists(seeded.split(self.X, self.y, groups=self.groups))
+
+        assert made(3) == made(3)
+        assert made(3) != made(4)
+        assert made(np.random.RandomState(3)) == made(np.random.RandomState(3))
+        assert made(None) != made(None)
+        once = type(splitter)(**{**vars(splitter), "random_state": 7})
+        assert as_lists(once.split(self.X, self.y, self.groups)) == as_lists(
+            once.split(self.X, self.y, self.groups)
+        )
+
+    def test_column_is_groups(self, splitter):
+        seeded = {**vars(splitter), "random_state": 0}
+        expected = as_lists(type(splitter)(**seeded).split(self.X, self.y, groups=self.groups))
+        names = np.array([f"site {k}" for k in self.groups])
+        tables = [
+            (np.column_stack([self.X, self.groups]), 1),
+            (pd.DataFrame({"x": self.X[:, 0], "site": names}), "site"),
+            (pl.DataFrame({"x": self.X[:, 0], "site": names}), "site"),
+        ]
+        for table, column in tables:
+            by_column = type(splitter)(**{**seeded, "client_column": column})
+            assert as_lists(by_column.split(table, self.y)) == expected
+            given = self.groups if column == 1 else names
+            assert as_lists(by_column.split(table, self.y, groups=given)) == expected
+            with pytest.raises(ValueError, match="differs from column"):
+                next(by_column.split(table, self.y, groups=given[::-1]))
+
+    def test_groups_are_needed_and_checked(self, splitter):
+        with pytest.raises(ValueError, match=r"'groups' parameter should not be None.*client_col"):
+            next(splitter.split(self.X, self.y))
+        with pytest.raises(ValueError, match="groups has 21 ids, but X has 22 rows"):
+            next(splitter.split(self.X, self.y, groups=self.groups[1:]))
+        with pytest.raises(ValueError, match="groups contains NaN or infinity in row 0"):
+            next(splitter.split(self.X, self.y, groups=np.r_[np.nan, self.groups[1:]]))
+
+    def test_repr_and_names_of_ids(self, splitter):
+        assert repr(splitter).startswith(type(splitter).__name__ + "(")
+        assert "n_splits=3" in repr(splitter)
+        seeded = type(splitter)(**{**vars(splitter), "random_state": 0})
+        names = np.array([f"site {k}" for k in self.groups])
+        assert as_lists(seeded.split(self.X, self.y, names)) == as_lists(
+            seeded.split(self.X, self.y, self.groups)
+        )
+
+
+@pytest.mark.parametrize(
+    ("splitter", "message"),
+    [
+        (ClientKFold(1), "n_splits must be a whole number of at least 2; got 1"),
+        (ClientKFold(2.0), "n_splits must be a whole number of at least 2; got 2.0"),
+        (ClientKFold("5"), "n_splits must be a whole number"),
+        (ClientKFold(7), "n_splits=7 is above the number of rows, 6"),
+        (ClientShuffleSplit(0), "n_splits must be a whole number of at least 1; got 0"),
+        (ClientShuffleSplit(test_size=0), r"test_size must be in \(0, 1\); got 0"),
+        (ClientShuffleSplit(test_size=1), r"test_size must be in \(0, 1\); got 1"),
+        (ClientShuffleSplit(test_size=np.nan), r"test_size must be in \(0, 1\); got nan"),
+        (ClientShuffleSplit(test_size="half"), r"test_size must be in \(0, 1\); got 'half'"),
+        (ClientShuffleSplit(test_size=None), r"test_size must be in \(0, 1\); got None"),
+        (ClientShuffleSplit(new_clients=-0.1), r"new_clients must be in \[0, 1\); got -0.1"),
+        (ClientShuffleSplit(new_clients=1.0), r"new_clients must be in \[0, 1\); got 1.0"),
+        (ClientShuffleSplit(new_clients="one"), r"new_clients must be in \[0, 1\); got 'one'"),
+        (ClientKFold(2, stratify=True), "stratify=True needs y"),
+        (ClientShuffleSplit(stratify=True), "stratify=True needs y"),
+        (ClientKFold(2, client_column="id"), "client column 'id' is a name, but X is a ndarray"),
+    ],
+    ids=repr,
+)
+def test_bad_parameters(splitter, message):
+    with pytest.raises(ValueError, match=message):
+        next(splitter.split(np.zeros((6, 1)), None, [1, 1, 1, 2, 2, 2]))
+
+
+def test_labels_of_another_length():
+    for splitter in (ClientKFold(2, stratify=True), ClientShuffleSplit(stratify=True)):
+        with pytest.raises(ValueError, match="inconsistent numbers of samples"):
+            next(splitter.split(np.zeros((6, 1)), [0, 1], [1, 1, 1, 2, 2, 2]))
+        with pytest.raises(ValueError, match="y should be a 1d array"):
+            next(splitter.split(np.zeros((6, 1)), np.eye(6), [1, 1, 1, 2, 2, 2]))
+
+
+def test_clients_of_one_row():
+    X, groups = rows_of([1] * 7)
+    splits = splits_of(ClientKFold(3, random_state=0), X, groups)
+    assert sorted(len(test) for _, test in splits) == [2, 2, 3]
+    with pytest.raises(ValueError, match="no row can be tested"):
+        next(ClientShuffleSplit().split(X, None, groups))
+    _, test = next(ClientShuffleSplit(new_clients=0.3).split(X, None, groups))
+    assert len(test) == 2
+    with pytest.raises(ValueError, match="needs at least two clients"):
+        next(ClientShuffleSplit(new_clients=0.3).split(X, None, np.zeros(7, dtype=int)))
+
+
+def test_small_clients_are_always_split():
+    X, groups = rows_of([2, 2, 2])
+    for seed in range(200):
+        _, test = next(ClientShuffleSplit(random_state=seed).split(X, None, groups))
+        assert len(test) in (1, 2)
+
+
+def test_splitters_inside_searches():
+    rng = np.random.default_rng(0)
+    X, groups = rows_of([6] * 8)
+    y = groups + rng.normal(size=len(groups))
+    folds = ClientKFold(3, random_state=0)
+    by_hand = [
+        GaussianMean()
+        .fit(X[train], y[train], groups=groups[train])
+        .score(X[test], y[test], groups=groups[test])
+        for train, test in folds.split(X, None, groups)
+    ]
+    with config_context(enable_metadata_routing=True):
+        search = GridSearchCV(
+            GaussianMean(), {"method": ["reml"]}, cv=folds, scoring=ClientScorer("r2")
+        )
+        search.fit(X, y, groups=groups)
+    np.testing.assert_allclose(search.cv_results_["mean_test_score"], np.mean(by_hand))
+    wrapped = ClientColumn(GaussianMean(), 1)
+    scores = cross_val_score(
+        wrapped,
+        np.column_stack([X, groups]),
+        y,
+        cv=ClientKFold(3, random_state=0, client_column=1),
+    )
+    np.testing.assert_allclose(scores, by_hand)
+
+
+def test_routing_asks_for_groups():
+    for splitter in (ClientKFold(), ClientShuffleSplit()):
+        with config_context(enable_metadata_routing=True):
+            assert splitter.get_metadata_routing().consumes("split", ["groups"]) == {"groups"}
+        assert vars(clone(splitter, safe=False)) == vars(splitter)
+
+
+def test_known_and_new_clients_scored_apart():
+    rng = np.random.default_rng(0)
+    X, groups = rows_of([20] * 10)
+    y = 3.0 * groups + rng.normal(size=len(groups))
+    with config_context(enable_metadata_routing=True):
+        result = cross_validate(
+            GaussianMean(),
+            X,
+            y,
+            params={"groups": groups},
+            cv=ClientShuffleSplit(4, new_clients=0.3, random_state=0),
+            scoring={
+                subset: ClientScorer("neg_mean_squared_error", subset=subset)
+                for subset in ("known", "new")
+            },
+        )
+    assert (result["test_known"] > -2).all()
+    assert (result["test_new"] < -10).all()

@@ -1,0 +1,347 @@
+"""The contract of client-aware estimators: who needs ids, when, and what they get."""
+
+import datetime as dt
+import pickle
+import warnings
+
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn import config_context
+from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
+from sklearn.linear_model import Ridge
+from sklearn.model_selection import GridSearchCV, cross_validate
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from pfl_sklearn import BernoulliMean, GaussianMean, SingleClientWarning, UnseenClientsWarning
+from pfl_sklearn.metrics import ClientScorer
+from pfl_sklearn.model_selection import ClientKFold
+
+ROUTED = {"enable_metadata_routing": True}
+
+
+def make_rows(kind, n_clients=6, n_rows=90, seed=0):
+    rng = np.random.default_rng(seed)
+    groups = np.array([f"site {k}" for k in range(n_clients)])[rng.integers(0, n_clients, n_rows)]
+    level = np.unique(groups, return_inverse=True)[1]
+    X = rng.normal(size=(n_rows, 2))
+    if kind is BernoulliMean:
+        return X, (rng.random(n_rows) < (level + 0.5) / n_clients).astype(int), groups
+    return X, 2.0 * level + rng.normal(size=n_rows), groups
+
+
+@pytest.fixture(params=[GaussianMean, BernoulliMean])
+def kind(request):
+    return request.param
+
+
+@pytest.fixture
+def rows(kind):
+    return make_rows(kind)
+
+
+def response(model, X, **params):
+    if hasattr(model, "predict_proba"):
+        return model.predict_proba(X, **params)[:, 1]
+    return model.predict(X, **params)
+
+
+def expected_response(model, groups):
+    """Straight from the fitted arrays."""
+    position = {client: k for k, client in enumerate(model.clients_.tolist())}
+    everybody = np.append(model.means_, model.population_mean_)
+    return everybody[[position.get(client, -1) for client in groups]]
+
+
+def test_fit_without_groups_warns_once(kind, rows):
+    X, y, _ = rows
+    with pytest.warns(SingleClientWarning) as caught:
+        model = kind().fit(X, y)
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert f"all {len(y)} rows are taken as one client" in message
+    assert "enable_metadata_routing=True" in message
+    assert model.clients_.tolist() == [0]
+    assert model.means_ == pytest.approx([y.mean()])
+    np.testing.assert_array_equal(response(model, X), np.full(len(y), model.means_[0]))
+
+
+def test_fit_with_groups_does_not_warn(kind, rows):
+    X, y, groups = rows
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = kind().fit(X, y, groups=groups)
+    assert model.clients_.tolist() == sorted(set(groups.tolist()))
+    np.testing.assert_array_equal(
+        response(model, X, groups=groups), expected_response(model, groups)
+    )
+    assert len(np.unique(model.means_)) == 6
+
+
+def test_predict_without_groups_names_three_ways_out(kind, rows):
+    X, y, groups = rows
+    model = kind().fit(X, y, groups=groups)
+    with pytest.raises(ValueError, match="fitted with 6 clients") as caught:
+        model.predict(X)
+    for way in ("Pass groups=", "ClientColumn", "for_client(client_id)"):
+        assert way in str(caught.value)
+
+
+def test_one_named_client_needs_no_groups_at_predict(kind, rows):
+    X, y, _ = rows
+    model = kind().fit(X, y, groups=np.full(len(y), "only"))
+    np.testing.assert_array_equal(response(model, X[:3]), np.full(3, model.means_[0]))
+    with pytest.warns(UnseenClientsWarning):
+        response(model, X[:3], groups=["x", "y", "z"])
+
+
+def test_groups_after_a_fit_without_are_refused(kind, rows):
+    X, y, groups = rows
+    with pytest.warns(SingleClientWarning):
+        model = kind().fit(X, y)
+    with pytest.raises(ValueError, match="fitted without groups, as one client"):
+        model.predict(X, groups=groups)
+
+
+def test_unseen_clients_get_the_population(kind, rows):
+    X, y, groups = rows
+    model = kind().fit(X, y, groups=groups)
+    mixed = np.where(np.arange(len(groups)) % 2, groups, "stranger")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = response(model, X, groups=mixed)
+    np.testing.assert_array_equal(got, expected_response(model, mixed))
+    np.testing.assert_array_equal(got[::2], np.full(len(got[::2]), model.population_mean_))
+
+
+def test_all_unseen_warns(kind, rows):
+    X, y, groups = rows
+    model = kind().fit(X, y, groups=groups)
+    with pytest.warns(UnseenClientsWarning, match="all 90 rows get the population model"):
+        got = response(model, X, groups=np.char.upper(groups))
+    np.testing.assert_array_equal(got, np.full(len(y), model.population_mean_))
+
+
+@pytest.mark.parametrize("container", [list, np.array, pd.Series, pd.Categorical])
+def test_unseen_clients_can_be_an_error(kind, rows, container):
+    X, y, groups = rows
+    model = kind(unseen="error").fit(X, y, groups=groups)
+    np.testing.assert_array_equal(
+        response(model, X, groups=container(groups)), expected_response(model, groups)
+    )
+    strange = groups.copy().astype(object)
+    strange[[5, 7]] = "stranger"
+    with pytest.raises(
+        ValueError, match=r"such as 'stranger' \(2 of 90 rows\), and unseen='error'"
+    ):
+        response(model, X, groups=container(strange))
+
+
+def test_another_kind_of_ids_is_an_error(kind, rows):
+    X, y, groups = rows
+    numbers = np.unique(groups, return_inverse=True)[1]
+    model = kind().fit(X, y, groups=numbers)
+    with pytest.raises(ValueError, match=r"groups holds string ids .* have number ids"):
+        response(model, X, groups=numbers.astype(str))
+    np.testing.assert_array_equal(
+        response(model, X, groups=numbers.astype(float)), expected_response(model, numbers)
+    )
+
+
+@pytest.mark.parametrize("call", ["predict", "release", "for_client"])
+def test_before_fit(kind, rows, call):
+    X, _, groups = rows
+    arguments = {"predict": (X,), "release": (), "for_client": (groups[0],)}[call]
+    with pytest.raises(NotFittedError):
+        getattr(kind(), call)(*arguments)
+
+
+def test_for_client_holds_nothing_of_the_others(kind, rows):
+    X, y, groups = rows
+    model = kind().fit(X, y, groups=groups)
+    for k, client in enumerate(model.clients_):
+        own = model.for_client(client)
+        assert own.clients_.tolist() == [client]
+        np.testing.assert_array_equal(response(own, X[:4]), np.full(4, model.means_[k]))
+        np.testing.assert_array_equal(
+            response(own, X[:2], groups=[client, "stranger"]),
+            [model.means_[k], model.population_mean_],
+        )
+        others = [value for j, value in enumerate(model.means_) if j != k]
+        for name, value in vars(own).items():
+            sizes = np.shape(value)
+            allowed = 2 if name in ("classes_", "feature_names_in_") else 1
+            assert not sizes or sizes[0] <= allowed, name
+            if sizes and np.asarray(value).dtype.kind == "f":
+                assert not np.isin(value, others).any(), name
+
+
+def test_for_client_by_equal_values_of_other_types(kind, rows):
+    X, y, groups = rows
+    numbers = np.unique(groups, return_inverse=True)[1]
+    days = np.datetime64("2020-01-01") + numbers
+    by_number = kind().fit(X, y, groups=numbers)
+    by_day = kind().fit(X, y, groups=days)
+    expected = by_number.means_[[2]]
+    for client in (2, np.int8(2), 2.0):
+        np.testing.assert_array_equal(by_number.for_client(client).means_, expected)
+    for client in (dt.date(2020, 1, 3), pd.Timestamp("2020-01-03"), np.datetime64("2020-01-03")):
+        np.testing.assert_array_equal(by_day.for_client(client).means_, expected)
+
+
+@pytest.mark.parametrize(
+    ("client", "error"),
+    [
+        ("nobody", "client_id='nobody' is not one of the 6 clients"),
+        (None, "client_id contains a missing id"),
+        (pd.NA, "client_id contains a missing id"),
+        (3, r"client_id holds number ids \(such as 3\), .* string ids \(such as 'site 0'\)"),
+    ],
+)
+def test_for_client_of_strangers(kind, rows, client, error):
+    X, y, groups = rows
+    model = kind().fit(X, y, groups=groups)
+    with pytest.raises(ValueError, match=error):
+        model.for_client(client)
+
+
+def test_for_client_knows_time_zones(kind, rows):
+    X, y, groups = rows
+    days = pd.Timestamp("2020-01-01 12:00", tz="Europe/Paris") + pd.to_timedelta(
+        np.unique(groups, return_inverse=True)[1], unit="D"
+    )
+    model = kind().fit(X, y, groups=days)
+    assert model.for_client(days[0]).means_.shape == (1,)
+
+
+def test_release_without_privacy_is_refused(kind, rows):
+    X, y, groups = rows
+    model = kind().fit(X, y, groups=groups)
+    with pytest.raises(ValueError, match=r"unprotected values \(population_mean_.*infinite"):
+        model.release()
+
+
+def test_groups_are_requested_without_asking(kind):
+    with config_context(**ROUTED):
+        requests = kind().get_metadata_routing()
+    for method in ("fit", "predict", "score"):
+        assert requests.consumes(method, ["groups"]) == {"groups"}, method
+    assert not requests.consumes("fit", ["sample_weight"])
+
+
+def test_a_routed_pipeline_predicts_per_client(kind, rows):
+    X, y, groups = rows
+    direct = kind().fit(X, y, groups=groups)
+    with config_context(**ROUTED):
+        pipeline = make_pipeline(StandardScaler(), kind()).fit(X, y, groups=groups)
+        np.testing.assert_array_equal(
+            pipeline.predict(X, groups=groups), direct.predict(X, groups=groups)
+        )
+        assert pipeline.score(X, y, groups=groups) == direct.score(X, y, groups=groups)
+        with pytest.raises(ValueError, match="fitted with 6 clients"):
+            pipeline.predict(X)
+
+
+def test_return_std_through_a_routed_pipeline():
+    X, y, groups = make_rows(GaussianMean)
+    direct = GaussianMean().fit(X, y, groups=groups)
+    mixed = np.where(np.arange(len(groups)) < 5, "stranger", groups)
+    with config_context(**ROUTED):
+        pipeline = make_pipeline(StandardScaler(), GaussianMean()).fit(X, y, groups=groups)
+        mean, std = pipeline.predict(X, groups=mixed, return_std=True)
+    np.testing.assert_array_equal(mean, expected_response(direct, mixed))
+    position = {client: k for k, client in enumerate(direct.clients_)}
+    known = [position[client] for client in mixed[5:]]
+    np.testing.assert_array_equal(std[5:], direct.stds_[known])
+    spread = np.sqrt(direct.prior_.covariance[0, 0] + direct.population_mean_std_**2)
+    np.testing.assert_allclose(std[:5], spread, rtol=1e-12)
+
+
+def test_a_routed_search_fits_and_scores_per_client(kind, rows):
+    X, y, groups = rows
+    grid = {"method": ["ml", "moments"]}
+    scoring = "neg_mean_squared_error" if kind is GaussianMean else "neg_log_loss"
+    folds = ClientKFold(3, random_state=0)
+    with config_context(**ROUTED):
+        search = GridSearchCV(
+            make_pipeline(StandardScaler(), kind()),
+            {f"{kind.__name__.lower()}__{name}": values for name, values in grid.items()},
+            cv=folds,
+            scoring=ClientScorer(scoring),
+        ).fit(X, y, groups=groups)
+        got = search.best_estimator_.predict(X, groups=groups)
+    by_hand = [
+        [
+            ClientScorer(scoring)(
+                kind(method=method).fit(X[train], y[train], groups=groups[train]),
+                X[test],
+                y[test],
+                groups=groups[test],
+            )
+            for train, test in folds.split(X, groups=groups)
+        ]
+        for method in grid["method"]
+    ]
+    np.testing.assert_allclose(search.cv_results_["mean_test_score"], np.mean(by_hand, axis=1))
+    best = kind(method=grid["method"][np.argmax(np.mean(by_hand, axis=1))])
+    np.testing.assert_array_equal(got, best.fit(X, y, groups=groups).predict(X, groups=groups))
+
+
+def test_routed_cross_validation_fits_per_client(kind, rows):
+    X, y, groups = rows
+    folds = ClientKFold(3, random_state=0)
+    with config_context(**ROUTED):
+        result = cross_validate(
+            kind(),
+            X,
+            y,
+            params={"groups": groups},
+            cv=folds,
+            scoring=ClientScorer("accuracy" if kind is BernoulliMean else "r2"),
+            return_estimator=True,
+        )
+    splits = list(folds.split(X, groups=groups))
+    for (train, test), model, score in zip(
+        splits, result["estimator"], result["test_score"], strict=True
+    ):
+        direct = kind().fit(X[train], y[train], groups=groups[train])
+        np.testing.assert_array_equal(model.means_, direct.means_)
+        assert score == pytest.approx(direct.score(X[test], y[test], groups=groups[test]))
+
+
+def test_a_search_without_routing_warns_that_groups_are_lost(kind, rows):
+    X, y, groups = rows
+    search = GridSearchCV(kind(), {"method": ["ml"]}, cv=ClientKFold(2, random_state=0))
+    with pytest.warns(SingleClientWarning, match="enable_metadata_routing=True"):
+        search.fit(X, y, groups=groups)
+    assert search.best_estimator_.clients_.tolist() == [0]
+
+
+def test_a_plain_step_beside_needs_no_groups():
+    X, y, groups = make_rows(GaussianMean)
+    with config_context(**ROUTED), pytest.raises(TypeError, match="groups"):
+        make_pipeline(StandardScaler(), Ridge()).fit(X, y, groups=groups)
+
+
+def test_clone_and_pickle(kind, rows):
+    X, y, groups = rows
+    model = kind(unseen="error").fit(X, y, groups=groups)
+    fresh = clone(model)
+    assert fresh.unseen == "error"
+    assert not hasattr(fresh, "clients_")
+    copy = pickle.loads(pickle.dumps(model))
+    np.testing.assert_array_equal(
+        response(copy, X, groups=groups), response(model, X, groups=groups)
+    )
+
+
+def test_refitting_forgets_the_clients_of_before(kind, rows):
+    X, y, groups = rows
+    model = kind().fit(X, y, groups=groups)
+    first = groups <= "site 2"
+    model.fit(X[first], y[first], groups=groups[first])
+    direct = kind().fit(X[first], y[first], groups=groups[first])
+    assert model.clients_.tolist() == ["site 0", "site 1", "site 2"]
+    np.testing.assert_array_equal(model.means_, direct.means_)

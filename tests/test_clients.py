@@ -1,0 +1,455 @@
+"""Client ids of every kind, against numpy's ``unique`` and plain loops."""
+
+import datetime as dt
+import decimal
+import uuid
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pytest
+import scipy.sparse as sp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from pfl_sklearn import _clients
+from pfl_sklearn._clients import (
+    encode_clients,
+    match_clients,
+    row_counts,
+    rows_by_client,
+    same_ids,
+    segment_sums,
+    split_client_column,
+)
+
+quick = settings(max_examples=60, deadline=None)
+CODES = np.array([2, 0, 2, 1, 0, 2])
+
+
+def take(values):
+    """Values of the rows of CODES, as a list."""
+    return [values[code] for code in CODES]
+
+
+def day(k, **zone):
+    return pd.Timestamp(2020, 1, 1 + k, **zone)
+
+
+NUMBERS = [5, 7, 1000]
+NAMES = ["Ab", "b", "\u00e9t\u00e9"]
+DAYS = [dt.date(2020, 1, 1 + k) for k in range(3)]
+TIMES = [dt.datetime(2020, 1, 1 + k, 12) for k in range(3)]
+ZONED = [day(k, tz="Europe/Rome") for k in range(3)]
+# A container of the rows of CODES, the sorted ids expected, and the kind of their dtype.
+KINDS = {
+    "list of int": (take(NUMBERS), NUMBERS, "i"),
+    "tuple of int": (tuple(take(NUMBERS)), NUMBERS, "i"),
+    "range": (range(6), range(6), "i"),
+    "int64 dense": (np.array(take([5, 6, 7])), [5, 6, 7], "i"),
+    "int64 sparse": (np.array(take([0, 10**9, 10**15])), [0, 10**9, 10**15], "i"),
+    "int64 negative": (np.array(take([-9, -2, 3])), [-9, -2, 3], "i"),
+    "int64 extremes": (
+        np.array(take([-(2**63), 0, 2**63 - 1])),
+        [-(2**63), 0, 2**63 - 1],
+        "i",
+    ),
+    "int8": (np.array(take([-128, 0, 127]), dtype=np.int8), [-128, 0, 127], "i"),
+    "uint8": (np.array(take([0, 1, 255]), dtype=np.uint8), [0, 1, 255], "u"),
+    "uint64 dense": (
+        np.array(take([2**64 - 3, 2**64 - 2, 2**64 - 1]), dtype=np.uint64),
+        [2**64 - 3, 2**64 - 2, 2**64 - 1],
+        "u",
+    ),
+    "uint64 sparse": (np.array(take([0, 3, 2**64 - 1]), dtype=np.uint64), [0, 3, 2**64 - 1], "u"),
+    "list of huge int": (take([1, 2**63, 2**64 - 1]), [1, 2**63, 2**64 - 1], "u"),
+    "big-endian int": (np.array(take([1, 2, 2 * 10**9]), dtype=">i4"), [1, 2, 2 * 10**9], "i"),
+    "whole floats": (np.array(take([-1.0, 0.0, 3.0])), [-1, 0, 3], "i"),
+    "float16": (np.array(take([-1.0, 0.0, 3.0]), dtype=np.float16), [-1, 0, 3], "i"),
+    "list of whole floats": (take([-1.0, 0.0, 3.0]), [-1, 0, 3], "i"),
+    "pandas int": (pd.Series(take(NUMBERS), index=list("fedcba")), NUMBERS, "i"),
+    "pandas Int64": (pd.Series(take(NUMBERS), dtype="Int64"), NUMBERS, "i"),
+    "polars int": (pl.Series(take(NUMBERS)), NUMBERS, "i"),
+    "column of int": (np.array(take(NUMBERS))[:, None], NUMBERS, "i"),
+    "matrix of one column": (np.asmatrix(take(NUMBERS)).T, NUMBERS, "i"),
+    "data frame of one column": (pd.DataFrame({"id": take(NUMBERS)}), NUMBERS, "i"),
+    "every other row": (np.repeat(take(NUMBERS), 2)[::2], NUMBERS, "i"),
+    "nothing masked": (np.ma.masked_array(take(NUMBERS), mask=False), NUMBERS, "i"),
+    "list of str": (take(NAMES), NAMES, "O"),
+    "numpy str": (np.array(take(NAMES)), NAMES, "U"),
+    "numpy object": (np.array(take(NAMES), dtype=object), NAMES, "O"),
+    "numpy StringDType": (np.array(take(NAMES), dtype=np.dtypes.StringDType()), NAMES, "O"),
+    "numpy bytes": (np.array(take([b"a", b"b", b"bb"])), [b"a", b"b", b"bb"], "S"),
+    "pandas str": (pd.Series(take(NAMES)), NAMES, "O"),
+    "pandas string": (pd.Series(take(NAMES), dtype="string"), NAMES, "O"),
+    "pandas object": (pd.Series(take(NAMES), dtype=object), NAMES, "O"),
+    "pandas index": (pd.Index(take(NAMES)), NAMES, "O"),
+    "polars str": (pl.Series(take(NAMES)), NAMES, "U"),
+    "polars categorical": (pl.Series(take(NAMES), dtype=pl.Categorical), NAMES, "O"),
+    "polars enum": (pl.Series(take(NAMES), dtype=pl.Enum([*NAMES[::-1], "unused"])), NAMES, "O"),
+    "categorical": (pd.Categorical(take(NAMES)), NAMES, "O"),
+    "ordered categorical, unused": (
+        pd.Categorical(take(NAMES), categories=["z", *NAMES[::-1], "a"], ordered=True),
+        NAMES,
+        "O",
+    ),
+    "categorical series": (pd.Series(take(NUMBERS), dtype="category"), NUMBERS, "i"),
+    "categorical index": (pd.CategoricalIndex(take(NAMES)), NAMES, "O"),
+    "categorical of fractions": (pd.Categorical(take([-0.5, 0.25, 2.0])), [-0.5, 0.25, 2.0], "f"),
+    "categorical, infinity unused": (
+        pd.Categorical(take([0.25, 0.5, 2.0]), categories=[2.0, 0.5, 0.25, np.inf]),
+        [0.25, 0.5, 2.0],
+        "f",
+    ),
+    "categorical, mixed unused": (pd.Categorical(take(NAMES), categories=[*NAMES, 1]), NAMES, "O"),
+    "categorical of zoned times": (
+        pd.Categorical(take(ZONED)),
+        [day(k) - pd.Timedelta(hours=1) for k in range(3)],
+        "M",
+    ),
+    "numpy datetime64": (np.array(take(DAYS), dtype="datetime64[D]"), DAYS, "M"),
+    "list of dates": (take(DAYS), DAYS, "M"),
+    "list of far dates": (
+        take([dt.date(1, 1, 1), dt.date(2020, 1, 1), dt.date(9999, 1, 1)]),
+        [dt.date(1, 1, 1), dt.date(2020, 1, 1), dt.date(9999, 1, 1)],
+        "M",
+    ),
+    "list of datetimes": (take(TIMES), TIMES, "M"),
+    "list of far datetimes": (
+        take([TIMES[0], TIMES[1], TIMES[2].replace(year=2920)]),
+        [TIMES[0], TIMES[1], TIMES[2].replace(year=2920)],
+        "M",
+    ),
+    "list of timestamps": (take([day(0), day(1), day(2)]), [day(0), day(1), day(2)], "M"),
+    "timestamps a nanosecond apart": (
+        take([day(0), day(0) + pd.Timedelta(1, "ns"), day(1)]),
+        [day(0), day(0) + pd.Timedelta(1, "ns"), day(1)],
+        "M",
+    ),
+    "list of zoned times": (
+        take(ZONED),
+        [day(k) - pd.Timedelta(hours=1) for k in range(3)],
+        "M",
+    ),
+    "several zones": (
+        take([day(0, tz="Asia/Tokyo"), day(0, tz="UTC"), day(0, tz="America/New_York")]),
+        [day(0) - pd.Timedelta(hours=9), day(0), day(0) + pd.Timedelta(hours=5)],
+        "M",
+    ),
+    "pandas zoned times": (
+        pd.Series(take(ZONED)),
+        [day(k) - pd.Timedelta(hours=1) for k in range(3)],
+        "M",
+    ),
+    "polars dates": (pl.Series(take(DAYS)), DAYS, "M"),
+    "polars datetimes": (pl.Series(take(TIMES)), TIMES, "M"),
+    "timedeltas": (
+        take([dt.timedelta(days=k) for k in (1, 2, 200_000)]),
+        [np.timedelta64(k, "D") for k in (1, 2, 200_000)],
+        "m",
+    ),
+    "decimals": (
+        take([decimal.Decimal(k) / 4 for k in range(3)]),
+        [decimal.Decimal(k) / 4 for k in range(3)],
+        "O",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_kinds_of_ids(case):
+    groups, ids, kind = KINDS[case]
+    expected = CODES if case != "range" else np.arange(6)
+    encoded = encode_clients(groups, 6)
+    np.testing.assert_array_equal(encoded.codes, expected)
+    assert encoded.codes.dtype == np.intp
+    assert encoded.ids.dtype.kind == kind
+    assert encoded.ids.dtype.isnative
+    assert [encoded.ids[k] == value for k, value in enumerate(ids)] == [True] * len(encoded.ids)
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_every_kind_matches_itself_and_only_itself(case):
+    groups, _, kind = KINDS[case]
+    encoded = encode_clients(groups, 6)
+    np.testing.assert_array_equal(match_clients(groups, 6, encoded.ids), encoded.codes)
+    without_first = np.where(encoded.codes == 0, -1, encoded.codes - 1)
+    np.testing.assert_array_equal(match_clients(groups, 6, encoded.ids[1:]), without_first)
+    other = np.array([1, 2]) if kind not in "iuf" else np.array(["a", "b"])
+    with pytest.raises(ValueError, match="give them in the type they had in fit"):
+        match_clients(groups, 6, other)
+
+
+@pytest.mark.parametrize("container", [list, np.array, pd.Series, pd.array, pl.Series])
+def test_booleans(container):
+    ids, codes = encode_clients(container([True, False, True]), 3)
+    assert ids.dtype == bool
+    assert ids.tolist() == [False, True]
+    assert codes.tolist() == [1, 0, 1]
+
+
+@quick
+@given(
+    st.one_of(
+        hnp.arrays(dtype, st.integers(1, 40), elements=hnp.from_dtype(np.dtype(dtype)))
+        for dtype in ("int64", "int8", "uint16", "uint64", "bool", "U3", "S2", "datetime64[s]")
+    )
+)
+def test_arrays_as_unique_has_them(groups):
+    if groups.dtype.kind == "M":
+        groups = np.where(np.isnat(groups), np.datetime64(0, "s"), groups)
+    ids, codes = encode_clients(groups, len(groups))
+    expected_ids, expected_codes = np.unique(groups, return_inverse=True)
+    np.testing.assert_array_equal(ids, expected_ids)
+    np.testing.assert_array_equal(codes, expected_codes)
+    assert ids.dtype == groups.dtype
+
+
+@quick
+@given(st.lists(st.text(max_size=4), min_size=1, max_size=30), st.randoms())
+def test_strings_and_shuffles(groups, random):
+    ids, codes = encode_clients(groups, len(groups))
+    assert ids.tolist() == sorted(set(groups))
+    assert ids[codes].tolist() == groups
+    shuffled = groups.copy()
+    random.shuffle(shuffled)
+    again = encode_clients(shuffled, len(groups))
+    assert again.ids.tolist() == ids.tolist()
+    assert again.ids[again.codes].tolist() == shuffled
+
+
+@quick
+@given(st.lists(st.integers(-3, 3), min_size=1, max_size=30), st.integers(-(2**62), 2**62))
+def test_dense_and_hashed_integers_agree(offsets, base):
+    dense = np.array(offsets) + base
+    sparse = np.array(offsets) * 2**59
+    np.testing.assert_array_equal(encode_clients(dense, len(dense)).codes, _unique_codes(offsets))
+    np.testing.assert_array_equal(encode_clients(sparse, len(dense)).codes, _unique_codes(offsets))
+
+
+def _unique_codes(values):
+    return np.unique(values, return_inverse=True)[1]
+
+
+@quick
+@given(st.lists(st.sampled_from([-0.5, 0.1, 2.0, 1e300]), min_size=1, max_size=20), st.randoms())
+def test_categoricals_do_not_depend_on_their_categories(values, random):
+    categories = [-0.5, 0.1, 2.0, 1e300, 7.0]
+    random.shuffle(categories)
+    ids, codes = encode_clients(pd.Categorical(values, categories=categories), len(values))
+    assert ids.tolist() == sorted(set(values))
+    assert ids[codes].tolist() == values
+
+
+def test_no_rows():
+    assert encode_clients(np.empty(0, dtype=int), 0).ids.shape == (0,)
+    for nothing in ([], np.empty(0), np.empty(0, dtype=object)):
+        assert match_clients(nothing, 0, np.array(["a", "b"])).shape == (0,)
+
+
+MISSING = "who contains a missing id \\(None or NaN\\) in row 1"
+NOT_FINITE = "who contains NaN or infinity in row 1"
+BAD = {
+    "wrong length": ([1, 2], "who has 2 ids, but X has 3 rows"),
+    "wrong length of a categorical": (pd.Categorical([1, 2]), "who has 2 ids, but X has 3 rows"),
+    "None": ([1, None, 2], MISSING),
+    "None among strings": (["a", None, "b"], MISSING),
+    "NaN": (np.array([1, np.nan, 2]), NOT_FINITE),
+    "NaN in a list": ([1.0, np.nan, 2.0], MISSING),
+    "NaN among strings": (["a", np.nan, "b"], MISSING),
+    "infinity": (np.array([1, np.inf, 2]), NOT_FINITE),
+    "NaT": (np.array([0, "NaT", 1], dtype="datetime64[D]"), MISSING),
+    "NaT among timestamps": ([day(0), pd.NaT, day(1)], MISSING),
+    "NaT of timedeltas": (np.array([0, "NaT", 1], dtype="timedelta64[D]"), MISSING),
+    "pd.NA": ([1, pd.NA, 2], MISSING),
+    "pandas Int64": (pd.array([1, None, 2]), NOT_FINITE),
+    "pandas string": (pd.array(["a", None, "b"]), MISSING),
+    "pandas boolean": (pd.array([True, None, False]), MISSING),
+    "pandas str": (pd.Series(["a", None, "b"]), MISSING),
+    "categorical": (pd.Categorical(["a", None, "b"]), MISSING),
+    "categorical of infinity": (pd.Categorical([1.5, np.inf, 2]), "an infinite id in row 1"),
+    "polars int": (pl.Series([1, None, 2]), NOT_FINITE),
+    "polars str": (pl.Series(["a", None, "b"]), MISSING),
+    "polars categorical": (pl.Series(["a", None, "b"], dtype=pl.Categorical), MISSING),
+    "masked": (np.ma.masked_array([1, 2, 3], mask=[0, 1, 0]), MISSING),
+    "int and str": ([1, "a", 2], r"mixes ids of different types \(int, str\)"),
+    "bool and int": ([True, 2, 3], r"mixes ids of different types \(bool, int\)"),
+    "int and float": ([1, 2.0, 3], r"mixes ids of different types \(float, int\)"),
+    "date and datetime": (
+        [DAYS[0], DAYS[1], TIMES[2]],
+        r"mixes ids of different types \(date, datetime\)",
+    ),
+    "mixed categorical": (pd.Categorical([1, "a", 2]), "mixes ids of different types"),
+    "some with a zone": ([day(0), day(1), ZONED[2]], "all with a time zone or none"),
+    "tuples": ([(1,), (1, 2), (3,)], "who holds ids of type tuple; expected integers"),
+    "uuids": ([uuid.UUID(int=k) for k in range(3)], "who holds ids of type UUID"),
+    "intervals": (pd.cut(pd.Series([1.0, 2, 3]), 2), "who holds ids of type Interval"),
+    "fraction": (np.array([1, 2.5, 3]), "who holds the float id 2.5"),
+    "float above 2**53": (np.array([1, 2.0**54, 3]), "float ids must be whole numbers"),
+    "huge integers": ([1, 2**70, 3], "no 64-bit type can hold"),
+    "negative and huge": ([-1, 2**63, 3], "no 64-bit type can hold"),
+    "complex": (np.array([1j, 2, 3]), "must hold integers, strings, booleans or dates"),
+    "two columns": (np.zeros((3, 2), dtype=int), r"one client id per row.*shape \(3, 2\)"),
+    "frame of two columns": (pd.DataFrame(np.eye(3, 2)), r"shape \(3, 2\)"),
+    "row": (np.zeros((1, 3), dtype=int), r"shape \(1, 3\)"),
+    "scalar": (3, r"shape \(\)"),
+    "string": ("abc", r"shape \(\)"),
+    "set": ({1, 2, 3}, r"shape \(\)"),
+    "sparse": (sp.csr_array([[1], [2], [3]]), r"shape \(\)"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_ids_are_named(case):
+    groups, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        encode_clients(groups, 3, name="who")
+
+
+@pytest.mark.parametrize(
+    ("groups", "known", "expected"),
+    [
+        ([1, 9], np.array([1, 2], dtype=np.int8), [0, -1]),
+        ([300, 2], np.array([1, 2], dtype=np.int8), [-1, 1]),
+        ([1.0, 2.0], np.array([1, 2]), [0, 1]),
+        (pd.Categorical([1.0, 2.5]), np.array([1, 2]), [0, -1]),
+        ([1, 2], np.array([1.0, 2.5]), [0, -1]),
+        (np.array([2**63 + 1, 5], dtype=np.uint64), np.array([2**63, 2**63 + 1]), [1, -1]),
+        (np.array([2**53 + 1, 2**53], dtype=np.uint64), np.array([2**53, 2**53 + 1]), [1, 0]),
+        (np.array([2**64 - 1], dtype=np.uint64), np.array([-1, 4]), [-1]),
+        (np.array(["a", "long"]), np.array(["a", "lo"], dtype=object), [0, -1]),
+        (pl.Series(["lo", "x"]), np.array(["a", "lo"]), [1, -1]),
+        ([dt.date(2020, 1, 2)], np.array(["2020-01-01", "2020-01-02"], "datetime64[us]"), [1]),
+        ([dt.datetime(2020, 1, 2)], np.array(["2020-01-01", "2020-01-02"], "datetime64[D]"), [1]),
+        ([day(1, tz="UTC")], np.array(["2020-01-01", "2020-01-02"], "datetime64[ns]"), [1]),
+    ],
+)
+def test_match_across_containers_of_one_kind(groups, known, expected):
+    assert match_clients(groups, len(groups), known).tolist() == expected
+
+
+@quick
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=20),
+    st.lists(st.integers(0, 20), min_size=1, max_size=20),
+)
+def test_match_is_a_dictionary_look_up(groups, seen):
+    known = np.unique(seen)
+    position = {client: k for k, client in enumerate(known.tolist())}
+    expected = [position.get(client, -1) for client in groups]
+    assert match_clients(groups, len(groups), known).tolist() == expected
+    names = np.array([f"c{client:02d}" for client in known])
+    assert match_clients([f"c{k:02d}" for k in groups], len(groups), names).tolist() == expected
+
+
+def test_match_names_both_kinds():
+    with pytest.raises(
+        ValueError,
+        match=r"who holds string ids \(such as '1'\), but .* fit have number ids \(such as .*1\)",
+    ):
+        match_clients(["1", "2"], 2, np.array([1, 2]), name="who")
+    for groups, known in (([True], [0, 1]), ([b"a"], ["a", "b"]), ([day(0)], [0, 1])):
+        with pytest.raises(ValueError, match="give them in the type they had in fit"):
+            match_clients(groups, 1, np.array(known))
+
+
+@quick
+@given(st.data())
+def test_segment_sums_are_the_loop(data):
+    n_clients = data.draw(st.integers(1, 6))
+    codes = np.array(data.draw(st.lists(st.integers(0, n_clients - 1), max_size=25)), dtype=np.intp)
+    shape = data.draw(st.sampled_from([(len(codes),), (len(codes), 1), (len(codes), 3)]))
+    values = data.draw(hnp.arrays(float, shape, elements=st.floats(-9, 9, allow_subnormal=False)))
+    expected = np.zeros((n_clients, *shape[1:]))
+    for code, value in zip(codes, values, strict=True):
+        expected[code] += value
+    np.testing.assert_allclose(segment_sums(values, codes, n_clients), expected, atol=1e-12)
+    assert row_counts(codes, n_clients).tolist() == [sum(codes == k) for k in range(n_clients)]
+
+
+def test_segment_sums_of_several_blocks(monkeypatch):
+    rng = np.random.default_rng(0)
+    codes, values = rng.integers(0, 5, 50), rng.normal(size=(50, 2))
+    whole = segment_sums(values, codes, 5)
+    monkeypatch.setattr(_clients, "_BLOCK", 7)
+    np.testing.assert_allclose(segment_sums(values, codes, 5), whole, rtol=1e-13)
+    assert segment_sums(np.ones(50, dtype=bool), codes, 5).tolist() == row_counts(codes, 5).tolist()
+
+
+@quick
+@given(st.lists(st.integers(0, 7), max_size=40))
+def test_rows_by_client_are_stable_and_complete(values):
+    codes = np.array(values, dtype=np.intp)
+    order, offsets = rows_by_client(codes, 8)
+    np.testing.assert_array_equal(order, np.argsort(codes, kind="stable"))
+    np.testing.assert_array_equal(np.diff(offsets), row_counts(codes, 8))
+    for k in range(8):
+        assert (codes[order[offsets[k] : offsets[k + 1]]] == k).all()
+
+
+X = np.array([[1.5, 7.0, 0.0], [2.5, 8.0, 0.25], [3.5, 9.0, 0.0]])
+FRAME = pd.DataFrame({"a": [1.5, 2.5, 3.5], "id": ["x", "y", "x"], "b": [7.0, 8.0, 9.0]})
+
+
+@pytest.mark.parametrize("column", [2, -1, np.int64(2)])
+@pytest.mark.parametrize("table", [np.asarray, sp.csr_array, sp.csc_matrix, sp.coo_array])
+def test_split_of_arrays(table, column):
+    rest, ids = split_client_column(table(X), column)
+    dense = rest.toarray() if sp.issparse(rest) else rest
+    np.testing.assert_array_equal(dense, X[:, :2])
+    assert not sp.issparse(rest) or rest.format == table(X).format
+    assert encode_clients(ids, 3).ids.tolist() == [0.0, 0.25]
+    assert encode_clients(ids, 3).codes.tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("column", ["id", 1, -2, np.int64(1)])
+@pytest.mark.parametrize("table", [lambda frame: frame, pl.from_dict], ids=["pandas", "polars"])
+def test_split_of_frames(table, column):
+    frame = table(FRAME if table is not pl.from_dict else FRAME.to_dict("list"))
+    rest, ids = split_client_column(frame, column)
+    assert type(rest) is type(frame)
+    assert list(rest.columns) == ["a", "b"]
+    np.testing.assert_array_equal(rest["b"].to_numpy(), [7.0, 8.0, 9.0])
+    assert encode_clients(ids, 3).codes.tolist() == [0, 1, 0]
+
+
+def test_split_prefers_names_to_positions():
+    frame = pd.DataFrame(X, columns=[2, 1, 0])
+    np.testing.assert_array_equal(split_client_column(frame, 0)[0], X[:, :2])
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "message"),
+    [
+        (FRAME, "nobody", r"'nobody' is not a column of X, which has \['a', 'id', 'b'\]"),
+        (FRAME, 3, "3 is not a column of X"),
+        (X, "id", "'id' is a name, but X is a ndarray without column names"),
+        (X, 3, "3 is out of range: X has 3 columns"),
+        (X, -4, "-4 is out of range"),
+        (X[0], 0, "Expected 2D array, got 1D array"),
+        (np.array([[1, np.nan], [2, 3]]), 1, "client column 1 contains a missing id.* in row 0"),
+        (np.array([[1, 3], [2, np.inf]]), 1, "client column 1 contains a missing id.* in row 1"),
+        (FRAME.assign(id=[1, None, 2]), "id", "client column 'id' contains a missing id.* row 1"),
+    ],
+)
+def test_split_of_bad_tables(table, column, message):
+    with pytest.raises(ValueError, match=message):
+        split_client_column(table, column)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        ([1, 2, 1], np.array([1.0, 2.0, 1.0]), True),
+        (["a", "b", "a"], pd.Categorical(["a", "b", "a"], categories=["b", "a"]), True),
+        ([1, 2, 1], [1, 2, 2], False),
+        ([1, 2, 1], [1, 3, 1], False),
+        ([1, 2, 1], ["1", "2", "1"], False),
+        ([1, 2, 1], DAYS, False),
+        ([1, 1, 1], [1, 2, 1], False),
+    ],
+)
+def test_same_ids(first, second, same):
+    assert same_ids(first, second, 3) is same
+    assert same_ids(second, first, 3) is same

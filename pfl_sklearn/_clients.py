@@ -89,8 +89,7 @@ def match_clients(groups: Any, n_rows: int, known: Array, name: str = "groups") 
     if kind != known_kind:
         raise ValueError(
             f"{name} holds {kind} ids (such as {_shown(new.ids[0])}), but the clients seen in fit "
-            f"have {known_kind} ids (such as {_shown(known[0])}); give them in the type they had in "
-            "fit."
+            f"have {known_kind} ids (such as {_shown(known[0])}); give them in the same type."
         )
     return pd.Index(known).get_indexer(pd.Index(new.ids))[new.codes]
 

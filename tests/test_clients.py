@@ -177,7 +177,7 @@ def test_every_kind_matches_itself_and_only_itself(case):
     without_first = np.where(encoded.codes == 0, -1, encoded.codes - 1)
     np.testing.assert_array_equal(match_clients(groups, 6, encoded.ids[1:]), without_first)
     other = np.array([1, 2]) if kind not in "iuf" else np.array(["a", "b"])
-    with pytest.raises(ValueError, match="give them in the type they had in fit"):
+    with pytest.raises(ValueError, match="give them in the same type"):
         match_clients(groups, 6, other)
 
 
@@ -350,7 +350,7 @@ def test_match_names_both_kinds():
     ):
         match_clients(["1", "2"], 2, np.array([1, 2]), name="who")
     for groups, known in (([True], [0, 1]), ([b"a"], ["a", "b"]), ([day(0)], [0, 1])):
-        with pytest.raises(ValueError, match="give them in the type they had in fit"):
+        with pytest.raises(ValueError, match="give them in the same type"):
             match_clients(groups, 1, np.array(known))
 
 

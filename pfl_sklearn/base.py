@@ -35,8 +35,9 @@ class ClientMixin:
     column of `X` and :class:`~pfl_sklearn.compose.ClientColumn` takes them out.
 
     A subclass calls ``_encode_fit`` in ``fit`` and ``_encode_predict`` wherever it predicts, and
-    names its fitted attributes in `_client_attributes` (arrays with clients first) and
-    `_population_attributes` (what the population model consists of).
+    names its fitted attributes in `_client_attributes` (arrays with clients first),
+    `_population_attributes` (what the population model consists of) and `_state_attributes` (what
+    its methods need besides, and does not depend on the data).
     """
 
     __metadata_request__fit = {"groups": True}
@@ -50,6 +51,7 @@ class ClientMixin:
 
     _client_attributes: tuple[str, ...] = ()
     _population_attributes: tuple[str, ...] = ()
+    _state_attributes: tuple[str, ...] = ()
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "privacy_")
@@ -137,6 +139,8 @@ class ClientMixin:
         check_is_fitted(self)
         self._require_fitted("clients_")
         clients = self.clients_  # type: ignore[attr-defined]
+        if not np.isscalar(client_id) and np.ndim(client_id):
+            raise ValueError(f"client_id must be one id; got {client_id!r}.")
         found = match_clients(pd.Categorical([client_id]), 1, clients, "client_id")
         if found[0] < 0:
             raise ValueError(
@@ -179,12 +183,8 @@ class ClientMixin:
         model = clone(self)
         if "random_state" in model.get_params(deep=False):
             model.set_params(random_state=None)
-        for name in (
-            "privacy_",
-            "n_features_in_",
-            "feature_names_in_",
-            *self._population_attributes,
-        ):
+        shared = ("privacy_", "n_features_in_", "feature_names_in_", *self._state_attributes)
+        for name in (*shared, *self._population_attributes):
             if hasattr(self, name):
                 setattr(model, name, copy.deepcopy(getattr(self, name)))
         return model

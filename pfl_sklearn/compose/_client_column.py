@@ -4,7 +4,7 @@ from numbers import Integral
 
 from sklearn import config_context
 from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone
-from sklearn.utils import get_tags
+from sklearn.utils import check_array, get_tags
 from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -102,9 +102,20 @@ class ClientColumn(MetaEstimatorMixin, BaseEstimator):
         -------
         self
         """
-        rest, params = self._split(X, params, fitting=True)
+        if not hasattr(X, "columns"):
+            X = check_array(
+                X,
+                dtype=None,
+                accept_sparse=True,
+                ensure_all_finite=False,
+                ensure_min_features=2,
+                estimator=self,
+            )
+        rest, params = self._split(X, params)
         with config_context(enable_metadata_routing=True):
-            self.estimator_ = clone(self.estimator).fit(rest, y, **params)
+            fitted = clone(self.estimator).fit(rest, y, **params)
+        validate_data(self, X, skip_check_array=True)
+        self.estimator_ = fitted
         return self
 
     @available_if(_inner_has("predict"))
@@ -177,25 +188,19 @@ class ClientColumn(MetaEstimatorMixin, BaseEstimator):
 
     def _call(self, method, X, *y, **params):
         check_is_fitted(self)
+        if hasattr(X, "columns"):
+            validate_data(self, X, reset=False, skip_check_array=True)
+        else:
+            X = validate_data(
+                self, X, reset=False, dtype=None, accept_sparse=True, ensure_all_finite=False
+            )
         rest, params = self._split(X, params)
         estimator = self.estimator_ if method == "score" else predicting_estimator(self.estimator_)
         with config_context(enable_metadata_routing=True):
             return getattr(estimator, method)(rest, *y, **params)
 
-    def _split(self, X, params, fitting=False):
+    def _split(self, X, params):
         """The other columns, and the parameters with the column as groups."""
-        if hasattr(X, "columns"):
-            validate_data(self, X, reset=fitting, skip_check_array=True)
-        else:
-            X = validate_data(
-                self,
-                X,
-                reset=fitting,
-                dtype=None,
-                accept_sparse=True,
-                ensure_all_finite=False,
-                ensure_min_features=2 if fitting else 1,
-            )
         rest, ids = split_client_column(X, self.column)
         given = params.get("groups")
         if given is not None and not same_ids(given, ids, num_samples(X)):

@@ -20,6 +20,7 @@ from pfl_sklearn.estimation._counts import (
     encode_labels,
 )
 from pfl_sklearn.estimation._proportion_estimates import (
+    keep_own,
     matched_quantiles,
     single_client,
     with_average,
@@ -40,7 +41,14 @@ from pfl_sklearn.privacy._noise import noise_generator
 from pfl_sklearn.privacy._report import private_report, warn_once
 
 _RELEASED = ("population_mean_", "population_mean_std_", "prior_", "icc_")
-_PRIVATE = ("means_", "stds_", "shrinkage_", "local_means_", "clients_")
+_PRIVATE = (
+    "means_",
+    "stds_",
+    "shrinkage_",
+    "local_means_",
+    "clients_",
+    "n_samples_per_client_",
+)
 # (prior, method) pairs that each way of pooling supports.
 _SUPPORTED = {
     "none": {"BetaPrior": ("ml", "moments", "printed", "printed_eq32"), "GridPrior": ("ml",)},
@@ -81,7 +89,7 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
     epsilon : float in (0, inf], default=inf
         Privacy of one client's whole data in what is pooled. Infinity: no privacy.
     delta : float in [0, 1), default=0.0
-        Local mechanisms are pure (0); ``trust="central"`` needs one above 0.
+        ``trust="central"`` needs one above 0; local mechanisms are pure and do not use it.
     trust : {"local", "central"}, default="local"
         Every client randomizes its own report, or a trusted server adds Gaussian noise to the
         histogram of counts (common number of trials) or to two moments.
@@ -168,6 +176,7 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
 
     _client_attributes = ("n_samples_per_client_", "means_", "stds_", "local_means_", "shrinkage_")
     _population_attributes = (*_RELEASED, "classes_")
+    _state_attributes = ("_posterior_is_exact",)
 
     _parameter_constraints = {
         "prior": "no_validation",
@@ -222,9 +231,9 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
         self
         """
         prior = self._check_parameters(sample_weight)
-        classes, labels = encode_labels(y)
+        classes, labels = encode_labels(y, both=math.isfinite(self.epsilon))
         rows = read_rows(self, X, labels, groups, sample_weight)
-        check_two_classes(classes, rows)
+        check_two_classes(classes, rows, private=math.isfinite(self.epsilon))
         ids, codes = rows.clients
         if rows.weights is None:
             trials = row_counts(codes, len(ids))
@@ -423,16 +432,15 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
         if self.method in _PRINTED and not prior.is_known:
             shares = table.per_client(table.successes / table.trials)
             return with_printed_weights(table, shares, self.method == "printed"), report
-        if not prior.is_known and np.all(table.trials == 1):
-            raise ValueError(
-                "every client has one trial, so the spread between clients cannot be told from "
-                "chance; give the prior (BetaPrior(alpha, beta)) or more rows per client."
-            )
+        if not prior.is_known:
+            _check_spread_is_identified(table)
         prior = prior.fit_counts(table.successes, table.trials, table.counts, self.method)
         return with_prior(table, prior), report
 
     def _fit_released(self, table, prior):
         """The same through what the clients release."""
+        if table.n_clients > 1 and self.mechanism != "one_bit":
+            _check_spread_is_identified(table)
         rng, seeded = noise_generator(self.random_state)
         way = self._choose_mechanism(table, prior)
         release = RELEASES[way](table, self.epsilon, self.delta, rng)
@@ -449,7 +457,8 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
         if way == "one_bit":
             minus_one = self.method == "printed"
             return with_printed_weights(table, release.messages, minus_one, cut=False), report
-        return _FROM_REPORTS[type(prior).__name__](table, prior, release), report
+        found = _FROM_REPORTS[type(prior).__name__](table, prior, release)
+        return (keep_own(found, table) if table.n_clients == 1 else found), report
 
     def _choose_mechanism(self, table, prior):
         """Name of the release, "auto" resolved."""
@@ -462,10 +471,11 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
             way = "subset_selection"
         else:
             way = "two_bit"
-        if way == "subset_selection" and n is None:
+        if way == "subset_selection" and (n is None or n > LARGEST_COUNT):
             raise ValueError(
-                "subset selection needs the same number of trials for every client; got "
-                f"{table.trials.min()} to {table.trials.max()}. Use mechanism='two_bit' or 'auto'."
+                "subset selection needs the same number of trials, at most "
+                f"{LARGEST_COUNT}, for every client; got {table.trials.min()} to "
+                f"{table.trials.max()}. Use mechanism='two_bit' or 'auto'."
             )
         if way == "two_bit" and type(prior).__name__ not in _SUPPORTED["two_bit"]:
             raise ValueError(
@@ -507,6 +517,14 @@ def _refine_grid(table, prior, release):
 
 
 _FROM_REPORTS = {"BetaPrior": _average_beta, "GridPrior": _refine_grid}
+
+
+def _check_spread_is_identified(table):
+    if np.all(table.trials == 1):
+        raise ValueError(
+            "every client has one trial, so the spread between clients cannot be told from "
+            "chance; give the prior (BetaPrior(alpha, beta)) or more rows per client."
+        )
 
 
 def _check_trust(estimator):

@@ -49,8 +49,12 @@ def count_table(successes, trials):
     return CountTable(pairs[:, 0], pairs[:, 1], counts, pair.ravel())
 
 
-def encode_labels(y):
-    """Sorted classes (at most two) and labels 0/1 as floats (n,)."""
+def encode_labels(y, both=False):
+    """Sorted classes (at most two) and labels 0/1 as floats (n,).
+
+    With `both`, labels of 0 or 1 alone count as two classes of which one does not occur: whether it
+    does would be a release of its own.
+    """
     if y is None:
         raise ValueError("BernoulliMean requires y to be passed, but the target y is None.")
     y = column_or_1d(y, warn=True)
@@ -65,15 +69,18 @@ def encode_labels(y):
         )
     if len(found):
         check_classification_targets(found)
+    if both and len(found) == 1 and found[0] in (0, 1):
+        return np.array([0, 1]).astype(found.dtype), np.full(len(y), float(found[0]))
     order = np.argsort(found, kind="stable")
     rank = np.empty(len(found))
     rank[order] = np.arange(len(found))
     return np.asarray(found)[order], rank[codes]
 
 
-def check_two_classes(classes, rows):
-    if len(classes) < 2 or np.all(rows.y == rows.y[0]):
+def check_two_classes(classes, rows, private):
+    if len(classes) < 2 or (not private and np.all(rows.y == rows.y[0])):
         only = classes[int(rows.y[0])] if len(rows.y) else None
+        only = only.item() if isinstance(only, np.generic) else only
         raise ValueError(
             f"BernoulliMean needs rows of two classes, but the data contains only one class: "
             f"{only!r}. For counts without successes use fit_counts."
@@ -93,6 +100,7 @@ def check_counts(successes, trials):
     check_whole("trials", trials)
     for wrong, message in (
         (trials < 1, "trials must be at least 1"),
+        (trials > 2**53, "trials must be at most 2**53"),
         (successes < 0, "successes must not be negative"),
         (successes > trials, "successes must not exceed trials"),
     ):

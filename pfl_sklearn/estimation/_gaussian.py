@@ -29,7 +29,15 @@ from pfl_sklearn.privacy._noise import noise_generator
 from pfl_sklearn.privacy._report import private_report, warn_once
 
 _RELEASED = ("population_mean_", "population_mean_std_", "prior_", "noise_variance_", "icc_")
-_PRIVATE = ("means_", "stds_", "shrinkage_", "local_means_", "clients_")
+_PRIVATE = (
+    "means_",
+    "stds_",
+    "shrinkage_",
+    "local_means_",
+    "clients_",
+    "n_samples_per_client_",
+    "log_likelihood_",
+)
 
 _COARSE = 0.1  # largest rounding variance, as a share of the sampling variance
 _DROWNED = (
@@ -58,7 +66,8 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         ``covariance_type="diag"`` every output has variances of its own.
     method : {"reml", "ml", "moments"}, default="reml"
         How unknown variances are estimated: restricted or full maximum likelihood of the client
-        means, or debiased moments (floored at 0).
+        means, or debiased moments (floored at 0). With a finite `epsilon` and central trust it
+        has no effect: moments are what is released.
     noise_variance : float, array-like of shape (d,) or None, default=None
         Variance :math:`\sigma_x^2` of a row around its client's mean. None: estimated.
     epsilon : float in (0, inf], default=inf
@@ -382,11 +391,11 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
             own = release.sampling_variances(rows.y, codes, table)
         if self.mechanism == "quantizer":
             return table, *self._fit_quantized(table, centre, shared_values(known))
+        if all(values is not None for values in known):
+            found = fit_exact(table, known, self.method, "diag")._replace(log_likelihood=math.nan)
+            return table, found, PrivacyReport.of_known_population(_RELEASED, _PRIVATE, len(ids))
         shared = shared_values(known)
         moments = release.client_moments(shared, self.clip_norm, self.trust, len(centre))
-        if moments is None:
-            found = fit_exact(table, known, self.method, "diag")
-            return table, found, PrivacyReport.of_known_population(_RELEASED, _PRIVATE, len(ids))
         if shared.noise is None:
             check_noise_is_identified(table)
         rng, seeded = noise_generator(self.random_state)
@@ -400,7 +409,8 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         if not found.trusted:
             warn_caller(_DROWNED, UserWarning)
         report = self._private_report(mechanism, moments, len(ids), seeded)
-        return table, shrink_releases(table, found, own), report
+        with np.errstate(over="ignore", invalid="ignore"):
+            return table, shrink_releases(table, found, own), report
 
     def _fit_quantized(self, table, centre, known):
         """Fitted population and report of quantized means."""

@@ -35,7 +35,7 @@ class Known(NamedTuple):
 
 
 def client_moments(known, radius, trust, d):
-    """Message that a client has to send for what is unknown, or None if nothing is.
+    """Message that a client has to send for what is unknown (something has to be).
 
     Under local trust the noise of every client counts, so that the bound on the sampling variance
     has to be tight: a ball that holds means in d coordinates with two standard deviations to spare
@@ -46,7 +46,7 @@ def client_moments(known, radius, trust, d):
     else:
         parts = known.mean is None or known.between is None, False, known.noise is None
         bound = d / (np.sqrt(d) + 2) ** 2
-    return ClientMoments(radius, *parts, bound) if any(parts) else None
+    return ClientMoments(radius, *parts, bound)
 
 
 def sampling_variances(y, codes, table):
@@ -69,18 +69,18 @@ def central_means(table, own_variances, moments, mechanism, centre, known, rng):
         mean = centre + released["mean"] / m
     between = known.between
     if between is None:
-        offset = np.sum((mean - centre) ** 2)
-        if known.mean is None:
-            offset -= d * (noise_std / m) ** 2
-        spread = (released["square"][0] / m - offset) / d - sampling.mean()
-        between = max(spread, square_std / (m * d))
+        around = released["square"][0] / m - np.sum((mean - centre) ** 2)
+        if known.mean is None:  # the estimated mean has noise, and follows the clients
+            around = (around + d * (noise_std / m) ** 2) * m / max(m - 1, 1)
+        between = max(around / d - sampling.mean(), square_std / (m * d)) if m > 1 else np.nan
     if known.mean is not None:
         return _around_known_mean(table, mean, between, noise, trusted)
     clipped = clip_l2(table.means - centre, moments.radius)
     n_others = max(m - 1, 1)
     others = centre + (released["mean"] - clipped) / n_others
-    total = np.sum(between + sampling) + noise_std**2
-    variance = (total - (between + sampling)) / n_others**2
+    spread = np.nan_to_num(between) + sampling
+    total = spread.sum() + noise_std**2
+    variance = (total - spread) / n_others**2
     return ReleasedMeans(
         mean, total / m**2, between, noise, *_alone(others, variance, table), trusted
     )

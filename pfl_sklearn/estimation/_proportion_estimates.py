@@ -68,6 +68,12 @@ def single_client(table, prior):
     )
 
 
+def keep_own(found, table):
+    """The same population, with one client that keeps its own share."""
+    own = single_client(table, found.prior)
+    return own._replace(mean=found.mean, mean_std=found.mean_std)
+
+
 def matched_quantiles(means, stds, tails):
     """Quantiles of the beta distributions with these means and standard deviations."""
     inner = (stds > 0) & (means > 0) & (means < 1)

@@ -266,7 +266,7 @@ def _search_ratio(model):
         lambda ratio: model.at_ratio(ratio)[1],
         slope,
         model.unit.min() * 1e-6,
-        max(1.0, model.unit.max()) * 1e9,
+        1e3 * (model.unit.max() + model.spread() / model.pooled_noise()),
         len(model.unit),
     )
     if model.at_ratio(0.0)[1] <= model.at_ratio(ratio)[1]:
@@ -295,14 +295,14 @@ def _search_between(model, noise):
 
 def _search_noise(model, between):
     """Between-client variance known."""
-    scale = (model.within + model.spread()) / max(model.within_dof, 1)
-    if model.within == 0 or scale == 0:
+    if model.within == 0:
         return model.components(between, 0.0)
+    pooled = model.pooled_noise()
     noise = _minimize(
         lambda value: model.criterion(between, value),
         lambda value: model.slope(between, value, 1),
-        scale * 1e-6,
-        scale * 1e3,
+        pooled * 1e-3,
+        10 * (pooled + model.spread() / model.unit.min()),
         len(model.unit),
     )
     return model.components(between, noise)

@@ -84,9 +84,9 @@ def client_scores(estimator, X, y, *, groups, scoring):
     ids, codes = encode_clients(groups, num_samples(X))
     order, offsets = rows_by_client(codes, len(ids))
     scorer = scorer_for(scoring, estimator)
-    scores = score_clients(scorer, Responses(estimator, X, groups), y, order, offsets)
+    scores = score_clients(scoring, scorer, Responses(estimator, X, groups), y, order, offsets)
     population = Responses(population_model(estimator), X, None)
-    baseline = score_clients(scorer, population, y, order, offsets)
+    baseline = score_clients(scoring, scorer, population, y, order, offsets)
     gain = scores - baseline
     table = pd.DataFrame(
         {

@@ -89,9 +89,30 @@ class Responses(BaseEstimator):
         return {"groups": self.groups}
 
 
-def score_clients(scorer, responses, y, order, offsets):
-    """Score (m,) of every client by rows ``order[offsets[i]:offsets[i + 1]]``; NaN if undefined."""
+# Scores that are means over rows: all clients at once.
+_ROW_SCORES = {
+    "neg_mean_squared_error": lambda y, predicted: -((y - predicted) ** 2),
+    "neg_mean_absolute_error": lambda y, predicted: -np.abs(y - predicted),
+    "accuracy": lambda y, predicted: (y == predicted).astype(float),
+}
+
+
+def score_clients(scoring, scorer, responses, y, order, offsets):
+    """Score (m,) of every client by rows ``order[offsets[i]:offsets[i + 1]]``; NaN if undefined.
+
+    `scorer` is the one that `scoring` names; no client may be without rows.
+    """
     y = np.asarray(y)
+    if isinstance(scoring, str) and scoring in _ROW_SCORES and y.ndim == 1:
+        predicted = responses.predict(None)
+        if np.shape(predicted) == y.shape:
+            rows = _ROW_SCORES[scoring](y, predicted)[order]
+            if np.isfinite(rows).all():
+                return np.add.reduceat(rows, offsets[:-1]) / np.diff(offsets)
+    return _score_one_by_one(scorer, responses, y, order, offsets)
+
+
+def _score_one_by_one(scorer, responses, y, order, offsets):
     scores = np.empty(len(offsets) - 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UndefinedMetricWarning)

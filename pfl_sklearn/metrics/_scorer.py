@@ -144,7 +144,7 @@ class ClientScorer:
         order, offsets = rows_by_client(codes, int(codes.max()) + 1)
         present = np.append(np.diff(offsets) > 0, False)
         bounds = np.append(offsets[:-1][present[:-1]], offsets[-1])
-        scores = score_clients(scorer, responses, y, rows[order], bounds)
+        scores = score_clients(self.scoring, scorer, responses, y, rows[order], bounds)
         scores = scores[np.isfinite(scores)]
         if not len(scores):
             raise ValueError(f"{self!r}: the score is not defined for any client.")

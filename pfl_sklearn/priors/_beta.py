@@ -12,6 +12,7 @@ from pfl_sklearn._compat import Interval
 
 _MAX_LOGIT = 30.0
 _SMALLEST_MEAN = 1e-12
+_GRID_POINTS = 24
 _MIN_CONCENTRATION = 1e-6
 
 
@@ -133,7 +134,7 @@ class BetaPrior(BaseEstimator):
             return clone(self)
         mean, concentration = moment_estimates(successes, trials, counts)
         if method == "ml":
-            mean, concentration = _beta_binomial_ml(successes, trials, counts, mean, concentration)
+            mean, concentration = _beta_binomial_ml(successes, trials, counts, mean)
         return self.with_moments(mean, concentration)
 
     def log_prob(self, theta):
@@ -210,7 +211,7 @@ def largest_concentration(trials):
     return 1e4 * max(float(np.max(trials)), 100.0)
 
 
-def _beta_binomial_ml(successes, trials, counts, mean, concentration):
+def _beta_binomial_ml(successes, trials, counts, mean):
     """Mean and concentration of largest marginal likelihood."""
     failures, share = trials - successes, counts / counts.sum()
 
@@ -225,7 +226,11 @@ def _beta_binomial_ml(successes, trials, counts, mean, concentration):
         ]
         return -value, -_chain(slopes, mean, total)
 
-    return _maximize(negative, mean, concentration, largest_concentration(trials))
+    largest = largest_concentration(trials)
+    grid = np.geomspace(1e-2, largest, _GRID_POINTS)
+    point = logit(np.clip(mean, 1e-9, 1 - 1e-9))
+    values = [negative((point, np.log(total)))[0] for total in grid]
+    return _maximize(negative, mean, grid[int(np.argmin(values))], largest)
 
 
 def _chain(slopes, mean, total):
@@ -244,7 +249,7 @@ def _maximize(negative, mean, concentration, largest):
     bounds = [(-_MAX_LOGIT, _MAX_LOGIT), (np.log(_MIN_CONCENTRATION), np.log(largest))]
     start = [
         np.clip(logit(mean), -_MAX_LOGIT, _MAX_LOGIT),
-        np.log(np.clip(concentration, 1e-2, largest / 10)),
+        np.log(concentration),
     ]
     found = minimize(
         negative,

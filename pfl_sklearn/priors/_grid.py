@@ -1,6 +1,6 @@
 """Non-parametric population prior of proportions on a grid."""
 
-from numbers import Integral
+from numbers import Integral, Real
 
 import numpy as np
 from scipy.optimize import nnls
@@ -15,9 +15,11 @@ _SUM_WEIGHT = 1e3
 
 
 class GridPrior(BaseEstimator):
-    r"""Any distribution of the clients' proportions, as weights on an even grid over [0, 1].
+    r"""Any distribution of the clients' proportions, as weights on an even grid.
 
-    .. math:: P(p_i = g_k) = w_k, \qquad g_k = k / (K - 1), \quad k = 0, \dots, K - 1.
+    .. math::
+
+        P(p_i = g_k) = w_k, \qquad g_k = l + (h - l) k / (K - 1), \quad k = 0, \dots, K - 1.
 
     Parameters
     ----------
@@ -25,6 +27,9 @@ class GridPrior(BaseEstimator):
         Size K of the grid.
     weights : array-like of shape (n_points,) or None, default=None
         Known weights, non-negative and summing to 1. None: estimated.
+    low, high : float in [0, 1] or None, default=None
+        Ends l and h of the grid. None: 0 and 1; but where weights are estimated from exact counts,
+        the smallest and the largest share of successes, between which the estimate lies.
 
     See Also
     --------
@@ -56,11 +61,15 @@ class GridPrior(BaseEstimator):
     _parameter_constraints = {
         "n_points": [Interval(Integral, 2, None, closed="left")],
         "weights": ["array-like", None],
+        "low": [Interval(Real, 0, 1, closed="both"), None],
+        "high": [Interval(Real, 0, 1, closed="both"), None],
     }
 
-    def __init__(self, n_points=201, weights=None):
+    def __init__(self, n_points=201, weights=None, low=None, high=None):
         self.n_points = n_points
         self.weights = weights
+        self.low = low
+        self.high = high
 
     @property
     def is_known(self):
@@ -79,11 +88,20 @@ class GridPrior(BaseEstimator):
     @property
     def support(self):
         """Grid (n_points,)."""
-        return np.linspace(0.0, 1.0, self.n_points)
+        low, high = self._ends(0.0, 1.0)
+        return np.linspace(low, high, self.n_points)
 
     def with_weights(self, weights):
         """Copy of this prior with known weights."""
         return clone(self).set_params(weights=weights)
+
+    def _ends(self, low, high):
+        """Given ends of the grid, or these."""
+        low = low if self.low is None else self.low
+        high = high if self.high is None else self.high
+        if low > high:
+            raise ValueError(f"low of GridPrior must not be above high; got {low:g} and {high:g}.")
+        return low, high
 
     def moments(self):
         """Mean and variance of a known prior."""
@@ -125,13 +143,30 @@ class GridPrior(BaseEstimator):
         """
         if self.is_known:
             return clone(self)
-        return self.with_weights(mixing_weights(self.likelihood(successes, trials), counts))
+        shares = successes / trials
+        low, high = self._ends(float(shares.min()), float(shares.max()))
+        ranged = clone(self).set_params(low=low, high=high)
+        return ranged.with_weights(mixing_weights(ranged.likelihood(successes, trials), counts))
 
     def likelihood(self, successes, trials):
-        """Binomial likelihood (n_pairs, n_points) at the grid, each row over its largest value."""
+        """Binomial likelihood (n_pairs, n_points) at the grid, each row over its largest value.
+
+        Of the points with a known weight of 0 only that.
+        """
         log = xlogy(successes[:, None], self.support)
         log = log + xlog1py((trials - successes)[:, None], -self.support)
-        return np.exp(log - log.max(axis=1, keepdims=True))
+        if self.weights is not None:
+            log = np.where(np.asarray(self.weights) > 0, log, -np.inf)
+        largest = log.max(axis=1, keepdims=True)
+        impossible = np.flatnonzero(np.isneginf(largest[:, 0]))
+        if len(impossible):
+            first = impossible[0]
+            raise ValueError(
+                f"{successes[first]} successes in {trials[first]} trials are impossible at every "
+                f"point of the GridPrior with a weight, from {self.support[0]:g} to "
+                f"{self.support[-1]:g}; give it more points or another range."
+            )
+        return np.exp(log - largest)
 
     def log_prob(self, theta):
         """Log weight of the grid points nearest to proportions, under a known prior.
@@ -191,9 +226,11 @@ class GridPrior(BaseEstimator):
 
     def _nearest(self, theta):
         theta = check_array(theta, dtype=float, ensure_2d=False).ravel()
-        if not ((theta >= 0) & (theta <= 1)).all():
-            raise ValueError("theta must lie within [0, 1] for a GridPrior.")
-        return np.rint(theta * (self.n_points - 1)).astype(np.intp)
+        low, high = self._ends(0.0, 1.0)
+        if not ((theta >= low) & (theta <= high)).all():
+            raise ValueError(f"theta must lie within [{low:g}, {high:g}] for this GridPrior.")
+        width = max(high - low, np.finfo(float).tiny)
+        return np.rint((theta - low) / width * (self.n_points - 1)).astype(np.intp)
 
 
 def mixing_weights(likelihood, counts, tolerance=1e-6):

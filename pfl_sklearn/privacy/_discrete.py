@@ -224,10 +224,9 @@ class SubsetSelection:
     def privatize(self, categories: npt.NDArray[np.int64], rng: np.random.Generator) -> Bools:
         """Subsets (m, k) as membership, for categories (m,) in 0..k-1."""
         m, k = len(categories), self.n_categories
-        chance = self.inside_probability
-        inside = bernoulli(np.full(m, chance), 0.0, rng)
+        outside = bernoulli(np.full(m, self._outside(self.subset_size)), math.ulp(0.0), rng)
         order = rng.random((m, k))
-        order[np.arange(m), categories] = np.where(inside, -1.0, 2.0)
+        order[np.arange(m), categories] = np.where(outside, 2.0, -1.0)
         chosen = np.argpartition(order, self.subset_size - 1, axis=1)[:, : self.subset_size]
         subsets = np.zeros((m, k), dtype=bool)
         np.put_along_axis(subsets, chosen, True, axis=1)
@@ -249,6 +248,11 @@ class SubsetSelection:
 
     def _inside(self, size: int) -> float:
         return size / (size + (self.n_categories - size) * math.exp(-self.epsilon))
+
+    def _outside(self, size: int) -> float:
+        """Probability that a subset lacks the true category, precise where it is tiny."""
+        rest = (self.n_categories - size) * math.exp(-self.epsilon)
+        return rest / (size + rest)
 
     def _other(self, size: int) -> float:
         """Probability that a subset holds a given category that is not the true one."""

@@ -146,6 +146,12 @@ class GaussianMechanism:
         """Variance that the release adds to every coordinate."""
         return self.noise_std**2
 
+    @property
+    def grid(self) -> float:
+        """Step of the public grid that releases are rounded to: a power of two, about a millionth
+        of the noise, so that low-order bits tell nothing of the exact value."""
+        return 2.0 ** (math.floor(math.log2(self.noise_std)) - 20)
+
     def privatize(self, messages: Floats, rng: np.random.Generator) -> Floats:
         """Release messages (m, p): noisy ones (local), or one noisy sum (p,) (central).
 
@@ -154,7 +160,8 @@ class GaussianMechanism:
         exact = messages
         if self.trust == "central" and messages.ndim == 2:
             exact = messages.sum(axis=0)
-        return exact + rng.normal(0.0, self.noise_std, size=exact.shape)
+        noisy = exact + rng.normal(0.0, self.noise_std, size=exact.shape)
+        return np.rint(noisy / self.grid) * self.grid
 
     def under_add_remove(self, sensitivity: float) -> tuple[tuple[str, float], ...]:
         """Epsilon at the same delta when one client comes or goes, given that L2 sensitivity."""
@@ -164,7 +171,7 @@ class GaussianMechanism:
         """What the privacy report says of this mechanism."""
         where = "the sum over clients" if self.trust == "central" else "every client's message"
         return {
-            "mechanism": f"analytic Gaussian mechanism on {where}",
+            "mechanism": f"analytic Gaussian mechanism on {where}, rounded to a grid",
             "epsilon": self.epsilon,
             "delta": self.delta,
             "noise_std": self.noise_std,

@@ -107,13 +107,16 @@ def gdp_mu(epsilon: float, delta: float) -> float:
     _check_delta(delta, lowest=math.ulp(0.0))
     if math.isinf(epsilon):
         return math.inf
-    log_mu = brentq(
-        lambda value: gdp_delta(math.exp(value), epsilon) - delta,
-        _SMALLEST_LOG_MU,
-        _LARGEST_LOG_MU,
-        xtol=1e-13,
-    )
-    return math.exp(float(log_mu))
+
+    def excess(log_mu: float) -> float:
+        return gdp_delta(math.exp(log_mu), epsilon) - delta
+
+    if excess(_SMALLEST_LOG_MU) > 0 or excess(_LARGEST_LOG_MU) < 0:
+        raise ValueError(
+            f"no Gaussian noise can be calibrated to epsilon={epsilon!r} and delta={delta!r} in "
+            "floating point; choose less extreme values."
+        )
+    return math.exp(float(brentq(excess, _SMALLEST_LOG_MU, _LARGEST_LOG_MU, xtol=1e-13)))
 
 
 def compose_gdp(mus: Iterable[float]) -> float:

@@ -30,9 +30,9 @@ def bernoulli(
 ) -> npt.NDArray[np.bool_]:
     """Bits that are 1 with `probability`, compared as integers.
 
-    Thresholds are kept within [lowest, 1 - lowest] after rounding, so that rounding never raises
-    the odds that a local randomizer promises.
+    Probabilities are rounded up to multiples of 2**-52 and kept within [lowest, 1 - lowest], so
+    that rounding never raises the odds that a local randomizer promises.
     """
     floor = int(np.ceil(lowest * _RESOLUTION))
-    threshold = np.clip(np.rint(probability * _RESOLUTION), floor, _RESOLUTION - floor)
+    threshold = np.clip(np.ceil(probability * _RESOLUTION), floor, _RESOLUTION - floor)
     return rng.integers(0, _RESOLUTION, size=threshold.shape) < threshold.astype(np.int64)

@@ -7,9 +7,12 @@ import json
 import math
 import textwrap
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Self
 
 from sklearn.base import BaseEstimator
+from sklearn.frozen import FrozenEstimator
+from sklearn.pipeline import Pipeline
 from sklearn.utils import get_tags
 from sklearn.utils.validation import check_is_fitted
 
@@ -19,6 +22,9 @@ from pfl_sklearn._warnings import warn_caller
 __all__ = ["PrivacyReport", "PrivacyWarning", "privacy_of"]
 
 _SCHEMA_VERSION = 1
+_PACKAGE = "pfl_sklearn."
+# Fitted attributes of estimators that are made of others.
+_NESTED = ("estimator", "estimator_", "estimators", "estimators_", "calibrated_classifiers_")
 _RELATION_NAMES = {
     "replace_one": "one client's whole data replaced by any other",
     "add_remove": "one client added or removed",
@@ -121,6 +127,8 @@ class PrivacyReport:
             0.0,
             0.0,
             "nothing is released: the population is known",
+            adversary="anyone",
+            assumptions=("the number of clients and of rows of each client are public",),
             released=released,
             not_released=not_released,
             n_clients=n_clients,
@@ -228,35 +236,42 @@ def privacy_of(estimator: Any) -> PrivacyReport:
     inf
     """
     check_is_fitted(estimator)
-    if hasattr(estimator, "privacy_"):
-        return estimator.privacy_
+    if type(estimator).__module__.startswith(_PACKAGE):
+        inner = getattr(estimator, "estimator_", None)
+        return estimator.privacy_ if inner is None else privacy_of(inner)
+    if isinstance(estimator, Pipeline):
+        return _pipeline_report(estimator)
+    if isinstance(estimator, FrozenEstimator):
+        return privacy_of(estimator.estimator)
     if hasattr(estimator, "best_estimator_"):
-        inner = privacy_of(estimator.best_estimator_)
         reason = (
             f"{type(estimator).__name__} chose by scores without noise and keeps them in "
             "cv_results_; only the models themselves are private"
         )
-        return _leaking(inner, reason)
-    if hasattr(estimator, "steps"):
-        return _pipeline_report(estimator)
-    if hasattr(estimator, "estimator_"):
-        return privacy_of(estimator.estimator_)
+        return _leaking(privacy_of(estimator.best_estimator_), reason)
+    if any(hasattr(estimator, name) for name in _NESTED):
+        return PrivacyReport.unprotected(
+            f"what {type(estimator).__name__} learns around its estimators has no privacy report"
+        )
     raise ValueError(
         f"{type(estimator).__name__} has no privacy report: expected a fitted estimator of "
         "pfl_sklearn, or a pipeline, ClientColumn or search around one."
     )
 
 
-def _pipeline_report(pipeline: Any) -> PrivacyReport:
-    inner = privacy_of(pipeline.steps[-1][1])
+def _pipeline_report(pipeline: Pipeline) -> PrivacyReport:
+    report = privacy_of(pipeline.steps[-1][1])
     for name, step in pipeline.steps[:-1]:
         if _learns(step):
             return _leaking(
-                inner,
+                report,
                 f"step {name!r} ({type(step).__name__}) was fitted on the same data without noise; "
                 "replace it by constants of yours or by a step that learns nothing",
             )
-    return inner
+        if getattr(step, "func", None) is not None:
+            assumed = f"step {name!r} treats every row by itself"
+            report = dataclasses.replace(report, assumptions=(*report.assumptions, assumed))
+    return report
 
 
 def _learns(step: Any) -> bool:
@@ -267,10 +282,13 @@ def _learns(step: Any) -> bool:
 
 
 def _leaking(report: PrivacyReport, reason: str) -> PrivacyReport:
-    if math.isinf(report.epsilon):
-        return dataclasses.replace(report, warnings=(*report.warnings, reason))
     return dataclasses.replace(
-        report, epsilon=math.inf, epsilon_under=(), warnings=(*report.warnings, reason)
+        report,
+        epsilon=math.inf,
+        epsilon_under=(),
+        released=(),
+        not_released=(*report.released, *report.not_released),
+        warnings=(*report.warnings, reason),
     )
 
 
@@ -307,8 +325,11 @@ def private_report(
         if facts["noise_std"] is not None
         else "ideal random bits (a seeded pseudo-random generator)",
     )
+    plain: dict[str, Any] = {
+        name: float(value) if isinstance(value, Real) else value for name, value in facts.items()
+    }
     return PrivacyReport(
-        **facts,
+        **plain,
         n_clients=n_clients,
         noise_reproducible=seeded,
         adversary=_ADVERSARIES[facts["trust"]],

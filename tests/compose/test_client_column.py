@@ -327,3 +327,18 @@ def test_two_workers_as_one():
         np.testing.assert_array_equal(found[0].cv_results_[name], found[1].cv_results_[name])
     assert np.isfinite(found[0].cv_results_["mean_test_score"]).all()
     np.testing.assert_array_equal(found[0].predict(FRAME), found[1].predict(FRAME))
+
+
+def test_a_failed_fit_leaves_everything_as_it_was():
+    table = pd.DataFrame({"clinic": ["a", "a", "b", "b"], "age": [1.0, 2.0, 3.0, 4.0]})
+    y = np.array([1.0, 3.0, 5.0, 7.0])
+    fresh = ClientColumn(GaussianMean(), "clinic")
+    before = dict(vars(fresh))
+    with pytest.raises(ValueError, match="NaN"):
+        fresh.fit(table, y * np.nan)
+    assert vars(fresh) == before
+    fitted = fresh.fit(table, y)
+    expected = fitted.predict(table)
+    with pytest.raises(ValueError, match="NaN"):
+        fitted.fit(table.rename(columns={"age": "years"}), y * np.nan)
+    np.testing.assert_array_equal(fitted.predict(table), expected)

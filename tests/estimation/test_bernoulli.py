@@ -5,6 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
 from scipy.special import betaln
 from scipy.stats import betabinom
 from sklearn.base import clone
@@ -152,6 +155,52 @@ def test_likelihood_is_at_its_maximum():
         assert log_likelihood(alpha * prior.alpha, beta * prior.beta) < best
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_no_starting_point_finds_a_better_prior(seed):
+    """Small tables, where the surface is flat towards alike clients."""
+    rng = np.random.default_rng(seed)
+    trials = rng.integers(1, 60, 6)
+    successes = rng.binomial(trials, rng.beta(8, 2, 6))
+    if successes.sum() in (0, trials.sum()) or np.all(trials == 1):
+        return
+    prior = BernoulliMean().fit_counts(successes, trials).prior_
+
+    def negative(point):
+        mean, total = 1 / (1 + np.exp(-point[0])), np.exp(min(point[1], np.log(1e6)))
+        values = betabinom.logpmf(successes, trials, mean * total, (1 - mean) * total)
+        return -np.sum(values)
+
+    total = prior.alpha + prior.beta
+    found = negative([np.log(prior.alpha / prior.beta), np.log(total)])
+    for start in ([0.0, 0.0], [1.0, 2.0], [1.0, 5.0], [2.0, -1.0]):
+        assert found <= minimize(negative, start, method="Nelder-Mead").fun + 1e-4
+
+
+def test_private_labels_may_be_all_alike():
+    """Whether a class occurs at all is not to be told by an error."""
+    for value in (0, 1):
+        y = np.full(40, value)
+        model = BernoulliMean(epsilon=1.0).fit(y[:, None], y, groups=np.arange(40) // 4)
+        assert model.classes_.tolist() == [0, 1]
+        assert np.all(model.local_means_ == value)
+    with pytest.raises(ValueError, match="only one class: 'no'"):
+        BernoulliMean(epsilon=1.0).fit(np.zeros((4, 1)), ["no"] * 4, groups=[1, 1, 2, 2])
+
+
+def test_one_private_client_keeps_its_share():
+    model = BernoulliMean(epsilon=1.0).fit_counts([3], [4])
+    assert model.means_ == pytest.approx([0.75])
+    assert model.shrinkage_ == pytest.approx([0.0])
+    assert np.isnan(model.icc_)
+    assert model.population_mean_ != 0.75
+
+
+def test_one_trial_each_says_nothing_of_the_spread_privately_either():
+    with pytest.raises(ValueError, match="every client has one trial"):
+        BernoulliMean(epsilon=1.0).fit_counts([1, 0, 1], [1, 1, 1])
+
+
 def test_rows_counts_and_weights_agree():
     clients = make_bernoulli_clients(50, 9, random_state=0)
     y, groups = expand_counts(clients.successes, clients.trials)
@@ -287,6 +336,7 @@ def test_bad_parameters(params, error):
         ([1, 2], [3], "inconsistent numbers"),
         ([np.nan], [3], "successes contains NaN"),
         ([1, 0, 1], [1, 1, 1], "every client has one trial"),
+        ([1e300, 1], [1e300, 2], r"trials must be at most 2\*\*53"),
     ],
 )
 def test_bad_counts(successes, trials, error):
@@ -314,6 +364,8 @@ def test_fractional_weights_and_unequal_trials():
     with pytest.raises(ValueError, match=r"sample_weight must hold whole numbers .* got 0.5"):
         BernoulliMean().fit(ROWS[0], ROWS[1], groups=ROWS[2], sample_weight=np.full(6, 0.5))
     unequal = BernoulliMean(epsilon=1.0, mechanism="subset_selection")
-    with pytest.raises(ValueError, match="same number of trials for every client; got 2 to 3"):
+    with pytest.raises(
+        ValueError, match="same number of trials, at most 500, for every client; got 2 to 3"
+    ):
         unequal.fit_counts([1, 2], [2, 3])
     assert not hasattr(clone(unequal), "clients_")

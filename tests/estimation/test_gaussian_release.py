@@ -81,6 +81,19 @@ def test_a_trusted_server_costs_next_to_nothing(epsilon):
         assert bought.noise_variance_ == pytest.approx(0.25, rel=0.1)
 
 
+@pytest.mark.parametrize("m", [3, 6])
+def test_bought_spread_is_unbiased_for_few_clients(m):
+    """Next to no noise, and a floor far below: the estimated mean follows the clients."""
+    found = []
+    for seed in range(600):
+        clients = make_gaussian_clients(m, 4, between_std=3.0, random_state=seed)
+        model = GaussianMean(
+            noise_variance=1.0, epsilon=1e10, clip_norm=50.0, random_state=seed
+        ).fit(clients.data, clients.target, groups=clients.groups)
+        found.append(model.prior_.covariance[0, 0])
+    assert np.mean(found) == pytest.approx(9.0, abs=4 * np.std(found) / math.sqrt(len(found)))
+
+
 def test_variances_bought_locally():
     clients = paper_clients()
     best, own = mse(fit(clients), clients), 0.25 / 15
@@ -164,6 +177,20 @@ def test_single_private_client_keeps_its_mean():
         ).fit(y[:, None], y, groups=np.full(6, "a"))
         assert model.means_ == pytest.approx([2.5])
         assert model.shrinkage_ == pytest.approx([0.0])
+        unknown = GaussianMean(
+            noise_variance=1.0, epsilon=1.0, clip_norm=9.0, trust=trust, random_state=0
+        ).fit(y[:, None], y, groups=np.full(6, "a"))
+        assert unknown.means_ == pytest.approx([2.5])
+        assert math.isnan(unknown.icc_)
+
+
+def test_nothing_is_released_of_a_known_population():
+    prior = GaussianPrior(mean=[0.0, 0.0], covariance=[1.0, 4.0], covariance_type="diag")
+    clients = make_gaussian_clients(5, 3, n_outputs=2, random_state=0)
+    model = fit(clients, prior=prior, noise_variance=[1.0, 2.0], epsilon=1.0, clip_norm=1.0)
+    assert model.privacy_.epsilon == 0
+    plain = fit(clients, prior=prior, noise_variance=[1.0, 2.0])
+    np.testing.assert_allclose(model.means_, plain.means_, rtol=1e-12)
 
 
 def test_quantizer():

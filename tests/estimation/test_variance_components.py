@@ -126,3 +126,22 @@ def test_shift_and_scale(seed, shift, scale):
     assert second.mean[0] == pytest.approx(scale * first.mean[0] + shift, abs=1e-5 * (scale + 1))
     assert second.noise == pytest.approx(scale**2 * first.noise, rel=1e-4)
     assert second.between == pytest.approx(scale**2 * first.between, abs=1e-5 * scale**2, rel=1e-3)
+
+
+@pytest.mark.parametrize("spread", [1e5, 1e7])
+def test_clients_very_far_apart(spread):
+    """The search is not bounded: unequal sizes give what moments give when shrinkage is nil."""
+    rng = np.random.default_rng(0)
+    sizes = np.array([2, 5] * 25)
+    codes = np.repeat(np.arange(50), sizes)
+    y = (spread * rng.normal(size=50))[codes] + rng.normal(size=len(codes))
+    table = client_means(y[:, None], codes, 50)
+    found, moments = (estimate_components(table, method) for method in ("reml", "moments"))
+    assert found.noise == pytest.approx(moments.noise, rel=1e-6)
+    assert found.between == pytest.approx(moments.between, rel=1e-6)
+    known = estimate_components(table, "ml", between=found.between)
+    assert known.noise == pytest.approx(found.noise, rel=1e-6)
+    too_tight = estimate_components(table, "ml", between=1.0)
+    for factor in (0.9, 1.1):
+        worse = estimate_components(table, "ml", between=1.0, noise=factor * too_tight.noise)
+        assert worse.log_likelihood < too_tight.log_likelihood

@@ -390,3 +390,18 @@ def test_repr_pickle_and_requests():
     assert requests.consumes("score", ["groups", "sample_weight"]) == {"groups"}
     asked = ClientScorer(MSE).set_score_request(sample_weight=True).get_metadata_routing()
     assert asked.consumes("score", ["groups", "sample_weight"]) == {"groups", "sample_weight"}
+
+
+@pytest.mark.parametrize("scoring", ["neg_mean_squared_error", "neg_mean_absolute_error"])
+def test_scores_of_all_clients_at_once_are_those_one_by_one(scoring):
+    rng = np.random.default_rng(0)
+    groups = rng.integers(0, 40, 300)
+    X, y = np.zeros((300, 1)), rng.normal(size=300) + groups
+    model = GaussianMean().fit(X, y, groups=groups)
+    together = ClientScorer(scoring, average=lambda scores: scores[7])
+    alone = ClientScorer(get_scorer(scoring), average=lambda scores: scores[7])
+    expected = alone(model, X, y, groups=groups)
+    assert together(model, X, y, groups=groups) == pytest.approx(expected, rel=1e-12)
+    y[5] = np.nan
+    with pytest.raises(ValueError, match="NaN"):
+        together(model, X, y, groups=groups)

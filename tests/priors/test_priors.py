@@ -44,7 +44,7 @@ def test_sample_then_fit_recovers(prior):
         got = fitted.get_params()[name]
         if name == "covariance":
             np.testing.assert_allclose(np.diag(got), np.broadcast_to(value, 2), rtol=0.02)
-        elif not isinstance(value, str):
+        elif not isinstance(value, str | None):
             np.testing.assert_allclose(got, value, rtol=0.02, atol=0.01)
 
 
@@ -138,6 +138,27 @@ def test_mixing_weights_meet_the_optimality_condition():
     assert gradient.max() <= 1 + 1e-6
     near = [np.abs(np.linspace(0, 1, 201) - spike) < 0.1 for spike in (0.2, 0.7)]
     assert weights[near[0]].sum() + weights[near[1]].sum() > 0.9
+
+
+def test_the_grid_is_as_fine_as_the_data():
+    """Rates of a few in 10,000 on a grid that spans them, not on steps of .005."""
+    rng = np.random.default_rng(0)
+    rates = rng.uniform(1e-4, 4e-4, 200)
+    trials = np.full(200, 10**6)
+    successes = rng.binomial(trials, rates)
+    prior = GridPrior().fit_counts(successes, trials, np.ones(200), "ml")
+    mean, variance = prior.posterior(successes, trials)
+    assert np.mean((mean - rates) ** 2) < 1.1 * np.mean((successes / trials - rates) ** 2)
+    assert np.median(np.sqrt(variance)) > 1e-6
+    assert (prior.low, prior.high) == (successes.min() / 10**6, successes.max() / 10**6)
+
+
+def test_impossible_counts_are_named():
+    prior = GridPrior(n_points=3, weights=[0.5, 0.0, 0.5])
+    with pytest.raises(ValueError, match="3 successes in 5 trials are impossible"):
+        prior.posterior(np.array([3, 0]), np.array([5, 5]))
+    with pytest.raises(ValueError, match="low of GridPrior must not be above high"):
+        GridPrior(low=0.8, high=0.2).fit([0.5])
 
 
 def test_a_point_that_explains_nothing_does_not_stop_the_fit():

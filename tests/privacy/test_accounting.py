@@ -86,6 +86,7 @@ def test_limits():
     ("call", "error"),
     [
         (lambda: gdp_mu(0.0, 1e-5), "epsilon must be above 0"),
+        (lambda: gdp_mu(1e40, 1e-5), "no Gaussian noise can be calibrated to epsilon=1e\\+40"),
         (lambda: gdp_mu(math.nan, 1e-5), "epsilon must be above 0"),
         (lambda: gdp_mu(1.0, 0.0), r"delta must be in \(0, 1\)"),
         (lambda: gdp_epsilon(1.0, 1.0), r"delta must be in \[0, 1\)"),

@@ -96,12 +96,23 @@ def histogram(truth, seed, released):
     return released[-1]
 
 
+def moments(truth, seed, released):
+    """Unequal trials: a client at the two ends of the parabola (x, 4 x (1 - x))."""
+    successes, trials = np.full(16, 2), np.full(16, 4)
+    successes[0], trials[0] = (4 if truth else 0), 7
+    BernoulliMean(epsilon=EPSILON, delta=DELTA, trust="central", random_state=seed).fit_counts(
+        successes, trials
+    )
+    return released[-1]
+
+
 RELEASES = {
     central: [1.0],
     central_with_variances: [2.0, 0.0, -1.0],
     local: [1.0],
     local_with_variances: [2.0, -1.0],
     histogram: [-1.0, 0.0, 0.0, 1.0, 0.0],
+    moments: [4 / 7, 48 / 49],
 }
 every_release = pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.__name__)
 

@@ -7,8 +7,11 @@ import math
 import numpy as np
 import pytest
 import sklearn
+from sklearn.calibration import CalibratedClassifierCV
+from sklearn.ensemble import StackingClassifier, VotingClassifier
+from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LinearRegression
-from sklearn.model_selection import GridSearchCV
+from sklearn.model_selection import GridSearchCV, TunedThresholdClassifierCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, Normalizer, StandardScaler
 
@@ -153,6 +156,41 @@ def test_a_search_leaks_its_choice():
     assert report.epsilon == math.inf
     assert "cv_results_" in report.warnings[-1]
     assert search.best_estimator_.privacy_.epsilon == 1.0
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        TunedThresholdClassifierCV,
+        CalibratedClassifierCV,
+        lambda inner: VotingClassifier([("a", inner)]),
+        lambda inner: StackingClassifier([("a", inner)]),
+    ],
+)
+def test_what_others_learn_around_a_private_model_leaks(wrap):
+    rng = np.random.default_rng(0)
+    X = np.column_stack([np.tile(np.arange(20), 10), np.zeros(200)])
+    y = rng.integers(0, 2, 200)
+    inner = ClientColumn(BernoulliMean(epsilon=1.0, mechanism="two_bit"), 0)
+    report = privacy_of(wrap(inner).fit(X, y))
+    assert report.epsilon == math.inf
+    assert "has no privacy report" in report.warnings[0]
+    frozen = FrozenEstimator(inner.fit(X, y))
+    assert privacy_of(frozen).epsilon == 1.0
+
+
+def test_functions_are_taken_to_treat_rows_alone():
+    pipeline = make_pipeline(FunctionTransformer(np.log1p), GaussianMean(**PRIVATE))
+    with sklearn.config_context(enable_metadata_routing=True):
+        report = privacy_of(pipeline.fit(CLIENTS.data, CLIENTS.target, **ROWS))
+    assert report.epsilon == 1.0
+    assert "step 'functiontransformer' treats every row by itself" in report.assumptions
+
+
+@pytest.mark.parametrize("epsilon", [np.int64(1), np.float32(1), np.float64(1)])
+def test_numbers_of_numpy_are_valid_json(epsilon):
+    report = fit(**{**PRIVATE, "epsilon": epsilon}).privacy_
+    assert json.loads(report.to_json())["epsilon"] == 1.0
 
 
 def test_other_estimators_have_no_report():

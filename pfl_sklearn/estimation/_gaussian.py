@@ -438,7 +438,8 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
             released=_RELEASED,
             not_released=_PRIVATE,
             assumptions=(
-                f"clip_norm = {self.clip_norm:.4g} and center are the user's, not the data's",
+                f"clip_norm = {self.clip_norm:.4g}, center and known variances are the user's, not "
+                "the data's",
                 "noise and sensitivity are in units of clip_norm",
             ),
         )

@@ -128,7 +128,10 @@ class PrivacyReport:
             0.0,
             "nothing is released: the population is known",
             adversary="anyone",
-            assumptions=("the number of clients and of rows of each client are public",),
+            assumptions=(
+                "the number of clients and of rows of each client are public",
+                "the given prior and variances are the user's, not the data's",
+            ),
             released=released,
             not_released=not_released,
             n_clients=n_clients,

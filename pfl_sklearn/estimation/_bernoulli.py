@@ -113,7 +113,8 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
     means_, stds_ : ndarrays of shape (n_clients,)
         Posterior mean and standard deviation of each client's probability of ``classes_[1]``,
         with the prior taken as known (private fits average over priors): with few clients
-        the standard deviations are too small.
+        the standard deviations are too small. With ``mechanism="one_bit"`` the published
+        weights may lead out of [0, 1] (probabilities are cut there) and `stds_` is NaN.
     local_means_ : ndarray of shape (n_clients,)
         Each client's own share of successes.
     shrinkage_ : ndarray of shape (n_clients,)
@@ -300,7 +301,7 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
         if hasattr(self, "n_features_in_"):
             validate_data(self, X, reset=False, skip_check_array=True)
         clients = getattr(self, "means_", np.empty(0))
-        probability = np.append(clients, self.population_mean_)[codes]
+        probability = np.clip(np.append(clients, self.population_mean_), 0.0, 1.0)[codes]
         return np.column_stack([1 - probability, probability])
 
     def predict_log_proba(self, X, *, groups=None):
@@ -452,7 +453,9 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
             epsilon_under=release.epsilon_under,
             released=_RELEASED,
             not_released=_PRIVATE,
-            assumptions=("the two class labels are public",),
+            assumptions=(
+                "the two class labels are public, and that both occur unless they are 0 and 1",
+            ),
         )
         if way == "one_bit":
             minus_one = self.method == "printed"

@@ -489,8 +489,9 @@ def _check_fine(quantizer, table, noise):
     if quantizer.noise_variance > _COARSE * noise * np.mean(1 / table.weights):
         raise ValueError(
             f"n_bits={quantizer.bits} is too coarse to estimate the spread between clients: "
-            f"rounding adds a variance of up to {quantizer.noise_variance:.3g} to each mean. Give "
-            "the prior's covariance or more bits."
+            f"rounding adds a variance of up to {quantizer.noise_variance:.3g} to each mean, whose "
+            f"sampling variance is {noise * np.mean(1 / table.weights):.3g}. Give the prior's "
+            "covariance, or more bits."
         )
 
 

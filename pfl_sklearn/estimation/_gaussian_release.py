@@ -62,7 +62,7 @@ def central_means(table, own_variances, moments, mechanism, centre, known, rng):
     released = moments.split(mechanism.privatize(messages, rng), d)
     noise_std = mechanism.noise_std * moments.radius  # of the summed means, in the data's units
     square_std = noise_std * moments.radius
-    noise, trusted = _released_noise(known, released, table, square_std)
+    noise, trusted = _released_noise(known, released, table, moments, square_std)
     sampling = noise / table.weights
     mean = known.mean
     if mean is None:
@@ -93,7 +93,7 @@ def local_means(table, own_variances, moments, mechanism, centre, known, method,
     released = moments.split(mechanism.privatize(messages, rng), d)
     summed = {name: part.sum(axis=0) for name, part in released.items()}
     summed_std = np.sqrt(m) * mechanism.noise_std * moments.sampling_bound * moments.radius**2
-    noise, trusted = _released_noise(known, summed, table, summed_std)
+    noise, trusted = _released_noise(known, summed, table, moments, summed_std)
     extra = (mechanism.noise_std * moments.radius) ** 2
     if not moments.mean:
         return _around_known_mean(table, known.mean, known.between, noise, trusted)
@@ -135,12 +135,17 @@ def _pooled_releases(table, reports, extra, known, noise, trusted, method):
     )
 
 
-def _released_noise(known, summed, table, std):
-    """Noise variance, and whether it stands out of the noise on its release."""
+def _released_noise(known, summed, table, moments, std):
+    """Noise variance, and whether it stands out of the noise on its release.
+
+    The sum of cut sampling variances is no larger than the number of clients that have one; where
+    even that would not stand out, a large value is chance.
+    """
     if known.noise is not None:
         return known.noise, True
     told = table.n_rows >= 2
-    total = summed["sampling"][0]
+    largest = np.sum(told) * moments.sampling_bound * moments.radius**2
+    total = min(summed["sampling"][0], largest)
     per_unit = table.means.shape[1] * np.sum(1 / table.n_rows[told])
     return max(total, 0.0) / per_unit, bool(total > 2 * std)
 

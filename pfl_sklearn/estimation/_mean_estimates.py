@@ -97,7 +97,9 @@ def shrink_releases(table, found, own_variances=None):
     prior_variance = np.nan_to_num(found.between) + found.others_variance[:, None]
     total = prior_variance + sampling
     shrink = np.divide(sampling, total, out=np.zeros_like(total), where=total > 0)
-    own = np.broadcast_to(1 - shrink if found.trusted else np.ones_like(shrink), table.means.shape)
+    if np.isnan(found.between) or not found.trusted:
+        shrink = np.zeros_like(shrink)
+    own = np.broadcast_to(1 - shrink, table.means.shape)
     full = np.ones(d)
     return FittedMeans(
         found.mean,

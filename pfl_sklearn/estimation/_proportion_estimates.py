@@ -40,7 +40,10 @@ def with_average(table, average):
 
 
 def with_printed_weights(table, messages, with_minus_one, cut=True):
-    """Leave-one-out estimates of the paper from the clients' messages (m,)."""
+    """Leave-one-out estimates of the paper from the clients' messages (m,).
+
+    Weights that are not cut (private messages) may lead out of [0, 1] and have no posterior.
+    """
     trials = table.per_client(table.trials)
     shares = table.per_client(table.successes) / trials
     prior = printed_prior(messages, trials, with_minus_one)
@@ -53,7 +56,7 @@ def with_printed_weights(table, messages, with_minus_one, cut=True):
         float(messages.std(ddof=1) / math.sqrt(len(messages))),
         _intraclass_correlation(mean, variance),
         means,
-        np.sqrt(spread),
+        np.sqrt(spread) if cut else np.full(len(means), np.nan),
         1 - own,
         exact=False,
     )
@@ -75,12 +78,13 @@ def keep_own(found, table):
 
 
 def matched_quantiles(means, stds, tails):
-    """Quantiles of the beta distributions with these means and standard deviations."""
+    """Quantiles of the beta distributions with these means and deviations; NaN if unknown."""
     inner = (stds > 0) & (means > 0) & (means < 1)
     mean = np.where(inner, means, 0.5)
     total = mean * (1 - mean) / np.where(inner, stds, 0.25) ** 2 - 1
     return tuple(
-        np.where(inner, betaincinv(mean * total, (1 - mean) * total, tail), means) for tail in tails
+        np.where(inner, betaincinv(mean * total, (1 - mean) * total, tail), means + 0 * stds)
+        for tail in tails
     )
 
 

@@ -4,7 +4,7 @@ import copy
 
 import numpy as np
 import pandas as pd
-from sklearn.utils.validation import check_is_fitted
+from sklearn.utils.validation import check_consistent_length, check_is_fitted
 
 from pfl_sklearn._clients import encode_clients, rows_by_client
 from pfl_sklearn._compat import num_samples
@@ -80,6 +80,7 @@ def client_scores(estimator, X, y, *, groups, scoring):
     >>> bool((scores["gain"] > 0).all())
     True
     """
+    check_consistent_length(X, y)
     known, estimator = known_clients(estimator), predicting_estimator(estimator)
     ids, codes = encode_clients(groups, num_samples(X))
     order, offsets = rows_by_client(codes, len(ids))

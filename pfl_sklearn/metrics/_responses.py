@@ -93,7 +93,6 @@ class Responses(BaseEstimator):
 _ROW_SCORES = {
     "neg_mean_squared_error": lambda y, predicted: -((y - predicted) ** 2),
     "neg_mean_absolute_error": lambda y, predicted: -np.abs(y - predicted),
-    "accuracy": lambda y, predicted: (y == predicted).astype(float),
 }
 
 
@@ -104,9 +103,9 @@ def score_clients(scoring, scorer, responses, y, order, offsets):
     """
     y = np.asarray(y)
     if isinstance(scoring, str) and scoring in _ROW_SCORES and y.ndim == 1:
-        predicted = responses.predict(None)
-        if np.shape(predicted) == y.shape:
-            rows = _ROW_SCORES[scoring](y, predicted)[order]
+        predicted = np.asarray(responses.predict(None))
+        if predicted.shape == y.shape and {y.dtype.kind, predicted.dtype.kind} <= set("fiub"):
+            rows = _ROW_SCORES[scoring](y.astype(float), predicted.astype(float))[order]
             if np.isfinite(rows).all():
                 return np.add.reduceat(rows, offsets[:-1]) / np.diff(offsets)
     return _score_one_by_one(scorer, responses, y, order, offsets)

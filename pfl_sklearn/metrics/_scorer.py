@@ -2,6 +2,7 @@
 
 import numpy as np
 from sklearn.metrics import get_scorer
+from sklearn.utils import check_consistent_length
 from sklearn.utils.metadata_routing import MetadataRequest, get_routing_for_object
 
 from pfl_sklearn._clients import encode_clients, match_clients, rows_by_client, split_client_column
@@ -96,6 +97,7 @@ class ClientScorer:
         -------
         float
         """
+        check_consistent_length(X, y)
         ids = groups
         if ids is None and self.client_column is not None:
             ids = split_client_column(X, self.client_column)[1]

@@ -9,6 +9,7 @@ from sklearn.base import BaseEstimator, clone
 from sklearn.utils import check_array, check_random_state
 
 from pfl_sklearn._compat import Interval
+from pfl_sklearn._warnings import warn_caller
 
 _MAX_STEPS = 200
 _SUM_WEIGHT = 1e3
@@ -96,11 +97,15 @@ class GridPrior(BaseEstimator):
         return clone(self).set_params(weights=weights)
 
     def _ends(self, low, high):
-        """Given ends of the grid, or these."""
-        low = low if self.low is None else self.low
-        high = high if self.high is None else self.high
-        if low > high:
-            raise ValueError(f"low of GridPrior must not be above high; got {low:g} and {high:g}.")
+        """Given ends of the grid, or these, moved to a given one that they would cross."""
+        if self.low is not None and self.high is not None and self.low > self.high:
+            raise ValueError(
+                f"low of GridPrior must not be above high; got {self.low:g} and {self.high:g}."
+            )
+        if self.low is not None:
+            low, high = self.low, max(self.low, high)
+        if self.high is not None:
+            low, high = min(low, self.high), self.high
         return low, high
 
     def moments(self):
@@ -146,6 +151,17 @@ class GridPrior(BaseEstimator):
         shares = successes / trials
         low, high = self._ends(float(shares.min()), float(shares.max()))
         ranged = clone(self).set_params(low=low, high=high)
+        if low == high:
+            return ranged.with_weights(np.eye(1, self.n_points)[0])
+        inner = (shares > 0) & (shares < 1)
+        finest = np.sqrt(np.min(shares * (1 - shares) / trials, where=inner, initial=np.inf))
+        if (high - low) / (self.n_points - 1) > finest / 2:
+            warn_caller(
+                f"n_points={self.n_points} is too coarse for clients with up to {trials.max()} "
+                f"trials: the grid's step is more than half of a share's standard deviation, "
+                f"{finest:.2g}; take more points or a BetaPrior.",
+                UserWarning,
+            )
         return ranged.with_weights(mixing_weights(ranged.likelihood(successes, trials), counts))
 
     def likelihood(self, successes, trials):
@@ -209,9 +225,9 @@ class GridPrior(BaseEstimator):
         mean, variance : ndarrays of shape (n_clients,)
         """
         posterior = self.posterior_weights(successes, trials)
-        mean = posterior @ self.support
-        variance = posterior @ self.support**2 - mean**2
-        return mean, np.maximum(variance, 0.0)
+        mean = np.clip(posterior @ self.support, *self.support[[0, -1]])
+        squares = (self.support - mean[:, None]) ** 2
+        return mean, np.einsum("uk,uk->u", posterior, squares)
 
     def posterior_weights(self, successes, trials):
         """Posterior probabilities (n_clients, n_points) of the grid points."""

@@ -237,7 +237,7 @@ class SubsetSelection:
 
         Up to a constant that does not depend on the distribution.
         """
-        least = math.exp(-self.epsilon)
+        least = max(math.exp(-self.epsilon), 1e-300)
         return np.log(least + (1 - least) * (subsets.astype(float) @ probabilities))
 
     def facts(self) -> dict[str, Any]:

@@ -24,7 +24,15 @@ __all__ = ["PrivacyReport", "PrivacyWarning", "privacy_of"]
 _SCHEMA_VERSION = 1
 _PACKAGE = "pfl_sklearn."
 # Fitted attributes of estimators that are made of others.
-_NESTED = ("estimator", "estimator_", "estimators", "estimators_", "calibrated_classifiers_")
+_NESTED = (
+    "estimator",
+    "estimator_",
+    "estimators",
+    "estimators_",
+    "calibrated_classifiers_",
+    "regressor",
+    "regressor_",
+)
 _RELATION_NAMES = {
     "replace_one": "one client's whole data replaced by any other",
     "add_remove": "one client added or removed",
@@ -255,6 +263,11 @@ def privacy_of(estimator: Any) -> PrivacyReport:
     if any(hasattr(estimator, name) for name in _NESTED):
         return PrivacyReport.unprotected(
             f"what {type(estimator).__name__} learns around its estimators has no privacy report"
+        )
+    if hasattr(estimator, "privacy_"):
+        return PrivacyReport.unprotected(
+            f"{type(estimator).__name__} is not of pfl_sklearn, which does not vouch for its own "
+            "privacy_"
         )
     raise ValueError(
         f"{type(estimator).__name__} has no privacy report: expected a fitted estimator of "

@@ -274,6 +274,42 @@ def test_one_bit_warns():
         )
 
 
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+def test_one_bit_probabilities_are_probabilities():
+    outside = 0
+    for seed in range(20):
+        model = BernoulliMean(
+            mechanism="one_bit", method="printed", epsilon=0.5, random_state=seed
+        ).fit_counts([1, 5, 9, 4, 2], [10] * 5)
+        outside += np.sum((model.means_ < 0) | (model.means_ > 1))
+        probabilities = model.predict_proba(np.zeros((5, 1)), groups=np.arange(5))
+        assert np.all((probabilities >= 0) & (probabilities <= 1))
+        assert not np.isnan(model.predict_log_proba(np.zeros((5, 1)), groups=np.arange(5))).any()
+        assert np.isnan(model.credible_interval()).all()
+    assert outside > 0
+
+
+def test_a_grid_too_coarse_for_many_trials_warns():
+    clients = make_bernoulli_clients(200, 100_000, random_state=0)
+    with pytest.warns(UserWarning, match="n_points=201 is too coarse for clients with up to 1000"):
+        BernoulliMean("grid").fit_counts(clients.successes, clients.trials)
+    BernoulliMean(GridPrior(n_points=5001)).fit_counts(clients.successes[:5], clients.trials[:5])
+
+
+def test_equal_shares_are_one_point():
+    model = BernoulliMean("grid").fit_counts([1, 2, 3], [2, 4, 6])
+    np.testing.assert_array_equal(model.means_, 0.5)
+    np.testing.assert_array_equal(model.stds_, 0.0)
+    np.testing.assert_array_equal(model.prior_.log_prob(model.means_), 0.0)
+    above = BernoulliMean(GridPrior(low=0.7)).fit_counts([1, 2], [9, 9])
+    np.testing.assert_allclose(above.means_, 0.7)
+
+
+def test_a_grid_prior_at_an_epsilon_beyond_floating_point():
+    model = BernoulliMean("grid", epsilon=800.0).fit_counts([0, 6] * 10, [6] * 20)
+    assert np.all(np.abs(model.means_ - model.local_means_) < 0.2)
+
+
 def test_probability_tables_are_beta_binomial():
     table = probability_table(7)
     np.testing.assert_allclose(table.sum(axis=0), 1, rtol=1e-10)

@@ -182,6 +182,22 @@ def test_single_private_client_keeps_its_mean():
         ).fit(y[:, None], y, groups=np.full(6, "a"))
         assert unknown.means_ == pytest.approx([2.5])
         assert math.isnan(unknown.icc_)
+        around = GaussianMean(
+            GaussianPrior(mean=0.2), noise_variance=1.0, epsilon=1.0, clip_norm=9.0, trust=trust
+        ).fit(y[:, None], y, groups=np.full(6, "a"))
+        assert around.means_ == pytest.approx([2.5])
+        assert around.stds_ == pytest.approx([1 / math.sqrt(6)])
+
+
+def test_a_chance_noise_variance_is_not_trusted():
+    """Two clients at epsilon .5: whatever is drawn, the largest possible sum would drown."""
+    for seed in range(300):
+        clients = make_gaussian_clients(2, 6, random_state=seed)
+        with pytest.warns(UserWarning, match="drowns"):
+            model = GaussianMean(epsilon=0.5, clip_norm=3.0, random_state=seed).fit(
+                clients.data, clients.target, groups=clients.groups
+            )
+        np.testing.assert_array_equal(model.means_, model.local_means_)
 
 
 def test_nothing_is_released_of_a_known_population():

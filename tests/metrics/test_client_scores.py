@@ -260,3 +260,10 @@ def test_known_clients():
     with pytest.raises(ValueError, match="knows no clients"):
         released = GaussianMean(epsilon=1e6, clip_norm=50.0, noise_variance=4.0)
         known_clients(released.fit(X, Y, groups=NAMES).release())
+
+
+def test_y_of_another_length():
+    X, y, groups = np.zeros((4, 1)), np.arange(4.0), [1, 1, 2, 2]
+    model = GaussianMean().fit(X, y, groups=groups)
+    with pytest.raises(ValueError, match="inconsistent numbers of samples"):
+        client_scores(model, X, y[:3], groups=groups, scoring="r2")

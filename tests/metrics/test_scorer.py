@@ -405,3 +405,23 @@ def test_scores_of_all_clients_at_once_are_those_one_by_one(scoring):
     y[5] = np.nan
     with pytest.raises(ValueError, match="NaN"):
         together(model, X, y, groups=groups)
+
+
+@pytest.mark.parametrize("kind", ["uint8", "bool", "int32", object])
+def test_small_and_odd_number_types_are_scored_alike(kind):
+    rng = np.random.default_rng(0)
+    groups, y = np.repeat(np.arange(6), 5), rng.integers(0, 2, 30)
+    X = np.zeros((30, 1))
+    model = BernoulliMean().fit(X, y, groups=groups)
+    scorer = ClientScorer("neg_mean_squared_error", average="macro")
+    expected = scorer(model, X, y.astype(float), groups=groups)
+    assert scorer(model, X, y.astype(kind), groups=groups) == pytest.approx(expected)
+    assert -1 <= expected <= 0
+
+
+def test_y_of_another_length():
+    X, y, groups = np.zeros((4, 1)), np.arange(4.0), [1, 1, 2, 2]
+    model = GaussianMean().fit(X, y, groups=groups)
+    for wrong in (y[:3], np.arange(5.0)):
+        with pytest.raises(ValueError, match="inconsistent numbers of samples"):
+            ClientScorer("r2", average="macro")(model, X, wrong, groups=groups)

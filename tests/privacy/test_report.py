@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import sklearn
 from sklearn.calibration import CalibratedClassifierCV
+from sklearn.compose import TransformedTargetRegressor
 from sklearn.ensemble import StackingClassifier, VotingClassifier
 from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LinearRegression
@@ -177,6 +178,20 @@ def test_what_others_learn_around_a_private_model_leaks(wrap):
     assert "has no privacy report" in report.warnings[0]
     frozen = FrozenEstimator(inner.fit(X, y))
     assert privacy_of(frozen).epsilon == 1.0
+
+
+def test_targets_transformed_by_others_and_strangers_leak():
+    X = np.column_stack([CLIENTS.groups, CLIENTS.data])
+    outer = TransformedTargetRegressor(ClientColumn(GaussianMean(**PRIVATE), 0))
+    assert privacy_of(outer.fit(X, CLIENTS.target)).epsilon == math.inf
+
+    class Stranger(GaussianMean):
+        pass
+
+    own = Stranger(**PRIVATE).fit(CLIENTS.data, CLIENTS.target, **ROWS)
+    report = privacy_of(own)
+    assert report.epsilon == math.inf
+    assert "Stranger is not of pfl_sklearn" in report.warnings[0]
 
 
 def test_functions_are_taken_to_treat_rows_alone():

@@ -124,7 +124,7 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
         The prior that was used, with its values. After a private fit with a beta prior: the one
         with the mean and variance of the average over all priors that the reports leave plausible.
     population_mean_, population_mean_std_ : float
-        Population probability and its standard error.
+        Population probability and its standard error; 0 if the prior was given.
     icc_ : float
         Intraclass correlation, ``1 / (alpha + beta + 1)`` for a beta prior.
     n_features_in_ : int
@@ -345,8 +345,8 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
 
         Exact for a beta and a grid prior; where priors were averaged (private fits), that of the
         beta distribution with the posterior's mean and variance. An *estimated* grid prior is a
-        few spikes, so its intervals are too narrow: nominal 90 % covered 68 % of 5,000 clients
-        with 14 trials from Beta(4, 4).
+        few spikes, so its intervals are too narrow: nominal 90 % covered 68 to 75 % in three draws
+        of 5,000 clients with 14 trials from Beta(4, 4).
 
         Parameters
         ----------
@@ -433,8 +433,9 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
         if self.method in _PRINTED and not prior.is_known:
             shares = table.per_client(table.successes / table.trials)
             return with_printed_weights(table, shares, self.method == "printed"), report
-        if not prior.is_known:
-            _check_spread_is_identified(table)
+        if prior.is_known:
+            return with_prior(table, prior)._replace(mean_std=0.0), report
+        _check_spread_is_identified(table)
         prior = prior.fit_counts(table.successes, table.trials, table.counts, self.method)
         return with_prior(table, prior), report
 

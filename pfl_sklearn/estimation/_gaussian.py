@@ -109,7 +109,7 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
     noise_variance_ : float, or ndarray of shape (d,)
         One per output if the prior is diagonal and `y` is two-dimensional.
     population_mean_, population_mean_std_ : float or ndarray of shape (d,)
-        Population mean and its standard error given the variances.
+        Population mean and its standard error given the variances; 0 if the mean was given.
     icc_ : float or ndarray of shape (d,)
         Intraclass correlation: the share of a row's variance that lies between clients.
     log_likelihood_ : float
@@ -141,10 +141,10 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
     ``clip_norm ** 2`` (under local trust at ``clip_norm ** 2 d / (sqrt(d) + 2) ** 2``, which a ball
     that holds the means with two standard deviations to spare allows). A between-client variance
     below one standard deviation of its noise is raised to that; if the noise variance drowns in
-    noise (below two standard deviations of it), the fit falls back to local means and warns: give
-    `noise_variance` where you can, under local trust above all. A private fit refuses "diag" unless
-    all variances are known, and a quantizer whose rounding adds more than a tenth of the sampling
-    variance an unknown covariance.
+    noise (below two standard deviations of it, or if even the largest possible one would be), the
+    fit falls back to local means and warns: give `noise_variance` where you can, under local trust
+    above all. A private fit refuses "diag" unless all variances are known, and a quantizer whose
+    rounding adds more than a tenth of the sampling variance an unknown covariance.
 
     Estimates of the clients (`means_`) are not covered by the privacy promise: client i may see
     its own (joint differential privacy); hand it over with :meth:`for_client`.

@@ -111,15 +111,8 @@ def quantized_means(table, quantizer, centre, known, method, rng):
 def _pooled_releases(table, reports, extra, known, noise, trusted, method):
     """Population from unbiased reports (m, d) whose release added variance `extra`."""
     m, d = reports.shape
-    reported = ClientMeans(reports, table.weights, table.n_rows, np.zeros(d), 0.0)
-    found = estimate_components(
-        reported._replace(n_rows=np.ones(m, dtype=int), weights=table.weights),
-        method,
-        known.mean,
-        known.between,
-        noise,
-        extra,
-    )
+    reported = ClientMeans(reports, table.weights, np.ones(m, dtype=int), np.zeros(d), 0.0)
+    found = estimate_components(reported, method, known.mean, known.between, noise, extra)
     between = found.between
     if known.between is None:
         between = max(between, extra * np.sqrt(2 / (m * d))) if m > 1 else np.nan

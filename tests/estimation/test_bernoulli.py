@@ -138,6 +138,7 @@ def test_posterior_by_hand():
     np.testing.assert_allclose(model.stds_**2, [2 / 6 * 4 / 6 / 7, 0.6 * 0.4 / 11, 0.2304 / 26])
     np.testing.assert_allclose(model.shrinkage_, [5 / 6, 5 / 10, 5 / 25])
     assert model.population_mean_ == pytest.approx(0.4)
+    assert model.population_mean_std_ == 0.0
     assert model.icc_ == pytest.approx(1 / 6)
 
 

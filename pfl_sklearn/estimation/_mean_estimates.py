@@ -7,7 +7,7 @@ import numpy as np
 
 from pfl_sklearn.estimation._gaussian_release import Known
 from pfl_sklearn.estimation._variance_components import estimate_components
-from pfl_sklearn.priors._gaussian import own_weight
+from pfl_sklearn.priors._normal import own_weight
 
 
 class FittedMeans(NamedTuple):

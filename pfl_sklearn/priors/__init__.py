@@ -6,7 +6,17 @@ parameters, so it can be passed back in as known.
 """
 
 from pfl_sklearn.priors._beta import BetaPrior
+from pfl_sklearn.priors._discrete import DiscretePrior
 from pfl_sklearn.priors._gaussian import GaussianPrior
+from pfl_sklearn.priors._gaussian_mixture import GaussianMixturePrior
 from pfl_sklearn.priors._grid import GridPrior
+from pfl_sklearn.priors._laplace import LaplacePrior
 
-__all__ = ["BetaPrior", "GaussianPrior", "GridPrior"]
+__all__ = [
+    "BetaPrior",
+    "DiscretePrior",
+    "GaussianMixturePrior",
+    "GaussianPrior",
+    "GridPrior",
+    "LaplacePrior",
+]

@@ -1,12 +1,20 @@
 """Gaussian population prior."""
 
-from numbers import Real
+from numbers import Integral, Real
 
 import numpy as np
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_array, check_random_state
 
-from pfl_sklearn._compat import StrOptions
+from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn.priors._normal import (
+    check_covariance,
+    check_sampling,
+    condition,
+    diagonal_or_matrix,
+    draw,
+    log_density,
+)
 
 
 class GaussianPrior(BaseEstimator):
@@ -21,21 +29,30 @@ class GaussianPrior(BaseEstimator):
     covariance : float, array-like of shape (d,) or (d, d), default=None
         Population covariance :math:`S`; a number stands for that variance in every coordinate,
         a vector for a diagonal; infinity leaves every client its own estimate. None: estimated.
-    covariance_type : {"spherical", "diag"}, default="spherical"
-        Shape of an estimated covariance: one variance for all coordinates, or one each.
+    covariance_type : {"spherical", "diag", "full", "low_rank"}, default="spherical"
+        Shape of an estimated covariance: one variance for all coordinates, one each, any, or
+        :math:`B B^\top + \rho I` with `rank` columns in B: clients differ in a few directions.
+    rank : int, >= 1, or None, default=None
+        Columns of B for "low_rank"; None is 1. From d - 1 on the covariance is a full one.
 
     See Also
     --------
+    GaussianMixturePrior : Several groups of clients.
+    LaplacePrior : Most coordinates of a client are the population's.
     pfl_sklearn.estimation.GaussianMean : Clients' means under this prior.
 
     Notes
     -----
-    The population model of Section 2.1 of Ozkara et al. (2023).
+    The population model of Sections 2.1 and 3 of Ozkara et al. (2023); "low_rank" is the common
+    representation of its Appendix J, with a ridge :math:`\rho` that makes it a density, fitted as
+    probabilistic principal components (Tipping and Bishop, 1999).
 
     References
     ----------
     Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
     personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
+
+    Tipping, M. E. and Bishop, C. M. (1999). Probabilistic principal component analysis. JRSS B.
 
     Examples
     --------
@@ -50,13 +67,20 @@ class GaussianPrior(BaseEstimator):
     _parameter_constraints = {
         "mean": [Real, "array-like", None],
         "covariance": [Real, "array-like", None],
-        "covariance_type": [StrOptions({"spherical", "diag"})],
+        "covariance_type": [StrOptions({"spherical", "diag", "full", "low_rank"})],
+        "rank": [Interval(Integral, 1, None, closed="left"), None],
     }
 
-    def __init__(self, mean=None, covariance=None, covariance_type="spherical"):
+    def __init__(self, mean=None, covariance=None, covariance_type="spherical", rank=None):
         self.mean = mean
         self.covariance = covariance
         self.covariance_type = covariance_type
+        self.rank = rank
+
+    @property
+    def is_known(self):
+        """Whether mean and covariance are given."""
+        return self.mean is not None and self.covariance is not None
 
     def known_mean(self, d):
         """The given mean as an array (d,), or None."""
@@ -89,6 +113,23 @@ class GaussianPrior(BaseEstimator):
             )
         return np.broadcast_to(covariance.ravel(), (d,)).copy()
 
+    def known_covariance(self, d):
+        """The given covariance as a matrix (d, d), or None.
+
+        Raises
+        ------
+        ValueError
+            If it is not symmetric and positive semi-definite, or is infinite in some coordinates
+            only.
+        """
+        if self.covariance is None:
+            return None
+        if np.shape(self.covariance) == (d, d) and d > 1:
+            covariance = np.array(self.covariance, dtype=float)
+        else:
+            covariance = np.diag(self.known_variances(d))
+        return check_covariance("covariance of GaussianPrior", covariance)
+
     def fit(self, theta):
         """Maximum-likelihood prior of parameters that are observed without noise.
 
@@ -108,16 +149,22 @@ class GaussianPrior(BaseEstimator):
         d = theta.shape[1]
         mean = self.known_mean(d)
         mean = theta.mean(axis=0) if mean is None else mean
-        variances = self.known_variances(d)
-        if variances is None:
-            variances = np.mean((theta - mean) ** 2, axis=0)
-            if self.covariance_type == "spherical":
-                variances = np.full(d, variances.mean())
-        return self.with_values(mean, variances)
+        if self.covariance is not None:
+            return self.with_values(mean, self._diagonal_or_matrix(d))
+        deviations = theta - mean
+        if self.covariance_type in ("spherical", "diag"):
+            variances = np.mean(deviations**2, axis=0)
+            spherical = self.covariance_type == "spherical"
+            return self.with_values(mean, np.full(d, variances.mean()) if spherical else variances)
+        scatter = deviations.T @ deviations / len(theta)
+        full = self.covariance_type == "full"
+        return self.with_values(mean, scatter if full else low_rank_covariance(scatter, self.rank))
 
-    def with_values(self, mean, variances):
-        """Copy of this prior that holds `mean` (d,) and a diagonal of `variances` (d,)."""
-        return type(self)(mean, np.diag(variances), self.covariance_type)
+    def with_values(self, mean, covariance):
+        """Copy of this prior that holds `mean` (d,) and a covariance: variances (d,) or (d, d)."""
+        covariance = np.asarray(covariance)
+        matrix = np.diag(covariance) if covariance.ndim == 1 else covariance
+        return type(self)(mean, matrix, self.covariance_type, self.rank)
 
     def log_prob(self, theta):
         """Log density of parameter vectors under a known prior.
@@ -129,11 +176,21 @@ class GaussianPrior(BaseEstimator):
         Returns
         -------
         ndarray of shape (n_clients,), in nats
+
+        Raises
+        ------
+        ValueError
+            If the covariance is singular or infinite, so that there is no density.
         """
         theta = check_array(theta, dtype=float)
-        mean, variances = self._known(theta.shape[1])
-        z = (theta - mean) ** 2 / variances
-        return -0.5 * np.sum(z + np.log(2 * np.pi * variances), axis=1)
+        mean, covariance = self._known(theta.shape[1])
+        values = covariance if covariance.ndim == 1 else np.linalg.eigvalsh(covariance)
+        if not (values > 0).all() or np.isinf(values).any():
+            raise ValueError(
+                "this GaussianPrior has no density: its covariance must be finite and positive "
+                f"definite; got {self.covariance!r}."
+            )
+        return log_density(mean, covariance, theta, np.zeros((len(theta), 1)))
 
     def sample(self, n_samples=1, random_state=None):
         """Draw parameter vectors from a known prior.
@@ -148,41 +205,56 @@ class GaussianPrior(BaseEstimator):
         ndarray of shape (n_samples, d)
         """
         d = max(np.size(self.mean), np.shape(np.atleast_1d(self.covariance))[0])
-        mean, variances = self._known(d)
+        mean, covariance = self._known(d)
         normal = check_random_state(random_state).standard_normal((n_samples, d))
-        return mean + np.sqrt(variances) * normal
+        return draw(mean, covariance, normal)
 
     def posterior(self, estimates, sampling_variances):
         r"""Posterior of the clients' parameters given unbiased Gaussian estimates of them.
 
-        With :math:`a_i = S / (S + s_i^2)` coordinate by coordinate, the mean is
-        :math:`a_i \bar x_i + (1 - a_i) \mu` and the variance :math:`a_i s_i^2`.
+        With :math:`A_i = S (S + V_i)^{-1}` the mean is :math:`A_i \bar x_i + (I - A_i) \mu` and
+        the covariance :math:`A_i V_i`; where S and :math:`V_i` are diagonal, coordinate by
+        coordinate.
 
         Parameters
         ----------
         estimates : ndarray of shape (n_clients, d)
-        sampling_variances : ndarray of shape (n_clients, 1) or (n_clients, d)
-            Variances :math:`s_i^2` of the estimates.
+        sampling_variances : ndarray of shape (n_clients, 1), (n_clients, d) or (n_clients, d, d)
+            Variances or covariances :math:`V_i` of the estimates.
 
         Returns
         -------
-        mean, variance : ndarrays of shape (n_clients, d)
+        mean : ndarray of shape (n_clients, d)
+        variance : ndarray of shape (n_clients, d), or (n_clients, d, d) if covariances were given
         """
-        mean, variances = self._known(estimates.shape[1])
-        own = own_weight(variances, sampling_variances)
-        return own * estimates + (1 - own) * mean, own * sampling_variances
+        estimates, sampling = check_sampling(estimates, sampling_variances)
+        return condition(*self._known(estimates.shape[1]), estimates, sampling)
 
     def _known(self, d):
-        mean, variances = self.known_mean(d), self.known_variances(d)
-        if mean is None or variances is None:
+        """Mean (d,) and covariance of a known prior: (d,) if diagonal, else (d, d)."""
+        mean = self.known_mean(d)
+        if mean is None or self.covariance is None:
             raise ValueError(
                 "this GaussianPrior is not known yet: mean and covariance must be given or fitted."
             )
-        return mean, variances
+        return mean, self._diagonal_or_matrix(d)
+
+    def _diagonal_or_matrix(self, d):
+        if np.shape(self.covariance) == (d, d) and d > 1:
+            return diagonal_or_matrix(self.known_covariance(d))
+        return self.known_variances(d)
 
 
-def own_weight(prior_variance, sampling_variance):
-    """Weight on the client's own estimate; 0 where both variances are 0 (nothing differs)."""
-    total = prior_variance + sampling_variance
-    finite = (total > 0) & (total < np.inf)
-    return np.divide(prior_variance, total, out=np.isinf(total).astype(float), where=finite)
+def low_rank_covariance(scatter, rank=None):
+    """Closest B B' + ridge I in likelihood to a covariance (d, d): principal components.
+
+    The ridge is the mean of the eigenvalues that B leaves out.
+    """
+    d, rank = len(scatter), 1 if rank is None else rank
+    if rank >= d:
+        return scatter
+    values, vectors = np.linalg.eigh(scatter)
+    ridge = max(values[: d - rank].mean(), 0.0)
+    excess = values[d - rank :] - ridge
+    kept = vectors[:, d - rank :]
+    return (kept * excess) @ kept.T + ridge * np.eye(d)

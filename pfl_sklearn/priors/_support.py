@@ -3,13 +3,25 @@
 from sklearn.base import clone
 
 from pfl_sklearn.priors._beta import BetaPrior
+from pfl_sklearn.priors._discrete import DiscretePrior
 from pfl_sklearn.priors._gaussian import GaussianPrior
+from pfl_sklearn.priors._gaussian_mixture import GaussianMixturePrior
 from pfl_sklearn.priors._grid import GridPrior
+from pfl_sklearn.priors._laplace import LaplacePrior
 
 SUPPORTED = {
     "GaussianMean": {"gaussian": GaussianPrior},
     "BernoulliMean": {"beta": BetaPrior, "grid": GridPrior},
+    "PersonalizedLinearRegression": {
+        "gaussian": GaussianPrior,
+        "laplace": LaplacePrior,
+        "gaussian_mixture": GaussianMixturePrior,
+        "discrete": DiscretePrior,
+    },
+    "PersonalizedLogisticRegression": {"gaussian": GaussianPrior},
 }
+# Shapes of a covariance that a likelihood can estimate, where it is not all of them.
+COVARIANCE_TYPES = {("GaussianMean", GaussianPrior): ("spherical", "diag")}
 
 
 def resolve_prior(prior, likelihood):
@@ -25,4 +37,10 @@ def resolve_prior(prior, likelihood):
         raise ValueError(f"prior={prior!r} does not go with {likelihood}; expected {names}.")
     prior = clone(prior)
     prior._validate_params()
+    types = COVARIANCE_TYPES.get((likelihood, type(prior)))
+    if types is not None and prior.covariance_type not in types:
+        raise ValueError(
+            f"covariance_type={prior.covariance_type!r} does not go with {likelihood}; expected "
+            f"{' or '.join(map(repr, types))}."
+        )
     return prior

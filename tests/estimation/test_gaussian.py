@@ -184,7 +184,10 @@ def test_one_row_per_client_needs_the_noise_variance():
         ({"prior": GaussianPrior(covariance=-1.0)}, "covariance of GaussianPrior must be non-neg"),
         ({"prior": GaussianPrior(covariance=math.nan)}, "covariance of GaussianPrior must be"),
         ({"prior": GaussianPrior(mean=[1.0, 2.0])}, "mean of GaussianPrior must be"),
-        ({"prior": GaussianPrior(covariance_type="full")}, "'covariance_type' parameter"),
+        (
+            {"prior": GaussianPrior(covariance_type="full")},
+            "covariance_type='full' does not go with",
+        ),
         (
             {"prior": GaussianPrior(covariance_type="diag"), "epsilon": 1.0, "clip_norm": 1.0},
             "needs a known covariance and noise_variance",

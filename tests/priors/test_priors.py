@@ -8,26 +8,76 @@ from scipy import stats
 from sklearn.base import clone
 
 import pfl_sklearn.priors
-from pfl_sklearn.priors import BetaPrior, GaussianPrior, GridPrior
+from pfl_sklearn.priors import (
+    BetaPrior,
+    DiscretePrior,
+    GaussianMixturePrior,
+    GaussianPrior,
+    GridPrior,
+    LaplacePrior,
+)
 from pfl_sklearn.priors._grid import mixing_weights
 
-# Every public prior: an unknown one, and known ones to sample from.
+FULL = np.array([[2.0, 0.6], [0.6, 0.5]])
+MEANS, WEIGHTS = np.array([[0.0, 0.0], [4.0, 1.0], [-3.0, 3.0]]), np.array([0.5, 0.3, 0.2])
+# Every public prior: known ones to sample from, components in the order that fits have.
 PRIORS = {
     GaussianPrior: [
         GaussianPrior(mean=[1.0, -2.0], covariance=0.5),
         GaussianPrior(mean=[1.0, -2.0], covariance=[0.5, 3.0], covariance_type="diag"),
+        GaussianPrior(mean=[1.0, -2.0], covariance=FULL, covariance_type="full"),
+        GaussianPrior(mean=[1.0, -2.0], covariance=FULL, covariance_type="low_rank"),
     ],
+    LaplacePrior: [LaplacePrior(location=[1.0, -2.0], scale=0.7)],
+    GaussianMixturePrior: [
+        GaussianMixturePrior(3, means=MEANS, covariances=[0.5, 1.0, 0.2], weights=WEIGHTS),
+        GaussianMixturePrior(
+            3, means=MEANS, covariances=np.ones((3, 2)), weights=WEIGHTS, covariance_type="diag"
+        ),
+        GaussianMixturePrior(
+            2,
+            means=MEANS[:2],
+            covariances=[FULL, FULL / 2],
+            weights=[0.6, 0.4],
+            covariance_type="full",
+        ),
+    ],
+    DiscretePrior: [DiscretePrior(3, points=MEANS, weights=WEIGHTS)],
     BetaPrior: [BetaPrior(alpha=2.0, beta=5.0), BetaPrior(alpha=0.4, beta=0.1)],
     GridPrior: [GridPrior(n_points=5, weights=[0.1, 0.2, 0.3, 0.4, 0.0])],
 }
+PROPORTIONS = (BetaPrior, GridPrior)
 KNOWN = [prior for priors in PRIORS.values() for prior in priors]
+VECTORS = [prior for prior in KNOWN if not isinstance(prior, PROPORTIONS)]
+SCALED = {"mean": 1, "covariance": 2, "location": 1, "scale": 1}
+SCALED |= {"means": 1, "covariances": 2, "points": 1, "weights": 0}
 every_known = pytest.mark.parametrize("prior", KNOWN, ids=repr)
+every_vector = pytest.mark.parametrize("prior", VECTORS, ids=repr)
 
 
 def unknown(prior):
     """The same prior with everything to be estimated."""
-    values = {"mean", "covariance", "alpha", "beta", "weights"} & set(prior.get_params())
+    values = {*SCALED, "alpha", "beta"} & set(prior.get_params())
     return clone(prior).set_params(**dict.fromkeys(values))
+
+
+def parameters(prior):
+    """Numbers that say what a known prior is, in full shape."""
+    values = prior.get_params()
+    if "covariance" in values:
+        values["covariance"] = prior.known_covariance(2)
+    if "covariances" in values:
+        values["covariances"] = prior.known_mixture(2)[1]
+    return {
+        name: np.asarray(value)
+        for name, value in values.items()
+        if name in {*SCALED, "alpha", "beta"}
+    }
+
+
+def inside(prior, theta):
+    """Proportions moved off 0 and 1."""
+    return np.clip(theta, 1e-9, 1 - 1e-9) if isinstance(prior, PROPORTIONS) else theta
 
 
 def test_the_registry_has_every_public_prior():
@@ -40,55 +90,58 @@ def test_sample_then_fit_recovers(prior):
     theta = prior.sample(200_000, random_state=0)
     theta = np.clip(theta, 1e-300, 1 - 1e-16) if isinstance(prior, BetaPrior) else theta
     fitted = unknown(prior).fit(theta)
-    for name, value in prior.get_params().items():
-        got = fitted.get_params()[name]
-        if name == "covariance":
-            np.testing.assert_allclose(np.diag(got), np.broadcast_to(value, 2), rtol=0.02)
-        elif not isinstance(value, str | None):
-            np.testing.assert_allclose(got, value, rtol=0.02, atol=0.01)
+    assert fitted.is_known
+    got = parameters(fitted)
+    for name, value in parameters(prior).items():
+        np.testing.assert_allclose(got[name], value, rtol=0.02, atol=0.02)
 
 
 @every_known
 def test_fit_leaves_the_prior_as_it_is_and_keeps_what_is_known(prior):
     fresh = unknown(prior)
     before = dict(vars(fresh))
-    theta = np.clip(prior.sample(50, random_state=0), 1e-9, None)
-    theta = np.minimum(theta, 1 - 1e-9) if not isinstance(prior, GaussianPrior) else theta
+    theta = inside(prior, prior.sample(50, random_state=0))
     fresh.fit(theta)
     assert vars(fresh) == before
-    known = prior.fit(theta)
-    for name, value in prior.get_params().items():
-        got = known.get_params()[name]
-        if name == "covariance":
-            got = np.diag(got)
-            value = np.broadcast_to(value, 2)
-        np.testing.assert_array_equal(got, value)
+    got = parameters(prior.fit(theta))
+    for name, value in parameters(prior).items():
+        np.testing.assert_array_equal(got[name], value)
+
+
+@every_vector
+def test_rescaling(prior):
+    """Priors of 8 theta (a power of two, to rounding) have 8 times the location."""
+    theta = prior.sample(400, random_state=0)
+    once, eight = parameters(unknown(prior).fit(theta)), parameters(unknown(prior).fit(8 * theta))
+    for name, value in once.items():
+        np.testing.assert_allclose(eight[name], 8.0 ** SCALED[name] * value, rtol=1e-6, atol=1e-9)
 
 
 @every_known
 def test_samples_repeat_with_a_seed(prior):
     first, second, third = (prior.sample(5, random_state=seed) for seed in (0, 0, 1))
     np.testing.assert_array_equal(first, second)
-    assert first.shape == (5, 2 if isinstance(prior, GaussianPrior) else 1)
+    assert first.shape == (5, 1 if isinstance(prior, PROPORTIONS) else 2)
     assert not np.array_equal(first, third)
 
 
 @every_known
 def test_round_trip(prior):
-    copy = pickle.loads(pickle.dumps(prior))
-    theta = np.clip(prior.sample(20, random_state=0), 1e-9, 1 - 1e-9)
-    np.testing.assert_array_equal(copy.log_prob(theta), prior.log_prob(theta))
+    theta = inside(prior, prior.sample(20, random_state=0))
+    for copy in (pickle.loads(pickle.dumps(prior)), clone(prior)):
+        np.testing.assert_array_equal(copy.log_prob(theta), prior.log_prob(theta))
 
 
 @every_known
 def test_log_prob_is_a_density(prior):
     rng = np.random.default_rng(0)
-    if isinstance(prior, GaussianPrior):
-        theta = rng.normal(size=(200_000, 2)) * 4
-        proposal = stats.norm(scale=4).logpdf(theta).sum(axis=1)
+    if isinstance(prior, GridPrior | DiscretePrior):
+        points = prior.support if isinstance(prior, GridPrior) else prior.points
+        mass = np.exp(prior.log_prob(points)).sum()
+    elif not isinstance(prior, BetaPrior):
+        theta = rng.standard_t(4, size=(400_000, 2)) * 3
+        proposal = stats.t(4, scale=3).logpdf(theta).sum(axis=1)
         mass = np.mean(np.exp(prior.log_prob(theta) - proposal))
-    elif isinstance(prior, GridPrior):
-        mass = np.exp(prior.log_prob(prior.support)).sum()
     else:
         theta = rng.random(400_000)
         mass = np.mean(np.exp(prior.log_prob(theta)))
@@ -99,21 +152,56 @@ def test_log_prob_is_a_density(prior):
     assert mass == pytest.approx(1.0, abs=0.02)
 
 
-@every_known
+@pytest.mark.parametrize("prior", [p for p in KNOWN if hasattr(p, "posterior")], ids=repr)
 def test_posterior_is_the_conditional_mean(prior):
     """Bayes by simulation: clients with the same data, averaged."""
     theta = prior.sample(400_000, random_state=0)
     rng = np.random.default_rng(1)
-    if isinstance(prior, GaussianPrior):
+    if not isinstance(prior, PROPORTIONS):
         seen = theta + rng.normal(size=theta.shape)
         near = np.abs(seen - [1.5, -1.0]).max(axis=1) < 0.1
         mean, variance = prior.posterior(np.array([[1.5, -1.0]]), np.array([[1.0]]))
     else:
         near = rng.binomial(6, theta[:, 0]) == 2
         mean, variance = (value[:, None] for value in prior.posterior(np.array([2]), np.array([6])))
-    error = 5 * np.sqrt(variance[0] / near.sum()) + 1e-3
+    error = 5 * np.sqrt(variance[0] / near.sum()) + 3e-3
     assert np.all(np.abs(theta[near].mean(axis=0) - mean[0]) < error)
-    assert np.all(np.abs(theta[near].var(axis=0) / variance[0] - 1) < 8 / np.sqrt(near.sum()))
+    assert np.all(np.abs(theta[near].var(axis=0) / variance[0] - 1) < 10 / np.sqrt(near.sum()))
+
+
+@every_vector
+def test_fits_are_maxima(prior):
+    """No fitted number can be moved by a hundredth, either way, without loss."""
+    theta = prior.sample(500, random_state=0)
+    fitted = unknown(prior).fit(theta)
+    best = fitted.log_prob(theta).sum()
+    for name, value in parameters(fitted).items():
+        if name in ("weights", "points"):
+            continue
+        for at in np.ndindex(value.shape):
+            for step in (-0.01, 0.01):
+                moved = value.copy()
+                moved[at] += step
+                if name.startswith("covariance"):
+                    moved = _of_the_same_shape(fitted, moved, value, at, step)
+                if moved is not None:
+                    worse = clone(fitted).set_params(**{name: moved})
+                    assert worse.log_prob(theta).sum() < best
+
+
+def _of_the_same_shape(prior, moved, value, at, step):
+    """The covariance moved within its type; None where the type has no such direction."""
+    row, column = at[-2:]
+    if prior.covariance_type == "low_rank" or (row == 1 and column == 0):
+        return None
+    if prior.covariance_type != "full" and row != column:
+        return None
+    part = at[:-2]
+    moved = value.copy()
+    change = np.eye(2) if prior.covariance_type == "spherical" else np.zeros((2, 2))
+    change[row, column] = change[column, row] = 1.0
+    moved[part] = moved[part] + step * change
+    return moved
 
 
 def test_beta_fit_is_a_maximum():

@@ -1,0 +1,262 @@
+"""Discrete population prior."""
+
+from numbers import Integral
+
+import numpy as np
+from scipy.special import logsumexp
+from sklearn.base import BaseEstimator, clone
+from sklearn.utils import check_array, check_random_state
+
+from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn.priors import _mixture as mixture
+from pfl_sklearn.priors._kmeans import best_of_starts, count_distinct, inertia
+from pfl_sklearn.priors._mixture_em import Shape, fixed_variance
+from pfl_sklearn.priors._normal import check_sampling
+
+_RELATIVE = 1e-12
+
+
+class DiscretePrior(BaseEstimator):
+    r"""Several groups of clients that are alike within the group.
+
+    .. math:: P(\theta_i = \mu_l) = w_l, \qquad l = 1, \dots, k.
+
+    Parameters
+    ----------
+    n_components : int, >= 1, or "bic", default=2
+        Number k of points; "bic" takes the one, of 1 to `max_components`, with the smallest
+        Bayesian information criterion. Where `points` are given, their number.
+    points, weights : array-like of shape (k, d) and (k,), default=None
+        Points :math:`\mu_l` and their probabilities. Give both (known) or neither (estimated).
+    n_init : int, >= 1, default=10
+        Starts; the best end is kept.
+    max_components : int, >= 1, default=8
+        Where "bic" stops.
+
+    See Also
+    --------
+    GaussianMixturePrior : Clients of a group differ.
+
+    Notes
+    -----
+    Section 2.3 of Ozkara et al. (2023), and the model of FedEM (Marfoq et al., 2021). Estimated
+    points are sorted by weight, ties by first coordinate.
+
+    References
+    ----------
+    Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
+    personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
+
+    Marfoq, O., Neglia, G., Bellet, A., Kameni, L. and Vidal, R. (2021). Federated multi-task
+    learning under a mixture of distributions. NeurIPS.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.priors import DiscretePrior
+    >>> prior = DiscretePrior(points=[[0.0], [1.0]], weights=[0.5, 0.5])
+    >>> prior.posterior(np.array([[0.5], [0.9]]), np.array([[0.1], [0.1]]))[0].round(2)
+    array([[0.5 ],
+           [0.98]])
+    """
+
+    _parameter_constraints = {
+        "n_components": [Interval(Integral, 1, None, closed="left"), StrOptions({"bic"})],
+        "points": ["array-like", None],
+        "weights": ["array-like", None],
+        "n_init": [Interval(Integral, 1, None, closed="left")],
+        "max_components": [Interval(Integral, 1, None, closed="left")],
+    }
+
+    def __init__(self, n_components=2, *, points=None, weights=None, n_init=10, max_components=8):
+        self.n_components = n_components
+        self.points = points
+        self.weights = weights
+        self.n_init = n_init
+        self.max_components = max_components
+
+    @property
+    def is_known(self):
+        """Whether points and weights are given."""
+        if (self.points is None) != (self.weights is None):
+            raise ValueError(
+                "DiscretePrior needs both points and weights or neither; got points="
+                f"{self.points!r}, weights={self.weights!r}."
+            )
+        return self.points is not None
+
+    def with_values(self, points, weights):
+        """Copy of this prior that holds `points` (k, d) and `weights` (k,)."""
+        return clone(self).set_params(n_components=len(weights), points=points, weights=weights)
+
+    def known_mixture(self, d=None):
+        """Points (k, d), covariances (k, d, d) of zero, and weights (k,) of a known prior."""
+        if not self.is_known:
+            raise ValueError(
+                "this DiscretePrior is not known yet: points and weights must be given or fitted."
+            )
+        points = mixture.known_points(self, "points", d)
+        size = points.shape[1]
+        return points, np.zeros((len(points), size, size)), mixture.known_weights(self)
+
+    def moments(self):
+        """Mean (d,) and covariance (d, d) of a known prior."""
+        points, _, weights = self.known_mixture()
+        mean = weights @ points
+        return mean, (weights * (points - mean).T) @ (points - mean)
+
+    def fit(self, theta, random_state=None):
+        """Points and weights of parameters that are observed without noise: k-means.
+
+        Parameters
+        ----------
+        theta : array-like of shape (n_clients, d)
+            One parameter vector per client.
+        random_state : int, RandomState instance or None, default=None
+            For the starts. None is the seed 0.
+
+        Returns
+        -------
+        DiscretePrior
+            A new, known prior; this one is left as it is (and returned in copy if it is known).
+
+        Notes
+        -----
+        "bic" takes the squares around the points as those of normal vectors with one variance,
+        no smaller than 1e-12 times the spread.
+        """
+        self._validate_params()
+        theta = check_array(theta, dtype=float)
+        if self.is_known:
+            return self.with_values(*self.known_mixture(theta.shape[1])[::2])
+        rng = check_random_state(0 if random_state is None else random_state)
+        if self.n_components == "bic":
+            sizes = range(1, count_distinct(theta, self.max_components) + 1)
+        else:
+            mixture.check_distinct(theta, self.n_components)
+            sizes = [self.n_components]
+        equal = np.ones(len(theta))
+        found = [best_of_starts(theta, k, equal, self.n_init, rng) for k in sizes]
+        points, labels = min(found, key=lambda fit: _hard_bic(theta, *fit))
+        weights = np.bincount(labels, minlength=len(points)) / len(theta)
+        order = np.lexsort((points[:, 0], -weights))
+        return self.with_values(points[order], weights[order])
+
+    def fit_noisy(self, estimates, sampling_variances, random_state=None):
+        """Maximum-likelihood prior of parameters that are seen with known normal noise.
+
+        Parameters
+        ----------
+        estimates : array-like of shape (n_clients, d)
+            Unbiased estimates of the clients' parameters.
+        sampling_variances : array-like of shape (n_clients,) or (n_clients, 1)
+            Their variance in every coordinate.
+        random_state : int, RandomState instance or None, default=None
+            For the starts. None is the seed 0.
+
+        Returns
+        -------
+        DiscretePrior
+            A new, known prior; this one is left as it is (and returned in copy if it is known).
+        """
+        self._validate_params()
+        x, s = mixture.check_variances(estimates, sampling_variances)
+        d = x.shape[1]
+        if self.is_known:
+            return self.with_values(*self.known_mixture(d)[::2])
+        found = mixture.estimate_mixture(
+            self, x, s, Shape("fixed"), lambda k: fixed_variance(k, d, 0.0), random_state
+        )
+        return self.with_values(found.means, found.weights)
+
+    def log_prob(self, theta):
+        """Log probability of parameter vectors under a known prior.
+
+        Parameters
+        ----------
+        theta : array-like of shape (n_clients, d)
+
+        Returns
+        -------
+        ndarray of shape (n_clients,), in nats
+            The log weight at a point of the prior, minus infinity elsewhere.
+        """
+        theta = check_array(theta, dtype=float)
+        points, _, weights = self.known_mixture(theta.shape[1])
+        mass = sum(
+            weight * (theta == point).all(axis=1)
+            for point, weight in zip(points, weights, strict=True)
+        )
+        with np.errstate(divide="ignore"):
+            return np.log(mass)
+
+    def log_marginal(self, estimates, sampling_variances):
+        """Log density (n_clients,) of noisy estimates; parameters as in :meth:`posterior`."""
+        joint = mixture.joint_log_density(*self._against(estimates, sampling_variances))
+        return logsumexp(joint, axis=1)
+
+    def sample(self, n_samples=1, random_state=None):
+        """Draw parameter vectors from a known prior.
+
+        Parameters
+        ----------
+        n_samples : int, default=1
+        random_state : int, RandomState instance or None, default=None
+
+        Returns
+        -------
+        ndarray of shape (n_samples, d)
+        """
+        points, _, weights = self.known_mixture()
+        labels = check_random_state(random_state).choice(len(points), size=n_samples, p=weights)
+        return points[labels]
+
+    def responsibilities(self, estimates, sampling_variances):
+        """Posterior probability of every point given unbiased Gaussian estimates.
+
+        Parameters
+        ----------
+        estimates : ndarray of shape (n_clients, d)
+        sampling_variances : ndarray of shape (n_clients, 1), (n_clients, d) or (n_clients, d, d)
+
+        Returns
+        -------
+        ndarray of shape (n_clients, n_components)
+        """
+        return mixture.component_shares(*self._against(estimates, sampling_variances))
+
+    def posterior(self, estimates, sampling_variances):
+        r"""Posterior of the clients' parameters given unbiased Gaussian estimates of them.
+
+        The mean is :math:`\sum_l r_{il} \mu_l` with the responsibilities :math:`r_{il} \propto w_l
+        N(\bar x_i; \mu_l, V_i)` (Theorem 5 of the source).
+
+        Parameters
+        ----------
+        estimates : ndarray of shape (n_clients, d)
+        sampling_variances : ndarray of shape (n_clients, 1), (n_clients, d) or (n_clients, d, d)
+            Variances or covariances :math:`V_i` of the estimates.
+
+        Returns
+        -------
+        mean : ndarray of shape (n_clients, d)
+        variance : ndarray of shape (n_clients, d), or (n_clients, d, d) if covariances were given
+        """
+        return mixture.mixture_posterior(*self._against(estimates, sampling_variances))
+
+    def _against(self, estimates, sampling_variances):
+        """Components, weights and what they are compared with."""
+        estimates, sampling = check_sampling(estimates, sampling_variances)
+        points, covariances, weights = self.known_mixture(estimates.shape[1])
+        return mixture.components_of(points, covariances), weights, estimates, sampling
+
+
+def _hard_bic(x, centres, labels):
+    """BIC of normal vectors with one variance around their centres, up to a constant."""
+    m, d = x.shape
+    variance = inertia(x, centres, labels, np.ones(m)) / (m * d)
+    variance = max(variance, _RELATIVE * float(np.mean(np.var(x, axis=0))), 1e-300)
+    shares = np.bincount(labels) / m
+    entropy = -np.sum(shares[shares > 0] * np.log(shares[shares > 0]))
+    size = len(centres) * (d + 1)
+    return m * d * np.log(variance) + 2 * m * entropy + size * np.log(m)

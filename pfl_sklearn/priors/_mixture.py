@@ -1,0 +1,141 @@
+"""What mixture priors share: posteriors of their components, checks of their parameters."""
+
+from numbers import Integral
+
+import numpy as np
+from scipy.special import logsumexp
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils import check_random_state
+
+from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.priors._kmeans import count_distinct
+from pfl_sklearn.priors._mixture_em import fit_mixture, in_order, select_components
+from pfl_sklearn.priors._normal import (
+    check_covariance,
+    condition,
+    diagonal_or_matrix,
+    diagonals,
+    log_density,
+)
+
+
+def joint_log_density(components, weights, estimates, sampling):
+    """Log of weight times marginal density (m, k); `components` pairs means and covariances."""
+    columns = [log_density(*component, estimates, sampling) for component in components]
+    with np.errstate(divide="ignore"):
+        return np.column_stack(columns) + np.log(weights)
+
+
+def component_shares(components, weights, estimates, sampling):
+    """Responsibilities (m, k)."""
+    joint = joint_log_density(components, weights, estimates, sampling)
+    return np.exp(joint - logsumexp(joint, axis=1, keepdims=True))
+
+
+def mixture_posterior(components, weights, estimates, sampling):
+    """Posterior means (m, d) and variances, (m, d) or (m, d, d) as `sampling`."""
+    shares = component_shares(components, weights, estimates, sampling)
+    parts = [condition(*component, estimates, sampling) for component in components]
+    mean = sum(share[:, None] * part[0] for share, part in zip(shares.T, parts, strict=True))
+    full = sampling.ndim == 3
+    variance = 0.0
+    for share, (centre, spread) in zip(shares.T, parts, strict=True):
+        apart = centre - mean
+        between = apart[:, :, None] * apart[:, None, :] if full else apart**2
+        variance = variance + share.reshape(-1, *[1] * between[0].ndim) * (spread + between)
+    return mean, variance
+
+
+def components_of(means, covariances):
+    """Pairs of a mean (d,) and a covariance, (d,) if diagonal, else (d, d)."""
+    return [
+        (mean, diagonal_or_matrix(covariance))
+        for mean, covariance in zip(means, covariances, strict=True)
+    ]
+
+
+def estimate_mixture(prior, x, s, shape, known, random_state):
+    """Mixture fitted to vectors (m, d) with sampling variances (m,); warns if EM is cut off."""
+    rng = check_random_state(0 if random_state is None else random_state)
+    if prior.n_components == "bic":
+        largest = count_distinct(x, prior.max_components)
+        fit = select_components(x, s, largest, shape, n_init=prior.n_init, rng=rng, known=known)
+    else:
+        check_distinct(x, prior.n_components)
+        k = prior.n_components
+        fit = fit_mixture(x, s, k, shape, n_init=prior.n_init, rng=rng, known=known(k))
+    if not fit.converged:
+        warn_caller(
+            f"EM of {type(prior).__name__} did not converge; its components overlap too much for "
+            "these clients. Take fewer components or a simpler covariance_type.",
+            ConvergenceWarning,
+        )
+    return in_order(fit.mixture) if shape.means else fit.mixture
+
+
+def check_distinct(x, k):
+    """Raise ValueError if there are fewer different vectors than components."""
+    found = count_distinct(x, k)
+    if found < k:
+        raise ValueError(
+            f"n_components={k} needs at least {k} clients with different values; got {found}."
+        )
+
+
+def check_variances(estimates, sampling_variances):
+    """Vectors (m, d) and their sampling variances (m,), one for all coordinates."""
+    x = np.asarray(estimates, dtype=float)
+    s = np.asarray(sampling_variances, dtype=float)
+    if x.ndim != 2 or s.shape not in ((len(x),), (len(x), 1)):
+        raise ValueError(
+            "estimates must have shape (n_clients, d) and sampling_variances (n_clients,); got "
+            f"{x.shape} and {s.shape}."
+        )
+    if not (np.isfinite(x).all() and np.isfinite(s).all() and (s >= 0).all()):
+        raise ValueError("estimates and sampling_variances must be finite, the latter not below 0.")
+    return x, s.ravel()
+
+
+def known_points(prior, name, d=None):
+    """Given component means (k, d), checked."""
+    points = np.asarray(getattr(prior, name), dtype=float)
+    if points.ndim != 2 or points.shape[1] != (points.shape[1] if d is None else d):
+        wanted = "(n_components, d)" if d is None else f"(n_components, {d})"
+        raise ValueError(
+            f"{name} of {type(prior).__name__} must have shape {wanted}; got {points.shape}."
+        )
+    if not np.isfinite(points).all():
+        raise ValueError(f"{name} of {type(prior).__name__} must be finite; got {points.tolist()}.")
+    if not isinstance(prior.n_components, Integral) or len(points) != prior.n_components:
+        raise ValueError(
+            f"n_components of {type(prior).__name__} must be the number of given {name}, "
+            f"{len(points)}; got {prior.n_components!r}."
+        )
+    return points
+
+
+def known_weights(prior):
+    """Given weights (k,), checked."""
+    weights = np.asarray(prior.weights, dtype=float)
+    valid = weights.shape == (prior.n_components,) and np.all(weights >= 0)
+    if not valid or abs(weights.sum() - 1) > 1e-8:
+        raise ValueError(
+            f"weights of {type(prior).__name__} must be {prior.n_components} non-negative numbers "
+            f"that sum to 1; got {prior.weights!r}."
+        )
+    return weights
+
+
+def known_covariances(prior, k, d):
+    """Given covariances as matrices (k, d, d), checked."""
+    given = np.asarray(prior.covariances, dtype=float)
+    name = "covariances of GaussianMixturePrior"
+    if given.ndim <= 2 and given.shape in ((), (k,), (k, d)):
+        rows = given[:, None] if given.ndim == 1 else given
+        given = diagonals(np.broadcast_to(rows, (k, d)))
+    if given.shape != (k, d, d) or not np.isfinite(given).all():
+        raise ValueError(
+            f"{name} must be finite, a number or of shape ({k},), ({k}, {d}) or ({k}, {d}, {d}); "
+            f"got {prior.covariances!r}."
+        )
+    return np.stack([check_covariance(name, covariance) for covariance in given])

@@ -1,0 +1,131 @@
+"""Normal vectors seen with normal noise: densities and posteriors, for many clients at once.
+
+A prior covariance is a vector (d,), which stands for a diagonal, or a matrix (d, d). Sampling
+variances of the clients' estimates are (m, 1), (m, d), or matrices (m, d, d).
+"""
+
+import numpy as np
+
+_TINY = 1e-200  # stands for a variance of zero in a density, so that the nearest mean wins
+_RELATIVE = 1e-14
+
+
+def own_weight(prior_variance, sampling_variance):
+    """Weight on the client's own estimate; 0 where both variances are 0 (nothing differs)."""
+    total = prior_variance + sampling_variance
+    finite = (total > 0) & (total < np.inf)
+    return np.divide(prior_variance, total, out=np.isinf(total).astype(float), where=finite)
+
+
+def check_covariance(name, covariance):
+    """Symmetric, positive semi-definite covariance (d, d), freed of rounding errors.
+
+    Infinity may only stand on the whole diagonal, between zeros.
+    """
+    d = len(covariance)
+    diagonal = np.diag(covariance)
+    if np.isinf(diagonal).any():
+        if not (np.all(diagonal == np.inf) and np.count_nonzero(covariance) == d):
+            raise ValueError(
+                f"{name} may only be infinite on its whole diagonal, with zeros beside it; got "
+                f"{covariance.tolist()}."
+            )
+        return covariance
+    largest = np.abs(covariance).max(initial=0.0)
+    valid = np.isfinite(largest) and np.abs(covariance - covariance.T).max() <= 1e-8 * largest
+    if not valid or np.linalg.eigvalsh(covariance).min() < -1e-10 * d * largest:
+        raise ValueError(
+            f"{name} must be symmetric, finite and positive semi-definite; got "
+            f"{covariance.tolist()}."
+        )
+    return (covariance + covariance.T) / 2
+
+
+def diagonal_or_matrix(covariance):
+    """The diagonal (d,) of a covariance (d, d) if it has nothing else, which is faster."""
+    diagonal = np.diag(covariance)
+    beside = np.count_nonzero(covariance) - np.count_nonzero(diagonal)
+    return covariance if beside else diagonal.copy()
+
+
+def condition(mean, covariance, estimates, sampling):
+    """Posterior means (m, d) of N(mean, covariance) vectors given noisy estimates (m, d).
+
+    The posterior variances come in the form of `sampling`: (m, d), or matrices (m, d, d).
+    """
+    deviations = estimates - mean
+    if sampling.ndim == 3:
+        return _condition_on_matrices(mean, covariance, deviations, sampling)
+    if covariance.ndim == 1:
+        own = own_weight(covariance, sampling)
+        return own * estimates + (1 - own) * mean, own * sampling
+    if sampling.shape[1] == 1:  # in the directions of the prior every coordinate is by itself
+        values, vectors = np.linalg.eigh(covariance)
+        own = own_weight(np.maximum(values, 0.0), sampling)
+        return mean + (own * (deviations @ vectors)) @ vectors.T, (own * sampling) @ vectors.T**2
+    means, matrices = _condition_on_matrices(mean, covariance, deviations, diagonals(sampling))
+    return means, np.einsum("mdd->md", matrices).copy()
+
+
+def log_density(mean, covariance, estimates, sampling):
+    """Log marginal density (m,) of noisy estimates (m, d) of N(mean, covariance) vectors."""
+    deviations = estimates - mean
+    if sampling.ndim == 2 and covariance.ndim == 1:
+        return _log_density_of_coordinates(deviations, covariance + sampling)
+    if sampling.ndim == 2 and sampling.shape[1] == 1:
+        values, vectors = np.linalg.eigh(covariance)
+        return _log_density_of_coordinates(deviations @ vectors, values + sampling)
+    total = _matrix(covariance) + (diagonals(sampling) if sampling.ndim == 2 else sampling)
+    values, vectors = np.linalg.eigh(total)
+    floor = _RELATIVE * np.abs(values).max(axis=1, keepdims=True)
+    rotated = np.einsum("mde,md->me", vectors, deviations)
+    return _log_density_of_coordinates(rotated, np.maximum(values, floor))
+
+
+def draw(mean, covariance, normal):
+    """Vectors (n, d) of N(mean, covariance) from standard normal ones."""
+    if covariance.ndim == 1:
+        return mean + np.sqrt(covariance) * normal
+    values, vectors = np.linalg.eigh(covariance)
+    return mean + (np.sqrt(np.maximum(values, 0.0)) * normal) @ vectors.T
+
+
+def diagonals(variances):
+    """Variances (m, d) as matrices (m, d, d)."""
+    return variances[:, :, None] * np.eye(variances.shape[1])
+
+
+def check_sampling(estimates, sampling):
+    """Estimates (m, d) and sampling variances (m, 1), (m, d) or (m, d, d) as arrays."""
+    estimates, sampling = np.asarray(estimates, float), np.asarray(sampling, float)
+    shapes = ()
+    if estimates.ndim == 2:
+        m, d = estimates.shape
+        shapes = (m, 1), (m, d), (m, d, d)
+    if sampling.shape not in shapes:
+        raise ValueError(
+            "estimates must have shape (n_clients, d) and their variances (n_clients, 1), "
+            f"(n_clients, d) or (n_clients, d, d); got {estimates.shape} and {sampling.shape}."
+        )
+    return estimates, sampling
+
+
+def _log_density_of_coordinates(deviations, variances):
+    total = np.maximum(np.broadcast_to(variances, deviations.shape), _TINY)
+    return -0.5 * np.sum(deviations**2 / total + np.log(2 * np.pi * total), axis=1)
+
+
+def _condition_on_matrices(mean, covariance, deviations, sampling):
+    """The general case: gains S (S + V)^-1, with a pseudo-inverse where nothing differs."""
+    covariance = _matrix(covariance)
+    if np.isinf(covariance).any():
+        return mean + deviations, sampling.copy()
+    total = covariance + sampling
+    gain = covariance @ np.linalg.pinv(total, rcond=_RELATIVE * len(mean), hermitian=True)
+    posterior = covariance - gain @ covariance
+    posterior = (posterior + posterior.transpose(0, 2, 1)) / 2
+    return mean + np.einsum("mde,me->md", gain, deviations), posterior
+
+
+def _matrix(covariance):
+    return np.diag(covariance) if covariance.ndim == 1 else covariance

@@ -130,6 +130,33 @@ def rows_by_client(codes: Codes, n_clients: int) -> tuple[Codes, Codes]:
     return by_client.indices.astype(np.intp), by_client.indptr.astype(np.intp)
 
 
+class Batch(NamedTuple):
+    """Clients with equally many rows: positions (b,), and the rows (b, n) that they have."""
+
+    clients: Codes
+    rows: Codes
+
+
+def client_batches(codes: Codes, n_clients: int, max_rows: int = 1 << 16) -> list[Batch]:
+    """Clients of equal size together, so that their rows stack to arrays (b, n, ...).
+
+    At most `max_rows` rows a batch (but whole clients). Rows stay in the order of the table; every
+    client is in one batch. What is computed client by client does not depend on the batches.
+    """
+    order, offsets = rows_by_client(codes, n_clients)
+    sizes = np.diff(offsets)
+    by_size = np.argsort(sizes, kind="stable")
+    found, starts = np.unique(sizes[by_size], return_index=True)
+    batches = []
+    for size, members in zip(found.tolist(), np.split(by_size, starts[1:]), strict=True):
+        step = max(max_rows // max(size, 1), 1)
+        for start in range(0, len(members), step):
+            clients = members[start : start + step]
+            rows = order[offsets[clients][:, None] + np.arange(size)]
+            batches.append(Batch(clients, rows))
+    return batches
+
+
 def _checked_ids(groups: Any, n_rows: int, name: str) -> Array:
     """One-dimensional numpy array of ids of one type, none missing."""
     ids = _as_numpy(groups, name)

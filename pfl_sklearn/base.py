@@ -35,7 +35,7 @@ class ClientMixin:
     column of `X` and :class:`~pfl_sklearn.compose.ClientColumn` takes them out.
 
     A subclass calls ``_encode_fit`` in ``fit`` and ``_encode_predict`` wherever it predicts, and
-    names its fitted attributes in `_client_attributes` (arrays with clients first),
+    names its fitted attributes in `_client_attributes` (with clients first, those that are set),
     `_population_attributes` (what the population model consists of) and `_state_attributes` (what
     its methods need besides, and does not depend on the data).
     """
@@ -149,7 +149,8 @@ class ClientMixin:
         model = self._population_copy()
         model._fitted_with_groups = self._fitted_with_groups  # type: ignore[attr-defined]
         for name in ("clients_", *self._client_attributes):
-            setattr(model, name, getattr(self, name)[found])
+            if hasattr(self, name):
+                setattr(model, name, _of_clients(getattr(self, name), found))
         return model
 
     def release(self) -> Self:
@@ -189,6 +190,13 @@ class ClientMixin:
                 setattr(model, name, copy.deepcopy(getattr(self, name)))
         return model
 
+    def _with_population(self, name: str, value: Any) -> Array:
+        """Rows of all clients, then the population's (which index -1 picks)."""
+        population = np.asarray(value)[None]
+        if not hasattr(self, name):
+            return population
+        return np.concatenate([getattr(self, name), population])
+
     def _require_fitted(self, attribute: str) -> None:
         """Raise NotFittedError, or say that a released population model has no such thing."""
         check_is_fitted(self)
@@ -196,3 +204,8 @@ class ClientMixin:
             raise NotFittedError(
                 f"This {type(self).__name__} is a released population model; it has no {attribute}."
             )
+
+
+def _of_clients(value: Any, clients: Codes) -> Any:
+    """Part of some clients of an array with clients first, or of a posterior."""
+    return value.of_clients(clients) if hasattr(value, "of_clients") else value[clients]

@@ -5,7 +5,7 @@ import warnings
 
 import numpy as np
 from statsmodels.regression.mixed_linear_model import MixedLM
-from timing import compare, seconds
+from timing import compare, peak_above_input, seconds
 
 from pfl_sklearn import BernoulliMean, GaussianMean
 
@@ -29,20 +29,6 @@ def loop():
 
 def fit(groups, y=Y):
     return GaussianMean().fit(X, y, groups=groups)
-
-
-def peak_above_input(function):
-    """Megabytes by which the largest resident size exceeds that before the call (Linux)."""
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    before = resident("VmRSS")
-    function()
-    return (resident("VmHWM") - before) / 1024
-
-
-def resident(name):
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith(name))
 
 
 def mixed_model():

@@ -11,19 +11,26 @@ def seconds(function):
     return time.perf_counter() - start
 
 
-def warm_seconds(function):
+def cpu_seconds(function):
+    """Processor seconds of one call, all threads together."""
+    start = time.process_time()
+    function()
+    return time.process_time() - start
+
+
+def warm_seconds(function, clock=seconds):
     """Seconds of a call right after an untimed one, unless that took more than three seconds.
 
     After a pause the first touch of freshly mapped memory is several times slower on virtual
     machines; either side would pay for it by chance.
     """
-    first = seconds(function)
-    return first if first > 3 else seconds(function)
+    first = clock(function)
+    return first if first > 3 else clock(function)
 
 
-def compare(name, peer, ours, target, pairs=5):
+def compare(name, peer, ours, target, pairs=5, clock=seconds):
     """Print one line of the table: medians of both sides, median ratio of the pairs, range."""
-    times = [(warm_seconds(peer), warm_seconds(ours)) for _ in range(pairs)]
+    times = [(warm_seconds(peer, clock), warm_seconds(ours, clock)) for _ in range(pairs)]
     ratios = sorted(first / second for first, second in times)
     middle = statistics.median(ratios)
     slow, fast = (statistics.median(side) for side in zip(*times, strict=True))
@@ -32,3 +39,18 @@ def compare(name, peer, ours, target, pairs=5):
         f"| {target} |",
         flush=True,
     )
+
+
+def peak_above_input(function):
+    """Megabytes by which the largest resident size exceeds that before the call (Linux)."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    before = resident("VmRSS")
+    function()
+    return (resident("VmHWM") - before) / 1024
+
+
+def resident(name):
+    """Kilobytes of this process."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(name))

@@ -9,6 +9,7 @@ from pfl_sklearn import (
     datasets,
     estimation,
     inspection,
+    linear_model,
     metrics,
     model_selection,
     priors,
@@ -18,12 +19,18 @@ from pfl_sklearn._version import __version__
 from pfl_sklearn.base import SingleClientWarning, UnseenClientsWarning
 from pfl_sklearn.compose import ClientColumn
 from pfl_sklearn.estimation import BernoulliMean, GaussianMean
+from pfl_sklearn.linear_model import (
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+)
 from pfl_sklearn.privacy import PrivacyWarning, privacy_of
 
 __all__ = [
     "BernoulliMean",
     "ClientColumn",
     "GaussianMean",
+    "PersonalizedLinearRegression",
+    "PersonalizedLogisticRegression",
     "PrivacyWarning",
     "SingleClientWarning",
     "UnseenClientsWarning",
@@ -32,6 +39,7 @@ __all__ = [
     "datasets",
     "estimation",
     "inspection",
+    "linear_model",
     "metrics",
     "model_selection",
     "priors",

@@ -1,0 +1,161 @@
+"""PersonalizedLinearRegression against loops over clients and mixed-model packages."""
+
+import os
+import warnings
+
+import gpboost
+import numpy as np
+from sklearn.linear_model import LinearRegression, Ridge
+from statsmodels.regression.mixed_linear_model import MixedLM
+from timing import compare, cpu_seconds, peak_above_input, warm_seconds
+
+from pfl_sklearn import PersonalizedLinearRegression
+from pfl_sklearn.priors import GaussianPrior
+
+M, N = 10_000, 10
+
+
+def wide_table(d):
+    """Rows of M clients with fewer rows than coefficients."""
+    rng = np.random.default_rng(0)
+    mu = 0.1 * rng.normal(size=d)
+    theta = mu + 0.1 * rng.normal(size=(M, d))
+    X = np.sqrt(0.05) * rng.normal(size=(M * N, d))
+    groups = np.repeat(np.arange(M), N)
+    noise = np.sqrt(0.05) * rng.normal(size=M * N)
+    return X, np.einsum("nd,nd->n", X, theta[groups]) + noise, groups, mu
+
+
+def wide(d, full, fixed):
+    X, y, groups, mu = wide_table(d)
+    stacked, targets = X.reshape(M, N, d), y.reshape(M, N)
+
+    def loop():
+        for i in range(M):
+            Ridge(5.0, fit_intercept=False).fit(stacked[i], targets[i])
+
+    free = PersonalizedLinearRegression(fit_intercept=False)
+    prior = GaussianPrior(mean=mu, covariance=0.01)
+    known = PersonalizedLinearRegression(prior, noise_variance=0.05, fit_intercept=False)
+    for name, model, target in (("all estimated", free, full), ("prior known", known, fixed)):
+        compare(
+            f"linear, {M:,} clients x {N} rows, d={d}, {name}; loop of sklearn Ridge",
+            loop,
+            lambda model=model: model.fit(X, y, groups=groups),
+            target,
+        )
+
+
+def slopes_table(m, n, q, seed=0):
+    """Random intercepts and slopes of q features."""
+    rng = np.random.default_rng(seed)
+    mu = rng.normal(size=q + 1)
+    theta = mu + rng.normal(size=(m, q + 1)) * np.linspace(0.5, 1.0, q + 1)
+    X = rng.normal(size=(m * n, q))
+    groups = np.repeat(np.arange(m), n)
+    y = theta[groups, 0] + np.einsum("nd,nd->n", X, theta[groups, 1:]) + rng.normal(size=m * n)
+    return X, y, groups, theta, mu
+
+
+def packages():
+    """Full covariance of an intercept and three slopes: CPU time."""
+    X, y, groups, _, _ = slopes_table(5000, 10, 3)
+    design = np.column_stack([np.ones(len(y)), X])
+
+    def boosted():
+        model = gpboost.GPModel(
+            group_data=groups,
+            group_rand_coef_data=X,
+            ind_effect_group_rand_coef=[1, 1, 1],
+            likelihood="gaussian",
+        )
+        model.fit(y=y, X=design)
+
+    ours = PersonalizedLinearRegression(GaussianPrior(covariance_type="full"))
+    compare(
+        "linear, 5,000 clients x 10 rows, 3 slopes, full covariance; GPBoost (diagonal), CPU time",
+        boosted,
+        lambda: ours.fit(X, y, groups=groups),
+        ">= 1x",
+        clock=cpu_seconds,
+    )
+    few = groups < 500
+
+    def mixed():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            MixedLM(y[few], design[few], groups=groups[few], exog_re=design[few]).fit()
+
+    compare(
+        "linear, 500 clients x 10 rows, 3 slopes, full covariance; statsmodels MixedLM",
+        mixed,
+        lambda: ours.fit(X[few], y[few], groups=groups[few]),
+        "-",
+        pairs=3,
+    )
+
+
+def held_out():
+    """Root mean squared error on new rows of known clients, through predict."""
+    X, y, groups, theta, mu = slopes_table(200, 15, 5)
+    rng = np.random.default_rng(1)
+    new = np.repeat(np.arange(200), 100)
+    Z = rng.normal(size=(len(new), 5))
+    truth = theta[new, 0] + np.einsum("nd,nd->n", Z, theta[new, 1:])
+    truth = truth + rng.normal(size=len(new))
+    covariance = np.linspace(0.5, 1.0, 6) ** 2
+    known = PersonalizedLinearRegression(
+        GaussianPrior(mean=mu, covariance=covariance), noise_variance=1.0
+    )
+    models = {
+        "known prior": known,
+        "diag": PersonalizedLinearRegression(GaussianPrior(covariance_type="diag")),
+        "spherical": PersonalizedLinearRegression(),
+        "local": PersonalizedLinearRegression(GaussianPrior(covariance=np.inf)),
+    }
+    errors = {}
+    for name, model in models.items():
+        predicted = model.fit(X, y, groups=groups).predict(Z, groups=new)
+        errors[name] = np.sqrt(np.mean((truth - predicted) ** 2))
+    pooled = LinearRegression().fit(X, y).predict(Z)
+    errors["pooled"] = np.sqrt(np.mean((truth - pooled) ** 2))
+    best = errors["known prior"]
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in errors.items())
+    ratio = errors["diag"] / best
+    print(
+        f"| linear, 200 clients x 15 rows, 5 slopes: held-out RMSE ({shown}) | {best:.4f} "
+        f"| {errors['diag']:.4f} | {ratio:.4f} | <= 1.01 |",
+        flush=True,
+    )
+
+
+def million():
+    rng = np.random.default_rng(0)
+    m, d = 10**6, 5
+    groups = np.repeat(np.arange(m), N)
+    theta = rng.normal(size=d) + 0.5 * rng.normal(size=(m, d))
+    X = rng.normal(size=(m * N, d))
+    y = np.einsum("mnd,md->mn", X.reshape(m, N, d), theta).ravel() + rng.normal(size=m * N)
+
+    def fit():
+        PersonalizedLinearRegression().fit(X, y, groups=groups)
+
+    if os.access("/proc/self/clear_refs", os.W_OK):
+        peak = peak_above_input(fit)
+        print(
+            f"| linear, 10^6 clients x 10 rows, d=5: peak above input | - | - | {peak:.0f} MB "
+            "| < 4 GB |",
+            flush=True,
+        )
+    print(
+        f"| linear, 10^6 clients x 10 rows, d=5: seconds | - | {warm_seconds(fit):.1f} | - "
+        "| < 60 |",
+        flush=True,
+    )
+
+
+wide(50, ">= 15x", ">= 100x")
+wide(100, ">= 6x", ">= 100x")
+packages()
+held_out()
+million()

@@ -1,0 +1,116 @@
+"""Columns of a design matrix: which coefficients vary by client, and which all clients share.
+
+The design has the intercept first (if there is one) and the features after it. Priors speak of the
+coefficients that vary by client, in the order of the design.
+"""
+
+from numbers import Integral
+from typing import NamedTuple
+
+import numpy as np
+
+INTERCEPT = "intercept"
+
+
+class Design(NamedTuple):
+    """Positions of the random and the fixed coefficients among the columns of a design."""
+
+    names: tuple  # of all p columns
+    random: np.ndarray  # (q,), sorted positions
+    fixed: np.ndarray  # (p - q,), sorted positions
+    fit_intercept: bool
+
+    @property
+    def n_columns(self):
+        return len(self.names)
+
+    @property
+    def order(self):
+        """Positions (p,) of the columns when the random ones are put first."""
+        return np.concatenate([self.random, self.fixed])
+
+    @property
+    def random_names(self):
+        return [self.names[k] for k in self.random]
+
+    def matrix(self, X):
+        """Design matrix (..., p) of features (..., d)."""
+        if not self.fit_intercept:
+            return X
+        return np.concatenate([np.ones((*X.shape[:-1], 1)), X], axis=-1)
+
+    def coefficients(self, values):
+        """Coefficients (..., d) and intercepts (...,) in vectors (..., p); 0 without intercept."""
+        if self.fit_intercept:
+            return values[..., 1:], values[..., 0]
+        return values, np.zeros(values.shape[:-1])
+
+    def in_columns(self, random, fixed):
+        """Vectors (..., p) in the order of the columns, from their random and fixed parts."""
+        values = np.empty((*random.shape[:-1], self.n_columns))
+        values[..., self.random] = random
+        values[..., self.fixed] = fixed
+        return values
+
+
+def resolve_design(random, n_features, fit_intercept, feature_names=None):
+    """Design from the parameter `random` of an estimator.
+
+    Parameters
+    ----------
+    random : "all", "intercept", or a list of feature names or indices, with "intercept" if that
+        varies as well
+    n_features : int
+    fit_intercept : bool
+    feature_names : sequence of str, default=None
+
+    Returns
+    -------
+    Design
+
+    Raises
+    ------
+    ValueError
+        If `random` names no column, an unknown one, or an intercept that is not fitted.
+    """
+    plain = [f"x{k}" for k in range(n_features)]
+    features = plain if feature_names is None else [str(name) for name in feature_names]
+    names = (INTERCEPT, *features) if fit_intercept else tuple(features)
+    every = np.arange(len(names))
+    if isinstance(random, str) and random == "all":
+        chosen = every
+    else:
+        wanted = [random] if isinstance(random, str) else list(random)
+        chosen = np.unique([_position(name, features, fit_intercept) for name in wanted])
+        if not len(chosen):
+            raise ValueError("random must name at least one coefficient; got an empty list.")
+        chosen = chosen.astype(np.intp)
+    return Design(names, chosen, np.setdiff1d(every, chosen), fit_intercept)
+
+
+def _position(name, features, fit_intercept):
+    """Position among the columns of the design."""
+    if isinstance(name, Integral) and not isinstance(name, bool | np.bool_):
+        if not 0 <= name < len(features):
+            raise ValueError(f"random holds the index {name}, but X has {len(features)} features.")
+        return int(name) + fit_intercept
+    if name in features:
+        if name == INTERCEPT and fit_intercept:
+            raise ValueError(
+                f"random={name!r} is ambiguous: X has a feature of that name; give its index, or "
+                "rename it."
+            )
+        return features.index(name) + fit_intercept
+    if name == INTERCEPT:
+        if not fit_intercept:
+            raise ValueError("random has 'intercept', but fit_intercept=False.")
+        return 0
+    raise ValueError(
+        f"random holds {name!r}, which is neither 'intercept' nor one of the features "
+        f"{features[:20]}."
+    )
+
+
+def feature_names(X):
+    """Column names of a data frame as strings, or None."""
+    return [str(name) for name in X.columns] if hasattr(X, "columns") else None

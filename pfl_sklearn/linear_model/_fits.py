@@ -1,0 +1,38 @@
+"""Which prior is fitted how: the one table."""
+
+from pfl_sklearn.linear_model._mixed import fit_gaussian
+from pfl_sklearn.linear_model._mixture import fit_mixture
+from pfl_sklearn.linear_model._printed import fit_by_gradient, fit_clustered
+from pfl_sklearn.linear_model._sparse import fit_laplace
+
+_LIKELIHOOD = ("reml", "ml")
+# (prior, method, solver): the fit. Without population coefficients to allow for, the priors other
+# than the Gaussian make no difference between the two likelihoods.
+FITS = {
+    **{
+        ("GaussianPrior", method, solver): fit_gaussian
+        for method in _LIKELIHOOD
+        for solver in ("auto", "spectral", "quasi_newton")
+    },
+    **{("GaussianPrior", method, "gd"): fit_by_gradient for method in _LIKELIHOOD},
+    **{("LaplacePrior", method, "auto"): fit_laplace for method in _LIKELIHOOD},
+    **{("GaussianMixturePrior", method, "auto"): fit_mixture for method in _LIKELIHOOD},
+    **{("DiscretePrior", method, "auto"): fit_mixture for method in _LIKELIHOOD},
+    ("GaussianMixturePrior", "printed", "auto"): fit_clustered,
+    ("DiscretePrior", "printed", "auto"): fit_clustered,
+}
+
+
+def find_fit(prior, method, solver):
+    """Function from a table, a prior and options to estimates.
+
+    Raises ValueError if the prior has no such method or solver.
+    """
+    name = type(prior).__name__
+    if (name, method, solver) in FITS:
+        return FITS[name, method, solver]
+    pairs = [f"{key[1]}/{key[2]}" for key in FITS if key[0] == name]
+    raise ValueError(
+        f"method={method!r} with solver={solver!r} does not go with {name}; expected one of the "
+        f"pairs {', '.join(pairs)}."
+    )

@@ -1,0 +1,92 @@
+"""Linear regressions when the population is known: every client's own ridge regression.
+
+Clients have no more rows than coefficients here, so the systems are solved in the space of rows.
+"""
+
+from functools import partial
+
+import numpy as np
+
+from pfl_sklearn._clients import client_batches
+from pfl_sklearn._parallel import map_batches
+from pfl_sklearn.linear_model._estimates import Estimates
+from pfl_sklearn.linear_model._posterior import RowPosterior
+
+_CELLS = 1 << 18  # of a batch: it fits the cache
+
+
+def is_cheap(table, mean, covariance, noise):
+    """Whether nothing is unknown, and no client has more rows than coefficients."""
+    known = mean is not None and covariance is not None and noise is not None
+    few = np.bincount(table.codes).max() <= table.n_random
+    return known and few and table.n_random == table.columns.shape[1]
+
+
+def fit_known(table, prior, mean, covariance, options):
+    """Posterior of every client under a known N(mean, covariance) and noise variance."""
+    roots = None if table.weights is None else np.sqrt(table.weights)
+    noise = options.noise_variance
+    ratio = covariance / noise
+    if np.array_equal(ratio, ratio[0, 0] * np.eye(len(ratio))):
+        solve = partial(_solve_batch, mean=mean, ratio=ratio[0, 0])
+    else:
+        solve = partial(_solve_batch, mean=mean, ratio=ratio)
+    m, q = table.n_clients, table.n_random
+    index = client_batches(table.codes, m, _CELLS // q)
+    batches = [(clients, *_gather(table, rows, roots)) for clients, rows in index]
+    solved = map_batches(solve, batches, options.n_jobs)
+    size = max(batch[1].shape[1] for batch in batches)
+    coefficients = np.empty((m, q))
+    rows, lower = np.zeros((m, size, q)), np.tile(np.eye(size), (m, 1, 1))
+    value = len(table.y) * np.log(2 * np.pi * noise)
+    for (clients, X, _), (theta, root, log_det, square) in zip(batches, solved, strict=True):
+        n = X.shape[1]
+        coefficients[clients] = theta
+        rows[clients, :n] = X
+        lower[clients, :n, :n] = root
+        value += log_det + square / noise
+    if table.weights is not None:
+        value -= np.log(table.weights).sum()
+    error = np.zeros((q, q))
+    return Estimates(
+        mean,
+        error,
+        coefficients,
+        RowPosterior(rows, ratio, noise, error, np.ones(q), lower),
+        prior.with_values(mean, covariance),
+        covariance,
+        noise,
+        -0.5 * float(value),
+        1,
+        True,
+    )
+
+
+def _gather(table, rows, roots):
+    """Weighted columns (b, n, q) and targets (b, n) of a batch."""
+    if roots is None:
+        return table.columns[rows], table.y[rows]
+    return table.columns[rows] * roots[rows][..., None], table.y[rows] * roots[rows]
+
+
+def _solve_batch(clients, X, y, mean, ratio):
+    """Coefficients (b, q), Cholesky factors (b, n, n) of V, summed log determinants and squares."""
+    half = y - X @ mean
+    moved = X if np.ndim(ratio) == 0 else X @ ratio
+    covariance = moved @ X.transpose(0, 2, 1)
+    if np.ndim(ratio) == 0:
+        covariance *= ratio
+    covariance += np.eye(X.shape[1])
+    lower = np.linalg.cholesky(covariance)
+    diagonal = np.einsum("bkk->bk", lower)
+    for j in range(X.shape[1]):
+        half[:, j] -= np.einsum("bk,bk->b", lower[:, j, :j], half[:, :j])
+        half[:, j] /= diagonal[:, j]
+    solved = half.copy()
+    for j in reversed(range(X.shape[1])):
+        solved[:, j] -= np.einsum("bk,bk->b", lower[:, j + 1 :, j], solved[:, j + 1 :])
+        solved[:, j] /= diagonal[:, j]
+    if np.ndim(ratio) == 0:
+        solved *= ratio
+    theta = mean + (solved[:, None, :] @ moved)[:, 0]
+    return theta, lower, 2 * np.log(diagonal).sum(), np.vdot(half, half)

@@ -1,0 +1,211 @@
+"""Searches for population coefficients and between-client covariance of logistic regressions."""
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import minimize
+
+_RANK = 1e-11
+_MAX_NEWTON = 100
+_LAST_DECREMENT = 1e-13
+_SEPARATED = 1e-6  # share of the information at 0 that is left along some direction
+_WEAK_SD = 2.5  # of the prior on separated slopes, in logits per standard deviation of a column
+_NO_SPREAD = 1e-8  # squared parameter of a factor, in natural units, that stands for zero
+_LOST = 1e-9  # nats
+
+
+class Pooled(NamedTuple):
+    """Maximum of the likelihood when all clients have the same coefficients."""
+
+    coefficients: np.ndarray  # (a, f)
+    root: np.ndarray  # (a f, rank), its square is the inverse information
+    weight: np.ndarray  # (n, a, a), of the rows
+    log_likelihood: float
+    separated: bool
+    n_iter: int
+    converged: bool
+
+
+class Weak(NamedTuple):
+    """Precisions of normal priors that keep maxima finite; zeros where none is needed."""
+
+    slopes: np.ndarray  # (f,), of the free population coefficients
+    spread: np.ndarray  # (q,), of the rows of the factor
+
+
+class Found(NamedTuple):
+    """Maximum of a criterion."""
+
+    population: np.ndarray  # (a, p)
+    factor: np.ndarray  # (q, r)
+    n_iter: int
+    converged: bool
+
+
+def fit_pooled(columns, table, outcome, offset, precision):
+    """Coefficients of `columns` (n, f) that all clients share, by damped Newton steps.
+
+    The other coefficients are in `offset` (n, a); `precision` (f,) is that of a normal prior. The
+    data are separated if Newton's method, which then never ends, has lost the information along
+    some direction.
+    """
+    shape = outcome.n_outputs, columns.shape[1]
+    w = np.ones(len(columns)) if table.weights is None else table.weights
+    values = np.zeros(shape)
+    terms, objective = _pooled_terms(values, columns, table.y, w, outcome, offset, precision)
+    first_root, last, n_iter = None, False, 0
+    while not last and n_iter < _MAX_NEWTON:
+        n_iter += 1
+        normal = information(columns, terms.weight) + np.diag(np.tile(precision, shape[0]))
+        root = inverse_root(normal)
+        first_root = root if first_root is None else first_root
+        slope = root.T @ (terms.score.T @ columns - precision * values).ravel()
+        last = slope @ slope < _LAST_DECREMENT
+        values, terms, objective = _pooled_step(
+            values, (root @ slope).reshape(shape), objective, columns, table.y, w, outcome, offset,
+            precision,
+        )  # fmt: skip
+    left = np.linalg.eigvalsh(first_root.T @ normal @ first_root)
+    return Pooled(
+        values,
+        root,
+        terms.weight,
+        float(terms.value.sum()),
+        bool(left.size and left[0] < _SEPARATED),
+        n_iter,
+        bool(last),
+    )
+
+
+def _pooled_terms(values, columns, y, w, outcome, offset, precision):
+    terms = outcome.terms(offset + columns @ values.T, y, w)
+    return terms, terms.value.sum() - 0.5 * np.sum(precision * values**2)
+
+
+def _pooled_step(values, step, objective, *problem):
+    """The longest of the steps 1, 1/2, 1/4, ... that is no loss."""
+    size = 1.0
+    while True:
+        moved = values + size * step
+        terms, new = _pooled_terms(moved, *problem)
+        if new >= objective - 1e-13 * (1 + abs(objective)) or size < 1e-9:
+            return moved, terms, new
+        size /= 2
+
+
+def information(columns, weight):
+    """Sum over rows of weight (n, a, a) (x) x x', as a matrix (a f, a f)."""
+    a, f = weight.shape[-1], columns.shape[1]
+    result = np.empty((a, f, a, f))
+    for k in range(a):
+        for c in range(k + 1):
+            block = columns.T @ (weight[:, k, c, None] * columns)
+            result[k, :, c, :] = result[c, :, k, :] = block
+    return result.reshape(a * f, a * f)
+
+
+def inverse_root(normal):
+    """Root (f, rank) of the pseudo-inverse of a positive semi-definite matrix."""
+    size = np.sqrt(np.diag(normal))
+    scale = np.divide(1, size, out=np.zeros_like(size), where=size > 0)
+    values, vectors = np.linalg.eigh(normal * np.multiply.outer(scale, scale))
+    kept = values > _RANK * max(values[-1], 0.0) if len(values) else np.zeros(0, dtype=bool)
+    return scale[:, None] * vectors[:, kept] / np.sqrt(values[kept])
+
+
+def weak_slopes(columns, weights, intercept):
+    """Precision (f,) of the prior that keeps separated slopes finite; none on the intercept."""
+    mean = np.average(columns, axis=0, weights=weights)
+    square = np.average(columns**2, axis=0, weights=weights)
+    spread = np.average((columns - mean) ** 2, axis=0, weights=weights)
+    unit = np.where(spread > 1e-12 * square, spread, square)
+    precision = unit / _WEAK_SD**2
+    if intercept is not None:
+        precision[intercept] = 0.0
+    return precision
+
+
+def weak_spread(random, weights):
+    """Precision (q,) of the prior that keeps the differences between clients finite."""
+    return np.average(random**2, axis=0, weights=weights) / _WEAK_SD**2
+
+
+def natural_scale(random, weight, n_clients, common):
+    """Standard deviations (q,) of coefficients that the prior and a client's rows decide alike.
+
+    `random` is (n, q), `weight` (n, a, a) the rows' information. `common`: one for all.
+    """
+    q = random.shape[1]
+    share = min(len(random) / n_clients, q) / q
+    typical = np.trace(weight, axis1=1, axis2=2) / weight.shape[-1]
+    per_client = np.einsum("n,nq,nq->q", typical, random, random) / n_clients
+    if common:
+        per_client = np.full(q, per_client.mean())
+    return np.sqrt(np.divide(share, per_client, out=np.ones(q), where=per_client > 0))
+
+
+def search(criterion, start, root, weak, max_iter, tol, family=None, scale=None):
+    """Maximize a criterion in the free population coefficients and the factor.
+
+    Parameters
+    ----------
+    criterion : LaplaceCriterion
+    start : Found
+        Its population (a, p) has the free coefficients last; the factor is kept without `family`.
+    root : ndarray of shape (a f, rank)
+        Root of the inverse information of the f free coefficients: the search moves along it.
+    weak : Weak
+    max_iter : int
+    tol : float
+        Largest gradient, in nats per standard error, at the end.
+    family : Factor or None
+        Shapes of the factor.
+    scale : ndarray of shape (q,)
+        Natural units of its rows.
+
+    Returns
+    -------
+    Found
+    """
+    rank, first = root.shape[1], start.population.shape[1] - len(weak.slopes)
+    unit = np.sqrt(2 / (criterion.n_clients * len(start.population)))
+
+    def unpack(parameters):
+        population = start.population.copy()
+        population[:, first:] += (root @ parameters[:rank]).reshape(len(population), -1)
+        if family is None:
+            return population, start.factor
+        return population, scale[:, None] * family.matrix(parameters[rank:] * unit)
+
+    def objective(parameters):
+        population, factor = unpack(parameters)
+        value, by_population, by_factor = criterion(population, factor)
+        free, pull = population[:, first:], weak.spread[:, None] * factor
+        slope = [root.T @ (by_population[:, first:] - weak.slopes * free).ravel()]
+        if family is not None:
+            slope.append(unit * family.pull_back(scale[:, None] * (by_factor - pull)))
+        penalty = 0.5 * (np.sum(weak.slopes * free**2) + np.vdot(pull, factor))
+        return penalty - value, -np.concatenate(slope)
+
+    factor_start = np.zeros(0) if family is None else family.start / unit
+    result = minimize(
+        objective,
+        np.concatenate([np.zeros(rank), factor_start]),
+        jac=True,
+        method="L-BFGS-B",
+        options={"maxiter": max_iter, "maxcor": 30, "ftol": 1e-16, "gtol": tol},
+    )
+    parameters = _snapped(result.x, rank, unit, objective)
+    steep = np.abs(result.jac).max() > 1e3 * tol
+    converged = bool(result.success or not steep) and criterion.modes_found
+    return Found(*unpack(parameters), int(result.nit), converged)
+
+
+def _snapped(parameters, rank, unit, objective):
+    """Parameters of the factor that are next to nothing set to zero, if little is lost."""
+    small = (np.arange(len(parameters)) >= rank) & ((parameters * unit) ** 2 < _NO_SPREAD)
+    if not small.any():
+        return parameters
+    snapped = np.where(small, 0.0, parameters)
+    best, tried = objective(parameters)[0], objective(snapped)[0]
+    return snapped if tried <= best + _LOST * (1 + abs(best)) else parameters

@@ -1,0 +1,158 @@
+"""Least squares of every client alone: the limit of an infinite between-client variance."""
+
+from functools import partial
+
+import numpy as np
+
+from pfl_sklearn._clients import client_batches
+from pfl_sklearn._parallel import map_batches
+from pfl_sklearn.linear_model._estimates import Estimates
+from pfl_sklearn.linear_model._posterior import CovariancePosterior
+
+_RANK = 1e-12  # singular values, over the lengths of the columns, that are rounding errors
+
+
+def fit_local(table, prior, options, covariance):
+    """Random coefficients by each client's own least squares of minimum norm.
+
+    Fixed coefficients come from what is left of the rows when the random columns are projected off
+    client by client (the within estimator). `covariance` (q, q) is what the prior shall hold: NaN
+    for a single client, infinite where that was asked for.
+    """
+    batches = _batches(table)
+    solve = partial(_solve_batch, intercept=table.intercept, n_random=table.n_random)
+    solved = map_batches(solve, batches, options.n_jobs)
+    fixed, fixed_root = _fixed_coefficients(solved, table)
+    m, p, q = table.n_clients, table.columns.shape[1], table.n_random
+    coefficients, square, ranks = np.empty((m, p)), 0.0, 0
+    coefficients[:, q:] = fixed
+    for (clients, *_), (solution, _, left, rank) in zip(batches, solved, strict=True):
+        coefficients[clients, :q] = solution[:, :, -1] - solution[:, :, :-1] @ fixed
+        residual = left[:, :, -1] - left[:, :, :-1] @ fixed
+        square += np.vdot(residual, residual)
+        ranks += int(rank.sum())
+    rows = len(table.y) - (ranks + fixed_root.shape[1] if options.method == "reml" else 0)
+    noise = options.noise_variance
+    if noise is None:
+        noise = square / rows if rows > 0 else np.nan
+    covariances = _covariances(batches, solved, fixed_root, noise, (m, p, q))
+    population = coefficients.mean(axis=0)
+    error = _population_covariance(covariances, fixed_root, noise, q, m)
+    return Estimates(
+        population,
+        error,
+        coefficients,
+        CovariancePosterior(covariances, np.append(np.full(q, np.inf), np.zeros(p - q))),
+        prior.with_values(population[:q], covariance),
+        covariance,
+        float(noise),
+        _log_likelihood(table, noise, square, rows, options.method == "reml") if m == 1 else np.nan,
+        1,
+        True,
+    )
+
+
+def _batches(table):
+    rows = np.column_stack([table.columns, table.y])
+    if table.weights is not None:
+        rows *= np.sqrt(table.weights)[:, None]
+    roots = np.ones(len(table.y)) if table.weights is None else np.sqrt(table.weights)
+    return [
+        (batch.clients, rows[batch.rows], roots[batch.rows])
+        for batch in client_batches(table.codes, table.n_clients)
+    ]
+
+
+def _solve_batch(clients, rows, roots, intercept, n_random):
+    """Least squares of every client's fixed columns and target on its random columns.
+
+    Returns the solutions (b, q, f + 1), the map that made them (b, q, n), what is left of fixed
+    columns and target (b, n, f + 1), and the ranks (b,).
+    """
+    random = rows[:, :, :n_random]
+    varies = intercept is not None and intercept < n_random
+    if varies:
+        unit = roots / np.sqrt(np.einsum("bn,bn->b", roots, roots))[:, None]
+        slopes = np.delete(random, intercept, axis=2)
+        mean = (unit[:, None, :] @ slopes)[:, 0]
+        slopes = slopes - unit[..., None] * mean[:, None, :]
+    else:
+        slopes = random
+    lengths = np.sqrt(np.einsum("bnq,bnq->bq", random, random).max(axis=1, initial=0.0))
+    inverse, rank = _pseudo_inverse(slopes, lengths)
+    if varies:
+        first = unit[:, None, :] - mean[:, None, :] @ inverse
+        first = first / np.sqrt(np.einsum("bn,bn->b", roots, roots))[:, None, None]
+        inverse = np.insert(inverse, intercept, first[:, 0], axis=1)
+        rank = rank + 1
+    solution = inverse @ rows[:, :, n_random:]
+    left = rows[:, :, n_random:] - random @ solution
+    return solution, inverse, left, rank
+
+
+def _pseudo_inverse(matrices, lengths):
+    """Pseudo-inverses (b, q, n) of matrices (b, n, q), and their ranks.
+
+    Singular values that are rounding errors of columns of those lengths (b,) are zero: a column
+    that is constant within a client leaves nothing but them when its mean is taken off.
+    """
+    if not matrices.shape[2]:
+        return matrices.transpose(0, 2, 1), np.zeros(len(matrices), dtype=int)
+    left, values, right = np.linalg.svd(matrices, full_matrices=False)
+    largest = np.maximum(values[:, 0], lengths)[:, None]
+    kept = values > _RANK * largest
+    inverse = np.divide(1, values, out=np.zeros_like(values), where=kept)
+    return (right.transpose(0, 2, 1) * inverse[:, None, :]) @ left.transpose(0, 2, 1), kept.sum(1)
+
+
+def _fixed_coefficients(solved, table):
+    """Within estimator (f,), and the root (f, rank) of its covariance over the noise variance."""
+    size = table.columns.shape[1] - table.n_random
+    gram = np.zeros((size + 1, size + 1))
+    for _, _, left, _ in solved:
+        flat = left.reshape(-1, size + 1)
+        gram += flat.T @ flat
+    if not size:
+        return np.zeros(0), np.zeros((0, 0))
+    values, vectors = np.linalg.eigh(gram[:-1, :-1])
+    kept = values > 1e-11 * max(values[-1], 0.0)
+    root = vectors[:, kept] / np.sqrt(values[kept])
+    return root @ (root.T @ gram[:-1, -1]), root
+
+
+def _covariances(batches, solved, fixed_root, noise, shape):
+    """Covariance (m, p, p) of every client's coefficients."""
+    m, p, q = shape
+    covariances = np.zeros((m, p, p))
+    for (clients, *_), (solution, inverse, _, _) in zip(batches, solved, strict=True):
+        moved = np.zeros((len(clients), p, fixed_root.shape[1]))
+        moved[:, :q] = -solution[:, :, :-1] @ fixed_root
+        moved[:, q:] = fixed_root
+        covariances[clients] = noise * (moved @ moved.transpose(0, 2, 1))
+        covariances[clients, :q, :q] += noise * (inverse @ inverse.transpose(0, 2, 1))
+    return covariances
+
+
+def _population_covariance(covariances, fixed_root, noise, q, m):
+    """A single client's own; infinite for the mean of clients that share nothing."""
+    if m == 1:
+        return covariances[0]
+    error = np.zeros_like(covariances[0])
+    error[np.arange(q), np.arange(q)] = np.inf
+    error[q:, q:] = noise * fixed_root @ fixed_root.T
+    return error
+
+
+def _log_likelihood(table, noise, square, rows, restricted):
+    """Of a single client's rows."""
+    if not noise > 0:
+        return np.nan
+    value = rows * np.log(2 * np.pi * noise) + square / noise
+    columns = table.columns
+    if table.weights is not None:
+        value -= np.log(table.weights).sum()
+        columns = columns * np.sqrt(table.weights)[:, None]
+    if restricted:
+        values = np.linalg.svd(columns, compute_uv=False)
+        value += 2 * np.log(values[: len(table.y) - rows]).sum()
+    return -0.5 * float(value)

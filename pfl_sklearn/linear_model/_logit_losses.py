@@ -1,0 +1,109 @@
+"""Outcomes with classes: log-likelihood of a row and its derivatives in the linear predictors.
+
+Predictors u (..., a) are fewer than the classes by one. For two classes u is the logit of the
+second; for K classes the logits are ``contrasts @ u`` with orthonormal contrasts, which is softmax
+with symmetric coding less the direction that changes no probability: normal deviations that are
+independent over the classes stay independent, with the same variance, over the contrasts.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import softmax
+
+
+class RowTerms(NamedTuple):
+    """Of every row: log-likelihood, its gradient in u, and minus its Hessian."""
+
+    value: np.ndarray  # (..., n)
+    score: np.ndarray  # (..., n, a)
+    weight: np.ndarray  # (..., n, a, a)
+
+
+class BinaryLogit:
+    """Two classes, labels 0 and 1."""
+
+    n_outputs = 1
+    contrasts = np.array([[0.0], [1.0]])  # logits of the classes, up to a constant
+    coding = np.array([[1.0]])  # what is reported: the logit of the second class
+
+    def terms(self, u, y, w):
+        """RowTerms of predictors (..., n, 1), labels (..., n) and weights (..., n)."""
+        u = u[..., 0]
+        small = np.exp(-np.abs(u))
+        larger = 1 / (1 + small)
+        smaller = small * larger
+        second = np.where(u >= 0, larger, smaller)
+        value = w * (np.minimum(np.where(y > 0, u, -u), 0.0) + np.log(larger))
+        score = w * (y - second)
+        return RowTerms(value, score[..., None], (w * larger * smaller)[..., None, None])
+
+    def roots(self, u, w):
+        """Roots (..., n, 1, 1) of the weights."""
+        small = np.exp(-np.abs(u[..., 0]))
+        return (np.sqrt(w * small) / (1 + small))[..., None, None]
+
+    def weight_slopes(self, u, w, spread):
+        """Derivatives (..., n, 1) of sum(weight * spread) in u; spread is (..., n, 1, 1)."""
+        half = np.tanh(u[..., 0] / 2)
+        return (-0.25 * w * (1 - half**2) * half * spread[..., 0, 0])[..., None]
+
+    def probabilities(self, u):
+        """Class probabilities (..., n, 2)."""
+        return softmax(u @ self.contrasts.T, axis=-1)
+
+
+class SoftmaxLogit:
+    """K classes, labels 0 to K - 1."""
+
+    def __init__(self, n_classes):
+        self.n_outputs = n_classes - 1
+        self.contrasts = self.coding = helmert_contrasts(n_classes)
+        outer = self.contrasts[:, :, None] * self.contrasts[:, None, :]
+        self._squares = outer.reshape(n_classes, -1)  # of every class, so that sums are products
+
+    def terms(self, u, y, w):
+        """RowTerms of predictors (..., n, a), labels (..., n) and weights (..., n)."""
+        logits = u @ self.contrasts.T
+        logits -= logits.max(axis=-1, keepdims=True)
+        p = np.exp(logits)
+        total = p.sum(axis=-1)
+        p /= total[..., None]
+        chosen = np.take_along_axis(logits, y[..., None], axis=-1)[..., 0]
+        mean = p @ self.contrasts
+        score = w[..., None] * (self.contrasts[y] - mean)
+        square = (p @ self._squares).reshape(*mean.shape, -1)
+        weight = square - mean[..., :, None] * mean[..., None, :]
+        return RowTerms(w * (chosen - np.log(total)), score, w[..., None, None] * weight)
+
+    def roots(self, u, w):
+        """Roots (..., n, a, K) of the weights."""
+        p = self.probabilities(u)
+        mean = p @ self.contrasts
+        centred = np.sqrt(p)[..., None, :] * (self.contrasts.T - mean[..., :, None])
+        return np.sqrt(w)[..., None, None] * centred
+
+    def weight_slopes(self, u, w, spread):
+        """Derivatives (..., n, a) of sum(weight * spread) in u; spread (..., n, a, a) symmetric."""
+        p = self.probabilities(u)
+        own = spread.reshape(*p.shape[:-1], -1) @ self._squares.T
+        cross = (spread @ (p @ self.contrasts)[..., None])[..., 0] @ self.contrasts.T
+        centre = np.sum(p * (2 * cross - own), axis=-1, keepdims=True)
+        return w[..., None] * ((p * (own - 2 * cross + centre)) @ self.contrasts)
+
+    def probabilities(self, u):
+        """Class probabilities (..., n, K)."""
+        return softmax(u @ self.contrasts.T, axis=-1)
+
+
+def outcome_of(n_classes):
+    """The outcome for a number of classes."""
+    return BinaryLogit() if n_classes == 2 else SoftmaxLogit(n_classes)
+
+
+def helmert_contrasts(n_classes):
+    """Orthonormal contrasts (K, K - 1): columns of length 1 that sum to 0."""
+    columns = np.triu(np.ones((n_classes, n_classes - 1)))
+    k = np.arange(1, n_classes)
+    columns[k, k - 1] = -k
+    return columns / np.sqrt(k * (k + 1.0))

@@ -1,0 +1,148 @@
+"""Linear regressions under a Gaussian prior: the linear mixed model with one grouping."""
+
+import numpy as np
+
+from pfl_sklearn.linear_model._estimates import Estimates, centred
+from pfl_sklearn.linear_model._known import fit_known, is_cheap
+from pfl_sklearn.linear_model._local import fit_local
+from pfl_sklearn.linear_model._posterior import RowPosterior
+from pfl_sklearn.linear_model._profile import Settings, client_deviations
+from pfl_sklearn.linear_model._reduction import reduce_rows
+from pfl_sklearn.linear_model._search import at_ratio, search_factor, search_noise, search_ratio
+
+
+def fit_gaussian(table, prior, options):
+    """Population, variance components and clients by restricted or full maximum likelihood.
+
+    Parameters
+    ----------
+    table : Table
+    prior : GaussianPrior
+        What it leaves None is estimated.
+    options : Options
+
+    Returns
+    -------
+    Estimates
+    """
+    q = table.n_random
+    mean, covariance = prior.known_mean(q), prior.known_covariance(q)
+    if covariance is None:
+        if table.n_clients == 1:
+            return fit_local(table, prior, options, np.full((q, q), np.nan))
+        check_identified(table, prior.covariance_type, options.noise_variance)
+    elif np.isinf(covariance).any():
+        return fit_local(table, prior, options, covariance)
+    if is_cheap(table, mean, covariance, options.noise_variance):
+        return fit_known(table, prior, mean, covariance, options)
+    y, offset = centred(table, mean)
+    spectral = use_spectral(prior.covariance_type, covariance, options.solver)
+    reduced = reduce_rows(
+        table.columns,
+        y,
+        table.codes,
+        table.n_clients,
+        q,
+        weights=table.weights,
+        spectral=spectral,
+        n_jobs=options.n_jobs,
+    )
+    settings = Settings(options.method == "reml", 0 if mean is None else q, options.noise_variance)
+    found = _search(reduced, settings, prior, covariance, spectral, options)
+    return _estimates(table, reduced, found, prior, offset, mean is None)
+
+
+def use_spectral(covariance_type, covariance, solver):
+    """Whether the spectral reduction serves: one variance for all random coefficients."""
+    if covariance is None:
+        common = covariance_type == "spherical"
+    else:
+        common = np.array_equal(covariance, covariance[0, 0] * np.eye(len(covariance)))
+    if solver == "spectral" and not common:
+        raise ValueError(
+            "solver='spectral' needs one variance for all random coefficients; got a prior with "
+            f"covariance_type={covariance_type!r}."
+        )
+    return common and solver != "quasi_newton"
+
+
+def check_identified(table, covariance_type, noise_variance):
+    """Raise ValueError if the data cannot tell the variances apart."""
+    m, q = table.n_clients, table.n_random
+    if noise_variance is None and len(table.y) == m:
+        raise ValueError(
+            f"every one of the {m} clients has one row, so the noise variance cannot be told from "
+            "the variance between clients; give noise_variance, or a prior with a known covariance."
+        )
+    if covariance_type == "spherical":
+        return
+    if covariance_type == "full" and m < q:
+        raise ValueError(
+            f"covariance_type='full' needs at least as many clients as random coefficients; got "
+            f"{m} clients and {q} coefficients. Use 'diag' or 'spherical', or fewer in random."
+        )
+    constant = np.ptp(table.columns[:, :q], axis=0) == 0
+    has_intercept = table.intercept is not None and table.intercept < q
+    for k in np.flatnonzero(constant):
+        if k == table.intercept or (not has_intercept and table.columns[0, k] != 0):
+            continue
+        raise ValueError(
+            f"the column {table.names[k]!r} is constant over all rows, so its coefficient cannot "
+            "vary by client beside the intercept's; leave it out of random or of X."
+        )
+
+
+def _search(reduced, settings, prior, covariance, spectral, options):
+    """Covariance and noise variance, whichever of them is unknown."""
+    q, noise = reduced.n_random, options.noise_variance
+    if covariance is None:
+        if spectral:
+            return search_ratio(reduced, settings, options.max_iter, options.tol)
+        shape = prior.covariance_type, getattr(prior, "rank", None)
+        return search_factor(reduced, settings, *shape, options.max_iter, options.tol)
+    scaled = covariance / np.multiply.outer(reduced.scale[:q], reduced.scale[:q])
+    if spectral:
+        scaled = scaled[0, 0]
+    if noise is None:
+        return search_noise(reduced, settings, scaled)
+    return at_ratio(reduced, settings, scaled / noise)
+
+
+def _estimates(table, reduced, found, prior, offset, free_mean):
+    """Everything in the units of the data."""
+    m, q, p = table.n_clients, table.n_random, table.columns.shape[1]
+    scale, point = reduced.scale, found.point
+    free = slice(0 if free_mean else q, p)
+    population, error = offset.copy(), np.zeros((p, p))
+    population[free] += point.coefficients * scale[free]
+    error[free, free] = point.covariance()
+    deviations = client_deviations(reduced, found.whitened, point, found.ratio)
+    coefficients = np.tile(population, (m, 1))
+    coefficients[:, :q] += deviations * scale[:q]
+    ratio = np.zeros((p, p))
+    ratio[:q, :q] = found.ratio
+    squares = np.multiply.outer(scale, scale)
+    covariance = point.noise * (ratio * squares)[:q, :q]
+    return Estimates(
+        population,
+        error * squares,
+        coefficients,
+        RowPosterior(_by_client(reduced, found.whitened), ratio, point.noise, error, scale),
+        prior.with_values(population[:q], covariance),
+        covariance,
+        point.noise,
+        -0.5 * point.criterion,
+        found.n_iter,
+        found.converged,
+    )
+
+
+def _by_client(reduced, whitened):
+    """Whitened columns (m, k, p) of all clients; those with fewer rows get zeros."""
+    if len(whitened.rows) == 1 and np.all(np.diff(reduced.stacks[0].clients) > 0):
+        return whitened.rows[0][:, :, :-1]
+    sizes = [rows.shape[1] for rows in whitened.rows]
+    padded = np.zeros((reduced.n_clients, max(sizes), reduced.n_columns))
+    for stack, rows in zip(reduced.stacks, whitened.rows, strict=True):
+        padded[stack.clients, : rows.shape[1]] = rows[:, :, :-1]
+    return padded

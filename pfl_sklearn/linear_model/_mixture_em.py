@@ -1,0 +1,259 @@
+"""Mixtures of linear mixed models: EM on the marginal likelihood of the clients' rows.
+
+Component l gives a client the random coefficients N(mu_l, noise * P_l); fixed coefficients and the
+noise variance are shared. Only the component is latent: coefficients are integrated out, so that
+steps for the variances are large even where clients have fewer rows than coefficients.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import minimize
+from scipy.special import logsumexp
+
+from pfl_sklearn.linear_model._covariance import factor_of
+from pfl_sklearn.linear_model._profile import whiten, whiten_spectral
+
+_EMPTY = 1e-8
+_HALVINGS = 10
+_FACTOR_STEPS = 4
+_RANK = 1e-11
+_SMALLEST, _LARGEST = 1e-9, 1e14
+
+
+class State(NamedTuple):
+    """Parameters of the mixture, in the scale of the reduction."""
+
+    means: np.ndarray  # (k, q)
+    fixed: np.ndarray  # (f,)
+    factors: list  # (q, r) each, or numbers (spherical); squared they are over the noise variance
+    noise: float
+    weights: np.ndarray  # (k,)
+
+
+class Model(NamedTuple):
+    """What EM is to estimate."""
+
+    covariance_type: str  # "spherical", "diag", "full", or "zero"
+    noise: float | None  # known
+
+    def n_parameters(self, k, q, f):
+        """Free parameters of k components."""
+        each = {"spherical": 1, "diag": q, "full": q * (q + 1) // 2, "zero": 0}
+        return k * (q + each[self.covariance_type]) + k - 1 + f + (self.noise is None)
+
+
+class Part(NamedTuple):
+    """Whitened rows (b, k, p + 1) and log determinants (b,) of every stack, for one component."""
+
+    rows: list
+    log_dets: list
+
+
+def whiten_component(reduced, factor):
+    """Rows whitened under one component."""
+    if np.ndim(factor):
+        log_dets, rows = [], []
+        for stack in reduced.stacks:
+            alone = whiten(reduced._replace(stacks=[stack]), factor)
+            rows += alone.rows
+            moved = stack.rows[:, :, : reduced.n_random] @ factor
+            gram = moved @ moved.transpose(0, 2, 1)
+            gram += np.eye(gram.shape[1])
+            log_dets.append(np.linalg.slogdet(gram)[1])
+        return Part(rows, log_dets)
+    if factor == 0:
+        return Part(
+            [stack.rows for stack in reduced.stacks],
+            [np.zeros(len(stack.clients)) for stack in reduced.stacks],
+        )
+    rows = whiten_spectral(reduced, factor**2).rows
+    return Part(
+        rows, [np.log1p(factor**2 * stack.eigenvalues).sum(axis=1) for stack in reduced.stacks]
+    )
+
+
+def client_squares(reduced, part, state, k):
+    """Whitened residuals of every stack, and their squares (m,) by client."""
+    coefficients = np.concatenate([state.means[k], state.fixed])
+    squares, residuals = np.empty(reduced.n_clients), []
+    for stack, rows in zip(reduced.stacks, part.rows, strict=True):
+        residual = rows[:, :, -1] - rows[:, :, :-1] @ coefficients
+        squares[stack.clients] = np.einsum("bk,bk->b", residual, residual)
+        residuals.append(residual)
+    return residuals, squares
+
+
+def e_step(reduced, parts, state):
+    """Responsibilities (m, k) and log-likelihood."""
+    joint = np.empty((reduced.n_clients, len(state.weights)))
+    for k, part in enumerate(parts):
+        log_det = np.empty(reduced.n_clients)
+        for stack, values in zip(reduced.stacks, part.log_dets, strict=True):
+            log_det[stack.clients] = values
+        squares = client_squares(reduced, part, state, k)[1]
+        joint[:, k] = -0.5 * (log_det + squares / state.noise)
+    with np.errstate(divide="ignore"):
+        joint += np.log(state.weights)
+    each = logsumexp(joint, axis=1)
+    constant = reduced.n_rows * np.log(2 * np.pi * state.noise) - reduced.log_weights
+    left = left_over(reduced, state.fixed)
+    return np.exp(joint - each[:, None]), float(each.sum() - 0.5 * (constant + left / state.noise))
+
+
+def left_over(reduced, fixed):
+    """Squares of the rows that the random coefficients do not reach."""
+    direction = np.append(-fixed, 1.0)
+    return float(direction @ reduced.remainder @ direction)
+
+
+def m_step(reduced, parts, state, shares, model):
+    """Parameters that raise the expected log-likelihood under responsibilities (m, k)."""
+    state = _solve_coefficients(reduced, parts, state, shares)
+    state = state._replace(
+        noise=_best_noise(reduced, parts, state, shares, model), weights=shares.mean(axis=0)
+    )
+    if model.covariance_type == "zero":
+        return state
+    if model.covariance_type == "spherical":
+        return _spherical_step(reduced, parts, state, shares, model)
+    factors = [
+        _factor_step(reduced, state, k, shares[:, k], model.covariance_type)
+        for k in range(len(parts))
+    ]
+    return state._replace(factors=factors)
+
+
+def _best_noise(reduced, parts, state, shares, model):
+    """Noise variance under the other parameters, unless it is known."""
+    if model.noise is not None:
+        return model.noise
+    square = left_over(reduced, state.fixed)
+    for k, part in enumerate(parts):
+        square += shares[:, k] @ client_squares(reduced, part, state, k)[1]
+    return max(square, 1e-28 * reduced.sum_of_squares) / reduced.n_rows
+
+
+def _solve_coefficients(reduced, parts, state, shares):
+    """Generalized least squares for the means (k, q) and the fixed coefficients (f,)."""
+    k, q = state.means.shape
+    f = len(state.fixed)
+    normal, right = np.zeros((k * q + f, k * q + f)), np.zeros(k * q + f)
+    normal[k * q :, k * q :] = reduced.remainder[:-1, :-1]
+    right[k * q :] = reduced.remainder[:-1, -1]
+    for j, part in enumerate(parts):
+        gram = np.zeros((q + f + 1, q + f + 1))
+        for stack, rows in zip(reduced.stacks, part.rows, strict=True):
+            flat = rows.reshape(-1, q + f + 1)
+            weights = np.repeat(shares[stack.clients, j], rows.shape[1])
+            gram += (flat * weights[:, None]).T @ flat
+        at = np.concatenate([np.arange(j * q, (j + 1) * q), np.arange(k * q, k * q + f)])
+        normal[np.ix_(at, at)] += gram[:-1, :-1]
+        right[at] += gram[:-1, -1]
+    values, vectors = np.linalg.eigh(normal)
+    kept = values > _RANK * max(values[-1], 0.0)
+    solution = vectors[:, kept] @ ((vectors[:, kept].T @ right) / values[kept])
+    means = np.where(
+        shares.sum(axis=0)[:, None] > _EMPTY, solution[: k * q].reshape(k, q), state.means
+    )
+    return state._replace(means=means, fixed=solution[k * q :])
+
+
+def solve_fixed(reduced, parts, state, shares):
+    """Generalized least squares for the fixed coefficients (f,) under known means."""
+    q, normal = state.means.shape[1], reduced.remainder[:-1, :-1].copy()
+    right = reduced.remainder[:-1, -1].copy()
+    for k, part in enumerate(parts):
+        for stack, rows in zip(reduced.stacks, part.rows, strict=True):
+            weights = np.repeat(shares[stack.clients, k], rows.shape[1])
+            fixed = rows[:, :, q:-1].reshape(len(weights), -1)
+            target = (rows[:, :, -1] - rows[:, :, :q] @ state.means[k]).ravel()
+            normal += (fixed * weights[:, None]).T @ fixed
+            right += fixed.T @ (weights * target)
+    return state._replace(fixed=np.linalg.lstsq(normal, right)[0])
+
+
+def _expected(reduced, part, state, k, share):
+    """Minus twice the expected log-likelihood of a component, up to a constant; residuals."""
+    residuals, squares = client_squares(reduced, part, state, k)
+    value = share @ squares / state.noise
+    for stack, log_det in zip(reduced.stacks, part.log_dets, strict=True):
+        value += share[stack.clients] @ log_det
+    return value, residuals
+
+
+def _all_expected(reduced, parts, state, shares):
+    """Minus twice the expected log-likelihood of everything, up to a constant; residuals."""
+    fits = [_expected(reduced, part, state, k, shares[:, k]) for k, part in enumerate(parts)]
+    value = reduced.n_rows * np.log(state.noise) + left_over(reduced, state.fixed) / state.noise
+    return value + sum(fit[0] for fit in fits), [fit[1] for fit in fits]
+
+
+def _spherical_step(reduced, parts, state, shares, model):
+    """Fisher scoring for all variance ratios, the noise variance profiled out of them.
+
+    Halved until it is no loss.
+    """
+    ratios = np.array(state.factors) ** 2
+    before, residuals = _all_expected(reduced, parts, state, shares)
+    slope, first, second = (np.zeros(len(parts)) for _ in range(3))
+    for k in range(len(parts)):
+        for stack, residual in zip(reduced.stacks, residuals[k], strict=True):
+            weight = stack.eigenvalues / (1 + ratios[k] * stack.eigenvalues)
+            own = shares[stack.clients, k]
+            slope[k] += own @ np.sum(weight * (1 - residual**2 / state.noise), axis=1)
+            first[k] += own @ np.sum(weight, axis=1)
+            second[k] += own @ np.sum(weight**2, axis=1)
+    information = np.diag(np.maximum(second, 1e-300))
+    if model.noise is None:
+        information -= np.multiply.outer(first, first) / reduced.n_rows
+    step = np.linalg.lstsq(information, slope)[0]
+    target = np.clip(ratios - step, ratios / 10, ratios * 10)
+    for _ in range(_HALVINGS):
+        bounded = np.clip(target, _SMALLEST, _LARGEST)
+        tried = [whiten_component(reduced, factor) for factor in np.sqrt(bounded)]
+        moved = state._replace(factors=list(np.sqrt(bounded)))
+        moved = moved._replace(noise=_best_noise(reduced, tried, moved, shares, model))
+        if _all_expected(reduced, tried, moved, shares)[0] <= before:
+            return moved
+        target = (target + ratios) / 2
+    return state
+
+
+def _factor_step(reduced, state, k, share, covariance_type):
+    """A few quasi-Newton steps on the factor of a component's covariance."""
+    q, factor = reduced.n_random, factor_of(covariance_type, reduced.n_random)
+    if share.sum() <= _EMPTY:
+        return state.factors[k]
+
+    def objective(parameters):
+        lower = factor.matrix(parameters)
+        tried = whiten_component(reduced, lower)
+        value, residuals = _expected(reduced, tried, state, k, share)
+        slope = np.zeros((q, q))
+        for stack, rows, residual in zip(reduced.stacks, tried.rows, residuals, strict=True):
+            own, random = share[stack.clients], rows[:, :, :q]
+            weighted = (random * own[:, None, None]).reshape(-1, q)
+            pulled = (residual[:, None, :] @ random)[:, 0]
+            slope += weighted.T @ random.reshape(-1, q)
+            slope -= (pulled * own[:, None]).T @ pulled / state.noise
+        return value, factor.pull_back(2 * slope @ lower)
+
+    start = state.factors[k].ravel()[factor.positions]
+    options = {"maxiter": _FACTOR_STEPS}
+    found = minimize(objective, start, jac=True, method="L-BFGS-B", options=options)
+    return factor.matrix(found.x)
+
+
+def run(reduced, state, model, max_iter, tol):
+    """EM until a step gains less than `tol` nats per client: state, shares, value, steps, done."""
+    parts = [whiten_component(reduced, factor) for factor in state.factors]
+    shares, value = e_step(reduced, parts, state)
+    for n_iter in range(1, max_iter + 1):
+        state = m_step(reduced, parts, state, shares, model)
+        parts = [whiten_component(reduced, factor) for factor in state.factors]
+        shares, new = e_step(reduced, parts, state)
+        gained, value = new - value, new
+        if gained < tol * reduced.n_clients:
+            return state, shares, value, n_iter, True
+    return state, shares, value, max_iter, False

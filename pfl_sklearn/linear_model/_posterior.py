@@ -1,0 +1,116 @@
+"""Uncertainty of clients' linear models: the variance of x' theta_i for any x.
+
+Two representations with the same methods; clients come first, so that one client's part can be
+taken out. Columns are in the order of the design.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+_CELLS = 1 << 22
+
+
+class RowPosterior(NamedTuple):
+    """Gaussian posterior through the client's whitened rows: k rows instead of p x p numbers.
+
+    Given the population coefficients, x' theta_i has the variance
+    ``noise * (x' P x - |T_i P x|^2)`` with P the between-client covariance over the noise variance
+    and T_i the whitened rows; the error of the population coefficients enters through
+    ``x - T_i' T_i P x``.
+    """
+
+    rows: np.ndarray  # (m, k, p), whitened, in the scale below; zeros for clients with fewer rows
+    ratio: np.ndarray  # (p, p), zero where a coefficient is fixed
+    noise: float
+    population_covariance: np.ndarray  # (p, p)
+    scale: np.ndarray  # (p,), of the columns, in which all of the above is
+    lower: np.ndarray | None = None  # (m, k, k), Cholesky factors that whiten the rows when needed
+
+    def of_clients(self, clients):
+        """The posterior of some clients alone."""
+        lower = None if self.lower is None else self.lower[clients]
+        return self._replace(rows=self.rows[clients], lower=lower)
+
+    def _whitened(self, clients):
+        """Whitened rows (b, k, p) of some clients."""
+        rows = self.rows[clients]
+        return rows if self.lower is None else np.linalg.solve(self.lower[clients], rows)
+
+    def variances(self, x, codes):
+        """Variance (n,) of x' theta for rows x (n, p) of known clients."""
+        x, result = x * self.scale, np.empty(len(x))
+        for part in _parts(len(x), self.rows[:1].size):
+            rows = self._whitened(codes[part])
+            spread = x[part] @ self.ratio
+            pulled = (rows @ spread[..., None])[..., 0]
+            moved = x[part] - (pulled[:, None, :] @ rows)[:, 0]
+            own = np.einsum("np,np->n", spread, x[part]) - np.sum(pulled**2, axis=1)
+            error = np.einsum("np,np->n", moved @ self.population_covariance, moved)
+            result[part] = self.noise * np.maximum(own, 0.0) + error
+        return result
+
+    def coefficient_variances(self):
+        """Variances (m, p) of the coefficients."""
+        error_root = _root(self.population_covariance)
+        result = np.empty((len(self.rows), self.rows.shape[2]))
+        for part in _parts(len(self.rows), self.rows.shape[2] ** 2):
+            rows = self._whitened(part)
+            pulled = rows @ self.ratio
+            moved = error_root - pulled.transpose(0, 2, 1) @ (rows @ error_root)
+            result[part] = np.einsum("bpr,bpr->bp", moved, moved) + self.noise * self._own(pulled)
+        return result * self.scale**2
+
+    def shrinkage(self):
+        """Posterior over prior variance (m, p) of the coefficients, given the population's."""
+        prior = np.diag(self.ratio)
+        result = np.ones((len(self.rows), self.rows.shape[2]))
+        for part in _parts(len(self.rows), self.rows[:1].size):
+            own = self._own(self._whitened(part) @ self.ratio)
+            np.divide(own, prior, out=result[part], where=prior > 0)
+        return result
+
+    def _own(self, pulled):
+        """Posterior variances (b, p) over the noise variance, given the population."""
+        return np.maximum(np.diag(self.ratio) - np.sum(pulled**2, axis=1), 0.0)
+
+
+class CovariancePosterior(NamedTuple):
+    """Posterior covariance matrix of every client."""
+
+    covariances: np.ndarray  # (m, p, p)
+    prior_variances: np.ndarray  # (p,), infinite where nothing is shared
+
+    def of_clients(self, clients):
+        """The posterior of some clients alone."""
+        return self._replace(covariances=self.covariances[clients])
+
+    def variances(self, x, codes):
+        """Variance (n,) of x' theta for rows x (n, p) of known clients."""
+        result = np.empty(len(x))
+        for part in _parts(len(x), x.shape[1] ** 2):
+            moved = (x[part, None, :] @ self.covariances[codes[part]])[:, 0]
+            result[part] = np.einsum("np,np->n", moved, x[part])
+        return np.maximum(result, 0.0)
+
+    def coefficient_variances(self):
+        """Variances (m, p) of the coefficients."""
+        return np.maximum(np.einsum("mpp->mp", self.covariances), 0.0)
+
+    def shrinkage(self):
+        """Posterior over prior variance (m, p) of the coefficients, at most 1."""
+        variances = self.coefficient_variances()
+        share = np.ones_like(variances)
+        np.divide(variances, self.prior_variances, out=share, where=self.prior_variances > 0)
+        return np.minimum(share, 1.0)
+
+
+def _parts(length, width):
+    """Slices of rows of `width` numbers that fit the working memory."""
+    step = max(_CELLS // max(width, 1), 1)
+    return [slice(start, start + step) for start in range(0, length, step)]
+
+
+def _root(covariance):
+    values, vectors = np.linalg.eigh(covariance)
+    return vectors * np.sqrt(np.maximum(values, 0.0))

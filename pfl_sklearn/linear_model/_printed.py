@@ -1,0 +1,263 @@
+"""The algorithms of Ozkara et al. (2023) for linear regression, as printed.
+
+They work on point estimates of the clients. Their joint objective has no lower bound in the
+variances, and clusters of point estimates inherit the error of every client: kept to reproduce the
+published figures, not to be used.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from sklearn.cluster import KMeans
+from sklearn.mixture import GaussianMixture
+
+from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.linear_model._estimates import centred, point_estimates
+from pfl_sklearn.linear_model._local import fit_local
+from pfl_sklearn.linear_model._profile import Settings
+from pfl_sklearn.linear_model._reduction import reduce_rows
+from pfl_sklearn.linear_model._search import search_ratio
+from pfl_sklearn.priors import GaussianPrior
+
+_DIVERGED = 1e8
+
+
+class Grams(NamedTuple):
+    """Rows of every client as its Gram matrices; all columns are random."""
+
+    normal: np.ndarray  # (m, q, q), X'X
+    right: np.ndarray  # (m, q), X'y
+    square: np.ndarray  # (m,), y'y
+    n_rows: np.ndarray  # (m,)
+
+    def gradient(self, theta):
+        """X'(X theta - y), (m, q)."""
+        return (self.normal @ theta[..., None])[..., 0] - self.right
+
+    def residual_squares(self, theta):
+        """(m,)"""
+        around = self.gradient(theta) - self.right
+        return np.maximum(self.square + np.einsum("mq,mq->m", theta, around), 0.0)
+
+    def curvature(self):
+        """Largest eigenvalue of all clients' X'X."""
+        return float(np.linalg.eigvalsh(self.normal)[:, -1].max())
+
+
+def client_grams(table, y):
+    """Gram matrices of every client; refuses fixed coefficients."""
+    p = table.columns.shape[1]
+    if table.n_random < p:
+        raise ValueError(
+            "the printed algorithms let all coefficients vary by client; expected random='all'."
+        )
+    reduced = reduce_rows(
+        table.columns,
+        y,
+        table.codes,
+        table.n_clients,
+        p,
+        weights=table.weights,
+        spectral=True,
+        scale=np.ones(p),
+    )
+    grams = np.zeros((table.n_clients, p + 1, p + 1))
+    for stack in reduced.stacks:
+        grams[stack.clients] = stack.rows.transpose(0, 2, 1) @ stack.rows
+    n_rows = np.bincount(table.codes, minlength=table.n_clients)
+    left = reduced.remainder[0, 0] / len(grams)  # of the rows beyond q; their sum is what counts
+    return Grams(grams[:, :-1, :-1], grams[:, :-1, -1], grams[:, -1, -1] + left, n_rows), reduced
+
+
+class Descent(NamedTuple):
+    """Where gradient descent is."""
+
+    theta: np.ndarray  # (m, q)
+    mu: np.ndarray  # (q,)
+    noise: float
+    between: float
+
+
+def fit_by_gradient(table, prior, options):
+    """Joint gradient descent (Algorithm 4 of the conference version, 2 of the long one).
+
+    Variances that are not known take gradient steps too, and stop at `variance_floor`.
+    """
+    q = table.n_random
+    mean, covariance = prior.known_mean(q), prior.known_covariance(q)
+    _check_descent(prior, covariance, options)
+    y, offset = centred(table, mean)
+    grams = client_grams(table, y)[0]
+    noise = options.noise_variance or max(grams.square.sum() / grams.n_rows.sum(), 1e-300)
+    between = 1.0 if covariance is None else float(covariance[0, 0])
+    state = Descent(np.zeros_like(grams.right), np.zeros(q), noise, between)
+    rate = options.learning_rate or 1 / (grams.curvature() / noise + 1 / between)
+    free = mean is None, options.noise_variance is None, covariance is None
+    largest, n_iter, done = _DIVERGED * (grams.square.sum() / noise + 1), 0, False
+    while n_iter < options.max_iter and not done:
+        n_iter, before = n_iter + 1, state.theta
+        with np.errstate(over="ignore", invalid="ignore"):
+            state, loss = _descend(grams, state, rate, free, options.variance_floor)
+        if not loss < largest:
+            _explain_divergence(n_iter, rate, grams, state)
+        change = np.abs(state.theta - before).max()
+        done = n_iter > 1 and change <= options.tol * max(np.abs(state.theta).max(), 1e-300)
+    _explain_floor(state, free, options.variance_floor)
+    covariance = state.between * np.eye(q)
+    return point_estimates(
+        offset + state.mu,
+        state.theta + offset,
+        prior.with_values(offset + state.mu, covariance),
+        covariance,
+        state.noise,
+        n_iter,
+        bool(done),
+    )
+
+
+def _descend(grams, state, rate, free, floor):
+    """One step of everybody, in the order of the listing, and the loss after it."""
+    theta, mu, noise, between = state
+    q = theta.shape[1]
+    theta = theta - rate * (grams.gradient(theta) / noise + (theta - mu) / between)
+    if free[0]:
+        mu = mu - rate * np.mean(mu - theta, axis=0) / between
+    squares, apart = grams.residual_squares(theta), np.sum((theta - mu) ** 2, axis=1)
+    loss = squares.sum() / noise + apart.sum() / between
+    if free[1]:
+        slope = np.mean(grams.n_rows / (2 * noise) - squares / (2 * noise**2))
+        noise = max(noise - rate * slope, floor)
+    if free[2]:
+        slope = np.mean(q / (2 * between) - apart / (2 * between**2))
+        between = max(between - rate * slope, floor)
+    return Descent(theta, mu, noise, between), loss
+
+
+def _check_descent(prior, covariance, options):
+    unknown = covariance is None or options.noise_variance is None
+    if unknown and options.variance_floor is None:
+        raise ValueError(
+            "solver='gd' descends an objective that has no lower bound in unknown variances; give "
+            "the prior's covariance and noise_variance, or a variance_floor to stop at."
+        )
+    if covariance is None:
+        common = prior.covariance_type == "spherical"
+    else:
+        common = np.array_equal(covariance, covariance[0, 0] * np.eye(len(covariance)))
+        common = common and 0 < covariance[0, 0] < np.inf
+    if not common:
+        raise ValueError(
+            "solver='gd' needs one positive, finite variance for all coefficients; got "
+            f"covariance_type={prior.covariance_type!r}, covariance={prior.covariance!r}."
+        )
+
+
+def _explain_divergence(n_iter, rate, grams, state):
+    largest = 2 / (grams.curvature() / state.noise + 1 / state.between)
+    raise ValueError(
+        f"solver='gd' diverged after {n_iter} iterations at learning_rate={rate:.3g}; at the "
+        f"variances reached it has to be below {largest:.3g}. Lower learning_rate, raise "
+        "variance_floor, or leave the solver to 'auto'."
+    )
+
+
+def _explain_floor(state, free, floor):
+    names = []
+    if free[1] and state.noise == floor:
+        names.append("the noise variance")
+    if free[2] and state.between == floor:
+        names.append("the variance between clients")
+    if names:
+        warn_caller(
+            f"solver='gd' drove {' and '.join(names)} to variance_floor={floor:g}: the joint "
+            "objective has no minimum. Use solver='auto', which maximizes the marginal likelihood.",
+            UserWarning,
+        )
+
+
+def fit_clustered(table, prior, options):
+    """Alternation of point estimates and clusters of them (Algorithms 1 and 6, conference)."""
+    if prior.is_known or prior.n_components == "bic":
+        raise ValueError(
+            f"method='printed' estimates a {type(prior).__name__} with a given number of "
+            "components; got a known prior or n_components='bic'."
+        )
+    y, offset = centred(table, None)
+    grams, reduced = client_grams(table, y)
+    noise = options.noise_variance
+    if noise is None:
+        settings = Settings(False, 0, None)
+        noise = search_ratio(reduced, settings, options.max_iter, 1e-4).point.noise
+    start = _local_coefficients(table._replace(y=y), prior, options, noise)
+    spread = "covariances" in prior.get_params(deep=False)
+    step = _step_of_mixture if spread else _step_of_points
+    rate = options.learning_rate or 1 / (grams.curvature() / noise + 1.0)
+    theta, state, n_iter, change = start, None, 0, np.inf
+    while n_iter < options.max_iter and change > options.tol:
+        n_iter += 1
+        state = _cluster(theta, prior, state)
+        new, shares = step(grams, theta, state, noise, rate)
+        change = np.abs(new - theta).max() / max(np.abs(new).max(), 1e-300)
+        theta = new
+    means, variances, weights = state
+    covariances = variances[:, None, None] * np.eye(len(offset))
+    fitted = prior.with_mixture(means + offset, covariances, weights)
+    mean, covariance = fitted.moments()
+    done = bool(change <= options.tol)
+    return point_estimates(mean, theta + offset, fitted, covariance, noise, n_iter, done, shares)
+
+
+def _local_coefficients(table, prior, options, noise):
+    """Pseudo-inverse fits (m, q)."""
+
+    q = table.n_random
+    options = options._replace(noise_variance=noise)
+    return fit_local(table, GaussianPrior(), options, np.diag(np.full(q, np.inf))).coefficients
+
+
+def _cluster(theta, prior, state):
+    """Means (k, q), variances (k,) and weights (k,) of clusters of point estimates."""
+    k = prior.n_components
+    start = None if state is None else state[0]
+    if "covariances" not in prior.get_params(deep=False):
+        found = KMeans(
+            k,
+            n_init=1 if state else prior.n_init,
+            init="k-means++" if state is None else start,
+            random_state=0,
+        ).fit(theta)
+        weights = np.bincount(found.labels_, minlength=k) / len(theta)
+        return found.cluster_centers_, np.zeros(k), weights
+    found = GaussianMixture(
+        k, covariance_type="spherical", means_init=start, random_state=0, n_init=1
+    ).fit(theta)
+    return found.means_, found.covariances_, found.weights_
+
+
+def _step_of_mixture(grams, theta, state, noise, rate):
+    """One gradient step of every client under the mixture (Algorithm 1, line 5)."""
+    means, variances, weights = state
+    q = theta.shape[1]
+    apart = theta[:, None, :] - means
+    with np.errstate(divide="ignore"):
+        joint = np.log(weights) - 0.5 * (
+            q * np.log(variances) + np.sum(apart**2, axis=2) / variances
+        )
+    shares = np.exp(joint - joint.max(axis=1, keepdims=True))
+    shares /= shares.sum(axis=1, keepdims=True)
+    pull = np.einsum("mk,mkq->mq", shares / variances, apart)
+    bounded = min(rate, 1 / (grams.curvature() / noise + 1 / variances.min()))
+    return theta - bounded * (grams.gradient(theta) / noise + pull), shares
+
+
+def _step_of_points(grams, theta, state, noise, rate):
+    """Posterior mean of every client over the points (Algorithm 6, line 6)."""
+    means, _, weights = state
+    squares = np.stack(
+        [grams.residual_squares(np.broadcast_to(mean, theta.shape)) for mean in means], axis=1
+    )
+    with np.errstate(divide="ignore"):
+        joint = np.log(weights) - squares / (2 * noise)
+    shares = np.exp(joint - joint.max(axis=1, keepdims=True))
+    shares /= shares.sum(axis=1, keepdims=True)
+    return shares @ means, shares

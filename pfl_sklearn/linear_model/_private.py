@@ -1,0 +1,272 @@
+"""Linear regressions whose population comes from one noisy release of bounded moments.
+
+The clients' own posteriors come from their own exact rows and from what was released: nothing is
+shared between clients but the release. Columns are in the order of the prior.
+"""
+
+import dataclasses
+import math
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from pfl_sklearn._clients import row_counts
+from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.linear_model._estimates import Estimates
+from pfl_sklearn.linear_model._local import fit_local
+from pfl_sklearn.linear_model._private_clients import client_posteriors
+from pfl_sklearn.linear_model._private_population import Population, Sizes, estimate_population
+from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, RegressionMoments, gdp_epsilon
+from pfl_sklearn.privacy._noise import noise_generator
+from pfl_sklearn.privacy._report import private_report
+
+_DROWNED = (
+    "The released noise variance drowns in the privacy noise and was raised to the latter's "
+    "standard deviation. Give noise_variance, tighter bounds or a larger epsilon."
+)
+
+
+class Release(NamedTuple):
+    """Parameters of a private fit."""
+
+    epsilon: float
+    delta: float
+    feature_bound: float | None
+    target_bound: float | None
+    unit: str
+    relation: str
+    random_state: object
+
+
+def with_report(fit, prior, release, sample_weight, names):
+    """Function from a table, a prior and options to estimates and a privacy report.
+
+    Parameters
+    ----------
+    fit : callable
+        What gives the estimates without privacy.
+    prior : prior
+    release : Release
+    sample_weight : array-like or None
+    names : pair of tuples of str
+        Fitted attributes that a private fit releases, and that it does not.
+
+    Raises
+    ------
+    ValueError
+        If `epsilon` is finite, and the parameters do not make a private fit.
+    """
+    if math.isfinite(release.epsilon):
+        _check_release(prior, release, sample_weight)
+        return partial(fit_private, release=release, names=names)
+    return partial(_fit_openly, fit, names)
+
+
+def _fit_openly(fit, names, table, prior, options):
+    """Estimates, and the report that nothing protects them."""
+    report = PrivacyReport.unprotected(
+        "epsilon=inf was asked for.",
+        not_released=(*names[0], *names[1]),
+        n_clients=table.n_clients,
+    )
+    return fit(table, prior, options), report
+
+
+def _check_release(prior, release, sample_weight):
+    """Raise ValueError for a private fit that cannot be, before any data is touched."""
+    if type(prior).__name__ != "GaussianPrior":
+        raise ValueError(
+            f"prior={prior!r} does not go with a finite epsilon; expected a GaussianPrior."
+        )
+    for name, what in (("feature_bound", "L2 norm of a row of X"), ("target_bound", "absolute y")):
+        if getattr(release, name) is None:
+            raise ValueError(
+                f"{name} must be given when epsilon is finite: a bound on the {what}, beyond which "
+                "rows are scaled down. It is yours, never taken from the data."
+            )
+    if release.delta == 0:
+        raise ValueError("delta must be above 0 for the Gaussian mechanism; got 0.")
+    if sample_weight is not None:
+        raise ValueError(
+            "sample_weight is not supported when epsilon is finite: its effect on the sensitivity "
+            "is not defined."
+        )
+
+
+def fit_private(table, prior, options, release, names):
+    """Population from one release, and the clients' posteriors around it.
+
+    Parameters
+    ----------
+    table : Table
+    prior : GaussianPrior
+        Its covariance has to be known if there are several clients.
+    options : Options
+        Of these `method`, `solver` and what belongs to them have no effect.
+    release : Release
+    names : pair of tuples of str
+        Fitted attributes that are released, and that are not.
+
+    Returns
+    -------
+    Estimates, PrivacyReport
+
+    Raises
+    ------
+    ValueError
+        If what is known of the population does not suffice.
+    """
+    mean, covariance = prior.known_mean(table.n_random), prior.known_covariance(table.n_random)
+    _check_known(table, mean, covariance, options.noise_variance, release)
+    if mean is not None:
+        found = Population(mean, np.zeros_like(covariance), options.noise_variance, True)
+        report = PrivacyReport.of_known_population(*names, table.n_clients)
+    else:
+        found, report = _release(table, covariance, options.noise_variance, release, names)
+    if not found.trusted:
+        warn_caller(_DROWNED, UserWarning)
+    return _estimates(table, prior, mean, covariance, options, found), report
+
+
+def _check_known(table, mean, covariance, noise, release):
+    """Raise ValueError if what is given of the population is too little, or too much."""
+    if table.n_clients > 1 and (covariance is None or np.isinf(covariance).any()):
+        raise ValueError(
+            f"with {table.n_clients} clients and a finite epsilon the prior needs a finite "
+            "covariance, as GaussianPrior(covariance=...): the covariance between clients is not "
+            "among the released moments."
+        )
+    if table.n_clients > 1 and release.unit == "row" and release.relation == "add_remove":
+        raise ValueError(
+            "unit='row' with relation='add_remove' is for one client; with several, the standard "
+            "errors of the population need their numbers of rows, which only "
+            "relation='replace_one' takes as public."
+        )
+    everything = covariance is not None and noise is not None
+    if mean is not None and not (everything and table.n_random == table.columns.shape[1]):
+        raise ValueError(
+            "a prior with a known mean goes with a finite epsilon only if nothing has to be "
+            "released: give its covariance and noise_variance too, with random='all', or no mean."
+        )
+
+
+def _release(table, covariance, noise, release, names):
+    """Fitted population and report."""
+    moments, total, sizes = _messages(table, noise, release)
+    rng, seeded = noise_generator(release.random_state)
+    mechanism = GaussianMechanism(moments.sensitivity, release.epsilon, release.delta)
+    noisy = moments.split(mechanism.privatize(total, rng), mechanism.noise_std)
+    between = np.zeros((table.columns.shape[1],) * 2)
+    if covariance is not None:
+        between[: table.n_random, : table.n_random] = covariance
+    order = _message_order(table)
+    found = estimate_population(noisy, moments, sizes, between[np.ix_(order, order)], noise)
+    report = _report(table, moments, mechanism, release, sizes, noisy, seeded, names)
+    back = np.argsort(order)
+    mean, covariance = found.mean[back], found.covariance[np.ix_(back, back)]
+    return found._replace(mean=mean, covariance=covariance), report
+
+
+def _message_order(table):
+    """Positions (p,) of the columns when the intercept, if there is one, is put first."""
+    every = np.arange(table.columns.shape[1])
+    if table.intercept is None:
+        return every
+    return np.concatenate([[table.intercept], np.delete(every, table.intercept)])
+
+
+def _messages(table, noise, release):
+    """Shape of the messages, their sum (length,), and what is public of the clients' sizes."""
+    has_intercept = table.intercept is not None
+    features = table.columns
+    if has_intercept:
+        features = np.delete(features, table.intercept, axis=1)
+    counts = row_counts(table.codes, table.n_clients)
+    by_client, public = release.unit == "client", release.relation == "replace_one"
+    moments = RegressionMoments(
+        features.shape[1],
+        release.feature_bound,
+        release.target_bound,
+        has_intercept,
+        release.relation,
+        square=noise is None,
+        sizes=by_client and not public,
+    )
+    if by_client:
+        inverse = float(np.sum(1 / counts))
+        total = moments.total(features, table.y, 1 / counts[table.codes], inverse)
+        if not public:
+            return moments, total, Sizes(math.inf, None, None)
+        return moments, total, Sizes(len(counts), 1 / len(counts), inverse / len(counts))
+    largest = len(table.y) if public else math.inf
+    share = float(np.sum(counts**2) / len(table.y) ** 2)
+    return moments, moments.total(features, table.y), Sizes(largest, share, 1.0)
+
+
+def _estimates(table, prior, mean, covariance, options, found):
+    """Everything that the fit is to return.
+
+    A single client whose population is its own regression has nothing to borrow.
+    """
+    q = table.n_random
+    if covariance is None:
+        covariance = np.full((q, q), np.nan)
+    if table.n_clients == 1 and mean is None:
+        local = fit_local(table, prior, options, covariance)
+        coefficients, posterior = local.coefficients, local.posterior
+    else:
+        coefficients, posterior = client_posteriors(table, found, covariance, options.n_jobs)
+    return Estimates(
+        found.mean,
+        found.covariance,
+        coefficients,
+        posterior,
+        prior.with_values(found.mean[:q], covariance),
+        covariance,
+        found.noise,
+        math.nan,
+        1,
+        True,
+    )
+
+
+def _report(table, moments, mechanism, release, sizes, noisy, seeded, names):
+    """Report of one release; under add/remove it tells no number of rows or clients."""
+    public = release.relation == "replace_one"
+    n_units = sizes.largest if public else max(noisy.weight, 1.0)
+    other = "add_remove" if public else "replace_one"
+    under = getattr(moments, f"{other}_sensitivity") / mechanism.noise_std
+    report = private_report(
+        {
+            **mechanism.facts(),
+            "mechanism": "analytic Gaussian mechanism on the summed second moments of the "
+            f"{release.unit}s, rounded to a grid",
+        },
+        n_clients=1,
+        seeded=seeded,
+        caveats=_caveats(release, n_units),
+        unit=release.unit,
+        relation=release.relation,
+        epsilon_under=((other, gdp_epsilon(under, release.delta)),),
+        released=names[0],
+        not_released=names[1],
+        assumptions=(
+            f"feature_bound = {release.feature_bound:.4g}, target_bound = "
+            f"{release.target_bound:.4g} and known variances are the user's, not the data's",
+            "noise and sensitivity are those of the moments in units of the bounds",
+        ),
+    )
+    n_clients = table.n_clients if public or release.unit == "row" else None
+    assumptions = report.assumptions[0 if public else 1 :]  # the first: numbers are public
+    return dataclasses.replace(report, n_clients=n_clients, assumptions=assumptions)
+
+
+def _caveats(release, n_units):
+    if release.delta <= 1 / n_units:
+        return ()
+    return (
+        f"delta = {release.delta:.3g} is above one over the number of {release.unit}s (about "
+        f"{1 / n_units:.3g}), which allows publishing a {release.unit} outright; choose a smaller "
+        "delta.",
+    )

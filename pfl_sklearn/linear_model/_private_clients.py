@@ -1,0 +1,63 @@
+"""Clients' posteriors around a population that others released, client by client."""
+
+from functools import partial
+
+import numpy as np
+
+from pfl_sklearn._clients import client_batches
+from pfl_sklearn._parallel import map_batches
+from pfl_sklearn.linear_model._posterior import RowPosterior
+
+_CELLS = 1 << 18  # of a batch: it fits the cache
+
+
+def client_posteriors(table, found, covariance, n_jobs):
+    """Coefficients (m, p) and their posterior under N(found.mean, covariance + its error).
+
+    The error of the released mean adds to the prior covariance (q, q) of the random coefficients:
+    a mean that is all noise makes every client keep its own regression. That of the fixed ones is
+    what their posterior has; its correlation with the others' is left out. A client's own part in
+    the release, one of many under noise, is not taken out of it again.
+    """
+    q, p = table.n_random, table.columns.shape[1]
+    ratio, error = np.zeros((p, p)), np.zeros((p, p))
+    ratio[:q, :q] = (covariance + found.covariance[:q, :q]) / found.noise
+    error[q:, q:] = found.covariance[q:, q:]
+    with np.errstate(over="ignore", invalid="ignore"):
+        residuals = table.y - table.columns @ found.mean
+        solved = _solve(table, residuals, _root(ratio[:q, :q]), n_jobs)
+    coefficients = np.tile(found.mean, (table.n_clients, 1))
+    rows = np.zeros((table.n_clients, max(part[1].shape[1] for part in solved), p))
+    for clients, whitened in solved:
+        pulled = (whitened[:, None, :, -1] @ whitened[:, :, :q])[:, 0]
+        coefficients[clients, :q] += pulled @ ratio[:q, :q]
+        rows[clients, : whitened.shape[1]] = whitened[:, :, :-1]
+    return coefficients, RowPosterior(rows, ratio, found.noise, error, np.ones(p))
+
+
+def _solve(table, residuals, root, n_jobs):
+    """Clients and whitened rows (b, k, p + 1) of every batch."""
+    index = client_batches(table.codes, table.n_clients, _CELLS // table.columns.shape[1])
+    batches = [
+        (clients, np.concatenate([table.columns[rows], residuals[rows][..., None]], axis=-1))
+        for clients, rows in index
+    ]
+    return map_batches(partial(_whiten_batch, root=root), batches, n_jobs)
+
+
+def _whiten_batch(clients, table, root):
+    """Clients, and rows (b, k, p + 1) times the inverse root of I + Z P Z', P = root root'.
+
+    By singular values, which take rows of any size; k is at most the number q of random columns.
+    """
+    q = len(root)
+    if table.shape[1] > q:
+        table = np.linalg.qr(table, mode="r")[:, :q]
+    left, values, _ = np.linalg.svd(table[:, :, :q] @ root, full_matrices=False)
+    return clients, left.transpose(0, 2, 1) @ table / np.hypot(1, values)[..., None]
+
+
+def _root(covariance):
+    """Factor (q, q) of a covariance that may be singular."""
+    values, vectors = np.linalg.eigh(covariance)
+    return vectors * np.sqrt(np.maximum(values, 0.0))

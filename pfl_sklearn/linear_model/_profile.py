@@ -1,0 +1,192 @@
+"""Marginal likelihood of a linear mixed model, with population coefficients profiled out.
+
+Everything is relative to the noise variance: the covariance of a client's reduced rows is
+``noise * V``, ``V = I + Z P Z'`` with P the between-client covariance over the noise variance.
+Whitened rows are the reduced rows times the inverse root of V.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+_RANK = 1e-11
+_BLOCK = 1024
+_EXACT_FIT = 1e-28  # summed squares of the residuals, over those of the target, that are rounding
+
+
+class Whitened(NamedTuple):
+    """Whitened rows (b, k, p + 1) of every stack, and the summed log determinants of V."""
+
+    rows: list
+    log_det: float
+
+
+class Settings(NamedTuple):
+    """What is known: `first` is the first free column (q if the random ones' mean is known)."""
+
+    restricted: bool
+    first: int
+    noise: float | None
+
+
+class Point(NamedTuple):
+    """The profile at one between-client covariance."""
+
+    coefficients: np.ndarray  # (p_free,), in the scale of the reduction
+    root: np.ndarray  # (p_free, rank); its square, times the noise variance, is their covariance
+    residuals: list  # whitened (b, k), of every stack
+    noise: float
+    criterion: float  # minus twice the log-likelihood
+
+    def covariance(self):
+        """Of the coefficients (p_free, p_free)."""
+        return self.noise * self.root @ self.root.T
+
+
+def whiten_spectral(reduced, ratio, reuse=None):
+    """Whiten under P = ratio * I, into the memory of `reuse` (whitened rows of no more use)."""
+    rows, log_det = [], 0.0
+    for k, stack in enumerate(reduced.stacks):
+        weights = 1 / (1 + ratio * stack.eigenvalues)
+        log_det -= np.log(weights).sum()
+        out = None if reuse is None else reuse.rows[k]
+        roots = np.sqrt(weights).astype(stack.rows.dtype)
+        rows.append(np.multiply(stack.rows, roots[..., None], out=out))
+    return Whitened(rows, log_det)
+
+
+def whiten(reduced, factor):
+    """Whiten under P = factor factor' (q, r)."""
+    rows, log_det = [], 0.0
+    for stack in reduced.stacks:
+        moved = stack.rows[:, :, : reduced.n_random] @ factor
+        covariance = moved @ moved.transpose(0, 2, 1)
+        covariance += np.eye(covariance.shape[1])
+        lower = np.linalg.cholesky(covariance)
+        log_det += 2 * np.log(np.einsum("bkk->bk", lower)).sum()
+        rows.append(_solve_lower(lower, stack.rows))
+    return Whitened(rows, log_det)
+
+
+def _solve_lower(lower, right):
+    """Forward substitution: (b, k, k) lower triangular, (b, k, c)."""
+    solved = np.empty_like(right)
+    for j in range(right.shape[1]):
+        known = (lower[:, j, None, :j] @ solved[:, :j])[:, 0]
+        solved[:, j] = (right[:, j] - known) / lower[:, j, j, None]
+    return solved
+
+
+def profile(reduced, whitened, settings):
+    """Population coefficients, noise variance and criterion under whitened rows."""
+    first = settings.first
+    gram = sum(_gram(rows) for rows in whitened.rows)
+    gram[reduced.n_random :, reduced.n_random :] += reduced.remainder
+    gram = gram[first:, first:]
+    root, log_det = _inverse_root(gram[:-1, :-1])
+    coefficients = root @ (root.T @ gram[:-1, -1])
+    residuals, square = _residuals(reduced, whitened, coefficients, first)
+    rank = root.shape[1]
+    rows = reduced.n_rows - (rank if settings.restricted else 0)
+    noise = square / max(rows, 1) if settings.noise is None else settings.noise
+    value = whitened.log_det + rows * np.log(2 * np.pi) - reduced.log_weights
+    with np.errstate(divide="ignore", invalid="ignore"):
+        value += rows * np.log(noise) + (rows if settings.noise is None else square / noise)
+    if settings.restricted:
+        value += log_det - 2 * np.log(reduced.scale[first:]).sum()
+    return Point(coefficients, root, residuals, float(noise), float(value))
+
+
+def refined(reduced, whitened, settings, point):
+    """The same point without the rounding of its normal equations."""
+    first, coefficients = settings.first, point.coefficients
+    residuals, n_fixed = point.residuals, len(reduced.remainder) - 1
+    for _ in range(2):
+        slope = np.zeros(len(coefficients))
+        fixed = coefficients[len(coefficients) - n_fixed :]
+        slope[len(slope) - n_fixed :] = (
+            reduced.remainder[:-1, -1] - reduced.remainder[:-1, :-1] @ fixed
+        )
+        for rows, residual in zip(whitened.rows, residuals, strict=True):
+            slope += residual.ravel() @ _flat(rows)[:, first:-1]
+        coefficients = coefficients + point.root @ (point.root.T @ slope)
+        residuals, _ = _residuals(reduced, whitened, coefficients, first)
+    return point._replace(coefficients=coefficients, residuals=residuals)
+
+
+def _flat(rows):
+    return rows.reshape(-1, rows.shape[2])
+
+
+def _gram(rows):
+    flat = _flat(rows)
+    return flat.T @ flat
+
+
+def _inverse_root(normal):
+    """Root (p, rank) of the pseudo-inverse of the normal matrix, and its log determinant."""
+    if not len(normal):
+        return np.zeros((0, 0)), 0.0
+    values, vectors = np.linalg.eigh(normal)
+    kept = values > _RANK * max(values[-1], 0.0)
+    return vectors[:, kept] / np.sqrt(values[kept]), float(np.log(values[kept]).sum())
+
+
+def _residuals(reduced, whitened, coefficients, first):
+    """Whitened residuals (b, k) of every stack, and their squares with what is left over."""
+    direction = np.append(-coefficients[len(coefficients) - len(reduced.remainder) + 1 :], 1.0)
+    square = direction @ reduced.remainder @ direction
+    residuals = []
+    for rows in whitened.rows:
+        flat = _flat(rows)
+        residual = flat[:, -1] - flat[:, first:-1] @ coefficients
+        square += residual @ residual
+        residuals.append(residual.reshape(rows.shape[:2]))
+    return residuals, max(square, _EXACT_FIT * reduced.sum_of_squares)
+
+
+def slope_spectral(reduced, whitened, point, settings, ratio):
+    """Derivative of the criterion in the ratio, and the summed squares and sum of V's (R,)."""
+    slope, first_sum, second_sum = 0.0, 0.0, 0.0
+    for stack, rows, residual in zip(reduced.stacks, whitened.rows, point.residuals, strict=True):
+        share = stack.eigenvalues / (1 + ratio * stack.eigenvalues)
+        slope -= np.vdot(share, residual**2) / point.noise
+        first_sum += share.sum()
+        second_sum += np.vdot(share, share)
+        if settings.restricted:
+            slope -= share.ravel() @ _leverages(_flat(rows)[:, settings.first : -1], point.root)
+    return slope + first_sum, first_sum, second_sum
+
+
+def _leverages(rows, root):
+    """Squared lengths (R,) of rows (R, p) @ root, block by block: each fits the cache."""
+    squares = np.empty(len(rows))
+    for start in range(0, len(rows), _BLOCK):
+        moved = rows[start : start + _BLOCK] @ root
+        squares[start : start + _BLOCK] = np.einsum("rk,rk->r", moved, moved)
+    return squares
+
+
+def slope_matrix(reduced, whitened, point, settings):
+    """Derivative (q, q) of the criterion in P."""
+    q = reduced.n_random
+    slope = np.zeros((q, q))
+    for rows, residual in zip(whitened.rows, point.residuals, strict=True):
+        random = rows[:, :, :q]
+        pulled = (residual[:, None, :] @ random)[:, 0]
+        flat = random.reshape(-1, q)
+        slope += flat.T @ flat - pulled.T @ pulled / point.noise
+        if settings.restricted:
+            leverage = rows[:, :, settings.first : -1] @ point.root
+            hat = leverage @ leverage.transpose(0, 2, 1)
+            slope -= flat.T @ (hat @ random).reshape(-1, q)
+    return slope
+
+
+def client_deviations(reduced, whitened, point, ratio):
+    """Conditional means (m, q) of the random coefficients, less their population mean."""
+    deviations = np.zeros((reduced.n_clients, reduced.n_random))
+    for stack, rows, residual in zip(reduced.stacks, whitened.rows, point.residuals, strict=True):
+        pulled = (residual[:, None, :] @ rows[:, :, : reduced.n_random])[:, 0]
+        deviations[stack.clients] = pulled @ ratio
+    return deviations

@@ -1,0 +1,143 @@
+"""Rows of a linear mixed model, reduced client by client without loss.
+
+A rotation of a client's rows leaves its likelihood as it is. One that makes the random columns
+triangular leaves at most q rows in which they are not zero; the others, pure noise to the random
+coefficients, are pooled over all clients in one Gram matrix. A second rotation, by the eigenvectors
+of Z Z', makes the rows independent under a spherical covariance.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from pfl_sklearn._clients import client_batches
+from pfl_sklearn._parallel import map_batches
+
+_CELLS = 1 << 18  # of a batch: it fits the cache
+
+
+class Stack(NamedTuple):
+    """Reduced rows of clients that have equally many."""
+
+    clients: np.ndarray  # (b,)
+    rows: np.ndarray  # (b, k, p + 1): random columns, fixed columns, target
+    eigenvalues: np.ndarray | None  # (b, k) of Z Z', if the rows were rotated to them
+
+
+class Reduced(NamedTuple):
+    """All that the likelihood needs of N rows of m clients."""
+
+    stacks: list
+    remainder: np.ndarray  # (p - q + 1, p - q + 1), Gram of fixed columns and target
+    n_rows: int
+    n_clients: int
+    n_random: int
+    scale: np.ndarray  # (p,), what the columns were multiplied by
+    sum_of_squares: float  # of the target
+    log_weights: float
+
+    @property
+    def n_columns(self):
+        return len(self.scale)
+
+    @property
+    def eigenvalues(self):
+        """Of all rows of all stacks (R,)."""
+        return np.concatenate([stack.eigenvalues.ravel() for stack in self.stacks])
+
+
+def reduce_rows(
+    columns, y, codes, n_clients, n_random, *, weights=None, spectral, n_jobs=None, scale=None
+):
+    """Reduce the rows of all clients.
+
+    Parameters
+    ----------
+    columns : ndarray of shape (n_rows, p)
+        The `n_random` random columns first.
+    y : ndarray of shape (n_rows,)
+    codes : ndarray of shape (n_rows,)
+    weights : ndarray of shape (n_rows,) or None
+        Precision weights, positive.
+    spectral : bool
+        Rotate to the eigenvectors of Z Z'; the random columns then share one scale.
+    scale : ndarray of shape (p,), default=None
+        Of the columns; None chooses it.
+
+    Returns
+    -------
+    Reduced
+    """
+    if scale is None:
+        scale = _scales(columns, weights, n_clients, n_random, spectral)
+    root = None if weights is None else np.sqrt(weights)
+    batches = [
+        (clients, _gather(columns, y, rows, scale, root))
+        for clients, rows in client_batches(codes, n_clients, _CELLS // len(scale))
+    ]
+    reduce = partial(_reduce_batch, n_random=n_random, spectral=spectral)
+    parts = map_batches(reduce, batches, n_jobs)
+    size = columns.shape[1] - n_random + 1
+    remainder = sum((part[1] for part in parts), np.zeros((size, size)))
+    return Reduced(
+        _stack([part[0] for part in parts]),
+        remainder,
+        len(y),
+        n_clients,
+        n_random,
+        scale,
+        float(np.vdot(y, y if weights is None else weights * y)),
+        0.0 if weights is None else float(np.log(weights).sum()),
+    )
+
+
+def _gather(columns, y, rows, scale, root):
+    """Scaled and weighted rows (b, n, p + 1) of a batch."""
+    table = np.empty((*rows.shape, len(scale) + 1))
+    np.multiply(columns[rows], scale, out=table[..., :-1])
+    table[..., -1] = y[rows]
+    if root is not None:
+        table *= root[rows][..., None]
+    return table
+
+
+def _scales(columns, weights, n_clients, n_random, spectral):
+    """Factors (p,) that make a client's random columns of length about 1, and fixed ones too."""
+    squares = np.einsum("np,np->p", columns, columns)
+    if weights is not None:
+        squares = np.einsum("n,np,np->p", weights, columns, columns)
+    squares = squares / n_clients
+    if spectral:
+        squares[:n_random] = squares[:n_random].mean()
+    return np.divide(1, np.sqrt(squares), out=np.ones_like(squares), where=squares > 0)
+
+
+def _reduce_batch(clients, table, n_random, spectral):
+    """Stack of one batch (b, n, p + 1), and the Gram of the rows left over."""
+    size = table.shape[2] - n_random
+    remainder = np.zeros((size, size))
+    if table.shape[1] > n_random:
+        triangular = np.linalg.qr(table, mode="r")
+        left = triangular[:, n_random:, n_random:].reshape(-1, size)
+        table, remainder = triangular[:, :n_random], left.T @ left
+    if not spectral:
+        return Stack(clients, table, None), remainder
+    random = table[:, :, :n_random]
+    if table.shape[1] == 1:
+        return Stack(clients, table, np.sum(random**2, axis=2)), remainder
+    values, vectors = np.linalg.eigh(random @ random.transpose(0, 2, 1))
+    return Stack(clients, vectors.transpose(0, 2, 1) @ table, np.maximum(values, 0.0)), remainder
+
+
+def _stack(stacks):
+    """Stacks of equally many rows joined."""
+    joined = []
+    for size in sorted({stack.rows.shape[1] for stack in stacks}):
+        same = [stack for stack in stacks if stack.rows.shape[1] == size]
+        values = None
+        if same[0].eigenvalues is not None:
+            values = np.concatenate([stack.eigenvalues for stack in same])
+        clients = np.concatenate([stack.clients for stack in same])
+        joined.append(Stack(clients, np.concatenate([stack.rows for stack in same]), values))
+    return joined

@@ -1,0 +1,194 @@
+"""Searches for the variances of a linear mixed model: they maximize the profiled likelihood."""
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import brentq, minimize
+
+from pfl_sklearn.linear_model._covariance import factor_of
+from pfl_sklearn.linear_model._profile import (
+    Point,
+    Whitened,
+    profile,
+    refined,
+    slope_matrix,
+    slope_spectral,
+    whiten,
+    whiten_spectral,
+)
+from pfl_sklearn.linear_model._reduction import Stack
+
+_CHEAP_CELLS = 1 << 18  # of the reduced rows, up to which a whole grid of variances is looked at
+_GRID = np.geomspace(1e-5, 1e5, 21)
+_LARGEST_STEP = 10.0
+_FAR_FROM_ZERO = 100.0  # squared standard errors from which zero cannot be likelier
+_ZERO = 1e-9  # a variance ratio, on the scale of the reduction, that stands for zero
+_LARGEST = 1e14
+_START_CLIENTS, _START_STEPS, _START_TOL = 1000, 20, 3e-3
+_SMALLEST_START = 1e-6
+
+
+class Found(NamedTuple):
+    """Between-client covariance over the noise variance, in the scale of the reduction."""
+
+    ratio: np.ndarray  # (q, q)
+    point: Point
+    whitened: Whitened
+    n_iter: int
+    converged: bool
+
+
+def at_ratio(reduced, settings, ratio):
+    """The profile at a given ratio, a number or a matrix (q, q)."""
+    q = reduced.n_random
+    if np.ndim(ratio) == 0:
+        whitened, ratio = whiten_spectral(reduced, ratio), ratio * np.eye(q)
+    else:
+        whitened = whiten(reduced, _root(ratio))
+    point = profile(reduced, whitened, settings)
+    return Found(ratio, refined(reduced, whitened, settings, point), whitened, 0, True)
+
+
+def _root(covariance):
+    """Factor (q, q) of a covariance that may be singular."""
+    values, vectors = np.linalg.eigh(covariance)
+    return vectors * np.sqrt(np.maximum(values, 0.0))
+
+
+def search_ratio(reduced, settings, max_iter, tol):
+    """Best ratio of a spherical covariance (spectral rows).
+
+    Fisher scoring. Many rows start from the answer of some clients, then of all in half the
+    precision; few rows from the best of a grid.
+    """
+    size = sum(stack.rows.size for stack in reduced.stacks)
+    if size <= _CHEAP_CELLS:
+        values = [at_ratio(reduced, settings, ratio).point.criterion for ratio in _GRID]
+        start = float(_GRID[int(np.argmin(values))])
+    else:
+        start = 1.0
+        for rough in (_some_clients(reduced), _half_precision(reduced)):
+            found = _score(rough, settings, start, _START_STEPS, _START_TOL)
+            start = max(found.ratio, _SMALLEST_START)
+    found = _score(reduced, settings, start, max_iter, tol)
+    if found.evidence < _FAR_FROM_ZERO:
+        none = at_ratio(reduced, settings, 0.0)
+        if none.point.criterion <= found.point.criterion:
+            return none._replace(n_iter=found.n_iter, converged=found.converged)
+    point = refined(reduced, found.whitened, settings, found.point)
+    ratio = found.ratio * np.eye(reduced.n_random)
+    return Found(ratio, point, found.whitened, found.n_iter, found.converged)
+
+
+class Scored(NamedTuple):
+    """Where Fisher scoring ended, and how many squared standard errors that is from zero."""
+
+    ratio: float
+    point: Point
+    whitened: Whitened
+    n_iter: int
+    converged: bool
+    evidence: float
+
+
+def _score(reduced, settings, start, max_iter, tol):
+    """Fisher scoring for a ratio, kept between the last ratios of either slope."""
+    moved, low, high, n_iter, done = start, 0.0, np.inf, 0, False
+    whitened = None
+    while not done and n_iter < max_iter:
+        n_iter, ratio = n_iter + 1, moved
+        whitened = whiten_spectral(reduced, ratio, whitened)
+        point = profile(reduced, whitened, settings)
+        slope, share, squares = slope_spectral(reduced, whitened, point, settings, ratio)
+        low, high = (ratio, high) if slope < 0 else (low, ratio)
+        information = squares - (share**2 / reduced.n_rows if settings.noise is None else 0.0)
+        step = -slope / max(information, np.finfo(float).tiny)
+        moved = np.clip(ratio + step, ratio / _LARGEST_STEP, ratio * _LARGEST_STEP)
+        if not low < moved < high:
+            moved = np.sqrt(low * high) if low > 0 else ratio / _LARGEST_STEP
+        done = abs(moved - ratio) <= tol * ratio or not _ZERO < moved < _LARGEST
+    return Scored(ratio, point, whitened, n_iter, bool(done), ratio**2 * information)
+
+
+def _some_clients(reduced):
+    """About `_START_CLIENTS` of the clients of every stack."""
+    step = max(reduced.n_clients // max(_START_CLIENTS, reduced.n_columns), 1)
+    stacks = [
+        Stack(stack.clients[::step], stack.rows[::step], stack.eigenvalues[::step])
+        for stack in reduced.stacks
+    ]
+    left = reduced.n_rows - sum(stack.eigenvalues.size for stack in reduced.stacks)
+    rows = sum(stack.eigenvalues.size for stack in stacks)
+    return reduced._replace(
+        stacks=stacks, remainder=reduced.remainder / step, n_rows=rows + left // step
+    )
+
+
+def _half_precision(reduced):
+    stacks = [stack._replace(rows=stack.rows.astype(np.float32)) for stack in reduced.stacks]
+    return reduced._replace(stacks=stacks)
+
+
+def search_factor(reduced, settings, covariance_type, rank, max_iter, tol):
+    """Best covariance of any shape: quasi-Newton on its factor."""
+    factor = factor_of(covariance_type, reduced.n_random, rank)
+
+    def objective(parameters):
+        lower = factor.matrix(parameters)
+        whitened = whiten(reduced, lower)
+        point = profile(reduced, whitened, settings)
+        slope = 2 * slope_matrix(reduced, whitened, point, settings) @ lower
+        return point.criterion / reduced.n_clients, factor.pull_back(slope) / reduced.n_clients
+
+    result = minimize(
+        objective,
+        factor.start,
+        jac=True,
+        method="L-BFGS-B",
+        options={"maxiter": max_iter, "maxcor": 30, "ftol": 1e-15, "gtol": tol},
+    )
+    parameters = _snapped(result.x, objective)
+    lower = factor.matrix(parameters)
+    found = at_ratio(reduced, settings, lower @ lower.T)
+    steep = np.abs(result.jac).max() > 100 * tol
+    return found._replace(n_iter=int(result.nit), converged=bool(result.success or not steep))
+
+
+def _snapped(parameters, objective):
+    """Parameters whose square is next to nothing set to zero, if that is no worse."""
+    small = parameters**2 < 1e3 * _ZERO
+    if not small.any():
+        return parameters
+    snapped = np.where(small, 0.0, parameters)
+    best, tried = objective(parameters)[0], objective(snapped)[0]
+    return snapped if tried <= best + 1e-10 * abs(best) else parameters
+
+
+def search_noise(reduced, settings, covariance):
+    """Best noise variance when the between-client covariance (q, q), or number, is known."""
+
+    def slope(log_noise):
+        """Derivative of the criterion in the logarithm of the noise variance."""
+        noise = np.exp(log_noise)
+        fixed = settings._replace(noise=noise)
+        found = at_ratio(reduced, fixed, covariance / noise)
+        if np.ndim(covariance) == 0:
+            ratio = covariance / noise
+            by_ratio = slope_spectral(reduced, found.whitened, found.point, fixed, ratio)[0]
+            by_ratio *= ratio
+        else:
+            matrix = slope_matrix(reduced, found.whitened, found.point, fixed)
+            by_ratio = np.vdot(matrix, found.ratio)
+        free = reduced.n_rows - (found.point.root.shape[1] if settings.restricted else 0)
+        square = profile(reduced, found.whitened, settings._replace(noise=None)).noise * free
+        return free - square / noise - by_ratio
+
+    centre = np.log(at_ratio(reduced, settings, 0.0 * covariance).point.noise)
+    low, high = centre, centre
+    while slope(high) < 0 and high < centre + 60:
+        high += 2.0
+    while slope(low) > 0 and low > centre - 60:
+        low -= 2.0
+    log_noise = brentq(slope, low, high, xtol=1e-12) if low < high else centre
+    noise = float(np.exp(log_noise))
+    return at_ratio(reduced, settings._replace(noise=noise), covariance / noise)

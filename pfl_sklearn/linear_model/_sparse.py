@@ -1,0 +1,160 @@
+"""Linear regressions under a Laplace prior: clients differ in few coefficients."""
+
+import numpy as np
+
+from pfl_sklearn.linear_model._estimates import centred, point_estimates
+from pfl_sklearn.linear_model._profile import Settings
+from pfl_sklearn.linear_model._reduction import reduce_rows
+from pfl_sklearn.linear_model._search import search_ratio
+
+_SMALLEST_SCALE = 1e-150  # stands for "all clients alike"
+_RANK = 1e-11
+
+
+def fit_laplace(table, prior, options):
+    """Mode of the clients' and the population's coefficients, by an accelerated proximal method.
+
+    Minimizes the residual squares over twice the noise variance plus the absolute deviations of
+    the clients over the scale. What is None among noise variance and scale comes from the fit
+    under a spherical Gaussian prior: the scale is the one with the same variance, ``2 b**2``.
+
+    Parameters
+    ----------
+    table : Table
+    prior : LaplacePrior
+    options : Options
+
+    Returns
+    -------
+    Estimates
+    """
+    q = table.n_random
+    location = prior.known_location(q)
+    y, offset = centred(table, location)
+    reduced = reduce_rows(
+        table.columns,
+        y,
+        table.codes,
+        table.n_clients,
+        q,
+        weights=table.weights,
+        spectral=True,
+        n_jobs=options.n_jobs,
+    )
+    scale, noise = _scale_and_noise(table, reduced, prior, options)
+    first = 0 if location is None else q
+    penalty = noise * np.abs(reduced.scale[:q]) / scale
+    population, deviations, n_iter, converged = minimize_deviations(
+        reduced, penalty, first, options.max_iter, options.tol
+    )
+    population = offset + population * reduced.scale
+    coefficients = np.tile(population, (table.n_clients, 1))
+    coefficients[:, :q] += deviations * reduced.scale[:q]
+    fitted = prior.with_values(population[:q], scale if np.ndim(prior.scale) else float(scale[0]))
+    return point_estimates(
+        population, coefficients, fitted, np.diag(2 * scale**2), noise, n_iter, converged
+    )
+
+
+def _scale_and_noise(table, reduced, prior, options):
+    """Scale (q,) and noise variance, the unknown ones from a spherical Gaussian prior."""
+    scale, noise = prior.known_scale(table.n_random), options.noise_variance
+    if scale is not None and noise is not None:
+        return scale, noise
+    if table.n_clients == 1 and scale is None:
+        raise ValueError(
+            "a single client cannot tell the scale of a LaplacePrior; give scale, or groups."
+        )
+    if noise is None and len(table.y) == table.n_clients:
+        raise ValueError(
+            f"every one of the {table.n_clients} clients has one row, so the noise variance cannot "
+            "be told from the variance between clients; give noise_variance."
+        )
+    settings = Settings(options.method == "reml", 0, noise)
+    found = search_ratio(reduced, settings, options.max_iter, options.tol)
+    noise = found.point.noise
+    if scale is None:
+        variance = found.ratio[0, 0] * noise * reduced.scale[0] ** 2
+        scale = np.full(table.n_random, max(np.sqrt(variance / 2), _SMALLEST_SCALE))
+    return scale, noise
+
+
+def minimize_deviations(reduced, penalty, first, max_iter, tol):
+    """Accelerated proximal steps on the deviations, population coefficients solved for in each.
+
+    Parameters
+    ----------
+    reduced : Reduced
+    penalty : ndarray of shape (q,)
+        Of the absolute deviations; the residual squares count half.
+    first : int
+        First column whose population coefficient is free.
+    max_iter, tol : int, float
+        Steps end when no coefficient moves more than `tol` times the largest.
+
+    Returns
+    -------
+    population (p,), deviations (m, q), n_iter, converged
+    """
+    solve = _population_solver(reduced, first)
+    q = reduced.n_random
+    steps = 1 / np.maximum(_curvatures(reduced), 1e-300)[:, None]
+    deviations = np.zeros((reduced.n_clients, q))
+    ahead, momentum, population = deviations, 1.0, solve(deviations)
+    for n_iter in range(1, max_iter + 1):
+        moved = ahead + steps * _pulled(reduced, population, ahead)
+        new = np.sign(moved) * np.maximum(np.abs(moved) - steps * penalty, 0.0)
+        change = new - deviations
+        if np.vdot(ahead - new, change) > 0:  # momentum points uphill: start it again
+            momentum = 1.0
+        faster = (1 + np.sqrt(1 + 4 * momentum**2)) / 2
+        ahead = new + (momentum - 1) / faster * change
+        deviations, momentum = new, faster
+        population = solve(ahead)
+        largest = max(np.abs(deviations).max(), np.abs(population).max(), 1e-300)
+        if np.abs(change).max() <= tol * largest and n_iter > 1:
+            return solve(deviations), deviations, n_iter, True
+    return solve(deviations), deviations, max_iter, False
+
+
+def _population_solver(reduced, first):
+    """Function from deviations (m, q) to the least-squares population coefficients (p,)."""
+    q, p = reduced.n_random, reduced.n_columns
+    gram = sum(_flat(stack.rows).T @ _flat(stack.rows) for stack in reduced.stacks)
+    gram[q:, q:] += reduced.remainder
+    values, vectors = np.linalg.eigh(gram[first:-1, first:-1])
+    kept = values > _RANK * max(values.max(initial=0.0), 0.0)
+    root = vectors[:, kept] / np.sqrt(values[kept])
+
+    def solve(deviations):
+        right = gram[first:-1, -1].copy()
+        for stack in reduced.stacks:
+            fitted = np.einsum("bkq,bq->bk", stack.rows[:, :, :q], deviations[stack.clients])
+            right -= _flat(stack.rows)[:, first:-1].T @ fitted.ravel()
+        population = np.zeros(p)
+        population[first:] = root @ (root.T @ right)
+        return population
+
+    return solve
+
+
+def _pulled(reduced, population, deviations):
+    """Z' residuals (m, q) of every client."""
+    q, pulled = reduced.n_random, np.zeros_like(deviations)
+    for stack in reduced.stacks:
+        fitted = np.einsum("bkq,bq->bk", stack.rows[:, :, :q], deviations[stack.clients])
+        residual = stack.rows[:, :, -1] - stack.rows[:, :, :-1] @ population - fitted
+        pulled[stack.clients] = (residual[:, None, :] @ stack.rows[:, :, :q])[:, 0]
+    return pulled
+
+
+def _curvatures(reduced):
+    """Largest eigenvalue (m,) of every client's Z Z'."""
+    largest = np.zeros(reduced.n_clients)
+    for stack in reduced.stacks:
+        largest[stack.clients] = stack.eigenvalues.max(axis=1)
+    return largest
+
+
+def _flat(rows):
+    return rows.reshape(-1, rows.shape[2])

@@ -3,15 +3,21 @@
 import numpy as np
 
 from pfl_sklearn._nesting import innermost_estimator
-
-_MOST_ROWS = 60
-_MOST_INCHES = 100.0
-_COLORS = {
-    "local": "#8c8c8c",
-    "personalized": "#1f5fa8",
-    "population": "#c1440e",
-    "truth": "#2a7f3f",
-}
+from pfl_sklearn.inspection._coefficients import aligned, coefficients_of, is_linear_model
+from pfl_sklearn.inspection._drawing import (
+    COLORS,
+    draw_intervals,
+    draw_local,
+    draw_personalized,
+    draw_truth,
+    in_rows,
+    legend_below,
+    legend_inside,
+    name_rows,
+    new_axes,
+    strip,
+    truth_of,
+)
 
 
 class ShrinkageDisplay:
@@ -26,6 +32,8 @@ class ShrinkageDisplay:
     local, personalized, lower, upper : ndarrays of shape (n_clients,)
     population : float
     truth : ndarray of shape (n_clients,), default=None
+    quantity : str, default="estimate"
+        What is estimated, for the axes.
 
     Attributes
     ----------
@@ -47,7 +55,18 @@ class ShrinkageDisplay:
     >>> display = ShrinkageDisplay.from_estimator(model)  # doctest: +SKIP
     """
 
-    def __init__(self, *, clients, local, personalized, lower, upper, population, truth=None):
+    def __init__(
+        self,
+        *,
+        clients,
+        local,
+        personalized,
+        lower,
+        upper,
+        population,
+        truth=None,
+        quantity="estimate",
+    ):
         self.clients = clients
         self.local = local
         self.personalized = personalized
@@ -55,18 +74,30 @@ class ShrinkageDisplay:
         self.upper = upper
         self.population = population
         self.truth = truth
+        self.quantity = quantity
 
     @classmethod
     def from_estimator(
-        cls, estimator, *, output=0, level=0.95, truth=None, kind="auto", ax=None, xlabel=None
+        cls,
+        estimator,
+        *,
+        output=0,
+        level=0.95,
+        truth=None,
+        kind="auto",
+        ax=None,
+        xlabel=None,
+        feature=None,
+        local=None,
     ):
-        """Plot a fitted estimator of means.
+        """Plot a fitted estimator of means, or one coefficient of a linear model.
 
         Parameters
         ----------
-        estimator : fitted GaussianMean or BernoulliMean, or a pipeline or search around one
+        estimator : fitted GaussianMean, BernoulliMean, PersonalizedLinearRegression or \
+                PersonalizedLogisticRegression, or a pipeline or search around one
         output : int, default=0
-            Which column of a two-dimensional target.
+            Which column of a two-dimensional target, or class of a multinomial model.
         level : float in (0, 1), default=0.95
             Of the intervals.
         truth : Series indexed by client, or array-like of shape (n_clients,), default=None
@@ -75,6 +106,11 @@ class ShrinkageDisplay:
             "auto" draws rows for up to 60 clients.
         ax : matplotlib Axes, default=None
         xlabel : str, default=None
+        feature : "intercept", or name or index of a feature, default=None
+            Which coefficient of a linear model; None is the intercept.
+        local : fitted linear model, default=None
+            The same with the clients' own coefficients, for instance fitted with
+            ``GaussianPrior(covariance=np.inf)``. Needed for a linear model, which keeps none.
 
         Returns
         -------
@@ -83,30 +119,35 @@ class ShrinkageDisplay:
         Raises
         ------
         ValueError
-            If `estimator` has no local and personalized means, or `truth` has another length or
-            lacks a client.
+            If `estimator` has no local and personalized estimates, or `truth` has another length or
+            lacks a client, or if `feature` or `local` do not go with `estimator`.
         """
         fitted = innermost_estimator(estimator)
-        if not hasattr(fitted, "credible_interval"):
+        if is_linear_model(fitted):
+            values = _slopes_of(estimator, local, feature, output, level)
+        elif not hasattr(fitted, "credible_interval"):
             raise ValueError(
-                f"expected a fitted GaussianMean or BernoulliMean; got {type(fitted).__name__}."
+                "expected a fitted GaussianMean or BernoulliMean, or a linear model with one "
+                f"coefficient vector per client; got {type(fitted).__name__}."
             )
-        fitted._require_fitted("means_")
-        if truth is not None:
-            truth = _truth_of(fitted.clients_, truth)
-        lower, upper = fitted.credible_interval(level)
-        values = [fitted.local_means_, fitted.means_, lower, upper, fitted.population_mean_]
-        if fitted.means_.ndim == 2:
-            values = [value[..., output] for value in values]
-        local, personalized, lower, upper, population = values
+        elif feature is not None or local is not None:
+            raise ValueError(
+                f"feature and local belong to linear models; {type(fitted).__name__} has one mean "
+                "per client, and knows the local ones."
+            )
+        else:
+            values = _means_of(fitted, output, level)
+        own, personalized, lower, upper, population, quantity = values
+        truth = None if truth is None else truth_of(fitted.clients_, truth)
         display = cls(
             clients=fitted.clients_,
-            local=local,
+            local=own,
             personalized=personalized,
             lower=lower,
             upper=upper,
             population=float(population),
             truth=truth,
+            quantity=quantity,
         )
         return display.plot(kind=kind, ax=ax, xlabel=xlabel, level=level)
 
@@ -125,99 +166,58 @@ class ShrinkageDisplay:
         -------
         self
         """
-        import matplotlib.pyplot as plt
-
-        if kind not in ("auto", "rows", "points"):
-            raise ValueError(f"kind must be 'auto', 'rows' or 'points'; got {kind!r}.")
-        rows = len(self.clients) <= _MOST_ROWS if kind == "auto" else kind == "rows"
+        rows = in_rows(kind, len(self.clients))
         if ax is None:
-            height = np.clip(0.26 * len(self.clients) + 1.6, 2.5, _MOST_INCHES) if rows else 5.0
-            _, ax = plt.subplots(figsize=(7.0, height), layout="constrained")
+            ax = new_axes(len(self.clients), rows)[0]
         (self._plot_rows if rows else self._plot_points)(ax, level)
-        ax.set_xlabel(xlabel or ("estimate" if rows else "local estimate"))
-        ax.spines[["top", "right"]].set_visible(False)
+        ax.set_xlabel(xlabel or (self.quantity if rows else f"local {self.quantity}"))
+        strip(ax)
         self.ax_, self.figure_ = ax, ax.figure
         return self
 
     def _plot_rows(self, ax, level):
         order = np.argsort(self.personalized, kind="stable")
         at = np.arange(len(order))
-        ax.axvline(self.population, color=_COLORS["population"], lw=1, label="population")
-        ax.hlines(
-            at,
-            self.lower[order],
-            self.upper[order],
-            color=_COLORS["personalized"],
-            alpha=0.35,
-            lw=3,
-            label=f"{level:.0%} interval",
-        )
-        ax.hlines(at, self.local[order], self.personalized[order], color=_COLORS["local"], lw=0.8)
-        ax.plot(self.local[order], at, "o", mfc="white", mec=_COLORS["local"], ms=5, label="local")
-        ax.plot(
-            self.personalized[order],
-            at,
-            "o",
-            color=_COLORS["personalized"],
-            ms=5,
-            label="personalized",
-        )
+        ax.axvline(self.population, color=COLORS["population"], lw=1, label="population")
+        draw_intervals(ax, at, self.lower[order], self.upper[order], level, rows=True)
+        ax.hlines(at, self.local[order], self.personalized[order], color=COLORS["local"], lw=0.8)
+        draw_local(ax, self.local[order], at)
+        draw_personalized(ax, self.personalized[order], at, rows=True)
         if self.truth is not None:
-            ax.plot(self.truth[order], at, "x", color=_COLORS["truth"], ms=6, label="truth")
-        ax.set_yticks(at, [str(client) for client in self.clients[order]], parse_math=False)
-        ax.set_ylim(-0.8, len(order) - 0.2)
-        # Below the axis label; the padding is in font sizes, whatever the height of the axes.
-        ax.legend(
-            loc="upper center",
-            bbox_to_anchor=(0.5, 0.0),
-            borderaxespad=5.0,
-            ncols=3,
-            frameon=False,
-            fontsize="small",
-        )
+            draw_truth(ax, self.truth[order], at, rows=True)
+        name_rows(ax, self.clients[order])
+        legend_below(ax)
 
     def _plot_points(self, ax, level):
-        low, high = float(np.min(self.local)), float(np.max(self.local))
-        ax.plot(
-            [low, high], [low, high], color=_COLORS["local"], lw=1, ls="--", label="no shrinkage"
-        )
-        ax.axhline(self.population, color=_COLORS["population"], lw=1, label="population")
-        ax.vlines(
-            self.local,
-            self.lower,
-            self.upper,
-            color=_COLORS["personalized"],
-            alpha=float(np.clip(20 / len(self.local), 0.03, 0.35)),
-            lw=1,
-            label=f"{level:.0%} interval",
-        )
+        ends = [float(np.min(self.local)), float(np.max(self.local))]
+        ax.plot(ends, ends, color=COLORS["local"], lw=1, ls="--", label="no shrinkage")
+        ax.axhline(self.population, color=COLORS["population"], lw=1, label="population")
+        draw_intervals(ax, self.local, self.lower, self.upper, level, rows=False)
         if self.truth is not None:
-            ax.plot(
-                self.local, self.truth, "x", color=_COLORS["truth"], ms=3, alpha=0.4, label="truth"
-            )
-        ax.plot(
-            self.local,
-            self.personalized,
-            ".",
-            color=_COLORS["personalized"],
-            ms=5,
-            alpha=0.7,
-            label="personalized",
+            draw_truth(ax, self.local, self.truth, rows=False)
+        draw_personalized(ax, self.local, self.personalized, rows=False)
+        ax.set_ylabel(f"personalized {self.quantity}")
+        legend_inside(ax)
+
+
+def _means_of(fitted, output, level):
+    """Local and personalized means, bounds, population mean, and what these are."""
+    fitted._require_fitted("means_")
+    lower, upper = fitted.credible_interval(level)
+    values = [fitted.local_means_, fitted.means_, lower, upper, fitted.population_mean_]
+    if fitted.means_.ndim == 2:
+        values = [value[..., output] for value in values]
+    return (*values, "estimate")
+
+
+def _slopes_of(estimator, local, feature, output, level):
+    """The same of one coefficient, with the local ones of a second model."""
+    feature = "intercept" if feature is None else feature
+    found = coefficients_of(estimator, feature, output=output, level=level)
+    if local is None:
+        raise ValueError(
+            "a linear model keeps no local coefficients; give local=, the same estimator fitted "
+            "with them, such as PersonalizedLinearRegression(GaussianPrior(covariance=np.inf))."
         )
-        ax.set_ylabel("personalized estimate")
-        legend = ax.legend(frameon=False, fontsize="small")
-        for handle in legend.legend_handles:
-            handle.set_alpha(0.8)  # faint marks add up on the plot, not in the legend
-
-
-def _truth_of(clients, truth):
-    """True values (n_clients,), of a series by its index."""
-    if hasattr(truth, "reindex"):
-        missing = ~np.isin(clients, truth.index)
-        if missing.any():
-            raise ValueError(f"the index of truth lacks the client {clients[missing][0]!r}.")
-        truth = truth.reindex(clients)
-    truth = np.asarray(truth, dtype=float)
-    if truth.shape != clients.shape:
-        raise ValueError(f"truth must have shape {clients.shape}; got {truth.shape}.")
-    return truth
+    own = aligned(found, coefficients_of(local, feature, output=output, level=level), "local")
+    return own.values, found.values, found.lower, found.upper, found.population, found.label

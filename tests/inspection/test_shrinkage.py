@@ -14,6 +14,7 @@ from sklearn.preprocessing import StandardScaler
 from pfl_sklearn import BernoulliMean, ClientColumn, GaussianMean, SingleClientWarning
 from pfl_sklearn.datasets import load_baseball, make_gaussian_clients
 from pfl_sklearn.inspection import ShrinkageDisplay
+from pfl_sklearn.linear_model import PersonalizedLinearRegression
 from pfl_sklearn.model_selection import ClientKFold
 
 
@@ -246,3 +247,15 @@ def test_a_released_model_has_nothing_to_plot():
     model.fit(clients.data, clients.target, groups=clients.groups)
     with pytest.raises(NotFittedError, match="released population model"):
         ShrinkageDisplay.from_estimator(model.release())
+
+
+def test_what_belongs_to_linear_models():
+    means, _ = fitted(5)
+    clients = make_gaussian_clients(5, 5, random_state=0)
+    lines = PersonalizedLinearRegression().fit(clients.data, clients.target, groups=clients.groups)
+    with pytest.raises(ValueError, match="keeps no local coefficients; give local="):
+        ShrinkageDisplay.from_estimator(lines, feature=0)
+    for given in ({"feature": 0}, {"local": lines}):
+        with pytest.raises(ValueError, match="belong to linear models; GaussianMean has"):
+            ShrinkageDisplay.from_estimator(means, **given)
+    assert plt.get_fignums() == []

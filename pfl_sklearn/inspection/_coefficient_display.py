@@ -1,0 +1,259 @@
+"""Caterpillar plot: one coefficient of all clients, sorted, with intervals."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pfl_sklearn.inspection._coefficients import Coefficients, aligned, coefficients_of
+from pfl_sklearn.inspection._drawing import (
+    COLORS,
+    draw_intervals,
+    draw_local,
+    draw_personalized,
+    draw_truth,
+    in_rows,
+    legend_below,
+    legend_inside,
+    name_rows,
+    new_axes,
+    strip,
+    truth_of,
+)
+
+_DODGE = 0.3  # of a row, that local estimates stand below the personalized ones
+
+
+class Panel(NamedTuple):
+    """What one axes of a CoefficientDisplay shows."""
+
+    coefficients: Coefficients
+    local: Coefficients | None
+    truth: np.ndarray | None  # (n_clients,)
+
+
+class CoefficientDisplay:
+    """Coefficients of all clients around the population's, sorted, with their intervals.
+
+    Few clients are drawn one per row (the caterpillar plot). Many are drawn as points over their
+    rank. The line is the population's coefficient, the band its own interval. Local coefficients
+    are drawn as rings beside; whiskers that are longer than the axes are cut.
+
+    Parameters
+    ----------
+    panels : list of Panel
+        One per axes: coefficients of the clients and the population, local ones or None, true ones
+        or None.
+    level : float in (0, 1), default=0.95
+        Of the intervals.
+
+    Attributes
+    ----------
+    axes_ : ndarray of matplotlib Axes, of shape (n_panels,)
+    ax_ : matplotlib Axes
+        The first of them.
+    figure_ : matplotlib Figure
+
+    See Also
+    --------
+    CoefficientDisplay.from_estimator : The usual way to make one.
+    ShrinkageDisplay : How far local estimates are moved.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.inspection import CoefficientDisplay
+    >>> from pfl_sklearn.linear_model import PersonalizedLinearRegression
+    >>> rng = np.random.default_rng(0)
+    >>> clinic, X = np.repeat(list("abcd"), 10), rng.normal(size=(40, 1))
+    >>> slopes = np.repeat(rng.normal(size=4), 10)
+    >>> y = slopes * X[:, 0] + rng.normal(size=40)
+    >>> model = PersonalizedLinearRegression().fit(X, y, groups=clinic)
+    >>> CoefficientDisplay.from_estimator(
+    ...     model, feature=["intercept", "x0"])  # doctest: +SKIP
+    """
+
+    def __init__(self, *, panels, level=0.95):
+        self.panels = panels
+        self.level = level
+
+    @classmethod
+    def from_estimator(
+        cls,
+        estimator,
+        *,
+        feature="intercept",
+        level=0.95,
+        kind="auto",
+        truth=None,
+        local=None,
+        output=0,
+        ax=None,
+    ):
+        """Plot one or more coefficients of a fitted linear model.
+
+        Parameters
+        ----------
+        estimator : fitted PersonalizedLinearRegression or PersonalizedLogisticRegression, or a \
+                pipeline, wrapper or search around one
+            Behind a scaler coefficients are those of the scaled features.
+        feature : "intercept", str, int, or list of these, default="intercept"
+            Name or index of a feature. A list draws one axes each; rows are then in the order of
+            the first one, points each in their own.
+        level : float in (0, 1), default=0.95
+            Of the intervals, which are Gaussian: so many standard deviations of the posterior to
+            both sides. Estimators without a posterior are drawn without.
+        kind : {"auto", "rows", "points"}, default="auto"
+            "auto" draws rows for up to 60 clients.
+        truth : Series or DataFrame indexed by client, or array-like of shape (n_clients,) or \
+                (n_clients, n_features), default=None
+            True coefficients to draw beside, in the order of ``clients_`` unless indexed; with a
+            list of features one column each.
+        local : fitted estimator, default=None
+            A second model with the clients' own coefficients, such as one fitted with
+            ``GaussianPrior(covariance=np.inf)``.
+        output : int, default=0
+            Which class of a multinomial model, as a position in ``classes_``.
+        ax : matplotlib Axes, or a sequence of one per feature, default=None
+
+        Returns
+        -------
+        CoefficientDisplay
+
+        Raises
+        ------
+        ValueError
+            If `estimator` is no such model, has no such coefficient, or `truth`, `local` or `ax`
+            do not go with it.
+        """
+        several = isinstance(feature, list | tuple)
+        features = list(feature) if several else [feature]
+        if not features:
+            raise ValueError("feature must name at least one coefficient; got an empty list.")
+        truths = _columns_of(truth, len(features)) if several else [truth]
+        panels = []
+        for name, column in zip(features, truths, strict=True):
+            found = coefficients_of(estimator, name, output=output, level=level)
+            own = None
+            if local is not None:
+                own = coefficients_of(local, name, output=output, level=level)
+                own = aligned(found, own, "local")
+            known = None if column is None else truth_of(found.clients, column)
+            panels.append(Panel(found, own, known))
+        return cls(panels=panels, level=level).plot(kind=kind, ax=ax)
+
+    def plot(self, *, kind="auto", ax=None):
+        """Draw the display.
+
+        Parameters
+        ----------
+        kind : {"auto", "rows", "points"}, default="auto"
+        ax : matplotlib Axes, or a sequence of one per panel, default=None
+
+        Returns
+        -------
+        self
+        """
+        n_clients = len(self.panels[0].coefficients.clients)
+        rows = in_rows(kind, n_clients)
+        axes = _given_axes(ax, len(self.panels))
+        own_figure = axes is None
+        if own_figure:
+            axes = new_axes(n_clients, rows, len(self.panels))
+        order = np.argsort(self.panels[0].coefficients.values, kind="stable")
+        for ax, panel in zip(axes, self.panels, strict=True):
+            if rows:
+                _draw_rows(ax, panel, order, self.level)
+                ax.grid(axis="y", lw=0.4, alpha=0.5)
+            else:
+                _draw_points(ax, panel, self.level)
+            strip(ax)
+        if rows:
+            name_rows(axes[0], self.panels[0].coefficients.clients[order])
+            _legend_of_rows(axes, own_figure)
+        else:
+            legend_inside(axes[0], "upper left")
+        self.axes_, self.ax_, self.figure_ = axes, axes[0], axes[0].figure
+        return self
+
+
+def _draw_rows(ax, panel, order, level):
+    """One row per client, in the given order."""
+    found, at = panel.coefficients, np.arange(len(order))
+    _draw_population(ax.axvline, ax.axvspan, found)
+    draw_intervals(ax, at, found.lower[order], found.upper[order], level, rows=True)
+    if panel.local is not None:
+        below = at - _DODGE
+        _draw_whiskers(ax, below, panel.local.lower[order], panel.local.upper[order])
+        draw_local(ax, panel.local.values[order], below)
+    draw_personalized(ax, found.values[order], at, rows=True)
+    if panel.truth is not None:
+        draw_truth(ax, panel.truth[order], at, rows=True)
+    ax.set_xlabel(found.label)
+
+
+def _draw_points(ax, panel, level):
+    """Over the rank of every client."""
+    found = panel.coefficients
+    order = np.argsort(found.values, kind="stable")
+    at = np.arange(len(order))
+    _draw_population(ax.axhline, ax.axhspan, found)
+    if panel.local is not None:
+        own, size = panel.local.values[order], float(np.clip(300 / len(at), 2, 6))
+        ax.plot(at, own, ".", color=COLORS["local"], ms=size, alpha=0.6, label="local", zorder=1)
+    draw_intervals(ax, at, found.lower[order], found.upper[order], level, rows=False)
+    if panel.truth is not None:
+        draw_truth(ax, at, panel.truth[order], rows=False)
+    draw_personalized(ax, at, found.values[order], rows=False)
+    ax.set(xlabel="client, sorted", ylabel=found.label)
+
+
+def _draw_population(line, span, found):
+    """The population's coefficient, with its interval as a band if it has one."""
+    color = COLORS["population"]
+    if np.isfinite([found.population_lower, found.population_upper]).all():
+        span(found.population_lower, found.population_upper, color=color, alpha=0.15, lw=0)
+    line(found.population, color=color, lw=1, label="population")
+
+
+def _draw_whiskers(ax, at, lower, upper):
+    """Intervals of local estimates, which do not stretch the axes."""
+    from matplotlib.collections import LineCollection
+
+    finite = np.isfinite(lower) & np.isfinite(upper)
+    ends = np.stack([np.c_[lower, at], np.c_[upper, at]], axis=1)[finite]
+    ax.add_collection(LineCollection(ends, colors=COLORS["local"], lw=0.8), autolim=False)
+
+
+def _legend_of_rows(axes, own_figure):
+    """One legend for all panels, below the figure, or below the first of given axes."""
+    if len(axes) == 1 or not own_figure:
+        legend_below(axes[0])
+        return
+    handles, labels = axes[0].get_legend_handles_labels()
+    axes[0].figure.legend(
+        handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize="small"
+    )
+
+
+def _given_axes(ax, n_panels):
+    """Array of the given axes, or None."""
+    if ax is None:
+        return None
+    axes = np.ravel(np.array(ax, dtype=object))
+    if len(axes) != n_panels:
+        raise ValueError(f"ax must hold one axes per feature, {n_panels}; got {len(axes)}.")
+    return axes
+
+
+def _columns_of(truth, n_features):
+    """One column of true values per feature."""
+    if truth is None:
+        return [None] * n_features
+    if np.ndim(truth) != 2 or np.shape(truth)[1] != n_features:
+        raise ValueError(
+            f"truth must have one column per feature, {n_features}; got the shape "
+            f"{np.shape(truth)}."
+        )
+    if hasattr(truth, "iloc"):
+        return [truth.iloc[:, k] for k in range(n_features)]
+    return list(np.asarray(truth).T)

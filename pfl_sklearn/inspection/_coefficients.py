@@ -1,0 +1,158 @@
+"""One coefficient of every client, taken out of a fitted linear model."""
+
+from numbers import Integral
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from scipy.special import ndtri
+
+from pfl_sklearn._nesting import inner_estimator, innermost_estimator
+
+_INTERCEPT = "intercept"
+
+
+class Coefficients(NamedTuple):
+    """One coefficient of m clients and of the population, with intervals.
+
+    Bounds are NaN where there is no posterior, and infinite where nothing is known.
+    """
+
+    label: str  # for an axis
+    clients: np.ndarray  # (m,)
+    values: np.ndarray  # (m,)
+    lower: np.ndarray  # (m,)
+    upper: np.ndarray  # (m,)
+    population: float
+    population_lower: float
+    population_upper: float
+
+
+def is_linear_model(estimator):
+    """Whether an estimator has one coefficient vector per client."""
+    return "population_coef_" in getattr(estimator, "_population_attributes", ())
+
+
+def coefficients_of(estimator, feature, *, output=0, level=0.95):
+    """Coefficient of one feature, or the intercept.
+
+    Parameters
+    ----------
+    estimator : fitted linear model, or a pipeline, wrapper or search around one
+    feature : "intercept", or the name or index of a feature
+    output : int
+        Which class of a multinomial model.
+    level : float in (0, 1)
+
+    Returns
+    -------
+    Coefficients
+
+    Raises
+    ------
+    ValueError
+        If `estimator` has no such coefficient, or `level` is out of range.
+    """
+    fitted = innermost_estimator(estimator)
+    if not is_linear_model(fitted):
+        raise ValueError(
+            "expected a fitted linear model with one coefficient vector per client, such as "
+            f"PersonalizedLinearRegression; got {type(fitted).__name__}."
+        )
+    if not 0 < level < 1:
+        raise ValueError(f"level must be in (0, 1); got {level!r}.")
+    fitted._require_fitted("coef_")
+    names = feature_names(estimator, fitted)
+    at = _position(feature, names, fitted.fit_intercept)
+    half = ndtri(0.5 + level / 2)
+    values, stds = _clients_of(fitted, at)
+    population, population_std = _population_of(fitted, at)
+    label = _INTERCEPT if at is None else f"coefficient of {names[at]}"
+    if values.ndim == 2:
+        _check_output(output, values.shape[1])
+        label = f"{label}, class {fitted.classes_[output]}"
+        values, stds = values[:, output], stds[:, output]
+        population, population_std = population[output], population_std[output]
+    return Coefficients(
+        label,
+        fitted.clients_,
+        values,
+        values - half * stds,
+        values + half * stds,
+        float(population),
+        float(population - half * population_std),
+        float(population + half * population_std),
+    )
+
+
+def aligned(found, others, parameter):
+    """Coefficients `others` in the order of the clients of `found`."""
+    codes = pd.Index(others.clients).get_indexer(pd.Index(found.clients))
+    if (codes < 0).any():
+        missing = found.clients[codes < 0].tolist()[0]
+        raise ValueError(f"{parameter} lacks the client {missing!r}; fit it to the same clients.")
+    return others._replace(
+        clients=found.clients,
+        values=others.values[codes],
+        lower=others.lower[codes],
+        upper=others.upper[codes],
+    )
+
+
+def feature_names(estimator, fitted):
+    """Names (d,) of the features that a model saw: its own, or those of the steps before it."""
+    d = fitted.coef_.shape[-1]
+    names = getattr(fitted, "feature_names_in_", None)
+    while names is None and estimator is not None:
+        names = _names_out(estimator)
+        estimator = inner_estimator(estimator)
+    return [f"x{k}" for k in range(d)] if names is None else [str(name) for name in names]
+
+
+def _names_out(estimator):
+    """Names of what the last step of a pipeline gets, if this is one and tells them."""
+    if len(getattr(estimator, "steps", ())) < 2:
+        return None
+    try:
+        return estimator[:-1].get_feature_names_out()
+    except AttributeError:  # a step that names no outputs
+        return None
+
+
+def _position(feature, names, fit_intercept):
+    """Index of a feature, or None for the intercept."""
+    if isinstance(feature, Integral) and not isinstance(feature, bool | np.bool_):
+        if not 0 <= feature < len(names):
+            raise ValueError(f"feature={feature}, but the model has {len(names)} features.")
+        return int(feature)
+    if feature == _INTERCEPT and fit_intercept:
+        if _INTERCEPT in names:
+            raise ValueError(
+                "feature='intercept' is ambiguous: a feature has that name; give its index."
+            )
+        return None
+    if feature in names:
+        return names.index(feature)
+    expected = [_INTERCEPT, *names] if fit_intercept else names
+    raise ValueError(f"feature={feature!r} is none of {', '.join(map(repr, expected[:20]))}.")
+
+
+def _clients_of(fitted, at):
+    """Values and standard deviations (m,) or (m, n_classes); NaN without a posterior."""
+    name = "intercept_" if at is None else "coef_"
+    values, stds = getattr(fitted, name), getattr(fitted, f"{name}std_", None)
+    if stds is None:
+        stds = np.full_like(values, np.nan)
+    return (values, stds) if at is None else (values[..., at], stds[..., at])
+
+
+def _population_of(fitted, at):
+    """Value and standard error, numbers or (n_classes,)."""
+    name = "population_intercept_" if at is None else "population_coef_"
+    value, std = np.asarray(getattr(fitted, name)), np.asarray(getattr(fitted, f"{name}std_"))
+    return (value, std) if at is None else (value[..., at], std[..., at])
+
+
+def _check_output(output, n_outputs):
+    if not 0 <= output < n_outputs:
+        raise ValueError(f"output={output!r}, but the model has {n_outputs} classes.")

@@ -37,7 +37,7 @@ def main():
     prior = GaussianPrior(mean=0.0, covariance=VARIANCE)
     known = PersonalizedLogisticRegression(prior, fit_intercept=False)
     unknown = PersonalizedLogisticRegression(fit_intercept=False)
-    for n_rows, d, target in ((10, 50, ">= 100x"), (10, 5, "-"), (50, 5, "-")):
+    for n_rows, d, target, pairs in ((10, 50, ">= 100x", 5), (10, 5, "-", 3), (50, 5, "-", 3)):
         X, y, groups = make_table(10_000, n_rows, d)
         order = RNG.permutation(len(y))
         size = f"10^4 clients x {n_rows} rows, d = {d}"
@@ -46,7 +46,7 @@ def main():
             lambda X=X, y=y, g=groups: loop(X, y, g),
             lambda X=X, y=y, g=groups: known.fit(X, y, groups=g),
             target,
-            pairs=3,
+            pairs=pairs,
         )
         shuffled = X[order], y[order]
         times = [

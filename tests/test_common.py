@@ -10,7 +10,7 @@ import pandas as pd
 import polars as pl
 import pytest
 import sklearn
-from sklearn.base import clone
+from sklearn.base import clone, is_classifier
 from sklearn.exceptions import NotFittedError
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
@@ -23,6 +23,7 @@ from pfl_sklearn import (
     ClientColumn,
     GaussianMean,
     PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
     SingleClientWarning,
 )
 from pfl_sklearn.base import ClientMixin, UnseenClientsWarning
@@ -35,10 +36,14 @@ from pfl_sklearn.priors import (
 
 # Every public estimator, with default parameters: scikit-learn's checks and ours.
 MEANS = [GaussianMean(), BernoulliMean()]
-REGRESSIONS = [PersonalizedLinearRegression()]
+REGRESSIONS = [PersonalizedLinearRegression(), PersonalizedLogisticRegression()]
 ESTIMATORS = [*MEANS, *REGRESSIONS]
 # Other configurations, for our checks only.
 VARIANTS = [
+    GaussianMean("gaussian_mixture"),
+    GaussianMean("discrete"),
+    GaussianMean(GaussianMixturePrior("bic", covariance_type="full", max_components=3)),
+    GaussianMean("discrete", method="printed"),
     PersonalizedLinearRegression(GaussianPrior(covariance_type="full"), random=["intercept", 1]),
     PersonalizedLinearRegression(GaussianPrior(covariance_type="diag")),
     PersonalizedLinearRegression(GaussianPrior(covariance_type="low_rank"), method="ml"),
@@ -46,6 +51,8 @@ VARIANTS = [
     PersonalizedLinearRegression(LaplacePrior(), random="intercept"),
     PersonalizedLinearRegression(GaussianMixturePrior(), random="intercept"),
     PersonalizedLinearRegression(DiscretePrior(), random="intercept"),
+    PersonalizedLogisticRegression(GaussianPrior(covariance_type="diag"), random=["intercept"]),
+    PersonalizedLogisticRegression(GaussianPrior(mean=0.0, covariance=1.0)),
 ]
 # Wrappers, for scikit-learn's checks. The client column is one of their float features there, so
 # every row is a client and the noise variance has to be known.
@@ -54,9 +61,35 @@ WRAPPERS = [ClientColumn(GaussianMean(noise_variance=1.0), 0)]
 PRIVATE = [
     GaussianMean(epsilon=1.0, clip_norm=8.0, random_state=0),
     GaussianMean(epsilon=1.0, clip_norm=8.0, trust="local", noise_variance=1.0, random_state=0),
+    GaussianMean("discrete", noise_variance=1.0, epsilon=1.0, clip_norm=8.0, random_state=0),
+    GaussianMean(
+        "gaussian_mixture",
+        noise_variance=1.0,
+        epsilon=8.0,
+        clip_norm=8.0,
+        trust="local",
+        random_state=0,
+    ),
     BernoulliMean(epsilon=1.0, random_state=0),
     BernoulliMean(epsilon=1.0, mechanism="two_bit", random_state=0),
     BernoulliMean(epsilon=1.0, delta=1e-3, trust="central", random_state=0),
+    PersonalizedLinearRegression(
+        GaussianPrior(covariance=4.0),
+        epsilon=1.0,
+        feature_bound=2.0,
+        target_bound=8.0,
+        random_state=0,
+    ),
+    PersonalizedLinearRegression(
+        GaussianPrior(covariance=4.0),
+        random="intercept",
+        noise_variance=1.0,
+        epsilon=1.0,
+        feature_bound=2.0,
+        target_bound=8.0,
+        unit="row",
+        random_state=0,
+    ),
 ]
 RELEASING = [
     *PRIVATE,
@@ -82,7 +115,7 @@ def make_table(estimator, n_clients=12, seed=0):
         sizes[:] = 6
     groups = rng.permutation(np.repeat(np.arange(n_clients), sizes))
     centres = rng.normal(size=n_clients)
-    if isinstance(estimator, BernoulliMean):
+    if is_classifier(estimator):
         y = (rng.random(len(groups)) < 1 / (1 + np.exp(-centres[groups]))).astype(int)
     else:
         y = 3 * centres[groups] + rng.normal(size=len(groups))
@@ -93,6 +126,7 @@ def fit_quietly(estimator, X, y, **params):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pfl_sklearn.PrivacyWarning)
         warnings.filterwarnings("ignore", "The released noise variance drowns")
+        warnings.filterwarnings("ignore", "The re(leased clusters|ports) do not")
         return clone(estimator).fit(X, y, **params)
 
 
@@ -100,6 +134,14 @@ def estimates(model):
     """What a fit says of its clients: arrays with clients first."""
     names = ("means_", "stds_", "coef_", "intercept_", "coef_std_", "intercept_std_")
     return [getattr(model, name) for name in names if hasattr(model, name)]
+
+
+def population(model):
+    """What a fit says of the population, as one vector."""
+    names = ("population_mean_", "population_coef_", "population_intercept_")
+    return np.concatenate(
+        [np.ravel(getattr(model, name)) for name in names if hasattr(model, name)]
+    )
 
 
 def assert_same_estimates(first, second):
@@ -113,6 +155,7 @@ def response(model, X, groups=None):
 
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.SingleClientWarning")
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")
 @parametrize_with_checks(ESTIMATORS)
 def test_sklearn_checks(estimator, check):
     check(estimator)
@@ -195,15 +238,11 @@ def test_one_client_keeps_its_own_mean(estimator):
 @every_private
 def test_a_private_fit_at_infinite_epsilon_is_the_ordinary_one(estimator):
     X, y, groups = make_table(estimator)
-    plain = (
-        type(estimator)(noise_variance=1.0)
-        if estimator.__dict__.get("noise_variance")
-        else (type(estimator)())
-    )
-    without = clone(estimator).set_params(epsilon=math.inf)
-    np.testing.assert_array_equal(
-        without.fit(X, y, groups=groups).means_, plain.fit(X, y, groups=groups).means_
-    )
+    shared = ("prior", "random", "noise_variance")
+    given = {name: value for name, value in estimator.get_params().items() if name in shared}
+    plain = type(estimator)(**given).fit(X, y, groups=groups)
+    without = clone(estimator).set_params(epsilon=math.inf).fit(X, y, groups=groups)
+    assert_same_estimates(without, plain)
     assert without.privacy_.epsilon == math.inf
 
 
@@ -211,12 +250,13 @@ def test_a_private_fit_at_infinite_epsilon_is_the_ordinary_one(estimator):
 def test_noise_differs_between_fits_and_repeats_with_a_seed(estimator):
     X, y, groups = make_table(estimator)
     fits = [
-        fit_quietly(estimator.set_params(random_state=seed), X, y, groups=groups).population_mean_
+        fit_quietly(estimator.set_params(random_state=seed), X, y, groups=groups)
         for seed in (0, 0, 1, None, None)
     ]
     estimator.set_params(random_state=0)
-    assert fits[0] == fits[1]
-    assert len(set(fits)) == 4
+    values = [population(model).tolist() for model in fits]
+    assert values[0] == values[1]
+    assert len({tuple(value) for value in values}) == 4
 
 
 @every_configuration
@@ -264,15 +304,19 @@ def test_release_holds_no_client(estimator):
     released = model.release()
     assert not hasattr(released, "clients_")
     assert released.random_state is None
-    assert _longest_array(released) <= 2
+    assert _longest_array(released) <= 3
     np.testing.assert_array_equal(
         response(released, X), response(released, X, np.full(len(X), "anyone"))
     )
-    expected = model.population_mean_
+    np.testing.assert_array_equal(population(released), population(model))
     got = response(released, X)
-    np.testing.assert_array_equal(got[:, 1] if got.ndim == 2 else got, np.full(len(X), expected))
+    if hasattr(model, "population_mean_"):
+        expected = np.full(len(X), model.population_mean_)
+    else:
+        expected = X @ model.population_coef_ + model.population_intercept_
+    np.testing.assert_allclose(got[:, 1] if got.ndim == 2 else got, expected, rtol=1e-12)
     with pytest.raises(NotFittedError, match="released population model"):
-        released.credible_interval()
+        released.for_client(model.clients_[0])
 
 
 @every
@@ -288,11 +332,11 @@ def test_every_fit_reports_its_privacy(estimator):
     X, y, groups = make_table(estimator)
     report = fit_quietly(estimator, X, y, groups=groups).privacy_
     assert report.epsilon == getattr(estimator, "epsilon", math.inf)
-    assert report.unit == "client"
+    assert report.unit == getattr(estimator, "unit", "client")
     assert "clients_" in report.not_released
     if math.isfinite(report.epsilon):
         assert report.noise_reproducible
-        assert "population_mean_" in report.released
+        assert {"population_mean_", "population_coef_"} & set(report.released)
         assert report.adversary
     else:
         assert report.warnings
@@ -310,6 +354,15 @@ def test_refitting_with_bad_input_leaves_the_estimator_as_it_was(estimator):
         assert vars(fresh) == before
         with pytest.raises(NotFittedError):
             response(fresh, X, groups)
+
+
+def test_refitting_forgets_what_the_new_prior_does_not_have():
+    X, y, groups = make_table(PersonalizedLinearRegression())
+    model = PersonalizedLinearRegression(DiscretePrior()).fit(X, y, groups=groups)
+    assert model.responsibilities_.shape == (12, 2)
+    model.set_params(prior=LaplacePrior()).fit(X, y, groups=groups)
+    assert not hasattr(model, "responsibilities_")
+    assert not hasattr(model, "coef_std_")
 
 
 def _with(values, position, value):

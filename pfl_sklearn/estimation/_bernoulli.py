@@ -11,6 +11,7 @@ from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._clients import encode_clients, row_counts, segment_sums
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
+from pfl_sklearn._rows import read_rows
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.estimation._counts import (
     check_counts,
@@ -33,7 +34,6 @@ from pfl_sklearn.estimation._proportion_reports import (
     average_priors,
     refine_on_grid,
 )
-from pfl_sklearn.estimation._rows import read_rows
 from pfl_sklearn.estimation._summary import client_summary
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyReport

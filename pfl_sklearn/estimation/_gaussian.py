@@ -1,4 +1,4 @@
-"""Personalized means of clients under a Gaussian prior."""
+"""Personalized means of clients under a Gaussian or a mixture prior."""
 
 import math
 from numbers import Integral, Real
@@ -7,43 +7,28 @@ import numpy as np
 from scipy.special import ndtri
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.metrics import r2_score
-from sklearn.utils import check_array
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
-from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn._rows import read_rows
 from pfl_sklearn.base import ClientMixin
-from pfl_sklearn.estimation import _gaussian_release as release
+from pfl_sklearn.estimation import _gaussian_fit, _mixture_means
 from pfl_sklearn.estimation._mean_estimates import (
-    fit_exact,
-    known_values,
-    shared_values,
-    shrink_releases,
+    RELEASED,
+    check_release,
+    check_targets,
+    intraclass_correlation,
 )
-from pfl_sklearn.estimation._rows import read_rows
 from pfl_sklearn.estimation._summary import client_summary
-from pfl_sklearn.estimation._variance_components import check_noise_is_identified, client_means
 from pfl_sklearn.priors._support import resolve_prior
-from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, StochasticQuantizer
-from pfl_sklearn.privacy._noise import noise_generator
-from pfl_sklearn.privacy._report import private_report, warn_once
+from pfl_sklearn.privacy._report import warn_once
 
-_RELEASED = ("population_mean_", "population_mean_std_", "prior_", "noise_variance_", "icc_")
-_PRIVATE = (
-    "means_",
-    "stds_",
-    "shrinkage_",
-    "local_means_",
-    "clients_",
-    "n_samples_per_client_",
-    "log_likelihood_",
-)
-
-_COARSE = 0.1  # largest rounding variance, as a share of the sampling variance
-_DROWNED = (
-    "The released noise variance drowns in the privacy noise, so every client keeps its own mean. "
-    "Give noise_variance, a smaller clip_norm or a larger epsilon."
-)
+# Which module fits the clients' means under which prior.
+_FITS = {
+    "GaussianPrior": _gaussian_fit,
+    "GaussianMixturePrior": _mixture_means,
+    "DiscretePrior": _mixture_means,
+}
 
 
 class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
@@ -61,15 +46,18 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
 
     Parameters
     ----------
-    prior : "gaussian" or GaussianPrior, default="gaussian"
-        Population prior; what it leaves None is estimated, what it gives is known. With
-        ``covariance_type="diag"`` every output has variances of its own.
-    method : {"reml", "ml", "moments"}, default="reml"
+    prior : {"gaussian", "gaussian_mixture", "discrete"} or a prior, default="gaussian"
+        Population prior, GaussianPrior, GaussianMixturePrior or DiscretePrior; what it leaves None
+        is estimated, what it gives is known. With a GaussianPrior of ``covariance_type="diag"``
+        every output has variances of its own; "full" and "low_rank" are refused.
+    method : {"reml", "ml", "moments", "printed"}, default="reml"
         How unknown variances are estimated: restricted or full maximum likelihood of the client
         means, or debiased moments (floored at 0). With a finite `epsilon` and central trust it
-        has no effect: moments are what is released.
+        has no effect: moments are what is released. For mixture priors "reml" is "ml"; "printed"
+        is Algorithm 1, for a DiscretePrior.
     noise_variance : float, array-like of shape (d,) or None, default=None
-        Variance :math:`\sigma_x^2` of a row around its client's mean. None: estimated.
+        Variance :math:`\sigma_x^2` of a row around its client's mean. None: estimated. Mixture
+        priors take one number, and need it when means are released.
     epsilon : float in (0, inf], default=inf
         Privacy of one client's whole data in what is pooled. Infinity: no privacy.
     delta : float in [0, 1), default=1e-5
@@ -99,21 +87,30 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
     n_samples_per_client_ : ndarray of shape (n_clients,)
     means_, stds_ : ndarrays of shape (n_clients,) or (n_clients, d)
         Posterior mean and standard deviation of each client's mean. The latter counts the
-        uncertainty of the population mean, not of the variances.
+        uncertainty of the population mean, not of the variances; with a mixture prior, only what
+        a release added to the components' means.
     local_means_ : ndarray of shape (n_clients,) or (n_clients, d)
         Each client's own (weighted) mean.
     shrinkage_ : ndarray of the shape of `means_`
-        Weight on the population: 0 is the client's own mean, 1 the population's.
-    prior_ : GaussianPrior
-        The prior that was used; `mean` (d,) and `covariance` (d, d) hold the values.
+        Weight on the population: 0 is the client's own mean, 1 the population's. With a mixture
+        prior 1 less the weight that the components, by responsibility, leave on the client's own
+        mean; always 1 for a DiscretePrior, whose estimates are averages of its points.
+    responsibilities_ : ndarray of shape (n_clients, n_components)
+        Posterior probability of each component, for mixture priors.
+    prior_ : GaussianPrior, GaussianMixturePrior or DiscretePrior
+        The prior that was used, with values: `mean` (d,) and `covariance` (d, d); or `weights`
+        (k,) and `means` (k, d), `covariances` (k, d, d), or `points` (k, d).
     noise_variance_ : float, or ndarray of shape (d,)
-        One per output if the prior is diagonal and `y` is two-dimensional.
+        One per output if the prior is diagonal or a mixture and `y` is two-dimensional.
     population_mean_, population_mean_std_ : float or ndarray of shape (d,)
-        Population mean and its standard error given the variances; 0 if the mean was given.
+        Population mean and its standard error given the variances; 0 if the mean was given. With
+        a mixture prior the mixture's mean, and the standard error of a weighted mean of clients
+        with the mixture's variances.
     icc_ : float or ndarray of shape (d,)
         Intraclass correlation: the share of a row's variance that lies between clients.
     log_likelihood_ : float
-        Maximized criterion (restricted for "reml"), in nats; NaN if a release stood between.
+        Maximized criterion (restricted for "reml"), in nats; NaN after a release (or, under a
+        mixture prior, for a single client).
     n_features_in_ : int
     feature_names_in_ : ndarray of shape (`n_features_in_`,)
     privacy_ : PrivacyReport
@@ -122,7 +119,8 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
     ------
     ValueError
         For missing or mixed ids, NaN in `y`, no client with two rows while the noise variance is
-        unknown, a finite `epsilon` without `clip_norm` or with weights or a quantizer.
+        unknown, a finite `epsilon` without `clip_norm` or with weights or a quantizer, or a
+        method, a covariance type or a release that does not go with the prior.
 
     See Also
     --------
@@ -146,11 +144,26 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
     above all. A private fit refuses "diag" unless all variances are known, and a quantizer whose
     rounding adds more than a tenth of the sampling variance an unknown covariance.
 
+    Mixture priors (Theorem 5 and Algorithm 1 of the long version) are fitted to the marginal
+    likelihood of the client means, with the noise variance pooled from the rows within clients,
+    into which a wrong number of components cannot leak. The printed alternation (10 rounds)
+    clusters averages of its points and so draws them together, to one in the long run. Releases
+    need `noise_variance`, and estimate no covariance but spherical ones:
+
+    - central trust: noisy k-means and EM in 8 releases under one budget
+      (:class:`~pfl_sklearn.privacy.PrivateClustering`), the last of which estimates how much the
+      clients' error falls; unless that stands out by two standard deviations of its noise, every
+      client keeps its own mean, with a warning.
+    - local trust, or a quantizer: likewise if BIC prefers one Gaussian to what the reports show.
+
+    A client combines its exact mean with components as uncertain as the release left them, and
+    its own release is counted with the others'.
+
     Estimates of the clients (`means_`) are not covered by the privacy promise: client i may see
     its own (joint differential privacy); hand it over with :meth:`for_client`.
 
     Memory beyond the input: ``8 (d + 1)`` bytes per row and ``40 (d + 1)`` per client, and 14 MB of
-    work space if d > 1.
+    work space if d > 1; with k components another ``8 (2 d k + d + 3 k + 5)`` bytes per client.
 
     References
     ----------
@@ -171,16 +184,31 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
     array([2.38, 5.46, 3.15])
     >>> model.predict(np.zeros((2, 1)), groups=["b", "new"]).round(2)
     array([5.46, 3.67])
+
+    Clinics of two kinds:
+
+    >>> y, clinic = np.array([0.9, 1.1, 5.2, 4.8, 1.2, 0.8, 5.0, 5.4]), np.repeat(list("abcd"), 2)
+    >>> model = GaussianMean("discrete").fit(np.zeros((8, 1)), y, groups=clinic)
+    >>> model.prior_.points.round(2)
+    array([[1. ],
+           [5.1]])
     """
 
     __metadata_request__predict = {"groups": True, "return_std": True}
 
-    _client_attributes = ("n_samples_per_client_", "means_", "stds_", "local_means_", "shrinkage_")
-    _population_attributes = _RELEASED
+    _client_attributes = (
+        "n_samples_per_client_",
+        "means_",
+        "stds_",
+        "local_means_",
+        "shrinkage_",
+        "responsibilities_",
+    )
+    _population_attributes = RELEASED
 
     _parameter_constraints = {
         "prior": "no_validation",
-        "method": [StrOptions({"reml", "ml", "moments"})],
+        "method": [StrOptions({"reml", "ml", "moments", "printed"})],
         "noise_variance": [Interval(Real, 0, None, closed="left"), "array-like", None],
         "epsilon": [Interval(Real, 0, math.inf, closed="right")],
         "delta": [Interval(Real, 0, 1, closed="left")],
@@ -242,21 +270,14 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         self
         """
         prior = resolve_prior(self.prior, "GaussianMean")
-        self._check_release(prior, sample_weight)
-        y = self._check_targets(y)
+        fits = _FITS[type(prior).__name__]
+        check_release(self, sample_weight)
+        fits.check(prior, self)
+        y = check_targets(self, y)
         columns = y[:, None] if y.ndim == 1 else y
         rows = read_rows(self, X, columns, groups, sample_weight)
-        ids, codes = rows.clients
-        known = known_values(prior, self.noise_variance, rows.y.shape[1])
-        if self._releases():
-            table, found, report = self._fit_released(rows, known)
-        else:
-            table = client_means(rows.y, codes, len(ids), rows.weights)
-            found = fit_exact(table, known, self.method, prior.covariance_type)
-            report = PrivacyReport.unprotected(
-                "epsilon=inf was asked for.", not_released=_RELEASED + _PRIVATE, n_clients=len(ids)
-            )
-        self._store(X, y, prior, ids, table, found, report, groups is not None)
+        table, found, report = fits.fit(rows, prior, self)
+        self._store(X, y, rows.clients.ids, table, found, report, groups is not None)
         warn_once(report)
         return self
 
@@ -282,7 +303,7 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         means = self._with_population("means_", self.population_mean_)[codes]
         if not return_std:
             return means
-        between = np.diag(self.prior_.covariance).reshape(np.shape(self.population_mean_))
+        between = np.diag(self.prior_.moments()[1]).reshape(np.shape(self.population_mean_))
         spread = np.sqrt(between + self.population_mean_std_**2)
         return means, self._with_population("stds_", spread)[codes]
 
@@ -346,105 +367,7 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         tags.regressor_tags.poor_score = True
         return tags
 
-    def _releases(self):
-        return math.isfinite(self.epsilon) or self.mechanism == "quantizer"
-
-    def _check_release(self, prior, sample_weight):
-        """Refuse combinations of privacy parameters that have no meaning."""
-        private = math.isfinite(self.epsilon)
-        if self.mechanism == "quantizer":
-            _check_quantizer(self)
-        if private and self.clip_norm is None:
-            raise ValueError(
-                "clip_norm must be given when epsilon is finite: the L2 radius of a ball around "
-                "center that holds the client means. It is your bound, never taken from the data."
-            )
-        if private and self.delta == 0:
-            raise ValueError("delta must be above 0 for the Gaussian mechanism; got 0.")
-        if self._releases() and sample_weight is not None:
-            raise ValueError(
-                "sample_weight is not supported when means are released (finite epsilon or "
-                "quantizer): its effect on the sensitivity is not defined."
-            )
-        needed = prior.covariance is None or self.noise_variance is None
-        if self._releases() and prior.covariance_type == "diag" and needed:
-            raise ValueError(
-                "covariance_type='diag' with a finite epsilon or a quantizer needs a known "
-                "covariance and noise_variance; only one variance for all outputs can be released."
-            )
-
-    def _check_targets(self, y):
-        if y is None:
-            raise ValueError(
-                f"{type(self).__name__} requires y to be passed, but the target y is None."
-            )
-        return check_array(
-            y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0
-        )
-
-    def _fit_released(self, rows, known):
-        """Client statistics, fitted population and report, when clients release their means."""
-        ids, codes = rows.clients
-        centre = _check_center(self.center, rows.y.shape[1])
-        with np.errstate(over="ignore", invalid="ignore"):
-            table = client_means(rows.y, codes, len(ids), centre=centre)
-            own = release.sampling_variances(rows.y, codes, table)
-        if self.mechanism == "quantizer":
-            return table, *self._fit_quantized(table, centre, shared_values(known))
-        if all(values is not None for values in known):
-            found = fit_exact(table, known, self.method, "diag")._replace(log_likelihood=math.nan)
-            return table, found, PrivacyReport.of_known_population(_RELEASED, _PRIVATE, len(ids))
-        shared = shared_values(known)
-        moments = release.client_moments(shared, self.clip_norm, self.trust, len(centre))
-        if shared.noise is None:
-            check_noise_is_identified(table)
-        rng, seeded = noise_generator(self.random_state)
-        mechanism = GaussianMechanism(moments.sensitivity, self.epsilon, self.delta, self.trust)
-        if self.trust == "central":
-            found = release.central_means(table, own, moments, mechanism, centre, shared, rng)
-        else:
-            found = release.local_means(
-                table, own, moments, mechanism, centre, shared, self.method, rng
-            )
-        if not found.trusted:
-            warn_caller(_DROWNED, UserWarning)
-        report = self._private_report(mechanism, moments, len(ids), seeded)
-        with np.errstate(over="ignore", invalid="ignore"):
-            return table, shrink_releases(table, found, own), report
-
-    def _fit_quantized(self, table, centre, known):
-        """Fitted population and report of quantized means."""
-        quantizer = StochasticQuantizer(self.n_bits, self.clip_norm)
-        if known.between is None:
-            _check_fine(quantizer, table, known.noise)
-        rng, _ = noise_generator(self.random_state)
-        found = release.quantized_means(table, quantizer, centre, known, self.method, rng)
-        report = PrivacyReport.unprotected(
-            "a quantizer saves communication and protects nobody.",
-            **quantizer.facts(),
-            not_released=_RELEASED + _PRIVATE,
-            n_clients=len(table.means),
-        )
-        return shrink_releases(table, found), report
-
-    def _private_report(self, mechanism, moments, n_clients, seeded):
-        central = self.trust == "central"
-        under = mechanism.under_add_remove(moments.add_remove_sensitivity) if central else ()
-        return private_report(
-            mechanism.facts(),
-            n_clients=n_clients,
-            seeded=seeded,
-            epsilon_under=under,
-            released=_RELEASED,
-            not_released=_PRIVATE,
-            assumptions=(
-                f"clip_norm = {self.clip_norm:.4g}, center and known variances are the user's, not "
-                "the data's",
-                "noise and sensitivity are in units of clip_norm",
-            ),
-        )
-
-    def _store(self, X, y, prior, ids, table, found, report, with_groups):
+    def _store(self, X, y, ids, table, found, report, with_groups):
         """Set the fitted attributes, all at once."""
         validate_data(self, X, skip_check_array=True)
         one = y.ndim == 1
@@ -455,52 +378,16 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         self.stds_ = flat(np.sqrt(found.variances))
         self.local_means_ = flat(table.means)
         self.shrinkage_ = flat(1 - found.own)
-        self.prior_ = prior.with_values(found.mean, found.between)
-        per_output = not one and prior.covariance_type == "diag"
+        self.prior_ = found.prior
+        per_output = not one and not found.shared
         self.noise_variance_ = found.noise.copy() if per_output else float(found.noise[0])
         self.population_mean_ = flat(found.mean)
         self.population_mean_std_ = flat(np.sqrt(found.mean_variance))
-        total = found.between + found.noise
-        finite = (total != 0) & ~np.isinf(total)
-        icc = np.divide(found.between, total, out=np.isinf(total).astype(float), where=finite)
+        icc = intraclass_correlation(found.between, found.noise)
         self.icc_ = icc if per_output else float(icc[0])
         self.log_likelihood_ = found.log_likelihood
+        self.__dict__.pop("responsibilities_", None)
+        if found.responsibilities is not None:
+            self.responsibilities_ = found.responsibilities
         self.privacy_ = report
         self._fitted_with_groups = with_groups
-
-    def _with_population(self, name, value):
-        """Rows of all clients, then the population's (which index -1 picks)."""
-        population = np.asarray(value)[None]
-        if not hasattr(self, name):
-            return population
-        return np.concatenate([getattr(self, name), population])
-
-
-def _check_center(center, d):
-    """The centre as an array (d,)."""
-    values = np.asarray(center, dtype=float)
-    if values.shape not in ((), (1,), (d,)) or not np.isfinite(values).all():
-        raise ValueError(f"center must be finite, a number or of shape ({d},); got {center!r}.")
-    return np.broadcast_to(values, (d,))
-
-
-def _check_fine(quantizer, table, noise):
-    """Rounding must be small beside the sampling of the means, or it hides the clients' spread."""
-    if quantizer.noise_variance > _COARSE * noise * np.mean(1 / table.weights):
-        raise ValueError(
-            f"n_bits={quantizer.bits} is too coarse to estimate the spread between clients: "
-            f"rounding adds a variance of up to {quantizer.noise_variance:.3g} to each mean, whose "
-            f"sampling variance is {noise * np.mean(1 / table.weights):.3g}. Give the prior's "
-            "covariance, or more bits."
-        )
-
-
-def _check_quantizer(estimator):
-    if math.isfinite(estimator.epsilon):
-        raise ValueError(
-            f"mechanism='quantizer' claims no privacy and cannot go with epsilon="
-            f"{estimator.epsilon!r}; use epsilon=inf, or mechanism='gaussian'."
-        )
-    for name in ("n_bits", "clip_norm", "noise_variance"):
-        if getattr(estimator, name) is None:
-            raise ValueError(f"{name} must be given for mechanism='quantizer'; got None.")

@@ -1,18 +1,31 @@
-"""Clients' means from known or estimated variances, or from what the others released."""
+"""What fits of client means share, whatever the prior: the result, the report, the checks."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from sklearn.utils import check_array
 
-from pfl_sklearn.estimation._gaussian_release import Known
-from pfl_sklearn.estimation._variance_components import estimate_components
-from pfl_sklearn.priors._normal import own_weight
+from pfl_sklearn.estimation._variance_components import client_means
+from pfl_sklearn.privacy import PrivacyReport
+from pfl_sklearn.privacy._report import private_report
+
+RELEASED = ("population_mean_", "population_mean_std_", "prior_", "noise_variance_", "icc_")
+PRIVATE = (
+    "means_",
+    "stds_",
+    "shrinkage_",
+    "local_means_",
+    "clients_",
+    "n_samples_per_client_",
+    "log_likelihood_",
+)
 
 
 class FittedMeans(NamedTuple):
     """A fitted population and its clients; arrays over outputs are (d,)."""
 
+    prior: Any
     mean: np.ndarray
     mean_variance: np.ndarray
     between: np.ndarray
@@ -21,93 +34,114 @@ class FittedMeans(NamedTuple):
     variances: np.ndarray  # (m, d)
     own: np.ndarray  # (m, d)
     log_likelihood: float
+    shared: bool  # `between` and `noise` are one number for all outputs
+    responsibilities: np.ndarray | None = None  # (m, k)
 
 
-def known_values(prior, noise_variance, d):
-    """Given mean, between-client and noise variances as arrays (d,), or None."""
-    noise = None
-    if noise_variance is not None:
-        noise = np.asarray(noise_variance, dtype=float)
-        if noise.shape not in ((), (1,), (d,)) or not (np.isfinite(noise) & (noise >= 0)).all():
-            raise ValueError(
-                f"noise_variance must be finite and non-negative, a number or of shape ({d},); "
-                f"got {noise_variance!r}."
-            )
-        noise = np.broadcast_to(noise, (d,)).copy()
-    return Known(prior.known_mean(d), prior.known_variances(d), noise)
+def known_noise(noise_variance, d):
+    """The given noise variance as an array (d,), or None."""
+    if noise_variance is None:
+        return None
+    noise = np.asarray(noise_variance, dtype=float)
+    if noise.shape not in ((), (1,), (d,)) or not (np.isfinite(noise) & (noise >= 0)).all():
+        raise ValueError(
+            f"noise_variance must be finite and non-negative, a number or of shape ({d},); "
+            f"got {noise_variance!r}."
+        )
+    return np.broadcast_to(noise, (d,)).copy()
 
 
-def shared_values(known):
-    """The same with one variance for all outputs."""
-    if known.between is not None and np.isinf(known.between).any():
-        raise ValueError("covariance must be finite when means are released; got infinity.")
-    for name, values in (("covariance", known.between), ("noise_variance", known.noise)):
-        if values is not None and np.any(values != values[0]):
-            raise ValueError(
-                f"{name} must be the same for all outputs when means are released; got {values}."
-            )
-    first = [None if values is None else float(values[0]) for values in known[1:]]
-    return Known(known.mean, *first)
+def intraclass_correlation(between, noise):
+    """Share (d,) of a row's variance that lies between clients; 0 where there is none at all."""
+    total = between + noise
+    finite = (total != 0) & ~np.isinf(total)
+    return np.divide(between, total, out=np.isinf(total).astype(float), where=finite)
 
 
-def fit_exact(table, known, method, covariance_type):
-    """Population and clients when everything may be pooled."""
-    d = table.means.shape[1]
-    differ = any(values is not None and np.any(values != values[0]) for values in known[1:])
-    split = covariance_type == "diag" or differ
-    blocks = [table.coordinate(k) for k in range(d)] if split else [table]
-    found = []
-    for k, block in enumerate(blocks):
-        mean, between, noise = known
-        if len(blocks) > 1:
-            mean = None if mean is None else mean[[k]]
-        between, noise = (None if value is None else value[k] for value in (between, noise))
-        found.append(estimate_components(block, method, mean, between, noise))
-    width = d // len(found)
-    mean = np.concatenate([part.mean for part in found])
-    mean_variance, between, noise = (
-        np.repeat([getattr(part, name) for part in found], width).astype(float)
-        for name in ("mean_variance", "between", "noise")
-    )
-    sampling = noise / table.weights[:, None]
-    own = np.where(np.isnan(between), 1.0, own_weight(between, sampling))
-    borrowed = np.where(own < 1, (1 - own) ** 2, 0.0) * np.where(own < 1, mean_variance, 0.0)
-    return FittedMeans(
-        mean,
-        mean_variance,
-        between,
-        noise,
-        own * table.means + (1 - own) * mean,
-        own * sampling + borrowed,
-        own,
-        float(sum(part.log_likelihood for part in found)),
-    )
+def releases(params):
+    """Whether clients release their means, privately or quantized."""
+    return math.isfinite(params.epsilon) or params.mechanism == "quantizer"
 
 
-def shrink_releases(table, found, own_variances=None):
-    """Clients' means given everybody else's releases (Theorem 2 with one's own left out).
+def check_release(params, sample_weight):
+    """Refuse combinations of privacy parameters that have no meaning under any prior."""
+    private = math.isfinite(params.epsilon)
+    if params.mechanism == "quantizer":
+        _check_quantizer(params)
+    if private and params.clip_norm is None:
+        raise ValueError(
+            "clip_norm must be given when epsilon is finite: the L2 radius of a ball around "
+            "center that holds the client means. It is your bound, never taken from the data."
+        )
+    if private and params.delta == 0:
+        raise ValueError("delta must be above 0 for the Gaussian mechanism; got 0.")
+    if releases(params) and sample_weight is not None:
+        raise ValueError(
+            "sample_weight is not supported when means are released (finite epsilon or "
+            "quantizer): its effect on the sensitivity is not defined."
+        )
 
-    Where the released noise variance is of no use, clients keep their means, with the standard
-    errors of their own rows (NaN for a single row).
+
+def check_targets(estimator, y):
+    """Observations (n,) or (n, d)."""
+    if y is None:
+        raise ValueError(
+            f"{type(estimator).__name__} requires y to be passed, but the target y is None."
+        )
+    return check_array(y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0)
+
+
+def bounded_means(rows, params):
+    """Statistics of the clients for a release, and its centre (d,).
+
+    No arithmetic is shared between clients.
     """
-    d = table.means.shape[1]
-    sampling = found.noise / table.weights[:, None]
-    if not found.trusted:
-        sampling = np.where(table.n_rows > 1, own_variances / d, np.nan)[:, None]
-    prior_variance = np.nan_to_num(found.between) + found.others_variance[:, None]
-    total = prior_variance + sampling
-    shrink = np.divide(sampling, total, out=np.zeros_like(total), where=total > 0)
-    if np.isnan(found.between) or not found.trusted:
-        shrink = np.zeros_like(shrink)
-    own = np.broadcast_to(1 - shrink, table.means.shape)
-    full = np.ones(d)
-    return FittedMeans(
-        found.mean,
-        found.mean_variance * full,
-        found.between * full,
-        found.noise * full,
-        own * table.means + (1 - own) * found.others,
-        own * sampling,
-        own,
-        math.nan,
+    centre = _check_center(params.center, rows.y.shape[1])
+    ids, codes = rows.clients
+    with np.errstate(over="ignore", invalid="ignore"):
+        return client_means(rows.y, codes, len(ids), centre=centre), centre
+
+
+def open_report(n_clients, private, facts=None):
+    """Report of a fit that protects nobody; `facts` are those of a quantizer."""
+    reason = "a quantizer saves communication and protects nobody."
+    return PrivacyReport.unprotected(
+        "epsilon=inf was asked for." if facts is None else reason,
+        **(facts or {}),
+        not_released=RELEASED + private,
+        n_clients=n_clients,
     )
+
+
+def noisy_report(params, facts, private, **more):
+    """Report of a private fit; `more` is as in ``private_report``."""
+    return private_report(
+        facts,
+        released=RELEASED,
+        not_released=private,
+        assumptions=(
+            f"clip_norm = {params.clip_norm:.4g}, center and known variances are the user's, not "
+            "the data's",
+            "noise and sensitivity are in units of clip_norm",
+        ),
+        **more,
+    )
+
+
+def _check_center(center, d):
+    """The centre as an array (d,)."""
+    values = np.asarray(center, dtype=float)
+    if values.shape not in ((), (1,), (d,)) or not np.isfinite(values).all():
+        raise ValueError(f"center must be finite, a number or of shape ({d},); got {center!r}.")
+    return np.broadcast_to(values, (d,))
+
+
+def _check_quantizer(params):
+    if math.isfinite(params.epsilon):
+        raise ValueError(
+            f"mechanism='quantizer' claims no privacy and cannot go with epsilon="
+            f"{params.epsilon!r}; use epsilon=inf, or mechanism='gaussian'."
+        )
+    for name in ("n_bits", "clip_norm", "noise_variance"):
+        if getattr(params, name) is None:
+            raise ValueError(f"{name} must be given for mechanism='quantizer'; got None.")

@@ -234,43 +234,51 @@ def _summarize(table, stacks, outcome, found, n_jobs):
     deviations = np.empty((m, a, q))
     longest = max(part[1].shape[1] for part in parts)
     rows = np.zeros((m, longest, a * table.columns.shape[1]))
-    for stack, (moved, whitened, _, _) in zip(stacks, parts, strict=True):
+    for stack, (moved, whitening, _, _) in zip(stacks, parts, strict=True):
         deviations[stack.clients] = moved
-        rows[stack.clients, : whitened.shape[1]] = whitened
+        rows[stack.clients, : whitening.shape[1]] = whitened_rows(whitening, stack.x)
     value = float(sum(part[2] for part in parts))
     return _Summary(deviations, rows, value, all(part[3] for part in parts))
 
 
 def _summarize_stack(clients, x, y, w, state, *, outcome, population, factor):
-    """Deviations (b, a, q), whitened rows (b, k, a p), summed criterion, whether all was found."""
+    """Deviations (b, a, q), whitening, summed criterion, and whether all modes were found."""
     stack = Stack(clients, x, y, w)
     form = form_of(x, factor)
     offset = population_predictors(x, population)
     mode = find_mode(form, outcome, offset, stack, state, CLOSE_ENOUGH)
     deviations = (factor @ form.effects(mode.state)).transpose(0, 2, 1)
-    rows, log_det = whitened_rows(form, outcome.roots(mode.predictors, w), x)
-    return deviations, rows, float(np.sum(mode.value) - 0.5 * log_det), bool(mode.found.all())
+    whitening, log_det = whiten(form, outcome.roots(mode.predictors, w), x)
+    return deviations, whitening, float(np.sum(mode.value) - 0.5 * log_det), bool(mode.found.all())
 
 
-def whitened_rows(form, roots, x):
-    """Rows T (b, k, a p) with T'T = X' (W^-1 + Z L L' Z')^-1 X, and the summed log det H.
+def whitened_rows(whitening, x):
+    """Rows T (b, k, a p) with T'T = X' (W^-1 + Z L L' Z')^-1 X, from columns x (b, n, p)."""
+    if whitening.ndim == 3:
+        return whitening
+    b, k, a, n = whitening.shape
+    return (whitening.reshape(b, k * a, n) @ x).reshape(b, k, -1)
 
-    `roots` of W are (b, n, a, c).
+
+def whiten(form, roots, x):
+    """What `whitened_rows` takes, and the summed log det H, for roots (b, n, a, c) of W.
+
+    Many effects: a small matrix (b, k, a, n), to be multiplied by x where memory for the product
+    is at hand. Few: the rows themselves.
     """
     features = form.features
     b, n, a, c = roots.shape
     r, p = features.shape[2], x.shape[2]
-    across = roots.transpose(0, 1, 3, 2)
-    scaled = (across[..., None] * x[:, :, None, None, :]).reshape(b, n * c, a * p)
     if n * c < r * a:
         system = np.einsum("bjac,bjk,bkad->bjckd", roots, form.gram(), roots)
         lower = np.linalg.cholesky(system.reshape(b, n * c, n * c) + np.eye(n * c))
         log_det = 2 * np.log(np.einsum("bkk->bk", lower)).sum()
-        return invert_lower(lower) @ scaled, log_det
+        inverse = invert_lower(lower).reshape(b, n * c, n, c)
+        return np.einsum("bmjc,bjac->bmaj", inverse, roots), log_det
+    across = roots.transpose(0, 1, 3, 2)[..., None]
     stacked = np.zeros((b, n * c + r * a, (r + p) * a))
-    moved = across[..., None] * features[:, :, None, None, :]
-    stacked[:, : n * c, : r * a] = moved.reshape(b, n * c, r * a)
-    stacked[:, : n * c, r * a :] = scaled
+    stacked[:, : n * c, : r * a] = (across * features[:, :, None, None, :]).reshape(b, n * c, -1)
+    stacked[:, : n * c, r * a :] = (across * x[:, :, None, None, :]).reshape(b, n * c, -1)
     stacked[:, n * c :, : r * a] = np.eye(r * a)
     triangle = np.linalg.qr(stacked, mode="r")
     log_det = 2 * np.log(np.abs(np.einsum("bkk->bk", triangle[:, : r * a, : r * a]))).sum()

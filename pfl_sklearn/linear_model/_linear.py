@@ -1,5 +1,6 @@
 """Personalized linear regression: one coefficient vector per client under a population prior."""
 
+import math
 from numbers import Integral, Real
 
 import numpy as np
@@ -9,15 +10,16 @@ from sklearn.utils import check_X_y
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
+from pfl_sklearn._rows import read_rows
 from pfl_sklearn.base import ClientMixin
-from pfl_sklearn.estimation._rows import read_rows
 from pfl_sklearn.linear_model._convergence import warn_not_converged
 from pfl_sklearn.linear_model._design import feature_names, resolve_design
 from pfl_sklearn.linear_model._estimates import Options, Table
 from pfl_sklearn.linear_model._fits import find_fit
+from pfl_sklearn.linear_model._private import Release, with_report
 from pfl_sklearn.linear_model._summary import components_table
 from pfl_sklearn.priors._support import resolve_prior
-from pfl_sklearn.privacy import PrivacyReport
+from pfl_sklearn.privacy._report import warn_once
 
 _POPULATION = (
     "population_coef_",
@@ -34,6 +36,7 @@ _CLIENTS = (
     "coef_std_",
     "intercept_std_",
     "shrinkage_",
+    "intercept_shrinkage_",
     "responsibilities_",
     "clients_",
     "n_samples_per_client_",
@@ -89,10 +92,30 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
         Step of "gd" and of ``method="printed"``. None: from the largest curvature.
     variance_floor : float, > 0, or None, default=None
         Where "gd" stops variances that it estimates; their objective has no minimum.
+    epsilon : float in (0, inf], default=inf
+        Privacy of one `unit` in what is released of the population. Infinity: no privacy. A finite
+        one is for a Gaussian prior, whose covariance has to be given if there are several clients;
+        `method`, `solver` and what belongs to them then have no effect.
+    delta : float in [0, 1), default=1e-5
+        Must be above 0 when `epsilon` is finite.
+    feature_bound : float, > 0, or None, default=None
+        L2 bound on a row of X (without the intercept's 1); rows beyond it are scaled down, target
+        and all. Yours, never taken from the data; needed when `epsilon` is finite. Features should
+        have like scales.
+    target_bound : float, > 0, or None, default=None
+        Bound on the absolute `y`, likewise.
+    unit : {"client", "row"}, default="client"
+        What is protected: all rows of a client together, or one row.
+    relation : {"replace_one", "add_remove"}, default="replace_one"
+        Neighbouring tables: one unit replaced, with public numbers of clients and of their rows,
+        or one unit more, where no number is taken as public. The report has epsilon under both.
     unseen : {"population", "error"}, default="population"
         What clients get in ``predict`` that ``fit`` did not see.
     n_jobs : int or None, default=None
         Jobs for what is done client by client; the result is the same, bit for bit.
+    random_state : int, RandomState instance or None, default=None
+        Seed of the privacy noise. None draws it from the operating system. A seed makes the noise
+        reproducible, hence not private to whoever knows it: the report says so.
 
     Attributes
     ----------
@@ -106,9 +129,9 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
         Posterior standard deviations. They count the uncertainty of the population coefficients
         under a Gaussian prior, and of the group under a mixture, not that of the variances. Not
         there under a Laplace prior and for the published algorithms.
-    shrinkage_ : ndarray of shape (n_clients, d)
+    shrinkage_, intercept_shrinkage_ : ndarrays of shape (n_clients, d) and (n_clients,)
         Posterior over prior variance of every coefficient, given the population: 0 where the
-        client's own rows decide, 1 where the population does.
+        client's own rows decide, 1 where the population does (and for what does not vary).
     population_coef_ : ndarray of shape (d,)
     population_intercept_ : float
     population_coef_std_, population_intercept_std_ : ndarray of shape (d,) and float
@@ -134,7 +157,10 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
         For missing or mixed ids, NaN or infinity in `X` or `y`, unknown names in `random`, and for
         variances that the data cannot tell apart: every client has one row, a random column
         that is constant over all rows beside a random intercept, fewer clients than random
-        coefficients with a full covariance.
+        coefficients with a full covariance. With a finite `epsilon` also for a missing bound,
+        weights, another than a Gaussian prior, an unknown covariance of several clients,
+        ``unit="row"`` with ``relation="add_remove"`` and several clients, and a known mean unless
+        all else is known too.
 
     Warns
     -----
@@ -165,6 +191,22 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
 
     Sample weights are precision weights: a row of weight w has the variance
     :math:`\sigma^2 / w`; weight 0 is an absent row.
+
+    Private fits (`epsilon` finite) release the population once: second moments of the rows (of
+    every client's mean row, with ``unit="client"``, so that clients count alike), bounded as
+    :class:`~pfl_sklearn.privacy.RegressionMoments` says, summed and noised by the analytic
+    Gaussian mechanism. The noisy normal equations are solved with a ridge that the bounds alone
+    give (a coefficient of 2 `target_bound` / `feature_bound` is one prior standard deviation), and
+    negative eigenvalues raised to 0; standard errors count the privacy noise, which is known, and
+    the sampling, for features of one distribution in all clients, but not the bias from targets
+    beyond `target_bound`. `feature_bound` may well leave rows outside: their weights depend on
+    their features alone, which costs no bias, and half of them outside is a good choice where
+    noise dominates. An unknown `noise_variance` is bought in the same release (for nothing under
+    "replace_one"), kept between one standard deviation of its noise and ``target_bound ** 2``; the
+    fit warns if it drowns. The clients' posteriors are computed from their own exact rows around
+    what was released, its error added to the prior covariance. They are not covered by the
+    promise: client i may see its own (joint differential privacy); hand it over with
+    :meth:`for_client`. A single client keeps its own least squares.
 
     Memory beyond the input: a copy of the rows, cut to as many as there are random coefficients
     for clients with more, ``8 min(n_i, q) (p + 1)`` bytes a client, twice during the fit and
@@ -221,8 +263,15 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
         "tol": [Interval(Real, 0, None, closed="neither")],
         "learning_rate": [Interval(Real, 0, None, closed="neither"), None],
         "variance_floor": [Interval(Real, 0, None, closed="neither"), None],
+        "epsilon": [Interval(Real, 0, math.inf, closed="right")],
+        "delta": [Interval(Real, 0, 1, closed="left")],
+        "feature_bound": [Interval(Real, 0, None, closed="neither"), None],
+        "target_bound": [Interval(Real, 0, None, closed="neither"), None],
+        "unit": [StrOptions({"client", "row"})],
+        "relation": [StrOptions({"replace_one", "add_remove"})],
         "unseen": [StrOptions({"population", "error"})],
         "n_jobs": [Integral, None],
+        "random_state": ["random_state"],
     }
 
     def __init__(
@@ -238,8 +287,15 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
         tol=1e-6,
         learning_rate=None,
         variance_floor=None,
+        epsilon=math.inf,
+        delta=1e-5,
+        feature_bound=None,
+        target_bound=None,
+        unit="client",
+        relation="replace_one",
         unseen="population",
         n_jobs=None,
+        random_state=None,
     ):
         self.prior = prior
         self.random = random
@@ -251,8 +307,15 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
         self.tol = tol
         self.learning_rate = learning_rate
         self.variance_floor = variance_floor
+        self.epsilon = epsilon
+        self.delta = delta
+        self.feature_bound = feature_bound
+        self.target_bound = target_bound
+        self.unit = unit
+        self.relation = relation
         self.unseen = unseen
         self.n_jobs = n_jobs
+        self.random_state = random_state
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(self, X, y, *, groups=None, sample_weight=None):
@@ -273,20 +336,18 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
         """
         prior = resolve_prior(self.prior, "PersonalizedLinearRegression")
         fit = find_fit(prior, self.method, self.solver)
-        features, y = check_X_y(X, y, dtype=np.float64, y_numeric=True, estimator=self)
+        release = Release(*(getattr(self, name) for name in Release._fields))
+        fit = with_report(fit, prior, release, sample_weight, (_POPULATION, _CLIENTS))
+        features, y = check_X_y(X, y, dtype=np.float64, order="C", y_numeric=True, estimator=self)
         rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)
         design = resolve_design(
             self.random, features.shape[1], self.fit_intercept, feature_names(X)
         )
         table = self._table(design, features, y, rows)
-        found = fit(table, prior, self._options())
-        report = PrivacyReport.unprotected(
-            "epsilon=inf was asked for.",
-            not_released=(*_POPULATION, *_CLIENTS),
-            n_clients=table.n_clients,
-        )
+        found, report = fit(table, prior, self._options())
         warn_not_converged(self, found)
         self._store(X, design, rows.clients, found, report, groups is not None)
+        warn_once(report)
         return self
 
     def _table(self, design, features, y, rows):
@@ -332,6 +393,8 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
         )
         self.population_coef_std_, self.population_intercept_std_ = design.coefficients(stds)
         self.coef_, self.intercept_ = design.coefficients(found.coefficients[:, back])
+        for name in ("_posterior", "responsibilities_"):  # of an earlier fit
+            self.__dict__.pop(name, None)
         if found.posterior is not None:
             self._posterior = found.posterior
         self.prior_ = found.prior
@@ -402,6 +465,11 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
     def shrinkage_(self):
         """Posterior over prior variance (n_clients, d) of every coefficient."""
         return self._design.coefficients(self._by_column("shrinkage"))[0]
+
+    @property
+    def intercept_shrinkage_(self):
+        """Posterior over prior variance (n_clients,) of the intercepts."""
+        return self._design.coefficients(self._by_column("shrinkage"))[1]
 
     def summary(self):
         """Table of the population: fixed effects and variance components.

@@ -8,6 +8,7 @@ from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._estimates import Estimates
 from pfl_sklearn.linear_model._posterior import CovariancePosterior
+from pfl_sklearn.linear_model._roots import inverse_root
 
 _RANK = 1e-12  # singular values, over the lengths of the columns, that are rounding errors
 
@@ -114,9 +115,7 @@ def _fixed_coefficients(solved, table):
         gram += flat.T @ flat
     if not size:
         return np.zeros(0), np.zeros((0, 0))
-    values, vectors = np.linalg.eigh(gram[:-1, :-1])
-    kept = values > 1e-11 * max(values[-1], 0.0)
-    root = vectors[:, kept] / np.sqrt(values[kept])
+    root, _ = inverse_root(gram[:-1, :-1])
     return root @ (root.T @ gram[:-1, -1]), root
 
 

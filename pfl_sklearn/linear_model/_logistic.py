@@ -10,9 +10,9 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
+from pfl_sklearn._rows import read_rows
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin
-from pfl_sklearn.estimation._rows import read_rows
 from pfl_sklearn.linear_model._convergence import warn_not_converged
 from pfl_sklearn.linear_model._design import feature_names, resolve_design
 from pfl_sklearn.linear_model._estimates import Table
@@ -41,6 +41,7 @@ _CLIENTS = (
     "coef_std_",
     "intercept_std_",
     "shrinkage_",
+    "intercept_shrinkage_",
     "clients_",
     "n_samples_per_client_",
     "log_likelihood_",
@@ -95,7 +96,7 @@ class PersonalizedLogisticRegression(ClientMixin, ClassifierMixin, BaseEstimator
     coef_std_, intercept_std_ : ndarrays of the shapes of `coef_` and `intercept_`
         Posterior standard deviations: curvature at the mode, and the uncertainty of the population
         coefficients; that of the covariance is not counted.
-    shrinkage_ : ndarray of the shape of `coef_`
+    shrinkage_, intercept_shrinkage_ : ndarrays of the shapes of `coef_` and `intercept_`
         Posterior over prior variance, given the population: 1 where a client's rows tell nothing
         (and for coefficients that do not vary), 0 where they tell all.
     population_coef_, population_intercept_ : ndarrays of shape (d,) and (), or (K, d) and (K,)
@@ -246,7 +247,7 @@ class PersonalizedLogisticRegression(ClientMixin, ClassifierMixin, BaseEstimator
         self
         """
         prior = resolve_prior(self.prior, "PersonalizedLogisticRegression")
-        features, y = check_X_y(X, y, dtype=np.float64, estimator=self)
+        features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
         check_classification_targets(y)
         rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)
         classes, labels = self._encode_labels(y[rows.y])
@@ -412,6 +413,11 @@ class PersonalizedLogisticRegression(ClientMixin, ClassifierMixin, BaseEstimator
     def shrinkage_(self):
         """Posterior over prior variance of every coefficient."""
         return self._design.coefficients(self._of_posterior("shrinkage"))[0]
+
+    @property
+    def intercept_shrinkage_(self):
+        """Posterior over prior variance of the intercepts."""
+        return self._design.coefficients(self._of_posterior("shrinkage"))[1]
 
     def summary(self):
         """Table of the population: fixed effects and variance components.

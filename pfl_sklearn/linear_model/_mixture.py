@@ -10,6 +10,7 @@ from pfl_sklearn.linear_model._estimates import Estimates, centred
 from pfl_sklearn.linear_model._posterior import CovariancePosterior
 from pfl_sklearn.linear_model._profile import Settings, client_deviations
 from pfl_sklearn.linear_model._reduction import reduce_rows
+from pfl_sklearn.linear_model._roots import square_root
 from pfl_sklearn.linear_model._search import search_ratio
 
 _START_STEPS = 8
@@ -145,10 +146,7 @@ def _fit_known(table, prior, covariance_type, options):
     means, covariances, weights = prior.known_mixture(table.n_random)
     reduced = _reduce(table, table.y, spectral=False, options=options)
     scale = reduced.scale[: table.n_random]
-    roots = []
-    for covariance in covariances / np.multiply.outer(scale, scale):
-        values, vectors = np.linalg.eigh(covariance)
-        roots.append(vectors * np.sqrt(np.maximum(values, 0.0)))
+    roots = [square_root(matrix) for matrix in covariances / np.multiply.outer(scale, scale)]
 
     def at(noise):
         factors = [root / np.sqrt(noise) for root in roots]

@@ -13,11 +13,11 @@ from scipy.special import logsumexp
 
 from pfl_sklearn.linear_model._covariance import factor_of
 from pfl_sklearn.linear_model._profile import whiten, whiten_spectral
+from pfl_sklearn.linear_model._roots import inverse_root
 
 _EMPTY = 1e-8
 _HALVINGS = 10
 _FACTOR_STEPS = 4
-_RANK = 1e-11
 _SMALLEST, _LARGEST = 1e-9, 1e14
 
 
@@ -150,9 +150,8 @@ def _solve_coefficients(reduced, parts, state, shares):
         at = np.concatenate([np.arange(j * q, (j + 1) * q), np.arange(k * q, k * q + f)])
         normal[np.ix_(at, at)] += gram[:-1, :-1]
         right[at] += gram[:-1, -1]
-    values, vectors = np.linalg.eigh(normal)
-    kept = values > _RANK * max(values[-1], 0.0)
-    solution = vectors[:, kept] @ ((vectors[:, kept].T @ right) / values[kept])
+    root, _ = inverse_root(normal)
+    solution = root @ (root.T @ right)
     means = np.where(
         shares.sum(axis=0)[:, None] > _EMPTY, solution[: k * q].reshape(k, q), state.means
     )

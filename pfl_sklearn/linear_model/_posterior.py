@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pfl_sklearn.linear_model._roots import square_root
+
 _CELLS = 1 << 22
 
 
@@ -52,7 +54,7 @@ class RowPosterior(NamedTuple):
 
     def coefficient_variances(self):
         """Variances (m, p) of the coefficients."""
-        error_root = _root(self.population_covariance)
+        error_root = square_root(self.population_covariance)
         result = np.empty((len(self.rows), self.rows.shape[2]))
         for part in _parts(len(self.rows), self.rows.shape[2] ** 2):
             rows = self._whitened(part)
@@ -109,8 +111,3 @@ def _parts(length, width):
     """Slices of rows of `width` numbers that fit the working memory."""
     step = max(_CELLS // max(width, 1), 1)
     return [slice(start, start + step) for start in range(0, length, step)]
-
-
-def _root(covariance):
-    values, vectors = np.linalg.eigh(covariance)
-    return vectors * np.sqrt(np.maximum(values, 0.0))

@@ -7,6 +7,7 @@ import numpy as np
 from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._posterior import RowPosterior
+from pfl_sklearn.linear_model._roots import square_root
 
 _CELLS = 1 << 18  # of a batch: it fits the cache
 
@@ -25,7 +26,7 @@ def client_posteriors(table, found, covariance, n_jobs):
     error[q:, q:] = found.covariance[q:, q:]
     with np.errstate(over="ignore", invalid="ignore"):
         residuals = table.y - table.columns @ found.mean
-        solved = _solve(table, residuals, _root(ratio[:q, :q]), n_jobs)
+        solved = _solve(table, residuals, square_root(ratio[:q, :q]), n_jobs)
     coefficients = np.tile(found.mean, (table.n_clients, 1))
     rows = np.zeros((table.n_clients, max(part[1].shape[1] for part in solved), p))
     for clients, whitened in solved:
@@ -55,9 +56,3 @@ def _whiten_batch(clients, table, root):
         table = np.linalg.qr(table, mode="r")[:, :q]
     left, values, _ = np.linalg.svd(table[:, :, :q] @ root, full_matrices=False)
     return clients, left.transpose(0, 2, 1) @ table / np.hypot(1, values)[..., None]
-
-
-def _root(covariance):
-    """Factor (q, q) of a covariance that may be singular."""
-    values, vectors = np.linalg.eigh(covariance)
-    return vectors * np.sqrt(np.maximum(values, 0.0))

@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-_RANK = 1e-11
+from pfl_sklearn.linear_model._roots import inverse_root
+
 _BLOCK = 1024
+_SMALLEST = 1e-280
 _EXACT_FIT = 1e-28  # summed squares of the residuals, over those of the target, that are rounding
 
 
@@ -83,7 +85,7 @@ def profile(reduced, whitened, settings):
     gram = sum(_gram(rows) for rows in whitened.rows)
     gram[reduced.n_random :, reduced.n_random :] += reduced.remainder
     gram = gram[first:, first:]
-    root, log_det = _inverse_root(gram[:-1, :-1])
+    root, log_det = inverse_root(gram[:-1, :-1])
     coefficients = root @ (root.T @ gram[:-1, -1])
     residuals, square = _residuals(reduced, whitened, coefficients, first)
     rank = root.shape[1]
@@ -123,15 +125,6 @@ def _gram(rows):
     return flat.T @ flat
 
 
-def _inverse_root(normal):
-    """Root (p, rank) of the pseudo-inverse of the normal matrix, and its log determinant."""
-    if not len(normal):
-        return np.zeros((0, 0)), 0.0
-    values, vectors = np.linalg.eigh(normal)
-    kept = values > _RANK * max(values[-1], 0.0)
-    return vectors[:, kept] / np.sqrt(values[kept]), float(np.log(values[kept]).sum())
-
-
 def _residuals(reduced, whitened, coefficients, first):
     """Whitened residuals (b, k) of every stack, and their squares with what is left over."""
     direction = np.append(-coefficients[len(coefficients) - len(reduced.remainder) + 1 :], 1.0)
@@ -142,7 +135,7 @@ def _residuals(reduced, whitened, coefficients, first):
         residual = flat[:, -1] - flat[:, first:-1] @ coefficients
         square += residual @ residual
         residuals.append(residual.reshape(rows.shape[:2]))
-    return residuals, max(square, _EXACT_FIT * reduced.sum_of_squares)
+    return residuals, max(square, _EXACT_FIT * reduced.sum_of_squares, _SMALLEST)
 
 
 def slope_spectral(reduced, whitened, point, settings, ratio):

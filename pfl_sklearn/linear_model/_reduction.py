@@ -72,6 +72,10 @@ def reduce_rows(
     if scale is None:
         scale = _scales(columns, weights, n_clients, n_random, spectral)
     root = None if weights is None else np.sqrt(weights)
+    with np.errstate(over="ignore"):
+        sum_of_squares = float(np.vdot(y, y if weights is None else weights * y))
+    if not np.isfinite(sum_of_squares):
+        raise ValueError("y holds values too large to be squared (above about 1e150).")
     batches = [
         (clients, _gather(columns, y, rows, scale, root))
         for clients, rows in client_batches(codes, n_clients, _CELLS // len(scale))
@@ -87,7 +91,7 @@ def reduce_rows(
         n_clients,
         n_random,
         scale,
-        float(np.vdot(y, y if weights is None else weights * y)),
+        sum_of_squares,
         0.0 if weights is None else float(np.log(weights).sum()),
     )
 
@@ -104,9 +108,12 @@ def _gather(columns, y, rows, scale, root):
 
 def _scales(columns, weights, n_clients, n_random, spectral):
     """Factors (p,) that make a client's random columns of length about 1, and fixed ones too."""
-    squares = np.einsum("np,np->p", columns, columns)
-    if weights is not None:
-        squares = np.einsum("n,np,np->p", weights, columns, columns)
+    with np.errstate(over="ignore"):
+        squares = np.einsum("np,np->p", columns, columns)
+        if weights is not None:
+            squares = np.einsum("n,np,np->p", weights, columns, columns)
+    if not np.isfinite(squares).all():
+        raise ValueError("X holds values too large to be squared (above about 1e150).")
     squares = squares / n_clients
     if spectral:
         squares[:n_random] = squares[:n_random].mean()

@@ -17,6 +17,7 @@ from pfl_sklearn.linear_model._profile import (
     whiten_spectral,
 )
 from pfl_sklearn.linear_model._reduction import Stack
+from pfl_sklearn.linear_model._roots import square_root
 
 _CHEAP_CELLS = 1 << 18  # of the reduced rows, up to which a whole grid of variances is looked at
 _GRID = np.geomspace(1e-5, 1e5, 21)
@@ -44,15 +45,9 @@ def at_ratio(reduced, settings, ratio):
     if np.ndim(ratio) == 0:
         whitened, ratio = whiten_spectral(reduced, ratio), ratio * np.eye(q)
     else:
-        whitened = whiten(reduced, _root(ratio))
+        whitened = whiten(reduced, square_root(ratio))
     point = profile(reduced, whitened, settings)
     return Found(ratio, refined(reduced, whitened, settings, point), whitened, 0, True)
-
-
-def _root(covariance):
-    """Factor (q, q) of a covariance that may be singular."""
-    values, vectors = np.linalg.eigh(covariance)
-    return vectors * np.sqrt(np.maximum(values, 0.0))
 
 
 def search_ratio(reduced, settings, max_iter, tol):

@@ -5,10 +5,10 @@ import numpy as np
 from pfl_sklearn.linear_model._estimates import centred, point_estimates
 from pfl_sklearn.linear_model._profile import Settings
 from pfl_sklearn.linear_model._reduction import reduce_rows
+from pfl_sklearn.linear_model._roots import inverse_root
 from pfl_sklearn.linear_model._search import search_ratio
 
 _SMALLEST_SCALE = 1e-150  # stands for "all clients alike"
-_RANK = 1e-11
 
 
 def fit_laplace(table, prior, options):
@@ -122,9 +122,7 @@ def _population_solver(reduced, first):
     q, p = reduced.n_random, reduced.n_columns
     gram = sum(_flat(stack.rows).T @ _flat(stack.rows) for stack in reduced.stacks)
     gram[q:, q:] += reduced.remainder
-    values, vectors = np.linalg.eigh(gram[first:-1, first:-1])
-    kept = values > _RANK * max(values.max(initial=0.0), 0.0)
-    root = vectors[:, kept] / np.sqrt(values[kept])
+    root, _ = inverse_root(gram[first:-1, first:-1])
 
     def solve(deviations):
         right = gram[first:-1, -1].copy()

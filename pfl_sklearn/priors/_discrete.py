@@ -10,7 +10,8 @@ from sklearn.utils import check_array, check_random_state
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn.priors import _mixture as mixture
 from pfl_sklearn.priors._kmeans import best_of_starts, count_distinct, inertia
-from pfl_sklearn.priors._mixture_em import Shape, fixed_variance
+from pfl_sklearn.priors._mixture_em import Shape
+from pfl_sklearn.priors._mixture_starts import fixed_variance
 from pfl_sklearn.priors._normal import check_sampling
 
 _RELATIVE = 1e-12
@@ -89,6 +90,24 @@ class DiscretePrior(BaseEstimator):
         """Copy of this prior that holds `points` (k, d) and `weights` (k,)."""
         return clone(self).set_params(n_components=len(weights), points=points, weights=weights)
 
+    @property
+    def means(self):
+        """The points, under the name that all mixture priors have for them."""
+        return self.points
+
+    @property
+    def covariances(self):
+        """Zero: what all mixture priors have."""
+        return 0.0
+
+    def with_mixture(self, means, covariances, weights):
+        """Copy of this prior that holds `means` (k, d) as points and `weights` (k,)."""
+        return self.with_values(means, weights)
+
+    def n_parameters(self, d):
+        """Free parameters in d dimensions, of a number of components."""
+        return Shape("fixed").n_parameters(self.n_components, d)
+
     def known_mixture(self, d=None):
         """Points (k, d), covariances (k, d, d) of zero, and weights (k,) of a known prior."""
         if not self.is_known:
@@ -101,8 +120,10 @@ class DiscretePrior(BaseEstimator):
 
     def moments(self):
         """Mean (d,) and covariance (d, d) of a known prior."""
-        points, _, weights = self.known_mixture()
-        mean = weights @ points
+        if not self.is_known:
+            self.known_mixture()
+        points, weights = np.asarray(self.points), np.asarray(self.weights)
+        mean = weights @ points  # NaN if there was a single client
         return mean, (weights * (points - mean).T) @ (points - mean)
 
     def fit(self, theta, random_state=None):
@@ -242,7 +263,9 @@ class DiscretePrior(BaseEstimator):
         mean : ndarray of shape (n_clients, d)
         variance : ndarray of shape (n_clients, d), or (n_clients, d, d) if covariances were given
         """
-        return mixture.mixture_posterior(*self._against(estimates, sampling_variances))
+        against = self._against(estimates, sampling_variances)
+        shares = mixture.component_shares(*against)
+        return mixture.mixture_posterior(against[0], shares, *against[2:])
 
     def _against(self, estimates, sampling_variances):
         """Components, weights and what they are compared with."""

@@ -166,6 +166,14 @@ class GaussianPrior(BaseEstimator):
         matrix = np.diag(covariance) if covariance.ndim == 1 else covariance
         return type(self)(mean, matrix, self.covariance_type, self.rank)
 
+    def moments(self):
+        """Mean (d,) and covariance (d, d) of a known prior."""
+        mean, covariance = np.asarray(self.mean, dtype=float), np.asarray(self.covariance)
+        d = max(mean.size, len(np.atleast_1d(covariance)))
+        if covariance.ndim < 2:
+            covariance = np.diag(np.broadcast_to(covariance, (d,)))
+        return np.broadcast_to(mean, (d,)).copy(), covariance.astype(float)
+
     def log_prob(self, theta):
         """Log density of parameter vectors under a known prior.
 

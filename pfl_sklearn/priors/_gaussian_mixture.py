@@ -9,7 +9,8 @@ from sklearn.utils import check_array, check_random_state
 
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn.priors import _mixture as mixture
-from pfl_sklearn.priors._mixture_em import Mixture, Shape, fixed_variance, from_covariances
+from pfl_sklearn.priors._mixture_em import Mixture, Shape, from_covariances
+from pfl_sklearn.priors._mixture_starts import fixed_variance
 from pfl_sklearn.priors._normal import check_sampling, draw
 
 
@@ -118,6 +119,14 @@ class GaussianMixturePrior(BaseEstimator):
             n_components=len(weights), means=means, covariances=covariances, weights=weights
         )
 
+    def with_mixture(self, means, covariances, weights):
+        """The same as :meth:`with_values`: what all mixture priors have."""
+        return self.with_values(means, covariances, weights)
+
+    def n_parameters(self, d):
+        """Free parameters in d dimensions, of a number of components."""
+        return self._shape().n_parameters(self.n_components, d)
+
     def known_mixture(self, d=None):
         """Given means (k, d), covariances (k, d, d) and weights (k,) of a known prior."""
         if not self.is_known:
@@ -130,7 +139,10 @@ class GaussianMixturePrior(BaseEstimator):
 
     def moments(self):
         """Mean (d,) and covariance (d, d) of a known prior."""
-        means, covariances, weights = self.known_mixture()
+        if np.ndim(self.covariances) == 3:  # as fitted: NaN if there was a single client
+            means, covariances, weights = self.means, self.covariances, np.asarray(self.weights)
+        else:
+            means, covariances, weights = self.known_mixture()
         mean = weights @ means
         apart = means - mean
         return mean, np.einsum("k,kde->de", weights, covariances) + (weights * apart.T) @ apart
@@ -177,15 +189,12 @@ class GaussianMixturePrior(BaseEstimator):
             return self.with_values(*self.known_mixture(d))
         if self.means is not None:
             mixture.known_points(self, "means", d)
-        fixed = self.covariances is not None
-        shape = Shape(
-            "fixed" if fixed else self.covariance_type, self.means is None, self.weights is None
-        )
         found = mixture.estimate_mixture(
-            self, x, s, shape, lambda k: self._given(k, d), random_state
+            self, x, s, self._shape(), lambda k: self._given(k, d), random_state
         )
-        k = len(found.weights)
-        covariances = mixture.known_covariances(self, k, d) if fixed else found.covariances
+        covariances = found.covariances
+        if self.covariances is not None:
+            covariances = mixture.known_covariances(self, len(found.weights), d)
         return self.with_values(found.means, covariances, found.weights)
 
     def log_prob(self, theta):
@@ -268,13 +277,22 @@ class GaussianMixturePrior(BaseEstimator):
         mean : ndarray of shape (n_clients, d)
         variance : ndarray of shape (n_clients, d), or (n_clients, d, d) if covariances were given
         """
-        return mixture.mixture_posterior(*self._against(estimates, sampling_variances))
+        against = self._against(estimates, sampling_variances)
+        shares = mixture.component_shares(*against)
+        return mixture.mixture_posterior(against[0], shares, *against[2:])
 
     def _against(self, estimates, sampling_variances):
         """Components, weights and what they are compared with."""
         estimates, sampling = check_sampling(estimates, sampling_variances)
         means, covariances, weights = self.known_mixture(estimates.shape[1])
         return mixture.components_of(means, covariances), weights, estimates, sampling
+
+    def _shape(self):
+        """What is to be estimated."""
+        fixed = self.covariances is not None
+        return Shape(
+            "fixed" if fixed else self.covariance_type, self.means is None, self.weights is None
+        )
 
     def _given(self, k, d):
         """Mixture (internal) of what is given; the rest is a placeholder."""

@@ -9,13 +9,14 @@ from sklearn.utils import check_random_state
 
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.priors._kmeans import count_distinct
-from pfl_sklearn.priors._mixture_em import fit_mixture, in_order, select_components
+from pfl_sklearn.priors._mixture_starts import fit_mixture, in_order, select_components
 from pfl_sklearn.priors._normal import (
     check_covariance,
     condition,
     diagonal_or_matrix,
     diagonals,
     log_density,
+    own_weight,
 )
 
 
@@ -32,9 +33,8 @@ def component_shares(components, weights, estimates, sampling):
     return np.exp(joint - logsumexp(joint, axis=1, keepdims=True))
 
 
-def mixture_posterior(components, weights, estimates, sampling):
-    """Posterior means (m, d) and variances, (m, d) or (m, d, d) as `sampling`."""
-    shares = component_shares(components, weights, estimates, sampling)
+def mixture_posterior(components, shares, estimates, sampling):
+    """Posterior means (m, d) and variances, (m, d) or (m, d, d) as `sampling`, given shares."""
     parts = [condition(*component, estimates, sampling) for component in components]
     mean = sum(share[:, None] * part[0] for share, part in zip(shares.T, parts, strict=True))
     full = sampling.ndim == 3
@@ -44,6 +44,22 @@ def mixture_posterior(components, weights, estimates, sampling):
         between = apart[:, :, None] * apart[:, None, :] if full else apart**2
         variance = variance + share.reshape(-1, *[1] * between[0].ndim) * (spread + between)
     return mean, variance
+
+
+def own_shares(components, shares, sampling):
+    """Weights (m, d) of the posterior means on the clients' own estimates, given shares (m, k).
+
+    Of full covariances the diagonal of the weight matrix. `sampling` is (m, 1).
+    """
+    own = 0.0
+    for share, (_, covariance) in zip(shares.T, components, strict=True):
+        if covariance.ndim == 1:
+            weight = own_weight(covariance, sampling)
+        else:
+            values, vectors = np.linalg.eigh(covariance)
+            weight = own_weight(np.maximum(values, 0.0), sampling) @ vectors.T**2
+        own = own + share[:, None] * weight
+    return own
 
 
 def components_of(means, covariances):

@@ -3,22 +3,16 @@
 Client i shows x_i (d,), which is theta_i plus normal noise of variance s_i in every coordinate
 (0 without noise), and theta_i comes from component l with probability w_l. Only the component is
 latent, so that the steps for means and variances maximize the likelihood of x given the
-responsibilities, not that of theta: few steps even where the noise is large.
+responsibilities, not that of theta. Where groups overlap EM is slow all the same, and
+``_mixture_polish`` takes over.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn.priors._kmeans import cluster_means, lloyd, nearest_centre, spread_centres
-
-_FLOOR = 1e-6
-_START_CLIENTS = 20_000
-_START_STEPS, _START_TOLERANCE = 50, 1e-5
-_STEPS, _TOLERANCE = 1000, 1e-8
-_SELECTION_STEPS, _SELECTION_TOLERANCE = 200, 1e-6
-_LLOYD_STEPS = 10
 _HALVINGS = 12
+_TINY = 1e-300
 _EMPTY = 1e-10
 
 
@@ -73,7 +67,7 @@ def log_joint(mixture, x, s):
     """Log of weight times marginal density, (k, m)."""
     rows, ones = [], np.ones(x.shape[1])
     for k in range(len(mixture.weights)):
-        z, total = _coordinates(mixture, k, x), mixture.values[k] + s[:, None]
+        z, total = coordinates(mixture, k, x), mixture.values[k] + s[:, None]
         rows.append(-0.5 * ((z**2 / total) @ ones + np.log(2 * np.pi * total) @ ones))
     with np.errstate(divide="ignore"):
         return np.stack(rows) + np.log(mixture.weights)[:, None]
@@ -106,8 +100,8 @@ def m_step(mixture, r, x, s, shape, floor):
     return Mixture(means, values, vectors, weights)
 
 
-def run(mixture, x, s, shape, floor, n_steps=_STEPS, tolerance=_TOLERANCE):
-    """EM until a step gains less than `tolerance` nats per client."""
+def run(mixture, x, s, shape, floor, n_steps, tolerance):
+    """EM until a step gains less than `tolerance` nats per client; whether that came to pass."""
     r, value = e_step(mixture, x, s)
     converged = False
     for _ in range(n_steps):
@@ -117,130 +111,17 @@ def run(mixture, x, s, shape, floor, n_steps=_STEPS, tolerance=_TOLERANCE):
         value = new
         if converged:
             break
-    lowest = mixture.values.min() if shape.covariance_type != "fixed" else np.inf
-    interior = floor == 0 or bool(lowest > floor * (1 + 1e-6))
-    return MixtureFit(mixture, value, interior, converged)
+    return MixtureFit(mixture, value, is_interior(mixture, shape, floor), converged)
 
 
-def fit_mixture(x, s, n_components, shape, *, n_init, rng, known):
-    """Best of several spread starts.
-
-    Parameters
-    ----------
-    x : ndarray of shape (m, d)
-    s : ndarray of shape (m,)
-        Sampling variances.
-    n_components : int
-    shape : Shape
-    n_init : int
-    rng : RandomState
-    known : Mixture
-        What `shape` leaves as it is; the rest of it is not looked at.
-
-    Returns
-    -------
-    MixtureFit
-        Started on at most 20,000 clients, drawn at random. A solution with a component at the
-        floor of its variance is taken only if every start ends in one.
-    """
-    start = _best_start(x, s, n_components, shape, n_init, rng, known)
-    return finish(start, x, s, shape)
+def is_interior(mixture, shape, floor):
+    """Whether no component lies at the floor of its variance."""
+    if shape.covariance_type == "fixed" or floor == 0:
+        return True
+    return bool(mixture.values.min() > floor * (1 + 1e-6))
 
 
-def select_components(x, s, largest, shape, *, n_init, rng, known):
-    """Fit of the number k of components, 1 to `largest`, with the smallest BIC.
-
-    `known` takes k and gives what `shape` leaves as it is. The search ends when two more
-    components have not helped.
-    """
-    found = []
-    for k in range(1, largest + 1):
-        start = _best_start(x, s, k, shape, n_init, rng, known(k))
-        fit = finish(start, x, s, shape, _SELECTION_STEPS, _SELECTION_TOLERANCE)
-        size = shape.n_parameters(k, x.shape[1]) * np.log(len(x))
-        found.append((size - 2 * fit.log_likelihood, k, fit.mixture))
-        best = min(found, key=lambda entry: entry[:2])
-        if k >= best[1] + 2:
-            break
-    return finish(best[2], x, s, shape)
-
-
-def finish(mixture, x, s, shape, n_steps=_STEPS, tolerance=_TOLERANCE):
-    """EM on all clients from a start."""
-    floor = variance_floor(x, s)
-    return run(mixture, x, _floored(s, shape, floor), shape, floor, n_steps, tolerance)
-
-
-def fixed_variance(k, d, variance):
-    """Mixture of which nothing is known but the variance of every component."""
-    return Mixture(np.full((k, d), np.nan), np.full((k, d), variance), None, np.full(k, 1 / k))
-
-
-def in_order(mixture):
-    """The same components, heaviest first, ties by first coordinate."""
-    order = np.lexsort((mixture.means[:, 0], -mixture.weights))
-    vectors = None if mixture.vectors is None else mixture.vectors[order]
-    return Mixture(mixture.means[order], mixture.values[order], vectors, mixture.weights[order])
-
-
-def variance_floor(x, s):
-    """Smallest variance of a component: with the noise, a millionth of the clients' spread."""
-    spread = float(np.mean(np.var(x, axis=0)))
-    return max(_FLOOR * spread - float(s.min()), 0.0) if spread > 0 else 1e-300
-
-
-def _floored(s, shape, floor):
-    """Sampling variances (m,), or (1,) if all are alike, which is faster.
-
-    With the floor, where components have no variance to take it.
-    """
-    s = s[:1] if np.ptp(s) == 0 else s
-    return np.maximum(s, floor) if shape.covariance_type == "fixed" else s
-
-
-def _best_start(x, s, k, shape, n_init, rng, known):
-    """Mixture after a few steps on some clients from the best of `n_init` starts."""
-    floor = variance_floor(x, s)
-    subset = slice(None)
-    if len(x) > _START_CLIENTS:
-        subset = rng.choice(len(x), _START_CLIENTS, replace=False)
-    few, noise = x[subset], _floored(s[subset], shape, floor)
-    found = []
-    for attempt in range(n_init if shape.means else 1):
-        start = _start(few, noise, k, shape, floor, rng, known, attempt % 2 == 1)
-        found.append(run(start, few, noise, shape, floor, _START_STEPS, _START_TOLERANCE))
-    return max(found, key=lambda fit: (fit.interior, fit.log_likelihood)).mixture
-
-
-def _start(x, s, k, shape, floor, rng, known, projected):
-    """Components from k-means on the clients, or on their leading directions."""
-    d = x.shape[1]
-    spread = np.mean(np.var(x, axis=0))
-    precision = np.broadcast_to(1 / (s + spread + 1e-300), len(x))
-    if shape.means:
-        space = _leading(x, k) if projected and k < d else x
-        centres = spread_centres(space, k, precision, rng)
-        labels = lloyd(space, centres, precision, _LLOYD_STEPS)[1]
-        means = cluster_means(x, labels, precision, np.tile(x.mean(axis=0), (k, 1)))
-    else:
-        means = known.means
-        labels = nearest_centre(x, means)
-    weights = np.full(k, 1 / k) if shape.weights else known.weights
-    if shape.covariance_type == "fixed":
-        return Mixture(means, known.values, known.vectors, weights)
-    within = np.mean((x - means[labels]) ** 2, axis=0) - s.mean()
-    value = max(within.mean(), 0.01 * spread, floor)
-    vectors = np.broadcast_to(np.eye(d), (k, d, d)) if shape.covariance_type == "full" else None
-    return Mixture(means, np.full((k, d), value), vectors, weights)
-
-
-def _leading(x, k):
-    """Coordinates (m, k) of the clients in the directions of largest spread."""
-    centred = x - x.mean(axis=0)
-    return centred @ np.linalg.eigh(centred.T @ centred)[1][:, -k:]
-
-
-def _coordinates(mixture, k, x):
+def coordinates(mixture, k, x):
     """Deviations (m, d) from component k, in its own directions."""
     deviations = x - mixture.means[k]
     return deviations if mixture.vectors is None else deviations @ mixture.vectors[k]
@@ -248,8 +129,8 @@ def _coordinates(mixture, k, x):
 
 def _weighted_mean(mixture, k, r, x, s):
     """Mean (d,) that maximizes the likelihood, by coordinates in the component's directions."""
-    precision = r[:, None] / np.maximum(mixture.values[k] + s[:, None], 1e-300)
-    z = _coordinates(mixture, k, x)
+    precision = r[:, None] / np.maximum(mixture.values[k] + s[:, None], _TINY)
+    z = coordinates(mixture, k, x)
     moved = np.einsum("md,md->d", precision, z) / np.einsum("md->d", precision)
     return mixture.means[k] + (moved if mixture.vectors is None else mixture.vectors[k] @ moved)
 
@@ -284,7 +165,7 @@ def _full_step(values, vectors, r, deviations, s, floor):
     with theta latent, never loses.
     """
     z = deviations @ vectors
-    own = values / np.maximum(values + s[:, None], 1e-300)
+    own = values / np.maximum(values + s[:, None], _TINY)
     seen = np.einsum("md,me->de", r[:, None] * own * z, own * z)
     latent = seen + np.diag(r @ np.broadcast_to(own * s[:, None], z.shape))
     weight = r / (values.mean() + s) ** 2

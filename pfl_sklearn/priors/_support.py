@@ -10,7 +10,11 @@ from pfl_sklearn.priors._grid import GridPrior
 from pfl_sklearn.priors._laplace import LaplacePrior
 
 SUPPORTED = {
-    "GaussianMean": {"gaussian": GaussianPrior},
+    "GaussianMean": {
+        "gaussian": GaussianPrior,
+        "gaussian_mixture": GaussianMixturePrior,
+        "discrete": DiscretePrior,
+    },
     "BernoulliMean": {"beta": BetaPrior, "grid": GridPrior},
     "PersonalizedLinearRegression": {
         "gaussian": GaussianPrior,

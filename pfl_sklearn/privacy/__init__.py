@@ -7,7 +7,9 @@ from pfl_sklearn.privacy._accounting import calibrate_noise, epsilon_spent
 from pfl_sklearn.privacy._discrete import OneBit, SubsetSelection, TwoBit
 from pfl_sklearn.privacy._gaussian import ClientMoments, GaussianMechanism
 from pfl_sklearn.privacy._gaussian_dp import compose_gdp, gdp_delta, gdp_epsilon, gdp_mu
+from pfl_sklearn.privacy._lloyd import PrivateClustering
 from pfl_sklearn.privacy._quantizer import StochasticQuantizer
+from pfl_sklearn.privacy._regression import RegressionMoments
 from pfl_sklearn.privacy._report import PrivacyReport, PrivacyWarning, privacy_of
 
 __all__ = [
@@ -16,6 +18,8 @@ __all__ = [
     "OneBit",
     "PrivacyReport",
     "PrivacyWarning",
+    "PrivateClustering",
+    "RegressionMoments",
     "StochasticQuantizer",
     "SubsetSelection",
     "TwoBit",

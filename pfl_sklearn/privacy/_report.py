@@ -34,9 +34,11 @@ _NESTED = (
     "regressor_",
 )
 _RELATION_NAMES = {
-    "replace_one": "one client's whole data replaced by any other",
-    "add_remove": "one client added or removed",
-    "zero_out": "one client's contribution replaced by nothing",
+    ("client", "replace_one"): "one client's whole data replaced by any other",
+    ("client", "add_remove"): "one client added or removed",
+    ("client", "zero_out"): "one client's contribution replaced by nothing",
+    ("row", "replace_one"): "one row replaced by any other",
+    ("row", "add_remove"): "one row added or removed",
 }
 
 
@@ -55,7 +57,7 @@ class PrivacyReport:
     delta : float
     mechanism : str
     unit : str
-        What is protected: "client" means all rows of a client together.
+        What is protected: "client" means all rows of a client together, "row" one row.
     relation : {"replace_one", "add_remove", "zero_out"}
         Tables that are told apart with odds of at most exp(`epsilon`), except with `delta`.
     trust : {"central", "local"} or None
@@ -178,7 +180,7 @@ class PrivacyReport:
         rows = [("promise", self._promise())]
         if math.isfinite(self.epsilon):
             rows += [
-                (f"under {name}", f"epsilon = {value:.4g} ({_RELATION_NAMES[name]})")
+                (f"under {name}", f"epsilon = {value:.4g} ({_RELATION_NAMES[self.unit, name]})")
                 for name, value in self.epsilon_under
             ]
             rows += [("adversary", self.adversary), ("mechanism", self._mechanism())]
@@ -200,9 +202,10 @@ class PrivacyReport:
         if self.epsilon == 0:
             return "epsilon = 0: nothing that depends on the data is released"
         name = "pure" if self.delta == 0 else "approximate"
+        neighbours = _RELATION_NAMES[self.unit, self.relation]
         return (
             f"epsilon = {self.epsilon:.4g}, delta = {self.delta:.4g} ({name} differential "
-            f"privacy); unit: one {self.unit}; neighbours: {_RELATION_NAMES[self.relation]} "
+            f"privacy); unit: one {self.unit}; neighbours: {neighbours} "
             f"({self.relation})"
         )
 

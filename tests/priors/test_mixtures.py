@@ -7,6 +7,7 @@ from sklearn.mixture import GaussianMixture
 
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior
 from pfl_sklearn.priors import _mixture_em as em
+from pfl_sklearn.priors import _mixture_polish as polishing
 
 MEANS = np.array([[0.0, 0.0], [3.0, 1.0], [-2.0, 4.0]])
 COVARIANCES = np.array([[[1.0, 0.3], [0.3, 0.5]], np.eye(2) * 0.2, [[0.5, -0.2], [-0.2, 1.0]]])
@@ -108,6 +109,34 @@ def test_every_step_raises_the_likelihood(covariance_type, common):
             mixture = em.m_step(mixture, r, x, s, shape, 0.0)
         assert np.min(np.diff(values)) > -1e-8
         assert values[-1] > values[0]
+
+
+@pytest.mark.parametrize("common", [True, False])
+@pytest.mark.parametrize("covariance_type", [*TYPES, "fixed"])
+def test_slopes_of_the_quasi_newton_steps(covariance_type, common):
+    _, x, s = noisy(50, common=common)
+    shape, rng = em.Shape(covariance_type), np.random.default_rng(0)
+    vectors = np.linalg.qr(rng.normal(size=(3, 2, 2)))[0] if covariance_type == "full" else None
+    values = np.full((3, 2), 0.4) if covariance_type != "full" else rng.uniform(0.2, 1, (3, 2))
+    mixture = em.Mixture(MEANS, values, vectors, WEIGHTS)
+    model = polishing._Coordinates(mixture, shape, 0.01, np.zeros(2), 1.0)
+    point = model.start + 0.05 * rng.random(model.size)
+    at = model.mixture(point)
+    slope = model.slope(point, at, em.e_step(at, x, s)[0], x, s)
+    for k, unit in enumerate(np.eye(model.size)):
+        ends = [em.e_step(model.mixture(point + h * unit), x, s)[1] for h in (1e-5, -1e-5)]
+        assert slope[k] == pytest.approx((ends[0] - ends[1]) / 2e-5, abs=1e-4)
+
+
+def test_overlapping_groups_still_reach_the_maximum():
+    """Noise far larger than what lies between the groups: EM alone would stop on the way."""
+    _, x, s = noisy(2000, truth=DiscretePrior(3, points=MEANS, weights=WEIGHTS))
+    x = x + 5 * np.random.default_rng(1).normal(size=x.shape)
+    fitted = DiscretePrior(3).fit_noisy(x, s + 25.0)
+    value = fitted.log_marginal(x, (s + 25.0)[:, None]).sum()
+    for seed in (1, 2):
+        other = DiscretePrior(3, n_init=3).fit_noisy(x, s + 25.0, random_state=seed)
+        assert other.log_marginal(x, (s + 25.0)[:, None]).sum() == pytest.approx(value, abs=0.5)
 
 
 def test_noise_is_taken_off():

@@ -16,8 +16,9 @@ from scipy import stats
 from pfl_sklearn import BernoulliMean, GaussianMean
 from pfl_sklearn.estimation import _gaussian_release
 from pfl_sklearn.estimation._variance_components import client_means
+from pfl_sklearn.linear_model import PersonalizedLinearRegression
 from pfl_sklearn.priors import GaussianPrior
-from pfl_sklearn.privacy import ClientMoments, GaussianMechanism, gdp_epsilon
+from pfl_sklearn.privacy import ClientMoments, GaussianMechanism, RegressionMoments, gdp_epsilon
 from pfl_sklearn.privacy import _gaussian as gaussian
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
 
@@ -106,6 +107,43 @@ def moments(truth, seed, released):
     return released[-1]
 
 
+# Rows far outside the bounds, in two directions: once scaled, their matrices v v' are orthogonal.
+ROWS = RegressionMoments(2, 1.0, 1.0, intercept=False)
+COSINE = ROWS.target_scale**2
+FAR = 30 * np.array([[1.0, 0.0], [COSINE, math.sqrt(1 - COSINE**2)]]), 30 * np.array([1.0, -1.0])
+CLIENTS = RegressionMoments(2, 1.0, 1.0, False, "add_remove", square=False, sizes=True)
+
+
+def regression(X, y, groups, seed, released, **params):
+    """One fit; the sum of moments that it lets out."""
+    PersonalizedLinearRegression(
+        fit_intercept=False,
+        epsilon=EPSILON,
+        delta=DELTA,
+        feature_bound=1.0,
+        target_bound=1.0,
+        random_state=seed,
+        **params,
+        **KNOWN,
+    ).fit(X, y, groups=groups)
+    return released[-1]
+
+
+def regression_rows(truth, seed, released):
+    """One row replaced by another."""
+    X, y = np.zeros((32, 2)), np.zeros(32)
+    X[0], y[0] = (part[int(not truth)] for part in FAR)
+    return regression(X, y, GROUPS, seed, released, unit="row")
+
+
+def regression_clients(truth, seed, released):
+    """One client with two equal rows comes or goes."""
+    X, y, start = np.zeros((32, 2)), np.zeros(32), 0 if truth else 2
+    X[:2], y[:2] = (part[0] for part in FAR)
+    groups = GROUPS[start:]
+    return regression(X[start:], y[start:], groups, seed, released, relation="add_remove")
+
+
 RELEASES = {
     central: [1.0],
     central_with_variances: [2.0, 0.0, -1.0],
@@ -113,6 +151,8 @@ RELEASES = {
     local_with_variances: [2.0, -1.0],
     histogram: [-1.0, 0.0, 0.0, 1.0, 0.0],
     moments: [4 / 7, 48 / 49],
+    regression_rows: -np.diff(ROWS.messages(*FAR), axis=0)[0],
+    regression_clients: CLIENTS.total(*FAR, np.array([1.0, 0.0]), 0.5),
 }
 every_release = pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.__name__)
 
@@ -183,6 +223,19 @@ def test_mutants_of_the_central_release_are_convicted(mutate, monkeypatch, relea
 def test_radius_for_diameter_is_convicted(release, released, monkeypatch):
     radius_for_diameter(monkeypatch)
     assert lower_bound(release, released) > 2.0
+
+
+def rows_of_any_size(monkeypatch):
+    def scaled(self, X, y):
+        rows = np.column_stack([X / self.feature_bound, self.target_scale * y / self.target_bound])
+        return rows, np.ones(len(y))
+
+    monkeypatch.setattr(RegressionMoments, "scaled", scaled)
+
+
+def test_rows_that_are_not_scaled_are_convicted(monkeypatch, released):
+    rows_of_any_size(monkeypatch)
+    assert lower_bound(regression_rows, released) > 2.0
 
 
 @pytest.mark.parametrize("trust", ["central", "local"])

@@ -1,4 +1,4 @@
-"""Reading the rows of a table of observations: checks that the estimators of means share."""
+"""Reading the rows of a table: checks that the estimators share."""
 
 from typing import NamedTuple
 

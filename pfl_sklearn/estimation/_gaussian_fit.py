@@ -1,0 +1,205 @@
+"""Clients' means under a Gaussian prior: pooled exactly, or through what clients release."""
+
+import math
+
+import numpy as np
+
+from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.estimation import _gaussian_release as release
+from pfl_sklearn.estimation._gaussian_release import Known
+from pfl_sklearn.estimation._mean_estimates import (
+    PRIVATE,
+    RELEASED,
+    FittedMeans,
+    bounded_means,
+    known_noise,
+    noisy_report,
+    open_report,
+    releases,
+)
+from pfl_sklearn.estimation._variance_components import (
+    check_noise_is_identified,
+    client_means,
+    estimate_components,
+)
+from pfl_sklearn.priors._normal import own_weight
+from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, StochasticQuantizer
+from pfl_sklearn.privacy._noise import noise_generator
+
+METHODS = ("reml", "ml", "moments")
+
+_COARSE = 0.1  # largest rounding variance, as a share of the sampling variance
+_DROWNED = (
+    "The released noise variance drowns in the privacy noise, so every client keeps its own mean. "
+    "Give noise_variance, a smaller clip_norm or a larger epsilon."
+)
+
+
+def check(prior, params):
+    """Refuse an unknown method, and what cannot be released."""
+    if params.method not in METHODS:
+        raise ValueError(
+            f"method={params.method!r} does not go with GaussianPrior; expected "
+            f"{' or '.join(map(repr, METHODS))}."
+        )
+    needed = prior.covariance is None or params.noise_variance is None
+    if releases(params) and prior.covariance_type == "diag" and needed:
+        raise ValueError(
+            "covariance_type='diag' with a finite epsilon or a quantizer needs a known "
+            "covariance and noise_variance; only one variance for all outputs can be released."
+        )
+
+
+def fit(rows, prior, params):
+    """Client statistics, fitted population and report, for rows of `y` (n, d)."""
+    ids, codes = rows.clients
+    known = known_values(prior, params.noise_variance, rows.y.shape[1])
+    if not releases(params):
+        table = client_means(rows.y, codes, len(ids), rows.weights)
+        found = fit_exact(table, known, params.method, prior)
+        return table, found, open_report(len(ids), PRIVATE)
+    table, centre = bounded_means(rows, params)
+    if params.mechanism == "quantizer":
+        return table, *_fit_quantized(table, centre, prior, params, shared_values(known))
+    if all(values is not None for values in known):
+        found = fit_exact(table, known, params.method, prior)._replace(log_likelihood=math.nan)
+        return table, found, PrivacyReport.of_known_population(RELEASED, PRIVATE, len(ids))
+    with np.errstate(over="ignore", invalid="ignore"):
+        own = release.sampling_variances(rows.y, codes, table)
+    return table, *_fit_private(table, own, centre, prior, params, shared_values(known))
+
+
+def known_values(prior, noise_variance, d):
+    """Given mean, between-client and noise variances as arrays (d,), or None."""
+    return Known(prior.known_mean(d), prior.known_variances(d), known_noise(noise_variance, d))
+
+
+def shared_values(known):
+    """The same with one variance for all outputs."""
+    if known.between is not None and np.isinf(known.between).any():
+        raise ValueError("covariance must be finite when means are released; got infinity.")
+    for name, values in (("covariance", known.between), ("noise_variance", known.noise)):
+        if values is not None and np.any(values != values[0]):
+            raise ValueError(
+                f"{name} must be the same for all outputs when means are released; got {values}."
+            )
+    first = [None if values is None else float(values[0]) for values in known[1:]]
+    return Known(known.mean, *first)
+
+
+def fit_exact(table, known, method, prior):
+    """Population and clients when everything may be pooled."""
+    d = table.means.shape[1]
+    diagonal = prior.covariance_type == "diag"
+    differ = any(values is not None and np.any(values != values[0]) for values in known[1:])
+    blocks = [table.coordinate(k) for k in range(d)] if diagonal or differ else [table]
+    found = []
+    for k, block in enumerate(blocks):
+        mean, between, noise = known
+        if len(blocks) > 1:
+            mean = None if mean is None else mean[[k]]
+        between, noise = (None if value is None else value[k] for value in (between, noise))
+        found.append(estimate_components(block, method, mean, between, noise))
+    width = d // len(found)
+    mean = np.concatenate([part.mean for part in found])
+    mean_variance, between, noise = (
+        np.repeat([getattr(part, name) for part in found], width).astype(float)
+        for name in ("mean_variance", "between", "noise")
+    )
+    sampling = noise / table.weights[:, None]
+    own = np.where(np.isnan(between), 1.0, own_weight(between, sampling))
+    borrowed = np.where(own < 1, (1 - own) ** 2, 0.0) * np.where(own < 1, mean_variance, 0.0)
+    return FittedMeans(
+        prior.with_values(mean, between),
+        mean,
+        mean_variance,
+        between,
+        noise,
+        own * table.means + (1 - own) * mean,
+        own * sampling + borrowed,
+        own,
+        float(sum(part.log_likelihood for part in found)),
+        not diagonal,
+    )
+
+
+def shrink_releases(table, found, prior, own_variances=None):
+    """Clients' means given everybody else's releases (Theorem 2 with one's own left out).
+
+    Where the released noise variance is of no use, clients keep their means, with the standard
+    errors of their own rows (NaN for a single row).
+    """
+    d = table.means.shape[1]
+    sampling = found.noise / table.weights[:, None]
+    if not found.trusted:
+        sampling = np.where(table.n_rows > 1, own_variances / d, np.nan)[:, None]
+    prior_variance = np.nan_to_num(found.between) + found.others_variance[:, None]
+    total = prior_variance + sampling
+    shrink = np.divide(sampling, total, out=np.zeros_like(total), where=total > 0)
+    if np.isnan(found.between) or not found.trusted:
+        shrink = np.zeros_like(shrink)
+    own = np.broadcast_to(1 - shrink, table.means.shape)
+    full = np.ones(d)
+    return FittedMeans(
+        prior.with_values(found.mean, found.between * full),
+        found.mean,
+        found.mean_variance * full,
+        found.between * full,
+        found.noise * full,
+        own * table.means + (1 - own) * found.others,
+        own * sampling,
+        own,
+        math.nan,
+        prior.covariance_type != "diag",
+    )
+
+
+def _fit_private(table, own, centre, prior, params, known):
+    """Fitted population and report of noisy means or sums."""
+    moments = release.client_moments(known, params.clip_norm, params.trust, len(centre))
+    if known.noise is None:
+        check_noise_is_identified(table)
+    rng, seeded = noise_generator(params.random_state)
+    mechanism = GaussianMechanism(moments.sensitivity, params.epsilon, params.delta, params.trust)
+    if params.trust == "central":
+        found = release.central_means(table, own, moments, mechanism, centre, known, rng)
+        under = mechanism.under_add_remove(moments.add_remove_sensitivity)
+    else:
+        found = release.local_means(
+            table, own, moments, mechanism, centre, known, params.method, rng
+        )
+        under = ()
+    if not found.trusted:
+        warn_caller(_DROWNED, UserWarning)
+    report = noisy_report(
+        params,
+        mechanism.facts(),
+        PRIVATE,
+        n_clients=len(table.means),
+        seeded=seeded,
+        epsilon_under=under,
+    )
+    with np.errstate(over="ignore", invalid="ignore"):
+        return shrink_releases(table, found, prior, own), report
+
+
+def _fit_quantized(table, centre, prior, params, known):
+    """Fitted population and report of quantized means."""
+    quantizer = StochasticQuantizer(params.n_bits, params.clip_norm)
+    if known.between is None:
+        _check_fine(quantizer, table, known.noise)
+    rng, _ = noise_generator(params.random_state)
+    found = release.quantized_means(table, quantizer, centre, known, params.method, rng)
+    report = open_report(len(table.means), PRIVATE, quantizer.facts())
+    return shrink_releases(table, found, prior), report
+
+
+def _check_fine(quantizer, table, noise):
+    """Rounding must be small beside the sampling of the means, or it hides the clients' spread."""
+    if quantizer.noise_variance > _COARSE * noise * np.mean(1 / table.weights):
+        raise ValueError(
+            f"n_bits={quantizer.bits} is too coarse to estimate the spread between clients: "
+            f"rounding adds a variance of up to {quantizer.noise_variance:.3g} to each mean, whose "
+            f"sampling variance is {noise * np.mean(1 / table.weights):.3g}. Give the prior's "
+            "covariance, or more bits."
+        )

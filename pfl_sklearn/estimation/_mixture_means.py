@@ -1,0 +1,225 @@
+"""Clients' means under a mixture prior: pooled exactly, or through what clients release."""
+
+import math
+from numbers import Integral
+
+import numpy as np
+
+from pfl_sklearn.estimation import _mixture_release as release
+from pfl_sklearn.estimation._mean_estimates import (
+    PRIVATE,
+    RELEASED,
+    FittedMeans,
+    bounded_means,
+    known_noise,
+    noisy_report,
+    open_report,
+    releases,
+)
+from pfl_sklearn.estimation._variance_components import check_noise_is_identified, client_means
+from pfl_sklearn.priors import _mixture as mixture
+from pfl_sklearn.priors._kmeans import best_of_starts, lloyd
+from pfl_sklearn.privacy import PrivacyReport
+from pfl_sklearn.privacy._noise import noise_generator
+
+# Ways of estimating each prior; "reml" and "ml" are the same for a mixture.
+METHODS = {
+    "GaussianMixturePrior": ("reml", "ml"),
+    "DiscretePrior": ("reml", "ml", "printed"),
+}
+_NOT_RELEASED = (*PRIVATE, "responsibilities_")
+_PRINTED_ROUNDS = 10
+
+
+def check(prior, params):
+    """Refuse what a mixture prior cannot do, before any data is touched."""
+    name = type(prior).__name__
+    if params.method not in METHODS[name]:
+        raise ValueError(
+            f"method={params.method!r} does not go with {name}; expected "
+            f"{' or '.join(map(repr, METHODS[name]))}."
+        )
+    needs_number = params.method == "printed" or (
+        math.isfinite(params.epsilon) and params.trust == "central"
+    )
+    if needs_number and not isinstance(prior.n_components, Integral):
+        raise ValueError(
+            "n_components='bic' does not go with method='printed', nor with a finite epsilon and "
+            "trust='central'; give a number."
+        )
+    if releases(params):
+        _check_released(prior, params)
+
+
+def fit(rows, prior, params):
+    """Client statistics, fitted population and report, for rows of `y` (n, d)."""
+    ids, codes = rows.clients
+    noise = _one_noise(params.noise_variance, rows.y.shape[1])
+    if not releases(params):
+        table = client_means(rows.y, codes, len(ids), rows.weights)
+        return (
+            table,
+            fit_exact(table, prior, noise, params.method),
+            open_report(len(ids), _NOT_RELEASED),
+        )
+    table, centre = bounded_means(rows, params)
+    if prior.is_known:
+        found = fit_exact(table, prior, noise, "ml")._replace(log_likelihood=math.nan)
+        report = PrivacyReport.of_known_population(RELEASED, _NOT_RELEASED, len(ids))
+        return table, found, report
+    rng, seeded = noise_generator(params.random_state)
+    released, facts, more = release.fit_released(table, centre, prior, noise, params, rng)
+    found = shrink_released(table, released, noise)
+    if math.isinf(params.epsilon):
+        return table, found, open_report(len(ids), _NOT_RELEASED, facts)
+    report = noisy_report(params, facts, _NOT_RELEASED, n_clients=len(ids), seeded=seeded, **more)
+    return table, found, report
+
+
+def fit_exact(table, prior, noise, method):
+    """Population and clients when everything may be pooled."""
+    if noise is None:
+        check_noise_is_identified(table)
+        noise = table.within.sum() / (table.degrees_of_freedom * table.means.shape[1])
+    if len(table.means) == 1 and not prior.is_known:
+        return _single_client(table, prior, noise)
+    sampling = noise / table.weights
+    if method == "printed" and not prior.is_known:
+        fitted = printed_points(table.means, sampling, prior)
+    else:
+        fitted = prior.fit_noisy(table.means, sampling)
+    mean, covariance = fitted.moments()
+    between = np.diag(covariance).copy()
+    precision = 1 / np.maximum(between + sampling[:, None], np.finfo(float).tiny)
+    error = np.zeros_like(mean) if prior.is_known else 1 / precision.sum(axis=0)
+    value = fitted.log_marginal(table.means, sampling[:, None]).sum()
+    means, variances, own, shares = posteriors(fitted, table.means, sampling[:, None])
+    return FittedMeans(
+        fitted,
+        mean,
+        error,
+        between,
+        np.full_like(mean, noise),
+        means,
+        variances,
+        own,
+        float(value + within_log_likelihood(table, noise)),
+        False,
+        shares,
+    )
+
+
+def shrink_released(table, found, noise):
+    """Clients' means around a released population, whose components are as uncertain as it is."""
+    sampling = noise / table.weights[:, None]
+    mean, covariance = found.prior.moments()
+    with np.errstate(over="ignore", invalid="ignore"):
+        means, variances, own, shares = posteriors(found.working, table.means, sampling)
+    if not found.trusted:
+        means, own = table.means, np.ones_like(own)
+        variances = np.broadcast_to(sampling, table.means.shape)
+    return FittedMeans(
+        found.prior,
+        mean,
+        found.mean_variance,
+        np.diag(covariance).copy(),
+        np.full_like(mean, noise),
+        means,
+        variances,
+        own,
+        math.nan,
+        False,
+        shares,
+    )
+
+
+def posteriors(prior, means, sampling):
+    """Posterior means, variances and weights (m, d) on the clients' own means; shares (m, k)."""
+    centres, covariances, weights = prior.known_mixture(means.shape[1])
+    components = mixture.components_of(centres, covariances)
+    shares = mixture.component_shares(components, weights, means, sampling)
+    found = mixture.mixture_posterior(components, shares, means, sampling)
+    return *found, mixture.own_shares(components, shares, sampling), shares
+
+
+def printed_points(means, sampling, prior, n_rounds=_PRINTED_ROUNDS):
+    """Alternation of k-means on the clients' estimates and of the estimates given the points.
+
+    The estimates are averages of the points, so every round draws the points together: the only
+    limits are one point, or clients that leave no doubt.
+    """
+    mixture.check_distinct(means, prior.n_components)
+    rng, equal = np.random.RandomState(0), np.ones(len(means))
+    points, labels = best_of_starts(means, prior.n_components, equal, prior.n_init, rng)
+    for _ in range(n_rounds):
+        weights = np.bincount(labels, minlength=len(points)) / len(means)
+        estimates = prior.with_values(points, weights).posterior(means, sampling[:, None])[0]
+        points, labels = lloyd(estimates, points, equal)
+    weights = np.bincount(labels, minlength=len(points)) / len(means)
+    order = np.lexsort((points[:, 0], -weights))
+    return prior.with_values(points[order], weights[order])
+
+
+def within_log_likelihood(table, noise):
+    """Log-likelihood of the rows given their clients' means."""
+    if noise == 0:
+        return math.inf
+    d, dof = table.means.shape[1], table.degrees_of_freedom
+    constant = dof * math.log(2 * math.pi * noise) + np.log(table.weights).sum()
+    return -0.5 * (d * (constant - table.log_weights) + table.within.sum() / noise)
+
+
+def _single_client(table, prior, noise):
+    """A client without others keeps its mean; the population's spread is not known."""
+    k = prior.n_components if isinstance(prior.n_components, Integral) else 1
+    mean, d = table.means[0], table.means.shape[1]
+    sampling = np.full((1, d), noise / table.weights[0])
+    unknown = np.full(d, np.nan)
+    return FittedMeans(
+        prior.with_mixture(np.tile(mean, (k, 1)), np.full((k, d, d), np.nan), np.full(k, np.nan)),
+        mean,
+        sampling[0],
+        unknown,
+        np.full(d, noise),
+        table.means,
+        sampling,
+        np.ones((1, d)),
+        math.nan,
+        False,
+        np.full((1, k), 1 / k),
+    )
+
+
+def _one_noise(noise_variance, d):
+    """The given noise variance as a number, or None."""
+    noise = known_noise(noise_variance, d)
+    if noise is None:
+        return None
+    if np.any(noise != noise[0]):
+        raise ValueError(
+            "noise_variance must be the same for all outputs with a mixture prior; got "
+            f"{noise_variance!r}."
+        )
+    return float(noise[0])
+
+
+def _check_released(prior, params):
+    """A release needs a known noise variance, and estimates spherical spreads only."""
+    if params.noise_variance is None:
+        raise ValueError(
+            "noise_variance must be given when means are released under a mixture prior; got None."
+        )
+    if params.method == "printed":
+        raise ValueError("method='printed' is for epsilon=inf without a quantizer.")
+    if prior.is_known:
+        return
+    if prior.means is not None:
+        raise ValueError(
+            "a mixture prior with means and without weights or covariances cannot be released; "
+            "give all of it, or one number as covariances only."
+        )
+    if prior.covariances is None and prior.covariance_type != "spherical":
+        raise ValueError(
+            f"covariance_type={prior.covariance_type!r} cannot be released; give covariances, or "
+            "take 'spherical'."
+        )

@@ -1,0 +1,251 @@
+"""Client means and a mixture prior when only noisy or quantized releases may be pooled.
+
+Central trust: k-means, then EM, on noisy sums. Local trust and quantizers: EM on what the clients
+report, whose noise is known. Vectors are in units of clip_norm around the centre where it says so.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.special import softmax
+from sklearn.base import clone
+
+from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.priors import GaussianMixturePrior
+from pfl_sklearn.privacy import GaussianMechanism, PrivateClustering, StochasticQuantizer
+from pfl_sklearn.privacy._gaussian import clip_l2
+
+_HARD_STEPS = 2
+_STANDS_OUT = 2.0  # standard deviations of the noise on what is released
+_BLOCK = 1 << 16
+_SMALLEST = 1e-12
+_USELESS = (
+    "The released clusters do not help: by the noisy check they reduce the clients' error by less "
+    "than twice its noise, so every client keeps its own mean. Give a larger epsilon, a smaller "
+    "clip_norm or another number of components."
+)
+_NOT_SEEN = (
+    "The reports do not show the groups: by BIC one Gaussian explains them as well, so every "
+    "client keeps its own mean. Give a larger epsilon, a smaller clip_norm, or prior='gaussian'."
+)
+
+
+class ReleasedMixture(NamedTuple):
+    """What the population knows after the release."""
+
+    prior: Any
+    working: GaussianMixturePrior  # the same, as uncertain as its means are
+    mean_variance: np.ndarray  # (d,), of the population mean
+    trusted: bool
+
+
+class Clusters(NamedTuple):
+    """Components in units of clip_norm; `noise` is the variance of a centre's coordinates."""
+
+    centres: np.ndarray  # (k, d)
+    weights: np.ndarray  # (k,)
+    spread: np.ndarray  # (k,)
+    noise: np.ndarray  # (k,)
+
+
+def fit_released(table, centre, prior, noise, params, rng):
+    """ReleasedMixture, facts of the mechanism, and what else its privacy report says."""
+    if math.isfinite(params.epsilon) and params.trust == "central":
+        return central_mixture(table, centre, prior, noise, params, rng)
+    deviations = table.means - centre
+    if params.mechanism == "quantizer":
+        mechanism = StochasticQuantizer(params.n_bits, params.clip_norm)
+        reports = centre + mechanism.privatize(deviations, rng)
+        extra = mechanism.noise_variance
+    else:
+        mechanism = GaussianMechanism(2.0, params.epsilon, params.delta, "local")
+        clipped = clip_l2(deviations, params.clip_norm) / params.clip_norm
+        reports = centre + params.clip_norm * mechanism.privatize(clipped, rng)
+        extra = mechanism.noise_variance * params.clip_norm**2
+    found = reported_mixture(reports, noise / table.weights + extra, extra, prior)
+    return found, mechanism.facts(), {}
+
+
+def central_mixture(table, centre, prior, noise, params, rng):
+    """Noisy sums of bounded vectors, step by step; then a check of what they are good for."""
+    radius = params.clip_norm
+    vectors = clip_l2(table.means - centre, radius) / radius
+    sampling = noise / table.weights / radius**2
+    spread = None if prior.covariances is None else float(prior.covariances) / radius**2
+    clustering = PrivateClustering(
+        params.epsilon, params.delta, vectors.shape[1], len(vectors), squares=spread is None
+    )
+    clusters = best_start(clustering, vectors, sampling, prior.n_components, rng)
+    for t in range(clustering.n_steps):
+        clusters = take_step(clustering, t, vectors, sampling, clusters, spread, rng)
+    clusters = _heaviest_first(clusters)
+    working = _working(clusters, centre, radius)
+    trusted = _helps(clustering, working, table.means, sampling * radius**2, rng)
+    if not trusted:
+        warn_caller(_USELESS, UserWarning)
+    fitted = with_components(prior, working.means, clusters.spread * radius**2, clusters.weights)
+    released = clustering.mechanism("last").noise_variance * prior.n_components
+    clients = np.diag(fitted.moments()[1]) + np.mean(sampling) * radius**2
+    error = released * (radius / len(vectors)) ** 2 + clients / len(vectors)
+    more = {"epsilon_under": clustering.under_add_remove(), "rounds": len(clustering.parts)}
+    return ReleasedMixture(fitted, working, error, trusted), clustering.facts(), more
+
+
+def best_start(clustering, vectors, sampling, k, rng):
+    """Starting clusters: of random ones in the leading directions that with the best noisy score.
+
+    Directions and their lengths come from the released moments.
+    """
+    released = clustering.mechanism("moments").privatize(clustering.moments(vectors), rng)
+    mean, covariance = clustering.split_moments(released)
+    values, directions = np.linalg.eigh(covariance)
+    width = min(max(k - 1, 1), len(mean))
+    lengths = np.sqrt(np.maximum(values[-width:] - sampling.mean(), 1e-4))
+    candidates = []
+    for _ in range(clustering.n_candidates):
+        places = rng.standard_normal((k, width))
+        places -= places.mean(axis=0)
+        places /= np.sqrt(np.mean(places**2, axis=0)) + _SMALLEST
+        candidates.append(clip_l2(mean + (places * lengths) @ directions[:, -width:].T, 1.0))
+    scores = clustering.mechanism("scores").privatize(clustering.scores(vectors, candidates), rng)
+    even = np.full(k, 1 / k)
+    return Clusters(candidates[int(np.argmin(scores))], even, np.zeros(k), np.zeros(k))
+
+
+def take_step(clustering, t, vectors, sampling, clusters, spread, rng):
+    """Clusters after noisy sums over clients: nearest ones at first, then by responsibility.
+
+    A cluster whose count does not stand out of the noise stays where it is.
+    """
+    part, k = clustering.step_name(t), len(clusters.weights)
+    shares = _shares(vectors, sampling, clusters, hard=t < _HARD_STEPS)
+    mechanism = clustering.mechanism(part)
+    released = mechanism.privatize(clustering.step(vectors, shares), rng)
+    sums, counts, squares = clustering.split_step(released, k)
+    heavy = np.maximum(counts, mechanism.noise_std)
+    moved = np.where(
+        (counts > 3 * mechanism.noise_std)[:, None], sums / heavy[:, None], clusters.centres
+    )
+    noise = (mechanism.noise_std / heavy) ** 2
+    if squares is None:
+        spread = np.full(k, spread)
+    else:
+        d = vectors.shape[1]
+        around = squares / heavy - np.sum(moved**2, axis=1) + d * noise
+        floor = clustering.square_noise(part) / (heavy * d)
+        spread = np.clip(around / d - sampling.mean(), floor, 1.0)
+    return Clusters(clip_l2(moved, 1.0), heavy / heavy.sum(), spread, noise)
+
+
+def reported_mixture(reports, variances, extra, prior):
+    """Mixture of unbiased reports (m, d) with total variances (m,), `extra` of it by release.
+
+    An estimated spread of a component is no less than one standard deviation of its estimate
+    would be if there were none.
+    """
+    fitted = prior.fit_noisy(reports, variances)
+    means, covariances, weights = fitted.known_mixture()
+    d = means.shape[1]
+    spread = np.einsum("kdd->k", covariances) / d
+    if prior.covariances is None:
+        floor = extra * np.sqrt(2 / np.maximum(len(reports) * weights * d, 1.0))
+        spread = np.maximum(spread, floor)
+    errors = mean_errors(fitted, reports, variances)
+    working = _spherical(means, spread + errors, weights)
+    total = np.diag(fitted.moments()[1]) + variances[:, None]
+    sizes = clone(prior).set_params(n_components=len(weights)).n_parameters(d), d + 1
+    trusted = shows_groups(fitted, reports, variances, sizes)
+    if not trusted:
+        warn_caller(_NOT_SEEN, UserWarning)
+    released = with_components(prior, means, spread, weights)
+    return ReleasedMixture(released, working, 1 / np.sum(1 / total, axis=0), trusted)
+
+
+def shows_groups(fitted, reports, variances, sizes):
+    """Whether BIC has nothing against the mixture beside one spherical Gaussian.
+
+    `sizes` counts the parameters of the two.
+    """
+    one = GaussianMixturePrior(1).fit_noisy(reports, variances)
+    first, second = (
+        size * np.log(len(reports)) - 2 * model.log_marginal(reports, variances[:, None]).sum()
+        for size, model in zip(sizes, (fitted, one), strict=True)
+    )
+    return bool(first <= second + _SMALLEST * abs(second))
+
+
+def mean_errors(fitted, reports, variances):
+    """Sampling variances (k,) of the components' means, averaged over coordinates.
+
+    From the information that the clients' gradients by means and weights hold.
+    """
+    means, covariances, weights = fitted.known_mixture()
+    k, d = means.shape
+    spread = np.einsum("kdd->k", covariances) / d
+    information = np.zeros((k * d + k - 1,) * 2)
+    for start in range(0, len(reports), _BLOCK):
+        part, noise = reports[start : start + _BLOCK], variances[start : start + _BLOCK]
+        shares = fitted.responsibilities(part, noise[:, None])
+        pull = (part[:, None, :] - means) / (spread + noise[:, None])[:, :, None]
+        by_mean = (shares[:, :, None] * pull).reshape(len(part), -1)
+        ratio = shares / np.maximum(weights, _SMALLEST)
+        gradient = np.hstack([by_mean, ratio[:, :-1] - ratio[:, -1:]])
+        information += gradient.T @ gradient
+    values, vectors = np.linalg.eigh(information)
+    inverse = (vectors / np.maximum(values, _SMALLEST * values.max())) @ vectors.T
+    return np.diag(inverse)[: k * d].reshape(k, d).mean(axis=1)
+
+
+def with_components(prior, means, spread, weights):
+    """The prior with these components; spreads (k,) where they were not given."""
+    k, d = means.shape
+    covariances = spread[:, None, None] * np.eye(d)
+    if prior.covariances is not None:
+        covariances = np.full((k, 1, 1), float(prior.covariances)) * np.eye(d)
+    return prior.with_mixture(means, covariances, weights)
+
+
+def _helps(clustering, working, means, sampling, rng):
+    """Whether the clients' error falls, by a noisy sum of unbiased estimates of each one's."""
+    d = means.shape[1]
+    with np.errstate(over="ignore", invalid="ignore"):
+        posterior, variance = working.posterior(means, sampling[:, None])
+        moved = np.sum((means - posterior) ** 2, axis=1) + 2 * variance.sum(axis=1)
+        none = np.full(len(means), np.inf)
+        gains = 2 - np.divide(moved, d * sampling, out=none, where=sampling > 0)
+    importance = sampling / max(sampling.max(), np.finfo(float).tiny)
+    released = clustering.mechanism("gain").privatize(clustering.gain(gains, importance), rng)
+    gain, noise_std = clustering.split_gain(released)
+    return bool(gain > _STANDS_OUT * noise_std)
+
+
+def _shares(vectors, sampling, clusters, hard):
+    """Shares (m, k) of the clients in the clusters."""
+    squares = np.stack(
+        [np.sum((vectors - centre) ** 2, axis=1) for centre in clusters.centres], axis=1
+    )
+    if hard:
+        return np.eye(len(clusters.weights))[np.argmin(squares, axis=1)]
+    total = np.maximum(clusters.spread + clusters.noise + sampling[:, None], _SMALLEST)
+    scale = 0.5 * vectors.shape[1]
+    return softmax(np.log(clusters.weights) - squares / (2 * total) - scale * np.log(total), axis=1)
+
+
+def _heaviest_first(clusters):
+    order = np.lexsort((clusters.centres[:, 0], -clusters.weights))
+    return Clusters(*(part[order] for part in clusters))
+
+
+def _working(clusters, centre, radius):
+    """The components in the data's units, with the noise of their centres as spread."""
+    means = centre + radius * clusters.centres
+    return _spherical(means, radius**2 * (clusters.spread + clusters.noise), clusters.weights)
+
+
+def _spherical(means, variances, weights):
+    """Known mixture with one variance (k,) for each component."""
+    k, d = means.shape
+    return GaussianMixturePrior(
+        k, means=means, covariances=variances[:, None, None] * np.eye(d), weights=weights
+    )

@@ -1,0 +1,257 @@
+"""GaussianMean with mixture priors, everything pooled: Theorem 5, EM, BIC, the printed rounds."""
+
+import math
+
+import numpy as np
+import pytest
+import sklearn
+from scipy import stats
+from scipy.optimize import minimize
+from sklearn.base import clone
+from sklearn.model_selection import GridSearchCV
+
+from pfl_sklearn import GaussianMean
+from pfl_sklearn.estimation import _mixture_means
+from pfl_sklearn.estimation._variance_components import client_means
+from pfl_sklearn.metrics import ClientScorer
+from pfl_sklearn.model_selection import ClientKFold
+from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior
+
+POINTS, WEIGHTS = np.array([[0.0, 0.0], [2.0, 1.0], [-1.0, 2.0]]), np.array([0.5, 0.3, 0.2])
+MIXTURES = ["gaussian_mixture", "discrete"]
+
+
+def make_groups(m=400, spread=0.0, sizes=(1, 2, 3, 6), seed=0, points=POINTS, weights=WEIGHTS):
+    """Rows, client ids, the clients' true means and groups."""
+    rng = np.random.default_rng(seed)
+    labels = rng.choice(len(points), m, p=weights)
+    theta = points[labels] + math.sqrt(spread) * rng.normal(size=(m, points.shape[1]))
+    groups = np.repeat(np.arange(m), np.resize(sizes, m))
+    return theta[groups] + rng.normal(size=(len(groups), points.shape[1])), groups, theta, labels
+
+
+def fit(y, groups, *args, **params):
+    return GaussianMean(*args, **params).fit(np.zeros((len(y), 1)), y, groups=groups)
+
+
+def mse(estimates, theta):
+    return np.mean(np.sum((estimates - theta) ** 2, axis=1))
+
+
+def test_theorem_5_by_hand():
+    """Known points; unequal numbers of rows; y of one dimension."""
+    y, groups = np.array([0.4, 0.1, 0.9, 0.8]), np.array(["a", "b", "b", "b"])
+    prior = DiscretePrior(points=[[0.0], [1.0]], weights=[0.7, 0.3])
+    model = fit(y, groups, prior, noise_variance=0.5)
+    own, n = np.array([0.4, 0.6]), np.array([1, 3])
+    odds = 0.3 / 0.7 * np.exp(n * (own**2 - (1 - own) ** 2) / (2 * 0.5))
+    share = odds / (1 + odds)
+    np.testing.assert_allclose(model.means_, share)
+    np.testing.assert_allclose(model.stds_, np.sqrt(share * (1 - share)))
+    np.testing.assert_allclose(model.responsibilities_, np.stack([1 - share, share], axis=1))
+    np.testing.assert_array_equal(model.shrinkage_, [1.0, 1.0])
+    assert (model.population_mean_, model.population_mean_std_) == (0.3, 0.0)
+    assert model.icc_ == pytest.approx(0.21 / 0.71)
+    mean, std = model.predict(np.zeros((1, 1)), groups=["b"], return_std=True)
+    assert (mean[0], std[0]) == (model.means_[1], model.stds_[1])
+    with pytest.warns(UserWarning, match="None of the clients"):
+        mean, std = model.predict(np.zeros((1, 1)), groups=["new"], return_std=True)
+    assert mean[0] == pytest.approx(0.3)
+    assert std[0] == pytest.approx(math.sqrt(0.21))
+
+
+def test_gaussian_components_by_hand():
+    y, groups = np.array([0.4, 0.1, 0.9, 0.8]), np.array([1, 2, 2, 2])
+    centres, spreads, weights = np.array([0.0, 1.0]), np.array([0.2, 0.4]), np.array([0.7, 0.3])
+    prior = GaussianMixturePrior(means=centres[:, None], covariances=spreads, weights=weights)
+    model = fit(y, groups, prior, noise_variance=0.5)
+    for i, (own, s) in enumerate(((0.4, 0.5), (0.6, 0.5 / 3))):
+        parts = weights * stats.norm(centres, np.sqrt(spreads + s)).pdf(own)
+        r, a = parts / parts.sum(), spreads / (spreads + s)
+        estimates = a * own + (1 - a) * centres
+        assert model.means_[i] == pytest.approx(r @ estimates)
+        variance = r @ (a * s + (estimates - r @ estimates) ** 2)
+        assert model.stds_[i] ** 2 == pytest.approx(variance)
+        assert model.shrinkage_[i] == pytest.approx(1 - r @ a)
+
+
+def test_one_component_is_the_gaussian_prior():
+    y, groups, _, _ = make_groups(200, spread=1.0)
+    plain = fit(y, groups, method="ml", noise_variance=1.0)
+    one = fit(y, groups, GaussianMixturePrior(1), noise_variance=1.0)
+    np.testing.assert_allclose(one.means_, plain.means_, atol=1e-4)
+    np.testing.assert_allclose(one.shrinkage_, plain.shrinkage_, atol=1e-4)
+    np.testing.assert_allclose(one.population_mean_, plain.population_mean_, atol=1e-4)
+    np.testing.assert_allclose(one.population_mean_std_, plain.population_mean_std_, rtol=1e-4)
+    assert one.log_likelihood_ == pytest.approx(plain.log_likelihood_, abs=1e-5)
+
+
+def test_em_finds_the_maximum_of_the_marginal_likelihood():
+    """Against a general optimizer started at the truth, on the density of the rows by scipy."""
+    y, groups, _, _ = make_groups(60, points=POINTS[:2, :1], weights=[0.6, 0.4], spread=0.1)
+    model = fit(y[:, 0], groups, "gaussian_mixture")
+    noise = model.noise_variance_
+    means = np.array([y[groups == k, 0].mean() for k in range(60)])
+    sizes = np.bincount(groups)
+
+    def negative(point):
+        weight = 1 / (1 + np.exp(-point[0]))
+        spread = np.exp(point[3:])[:, None] + noise / sizes
+        pdf = stats.norm(point[1:3, None], np.sqrt(spread)).pdf(means)
+        return -np.log(weight * pdf[0] + (1 - weight) * pdf[1]).sum()
+
+    best = minimize(negative, [0.4, 0, 2, -2, -2], method="Nelder-Mead", options={"maxiter": 9000})
+    rows = sum(
+        stats.multivariate_normal(np.zeros(n), noise * np.eye(n)).logpdf(part - part.mean())
+        - stats.norm(0, math.sqrt(noise / n)).logpdf(0)
+        for n, part in ((n, y[groups == k, 0]) for k, n in enumerate(sizes))
+    )
+    assert model.log_likelihood_ == pytest.approx(rows - best.fun, abs=1e-3)
+
+
+def test_noise_is_pooled_within_clients_whatever_the_components():
+    y, groups, _, _ = make_groups()
+    within = sum(
+        ((part - part.mean(0)) ** 2).sum() for part in (y[groups == k] for k in range(400))
+    )
+    pooled = within / ((len(y) - 400) * 2)
+    for k in (1, 3):
+        np.testing.assert_allclose(fit(y, groups, DiscretePrior(k)).noise_variance_, [pooled] * 2)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.2])
+def test_estimated_priors_come_close_to_known_ones(spread):
+    y, groups, theta, labels = make_groups(3000, spread=spread)
+    known = GaussianMixturePrior(3, means=POINTS, covariances=spread, weights=WEIGHTS)
+    oracle = fit(y, groups, known, noise_variance=1.0)
+    found = fit(y, groups, GaussianMixturePrior(3))
+    gaussian = fit(y, groups)
+    assert mse(found.means_, theta) < 1.03 * mse(oracle.means_, theta)
+    assert mse(oracle.means_, theta) < 0.85 * mse(gaussian.means_, theta)
+    if spread == 0:
+        assert mse(fit(y, groups, DiscretePrior(3)).means_, theta) < 1.02 * mse(
+            oracle.means_, theta
+        )
+    right = found.responsibilities_.argmax(axis=1) == labels
+    best = oracle.responsibilities_.argmax(axis=1) == labels
+    assert right.mean() > best.mean() - 0.01
+    np.testing.assert_allclose(found.responsibilities_.sum(axis=1), 1)
+
+
+def test_intervals_cover():
+    y, groups, theta, _ = make_groups(4000, spread=0.2)
+    lower, upper = fit(y, groups, GaussianMixturePrior(3)).credible_interval(0.9)
+    assert ((lower <= theta) & (theta <= upper)).mean() == pytest.approx(0.9, abs=0.02)
+
+
+@pytest.mark.parametrize("prior", [GaussianMixturePrior("bic"), DiscretePrior("bic")], ids=repr)
+def test_bic(prior):
+    y, groups, _, _ = make_groups(600, points=2 * POINTS)
+    model = fit(y, groups, prior)
+    assert model.prior_.n_components == 3
+    assert model.responsibilities_.shape == (600, 3)
+
+
+def test_a_fitted_prior_is_known():
+    y, groups, _, _ = make_groups()
+    first = fit(y, groups, GaussianMixturePrior(3))
+    again = fit(y, groups, clone(first.prior_), noise_variance=first.noise_variance_)
+    np.testing.assert_array_equal(again.means_, first.means_)
+    np.testing.assert_array_equal(again.population_mean_std_, [0.0, 0.0])
+    with sklearn.config_context(enable_metadata_routing=True):
+        search = GridSearchCV(
+            GaussianMean(DiscretePrior()),
+            {"prior__n_components": [1, 3]},
+            cv=ClientKFold(3, random_state=0),
+            scoring=ClientScorer("neg_mean_squared_error"),
+        ).fit(np.zeros((len(y), 1)), y, groups=groups)
+    assert search.best_params_ == {"prior__n_components": 3}
+
+
+def test_the_printed_rounds():
+    """Algorithm 1: near EM where groups lie apart; drawn together, round by round, where not."""
+    y, groups, theta, _ = make_groups(2000, sizes=(8,))
+    printed = fit(y, groups, DiscretePrior(3), method="printed")
+    assert mse(printed.means_, theta) < 2 * mse(fit(y, groups, DiscretePrior(3)).means_, theta)
+    assert mse(printed.means_, theta) < 0.3 * mse(printed.local_means_, theta)
+    y, groups, _, _ = make_groups(300, sizes=(1,))
+    table = client_means(y, groups, 300)
+    rounds = _mixture_means.printed_points
+    spread = [
+        np.trace(rounds(table.means, np.ones(300), DiscretePrior(3), n).moments()[1])
+        for n in (0, 1, 3, 100)
+    ]
+    assert np.all(np.diff(spread) < 0)
+    assert spread[0] > 2
+    assert spread[-1] < 0.01
+    known = DiscretePrior(3, points=POINTS, weights=WEIGHTS)
+    np.testing.assert_array_equal(
+        fit(y, groups, known, method="printed", noise_variance=1.0).means_,
+        fit(y, groups, known, noise_variance=1.0).means_,
+    )
+
+
+@pytest.mark.parametrize("prior", MIXTURES)
+def test_one_client_keeps_its_mean(prior):
+    y = np.arange(6.0)
+    model = fit(y, np.zeros(6), prior)
+    assert model.means_ == pytest.approx([2.5])
+    assert model.shrinkage_ == pytest.approx([0.0])
+    assert model.stds_[0] == pytest.approx(math.sqrt(np.var(y, ddof=1) / 6))
+    assert math.isnan(model.icc_)
+    with pytest.warns(UserWarning, match="None of the clients"):
+        assert math.isnan(model.predict([[0]], groups=[9], return_std=True)[1][0])
+
+
+@pytest.mark.parametrize("prior", MIXTURES)
+def test_weights_are_precisions(prior):
+    """A row of weight 2 is the mean of two rows, as far as the client's mean goes."""
+    y, groups, _, _ = make_groups(80, sizes=(2,))
+    means = y.reshape(80, 2, 2).mean(axis=1)
+    weighted = GaussianMean(prior, noise_variance=1.0).fit(
+        means, means, groups=np.arange(80), sample_weight=np.full(80, 2.0)
+    )
+    plain = fit(y, groups, prior, noise_variance=1.0)
+    np.testing.assert_allclose(weighted.means_, plain.means_, atol=1e-6)
+
+
+def test_refitting_with_another_prior_leaves_nothing_behind():
+    y, groups, _, _ = make_groups(50)
+    model = fit(y, groups, "discrete")
+    assert model.for_client(3).responsibilities_.shape == (1, 2)
+    model.set_params(prior="gaussian").fit(np.zeros((len(y), 1)), y, groups=groups)
+    assert not hasattr(model, "responsibilities_")
+
+
+def test_clients_without_any_noise():
+    """Rows of a client all alike: no noise, so that clients are at points."""
+    y = np.repeat([1.0, 1.0, 5.0, 5.0, 1.0], 2)
+    model = fit(y, np.repeat(np.arange(5), 2), "discrete")
+    np.testing.assert_allclose(model.means_, [1, 1, 5, 5, 1])
+    assert model.noise_variance_ == 0.0
+
+
+@pytest.mark.parametrize(
+    ("params", "error"),
+    [
+        ({"prior": "discrete", "method": "moments"}, "method='moments' does not go with Discrete"),
+        ({"prior": "gaussian_mixture", "method": "printed"}, "'printed' does not go with Gaussian"),
+        ({"method": "printed"}, "method='printed' does not go with GaussianPrior"),
+        ({"prior": DiscretePrior("bic"), "method": "printed"}, "n_components='bic' does not go"),
+        ({"prior": DiscretePrior(9)}, "n_components=9 needs at least 9 clients .* got 5"),
+        (
+            {"prior": DiscretePrior(9), "method": "printed"},
+            "n_components=9 needs at least 9 clients .* got 5",
+        ),
+        ({"prior": "discrete", "noise_variance": [1.0, 2.0]}, "noise_variance must be the same"),
+        ({"prior": DiscretePrior(2, points=[[1.0], [2.0]], weights=[0.5, 0.5])}, "points .* shape"),
+        ({"prior": GaussianMixturePrior(2, weights=[0.5, 0.5])}, "without means takes neither"),
+    ],
+)
+def test_bad_parameters(params, error):
+    y, groups, _, _ = make_groups(5, sizes=(3,))
+    model = GaussianMean(**params)
+    before = dict(vars(model))
+    with pytest.raises(ValueError, match=error):
+        model.fit(np.zeros((len(y), 1)), y, groups=groups)
+    assert vars(model) == before

@@ -1,0 +1,267 @@
+"""Laplace criterion of logistic regressions: values, gradients and modes against brute force."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linprog, minimize
+from scipy.special import log_softmax
+
+from pfl_sklearn.linear_model import _laplace_likelihood as likelihood
+from pfl_sklearn.linear_model._estimates import Table
+from pfl_sklearn.linear_model._laplace_fit import invert_lower, whiten, whitened_rows
+from pfl_sklearn.linear_model._laplace_likelihood import (
+    Dual,
+    LaplaceCriterion,
+    Primal,
+    find_mode,
+    form_of,
+    stack_rows,
+    start_state,
+)
+from pfl_sklearn.linear_model._laplace_search import fit_pooled
+from pfl_sklearn.linear_model._logit_losses import helmert_contrasts, outcome_of
+
+seeds = st.integers(0, 10_000)
+
+
+def make_rows(seed, n_classes, q, largest, m=6):
+    """Columns (n, q + 2), labels, weights, codes, population (a, q + 2) and factor (q, r)."""
+    rng = np.random.default_rng(seed)
+    codes = rng.permutation(np.repeat(np.arange(m), rng.integers(1, largest + 1, m)))
+    columns = rng.normal(size=(len(codes), q + 2))
+    labels = rng.integers(0, n_classes, len(codes))
+    weights = rng.random(len(codes)) + 0.2
+    population = 0.5 * rng.normal(size=(outcome_of(n_classes).n_outputs, q + 2))
+    return columns, labels, weights, codes, population, rng.normal(size=(q, q + seed % 2))
+
+
+def criterion_of(rows, n_classes, n_jobs=None):
+    columns, labels, weights, codes, *_ = rows
+    m = codes.max() + 1
+    stacks = stack_rows(columns, labels, weights, codes, m)
+    return LaplaceCriterion(stacks, outcome_of(n_classes), m, n_jobs)
+
+
+def symmetric_laplace(rows, n_classes):
+    """The criterion with one deviation per class and dense matrices, client by client."""
+    columns, labels, weights, codes, population, factor = rows
+    coding = outcome_of(n_classes).contrasts
+    # One logit with deviation v is softmax with deviations of half the difference.
+    symmetric = np.array([[-0.5], [0.5]]) @ population if n_classes == 2 else coding @ population
+    shrink = 1 / np.sqrt(2) if n_classes == 2 else 1.0
+    total = 0.0
+    for client in range(codes.max() + 1):
+        own = codes == client
+        x, y, w = columns[own], labels[own], weights[own]
+        z = shrink * x[:, : len(factor)] @ factor
+        shape = z.shape[1], n_classes
+
+        def minus(v, x=x, y=y, w=w, z=z, shape=shape):
+            log_p = log_softmax(x @ symmetric.T + z @ v.reshape(shape), axis=1)
+            score = w[:, None] * (np.eye(n_classes)[y] - np.exp(log_p))
+            value = 0.5 * v @ v - w @ log_p[np.arange(len(y)), y]
+            return value, v - (z.T @ score).ravel()
+
+        found = minimize(minus, np.zeros(np.prod(shape)), jac=True, tol=1e-13)
+        p = np.exp(log_softmax(x @ symmetric.T + z @ found.x.reshape(shape), axis=1))
+        hessian = np.eye(found.x.size)
+        for zj, pj, wj in zip(z, p, w, strict=True):
+            hessian += wj * np.kron(np.outer(zj, zj), np.diag(pj) - np.outer(pj, pj))
+        total += -found.fun - 0.5 * np.linalg.slogdet(hessian)[1]
+    return total
+
+
+@pytest.mark.parametrize("n_classes", [2, 3, 5])
+@pytest.mark.parametrize(("q", "largest"), [(1, 6), (3, 8), (4, 3)])
+def test_criterion_is_that_of_one_deviation_per_class(n_classes, q, largest):
+    rows = make_rows(7, n_classes, q, largest)
+    value = criterion_of(rows, n_classes)(*rows[4:])[0]
+    assert value == pytest.approx(symmetric_laplace(rows, n_classes), abs=1e-6)
+
+
+@given(seeds, st.sampled_from([2, 3, 4]), st.integers(1, 5), st.integers(1, 9))
+@settings(max_examples=25, deadline=None)
+def test_gradient_by_finite_differences(seed, n_classes, q, largest):
+    rows = make_rows(seed, n_classes, q, largest)
+    population, factor = rows[4:]
+    criterion = criterion_of(rows, n_classes)
+    _, by_population, by_factor = criterion(population, factor)
+    step = 1e-5
+    for values, gradient in ((population, by_population), (factor, by_factor)):
+        rng = np.random.default_rng(seed)
+        for _ in range(3):
+            direction = rng.normal(size=values.shape)
+            ends = []
+            for sign in (1, -1):
+                values += sign * step * direction
+                ends.append(criterion(population, factor)[0])
+                values -= sign * step * direction
+            slope = (ends[0] - ends[1]) / (2 * step)
+            assert slope == pytest.approx(np.vdot(gradient, direction), rel=1e-5, abs=1e-5)
+
+
+@given(seeds, st.sampled_from([2, 3]), st.integers(1, 5), st.integers(1, 9))
+@settings(max_examples=20, deadline=None)
+def test_both_systems_give_the_same(seed, n_classes, q, largest):
+    columns, labels, weights, codes, population, factor = make_rows(seed, n_classes, q, largest)
+    outcome = outcome_of(n_classes)
+    for stack in stack_rows(columns, labels, weights, codes, codes.max() + 1):
+        features = stack.x[:, :, :q] @ factor
+        offset = stack.x @ population.T
+        found = []
+        for form in (Primal(features), Dual(features, features @ features.transpose(0, 2, 1))):
+            size = features.shape[2] if isinstance(form, Primal) else features.shape[1]
+            start = np.zeros((len(features), size, outcome.n_outputs))
+            mode = find_mode(form, outcome, offset, stack, start)
+            inverse = np.linalg.inv(form.system(mode.terms.weight))
+            slopes = form.slopes(
+                mode.state,
+                mode.terms,
+                inverse,
+                lambda s, mode=mode, w=stack.w: outcome.weight_slopes(mode.predictors, w, s),
+            )
+            log_det = np.linalg.slogdet(form.system(mode.terms.weight))[1]
+            found.append((mode.value, form.effects(mode.state), log_det, *slopes))
+        for first, second in zip(*found, strict=True):
+            np.testing.assert_allclose(first, second, atol=1e-8)
+
+
+@pytest.mark.parametrize("n_classes", [2, 3])
+@pytest.mark.parametrize("scale", [1.0, 30.0, 1e3])
+def test_damped_steps_find_the_mode_from_afar(n_classes, scale):
+    columns, labels, _, codes, population, factor = make_rows(3, n_classes, 3, 8)
+    outcome = outcome_of(n_classes)
+    for stack in stack_rows(columns, labels, None, codes, codes.max() + 1):
+        form = form_of(stack.x, scale * factor)
+        start = start_state(stack, factor, outcome.n_outputs)
+        for state in (start, start + 5.0):
+            mode = find_mode(form, outcome, scale * stack.x @ population.T, stack, state)
+            assert mode.found.all()
+            np.testing.assert_allclose(form.residual(mode.terms.score, mode.state), 0, atol=1e-7)
+
+
+@pytest.mark.parametrize("n_classes", [2, 4])
+@pytest.mark.parametrize(("q", "largest"), [(2, 7), (5, 2)])
+def test_whitened_rows_carry_the_information(n_classes, q, largest):
+    columns, labels, weights, codes, population, factor = make_rows(1, n_classes, q, largest)
+    outcome = outcome_of(n_classes)
+    a = outcome.n_outputs
+    for stack in stack_rows(columns, labels, weights, codes, codes.max() + 1):
+        u = stack.x @ population.T
+        form = form_of(stack.x, factor)
+        whitening, log_det = whiten(form, outcome.roots(u, stack.w), stack.x)
+        rows = whitened_rows(whitening, stack.x)
+        weight = outcome.terms(u, stack.y, stack.w).weight
+        expected = 0.0
+        for x, z, w, t in zip(stack.x, form.features, weight, rows, strict=True):
+            dense = np.zeros((len(x) * a, len(x) * a))
+            for j, block in enumerate(w):
+                dense[j * a : (j + 1) * a, j * a : (j + 1) * a] = block
+            wide = np.vstack([np.kron(np.eye(a), row) for row in x])
+            effects = np.vstack([np.kron(np.eye(a), row) for row in z])
+            hessian = np.eye(effects.shape[1]) + effects.T @ dense @ effects
+            moved = effects.T @ dense @ wide
+            information = wide.T @ dense @ wide - moved.T @ np.linalg.solve(hessian, moved)
+            np.testing.assert_allclose(t.T @ t, information, atol=1e-10)
+            expected += np.linalg.slogdet(hessian)[1]
+        assert log_det == pytest.approx(expected)
+
+
+@given(seeds, st.integers(2, 6))
+@settings(max_examples=30, deadline=None)
+def test_derivatives_of_a_row(seed, n_classes):
+    rng = np.random.default_rng(seed)
+    outcome = outcome_of(n_classes)
+    a = outcome.n_outputs
+    u, y, w = 2 * rng.normal(size=(4, a)), rng.integers(0, n_classes, 4), rng.random(4)
+    spread = rng.normal(size=(4, a, a))
+    spread = spread + spread.transpose(0, 2, 1)
+    terms = outcome.terms(u, y, w)
+    np.testing.assert_allclose(
+        terms.value, w * np.log(outcome.probabilities(u)[np.arange(4), y]), atol=1e-12
+    )
+    roots = outcome.roots(u, w)
+    np.testing.assert_allclose(roots @ roots.transpose(0, 2, 1), terms.weight, atol=1e-12)
+    slopes = outcome.weight_slopes(u, w, spread)
+    for k in range(a):
+        step = 1e-6 * np.eye(a)[k]
+        up, down = outcome.terms(u + step, y, w), outcome.terms(u - step, y, w)
+        difference = [(first - second) / 2e-6 for first, second in zip(up, down, strict=True)]
+        np.testing.assert_allclose(difference[0], terms.score[:, k], atol=1e-8)
+        np.testing.assert_allclose(-difference[1], terms.weight[:, :, k], atol=1e-8)
+        np.testing.assert_allclose(
+            np.sum(difference[2] * spread, axis=(1, 2)), slopes[:, k], atol=1e-8
+        )
+
+
+def test_contrasts_are_orthonormal_and_sum_to_zero():
+    for n_classes in (2, 3, 7):
+        contrasts = helmert_contrasts(n_classes)
+        np.testing.assert_allclose(contrasts.T @ contrasts, np.eye(n_classes - 1), atol=1e-15)
+        np.testing.assert_allclose(contrasts.sum(axis=0), 0, atol=1e-15)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=40), seeds)
+@settings(max_examples=40, deadline=None)
+def test_stacks_hold_every_row_once(sizes, seed):
+    codes = np.random.default_rng(seed).permutation(np.repeat(np.arange(len(sizes)), sizes))
+    columns = np.arange(1.0, 1 + len(codes))[:, None]
+    stacks = stack_rows(columns, np.ones(len(codes), dtype=int), None, codes, len(sizes))
+    clients = np.concatenate([stack.clients for stack in stacks])
+    assert sorted(clients) == list(range(len(sizes)))
+    for stack in stacks:
+        assert stack.w.sum(axis=1).astype(int).tolist() == [sizes[k] for k in stack.clients]
+        assert stack.w.shape[1] == max(sizes[k] for k in stack.clients)
+        assert stack.w.shape[1] <= 1.5 * min(sizes[k] for k in stack.clients) + 1
+        for client, x, w in zip(stack.clients, stack.x[..., 0], stack.w, strict=True):
+            assert sorted(x[w > 0]) == sorted(columns[codes == client, 0])
+            assert not x[w == 0].any()
+
+
+def test_large_tables_make_several_stacks(monkeypatch):
+    monkeypatch.setattr(likelihood, "_CELLS", 64)
+    rows = make_rows(0, 2, 2, 6, m=30)
+    several = criterion_of(rows, 2)
+    assert len(several.stacks) > 10
+    monkeypatch.undo()
+    one = criterion_of(rows, 2)
+    for first, second in zip(several(*rows[4:]), one(*rows[4:]), strict=True):
+        np.testing.assert_allclose(first, second, rtol=1e-10)
+
+
+def test_elimination_and_triangles():
+    rng = np.random.default_rng(0)
+    roots = rng.normal(size=(5, 7, 7))
+    systems = np.eye(7) + roots @ roots.transpose(0, 2, 1)
+    right = rng.normal(size=(5, 7))
+    expected = np.linalg.solve(systems, right[..., None])[..., 0]
+    np.testing.assert_allclose(likelihood._eliminate(systems, right), expected, rtol=1e-9)
+    lower = np.linalg.cholesky(systems)
+    np.testing.assert_allclose(invert_lower(lower), np.linalg.inv(lower), atol=1e-12)
+
+
+def separable(columns, labels, n_classes):
+    """Whether some coefficients put no row on the wrong side and one on the right: a program."""
+    contrasts = outcome_of(n_classes).contrasts
+    margins = []
+    for x, y in zip(columns, labels, strict=True):
+        others = np.delete(np.arange(n_classes), y)
+        margins += [np.kron(contrasts[y] - contrasts[k], x) for k in others]
+    margins = np.array(margins)
+    found = linprog(
+        -margins.sum(axis=0), A_ub=-margins, b_ub=np.zeros(len(margins)), bounds=(-1, 1)
+    )
+    return -found.fun > 1e-6
+
+
+@given(seeds, st.sampled_from([2, 3]), st.integers(5, 14), st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_separation_is_found_as_by_linear_programming(seed, n_classes, n, d):
+    rng = np.random.default_rng(seed)
+    columns = np.column_stack([np.ones(n), rng.integers(-2, 3, size=(n, d))]).astype(float)
+    labels = np.append(rng.integers(0, n_classes, n - n_classes), np.arange(n_classes))
+    table = Table(columns, labels, np.zeros(n, int), 1, None, d + 1, 0, [])
+    outcome = outcome_of(n_classes)
+    pooled = fit_pooled(columns, table, outcome, np.zeros((n, outcome.n_outputs)), np.zeros(d + 1))
+    assert pooled.separated == separable(columns, labels, n_classes)

@@ -1,0 +1,793 @@
+"""PersonalizedLogisticRegression: limits, published fits, quadrature, real data, bad input."""
+
+import warnings
+
+import numpy as np
+import pandas as pd
+import pytest
+import sklearn
+from scipy.integrate import quad
+from scipy.optimize import minimize, minimize_scalar
+from scipy.special import expit, logsumexp, softmax
+from sklearn.base import clone
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import log_loss
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+from pfl_sklearn import SingleClientWarning, UnseenClientsWarning
+from pfl_sklearn.linear_model import PersonalizedLogisticRegression, SeparationWarning
+from pfl_sklearn.linear_model._logit_losses import helmert_contrasts
+from pfl_sklearn.linear_model._logit_predictions import averaged_probabilities
+from pfl_sklearn.metrics import ClientScorer
+from pfl_sklearn.model_selection import ClientKFold
+from pfl_sklearn.priors import BetaPrior, GaussianPrior
+
+
+def make_clients(m=30, n=12, d=2, n_classes=2, between=1.0, seed=0):
+    """Rows of clients whose intercept and slopes are N(population, between^2)."""
+    rng = np.random.default_rng(seed)
+    groups = rng.permutation(np.repeat(np.arange(m), rng.integers(n // 2, n + n // 2 + 1, m)))
+    X = rng.normal(size=(len(groups), d))
+    theta = rng.normal(size=(n_classes, d + 1)) + between * rng.normal(size=(m, n_classes, d + 1))
+    design = np.column_stack([np.ones(len(X)), X])
+    logits = np.einsum("np,nkp->nk", design, theta[groups])
+    y = (logits + rng.gumbel(size=logits.shape)).argmax(axis=1)
+    return X, y, groups
+
+
+def fit(rows, **params):
+    X, y, groups = rows
+    return PersonalizedLogisticRegression(**params).fit(X, y, groups=groups)
+
+
+def sklearn_fit(X, y, weights=None, **params):
+    model = LogisticRegression(tol=1e-10, max_iter=10_000, solver="newton-cholesky", **params)
+    return model.fit(X, y, sample_weight=weights)
+
+
+def centred(values):
+    return values - values.mean(axis=0)
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.SingleClientWarning")
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")
+@parametrize_with_checks([PersonalizedLogisticRegression()])
+def test_sklearn_checks(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.parametrize("n_classes", [2, 3])
+@pytest.mark.parametrize("fit_intercept", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_one_client_is_logistic_regression_without_penalty(n_classes, fit_intercept, weighted):
+    X, y, _ = make_clients(n_classes=n_classes)
+    weights = np.random.default_rng(1).random(len(y)) if weighted else None
+    model = PersonalizedLogisticRegression(fit_intercept=fit_intercept)
+    with pytest.warns(SingleClientWarning):
+        model.fit(X, y, sample_weight=weights)
+    peer = sklearn_fit(X, y, weights, C=np.inf, fit_intercept=fit_intercept)
+    coef, intercept = peer.coef_[0], peer.intercept_[0]
+    if n_classes > 2:
+        coef, intercept = centred(peer.coef_), centred(peer.intercept_)
+    np.testing.assert_allclose(model.coef_[0], coef, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(model.intercept_[0], intercept, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(model.population_coef_, model.coef_[0])
+    np.testing.assert_array_equal(model.coef_std_[0], model.population_coef_std_)
+    np.testing.assert_allclose(model.predict_proba(X), peer.predict_proba(X), atol=1e-6)
+    assert np.isnan(model.prior_.covariance).all()
+    assert not model.shrinkage_.any()
+    log_likelihood = np.log(model.predict_proba(X)[np.arange(len(y)), y])
+    expected = log_likelihood.sum() if weights is None else weights @ log_likelihood
+    assert model.log_likelihood_ == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("n_classes", [2, 3])
+@pytest.mark.parametrize("covariance", [0.0, [1e-16, 0.0, 0.0]])
+def test_no_variance_is_the_pooled_model(n_classes, covariance):
+    X, y, groups = make_clients(n_classes=n_classes)
+    model = fit((X, y, groups), prior=GaussianPrior(covariance=covariance))
+    peer = sklearn_fit(X, y, C=np.inf)
+    expected = peer.coef_[0] if n_classes == 2 else centred(peer.coef_)
+    np.testing.assert_allclose(model.population_coef_, expected, atol=1e-5)
+    np.testing.assert_allclose(model.coef_ - expected, 0, atol=1e-5)
+    np.testing.assert_allclose(model.shrinkage_, 1)
+    np.testing.assert_allclose(model.coef_std_ - model.population_coef_std_, 0, atol=1e-7)
+
+
+@pytest.mark.parametrize("n_classes", [2, 3])
+@pytest.mark.parametrize(("n", "d"), [(40, 2), (6, 9)], ids=["primal", "dual"])
+@pytest.mark.parametrize("variance", [0.25, 4.0])
+def test_known_prior_around_zero_is_ridge_per_client(n_classes, n, d, variance):
+    X, y, groups = make_clients(8, n, d, n_classes)
+    prior = GaussianPrior(mean=0.0, covariance=variance)
+    model = fit((X, y, groups), prior=prior, fit_intercept=False)
+    fitted = 0
+    for client in range(8):
+        own = groups == client
+        if len(np.unique(y[own])) < n_classes:
+            continue
+        peer = sklearn_fit(X[own], y[own], C=variance, fit_intercept=False)
+        expected = peer.coef_[0] if n_classes == 2 else peer.coef_
+        np.testing.assert_allclose(model.coef_[client], expected, rtol=1e-5, atol=1e-6)
+        fitted += 1
+    assert fitted >= 3
+    assert not model.population_coef_.any()
+    assert not model.population_coef_std_.any()
+
+
+def test_known_mean_and_full_covariance_by_brute_force():
+    X, y, groups = make_clients(5, 10, 1)
+    mean, covariance = np.array([0.5, -1.0]), np.array([[1.0, 0.6], [0.6, 0.5]])
+    model = fit((X, y, groups), prior=GaussianPrior(mean, covariance))
+    precision = np.linalg.inv(covariance)
+    for client in range(5):
+        own = groups == client
+        design = np.column_stack([np.ones(own.sum()), X[own]])
+        signs = 2 * y[own] - 1
+
+        def minus(theta, design=design, signs=signs):
+            left = theta - mean
+            return np.logaddexp(0, -signs * (design @ theta)).sum() + left @ precision @ left / 2
+
+        expected = minimize(minus, mean, tol=1e-12).x
+        got = np.append(model.intercept_[client], model.coef_[client])
+        np.testing.assert_allclose(got, expected, atol=1e-5)
+        p = expit(design @ got)
+        inverse = np.linalg.inv(precision + (design.T * p * (1 - p)) @ design)
+        stds = np.append(model.intercept_std_[client], model.coef_std_[client])
+        np.testing.assert_allclose(stds, np.sqrt(np.diag(inverse)), rtol=1e-6)
+        assert model.shrinkage_[client, 0] == pytest.approx(inverse[1, 1] / 0.5)
+
+
+def test_stds_count_the_uncertainty_of_the_population():
+    """Against dense matrices at the fitted values: posterior, and what beta's error adds."""
+    X, y, groups = make_clients(6, 15, 2, between=2.0, seed=1)
+    model = fit((X, y, groups), random=["intercept", 1])
+    design = np.column_stack([np.ones(len(X)), X])
+    theta = np.column_stack([model.intercept_, model.coef_])
+    between = np.zeros((3, 3))
+    between[np.ix_([0, 2], [0, 2])] = model.prior_.covariance
+    p = expit(np.einsum("np,np->n", design, theta[groups]))
+    inverses, information = [], np.zeros((3, 3))
+    for client in range(6):
+        own = groups == client
+        x, weight = design[own], np.diag((p * (1 - p))[own])
+        inverses.append(np.linalg.inv(np.linalg.inv(weight) + x @ between @ x.T))
+        information += x.T @ inverses[-1] @ x
+    error = np.linalg.inv(information)
+    np.testing.assert_allclose(model.population_covariance_, error, rtol=1e-6)
+    for client, inverse in enumerate(inverses):
+        x = design[groups == client]
+        moved = np.eye(3) - between @ x.T @ inverse @ x
+        posterior = between - between @ x.T @ inverse @ x @ between + moved @ error @ moved.T
+        stds = np.append(model.intercept_std_[client], model.coef_std_[client])
+        np.testing.assert_allclose(stds, np.sqrt(np.diag(posterior)), rtol=1e-6)
+    assert (model.shrinkage_[:, 0] == 1).all()
+    assert (model.shrinkage_[:, 1] < 1).all()
+
+
+@pytest.mark.parametrize(("n", "d"), [(20, 1), (4, 4)], ids=["primal", "dual"])
+def test_stds_of_several_classes(n, d):
+    """Against dense matrices with a deviation per class, centred over the classes afterwards."""
+    X, y, groups = make_clients(4, n, d, 3)
+    variances = np.arange(1.0, d + 2)
+    model = fit((X, y, groups), prior=GaussianPrior(mean=0.0, covariance=variances))
+    p = model.predict_proba(X, groups=groups)
+    centring = np.kron(np.eye(3) - 1 / 3, np.eye(d + 1))
+    for client in range(4):
+        precision = np.kron(np.eye(3), np.diag(1 / variances))
+        for x, pj in zip(X[groups == client], p[groups == client], strict=True):
+            row = np.append(1, x)
+            precision += np.kron(np.diag(pj) - np.outer(pj, pj), np.outer(row, row))
+        posterior = np.diag(centring @ np.linalg.inv(precision) @ centring).reshape(3, d + 1)
+        np.testing.assert_allclose(model.intercept_std_[client] ** 2, posterior[:, 0], rtol=1e-6)
+        np.testing.assert_allclose(model.coef_std_[client] ** 2, posterior[:, 1:], rtol=1e-6)
+        share = posterior[:, 1:] / (2 / 3 * variances[1:])
+        np.testing.assert_allclose(model.shrinkage_[client], share, rtol=1e-6)
+
+
+def contraception(data_home):
+    table = pd.read_csv(data_home / "contraception.csv.gz")
+    X = pd.DataFrame({"age": table.age, "age2": table.age**2})
+    X["urban"] = (table.urban == "Y").astype(float)
+    for level in ("1", "2", "3+"):
+        X[f"livch{level}"] = (table.livch == level).astype(float)
+    return X, table.use.to_numpy(), table.district.to_numpy()
+
+
+def verbal_aggression(data_home):
+    table = pd.read_csv(data_home / "verbagg.csv.gz")
+    X = np.column_stack(
+        [
+            table.Anger - 20,
+            table.Gender == "M",
+            table.btype == "scold",
+            table.btype == "shout",
+            table.situ == "self",
+            table["mode"] == "want",
+        ]
+    ).astype(float)
+    return X, table.r2.to_numpy(), table.id.to_numpy()
+
+
+def test_published_fit_of_contraception(data_home):
+    """lme4's glmer(use ~ age + I(age^2) + ch + urban + (1 | district)), Laplace."""
+    X, y, groups = contraception(data_home)
+    children = X[["livch1", "livch2", "livch3+"]].sum(axis=1)
+    X = X[["age", "age2", "urban"]].assign(ch=children)
+    model = fit((X, y, groups), random="intercept")
+    assert -2 * model.log_likelihood_ == pytest.approx(2373.18581907321, abs=2e-4)
+    assert model.prior_.covariance[0, 0] ** 0.5 == pytest.approx(0.473985228740739, rel=1e-4)
+    coefficients = np.append(model.population_intercept_, model.population_coef_)
+    published = [-1.00637368953914, 0.00625611018864605, -0.00463527887823825, 0.692921941313297]
+    np.testing.assert_allclose(coefficients, [*published, 0.860382098849009], rtol=1e-4)
+    stds = np.append(model.population_intercept_std_, model.population_coef_std_)
+    np.testing.assert_allclose(stds, [0.167892, 0.007840, 0.000716, 0.119668, 0.147353], rtol=1e-3)
+    standardized = [-1.56655252109295, -0.0451095377205166, 0.453409972754753, 0.35265189198274]
+    effects = (model.intercept_ - model.population_intercept_) / 0.473985228740739
+    np.testing.assert_allclose(effects[:4], standardized, rtol=1e-3)
+
+
+def quadrature(X, y, codes, coefficients, std, n_nodes):
+    """Log marginal likelihood of a random intercept by adaptive Gauss-Hermite quadrature."""
+    offset, m = coefficients[0] + X @ coefficients[1:], codes.max() + 1
+    mode = np.zeros(m)
+    for _ in range(50):
+        p = expit(offset + std * mode[codes])
+        curvature = 1 + std**2 * np.bincount(codes, p * (1 - p), m)
+        mode += (std * np.bincount(codes, y - p, m) - mode) / curvature
+    nodes, weights = np.polynomial.hermite_e.hermegauss(n_nodes)
+    effects = mode[:, None] + nodes / np.sqrt(curvature)[:, None]
+    total = 0.5 * (nodes**2 - effects**2)
+    for k in range(n_nodes):
+        signed = (2 * y - 1) * (offset + std * effects[codes, k])
+        total[:, k] -= np.bincount(codes, np.logaddexp(0, -signed), m)
+    values = logsumexp(total, axis=1, b=weights / np.sqrt(2 * np.pi))
+    return np.sum(values - 0.5 * np.log(curvature))
+
+
+@pytest.mark.parametrize(
+    ("table", "close"), [(contraception, 0.01), (verbal_aggression, 0.006)], ids=["60", "316"]
+)
+def test_laplace_against_adaptive_quadrature(data_home, table, close):
+    """One node is Laplace; with 15 the standard deviation is larger by 0.7 % and 0.5 %."""
+    X, y, groups = table(data_home)
+    model = fit((X, y, groups), random="intercept")
+    X, y = np.asarray(X), (y == "Y").astype(float)
+    codes = np.searchsorted(model.clients_, groups)
+    coefficients = np.append(model.population_intercept_, model.population_coef_)
+    std = model.prior_.covariance[0, 0] ** 0.5
+    laplace = quadrature(X, y, codes, coefficients, std, 1)
+    assert model.log_likelihood_ == pytest.approx(laplace, abs=1e-6)
+    best = minimize_scalar(
+        lambda s: -quadrature(X, y, codes, coefficients, s, 15),
+        bracket=(std, 1.02 * std),
+        options={"maxiter": 12},
+    )
+    assert 0 < best.x / std - 1 < close
+    assert 0 < -best.fun - laplace < 2.5
+
+
+def test_population_coefficients_against_adaptive_quadrature(data_home):
+    """Full maximization: largest difference 0.005 standard errors."""
+    X, y, groups = contraception(data_home)
+    model = fit((X, y, groups), random="intercept")
+    codes = np.searchsorted(model.clients_, groups)
+    y = (y == "Y").astype(float)
+    start = np.append(model.population_intercept_, model.population_coef_)
+    stds = np.append(model.population_intercept_std_, model.population_coef_std_)
+    std = model.prior_.covariance[0, 0] ** 0.5
+    found = minimize(
+        lambda t: -quadrature(X.to_numpy(), y, codes, start + stds * t[1:], t[0], 9),
+        np.append(std, np.zeros(7)),
+        tol=1e-3,
+    )
+    assert np.abs(found.x[1:]).max() < 0.01
+    assert found.x[0] == pytest.approx(std, rel=0.01)
+
+
+def test_covariance_of_a_simulation_is_recovered():
+    rng = np.random.default_rng(0)
+    m, n = 800, 30
+    groups = np.repeat(np.arange(m), n)
+    covariance = np.array([[1.0, -0.5], [-0.5, 0.8]])
+    theta = np.array([0.5, 1.0]) + rng.multivariate_normal(np.zeros(2), covariance, m)
+    X = rng.normal(size=(m * n, 2))
+    odds = theta[groups, 0] + theta[groups, 1] * X[:, 0] - X[:, 1]
+    y = rng.random(m * n) < expit(odds)
+    prior = GaussianPrior(covariance_type="full")
+    model = fit((X, y, groups), random=["intercept", 0], prior=prior)
+    np.testing.assert_allclose(model.prior_.covariance, covariance, atol=0.11)
+    np.testing.assert_allclose(model.prior_.mean, [0.5, 1.0], atol=0.12)
+    assert model.population_coef_[1] == pytest.approx(-1, abs=0.06)
+    spread = np.column_stack([model.intercept_, model.coef_[:, 0]]) - theta
+    stds = np.column_stack([model.intercept_std_, model.coef_std_[:, 0]])
+    assert np.mean(np.abs(spread) < 1.645 * stds) == pytest.approx(0.9, abs=0.02)
+
+
+def test_the_estimate_is_the_maximum_and_does_not_drift_from_it():
+    """EM on the same approximation leaves the maximum for smaller or larger variances."""
+    X, y, groups = make_clients(200, 8, 1, seed=2)
+    model = fit((X, y, groups), random="intercept")
+    best = model.prior_.covariance[0, 0]
+    values = []
+    for factor in (0.8, 0.95, 1.0, 1.05, 1.25):
+        prior = GaussianPrior(covariance=factor * best)
+        values.append(fit((X, y, groups), random="intercept", prior=prior).log_likelihood_)
+    assert values[2] == pytest.approx(model.log_likelihood_, abs=1e-8)
+    assert np.argmax(values) == 2
+    em_step = np.mean(
+        (model.intercept_ - model.population_intercept_) ** 2
+        + best * _conditional_share(model, X, groups)
+    )
+    assert abs(em_step / best - 1) > 0.005
+    assert best == pytest.approx(1.0, abs=0.3)
+
+
+def _conditional_share(model, X, groups):
+    """Posterior over prior variance of the intercepts given the population."""
+    p = model.predict_proba(X, groups=groups)[:, 1]
+    information = np.bincount(groups, p * (1 - p))
+    return 1 / (1 + information * model.prior_.covariance[0, 0])
+
+
+@pytest.mark.parametrize("covariance_type", ["spherical", "diag", "full", "low_rank"])
+@pytest.mark.parametrize("n_classes", [2, 3])
+def test_every_shape_is_fitted_to_its_maximum(covariance_type, n_classes):
+    """No step from the estimate, in any direction that its shape allows, is a gain."""
+    rows = make_clients(40, 12, 2, n_classes, seed=1)
+    prior = GaussianPrior(covariance_type=covariance_type)
+    model = fit(rows, prior=prior)
+    covariance = model.prior_.covariance
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        if covariance_type == "full":
+            root = np.linalg.cholesky(covariance + 1e-12 * np.eye(3))
+            root += 0.03 * rng.normal(size=(3, 3))
+            moved = root @ root.T
+        elif covariance_type == "diag":
+            moved = covariance * np.diag(np.exp(0.1 * rng.normal(size=3)))
+        else:
+            moved = covariance * np.exp(0.1 * rng.normal())
+        other = fit(rows, prior=GaussianPrior(covariance=moved))
+        assert other.log_likelihood_ < model.log_likelihood_
+    shape = {
+        "spherical": np.ptp(np.diag(covariance)) == 0,
+        "diag": not covariance[~np.eye(3, dtype=bool)].any(),
+        "full": covariance[~np.eye(3, dtype=bool)].all(),
+        "low_rank": np.ptp(np.linalg.eigvalsh(covariance)[:2]) < 1e-10,
+    }
+    assert shape[covariance_type]
+
+
+@pytest.mark.parametrize("n_classes", [2, 3])
+def test_a_fitted_prior_can_be_passed_back_in(n_classes):
+    rows = make_clients(n_classes=n_classes)
+    first = fit(rows, prior=GaussianPrior(covariance_type="full"))
+    again = fit(rows, prior=clone(first.prior_))
+    np.testing.assert_allclose(again.coef_, first.coef_, atol=1e-7)
+    np.testing.assert_allclose(again.population_coef_, first.population_coef_, atol=1e-12)
+    assert again.log_likelihood_ == pytest.approx(first.log_likelihood_, abs=1e-8)
+    assert not again.population_coef_std_.any()
+    assert (again.coef_std_ < first.coef_std_).all()
+
+
+def heart_disease(data_home):
+    table = pd.read_csv(data_home / "heart_disease_4hospitals.csv.gz")
+    table = table[table.flamby == 1]
+    columns = ["age", "sex", "cp", "trestbps", "chol", "fbs", "restecg", "thalach", "exang"]
+    X = pd.get_dummies(table[[*columns, "oldpeak"]], columns=["cp", "restecg"], drop_first=True)
+    return X.astype(float), table.target.to_numpy(), table.hospital.to_numpy()
+
+
+def held_out_losses(X, y, groups, models):
+    """Mean log loss of every model over 5 folds within clients."""
+    X, labels = np.asarray(X), (y == y.max()).astype(int)
+    losses = {name: [] for name in models}
+    for train, test in ClientKFold(5, random_state=0).split(X, labels, groups):
+        scaler = StandardScaler().fit(X[train])
+        fitting = scaler.transform(X[train]), labels[train], groups[train]
+        for name, model in models.items():
+            p = model(*fitting, scaler.transform(X[test]), groups[test])
+            losses[name].append(log_loss(labels[test], p))
+    return {name: np.mean(values) for name, values in losses.items()}
+
+
+def pooled(X, y, groups, X_new, groups_new):
+    return LogisticRegression(C=np.inf).fit(X, y).predict_proba(X_new)[:, 1]
+
+
+def local(X, y, groups, X_new, groups_new):
+    """scikit-learn's default per client; a client with one class keeps the population's share."""
+    p = np.full(len(X_new), y.mean())
+    for client in np.unique(groups_new):
+        own = groups == client
+        if len(np.unique(y[own])) == 2:
+            model = LogisticRegression().fit(X[own], y[own])
+            p[groups_new == client] = model.predict_proba(X_new[groups_new == client])[:, 1]
+    return p
+
+
+def personalized(**params):
+    def predict(X, y, groups, X_new, groups_new):
+        model = fit((X, y, groups), **params)
+        return model.predict_proba(X_new, groups=groups_new, integrate=True)[:, 1]
+
+    return predict
+
+
+def test_held_out_loss_of_contraception(data_home):
+    """Pooled .628, local .695, personalized .614 (intercept), .611 (intercept and urban)."""
+    urban = {"random": ["intercept", 2], "prior": GaussianPrior(covariance_type="full")}
+    losses = held_out_losses(
+        *contraception(data_home),
+        {
+            "pooled": pooled,
+            "local": local,
+            "intercept": personalized(random="intercept"),
+            "urban": personalized(**urban),
+        },
+    )
+    assert losses["urban"] < losses["intercept"] < losses["pooled"] - 0.01 < losses["local"]
+
+
+def test_held_out_loss_of_heart_disease(data_home):
+    """Four hospitals: pooled .435, local .453, personalized .418 (intercept), .429 (all)."""
+    losses = held_out_losses(
+        *heart_disease(data_home),
+        {
+            "pooled": pooled,
+            "local": local,
+            "intercept": personalized(random="intercept"),
+            "all": personalized(prior=GaussianPrior(covariance_type="diag")),
+        },
+    )
+    ours = max(losses["intercept"], losses["all"])
+    assert ours < losses["pooled"] - 0.005
+    assert ours < losses["local"] - 0.005
+
+
+def test_multinomial_clients_beat_pooled_and_local():
+    X, y, groups = make_clients(40, 40, 2, 3, between=0.8, seed=3)
+    train = np.random.default_rng(0).random(len(y)) < 0.5
+    model = fit((X[train], y[train], groups[train]))
+    ours = log_loss(y[~train], model.predict_proba(X[~train], groups=groups[~train]))
+    everybody = sklearn_fit(X[train], y[train], C=np.inf)
+    assert ours < log_loss(y[~train], everybody.predict_proba(X[~train])) - 0.05
+    alone = np.full((len(y), 3), 1 / 3)
+    for client in range(40):
+        own = groups == client
+        if len(np.unique(y[own & train])) == 3:
+            peer = LogisticRegression().fit(X[own & train], y[own & train])
+            alone[own] = peer.predict_proba(X[own])
+    assert ours < log_loss(y[~train], alone[~train]) - 0.05
+    assert model.prior_.covariance[0, 0] ** 0.5 == pytest.approx(0.8, abs=0.15)
+    np.testing.assert_allclose(model.coef_.sum(axis=1), 0, atol=1e-10)
+
+
+def test_integrated_probabilities_of_two_classes():
+    X, y, groups = make_clients(between=2.0)
+    model = fit((X, y, groups))
+    rows, clients = X[:4], np.append(groups[:3], -1)
+    got = model.predict_proba(rows, groups=clients, integrate=True)[:, 1]
+    logits = model.decision_function(rows, groups=clients)
+    design = np.column_stack([np.ones(4), rows])
+    prior = model.prior_.covariance + model.population_covariance_
+    for k in range(4):
+        variance = design[k] @ prior @ design[k]
+        if k < 3:
+            ordered = model._design.matrix(rows[k : k + 1])
+            variance = model._posterior.variances(ordered, np.array([clients[k]]))[0]
+        std = variance**0.5
+
+        def integrand(z, k=k, std=std):
+            return expit(logits[k] + std * z) * np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
+
+        assert got[k] == pytest.approx(quad(integrand, -12, 12)[0], abs=1e-9)
+    plain = model.predict_proba(rows, groups=clients)[:, 1]
+    assert (np.abs(got - 0.5) < np.abs(plain - 0.5)).all()
+
+
+def test_integrated_probabilities_of_several_classes():
+    X, y, groups = make_clients(n_classes=3)
+    prior = GaussianPrior(mean=0.0, covariance=1.5)
+    model = fit((X, y, groups), prior=prior)
+    rng = np.random.default_rng(0)
+    rows = X[:3]
+    deviations = np.sqrt(1.5) * rng.normal(size=(100_000, 3, 3))
+    expected = softmax(np.einsum("np,skp->nsk", np.column_stack([np.ones(3), rows]), deviations), 2)
+    with pytest.warns(UnseenClientsWarning):
+        got = model.predict_proba(rows, groups=[-1, -2, -3], integrate=True)
+    np.testing.assert_allclose(got, expected.mean(axis=1), atol=5e-3)
+    known = model.predict_proba(rows, groups=groups[:3], integrate=True)
+    np.testing.assert_allclose(known.sum(axis=1), 1)
+    assert (known.max(axis=1) < model.predict_proba(rows, groups=groups[:3]).max(axis=1)).all()
+
+
+@pytest.mark.parametrize("n_classes", [3, 5])
+def test_averages_over_correlated_logits(n_classes):
+    rng = np.random.default_rng(n_classes)
+    contrasts = helmert_contrasts(n_classes)
+    root = contrasts @ rng.normal(size=(n_classes - 1, n_classes - 1))
+    logits = rng.normal(size=(3, n_classes))
+    got = averaged_probabilities(logits, contrasts, lambda g: np.full(3, np.sum((g @ root) ** 2)))
+    draws = rng.normal(size=(200_000, n_classes - 1)) @ root.T
+    for mean, p in zip(logits, got, strict=True):
+        np.testing.assert_allclose(p, softmax(mean + draws, axis=1).mean(axis=0), atol=5e-3)
+
+
+def test_integration_needs_the_spread_for_new_clients():
+    X, y, _ = make_clients()
+    model = PersonalizedLogisticRegression().fit(X, y, groups=np.zeros(len(y), int))
+    model.predict_proba(X, groups=np.zeros(len(y), int), integrate=True)
+    with (
+        pytest.warns(UnseenClientsWarning),
+        pytest.raises(ValueError, match="a fit of one client does not tell it"),
+    ):
+        model.predict_proba(X, groups=np.ones(len(y), int), integrate=True)
+
+
+@pytest.mark.parametrize("n_classes", [2, 3])
+def test_predictions_agree_with_one_another(n_classes):
+    X, y, groups = make_clients(n_classes=n_classes)
+    names = np.array(["low", "mid", "top"])[y]
+    model = fit((X, names, groups))
+    assert model.classes_.tolist() == ["low", "mid", "top"][:n_classes]
+    p = model.predict_proba(X, groups=groups)
+    logits = model.decision_function(X, groups=groups)
+    assert logits.shape == ((len(X),) if n_classes == 2 else (len(X), 3))
+    coef, intercept = model.coef_[groups], model.intercept_[groups]
+    by_hand = np.einsum("nd,n...d->n...", X, coef) + intercept
+    np.testing.assert_allclose(logits, by_hand, atol=1e-12)
+    expected = expit(by_hand) if n_classes == 2 else softmax(by_hand, axis=1)[:, 1]
+    np.testing.assert_allclose(p[:, 1], expected, atol=1e-12)
+    np.testing.assert_array_equal(model.predict(X, groups=groups), model.classes_[p.argmax(axis=1)])
+    np.testing.assert_allclose(model.predict_log_proba(X, groups=groups), np.log(p))
+    accuracy = np.mean(model.predict(X, groups=groups) == names)
+    assert model.score(X, names, groups=groups) == pytest.approx(accuracy)
+    weights = np.arange(len(y))
+    assert model.score(X, names, groups=groups, sample_weight=weights) != accuracy
+    own = groups == 3
+    alone = model.for_client(3)
+    for method in ("predict", "predict_proba", "decision_function"):
+        np.testing.assert_array_equal(
+            getattr(alone, method)(X[own]), getattr(model, method)(X[own], groups=groups[own])
+        )
+    np.testing.assert_allclose(
+        alone.predict_proba(X[own], integrate=True),
+        model.predict_proba(X[own], groups=groups[own], integrate=True),
+        atol=1e-12,
+    )
+    np.testing.assert_array_equal(alone.coef_std_[0], model.coef_std_[3])
+    with pytest.raises(ValueError, match="epsilon is infinite"):
+        model.release()
+
+
+def test_an_unseen_client_gets_the_population_model():
+    X, y, groups = make_clients()
+    model = fit((X, y, groups))
+    clients = np.where(np.arange(len(y)) < 5, -1, groups)
+    got = model.decision_function(X, groups=clients)[:5]
+    expected = X[:5] @ model.population_coef_ + model.population_intercept_
+    np.testing.assert_allclose(got, expected)
+
+
+@pytest.mark.parametrize("n_classes", [2, 3])
+@pytest.mark.parametrize("prior", [GaussianPrior(), GaussianPrior(0.0, 1.0)], ids=["?", "known"])
+def test_results_do_not_depend_on_the_number_of_jobs(n_classes, prior):
+    rows = make_clients(60, 20, 3, n_classes)
+    first, second = (fit(rows, prior=prior, n_jobs=n_jobs) for n_jobs in (1, 2))
+    for name in ("coef_", "intercept_", "coef_std_", "population_covariance_"):
+        np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
+    assert first.log_likelihood_ == second.log_likelihood_
+
+
+def test_row_order_and_names_of_clients_do_not_matter():
+    X, y, groups = make_clients()
+    order = np.random.default_rng(1).permutation(len(y))
+    first = fit((X, y, groups))
+    second = fit((X[order], y[order], groups[order]))
+    np.testing.assert_allclose(first.coef_, second.coef_, rtol=1e-6, atol=1e-8)
+    names = np.array([f"client {k:03d}" for k in range(30)])
+    renamed = fit((X, y, names[groups]))
+    np.testing.assert_array_equal(first.coef_, renamed.coef_)
+    np.testing.assert_array_equal(renamed.clients_, names)
+
+
+@pytest.mark.parametrize("n_classes", [2, 3])
+def test_weights_count_rows(n_classes):
+    X, y, groups = make_clients(n_classes=n_classes)
+    weights = np.random.default_rng(0).integers(0, 4, len(y))
+    weights[groups == 4] = 0
+    repeated = np.repeat(np.arange(len(y)), weights)
+    first = PersonalizedLogisticRegression().fit(X, y, groups=groups, sample_weight=weights)
+    second = fit((X[repeated], y[repeated], groups[repeated]))
+    assert 4 not in first.clients_
+    np.testing.assert_allclose(first.coef_, second.coef_, rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(first.coef_std_, second.coef_std_, rtol=1e-6)
+    assert first.log_likelihood_ == pytest.approx(second.log_likelihood_, rel=1e-9)
+
+
+def test_units_of_the_features_do_not_matter():
+    X, y, groups = make_clients()
+    plain = fit((X, y, groups), random="intercept")
+    units = np.array([1e6, 1e-5])
+    scaled = fit((X * units + [1e7, 0], y, groups), random="intercept")
+    np.testing.assert_allclose(scaled.coef_ * units, plain.coef_, rtol=1e-5)
+    np.testing.assert_allclose(scaled.coef_std_ * units, plain.coef_std_, rtol=1e-5)
+    assert scaled.log_likelihood_ == pytest.approx(plain.log_likelihood_, abs=1e-7)
+
+
+def test_collinear_features_are_no_obstacle():
+    X, y, groups = make_clients()
+    plain = fit((X, y, groups), random="intercept")
+    twice = fit((np.column_stack([X, X[:, 0], np.ones(len(X))]), y, groups), random="intercept")
+    assert twice.log_likelihood_ == pytest.approx(plain.log_likelihood_, abs=1e-8)
+    np.testing.assert_allclose(twice.coef_[:, 0] + twice.coef_[:, 2], plain.coef_[:, 0], rtol=1e-6)
+
+
+def test_no_differences_between_clients_is_an_answer():
+    X, y, groups = make_clients(between=0.0, m=20, n=40, seed=4)
+    model = fit((X, y, groups), random="intercept")
+    assert model.prior_.covariance[0, 0] == 0.0
+    peer = sklearn_fit(X, y, C=np.inf)
+    np.testing.assert_allclose(model.coef_, np.tile(peer.coef_, (20, 1)), rtol=1e-5)
+    np.testing.assert_array_equal(model.shrinkage_, 1)
+
+
+@pytest.mark.parametrize("n_classes", [2, 3])
+@pytest.mark.parametrize("known", [False, True])
+def test_separated_classes_get_a_finite_answer_and_a_warning(n_classes, known):
+    X, _, groups = make_clients()
+    y = np.searchsorted(np.quantile(X[:, 0], np.arange(1, n_classes) / n_classes), X[:, 0])
+    prior = GaussianPrior(covariance=1.0) if known else GaussianPrior()
+    with pytest.warns(SeparationWarning, match="A combination of the features separates"):
+        model = fit((X, y, groups), prior=prior)
+    assert np.abs(model.coef_).max() < 50
+    assert np.isfinite(model.population_coef_std_).all()
+    assert model.score(X, y, groups=groups) > 0.95
+    with pytest.warns(SeparationWarning):
+        alone = PersonalizedLogisticRegression().fit(X, y, groups=np.zeros(len(y), int))
+    spread = X.std(axis=0)
+
+    def minus(t):
+        coef, intercept = t[1:].reshape(2, -1), t[:1]
+        u = intercept + X @ coef[:, 0]
+        penalty = 0.5 * np.sum((coef[:, 0] * spread / 2.5) ** 2)
+        return np.logaddexp(0, np.where(y > 0, -u, u)).sum() + penalty
+
+    if n_classes == 2:
+        expected = minimize(minus, np.zeros(3), tol=1e-10).x
+        np.testing.assert_allclose(alone.coef_[0], expected[1:], rtol=1e-4, atol=1e-5)
+
+
+def test_overlapping_classes_get_no_prior():
+    """One row on the wrong side is enough for a maximum, however far away."""
+    X = np.linspace(-1, 1, 40)[:, None]
+    y = (X[:, 0] > 0).astype(int)
+    y[17] = 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = PersonalizedLogisticRegression().fit(X, y, groups=np.zeros(40, int))
+    peer = sklearn_fit(X, y, C=np.inf)
+    np.testing.assert_allclose(model.coef_, peer.coef_, rtol=1e-5)
+
+
+def test_clients_of_one_class_each():
+    X, _, groups = make_clients()
+    y = groups % 2
+    with pytest.warns(SeparationWarning, match="No client has rows of two classes"):
+        model = fit((X, y, groups), random="intercept")
+    assert 1 < model.prior_.covariance[0, 0] ** 0.5 < 20
+    assert np.isfinite(model.coef_).all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit((X, y, groups), random="intercept", prior=GaussianPrior(covariance=1.0))
+
+
+def test_summary():
+    X, y, groups = make_clients()
+    frame = pd.DataFrame(X, columns=["dose", "age"])
+    prior = GaussianPrior(covariance_type="full")
+    model = fit((frame, y, groups), random=["intercept", "age"], prior=prior)
+    table = model.summary()
+    assert list(table.columns) == ["estimate", "std_error", "sd", "correlation"]
+    assert table.loc[("fixed", "dose"), "estimate"] == model.population_coef_[0]
+    assert table.loc[("fixed", "intercept"), "std_error"] == model.population_intercept_std_
+    covariance = model.prior_.covariance
+    assert table.loc[("between", "age"), "sd"] == pytest.approx(covariance[1, 1] ** 0.5)
+    correlation = covariance[0, 1] / np.sqrt(covariance[0, 0] * covariance[1, 1])
+    assert table.loc[("between", "intercept, age"), "correlation"] == pytest.approx(correlation)
+    several = fit(make_clients(n_classes=3), random="intercept").summary()
+    assert list(several.index[:2]) == [("fixed", "0: intercept"), ("fixed", "0: x0")]
+    assert len(several) == 10
+
+
+def test_searches_and_pipelines():
+    X, y, groups = make_clients()
+    with sklearn.config_context(enable_metadata_routing=True):
+        search = GridSearchCV(
+            make_pipeline(StandardScaler(), PersonalizedLogisticRegression(GaussianPrior())),
+            {"personalizedlogisticregression__prior__covariance": [0.01, 1.0]},
+            cv=ClientKFold(3, random_state=0),
+            scoring=ClientScorer("neg_log_loss"),
+        ).fit(X, y, groups=groups)
+        best = search.best_estimator_
+        got = best.predict_proba(X, groups=groups, integrate=True)
+    assert best[-1].prior_.covariance[0, 0] == 1.0
+    expected = best[-1].predict_proba(best[0].transform(X), groups=groups, integrate=True)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_too_few_iterations_are_said():
+    with pytest.warns(
+        ConvergenceWarning, match=r"did not converge in 1 iterations .* Raise max_iter"
+    ):
+        fit(make_clients(), max_iter=1)
+
+
+ROWS = make_clients()
+
+
+@pytest.mark.parametrize(
+    ("change", "params", "error"),
+    [
+        (
+            lambda X, y, g: (X, y, np.arange(len(y))),
+            {},
+            r"every one of the \d+ clients has one row",
+        ),
+        (lambda X, y, g: (X, 0 * y, g), {}, "the data contains only one class: 0"),
+        (lambda X, y, g: (X, y + 0.5 * X[:, 0], g), {}, "Unknown label type"),
+        (lambda X, y, g: (np.where(X > 2, np.inf, X), y, g), {}, "infinity"),
+        (lambda X, y, g: (np.where(X > 2, np.nan, X), y, g), {}, "NaN"),
+        (lambda X, y, g: (X, y, g), {"random": ["dose"]}, "random holds 'dose'"),
+        (lambda X, y, g: (X, y, g), {"random": [2]}, "index 2, but X has 2 features"),
+        (
+            lambda X, y, g: (X, y, g),
+            {"random": "intercept", "fit_intercept": False},
+            "fit_intercept=False",
+        ),
+        (
+            lambda X, y, g: (X * [1, 0] + [0, 3], y, g),
+            {"prior": GaussianPrior(covariance_type="diag")},
+            "the column 'x1' is constant over all rows",
+        ),
+        (
+            lambda X, y, g: (X, y, g % 2),
+            {"prior": GaussianPrior(covariance_type="full")},
+            "at least as many clients as random coefficients; got 2 clients and 3",
+        ),
+        (lambda X, y, g: (X, y, g), {"prior": BetaPrior()}, "does not go with"),
+        (
+            lambda X, y, g: (X, y, g),
+            {"prior": GaussianPrior(covariance=np.inf)},
+            "covariance of GaussianPrior must be finite for PersonalizedLogisticRegression",
+        ),
+        (lambda X, y, g: (X, y, g), {"prior": GaussianPrior([1.0, 2.0])}, r"of shape \(3,\)"),
+        (lambda X, y, g: (X, y, g), {"max_iter": 0}, "'max_iter' parameter"),
+        (lambda X, y, g: (X, y, g), {"tol": 0.0}, "'tol' parameter"),
+        (lambda X, y, g: (X, y, g[:-1]), {}, "groups has"),
+    ],
+)
+def test_bad_input(change, params, error):
+    X, y, groups = change(*ROWS)
+    model = PersonalizedLogisticRegression(**params)
+    before = dict(vars(model))
+    with pytest.raises(ValueError, match=error):
+        model.fit(X, y, groups=groups)
+    assert vars(model) == before
+
+
+def test_a_constant_column_is_fine_where_it_is_identified():
+    X, y, groups = ROWS
+    constant = X * [1, 0] + [0, 1]
+    diagonal = GaussianPrior(covariance_type="diag")
+    without = fit((constant, y, groups), prior=diagonal, fit_intercept=False)
+    with_intercept = fit((X[:, :1], y, groups), prior=diagonal)
+    np.testing.assert_allclose(without.coef_[:, 1], with_intercept.intercept_, rtol=1e-5)
+    fit((constant, y, groups), random=["intercept", 0], prior=diagonal)

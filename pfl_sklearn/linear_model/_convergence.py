@@ -5,12 +5,15 @@ from sklearn.exceptions import ConvergenceWarning
 from pfl_sklearn._warnings import warn_caller
 
 
-def warn_not_converged(estimator, found):
+def warn_not_converged(estimator, found, prior=None):
     """Warn if the search of a fit ran out of iterations."""
-    if not found.converged:
-        warn_caller(
-            f"{type(estimator).__name__} did not converge in {found.n_iter} iterations "
-            f"(max_iter={estimator.max_iter}, tol={estimator.tol}). Raise max_iter, let fewer "
-            "coefficients vary by client (random), or take a simpler covariance_type.",
-            ConvergenceWarning,
-        )
+    if found.converged:
+        return
+    advice = ["Raise max_iter", "bring the features to like scales"]
+    if prior is None or "covariance_type" in prior.get_params(deep=False):
+        advice += ["take a simpler covariance_type", "let fewer coefficients vary (random)"]
+    warn_caller(
+        f"{type(estimator).__name__} did not converge in {found.n_iter} iterations "
+        f"(max_iter={estimator.max_iter}, tol={estimator.tol}). {', or '.join(advice)}.",
+        ConvergenceWarning,
+    )

@@ -17,6 +17,18 @@ class Factor(NamedTuple):
     owners: np.ndarray
     start: np.ndarray  # (n_parameters,), a factor of the identity or near it
 
+    @property
+    def starts(self):
+        """Several starts; none is a step of length 1 away from zero, which is stationary."""
+        return [scale * self.start for scale in (0.7, 0.07, 7.0)]
+
+    def row_scales(self, parameters):
+        """Lengths (n_parameters,) of the rows of the factor that hold a parameter."""
+        rows = np.sqrt(np.sum(self.matrix(parameters) ** 2, axis=1))
+        scales = np.zeros(len(self.start))
+        np.maximum.at(scales, self.owners, rows[self.positions // self.shape[1]])
+        return scales
+
     def matrix(self, parameters):
         """Factor (q, r) of parameters (n_parameters,)."""
         flat = np.zeros(self.shape[0] * self.shape[1])

@@ -112,5 +112,13 @@ def _position(name, features, fit_intercept):
 
 
 def feature_names(X):
-    """Column names of a data frame as strings, or None."""
-    return [str(name) for name in X.columns] if hasattr(X, "columns") else None
+    """Column names of a data frame as strings, or None; TypeError if only some are strings."""
+    if not hasattr(X, "columns"):
+        return None
+    strings = [isinstance(name, str) for name in X.columns]
+    if any(strings) and not all(strings):
+        raise TypeError(
+            f"X has column names of which only some are strings: {list(X.columns)[:20]}; give "
+            "strings throughout, or an array."
+        )
+    return [str(name) for name in X.columns]

@@ -50,19 +50,45 @@ class Estimates(NamedTuple):
     responsibilities: np.ndarray | None = None  # (m, k)
 
 
-def centred(table, known_mean):
-    """Targets, and what was taken off them: a known mean of the random part, or their own mean.
+def centred(table, known_mean, random_too=False):
+    """The table around its means, and what has to be put back.
 
-    Returns the targets (n,) and the offset (p,) that is to be added to the population.
+    A known mean of the random part is taken off the targets. Where the population has a free
+    intercept, it can take up the mean of the targets that are left, and those of the fixed columns
+    (and of the random ones, `random_too`, where that is no more than another basis of a free
+    covariance).
+
+    Returns
+    -------
+    table : Table
+    offset : ndarray of shape (p,)
+        To be added to the population.
+    centre : ndarray of shape (p,)
+        Taken off the columns.
     """
-    offset = np.zeros(table.columns.shape[1])
+    y, columns, q = table.y, table.columns, table.n_random
+    offset, centre = np.zeros(columns.shape[1]), np.zeros(columns.shape[1])
     if known_mean is not None:
-        offset[: table.n_random] = known_mean
-        return table.y - table.columns[:, : table.n_random] @ known_mean, offset
-    if table.intercept is None:
-        return table.y, offset
-    offset[table.intercept] = np.average(table.y, weights=table.weights)
-    return table.y - offset[table.intercept], offset
+        offset[:q] = known_mean
+        y = y - columns[:, :q] @ known_mean
+    if table.intercept is not None and (known_mean is None or table.intercept >= q):
+        offset[table.intercept] = np.average(y, weights=table.weights)
+        y = y - offset[table.intercept]
+        weights = np.ones(len(y)) if table.weights is None else table.weights
+        first = 0 if random_too and table.intercept < q else q
+        centre[first:] = weights @ columns[:, first:] / weights.sum()
+        centre[table.intercept] = 0.0
+    if centre.any():
+        columns = columns - centre
+    return table._replace(columns=columns, y=y), offset, centre
+
+
+def uncentred(vectors, table, centre):
+    """Coefficients (..., p) of the columns as they were, from those of centred columns."""
+    if centre.any():
+        vectors = vectors.copy()
+        vectors[..., table.intercept] -= vectors @ centre
+    return vectors
 
 
 def point_estimates(population, coefficients, prior, covariance, noise, n_iter, done, shares=None):

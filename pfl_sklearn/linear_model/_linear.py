@@ -135,7 +135,8 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
     population_coef_ : ndarray of shape (d,)
     population_intercept_ : float
     population_coef_std_, population_intercept_std_ : ndarray of shape (d,) and float
-        Standard errors given the variances (NaN under priors other than the Gaussian).
+        Standard errors given the variances; NaN for what the rows leave open (a column of zeros,
+        one of two equal columns) and under priors other than the Gaussian.
     population_covariance_ : ndarray of shape (p, p)
         Covariance of the population coefficients, the intercept (if fitted) first.
     prior_ : prior
@@ -155,12 +156,12 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
     ------
     ValueError
         For missing or mixed ids, NaN or infinity in `X` or `y`, unknown names in `random`, and for
-        variances that the data cannot tell apart: every client has one row, a random column
-        that is constant over all rows beside a random intercept, fewer clients than random
-        coefficients with a full covariance. With a finite `epsilon` also for a missing bound,
-        weights, another than a Gaussian prior, an unknown covariance of several clients,
-        ``unit="row"`` with ``relation="add_remove"`` and several clients, and a known mean unless
-        all else is known too.
+        variances that the data cannot tell apart: every client has one row; unless the covariance
+        is spherical, a random column that is constant over all rows beside a random intercept;
+        with a full one, fewer clients than random coefficients. With a finite `epsilon` also for a
+        missing bound, weights, another than a Gaussian prior, an unknown covariance of several
+        clients, ``unit="row"`` with ``relation="add_remove"`` and several clients, and a known
+        mean unless all else is known too.
 
     Warns
     -----
@@ -202,11 +203,12 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
     beyond `target_bound`. `feature_bound` may well leave rows outside: their weights depend on
     their features alone, which costs no bias, and half of them outside is a good choice where
     noise dominates. An unknown `noise_variance` is bought in the same release (for nothing under
-    "replace_one"), kept between one standard deviation of its noise and ``target_bound ** 2``; the
-    fit warns if it drowns. The clients' posteriors are computed from their own exact rows around
-    what was released, its error added to the prior covariance. They are not covered by the
-    promise: client i may see its own (joint differential privacy); hand it over with
-    :meth:`for_client`. A single client keeps its own least squares.
+    "replace_one"), kept between one standard deviation of its noise and ``target_bound ** 2``;
+    where it drowns (below four of them) every client keeps its own regression, with a warning. The
+    clients' posteriors are computed from their own exact rows around what was released, its error
+    added to the prior covariance. They are not covered by the promise: client i may see its own
+    (joint differential privacy); hand it over with :meth:`for_client`. A single client keeps its
+    own least squares.
 
     Memory beyond the input: a copy of the rows, cut to as many as there are random coefficients
     for clients with more, ``8 min(n_i, q) (p + 1)`` bytes a client, twice during the fit and
@@ -339,13 +341,14 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
         release = Release(*(getattr(self, name) for name in Release._fields))
         fit = with_report(fit, prior, release, sample_weight, (_POPULATION, _CLIENTS))
         features, y = check_X_y(X, y, dtype=np.float64, order="C", y_numeric=True, estimator=self)
+        y = y.astype(np.float64, copy=False)
         rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)
         design = resolve_design(
             self.random, features.shape[1], self.fit_intercept, feature_names(X)
         )
         table = self._table(design, features, y, rows)
         found, report = fit(table, prior, self._options())
-        warn_not_converged(self, found)
+        warn_not_converged(self, found, prior)
         self._store(X, design, rows.clients, found, report, groups is not None)
         warn_once(report)
         return self
@@ -388,10 +391,10 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
         self.population_covariance_ = found.population_covariance[np.ix_(back, back)]
         self._between = _embedded(found.covariance, design)
         stds = np.sqrt(np.diag(self.population_covariance_))
-        self.population_coef_, self.population_intercept_ = design.coefficients(
-            found.population[back]
-        )
-        self.population_coef_std_, self.population_intercept_std_ = design.coefficients(stds)
+        coef, intercept = design.coefficients(found.population[back])
+        self.population_coef_, self.population_intercept_ = coef, float(intercept)
+        coef_std, intercept_std = design.coefficients(stds)
+        self.population_coef_std_, self.population_intercept_std_ = coef_std, float(intercept_std)
         self.coef_, self.intercept_ = design.coefficients(found.coefficients[:, back])
         for name in ("_posterior", "responsibilities_"):  # of an earlier fit
             self.__dict__.pop(name, None)
@@ -497,6 +500,13 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
 
     def _by_column(self, quantity):
         """Values (n_clients, p) of the posterior, in the order of the design."""
+        check_is_fitted(self)
+        if not hasattr(self, "_posterior"):
+            raise AttributeError(
+                f"there is no posterior, hence no standard deviation and no shrinkage: "
+                f"prior={self.prior!r} with method={self.method!r} and solver={self.solver!r} "
+                "gives the clients' coefficients only."
+            )
         return getattr(self._posterior, quantity)()[:, np.argsort(self._design.order)]
 
     def _variances(self, x, codes):

@@ -8,8 +8,9 @@ from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._estimates import Estimates
 from pfl_sklearn.linear_model._posterior import CovariancePosterior
-from pfl_sklearn.linear_model._roots import inverse_root
+from pfl_sklearn.linear_model._roots import estimable, inverse_root
 
+_WITHIN = 1e-22  # share of a column's squares, within clients, that is rounding
 _RANK = 1e-12  # singular values, over the lengths of the columns, that are rounding errors
 
 
@@ -37,8 +38,13 @@ def fit_local(table, prior, options, covariance):
     if noise is None:
         noise = square / rows if rows > 0 else np.nan
     covariances = _covariances(batches, solved, fixed_root, noise, (m, p, q))
-    population = coefficients.mean(axis=0)
+    population, mean = coefficients.mean(axis=0), prior.known_mean(q)
     error = _population_covariance(covariances, fixed_root, noise, q, m)
+    if m == 1:
+        left_open = ~estimable(_normal(table))
+        error[left_open], error[:, left_open] = np.nan, np.nan
+    if mean is not None:
+        population[:q], error[:q], error[:, :q] = mean, 0.0, 0.0
     return Estimates(
         population,
         error,
@@ -51,6 +57,19 @@ def fit_local(table, prior, options, covariance):
         1,
         True,
     )
+
+
+def _normal(table):
+    """Normal matrix (p, p) of all rows, around the means of the columns if there is an intercept.
+
+    The intercept's own row and column are left as they are for columns of mean zero.
+    """
+    weights = np.ones(len(table.y)) if table.weights is None else table.weights
+    columns = table.columns
+    if table.intercept is not None:
+        columns = columns - weights @ columns / weights.sum()
+        columns[:, table.intercept] = 1.0
+    return (columns * weights[:, None]).T @ columns
 
 
 def _batches(table):
@@ -115,7 +134,11 @@ def _fixed_coefficients(solved, table):
         gram += flat.T @ flat
     if not size:
         return np.zeros(0), np.zeros((0, 0))
-    root, _ = inverse_root(gram[:-1, :-1])
+    fixed = table.columns[:, table.n_random :]
+    weights = np.ones(len(fixed)) if table.weights is None else table.weights
+    varies = np.diag(gram)[:-1] > _WITHIN * np.einsum("n,nf,nf->f", weights, fixed, fixed)
+    gram[:-1] *= varies[:, None]
+    root, _ = inverse_root(gram[:-1, :-1] * varies)
     return root @ (root.T @ gram[:-1, -1]), root
 
 
@@ -135,7 +158,7 @@ def _covariances(batches, solved, fixed_root, noise, shape):
 def _population_covariance(covariances, fixed_root, noise, q, m):
     """A single client's own; infinite for the mean of clients that share nothing."""
     if m == 1:
-        return covariances[0]
+        return covariances[0].copy()
     error = np.zeros_like(covariances[0])
     error[np.arange(q), np.arange(q)] = np.inf
     error[q:, q:] = noise * fixed_root @ fixed_root.T

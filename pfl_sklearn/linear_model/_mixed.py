@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from pfl_sklearn.linear_model._estimates import Estimates, centred
+from pfl_sklearn.linear_model._estimates import Estimates, centred, uncentred
 from pfl_sklearn.linear_model._known import fit_known, is_cheap
 from pfl_sklearn.linear_model._local import fit_local
 from pfl_sklearn.linear_model._posterior import RowPosterior
-from pfl_sklearn.linear_model._profile import Settings, client_deviations
+from pfl_sklearn.linear_model._profile import Settings, client_deviations, open_coefficients
 from pfl_sklearn.linear_model._reduction import reduce_rows
 from pfl_sklearn.linear_model._search import at_ratio, search_factor, search_noise, search_ratio
 
@@ -35,21 +35,24 @@ def fit_gaussian(table, prior, options):
         return fit_local(table, prior, options, covariance)
     if is_cheap(table, mean, covariance, options.noise_variance):
         return fit_known(table, prior, mean, covariance, options)
-    y, offset = centred(table, mean)
+    any_basis = prior.covariance_type == "full" and covariance is None and mean is None
+    table, offset, centre = centred(table, mean, any_basis)
     spectral = use_spectral(prior.covariance_type, covariance, options.solver)
     reduced = reduce_rows(
         table.columns,
-        y,
+        table.y,
         table.codes,
         table.n_clients,
         q,
         weights=table.weights,
         spectral=spectral,
+        common_scale=spectral
+        or (covariance is None and prior.covariance_type in ("spherical", "low_rank")),
         n_jobs=options.n_jobs,
     )
     settings = Settings(options.method == "reml", 0 if mean is None else q, options.noise_variance)
     found = _search(reduced, settings, prior, covariance, spectral, options)
-    return _estimates(table, reduced, found, prior, offset, mean is None)
+    return _estimates(table, reduced, found, prior, (offset, centre), mean is None)
 
 
 def use_spectral(covariance_type, covariance, solver):
@@ -108,26 +111,35 @@ def _search(reduced, settings, prior, covariance, spectral, options):
     return at_ratio(reduced, settings, scaled / noise)
 
 
-def _estimates(table, reduced, found, prior, offset, free_mean):
+def _estimates(table, reduced, found, prior, around, free_mean):
     """Everything in the units of the data."""
+    offset, centre = around
     m, q, p = table.n_clients, table.n_random, table.columns.shape[1]
     scale, point = reduced.scale, found.point
     free = slice(0 if free_mean else q, p)
     population, error = offset.copy(), np.zeros((p, p))
     population[free] += point.coefficients * scale[free]
+    population = uncentred(population, table, centre)
     error[free, free] = point.covariance()
     deviations = client_deviations(reduced, found.whitened, point, found.ratio)
     coefficients = np.tile(population, (m, 1))
-    coefficients[:, :q] += deviations * scale[:q]
+    spread = np.hstack([deviations * scale[:q], np.zeros((m, p - q))])
+    coefficients += uncentred(spread, table, centre)
     ratio = np.zeros((p, p))
     ratio[:q, :q] = found.ratio
+    rows, error, ratio = _put_back(
+        _by_client(reduced, found.whitened), error, ratio, table, centre, scale
+    )
     squares = np.multiply.outer(scale, scale)
+    stated = error * squares
+    left_open = open_coefficients(reduced, found.whitened, point, free.start) + free.start
+    stated[left_open], stated[:, left_open] = np.nan, np.nan
     covariance = point.noise * (ratio * squares)[:q, :q]
     return Estimates(
         population,
-        error * squares,
+        stated,
         coefficients,
-        RowPosterior(_by_client(reduced, found.whitened), ratio, point.noise, error, scale),
+        RowPosterior(rows, ratio, point.noise, error, scale),
         prior.with_values(population[:q], covariance),
         covariance,
         point.noise,
@@ -135,6 +147,18 @@ def _estimates(table, reduced, found, prior, offset, free_mean):
         found.n_iter,
         found.converged,
     )
+
+
+def _put_back(rows, error, ratio, table, centre, scale):
+    """Whitened columns (m, k, p) and covariances (p, p), all scaled, of uncentred columns."""
+    if not centre.any():
+        return rows, error, ratio
+    shift = centre * scale / scale[table.intercept]
+    back = np.eye(len(scale))
+    back[table.intercept] -= shift
+    if np.any(centre[: table.n_random]):
+        ratio = back @ ratio @ back.T
+    return rows + rows[..., table.intercept, None] * shift, back @ error @ back.T, ratio
 
 
 def _by_client(reduced, whitened):

@@ -1,12 +1,15 @@
 """Linear regressions under mixture priors: AdaMix for regression, and FedEM's model."""
 
+import warnings
+
 import numpy as np
 from scipy.optimize import minimize_scalar
 from sklearn.cluster import KMeans
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
 from pfl_sklearn.linear_model import _mixture_em as em
-from pfl_sklearn.linear_model._estimates import Estimates, centred
+from pfl_sklearn.linear_model._estimates import Estimates, centred, uncentred
 from pfl_sklearn.linear_model._posterior import CovariancePosterior
 from pfl_sklearn.linear_model._profile import Settings, client_deviations
 from pfl_sklearn.linear_model._reduction import reduce_rows
@@ -15,6 +18,7 @@ from pfl_sklearn.linear_model._search import search_ratio
 
 _START_STEPS = 8
 _START_TOLERANCE = 1e-3
+_START_RATIOS = 0.01, 10.0  # beyond, the likelihood is flat, and steps do not come back
 
 
 def fit_mixture(table, prior, options):
@@ -35,12 +39,13 @@ def fit_mixture(table, prior, options):
     if prior.is_known:
         return _fit_known(table, prior, covariance_type, options)
     _check_unknown(table, prior, options.noise_variance)
-    y, offset = centred(table, None)
-    reduced = _reduce(table, y, spectral=True, options=options)
+    table, *around = centred(table, None)
+    common = covariance_type == "spherical"
+    reduced = _reduce(table, spectral=True, options=options, common_scale=common)
     model = em.Model(covariance_type, options.noise_variance)
     space, pooled = _start_space(reduced, options)
     if covariance_type in ("diag", "full"):
-        reduced = _reduce(table, y, spectral=False, options=options, scale=reduced.scale)
+        reduced = _reduce(table, spectral=False, options=options, scale=reduced.scale)
     sizes = [prior.n_components]
     if prior.n_components == "bic":
         sizes = range(1, min(prior.max_components, table.n_clients) + 1)
@@ -53,7 +58,7 @@ def fit_mixture(table, prior, options):
             best = bic, k, fit
         elif k >= best[1] + 2:
             break
-    return _estimates(table, reduced, _in_order(best[2]), prior, offset)
+    return _estimates(table, reduced, _in_order(best[2]), prior, *around)
 
 
 def _check_unknown(table, prior, noise):
@@ -78,15 +83,16 @@ def _check_unknown(table, prior, noise):
         )
 
 
-def _reduce(table, y, spectral, options, scale=None):
+def _reduce(table, spectral, options, scale=None, common_scale=False):
     return reduce_rows(
         table.columns,
-        y,
+        table.y,
         table.codes,
         table.n_clients,
         table.n_random,
         weights=table.weights,
         spectral=spectral,
+        common_scale=common_scale,
         n_jobs=options.n_jobs,
         scale=scale,
     )
@@ -116,12 +122,16 @@ def _start(reduced, model, space, pooled, k, attempt, rng):
     if k > 1:
         n_directions = min(space.shape[1], k - 1 + attempt // 2)
         vectors = np.linalg.eigh(space.T @ space)[1][:, -n_directions:]
-        means = KMeans(k, n_init=1, max_iter=50, random_state=rng)
-        labels = means.fit_predict(space @ vectors)
+        with warnings.catch_warnings():  # clients may be alike: then any groups will do
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            means = KMeans(k, n_init=1, max_iter=50, random_state=rng)
+            labels = means.fit_predict(space @ vectors)
     q, f = reduced.n_random, len(reduced.remainder) - 1
     shares = np.full((len(space), k), 0.1 / k) + 0.9 * (labels[:, None] == np.arange(k))
     shares /= shares.sum(axis=1, keepdims=True)
-    factor = 0.0 if model.covariance_type == "zero" else np.sqrt(max(pooled.ratio[0, 0], 0.01))
+    factor = np.sqrt(np.clip(pooled.ratio[0, 0], *_START_RATIOS))
+    if model.covariance_type == "zero":
+        factor = 0.0
     if model.covariance_type in ("diag", "full"):
         factor = factor * np.eye(q)
     state = em.State(np.zeros((k, q)), np.zeros(f), [factor] * k, pooled.point.noise, np.ones(k))
@@ -144,7 +154,9 @@ def _in_order(fit):
 def _fit_known(table, prior, covariance_type, options):
     """Clients (and what the prior does not speak of) under a known mixture."""
     means, covariances, weights = prior.known_mixture(table.n_random)
-    reduced = _reduce(table, table.y, spectral=False, options=options)
+    table, *around = centred(table, weights @ means)
+    means = means - around[0][: table.n_random]
+    reduced = _reduce(table, spectral=False, options=options)
     scale = reduced.scale[: table.n_random]
     roots = [square_root(matrix) for matrix in covariances / np.multiply.outer(scale, scale)]
 
@@ -165,7 +177,7 @@ def _fit_known(table, prior, covariance_type, options):
             options={"xatol": 1e-8},
         )
         noise = float(np.exp(found.x))
-    return _estimates(table, reduced, at(noise), prior, np.zeros(table.columns.shape[1]))
+    return _estimates(table, reduced, at(noise), prior, *around)
 
 
 def _solve_fixed(reduced, state, options):
@@ -183,7 +195,7 @@ def _solve_fixed(reduced, state, options):
     return state, shares, value, options.max_iter, False
 
 
-def _estimates(table, reduced, fit, prior, offset):
+def _estimates(table, reduced, fit, prior, offset, centre):
     """Everything in the units of the data."""
     state, shares, value, n_iter, done = fit
     q, p, scale = table.n_random, table.columns.shape[1], reduced.scale
@@ -191,19 +203,19 @@ def _estimates(table, reduced, fit, prior, offset):
     centres, spreads = _conditional(reduced, state, ratios)
     average, posterior = _averaged(centres, spreads, shares, state.noise)
     squares = np.multiply.outer(scale, scale)
-    fixed = state.fixed * scale[q:] + offset[q:]
-    coefficients = np.tile(np.concatenate([offset[:q], fixed]), (table.n_clients, 1))
-    coefficients[:, :q] += average * scale[:q]
+    fixed = np.tile(state.fixed, (table.n_clients, 1))
+    coefficients = uncentred(np.hstack([average, fixed]) * scale, table, centre) + offset
     covariances = np.zeros((table.n_clients, p, p))
     covariances[:, :q, :q] = posterior * squares[:q, :q]
-    means = state.means * scale[:q] + offset[:q]
+    fixed = np.tile(state.fixed, (len(ratios), 1))
+    means = uncentred(np.hstack([state.means, fixed]) * scale, table, centre) + offset
     fitted = prior
     if not prior.is_known:
         covariances_of = state.noise * squares[:q, :q] * ratios
-        fitted = prior.with_mixture(means, covariances_of, state.weights)
+        fitted = prior.with_mixture(means[:, :q], covariances_of, state.weights)
     mean, covariance = fitted.moments()
     return Estimates(
-        np.concatenate([mean, fixed]),
+        np.concatenate([mean, coefficients[0, q:]]),
         np.full((p, p), np.nan),
         coefficients,
         CovariancePosterior(covariances, np.append(np.diag(covariance), np.zeros(p - q))),

@@ -17,6 +17,7 @@ from pfl_sklearn.linear_model._roots import inverse_root
 
 _EMPTY = 1e-8
 _HALVINGS = 10
+_SMALLEST_SQUARE = 1e-280
 _FACTOR_STEPS = 4
 _SMALLEST, _LARGEST = 1e-9, 1e14
 
@@ -131,7 +132,7 @@ def _best_noise(reduced, parts, state, shares, model):
     square = left_over(reduced, state.fixed)
     for k, part in enumerate(parts):
         square += shares[:, k] @ client_squares(reduced, part, state, k)[1]
-    return max(square, 1e-28 * reduced.sum_of_squares) / reduced.n_rows
+    return max(square, 1e-28 * reduced.sum_of_squares, _SMALLEST_SQUARE) / reduced.n_rows
 
 
 def _solve_coefficients(reduced, parts, state, shares):

@@ -49,7 +49,7 @@ class RowPosterior(NamedTuple):
             moved = x[part] - (pulled[:, None, :] @ rows)[:, 0]
             own = np.einsum("np,np->n", spread, x[part]) - np.sum(pulled**2, axis=1)
             error = np.einsum("np,np->n", moved @ self.population_covariance, moved)
-            result[part] = self.noise * np.maximum(own, 0.0) + error
+            result[part] = self.noise * np.maximum(own, 0.0) + np.maximum(error, 0.0)
         return result
 
     def coefficient_variances(self):
@@ -102,8 +102,9 @@ class CovariancePosterior(NamedTuple):
     def shrinkage(self):
         """Posterior over prior variance (m, p) of the coefficients, at most 1."""
         variances = self.coefficient_variances()
-        share = np.ones_like(variances)
-        np.divide(variances, self.prior_variances, out=share, where=self.prior_variances > 0)
+        share = np.tile(np.where(np.isinf(self.prior_variances), 0.0, 1.0), (len(variances), 1))
+        shrinks = (self.prior_variances > 0) & np.isfinite(self.prior_variances)
+        np.divide(variances, self.prior_variances, out=share, where=shrinks)
         return np.minimum(share, 1.0)
 
 

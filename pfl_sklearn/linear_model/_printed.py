@@ -20,6 +20,7 @@ from pfl_sklearn.linear_model._search import search_ratio
 from pfl_sklearn.priors import GaussianPrior
 
 _DIVERGED = 1e8
+_ASTRAY = 100.0
 
 
 class Grams(NamedTuple):
@@ -44,7 +45,7 @@ class Grams(NamedTuple):
         return float(np.linalg.eigvalsh(self.normal)[:, -1].max())
 
 
-def client_grams(table, y):
+def client_grams(table):
     """Gram matrices of every client; refuses fixed coefficients."""
     p = table.columns.shape[1]
     if table.n_random < p:
@@ -53,7 +54,7 @@ def client_grams(table, y):
         )
     reduced = reduce_rows(
         table.columns,
-        y,
+        table.y,
         table.codes,
         table.n_clients,
         p,
@@ -86,21 +87,22 @@ def fit_by_gradient(table, prior, options):
     q = table.n_random
     mean, covariance = prior.known_mean(q), prior.known_covariance(q)
     _check_descent(prior, covariance, options)
-    y, offset = centred(table, mean)
-    grams = client_grams(table, y)[0]
+    table, offset, _ = centred(table, mean)
+    grams = client_grams(table)[0]
     noise = options.noise_variance or max(grams.square.sum() / grams.n_rows.sum(), 1e-300)
     between = 1.0 if covariance is None else float(covariance[0, 0])
     state = Descent(np.zeros_like(grams.right), np.zeros(q), noise, between)
     rate = options.learning_rate or 1 / (grams.curvature() / noise + 1 / between)
     free = mean is None, options.noise_variance is None, covariance is None
-    largest, n_iter, done = _DIVERGED * (grams.square.sum() / noise + 1), 0, False
+    bounds = _Bounds(_DIVERGED * (grams.square.sum() / noise + 1), 10 * noise)
+    n_iter, done = 0, False
     while n_iter < options.max_iter and not done:
-        n_iter, before = n_iter + 1, state.theta
+        n_iter, before = n_iter + 1, state
         with np.errstate(over="ignore", invalid="ignore"):
             state, loss = _descend(grams, state, rate, free, options.variance_floor)
-        if not loss < largest:
-            _explain_divergence(n_iter, rate, grams, state)
-        change = np.abs(state.theta - before).max()
+        if bounds.exceeded(state, loss):
+            _explain_divergence(n_iter, rate, grams, before)
+        change = np.abs(state.theta - before.theta).max()
         done = n_iter > 1 and change <= options.tol * max(np.abs(state.theta).max(), 1e-300)
     _explain_floor(state, free, options.variance_floor)
     covariance = state.between * np.eye(q)
@@ -113,6 +115,17 @@ def fit_by_gradient(table, prior, options):
         n_iter,
         bool(done),
     )
+
+
+class _Bounds(NamedTuple):
+    """Beyond these the descent has gone astray; a variance is far above what it is to explain."""
+
+    loss: float
+    noise: float
+
+    def exceeded(self, state, loss):
+        between = _ASTRAY * max(1.0, float(np.max(state.theta**2)))
+        return not (loss < self.loss and state.noise <= self.noise and state.between <= between)
 
 
 def _descend(grams, state, rate, free, floor):
@@ -155,9 +168,10 @@ def _check_descent(prior, covariance, options):
 def _explain_divergence(n_iter, rate, grams, state):
     largest = 2 / (grams.curvature() / state.noise + 1 / state.between)
     raise ValueError(
-        f"solver='gd' diverged after {n_iter} iterations at learning_rate={rate:.3g}; at the "
-        f"variances reached it has to be below {largest:.3g}. Lower learning_rate, raise "
-        "variance_floor, or leave the solver to 'auto'."
+        f"solver='gd' diverged after {n_iter} iterations at learning_rate={rate:.3g}. At the "
+        f"variances before (noise {state.noise:.3g}, between clients {state.between:.3g}) it has "
+        f"to be below {largest:.3g}, and steps of unknown variances have to be small against the "
+        "variances. Lower learning_rate, raise variance_floor, or leave the solver to 'auto'."
     )
 
 
@@ -177,18 +191,23 @@ def _explain_floor(state, free, floor):
 
 def fit_clustered(table, prior, options):
     """Alternation of point estimates and clusters of them (Algorithms 1 and 6, conference)."""
+    if table.n_clients < (2 if prior.n_components == "bic" else prior.n_components):
+        raise ValueError(
+            f"n_components={prior.n_components!r} of {type(prior).__name__} needs at least as many "
+            f"clients; got {table.n_clients}."
+        )
     if prior.is_known or prior.n_components == "bic":
         raise ValueError(
             f"method='printed' estimates a {type(prior).__name__} with a given number of "
             "components; got a known prior or n_components='bic'."
         )
-    y, offset = centred(table, None)
-    grams, reduced = client_grams(table, y)
+    table, offset, _ = centred(table, None)
+    grams, reduced = client_grams(table)
     noise = options.noise_variance
     if noise is None:
         settings = Settings(False, 0, None)
         noise = search_ratio(reduced, settings, options.max_iter, 1e-4).point.noise
-    start = _local_coefficients(table._replace(y=y), prior, options, noise)
+    start = _local_coefficients(table, prior, options, noise)
     spread = "covariances" in prior.get_params(deep=False)
     step = _step_of_mixture if spread else _step_of_points
     rate = options.learning_rate or 1 / (grams.curvature() / noise + 1.0)

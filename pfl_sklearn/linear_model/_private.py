@@ -22,9 +22,12 @@ from pfl_sklearn.privacy._noise import noise_generator
 from pfl_sklearn.privacy._report import private_report
 
 _DROWNED = (
-    "The released noise variance drowns in the privacy noise and was raised to the latter's "
-    "standard deviation. Give noise_variance, tighter bounds or a larger epsilon."
+    "The released noise variance drowns in the privacy noise, so every client keeps its own "
+    "regression. Give noise_variance, tighter bounds or a larger epsilon."
 )
+
+
+_SMALLEST_BOUND = 1e-50  # squares of ratios of bounds are numbers from there on
 
 
 class Release(NamedTuple):
@@ -85,6 +88,11 @@ def _check_release(prior, release, sample_weight):
                 f"{name} must be given when epsilon is finite: a bound on the {what}, beyond which "
                 "rows are scaled down. It is yours, never taken from the data."
             )
+        if not _SMALLEST_BOUND <= getattr(release, name) <= 1 / _SMALLEST_BOUND:
+            raise ValueError(
+                f"{name} must lie between {_SMALLEST_BOUND:g} and {1 / _SMALLEST_BOUND:g}; got "
+                f"{getattr(release, name)!r}. Rescale the data."
+            )
     if release.delta == 0:
         raise ValueError("delta must be above 0 for the Gaussian mechanism; got 0.")
     if sample_weight is not None:
@@ -118,10 +126,12 @@ def fit_private(table, prior, options, release, names):
         If what is known of the population does not suffice.
     """
     mean, covariance = prior.known_mean(table.n_random), prior.known_covariance(table.n_random)
+    if covariance is not None and table.n_clients == 1 and np.isinf(covariance).any():
+        covariance = None
     _check_known(table, mean, covariance, options.noise_variance, release)
     if mean is not None:
         found = Population(mean, np.zeros_like(covariance), options.noise_variance, True)
-        report = PrivacyReport.of_known_population(*names, table.n_clients)
+        report = _report_of_nothing(table, release, names)
     else:
         found, report = _release(table, covariance, options.noise_variance, release, names)
     if not found.trusted:
@@ -133,11 +143,12 @@ def _check_known(table, mean, covariance, noise, release):
     """Raise ValueError if what is given of the population is too little, or too much."""
     if table.n_clients > 1 and (covariance is None or np.isinf(covariance).any()):
         raise ValueError(
-            f"with {table.n_clients} clients and a finite epsilon the prior needs a finite "
-            "covariance, as GaussianPrior(covariance=...): the covariance between clients is not "
-            "among the released moments."
+            "with several clients and a finite epsilon the prior needs a finite covariance, as "
+            "GaussianPrior(covariance=...): the covariance between clients is not among the "
+            "released moments."
         )
-    if table.n_clients > 1 and release.unit == "row" and release.relation == "add_remove":
+    several_rows = table.n_clients > 1 and release.unit == "row"
+    if several_rows and release.relation == "add_remove" and mean is None:
         raise ValueError(
             "unit='row' with relation='add_remove' is for one client; with several, the standard "
             "errors of the population need their numbers of rows, which only "
@@ -260,6 +271,16 @@ def _report(table, moments, mechanism, release, sizes, noisy, seeded, names):
     n_clients = table.n_clients if public or release.unit == "row" else None
     assumptions = report.assumptions[0 if public else 1 :]  # the first: numbers are public
     return dataclasses.replace(report, n_clients=n_clients, assumptions=assumptions)
+
+
+def _report_of_nothing(table, release, names):
+    """Report of a fit whose population is known: of the unit and relation that were asked for."""
+    public = release.relation == "replace_one"
+    report = PrivacyReport.of_known_population(*names, table.n_clients if public else None)
+    assumptions = report.assumptions[0 if public else 1 :]  # the first: numbers are public
+    return dataclasses.replace(
+        report, unit=release.unit, relation=release.relation, assumptions=assumptions
+    )
 
 
 def _caveats(release, n_units):

@@ -10,6 +10,8 @@ import numpy as np
 _COEFFICIENT_SD = 2.0  # of the ridge, in units of target_bound / feature_bound
 _TYPICAL = 1 / 4  # coefficients in units of that, for the first guess
 _PASSES = 3
+_ROUNDING = 1e-14
+_STANDS_OUT = 4.0  # standard deviations of the noise on a released noise variance
 
 
 class Population(NamedTuple):
@@ -111,8 +113,9 @@ def _posterior(gram, cross, error, prior):
     singular Gram matrix nor a tiny error does harm.
     """
     design = gram * prior
-    lower = np.linalg.cholesky(error)
-    whitened = np.linalg.solve(lower, np.column_stack([design, cross]))
+    sizes, directions = np.linalg.eigh(error)
+    sizes = np.sqrt(np.maximum(sizes, _ROUNDING * sizes[-1]))
+    whitened = directions.T @ np.column_stack([design, cross]) / sizes[:, None]
     left, values, right = np.linalg.svd(whitened[:, :-1])
     mean = right.T @ (values / (1 + values**2) * (left.T @ whitened[:, -1]))
     root = right.T / np.sqrt(1 + values**2) * prior[:, None]
@@ -129,4 +132,4 @@ def _noise_variance(noisy, gram, mean, spread, weight, largest):
     found = (residual - np.trace(spread @ gram)) / weight
     std = np.hypot(noisy.square_std, noisy.std * np.sqrt(2 * square + square**2)) / weight
     std = np.hypot(std, found * noisy.weight_std / weight)
-    return float(min(max(found, std), largest)), bool(found > 2 * std)
+    return float(min(max(found, std), largest)), bool(found > _STANDS_OUT * std)

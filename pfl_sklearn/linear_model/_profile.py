@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn.linear_model._roots import inverse_root
+from pfl_sklearn.linear_model._roots import estimable, inverse_root
 
 _BLOCK = 1024
 _SMALLEST = 1e-280
@@ -85,7 +85,7 @@ def profile(reduced, whitened, settings):
     gram = sum(_gram(rows) for rows in whitened.rows)
     gram[reduced.n_random :, reduced.n_random :] += reduced.remainder
     gram = gram[first:, first:]
-    root, log_det = inverse_root(gram[:-1, :-1])
+    root, log_det = inverse_root(gram[:-1, :-1], reduced.scale[first:])
     coefficients = root @ (root.T @ gram[:-1, -1])
     residuals, square = _residuals(reduced, whitened, coefficients, first)
     rank = root.shape[1]
@@ -95,8 +95,17 @@ def profile(reduced, whitened, settings):
     with np.errstate(divide="ignore", invalid="ignore"):
         value += rows * np.log(noise) + (rows if settings.noise is None else square / noise)
     if settings.restricted:
-        value += log_det - 2 * np.log(reduced.scale[first:]).sum()
+        value += log_det
     return Point(coefficients, root, residuals, float(noise), float(value))
+
+
+def open_coefficients(reduced, whitened, point, first):
+    """Positions of the population coefficients (p_free,) that the rows leave open."""
+    if point.root.shape[1] == len(point.root):
+        return np.zeros(0, dtype=np.intp)
+    gram = sum(_gram(rows) for rows in whitened.rows)
+    gram[reduced.n_random :, reduced.n_random :] += reduced.remainder
+    return np.flatnonzero(~estimable(gram[first:-1, first:-1]))
 
 
 def refined(reduced, whitened, settings, point):

@@ -48,7 +48,17 @@ class Reduced(NamedTuple):
 
 
 def reduce_rows(
-    columns, y, codes, n_clients, n_random, *, weights=None, spectral, n_jobs=None, scale=None
+    columns,
+    y,
+    codes,
+    n_clients,
+    n_random,
+    *,
+    weights=None,
+    spectral,
+    common_scale=True,
+    n_jobs=None,
+    scale=None,
 ):
     """Reduce the rows of all clients.
 
@@ -61,7 +71,9 @@ def reduce_rows(
     weights : ndarray of shape (n_rows,) or None
         Precision weights, positive.
     spectral : bool
-        Rotate to the eigenvectors of Z Z'; the random columns then share one scale.
+        Rotate to the eigenvectors of Z Z', of scaled columns.
+    common_scale : bool
+        The random columns share one scale, so that a multiple of the identity stays one.
     scale : ndarray of shape (p,), default=None
         Of the columns; None chooses it.
 
@@ -70,7 +82,7 @@ def reduce_rows(
     Reduced
     """
     if scale is None:
-        scale = _scales(columns, weights, n_clients, n_random, spectral)
+        scale = _scales(columns, weights, n_clients, n_random, common_scale)
     root = None if weights is None else np.sqrt(weights)
     with np.errstate(over="ignore"):
         sum_of_squares = float(np.vdot(y, y if weights is None else weights * y))
@@ -106,7 +118,7 @@ def _gather(columns, y, rows, scale, root):
     return table
 
 
-def _scales(columns, weights, n_clients, n_random, spectral):
+def _scales(columns, weights, n_clients, n_random, common):
     """Factors (p,) that make a client's random columns of length about 1, and fixed ones too."""
     with np.errstate(over="ignore"):
         squares = np.einsum("np,np->p", columns, columns)
@@ -115,7 +127,7 @@ def _scales(columns, weights, n_clients, n_random, spectral):
     if not np.isfinite(squares).all():
         raise ValueError("X holds values too large to be squared (above about 1e150).")
     squares = squares / n_clients
-    if spectral:
+    if common:
         squares[:n_random] = squares[:n_random].mean()
     return np.divide(1, np.sqrt(squares), out=np.ones_like(squares), where=squares > 0)
 

@@ -3,6 +3,7 @@
 import numpy as np
 
 _RANK = 1e-11
+_LEFT_OPEN = 1e-6  # squared length of a coefficient's part in the null space, from which it is open
 
 
 def square_root(covariance):
@@ -11,10 +12,37 @@ def square_root(covariance):
     return vectors * np.sqrt(np.maximum(values, 0.0))
 
 
-def inverse_root(normal):
-    """Root L (p, rank) of the pseudo-inverse L L' of a matrix, and the matrix's log determinant."""
+def inverse_root(normal, scale=1.0):
+    """Root L (p, rank) of a generalized inverse L L' of a matrix, and a log pseudo-determinant.
+
+    The latter is of the matrix before its columns and rows were multiplied by `scale` (p,). Columns
+    get length 1 before the rank is judged: what varies between clients only weighs little where
+    clients differ much, and is not less determined for that.
+    """
     if not len(normal):
         return np.zeros((0, 0)), 0.0
-    values, vectors = np.linalg.eigh(normal)
+    lengths = np.sqrt(np.diag(normal))
+    lengths[lengths == 0] = 1.0
+    values, vectors = np.linalg.eigh(normal / lengths / lengths[:, None])
     kept = values > _RANK * max(values[-1], 0.0)
-    return vectors[:, kept] / np.sqrt(values[kept]), float(np.log(values[kept]).sum())
+    values, vectors = values[kept], vectors[:, kept]
+    log_det = np.log(values).sum() + 2 * _log_volume(vectors, lengths / scale)
+    return vectors / np.sqrt(values) / lengths[:, None], float(log_det)
+
+
+def estimable(normal):
+    """Which coefficients (p,) the normal equations determine, whatever the others are."""
+    lengths = np.sqrt(np.diag(normal))
+    lengths[lengths == 0] = 1.0
+    values, vectors = np.linalg.eigh(normal / lengths / lengths[:, None])
+    kept = values > _RANK * max(values[-1], 0.0)
+    return np.sum(vectors[:, kept] ** 2, axis=1) > 1 - _LEFT_OPEN
+
+
+def _log_volume(vectors, lengths):
+    """Log volume of orthonormal columns (p, rank) whose rows are multiplied by `lengths` (p,)."""
+    if vectors.shape[1] == len(lengths):
+        return np.log(lengths).sum()
+    order = np.argsort(-lengths)  # long rows first: else short ones drown in their rounding errors
+    upper = np.linalg.qr(vectors[order] * lengths[order, None], mode="r")
+    return np.log(np.abs(np.diag(upper))).sum()

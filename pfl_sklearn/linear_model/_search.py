@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import brentq, minimize
+from scipy.optimize import OptimizeResult, brentq, minimize
 
 from pfl_sklearn.linear_model._covariance import factor_of
 from pfl_sklearn.linear_model._profile import (
@@ -27,6 +27,9 @@ _ZERO = 1e-9  # a variance ratio, on the scale of the reduction, that stands for
 _LARGEST = 1e14
 _START_CLIENTS, _START_STEPS, _START_TOL = 1000, 20, 3e-3
 _SMALLEST_START = 1e-6
+_FEW_CELLS = 1 << 12  # up to which several starts are tried
+_ROUNDS, _FAR_OFF = 6, 3.0  # of quasi-Newton steps, and how wrong the units of one may be
+_LARGEST_FACTOR = 1e7
 
 
 class Found(NamedTuple):
@@ -53,8 +56,8 @@ def at_ratio(reduced, settings, ratio):
 def search_ratio(reduced, settings, max_iter, tol):
     """Best ratio of a spherical covariance (spectral rows).
 
-    Fisher scoring. Many rows start from the answer of some clients, then of all in half the
-    precision; few rows from the best of a grid.
+    Fisher scoring. Many rows start from the unrestricted answer of some clients, then of all in
+    half the precision; few rows from the best of a grid.
     """
     size = sum(stack.rows.size for stack in reduced.stacks)
     if size <= _CHEAP_CELLS:
@@ -62,8 +65,9 @@ def search_ratio(reduced, settings, max_iter, tol):
         start = float(_GRID[int(np.argmin(values))])
     else:
         start = 1.0
+        cheaper = settings._replace(restricted=False)
         for rough in (_some_clients(reduced), _half_precision(reduced)):
-            found = _score(rough, settings, start, _START_STEPS, _START_TOL)
+            found = _score(rough, cheaper, start, _START_STEPS, _START_TOL)
             start = max(found.ratio, _SMALLEST_START)
     found = _score(reduced, settings, start, max_iter, tol)
     if found.evidence < _FAR_FROM_ZERO:
@@ -135,18 +139,41 @@ def search_factor(reduced, settings, covariance_type, rank, max_iter, tol):
         slope = 2 * slope_matrix(reduced, whitened, point, settings) @ lower
         return point.criterion / reduced.n_clients, factor.pull_back(slope) / reduced.n_clients
 
-    result = minimize(
-        objective,
-        factor.start,
-        jac=True,
-        method="L-BFGS-B",
-        options={"maxiter": max_iter, "maxcor": 30, "ftol": 1e-15, "gtol": tol},
-    )
+    n_cells = sum(stack.rows.size for stack in reduced.stacks)
+    starts = factor.starts if n_cells <= _FEW_CELLS else factor.starts[:1]
+    runs = [_descend(objective, factor, start, max_iter, tol) for start in starts]
+    result = min(runs, key=lambda run: (not run.success, run.fun))
     parameters = _snapped(result.x, objective)
     lower = factor.matrix(parameters)
     found = at_ratio(reduced, settings, lower @ lower.T)
     steep = np.abs(result.jac).max() > 100 * tol
     return found._replace(n_iter=int(result.nit), converged=bool(result.success or not steep))
+
+
+def _descend(objective, factor, start, max_iter, tol):
+    """Quasi-Newton from a start, in units of the factor's rows once these are large.
+
+    Slopes are flat where the variances are large, so that tolerances have to be relative there.
+    """
+    unit, x, n_iter = np.ones(len(start)), start, 0
+    for _ in range(_ROUNDS):
+        result = minimize(
+            lambda t, unit=unit: _times(objective(t * unit), unit),
+            x / unit,
+            jac=True,
+            method="L-BFGS-B",
+            bounds=[(-edge, edge) for edge in _LARGEST_FACTOR / unit],
+            options={"maxiter": max_iter, "maxcor": 30, "ftol": 1e-15, "gtol": tol},
+        )
+        x, n_iter, before = result.x * unit, n_iter + int(result.nit), unit
+        unit = np.maximum(factor.row_scales(x), 1.0)
+        if np.all(unit < _FAR_OFF * before):
+            break
+    return OptimizeResult(x=x, fun=result.fun, jac=result.jac, nit=n_iter, success=result.success)
+
+
+def _times(valued, unit):
+    return valued[0], valued[1] * unit
 
 
 def _snapped(parameters, objective):
@@ -163,27 +190,47 @@ def search_noise(reduced, settings, covariance):
     """Best noise variance when the between-client covariance (q, q), or number, is known."""
 
     def slope(log_noise):
-        """Derivative of the criterion in the logarithm of the noise variance."""
-        noise = np.exp(log_noise)
-        fixed = settings._replace(noise=noise)
-        found = at_ratio(reduced, fixed, covariance / noise)
-        if np.ndim(covariance) == 0:
-            ratio = covariance / noise
-            by_ratio = slope_spectral(reduced, found.whitened, found.point, fixed, ratio)[0]
-            by_ratio *= ratio
-        else:
-            matrix = slope_matrix(reduced, found.whitened, found.point, fixed)
-            by_ratio = np.vdot(matrix, found.ratio)
-        free = reduced.n_rows - (found.point.root.shape[1] if settings.restricted else 0)
-        square = profile(reduced, found.whitened, settings._replace(noise=None)).noise * free
-        return free - square / noise - by_ratio
+        return _slope_in_noise(reduced, settings, covariance, np.exp(log_noise))
 
-    centre = np.log(at_ratio(reduced, settings, 0.0 * covariance).point.noise)
-    low, high = centre, centre
-    while slope(high) < 0 and high < centre + 60:
-        high += 2.0
-    while slope(low) > 0 and low > centre - 60:
-        low -= 2.0
-    log_noise = brentq(slope, low, high, xtol=1e-12) if low < high else centre
+    log_noise = _noise_start(reduced, settings, covariance)
+    largest = float(np.max(covariance))
+    lowest = np.log(largest / _LARGEST) if largest > 0 else log_noise - 60
+    low = high = log_noise
+    while slope(high) < 0 and high < log_noise + 60:
+        high += 1.0
+    while slope(low) > 0 and low > lowest:
+        low = max(low - 1.0, lowest)
+    if slope(low) < 0 < slope(high):
+        log_noise = brentq(slope, low, high, xtol=1e-12)
+    elif low < log_noise:  # an exact fit: the smaller the likelier
+        log_noise = low
     noise = float(np.exp(log_noise))
     return at_ratio(reduced, settings._replace(noise=noise), covariance / noise)
+
+
+def _noise_start(reduced, settings, covariance):
+    """Logarithm of the residual variance without clients, or the best below it for few rows."""
+    log_noise = np.log(at_ratio(reduced, settings, 0.0 * covariance).point.noise)
+    largest = float(np.max(covariance))
+    if not largest > 0 or sum(stack.rows.size for stack in reduced.stacks) > _CHEAP_CELLS:
+        return log_noise
+    tried = log_noise - np.arange(0.0, min(20.0, log_noise - np.log(largest / _LARGEST)), 1.0)
+    values = [
+        at_ratio(reduced, settings._replace(noise=noise), covariance / noise).point.criterion
+        for noise in np.exp(tried)
+    ]
+    return tried[int(np.argmin(values))] if values else log_noise
+
+
+def _slope_in_noise(reduced, settings, covariance, noise):
+    """Derivative of the criterion in the logarithm of the noise variance."""
+    fixed = settings._replace(noise=noise)
+    found = at_ratio(reduced, fixed, covariance / noise)
+    if np.ndim(covariance) == 0:
+        ratio = covariance / noise
+        by_ratio = slope_spectral(reduced, found.whitened, found.point, fixed, ratio)[0] * ratio
+    else:
+        by_ratio = np.vdot(slope_matrix(reduced, found.whitened, found.point, fixed), found.ratio)
+    free = reduced.n_rows - (found.point.root.shape[1] if settings.restricted else 0)
+    square = profile(reduced, found.whitened, settings._replace(noise=None)).noise * max(free, 1)
+    return free - square / noise - by_ratio

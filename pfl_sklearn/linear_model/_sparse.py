@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pfl_sklearn.linear_model._estimates import centred, point_estimates
+from pfl_sklearn.linear_model._estimates import centred, point_estimates, uncentred
 from pfl_sklearn.linear_model._profile import Settings
 from pfl_sklearn.linear_model._reduction import reduce_rows
 from pfl_sklearn.linear_model._roots import inverse_root
@@ -30,33 +30,39 @@ def fit_laplace(table, prior, options):
     """
     q = table.n_random
     location = prior.known_location(q)
-    y, offset = centred(table, location)
-    reduced = reduce_rows(
-        table.columns,
-        y,
-        table.codes,
-        table.n_clients,
-        q,
-        weights=table.weights,
-        spectral=True,
-        n_jobs=options.n_jobs,
-    )
-    scale, noise = _scale_and_noise(table, reduced, prior, options)
+    table, offset, centre = centred(table, location)
+    scale, noise = _scale_and_noise(table, prior, options)
+    reduced = _reduce(table, options, common_scale=False)
     first = 0 if location is None else q
     penalty = noise * np.abs(reduced.scale[:q]) / scale
     population, deviations, n_iter, converged = minimize_deviations(
         reduced, penalty, first, options.max_iter, options.tol
     )
-    population = offset + population * reduced.scale
+    population = offset + uncentred(population * reduced.scale, table, centre)
     coefficients = np.tile(population, (table.n_clients, 1))
     coefficients[:, :q] += deviations * reduced.scale[:q]
     fitted = prior.with_values(population[:q], scale if np.ndim(prior.scale) else float(scale[0]))
+    variances = np.where(scale > _SMALLEST_SCALE, 2 * scale**2, 0.0)
     return point_estimates(
-        population, coefficients, fitted, np.diag(2 * scale**2), noise, n_iter, converged
+        population, coefficients, fitted, np.diag(variances), noise, n_iter, converged
     )
 
 
-def _scale_and_noise(table, reduced, prior, options):
+def _reduce(table, options, common_scale):
+    return reduce_rows(
+        table.columns,
+        table.y,
+        table.codes,
+        table.n_clients,
+        table.n_random,
+        weights=table.weights,
+        spectral=True,
+        common_scale=common_scale,
+        n_jobs=options.n_jobs,
+    )
+
+
+def _scale_and_noise(table, prior, options):
     """Scale (q,) and noise variance, the unknown ones from a spherical Gaussian prior."""
     scale, noise = prior.known_scale(table.n_random), options.noise_variance
     if scale is not None and noise is not None:
@@ -71,6 +77,7 @@ def _scale_and_noise(table, reduced, prior, options):
             "be told from the variance between clients; give noise_variance."
         )
     settings = Settings(options.method == "reml", 0, noise)
+    reduced = _reduce(table, options, common_scale=True)
     found = search_ratio(reduced, settings, options.max_iter, options.tol)
     noise = found.point.noise
     if scale is None:
@@ -90,7 +97,8 @@ def minimize_deviations(reduced, penalty, first, max_iter, tol):
     first : int
         First column whose population coefficient is free.
     max_iter, tol : int, float
-        Steps end when no coefficient moves more than `tol` times the largest.
+        Steps end when no coefficient, in units of its column, moves more than `tol` times the
+        largest, and a step from there would not either.
 
     Returns
     -------
@@ -105,6 +113,7 @@ def minimize_deviations(reduced, penalty, first, max_iter, tol):
         moved = ahead + steps * _pulled(reduced, population, ahead)
         new = np.sign(moved) * np.maximum(np.abs(moved) - steps * penalty, 0.0)
         change = new - deviations
+        start = ahead
         if np.vdot(ahead - new, change) > 0:  # momentum points uphill: start it again
             momentum = 1.0
         faster = (1 + np.sqrt(1 + 4 * momentum**2)) / 2
@@ -112,7 +121,8 @@ def minimize_deviations(reduced, penalty, first, max_iter, tol):
         deviations, momentum = new, faster
         population = solve(ahead)
         largest = max(np.abs(deviations).max(), np.abs(population).max(), 1e-300)
-        if np.abs(change).max() <= tol * largest and n_iter > 1:
+        moves = max(np.abs(change).max(), np.abs(new - start).max())
+        if moves <= tol * largest and n_iter > 1:
             return solve(deviations), deviations, n_iter, True
     return solve(deviations), deviations, max_iter, False
 

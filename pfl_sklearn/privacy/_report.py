@@ -130,7 +130,7 @@ class PrivacyReport:
 
     @classmethod
     def of_known_population(
-        cls, released: tuple[str, ...], not_released: tuple[str, ...], n_clients: int
+        cls, released: tuple[str, ...], not_released: tuple[str, ...], n_clients: int | None
     ) -> Self:
         """Report of a fit whose population model is the user's, not the data's."""
         return cls(

@@ -1,6 +1,7 @@
 """Private linear regression: accuracy, stated errors, and the clients' posteriors."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -154,6 +155,31 @@ def test_much_epsilon_is_least_squares(relation, intercept):
     np.testing.assert_allclose(model.population_coef_, plain.coef_, atol=5e-3)
 
 
+@pytest.mark.parametrize("epsilon", [0.1, 0.3, 1.0])
+def test_clients_keep_their_own_regression_when_the_noise_variance_drowns(epsilon):
+    X, y, groups, theta = many_clients(0, 300, largest=20)
+    own = GaussianPrior(covariance=np.inf)
+    alone = PersonalizedLinearRegression(own).fit(X, y, groups=groups)
+    long = alone.n_samples_per_client_ >= 10  # the others have no error to speak of
+    for seed in range(5):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            model = fit(
+                X,
+                y,
+                groups,
+                prior=GaussianPrior(covariance=0.25),
+                epsilon=epsilon,
+                random_state=seed,
+                **CLIENT,
+            )
+        assert any("drowns" in str(warning.message) for warning in seen)
+        ratio = np.mean((clients(model) - theta)[long] ** 2)
+        ratio /= np.mean((clients(alone) - theta)[long] ** 2)
+        assert ratio < 1.05
+        assert np.isnan(model.coef_std_).all()
+
+
 def test_a_drowned_release_says_so_and_harms_nobody():
     """50 clients at epsilon .5: the population is noise, and the clients do not follow it.
 
@@ -210,7 +236,7 @@ def test_clients_are_posteriors_around_what_was_released(random, unit):
         prior=GaussianPrior(covariance=0.2),
         random=random,
         unit=unit,
-        epsilon=8.0,
+        epsilon=60.0,
         **CLIENT,
     )
     design, (mean, _) = np.column_stack([np.ones(len(X)), X]), population(model)
@@ -298,3 +324,47 @@ def test_nothing_is_released_of_a_known_population():
     plain = PersonalizedLinearRegression(prior, noise_variance=1.0).fit(X, y, groups=groups)
     np.testing.assert_allclose(clients(model), clients(plain), rtol=1e-9)
     np.testing.assert_allclose(model.coef_std_, plain.coef_std_, rtol=1e-9)
+
+
+def test_what_a_client_is_handed_does_not_tell_the_sizes_of_others():
+    X, y, groups, _ = many_clients(0, 40, largest=1)
+    shapes = []
+    for extra in (0, 4):  # one client more, with four rows
+        table = np.concatenate([X, X[:extra]]), np.concatenate([y, y[:extra]])
+        ids = np.concatenate([groups, np.full(extra, 99)])
+        model = fit(
+            *table,
+            ids,
+            prior=GaussianPrior(covariance=0.25),
+            relation="add_remove",
+            noise_variance=1.0,
+            **CLIENT,
+        )
+        shapes.append(model.for_client(0)._posterior.rows.shape)
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("relation", ["replace_one", "add_remove"])
+def test_a_single_client_needs_no_covariance(relation):
+    X, y, _ = one_table(0)
+    wide = fit(X, y, prior=GaussianPrior(covariance=np.inf), relation=relation, **ROW)
+    plain = fit(X, y, relation=relation, **ROW)
+    np.testing.assert_array_equal(wide.population_coef_, plain.population_coef_)
+
+
+def test_a_client_with_absurd_values_harms_nobody_else():
+    X, y, groups, _ = many_clients(0, 40)
+    params = {"prior": GaussianPrior(covariance=0.25), "noise_variance": 1.0, **CLIENT}
+    absurd = X.copy()
+    absurd[groups == 0] = 1.7e308
+    before, after = fit(X, y, groups, **params), fit(absurd, y, groups, **params)
+    assert np.isnan(after.coef_[0]).any()
+    assert np.isfinite(after.coef_[1:]).all()
+    assert np.isfinite(before.coef_).all()
+
+
+@pytest.mark.parametrize("bound", [1e-300, 1e300, 1e-60])
+def test_bounds_that_no_number_can_square(bound):
+    X, y, _ = one_table(0)
+    with pytest.raises(ValueError, match="feature_bound must lie between 1e-50 and 1e\\+50"):
+        fit(X, y, **{**ROW, "feature_bound": bound})

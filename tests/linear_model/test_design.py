@@ -1,0 +1,102 @@
+"""Which coefficients vary by client: names, indices, and what is said of bad ones."""
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pytest
+
+from pfl_sklearn.linear_model._design import feature_names, resolve_design
+
+X = np.array([[2.0, 3.0, 5.0], [7.0, 11.0, 13.0]])
+NAMES = ["age", "sex", "dose"]
+
+
+@pytest.mark.parametrize(
+    ("random", "fit_intercept", "expected"),
+    [
+        ("all", True, [0, 1, 2, 3]),
+        ("all", False, [0, 1, 2]),
+        ("intercept", True, [0]),
+        (["intercept"], True, [0]),
+        ("sex", True, [2]),
+        (["dose", "intercept", "age"], True, [0, 1, 3]),
+        (["dose", "age"], False, [0, 2]),
+        ([2, 0], True, [1, 3]),
+        ([0], False, [0]),
+        (np.array([1, 2]), True, [2, 3]),
+        (["sex", 1, "sex"], True, [2]),
+        (("intercept", np.int32(2)), True, [0, 3]),
+        (pd.Index(["age"]), True, [1]),
+    ],
+)
+def test_positions(random, fit_intercept, expected):
+    design = resolve_design(random, 3, fit_intercept, NAMES)
+    assert design.random.tolist() == expected
+    every = range(3 + fit_intercept)
+    assert design.fixed.tolist() == [k for k in every if k not in expected]
+    assert sorted(design.order.tolist()) == list(every)
+    assert design.order.tolist()[: len(expected)] == expected
+    assert list(design.names) == ["intercept"] * fit_intercept + NAMES
+    assert design.random_names == [design.names[k] for k in expected]
+
+
+def test_plain_names_without_a_frame():
+    design = resolve_design(["x1", "intercept"], 3, True)
+    assert design.random.tolist() == [0, 2]
+    assert design.names == ("intercept", "x0", "x1", "x2")
+
+
+def test_matrix_and_coefficients():
+    design = resolve_design("all", 3, True, NAMES)
+    np.testing.assert_array_equal(design.matrix(X), [[1, 2, 3, 5], [1, 7, 11, 13]])
+    coef, intercept = design.coefficients(np.arange(8.0).reshape(2, 4))
+    np.testing.assert_array_equal(coef, [[1, 2, 3], [5, 6, 7]])
+    np.testing.assert_array_equal(intercept, [0, 4])
+    without = resolve_design("all", 3, False, NAMES)
+    np.testing.assert_array_equal(without.matrix(X), X)
+    coef, intercept = without.coefficients(X)
+    np.testing.assert_array_equal(coef, X)
+    np.testing.assert_array_equal(intercept, [0, 0])
+    np.testing.assert_array_equal(design.matrix(X[0]), [1, 2, 3, 5])
+
+
+def test_random_and_fixed_parts_in_the_order_of_the_columns():
+    design = resolve_design(["dose", "age"], 3, True, NAMES)
+    both = design.in_columns(np.array([[1.0, 3.0], [10.0, 30.0]]), np.array([0.0, 2.0]))
+    np.testing.assert_array_equal(both, [[0, 1, 2, 3], [0, 10, 2, 30]])
+
+
+@pytest.mark.parametrize(
+    ("random", "fit_intercept", "names", "message"),
+    [
+        (["dosis"], True, NAMES, r"random holds 'dosis', .* one of the features \['age', 'sex'"),
+        ("dosis", True, NAMES, "random holds 'dosis'"),
+        ([3], True, NAMES, "random holds the index 3, but X has 3 features"),
+        ([-1], True, NAMES, "random holds the index -1"),
+        ([True], True, NAMES, "random holds True"),
+        ([1.0], True, NAMES, "random holds 1.0"),
+        ([None], True, NAMES, "random holds None"),
+        ([], True, NAMES, "random must name at least one coefficient; got an empty list"),
+        ("intercept", False, NAMES, "random has 'intercept', but fit_intercept=False"),
+        (["intercept", "age"], False, NAMES, "random has 'intercept', but fit_intercept=False"),
+        (["intercept"], True, ["intercept", "b", "c"], "ambiguous: X has a feature of that name"),
+    ],
+)
+def test_bad_names(random, fit_intercept, names, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_design(random, 3, fit_intercept, names)
+
+
+def test_a_feature_called_intercept_can_be_had_by_its_index_or_without_one():
+    names = ["intercept", "b", "c"]
+    assert resolve_design([0], 3, True, names).random.tolist() == [1]
+    assert resolve_design(["intercept"], 3, False, names).random.tolist() == [0]
+
+
+def test_names_of_containers():
+    assert feature_names(pd.DataFrame(X, columns=NAMES)) == NAMES
+    assert feature_names(pl.DataFrame({name: [1.0] for name in NAMES})) == NAMES
+    assert feature_names(pd.DataFrame(X)) == ["0", "1", "2"]
+    assert feature_names(X) is None
+    with pytest.raises(TypeError, match=r"only some are strings: \['age', 1, 'dose'\]"):
+        feature_names(pd.DataFrame(X, columns=["age", 1, "dose"]))

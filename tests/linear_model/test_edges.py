@@ -1,0 +1,117 @@
+"""Tables at the edge: unlike scales, clients that are alike, coefficients that rows leave open."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+from pfl_sklearn.linear_model import PersonalizedLinearRegression
+from pfl_sklearn.priors import GaussianPrior, LaplacePrior
+
+
+def table(m, n, d, seed=0):
+    """Clients with intercepts and slopes of mean 1 and variance 1."""
+    rng = np.random.default_rng(seed)
+    groups = np.repeat(np.arange(m), n)
+    theta = 1 + rng.normal(size=(m, d + 1))
+    X = rng.normal(size=(m * n, d))
+    y = theta[groups, 0] + np.einsum("nd,nd->n", X, theta[groups, 1:]) + rng.normal(size=m * n)
+    return X, y, groups
+
+
+X, Y, GROUPS = table(20, 6, 2)
+
+
+@pytest.mark.parametrize("factor", [1e-4, 1e3, 1e6])
+def test_sparse_deviations_do_not_depend_on_the_units(factor):
+    X, y, groups = table(7, 5, 3)
+    units = np.array([factor, 1.0, 1.0])
+
+    def fit(X, units):
+        prior = LaplacePrior(scale=np.append(0.5, 0.5 / units))
+        return PersonalizedLinearRegression(prior, noise_variance=1.0).fit(X, y, groups=groups)
+
+    plain, moved = fit(X, np.ones(3)), fit(X * units, units)
+    np.testing.assert_allclose(moved.coef_ * units, plain.coef_, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("shift", [1e3, 1e5, 1e7])
+def test_a_full_covariance_does_not_depend_on_where_a_feature_is_zero(shift):
+    X, y, groups = table(40, 10, 1)
+    model = PersonalizedLinearRegression(GaussianPrior(covariance_type="full"))
+    plain = model.fit(X, y, groups=groups)
+    slopes, value, stds = plain.coef_.copy(), plain.log_likelihood_, plain.coef_std_
+    mean, std = plain.predict(X[:9], groups=groups[:9], return_std=True)
+    moved = model.fit(X + shift, y, groups=groups)
+    np.testing.assert_allclose(moved.coef_, slopes, rtol=1e-4)
+    np.testing.assert_allclose(moved.coef_std_, stds, rtol=1e-4)
+    assert moved.log_likelihood_ == pytest.approx(value, abs=1e-5)
+    if shift < 1e6:  # x' S x cancels as the square of the shift
+        again = moved.predict(X[:9] + shift, groups=groups[:9], return_std=True)
+        np.testing.assert_allclose(again[0], mean, rtol=1e-4)
+        np.testing.assert_allclose(again[1], std, rtol=1e-3)
+
+
+@pytest.mark.parametrize("random", ["all", "intercept"])
+def test_what_the_rows_leave_open_has_no_standard_error(random):
+    wide = np.column_stack([X, np.zeros(len(X)), X[:, 0]])
+    model = PersonalizedLinearRegression(random=random).fit(wide, Y, groups=GROUPS)
+    stds = model.population_coef_std_
+    assert np.isnan(stds[[0, 2, 3]]).all()
+    assert stds[1] > 0
+    assert model.population_intercept_std_ > 0
+    _, std = model.predict(wide[:2], groups=[0, 99], return_std=True)
+    assert np.isfinite(std).all()
+    alone = PersonalizedLinearRegression(random=random).fit(wide, Y, groups=np.zeros(len(Y), int))
+    np.testing.assert_array_equal(np.isnan(alone.population_coef_std_), np.isnan(stds))
+
+
+@pytest.mark.parametrize("prior", ["gaussian", "laplace", "gaussian_mixture", "discrete"])
+@pytest.mark.parametrize("target", ["constant", "alike"])
+def test_clients_that_are_alike_raise_no_warnings(prior, target):
+    y = np.full(len(Y), 3.0)
+    if target == "alike":
+        y = X @ [1.0, 2.0] + 1 + np.random.default_rng(1).normal(size=len(Y))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = PersonalizedLinearRegression(prior).fit(X, y, groups=GROUPS)
+    np.testing.assert_allclose(model.coef_, model.coef_[:1].repeat(20, axis=0), atol=1e-6)
+
+
+@pytest.mark.parametrize("params", [{}, {"learning_rate": 0.5}, {"max_iter": 20_000}])
+@pytest.mark.parametrize("floor", [1e-8, 0.01])
+def test_printed_descent_that_goes_astray_says_so(params, floor):
+    model = PersonalizedLinearRegression(solver="gd", variance_floor=floor, **params)
+    with pytest.raises(ValueError, match=r"solver='gd' diverged after \d+ iterations at learning"):
+        model.fit(X, Y, groups=GROUPS)
+
+
+def test_a_printed_mixture_needs_its_clients():
+    model = PersonalizedLinearRegression("discrete", method="printed")
+    with pytest.raises(ValueError, match="n_components=2 of DiscretePrior needs at least as many"):
+        model.fit(X, Y, groups=np.zeros(len(Y), int))
+
+
+def test_no_posterior_is_said_by_name():
+    model = PersonalizedLinearRegression("laplace").fit(X, Y, groups=GROUPS)
+    with pytest.raises(AttributeError, match="there is no posterior"):
+        model.coef_std_  # noqa: B018
+    with pytest.raises(ValueError, match="return_std=True needs a posterior"):
+        model.predict(X[:1], groups=[0], return_std=True)
+
+
+def test_numbers_as_strings_are_numbers():
+    text = PersonalizedLinearRegression().fit(X, Y.astype(str), groups=GROUPS)
+    plain = PersonalizedLinearRegression().fit(X, Y, groups=GROUPS)
+    np.testing.assert_array_equal(text.coef_, plain.coef_)
+    with pytest.raises(ValueError, match="could not convert string to float"):
+        PersonalizedLinearRegression().fit(X, np.full(len(Y), "a"), groups=GROUPS)
+
+
+def test_local_slopes_of_a_constant_column():
+    """A column that does not vary within a client tells nothing of its slope."""
+    X = np.array([[1.0], [1], [1], [0], [1], [0]])
+    prior = GaussianPrior(covariance=np.inf)
+    model = PersonalizedLinearRegression(prior).fit(X, [1.0, 2, 3, 4, 6, 5], groups=list("aaabbb"))
+    np.testing.assert_allclose(model.coef_, [[0.0], [1.5]], atol=1e-12)
+    np.testing.assert_allclose(model.intercept_, [2.0, 4.5])

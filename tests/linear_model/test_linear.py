@@ -1,0 +1,842 @@
+"""PersonalizedLinearRegression under a Gaussian prior: oracles, limits, equivariance, bad input."""
+
+import warnings
+
+import numpy as np
+import pandas as pd
+import pytest
+import sklearn
+from dense import SHAPES, Problem, coefficients, draw_covariance, draw_problem, predict, solve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from joblib import parallel_config
+from scipy import stats
+from sklearn.base import clone
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LinearRegression, Ridge
+from sklearn.model_selection import GridSearchCV
+from statsmodels.regression.mixed_linear_model import MixedLM
+
+from pfl_sklearn import PersonalizedLinearRegression
+from pfl_sklearn.metrics import ClientScorer
+from pfl_sklearn.model_selection import ClientKFold
+from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior, LaplacePrior
+
+seeds = st.integers(0, 2**32 - 1)
+flags = st.booleans()
+shapes = st.sampled_from(SHAPES)
+every_shape = pytest.mark.parametrize("covariance_type", SHAPES)
+
+
+def fit(problem, prior=None, fit_intercept=True, sample_weight=None, **params):
+    """Fit of a problem whose first column is the intercept, or a feature like any other."""
+    model = PersonalizedLinearRegression(
+        GaussianPrior() if prior is None else prior,
+        fit_intercept=fit_intercept,
+        **{"random": random_of(problem, fit_intercept), **params},
+    )
+    features = problem.X[:, 1:] if fit_intercept else problem.X
+    return model.fit(features, problem.y, groups=problem.codes, sample_weight=sample_weight)
+
+
+def random_of(problem, fit_intercept=True):
+    if not fit_intercept:
+        return problem.random.tolist()
+    return ["intercept" if k == 0 else int(k) - 1 for k in problem.random]
+
+
+def columns_of(model):
+    """Clients' coefficients (m, p) with the intercept first."""
+    return np.column_stack([model.intercept_, model.coef_])
+
+
+def population_of(model):
+    return np.append(model.population_intercept_, model.population_coef_)
+
+
+def table(m=30, seed=0, sd=(1.0, 0.7, 0.4), noise=0.8, sizes=None):
+    """Rows of a random-slopes model: features (n, 2), targets, clients, coefficients (m, 3)."""
+    rng = np.random.default_rng(seed)
+    codes = np.repeat(np.arange(m), rng.integers(1, 9, m) if sizes is None else sizes)
+    X = rng.normal(size=(len(codes), 2))
+    theta = np.array([3.0, 1.0, -2.0]) + rng.normal(size=(m, 3)) * sd
+    y = theta[codes, 0] + np.einsum("nd,nd->n", X, theta[codes, 1:])
+    return X, y + noise * rng.normal(size=len(y)), codes, theta
+
+
+# Oracles ------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seeds,
+    shapes,
+    st.sampled_from(["all", (0,), (2,), (0, 1)]),
+    st.sampled_from(["reml", "ml"]),
+    st.tuples(flags, flags, flags),
+    flags,
+    flags,
+)
+def test_a_fit_is_the_conditional_of_the_joint_normal(
+    seed, covariance_type, random, method, known, weighted, fit_intercept
+):
+    """Whatever is known: likelihood, population, clients, and the variance of predictions."""
+    rng = np.random.default_rng(seed)
+    problem = draw_problem(rng, random=random, weighted=weighted, known=known[0])
+    covariance = draw_covariance(rng, covariance_type, len(problem.random)) if known[1] else None
+    model = fit(
+        problem,
+        GaussianPrior(problem.mean, covariance, covariance_type),
+        fit_intercept,
+        problem.weights if weighted else None,
+        method=method,
+        noise_variance=float(np.exp(rng.normal())) if known[2] else None,
+    )
+    S = model.prior_.covariance
+    if covariance is not None:
+        np.testing.assert_allclose(S, covariance, rtol=1e-12, atol=1e-14)
+    expected = solve(problem, S, model.noise_variance_, method == "reml")
+    assert -2 * model.log_likelihood_ == pytest.approx(expected.criterion, abs=1e-6)
+    population = population_of(model) if fit_intercept else model.population_coef_
+    np.testing.assert_allclose(population, expected.population, atol=1e-7)
+    np.testing.assert_allclose(model.prior_.mean, population[problem.random], atol=1e-12)
+    errors = expected.population_covariance
+    np.testing.assert_allclose(model.population_covariance_, errors, atol=1e-7 * errors.max())
+    rows = np.column_stack([np.ones(15), rng.normal(size=(15, 2))])
+    clients = np.append(np.tile(np.arange(7), 2), 99)
+    mean, std = model.predict(
+        rows[:, 1:] if fit_intercept else rows, groups=clients, return_std=True
+    )
+    pairs = zip(rows, clients, strict=True)
+    oracle = np.array([predict(problem, expected, S, x, client) for x, client in pairs])
+    np.testing.assert_allclose(mean, oracle[:, 0], atol=1e-7)
+    np.testing.assert_allclose(std**2, oracle[:, 1], atol=1e-7 * (1 + oracle[:, 1].max()))
+
+
+@settings(max_examples=8, deadline=None)
+@given(seeds, shapes, st.sampled_from(["all", (0,), (1, 2)]))
+def test_standard_deviations_of_coefficients_are_those_of_predictions_at_unit_vectors(
+    seed, covariance_type, random
+):
+    rng = np.random.default_rng(seed)
+    problem = draw_problem(rng, random=random)
+    model = fit(problem, GaussianPrior(covariance_type=covariance_type), noise_variance=0.5)
+    m = len(model.clients_)
+    origin = model.predict(np.zeros((m, 2)), groups=model.clients_, return_std=True)
+    np.testing.assert_allclose(origin[0], model.intercept_, atol=1e-9)
+    np.testing.assert_allclose(origin[1], model.intercept_std_, atol=1e-9)
+    bare = fit(problem, GaussianPrior(covariance_type=covariance_type), False, noise_variance=0.5)
+    for k, unit in enumerate(np.eye(3)):
+        mean, std = bare.predict(np.tile(unit, (m, 1)), groups=bare.clients_, return_std=True)
+        np.testing.assert_allclose(mean, bare.coef_[:, k], atol=1e-9)
+        np.testing.assert_allclose(std, bare.coef_std_[:, k], atol=1e-9)
+    np.testing.assert_allclose(bare.coef_std_[:, 1:], model.coef_std_, atol=1e-6)
+    S = model.prior_.covariance
+    own = solve(problem, S, 0.5, False)._replace(population_covariance=np.zeros((3, 3)))
+    shrinkage = np.column_stack([model.intercept_shrinkage_, model.shrinkage_])
+    assert ((shrinkage >= 0) & (shrinkage <= 1)).all()
+    for position, variance in zip(problem.random, np.diag(S), strict=True):
+        if variance > 1e-6:
+            x = np.eye(3)[position]
+            expected = [predict(problem, own, S, x, k)[1] / variance for k in range(m)]
+            np.testing.assert_allclose(shrinkage[:, position], expected, atol=1e-7)
+    fixed = np.setdiff1d(np.arange(3), problem.random)
+    np.testing.assert_array_equal(shrinkage[:, fixed], 1.0)
+
+
+@pytest.mark.parametrize("method", ["reml", "ml"])
+def test_the_mixed_model_of_statsmodels(method):
+    X, y, codes, _ = table(40, sizes=8)
+    design = np.column_stack([np.ones(len(y)), X])
+    other = MixedLM(y, design, groups=codes, exog_re=design[:, :2]).fit(reml=method == "reml")
+    model = PersonalizedLinearRegression(
+        GaussianPrior(covariance_type="full"), random=["intercept", 0], method=method
+    ).fit(X, y, groups=codes)
+    np.testing.assert_allclose(population_of(model), other.fe_params, rtol=1e-4)
+    np.testing.assert_allclose(
+        np.append(model.population_intercept_std_, model.population_coef_std_),
+        other.bse_fe,
+        rtol=1e-2,  # theirs also count the variances' error, in part
+    )
+    np.testing.assert_allclose(model.prior_.covariance, other.cov_re, rtol=1e-3, atol=1e-3)
+    assert model.noise_variance_ == pytest.approx(other.scale, rel=1e-3)
+    deviations = columns_of(model)[:, :2] - population_of(model)[:2]
+    theirs = np.array([other.random_effects[k] for k in range(40)])
+    np.testing.assert_allclose(deviations, theirs, atol=2e-3)
+    if method == "ml":
+        assert other.llf - 1e-6 <= model.log_likelihood_ <= other.llf + 1e-3
+
+
+@pytest.mark.parametrize("solver", ["auto", "quasi_newton"])
+def test_a_common_variance_is_common_in_the_units_of_the_data(solver):
+    """And the ridge of "low_rank" too; features of unlike scale tell."""
+    X, y, codes, _ = table()
+    X = X * [1.0, 10.0]
+    model = PersonalizedLinearRegression(solver=solver).fit(X, y, groups=codes)
+    best = PersonalizedLinearRegression(solver="spectral").fit(X, y, groups=codes)
+    np.testing.assert_allclose(
+        model.prior_.covariance, best.prior_.covariance[0, 0] * np.eye(3), rtol=1e-5, atol=1e-12
+    )
+    assert model.log_likelihood_ == pytest.approx(best.log_likelihood_, abs=1e-8)
+    low = PersonalizedLinearRegression(GaussianPrior(covariance_type="low_rank"), solver=solver)
+    values = np.linalg.eigvalsh(low.fit(X, y, groups=codes).prior_.covariance)
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
+    assert low.log_likelihood_ > model.log_likelihood_
+
+
+def test_a_hierarchy_of_covariances():
+    X, y, codes, _ = table()
+    found = {
+        shape: PersonalizedLinearRegression(GaussianPrior(covariance_type=shape), method="ml")
+        .fit(X, y, groups=codes)
+        .log_likelihood_
+        for shape in SHAPES
+    }
+    assert found["spherical"] < found["diag"] < found["full"]
+    assert found["spherical"] < found["low_rank"] < found["full"]
+    rank_2 = PersonalizedLinearRegression(GaussianPrior(covariance_type="low_rank", rank=2))
+    rank_2.set_params(method="ml").fit(X, y, groups=codes)
+    assert rank_2.log_likelihood_ == pytest.approx(found["full"], abs=1e-5)
+
+
+@pytest.mark.parametrize("d", [50, 100])
+def test_unknown_population_costs_little(d):
+    """n = 10 rows, d coefficients: errors .4698 and .4706 (.9529, .9543) at 10,000 clients."""
+    m = {50: 2000, 100: 1000}[d]
+    rng = np.random.default_rng(0)
+    codes, theta = np.repeat(np.arange(m), 10), 0.1 * rng.normal(size=d)
+    theta = theta + 0.1 * rng.normal(size=(m, d))
+    X = np.sqrt(0.05) * rng.normal(size=(10 * m, d))
+    y = np.einsum("nd,nd->n", X, theta[codes]) + np.sqrt(0.05) * rng.normal(size=10 * m)
+
+    def error(prior, **params):
+        model = PersonalizedLinearRegression(prior, fit_intercept=False, **params)
+        return np.mean(np.sum((model.fit(X, y, groups=codes).coef_ - theta) ** 2, axis=1))
+
+    known = error(GaussianPrior(theta.mean(axis=0), 0.01), noise_variance=0.05)
+    estimated = error(GaussianPrior())
+    pooled = error(GaussianPrior(covariance=0.0))
+    reference = {50: (0.4698, 0.502), 100: (0.9529, 1.003)}[d]
+    assert known == pytest.approx(reference[0], rel=0.02)
+    assert pooled == pytest.approx(reference[1], rel=0.02)
+    assert known < estimated < known + {50: 0.2, 100: 0.4}[d] * (pooled - known)
+
+
+def test_predictions_are_as_uncertain_as_they_say():
+    """Of known and new clients, with the population estimated: standardized errors are N(0, 1)."""
+    errors = {"known": [], "new": []}
+    prior = GaussianPrior(covariance=np.diag([1.0, 0.49, 0.16]))
+    for seed in range(150):
+        X, y, codes, theta = table(8, seed)
+        model = PersonalizedLinearRegression(prior, noise_variance=0.64)
+        model.fit(X[codes > 1], y[codes > 1], groups=codes[codes > 1])
+        rng = np.random.default_rng(seed + 1000)
+        x = rng.normal(size=(8, 2))
+        mean, std = model.predict(x, groups=np.arange(8), return_std=True)
+        scores = (mean - theta[:, 0] - np.einsum("md,md->m", x, theta[:, 1:])) / std
+        errors["known"].append(scores[2 + seed % 6])
+        errors["new"].append(scores[seed % 2])
+    for scores in errors.values():
+        assert stats.kstest(scores, "norm").pvalue > 1e-3
+        assert np.std(scores) == pytest.approx(1.0, abs=0.2)
+
+
+def test_summary():
+    X, y, codes, _ = table()
+    frame = pd.DataFrame(X, columns=["age", "dose"])
+    model = PersonalizedLinearRegression(
+        GaussianPrior(covariance_type="full"), random=["intercept", "dose"]
+    ).fit(frame, y, groups=codes)
+    summary = model.summary()
+    assert summary.index.names == ["part", "term"]
+    fixed = summary.loc["fixed"]
+    assert fixed.index.tolist() == ["intercept", "age", "dose"]
+    np.testing.assert_array_equal(fixed["estimate"], population_of(model))
+    np.testing.assert_array_equal(
+        fixed["std_error"], np.append(model.population_intercept_std_, model.population_coef_std_)
+    )
+    between, S = summary.loc["between"], model.prior_.covariance
+    assert between.index.tolist() == ["intercept", "dose", "intercept, dose"]
+    np.testing.assert_allclose(between["estimate"], [S[0, 0], S[1, 1], S[0, 1]])
+    np.testing.assert_allclose(between["sd"].iloc[:2], np.sqrt(np.diag(S)))
+    correlation = S[0, 1] / np.sqrt(S[0, 0] * S[1, 1])
+    assert between["correlation"].iloc[2] == pytest.approx(correlation)
+    within = summary.loc[("within", "residual")]
+    assert within["estimate"] == model.noise_variance_
+    assert within["sd"] ** 2 == pytest.approx(model.noise_variance_)
+    plain = PersonalizedLinearRegression(random=[0], fit_intercept=False).fit(X, y, groups=codes)
+    assert plain.summary().loc["fixed"].index.tolist() == ["x0", "x1"]
+
+
+def test_a_fitted_prior_is_known_when_it_is_passed_back_in():
+    X, y, codes, _ = table()
+    first = PersonalizedLinearRegression(
+        GaussianPrior(covariance_type="full"), random=["intercept", 1]
+    ).fit(X, y, groups=codes)
+    again = clone(first).set_params(prior=first.prior_, noise_variance=first.noise_variance_)
+    again.fit(X, y, groups=codes)
+    np.testing.assert_allclose(columns_of(again), columns_of(first), atol=1e-9)
+    np.testing.assert_array_equal(again.population_coef_std_[1], 0.0)
+    assert again.population_coef_std_[0] > 0
+    with sklearn.config_context(enable_metadata_routing=True):
+        search = GridSearchCV(
+            PersonalizedLinearRegression(first.prior_),
+            {"prior": [first.prior_, GaussianPrior()], "random": [["intercept", 1]]},
+            cv=ClientKFold(3),
+            scoring=ClientScorer("neg_mean_squared_error"),
+        ).fit(X, y, groups=codes)
+        assert np.isfinite(search.cv_results_["mean_test_score"]).all()
+        by_type = GridSearchCV(
+            PersonalizedLinearRegression(GaussianPrior()),
+            {"prior__covariance_type": ["spherical", "diag"]},
+            cv=ClientKFold(3),
+            scoring=ClientScorer("neg_mean_squared_error"),
+        ).fit(X, y, groups=codes)
+    assert by_type.best_estimator_.prior_.covariance.shape == (3, 3)
+
+
+# Limits -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [4, 30])
+@pytest.mark.parametrize("fit_intercept", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("prior", [GaussianPrior(), GaussianPrior(covariance=np.inf)])
+def test_one_client_is_linear_regression(n, fit_intercept, weighted, prior):
+    """Also with fewer rows than coefficients: the one of minimum norm."""
+    rng = np.random.default_rng(n)
+    X, y = rng.normal(size=(n, 6)) + 3, rng.normal(size=n) + 10
+    weights = rng.uniform(0.5, 2, n) if weighted else None
+    model = PersonalizedLinearRegression(prior, fit_intercept=fit_intercept)
+    model.fit(X, y, groups=["a"] * n, sample_weight=weights)
+    expected = LinearRegression(fit_intercept=fit_intercept).fit(X, y, weights)
+    np.testing.assert_allclose(model.coef_[0], expected.coef_, atol=1e-9)
+    assert model.intercept_[0] == pytest.approx(expected.intercept_, abs=1e-9)
+    np.testing.assert_array_equal(model.shrinkage_, 0.0)
+    if n > 7:
+        root = np.sqrt(np.ones(n) if weights is None else weights)[:, None]
+        design = np.column_stack([np.ones(n)] * fit_intercept + [X]) * root
+        residuals = (y - expected.predict(X)) * root[:, 0]
+        noise = residuals @ residuals / (n - design.shape[1])
+        assert model.noise_variance_ == pytest.approx(noise)
+        errors = np.sqrt(noise * np.diag(np.linalg.inv(design.T @ design)))
+        np.testing.assert_allclose(model.coef_std_[0], errors[fit_intercept:])
+
+
+@pytest.mark.parametrize("random", ["all", "intercept", [1]])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_no_variance_between_clients_is_pooled_linear_regression(random, weighted):
+    X, y, codes, _ = table()
+    weights = np.random.default_rng(0).uniform(0.5, 2, len(y)) if weighted else None
+    model = PersonalizedLinearRegression(GaussianPrior(covariance=0.0), random=random)
+    model.fit(X, y, groups=codes, sample_weight=weights)
+    pooled = LinearRegression().fit(X, y, weights)
+    np.testing.assert_allclose(model.coef_, np.tile(pooled.coef_, (30, 1)), atol=1e-10)
+    np.testing.assert_allclose(model.intercept_, np.full(30, pooled.intercept_), atol=1e-10)
+    residuals = y - pooled.predict(X)
+    square = np.sum(residuals**2 * (1 if weights is None else weights))
+    assert model.noise_variance_ == pytest.approx(square / (len(y) - 3))
+    np.testing.assert_array_equal(model.shrinkage_, 1.0)
+
+
+@pytest.mark.parametrize("fit_intercept", [True, False])
+def test_infinite_variance_is_linear_regression_client_by_client(fit_intercept):
+    """Clients with fewer rows than coefficients, and with a column of zeros, get minimum norm."""
+    X, y, codes, _ = table()
+    X[codes == 4, 0] = 0.0
+    model = PersonalizedLinearRegression(
+        GaussianPrior(covariance=np.inf), fit_intercept=fit_intercept
+    ).fit(X, y, groups=codes)
+    for k in range(30):
+        own = LinearRegression(fit_intercept=fit_intercept).fit(X[codes == k], y[codes == k])
+        np.testing.assert_allclose(model.coef_[k], own.coef_, atol=1e-9)
+        assert model.intercept_[k] == pytest.approx(own.intercept_, abs=1e-9)
+    np.testing.assert_array_equal(model.shrinkage_, 0.0)
+    with pytest.warns(UserWarning, match="None of the clients"):
+        assert np.isinf(model.predict(X[:1], groups=[99], return_std=True)[1])
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_infinite_variance_of_intercepts_is_the_within_estimator(weighted):
+    X, y, codes, _ = table()
+    X = X + 1e3 * np.arange(30)[codes, None]
+    rng = np.random.default_rng(0)
+    weights = rng.uniform(0.5, 2, len(y)) if weighted else np.ones(len(y))
+    model = PersonalizedLinearRegression(GaussianPrior(covariance=np.inf), random="intercept")
+    model.fit(X, y, groups=codes, sample_weight=weights)
+    dummies, root = (codes[:, None] == np.arange(30)).astype(float), np.sqrt(weights)
+    design = np.column_stack([X, dummies]) * root[:, None]
+    expected = np.linalg.lstsq(design, y * root)[0]
+    np.testing.assert_allclose(model.population_coef_, expected[:2], atol=1e-7)
+    np.testing.assert_allclose(model.intercept_, expected[2:], atol=1e-3)
+    residuals = (y - model.predict(X, groups=codes)) * root
+    assert model.noise_variance_ == pytest.approx(residuals @ residuals / (len(y) - 32))
+    errors = model.noise_variance_ * np.linalg.inv(design.T @ design)
+    errors = np.sqrt(np.diag(errors))[:2]
+    np.testing.assert_allclose(model.population_coef_std_, errors, rtol=1e-6)
+    np.testing.assert_allclose(model.coef_std_[3], errors, rtol=1e-6)
+
+
+def test_what_is_constant_within_clients_has_no_within_estimate():
+    """Rounding errors are all that is left of such a column: its coefficient is 0, not noise."""
+    X, y, codes, _ = table()
+    level = np.random.default_rng(0).normal(size=30)[codes]
+    model = PersonalizedLinearRegression(GaussianPrior(covariance=np.inf), random="intercept")
+    model.fit(level[:, None], y, groups=codes)
+    np.testing.assert_array_equal(model.coef_, 0.0)
+    model.fit(np.column_stack([X[:, 0], level, 2 * level + 1]), y, groups=codes)
+    without = clone(model).fit(X[:, :1], y, groups=codes)
+    np.testing.assert_allclose(model.population_coef_, [without.population_coef_[0], 0, 0])
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_known_population_is_ridge_client_by_client(weighted):
+    X, y, codes, _ = table()
+    weights = np.random.default_rng(0).uniform(0.5, 2, len(y)) if weighted else None
+    model = PersonalizedLinearRegression(
+        GaussianPrior(mean=0.0, covariance=0.3), fit_intercept=False, noise_variance=0.9
+    ).fit(X, y, groups=codes, sample_weight=weights)
+    for k in range(30):
+        own = codes == k
+        ridge = Ridge(alpha=0.9 / 0.3, fit_intercept=False)
+        ridge.fit(X[own], y[own], None if weights is None else weights[own])
+        np.testing.assert_allclose(model.coef_[k], ridge.coef_, atol=1e-10)
+
+
+@pytest.mark.parametrize("sizes", [2, 3, 9])
+def test_few_rows_and_many_give_the_same_under_a_known_population(sizes):
+    """Clients with no more rows than coefficients are solved in the space of rows."""
+    X, y, codes, _ = table(20, sizes=sizes)
+    S = np.array([[1.0, 0.3, 0.0], [0.3, 0.5, 0.1], [0.0, 0.1, 0.4]])
+    for covariance in (S, 0.6 * np.eye(3)):
+        prior = GaussianPrior([3.0, 1.0, -2.0], covariance)
+        model = PersonalizedLinearRegression(prior, noise_variance=0.64).fit(X, y, groups=codes)
+        design = np.column_stack([np.ones(len(y)), X])
+        problem = Problem(design, y, codes, np.arange(3), np.ones(len(y)), prior.mean)
+        expected = solve(problem, covariance, 0.64, True)
+        np.testing.assert_allclose(
+            columns_of(model), coefficients(problem, expected, covariance), atol=1e-9
+        )
+        assert -2 * model.log_likelihood_ == pytest.approx(expected.criterion)
+        std = model.predict(X, groups=codes, return_std=True)[1]
+        pairs = zip(design, codes, strict=True)
+        oracle = [predict(problem, expected, covariance, x, k)[1] for x, k in pairs]
+        np.testing.assert_allclose(std**2, oracle, atol=1e-9)
+
+
+def test_a_known_mean_is_kept_whatever_else_is_not_known():
+    X, y, codes, _ = table()
+    mean = np.array([1.0, 2.0, 3.0])
+    for covariance in (None, 0.5, 0.0, np.inf):
+        model = PersonalizedLinearRegression(GaussianPrior(mean, covariance))
+        model.fit(X, y, groups=codes)
+        np.testing.assert_array_equal(population_of(model), mean)
+        np.testing.assert_array_equal(model.prior_.mean, mean)
+        np.testing.assert_array_equal(model.population_covariance_, np.zeros((3, 3)))
+    alone = PersonalizedLinearRegression(GaussianPrior(mean)).fit(
+        X, y, groups=np.zeros(len(y), int)
+    )
+    np.testing.assert_array_equal(alone.prior_.mean, mean)
+    np.testing.assert_allclose(alone.coef_[0], LinearRegression().fit(X, y).coef_)
+
+
+# Equivariance -------------------------------------------------------------------------------------
+
+
+@every_shape
+@pytest.mark.parametrize("factor", [1e8, 1e-8])
+def test_scale_of_the_target(covariance_type, factor):
+    X, y, codes, _ = table()
+    prior = GaussianPrior(covariance_type=covariance_type)
+    model = PersonalizedLinearRegression(prior).fit(X, y, groups=codes)
+    other = clone(model).fit(X, factor * y, groups=codes)
+    np.testing.assert_allclose(columns_of(other), factor * columns_of(model), rtol=1e-6)
+    np.testing.assert_allclose(other.noise_variance_, factor**2 * model.noise_variance_, rtol=1e-6)
+    np.testing.assert_allclose(
+        other.prior_.covariance,
+        factor**2 * model.prior_.covariance,
+        rtol=1e-4,
+        atol=1e-12 * factor**2,
+    )
+    rows = len(y) - 3
+    expected = model.log_likelihood_ - rows * np.log(factor)
+    assert other.log_likelihood_ == pytest.approx(expected, abs=1e-6)
+
+
+@every_shape
+@pytest.mark.parametrize("shift", [1e4, 1e8])
+@pytest.mark.parametrize("random", ["all", "intercept", [0]])
+def test_shift_of_the_target(covariance_type, shift, random):
+    """Targets around 1e8 with a noise of 1: what is known of them has to survive."""
+    X, y, codes, _ = table()
+    prior = GaussianPrior(covariance_type=covariance_type)
+    model = PersonalizedLinearRegression(prior, random=random).fit(X, y, groups=codes)
+    other = clone(model).fit(X, y + shift, groups=codes)
+    tolerance = 1e-6 + 1e-14 * shift
+    np.testing.assert_allclose(other.intercept_ - shift, model.intercept_, atol=10 * tolerance)
+    np.testing.assert_allclose(other.coef_, model.coef_, atol=100 * tolerance)
+    assert other.noise_variance_ == pytest.approx(model.noise_variance_, rel=1e-5)
+    known = GaussianPrior(mean=0.0, covariance_type=covariance_type)
+    if random == [0]:  # the intercept is fixed, and takes up the shift
+        model = PersonalizedLinearRegression(known, random=random).fit(X, y, groups=codes)
+        other = clone(model).fit(X, y + shift, groups=codes)
+        assert other.noise_variance_ == pytest.approx(model.noise_variance_, rel=1e-5)
+
+
+@pytest.mark.parametrize("covariance_type", ["diag", "full"])
+@pytest.mark.parametrize("factors", [(1e6, 1e-6), (1e-3, 1e5)])
+def test_scale_of_the_features(covariance_type, factors):
+    X, y, codes, _ = table()
+    prior = GaussianPrior(covariance_type=covariance_type)
+    for random in ("all", [1]):
+        model = PersonalizedLinearRegression(prior, random=random).fit(X, y, groups=codes)
+        other = clone(model).fit(X * factors, y, groups=codes)
+        np.testing.assert_allclose(other.coef_ * factors, model.coef_, atol=1e-6)
+        np.testing.assert_allclose(other.coef_std_ * factors, model.coef_std_, atol=1e-6)
+        expected = model.log_likelihood_ - np.log(factors).sum()
+        assert other.log_likelihood_ == pytest.approx(expected, abs=1e-6)
+
+
+@every_shape
+@pytest.mark.parametrize("shift", [1e3, 1e6, 1e9])
+def test_shift_of_fixed_features(covariance_type, shift):
+    """A fixed feature far from zero (a time stamp) is not taken for another intercept."""
+    X, y, codes, _ = table()
+    for random in ("intercept", ["intercept", 0]):
+        prior = GaussianPrior(covariance_type=covariance_type)
+        model = PersonalizedLinearRegression(prior, random=random).fit(X, y, groups=codes)
+        moved = X + np.array([0.0, shift])
+        other = clone(model).fit(moved, y, groups=codes)
+        np.testing.assert_allclose(other.coef_, model.coef_, atol=1e-5)
+        mean, std = model.predict(X, groups=codes, return_std=True)
+        np.testing.assert_allclose(other.predict(moved, groups=codes), mean, atol=1e-5)
+        if shift < 1e9:
+            stds = other.predict(moved, groups=codes, return_std=True)[1]
+            np.testing.assert_allclose(stds, std, rtol=1e-2 if shift > 1e3 else 1e-6)
+        intercept = model.population_intercept_ - shift * model.population_coef_[1]
+        assert other.population_intercept_ == pytest.approx(intercept, rel=1e-5)
+        assert other.log_likelihood_ == pytest.approx(model.log_likelihood_, abs=1e-5)
+
+
+@every_shape
+def test_order_of_rows_and_names_of_clients(covariance_type):
+    X, y, codes, _ = table()
+    model = PersonalizedLinearRegression(GaussianPrior(covariance_type=covariance_type))
+    model.fit(X, y, groups=codes)
+    order = np.random.default_rng(0).permutation(len(y))
+    other = clone(model).fit(X[order], y[order], groups=codes[order])
+    np.testing.assert_allclose(columns_of(other), columns_of(model), atol=1e-6)
+    names = np.array([f"school {k:02d}" for k in range(30)])
+    other = clone(model).fit(X, y, groups=names[codes])
+    np.testing.assert_array_equal(columns_of(other), columns_of(model))
+    np.testing.assert_array_equal(other.coef_std_, model.coef_std_)
+    assert other.log_likelihood_ == model.log_likelihood_
+    np.testing.assert_array_equal(other.clients_, names)
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        PersonalizedLinearRegression(),
+        PersonalizedLinearRegression(
+            GaussianPrior(covariance_type="full"), random=["intercept", 1]
+        ),
+        PersonalizedLinearRegression(GaussianPrior(covariance=np.inf), random="intercept"),
+        PersonalizedLinearRegression(GaussianPrior(0.0, 1.0), noise_variance=1.0),
+        PersonalizedLinearRegression(LaplacePrior(scale=0.5)),
+        PersonalizedLinearRegression(GaussianMixturePrior(n_init=2)),
+    ],
+    ids=str,
+)
+def test_any_number_of_jobs_and_any_backend_give_the_same_bits(estimator):
+    sizes = [3] * 7 + [2] * 9 if estimator.noise_variance else None
+    X, y, codes, _ = table(16 if sizes else 30, sizes=sizes)
+    one = clone(estimator).fit(X, y, groups=codes)
+    fits = [clone(estimator).set_params(n_jobs=2).fit(X, y, groups=codes)]
+    with parallel_config(backend="threading", n_jobs=3):
+        fits.append(clone(estimator).fit(X, y, groups=codes))
+    for other in fits:
+        np.testing.assert_array_equal(columns_of(other), columns_of(one))
+        np.testing.assert_array_equal(other.log_likelihood_, one.log_likelihood_)
+        assert other.noise_variance_ == one.noise_variance_
+
+
+def test_another_prior_leaves_nothing_of_an_earlier_fit():
+    X, y, codes, _ = table()
+    model = PersonalizedLinearRegression(GaussianMixturePrior()).fit(X, y, groups=codes)
+    model.set_params(prior=LaplacePrior(scale=1.0)).fit(X, y, groups=codes)
+    assert not hasattr(model, "responsibilities_")
+    with pytest.raises(ValueError, match="return_std=True needs a posterior"):
+        model.predict(X, groups=codes, return_std=True)
+
+
+# Extremes -----------------------------------------------------------------------------------------
+
+
+@every_shape
+@pytest.mark.parametrize("method", ["reml", "ml"])
+@pytest.mark.parametrize("covariance", [None, 1.0])
+def test_an_exact_fit(covariance_type, method, covariance):
+    """Without noise the likelihood has no upper bound; the rows are met all the same."""
+    X, _, codes, theta = table(sizes=6)
+    y = theta[codes, 0] + np.einsum("nd,nd->n", X, theta[codes, 1:])
+    prior = GaussianPrior(covariance=covariance, covariance_type=covariance_type)
+    model = PersonalizedLinearRegression(prior, method=method)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # it says so, or ends at a bound
+        model.fit(X, y, groups=codes)
+    assert 0 <= model.noise_variance_ < 1e-8
+    np.testing.assert_allclose(columns_of(model), theta, atol=1e-3)
+    mean, std = model.predict(X, groups=codes, return_std=True)
+    np.testing.assert_allclose(mean, y, atol=1e-3)
+    np.testing.assert_allclose(std, 0.0, atol=1e-3)
+    if covariance is None and covariance_type in ("diag", "full"):
+        np.testing.assert_allclose(population_of(model), theta.mean(axis=0), atol=1e-3)
+
+
+@every_shape
+@pytest.mark.parametrize("fit_intercept", [True, False])
+@pytest.mark.parametrize("value", [0.0, 0.1, 1e8])
+def test_a_constant_target(covariance_type, fit_intercept, value):
+    X, _, codes, _ = table()
+    model = PersonalizedLinearRegression(
+        GaussianPrior(covariance_type=covariance_type), fit_intercept=fit_intercept
+    ).fit(X, np.full(len(X), value), groups=codes)
+    if fit_intercept or value == 0:
+        np.testing.assert_allclose(model.predict(X, groups=codes), value, rtol=1e-7)
+        np.testing.assert_allclose(model.coef_, 0.0, atol=1e-7 * value)
+        assert model.noise_variance_ <= 1e-14 * value**2 + 1e-250
+        assert np.abs(model.prior_.covariance).max() <= 1e-14 * value**2
+    assert np.isfinite(model.log_likelihood_)
+    known = GaussianPrior(0.0, 1.0)
+    model.set_params(prior=known).fit(X, np.zeros(len(X)), groups=codes)
+    np.testing.assert_array_equal(columns_of(model), 0.0)
+
+
+@pytest.mark.parametrize("fit_intercept", [True, False])
+def test_features_that_are_all_zero(fit_intercept):
+    X, y, codes, _ = table()
+    model = PersonalizedLinearRegression(fit_intercept=fit_intercept)
+    model.fit(0 * X, y, groups=codes)
+    np.testing.assert_array_equal(model.coef_, 0.0)
+    if not fit_intercept:
+        assert model.noise_variance_ == pytest.approx(np.mean(y**2))
+        return
+    alone = PersonalizedLinearRegression(random="intercept").fit(0 * X, y, groups=codes)
+    assert model.log_likelihood_ == pytest.approx(alone.log_likelihood_, abs=1e-8)
+    np.testing.assert_allclose(model.intercept_, alone.intercept_, atol=1e-5)
+
+
+@every_shape
+@pytest.mark.parametrize("random", ["all", "intercept"])
+def test_a_column_that_is_there_twice(covariance_type, random):
+    """The rows are fitted as well as without it, and better by no more than its own variance."""
+    X, y, codes, _ = table()
+    prior = GaussianPrior(covariance_type=covariance_type)
+    model = PersonalizedLinearRegression(prior, random=random, method="ml")
+    once = clone(model).fit(X, y, groups=codes)
+    model.fit(X[:, [0, 0, 1]], y, groups=codes)
+    assert np.isfinite(columns_of(model)).all()
+    assert model.population_coef_[0] == pytest.approx(model.population_coef_[1])
+    if random == "intercept":
+        np.testing.assert_allclose(
+            model.predict(X[:, [0, 0, 1]], groups=codes), once.predict(X, groups=codes), atol=1e-6
+        )
+        assert model.log_likelihood_ == pytest.approx(once.log_likelihood_, abs=1e-8)
+    elif covariance_type in ("diag", "full"):
+        assert model.log_likelihood_ == pytest.approx(once.log_likelihood_, abs=1e-4)
+
+
+@every_shape
+def test_two_clients(covariance_type):
+    X, y, codes, _ = table(2, sizes=7)
+    model = PersonalizedLinearRegression(
+        GaussianPrior(covariance_type=covariance_type), random=["intercept", 0]
+    ).fit(X, y, groups=codes)
+    design = np.column_stack([np.ones(14), X])
+    problem = Problem(design, y, codes, np.array([0, 1]), np.ones(14))
+    expected = solve(problem, model.prior_.covariance, model.noise_variance_, True)
+    assert -2 * model.log_likelihood_ == pytest.approx(expected.criterion, abs=1e-6)
+    theta = coefficients(problem, expected, model.prior_.covariance)
+    np.testing.assert_allclose(columns_of(model), theta, atol=1e-7)
+
+
+@pytest.mark.parametrize("random", ["all", "intercept"])
+@pytest.mark.parametrize("covariance_type", ["spherical", "diag"])
+def test_more_coefficients_than_rows_in_total(random, covariance_type):
+    """With the variances known nothing is in doubt; without, the rows are met exactly."""
+    rng = np.random.default_rng(0)
+    X, y, codes = rng.normal(size=(12, 20)), rng.normal(size=12), np.repeat(np.arange(3), 4)
+    known = PersonalizedLinearRegression(
+        GaussianPrior(covariance=0.5), random=random, noise_variance=1.0
+    ).fit(X, y, groups=codes)
+    np.testing.assert_allclose(known.predict(X, groups=codes), y, atol=1e-8)
+    model = PersonalizedLinearRegression(
+        GaussianPrior(covariance_type=covariance_type), random=random, method="ml"
+    ).fit(X, y, groups=codes)
+    np.testing.assert_allclose(model.predict(X, groups=codes), y, atol=1e-6)
+    assert model.noise_variance_ < 1e-12
+
+
+@every_shape
+def test_no_variance_between_clients_is_an_answer(covariance_type):
+    """The boundary is reached exactly, and without a warning."""
+    rng = np.random.default_rng(5)
+    codes = np.repeat(np.arange(20), 5)
+    X, noise = rng.normal(size=(100, 1)), rng.normal(size=(20, 5))
+    noise = (noise - noise.mean(axis=1, keepdims=True)).ravel()
+    model = PersonalizedLinearRegression(
+        GaussianPrior(covariance_type=covariance_type), random="intercept"
+    ).fit(X, 2 + 3 * X[:, 0] + noise, groups=codes)
+    np.testing.assert_array_equal(model.prior_.covariance, 0.0)
+    np.testing.assert_array_equal(model.intercept_, model.population_intercept_)
+    np.testing.assert_array_equal(model.intercept_shrinkage_, 1.0)
+    pooled = LinearRegression().fit(X, 2 + 3 * X[:, 0] + noise)
+    np.testing.assert_allclose(model.population_coef_, pooled.coef_)
+
+
+# Bad input ----------------------------------------------------------------------------------------
+
+X, Y, CODES, _ = table(12, sizes=4)
+FRAME = pd.DataFrame(X, columns=["age", "dose"])
+SINGLES = np.arange(48)
+
+
+def with_value(values, value):
+    changed = values.copy()
+    changed.flat[5] = value
+    return changed
+
+
+def gaussian(**params):
+    return {"prior": GaussianPrior(**params)}
+
+
+BAD = {
+    "one row each": (
+        {},
+        (X, Y, SINGLES),
+        "every one of the 48 clients has one row, so the noise variance cannot be told from the "
+        "variance between clients; give noise_variance, or a prior with a known covariance",
+    ),
+    "one row each, intercepts": ({"random": "intercept"}, (X, Y, SINGLES), "clients has one row"),
+    "constant column": (
+        gaussian(covariance_type="full"),
+        (FRAME.assign(one=3.0), Y, CODES),
+        "the column 'one' is constant over all rows, so its coefficient cannot vary by client "
+        "beside the intercept's; leave it out of random or of X",
+    ),
+    "column of zeros": (
+        {**gaussian(covariance_type="diag"), "fit_intercept": False},
+        (X * [1, 0], Y, CODES),
+        "the column 'x1' is constant",
+    ),
+    "few clients": (
+        gaussian(covariance_type="full"),
+        (X, Y, CODES // 6),
+        "covariance_type='full' needs at least as many clients as random coefficients; got 2 "
+        "clients and 3 coefficients. Use 'diag' or 'spherical', or fewer in random",
+    ),
+    "NaN in X": ({}, (with_value(X, np.nan), Y, CODES), "Input X contains NaN"),
+    "infinite X": ({}, (with_value(X, np.inf), Y, CODES), "Input X contains infinity"),
+    "NaN in y": ({}, (X, with_value(Y, np.nan), CODES), "Input y contains NaN"),
+    "infinite y": ({}, (X, with_value(Y, -np.inf), CODES), "Input y contains infinity"),
+    "huge X": ({}, (1e200 * X, Y, CODES), "X holds values too large to be squared"),
+    "huge y": ({}, (X, 1e200 * Y, CODES), "y holds values too large to be squared"),
+    "one dimension": ({}, (X[:, 0], Y, CODES), "Expected 2D array, got 1D array"),
+    "two targets": ({}, (X, np.column_stack([Y, Y]), CODES), "y should be a 1d array"),
+    "no column": ({}, (X[:, :0], Y, CODES), "0 feature"),
+    "unknown name": (
+        {"random": ["dosis"]},
+        (FRAME, Y, CODES),
+        r"random holds 'dosis', which is neither 'intercept' nor one of the features \['age', 'd",
+    ),
+    "unknown index": ({"random": [2]}, (X, Y, CODES), "random holds the index 2, but X has 2"),
+    "no intercept": (
+        {"random": "intercept", "fit_intercept": False},
+        (X, Y, CODES),
+        "random has 'intercept', but fit_intercept=False",
+    ),
+    "nothing random": ({"random": []}, (X, Y, CODES), "random must name at least one"),
+    "mixed column names": (
+        {},
+        (FRAME.set_axis(["age", 1], axis=1), Y, CODES),
+        r"X has column names of which only some are strings: \['age', 1\]; give strings throughout",
+    ),
+    "other prior": ({"prior": "beta"}, (X, Y, CODES), "prior='beta' does not go with Personal"),
+    "singular prior": (gaussian(covariance=-1.0), (X, Y, CODES), "must be non-negative"),
+    "not symmetric": (
+        gaussian(covariance=np.triu(np.ones((3, 3)))),
+        (X, Y, CODES),
+        "must be symmetric, finite and positive semi-definite",
+    ),
+    "partly infinite": (
+        gaussian(covariance=[1.0, np.inf, 1.0]),
+        (X, Y, CODES),
+        "may only be infinite on its whole diagonal",
+    ),
+    "mean of the wrong length": (
+        gaussian(mean=[1.0, 2.0]),
+        (X, Y, CODES),
+        r"mean of GaussianPrior must be finite, a number or of shape \(3,\)",
+    ),
+    "covariance of the wrong length": (
+        {**gaussian(covariance=np.eye(3)), "random": [0]},
+        (X, Y, CODES),
+        r"must be non-negative, a number or of shape \(1,\)",
+    ),
+    "spectral": (
+        {**gaussian(covariance_type="full"), "solver": "spectral"},
+        (X, Y, CODES),
+        "solver='spectral' needs one variance for all random coefficients; got a prior with "
+        "covariance_type='full'",
+    ),
+    "printed": (
+        {"method": "printed"},
+        (X, Y, CODES),
+        "method='printed' with solver='auto' does not go with GaussianPrior; expected one of",
+    ),
+    "no noise": ({"noise_variance": 0.0}, (X, Y, CODES), "'noise_variance' parameter .* must be"),
+    "no iteration": ({"max_iter": 0}, (X, Y, CODES), "'max_iter' parameter"),
+    "no tolerance": ({"tol": 0.0}, (X, Y, CODES), "'tol' parameter"),
+    "low rank 0": (gaussian(covariance_type="low_rank", rank=0), (X, Y, CODES), "'rank' param"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_explained_and_leaves_nothing_fitted(case):
+    params, (X, y, groups), message = BAD[case]
+    model = PersonalizedLinearRegression(**params)
+    before = dict(vars(model))
+    with pytest.raises((ValueError, TypeError), match=message):
+        model.fit(X, y, groups=groups)
+    assert vars(model) == before
+
+
+def test_what_is_known_makes_single_rows_enough():
+    for params in (
+        {"noise_variance": 0.5},
+        gaussian(covariance=0.5),
+        {**gaussian(covariance_type="diag"), "noise_variance": 0.5},
+    ):
+        model = PersonalizedLinearRegression(**params).fit(X, Y, groups=SINGLES)
+        assert np.isfinite(model.log_likelihood_)
+
+
+@every_shape
+def test_a_search_that_is_cut_off_says_what_to_do(covariance_type):
+    model = PersonalizedLinearRegression(
+        GaussianPrior(covariance_type=covariance_type), max_iter=1, tol=1e-9
+    )
+    message = r"did not converge in \d+ iterations \(max_iter=1, tol=1e-09\). Raise max_iter, or"
+    with pytest.warns(ConvergenceWarning, match=message):
+        model.fit(*table()[:2], groups=table()[2])
+
+
+def test_refit_with_other_features_and_clients():
+    model = PersonalizedLinearRegression().fit(X, Y, groups=CODES)
+    model.fit(X[:20, :1], Y[:20], groups=np.repeat(list("abcde"), 4))
+    assert model.coef_.shape == (5, 1)
+    assert model.n_features_in_ == 1
+    with pytest.raises(ValueError, match=r"X has 2 features, but .* is expecting 1"):
+        model.predict(X, groups=["a"] * 48)

@@ -60,8 +60,8 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
 
     Parameters
     ----------
-    prior : {"gaussian", "laplace", "gaussian_mixture", "discrete"} or a prior object, \
-            default="gaussian"
+    prior : str or prior object, default="gaussian"
+        "gaussian", "laplace", "gaussian_mixture", "discrete", or an object of these kinds.
         Population prior of the coefficients that vary, the intercept first and then in the order
         of the features. What an object leaves None is estimated, what it gives is known.
         :class:`~pfl_sklearn.priors.GaussianPrior` with ``covariance_type="spherical"`` (one

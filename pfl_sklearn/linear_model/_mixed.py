@@ -10,6 +10,8 @@ from pfl_sklearn.linear_model._profile import Settings, client_deviations, open_
 from pfl_sklearn.linear_model._reduction import reduce_rows
 from pfl_sklearn.linear_model._search import at_ratio, search_factor, search_noise, search_ratio
 
+_INFINITE = 1e12
+
 
 def fit_gaussian(table, prior, options):
     """Population, variance components and clients by restricted or full maximum likelihood.
@@ -36,6 +38,7 @@ def fit_gaussian(table, prior, options):
     if is_cheap(table, mean, covariance, options.noise_variance):
         return fit_known(table, prior, mean, covariance, options)
     any_basis = prior.covariance_type == "full" and covariance is None and mean is None
+    given = table
     table, offset, centre = centred(table, mean, any_basis)
     spectral = use_spectral(prior.covariance_type, covariance, options.solver)
     reduced = reduce_rows(
@@ -50,9 +53,17 @@ def fit_gaussian(table, prior, options):
         or (covariance is None and prior.covariance_type in ("spherical", "low_rank")),
         n_jobs=options.n_jobs,
     )
+    if covariance is not None and _is_as_good_as_infinite(reduced, covariance):
+        return fit_local(given, prior, options, covariance)
     settings = Settings(options.method == "reml", 0 if mean is None else q, options.noise_variance)
     found = _search(reduced, settings, prior, covariance, spectral, options)
     return _estimates(table, reduced, found, prior, (offset, centre), mean is None)
+
+
+def _is_as_good_as_infinite(reduced, covariance):
+    """Whether known variances are so large that the clients' rows decide in every digit."""
+    scaled = np.diag(covariance) / reduced.scale[: reduced.n_random] ** 2
+    return scaled.min() > _INFINITE * max(reduced.sum_of_squares / reduced.n_rows, 1e-280)
 
 
 def use_spectral(covariance_type, covariance, solver):

@@ -115,3 +115,14 @@ def test_local_slopes_of_a_constant_column():
     model = PersonalizedLinearRegression(prior).fit(X, [1.0, 2, 3, 4, 6, 5], groups=list("aaabbb"))
     np.testing.assert_allclose(model.coef_, [[0.0], [1.5]], atol=1e-12)
     np.testing.assert_allclose(model.intercept_, [2.0, 4.5])
+
+
+@pytest.mark.parametrize("variance", [1e10, 1e14, 1e18])
+def test_a_huge_known_variance_is_like_an_infinite_one(variance):
+    wide = PersonalizedLinearRegression(GaussianPrior(covariance=variance))
+    infinite = PersonalizedLinearRegression(GaussianPrior(covariance=np.inf))
+    wide.fit(X, Y, groups=GROUPS)
+    infinite.fit(X, Y, groups=GROUPS)
+    np.testing.assert_allclose(wide.coef_, infinite.coef_, rtol=1e-6)
+    assert wide.noise_variance_ == pytest.approx(infinite.noise_variance_, rel=1e-3)
+    np.testing.assert_allclose(wide.coef_std_, infinite.coef_std_, rtol=1e-2)

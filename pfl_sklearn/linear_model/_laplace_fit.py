@@ -7,6 +7,19 @@ import numpy as np
 
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._covariance import factor_of
+from pfl_sklearn.linear_model._laplace_guards import (
+    AWAY,
+    HELD,
+    are_estimable,
+    centred_columns,
+    check_identified,
+    inverse_root,
+    is_unmixed,
+    predictor_spread,
+    uncentred,
+    weak_slopes,
+    weak_spread,
+)
 from pfl_sklearn.linear_model._laplace_likelihood import (
     CLOSE_ENOUGH,
     LaplaceCriterion,
@@ -21,13 +34,13 @@ from pfl_sklearn.linear_model._laplace_search import (
     Found,
     Weak,
     fit_pooled,
-    inverse_root,
     natural_scale,
     search,
-    weak_slopes,
-    weak_spread,
 )
+from pfl_sklearn.linear_model._laplace_whitening import whiten, whitened_rows
 from pfl_sklearn.linear_model._posterior import CovariancePosterior, RowPosterior
+
+_NEARER = 0.3  # start of the second search, in natural units: it shall not jump over a maximum
 
 
 class LogitEstimates(NamedTuple):
@@ -35,6 +48,7 @@ class LogitEstimates(NamedTuple):
 
     population: np.ndarray  # (c, p)
     population_covariance: np.ndarray  # (c p, c p)
+    estimable: np.ndarray  # (c, p), bool: whether the data tell this population coefficient
     coefficients: np.ndarray  # (m, c, p)
     posterior: RowPosterior | CovariancePosterior  # of the c p coefficients
     prior: object  # with the fitted values
@@ -42,8 +56,10 @@ class LogitEstimates(NamedTuple):
     log_likelihood: float
     n_iter: int
     converged: bool
+    modes_found: bool  # of all clients
     separated: bool  # by a combination of the columns
     unmixed: bool  # no client has rows of two classes
+    runaway: bool  # the differences between clients had no credible maximum
 
 
 class _Summary(NamedTuple):
@@ -74,23 +90,82 @@ def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
     LogitEstimates
     """
     q = table.n_random
+    _check_fitted_to_several(prior)
     mean, covariance = known_mean(prior, outcome, q), prior.known_covariance(q)
     if covariance is None:
         if table.n_clients == 1:
-            return _fit_single(table, prior, outcome)
+            return _fit_single(*_centred(table, 0), prior, outcome)
         check_identified(table, prior.covariance_type)
     elif np.isinf(covariance).any():
         raise ValueError(
             "covariance of GaussianPrior must be finite for PersonalizedLogisticRegression; got "
             f"{prior.covariance!r}. Many clients have no finite estimate of their own."
         )
+    table, centre = _centred(table, _first_centred(table, prior, mean, covariance))
     stacks = stack_rows(table.columns, table.y, table.weights, table.codes, table.n_clients)
     found, weak = _population(
         table, stacks, outcome, prior, mean, covariance, max_iter, tol, n_jobs
     )
     summary = _summarize(table, stacks, outcome, found, n_jobs)
-    found = found._replace(converged=found.converged and summary.found)
-    return _estimates(table, outcome, prior, found, summary, weak)
+    estimable = _estimable(summary.rows, outcome, weak, table.intercept, centre)
+    error = _population_error(summary.rows, outcome.n_outputs, weak)
+    return _estimates(
+        outcome,
+        prior,
+        *_put_back(found, summary, error, table.intercept, centre),
+        estimable,
+        weak,
+    )
+
+
+def _check_fitted_to_several(prior):
+    """Raise ValueError for the prior_ of a fit of one client, which has no covariance."""
+    if prior.covariance is not None and np.isnan(np.asarray(prior.covariance, dtype=float)).any():
+        raise ValueError(
+            "covariance of GaussianPrior must hold numbers or be None; got NaN, which a fit of a "
+            "single client leaves there (it does not tell the spread between clients): set it to "
+            "None to have it estimated."
+        )
+
+
+def _first_centred(table, prior, mean, covariance):
+    """Position from which on the population's free intercept can take up the columns' means.
+
+    Random columns only under a covariance that may take any shape: centring turns it.
+    """
+    p, q = table.columns.shape[1], table.n_random
+    if table.intercept is None or (mean is not None and table.intercept < q):
+        return p
+    any_shape = covariance is None and prior.covariance_type == "full"
+    return 0 if mean is None and any_shape and table.intercept < q else q
+
+
+def _centred(table, first):
+    """The table around its means, and these (p,)."""
+    if table.intercept is None or first == table.columns.shape[1]:
+        return table, np.zeros(table.columns.shape[1])
+    return centred_columns(table, first)
+
+
+def _put_back(found, summary, error, intercept, centre):
+    """Found, _Summary and error (a p, a p) for the columns as they were before centring."""
+    if not centre.any():
+        return found, summary, error
+    a, p, q = *found.population.shape, summary.deviations.shape[2]
+    rows = summary.rows.reshape(*summary.rows.shape[:2], a, p)
+    rows = (rows + rows[..., intercept, None] * centre).reshape(summary.rows.shape)
+    deviations, factor = summary.deviations, found.factor
+    if centre[:q].any():
+        deviations = uncentred(deviations, intercept, centre[:q])
+        factor = uncentred(factor.T, intercept, centre[:q]).T
+    half = uncentred(error.reshape(a * p, a, p), intercept, centre).reshape(a * p, a * p)
+    error = uncentred(half.T.reshape(a * p, a, p), intercept, centre).reshape(a * p, a * p)
+    population = uncentred(found.population, intercept, centre)
+    return (
+        found._replace(population=population, factor=factor),
+        summary._replace(deviations=deviations, rows=rows),
+        error,
+    )
 
 
 def known_mean(prior, outcome, q):
@@ -103,45 +178,21 @@ def known_mean(prior, outcome, q):
     return None if mean is None else coding.T @ mean.reshape(len(coding), q)
 
 
-def check_identified(table, covariance_type):
-    """Raise ValueError if the data cannot tell the covariance between clients."""
-    m, q = table.n_clients, table.n_random
-    if len(table.y) == m:
-        raise ValueError(
-            f"every one of the {m} clients has one row, so the variance between clients cannot be "
-            "told from chance; give a prior with a known covariance."
-        )
-    if covariance_type == "spherical":
-        return
-    if covariance_type == "full" and m < q:
-        raise ValueError(
-            f"covariance_type='full' needs at least as many clients as random coefficients; got "
-            f"{m} clients and {q} coefficients. Use 'diag' or 'spherical', or fewer in random."
-        )
-    constant = np.ptp(table.columns[:, :q], axis=0) == 0
-    has_intercept = table.intercept is not None and table.intercept < q
-    for k in np.flatnonzero(constant):
-        if k == table.intercept or (not has_intercept and table.columns[0, k] != 0):
-            continue
-        raise ValueError(
-            f"the column {table.names[k]!r} is constant over all rows, so its coefficient cannot "
-            "vary by client beside the intercept's; leave it out of random or of X."
-        )
-
-
-def _fit_single(table, prior, outcome):
+def _fit_single(table, centre, prior, outcome):
     """One client: its own maximum of the likelihood, and nothing on the spread between clients."""
     q, p = table.n_random, table.columns.shape[1]
     offset = np.zeros((len(table.y), outcome.n_outputs))
     pooled, slopes = _pooled(table, outcome, offset, 0)
-    coding = np.kron(outcome.coding, np.eye(p))
+    back = uncentred(np.eye(p), table.intercept, centre).T
+    coding = np.kron(outcome.coding, back)
     root = coding @ pooled.root
-    error, population = root @ root.T, outcome.coding @ pooled.coefficients
+    error, population = root @ root.T, outcome.coding @ pooled.coefficients @ back.T
     spread = np.tile(np.append(np.full(q, np.inf), np.zeros(p - q)), len(population))
     covariance = np.full((q, q), np.nan)
     return LogitEstimates(
         population,
         error,
+        are_estimable(pooled.normal, coding).reshape(population.shape),
         population[None],
         CovariancePosterior(error[None], spread),
         prior.with_values(population[:, :q].ravel(), covariance),
@@ -149,7 +200,9 @@ def _fit_single(table, prior, outcome):
         pooled.log_likelihood,
         pooled.n_iter,
         pooled.converged,
+        True,
         slopes.any(),
+        False,
         False,
     )
 
@@ -190,16 +243,18 @@ def _population(table, stacks, outcome, prior, mean, covariance, max_iter, tol, 
     start = Found(population, factor, 0, False)
     begun = _summarize(table, stacks, outcome, start, n_jobs)
     root = inverse_root(_information(begun.rows, a, first) + np.diag(np.tile(slopes, a)))
-    criterion = LaplaceCriterion(stacks, outcome, table.n_clients, n_jobs)
+    make = partial(LaplaceCriterion, stacks, outcome, table.n_clients, n_jobs)
     weak = Weak(slopes, spread)
-    return search(criterion, start, root, weak, max_iter, tol, family, scale), weak
-
-
-def is_unmixed(table):
-    """Whether no client has rows of two classes."""
-    some = np.empty(table.n_clients, dtype=table.y.dtype)
-    some[table.codes] = table.y
-    return bool(np.all(some[table.codes] == table.y))
+    found = search(make(), start, root, weak, max_iter, tol, family, scale)
+    if family is None or spread.any():
+        return found, weak
+    size = partial(predictor_spread, table.columns[:, :q], table.weights)
+    if size(found.factor) <= AWAY:
+        return found, weak
+    tight = Weak(slopes, weak_spread(table.columns[:, :q], table.weights, tight=True), True)
+    held = search(make(), start, root, tight, max_iter, tol, family, scale, _NEARER)
+    away = size(held.factor) < HELD * size(found.factor)
+    return (held, tight) if away else (found, weak)
 
 
 def _root(covariance):
@@ -217,9 +272,35 @@ def _root(covariance):
 
 def _information(rows, a, first):
     """Information (a f, a f) on the free coefficients, from whitened rows (m, k, a p)."""
-    p = rows.shape[2] // a
-    free = rows.reshape(-1, a, p)[:, :, first:].reshape(-1, a * (p - first))
+    m, k, p = *rows.shape[:2], rows.shape[2] // a
+    free = rows.reshape(-1, a, p)[:, :, first:].reshape(m * k, a * (p - first))
     return free.T @ free
+
+
+def _held_information(rows, a, weak):
+    """The same with the precision of the weak prior on the slopes."""
+    first = rows.shape[2] // a - len(weak.slopes)
+    return _information(rows, a, first) + np.diag(np.tile(weak.slopes, a))
+
+
+def _population_error(rows, a, weak):
+    """Covariance (a p, a p) of the population coefficients; 0 for those that are known."""
+    p = rows.shape[2] // a
+    first = p - len(weak.slopes)
+    error = np.zeros((a, p, a, p))
+    if first < p:
+        root = inverse_root(_held_information(rows, a, weak))
+        error[:, first:, :, first:] = (root @ root.T).reshape(a, p - first, a, p - first)
+    return error.reshape(a * p, a * p)
+
+
+def _estimable(rows, outcome, weak, intercept, centre):
+    """Whether the data tell the coefficients (c, p) of the columns before centring."""
+    a, p, c = outcome.n_outputs, len(centre), len(outcome.coding)
+    first = p - len(weak.slopes)
+    back = uncentred(np.eye(p), intercept, centre).T[:, first:]
+    told = are_estimable(_held_information(rows, a, weak), np.kron(outcome.coding, back))
+    return told.reshape(c, p)
 
 
 def _summarize(table, stacks, outcome, found, n_jobs):
@@ -252,60 +333,11 @@ def _summarize_stack(clients, x, y, w, state, *, outcome, population, factor):
     return deviations, whitening, float(np.sum(mode.value) - 0.5 * log_det), bool(mode.found.all())
 
 
-def whitened_rows(whitening, x):
-    """Rows T (b, k, a p) with T'T = X' (W^-1 + Z L L' Z')^-1 X, from columns x (b, n, p)."""
-    if whitening.ndim == 3:
-        return whitening
-    b, k, a, n = whitening.shape
-    return (whitening.reshape(b, k * a, n) @ x).reshape(b, k, -1)
-
-
-def whiten(form, roots, x):
-    """What `whitened_rows` takes, and the summed log det H, for roots (b, n, a, c) of W.
-
-    Many effects: a small matrix (b, k, a, n), to be multiplied by x where memory for the product
-    is at hand. Few: the rows themselves.
-    """
-    features = form.features
-    b, n, a, c = roots.shape
-    r, p = features.shape[2], x.shape[2]
-    if n * c < r * a:
-        system = np.einsum("bjac,bjk,bkad->bjckd", roots, form.gram(), roots)
-        lower = np.linalg.cholesky(system.reshape(b, n * c, n * c) + np.eye(n * c))
-        log_det = 2 * np.log(np.einsum("bkk->bk", lower)).sum()
-        inverse = invert_lower(lower).reshape(b, n * c, n, c)
-        return np.einsum("bmjc,bjac->bmaj", inverse, roots), log_det
-    across = roots.transpose(0, 1, 3, 2)[..., None]
-    stacked = np.zeros((b, n * c + r * a, (r + p) * a))
-    stacked[:, : n * c, : r * a] = (across * features[:, :, None, None, :]).reshape(b, n * c, -1)
-    stacked[:, : n * c, r * a :] = (across * x[:, :, None, None, :]).reshape(b, n * c, -1)
-    stacked[:, n * c :, : r * a] = np.eye(r * a)
-    triangle = np.linalg.qr(stacked, mode="r")
-    log_det = 2 * np.log(np.abs(np.einsum("bkk->bk", triangle[:, : r * a, : r * a]))).sum()
-    return triangle[:, r * a :, r * a :], log_det
-
-
-def invert_lower(lower):
-    """Inverses (b, n, n) of lower triangles: all clients at a time, since n is small."""
-    rows = np.ascontiguousarray(lower.transpose(1, 2, 0))
-    inverse = np.zeros_like(rows)
-    for j, row in enumerate(rows):
-        inverse[j, j] = 1 / row[j]
-        if j:
-            inverse[j, :j] = -np.sum(row[:j, None] * inverse[:j, :j], axis=0) * inverse[j, j]
-    return np.ascontiguousarray(inverse.transpose(2, 0, 1))
-
-
-def _estimates(table, outcome, prior, found, summary, weak):
+def _estimates(outcome, prior, found, summary, error, estimable, weak):
     """Everything in the coding of the classes."""
-    (m, a, q), p, coding = summary.deviations.shape, table.columns.shape[1], outcome.coding
-    first = p - len(weak.slopes)
-    error = np.zeros((a, p, a, p))
-    if first < p:
-        root = inverse_root(_information(summary.rows, a, first) + np.diag(np.tile(weak.slopes, a)))
-        error[:, first:, :, first:] = (root @ root.T).reshape(a, p - first, a, p - first)
+    (m, a, q), p, coding = summary.deviations.shape, found.population.shape[1], outcome.coding
     coded = np.kron(coding, np.eye(p))
-    error = coded @ error.reshape(a * p, a * p) @ coded.T
+    error = coded @ error @ coded.T
     covariance = found.factor @ found.factor.T
     population = coding @ found.population
     coefficients = np.tile(population, (m, 1, 1))
@@ -314,6 +346,7 @@ def _estimates(table, outcome, prior, found, summary, weak):
     return LogitEstimates(
         population,
         error,
+        estimable,
         coefficients,
         _posterior(rows, np.kron(coding @ coding.T, _embedded(covariance, p)), error),
         prior.with_values(population[:, :q].ravel(), covariance),
@@ -321,8 +354,10 @@ def _estimates(table, outcome, prior, found, summary, weak):
         summary.log_likelihood,
         found.n_iter,
         found.converged,
+        summary.found,
         weak.slopes.any(),
-        weak.spread.any(),
+        weak.spread.any() and not weak.runaway,
+        weak.runaway,
     )
 
 

@@ -5,11 +5,11 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import minimize
 
-_RANK = 1e-11
+from pfl_sklearn.linear_model._laplace_guards import inverse_root
+
 _MAX_NEWTON = 100
 _LAST_DECREMENT = 1e-13
 _SEPARATED = 1e-6  # share of the information at 0 that is left along some direction
-_WEAK_SD = 2.5  # of the prior on separated slopes, in logits per standard deviation of a column
 _NO_SPREAD = 1e-8  # squared parameter of a factor, in natural units, that stands for zero
 _LOST = 1e-9  # nats
 
@@ -18,6 +18,7 @@ class Pooled(NamedTuple):
     """Maximum of the likelihood when all clients have the same coefficients."""
 
     coefficients: np.ndarray  # (a, f)
+    normal: np.ndarray  # (a f, a f), information and precision
     root: np.ndarray  # (a f, rank), its square is the inverse information
     weight: np.ndarray  # (n, a, a), of the rows
     log_likelihood: float
@@ -31,6 +32,7 @@ class Weak(NamedTuple):
 
     slopes: np.ndarray  # (f,), of the free population coefficients
     spread: np.ndarray  # (q,), of the rows of the factor
+    runaway: bool = False  # because the differences between clients ran away
 
 
 class Found(NamedTuple):
@@ -68,6 +70,7 @@ def fit_pooled(columns, table, outcome, offset, precision):
     left = np.linalg.eigvalsh(first_root.T @ normal @ first_root)
     return Pooled(
         values,
+        normal,
         root,
         terms.weight,
         float(terms.value.sum()),
@@ -104,32 +107,6 @@ def information(columns, weight):
     return result.reshape(a * f, a * f)
 
 
-def inverse_root(normal):
-    """Root (f, rank) of the pseudo-inverse of a positive semi-definite matrix."""
-    size = np.sqrt(np.diag(normal))
-    scale = np.divide(1, size, out=np.zeros_like(size), where=size > 0)
-    values, vectors = np.linalg.eigh(normal * np.multiply.outer(scale, scale))
-    kept = values > _RANK * max(values[-1], 0.0) if len(values) else np.zeros(0, dtype=bool)
-    return scale[:, None] * vectors[:, kept] / np.sqrt(values[kept])
-
-
-def weak_slopes(columns, weights, intercept):
-    """Precision (f,) of the prior that keeps separated slopes finite; none on the intercept."""
-    mean = np.average(columns, axis=0, weights=weights)
-    square = np.average(columns**2, axis=0, weights=weights)
-    spread = np.average((columns - mean) ** 2, axis=0, weights=weights)
-    unit = np.where(spread > 1e-12 * square, spread, square)
-    precision = unit / _WEAK_SD**2
-    if intercept is not None:
-        precision[intercept] = 0.0
-    return precision
-
-
-def weak_spread(random, weights):
-    """Precision (q,) of the prior that keeps the differences between clients finite."""
-    return np.average(random**2, axis=0, weights=weights) / _WEAK_SD**2
-
-
 def natural_scale(random, weight, n_clients, common):
     """Standard deviations (q,) of coefficients that the prior and a client's rows decide alike.
 
@@ -144,7 +121,7 @@ def natural_scale(random, weight, n_clients, common):
     return np.sqrt(np.divide(share, per_client, out=np.ones(q), where=per_client > 0))
 
 
-def search(criterion, start, root, weak, max_iter, tol, family=None, scale=None):
+def search(criterion, start, root, weak, max_iter, tol, family=None, scale=None, begin=1.0):
     """Maximize a criterion in the free population coefficients and the factor.
 
     Parameters
@@ -162,6 +139,8 @@ def search(criterion, start, root, weak, max_iter, tol, family=None, scale=None)
         Shapes of the factor.
     scale : ndarray of shape (q,)
         Natural units of its rows.
+    begin : float
+        Where the search for the factor starts, in these units.
 
     Returns
     -------
@@ -187,7 +166,7 @@ def search(criterion, start, root, weak, max_iter, tol, family=None, scale=None)
         penalty = 0.5 * (np.sum(weak.slopes * free**2) + np.vdot(pull, factor))
         return penalty - value, -np.concatenate(slope)
 
-    factor_start = np.zeros(0) if family is None else family.start / unit
+    factor_start = np.zeros(0) if family is None else begin * family.start / unit
     result = minimize(
         objective,
         np.concatenate([np.zeros(rank), factor_start]),

@@ -4,6 +4,7 @@ from numbers import Integral, Real
 
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.metrics import accuracy_score
 from sklearn.utils import check_X_y
 from sklearn.utils.multiclass import check_classification_targets
@@ -102,9 +103,11 @@ class PersonalizedLogisticRegression(ClientMixin, ClassifierMixin, BaseEstimator
     population_coef_, population_intercept_ : ndarrays of shape (d,) and (), or (K, d) and (K,)
         The typical client's. Averaged over clients, probabilities are less extreme.
     population_coef_std_, population_intercept_std_ : ndarrays of the same shapes
-        Standard errors from the information at the clients' modes, given the covariance.
+        Standard errors from the information at the clients' modes, given the covariance. NaN for
+        what the data do not tell: a feature that is 0 or constant, or a combination of others.
     population_covariance_ : ndarray of shape (p, p), or (K p, K p)
-        Covariance behind these standard errors: intercept first, then features, class by class.
+        Covariance behind these standard errors: intercept first, then features, class by class. A
+        pseudo-inverse where the data do not tell all.
     prior_ : GaussianPrior
         The prior that was used; `mean` and `covariance` hold the values.
     log_likelihood_ : float
@@ -119,8 +122,10 @@ class PersonalizedLogisticRegression(ClientMixin, ClassifierMixin, BaseEstimator
     ------
     ValueError
         For missing or mixed ids, NaN or infinity in `X`, only one class, unknown names in `random`,
-        or if the covariance cannot be told: every client has one row, a column that is constant
-        has a variance beside the intercept's, or "full" with fewer clients than coefficients.
+        for a covariance with NaN (the `prior_` of a single client's fit), or if the covariance
+        cannot be told: every client has one row, a column that is constant has a variance of its
+        own beside the intercept's (under "diag", "full" and "low_rank"; "spherical" has only one
+        variance), or "full" with fewer clients than coefficients.
 
     Warns
     -----
@@ -128,9 +133,11 @@ class PersonalizedLogisticRegression(ClientMixin, ClassifierMixin, BaseEstimator
         If a combination of the features separates the classes over all clients, so that the
         likelihood has no finite maximum. Then, and only then, the population slopes have a normal
         prior with standard deviation 2.5 per standard deviation of their feature. If no client has
-        rows of two classes, the factor of an unknown covariance has such a prior.
+        rows of two classes, the factor of an unknown covariance has such a prior; it has one with
+        standard deviation 1 if the differences between clients ran away (see Notes).
     ConvergenceWarning
-        If `max_iter` was too small.
+        If `max_iter` was too small, or if rounding stopped the search (more iterations do not help
+        then).
 
     See Also
     --------
@@ -154,6 +161,19 @@ class PersonalizedLogisticRegression(ClientMixin, ClassifierMixin, BaseEstimator
     per client a standard deviation of 1 came out as 1.01 with 2 random coefficients and as .95 with
     3, but .5 as .30 with 10 and .3 as .07 with 50: there give a covariance, and choose it by
     cross-validation.
+
+    With fewer rows per client than coefficients that vary the error can go either way: often the
+    variance comes out too small, but the criterion may also keep rising with it. This is taken to
+    have happened if the predictors differ between clients by a standard deviation of more than 10
+    logits (root mean square over the rows) and a normal prior on the rows of the factor, with
+    standard deviation 1 over the root mean square of the column, brings that below a third. The fit
+    under this prior is then reported, with a SeparationWarning. A spread that the data do support
+    withstands so weak a prior, and is left as it is. (400 clients with 2 rows, 3 coefficients and a
+    standard deviation of 1: 16.4 without it, 1.0 with it.)
+
+    Columns are centred where a free intercept can take up their means: features with common
+    coefficients, and those that vary beside a random intercept under "full". Centre other features
+    that lie far from zero.
 
     With K > 2 classes the model is invariant to the same change of all classes; coefficients are
     reported with mean 0 over the classes, hence with variance (1 - 1/K) S around the population.
@@ -255,10 +275,15 @@ class PersonalizedLogisticRegression(ClientMixin, ClassifierMixin, BaseEstimator
             self.random, features.shape[1], self.fit_intercept, feature_names(X)
         )
         present = features if len(labels) == len(features) else features[rows.y]
-        table = _table(design, present, labels, rows)
-        outcome = outcome_of(len(classes))
-        found = fit_logistic(table, prior, outcome, self.max_iter, self.tol, self.n_jobs)
-        self._warn(found)
+        found = fit_logistic(
+            _table(design, present, labels, rows),
+            prior,
+            outcome_of(len(classes)),
+            self.max_iter,
+            self.tol,
+            self.n_jobs,
+        )
+        self._warn(found, len(classes))
         self._store(X, design, rows.clients, classes, found, groups is not None)
         return self
 
@@ -272,7 +297,7 @@ class PersonalizedLogisticRegression(ClientMixin, ClassifierMixin, BaseEstimator
             )
         return classes, labels
 
-    def _warn(self, found):
+    def _warn(self, found, n_classes):
         if found.separated:
             warn_caller(
                 "A combination of the features separates the classes, so the likelihood has no "
@@ -281,13 +306,36 @@ class PersonalizedLogisticRegression(ClientMixin, ClassifierMixin, BaseEstimator
                 SeparationWarning,
             )
         if found.unmixed:
-            warn_caller(
+            message = (
                 "No client has rows of two classes, so the likelihood has no finite maximum in the "
                 "differences between clients. Their standard deviations have been given a normal "
-                "prior with standard deviation 2.5 (in logits). Better give a known covariance.",
+                "prior with standard deviation 2.5 (in logits)"
+            )
+            if n_classes > 2:
+                message += ", and their level is that of this prior: the data do not tell it"
+            warn_caller(message + ". Better give a known covariance.", SeparationWarning)
+        if found.runaway:
+            warn_caller(
+                "The differences between clients ran away, to a standard deviation of more than 10 "
+                "logits: too few rows per client for so many random coefficients, or they separate "
+                "the classes of (nearly) every client. Their standard deviations have been given a "
+                "normal prior with standard deviation 1 (in logits). Better give a known "
+                "covariance, or let fewer coefficients vary by client (random).",
                 SeparationWarning,
             )
-        warn_not_converged(self, found)
+        self._warn_unfinished(found)
+
+    def _warn_unfinished(self, found):
+        """Warn with what helps: iterations only help a search that ran out of them."""
+        if found.modes_found and found.n_iter >= self.max_iter:
+            warn_not_converged(self, found)
+        elif not (found.modes_found and found.converged):
+            warn_caller(
+                f"{type(self).__name__} did not reach full accuracy: rounding stopped the search "
+                "or the clients' modes. More iterations do not help; give a smaller covariance, "
+                "or bring the features to a common scale.",
+                ConvergenceWarning,
+            )
 
     def _store(self, X, design, clients, classes, found, with_groups):
         """Set all fitted attributes, in the order of the features."""
@@ -305,6 +353,7 @@ class PersonalizedLogisticRegression(ClientMixin, ClassifierMixin, BaseEstimator
         self.population_coef_, self.population_intercept_ = population
         self.population_covariance_ = found.population_covariance[np.ix_(at, at)]
         stds = np.sqrt(np.diag(self.population_covariance_)).reshape(n_outputs, p)
+        stds[~found.estimable[:, back]] = np.nan
         self.population_coef_std_, self.population_intercept_std_ = design.coefficients(flat(stds))
         self._between = np.zeros((p, p))
         self._between[np.ix_(design.random, design.random)] = found.covariance
@@ -431,18 +480,17 @@ class PersonalizedLogisticRegression(ClientMixin, ClassifierMixin, BaseEstimator
         """
         check_is_fitted(self)
         design, random = self._design, self._design.random
-        population = self.population_coef_
+        population, stds = self.population_coef_, self.population_coef_std_
         if design.fit_intercept:
-            population = np.append(
-                np.expand_dims(self.population_intercept_, -1), population, axis=-1
-            )
+            population = _with_first(self.population_intercept_, population)
+            stds = _with_first(self.population_intercept_std_, stds)
         names = design.names
         if population.ndim == 2:
             names = [f"{label}: {name}" for label in self.classes_ for name in design.names]
         return components_table(
             names,
             population.ravel(),
-            np.sqrt(np.diag(self.population_covariance_)),
+            stds.ravel(),
             design.random_names,
             self._between[np.ix_(random, random)],
         )
@@ -485,6 +533,11 @@ class PersonalizedLogisticRegression(ClientMixin, ClassifierMixin, BaseEstimator
         between = np.einsum("np,np->n", x @ self._between, x) * (combination @ combination)
         rows = np.kron(combination, x)
         return between + np.einsum("np,np->n", rows @ self.population_covariance_, rows)
+
+
+def _with_first(intercept, coef):
+    """Vectors (..., 1 + d) of intercepts (...,) and coefficients (..., d)."""
+    return np.concatenate([np.expand_dims(intercept, -1), coef], axis=-1)
 
 
 def _table(design, features, labels, rows):

@@ -9,7 +9,6 @@ from scipy.special import log_softmax
 
 from pfl_sklearn.linear_model import _laplace_likelihood as likelihood
 from pfl_sklearn.linear_model._estimates import Table
-from pfl_sklearn.linear_model._laplace_fit import invert_lower, whiten, whitened_rows
 from pfl_sklearn.linear_model._laplace_likelihood import (
     Dual,
     LaplaceCriterion,
@@ -20,6 +19,7 @@ from pfl_sklearn.linear_model._laplace_likelihood import (
     start_state,
 )
 from pfl_sklearn.linear_model._laplace_search import fit_pooled
+from pfl_sklearn.linear_model._laplace_whitening import invert_lower, whiten, whitened_rows
 from pfl_sklearn.linear_model._logit_losses import helmert_contrasts, outcome_of
 
 seeds = st.integers(0, 10_000)

@@ -120,7 +120,8 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
     ValueError
         For missing or mixed ids, NaN in `y`, no client with two rows while the noise variance is
         unknown, a finite `epsilon` without `clip_norm` or with weights or a quantizer, or a
-        method, a covariance type or a release that does not go with the prior.
+        method, a covariance type or a release that does not go with the prior; and for fewer
+        different client means (but for rounding) than components of an unknown mixture.
 
     See Also
     --------
@@ -157,7 +158,11 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
     - local trust, or a quantizer: likewise if BIC prefers one Gaussian to what the reports show.
 
     A client combines its exact mean with components as uncertain as the release left them, and
-    its own release is counted with the others'.
+    its own release is counted with the others'. It keeps its own mean, which costs no privacy, if
+    that was cut to fit into the release, or lies further from every component than one client in
+    a thousand of it would (squared distance over variances above the .999 quantile of chi-square
+    with d degrees of freedom). Under local trust and quantizers a component is taken to spread at
+    least as far as the reports show, or one standard deviation of that.
 
     Estimates of the clients (`means_`) are not covered by the privacy promise: client i may see
     its own (joint differential privacy); hand it over with :meth:`for_client`.

@@ -64,12 +64,18 @@ def fit(rows, prior, params):
         )
     table, centre = bounded_means(rows, params)
     if prior.is_known:
-        found = fit_exact(table, prior, noise, "ml")._replace(log_likelihood=math.nan)
+        known = prior.with_mixture(*prior.known_mixture(len(centre)))
+        given = release.ReleasedMixture(
+            known, known, known.moments()[0], np.zeros_like(centre), True
+        )
+        found = shrink_released(table, given, noise, np.zeros(len(ids), dtype=bool))
         report = PrivacyReport.of_known_population(RELEASED, _NOT_RELEASED, len(ids))
         return table, found, report
     rng, seeded = noise_generator(params.random_state)
     released, facts, more = release.fit_released(table, centre, prior, noise, params, rng)
-    found = shrink_released(table, released, noise)
+    alone = release.cut(table, centre, params)
+    alone |= release.implausible(released.working, table.means, noise / table.weights)
+    found = shrink_released(table, released, noise, alone | (len(ids) == 1))
     if math.isinf(params.epsilon):
         return table, found, open_report(len(ids), _NOT_RELEASED, facts)
     report = noisy_report(params, facts, _NOT_RELEASED, n_clients=len(ids), seeded=seeded, **more)
@@ -109,21 +115,24 @@ def fit_exact(table, prior, noise, method):
     )
 
 
-def shrink_released(table, found, noise):
-    """Clients' means around a released population, whose components are as uncertain as it is."""
+def shrink_released(table, found, noise, alone):
+    """Clients' means around a released population, whose components are as uncertain as it is.
+
+    Clients `alone` (m,) keep their own, as do those that overflow.
+    """
     sampling = noise / table.weights[:, None]
-    mean, covariance = found.prior.moments()
     with np.errstate(over="ignore", invalid="ignore"):
         means, variances, own, shares = posteriors(found.working, table.means, sampling)
-    if not found.trusted:
-        means, own = table.means, np.ones_like(own)
-        variances = np.broadcast_to(sampling, table.means.shape)
+    alone = alone | ~np.isfinite(means).all(axis=1) | (not found.trusted)
+    alone = alone[:, None]
+    means, own = np.where(alone, table.means, means), np.where(alone, 1.0, own)
+    variances = np.where(alone, sampling, variances)
     return FittedMeans(
         found.prior,
-        mean,
+        found.mean,
         found.mean_variance,
-        np.diag(covariance).copy(),
-        np.full_like(mean, noise),
+        np.diag(found.prior.moments()[1]).copy(),
+        np.full_like(found.mean, noise),
         means,
         variances,
         own,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import softmax
+from scipy.stats import chi2
 from sklearn.base import clone
 
 from pfl_sklearn._warnings import warn_caller
@@ -18,6 +19,7 @@ from pfl_sklearn.privacy._gaussian import clip_l2
 
 _HARD_STEPS = 2
 _STANDS_OUT = 2.0  # standard deviations of the noise on what is released
+_IMPLAUSIBLE = 1e-3  # chance of a client that is so far from its component
 _BLOCK = 1 << 16
 _SMALLEST = 1e-12
 _USELESS = (
@@ -35,7 +37,8 @@ class ReleasedMixture(NamedTuple):
     """What the population knows after the release."""
 
     prior: Any
-    working: GaussianMixturePrior  # the same, as uncertain as its means are
+    working: GaussianMixturePrior  # the same, as uncertain as the release left it
+    mean: np.ndarray  # (d,), population mean
     mean_variance: np.ndarray  # (d,), of the population mean
     trusted: bool
 
@@ -63,8 +66,51 @@ def fit_released(table, centre, prior, noise, params, rng):
         clipped = clip_l2(deviations, params.clip_norm) / params.clip_norm
         reports = centre + params.clip_norm * mechanism.privatize(clipped, rng)
         extra = mechanism.noise_variance * params.clip_norm**2
-    found = reported_mixture(reports, noise / table.weights + extra, extra, prior)
-    return found, mechanism.facts(), {}
+    variances = noise / table.weights + extra
+    if len(reports) == 1:
+        return _one_report(reports[0], variances[0], prior), mechanism.facts(), {}
+    return reported_mixture(reports, variances, extra, prior), mechanism.facts(), {}
+
+
+def cut(table, centre, params):
+    """Clients (m,) whose mean was moved to fit into the bounds of a release."""
+    deviations = table.means - centre
+    if params.mechanism == "quantizer":
+        return ~(np.abs(deviations) <= params.clip_norm).all(axis=1)
+    return np.any(clip_l2(deviations, params.clip_norm) != deviations, axis=1)
+
+
+def implausible(working, means, sampling):
+    r"""Clients (m,) that lie too far from every component to have come from one of them.
+
+    The mean of a client of component l is normal around the released centre, with variance
+    t_l^2 + s_i^2 + (noise of the centre) in every coordinate, so that the squared distance over
+    that is chi-square with d degrees of freedom; it is above the limit with probability 1e-3.
+    """
+    centres, covariances, _ = working.known_mixture()
+    spread = covariances[:, 0, 0]
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        nearest = np.min(
+            [
+                np.sum((means - centre) ** 2, axis=1) / (variance + sampling)
+                for centre, variance in zip(centres, spread, strict=True)
+            ],
+            axis=0,
+        )
+    return ~(nearest <= _limit(means.shape[1]))
+
+
+def _limit(d):
+    return chi2.isf(_IMPLAUSIBLE, d)
+
+
+def _one_report(report, variance, prior):
+    """Of a single client: its report is the population's mean, and nothing is known of spreads."""
+    k, d = 1 if prior.n_components == "bic" else prior.n_components, len(report)
+    means, none = np.tile(report, (k, 1)), np.full(k, np.nan)
+    unknown = prior.with_mixture(means, np.full((k, d, d), np.nan), none)
+    working = _spherical(means, np.full(k, variance), np.full(k, 1 / k))
+    return ReleasedMixture(unknown, working, report, np.full(d, variance), True)
 
 
 def central_mixture(table, centre, prior, noise, params, rng):
@@ -85,11 +131,14 @@ def central_mixture(table, centre, prior, noise, params, rng):
     if not trusted:
         warn_caller(_USELESS, UserWarning)
     fitted = with_components(prior, working.means, clusters.spread * radius**2, clusters.weights)
+    mean, covariance = fitted.moments()
+    # The mean is a ratio of sums and counts (delta method), both of them noisy.
     released = clustering.mechanism("last").noise_variance * prior.n_components
-    clients = np.diag(fitted.moments()[1]) + np.mean(sampling) * radius**2
-    error = released * (radius / len(vectors)) ** 2 + clients / len(vectors)
-    more = {"epsilon_under": clustering.under_add_remove(), "rounds": len(clustering.parts)}
-    return ReleasedMixture(fitted, working, error, trusted), clustering.facts(), more
+    released = released * (radius**2 + (mean - centre) ** 2) / len(vectors) ** 2
+    clients = np.diag(covariance) + np.mean(sampling) * radius**2
+    error = released + clients / len(vectors)
+    more = {"rounds": len(clustering.parts)}
+    return ReleasedMixture(fitted, working, mean, error, trusted), clustering.facts(), more
 
 
 def best_start(clustering, vectors, sampling, k, rng):
@@ -142,7 +191,8 @@ def reported_mixture(reports, variances, extra, prior):
     """Mixture of unbiased reports (m, d) with total variances (m,), `extra` of it by release.
 
     An estimated spread of a component is no less than one standard deviation of its estimate
-    would be if there were none.
+    would be if there were none. What the clients work with allows for more, given spreads (and
+    points) too: for the spread that the reports show, and for one standard deviation of that.
     """
     fitted = prior.fit_noisy(reports, variances)
     means, covariances, weights = fitted.known_mixture()
@@ -152,14 +202,32 @@ def reported_mixture(reports, variances, extra, prior):
         floor = extra * np.sqrt(2 / np.maximum(len(reports) * weights * d, 1.0))
         spread = np.maximum(spread, floor)
     errors = mean_errors(fitted, reports, variances)
-    working = _spherical(means, spread + errors, weights)
+    allowed = np.maximum(spread, shown_spread(fitted, reports, variances))
+    working = _spherical(means, allowed + errors, weights)
     total = np.diag(fitted.moments()[1]) + variances[:, None]
     sizes = clone(prior).set_params(n_components=len(weights)).n_parameters(d), d + 1
     trusted = shows_groups(fitted, reports, variances, sizes)
     if not trusted:
         warn_caller(_NOT_SEEN, UserWarning)
     released = with_components(prior, means, spread, weights)
-    return ReleasedMixture(released, working, 1 / np.sum(1 / total, axis=0), trusted)
+    error = 1 / np.sum(1 / total, axis=0)
+    return ReleasedMixture(released, working, released.moments()[0], error, trusted)
+
+
+def shown_spread(fitted, reports, variances):
+    """Common spread of the reports around their components, less the noise of the reports.
+
+    At least one standard deviation of what that would be if there were none.
+    """
+    m, d = reports.shape
+    means, _, _ = fitted.known_mixture()
+    shares = fitted.responsibilities(reports, variances[:, None])
+    squares = sum(
+        share @ np.sum((reports - mean) ** 2, axis=1)
+        for share, mean in zip(shares.T, means, strict=True)
+    )
+    noise = variances.mean()
+    return max(squares / (m * d) - noise, noise * math.sqrt(2 / (m * d)))
 
 
 def shows_groups(fitted, reports, variances, sizes):
@@ -207,13 +275,19 @@ def with_components(prior, means, spread, weights):
 
 
 def _helps(clustering, working, means, sampling, rng):
-    """Whether the clients' error falls, by a noisy sum of unbiased estimates of each one's."""
+    """Whether the clients' error falls, by a noisy sum of unbiased estimates of each one's.
+
+    A client that will keep its own mean counts as if it were just near enough to be moved: what
+    the limit on distances hides from the others' estimates, it hides there.
+    """
     d = means.shape[1]
     with np.errstate(over="ignore", invalid="ignore"):
         posterior, variance = working.posterior(means, sampling[:, None])
         moved = np.sum((means - posterior) ** 2, axis=1) + 2 * variance.sum(axis=1)
         none = np.full(len(means), np.inf)
         gains = 2 - np.divide(moved, d * sampling, out=none, where=sampling > 0)
+    alone = implausible(working, means, sampling)
+    gains = np.where(alone, np.maximum(gains, 2 - _limit(d) / d), gains)
     importance = sampling / max(sampling.max(), np.finfo(float).tiny)
     released = clustering.mechanism("gain").privatize(clustering.gain(gains, importance), rng)
     gain, noise_std = clustering.split_gain(released)

@@ -78,8 +78,15 @@ class BetaPrior(BaseEstimator):
             alpha=float(mean * concentration), beta=float((1 - mean) * concentration)
         )
 
+    def _check_known(self):
+        if not self.is_known:
+            raise ValueError(
+                "this BetaPrior is not known yet: alpha and beta must be given or fitted."
+            )
+
     def moments(self):
         """Mean and variance of a known prior."""
+        self._check_known()
         total = self.alpha + self.beta
         mean = self.alpha / total
         return mean, mean * (1 - mean) / (total + 1)
@@ -148,6 +155,7 @@ class BetaPrior(BaseEstimator):
         -------
         ndarray of shape (n_clients,), in nats
         """
+        self._check_known()
         theta = check_array(theta, dtype=float, ensure_2d=False).ravel()
         kernel = xlogy(self.alpha - 1, theta) + xlog1py(self.beta - 1, -theta)
         return kernel - betaln(self.alpha, self.beta)
@@ -164,6 +172,7 @@ class BetaPrior(BaseEstimator):
         -------
         ndarray of shape (n_samples, 1)
         """
+        self._check_known()
         return check_random_state(random_state).beta(self.alpha, self.beta, size=(n_samples, 1))
 
     def posterior(self, successes, trials):
@@ -177,12 +186,14 @@ class BetaPrior(BaseEstimator):
         -------
         mean, variance : ndarrays of shape (n_clients,)
         """
+        self._check_known()
         total = self.alpha + self.beta + trials
         mean = (self.alpha + successes) / total
         return mean, mean * (1 - mean) / (total + 1)
 
     def posterior_quantiles(self, successes, trials, tails):
         """Quantiles (n_clients,) of the posteriors, one array for each of `tails`."""
+        self._check_known()
         parameters = self.alpha + successes, self.beta + trials - successes
         return [betaincinv(*parameters, tail) for tail in tails]
 

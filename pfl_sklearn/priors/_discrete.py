@@ -141,6 +141,11 @@ class DiscretePrior(BaseEstimator):
         DiscretePrior
             A new, known prior; this one is left as it is (and returned in copy if it is known).
 
+        Raises
+        ------
+        ValueError
+            If fewer vectors differ (by more than rounding) than there are components.
+
         Notes
         -----
         "bic" takes the squares around the points as those of normal vectors with one variance,
@@ -179,6 +184,11 @@ class DiscretePrior(BaseEstimator):
         -------
         DiscretePrior
             A new, known prior; this one is left as it is (and returned in copy if it is known).
+
+        Raises
+        ------
+        ValueError
+            If fewer vectors differ (by more than rounding) than there are components.
         """
         self._validate_params()
         x, s = mixture.check_variances(estimates, sampling_variances)

@@ -168,6 +168,7 @@ class GaussianPrior(BaseEstimator):
 
     def moments(self):
         """Mean (d,) and covariance (d, d) of a known prior."""
+        self._check_known()
         mean, covariance = np.asarray(self.mean, dtype=float), np.asarray(self.covariance)
         d = max(mean.size, len(np.atleast_1d(covariance)))
         if covariance.ndim < 2:
@@ -240,12 +241,14 @@ class GaussianPrior(BaseEstimator):
 
     def _known(self, d):
         """Mean (d,) and covariance of a known prior: (d,) if diagonal, else (d, d)."""
-        mean = self.known_mean(d)
-        if mean is None or self.covariance is None:
+        self._check_known()
+        return self.known_mean(d), self._diagonal_or_matrix(d)
+
+    def _check_known(self):
+        if not self.is_known:
             raise ValueError(
                 "this GaussianPrior is not known yet: mean and covariance must be given or fitted."
             )
-        return mean, self._diagonal_or_matrix(d)
 
     def _diagonal_or_matrix(self, d):
         if np.shape(self.covariance) == (d, d) and d > 1:

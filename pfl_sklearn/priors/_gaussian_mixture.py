@@ -161,6 +161,11 @@ class GaussianMixturePrior(BaseEstimator):
         -------
         GaussianMixturePrior
             A new, known prior (given parts are kept); this one is left as it is.
+
+        Raises
+        ------
+        ValueError
+            If fewer vectors differ (by more than rounding) than there are components.
         """
         theta = check_array(theta, dtype=float)
         return self.fit_noisy(theta, np.zeros(len(theta)), random_state)
@@ -181,6 +186,11 @@ class GaussianMixturePrior(BaseEstimator):
         -------
         GaussianMixturePrior
             A new, known prior (given parts are kept); this one is left as it is.
+
+        Raises
+        ------
+        ValueError
+            If fewer vectors differ (by more than rounding) than there are components.
         """
         self._validate_params()
         x, s = mixture.check_variances(estimates, sampling_variances)

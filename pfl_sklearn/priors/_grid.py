@@ -108,9 +108,15 @@ class GridPrior(BaseEstimator):
             low, high = min(low, self.high), self.high
         return low, high
 
+    def _known_weights(self):
+        """Given weights (n_points,)."""
+        if not self.is_known:
+            raise ValueError("this GridPrior is not known yet: weights must be given or fitted.")
+        return np.asarray(self.weights, dtype=float)
+
     def moments(self):
         """Mean and variance of a known prior."""
-        weights = np.asarray(self.weights)
+        weights = self._known_weights()
         mean = weights @ self.support
         return float(mean), float(weights @ (self.support - mean) ** 2)
 
@@ -196,7 +202,7 @@ class GridPrior(BaseEstimator):
         ndarray of shape (n_clients,), in nats
         """
         with np.errstate(divide="ignore"):
-            return np.log(np.asarray(self.weights))[self._nearest(theta)]
+            return np.log(self._known_weights())[self._nearest(theta)]
 
     def sample(self, n_samples=1, random_state=None):
         """Draw proportions from a known prior.
@@ -210,8 +216,9 @@ class GridPrior(BaseEstimator):
         -------
         ndarray of shape (n_samples, 1)
         """
+        weights = self._known_weights()
         rng = check_random_state(random_state)
-        return rng.choice(self.support, size=(n_samples, 1), p=np.asarray(self.weights))
+        return rng.choice(self.support, size=(n_samples, 1), p=weights)
 
     def posterior(self, successes, trials):
         """Posterior of the clients' proportions given their counts.
@@ -231,7 +238,8 @@ class GridPrior(BaseEstimator):
 
     def posterior_weights(self, successes, trials):
         """Posterior probabilities (n_clients, n_points) of the grid points."""
-        joint = self.likelihood(successes, trials) * np.asarray(self.weights)
+        weights = self._known_weights()
+        joint = self.likelihood(successes, trials) * weights
         return joint / joint.sum(axis=1, keepdims=True)
 
     def posterior_quantiles(self, successes, trials, tails):

@@ -4,7 +4,7 @@ import numpy as np
 from sklearn.cluster import kmeans_plusplus
 
 _STEPS = 300
-_LOOK = 4096
+_ROUNDING = 1e-13  # of the largest value
 _TINY = 1e-300
 
 
@@ -52,8 +52,13 @@ def best_of_starts(x, k, precision, n_init, rng):
 
 
 def count_distinct(x, enough):
-    """Number of different rows, or `enough` if there are at least that many."""
-    found = len(np.unique(x[:_LOOK], axis=0))
-    if found < enough and len(x) > _LOOK:
-        found = len(np.unique(x, axis=0))
-    return min(found, enough)
+    """Number of different rows, or `enough` if there are at least that many.
+
+    Rows that differ by less than the rounding of a mean are the same.
+    """
+    tolerance = _ROUNDING * np.abs(x).max(axis=0)
+    left, found = x, 0
+    while len(left) and found < enough:
+        left = left[np.any(np.abs(left - left[0]) > tolerance, axis=1)]
+        found += 1
+    return found

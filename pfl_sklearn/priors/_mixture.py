@@ -9,6 +9,7 @@ from sklearn.utils import check_random_state
 
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.priors._kmeans import count_distinct
+from pfl_sklearn.priors._mixture_em import Mixture
 from pfl_sklearn.priors._mixture_starts import fit_mixture, in_order, select_components
 from pfl_sklearn.priors._normal import (
     check_covariance,
@@ -73,6 +74,8 @@ def components_of(means, covariances):
 def estimate_mixture(prior, x, s, shape, known, random_state):
     """Mixture fitted to vectors (m, d) with sampling variances (m,); warns if EM is cut off."""
     rng = check_random_state(0 if random_state is None else random_state)
+    if shape.means and prior.n_components in (1, "bic") and count_distinct(x, 2) == 1:
+        return all_alike(x, known(1), shape)
     if prior.n_components == "bic":
         largest = count_distinct(x, prior.max_components)
         fit = select_components(x, s, largest, shape, n_init=prior.n_init, rng=rng, known=known)
@@ -87,6 +90,12 @@ def estimate_mixture(prior, x, s, shape, known, random_state):
             ConvergenceWarning,
         )
     return in_order(fit.mixture) if shape.means else fit.mixture
+
+
+def all_alike(x, known, shape):
+    """The mixture of clients that do not differ: one component, without spread but a known one."""
+    values = known.values if shape.covariance_type == "fixed" else np.zeros((1, x.shape[1]))
+    return Mixture(x.mean(axis=0)[None], values, None, np.ones(1))
 
 
 def check_distinct(x, k):

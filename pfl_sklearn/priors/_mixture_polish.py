@@ -16,7 +16,7 @@ _SMALLEST_SHARE = 1e-10
 
 def polish(start, x, s, shape, floor):
     """Mixture at the maximum that quasi-Newton steps reach from `start` (a MixtureFit)."""
-    scale = max(float(np.mean(np.var(x, axis=0))), np.finfo(float).tiny)
+    scale = float(np.mean(np.var(x, axis=0))) or float(np.mean(s)) or 1.0
     centre, unit = x.mean(axis=0), np.sqrt(scale)
     model = _Coordinates(start.mixture, shape, floor / scale, centre, unit)
     if not model.size:

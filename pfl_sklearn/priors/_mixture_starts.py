@@ -7,6 +7,7 @@ from pfl_sklearn.priors._mixture_em import Mixture, run
 from pfl_sklearn.priors._mixture_polish import polish
 
 _FLOOR = 1e-6
+_NO_SPREAD = 1e-100  # floor where clients do not differ; its square is a number
 _START_CLIENTS = 20_000
 _START_STEPS, _START_TOLERANCE = 50, 1e-5
 _EM_STEPS, _EM_TOLERANCE = 20, 1e-8
@@ -78,7 +79,7 @@ def in_order(mixture):
 def variance_floor(x, s):
     """Smallest variance of a component: with the noise, a millionth of the clients' spread."""
     spread = float(np.mean(np.var(x, axis=0)))
-    return max(_FLOOR * spread - float(s.min()), 0.0) if spread > 0 else 1e-300
+    return max(_FLOOR * spread - float(s.min()), 0.0) if spread > 0 else _NO_SPREAD
 
 
 def _floored(s, shape, floor):

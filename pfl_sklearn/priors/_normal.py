@@ -107,6 +107,9 @@ def check_sampling(estimates, sampling):
             "estimates must have shape (n_clients, d) and their variances (n_clients, 1), "
             f"(n_clients, d) or (n_clients, d, d); got {estimates.shape} and {sampling.shape}."
         )
+    variances = np.einsum("mdd->md", sampling) if sampling.ndim == 3 else sampling
+    if np.any(variances < 0):
+        raise ValueError(f"sampling variances must not be below 0; got {variances.min():.3g}.")
     return estimates, sampling
 
 

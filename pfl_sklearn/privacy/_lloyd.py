@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pfl_sklearn.privacy._gaussian import GaussianMechanism
-from pfl_sklearn.privacy._gaussian_dp import gdp_epsilon, gdp_mu
+from pfl_sklearn.privacy._gaussian_dp import gdp_mu
 
 Floats = npt.NDArray[np.float64]
 
@@ -44,28 +44,30 @@ class PrivateClustering:
 
     Notes
     -----
-    L2 sensitivities when one client is replaced (added or removed):
+    L2 sensitivities when one client is replaced:
 
     - moments, with entries off the diagonal counted once and times :math:`\sqrt 2`: for vectors c,
       c' and :math:`\rho = c \cdot c'` the squared distance is :math:`|c|^2 + |c'|^2 - 2 \rho +
-      |c|^4 + |c'|^4 - 2 \rho^2`, at most 4.5 (at :math:`\rho = -1/2`); 4 for numbers. (2.)
-    - scores: at most 1 in each of J candidates, :math:`\sqrt J`. (The same.)
+      |c|^4 + |c'|^4 - 2 \rho^2`, at most 4.5 (at :math:`\rho = -1/2`); 4 for numbers.
+    - scores: at most 1 in each of J candidates, :math:`\sqrt J`.
     - a step: for shares r, r', with :math:`|r| \le 1`, and :math:`q = 1/2` if there are squares, it
       is :math:`|r|^2 (1 + |c|^2 + q^2 |c|^4) + |r'|^2 (1 + |c'|^2 + q^2 |c'|^4) - 2 r \cdot r' (1 +
       c \cdot c' + q^2 |c|^2 |c'|^2)`. The last term is no gain, so it is at most
       :math:`4 + 2 q^2`: two clients of different components. Counts are free beside sums: two
-      clients of one component are 2 apart as well. (:math:`\sqrt{2 + q^2}`.)
-    - gain: in [-L, 2], over L + 2: 1. (1.) L is as large as keeps the noise below a tenth of the
+      clients of one component are 2 apart as well.
+    - gain: in [-L, 2], over L + 2: 1. L is as large as keeps the noise below a tenth of the
       number of clients, and at least 3.
 
     A release with share f of the budget has noise sensitivity / (mu sqrt f), where mu is the
     Gaussian-DP parameter of (epsilon, delta); shares sum to 1, and so the composition is exact.
+    Nothing is claimed for clients that come or go: L and the importance of every client's gain
+    depend on how many clients there are and on their sizes, so that the gain is no plain sum.
 
     Examples
     --------
     >>> from pfl_sklearn.privacy import PrivateClustering
     >>> clustering = PrivateClustering(1.0, 1e-5, n_features=10, n_clients=1000)
-    >>> round(sum(share for share, *_ in clustering.parts.values()), 12)
+    >>> round(sum(share for share, _ in clustering.parts.values()), 12)
     1.0
     """
 
@@ -84,21 +86,20 @@ class PrivateClustering:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)!r}.")
 
     @property
-    def parts(self) -> dict[str, tuple[float, float, float]]:
-        """Share of the budget and L2 sensitivity, replaced and added, of every release by name.
+    def parts(self) -> dict[str, tuple[float, float]]:
+        """Share of the budget and L2 sensitivity of every release by name.
 
         The last step has three times the share of the others, because its noise stays.
         """
-        added = math.sqrt(2 + _SQUARE_SCALE**2 * self.squares)
+        moved = math.sqrt(4 + 2 * _SQUARE_SCALE**2 * self.squares)
         step = 0.7 / (self.n_steps + 2)
-        several = math.sqrt(self.n_candidates)
         found = {
-            "moments": (0.15, 2.0 if self.n_features == 1 else math.sqrt(4.5), math.sqrt(2)),
-            "scores": (0.1, several, several),
-            "gain": (0.05, 1.0, 1.0),
-            "last": (3 * step, math.sqrt(2 * added**2), added),
+            "moments": (0.15, 2.0 if self.n_features == 1 else math.sqrt(4.5)),
+            "scores": (0.1, math.sqrt(self.n_candidates)),
+            "gain": (0.05, 1.0),
+            "last": (3 * step, moved),
         }
-        return found | {f"step {t}": (step, *found["last"][1:]) for t in range(self.n_steps - 1)}
+        return found | {f"step {t}": (step, moved) for t in range(self.n_steps - 1)}
 
     @property
     def lowest_gain(self) -> float:
@@ -110,7 +111,7 @@ class PrivateClustering:
     def _mechanisms(self) -> dict[str, GaussianMechanism]:
         return {
             part: GaussianMechanism(sensitivity / math.sqrt(share), self.epsilon, self.delta)
-            for part, (share, sensitivity, _) in self.parts.items()
+            for part, (share, sensitivity) in self.parts.items()
         }
 
     def mechanism(self, part: str) -> GaussianMechanism:
@@ -171,12 +172,6 @@ class PrivateClustering:
         """Summed gain and the standard deviation of its noise."""
         width = self.lowest_gain + _HIGHEST_GAIN
         return float(released[0]) * width, self.mechanism("gain").noise_std * width
-
-    def under_add_remove(self) -> tuple[tuple[str, float], ...]:
-        """Epsilon at the same delta when one client comes or goes."""
-        mu = gdp_mu(self.epsilon, self.delta)
-        ratio = sum(share * (added / full) ** 2 for share, full, added in self.parts.values())
-        return (("add_remove", gdp_epsilon(mu * math.sqrt(ratio), self.delta)),)
 
     def facts(self) -> dict[str, Any]:
         """What the privacy report says; noise and sensitivity are those of the last step."""

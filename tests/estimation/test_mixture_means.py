@@ -231,6 +231,25 @@ def test_clients_without_any_noise():
     assert model.noise_variance_ == 0.0
 
 
+@pytest.mark.parametrize("noise", [None, 0.0, 1.0])
+@pytest.mark.parametrize("prior", [GaussianMixturePrior("bic"), DiscretePrior("bic")], ids=repr)
+def test_clients_that_are_all_alike(prior, noise):
+    model = fit(np.ones(6), np.repeat(np.arange(3), 2), prior, noise_variance=noise)
+    np.testing.assert_array_equal(model.means_, 1.0)
+    np.testing.assert_allclose(model.stds_, 0.0, atol=1e-6)
+    assert model.population_mean_ == 1.0
+
+
+@pytest.mark.parametrize("prior", [GaussianMixturePrior(3), DiscretePrior(3)], ids=repr)
+def test_rounding_makes_no_values_different(prior):
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(1, 6, 60)
+    groups = np.repeat(np.arange(60), sizes)
+    y = rng.choice([-2.0, 2.0], 60)[groups]
+    with pytest.raises(ValueError, match="at least 3 clients with different values; got 2"):
+        fit(y, groups, prior)
+
+
 @pytest.mark.parametrize(
     ("params", "error"),
     [

@@ -154,10 +154,10 @@ def test_spreads_are_estimated_or_kept(trust):
 def test_local_trust_with_enough_epsilon():
     y, groups, theta, noise = make_groups(20_000, 1, 2, sampling=0.2)
     prior = DiscretePrior(2)
-    model = fit(y, groups, prior, noise, epsilon=10.0, clip_norm=1.5, trust="local")
+    model = fit(y, groups, prior, noise, epsilon=10.0, clip_norm=1.8, trust="local")
     theta, own = theta[:, 0], model.local_means_[:, 0]
     assert np.mean((model.means_[:, 0] - theta) ** 2) < 0.5 * np.mean((own - theta) ** 2)
-    bic = fit(y, groups, DiscretePrior("bic"), noise, epsilon=10.0, clip_norm=1.5, trust="local")
+    bic = fit(y, groups, DiscretePrior("bic"), noise, epsilon=10.0, clip_norm=1.8, trust="local")
     assert bic.prior_.n_components == 2
     with pytest.warns(UserWarning, match="reports do not show the groups"):
         assert is_local(fit(y, groups, prior, noise, epsilon=0.1, clip_norm=2.0, trust="local"))
@@ -233,8 +233,7 @@ def test_reports(trust):
     assert {"prior_", "population_mean_"} <= set(report.released)
     assert {"means_", "responsibilities_"} <= set(report.not_released)
     assert report.rounds == (8 if trust == "central" else 1)
-    if trust == "central":
-        assert dict(report.epsilon_under)["add_remove"] < 3.0
+    assert report.epsilon_under == ()
     released = model.release()
     assert not hasattr(released, "responsibilities_")
     assert released.predict(np.zeros((1, 1)))[0] == pytest.approx(model.population_mean_)

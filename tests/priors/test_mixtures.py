@@ -335,6 +335,40 @@ def test_bad_input(prior, error):
         prior.fit(np.array([[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 6.0]]))
 
 
+@pytest.mark.parametrize(
+    "prior",
+    [
+        GaussianMixturePrior("bic"),
+        DiscretePrior("bic"),
+        GaussianMixturePrior(1),
+        GaussianMixturePrior(1, covariance_type="full"),
+        GaussianMixturePrior(1, covariance_type="diag"),
+        DiscretePrior(1),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("theta", [[[1.0, 2.0]], [[1.0, 2.0]] * 5, [[0.0, 0.0]] * 3], ids=len)
+def test_clients_that_are_all_alike(prior, theta):
+    """One component at the place of everybody, without spread; and no warning."""
+    theta = np.array(theta)
+    for found in (prior.fit(theta), prior.fit_noisy(theta, np.ones(len(theta)))):
+        means, covariances, weights = found.known_mixture()
+        np.testing.assert_allclose(means, theta[:1])
+        np.testing.assert_allclose(covariances, 0.0, atol=1e-12)
+        np.testing.assert_array_equal(weights, [1.0])
+        np.testing.assert_allclose(found.posterior(theta, np.ones((len(theta), 1)))[0], theta)
+
+
+@pytest.mark.parametrize("prior", [GaussianMixturePrior(3), DiscretePrior(3)], ids=repr)
+def test_values_that_differ_by_rounding_are_the_same(prior):
+    """Two values and their rounding are no three points."""
+    x = np.repeat([[2.0], [-2.0], [2.0 + 4e-16], [-2.0 - 9e-16]], 15, axis=0)
+    with pytest.raises(ValueError, match="at least 3 clients with different values; got 2"):
+        prior.fit(x)
+    assert prior.set_params(n_components="bic").fit(x).n_components == 2
+    prior.set_params(n_components=3).fit(np.append(x, [[2.001]], axis=0))
+
+
 def test_bad_data():
     with pytest.raises(ValueError, match="estimates and sampling_variances must be finite"):
         GaussianMixturePrior().fit_noisy(np.zeros((3, 1)), np.array([1.0, -1.0, 1.0]))

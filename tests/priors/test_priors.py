@@ -271,6 +271,38 @@ def test_bad_input(prior, theta, error):
         prior.fit(theta)
 
 
-def test_unknown_priors_have_no_posterior():
-    with pytest.raises(ValueError, match="not known yet"):
-        GaussianPrior(mean=0.0).log_prob([[1.0]])
+@pytest.mark.parametrize("use", ["log_prob", "sample", "moments", "posterior"])
+@pytest.mark.parametrize(
+    "prior",
+    [
+        BetaPrior(),
+        GridPrior(),
+        GaussianPrior(),
+        GaussianPrior(mean=0.0),
+        LaplacePrior(),
+        DiscretePrior(),
+        GaussianMixturePrior(),
+    ],
+    ids=repr,
+)
+def test_unknown_priors_say_so(prior, use):
+    args = {"log_prob": [[[0.5]]], "posterior": [np.ones((1, 1)), np.ones((1, 1))]}.get(use, [])
+    if isinstance(prior, LaplacePrior) and use in ("moments", "posterior"):
+        pytest.skip("LaplacePrior has none")
+    with pytest.raises(ValueError, match=f"this {type(prior).__name__} is not known yet"):
+        getattr(prior, use)(*args)
+
+
+@pytest.mark.parametrize(
+    "prior",
+    [
+        GaussianPrior(mean=0.0, covariance=1.0),
+        DiscretePrior(points=[[0.0, 0.0], [1.0, 0.0]], weights=[0.5, 0.5]),
+        GaussianMixturePrior(means=MEANS[:2], covariances=1.0, weights=[0.5, 0.5]),
+    ],
+    ids=repr,
+)
+def test_negative_sampling_variances_are_refused(prior):
+    for sampling in (np.array([[-1.0]]), np.array([[1.0, -1.0]]), -np.eye(2)[None]):
+        with pytest.raises(ValueError, match="sampling variances must not be below 0; got -1"):
+            prior.posterior(np.zeros((1, 2)), sampling)

@@ -1,5 +1,6 @@
 """Independent clients in parallel: chunks of batches through joblib."""
 
+import os
 from functools import cache
 
 import numpy as np
@@ -28,19 +29,24 @@ def map_batches(function, batches, n_jobs=None):
     -------
     list
     """
-    workers = effective_n_jobs(n_jobs)
-    if workers == 1 or len(batches) < 2:
-        return _run(function, batches)
-    cost = np.cumsum([batch[0].size for batch in batches])
-    chunk = (cost - 1) * _CHUNKS_PER_JOB * workers // cost[-1]
-    starts = np.flatnonzero(np.diff(chunk, prepend=-1))
-    ends = [*starts[1:], len(batches)]
-    chunks = [batches[start:end] for start, end in zip(starts, ends, strict=True)]
-    done = Parallel(n_jobs=n_jobs)(delayed(_run)(function, chunk) for chunk in chunks)
+    with _threads().limit(limits=1):  # here once: workers may be threads of this process
+        workers = effective_n_jobs(n_jobs)
+        if workers == 1 or len(batches) < 2:
+            return [function(*batch) for batch in batches]
+        cost = np.cumsum([batch[0].size for batch in batches])
+        chunk = (cost - 1) * _CHUNKS_PER_JOB * workers // cost[-1]
+        starts = np.flatnonzero(np.diff(chunk, prepend=-1))
+        ends = [*starts[1:], len(batches)]
+        chunks = [batches[start:end] for start, end in zip(starts, ends, strict=True)]
+        run = delayed(_run)
+        done = Parallel(n_jobs=n_jobs)(run(function, chunk, os.getpid()) for chunk in chunks)
     return [result for results in done for result in results]
 
 
-def _run(function, batches):
+def _run(function, batches, parent):
+    """Results of a chunk; a process of its own limits its own threads."""
+    if os.getpid() == parent:
+        return [function(*batch) for batch in batches]
     with _threads().limit(limits=1):
         return [function(*batch) for batch in batches]
 

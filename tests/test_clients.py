@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from pfl_sklearn import _clients
 from pfl_sklearn._clients import (
+    client_batches,
     encode_clients,
     match_clients,
     row_counts,
@@ -453,3 +454,30 @@ def test_split_of_bad_tables(table, column, message):
 def test_same_ids(first, second, same):
     assert same_ids(first, second, 3) is same
     assert same_ids(second, first, 3) is same
+
+
+@quick
+@given(st.lists(st.integers(0, 7), max_size=60), st.integers(1, 25))
+def test_batches_stack_clients_of_equal_size(values, max_rows):
+    codes = np.array(values, dtype=np.intp)
+    counts = row_counts(codes, 8)
+    batches = client_batches(codes, 8, max_rows)
+    clients = np.concatenate([batch.clients for batch in batches])
+    assert sorted(clients.tolist()) == list(range(8))
+    for batch in batches:
+        size = batch.rows.shape[1]
+        assert batch.rows.shape == (len(batch.clients), size)
+        assert (counts[batch.clients] == size).all()
+        assert len(batch.clients) == 1 or batch.rows.size <= max_rows or size == 0
+        for client, rows in zip(batch.clients, batch.rows, strict=True):
+            np.testing.assert_array_equal(rows, np.flatnonzero(codes == client))
+    sizes = [batch.rows.shape[1] for batch in batches]
+    assert sizes == sorted(sizes)
+
+
+def test_batches_are_as_few_as_may_be():
+    codes = np.repeat(np.arange(10), 4)
+    assert [len(batch.clients) for batch in client_batches(codes, 10)] == [10]
+    assert [len(batch.clients) for batch in client_batches(codes, 10, 13)] == [3, 3, 3, 1]
+    assert [len(batch.clients) for batch in client_batches(codes, 10, 1)] == [1] * 10
+    assert [batch.clients.tolist() for batch in client_batches(codes[::-1], 10)] == [[*range(10)]]

@@ -156,8 +156,9 @@ def _check_descent(prior, covariance, options):
     if covariance is None:
         common = prior.covariance_type == "spherical"
     else:
-        common = np.array_equal(covariance, covariance[0, 0] * np.eye(len(covariance)))
-        common = common and 0 < covariance[0, 0] < np.inf
+        variance = covariance[0, 0]
+        common = 0 < variance < np.inf
+        common = common and np.array_equal(covariance, variance * np.eye(len(covariance)))
     if not common:
         raise ValueError(
             "solver='gd' needs one positive, finite variance for all coefficients; got "

@@ -27,6 +27,7 @@ _ZERO = 1e-9  # a variance ratio, on the scale of the reduction, that stands for
 _LARGEST = 1e14
 _START_CLIENTS, _START_STEPS, _START_TOL = 1000, 20, 3e-3
 _SMALLEST_START = 1e-6
+_HALF_RANGE = 1e-12, 1e12
 _FEW_CELLS = 1 << 12  # up to which several starts are tried
 _ROUNDS, _FAR_OFF = 6, 3.0  # of quasi-Newton steps, and how wrong the units of one may be
 _LARGEST_FACTOR = 1e7
@@ -124,6 +125,9 @@ def _some_clients(reduced):
 
 
 def _half_precision(reduced):
+    """The rows in half the precision, unless the squares of the target are beyond its range."""
+    if not _HALF_RANGE[0] < np.sqrt(reduced.sum_of_squares / reduced.n_rows) < _HALF_RANGE[1]:
+        return reduced
     stacks = [stack._replace(rows=stack.rows.astype(np.float32)) for stack in reduced.stacks]
     return reduced._replace(stacks=stacks)
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import approx_fprime
 
-from pfl_sklearn.linear_model import _reduction
+from pfl_sklearn.linear_model import _reduction, _search
 from pfl_sklearn.linear_model._covariance import factor_of
 from pfl_sklearn.linear_model._profile import (
     Settings,
@@ -274,6 +274,22 @@ def test_a_start_at_a_stationary_point_is_left():
         best = brute_force(problem, "full", False, n_starts=3)
         assert found.point.criterion == pytest.approx(best, abs=1e-6)
         assert found.ratio[0, 0] > 0.01
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e30, 1e-30])
+@pytest.mark.parametrize("restricted", [True, False])
+def test_many_rows_are_searched_in_stages_to_the_same_end(factor, restricted, monkeypatch):
+    """Some clients, then all in half the precision: also for targets that are beyond its range."""
+    problem = draw_problem(np.random.default_rng(4), sizes=[4, 3, 5] * 20, random=(0, 1))
+    settings = settings_of(problem, restricted, None)
+    expected = search_ratio(reduced_rows(problem, True), settings, 500, 1e-8)
+    monkeypatch.setattr(_search, "_CHEAP_CELLS", 0)
+    monkeypatch.setattr(_search, "_START_CLIENTS", 10)
+    reduced = reduced_rows(problem._replace(y=factor * problem.y), True)
+    found = search_ratio(reduced, settings, 500, 1e-8)
+    assert expected.ratio[0, 0] > 0.1
+    np.testing.assert_allclose(found.ratio, expected.ratio, rtol=1e-6)
+    assert found.point.noise == pytest.approx(factor**2 * expected.point.noise, rel=1e-6)
 
 
 @pytest.mark.parametrize("spectral", [True, False])

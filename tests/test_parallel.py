@@ -1,0 +1,150 @@
+"""Batches in parallel: order, chunks, backends, threads of the linear algebra."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from joblib import parallel_config
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from pfl_sklearn import _parallel
+from pfl_sklearn._clients import client_batches
+from pfl_sklearn._parallel import map_batches
+
+
+def squares(clients, rows):
+    """What a batch is, and a product that rounds differently if its order changes."""
+    return clients, rows @ rows.transpose(0, 2, 1)
+
+
+def threads(clients):
+    """Threads that the linear algebra may use in a worker."""
+    return [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+
+
+def worker(clients):
+    return threading.get_ident()
+
+
+def fail(clients):
+    raise ValueError(f"client {clients[0]} is bad")
+
+
+def batches(sizes):
+    rng = np.random.default_rng(0)
+    first, found = 0, []
+    for size in sizes:
+        found.append((np.arange(first, first + size), rng.normal(size=(size, 4, 3))))
+        first += size
+    return found
+
+
+@pytest.mark.parametrize("sizes", [[5], [1] * 3, [7] * 20, [1, 1, 1, 500, 1, 1], [500, 1, 1]])
+@pytest.mark.parametrize("n_jobs", [None, 1, 2, 3, -1])
+def test_results_come_in_the_order_of_the_batches_with_the_same_bits(sizes, n_jobs):
+    given = batches(sizes)
+    with parallel_config(backend="threading"):
+        found = map_batches(squares, given, n_jobs)
+    assert len(found) == len(sizes)
+    for (clients, rows), (same, products) in zip(given, found, strict=True):
+        np.testing.assert_array_equal(same, clients)
+        np.testing.assert_array_equal(products, rows @ rows.transpose(0, 2, 1))
+
+
+def test_processes_give_the_same_bits():
+    given = batches([3, 40, 1, 7, 7])
+    alone, together = (map_batches(squares, given, n_jobs) for n_jobs in (1, 2))
+    for one, other in zip(alone, together, strict=True):
+        np.testing.assert_array_equal(one[1], other[1])
+
+
+def test_nothing_to_do():
+    assert map_batches(squares, [], 2) == []
+    assert map_batches(squares, [], None) == []
+
+
+@pytest.mark.parametrize("n_jobs", [1, 2])
+def test_linear_algebra_runs_on_one_thread_and_gets_its_threads_back(n_jobs):
+    with threadpool_limits(2, "blas"):
+        before = threads(None)
+        given = [(np.arange(3),), (np.arange(3),)]
+        found = map_batches(threads, given, n_jobs)
+        assert threads(None) == before
+    assert len(before) > 0
+    assert all(count == 1 for counts in found for count in counts)
+    assert all(len(counts) == len(before) for counts in found)
+
+
+def test_threads_as_workers_leave_the_linear_algebra_as_it_was():
+    """Limits of their own would end each other: the last to leave restores what the first set."""
+    barrier = threading.Barrier(2)
+
+    def meet(clients):
+        barrier.wait(timeout=30)
+        time.sleep(0.2 * clients[0])
+        return threads(clients)
+
+    with threadpool_limits(2, "blas"):
+        before = threads(None)
+        with parallel_config(backend="threading", n_jobs=2):
+            found = map_batches(meet, [(np.array([0]),), (np.array([1]),)])
+        after = threads(None)
+    assert all(count == 1 for counts in found for count in counts)
+    assert after == before
+
+
+def test_the_number_of_jobs_of_joblib_is_taken_over():
+    given = [(np.arange(1),)] * 40
+    assert set(map_batches(worker, given)) == {threading.get_ident()}
+    with parallel_config(backend="threading", n_jobs=2):
+        assert set(map_batches(worker, given)) != {threading.get_ident()}
+        assert set(map_batches(worker, given, 1)) == {threading.get_ident()}
+
+
+def test_chunks_are_of_like_cost(monkeypatch):
+    """Few chunks a job, contiguous, none empty, and no batch twice."""
+    chunks = []
+
+    class Recorder:
+        def __init__(self, n_jobs):
+            assert n_jobs == 2
+
+        def __call__(self, tasks):
+            return [function(*arguments) for function, arguments, _ in tasks]
+
+    def run(function, part, parent):
+        chunks.append([int(batch[0].size) for batch in part])
+        return [function(*batch) for batch in part]
+
+    monkeypatch.setattr(_parallel, "Parallel", Recorder)
+    monkeypatch.setattr(_parallel, "delayed", lambda function: lambda *args: (function, args, {}))
+    monkeypatch.setattr(_parallel, "_run", run)
+    sizes = [10] * 80 + [200] + [1] * 50
+    found = map_batches(lambda clients: clients.size, [(np.zeros(size),) for size in sizes], 2)
+    assert found == sizes
+    assert [size for chunk in chunks for size in chunk] == sizes
+    assert 2 <= len(chunks) <= 8
+    assert all(chunks)
+    even = sum(sizes) / 8
+    assert max(sum(chunk) for chunk in chunks) <= 2 * even + 200
+
+
+@pytest.mark.parametrize("n_jobs", [1, 2])
+def test_errors_come_through(n_jobs):
+    with pytest.raises(ValueError, match="client 4 is bad"):
+        map_batches(fail, [(np.array([4]),), (np.array([4]),)], n_jobs)
+
+
+def test_batches_of_clients_as_they_are_used():
+    codes = np.random.default_rng(0).permutation(np.repeat(np.arange(30), np.arange(1, 31)))
+    values = np.random.default_rng(1).normal(size=len(codes))
+    given = [(batch.clients, values[batch.rows]) for batch in client_batches(codes, 30, 40)]
+    sums = np.empty(30)
+    for (clients, _), found in zip(given, map_batches(totals, given, 2), strict=True):
+        sums[clients] = found
+    np.testing.assert_allclose(sums, np.bincount(codes, values), atol=1e-12)
+
+
+def totals(clients, values):
+    return values.sum(axis=1)

@@ -7,9 +7,10 @@ _LEFT_OPEN = 1e-6  # squared length of a coefficient's part in the null space, f
 
 
 def square_root(covariance):
-    """Root L (q, q) of a covariance L L'."""
-    values, vectors = np.linalg.eigh(covariance)
-    return vectors * np.sqrt(np.maximum(values, 0.0))
+    """Root L (q, q) of a covariance L L', exact for every variance on its own scale."""
+    lengths = _lengths(covariance)
+    values, vectors = np.linalg.eigh(covariance / lengths / lengths[:, None])
+    return lengths[:, None] * vectors * np.sqrt(np.maximum(values, 0.0))
 
 
 def inverse_root(normal, scale=1.0):
@@ -21,8 +22,7 @@ def inverse_root(normal, scale=1.0):
     """
     if not len(normal):
         return np.zeros((0, 0)), 0.0
-    lengths = np.sqrt(np.diag(normal))
-    lengths[lengths == 0] = 1.0
+    lengths = _lengths(normal)
     values, vectors = np.linalg.eigh(normal / lengths / lengths[:, None])
     kept = values > _RANK * max(values[-1], 0.0)
     values, vectors = values[kept], vectors[:, kept]
@@ -32,11 +32,17 @@ def inverse_root(normal, scale=1.0):
 
 def estimable(normal):
     """Which coefficients (p,) the normal equations determine, whatever the others are."""
-    lengths = np.sqrt(np.diag(normal))
-    lengths[lengths == 0] = 1.0
+    lengths = _lengths(normal)
     values, vectors = np.linalg.eigh(normal / lengths / lengths[:, None])
     kept = values > _RANK * max(values[-1], 0.0)
     return np.sum(vectors[:, kept] ** 2, axis=1) > 1 - _LEFT_OPEN
+
+
+def _lengths(matrix):
+    """Roots (p,) of the diagonal; 1 for those that are 0."""
+    lengths = np.sqrt(np.maximum(np.diag(matrix), 0.0))
+    lengths[lengths == 0] = 1.0
+    return lengths
 
 
 def _log_volume(vectors, lengths):

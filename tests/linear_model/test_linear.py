@@ -510,6 +510,7 @@ def test_shift_of_fixed_features(covariance_type, shift):
         np.testing.assert_allclose(other.coef_, model.coef_, atol=1e-5)
         mean, std = model.predict(X, groups=codes, return_std=True)
         np.testing.assert_allclose(other.predict(moved, groups=codes), mean, atol=1e-5)
+        np.testing.assert_allclose(other.coef_std_, model.coef_std_, rtol=1e-4)
         if shift < 1e9:
             stds = other.predict(moved, groups=codes, return_std=True)[1]
             np.testing.assert_allclose(stds, std, rtol=1e-2 if shift > 1e3 else 1e-6)

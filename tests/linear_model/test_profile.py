@@ -352,6 +352,11 @@ def test_square_root_of_a_singular_matrix():
     half = np.random.default_rng(0).normal(size=(4, 2))
     root = square_root(half @ half.T)
     np.testing.assert_allclose(root @ root.T, half @ half.T, atol=1e-14)
+    scale = np.array([1e9, 1.0, 1e-9, 0.0])
+    matrix = half @ half.T * np.outer(scale, scale)
+    root = square_root(matrix)
+    np.testing.assert_allclose((root**2).sum(axis=1), np.diag(matrix), rtol=1e-12)
+    np.testing.assert_allclose(root @ root.T, matrix, rtol=1e-12)
 
 
 def test_inverse_root_of_nothing():

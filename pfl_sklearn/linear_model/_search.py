@@ -57,8 +57,8 @@ def at_ratio(reduced, settings, ratio):
 def search_ratio(reduced, settings, max_iter, tol):
     """Best ratio of a spherical covariance (spectral rows).
 
-    Fisher scoring. Many rows start from the unrestricted answer of some clients, then of all in
-    half the precision; few rows from the best of a grid.
+    Fisher scoring. Many rows start from the unrestricted answer of some clients, then from that of
+    all in half the precision; few rows from the best of a grid.
     """
     size = sum(stack.rows.size for stack in reduced.stacks)
     if size <= _CHEAP_CELLS:
@@ -66,10 +66,10 @@ def search_ratio(reduced, settings, max_iter, tol):
         start = float(_GRID[int(np.argmin(values))])
     else:
         start = 1.0
-        cheaper = settings._replace(restricted=False)
-        for rough in (_some_clients(reduced), _half_precision(reduced)):
-            found = _score(rough, cheaper, start, _START_STEPS, _START_TOL)
-            start = max(found.ratio, _SMALLEST_START)
+        some, half = _some_clients(reduced), _half_precision(reduced)
+        unrestricted = settings._replace(restricted=False)
+        start = _score(some, unrestricted, start, _START_STEPS, _START_TOL).next_ratio
+        start = _score(half, settings, start, _START_STEPS, _START_TOL).next_ratio
     found = _score(reduced, settings, start, max_iter, tol)
     if found.evidence < _FAR_FROM_ZERO:
         none = at_ratio(reduced, settings, 0.0)
@@ -81,7 +81,8 @@ def search_ratio(reduced, settings, max_iter, tol):
 
 
 class Scored(NamedTuple):
-    """Where Fisher scoring ended, and how many squared standard errors that is from zero."""
+    """Where Fisher scoring ended, how many squared standard errors that is from zero, and where the
+    next step would have led."""
 
     ratio: float
     point: Point
@@ -89,6 +90,7 @@ class Scored(NamedTuple):
     n_iter: int
     converged: bool
     evidence: float
+    next_ratio: float
 
 
 def _score(reduced, settings, start, max_iter, tol):
@@ -107,7 +109,8 @@ def _score(reduced, settings, start, max_iter, tol):
         if not low < moved < high:
             moved = np.sqrt(low * high) if low > 0 else ratio / _LARGEST_STEP
         done = abs(moved - ratio) <= tol * ratio or not _ZERO < moved < _LARGEST
-    return Scored(ratio, point, whitened, n_iter, bool(done), ratio**2 * information)
+    evidence, after = ratio**2 * information, max(float(moved), _SMALLEST_START)
+    return Scored(ratio, point, whitened, n_iter, bool(done), evidence, after)
 
 
 def _some_clients(reduced):

@@ -97,10 +97,10 @@ print(
 # determine, keeps the population's coefficients within reason. Their standard errors say what they
 # are worth, and clients then rely on their own rows.
 #
-# That takes a noise variance that is right. Where it drowns in the privacy noise it is raised to
-# the latter's standard deviation (the warning that says so is silenced here): clients take their
-# own rows for worse than they are, and may come out behind local regressions. With
-# ``noise_variance`` given they do not. (This is a single table: where a release comes out below the
+# That takes a noise variance that is right. Below four standard deviations of its own privacy noise
+# it drowns, and every client keeps its own regression (the warning that says so is silenced here):
+# with clients as the unit that happens at the small epsilons. With ``noise_variance`` given clients
+# have something to rely on there too. (This is a single table: where a release comes out below the
 # level without privacy, that is luck.)
 epsilons = [0.03, 0.1, 0.3, 1, 3, 10]
 N_REPETITIONS = 20

@@ -209,12 +209,17 @@ def test_containers_and_types_of_ids(estimator, container):
     np.testing.assert_array_equal(response(plain, X, groups), response(other, X, container(groups)))
 
 
-@every
-@pytest.mark.parametrize("frame", [pd.DataFrame, pl.DataFrame, lambda X: X.astype(str)])
+@pytest.mark.parametrize(
+    ("estimator", "frame"),
+    [
+        (estimator, frame)
+        for estimator in ESTIMATORS
+        for frame in (pd.DataFrame, pl.DataFrame, lambda X: X.astype(str))
+        if frame in (pd.DataFrame, pl.DataFrame) or get_tags(estimator).no_validation
+    ],
+)
 def test_containers_of_rows(estimator, frame):
     X, y, groups = make_table(estimator)
-    if frame not in (pd.DataFrame, pl.DataFrame) and not get_tags(estimator).no_validation:
-        pytest.skip("reads numbers only")
     named = X if frame not in (pd.DataFrame, pl.DataFrame) else {"a": X[:, 0], "b": X[:, 1]}
     model = fit_quietly(estimator, frame(named), y, groups=groups)
     assert_same_estimates(model, fit_quietly(estimator, X, y, groups=groups))
@@ -437,24 +442,37 @@ def test_weights_are_refused_in_private_fits(estimator):
         clone(estimator).fit(X, y, groups=groups, sample_weight=np.ones(len(y)))
 
 
-@every_configuration
+OUT_OF_RANGE = [
+    ("epsilon", 0),
+    ("epsilon", -1.0),
+    ("epsilon", math.nan),
+    ("delta", 1.0),
+    ("delta", -0.1),
+    ("method", "magic"),
+    ("mechanism", "magic"),
+    ("unseen", "magic"),
+    ("trust", "nobody"),
+    ("solver", "magic"),
+    ("unit", "house"),
+    ("relation", "distant"),
+    ("feature_bound", 0.0),
+    ("target_bound", -1.0),
+    ("max_iter", 0),
+    ("tol", 0.0),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("estimator", "name", "value"),
     [
-        ("epsilon", 0),
-        ("epsilon", -1.0),
-        ("epsilon", math.nan),
-        ("delta", 1.0),
-        ("delta", -0.1),
-        ("method", "magic"),
-        ("mechanism", "magic"),
-        ("unseen", "magic"),
-        ("trust", "nobody"),
+        (estimator, name, value)
+        for estimator in [*ESTIMATORS, *VARIANTS, *RELEASING]
+        for name, value in OUT_OF_RANGE
+        if name in estimator.get_params(deep=False)
     ],
+    ids=repr,
 )
 def test_parameters_out_of_range(estimator, name, value):
-    if name not in estimator.get_params():
-        return
     X, y, groups = make_table(estimator)
     with pytest.raises(ValueError, match=f"The '{name}' parameter of {type(estimator).__name__}"):
         clone(estimator).set_params(**{name: value}).fit(X, y, groups=groups)

@@ -45,12 +45,11 @@ class Design(NamedTuple):
             return values[..., 1:], values[..., 0]
         return values, np.zeros(values.shape[:-1])
 
-    def in_columns(self, random, fixed):
-        """Vectors (..., p) in the order of the columns, from their random and fixed parts."""
-        values = np.empty((*random.shape[:-1], self.n_columns))
-        values[..., self.random] = random
-        values[..., self.fixed] = fixed
-        return values
+    def embedded(self, covariance):
+        """Covariance (p, p) of all columns, from that of the random ones (q, q)."""
+        full = np.zeros((self.n_columns, self.n_columns))
+        full[np.ix_(self.random, self.random)] = covariance
+        return full
 
 
 def resolve_design(random, n_features, fit_intercept, feature_names=None):

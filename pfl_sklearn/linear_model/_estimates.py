@@ -21,6 +21,23 @@ class Table(NamedTuple):
     names: list  # of the random columns
 
 
+def make_table(design, features, y, rows):
+    """Table of features (n, d) and targets (n,); `rows` have the clients and weights."""
+    columns = design.matrix(features)
+    if np.any(np.diff(design.order) != 1):
+        columns = columns[:, design.order]
+    return Table(
+        columns,
+        y,
+        rows.clients.codes,
+        len(rows.clients.ids),
+        rows.weights,
+        len(design.random),
+        int(np.argmin(design.order)) if design.fit_intercept else None,
+        design.random_names,
+    )
+
+
 class Options(NamedTuple):
     """Parameters of a fit that are not the prior's."""
 
@@ -83,12 +100,33 @@ def centred(table, known_mean, random_too=False):
     return table._replace(columns=columns, y=y), offset, centre
 
 
-def uncentred(vectors, table, centre):
+def uncentred(vectors, intercept, centre):
     """Coefficients (..., p) of the columns as they were, from those of centred columns."""
     if centre.any():
         vectors = vectors.copy()
-        vectors[..., table.intercept] -= vectors @ centre
+        vectors[..., intercept] -= vectors @ centre
     return vectors
+
+
+def check_covariance_identified(table, covariance_type):
+    """Raise ValueError if the columns cannot tell the entries of an unknown covariance apart."""
+    m, q = table.n_clients, table.n_random
+    if covariance_type == "spherical":
+        return
+    if covariance_type == "full" and m < q:
+        raise ValueError(
+            f"covariance_type='full' needs at least as many clients as random coefficients; got "
+            f"{m} clients and {q} coefficients. Use 'diag' or 'spherical', or fewer in random."
+        )
+    constant = np.ptp(table.columns[:, :q], axis=0) == 0
+    has_intercept = table.intercept is not None and table.intercept < q
+    for k in np.flatnonzero(constant):
+        if k == table.intercept or (not has_intercept and table.columns[0, k] != 0):
+            continue
+        raise ValueError(
+            f"the column {table.names[k]!r} is constant over all rows, so its coefficient cannot "
+            "vary by client beside the intercept's; leave it out of random or of X."
+        )
 
 
 def point_estimates(population, coefficients, prior, covariance, noise, n_iter, done, shares=None):

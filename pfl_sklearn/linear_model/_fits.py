@@ -6,8 +6,7 @@ from pfl_sklearn.linear_model._printed import fit_by_gradient, fit_clustered
 from pfl_sklearn.linear_model._sparse import fit_laplace
 
 _LIKELIHOOD = ("reml", "ml")
-# (prior, method, solver): the fit. Without population coefficients to allow for, the priors other
-# than the Gaussian make no difference between the two likelihoods.
+# (prior, method, solver): the fit. Mixtures are fitted by full likelihood whatever the method.
 FITS = {
     **{
         ("GaussianPrior", method, solver): fit_gaussian

@@ -7,16 +7,14 @@ import numpy as np
 
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._covariance import factor_of
+from pfl_sklearn.linear_model._estimates import uncentred
 from pfl_sklearn.linear_model._laplace_guards import (
     AWAY,
     HELD,
-    are_estimable,
     centred_columns,
     check_identified,
-    inverse_root,
     is_unmixed,
     predictor_spread,
-    uncentred,
     weak_slopes,
     weak_spread,
 )
@@ -39,6 +37,7 @@ from pfl_sklearn.linear_model._laplace_search import (
 )
 from pfl_sklearn.linear_model._laplace_whitening import whiten, whitened_rows
 from pfl_sklearn.linear_model._posterior import CovariancePosterior, RowPosterior
+from pfl_sklearn.linear_model._roots import estimable, inverse_root
 
 _NEARER = 0.3  # start of the second search, in natural units: it shall not jump over a maximum
 
@@ -107,13 +106,13 @@ def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
         table, stacks, outcome, prior, mean, covariance, max_iter, tol, n_jobs
     )
     summary = _summarize(table, stacks, outcome, found, n_jobs)
-    estimable = _estimable(summary.rows, outcome, weak, table.intercept, centre)
+    told = _estimable(summary.rows, outcome, weak, table.intercept, centre)
     error = _population_error(summary.rows, outcome.n_outputs, weak)
     return _estimates(
         outcome,
         prior,
         *_put_back(found, summary, error, table.intercept, centre),
-        estimable,
+        told,
         weak,
     )
 
@@ -192,7 +191,7 @@ def _fit_single(table, centre, prior, outcome):
     return LogitEstimates(
         population,
         error,
-        are_estimable(pooled.normal, coding).reshape(population.shape),
+        estimable(pooled.normal, coding).reshape(population.shape),
         population[None],
         CovariancePosterior(error[None], spread),
         prior.with_values(population[:, :q].ravel(), covariance),
@@ -242,7 +241,7 @@ def _population(table, stacks, outcome, prior, mean, covariance, max_iter, tol, 
     factor = _root(covariance) if family is None else scale[:, None] * family.matrix(family.start)
     start = Found(population, factor, 0, False)
     begun = _summarize(table, stacks, outcome, start, n_jobs)
-    root = inverse_root(_information(begun.rows, a, first) + np.diag(np.tile(slopes, a)))
+    root, _ = inverse_root(_information(begun.rows, a, first) + np.diag(np.tile(slopes, a)))
     make = partial(LaplaceCriterion, stacks, outcome, table.n_clients, n_jobs)
     weak = Weak(slopes, spread)
     found = search(make(), start, root, weak, max_iter, tol, family, scale)
@@ -289,7 +288,7 @@ def _population_error(rows, a, weak):
     first = p - len(weak.slopes)
     error = np.zeros((a, p, a, p))
     if first < p:
-        root = inverse_root(_held_information(rows, a, weak))
+        root, _ = inverse_root(_held_information(rows, a, weak))
         error[:, first:, :, first:] = (root @ root.T).reshape(a, p - first, a, p - first)
     return error.reshape(a * p, a * p)
 
@@ -299,7 +298,7 @@ def _estimable(rows, outcome, weak, intercept, centre):
     a, p, c = outcome.n_outputs, len(centre), len(outcome.coding)
     first = p - len(weak.slopes)
     back = uncentred(np.eye(p), intercept, centre).T[:, first:]
-    told = are_estimable(_held_information(rows, a, weak), np.kron(outcome.coding, back))
+    told = estimable(_held_information(rows, a, weak), np.kron(outcome.coding, back))
     return told.reshape(c, p)
 
 
@@ -333,7 +332,7 @@ def _summarize_stack(clients, x, y, w, state, *, outcome, population, factor):
     return deviations, whitening, float(np.sum(mode.value) - 0.5 * log_det), bool(mode.found.all())
 
 
-def _estimates(outcome, prior, found, summary, error, estimable, weak):
+def _estimates(outcome, prior, found, summary, error, told, weak):
     """Everything in the coding of the classes."""
     (m, a, q), p, coding = summary.deviations.shape, found.population.shape[1], outcome.coding
     coded = np.kron(coding, np.eye(p))
@@ -346,7 +345,7 @@ def _estimates(outcome, prior, found, summary, error, estimable, weak):
     return LogitEstimates(
         population,
         error,
-        estimable,
+        told,
         coefficients,
         _posterior(rows, np.kron(coding @ coding.T, _embedded(covariance, p)), error),
         prior.with_values(population[:, :q].ravel(), covariance),

@@ -6,38 +6,23 @@ finite, and columns far from zero.
 
 import numpy as np
 
+from pfl_sklearn.linear_model._estimates import check_covariance_identified
+
 _WEAK_SD = 2.5  # of the prior on separated slopes, in logits per standard deviation of a column
 _TIGHT_SD = 1.0  # of the prior on a factor that ran away, in logits per size of a column
 AWAY = 10.0  # logits; standard deviation of predictors between clients that is looked into
 HELD = 1 / 3  # share of it, left under the tight prior, up to which the data did not tell it
-_RANK = 1e-11  # share of the largest eigenvalue of scaled information that counts as nothing
-_OUTSIDE = 1e-5  # share of a combination outside the row space, above which it is not estimable
 
 
 def check_identified(table, covariance_type):
     """Raise ValueError if the data cannot tell the covariance between clients."""
-    m, q = table.n_clients, table.n_random
+    m = table.n_clients
     if len(table.y) == m:
         raise ValueError(
             f"every one of the {m} clients has one row, so the variance between clients cannot be "
             "told from chance; give a prior with a known covariance."
         )
-    if covariance_type == "spherical":
-        return
-    if covariance_type == "full" and m < q:
-        raise ValueError(
-            f"covariance_type='full' needs at least as many clients as random coefficients; got "
-            f"{m} clients and {q} coefficients. Use 'diag' or 'spherical', or fewer in random."
-        )
-    constant = np.ptp(table.columns[:, :q], axis=0) == 0
-    has_intercept = table.intercept is not None and table.intercept < q
-    for k in np.flatnonzero(constant):
-        if k == table.intercept or (not has_intercept and table.columns[0, k] != 0):
-            continue
-        raise ValueError(
-            f"the column {table.names[k]!r} is constant over all rows, so its coefficient cannot "
-            "vary by client beside the intercept's; leave it out of random or of X."
-        )
+    check_covariance_identified(table, covariance_type)
 
 
 def is_unmixed(table):
@@ -88,37 +73,3 @@ def centred_columns(table, first):
     centre[first:][same] = columns[0, first:][same]
     centre[table.intercept] = 0.0
     return table._replace(columns=columns - centre), centre
-
-
-def uncentred(vectors, intercept, centre):
-    """Coefficients (..., p) of the columns as they were, from those of centred columns."""
-    if centre.any():
-        vectors = vectors.copy()
-        vectors[..., intercept] -= vectors @ centre
-    return vectors
-
-
-def inverse_root(normal):
-    """Root (f, rank) of the pseudo-inverse of a positive semi-definite matrix."""
-    scale, values, vectors, kept = _scaled_spectrum(normal)
-    return scale[:, None] * vectors[:, kept] / np.sqrt(values[kept])
-
-
-def are_estimable(normal, combinations):
-    """Whether combinations (k, f) of coefficients lie in the row space of the information (f, f).
-
-    The others have no standard error.
-    """
-    scale, _, vectors, kept = _scaled_spectrum(normal)
-    scaled = combinations * np.where(scale > 0, scale, 1.0)
-    outside = np.linalg.norm(scaled @ vectors[:, ~kept], axis=1)
-    return outside <= _OUTSIDE * np.linalg.norm(scaled, axis=1)
-
-
-def _scaled_spectrum(normal):
-    """Scale (f,), eigenvalues and vectors of a matrix with unit diagonal, and what is not zero."""
-    size = np.sqrt(np.diag(normal))
-    scale = np.divide(1, size, out=np.zeros_like(size), where=size > 0)
-    values, vectors = np.linalg.eigh(normal * np.multiply.outer(scale, scale))
-    kept = values > _RANK * max(values[-1], 0.0) if len(values) else np.zeros(0, dtype=bool)
-    return scale, values, vectors, kept

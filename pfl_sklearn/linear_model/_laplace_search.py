@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import minimize
 
-from pfl_sklearn.linear_model._laplace_guards import inverse_root
+from pfl_sklearn.linear_model._roots import inverse_root
 
 _MAX_NEWTON = 100
 _LAST_DECREMENT = 1e-13
@@ -59,7 +59,7 @@ def fit_pooled(columns, table, outcome, offset, precision):
     while not last and n_iter < _MAX_NEWTON:
         n_iter += 1
         normal = information(columns, terms.weight) + np.diag(np.tile(precision, shape[0]))
-        root = inverse_root(normal)
+        root, _ = inverse_root(normal)
         first_root = root if first_root is None else first_root
         slope = root.T @ (terms.score.T @ columns - precision * values).ravel()
         last = slope @ slope < _LAST_DECREMENT

@@ -14,7 +14,7 @@ from pfl_sklearn._rows import read_rows
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.linear_model._convergence import warn_not_converged
 from pfl_sklearn.linear_model._design import feature_names, resolve_design
-from pfl_sklearn.linear_model._estimates import Options, Table
+from pfl_sklearn.linear_model._estimates import Options, make_table
 from pfl_sklearn.linear_model._fits import find_fit
 from pfl_sklearn.linear_model._private import Release, with_report
 from pfl_sklearn.linear_model._summary import components_table
@@ -346,30 +346,14 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
         design = resolve_design(
             self.random, features.shape[1], self.fit_intercept, feature_names(X)
         )
-        table = self._table(design, features, y, rows)
+        if rows.weights is not None:
+            features, y = features[rows.y], y[rows.y]
+        table = make_table(design, features, y, rows)
         found, report = fit(table, prior, self._options())
         warn_not_converged(self, found, prior)
         self._store(X, design, rows.clients, found, report, groups is not None)
         warn_once(report)
         return self
-
-    def _table(self, design, features, y, rows):
-        """Rows of positive weight, the columns in the order of the prior."""
-        if rows.weights is not None:
-            features, y = features[rows.y], y[rows.y]
-        columns = design.matrix(features)
-        if len(design.fixed):
-            columns = columns[:, design.order]
-        return Table(
-            columns,
-            y,
-            rows.clients.codes,
-            len(rows.clients.ids),
-            rows.weights,
-            len(design.random),
-            int(np.argmin(design.order)) if design.fit_intercept else None,
-            design.random_names,
-        )
 
     def _options(self):
         return Options(
@@ -389,7 +373,7 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
         self._design = design
         self._fitted_with_groups = with_groups
         self.population_covariance_ = found.population_covariance[np.ix_(back, back)]
-        self._between = _embedded(found.covariance, design)
+        self._between = design.embedded(found.covariance)
         stds = np.sqrt(np.diag(self.population_covariance_))
         coef, intercept = design.coefficients(found.population[back])
         self.population_coef_, self.population_intercept_ = coef, float(intercept)
@@ -500,7 +484,7 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
 
     def _by_column(self, quantity):
         """Values (n_clients, p) of the posterior, in the order of the design."""
-        check_is_fitted(self)
+        self._require_fitted("clients_")
         if not hasattr(self, "_posterior"):
             raise AttributeError(
                 f"there is no posterior, hence no standard deviation and no shrinkage: "
@@ -527,10 +511,3 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
             ordered = x[known][:, self._design.order]
             variances[known] = self._posterior.variances(ordered, codes[known])
         return variances
-
-
-def _embedded(covariance, design):
-    """Covariance (p, p) of all columns, from that of the random ones (q, q)."""
-    full = np.zeros((design.n_columns, design.n_columns))
-    full[np.ix_(design.random, design.random)] = covariance
-    return full

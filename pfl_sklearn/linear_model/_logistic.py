@@ -16,7 +16,7 @@ from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.linear_model._convergence import warn_not_converged
 from pfl_sklearn.linear_model._design import feature_names, resolve_design
-from pfl_sklearn.linear_model._estimates import Table
+from pfl_sklearn.linear_model._estimates import make_table
 from pfl_sklearn.linear_model._laplace_fit import fit_logistic
 from pfl_sklearn.linear_model._logit_losses import outcome_of
 from pfl_sklearn.linear_model._logit_predictions import (
@@ -276,7 +276,7 @@ class PersonalizedLogisticRegression(ClientMixin, ClassifierMixin, BaseEstimator
         )
         present = features if len(labels) == len(features) else features[rows.y]
         found = fit_logistic(
-            _table(design, present, labels, rows),
+            make_table(design, present, labels, rows),
             prior,
             outcome_of(len(classes)),
             self.max_iter,
@@ -355,8 +355,7 @@ class PersonalizedLogisticRegression(ClientMixin, ClassifierMixin, BaseEstimator
         stds = np.sqrt(np.diag(self.population_covariance_)).reshape(n_outputs, p)
         stds[~found.estimable[:, back]] = np.nan
         self.population_coef_std_, self.population_intercept_std_ = design.coefficients(flat(stds))
-        self._between = np.zeros((p, p))
-        self._between[np.ix_(design.random, design.random)] = found.covariance
+        self._between = design.embedded(found.covariance)
         self.prior_ = found.prior
         self.log_likelihood_ = found.log_likelihood
         self.n_iter_ = found.n_iter
@@ -538,21 +537,3 @@ class PersonalizedLogisticRegression(ClientMixin, ClassifierMixin, BaseEstimator
 def _with_first(intercept, coef):
     """Vectors (..., 1 + d) of intercepts (...,) and coefficients (..., d)."""
     return np.concatenate([np.expand_dims(intercept, -1), coef], axis=-1)
-
-
-def _table(design, features, labels, rows):
-    """Rows of fit with the random columns first."""
-    columns = design.matrix(features)
-    if np.any(np.diff(design.order) != 1):
-        columns = columns[:, design.order]
-    at = np.flatnonzero(design.order == 0) if design.fit_intercept else []
-    return Table(
-        columns,
-        labels,
-        rows.clients.codes,
-        len(rows.clients.ids),
-        rows.weights,
-        len(design.random),
-        int(at[0]) if len(at) else None,
-        design.random_names,
-    )

@@ -2,7 +2,12 @@
 
 import numpy as np
 
-from pfl_sklearn.linear_model._estimates import Estimates, centred, uncentred
+from pfl_sklearn.linear_model._estimates import (
+    Estimates,
+    centred,
+    check_covariance_identified,
+    uncentred,
+)
 from pfl_sklearn.linear_model._known import fit_known, is_cheap
 from pfl_sklearn.linear_model._local import fit_local
 from pfl_sklearn.linear_model._posterior import RowPosterior
@@ -82,28 +87,13 @@ def use_spectral(covariance_type, covariance, solver):
 
 def check_identified(table, covariance_type, noise_variance):
     """Raise ValueError if the data cannot tell the variances apart."""
-    m, q = table.n_clients, table.n_random
+    m = table.n_clients
     if noise_variance is None and len(table.y) == m:
         raise ValueError(
             f"every one of the {m} clients has one row, so the noise variance cannot be told from "
             "the variance between clients; give noise_variance, or a prior with a known covariance."
         )
-    if covariance_type == "spherical":
-        return
-    if covariance_type == "full" and m < q:
-        raise ValueError(
-            f"covariance_type='full' needs at least as many clients as random coefficients; got "
-            f"{m} clients and {q} coefficients. Use 'diag' or 'spherical', or fewer in random."
-        )
-    constant = np.ptp(table.columns[:, :q], axis=0) == 0
-    has_intercept = table.intercept is not None and table.intercept < q
-    for k in np.flatnonzero(constant):
-        if k == table.intercept or (not has_intercept and table.columns[0, k] != 0):
-            continue
-        raise ValueError(
-            f"the column {table.names[k]!r} is constant over all rows, so its coefficient cannot "
-            "vary by client beside the intercept's; leave it out of random or of X."
-        )
+    check_covariance_identified(table, covariance_type)
 
 
 def _search(reduced, settings, prior, covariance, spectral, options):
@@ -130,12 +120,12 @@ def _estimates(table, reduced, found, prior, around, free_mean):
     free = slice(0 if free_mean else q, p)
     population, error = offset.copy(), np.zeros((p, p))
     population[free] += point.coefficients * scale[free]
-    population = uncentred(population, table, centre)
+    population = uncentred(population, table.intercept, centre)
     error[free, free] = point.covariance()
     deviations = client_deviations(reduced, found.whitened, point, found.ratio)
     coefficients = np.tile(population, (m, 1))
     spread = np.hstack([deviations * scale[:q], np.zeros((m, p - q))])
-    coefficients += uncentred(spread, table, centre)
+    coefficients += uncentred(spread, table.intercept, centre)
     ratio = np.zeros((p, p))
     ratio[:q, :q] = found.ratio
     rows, error, ratio = _put_back(

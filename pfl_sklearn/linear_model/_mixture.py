@@ -204,11 +204,11 @@ def _estimates(table, reduced, fit, prior, offset, centre):
     average, posterior = _averaged(centres, spreads, shares, state.noise)
     squares = np.multiply.outer(scale, scale)
     fixed = np.tile(state.fixed, (table.n_clients, 1))
-    coefficients = uncentred(np.hstack([average, fixed]) * scale, table, centre) + offset
+    coefficients = uncentred(np.hstack([average, fixed]) * scale, table.intercept, centre) + offset
     covariances = np.zeros((table.n_clients, p, p))
     covariances[:, :q, :q] = posterior * squares[:q, :q]
     fixed = np.tile(state.fixed, (len(ratios), 1))
-    means = uncentred(np.hstack([state.means, fixed]) * scale, table, centre) + offset
+    means = uncentred(np.hstack([state.means, fixed]) * scale, table.intercept, centre) + offset
     fitted = prior
     if not prior.is_known:
         covariances_of = state.noise * squares[:q, :q] * ratios

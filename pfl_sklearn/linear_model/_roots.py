@@ -3,7 +3,7 @@
 import numpy as np
 
 _RANK = 1e-11
-_LEFT_OPEN = 1e-6  # squared length of a coefficient's part in the null space, from which it is open
+_OUTSIDE = 1e-5  # share of a combination outside the row space, above which it is left open
 
 
 def square_root(covariance):
@@ -22,20 +22,31 @@ def inverse_root(normal, scale=1.0):
     """
     if not len(normal):
         return np.zeros((0, 0)), 0.0
-    lengths = _lengths(normal)
-    values, vectors = np.linalg.eigh(normal / lengths / lengths[:, None])
-    kept = values > _RANK * max(values[-1], 0.0)
+    lengths, values, vectors, kept = _spectrum(normal)
     values, vectors = values[kept], vectors[:, kept]
     log_det = np.log(values).sum() + 2 * _log_volume(vectors, lengths / scale)
     return vectors / np.sqrt(values) / lengths[:, None], float(log_det)
 
 
-def estimable(normal):
-    """Which coefficients (p,) the normal equations determine, whatever the others are."""
+def estimable(normal, combinations=None):
+    """Whether the normal equations (p, p) determine combinations (k, p) of the coefficients.
+
+    They do not if a combination leaves the row space; without `combinations` (p,) answers for the
+    coefficients themselves.
+    """
+    lengths, _, vectors, kept = _spectrum(normal)
+    scaled = np.eye(len(normal)) if combinations is None else combinations
+    scaled = scaled / lengths
+    outside = np.linalg.norm(scaled @ vectors[:, ~kept], axis=1)
+    return outside <= _OUTSIDE * np.linalg.norm(scaled, axis=1)
+
+
+def _spectrum(normal):
+    """Lengths (p,), eigenvalues and vectors of columns of length 1, and which are not nothing."""
     lengths = _lengths(normal)
-    values, vectors = np.linalg.eigh(normal / lengths / lengths[:, None])
-    kept = values > _RANK * max(values[-1], 0.0)
-    return np.sum(vectors[:, kept] ** 2, axis=1) > 1 - _LEFT_OPEN
+    values, vectors = np.linalg.eigh(normal * np.multiply.outer(1 / lengths, 1 / lengths))
+    kept = values > _RANK * max(values.max(initial=0.0), 0.0)
+    return lengths, values, vectors, kept
 
 
 def _lengths(matrix):

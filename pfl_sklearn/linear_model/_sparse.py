@@ -38,7 +38,7 @@ def fit_laplace(table, prior, options):
     population, deviations, n_iter, converged = minimize_deviations(
         reduced, penalty, first, options.max_iter, options.tol
     )
-    population = offset + uncentred(population * reduced.scale, table, centre)
+    population = offset + uncentred(population * reduced.scale, table.intercept, centre)
     coefficients = np.tile(population, (table.n_clients, 1))
     coefficients[:, :q] += deviations * reduced.scale[:q]
     fitted = prior.with_values(population[:q], scale if np.ndim(prior.scale) else float(scale[0]))

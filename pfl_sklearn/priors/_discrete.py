@@ -3,8 +3,7 @@
 from numbers import Integral
 
 import numpy as np
-from scipy.special import logsumexp
-from sklearn.base import BaseEstimator, clone
+from sklearn.base import clone
 from sklearn.utils import check_array, check_random_state
 
 from pfl_sklearn._compat import Interval, StrOptions
@@ -12,12 +11,11 @@ from pfl_sklearn.priors import _mixture as mixture
 from pfl_sklearn.priors._kmeans import best_of_starts, count_distinct, inertia
 from pfl_sklearn.priors._mixture_em import Shape
 from pfl_sklearn.priors._mixture_starts import fixed_variance
-from pfl_sklearn.priors._normal import check_sampling
 
 _RELATIVE = 1e-12
 
 
-class DiscretePrior(BaseEstimator):
+class DiscretePrior(mixture.MixturePrior):
     r"""Several groups of clients that are alike within the group.
 
     .. math:: P(\theta_i = \mu_l) = w_l, \qquad l = 1, \dots, k.
@@ -221,11 +219,6 @@ class DiscretePrior(BaseEstimator):
         with np.errstate(divide="ignore"):
             return np.log(mass)
 
-    def log_marginal(self, estimates, sampling_variances):
-        """Log density (n_clients,) of noisy estimates; parameters as in :meth:`posterior`."""
-        joint = mixture.joint_log_density(*self._against(estimates, sampling_variances))
-        return logsumexp(joint, axis=1)
-
     def sample(self, n_samples=1, random_state=None):
         """Draw parameter vectors from a known prior.
 
@@ -241,47 +234,6 @@ class DiscretePrior(BaseEstimator):
         points, _, weights = self.known_mixture()
         labels = check_random_state(random_state).choice(len(points), size=n_samples, p=weights)
         return points[labels]
-
-    def responsibilities(self, estimates, sampling_variances):
-        """Posterior probability of every point given unbiased Gaussian estimates.
-
-        Parameters
-        ----------
-        estimates : ndarray of shape (n_clients, d)
-        sampling_variances : ndarray of shape (n_clients, 1), (n_clients, d) or (n_clients, d, d)
-
-        Returns
-        -------
-        ndarray of shape (n_clients, n_components)
-        """
-        return mixture.component_shares(*self._against(estimates, sampling_variances))
-
-    def posterior(self, estimates, sampling_variances):
-        r"""Posterior of the clients' parameters given unbiased Gaussian estimates of them.
-
-        The mean is :math:`\sum_l r_{il} \mu_l` with the responsibilities :math:`r_{il} \propto w_l
-        N(\bar x_i; \mu_l, V_i)` (Theorem 5 of the source).
-
-        Parameters
-        ----------
-        estimates : ndarray of shape (n_clients, d)
-        sampling_variances : ndarray of shape (n_clients, 1), (n_clients, d) or (n_clients, d, d)
-            Variances or covariances :math:`V_i` of the estimates.
-
-        Returns
-        -------
-        mean : ndarray of shape (n_clients, d)
-        variance : ndarray of shape (n_clients, d), or (n_clients, d, d) if covariances were given
-        """
-        against = self._against(estimates, sampling_variances)
-        shares = mixture.component_shares(*against)
-        return mixture.mixture_posterior(against[0], shares, *against[2:])
-
-    def _against(self, estimates, sampling_variances):
-        """Components, weights and what they are compared with."""
-        estimates, sampling = check_sampling(estimates, sampling_variances)
-        points, covariances, weights = self.known_mixture(estimates.shape[1])
-        return mixture.components_of(points, covariances), weights, estimates, sampling
 
 
 def _hard_bic(x, centres, labels):

@@ -13,6 +13,7 @@ from pfl_sklearn.priors._normal import (
     condition,
     diagonal_or_matrix,
     draw,
+    known_vector,
     log_density,
 )
 
@@ -84,15 +85,7 @@ class GaussianPrior(BaseEstimator):
 
     def known_mean(self, d):
         """The given mean as an array (d,), or None."""
-        if self.mean is None:
-            return None
-        mean = np.asarray(self.mean, dtype=float)
-        if mean.shape not in ((), (1,), (d,)) or not np.isfinite(mean).all():
-            raise ValueError(
-                f"mean of GaussianPrior must be finite, a number or of shape ({d},); got "
-                f"{self.mean!r}."
-            )
-        return np.broadcast_to(mean, (d,)).copy()
+        return known_vector(self, "mean", d)
 
     def known_variances(self, d):
         """Variances (d,) of the given covariance, or None; it must be diagonal."""

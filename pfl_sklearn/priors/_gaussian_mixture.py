@@ -3,18 +3,17 @@
 from numbers import Integral, Real
 
 import numpy as np
-from scipy.special import logsumexp
-from sklearn.base import BaseEstimator, clone
+from sklearn.base import clone
 from sklearn.utils import check_array, check_random_state
 
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn.priors import _mixture as mixture
 from pfl_sklearn.priors._mixture_em import Mixture, Shape, from_covariances
 from pfl_sklearn.priors._mixture_starts import fixed_variance
-from pfl_sklearn.priors._normal import check_sampling, draw
+from pfl_sklearn.priors._normal import draw
 
 
-class GaussianMixturePrior(BaseEstimator):
+class GaussianMixturePrior(mixture.MixturePrior):
     r"""Several groups of clients, each with a Gaussian distribution of its own.
 
     .. math:: \theta_i \sim \sum_{l=1}^k w_l N(\mu_l, S_l), \qquad i = 1, \dots, m.
@@ -231,11 +230,6 @@ class GaussianMixturePrior(BaseEstimator):
             )
         return self.log_marginal(theta, np.zeros((len(theta), 1)))
 
-    def log_marginal(self, estimates, sampling_variances):
-        """Log density (n_clients,) of noisy estimates; parameters as in :meth:`posterior`."""
-        joint = mixture.joint_log_density(*self._against(estimates, sampling_variances))
-        return logsumexp(joint, axis=1)
-
     def sample(self, n_samples=1, random_state=None):
         """Draw parameter vectors from a known prior.
 
@@ -255,47 +249,6 @@ class GaussianMixturePrior(BaseEstimator):
         for k, component in enumerate(mixture.components_of(means, covariances)):
             theta[labels == k] = draw(*component, theta[labels == k])
         return theta
-
-    def responsibilities(self, estimates, sampling_variances):
-        """Posterior probability of every component given unbiased Gaussian estimates.
-
-        Parameters
-        ----------
-        estimates : ndarray of shape (n_clients, d)
-        sampling_variances : ndarray of shape (n_clients, 1), (n_clients, d) or (n_clients, d, d)
-
-        Returns
-        -------
-        ndarray of shape (n_clients, n_components)
-        """
-        return mixture.component_shares(*self._against(estimates, sampling_variances))
-
-    def posterior(self, estimates, sampling_variances):
-        r"""Posterior of the clients' parameters given unbiased Gaussian estimates of them.
-
-        The mean is :math:`\sum_l r_{il} (A_{il} \bar x_i + (I - A_{il}) \mu_l)` with the
-        responsibilities :math:`r_{il}` and :math:`A_{il} = S_l (S_l + V_i)^{-1}`.
-
-        Parameters
-        ----------
-        estimates : ndarray of shape (n_clients, d)
-        sampling_variances : ndarray of shape (n_clients, 1), (n_clients, d) or (n_clients, d, d)
-            Variances or covariances :math:`V_i` of the estimates.
-
-        Returns
-        -------
-        mean : ndarray of shape (n_clients, d)
-        variance : ndarray of shape (n_clients, d), or (n_clients, d, d) if covariances were given
-        """
-        against = self._against(estimates, sampling_variances)
-        shares = mixture.component_shares(*against)
-        return mixture.mixture_posterior(against[0], shares, *against[2:])
-
-    def _against(self, estimates, sampling_variances):
-        """Components, weights and what they are compared with."""
-        estimates, sampling = check_sampling(estimates, sampling_variances)
-        means, covariances, weights = self.known_mixture(estimates.shape[1])
-        return mixture.components_of(means, covariances), weights, estimates, sampling
 
     def _shape(self):
         """What is to be estimated."""

@@ -7,6 +7,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import check_array, check_random_state
 
 from pfl_sklearn._compat import Interval
+from pfl_sklearn.priors._normal import known_vector
 
 
 class LaplacePrior(BaseEstimator):
@@ -63,15 +64,7 @@ class LaplacePrior(BaseEstimator):
 
     def known_location(self, d):
         """The given location as an array (d,), or None."""
-        if self.location is None:
-            return None
-        location = np.asarray(self.location, dtype=float)
-        if location.shape not in ((), (1,), (d,)) or not np.isfinite(location).all():
-            raise ValueError(
-                f"location of LaplacePrior must be finite, a number or of shape ({d},); got "
-                f"{self.location!r}."
-            )
-        return np.broadcast_to(location, (d,)).copy()
+        return known_vector(self, "location", d)
 
     def known_scale(self, d):
         """The given scale as an array (d,), or None."""

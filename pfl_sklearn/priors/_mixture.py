@@ -4,6 +4,7 @@ from numbers import Integral
 
 import numpy as np
 from scipy.special import logsumexp
+from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
@@ -13,12 +14,63 @@ from pfl_sklearn.priors._mixture_em import Mixture
 from pfl_sklearn.priors._mixture_starts import fit_mixture, in_order, select_components
 from pfl_sklearn.priors._normal import (
     check_covariance,
+    check_sampling,
     condition,
     diagonal_or_matrix,
     diagonals,
     log_density,
     own_weight,
 )
+
+
+class MixturePrior(BaseEstimator):
+    """What the priors with components do, given their ``known_mixture``."""
+
+    def log_marginal(self, estimates, sampling_variances):
+        """Log density (n_clients,) of noisy estimates; parameters as in :meth:`posterior`."""
+        return logsumexp(joint_log_density(*self._against(estimates, sampling_variances)), axis=1)
+
+    def responsibilities(self, estimates, sampling_variances):
+        """Posterior probability of every component given unbiased Gaussian estimates.
+
+        Parameters
+        ----------
+        estimates : ndarray of shape (n_clients, d)
+        sampling_variances : ndarray of shape (n_clients, 1), (n_clients, d) or (n_clients, d, d)
+
+        Returns
+        -------
+        ndarray of shape (n_clients, n_components)
+        """
+        return component_shares(*self._against(estimates, sampling_variances))
+
+    def posterior(self, estimates, sampling_variances):
+        r"""Posterior of the clients' parameters given unbiased Gaussian estimates of them.
+
+        The mean is :math:`\sum_l r_{il} (A_{il} \bar x_i + (I - A_{il}) \mu_l)` with the
+        responsibilities :math:`r_{il} \propto w_l N(\bar x_i; \mu_l, S_l + V_i)` and
+        :math:`A_{il} = S_l (S_l + V_i)^{-1}`; points have :math:`S_l = 0` (Theorem 5 of the
+        source).
+
+        Parameters
+        ----------
+        estimates : ndarray of shape (n_clients, d)
+        sampling_variances : ndarray of shape (n_clients, 1), (n_clients, d) or (n_clients, d, d)
+            Variances or covariances :math:`V_i` of the estimates.
+
+        Returns
+        -------
+        mean : ndarray of shape (n_clients, d)
+        variance : ndarray of shape (n_clients, d), or (n_clients, d, d) if covariances were given
+        """
+        against = self._against(estimates, sampling_variances)
+        return mixture_posterior(against[0], component_shares(*against), *against[2:])
+
+    def _against(self, estimates, sampling_variances):
+        """Components, weights and what they are compared with."""
+        estimates, sampling = check_sampling(estimates, sampling_variances)
+        means, covariances, weights = self.known_mixture(estimates.shape[1])
+        return components_of(means, covariances), weights, estimates, sampling
 
 
 def joint_log_density(components, weights, estimates, sampling):

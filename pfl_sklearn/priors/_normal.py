@@ -17,6 +17,20 @@ def own_weight(prior_variance, sampling_variance):
     return np.divide(prior_variance, total, out=np.isinf(total).astype(float), where=finite)
 
 
+def known_vector(prior, name, d):
+    """A given parameter of a prior as a vector (d,), or None."""
+    value = getattr(prior, name)
+    if value is None:
+        return None
+    vector = np.asarray(value, dtype=float)
+    if vector.shape not in ((), (1,), (d,)) or not np.isfinite(vector).all():
+        raise ValueError(
+            f"{name} of {type(prior).__name__} must be finite, a number or of shape ({d},); got "
+            f"{value!r}."
+        )
+    return np.broadcast_to(vector, (d,)).copy()
+
+
 def check_covariance(name, covariance):
     """Symmetric, positive semi-definite covariance (d, d), freed of rounding errors.
 

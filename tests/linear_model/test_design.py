@@ -60,10 +60,10 @@ def test_matrix_and_coefficients():
     np.testing.assert_array_equal(design.matrix(X[0]), [1, 2, 3, 5])
 
 
-def test_random_and_fixed_parts_in_the_order_of_the_columns():
+def test_a_covariance_among_the_columns():
     design = resolve_design(["dose", "age"], 3, True, NAMES)
-    both = design.in_columns(np.array([[1.0, 3.0], [10.0, 30.0]]), np.array([0.0, 2.0]))
-    np.testing.assert_array_equal(both, [[0, 1, 2, 3], [0, 10, 2, 30]])
+    full = design.embedded(np.array([[1.0, 2.0], [2.0, 5.0]]))
+    np.testing.assert_array_equal(full, [[0, 0, 0, 0], [0, 1, 0, 2], [0, 0, 0, 0], [0, 2, 0, 5]])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from sklearn.metrics import log_loss
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from pfl_sklearn import SingleClientWarning, UnseenClientsWarning
 from pfl_sklearn.linear_model import PersonalizedLogisticRegression, SeparationWarning
@@ -51,13 +50,6 @@ def sklearn_fit(X, y, weights=None, **params):
 
 def centred(values):
     return values - values.mean(axis=0)
-
-
-@pytest.mark.filterwarnings("ignore::pfl_sklearn.SingleClientWarning")
-@pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")
-@parametrize_with_checks([PersonalizedLogisticRegression()])
-def test_sklearn_checks(estimator, check):
-    check(estimator)
 
 
 @pytest.mark.parametrize("n_classes", [2, 3])

@@ -7,6 +7,7 @@ counts the sampling variance twice.
 import numpy as np
 
 from pfl_sklearn.priors import BetaPrior
+from pfl_sklearn.theory import beta_own_weight
 
 
 def printed_estimates(shares, trials, messages, with_minus_one, cut=True):
@@ -33,7 +34,7 @@ def printed_estimates(shares, trials, messages, with_minus_one, cut=True):
         raise ValueError(f"method='printed' needs at least 3 clients; got {m}.")
     others = (messages.sum() - messages) / (m - 1)
     variance = (messages @ messages - messages**2 - (m - 1) * others**2) / (m - 2)
-    own = _own_weight(others, variance, trials, with_minus_one)
+    own = beta_own_weight(others, variance, trials, with_minus_one)
     if cut and with_minus_one:
         own = np.where(variance >= others * (1 - others), 1.0, own)
     return own * shares + (1 - own) * others, own
@@ -42,14 +43,7 @@ def printed_estimates(shares, trials, messages, with_minus_one, cut=True):
 def printed_prior(messages, trials, with_minus_one):
     """Beta prior with the mean and (uncorrected) variance of the messages."""
     mean, variance = messages.mean(), messages.var(ddof=1)
-    own = _own_weight(np.array([mean]), np.array([variance]), np.array([1.0]), with_minus_one)[0]
+    own = beta_own_weight(np.array([mean]), np.array([variance]), np.ones(1), with_minus_one)[0]
     largest = 1e4 * max(float(trials.max()), 100.0)
     concentration = np.clip(1 / own - 1, 1e-6, largest) if own > 0 else largest
     return BetaPrior().with_moments(mean, concentration)
-
-
-def _own_weight(mean, variance, trials, with_minus_one):
-    limit = mean * (1 - mean)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        own = trials / (limit / variance - with_minus_one + trials)
-    return np.where(variance <= 0, 0.0, own)

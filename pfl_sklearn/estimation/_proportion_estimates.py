@@ -8,6 +8,7 @@ from scipy.special import betaincinv
 
 from pfl_sklearn.estimation._printed_proportions import printed_estimates, printed_prior
 from pfl_sklearn.priors import BetaPrior
+from pfl_sklearn.theory import beta_shrinkage
 
 
 class FittedProportions(NamedTuple):
@@ -91,7 +92,7 @@ def matched_quantiles(means, stds, tails):
 def _describe(prior, mean, variance, mean_std, table, posterior, exact):
     means, variances = (table.per_client(values) for values in posterior)
     icc = _intraclass_correlation(mean, variance)
-    shrinkage = table.per_client(_linear_shrinkage(icc, table.trials))
+    shrinkage = table.per_client(beta_shrinkage(icc, table.trials))
     return FittedProportions(
         prior, mean, mean_std, icc, means, np.sqrt(variances), shrinkage, exact
     )
@@ -100,14 +101,6 @@ def _describe(prior, mean, variance, mean_std, table, posterior, exact):
 def _intraclass_correlation(mean, variance):
     limit = mean * (1 - mean)
     return variance / limit if limit > 0 else 0.0
-
-
-def _linear_shrinkage(icc, trials):
-    """Weight on the population of the beta prior with this intraclass correlation."""
-    if icc <= 0:
-        return np.ones(len(trials))
-    concentration = max(1 / icc - 1, 0.0)
-    return concentration / (concentration + trials)
 
 
 def _population_std(table, mean, icc):

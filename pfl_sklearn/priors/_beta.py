@@ -9,6 +9,7 @@ from sklearn.base import BaseEstimator, clone
 from sklearn.utils import check_array, check_random_state
 
 from pfl_sklearn._compat import Interval
+from pfl_sklearn.theory import beta_moments, debiased_share_variance
 
 _MAX_LOGIT = 30.0
 _SMALLEST_MEAN = 1e-12
@@ -87,9 +88,7 @@ class BetaPrior(BaseEstimator):
     def moments(self):
         """Mean and variance of a known prior."""
         self._check_known()
-        total = self.alpha + self.beta
-        mean = self.alpha / total
-        return mean, mean * (1 - mean) / (total + 1)
+        return beta_moments(self.alpha, self.beta)
 
     def fit(self, theta):
         """Maximum-likelihood prior of proportions that are observed without noise.
@@ -210,7 +209,7 @@ def moment_estimates(successes, trials, counts):
     spread = counts @ (local - mean) ** 2 / max(n_clients - 1, 1)
     share = counts @ (1 / trials) / n_clients
     limit = mean * (1 - mean)
-    variance = (spread - limit * share) / (1 - share) if share < 1 else 0.0
+    variance = debiased_share_variance(mean, spread, share) if share < 1 else 0.0
     largest = largest_concentration(trials)
     if variance <= limit / (largest + 1):
         return mean, largest

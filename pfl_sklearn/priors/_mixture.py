@@ -19,8 +19,8 @@ from pfl_sklearn.priors._normal import (
     diagonal_or_matrix,
     diagonals,
     log_density,
-    own_weight,
 )
+from pfl_sklearn.theory import own_weight
 
 
 class MixturePrior(BaseEstimator):

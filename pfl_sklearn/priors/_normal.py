@@ -6,15 +6,10 @@ variances of the clients' estimates are (m, 1), (m, d), or matrices (m, d, d).
 
 import numpy as np
 
+from pfl_sklearn.theory import own_weight
+
 _TINY = 1e-200  # stands for a variance of zero in a density, so that the nearest mean wins
 _RELATIVE = 1e-14
-
-
-def own_weight(prior_variance, sampling_variance):
-    """Weight on the client's own estimate; 0 where both variances are 0 (nothing differs)."""
-    total = prior_variance + sampling_variance
-    finite = (total > 0) & (total < np.inf)
-    return np.divide(prior_variance, total, out=np.isinf(total).astype(float), where=finite)
 
 
 def known_vector(prior, name, d):

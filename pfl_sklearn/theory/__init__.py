@@ -1,0 +1,65 @@
+"""The theorems' formulas: risks, bounds, step sizes and thresholds, as plain functions.
+
+They take what a theorem takes (variances, norms, numbers of clients), not data, and the sound
+version is the default where a printed one does not hold.
+"""
+
+from pfl_sklearn.theory._means import (
+    WeightAndRisk,
+    local_noise_std,
+    mean_half_width,
+    mean_risk,
+    own_weight,
+    quantizer_variance,
+    released_mean_risk,
+)
+from pfl_sklearn.theory._ppsgd import (
+    alpha_norm,
+    minimal_norm_solution,
+    ppsgd_learning_rate,
+    ppsgd_noise_std,
+    smoothness_alpha,
+    total_gradient_variance,
+)
+from pfl_sklearn.theory._ppsgd_bounds import (
+    RiskBound,
+    linear_excess_risk,
+    personalization_threshold,
+    ppsgd_bound,
+    ppsgd_private_bound,
+)
+from pfl_sklearn.theory._proportions import (
+    beta_moments,
+    beta_own_weight,
+    beta_parameters,
+    beta_risk,
+    beta_shrinkage,
+    debiased_share_variance,
+)
+
+__all__ = [
+    "RiskBound",
+    "WeightAndRisk",
+    "alpha_norm",
+    "beta_moments",
+    "beta_own_weight",
+    "beta_parameters",
+    "beta_risk",
+    "beta_shrinkage",
+    "debiased_share_variance",
+    "linear_excess_risk",
+    "local_noise_std",
+    "mean_half_width",
+    "mean_risk",
+    "minimal_norm_solution",
+    "own_weight",
+    "personalization_threshold",
+    "ppsgd_bound",
+    "ppsgd_learning_rate",
+    "ppsgd_noise_std",
+    "ppsgd_private_bound",
+    "quantizer_variance",
+    "released_mean_risk",
+    "smoothness_alpha",
+    "total_gradient_variance",
+]

@@ -1,0 +1,285 @@
+"""PPSGD: what its guarantees say of the excess risk, and when to learn locally."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from pfl_sklearn.privacy import calibrate_noise
+from pfl_sklearn.theory._ppsgd import (
+    alpha_norm,
+    ppsgd_noise_std,
+    smoothness_alpha,
+    total_gradient_variance,
+)
+
+
+class RiskBound(NamedTuple):
+    """Terms of an upper bound on an expected excess risk.
+
+    Parameters
+    ----------
+    bias : float
+        From the start; it falls as 1/T.
+    variance : float
+        From the rows and the sampling of clients; it falls as the root of 1/T.
+    privacy : float
+        From the noise. For a given epsilon it does not depend on T.
+    """
+
+    bias: float
+    variance: float
+    privacy: float
+
+    @property
+    def total(self):
+        """The bound: bias, plus the root of the summed squares of the other two."""
+        return self.bias + math.hypot(self.variance, self.privacy)
+
+
+def ppsgd_bound(smoothness, norm, gradient_std, n_rounds):
+    r"""Upper bound on the expected excess risk of PPSGD's averaged iterate.
+
+    .. math::
+
+       E f(\bar z_T) - f(z^*) \le \frac{4 L_\alpha \|z^*\|_\alpha^2}{T}
+       + \frac{3 \sigma \|z^*\|_\alpha}{\sqrt T}
+
+    Parameters
+    ----------
+    smoothness, norm, gradient_std, n_rounds
+        As in :func:`ppsgd_learning_rate`, whose step it is for.
+
+    Returns
+    -------
+    float
+        In the units of the loss. Infinity if the minimizer cannot be reached: alpha is 0 and it
+        has a global part, or infinite and it has a local one.
+
+    Notes
+    -----
+    Theorems 4.5 (equation 7), 5.2 and B.4 of Bietti et al. (2022). Assumes that the loss is convex,
+    that nothing is clipped, a start at 0, and fresh rows in every round; the average is over the
+    iterates *before* each round.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.theory import ppsgd_bound
+    >>> round(ppsgd_bound(2.0, norm=1.0, gradient_std=0.5, n_rounds=400), 3)
+    0.095
+    """
+    if math.isinf(norm):
+        return math.inf
+    return 4 * smoothness * norm**2 / n_rounds + 3 * gradient_std * norm / math.sqrt(n_rounds)
+
+
+def ppsgd_private_bound(
+    smoothness,
+    alpha,
+    w,
+    thetas,
+    *,
+    w_variance,
+    theta_variance,
+    n_rounds,
+    clip_norm,
+    epsilon=math.inf,
+    delta=None,
+    noise_multiplier=None,
+    gradient_norms=0.0,
+    batch_sizes=1,
+    client_fraction=1.0,
+    weighting="samples",
+):
+    r"""Terms of :func:`ppsgd_bound` for a private run.
+
+    Parameters
+    ----------
+    smoothness : float, > 0
+        L of one row's loss.
+    alpha : float in [0, inf]
+    w : array-like
+        Global part of a minimizer; see :func:`minimal_norm_solution`.
+    thetas : array-like of shape (n_clients, ...)
+        Local parts.
+    w_variance, theta_variance, gradient_norms
+        As in :func:`total_gradient_variance`.
+    n_rounds : int, >= 1
+    clip_norm : float, > 0
+        C, at least as large as any client's message: otherwise the bound does not hold.
+    epsilon : float in (0, inf], default=inf
+        User-level joint privacy of all rounds, under adding or removing one client.
+    delta : float in (0, 1), default=None
+        Needed with a finite `epsilon`.
+    noise_multiplier : float, >= 0, default=None
+        In place of `epsilon`.
+    batch_sizes, client_fraction, weighting
+        As in :func:`smoothness_alpha`.
+
+    Returns
+    -------
+    RiskBound
+        Its ``total`` is the bound; the sum of its terms, never smaller, is what (8) and (9) state.
+
+    Raises
+    ------
+    ValueError
+        If `epsilon` and `noise_multiplier` are both given, or `delta` is missing.
+
+    Notes
+    -----
+    Inequalities (8)-(9), (14) and (36) of Bietti et al. (2022), which hide absolute constants: here
+    they are those of (7) and of the exact calibration of T Gaussian releases, :math:`\sigma_\zeta =
+    C \sqrt T / (q M \mu)` with :math:`\mu` from :func:`~pfl_sklearn.privacy.gdp_mu`. That counts
+    everybody as sampled in every round, which is exact at q = 1 and safe below; give the
+    `noise_multiplier` of a sampled accountant for less.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.theory import minimal_norm_solution, ppsgd_private_bound
+    >>> alpha, n_clients = 0.1, 100
+    >>> w, thetas = minimal_norm_solution(np.ones(3), alpha, n_clients)
+    >>> bound = ppsgd_private_bound(
+    ...     2.0, alpha, w, thetas, w_variance=1.0, theta_variance=1.0, n_rounds=50,
+    ...     clip_norm=1.0, epsilon=1.0, delta=1e-5,
+    ... )
+    >>> [round(term, 2) for term in bound]
+    [0.44, 0.23, 0.32]
+    """
+    thetas = np.asarray(thetas, dtype=float)
+    n_clients = len(thetas)
+    rounds = {
+        "batch_sizes": batch_sizes,
+        "client_fraction": client_fraction,
+        "weighting": weighting,
+    }
+    z = _noise_multiplier(epsilon, delta, noise_multiplier, n_rounds)
+    norm = alpha_norm(w, thetas, alpha)
+    if math.isinf(norm):
+        return RiskBound(math.inf, math.inf, math.inf)
+    curvature = smoothness_alpha(smoothness, alpha, n_clients, **rounds)
+    rows = total_gradient_variance(
+        alpha, n_clients, w_variance, theta_variance, gradient_norms=gradient_norms, **rounds
+    )
+    noise = total_gradient_variance(
+        alpha,
+        n_clients,
+        0.0,
+        0.0,
+        n_features=np.size(w),
+        noise_std=ppsgd_noise_std(z, clip_norm, n_clients, **rounds),
+        **rounds,
+    )
+    bias = ppsgd_bound(curvature, norm, 0.0, n_rounds)
+    slopes = (ppsgd_bound(0.0, norm, math.sqrt(part), n_rounds) for part in (rows, noise))
+    return RiskBound(bias, *slopes)
+
+
+def personalization_threshold(
+    n_clients, gradient_variance, clip_norm, n_features, epsilon, delta, *, version="exact"
+):
+    r"""Rows per client from which on learning more locally pays, with equal clients.
+
+    .. math:: n \ge \frac{N (N - 1) \sigma^2 \mu^2}{d C^2}
+
+    From there on the variance term of the bound falls as alpha does; below, it grows.
+
+    Parameters
+    ----------
+    n_clients : int
+        N.
+    gradient_variance : float, >= 0
+        :math:`\sigma^2`: :math:`\bar\sigma_w^2 = \bar\sigma_\theta^2`.
+    clip_norm : float, > 0
+        C.
+    n_features : int
+        d.
+    epsilon : float in (0, inf]
+        Of n rounds of one row, everybody sampled, under adding or removing one client.
+    delta : float in (0, 1)
+    version : {"exact", "order", "printed"}, default="exact"
+        "exact": :math:`\mu` is the Gaussian-DP parameter of (epsilon, delta). "order": inequality
+        (10), :math:`\epsilon^2 / \log(1 / \delta)` for :math:`\mu^2`, right up to a constant.
+        "printed": epsilon in place of its square, as in the text after (10) and in the proof.
+
+    Returns
+    -------
+    float
+        Infinity without privacy.
+
+    Notes
+    -----
+    Lemma 4.6 of Bietti et al. (2022). Whatever the calibration, the criterion is :math:`N d
+    \sigma_\zeta^2 \ge (N - 1) \sigma^2`.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.theory import personalization_threshold
+    >>> round(personalization_threshold(100, 1.0, 1.0, 10, epsilon=1.0, delta=1e-5))
+    71
+    """
+    if math.isinf(epsilon):
+        return math.inf
+    squares = {
+        "exact": lambda: calibrate_noise(epsilon, delta, 1.0, relation="add_remove") ** -2,
+        "order": lambda: epsilon**2 / math.log(1 / delta),
+        "printed": lambda: epsilon / math.log(1 / delta),
+    }
+    if version not in squares:
+        raise ValueError(f"version must be one of {', '.join(squares)}; got {version!r}.")
+    scale = n_clients * (n_clients - 1) * gradient_variance / (n_features * clip_norm**2)
+    return scale * squares[version]()
+
+
+def linear_excess_risk(coef, true_coef, covariance, weights=None):
+    r"""Excess squared error of linear models, averaged over clients.
+
+    .. math::
+
+       \frac{1}{N} \sum_i (\hat\beta_i - \beta_i)^\top \Sigma (\hat\beta_i - \beta_i)
+
+    Parameters
+    ----------
+    coef, true_coef : array-like of shape (n_clients, n_features) or (n_features,)
+        Fitted and true coefficients; with PPSGD the fitted ones are w + theta_i.
+    covariance : array-like of shape (n_features,) or (n_features, n_features)
+        Second moments of the rows: a diagonal, or a matrix.
+    weights : array-like of shape (n_clients,), default=None
+        Clients' weights; None: alike.
+
+    Returns
+    -------
+    float
+        Of the squared error; half of it is f(z) - f(z*) for half the squared error.
+
+    Notes
+    -----
+    Section 6, "Synthetic dataset", of Bietti et al. (2022): what its Figure 1a shows.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.theory import linear_excess_risk
+    >>> linear_excess_risk([[1.0, 0.0], [3.0, 0.0]], [1.0, 1.0], [1.0, 0.5])
+    2.5
+    """
+    gaps = np.atleast_2d(np.subtract(coef, true_coef, dtype=float))
+    covariance = np.asarray(covariance, dtype=float)
+    moved = gaps * covariance if covariance.ndim == 1 else gaps @ covariance
+    return float(np.average(np.einsum("md,md->m", gaps, moved), weights=weights))
+
+
+def _noise_multiplier(epsilon, delta, noise_multiplier, n_rounds):
+    """The given multiplier, or that of `n_rounds` releases in which everybody takes part."""
+    if noise_multiplier is not None:
+        if not math.isinf(epsilon):
+            raise ValueError(
+                f"epsilon and noise_multiplier exclude each other; got {epsilon!r} and "
+                f"{noise_multiplier!r}."
+            )
+        return noise_multiplier
+    if math.isinf(epsilon):
+        return 0.0
+    if delta is None:
+        raise ValueError("delta must be given with a finite epsilon; got None.")
+    return calibrate_noise(epsilon, delta, 1.0, relation="add_remove", n_releases=n_rounds)

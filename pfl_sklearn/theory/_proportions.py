@@ -1,0 +1,207 @@
+"""Clients' proportions under a beta prior: moments, weights, and what they are worth."""
+
+import numpy as np
+
+
+def beta_moments(alpha, beta):
+    r"""Mean and variance of a beta distribution.
+
+    .. math::
+
+       \mu = \frac{\alpha}{\alpha + \beta}, \qquad
+       \sigma^2 = \frac{\mu (1 - \mu)}{\alpha + \beta + 1}
+
+    Parameters
+    ----------
+    alpha, beta : float or ndarray, > 0
+
+    Returns
+    -------
+    mean, variance : as the parameters
+
+    Notes
+    -----
+    Section 2.2 of Ozkara et al. (2023).
+
+    References
+    ----------
+    Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
+    personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.theory import beta_moments
+    >>> beta_moments(1.0, 3.0)
+    (0.25, 0.0375)
+    """
+    total = alpha + beta
+    mean = alpha / total
+    return mean, mean * (1 - mean) / (total + 1)
+
+
+def beta_parameters(mean, variance):
+    r"""Parameters of the beta distribution with this mean and variance.
+
+    .. math:: \alpha + \beta = \frac{\mu (1 - \mu)}{\sigma^2} - 1
+
+    Parameters
+    ----------
+    mean : float or ndarray, in (0, 1)
+    variance : float or ndarray, in (0, mean (1 - mean))
+
+    Returns
+    -------
+    alpha, beta : as the parameters
+
+    Raises
+    ------
+    ValueError
+        If no beta distribution has these moments.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.theory import beta_parameters
+    >>> alpha, beta = beta_parameters(0.25, 0.0375)
+    >>> print(round(alpha, 6), round(beta, 6))
+    1.0 3.0
+    """
+    limit = np.multiply(mean, np.subtract(1, mean))
+    if not np.all((np.asarray(variance) > 0) & (variance < limit)):
+        raise ValueError(
+            f"variance must be between 0 and mean (1 - mean) = {limit!r}; got {variance!r}."
+        )
+    total = limit / variance - 1
+    return mean * total, (1 - mean) * total
+
+
+def beta_own_weight(mean, variance, trials, minus_one=True):
+    r"""Weight on a client's own share of successes, from the population's mean and variance.
+
+    .. math:: a = \frac{n}{\alpha + \beta + n} = \frac{n}{\mu (1 - \mu) / \sigma^2 - 1 + n}
+
+    Parameters
+    ----------
+    mean, variance : ndarray
+        Of the clients' probabilities.
+    trials : ndarray, >= 1
+        The client's number of trials n.
+    minus_one : bool, default=True
+        Equation (6); without the -1 it is (32), and the weight of Theorem 4.
+
+    Returns
+    -------
+    ndarray
+        0 where the variance is not positive. Above 1, or negative, where it is too large for
+        any beta distribution.
+
+    Notes
+    -----
+    Exact with the population's own moments. The paper puts the mean and variance of the clients'
+    *shares* in, which counts the sampling variance as spread between clients: take that out first
+    with :func:`debiased_share_variance`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.theory import beta_own_weight
+    >>> beta_own_weight(np.array(0.25), np.array(0.0375), np.array([4, 12]))
+    array([0.5 , 0.75])
+    """
+    limit = mean * (1 - mean)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        own = trials / (limit / variance - minus_one + trials)
+    return np.where(variance <= 0, 0.0, own)
+
+
+def beta_shrinkage(icc, trials):
+    r"""Weight on the population under the beta prior with this intraclass correlation.
+
+    .. math:: 1 - a = \frac{\alpha + \beta}{\alpha + \beta + n}, \qquad
+       \alpha + \beta = \frac{1}{\text{icc}} - 1
+
+    Parameters
+    ----------
+    icc : float in [0, 1]
+        Variance of the clients' probabilities over mean (1 - mean).
+    trials : ndarray of shape (n_clients,)
+
+    Returns
+    -------
+    ndarray of shape (n_clients,)
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.theory import beta_shrinkage
+    >>> beta_shrinkage(0.2, np.array([4, 12]))
+    array([0.5 , 0.25])
+    """
+    if icc <= 0:
+        return np.ones(len(trials))
+    concentration = max(1 / icc - 1, 0.0)
+    return concentration / (concentration + trials)
+
+
+def debiased_share_variance(mean, spread, inverse_trials):
+    r"""Variance between clients' probabilities, from the spread of their shares.
+
+    .. math:: \sigma^2 = \frac{S^2 - \mu (1 - \mu) h}{1 - h}
+
+    Parameters
+    ----------
+    mean : float
+        Mean of the clients' shares of successes.
+    spread : float
+        Their variance :math:`S^2`.
+    inverse_trials : float in (0, 1)
+        h: mean over clients of one over their number of trials.
+
+    Returns
+    -------
+    float
+        Negative where shares differ by less than chance would have it.
+
+    Notes
+    -----
+    Unbiased, in place of the :math:`S^2` that Ozkara et al. (2023) take.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.theory import debiased_share_variance
+    >>> round(debiased_share_variance(0.25, 0.0375 + 0.15 / 10, 1 / 10), 4)
+    0.0375
+    """
+    return (spread - mean * (1 - mean) * inverse_trials) / (1 - inverse_trials)
+
+
+def beta_risk(alpha, beta, trials):
+    r"""Expected squared error of a client's posterior mean under a known beta prior.
+
+    .. math::
+
+       E (\hat p_i - p_i)^2 = \frac{\alpha \beta}
+       {(\alpha + \beta) (\alpha + \beta + 1) (\alpha + \beta + n)}
+
+    Parameters
+    ----------
+    alpha, beta : float, > 0
+    trials : int or ndarray, >= 1
+        n.
+
+    Returns
+    -------
+    float or ndarray
+        A share n / (alpha + beta + n) of the error of the client's own proportion.
+
+    Notes
+    -----
+    Remark 5 in the appendix of Ozkara et al. (2023).
+
+    Examples
+    --------
+    >>> from pfl_sklearn.theory import beta_risk
+    >>> round(beta_risk(5.0, 5.0, 14), 4)
+    0.0095
+    """
+    total = alpha + beta
+    return alpha * beta / (total * (total + 1) * (total + trials))

@@ -2,13 +2,17 @@
 
 from pfl_sklearn.datasets._baseball import load_baseball
 from pfl_sklearn.datasets._counts import expand_counts
+from pfl_sklearn.datasets._digits import load_digits_clients
 from pfl_sklearn.datasets._elections import load_county_elections
 from pfl_sklearn.datasets._generators import make_bernoulli_clients, make_gaussian_clients
+from pfl_sklearn.datasets._regression import make_ppsgd_regression
 
 __all__ = [
     "expand_counts",
     "load_baseball",
     "load_county_elections",
+    "load_digits_clients",
     "make_bernoulli_clients",
     "make_gaussian_clients",
+    "make_ppsgd_regression",
 ]

@@ -51,7 +51,7 @@ def make_gaussian_clients(
     array([0, 1, 1, 2, 2, 2])
     """
     rng = check_random_state(random_state)
-    sizes = _per_client("n_rows", n_rows, n_clients)
+    sizes = rows_per_client("n_rows", n_rows, n_clients)
     width = 1 if n_outputs is None else n_outputs
     means = np.broadcast_to(mean, (width,)) + between_std * rng.standard_normal((n_clients, width))
     groups = np.repeat(np.arange(n_clients), sizes)
@@ -104,7 +104,7 @@ def make_bernoulli_clients(n_clients=10000, n_trials=14, *, prior="beta", random
     if prior not in draws:
         raise ValueError(f"prior must be one of {', '.join(draws)}; got {prior!r}.")
     probabilities = draws[prior]()
-    trials = _per_client("n_trials", n_trials, n_clients)
+    trials = rows_per_client("n_trials", n_trials, n_clients)
     return Bunch(
         successes=rng.binomial(trials, probabilities),
         trials=trials,
@@ -113,7 +113,7 @@ def make_bernoulli_clients(n_clients=10000, n_trials=14, *, prior="beta", random
     )
 
 
-def _per_client(name, values, n_clients):
+def rows_per_client(name, values, n_clients):
     """One whole number of at least 1 per client, as an array."""
     values = np.asarray(values)
     if values.shape not in ((), (n_clients,)) or values.dtype.kind not in "iu":

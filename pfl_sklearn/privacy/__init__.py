@@ -7,27 +7,50 @@ from pfl_sklearn.privacy._accounting import calibrate_noise, epsilon_spent
 from pfl_sklearn.privacy._discrete import OneBit, SubsetSelection, TwoBit
 from pfl_sklearn.privacy._gaussian import ClientMoments, GaussianMechanism
 from pfl_sklearn.privacy._gaussian_dp import compose_gdp, gdp_delta, gdp_epsilon, gdp_mu
+from pfl_sklearn.privacy._ledger import BudgetExceeded, PrivacyLedger
 from pfl_sklearn.privacy._lloyd import PrivateClustering
 from pfl_sklearn.privacy._quantizer import StochasticQuantizer
 from pfl_sklearn.privacy._regression import RegressionMoments
 from pfl_sklearn.privacy._report import PrivacyReport, PrivacyWarning, privacy_of
+from pfl_sklearn.privacy._round_sum import ClippedSum
+from pfl_sklearn.privacy._sampled import (
+    GaussianEvent,
+    PureEvent,
+    SampledGaussian,
+    calibrate_rounds,
+    events_epsilon,
+)
+from pfl_sklearn.privacy._search_cost import FitCost, SearchCost, search_cost
+from pfl_sklearn.privacy._selection import selection_epsilon
 
 __all__ = [
+    "BudgetExceeded",
     "ClientMoments",
+    "ClippedSum",
+    "FitCost",
+    "GaussianEvent",
     "GaussianMechanism",
     "OneBit",
+    "PrivacyLedger",
     "PrivacyReport",
     "PrivacyWarning",
     "PrivateClustering",
+    "PureEvent",
     "RegressionMoments",
+    "SampledGaussian",
+    "SearchCost",
     "StochasticQuantizer",
     "SubsetSelection",
     "TwoBit",
     "calibrate_noise",
+    "calibrate_rounds",
     "compose_gdp",
     "epsilon_spent",
+    "events_epsilon",
     "gdp_delta",
     "gdp_epsilon",
     "gdp_mu",
     "privacy_of",
+    "search_cost",
+    "selection_epsilon",
 ]

@@ -1,0 +1,109 @@
+"""The release of a round of sparse messages, whose noise is drawn when somebody is to see it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy.sparse import csc_array
+
+from pfl_sklearn.privacy._round_sum import ClippedSum, Released
+
+Floats = npt.NDArray[np.float64]
+Codes = npt.NDArray[np.intp]
+
+
+class SparseMessages(NamedTuple):
+    """Messages of k clients: values (n, c) of those `owner` (n,) in `rows` (n,), 0 elsewhere."""
+
+    values: Floats
+    rows: Codes
+    owner: Codes
+    k: int
+
+
+class SparseTotal(NamedTuple):
+    """Sum over clients in `rows` (n,), 0 elsewhere, and the variance that is due in every row."""
+
+    rows: Codes
+    values: Floats
+    pending_variance: float
+
+
+@dataclass(frozen=True)
+class SparseClippedSum:
+    """:class:`ClippedSum` of sparse messages (d, c), whose noise waits until somebody is to see it.
+
+    A row that nobody saw for r rounds gets one draw with the variance of r. Nobody can tell that
+    from noise in every round: the increments of a row are independent Gaussians, and only their
+    sums up to the rounds in which the row is shown are ever used.
+
+    Parameters
+    ----------
+    dense : ClippedSum
+    """
+
+    dense: ClippedSum
+
+    def start(self) -> float:
+        """Bound of the first round."""
+        return self.dense.start()
+
+    def release(
+        self, messages: SparseMessages, bound: float, n_expected: float, rng: np.random.Generator
+    ) -> Released:
+        """One round: a :class:`SparseTotal`, the next bound, and the share of clipped clients."""
+        values, within = _clipped(messages, bound)
+        rows, position = np.unique(messages.rows, return_inverse=True)
+        spread = csc_array(
+            (np.ones(len(position)), position, np.arange(len(position) + 1)),
+            shape=(len(rows), len(position)),
+        )
+        summed = np.asarray(spread @ values)
+        if math.isinf(bound):
+            return Released(SparseTotal(rows, summed, 0.0), bound, 0.0)
+        following, share = self.dense.next_bound(within, bound, n_expected, rng)
+        variance = (self.dense.sum_noise_multiplier * bound) ** 2
+        return Released(SparseTotal(rows, summed, variance), following, share)
+
+    def settle(
+        self, settled: Floats, variance: float, rows: Codes, c: int, rng: np.random.Generator
+    ) -> Floats:
+        """Noise (n, c) that is due in `rows` (n,) before they are seen.
+
+        `settled` (d,), the variance that every row has got so far, is brought up to `variance`.
+        """
+        due = np.sqrt(np.maximum(variance - settled[rows], 0.0))
+        settled[rows] = variance
+        noise = rng.standard_normal((len(rows), c))
+        noise *= due[:, None]
+        return noise
+
+    def rounded(self, values: Floats, step: float) -> Floats:
+        """Noisy values, `step` for each unit of the sum, on a public grid."""
+        noise = step * self.dense.sum_noise_multiplier * self.dense.start()
+        grid = 2.0 ** (math.floor(math.log2(noise)) - 20)
+        return np.rint(values / grid) * grid
+
+
+def _clipped(messages: SparseMessages, bound: float) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """Values of messages of L2 norm at most `bound`, and which clients (k,) were so before.
+
+    A message that is not finite, or whose squared norm is not, becomes 0.
+    """
+    if math.isinf(bound):
+        return messages.values, np.ones(messages.k, dtype=bool)
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = np.einsum("nc,nc->n", messages.values, messages.values)
+        norms = np.sqrt(np.bincount(messages.owner, squares, messages.k))
+    within = norms <= bound
+    if within.all():
+        return messages.values, within
+    finite = np.isfinite(norms)
+    scale = np.where(within, 1.0, bound / np.where(finite & (norms > 0), norms, 1.0))
+    kept = messages.values * scale[messages.owner][:, None]
+    kept[~finite[messages.owner]] = 0.0
+    return kept, within

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import warnings
 
-_OURS = ("pfl_sklearn", "sklearn")
+_OURS = ("pfl_sklearn", "sklearn", "joblib")
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:
-    """Warn as of the first frame outside this package and scikit-learn."""
+    """Warn as of the first frame outside this package, scikit-learn and joblib."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1

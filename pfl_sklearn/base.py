@@ -18,6 +18,10 @@ from pfl_sklearn._warnings import warn_caller
 __all__ = ["ClientMixin", "SingleClientWarning", "UnseenClientsWarning"]
 
 
+# Parameters that stay with the server: a seed rebuilds the noise, files tell what else was fitted.
+_SERVER_ONLY = ("random_state", "ledger", "checkpoint")
+
+
 class SingleClientWarning(UserWarning):
     """Fit got no client ids, so all rows were taken to belong to one client."""
 
@@ -180,10 +184,11 @@ class ClientMixin:
         return self._population_copy()
 
     def _population_copy(self) -> Self:
-        """Clone with the population attributes alone, and no seed that rebuilds the noise."""
+        """Clone with the population attributes alone, and nothing that is the server's."""
         model = clone(self)
-        if "random_state" in model.get_params(deep=False):
-            model.set_params(random_state=None)
+        for name in _SERVER_ONLY:
+            if name in model.get_params(deep=False):
+                model.set_params(**{name: None})
         shared = ("privacy_", "n_features_in_", "feature_names_in_", *self._state_attributes)
         for name in (*shared, *self._population_attributes):
             if hasattr(self, name):

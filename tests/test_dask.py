@@ -1,13 +1,20 @@
 """A local dask cluster runs the same fits as one process."""
 
+import os
 import warnings
 
 import joblib
 import numpy as np
 import pytest
+import sklearn
+from sklearn.model_selection import GridSearchCV
 
-from pfl_sklearn import PersonalizedLinearRegression
+from pfl_sklearn import GaussianMean, PersonalizedLinearRegression
+from pfl_sklearn.datasets import make_gaussian_clients
+from pfl_sklearn.metrics import ClientScorer
+from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior
+from pfl_sklearn.privacy import PrivacyLedger
 
 distributed = pytest.importorskip("distributed")
 
@@ -45,6 +52,26 @@ def test_a_cluster_gives_the_same_bits(estimator, cluster):
         together = estimator.fit(X, y, groups=groups).coef_
     np.testing.assert_array_equal(alone, together)
     assert _tasks(cluster) > before
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_eleven_fits_on_a_cluster_are_eleven_entries(cluster, tmp_path):
+    ledger = PrivacyLedger(tmp_path / "ledger.jsonl")
+    clients = make_gaussian_clients(60, 6, random_state=0)
+    model = GaussianMean(
+        GaussianPrior(covariance=1.0), noise_variance=1.0, clip_norm=4.0, ledger=ledger
+    )
+    search = GridSearchCV(
+        model,
+        {"epsilon": [0.25, 0.5, 1.0, 2.0, 4.0]},
+        scoring=ClientScorer("r2"),
+        cv=ClientKFold(2, random_state=0),
+    )
+    with sklearn.config_context(enable_metadata_routing=True), joblib.parallel_config("dask"):
+        search.fit(clients.data, clients.target, groups=clients.groups)
+    assert [entry["entry"] for entry in ledger.entries] == list(range(1, 12))
+    assert {entry["process"] for entry in ledger.entries[:10]}.isdisjoint({os.getpid()})
+    assert ledger.entries[10]["process"] == os.getpid()  # the refit
 
 
 def _tasks(client):

@@ -4,6 +4,7 @@ from numbers import Integral
 
 from sklearn import config_context
 from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone
+from sklearn.callback import CallbackSupportMixin, with_callbacks
 from sklearn.utils import check_array, get_tags
 from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping
 from sklearn.utils.metaestimators import available_if
@@ -33,7 +34,7 @@ def _inner_has(method):
     return check
 
 
-class ClientColumn(MetaEstimatorMixin, BaseEstimator):
+class ClientColumn(CallbackSupportMixin, MetaEstimatorMixin, BaseEstimator):
     """Estimator whose client ids are a column of `X`.
 
     Takes the column out of `X` and hands it to `estimator` as routed ``groups``. It needs no
@@ -64,7 +65,8 @@ class ClientColumn(MetaEstimatorMixin, BaseEstimator):
     Notes
     -----
     `X` and the columns left of it are checked by `estimator`. Extra keyword arguments such as
-    ``sample_weight`` are routed to `estimator`, whose steps have to request them.
+    ``sample_weight`` are routed to `estimator`, whose steps have to request them. Callbacks of
+    scikit-learn that propagate (``ProgressBar``, say) reach `estimator`.
 
     Examples
     --------
@@ -86,6 +88,7 @@ class ClientColumn(MetaEstimatorMixin, BaseEstimator):
         self.estimator = estimator
         self.column = column
 
+    @with_callbacks
     @fit_context(prefer_skip_nested_validation=False)
     def fit(self, X, y=None, **params):
         """Fit a clone of the estimator to the other columns.
@@ -112,8 +115,15 @@ class ClientColumn(MetaEstimatorMixin, BaseEstimator):
                 estimator=self,
             )
         rest, params = self._split(X, params)
-        with config_context(enable_metadata_routing=True):
-            fitted = clone(self.estimator).fit(rest, y, **params)
+        context = self._init_callback_context(max_subtasks=1)
+        context.call_on_fit_task_begin(estimator=self, X=X, y=y)
+        fitted = clone(self.estimator)
+        inner = context.subcontext(task_name="fit-estimator")
+        with config_context(enable_metadata_routing=True), inner.propagate_callback_context(fitted):
+            inner.call_on_fit_task_begin(estimator=self, X=rest, y=y)
+            fitted.fit(rest, y, **params)
+            inner.call_on_fit_task_end(estimator=self, X=rest, y=y)
+        context.call_on_fit_task_end(estimator=self, X=X, y=y)
         validate_data(self, X, skip_check_array=True)
         self.estimator_ = fitted
         return self

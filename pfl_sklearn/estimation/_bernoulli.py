@@ -33,12 +33,14 @@ from pfl_sklearn.estimation._proportion_reports import (
     RELEASES,
     average_priors,
     refine_on_grid,
+    release_events,
 )
 from pfl_sklearn.estimation._summary import client_summary
 from pfl_sklearn.priors._support import resolve_prior
-from pfl_sklearn.privacy import PrivacyReport
+from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
 from pfl_sklearn.privacy._noise import noise_generator
 from pfl_sklearn.privacy._report import private_report, warn_once
+from pfl_sklearn.privacy._spending import charge
 
 _RELEASED = ("population_mean_", "population_mean_std_", "prior_", "icc_")
 _PRIVATE = (
@@ -96,6 +98,9 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
     mechanism : {"auto", "subset_selection", "two_bit", "one_bit", "gaussian"}, default="auto"
         "auto" is subset selection if all clients have the same number of trials, at most 500,
         else two bits, and "gaussian" under central trust.
+    ledger : PrivacyLedger or None, default=None
+        File to which every fit is written before it reads any data, and which refuses a fit beyond
+        its budget.
     unseen : {"population", "error"}, default="population"
         What clients get in ``predict`` that ``fit`` did not see.
     random_state : int, RandomState instance or None, default=None
@@ -186,6 +191,7 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
         "delta": [Interval(Real, 0, 1, closed="left")],
         "trust": [StrOptions({"local", "central"})],
         "mechanism": [StrOptions({"auto", "subset_selection", "two_bit", "one_bit", "gaussian"})],
+        "ledger": [PrivacyLedger, None],
         "unseen": [StrOptions({"population", "error"})],
         "random_state": ["random_state"],
     }
@@ -199,6 +205,7 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
         delta=0.0,
         trust="local",
         mechanism="auto",
+        ledger=None,
         unseen="population",
         random_state=None,
     ):
@@ -208,6 +215,7 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
         self.delta = delta
         self.trust = trust
         self.mechanism = mechanism
+        self.ledger = ledger
         self.unseen = unseen
         self.random_state = random_state
 
@@ -232,6 +240,7 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
         self
         """
         prior = self._check_parameters(sample_weight)
+        charge(self)
         classes, labels = encode_labels(y, both=math.isfinite(self.epsilon))
         rows = read_rows(self, X, labels, groups, sample_weight)
         check_two_classes(classes, rows, private=math.isfinite(self.epsilon))
@@ -265,6 +274,7 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
             With ``classes_ == [0, 1]``.
         """
         prior = self._check_parameters(None)
+        charge(self)
         successes, trials = (
             check_array(values, dtype=np.float64, ensure_2d=False, input_name=name)
             for name, values in (("successes", successes), ("trials", trials))
@@ -393,6 +403,10 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
         tags.classifier_tags.multi_class = False
         tags.classifier_tags.poor_score = True
         return tags
+
+    def _privacy_events(self):
+        """Accounting events of a fit: () if nothing is released."""
+        return release_events(resolve_prior(self.prior, "BernoulliMean"), self)
 
     def _check_parameters(self, sample_weight):
         """Validated prior; refuse combinations of parameters that have no meaning."""

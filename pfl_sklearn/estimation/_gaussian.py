@@ -21,7 +21,9 @@ from pfl_sklearn.estimation._mean_estimates import (
 )
 from pfl_sklearn.estimation._summary import client_summary
 from pfl_sklearn.priors._support import resolve_prior
+from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._report import warn_once
+from pfl_sklearn.privacy._spending import charge
 
 # Which module fits the clients' means under which prior.
 _FITS = {
@@ -74,6 +76,9 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         "quantizer" sends `n_bits` per coordinate and claims no privacy (`epsilon` must be inf).
     n_bits : int or None, default=None
         Bits per coordinate, 1 to 32, for ``mechanism="quantizer"``.
+    ledger : PrivacyLedger or None, default=None
+        File to which every fit is written before it reads any data, and which refuses a fit beyond
+        its budget.
     unseen : {"population", "error"}, default="population"
         What clients get in ``predict`` that ``fit`` did not see.
     random_state : int, RandomState instance or None, default=None
@@ -222,6 +227,7 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         "trust": [StrOptions({"central", "local"})],
         "mechanism": [StrOptions({"gaussian", "quantizer"})],
         "n_bits": [Interval(Integral, 1, 32, closed="both"), None],
+        "ledger": [PrivacyLedger, None],
         "unseen": [StrOptions({"population", "error"})],
         "random_state": ["random_state"],
     }
@@ -239,6 +245,7 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         trust="central",
         mechanism="gaussian",
         n_bits=None,
+        ledger=None,
         unseen="population",
         random_state=None,
     ):
@@ -252,6 +259,7 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         self.trust = trust
         self.mechanism = mechanism
         self.n_bits = n_bits
+        self.ledger = ledger
         self.unseen = unseen
         self.random_state = random_state
 
@@ -278,6 +286,7 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         fits = _FITS[type(prior).__name__]
         check_release(self, sample_weight)
         fits.check(prior, self)
+        charge(self)
         y = check_targets(self, y)
         columns = y[:, None] if y.ndim == 1 else y
         rows = read_rows(self, X, columns, groups, sample_weight)
@@ -371,6 +380,11 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         tags.target_tags.single_output = True
         tags.regressor_tags.poor_score = True
         return tags
+
+    def _privacy_events(self):
+        """Accounting events of a fit: () if nothing is released."""
+        prior = resolve_prior(self.prior, "GaussianMean")
+        return _FITS[type(prior).__name__].events(prior, self)
 
     def _store(self, X, y, ids, table, found, report, with_groups):
         """Set the fitted attributes, all at once."""

@@ -22,9 +22,10 @@ from pfl_sklearn.estimation._variance_components import (
     client_means,
     estimate_components,
 )
-from pfl_sklearn.priors._normal import own_weight
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, StochasticQuantizer
 from pfl_sklearn.privacy._noise import noise_generator
+from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
+from pfl_sklearn.theory import own_weight
 
 METHODS = ("reml", "ml", "moments")
 
@@ -48,6 +49,20 @@ def check(prior, params):
             "covariance_type='diag' with a finite epsilon or a quantizer needs a known "
             "covariance and noise_variance; only one variance for all outputs can be released."
         )
+
+
+def events(prior, params):
+    """Accounting events of a fit."""
+    if math.isinf(params.epsilon):
+        return UNPROTECTED
+    known = Known(prior.mean, prior.covariance, params.noise_variance)
+    if all(values is not None for values in known):
+        return ()
+    moments = release.client_moments(known, params.clip_norm, params.trust, d=1)
+    ratio = moments.add_remove_sensitivity / moments.sensitivity
+    return gaussian_events(
+        params.epsilon, params.delta, add_remove=ratio if params.trust == "central" else None
+    )
 
 
 def fit(rows, prior, params):

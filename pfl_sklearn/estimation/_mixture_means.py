@@ -21,6 +21,7 @@ from pfl_sklearn.priors import _mixture as mixture
 from pfl_sklearn.priors._kmeans import best_of_starts, lloyd
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._noise import noise_generator
+from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
 
 # Ways of estimating each prior; "reml" and "ml" are the same for a mixture.
 METHODS = {
@@ -49,6 +50,13 @@ def check(prior, params):
         )
     if releases(params):
         _check_released(prior, params)
+
+
+def events(prior, params):
+    """Accounting events of a fit; nothing is claimed for clients that come or go."""
+    if math.isinf(params.epsilon):
+        return UNPROTECTED
+    return () if prior.is_known else gaussian_events(params.epsilon, params.delta)
 
 
 def fit(rows, prior, params):

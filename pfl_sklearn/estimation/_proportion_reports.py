@@ -4,6 +4,7 @@ The reports give a likelihood on a grid of beta priors (mean x concentration); e
 posterior means averaged over that grid. A prior grid of H points, u distinct pairs of counts.
 """
 
+import math
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ from scipy.special import betainc, gammaln
 from scipy.stats import binom
 
 from pfl_sklearn.privacy import GaussianMechanism, OneBit, SubsetSelection, TwoBit
+from pfl_sklearn.privacy._events import PureEvent
+from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
 
 _MEANS, _CONCENTRATIONS = (
     axis.ravel()
@@ -110,6 +113,21 @@ class Release(NamedTuple):
     messages: np.ndarray | None
     log_likelihood: np.ndarray | None  # (H,)
     epsilon_under: tuple = ()
+
+
+def release_events(prior, params):
+    """Accounting events of a fit.
+
+    Whether a trusted server releases a histogram or moments depends on the numbers of trials; for a
+    client that comes or goes the sensitivity of the moments is the larger share.
+    """
+    if math.isinf(params.epsilon):
+        return UNPROTECTED
+    if prior.is_known:
+        return ()
+    if params.trust == "local":
+        return (PureEvent(float(params.epsilon), 0.0, "replace_one"),)
+    return gaussian_events(params.epsilon, params.delta, add_remove=1.0)
 
 
 def one_bit_release(table, epsilon, delta, rng):

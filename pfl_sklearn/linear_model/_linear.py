@@ -16,10 +16,12 @@ from pfl_sklearn.linear_model._convergence import warn_not_converged
 from pfl_sklearn.linear_model._design import feature_names, resolve_design
 from pfl_sklearn.linear_model._estimates import Options, make_table
 from pfl_sklearn.linear_model._fits import find_fit
-from pfl_sklearn.linear_model._private import Release, with_report
+from pfl_sklearn.linear_model._private import Release, release_events, with_report
 from pfl_sklearn.linear_model._summary import components_table
 from pfl_sklearn.priors._support import resolve_prior
+from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._report import warn_once
+from pfl_sklearn.privacy._spending import charge
 
 _POPULATION = (
     "population_coef_",
@@ -109,6 +111,9 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
     relation : {"replace_one", "add_remove"}, default="replace_one"
         Neighbouring tables: one unit replaced, with public numbers of clients and of their rows,
         or one unit more, where no number is taken as public. The report has epsilon under both.
+    ledger : PrivacyLedger or None, default=None
+        File to which every fit is written before it reads any data, and which refuses a fit beyond
+        its budget.
     unseen : {"population", "error"}, default="population"
         What clients get in ``predict`` that ``fit`` did not see.
     n_jobs : int or None, default=None
@@ -271,6 +276,7 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
         "target_bound": [Interval(Real, 0, None, closed="neither"), None],
         "unit": [StrOptions({"client", "row"})],
         "relation": [StrOptions({"replace_one", "add_remove"})],
+        "ledger": [PrivacyLedger, None],
         "unseen": [StrOptions({"population", "error"})],
         "n_jobs": [Integral, None],
         "random_state": ["random_state"],
@@ -295,6 +301,7 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
         target_bound=None,
         unit="client",
         relation="replace_one",
+        ledger=None,
         unseen="population",
         n_jobs=None,
         random_state=None,
@@ -315,6 +322,7 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
         self.target_bound = target_bound
         self.unit = unit
         self.relation = relation
+        self.ledger = ledger
         self.unseen = unseen
         self.n_jobs = n_jobs
         self.random_state = random_state
@@ -340,6 +348,7 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
         fit = find_fit(prior, self.method, self.solver)
         release = Release(*(getattr(self, name) for name in Release._fields))
         fit = with_report(fit, prior, release, sample_weight, (_POPULATION, _CLIENTS))
+        charge(self)
         features, y = check_X_y(X, y, dtype=np.float64, order="C", y_numeric=True, estimator=self)
         y = y.astype(np.float64, copy=False)
         rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)
@@ -354,6 +363,10 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
         self._store(X, design, rows.clients, found, report, groups is not None)
         warn_once(report)
         return self
+
+    def _privacy_events(self):
+        """Accounting events of a fit: () if nothing is released."""
+        return release_events(resolve_prior(self.prior, "PersonalizedLinearRegression"), self)
 
     def _options(self):
         return Options(

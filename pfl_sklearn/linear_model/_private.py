@@ -20,6 +20,7 @@ from pfl_sklearn.linear_model._private_population import Population, Sizes, esti
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, RegressionMoments, gdp_epsilon
 from pfl_sklearn.privacy._noise import noise_generator
 from pfl_sklearn.privacy._report import private_report
+from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
 
 _DROWNED = (
     "The released noise variance drowns in the privacy noise, so every client keeps its own "
@@ -100,6 +101,34 @@ def _check_release(prior, release, sample_weight):
             "sample_weight is not supported when epsilon is finite: its effect on the sensitivity "
             "is not defined."
         )
+
+
+def release_events(prior, params):
+    """Accounting events of a fit.
+
+    The number of features is not known before the data are; the ratio of the two sensitivities is
+    largest for one feature under add/remove, and the same for all under replacement.
+    """
+    if math.isinf(params.epsilon):
+        return UNPROTECTED
+    if prior.mean is not None:
+        return ()
+    private_sizes = params.unit == "client" and params.relation == "add_remove"
+    moments = RegressionMoments(
+        1,
+        params.feature_bound,
+        params.target_bound,
+        params.fit_intercept,
+        params.relation,
+        square=params.noise_variance is None,
+        sizes=private_sizes,
+    )
+    return gaussian_events(
+        params.epsilon,
+        params.delta,
+        add_remove=moments.add_remove_sensitivity / moments.sensitivity,
+        replace_one=moments.replace_one_sensitivity / moments.sensitivity,
+    )
 
 
 def fit_private(table, prior, options, release, names):

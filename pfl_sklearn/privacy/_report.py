@@ -150,8 +150,8 @@ class PrivacyReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain values that ``json.dumps(..., allow_nan=False)`` takes; infinity is "inf"."""
         values = dataclasses.asdict(self)
-        values["epsilon_under"] = {name: _to_json(value) for name, value in self.epsilon_under}
-        return {name: _to_json(value) for name, value in values.items()}
+        values["epsilon_under"] = {name: as_json(value) for name, value in self.epsilon_under}
+        return {name: as_json(value) for name, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -192,7 +192,7 @@ class PrivacyReport:
             separator = "; " if title in ("assumptions", "warnings") else ", "
             if getattr(self, title):
                 rows.append((label, separator.join(getattr(self, title))))
-        return "\n".join(["Privacy report", *_table(rows)])
+        return "\n".join(["Privacy report", *report_lines(rows)])
 
     __repr__ = __str__
 
@@ -262,7 +262,7 @@ def privacy_of(estimator: Any) -> PrivacyReport:
             f"{type(estimator).__name__} chose by scores without noise and keeps them in "
             "cv_results_; only the models themselves are private"
         )
-        return _leaking(privacy_of(estimator.best_estimator_), reason)
+        return leaking(privacy_of(estimator.best_estimator_), reason)
     if any(hasattr(estimator, name) for name in _NESTED):
         return PrivacyReport.unprotected(
             f"what {type(estimator).__name__} learns around its estimators has no privacy report"
@@ -281,8 +281,8 @@ def privacy_of(estimator: Any) -> PrivacyReport:
 def _pipeline_report(pipeline: Pipeline) -> PrivacyReport:
     report = privacy_of(pipeline.steps[-1][1])
     for name, step in pipeline.steps[:-1]:
-        if _learns(step):
-            return _leaking(
+        if learns(step):
+            return leaking(
                 report,
                 f"step {name!r} ({type(step).__name__}) was fitted on the same data without noise; "
                 "replace it by constants of yours or by a step that learns nothing",
@@ -293,14 +293,14 @@ def _pipeline_report(pipeline: Pipeline) -> PrivacyReport:
     return report
 
 
-def _learns(step: Any) -> bool:
+def learns(step: Any) -> bool:
     """Whether a transformer keeps something of the data that it was fitted on."""
     if step is None or isinstance(step, str):
         return False
     return not isinstance(step, BaseEstimator) or get_tags(step).requires_fit
 
 
-def _leaking(report: PrivacyReport, reason: str) -> PrivacyReport:
+def leaking(report: PrivacyReport, reason: str) -> PrivacyReport:
     return dataclasses.replace(
         report,
         epsilon=math.inf,
@@ -367,7 +367,8 @@ _ADVERSARIES = {
 }
 
 
-def _table(rows: list[tuple[str, str]]) -> list[str]:
+def report_lines(rows: list[tuple[str, str]]) -> list[str]:
+    """Lines of a printed report, from titles and texts."""
     width = max(len(title) for title, _ in rows) + 2
     lines = []
     for title, text in rows:
@@ -376,11 +377,14 @@ def _table(rows: list[tuple[str, str]]) -> list[str]:
     return lines
 
 
-def _to_json(value: Any) -> Any:
+def as_json(value: Any) -> Any:
+    """Plain values for JSON: tuples are lists, infinity is "inf"."""
     if isinstance(value, float) and math.isinf(value):
         return "inf"
-    if isinstance(value, tuple):
-        return [_to_json(item) for item in value]
+    if isinstance(value, tuple | list):
+        return [as_json(item) for item in value]
+    if isinstance(value, dict):
+        return {name: as_json(item) for name, item in value.items()}
     return value
 
 

@@ -146,7 +146,8 @@ def test_a_pipeline_is_as_private_as_its_worst_step(steps, culprit):
 
 
 def test_a_search_leaks_its_choice():
-    with sklearn.config_context(enable_metadata_routing=True):
+    routed = sklearn.config_context(enable_metadata_routing=True)
+    with routed, pytest.warns(PrivacyWarning, match="GridSearchCV fits this private GaussianMean"):
         search = GridSearchCV(
             GaussianMean(**PRIVATE),
             {"clip_norm": [2.0, 4.0]},

@@ -1,0 +1,368 @@
+"""A ledger of what private fits spend, in a file that all copies of an estimator share."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.privacy import _ledger_file
+from pfl_sklearn.privacy._events import Event, event_from_dict
+from pfl_sklearn.privacy._report import PrivacyWarning
+from pfl_sklearn.privacy._sampled import events_epsilon
+
+__all__ = ["BudgetExceeded", "PrivacyLedger"]
+
+_CHOICES = {"relation": ("replace_one", "add_remove"), "unit": ("client", "row")}
+# What a new ledger has unless it is told.
+_NEW = {"budget": None, "delta": 1e-5, "relation": "replace_one", "unit": "client"}
+_ROUNDING = 1e-9  # of a budget, so that a fit with all of it is not refused
+_SHOWN = 10
+
+
+class BudgetExceeded(ValueError):
+    """A fit would spend more than the budget of its privacy ledger; no data were read."""
+
+
+class PrivacyLedger:
+    """Append-only file of what private fits spent, with a budget that refuses further ones.
+
+    Give it to an estimator as `ledger`: every fit, also of the clones that a search makes, in any
+    thread or process, is written to the file before it reads any data.
+
+    Parameters
+    ----------
+    path : str or path-like
+        The file: made if it is not there, opened if it is. Every process needs to see it there.
+    budget : float, (epsilon, delta) or None, default=None
+        What all fits together may spend, > 0. None: the budget that the file has; a new file has
+        none then and only records.
+    delta : float in (0, 1) or None, default=None
+        At which the total is stated. None: that of the budget or the file; 1e-5 for a new file.
+    relation : {"replace_one", "add_remove"} or None, default=None
+        The neighbouring tables that the total is stated for. None: that of the file;
+        "replace_one" for a new file. Local mechanisms, private clustering and rounds on samples of
+        a fixed size have a finite epsilon under "replace_one" only.
+    unit : {"client", "row"} or None, default=None
+        What is protected. None: that of the file; "client" for a new file. Fits with another unit
+        are refused.
+
+    Attributes
+    ----------
+    path : str
+        Absolute.
+    budget : tuple (epsilon, delta) or None
+    delta : float
+    relation, unit : str
+
+    Raises
+    ------
+    OSError
+        If the file cannot be opened, made, read or written, or is gone.
+    ValueError
+        For a parameter out of range, a file that is no ledger, an existing ledger with other
+        settings than those given, and a ledger that lost lines.
+
+    See Also
+    --------
+    PrivacyReport : What one fitted estimator promises.
+
+    Notes
+    -----
+    *Total.* All entries are composed as if all fits had read the same clients: one ledger for one
+    set of clients. Gaussian releases compose exactly, by Gaussian DP; the rest as
+    :func:`~pfl_sklearn.privacy.events_epsilon` says. Where all entries are Gaussian releases a
+    budget holds also if parameters, of privacy too, are chosen by the results of earlier fits
+    (Koskela, Tobaben and Honkela, 2023). With other entries, and without a budget, the total is
+    that of fits whose privacy parameters were fixed beforehand.
+
+    *Models, not scores.* A ledger counts what fits release. Scores without noise, as a search
+    keeps and chooses by, are not in it.
+
+    *What is written.* A fit counts from before it reads any data. So one that fails later, on bad
+    data say, stays recorded: the failure may already tell something of the data, and nobody can
+    vouch for what a failed run let out. Parameters that do not go together are found before and
+    cost nothing. A fit that releases nothing (the population is known) is an entry without events
+    and costs nothing. A fit with ``epsilon=inf`` spends without bound: it is refused if there is a
+    budget, else the total is infinite from there on.
+
+    *Safety.* Checking the budget and writing the entry is one step under a lock on the file
+    (``flock``: POSIX systems, and file systems that honour it), and the entry is on the disk
+    before the fit goes on. If a process is killed while it writes, the line that breaks off
+    belongs to a fit that never began; it does not count, and the next entry takes its place. A
+    line that is missing or damaged elsewhere is an error, as is a file that was deleted or
+    replaced. Copies and pickles hold the path and the settings, no entries: they are the same
+    ledger. Somebody who may write the file can of course forge it.
+
+    References
+    ----------
+    Koskela, A., Tobaben, M. and Honkela, A. (2023). Individual privacy accounting with Gaussian
+    differential privacy. ICLR.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> import numpy as np
+    >>> from pfl_sklearn.estimation import GaussianMean
+    >>> from pfl_sklearn.privacy import BudgetExceeded, PrivacyLedger
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> ledger = PrivacyLedger(folder.name + "/ledger.jsonl", budget=(2.0, 1e-5))
+    >>> model = GaussianMean(epsilon=1.0, clip_norm=3.0, noise_variance=1.0, ledger=ledger)
+    >>> y, clinic = np.tile([1.0, 2.0, 3.0], 200), np.repeat(np.arange(300), 2)
+    >>> for _ in range(3):
+    ...     model = model.fit(np.zeros((600, 1)), y, groups=clinic)
+    >>> round(ledger.total(), 2)
+    1.83
+    >>> try:
+    ...     model.fit(np.zeros((600, 1)), y, groups=clinic)
+    ... except BudgetExceeded:
+    ...     print(len(ledger.entries))
+    3
+    >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        budget: float | tuple[float, float] | None = None,
+        *,
+        delta: float | None = None,
+        relation: str | None = None,
+        unit: str | None = None,
+    ) -> None:
+        asked = _settings(budget, delta, relation, unit)
+        self.path = str(Path(path).absolute())
+        header = _ledger_file.create_or_read(self.path, {**_NEW, **asked})
+        _check_same(asked, header, self.path)
+        self._id = header["id"]
+        self.delta: float = header["delta"]
+        self.budget = None if header["budget"] is None else (header["budget"], self.delta)
+        self.relation: str = header["relation"]
+        self.unit: str = header["unit"]
+
+    def spend(self, events: Iterable[Event], *, what: str, unit: str = "client") -> None:
+        """Write one entry, or refuse it; estimators call this before they read any data.
+
+        Parameters
+        ----------
+        events : iterable of GaussianEvent, SampledGaussian or PureEvent
+            Accounting events of one fit; none for a fit that releases nothing.
+        what : str
+            Who spends: the name of the estimator, say.
+        unit : {"client", "row"}, default="client"
+            What the events are stated for.
+
+        Raises
+        ------
+        BudgetExceeded
+            If the total would be above the budget; nothing is written then.
+        ValueError
+            If the ledger counts another unit, or the file is not what it should be.
+        OSError
+            If the entry cannot be written; it does not count then.
+        """
+        events = tuple(events)
+        if unit != self.unit:
+            raise ValueError(
+                f"{what} protects one {unit}, and the privacy ledger {self.path} counts what is "
+                f"spent on one {self.unit}; give it another ledger, with unit={unit!r}."
+            )
+        entry = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "what": what,
+            "unit": unit,
+            "events": [event.to_dict() for event in events],
+            "process": os.getpid(),
+        }
+        _ledger_file.add(self.path, self._id, entry, partial(self._check_budget, events, what))
+
+    def total(self) -> float:
+        """Epsilon of all entries together, at `delta` and under `relation`.
+
+        Infinity, with a PrivacyWarning that names the entry, if one has no finite epsilon under
+        `relation`.
+
+        Returns
+        -------
+        float
+        """
+        entries = self.entries
+        total = self._epsilon(_events(entries, self.path))
+        if math.isinf(total):
+            warn_caller(self._why_infinite(entries), PrivacyWarning)
+        return total
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """What the file holds, oldest first: dicts with "entry" (its number), "time" (UTC), "what",
+        "unit", "events" (a list of dicts) and "process" (id)."""
+        return _ledger_file.read(self.path, self._id)
+
+    def to_frame(self) -> pd.DataFrame:
+        """Table of the entries.
+
+        Returns
+        -------
+        DataFrame
+            One row per entry, by number: time (UTC), what, unit, kinds of events, and the epsilon
+            of the entry by itself at `delta` and under `relation`. These do not add up to the
+            total where releases are Gaussian: that is smaller.
+        """
+        return self._frame(self.entries)
+
+    def _frame(self, entries: list[dict[str, Any]]) -> pd.DataFrame:
+        events = [_events([entry], self.path) for entry in entries]
+        alone = {each: self._epsilon(each) for each in set(events)}
+        return pd.DataFrame(
+            {
+                "time": pd.to_datetime([entry["time"] for entry in entries], utc=True),
+                "what": [entry["what"] for entry in entries],
+                "unit": [entry["unit"] for entry in entries],
+                "events": [", ".join(e["kind"] for e in entry["events"]) for entry in entries],
+                "epsilon": [alone[each] for each in events],
+            },
+            index=pd.Index([entry["entry"] for entry in entries], name="entry", dtype=int),
+        )
+
+    def __repr__(self) -> str:
+        budget = "" if self.budget is None else f", budget={self.budget!r}"
+        return f"PrivacyLedger({self.path!r}{budget})"
+
+    def __str__(self) -> str:
+        entries = self.entries
+        table, total = self._frame(entries), self._epsilon(_events(entries, self.path))
+        of = "no budget" if self.budget is None else f"of a budget of {self.budget[0]:.4g}"
+        lines = [
+            f"Privacy ledger {self.path}",
+            f"  spent: epsilon = {total:.4g}, {of}, at delta = {self.delta:.4g} ({self.relation}, "
+            f"unit: one {self.unit}), in {len(table)} entries",
+        ]
+        if math.isinf(total):
+            lines.append(f"  {self._why_infinite(entries)}")
+        if len(table) > _SHOWN:
+            lines.append(f"  the last {_SHOWN}:")
+        if len(table):
+            lines.append(table.drop(columns="unit").tail(_SHOWN).to_string(float_format="%.4g"))
+        return "\n".join(lines)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PrivacyLedger) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[str, str]:
+        return self.path, self._id
+
+    def _epsilon(self, events: Sequence[Event]) -> float:
+        return float(events_epsilon(events, self.delta, self.relation))
+
+    def _check_budget(
+        self, events: tuple[Event, ...], what: str, entries: list[dict[str, Any]]
+    ) -> None:
+        """Raise BudgetExceeded if the events are too much after the `entries`."""
+        if self.budget is None or not events:
+            return
+        before = _events(entries, self.path)
+        total, most = self._epsilon((*before, *events)), self.budget[0]
+        if total <= most * (1 + _ROUNDING):
+            return
+        asked = self._epsilon(events)
+        reason = f" ({_reason(events, self.delta, self.relation)})" if math.isinf(asked) else ""
+        raise BudgetExceeded(
+            f"{what} asks for epsilon = {asked:.6g}{reason}, and with the "
+            f"{self._epsilon(before):.6g} spent so far the total would be {total:.6g}, above the "
+            f"budget of {most:.6g} (at delta = {self.delta:.4g}, {self.relation}) of {self.path}; "
+            "refused before any data were read."
+        )
+
+    def _why_infinite(self, entries: list[dict[str, Any]]) -> str:
+        """Sentence on the first entry that alone makes the total infinite."""
+        for entry in entries:
+            events = _events([entry], self.path)
+            if math.isinf(self._epsilon(events)):
+                reason = _reason(events, self.delta, self.relation)
+                return (
+                    f"The total is infinite because of entry {entry['entry']} ({entry['what']}): "
+                    f"{reason}."
+                )
+        return (
+            "The total is infinite although no entry is: together their own deltas are above "
+            f"{self.delta:.4g}."
+        )
+
+
+def _events(entries: list[dict[str, Any]], path: str) -> tuple[Event, ...]:
+    """All events of the entries."""
+    found: list[Event] = []
+    for entry in entries:
+        try:
+            found += [event_from_dict(event) for event in entry["events"]]
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"entry {entry['entry']} of the privacy ledger {path} has an event that this "
+                f"version of pfl_sklearn does not know ({error})."
+            ) from error
+    return tuple(found)
+
+
+def _reason(events: Sequence[Event], delta: float, relation: str) -> str:
+    """Why events have no finite epsilon under `relation`."""
+    for other in _CHOICES["relation"]:
+        if other != relation and math.isfinite(events_epsilon(events, delta, other)):
+            return (
+                f"its epsilon is finite under {other} only, which needs a ledger with "
+                f"relation={other!r}"
+            )
+    return f"nothing protects its clients at delta = {delta:.4g}"
+
+
+def _settings(budget: Any, delta: Any, relation: Any, unit: Any) -> dict[str, Any]:
+    """Settings that were given, checked."""
+    epsilon = budget
+    if isinstance(budget, tuple | list) and len(budget) == 2:
+        epsilon, own = budget
+        if delta is not None and delta != own:
+            raise ValueError(f"delta must be that of budget={budget!r}; got {delta!r}.")
+        delta = own
+    if epsilon is not None and not (_is_number(epsilon) and 0 < epsilon < math.inf):
+        raise ValueError(
+            "budget must be None, a finite epsilon above 0, or a pair (epsilon, delta); got "
+            f"{budget!r}."
+        )
+    if delta is not None and not (_is_number(delta) and 0 < delta < 1):
+        raise ValueError(f"delta must be in (0, 1); got {delta!r}.")
+    for name, value in (("relation", relation), ("unit", unit)):
+        if value is not None and value not in _CHOICES[name]:
+            raise ValueError(
+                f"{name} must be one of {', '.join(_CHOICES[name])}, or None; got {value!r}."
+            )
+    given = {"budget": epsilon, "delta": delta, "relation": relation, "unit": unit}
+    return {
+        name: float(value) if _is_number(value) else value
+        for name, value in given.items()
+        if value is not None
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _check_same(asked: dict[str, Any], header: dict[str, Any], path: str) -> None:
+    """Raise ValueError if the file has other settings than those asked for."""
+    for name, value in asked.items():
+        if header.get(name) != value:
+            raise ValueError(
+                f"the privacy ledger {path} was made with {name}={header.get(name)!r}; got "
+                f"{name}={value!r}. Leave {name} out, or take another file."
+            )

@@ -1,0 +1,337 @@
+"""What a search over private models has cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from sklearn.base import clone
+from sklearn.utils.validation import check_is_fitted
+
+from pfl_sklearn._nesting import inner_estimator
+from pfl_sklearn._version import __version__
+from pfl_sklearn.privacy._report import as_json, report_lines
+from pfl_sklearn.privacy._stated import Stated, protect, repeated, stated_cost, total_epsilon
+
+__all__ = ["FitCost", "SearchCost", "search_cost"]
+
+_GROUP_SPLITTERS = (
+    "GroupKFold",
+    "GroupShuffleSplit",
+    "LeaveOneGroupOut",
+    "LeavePGroupsOut",
+    "StratifiedGroupKFold",
+)
+_UNPROTECTED = (
+    "not protected at all: cv_results_ holds scores of clients' rows without noise, and the "
+    "choice of best_params_ was made from them, so that no epsilon covers either"
+)
+_PUBLIC = (
+    "cost nothing by themselves: you state that the held-out rows are public, so that the scores "
+    "and the choice follow from private models and public rows. That needs held-out clients that "
+    "are no clients of the fits, whose own models are not private"
+)
+_NOISED = (
+    "private: you state the noise on every score, which is counted in epsilon; the choice follows "
+    "from the noisy scores"
+)
+_TRAIN_SCORES = "; but return_train_score=True keeps scores of the private rows without noise"
+
+
+@dataclass(frozen=True)
+class FitCost:
+    """What the fits of one candidate cost.
+
+    Parameters
+    ----------
+    params : str
+        What was searched over; "refit: " first for the fit on all rows.
+    n_fits : int
+    epsilon : float
+        Of one of them.
+    events : tuple of dict
+        Accounting events of one of them.
+    reason : str
+        Why `epsilon` is infinite, if it is.
+    """
+
+    params: str
+    n_fits: int
+    epsilon: float
+    events: tuple[dict[str, Any], ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class SearchCost:
+    """Account of a search; see :func:`search_cost`.
+
+    Parameters
+    ----------
+    epsilon : float
+        Of all models that the search fitted, released together.
+    delta : float
+    unit : {"client", "row"}
+    relation : {"replace_one", "add_remove"}
+    n_fits : int
+    fits : tuple of FitCost
+        By candidate, and the refit.
+    scores_protected : bool
+    scores : str
+        What holds for the scores and for the choice made from them.
+    notes : tuple of str
+    package_version : str
+    """
+
+    epsilon: float
+    delta: float
+    unit: str
+    relation: str
+    n_fits: int
+    fits: tuple[FitCost, ...]
+    scores_protected: bool
+    scores: str
+    notes: tuple[str, ...] = ()
+    package_version: str = __version__
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that ``json.dumps(..., allow_nan=False)`` takes; infinity is "inf"."""
+        plain: dict[str, Any] = as_json(dataclasses.asdict(self))
+        return plain
+
+    def to_json(self) -> str:
+        """The account as JSON text."""
+        return json.dumps(self.to_dict(), allow_nan=False, indent=2)
+
+    def __str__(self) -> str:
+        total = (
+            "NONE: epsilon = inf" if math.isinf(self.epsilon) else f"epsilon = {self.epsilon:.4g}"
+        )
+        together = "1 fit" if self.n_fits == 1 else f"all {self.n_fits} fits together"
+        rows = [
+            (
+                "models",
+                f"{total}, delta = {self.delta:.4g} for {together}; unit: one {self.unit}; "
+                f"neighbours: {self.relation}",
+            ),
+            ("scores", self.scores),
+        ]
+        rows += [("note", note) for note in self.notes]
+        for fit in self.fits:
+            why = f" ({fit.reason})" if fit.reason else ""
+            each = f"{fit.n_fits} x epsilon = {fit.epsilon:.4g}{why}"
+            rows.append(("fits", f"{each}: {fit.params}"))
+        return "\n".join(["Cost of a search", *report_lines(rows)])
+
+    __repr__ = __str__
+
+
+class _Fit(NamedTuple):
+    params: str
+    n_fits: int
+    stated: Stated
+    refit: bool = False
+
+
+def search_cost(
+    fitted_search: Any,
+    *,
+    delta: float | None = None,
+    public_holdout: bool = False,
+    score_events: Iterable[Any] = (),
+) -> SearchCost:
+    """What the models of a search spent together, and what protects its scores.
+
+    Every candidate was fitted on every split, and the best once more: all of these models were
+    made from the same clients, and their costs compose. Separately, a search looks at scores of
+    clients' rows, which mostly nothing protects.
+
+    Parameters
+    ----------
+    fitted_search : fitted search
+        ``GridSearchCV``, ``RandomizedSearchCV`` or a halving search around a private estimator,
+        around a pipeline or :class:`~pfl_sklearn.compose.ClientColumn` with one, or inside these;
+        or a :class:`~pfl_sklearn.model_selection.PrivateSelectCV`.
+    delta : float in [0, 1) or None, default=None
+        None: the `delta` of the estimator that was searched over.
+    public_holdout : bool, default=False
+        Your statement that all held-out rows are public, and of clients that are not fitted.
+    score_events : iterable of events, default=()
+        Your statement of the noise on every single score: its accounting events (
+        :class:`GaussianEvent`, say). They are counted in the total.
+
+    Returns
+    -------
+    SearchCost
+
+    Raises
+    ------
+    ValueError
+        If there is no fitted search, or its candidates differ in what is protected from whom.
+
+    Notes
+    -----
+    Composition is that of :func:`events_epsilon`: exact for Gaussian releases. Every fit is taken
+    to see every client. With folds of rows inside clients
+    (:class:`~pfl_sklearn.model_selection.ClientKFold`) that is so; with folds of whole clients
+    each is in all training sets but one, and the total is an upper bound, as it is for fits that
+    failed. The candidates count as if they had been fixed before the search.
+
+    Examples
+    --------
+    >>> import warnings
+    >>> import numpy as np
+    >>> from sklearn.model_selection import GridSearchCV
+    >>> from pfl_sklearn.compose import ClientColumn
+    >>> from pfl_sklearn.estimation import GaussianMean
+    >>> from pfl_sklearn.privacy import PrivacyWarning, search_cost
+    >>> X, y = np.repeat(np.arange(20), 5)[:, None] * [[1, 0]], np.tile(np.arange(5.0), 20)
+    >>> model = ClientColumn(GaussianMean(noise_variance=2.0, epsilon=1.0), column=0)
+    >>> search = GridSearchCV(model, {"estimator__clip_norm": [2.0, 4.0]}, scoring="r2", cv=3)
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore")
+    ...     search = search.fit(X, y)
+    >>> cost = search_cost(search)
+    >>> cost.n_fits, round(cost.epsilon, 2), cost.scores_protected
+    (7, 2.95, False)
+    """
+    search = _find_search(fitted_search)
+    if not hasattr(search, "cv_results_"):
+        return _of_one_selection(search, delta)
+    fits = _fits_of(search)
+    unit, relation = _common(fits)
+    delta = stated_cost(search.estimator).delta if delta is None else delta
+    costs = tuple(_cost(fit, delta, relation) for fit in fits)
+    scores = tuple(score_events) * sum(fit.n_fits for fit in fits if not fit.refit)
+    statement, protected = _of_scores(search, public_holdout, scores)
+    return SearchCost(
+        _total(fits, scores, delta, relation),
+        delta,
+        unit,
+        relation,
+        sum(fit.n_fits for fit in fits),
+        costs,
+        protected,
+        statement,
+        _notes(search, costs),
+    )
+
+
+def _find_search(estimator: Any) -> Any:
+    """The search in a fitted estimator, a pipeline or a wrapper."""
+    check_is_fitted(estimator)
+    found = estimator
+    while found is not None:
+        if hasattr(found, "cv_results_") or hasattr(found, "trial_params_"):
+            return found
+        found = inner_estimator(found)
+    raise ValueError(
+        f"{type(estimator).__name__} holds no search: expected a fitted GridSearchCV, "
+        "RandomizedSearchCV, halving search or PrivateSelectCV, or a wrapper around one."
+    )
+
+
+def _fits_of(search: Any) -> list[_Fit]:
+    """Cost of every candidate by its parameters, and of the refit."""
+    fits = []
+    for params in search.cv_results_["params"]:
+        stated = stated_cost(_with(search.estimator, params))
+        fits.append(_Fit(_named(params), int(search.n_splits_), stated))
+    if search.refit:
+        stated = stated_cost(_with(search.estimator, search.best_params_))
+        fits.append(_Fit(f"refit: {_named(search.best_params_)}", 1, stated, True))
+    return fits
+
+
+def _with(estimator: Any, params: dict[str, Any]) -> Any:
+    return clone(estimator).set_params(**clone(params, safe=False))
+
+
+def _named(params: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in params.items()) or "as it is"
+
+
+def _common(fits: list[_Fit]) -> tuple[str, str]:
+    """Unit and relation of all fits."""
+    found = {(fit.stated.unit, fit.stated.relation) for fit in fits if fit.stated.events != ()}
+    if len(found) > 1:
+        several = " and ".join(f"unit={unit!r} with {how!r}" for unit, how in sorted(found))
+        raise ValueError(
+            f"the candidates of the search promise different things, {several}, which do not add "
+            "up; search over estimators with one unit and one relation."
+        )
+    return found.pop() if found else (fits[0].stated.unit, fits[0].stated.relation)
+
+
+def _cost(fit: _Fit, delta: float, relation: str) -> FitCost:
+    events, reason = fit.stated.events, fit.stated.reason
+    if events is None:
+        return FitCost(fit.params, fit.n_fits, math.inf, (), reason)
+    epsilon = total_epsilon(repeated(events), delta, relation)
+    if math.isinf(epsilon):
+        reason = f"not defined at delta = {delta:.4g} under {relation}"
+    return FitCost(
+        fit.params, fit.n_fits, epsilon, tuple(event.to_dict() for event in events), reason
+    )
+
+
+def _total(fits: list[_Fit], scores: tuple[Any, ...], delta: float, relation: str) -> float:
+    every = list(scores)
+    for fit in fits:
+        if fit.stated.events is None:
+            return math.inf
+        every += fit.stated.events * fit.n_fits
+    return total_epsilon(repeated(every), delta, relation)
+
+
+def _of_scores(search: Any, public: bool, scores: tuple[Any, ...]) -> tuple[str, bool]:
+    """Statement on scores and choice, and whether they are protected."""
+    if not public and not scores:
+        return _UNPROTECTED, False
+    statement = _PUBLIC if public else _NOISED
+    if search.return_train_score:
+        return statement + _TRAIN_SCORES, False
+    return statement, public or protect(scores)
+
+
+def _notes(search: Any, costs: tuple[FitCost, ...]) -> tuple[str, ...]:
+    notes = [f"{cost.params}: {cost.reason}" for cost in costs if cost.reason]
+    if type(search.cv).__name__ in _GROUP_SPLITTERS:
+        notes.append(
+            f"{type(search.cv).__name__} leaves whole clients out of some training sets; all fits "
+            "are composed all the same, which is an upper bound"
+        )
+    else:
+        notes.append(
+            "every client is taken to be in every training set, as with folds of rows inside "
+            "clients; an upper bound for other folds"
+        )
+    watched = [*getattr(search, "_skl_callbacks", ())]
+    if any(type(callback).__name__ == "ScoringMonitor" for callback in watched):
+        notes.append("the logs of its ScoringMonitor hold scores without noise: not protected")
+    return tuple(notes)
+
+
+def _of_one_selection(select: Any, delta: float | None) -> SearchCost:
+    """The same of a selection whose total was stated before."""
+    report = select.privacy_
+    if delta not in (None, report.delta):
+        raise ValueError(
+            f"delta must be that of the selection, {report.delta!r}, or None; got {delta!r}."
+        )
+    private = math.isfinite(report.epsilon)
+    return SearchCost(
+        report.epsilon,
+        report.delta,
+        report.unit,
+        report.relation,
+        1,
+        (),
+        private,
+        "private: counted in epsilon, or of a public hold-out" if private else _UNPROTECTED,
+        ("one model is released, of a number of trials that is not", *report.warnings),
+    )

@@ -1,0 +1,362 @@
+"""The privacy ledger: what it adds up and refuses, and files that are not what they should be."""
+
+import json
+import math
+import multiprocessing
+import os
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pfl_sklearn import PrivacyWarning
+from pfl_sklearn.privacy import (
+    BudgetExceeded,
+    PrivacyLedger,
+    _ledger_file,
+    gdp_epsilon,
+    gdp_mu,
+)
+from pfl_sklearn.privacy._events import GaussianEvent, PureEvent
+
+DELTA = 1e-5
+GAUSSIAN = GaussianEvent(0.1, 0.2)
+FORK = multiprocessing.get_context("fork")
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ledger.jsonl"
+
+
+def spend(ledger, n=1, events=(GAUSSIAN,)):
+    for _ in range(n):
+        ledger.spend(events, what="Somebody")
+    return ledger
+
+
+def numbers(ledger):
+    return [entry["entry"] for entry in ledger.entries]
+
+
+def in_child(function, *args):
+    """What a function returns in a process of its own, or the text of its exception."""
+    receiver, sender = FORK.Pipe(duplex=False)
+
+    def work():
+        try:
+            sender.send(function(*args))
+        except Exception as error:
+            sender.send(f"{type(error).__name__}: {error}")
+
+    process = FORK.Process(target=work)
+    process.start()
+    found = receiver.recv()
+    process.join()
+    return found
+
+
+# What is added up.
+
+
+@given(mus=st.lists(st.floats(0.01, 3.0), min_size=1, max_size=6), delta=st.floats(1e-9, 0.1))
+@settings(max_examples=25, deadline=None)
+def test_gaussian_entries_compose_exactly(tmp_path_factory, mus, delta):
+    ledger = PrivacyLedger(tmp_path_factory.mktemp("ledgers") / "x.jsonl", delta=delta)
+    for mu in mus:
+        spend(ledger, events=[GaussianEvent(None, mu)])
+    expected = gdp_epsilon(math.sqrt(sum(mu**2 for mu in mus)), delta)
+    assert ledger.total() == pytest.approx(expected, rel=1e-9)
+
+
+def test_pure_entries_add_up(path):
+    ledger = PrivacyLedger(path, delta=1e-9)
+    assert ledger.total() == 0.0
+    for epsilon in (0.5, 0.25, 1.0):
+        spend(ledger, events=[PureEvent(epsilon, 0.0, "replace_one")])
+    assert ledger.total() == pytest.approx(1.75, abs=1e-6)
+
+
+def test_a_fit_that_releases_nothing_is_an_entry_without_cost(path):
+    ledger = PrivacyLedger(path, budget=(0.1, DELTA))
+    spend(ledger, 3, events=())
+    assert numbers(ledger) == [1, 2, 3]
+    assert ledger.total() == 0.0
+
+
+def test_total_is_that_of_the_relation(path, tmp_path):
+    other = PrivacyLedger(tmp_path / "other.jsonl", relation="add_remove")
+    ledger = PrivacyLedger(path)
+    assert spend(ledger).total() == pytest.approx(gdp_epsilon(0.2, DELTA))
+    assert spend(other).total() == pytest.approx(gdp_epsilon(0.1, DELTA))
+
+
+def test_an_infinite_total_names_the_entry(path):
+    ledger = spend(PrivacyLedger(path, relation="add_remove"), 2)
+    spend(ledger, events=[GaussianEvent(None, 1.0)])
+    with pytest.warns(PrivacyWarning, match=r"entry 3 \(Somebody\): .* under replace_one only"):
+        assert ledger.total() == math.inf
+    assert "entry 3" in str(ledger)
+    assert ledger.to_frame()["epsilon"].tolist()[1:] == [gdp_epsilon(0.1, DELTA), math.inf]
+
+
+def test_deltas_of_the_entries_count(path):
+    ledger = PrivacyLedger(path)
+    spend(ledger, 2, events=[PureEvent(1.0, 0.6 * DELTA, "replace_one")])
+    with pytest.warns(PrivacyWarning, match="their own deltas are above 1e-05"):
+        assert ledger.total() == math.inf
+
+
+def test_entries_and_table(path):
+    ledger = spend(PrivacyLedger(path, budget=(4.0, DELTA)), 12)
+    entry = ledger.entries[-1]
+    assert (entry["entry"], entry["what"], entry["unit"]) == (12, "Somebody", "client")
+    assert entry["process"] == os.getpid()
+    table = ledger.to_frame()
+    assert table.index.tolist() == list(range(1, 13))
+    assert table["time"].is_monotonic_increasing
+    assert table["events"].unique().tolist() == [GAUSSIAN.to_dict()["kind"]]
+    assert table["epsilon"].iloc[0] == pytest.approx(gdp_epsilon(0.2, DELTA))
+    assert repr(ledger) == f"PrivacyLedger({str(path)!r}, budget=(4.0, 1e-05))"
+    assert "of a budget of 4, at delta = 1e-05 (replace_one, unit: one client)" in str(ledger)
+    assert "the last 10" in str(ledger)
+    assert len(PrivacyLedger(path.with_name("new")).to_frame()) == 0
+
+
+# The budget.
+
+
+def test_a_budget_is_kept_to_the_last_bit(path):
+    ledger = PrivacyLedger(path, budget=(2.0, DELTA))
+    part = GaussianEvent(None, gdp_mu(2.0, DELTA) / 2)
+    spend(ledger, 4, [part])
+    assert ledger.total() == pytest.approx(2.0, rel=1e-9)
+    before = path.read_bytes()
+    message = (
+        r"Somebody asks for epsilon = 0\.1\d*, and with the 2 spent so far the total would be "
+        rf"2\.0\d+, above the budget of 2 \(at delta = 1e-05, replace_one\) of {path}; refused"
+    )
+    with pytest.raises(BudgetExceeded, match=message):
+        spend(ledger, events=[GaussianEvent(None, 0.05)])
+    assert path.read_bytes() == before
+    spend(ledger, events=())
+
+
+def test_what_has_no_finite_epsilon_is_refused_by_a_budget(path):
+    ledger = PrivacyLedger(path, budget=1e6, relation="add_remove")
+    with pytest.raises(BudgetExceeded, match=r"inf .nothing protects its clients"):
+        spend(ledger, events=[PureEvent(math.inf, 0.0, "add_remove")])
+    with pytest.raises(BudgetExceeded, match="needs a ledger with relation='replace_one'"):
+        spend(ledger, events=[PureEvent(1.0, 0.0, "replace_one")])
+    assert ledger.entries == []
+
+
+def test_another_unit_is_refused(path):
+    ledger = PrivacyLedger(path)
+    with pytest.raises(ValueError, match=r"protects one row, .* spent on one client; give"):
+        ledger.spend([GAUSSIAN], what="Somebody", unit="row")
+    rows = PrivacyLedger(path.with_name("rows"), unit="row")
+    rows.spend([GAUSSIAN], what="Somebody", unit="row")
+    with pytest.raises(ValueError, match="protects one client"):
+        spend(rows)
+
+
+def test_exceptions_travel_between_processes():
+    error = pickle.loads(pickle.dumps(BudgetExceeded("too much")))
+    assert isinstance(error, ValueError)
+    assert str(error) == "too much"
+
+
+# Settings.
+
+
+def test_settings_stay_with_the_file(path):
+    first = PrivacyLedger(path, budget=4, delta=1e-6, relation="add_remove", unit="row")
+    again = PrivacyLedger(path)
+    assert (again.budget, again.delta) == ((4.0, 1e-6), 1e-6)
+    assert (again.relation, again.unit) == ("add_remove", "row")
+    assert again == first == PrivacyLedger(path, budget=(4.0, 1e-6))
+    plain = PrivacyLedger(path.with_name("plain"))
+    assert (plain.budget, plain.delta, plain.relation) == (None, DELTA, "replace_one")
+    assert plain.unit == "client"
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"budget": 5.0}, r"was made with budget=4\.0; got budget=5\.0"),
+        ({"budget": (4.0, 1e-6)}, "was made with delta=1e-05; got delta=1e-06"),
+        ({"delta": 0.1}, r"was made with delta=1e-05; got delta=0\.1"),
+        ({"relation": "add_remove"}, "relation='replace_one'; got relation='add_remove'"),
+        ({"unit": "row"}, "unit='client'; got unit='row'"),
+    ],
+)
+def test_other_settings_are_refused(path, asked, message):
+    PrivacyLedger(path, budget=4.0)
+    with pytest.raises(ValueError, match=message):
+        PrivacyLedger(path, **asked)
+
+
+def test_a_ledger_without_budget_does_not_get_one(path):
+    PrivacyLedger(path)
+    with pytest.raises(ValueError, match=r"was made with budget=None; got budget=1\.0"):
+        PrivacyLedger(path, budget=1.0)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"budget": 0.0}, "budget must be None, a finite epsilon above 0, or a pair"),
+        ({"budget": math.inf}, "budget must be"),
+        ({"budget": math.nan}, "budget must be"),
+        ({"budget": True}, "budget must be"),
+        ({"budget": "4"}, "budget must be"),
+        ({"budget": (4.0, 1e-5, 3)}, "budget must be"),
+        ({"budget": (4.0, 1.0)}, r"delta must be in \(0, 1\); got 1.0"),
+        ({"budget": (4.0, 1e-5), "delta": 1e-6}, "delta must be that of budget="),
+        ({"delta": 0.0}, r"delta must be in \(0, 1\); got 0.0"),
+        ({"relation": "zero_out"}, "relation must be one of replace_one, add_remove, or None"),
+        ({"unit": "user"}, "unit must be one of client, row, or None; got 'user'"),
+    ],
+)
+def test_bad_settings(path, params, message):
+    with pytest.raises(ValueError, match=message):
+        PrivacyLedger(path, **params)
+    assert not path.exists()
+
+
+# Files that are not what they should be.
+
+
+def test_a_missing_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"cannot open .*nowhere.* in an existing folder"):
+        PrivacyLedger(tmp_path / "nowhere" / "ledger.jsonl")
+
+
+def test_a_folder_and_a_device_are_no_files(tmp_path):
+    for place in (tmp_path, "/dev/null"):
+        with pytest.raises(OSError, match=f"cannot open {place} .not a regular file"):
+            PrivacyLedger(place)
+
+
+def test_a_path_that_may_not_be_written(path):
+    path.parent.chmod(0o500)
+
+    def work():
+        if os.geteuid() == 0:
+            os.setuid(65534)
+        PrivacyLedger(path)
+
+    message = in_child(work)
+    path.parent.chmod(0o700)
+    assert message.startswith(f"PermissionError: PrivacyLedger cannot open {path} (Permission")
+
+
+def test_a_file_that_may_only_be_read(path, monkeypatch):
+    ledger = spend(PrivacyLedger(path))
+    opened = os.open
+
+    def read_only(name, flags, *mode):
+        if flags & os.O_RDWR:
+            raise PermissionError(13, "Permission denied")
+        return opened(name, flags, *mode)
+
+    monkeypatch.setattr(_ledger_file.os, "open", read_only)
+    assert PrivacyLedger(path).total() == ledger.total()
+    with pytest.raises(PermissionError, match=r"be used .Permission denied., so that nothing"):
+        spend(ledger)
+
+
+def test_a_file_that_is_gone(path):
+    ledger = spend(PrivacyLedger(path))
+    path.unlink()
+    for use in (spend, PrivacyLedger.total, PrivacyLedger.to_frame):
+        with pytest.raises(FileNotFoundError, match=r"is gone, .* Put it back, or start a new one"):
+            use(ledger)
+    assert not path.exists()
+
+
+def test_a_file_that_was_replaced(path):
+    ledger = spend(PrivacyLedger(path))
+    path.unlink()
+    PrivacyLedger(path)
+    with pytest.raises(ValueError, match="the file was replaced"):
+        spend(ledger)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="the file was replaced"):
+        spend(ledger)
+
+
+def test_a_file_that_is_replaced_while_it_is_used(path, monkeypatch):
+    ledger = spend(PrivacyLedger(path))
+    sync = os.fsync
+
+    def lose(file):
+        sync(file)
+        path.unlink()
+
+    monkeypatch.setattr(_ledger_file.os, "fsync", lose)
+    with pytest.raises(FileNotFoundError, match="is gone"):
+        spend(ledger)
+
+
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", "[1]\n", "{}\n", "no end of line", "\n", "\0\0"])
+def test_other_files_are_left_alone(path, text):
+    path.write_text(text)
+    with pytest.raises(ValueError, match="is not a privacy ledger: expected a file that"):
+        PrivacyLedger(path)
+    assert path.read_text() == text
+
+
+def test_another_version_of_the_format(path):
+    PrivacyLedger(path)
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    with pytest.raises(ValueError, match=r"has version 2 of the format; expected 1\."):
+        PrivacyLedger(path)
+
+
+def test_a_header_that_lacks_something(path):
+    PrivacyLedger(path)
+    path.write_text(path.read_text().replace('"budget"', '"buget"'))
+    with pytest.raises(ValueError, match=r"must have budget, delta, .*; got .*buget"):
+        PrivacyLedger(path)
+
+
+@pytest.mark.parametrize("line", ["{not json", "[]", "{}", '{"entry": 2}', "", "\udcff"])
+def test_a_damaged_line_is_an_error(path, line):
+    ledger = spend(PrivacyLedger(path), 3)
+    lines = path.read_bytes().split(b"\n")
+    lines[2] = line.encode(errors="surrogateescape")
+    path.write_bytes(b"\n".join(lines))
+    for use in (spend, PrivacyLedger.total, lambda ledger: PrivacyLedger(ledger.path)):
+        with pytest.raises(ValueError, match=r"line 3 of the privacy ledger .* cannot be read as"):
+            use(ledger)
+
+
+def test_a_lost_line_is_an_error(path):
+    ledger = spend(PrivacyLedger(path), 3)
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join(lines[:2] + lines[3:]))
+    with pytest.raises(ValueError, match=r"line 3 of .* is entry 3 where 2 was expected"):
+        ledger.total()
+
+
+@pytest.mark.parametrize(
+    "event", [{"kind": "SomethingNew"}, {}, {"kind": "gaussian", "sigma": 1.0}, 3]
+)
+def test_an_unknown_event_is_an_error(path, event):
+    ledger = spend(PrivacyLedger(path, budget=4.0))
+    header, entry, _ = path.read_text().split("\n")
+    path.write_text(f"{header}\n{json.dumps({**json.loads(entry), 'events': [event]})}\n")
+    for use in (spend, PrivacyLedger.total):
+        with pytest.raises(ValueError, match=r"entry 1 of the privacy ledger .* does not know"):
+            use(ledger)
+
+
+def test_a_system_without_file_locks(path, monkeypatch):
+    monkeypatch.setattr(_ledger_file, "fcntl", None)
+    with pytest.raises(OSError, match="no fcntl, whose file locks PrivacyLedger needs"):
+        PrivacyLedger(path)
+    assert not path.exists()

@@ -1,0 +1,213 @@
+"""What the estimators write to a privacy ledger, and that they do so before they read data."""
+
+import math
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+
+from pfl_sklearn import (
+    BernoulliMean,
+    GaussianMean,
+    PersonalizedLinearRegression,
+    PrivacyWarning,
+)
+from pfl_sklearn.datasets import make_gaussian_clients
+from pfl_sklearn.priors import BetaPrior, DiscretePrior, GaussianMixturePrior, GaussianPrior
+from pfl_sklearn.privacy import BudgetExceeded, PrivacyLedger, RegressionMoments
+
+CLIENTS = make_gaussian_clients(60, 6, random_state=0)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ledger.jsonl"
+
+
+def numbers(ledger):
+    return [entry["entry"] for entry in ledger.entries]
+
+
+COMMON = {"epsilon": 1.5, "delta": 1e-4}
+MEANS = {**COMMON, "clip_norm": 4.0}
+LINES = {**COMMON, "feature_bound": 2.0, "target_bound": 8.0}
+PRIVATE = [
+    GaussianMean(**MEANS),
+    GaussianMean(**MEANS, noise_variance=1.0),
+    GaussianMean(GaussianPrior(mean=0.0), **MEANS, noise_variance=1.0),
+    GaussianMean(GaussianPrior(covariance=1.0), **MEANS),
+    GaussianMean(**MEANS, noise_variance=1.0, trust="local"),
+    GaussianMean("discrete", **MEANS, noise_variance=1.0),
+    GaussianMean("gaussian_mixture", **MEANS, noise_variance=1.0, trust="local"),
+    BernoulliMean(epsilon=1.5),
+    BernoulliMean(epsilon=1.5, mechanism="two_bit", delta=0.01),
+    BernoulliMean(epsilon=1.5, mechanism="one_bit", method="printed"),
+    BernoulliMean(**COMMON, trust="central"),
+    *(
+        PersonalizedLinearRegression(
+            GaussianPrior(covariance=4.0), **LINES, unit=unit, relation=relation, **more
+        )
+        for unit, relation, more in (
+            ("client", "replace_one", {}),
+            ("client", "replace_one", {"fit_intercept": False, "noise_variance": 1.0}),
+            ("row", "replace_one", {"random": "intercept"}),
+            ("client", "add_remove", {}),
+            ("client", "add_remove", {"fit_intercept": False, "noise_variance": 1.0}),
+        )
+    ),
+]
+OPEN = [
+    GaussianMean(),
+    GaussianMean(mechanism="quantizer", n_bits=8, clip_norm=4.0, noise_variance=1.0),
+    GaussianMean(GaussianPrior(mean=0.0, covariance=1.0), noise_variance=1.0),
+    BernoulliMean(),
+    PersonalizedLinearRegression(GaussianPrior(covariance=1.0)),
+]
+KNOWN = [
+    GaussianMean(GaussianPrior(mean=0.0, covariance=1.0), **MEANS, noise_variance=1.0),
+    GaussianMean(
+        GaussianMixturePrior(2, means=[[0.0], [1.0]], covariances=1.0, weights=[0.5, 0.5]),
+        **MEANS,
+        noise_variance=1.0,
+    ),
+    GaussianMean(
+        DiscretePrior(2, points=[[0.0], [1.0]], weights=[0.5, 0.5]), **MEANS, noise_variance=1.0
+    ),
+    BernoulliMean(BetaPrior(2.0, 2.0), epsilon=1.5),
+    PersonalizedLinearRegression(
+        GaussianPrior(mean=0.0, covariance=1.0), noise_variance=1.0, **LINES
+    ),
+]
+
+
+class Untouchable:
+    """Data that must not be looked at."""
+
+    def _touched(self, *args):
+        raise RuntimeError("touched")
+
+    __getattr__ = __len__ = __iter__ = __array__ = __getitem__ = _touched
+
+
+def table_for(estimator):
+    X, y = CLIENTS.data, CLIENTS.target
+    if isinstance(estimator, BernoulliMean):
+        y = (y > np.median(y)).astype(int)
+    return X, y
+
+
+def fit(estimator, ledger):
+    X, y = table_for(estimator)
+    return clone(estimator).set_params(ledger=ledger).fit(X, y, groups=CLIENTS.groups)
+
+
+@pytest.mark.filterwarnings("ignore:The re(leased|ports)", "ignore::pfl_sklearn.PrivacyWarning")
+@pytest.mark.parametrize("estimator", PRIVATE, ids=repr)
+def test_the_entry_of_a_fit_is_what_its_report_promises(estimator, path):
+    report = fit(estimator, None).privacy_
+    under = {report.relation: report.epsilon, **dict(report.epsilon_under)}
+    for relation in ("replace_one", "add_remove"):
+        ledger = PrivacyLedger(
+            path.with_name(relation),
+            delta=report.delta or 1e-7,
+            relation=relation,
+            unit=report.unit,
+        )
+        fit(estimator, ledger)
+        (entry,) = ledger.entries
+        assert entry["what"] == type(estimator).__name__
+        total = ledger.total()
+        if relation == report.relation:
+            assert total == pytest.approx(report.epsilon, rel=1e-9)
+        elif relation not in under:
+            assert total == math.inf
+        else:
+            # Never less; more only where the number of features or trials would have to be known.
+            assert under[relation] * (1 - 1e-9) <= total <= under[relation] * 1.5
+
+
+@pytest.mark.parametrize("estimator", OPEN, ids=repr)
+def test_a_fit_without_privacy_spends_without_bound(estimator, path):
+    ledger = PrivacyLedger(path)
+    fit(estimator, ledger)
+    with pytest.warns(PrivacyWarning, match=f"entry 1 .{type(estimator).__name__}.: nothing prot"):
+        assert ledger.total() == math.inf
+    limited = PrivacyLedger(path.with_name("limited"), budget=1e9)
+    with pytest.raises(BudgetExceeded, match=r"asks for epsilon = inf .nothing protects"):
+        fit(estimator, limited)
+
+
+@pytest.mark.filterwarnings("ignore:The re(leased|ports)")
+@pytest.mark.parametrize("estimator", KNOWN, ids=repr)
+def test_a_fit_with_a_known_population_costs_nothing(estimator, path):
+    ledger = PrivacyLedger(path, budget=(1e-3, 1e-9))
+    assert fit(estimator, ledger).privacy_.epsilon == 0
+    assert [entry["events"] for entry in ledger.entries] == [[]]
+
+
+@pytest.mark.parametrize("estimator", PRIVATE, ids=repr)
+def test_a_refused_fit_looks_at_no_data(estimator, path):
+    unit = getattr(estimator, "unit", "client")
+    ledger = PrivacyLedger(path, budget=(1.0, 1e-4), unit=unit)
+    model = clone(estimator).set_params(ledger=ledger)
+    with pytest.raises(BudgetExceeded, match=type(estimator).__name__):
+        model.fit(Untouchable(), Untouchable(), groups=Untouchable())
+    assert ledger.entries == []
+    if isinstance(model, BernoulliMean):
+        with pytest.raises(BudgetExceeded, match="BernoulliMean"):
+            model.fit_counts(Untouchable(), Untouchable())
+    assert not hasattr(model, "privacy_")
+
+
+@pytest.mark.parametrize("estimator", PRIVATE, ids=repr)
+def test_a_fit_that_fails_on_its_data_stays_recorded(estimator, path):
+    ledger = PrivacyLedger(path, unit=getattr(estimator, "unit", "client"))
+    model = clone(estimator).set_params(ledger=ledger)
+    with pytest.raises(RuntimeError, match="touched"):
+        model.fit(Untouchable(), Untouchable(), groups=Untouchable())
+    assert numbers(ledger) == [1]
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        GaussianMean(epsilon=1.0),
+        GaussianMean(**{**MEANS, "delta": 0.0}),
+        BernoulliMean(epsilon=1.0, trust="central"),
+        PersonalizedLinearRegression(epsilon=1.0),
+    ],
+    ids=repr,
+)
+def test_parameters_that_make_no_fit_cost_nothing(estimator, path):
+    ledger = PrivacyLedger(path)
+    with pytest.raises(ValueError, match="must be"):
+        fit(estimator, ledger)
+    assert ledger.entries == []
+
+
+def test_what_is_no_ledger_is_refused():
+    with pytest.raises(ValueError, match="The 'ledger' parameter of GaussianMean must be"):
+        fit(GaussianMean(), "ledger.jsonl")
+
+
+def test_counts_are_recorded_too(path):
+    ledger = PrivacyLedger(path)
+    model = BernoulliMean(epsilon=1.5, ledger=ledger)
+    model.fit_counts(np.arange(50) % 11, np.full(50, 10))
+    assert ledger.total() == 1.5
+
+
+@pytest.mark.parametrize("relation", ["replace_one", "add_remove"])
+@pytest.mark.parametrize("intercept", [True, False])
+@pytest.mark.parametrize("square", [True, False])
+@pytest.mark.parametrize("sizes", [True, False])
+def test_one_feature_has_the_largest_ratio_of_sensitivities(relation, intercept, square, sizes):
+    """The ledger takes it, because it does not know the number of features."""
+    sizes &= relation == "add_remove"
+    ratios = []
+    for d in [*range(1, 40), 100, 1000, 10_000]:
+        moments = RegressionMoments(d, 1.0, 1.0, intercept, relation, square=square, sizes=sizes)
+        ratios.append(moments.replace_one_sensitivity / moments.add_remove_sensitivity)
+    if relation == "replace_one":
+        np.testing.assert_allclose(ratios, math.sqrt(2), rtol=1e-12)
+    assert max(ratios[1:]) <= ratios[0] * (1 + 1e-12)

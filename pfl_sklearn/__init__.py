@@ -14,6 +14,7 @@ from pfl_sklearn import (
     model_selection,
     priors,
     privacy,
+    theory,
 )
 from pfl_sklearn._version import __version__
 from pfl_sklearn.base import SingleClientWarning, UnseenClientsWarning
@@ -22,6 +23,8 @@ from pfl_sklearn.estimation import BernoulliMean, GaussianMean
 from pfl_sklearn.linear_model import (
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,
+    PPSGDClassifier,
+    PPSGDRegressor,
 )
 from pfl_sklearn.privacy import PrivacyWarning, privacy_of
 
@@ -29,6 +32,8 @@ __all__ = [
     "BernoulliMean",
     "ClientColumn",
     "GaussianMean",
+    "PPSGDClassifier",
+    "PPSGDRegressor",
     "PersonalizedLinearRegression",
     "PersonalizedLogisticRegression",
     "PrivacyWarning",
@@ -45,4 +50,5 @@ __all__ = [
     "priors",
     "privacy",
     "privacy_of",
+    "theory",
 ]

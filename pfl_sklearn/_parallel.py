@@ -1,7 +1,8 @@
 """Independent clients in parallel: chunks of batches through joblib."""
 
 import os
-from functools import cache
+from contextlib import contextmanager
+from functools import cache, partial
 
 import numpy as np
 from joblib import effective_n_jobs
@@ -29,26 +30,47 @@ def map_batches(function, batches, n_jobs=None):
     -------
     list
     """
+    with batch_mapper(n_jobs) as (run, _):
+        return run(function, batches)
+
+
+@contextmanager
+def batch_mapper(n_jobs=None):
+    """Function ``run(function, batches)`` that is :func:`map_batches`, and the number of workers.
+
+    For many calls: threads are limited once.
+    """
     with _threads().limit(limits=1):  # here once: workers may be threads of this process
         workers = effective_n_jobs(n_jobs)
-        if workers == 1 or len(batches) < 2:
-            return [function(*batch) for batch in batches]
-        cost = np.cumsum([batch[0].size for batch in batches])
-        chunk = (cost - 1) * _CHUNKS_PER_JOB * workers // cost[-1]
-        starts = np.flatnonzero(np.diff(chunk, prepend=-1))
-        ends = [*starts[1:], len(batches)]
-        chunks = [batches[start:end] for start, end in zip(starts, ends, strict=True)]
-        run = delayed(_run)
-        done = Parallel(n_jobs=n_jobs)(run(function, chunk, os.getpid()) for chunk in chunks)
+        if workers == 1:
+            yield _in_order, workers
+        else:
+            yield partial(_in_chunks, n_jobs=n_jobs, workers=workers), workers
+
+
+def _in_order(function, batches):
+    return [function(*batch) for batch in batches]
+
+
+def _in_chunks(function, batches, n_jobs, workers):
+    if len(batches) < 2:
+        return _in_order(function, batches)
+    cost = np.cumsum([batch[0].size for batch in batches])
+    chunk = (cost - 1) * _CHUNKS_PER_JOB * workers // cost[-1]
+    starts = np.flatnonzero(np.diff(chunk, prepend=-1))
+    ends = [*starts[1:], len(batches)]
+    chunks = [batches[start:end] for start, end in zip(starts, ends, strict=True)]
+    run = delayed(_run)
+    done = Parallel(n_jobs=n_jobs)(run(function, chunk, os.getpid()) for chunk in chunks)
     return [result for results in done for result in results]
 
 
 def _run(function, batches, parent):
     """Results of a chunk; a process of its own limits its own threads."""
     if os.getpid() == parent:
-        return [function(*batch) for batch in batches]
+        return _in_order(function, batches)
     with _threads().limit(limits=1):
-        return [function(*batch) for batch in batches]
+        return _in_order(function, batches)
 
 
 @cache

@@ -2,8 +2,11 @@
 
 from pfl_sklearn.linear_model._linear import PersonalizedLinearRegression
 from pfl_sklearn.linear_model._logistic import PersonalizedLogisticRegression, SeparationWarning
+from pfl_sklearn.linear_model._ppsgd import PPSGDClassifier, PPSGDRegressor
 
 __all__ = [
+    "PPSGDClassifier",
+    "PPSGDRegressor",
     "PersonalizedLinearRegression",
     "PersonalizedLogisticRegression",
     "SeparationWarning",

@@ -1,0 +1,132 @@
+"""What a private run of PPSGD spends, and its report."""
+
+import math
+
+from pfl_sklearn.privacy import PrivacyReport
+from pfl_sklearn.privacy._report import leaking, private_report
+from pfl_sklearn.privacy._round_sum import ClippedSum
+from pfl_sklearn.privacy._sampled import SampledGaussian, calibrate_rounds, events_epsilon
+from pfl_sklearn.privacy._sparse_sum import SparseClippedSum
+
+_RELATIONS = {"poisson": "add_remove", "fixed": "replace_one"}
+
+
+def relation_of_rounds(model):
+    """Neighbouring relation that the rounds are accounted under."""
+    return _RELATIONS[model.sampling]
+
+
+def is_private(model):
+    """Whether noise is asked for."""
+    return math.isfinite(model.epsilon) or bool(model.noise_multiplier)
+
+
+def check_privacy(model):
+    """Raise ValueError for privacy parameters that contradict one another."""
+    if math.isfinite(model.epsilon) and model.noise_multiplier is not None:
+        raise ValueError(
+            f"epsilon={model.epsilon!r} and noise_multiplier={model.noise_multiplier!r} were both "
+            "given; give one of the two, the other follows from it."
+        )
+    if model.clip_quantile is not None and model.clip_norm is None:
+        raise ValueError(
+            "clip_norm must be given with clip_quantile: it is the bound of the first round."
+        )
+    if not is_private(model):
+        return
+    if model.clip_norm is None:
+        raise ValueError(
+            "clip_norm must be given when noise is added (finite epsilon, or noise_multiplier): "
+            "the L2 norm that a client's message is clipped to. It is yours, never taken from the "
+            "data."
+        )
+    if model.delta == 0:
+        raise ValueError("delta must be above 0 for Gaussian noise; got 0.")
+    if model.learning_rate == "auto":
+        raise ValueError(
+            "learning_rate='auto' looks at the data, which would leak when noise is added; give a "
+            "number, or 'theory' with smoothness."
+        )
+
+
+def round_events(model, n_rounds, spent=()):
+    """Accounting events of `n_rounds` rounds: none if nothing is released, None if no noise is.
+
+    Known from the parameters alone. The noise is that of the rounds `spent`, if there are any.
+    """
+    if not is_private(model):
+        return None
+    if model.alpha == 0 or n_rounds == 0:
+        return ()
+    z = spent[-1].noise_multiplier if spent else model.noise_multiplier
+    if z is None:
+        z = calibrate_rounds(
+            model.epsilon,
+            model.delta,
+            n_rounds=n_rounds,
+            rate=model.client_fraction,
+            sampling=model.sampling,
+        )
+    return (SampledGaussian(float(z), n_rounds, model.client_fraction, model.sampling),)
+
+
+def mechanism_of(model, events, sparse=False):
+    """Release of a round."""
+    z = events[0].noise_multiplier if events else 0.0
+    mechanism = ClippedSum(model.clip_norm, z, model.clip_quantile)
+    return SparseClippedSum(mechanism) if sparse else mechanism
+
+
+def report_of(model, progress, names):
+    """Privacy report of all rounds so far."""
+    released, kept = names
+    if getattr(model, "_skl_callbacks", []):
+        kept = (*kept, "what callbacks recorded, such as scores")
+    n_clients, spent = len(progress.clients), progress.spent
+    if spent is None:
+        earlier = "Rounds before these had no noise."
+        return PrivacyReport.unprotected(
+            earlier if is_private(model) else "epsilon=inf was asked for.",
+            not_released=(*released, *kept),
+            n_clients=n_clients,
+        )
+    if not spent:
+        return PrivacyReport.of_known_population(released, kept, n_clients)
+    relation = relation_of_rounds(model)
+    other = "replace_one" if relation == "add_remove" else "add_remove"
+    epsilon, elsewhere = (events_epsilon(spent, model.delta, name) for name in (relation, other))
+    report = private_report(
+        {
+            **mechanism_of(model, spent[-1:]).facts(spent[-1], model.delta, relation),
+            "epsilon": epsilon,
+        },
+        n_clients=n_clients,
+        seeded=model.random_state is not None,
+        caveats=_caveats(model, epsilon),
+        rounds=sum(event.n_rounds for event in spent),
+        epsilon_under=((other, elsewhere),) if math.isfinite(elsewhere) else (),
+        released=released,
+        not_released=kept,
+        assumptions=(
+            "the labels that occur are public",
+            "clip_norm, learning_rate and the other parameters are the user's, not the data's",
+            "joint differential privacy: what a client computes from the released models and its "
+            "own rows protects the other clients, not itself",
+        ),
+    )
+    if not progress.stopped:
+        return report
+    return leaking(
+        report,
+        "a callback ended the rounds early: unless it looked at public data alone, when it did so "
+        "tells what scores without noise were",
+    )
+
+
+def _caveats(model, epsilon):
+    if not epsilon > model.epsilon * (1 + 1e-6):
+        return ()
+    return (
+        f"epsilon = {model.epsilon:.4g} was asked for each fit; with the rounds before, the total "
+        f"is {epsilon:.4g}.",
+    )

@@ -1,0 +1,157 @@
+"""Updates of additive global and local linear models: Algorithms 1, 2 and 3, on blocks of clients.
+
+Coefficients are (d, c) for d features and c outputs.
+"""
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import expit
+
+from pfl_sklearn._rounds import Method
+
+
+class Loss(NamedTuple):
+    """Function from predictors (g, b, c) and targets to residuals and losses (g, b).
+
+    Residuals are the derivative by the predictors. `curvature` bounds the second derivative.
+    """
+
+    function: object
+    curvature: float
+
+
+def squared_error(predictors, y):
+    """Half squared error; targets (g, b, c)."""
+    residuals = predictors - y
+    return residuals, 0.5 * np.einsum("gbc,gbc->gb", residuals, residuals)
+
+
+def log_loss(predictors, y):
+    """Logistic loss of one predictor (g, b, 1), or softmax loss of several; labels (g, b)."""
+    if predictors.shape[-1] == 1:
+        signed = np.where(y == 1, predictors[..., 0], -predictors[..., 0])
+        residuals = np.where(y == 1, -expit(-signed), expit(-signed))[..., None]
+        return residuals, np.logaddexp(0.0, -signed)
+    shifted = predictors - predictors.max(axis=-1, keepdims=True)
+    odds = np.exp(shifted)
+    total = odds.sum(axis=-1, keepdims=True)
+    residuals = odds / total
+    chosen = np.take_along_axis(shifted, y[..., None], axis=-1)[..., 0]
+    np.put_along_axis(
+        residuals, y[..., None], np.take_along_axis(residuals, y[..., None], -1) - 1.0, axis=-1
+    )
+    return residuals, np.log(total[..., 0]) - chosen
+
+
+def one_versus_all(predictors, y):
+    """Half squared error of the indicators of classes, less their mean; labels (g, b)."""
+    n_classes = predictors.shape[-1]
+    if n_classes == 1:
+        targets = (y - 0.5)[..., None]
+    else:
+        targets = np.eye(n_classes)[y] - 1.0 / n_classes
+    return squared_error(predictors, targets)
+
+
+LOSSES = {
+    "squared_error": Loss(squared_error, 1.0),
+    "log_loss": Loss(log_loss, 0.5),
+    "one_versus_all": Loss(one_versus_all, 1.0),
+}
+
+
+class Steps(NamedTuple):
+    """Step sizes of both models on average gradients.
+
+    Parameters
+    ----------
+    population : float
+        On the average over the clients expected in a round.
+    local : float
+        On a client's own average over its rows, of a client with the average number of them.
+    """
+
+    population: float
+    local: float
+
+
+def step_sizes(alpha, learning_rate, n_expected):
+    """Steps of the two models; `learning_rate` is the larger of them.
+
+    With ``a = alpha * n_expected`` they are (a, 1) for a <= 1 and (1, 1 / a) beyond, in units of
+    `learning_rate`. In the paper's symbols they are alpha eta and eta / (q N).
+    """
+    if math.isinf(alpha):
+        return Steps(learning_rate, 0.0)
+    ratio = alpha * n_expected
+    if ratio <= 1:
+        return Steps(ratio * learning_rate, learning_rate)
+    return Steps(learning_rate, learning_rate / ratio)
+
+
+def ppsgd(n_clients, shape, loss, steps, divisor, mean_batch, average):
+    """The method, for coefficients of a `shape` (d, c).
+
+    Parameters
+    ----------
+    n_clients : int
+    shape : tuple
+    loss : Loss
+    steps : Steps
+    divisor : float
+        Of the sum of messages: the number of clients, or of rows, expected in a round.
+    mean_batch : float or None
+        Rows of the average client in a round if messages are sums over rows; None: averages.
+    average : bool
+        Whether to follow the average iterate.
+    """
+    names = ("local", "local_moment") if average else ("local",)
+    population = ("coef", "moment") if average else ("coef",)
+
+    def init():
+        server = {name: np.zeros(shape) for name in population}
+        return server, {name: np.zeros((n_clients, *shape)) for name in names}
+
+    return Method(
+        init,
+        partial(client_update, loss=loss.function, step=steps.local, mean_batch=mean_batch),
+        partial(server_update, step=steps.population / divisor),
+    )
+
+
+def client_update(server, t, X, y, local, moment=None, *, loss, step, mean_batch):
+    """Messages, new local models and losses of clients with rows X (g, b, d).
+
+    The moment of the local model is the sum of its increments times the numbers of their rounds,
+    from 1: the average iterate is the last one less the moment over the number of rounds.
+    """
+    n_rows = X.shape[1]
+    with np.errstate(over="ignore", invalid="ignore"):
+        coef = server["coef"] + local
+        residuals, losses = loss(X @ coef, y)
+        if mean_batch is None:
+            residuals /= n_rows
+        gradients = X.transpose(0, 2, 1) @ residuals
+        if step:
+            change = np.multiply(gradients, -step / (mean_batch or 1.0), out=coef)
+            moment = None if moment is None else moment + (t + 1) * change
+            local = np.add(local, change, out=coef)
+    kept = (local,) if moment is None else (local, moment)
+    return gradients, kept, losses.sum(axis=1) / n_rows
+
+
+def server_update(server, total, t, *, step):
+    """New population model."""
+    change = -step * total
+    new = {"coef": server["coef"] + change}
+    if "moment" in server:
+        new["moment"] = server["moment"] + (t + 1) * change
+    return new
+
+
+def averaged(last, moment, n_rounds):
+    """Average over the rounds of an iterate that started at 0, before each of their updates."""
+    return last - moment / n_rounds

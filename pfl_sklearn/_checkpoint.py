@@ -51,8 +51,8 @@ class Checkpoint:
         meta, arrays = self._found
         if meta["data"] != self.data:
             raise ValueError(
-                f"checkpoint {self.path!r} was written with other rows of X, y or groups, or another "
-                "random_state; remove it to start anew."
+                f"checkpoint {self.path!r} was written with other rows of X, y or groups, or with "
+                "another random_state; remove it to start anew."
             )
         parts = {group: {} for group in _GROUPS}
         for name, values in arrays.items():

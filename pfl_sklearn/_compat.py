@@ -4,7 +4,9 @@ They have no deprecation promise. When a release moves one, this module is what 
 """
 
 from sklearn.base import _fit_context as fit_context
+from sklearn.utils import _safe_indexing as safe_indexing
 from sklearn.utils._param_validation import HasMethods, Interval, StrOptions
+from sklearn.utils.validation import _check_method_params as check_method_params
 from sklearn.utils.validation import _check_sample_weight as check_sample_weight
 from sklearn.utils.validation import _num_samples as num_samples
 
@@ -12,7 +14,9 @@ __all__ = [
     "HasMethods",
     "Interval",
     "StrOptions",
+    "check_method_params",
     "check_sample_weight",
     "fit_context",
     "num_samples",
+    "safe_indexing",
 ]

@@ -16,6 +16,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils import get_tags
 from sklearn.utils.estimator_checks import parametrize_with_checks
+from sklearn.utils.validation import has_fit_parameter
 
 import pfl_sklearn
 from pfl_sklearn import (
@@ -24,6 +25,8 @@ from pfl_sklearn import (
     GaussianMean,
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,
+    PPSGDClassifier,
+    PPSGDRegressor,
     SingleClientWarning,
 )
 from pfl_sklearn.base import ClientMixin, UnseenClientsWarning
@@ -37,7 +40,8 @@ from pfl_sklearn.priors import (
 # Every public estimator, with default parameters: scikit-learn's checks and ours.
 MEANS = [GaussianMean(), BernoulliMean()]
 REGRESSIONS = [PersonalizedLinearRegression(), PersonalizedLogisticRegression()]
-ESTIMATORS = [*MEANS, *REGRESSIONS]
+ROUNDS = [PPSGDRegressor(), PPSGDClassifier()]
+ESTIMATORS = [*MEANS, *REGRESSIONS, *ROUNDS]
 # Other configurations, for our checks only.
 VARIANTS = [
     GaussianMean("gaussian_mixture"),
@@ -53,6 +57,10 @@ VARIANTS = [
     PersonalizedLinearRegression(DiscretePrior(), random="intercept"),
     PersonalizedLogisticRegression(GaussianPrior(covariance_type="diag"), random=["intercept"]),
     PersonalizedLogisticRegression(GaussianPrior(mean=0.0, covariance=1.0)),
+    PPSGDRegressor(alpha=0, average=True, random_state=0),
+    PPSGDRegressor(alpha=math.inf, batch_size=2, weighting="clients", random_state=0),
+    PPSGDRegressor(sampling="fixed", client_fraction=0.3, clip_norm=1.0, random_state=0),
+    PPSGDClassifier(loss="squared_error", client_fraction=0.3, random_state=0),
 ]
 # Wrappers, for scikit-learn's checks. The client column is one of their float features there, so
 # every row is a client and the noise variance has to be known.
@@ -91,6 +99,16 @@ PRIVATE = [
         random_state=0,
     ),
 ]
+NOISE = {"clip_norm": 1.0, "learning_rate": 0.1, "n_rounds": 20, "random_state": 0}
+PRIVATE_ROUNDS = [
+    PPSGDRegressor(epsilon=1.0, **NOISE),
+    PPSGDRegressor(noise_multiplier=2.0, average=True, client_fraction=0.5, **NOISE),
+    PPSGDRegressor(noise_multiplier=2.0, clip_quantile=0.5, weighting="clients", **NOISE),
+    PPSGDRegressor(epsilon=4.0, sampling="fixed", client_fraction=0.5, **NOISE),
+    PPSGDClassifier(epsilon=1.0, **NOISE),
+    PPSGDClassifier(noise_multiplier=1.0, alpha=math.inf, loss="squared_error", **NOISE),
+]
+PRIVATE += PRIVATE_ROUNDS
 RELEASING = [
     *PRIVATE,
     GaussianMean(
@@ -99,6 +117,15 @@ RELEASING = [
 ]
 every = pytest.mark.parametrize("estimator", ESTIMATORS, ids=repr)
 every_private = pytest.mark.parametrize("estimator", PRIVATE, ids=repr)
+every_weighted = pytest.mark.parametrize(
+    "estimator", [e for e in ESTIMATORS if has_fit_parameter(e, "sample_weight")], ids=repr
+)
+every_private_weighted = pytest.mark.parametrize(
+    "estimator", [e for e in PRIVATE if has_fit_parameter(e, "sample_weight")], ids=repr
+)
+every_with_a_prior = pytest.mark.parametrize(
+    "estimator", [e for e in ESTIMATORS if hasattr(e, "prior")], ids=repr
+)
 every_mean = pytest.mark.parametrize("estimator", MEANS, ids=repr)
 every_configuration = pytest.mark.parametrize(
     "estimator", [*ESTIMATORS, *VARIANTS, *RELEASING], ids=repr
@@ -410,7 +437,7 @@ def test_predict_says_what_is_missing(estimator):
         response(alone, X, groups)
 
 
-@every
+@every_weighted
 def test_weight_zero_is_an_absent_row(estimator):
     X, y, groups = make_table(estimator)
     weights = np.ones(len(y))
@@ -425,7 +452,7 @@ def test_weight_zero_is_an_absent_row(estimator):
     assert 3 not in first.clients_
 
 
-@every
+@every_weighted
 @pytest.mark.parametrize(
     ("weights", "error"), [([-1.0], "negative"), ([0.0], "zero"), ([np.nan], "NaN")]
 )
@@ -435,7 +462,7 @@ def test_bad_weights(estimator, weights, error):
         clone(estimator).fit(X, y, groups=groups, sample_weight=np.repeat(weights, len(y)))
 
 
-@every_private
+@every_private_weighted
 def test_weights_are_refused_in_private_fits(estimator):
     X, y, groups = make_table(estimator)
     with pytest.raises(ValueError, match="sample_weight is not supported"):
@@ -478,7 +505,7 @@ def test_parameters_out_of_range(estimator, name, value):
         clone(estimator).set_params(**{name: value}).fit(X, y, groups=groups)
 
 
-@every
+@every_with_a_prior
 @pytest.mark.parametrize("prior", ["magic", "exponential", GaussianPrior, 3.0])
 def test_unsupported_priors_are_refused(estimator, prior):
     X, y, groups = make_table(estimator)

@@ -1,5 +1,6 @@
 """What a private run of PPSGD spends, and its report."""
 
+import dataclasses
 import math
 
 from pfl_sklearn.privacy import PrivacyReport
@@ -91,7 +92,11 @@ def report_of(model, progress, names):
             n_clients=n_clients,
         )
     if not spent:
-        return PrivacyReport.of_known_population(released, kept, n_clients)
+        return dataclasses.replace(
+            PrivacyReport.of_known_population(released, kept, n_clients),
+            mechanism="nothing is released: no round of a global model was run",
+            assumptions=("the number of clients is public",),
+        )
     relation = relation_of_rounds(model)
     other = "replace_one" if relation == "add_remove" else "add_remove"
     epsilon, elsewhere = (events_epsilon(spent, model.delta, name) for name in (relation, other))
@@ -108,7 +113,8 @@ def report_of(model, progress, names):
         released=released,
         not_released=kept,
         assumptions=(
-            "the labels that occur are public",
+            "the labels that occur are public, and the numbers of clients and rows that sums are "
+            "divided by are constants",
             "clip_norm, learning_rate and the other parameters are the user's, not the data's",
             "joint differential privacy: what a client computes from the released models and its "
             "own rows protects the other clients, not itself",

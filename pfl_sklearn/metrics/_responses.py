@@ -90,7 +90,7 @@ class Responses(BaseEstimator):
 
 
 # Scores that are means over rows: all clients at once.
-_ROW_SCORES = {
+ROW_SCORES = {
     "neg_mean_squared_error": lambda y, predicted: -((y - predicted) ** 2),
     "neg_mean_absolute_error": lambda y, predicted: -np.abs(y - predicted),
 }
@@ -102,10 +102,10 @@ def score_clients(scoring, scorer, responses, y, order, offsets):
     `scorer` is the one that `scoring` names; no client may be without rows.
     """
     y = np.asarray(y)
-    if isinstance(scoring, str) and scoring in _ROW_SCORES and y.ndim == 1:
+    if isinstance(scoring, str) and scoring in ROW_SCORES and y.ndim == 1:
         predicted = np.asarray(responses.predict(None))
         if predicted.shape == y.shape and {y.dtype.kind, predicted.dtype.kind} <= set("fiub"):
-            rows = _ROW_SCORES[scoring](y.astype(float), predicted.astype(float))[order]
+            rows = ROW_SCORES[scoring](y.astype(float), predicted.astype(float))[order]
             if np.isfinite(rows).all():
                 return np.add.reduceat(rows, offsets[:-1]) / np.diff(offsets)
     return _score_one_by_one(scorer, responses, y, order, offsets)

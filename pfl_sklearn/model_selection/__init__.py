@@ -1,5 +1,6 @@
-"""Splitters that keep rows of every client on both sides."""
+"""Splitters that keep rows of every client on both sides, and private selection."""
 
+from pfl_sklearn.model_selection._private_select import PrivateSelectCV
 from pfl_sklearn.model_selection._split import ClientKFold, ClientShuffleSplit
 
-__all__ = ["ClientKFold", "ClientShuffleSplit"]
+__all__ = ["ClientKFold", "ClientShuffleSplit", "PrivateSelectCV"]

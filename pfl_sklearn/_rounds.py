@@ -20,6 +20,10 @@ _BLOCK = 1 << 17  # numbers in the rows of a block, which is to stay in the cach
 _JUMP = 0x9E3779B97F4A7C15F39CC0605CEDC835  # between streams: that of PCG64.jumped
 
 
+class DivergenceError(ArithmeticError, ValueError):
+    """Rounds whose losses or models stopped being finite."""
+
+
 class Method(NamedTuple):
     """A method on rounds.
 

@@ -1,10 +1,12 @@
 """Linear models with one coefficient vector per client."""
 
+from pfl_sklearn._rounds import DivergenceError
 from pfl_sklearn.linear_model._linear import PersonalizedLinearRegression
 from pfl_sklearn.linear_model._logistic import PersonalizedLogisticRegression, SeparationWarning
 from pfl_sklearn.linear_model._ppsgd import PPSGDClassifier, PPSGDRegressor
 
 __all__ = [
+    "DivergenceError",
     "PPSGDClassifier",
     "PPSGDRegressor",
     "PersonalizedLinearRegression",

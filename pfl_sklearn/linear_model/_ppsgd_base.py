@@ -110,8 +110,9 @@ class BasePPSGD(CallbackSupportMixin, ClientMixin, BaseEstimator):
         Raises
         ------
         ValueError
-            If parameters contradict one another, the data do not go with them, or the rounds
-            diverge; the estimator then is as it was.
+            If parameters contradict one another, or the data do not go with them.
+        DivergenceError
+            If the rounds diverge. In either case the estimator is as it was.
         """
         earlier = getattr(self, "_progress", None) if self.warm_start else None
         self._check_parameters()

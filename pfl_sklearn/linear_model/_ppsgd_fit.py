@@ -9,7 +9,7 @@ from scipy.sparse import csr_array, hstack, issparse
 from sklearn.utils import check_random_state
 
 from pfl_sklearn._clients import EncodedClients, client_batches, match_clients, rows_by_client
-from pfl_sklearn._rounds import ClientRows, Method, Plan, Sampling, State, start
+from pfl_sklearn._rounds import ClientRows, DivergenceError, Method, Plan, Sampling, State, start
 from pfl_sklearn.linear_model._ppsgd_sparse import (
     LocalModels,
     Pairs,
@@ -295,10 +295,10 @@ def models(state, clients, pairs=None):
 
 
 def check_converged(state, learning_rate):
-    """Raise ValueError if the rounds diverged."""
+    """Raise DivergenceError if the rounds diverged."""
     finite = np.isfinite(state.server["coef"]).all() and np.isfinite(state.clients["local"]).all()
     if not finite or len(state.history["loss"]) > state.round:
-        raise ValueError(
+        raise DivergenceError(
             f"The rounds diverged: learning_rate={learning_rate:.4g} is too large for these "
             "features. Lower it, or scale the features."
         )

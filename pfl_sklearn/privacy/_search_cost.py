@@ -171,7 +171,8 @@ def search_cost(
     Raises
     ------
     ValueError
-        If there is no fitted search, or its candidates differ in what is protected from whom.
+        If there is no fitted search, `delta` is out of range, or the candidates differ in what is
+        protected from whom.
 
     Notes
     -----
@@ -205,6 +206,8 @@ def search_cost(
     fits = _fits_of(search)
     unit, relation = _common(fits)
     delta = stated_cost(search.estimator).delta if delta is None else delta
+    if not 0 <= delta < 1:
+        raise ValueError(f"delta must be in [0, 1); got {delta!r}.")
     costs = tuple(_cost(fit, delta, relation) for fit in fits)
     scores = tuple(score_events) * sum(fit.n_fits for fit in fits if not fit.refit)
     statement, protected = _of_scores(search, public_holdout, scores)
@@ -293,7 +296,7 @@ def _of_scores(search: Any, public: bool, scores: tuple[Any, ...]) -> tuple[str,
     if not public and not scores:
         return _UNPROTECTED, False
     statement = _PUBLIC if public else _NOISED
-    if search.return_train_score:
+    if getattr(search, "return_train_score", False):
         return statement + _TRAIN_SCORES, False
     return statement, public or protect(scores)
 

@@ -1,0 +1,271 @@
+"""What a private selection may cost, settled before any data are looked at."""
+
+import math
+from typing import Any, NamedTuple
+
+from sklearn.base import clone, is_classifier
+
+from pfl_sklearn._nesting import releasing_core
+from pfl_sklearn.privacy import GaussianEvent, GaussianMechanism
+from pfl_sklearn.privacy._report import learns
+from pfl_sklearn.privacy._selection import check_distribution, largest_within, selection_epsilon
+from pfl_sklearn.privacy._stated import protect, relation_of, unit_of
+
+# Parameters of a private estimator that the selection sets, or that would undo what it promises.
+_RESERVED = ("epsilon", "noise_multiplier", "delta", "ledger", "checkpoint", "random_state")
+_SMALLEST_SHARE = 1e-4  # of the total, that a trial may have
+_RATES = 1e-4, 50.0  # inverse noise multipliers
+# Scores that are bounded by nature.
+_RANGES = dict.fromkeys(("accuracy", "balanced_accuracy", "f1", "roc_auc"), (0.0, 1.0))
+
+
+class Plan(NamedTuple):
+    """What is known of a selection before any data are."""
+
+    params: dict[str, Any]  # set on the estimator of every trial
+    total: float  # epsilon of the whole
+    unit: str
+    relation: str
+    score_range: tuple[float, float] | None
+    mechanism: GaussianMechanism | None  # on the sum over clients of scores from 0 to 1
+    spending: tuple[Any, ...]  # of a trial that releases something
+    events: tuple[Any, ...]  # of a trial, its score included
+    seed_name: str | None  # parameter that takes a trial's seed
+
+
+def plan_selection(select):
+    """Check the parameters of a selection, and calibrate its trials to the total.
+
+    Raises
+    ------
+    ValueError
+        For whatever cannot be run.
+    """
+    check_distribution(select.expected_trials, select.distribution)
+    _check_holdout(select)
+    core, prefix, steps = releasing_core(select.estimator)
+    names = core.get_params(deep=False) if hasattr(core, "get_params") else {}
+    _check_searched(select, prefix, names)
+    seed_name = f"{prefix}random_state" if "random_state" in names else None
+    unit, relation, bounds = unit_of(core), relation_of(core), _range_of(select)
+    if math.isinf(select.epsilon):
+        return Plan({}, math.inf, unit, relation, bounds, None, (), (), seed_name)
+    _check_private(select, core, steps, names, bounds)
+    mechanism = None
+    if select.holdout is None:
+        mechanism = GaussianMechanism(1.0, select.score_share * select.epsilon, select.delta)
+    by_noise = "noise_multiplier" in names
+    point, spending = _costly_point(select, prefix, by_noise, unit, relation)
+    params, events, total = _calibrate(select, prefix, by_noise, point, mechanism, relation)
+    spending = spending and spending_of(select, {**point, **params}, relation)
+    return Plan(params, total, unit, relation, bounds, mechanism, spending, events, seed_name)
+
+
+def client_scoring(select):
+    """Name of the score, or scorer, of one client's rows; a ClientScorer averages such scores."""
+    default = "accuracy" if is_classifier(select.estimator) else "neg_mean_squared_error"
+    return getattr(select.scoring, "scoring", select.scoring) or default
+
+
+def spending_of(select, params, relation):
+    """What a trial with these parameters spends, in a form that can be compared."""
+    return tuple(event.spending(relation) for event in _events_of(select, params))
+
+
+def distributions_of(select):
+    """Dicts of lists and distributions to draw from, with equal probability."""
+    given = select.param_distributions
+    return [given] if hasattr(given, "items") else list(given)
+
+
+def _check_holdout(select):
+    held = select.holdout
+    if held is not None and not (isinstance(held, tuple) and len(held) in (2, 3)):
+        raise ValueError(
+            "holdout must be a tuple (X, y) or (X, y, groups) of public rows, or None; got "
+            f"{type(held).__name__}."
+        )
+    bounds = select.score_range
+    if bounds is not None and not (
+        len(bounds) == 2 and -math.inf < bounds[0] < bounds[1] < math.inf
+    ):
+        raise ValueError(
+            f"score_range must be a pair of finite numbers (lowest, highest); got {bounds!r}."
+        )
+
+
+def _check_searched(select, prefix, names):
+    """Refuse lists that are empty and parameters that are not the search's to vary."""
+    if getattr(select.estimator, "get_params", None) is None:
+        raise ValueError(f"estimator must be a scikit-learn estimator; got {select.estimator!r}.")
+    known = select.estimator.get_params()
+    for given in distributions_of(select):
+        if not hasattr(given, "items"):
+            raise ValueError(
+                "param_distributions must be a dict of lists and distributions, or a list of such "
+                f"dicts; got {select.param_distributions!r}."
+            )
+        for name, values in given.items():
+            if name not in known:
+                raise ValueError(
+                    f"param_distributions names {name!r}, which is no parameter of "
+                    f"{type(select.estimator).__name__}."
+                )
+            if name in {f"{prefix}{reserved}" for reserved in _RESERVED}:
+                raise ValueError(
+                    f"param_distributions may not contain {name!r}: the selection sets what a "
+                    "trial may spend, its ledger and its seed."
+                )
+            if not hasattr(values, "rvs") and not (hasattr(values, "__len__") and len(values)):
+                raise ValueError(
+                    f"param_distributions[{name!r}] must be a list with at least one value or "
+                    f"have a method rvs; got {values!r}."
+                )
+    if names.get("ledger") is not None:
+        raise ValueError(
+            "ledger of the estimator would count every trial; give it to PrivateSelectCV, which "
+            "writes one entry."
+        )
+    if names.get("checkpoint") is not None:
+        raise ValueError(
+            "checkpoint of the estimator must be None: a trial would go on from what another one "
+            f"left; got {names['checkpoint']!r}."
+        )
+
+
+def _check_private(select, core, steps, names, bounds):
+    """Refuse, at a finite epsilon, what cannot be kept within it."""
+    if not hasattr(core, "_privacy_events") or not {"epsilon", "delta"} <= set(names):
+        raise ValueError(
+            f"{type(core).__name__} has no parameters epsilon and delta that a selection could "
+            "set, so epsilon must be inf; got "
+            f"epsilon={select.epsilon!r}."
+        )
+    for name, step in steps:
+        if learns(step):
+            raise ValueError(
+                f"step {name!r} ({type(step).__name__}) learns from the data without noise, which "
+                f"no epsilon covers; got epsilon={select.epsilon!r}. Use constants of yours."
+            )
+    if select.delta == 0:
+        raise ValueError("delta must be above 0 when epsilon is finite; got 0.")
+    if select.holdout is None and bounds is None:
+        raise ValueError(
+            "scores of the clients' own rows need bounds that are yours: give score_range=(lowest, "
+            f"highest) for scoring={client_scoring(select)!r}, or holdout=(X, y) with public rows."
+        )
+    if select.holdout is None and unit_of(core) == "row" and relation_of(core) == "add_remove":
+        raise ValueError(
+            "unit='row' with relation='add_remove' needs holdout=(X, y) with public rows: a row "
+            "more changes which other rows are held out."
+        )
+
+
+def _range_of(select):
+    """Bounds of a client's score, given or natural, or None."""
+    if select.score_range is not None:
+        return tuple(float(bound) for bound in select.score_range)
+    scoring = client_scoring(select)
+    return _RANGES.get(scoring) if isinstance(scoring, str) else None
+
+
+def _with(select, params):
+    """Unfitted estimator of a trial."""
+    return clone(select.estimator).set_params(**clone(params, safe=False))
+
+
+def _events_of(select, params):
+    core = releasing_core(_with(select, params)).estimator
+    events = core._privacy_events()
+    if not protect(events):
+        raise ValueError(
+            f"{type(core).__name__} releases without noise whatever its epsilon, so epsilon of the "
+            f"selection must be inf; got {select.epsilon!r}."
+        )
+    return tuple(events)
+
+
+def _settings(select, prefix, by_noise, rate):
+    """Parameters of a trial that may spend more, the larger the `rate`."""
+    if by_noise:
+        values = {"epsilon": math.inf, "noise_multiplier": 1 / rate, "delta": select.delta}
+    else:
+        values = {"epsilon": rate, "delta": select.delta}
+    return {f"{prefix}{name}": value for name, value in values.items()}
+
+
+def _rates(select, by_noise):
+    return _RATES if by_noise else (_SMALLEST_SHARE * select.epsilon, select.epsilon)
+
+
+def _costly_point(select, prefix, by_noise, unit, relation):
+    """Searched parameters at which a trial releases something, and what it spends there.
+
+    All points from which a trial may start have to cost the same, or nothing.
+    """
+    fixed = _settings(select, prefix, by_noise, _rates(select, by_noise)[1])
+    found = None
+    for point in _points(select):
+        core = releasing_core(_with(select, point)).estimator
+        same = (unit_of(core), relation_of(core)) == (unit, relation)
+        spending = spending_of(select, {**point, **fixed}, relation)
+        if same and (not spending or (found and spending == found[1])):
+            continue
+        if found is not None or not same:
+            raise different_costs(point)
+        found = point, spending
+    return found or (next(iter(_points(select))), ())
+
+
+def different_costs(point):
+    """Error for a candidate that does not spend what the others do."""
+    shown = ", ".join(f"{name}={value!r}" for name, value in point.items())
+    return ValueError(
+        "all candidates must spend the same, so param_distributions may not vary what changes it "
+        f"(numbers of rounds, sampling, units); got {shown}."
+    )
+
+
+def _points(select):
+    """Candidates: the first of every dict, and those that differ from it in one listed value."""
+    for given in distributions_of(select):
+        first = {
+            name: values.rvs(random_state=0) if hasattr(values, "rvs") else values[0]
+            for name, values in given.items()
+        }
+        yield first
+        for name, values in given.items():
+            for value in () if hasattr(values, "rvs") else values[1:]:
+                yield {**first, name: value}
+
+
+def _calibrate(select, prefix, by_noise, point, mechanism, relation):
+    """Parameters of a trial within the total, its events, and what the whole then spends."""
+    scores = ()
+    if mechanism is not None:
+        mu = 1 / mechanism.noise_std
+        scores = (GaussianEvent(mu, mu),)
+
+    def events(rate):
+        params = {**point, **_settings(select, prefix, by_noise, rate)}
+        return (*_events_of(select, params), *scores)
+
+    def spent(rate):
+        return selection_epsilon(
+            events(rate),
+            expected_trials=select.expected_trials,
+            distribution=select.distribution,
+            delta=select.delta,
+            relation=relation,
+        )
+
+    low, high = _rates(select, by_noise)
+    guess = 1.0 if by_noise else 0.4 * select.epsilon
+    rate = largest_within(select.epsilon, spent, low, high, guess)
+    if rate is None:
+        raise ValueError(
+            f"epsilon={select.epsilon!r} is too small for expected_trials="
+            f"{select.expected_trials!r} ({select.distribution}) at delta={select.delta!r}: trials "
+            f"that may spend next to nothing cost {spent(low):.4g} together ({relation})."
+        )
+    return _settings(select, prefix, by_noise, rate), events(rate), spent(rate)

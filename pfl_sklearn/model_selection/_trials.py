@@ -1,0 +1,268 @@
+"""Trials of a private selection: their parameters, their scores, and the best of them."""
+
+import math
+import warnings
+from typing import Any, NamedTuple
+
+import numpy as np
+from sklearn import config_context
+from sklearn.base import clone
+from sklearn.metrics import get_scorer
+from sklearn.utils import assert_all_finite, indexable
+from sklearn.utils.metadata_routing import get_routing_for_object
+
+from pfl_sklearn._clients import encode_clients, row_counts, rows_by_client, split_client_column
+from pfl_sklearn._compat import check_method_params, num_samples, safe_indexing
+from pfl_sklearn._nesting import innermost_estimator, predicting_estimator
+from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.metrics._clients import population_model
+from pfl_sklearn.metrics._responses import ROW_SCORES, Responses, scorer_for
+from pfl_sklearn.model_selection._selection_plan import (
+    client_scoring,
+    different_costs,
+    distributions_of,
+    spending_of,
+)
+from pfl_sklearn.privacy import PrivacyWarning
+from pfl_sklearn.privacy._selection import draw_n_trials
+
+
+class Trial(NamedTuple):
+    """A fitted model with its score, its parameters and what it warned of.
+
+    The error instead of the model, if its fit diverged.
+    """
+
+    score: float
+    model: Any
+    params: dict[str, Any]
+    warned: list[Any]
+
+
+class Rows(NamedTuple):
+    """Rows, and what goes with them; `fit_params` by name."""
+
+    X: Any
+    y: Any
+    fit_params: dict[str, Any]
+
+
+class PublicScore:
+    """Score of the population model on public rows: all it tells of the clients is released.
+
+    What a client's own model says is not, so public rows of a client of the fit get the population
+    model too.
+    """
+
+    def __init__(self, holdout, scoring):
+        self.X, self.y = holdout[:2]
+        groups = holdout[2] if len(holdout) == 3 else None
+        self.scorer = get_scorer(scoring)
+        asks = get_routing_for_object(self.scorer).consumes("score", ["groups"])
+        self.metadata = {"groups": groups} if groups is not None and asks else {}
+
+    def __call__(self, model, rng):
+        if hasattr(innermost_estimator(model), "_population_copy"):
+            model = population_model(model)
+        return float(self.scorer(model, self.X, self.y, **self.metadata))
+
+
+class HeldOutScore:
+    """Mean over clients of the score of each on its own held-out rows, bounded and noised.
+
+    Every client's model, its own part included, is scored on its own rows alone; what leaves the
+    client is one number between 0 and 1.
+    """
+
+    def __init__(self, rows, codes, scoring, bounds, mechanism):
+        self.rows, self.scoring, self.bounds, self.mechanism = rows, scoring, bounds, mechanism
+        _, codes = np.unique(codes, return_inverse=True)  # of the clients that have such rows
+        self.order, self.offsets = rows_by_client(codes, codes.max() + 1)
+
+    def __call__(self, model, rng):
+        scores = self._of_clients(predicting_estimator(model))
+        if self.bounds is None:
+            known = scores[np.isfinite(scores)]
+            return float(np.mean(known)) if len(known) else math.nan
+        low, high = self.bounds
+        bounded = np.clip(np.where(np.isnan(scores), low, scores), low, high)
+        shares = (bounded - low) / (high - low)
+        if self.mechanism is None:
+            return low + (high - low) * float(np.mean(shares))
+        total = self.mechanism.privatize(shares[:, None], rng)[0]
+        return low + (high - low) * float(total) / len(shares)
+
+    def _of_clients(self, model):
+        """Scores (m,) of the clients, each from its own rows; NaN where they are not defined."""
+        responses = Responses(model, self.rows.X, self.rows.fit_params.get("groups"))
+        y = np.asarray(self.rows.y)
+        with np.errstate(all="ignore"):
+            rows = _row_scores(self.scoring, y, responses)
+            if rows is not None:
+                return np.add.reduceat(rows[self.order], self.offsets[:-1]) / np.diff(self.offsets)
+            scorer = scorer_for(self.scoring, model)
+            ends = zip(self.offsets[:-1], self.offsets[1:], strict=True)
+            scores = [_score_one(scorer, responses, y, self.order[a:b]) for a, b in ends]
+        failed = [score for score in scores if isinstance(score, ValueError)]
+        if len(failed) == len(scores):
+            raise failed[0]
+        return np.array([math.nan if isinstance(score, ValueError) else score for score in scores])
+
+
+def _row_scores(scoring, y, responses):
+    """Scores (n,) of rows, if that of a client is their mean, else None."""
+    if not isinstance(scoring, str) or y.ndim > 1 or scoring not in (*ROW_SCORES, "accuracy"):
+        return None
+    predicted = np.asarray(responses.predict(None))
+    if scoring == "accuracy":
+        return (y == predicted).astype(float)
+    numeric = {y.dtype.kind, predicted.dtype.kind} <= set("fiub")
+    return ROW_SCORES[scoring](y.astype(float), predicted.astype(float)) if numeric else None
+
+
+def _score_one(scorer, responses, y, rows):
+    """Score of a client by its rows, or the error if it has none."""
+    try:
+        return float(scorer(responses.only(rows), rows, y[rows]))
+    except ValueError as error:
+        return error
+
+
+def draw_candidates(select, plan, rng):
+    """Parameters of a random number of trials, drawn with replacement.
+
+    Raises
+    ------
+    RuntimeError
+        If the number is 0, which a Poisson number can be.
+    ValueError
+        If one of them spends more than was planned.
+    """
+    n_trials = draw_n_trials(select.expected_trials, select.distribution, rng)
+    if n_trials == 0:
+        raise RuntimeError(
+            f"the number of trials came out as 0, which a Poisson number of mean "
+            f"{select.expected_trials!r} does with probability "
+            f"{math.exp(-select.expected_trials):.2g}: nothing was fitted. That is one of the "
+            "outcomes that the privacy statement covers, so the epsilon counts as spent. "
+            "distribution='geometric' and 'logarithmic' have at least one trial."
+        )
+    given = distributions_of(select)
+    candidates = [_draw(given[rng.integers(len(given))], rng) for _ in range(n_trials)]
+    if plan.params:
+        for candidate in candidates:
+            spending = spending_of(select, {**candidate, **plan.params}, plan.relation)
+            if spending and spending != plan.spending:
+                raise different_costs(candidate)
+    return candidates
+
+
+def _draw(given, rng):
+    return {
+        name: values.rvs(random_state=rng)
+        if hasattr(values, "rvs")
+        else values[rng.integers(len(values))]
+        for name, values in sorted(given.items())
+    }
+
+
+def read_data(select, plan, X, y, params, rng):
+    """Rows to fit, and what scores a fitted model."""
+    scoring = client_scoring(select)
+    X, y = indexable(X, y)
+    n_rows = num_samples(X)
+    params = check_method_params(X, params=params)
+    if select.holdout is not None:
+        return Rows(X, y, params), PublicScore(select.holdout, select.scoring or scoring)
+    column = select.client_column
+    if column is None:
+        column = getattr(select.estimator, "column", None)  # of a ClientColumn
+    if y is not None:
+        assert_all_finite(y, input_name="y")
+    codes, sizes = _clients(X, params.get("groups"), column, n_rows)
+    tested = held_out(codes, sizes, select.test_size, rng)
+    if not tested.any():
+        raise ValueError(
+            f"no client has two rows, so that none can be held out (found {n_rows} sample(s) of "
+            f"{len(sizes)} clients: 1 sample each); give holdout=(X, y) with public rows."
+        )
+    train, test = (_rows(X, y, params, np.flatnonzero(rows)) for rows in (~tested, tested))
+    return train, HeldOutScore(test, codes[tested], scoring, plan.score_range, plan.mechanism)
+
+
+def held_out(codes, sizes, test_size, rng):
+    """Mask (n,) of rows to score, drawn for every client by itself.
+
+    A client has `test_size` of its rows there, rounded, at least one, and keeps at least one. How
+    many depends on its own rows alone, so that a client that comes or goes changes no other's.
+    """
+    n_test = np.clip(np.floor(test_size * sizes + 0.5), 1, sizes - 1).astype(np.intp)
+    order = np.lexsort((rng.random(len(codes)), codes))
+    starts = np.cumsum(sizes) - sizes
+    ranks = np.arange(len(codes)) - starts[codes[order]]
+    tested = np.empty(len(codes), dtype=bool)
+    tested[order] = ranks < n_test[codes[order]]
+    return tested
+
+
+def best_trial(select, plan, candidates, rows, score, rng, seeded):
+    """The trial with the highest score; NaN is the lowest, the first of equals wins.
+
+    Raises
+    ------
+    ArithmeticError
+        If all trials diverged: that of the first.
+    """
+    best = None
+    for candidate in candidates:
+        seed = int(rng.integers(2**31 - 1)) if seeded else None
+        trial = _run(select, plan, candidate, rows, score, seed)
+        failed = best is not None and isinstance(best.model, ArithmeticError)
+        if best is None or trial.score > best.score or (failed and trial.score == best.score):
+            best = trial
+    if isinstance(best.model, ArithmeticError):
+        raise best.model
+    return best
+
+
+def warn_again(trial):
+    """Warnings of the trial that is released, and of no other; its privacy report says the rest."""
+    for caught in trial.warned:
+        if not issubclass(caught.category, PrivacyWarning):
+            warn_caller(str(caught.message), caught.category)
+
+
+def _run(select, plan, candidate, rows, score, seed):
+    model = clone(select.estimator).set_params(**clone(candidate, safe=False), **plan.params)
+    if plan.seed_name is not None:
+        model.set_params(**{plan.seed_name: seed})
+    noise = np.random.default_rng(None if seed is None else [seed, 1])
+    with (
+        config_context(enable_metadata_routing=True),
+        warnings.catch_warnings(record=True) as warned,
+    ):
+        warnings.simplefilter("always")
+        try:
+            model.fit(rows.X, rows.y, **rows.fit_params)
+        except ArithmeticError as error:  # rounds that diverge
+            return Trial(-math.inf, error, candidate, [])
+        found = score(model, noise)
+    return Trial(-math.inf if math.isnan(found) else found, model, candidate, list(warned))
+
+
+def _clients(X, groups, column, n_rows):
+    """Codes (n,) of the rows' clients, and numbers of rows (m,); one client without ids."""
+    if column is not None:
+        groups = split_client_column(X, column)[1]
+    if groups is None:
+        return np.zeros(n_rows, dtype=np.intp), np.array([n_rows])
+    ids, codes = encode_clients(groups, n_rows)
+    return codes, row_counts(codes, len(ids))
+
+
+def _rows(X, y, params, indices):
+    return Rows(
+        safe_indexing(X, indices),
+        None if y is None else safe_indexing(y, indices),
+        check_method_params(X, params=params, indices=indices),
+    )

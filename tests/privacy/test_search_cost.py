@@ -1,0 +1,408 @@
+"""What searches over private models cost, against accounts composed by hand, and their warning."""
+
+import json
+import math
+import re
+import warnings
+
+import numpy as np
+import pytest
+import sklearn
+from dp_accounting import dp_event, pld, rdp
+from joblib import parallel_config
+from sklearn.base import BaseEstimator, RegressorMixin
+from sklearn.callback import ScoringMonitor
+from sklearn.experimental import enable_halving_search_cv  # noqa: F401
+from sklearn.linear_model import Ridge
+from sklearn.model_selection import (
+    GridSearchCV,
+    GroupKFold,
+    HalvingGridSearchCV,
+    RandomizedSearchCV,
+    cross_val_score,
+)
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer, StandardScaler
+
+from pfl_sklearn import (
+    BernoulliMean,
+    ClientColumn,
+    GaussianMean,
+    PersonalizedLinearRegression,
+    PrivacyWarning,
+)
+from pfl_sklearn.metrics import ClientScorer
+from pfl_sklearn.model_selection import ClientKFold
+from pfl_sklearn.priors import GaussianPrior
+from pfl_sklearn.privacy import (
+    GaussianEvent,
+    PrivacyLedger,
+    SampledGaussian,
+    gdp_epsilon,
+    gdp_mu,
+    search_cost,
+)
+
+DELTA = 1e-5
+GENERATOR = np.random.default_rng(0)
+GROUPS = np.repeat(np.arange(30), 6)
+Y = GENERATOR.normal(size=30)[GROUPS] + GENERATOR.normal(size=180)
+X = GENERATOR.normal(size=(180, 1))
+TABLE = np.column_stack([GROUPS, X])
+MEAN = GaussianMean(noise_variance=1.0, epsilon=1.0, clip_norm=3.0)
+SCORER = ClientScorer("neg_mean_squared_error")
+CLIPS = {"clip_norm": [1.0, 2.0, 3.0]}
+
+
+class Rounds(RegressorMixin, BaseEstimator):
+    """Predicts 0, and spends what rounds on a twentieth of the clients spend."""
+
+    def __init__(self, alpha=1.0, noise_multiplier=1.0, delta=DELTA):
+        self.alpha = alpha
+        self.noise_multiplier = noise_multiplier
+        self.delta = delta
+
+    _privacy_relation = "add_remove"
+
+    def _privacy_events(self):
+        if self.noise_multiplier == 0:
+            return None
+        return (SampledGaussian(self.noise_multiplier, 200, rate=0.05),)
+
+    def fit(self, X, y):
+        self.fitted_ = True
+        return self
+
+    def predict(self, X):
+        return np.zeros(len(X))
+
+
+def fitted(search, *, groups=GROUPS, data=X, quiet=True):
+    with sklearn.config_context(enable_metadata_routing=True), warnings.catch_warnings():
+        if quiet:
+            warnings.simplefilter("ignore")
+        return search.fit(data, Y, **({} if groups is None else {"groups": groups}))
+
+
+def grid(estimator=MEAN, params=CLIPS, **more):
+    options = {"cv": ClientKFold(5, random_state=0), "scoring": SCORER, **more}
+    return GridSearchCV(estimator, params, **options)
+
+
+def by_hand(n_fits, epsilon=1.0):
+    """Epsilon of Gaussian releases that spend `epsilon` each: squared parameters add up."""
+    return gdp_epsilon(gdp_mu(epsilon, DELTA) * math.sqrt(n_fits), DELTA)
+
+
+def test_the_example_of_nine_candidates_and_five_folds():
+    """46 runs with noise multiplier 1, composed by dp-accounting: PLD, and RDP above it."""
+    search = fitted(
+        GridSearchCV(Rounds(), {"alpha": list(range(9))}, cv=5, scoring="r2"), groups=None
+    )
+    cost = search_cost(search)
+    run = dp_event.SelfComposedDpEvent(
+        dp_event.PoissonSampledDpEvent(0.05, dp_event.GaussianDpEvent(1.0)), 200
+    )
+    loose, tight = rdp.RdpAccountant(), pld.PLDAccountant(value_discretization_interval=1e-3)
+    loose.compose(run, 46)
+    tight.compose(run, 46)
+    assert loose.get_epsilon(DELTA) == pytest.approx(49.56, abs=0.01)
+    assert cost.epsilon == pytest.approx(tight.get_epsilon(DELTA), rel=2e-3)
+    assert cost.epsilon == pytest.approx(44.54, abs=0.05)
+    assert cost.fits[0].epsilon == pytest.approx(4.766, abs=2e-3)
+    assert (cost.n_fits, len(cost.fits), cost.relation) == (46, 10, "add_remove")
+    assert not cost.scores_protected
+
+
+@pytest.mark.parametrize(("refit", "n_fits"), [(True, 16), (False, 15)])
+def test_gaussian_fits_compose_exactly(refit, n_fits):
+    cost = search_cost(fitted(grid(refit=refit)))
+    assert cost.epsilon == pytest.approx(by_hand(n_fits), rel=1e-9)
+    assert cost.n_fits == n_fits == sum(fit.n_fits for fit in cost.fits)
+    assert [fit.epsilon for fit in cost.fits] == pytest.approx([1.0] * len(cost.fits))
+    assert (cost.delta, cost.unit, cost.relation) == (DELTA, "client", "replace_one")
+
+
+def test_candidates_that_spend_differently():
+    cost = search_cost(fitted(grid(params={"epsilon": [0.5, 2.0]})))
+    best = float(cost.fits[-1].params.split("=")[1])
+    squares = 5 * gdp_mu(0.5, DELTA) ** 2 + 5 * gdp_mu(2.0, DELTA) ** 2 + gdp_mu(best, DELTA) ** 2
+    assert cost.epsilon == pytest.approx(gdp_epsilon(math.sqrt(squares), DELTA), rel=1e-9)
+
+
+def test_another_delta():
+    search = fitted(grid())
+    expected = gdp_epsilon(gdp_mu(1.0, DELTA) * 4, 1e-7)
+    assert search_cost(search, delta=1e-7).epsilon == pytest.approx(expected, rel=1e-9)
+
+
+def test_pure_fits_add_up():
+    labels = (Y > 0).astype(int)
+    search = GridSearchCV(
+        ClientColumn(BernoulliMean(epsilon=0.5, mechanism="two_bit"), 0),
+        {"estimator__random_state": [0, 1]},
+        cv=ClientKFold(3, client_column=0),
+        scoring="accuracy",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cost = search_cost(search.fit(TABLE, labels))
+    assert (cost.delta, cost.n_fits) == (0.0, 7)
+    assert cost.epsilon == pytest.approx(3.5)
+
+
+@pytest.mark.parametrize("wrapped", ["inside", "around", "pipeline", "both"])
+def test_searches_in_and_around_wrappers(wrapped):
+    pipeline = make_pipeline(FunctionTransformer(), MEAN)
+    params = {"gaussianmean__clip_norm": [1.0, 2.0, 3.0]}
+    inner = {f"estimator__{name}": values for name, values in params.items()}
+    folds = ClientKFold(5, client_column=0, random_state=0)
+    search, data, groups = {
+        "inside": (grid(ClientColumn(pipeline, 0), inner, cv=folds), TABLE, None),
+        "around": (ClientColumn(grid(pipeline, params), 0), TABLE, None),
+        "pipeline": (grid(pipeline, params), X, GROUPS),
+        "both": (make_pipeline(FunctionTransformer(), grid(pipeline, params)), X, GROUPS),
+    }[wrapped]
+    cost = search_cost(fitted(search, data=data, groups=groups))
+    assert cost.n_fits == 16
+    assert cost.epsilon == pytest.approx(by_hand(16), rel=1e-9)
+
+
+def test_randomized_and_halving_searches():
+    random = RandomizedSearchCV(
+        MEAN, {"clip_norm": [1.0, 2.0, 3.0, 4.0]}, n_iter=2, cv=ClientKFold(4), scoring=SCORER
+    )
+    assert search_cost(fitted(random)).n_fits == 9
+    halving = HalvingGridSearchCV(
+        ClientColumn(MEAN, 0),
+        {"estimator__clip_norm": [1.0, 2.0, 3.0, 4.0]},
+        cv=3,
+        scoring="neg_mean_squared_error",
+        min_resources=60,
+        factor=2,
+    )
+    cost = search_cost(fitted(halving, data=TABLE, groups=None))
+    assert cost.n_fits == 3 * (4 + 2) + 1
+    assert cost.epsilon == pytest.approx(by_hand(19), rel=1e-9)
+
+
+def test_a_candidate_without_privacy_is_named():
+    cost = search_cost(fitted(grid(params={"epsilon": [1.0, math.inf]})))
+    assert cost.epsilon == math.inf
+    named = [fit.params for fit in cost.fits if math.isinf(fit.epsilon)]
+    assert "epsilon=inf" in named
+    assert any("epsilon=inf: nothing protects" in note for note in cost.notes)
+    assert "NONE: epsilon = inf" in str(cost)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "params", "reason"),
+    [
+        (make_pipeline(StandardScaler(), MEAN), {}, "step 'standardscaler' .* learns"),
+        (make_pipeline(FunctionTransformer(), Ridge()), {}, "Ridge states no privacy"),
+    ],
+)
+def test_what_learns_without_noise_is_named(estimator, params, reason):
+    groups = None if isinstance(estimator.steps[-1][1], Ridge) else GROUPS
+    scorer, cv = ("r2", 3) if groups is None else (SCORER, ClientKFold(3))
+    cost = search_cost(fitted(grid(estimator, params, cv=cv, scoring=scorer), groups=groups))
+    assert cost.epsilon == math.inf
+    assert cost.fits[0].params == "as it is"
+    assert re.search(reason, cost.fits[0].reason)
+    assert re.search(reason, " ".join(cost.notes))
+
+
+def test_fits_that_release_nothing_cost_nothing():
+    known = GaussianMean(
+        GaussianPrior(mean=0.0, covariance=1.0), noise_variance=1.0, epsilon=1.0, clip_norm=1.0
+    )
+    assert search_cost(fitted(grid(known))).epsilon == 0
+
+
+def test_what_is_said_of_scores():
+    search = fitted(grid())
+    cost = search_cost(search)
+    assert "not protected at all" in cost.scores
+    public = search_cost(search, public_holdout=True)
+    assert public.scores_protected
+    assert public.epsilon == cost.epsilon
+    assert "public" in public.scores
+    noised = search_cost(search, score_events=[GaussianEvent(0.05, 0.1)])
+    assert noised.scores_protected
+    mu = math.sqrt(16 * gdp_mu(1.0, DELTA) ** 2 + 15 * 0.1**2)
+    assert noised.epsilon == pytest.approx(gdp_epsilon(mu, DELTA), rel=1e-9)
+    trained = search_cost(fitted(grid(return_train_score=True)), public_holdout=True)
+    assert not trained.scores_protected
+    assert "return_train_score=True" in trained.scores
+
+
+def test_folds_of_whole_clients_are_an_upper_bound():
+    whole = grid(ClientColumn(MEAN, 0), {"estimator__clip_norm": [1.0]}, cv=GroupKFold(3))
+    scores = {"scoring": ClientScorer("r2", client_column=0)}
+    cost = search_cost(fitted(whole.set_params(**scores), data=TABLE))
+    assert any("leaves whole clients out" in note for note in cost.notes)
+    assert not any("leaves whole" in note for note in search_cost(fitted(grid())).notes)
+
+
+def test_a_score_monitor_is_named():
+    search = grid(make_pipeline(FunctionTransformer(), MEAN), {})
+    search.set_callbacks(ScoringMonitor(scoring=SCORER))
+    assert any("ScoringMonitor" in note for note in search_cost(fitted(search)).notes)
+
+
+def test_units_that_do_not_add_up_are_refused():
+    line = PersonalizedLinearRegression(
+        GaussianPrior(covariance=1.0), epsilon=1.0, feature_bound=3.0, target_bound=3.0
+    )
+    search = fitted(grid(line, {"unit": ["client", "row"]}))
+    with pytest.raises(ValueError, match="promise different things, unit='client'"):
+        search_cost(search)
+
+
+def test_json_and_text():
+    cost = search_cost(fitted(grid(params={"epsilon": [1.0, math.inf]})))
+    values = json.loads(cost.to_json())
+    assert values["epsilon"] == "inf"
+    assert values["fits"][0]["events"][0]["kind"] == "gaussian"
+    text = str(search_cost(fitted(grid())))
+    for part in ("epsilon = 4.746", "16 fits", "replace_one", "not protected", "clip_norm=2.0"):
+        assert part in text
+    assert repr(cost) == str(cost)
+
+
+def test_without_a_search():
+    with pytest.raises(ValueError, match="GaussianMean holds no search"):
+        search_cost(GaussianMean().fit(X, Y, groups=GROUPS))
+
+
+@pytest.mark.parametrize("delta", [-0.1, 1.0])
+def test_delta_out_of_range(delta):
+    with pytest.raises(ValueError, match=r"delta must be in \[0, 1\)"):
+        search_cost(fitted(grid()), delta=delta)
+
+
+def caught(search, **options):
+    """Privacy warnings of a search."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fitted(search, quiet=False, **options)
+    return [str(one.message) for one in found if issubclass(one.category, PrivacyWarning)]
+
+
+def one_warning(search, **options):
+    found = caught(search, **options)
+    assert len(found) == 1
+    return found[0]
+
+
+def test_a_search_warns_once_of_what_it_costs():
+    text = one_warning(grid())
+    assert "16 times" in text
+    assert f"epsilon = {by_hand(16):.4g} at delta" in text
+    for way_out in ("PrivateSelectCV", "search_cost", "ledger=", "not protected at all"):
+        assert way_out in text
+    assert "15 times" in one_warning(grid(refit=False))
+    assert "16 times" in one_warning(grid())  # every search by itself
+
+
+@pytest.mark.parametrize("how", ["pipeline", "inside", "around", "column in a pipeline"])
+def test_the_warning_passes_wrappers(how):
+    pipeline = make_pipeline(FunctionTransformer(), MEAN)
+    params = {"gaussianmean__clip_norm": [1.0, 2.0]}
+    folds = ClientKFold(5, client_column=0, random_state=0)
+    search, data, groups = {
+        "pipeline": (grid(pipeline, params), X, GROUPS),
+        "inside": (grid(ClientColumn(pipeline, 0), {}, cv=folds), TABLE, None),
+        "around": (ClientColumn(grid(pipeline, params), 0), TABLE, None),
+        "column in a pipeline": (
+            grid(make_pipeline(FunctionTransformer(), ClientColumn(MEAN, 0)), {}, cv=folds),
+            TABLE,
+            None,
+        ),
+    }[how]
+    assert "GridSearchCV fits this private GaussianMean" in one_warning(
+        search, data=data, groups=groups
+    )
+
+
+class Watch:
+    """Callback that notes whose tasks begin."""
+
+    max_propagation_depth = None
+
+    def __init__(self):
+        self.seen = []
+
+    def setup(self, estimator, context):
+        pass
+
+    def teardown(self, estimator, context):
+        pass
+
+    def on_fit_task_begin(self, estimator, context):
+        self.seen.append((type(estimator).__name__, context.task_name))
+
+    def on_fit_task_end(self, estimator, context):
+        return False
+
+
+@pytest.mark.filterwarnings("ignore:The estimator .* does not support callbacks")
+def test_callbacks_pass_a_client_column():
+    watch = Watch()
+    model = ClientColumn(make_pipeline(FunctionTransformer(), MEAN), 0).set_callbacks(watch)
+    model.fit(TABLE, Y)
+    assert watch.seen[0] == ("ClientColumn", "fit")
+    assert ("Pipeline", "fit-final-estimator") in watch.seen
+    assert not hasattr(model.estimator_, "_parent_callback_ctx")
+    assert not hasattr(model, "_callback_fit_ctx")
+
+
+def test_the_warning_of_searches_in_processes():
+    """Workers warn for themselves, if at all; here it is the refit that does."""
+    with parallel_config(backend="loky", n_jobs=2):
+        assert "16 times" in one_warning(grid())
+
+
+def test_halving_and_nested_searches():
+    halving = HalvingGridSearchCV(
+        ClientColumn(MEAN, 0),
+        {"estimator__clip_norm": [1.0, 2.0, 3.0, 4.0]},
+        cv=3,
+        scoring="neg_mean_squared_error",
+        min_resources=60,
+        factor=2,
+    )
+    assert "at least 13 times" in one_warning(halving, data=TABLE, groups=None)
+    folds = ClientKFold(2, client_column=0, random_state=0)
+    inner = GridSearchCV(ClientColumn(MEAN, 0), {}, cv=folds, scoring="r2")
+    outer = GridSearchCV(inner, {"estimator__estimator__clip_norm": [1.0, 2.0]}, cv=folds)
+    assert f"{3 * 5} times" in one_warning(outer, data=TABLE, groups=None)
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        GaussianMean(),
+        GaussianMean(
+            GaussianPrior(mean=0.0, covariance=1.0), noise_variance=1.0, epsilon=1.0, clip_norm=1.0
+        ),
+    ],
+    ids=["no privacy", "nothing is released"],
+)
+def test_no_warning_where_nothing_is_spent(estimator):
+    assert caught(grid(estimator)) == []
+
+
+def test_no_warning_outside_a_search():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MEAN.fit(X, Y, groups=GROUPS)
+        make_pipeline(FunctionTransformer(), ClientColumn(MEAN, 0)).fit(TABLE, Y)
+        cross_val_score(ClientColumn(MEAN, 0), TABLE, Y, cv=ClientKFold(2, client_column=0))
+
+
+def test_the_ledger_agrees(tmp_path):
+    ledger = PrivacyLedger(tmp_path / "ledger.jsonl")
+    search = fitted(grid(MEAN.__sklearn_clone__().set_params(ledger=ledger)))
+    assert len(ledger.entries) == 16
+    assert ledger.total() == pytest.approx(search_cost(search).epsilon, rel=1e-9)

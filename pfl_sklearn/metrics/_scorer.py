@@ -24,10 +24,12 @@ class ClientScorer:
     ----------
     scoring : str or scorer
         As in scikit-learn; larger is better.
-    average : {"micro", "macro"} or callable, default="micro"
+    average : {"micro", "macro"}, callable or None, default="micro"
         "micro" scores all rows together; "macro" is the mean over clients of their scores; a
         callable gets the array of client scores and returns a float. Clients for whom the score
-        is not defined (the ROC AUC of one class, say) are left out.
+        is not defined (the ROC AUC of one class, say) are left out. None gives the scores
+        themselves, as a dict by client id (as a string), NaN where they are not defined: for
+        scikit-learn's ``ScoringMonitor``, which then keeps every client's score in every round.
     subset : {"all", "known", "new"}, default="all"
         Which clients count: those seen in fit, those not seen, or both.
     client_column : str or int, default=None
@@ -47,8 +49,10 @@ class ClientScorer:
     """
 
     def __init__(self, scoring, *, average="micro", subset="all", client_column=None):
-        if average not in ("micro", "macro") and not callable(average):
-            raise ValueError(f"average must be 'micro', 'macro' or a callable; got {average!r}.")
+        if average not in ("micro", "macro", None) and not callable(average):
+            raise ValueError(
+                f"average must be 'micro', 'macro', a callable or None; got {average!r}."
+            )
         if subset not in _SUBSETS:
             raise ValueError(f"subset must be one of {', '.join(_SUBSETS)}; got {subset!r}.")
         self.scoring = scoring
@@ -95,7 +99,7 @@ class ClientScorer:
 
         Returns
         -------
-        float
+        float, or dict of floats if `average` is None
         """
         check_consistent_length(X, y)
         ids = groups
@@ -142,11 +146,15 @@ class ClientScorer:
     def _average(self, scorer, responses, y, ids, rows, sample_weight):
         if sample_weight is not None:
             raise ValueError("sample_weight is supported for average='micro' only.")
-        codes = encode_clients(ids, num_samples(responses.X)).codes[rows]
+        clients, codes = encode_clients(ids, num_samples(responses.X))
+        codes = codes[rows]
         order, offsets = rows_by_client(codes, int(codes.max()) + 1)
         present = np.append(np.diff(offsets) > 0, False)
         bounds = np.append(offsets[:-1][present[:-1]], offsets[-1])
         scores = score_clients(self.scoring, scorer, responses, y, rows[order], bounds)
+        if self.average is None:
+            here = clients[np.flatnonzero(present[:-1])]
+            return {str(name): float(one) for name, one in zip(here, scores, strict=True)}
         scores = scores[np.isfinite(scores)]
         if not len(scores):
             raise ValueError(f"{self!r}: the score is not defined for any client.")

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 from sklearn import config_context
 from sklearn.base import clone
+from sklearn.callback import ScoringMonitor
 from sklearn.dummy import DummyClassifier
 from sklearn.linear_model import LogisticRegression, Ridge
 from sklearn.metrics import (
@@ -23,8 +24,8 @@ from sklearn.model_selection import GridSearchCV, KFold, cross_validate
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from pfl_sklearn import BernoulliMean, ClientColumn, GaussianMean
-from pfl_sklearn.metrics import ClientScorer
+from pfl_sklearn import BernoulliMean, ClientColumn, GaussianMean, PPSGDRegressor
+from pfl_sklearn.metrics import ClientScorer, client_scores
 from pfl_sklearn.model_selection import ClientKFold
 
 MSE = "neg_mean_squared_error"
@@ -367,7 +368,7 @@ def test_groups_must_come_from_somewhere():
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"average": "mean"}, "average must be 'micro', 'macro' or a callable; got 'mean'"),
+        ({"average": "mean"}, "average must be 'micro', 'macro', a callable or None; got 'mean'"),
         ({"subset": "old"}, "subset must be one of all, known, new; got 'old'"),
         ({"scoring": "nonsense"}, "nonsense"),
     ],
@@ -425,3 +426,31 @@ def test_y_of_another_length():
     for wrong in (y[:3], np.arange(5.0)):
         with pytest.raises(ValueError, match="inconsistent numbers of samples"):
             ClientScorer("r2", average="macro")(model, X, wrong, groups=groups)
+
+
+def test_scores_of_every_client_by_name():
+    X, y, groups = np.zeros((7, 1)), np.arange(7.0), np.array(["b", "a", "a", "b", "b", "c", "c"])
+    model = GaussianMean().fit(X[:5], y[:5], groups=groups[:5])
+    scorer = ClientScorer("neg_mean_squared_error", average=None)
+    found = scorer(model, X, y, groups=groups)
+    table = client_scores(model, X, y, groups=groups, scoring="neg_mean_squared_error")
+    assert found == table["score"].to_dict()
+    known = ClientScorer("r2", average=None, subset="known")(model, X, y, groups=groups)
+    assert list(known) == ["a", "b"]
+    with pytest.raises(ValueError, match="needs groups="):
+        scorer(model, X, y)
+
+
+def test_a_scoring_monitor_keeps_every_clients_score_in_every_round():
+    rng = np.random.default_rng(0)
+    groups = np.repeat(["n", "s"], 20)
+    X = rng.normal(size=(40, 2))
+    y = X[:, 0] * np.where(groups == "n", 1.0, -1.0)
+    monitor = ScoringMonitor(scoring=ClientScorer("r2", average=None))
+    model = PPSGDRegressor(alpha=0.1, n_rounds=3, random_state=0).set_callbacks(monitor)
+    model.fit(X, y, groups=groups)
+    log = monitor.get_logs().data_as_pandas
+    assert len(log) == 3
+    final = client_scores(model, X, y, groups=groups, scoring="r2")["score"]
+    assert log[["n", "s"]].iloc[-1].to_dict() == final.to_dict()
+    assert log["n"].is_monotonic_increasing

@@ -4,6 +4,8 @@ import math
 from typing import Any, NamedTuple
 
 from sklearn.base import clone, is_classifier
+from sklearn.metrics import get_scorer
+from sklearn.utils import check_consistent_length
 
 from pfl_sklearn._nesting import releasing_core
 from pfl_sklearn.privacy import GaussianEvent, GaussianMechanism
@@ -79,12 +81,15 @@ def distributions_of(select):
 
 
 def _check_holdout(select):
+    """Refuse public rows, a score or bounds of it that are none."""
     held = select.holdout
     if held is not None and not (isinstance(held, tuple) and len(held) in (2, 3)):
         raise ValueError(
             "holdout must be a tuple (X, y) or (X, y, groups) of public rows, or None; got "
             f"{type(held).__name__}."
         )
+    check_consistent_length(*(held or ()))
+    get_scorer(select.scoring or client_scoring(select))  # raises if there is no such scorer
     bounds = select.score_range
     if bounds is not None and not (
         len(bounds) == 2 and -math.inf < bounds[0] < bounds[1] < math.inf

@@ -231,7 +231,7 @@ def _clipped(messages: Floats, bound: float) -> tuple[Floats, npt.NDArray[np.boo
 
     Every message is judged and changed by itself, so that none moves another by a rounding error.
     """
-    flat = messages.reshape(len(messages), -1) if messages.ndim != 2 else messages
+    flat = messages.reshape(len(messages), math.prod(messages.shape[1:]))
     squares = np.einsum("kp,kp->k", flat, flat)
     within = squares <= bound * bound
     if within.all():

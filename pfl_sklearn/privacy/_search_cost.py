@@ -14,7 +14,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._nesting import inner_estimator
 from pfl_sklearn._version import __version__
-from pfl_sklearn.privacy._report import as_json, report_lines
+from pfl_sklearn.privacy._report import as_json, learns, report_lines
 from pfl_sklearn.privacy._stated import Stated, protect, repeated, stated_cost, total_epsilon
 
 __all__ = ["FitCost", "SearchCost", "search_cost"]
@@ -161,8 +161,8 @@ def search_cost(
     public_holdout : bool, default=False
         Your statement that all held-out rows are public, and of clients that are not fitted.
     score_events : iterable of events, default=()
-        Your statement of the noise on every single score: its accounting events (
-        :class:`GaussianEvent`, say). They are counted in the total.
+        Your statement of the noise on every single score: its accounting events, such as
+        :class:`GaussianEvent`. They are counted in the total.
 
     Returns
     -------
@@ -200,9 +200,9 @@ def search_cost(
     >>> cost.n_fits, round(cost.epsilon, 2), cost.scores_protected
     (7, 2.95, False)
     """
-    search = _find_search(fitted_search)
+    search, leaks = _find_search(fitted_search)
     if not hasattr(search, "cv_results_"):
-        return _of_one_selection(search, delta)
+        return _of_one_selection(search, delta, leaks)
     fits = _fits_of(search)
     unit, relation = _common(fits)
     delta = stated_cost(search.estimator).delta if delta is None else delta
@@ -212,7 +212,7 @@ def search_cost(
     scores = tuple(score_events) * sum(fit.n_fits for fit in fits if not fit.refit)
     statement, protected = _of_scores(search, public_holdout, scores)
     return SearchCost(
-        _total(fits, scores, delta, relation),
+        math.inf if leaks else _total(fits, scores, delta, relation),
         delta,
         unit,
         relation,
@@ -220,17 +220,21 @@ def search_cost(
         costs,
         protected,
         statement,
-        _notes(search, costs),
+        (*leaks, *_notes(search, costs)),
     )
 
 
-def _find_search(estimator: Any) -> Any:
-    """The search in a fitted estimator, a pipeline or a wrapper."""
+def _find_search(estimator: Any) -> tuple[Any, list[str]]:
+    """The search in a fitted estimator, and what was learnt without noise around it."""
     check_is_fitted(estimator)
+    leaks: list[str] = []
     found = estimator
     while found is not None:
         if hasattr(found, "cv_results_") or hasattr(found, "trial_params_"):
-            return found
+            return found, leaks
+        for name, step in getattr(found, "steps", [])[:-1]:
+            if learns(step):
+                leaks.append(f"step {name!r} ({type(step).__name__}) learnt without noise")
         found = inner_estimator(found)
     raise ValueError(
         f"{type(estimator).__name__} holds no search: expected a fitted GridSearchCV, "
@@ -319,7 +323,7 @@ def _notes(search: Any, costs: tuple[FitCost, ...]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _of_one_selection(select: Any, delta: float | None) -> SearchCost:
+def _of_one_selection(select: Any, delta: float | None, leaks: list[str]) -> SearchCost:
     """The same of a selection whose total was stated before."""
     report = select.privacy_
     if delta not in (None, report.delta):
@@ -328,7 +332,7 @@ def _of_one_selection(select: Any, delta: float | None) -> SearchCost:
         )
     private = math.isfinite(report.epsilon)
     return SearchCost(
-        report.epsilon,
+        math.inf if leaks else report.epsilon,
         report.delta,
         report.unit,
         report.relation,
@@ -336,5 +340,5 @@ def _of_one_selection(select: Any, delta: float | None) -> SearchCost:
         (),
         private,
         "private: counted in epsilon, or of a public hold-out" if private else _UNPROTECTED,
-        ("one model is released, of a number of trials that is not", *report.warnings),
+        (*leaks, "one model is released, of a number of trials that is not", *report.warnings),
     )

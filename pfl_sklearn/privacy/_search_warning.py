@@ -26,7 +26,7 @@ def warn_of_search(estimator: Any) -> None:
     Called at the start of a fit.
     """
     searches = enclosing_searches(estimator)
-    if not searches:
+    if not searches or searches[-1].root_uuid in _warned:
         return
     events = estimator._privacy_events()
     if not events or not protect(events):

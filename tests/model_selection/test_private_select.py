@@ -685,6 +685,8 @@ BAD = [
     ({"delta": 0.0}, "delta must be above 0"),
     ({"holdout": [X, Y]}, "The 'holdout' parameter"),
     ({"holdout": (X,)}, "holdout must be a tuple"),
+    ({"holdout": (X, Y[:-1])}, "inconsistent numbers of samples"),
+    ({"scoring": "nonsense"}, "scoring"),
     ({"score_range": (1.0, 0.0)}, "score_range must be a pair"),
     ({"score_range": (0.0, math.inf)}, "score_range must be a pair"),
     ({"score_range": None}, "scores of the clients' own rows need bounds"),

@@ -212,6 +212,13 @@ def test_what_learns_without_noise_is_named(estimator, params, reason):
     assert re.search(reason, " ".join(cost.notes))
 
 
+def test_what_learns_around_a_search_is_named():
+    search = make_pipeline(StandardScaler(), grid())
+    cost = search_cost(fitted(search))
+    assert cost.epsilon == math.inf
+    assert "step 'standardscaler' (StandardScaler) learnt" in cost.notes[0]
+
+
 def test_fits_that_release_nothing_cost_nothing():
     known = GaussianMean(
         GaussianPrior(mean=0.0, covariance=1.0), noise_variance=1.0, epsilon=1.0, clip_norm=1.0

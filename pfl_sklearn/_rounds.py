@@ -17,6 +17,7 @@ import numpy as np
 from pfl_sklearn._parallel import batch_mapper
 
 _BLOCK = 1 << 17  # numbers in the rows of a block, which is to stay in the cache
+_LATE = 1 << 100  # within a stream: noise after the last round is none of the next round's
 _JUMP = 0x9E3779B97F4A7C15F39CC0605CEDC835  # between streams: that of PCG64.jumped
 
 
@@ -56,7 +57,9 @@ class Sampling(NamedTuple):
             return np.arange(n_clients)
         else:
             n_sampled = rng.binomial(n_clients, self.rate)
-        return np.sort(rng.choice(n_clients, n_sampled, replace=False, shuffle=False))
+        sampled = rng.choice(n_clients, n_sampled, replace=False, shuffle=False)
+        sampled.sort()
+        return sampled
 
 
 class Plan(NamedTuple):
@@ -125,7 +128,7 @@ class ClientRows(NamedTuple):
         sizes = self.batch_sizes.take(sampled)
         found = []
         for size in _distinct(sizes):
-            members = np.flatnonzero(sizes == size)
+            (members,) = (sizes == size).nonzero()
             rows = self.next_rows(sampled.take(members), used, size)
             step = max(_BLOCK // (size * self.X.shape[1]), 1)
             step = min(step, -(-len(members) // workers))
@@ -133,18 +136,6 @@ class ClientRows(NamedTuple):
                 part, block = members[start : start + step], rows[start : start + step]
                 X, y = self.X.take(block, axis=0), self.y.take(block, axis=0)
                 found.append(Block(part, self.clients.take(sampled.take(part)), X, y))
-        return found
-
-    def curvatures(self, sizes):
-        """Largest eigenvalue (n_clients,) of the mean of x x' over clients' first rows."""
-        found = np.zeros(self.n_clients)
-        for size in _distinct(sizes):
-            members = np.flatnonzero(sizes == size)
-            step = max(_BLOCK // (size * self.X.shape[1]), 1)
-            for start in range(0, len(members), step):
-                part = members[start : start + step]
-                X = self.X.take(self.offsets[part][:, None] + np.arange(size), axis=0)
-                found[part] = np.linalg.eigvalsh(X @ X.transpose(0, 2, 1))[:, -1] / size
         return found
 
     def collect(self, blocks, done, shape):
@@ -160,9 +151,7 @@ class ClientRows(NamedTuple):
 
 def _distinct(sizes):
     """Distinct sizes, in order."""
-    if len(sizes) and sizes.min() == sizes.max():
-        return sizes[:1].tolist()
-    return np.unique(sizes).tolist()
+    return sorted(set(sizes.tolist()))
 
 
 @dataclass
@@ -247,6 +236,7 @@ def run_rounds(method, rows, state, plan, mechanism, observe=None):
                 break
         if method.lazy:
             rng = next(generators)
+            rng.bit_generator.advance(_LATE)
             state.server = method.broadcast(state.server, None, state.round, mechanism, rng)
     return state
 

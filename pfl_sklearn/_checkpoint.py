@@ -30,6 +30,8 @@ class Checkpoint:
     ------
     ValueError
         If the file is there and belongs to a run with other parameters, or is no checkpoint.
+    OSError
+        If the file cannot be written.
     """
 
     def __init__(self, path, every, parameters):
@@ -37,6 +39,7 @@ class Checkpoint:
         self.parameters = json.loads(json.dumps(parameters, sort_keys=True))
         self.data = None
         self._found = self._read()
+        self._check_writable()
 
     @property
     def resumes(self):
@@ -79,6 +82,20 @@ class Checkpoint:
         if os.path.exists(self.path):
             os.remove(self.path)
 
+    def _check_writable(self):
+        """Raise OSError now rather than after many rounds."""
+        try:
+            with open(self._partial, "wb"):
+                pass
+            os.remove(self._partial)
+        except OSError as error:
+            raise OSError(f"checkpoint {self.path!r} cannot be written: {error}.") from error
+
+    @property
+    def _partial(self):
+        """File that is written before it takes the place of the checkpoint."""
+        return f"{self.path}.{os.getpid()}.partial"
+
     def _write(self, state):
         """Replace the file as a whole: a killed process leaves the one before."""
         meta = {
@@ -92,26 +109,26 @@ class Checkpoint:
             for group in _GROUPS
             for name, values in getattr(state, group).items()
         }
-        partial = f"{self.path}.{os.getpid()}.partial"
-        with open(partial, "wb") as file:
+        with open(self._partial, "wb") as file:
             np.savez(file, meta=json.dumps(meta), used=state.used, bound=state.bound, **arrays)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, self.path)
+        os.replace(self._partial, self.path)
 
     def _read(self):
         """Facts and arrays of the file; None if there is none."""
         if not os.path.exists(self.path):
             return None
         try:
-            with np.load(self.path, allow_pickle=False) as file:
+            with open(self.path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
             meta = json.loads(str(arrays.pop("meta")))
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            written = meta["format"]
+        except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
             raise ValueError(f"checkpoint {self.path!r} is not a checkpoint file.") from error
-        if meta["format"] != _FORMAT:
+        if written != _FORMAT:
             raise ValueError(
-                f"checkpoint {self.path!r} has format {meta['format']!r}; expected {_FORMAT}."
+                f"checkpoint {self.path!r} has format {written!r}; expected {_FORMAT}."
             )
         for name, value in self.parameters.items():
             if meta["parameters"].get(name) != value:

@@ -272,6 +272,8 @@ def observer(estimator, X, y, groups, n_rounds, attributes):
     metadata = None if groups is None else {"groups": groups}
     shared: dict[str, Any] = {"estimator": estimator, "X": X, "y": y, "metadata": metadata}
     context.call_on_fit_task_begin(**shared)
+    if not n_rounds:
+        context.call_on_fit_task_end(**shared)
     left = iter(range(n_rounds - 1, -1, -1))
 
     def observe(state):

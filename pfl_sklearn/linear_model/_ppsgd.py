@@ -36,9 +36,9 @@ class PPSGDRegressor(RegressorMixin, BasePPSGD):
         client_fraction == 1`` both models take equal steps.
     learning_rate : float, "theory" or "auto", default="auto"
         Larger of the two models' steps on an average gradient; `alpha` says how the other compares.
-        "auto" is half the inverse curvature of the steepest client's batch: it looks at the data
-        and is refused when noise is added. "theory" is the step of Theorems 4.5 and 5.2 for
-        `smoothness`, and `solution_norm` and `gradient_std` if given.
+        "auto" is half the inverse curvature of the steepest batch (less if few clients are expected
+        in a round): it looks at the data and is refused when noise is added. "theory" is the step
+        of Theorems 4.5 and 5.2 for `smoothness`, and `solution_norm` and `gradient_std` if given.
     n_rounds : int, default=100
         Rounds of communication.
     batch_size : int or None, default=10
@@ -95,8 +95,9 @@ class PPSGDRegressor(RegressorMixin, BasePPSGD):
     unseen : {"population", "error"}, default="population"
         What clients get in ``predict`` that ``fit`` did not see.
     n_jobs : int or None, default=None
-        Workers for blocks of clients within a round; worth it for many sampled clients and wide
-        rows only. Results are the same bits.
+        Workers for blocks of clients within a round. Results are the same bits. Clients' models
+        travel to the workers in every round: processes cost more than they save unless batches are
+        large, and threads (``joblib.parallel_config("threading")``) are no slower.
     random_state : int, RandomState instance or None, default=None
         Order of rows, sampling and noise. None draws from the operating system; with a seed
         whoever knows it can take the noise off, and the report says so.
@@ -367,9 +368,9 @@ class PPSGDClassifier(ClassifierMixin, BasePPSGD):
         client_fraction == 1`` both models take equal steps.
     learning_rate : float, "theory" or "auto", default="auto"
         Larger of the two models' steps on an average gradient; `alpha` says how the other compares.
-        "auto" is half the inverse curvature of the steepest client's batch: it looks at the data
-        and is refused when noise is added. "theory" is the step of Theorems 4.5 and 5.2 for
-        `smoothness`, and `solution_norm` and `gradient_std` if given.
+        "auto" is half the inverse curvature of the steepest batch (less if few clients are expected
+        in a round): it looks at the data and is refused when noise is added. "theory" is the step
+        of Theorems 4.5 and 5.2 for `smoothness`, and `solution_norm` and `gradient_std` if given.
     n_rounds : int, default=100
         Rounds of communication.
     batch_size : int or None, default=10
@@ -427,8 +428,9 @@ class PPSGDClassifier(ClassifierMixin, BasePPSGD):
     unseen : {"population", "error"}, default="population"
         What clients get in ``predict`` that ``fit`` did not see.
     n_jobs : int or None, default=None
-        Workers for blocks of clients within a round; worth it for many sampled clients and wide
-        rows only. Results are the same bits.
+        Workers for blocks of clients within a round. Results are the same bits. Clients' models
+        travel to the workers in every round: processes cost more than they save unless batches are
+        large, and threads (``joblib.parallel_config("threading")``) are no slower.
     random_state : int, RandomState instance or None, default=None
         Order of rows, sampling and noise. None draws from the operating system; with a seed
         whoever knows it can take the noise off, and the report says so.

@@ -15,6 +15,7 @@ from pfl_sklearn._compat import Interval, StrOptions, fit_context, num_samples
 from pfl_sklearn._rounds import both, observer, run_rounds
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.linear_model._ppsgd_fit import (
+    check_continues,
     check_converged,
     check_learning_rate,
     fingerprints,
@@ -154,7 +155,7 @@ class BasePPSGD(CallbackSupportMixin, ClientMixin, BaseEstimator):
         """Checkpoint of a run of `missing` rounds, or None."""
         if self.checkpoint is None:
             return None
-        unrelated = ("n_jobs", "ledger", "checkpoint", "checkpoint_every", "unseen", "random_state")
+        unrelated = ("n_jobs", "checkpoint", "checkpoint_every", "unseen", "random_state")
         params = {name: repr(value) for name, value in self.get_params(deep=False).items()}
         named = {name: value for name, value in params.items() if name not in unrelated}
         named |= {"class": type(self).__name__, "rounds to run": missing}
@@ -162,13 +163,15 @@ class BasePPSGD(CallbackSupportMixin, ClientMixin, BaseEstimator):
 
     def _read_task(self, X, y, clients, earlier, classes=None):
         """Checked data, and what rounds on them need."""
+        if earlier:
+            check_continues(earlier, self.fit_intercept, self.average, self.n_features_in_)
         targets = self._read(X, y, earlier, classes)
         return make_task(self, targets, clients, earlier)
 
     def _train(self, data, task, missing, events, checkpoint=None):
         """Run the missing rounds on copies, and set all fitted attributes at the end."""
         mechanism = mechanism_of(self, events, task.pairs is not None)
-        state = first_state(task, mechanism)
+        state = first_state(task, mechanism, self.clip_quantile)
         last = state.round + missing
         if checkpoint is not None:
             state = checkpoint.restore(state, fingerprints(task))

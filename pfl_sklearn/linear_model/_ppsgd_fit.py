@@ -10,6 +10,7 @@ from sklearn.utils import check_random_state
 
 from pfl_sklearn._clients import EncodedClients, client_batches, match_clients, rows_by_client
 from pfl_sklearn._rounds import ClientRows, DivergenceError, Method, Plan, Sampling, State, start
+from pfl_sklearn.linear_model._ppsgd_curvature import steepest_batch
 from pfl_sklearn.linear_model._ppsgd_sparse import (
     LocalModels,
     Pairs,
@@ -20,8 +21,6 @@ from pfl_sklearn.linear_model._ppsgd_sparse import (
 )
 from pfl_sklearn.linear_model._ppsgd_updates import LOSSES, averaged, ppsgd, step_sizes
 from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha
-
-_AUTO_ROWS = 32  # rows of a client that its curvature is judged by
 
 
 def with_intercept(features, fit_intercept):
@@ -85,13 +84,19 @@ def sampling_of(kind, client_fraction, n_clients):
     return Sampling(n_fixed / n_clients, n_fixed)
 
 
-def auto_learning_rate(rows, loss, weighting):
-    """Half the inverse curvature of the steepest client's batch: it looks at the data."""
-    relative = 1.0
+def auto_learning_rate(rows, loss, weighting, alpha, sampling):
+    """Half the inverse curvature of the steepest batch: it looks at the data.
+
+    Less if the population model steps, and so few clients are expected in a round that there are
+    often many more.
+    """
+    relative = np.ones(rows.n_clients)
     if weighting == "samples":
         relative = rows.batch_sizes / rows.batch_sizes.mean()
-    sizes = np.minimum(rows.batch_sizes, _AUTO_ROWS)
-    steepest = float(np.max(relative * rows.curvatures(sizes)))
+    steepest = steepest_batch(rows.X, rows.offsets, rows.batch_sizes, relative)
+    if sampling.n_fixed is None:
+        n_expected = sampling.rate * rows.n_clients
+        steepest *= 1 + min(alpha * n_expected, 1.0) * (1 - sampling.rate) / n_expected
     return 0.5 / (loss.curvature * steepest) if steepest > 0 else 1.0
 
 
@@ -178,14 +183,34 @@ def fingerprints(task):
     return targets.features, targets.y, ids, codes, np.array(task.run.entropy or ())
 
 
-def first_state(task, mechanism):
-    """State that rounds start from; what earlier rounds left stays as it is."""
+def check_continues(earlier, fit_intercept, average, n_features):
+    """Raise ValueError if rounds cannot go on with these parameters."""
+    server = earlier.state.server
+    if fit_intercept != (len(server["coef"]) > n_features):
+        name, value = "fit_intercept", fit_intercept
+    elif average != ("moment" in server):
+        name, value = "average", average
+    else:
+        return
+    raise ValueError(
+        f"{name}={value} was {not value} in the rounds before, which these rounds go on from; fit "
+        "anew, with warm_start=False."
+    )
+
+
+def first_state(task, mechanism, clip_quantile=None):
+    """State that rounds start from; what earlier rounds left stays as it is.
+
+    A bound that follows a quantile goes on from where it was.
+    """
     earlier, roster = task.earlier, task.roster
     if earlier is None:
         return start(task.run.method, len(roster.ids), mechanism)
     state = earlier.state.copy()
     where, size = roster.earlier, len(roster.ids)
     state.used = _expand(state.used, where, size)
+    if clip_quantile is None or math.isinf(state.bound):
+        state.bound = mechanism.start()
     if earlier.pairs is not None:
         where = task.pairs.find(earlier.pairs.among(roster.earlier).keys)
         size = len(task.pairs.keys)
@@ -236,7 +261,7 @@ def make_run(model, targets, clients, roster, earlier):
     elif learning_rate == "auto" and earlier is not None:
         learning_rate = earlier.learning_rate
     elif learning_rate == "auto":
-        learning_rate = auto_learning_rate(rows, loss, model.weighting)
+        learning_rate = auto_learning_rate(rows, loss, model.weighting, model.alpha, sampling)
     mean_batch = float(rows.batch_sizes.mean()) if model.weighting == "samples" else None
     shape = (targets.features.shape[1] + model.fit_intercept, targets.n_outputs)
     steps = step_sizes(model.alpha, learning_rate, n_expected)

@@ -59,8 +59,10 @@ def round_events(model, n_rounds, spent=()):
         return None
     if model.alpha == 0 or n_rounds == 0:
         return ()
-    z = spent[-1].noise_multiplier if spent else model.noise_multiplier
-    if z is None:
+    z = model.noise_multiplier
+    if z is None and spent:
+        z = spent[-1].noise_multiplier
+    elif z is None:
         z = calibrate_rounds(
             model.epsilon,
             model.delta,

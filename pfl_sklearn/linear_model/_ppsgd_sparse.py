@@ -143,18 +143,9 @@ class SparseRows(NamedTuple):
     def offsets(self):
         return self.rows.offsets
 
-    def curvatures(self, sizes):
-        """Largest eigenvalue (n_clients,) of the mean of x x' over the first rows of every client.
-
-        Of at most 256 clients, spread over all; the others are taken to be like the steepest.
-        """
-        found = np.zeros(self.n_clients)
-        some = np.linspace(0, self.n_clients - 1, min(self.n_clients, 256)).astype(int)
-        for i in np.unique(some):
-            first = self.rows.offsets[i]
-            X = self.rows.X[first : first + sizes[i]]
-            found[i] = np.linalg.eigvalsh((X @ X.T).toarray())[-1] / sizes[i]
-        return np.maximum(found, found.max())
+    @property
+    def X(self):
+        return self.rows.X
 
     def blocks(self, sampled, used, workers=1):
         """Blocks of the sampled clients, in their order, with their next rows."""

@@ -26,7 +26,7 @@ class Loss(NamedTuple):
 def squared_error(predictors, y):
     """Half squared error; targets (g, b, c)."""
     residuals = predictors - y
-    return residuals, 0.5 * np.einsum("gbc,gbc->gb", residuals, residuals)
+    return residuals, 0.5 * np.vecdot(residuals, residuals)
 
 
 def log_loss(predictors, y):
@@ -139,8 +139,9 @@ def client_update(server, t, X, y, local, moment=None, *, loss, step, mean_batch
             change = np.multiply(gradients, -step / (mean_batch or 1.0), out=coef)
             moment = None if moment is None else moment + (t + 1) * change
             local = np.add(local, change, out=coef)
+        losses = losses.sum(axis=1) / n_rows
     kept = (local,) if moment is None else (local, moment)
-    return gradients, kept, losses.sum(axis=1) / n_rows
+    return gradients, kept, losses
 
 
 def server_update(server, total, t, *, step):

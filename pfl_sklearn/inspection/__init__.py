@@ -1,6 +1,7 @@
-"""Plots of fitted client-aware estimators."""
+"""Plots of fitted client-aware estimators, and of what privacy costs them."""
 
 from pfl_sklearn.inspection._coefficient_display import CoefficientDisplay
+from pfl_sklearn.inspection._privacy_accuracy import PrivacyAccuracyDisplay
 from pfl_sklearn.inspection._shrinkage import ShrinkageDisplay
 
-__all__ = ["CoefficientDisplay", "ShrinkageDisplay"]
+__all__ = ["CoefficientDisplay", "PrivacyAccuracyDisplay", "ShrinkageDisplay"]

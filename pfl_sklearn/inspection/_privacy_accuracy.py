@@ -1,26 +1,17 @@
 """Plot of scores against what they cost in privacy."""
 
-import math
-from typing import NamedTuple
-
 import numpy as np
-import pandas as pd
-from sklearn.base import clone
-from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn.inspection._drawing import legend_inside, strip
-from pfl_sklearn.privacy._stated import stated_cost, total_epsilon
+from pfl_sklearn.inspection._privacy_scores import (
+    curves_of,
+    label_of,
+    promise_of,
+    table_of_scores,
+    table_of_search,
+)
 
-_RELATIONS = {"add_remove": "added or removed", "replace_one": "replaced"}
-
-
-class Curve(NamedTuple):
-    """Scores (n,) and their spread (n,) at epsilons (n,), in ascending order of epsilon."""
-
-    label: str | None
-    epsilon: np.ndarray
-    score: np.ndarray
-    spread: np.ndarray
+_MOST_TICKS = 10
 
 
 class PrivacyAccuracyDisplay:
@@ -89,12 +80,13 @@ class PrivacyAccuracyDisplay:
             Around a private estimator, or a pipeline or ClientColumn with one.
         line : str or None, default=None
             Parameter that makes the lines; the end of its name is enough ("alpha" for
-            "estimator__alpha"). None: the one that was searched besides epsilon, or a single line.
+            "estimator__alpha"). None: the one that was searched besides epsilon (or
+            `noise_multiplier`), or a single line.
             Of candidates that differ in neither the best mean score is drawn.
         metric : str, default="score"
             Which scores of a search with several: "accuracy" for ``mean_test_accuracy``.
         negate_score : bool, default=False
-            Draw the scores' negatives: errors, for the scorers "neg_...".
+            Draw the scores' negatives: errors, for scorers like "neg_mean_squared_error".
         score_name : str or None, default=None
             For the axis.
         spread : bool, default=True
@@ -116,17 +108,15 @@ class PrivacyAccuracyDisplay:
         Epsilon is that of *one* fit: the parameter, if it was searched, else what the estimator
         states for the candidate (for a `noise_multiplier`, say). The search spent more.
         """
-        table, promise, name = _table_of(search, line, metric)
-        if negate_score:
-            table["score"] *= -1
+        table, promise, name = table_of_search(search, line, metric)
+        sign = -1 if negate_score else 1
+        curves = [
+            curve._replace(label=label_of(name, curve.label), score=sign * curve.score)
+            for curve in curves_of(table)
+        ]
         if score_name is None:
-            score_name = "mean held-out " + metric.removeprefix("neg_").replace("_", " ")
-        table["line"] = table["line"].map(lambda value: _label(name, value))
-        display = cls(
-            curves=_curves(table, best=min if negate_score else max),
-            score_name=score_name,
-            promise=promise,
-        )
+            score_name = f"mean held-out {metric.replace('_', ' ')}"
+        display = cls(curves=curves, score_name=score_name, promise=promise)
         return display.plot(spread=spread, ax=ax)
 
     @classmethod
@@ -170,16 +160,94 @@ class PrivacyAccuracyDisplay:
         ValueError
             If shapes differ, an epsilon is negative, or one occurs twice in a line.
         """
-        columns = {"epsilon": epsilon, "score": score, "spread": spread}
-        table = _checked({k: v for k, v in columns.items() if v is not None}, lines)
-        curves = _curves(table)
-        twice = [c.label for c in curves if len(c.epsilon) != (table["line"] == c.label).sum()]
-        if twice and lines is not None or lines is None and table["epsilon"].duplicated().any():
-            raise ValueError(
-                "epsilon must differ within a line; some value occurs twice. Give `lines`, or one "
-                "score for every epsilon."
-            )
+        columns = {"epsilon": epsilon, "score": score}
+        if spread is not None:
+            columns["spread"] = spread
         display = cls(
-            curves=curves, score_name=score_name, promise=_promise(unit, relation, delta)
+            curves=curves_of(table_of_scores(columns, lines)),
+            score_name=score_name,
+            promise=promise_of(unit, relation, delta),
         )
-        return display.plot(spread=spread is not None, ax=ax)
+        return display.plot(ax=ax)
+
+    def plot(self, *, spread=True, ax=None):
+        """Draw the display.
+
+        Parameters
+        ----------
+        spread : bool, default=True
+            Shade the spread of the scores.
+        ax : matplotlib Axes, default=None
+
+        Returns
+        -------
+        self
+        """
+        if ax is None:
+            import matplotlib.pyplot as plt
+
+            _, ax = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
+        finite = np.unique(np.concatenate([c.epsilon for c in self.curves]))
+        last = _place_of_infinity(finite[np.isfinite(finite) & (finite > 0)])
+        colors = _colors(len(self.curves))
+        self.lines_ = [
+            _draw_curve(ax, curve, color, last, spread)
+            for curve, color in zip(self.curves, colors, strict=True)
+        ]
+        _name_epsilons(ax, finite, last)
+        label = "epsilon of one fit" + (f"\n({self.promise})" if self.promise else "")
+        ax.set(xlabel=label, ylabel=self.score_name)
+        if any(curve.label is not None for curve in self.curves):
+            legend_inside(ax)
+        strip(ax)
+        self.ax_, self.figure_ = ax, ax.figure
+        return self
+
+
+def _place_of_infinity(finite):
+    """Position right of the finite epsilons, one of their steps away and at least a third."""
+    if not len(finite):
+        return 1.0
+    step = (finite[-1] / finite[0]) ** (1 / max(len(finite) - 1, 1))
+    return finite[-1] * max(step, 1.3)
+
+
+def _colors(n_curves):
+    """Colours from dark to light."""
+    import matplotlib as mpl
+
+    return mpl.colormaps["viridis"](np.linspace(0.0, 0.85, n_curves))
+
+
+def _draw_curve(ax, curve, color, last, spread):
+    """One curve: nothing released, finite epsilons, and without privacy."""
+    free, private = curve.epsilon == 0, np.isfinite(curve.epsilon) & (curve.epsilon > 0)
+    label = curve.label
+    for value in curve.score[free]:
+        ax.axhline(value, color=color, ls=":", label=label)
+        label = None
+    at = np.where(np.isinf(curve.epsilon), last, curve.epsilon)
+    (line,) = ax.plot(at[private], curve.score[private], "o-", color=color, ms=4)
+    line.set_label(label if private.any() else None)
+    tail = np.flatnonzero(~free)[-2:]
+    if len(tail) and np.isinf(curve.epsilon[tail[-1]]):
+        only = label if not private.any() else None
+        ax.plot(at[tail], curve.score[tail], "--", color=color, lw=1)
+        ax.plot(at[tail[-1:]], curve.score[tail[-1:]], "D", color=color, ms=4, label=only)
+    if spread and np.isfinite(curve.spread).any():
+        low, high = curve.score - curve.spread, curve.score + curve.spread
+        ax.fill_between(at[private], low[private], high[private], color=color, alpha=0.15, lw=0)
+    return line
+
+
+def _name_epsilons(ax, epsilon, last):
+    """Logarithmic axis with ticks at the epsilons, and infinity as the last."""
+    finite = epsilon[np.isfinite(epsilon) & (epsilon > 0)]
+    ax.set_xscale("log")
+    every = -(-len(finite) // _MOST_TICKS) if len(finite) else 1
+    ticks = [*finite[::-1][::every][::-1]]
+    labels = [f"{value:.3g}" for value in ticks]
+    if np.isinf(epsilon).any():
+        ticks, labels = [*ticks, last], [*labels, "no\nprivacy"]
+    ax.set_xticks(ticks, labels)
+    ax.minorticks_off()

@@ -1,0 +1,141 @@
+"""Scores and what they cost in privacy, read from a search or from arrays."""
+
+import math
+from numbers import Real
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+from sklearn.base import clone
+from sklearn.utils.validation import check_is_fitted
+
+from pfl_sklearn.privacy._stated import stated_cost, total_epsilon
+
+_RELATIONS = {"add_remove": "added or removed", "replace_one": "replaced"}
+
+
+class Curve(NamedTuple):
+    """Scores (n,) and their spread (n,) at epsilons (n,), in ascending order of epsilon."""
+
+    label: str | None
+    epsilon: np.ndarray
+    score: np.ndarray
+    spread: np.ndarray
+
+
+def table_of_search(search, line, metric):
+    """Candidates of a search (line, epsilon, score, spread), what is promised, and line's name."""
+    check_is_fitted(search)
+    found = getattr(search, "cv_results_", None)
+    if found is None or f"mean_test_{metric}" not in found:
+        raise ValueError(
+            f"search must be a fitted search whose cv_results_ holds 'mean_test_{metric}'; got "
+            f"{type(search).__name__}."
+        )
+    names = {name for params in found["params"] for name in params}
+    own = {name for name in names if _ends(name, "epsilon")}
+    noise = {name for name in names if _ends(name, "noise_multiplier")}
+    line = _line_of(names - own - noise, line)
+    stated = [_stated(search.estimator, params) for params in found["params"]]
+    table = pd.DataFrame(
+        {
+            "line": [params.get(line) for params in found["params"]],
+            "epsilon": [
+                _epsilon_of(params, own, cost)
+                for params, cost in zip(found["params"], stated, strict=True)
+            ],
+            "score": found[f"mean_test_{metric}"],
+            "spread": found[f"std_test_{metric}"],
+        }
+    )
+    return table, _common_promise(stated), line
+
+
+def _ends(name, end):
+    """Whether a parameter of a nested estimator is called `end`."""
+    return name == end or name.endswith(f"__{end}")
+
+
+def _line_of(names, line):
+    """Full name of the parameter that makes the lines, or None."""
+    if line is None:
+        return next(iter(names)) if len(names) == 1 else None
+    found = [name for name in sorted(names) if _ends(name, line)]
+    if len(found) != 1:
+        raise ValueError(
+            f"line must name one parameter that was searched besides epsilon, of {sorted(names)}; "
+            f"got {line!r}."
+        )
+    return found[0]
+
+
+def _stated(estimator, params):
+    """What one fit of a candidate states that it spends."""
+    return stated_cost(clone(estimator).set_params(**clone(params, safe=False)))
+
+
+def _epsilon_of(params, own, cost):
+    """Epsilon that was asked for, or that follows from the other parameters."""
+    asked = [params[name] for name in own if name in params]
+    if asked:
+        return float(asked[0])
+    if cost.events is None:
+        return math.inf
+    return total_epsilon(cost.events, cost.delta, cost.relation)
+
+
+def _common_promise(stated):
+    """Promise of all candidates that are private; None if there is none."""
+    found = {(s.unit, s.relation, s.delta) for s in stated if s.events is not None}
+    if len(found) > 1:
+        raise ValueError(
+            "the candidates differ in unit, relation or delta, so that their epsilons do not "
+            f"compare: {sorted(found)}."
+        )
+    return promise_of(*found.pop()) if found else None
+
+
+def promise_of(unit, relation, delta):
+    """Unit, relation and delta in words."""
+    if relation not in _RELATIONS:
+        raise ValueError(f"relation must be 'add_remove' or 'replace_one'; got {relation!r}.")
+    return f"one {unit} {_RELATIONS[relation]}; delta = {delta:g}"
+
+
+def table_of_scores(columns, lines):
+    """Table of one-dimensional columns of equal length, with the label of the line."""
+    arrays = {name: np.asarray(values, dtype=float) for name, values in columns.items()}
+    shape = arrays["epsilon"].shape
+    for name, values in arrays.items():
+        if values.shape != shape or values.ndim != 1 or not len(values):
+            raise ValueError(f"{name} must have the shape of epsilon, (n,); got {values.shape}.")
+    if not (arrays["epsilon"] >= 0).all():
+        raise ValueError("epsilon must be numbers of at least 0; got a negative one or NaN.")
+    labels = [None] * len(arrays["score"]) if lines is None else [str(label) for label in lines]
+    if len(labels) != shape[0]:
+        raise ValueError(f"lines must have one label for every score; got {len(labels)}.")
+    table = pd.DataFrame({"spread": np.nan, **arrays})
+    table["line"] = pd.Series(labels, dtype=object)
+    if table.duplicated(["line", "epsilon"]).any():
+        raise ValueError(
+            "epsilon must differ within a line; one occurs twice. Give lines, or one score each."
+        )
+    return table
+
+
+def curves_of(table):
+    """Curves of a table (line, epsilon, score, spread): the best score of each epsilon."""
+    best = table.sort_values("score", ascending=False, kind="stable")
+    best = best.drop_duplicates(["line", "epsilon"]).sort_values("epsilon")
+    return [
+        Curve(label, *(rows[name].to_numpy() for name in ("epsilon", "score", "spread")))
+        for label in table["line"].unique()
+        for rows in [best[best["line"].isna() if label is None else best["line"] == label]]
+    ]
+
+
+def label_of(name, value):
+    """Label of a line: the last part of the parameter's name, and its value."""
+    if name is None:
+        return None
+    return f"{name.split('__')[-1]} = {f'{value:g}' if isinstance(value, Real) else value}"

@@ -16,7 +16,9 @@ _GROUPS = ("server", "clients", "history")
 class Checkpoint:
     """A file with the state of a run after every so many rounds.
 
-    The file holds no code (numpy arrays and JSON). It is private: it has every client's model.
+    The file holds no code (numpy arrays and JSON). It is private: it has every client's model, and
+    what the noise was drawn from: rounds that are run again, as the file is older than they are,
+    have the same noise.
 
     Parameters
     ----------
@@ -40,6 +42,8 @@ class Checkpoint:
         self.data = None
         self._found = self._read()
         self._check_writable()
+        drawn = np.random.SeedSequence().entropy
+        self.entropy = self._found[0]["entropy"] if self.resumes else drawn
 
     @property
     def resumes(self):
@@ -102,6 +106,7 @@ class Checkpoint:
             "format": _FORMAT,
             "parameters": self.parameters,
             "data": self.data,
+            "entropy": self.entropy,
             "round": state.round,
         }
         arrays = {

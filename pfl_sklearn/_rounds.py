@@ -96,10 +96,18 @@ class Block(NamedTuple):
         kept = (values.take(self.clients, axis=0) for values in clients.values())
         return self.X, self.y, *kept
 
-    def keep(self, clients, kept):
-        """Store the clients' new arrays."""
+    def finite(self, kept, losses):
+        """Clients (g,) whose losses and new arrays are finite."""
+        fine = np.isfinite(losses)
+        for values in kept:
+            fine &= np.isfinite(values.reshape(len(values), -1)).all(axis=1)
+        return fine
+
+    def keep(self, clients, kept, fine=None):
+        """Store the new arrays, of all clients or of those that are `fine` (g,)."""
+        where = self.clients if fine is None else self.clients[fine]
         for values, new in zip(clients.values(), kept, strict=True):
-            values[self.clients] = new
+            values[where] = new if fine is None else new[fine]
 
 
 class ClientRows(NamedTuple):
@@ -184,7 +192,7 @@ def start(method, n_clients, mechanism):
     return State(server, clients, np.zeros(n_clients, dtype=np.intp), mechanism.start())
 
 
-def run_rounds(method, rows, state, plan, mechanism, observe=None):
+def run_rounds(method, rows, state, plan, mechanism, observe=None, protected=False):
     """Run the rounds from ``state.round`` to ``plan.n_rounds``; the state is changed in place.
 
     Parameters
@@ -197,6 +205,9 @@ def run_rounds(method, rows, state, plan, mechanism, observe=None):
         The release: from messages to their noisy sum.
     observe : callable, default=None
         Called with the state after every round; true ends the run.
+    protected : bool, default=False
+        Whether no client may end the run. A client whose loss or arrays are not finite keeps the
+        arrays that it had, instead of ending it.
 
     Returns
     -------
@@ -218,13 +229,14 @@ def run_rounds(method, rows, state, plan, mechanism, observe=None):
                 state.server = method.broadcast(state.server, blocks, t, mechanism, rng)
             update = partial(method.client_update, state.server, t)
             done = run(update, [block.arguments(state.clients) for block in blocks])
-            for block, (_, kept, _) in zip(blocks, done, strict=True):
-                block.keep(state.clients, kept)
+            for block, (_, kept, losses) in zip(blocks, done, strict=True):
+                fine = block.finite(kept, losses) if protected else None
+                block.keep(state.clients, kept, fine)
             state.used[rows.clients.take(sampled)] += rows.batch_sizes.take(sampled)
             shape = state.server["coef"].shape
             messages, losses = rows.collect(blocks, done, shape)
             loss = float(losses.sum())
-            if not math.isfinite(loss):  # diverged: whoever reads the history will see
+            if not (protected or math.isfinite(loss)):  # whoever reads the history will see
                 state.history["loss"].append(loss)
                 break
             released = mechanism.release(messages, state.bound, n_expected, rng)

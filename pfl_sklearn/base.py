@@ -186,6 +186,7 @@ class ClientMixin:
     def _population_copy(self) -> Self:
         """Clone with the population attributes alone, and nothing that is the server's."""
         model = clone(self)
+        model.__dict__.pop("_skl_callbacks", None)  # they may hold scores of all clients
         for name in _SERVER_ONLY:
             if name in model.get_params(deep=False):
                 model.set_params(**{name: None})

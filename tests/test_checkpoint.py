@@ -234,7 +234,7 @@ def test_parameters_that_do_not_matter(left):
 
 def test_another_ledger(left, tmp_path):
     """A fit that was not charged does not end as one that was."""
-    refused(left.set_params(ledger=PrivacyLedger(tmp_path / "new")), "a run with ledger='None'")
+    refused(left.set_params(ledger=PrivacyLedger(tmp_path / "new")), "a run with ledger=None")
     assert left.ledger.entries == []
 
 

@@ -85,11 +85,14 @@ class PPSGDRegressor(RegressorMixin, BasePPSGD):
         File to which every fit is written before it reads any data, and which refuses a fit beyond
         its budget.
     warm_start : bool, default=False
-        Let ``fit`` go on to `n_rounds` rounds in all, with the noise multiplier that it had. With
-        an integer `random_state` that is the same, bit by bit, as all rounds at once.
+        Let ``fit`` go on to `n_rounds` rounds in all, with the noise multiplier that it had unless
+        another is given. With an integer `random_state` that is the same, bit by bit, as all
+        rounds at once with ``warm_start=True`` (but for "theory" with `solution_norm`, whose step
+        depends on `n_rounds`).
     checkpoint : path or None, default=None
         File that ``fit`` writes its state to and, if it is there, goes on from; removed when the
-        fit has ended. It holds every client's model and is not protected. One fit, one file.
+        fit has ended. It holds every client's model and what noise is drawn from: protect it. One
+        fit, one file.
     checkpoint_every : int, default=10
         Rounds between two writes.
     unseen : {"population", "error"}, default="population"
@@ -124,7 +127,7 @@ class PPSGDRegressor(RegressorMixin, BasePPSGD):
         The number that `learning_rate` stood for.
     noise_multiplier_ : float
         Of the last call; 0 without noise.
-    history_ : dict of ndarrays of shape (n_rounds_,)
+    history_ : dict of ndarrays, one value per round
         Of every round "n_clients" that took part, their mean "loss" before it, the share of them
         that was "clipped", and the bound "clip_norm". Exact, hence not protected.
     privacy_ : PrivacyReport
@@ -418,11 +421,14 @@ class PPSGDClassifier(ClassifierMixin, BasePPSGD):
         File to which every fit is written before it reads any data, and which refuses a fit beyond
         its budget.
     warm_start : bool, default=False
-        Let ``fit`` go on to `n_rounds` rounds in all, with the noise multiplier that it had. With
-        an integer `random_state` that is the same, bit by bit, as all rounds at once.
+        Let ``fit`` go on to `n_rounds` rounds in all, with the noise multiplier that it had unless
+        another is given. With an integer `random_state` that is the same, bit by bit, as all
+        rounds at once with ``warm_start=True`` (but for "theory" with `solution_norm`, whose step
+        depends on `n_rounds`).
     checkpoint : path or None, default=None
         File that ``fit`` writes its state to and, if it is there, goes on from; removed when the
-        fit has ended. It holds every client's model and is not protected. One fit, one file.
+        fit has ended. It holds every client's model and what noise is drawn from: protect it. One
+        fit, one file.
     checkpoint_every : int, default=10
         Rounds between two writes.
     unseen : {"population", "error"}, default="population"
@@ -459,7 +465,7 @@ class PPSGDClassifier(ClassifierMixin, BasePPSGD):
         The number that `learning_rate` stood for.
     noise_multiplier_ : float
         Of the last call; 0 without noise.
-    history_ : dict of ndarrays of shape (n_rounds_,)
+    history_ : dict of ndarrays, one value per round
         Of every round "n_clients" that took part, their mean "loss" before it, the share of them
         that was "clipped", and the bound "clip_norm". Exact, hence not protected.
     privacy_ : PrivacyReport

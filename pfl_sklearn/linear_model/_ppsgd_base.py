@@ -29,6 +29,7 @@ from pfl_sklearn.linear_model._ppsgd_fit import (
 )
 from pfl_sklearn.linear_model._ppsgd_private import (
     check_privacy,
+    is_private,
     mechanism_of,
     relation_of_rounds,
     report_of,
@@ -113,9 +114,11 @@ class BasePPSGD(CallbackSupportMixin, ClientMixin, BaseEstimator):
         ValueError
             If parameters contradict one another, or the data do not go with them.
         DivergenceError
-            If the rounds diverge. In either case the estimator is as it was.
+            If the rounds diverge. In either case the estimator is as it was. With noise a single
+            client could cause that, and the error would tell of it: a client whose loss is not
+            finite then keeps the model that it had, and sends nothing.
         """
-        earlier = getattr(self, "_progress", None) if self.warm_start else None
+        earlier = self._earlier() if self.warm_start else None
         self._check_parameters()
         missing = self.n_rounds - (earlier.state.round if earlier else 0)
         if missing < 0:
@@ -124,9 +127,10 @@ class BasePPSGD(CallbackSupportMixin, ClientMixin, BaseEstimator):
                 "run before; with warm_start=True it counts them in."
             )
         events = round_events(self, missing, earlier and earlier.spent)
+        mechanism_of(self, events)  # refuses bounds before anything is charged
         checkpoint = self._open_checkpoint(missing)
         if checkpoint is None or not checkpoint.resumes:
-            charge_events(self, events)
+            charge_events(self, events, continues=earlier is not None)
         warn_of_search(self)
         clients = self._encode_fit(groups, num_samples(X))
         if earlier and not np.array_equal(clients.ids, earlier.clients):
@@ -134,18 +138,31 @@ class BasePPSGD(CallbackSupportMixin, ClientMixin, BaseEstimator):
                 "warm_start=True continues with the clients of the rounds before, and groups holds "
                 "others; use partial_fit, or warm_start=False."
             )
-        task = self._read_task(X, y, clients, earlier)
+        drawn = checkpoint and checkpoint.entropy
+        task = self._read_task(X, y, clients, earlier, drawn=drawn)
         return self._train((X, y, groups), task, missing, events, checkpoint)
 
     def _partial_fit(self, X, y, groups, classes=None):
         """One more pass over rows, of clients seen before or new."""
+        earlier = self._earlier()
         self._check_parameters()
         clients = self._encode_fit(groups, num_samples(X))
         missing = rounds_of_a_pass(clients, self.batch_size, self.client_fraction)
         events = round_events(self, missing)
-        charge_events(self, events)
-        task = self._read_task(X, y, clients, getattr(self, "_progress", None), classes)
+        mechanism_of(self, events)
+        charge_events(self, events, continues=earlier is not None)
+        task = self._read_task(X, y, clients, earlier, classes)
         return self._train((X, y, groups), task, missing, events)
+
+    def _earlier(self):
+        """Rounds to go on from, or None before the first fit."""
+        earlier = getattr(self, "_progress", None)
+        if earlier is None and hasattr(self, "privacy_"):
+            raise ValueError(
+                f"this {type(self).__name__} is a model that was handed out (by release, "
+                "for_client or a private selection): its rounds cannot go on. Fit a new one."
+            )
+        return earlier
 
     def _check_parameters(self):
         check_privacy(self)
@@ -155,18 +172,20 @@ class BasePPSGD(CallbackSupportMixin, ClientMixin, BaseEstimator):
         """Checkpoint of a run of `missing` rounds, or None."""
         if self.checkpoint is None:
             return None
-        unrelated = ("n_jobs", "checkpoint", "checkpoint_every", "unseen", "random_state")
+        unrelated = ("n_jobs", "ledger", "checkpoint", "checkpoint_every", "unseen", "random_state")
         params = {name: repr(value) for name, value in self.get_params(deep=False).items()}
         named = {name: value for name, value in params.items() if name not in unrelated}
         named |= {"class": type(self).__name__, "rounds to run": missing}
+        named["ledger"] = None if self.ledger is None else self.ledger._id
         return Checkpoint(self.checkpoint, self.checkpoint_every, named)
 
-    def _read_task(self, X, y, clients, earlier, classes=None):
-        """Checked data, and what rounds on them need."""
+    def _read_task(self, X, y, clients, earlier, classes=None, drawn=None):
+        """Checked data, and what rounds on them need; without a seed they draw from `drawn`."""
         if earlier:
             check_continues(earlier, self.fit_intercept, self.average, self.n_features_in_)
         targets = self._read(X, y, earlier, classes)
-        return make_task(self, targets, clients, earlier)
+        seed = drawn if self.random_state is None else self.random_state
+        return make_task(self, targets, clients, earlier, seed)
 
     def _train(self, data, task, missing, events, checkpoint=None):
         """Run the missing rounds on copies, and set all fitted attributes at the end."""
@@ -188,8 +207,9 @@ class BasePPSGD(CallbackSupportMixin, ClientMixin, BaseEstimator):
         if checkpoint is not None:
             observe = both(observe, checkpoint.observe)
         run = task.run
-        run_rounds(run.method, run.rows, state, run.plan(last), mechanism, observe)
-        check_converged(state, run.learning_rate)
+        protected = is_private(self)
+        run_rounds(run.method, run.rows, state, run.plan(last), mechanism, observe, protected)
+        check_converged(state, run.learning_rate, protected)
         progress = progress_after(task, state, events, last)
         self._store(shared, progress, report_of(self, progress, _NAMES))
         if checkpoint is not None:
@@ -214,7 +234,7 @@ class BasePPSGD(CallbackSupportMixin, ClientMixin, BaseEstimator):
         self.n_samples_per_client_ = progress.n_rows
         self.n_rounds_ = progress.state.round
         self.learning_rate_ = progress.learning_rate
-        self.noise_multiplier_ = progress.spent[-1].noise_multiplier if progress.spent else 0.0
+        self.noise_multiplier_ = progress.noise_multiplier
         self.history_ = {name: np.array(values) for name, values in progress.state.history.items()}
         self.privacy_ = report
 
@@ -232,6 +252,8 @@ class BasePPSGD(CallbackSupportMixin, ClientMixin, BaseEstimator):
 
     def _features(self, features, earlier):
         """Checked features in the form that the rounds have."""
+        if issparse(features):
+            features = csr_array(features)
         if earlier is None or issparse(features) == (earlier.pairs is not None):
             return features
         return features.toarray() if issparse(features) else csr_array(features)

@@ -135,6 +135,7 @@ class Progress(NamedTuple):
     learning_rate: float
     stopped: bool
     pairs: Pairs | None
+    noise_multiplier: float
 
 
 class Roster(NamedTuple):
@@ -169,12 +170,11 @@ class Task(NamedTuple):
         return getattr(self.run.rows, "pairs", None)
 
 
-def make_task(model, targets, clients, earlier):
-    """Task of a model's parameters."""
+def make_task(model, targets, clients, earlier, seed):
+    """Task of a model's parameters; `seed` None draws from the operating system."""
     roster = roster_of(earlier, clients.ids)
-    return Task(
-        targets, clients, earlier, roster, make_run(model, targets, clients, roster, earlier)
-    )
+    run = make_run(model, targets, clients, roster, earlier, seed)
+    return Task(targets, clients, earlier, roster, run)
 
 
 def fingerprints(task):
@@ -235,12 +235,16 @@ def progress_after(task, state, events, last):
         spent, stopped = earlier.spent, stopped or earlier.stopped
     n_rows[roster.now] += np.bincount(task.clients.codes)
     spent = None if events is None or spent is None else (*spent, *events)
-    return Progress(state, roster.ids, n_rows, spent, task.run.learning_rate, stopped, task.pairs)
+    noise = earlier.noise_multiplier if earlier is not None and last == earlier.state.round else 0.0
+    if events:
+        noise = events[-1].noise_multiplier
+    rate = task.run.learning_rate
+    return Progress(state, roster.ids, n_rows, spent, rate, stopped, task.pairs, noise)
 
 
-def make_run(model, targets, clients, roster, earlier):
+def make_run(model, targets, clients, roster, earlier, seed):
     """Run of a model's parameters; a learning rate that was found in earlier rounds stays."""
-    order, entropy = seeds(model.random_state)
+    order, entropy = seeds(seed)
     n_clients = len(clients.ids)
     rows = client_rows(
         targets.features,
@@ -319,10 +323,13 @@ def models(state, clients, pairs=None):
     return {"_population": population, "_local": local, "clients_": clients}
 
 
-def check_converged(state, learning_rate):
-    """Raise DivergenceError if the rounds diverged."""
-    finite = np.isfinite(state.server["coef"]).all() and np.isfinite(state.clients["local"]).all()
-    if not finite or len(state.history["loss"]) > state.round:
+def check_converged(state, learning_rate, protected):
+    """Raise DivergenceError if the rounds diverged: if `protected`, by what is released alone."""
+    finite = np.isfinite(state.server["coef"]).all()
+    if not protected:
+        finite &= np.isfinite(state.clients["local"]).all()
+        finite &= len(state.history["loss"]) == state.round
+    if not finite:
         raise DivergenceError(
             f"The rounds diverged: learning_rate={learning_rate:.4g} is too large for these "
             "features. Lower it, or scale the features."

@@ -9,6 +9,10 @@ from pfl_sklearn.privacy._round_sum import ClippedSum
 from pfl_sklearn.privacy._sampled import SampledGaussian, calibrate_rounds, events_epsilon
 from pfl_sklearn.privacy._sparse_sum import SparseClippedSum
 
+_STOPPED = (
+    "a callback ended the rounds early: unless it looked at public data alone, when it did so "
+    "tells what scores without noise were"
+)
 _RELATIONS = {"poisson": "add_remove", "fixed": "replace_one"}
 
 
@@ -76,7 +80,8 @@ def round_events(model, n_rounds, spent=()):
 def mechanism_of(model, events, sparse=False):
     """Release of a round."""
     z = events[0].noise_multiplier if events else 0.0
-    mechanism = ClippedSum(model.clip_norm, z, model.clip_quantile)
+    quantile = model.clip_quantile if model.alpha > 0 else None  # a bound that nobody uses stays
+    mechanism = ClippedSum(model.clip_norm, z, quantile)
     return SparseClippedSum(mechanism) if sparse else mechanism
 
 
@@ -94,11 +99,12 @@ def report_of(model, progress, names):
             n_clients=n_clients,
         )
     if not spent:
-        return dataclasses.replace(
+        report = dataclasses.replace(
             PrivacyReport.of_known_population(released, kept, n_clients),
             mechanism="nothing is released: no round of a global model was run",
             assumptions=("the number of clients is public",),
         )
+        return leaking(report, _STOPPED) if progress.stopped else report
     relation = relation_of_rounds(model)
     other = "replace_one" if relation == "add_remove" else "add_remove"
     epsilon, elsewhere = (events_epsilon(spent, model.delta, name) for name in (relation, other))
@@ -109,7 +115,7 @@ def report_of(model, progress, names):
         },
         n_clients=n_clients,
         seeded=model.random_state is not None,
-        caveats=_caveats(model, epsilon),
+        caveats=_caveats(model, epsilon, spent),
         rounds=sum(event.n_rounds for event in spent),
         epsilon_under=((other, elsewhere),) if math.isfinite(elsewhere) else (),
         released=released,
@@ -122,19 +128,20 @@ def report_of(model, progress, names):
             "own rows protects the other clients, not itself",
         ),
     )
-    if not progress.stopped:
-        return report
-    return leaking(
-        report,
-        "a callback ended the rounds early: unless it looked at public data alone, when it did so "
-        "tells what scores without noise were",
-    )
+    return leaking(report, _STOPPED) if progress.stopped else report
 
 
-def _caveats(model, epsilon):
-    if not epsilon > model.epsilon * (1 + 1e-6):
-        return ()
-    return (
-        f"epsilon = {model.epsilon:.4g} was asked for each fit; with the rounds before, the total "
-        f"is {epsilon:.4g}.",
-    )
+def _caveats(model, epsilon, spent):
+    found = []
+    if epsilon > model.epsilon * (1 + 1e-6):
+        found.append(
+            f"epsilon = {model.epsilon:.4g} was asked for each fit; with the rounds before, the "
+            f"total is {epsilon:.4g}."
+        )
+    taking_part = sum(event.n_rounds * event.rate for event in spent)
+    if taking_part <= model.delta:
+        found.append(
+            f"A client takes part in {taking_part:.3g} rounds on average, which is not above "
+            "delta: that it does is all that protects it, and who does is not protected at all."
+        )
+    return tuple(found)

@@ -111,10 +111,18 @@ class SparseBlock(NamedTuple):
         kept = (values.take(self.pairs, axis=0) for values in clients.values())
         return self.X, self.y, self.features, self.owner, self.sizes, *kept
 
-    def keep(self, clients, kept):
-        """Store the clients' new values."""
+    def finite(self, kept, losses):
+        """Clients (k,) whose losses and new values are finite."""
+        fine = np.isfinite(losses)
+        for values in kept:
+            fine[self.owner[~np.isfinite(values).all(axis=1)]] = False
+        return fine
+
+    def keep(self, clients, kept, fine=None):
+        """Store the new values, of all clients or of those that are `fine` (k,)."""
+        chosen = slice(None) if fine is None else fine[self.owner]
         for values, new in zip(clients.values(), kept, strict=True):
-            values[self.pairs] = new
+            values[self.pairs[chosen]] = new[chosen]
 
 
 class SparseRows(NamedTuple):
@@ -252,7 +260,7 @@ def server_update(server, total, t, *, step):
 def broadcast(server, blocks, t, mechanism, rng, *, step):
     """Add the noise that is due to what the clients of `blocks` see; None: to everything."""
     variance = float(server["variance"][0])
-    if variance == 0 or step == 0 or (blocks is not None and not blocks):
+    if not mechanism.noisy or variance == 0 or step == 0 or (blocks is not None and not blocks):
         return server
     if blocks is None:
         features = np.arange(len(server["coef"]))

@@ -69,6 +69,11 @@ class SparseClippedSum:
         variance = (self.dense.sum_noise_multiplier * bound) ** 2
         return Released(SparseTotal(rows, summed, variance), following, share)
 
+    @property
+    def noisy(self) -> bool:
+        """Whether there is any noise."""
+        return self.dense.noise_multiplier > 0
+
     def settle(
         self, settled: Floats, variance: float, rows: Codes, c: int, rng: np.random.Generator
     ) -> Floats:

@@ -255,7 +255,7 @@ def test_partial_fits_bring_clients_features_and_formats():
 def test_a_failed_fit_leaves_everything_as_it_was():
     X, y, groups = table()
     X = csr_array(X)
-    for params in ({}, {"warm_start": True}, {"average": True}, NOISE):
+    for params in ({}, {"warm_start": True}, {"average": True}):
         model = PPSGDRegressor(n_rounds=30, random_state=0).set_params(**params)
         model.fit(X, y, groups=groups)
         model.set_params(n_rounds=700, learning_rate=1e3)

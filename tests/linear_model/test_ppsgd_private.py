@@ -407,9 +407,7 @@ def test_a_step_that_theory_gives_may_be_used_with_noise():
 def test_a_budget_is_kept_before_data_are_read(tmp_path, method):
     X, y, groups = table()
     ledger = PrivacyLedger(tmp_path / "ledger", budget=(1.6, 1e-3), relation="add_remove")
-    model = PPSGDRegressor(
-        epsilon=1.0, delta=1e-3, clip_norm=1.0, learning_rate=0.1, ledger=ledger, random_state=0
-    )
+    model = PPSGDRegressor(epsilon=1.0, delta=1e-3, clip_norm=1.0, learning_rate=0.1, ledger=ledger)
     fit = getattr(model, method)
     fit(X, y, groups=groups)
     fit(X, y, groups=groups)

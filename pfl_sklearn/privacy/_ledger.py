@@ -7,10 +7,9 @@ import os
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from functools import partial
-from numbers import Real
-from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from pfl_sklearn._warnings import warn_caller
@@ -18,10 +17,11 @@ from pfl_sklearn.privacy import _ledger_file
 from pfl_sklearn.privacy._events import Event, event_from_dict
 from pfl_sklearn.privacy._report import PrivacyWarning
 from pfl_sklearn.privacy._sampled import events_epsilon
+from pfl_sklearn.privacy._spending import UNPROTECTED, seed_tag
+from pfl_sklearn.privacy._stated import protect
 
 __all__ = ["BudgetExceeded", "PrivacyLedger"]
 
-_CHOICES = {"relation": ("replace_one", "add_remove"), "unit": ("client", "row")}
 # What a new ledger has unless it is told.
 _NEW = {"budget": None, "delta": 1e-5, "relation": "replace_one", "unit": "client"}
 _ROUNDING = 1e-9  # of a budget, so that a fit with all of it is not refused
@@ -58,7 +58,7 @@ class PrivacyLedger:
     Attributes
     ----------
     path : str
-        Absolute.
+        Absolute, and that of the file itself where `path` was a link.
     budget : tuple (epsilon, delta) or None
     delta : float
     relation, unit : str
@@ -94,13 +94,22 @@ class PrivacyLedger:
     and costs nothing. A fit with ``epsilon=inf`` spends without bound: it is refused if there is a
     budget, else the total is infinite from there on.
 
+    *Seeds.* Two fits with the same `random_state` have the same noise, which cancels in their
+    difference. So a private fit with a seed leaves a digest of it, and a later one with the same
+    seed counts as one with ``epsilon=inf``. Rounds that continue an earlier fit have noise of their
+    own and leave none: if two copies of one seeded fit are both continued, they have the same noise
+    and the ledger does not notice. A digest hides no seed from those who can read the file and try
+    all seeds: keep it as secret as the seed, or use ``random_state=None``.
+
     *Safety.* Checking the budget and writing the entry is one step under a lock on the file
     (``flock``: POSIX systems, and file systems that honour it), and the entry is on the disk
     before the fit goes on. If a process is killed while it writes, the line that breaks off
     belongs to a fit that never began; it does not count, and the next entry takes its place. A
     line that is missing or damaged elsewhere is an error, as is a file that was deleted or
-    replaced. Copies and pickles hold the path and the settings, no entries: they are the same
-    ledger. Somebody who may write the file can of course forge it.
+    replaced. Lost lines at the end cannot be noticed: a file that was cut between two lines, or put
+    back from an older copy, looks like one in which less was spent. Copies and pickles hold the
+    path and the settings, no entries: they are the same ledger. Somebody who may write the file can
+    of course forge it.
 
     References
     ----------
@@ -138,17 +147,24 @@ class PrivacyLedger:
         relation: str | None = None,
         unit: str | None = None,
     ) -> None:
-        asked = _settings(budget, delta, relation, unit)
-        self.path = str(Path(path).absolute())
+        asked = _ledger_file.checked_settings(budget, delta, relation, unit)
+        self.path = os.path.realpath(path)
         header = _ledger_file.create_or_read(self.path, {**_NEW, **asked})
-        _check_same(asked, header, self.path)
+        _ledger_file.check_same(asked, header, self.path)
         self._id = header["id"]
         self.delta: float = header["delta"]
         self.budget = None if header["budget"] is None else (header["budget"], self.delta)
         self.relation: str = header["relation"]
         self.unit: str = header["unit"]
 
-    def spend(self, events: Iterable[Event], *, what: str, unit: str = "client") -> None:
+    def spend(
+        self,
+        events: Iterable[Event],
+        *,
+        what: str,
+        unit: str = "client",
+        seed: int | np.random.RandomState | None = None,
+    ) -> None:
         """Write one entry, or refuse it; estimators call this before they read any data.
 
         Parameters
@@ -159,13 +175,16 @@ class PrivacyLedger:
             Who spends: the name of the estimator, say.
         unit : {"client", "row"}, default="client"
             What the events are stated for.
+        seed : int, RandomState instance or None, default=None
+            Where the noise comes from; None: from the operating system. If an earlier entry has the
+            same one, the noise of both cancels and the fit counts as unprotected.
 
         Raises
         ------
         BudgetExceeded
             If the total would be above the budget; nothing is written then.
         ValueError
-            If the ledger counts another unit, or the file is not what it should be.
+            If the ledger counts another unit, `seed` is none, or the file is not what it should be.
         OSError
             If the entry cannot be written; it does not count then.
         """
@@ -182,7 +201,9 @@ class PrivacyLedger:
             "events": [event.to_dict() for event in events],
             "process": os.getpid(),
         }
-        _ledger_file.add(self.path, self._id, entry, partial(self._check_budget, events, what))
+        if seed is not None and events and protect(events):
+            entry["seed"] = seed_tag(seed, self._id)
+        _ledger_file.add(self.path, self._id, partial(self._allowed, entry))
 
     def total(self) -> float:
         """Epsilon of all entries together, at `delta` and under `relation`.
@@ -203,7 +224,8 @@ class PrivacyLedger:
     @property
     def entries(self) -> list[dict[str, Any]]:
         """What the file holds, oldest first: dicts with "entry" (its number), "time" (UTC), "what",
-        "unit", "events" (a list of dicts) and "process" (id)."""
+        "unit", "events" (a list of dicts), "process" (id), for a seeded fit "seed" (a digest) and,
+        if an earlier one has the same, "seed_of" (its number)."""
         return _ledger_file.read(self.path, self._id)
 
     def to_frame(self) -> pd.DataFrame:
@@ -266,39 +288,73 @@ class PrivacyLedger:
     def _epsilon(self, events: Sequence[Event]) -> float:
         return float(events_epsilon(events, self.delta, self.relation))
 
+    def _allowed(self, entry: dict[str, Any], entries: list[dict[str, Any]]) -> dict[str, Any]:
+        """The entry as it is to be written after the `entries`, unless it is refused."""
+        entry = _with_repeated_seed(entry, entries)
+        if self.budget is not None and entry["events"]:
+            self._check_budget(entry, entries, self.budget[0])
+        return entry
+
     def _check_budget(
-        self, events: tuple[Event, ...], what: str, entries: list[dict[str, Any]]
+        self, entry: dict[str, Any], entries: list[dict[str, Any]], most: float
     ) -> None:
-        """Raise BudgetExceeded if the events are too much after the `entries`."""
-        if self.budget is None or not events:
-            return
-        before = _events(entries, self.path)
-        total, most = self._epsilon((*before, *events)), self.budget[0]
+        """Raise BudgetExceeded if the entry is too much after the `entries`."""
+        events, before = _events([entry], self.path), _events(entries, self.path)
+        total = self._epsilon((*before, *events))
         if total <= most * (1 + _ROUNDING):
             return
         asked = self._epsilon(events)
-        reason = f" ({_reason(events, self.delta, self.relation)})" if math.isinf(asked) else ""
+        reason = f" ({self._why(entry)})" if math.isinf(asked) else ""
         raise BudgetExceeded(
-            f"{what} asks for epsilon = {asked:.6g}{reason}, and with the "
+            f"{entry['what']} asks for epsilon = {asked:.6g}{reason}, and with the "
             f"{self._epsilon(before):.6g} spent so far the total would be {total:.6g}, above the "
-            f"budget of {most:.6g} (at delta = {self.delta:.4g}, {self.relation}) of {self.path}; "
-            "refused before any data were read."
+            f"budget of {most:.6g} (at delta = {self.delta:.4g}, {self.relation}) of {self.path}"
+            f"{self._way_out((*before, *events), most)}; refused before any data were read."
         )
+
+    def _way_out(self, events: Sequence[Event], most: float) -> str:
+        """Clause on the relation under which all events would be within the budget, if any."""
+        if self.relation != "replace_one":
+            return ""
+        total = events_epsilon(events, self.delta, "add_remove")
+        if total > most * (1 + _ROUNDING):
+            return ""
+        return (
+            f"; under add_remove it would be {total:.6g}, for which the ledger must be made with "
+            "relation='add_remove'"
+        )
+
+    def _why(self, entry: dict[str, Any]) -> str:
+        """Why an entry has no finite epsilon."""
+        if "seed_of" in entry:
+            return (
+                f"it has the same random_state as entry {entry['seed_of']}: their noise cancels; "
+                "use random_state=None"
+            )
+        return _reason(_events([entry], self.path), self.delta, self.relation)
 
     def _why_infinite(self, entries: list[dict[str, Any]]) -> str:
         """Sentence on the first entry that alone makes the total infinite."""
         for entry in entries:
-            events = _events([entry], self.path)
-            if math.isinf(self._epsilon(events)):
-                reason = _reason(events, self.delta, self.relation)
+            if math.isinf(self._epsilon(_events([entry], self.path))):
                 return (
                     f"The total is infinite because of entry {entry['entry']} ({entry['what']}): "
-                    f"{reason}."
+                    f"{self._why(entry)}."
                 )
         return (
             "The total is infinite although no entry is: together their own deltas are above "
             f"{self.delta:.4g}."
         )
+
+
+def _with_repeated_seed(entry: dict[str, Any], entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The entry, as one that protects nobody if its seed is that of an earlier one."""
+    tag = entry.get("seed")
+    for earlier in entries:
+        if tag is not None and earlier.get("seed") == tag:
+            events = [*entry["events"], *(event.to_dict() for event in UNPROTECTED)]
+            return {**entry, "events": events, "seed_of": earlier["entry"]}
+    return entry
 
 
 def _events(entries: list[dict[str, Any]], path: str) -> tuple[Event, ...]:
@@ -317,52 +373,10 @@ def _events(entries: list[dict[str, Any]], path: str) -> tuple[Event, ...]:
 
 def _reason(events: Sequence[Event], delta: float, relation: str) -> str:
     """Why events have no finite epsilon under `relation`."""
-    for other in _CHOICES["relation"]:
+    for other in ("replace_one", "add_remove"):
         if other != relation and math.isfinite(events_epsilon(events, delta, other)):
             return (
                 f"its epsilon is finite under {other} only, which needs a ledger with "
                 f"relation={other!r}"
             )
     return f"nothing protects its clients at delta = {delta:.4g}"
-
-
-def _settings(budget: Any, delta: Any, relation: Any, unit: Any) -> dict[str, Any]:
-    """Settings that were given, checked."""
-    epsilon = budget
-    if isinstance(budget, tuple | list) and len(budget) == 2:
-        epsilon, own = budget
-        if delta is not None and delta != own:
-            raise ValueError(f"delta must be that of budget={budget!r}; got {delta!r}.")
-        delta = own
-    if epsilon is not None and not (_is_number(epsilon) and 0 < epsilon < math.inf):
-        raise ValueError(
-            "budget must be None, a finite epsilon above 0, or a pair (epsilon, delta); got "
-            f"{budget!r}."
-        )
-    if delta is not None and not (_is_number(delta) and 0 < delta < 1):
-        raise ValueError(f"delta must be in (0, 1); got {delta!r}.")
-    for name, value in (("relation", relation), ("unit", unit)):
-        if value is not None and value not in _CHOICES[name]:
-            raise ValueError(
-                f"{name} must be one of {', '.join(_CHOICES[name])}, or None; got {value!r}."
-            )
-    given = {"budget": epsilon, "delta": delta, "relation": relation, "unit": unit}
-    return {
-        name: float(value) if _is_number(value) else value
-        for name, value in given.items()
-        if value is not None
-    }
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _check_same(asked: dict[str, Any], header: dict[str, Any], path: str) -> None:
-    """Raise ValueError if the file has other settings than those asked for."""
-    for name, value in asked.items():
-        if header.get(name) != value:
-            raise ValueError(
-                f"the privacy ledger {path} was made with {name}={header.get(name)!r}; got "
-                f"{name}={value!r}. Leave {name} out, or take another file."
-            )

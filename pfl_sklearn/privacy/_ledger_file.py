@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import stat
 import uuid
 from collections.abc import Callable, Iterator
+from numbers import Real
 from typing import Any, NamedTuple
 
 try:
@@ -20,6 +22,7 @@ except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
 _FORMAT, _VERSION = "pfl_sklearn privacy ledger", 1
+_CHOICES = {"relation": ("replace_one", "add_remove"), "unit": ("client", "row")}
 _SETTINGS = {"id", "budget", "delta", "relation", "unit"}
 _START = json.dumps({"format": _FORMAT})[:-1].encode()
 
@@ -62,6 +65,48 @@ def create_or_read(path: str, settings: dict[str, Any]) -> dict[str, Any]:
         ) from error
 
 
+def checked_settings(budget: Any, delta: Any, relation: Any, unit: Any) -> dict[str, Any]:
+    """Settings that were given, checked."""
+    epsilon = budget
+    if isinstance(budget, tuple | list) and len(budget) == 2:
+        epsilon, own = budget
+        if delta is not None and delta != own:
+            raise ValueError(f"delta must be that of budget={budget!r}; got {delta!r}.")
+        delta = own
+    if epsilon is not None and not (_is_number(epsilon) and 0 < epsilon < math.inf):
+        raise ValueError(
+            "budget must be None, a finite epsilon above 0, or a pair (epsilon, delta); got "
+            f"{budget!r}."
+        )
+    if delta is not None and not (_is_number(delta) and 0 < delta < 1):
+        raise ValueError(f"delta must be in (0, 1); got {delta!r}.")
+    for name, value in (("relation", relation), ("unit", unit)):
+        if value is not None and value not in _CHOICES[name]:
+            raise ValueError(
+                f"{name} must be one of {', '.join(_CHOICES[name])}, or None; got {value!r}."
+            )
+    given = {"budget": epsilon, "delta": delta, "relation": relation, "unit": unit}
+    return {
+        name: float(value) if _is_number(value) else value
+        for name, value in given.items()
+        if value is not None
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_same(asked: dict[str, Any], header: dict[str, Any], path: str) -> None:
+    """Raise ValueError if the file has other settings than those asked for."""
+    for name, value in asked.items():
+        if header.get(name) != value:
+            raise ValueError(
+                f"the privacy ledger {path} was made with {name}={header.get(name)!r}; got "
+                f"{name}={value!r}. Leave {name} out, or take another file."
+            )
+
+
 def read(path: str, identity: str) -> list[dict[str, Any]]:
     """Entries of the ledger with that `identity`."""
     with _opened(path, os.O_RDONLY) as file:
@@ -71,16 +116,15 @@ def read(path: str, identity: str) -> list[dict[str, Any]]:
 def add(
     path: str,
     identity: str,
-    entry: dict[str, Any],
-    check: Callable[[list[dict[str, Any]]], None],
+    make: Callable[[list[dict[str, Any]]], dict[str, Any]],
 ) -> None:
-    """Append an entry, unless `check` of the entries before it raises; on the disk on return.
+    """Append what `make` makes of the entries before it, unless it raises; on the disk on return.
 
-    Nobody else reads or writes from before the check until after the entry is there.
+    Nobody else reads or writes from before that until after the entry is there.
     """
     with _opened(path, os.O_RDWR | os.O_APPEND) as file:
         contents = _own_contents(file, path, identity)
-        check(contents.entries)
+        entry = make(contents.entries)
         _append(file, contents.size, {"entry": len(contents.entries) + 1, **entry})
         if not _is_at(file, path):
             raise FileNotFoundError(_gone(path))
@@ -121,10 +165,9 @@ def _locked(path: str, flags: int) -> Iterator[int]:
     """
     if fcntl is None:
         raise OSError("this system has no fcntl, whose file locks PrivacyLedger needs")
+    _check_regular(path)
     file = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
         fcntl.flock(file, fcntl.LOCK_EX if flags & os.O_RDWR else fcntl.LOCK_SH)
         try:
             yield file
@@ -132,6 +175,13 @@ def _locked(path: str, flags: int) -> Iterator[int]:
             fcntl.flock(file, fcntl.LOCK_UN)
     finally:
         os.close(file)
+
+
+def _check_regular(path: str) -> None:
+    """Raise OSError for a folder, a device or a pipe, which would wait for a writer if opened."""
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
 
 
 def _read(file: int, path: str) -> Contents:

@@ -330,7 +330,8 @@ def private_report(
     if seeded:
         found.append(
             "random_state was given, so whoever knows the seed can reproduce the noise and take it "
-            "off; use random_state=None for a release."
+            "off, and two fits with the same seed show their difference without noise to anybody; "
+            "use random_state=None for a release."
         )
     if facts["delta"] > 1 / n_clients:
         found.append(

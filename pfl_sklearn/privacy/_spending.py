@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import math
+from numbers import Integral
 from typing import Any
+
+from sklearn.utils import check_random_state
 
 from pfl_sklearn.privacy._events import Event, GaussianEvent, PureEvent
 from pfl_sklearn.privacy._gaussian_dp import gdp_mu
@@ -24,14 +29,30 @@ def charge(estimator: Any) -> None:
     warn_of_search(estimator)
 
 
-def charge_events(estimator: Any, events: tuple[Event, ...] | None) -> None:
-    """Write events, or None if nothing protects the clients, to the ledger if there is one."""
+def charge_events(
+    estimator: Any, events: tuple[Event, ...] | None, *, continues: bool = False
+) -> None:
+    """Write events, or None if nothing protects the clients, to the ledger if there is one.
+
+    Rounds that continue an earlier fit do not draw its noise again, whatever the seed.
+    """
     if estimator.ledger is not None:
         estimator.ledger.spend(
             UNPROTECTED if events is None else events,
             what=type(estimator).__name__,
             unit=unit_of(estimator),
+            seed=None if continues else estimator.random_state,
         )
+
+
+def seed_tag(seed: Any, salt: str) -> str:
+    """Short text that is the same for seeds that give the same noise."""
+    if isinstance(seed, Integral):
+        words: Any = int(seed)
+    else:
+        # What the fit is going to draw from the generator: its state may differ in other things.
+        words = copy.deepcopy(check_random_state(seed)).randint(0, 2**31 - 1, size=4).tolist()
+    return hashlib.blake2b(f"{salt} {words}".encode(), digest_size=8).hexdigest()
 
 
 def gaussian_events(

@@ -53,7 +53,8 @@ def in_child(function, *args):
 
     process = FORK.Process(target=work)
     process.start()
-    found = receiver.recv()
+    found = receiver.recv() if receiver.poll(30) else "hangs"
+    process.kill()
     process.join()
     return found
 
@@ -153,6 +154,17 @@ def test_what_has_no_finite_epsilon_is_refused_by_a_budget(path):
     assert ledger.entries == []
 
 
+def test_a_refusal_names_the_relation_that_would_allow_it(path):
+    other = "under add_remove it would be {}, for which the ledger must be made with relation='add"
+    ledger = PrivacyLedger(path, budget=(2.0, DELTA))
+    alone = f"{gdp_epsilon(gdp_mu(2.0, DELTA) * 0.9, DELTA):.6g}"
+    with pytest.raises(BudgetExceeded, match=other.format(alone)):
+        spend(ledger, events=[GaussianEvent(gdp_mu(2.0, DELTA) * 0.9, None)])
+    with pytest.raises(BudgetExceeded, match=r"above the budget") as caught:
+        spend(ledger, events=[GaussianEvent(gdp_mu(2.0, DELTA) * 1.1, None)])
+    assert "add_remove" not in str(caught.value)
+
+
 def test_another_unit_is_refused(path):
     ledger = PrivacyLedger(path)
     with pytest.raises(ValueError, match=r"protects one row, .* spent on one client; give"):
@@ -239,6 +251,16 @@ def test_a_folder_and_a_device_are_no_files(tmp_path):
     for place in (tmp_path, "/dev/null"):
         with pytest.raises(OSError, match=f"cannot open {place} .not a regular file"):
             PrivacyLedger(place)
+
+
+def test_a_pipe_is_an_error_and_does_not_hang(path):
+    os.mkfifo(path)
+    message = in_child(PrivacyLedger, path)
+    assert message.startswith(f"OSError: PrivacyLedger cannot open {path} (not a regular file)")
+    ledger = PrivacyLedger(path.with_name("real"))
+    path.rename(ledger.path)
+    message = in_child(spend, ledger)
+    assert "cannot be used (not a regular file), so that nothing was spent" in message
 
 
 def test_a_path_that_may_not_be_written(path):

@@ -86,6 +86,24 @@ def test_copies_are_the_same_ledger(path, monkeypatch):
     assert ledger != PrivacyLedger(path.with_name("other"))
 
 
+def test_a_link_is_the_same_ledger(path):
+    ledger = PrivacyLedger(path)
+    link = path.with_name("link")
+    link.symlink_to(path.name)
+    linked = PrivacyLedger(link)
+    assert linked == ledger
+    assert hash(linked) == hash(ledger)
+    assert linked.path == str(path)
+    assert numbers(spend(linked)) == numbers(ledger) == [1]
+    dangling = path.with_name("dangling")
+    dangling.symlink_to("not yet")
+    assert PrivacyLedger(dangling) == PrivacyLedger(path.with_name("not yet"))
+    circle = path.with_name("circle")
+    circle.symlink_to(circle.name)
+    with pytest.raises(OSError, match=r"cannot open .*circle .Too many levels of symbolic links"):
+        PrivacyLedger(circle)
+
+
 CLIENTS = make_gaussian_clients(60, 6, random_state=0)
 EPSILONS = [0.25, 0.5, 1.0, 2.0, 4.0]
 

@@ -1,0 +1,176 @@
+"""Fits with the same seed have the same noise, which a privacy ledger counts as none."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from pfl_sklearn import GaussianMean, PrivacyWarning
+from pfl_sklearn.datasets import make_gaussian_clients
+from pfl_sklearn.privacy import BudgetExceeded, PrivacyLedger
+from pfl_sklearn.privacy._events import GaussianEvent, PureEvent
+from pfl_sklearn.privacy._spending import UNPROTECTED, charge_events
+
+DELTA = 1e-5
+GAUSSIAN = GaussianEvent(0.1, 0.2)
+CLIENTS = make_gaussian_clients(60, 6, random_state=0)
+REASON = "same random_state as entry 1: their noise cancels; use random_state=None"
+seeded = pytest.mark.filterwarnings("ignore:random_state was given")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ledger.jsonl"
+
+
+def spend(ledger, *seeds, events=(GAUSSIAN,)):
+    for seed in seeds:
+        ledger.spend(events, what="Somebody", seed=seed)
+    return ledger
+
+
+def model(ledger=None, random_state=0, clip_norm=4.0):
+    return GaussianMean(
+        epsilon=1.0,
+        delta=DELTA,
+        clip_norm=clip_norm,
+        noise_variance=1.0,
+        ledger=ledger,
+        random_state=random_state,
+    )
+
+
+def fit(*args, **params):
+    return model(*args, **params).fit(CLIENTS.data, CLIENTS.target, groups=CLIENTS.groups)
+
+
+@seeded
+def test_the_noise_of_two_fits_with_one_seed_cancels():
+    """What the ledger is to refuse: twice one estimate less the other is not noisy at all."""
+    errors = []
+    for seed in range(8):
+        one = fit(random_state=seed, clip_norm=100.0).population_mean_
+        two = fit(random_state=seed, clip_norm=200.0).population_mean_
+        errors.append((2 * one - two, one))
+    exact, noisy = np.std(errors, axis=0)
+    assert exact < 1e-4 < 0.1 < noisy
+
+
+@seeded
+def test_a_second_fit_with_the_same_seed_is_refused_by_a_budget(path):
+    ledger = PrivacyLedger(path, budget=(50.0, DELTA))
+    fit(ledger)
+    before = path.read_bytes()
+    for clip_norm in (4.0, 8.0):
+        with pytest.raises(BudgetExceeded, match=rf"asks for epsilon = inf \(it has the {REASON}"):
+            fit(ledger, clip_norm=clip_norm)
+    assert path.read_bytes() == before
+    fit(ledger, random_state=1)
+    fit(ledger, random_state=None)
+    fit(ledger, random_state=None)
+    assert len(ledger.entries) == 4
+
+
+@seeded
+def test_a_second_fit_with_the_same_seed_is_recorded_as_infinite(path):
+    ledger = PrivacyLedger(path)
+    fit(ledger)
+    fit(ledger, random_state=None)
+    assert math.isfinite(ledger.total())
+    fit(ledger)
+    match = rf"entry 3 \(GaussianMean\): it has the {REASON}\."
+    with pytest.warns(PrivacyWarning, match=match):
+        assert PrivacyLedger(path).total() == math.inf
+    assert REASON in str(ledger)
+    assert np.isfinite(ledger.to_frame()["epsilon"]).tolist() == [True, True, False]
+    assert [len(entry["events"]) for entry in ledger.entries] == [1, 1, 2]
+
+
+def test_what_counts_as_the_same_seed(path):
+    """Also numpy's integers and a generator in the same state; not one that went on."""
+    for number, same in enumerate(
+        [
+            (3, np.int32(3)),
+            (np.random.RandomState(3), np.random.RandomState(3)),
+            (_after_normals(1), _after_normals(2)),
+        ]
+    ):
+        ledger = PrivacyLedger(path.with_name(f"same {number}"), budget=(50.0, DELTA))
+        with pytest.raises(BudgetExceeded, match=REASON):
+            spend(ledger, *same)
+        assert len(ledger.entries) == 1
+    ledger = PrivacyLedger(path, budget=(50.0, DELTA))
+    moved = np.random.RandomState(3)
+    spend(ledger, None, None, 3, 4, moved)
+    moved.randint(2)
+    spend(ledger, moved)
+    assert len(ledger.entries) == 6
+
+
+def _after_normals(n_drawn):
+    """Normal numbers are made in pairs: the second one takes nothing from the generator."""
+    state = np.random.RandomState(3)
+    for _ in range(n_drawn):
+        state.normal()
+    return state
+
+
+def test_a_generator_is_left_as_it_was(path):
+    state = np.random.RandomState(3)
+    spend(PrivacyLedger(path), state)
+    assert state.randint(1000) == np.random.RandomState(3).randint(1000)
+
+
+@seeded
+def test_a_generator_that_goes_on_has_other_noise(path):
+    ledger, state = PrivacyLedger(path, budget=(50.0, DELTA)), np.random.RandomState(0)
+    for _ in range(3):
+        fit(ledger, random_state=state)
+    with pytest.raises(BudgetExceeded, match=REASON):
+        fit(ledger, random_state=np.random.RandomState(0))
+
+
+@pytest.mark.parametrize("events", [(), UNPROTECTED, (PureEvent(math.inf, 0.0, "add_remove"),)])
+def test_fits_without_noise_have_none_that_cancels(path, events):
+    ledger = PrivacyLedger(path)
+    spend(ledger, 0, 0, events=events)
+    spend(ledger, 0)
+    assert [entry.get("seed") is None for entry in ledger.entries] == [True, True, False]
+    assert [len(entry["events"]) for entry in ledger.entries] == [len(events), len(events), 1]
+
+
+def test_rounds_that_go_on_have_other_noise(path):
+    ledger = PrivacyLedger(path, budget=(50.0, DELTA))
+    rounds = SimpleNamespace(ledger=ledger, random_state=0)
+    charge_events(rounds, (GAUSSIAN,))
+    charge_events(rounds, (GAUSSIAN,), continues=True)
+    assert ["seed" in entry for entry in ledger.entries] == [True, False]
+    with pytest.raises(BudgetExceeded, match=REASON):
+        charge_events(rounds, (GAUSSIAN,), continues=False)
+
+
+def test_the_tag_of_a_seed_is_another_one_in_another_ledger(path):
+    ledgers = [spend(PrivacyLedger(path.with_name(name)), 0, 1) for name in ("one", "two")]
+    tags = [entry["seed"] for ledger in ledgers for entry in ledger.entries]
+    assert len(set(tags)) == 4
+    assert {len(tag) for tag in tags} == {16}
+
+
+def test_what_is_no_seed_is_refused(path):
+    ledger = PrivacyLedger(path)
+    with pytest.raises(ValueError, match="'seed' cannot be used to seed"):
+        spend(ledger, "seed")
+    assert ledger.entries == []
+
+
+def test_files_without_tags_are_read(path):
+    ledger = spend(PrivacyLedger(path, budget=(50.0, DELTA)), 0)
+    header, entry, _ = path.read_text().split("\n")
+    old = {name: value for name, value in json.loads(entry).items() if name != "seed"}
+    assert len(old) == len(json.loads(entry)) - 1
+    path.write_text(f"{header}\n{json.dumps(old)}\n")
+    total = ledger.total()
+    assert len(spend(ledger, 0).entries) == 2
+    assert total < ledger.total() < math.inf

@@ -130,7 +130,7 @@ class BasePPSGD(CallbackSupportMixin, ClientMixin, BaseEstimator):
         mechanism_of(self, events)  # refuses bounds before anything is charged
         checkpoint = self._open_checkpoint(missing)
         if checkpoint is None or not checkpoint.resumes:
-            charge_events(self, events, continues=earlier is not None)
+            charge_events(self, events, first_round=self.n_rounds - missing)
         warn_of_search(self)
         clients = self._encode_fit(groups, num_samples(X))
         if earlier and not np.array_equal(clients.ids, earlier.clients):
@@ -150,7 +150,7 @@ class BasePPSGD(CallbackSupportMixin, ClientMixin, BaseEstimator):
         missing = rounds_of_a_pass(clients, self.batch_size, self.client_fraction)
         events = round_events(self, missing)
         mechanism_of(self, events)
-        charge_events(self, events, continues=earlier is not None)
+        charge_events(self, events, first_round=earlier.state.round if earlier else 0)
         task = self._read_task(X, y, clients, earlier, classes)
         return self._train((X, y, groups), task, missing, events)
 

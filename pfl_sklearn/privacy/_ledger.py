@@ -97,8 +97,7 @@ class PrivacyLedger:
     *Seeds.* Two fits with the same `random_state` have the same noise, which cancels in their
     difference. So a private fit with a seed leaves a digest of it, and a later one with the same
     seed counts as one with ``epsilon=inf``. Rounds that continue an earlier fit have noise of their
-    own and leave none: if two copies of one seeded fit are both continued, they have the same noise
-    and the ledger does not notice. A digest hides no seed from those who can read the file and try
+    own and leave another digest. A digest hides no seed from those who can read the file and try
     all seeds: keep it as secret as the seed, or use ``random_state=None``.
 
     *Safety.* Checking the budget and writing the entry is one step under a lock on the file
@@ -164,6 +163,7 @@ class PrivacyLedger:
         what: str,
         unit: str = "client",
         seed: int | np.random.RandomState | None = None,
+        first_round: int = 0,
     ) -> None:
         """Write one entry, or refuse it; estimators call this before they read any data.
 
@@ -178,6 +178,8 @@ class PrivacyLedger:
         seed : int, RandomState instance or None, default=None
             Where the noise comes from; None: from the operating system. If an earlier entry has the
             same one, the noise of both cancels and the fit counts as unprotected.
+        first_round : int, default=0
+            Rounds that went before with the same seed: those from here on have noise of their own.
 
         Raises
         ------
@@ -202,7 +204,7 @@ class PrivacyLedger:
             "process": os.getpid(),
         }
         if seed is not None and events and protect(events):
-            entry["seed"] = seed_tag(seed, self._id)
+            entry["seed"] = seed_tag(seed, f"{self._id} {first_round}")
         _ledger_file.add(self.path, self._id, partial(self._allowed, entry))
 
     def total(self) -> float:

@@ -30,18 +30,19 @@ def charge(estimator: Any) -> None:
 
 
 def charge_events(
-    estimator: Any, events: tuple[Event, ...] | None, *, continues: bool = False
+    estimator: Any, events: tuple[Event, ...] | None, *, first_round: int = 0
 ) -> None:
     """Write events, or None if nothing protects the clients, to the ledger if there is one.
 
-    Rounds that continue an earlier fit do not draw its noise again, whatever the seed.
+    Rounds that go on from `first_round` of earlier ones have noise of their own, with one seed.
     """
     if estimator.ledger is not None:
         estimator.ledger.spend(
             UNPROTECTED if events is None else events,
             what=type(estimator).__name__,
             unit=unit_of(estimator),
-            seed=None if continues else estimator.random_state,
+            seed=estimator.random_state,
+            first_round=first_round,
         )
 
 

@@ -1,5 +1,6 @@
 """Fits with the same seed have the same noise, which a privacy ledger counts as none."""
 
+import copy
 import json
 import math
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from pfl_sklearn import GaussianMean, PrivacyWarning
+from pfl_sklearn import GaussianMean, PPSGDRegressor, PrivacyWarning
 from pfl_sklearn.datasets import make_gaussian_clients
 from pfl_sklearn.privacy import BudgetExceeded, PrivacyLedger
 from pfl_sklearn.privacy._events import GaussianEvent, PureEvent
@@ -145,10 +146,27 @@ def test_rounds_that_go_on_have_other_noise(path):
     ledger = PrivacyLedger(path, budget=(50.0, DELTA))
     rounds = SimpleNamespace(ledger=ledger, random_state=0)
     charge_events(rounds, (GAUSSIAN,))
-    charge_events(rounds, (GAUSSIAN,), continues=True)
-    assert ["seed" in entry for entry in ledger.entries] == [True, False]
-    with pytest.raises(BudgetExceeded, match=REASON):
-        charge_events(rounds, (GAUSSIAN,), continues=False)
+    charge_events(rounds, (GAUSSIAN,), first_round=7)
+    charge_events(rounds, (GAUSSIAN,), first_round=9)
+    assert len({entry["seed"] for entry in ledger.entries}) == 3
+    for first_round in (0, 7, 9):
+        with pytest.raises(BudgetExceeded, match="their noise cancels"):
+            charge_events(rounds, (GAUSSIAN,), first_round=first_round)
+
+
+@seeded
+def test_two_copies_of_a_seeded_fit_do_not_both_go_on(path):
+    """Each adds the noise of the next rounds: of different clip norms, the difference has none."""
+    X, groups = np.eye(6), np.arange(6) // 2
+    ledger = PrivacyLedger(path, budget=(50.0, DELTA), relation="add_remove")
+    model = PPSGDRegressor(
+        ledger=ledger, random_state=0, noise_multiplier=5.0, clip_norm=1.0, learning_rate=0.1
+    ).fit(X, X[:, 0], groups=groups)
+    other = copy.deepcopy(model).set_params(clip_norm=2.0)
+    model.partial_fit(X, X[:, 0], groups=groups)
+    model.partial_fit(X, X[:, 0], groups=groups)
+    with pytest.raises(BudgetExceeded, match="their noise cancels"):
+        other.partial_fit(X, X[:, 0], groups=groups)
 
 
 def test_the_tag_of_a_seed_is_another_one_in_another_ledger(path):

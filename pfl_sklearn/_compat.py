@@ -10,6 +10,13 @@ from sklearn.utils.validation import _check_method_params as check_method_params
 from sklearn.utils.validation import _check_sample_weight as check_sample_weight
 from sklearn.utils.validation import _num_samples as num_samples
 
+
+def response_methods(scorer):
+    """Names of the methods that a scorer asks an estimator for: one of them; () is not known."""
+    found = getattr(scorer, "_response_method", None) or ()
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
 __all__ = [
     "HasMethods",
     "Interval",
@@ -18,5 +25,6 @@ __all__ = [
     "check_sample_weight",
     "fit_context",
     "num_samples",
+    "response_methods",
     "safe_indexing",
 ]

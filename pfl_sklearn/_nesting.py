@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from sklearn.frozen import FrozenEstimator
+from sklearn.pipeline import Pipeline
+
+_PACKAGE = "pfl_sklearn."
+
 
 def inner_estimator(estimator: Any) -> Any:
     """Fitted estimator directly inside a search, wrapper or pipeline, or None."""
@@ -35,16 +40,29 @@ class Core(NamedTuple):
 def releasing_core(estimator: Any) -> Core:
     """The first estimator, fitted or not, from the outside in that states what its fit releases.
 
-    If there is none: what is innermost.
+    Looks into what fits its estimator exactly once: pipelines (the last step), ClientColumn,
+    FrozenEstimator. If there is none in these: what is innermost of them.
     """
     prefix, steps = "", []
-    while not hasattr(estimator, "_privacy_events"):
-        if hasattr(estimator, "steps"):
+    while True:
+        if isinstance(estimator, Pipeline):
             steps += estimator.steps[:-1]
             name, estimator = estimator.steps[-1]
-        elif hasattr(estimator, "estimator"):
+        elif _fits_once(estimator):
             name, estimator = "estimator", estimator.estimator
         else:
-            break
+            return Core(estimator, prefix, steps)
         prefix += f"{name}__"
-    return Core(estimator, prefix, steps)
+
+
+def is_transparent(estimator: Any) -> bool:
+    """Whether a wrapper fits what it holds once, and all that it learns itself is in its steps."""
+    return isinstance(estimator, Pipeline) or _fits_once(estimator)
+
+
+def _fits_once(estimator: Any) -> bool:
+    """Whether an estimator is a ClientColumn, the package's one wrapper, or frozen."""
+    if isinstance(estimator, FrozenEstimator):
+        return True
+    ours = type(estimator).__module__.startswith(_PACKAGE)
+    return ours and hasattr(estimator, "estimator") and not hasattr(estimator, "_privacy_events")

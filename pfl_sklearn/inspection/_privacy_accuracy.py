@@ -106,7 +106,8 @@ class PrivacyAccuracyDisplay:
         Notes
         -----
         Epsilon is that of *one* fit: the parameter, if it was searched, else what the estimator
-        states for the candidate (for a `noise_multiplier`, say). The search spent more.
+        states for the candidate (for a `noise_multiplier`, say); infinity if what is around the
+        private estimator learns without noise, or states no privacy. The search spent more.
         """
         table, promise, name = table_of_search(search, line, metric)
         sign = -1 if negate_score else 1

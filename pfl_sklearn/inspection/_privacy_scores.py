@@ -6,10 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from sklearn.base import clone
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn.privacy._stated import stated_cost, total_epsilon
+from pfl_sklearn.privacy._stated import stated_cost, total_epsilon, with_params
 
 _RELATIONS = {"add_remove": "added or removed", "replace_one": "replaced"}
 
@@ -36,7 +35,7 @@ def table_of_search(search, line, metric):
     own = {name for name in names if _ends(name, "epsilon")}
     noise = {name for name in names if _ends(name, "noise_multiplier")}
     line = _line_of(names - own - noise, line)
-    stated = [_stated(search.estimator, params) for params in found["params"]]
+    stated = [stated_cost(with_params(search.estimator, params)) for params in found["params"]]
     table = pd.DataFrame(
         {
             "line": [params.get(line) for params in found["params"]],
@@ -69,18 +68,16 @@ def _line_of(names, line):
     return found[0]
 
 
-def _stated(estimator, params):
-    """What one fit of a candidate states that it spends."""
-    return stated_cost(clone(estimator).set_params(**clone(params, safe=False)))
-
-
 def _epsilon_of(params, own, cost):
-    """Epsilon that was asked for, or that follows from the other parameters."""
-    asked = [params[name] for name in own if name in params]
-    if asked:
-        return float(asked[0])
+    """Epsilon that was asked for, or that follows from the other parameters.
+
+    What has no privacy whatever was asked for, or fits several times, is not taken at its word.
+    """
     if cost.events is None:
         return math.inf
+    asked = [params[name] for name in own if name in params]
+    if asked and cost.n_fits == 1:
+        return float(asked[0])
     return total_epsilon(cost.events, cost.delta, cost.relation)
 
 

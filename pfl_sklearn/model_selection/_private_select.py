@@ -60,7 +60,8 @@ class PrivateSelectCV(MetaEstimatorMixin, BaseEstimator):
     estimator : estimator
         A private estimator with parameters `epsilon` (or `noise_multiplier`) and `delta`, or a
         pipeline or :class:`~pfl_sklearn.compose.ClientColumn` around one, whose other steps learn
-        nothing. These parameters and its seed are set here, whatever they are.
+        nothing. These parameters and its seed are set here, whatever they are. When `epsilon` is
+        finite it may have no callbacks, and nothing else (a search, bagging) may be around it.
     param_distributions : dict or list of dicts
         Lists, or distributions with a method ``rvs``, by parameter. Every trial draws anew from
         all of them, with replacement; from a list of dicts, it draws a dict first. All candidates
@@ -104,7 +105,8 @@ class PrivateSelectCV(MetaEstimatorMixin, BaseEstimator):
     Attributes
     ----------
     best_estimator_ : estimator
-        The model of the best trial, not fitted again. Its privacy report is that of the selection.
+        The model of the best trial, not fitted again. Its privacy report is that of the selection,
+        so its rounds cannot go on (``warm_start``, ``partial_fit``).
     best_params_ : dict
         What that trial drew.
     best_score_ : float
@@ -137,13 +139,18 @@ class PrivateSelectCV(MetaEstimatorMixin, BaseEstimator):
     After Papernot and Steinke (2022), by Renyi differential privacy. The number of trials must stay
     unknown, so it is not kept, nor is anything of the trials that lost: no ``cv_results_`` and no
     warnings of theirs. How long ``fit`` took tells of it. A trial whose score is not defined, or
-    that diverged (an ArithmeticError), loses to all others; that it diverged is taken to be no one
-    client's doing. With any other error of a trial ``fit`` ends, and the epsilon counts as spent.
-    Trials run one after the other; the estimator's own ``n_jobs`` applies.
+    that diverged (an ArithmeticError), loses to all others. With any other error of a trial ``fit``
+    ends, and the epsilon counts as spent. Candidates are checked before anything is spent, all of
+    a grid of up to 500, else those that differ from the first in one listed value; what comes from
+    a distribution is checked when it is drawn. Trials run one after the other; the estimator's own
+    ``n_jobs`` applies.
 
     *Private scores.* Every client scores its own model on its own held-out rows; the score is
-    clipped to `score_range` (the lowest, if it is not defined) and enters a sum with Gaussian
-    noise, in which one client counts for at most the width of the range. Under add/remove the
+    clipped to `score_range` (the lowest, if it is not defined or fails) and enters a sum with
+    Gaussian noise, in which one client counts for at most the width of the range. Errors and
+    warnings of `scoring` tell of clients' rows and are not passed on: one that fails for all
+    clients leaves nothing but noise to choose by, so try it without privacy, on rows that are
+    public. Under add/remove the
     number of clients that divides the sum is taken as public. Noise on the mean score has a
     standard deviation of (highest - lowest) / (mu n_clients), mu being the Gaussian-DP parameter
     of (`score_share` * `epsilon`, `delta`).
@@ -250,7 +257,9 @@ class PrivateSelectCV(MetaEstimatorMixin, BaseEstimator):
         rows, score = read_data(self, plan, X, y, params, rng)
         best = best_trial(self, plan, candidates, rows, score, rng, seeded)
         report = selection_report(self, plan, best.model)
-        innermost_estimator(best.model).privacy_ = report
+        released = innermost_estimator(best.model)
+        released.privacy_ = report
+        released.__dict__.pop("_progress", None)  # rounds that went on would forget the selection
         self.best_estimator_ = best.model
         self.best_params_ = best.params
         self.best_score_ = best.score

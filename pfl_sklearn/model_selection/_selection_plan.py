@@ -1,22 +1,27 @@
 """What a private selection may cost, settled before any data are looked at."""
 
+import contextlib
 import math
 from typing import Any, NamedTuple
 
-from sklearn.base import clone, is_classifier
+from sklearn.base import is_classifier
 from sklearn.metrics import get_scorer
+from sklearn.model_selection import ParameterGrid
 from sklearn.utils import check_consistent_length
 
+from pfl_sklearn._compat import response_methods
 from pfl_sklearn._nesting import releasing_core
-from pfl_sklearn.privacy import GaussianEvent, GaussianMechanism
+from pfl_sklearn.privacy import GaussianEvent, GaussianMechanism, PrivacyLedger
 from pfl_sklearn.privacy._report import learns
 from pfl_sklearn.privacy._selection import check_distribution, largest_within, selection_epsilon
-from pfl_sklearn.privacy._stated import protect, relation_of, unit_of
+from pfl_sklearn.privacy._stated import relation_of, stated_cost, unit_of, with_params
 
 # Parameters of a private estimator that the selection sets, or that would undo what it promises.
 _RESERVED = ("epsilon", "noise_multiplier", "delta", "ledger", "checkpoint", "random_state")
 _SMALLEST_SHARE = 1e-4  # of the total, that a trial may have
 _RATES = 1e-4, 50.0  # inverse noise multipliers
+_MOST_POINTS = 500  # of a grid, that are all looked at before anything is spent
+_PACKAGE = "pfl_sklearn."
 # Scores that are bounded by nature.
 _RANGES = dict.fromkeys(("accuracy", "balanced_accuracy", "f1", "roc_auc"), (0.0, 1.0))
 
@@ -46,7 +51,7 @@ def plan_selection(select):
     check_distribution(select.expected_trials, select.distribution)
     _check_holdout(select)
     core, prefix, steps = releasing_core(select.estimator)
-    names = core.get_params(deep=False) if hasattr(core, "get_params") else {}
+    names = _names(core)
     _check_searched(select, prefix, names)
     seed_name = f"{prefix}random_state" if "random_state" in names else None
     unit, relation, bounds = unit_of(core), relation_of(core), _range_of(select)
@@ -126,6 +131,16 @@ def _check_searched(select, prefix, names):
                     f"param_distributions[{name!r}] must be a list with at least one value or "
                     f"have a method rvs; got {values!r}."
                 )
+    _check_alone(names)
+
+
+def _names(core):
+    """Parameters of what releases, by name."""
+    return core.get_params(deep=False) if hasattr(core, "get_params") else {}
+
+
+def _check_alone(names):
+    """Refuse parameters by which a trial would meet what is outside of it."""
     if names.get("ledger") is not None:
         raise ValueError(
             "ledger of the estimator would count every trial; give it to PrivateSelectCV, which "
@@ -136,6 +151,48 @@ def _check_searched(select, prefix, names):
             "checkpoint of the estimator must be None: a trial would go on from what another one "
             f"left; got {names['checkpoint']!r}."
         )
+
+
+def check_candidate(select, params):
+    """Refuse, at a finite epsilon, a trial that could not be run or would tell of the others.
+
+    Raises
+    ------
+    ValueError
+        For callbacks, which see all trials, and for parameters that ``fit`` would refuse.
+    """
+    model = with_params(select.estimator, params)
+    parts = [model, *model.get_params().values()]
+    if any(getattr(part, "_skl_callbacks", None) for part in parts):
+        raise ValueError(
+            "callbacks of the estimator would see, keep and could stop all trials, which no "
+            f"epsilon covers; remove them with set_callbacks(); got epsilon={select.epsilon!r}."
+        )
+    methods = response_methods(get_scorer(client_scoring(select)))
+    if methods and not any(hasattr(model, method) for method in methods):
+        raise ValueError(
+            f"scoring={client_scoring(select)!r} needs {' or '.join(methods)}, which "
+            f"{type(model).__name__} does not have."
+        )
+    core = releasing_core(model).estimator
+    _check_alone(_names(core))
+    if type(core).__module__.startswith(_PACKAGE) and hasattr(core, "ledger"):
+        with contextlib.suppress(_Reached, ArithmeticError):
+            core.set_params(ledger=_Gate()).fit(None, None)
+
+
+class _Reached(Exception):
+    """A fit came to where it is charged."""
+
+
+class _Gate(PrivacyLedger):
+    """Ends a fit where it is charged: after it checked its parameters, before it reads data."""
+
+    def __init__(self):
+        pass
+
+    def spend(self, *args, **kwargs):
+        raise _Reached
 
 
 def _check_private(select, core, steps, names, bounds):
@@ -174,20 +231,15 @@ def _range_of(select):
     return _RANGES.get(scoring) if isinstance(scoring, str) else None
 
 
-def _with(select, params):
-    """Unfitted estimator of a trial."""
-    return clone(select.estimator).set_params(**clone(params, safe=False))
-
-
 def _events_of(select, params):
-    core = releasing_core(_with(select, params)).estimator
-    events = core._privacy_events()
-    if not protect(events):
+    stated = stated_cost(with_params(select.estimator, params))
+    if stated.events is None or stated.n_fits > 1:
+        reason = stated.reason or "a trial fits several times"
         raise ValueError(
-            f"{type(core).__name__} releases without noise whatever its epsilon, so epsilon of the "
-            f"selection must be inf; got {select.epsilon!r}."
+            f"{reason}, whatever epsilon a trial is given, so epsilon of the selection must be "
+            f"inf; got {select.epsilon!r}."
         )
-    return tuple(events)
+    return stated.events
 
 
 def _settings(select, prefix, by_noise, rate):
@@ -211,7 +263,8 @@ def _costly_point(select, prefix, by_noise, unit, relation):
     fixed = _settings(select, prefix, by_noise, _rates(select, by_noise)[1])
     found = None
     for point in _points(select):
-        core = releasing_core(_with(select, point)).estimator
+        check_candidate(select, {**point, **fixed})
+        core = releasing_core(with_params(select.estimator, point)).estimator
         same = (unit_of(core), relation_of(core)) == (unit, relation)
         spending = spending_of(select, {**point, **fixed}, relation)
         if same and (not spending or (found and spending == found[1])):
@@ -232,16 +285,22 @@ def different_costs(point):
 
 
 def _points(select):
-    """Candidates: the first of every dict, and those that differ from it in one listed value."""
+    """All candidates by their listed values, each distribution standing for one of its values.
+
+    Of a large grid only the first candidate, and those that differ from it in one value.
+    """
     for given in distributions_of(select):
-        first = {
-            name: values.rvs(random_state=0) if hasattr(values, "rvs") else values[0]
+        listed = {
+            name: [values.rvs(random_state=0)] if hasattr(values, "rvs") else list(values)
             for name, values in given.items()
         }
+        if len(grid := ParameterGrid(listed)) <= _MOST_POINTS:
+            yield from grid
+            continue
+        first = {name: values[0] for name, values in listed.items()}
         yield first
-        for name, values in given.items():
-            for value in () if hasattr(values, "rvs") else values[1:]:
-                yield {**first, name: value}
+        for name, values in listed.items():
+            yield from ({**first, name: value} for value in values[1:])
 
 
 def _calibrate(select, prefix, by_noise, point, mechanism, relation):

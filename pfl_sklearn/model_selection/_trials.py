@@ -18,6 +18,7 @@ from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.metrics._clients import population_model
 from pfl_sklearn.metrics._responses import ROW_SCORES, Responses, scorer_for
 from pfl_sklearn.model_selection._selection_plan import (
+    check_candidate,
     client_scoring,
     different_costs,
     distributions_of,
@@ -46,6 +47,14 @@ class Rows(NamedTuple):
     y: Any
     fit_params: dict[str, Any]
 
+    def take(self, indices):
+        """Some of the rows."""
+        return Rows(
+            safe_indexing(self.X, indices),
+            None if self.y is None else safe_indexing(self.y, indices),
+            check_method_params(self.X, params=self.fit_params, indices=indices),
+        )
+
 
 class PublicScore:
     """Score of the population model on public rows: all it tells of the clients is released.
@@ -71,7 +80,8 @@ class HeldOutScore:
     """Mean over clients of the score of each on its own held-out rows, bounded and noised.
 
     Every client's model, its own part included, is scored on its own rows alone; what leaves the
-    client is one number between 0 and 1.
+    client is one number between 0 and 1. With noise, neither errors nor warnings of a score leave
+    it: they tell of its rows. A client whose score fails has the lowest.
     """
 
     def __init__(self, rows, codes, scoring, bounds, mechanism):
@@ -80,7 +90,8 @@ class HeldOutScore:
         self.order, self.offsets = rows_by_client(codes, codes.max() + 1)
 
     def __call__(self, model, rng):
-        scores = self._of_clients(predicting_estimator(model))
+        model = predicting_estimator(model)
+        scores = self._of_clients(model) if self.mechanism is None else self._silently(model)
         if self.bounds is None:
             known = scores[np.isfinite(scores)]
             return float(np.mean(known)) if len(known) else math.nan
@@ -92,6 +103,27 @@ class HeldOutScore:
         total = self.mechanism.privatize(shares[:, None], rng)[0]
         return low + (high - low) * float(total) / len(shares)
 
+    def _silently(self, model):
+        """Scores (m,) of the clients; NaN where they fail, whatever it is that fails."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return self._of_clients(model)
+            except Exception:  # of one client, maybe: it may not change what the others say
+                return np.array([self._alone(model, rows) for rows in self._clients()])
+
+    def _alone(self, model, rows):
+        """Score of one client without a look at the others."""
+        own = HeldOutScore(self.rows.take(rows), np.zeros(len(rows), int), self.scoring, None, None)
+        try:
+            return float(own._of_clients(model)[0])
+        except Exception:
+            return math.nan
+
+    def _clients(self):
+        """Rows of every client."""
+        return np.split(self.order, self.offsets[1:-1])
+
     def _of_clients(self, model):
         """Scores (m,) of the clients, each from its own rows; NaN where they are not defined."""
         responses = Responses(model, self.rows.X, self.rows.fit_params.get("groups"))
@@ -101,8 +133,7 @@ class HeldOutScore:
             if rows is not None:
                 return np.add.reduceat(rows[self.order], self.offsets[:-1]) / np.diff(self.offsets)
             scorer = scorer_for(self.scoring, model)
-            ends = zip(self.offsets[:-1], self.offsets[1:], strict=True)
-            scores = [_score_one(scorer, responses, y, self.order[a:b]) for a, b in ends]
+            scores = [_score_one(scorer, responses, y, rows) for rows in self._clients()]
         failed = [score for score in scores if isinstance(score, ValueError)]
         if len(failed) == len(scores):
             raise failed[0]
@@ -114,6 +145,8 @@ def _row_scores(scoring, y, responses):
     if not isinstance(scoring, str) or y.ndim > 1 or scoring not in (*ROW_SCORES, "accuracy"):
         return None
     predicted = np.asarray(responses.predict(None))
+    if predicted.shape != y.shape:
+        return None
     if scoring == "accuracy":
         return (y == predicted).astype(float)
     numeric = {y.dtype.kind, predicted.dtype.kind} <= set("fiub")
@@ -151,7 +184,9 @@ def draw_candidates(select, plan, rng):
     candidates = [_draw(given[rng.integers(len(given))], rng) for _ in range(n_trials)]
     if plan.params:
         for candidate in candidates:
-            spending = spending_of(select, {**candidate, **plan.params}, plan.relation)
+            params = {**candidate, **plan.params}
+            check_candidate(select, params)
+            spending = spending_of(select, params, plan.relation)
             if spending and spending != plan.spending:
                 raise different_costs(candidate)
     return candidates
@@ -186,7 +221,7 @@ def read_data(select, plan, X, y, params, rng):
             f"no client has two rows, so that none can be held out (found {n_rows} sample(s) of "
             f"{len(sizes)} clients: 1 sample each); give holdout=(X, y) with public rows."
         )
-    train, test = (_rows(X, y, params, np.flatnonzero(rows)) for rows in (~tested, tested))
+    train, test = (Rows(X, y, params).take(np.flatnonzero(rows)) for rows in (~tested, tested))
     return train, HeldOutScore(test, codes[tested], scoring, plan.score_range, plan.mechanism)
 
 
@@ -258,11 +293,3 @@ def _clients(X, groups, column, n_rows):
         return np.zeros(n_rows, dtype=np.intp), np.array([n_rows])
     ids, codes = encode_clients(groups, n_rows)
     return codes, row_counts(codes, len(ids))
-
-
-def _rows(X, y, params, indices):
-    return Rows(
-        safe_indexing(X, indices),
-        None if y is None else safe_indexing(y, indices),
-        check_method_params(X, params=params, indices=indices),
-    )

@@ -9,13 +9,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sklearn.base import clone
+from sklearn.frozen import FrozenEstimator
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._nesting import inner_estimator
+from pfl_sklearn._nesting import inner_estimator, is_transparent
 from pfl_sklearn._version import __version__
 from pfl_sklearn.privacy._report import as_json, learns, report_lines
-from pfl_sklearn.privacy._stated import Stated, protect, repeated, stated_cost, total_epsilon
+from pfl_sklearn.privacy._stated import (
+    Stated,
+    of_all_fits,
+    protect,
+    repeated,
+    stated_cost,
+    sum_of_deltas,
+    total_epsilon,
+    with_params,
+)
 
 __all__ = ["FitCost", "SearchCost", "search_cost"]
 
@@ -57,6 +66,9 @@ class FitCost:
         Accounting events of one of them.
     reason : str
         Why `epsilon` is infinite, if it is.
+    fits_within : int
+        Fits of the private estimator in one of them: several if it is itself a search. Their
+        events are all in `events`.
     """
 
     params: str
@@ -64,6 +76,7 @@ class FitCost:
     epsilon: float
     events: tuple[dict[str, Any], ...]
     reason: str = ""
+    fits_within: int = 1
 
 
 @dataclass(frozen=True)
@@ -78,6 +91,7 @@ class SearchCost:
     unit : {"client", "row"}
     relation : {"replace_one", "add_remove"}
     n_fits : int
+        Of the private estimator, as far as it is known.
     fits : tuple of FitCost
         By candidate, and the refit.
     scores_protected : bool
@@ -123,7 +137,8 @@ class SearchCost:
         rows += [("note", note) for note in self.notes]
         for fit in self.fits:
             why = f" ({fit.reason})" if fit.reason else ""
-            each = f"{fit.n_fits} x epsilon = {fit.epsilon:.4g}{why}"
+            within = f" for {fit.fits_within} fits" if fit.fits_within > 1 else ""
+            each = f"{fit.n_fits} x epsilon = {fit.epsilon:.4g}{within}{why}"
             rows.append(("fits", f"{each}: {fit.params}"))
         return "\n".join(["Cost of a search", *report_lines(rows)])
 
@@ -154,10 +169,13 @@ def search_cost(
     ----------
     fitted_search : fitted search
         ``GridSearchCV``, ``RandomizedSearchCV`` or a halving search around a private estimator,
-        around a pipeline or :class:`~pfl_sklearn.compose.ClientColumn` with one, or inside these;
-        or a :class:`~pfl_sklearn.model_selection.PrivateSelectCV`.
+        around a pipeline, :class:`~pfl_sklearn.compose.ClientColumn` or ``GridSearchCV`` with one,
+        or inside these; or a :class:`~pfl_sklearn.model_selection.PrivateSelectCV`. With anything
+        else in between (bagging, feature elimination) epsilon is infinite: nobody states how often
+        it fits, and what it learns besides.
     delta : float in [0, 1) or None, default=None
-        None: the `delta` of the estimator that was searched over.
+        None: the `delta` of the estimator that was searched over. Fits of which only epsilon and
+        delta are known, as of PrivateSelectCV, need one beyond the sum of theirs.
     public_holdout : bool, default=False
         Your statement that all held-out rows are public, and of clients that are not fitted.
     score_events : iterable of events, default=()
@@ -181,6 +199,14 @@ def search_cost(
     (:class:`~pfl_sklearn.model_selection.ClientKFold`) that is so; with folds of whole clients
     each is in all training sets but one, and the total is an upper bound, as it is for fits that
     failed. The candidates count as if they had been fixed before the search.
+
+    A search gives all its fits the same `random_state`. Unless that is None their noise is the
+    same too: it cancels in differences of the models, and epsilon is infinite.
+
+    A search warns of its cost (:class:`PrivacyWarning`) from one of its fits. With ``n_jobs`` the
+    fits of workers print that to their own output, and only that of the refit reaches the caller:
+    with ``refit=False`` none does. Nor is there one from inside what passes no callbacks on, such
+    as bagging.
 
     Examples
     --------
@@ -211,16 +237,17 @@ def search_cost(
     costs = tuple(_cost(fit, delta, relation) for fit in fits)
     scores = tuple(score_events) * sum(fit.n_fits for fit in fits if not fit.refit)
     statement, protected = _of_scores(search, public_holdout, scores)
+    epsilon, reasons = _total(fits, scores, delta, relation)
     return SearchCost(
-        math.inf if leaks else _total(fits, scores, delta, relation),
+        math.inf if leaks else epsilon,
         delta,
         unit,
         relation,
-        sum(fit.n_fits for fit in fits),
+        _number(fits),
         costs,
         protected,
         statement,
-        (*leaks, *_notes(search, costs)),
+        (*leaks, *reasons, *_notes(search, costs)),
     )
 
 
@@ -230,11 +257,16 @@ def _find_search(estimator: Any) -> tuple[Any, list[str]]:
     leaks: list[str] = []
     found = estimator
     while found is not None:
+        if isinstance(found, FrozenEstimator):  # it passes for what it holds
+            found = found.estimator
+            continue
         if hasattr(found, "cv_results_") or hasattr(found, "trial_params_"):
             return found, leaks
         for name, step in getattr(found, "steps", [])[:-1]:
             if learns(step):
                 leaks.append(f"step {name!r} ({type(step).__name__}) learnt without noise")
+        if not is_transparent(found):
+            leaks.append(f"{type(found).__name__} around the search states no privacy")
         found = inner_estimator(found)
     raise ValueError(
         f"{type(estimator).__name__} holds no search: expected a fitted GridSearchCV, "
@@ -246,16 +278,18 @@ def _fits_of(search: Any) -> list[_Fit]:
     """Cost of every candidate by its parameters, and of the refit."""
     fits = []
     for params in search.cv_results_["params"]:
-        stated = stated_cost(_with(search.estimator, params))
+        stated = stated_cost(with_params(search.estimator, params))
         fits.append(_Fit(_named(params), int(search.n_splits_), stated))
     if search.refit:
-        stated = stated_cost(_with(search.estimator, search.best_params_))
+        stated = stated_cost(with_params(search.estimator, search.best_params_))
         fits.append(_Fit(f"refit: {_named(search.best_params_)}", 1, stated, True))
-    return fits
+    n_all = _number(fits)
+    return [fit._replace(stated=of_all_fits(fit.stated, n_all)) for fit in fits]
 
 
-def _with(estimator: Any, params: dict[str, Any]) -> Any:
-    return clone(estimator).set_params(**clone(params, safe=False))
+def _number(fits: list[_Fit]) -> int:
+    """Number of fits of the private estimator."""
+    return sum(fit.n_fits * fit.stated.n_fits for fit in fits)
 
 
 def _named(params: dict[str, Any]) -> str:
@@ -275,24 +309,33 @@ def _common(fits: list[_Fit]) -> tuple[str, str]:
 
 
 def _cost(fit: _Fit, delta: float, relation: str) -> FitCost:
-    events, reason = fit.stated.events, fit.stated.reason
+    events, reason, within = fit.stated.events, fit.stated.reason, fit.stated.n_fits
     if events is None:
-        return FitCost(fit.params, fit.n_fits, math.inf, (), reason)
+        return FitCost(fit.params, fit.n_fits, math.inf, (), reason, within)
     epsilon = total_epsilon(repeated(events), delta, relation)
     if math.isinf(epsilon):
         reason = f"not defined at delta = {delta:.4g} under {relation}"
-    return FitCost(
-        fit.params, fit.n_fits, epsilon, tuple(event.to_dict() for event in events), reason
-    )
+    described = tuple(event.to_dict() for event in events)
+    return FitCost(fit.params, fit.n_fits, epsilon, described, reason, within)
 
 
-def _total(fits: list[_Fit], scores: tuple[Any, ...], delta: float, relation: str) -> float:
+def _total(
+    fits: list[_Fit], scores: tuple[Any, ...], delta: float, relation: str
+) -> tuple[float, list[str]]:
+    """Epsilon of everything, and why it is infinite if no single fit says why."""
     every = list(scores)
     for fit in fits:
         if fit.stated.events is None:
-            return math.inf
+            return math.inf, []
         every += fit.stated.events * fit.n_fits
-    return total_epsilon(repeated(every), delta, relation)
+    deltas = sum_of_deltas(every, relation)
+    epsilon = total_epsilon(repeated(every), delta, relation)
+    if math.isinf(epsilon) and delta <= deltas:
+        return epsilon, [
+            f"the deltas that the fits state add up to {deltas:.4g}, which leaves nothing of delta "
+            f"= {delta:.4g}; give a larger delta="
+        ]
+    return epsilon, []
 
 
 def _of_scores(search: Any, public: bool, scores: tuple[Any, ...]) -> tuple[str, bool]:

@@ -13,7 +13,14 @@ from typing import Any
 
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.privacy._report import PrivacyWarning
-from pfl_sklearn.privacy._stated import protect, relation_of, repeated, total_epsilon
+from pfl_sklearn.privacy._stated import (
+    SAME_NOISE,
+    protect,
+    relation_of,
+    repeated,
+    sum_of_deltas,
+    total_epsilon,
+)
 
 _FITS_OF_A_SEARCH = {"candidate-split-evaluation", "refit-with-best-params"}
 _warned: deque[Any] = deque(maxlen=256)  # ids of searches, of this process
@@ -69,13 +76,17 @@ def _message(estimator: Any, events: tuple[Any, ...], searches: list[Any]) -> st
     at_least = "at least " if any(more for _, more in plans) else ""
     relation, delta = relation_of(estimator), float(estimator.delta)
     one, total = (total_epsilon(repeated(events, count), delta, relation) for count in (1, n_fits))
-    name = type(estimator).__name__
+    name, why = type(estimator).__name__, ""
+    if getattr(estimator, "random_state", None) is not None and n_fits > 1:
+        total, why = math.inf, f" ({SAME_NOISE})"
+    elif math.isinf(total) and n_fits * sum_of_deltas(events, relation) >= delta:
+        why = " (their deltas add up to more)"
     return (
         f"{searches[0].estimator_name} fits this private {name} {at_least}{n_fits} times on the "
         f"same clients. A fit that spends epsilon = {one:.4g} makes that {at_least}epsilon = "
-        f"{total:.4g} at delta = {delta:.4g} ({relation}) for the models together, if all spend "
-        "the same. The scores (cv_results_) and the choice made from them are not protected at "
-        "all, unless the held-out rows are public. "
+        f"{total:.4g} at delta = {delta:.4g} ({relation}) for the models together{why}, if all "
+        "spend the same. The scores (cv_results_) and the choice made from them are not protected "
+        "at all, unless the held-out rows are public. "
         "pfl_sklearn.model_selection.PrivateSelectCV chooses within a total that you state, "
         "pfl_sklearn.privacy.search_cost(search) says what a search has cost, and ledger= of "
         f"{name} refuses fits beyond a budget."

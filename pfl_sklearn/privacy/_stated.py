@@ -4,6 +4,9 @@ A private estimator states the accounting events of its fit with ``_privacy_even
 empty if nothing is released, or None (or an event of infinite epsilon) if nothing protects the
 clients. Estimators whose relation or unit is no parameter have ``_privacy_relation`` or
 ``_privacy_unit``.
+
+Pipelines, ClientColumn and ``GridSearchCV`` are looked into; of whatever else stands around a
+private estimator nobody knows how often it fits it, and what it learns besides.
 """
 
 from __future__ import annotations
@@ -12,15 +15,27 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterable
+from numbers import Integral
 from typing import Any, NamedTuple
+
+from sklearn.base import clone
+from sklearn.model_selection import GridSearchCV, ParameterGrid, check_cv
 
 from pfl_sklearn._nesting import releasing_core
 from pfl_sklearn.privacy._report import learns
 from pfl_sklearn.privacy._sampled import events_epsilon
 
+SAME_NOISE = (
+    "random_state gives all of its fits the same noise, which cancels in differences of their "
+    "models, for anybody; use random_state=None"
+)
+
 
 class Stated(NamedTuple):
-    """What one fit spends; `events` is None if nothing protects it, and `reason` says why."""
+    """What one fit spends; `events` is None if nothing protects it, and `reason` says why.
+
+    The fit of a search is many of what releases: `n_fits`, whose events are all in `events`.
+    """
 
     name: str  # class that releases
     events: tuple[Any, ...] | None
@@ -28,23 +43,76 @@ class Stated(NamedTuple):
     relation: str
     delta: float
     reason: str = ""
+    n_fits: int = 1
+    seeded: bool = False
 
 
 def stated_cost(estimator: Any) -> Stated:
-    """Cost of one fit of an unfitted estimator, or of a pipeline or wrapper around one."""
+    """Cost of one fit of an unfitted estimator, or of what is around one: see the module."""
     core, _, steps = releasing_core(estimator)
+    stated = _of_grid(core) if type(core) is GridSearchCV else _of_core(core)
+    for name, step in steps:
+        if learns(step):
+            reason = f"step {name!r} ({type(step).__name__}) learns without noise"
+            return stated._replace(events=None, reason=reason)
+    return stated
+
+
+def of_all_fits(stated: Stated, n_fits: int) -> Stated:
+    """The same, as one of several fits in all: noise that they share protects none of them."""
+    if stated.events and stated.seeded and n_fits > 1:
+        return stated._replace(events=None, reason=SAME_NOISE)
+    return stated
+
+
+def with_params(estimator: Any, params: dict[str, Any]) -> Any:
+    """Unfitted estimator of a candidate."""
+    return clone(estimator).set_params(**clone(params, safe=False))
+
+
+def _of_core(core: Any) -> Stated:
     name = type(core).__name__
     if not hasattr(core, "_privacy_events"):
         return Stated(name, None, "client", "replace_one", 0.0, f"{name} states no privacy")
+    seeded = getattr(core, "random_state", None) is not None
+    promise = unit_of(core), relation_of(core), float(core.delta)
     events = core._privacy_events()
-    stated = Stated(name, None, unit_of(core), relation_of(core), float(core.delta))
-    for step_name, step in steps:
-        if learns(step):
-            reason = f"step {step_name!r} ({type(step).__name__}) learns without noise"
-            return stated._replace(reason=reason)
     if not protect(events):
-        return stated._replace(reason=f"nothing protects the clients of this {name}")
-    return stated._replace(events=tuple(events))
+        reason = f"nothing protects the clients of this {name}"
+        return Stated(name, None, *promise, reason, seeded=seeded)
+    return Stated(name, tuple(events), *promise, seeded=seeded)
+
+
+def _of_grid(search: Any) -> Stated:
+    """Cost of one fit of a grid search: all candidates on all splits, and the refit of one."""
+    costs = [
+        stated_cost(with_params(search.estimator, params))
+        for params in ParameterGrid(search.param_grid)
+    ]
+    n_splits, n_refits = _n_splits(search.cv), int(bool(search.refit))
+    if n_splits is None:
+        reason = "how often the inner GridSearchCV fits is not known beforehand: cv is no number"
+        return costs[0]._replace(events=None, reason=reason)
+    n_fits = n_splits * sum(cost.n_fits for cost in costs)
+    n_fits += n_refits * max(cost.n_fits for cost in costs)
+    costs = [of_all_fits(cost, n_fits) for cost in costs]
+    unprotected = [cost for cost in costs if cost.events is None]
+    dearest = unprotected or [cost for cost in costs if cost.events] or costs
+    one = dearest[0]._replace(n_fits=n_fits)
+    if unprotected:
+        return one
+    if len(set(dearest)) > 1:
+        reason = "the candidates of the inner GridSearchCV spend differently: its refit is unknown"
+        return one._replace(events=None, reason=reason)
+    events = (one.events or ()) * (n_splits * len(dearest) + n_refits)
+    return one._replace(events=events)
+
+
+def _n_splits(cv: Any) -> int | None:
+    """Number of splits of a search, or None if the data decide on it."""
+    if cv is None or isinstance(cv, Integral) or hasattr(cv, "n_splits"):
+        return int(check_cv(cv).get_n_splits())
+    return None
 
 
 def relation_of(core: Any) -> str:
@@ -74,6 +142,12 @@ def total_epsilon(events: Iterable[Any], delta: float, relation: str) -> float:
     if any(one.mu > 0 or one.rounds or any(pair[1] > 0 for pair in one.pure) for one in spent):
         return math.inf
     return math.fsum(epsilon for one in spent for epsilon, _ in one.pure)
+
+
+def sum_of_deltas(events: Iterable[Any], relation: str) -> float:
+    """What the deltas of events that state one add up to; no smaller delta has an epsilon."""
+    spent = [event.spending(relation) for event in events]
+    return math.fsum(pair[1] for one in spent for pair in one.pure)
 
 
 def repeated(events: Iterable[Any], n_fits: int = 1) -> tuple[Any, ...]:

@@ -1,17 +1,19 @@
 """What PrivacyAccuracyDisplay draws, against the scores of the search that it was given."""
 
 import math
+import warnings
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from sklearn import config_context
 from sklearn.base import clone
+from sklearn.ensemble import BaggingRegressor
 from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import Ridge
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import FunctionTransformer
+from sklearn.preprocessing import FunctionTransformer, StandardScaler
 
 from pfl_sklearn.compose import ClientColumn
 from pfl_sklearn.estimation import GaussianMean
@@ -19,7 +21,7 @@ from pfl_sklearn.inspection import PrivacyAccuracyDisplay
 from pfl_sklearn.linear_model import PPSGDRegressor
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
-from pfl_sklearn.privacy import SampledGaussian, events_epsilon
+from pfl_sklearn.privacy import SampledGaussian, events_epsilon, gdp_epsilon, gdp_mu
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.privacy.PrivacyWarning")
 PPSGD = PPSGDRegressor(n_rounds=3, learning_rate=0.1, clip_norm=1.0, random_state=0)
@@ -156,6 +158,30 @@ def test_pipelines_and_wrappers():
     display = PrivacyAccuracyDisplay.from_search(search, line="clip_norm")
     assert [curve.label for curve in display.curves] == ["clip_norm = 1", "clip_norm = 2"]
     assert "one client replaced" in display.ax_.get_xlabel()
+
+
+@pytest.mark.parametrize("around", ["scaler", "bagging", "search"])
+def test_what_has_no_privacy_is_drawn_without(around):
+    """Whatever epsilon was asked for; and several fits are not one of that epsilon."""
+    X, y, who = table()
+    mean, folds = GaussianMean(noise_variance=1.0, clip_norm=1.0), {"cv": 2, "scoring": "r2"}
+    model, name = {
+        "scaler": (ClientColumn(make_pipeline(StandardScaler(), mean), 0), "gaussianmean"),
+        "bagging": (BaggingRegressor(ClientColumn(mean, 0), n_estimators=2), "estimator"),
+        "search": (GridSearchCV(ClientColumn(mean, 0), {}, **folds), "estimator"),
+    }[around]
+    grid = {f"estimator__{name}__epsilon": [1.0, 4.0]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        search = GridSearchCV(model, grid, **folds).fit(np.column_stack([who, X]), y)
+    display = PrivacyAccuracyDisplay.from_search(search)
+    (curve,) = display.curves
+    if around == "search":
+        three = [gdp_epsilon(gdp_mu(one, 1e-5) * math.sqrt(3), 1e-5) for one in (1.0, 4.0)]
+        np.testing.assert_allclose(curve.epsilon, three)
+    else:
+        np.testing.assert_array_equal(curve.epsilon, [math.inf])
+        assert display.promise is None
 
 
 def test_candidates_that_do_not_compare():

@@ -10,17 +10,21 @@ import pytest
 import sklearn
 from dp_accounting import dp_event, pld, rdp
 from joblib import parallel_config
-from sklearn.base import BaseEstimator, RegressorMixin
+from sklearn.base import BaseEstimator, RegressorMixin, clone
 from sklearn.callback import ScoringMonitor
+from sklearn.ensemble import BaggingRegressor
 from sklearn.experimental import enable_halving_search_cv  # noqa: F401
+from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import Ridge
 from sklearn.model_selection import (
     GridSearchCV,
     GroupKFold,
     HalvingGridSearchCV,
+    LeaveOneOut,
     RandomizedSearchCV,
     cross_val_score,
 )
+from sklearn.multioutput import MultiOutputRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer, StandardScaler
 
@@ -32,7 +36,7 @@ from pfl_sklearn import (
     PrivacyWarning,
 )
 from pfl_sklearn.metrics import ClientScorer
-from pfl_sklearn.model_selection import ClientKFold
+from pfl_sklearn.model_selection import ClientKFold, PrivateSelectCV
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import (
     GaussianEvent,
@@ -140,7 +144,7 @@ def test_pure_fits_add_up():
     labels = (Y > 0).astype(int)
     search = GridSearchCV(
         ClientColumn(BernoulliMean(epsilon=0.5, mechanism="two_bit"), 0),
-        {"estimator__random_state": [0, 1]},
+        {"estimator__unseen": ["population", "error"]},
         cv=ClientKFold(3, client_column=0),
         scoring="accuracy",
     )
@@ -149,6 +153,127 @@ def test_pure_fits_add_up():
         cost = search_cost(search.fit(TABLE, labels))
     assert (cost.delta, cost.n_fits) == (0.0, 7)
     assert cost.epsilon == pytest.approx(3.5)
+
+
+def column(estimator=MEAN, **more):
+    return ClientColumn(estimator.__sklearn_clone__().set_params(**more), 0)
+
+
+FOLDS = {"cv": ClientKFold(2, client_column=0, random_state=0), "scoring": "r2"}
+
+
+def test_searches_in_searches_multiply(tmp_path):
+    """The ledger counts 2 outer splits and a refit, each of 3 x 2 fits and a refit."""
+    ledger = PrivacyLedger(tmp_path / "ledger.jsonl")
+    inner = GridSearchCV(column(ledger=ledger), {"estimator__clip_norm": [1.0, 2.0, 3.0]}, **FOLDS)
+    search = GridSearchCV(inner, {"estimator__estimator__epsilon": [1.0]}, **FOLDS)
+    cost = search_cost(fitted(search, data=TABLE, groups=None))
+    assert cost.n_fits == len(ledger.entries) == 3 * 7
+    assert cost.epsilon == pytest.approx(ledger.total(), rel=1e-9)
+    assert cost.epsilon == pytest.approx(by_hand(21), rel=1e-9)
+    assert [(fit.n_fits, fit.fits_within) for fit in cost.fits] == [(2, 7), (1, 7)]
+    assert cost.fits[0].epsilon == pytest.approx(by_hand(7), rel=1e-9)
+    assert "epsilon = 2.953 for 7 fits" in str(cost)
+
+
+def test_inner_searches_that_release_in_part():
+    """Candidates that learn nothing from others cost nothing, and the refit may be of any."""
+    known = GaussianPrior(mean=0.0, covariance=1.0)
+    inner = GridSearchCV(column(), {"estimator__prior": [known, MEAN.prior]}, **FOLDS)
+    search = GridSearchCV(inner, {"estimator__estimator__clip_norm": [1.0]}, refit=False, **FOLDS)
+    cost = search_cost(fitted(search, data=TABLE, groups=None))
+    assert (cost.n_fits, cost.epsilon) == (2 * 5, pytest.approx(by_hand(2 * 3), rel=1e-9))
+
+
+@pytest.mark.parametrize(
+    ("inner", "reason"),
+    [
+        ({"cv": LeaveOneOut()}, "how often the inner GridSearchCV fits is not known"),
+        ({"param_grid": {"estimator__epsilon": [1.0, 2.0]}}, "inner GridSearchCV spend differ"),
+        ({"param_grid": {"estimator__epsilon": [1.0, math.inf]}}, "nothing protects the clients"),
+    ],
+)
+def test_inner_searches_that_are_not_known_beforehand(inner, reason):
+    options = {"param_grid": {}, **FOLDS, "scoring": "neg_mean_squared_error", **inner}
+    few = TABLE[:12]
+    search = GridSearchCV(GridSearchCV(column(), **options), {}, **FOLDS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cost = search_cost(search.fit(few, Y[:12]))
+    assert cost.epsilon == math.inf
+    assert reason in cost.fits[0].reason
+
+
+def test_what_fits_an_unknown_number_of_times():
+    """Nobody states what is around a private estimator, here ten fits, or one for each target."""
+    several = np.column_stack([Y, Y])
+    for around, y in (
+        (BaggingRegressor(column(), n_estimators=10), Y),
+        (MultiOutputRegressor(column()), several),
+        (RandomizedSearchCV(column(), {"estimator__clip_norm": [1.0]}, n_iter=1, **FOLDS), Y),
+    ):
+        name = type(around).__name__
+        search = GridSearchCV(around, {}, cv=2, scoring="neg_mean_squared_error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            cost = search_cost(search.fit(TABLE, y))
+        assert cost.epsilon == math.inf
+        assert f"{name} states no privacy" in " ".join(cost.notes)
+
+
+def test_what_fits_a_search_is_looked_at_too():
+    class Twice(BaseEstimator):
+        def __init__(self, estimator):
+            self.estimator = estimator
+
+        def fit(self, X, y):
+            self.estimator_ = self.estimator.fit(X, y)
+            return self
+
+    search = GridSearchCV(column(), {}, **FOLDS)
+    cost = search_cost(fitted(Twice(search), data=TABLE, groups=None))
+    assert cost.epsilon == math.inf
+    assert "Twice around the search states no privacy" in cost.notes
+    frozen = search_cost(FrozenEstimator(fitted(search, data=TABLE, groups=None)))
+    assert frozen.epsilon == pytest.approx(by_hand(3), rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", [0, np.random.RandomState(0)])
+def test_fits_that_share_their_noise_protect_nobody(seed):
+    """Two fits that differ in what is added to all means: the noise cancels in the difference."""
+    seeded = MEAN.__sklearn_clone__().set_params(random_state=seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrivacyWarning)
+        fits = [
+            clone(seeded).set_params(center=shift).fit(X, Y + shift, groups=GROUPS)
+            for shift in (0.0, 1.0)
+        ]
+    assert fits[1].population_mean_ - fits[0].population_mean_ == pytest.approx(1.0, abs=1e-9)
+    cost = search_cost(fitted(grid(seeded)))
+    assert cost.epsilon == math.inf
+    assert "random_state gives all of its fits the same noise" in cost.fits[0].reason
+    assert "use random_state=None" in str(cost)
+    inner = GridSearchCV(column(seeded), {}, **FOLDS)
+    nested = search_cost(fitted(GridSearchCV(inner, {}, **FOLDS), data=TABLE, groups=None))
+    assert "the same noise" in nested.fits[0].reason
+    known = GaussianPrior(mean=0.0, covariance=1.0)
+    free = seeded.__sklearn_clone__().set_params(prior=known)
+    assert search_cost(fitted(grid(free))).epsilon == 0
+
+
+def test_the_deltas_of_selections_add_up():
+    select = PrivateSelectCV(
+        MEAN, {"clip_norm": [1.0]}, epsilon=2.0, expected_trials=2, holdout=(X, Y)
+    )
+    search = fitted(grid(select, {}, cv=ClientKFold(2, random_state=0)))
+    cost = search_cost(search)
+    assert (cost.n_fits, cost.epsilon) == (3, math.inf)
+    assert cost.notes[0].startswith("the deltas that the fits state add up to 3e-05")
+    assert "give a larger delta=" in cost.notes[0]
+    assert 5.99 < search_cost(search, delta=3.1e-5).epsilon <= 6.0
+    text = one_warning(search.__sklearn_clone__())
+    assert "epsilon = inf at delta = 1e-05" in text
+    assert "(their deltas add up to more)" in text
 
 
 @pytest.mark.parametrize("wrapped", ["inside", "around", "pipeline", "both"])
@@ -308,6 +433,9 @@ def test_a_search_warns_once_of_what_it_costs():
     assert f"epsilon = {by_hand(16):.4g} at delta" in text
     for way_out in ("PrivateSelectCV", "search_cost", "ledger=", "not protected at all"):
         assert way_out in text
+    seeded = caught(grid(MEAN.__sklearn_clone__().set_params(random_state=0)))[0]
+    assert "epsilon = inf at delta" in seeded
+    assert "random_state gives all of its fits the same noise" in seeded
     assert "15 times" in one_warning(grid(refit=False))
     assert "16 times" in one_warning(grid())  # every search by itself
 

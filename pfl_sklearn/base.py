@@ -176,9 +176,10 @@ class ClientMixin:
         check_is_fitted(self)
         report = self.privacy_  # type: ignore[attr-defined]
         if not np.isfinite(report.epsilon):
+            public = [name for name in self._population_attributes if not name.startswith("_")]
             raise ValueError(
                 f"release() of this {type(self).__name__} would publish unprotected values "
-                f"({', '.join(self._population_attributes)}): epsilon is infinite. "
+                f"({', '.join(public) or 'the population model'}): epsilon is infinite. "
                 "Fit with a finite epsilon first."
             )
         return self._population_copy()

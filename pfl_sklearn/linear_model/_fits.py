@@ -1,9 +1,9 @@
 """Which prior is fitted how: the one table."""
 
-from pfl_sklearn.linear_model._mixed import fit_gaussian
-from pfl_sklearn.linear_model._mixture import fit_mixture
-from pfl_sklearn.linear_model._printed import fit_by_gradient, fit_clustered
-from pfl_sklearn.linear_model._sparse import fit_laplace
+from pfl_sklearn.linear_model._mixed._gaussian_prior import fit_gaussian
+from pfl_sklearn.linear_model._mixed._laplace_prior import fit_laplace
+from pfl_sklearn.linear_model._mixed._mixture_prior import fit_mixture
+from pfl_sklearn.linear_model._mixed._printed import fit_by_gradient, fit_clustered
 
 _LIKELIHOOD = ("reml", "ml")
 # (prior, method, solver): the fit. Mixtures are fitted by full likelihood whatever the method.

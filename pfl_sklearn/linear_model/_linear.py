@@ -16,7 +16,7 @@ from pfl_sklearn.linear_model._convergence import warn_not_converged
 from pfl_sklearn.linear_model._design import feature_names, resolve_design
 from pfl_sklearn.linear_model._estimates import Options, make_table
 from pfl_sklearn.linear_model._fits import find_fit
-from pfl_sklearn.linear_model._private import Release, release_events, with_report
+from pfl_sklearn.linear_model._mixed._private_release import Release, release_events, with_report
 from pfl_sklearn.linear_model._summary import components_table
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger

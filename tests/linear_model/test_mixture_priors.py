@@ -14,8 +14,8 @@ from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV
 
 from pfl_sklearn import PersonalizedLinearRegression
-from pfl_sklearn.linear_model import _mixture_em as em
-from pfl_sklearn.linear_model._reduction import reduce_rows
+from pfl_sklearn.linear_model._mixed import _regression_em as em
+from pfl_sklearn.linear_model._mixed._reduction import reduce_rows
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import approx_fprime
 
-from pfl_sklearn.linear_model import _reduction, _search
+from pfl_sklearn.linear_model._mixed import _reduction, _variance_search
 from pfl_sklearn.linear_model._covariance import factor_of
-from pfl_sklearn.linear_model._profile import (
+from pfl_sklearn.linear_model._mixed._profile import (
     Settings,
     client_deviations,
     profile,
@@ -27,15 +27,15 @@ from pfl_sklearn.linear_model._profile import (
     whiten,
     whiten_spectral,
 )
-from pfl_sklearn.linear_model._reduction import reduce_rows
-from pfl_sklearn.linear_model._roots import inverse_root, square_root
-from pfl_sklearn.linear_model._search import (
+from pfl_sklearn.linear_model._mixed._reduction import reduce_rows
+from pfl_sklearn.linear_model._mixed._variance_search import (
     _slope_in_noise,
     at_ratio,
     search_factor,
     search_noise,
     search_ratio,
 )
+from pfl_sklearn.linear_model._roots import inverse_root, square_root
 
 seeds = st.integers(0, 2**32 - 1)
 flags = st.booleans()
@@ -283,8 +283,8 @@ def test_many_rows_are_searched_in_stages_to_the_same_end(factor, restricted, mo
     problem = draw_problem(np.random.default_rng(4), sizes=[4, 3, 5] * 20, random=(0, 1))
     settings = settings_of(problem, restricted, None)
     expected = search_ratio(reduced_rows(problem, True), settings, 500, 1e-8)
-    monkeypatch.setattr(_search, "_CHEAP_CELLS", 0)
-    monkeypatch.setattr(_search, "_START_CLIENTS", 10)
+    monkeypatch.setattr(_variance_search, "_CHEAP_CELLS", 0)
+    monkeypatch.setattr(_variance_search, "_START_CLIENTS", 10)
     reduced = reduced_rows(problem._replace(y=factor * problem.y), True)
     found = search_ratio(reduced, settings, 500, 1e-8)
     assert expected.ratio[0, 0] > 0.1

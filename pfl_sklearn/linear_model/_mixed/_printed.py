@@ -13,10 +13,10 @@ from sklearn.mixture import GaussianMixture
 
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.linear_model._estimates import centred, point_estimates
-from pfl_sklearn.linear_model._local import fit_local
-from pfl_sklearn.linear_model._profile import Settings
-from pfl_sklearn.linear_model._reduction import reduce_rows
-from pfl_sklearn.linear_model._search import search_ratio
+from pfl_sklearn.linear_model._mixed._no_pooling import fit_local
+from pfl_sklearn.linear_model._mixed._profile import Settings
+from pfl_sklearn.linear_model._mixed._reduction import reduce_rows
+from pfl_sklearn.linear_model._mixed._variance_search import search_ratio
 from pfl_sklearn.priors import GaussianPrior
 
 _DIVERGED = 1e8

@@ -12,7 +12,7 @@ from scipy.optimize import minimize
 from scipy.special import logsumexp
 
 from pfl_sklearn.linear_model._covariance import factor_of
-from pfl_sklearn.linear_model._profile import whiten, whiten_spectral
+from pfl_sklearn.linear_model._mixed._profile import whiten, whiten_spectral
 from pfl_sklearn.linear_model._roots import inverse_root
 
 _EMPTY = 1e-8

@@ -8,12 +8,17 @@ from pfl_sklearn.linear_model._estimates import (
     check_covariance_identified,
     uncentred,
 )
-from pfl_sklearn.linear_model._known import fit_known, is_cheap
-from pfl_sklearn.linear_model._local import fit_local
+from pfl_sklearn.linear_model._mixed._known_population import fit_known, is_cheap
+from pfl_sklearn.linear_model._mixed._no_pooling import fit_local
+from pfl_sklearn.linear_model._mixed._profile import Settings, client_deviations, open_coefficients
+from pfl_sklearn.linear_model._mixed._reduction import reduce_rows
+from pfl_sklearn.linear_model._mixed._variance_search import (
+    at_ratio,
+    search_factor,
+    search_noise,
+    search_ratio,
+)
 from pfl_sklearn.linear_model._posterior import RowPosterior
-from pfl_sklearn.linear_model._profile import Settings, client_deviations, open_coefficients
-from pfl_sklearn.linear_model._reduction import reduce_rows
-from pfl_sklearn.linear_model._search import at_ratio, search_factor, search_noise, search_ratio
 
 _INFINITE = 1e12
 

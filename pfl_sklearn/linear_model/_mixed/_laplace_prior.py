@@ -3,10 +3,10 @@
 import numpy as np
 
 from pfl_sklearn.linear_model._estimates import centred, point_estimates, uncentred
-from pfl_sklearn.linear_model._profile import Settings
-from pfl_sklearn.linear_model._reduction import reduce_rows
+from pfl_sklearn.linear_model._mixed._profile import Settings
+from pfl_sklearn.linear_model._mixed._reduction import reduce_rows
+from pfl_sklearn.linear_model._mixed._variance_search import search_ratio
 from pfl_sklearn.linear_model._roots import inverse_root
-from pfl_sklearn.linear_model._search import search_ratio
 
 _SMALLEST_SCALE = 1e-150  # stands for "all clients alike"
 

@@ -8,13 +8,13 @@ from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
-from pfl_sklearn.linear_model import _mixture_em as em
 from pfl_sklearn.linear_model._estimates import Estimates, centred, uncentred
+from pfl_sklearn.linear_model._mixed import _regression_em as em
+from pfl_sklearn.linear_model._mixed._profile import Settings, client_deviations
+from pfl_sklearn.linear_model._mixed._reduction import reduce_rows
+from pfl_sklearn.linear_model._mixed._variance_search import search_ratio
 from pfl_sklearn.linear_model._posterior import CovariancePosterior
-from pfl_sklearn.linear_model._profile import Settings, client_deviations
-from pfl_sklearn.linear_model._reduction import reduce_rows
 from pfl_sklearn.linear_model._roots import square_root
-from pfl_sklearn.linear_model._search import search_ratio
 
 _START_STEPS = 8
 _START_TOLERANCE = 1e-3

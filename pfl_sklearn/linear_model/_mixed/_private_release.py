@@ -14,9 +14,13 @@ import numpy as np
 from pfl_sklearn._clients import row_counts
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.linear_model._estimates import Estimates
-from pfl_sklearn.linear_model._local import fit_local
-from pfl_sklearn.linear_model._private_clients import client_posteriors
-from pfl_sklearn.linear_model._private_population import Population, Sizes, estimate_population
+from pfl_sklearn.linear_model._mixed._no_pooling import fit_local
+from pfl_sklearn.linear_model._mixed._private_clients import client_posteriors
+from pfl_sklearn.linear_model._mixed._private_population import (
+    Population,
+    Sizes,
+    estimate_population,
+)
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, RegressionMoments, gdp_epsilon
 from pfl_sklearn.privacy._noise import noise_generator
 from pfl_sklearn.privacy._report import private_report

@@ -6,7 +6,7 @@ import numpy as np
 from scipy.optimize import OptimizeResult, brentq, minimize
 
 from pfl_sklearn.linear_model._covariance import factor_of
-from pfl_sklearn.linear_model._profile import (
+from pfl_sklearn.linear_model._mixed._profile import (
     Point,
     Whitened,
     profile,
@@ -16,7 +16,7 @@ from pfl_sklearn.linear_model._profile import (
     whiten,
     whiten_spectral,
 )
-from pfl_sklearn.linear_model._reduction import Stack
+from pfl_sklearn.linear_model._mixed._reduction import Stack
 from pfl_sklearn.linear_model._roots import square_root
 
 _CHEAP_CELLS = 1 << 18  # of the reduced rows, up to which a whole grid of variances is looked at

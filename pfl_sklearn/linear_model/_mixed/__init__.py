@@ -1,0 +1,1 @@
+"""Linear regressions of clients under a population prior."""

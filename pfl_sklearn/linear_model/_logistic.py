@@ -17,9 +17,9 @@ from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.linear_model._convergence import warn_not_converged
 from pfl_sklearn.linear_model._design import feature_names, resolve_design
 from pfl_sklearn.linear_model._estimates import make_table
-from pfl_sklearn.linear_model._laplace_fit import fit_logistic
-from pfl_sklearn.linear_model._logit_losses import outcome_of
-from pfl_sklearn.linear_model._logit_predictions import (
+from pfl_sklearn.linear_model._glmm._fit import fit_logistic
+from pfl_sklearn.linear_model._glmm._outcomes import outcome_of
+from pfl_sklearn.linear_model._glmm._predictions import (
     averaged_probabilities,
     class_probabilities,
     row_logits,

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog, minimize
 from scipy.special import log_softmax
 
-from pfl_sklearn.linear_model import _laplace_likelihood as likelihood
 from pfl_sklearn.linear_model._estimates import Table
-from pfl_sklearn.linear_model._laplace_likelihood import (
+from pfl_sklearn.linear_model._glmm import _likelihood as likelihood
+from pfl_sklearn.linear_model._glmm._likelihood import (
     Dual,
     LaplaceCriterion,
     Primal,
@@ -18,9 +18,9 @@ from pfl_sklearn.linear_model._laplace_likelihood import (
     stack_rows,
     start_state,
 )
-from pfl_sklearn.linear_model._laplace_search import fit_pooled
-from pfl_sklearn.linear_model._laplace_whitening import invert_lower, whiten, whitened_rows
-from pfl_sklearn.linear_model._logit_losses import helmert_contrasts, outcome_of
+from pfl_sklearn.linear_model._glmm._outcomes import helmert_contrasts, outcome_of
+from pfl_sklearn.linear_model._glmm._search import fit_pooled
+from pfl_sklearn.linear_model._glmm._whitening import invert_lower, whiten, whitened_rows
 
 seeds = st.integers(0, 10_000)
 

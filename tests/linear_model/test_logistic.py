@@ -19,8 +19,8 @@ from sklearn.preprocessing import StandardScaler
 
 from pfl_sklearn import SingleClientWarning, UnseenClientsWarning
 from pfl_sklearn.linear_model import PersonalizedLogisticRegression, SeparationWarning
-from pfl_sklearn.linear_model._logit_losses import helmert_contrasts
-from pfl_sklearn.linear_model._logit_predictions import averaged_probabilities
+from pfl_sklearn.linear_model._glmm._outcomes import helmert_contrasts
+from pfl_sklearn.linear_model._glmm._predictions import averaged_probabilities
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import BetaPrior, GaussianPrior

@@ -8,7 +8,7 @@ import numpy as np
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._covariance import factor_of
 from pfl_sklearn.linear_model._estimates import uncentred
-from pfl_sklearn.linear_model._laplace_guards import (
+from pfl_sklearn.linear_model._glmm._guards import (
     AWAY,
     HELD,
     centred_columns,
@@ -18,7 +18,7 @@ from pfl_sklearn.linear_model._laplace_guards import (
     weak_slopes,
     weak_spread,
 )
-from pfl_sklearn.linear_model._laplace_likelihood import (
+from pfl_sklearn.linear_model._glmm._likelihood import (
     CLOSE_ENOUGH,
     LaplaceCriterion,
     Stack,
@@ -28,14 +28,14 @@ from pfl_sklearn.linear_model._laplace_likelihood import (
     stack_rows,
     start_state,
 )
-from pfl_sklearn.linear_model._laplace_search import (
+from pfl_sklearn.linear_model._glmm._search import (
     Found,
     Weak,
     fit_pooled,
     natural_scale,
     search,
 )
-from pfl_sklearn.linear_model._laplace_whitening import whiten, whitened_rows
+from pfl_sklearn.linear_model._glmm._whitening import whiten, whitened_rows
 from pfl_sklearn.linear_model._posterior import CovariancePosterior, RowPosterior
 from pfl_sklearn.linear_model._roots import estimable, inverse_root
 

@@ -1,0 +1,1 @@
+"""Logistic regressions of clients under a population prior."""

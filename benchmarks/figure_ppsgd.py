@@ -22,8 +22,8 @@ import pandas as pd
 from pfl_sklearn import PPSGDRegressor
 from pfl_sklearn._rounds import ClientRows, Plan, Sampling, run_rounds, start
 from pfl_sklearn.datasets import make_ppsgd_regression
-from pfl_sklearn.linear_model._ppsgd_fit import seeds
-from pfl_sklearn.linear_model._ppsgd_updates import LOSSES, ppsgd, step_sizes
+from pfl_sklearn.linear_model._ppsgd._fit import seeds
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd, step_sizes
 from pfl_sklearn.privacy import ClippedSum
 from pfl_sklearn.theory import linear_excess_risk
 

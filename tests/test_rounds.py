@@ -11,7 +11,7 @@ from scipy import stats
 
 from pfl_sklearn import _rounds
 from pfl_sklearn._rounds import ClientRows, Method, Plan, Sampling, both, run_rounds, start
-from pfl_sklearn.linear_model._ppsgd_updates import LOSSES, ppsgd, step_sizes
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd, step_sizes
 from pfl_sklearn.privacy import ClippedSum
 
 SIZES = np.array([1, 7, 2, 7, 5, 1, 12, 3])

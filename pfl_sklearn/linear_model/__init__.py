@@ -3,7 +3,7 @@
 from pfl_sklearn._rounds import DivergenceError
 from pfl_sklearn.linear_model._linear import PersonalizedLinearRegression
 from pfl_sklearn.linear_model._logistic import PersonalizedLogisticRegression, SeparationWarning
-from pfl_sklearn.linear_model._ppsgd import PPSGDClassifier, PPSGDRegressor
+from pfl_sklearn.linear_model._ppsgd._estimators import PPSGDClassifier, PPSGDRegressor
 
 __all__ = [
     "DivergenceError",

@@ -22,8 +22,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
 from pfl_sklearn import ClientColumn, PPSGDClassifier, PPSGDRegressor
-from pfl_sklearn.linear_model._ppsgd_curvature import steepest_batch
-from pfl_sklearn.linear_model._ppsgd_updates import LOSSES, step_sizes
+from pfl_sklearn.linear_model._ppsgd._steps import steepest_batch
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, step_sizes
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha

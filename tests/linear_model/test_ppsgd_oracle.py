@@ -10,7 +10,7 @@ import pytest
 
 from pfl_sklearn import PPSGDRegressor
 from pfl_sklearn._rounds import ClientRows, Plan, Sampling, run_rounds, start
-from pfl_sklearn.linear_model._ppsgd_updates import LOSSES, ppsgd, step_sizes
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd, step_sizes
 
 ORACLES = Path(__file__).parents[1] / "oracles"
 CASES = json.loads((ORACLES / "ppsgd_small_exact.json").read_text())["cases"]

@@ -11,7 +11,7 @@ from sklearn.base import clone
 from test_ppsgd import SEED, StopAfter, assert_frozen, assert_same_fit, freeze, table
 
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
-from pfl_sklearn.linear_model import _ppsgd_private
+from pfl_sklearn.linear_model._ppsgd import _private as _ppsgd_private
 from pfl_sklearn.privacy import (
     BudgetExceeded,
     ClippedSum,

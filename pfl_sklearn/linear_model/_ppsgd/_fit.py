@@ -10,8 +10,7 @@ from sklearn.utils import check_random_state
 
 from pfl_sklearn._clients import EncodedClients, client_batches, match_clients, rows_by_client
 from pfl_sklearn._rounds import ClientRows, DivergenceError, Method, Plan, Sampling, State, start
-from pfl_sklearn.linear_model._ppsgd_curvature import steepest_batch
-from pfl_sklearn.linear_model._ppsgd_sparse import (
+from pfl_sklearn.linear_model._ppsgd._sparse import (
     LocalModels,
     Pairs,
     SparseRows,
@@ -19,7 +18,8 @@ from pfl_sklearn.linear_model._ppsgd_sparse import (
     pairs_of,
     sparse_ppsgd,
 )
-from pfl_sklearn.linear_model._ppsgd_updates import LOSSES, averaged, ppsgd, step_sizes
+from pfl_sklearn.linear_model._ppsgd._steps import steepest_batch
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, averaged, ppsgd, step_sizes
 from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha
 
 

@@ -14,7 +14,7 @@ from pfl_sklearn._checkpoint import Checkpoint
 from pfl_sklearn._compat import Interval, StrOptions, fit_context, num_samples
 from pfl_sklearn._rounds import both, observer, run_rounds
 from pfl_sklearn.base import ClientMixin
-from pfl_sklearn.linear_model._ppsgd_fit import (
+from pfl_sklearn.linear_model._ppsgd._fit import (
     check_continues,
     check_converged,
     check_learning_rate,
@@ -27,7 +27,7 @@ from pfl_sklearn.linear_model._ppsgd_fit import (
     rounds_of_a_pass,
     with_intercept,
 )
-from pfl_sklearn.linear_model._ppsgd_private import (
+from pfl_sklearn.linear_model._ppsgd._private import (
     check_privacy,
     is_private,
     mechanism_of,

@@ -13,8 +13,8 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d, validate_data
 
 from pfl_sklearn._compat import StrOptions, fit_context
-from pfl_sklearn.linear_model._ppsgd_base import BasePPSGD
-from pfl_sklearn.linear_model._ppsgd_fit import Targets
+from pfl_sklearn.linear_model._ppsgd._base import BasePPSGD
+from pfl_sklearn.linear_model._ppsgd._fit import Targets
 
 
 class PPSGDRegressor(RegressorMixin, BasePPSGD):

@@ -205,7 +205,7 @@ def sparse_ppsgd(pairs, shape, loss, steps, divisor, mean_batch, average, lazy):
     """The method on pairs, for coefficients of a `shape` (d, c).
 
     `lazy` lets noise wait until somebody is to see it; the other parameters are those of
-    :func:`~pfl_sklearn.linear_model._ppsgd_updates.ppsgd`.
+    :func:`~pfl_sklearn.linear_model._ppsgd._updates.ppsgd`.
     """
     names = ("local", "local_moment") if average else ("local",)
     population = ("coef", "moment") if average else ("coef",)

@@ -1,0 +1,1 @@
+"""PPSGD: additive global and local linear models."""

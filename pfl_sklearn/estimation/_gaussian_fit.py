@@ -23,7 +23,7 @@ from pfl_sklearn.estimation._variance_components import (
     estimate_components,
 )
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, StochasticQuantizer
-from pfl_sklearn.privacy._noise import noise_generator
+from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
 from pfl_sklearn.theory import own_weight
 

@@ -11,7 +11,7 @@ import numpy as np
 from pfl_sklearn._clients import segment_sums
 from pfl_sklearn.estimation._variance_components import ClientMeans, estimate_components
 from pfl_sklearn.privacy import ClientMoments
-from pfl_sklearn.privacy._gaussian import clip_l2
+from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 
 
 class ReleasedMeans(NamedTuple):

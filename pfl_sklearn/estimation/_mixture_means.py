@@ -20,7 +20,7 @@ from pfl_sklearn.estimation._variance_components import check_noise_is_identifie
 from pfl_sklearn.priors import _mixture as mixture
 from pfl_sklearn.priors._kmeans import best_of_starts, lloyd
 from pfl_sklearn.privacy import PrivacyReport
-from pfl_sklearn.privacy._noise import noise_generator
+from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
 
 # Ways of estimating each prior; "reml" and "ml" are the same for a mixture.

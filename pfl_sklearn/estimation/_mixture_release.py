@@ -15,7 +15,7 @@ from sklearn.base import clone
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.priors import GaussianMixturePrior
 from pfl_sklearn.privacy import GaussianMechanism, PrivateClustering, StochasticQuantizer
-from pfl_sklearn.privacy._gaussian import clip_l2
+from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 
 _HARD_STEPS = 2
 _STANDS_OUT = 2.0  # standard deviations of the noise on what is released

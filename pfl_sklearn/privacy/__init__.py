@@ -4,15 +4,15 @@ Nothing outside this package clips, quantizes or adds noise.
 """
 
 from pfl_sklearn.privacy._accounting import calibrate_noise, epsilon_spent
-from pfl_sklearn.privacy._discrete import OneBit, SubsetSelection, TwoBit
-from pfl_sklearn.privacy._gaussian import ClientMoments, GaussianMechanism
 from pfl_sklearn.privacy._gaussian_dp import compose_gdp, gdp_delta, gdp_epsilon, gdp_mu
 from pfl_sklearn.privacy._ledger import BudgetExceeded, PrivacyLedger
-from pfl_sklearn.privacy._lloyd import PrivateClustering
-from pfl_sklearn.privacy._quantizer import StochasticQuantizer
-from pfl_sklearn.privacy._regression import RegressionMoments
+from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
+from pfl_sklearn.privacy._mechanisms._clustering import PrivateClustering
+from pfl_sklearn.privacy._mechanisms._gaussian import ClientMoments, GaussianMechanism
+from pfl_sklearn.privacy._mechanisms._quantizer import StochasticQuantizer
+from pfl_sklearn.privacy._mechanisms._randomizers import OneBit, SubsetSelection, TwoBit
+from pfl_sklearn.privacy._mechanisms._regression import RegressionMoments
 from pfl_sklearn.privacy._report import PrivacyReport, PrivacyWarning, privacy_of
-from pfl_sklearn.privacy._round_sum import ClippedSum
 from pfl_sklearn.privacy._sampled import (
     GaussianEvent,
     PureEvent,

@@ -12,7 +12,7 @@ from test_ppsgd import SEED, SIZES, StopAfter, assert_frozen, freeze, scores_of
 
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
 from pfl_sklearn.linear_model._ppsgd import _sparse as _ppsgd_sparse
-from pfl_sklearn.privacy._sparse_sum import SparseClippedSum
+from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 

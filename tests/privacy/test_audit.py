@@ -19,7 +19,7 @@ from pfl_sklearn.estimation._variance_components import client_means
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import ClientMoments, GaussianMechanism, RegressionMoments, gdp_epsilon
-from pfl_sklearn.privacy import _gaussian as gaussian
+from pfl_sklearn.privacy._mechanisms import _gaussian as gaussian
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
 
 pytestmark = [

@@ -12,7 +12,7 @@ from pfl_sklearn import GaussianMean
 from pfl_sklearn.estimation import _mixture_release as release
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior
 from pfl_sklearn.privacy import GaussianMechanism, PrivateClustering, gdp_epsilon, gdp_mu
-from pfl_sklearn.privacy._gaussian import clip_l2
+from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
 
 pytestmark = [

@@ -22,8 +22,8 @@ from pfl_sklearn.privacy import (
     SubsetSelection,
     TwoBit,
 )
-from pfl_sklearn.privacy._gaussian import clip_l2
-from pfl_sklearn.privacy._noise import bernoulli, noise_generator
+from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
+from pfl_sklearn.privacy._mechanisms._noise import bernoulli, noise_generator
 from pfl_sklearn.privacy.auditing import odds_lower_bound
 
 MECHANISMS = [

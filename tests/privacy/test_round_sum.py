@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from pfl_sklearn.privacy import ClippedSum, PrivacyReport, SampledGaussian, auditing, events_epsilon
-from pfl_sklearn.privacy import _round_sum as round_sum
-from pfl_sklearn.privacy._gaussian import clip_l2
+from pfl_sklearn.privacy._mechanisms import _clipped_sum as round_sum
+from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
 
 SMALLEST_P = 1e-6

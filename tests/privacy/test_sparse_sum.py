@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pfl_sklearn.privacy import ClippedSum
-from pfl_sklearn.privacy._sparse_sum import SparseClippedSum, SparseMessages
+from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum, SparseMessages
 
 D, C = 7, 2
 

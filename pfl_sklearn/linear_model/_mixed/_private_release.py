@@ -22,7 +22,7 @@ from pfl_sklearn.linear_model._mixed._private_population import (
     estimate_population,
 )
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, RegressionMoments, gdp_epsilon
-from pfl_sklearn.privacy._noise import noise_generator
+from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._report import private_report
 from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
 

@@ -11,7 +11,7 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from pfl_sklearn._rounds import ClientRows, Method
-from pfl_sklearn.privacy._sparse_sum import SparseMessages
+from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseMessages
 
 
 class Pairs(NamedTuple):

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pfl_sklearn.privacy._gaussian import GaussianMechanism
 from pfl_sklearn.privacy._gaussian_dp import gdp_mu
+from pfl_sklearn.privacy._mechanisms._gaussian import GaussianMechanism
 
 Floats = npt.NDArray[np.float64]
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csc_array
 
-from pfl_sklearn.privacy._round_sum import ClippedSum, Released
+from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum, Released
 
 Floats = npt.NDArray[np.float64]
 Codes = npt.NDArray[np.intp]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import expit
 
-from pfl_sklearn.privacy._noise import bernoulli
+from pfl_sklearn.privacy._mechanisms._noise import bernoulli
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pfl_sklearn.privacy._events import SampledGaussian
-from pfl_sklearn.privacy._gaussian import clip_l2
+from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 from pfl_sklearn.privacy._sampled import events_epsilon
 
 Floats = npt.NDArray[np.float64]

@@ -13,7 +13,7 @@ from scipy.special import betainc, gammaln
 from scipy.stats import binom
 
 from pfl_sklearn.privacy import GaussianMechanism, OneBit, SubsetSelection, TwoBit
-from pfl_sklearn.privacy._events import PureEvent
+from pfl_sklearn.privacy._accounting._events import PureEvent
 from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
 
 _MEANS, _CONCENTRATIONS = (

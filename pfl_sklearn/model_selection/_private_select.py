@@ -22,9 +22,9 @@ from pfl_sklearn.model_selection._trials import (
     warn_again,
 )
 from pfl_sklearn.privacy import PrivacyLedger, PureEvent
+from pfl_sklearn.privacy._accounting._selection import DISTRIBUTIONS
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._report import warn_once
-from pfl_sklearn.privacy._selection import DISTRIBUTIONS
 from pfl_sklearn.privacy._spending import charge
 from pfl_sklearn.privacy._stated import relation_of, unit_of
 

@@ -3,8 +3,16 @@
 Nothing outside this package clips, quantizes or adds noise.
 """
 
-from pfl_sklearn.privacy._accounting import calibrate_noise, epsilon_spent
-from pfl_sklearn.privacy._gaussian_dp import compose_gdp, gdp_delta, gdp_epsilon, gdp_mu
+from pfl_sklearn.privacy._accounting._calibration import calibrate_noise, epsilon_spent
+from pfl_sklearn.privacy._accounting._composition import (
+    GaussianEvent,
+    PureEvent,
+    SampledGaussian,
+    calibrate_rounds,
+    events_epsilon,
+)
+from pfl_sklearn.privacy._accounting._gaussian_dp import compose_gdp, gdp_delta, gdp_epsilon, gdp_mu
+from pfl_sklearn.privacy._accounting._selection import selection_epsilon
 from pfl_sklearn.privacy._ledger import BudgetExceeded, PrivacyLedger
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
 from pfl_sklearn.privacy._mechanisms._clustering import PrivateClustering
@@ -13,15 +21,7 @@ from pfl_sklearn.privacy._mechanisms._quantizer import StochasticQuantizer
 from pfl_sklearn.privacy._mechanisms._randomizers import OneBit, SubsetSelection, TwoBit
 from pfl_sklearn.privacy._mechanisms._regression import RegressionMoments
 from pfl_sklearn.privacy._report import PrivacyReport, PrivacyWarning, privacy_of
-from pfl_sklearn.privacy._sampled import (
-    GaussianEvent,
-    PureEvent,
-    SampledGaussian,
-    calibrate_rounds,
-    events_epsilon,
-)
 from pfl_sklearn.privacy._search_cost import FitCost, SearchCost, search_cost
-from pfl_sklearn.privacy._selection import selection_epsilon
 
 __all__ = [
     "BudgetExceeded",

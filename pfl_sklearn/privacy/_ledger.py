@@ -14,9 +14,9 @@ import pandas as pd
 
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.privacy import _ledger_file
-from pfl_sklearn.privacy._events import Event, event_from_dict
+from pfl_sklearn.privacy._accounting._composition import events_epsilon
+from pfl_sklearn.privacy._accounting._events import Event, event_from_dict
 from pfl_sklearn.privacy._report import PrivacyWarning
-from pfl_sklearn.privacy._sampled import events_epsilon
 from pfl_sklearn.privacy._spending import UNPROTECTED, seed_tag
 from pfl_sklearn.privacy._stated import protect
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from sklearn.utils import check_random_state
 
-from pfl_sklearn.privacy._events import Event, GaussianEvent, PureEvent
-from pfl_sklearn.privacy._gaussian_dp import gdp_mu
+from pfl_sklearn.privacy._accounting._events import Event, GaussianEvent, PureEvent
+from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_mu
 from pfl_sklearn.privacy._search_warning import warn_of_search
 from pfl_sklearn.privacy._stated import unit_of
 

@@ -22,8 +22,8 @@ from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV, ParameterGrid, check_cv
 
 from pfl_sklearn._nesting import releasing_core
+from pfl_sklearn.privacy._accounting._composition import events_epsilon
 from pfl_sklearn.privacy._report import learns
-from pfl_sklearn.privacy._sampled import events_epsilon
 
 SAME_NOISE = (
     "random_state gives all of its fits the same noise, which cancels in differences of their "

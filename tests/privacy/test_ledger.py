@@ -18,7 +18,7 @@ from pfl_sklearn.privacy import (
     gdp_epsilon,
     gdp_mu,
 )
-from pfl_sklearn.privacy._events import GaussianEvent, PureEvent
+from pfl_sklearn.privacy._accounting._events import GaussianEvent, PureEvent
 
 DELTA = 1e-5
 GAUSSIAN = GaussianEvent(0.1, 0.2)

@@ -11,7 +11,7 @@ import pytest
 from pfl_sklearn import GaussianMean, PPSGDRegressor, PrivacyWarning
 from pfl_sklearn.datasets import make_gaussian_clients
 from pfl_sklearn.privacy import BudgetExceeded, PrivacyLedger
-from pfl_sklearn.privacy._events import GaussianEvent, PureEvent
+from pfl_sklearn.privacy._accounting._events import GaussianEvent, PureEvent
 from pfl_sklearn.privacy._spending import UNPROTECTED, charge_events
 
 DELTA = 1e-5

@@ -23,9 +23,14 @@ from pfl_sklearn.privacy import (
     gdp_delta,
     gdp_epsilon,
 )
-from pfl_sklearn.privacy import _sampled as sampled
-from pfl_sklearn.privacy._events import event_from_dict
-from pfl_sklearn.privacy._losses import Grid, Round, composed_epsilon, without_replacement_delta
+from pfl_sklearn.privacy._accounting import _composition as sampled
+from pfl_sklearn.privacy._accounting._events import event_from_dict
+from pfl_sklearn.privacy._accounting._losses import (
+    Grid,
+    Round,
+    composed_epsilon,
+    without_replacement_delta,
+)
 
 RELATIONS = ("add_remove", "replace_one", "zero_out")
 

@@ -4,10 +4,14 @@ import dataclasses
 import math
 
 from pfl_sklearn.privacy import PrivacyReport
+from pfl_sklearn.privacy._accounting._composition import (
+    SampledGaussian,
+    calibrate_rounds,
+    events_epsilon,
+)
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
 from pfl_sklearn.privacy._report import leaking, private_report
-from pfl_sklearn.privacy._sampled import SampledGaussian, calibrate_rounds, events_epsilon
 
 _STOPPED = (
     "a callback ended the rounds early: unless it looked at public data alone, when it did so "

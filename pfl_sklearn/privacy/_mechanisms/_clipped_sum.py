@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pfl_sklearn.privacy._events import SampledGaussian
+from pfl_sklearn.privacy._accounting._composition import events_epsilon
+from pfl_sklearn.privacy._accounting._events import SampledGaussian
 from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
-from pfl_sklearn.privacy._sampled import events_epsilon
 
 Floats = npt.NDArray[np.float64]
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pfl_sklearn.privacy._gaussian_dp import gdp_mu
+from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_mu
 from pfl_sklearn.privacy._mechanisms._gaussian import GaussianMechanism
 
 Floats = npt.NDArray[np.float64]

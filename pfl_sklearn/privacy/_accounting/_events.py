@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, NamedTuple, Self
 
-from pfl_sklearn.privacy._accounting import RELATIONS
-from pfl_sklearn.privacy._losses import Round
+from pfl_sklearn.privacy._accounting._calibration import RELATIONS
+from pfl_sklearn.privacy._accounting._losses import Round
 
 __all__ = ["GaussianEvent", "PureEvent", "SampledGaussian", "event_from_dict"]
 

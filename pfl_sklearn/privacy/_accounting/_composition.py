@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
-from pfl_sklearn.privacy._events import (
+from pfl_sklearn.privacy._accounting._events import (
     UNBOUNDED,
     Event,
     GaussianEvent,
@@ -17,8 +17,8 @@ from pfl_sklearn.privacy._events import (
     check_relation,
     event_from_dict,
 )
-from pfl_sklearn.privacy._gaussian_dp import compose_gdp, gdp_epsilon, gdp_mu
-from pfl_sklearn.privacy._losses import Grid, Round, composed_epsilon
+from pfl_sklearn.privacy._accounting._gaussian_dp import compose_gdp, gdp_epsilon, gdp_mu
+from pfl_sklearn.privacy._accounting._losses import Grid, Round, composed_epsilon
 
 __all__ = [
     "GaussianEvent",

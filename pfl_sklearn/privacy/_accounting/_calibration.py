@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from pfl_sklearn.privacy._gaussian_dp import gdp_epsilon, gdp_mu
+from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_epsilon, gdp_mu
 
 __all__ = ["RELATIONS", "calibrate_noise", "epsilon_spent"]
 

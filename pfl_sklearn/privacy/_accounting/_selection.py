@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from pfl_sklearn.privacy._events import Event
-from pfl_sklearn.privacy._losses import Round
+from pfl_sklearn.privacy._accounting._events import Event
+from pfl_sklearn.privacy._accounting._losses import Round
 
 __all__ = ["selection_epsilon"]
 

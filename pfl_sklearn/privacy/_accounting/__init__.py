@@ -1,0 +1,1 @@
+"""What releases cost: events, their composition, and noise for a given epsilon."""

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from pfl_sklearn import PPSGDRegressor
-from pfl_sklearn._rounds import ClientRows, Plan, Sampling, run_rounds, start
+from pfl_sklearn._rounds.loop import ClientRows, Plan, Sampling, run_rounds, start
 from pfl_sklearn.datasets import make_ppsgd_regression
 from pfl_sklearn.linear_model._ppsgd._fit import seeds
 from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd, step_sizes

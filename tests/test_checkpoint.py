@@ -38,7 +38,7 @@ class KillAt:
     """Stands in for a kill: no clean-up of the fit gets to run."""
 
     def __init__(self, monkeypatch, at):
-        from pfl_sklearn import _checkpoint
+        from pfl_sklearn._rounds import checkpoint as _checkpoint
 
         observe = _checkpoint.Checkpoint.observe
 
@@ -131,7 +131,7 @@ SCRIPT = """
 import sys, time, warnings
 sys.path.insert(0, sys.argv[2])
 from test_checkpoint import real_run
-from pfl_sklearn import _checkpoint
+from pfl_sklearn._rounds import checkpoint as _checkpoint
 observe = _checkpoint.Checkpoint.observe
 def slowly(self, state):
     time.sleep(0.05)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from pfl_sklearn import _rounds
-from pfl_sklearn._rounds import ClientRows, Method, Plan, Sampling, both, run_rounds, start
+from pfl_sklearn._rounds import loop as _rounds
+from pfl_sklearn._rounds.loop import ClientRows, Method, Plan, Sampling, both, run_rounds, start
 from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd, step_sizes
 from pfl_sklearn.privacy import ClippedSum
 

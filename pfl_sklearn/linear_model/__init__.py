@@ -1,6 +1,6 @@
 """Linear models with one coefficient vector per client."""
 
-from pfl_sklearn._rounds import DivergenceError
+from pfl_sklearn._rounds.loop import DivergenceError
 from pfl_sklearn.linear_model._linear import PersonalizedLinearRegression
 from pfl_sklearn.linear_model._logistic import PersonalizedLogisticRegression, SeparationWarning
 from pfl_sklearn.linear_model._ppsgd._estimators import PPSGDClassifier, PPSGDRegressor

@@ -9,7 +9,7 @@ from sklearn.callback import ScoringMonitor
 from test_ppsgd import StopAfter, table
 
 from pfl_sklearn import GaussianMean, PPSGDClassifier, PPSGDRegressor
-from pfl_sklearn._checkpoint import Checkpoint
+from pfl_sklearn._rounds.checkpoint import Checkpoint
 from pfl_sklearn.linear_model import DivergenceError
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.privacy import PrivacyLedger

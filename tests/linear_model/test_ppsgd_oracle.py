@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pfl_sklearn import PPSGDRegressor
-from pfl_sklearn._rounds import ClientRows, Plan, Sampling, run_rounds, start
+from pfl_sklearn._rounds.loop import ClientRows, Plan, Sampling, run_rounds, start
 from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd, step_sizes
 
 ORACLES = Path(__file__).parents[1] / "oracles"

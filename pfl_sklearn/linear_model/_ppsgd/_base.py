@@ -10,9 +10,9 @@ from sklearn.base import BaseEstimator, clone
 from sklearn.callback import CallbackSupportMixin, with_callbacks
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from pfl_sklearn._checkpoint import Checkpoint
 from pfl_sklearn._compat import Interval, StrOptions, fit_context, num_samples
-from pfl_sklearn._rounds import both, observer, run_rounds
+from pfl_sklearn._rounds.checkpoint import Checkpoint
+from pfl_sklearn._rounds.loop import both, observer, run_rounds
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.linear_model._ppsgd._fit import (
     check_continues,

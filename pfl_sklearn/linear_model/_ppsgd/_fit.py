@@ -9,7 +9,15 @@ from scipy.sparse import csr_array, hstack, issparse
 from sklearn.utils import check_random_state
 
 from pfl_sklearn._clients import EncodedClients, client_batches, match_clients, rows_by_client
-from pfl_sklearn._rounds import ClientRows, DivergenceError, Method, Plan, Sampling, State, start
+from pfl_sklearn._rounds.loop import (
+    ClientRows,
+    DivergenceError,
+    Method,
+    Plan,
+    Sampling,
+    State,
+    start,
+)
 from pfl_sklearn.linear_model._ppsgd._sparse import (
     LocalModels,
     Pairs,

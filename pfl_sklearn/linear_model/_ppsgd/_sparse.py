@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.sparse import csr_array
 
-from pfl_sklearn._rounds import ClientRows, Method
+from pfl_sklearn._rounds.loop import ClientRows, Method
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseMessages
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import expit
 
-from pfl_sklearn._rounds import Method
+from pfl_sklearn._rounds.loop import Method
 
 
 class Loss(NamedTuple):

@@ -1,0 +1,1 @@
+"""The loop over communication rounds, whatever the model."""

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import approx_fprime
 
-from pfl_sklearn.linear_model._mixed import _reduction, _variance_search
 from pfl_sklearn.linear_model._covariance import factor_of
+from pfl_sklearn.linear_model._mixed import _reduction, _variance_search
 from pfl_sklearn.linear_model._mixed._profile import (
     Settings,
     client_deviations,

@@ -7,8 +7,9 @@ from typing import Any, Self
 
 import numpy as np
 import pandas as pd
-from sklearn.base import clone
+from sklearn.base import ClassifierMixin, RegressorMixin, clone
 from sklearn.exceptions import NotFittedError
+from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import Array, Codes, EncodedClients, encode_clients, match_clients
@@ -211,6 +212,56 @@ class ClientMixin:
             raise NotFittedError(
                 f"This {type(self).__name__} is a released population model; it has no {attribute}."
             )
+
+
+class ClientRegressorMixin(RegressorMixin):
+    """Mixin for regressors with one model per client."""
+
+    def score(
+        self, X: Any, y: Any = None, *, groups: Any = None, sample_weight: Any = None
+    ) -> float:
+        """Coefficient of determination of the predictions for the rows' own clients.
+
+        Parameters
+        ----------
+        X : {array-like, sparse matrix} of shape (n_rows, d)
+            As for ``predict``.
+        y : array-like of shape (n_rows,) or (n_rows, n_outputs)
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+        sample_weight : array-like of shape (n_rows,), default=None
+
+        Returns
+        -------
+        float
+        """
+        predicted = self.predict(X, groups=groups)
+        return float(r2_score(y, predicted, sample_weight=sample_weight))
+
+
+class ClientClassifierMixin(ClassifierMixin):
+    """Mixin for classifiers with one model per client."""
+
+    def score(
+        self, X: Any, y: Any = None, *, groups: Any = None, sample_weight: Any = None
+    ) -> float:
+        """Accuracy of the predictions for the rows' own clients.
+
+        Parameters
+        ----------
+        X : {array-like, sparse matrix} of shape (n_rows, d)
+            As for ``predict``.
+        y : array-like of shape (n_rows,)
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+        sample_weight : array-like of shape (n_rows,), default=None
+
+        Returns
+        -------
+        float
+        """
+        predicted = self.predict(X, groups=groups)
+        return float(accuracy_score(y, predicted, sample_weight=sample_weight))
 
 
 def _of_clients(value: Any, clients: Codes) -> Any:

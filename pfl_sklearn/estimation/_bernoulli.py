@@ -4,15 +4,14 @@ import math
 from numbers import Real
 
 import numpy as np
-from sklearn.base import BaseEstimator, ClassifierMixin
-from sklearn.metrics import accuracy_score
+from sklearn.base import BaseEstimator
 from sklearn.utils import check_array, check_consistent_length, column_or_1d
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._clients import encode_clients, row_counts, segment_sums
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._rows import read_rows
-from pfl_sklearn.base import ClientMixin
+from pfl_sklearn.base import ClientClassifierMixin, ClientMixin
 from pfl_sklearn.estimation._counts import (
     check_counts,
     check_two_classes,
@@ -67,7 +66,7 @@ _ONE_BIT_CAVEAT = (
 )
 
 
-class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
+class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
     r"""Each client's probability of a binary outcome, shrunk as far as the data warrant.
 
     Client i has :math:`z_i` successes in :math:`n_i` trials:
@@ -333,22 +332,6 @@ class BernoulliMean(ClientMixin, ClassifierMixin, BaseEstimator):
         """
         probability = self.predict_proba(X, groups=groups)[:, 1]
         return self.classes_[(probability > 0.5).astype(np.intp)]
-
-    def score(self, X, y=None, *, groups=None, sample_weight=None):
-        """Accuracy on the rows.
-
-        Parameters
-        ----------
-        X : array-like of n_rows rows
-        y : array-like of shape (n_rows,)
-        groups : array-like of shape (n_rows,), default=None
-        sample_weight : array-like of shape (n_rows,), default=None
-
-        Returns
-        -------
-        float
-        """
-        return accuracy_score(y, self.predict(X, groups=groups), sample_weight=sample_weight)
 
     def credible_interval(self, level=0.95):
         """Central posterior interval of every client's probability.

@@ -5,13 +5,12 @@ from numbers import Integral, Real
 
 import numpy as np
 from scipy.special import ndtri
-from sklearn.base import BaseEstimator, RegressorMixin
-from sklearn.metrics import r2_score
+from sklearn.base import BaseEstimator
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._rows import read_rows
-from pfl_sklearn.base import ClientMixin
+from pfl_sklearn.base import ClientMixin, ClientRegressorMixin
 from pfl_sklearn.estimation import _gaussian_fit, _mixture_means
 from pfl_sklearn.estimation._mean_estimates import (
     RELEASED,
@@ -33,7 +32,7 @@ _FITS = {
 }
 
 
-class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
+class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     r"""Each client's mean, shrunk towards the population as far as the data warrant.
 
     Rows :math:`x_{ij}` of client i scatter around its mean, the means around the population's:
@@ -320,22 +319,6 @@ class GaussianMean(ClientMixin, RegressorMixin, BaseEstimator):
         between = np.diag(self.prior_.moments()[1]).reshape(np.shape(self.population_mean_))
         spread = np.sqrt(between + self.population_mean_std_**2)
         return means, self._with_population("stds_", spread)[codes]
-
-    def score(self, X, y=None, *, groups=None, sample_weight=None):
-        """Coefficient of determination of the rows.
-
-        Parameters
-        ----------
-        X : array-like of n_rows rows
-        y : array-like of shape (n_rows,) or (n_rows, d)
-        groups : array-like of shape (n_rows,), default=None
-        sample_weight : array-like of shape (n_rows,), default=None
-
-        Returns
-        -------
-        float
-        """
-        return r2_score(y, self.predict(X, groups=groups), sample_weight=sample_weight)
 
     def credible_interval(self, level=0.95):
         """Central posterior interval of every client's mean.

@@ -4,14 +4,13 @@ import math
 from numbers import Integral, Real
 
 import numpy as np
-from sklearn.base import BaseEstimator, RegressorMixin
-from sklearn.metrics import r2_score
+from sklearn.base import BaseEstimator
 from sklearn.utils import check_X_y
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._rows import read_rows
-from pfl_sklearn.base import ClientMixin
+from pfl_sklearn.base import ClientMixin, ClientRegressorMixin
 from pfl_sklearn.linear_model._convergence import warn_not_converged
 from pfl_sklearn.linear_model._design import feature_names, resolve_design
 from pfl_sklearn.linear_model._estimates import Options, make_table
@@ -46,7 +45,7 @@ _CLIENTS = (
 )
 
 
-class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
+class PersonalizedLinearRegression(ClientMixin, ClientRegressorMixin, BaseEstimator):
     r"""Linear regression with one coefficient vector per client and a population of them.
 
     .. math:: y_{ij} = x_{ij}^\top \theta_i + w_{ij}, \qquad w_{ij} \sim N(0, \sigma^2), \qquad
@@ -434,22 +433,6 @@ class PersonalizedLinearRegression(ClientMixin, RegressorMixin, BaseEstimator):
         if not return_std:
             return mean
         return mean, np.sqrt(self._variances(self._design.matrix(X), codes))
-
-    def score(self, X, y, *, groups=None, sample_weight=None):
-        """Coefficient of determination of the rows.
-
-        Parameters
-        ----------
-        X : array-like of shape (n_rows, d)
-        y : array-like of shape (n_rows,)
-        groups : array-like of shape (n_rows,), default=None
-        sample_weight : array-like of shape (n_rows,), default=None
-
-        Returns
-        -------
-        float
-        """
-        return r2_score(y, self.predict(X, groups=groups), sample_weight=sample_weight)
 
     @property
     def coef_std_(self):

@@ -3,9 +3,8 @@
 from numbers import Integral, Real
 
 import numpy as np
-from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.metrics import accuracy_score
 from sklearn.utils import check_X_y
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -13,7 +12,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._rows import read_rows
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.base import ClientMixin
+from pfl_sklearn.base import ClientClassifierMixin, ClientMixin
 from pfl_sklearn.linear_model._convergence import warn_not_converged
 from pfl_sklearn.linear_model._design import feature_names, resolve_design
 from pfl_sklearn.linear_model._estimates import make_table
@@ -53,7 +52,7 @@ class SeparationWarning(UserWarning):
     """The features, or the clients, separate the classes, so that no maximum is finite."""
 
 
-class PersonalizedLogisticRegression(ClientMixin, ClassifierMixin, BaseEstimator):
+class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEstimator):
     r"""Logistic regression with coefficients that vary by client around the population's.
 
     Row j of client i belongs to the second of two classes with the log odds
@@ -430,22 +429,6 @@ class PersonalizedLogisticRegression(ClientMixin, ClassifierMixin, BaseEstimator
         if logits.shape[1] == 1:
             return self.classes_[(logits[:, 0] > 0).astype(np.intp)]
         return self.classes_[logits.argmax(axis=1)]
-
-    def score(self, X, y, *, groups=None, sample_weight=None):
-        """Accuracy on the rows.
-
-        Parameters
-        ----------
-        X : array-like of shape (n_rows, d)
-        y : array-like of shape (n_rows,)
-        groups : array-like of shape (n_rows,), default=None
-        sample_weight : array-like of shape (n_rows,), default=None
-
-        Returns
-        -------
-        float
-        """
-        return accuracy_score(y, self.predict(X, groups=groups), sample_weight=sample_weight)
 
     @property
     def coef_std_(self):

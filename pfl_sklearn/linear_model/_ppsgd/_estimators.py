@@ -4,20 +4,19 @@ import math
 
 import numpy as np
 from scipy.special import expit, log_softmax, softmax
-from sklearn.base import ClassifierMixin, RegressorMixin
 from sklearn.callback import with_callbacks
-from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import check_X_y
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d, validate_data
 
 from pfl_sklearn._compat import StrOptions, fit_context
+from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
 from pfl_sklearn.linear_model._ppsgd._base import BasePPSGD
 from pfl_sklearn.linear_model._ppsgd._fit import Targets
 
 
-class PPSGDRegressor(RegressorMixin, BasePPSGD):
+class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
     r"""Linear regression w + theta_i: a global model and a local one, by private gradients.
 
     .. math:: \min_{w, \theta_{1:N}} \frac{1}{N} \sum_i \frac{1}{2} E_i
@@ -326,22 +325,6 @@ class PPSGDRegressor(RegressorMixin, BasePPSGD):
         predictors = self._predictors(X, groups)
         return predictors[:, 0] if self._single else predictors
 
-    def score(self, X, y, *, groups=None, sample_weight=None):
-        """Coefficient of determination of the rows.
-
-        Parameters
-        ----------
-        X : {array-like, sparse matrix} of shape (n_rows, d)
-        y : array-like of shape (n_rows,) or (n_rows, n_outputs)
-        groups : array-like of shape (n_rows,), default=None
-        sample_weight : array-like of shape (n_rows,), default=None
-
-        Returns
-        -------
-        float
-        """
-        return r2_score(y, self.predict(X, groups=groups), sample_weight=sample_weight)
-
 
 def _has_probabilities(self):
     if self.loss != "log_loss":
@@ -352,7 +335,7 @@ def _has_probabilities(self):
     return True
 
 
-class PPSGDClassifier(ClassifierMixin, BasePPSGD):
+class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
     r"""Linear classification w + theta_i: a global model and a local one, by private gradients.
 
     .. math:: \min_{w, \theta_{1:N}} \frac{1}{N} \sum_i
@@ -720,19 +703,3 @@ class PPSGDClassifier(ClassifierMixin, BasePPSGD):
         if self._single:
             return -np.logaddexp(0.0, np.column_stack([predictors, -predictors]))
         return log_softmax(predictors, axis=1)
-
-    def score(self, X, y, *, groups=None, sample_weight=None):
-        """Share of the rows whose class is predicted.
-
-        Parameters
-        ----------
-        X : {array-like, sparse matrix} of shape (n_rows, d)
-        y : array-like of shape (n_rows,)
-        groups : array-like of shape (n_rows,), default=None
-        sample_weight : array-like of shape (n_rows,), default=None
-
-        Returns
-        -------
-        float
-        """
-        return accuracy_score(y, self.predict(X, groups=groups), sample_weight=sample_weight)

@@ -1,4 +1,8 @@
-"""Fitted estimators inside pipelines, wrappers and searches."""
+"""Estimators inside pipelines, wrappers and searches, fitted or not.
+
+A class of this package that wraps one estimator declares it with the class attribute ``_wraps``. A
+parameter called ``estimator`` alone means nothing: it may be a recipe that the class itself uses.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,33 @@ from typing import Any, NamedTuple
 from sklearn.frozen import FrozenEstimator
 from sklearn.pipeline import Pipeline
 
-_PACKAGE = "pfl_sklearn."
+
+class Wraps(NamedTuple):
+    """Declaration of a wrapper, in its class attribute ``_wraps``."""
+
+    parameter: str  # that holds the wrapped estimator
+    fitted: str  # attribute that holds the fitted one
+    fits_once: bool  # and learns nothing else from the data
+
+
+class Core(NamedTuple):
+    """The estimator that releases something inside a pipeline or wrapper."""
+
+    estimator: Any
+    prefix: str  # of the names of its parameters, as in ``set_params``
+    steps: list[tuple[str, Any]]  # that precede it
 
 
 def inner_estimator(estimator: Any) -> Any:
     """Fitted estimator directly inside a search, wrapper or pipeline, or None."""
-    for name in ("best_estimator_", "estimator_"):
-        if hasattr(estimator, name):
-            return getattr(estimator, name)
+    name = _fitted_attribute(estimator)
+    if name is not None:
+        return getattr(estimator, name)
     return estimator.steps[-1][1] if hasattr(estimator, "steps") else None
 
 
 def predicting_estimator(estimator: Any) -> Any:
-    """What a search predicts with (its own ``predict`` takes no groups), or the estimator."""
+    """Best estimator of a search, whose own ``predict`` takes no groups, or `estimator` itself."""
     return getattr(estimator, "best_estimator_", estimator)
 
 
@@ -29,40 +47,53 @@ def innermost_estimator(estimator: Any) -> Any:
     return estimator if inner is None else innermost_estimator(inner)
 
 
-class Core(NamedTuple):
-    """What releases inside a pipeline or wrapper: see :func:`releasing_core`."""
-
-    estimator: Any
-    prefix: str  # of the names of its parameters, as in ``set_params``
-    steps: list[tuple[str, Any]]  # that come before it
-
-
 def releasing_core(estimator: Any) -> Core:
-    """The first estimator, fitted or not, from the outside in that states what its fit releases.
+    """The estimator inside pipelines and wrappers that fit it exactly once.
 
-    Looks into what fits its estimator exactly once: pipelines (the last step), ClientColumn,
-    FrozenEstimator. If there is none in these: what is innermost of them.
+    These are pipelines (their last step), frozen estimators and transparent wrappers.
     """
-    prefix, steps = "", []
-    while True:
+    prefix, steps = "", list[tuple[str, Any]]()
+    while is_transparent(estimator):
         if isinstance(estimator, Pipeline):
             steps += estimator.steps[:-1]
             name, estimator = estimator.steps[-1]
-        elif _fits_once(estimator):
-            name, estimator = "estimator", estimator.estimator
         else:
-            return Core(estimator, prefix, steps)
+            declared = _declared(estimator)
+            name = "estimator" if declared is None else declared.parameter
+            estimator = getattr(estimator, name)
         prefix += f"{name}__"
+    return Core(estimator, prefix, steps)
 
 
 def is_transparent(estimator: Any) -> bool:
-    """Whether a wrapper fits what it holds once, and all that it learns itself is in its steps."""
-    return isinstance(estimator, Pipeline) or _fits_once(estimator)
-
-
-def _fits_once(estimator: Any) -> bool:
-    """Whether an estimator is a ClientColumn, the package's one wrapper, or frozen."""
-    if isinstance(estimator, FrozenEstimator):
+    """Whether an estimator fits what it holds once, and learns nothing else except in its steps."""
+    if isinstance(estimator, Pipeline | FrozenEstimator):
         return True
-    ours = type(estimator).__module__.startswith(_PACKAGE)
-    return ours and hasattr(estimator, "estimator") and not hasattr(estimator, "_privacy_events")
+    declared = _declared(estimator)
+    return declared is not None and declared.fits_once and is_ours(estimator)
+
+
+def is_ours(estimator: Any) -> bool:
+    """Whether this package defines the class of an estimator, and so vouches for it."""
+    return type(estimator).__module__.startswith("pfl_sklearn.")
+
+
+def _declared(estimator: Any) -> Wraps | None:
+    """Declaration of a wrapper, or None."""
+    return getattr(type(estimator), "_wraps", None)
+
+
+def _fitted_attribute(estimator: Any) -> str | None:
+    """Attribute that holds the fitted estimator inside a wrapper or search, or None."""
+    if isinstance(estimator, FrozenEstimator):  # whose attributes are those of what it holds
+        return _fitted_attribute(estimator.estimator)
+    if hasattr(estimator, "best_estimator_"):
+        return "best_estimator_"
+    declared = _declared(estimator)
+    if declared is not None:
+        name = declared.fitted
+    elif type(estimator).__module__.startswith("sklearn."):
+        name = "estimator_"
+    else:
+        return None
+    return name if hasattr(estimator, name) else None

@@ -12,7 +12,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import same_ids, split_client_column
 from pfl_sklearn._compat import HasMethods, fit_context, num_samples
-from pfl_sklearn._nesting import predicting_estimator
+from pfl_sklearn._nesting import Wraps, predicting_estimator
 from pfl_sklearn.metrics._clients import known_clients
 
 _METHODS = (
@@ -78,6 +78,8 @@ class ClientColumn(CallbackSupportMixin, MetaEstimatorMixin, BaseEstimator):
     >>> model.predict(table).round(2)
     array([2.25, 2.25, 5.75, 5.75])
     """
+
+    _wraps = Wraps("estimator", "estimator_", fits_once=True)
 
     _parameter_constraints = {
         "estimator": [HasMethods(["fit"])],

@@ -37,9 +37,9 @@ from pfl_sklearn.estimation._proportion_reports import (
 from pfl_sklearn.estimation._summary import client_summary
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
+from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._report import private_report, warn_once
-from pfl_sklearn.privacy._spending import charge
 
 _RELEASED = ("population_mean_", "population_mean_std_", "prior_", "icc_")
 _PRIVATE = (

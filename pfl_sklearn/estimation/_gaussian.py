@@ -21,8 +21,8 @@ from pfl_sklearn.estimation._mean_estimates import (
 from pfl_sklearn.estimation._summary import client_summary
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
+from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import warn_once
-from pfl_sklearn.privacy._spending import charge
 
 # Which module fits the clients' means under which prior.
 _FITS = {

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn.privacy._stated import stated_cost, total_epsilon, with_params
+from pfl_sklearn.privacy._spending import stated_cost, total_epsilon, with_params
 
 _RELATIONS = {"add_remove": "added or removed", "replace_one": "replaced"}
 

@@ -19,8 +19,8 @@ from pfl_sklearn.linear_model._mixed._private_release import Release, release_ev
 from pfl_sklearn.linear_model._summary import components_table
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
+from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import warn_once
-from pfl_sklearn.privacy._spending import charge
 
 _POPULATION = (
     "population_coef_",

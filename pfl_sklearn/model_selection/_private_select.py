@@ -11,7 +11,12 @@ from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._compat import HasMethods, Interval, StrOptions, fit_context
-from pfl_sklearn._nesting import innermost_estimator, predicting_estimator, releasing_core
+from pfl_sklearn._nesting import (
+    Wraps,
+    innermost_estimator,
+    predicting_estimator,
+    releasing_core,
+)
 from pfl_sklearn.metrics._clients import known_clients
 from pfl_sklearn.model_selection._selection_plan import plan_selection
 from pfl_sklearn.model_selection._selection_report import selection_report
@@ -23,10 +28,10 @@ from pfl_sklearn.model_selection._trials import (
 )
 from pfl_sklearn.privacy import PrivacyLedger, PureEvent
 from pfl_sklearn.privacy._accounting._selection import DISTRIBUTIONS
+from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._report import warn_once
-from pfl_sklearn.privacy._spending import charge
-from pfl_sklearn.privacy._stated import relation_of, unit_of
+from pfl_sklearn.privacy._spending import relation_of, unit_of
 
 _METHODS = (
     "fit",
@@ -184,6 +189,8 @@ class PrivateSelectCV(MetaEstimatorMixin, BaseEstimator):
     >>> round(select.trial_params_["epsilon"], 2)
     0.73
     """
+
+    _wraps = Wraps("estimator", "best_estimator_", fits_once=False)
 
     _parameter_constraints = {
         "estimator": [HasMethods(["fit"])],

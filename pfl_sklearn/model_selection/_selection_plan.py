@@ -12,13 +12,10 @@ from sklearn.utils import check_consistent_length
 from pfl_sklearn._compat import response_methods
 from pfl_sklearn._nesting import releasing_core
 from pfl_sklearn.privacy import GaussianEvent, GaussianMechanism, PrivacyLedger
-from pfl_sklearn.privacy._accounting._selection import (
-    check_distribution,
-    largest_within,
-    selection_epsilon,
-)
-from pfl_sklearn.privacy._report import learns
-from pfl_sklearn.privacy._stated import relation_of, stated_cost, unit_of, with_params
+from pfl_sklearn.privacy._accounting._calibration import largest_within
+from pfl_sklearn.privacy._accounting._selection import check_distribution, selection_epsilon
+from pfl_sklearn.privacy._spending import relation_of, stated_cost, unit_of, with_params
+from pfl_sklearn.privacy._vouching import learns
 
 # Parameters of a private estimator that the selection sets, or that would undo what it promises.
 _RESERVED = ("epsilon", "noise_multiplier", "delta", "ledger", "checkpoint", "random_state")

@@ -25,7 +25,7 @@ from pfl_sklearn.model_selection._selection_plan import (
     spending_of,
 )
 from pfl_sklearn.privacy import PrivacyWarning
-from pfl_sklearn.privacy._accounting._selection import draw_n_trials
+from pfl_sklearn.privacy._mechanisms._noise import draw_n_trials
 
 
 class Trial(NamedTuple):

@@ -1,16 +1,15 @@
-"""Privacy: mechanisms, calibration, accounting, and the report of what was promised.
+"""Privacy: mechanisms, accounting, calibration, and reports of what was promised.
 
 Nothing outside this package clips, quantizes or adds noise.
 """
 
-from pfl_sklearn.privacy._accounting._calibration import calibrate_noise, epsilon_spent
-from pfl_sklearn.privacy._accounting._composition import (
-    GaussianEvent,
-    PureEvent,
-    SampledGaussian,
+from pfl_sklearn.privacy._accounting._calibration import (
+    calibrate_noise,
     calibrate_rounds,
-    events_epsilon,
+    epsilon_spent,
 )
+from pfl_sklearn.privacy._accounting._composition import events_epsilon
+from pfl_sklearn.privacy._accounting._events import GaussianEvent, PureEvent, SampledGaussian
 from pfl_sklearn.privacy._accounting._gaussian_dp import compose_gdp, gdp_delta, gdp_epsilon, gdp_mu
 from pfl_sklearn.privacy._accounting._selection import selection_epsilon
 from pfl_sklearn.privacy._ledger import BudgetExceeded, PrivacyLedger
@@ -20,8 +19,9 @@ from pfl_sklearn.privacy._mechanisms._gaussian import ClientMoments, GaussianMec
 from pfl_sklearn.privacy._mechanisms._quantizer import StochasticQuantizer
 from pfl_sklearn.privacy._mechanisms._randomizers import OneBit, SubsetSelection, TwoBit
 from pfl_sklearn.privacy._mechanisms._regression import RegressionMoments
-from pfl_sklearn.privacy._report import PrivacyReport, PrivacyWarning, privacy_of
+from pfl_sklearn.privacy._report import PrivacyReport, PrivacyWarning
 from pfl_sklearn.privacy._search_cost import FitCost, SearchCost, search_cost
+from pfl_sklearn.privacy._vouching import privacy_of
 
 __all__ = [
     "BudgetExceeded",

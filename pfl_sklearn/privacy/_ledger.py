@@ -17,8 +17,8 @@ from pfl_sklearn.privacy import _ledger_file
 from pfl_sklearn.privacy._accounting._composition import events_epsilon
 from pfl_sklearn.privacy._accounting._events import Event, event_from_dict
 from pfl_sklearn.privacy._report import PrivacyWarning
-from pfl_sklearn.privacy._spending import UNPROTECTED, seed_tag
-from pfl_sklearn.privacy._stated import protect
+from pfl_sklearn.privacy._search_cost import warn_of_search
+from pfl_sklearn.privacy._spending import UNPROTECTED, protect, seed_tag, unit_of
 
 __all__ = ["BudgetExceeded", "PrivacyLedger"]
 
@@ -346,6 +346,33 @@ class PrivacyLedger:
         return (
             "The total is infinite although no entry is: together their own deltas are above "
             f"{self.delta:.4g}."
+        )
+
+
+def charge(estimator: Any) -> None:
+    """Write what a fit spends to the estimator's ledger, if it has one, or refuse the fit.
+
+    Inside a search of scikit-learn, also warn of what that costs.
+    """
+    if estimator.ledger is not None:
+        charge_events(estimator, estimator._privacy_events())
+    warn_of_search(estimator)
+
+
+def charge_events(
+    estimator: Any, events: tuple[Event, ...] | None, *, first_round: int = 0
+) -> None:
+    """Write events, or None if nothing protects the clients, to the ledger if there is one.
+
+    Rounds that go on from `first_round` of earlier ones have noise of their own, with one seed.
+    """
+    if estimator.ledger is not None:
+        estimator.ledger.spend(
+            UNPROTECTED if events is None else events,
+            what=type(estimator).__name__,
+            unit=unit_of(estimator),
+            seed=estimator.random_state,
+            first_round=first_round,
         )
 
 

@@ -10,29 +10,12 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Self
 
-from sklearn.base import BaseEstimator
-from sklearn.frozen import FrozenEstimator
-from sklearn.pipeline import Pipeline
-from sklearn.utils import get_tags
-from sklearn.utils.validation import check_is_fitted
-
 from pfl_sklearn._version import __version__
 from pfl_sklearn._warnings import warn_caller
 
-__all__ = ["PrivacyReport", "PrivacyWarning", "privacy_of"]
+__all__ = ["PrivacyReport", "PrivacyWarning"]
 
 _SCHEMA_VERSION = 1
-_PACKAGE = "pfl_sklearn."
-# Fitted attributes of estimators that are made of others.
-_NESTED = (
-    "estimator",
-    "estimator_",
-    "estimators",
-    "estimators_",
-    "calibrated_classifiers_",
-    "regressor",
-    "regressor_",
-)
 _RELATION_NAMES = {
     ("client", "replace_one"): "one client's whole data replaced by any other",
     ("client", "add_remove"): "one client added or removed",
@@ -216,88 +199,6 @@ class PrivacyReport:
             f"{self.mechanism}: noise sd {self.noise_std:.4g} for L2 sensitivity "
             f"{self.sensitivity:.4g}"
         )
-
-
-def privacy_of(estimator: Any) -> PrivacyReport:
-    """Privacy report of a fitted estimator, pipeline, wrapper or search as a whole.
-
-    A pipeline protects no better than its worst step: a step fitted on the same data without
-    noise (a ``StandardScaler``, say) leaks, and so does a search that picked its winner by
-    un-noised scores. In both cases ``epsilon`` is infinite and the report names the culprit.
-
-    Parameters
-    ----------
-    estimator : fitted estimator
-        A client-aware estimator, a :class:`~sklearn.pipeline.Pipeline` that ends in one, a
-        :class:`~pfl_sklearn.compose.ClientColumn` or a search around either.
-
-    Returns
-    -------
-    PrivacyReport
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from sklearn.pipeline import make_pipeline
-    >>> from sklearn.preprocessing import StandardScaler
-    >>> from pfl_sklearn.compose import ClientColumn
-    >>> from pfl_sklearn.estimation import GaussianMean
-    >>> from pfl_sklearn.privacy import privacy_of
-    >>> X = np.column_stack([np.repeat([0, 1, 2], 4), np.ones(12)])
-    >>> model = ClientColumn(make_pipeline(StandardScaler(), GaussianMean()), column=0)
-    >>> report = privacy_of(model.fit(X, np.arange(12.0)))
-    >>> report.epsilon
-    inf
-    """
-    check_is_fitted(estimator)
-    if type(estimator).__module__.startswith(_PACKAGE):
-        inner = getattr(estimator, "estimator_", None)
-        return estimator.privacy_ if inner is None else privacy_of(inner)
-    if isinstance(estimator, Pipeline):
-        return _pipeline_report(estimator)
-    if isinstance(estimator, FrozenEstimator):
-        return privacy_of(estimator.estimator)
-    if hasattr(estimator, "best_estimator_"):
-        reason = (
-            f"{type(estimator).__name__} chose by scores without noise and keeps them in "
-            "cv_results_; only the models themselves are private"
-        )
-        return leaking(privacy_of(estimator.best_estimator_), reason)
-    if any(hasattr(estimator, name) for name in _NESTED):
-        return PrivacyReport.unprotected(
-            f"what {type(estimator).__name__} learns around its estimators has no privacy report"
-        )
-    if hasattr(estimator, "privacy_"):
-        return PrivacyReport.unprotected(
-            f"{type(estimator).__name__} is not of pfl_sklearn, which does not vouch for its own "
-            "privacy_"
-        )
-    raise ValueError(
-        f"{type(estimator).__name__} has no privacy report: expected a fitted estimator of "
-        "pfl_sklearn, or a pipeline, ClientColumn or search around one."
-    )
-
-
-def _pipeline_report(pipeline: Pipeline) -> PrivacyReport:
-    report = privacy_of(pipeline.steps[-1][1])
-    for name, step in pipeline.steps[:-1]:
-        if learns(step):
-            return leaking(
-                report,
-                f"step {name!r} ({type(step).__name__}) was fitted on the same data without noise; "
-                "replace it by constants of yours or by a step that learns nothing",
-            )
-        if getattr(step, "func", None) is not None:
-            assumed = f"step {name!r} treats every row by itself"
-            report = dataclasses.replace(report, assumptions=(*report.assumptions, assumed))
-    return report
-
-
-def learns(step: Any) -> bool:
-    """Whether a transformer keeps something of the data that it was fitted on."""
-    if step is None or isinstance(step, str):
-        return False
-    return not isinstance(step, BaseEstimator) or get_tags(step).requires_fit
 
 
 def leaking(report: PrivacyReport, reason: str) -> PrivacyReport:

@@ -47,7 +47,7 @@ from pfl_sklearn.privacy import (
     search_cost,
     selection_epsilon,
 )
-from pfl_sklearn.privacy._accounting._selection import draw_n_trials, stopping_probability
+from pfl_sklearn.privacy._mechanisms._noise import draw_n_trials, stopping_probability
 
 DELTA = 1e-5
 DISTRIBUTIONS = ("geometric", "poisson", "logarithmic")

@@ -14,6 +14,7 @@ from pfl_sklearn import PrivacyWarning
 from pfl_sklearn.privacy import (
     BudgetExceeded,
     PrivacyLedger,
+    SampledGaussian,
     _ledger_file,
     gdp_epsilon,
     gdp_mu,
@@ -179,6 +180,31 @@ def test_exceptions_travel_between_processes():
     error = pickle.loads(pickle.dumps(BudgetExceeded("too much")))
     assert isinstance(error, ValueError)
     assert str(error) == "too much"
+
+
+# Files of earlier versions.
+
+OLD_FILE = """\
+{"format": "pfl_sklearn privacy ledger", "version": 1, "id": "76e946a151474c039bd73674a05c5e50", \
+"budget": 50.0, "delta": 1e-05, "relation": "add_remove", "unit": "client"}
+{"entry": 1, "time": "2026-11-22T01:58:28.815+00:00", "what": "PPSGDRegressor", "unit": "client", \
+"events": [{"kind": "sampled_gaussian", "noise_multiplier": 1.0, "n_rounds": 200, "rate": 0.05, \
+"sampling": "poisson", "n_sampled": null}], "process": 8857}
+{"entry": 2, "time": "2026-11-22T01:58:31.603+00:00", "what": "Somebody", "unit": "client", \
+"events": [{"kind": "sampled_gaussian", "noise_multiplier": 1.5, "n_rounds": 10, "rate": 1.0, \
+"sampling": "fixed", "n_sampled": 20}], "process": 8857}
+"""
+
+
+def test_a_file_that_holds_sizes_of_samples_is_read(path):
+    """Entries used to hold `n_sampled`, which no epsilon ever depended on."""
+    path.write_text(OLD_FILE)
+    ledger = PrivacyLedger(path, budget=(50.0, 1e-5))
+    assert ledger.total() == pytest.approx(12.00747889113862, rel=1e-9)
+    spend(ledger, events=[SampledGaussian(1.0, 5, 1.0)])
+    assert numbers(ledger) == [1, 2, 3]
+    assert path.read_text().startswith(OLD_FILE)
+    assert "n_sampled" not in path.read_text().splitlines()[-1]
 
 
 # Settings.

@@ -12,7 +12,8 @@ from pfl_sklearn import GaussianMean, PPSGDRegressor, PrivacyWarning
 from pfl_sklearn.datasets import make_gaussian_clients
 from pfl_sklearn.privacy import BudgetExceeded, PrivacyLedger
 from pfl_sklearn.privacy._accounting._events import GaussianEvent, PureEvent
-from pfl_sklearn.privacy._spending import UNPROTECTED, charge_events
+from pfl_sklearn.privacy._ledger import charge_events
+from pfl_sklearn.privacy._spending import UNPROTECTED
 
 DELTA = 1e-5
 GAUSSIAN = GaussianEvent(0.1, 0.2)

@@ -36,9 +36,9 @@ from pfl_sklearn.linear_model._ppsgd._private import (
     round_events,
 )
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
+from pfl_sklearn.privacy._ledger import charge_events
 from pfl_sklearn.privacy._report import warn_once
-from pfl_sklearn.privacy._search_warning import warn_of_search
-from pfl_sklearn.privacy._spending import charge_events
+from pfl_sklearn.privacy._search_cost import warn_of_search
 
 _NAMES = (  # released, and not
     ("population_coef_", "population_intercept_", "the population model of every round"),

@@ -3,8 +3,8 @@
 import dataclasses
 import math
 
-from pfl_sklearn.privacy import PrivacyReport
-from pfl_sklearn.privacy._accounting._composition import (
+from pfl_sklearn.privacy import (
+    PrivacyReport,
     SampledGaussian,
     calibrate_rounds,
     events_epsilon,

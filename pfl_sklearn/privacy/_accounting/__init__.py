@@ -1,1 +1,1 @@
-"""What releases cost: events, their composition, and noise for a given epsilon."""
+"""Accounting: events, their composition to a total epsilon, and calibration of noise."""

@@ -1,21 +1,33 @@
-"""From noise to epsilon and back: one facade over the accountants.
-
-Unsampled Gaussian releases are accounted exactly, by Gaussian DP. Accountants for sampled rounds
-belong beside them, behind the same two functions.
-"""
+"""Calibration: from noise to epsilon and back, and the search for the least noise."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
+from functools import lru_cache
 
-from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_epsilon, gdp_mu
+from pfl_sklearn.privacy._accounting._composition import REPORT_GRID, epsilon_on_grid
+from pfl_sklearn.privacy._accounting._events import (
+    RELATIONS,
+    UNBOUNDED,
+    SampledGaussian,
+    check_relation,
+)
+from pfl_sklearn.privacy._accounting._gaussian_dp import check_delta, gdp_epsilon, gdp_mu
+from pfl_sklearn.privacy._accounting._losses import Grid
 
-__all__ = ["RELATIONS", "calibrate_noise", "epsilon_spent"]
+__all__ = ["calibrate_noise", "calibrate_rounds", "epsilon_spent"]
 
-RELATIONS = ("add_remove", "replace_one", "zero_out")
-# What an add/remove sensitivity is at most under the other relations: a replacement removes one
-# contribution and adds another; zeroing out removes one.
+# An add/remove sensitivity bounds the others: a replacement removes one contribution and adds
+# another; zeroing out removes one.
 _FROM_ADD_REMOVE = {"add_remove": 1.0, "replace_one": 2.0, "zero_out": 1.0}
+_SEARCH_GRID = Grid(step=1e-3, most_points=200_000)
+_NOISE_PRECISION = 1e-3  # of a noise multiplier, relative
+_RATE_PRECISION = 1e-4  # of what a trial may spend, relative
+# Share of epsilon kept back in the search: without it, rounding could put the reported epsilon
+# above the target.
+_MARGIN = 1e-6
 
 
 def epsilon_spent(
@@ -34,17 +46,18 @@ def epsilon_spent(
     noise_std : float, > 0
         Standard deviation of the noise in every coordinate, in the units of `sensitivity`.
     sensitivity : float, > 0
-        How far the quantity can move, in L2 norm, between two tables that are neighbours under
-        `relation`. For a sum over clients of vectors of norm at most C it is C under
+        Largest L2 distance between the values of the quantity on two tables that are neighbours
+        under `relation`. For a sum over clients of vectors with norm at most C it is C under
         "add_remove" and "zero_out", and 2 C under "replace_one".
     delta : float in (0, 1)
+        Delta of all releases together.
     relation : {"add_remove", "replace_one", "zero_out"}, default="replace_one"
         The neighbouring relation that `sensitivity` is stated for.
-    under : same choices, default=None
-        The relation that the answer is wanted for; None means `relation`. Only an add/remove
-        sensitivity can be converted (at most twice as large under replacement).
+    under : {"add_remove", "replace_one", "zero_out"} or None, default=None
+        The neighbouring relation of the answer; None means `relation`. Only an add/remove
+        sensitivity can be converted (it at most doubles under replacement).
     n_releases : int, default=1
-        Number of releases with this noise on the same data, accounted together.
+        Number of releases with this noise on the same data. They are accounted for together.
 
     Returns
     -------
@@ -53,16 +66,16 @@ def epsilon_spent(
     Raises
     ------
     ValueError
-        If a parameter is out of its range, or the conversion is not determined.
+        If a parameter is out of range, or `sensitivity` does not determine the one under `under`.
 
     Notes
     -----
-    Exact (Gaussian DP; Dong, Roth and Su, 2022). Every client takes part in every release: for
-    sampled clients this is an upper bound.
+    The answer is exact (Gaussian DP; Dong, Roth and Su, 2022) when every client takes part in
+    every release. For sampled clients it is an upper bound.
 
     Examples
     --------
-    A noise multiplier of 1 on the clip norm:
+    The noise standard deviation equals the clip norm, so the noise multiplier is 1:
 
     >>> from pfl_sklearn.privacy import epsilon_spent
     >>> round(epsilon_spent(1.0, 1.0, delta=1e-5, relation="add_remove"), 4)
@@ -75,7 +88,7 @@ def epsilon_spent(
     sensitivity = _sensitivity_under(sensitivity, relation, under)
     if not noise_std > 0:
         raise ValueError(f"noise_std must be above 0; got {noise_std!r}.")
-    return gdp_epsilon(_compose(sensitivity / noise_std, n_releases), delta)
+    return gdp_epsilon(_over_releases(sensitivity / noise_std, n_releases), delta)
 
 
 def calibrate_noise(
@@ -87,8 +100,20 @@ def calibrate_noise(
     under: str | None = None,
     n_releases: int = 1,
 ) -> float:
-    """Smallest Gaussian noise standard deviation that spends (epsilon, delta): inverse of
-    :func:`epsilon_spent`, with the same parameters.
+    """Smallest standard deviation of Gaussian noise that spends at most (epsilon, delta).
+
+    Parameters
+    ----------
+    epsilon : float, > 0
+        Epsilon of all releases together.
+    delta : float in (0, 1)
+        Delta of all releases together.
+    sensitivity, relation, under, n_releases
+        As in :func:`epsilon_spent`, of which this function is the inverse.
+
+    Returns
+    -------
+    float
 
     Examples
     --------
@@ -97,10 +122,169 @@ def calibrate_noise(
     1.0
     """
     sensitivity = _sensitivity_under(sensitivity, relation, under)
-    return _compose(sensitivity, n_releases) / gdp_mu(epsilon, delta)
+    return _over_releases(sensitivity, n_releases) / gdp_mu(epsilon, delta)
 
 
-def _compose(value: float, n_releases: int) -> float:
+def calibrate_rounds(
+    epsilon: float,
+    delta: float,
+    *,
+    n_rounds: int,
+    rate: float,
+    sampling: str = "poisson",
+    relation: str | None = None,
+) -> float:
+    """Smallest noise multiplier at which sampled rounds spend at most (epsilon, delta).
+
+    Parameters
+    ----------
+    epsilon : float, > 0
+        Epsilon of all rounds together.
+    delta : float in (0, 1)
+        Delta of all rounds together.
+    n_rounds, rate, sampling
+        As in :class:`SampledGaussian`.
+    relation : {"add_remove", "replace_one", "zero_out"} or None, default=None
+        Neighbouring relation. None means the native relation of the sampling scheme: "add_remove"
+        with Poisson sampling, "replace_one" with a fixed size.
+
+    Returns
+    -------
+    float
+        Exact without sampling. Otherwise at most 0.2 percent larger than :func:`events_epsilon`
+        requires, and never smaller. 0 if `epsilon` is infinite or `n_rounds` is 0.
+
+    Raises
+    ------
+    ValueError
+        If a parameter is out of range, or the rounds are not defined under `relation`.
+    ImportError
+        If `rate` is below 1 and dp-accounting is not installed.
+
+    Notes
+    -----
+    The search discretizes losses at 1e-3 nats. The epsilon it finds is never below that of
+    :func:`events_epsilon`.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.privacy import calibrate_rounds
+    >>> round(calibrate_rounds(4.3772, 1e-5, n_rounds=4, rate=1.0), 3)
+    2.0
+    >>> 0.99 < calibrate_rounds(4.84, 1e-4, n_rounds=2000, rate=0.02) < 1.01
+    True
+    """
+    if not epsilon > 0:
+        raise ValueError(f"epsilon must be above 0; got {epsilon!r}.")
+    check_delta(delta)
+    rounds = SampledGaussian(1.0, n_rounds, rate, sampling)
+    relation = rounds.native_relation if relation is None else relation
+    check_relation(relation)
+    if math.isinf(epsilon) or n_rounds == 0:
+        return 0.0
+    if rounds.spending(relation) is UNBOUNDED:
+        raise ValueError(
+            f"relation must be 'replace_one' for sampling='fixed' with rate below 1; got "
+            f"{relation!r}."
+        )
+    return _calibrated(float(epsilon), float(delta), rounds, relation)
+
+
+@lru_cache(maxsize=256)
+def _calibrated(epsilon: float, delta: float, rounds: SampledGaussian, relation: str) -> float:
+    """Noise multiplier of `rounds`, whose own is ignored."""
+
+    def spent(noise_multiplier: float, grid: Grid) -> float:
+        event = dataclasses.replace(rounds, noise_multiplier=noise_multiplier)
+        return epsilon_on_grid(((event, 1),), delta, relation, grid)
+
+    mu = gdp_mu(epsilon, delta)
+    sensitivity = 2.0 if relation == "replace_one" else 1.0
+    noise = sensitivity * math.sqrt(rounds.n_rounds) / mu  # enough without sampling
+    if rounds.rate < 1:
+        per_round = mu / (rounds.rate * math.sqrt(rounds.n_rounds))  # in the limit of many rounds
+        target, enough = epsilon * (1 - _MARGIN), noise * (1 + 2 * _MARGIN)
+        found = _smallest_within(
+            lambda z: spent(z, _SEARCH_GRID) / target,
+            sensitivity / math.sqrt(math.log1p(per_round * per_round)),
+            bounds=(0.0, enough),
+            precision=_NOISE_PRECISION,
+            widening=1.05,
+        )
+        return enough if found is None else found
+    while spent(noise, REPORT_GRID) > epsilon:
+        noise *= 1 + 1e-9
+    return noise
+
+
+def largest_within(
+    epsilon: float, spent: Callable[[float], float], low: float, high: float, guess: float
+) -> float | None:
+    """Largest rate in [low, high] (to 1e-4) that spends at most `epsilon`, or None.
+
+    `spent` increases with the rate. It is slow and hard to compute where it is large, so the
+    search starts at `guess`.
+    """
+    found = _smallest_within(
+        lambda less: spent(high / less) / epsilon,
+        high / guess,
+        bounds=(1.0, high / low),
+        precision=_RATE_PRECISION,
+        widening=2.0,
+    )
+    return None if found is None else high / found
+
+
+def _smallest_within(
+    share: Callable[[float], float],
+    guess: float,
+    *,
+    bounds: tuple[float, float],
+    precision: float,
+    widening: float,
+) -> float | None:
+    """Smallest x in `bounds`, to a relative precision, with share(x) <= 1; None if there is none.
+
+    `share` decreases. The search widens a bracket around `guess`, first by the factor `widening`
+    and then by its square each time, and narrows it by power laws through its ends.
+    """
+    lowest, highest = bounds
+    high, low = min(guess, highest), None
+    while share(high) > 1:
+        if high == highest:
+            return None
+        low, high = high, min(high * widening, highest)
+        widening *= widening
+    while low is None:
+        if high == lowest:
+            return lowest
+        smaller = max(high / widening, lowest)
+        if share(smaller) > 1:
+            low = smaller
+        else:
+            high = smaller
+        widening *= widening
+    while high / low > 1 + precision:
+        middle = _between(low, high, share(low), share(high), precision)
+        if share(middle) > 1:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+def _between(low: float, high: float, above: float, below: float, precision: float) -> float:
+    """Where a power law through two shares reaches 1, kept off the ends of the bracket."""
+    width = math.log(high / low)
+    fraction = 0.5
+    if below > 0 and math.isfinite(above):
+        fraction = math.log(above) / math.log(above / below)
+    margin = min(0.5, 0.4 * precision / width)
+    inside = min(max(fraction + margin / 2, margin), 1 - margin)
+    return low * math.exp(inside * width)
+
+
+def _over_releases(value: float, n_releases: int) -> float:
     if n_releases < 1:
         raise ValueError(f"n_releases must be at least 1; got {n_releases!r}.")
     return value * math.sqrt(n_releases)
@@ -116,7 +300,7 @@ def _sensitivity_under(sensitivity: float, relation: str, under: str | None) -> 
         return sensitivity
     if relation != "add_remove":
         raise ValueError(
-            f"a sensitivity under relation={relation!r} does not determine the one under "
-            f"under={under!r}; state the add_remove sensitivity."
+            f"a sensitivity under relation={relation!r} does not determine the one "
+            f"under={under!r}; give the sensitivity under relation='add_remove'."
         )
     return sensitivity * _FROM_ADD_REMOVE[under]

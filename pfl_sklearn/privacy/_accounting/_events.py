@@ -1,4 +1,4 @@
-"""Accounting events: what a release cost, in the form in which it is written down and composed."""
+"""Accounting events: what a release costs, in a form that can be stored and composed."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
-from pfl_sklearn.privacy._accounting._calibration import RELATIONS
 from pfl_sklearn.privacy._accounting._losses import Round
 
 __all__ = ["GaussianEvent", "PureEvent", "SampledGaussian", "event_from_dict"]
 
+RELATIONS = ("add_remove", "replace_one", "zero_out")
 _SAMPLINGS = ("poisson", "fixed")
 _LEAST_NOISE = 1e-12
 
 
 class Spending(NamedTuple):
-    """What an event costs under a relation: exact Gaussian DP, sampled rounds, or a pair."""
+    """Cost of an event under a relation: Gaussian DP, sampled rounds, or (epsilon, delta) pairs."""
 
     mu: float = 0.0
     rounds: tuple[tuple[Round, int], ...] = ()
@@ -29,12 +29,13 @@ UNBOUNDED = Spending(mu=math.inf)
 
 
 class _Event:
-    """To and from plain values; infinity is "inf"."""
+    """Conversion of events to plain values and back; infinity is "inf"."""
 
     KIND = ""
+    RETIRED: ClassVar[tuple[str, ...]] = ()  # fields that older ledgers hold and nothing reads
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that ``json.dumps(..., allow_nan=False)`` takes."""
+        """Plain values that ``json.dumps(..., allow_nan=False)`` accepts."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         return {"kind": self.KIND, **{name: _to_json(value) for name, value in values.items()}}
 
@@ -49,33 +50,35 @@ class _Event:
         """
         if values.get("kind") != cls.KIND:
             raise ValueError(f"kind must be {cls.KIND!r}; got {values.get('kind')!r}.")
-        plain = {name: value for name, value in values.items() if name != "kind"}
+        ignored = {"kind", *cls.RETIRED}
+        plain = {name: value for name, value in values.items() if name not in ignored}
         return cls(**{name: math.inf if v == "inf" else v for name, v in plain.items()})
 
 
 @dataclass(frozen=True)
 class SampledGaussian(_Event):
-    """Rounds of Gaussian noise on a sum over clients that are sampled anew in every round.
+    """Rounds of Gaussian noise on a sum over clients, with a new sample of clients in every round.
 
     Parameters
     ----------
     noise_multiplier : float, >= 0
         Standard deviation of the noise on the sum, divided by the L2 bound of one client's
-        contribution, whatever the relation. Less than 1e-12 counts as none.
+        contribution, whatever the relation. Values below 1e-12 count as no noise.
     n_rounds : int, >= 0
+        Number of rounds.
     rate : float in (0, 1], default=1.0
-        Probability of each client in a round; or size of the sample over number of clients.
+        With Poisson sampling, the probability that a client takes part in a round. With a fixed
+        sample size, that size divided by the number of clients.
     sampling : {"poisson", "fixed"}, default="poisson"
-        Each client by itself, or a fixed number of clients without replacement.
-    n_sampled : int, default=None
-        Size of the sample if `sampling` is "fixed"; for the record only.
+        "poisson" samples every client independently. "fixed" samples a fixed number of clients
+        without replacement.
 
     Notes
     -----
-    Native to "add_remove" with Poisson sampling and to "replace_one" with a fixed size. A fixed
-    size has no meaning when clients come or go, so that epsilon is infinite there, and what zeroing
-    out costs is not claimed. Without sampling (rate 1) the rounds are Gaussian DP with parameter
-    sqrt(n_rounds) / noise_multiplier, twice that under "replace_one".
+    The native relation is "add_remove" with Poisson sampling and "replace_one" with a fixed size.
+    A fixed size is not defined when clients come or go, so epsilon is infinite under "add_remove"
+    and "zero_out". Without sampling (rate 1) the rounds satisfy Gaussian DP with parameter
+    sqrt(n_rounds) / noise_multiplier, and twice that under "replace_one".
 
     Examples
     --------
@@ -91,29 +94,27 @@ class SampledGaussian(_Event):
     n_rounds: int
     rate: float = 1.0
     sampling: str = "poisson"
-    n_sampled: int | None = None
 
     KIND = "sampled_gaussian"
+    RETIRED = ("n_sampled",)
 
     def __post_init__(self) -> None:
         if not self.noise_multiplier >= 0:
             raise ValueError(f"noise_multiplier must be at least 0; got {self.noise_multiplier!r}.")
         if not (self.n_rounds >= 0 and self.n_rounds == int(self.n_rounds)):
-            raise ValueError(f"n_rounds must be a whole number from 0; got {self.n_rounds!r}.")
+            raise ValueError(f"n_rounds must be a non-negative integer; got {self.n_rounds!r}.")
         if not 0 < self.rate <= 1:
             raise ValueError(f"rate must be in (0, 1]; got {self.rate!r}.")
         if self.sampling not in _SAMPLINGS:
             raise ValueError(f"sampling must be 'poisson' or 'fixed'; got {self.sampling!r}.")
-        if self.n_sampled is not None and not self.n_sampled >= 1:
-            raise ValueError(f"n_sampled must be at least 1 or None; got {self.n_sampled!r}.")
 
     @property
     def native_relation(self) -> str:
-        """The relation that the way of sampling is made for."""
+        """The relation that the sampling scheme is made for."""
         return "replace_one" if self.sampling == "fixed" else "add_remove"
 
     def spending(self, relation: str) -> Spending:
-        """What the rounds cost under `relation`."""
+        """Cost of the rounds under `relation`."""
         if self.n_rounds == 0:
             return Spending()
         replace, fixed = relation == "replace_one", self.sampling == "fixed"
@@ -133,15 +134,16 @@ class GaussianEvent(_Event):
     Parameters
     ----------
     mu_add_remove, mu_replace_one : float, >= 0, or None
-        Gaussian-DP parameter of one release under either relation: L2 sensitivity over standard
-        deviation of the noise. None if it is not known.
+        Gaussian-DP parameter of one release under each relation: the L2 sensitivity divided by
+        the standard deviation of the noise. None means unknown.
     n_releases : int, default=1
+        Number of releases.
 
     Notes
     -----
-    Zeroing out a contribution costs what removing it does. A replacement is a removal and an
-    addition, which is at most twice `mu_add_remove`; nothing follows from `mu_replace_one` alone
-    for the other relations, so that epsilon is infinite there.
+    Zeroing out a contribution costs the same as removing it. A replacement is a removal and an
+    addition, so it costs at most twice `mu_add_remove`. `mu_replace_one` alone implies nothing
+    under the other relations, so epsilon is infinite there.
 
     Examples
     --------
@@ -163,10 +165,10 @@ class GaussianEvent(_Event):
             if value is not None and not value >= 0:
                 raise ValueError(f"{name} must be at least 0 or None; got {value!r}.")
         if not (self.n_releases >= 0 and self.n_releases == int(self.n_releases)):
-            raise ValueError(f"n_releases must be a whole number from 0; got {self.n_releases!r}.")
+            raise ValueError(f"n_releases must be a non-negative integer; got {self.n_releases!r}.")
 
     def spending(self, relation: str) -> Spending:
-        """What the releases cost under `relation`."""
+        """Cost of the releases under `relation`."""
         if self.n_releases == 0:
             return Spending()
         known = [] if self.mu_add_remove is None else [self.mu_add_remove]
@@ -178,19 +180,22 @@ class GaussianEvent(_Event):
 
 @dataclass(frozen=True)
 class PureEvent(_Event):
-    """Anything of which only its (epsilon, delta) under one relation is known.
+    """A release of which only (epsilon, delta) under one relation is known.
 
     Parameters
     ----------
     epsilon : float, >= 0
+        Epsilon of the release.
     delta : float in [0, 1]
+        Delta of the release.
     relation : {"add_remove", "replace_one", "zero_out"}
+        The neighbouring relation that the pair is stated for.
 
     Notes
     -----
-    Under "replace_one" an event that is known under one of the other two costs
-    (2 epsilon, (1 + e^epsilon) delta), by way of the table without the client: group privacy.
-    Nothing follows in any other direction, so that epsilon is infinite there.
+    An event stated under "add_remove" or "zero_out" costs (2 epsilon, (1 + e^epsilon) delta) under
+    "replace_one", by group privacy through the table without the client. No other conversion is
+    possible, so epsilon is infinite there.
 
     Examples
     --------
@@ -214,7 +219,7 @@ class PureEvent(_Event):
         check_relation(self.relation)
 
     def spending(self, relation: str) -> Spending:
-        """What the event costs under `relation`."""
+        """Cost of the event under `relation`."""
         epsilon, delta = self.epsilon, self.delta
         if relation != self.relation:
             if relation != "replace_one":
@@ -233,13 +238,14 @@ _KINDS: dict[str, type[SampledGaussian] | type[GaussianEvent] | type[PureEvent]]
 
 
 def event_from_dict(values: dict[str, Any]) -> Event:
-    """Event of any kind from what its ``to_dict`` wrote."""
+    """Event of any kind from the values that its ``to_dict`` returned."""
     if values.get("kind") not in _KINDS:
         raise ValueError(f"kind must be one of {', '.join(_KINDS)}; got {values.get('kind')!r}.")
     return _KINDS[values["kind"]].from_dict(values)
 
 
 def check_relation(relation: str) -> None:
+    """Raise ValueError for an unknown neighbouring relation."""
     if relation not in RELATIONS:
         raise ValueError(f"relation must be one of {', '.join(RELATIONS)}; got {relation!r}.")
 

@@ -1,7 +1,7 @@
-"""Gaussian differential privacy: the exact currency of unsampled Gaussian mechanisms.
+"""Gaussian differential privacy (GDP): exact accounting of unsampled Gaussian mechanisms.
 
 A Gaussian mechanism whose noise has standard deviation z times its L2 sensitivity is mu-GDP with
-mu = 1/z; GDP composes by adding squares of mu, and converts exactly to (epsilon, delta).
+mu = 1/z. Composition adds the squares of mu, and mu converts exactly to (epsilon, delta).
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ def gdp_delta(mu: float, epsilon: float) -> float:
     Parameters
     ----------
     mu : float, >= 0
-        Gaussian-DP parameter: L2 sensitivity over noise standard deviation.
+        Gaussian-DP parameter: L2 sensitivity divided by the standard deviation of the noise.
     epsilon : float, >= 0
+        Epsilon at which delta is wanted.
 
     Returns
     -------
@@ -57,7 +58,9 @@ def gdp_epsilon(mu: float, delta: float) -> float:
     Parameters
     ----------
     mu : float, >= 0
+        Gaussian-DP parameter: L2 sensitivity divided by the standard deviation of the noise.
     delta : float in [0, 1)
+        Delta at which epsilon is wanted.
 
     Returns
     -------
@@ -70,7 +73,8 @@ def gdp_epsilon(mu: float, delta: float) -> float:
     >>> round(gdp_epsilon(1.0, 1e-5), 4), round(gdp_epsilon(2.0, 1e-5), 4)
     (4.3772, 9.9973)
     """
-    _check_delta(delta, lowest=0.0)
+    if delta != 0:
+        check_delta(delta, "[0, 1)")
     if mu == 0 or gdp_delta(mu, 0.0) <= delta:
         return 0.0
     if delta == 0 or math.isinf(mu):
@@ -82,19 +86,26 @@ def gdp_epsilon(mu: float, delta: float) -> float:
 
 
 def gdp_mu(epsilon: float, delta: float) -> float:
-    """Largest mu whose Gaussian-DP is (epsilon, delta)-DP: the analytic Gaussian mechanism.
+    """Largest mu at which mu-GDP implies (epsilon, delta)-DP: the analytic Gaussian mechanism.
 
-    The noise standard deviation to use is the L2 sensitivity divided by it.
+    Divide the L2 sensitivity by mu to get the standard deviation of the noise.
 
     Parameters
     ----------
     epsilon : float, > 0
-        Any size; the classic calibration is valid below 1 only.
+        Unlike in the classic calibration, it may be 1 or larger.
     delta : float in (0, 1)
+        Delta of the mechanism.
 
     Returns
     -------
     float
+        Infinity if `epsilon` is infinite.
+
+    Raises
+    ------
+    ValueError
+        If `epsilon` or `delta` is out of range, or both are too extreme for floating point.
 
     Examples
     --------
@@ -104,7 +115,7 @@ def gdp_mu(epsilon: float, delta: float) -> float:
     """
     if not epsilon > 0:
         raise ValueError(f"epsilon must be above 0; got {epsilon!r}.")
-    _check_delta(delta, lowest=math.ulp(0.0))
+    check_delta(delta)
     if math.isinf(epsilon):
         return math.inf
 
@@ -113,7 +124,7 @@ def gdp_mu(epsilon: float, delta: float) -> float:
 
     if excess(_SMALLEST_LOG_MU) > 0 or excess(_LARGEST_LOG_MU) < 0:
         raise ValueError(
-            f"no Gaussian noise can be calibrated to epsilon={epsilon!r} and delta={delta!r} in "
+            f"cannot calibrate Gaussian noise to epsilon={epsilon!r} and delta={delta!r} in "
             "floating point; choose less extreme values."
         )
     return math.exp(float(brentq(excess, _SMALLEST_LOG_MU, _LARGEST_LOG_MU, xtol=1e-13)))
@@ -121,6 +132,16 @@ def gdp_mu(epsilon: float, delta: float) -> float:
 
 def compose_gdp(mus: Iterable[float]) -> float:
     """Gaussian-DP parameter of several mechanisms run on the same data.
+
+    Parameters
+    ----------
+    mus : iterable of float
+        Gaussian-DP parameters of the mechanisms.
+
+    Returns
+    -------
+    float
+        Square root of the sum of their squares.
 
     Examples
     --------
@@ -131,7 +152,7 @@ def compose_gdp(mus: Iterable[float]) -> float:
     return math.sqrt(math.fsum(mu * mu for mu in mus))
 
 
-def _check_delta(delta: float, lowest: float) -> None:
-    if not lowest <= delta < 1:
-        bound = "[0, 1)" if lowest == 0 else "(0, 1)"
-        raise ValueError(f"delta must be in {bound}; got {delta!r}.")
+def check_delta(delta: float, allowed: str = "(0, 1)") -> None:
+    """Raise ValueError unless `delta` is in (0, 1)."""
+    if not 0 < delta < 1:
+        raise ValueError(f"delta must be in {allowed}; got {delta!r}.")

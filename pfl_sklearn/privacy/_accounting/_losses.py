@@ -1,6 +1,6 @@
 """Privacy loss distributions of sampled rounds, by dp_accounting: always an upper estimate.
 
-Losses are discretized by connecting the dots of the privacy profile, which only ever raises it.
+The discretization connects the dots of the privacy profile, which can only raise the profile.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from scipy.special import erfcx, log_ndtr, ndtr
 
 Floats = npt.NDArray[np.float64]
 
-# Where the tails of one round are cut, in standard deviations: a mass of 1e-23 counts as infinite.
+# Tails beyond this many standard deviations, a mass of 1e-23, count as infinite losses.
 _TAIL = 10.0
-_COARSEST_STEP = 1.0
-# What rounding in the Fourier transforms may hide of delta: measured below 2e-17 a round.
+_COARSEST_STEP = 1.0  # in nats; a coarser grid says nothing useful
+# Upper bounds on the error of delta by rounding in Fourier transforms; measured: 2e-17 per round.
 _HIDDEN, _HIDDEN_PER_ROUND = 1e-12, 1e-16
 
 
 class Grid(NamedTuple):
-    """How losses are discretized: the largest step wanted, in nats, and how many steps at most."""
+    """Discretization of losses."""
 
-    step: float
-    most_points: int
+    step: float  # largest, in nats
+    most_points: int  # a coarser step is used where more would be needed
 
 
 class Round(NamedTuple):
@@ -35,12 +35,12 @@ class Round(NamedTuple):
 
     noise_multiplier: float
     rate: float
-    fixed: bool  # fixed size without replacement, else Poisson
+    fixed: bool  # fixed sample size without replacement, else Poisson sampling
     replace: bool  # one client replaced, else one added or removed
 
     @property
     def mu(self) -> float:
-        """Gaussian-DP parameter that the round would have if every client took part."""
+        """Gaussian-DP parameter of the round if every client took part."""
         return (2.0 if self.replace else 1.0) / self.noise_multiplier
 
 
@@ -51,10 +51,10 @@ def composed_epsilon(
     delta: float,
     grid: Grid,
 ) -> float:
-    """Upper estimate of epsilon of mu-GDP, sampled rounds and (epsilon, delta) events together.
+    """Upper estimate of the total epsilon of mu-GDP, sampled rounds and (epsilon, delta) events.
 
-    `rounds` and `pure` come with how often they happen. Infinity where memory or rounding allow no
-    estimate.
+    `rounds` and `pure` are pairs of an event and its count. The answer is infinite where limits
+    on memory or rounding errors rule out an estimate.
     """
     step = _affordable_step(mu, rounds, pure, grid)
     counts = sum(count for _, count in rounds) + sum(count for _, count in pure)
@@ -72,9 +72,10 @@ def composed_epsilon(
 
 
 def without_replacement_delta(mu: float, rate: float, epsilon: Floats) -> Floats:
-    r"""Profile of a mu-GDP mechanism on a sample of fixed size, one client replaced; (e,) >= 0.
+    r"""Profile (e,) of a mu-GDP mechanism on a sample of fixed size, under replacement.
 
-    q delta(log(1 + (e^epsilon - 1) / q)), Theorem 9 of Balle, Barthe and Gaboardi (2018).
+    It is q delta(log(1 + (e^epsilon - 1) / q)) for `epsilon` (e,) >= 0, by Theorem 9 of Balle,
+    Barthe and Gaboardi (2018).
     """
     small = np.log1p(np.expm1(np.minimum(epsilon, 500.0)) / rate)
     return rate * _gdp_delta(mu, np.where(epsilon < 500.0, small, epsilon - math.log(rate)))
@@ -104,7 +105,7 @@ def _composed_pure(epsilon: float, delta: float, count: int, step: float) -> Any
 
 
 def _gaussian(noise_multiplier: float, rate: float, replace: bool, step: float) -> Any:
-    # The accountant doubles the sensitivity under replacement by itself.
+    # Under replacement the accountant doubles the sensitivity itself.
     relations = _dp_accounting("privacy_accountant").NeighboringRelation
     return _losses().from_gaussian_mechanism(
         noise_multiplier,
@@ -115,7 +116,7 @@ def _gaussian(noise_multiplier: float, rate: float, replace: bool, step: float) 
 
 
 def _without_replacement(mu: float, rate: float, step: float) -> Any:
-    """The profile, and below epsilon = 0 that of the two tables swapped, as a distribution."""
+    """Loss distribution with this profile; below epsilon = 0, that of the two tables swapped."""
     n = math.ceil(_largest_loss(mu, rate) / step)
     above = without_replacement_delta(mu, rate, step * np.arange(n + 1, dtype=np.float64))
     shrink = np.arange(n, 0, -1) * step
@@ -131,10 +132,10 @@ def _affordable_step(
     pure: tuple[tuple[tuple[float, float], int], ...],
     grid: Grid,
 ) -> float:
-    """Step of the grid: finer where losses are small beside it, coarser with too many points.
+    """Step of the grid: finer where losses are small, coarser where there are too many points.
 
-    Divided by 10 and multiplied by 2, so that the points of a grid that is ten times as coarse,
-    with a tenth of the points, are points of the finer one, and its answer the larger one.
+    The step is divided by 10 or multiplied by 2. So a grid with ten times the step and a tenth of
+    the points has only points of the finer grid, and its answer is the larger one.
     """
     step = grid.step
     spread = min((_typical_loss(one) for one, _ in rounds), default=math.inf)
@@ -150,18 +151,18 @@ def _affordable_step(
 
 
 def _typical_loss(one: Round) -> float:
-    """Standard deviation of the loss of one round, where it is small."""
+    """Standard deviation of the loss of one round; accurate where it is small."""
     return math.sqrt(math.expm1(min(_log_chi_square(one), 700.0)))
 
 
 def _log_chi_square(one: Round) -> float:
-    """log(1 + q^2 (e^(mu^2) - 1)), which bounds the mean loss of a Poisson round."""
+    """log(1 + q^2 (e^(mu^2) - 1)), an upper bound on the mean loss of a Poisson round."""
     log_sum = np.logaddexp(math.log1p(-(one.rate**2)), 2 * math.log(one.rate) + one.mu**2)
     return max(0.0, float(log_sum))
 
 
 def _largest_loss(mu: float, rate: float) -> float:
-    """Loss that one round passes with next to no probability."""
+    """Loss that one round exceeds with negligible probability."""
     unsampled = mu * mu / 2 + _TAIL * mu
     return float(np.logaddexp(math.log1p(-rate), math.log(rate) + unsampled))
 
@@ -175,6 +176,6 @@ def _dp_accounting(name: str) -> Any:
         return importlib.import_module(f"dp_accounting.{name}")
     except ImportError as error:
         raise ImportError(
-            "accounting for sampled rounds and for mixed events needs dp-accounting; "
+            "accounting for sampled rounds and for several kinds of events needs dp-accounting; "
             "run `pip install pfl-sklearn[accounting]`."
         ) from error

@@ -1,1 +1,1 @@
-"""Mechanisms that clip, quantize or randomize what clients send, one module each."""
+"""Mechanisms that clip, quantize or randomize what clients send: one module each."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_epsilon, gdp_mu
+from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid, public_grid
 
 Floats = npt.NDArray[np.float64]
 
@@ -148,9 +149,8 @@ class GaussianMechanism:
 
     @property
     def grid(self) -> float:
-        """Step of the public grid that releases are rounded to: a power of two, about a millionth
-        of the noise, so that low-order bits tell nothing of the exact value."""
-        return 2.0 ** (math.floor(math.log2(self.noise_std)) - 20)
+        """Step of the public grid that releases are rounded to: about a millionth of the noise."""
+        return public_grid(self.noise_std)
 
     def privatize(self, messages: Floats, rng: np.random.Generator) -> Floats:
         """Release messages (m, p): noisy ones (local), or one noisy sum (p,) (central).
@@ -160,8 +160,7 @@ class GaussianMechanism:
         exact = messages
         if self.trust == "central" and messages.ndim == 2:
             exact = messages.sum(axis=0)
-        noisy = exact + rng.normal(0.0, self.noise_std, size=exact.shape)
-        return np.rint(noisy / self.grid) * self.grid
+        return gaussian_on_grid(exact, self.noise_std, rng)
 
     def under_add_remove(self, sensitivity: float) -> tuple[tuple[str, float], ...]:
         """Epsilon at the same delta when one client comes or goes, given that L2 sensitivity."""

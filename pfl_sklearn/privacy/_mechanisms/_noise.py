@@ -1,21 +1,25 @@
-"""Where the randomness of a release comes from."""
+"""Random draws of releases: seeds, bits, Gaussian noise on a public grid, numbers of trials."""
 
 from __future__ import annotations
 
+import math
 import numbers
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import brentq
 from sklearn.utils import check_random_state
+
+Floats = npt.NDArray[np.float64]
 
 _RESOLUTION = 1 << 52
 
 
 def noise_generator(random_state: Any) -> tuple[np.random.Generator, bool]:
-    """Generator for noise, and whether somebody can draw the same noise again.
+    """Generator for noise, and whether the same noise can be drawn again.
 
-    None draws its seed from the operating system, never from numpy's global state.
+    None takes its seed from the operating system, never from numpy's global state.
     """
     if random_state is None:
         return np.random.default_rng(), False
@@ -26,13 +30,57 @@ def noise_generator(random_state: Any) -> tuple[np.random.Generator, bool]:
 
 
 def bernoulli(
-    probability: npt.NDArray[np.float64], lowest: float, rng: np.random.Generator
+    probability: Floats, lowest: float, rng: np.random.Generator
 ) -> npt.NDArray[np.bool_]:
-    """Bits that are 1 with `probability`, compared as integers.
+    """Bits that are 1 with `probability`, drawn by comparing integers.
 
     Probabilities are rounded up to multiples of 2**-52 and kept within [lowest, 1 - lowest], so
-    that rounding never raises the odds that a local randomizer promises.
+    rounding never raises the odds that a local randomizer promises.
     """
     floor = int(np.ceil(lowest * _RESOLUTION))
     threshold = np.clip(np.ceil(probability * _RESOLUTION), floor, _RESOLUTION - floor)
     return rng.integers(0, _RESOLUTION, size=threshold.shape) < threshold.astype(np.int64)
+
+
+def public_grid(noise_std: float) -> float:
+    """Step of the grid that values with noise of `noise_std` are rounded to.
+
+    It is a power of two, about a millionth of the noise. Rounding removes the low-order bits,
+    which could otherwise reveal something about the exact value.
+    """
+    if not 0 < noise_std < math.inf:
+        raise ValueError(f"noise_std must be positive and finite; got {noise_std!r}.")
+    return 2.0 ** (math.frexp(noise_std)[1] - 21)
+
+
+def gaussian_on_grid(exact: Floats, noise_std: float, rng: np.random.Generator) -> Floats:
+    """Exact values plus Gaussian noise, rounded to the public grid."""
+    grid = public_grid(noise_std)
+    noisy = rng.standard_normal(exact.shape)
+    noisy *= noise_std
+    noisy += exact
+    noisy /= grid
+    np.rint(noisy, out=noisy)
+    noisy *= grid
+    return noisy
+
+
+def draw_n_trials(expected_trials: float, distribution: str, rng: np.random.Generator) -> int:
+    """Number of trials of a private selection; 0 is possible for "poisson" only."""
+    if distribution == "poisson":
+        return int(rng.poisson(expected_trials))
+    stop = stopping_probability(expected_trials, distribution)
+    return int(rng.geometric(stop) if distribution == "geometric" else rng.logseries(1 - stop))
+
+
+def stopping_probability(expected_trials: float, distribution: str) -> float:
+    """Parameter gamma of the geometric or logarithmic distribution with the given mean."""
+    if distribution == "geometric" or expected_trials == 1:
+        return 1 / expected_trials
+
+    def excess(log_stop: float) -> float:
+        return math.expm1(-log_stop) / -log_stop - expected_trials
+
+    # The mean is between 1 / sqrt(stop) and 1 / stop.
+    found = brentq(excess, -2 * math.log(expected_trials) - 1e-9, -1e-12, xtol=1e-14)
+    return math.exp(float(found))

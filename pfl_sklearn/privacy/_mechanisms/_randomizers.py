@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 
-def _check_epsilon(epsilon: float) -> None:
+def _check_local_epsilon(epsilon: float) -> None:
     if not 0 < epsilon < math.inf:
         raise ValueError(f"epsilon must be positive and finite; got {epsilon!r}.")
 
@@ -60,7 +60,7 @@ class OneBit:
     epsilon: float
 
     def __post_init__(self) -> None:
-        _check_epsilon(self.epsilon)
+        _check_local_epsilon(self.epsilon)
 
     @property
     def sensitivity(self) -> float:
@@ -123,7 +123,7 @@ class TwoBit:
     epsilon: float
 
     def __post_init__(self) -> None:
-        _check_epsilon(self.epsilon)
+        _check_local_epsilon(self.epsilon)
 
     @property
     def response(self) -> OneBit:
@@ -196,7 +196,7 @@ class SubsetSelection:
     epsilon: float
 
     def __post_init__(self) -> None:
-        _check_epsilon(self.epsilon)
+        _check_local_epsilon(self.epsilon)
         if not self.n_categories >= 2:
             raise ValueError(f"n_categories must be at least 2; got {self.n_categories!r}.")
 

@@ -1,4 +1,4 @@
-"""A ledger of what private fits spend, in a file that all copies of an estimator share."""
+"""The ledger: what private fits spend, in a file that all copies of an estimator share."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from pfl_sklearn.privacy._spending import UNPROTECTED, protect, seed_tag, unit_o
 
 __all__ = ["BudgetExceeded", "PrivacyLedger"]
 
-# What a new ledger has unless it is told.
+# Settings of a new ledger where none are given.
 _NEW = {"budget": None, "delta": 1e-5, "relation": "replace_one", "unit": "client"}
-_ROUNDING = 1e-9  # of a budget, so that a fit with all of it is not refused
-_SHOWN = 10
+_ROUNDING = 1e-9  # share of a budget; lets a fit spend all of it despite rounding
+_SHOWN = 10  # entries in the printed ledger
 
 
 class BudgetExceeded(ValueError):
@@ -33,82 +33,89 @@ class BudgetExceeded(ValueError):
 
 
 class PrivacyLedger:
-    """Append-only file of what private fits spent, with a budget that refuses further ones.
+    """Append-only file of what private fits spent; it refuses fits beyond its budget.
 
-    Give it to an estimator as `ledger`: every fit, also of the clones that a search makes, in any
-    thread or process, is written to the file before it reads any data.
+    Give it to an estimator as `ledger`. Every fit is then written to the file before it reads any
+    data, including the fits of clones that a search makes, in any thread or process.
 
     Parameters
     ----------
     path : str or path-like
-        The file: made if it is not there, opened if it is. Every process needs to see it there.
+        The file. It is opened if it exists and created otherwise. Every process must see it at
+        this path.
     budget : float, (epsilon, delta) or None, default=None
-        What all fits together may spend, > 0. None: the budget that the file has; a new file has
-        none then and only records.
+        What all fits together may spend, > 0. None takes the budget of an existing file; a new
+        file then has no budget and only records.
     delta : float in (0, 1) or None, default=None
-        At which the total is stated. None: that of the budget or the file; 1e-5 for a new file.
+        Delta of the total. None takes that of the budget or of an existing file, and 1e-5 for a
+        new file.
     relation : {"replace_one", "add_remove"} or None, default=None
-        The neighbouring tables that the total is stated for. None: that of the file;
-        "replace_one" for a new file. Local mechanisms, private clustering and rounds on samples of
-        a fixed size have a finite epsilon under "replace_one" only.
+        Neighbouring relation of the total. None takes that of an existing file, and "replace_one"
+        for a new file. Local mechanisms, private clustering and rounds on samples of a fixed size
+        have a finite epsilon under "replace_one" only.
     unit : {"client", "row"} or None, default=None
-        What is protected. None: that of the file; "client" for a new file. Fits with another unit
-        are refused.
+        What is protected. None takes that of an existing file, and "client" for a new file. The
+        ledger refuses fits with another unit.
 
     Attributes
     ----------
     path : str
-        Absolute, and that of the file itself where `path` was a link.
+        Absolute path of the file, with links resolved.
     budget : tuple (epsilon, delta) or None
+        What all fits together may spend.
     delta : float
-    relation, unit : str
+        Delta of the total.
+    relation : str
+        Neighbouring relation of the total.
+    unit : str
+        What is protected.
 
     Raises
     ------
     OSError
-        If the file cannot be opened, made, read or written, or is gone.
+        If the file cannot be opened, created, read or written, or no longer exists.
     ValueError
-        For a parameter out of range, a file that is no ledger, an existing ledger with other
-        settings than those given, and a ledger that lost lines.
+        - If a parameter is out of range.
+        - If the file is not a ledger, or has lost lines.
+        - If the file was created with other settings than those given.
 
     See Also
     --------
-    PrivacyReport : What one fitted estimator promises.
+    PrivacyReport : Privacy statement of one fitted estimator.
 
     Notes
     -----
-    *Total.* All entries are composed as if all fits had read the same clients: one ledger for one
-    set of clients. Gaussian releases compose exactly, by Gaussian DP; the rest as
-    :func:`~pfl_sklearn.privacy.events_epsilon` says. Where all entries are Gaussian releases a
-    budget holds also if parameters, of privacy too, are chosen by the results of earlier fits
-    (Koskela, Tobaben and Honkela, 2023). With other entries, and without a budget, the total is
-    that of fits whose privacy parameters were fixed beforehand.
+    *Total.* All entries compose as if all fits had read the same clients, so use one ledger for
+    one set of clients. Gaussian releases compose exactly, by Gaussian DP; for everything else see
+    :func:`~pfl_sklearn.privacy.events_epsilon`. If all entries are Gaussian releases, a budget
+    holds even when parameters, including those of privacy, depend on the results of earlier fits
+    (Koskela, Tobaben and Honkela, 2023). With other entries, and without a budget, the total
+    assumes that the privacy parameters of all fits were fixed beforehand.
 
-    *Models, not scores.* A ledger counts what fits release. Scores without noise, as a search
-    keeps and chooses by, are not in it.
+    *Models, not scores.* A ledger counts what fits release. It does not count scores without
+    noise, which a search keeps and chooses by.
 
-    *What is written.* A fit counts from before it reads any data. So one that fails later, on bad
-    data say, stays recorded: the failure may already tell something of the data, and nobody can
-    vouch for what a failed run let out. Parameters that do not go together are found before and
-    cost nothing. A fit that releases nothing (the population is known) is an entry without events
-    and costs nothing. A fit with ``epsilon=inf`` spends without bound: it is refused if there is a
-    budget, else the total is infinite from there on.
+    *What is written.* A fit counts from before it reads any data. If it fails later, for example
+    on bad data, its entry stays: the failure itself may reveal something about the data, and
+    nobody can vouch for what a failed run revealed. Incompatible parameters are detected earlier
+    and cost nothing. A fit that releases nothing (the population is known) leaves an entry without
+    events and costs nothing. A fit with ``epsilon=inf`` has no bound on what it spends: a ledger
+    with a budget refuses it, and without a budget the total is infinite from then on.
 
     *Seeds.* Two fits with the same `random_state` have the same noise, which cancels in their
-    difference. So a private fit with a seed leaves a digest of it, and a later one with the same
-    seed counts as one with ``epsilon=inf``. Rounds that continue an earlier fit have noise of their
-    own and leave another digest. A digest hides no seed from those who can read the file and try
-    all seeds: keep it as secret as the seed, or use ``random_state=None``.
+    difference. Therefore a private fit with a seed leaves a digest of the seed, and a later fit
+    with the same seed counts as one with ``epsilon=inf``. Rounds that continue an earlier fit have
+    noise of their own and leave another digest. Anyone who can read the file can find the seed
+    by trying all seeds. Keep the file as secret as the seed, or use ``random_state=None``.
 
     *Safety.* Checking the budget and writing the entry is one step under a lock on the file
-    (``flock``: POSIX systems, and file systems that honour it), and the entry is on the disk
-    before the fit goes on. If a process is killed while it writes, the line that breaks off
-    belongs to a fit that never began; it does not count, and the next entry takes its place. A
-    line that is missing or damaged elsewhere is an error, as is a file that was deleted or
-    replaced. Lost lines at the end cannot be noticed: a file that was cut between two lines, or put
-    back from an older copy, looks like one in which less was spent. Copies and pickles hold the
-    path and the settings, no entries: they are the same ledger. Somebody who may write the file can
-    of course forge it.
+    (``flock``: POSIX systems, and file systems that honour it). The entry is on the disk before
+    the fit goes on. If a process is killed while it writes, the incomplete line belongs to a fit
+    that never began; it does not count, and the next entry replaces it. A missing or damaged line
+    elsewhere is an error, as is a file that was deleted or replaced. Lines lost at the end cannot
+    be detected: a file that was cut between two lines, or restored from an older copy, looks like
+    one in which less was spent. Copies and pickles hold the path and the settings but no entries:
+    they are the same ledger. Anyone who may write the file can forge it.
 
     References
     ----------
@@ -165,36 +172,36 @@ class PrivacyLedger:
         seed: int | np.random.RandomState | None = None,
         first_round: int = 0,
     ) -> None:
-        """Write one entry, or refuse it; estimators call this before they read any data.
+        """Write one entry or refuse it; estimators call this before they read any data.
 
         Parameters
         ----------
         events : iterable of GaussianEvent, SampledGaussian or PureEvent
-            Accounting events of one fit; none for a fit that releases nothing.
+            Accounting events of one fit; empty for a fit that releases nothing.
         what : str
-            Who spends: the name of the estimator, say.
+            What spends them, for example the name of the estimator.
         unit : {"client", "row"}, default="client"
-            What the events are stated for.
+            What the events protect.
         seed : int, RandomState instance or None, default=None
-            Where the noise comes from; None: from the operating system. If an earlier entry has the
-            same one, the noise of both cancels and the fit counts as unprotected.
+            Seed of the noise. None means that the operating system provides it. If an earlier
+            entry has the same seed, the noise of both cancels and the fit counts as unprotected.
         first_round : int, default=0
-            Rounds that went before with the same seed: those from here on have noise of their own.
+            Number of earlier rounds with the same seed. Later rounds have noise of their own.
 
         Raises
         ------
         BudgetExceeded
-            If the total would be above the budget; nothing is written then.
+            If the total would exceed the budget. Nothing is written.
         ValueError
-            If the ledger counts another unit, `seed` is none, or the file is not what it should be.
+            If the ledger has another unit, `seed` is not a valid seed, or the file is damaged.
         OSError
-            If the entry cannot be written; it does not count then.
+            If the entry cannot be written. It does not count.
         """
         events = tuple(events)
         if unit != self.unit:
             raise ValueError(
-                f"{what} protects one {unit}, and the privacy ledger {self.path} counts what is "
-                f"spent on one {self.unit}; give it another ledger, with unit={unit!r}."
+                f"{what} has unit={unit!r}, but the privacy ledger {self.path} has "
+                f"unit={self.unit!r}; use another ledger with unit={unit!r}."
             )
         entry = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -210,12 +217,11 @@ class PrivacyLedger:
     def total(self) -> float:
         """Epsilon of all entries together, at `delta` and under `relation`.
 
-        Infinity, with a PrivacyWarning that names the entry, if one has no finite epsilon under
-        `relation`.
-
         Returns
         -------
         float
+            Infinity if an entry has no finite epsilon under `relation`. A PrivacyWarning then
+            names the entry.
         """
         entries = self.entries
         total = self._epsilon(_events(entries, self.path))
@@ -225,9 +231,12 @@ class PrivacyLedger:
 
     @property
     def entries(self) -> list[dict[str, Any]]:
-        """What the file holds, oldest first: dicts with "entry" (its number), "time" (UTC), "what",
-        "unit", "events" (a list of dicts), "process" (id), for a seeded fit "seed" (a digest) and,
-        if an earlier one has the same, "seed_of" (its number)."""
+        """Entries of the file, oldest first, as dicts.
+
+        The keys are "entry" (its number), "time" (UTC), "what", "unit", "events" (a list of dicts)
+        and "process" (its id). A seeded fit also has "seed" (a digest) and, if an earlier entry
+        has the same seed, "seed_of" (the number of that entry).
+        """
         return _ledger_file.read(self.path, self._id)
 
     def to_frame(self) -> pd.DataFrame:
@@ -236,9 +245,9 @@ class PrivacyLedger:
         Returns
         -------
         DataFrame
-            One row per entry, by number: time (UTC), what, unit, kinds of events, and the epsilon
-            of the entry by itself at `delta` and under `relation`. These do not add up to the
-            total where releases are Gaussian: that is smaller.
+            One row per entry, indexed by its number, with columns ``time`` (UTC), ``what``,
+            ``unit``, ``events`` (their kinds), and ``epsilon`` of this entry alone at `delta` and
+            under `relation`. For Gaussian releases the total is smaller than the sum of these.
         """
         return self._frame(self.entries)
 
@@ -291,7 +300,7 @@ class PrivacyLedger:
         return float(events_epsilon(events, self.delta, self.relation))
 
     def _allowed(self, entry: dict[str, Any], entries: list[dict[str, Any]]) -> dict[str, Any]:
-        """The entry as it is to be written after the `entries`, unless it is refused."""
+        """The entry to write after `entries`, unless it is refused."""
         entry = _with_repeated_seed(entry, entries)
         if self.budget is not None and entry["events"]:
             self._check_budget(entry, entries, self.budget[0])
@@ -300,7 +309,7 @@ class PrivacyLedger:
     def _check_budget(
         self, entry: dict[str, Any], entries: list[dict[str, Any]], most: float
     ) -> None:
-        """Raise BudgetExceeded if the entry is too much after the `entries`."""
+        """Raise BudgetExceeded if `entries` and the entry together exceed the budget."""
         events, before = _events([entry], self.path), _events(entries, self.path)
         total = self._epsilon((*before, *events))
         if total <= most * (1 + _ROUNDING):
@@ -308,21 +317,22 @@ class PrivacyLedger:
         asked = self._epsilon(events)
         reason = f" ({self._why(entry)})" if math.isinf(asked) else ""
         raise BudgetExceeded(
-            f"{entry['what']} asks for epsilon = {asked:.6g}{reason}, and with the "
+            f"{entry['what']} asks for epsilon = {asked:.6g}{reason}; with the "
             f"{self._epsilon(before):.6g} spent so far the total would be {total:.6g}, above the "
             f"budget of {most:.6g} (at delta = {self.delta:.4g}, {self.relation}) of {self.path}"
-            f"{self._way_out((*before, *events), most)}; refused before any data were read."
+            f"{self._way_out((*before, *events), most)}. The fit was refused before any data were "
+            "read."
         )
 
     def _way_out(self, events: Sequence[Event], most: float) -> str:
-        """Clause on the relation under which all events would be within the budget, if any."""
+        """Clause that names a relation under which all events are within the budget, if any."""
         if self.relation != "replace_one":
             return ""
         total = events_epsilon(events, self.delta, "add_remove")
         if total > most * (1 + _ROUNDING):
             return ""
         return (
-            f"; under add_remove it would be {total:.6g}, for which the ledger must be made with "
+            f"; under add_remove it would be {total:.6g}, which needs a ledger with "
             "relation='add_remove'"
         )
 
@@ -330,13 +340,13 @@ class PrivacyLedger:
         """Why an entry has no finite epsilon."""
         if "seed_of" in entry:
             return (
-                f"it has the same random_state as entry {entry['seed_of']}: their noise cancels; "
-                "use random_state=None"
+                f"it has the same random_state as entry {entry['seed_of']}, so their noise "
+                "cancels; use random_state=None"
             )
         return _reason(_events([entry], self.path), self.delta, self.relation)
 
     def _why_infinite(self, entries: list[dict[str, Any]]) -> str:
-        """Sentence on the first entry that alone makes the total infinite."""
+        """Sentence about the first entry whose own epsilon is infinite."""
         for entry in entries:
             if math.isinf(self._epsilon(_events([entry], self.path))):
                 return (
@@ -344,15 +354,15 @@ class PrivacyLedger:
                     f"{self._why(entry)}."
                 )
         return (
-            "The total is infinite although no entry is: together their own deltas are above "
-            f"{self.delta:.4g}."
+            "The total is infinite although every entry is finite: the sum of their own deltas "
+            f"exceeds {self.delta:.4g}."
         )
 
 
 def charge(estimator: Any) -> None:
     """Write what a fit spends to the estimator's ledger, if it has one, or refuse the fit.
 
-    Inside a search of scikit-learn, also warn of what that costs.
+    Inside a search of scikit-learn, also warn about the cost of the search.
     """
     if estimator.ledger is not None:
         charge_events(estimator, estimator._privacy_events())
@@ -362,9 +372,9 @@ def charge(estimator: Any) -> None:
 def charge_events(
     estimator: Any, events: tuple[Event, ...] | None, *, first_round: int = 0
 ) -> None:
-    """Write events, or None if nothing protects the clients, to the ledger if there is one.
+    """Write events to the estimator's ledger, if it has one; None means no protection.
 
-    Rounds that go on from `first_round` of earlier ones have noise of their own, with one seed.
+    With one seed, rounds from `first_round` on have other noise than the rounds before.
     """
     if estimator.ledger is not None:
         estimator.ledger.spend(
@@ -377,7 +387,7 @@ def charge_events(
 
 
 def _with_repeated_seed(entry: dict[str, Any], entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """The entry, as one that protects nobody if its seed is that of an earlier one."""
+    """The entry; if an earlier entry has its seed, as one that protects nobody."""
     tag = entry.get("seed")
     for earlier in entries:
         if tag is not None and earlier.get("seed") == tag:
@@ -387,7 +397,7 @@ def _with_repeated_seed(entry: dict[str, Any], entries: list[dict[str, Any]]) ->
 
 
 def _events(entries: list[dict[str, Any]], path: str) -> tuple[Event, ...]:
-    """All events of the entries."""
+    """Events of all entries."""
     found: list[Event] = []
     for entry in entries:
         try:
@@ -395,7 +405,7 @@ def _events(entries: list[dict[str, Any]], path: str) -> tuple[Event, ...]:
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(
                 f"entry {entry['entry']} of the privacy ledger {path} has an event that this "
-                f"version of pfl_sklearn does not know ({error})."
+                f"version of pfl_sklearn cannot read: {error}"
             ) from error
     return tuple(found)
 

@@ -1,6 +1,7 @@
-"""A file of JSON lines that processes append to: one lock, no half line, nothing lost to a kill.
+"""The file of a ledger: JSON lines that several processes append to under a lock.
 
-The first line is the header, every other one an entry that carries its own number.
+The first line is the header. Every other line is an entry with its own number. No entry is ever
+half written, and none is lost when a process is killed.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ _START = json.dumps({"format": _FORMAT})[:-1].encode()
 
 
 class Contents(NamedTuple):
-    """What a ledger file holds."""
+    """Contents of a ledger file."""
 
     header: dict[str, Any] | None  # None: not written yet
     entries: list[dict[str, Any]]
-    size: int  # bytes that count; what follows is a line whose writer was killed
+    size: int  # bytes that count; a line whose writer was killed may follow
 
 
 def create_or_read(path: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Header of the file at `path`, which is made with `settings` if it is not there.
+    """Header of the file at `path`; if there is no file, create it with `settings`.
 
     Raises
     ------
     OSError
-        If the file can be neither read nor made.
+        If the file can be neither read nor created.
     ValueError
-        If it is something else than a ledger.
+        If the file is not a ledger.
     """
     try:
         with contextlib.suppress(FileNotFoundError), _locked(path, os.O_RDONLY) as file:
@@ -51,7 +52,7 @@ def create_or_read(path: str, settings: dict[str, Any]) -> dict[str, Any]:
             if found is not None:
                 return found
         with _locked(path, os.O_RDWR | os.O_APPEND | os.O_CREAT) as file:
-            found = _read(file, path).header  # by another process, meanwhile
+            found = _read(file, path).header  # another process may have created it meanwhile
             if found is not None:
                 return found
             identity = {"format": _FORMAT, "version": _VERSION, "id": uuid.uuid4().hex}
@@ -60,18 +61,18 @@ def create_or_read(path: str, settings: dict[str, Any]) -> dict[str, Any]:
             return {**identity, **settings}
     except OSError as error:
         raise type(error)(
-            f"PrivacyLedger cannot open {path} ({error.strerror or error}); expected a file in an "
-            "existing folder, to be read and written."
+            f"PrivacyLedger cannot open {path} ({error.strerror or error}); expected a readable "
+            "and writable file in an existing folder."
         ) from error
 
 
 def checked_settings(budget: Any, delta: Any, relation: Any, unit: Any) -> dict[str, Any]:
-    """Settings that were given, checked."""
+    """Settings that were given, after a check of their values."""
     epsilon = budget
     if isinstance(budget, tuple | list) and len(budget) == 2:
         epsilon, own = budget
         if delta is not None and delta != own:
-            raise ValueError(f"delta must be that of budget={budget!r}; got {delta!r}.")
+            raise ValueError(f"delta must equal that of budget={budget!r}; got {delta!r}.")
         delta = own
     if epsilon is not None and not (_is_number(epsilon) and 0 < epsilon < math.inf):
         raise ValueError(
@@ -98,17 +99,17 @@ def _is_number(value: Any) -> bool:
 
 
 def check_same(asked: dict[str, Any], header: dict[str, Any], path: str) -> None:
-    """Raise ValueError if the file has other settings than those asked for."""
+    """Raise ValueError if the file has other settings than those given."""
     for name, value in asked.items():
         if header.get(name) != value:
             raise ValueError(
-                f"the privacy ledger {path} was made with {name}={header.get(name)!r}; got "
-                f"{name}={value!r}. Leave {name} out, or take another file."
+                f"the privacy ledger {path} was created with {name}={header.get(name)!r}; got "
+                f"{name}={value!r}. Omit {name} or use another file."
             )
 
 
 def read(path: str, identity: str) -> list[dict[str, Any]]:
-    """Entries of the ledger with that `identity`."""
+    """Entries of the ledger with this `identity`."""
     with _opened(path, os.O_RDONLY) as file:
         return _own_contents(file, path, identity).entries
 
@@ -118,9 +119,9 @@ def add(
     identity: str,
     make: Callable[[list[dict[str, Any]]], dict[str, Any]],
 ) -> None:
-    """Append what `make` makes of the entries before it, unless it raises; on the disk on return.
+    """Append the entry that `make` returns for the entries so far, unless `make` raises.
 
-    Nobody else reads or writes from before that until after the entry is there.
+    Nobody else reads or writes the file in between. The entry is on the disk on return.
     """
     with _opened(path, os.O_RDWR | os.O_APPEND) as file:
         contents = _own_contents(file, path, identity)
@@ -131,19 +132,19 @@ def add(
 
 
 def _own_contents(file: int, path: str, identity: str) -> Contents:
-    """Contents of the file, which must still be the one that was opened first."""
+    """Contents of the file, which must be the one that was opened first."""
     contents = _read(file, path)
     if contents.header is None or contents.header["id"] != identity:
         raise ValueError(
-            f"{path} is not the ledger any more that this PrivacyLedger opened: the file was "
-            "replaced. Put it back, or open the new one with PrivacyLedger(path)."
+            f"{path} is no longer the ledger that this PrivacyLedger opened: the file was "
+            "replaced. Restore it, or open the new one with PrivacyLedger(path)."
         )
     return contents
 
 
 @contextlib.contextmanager
 def _opened(path: str, flags: int) -> Iterator[int]:
-    """The same as ``_locked``, with one sentence on what is wrong."""
+    """The same as ``_locked``, with errors that name the ledger."""
     try:
         with _locked(path, flags) as file:
             yield file
@@ -151,8 +152,8 @@ def _opened(path: str, flags: int) -> Iterator[int]:
         raise FileNotFoundError(_gone(path)) from error
     except OSError as error:
         raise type(error)(
-            f"the privacy ledger {path} cannot be used ({error.strerror or error}), so that "
-            "nothing was spent and no data were read."
+            f"the privacy ledger {path} cannot be used ({error.strerror or error}); nothing was "
+            "spent and no data were read."
         ) from error
 
 
@@ -160,11 +161,12 @@ def _opened(path: str, flags: int) -> Iterator[int]:
 def _locked(path: str, flags: int) -> Iterator[int]:
     """Descriptor of a regular file, locked against other processes and threads.
 
-    The lock belongs to the open file, so that threads exclude each other too, and the system gives
-    it back when a process dies. It is undone by name: a forked process may hold a copy of it.
+    The lock belongs to the open file, so threads exclude each other too, and the system releases
+    it when a process dies. We unlock explicitly, because a forked process may hold a copy of the
+    descriptor.
     """
     if fcntl is None:
-        raise OSError("this system has no fcntl, whose file locks PrivacyLedger needs")
+        raise OSError("this system lacks fcntl, so the file cannot be locked")
     _check_regular(path)
     file = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
@@ -178,7 +180,7 @@ def _locked(path: str, flags: int) -> Iterator[int]:
 
 
 def _check_regular(path: str) -> None:
-    """Raise OSError for a folder, a device or a pipe, which would wait for a writer if opened."""
+    """Raise OSError for a folder, a device or a pipe; opening a pipe would wait for a writer."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise OSError(errno.EINVAL, "not a regular file")
@@ -192,8 +194,8 @@ def _read(file: int, path: str) -> Contents:
 def parse(data: bytes, path: str) -> Contents:
     """Contents of the bytes of a ledger file.
 
-    An entry is on the disk before its fit reads any data. So a last line that breaks off belongs to
-    a fit that never began, and does not count; one that lacks nothing but its end of line does.
+    An entry is on the disk before its fit reads any data. So an incomplete last line belongs to a
+    fit that never began and does not count. A last line that lacks only its newline does count.
     """
     lines = data.split(b"\n")
     tail = lines.pop()
@@ -211,7 +213,7 @@ def parse(data: bytes, path: str) -> Contents:
 
 
 def _decoded(line: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line, or None if it is no such thing."""
+    """The JSON object of a line, or None if the line is something else."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -222,7 +224,8 @@ def _decoded(line: bytes) -> dict[str, Any] | None:
 def _checked_header(header: dict[str, Any] | None, path: str) -> dict[str, Any]:
     if header is None or header.get("format") != _FORMAT:
         raise ValueError(
-            f"{path} is not a privacy ledger: expected a file that PrivacyLedger made, or none."
+            f"{path} is not a privacy ledger; expected a file that PrivacyLedger created, or no "
+            "file."
         )
     if header.get("version") != _VERSION:
         raise ValueError(
@@ -231,8 +234,8 @@ def _checked_header(header: dict[str, Any] | None, path: str) -> dict[str, Any]:
         )
     if _SETTINGS - header.keys():
         raise ValueError(
-            f"the first line of the privacy ledger {path} must have "
-            f"{', '.join(sorted(_SETTINGS))}; got {', '.join(header)}; put it back from a copy."
+            f"the first line of the privacy ledger {path} must have the keys "
+            f"{', '.join(sorted(_SETTINGS))}; got {', '.join(header)}. Restore it from a copy."
         )
     return header
 
@@ -242,21 +245,21 @@ def _check_entry(entry: dict[str, Any] | None, number: int, path: str) -> None:
     where = f"line {number + 1} of the privacy ledger {path}"
     if entry is None or not {"entry", "time", "what", "unit", "events"} <= entry.keys():
         raise ValueError(
-            f"{where} cannot be read as an entry, so that what was spent is not known; put the "
-            "file back from a copy."
+            f"{where} is not a valid entry, so what was spent is unknown; restore the file from a "
+            "copy."
         )
     if entry["entry"] != number:
         raise ValueError(
-            f"{where} is entry {entry['entry']!r} where {number} was expected: lines were lost or "
-            "added, so that what was spent is not known; put the file back from a copy."
+            f"{where} is entry {entry['entry']!r}; expected entry {number}. Lines were lost or "
+            "added, so what was spent is unknown; restore the file from a copy."
         )
 
 
 def _append(file: int, size: int, values: dict[str, Any]) -> None:
     """Write one line after the first `size` bytes and wait until it is on the disk.
 
-    What follows these bytes is a line that broke off. If the line cannot be written as a whole, as
-    on a full disk, the file is left without it.
+    Anything after these bytes is an incomplete line and is removed. If the new line cannot be
+    written as a whole, as on a full disk, the file is left without it.
     """
     if os.fstat(file).st_size > size:
         os.ftruncate(file, size)
@@ -283,13 +286,14 @@ def _is_at(file: int, path: str) -> bool:
 
 def _gone(path: str) -> str:
     return (
-        f"the privacy ledger {path} is gone, or out of reach of this machine, and with it the "
-        "record of what was spent. Put it back, or start a new one with PrivacyLedger(path)."
+        f"the privacy ledger {path} no longer exists, or this machine cannot reach it, so the "
+        "record of what was spent is missing. Restore it, or start a new one with "
+        "PrivacyLedger(path)."
     )
 
 
 def _sync_folder(path: str) -> None:
-    """Wait until a new file's name is on the disk."""
+    """Wait until the name of a new file is on the disk."""
     folder = os.open(os.path.dirname(path), os.O_RDONLY)
     try:
         os.fsync(folder)

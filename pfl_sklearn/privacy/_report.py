@@ -26,7 +26,7 @@ _RELATION_NAMES = {
 
 
 class PrivacyWarning(UserWarning):
-    """The privacy that was asked for has a weakness that its user should know."""
+    """The requested privacy has a weakness that its user should know about."""
 
 
 @dataclass(frozen=True)
@@ -36,36 +36,48 @@ class PrivacyReport:
     Parameters
     ----------
     epsilon : float
-        Infinity if nothing protects the clients; then `warnings` says why.
+        Infinity if nothing protects the clients; `warnings` then gives the reason.
     delta : float
+        Delta that goes with `epsilon`.
     mechanism : str
-    unit : str
-        What is protected: "client" means all rows of a client together, "row" one row.
+        How the release is randomized.
+    unit : {"client", "row"}
+        What is protected: "client" means all rows of a client together, "row" a single row.
     relation : {"replace_one", "add_remove", "zero_out"}
-        Tables that are told apart with odds of at most exp(`epsilon`), except with `delta`.
+        Which tables are neighbours, so that (`epsilon`, `delta`) limits how well they can be told
+        apart.
     trust : {"central", "local"} or None
-        Who adds the noise: a trusted server, or every client.
+        Who adds the noise: a trusted server ("central") or every client ("local").
     adversary : str
         Who is assumed to see what.
     noise_std, sensitivity : float or None
-        Noise standard deviation and L2 sensitivity under `relation`, in the same units.
+        Standard deviation of the noise and L2 sensitivity under `relation`, in the same units.
     n_clients : int or None
+        Number of clients in the fit.
     sampling : str
+        How clients are sampled in a round.
     sampling_rate : float
+        Share of the clients in a round.
     rounds : int
+        Number of rounds.
     accountant : str
+        How `epsilon` was computed.
     epsilon_under : tuple of (relation, epsilon)
         Epsilon at the same `delta` under other relations, where it is defined.
     released : tuple of str
         What the promise covers.
     not_released : tuple of str
-        What it does not cover.
+        What the promise does not cover.
     assumptions : tuple of str
+        What the promise rests on.
     warnings : tuple of str
+        Weaknesses of the promise.
     noise_reproducible : bool
-        True if a seed was given: whoever knows it can take the noise off again.
-    schema_version, package_version
-        Of the report.
+        True if a seed was given. Anyone who knows the seed can remove the noise.
+    schema_version : int
+        Version of the fields of this report.
+    package_version : str
+        Version of pfl_sklearn that wrote it.
 
     Examples
     --------
@@ -100,7 +112,7 @@ class PrivacyReport:
 
     @classmethod
     def unprotected(cls, reason: str, **facts: Any) -> Self:
-        """Report of a fit that protects nobody, and why."""
+        """Report of a fit that protects nobody, with the reason."""
         return cls(
             **{
                 "epsilon": math.inf,
@@ -115,7 +127,7 @@ class PrivacyReport:
     def of_known_population(
         cls, released: tuple[str, ...], not_released: tuple[str, ...], n_clients: int | None
     ) -> Self:
-        """Report of a fit whose population model is the user's, not the data's."""
+        """Report of a fit whose population model comes from the user, not from the data."""
         return cls(
             0.0,
             0.0,
@@ -123,7 +135,7 @@ class PrivacyReport:
             adversary="anyone",
             assumptions=(
                 "the number of clients and of rows of each client are public",
-                "the given prior and variances are the user's, not the data's",
+                "the given prior and variances come from the user, not from the data",
             ),
             released=released,
             not_released=not_released,
@@ -131,7 +143,7 @@ class PrivacyReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that ``json.dumps(..., allow_nan=False)`` takes; infinity is "inf"."""
+        """Plain values that ``json.dumps(..., allow_nan=False)`` accepts; infinity is "inf"."""
         values = dataclasses.asdict(self)
         values["epsilon_under"] = {name: as_json(value) for name, value in self.epsilon_under}
         return {name: as_json(value) for name, value in values.items()}
@@ -143,7 +155,7 @@ class PrivacyReport:
         Raises
         ------
         ValueError
-            If `values` was written by another version of the schema.
+            If `values` have another version of the schema.
         """
         if values.get("schema_version") != _SCHEMA_VERSION:
             raise ValueError(
@@ -202,6 +214,7 @@ class PrivacyReport:
 
 
 def leaking(report: PrivacyReport, reason: str) -> PrivacyReport:
+    """The report with infinite epsilon and the reason as a warning: nothing is covered."""
     return dataclasses.replace(
         report,
         epsilon=math.inf,
@@ -213,7 +226,7 @@ def leaking(report: PrivacyReport, reason: str) -> PrivacyReport:
 
 
 def warn_once(report: PrivacyReport) -> None:
-    """One PrivacyWarning for all the weaknesses of a private fit, if there are any."""
+    """Emit one PrivacyWarning for all weaknesses of a private fit, if there are any."""
     if math.isfinite(report.epsilon) and report.warnings:
         warn_caller(" ".join(report.warnings), PrivacyWarning)
 
@@ -226,13 +239,13 @@ def private_report(
     caveats: tuple[str, ...] = (),
     **more: Any,
 ) -> PrivacyReport:
-    """Report of one private release, with the warnings that follow from its facts."""
+    """Report of one private release, with the warnings that its facts imply."""
     found = list(caveats)
     if seeded:
         found.append(
-            "random_state was given, so whoever knows the seed can reproduce the noise and take it "
-            "off, and two fits with the same seed show their difference without noise to anybody; "
-            "use random_state=None for a release."
+            "random_state was given: anyone who knows the seed can reproduce the noise and remove "
+            "it, and two fits with the same seed reveal their difference without noise to "
+            "everyone; use random_state=None for a release."
         )
     if facts["delta"] > 1 / n_clients:
         found.append(
@@ -242,7 +255,7 @@ def private_report(
     assumptions = (
         "the number of clients and of rows of each client are public",
         *more.pop("assumptions", ()),
-        "ideal arithmetic: floating-point noise is taken as exactly Gaussian"
+        "ideal arithmetic: floating-point noise counts as exactly Gaussian"
         if facts["noise_std"] is not None
         else "ideal random bits (a seeded pseudo-random generator)",
     )
@@ -262,15 +275,15 @@ def private_report(
 
 _ADVERSARIES = {
     "central": (
-        "whoever sees what is released, all other clients together included; the server that adds "
-        "the noise is trusted with the exact messages"
+        "anyone who sees what is released, including all other clients together; the server that "
+        "adds the noise is trusted with the exact messages"
     ),
-    "local": "anyone, the server and all other clients included, who sees every message",
+    "local": "anyone who sees every message, including the server and all other clients",
 }
 
 
 def report_lines(rows: list[tuple[str, str]]) -> list[str]:
-    """Lines of a printed report, from titles and texts."""
+    """Lines of a printed report from pairs of a title and a text."""
     width = max(len(title) for title, _ in rows) + 2
     lines = []
     for title, text in rows:
@@ -280,7 +293,7 @@ def report_lines(rows: list[tuple[str, str]]) -> list[str]:
 
 
 def as_json(value: Any) -> Any:
-    """Plain values for JSON: tuples are lists, infinity is "inf"."""
+    """Plain values for JSON: tuples become lists, infinity becomes "inf"."""
     if isinstance(value, float) and math.isinf(value):
         return "inf"
     if isinstance(value, tuple | list):

@@ -1,4 +1,8 @@
-"""What a search over private models has cost."""
+"""The privacy cost of a search over private models, and a warning while it runs.
+
+scikit-learn tells an estimator which search fits it: a search sets a callback context on what it
+fits, and pipelines and :class:`~pfl_sklearn.compose.ClientColumn` pass the context on.
+"""
 
 from __future__ import annotations
 
@@ -42,42 +46,43 @@ _GROUP_SPLITTERS = (
     "StratifiedGroupKFold",
 )
 _UNPROTECTED = (
-    "not protected at all: cv_results_ holds scores of clients' rows without noise, and the "
-    "choice of best_params_ was made from them, so that no epsilon covers either"
+    "not protected at all: cv_results_ holds scores of clients' rows without noise, and "
+    "best_params_ was chosen by them, so no epsilon covers either"
 )
 _PUBLIC = (
-    "cost nothing by themselves: you state that the held-out rows are public, so that the scores "
-    "and the choice follow from private models and public rows. That needs held-out clients that "
-    "are no clients of the fits, whose own models are not private"
+    "cost nothing by themselves: you state that the held-out rows are public, so the scores and "
+    "the choice follow from private models and public rows. No held-out client may be a client of "
+    "the fits, because the clients' own models are not private"
 )
 _NOISED = (
-    "private: you state the noise on every score, which is counted in epsilon; the choice follows "
+    "private: you state the noise on every score, and epsilon includes it; the choice follows "
     "from the noisy scores"
 )
 _TRAIN_SCORES = "; but return_train_score=True keeps scores of the private rows without noise"
 _FITS_OF_A_SEARCH = {"candidate-split-evaluation", "refit-with-best-params"}
-_warned: deque[Any] = deque(maxlen=256)  # ids of searches, of this process
+_warned: deque[Any] = deque(maxlen=256)  # ids of searches in this process
 _lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class FitCost:
-    """What the fits of one candidate cost.
+    """Privacy cost of the fits of one candidate.
 
     Parameters
     ----------
     params : str
-        What was searched over; "refit: " first for the fit on all rows.
+        Parameters of the candidate. The fit on all rows has the prefix "refit: ".
     n_fits : int
+        Number of fits.
     epsilon : float
-        Of one of them.
+        Epsilon of one fit.
     events : tuple of dict
-        Accounting events of one of them.
+        Accounting events of one fit.
     reason : str
         Why `epsilon` is infinite, if it is.
     fits_within : int
-        Fits of the private estimator in one of them: several if it is itself a search. Their
-        events are all in `events`.
+        Fits of the private estimator in one of these fits: more than one if the candidate is
+        itself a search. `events` holds the events of all of them.
     """
 
     params: str
@@ -90,24 +95,30 @@ class FitCost:
 
 @dataclass(frozen=True)
 class SearchCost:
-    """Account of a search; see :func:`search_cost`.
+    """Privacy cost of a search; see :func:`search_cost`.
 
     Parameters
     ----------
     epsilon : float
-        Of all models that the search fitted, released together.
+        Epsilon of releasing all models that the search fitted.
     delta : float
+        Delta that goes with `epsilon`.
     unit : {"client", "row"}
+        What is protected.
     relation : {"replace_one", "add_remove"}
+        Neighbouring relation of `epsilon`.
     n_fits : int
-        Of the private estimator, as far as it is known.
+        Number of fits of the private estimator, as far as it is known.
     fits : tuple of FitCost
-        By candidate, and the refit.
+        One entry per candidate, and one for the refit.
     scores_protected : bool
+        Whether the scores are private or come from public rows.
     scores : str
-        What holds for the scores and for the choice made from them.
+        What protects the scores and the choice made by them.
     notes : tuple of str
+        Assumptions, and reasons for an infinite `epsilon`.
     package_version : str
+        Version of pfl_sklearn that computed the cost.
     """
 
     epsilon: float
@@ -122,12 +133,12 @@ class SearchCost:
     package_version: str = __version__
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that ``json.dumps(..., allow_nan=False)`` takes; infinity is "inf"."""
+        """Plain values that ``json.dumps(..., allow_nan=False)`` accepts; infinity is "inf"."""
         plain: dict[str, Any] = as_json(dataclasses.asdict(self))
         return plain
 
     def to_json(self) -> str:
-        """The account as JSON text."""
+        """The cost as JSON text."""
         return json.dumps(self.to_dict(), allow_nan=False, indent=2)
 
     def __str__(self) -> str:
@@ -155,6 +166,8 @@ class SearchCost:
 
 
 class _Fit(NamedTuple):
+    """The fits of one candidate."""
+
     params: str
     n_fits: int
     stated: Stated
@@ -168,28 +181,33 @@ def search_cost(
     public_holdout: bool = False,
     score_events: Iterable[Any] = (),
 ) -> SearchCost:
-    """What the models of a search spent together, and what protects its scores.
+    """Total privacy cost of the models of a search, and what protects its scores.
 
-    Every candidate was fitted on every split, and the best once more: all of these models were
-    made from the same clients, and their costs compose. Separately, a search looks at scores of
-    clients' rows, which mostly nothing protects.
+    A search fits every candidate on every split, and the best one once more. All of these models
+    are made from the same clients, so their costs compose. A search also looks at scores of
+    clients' rows, which usually nothing protects.
 
     Parameters
     ----------
     fitted_search : fitted search
-        ``GridSearchCV``, ``RandomizedSearchCV`` or a halving search around a private estimator,
-        around a pipeline, :class:`~pfl_sklearn.compose.ClientColumn` or ``GridSearchCV`` with one,
-        or inside these; or a :class:`~pfl_sklearn.model_selection.PrivateSelectCV`. With anything
-        else in between (bagging, feature elimination) epsilon is infinite: nobody states how often
-        it fits, and what it learns besides.
+        One of these, or a pipeline or :class:`~pfl_sklearn.compose.ClientColumn` around one:
+
+        - ``GridSearchCV``, ``RandomizedSearchCV`` or a halving search. It may search over a
+          private estimator, or over a pipeline, ClientColumn or ``GridSearchCV`` around one.
+        - :class:`~pfl_sklearn.model_selection.PrivateSelectCV`.
+
+        With any other meta-estimator in between, such as bagging or feature elimination, epsilon
+        is infinite: it does not state how often it fits, or what else it learns.
     delta : float in [0, 1) or None, default=None
-        None: the `delta` of the estimator that was searched over. Fits of which only epsilon and
-        delta are known, as of PrivateSelectCV, need one beyond the sum of theirs.
+        Delta of all models together. None means the `delta` of the estimator that was searched
+        over. Where only epsilon and delta of a fit are known, as for PrivateSelectCV, `delta`
+        must exceed the sum of the deltas of the fits.
     public_holdout : bool, default=False
-        Your statement that all held-out rows are public, and of clients that are not fitted.
+        Your statement that all held-out rows are public, and that they belong to clients that
+        were not fitted.
     score_events : iterable of events, default=()
         Your statement of the noise on every single score: its accounting events, such as
-        :class:`GaussianEvent`. They are counted in the total.
+        :class:`GaussianEvent`. The total includes them.
 
     Returns
     -------
@@ -198,24 +216,25 @@ def search_cost(
     Raises
     ------
     ValueError
-        If there is no fitted search, `delta` is out of range, or the candidates differ in what is
-        protected from whom.
+        - If there is no fitted search.
+        - If `delta` is out of range.
+        - If the candidates differ in the unit or the neighbouring relation.
 
     Notes
     -----
-    Composition is that of :func:`events_epsilon`: exact for Gaussian releases. Every fit is taken
-    to see every client. With folds of rows inside clients
-    (:class:`~pfl_sklearn.model_selection.ClientKFold`) that is so; with folds of whole clients
-    each is in all training sets but one, and the total is an upper bound, as it is for fits that
-    failed. The candidates count as if they had been fixed before the search.
+    Costs compose as in :func:`events_epsilon`, which is exact for Gaussian releases. We assume
+    that every fit sees every client. This is true for folds of rows inside clients
+    (:class:`~pfl_sklearn.model_selection.ClientKFold`). With folds of whole clients, each client
+    is in all training sets but one, so the total is an upper bound. It is also an upper bound if
+    some fits failed. The candidates count as if they had been fixed before the search.
 
-    A search gives all its fits the same `random_state`. Unless that is None their noise is the
-    same too: it cancels in differences of the models, and epsilon is infinite.
+    A search gives all its fits the same `random_state`. Unless it is None, all fits have the same
+    noise. That noise cancels in differences of the models, so epsilon is infinite.
 
-    A search warns of its cost (:class:`PrivacyWarning`) from one of its fits. With ``n_jobs`` the
-    fits of workers print that to their own output, and only that of the refit reaches the caller:
-    with ``refit=False`` none does. Nor is there one from inside what passes no callbacks on, such
-    as bagging.
+    A search emits a :class:`PrivacyWarning` about its cost from one of its fits. With ``n_jobs``,
+    workers print the warning to their own output, and only the refit warns the caller; with
+    ``refit=False`` the caller gets no warning. There is also none inside meta-estimators that
+    pass no callbacks on, such as bagging.
 
     Examples
     --------
@@ -261,12 +280,12 @@ def search_cost(
 
 
 def _find_search(estimator: Any) -> tuple[Any, list[str]]:
-    """The search in a fitted estimator, and what was learnt without noise around it."""
+    """The search in a fitted estimator, and what the estimator learnt around it without noise."""
     check_is_fitted(estimator)
     leaks: list[str] = []
     found = estimator
     while found is not None:
-        if isinstance(found, FrozenEstimator):  # it passes for what it holds
+        if isinstance(found, FrozenEstimator):  # it has the attributes of what it holds
             found = found.estimator
             continue
         if hasattr(found, "cv_results_") or hasattr(found, "trial_params_"):
@@ -279,13 +298,13 @@ def _find_search(estimator: Any) -> tuple[Any, list[str]]:
         inner = inner_estimator(found)
         found = getattr(found, "estimator_", None) if inner is None else inner
     raise ValueError(
-        f"{type(estimator).__name__} holds no search: expected a fitted GridSearchCV, "
+        f"{type(estimator).__name__} contains no search: expected a fitted GridSearchCV, "
         "RandomizedSearchCV, halving search or PrivateSelectCV, or a wrapper around one."
     )
 
 
 def _fits_of(search: Any) -> list[_Fit]:
-    """Cost of every candidate by its parameters, and of the refit."""
+    """Fits of every candidate, and the refit."""
     fits = []
     for params in search.cv_results_["params"]:
         stated = stated_cost(with_params(search.estimator, params))
@@ -307,13 +326,13 @@ def _named(params: dict[str, Any]) -> str:
 
 
 def _common(fits: list[_Fit]) -> tuple[str, str]:
-    """Unit and relation of all fits."""
+    """Unit and relation that all fits have in common."""
     found = {(fit.stated.unit, fit.stated.relation) for fit in fits if fit.stated.events != ()}
     if len(found) > 1:
         several = " and ".join(f"unit={unit!r} with {how!r}" for unit, how in sorted(found))
         raise ValueError(
-            f"the candidates of the search promise different things, {several}, which do not add "
-            "up; search over estimators with one unit and one relation."
+            f"the candidates of the search differ in unit or relation, {several}, so their costs "
+            "do not compose; search over estimators with one unit and one relation."
         )
     return found.pop() if found else (fits[0].stated.unit, fits[0].stated.relation)
 
@@ -332,7 +351,7 @@ def _cost(fit: _Fit, delta: float, relation: str) -> FitCost:
 def _total(
     fits: list[_Fit], scores: tuple[Any, ...], delta: float, relation: str
 ) -> tuple[float, list[str]]:
-    """Epsilon of everything, and why it is infinite if no single fit says why."""
+    """Total epsilon, and the reason if it is infinite although that of every fit is finite."""
     every = list(scores)
     for fit in fits:
         if fit.stated.events is None:
@@ -342,14 +361,14 @@ def _total(
     epsilon = total_epsilon(repeated(every), delta, relation)
     if math.isinf(epsilon) and delta <= deltas:
         return epsilon, [
-            f"the deltas that the fits state add up to {deltas:.4g}, which leaves nothing of delta "
-            f"= {delta:.4g}; give a larger delta="
+            f"the deltas of the fits add up to {deltas:.4g}, which uses up delta = {delta:.4g}; "
+            "give a larger delta="
         ]
     return epsilon, []
 
 
 def _of_scores(search: Any, public: bool, scores: tuple[Any, ...]) -> tuple[str, bool]:
-    """Statement on scores and choice, and whether they are protected."""
+    """Statement about the scores and the choice, and whether they are protected."""
     if not public and not scores:
         return _UNPROTECTED, False
     statement = _PUBLIC if public else _NOISED
@@ -362,26 +381,26 @@ def _notes(search: Any, costs: tuple[FitCost, ...]) -> tuple[str, ...]:
     notes = [f"{cost.params}: {cost.reason}" for cost in costs if cost.reason]
     if type(search.cv).__name__ in _GROUP_SPLITTERS:
         notes.append(
-            f"{type(search.cv).__name__} leaves whole clients out of some training sets; all fits "
-            "are composed all the same, which is an upper bound"
+            f"{type(search.cv).__name__} leaves whole clients out of some training sets; the total "
+            "composes all fits nevertheless, so it is an upper bound"
         )
     else:
         notes.append(
-            "every client is taken to be in every training set, as with folds of rows inside "
-            "clients; an upper bound for other folds"
+            "the total assumes that every client is in every training set, as with folds of rows "
+            "inside clients; it is an upper bound for other folds"
         )
     watched = [*getattr(search, "_skl_callbacks", ())]
     if any(type(callback).__name__ == "ScoringMonitor" for callback in watched):
-        notes.append("the logs of its ScoringMonitor hold scores without noise: not protected")
+        notes.append("the logs of ScoringMonitor hold scores without noise: not protected")
     return tuple(notes)
 
 
 def _of_one_selection(select: Any, delta: float | None, leaks: list[str]) -> SearchCost:
-    """The same of a selection whose total was stated before."""
+    """Cost of a PrivateSelectCV, whose total is stated in advance."""
     report = select.privacy_
     if delta not in (None, report.delta):
         raise ValueError(
-            f"delta must be that of the selection, {report.delta!r}, or None; got {delta!r}."
+            f"delta must be None or that of the selection, {report.delta!r}; got {delta!r}."
         )
     private = math.isfinite(report.epsilon)
     return SearchCost(
@@ -392,15 +411,15 @@ def _of_one_selection(select: Any, delta: float | None, leaks: list[str]) -> Sea
         1,
         (),
         private,
-        "private: counted in epsilon, or of a public hold-out" if private else _UNPROTECTED,
-        (*leaks, "one model is released, of a number of trials that is not", *report.warnings),
+        "private: included in epsilon, or of public rows" if private else _UNPROTECTED,
+        (*leaks, "one model is released; the number of trials is not", *report.warnings),
     )
 
 
 def warn_of_search(estimator: Any) -> None:
-    """Warn, once for every search and process, if a search is what fits a private estimator.
+    """Warn once per search and process if a search fits a private estimator.
 
-    Called at the start of a fit.
+    Call it at the start of a fit.
     """
     searches = enclosing_searches(estimator)
     if not searches or searches[-1].root_uuid in _warned:
@@ -412,11 +431,11 @@ def warn_of_search(estimator: Any) -> None:
         if searches[-1].root_uuid in _warned:
             return
         _warned.append(searches[-1].root_uuid)
-    warn_caller(_message(estimator, tuple(events), searches), PrivacyWarning)
+    warn_caller(_search_message(estimator, tuple(events), searches), PrivacyWarning)
 
 
 def enclosing_searches(estimator: Any) -> list[Any]:
-    """Root contexts of the searches that an estimator is fitted in, innermost first."""
+    """Root contexts of the searches that fit an estimator, innermost first."""
     found, context = [], getattr(estimator, "_parent_callback_ctx", None)
     while context is not None:
         inside = {context.task_name, context.source_task_name} & _FITS_OF_A_SEARCH
@@ -429,7 +448,7 @@ def enclosing_searches(estimator: Any) -> list[Any]:
 
 
 def planned_fits(search: Any) -> tuple[int, bool]:
-    """Number of fits of a search by its root context, and whether there may be more."""
+    """Number of fits of a search, from its root context, and whether there may be more."""
     halving, plain = [], []
     for context in search:
         if context.parent is search and context.task_name == "search":
@@ -440,7 +459,7 @@ def planned_fits(search: Any) -> tuple[int, bool]:
     return sum(halving or plain or [1]) + refits, bool(halving) or not plain
 
 
-def _message(estimator: Any, events: tuple[Any, ...], searches: list[Any]) -> str:
+def _search_message(estimator: Any, events: tuple[Any, ...], searches: list[Any]) -> str:
     plans = [planned_fits(search) for search in searches]
     n_fits = math.prod(count for count, _ in plans)
     at_least = "at least " if any(more for _, more in plans) else ""
@@ -448,16 +467,16 @@ def _message(estimator: Any, events: tuple[Any, ...], searches: list[Any]) -> st
     one, total = (total_epsilon(repeated(events, count), delta, relation) for count in (1, n_fits))
     name, why = type(estimator).__name__, ""
     if getattr(estimator, "random_state", None) is not None and n_fits > 1:
-        total, why = math.inf, f" ({SAME_NOISE})"
+        total, why = math.inf, f": {SAME_NOISE}"
     elif math.isinf(total) and n_fits * sum_of_deltas(events, relation) >= delta:
         why = " (their deltas add up to more)"
     return (
         f"{searches[0].estimator_name} fits this private {name} {at_least}{n_fits} times on the "
-        f"same clients. A fit that spends epsilon = {one:.4g} makes that {at_least}epsilon = "
-        f"{total:.4g} at delta = {delta:.4g} ({relation}) for the models together{why}, if all "
-        "spend the same. The scores (cv_results_) and the choice made from them are not protected "
-        "at all, unless the held-out rows are public. "
+        f"same clients. One fit spends epsilon = {one:.4g}; if all fits spend the same, the models "
+        f"together cost {at_least}epsilon = {total:.4g} at delta = {delta:.4g} ({relation}){why}. "
+        "The scores (cv_results_) and the choice made by them are not protected at all, unless the "
+        "held-out rows are public. "
         "pfl_sklearn.model_selection.PrivateSelectCV chooses within a total that you state, "
-        "pfl_sklearn.privacy.search_cost(search) says what a search has cost, and ledger= of "
+        "pfl_sklearn.privacy.search_cost(search) reports what a search has cost, and ledger= of "
         f"{name} refuses fits beyond a budget."
     )

@@ -39,23 +39,24 @@ SAME_NOISE = (
 
 
 class Stated(NamedTuple):
-    """What one fit spends; `events` is None if nothing protects it, and `reason` says why.
+    """What one fit spends.
 
-    The fit of a search is many of what releases: `n_fits`, whose events are all in `events`.
+    One fit of a search fits the estimator that releases something `n_fits` times. `events` holds
+    the events of all of these fits.
     """
 
-    name: str  # class that releases
-    events: tuple[Any, ...] | None
+    name: str  # of the class that releases something
+    events: tuple[Any, ...] | None  # None: nothing protects the clients
     unit: str
     relation: str
     delta: float
-    reason: str = ""
+    reason: str = ""  # why nothing protects them
     n_fits: int = 1
     seeded: bool = False
 
 
 def stated_cost(estimator: Any) -> Stated:
-    """Cost of one fit of an unfitted estimator, or of what is around one: see the module."""
+    """Cost of one fit of an unfitted estimator, alone or inside a pipeline, wrapper or search."""
     core, _, steps = releasing_core(estimator)
     stated = _of_grid(core) if type(core) is GridSearchCV else _of_core(core)
     for name, step in steps:
@@ -66,14 +67,14 @@ def stated_cost(estimator: Any) -> Stated:
 
 
 def of_all_fits(stated: Stated, n_fits: int) -> Stated:
-    """The same, as one of several fits in all: noise that they share protects none of them."""
+    """Cost of the same fit as one of `n_fits`: noise that several fits share protects none."""
     if stated.events and stated.seeded and n_fits > 1:
         return stated._replace(events=None, reason=SAME_NOISE)
     return stated
 
 
 def with_params(estimator: Any, params: dict[str, Any]) -> Any:
-    """Unfitted estimator of a candidate."""
+    """Unfitted estimator with the parameters of a candidate."""
     return clone(estimator).set_params(**clone(params, safe=False))
 
 
@@ -91,14 +92,14 @@ def _of_core(core: Any) -> Stated:
 
 
 def _of_grid(search: Any) -> Stated:
-    """Cost of one fit of a grid search: all candidates on all splits, and the refit of one."""
+    """Cost of one fit of a grid search: every candidate on every split, and one refit."""
     costs = [
         stated_cost(with_params(search.estimator, params))
         for params in ParameterGrid(search.param_grid)
     ]
     n_splits, n_refits = _n_splits(search.cv), int(bool(search.refit))
     if n_splits is None:
-        reason = "how often the inner GridSearchCV fits is not known beforehand: cv is no number"
+        reason = "how often the inner GridSearchCV fits depends on the data: cv is not a number"
         return costs[0]._replace(events=None, reason=reason)
     n_fits = n_splits * sum(cost.n_fits for cost in costs)
     n_fits += n_refits * max(cost.n_fits for cost in costs)
@@ -109,14 +110,17 @@ def _of_grid(search: Any) -> Stated:
     if unprotected:
         return one
     if len(set(dearest)) > 1:
-        reason = "the candidates of the inner GridSearchCV spend differently: its refit is unknown"
+        reason = (
+            "the candidates of the inner GridSearchCV spend different amounts, and it is unknown "
+            "which of them is refitted"
+        )
         return one._replace(events=None, reason=reason)
     events = (one.events or ()) * (n_splits * len(dearest) + n_refits)
     return one._replace(events=events)
 
 
 def _n_splits(cv: Any) -> int | None:
-    """Number of splits of a search, or None if the data decide on it."""
+    """Number of splits of a search, or None if it depends on the data."""
     if cv is None or isinstance(cv, Integral) or hasattr(cv, "n_splits"):
         return int(check_cv(cv).get_n_splits())
     return None
@@ -135,14 +139,14 @@ def unit_of(core: Any) -> str:
 
 
 def protect(events: Iterable[Any] | None) -> bool:
-    """Whether events have a finite epsilon; that of no event at all is 0."""
+    """Whether events have a finite epsilon; without any event it is 0."""
     if events is None:
         return False
     return all(math.isfinite(getattr(event, "epsilon", 0.0)) for event in events)
 
 
 def total_epsilon(events: Iterable[Any], delta: float, relation: str) -> float:
-    """Epsilon of all events together; at delta = 0 that of pure ones only is finite."""
+    """Epsilon of all events together; at delta = 0 it is finite for pure events only."""
     if delta > 0:
         return float(events_epsilon(events, delta, relation))
     spent = [event.spending(relation) for event in events]
@@ -152,13 +156,13 @@ def total_epsilon(events: Iterable[Any], delta: float, relation: str) -> float:
 
 
 def sum_of_deltas(events: Iterable[Any], relation: str) -> float:
-    """What the deltas of events that state one add up to; no smaller delta has an epsilon."""
+    """Sum of the deltas that events state; epsilon is infinite at any smaller delta."""
     spent = [event.spending(relation) for event in events]
     return math.fsum(pair[1] for one in spent for pair in one.pure)
 
 
 def repeated(events: Iterable[Any], n_fits: int = 1) -> tuple[Any, ...]:
-    """Events of `n_fits` fits, equal ones put together where an event can count."""
+    """Events of `n_fits` fits, with equal ones merged where an event has a count."""
     found: list[Any] = []
     for event, count in Counter(events).items():
         for name in ("n_rounds", "n_releases"):
@@ -172,11 +176,11 @@ def repeated(events: Iterable[Any], n_fits: int = 1) -> tuple[Any, ...]:
 
 
 def seed_tag(seed: Any, salt: str) -> str:
-    """Short text that is the same for seeds that give the same noise."""
+    """Short text that is equal for seeds that give the same noise."""
     if isinstance(seed, Integral):
         words: Any = int(seed)
     else:
-        # What the fit is going to draw from the generator: its state may differ in other things.
+        # The words that the fit will draw: states may differ without changing the noise.
         words = copy.deepcopy(check_random_state(seed)).randint(0, 2**31 - 1, size=4).tolist()
     return hashlib.blake2b(f"{salt} {words}".encode(), digest_size=8).hexdigest()
 
@@ -188,10 +192,10 @@ def gaussian_events(
     add_remove: float | None = None,
     replace_one: float | None = 1.0,
 ) -> tuple[Event, ...]:
-    """Events of Gaussian releases that spend (epsilon, delta) together.
+    """Events of Gaussian releases that together spend (epsilon, delta).
 
-    `add_remove` and `replace_one` are the sensitivities under these relations, as a share of the
-    one that the noise was calibrated to; None is not known.
+    `add_remove` and `replace_one` are the sensitivities under these relations, divided by the
+    sensitivity that the noise was calibrated to. None means unknown.
     """
     if math.isinf(epsilon):
         return UNPROTECTED

@@ -31,19 +31,25 @@ _NESTED = (
 def privacy_of(estimator: Any) -> PrivacyReport:
     """Privacy report of a fitted estimator, pipeline, wrapper or search as a whole.
 
-    A pipeline protects no better than its worst step: a step fitted on the same data without
-    noise (a ``StandardScaler``, say) leaks, and so does a search that picked its winner by
-    un-noised scores. In both cases ``epsilon`` is infinite and the report names the culprit.
+    A pipeline protects no better than its worst step. A step that was fitted on the same data
+    without noise, such as a ``StandardScaler``, leaks. So does a search that chose by scores
+    without noise. In both cases ``epsilon`` is infinite, and the report names the culprit.
 
     Parameters
     ----------
     estimator : fitted estimator
-        A client-aware estimator, a :class:`~sklearn.pipeline.Pipeline` that ends in one, a
-        :class:`~pfl_sklearn.compose.ClientColumn` or a search around either.
+        A client-aware estimator, a :class:`~sklearn.pipeline.Pipeline` that ends in one, or a
+        :class:`~pfl_sklearn.compose.ClientColumn` or search around either.
 
     Returns
     -------
     PrivacyReport
+        With infinite ``epsilon`` for estimators that this package does not vouch for.
+
+    Raises
+    ------
+    ValueError
+        If there is no estimator of this package inside.
 
     Examples
     --------
@@ -78,7 +84,7 @@ def privacy_of(estimator: Any) -> PrivacyReport:
         return leaking(privacy_of(estimator.best_estimator_), reason)
     if hasattr(estimator, "privacy_"):
         return PrivacyReport.unprotected(
-            f"{type(estimator).__name__} is not of pfl_sklearn, which does not vouch for its own "
+            f"{type(estimator).__name__} is not part of pfl_sklearn, which does not vouch for its "
             "privacy_"
         )
     if any(hasattr(estimator, name) for name in _NESTED):
@@ -92,22 +98,23 @@ def privacy_of(estimator: Any) -> PrivacyReport:
 
 
 def _pipeline_report(pipeline: Pipeline) -> PrivacyReport:
+    """Report of the last step, unless another step learnt something without noise."""
     report = privacy_of(pipeline.steps[-1][1])
     for name, step in pipeline.steps[:-1]:
         if learns(step):
             return leaking(
                 report,
                 f"step {name!r} ({type(step).__name__}) was fitted on the same data without noise; "
-                "replace it by constants of yours or by a step that learns nothing",
+                "replace it by constants of your own or by a step that learns nothing",
             )
         if getattr(step, "func", None) is not None:
-            assumed = f"step {name!r} treats every row by itself"
+            assumed = f"step {name!r} treats every row separately"
             report = dataclasses.replace(report, assumptions=(*report.assumptions, assumed))
     return report
 
 
 def learns(step: Any) -> bool:
-    """Whether a transformer keeps something of the data that it was fitted on."""
+    """Whether a transformer keeps anything about the data it was fitted on."""
     if step is None or isinstance(step, str):
         return False
     return not isinstance(step, BaseEstimator) or get_tags(step).requires_fit

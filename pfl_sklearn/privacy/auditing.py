@@ -1,4 +1,4 @@
-"""Audits: what noise a release really has, found out from its outputs alone."""
+"""Audits: lower bounds on the privacy loss of a release, from its outputs alone."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Floats = npt.NDArray[np.float64]
 def gdp_lower_bound(with_canary: Floats, without: Floats, alpha: float = 1e-3) -> float:
     """Lower confidence bound on the Gaussian-DP parameter of a release.
 
-    Run the release many times on each of two neighbouring tables and give one number per run that
-    tends to be larger with the canary. A bound above the claimed mu convicts the release; one
-    below proves nothing.
+    Run the release many times on each of two neighbouring tables, and score each run by a number
+    that tends to be larger with the canary. A bound above the claimed mu convicts the release. A
+    bound below it proves nothing.
 
     Parameters
     ----------
     with_canary, without : array-like of shape (n_runs,)
-        Scores of independent runs. The first half picks a threshold, the second half is tested.
+        Scores of independent runs. The first half picks a threshold, and the second half tests it.
     alpha : float, default=1e-3
-        Probability of a bound above the truth.
+        Probability that the bound exceeds the true mu.
 
     Returns
     -------
     float
-        Lower bound on mu; minus infinity if the runs say nothing.
+        Lower bound on mu; minus infinity if the runs are uninformative.
 
     Examples
     --------
@@ -53,15 +53,16 @@ def gdp_lower_bound(with_canary: Floats, without: Floats, alpha: float = 1e-3) -
 def odds_lower_bound(
     given_truth: int, given_other: int, n_draws: int, alpha: float = 1e-6
 ) -> float:
-    """Lower confidence bound on epsilon from how often an output occurs under two inputs.
+    """Lower confidence bound on epsilon from the counts of one output under two inputs.
 
     Parameters
     ----------
     given_truth, given_other : int
-        How often the output occurred in `n_draws` draws under either input.
+        Number of occurrences of the output in `n_draws` draws under each input.
     n_draws : int
+        Number of draws under each input.
     alpha : float, default=1e-6
-        Probability of a bound above the truth.
+        Probability that the bound exceeds the true log ratio.
 
     Returns
     -------
@@ -81,7 +82,7 @@ def odds_lower_bound(
 
 
 def _best_threshold(with_canary: Floats, without: Floats) -> float:
-    """Threshold that separates the two samples best on the normal scale."""
+    """Threshold that best separates the two samples on the normal scale."""
     grid = np.quantile(np.concatenate([with_canary, without]), np.linspace(0.1, 0.9, 33))
 
     def separation(threshold: float) -> float:

@@ -470,7 +470,7 @@ def test_a_failed_private_warm_start_leaves_everything(clip_quantile):
 def test_seeded_noise_is_said_to_be_reproducible():
     X, y, groups = table()
     model = PPSGDRegressor(random_state=0, **NOISE)
-    with pytest.warns(PrivacyWarning, match="whoever knows the seed"):
+    with pytest.warns(PrivacyWarning, match="anyone who knows the seed"):
         model.fit(X, y, groups=groups)
     assert model.privacy_.noise_reproducible
 

@@ -74,7 +74,7 @@ def test_facts_of_the_report(unit, relation):
     assert epsilon == pytest.approx(spent)
     assert (epsilon < 1) == (relation == "replace_one")
     assert f"moments of the {unit}s" in report.mechanism
-    assert "whoever sees what is released" in report.adversary
+    assert "anyone who sees what is released" in report.adversary
     text = " ".join(report.assumptions)
     assert "feature_bound = 3, target_bound = 6" in text
     assert ("number of clients and of rows" in text) == (relation == "replace_one")

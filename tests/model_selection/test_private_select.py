@@ -684,7 +684,7 @@ class Foreign(GaussianMean):
 def test_what_is_not_of_the_package_is_not_vouched_for():
     model = fitted(select(Foreign(noise_variance=1.0)))
     assert model.privacy_.epsilon == math.inf
-    assert "Foreign is not of pfl_sklearn" in model.privacy_.warnings[0]
+    assert "Foreign is not part of pfl_sklearn" in model.privacy_.warnings[0]
 
 
 def test_rounds_of_ppsgd():

@@ -107,7 +107,7 @@ def test_an_infinite_total_names_the_entry(path):
 def test_deltas_of_the_entries_count(path):
     ledger = PrivacyLedger(path)
     spend(ledger, 2, events=[PureEvent(1.0, 0.6 * DELTA, "replace_one")])
-    with pytest.warns(PrivacyWarning, match="their own deltas are above 1e-05"):
+    with pytest.warns(PrivacyWarning, match="deltas exceeds 1e-05"):
         assert ledger.total() == math.inf
 
 
@@ -137,8 +137,8 @@ def test_a_budget_is_kept_to_the_last_bit(path):
     assert ledger.total() == pytest.approx(2.0, rel=1e-9)
     before = path.read_bytes()
     message = (
-        r"Somebody asks for epsilon = 0\.1\d*, and with the 2 spent so far the total would be "
-        rf"2\.0\d+, above the budget of 2 \(at delta = 1e-05, replace_one\) of {path}; refused"
+        r"Somebody .*epsilon = 0\.1\d*; .* 2 spent .* total would be "
+        rf"2\.0\d+, above the budget of 2 \(at delta = 1e-05, replace_one\) of {path}\. .*refused"
     )
     with pytest.raises(BudgetExceeded, match=message):
         spend(ledger, events=[GaussianEvent(None, 0.05)])
@@ -156,7 +156,7 @@ def test_what_has_no_finite_epsilon_is_refused_by_a_budget(path):
 
 
 def test_a_refusal_names_the_relation_that_would_allow_it(path):
-    other = "under add_remove it would be {}, for which the ledger must be made with relation='add"
+    other = "under add_remove it would be {}, .* relation='add_remove'"
     ledger = PrivacyLedger(path, budget=(2.0, DELTA))
     alone = f"{gdp_epsilon(gdp_mu(2.0, DELTA) * 0.9, DELTA):.6g}"
     with pytest.raises(BudgetExceeded, match=other.format(alone)):
@@ -168,11 +168,11 @@ def test_a_refusal_names_the_relation_that_would_allow_it(path):
 
 def test_another_unit_is_refused(path):
     ledger = PrivacyLedger(path)
-    with pytest.raises(ValueError, match=r"protects one row, .* spent on one client; give"):
+    with pytest.raises(ValueError, match=r"Somebody has unit='row', .* has unit='client'"):
         ledger.spend([GAUSSIAN], what="Somebody", unit="row")
     rows = PrivacyLedger(path.with_name("rows"), unit="row")
     rows.spend([GAUSSIAN], what="Somebody", unit="row")
-    with pytest.raises(ValueError, match="protects one client"):
+    with pytest.raises(ValueError, match="Somebody has unit='client'"):
         spend(rows)
 
 
@@ -224,9 +224,9 @@ def test_settings_stay_with_the_file(path):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"budget": 5.0}, r"was made with budget=4\.0; got budget=5\.0"),
-        ({"budget": (4.0, 1e-6)}, "was made with delta=1e-05; got delta=1e-06"),
-        ({"delta": 0.1}, r"was made with delta=1e-05; got delta=0\.1"),
+        ({"budget": 5.0}, r"with budget=4\.0; got budget=5\.0"),
+        ({"budget": (4.0, 1e-6)}, "with delta=1e-05; got delta=1e-06"),
+        ({"delta": 0.1}, r"with delta=1e-05; got delta=0\.1"),
         ({"relation": "add_remove"}, "relation='replace_one'; got relation='add_remove'"),
         ({"unit": "row"}, "unit='client'; got unit='row'"),
     ],
@@ -239,7 +239,7 @@ def test_other_settings_are_refused(path, asked, message):
 
 def test_a_ledger_without_budget_does_not_get_one(path):
     PrivacyLedger(path)
-    with pytest.raises(ValueError, match=r"was made with budget=None; got budget=1\.0"):
+    with pytest.raises(ValueError, match=r"with budget=None; got budget=1\.0"):
         PrivacyLedger(path, budget=1.0)
 
 
@@ -253,7 +253,7 @@ def test_a_ledger_without_budget_does_not_get_one(path):
         ({"budget": "4"}, "budget must be"),
         ({"budget": (4.0, 1e-5, 3)}, "budget must be"),
         ({"budget": (4.0, 1.0)}, r"delta must be in \(0, 1\); got 1.0"),
-        ({"budget": (4.0, 1e-5), "delta": 1e-6}, "delta must be that of budget="),
+        ({"budget": (4.0, 1e-5), "delta": 1e-6}, "delta must .* budget="),
         ({"delta": 0.0}, r"delta must be in \(0, 1\); got 0.0"),
         ({"relation": "zero_out"}, "relation must be one of replace_one, add_remove, or None"),
         ({"unit": "user"}, "unit must be one of client, row, or None; got 'user'"),
@@ -269,7 +269,7 @@ def test_bad_settings(path, params, message):
 
 
 def test_a_missing_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"cannot open .*nowhere.* in an existing folder"):
+    with pytest.raises(FileNotFoundError, match=r"cannot open .*nowhere.* existing folder"):
         PrivacyLedger(tmp_path / "nowhere" / "ledger.jsonl")
 
 
@@ -286,7 +286,7 @@ def test_a_pipe_is_an_error_and_does_not_hang(path):
     ledger = PrivacyLedger(path.with_name("real"))
     path.rename(ledger.path)
     message = in_child(spend, ledger)
-    assert "cannot be used (not a regular file), so that nothing was spent" in message
+    assert "cannot be used (not a regular file); nothing was spent" in message
 
 
 def test_a_path_that_may_not_be_written(path):
@@ -313,7 +313,9 @@ def test_a_file_that_may_only_be_read(path, monkeypatch):
 
     monkeypatch.setattr(_ledger_file.os, "open", read_only)
     assert PrivacyLedger(path).total() == ledger.total()
-    with pytest.raises(PermissionError, match=r"be used .Permission denied., so that nothing"):
+    with pytest.raises(
+        PermissionError, match=r"cannot be used .Permission denied.; nothing was spent"
+    ):
         spend(ledger)
 
 
@@ -321,7 +323,9 @@ def test_a_file_that_is_gone(path):
     ledger = spend(PrivacyLedger(path))
     path.unlink()
     for use in (spend, PrivacyLedger.total, PrivacyLedger.to_frame):
-        with pytest.raises(FileNotFoundError, match=r"is gone, .* Put it back, or start a new one"):
+        with pytest.raises(
+            FileNotFoundError, match=r"no longer exists, .* Restore it, or start a new one"
+        ):
             use(ledger)
     assert not path.exists()
 
@@ -346,14 +350,14 @@ def test_a_file_that_is_replaced_while_it_is_used(path, monkeypatch):
         path.unlink()
 
     monkeypatch.setattr(_ledger_file.os, "fsync", lose)
-    with pytest.raises(FileNotFoundError, match="is gone"):
+    with pytest.raises(FileNotFoundError, match="no longer exists"):
         spend(ledger)
 
 
 @pytest.mark.parametrize("text", ["a,b\n1,2\n", "[1]\n", "{}\n", "no end of line", "\n", "\0\0"])
 def test_other_files_are_left_alone(path, text):
     path.write_text(text)
-    with pytest.raises(ValueError, match="is not a privacy ledger: expected a file that"):
+    with pytest.raises(ValueError, match="is not a privacy ledger; expected"):
         PrivacyLedger(path)
     assert path.read_text() == text
 
@@ -368,7 +372,7 @@ def test_another_version_of_the_format(path):
 def test_a_header_that_lacks_something(path):
     PrivacyLedger(path)
     path.write_text(path.read_text().replace('"budget"', '"buget"'))
-    with pytest.raises(ValueError, match=r"must have budget, delta, .*; got .*buget"):
+    with pytest.raises(ValueError, match=r"budget, delta, .*; got .*buget"):
         PrivacyLedger(path)
 
 
@@ -379,7 +383,9 @@ def test_a_damaged_line_is_an_error(path, line):
     lines[2] = line.encode(errors="surrogateescape")
     path.write_bytes(b"\n".join(lines))
     for use in (spend, PrivacyLedger.total, lambda ledger: PrivacyLedger(ledger.path)):
-        with pytest.raises(ValueError, match=r"line 3 of the privacy ledger .* cannot be read as"):
+        with pytest.raises(
+            ValueError, match=r"line 3 of the privacy ledger .* is not a valid entry"
+        ):
             use(ledger)
 
 
@@ -387,7 +393,7 @@ def test_a_lost_line_is_an_error(path):
     ledger = spend(PrivacyLedger(path), 3)
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join(lines[:2] + lines[3:]))
-    with pytest.raises(ValueError, match=r"line 3 of .* is entry 3 where 2 was expected"):
+    with pytest.raises(ValueError, match=r"line 3 of .* is entry 3; expected entry 2"):
         ledger.total()
 
 
@@ -399,12 +405,12 @@ def test_an_unknown_event_is_an_error(path, event):
     header, entry, _ = path.read_text().split("\n")
     path.write_text(f"{header}\n{json.dumps({**json.loads(entry), 'events': [event]})}\n")
     for use in (spend, PrivacyLedger.total):
-        with pytest.raises(ValueError, match=r"entry 1 of the privacy ledger .* does not know"):
+        with pytest.raises(ValueError, match=r"entry 1 of the privacy ledger .* cannot read"):
             use(ledger)
 
 
 def test_a_system_without_file_locks(path, monkeypatch):
     monkeypatch.setattr(_ledger_file, "fcntl", None)
-    with pytest.raises(OSError, match="no fcntl, whose file locks PrivacyLedger needs"):
+    with pytest.raises(OSError, match="lacks fcntl"):
         PrivacyLedger(path)
     assert not path.exists()

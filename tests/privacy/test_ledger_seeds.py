@@ -18,7 +18,7 @@ from pfl_sklearn.privacy._spending import UNPROTECTED
 DELTA = 1e-5
 GAUSSIAN = GaussianEvent(0.1, 0.2)
 CLIENTS = make_gaussian_clients(60, 6, random_state=0)
-REASON = "same random_state as entry 1: their noise cancels; use random_state=None"
+REASON = "same random_state as entry 1, so their noise cancels; use random_state=None"
 seeded = pytest.mark.filterwarnings("ignore:random_state was given")
 
 

@@ -192,7 +192,7 @@ def test_targets_transformed_by_others_and_strangers_leak():
     own = Stranger(**PRIVATE).fit(CLIENTS.data, CLIENTS.target, **ROWS)
     report = privacy_of(own)
     assert report.epsilon == math.inf
-    assert "Stranger is not of pfl_sklearn" in report.warnings[0]
+    assert "Stranger is not part of pfl_sklearn" in report.warnings[0]
 
 
 def test_functions_are_taken_to_treat_rows_alone():
@@ -200,7 +200,7 @@ def test_functions_are_taken_to_treat_rows_alone():
     with sklearn.config_context(enable_metadata_routing=True):
         report = privacy_of(pipeline.fit(CLIENTS.data, CLIENTS.target, **ROWS))
     assert report.epsilon == 1.0
-    assert "step 'functiontransformer' treats every row by itself" in report.assumptions
+    assert "step 'functiontransformer' treats every row separately" in report.assumptions
 
 
 @pytest.mark.parametrize("epsilon", [np.int64(1), np.float32(1), np.float64(1)])

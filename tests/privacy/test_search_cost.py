@@ -188,7 +188,7 @@ def test_inner_searches_that_release_in_part():
 @pytest.mark.parametrize(
     ("inner", "reason"),
     [
-        ({"cv": LeaveOneOut()}, "how often the inner GridSearchCV fits is not known"),
+        ({"cv": LeaveOneOut()}, "how often the inner GridSearchCV fits depends on the data"),
         ({"param_grid": {"estimator__epsilon": [1.0, 2.0]}}, "inner GridSearchCV spend differ"),
         ({"param_grid": {"estimator__epsilon": [1.0, math.inf]}}, "nothing protects the clients"),
     ],
@@ -268,7 +268,7 @@ def test_the_deltas_of_selections_add_up():
     search = fitted(grid(select, {}, cv=ClientKFold(2, random_state=0)))
     cost = search_cost(search)
     assert (cost.n_fits, cost.epsilon) == (3, math.inf)
-    assert cost.notes[0].startswith("the deltas that the fits state add up to 3e-05")
+    assert cost.notes[0].startswith("the deltas of the fits add up to 3e-05")
     assert "give a larger delta=" in cost.notes[0]
     assert 5.99 < search_cost(search, delta=3.1e-5).epsilon <= 6.0
     text = one_warning(search.__sklearn_clone__())
@@ -387,7 +387,7 @@ def test_units_that_do_not_add_up_are_refused():
         GaussianPrior(covariance=1.0), epsilon=1.0, feature_bound=3.0, target_bound=3.0
     )
     search = fitted(grid(line, {"unit": ["client", "row"]}))
-    with pytest.raises(ValueError, match="promise different things, unit='client'"):
+    with pytest.raises(ValueError, match="differ in unit or relation, unit='client'"):
         search_cost(search)
 
 
@@ -403,7 +403,7 @@ def test_json_and_text():
 
 
 def test_without_a_search():
-    with pytest.raises(ValueError, match="GaussianMean holds no search"):
+    with pytest.raises(ValueError, match="GaussianMean contains no search"):
         search_cost(GaussianMean().fit(X, Y, groups=GROUPS))
 
 

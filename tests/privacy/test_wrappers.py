@@ -137,7 +137,7 @@ def test_nobody_vouches_for_the_same_class_of_others():
 
     report = privacy_of(fitted(Strange(LinearRegression())))
     assert report.epsilon == math.inf
-    assert "Strange is not of pfl_sklearn" in report.warnings[0]
+    assert "Strange is not part of pfl_sklearn" in report.warnings[0]
 
 
 def test_what_wraps():

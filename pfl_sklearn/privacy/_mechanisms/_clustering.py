@@ -1,4 +1,4 @@
-"""Private clustering of clients: bounded messages, and one budget for all of their releases."""
+"""Private clustering of clients: bounded messages, and one budget for all releases."""
 
 from __future__ import annotations
 
@@ -17,51 +17,59 @@ Floats = npt.NDArray[np.float64]
 
 _SQUARE_SCALE = 0.5
 _HIGHEST_GAIN, _LEAST_LOWEST_GAIN = 2.0, 3.0
-_GAIN_NOISE = 0.1  # of the number of clients: where the noise lets the gains be cut
+_GAIN_NOISE = 0.1  # noise on the sum of gains, as a share of the number of clients
 
 
 @dataclass(frozen=True)
 class PrivateClustering:
     r"""Noisy k-means: Gaussian releases of clients' vectors under one (epsilon, delta).
 
-    Vectors c lie in the unit ball. The releases, all of them sums over clients, are: "moments",
-    c and :math:`c c^\top`, from which starting points are made; "scores", the squared distance (cut
-    at 1) to the nearest centre of every candidate start; `n_steps` "steps", the vector times the
-    client's shares of the components, and the shares; and "gain", one number per client of how
-    much the result helps it. Every release may depend on the ones before.
+    Vectors c lie in the unit ball. Each release is a sum over clients and may depend on earlier
+    releases:
+
+    - "moments": c and :math:`c c^\top`, from which starting points are computed;
+    - "scores": for every candidate start, the squared distance to its nearest centre, clipped at 1;
+    - `n_steps` "steps": the vector times the client's shares of the components, and the shares;
+    - "gain": one number per client, how much the result improves its fit.
 
     Parameters
     ----------
     epsilon : float, > 0
+        Epsilon of all releases together.
     delta : float in (0, 1)
+        Delta of all releases together.
     n_features : int
+        Length of the vectors.
     n_clients : int
-        Public.
+        Number of clients, which is public.
     squares : bool, default=False
         Whether steps also release shares times half the squared norm.
     n_steps : int, default=5
+        Number of steps of k-means or EM.
     n_candidates : int, default=32
+        Number of candidate starts.
 
     Notes
     -----
     L2 sensitivities when one client is replaced:
 
-    - moments, with entries off the diagonal counted once and times :math:`\sqrt 2`: for vectors c,
+    - moments: the message has each off-diagonal entry once, times :math:`\sqrt 2`. For vectors c,
       c' and :math:`\rho = c \cdot c'` the squared distance is :math:`|c|^2 + |c'|^2 - 2 \rho +
-      |c|^4 + |c'|^4 - 2 \rho^2`, at most 4.5 (at :math:`\rho = -1/2`); 4 for numbers.
-    - scores: at most 1 in each of J candidates, :math:`\sqrt J`.
-    - a step: for shares r, r', with :math:`|r| \le 1`, and :math:`q = 1/2` if there are squares, it
-      is :math:`|r|^2 (1 + |c|^2 + q^2 |c|^4) + |r'|^2 (1 + |c'|^2 + q^2 |c'|^4) - 2 r \cdot r' (1 +
-      c \cdot c' + q^2 |c|^2 |c'|^2)`. The last term is no gain, so it is at most
-      :math:`4 + 2 q^2`: two clients of different components. Counts are free beside sums: two
-      clients of one component are 2 apart as well.
-    - gain: in [-L, 2], over L + 2: 1. L is as large as keeps the noise below a tenth of the
-      number of clients, and at least 3.
+      |c|^4 + |c'|^4 - 2 \rho^2`. It is at most 4.5 (at :math:`\rho = -1/2`), and 4 for numbers.
+    - scores: each of J candidates changes by at most 1, so the sensitivity is :math:`\sqrt J`.
+    - a step: for shares r, r', with :math:`|r| \le 1`, and :math:`q = 1/2` with squares (0
+      without), the squared distance is :math:`|r|^2 (1 + |c|^2 + q^2 |c|^4) + |r'|^2 (1 + |c'|^2 +
+      q^2 |c'|^4) - 2 r \cdot r' (1 + c \cdot c' + q^2 |c|^2 |c'|^2)`. The last term is not
+      positive, so the squared distance is at most :math:`4 + 2 q^2`, for two clients of different
+      components. Counts add nothing to the cost of sums: two clients of one component are already
+      2 apart.
+    - gain: gains are clipped to [-L, 2] and divided by L + 2, so the sensitivity is 1. L is the
+      largest value that keeps the noise below a tenth of the number of clients, and at least 3.
 
     A release with share f of the budget has noise sensitivity / (mu sqrt f), where mu is the
-    Gaussian-DP parameter of (epsilon, delta); shares sum to 1, and so the composition is exact.
-    Nothing is claimed for clients that come or go: L and the importance of every client's gain
-    depend on how many clients there are and on their sizes, so that the gain is no plain sum.
+    Gaussian-DP parameter of (epsilon, delta). The shares sum to 1, so the composition is exact.
+    We claim nothing under add/remove: L and the importance of every client's gain depend on the
+    number of clients and on their sizes, so the gain is not a plain sum.
 
     Examples
     --------
@@ -87,9 +95,10 @@ class PrivateClustering:
 
     @property
     def parts(self) -> dict[str, tuple[float, float]]:
-        """Share of the budget and L2 sensitivity of every release by name.
+        """Share of the budget and L2 sensitivity of every release, by name.
 
-        The last step has three times the share of the others, because its noise stays.
+        The last step has three times the share of the others, because its noise remains in the
+        result.
         """
         moved = math.sqrt(4 + 2 * _SQUARE_SCALE**2 * self.squares)
         step = 0.7 / (self.n_steps + 2)
@@ -103,7 +112,7 @@ class PrivateClustering:
 
     @property
     def lowest_gain(self) -> float:
-        """L, where gains are cut below."""
+        """L: gains are clipped at -L from below."""
         allowed = _GAIN_NOISE * self.n_clients / self.mechanism("gain").noise_std
         return max(allowed - _HIGHEST_GAIN, _LEAST_LOWEST_GAIN)
 
@@ -115,7 +124,7 @@ class PrivateClustering:
         }
 
     def mechanism(self, part: str) -> GaussianMechanism:
-        """The mechanism of one release."""
+        """Mechanism of one release."""
         return self._mechanisms[part]
 
     def step_name(self, t: int) -> str:
@@ -123,7 +132,7 @@ class PrivateClustering:
         return "last" if t == self.n_steps - 1 else f"step {t}"
 
     def moments(self, vectors: Floats) -> Floats:
-        """Sums of c and of the upper triangle of c c'."""
+        """Sums over clients of c and of the upper triangle of c c'."""
         products = vectors.T @ vectors
         return np.concatenate([vectors.sum(axis=0), (products * self._off())[self._upper()]])
 
@@ -138,7 +147,7 @@ class PrivateClustering:
         return mean, products - np.outer(mean, mean)
 
     def scores(self, vectors: Floats, candidates: list[Floats]) -> Floats:
-        """Sums of cut squared distances to the nearest centre of every candidate (k, d)."""
+        """Sums of clipped squared distances to the nearest centre of every candidate (k, d)."""
         nearest = [
             np.min([np.sum((vectors - centre) ** 2, axis=1) for centre in centres], axis=0)
             for centres in candidates
@@ -154,7 +163,7 @@ class PrivateClustering:
         return np.concatenate(sums)
 
     def split_step(self, released: Floats, k: int) -> tuple[Floats, Floats, Floats | None]:
-        """Sums (k, d), counts (k,) and, if there are any, summed squared norms (k,)."""
+        """Sums (k, d), counts (k,) and, with `squares`, summed squared norms (k,)."""
         size = k * self.n_features
         sums, counts = released[:size].reshape(k, self.n_features), released[size : size + k]
         return sums, counts, released[size + k :] / _SQUARE_SCALE if self.squares else None
@@ -164,7 +173,7 @@ class PrivateClustering:
         return self.mechanism(part).noise_std / _SQUARE_SCALE
 
     def gain(self, gains: Floats, importance: Floats) -> Floats:
-        """Summed gains (1,) of clients, cut and scaled, each times its importance in [0, 1]."""
+        """Sum (1,) of clients' clipped and scaled gains, weighted by importance in [0, 1]."""
         cut = np.clip(np.nan_to_num(gains, nan=-np.inf), -self.lowest_gain, _HIGHEST_GAIN)
         return np.array([importance @ cut]) / (self.lowest_gain + _HIGHEST_GAIN)
 
@@ -174,7 +183,7 @@ class PrivateClustering:
         return float(released[0]) * width, self.mechanism("gain").noise_std * width
 
     def facts(self) -> dict[str, Any]:
-        """What the privacy report says; noise and sensitivity are those of the last step."""
+        """Facts for the privacy report; noise and sensitivity are those of the last step."""
         return {
             "mechanism": (
                 f"analytic Gaussian mechanism on {len(self.parts)} sums over clients, rounded to a "

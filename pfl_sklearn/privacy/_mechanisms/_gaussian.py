@@ -17,7 +17,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def clip_l2(vectors: Floats, radius: float) -> Floats:
-    """Rows (m, d) projected onto the ball of `radius`; a row with NaN or infinity becomes 0."""
+    """Rows (m, d) projected onto the ball of `radius`; rows with NaN or infinity become 0."""
     vectors = np.where(np.isfinite(vectors).all(axis=1, keepdims=True), vectors, 0.0)
     largest = np.abs(vectors).max(axis=1, keepdims=True, initial=0.0)
     scaled = np.divide(vectors, largest, out=np.zeros_like(vectors), where=largest > 0)
@@ -29,27 +29,31 @@ def clip_l2(vectors: Floats, radius: float) -> Floats:
 
 @dataclass(frozen=True)
 class ClientMoments:
-    """Message of a client about its mean, bounded by nature or by clipping.
+    """Bounded message of a client about its mean.
 
-    The message is, in this order and each part divided by its bound: the client's mean less the
-    centre, clipped to L2 norm `radius`; its squared norm, if `square`; and the sampling variance
-    of the client's mean (summed over coordinates), cut at `sampling_bound`, if `sampling`.
+    The message has up to three parts, in this order, each divided by its bound:
+
+    - the client's mean minus the centre, clipped to L2 norm `radius`, if `mean`;
+    - the squared norm of that, if `square`;
+    - the sampling variance of the client's mean, summed over coordinates and clipped at
+      `sampling_bound`, if `sampling`.
 
     Parameters
     ----------
     radius : float
-        L2 radius of the ball that client means are clipped to; the user's.
+        L2 radius of the ball that client means are clipped to. Choose it without looking at the
+        data.
     mean, square, sampling : bool
         Which parts the message has.
     sampling_bound : float, default=1.0
-        Where sampling variances are cut, as a share of ``radius**2``.
+        Upper bound on sampling variances, as a share of ``radius**2``.
 
     Notes
     -----
-    Replacing one client moves the mean part by at most 2, the squared norm by at most 1 and the
-    sampling variance by at most 1. The first two do not peak together: for norms a, b of the two
-    clipped means the squared distance is at most (a + b)^2 (1 + (a - b)^2) <= 4, so the squared
-    norm is free.
+    Replacing one client changes the mean part by at most 2, the squared norm by at most 1 and the
+    sampling variance by at most 1. The first two cannot reach their maxima together: if the two
+    clipped means have norms a and b, the squared distance is at most
+    (a + b)^2 (1 + (a - b)^2) <= 4. So the squared norm costs nothing next to the mean.
     """
 
     radius: float
@@ -69,7 +73,7 @@ class ClientMoments:
         return math.sqrt(self.mean + self.square + self.sampling)
 
     def messages(self, means: Floats, sampling_variances: Floats) -> Floats:
-        """Messages (m, p) of clients with centred means (m, d) and sampling variances (m,)."""
+        """Messages (m, p) of clients, from centred means (m, d) and sampling variances (m,)."""
         clipped = clip_l2(means, self.radius) / self.radius
         parts = []
         if self.mean:
@@ -103,12 +107,15 @@ class GaussianMechanism:
     Parameters
     ----------
     sensitivity : float
-        L2 sensitivity under replacement: how far one client's message (local trust) or the sum of
-        all messages (central trust) can move when one client's whole data are replaced.
+        L2 sensitivity under replacement: the largest change of one client's message (local trust)
+        or of the sum of all messages (central trust) when one client's whole data are replaced.
     epsilon : float, > 0
+        Epsilon of the release.
     delta : float in (0, 1)
-    trust : {"central", "local"}
-        Who adds the noise: a trusted server once on the sum, or every client on its own message.
+        Delta of the release.
+    trust : {"central", "local"}, default="central"
+        Who adds the noise: a trusted server, once to the sum ("central"), or every client to its
+        own message ("local").
 
     Attributes
     ----------
@@ -149,13 +156,13 @@ class GaussianMechanism:
 
     @property
     def grid(self) -> float:
-        """Step of the public grid that releases are rounded to: about a millionth of the noise."""
+        """Step of the public grid that releases are rounded to, about a millionth of the noise."""
         return public_grid(self.noise_std)
 
     def privatize(self, messages: Floats, rng: np.random.Generator) -> Floats:
-        """Release messages (m, p): noisy ones (local), or one noisy sum (p,) (central).
+        """Noisy messages (m, p) with local trust, or their noisy sum (p,) with central trust.
 
-        Central trust also takes the sum (p,) itself.
+        With central trust `messages` may also be the exact sum (p,).
         """
         exact = messages
         if self.trust == "central" and messages.ndim == 2:
@@ -163,11 +170,11 @@ class GaussianMechanism:
         return gaussian_on_grid(exact, self.noise_std, rng)
 
     def under_add_remove(self, sensitivity: float) -> tuple[tuple[str, float], ...]:
-        """Epsilon at the same delta when one client comes or goes, given that L2 sensitivity."""
+        """Epsilon at the same delta under add/remove, from the L2 sensitivity there."""
         return (("add_remove", gdp_epsilon(sensitivity / self.noise_std, self.delta)),)
 
     def facts(self) -> dict[str, Any]:
-        """What the privacy report says of this mechanism."""
+        """Facts about this mechanism for the privacy report."""
         where = "the sum over clients" if self.trust == "central" else "every client's message"
         return {
             "mechanism": f"analytic Gaussian mechanism on {where}, rounded to a grid",

@@ -16,14 +16,14 @@ Floats = npt.NDArray[np.float64]
 class StochasticQuantizer:
     """Unbiased rounding of every coordinate to one of ``2**bits`` levels on [-bound, bound].
 
-    It saves communication and claims no privacy.
+    It saves communication and gives no privacy guarantee.
 
     Parameters
     ----------
-    bits : int, >= 1
+    bits : int from 1 to 32
         Bits per coordinate.
     bound : float, > 0
-        Half width of the range; values outside are projected onto it.
+        Half the width of the range. Values outside the range are projected onto it.
 
     References
     ----------
@@ -43,13 +43,13 @@ class StochasticQuantizer:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.bits, int | np.integer) and 1 <= self.bits <= 32):
-            raise ValueError(f"bits must be a whole number from 1 to 32; got {self.bits!r}.")
+            raise ValueError(f"bits must be an integer from 1 to 32; got {self.bits!r}.")
         if not 0 < self.bound < math.inf:
             raise ValueError(f"bound must be positive and finite; got {self.bound!r}.")
 
     @property
     def step(self) -> float:
-        """Distance of neighbouring levels."""
+        """Distance between adjacent levels."""
         return 2 * self.bound / (2**self.bits - 1)
 
     @property
@@ -59,11 +59,11 @@ class StochasticQuantizer:
 
     @property
     def sensitivity(self) -> float:
-        """How far one coordinate's report can move: the whole range."""
+        """Largest change of one coordinate's report: the whole range."""
         return 2 * self.bound
 
     def privatize(self, values: Floats, rng: np.random.Generator) -> Floats:
-        """Rounded values, of the shape of `values`; NaN counts as 0."""
+        """Rounded values, with the shape of `values`; NaN counts as 0."""
         bounded = np.clip(np.nan_to_num(values, nan=0.0), -self.bound, self.bound)
         position = (bounded + self.bound) / self.step
         lower = np.floor(position)
@@ -71,7 +71,7 @@ class StochasticQuantizer:
         return level * self.step - self.bound
 
     def facts(self) -> dict[str, Any]:
-        """What the privacy report says of this mechanism."""
+        """Facts about this mechanism for the privacy report."""
         return {
             "mechanism": f"stochastic quantizer, {self.bits} bits per coordinate",
             "epsilon": math.inf,

@@ -1,4 +1,4 @@
-"""Local randomizers with finitely many outputs: pure epsilon, exact probabilities."""
+"""Local randomizers with finitely many outputs: pure epsilon and exact probabilities."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def _check_local_epsilon(epsilon: float) -> None:
 
 
 def _local_facts(mechanism: str, epsilon: float) -> dict[str, Any]:
+    """Facts about a local randomizer for the privacy report."""
     return {
         "mechanism": mechanism,
         "epsilon": epsilon,
@@ -46,8 +47,8 @@ class OneBit:
     Notes
     -----
     Equation (7) of Ozkara et al. (2023): the bit is 1 with probability
-    ``(1 + x (E - 1)) / (E + 1)``, E = exp(epsilon), and decodes without bias. Two-valued messages
-    carry no information on the spread of x over clients.
+    ``(1 + x (E - 1)) / (E + 1)``, where E = exp(epsilon), and its decoded value is unbiased.
+    Two-valued messages carry no information about the spread of x over clients.
 
     Examples
     --------
@@ -86,12 +87,12 @@ class OneBit:
         return (bits - expit(-self.epsilon)) / math.tanh(self.epsilon / 2)
 
     def facts(self) -> dict[str, Any]:
-        """What the privacy report says of this mechanism."""
+        """Facts about this mechanism for the privacy report."""
         return _local_facts("one randomized-response bit on the client's mean", self.epsilon)
 
 
 class TwoBitReports(NamedTuple):
-    """What the server sees: one bit per client, and which of two questions it answers."""
+    """What the server sees: one bit per client, and which of two questions the bit answers."""
 
     bits: Bools
     asks_spread: Bools
@@ -99,11 +100,12 @@ class TwoBitReports(NamedTuple):
 
 @dataclass(frozen=True)
 class TwoBit:
-    """One bit per client, on its mean or on its spread, as a public coin decides.
+    """One bit per client, about its mean or its spread as decided by a public coin.
 
-    Half of the clients with two or more trials answer on ``w = 4 z (n - z) / n**2``, all others
-    on their mean ``z / n``; which half is drawn without looking at the data. Together the answers
-    identify mean and spread of the clients' probabilities for any numbers of trials.
+    About half of the clients with two or more trials report ``w = 4 z (n - z) / n**2``. All other
+    clients report their mean ``z / n``. The coins do not depend on the outcomes. Together the
+    reports identify the mean and the spread of the clients' probabilities for any numbers of
+    trials.
 
     Parameters
     ----------
@@ -153,7 +155,7 @@ class TwoBit:
         return TwoBitReports(self.response.privatize(answer, rng), asks_spread)
 
     def facts(self) -> dict[str, Any]:
-        """What the privacy report says of this mechanism."""
+        """Facts about this mechanism for the privacy report."""
         return _local_facts(
             "one randomized-response bit on the client's mean or spread (two-bit scheme)",
             self.epsilon,
@@ -162,22 +164,23 @@ class TwoBit:
 
 @dataclass(frozen=True)
 class SubsetSelection:
-    """A random subset of the categories that holds the true one more often than any other.
+    """A random subset of the categories that contains the true one more often than any other.
 
     Parameters
     ----------
     n_categories : int, >= 2
-        Size k of the alphabet.
+        Number k of categories.
     epsilon : float, > 0
         Local privacy of the client's whole data.
 
     Attributes
     ----------
     subset_size : int
-        Size s of the reported subsets: of floor and ceiling of k / (exp(epsilon) + 1), at least 1,
-        the one with the smaller L2 risk of the estimated frequencies.
+        Size s of the reported subsets: the floor or the ceiling of k / (exp(epsilon) + 1), but at
+        least 1, whichever has the smaller L2 risk of the estimated frequencies.
     inside_probability : float
-        Probability s E / (s E + k - s), E = exp(epsilon), that the subset holds the true category.
+        Probability s E / (s E + k - s), where E = exp(epsilon), that the subset contains the true
+        category.
 
     References
     ----------
@@ -212,7 +215,7 @@ class SubsetSelection:
 
     @property
     def sensitivity(self) -> float:
-        """Any category may become any other."""
+        """1: any category may become any other."""
         return 1.0
 
     @property
@@ -222,7 +225,7 @@ class SubsetSelection:
         return max(inside * (1 - inside), other * (1 - other)) / (inside - other) ** 2
 
     def privatize(self, categories: npt.NDArray[np.int64], rng: np.random.Generator) -> Bools:
-        """Subsets (m, k) as membership, for categories (m,) in 0..k-1."""
+        """Subsets as indicators (m, k), for categories (m,) in 0..k-1."""
         m, k = len(categories), self.n_categories
         outside = bernoulli(np.full(m, self._outside(self.subset_size)), math.ulp(0.0), rng)
         order = rng.random((m, k))
@@ -235,13 +238,13 @@ class SubsetSelection:
     def log_likelihood(self, subsets: Bools, probabilities: Floats) -> Floats:
         """Log-likelihood (m, h) of reported subsets (m, k) under h distributions (k, h).
 
-        Up to a constant that does not depend on the distribution.
+        A constant that does not depend on the distribution is left out.
         """
         least = max(math.exp(-self.epsilon), 1e-300)
         return np.log(least + (1 - least) * (subsets.astype(float) @ probabilities))
 
     def facts(self) -> dict[str, Any]:
-        """What the privacy report says of this mechanism."""
+        """Facts about this mechanism for the privacy report."""
         return _local_facts(
             f"subset selection, {self.subset_size} of {self.n_categories} categories", self.epsilon
         )
@@ -250,12 +253,12 @@ class SubsetSelection:
         return size / (size + (self.n_categories - size) * math.exp(-self.epsilon))
 
     def _outside(self, size: int) -> float:
-        """Probability that a subset lacks the true category, precise where it is tiny."""
+        """Probability that a subset lacks the true category, accurate where it is tiny."""
         rest = (self.n_categories - size) * math.exp(-self.epsilon)
         return rest / (size + rest)
 
     def _other(self, size: int) -> float:
-        """Probability that a subset holds a given category that is not the true one."""
+        """Probability that a subset contains a given wrong category."""
         inside = self._inside(size)
         return (inside * (size - 1) + (1 - inside) * size) / (self.n_categories - 1)
 

@@ -1,4 +1,4 @@
-"""Bounded messages of a linear regression: second moments of rows, or of clients' rows."""
+"""Bounded messages for linear regression: second moments of rows, or of clients' rows."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-_HUGE = 1e150  # times a bound; values beyond it are cut, so that no square overflows
+_HUGE = 1e150  # largest value in units of its bound; squares beyond it would overflow
 _EXTRA = 1 / 8  # norm of an extra entry, as a share of the norm of the moments
-_SQUARE = 1 / 4  # the same for the squared target where it costs something
+_SQUARE = 1 / 4  # the same for the squared target, where releasing it costs something
 
 
 class NoisyMoments(NamedTuple):
-    """Sums of moments in the units of the message, and what noise they have."""
+    """Sums of moments in the units of the message, and the noise on them."""
 
-    gram: Floats  # (p, p); the noise has sd `std`, off the diagonal `std` / sqrt(2)
+    gram: Floats  # (p, p); the noise has sd `std`, and `std` / sqrt(2) off the diagonal
     cross: Floats  # (p,), with the target; sd `std` / sqrt(2)
     square: float | None  # of the target
-    weight: float  # how many rows, or clients, counting scaled ones as less than one
+    weight: float  # number of rows or clients; those scaled down count less than one
     inverse_sizes: float | None  # sum over clients of 1 / (number of rows)
     std: float
     square_std: float
@@ -33,52 +33,56 @@ class NoisyMoments(NamedTuple):
 
 @dataclass(frozen=True)
 class RegressionMoments:
-    r"""Message of a row about a linear regression; a client's is the mean over its own rows.
+    r"""Bounded message of a row, or of a client, for linear regression.
 
     With v = (:math:`\kappa`, x / `feature_bound`, :math:`\tau` y / `target_bound`) the message is
-    the upper triangle of the matrix v v', the entries off the diagonal times :math:`\sqrt 2`, so
-    that its L2 norm is that of the matrix. Rows outside the bounds are scaled down, all of v by
-    one factor.
+    the upper triangle of the matrix v v', with off-diagonal entries times :math:`\sqrt 2`. So its
+    L2 norm is the Frobenius norm of the matrix. Rows outside the bounds are scaled down, all of v
+    by one factor. The message of a client is the mean over its rows.
 
     Parameters
     ----------
     n_features : int
+        Number of features.
     feature_bound : float
-        L2 bound on the features of a row; the user's.
+        L2 bound on the features of a row. Choose it without looking at the data.
     target_bound : float
-        Bound on the absolute target; the user's.
+        Bound on the absolute target. Choose it without looking at the data.
     intercept : bool, default=True
         Whether v has the constant :math:`\kappa`. Without it the message has one more entry, a
-        constant times the row's squared factor, whose sum stands in for the number of rows.
+        constant times the row's squared factor, whose sum replaces the number of rows.
     relation : {"replace_one", "add_remove"}, default="replace_one"
         The neighbouring relation that the scales are chosen for.
     square : bool, default=True
-        Whether the message has the squared target. Under "replace_one" it costs nothing and is
-        always there.
+        Whether the message has the squared target. Under "replace_one" the squared target costs
+        nothing and is always included.
     sizes : bool, default=False
-        Whether a client's message has one over its number of rows.
+        Whether a client's message has the inverse of its number of rows.
 
     Notes
     -----
-    *Sensitivity.* Rows within the bounds have messages of norm at most C, that of a row at both
-    bounds, and so have means of such messages: C is the sensitivity when one row (or client) comes
-    or goes. Under replacement it is :math:`\sqrt 2 C` instead of 2 C: the matrices are positive
-    semi-definite, so the inner product of two of them is not negative, and
-    :math:`|M_1 - M_2|^2 \le |M_1|^2 + |M_2|^2`. Orthogonal rows attain it. If the squared target
-    is left out or scaled by w < 1, the inner product can be as low as :math:`-(1 - w^2) \tau^4`;
-    leaving it out then gains nothing under replacement, so there it is free.
+    *Sensitivity.* Rows within the bounds have messages with norm at most C, the norm for a row at
+    both bounds. So do means of such messages. Hence C is the sensitivity when one row (or client)
+    is added or removed. Under replacement it is :math:`\sqrt 2 C` instead of 2 C: the matrices are
+    positive semi-definite, so the inner product of two of them is not negative, and
+    :math:`|M_1 - M_2|^2 \le |M_1|^2 + |M_2|^2`. Orthogonal rows attain the bound. If the squared
+    target is left out or scaled by w < 1, the inner product can be as low as
+    :math:`-(1 - w^2) \tau^4`. Leaving it out therefore saves nothing under replacement, so the
+    squared target is free there.
 
-    *Scaling.* A row whose target is beyond its bound is brought there, features and all. After
-    that a row with :math:`|v|` too large is scaled so far that its message would have norm C if its
-    target were at the bound. As long as targets keep their bound the factor depends on the
-    features alone: a weighted regression, without the bias that clipping x and y separately has.
+    *Scaling.* If the target of a row exceeds its bound, we scale the whole row, features included,
+    until the target is at the bound. If :math:`|v|` is then still too large, we scale the row until
+    its message would have norm C if its target were at the bound. As long as targets are within
+    their bound, the factor depends on the features alone. The result is a weighted regression
+    without the bias of clipping x and y separately.
 
-    *Scales.* :math:`\kappa` and :math:`\tau` minimize the error of a regression in which the mean
-    and the linear part of the target each have a root mean square of a quarter of its bound and
-    the features one of 1 / sqrt 2 of theirs, spread evenly, to first order in the noise:
-    :math:`\kappa^2 = 1 / (2 \sqrt d)`, and with g = (d + 1) / 9 :math:`\tau^2 = (\sqrt{1 + 8 g} -
-    1) / (4 g)` under replacement, :math:`1 / \sqrt{2 g}` otherwise. They come within 3 % of that
-    minimum; from d = 3 on, half or twice of either costs less than a tenth.
+    *Scales.* :math:`\kappa` and :math:`\tau` approximately minimize the error of a regression to
+    first order in the noise. The mean and the linear part of the target each have a root mean
+    square of a quarter of the target's bound; the features have one of 1 / sqrt 2 of their bound,
+    spread evenly. The scales are :math:`\kappa^2 = 1 / (2 \sqrt d)` and, with g = (d + 1) / 9,
+    :math:`\tau^2 = (\sqrt{1 + 8 g} - 1) / (4 g)` under replacement and :math:`1 / \sqrt{2 g}`
+    otherwise. They come within 3 % of the minimum. From d = 3 on, half or twice either scale costs
+    less than a tenth.
 
     References
     ----------
@@ -124,7 +128,7 @@ class RegressionMoments:
 
     @property
     def add_remove_sensitivity(self) -> float:
-        """L2 sensitivity of the sum of messages when one of them comes or goes."""
+        """L2 sensitivity of the sum of messages when one of them is added or removed."""
         return math.hypot(self._row_norm, self._size_scale * self.sizes)
 
     @property
@@ -155,12 +159,12 @@ class RegressionMoments:
 
     @cached_property
     def _features_square(self) -> float:
-        """Squared norm of the intercept and features of a row at its bound."""
+        """Squared norm of the intercept and the features of a row at the bound."""
         return 1 + self.intercept * self.intercept_scale**2
 
     @cached_property
     def _base_norm(self) -> float:
-        """Norm of the moments of a row at both bounds, the squared target only if it is free."""
+        """Norm of the moments of a row at both bounds; with the squared target if it is free."""
         full = (self._features_square + self.target_scale**2) ** 2
         return math.sqrt(full - self.target_scale**4 * (self.relation == "add_remove"))
 
@@ -173,7 +177,7 @@ class RegressionMoments:
 
     @cached_property
     def _constant(self) -> float:
-        """Norm of what is in the message of a row at the bounds beside gram and cross."""
+        """Norm of the message of a row at the bounds, without the parts of gram and cross."""
         weight = 0.0 if self.intercept else self._weight_scale
         return math.hypot(self._square_scale * self.target_scale**2, weight)
 
@@ -191,12 +195,12 @@ class RegressionMoments:
         return float(self._norms(np.array([self._features_square]))[0])
 
     def _norms(self, squares: Floats) -> Floats:
-        """Norms (n,) of messages of rows with their target at the bound, from |z|^2 (n,)."""
+        """Norms (n,) of messages of rows with targets at the bound, from |z|^2 (n,)."""
         moments = np.sqrt(squares) * np.sqrt(squares + 2 * self.target_scale**2)
         return np.hypot(moments, self._constant)
 
     def scaled(self, X: Floats, y: Floats) -> tuple[Floats, Floats]:
-        """Rows v (n, p + 1) within the bounds, and the factors (n,) that brought them there."""
+        """Rows v (n, p + 1) scaled to the bounds, and the factors (n,) that scale them."""
         with np.errstate(over="ignore"):
             features = np.nan_to_num(X / self.feature_bound, nan=0.0)
             target = np.nan_to_num(y / self.target_bound, nan=0.0)
@@ -212,7 +216,7 @@ class RegressionMoments:
         return v * factors[:, None], factors
 
     def messages(self, X: Floats, y: Floats) -> Floats:
-        """Messages (n, length) of rows with features (n, d) and targets (n,); without `sizes`."""
+        """Messages (n, length) of rows with features (n, d) and targets (n,), without sizes."""
         v, factors = self.scaled(X, y)
         return self._pack(v[:, :, None] * v[:, None, :], factors**2)
 
@@ -223,10 +227,11 @@ class RegressionMoments:
         shares: Floats | None = None,
         inverse_sizes: float = 0.0,
     ) -> Floats:
-        """Sum (length,) of the messages of rows, each times its share (n,) if given.
+        """Sum (length,) of the messages of rows, weighted by `shares` (n,) if given.
 
-        It is the sum of clients' messages if a row's share is one over the number of rows of its
-        client; `inverse_sizes` is then the sum of that over clients, needed if `sizes`.
+        If the share of a row is one over the number of rows of its client, this is the sum of the
+        clients' messages. `inverse_sizes`, the sum over clients of that inverse, is needed with
+        `sizes`.
         """
         v, factors = self.scaled(X, y)
         if shares is not None:
@@ -236,7 +241,7 @@ class RegressionMoments:
         return np.append(packed, self._size_scale * inverse_sizes) if self.sizes else packed
 
     def _pack(self, second: Floats, weight: Floats) -> Floats:
-        """Message (..., length) from matrices v v' (..., p + 1, p + 1) and squared factors."""
+        """Messages (..., length) from matrices v v' (..., p + 1, p + 1) and squared factors."""
         rows, columns = np.triu_indices(second.shape[-1])
         message = second[..., rows, columns] * np.where(rows == columns, 1.0, math.sqrt(2))
         message[..., -1] *= self._square_scale
@@ -247,7 +252,7 @@ class RegressionMoments:
         return np.concatenate([message, self._weight_scale * weight[..., None]], axis=-1)
 
     def split(self, message: Floats, noise_std: float) -> NoisyMoments:
-        """Parts of a released sum (length,) with noise of standard deviation `noise_std`."""
+        """Parts of a released sum (length,) that has noise of standard deviation `noise_std`."""
         p = self.n_features + self.intercept
         rows, columns = np.triu_indices(p + 1)
         has_square = self._square_scale > 0

@@ -1,7 +1,7 @@
 """The privacy cost of a search over private models, and a warning while it runs.
 
-scikit-learn tells an estimator which search fits it: a search sets a callback context on what it
-fits, and pipelines and :class:`~pfl_sklearn.compose.ClientColumn` pass the context on.
+An estimator can find out which search fits it. scikit-learn sets a callback context on what a
+search fits, and pipelines and :class:`~pfl_sklearn.compose.ClientColumn` pass the context on.
 """
 
 from __future__ import annotations

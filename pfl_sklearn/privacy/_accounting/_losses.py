@@ -18,7 +18,7 @@ Floats = npt.NDArray[np.float64]
 
 # Tails beyond this many standard deviations, a mass of 1e-23, count as infinite losses.
 _TAIL = 10.0
-_COARSEST_STEP = 1.0  # in nats; a coarser grid says nothing useful
+_COARSEST_STEP = 1.0  # in nats; a coarser grid is useless
 # Upper bounds on the error of delta by rounding in Fourier transforms; measured: 2e-17 per round.
 _HIDDEN, _HIDDEN_PER_ROUND = 1e-12, 1e-16
 

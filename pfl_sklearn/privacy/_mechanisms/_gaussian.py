@@ -69,7 +69,7 @@ class ClientMoments:
 
     @property
     def add_remove_sensitivity(self) -> float:
-        """L2 sensitivity of the sum of messages when one client comes or goes."""
+        """L2 sensitivity of the sum of messages when one client is added or removed."""
         return math.sqrt(self.mean + self.square + self.sampling)
 
     def messages(self, means: Floats, sampling_variances: Floats) -> Floats:

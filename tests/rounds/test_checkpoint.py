@@ -250,7 +250,7 @@ def test_a_damaged_file(left, kind):
 @pytest.mark.parametrize("kind", ["array", "archive", "zip", "pickle", "meta", "list", "arrays"])
 def test_a_foreign_file(left, kind):
     path = left.checkpoint
-    meta = json.dumps({"format": 1, "parameters": {}, "data": "", "round": 1})
+    meta = json.dumps({"format": 2, "parameters": {}, "data": "", "round": 1})
     with open(path, "wb") as file:
         if kind == "array":
             np.save(file, np.arange(3))
@@ -276,7 +276,7 @@ def test_a_file_of_another_format(left):
     meta = json.loads(str(arrays.pop("meta"))) | {"format": 99}
     with open(left.checkpoint, "wb") as file:
         np.savez(file, meta=json.dumps(meta), **arrays)
-    refused(left, "has format 99; expected 1")
+    refused(left, "format 99; expected 2")
 
 
 def test_a_directory(tmp_path):

@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from pfl_sklearn._rounds import loop as _rounds
-from pfl_sklearn._rounds.loop import ClientRows, Method, Plan, Sampling, both, run_rounds, start
-from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd, step_sizes
+from pfl_sklearn._rounds import rows as rounds_rows
+from pfl_sklearn._rounds.callbacks import both
+from pfl_sklearn._rounds.loop import Method, Plan, Sampling, Update, run_rounds, start
+from pfl_sklearn._rounds.release import JointSum
+from pfl_sklearn._rounds.rows import ClientRows, InTurn
+from pfl_sklearn.linear_model._ppsgd._steps import step_sizes
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd
 from pfl_sklearn.privacy import ClippedSum
 
 SIZES = np.array([1, 7, 2, 7, 5, 1, 12, 3])
@@ -26,7 +30,8 @@ def table(sizes=SIZES, d=3, seed=0):
 
 def client_rows(batch_size=3, sizes=SIZES, d=3):
     X, y, offsets = table(sizes, d)
-    return ClientRows(X, y, offsets, np.minimum(sizes, batch_size), np.arange(len(sizes)))
+    schedule = InTurn(np.minimum(sizes, batch_size))
+    return ClientRows(X, y, offsets, np.arange(len(sizes)), schedule)
 
 
 def least_squares(n_clients, d=3, average=False, rate=1.0):
@@ -37,17 +42,17 @@ def least_squares(n_clients, d=3, average=False, rate=1.0):
 def run(rows, plan, mechanism=None, observe=None, **options):
     mechanism = ClippedSum(None) if mechanism is None else mechanism
     method = least_squares(rows.n_clients, rows.X.shape[1], rate=plan.sampling.rate, **options)
-    state = start(method, rows.n_clients, mechanism)
-    return run_rounds(method, rows, state, plan, mechanism, observe)
+    release = JointSum(mechanism, method.messages)
+    state = start(method, rows, release)
+    return run_rounds(method, rows, state, plan, release, observe)
 
 
 def assert_same_state(one, other):
-    for name in ("server", "clients"):
+    for name in ("server", "clients", "schedule", "own"):
         first, second = getattr(one, name), getattr(other, name)
         assert first.keys() == second.keys()
         for key in first:
             np.testing.assert_array_equal(first[key], second[key])
-    np.testing.assert_array_equal(one.used, other.used)
     np.testing.assert_equal(one.history, other.history)
     assert (one.round, one.bound) == (other.round, other.bound)
 
@@ -145,19 +150,22 @@ def test_rows_are_taken_in_turn():
     def init():
         return {"coef": np.zeros((3, 1))}, {"me": np.arange(8.0)[:, None]}
 
-    def client_update(server, t, X, y, me):
-        for client, numbers in zip(me[:, 0].astype(int).tolist(), X[:, :, 0], strict=True):
+    def client_update(server, t, batch, clients):
+        me, n = clients["me"], len(batch.X)
+        for client, numbers in zip(me[:, 0].astype(int).tolist(), batch.X[:, :, 0], strict=True):
             seen.setdefault(client, []).append(numbers.astype(int).tolist())
-        return np.zeros((len(X), 3, 1)), (me,), np.zeros(len(X))
+        return Update({"coef": np.zeros((n, 3, 1))}, clients, np.zeros(n))
 
-    method = Method(init, client_update, lambda server, total, t: server)
-    state = start(method, 8, ClippedSum(None))
-    run_rounds(method, rows, state, Plan(40, Sampling(0.5), (3,)), ClippedSum(None))
+    shapes = {"coef": (3, 1)}
+    method = Method(init, client_update, lambda server, total, t: server, shapes)
+    release = JointSum(ClippedSum(None), shapes)
+    state = start(method, rows, release)
+    run_rounds(method, rows, state, Plan(40, Sampling(0.5), (3,)), release)
     for client, batches in seen.items():
         taken, size = np.concatenate(batches).tolist(), SIZES[client]
         own = np.arange(rows.offsets[client], rows.offsets[client + 1])
         assert {len(batch) for batch in batches} == {min(size, 3)}
-        assert state.used[client] == len(taken)
+        assert state.schedule["used"][client] == len(taken)
         for start_of_pass in range(0, len(taken) - size + 1, size):
             np.testing.assert_array_equal(taken[start_of_pass : start_of_pass + size], own)
 
@@ -184,7 +192,7 @@ PLAN = Plan(15, Sampling(0.6), (1, 2))
 def test_blocks_change_no_bit(monkeypatch, options):
     whole = run(client_rows(), PLAN, NOISY, **options)
     for size in (1, 20, 60):
-        monkeypatch.setattr(_rounds, "_BLOCK", size)
+        monkeypatch.setattr(rounds_rows, "_BLOCK", size)
         assert_same_state(run(client_rows(), PLAN, NOISY, **options), whole)
 
 
@@ -253,10 +261,11 @@ def test_the_history_has_bounds_and_the_next_is_kept():
 def test_interrupted_rounds_are_the_same_bits(interrupted):
     whole = run(client_rows(), PLAN, NOISY, average=True)
     method, rows = least_squares(8, average=True, rate=0.6), client_rows()
-    state = start(method, 8, NOISY)
-    run_rounds(method, rows, state, PLAN._replace(n_rounds=interrupted), NOISY)
+    release = JointSum(NOISY, method.messages)
+    state = start(method, rows, release)
+    run_rounds(method, rows, state, PLAN._replace(n_rounds=interrupted), release)
     kept = copy.deepcopy(state)
-    resumed = run_rounds(method, rows, state.copy(), PLAN, NOISY)
+    resumed = run_rounds(method, rows, state.copy(), PLAN, release)
     assert_same_state(resumed, whole)
     assert_same_state(state, kept)  # the copy shared nothing
     assert state.round == interrupted

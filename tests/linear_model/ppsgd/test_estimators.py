@@ -20,8 +20,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
 from pfl_sklearn import ClientColumn, PPSGDClassifier, PPSGDRegressor
-from pfl_sklearn.linear_model._ppsgd._steps import steepest_batch
-from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, step_sizes
+from pfl_sklearn.linear_model._ppsgd._steps import steepest_batch, step_sizes
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha
@@ -157,7 +157,7 @@ def test_blocks_of_other_sizes_and_workers_change_no_bit(monkeypatch):
     with joblib.parallel_config("threading"):
         threads = clone(model).set_params(n_jobs=2).fit(X, y, groups=groups)
     np.testing.assert_array_equal(threads.coef_, whole.coef_)
-    monkeypatch.setattr("pfl_sklearn._rounds.loop._BLOCK", 100)
+    monkeypatch.setattr("pfl_sklearn._rounds.rows._BLOCK", 100)
     np.testing.assert_array_equal(clone(model).fit(X, y, groups=groups).coef_, whole.coef_)
 
 
@@ -484,7 +484,7 @@ def test_warm_start_refuses_what_it_cannot_continue():
     model.n_rounds = 30
     before = freeze(model)
     kept = groups != 3
-    with pytest.raises(ValueError, match="clients of the rounds before"):
+    with pytest.raises(ValueError, match="warm_start=True"):
         model.fit(X[kept], y[kept], groups=groups[kept])
     with pytest.raises(ValueError, match="features"):
         model.fit(X[:, :2], y, groups=groups)
@@ -513,7 +513,7 @@ def test_partial_fit_is_a_pass():
     model.partial_fit(X[first], y[first], groups=groups[first])
     assert model.n_rounds_ == 3  # 12 rows, 5 at a time
     assert model.clients_.tolist() == [0, 1, 2, 3, 4]
-    kept, used = model.local_coef_.copy(), model._progress.state.used
+    kept, used = model.local_coef_.copy(), model._progress.state.schedule["used"]
     assert (used >= np.array(SIZES)[:5]).all()
     second = np.isin(groups, [1, 6, 7])
     model.partial_fit(X[second], y[second], groups=groups[second])

@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 
 from pfl_sklearn import PPSGDRegressor
-from pfl_sklearn._rounds.loop import ClientRows, Plan, Sampling, run_rounds, start
-from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd, step_sizes
+from pfl_sklearn._rounds.loop import Plan, Sampling, run_rounds, start
+from pfl_sklearn._rounds.release import JointSum
+from pfl_sklearn._rounds.rows import ClientRows, InTurn
+from pfl_sklearn.linear_model._ppsgd._steps import step_sizes
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd
 from tests.helpers.oracles import read_oracle
 
 CASES = read_oracle("ppsgd_small_exact")["cases"]
@@ -75,18 +78,19 @@ def alpha_of(case):
 def test_traces(case):
     X, y, _, models, variances = table(case)
     N, d, b, T = (case[name] for name in ("N", "d", "batch", "T"))
-    rows = ClientRows(X, y[:, None], np.arange(N + 1) * T * b, np.full(N, b), np.arange(N))
+    offsets, schedule = np.arange(N + 1) * T * b, InTurn(np.full(N, b))
+    rows = ClientRows(X, y[:, None], offsets, np.arange(N), schedule)
     steps = step_sizes(alpha_of(case), case["step"], N)
     np.testing.assert_allclose(steps, (case["step_w"], case["step_theta"]), rtol=1e-15)
     method = ppsgd(N, (d, 1), LOSSES["squared_error"], steps, N, None, average=False)
-    mechanism = StatedNoise(case)
-    state, found = start(method, N, mechanism), []
+    release = JointSum(StatedNoise(case), method.messages)
+    state, found = start(method, rows, release), []
 
     def observe(state):
         coef = state.server["coef"] + state.clients["local"]
         found.append(excess_risk(coef[..., 0], models, variances))
 
-    run_rounds(method, rows, state, Plan(T, Sampling(1.0), (0,)), mechanism, observe)
+    run_rounds(method, rows, state, Plan(T, Sampling(1.0), (0,)), release, observe)
     np.testing.assert_allclose(found, case["excess_risk"], rtol=1e-10)
     np.testing.assert_allclose(state.server["coef"][:, 0], case["final_w"], rtol=1e-10, atol=1e-12)
 

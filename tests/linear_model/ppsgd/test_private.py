@@ -10,7 +10,7 @@ from scipy.sparse import csr_array
 from sklearn.base import clone
 
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
-from pfl_sklearn.linear_model._ppsgd import _private as _ppsgd_private
+from pfl_sklearn._rounds.privacy import round_events
 from pfl_sklearn.privacy import (
     BudgetExceeded,
     ClippedSum,
@@ -483,5 +483,5 @@ def test_events_are_known_before_the_data():
     X, y, groups = table()
     fitted = model.fit(X, y, groups=groups)
     assert (event,) == fitted._progress.spent
-    assert _ppsgd_private.round_events(PPSGDRegressor(), 5) is None
-    assert _ppsgd_private.round_events(model.set_params(alpha=0), 5) == ()
+    assert round_events(PPSGDRegressor(), 5) is None
+    assert round_events(model.set_params(alpha=0), 5) == ()

@@ -10,7 +10,7 @@ from scipy.sparse import coo_array, csc_array, csr_array, csr_matrix, random_arr
 from sklearn.base import clone
 
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
-from pfl_sklearn.linear_model._ppsgd import _sparse as _ppsgd_sparse
+from pfl_sklearn.linear_model._ppsgd._sparse import LateNoise
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
 from tests.helpers.callbacks import StopAfter, scores_of
 from tests.helpers.frozen import assert_frozen, freeze
@@ -293,17 +293,16 @@ def views(n_fits, lazy=True, forget=None):
     """Noise that clients were shown, by (fit, feature): rounds and values."""
     n, d = 6, 3
     X = csr_array(1e-200 * (np.arange(d) == np.arange(n)[:, None] % d))
-    found, broadcast = {}, _ppsgd_sparse.broadcast
+    found, settled = {}, LateNoise._settled
 
-    def spy(server, blocks, t, mechanism, rng, *, step):
-        server = broadcast(server, blocks, t, mechanism, rng, step=step)
-        features = range(d) if blocks is None else {j for b in blocks for j in b.features.tolist()}
-        for j in features:
+    def spy(self, server, features, t, rng):
+        server = settled(self, server, features, t, rng)
+        for j in range(d) if features is None else features.tolist():
             found.setdefault((fit, j), []).append((t, float(server["coef"][j, 0])))
         return server
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_ppsgd_sparse, "broadcast", spy)
+        patch.setattr(LateNoise, "_settled", spy)
         if forget:
             patch.setattr(SparseClippedSum, "settle", forget)
         for fit in range(n_fits):

@@ -1,4 +1,4 @@
-"""What a private run of PPSGD spends, and its report."""
+"""What private rounds spend, the mechanism that they release through, and their report."""
 
 import dataclasses
 import math
@@ -10,12 +10,11 @@ from pfl_sklearn.privacy._accounting._composition import (
     events_epsilon,
 )
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
-from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
 from pfl_sklearn.privacy._report import leaking, private_report
 
 _STOPPED = (
-    "a callback ended the rounds early: unless it looked at public data alone, when it did so "
-    "tells what scores without noise were"
+    "a callback ended the rounds early: unless it looked at public data alone, the number of "
+    "rounds reveals what the scores without noise were"
 )
 _RELATIONS = {"poisson": "add_remove", "fixed": "replace_one"}
 
@@ -31,41 +30,37 @@ def is_private(model):
 
 
 def check_privacy(model):
-    """Raise ValueError for privacy parameters that contradict one another."""
+    """Raise ValueError if privacy parameters contradict one another."""
     if math.isfinite(model.epsilon) and model.noise_multiplier is not None:
         raise ValueError(
-            f"epsilon={model.epsilon!r} and noise_multiplier={model.noise_multiplier!r} were both "
-            "given; give one of the two, the other follows from it."
+            f"got both epsilon={model.epsilon!r} and noise_multiplier={model.noise_multiplier!r}; "
+            "give one of them, as the other follows from it."
         )
     if model.clip_quantile is not None and model.clip_norm is None:
         raise ValueError(
-            "clip_norm must be given with clip_quantile: it is the bound of the first round."
+            f"got clip_quantile={model.clip_quantile!r} without clip_norm; give clip_norm, the "
+            "bound of the first round."
         )
     if not is_private(model):
         return
     if model.clip_norm is None:
         raise ValueError(
-            "clip_norm must be given when noise is added (finite epsilon, or noise_multiplier): "
-            "the L2 norm that a client's message is clipped to. It is yours, never taken from the "
-            "data."
+            "got clip_norm=None with noise (a finite epsilon, or noise_multiplier); give the L2 "
+            "norm that a client's message is clipped to. Choose it without looking at the data."
         )
     if model.delta == 0:
-        raise ValueError("delta must be above 0 for Gaussian noise; got 0.")
-    if model.learning_rate == "auto":
-        raise ValueError(
-            "learning_rate='auto' looks at the data, which would leak when noise is added; give a "
-            "number, or 'theory' with smoothness."
-        )
+        raise ValueError("got delta=0; Gaussian noise needs delta above 0.")
 
 
 def round_events(model, n_rounds, spent=()):
-    """Accounting events of `n_rounds` rounds: none if nothing is released, None if no noise is.
+    """Accounting events of `n_rounds` rounds; () if they release nothing, None without noise.
 
-    Known from the parameters alone. The noise is that of the rounds `spent`, if there are any.
+    They follow from the parameters alone. The noise is that of the rounds `spent`, if there are
+    any.
     """
     if not is_private(model):
         return None
-    if model.alpha == 0 or n_rounds == 0:
+    if not model._communicates or n_rounds == 0:
         return ()
     z = model.noise_multiplier
     if z is None and spent:
@@ -81,17 +76,16 @@ def round_events(model, n_rounds, spent=()):
     return (SampledGaussian(float(z), n_rounds, model.client_fraction, model.sampling),)
 
 
-def mechanism_of(model, events, sparse=False):
-    """Release of a round."""
+def mechanism_of(model, events):
+    """Mechanism of a round."""
     z = events[0].noise_multiplier if events else 0.0
-    quantile = model.clip_quantile if model.alpha > 0 else None  # a bound that nobody uses stays
-    mechanism = ClippedSum(model.clip_norm, z, quantile)
-    return SparseClippedSum(mechanism) if sparse else mechanism
+    quantile = model.clip_quantile if model._communicates else None  # an unused bound stays
+    return ClippedSum(model.clip_norm, z, quantile)
 
 
-def report_of(model, progress, names):
+def report_of(model, progress):
     """Privacy report of all rounds so far."""
-    released, kept = names
+    released, kept = model._released_names, model._kept_names
     if getattr(model, "_skl_callbacks", []):
         kept = (*kept, "what callbacks recorded, such as scores")
     n_clients, spent = len(progress.clients), progress.spent
@@ -119,7 +113,7 @@ def report_of(model, progress, names):
         },
         n_clients=n_clients,
         seeded=model.random_state is not None,
-        caveats=_caveats(model, epsilon, spent),
+        caveats=_round_caveats(model, epsilon, spent),
         rounds=sum(event.n_rounds for event in spent),
         epsilon_under=((other, elsewhere),) if math.isfinite(elsewhere) else (),
         released=released,
@@ -135,7 +129,8 @@ def report_of(model, progress, names):
     return leaking(report, _STOPPED) if progress.stopped else report
 
 
-def _caveats(model, epsilon, spent):
+def _round_caveats(model, epsilon, spent):
+    """Warnings of a report of rounds."""
     found = []
     if epsilon > model.epsilon * (1 + 1e-6):
         found.append(
@@ -145,7 +140,8 @@ def _caveats(model, epsilon, spent):
     taking_part = sum(event.n_rounds * event.rate for event in spent)
     if taking_part <= model.delta:
         found.append(
-            f"A client takes part in {taking_part:.3g} rounds on average, which is not above "
-            "delta: that it does is all that protects it, and who does is not protected at all."
+            f"A client takes part in {taking_part:.3g} rounds on average, which is at most delta: "
+            "clients are protected only because they rarely take part, and those that do are not "
+            "protected at all."
         )
     return tuple(found)

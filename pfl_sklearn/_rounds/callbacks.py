@@ -2,6 +2,10 @@
 
 from typing import Any
 
+from pfl_sklearn.privacy import PrivacyReport
+
+_UNFINISHED = "The fit has not ended."
+
 
 def observer(estimator, X, y, groups, n_rounds, attributes):
     """Function for `run_rounds` that runs an estimator's callbacks; None if it has none.
@@ -15,9 +19,13 @@ def observer(estimator, X, y, groups, n_rounds, attributes):
     n_rounds : int
         Rounds to come.
     attributes : callable
-        From a state to the fitted attributes that make the estimator ready to predict. It gets a
-        view of the state, which the rounds after this one change: a callback that keeps what it
-        sees has to copy it.
+        From a state to the fitted attributes that make the estimator ready to predict.
+
+    Notes
+    -----
+    Callbacks see the estimator with these attributes and a report that promises nothing. The
+    arrays are views of the state, which the next round changes: a callback that keeps what it sees
+    has to copy it.
     """
     context = estimator._init_callback_context(max_subtasks=n_rounds)
     if not getattr(estimator, "_skl_callbacks", []):
@@ -30,11 +38,13 @@ def observer(estimator, X, y, groups, n_rounds, attributes):
     left = iter(range(n_rounds - 1, -1, -1))
 
     def observe(state):
+        def visible():
+            unfinished = PrivacyReport.unprotected(_UNFINISHED)
+            return {"privacy_": unfinished, **attributes(state.view())}
+
         task = context.subcontext(task_name="round")
         task.call_on_fit_task_begin(**shared)
-        stop = task.call_on_fit_task_end(
-            **shared, reconstruction_attributes=lambda: attributes(state.view())
-        )
+        stop = task.call_on_fit_task_end(**shared, reconstruction_attributes=visible)
         if stop or not next(left):
             context.call_on_fit_task_end(**shared)
         return stop

@@ -31,7 +31,7 @@ from pfl_sklearn._rounds.privacy import (
     round_events,
 )
 from pfl_sklearn.base import ClientMixin
-from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
+from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._report import warn_once
 from pfl_sklearn.privacy._search_warning import warn_of_search
 from pfl_sklearn.privacy._spending import charge_events
@@ -270,13 +270,11 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         return self
 
     def _observer(self, data, task, n_rounds, shared):
-        """Observer that runs the callbacks, on models made of views of the state."""
-        unfinished = {"privacy_": PrivacyReport.unprotected("The fit has not ended.")}
+        """Observer that runs the callbacks on the models of a state."""
 
         def watch(state):
             return {
                 **shared,
-                **unfinished,
                 "clients_": task.roster.ids,
                 **self._models(state, task.roster.ids, task.run.layout),
             }

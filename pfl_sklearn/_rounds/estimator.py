@@ -99,11 +99,6 @@ class Task(NamedTuple):
     run: Run
     entropy: tuple[int, ...] | None
 
-    def fingerprints(self):
-        """Arrays that a checkpoint has to agree with."""
-        ids, codes = self.clients
-        return self.table.features, self.table.y, ids, codes, np.array(self.entropy or ())
-
 
 class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
     """Fits that run rounds: warm starts, checkpoints, ledger, callbacks, seeds and reports.
@@ -244,18 +239,25 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
 
     def _train(self, data, task, missing, events, checkpoint=None):
         """Run the missing rounds on copies, and set all fitted attributes at the end."""
-        run = task.run
+        table, run, ids = task.table, task.run, task.roster.ids
         release = run.release_of(mechanism_of(self, events))
         state = _first_state(task, release, self.clip_quantile)
         last = state.round + missing
         if checkpoint is not None:
-            state = checkpoint.restore(state, task.fingerprints())
+            entropy = np.array(task.entropy or ())
+            state = checkpoint.restore(state, (table.features, table.y, *task.clients, entropy))
         shared = {
-            **task.table.attributes,
+            **table.attributes,
             **run.found,
+            "clients_": ids,
             "_fitted_with_groups": data[2] is not None,
         }
-        observe = self._observer(data, task, last - state.round, shared)
+        observe = observer(
+            self,
+            *data,
+            last - state.round,
+            lambda now: {**shared, **self._models(now, ids, run.layout)},
+        )
         if checkpoint is not None:
             observe = both(observe, checkpoint.observe)
         protected = is_private(self)
@@ -269,25 +271,12 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         warn_once(self.privacy_)
         return self
 
-    def _observer(self, data, task, n_rounds, shared):
-        """Observer that runs the callbacks on the models of a state."""
-
-        def watch(state):
-            return {
-                **shared,
-                "clients_": task.roster.ids,
-                **self._models(state, task.roster.ids, task.run.layout),
-            }
-
-        return observer(self, *data, n_rounds, watch)
-
     def _store(self, shared, progress):
         """Set all fitted attributes."""
         state = progress.state
         found = {
             **shared,
             **self._models(state, progress.clients, progress.layout),
-            "clients_": progress.clients,
             "n_samples_per_client_": progress.n_rows,
             "n_rounds_": state.round,
             "noise_multiplier_": progress.noise_multiplier,

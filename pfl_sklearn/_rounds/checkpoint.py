@@ -41,7 +41,7 @@ class Checkpoint:
 
     def __init__(self, path, every, parameters):
         self.path, self.every = os.fspath(path), every
-        self.parameters = json.loads(json.dumps(parameters, sort_keys=True))
+        self.parameters = json.loads(json.dumps(parameters))
         self.data = None
         self._found = self._read()
         self._check_writable()
@@ -143,7 +143,7 @@ class Checkpoint:
 
     def _check_parameters(self, written):
         """Raise ValueError if the run that wrote the file had other parameters."""
-        for name in sorted(self.parameters.keys() | written.keys()):
+        for name in {**self.parameters, **written}:
             then, now = (values.get(name, ["", "-"]) for values in (written, self.parameters))
             if then[0] != now[0]:
                 raise ValueError(
@@ -159,7 +159,7 @@ def described(estimator, **more):
     """
     params = estimator.get_params(deep=True)
     related = {name: value for name, value in params.items() if name not in _UNRELATED}
-    related |= {"class": type(estimator), **more}
+    related = {"class": type(estimator), **related, **more}
     return {name: (_value_digest(value), _text(value)) for name, value in related.items()}
 
 

@@ -372,7 +372,7 @@ def test_a_release_holds_the_population_alone(sparse, tmp_path):
         ({"epsilon": 1.0, "noise_multiplier": 0.0}, r"epsilon=1\.0\b.*noise_multiplier=0\.0\b"),
         ({"epsilon": 1.0, "clip_norm": None}, r"clip_norm.*epsilon.*noise_multiplier"),
         ({"noise_multiplier": 1.0, "clip_norm": None}, r"clip_norm.*epsilon.*noise_multiplier"),
-        ({"clip_quantile": 0.5, "clip_norm": None}, r"clip_norm.*clip_quantile"),
+        ({"clip_quantile": 0.5, "clip_norm": None}, r"clip_quantile=0.5.*clip_norm"),
         ({"epsilon": 1.0, "delta": 0.0}, r"delta.*\b0\b"),
         ({"epsilon": 1.0, "learning_rate": "auto"}, r"learning_rate='auto'.*'theory'.*smoothness"),
         (
@@ -400,7 +400,7 @@ def test_what_is_refused(params, error, method, tmp_path):
     with pytest.raises(ValueError, match=error):
         getattr(model, method)(X, y, groups=groups)
     assert vars(model) == before
-    if "is less than one" not in error:
+    if "client_fraction=" not in error:  # needs the number of clients
         assert ledger.entries == []
 
 

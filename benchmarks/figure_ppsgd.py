@@ -20,10 +20,13 @@ import numpy as np
 import pandas as pd
 
 from pfl_sklearn import PPSGDRegressor
-from pfl_sklearn._rounds.loop import ClientRows, Plan, Sampling, run_rounds, start
+from pfl_sklearn._rounds.estimator import seeds
+from pfl_sklearn._rounds.loop import Plan, Sampling, run_rounds, start
+from pfl_sklearn._rounds.release import JointSum
+from pfl_sklearn._rounds.rows import ClientRows, InTurn
 from pfl_sklearn.datasets import make_ppsgd_regression
-from pfl_sklearn.linear_model._ppsgd._fit import seeds
-from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd, step_sizes
+from pfl_sklearn.linear_model._ppsgd._steps import step_sizes
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd
 from pfl_sklearn.privacy import ClippedSum
 from pfl_sklearn.theory import linear_excess_risk
 
@@ -50,38 +53,41 @@ class SharedRows(ClientRows):
 
     cut = {}
 
-    def blocks(self, sampled, used, workers=1):
-        at = int(used[0])
-        if at not in self.cut:
-            self.cut[at] = super().blocks(sampled, used, workers)
+    def blocks(self, sampled, state, t, rng, workers=1):
+        at = int(state["used"][0])
+        if at in self.cut:
+            state["used"] += BATCH
+        else:
+            self.cut[at] = super().blocks(sampled, state, t, rng, workers)
         return self.cut[at]
 
 
-def runs_of(alphas, sigmas):
-    """Method, mechanism and state of every run, by (alpha Q, sigma, step)."""
+def runs_of(alphas, sigmas, rows):
+    """Method, release and state of every run, by (alpha Q, sigma, step)."""
     found = {}
     for alpha_q, sigma, step in itertools.product(alphas, sigmas, STEPS):
         if alpha_q == 0 and sigma != sigmas[0]:
             continue  # nothing is released, and noise makes no difference
         steps = step_sizes(alpha_q / N, step, N)
         method = ppsgd(N, (D, 1), LOSSES["squared_error"], steps, float(N), None, False)
-        mechanism = ClippedSum(CLIP_NORM, float(sigma))
-        found[alpha_q, sigma, step] = method, mechanism, start(method, N, mechanism)
+        release = JointSum(ClippedSum(CLIP_NORM, float(sigma)), method.messages)
+        found[alpha_q, sigma, step] = method, release, start(method, rows, release)
     return found
 
 
 def risks(n_rounds, seed, alphas=ALPHA_Q, sigmas=SIGMA):
     """Rows of (alpha Q, sigma, step, rounds, excess risk)."""
     clients = make_ppsgd_regression(N, 1, D, noise_std=TAU, random_state=seed)
-    runs, found, begun = runs_of(alphas, sigmas), [], time.perf_counter()
+    runs, found, begun = None, [], time.perf_counter()
     _, entropy = seeds(seed)
-    offsets = np.arange(N + 1) * AT_ONCE * BATCH
+    offsets, schedule = np.arange(N + 1) * AT_ONCE * BATCH, InTurn(np.full(N, BATCH))
     for X, y in chunks(clients, n_rounds // AT_ONCE, seed):
-        rows = SharedRows(X, y[:, None], offsets, np.full(N, BATCH), np.arange(N))
+        rows = SharedRows(X, y[:, None], offsets, np.arange(N), schedule)
         rows.cut.clear()
-        for key, (method, mechanism, state) in list(runs.items()):
+        runs = runs_of(alphas, sigmas, rows) if runs is None else runs
+        for key, (method, release, state) in list(runs.items()):
             plan = Plan(state.round + AT_ONCE, Sampling(1.0), entropy)
-            run_rounds(method, rows, state, plan, mechanism)
+            run_rounds(method, rows, state, plan, release)
             coef = state.server["coef"][:, 0] + state.clients["local"][:, :, 0]
             risk = linear_excess_risk(coef, clients.coef, clients.feature_variance)
             if not risk < 1e9:

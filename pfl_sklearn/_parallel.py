@@ -1,6 +1,7 @@
 """Independent clients in parallel: chunks of batches through joblib."""
 
 import os
+import sys
 from contextlib import contextmanager
 from functools import cache, partial
 
@@ -40,7 +41,7 @@ def batch_mapper(n_jobs=None):
 
     For many calls: threads are limited once.
     """
-    with _threads().limit(limits=1):  # here once: workers may be threads of this process
+    with _one_thread():  # here once: workers may be threads of this process
         workers = effective_n_jobs(n_jobs)
         if workers == 1:
             yield _in_order, workers
@@ -69,10 +70,27 @@ def _run(function, batches, parent):
     """Results of a chunk; a process of its own limits its own threads."""
     if os.getpid() == parent:
         return _in_order(function, batches)
-    with _threads().limit(limits=1):
+    with _one_thread():
         return _in_order(function, batches)
 
 
+@contextmanager
+def _one_thread():
+    """Hold linear algebra to one thread, torch's own included if it is loaded."""
+    torch = sys.modules.get("torch")
+    with _controller(torch is not None).limit(limits=1):
+        if torch is None:
+            yield
+            return
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
+
+
 @cache
-def _threads():
+def _controller(with_torch):
+    """Controller of the thread pools; one that was made before torch was loaded misses torch's."""
     return ThreadpoolController()

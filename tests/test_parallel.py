@@ -1,7 +1,10 @@
 """Batches in parallel: order, chunks, backends, threads of the linear algebra."""
 
+import subprocess
+import sys
 import threading
 import time
+import types
 
 import numpy as np
 import pytest
@@ -148,3 +151,44 @@ def test_batches_of_clients_as_they_are_used():
 
 def totals(clients, values):
     return values.sum(axis=1)
+
+
+class FakeTorch(types.ModuleType):
+    """Stands in for torch, which sets its threads by itself."""
+
+    def __init__(self):
+        super().__init__("torch")
+        self.threads = 2
+
+    def get_num_threads(self):
+        return self.threads
+
+    def set_num_threads(self, threads):
+        self.threads = threads
+
+
+def test_torch_runs_on_one_thread_if_it_is_loaded(monkeypatch):
+    """Even if the thread pools were listed before it was."""
+    map_batches(squares, batches([1, 2]))
+    torch = FakeTorch()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert map_batches(lambda clients, rows: torch.threads, batches([1, 2])) == [1, 1]
+    assert torch.threads == 2
+    with pytest.raises(ValueError, match="client 0"):
+        map_batches(lambda clients, rows: fail(clients), batches([1]))
+    assert torch.threads == 2
+
+
+def test_the_real_torch_runs_on_one_thread():
+    script = """
+import numpy as np
+from pfl_sklearn._parallel import map_batches
+batch = [(np.zeros(3),)]
+map_batches(np.sum, batch)
+import torch
+torch.set_num_threads(2)
+assert map_batches(lambda x: torch.get_num_threads(), batch) == [1]
+assert torch.get_num_threads() == 2
+"""
+    pytest.importorskip("torch")
+    subprocess.run([sys.executable, "-c", script], check=True)

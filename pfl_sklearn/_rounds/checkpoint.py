@@ -1,4 +1,4 @@
-"""Rounds on disk: a killed run goes on where its last checkpoint was."""
+"""Rounds on disk: a run that was killed goes on from its last checkpoint."""
 
 import hashlib
 import json
@@ -6,39 +6,42 @@ import os
 import zipfile
 from dataclasses import replace
 
+import joblib
 import numpy as np
 from scipy.sparse import issparse
 
-_FORMAT = 1
-_GROUPS = ("server", "clients", "history")
+_FORMAT = 2  # 1: parameters by their repr, and no schedule of rows
+_GROUPS = ("server", "clients", "schedule", "history")
+# What a run may change from one start to the next.
+_UNRELATED = ("n_jobs", "ledger", "checkpoint", "checkpoint_every", "unseen", "random_state")
+_SHOWN = 60  # characters of a value in a message
 
 
 class Checkpoint:
-    """A file with the state of a run after every so many rounds.
+    """A file with the state of a run, written after every so many rounds.
 
-    The file holds no code (numpy arrays and JSON). It is private: it has every client's model, and
-    what the noise was drawn from: rounds that are run again, as the file is older than they are,
-    have the same noise.
+    The file holds numpy arrays and JSON, no code. Keep it private: it has every client's model and
+    the entropy of the noise, so rounds that are run again have the same noise.
 
     Parameters
     ----------
     path : path-like
     every : int
         Rounds between two writes.
-    parameters : dict
-        What the run depends on besides data; JSON-able.
+    parameters : dict of str to (digest, text)
+        What the run depends on besides data: see :func:`described`.
 
     Raises
     ------
     ValueError
-        If the file is there and belongs to a run with other parameters, or is no checkpoint.
+        If the file exists and is not a checkpoint, or belongs to a run with other parameters.
     OSError
         If the file cannot be written.
     """
 
     def __init__(self, path, every, parameters):
         self.path, self.every = os.fspath(path), every
-        self.parameters = json.loads(json.dumps(parameters, sort_keys=True))
+        self.parameters = json.loads(json.dumps(parameters))
         self.data = None
         self._found = self._read()
         self._check_writable()
@@ -47,11 +50,11 @@ class Checkpoint:
 
     @property
     def resumes(self):
-        """Whether there is a run to go on with."""
+        """Whether the file has a run to continue."""
         return self._found is not None
 
     def restore(self, state, data):
-        """State of the file, or `state` if there is none; `data` are the run's arrays."""
+        """State in the file, or `state` if there is none; `data` are the run's arrays."""
         self.data = _digest(data)
         if self._found is None:
             return state
@@ -69,14 +72,14 @@ class Checkpoint:
             state,
             server=parts["server"],
             clients=parts["clients"],
-            used=arrays["used"],
+            schedule=parts["schedule"],
             history={name: values.tolist() for name, values in parts["history"].items()},
             bound=float(arrays["bound"]),
             round=meta["round"],
         )
 
     def observe(self, state):
-        """Write the file if it is time to; a run is never ended."""
+        """Write the file if it is due. This never ends a run."""
         if state.round % self.every == 0:
             self._write(state)
         return False
@@ -97,11 +100,11 @@ class Checkpoint:
 
     @property
     def _partial(self):
-        """File that is written before it takes the place of the checkpoint."""
+        """File that is written first and then takes the place of the checkpoint."""
         return f"{self.path}.{os.getpid()}.partial"
 
     def _write(self, state):
-        """Replace the file as a whole: a killed process leaves the one before."""
+        """Replace the file as a whole, so that a killed process leaves the one before."""
         meta = {
             "format": _FORMAT,
             "parameters": self.parameters,
@@ -115,7 +118,7 @@ class Checkpoint:
             for name, values in getattr(state, group).items()
         }
         with open(self._partial, "wb") as file:
-            np.savez(file, meta=json.dumps(meta), used=state.used, bound=state.bound, **arrays)
+            np.savez(file, meta=json.dumps(meta), bound=state.bound, **arrays)
             file.flush()
             os.fsync(file.fileno())
         os.replace(self._partial, self.path)
@@ -135,13 +138,44 @@ class Checkpoint:
             raise ValueError(
                 f"checkpoint {self.path!r} has format {written!r}; expected {_FORMAT}."
             )
-        for name, value in self.parameters.items():
-            if meta["parameters"].get(name) != value:
-                raise ValueError(
-                    f"checkpoint {self.path!r} belongs to a run with {name}="
-                    f"{meta['parameters'].get(name)!r}, not {value!r}; remove it to start anew."
-                )
+        self._check_parameters(meta["parameters"])
         return meta, arrays
+
+    def _check_parameters(self, written):
+        """Raise ValueError if the run that wrote the file had other parameters."""
+        for name in {**self.parameters, **written}:
+            then, now = (values.get(name, ["", "-"]) for values in (written, self.parameters))
+            if then[0] != now[0]:
+                raise ValueError(
+                    f"checkpoint {self.path!r} belongs to a run with {name}={then[1]}, not "
+                    f"{now[1]}; remove it to start anew."
+                )
+
+
+def described(estimator, **more):
+    """Parameters that a run depends on, nested ones included: digest and text of each.
+
+    Values are compared by digest, since the text of a neural net, say, hides its learning rate.
+    """
+    params = estimator.get_params(deep=True)
+    related = {name: value for name, value in params.items() if name not in _UNRELATED}
+    related = {"class": type(estimator), **related, **more}
+    return {name: (_value_digest(value), _text(value)) for name, value in related.items()}
+
+
+def _value_digest(value):
+    """Digest of a parameter; of an estimator that of its class, since its parameters follow."""
+    if hasattr(value, "get_params") and not isinstance(value, type):
+        value = type(value)
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return joblib.hash(value)
+
+
+def _text(value):
+    """Short text of a parameter, for messages."""
+    shown = getattr(value, "__qualname__", None) or repr(value)
+    return shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + "..."
 
 
 def _digest(data):

@@ -1,9 +1,15 @@
-"""The one loop over communication rounds.
+"""The one loop over communication rounds: sample, update, release, combine.
 
-A method is three functions on blocks of clients: `init` makes the server's and the clients' state,
-`client_update` turns a block of clients and their rows into messages and new client states, and
-`server_update` takes what was released of the messages. Nothing else of a client reaches the
-server. What is computed for a client must not depend on the others of its block.
+A method is a few functions on blocks of clients (:class:`Method`). Server state, client state and
+messages are dicts of arrays. Two interfaces stand beside the method:
+
+- *rows* (``blocks``, ``collect``) cut the sampled clients' batches into blocks and put what the
+  blocks sent in the order of the clients (:class:`~pfl_sklearn._rounds.rows.ClientRows`);
+- the *release* (``start``, ``before_update``, ``release``, ``after_update``, ``finish``) turns
+  messages into what the server may see (:class:`~pfl_sklearn._rounds.release.JointSum`).
+
+Nothing of a client reaches the server's state except through the release. What a method computes
+for a client must not depend on the other clients of its block.
 """
 
 import math
@@ -16,41 +22,62 @@ import numpy as np
 
 from pfl_sklearn._parallel import batch_mapper
 
-_BLOCK = 1 << 17  # numbers in the rows of a block, which is to stay in the cache
-_LATE = 1 << 100  # within a stream: noise after the last round is none of the next round's
+# Where in a round's stream late draws start: far beyond those of the round itself.
+_LATE = 1 << 100
+_LAST_PHASE = 1 << 101
 _JUMP = 0x9E3779B97F4A7C15F39CC0605CEDC835  # between streams: that of PCG64.jumped
+_AT_ONCE = 512  # clients of the last phase whose rows are gathered together
 
 
 class DivergenceError(ArithmeticError, ValueError):
-    """Rounds whose losses or models stopped being finite."""
+    """The losses or the models of a run are no longer finite."""
+
+
+class Update(NamedTuple):
+    """What a block of g clients computed: messages and new arrays, (g, ...) each, losses (g,)."""
+
+    messages: Any
+    clients: dict[str, np.ndarray]
+    losses: np.ndarray
+
+
+class LastPhase(NamedTuple):
+    """What every client does on its own rows after the rounds. It sends nothing.
+
+    ``init(server, clients)`` gives the phase's arrays of all clients, clients first;
+    ``update(server, batch, clients, own)`` gives their new values and losses for a block. They are
+    arrays of their own: rounds that go on later never see them. `schedule` picks the rows.
+    """
+
+    init: Callable
+    update: Callable
+    schedule: Any
 
 
 class Method(NamedTuple):
     """A method on rounds.
 
-    ``init()`` gives the server's state (dict of arrays) and the clients' (dict of arrays with
-    clients first). ``client_update(server, t, X, y, *clients)`` gives messages, the clients' new
-    arrays and their losses. ``server_update(server, total, t)`` gives the new server state.
-    If noise is added late, ``broadcast(server, blocks, t, mechanism, rng)`` makes the server's
-    state after t rounds what the clients of `blocks`, or with None anybody, may see; `lazy` says
-    that noise may wait until then.
+    ``init()`` gives the server's and the clients' arrays, the latter with clients first.
+    ``client_update(server, t, batch, clients)`` gives the :class:`Update` of a block.
+    ``server_update(server, total, t)`` gives the server's new arrays. `messages` maps the name of
+    each part of a client's message to its shape.
     """
 
     init: Callable
     client_update: Callable
     server_update: Callable
-    broadcast: Callable | None = None
-    lazy: bool = False
+    messages: dict[str, tuple[int, ...]]
+    last_phase: LastPhase | None = None
 
 
 class Sampling(NamedTuple):
-    """Which clients take part in a round: each with probability `rate`, or a fixed number."""
+    """Who takes part in a round: each client with probability `rate`, or a fixed number."""
 
     rate: float
     n_fixed: int | None = None
 
     def draw(self, rng, n_clients):
-        """Sorted positions of the clients of a round; the cost is that of the sampled ones."""
+        """Sorted positions of a round's clients, at the cost of these clients alone."""
         if self.n_fixed is not None:
             n_sampled = self.n_fixed
         elif self.rate == 1:
@@ -63,7 +90,7 @@ class Sampling(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How rounds are run; `entropy` None draws anew from the operating system."""
+    """How rounds are run. Without `entropy` every draw comes from the operating system's."""
 
     n_rounds: int
     sampling: Sampling
@@ -71,7 +98,7 @@ class Plan(NamedTuple):
     n_jobs: int | None = None
 
     def generators(self, first):
-        """Generators of the rounds from `first` on: each the same object, at its round's stream."""
+        """Generators of the rounds from `first` on: one object, moved to each round's stream."""
         rng = np.random.default_rng()
         if self.entropy is None:
             while True:
@@ -82,84 +109,11 @@ class Plan(NamedTuple):
             yield rng
             stream.advance(_JUMP)
 
-
-class Block(NamedTuple):
-    """Clients with equally many rows: positions among the sampled ones and among all, and rows."""
-
-    members: np.ndarray
-    clients: np.ndarray
-    X: np.ndarray
-    y: np.ndarray
-
-    def arguments(self, clients):
-        """What `client_update` takes besides the server's state and the round."""
-        kept = (values.take(self.clients, axis=0) for values in clients.values())
-        return self.X, self.y, *kept
-
-    def finite(self, kept, losses):
-        """Clients (g,) whose losses and new arrays are finite."""
-        fine = np.isfinite(losses)
-        for values in kept:
-            fine &= np.isfinite(values.reshape(len(values), -1)).all(axis=1)
-        return fine
-
-    def keep(self, clients, kept, fine=None):
-        """Store the new arrays, of all clients or of those that are `fine` (g,)."""
-        where = self.clients if fine is None else self.clients[fine]
-        for values, new in zip(clients.values(), kept, strict=True):
-            values[where] = new if fine is None else new[fine]
-
-
-class ClientRows(NamedTuple):
-    """Rows in client order: the i-th client, `clients[i]` of the state, has those from
-    ``offsets[i]`` to ``offsets[i + 1]``.
-    """
-
-    X: np.ndarray
-    y: np.ndarray
-    offsets: np.ndarray
-    batch_sizes: np.ndarray
-    clients: np.ndarray
-
-    @property
-    def n_clients(self):
-        return len(self.clients)
-
-    def next_rows(self, sampled, used, size):
-        """Rows (g, size) that come next for clients of at least `size` rows, in turn."""
-        first = self.offsets.take(sampled)
-        position = used.take(self.clients.take(sampled))[:, None] + np.arange(size)
-        return first[:, None] + position % (self.offsets.take(sampled + 1) - first)[:, None]
-
-    def blocks(self, sampled, used, workers=1):
-        """Blocks of the sampled clients with their next rows."""
-        sizes = self.batch_sizes.take(sampled)
-        found = []
-        for size in _distinct(sizes):
-            (members,) = (sizes == size).nonzero()
-            rows = self.next_rows(sampled.take(members), used, size)
-            step = max(_BLOCK // (size * self.X.shape[1]), 1)
-            step = min(step, -(-len(members) // workers))
-            for start in range(0, len(members), step):
-                part, block = members[start : start + step], rows[start : start + step]
-                X, y = self.X.take(block, axis=0), self.y.take(block, axis=0)
-                found.append(Block(part, self.clients.take(sampled.take(part)), X, y))
-        return found
-
-    def collect(self, blocks, done, shape):
-        """Messages (k, ...) and losses (k,) in the order of the sampled clients."""
-        if len(done) == 1:
-            return done[0][0], done[0][2]
-        if not done:
-            return np.zeros((0, *shape)), np.zeros(0)
-        back = np.argsort(np.concatenate([block.members for block in blocks]))
-        messages = np.concatenate([messages for messages, _, _ in done])[back]
-        return messages, np.concatenate([losses for _, _, losses in done])[back]
-
-
-def _distinct(sizes):
-    """Distinct sizes, in order."""
-    return sorted(set(sizes.tolist()))
+    def late_generator(self, t, where=_LATE):
+        """Generator of draws after the last round `t`, which share nothing with round t."""
+        rng = next(self.generators(t))
+        rng.bit_generator.advance(where)
+        return rng
 
 
 @dataclass
@@ -168,8 +122,9 @@ class State:
 
     server: dict[str, np.ndarray]
     clients: dict[str, np.ndarray]
-    used: np.ndarray  # rows that every client has used
+    schedule: dict[str, np.ndarray]
     bound: float  # norm that messages are clipped to
+    own: dict[str, np.ndarray] = field(default_factory=dict)  # of the last phase, clients first
     round: int = 0
     history: dict[str, list] = field(
         default_factory=lambda: {"n_clients": [], "loss": [], "clipped": [], "clip_norm": []}
@@ -177,37 +132,50 @@ class State:
 
     def copy(self):
         """State to run on while this one stays as it is."""
-        return replace(
-            self,
-            server={name: values.copy() for name, values in self.server.items()},
-            clients={name: values.copy() for name, values in self.clients.items()},
-            used=self.used.copy(),
-            history={name: list(values) for name, values in self.history.items()},
-        )
+        return self._mapped(np.copy, {name: list(seen) for name, seen in self.history.items()})
+
+    def view(self):
+        """The same arrays, which cannot be written through it."""
+        return self._mapped(_read_only, self.history)
+
+    def _mapped(self, function, history):
+        groups = ("server", "clients", "schedule", "own")
+        mapped = {
+            group: {name: function(values) for name, values in getattr(self, group).items()}
+            for group in groups
+        }
+        return replace(self, **mapped, history=history)
 
 
-def start(method, n_clients, mechanism):
-    """State before the first round."""
+def _read_only(values):
+    seen = values.view()
+    seen.flags.writeable = False
+    return seen
+
+
+def start(method, rows, release, n_clients=None):
+    """State before the first round of `n_clients` clients, by default those with rows."""
     server, clients = method.init()
-    return State(server, clients, np.zeros(n_clients, dtype=np.intp), mechanism.start())
+    n_clients = rows.n_clients if n_clients is None else n_clients
+    return State(server, clients, rows.schedule.start(rows, n_clients), release.start())
 
 
-def run_rounds(method, rows, state, plan, mechanism, observe=None, protected=False):
+def run_rounds(method, rows, state, plan, release, observe=None, protected=False):
     """Run the rounds from ``state.round`` to ``plan.n_rounds``; the state is changed in place.
 
     Parameters
     ----------
     method : Method
-    rows : ClientRows
+    rows : ClientRows or another implementation of its interface
     state : State
     plan : Plan
-    mechanism : ClippedSum
-        The release: from messages to their noisy sum.
+    release : JointSum or another implementation of its interface
+        From messages to their noisy sum.
     observe : callable, default=None
         Called with the state after every round; true ends the run.
     protected : bool, default=False
-        Whether no client may end the run. A client whose loss or arrays are not finite keeps the
-        arrays that it had, instead of ending it.
+        Whether no client may end the run. A client whose loss or arrays are not finite then keeps
+        the arrays that it had, instead of ending it.
 
     Returns
     -------
@@ -224,32 +192,28 @@ def run_rounds(method, rows, state, plan, mechanism, observe=None, protected=Fal
         for t in range(state.round, plan.n_rounds):
             rng = next(generators)
             sampled = plan.sampling.draw(rng, rows.n_clients)
-            blocks = rows.blocks(sampled, state.used, workers)
-            if method.lazy:
-                state.server = method.broadcast(state.server, blocks, t, mechanism, rng)
+            blocks = rows.blocks(sampled, state.schedule, t, rng, workers)
+            state.server = release.before_update(state.server, blocks, t, rng)
             update = partial(method.client_update, state.server, t)
-            done = run(update, [block.arguments(state.clients) for block in blocks])
-            for block, (_, kept, losses) in zip(blocks, done, strict=True):
-                fine = block.finite(kept, losses) if protected else None
-                block.keep(state.clients, kept, fine)
-            state.used[rows.clients.take(sampled)] += rows.batch_sizes.take(sampled)
-            shape = state.server["coef"].shape
-            messages, losses = rows.collect(blocks, done, shape)
+            done = run(update, [(block.batch, block.states(state.clients)) for block in blocks])
+            for block, (_, new, losses) in zip(blocks, done, strict=True):
+                fine = block.finite(new, losses) if protected else None
+                block.keep(state.clients, new, fine)
+            messages, losses = rows.collect(blocks, done, method.messages)
             loss = float(losses.sum())
-            if not (protected or math.isfinite(loss)):  # whoever reads the history will see
+            if not (protected or math.isfinite(loss)):  # check_converged finds it in the history
                 state.history["loss"].append(loss)
-                break
-            released = mechanism.release(messages, state.bound, n_expected, rng)
+                return state
+            released = release.release(messages, state.bound, n_expected, rng)
             state.server = method.server_update(state.server, released.total, t)
-            if method.broadcast is not None and not method.lazy:
-                state.server = method.broadcast(state.server, None, t + 1, mechanism, rng)
+            state.server = release.after_update(state.server, t, rng)
             _record(state, len(sampled), loss, released)
             if observe is not None and observe(state):
                 break
-        if method.lazy:
-            rng = next(generators)
-            rng.bit_generator.advance(_LATE)
-            state.server = method.broadcast(state.server, None, state.round, mechanism, rng)
+        state.server = release.finish(state.server, state.round, plan)
+        if method.last_phase is not None:
+            rng = plan.late_generator(state.round, _LAST_PHASE)
+            state.own = _run_last_phase(method.last_phase, rows, state, rng, run, protected)
     return state
 
 
@@ -264,50 +228,17 @@ def _record(state, n_sampled, loss, released):
     state.bound = released.bound_next
 
 
-def observer(estimator, X, y, groups, n_rounds, attributes):
-    """Function for `run_rounds` that runs an estimator's callbacks; None if it has none.
-
-    Parameters
-    ----------
-    estimator : estimator
-        With scikit-learn's callback support, inside its ``fit``.
-    X, y, groups
-        As given to ``fit``, for the callbacks.
-    n_rounds : int
-        How many rounds are to come.
-    attributes : callable
-        From a state to the fitted attributes that make the estimator ready to predict.
-    """
-    context = estimator._init_callback_context(max_subtasks=n_rounds)
-    if not getattr(estimator, "_skl_callbacks", []):
-        return None
-    metadata = None if groups is None else {"groups": groups}
-    shared: dict[str, Any] = {"estimator": estimator, "X": X, "y": y, "metadata": metadata}
-    context.call_on_fit_task_begin(**shared)
-    if not n_rounds:
-        context.call_on_fit_task_end(**shared)
-    left = iter(range(n_rounds - 1, -1, -1))
-
-    def observe(state):
-        task = context.subcontext(task_name="round")
-        task.call_on_fit_task_begin(**shared)
-        stop = task.call_on_fit_task_end(
-            **shared, reconstruction_attributes=lambda: attributes(state)
-        )
-        if stop or not next(left):
-            context.call_on_fit_task_end(**shared)
-        return stop
-
-    return observe
-
-
-def both(first, second):
-    """Observer that is two, of which the first may be None; any of them ends the run."""
-    if first is None:
-        return second
-
-    def observe(state):
-        stop = first(state)
-        return second(state) or stop
-
-    return observe
+def _run_last_phase(phase, rows, state, rng, run, protected):
+    """Arrays that the last phase leaves; a client whose result is not finite keeps the initial."""
+    own = phase.init(state.server, state.clients)
+    rows = rows._replace(schedule=phase.schedule)
+    schedule = phase.schedule.start(rows, len(rows.clients))
+    update = partial(phase.update, state.server)
+    everyone = np.arange(rows.n_clients)
+    for first in range(0, len(everyone), _AT_ONCE):
+        some = everyone[first : first + _AT_ONCE]
+        blocks = rows.blocks(some, schedule, state.round, rng)
+        tasks = [(block.batch, block.states(state.clients), block.states(own)) for block in blocks]
+        for block, (new, losses) in zip(blocks, run(update, tasks), strict=True):
+            block.keep(own, new, block.finite(new, losses) if protected else None)
+    return own

@@ -1,55 +1,41 @@
-"""What the PPSGD regressor and classifier share: rounds, and the models that they leave."""
+"""What the PPSGD regressor and classifier share: their runs, and the models that runs leave."""
 
 import math
 from numbers import Integral, Real
-from os import PathLike
 
 import numpy as np
-from scipy.sparse import csr_array, issparse
-from sklearn.base import BaseEstimator, clone
-from sklearn.callback import CallbackSupportMixin, with_callbacks
+from scipy.sparse import csr_array, hstack, issparse
+from sklearn.base import clone
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from pfl_sklearn._compat import Interval, StrOptions, fit_context, num_samples
-from pfl_sklearn._rounds.checkpoint import Checkpoint
-from pfl_sklearn._rounds.loop import both, observer, run_rounds
-from pfl_sklearn.base import ClientMixin
-from pfl_sklearn.linear_model._ppsgd._fit import (
-    check_continues,
-    check_converged,
+from pfl_sklearn._clients import client_batches, rows_by_client
+from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._rounds.estimator import BaseRounds, Run, sampling_of
+from pfl_sklearn._rounds.release import JointSum
+from pfl_sklearn._rounds.rows import ClientRows, InTurn
+from pfl_sklearn.linear_model._ppsgd._sparse import (
+    LateNoise,
+    LocalModels,
+    SparseRows,
+    keys_of,
+    pairs_of,
+    sparse_ppsgd,
+)
+from pfl_sklearn.linear_model._ppsgd._steps import (
+    auto_learning_rate,
     check_learning_rate,
-    fingerprints,
-    first_state,
-    linear_predictors,
-    make_task,
-    models,
-    progress_after,
-    rounds_of_a_pass,
-    with_intercept,
+    step_sizes,
+    theory_learning_rate,
 )
-from pfl_sklearn.linear_model._ppsgd._private import (
-    check_privacy,
-    is_private,
-    mechanism_of,
-    relation_of_rounds,
-    report_of,
-    round_events,
-)
-from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
-from pfl_sklearn.privacy._ledger import charge_events
-from pfl_sklearn.privacy._report import warn_once
-from pfl_sklearn.privacy._search_cost import warn_of_search
-
-_NAMES = (  # released, and not
-    ("population_coef_", "population_intercept_", "the population model of every round"),
-    ("local_coef_", "coef_", "intercept_", "history_", "clients_", "n_samples_per_client_"),
-)
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, averaged, ppsgd
+from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
 
 
-class BasePPSGD(CallbackSupportMixin, ClientMixin, BaseEstimator):
+class BasePPSGD(BaseRounds):
     """Rounds of PPSGD, and the models that they leave.
 
-    A subclass reads its targets (`_read`) and turns predictors into predictions.
+    A subclass reads its targets (`_read`; the details of its table are the number of outputs and
+    the name of the loss) and turns predictors into predictions.
     """
 
     _client_attributes = ("_local", "n_samples_per_client_")
@@ -61,17 +47,28 @@ class BasePPSGD(CallbackSupportMixin, ClientMixin, BaseEstimator):
         "learning_rate_",
         "noise_multiplier_",
     )
+    _released_names = (
+        "population_coef_",
+        "population_intercept_",
+        "the population model of every round",
+    )
+    _kept_names = (
+        "local_coef_",
+        "coef_",
+        "intercept_",
+        "history_",
+        "clients_",
+        "n_samples_per_client_",
+    )
 
     _parameter_constraints = {
+        **BaseRounds._parameter_constraints,
         "alpha": [Interval(Real, 0, math.inf, closed="both")],
         "learning_rate": [
             Interval(Real, 0, None, closed="neither"),
             StrOptions({"auto", "theory"}),
         ],
-        "n_rounds": [Interval(Integral, 1, None, closed="left")],
         "batch_size": [Interval(Integral, 1, None, closed="left"), None],
-        "client_fraction": [Interval(Real, 0, 1, closed="right")],
-        "sampling": [StrOptions({"poisson", "fixed"})],
         "weighting": [StrOptions({"samples", "clients"})],
         "average": ["boolean"],
         "fit_intercept": ["boolean"],
@@ -79,164 +76,174 @@ class BasePPSGD(CallbackSupportMixin, ClientMixin, BaseEstimator):
         "smoothness": [Interval(Real, 0, None, closed="neither"), None],
         "solution_norm": [Interval(Real, 0, None, closed="neither"), None],
         "gradient_std": [Interval(Real, 0, None, closed="neither"), None],
-        "epsilon": [Interval(Real, 0, math.inf, closed="right")],
-        "noise_multiplier": [Interval(Real, 0, None, closed="left"), None],
-        "delta": [Interval(Real, 0, 1, closed="left")],
-        "clip_norm": [Interval(Real, 0, None, closed="neither"), None],
-        "clip_quantile": [Interval(Real, 0, 1, closed="neither"), None],
-        "ledger": [PrivacyLedger, None],
-        "warm_start": ["boolean"],
-        "checkpoint": [str, PathLike, None],
-        "checkpoint_every": [Interval(Integral, 1, None, closed="left")],
-        "unseen": [StrOptions({"population", "error"})],
-        "n_jobs": [Integral, None],
-        "random_state": ["random_state"],
     }
 
-    @with_callbacks
-    @fit_context(prefer_skip_nested_validation=True)
-    def fit(self, X, y, *, groups=None):
-        """Run `n_rounds` rounds; with `warm_start` those that are missing of them.
-
-        Parameters
-        ----------
-        X : {array-like, sparse matrix} of shape (n_rows, d)
-        y : array-like of shape (n_rows,) or (n_rows, n_outputs)
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row. None: one client, with a warning.
-
-        Returns
-        -------
-        self
-
-        Raises
-        ------
-        ValueError
-            If parameters contradict one another, or the data do not go with them.
-        DivergenceError
-            If the rounds diverge. In either case the estimator is as it was. With noise a single
-            client could cause that, and the error would tell of it: a client whose loss is not
-            finite then keeps the model that it had, and sends nothing.
-        """
-        earlier = self._earlier() if self.warm_start else None
-        self._check_parameters()
-        missing = self.n_rounds - (earlier.state.round if earlier else 0)
-        if missing < 0:
-            raise ValueError(
-                f"n_rounds={self.n_rounds} is less than the {earlier.state.round} rounds that were "
-                "run before; with warm_start=True it counts them in."
-            )
-        events = round_events(self, missing, earlier and earlier.spent)
-        mechanism_of(self, events)  # refuses bounds before anything is charged
-        checkpoint = self._open_checkpoint(missing)
-        if checkpoint is None or not checkpoint.resumes:
-            charge_events(self, events, first_round=self.n_rounds - missing)
-        warn_of_search(self)
-        clients = self._encode_fit(groups, num_samples(X))
-        if earlier and not np.array_equal(clients.ids, earlier.clients):
-            raise ValueError(
-                "warm_start=True continues with the clients of the rounds before, and groups holds "
-                "others; use partial_fit, or warm_start=False."
-            )
-        drawn = checkpoint and checkpoint.entropy
-        task = self._read_task(X, y, clients, earlier, drawn=drawn)
-        return self._train((X, y, groups), task, missing, events, checkpoint)
-
-    def _partial_fit(self, X, y, groups, classes=None):
-        """One more pass over rows, of clients seen before or new."""
-        earlier = self._earlier()
-        self._check_parameters()
-        clients = self._encode_fit(groups, num_samples(X))
-        missing = rounds_of_a_pass(clients, self.batch_size, self.client_fraction)
-        events = round_events(self, missing)
-        mechanism_of(self, events)
-        charge_events(self, events, first_round=earlier.state.round if earlier else 0)
-        task = self._read_task(X, y, clients, earlier, classes)
-        return self._train((X, y, groups), task, missing, events)
-
-    def _earlier(self):
-        """Rounds to go on from, or None before the first fit."""
-        earlier = getattr(self, "_progress", None)
-        if earlier is None and hasattr(self, "privacy_"):
-            raise ValueError(
-                f"this {type(self).__name__} is a model that was handed out (by release, "
-                "for_client or a private selection): its rounds cannot go on. Fit a new one."
-            )
-        return earlier
-
-    def _check_parameters(self):
-        check_privacy(self)
-        check_learning_rate(self)
-
-    def _open_checkpoint(self, missing):
-        """Checkpoint of a run of `missing` rounds, or None."""
-        if self.checkpoint is None:
-            return None
-        unrelated = ("n_jobs", "ledger", "checkpoint", "checkpoint_every", "unseen", "random_state")
-        params = {name: repr(value) for name, value in self.get_params(deep=False).items()}
-        named = {name: value for name, value in params.items() if name not in unrelated}
-        named |= {"class": type(self).__name__, "rounds to run": missing}
-        named["ledger"] = None if self.ledger is None else self.ledger._id
-        return Checkpoint(self.checkpoint, self.checkpoint_every, named)
-
-    def _read_task(self, X, y, clients, earlier, classes=None, drawn=None):
-        """Checked data, and what rounds on them need; without a seed they draw from `drawn`."""
-        if earlier:
-            check_continues(earlier, self.fit_intercept, self.average, self.n_features_in_)
-        targets = self._read(X, y, earlier, classes)
-        seed = drawn if self.random_state is None else self.random_state
-        return make_task(self, targets, clients, earlier, seed)
-
-    def _train(self, data, task, missing, events, checkpoint=None):
-        """Run the missing rounds on copies, and set all fitted attributes at the end."""
-        mechanism = mechanism_of(self, events, task.pairs is not None)
-        state = first_state(task, mechanism, self.clip_quantile)
-        last = state.round + missing
-        if checkpoint is not None:
-            state = checkpoint.restore(state, fingerprints(task))
-        shared = {
-            **task.targets.attributes,
-            "_fitted_with_groups": data[2] is not None,
-            "privacy_": PrivacyReport.unprotected("The fit has not ended."),
-        }
-
-        def watch(now):
-            return {**shared, **models(now.copy(), task.roster.ids, task.pairs)}
-
-        observe = observer(self, *data, last - state.round, watch)
-        if checkpoint is not None:
-            observe = both(observe, checkpoint.observe)
-        run = task.run
-        protected = is_private(self)
-        run_rounds(run.method, run.rows, state, run.plan(last), mechanism, observe, protected)
-        check_converged(state, run.learning_rate, protected)
-        progress = progress_after(task, state, events, last)
-        self._store(shared, progress, report_of(self, progress, _NAMES))
-        if checkpoint is not None:
-            checkpoint.remove()
-        warn_once(self.privacy_)
-        return self
-
-    def _privacy_events(self):
-        """Accounting events of a fit from the start."""
-        return round_events(self, self.n_rounds)
+    def __init__(
+        self,
+        *,
+        alpha=1.0,
+        learning_rate="auto",
+        n_rounds=100,
+        batch_size=10,
+        client_fraction=1.0,
+        sampling="poisson",
+        weighting="samples",
+        average=False,
+        fit_intercept=True,
+        shuffle=True,
+        smoothness=None,
+        solution_norm=None,
+        gradient_std=None,
+        epsilon=math.inf,
+        noise_multiplier=None,
+        delta=1e-5,
+        clip_norm=None,
+        clip_quantile=None,
+        ledger=None,
+        warm_start=False,
+        checkpoint=None,
+        checkpoint_every=10,
+        unseen="population",
+        n_jobs=None,
+        random_state=None,
+    ):
+        self.alpha = alpha
+        self.learning_rate = learning_rate
+        self.n_rounds = n_rounds
+        self.batch_size = batch_size
+        self.client_fraction = client_fraction
+        self.sampling = sampling
+        self.weighting = weighting
+        self.average = average
+        self.fit_intercept = fit_intercept
+        self.shuffle = shuffle
+        self.smoothness = smoothness
+        self.solution_norm = solution_norm
+        self.gradient_std = gradient_std
+        self.epsilon = epsilon
+        self.noise_multiplier = noise_multiplier
+        self.delta = delta
+        self.clip_norm = clip_norm
+        self.clip_quantile = clip_quantile
+        self.ledger = ledger
+        self.warm_start = warm_start
+        self.checkpoint = checkpoint
+        self.checkpoint_every = checkpoint_every
+        self.unseen = unseen
+        self.n_jobs = n_jobs
+        self.random_state = random_state
 
     @property
-    def _privacy_relation(self):
-        return relation_of_rounds(self)
+    def _communicates(self):
+        return self.alpha > 0
 
-    def _store(self, shared, progress, report):
-        """Set all fitted attributes."""
-        found = {**shared, **models(progress.state, progress.clients, progress.pairs)}
-        for name, value in found.items():
-            setattr(self, name, value)
-        self._progress = progress
-        self.n_samples_per_client_ = progress.n_rows
-        self.n_rounds_ = progress.state.round
-        self.learning_rate_ = progress.learning_rate
-        self.noise_multiplier_ = progress.noise_multiplier
-        self.history_ = {name: np.array(values) for name, values in progress.state.history.items()}
-        self.privacy_ = report
+    def _check_parameters(self):
+        check_learning_rate(self)
+
+    def _make_run(self, table, clients, roster, earlier, order):
+        """Run on a table; a learning rate that earlier rounds found stays."""
+        if earlier is not None:
+            self._check_continues(earlier)
+        n_outputs, loss = table.details
+        rows = self._client_rows(table, clients, roster, earlier, order)
+        sampling = sampling_of(self.sampling, self.client_fraction, len(clients.ids))
+        n_expected = sampling.rate * len(clients.ids)
+        learning_rate = self._learning_rate(rows, LOSSES[loss], sampling, n_expected, earlier)
+        batch_sizes = rows.schedule.batch_sizes
+        mean_batch = float(batch_sizes.mean()) if self.weighting == "samples" else None
+        shape = (table.features.shape[1] + self.fit_intercept, n_outputs)
+        steps = step_sizes(self.alpha, learning_rate, n_expected)
+        divisor = n_expected * (mean_batch or 1.0)
+        settings = (shape, LOSSES[loss], steps, divisor, mean_batch, self.average)
+        shared = {
+            "rows": rows,
+            "sampling": sampling,
+            "found": {"learning_rate_": learning_rate},
+            "advice": f"learning_rate={learning_rate:.4g} is too large for these features. Lower "
+            "it, or scale the features.",
+        }
+        if not issparse(table.features):
+            method = ppsgd(len(roster.ids), *settings)
+            return Run(
+                method=method,
+                release_of=lambda mechanism: JointSum(mechanism, method.messages),
+                positions=roster.earlier,
+                **shared,
+            )
+        step, lazy = steps.population / divisor, not self._shows_every_round()
+        return Run(
+            method=sparse_ppsgd(rows.pairs, *settings),
+            release_of=lambda mechanism: LateNoise(SparseClippedSum(mechanism), step, lazy),
+            positions=_pair_positions(rows.pairs, earlier, roster),
+            layout=rows.pairs,
+            **shared,
+        )
+
+    def _shows_every_round(self):
+        """Whether the whole population model is needed after each round."""
+        watched = bool(getattr(self, "_skl_callbacks", []))
+        return self.average or self.warm_start or watched
+
+    def _client_rows(self, table, clients, roster, earlier, order):
+        """Rows in client order; with `shuffle` each client's in an order drawn from `order`."""
+        codes, where = clients.codes, roster.now
+        by_client, offsets = rows_by_client(codes, len(where))
+        if self.shuffle:
+            rng = np.random.default_rng(order)
+            by_client = by_client[np.lexsort((rng.random(len(by_client)), codes[by_client]))]
+        sizes = np.diff(offsets)
+        batch_sizes = sizes if self.batch_size is None else np.minimum(sizes, self.batch_size)
+        design = with_intercept(table.features[by_client], self.fit_intercept)
+        rows = ClientRows(design, table.y[by_client], offsets, where, InTurn(batch_sizes))
+        if not issparse(design):
+            return rows
+        owners = np.repeat(where, sizes)
+        pairs = pairs_of(design, owners)
+        if earlier is not None:
+            pairs = earlier.layout.among(roster.earlier).union(pairs)
+        return SparseRows(rows, pairs, pairs.find(keys_of(design, owners)))
+
+    def _learning_rate(self, rows, loss, sampling, n_expected, earlier):
+        """Number that `learning_rate` stands for."""
+        if self.learning_rate == "theory":
+            return float(theory_learning_rate(self, rows, n_expected))
+        if self.learning_rate != "auto":
+            return float(self.learning_rate)
+        if earlier is not None:
+            return earlier.found["learning_rate_"]
+        dense = getattr(rows, "rows", rows)
+        return float(auto_learning_rate(dense, loss, self.weighting, self.alpha, sampling))
+
+    def _check_continues(self, earlier):
+        """Raise ValueError if the earlier rounds had a model of another shape."""
+        server = earlier.state.server
+        had_intercept = len(server["coef"]) > self.n_features_in_
+        if self.fit_intercept != had_intercept:
+            name, value = "fit_intercept", self.fit_intercept
+        elif self.average != ("moment" in server):
+            name, value = "average", self.average
+        else:
+            return
+        raise ValueError(
+            f"{name}={value} was {not value} in the rounds before, which these rounds continue; "
+            "fit anew, with warm_start=False."
+        )
+
+    def _rounds_of_a_pass(self, clients):
+        """Rounds in which every row is expected to be used once."""
+        most = np.bincount(clients.codes).max()
+        n_batches = -(-most // self.batch_size) if self.batch_size else 1
+        return math.ceil(n_batches / self.client_fraction)
+
+    def _models(self, state, ids, layout):
+        """Population model (p, c) and local ones (m, p, c), or those of pairs."""
+        population, local = state.server["coef"], state.clients["local"]
+        if "moment" in state.server:
+            population = averaged(population, state.server["moment"], state.round)
+            local = averaged(local, state.clients["local_moment"], state.round)
+        if layout is not None:
+            local = LocalModels(layout, local, len(ids))
+        return {"_population": population, "_local": local}
 
     def _inputs(self, X):
         """Attributes of the input's columns."""
@@ -254,7 +261,7 @@ class BasePPSGD(CallbackSupportMixin, ClientMixin, BaseEstimator):
         """Checked features in the form that the rounds have."""
         if issparse(features):
             features = csr_array(features)
-        if earlier is None or issparse(features) == (earlier.pairs is not None):
+        if earlier is None or issparse(features) == (earlier.layout is not None):
             return features
         return features.toarray() if issparse(features) else csr_array(features)
 
@@ -322,3 +329,38 @@ class BasePPSGD(CallbackSupportMixin, ClientMixin, BaseEstimator):
             found = np.zeros_like(values[..., 0, :])
         found = found[..., 0] if self._single else found
         return float(found) if found.ndim == 0 else found
+
+
+def with_intercept(features, fit_intercept):
+    """Columns of the design: the features, and ones last."""
+    if not fit_intercept:
+        return features
+    if issparse(features):
+        return hstack([features, np.ones((features.shape[0], 1))], format="csr")
+    return np.concatenate([features, np.ones((len(features), 1))], axis=1)
+
+
+def _pair_positions(pairs, earlier, roster):
+    """Positions of the pairs of earlier rounds among these."""
+    if earlier is None:
+        return np.zeros(0, dtype=np.intp)
+    return pairs.find(earlier.layout.among(roster.earlier).keys)
+
+
+def linear_predictors(X, codes, population, local):
+    """Predictors (n, c) of rows X (n, p) of clients; of the population where codes are -1.
+
+    `local` are models (m, p, c) or :class:`LocalModels`, or None if no client is known.
+    """
+    found = X @ population
+    known = np.flatnonzero(codes >= 0)
+    if local is None or not len(known):
+        return found
+    if hasattr(local, "predictors"):
+        found[known] += local.predictors(csr_array(X[known]), codes[known])
+        return found
+    for clients, block in client_batches(codes[known], len(local)):
+        rows = known[block]
+        part = X[rows.ravel()].toarray().reshape(*rows.shape, -1) if issparse(X) else X[rows]
+        found[rows] += part @ local[clients]
+    return found

@@ -11,128 +11,148 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d, validate_data
 
 from pfl_sklearn._compat import StrOptions, fit_context
+from pfl_sklearn._docs import ROUNDS, fill_doc
+from pfl_sklearn._rounds.estimator import Table
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
 from pfl_sklearn.linear_model._ppsgd._base import BasePPSGD
-from pfl_sklearn.linear_model._ppsgd._fit import Targets
+
+_TEXTS = {
+    **ROUNDS,
+    "idea": r"""
+        In every round each sampled client draws a batch and takes a step on its own model
+        :math:`\theta_i`, which never leaves the client. Its gradient with respect to w is clipped,
+        summed with those of the others, and noised. `alpha` is the ratio of the two steps: the
+        smaller it is, the more is learned locally, and the less the noise matters.
+        """,
+    "steps": """
+        alpha : float in [0, inf], default=1.0
+            How much is learned globally: 0 fits local models only, inf a global model only. Both
+            models take equal steps at ``alpha * n_clients * client_fraction == 1``. The notes say
+            what the paper's figures and its authors' code call alpha.
+        learning_rate : float, "theory" or "auto", default="auto"
+            Learning rate, on an average gradient, of the model that takes the larger step; `alpha`
+            sets the ratio. "auto" is half the inverse curvature of the steepest batch, or less if
+            few clients are expected in a round. It looks at the data, so it is refused with noise.
+            "theory" is the step of Theorems 4.5 and 5.2 for `smoothness`, and for `solution_norm`
+            and `gradient_std` if they are given.
+        n_rounds : int, default=100
+            Rounds of communication.
+        batch_size : int or None, default=10
+            Rows of a client in a round, at most all it has. None uses all rows. A client's rows
+            are used in turn, so none is used twice before all others were used once.
+        """,
+    "weighting": """
+        weighting : {"samples", "clients"}, default="samples"
+            Which average loss is minimized: over rows (Algorithm 2, messages are sums over a
+            batch) or over clients (Algorithm 3, messages are means over a batch).
+        """,
+    "iterates": r"""
+        average : bool, default=False
+            Return the average of the iterates over rounds, which the theorems are about, instead of
+            the last iterate.
+        fit_intercept : bool, default=True
+            Add a column of ones. Its gradient is clipped together with the others.
+        shuffle : bool, default=True
+            Put each client's rows in random order first. Otherwise they are used as they come.
+        smoothness : float or None, default=None
+            Bound L on the curvature of a row's loss in both models together, for "theory". For the
+            squared loss it is twice the largest squared norm of a row of `X`, intercept included.
+        solution_norm, gradient_std : float or None, default=None
+            :math:`\|z^*\|_\alpha` of the solution and :math:`\sigma_{tot,\alpha}`, for "theory".
+        """,
+    "warm_start": """
+        warm_start : bool, default=False
+            Let ``fit`` continue to `n_rounds` rounds in all, with the noise multiplier that it had
+            unless another is given. With an integer `random_state` the result is the same, bit by
+            bit, as that of all rounds at once with ``warm_start=True``. The exception is "theory"
+            with `solution_norm`, whose step depends on `n_rounds`.
+        """,
+    "learning_rate_": """
+        learning_rate_ : float
+            The number that `learning_rate` stood for.
+        """,
+    "notes": r"""
+        This is Algorithms 1, 2 and 3 of Bietti et al. (2022). Algorithm 1 is
+        ``client_fraction=1, batch_size=1``; Algorithm 3 is ``weighting="clients"`` with sampling.
+        With N clients, Q = q N of them expected in a round, and the paper's :math:`\alpha` and
+        :math:`\eta`:
+
+        ==========================  ====================================================
+        the paper's text            `alpha`
+        the figures' alpha Q        ``alpha * Q``
+        alpha in the authors' code  ``alpha * Q``; -1 there is ``alpha=inf``
+        step in the authors' code   `learning_rate`
+        step of w                   ``learning_rate * min(alpha * Q, 1)`` = alpha eta
+        step of theta_i             ``learning_rate * min(1 / (alpha * Q), 1)`` = eta / Q
+        noise on w (the paper's     ``noise_multiplier * clip_norm / Q``, or over Q times
+        sigma_zeta)                 the mean batch for ``weighting="samples"``
+        ==========================  ====================================================
+
+        With ``weighting="samples"`` clients with larger batches take larger local steps; the table
+        gives the step of a client with an average batch. `clip_norm` bounds sums over a batch
+        there, and means over a batch for ``weighting="clients"``.
+
+        We deviate from the paper in two ways. A client's rows are used in turn, from a random
+        order, instead of being drawn independently. And we sample clients independently by default:
+        the paper's experiments draw a fixed number of clients but account for them as if each had
+        been drawn independently, which understates epsilon. For a fraction of .02, 2,000 rounds, a
+        noise multiplier of 1 and a delta of 1e-4 that gives 4.84, where epsilon is at least 31
+        under replacement of a client. ``sampling="fixed"`` has an accountant of its own.
+
+        The guarantee is joint differential privacy for one client. It covers all iterates of the
+        population model together, against anybody who sees them, including all other clients
+        together. What a client computes from the population model and its own rows does not harm
+        the others. Local models are not protected, nor are ``coef_``, predictions and ``history_``.
+        The number of clients, their numbers of rows and the labels that occur are taken to be
+        public.
+
+        With sparse `X` a client's model has values only on the features of its own rows. The noise
+        on a feature waits until somebody is about to see it, unless callbacks, `average` or
+        `warm_start` need all noise in every round. The distribution is the same, in less time.
+        """,
+    "references": """
+        Bietti, A., Wei, C.-Y., Dudik, M., Langford, J. and Wu, Z. S. (2022). Personalization
+        improves privacy-accuracy tradeoffs in federated learning. ICML.
+        """,
+}
 
 
+@fill_doc(_TEXTS)
 class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
-    r"""Linear regression w + theta_i: a global model and a local one, by private gradients.
+    r"""Linear regression by PPSGD: a global and a local model, by private stochastic gradients.
 
     .. math:: \min_{w, \theta_{1:N}} \frac{1}{N} \sum_i \frac{1}{2} E_i
         \bigl( y - (w + \theta_i)^\top x \bigr)^2
 
-    In every round the sampled clients draw a batch and take a step on their own model
-    :math:`\theta_i`, which never leaves them; gradients with respect to w are clipped, summed,
-    and get noise. `alpha` is the ratio of the two steps: the smaller it is, the more is learned
-    locally, and the less noise matters.
+    %(idea)s
 
     Parameters
     ----------
-    alpha : float in [0, inf], default=1.0
-        How much is learned globally: 0 is local models only, inf a global model only. See the notes
-        for what the paper's figures and its authors' code call alpha. At ``alpha * n_clients *
-        client_fraction == 1`` both models take equal steps.
-    learning_rate : float, "theory" or "auto", default="auto"
-        Larger of the two models' steps on an average gradient; `alpha` says how the other compares.
-        "auto" is half the inverse curvature of the steepest batch (less if few clients are expected
-        in a round): it looks at the data and is refused when noise is added. "theory" is the step
-        of Theorems 4.5 and 5.2 for `smoothness`, and `solution_norm` and `gradient_std` if given.
-    n_rounds : int, default=100
-        Rounds of communication.
-    batch_size : int or None, default=10
-        Rows of a client in a round, at most all it has; None: all. A client's rows are taken in
-        turn, so that none is used twice before every other one was once.
-    client_fraction : float in (0, 1], default=1.0
-        Probability q that a client takes part in a round, or with ``sampling="fixed"`` the share
-        of clients that do.
-    sampling : {"poisson", "fixed"}, default="poisson"
-        Whether every client takes part by itself, with this probability, or a fixed number of
-        clients is drawn without replacement. The latter is accounted by an accountant of its own
-        (under replacement of a client) and costs far more epsilon.
-    weighting : {"samples", "clients"}, default="samples"
-        Which average loss is minimized: over rows (Algorithm 2: messages are sums over a batch) or
-        over clients (Algorithm 3: averages over a batch).
-    loss : {"squared_error"}, default="squared_error"
-        Half the squared error, summed over outputs.
-    average : bool, default=False
-        Give the average of the iterates over rounds (what the theorems are about) instead of the
-        last one.
-    fit_intercept : bool, default=True
-        Add a column of ones. Its gradient is clipped with the others.
-    shuffle : bool, default=True
-        Put the rows of every client in random order first; without it they are taken as they come.
-    smoothness : float or None, default=None
-        Bound L on the curvature of a row's loss in both models together, for "theory": for the
-        squared loss twice the largest squared norm of a row of `X` (with its intercept).
-    solution_norm, gradient_std : float or None, default=None
-        :math:`\|z^*\|_\alpha` of the solution and :math:`\sigma_{tot,\alpha}`, for "theory".
-    epsilon : float in (0, inf], default=inf
-        Privacy of the population model, in nats; the noise follows from it, from `delta`,
-        `n_rounds` and `client_fraction`. Every call to ``fit`` or ``partial_fit`` spends so much.
-    noise_multiplier : float or None, default=None
-        Standard deviation of the noise on the sum of messages over `clip_norm`, instead of
-        `epsilon`.
-    delta : float in [0, 1), default=1e-5
-    clip_norm : float or None, default=None
-        L2 norm that a client's message is clipped to; the user's, never from the data. Needed when
-        noise is added. Local models are not clipped.
-    clip_quantile : float in (0, 1) or None, default=None
-        Move the bound towards this quantile of the messages' norms, from `clip_norm` on. It is
-        found from noisy counts, whose share of the budget is taken off that of the sums.
-    ledger : PrivacyLedger or None, default=None
-        File to which every fit is written before it reads any data, and which refuses a fit beyond
-        its budget.
-    warm_start : bool, default=False
-        Let ``fit`` go on to `n_rounds` rounds in all, with the noise multiplier that it had unless
-        another is given. With an integer `random_state` that is the same, bit by bit, as all
-        rounds at once with ``warm_start=True`` (but for "theory" with `solution_norm`, whose step
-        depends on `n_rounds`).
-    checkpoint : path or None, default=None
-        File that ``fit`` writes its state to and, if it is there, goes on from; removed when the
-        fit has ended. It holds every client's model and what noise is drawn from: protect it. One
-        fit, one file.
-    checkpoint_every : int, default=10
-        Rounds between two writes.
-    unseen : {"population", "error"}, default="population"
-        What clients get in ``predict`` that ``fit`` did not see.
-    n_jobs : int or None, default=None
-        Workers for blocks of clients within a round. Results are the same bits. Clients' models
-        travel to the workers in every round: processes cost more than they save unless batches are
-        large, and threads (``joblib.parallel_config("threading")``) are no slower.
-    random_state : int, RandomState instance or None, default=None
-        Order of rows, sampling and noise. None draws from the operating system; with a seed
-        whoever knows it can take the noise off, and the report says so.
+    %(steps)s
+    %(sampling)s
+    %(weighting)s
+    %(iterates)s
+    %(privacy)s
+    %(warm_start)s
+    %(checkpoint)s
 
     Attributes
     ----------
     coef_ : ndarray of shape (n_clients, [n_outputs,] d)
-        :math:`w + \theta_i`, row i is ``clients_[i]``; made when asked for.
+        :math:`w + \theta_i`; row i belongs to ``clients_[i]``. Computed when asked for.
     intercept_ : ndarray of shape (n_clients[, n_outputs])
+        Intercepts of the clients' models.
     population_coef_ : ndarray of shape ([n_outputs,] d)
         :math:`w`.
     population_intercept_ : float or ndarray of shape (n_outputs,)
+        Intercept of the population model.
     local_coef_ : ndarray of shape (n_clients, [n_outputs,] d)
-        :math:`\theta_i`. If `X` was sparse a sparse array of shape (n_clients * n_outputs, d), with
-        the rows of a client together.
+        :math:`\theta_i`. For sparse `X` this is a sparse array of shape (n_clients * n_outputs, d),
+        with the rows of each client together.
     local_intercept_ : ndarray of shape (n_clients[, n_outputs])
-    clients_ : ndarray of shape (n_clients,)
-        Sorted client ids.
-    n_samples_per_client_ : ndarray of shape (n_clients,)
-        Rows of every client; with ``partial_fit`` of all calls together.
-    n_rounds_ : int
-        Rounds run so far.
-    learning_rate_ : float
-        The number that `learning_rate` stood for.
-    noise_multiplier_ : float
-        Of the last call; 0 without noise.
-    history_ : dict of ndarrays, one value per round
-        Of every round "n_clients" that took part, their mean "loss" before it, the share of them
-        that was "clipped", and the bound "clip_norm". Exact, hence not protected.
-    privacy_ : PrivacyReport
-    n_features_in_ : int
-    feature_names_in_ : ndarray of shape (d,)
-        If `X` was a data frame.
+        Intercepts of the local models.
+    %(learning_rate_)s
+    %(rounds_attributes)s
 
     See Also
     --------
@@ -140,49 +160,15 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
 
     Notes
     -----
-    Algorithms 1, 2 and 3 of Bietti et al. (2022): Algorithm 1 is ``client_fraction=1,
-    batch_size=1``; ``weighting="clients"`` with sampling is Algorithm 3. With N clients, Q = q N of
-    them expected in a round, and the paper's :math:`\alpha` and :math:`\eta`:
+    %(notes)s
 
-    ==========================  ====================================================
-    the paper's text            `alpha`
-    the figures' alpha Q        ``alpha * Q``
-    alpha in the authors' code  ``alpha * Q``; -1 there is ``alpha=inf``
-    step in the authors' code   `learning_rate`
-    step of w                   ``learning_rate * min(alpha * Q, 1)`` = alpha eta
-    step of theta_i             ``learning_rate * min(1 / (alpha * Q), 1)`` = eta / Q
-    noise on w (the paper's     ``noise_multiplier * clip_norm / Q``, or over Q times
-    sigma_zeta)                 the mean batch for ``weighting="samples"``
-    ==========================  ====================================================
-
-    Local steps of ``weighting="samples"`` are larger for clients with larger batches: those of the
-    table are a client's with an average one. `clip_norm` bounds sums over a batch there, and
-    averages for ``weighting="clients"``.
-
-    Deviations: rows are drawn in turn, from a random order, instead of independently. The paper's
-    experiments account a fixed number of clients as if each had been drawn by itself, which
-    understates epsilon (for a fraction of .02, 2,000 rounds, a noise multiplier of 1 and a delta
-    of 1e-4 as 4.84, where it is at least 31 under replacement of a client); so Poisson sampling is
-    the default, and the other has its own accountant.
-
-    Privacy is joint differential privacy for one client: what is protected is the population model,
-    all its iterates together, against whoever sees them, all other clients together included. What
-    a client computes with it and its own rows does not harm the others. Local models, hence
-    ``coef_`` and predictions, and ``history_`` are not protected. How many clients there are, how
-    many rows each has, and which labels occur, is taken to be public.
-
-    With sparse `X` a client's model has values on the features of its own rows only, and the noise
-    on a feature waits until somebody is to see it (unless callbacks, `average` or `warm_start`
-    need all of it in every round): the same distribution in less time.
-
-    Memory: ``n_clients * (d + 1) * n_outputs`` numbers, twice as many with `average`; for sparse
-    `X` as many as there are pairs of a client and a feature of its rows, times n_outputs. A round
-    takes as much again for its sampled clients.
+    Memory: ``n_clients * (d + 1) * n_outputs`` numbers, twice as many with `average`. For sparse
+    `X` it is n_outputs numbers for each pair of a client and a feature of its rows. A round takes
+    as much again for its sampled clients.
 
     References
     ----------
-    Bietti, A., Wei, C.-Y., Dudik, M., Langford, J. and Wu, Z. S. (2022). Personalization improves
-    privacy-accuracy tradeoffs in federated learning. ICML.
+    %(references)s
 
     Examples
     --------
@@ -197,68 +183,6 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
     array([[1.  , 2.  ],
            [1.47, 2.  ]])
     """
-
-    _parameter_constraints = {
-        **BasePPSGD._parameter_constraints,
-        "loss": [StrOptions({"squared_error"})],
-    }
-
-    def __init__(
-        self,
-        *,
-        alpha=1.0,
-        learning_rate="auto",
-        n_rounds=100,
-        batch_size=10,
-        client_fraction=1.0,
-        sampling="poisson",
-        weighting="samples",
-        loss="squared_error",
-        average=False,
-        fit_intercept=True,
-        shuffle=True,
-        smoothness=None,
-        solution_norm=None,
-        gradient_std=None,
-        epsilon=math.inf,
-        noise_multiplier=None,
-        delta=1e-5,
-        clip_norm=None,
-        clip_quantile=None,
-        ledger=None,
-        warm_start=False,
-        checkpoint=None,
-        checkpoint_every=10,
-        unseen="population",
-        n_jobs=None,
-        random_state=None,
-    ):
-        self.alpha = alpha
-        self.learning_rate = learning_rate
-        self.n_rounds = n_rounds
-        self.batch_size = batch_size
-        self.client_fraction = client_fraction
-        self.sampling = sampling
-        self.weighting = weighting
-        self.loss = loss
-        self.average = average
-        self.fit_intercept = fit_intercept
-        self.shuffle = shuffle
-        self.smoothness = smoothness
-        self.solution_norm = solution_norm
-        self.gradient_std = gradient_std
-        self.epsilon = epsilon
-        self.noise_multiplier = noise_multiplier
-        self.delta = delta
-        self.clip_norm = clip_norm
-        self.clip_quantile = clip_quantile
-        self.ledger = ledger
-        self.warm_start = warm_start
-        self.checkpoint = checkpoint
-        self.checkpoint_every = checkpoint_every
-        self.unseen = unseen
-        self.n_jobs = n_jobs
-        self.random_state = random_state
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
@@ -305,9 +229,8 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
                 f"y has {y.shape[1]} outputs, but the rounds before had "
                 f"{self._population.shape[1]}."
             )
-        return Targets(
-            self._features(features, earlier), y, y.shape[1], "squared_error", attributes
-        )
+        details = (y.shape[1], "squared_error")
+        return Table(self._features(features, earlier), y, attributes, details)
 
     def predict(self, X, *, groups=None):
         """Prediction for every row's client; the population's for unseen clients.
@@ -335,126 +258,46 @@ def _has_probabilities(self):
     return True
 
 
+@fill_doc(_TEXTS)
 class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
-    r"""Linear classification w + theta_i: a global model and a local one, by private gradients.
+    r"""Linear classification by PPSGD: a global and a local model, by private stochastic gradients.
 
     .. math:: \min_{w, \theta_{1:N}} \frac{1}{N} \sum_i
         E_i\, \ell \bigl( y, (w + \theta_i)^\top x \bigr)
 
-    In every round the sampled clients draw a batch and take a step on their own model
-    :math:`\theta_i`, which never leaves them; gradients with respect to w are clipped, summed,
-    and get noise. `alpha` is the ratio of the two steps: the smaller it is, the more is learned
-    locally, and the less noise matters.
+    %(idea)s
 
     Parameters
     ----------
-    alpha : float in [0, inf], default=1.0
-        How much is learned globally: 0 is local models only, inf a global model only. See the notes
-        for what the paper's figures and its authors' code call alpha. At ``alpha * n_clients *
-        client_fraction == 1`` both models take equal steps.
-    learning_rate : float, "theory" or "auto", default="auto"
-        Larger of the two models' steps on an average gradient; `alpha` says how the other compares.
-        "auto" is half the inverse curvature of the steepest batch (less if few clients are expected
-        in a round): it looks at the data and is refused when noise is added. "theory" is the step
-        of Theorems 4.5 and 5.2 for `smoothness`, and `solution_norm` and `gradient_std` if given.
-    n_rounds : int, default=100
-        Rounds of communication.
-    batch_size : int or None, default=10
-        Rows of a client in a round, at most all it has; None: all. A client's rows are taken in
-        turn, so that none is used twice before every other one was once.
-    client_fraction : float in (0, 1], default=1.0
-        Probability q that a client takes part in a round, or with ``sampling="fixed"`` the share
-        of clients that do.
-    sampling : {"poisson", "fixed"}, default="poisson"
-        Whether every client takes part by itself, with this probability, or a fixed number of
-        clients is drawn without replacement. The latter is accounted by an accountant of its own
-        (under replacement of a client) and costs far more epsilon.
-    weighting : {"samples", "clients"}, default="samples"
-        Which average loss is minimized: over rows (Algorithm 2: messages are sums over a batch) or
-        over clients (Algorithm 3: averages over a batch).
+    %(steps)s
+    %(sampling)s
+    %(weighting)s
     loss : {"log_loss", "squared_error"}, default="log_loss"
-        Logistic loss (two classes) or softmax loss of the labels, or half the squared error of
-        their indicators less 1 / n_classes, one model for every class, as in the paper.
-    average : bool, default=False
-        Give the average of the iterates over rounds (what the theorems are about) instead of the
-        last one.
-    fit_intercept : bool, default=True
-        Add a column of ones. Its gradient is clipped with the others.
-    shuffle : bool, default=True
-        Put the rows of every client in random order first; without it they are taken as they come.
-    smoothness : float or None, default=None
-        Bound L on the curvature of a row's loss in both models together, for "theory": for the
-        squared loss twice the largest squared norm of a row of `X` (with its intercept).
-    solution_norm, gradient_std : float or None, default=None
-        :math:`\|z^*\|_\alpha` of the solution and :math:`\sigma_{tot,\alpha}`, for "theory".
-    epsilon : float in (0, inf], default=inf
-        Privacy of the population model, in nats; the noise follows from it, from `delta`,
-        `n_rounds` and `client_fraction`. Every call to ``fit`` or ``partial_fit`` spends so much.
-    noise_multiplier : float or None, default=None
-        Standard deviation of the noise on the sum of messages over `clip_norm`, instead of
-        `epsilon`.
-    delta : float in [0, 1), default=1e-5
-    clip_norm : float or None, default=None
-        L2 norm that a client's message is clipped to; the user's, never from the data. Needed when
-        noise is added. Local models are not clipped.
-    clip_quantile : float in (0, 1) or None, default=None
-        Move the bound towards this quantile of the messages' norms, from `clip_norm` on. It is
-        found from noisy counts, whose share of the budget is taken off that of the sums.
-    ledger : PrivacyLedger or None, default=None
-        File to which every fit is written before it reads any data, and which refuses a fit beyond
-        its budget.
-    warm_start : bool, default=False
-        Let ``fit`` go on to `n_rounds` rounds in all, with the noise multiplier that it had unless
-        another is given. With an integer `random_state` that is the same, bit by bit, as all
-        rounds at once with ``warm_start=True`` (but for "theory" with `solution_norm`, whose step
-        depends on `n_rounds`).
-    checkpoint : path or None, default=None
-        File that ``fit`` writes its state to and, if it is there, goes on from; removed when the
-        fit has ended. It holds every client's model and what noise is drawn from: protect it. One
-        fit, one file.
-    checkpoint_every : int, default=10
-        Rounds between two writes.
-    unseen : {"population", "error"}, default="population"
-        What clients get in ``predict`` that ``fit`` did not see.
-    n_jobs : int or None, default=None
-        Workers for blocks of clients within a round. Results are the same bits. Clients' models
-        travel to the workers in every round: processes cost more than they save unless batches are
-        large, and threads (``joblib.parallel_config("threading")``) are no slower.
-    random_state : int, RandomState instance or None, default=None
-        Order of rows, sampling and noise. None draws from the operating system; with a seed
-        whoever knows it can take the noise off, and the report says so.
+        Logistic loss (two classes) or softmax loss of the labels. "squared_error" is half the
+        squared error of their indicators less 1 / n_classes, with one model for each class, as in
+        the paper.
+    %(iterates)s
+    %(privacy)s
+    %(warm_start)s
+    %(checkpoint)s
 
     Attributes
     ----------
-    classes_ : ndarray of shape (n_classes,)
-        Sorted labels. With two classes arrays have no axis for them.
     coef_ : ndarray of shape (n_clients, [n_classes,] d)
-        :math:`w + \theta_i`, row i is ``clients_[i]``; made when asked for.
+        :math:`w + \theta_i`; row i belongs to ``clients_[i]``. Computed when asked for.
     intercept_ : ndarray of shape (n_clients[, n_classes])
+        Intercepts of the clients' models.
     population_coef_ : ndarray of shape ([n_classes,] d)
         :math:`w`.
     population_intercept_ : float or ndarray of shape (n_classes,)
+        Intercept of the population model.
     local_coef_ : ndarray of shape (n_clients, [n_classes,] d)
-        :math:`\theta_i`. If `X` was sparse a sparse array of shape (n_clients * n_classes, d), with
-        the rows of a client together.
+        :math:`\theta_i`. For sparse `X` this is a sparse array of shape (n_clients * n_classes, d),
+        with the rows of each client together.
     local_intercept_ : ndarray of shape (n_clients[, n_classes])
-    clients_ : ndarray of shape (n_clients,)
-        Sorted client ids.
-    n_samples_per_client_ : ndarray of shape (n_clients,)
-        Rows of every client; with ``partial_fit`` of all calls together.
-    n_rounds_ : int
-        Rounds run so far.
-    learning_rate_ : float
-        The number that `learning_rate` stood for.
-    noise_multiplier_ : float
-        Of the last call; 0 without noise.
-    history_ : dict of ndarrays, one value per round
-        Of every round "n_clients" that took part, their mean "loss" before it, the share of them
-        that was "clipped", and the bound "clip_norm". Exact, hence not protected.
-    privacy_ : PrivacyReport
-    n_features_in_ : int
-    feature_names_in_ : ndarray of shape (d,)
-        If `X` was a data frame.
+        Intercepts of the local models.
+    %(learning_rate_)s
+    %(rounds_attributes)s
 
     See Also
     --------
@@ -462,49 +305,15 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
 
     Notes
     -----
-    Algorithms 1, 2 and 3 of Bietti et al. (2022): Algorithm 1 is ``client_fraction=1,
-    batch_size=1``; ``weighting="clients"`` with sampling is Algorithm 3. With N clients, Q = q N of
-    them expected in a round, and the paper's :math:`\alpha` and :math:`\eta`:
+    %(notes)s
 
-    ==========================  ====================================================
-    the paper's text            `alpha`
-    the figures' alpha Q        ``alpha * Q``
-    alpha in the authors' code  ``alpha * Q``; -1 there is ``alpha=inf``
-    step in the authors' code   `learning_rate`
-    step of w                   ``learning_rate * min(alpha * Q, 1)`` = alpha eta
-    step of theta_i             ``learning_rate * min(1 / (alpha * Q), 1)`` = eta / Q
-    noise on w (the paper's     ``noise_multiplier * clip_norm / Q``, or over Q times
-    sigma_zeta)                 the mean batch for ``weighting="samples"``
-    ==========================  ====================================================
-
-    Local steps of ``weighting="samples"`` are larger for clients with larger batches: those of the
-    table are a client's with an average one. `clip_norm` bounds sums over a batch there, and
-    averages for ``weighting="clients"``.
-
-    Deviations: rows are drawn in turn, from a random order, instead of independently. The paper's
-    experiments account a fixed number of clients as if each had been drawn by itself, which
-    understates epsilon (for a fraction of .02, 2,000 rounds, a noise multiplier of 1 and a delta
-    of 1e-4 as 4.84, where it is at least 31 under replacement of a client); so Poisson sampling is
-    the default, and the other has its own accountant.
-
-    Privacy is joint differential privacy for one client: what is protected is the population model,
-    all its iterates together, against whoever sees them, all other clients together included. What
-    a client computes with it and its own rows does not harm the others. Local models, hence
-    ``coef_`` and predictions, and ``history_`` are not protected. How many clients there are, how
-    many rows each has, and which labels occur, is taken to be public.
-
-    With sparse `X` a client's model has values on the features of its own rows only, and the noise
-    on a feature waits until somebody is to see it (unless callbacks, `average` or `warm_start`
-    need all of it in every round): the same distribution in less time.
-
-    Memory: ``n_clients * (d + 1) * n_classes`` numbers, twice as many with `average`; for sparse
-    `X` as many as there are pairs of a client and a feature of its rows, times n_classes. A round
-    takes as much again for its sampled clients.
+    Memory: ``n_clients * (d + 1) * n_classes`` numbers, twice as many with `average`. For sparse
+    `X` it is n_classes numbers for each pair of a client and a feature of its rows. A round takes
+    as much again for its sampled clients.
 
     References
     ----------
-    Bietti, A., Wei, C.-Y., Dudik, M., Langford, J. and Wu, Z. S. (2022). Personalization improves
-    privacy-accuracy tradeoffs in federated learning. ICML.
+    %(references)s
 
     Examples
     --------
@@ -552,32 +361,34 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         n_jobs=None,
         random_state=None,
     ):
-        self.alpha = alpha
-        self.learning_rate = learning_rate
-        self.n_rounds = n_rounds
-        self.batch_size = batch_size
-        self.client_fraction = client_fraction
-        self.sampling = sampling
-        self.weighting = weighting
+        super().__init__(
+            alpha=alpha,
+            learning_rate=learning_rate,
+            n_rounds=n_rounds,
+            batch_size=batch_size,
+            client_fraction=client_fraction,
+            sampling=sampling,
+            weighting=weighting,
+            average=average,
+            fit_intercept=fit_intercept,
+            shuffle=shuffle,
+            smoothness=smoothness,
+            solution_norm=solution_norm,
+            gradient_std=gradient_std,
+            epsilon=epsilon,
+            noise_multiplier=noise_multiplier,
+            delta=delta,
+            clip_norm=clip_norm,
+            clip_quantile=clip_quantile,
+            ledger=ledger,
+            warm_start=warm_start,
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every,
+            unseen=unseen,
+            n_jobs=n_jobs,
+            random_state=random_state,
+        )
         self.loss = loss
-        self.average = average
-        self.fit_intercept = fit_intercept
-        self.shuffle = shuffle
-        self.smoothness = smoothness
-        self.solution_norm = solution_norm
-        self.gradient_std = gradient_std
-        self.epsilon = epsilon
-        self.noise_multiplier = noise_multiplier
-        self.delta = delta
-        self.clip_norm = clip_norm
-        self.clip_quantile = clip_quantile
-        self.ledger = ledger
-        self.warm_start = warm_start
-        self.checkpoint = checkpoint
-        self.checkpoint_every = checkpoint_every
-        self.unseen = unseen
-        self.n_jobs = n_jobs
-        self.random_state = random_state
 
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=True)
@@ -597,7 +408,7 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         -------
         self
         """
-        return self._partial_fit(X, y, groups, classes)
+        return self._partial_fit(X, y, groups, classes=classes)
 
     def _read(self, X, y, earlier, classes=None):
         features, y = check_X_y(
@@ -610,7 +421,7 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         n_outputs = 1 if len(classes) == 2 else len(classes)
         attributes = {**self._inputs(X), "classes_": classes, "_single": n_outputs == 1}
         loss = "one_versus_all" if self.loss == "squared_error" else "log_loss"
-        return Targets(self._features(features, earlier), labels, n_outputs, loss, attributes)
+        return Table(self._features(features, earlier), labels, attributes, (n_outputs, loss))
 
     def _labels(self, y, earlier, classes):
         """Sorted classes, and the position of every row's among them."""

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 from scipy.sparse import csr_array
 
-from pfl_sklearn._rounds.loop import ClientRows, Method
-from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseMessages
+from pfl_sklearn._rounds.loop import Method, Update
+from pfl_sklearn._rounds.rows import ClientRows, count_within
+from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum, SparseMessages
 
 
 class Pairs(NamedTuple):
@@ -96,39 +97,52 @@ class LocalModels(NamedTuple):
         return found.reshape(self.n_clients, self.pairs.n_features, c)
 
 
-class SparseBlock(NamedTuple):
-    """Sampled clients with their next rows: X (CSR) has a column for every pair that occurs."""
+class SparseBatch(NamedTuple):
+    """Next rows of a block: X (CSR) has a column for every pair that occurs in them.
 
-    pairs: np.ndarray
-    features: np.ndarray
-    owner: np.ndarray
+    `features` and `owner` (n,) are those of the pairs, `sizes` (k,) the rows of every client.
+    """
+
     X: csr_array
     y: np.ndarray
+    features: np.ndarray
+    owner: np.ndarray
     sizes: np.ndarray
 
-    def arguments(self, clients):
-        """What `client_update` takes besides the server's state and the round."""
-        kept = (values.take(self.pairs, axis=0) for values in clients.values())
-        return self.X, self.y, self.features, self.owner, self.sizes, *kept
+    @property
+    def size(self):
+        """Numbers in X, which is what a batch costs."""
+        return self.X.size
 
-    def finite(self, kept, losses):
-        """Clients (k,) whose losses and new values are finite."""
+
+class SparseBlock(NamedTuple):
+    """Sampled clients: the pairs (n,) that occur in their next rows, and the rows."""
+
+    pairs: np.ndarray
+    batch: SparseBatch
+
+    def states(self, clients):
+        """These clients' part of arrays with all pairs first."""
+        return {name: values.take(self.pairs, axis=0) for name, values in clients.items()}
+
+    def finite(self, new, losses):
+        """Which clients (k,) have a finite loss and finite new values."""
         fine = np.isfinite(losses)
-        for values in kept:
-            fine[self.owner[~np.isfinite(values).all(axis=1)]] = False
+        for values in new.values():
+            fine[self.batch.owner[~np.isfinite(values).all(axis=1)]] = False
         return fine
 
-    def keep(self, clients, kept, fine=None):
-        """Store the new values, of all clients or of those that are `fine` (k,)."""
-        chosen = slice(None) if fine is None else fine[self.owner]
-        for values, new in zip(clients.values(), kept, strict=True):
-            values[self.pairs[chosen]] = new[chosen]
+    def keep(self, clients, new, fine=None):
+        """Store new values of all clients of the block, or of those that are `fine` (k,)."""
+        chosen = slice(None) if fine is None else fine[self.batch.owner]
+        for name, values in new.items():
+            clients[name][self.pairs[chosen]] = values[chosen]
 
 
 class SparseRows(NamedTuple):
     """Rows in client order (CSR) whose column indices are features, and the pairs of their entries.
 
-    `rows` has the offsets, batch sizes and clients; `where` (nnz,) the pair of every entry.
+    `rows` has the offsets, clients and schedule; `where` (nnz,) the pair of every entry.
     """
 
     rows: ClientRows
@@ -137,79 +151,119 @@ class SparseRows(NamedTuple):
 
     @property
     def n_clients(self):
+        """Clients with rows."""
         return self.rows.n_clients
 
     @property
     def clients(self):
+        """Positions of these clients among all."""
         return self.rows.clients
 
     @property
-    def batch_sizes(self):
-        return self.rows.batch_sizes
+    def schedule(self):
+        """Which rows a round uses."""
+        return self.rows.schedule
 
-    @property
-    def offsets(self):
-        return self.rows.offsets
-
-    @property
-    def X(self):
-        return self.rows.X
-
-    def blocks(self, sampled, used, workers=1):
+    def blocks(self, sampled, state, t, rng, workers=1):
         """Blocks of the sampled clients, in their order, with their next rows."""
         step = max(-(-len(sampled) // workers), 1)
         parts = [sampled[start : start + step] for start in range(0, len(sampled), step)]
-        return [self._block(part, used) for part in parts]
+        return [self._block(part, state) for part in parts]
 
-    def _block(self, sampled, used):
-        sizes = self.rows.batch_sizes.take(sampled)
-        first = np.repeat(self.rows.offsets.take(sampled), sizes)
-        length = np.repeat(self.rows.offsets.take(sampled + 1), sizes) - first
-        turn = np.repeat(used.take(self.rows.clients.take(sampled)), sizes) + _count(sizes)
-        rows = first + turn % length
-        start = self.rows.X.indptr.take(rows)
-        lengths = self.rows.X.indptr.take(rows + 1) - start
-        entries = np.repeat(start, lengths) + _count(lengths)
+    def _block(self, sampled, state):
+        X, y = self.rows.X, self.rows.y
+        rows, sizes = self.rows.schedule.draw_ragged(self.rows, sampled, state)
+        start = X.indptr.take(rows)
+        lengths = X.indptr.take(rows + 1) - start
+        entries = np.repeat(start, lengths) + count_within(lengths)
         pairs, columns = np.unique(self.where.take(entries), return_inverse=True)
         indptr = np.concatenate([[0], np.cumsum(lengths)])
-        data = self.rows.X.data.take(entries)
-        X = csr_array((data, columns, indptr), shape=(len(rows), len(pairs)))
+        chosen = csr_array((X.data.take(entries), columns, indptr), shape=(len(rows), len(pairs)))
         owner, features = np.divmod(self.pairs.keys.take(pairs), self.pairs.n_features)
         owner = np.searchsorted(self.rows.clients.take(sampled), owner)
-        return SparseBlock(pairs, features, owner, X, self.rows.y.take(rows, axis=0), sizes)
+        return SparseBlock(pairs, SparseBatch(chosen, y.take(rows, axis=0), features, owner, sizes))
 
-    def collect(self, blocks, done, shape):
+    def collect(self, blocks, done, shapes):
         """Messages and losses (k,) in the order of the sampled clients."""
         if not done:
-            none = np.zeros(0, dtype=np.intp)
-            return SparseMessages(np.zeros((0, shape[1])), none, none, 0), np.zeros(0)
+            none, n_outputs = np.zeros(0, dtype=np.intp), shapes["coef"][1]
+            return SparseMessages(np.zeros((0, n_outputs)), none, none, 0), np.zeros(0)
         if len(done) == 1:
-            return done[0][0], done[0][2]
-        first = np.cumsum([0, *(len(block.sizes) for block in blocks)])
+            return done[0].messages, done[0].losses
+        first = np.cumsum([0, *(len(block.batch.sizes) for block in blocks)])
+        owners = [block.batch.owner + n for block, n in zip(blocks, first, strict=False)]
         messages = SparseMessages(
-            np.concatenate([messages.values for messages, _, _ in done]),
-            np.concatenate([block.features for block in blocks]),
-            np.concatenate([block.owner + n for block, n in zip(blocks, first, strict=False)]),
+            np.concatenate([update.messages.values for update in done]),
+            np.concatenate([block.batch.features for block in blocks]),
+            np.concatenate(owners),
             int(first[-1]),
         )
-        return messages, np.concatenate([losses for _, _, losses in done])
+        return messages, np.concatenate([update.losses for update in done])
 
 
-def _count(lengths):
-    """0, 1, ... anew for every one of the lengths."""
-    ends = np.cumsum(lengths)
-    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+class LateNoise(NamedTuple):
+    """Release of sparse messages, whose noise is drawn when somebody is about to see it.
+
+    Parameters
+    ----------
+    mechanism : SparseClippedSum
+    step : float
+        What the population model moves by, for each unit of the sum.
+    lazy : bool
+        Whether noise may wait from round to round. Otherwise all of it is drawn in every round.
+    """
+
+    mechanism: SparseClippedSum
+    step: float
+    lazy: bool
+
+    def start(self):
+        """Clipping bound of the first round."""
+        return self.mechanism.start()
+
+    def before_update(self, server, blocks, t, rng):
+        """Draw the noise that is due in what the clients of `blocks` are about to see."""
+        if not self.lazy or not blocks:
+            return server
+        features = np.unique(np.concatenate([block.batch.features for block in blocks]))
+        return self._settled(server, features, t, rng)
+
+    def release(self, messages, bound, n_expected, rng):
+        """Exact sparse sum of a round, and the variance of the noise that is due on it."""
+        return self.mechanism.release(messages, bound, n_expected, rng)
+
+    def after_update(self, server, t, rng):
+        """Draw all noise of the round, unless it may wait."""
+        return server if self.lazy else self._settled(server, None, t + 1, rng)
+
+    def finish(self, server, n_rounds, plan):
+        """Draw the noise that still waits."""
+        if not self.lazy:
+            return server
+        return self._settled(server, None, n_rounds, plan.late_generator(n_rounds))
+
+    def _settled(self, server, features, t, rng):
+        """Server's state with the noise that is due in some features, or with None in all."""
+        variance = float(server["variance"][0])
+        if not self.mechanism.noisy or variance == 0 or self.step == 0:
+            return server
+        coef = server["coef"]
+        features = np.arange(len(coef)) if features is None else features
+        noise = self.mechanism.settle(server["settled"], variance, features, coef.shape[1], rng)
+        change = -self.step * noise
+        coef[features] = self.mechanism.rounded(coef[features] + change, self.step)
+        if "moment" in server:
+            server["moment"][features] += t * change
+        return server
 
 
-def sparse_ppsgd(pairs, shape, loss, steps, divisor, mean_batch, average, lazy):
+def sparse_ppsgd(pairs, shape, loss, steps, divisor, mean_batch, average):
     """The method on pairs, for coefficients of a `shape` (d, c).
 
-    `lazy` lets noise wait until somebody is to see it; the other parameters are those of
-    :func:`~pfl_sklearn.linear_model._ppsgd._updates.ppsgd`.
+    The parameters are those of :func:`~pfl_sklearn.linear_model._ppsgd._updates.ppsgd`.
     """
     names = ("local", "local_moment") if average else ("local",)
     population = ("coef", "moment") if average else ("coef",)
-    step = steps.population / divisor
 
     def init():
         server = {name: np.zeros(shape) for name in population}
@@ -219,17 +273,16 @@ def sparse_ppsgd(pairs, shape, loss, steps, divisor, mean_batch, average, lazy):
 
     return Method(
         init,
-        partial(client_update, loss=loss.function, step=steps.local, mean_batch=mean_batch),
-        partial(server_update, step=step),
-        partial(broadcast, step=step),
-        lazy,
+        partial(sparse_update, loss=loss.function, step=steps.local, mean_batch=mean_batch),
+        partial(sparse_server_update, step=steps.population / divisor),
+        {"coef": shape},
     )
 
 
-def client_update(
-    server, t, X, y, features, owner, sizes, local, moment=None, *, loss, step, mean_batch
-):
-    """Messages, new local values (n_pairs, c) and losses of clients with `sizes` (k,) rows each."""
+def sparse_update(server, t, batch, clients, *, loss, step, mean_batch):
+    """Messages, new local values (n_pairs, c) and losses of the clients of a batch."""
+    X, y, features, owner, sizes = batch
+    local, moment = clients["local"], clients.get("local_moment")
     with np.errstate(over="ignore", invalid="ignore"):
         predictors = X @ (server["coef"].take(features, axis=0) + local)
         residuals, losses = loss(predictors[None], y[None])
@@ -241,34 +294,17 @@ def client_update(
             change = (-step / (mean_batch or 1.0)) * gradients
             local = local + change
             moment = None if moment is None else moment + (t + 1) * change
-    kept = (local,) if moment is None else (local, moment)
+    new = {"local": local} if moment is None else {"local": local, "local_moment": moment}
     client = np.repeat(np.arange(len(sizes)), sizes)
     losses = np.bincount(client, losses[0], len(sizes)) / sizes
-    return SparseMessages(gradients, features, owner, len(sizes)), kept, losses
+    return Update(SparseMessages(gradients, features, owner, len(sizes)), new, losses)
 
 
-def server_update(server, total, t, *, step):
-    """Population model after a round, in place; its noise is to come."""
+def sparse_server_update(server, total, t, *, step):
+    """Population model after a round, in place; its noise is still to come."""
     change = -step * total.values
     server["coef"][total.rows] += change
     if "moment" in server:
         server["moment"][total.rows] += (t + 1) * change
     server["variance"] += total.pending_variance
-    return server
-
-
-def broadcast(server, blocks, t, mechanism, rng, *, step):
-    """Add the noise that is due to what the clients of `blocks` see; None: to everything."""
-    variance = float(server["variance"][0])
-    if not mechanism.noisy or variance == 0 or step == 0 or (blocks is not None and not blocks):
-        return server
-    if blocks is None:
-        features = np.arange(len(server["coef"]))
-    else:
-        features = np.unique(np.concatenate([block.features for block in blocks]))
-    coef = server["coef"]
-    change = -step * mechanism.settle(server["settled"], variance, features, coef.shape[1], rng)
-    coef[features] = mechanism.rounded(coef[features] + change, step)
-    if "moment" in server:
-        server["moment"][features] += t * change
     return server

@@ -1,11 +1,100 @@
-"""How steep the loss of a batch can be: what learning_rate='auto' looks at."""
+"""Step sizes of both models: from alpha, from the theorems, and from the steepest batch."""
+
+import math
+from typing import NamedTuple
 
 import numpy as np
 from scipy.sparse import issparse
 
+from pfl_sklearn._rounds.privacy import is_private
+from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha
+
 _CHUNK = 32  # rows: a longer batch is no steeper than the steepest chunk of it
 _PART = 64
 _MOST = 1024
+
+
+class Steps(NamedTuple):
+    """Step sizes of both models on average gradients.
+
+    Parameters
+    ----------
+    population : float
+        On the average over the clients expected in a round.
+    local : float
+        On a client's own average over its rows, of a client with the average number of them.
+    """
+
+    population: float
+    local: float
+
+
+def step_sizes(alpha, learning_rate, n_expected):
+    """Steps of the two models; `learning_rate` is the larger of them.
+
+    With ``a = alpha * n_expected`` they are (a, 1) for a <= 1 and (1, 1 / a) beyond, in units of
+    `learning_rate`. In the paper's symbols they are alpha eta and eta / (q N).
+    """
+    if math.isinf(alpha):
+        return Steps(learning_rate, 0.0)
+    ratio = alpha * n_expected
+    if ratio <= 1:
+        return Steps(ratio * learning_rate, learning_rate)
+    return Steps(learning_rate, learning_rate / ratio)
+
+
+def check_learning_rate(model):
+    """Raise ValueError if 'theory' lacks its constants, or if 'auto' would leak."""
+    given = {name: getattr(model, name) for name in ("smoothness", "solution_norm", "gradient_std")}
+    if model.learning_rate == "auto" and is_private(model):
+        raise ValueError(
+            "learning_rate='auto' looks at the data, which would leak when noise is added; give a "
+            "number, or 'theory' with smoothness."
+        )
+    if model.learning_rate != "theory":
+        return
+    if given["smoothness"] is None:
+        raise ValueError(
+            "learning_rate='theory' needs smoothness: a bound on the curvature of a row's loss in "
+            "both models together (for the squared loss twice the largest squared norm of a row of "
+            "X). It is yours, never taken from the data."
+        )
+    if (given["solution_norm"] is None) != (given["gradient_std"] is None):
+        raise ValueError(
+            "solution_norm and gradient_std belong together; got "
+            f"solution_norm={given['solution_norm']!r}, gradient_std={given['gradient_std']!r}."
+        )
+
+
+def theory_learning_rate(model, rows, n_expected):
+    """Larger of the two steps at the step eta of the theorems."""
+    smoothness = smoothness_alpha(
+        model.smoothness,
+        model.alpha,
+        rows.n_clients,
+        batch_sizes=rows.schedule.batch_sizes,
+        client_fraction=n_expected / rows.n_clients,
+        weighting=model.weighting,
+    )
+    norm, std = model.solution_norm or 1.0, model.gradient_std or 0.0
+    eta = ppsgd_learning_rate(smoothness, norm, std, model.n_rounds)
+    return eta if math.isinf(model.alpha) else eta * max(model.alpha, 1 / n_expected)
+
+
+def auto_learning_rate(rows, loss, weighting, alpha, sampling):
+    """Half the inverse curvature of the steepest batch: it looks at the data.
+
+    Less if the population model steps, and so few clients are expected in a round that there are
+    often many more.
+    """
+    relative = np.ones(rows.n_clients)
+    if weighting == "samples":
+        relative = rows.schedule.batch_sizes / rows.schedule.batch_sizes.mean()
+    steepest = steepest_batch(rows.X, rows.offsets, rows.schedule.batch_sizes, relative)
+    if sampling.n_fixed is None:
+        n_expected = sampling.rate * rows.n_clients
+        steepest *= 1 + min(alpha * n_expected, 1.0) * (1 - sampling.rate) / n_expected
+    return 0.5 / (loss.curvature * steepest) if steepest > 0 else 1.0
 
 
 def steepest_batch(X, offsets, batch_sizes, weights):
@@ -33,7 +122,7 @@ def steepest_batch(X, offsets, batch_sizes, weights):
         part = order[start : start + _PART]
         if bounds[part[0]] <= found:
             break
-        curvatures = weights[part] * _curvatures(X, first[part], sizes[part])
+        curvatures = weights[part] * _batch_curvatures(X, first[part], sizes[part])
         found = max(found, float(curvatures.max()))
     return found
 
@@ -47,7 +136,7 @@ def _chunks(offsets, sizes):
     return np.minimum(offsets[owner] + number * sizes[owner], last), owner
 
 
-def _curvatures(X, first, sizes):
+def _batch_curvatures(X, first, sizes):
     """Largest eigenvalues (k,) of the mean of x x' over `sizes` (k,) rows from `first` (k,) on."""
     found = np.zeros(len(first))
     for size in np.unique(sizes):

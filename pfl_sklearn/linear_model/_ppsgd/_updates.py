@@ -3,14 +3,13 @@
 Coefficients are (d, c) for d features and c outputs.
 """
 
-import math
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 from scipy.special import expit
 
-from pfl_sklearn._rounds.loop import Method
+from pfl_sklearn._rounds.loop import Method, Update
 
 
 class Loss(NamedTuple):
@@ -63,35 +62,6 @@ LOSSES = {
 }
 
 
-class Steps(NamedTuple):
-    """Step sizes of both models on average gradients.
-
-    Parameters
-    ----------
-    population : float
-        On the average over the clients expected in a round.
-    local : float
-        On a client's own average over its rows, of a client with the average number of them.
-    """
-
-    population: float
-    local: float
-
-
-def step_sizes(alpha, learning_rate, n_expected):
-    """Steps of the two models; `learning_rate` is the larger of them.
-
-    With ``a = alpha * n_expected`` they are (a, 1) for a <= 1 and (1, 1 / a) beyond, in units of
-    `learning_rate`. In the paper's symbols they are alpha eta and eta / (q N).
-    """
-    if math.isinf(alpha):
-        return Steps(learning_rate, 0.0)
-    ratio = alpha * n_expected
-    if ratio <= 1:
-        return Steps(ratio * learning_rate, learning_rate)
-    return Steps(learning_rate, learning_rate / ratio)
-
-
 def ppsgd(n_clients, shape, loss, steps, divisor, mean_batch, average):
     """The method, for coefficients of a `shape` (d, c).
 
@@ -117,18 +87,20 @@ def ppsgd(n_clients, shape, loss, steps, divisor, mean_batch, average):
 
     return Method(
         init,
-        partial(client_update, loss=loss.function, step=steps.local, mean_batch=mean_batch),
-        partial(server_update, step=steps.population / divisor),
+        partial(dense_update, loss=loss.function, step=steps.local, mean_batch=mean_batch),
+        partial(dense_server_update, step=steps.population / divisor),
+        {"coef": shape},
     )
 
 
-def client_update(server, t, X, y, local, moment=None, *, loss, step, mean_batch):
+def dense_update(server, t, batch, clients, *, loss, step, mean_batch):
     """Messages, new local models and losses of clients with rows X (g, b, d).
 
     The moment of the local model is the sum of its increments times the numbers of their rounds,
     from 1: the average iterate is the last one less the moment over the number of rounds.
     """
-    n_rows = X.shape[1]
+    X, y = batch
+    local, moment, n_rows = clients["local"], clients.get("local_moment"), X.shape[1]
     with np.errstate(over="ignore", invalid="ignore"):
         coef = server["coef"] + local
         residuals, losses = loss(X @ coef, y)
@@ -140,13 +112,13 @@ def client_update(server, t, X, y, local, moment=None, *, loss, step, mean_batch
             moment = None if moment is None else moment + (t + 1) * change
             local = np.add(local, change, out=coef)
         losses = losses.sum(axis=1) / n_rows
-    kept = (local,) if moment is None else (local, moment)
-    return gradients, kept, losses
+    new = {"local": local} if moment is None else {"local": local, "local_moment": moment}
+    return Update({"coef": gradients}, new, losses)
 
 
-def server_update(server, total, t, *, step):
+def dense_server_update(server, total, t, *, step):
     """New population model."""
-    change = -step * total
+    change = -step * total["coef"]
     new = {"coef": server["coef"] + change}
     if "moment" in server:
         new["moment"] = server["moment"] + (t + 1) * change

@@ -146,7 +146,8 @@ class ClippedSum:
         ----------
         messages : ndarray of shape (k, ...)
             One message for each client that takes part, in client order; k may be 0. Norms are
-            over all axes but the first.
+            over all axes but the first. Norms and sums are computed in double precision, whatever
+            the type of the messages is.
         bound : float
             :meth:`start`, or what the round before returned.
         n_expected : float, > 0
@@ -158,9 +159,9 @@ class ClippedSum:
         Released
         """
         if math.isinf(bound):
-            return Released(messages.sum(axis=0), bound, 0.0)
-        kept, within = _clipped(messages, bound)
-        total = _with_noise(kept.sum(axis=0), self.sum_noise_multiplier * bound, rng)
+            return Released(messages.sum(axis=0, dtype=np.float64), bound, 0.0)
+        exact, within = _clipped_sum(messages, bound)
+        total = _with_noise(exact, self.sum_noise_multiplier * bound, rng)
         following, share = self.next_bound(within, bound, n_expected, rng)
         return Released(total, following, share)
 
@@ -224,6 +225,22 @@ _SAMPLING_NAMES = {
     "poisson": "Poisson: every client by itself in every round",
     "fixed": "a fixed number of clients in every round, without replacement",
 }
+
+
+def _clipped_sum(messages: npt.NDArray[Any], bound: float) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """Sum of clipped messages (k, ...) in float64, and which of them (k,) were within the bound.
+
+    Messages of another type are converted one at a time: a copy of all would take the most memory
+    of a round.
+    """
+    if messages.dtype == np.float64:
+        kept, within = _clipped(messages, bound)
+        return kept.sum(axis=0), within
+    total, within = np.zeros(messages.shape[1:]), np.zeros(len(messages), dtype=np.bool_)
+    for i in range(len(messages)):
+        one, within[i : i + 1] = _clipped(messages[i : i + 1].astype(np.float64), bound)
+        total += one[0]
+    return total, within
 
 
 def _clipped(messages: Floats, bound: float) -> tuple[Floats, npt.NDArray[np.bool_]]:

@@ -1,0 +1,386 @@
+"""The life of an estimator on rounds, whatever its model.
+
+From parameters to events and a ledger entry, from a table to a run, from a run to fitted
+attributes, and on to more rounds. A family of models brings what :class:`BaseRounds` names.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from numbers import Integral, Real
+from os import PathLike
+from typing import Any, NamedTuple
+
+import numpy as np
+from sklearn.base import BaseEstimator
+from sklearn.callback import CallbackSupportMixin, with_callbacks
+from sklearn.utils import check_random_state
+
+from pfl_sklearn._clients import EncodedClients, match_clients
+from pfl_sklearn._compat import Interval, StrOptions, fit_context, num_samples
+from pfl_sklearn._rounds.callbacks import both, observer
+from pfl_sklearn._rounds.checkpoint import Checkpoint, described
+from pfl_sklearn._rounds.loop import DivergenceError, Method, Plan, Sampling, State, run_rounds
+from pfl_sklearn._rounds.loop import start as start_state
+from pfl_sklearn._rounds.privacy import (
+    check_privacy,
+    is_private,
+    mechanism_of,
+    relation_of_rounds,
+    report_of,
+    round_events,
+)
+from pfl_sklearn.base import ClientMixin
+from pfl_sklearn.privacy import PrivacyLedger
+from pfl_sklearn.privacy._ledger import charge_events
+from pfl_sklearn.privacy._report import warn_once
+from pfl_sklearn.privacy._search_cost import warn_of_search
+
+
+class Table(NamedTuple):
+    """Checked rows: features, targets or labels, and the fitted attributes that follow from them.
+
+    `details` is what else the family read off them.
+    """
+
+    features: Any
+    y: np.ndarray
+    attributes: dict[str, Any]
+    details: Any = None
+
+
+class Roster(NamedTuple):
+    """Ids of all clients, and the positions of the earlier ones and of those with rows now."""
+
+    ids: np.ndarray
+    earlier: np.ndarray
+    now: np.ndarray
+
+
+class Run(NamedTuple):
+    """What rounds need besides a state.
+
+    `release_of` turns the mechanism into the release of a round. `positions` are those of the
+    earlier rounds' client arrays in the new ones. `found` are fitted attributes that the first
+    rounds settled, `layout` is what the family needs to read client arrays, and `advice` is the
+    sentence to give if the rounds diverge.
+    """
+
+    method: Method
+    rows: Any
+    sampling: Sampling
+    release_of: Callable
+    positions: np.ndarray
+    found: dict[str, Any]
+    layout: Any = None
+    advice: str = ""
+
+
+class Progress(NamedTuple):
+    """Where an estimator's rounds are, so that they can go on."""
+
+    state: State
+    clients: np.ndarray
+    n_rows: np.ndarray
+    spent: tuple | None
+    found: dict[str, Any]
+    stopped: bool
+    layout: Any
+    noise_multiplier: float
+
+
+class Task(NamedTuple):
+    """Data, earlier rounds (or None), and the run on them; `entropy` is that of its rounds."""
+
+    table: Table
+    clients: EncodedClients
+    earlier: Progress | None
+    roster: Roster
+    run: Run
+    entropy: tuple[int, ...] | None
+
+
+class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
+    """Fits that run rounds: warm starts, checkpoints, ledger, callbacks, seeds and reports.
+
+    A family of models provides
+
+    - ``_read(X, y, earlier, **given)``: a :class:`Table` of checked data;
+    - ``_make_run(table, clients, roster, earlier, order)``: a :class:`Run`; `order` is the entropy
+      of what is drawn before the rounds, or None;
+    - ``_models(state, ids, layout)``: the fitted attributes of a state;
+    - ``_rounds_of_a_pass(clients)``: rounds of one ``partial_fit``;
+    - ``_check_parameters()``, if parameters of its own can contradict one another;
+    - `_released_names` and `_kept_names`: what the privacy report covers and what it does not.
+    """
+
+    _released_names: tuple[str, ...] = ()
+    _kept_names: tuple[str, ...] = ()
+
+    _parameter_constraints = {
+        "n_rounds": [Interval(Integral, 1, None, closed="left")],
+        "client_fraction": [Interval(Real, 0, 1, closed="right")],
+        "sampling": [StrOptions({"poisson", "fixed"})],
+        "epsilon": [Interval(Real, 0, math.inf, closed="right")],
+        "noise_multiplier": [Interval(Real, 0, None, closed="left"), None],
+        "delta": [Interval(Real, 0, 1, closed="left")],
+        "clip_norm": [Interval(Real, 0, None, closed="neither"), None],
+        "clip_quantile": [Interval(Real, 0, 1, closed="neither"), None],
+        "ledger": [PrivacyLedger, None],
+        "warm_start": ["boolean"],
+        "checkpoint": [str, PathLike, None],
+        "checkpoint_every": [Interval(Integral, 1, None, closed="left")],
+        "unseen": [StrOptions({"population", "error"})],
+        "n_jobs": [Integral, None],
+        "random_state": ["random_state"],
+    }
+
+    @with_callbacks
+    @fit_context(prefer_skip_nested_validation=True)
+    def fit(self, X, y, *, groups=None):
+        """Run `n_rounds` rounds; with `warm_start` those that are missing of them.
+
+        Parameters
+        ----------
+        X : {array-like, sparse matrix} of shape (n_rows, d)
+        y : array-like of shape (n_rows,) or (n_rows, n_outputs)
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row. None: one client, with a warning.
+
+        Returns
+        -------
+        self
+
+        Raises
+        ------
+        ValueError
+            If parameters contradict one another or do not go with the data.
+        DivergenceError
+            If the rounds diverge. Fits with noise never raise it because of one client, which
+            would reveal something about that client: a client whose loss is not finite keeps the
+            model that it had and sends nothing.
+
+        Notes
+        -----
+        After an error the estimator is as it was before.
+        """
+        earlier = self._earlier() if self.warm_start else None
+        self._check_all_parameters()
+        missing = self.n_rounds - (earlier.state.round if earlier else 0)
+        if missing < 0:
+            raise ValueError(
+                f"n_rounds={self.n_rounds} is less than the {earlier.state.round} rounds that were "
+                "run before; with warm_start=True it counts them in."
+            )
+        events = round_events(self, missing, earlier and earlier.spent)
+        mechanism_of(self, events)  # refuses bounds before anything is charged
+        checkpoint = self._open_checkpoint(missing)
+        if checkpoint is None or not checkpoint.resumes:
+            charge_events(self, events, first_round=self.n_rounds - missing)
+        warn_of_search(self)
+        clients = self._encode_fit(groups, num_samples(X))
+        if earlier and not np.array_equal(clients.ids, earlier.clients):
+            raise ValueError(
+                "groups holds other clients than the rounds before, which warm_start=True "
+                "continues; use partial_fit, or warm_start=False."
+            )
+        task = self._make_task(X, y, clients, earlier, checkpoint and checkpoint.entropy)
+        return self._train((X, y, groups), task, missing, events, checkpoint)
+
+    def _partial_fit(self, X, y, groups, **given):
+        """Run one more pass over rows, of clients seen before or new ones."""
+        earlier = self._earlier()
+        self._check_all_parameters()
+        clients = self._encode_fit(groups, num_samples(X))
+        missing = self._rounds_of_a_pass(clients)
+        events = round_events(self, missing)
+        mechanism_of(self, events)
+        charge_events(self, events, first_round=earlier.state.round if earlier else 0)
+        task = self._make_task(X, y, clients, earlier, **given)
+        return self._train((X, y, groups), task, missing, events)
+
+    @property
+    def _communicates(self):
+        """Whether the rounds send anything."""
+        return True
+
+    def _check_parameters(self):
+        """Raise ValueError if parameters of the family contradict one another."""
+
+    def _check_all_parameters(self):
+        check_privacy(self)
+        self._check_parameters()
+
+    def _earlier(self):
+        """Rounds to go on from, or None before the first fit."""
+        earlier = getattr(self, "_progress", None)
+        if earlier is None and hasattr(self, "privacy_"):
+            raise ValueError(
+                f"this {type(self).__name__} is a model that was handed out (by release, "
+                "for_client or a private selection), so its rounds cannot go on; fit a new one."
+            )
+        return earlier
+
+    def _open_checkpoint(self, missing):
+        """Checkpoint of a run of `missing` rounds, or None."""
+        if self.checkpoint is None:
+            return None
+        ledger = None if self.ledger is None else self.ledger._id
+        parameters = described(self, **{"rounds to run": missing, "ledger": ledger})
+        return Checkpoint(self.checkpoint, self.checkpoint_every, parameters)
+
+    def _make_task(self, X, y, clients, earlier, drawn=None, **given):
+        """Checked data and the run on them; without a seed rounds draw from the entropy `drawn`."""
+        table = self._read(X, y, earlier, **given)
+        roster = _roster_of(earlier, clients.ids)
+        order, entropy = seeds(drawn if self.random_state is None else self.random_state)
+        run = self._make_run(table, clients, roster, earlier, order)
+        return Task(table, clients, earlier, roster, run, entropy)
+
+    def _train(self, data, task, missing, events, checkpoint=None):
+        """Run the missing rounds on copies, and set all fitted attributes at the end."""
+        table, run, ids = task.table, task.run, task.roster.ids
+        release = run.release_of(mechanism_of(self, events))
+        state = _first_state(task, release, self.clip_quantile)
+        last = state.round + missing
+        if checkpoint is not None:
+            entropy = np.array(task.entropy or ())
+            state = checkpoint.restore(state, (table.features, table.y, *task.clients, entropy))
+        shared = {
+            **table.attributes,
+            **run.found,
+            "clients_": ids,
+            "_fitted_with_groups": data[2] is not None,
+        }
+        observe = observer(
+            self,
+            *data,
+            last - state.round,
+            lambda now: {**shared, **self._models(now, ids, run.layout)},
+        )
+        if checkpoint is not None:
+            observe = both(observe, checkpoint.observe)
+        protected = is_private(self)
+        plan = Plan(last, run.sampling, task.entropy, self.n_jobs)
+        run_rounds(run.method, run.rows, state, plan, release, observe, protected)
+        _check_converged(state, run.advice, protected)
+        progress = _progress_after(task, state, events, last)
+        self._store(shared, progress)
+        if checkpoint is not None:
+            checkpoint.remove()
+        warn_once(self.privacy_)
+        return self
+
+    def _store(self, shared, progress):
+        """Set all fitted attributes."""
+        state = progress.state
+        found = {
+            **shared,
+            **self._models(state, progress.clients, progress.layout),
+            "n_samples_per_client_": progress.n_rows,
+            "n_rounds_": state.round,
+            "noise_multiplier_": progress.noise_multiplier,
+            "history_": {name: np.array(seen) for name, seen in state.history.items()},
+            "privacy_": report_of(self, progress),
+            "_progress": progress,
+        }
+        for name, value in found.items():
+            setattr(self, name, value)
+
+    def _privacy_events(self):
+        """Accounting events of a fit from the start."""
+        return round_events(self, self.n_rounds)
+
+    @property
+    def _privacy_relation(self):
+        return relation_of_rounds(self)
+
+
+def seeds(random_state):
+    """Entropy of what is drawn before the rounds, and of the rounds; None twice without a seed."""
+    if random_state is None:
+        return None, None
+    if isinstance(random_state, Integral):
+        words = (int(random_state),)
+    else:
+        words = tuple(check_random_state(random_state).randint(0, 2**31 - 1, size=4).tolist())
+    return (*words, 0), (*words, 1)
+
+
+def sampling_of(kind, client_fraction, n_clients):
+    """How clients are sampled.
+
+    Raises
+    ------
+    ValueError
+        If a fixed number of clients would be less than one.
+    """
+    if kind == "poisson":
+        return Sampling(client_fraction)
+    n_fixed = math.floor(client_fraction * n_clients * (1 + 1e-12))
+    if not n_fixed:
+        raise ValueError(
+            f"client_fraction={client_fraction!r} of {n_clients} clients is less than one client; "
+            "sampling='fixed' needs at least one. Raise it, or use sampling='poisson'."
+        )
+    return Sampling(n_fixed / n_clients, n_fixed)
+
+
+def _roster_of(earlier, ids):
+    """Clients of earlier rounds and of these."""
+    if earlier is None:
+        return Roster(ids, np.zeros(0, dtype=np.intp), np.arange(len(ids)))
+    match_clients(ids, len(ids), earlier.clients)
+    both_ids = np.union1d(earlier.clients, ids)
+    return Roster(
+        both_ids, np.searchsorted(both_ids, earlier.clients), np.searchsorted(both_ids, ids)
+    )
+
+
+def _first_state(task, release, clip_quantile):
+    """State that rounds start from; what earlier rounds left stays as it is.
+
+    A bound that follows a quantile goes on from where it was.
+    """
+    run, n_clients = task.run, len(task.roster.ids)
+    state = start_state(run.method, run.rows, release, n_clients)
+    if task.earlier is None:
+        return state
+    old = task.earlier.state.copy()
+    for name, values in old.clients.items():
+        state.clients[name][run.positions] = values
+    schedule = run.rows.schedule.resume(run.rows, n_clients, old.schedule, task.roster.earlier)
+    moving = clip_quantile is not None and math.isfinite(old.bound)
+    bound = old.bound if moving else state.bound
+    return replace(old, clients=state.clients, schedule=schedule, bound=bound, own={})
+
+
+def _check_converged(state, advice, protected):
+    """Raise DivergenceError if the rounds diverged: if `protected`, by what is released alone."""
+    finite = _all_finite(state.server)
+    if not protected:
+        finite &= _all_finite(state.clients) and _all_finite(state.own)
+        finite &= len(state.history["loss"]) == state.round
+    if not finite:
+        raise DivergenceError(f"The rounds diverged: {advice}")
+
+
+def _all_finite(arrays):
+    return all(np.isfinite(values).all() for values in arrays.values())
+
+
+def _progress_after(task, state, events, last):
+    """Progress of rounds that were to go on to `last`, spending events."""
+    earlier, roster = task.earlier, task.roster
+    n_rows = np.zeros(len(roster.ids), dtype=np.int64)
+    spent, stopped = (), state.round < last
+    if earlier is not None:
+        n_rows[roster.earlier] = earlier.n_rows
+        spent, stopped = earlier.spent, stopped or earlier.stopped
+    n_rows[roster.now] += np.bincount(task.clients.codes)
+    spent = None if events is None or spent is None else (*spent, *events)
+    noise = earlier.noise_multiplier if earlier is not None and last == earlier.state.round else 0.0
+    if events:
+        noise = events[-1].noise_multiplier
+    run = task.run
+    return Progress(state, roster.ids, n_rows, spent, run.found, stopped, run.layout, noise)

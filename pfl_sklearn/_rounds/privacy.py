@@ -1,0 +1,147 @@
+"""What private rounds spend, the mechanism that they release through, and their report."""
+
+import dataclasses
+import math
+
+from pfl_sklearn.privacy import (
+    PrivacyReport,
+    SampledGaussian,
+    calibrate_rounds,
+    events_epsilon,
+)
+from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
+from pfl_sklearn.privacy._report import leaking, private_report
+
+_STOPPED = (
+    "a callback ended the rounds early: unless it looked at public data alone, the number of "
+    "rounds reveals what the scores without noise were"
+)
+_RELATIONS = {"poisson": "add_remove", "fixed": "replace_one"}
+
+
+def relation_of_rounds(model):
+    """Neighbouring relation that the rounds are accounted under."""
+    return _RELATIONS[model.sampling]
+
+
+def is_private(model):
+    """Whether noise is asked for."""
+    return math.isfinite(model.epsilon) or bool(model.noise_multiplier)
+
+
+def check_privacy(model):
+    """Raise ValueError if privacy parameters contradict one another."""
+    if math.isfinite(model.epsilon) and model.noise_multiplier is not None:
+        raise ValueError(
+            f"got both epsilon={model.epsilon!r} and noise_multiplier={model.noise_multiplier!r}; "
+            "give one of them, as the other follows from it."
+        )
+    if model.clip_quantile is not None and model.clip_norm is None:
+        raise ValueError(
+            f"got clip_quantile={model.clip_quantile!r} without clip_norm; give clip_norm, the "
+            "bound of the first round."
+        )
+    if not is_private(model):
+        return
+    if model.clip_norm is None:
+        raise ValueError(
+            "got clip_norm=None with noise (a finite epsilon, or noise_multiplier); give the L2 "
+            "norm that a client's message is clipped to. Choose it without looking at the data."
+        )
+    if model.delta == 0:
+        raise ValueError("got delta=0; Gaussian noise needs delta above 0.")
+
+
+def round_events(model, n_rounds, spent=()):
+    """Accounting events of `n_rounds` rounds; () if they release nothing, None without noise.
+
+    They follow from the parameters alone. The noise is that of the rounds `spent`, if there are
+    any.
+    """
+    if not is_private(model):
+        return None
+    if not model._communicates or n_rounds == 0:
+        return ()
+    z = model.noise_multiplier
+    if z is None and spent:
+        z = spent[-1].noise_multiplier
+    elif z is None:
+        z = calibrate_rounds(
+            model.epsilon,
+            model.delta,
+            n_rounds=n_rounds,
+            rate=model.client_fraction,
+            sampling=model.sampling,
+        )
+    return (SampledGaussian(float(z), n_rounds, model.client_fraction, model.sampling),)
+
+
+def mechanism_of(model, events):
+    """Mechanism of a round."""
+    z = events[0].noise_multiplier if events else 0.0
+    quantile = model.clip_quantile if model._communicates else None  # an unused bound stays
+    return ClippedSum(model.clip_norm, z, quantile)
+
+
+def report_of(model, progress):
+    """Privacy report of all rounds so far."""
+    released, kept = model._released_names, model._kept_names
+    if getattr(model, "_skl_callbacks", []):
+        kept = (*kept, "what callbacks recorded, such as scores")
+    n_clients, spent = len(progress.clients), progress.spent
+    if spent is None:
+        earlier = "Rounds before these had no noise."
+        return PrivacyReport.unprotected(
+            earlier if is_private(model) else "epsilon=inf was asked for.",
+            not_released=(*released, *kept),
+            n_clients=n_clients,
+        )
+    if not spent:
+        report = dataclasses.replace(
+            PrivacyReport.of_known_population(released, kept, n_clients),
+            mechanism="nothing is released: no round of a global model was run",
+            assumptions=("the number of clients is public",),
+        )
+        return leaking(report, _STOPPED) if progress.stopped else report
+    relation = relation_of_rounds(model)
+    other = "replace_one" if relation == "add_remove" else "add_remove"
+    epsilon, elsewhere = (events_epsilon(spent, model.delta, name) for name in (relation, other))
+    report = private_report(
+        {
+            **mechanism_of(model, spent[-1:]).facts(spent[-1], model.delta, relation),
+            "epsilon": epsilon,
+        },
+        n_clients=n_clients,
+        seeded=model.random_state is not None,
+        caveats=_round_caveats(model, epsilon, spent),
+        rounds=sum(event.n_rounds for event in spent),
+        epsilon_under=((other, elsewhere),) if math.isfinite(elsewhere) else (),
+        released=released,
+        not_released=kept,
+        assumptions=(
+            "the labels that occur are public, and the numbers of clients and rows that sums are "
+            "divided by are constants",
+            "clip_norm, learning_rate and the other parameters are the user's, not the data's",
+            "joint differential privacy: what a client computes from the released models and its "
+            "own rows protects the other clients, not itself",
+        ),
+    )
+    return leaking(report, _STOPPED) if progress.stopped else report
+
+
+def _round_caveats(model, epsilon, spent):
+    """Warnings of a report of rounds."""
+    found = []
+    if epsilon > model.epsilon * (1 + 1e-6):
+        found.append(
+            f"epsilon = {model.epsilon:.4g} was asked for each fit; with the rounds before, the "
+            f"total is {epsilon:.4g}."
+        )
+    taking_part = sum(event.n_rounds * event.rate for event in spent)
+    if taking_part <= model.delta:
+        found.append(
+            f"A client takes part in {taking_part:.3g} rounds on average, which is at most delta: "
+            "clients are protected only because they rarely take part, and those that do are not "
+            "protected at all."
+        )
+    return tuple(found)

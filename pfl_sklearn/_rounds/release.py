@@ -1,0 +1,68 @@
+"""What clients send: flattened in one place, clipped once jointly, noised once as a sum."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
+
+
+class JointSum(NamedTuple):
+    """Release of messages that are dicts of arrays: one clip and one noise for all parts together.
+
+    Parameters
+    ----------
+    mechanism : ClippedSum
+        From vectors (k, p), one for each client, to their noisy sum.
+    shapes : dict of str to tuple
+        Shape of each part of one client's message.
+    scales : dict of str to float, default=None
+        Bound of each part, in its units. Parts are divided by it before they are clipped, and
+        their sum is multiplied by it again; the mechanism's own bound is in the scaled units.
+    """
+
+    mechanism: ClippedSum
+    shapes: dict[str, tuple[int, ...]]
+    scales: dict[str, float] | None = None
+
+    def start(self):
+        """Clipping bound of the first round."""
+        return self.mechanism.start()
+
+    def before_update(self, server, blocks, t, rng):
+        """Server's state that the clients of `blocks` are to see in round t."""
+        return server
+
+    def release(self, messages, bound, n_expected, rng):
+        """Release of a round; its total is a dict of arrays of the shapes of one message."""
+        flat = self._flatten(messages)
+        released = self.mechanism.release(flat, bound, n_expected, rng)
+        return released._replace(total=self._split(released.total))
+
+    def after_update(self, server, t, rng):
+        """Server's state after round t, as anybody may see it."""
+        return server
+
+    def finish(self, server, n_rounds, plan):
+        """Server's state after the last round."""
+        return server
+
+    def _flatten(self, messages):
+        """Vectors (k, p) of all parts; a single part that is not scaled stays as it is."""
+        if self.scales is None and len(self.shapes) == 1:
+            return messages[next(iter(self.shapes))]
+        parts = []
+        for name, shape in self.shapes.items():
+            part = messages[name].reshape(len(messages[name]), math.prod(shape))
+            parts.append(part if self.scales is None else part / self.scales[name])
+        return np.concatenate(parts, axis=1)
+
+    def _split(self, total):
+        """Parts of a sum of vectors."""
+        if self.scales is None and len(self.shapes) == 1:
+            return {next(iter(self.shapes)): total}
+        ends = np.cumsum([math.prod(shape) for shape in self.shapes.values()])[:-1]
+        parts = zip(self.shapes.items(), np.split(total, ends), strict=True)
+        scales = self.scales or dict.fromkeys(self.shapes, 1.0)
+        return {name: part.reshape(shape) * scales[name] for (name, shape), part in parts}

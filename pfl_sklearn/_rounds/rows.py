@@ -1,0 +1,210 @@
+"""Which rows of a sampled client a round uses, and clients of one shape stacked into blocks.
+
+A schedule says which rows come next. Its state, a dict of arrays, is part of the state of a run.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from scipy.sparse import issparse
+
+_BLOCK = 1 << 17  # numbers in the rows of a block: it should stay in the processor's cache
+
+
+class Batch(NamedTuple):
+    """Rows of a block of clients, clients first: X (g, ..., b, *features) and y (g, ..., b, *)."""
+
+    X: np.ndarray
+    y: np.ndarray
+
+    @property
+    def size(self):
+        """Numbers in X, which is what a batch costs."""
+        return self.X.size
+
+
+class Block(NamedTuple):
+    """Clients whose rows stack: positions among those sampled and among all, and the rows."""
+
+    members: np.ndarray
+    clients: np.ndarray
+    batch: Batch
+
+    def states(self, clients):
+        """These clients' part of a dict of arrays with all clients first."""
+        return {name: values.take(self.clients, axis=0) for name, values in clients.items()}
+
+    def finite(self, new, losses):
+        """Which clients (g,) have a finite loss and finite new arrays."""
+        fine = np.isfinite(losses)
+        for values in new.values():
+            fine &= np.isfinite(values.reshape(len(values), -1)).all(axis=1)
+        return fine
+
+    def keep(self, clients, new, fine=None):
+        """Store new arrays of all clients of the block, or of those that are `fine` (g,)."""
+        where = self.clients if fine is None else self.clients[fine]
+        for name, values in new.items():
+            clients[name][where] = values if fine is None else values[fine]
+
+
+class InTurn(NamedTuple):
+    """One batch a round: each client's next rows, cyclically.
+
+    `batch_sizes` (m,) are at most the numbers of rows. The state counts the rows that each client
+    has used, ``used`` (n_clients,).
+    """
+
+    batch_sizes: np.ndarray
+
+    def start(self, rows, n_clients):
+        """State before the first round of `n_clients` clients, of which `rows` has some."""
+        return {"used": np.zeros(n_clients, dtype=np.intp)}
+
+    def resume(self, rows, n_clients, earlier, where):
+        """State that goes on from an earlier one, whose clients are now at positions `where`."""
+        state = self.start(rows, n_clients)
+        state["used"][where] = earlier["used"]
+        return state
+
+    def draw(self, rows, sampled, state, t, rng):
+        """Next rows: a list of members (g,) of the sample and the numbers (g, b) of their rows."""
+        sizes, used = self.batch_sizes.take(sampled), state["used"]
+        found = []
+        for size in _distinct(sizes):
+            (members,) = (sizes == size).nonzero()
+            chosen = sampled.take(members)
+            first = rows.offsets.take(chosen)
+            length = rows.offsets.take(chosen + 1) - first
+            position = used.take(rows.clients.take(chosen))[:, None] + np.arange(size)
+            found.append((members, first[:, None] + position % length[:, None]))
+        used[rows.clients.take(sampled)] += sizes
+        return found
+
+    def draw_ragged(self, rows, sampled, state):
+        """Numbers of the next rows, client by client, and how many each client has (k,)."""
+        sizes, clients = self.batch_sizes.take(sampled), rows.clients.take(sampled)
+        first = np.repeat(rows.offsets.take(sampled), sizes)
+        length = np.repeat(rows.offsets.take(sampled + 1), sizes) - first
+        turn = np.repeat(state["used"].take(clients), sizes) + count_within(sizes)
+        state["used"][clients] += sizes
+        return first + turn % length, sizes
+
+
+class Reshuffled(NamedTuple):
+    """Several batches a round, from rows that are put in a new random order for every pass.
+
+    A batch has `batch_size` rows, or all rows of a client that has fewer, or of any client if
+    `batch_size` is None. Passes follow one another without a gap, so a batch may hold the end of
+    one and the start of the next. The state is the present order of each client's rows,
+    ``order`` (n_rows,), where the client is in it, ``position`` (m,), and ``sizes`` (m,).
+    """
+
+    batch_size: int | None
+    n_batches: int
+
+    def start(self, rows, n_clients):
+        """State before the first round: every client is at the end of a pass."""
+        sizes = np.diff(rows.offsets)
+        return {"order": np.arange(len(rows.y)), "position": sizes.copy(), "sizes": sizes}
+
+    def resume(self, rows, n_clients, earlier, where):
+        """The earlier state if every client has as many rows as then, else a new start."""
+        if np.array_equal(earlier["sizes"], np.diff(rows.offsets)):
+            return {name: values.copy() for name, values in earlier.items()}
+        return self.start(rows, n_clients)
+
+    def draw(self, rows, sampled, state, t, rng):
+        """Next rows: a list of members (g,) and the numbers (g, n_batches, b) of their rows."""
+        first = rows.offsets.take(sampled)
+        lengths = rows.offsets.take(sampled + 1) - first
+        found = []
+        for length in _distinct(lengths):
+            (members,) = (lengths == length).nonzero()
+            size = length if self.batch_size is None else min(self.batch_size, length)
+            n_rows, at = self.n_batches * size, first.take(members)[:, None] + np.arange(length)
+            taken = self._advance(state, sampled.take(members), at, n_rows, rng)
+            found.append((members, taken.reshape(len(members), self.n_batches, size)))
+        return found
+
+    def _advance(self, state, clients, at, n_rows, rng):
+        """Next `n_rows` rows of clients whose rows are at ``order[at]``, at (g, length)."""
+        position, length = state["position"].take(clients), at.shape[1]
+        orders, end = [state["order"][at]], position + n_rows
+        (short,) = (end > length).nonzero()
+        n_passes = -(-n_rows // length) if len(short) else 0
+        for _ in range(n_passes):
+            drawn = np.zeros_like(at)
+            drawn[short] = rng.permuted(at[short], axis=1)
+            orders.append(drawn)
+        stream = np.concatenate(orders, axis=1)
+        taken = np.take_along_axis(stream, position[:, None] + np.arange(n_rows), axis=1)
+        done = (end - 1) // length
+        last = done[:, None] * length + np.arange(length)
+        state["order"][at] = np.take_along_axis(stream, last, axis=1)
+        state["position"][clients] = end - done * length
+        return taken
+
+
+class ClientRows(NamedTuple):
+    """Rows in client order: client i of m, ``clients[i]`` of the state, has those from
+    ``offsets[i]`` to ``offsets[i + 1]``.
+
+    X is an array (n_rows, ...) of any number of dimensions, or a CSR matrix, whose batches are
+    dense. Its floating-point type is kept.
+    """
+
+    X: np.ndarray
+    y: np.ndarray
+    offsets: np.ndarray
+    clients: np.ndarray
+    schedule: InTurn | Reshuffled
+
+    @property
+    def n_clients(self):
+        """Clients with rows."""
+        return len(self.clients)
+
+    def blocks(self, sampled, state, t, rng, workers=1):
+        """Blocks of the sampled clients with their next rows; the schedule's state moves on."""
+        found, width = [], math.prod(self.X.shape[1:])
+        for members, rows in self.schedule.draw(self, sampled, state, t, rng):
+            step = max(_BLOCK // (math.prod(rows.shape[1:]) * width), 1)
+            step = min(step, -(-len(members) // workers))
+            for start in range(0, len(members), step):
+                part, chosen = members[start : start + step], rows[start : start + step]
+                batch = Batch(_taken(self.X, chosen), self.y.take(chosen, axis=0))
+                found.append(Block(part, self.clients.take(sampled.take(part)), batch))
+        return found
+
+    def collect(self, blocks, done, shapes):
+        """Messages, a dict of (k, ...), and losses (k,) in the order of the sampled clients."""
+        if len(done) == 1:
+            return done[0].messages, done[0].losses
+        if not done:
+            return {name: np.zeros((0, *shape)) for name, shape in shapes.items()}, np.zeros(0)
+        back = np.argsort(np.concatenate([block.members for block in blocks]))
+        messages = {
+            name: np.concatenate([update.messages[name] for update in done])[back]
+            for name in shapes
+        }
+        return messages, np.concatenate([update.losses for update in done])[back]
+
+
+def count_within(lengths):
+    """0, 1, ... anew for each of the lengths."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
+
+
+def _taken(X, rows):
+    """Rows of X at an array of numbers, dense."""
+    if issparse(X):
+        return X[rows.ravel()].toarray().reshape(*rows.shape, X.shape[1])
+    return X.take(rows, axis=0)
+
+
+def _distinct(sizes):
+    """Distinct sizes, in order."""
+    return sorted(set(sizes.tolist()))

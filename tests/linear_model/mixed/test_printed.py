@@ -1,0 +1,323 @@
+"""The published algorithms for linear regression, against plain loops over clients."""
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+from sklearn.cluster import KMeans
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import Ridge
+from sklearn.mixture import GaussianMixture
+
+from pfl_sklearn import PersonalizedLinearRegression
+from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior
+from tests.helpers.dense_mixed_model import Problem, coefficients, solve
+
+
+def table(m=8, seed=0, d=3, groups=False):
+    """Rows without an intercept: clients around one vector, or around plus and minus it."""
+    rng = np.random.default_rng(seed)
+    codes = np.repeat(np.arange(m), rng.integers(2, 7, m))
+    signs = rng.choice([-1, 1], size=(m, 1)) if groups else 1
+    theta = signs * np.arange(1, d + 1) + 0.5 * rng.normal(size=(m, d))
+    X = rng.normal(size=(len(codes), d))
+    y = np.einsum("nd,nd->n", X, theta[codes]) + 0.3 * rng.normal(size=len(codes))
+    return X, y, codes
+
+
+def fit(X, y, codes, prior, sample_weight=None, **params):
+    model = PersonalizedLinearRegression(prior, fit_intercept=False, **params)
+    return model.fit(X, y, groups=codes, sample_weight=sample_weight)
+
+
+def descend(X, y, codes, n_steps, rate, between, noise, known=(False, True, True), floor=None):
+    """The listing of the gradient descent, client by client."""
+    m, d = codes.max() + 1, X.shape[1]
+    theta, mu = np.zeros((m, d)), np.zeros(d)
+    for _ in range(n_steps):
+        mus, noises, betweens = [], [], []
+        for i in range(m):
+            own, target = X[codes == i], y[codes == i]
+            residual = target - own @ theta[i]
+            theta[i] = theta[i] + rate * (own.T @ residual / noise + (mu - theta[i]) / between)
+            mus.append(mu - rate * (mu - theta[i]) / between)
+        for i in range(m):
+            residual = y[codes == i] - X[codes == i] @ theta[i]
+            n, square = len(residual), residual @ residual
+            noises.append(noise - rate * (n / (2 * noise) - square / (2 * noise**2)))
+            apart = np.mean(mus, axis=0) if not known[0] else mu
+            square = np.sum((apart - theta[i]) ** 2)
+            betweens.append(between - rate * (d / (2 * between) - square / (2 * between**2)))
+        mu = mu if known[0] else np.mean(mus, axis=0)
+        noise = noise if known[1] else max(np.mean(noises), floor)
+        between = between if known[2] else max(np.mean(betweens), floor)
+    return theta, mu, noise, between
+
+
+@pytest.mark.parametrize("n_steps", [1, 2, 7])
+def test_descent_is_the_listing(n_steps):
+    X, y, codes = table()
+    model = PersonalizedLinearRegression(
+        GaussianPrior(covariance=0.4),
+        fit_intercept=False,
+        noise_variance=0.5,
+        solver="gd",
+        learning_rate=0.01,
+        max_iter=n_steps,
+    )
+    with pytest.warns(ConvergenceWarning):
+        model.fit(X, y, groups=codes)
+    theta, mu, _, _ = descend(X, y, codes, n_steps, 0.01, 0.4, 0.5)
+    np.testing.assert_allclose(model.coef_, theta, atol=1e-12)
+    np.testing.assert_allclose(model.population_coef_, mu, atol=1e-12)
+    assert model.n_iter_ == n_steps
+
+
+def test_descent_of_unknown_variances_is_the_listing():
+    X, y, codes = table()
+    model = PersonalizedLinearRegression(
+        fit_intercept=False, solver="gd", learning_rate=0.002, variance_floor=1e-3, max_iter=9
+    )
+    with pytest.warns(ConvergenceWarning):
+        model.fit(X, y, groups=codes)
+    start = y @ y / len(y)
+    theta, mu, noise, between = descend(
+        X, y, codes, 9, 0.002, 1.0, start, known=(False, False, False), floor=1e-3
+    )
+    np.testing.assert_allclose(model.coef_, theta, atol=1e-12)
+    np.testing.assert_allclose(model.population_coef_, mu, atol=1e-12)
+    assert model.noise_variance_ == pytest.approx(noise, rel=1e-12)
+    assert model.prior_.covariance[0, 0] == pytest.approx(between, rel=1e-12)
+
+
+@pytest.mark.parametrize("fit_intercept", [True, False])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("mean", [None, 0.5])
+def test_descent_reaches_the_joint_mode_under_known_variances(fit_intercept, weighted, mean):
+    X, y, codes = table()
+    y = y + 3 * fit_intercept
+    weights = np.random.default_rng(0).uniform(0.5, 2, len(y)) if weighted else np.ones(len(y))
+    model = PersonalizedLinearRegression(
+        GaussianPrior(mean, 0.4),
+        fit_intercept=fit_intercept,
+        noise_variance=0.5,
+        solver="gd",
+        tol=1e-10,
+        max_iter=20000,
+    ).fit(X, y, groups=codes, sample_weight=weights)
+    design = np.column_stack([np.ones(len(y)), X]) if fit_intercept else X
+    p = design.shape[1]
+    known = None if mean is None else np.full(p, mean)
+    problem = Problem(design, y, codes, np.arange(p), weights, known)
+    expected = solve(problem, 0.4 * np.eye(p), 0.5, False)
+    theta = coefficients(problem, expected, 0.4 * np.eye(p))
+    found = np.column_stack([model.intercept_, model.coef_]) if fit_intercept else model.coef_
+    np.testing.assert_allclose(found, theta, atol=1e-6)
+    population = np.append([model.population_intercept_] * fit_intercept, model.population_coef_)
+    np.testing.assert_allclose(population, expected.population, atol=1e-6)
+    if mean is None:
+        np.testing.assert_allclose(population, found.mean(axis=0), atol=1e-6)
+    for name in ("coef_std_", "shrinkage_"):
+        assert not hasattr(model, name)
+    with pytest.raises(ValueError, match=r"return_std=True.*prior=GaussianPrior\(covariance=0\.4"):
+        model.predict(X, groups=codes, return_std=True)
+
+
+def test_descent_of_one_client_is_ridge():
+    X, y, _ = table()
+    model = fit(
+        X, y, ["a"] * len(y), GaussianPrior(0.0, 0.4), noise_variance=0.5, solver="gd", tol=1e-12
+    )
+    ridge = Ridge(alpha=0.5 / 0.4, fit_intercept=False).fit(X, y)
+    np.testing.assert_allclose(model.coef_[0], ridge.coef_, atol=1e-8)
+
+
+def test_a_step_too_long_is_explained():
+    X, y, codes = table()
+    largest = 2 / (
+        max(np.linalg.eigvalsh(X[codes == k].T @ X[codes == k])[-1] for k in range(8)) / 0.5
+        + 1 / 0.4
+    )
+    params = {"noise_variance": 0.5, "solver": "gd", "max_iter": 3000}
+    model = PersonalizedLinearRegression(
+        GaussianPrior(0.0, 0.4), fit_intercept=False, learning_rate=2 * largest, **params
+    )
+    before = dict(vars(model))
+    message = (
+        rf"solver='gd'.*learning_rate={2 * largest:.3g}\b.*\b{largest:.3g}\b.*"
+        r"variance_floor.*'auto'"
+    )
+    with pytest.raises(ValueError, match=message):
+        model.fit(X, y, groups=codes)
+    assert vars(model) == before
+    slow = clone(model).set_params(learning_rate=0.95 * largest, tol=1e-9).fit(X, y, groups=codes)
+    best = fit(X, y, codes, GaussianPrior(0.0, 0.4), noise_variance=0.5)
+    np.testing.assert_allclose(slow.coef_, best.coef_, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("d", "noise", "named"),
+    [
+        (8, None, "the noise variance and the variance between clients"),
+        (4, 0.09, "the variance between clients"),
+    ],
+)
+def test_the_floor_is_named_when_it_is_reached(d, noise, named):
+    """The joint objective falls without bound as clients move to the population, or to no noise."""
+    rng = np.random.default_rng(0)
+    codes, X = np.repeat(np.arange(20), 3), rng.normal(size=(60, d))
+    y = 0.1 * X @ np.ones(d) + 0.1 * rng.normal(size=60)
+    params = {"noise_variance": noise, "variance_floor": 0.04, "learning_rate": 5e-4}
+    with pytest.warns(UserWarning, match=f"solver='gd'.*{named}.*variance_floor=0.04"):
+        model = fit(X, y, codes, GaussianPrior(), solver="gd", max_iter=50000, **params)
+    assert model.prior_.covariance[0, 0] == 0.04
+    assert model.noise_variance_ == (noise or 0.04)
+
+
+@pytest.mark.parametrize(
+    ("prior", "params", "message"),
+    [
+        (GaussianPrior(), {}, r"solver='gd'.*covariance.*noise_variance.*variance_floor"),
+        (
+            GaussianPrior(covariance=1.0),
+            {},
+            r"solver='gd'.*covariance.*noise_variance.*variance_floor",
+        ),
+        (
+            GaussianPrior(covariance_type="full"),
+            {"variance_floor": 0.1},
+            r"solver='gd'.*covariance_type='full'",
+        ),
+        (
+            GaussianPrior(covariance=[1.0, 2.0, 3.0]),
+            {"noise_variance": 1.0},
+            r"solver='gd'.*covariance=\[1\.0, 2\.0, 3\.0\]",
+        ),
+        (GaussianPrior(covariance=0.0), {"noise_variance": 1.0}, r"solver='gd'.*covariance=0\.0"),
+        (GaussianPrior(covariance=np.inf), {"noise_variance": 1.0}, "solver='gd'.*covariance=inf"),
+        (
+            GaussianPrior(covariance=1.0),
+            {"noise_variance": 1.0, "random": [0]},
+            r"random='all'",
+        ),
+    ],
+)
+def test_what_descent_does_not_do(prior, params, message):
+    X, y, codes = table()
+    model = PersonalizedLinearRegression(prior, fit_intercept=False, solver="gd", **params)
+    before = dict(vars(model))
+    with pytest.raises(ValueError, match=message):
+        model.fit(X, y, groups=codes)
+    assert vars(model) == before
+
+
+def cluster(X, y, codes, n_steps, rate, noise, discrete):
+    """The listings of the clustering algorithms, client by client, from pseudo-inverse fits."""
+    m, d = codes.max() + 1, X.shape[1]
+    theta = np.array([np.linalg.pinv(X[codes == i]) @ y[codes == i] for i in range(m)])
+    means = None
+    for _ in range(n_steps):
+        if discrete:
+            start = "k-means++" if means is None else means
+            found = KMeans(2, n_init=1, init=start, random_state=0).fit(theta)
+            means, spread = found.cluster_centers_, None
+            weights = np.bincount(found.labels_, minlength=2) / m
+        else:
+            found = GaussianMixture(
+                2, covariance_type="spherical", means_init=means, random_state=0
+            )
+            found.fit(theta)
+            means, spread, weights = found.means_, found.covariances_, found.weights_
+        new = np.empty_like(theta)
+        for i in range(m):
+            own, target = X[codes == i], y[codes == i]
+            if discrete:
+                squares = [np.sum((target - own @ mean) ** 2) for mean in means]
+                joint = weights * np.exp(-np.array(squares) / (2 * noise))
+                new[i] = joint @ means / joint.sum()
+                continue
+            apart = theta[i] - means
+            joint = weights * spread ** (-d / 2) * np.exp(-np.sum(apart**2, 1) / (2 * spread))
+            pull = (joint / joint.sum() / spread) @ apart
+            gradient = own.T @ (own @ theta[i] - target) / noise
+            new[i] = theta[i] - rate * (gradient + pull)
+        theta = new
+    return theta, means, weights
+
+
+@pytest.mark.parametrize("n_steps", [1, 2, 5])
+@pytest.mark.parametrize("discrete", [True, False])
+def test_clustering_is_the_listing(discrete, n_steps):
+    X, y, codes = table(14, groups=True)
+    prior = DiscretePrior(2, n_init=1) if discrete else GaussianMixturePrior(2)
+    model = PersonalizedLinearRegression(
+        prior,
+        fit_intercept=False,
+        method="printed",
+        noise_variance=2.0,
+        learning_rate=0.004,
+        max_iter=n_steps,
+        tol=1e-300,
+    )
+    with pytest.warns(ConvergenceWarning):
+        model.fit(X, y, groups=codes)
+    theta, means, weights = cluster(X, y, codes, n_steps, 0.004, 2.0, discrete)
+    np.testing.assert_allclose(model.coef_, theta, atol=1e-8)
+    found = model.prior_.known_mixture()
+    np.testing.assert_allclose(found[0], means, atol=1e-8)
+    np.testing.assert_allclose(found[2], weights, atol=1e-8)
+    assert model.responsibilities_.shape == (14, 2)
+    np.testing.assert_allclose(model.responsibilities_.sum(axis=1), 1.0)
+
+
+@pytest.mark.parametrize("prior", [GaussianMixturePrior(2), DiscretePrior(2)], ids=str)
+def test_clusters_of_point_estimates_inherit_their_errors(prior):
+    """With fewer rows than coefficients the listing is far from what the same model can do."""
+    rng = np.random.default_rng(0)
+    m, n, d = 80, 6, 20
+    theta = rng.choice([-1.0, 1.0], size=(m, 1)) + 0.03 * rng.normal(size=(m, d))
+    codes, X = np.repeat(np.arange(m), n), rng.normal(size=(m * n, d))
+    y = np.einsum("nd,nd->n", X, theta[codes]) + 0.3 * rng.normal(size=m * n)
+    printed = PersonalizedLinearRegression(
+        prior, fit_intercept=False, method="printed", noise_variance=0.09, max_iter=20, tol=0.5
+    ).fit(X, y, groups=codes)
+    sound = fit(X, y, codes, prior, noise_variance=0.09)
+    errors = [np.mean(np.sum((model.coef_ - theta) ** 2, axis=1)) for model in (printed, sound)]
+    assert errors[0] > 20 * errors[1]
+
+
+@pytest.mark.parametrize("shift", [1e4, 1e8])
+def test_clustering_does_not_depend_on_the_origin_of_the_target(shift):
+    X, y, codes = table(14, groups=True)
+    model = PersonalizedLinearRegression(
+        GaussianMixturePrior(2), method="printed", noise_variance=0.09, tol=1e-3
+    ).fit(X, y, groups=codes)
+    other = clone(model).fit(X, y + shift, groups=codes)
+    np.testing.assert_allclose(other.coef_, model.coef_, atol=1e-4)
+    np.testing.assert_allclose(other.intercept_ - shift, model.intercept_, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("prior", "params", "message"),
+    [
+        (
+            GaussianMixturePrior("bic"),
+            {},
+            r"method='printed'.*GaussianMixturePrior.*n_components='bic'",
+        ),
+        (
+            DiscretePrior(2, points=np.eye(2, 3), weights=[0.5, 0.5]),
+            {},
+            r"method='printed'.*DiscretePrior.*n_components='bic'",
+        ),
+        (DiscretePrior(9), {}, r"n_components=9\b.*DiscretePrior.*\b8\b"),
+        (DiscretePrior(), {"random": [1]}, r"random='all'"),
+        (DiscretePrior(), {"solver": "gd"}, r"method='printed'.*solver='gd'.*DiscretePrior"),
+    ],
+)
+def test_what_clustering_does_not_do(prior, params, message):
+    X, y, codes = table()
+    model = PersonalizedLinearRegression(prior, fit_intercept=False, method="printed", **params)
+    before = dict(vars(model))
+    with pytest.raises(ValueError, match=message):
+        model.fit(X, y, groups=codes)
+    assert vars(model) == before

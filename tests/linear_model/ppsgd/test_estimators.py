@@ -1,0 +1,730 @@
+"""PPSGD without noise: against plain loops, limits of alpha, losses, warm starts, callbacks."""
+
+import math
+
+import joblib
+import numpy as np
+import pandas as pd
+import pytest
+import sklearn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.sparse import csr_array, csr_matrix
+from scipy.special import expit, softmax
+from sklearn.base import clone
+from sklearn.callback import ProgressBar, ScoringMonitor
+from sklearn.datasets import load_iris
+from sklearn.metrics import r2_score
+from sklearn.model_selection import GridSearchCV, cross_validate
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
+
+from pfl_sklearn import ClientColumn, PPSGDClassifier, PPSGDRegressor
+from pfl_sklearn.linear_model._ppsgd._steps import steepest_batch, step_sizes
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES
+from pfl_sklearn.metrics import ClientScorer
+from pfl_sklearn.model_selection import ClientKFold
+from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha
+from tests.helpers.callbacks import StopAfter, scores_of
+from tests.helpers.frozen import assert_frozen, freeze
+from tests.helpers.ppsgd import SEED, SIZES, assert_same_fit, table
+
+
+def squared_residuals(predictor, target):
+    return predictor - target
+
+
+def logistic_residuals(predictor, label):
+    return expit(predictor) - label
+
+
+def softmax_residuals(predictor, label):
+    return softmax(predictor) - np.eye(len(predictor))[label]
+
+
+def reference(model, X, y, groups, residuals=squared_residuals):
+    """Algorithms 1, 2 and 3 of the paper, client by client and row by row, in its own symbols.
+
+    Returns the iterates of w (T + 1, d, c) and theta (T + 1, N, d, c).
+    """
+    if model.fit_intercept:
+        X = np.column_stack([X, np.ones(len(X))])
+    N = int(groups.max()) + 1
+    rows = [np.flatnonzero(groups == i) for i in range(N)]
+    if model.shuffle:
+        keys = np.random.default_rng((model.random_state, 0)).random(len(X))
+        parts = np.split(keys, np.cumsum([len(own) for own in rows])[:-1])
+        rows = [own[np.argsort(part)] for own, part in zip(rows, parts, strict=True)]
+    m = [min(len(own), model.batch_size or len(own)) for own in rows]
+    q, M = model.client_fraction, sum(m)
+    if model.sampling == "fixed":
+        q = math.floor(q * N) / N
+    alpha, Q = model.alpha, q * N
+    eta = model.learning_rate * (Q if alpha * Q <= 1 else 1 / alpha)
+    c = 1 if y.ndim == 1 and residuals is not softmax_residuals else None
+    c = c or (y.shape[1] if y.ndim == 2 else int(y.max()) + 1)
+    targets = y.reshape(len(y), -1) if residuals is squared_residuals else y
+    w, theta, used = np.zeros((X.shape[1], c)), np.zeros((N, X.shape[1], c)), [0] * N
+    w_path, theta_path = [w.copy()], [theta.copy()]
+    for t in range(model.n_rounds):
+        rng = np.random.Generator(np.random.PCG64((model.random_state, 1)).jumped(t))
+        taking = range(N)
+        if model.sampling == "fixed":
+            taking = np.sort(rng.choice(N, round(Q), replace=False, shuffle=False))
+        elif q < 1:
+            taking = np.sort(rng.choice(N, rng.binomial(N, q), replace=False, shuffle=False))
+        total = np.zeros_like(w)
+        for i in taking:
+            gradient = np.zeros_like(w)
+            for j in range(m[i]):
+                row = rows[i][(used[i] + j) % len(rows[i])]
+                gradient += np.outer(X[row], residuals(X[row] @ (w + theta[i]), targets[row]))
+            used[i] += m[i]
+            if model.weighting == "clients":
+                gradient /= m[i]
+            norm = np.linalg.norm(gradient)
+            if not math.isinf(alpha):
+                theta[i] -= eta / (q * (M if model.weighting == "samples" else N)) * gradient
+            clip = 1.0 if model.clip_norm is None else min(1.0, model.clip_norm / norm)
+            total += clip * gradient
+        weight = q * (M if model.weighting == "samples" else N)
+        step = model.learning_rate if math.isinf(alpha) else alpha * eta
+        w = w - step * total / weight
+        w_path.append(w.copy())
+        theta_path.append(theta.copy())
+    return np.array(w_path), np.array(theta_path)
+
+
+def fitted(model):
+    """w (d, c) and theta (N, d, c) with the intercept last."""
+    return model._population, model._local
+
+
+REFERENCED = [
+    {"batch_size": 1},  # Algorithm 1
+    {"batch_size": 5},  # Algorithm 2 with everybody
+    {"batch_size": 5, "client_fraction": 0.4},
+    {"batch_size": 5, "client_fraction": 0.4, "weighting": "clients"},  # Algorithm 3
+    {"batch_size": None, "weighting": "clients"},
+    {"batch_size": None, "client_fraction": 0.4, "sampling": "fixed"},
+    {"batch_size": 3, "fit_intercept": False, "shuffle": False, "clip_norm": 0.5},
+    {"batch_size": 3, "clip_norm": 0.3, "weighting": "clients", "client_fraction": 0.6},
+]
+
+
+@pytest.mark.parametrize("params", REFERENCED, ids=str)
+@pytest.mark.parametrize("alpha", [0, 0.02, 1.0, 40.0, math.inf])
+def test_plain_loops_agree(params, alpha):
+    X, y, groups = table()
+    model = PPSGDRegressor(
+        alpha=alpha, learning_rate=0.03, n_rounds=12, random_state=SEED, **params
+    ).fit(X, y, groups=groups)
+    w, theta = reference(model, X, y, groups)
+    assert np.abs(w[-1]).max() + np.abs(theta[-1]).max() > 0.01
+    np.testing.assert_allclose(model._population, w[-1], rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(model._local, theta[-1], rtol=1e-12, atol=1e-14)
+    averages = clone(model).set_params(average=True).fit(X, y, groups=groups)
+    np.testing.assert_allclose(averages._population, w[:-1].mean(axis=0), rtol=1e-10, atol=1e-13)
+    np.testing.assert_allclose(averages._local, theta[:-1].mean(axis=0), rtol=1e-10, atol=1e-13)
+
+
+def test_plain_loops_agree_for_several_outputs_and_classes():
+    X, y, groups = table(n_outputs=3)
+    shared = {"learning_rate": 0.05, "n_rounds": 12, "random_state": SEED, "batch_size": 4}
+    model = PPSGDRegressor(alpha=0.2, **shared).fit(X, y, groups=groups)
+    w, theta = reference(model, X, y, groups)
+    np.testing.assert_allclose(model._population, w[-1], rtol=1e-12)
+    np.testing.assert_allclose(model._local, theta[-1], rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(model.population_coef_, w[-1][:-1].T, rtol=1e-12)
+    np.testing.assert_allclose(model.coef_[2], (w[-1] + theta[-1][2])[:-1].T, rtol=1e-12)
+    np.testing.assert_allclose(model.intercept_[2], (w[-1] + theta[-1][2])[-1], rtol=1e-12)
+    assert model.predict(X, groups=groups).shape == y.shape
+    labels = y.argmax(axis=1)
+    softmax_model = PPSGDClassifier(alpha=0.2, **shared).fit(X, labels, groups=groups)
+    w, theta = reference(softmax_model, X, labels, groups, softmax_residuals)
+    np.testing.assert_allclose(softmax_model._population, w[-1], rtol=1e-11, atol=1e-14)
+    np.testing.assert_allclose(softmax_model._local, theta[-1], rtol=1e-11, atol=1e-14)
+    binary = PPSGDClassifier(alpha=0.2, **shared).fit(X, labels > 0, groups=groups)
+    w, theta = reference(binary, X, (labels > 0).astype(int), groups, logistic_residuals)
+    np.testing.assert_allclose(binary._population, w[-1], rtol=1e-11, atol=1e-14)
+    np.testing.assert_allclose(binary._local, theta[-1], rtol=1e-11, atol=1e-14)
+
+
+def test_blocks_of_other_sizes_and_workers_change_no_bit(monkeypatch):
+    X, y, groups = table(SIZES * 5, d=30)
+    model = PPSGDRegressor(client_fraction=0.7, n_rounds=6, random_state=SEED)
+    whole = clone(model).fit(X, y, groups=groups)
+    with joblib.parallel_config("threading"):
+        threads = clone(model).set_params(n_jobs=2).fit(X, y, groups=groups)
+    np.testing.assert_array_equal(threads.coef_, whole.coef_)
+    monkeypatch.setattr("pfl_sklearn._rounds.rows._BLOCK", 100)
+    np.testing.assert_array_equal(clone(model).fit(X, y, groups=groups).coef_, whole.coef_)
+
+
+@pytest.mark.parametrize("n_expected", [0.3, 1.0, 10.0, 1000.0])
+def test_steps_go_from_local_only_to_global_only(n_expected):
+    assert step_sizes(0, 0.5, n_expected) == (0, 0.5)
+    assert step_sizes(math.inf, 0.5, n_expected) == (0.5, 0)
+    assert step_sizes(1 / n_expected, 0.5, n_expected) == pytest.approx((0.5, 0.5))
+    np.testing.assert_allclose(step_sizes(1e-14, 0.5, n_expected), (0, 0.5), atol=1e-10)
+    np.testing.assert_allclose(step_sizes(1e300, 0.5, n_expected), (0.5, 0), atol=1e-200)
+    for alpha in (1e-3, 0.09, 0.11, 1.0, 5.0, 1e6):
+        steps = step_sizes(alpha, 0.5, n_expected)
+        assert max(steps) == 0.5
+        assert steps.population / steps.local == pytest.approx(alpha * n_expected)
+    assert step_sizes(1e308, 0.5, 1e6) == (0.5, 0)
+
+
+def test_tiny_and_huge_alphas_are_the_limits():
+    X, y, groups = table()
+    model = PPSGDRegressor(learning_rate=0.1, random_state=SEED)
+    for limit, near in ((0, 1e-14), (math.inf, 1e14)):
+        first = clone(model).set_params(alpha=limit).fit(X, y, groups=groups)
+        second = clone(model).set_params(alpha=near).fit(X, y, groups=groups)
+        np.testing.assert_allclose(second.coef_, first.coef_, rtol=1e-9, atol=1e-11)
+        assert (second.coef_ != first.coef_).any()
+
+
+def test_alpha_0_is_every_client_alone():
+    """A client's model does not change a bit with the others' rows, and nothing is released."""
+    X, y, groups = table()
+    model = PPSGDRegressor(alpha=0, learning_rate=0.1, shuffle=False)
+    first = clone(model).fit(X, y, groups=groups)
+    assert not first.population_coef_.any()
+    y[groups == 4] *= 100
+    second = clone(model).fit(X, y, groups=groups)
+    others = first.clients_ != 4
+    np.testing.assert_array_equal(second.coef_[others], first.coef_[others])
+    assert (second.coef_[4] != first.coef_[4]).all()
+
+
+def test_alpha_infinity_is_pooled_sgd():
+    X, y, groups = table()
+    model = PPSGDRegressor(
+        alpha=math.inf, learning_rate=0.1, batch_size=None, fit_intercept=False, n_rounds=25
+    ).fit(X, y, groups=groups)
+    w = np.zeros(3)
+    for _ in range(25):
+        w -= 0.1 * X.T @ (X @ w - y) / len(y)
+    np.testing.assert_allclose(model.population_coef_, w, rtol=1e-12)
+    assert not model.local_coef_.any()
+    assert np.ptp(model.coef_, axis=0).max() == 0
+    with pytest.warns(match=r"PPSGDRegressor.*groups=.*\b55 rows"):
+        alone = clone(model).fit(X, y)
+    np.testing.assert_allclose(alone.population_coef_, w, rtol=1e-12)
+
+
+@pytest.mark.parametrize("weighting", ["samples", "clients"])
+@pytest.mark.parametrize("sampling", ["poisson", "fixed"])
+def test_the_step_of_theory(weighting, sampling):
+    X, y, groups = table()
+    sizes = np.minimum(SIZES, 10)
+    for alpha in (0, 0.01, 0.3, 5.0, math.inf):
+        for q in (1.0, 0.5):
+            model = PPSGDRegressor(
+                alpha=alpha,
+                learning_rate="theory",
+                smoothness=30.0,
+                client_fraction=q,
+                weighting=weighting,
+                sampling=sampling,
+                n_rounds=5,
+            )
+            steepest = smoothness_alpha(
+                30.0, alpha, 8, batch_sizes=sizes, client_fraction=q, weighting=weighting
+            )
+            larger = 1 if math.isinf(alpha) else max(alpha, 1 / (8 * q))
+            got = clone(model).fit(X, y, groups=groups).learning_rate_
+            assert got == pytest.approx(larger / (4 * steepest))
+            model.set_params(solution_norm=0.1, gradient_std=90.0)
+            eta = ppsgd_learning_rate(steepest, 0.1, 90.0, 5)
+            assert eta < 1 / (4 * steepest)
+            got = clone(model).fit(X, y, groups=groups).learning_rate_
+            assert got == pytest.approx(larger * eta)
+
+
+@pytest.mark.parametrize(
+    ("params", "error"),
+    [
+        ({"learning_rate": "theory"}, r"learning_rate='theory'.*smoothness"),
+        (
+            {"learning_rate": "theory", "smoothness": 1.0, "gradient_std": 1.0},
+            r"solution_norm=None.*gradient_std=1\.0",
+        ),
+    ],
+    ids=str,
+)
+def test_constants_of_theory_that_are_missing(params, error):
+    X, y, groups = table()
+    with pytest.raises(ValueError, match=error):
+        PPSGDRegressor(**params).fit(X, y, groups=groups)
+
+
+@pytest.mark.parametrize("convert", [np.asarray, csr_array])
+def test_the_steepest_batch(convert):
+    """Against all batches that follow one another; long rows need not be steep together."""
+    spread, aligned = 2 * np.eye(3), 1.5 * np.ones((3, 1)) * [1.0, 0.0, 0.0]
+    X, offsets = np.vstack([spread, aligned]), np.array([0, 3, 6])
+    sizes, weights = np.array([3, 3]), np.ones(2)
+    assert steepest_batch(convert(X), offsets, sizes, weights) == pytest.approx(2.25)
+    assert steepest_batch(convert(X), offsets, sizes, np.array([2.0, 1.0])) == pytest.approx(8 / 3)
+    rng = np.random.default_rng(0)
+    sizes = np.array([1, 7, 64, 5])
+    X = rng.normal(size=(sizes.sum(), 3)) * rng.gamma(0.3, size=(sizes.sum(), 1))
+    offsets, batches, weights = np.cumsum([0, *sizes]), np.array([1, 3, 64, 5]), rng.random(4) + 0.5
+    found = steepest_batch(convert(X), offsets, batches, weights)
+    curvatures = []
+    for i, b in enumerate(batches):
+        starts = [*range(offsets[i], offsets[i + 1] - min(b, 32), min(b, 32))]
+        for start in (*starts, offsets[i + 1] - min(b, 32)):
+            rows = X[start : start + min(b, 32)]
+            curvatures.append(weights[i] * np.linalg.eigvalsh(rows.T @ rows)[-1] / len(rows))
+    assert found == pytest.approx(max(curvatures))
+    whole = X[offsets[2] : offsets[3]]
+    assert found >= weights[2] * np.linalg.eigvalsh(whole.T @ whole)[-1] / 64
+
+
+@pytest.mark.parametrize("convert", [np.asarray, csr_array, csr_matrix])
+@pytest.mark.parametrize("weighting", ["samples", "clients"])
+def test_the_automatic_step_by_hand(convert, weighting):
+    """Rows of curvature 4: by the longest batch, and by how few clients there may be."""
+    sizes = [40, 1, 1, 6]
+    X, groups = np.full((48, 1), 2.0), np.repeat(np.arange(4), sizes)
+    model = PPSGDRegressor(weighting=weighting, fit_intercept=False, n_rounds=1, batch_size=20)
+    longest = 20 / 7 if weighting == "samples" else 1.0
+    for alpha, q, sampling, factor in (
+        (1.0, 1.0, "poisson", 1.0),
+        (0, 0.1, "poisson", 1.0),
+        (1.0, 0.1, "poisson", 1 + 0.9),
+        (math.inf, 0.1, "poisson", 1 + 0.9 / 0.4),
+        (math.inf, 0.25, "fixed", 1.0),
+    ):
+        model.set_params(alpha=alpha, client_fraction=q, sampling=sampling)
+        got = model.fit(convert(X), np.ones(48), groups=groups).learning_rate_
+        assert got == pytest.approx(0.5 / (4 * longest * factor))
+
+
+def test_features_whose_squares_overflow():
+    X, y, groups = table()
+    model = PPSGDRegressor()
+    for rows in (1e200 * X, csr_array(1e200 * X)):
+        with pytest.raises(ValueError, match=r"learning_rate='auto'.*overflow"):
+            model.fit(rows, y, groups=groups)
+    assert not hasattr(model, "coef_")
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10_000),
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=12),
+    scale=st.sampled_from([1e-6, 1e-2, 1.0, 1e3, 1e6]),
+    alpha=st.sampled_from([0, 0.05, 1.0, 30.0, math.inf]),
+    q=st.sampled_from([1.0, 0.3, 0.02]),
+    batch_size=st.sampled_from([1, 5, None]),
+    weighting=st.sampled_from(["samples", "clients"]),
+    skewed=st.booleans(),
+)
+def test_the_automatic_step_never_diverges(
+    seed, sizes, scale, alpha, q, batch_size, weighting, skewed
+):
+    """The error of the rows stays below a few times that of predicting 0."""
+    rng = np.random.default_rng(seed)
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    X = scale * rng.normal(size=(len(groups), 3))
+    if skewed:
+        X *= rng.gamma(0.5, size=(len(groups), 1))
+    y = X @ rng.normal(size=3) / scale + rng.normal(size=len(groups))
+    model = PPSGDRegressor(
+        alpha=alpha,
+        client_fraction=q,
+        batch_size=batch_size,
+        weighting=weighting,
+        fit_intercept=False,
+        n_rounds=200,
+        random_state=seed,
+    ).fit(X, y, groups=groups)
+    assert np.mean((model.predict(X, groups=groups) - y) ** 2) < 8 * np.mean(y**2)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("c", [1, 2, 4])
+def test_gradients_of_losses(name, c):
+    """Residuals against central differences, and the curvature that is claimed."""
+    rng = np.random.default_rng(0)
+    loss, step = LOSSES[name], 1e-5
+    predictors = 3 * rng.normal(size=(3, 5, c))
+    y = rng.normal(size=(3, 5, c))
+    if name != "squared_error":
+        y = rng.integers(0, max(c, 2), size=(3, 5))
+    residuals, _ = loss.function(predictors.copy(), y)
+    for k in range(c):
+        moved = np.zeros(c)
+        moved[k] = step
+        ahead, behind = (loss.function(predictors + s * moved, y) for s in (1, -1))
+        slope = (ahead[1] - behind[1]) / (2 * step)
+        np.testing.assert_allclose(residuals[..., k], slope, rtol=1e-6, atol=1e-8)
+        second = (ahead[0] - behind[0])[..., k] / (2 * step)
+        assert second.max() <= loss.curvature + 1e-8
+
+
+def test_log_loss_of_extreme_predictors():
+    for c in (1, 3):
+        predictors = np.array([[[-800.0] * c, [800.0] * c, [0.0] * c]])
+        predictors[0, 0, 0] = 800.0 if c > 1 else -800.0
+        residuals, losses = LOSSES["log_loss"].function(predictors, np.array([[1, 1, 0]]))
+        assert np.isfinite(residuals).all()
+        assert losses[0] == pytest.approx(
+            [800, 0, math.log(2)] if c == 1 else [1600, math.log(3), math.log(3)]
+        )
+
+
+def test_one_versus_all_has_the_targets_of_the_paper():
+    residuals, losses = LOSSES["one_versus_all"].function(np.zeros((1, 2, 4)), np.array([[1, 3]]))
+    np.testing.assert_allclose(-residuals[0, 0], [-0.25, 0.75, -0.25, -0.25])
+    np.testing.assert_allclose(losses, 0.5 * (0.75**2 + 3 * 0.25**2))
+
+
+@pytest.mark.parametrize("loss", ["log_loss", "squared_error"])
+@pytest.mark.parametrize("n_classes", [2, 3])
+def test_labels_and_shapes(loss, n_classes):
+    """Labels of any type; some clients see one of them only."""
+    X, y = load_iris(return_X_y=True)
+    X, y = X[: 50 * n_classes] - X.mean(axis=0), y[: 50 * n_classes]
+    groups = y * 2 + np.arange(len(y)) % 2
+    groups[::10] = 99
+    names = np.array(["setosa", "versicolor", "virginica"])
+    model = PPSGDClassifier(alpha=0.1, loss=loss, random_state=0)
+    numbers = clone(model).fit(X, y, groups=groups)
+    strings = clone(model).fit(X, names[y], groups=groups)
+    np.testing.assert_array_equal(
+        strings.predict(X, groups=groups), names[numbers.predict(X, groups=groups)]
+    )
+    assert numbers.score(X, y, groups=groups) > 0.9
+    decision = numbers.decision_function(X, groups=groups)
+    assert decision.shape == ((len(y),) if n_classes == 2 else (len(y), 3))
+    c = () if n_classes == 2 else (3,)
+    assert numbers.population_coef_.shape == (*c, 4)
+    assert numbers.coef_.shape == (len(numbers.clients_), *c, 4)
+    assert np.shape(numbers.population_intercept_) == c
+    chosen = (decision > 0).astype(int) if n_classes == 2 else decision.argmax(axis=1)
+    np.testing.assert_array_equal(numbers.predict(X, groups=groups), numbers.classes_[chosen])
+    if loss == "squared_error":
+        assert not hasattr(numbers, "predict_proba")
+        assert not hasattr(numbers, "predict_log_proba")
+        return
+    proba = numbers.predict_proba(X, groups=groups)
+    np.testing.assert_allclose(proba.sum(axis=1), 1, rtol=1e-12)
+    expected = softmax(decision, axis=1) if n_classes == 3 else expit(decision)
+    np.testing.assert_allclose(proba if n_classes == 3 else proba[:, 1], expected, rtol=1e-12)
+    log_proba = numbers.predict_log_proba(X, groups=groups)
+    np.testing.assert_allclose(np.exp(log_proba), proba, rtol=1e-12)
+
+
+def test_coefficients_predict():
+    X, y, groups = table()
+    model = PPSGDRegressor(alpha=0.1, random_state=0).fit(X, y, groups=groups)
+    expected = np.sum(X * model.coef_[groups], axis=1) + model.intercept_[groups]
+    np.testing.assert_allclose(model.predict(X, groups=groups), expected, rtol=1e-12)
+    np.testing.assert_allclose(model.coef_, model.population_coef_ + model.local_coef_, rtol=1e-15)
+    new = model.predict(X, groups=np.where(groups == 3, 1000, groups))
+    known = groups != 3
+    np.testing.assert_array_equal(new[known], model.predict(X[known], groups=groups[known]))
+    population = X[~known] @ model.population_coef_ + model.population_intercept_
+    np.testing.assert_allclose(new[~known], population, rtol=1e-12)
+
+
+def test_one_class_only():
+    X, y, groups = table()
+    model = PPSGDClassifier()
+    with pytest.raises(ValueError, match=r"two classes.*one class"):
+        model.fit(X, np.ones(len(y)), groups=groups)
+    with pytest.raises(ValueError, match=r"two classes.*one class"):
+        model.partial_fit(X, np.ones(len(y)), classes=[1], groups=groups)
+    assert not [name for name in vars(model) if name.endswith("_")]
+
+
+def test_partial_fit_with_classes():
+    X, y, groups = table()
+    labels = np.where(y > 0, "b", "a")
+    model = PPSGDClassifier(random_state=0)
+    model.partial_fit(X, labels, classes=["c", "a", "b"], groups=groups)
+    assert model.classes_.tolist() == ["a", "b", "c"]
+    assert model.predict_proba(X, groups=groups).shape == (len(y), 3)
+    model.partial_fit(X, np.full(len(y), "c"), groups=groups)
+    before = freeze(model)
+    with pytest.raises(ValueError, match=r"'d'.*\b3 classes"):
+        model.partial_fit(X, np.full(len(y), "d"), groups=groups)
+    with pytest.raises(ValueError, match=r"classes=\['a', 'b'\].*\['a', 'b', 'c'\]"):
+        model.partial_fit(X, labels, classes=["a", "b"], groups=groups)
+    assert_frozen(model, before)
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_warm_start_continues(average):
+    X, y, groups = table()
+    model = PPSGDRegressor(
+        client_fraction=0.5, batch_size=3, random_state=SEED, warm_start=True, average=average
+    )
+    whole = clone(model).set_params(n_rounds=60).fit(X, y, groups=groups)
+    for n_rounds in (1, 25, 60):
+        model.set_params(n_rounds=n_rounds).fit(X, y, groups=groups)
+    assert_same_fit(model, whole)
+    model.fit(X, y, groups=groups)  # no rounds are left
+    assert_same_fit(model, whole)
+    cold = clone(model).set_params(warm_start=False).fit(X, y, groups=groups)
+    assert_same_fit(cold.fit(X, y, groups=groups), whole)
+
+
+def test_warm_start_refuses_what_it_cannot_continue():
+    X, y, groups = table()
+    model = PPSGDRegressor(n_rounds=20, warm_start=True, random_state=0).fit(X, y, groups=groups)
+    before = freeze(model)
+    model.n_rounds = 10
+    with pytest.raises(ValueError, match=r"n_rounds=10\b.*\b20 rounds"):
+        model.fit(X, y, groups=groups)
+    model.n_rounds = 20
+    assert_frozen(model, before)
+    model.n_rounds = 30
+    before = freeze(model)
+    kept = groups != 3
+    with pytest.raises(ValueError, match="warm_start=True"):
+        model.fit(X[kept], y[kept], groups=groups[kept])
+    with pytest.raises(ValueError, match="features"):
+        model.fit(X[:, :2], y, groups=groups)
+    with pytest.raises(ValueError, match=r"\by\b.*\b2 outputs.*\b1\b"):
+        model.fit(X, np.column_stack([y, y]), groups=groups)
+    assert_frozen(model, before)
+
+
+@pytest.mark.parametrize(("name", "value"), [("fit_intercept", False), ("average", True)])
+def test_parameters_that_a_warm_start_cannot_change(name, value):
+    X, y, groups = table()
+    model = PPSGDRegressor(n_rounds=5, warm_start=True).fit(X, y, groups=groups)
+    model.set_params(n_rounds=10, **{name: value})
+    before = freeze(model)
+    for call in (model.fit, model.partial_fit):
+        with pytest.raises(ValueError, match=f"{name}={value}.*warm_start=False"):
+            call(X, y, groups=groups)
+    assert_frozen(model, before)
+
+
+def test_partial_fit_is_a_pass():
+    """Every row is used once; clients come and stay as they were."""
+    X, y, groups = table()
+    model = PPSGDRegressor(alpha=0, batch_size=5, random_state=0, learning_rate=0.05)
+    first = groups < 5
+    model.partial_fit(X[first], y[first], groups=groups[first])
+    assert model.n_rounds_ == 3  # 12 rows, 5 at a time
+    assert model.clients_.tolist() == [0, 1, 2, 3, 4]
+    kept, used = model.local_coef_.copy(), model._progress.state.schedule["used"]
+    assert (used >= np.array(SIZES)[:5]).all()
+    second = np.isin(groups, [1, 6, 7])
+    model.partial_fit(X[second], y[second], groups=groups[second])
+    assert model.clients_.tolist() == [0, 1, 2, 3, 4, 6, 7]
+    assert model.n_rounds_ == 8
+    np.testing.assert_array_equal(model.local_coef_[[0, 2, 3, 4]], kept[[0, 2, 3, 4]])
+    assert (model.local_coef_[1] != kept[1]).all()
+    assert model.local_coef_[[5, 6]].all()
+    assert model.n_samples_per_client_.tolist() == [1, 14, 4, 1, 12, 25, 2]
+    before = freeze(model)
+    with pytest.raises(ValueError, match="features"):
+        model.partial_fit(X[:, :2], y, groups=groups)
+    with pytest.raises(ValueError, match=r"groups.*string.*'0'"):
+        model.partial_fit(X, y, groups=groups.astype(str))
+    assert_frozen(model, before)
+
+
+def test_partial_fits_are_rounds_of_one_fit():
+    """With the same rows in their order a second pass goes on where the first ended."""
+    X, y, groups = table([6] * 5)
+    model = PPSGDRegressor(
+        batch_size=3, shuffle=False, learning_rate=0.05, random_state=SEED, average=True
+    )
+    whole = clone(model).set_params(n_rounds=6).fit(X, y, groups=groups)
+    for _ in range(3):
+        model.partial_fit(X, y, groups=groups)
+    np.testing.assert_array_equal(model.coef_, whole.coef_)
+    np.testing.assert_equal(model.history_, whole.history_)
+
+
+@pytest.mark.parametrize("call", ["fit", "warm", "partial_fit"])
+@pytest.mark.parametrize("average", [False, True])
+def test_a_failed_fit_leaves_everything_as_it_was(call, average):
+    X, y, groups = table()
+    model = PPSGDRegressor(
+        n_rounds=30, random_state=0, average=average, warm_start=call == "warm"
+    ).fit(X, y, groups=groups)
+    model.set_params(n_rounds=400, learning_rate=1e3)
+    fit = model.partial_fit if call == "partial_fit" else model.fit
+    before = freeze(model)
+    huge = 1e200 * X if call == "partial_fit" else X
+    with pytest.raises(ValueError, match=r"learning_rate=1000\b"):
+        fit(huge, y, groups=groups)
+    with pytest.raises(ValueError, match="NaN"):
+        fit(np.where(X > 2, np.nan, X), y, groups=groups)
+    with pytest.raises(ValueError, match=r"groups.*\b54 ids.*\b55 rows"):
+        fit(X, y, groups=groups[:-1])
+    assert_frozen(model, before)
+
+
+def test_divergence_names_the_learning_rate():
+    X, y, groups = table()
+    model = PPSGDRegressor(learning_rate=50.0, n_rounds=400)
+    before = dict(vars(model))
+    with pytest.raises(ValueError, match=r"learning_rate=50\b"):
+        model.fit(X, y, groups=groups)
+    assert vars(model) == before
+
+
+def test_scores_of_every_round():
+    X, y, groups = table()
+    model = PPSGDRegressor(n_rounds=8, batch_size=3, random_state=SEED, average=True)
+    monitor, scorer = ScoringMonitor(scoring={"r2": ClientScorer("r2")}), ClientScorer("r2")
+    watched = clone(model).set_callbacks(monitor).fit(X, y, groups=groups)
+    plain = clone(model).fit(X, y, groups=groups)
+    np.testing.assert_array_equal(watched.coef_, plain.coef_)
+    np.testing.assert_equal(watched.history_, plain.history_)
+    fits = [clone(model).set_params(n_rounds=t).fit(X, y, groups=groups) for t in range(1, 9)]
+    expected = [scorer(fit, X, y, groups=groups) for fit in fits]
+    np.testing.assert_allclose(scores_of(monitor)["r2"], expected, rtol=1e-12)
+
+
+def test_a_progress_bar_changes_nothing():
+    pytest.importorskip("rich")
+    X, y, groups = table()
+    model = PPSGDRegressor(n_rounds=5, random_state=SEED, client_fraction=0.5)
+    plain = clone(model).fit(X, y, groups=groups)
+    watched = clone(model).set_callbacks(ProgressBar()).fit(X, y, groups=groups)
+    np.testing.assert_array_equal(watched.coef_, plain.coef_)
+
+
+def test_a_callback_ends_the_rounds():
+    X, y, groups = table()
+    model = PPSGDRegressor(n_rounds=20, random_state=SEED)
+    stop = StopAfter(6)
+    stopped = clone(model).set_callbacks(stop).fit(X, y, groups=groups)
+    plain = clone(model).set_params(n_rounds=6).fit(X, y, groups=groups)
+    np.testing.assert_array_equal(stopped.coef_, plain.coef_)
+    np.testing.assert_equal(stopped.history_, plain.history_)
+    assert stopped.n_rounds_ == 6
+    rounds = [call for call in stop.calls if call.endswith("round")]
+    assert rounds == ["begin round", "end round"] * 6
+    assert stop.calls.count("begin fit") == stop.calls.count("end fit") == 1
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 4])
+def test_callbacks_of_a_warm_start_begin_and_end(rounds):
+    X, y, groups = table()
+    model = PPSGDRegressor(n_rounds=4, random_state=SEED, warm_start=True)
+    model.fit(X, y, groups=groups)
+    watch = StopAfter(100)
+    model.set_callbacks(watch).set_params(n_rounds=4 + rounds).fit(X, y, groups=groups)
+    assert watch.calls.count("begin round") == watch.calls.count("end round") == rounds
+    assert watch.calls.count("begin fit") == watch.calls.count("end fit") == 1
+
+
+@pytest.fixture
+def routing():
+    with sklearn.config_context(enable_metadata_routing=True):
+        yield
+
+
+def test_inside_a_pipeline_and_a_client_column(routing):
+    X, y, groups = table()
+    model = PPSGDRegressor(alpha=0.1, n_rounds=20, random_state=SEED)
+    plain = clone(model).fit(X, y, groups=groups)
+    expected = plain.predict(X, groups=groups)
+    pipeline = make_pipeline(FunctionTransformer(), clone(model)).fit(X, y, groups=groups)
+    np.testing.assert_array_equal(pipeline.predict(X, groups=groups), expected)
+    column = ClientColumn(clone(model), 0).fit(np.column_stack([groups, X]), y)
+    np.testing.assert_allclose(column.predict(np.column_stack([groups, X])), expected, rtol=1e-13)
+    inner = ClientColumn(make_pipeline(FunctionTransformer(), clone(model)), 0)
+    inner.fit(np.column_stack([groups, X]), y)
+    np.testing.assert_allclose(inner.predict(np.column_stack([groups, X])), expected, rtol=1e-13)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_inside_a_search(routing, wrapped):
+    """Groups reach every fit and score; the grid is that of fits by hand."""
+    X, y, groups = table([6] * 8)
+    model = PPSGDRegressor(n_rounds=20, random_state=SEED)
+    alphas, splitter = [0, 0.05, math.inf], ClientKFold(3, random_state=0)
+    if wrapped:
+        data, name = (np.column_stack([groups, X]), y), "estimator__alpha"
+        cv = [(train, test) for train, test in splitter.split(X, y, groups)]
+        search = GridSearchCV(ClientColumn(clone(model), 0), {name: alphas}, cv=cv, scoring="r2")
+        search.fit(*data)
+    else:
+        search = GridSearchCV(
+            clone(model), {"alpha": alphas}, cv=splitter, scoring=ClientScorer("r2")
+        ).fit(X, y, groups=groups)
+    expected = []
+    for alpha in alphas:
+        scores = []
+        for train, test in splitter.split(X, y, groups):
+            fit = clone(model).set_params(alpha=alpha).fit(X[train], y[train], groups=groups[train])
+            scores.append(r2_score(y[test], fit.predict(X[test], groups=groups[test])))
+        expected.append(np.mean(scores))
+    got = search.cv_results_["mean_test_score"]
+    np.testing.assert_allclose(got, expected, rtol=1e-10)
+    assert search.best_index_ == np.argmax(expected)
+
+
+def test_scores_of_rounds_inside_a_search(routing):
+    X, y, groups = table([6] * 8)
+    monitor = ScoringMonitor(scoring={"r2": ClientScorer("r2")})
+    model = PPSGDRegressor(n_rounds=3, random_state=SEED).set_callbacks(monitor)
+    search = GridSearchCV(
+        model, {"alpha": [0.1, 1.0]}, cv=ClientKFold(2), scoring=ClientScorer("r2")
+    ).fit(X, y, groups=groups)
+    assert len(scores_of(monitor)) == (2 * 2 + 1) * 3
+    plain = PPSGDRegressor(n_rounds=3, random_state=SEED, alpha=search.best_params_["alpha"])
+    np.testing.assert_array_equal(
+        search.best_estimator_.coef_, plain.fit(X, y, groups=groups).coef_
+    )
+
+
+def movielens(data_home):
+    """Ratings less 3.5 by genres; users are clients."""
+    ratings = pd.read_csv(data_home / "movielens_small_ratings.csv.gz")
+    movies = pd.read_csv(data_home / "movielens_small_movies.csv.gz").set_index("movie")
+    genres = movies.drop(columns=["title", "year"]).loc[ratings["movie"]]
+    return genres.to_numpy(float), ratings["rating"].to_numpy() - 3.5, ratings["user"].to_numpy()
+
+
+def lectures(data_home):
+    """Whether a rating is 4 or 5; lecturers are clients."""
+    table = pd.read_csv(data_home / "insteval.csv.gz")
+    X = table[["service", "lectage", "studage"]].to_numpy(float)
+    return (X - X.mean(axis=0)) / X.std(axis=0), table["y"] >= 4, table["lecturer"].to_numpy()
+
+
+# Mean squared errors and log losses of two folds, for alpha 0, 0.01 and infinity.
+REAL = {
+    movielens: (PPSGDRegressor, "neg_mean_squared_error", (0.8791, 0.8451, 1.0733)),
+    lectures: (PPSGDClassifier, "neg_log_loss", (0.6529, 0.6455, 0.6862)),
+}
+
+
+@pytest.mark.parametrize("load", REAL, ids=lambda load: load.__name__)
+def test_a_little_of_both_beats_local_and_global_models(load, data_home, routing):
+    (X, y, groups), (estimator, name, expected) = load(data_home), REAL[load]
+    model, cv = estimator(alpha=0.01, random_state=0), ClientKFold(2, random_state=0)
+    search = GridSearchCV(
+        make_pipeline(FunctionTransformer(), model),
+        {f"{estimator.__name__.lower()}__alpha": [0, 0.01, math.inf]},
+        cv=cv,
+        scoring=ClientScorer(name),
+        refit=False,
+    ).fit(X, y, groups=groups)
+    found = -search.cv_results_["mean_test_score"]
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert found[1] < min(found[0], found[2])
+    routed = cross_validate(
+        model, X, y, cv=cv, scoring=ClientScorer(name), params={"groups": groups}
+    )
+    assert -routed["test_score"].mean() == pytest.approx(found[1], rel=1e-9)
+    column = ClientColumn(model, 0)
+    folds = list(cv.split(X, y, groups))
+    in_a_column = cross_validate(column, np.column_stack([groups, X]), y, cv=folds, scoring=name)
+    assert -in_a_column["test_score"].mean() == pytest.approx(found[1], rel=1e-9)

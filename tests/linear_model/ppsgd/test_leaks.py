@@ -1,0 +1,197 @@
+"""What one client of a private fit must not tell the world, and what copies must not carry."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy.sparse import csc_matrix, csr_array, csr_matrix
+from sklearn.callback import ScoringMonitor
+
+from pfl_sklearn import GaussianMean, PPSGDClassifier, PPSGDRegressor
+from pfl_sklearn._rounds.checkpoint import Checkpoint
+from pfl_sklearn.linear_model import DivergenceError
+from pfl_sklearn.metrics import ClientScorer
+from pfl_sklearn.privacy import PrivacyLedger
+from tests.helpers.callbacks import StopAfter
+from tests.helpers.ppsgd import table
+
+pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+
+NOISE = {"noise_multiplier": 1.5, "clip_norm": 0.7, "learning_rate": 0.05}
+
+
+@pytest.mark.parametrize("size", [1e60, 1e150, 1e200, 1e300])
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("average", [False, True])
+@pytest.mark.parametrize("alpha", [0.0, 0.05, math.inf])
+def test_no_client_can_end_a_private_fit(size, sparse, average, alpha):
+    """A client that diverges keeps what it had; nobody else is told by more than its message."""
+    X, y, groups = table()
+    loud = X.copy()
+    loud[groups == groups[0]] = size
+    rows = csr_array(loud) if sparse else loud
+    model = PPSGDRegressor(alpha=alpha, n_rounds=7, random_state=0, average=average, **NOISE)
+    model.fit(rows, y, groups=groups)
+    assert model.n_rounds_ == 7
+    assert np.isfinite(model.coef_).all()
+    assert np.isfinite(model.population_coef_).all()
+    with pytest.raises(DivergenceError, match="learning_rate"):
+        PPSGDRegressor(n_rounds=40, learning_rate=0.05).fit(rows, y, groups=groups)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("size", [1.0, 1e60, 1e150, 1e200, 1e300])
+def test_a_client_moves_a_round_by_no_more_than_the_clip_norm(size, sparse):
+    X, y, groups = table()
+    own = groups == groups[0]
+    found = []
+    for value in (0.0, size):
+        rows = X.copy()
+        rows[own] = value
+        rows = csr_array(rows) if sparse else rows
+        model = PPSGDRegressor(
+            alpha=math.inf,
+            n_rounds=1,
+            random_state=0,
+            weighting="clients",
+            fit_intercept=False,
+            **NOISE,
+        ).fit(rows, y, groups=groups)
+        found.append(model.population_coef_)
+    moved = np.linalg.norm(found[1] - found[0]) * len(np.unique(groups)) / 0.05
+    assert moved <= 0.7 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("estimator", [GaussianMean(noise_variance=1.0), PPSGDRegressor()])
+def test_copies_carry_no_callbacks(estimator):
+    if not hasattr(estimator, "set_callbacks"):
+        estimator._skl_callbacks = ["kept scores"]
+        params = {"epsilon": 1.0, "clip_norm": 1.0}
+    else:
+        estimator.set_callbacks(ScoringMonitor(scoring={"r2": ClientScorer("r2")}))
+        params = {"n_rounds": 3, **NOISE}
+    X, y, groups = table()
+    model = estimator.set_params(**params).fit(X, y, groups=groups)
+    for copy in (model.release(), model.for_client(groups[0])):
+        assert not hasattr(copy, "_skl_callbacks")
+
+
+def test_what_was_handed_out_does_not_go_on():
+    X, y, groups = table()
+    model = PPSGDRegressor(n_rounds=3, **NOISE).fit(X, y, groups=groups)
+    for copy in (model.release(), model.for_client(groups[0])):
+        with pytest.raises(ValueError, match=r"PPSGDRegressor.*release.*for_client"):
+            copy.partial_fit(X, y, groups=groups)
+        with pytest.raises(ValueError, match=r"PPSGDRegressor.*release.*for_client"):
+            copy.set_params(warm_start=True).fit(X, y, groups=groups)
+        assert copy.set_params(warm_start=False).fit(X, y, groups=groups).n_rounds_ == 3
+
+
+def test_rounds_that_are_run_again_have_the_same_noise(tmp_path, monkeypatch):
+    """Killed after a checkpoint and resumed without a seed: each round has one release only."""
+    X, y, groups = table()
+    seen = {}
+    released = PPSGDRegressor(n_rounds=9, checkpoint_every=4, **NOISE)
+    released.set_params(checkpoint=tmp_path / "run", fit_intercept=False)
+    original = Checkpoint.observe
+
+    def observe(self, state):
+        original(self, state)
+        seen.setdefault(state.round, set()).add(state.server["coef"].tobytes())
+        if state.round == 6 and len(seen) == 6 and not observe.resumed:
+            raise KeyboardInterrupt
+
+    observe.resumed = False
+    monkeypatch.setattr(Checkpoint, "observe", observe)
+    with pytest.raises(KeyboardInterrupt):
+        released.fit(X, y, groups=groups)
+    observe.resumed = True
+    model = released.fit(X, y, groups=groups)
+    assert model.n_rounds_ == 9
+    assert sorted(seen) == list(range(1, 10))
+    assert all(len(values) == 1 for values in seen.values())
+    again = released.fit(X, y, groups=groups).population_coef_
+    assert len(seen[9]) == 2, again
+
+
+def test_a_checkpoint_belongs_to_one_ledger(tmp_path, monkeypatch):
+    X, y, groups = table()
+    path = tmp_path / "ledger"
+    model = PPSGDRegressor(n_rounds=5, checkpoint=tmp_path / "run", checkpoint_every=2, **NOISE)
+    model.set_params(ledger=PrivacyLedger(path, relation="add_remove"))
+
+    def fail(self, state, original=Checkpoint.observe):
+        original(self, state)
+        if state.round == 3:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Checkpoint, "observe", fail)
+        model.fit(X, y, groups=groups)
+    path.unlink()
+    model.set_params(ledger=PrivacyLedger(path, relation="add_remove"))
+    with pytest.raises(ValueError, match=r"checkpoint.*ledger="):
+        model.fit(X, y, groups=groups)
+    assert not model.ledger.entries
+
+
+def test_when_a_callback_stopped_local_rounds_is_not_protected():
+    X, y, groups = table()
+    model = PPSGDRegressor(alpha=0.0, epsilon=1.0, clip_norm=1.0, learning_rate=0.05, n_rounds=9)
+    assert model.fit(X, y, groups=groups).privacy_.epsilon == 0
+    stopped = model.set_callbacks(StopAfter(2)).fit(X, y, groups=groups)
+    assert stopped.privacy_.epsilon == math.inf
+    assert "ended the rounds early" in stopped.privacy_.warnings[-1]
+
+
+def test_local_rounds_move_no_bound():
+    """Their counts have no noise, so later rounds must not start from what followed from them."""
+    X, y, groups = table()
+    model = PPSGDRegressor(
+        alpha=0.0, epsilon=1.0, clip_norm=1.0, clip_quantile=0.5, learning_rate=0.05, n_rounds=9
+    )
+    assert set(model.fit(X, y, groups=groups).history_["clip_norm"]) == {1.0}
+
+
+@pytest.mark.parametrize("clip_norm", [1e-200, 1e101])
+def test_what_cannot_be_released_is_not_charged(tmp_path, clip_norm):
+    X, y, groups = table()
+    ledger = PrivacyLedger(tmp_path / "ledger", relation="add_remove")
+    model = PPSGDRegressor(ledger=ledger, **{**NOISE, "clip_norm": clip_norm})
+    for call in (model.fit, model.partial_fit):
+        with pytest.raises(ValueError, match=r"clip_norm.*\[1e-100, 1e100\]"):
+            call(X, y, groups=groups)
+    assert not ledger.entries
+
+
+@pytest.mark.parametrize("clip_norm", [0.7, None])
+@pytest.mark.parametrize("form", [csr_array, np.asarray])
+def test_going_on_without_noise(form, clip_norm):
+    X, y, groups = table()
+    model = PPSGDRegressor(n_rounds=3, random_state=0, **NOISE).fit(form(X), y, groups=groups)
+    model.set_params(noise_multiplier=None, clip_norm=clip_norm).partial_fit(
+        form(X), y, groups=groups
+    )
+    assert model.privacy_.epsilon == math.inf
+    assert model.noise_multiplier_ == 0
+    model.set_params(**NOISE).partial_fit(form(X), y, groups=groups)
+    assert model.noise_multiplier_ == 1.5
+    assert model.privacy_.epsilon == math.inf
+    assert "before these had no noise" in model.privacy_.warnings[0]
+
+
+@pytest.mark.parametrize("form", [csr_matrix, csc_matrix])
+def test_sparse_matrices_of_the_old_kind(form):
+    X, y, groups = table()
+    for estimator, target in ((PPSGDRegressor(), y), (PPSGDClassifier(), y > 0)):
+        model = estimator.set_params(random_state=0, n_rounds=5)
+        new = csr_array(X)
+        expected = model.fit(new, target, groups=groups).predict(new, groups=groups)
+        got = model.fit(form(X), target, groups=groups).predict(form(X), groups=groups)
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_hardly_ever_taking_part_is_no_protection_of_who_does():
+    X, y, groups = table()
+    model = PPSGDRegressor(client_fraction=1e-6, n_rounds=2, **NOISE).fit(X, y, groups=groups)
+    assert any("at most delta" in text for text in model.privacy_.warnings)

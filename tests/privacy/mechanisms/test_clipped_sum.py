@@ -1,0 +1,352 @@
+"""The release of one round: clipping, sensitivity, noise, the moving bound, and audits."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from pfl_sklearn.privacy import ClippedSum, PrivacyReport, SampledGaussian, auditing, events_epsilon
+from pfl_sklearn.privacy._mechanisms import _clipped_sum as round_sum
+from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
+from pfl_sklearn.privacy.auditing import gdp_lower_bound
+
+SMALLEST_P = 1e-6
+EXTREMES = [math.nan, math.inf, -math.inf, 1e308, -1e308, 1e200, -1e160, 1e-160, 1e-308, 5e-324]
+
+values = st.one_of(st.floats(-5, 5), st.sampled_from([*EXTREMES, 0.0, 1.0]))
+messages = st.lists(st.lists(values, min_size=3, max_size=3), min_size=1, max_size=5)
+bounds = st.one_of(st.floats(1e-3, 1e3), st.sampled_from([1e-100, 1e100, 5.0]))
+
+
+def exact(table, bound):
+    """Clipped messages, and which were within the bound."""
+    kept, within = round_sum._clipped(np.asarray(table, float).reshape(-1, 3), bound)
+    return kept, within
+
+
+# Clipping and sensitivity -------------------------------------------------------------------------
+
+
+@settings(max_examples=400, deadline=None)
+@given(messages, bounds)
+def test_clipping_is_the_projection_of_every_message(table, bound):
+    kept, within = exact(table, bound)
+    assert np.all(np.linalg.norm(kept / bound, axis=1) <= 1 + 1e-12)
+    expected = clip_l2(np.array(table), bound)
+    np.testing.assert_allclose(kept, expected, rtol=1e-12, atol=1e-12 * bound)
+    for row, inside, got in zip(np.array(table), within, kept, strict=True):
+        if inside:
+            np.testing.assert_array_equal(got, row)
+        elif not np.isfinite(row).all():
+            np.testing.assert_array_equal(got, 0)
+
+
+@settings(max_examples=400, deadline=None)
+@given(messages, st.lists(values, min_size=3, max_size=3), bounds)
+def test_sensitivity_is_never_exceeded(table, replacement, bound):
+    """First client added, removed or replaced: nobody else's message moves, not by one bit."""
+    kept, within = exact(table, bound)
+    others, others_within = exact(table[1:], bound)
+    replaced, replaced_within = exact([replacement, *table[1:]], bound)
+    np.testing.assert_array_equal(kept[1:], others)
+    np.testing.assert_array_equal(replaced[1:], others)
+    rounding = 1 + 1e-9
+    assert np.linalg.norm(kept.sum(0) / bound - others.sum(0) / bound) <= rounding
+    assert np.linalg.norm(kept.sum(0) / bound - replaced.sum(0) / bound) <= 2 * rounding
+    bits = [np.sum(w) - len(w) / 2 for w in (within, others_within, replaced_within)]
+    assert abs(bits[0] - bits[1]) <= 0.5
+    assert abs(bits[0] - bits[2]) <= 1
+
+
+def test_sensitivity_is_attained_and_its_mutants_are_caught():
+    far = [[30.0, 0, 0]]
+    kept, _ = exact(far, 2.0)
+    assert np.linalg.norm(kept) == pytest.approx(2.0)
+    other, _ = exact([[-30.0, 0, 0]], 2.0)
+    assert np.linalg.norm(kept - other) == pytest.approx(4.0)
+    assert np.linalg.norm(far) > 2.0  # without clipping
+    assert np.linalg.norm(np.clip([[30.0, 30.0, 0]], -2, 2)) > 2.0  # by coordinate
+
+
+def test_norms_are_over_all_axes_but_the_first():
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(6, 4, 5))
+    table[2] *= 100
+    table[3, 1, 1] = math.nan
+    flat = ClippedSum(3.0).release(table.reshape(6, 20), 3.0, 6, rng)
+    shaped = ClippedSum(3.0).release(table, 3.0, 6, rng)
+    np.testing.assert_array_equal(shaped.total.ravel(), flat.total)
+    assert shaped.total.shape == (4, 5)
+    assert (
+        shaped.clipped
+        == flat.clipped
+        == np.mean(~(np.linalg.norm(table.reshape(6, 20), axis=1) <= 3))
+    )
+
+
+def test_nothing_is_clipped_without_a_bound():
+    mechanism = ClippedSum(None)
+    assert mechanism.start() == math.inf
+    table = np.array([[1e200, 1.0], [2.0, 3.0]])
+    released = mechanism.release(table, mechanism.start(), 2, None)
+    np.testing.assert_array_equal(released.total, table.sum(axis=0))
+    assert released[1:] == (math.inf, 0.0)
+    diverged = mechanism.release(np.array([[math.nan, 1.0]]), math.inf, 2, None)
+    assert math.isnan(diverged.total[0])
+
+
+def test_messages_are_not_altered():
+    table = np.array([[30.0, 40.0], [math.nan, 1.0], [1.0, 1.0]])
+    before = table.copy()
+    rng = np.random.default_rng(0)
+    ClippedSum(5.0, 1.0, 0.5).release(table, 5.0, 3, rng)
+    ClippedSum(500.0, 1.0).release(table[::2], 500.0, 3, rng)
+    np.testing.assert_array_equal(table, before)
+
+
+# Noise --------------------------------------------------------------------------------------------
+
+
+def is_calibrated(draws, std):
+    """Two-sided chi-square on the scale and Kolmogorov-Smirnov on the shape, both at 1e-6."""
+    draws = np.asarray(draws)
+    below = stats.chi2(draws.size).cdf(np.sum(draws**2) / std**2)
+    shape = stats.kstest(draws, stats.norm(scale=std).cdf).pvalue
+    return min(2 * below, 2 * (1 - below), shape) > SMALLEST_P
+
+
+@pytest.mark.parametrize("n_clients", [0, 1, 50])
+@pytest.mark.parametrize("quantile", [None, 0.5])
+def test_noise_of_the_sum(n_clients, quantile):
+    """Once on the sum, however many take part, nobody included; a bound that has moved too."""
+    mechanism = ClippedSum(3.0, 0.7, quantile)
+    table, bound = np.ones((n_clients, 4000)) * 1e-3, 1.5
+    released = mechanism.release(table, bound, 20, np.random.default_rng(0))
+    std = 0.7 * bound * (1 if quantile is None else 1 / math.sqrt(1 - 1 / 25))
+    noise = released.total - table.sum(axis=0)
+    assert is_calibrated(noise, std)
+    assert not is_calibrated(noise / 2, std)
+    assert not is_calibrated(noise * 2, std)
+    assert released.clipped == 0
+
+
+def test_noise_of_the_bits():
+    """Read back from the next bound, of rounds in which just as many are within as above."""
+    mechanism = ClippedSum(1.0, 0.4, 0.5, bits_noise_multiplier=3.0, clip_learning_rate=0.1)
+    table, rng, n_expected = np.array([[0.5], [2.0]]), np.random.default_rng(0), 100
+    moved = [mechanism.release(table, 1.0, n_expected, rng).bound_next for _ in range(4000)]
+    noise = -np.log(moved) / 0.1 * n_expected
+    assert is_calibrated(noise, mechanism.bits_noise_std)
+    assert mechanism.bits_noise_std == pytest.approx(1.2)
+    assert not is_calibrated(noise / 2, mechanism.bits_noise_std)
+
+
+def test_noise_is_independent_between_rounds_coordinates_and_bits():
+    mechanism, rng = ClippedSum(1.0, 0.4, 0.5), np.random.default_rng(0)
+    rounds = [mechanism.release(np.empty((0, 3)), 1.0, 100, rng) for _ in range(3000)]
+    table = np.array([[*one.total, math.log(one.bound_next)] for one in rounds])
+    table = np.hstack([table[1:], table[:-1]])
+    correlation = np.corrcoef(table, rowvar=False) - np.eye(8)
+    assert np.abs(correlation).max() < 5 / math.sqrt(3000)
+
+
+@pytest.mark.parametrize("relation", [1.0, 2.0])
+@pytest.mark.parametrize("multiplier", [0.6, 2.5, 50.0])
+def test_sum_and_bits_together_are_one_release_of_the_stated_noise(relation, multiplier):
+    """Squared Gaussian-DP parameters add up to that of z, for either relation."""
+    mechanism = ClippedSum(7.0, 1.3, 0.5, bits_noise_multiplier=multiplier)
+    mu_sum = relation * 7.0 / (mechanism.sum_noise_multiplier * 7.0)
+    mu_bits = relation * 0.5 / mechanism.bits_noise_std
+    assert math.hypot(mu_sum, mu_bits) == pytest.approx(relation / 1.3, rel=1e-12)
+
+
+@pytest.mark.parametrize("std", [1e-100, 3e-5, 1.0, 1.5, 2.0, 1e60])
+def test_releases_are_on_a_public_grid(std):
+    """A power of two between 2**-21 and 2**-20 of the noise; unlike the exact sum."""
+    exact_sum = math.pi * std
+    released = round_sum._with_noise(np.full(500, exact_sum), std, np.random.default_rng(0))
+    grid = 2.0 ** (math.floor(math.log2(std)) - 20)
+    steps = released / grid
+    np.testing.assert_array_equal(steps, np.rint(steps))
+    assert np.any(steps % 2 == 1)
+    assert is_calibrated(released - exact_sum, std)
+
+
+# The moving bound ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("noise_multiplier", [0.0, 1.0])
+@pytest.mark.parametrize("quantile", [0.2, 0.5, 0.9])
+@pytest.mark.parametrize("start", [1e-3, 1e2])
+def test_bound_finds_the_quantile(noise_multiplier, quantile, start):
+    mechanism = ClippedSum(start, noise_multiplier, quantile)
+    rng, bound, found = np.random.default_rng(0), start, []
+    for _ in range(400):
+        table = rng.lognormal(1.0, 0.7, size=(200, 1)) * rng.choice([-1, 1], (200, 1))
+        released = mechanism.release(table, bound, 200, rng)
+        bound = released.bound_next
+        found.append(math.log(bound))
+    expected = stats.lognorm(0.7, scale=math.exp(1.0)).ppf(quantile)
+    assert np.mean(found[200:]) == pytest.approx(math.log(expected), abs=0.05)
+
+
+def test_bound_moves_by_the_formula():
+    mechanism = ClippedSum(2.0, 0.0, 0.3, clip_learning_rate=0.5)
+    table = np.array([[1.0], [1.5], [3.0], [math.nan]])
+    released = mechanism.release(table, 2.0, 4, np.random.default_rng(0))
+    assert released.bound_next == pytest.approx(2.0 * math.exp(-0.5 * (0.5 - 0.3)))
+    assert released.clipped == 0.5
+    # Poisson sampling: bits are centred, so that a round with fewer clients says less.
+    released = mechanism.release(table[:1], 2.0, 4, np.random.default_rng(0))
+    assert released.bound_next == pytest.approx(2.0 * math.exp(-0.5 * (0.5 + 0.5 / 4 - 0.3)))
+
+
+def test_bound_depends_on_noisy_bits_alone():
+    """Same bits, other messages: the same next bound to the last digit."""
+    mechanism = ClippedSum(2.0, 1.0, 0.5)
+    tables = [[[1.0, 0], [9.0, 0]], [[0.0, 0], [math.inf, 0]], [[1.9, 0.1], [1e308, 1e308]]]
+    moved = {
+        mechanism.release(np.array(table), 2.0, 5, np.random.default_rng(3)).bound_next
+        for table in tables
+    }
+    assert len(moved) == 1
+
+
+@pytest.mark.parametrize("start", [1e-100, 1.0, 1e100])
+@pytest.mark.parametrize("quantile", [0.0, 1.0])
+def test_bound_stays_in_range(start, quantile):
+    """Whatever is sent, for long, with almost nobody expected."""
+    mechanism = ClippedSum(start, 1.0, quantile, clip_learning_rate=10.0)
+    rng = np.random.default_rng(0)
+    for value in (0.0, 1e308, math.nan):
+        bound = mechanism.start()
+        for _ in range(60):
+            released = mechanism.release(np.full((3, 2), value), bound, 1e-3, rng)
+            bound = released.bound_next
+            assert start * 1e-6 * 0.999 <= bound <= start * 1e6 * 1.001
+            assert np.isfinite(released.total).all()
+
+
+# Audits -------------------------------------------------------------------------------------------
+
+
+def scores(mechanism, with_canary, n=1000):
+    """Sum and bits of releases, projected on the direction in which the two tables differ."""
+    rng = np.random.default_rng([7, with_canary])
+    others = np.tile([0.0, 0.1], (5, 1))
+    table = np.vstack([[[1e200, 0.0]], others]) if with_canary else others
+    found = []
+    for _ in range(n):
+        released = mechanism.release(table, 1.0, 1000, rng)
+        found.append(released.total[0] / mechanism_variance(mechanism))
+        if mechanism.clip_quantile is not None:
+            bits = 1000 * math.log(released.bound_next) / mechanism.clip_learning_rate
+            found[-1] += 0.5 * bits / (2.5 * CLAIMED) ** 2
+    return np.array(found)
+
+
+CLAIMED = 0.5
+
+
+def mechanism_variance(mechanism):
+    return (CLAIMED / (1 if mechanism.clip_quantile is None else math.sqrt(1 - 1 / 25))) ** 2
+
+
+@pytest.mark.parametrize("quantile", [None, 0.5])
+def test_one_round_keeps_its_promise_and_half_the_noise_is_convicted(quantile):
+    mu = 1 / CLAIMED
+    honest = ClippedSum(1.0, CLAIMED, quantile)
+    halved = dataclasses.replace(honest, noise_multiplier=CLAIMED / 2)
+    assert 1.0 < gdp_lower_bound(scores(honest, True), scores(honest, False)) <= mu
+    assert gdp_lower_bound(scores(halved, True), scores(halved, False)) > mu
+
+
+def test_no_clipping_is_convicted(monkeypatch):
+    monkeypatch.setattr(round_sum, "_clipped", lambda table, bound: (table, np.ones(len(table))))
+    mechanism = ClippedSum(1.0, CLAIMED)
+    bound = gdp_lower_bound(scores(mechanism, True), scores(mechanism, False))
+    assert bound > 1 / CLAIMED
+
+
+N_RUNS, N_ROUNDS, RATE, Z, DELTA = 12_000, 8, 0.3, 2.0, 1e-2
+
+
+def losses_of_runs(noise_multiplier, rate):
+    """Privacy loss, under the claim, of runs of rounds on a canary sampled at `rate`."""
+    rng, mechanism = np.random.default_rng(11), ClippedSum(1.0, noise_multiplier)
+    nobody = np.empty((0, N_RUNS * N_ROUNDS))
+    totals = mechanism.release(nobody, 1.0, 1, rng).total.reshape(N_RUNS, N_ROUNDS)
+    sampled = rng.random(totals.shape) < rate
+    canary = np.array([[30.0]])
+    totals[sampled] = [
+        mechanism.release(canary, 1.0, 1, rng).total[0] for _ in range(np.count_nonzero(sampled))
+    ]
+    return np.log1p(RATE * np.expm1((totals - 0.5) / Z**2)).sum(axis=1)
+
+
+def audited_epsilon(noise_multiplier, rate=RATE):
+    """Lower bound on epsilon at delta, at 1e-6: half of the runs pick the threshold on the loss."""
+    runs = [losses_of_runs(noise_multiplier, r) for r in (rate, 0.0)]
+    half = N_RUNS // 2
+
+    def bound(threshold, part):
+        hits, false = (int(np.sum(run[part] > threshold)) for run in runs)
+        low = auditing._binomial_lower(hits, half, 5e-7)
+        high = 1 - auditing._binomial_lower(half - false, half, 5e-7)
+        return math.log(max(low - DELTA, 1e-9) / high)
+
+    grid = np.quantile(runs[0][:half], np.linspace(0.2, 0.98, 40))
+    best = max(grid, key=lambda threshold: bound(threshold, slice(None, half)))
+    return bound(best, slice(half, None))
+
+
+def test_sampled_rounds_keep_their_epsilon_and_mutants_are_convicted():
+    """Poisson sampling end to end, by the best attack there is; halved noise, and no sampling."""
+    claimed = events_epsilon([SampledGaussian(Z, N_ROUNDS, RATE)], DELTA, "add_remove")
+    assert 0.2 * claimed < audited_epsilon(Z) <= claimed
+    assert audited_epsilon(Z / 2) > claimed
+    assert audited_epsilon(Z, rate=1.0) > claimed
+
+
+# Facts, bad input ---------------------------------------------------------------------------------
+
+
+def test_facts_fit_the_report():
+    mechanism = ClippedSum(3.0, 1.0, 0.5)
+    rounds = SampledGaussian(1.0, 50, 0.1)
+    facts = mechanism.facts(rounds, 1e-5, "replace_one")
+    report = PrivacyReport(**facts)
+    assert report.epsilon == events_epsilon([rounds], 1e-5, "replace_one")
+    assert report.sensitivity == 6.0
+    assert report.noise_std == pytest.approx(3 / math.sqrt(0.96))
+    assert "Poisson" in report.sampling
+    assert "privacy loss distributions" in report.accountant
+    whole = mechanism.facts(SampledGaussian(1.0, 50), 1e-5, "add_remove")
+    assert whole["sensitivity"] == 3.0
+    assert whole["accountant"].startswith("exact")
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: ClippedSum(None, 1.0), r"clip_norm.*noise_multiplier.*None"),
+        (lambda: ClippedSum(None, 0.0, 0.5), r"clip_norm.*clip_quantile.*None"),
+        (lambda: ClippedSum(0.0), r"clip_norm.*\[1e-100, 1e100\].*\b0\.0\b"),
+        (lambda: ClippedSum(math.inf), r"clip_norm.*\[1e-100, 1e100\].*\binf\b"),
+        (lambda: ClippedSum(math.nan), r"clip_norm.*\[1e-100, 1e100\].*\bnan\b"),
+        (lambda: ClippedSum(1.0, -1.0), r"noise_multiplier.*-1\.0\b"),
+        (lambda: ClippedSum(1.0, math.inf), r"noise_multiplier.*\binf\b"),
+        (lambda: ClippedSum(1.0, math.nan), r"noise_multiplier.*\bnan\b"),
+        (lambda: ClippedSum(1.0, 1e-200), r"noise_multiplier.*1e-12.*1e-200"),
+        (lambda: ClippedSum(1.0, 1.0, 1.5), r"clip_quantile.*\[0, 1\].*\b1\.5\b"),
+        (lambda: ClippedSum(1.0, 1.0, 0.5, 0.5), r"bits_noise_multiplier.*\b0\.5\b"),
+        (lambda: ClippedSum(1.0, 1.0, 0.5, 1.0, 0.0), r"clip_learning_rate.*\(0, 10\].*\b0\.0\b"),
+    ],
+)
+def test_bad_parameters(call, error):
+    with pytest.raises(ValueError, match=error):
+        call()

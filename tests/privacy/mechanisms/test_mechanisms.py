@@ -1,0 +1,386 @@
+"""Checks that every mechanism passes, from one registry: noise, sensitivity, exact odds.
+
+Every check is also run on mutants with a known defect, which it has to catch.
+"""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+import pfl_sklearn.privacy as privacy
+from pfl_sklearn.privacy import (
+    ClientMoments,
+    GaussianMechanism,
+    OneBit,
+    StochasticQuantizer,
+    SubsetSelection,
+    TwoBit,
+)
+from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
+from pfl_sklearn.privacy._mechanisms._noise import bernoulli, noise_generator
+from pfl_sklearn.privacy.auditing import odds_lower_bound
+
+MECHANISMS = [
+    GaussianMechanism(sensitivity=2.0, epsilon=1.0, delta=1e-5),
+    GaussianMechanism(sensitivity=0.5, epsilon=8.0, delta=1e-6, trust="local"),
+    StochasticQuantizer(bits=3, bound=2.0),
+    OneBit(epsilon=1.0),
+    TwoBit(epsilon=0.5),
+    SubsetSelection(n_categories=15, epsilon=1.0),
+]
+every = pytest.mark.parametrize("mechanism", MECHANISMS, ids=repr)
+SMALLEST_P = 1e-6
+
+
+def test_the_registry_has_every_public_mechanism():
+    public = {
+        value
+        for value in vars(privacy).values()
+        if isinstance(value, type) and hasattr(value, "privatize")
+    }
+    assert public == {type(mechanism) for mechanism in MECHANISMS}
+
+
+@every
+def test_mechanisms_are_frozen_and_state_their_facts(mechanism):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mechanism.epsilon = 2.0
+    facts = mechanism.facts()
+    assert facts["sensitivity"] == mechanism.sensitivity > 0
+    assert mechanism.noise_variance > 0
+    assert {"mechanism", "epsilon", "delta", "noise_std", "trust", "accountant"} <= set(facts)
+    is_quantizer = isinstance(mechanism, StochasticQuantizer)
+    assert facts["epsilon"] == (math.inf if is_quantizer else mechanism.epsilon)
+
+
+# Gaussian noise -----------------------------------------------------------------------------------
+
+
+def noise_is_calibrated(draws, std):
+    """Two-sided chi-square on the scale and Kolmogorov-Smirnov on the shape, both at 1e-6."""
+    draws = np.asarray(draws)
+    assert draws.size >= 1000
+    below = stats.chi2(draws.size).cdf(np.sum(draws**2) / std**2)
+    shape = stats.kstest(draws, stats.norm(scale=std).cdf).pvalue
+    return min(2 * below, 2 * (1 - below), shape) > SMALLEST_P
+
+
+@pytest.mark.parametrize("trust", ["central", "local"])
+def test_noise_scale(trust):
+    mechanism = GaussianMechanism(sensitivity=2.0, epsilon=1.0, delta=1e-5, trust=trust)
+    assert mechanism.noise_std == pytest.approx(2 * 3.73063, rel=1e-5)
+    rng = np.random.default_rng(0)
+    draws = mechanism.privatize(np.zeros((1, 4000)), rng).ravel()
+    assert noise_is_calibrated(draws, mechanism.noise_std)
+    assert not noise_is_calibrated(draws / 2, mechanism.noise_std)
+    assert not noise_is_calibrated(draws * 2, mechanism.noise_std)
+    assert not noise_is_calibrated(np.zeros(4000), mechanism.noise_std)
+
+
+def test_local_noise_is_not_shared_and_not_repeated():
+    mechanism = GaussianMechanism(sensitivity=1.0, epsilon=1.0, delta=1e-5, trust="local")
+    rng = np.random.default_rng(0)
+    fits = np.array([mechanism.privatize(np.zeros((20, 2)), rng) for _ in range(1000)])
+    for first, second in itertools.combinations(range(0, 20, 5), 2):
+        correlation = np.corrcoef(fits[:, first, 0], fits[:, second, 0])[0, 1]
+        assert abs(correlation) < 5 / np.sqrt(1000)
+    assert abs(np.corrcoef(fits[:-1, 0, 0], fits[1:, 0, 0])[0, 1]) < 5 / np.sqrt(1000)
+    assert abs(np.corrcoef(fits[:, 0, 0], fits[:, 0, 1])[0, 1]) < 5 / np.sqrt(1000)
+
+
+def test_central_noise_is_added_once_to_the_sum():
+    mechanism = GaussianMechanism(sensitivity=1.0, epsilon=1.0, delta=1e-5)
+    messages = np.full((50, 2000), 1.0)
+    noise = mechanism.privatize(messages, np.random.default_rng(0)) - 50
+    assert noise_is_calibrated(noise, mechanism.noise_std)
+    per_client = dataclasses.replace(mechanism, trust="local")
+    averaged = per_client.privatize(messages, np.random.default_rng(0)).mean(axis=0) * 50 - 50
+    assert not noise_is_calibrated(averaged, mechanism.noise_std)
+
+
+def test_releases_are_on_a_public_grid():
+    mechanism = GaussianMechanism(sensitivity=2.0, epsilon=1.0, delta=1e-5)
+    released = mechanism.privatize(np.full((1, 500), math.pi), np.random.default_rng(0))
+    steps = released / mechanism.grid
+    np.testing.assert_array_equal(steps, np.rint(steps))
+    assert math.log2(mechanism.grid) % 1 == 0
+    assert 2**-21 < mechanism.grid / mechanism.noise_std <= 2**-20
+
+
+def test_seeds():
+    assert noise_generator(None)[1] is False
+    assert noise_generator(3)[1] is True
+    state = np.random.RandomState(0)
+    assert noise_generator(state)[1] is True
+    first, second = (noise_generator(3)[0].normal() for _ in range(2))
+    assert first == second
+    np.random.seed(0)
+    once = noise_generator(None)[0].normal()
+    np.random.seed(0)
+    assert noise_generator(None)[0].normal() != once
+
+
+# Sensitivity --------------------------------------------------------------------------------------
+
+values = st.one_of(
+    st.floats(-3, 3), st.sampled_from([math.nan, math.inf, -math.inf, 1e308, -1e200, 1e-320, 0.0])
+)
+vectors = st.lists(values, min_size=3, max_size=3)
+moments = st.sampled_from(
+    [
+        ClientMoments(radius, *parts)
+        for radius in (0.5, 3.0, 1e6)
+        for parts in itertools.product((True, False), repeat=3)
+        if any(parts)
+    ]
+)
+
+
+def largest_move(shape, first, second):
+    """Distance between the messages of two versions of one client."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        messages = shape.messages(np.array([first[0], second[0]]), np.array([first[1], second[1]]))
+    assert np.isfinite(messages).all()
+    return float(np.linalg.norm(messages[0] - messages[1])), np.linalg.norm(messages, axis=1)
+
+
+@settings(max_examples=400, deadline=None)
+@given(moments, st.tuples(vectors, values), st.tuples(vectors, values))
+def test_sensitivity_is_never_exceeded(shape, first, second):
+    replaced, added = largest_move(shape, first, second)
+    assert replaced <= shape.sensitivity * (1 + 1e-12)
+    assert max(added) <= shape.add_remove_sensitivity * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("parts", [p for p in itertools.product((True, False), repeat=3) if any(p)])
+def test_sensitivity_is_attained(parts):
+    shape = ClientMoments(2.0, *parts)
+    extremes = [([2.0, 0, 0], 4.0), ([-2.0, 0, 0], 0.0), ([0.0, 0, 0], 0.0), ([2.0, 0, 0], 0.0)]
+    found = [largest_move(shape, a, b) for a, b in itertools.combinations(extremes, 2)]
+    assert max(move for move, _ in found) == pytest.approx(shape.sensitivity)
+    assert max(added.max() for _, added in found) == pytest.approx(shape.add_remove_sensitivity)
+
+
+def test_mutants_exceed_the_sensitivity():
+    """No clipping, and a sensitivity of C for a replacement."""
+    shape = ClientMoments(1.0)
+    far, near = np.array([[5.0, 0, 0]]), np.array([[-5.0, 0, 0]])
+    assert np.linalg.norm(far - near) > shape.sensitivity
+    half = shape.sensitivity / 2
+    assert largest_move(shape, ([1.0, 0, 0], 0.0), ([-1.0, 0, 0], 0.0))[0] > half
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(vectors, min_size=1, max_size=4), st.floats(1e-3, 1e3))
+def test_clipping(rows, radius):
+    with np.errstate(invalid="ignore", over="ignore"):
+        clipped = clip_l2(np.array(rows), radius)
+    assert np.all(np.linalg.norm(clipped, axis=1) <= radius * (1 + 1e-12))
+    for row, got in zip(np.array(rows), clipped, strict=True):
+        if np.isfinite(row).all() and np.abs(row).max() < 1e100:
+            length = np.linalg.norm(row)
+            np.testing.assert_allclose(got, row * min(1, radius / max(length, 1e-300)), atol=1e-9)
+        elif not np.isfinite(row).all():
+            np.testing.assert_array_equal(got, 0)
+
+
+def test_no_clients_is_no_error():
+    assert ClientMoments(1.0, True, True, True).messages(np.empty((0, 2)), np.empty(0)).shape == (
+        0,
+        4,
+    )
+
+
+# Finite alphabets: exact odds ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 4.0, 20.0])
+def test_one_bit_odds_and_bias_are_exact(epsilon):
+    mechanism = OneBit(epsilon)
+    x = np.linspace(0, 1, 101)
+    ones = mechanism.probability(x)
+    for odds in (ones, 1 - ones):
+        assert odds.max() / odds.min() == pytest.approx(math.exp(epsilon), rel=1e-6)
+    decoded = mechanism.decode(np.array([False, True]))
+    np.testing.assert_allclose(ones * decoded[1] + (1 - ones) * decoded[0], x, atol=1e-9)
+    assert decoded[1] == pytest.approx(math.exp(epsilon) / math.expm1(epsilon))
+    variance = ones * decoded[1] ** 2 + (1 - ones) * decoded[0] ** 2 - x**2
+    assert variance.max() == pytest.approx(mechanism.noise_variance)
+
+
+@pytest.mark.parametrize("epsilon", [0.05, 0.5, 1.0, 2.5, 6.0])
+@pytest.mark.parametrize("k", [2, 3, 6, 8])
+def test_subset_selection_odds_are_exact(k, epsilon):
+    """Probability of every subset under every category."""
+    mechanism = SubsetSelection(k, epsilon)
+    s, inside = mechanism.subset_size, mechanism.inside_probability
+    subsets = list(itertools.combinations(range(k), s))
+    table = np.array(
+        [
+            [
+                inside / math.comb(k - 1, s - 1)
+                if z in subset
+                else (1 - inside) / math.comb(k - 1, s)
+                for subset in subsets
+            ]
+            for z in range(k)
+        ]
+    )
+    np.testing.assert_allclose(table.sum(axis=1), 1)
+    ratio = table.max(axis=0) / table.min(axis=0)
+    assert ratio.max() == pytest.approx(math.exp(epsilon))
+    member = np.array([[z in subset for z in range(k)] for subset in subsets])
+    likelihood = np.exp(mechanism.log_likelihood(member, np.eye(k)))
+    np.testing.assert_allclose(likelihood / likelihood.max(), table.T / table.max())
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 1.0, 3.0])
+def test_subset_size_has_the_smaller_risk(epsilon):
+    """Risk of the unbiased frequency estimate, by simulation, for both sizes near k / (E + 1)."""
+    k, rng = 15, np.random.default_rng(0)
+    ideal = k / (math.exp(epsilon) + 1)
+    stated = {}
+    for size in {max(1, math.floor(ideal)), max(1, math.ceil(ideal))}:
+        mechanism = SubsetSelection(k, epsilon)
+        mechanism.__dict__["subset_size"] = size
+        rates = mechanism.privatize(np.full(400_000, 3), rng).mean(axis=0)
+        inside, other = rates[3], np.delete(rates, 3).mean()
+        stated[size] = mechanism._l2_risk(size)
+        risk = np.sum(rates * (1 - rates)) / (inside - other) ** 2
+        assert stated[size] == pytest.approx(risk, rel=0.03)
+        assert inside == pytest.approx(mechanism.inside_probability, abs=0.004)
+    assert SubsetSelection(k, epsilon).subset_size == min(stated, key=stated.get)
+
+
+def odds_are_kept(privatize, event, truth, other, epsilon, n=400_000):
+    """Whether draws are consistent with odds of at most exp(epsilon), at 1e-6."""
+    rng = np.random.default_rng(0)
+    counts = [int(np.sum(event(privatize(value, n, rng)))) for value in (truth, other)]
+    return odds_lower_bound(*counts, n) <= epsilon
+
+
+AUDITS = {
+    "one_bit": (
+        lambda epsilon: lambda x, n, rng: OneBit(epsilon).privatize(np.full(n, x), rng),
+        lambda bits: bits,
+        1.0,
+        0.0,
+    ),
+    "two_bit, mean": (
+        lambda epsilon: (
+            lambda z, n, rng: TwoBit(epsilon).privatize(np.full(n, z), np.full(n, 4), rng)
+        ),
+        lambda reports: reports.bits & ~reports.asks_spread,
+        4,
+        0,
+    ),
+    "two_bit, spread": (
+        lambda epsilon: (
+            lambda z, n, rng: TwoBit(epsilon).privatize(np.full(n, z), np.full(n, 4), rng)
+        ),
+        lambda reports: reports.bits & reports.asks_spread,
+        2,
+        0,
+    ),
+    "subset_selection": (
+        lambda epsilon: lambda z, n, rng: SubsetSelection(8, epsilon).privatize(np.full(n, z), rng),
+        lambda subsets: subsets[:, 3] & ~subsets[:, 5],
+        3,
+        5,
+    ),
+}
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("name", AUDITS)
+def test_drawn_odds_and_a_mutant_with_half_more(name, epsilon):
+    make, event, truth, other = AUDITS[name]
+    assert odds_are_kept(make(epsilon), event, truth, other, epsilon)
+    assert not odds_are_kept(make(epsilon + math.log(1.5)), event, truth, other, epsilon)
+
+
+def test_odds_hold_where_rounding_would_break_them():
+    """At epsilon = 40 the true category is left out with a chance below the resolution."""
+    mechanism, rng = SubsetSelection(15, 40.0), np.random.default_rng(0)
+    asked = []
+
+    class Recorder:
+        def integers(self, low, high, size):
+            asked.append(high)
+            return np.zeros(size, dtype=np.int64)  # the smallest draw: left out if ever possible
+
+        def random(self, size):
+            return rng.random(size)
+
+    subsets = mechanism.privatize(np.array([3, 4]), Recorder())
+    assert asked == [1 << 52]
+    assert not subsets[0, 3]
+    assert not subsets[1, 4]
+
+
+def test_two_bit_asks_without_looking():
+    trials = np.array([1, 2, 3, 50] * 20_000)
+    rng = np.random.default_rng(0)
+    asked = [
+        TwoBit(1.0).privatize(z, trials, rng).asks_spread.reshape(-1, 4).mean(axis=0)
+        for z in (0 * trials, trials, trials // 2)
+    ]
+    np.testing.assert_allclose(asked, np.tile([0, 0.5, 0.5, 0.5], (3, 1)), atol=0.02)
+
+
+def test_fixed_point_bits_never_pass_their_bounds():
+    rng = np.random.default_rng(0)
+    bits = bernoulli(np.array([0.0, 1.0, 0.5]).repeat(300_000), 0.1, rng).reshape(3, -1)
+    np.testing.assert_allclose(bits.mean(axis=1), [0.1, 0.9, 0.5], atol=0.005)
+
+
+# Quantizer ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [1, 2, 5])
+def test_quantizer_is_unbiased_on_its_levels(bits):
+    mechanism = StochasticQuantizer(bits, bound=2.0)
+    x = np.linspace(-2, 2, 9)
+    draws = mechanism.privatize(np.tile(x, (40_000, 1)), np.random.default_rng(0))
+    levels = np.linspace(-2, 2, 2**bits)
+    assert np.abs(draws[..., None] - levels).min(axis=-1).max() < 1e-12
+    np.testing.assert_allclose(draws.mean(axis=0), x, atol=5 * mechanism.step / 2 / 200)
+    assert draws.var(axis=0).max() <= mechanism.noise_variance * 1.02
+    middle = mechanism.privatize(np.full(40_000, levels[:2].mean()), np.random.default_rng(1))
+    assert middle.var() == pytest.approx(mechanism.noise_variance, rel=0.02)
+    assert mechanism.noise_variance == pytest.approx((2.0 / (2**bits - 1)) ** 2)
+
+
+def test_quantizer_bounds_anything():
+    odd = np.array([math.nan, math.inf, -math.inf, 1e300])
+    draws = StochasticQuantizer(4, 1.0).privatize(odd, np.random.default_rng(0))
+    assert np.abs(draws).max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: StochasticQuantizer(0, 1.0), r"bits.*\b1\b.*\b32\b.*\b0\b"),
+        (lambda: StochasticQuantizer(2.5, 1.0), r"bits.*\b1\b.*\b32\b.*\b2\.5\b"),
+        (lambda: StochasticQuantizer(2, 0.0), r"bound.*\b0\.0\b"),
+        (lambda: OneBit(0.0), r"epsilon.*\b0\.0\b"),
+        (lambda: OneBit(math.inf), r"epsilon.*\binf\b"),
+        (lambda: TwoBit(math.nan), r"epsilon.*\bnan\b"),
+        (lambda: SubsetSelection(1, 1.0), r"n_categories.*\b2\b.*\b1\b"),
+        (lambda: GaussianMechanism(0.0, 1.0, 1e-5), r"sensitivity.*\b0\.0\b"),
+        (
+            lambda: GaussianMechanism(1.0, 1.0, 1e-5, "nobody"),
+            r"trust.*'central'.*'local'.*'nobody'",
+        ),
+        (lambda: GaussianMechanism(1.0, 1.0, 0.0).noise_std, r"delta.*\(0, 1\).*\b0\.0\b"),
+    ],
+)
+def test_bad_parameters(call, error):
+    with pytest.raises(ValueError, match=error):
+        call()

@@ -1,0 +1,316 @@
+"""Rounds on disk: killed and resumed, and files that are not what they should be."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+
+from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
+from pfl_sklearn.privacy import PrivacyLedger
+from tests.helpers.checkpointed_run import PRIVATE, ROOT, checkpointed_run, table
+
+pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+
+SCRIPT = "tests.helpers.checkpointed_run"
+FITTED = ("population_coef_", "coef_", "intercept_", "n_samples_per_client_", "clients_")
+
+
+class Killed(BaseException):
+    pass
+
+
+class KillAt:
+    """Stands in for a kill: no clean-up of the fit gets to run."""
+
+    def __init__(self, monkeypatch, at):
+        from pfl_sklearn._rounds import checkpoint as _checkpoint
+
+        observe = _checkpoint.Checkpoint.observe
+
+        def killing(checkpoint, state):
+            observe(checkpoint, state)
+            if state.round == at:
+                raise Killed
+
+        monkeypatch.setattr(_checkpoint.Checkpoint, "observe", killing)
+
+
+def interrupt(model, data, at):
+    """Fit that ends without a clean-up after some rounds; its checkpoint is left."""
+    X, y, groups = data
+    with pytest.MonkeyPatch.context() as patch:
+        KillAt(patch, at)
+        with pytest.raises(Killed):
+            model.fit(X, y, groups=groups)
+    assert os.path.exists(model.checkpoint)
+    return model
+
+
+def assert_same_fit(one, other):
+    for name in FITTED:
+        first, second = getattr(one, name), getattr(other, name)
+        np.testing.assert_array_equal(first, second)
+    np.testing.assert_equal(one.history_, other.history_)
+    assert one.privacy_ == other.privacy_
+    assert one.n_rounds_ == other.n_rounds_
+
+
+CONFIGURATIONS = [
+    ({}, False),
+    ({**PRIVATE, "client_fraction": 0.5}, False),
+    ({**PRIVATE, "clip_quantile": 0.5, "average": True}, False),
+    ({**PRIVATE, "client_fraction": 0.5}, True),
+    ({**PRIVATE, "average": True, "clip_quantile": 0.3}, True),
+    ({"epsilon": 2.0, "clip_norm": 1.0, "learning_rate": 0.1}, False),
+]
+
+
+@pytest.mark.parametrize(("params", "sparse"), CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize("at", [7, 29])
+def test_an_interrupted_fit_ends_in_the_same_bits(tmp_path, params, sparse, at):
+    data = X, y, groups = table(sparse)
+    model = PPSGDRegressor(n_rounds=30, random_state=3, **params)
+    whole = clone(model).fit(X, y, groups=groups)
+    model.set_params(checkpoint=tmp_path / "run.npz", checkpoint_every=3)
+    interrupt(clone(model), data, at)
+    resumed = clone(model).fit(X, y, groups=groups)
+    assert_same_fit(resumed, whole)
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_interruption_at_the_very_end(tmp_path):
+    """The last round was written, but the file not yet removed."""
+    data = X, y, groups = table(sparse=True)
+    model = PPSGDRegressor(n_rounds=6, random_state=3, **PRIVATE)
+    whole = clone(model).fit(X, y, groups=groups)
+    model.set_params(checkpoint=str(tmp_path / "run"), checkpoint_every=3)
+    interrupt(clone(model), data, 6)
+    assert_same_fit(clone(model).fit(X, y, groups=groups), whole)
+
+
+def test_an_interrupted_warm_start(tmp_path):
+    data = X, y, groups = table()
+    model = PPSGDRegressor(n_rounds=10, random_state=3, warm_start=True, **PRIVATE)
+    whole = clone(model).set_params(n_rounds=20).fit(X, y, groups=groups)
+    model.fit(X, y, groups=groups).set_params(n_rounds=20, checkpoint=tmp_path / "run")
+    model.set_params(checkpoint_every=2)
+    before = model.population_coef_.copy()
+    interrupt(model, data, 15)
+    np.testing.assert_array_equal(model.population_coef_, before)
+    assert model.n_rounds_ == 10
+    assert model.fit(X, y, groups=groups).privacy_ == whole.privacy_
+    np.testing.assert_array_equal(model.coef_, whole.coef_)
+
+
+def test_a_classifier_resumes(tmp_path):
+    X, y, groups = table()
+    labels = np.array(["no", "yes"])[(y > 0).astype(int)]
+    model = PPSGDClassifier(n_rounds=12, random_state=1, average=True)
+    whole = clone(model).fit(X, labels, groups=groups)
+    model.set_params(checkpoint=tmp_path / "run", checkpoint_every=5)
+    interrupt(clone(model), (X, labels, groups), 11)
+    assert_same_fit(clone(model).fit(X, labels, groups=groups), whole)
+
+
+def test_a_process_that_is_killed(tmp_path):
+    process = subprocess.Popen([sys.executable, "-m", SCRIPT, tmp_path], cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "run.npz").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.1)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert 0 < round_of(tmp_path / "run.npz") < 100
+    resumed = checkpointed_run(tmp_path)
+    assert not (tmp_path / "run.npz").exists()
+    entries = PrivacyLedger(tmp_path / "ledger.jsonl").entries
+    assert len(entries) == 1
+    assert entries[0]["process"] == process.pid
+    assert_same_fit(resumed, checkpointed_run(tmp_path))
+    total = PrivacyLedger(tmp_path / "ledger.jsonl")
+    assert len(total.entries) == 2
+
+
+def round_of(path):
+    with np.load(path) as file:
+        return json.loads(str(file["meta"]))["round"]
+
+
+@pytest.fixture
+def left(tmp_path):
+    """A model with a checkpoint of round 8 of 20."""
+    X, y, groups = table()
+    model = PPSGDRegressor(
+        n_rounds=20, random_state=3, checkpoint=tmp_path / "run", checkpoint_every=4, **PRIVATE
+    )
+    return interrupt(model, (X, y, groups), 9)
+
+
+def refused(model, match, data=None):
+    """The fit fails, with the file and the estimator as they were."""
+    X, y, groups = table() if data is None else data
+    with open(model.checkpoint, "rb") as file:
+        written = file.read()
+    before = dict(vars(model))
+    with pytest.raises(ValueError, match=match):
+        model.fit(X, y, groups=groups)
+    assert vars(model) == before
+    with open(model.checkpoint, "rb") as file:
+        assert file.read() == written
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("alpha", 0.5),
+        ("learning_rate", 0.2),
+        ("noise_multiplier", 2.0),
+        ("clip_norm", 2.0),
+        ("n_rounds", 30),
+        ("client_fraction", 0.5),
+        ("average", True),
+        ("batch_size", 3),
+        ("shuffle", False),
+    ],
+)
+def test_another_parameter(left, name, value):
+    refused(left.set_params(**{name: value}), f"checkpoint.*{name}=")
+
+
+def test_parameters_that_do_not_matter(left):
+    X, y, groups = table()
+    left.set_params(n_jobs=1, unseen="error", checkpoint_every=100)
+    assert left.fit(X, y, groups=groups).n_rounds_ == 20
+
+
+def test_another_ledger(left, tmp_path):
+    """A fit that was not charged does not end as one that was."""
+    refused(left.set_params(ledger=PrivacyLedger(tmp_path / "new")), "ledger=None")
+    assert left.ledger.entries == []
+
+
+def test_another_class(left):
+    X, y, groups = table()
+    other = PPSGDClassifier(
+        n_rounds=20, random_state=3, checkpoint=left.checkpoint, loss="squared_error", **PRIVATE
+    )
+    refused(other, r"class=PPSGDRegressor.*PPSGDClassifier", (X, y > 0, groups))
+
+
+def test_another_seed(left):
+    refused(left.set_params(random_state=4), r"checkpoint.*rows.*random_state")
+
+
+@pytest.mark.parametrize("part", ["X", "y", "groups", "ids", "rows"])
+def test_other_data(left, part):
+    X, y, groups = table()
+    if part == "X":
+        X[3, 0] += 1e-9
+    elif part == "y":
+        y[0] = np.nextafter(y[0], 9)
+    elif part == "groups":
+        groups[groups == 4] = 5
+        groups[np.flatnonzero(groups == 5)[0]] = 4
+    elif part == "ids":
+        groups = groups + 1
+    else:
+        X, y, groups = X[:-1], y[:-1], groups[:-1]
+    refused(left, r"checkpoint.*X, y or groups", (X, y, groups))
+
+
+def corrupt(content, kind):
+    if kind == "empty":
+        return b""
+    if kind == "truncated":
+        return content[: len(content) // 2]
+    if kind == "text":
+        return b"dear diary"
+    middle = len(content) // 3
+    return content[:middle] + bytes(64) + content[middle + 64 :]
+
+
+@pytest.mark.parametrize("kind", ["empty", "truncated", "text", "overwritten"])
+def test_a_damaged_file(left, kind):
+    with open(left.checkpoint, "rb") as file:
+        content = file.read()
+    with open(left.checkpoint, "wb") as file:
+        file.write(corrupt(content, kind))
+    refused(left, "not a checkpoint file")
+
+
+@pytest.mark.parametrize("kind", ["array", "archive", "zip", "pickle", "meta", "list", "arrays"])
+def test_a_foreign_file(left, kind):
+    path = left.checkpoint
+    meta = json.dumps({"format": 2, "parameters": {}, "data": "", "round": 1})
+    with open(path, "wb") as file:
+        if kind == "array":
+            np.save(file, np.arange(3))
+        elif kind == "archive":
+            np.savez(file, a=np.arange(3))
+        elif kind == "pickle":
+            np.savez(file, meta=np.array([{}], dtype=object))
+        elif kind == "meta":
+            np.savez(file, meta="{}")
+        elif kind == "list":
+            np.savez(file, meta="[1]")
+        elif kind == "arrays":
+            np.savez(file, meta=meta)
+        else:
+            with zipfile.ZipFile(file, "w") as archive:
+                archive.writestr("a.txt", "hello")
+    refused(left, "not a checkpoint file|checkpoint.*class=")
+
+
+def test_a_file_of_another_format(left):
+    with np.load(left.checkpoint) as file:
+        arrays = dict(file)
+    meta = json.loads(str(arrays.pop("meta"))) | {"format": 99}
+    with open(left.checkpoint, "wb") as file:
+        np.savez(file, meta=json.dumps(meta), **arrays)
+    refused(left, r"format 99\b.*\b2\b")
+
+
+def test_a_directory(tmp_path):
+    X, y, groups = table()
+    model = PPSGDRegressor(n_rounds=2, checkpoint=tmp_path)
+    before = dict(vars(model))
+    with pytest.raises(ValueError, match="not a checkpoint file"):
+        model.fit(X, y, groups=groups)
+    assert vars(model) == before
+
+
+@pytest.mark.parametrize("folder", ["none", "file", "read-only"])
+def test_a_folder_that_cannot_be_written_costs_nothing(tmp_path, folder):
+    X, y, groups = table()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "read-only").mkdir(mode=0o500)
+    if folder == "read-only" and os.access(tmp_path / folder, os.W_OK):
+        pytest.skip("this user may write anywhere")
+    ledger = PrivacyLedger(tmp_path / "ledger.jsonl")
+    path = tmp_path / folder / "run"
+    model = PPSGDRegressor(n_rounds=20, checkpoint=path, ledger=ledger, **PRIVATE)
+    before = dict(vars(model))
+    with pytest.raises(OSError, match=f"checkpoint.*{folder}/run'.*Errno"):
+        model.fit(X, y, groups=groups)
+    assert vars(model) == before
+    assert ledger.entries == []
+
+
+def test_no_file_is_left_behind_and_none_holds_code(tmp_path):
+    X, y, groups = table()
+    model = PPSGDRegressor(n_rounds=20, checkpoint=tmp_path / "run", checkpoint_every=1)
+    model.fit(X, y, groups=groups)
+    assert os.listdir(tmp_path) == []
+    interrupt(model, (X, y, groups), 10)
+    assert os.listdir(tmp_path) == ["run"]
+    with np.load(tmp_path / "run", allow_pickle=False) as file:
+        assert all(file[name].dtype.kind in "fiuU" for name in file.files)

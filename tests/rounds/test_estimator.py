@@ -1,0 +1,130 @@
+"""The life of an estimator on rounds that is not PPSGD: FedAvg with a last phase."""
+
+import math
+import os
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+
+from pfl_sklearn.linear_model import DivergenceError
+from pfl_sklearn.privacy import PrivacyLedger
+from tests.helpers.callbacks import StopAfter
+from tests.helpers.fedavg_estimator import FedAvgRegressor, Recipe
+
+pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+
+PRIVATE = {"noise_multiplier": 1.0, "clip_norm": 0.5, "client_fraction": 0.5}
+
+
+def table(seed=0):
+    rng = np.random.default_rng(seed)
+    groups = np.repeat(np.arange(12), rng.integers(1, 9, 12))
+    X = rng.normal(size=(len(groups), 3)).astype(np.float32)
+    return X, X @ [1.0, 2.0, 0.0] + rng.normal(size=len(groups)), groups
+
+
+def model_of(**params):
+    return FedAvgRegressor(Recipe(0.1), random_state=3, **params)
+
+
+def assert_same_fit(one, other):
+    np.testing.assert_array_equal(one.global_, other.global_)
+    np.testing.assert_array_equal(one.tuned_, other.tuned_)
+    np.testing.assert_equal(one.history_, other.history_)
+    assert one.privacy_ == other.privacy_
+
+
+def interrupt(model, data, at):
+    from pfl_sklearn._rounds.checkpoint import Checkpoint
+
+    X, y, groups = data
+    original = Checkpoint.observe
+
+    def observe(checkpoint, state):
+        original(checkpoint, state)
+        if state.round == at:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Checkpoint, "observe", observe)
+        model.fit(X, y, groups=groups)
+    assert os.path.exists(model.checkpoint)
+
+
+@pytest.mark.parametrize("params", [{}, PRIVATE, {**PRIVATE, "clip_quantile": 0.5}], ids=str)
+def test_warm_start_and_resumed_fits_are_the_same_bits(tmp_path, params):
+    data = X, y, groups = table()
+    whole = model_of(n_rounds=8, **params).fit(X, y, groups=groups)
+    warm = model_of(n_rounds=3, warm_start=True, **params).fit(X, y, groups=groups)
+    tuned = warm.tuned_.copy()
+    warm.set_params(n_rounds=8).fit(X, y, groups=groups)
+    assert (warm.tuned_ != tuned).any()
+    np.testing.assert_array_equal(warm.tuned_, whole.tuned_)
+    np.testing.assert_array_equal(warm.global_, whole.global_)
+    assert warm.privacy_.epsilon == pytest.approx(whole.privacy_.epsilon)
+    model = model_of(n_rounds=8, checkpoint=tmp_path / "run", **params)
+    interrupt(clone(model), data, 5)
+    assert_same_fit(clone(model).fit(X, y, groups=groups), whole)
+
+
+def test_a_parameter_that_the_text_of_a_component_hides(tmp_path):
+    data = X, y, groups = table()
+    model = model_of(checkpoint=tmp_path / "run")
+    interrupt(model, data, 3)
+    model.set_params(recipe__lr=0.2)
+    with pytest.raises(ValueError, match=r"recipe__lr=0\.1.*0\.2"):
+        model.fit(X, y, groups=groups)
+    model.set_params(recipe=Recipe(0.1)).fit(X, y, groups=groups)
+    assert model.n_rounds_ == 5
+
+
+def test_new_clients_join_in_a_partial_fit():
+    X, y, groups = table()
+    model, first = model_of(), groups < 6
+    model.partial_fit(X[first], y[first], groups=groups[first])
+    model.partial_fit(X[~first], y[~first], groups=groups[~first])
+    assert model.clients_.tolist() == list(range(12))
+    assert model.n_rounds_ == 4
+    np.testing.assert_array_equal(model.n_samples_per_client_, np.bincount(groups))
+    np.testing.assert_array_equal(model.tuned_[:6], np.repeat(model.global_[None], 6, axis=0))
+    assert (model.tuned_[6:] != model.global_).any(axis=1).all()
+
+
+def test_callbacks_see_the_state_and_cannot_change_it():
+    X, y, groups = table()
+    seen = []
+
+    class Watch(StopAfter):
+        def on_fit_task_end(self, estimator, context, *, fitted_estimator=None):
+            if context.task_name == "round":
+                found = fitted_estimator.global_
+                assert not found.flags.writeable
+                seen.append(found.copy())
+            return super().on_fit_task_end(estimator, context)
+
+    model = model_of(n_rounds=6).set_callbacks(Watch(4)).fit(X, y, groups=groups)
+    assert model.n_rounds_ == 4
+    np.testing.assert_array_equal(seen[-1], model.global_)
+    assert len({tuple(values) for values in seen}) == 4
+
+
+def test_privacy_and_what_is_handed_out(tmp_path):
+    X, y, groups = table()
+    ledger = PrivacyLedger(tmp_path / "ledger", relation="add_remove")
+    model = model_of(**PRIVATE, ledger=ledger).fit(X, y, groups=groups)
+    assert 0 < model.privacy_.epsilon < math.inf
+    assert model.privacy_.released == ("global_",)
+    assert len(ledger.entries) == 1
+    np.testing.assert_allclose(model.release().predict(X), X @ model.global_, rtol=1e-6)
+    own = model.for_client(3)
+    np.testing.assert_allclose(own.predict(X), X @ model.tuned_[3], rtol=1e-6)
+    assert not hasattr(own, "_progress")
+
+
+def test_what_diverges_is_refused():
+    X, y, groups = table()
+    model = FedAvgRegressor(Recipe(1e200), random_state=0)
+    with np.errstate(all="ignore"), pytest.raises(DivergenceError, match="of the recipe"):
+        model.fit(X, y, groups=groups)
+    assert not hasattr(model, "privacy_")

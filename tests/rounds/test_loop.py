@@ -1,0 +1,292 @@
+"""The loop over rounds: sampling, streams, rows in turn, blocks, and what is recorded."""
+
+import copy
+import tracemalloc
+from typing import NamedTuple
+
+import joblib
+import numpy as np
+import pytest
+from scipy import stats
+
+from pfl_sklearn._rounds import rows as rounds_rows
+from pfl_sklearn._rounds.callbacks import both
+from pfl_sklearn._rounds.loop import Method, Plan, Sampling, Update, run_rounds, start
+from pfl_sklearn._rounds.release import JointSum
+from pfl_sklearn._rounds.rows import ClientRows, InTurn
+from pfl_sklearn.linear_model._ppsgd._steps import step_sizes
+from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd
+from pfl_sklearn.privacy import ClippedSum
+
+SIZES = np.array([1, 7, 2, 7, 5, 1, 12, 3])
+
+
+def table(sizes=SIZES, d=3, seed=0):
+    """Rows (n, d), targets (n, 1), offsets."""
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(sizes.sum(), d))
+    return X, X @ np.ones((d, 1)) + rng.normal(size=(len(X), 1)), np.cumsum([0, *sizes])
+
+
+def client_rows(batch_size=3, sizes=SIZES, d=3):
+    X, y, offsets = table(sizes, d)
+    schedule = InTurn(np.minimum(sizes, batch_size))
+    return ClientRows(X, y, offsets, np.arange(len(sizes)), schedule)
+
+
+def least_squares(n_clients, d=3, average=False, rate=1.0):
+    steps = step_sizes(0.2, 0.05, rate * n_clients)
+    return ppsgd(n_clients, (d, 1), LOSSES["squared_error"], steps, rate * n_clients, None, average)
+
+
+def run(rows, plan, mechanism=None, observe=None, **options):
+    mechanism = ClippedSum(None) if mechanism is None else mechanism
+    method = least_squares(rows.n_clients, rows.X.shape[1], rate=plan.sampling.rate, **options)
+    release = JointSum(mechanism, method.messages)
+    state = start(method, rows, release)
+    return run_rounds(method, rows, state, plan, release, observe)
+
+
+def assert_same_state(one, other):
+    for name in ("server", "clients", "schedule", "own"):
+        first, second = getattr(one, name), getattr(other, name)
+        assert first.keys() == second.keys()
+        for key in first:
+            np.testing.assert_array_equal(first[key], second[key])
+    np.testing.assert_equal(one.history, other.history)
+    assert (one.round, one.bound) == (other.round, other.bound)
+
+
+def membership(sampling, n_clients, n_draws, seed=0):
+    """Who takes part (n_draws, n_clients)."""
+    rng, found = np.random.default_rng(seed), np.zeros((n_draws, n_clients), dtype=bool)
+    for row in found:
+        drawn = sampling.draw(rng, n_clients)
+        assert (np.diff(drawn) > 0).all()
+        row[drawn] = True
+    return found
+
+
+def agreement(found, probability):
+    """P-value of the counts (k,) of events with this probability in n draws, by chi-square."""
+    n = len(found)
+    expected = n * probability
+    statistic = np.sum((found.sum(axis=0) - expected) ** 2) / (expected * (1 - probability))
+    return stats.chi2.sf(statistic, found.shape[1])
+
+
+def test_poisson_sampling_takes_every_client_by_itself():
+    n, q, draws = 12, 0.3, 20_000
+    found = membership(Sampling(q), n, draws)
+    assert 1e-4 < agreement(found, q) < 1 - 1e-4
+    sizes = np.bincount(found.sum(axis=1), minlength=n + 1)
+    expected = draws * stats.binom.pmf(np.arange(n + 1), n, q)
+    keep = expected > 5
+    tail = np.array([sizes[~keep].sum(), expected[~keep].sum()])
+    statistic = np.sum((sizes[keep] - expected[keep]) ** 2 / expected[keep])
+    statistic += (tail[0] - tail[1]) ** 2 / tail[1]
+    assert stats.chi2.sf(statistic, keep.sum()) > 1e-4
+    covariances = np.cov(found.T)[np.triu_indices(n, 1)]
+    assert np.abs(covariances).max() < 5 * q * (1 - q) / np.sqrt(draws)
+
+
+def test_fixed_sampling_takes_every_set_alike():
+    n, k, draws = 6, 3, 20_000
+    found = membership(Sampling(k / n, k), n, draws)
+    assert (found.sum(axis=1) == k).all()
+    sets, counts = np.unique(found, axis=0, return_counts=True)
+    assert len(sets) == 20
+    assert stats.chisquare(counts).pvalue > 1e-4
+
+
+def test_fixed_sampling_from_many_clients():
+    """Another algorithm of numpy's."""
+    found = np.concatenate([Sampling(1e-3, 20).draw(rng, 20_000) for rng in _generators(2000)])
+    counts = np.histogram(found, 20, (0, 20_000))[0]
+    assert stats.chisquare(counts).pvalue > 1e-4
+
+
+def _generators(n):
+    return (np.random.default_rng([1, i]) for i in range(n))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(1e-6), Sampling(1e-6, 10)])
+def test_a_draw_costs_what_the_sampled_clients_cost(sampling):
+    rng = np.random.default_rng(0)
+    tracemalloc.start()
+    drawn = sampling.draw(rng, 10_000_000)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(drawn) < 40
+    assert peak < 100_000
+
+
+def test_everybody_takes_part_without_a_draw():
+    rng = np.random.default_rng(0)
+    np.testing.assert_array_equal(Sampling(1.0).draw(rng, 5), np.arange(5))
+    assert rng.random() == np.random.default_rng(0).random()
+
+
+@pytest.mark.parametrize("first", [0, 1, 5])
+def test_streams_of_rounds_are_jumps(first):
+    generators = Plan(10, Sampling(1.0), (7, 1)).generators(first)
+    for t in range(first, first + 4):
+        expected = np.random.Generator(np.random.PCG64((7, 1)).jumped(t)).normal(size=5)
+        rng = next(generators)
+        np.testing.assert_array_equal(rng.normal(size=5), expected)
+        rng.integers(0, 100, size=t, dtype=np.uint32)  # leaves half a word behind
+
+
+def test_without_entropy_every_run_differs():
+    draws = [next(Plan(1, Sampling(1.0), None).generators(0)).random() for _ in range(3)]
+    assert len(set(draws)) == 3
+
+
+def test_rows_are_taken_in_turn():
+    """The first column is the number of the row: every row comes up once before any comes twice."""
+    rows, seen = client_rows(batch_size=3), {}
+    rows.X[:, 0] = np.arange(len(rows.X))
+
+    def init():
+        return {"coef": np.zeros((3, 1))}, {"me": np.arange(8.0)[:, None]}
+
+    def client_update(server, t, batch, clients):
+        me, n = clients["me"], len(batch.X)
+        for client, numbers in zip(me[:, 0].astype(int).tolist(), batch.X[:, :, 0], strict=True):
+            seen.setdefault(client, []).append(numbers.astype(int).tolist())
+        return Update({"coef": np.zeros((n, 3, 1))}, clients, np.zeros(n))
+
+    shapes = {"coef": (3, 1)}
+    method = Method(init, client_update, lambda server, total, t: server, shapes)
+    release = JointSum(ClippedSum(None), shapes)
+    state = start(method, rows, release)
+    run_rounds(method, rows, state, Plan(40, Sampling(0.5), (3,)), release)
+    for client, batches in seen.items():
+        taken, size = np.concatenate(batches).tolist(), SIZES[client]
+        own = np.arange(rows.offsets[client], rows.offsets[client + 1])
+        assert {len(batch) for batch in batches} == {min(size, 3)}
+        assert state.schedule["used"][client] == len(taken)
+        for start_of_pass in range(0, len(taken) - size + 1, size):
+            np.testing.assert_array_equal(taken[start_of_pass : start_of_pass + size], own)
+
+
+class Spy(NamedTuple):
+    """Release that keeps what it was given."""
+
+    inner: ClippedSum
+    seen: list
+
+    def start(self):
+        return self.inner.start()
+
+    def release(self, messages, bound, n_expected, rng):
+        self.seen.append(messages.copy())
+        return self.inner.release(messages, bound, n_expected, rng)
+
+
+NOISY = ClippedSum(1.0, 0.5, 0.5)
+PLAN = Plan(15, Sampling(0.6), (1, 2))
+
+
+@pytest.mark.parametrize("options", [{}, {"average": True}], ids=str)
+def test_blocks_change_no_bit(monkeypatch, options):
+    whole = run(client_rows(), PLAN, NOISY, **options)
+    for size in (1, 20, 60):
+        monkeypatch.setattr(rounds_rows, "_BLOCK", size)
+        assert_same_state(run(client_rows(), PLAN, NOISY, **options), whole)
+
+
+@pytest.mark.parametrize("backend", ["threading", "loky"])
+def test_workers_change_no_bit(backend):
+    sizes = np.tile(SIZES, 6)
+    rows = client_rows(sizes=sizes, d=40)
+    plan = Plan(4, Sampling(0.8), (5,))
+    alone = run(rows, plan, NOISY)
+    with joblib.parallel_config(backend, n_jobs=2):
+        assert_same_state(run(rows, plan, NOISY), alone)
+    with joblib.parallel_config(backend):
+        assert_same_state(run(rows, plan._replace(n_jobs=2), NOISY), alone)
+
+
+def test_messages_come_in_the_order_of_clients():
+    rows, spy = client_rows(batch_size=100), Spy(ClippedSum(None), [])
+    state = run(rows, Plan(1, Sampling(1.0), (0,)), spy)
+    X, y, offsets = table()
+    for i, message in enumerate(spy.seen[0]):
+        own = slice(offsets[i], offsets[i + 1])
+        np.testing.assert_allclose(message, -X[own].T @ y[own] / SIZES[i], rtol=1e-12)
+    expected = [np.mean(y[offsets[i] : offsets[i + 1]] ** 2) / 2 for i in range(8)]
+    assert state.history["loss"] == pytest.approx([np.mean(expected)])
+
+
+def test_an_empty_round_is_noise():
+    spy = Spy(NOISY, [])
+    states = []
+    run(client_rows(), Plan(60, Sampling(0.05), (0,)), spy, lambda s: states.append(s.copy()))
+    taken = np.array(states[-1].history["n_clients"])
+    assert 10 < (taken == 0).sum() < 60
+    assert [len(messages) for messages in spy.seen] == taken.tolist()
+    empty = np.flatnonzero(taken == 0)
+    for t in empty[empty > 0]:
+        assert (states[t].server["coef"] != states[t - 1].server["coef"]).all()
+        np.testing.assert_array_equal(states[t].clients["local"], states[t - 1].clients["local"])
+    assert np.isnan(np.array(states[-1].history["loss"])[empty]).all()
+    assert np.isfinite(np.array(states[-1].history["loss"])[taken > 0]).all()
+
+
+def test_noise_of_a_round_does_not_depend_on_the_clients():
+    """With nobody's message different from 0 the noise is left, the same for any rows."""
+    plan = Plan(1, Sampling(1.0), (4,))
+    totals = []
+    for scale in (0.0, 1e-30):
+        rows = client_rows()
+        rows.y[:] *= scale
+        totals.append(run(rows, plan, ClippedSum(1.0, 2.0)).server["coef"])
+    np.testing.assert_array_equal(*totals)
+    noise = np.random.Generator(np.random.PCG64((4,))).standard_normal((3, 1)) * 2.0
+    steps = step_sizes(0.2, 0.05, 8)
+    np.testing.assert_allclose(totals[0], -steps.population / 8 * noise, rtol=1e-5)
+
+
+def test_the_history_has_bounds_and_the_next_is_kept():
+    state = run(client_rows(), PLAN, NOISY)
+    bounds = state.history["clip_norm"]
+    assert bounds[0] == 1.0
+    assert len(set(bounds)) > 5
+    assert state.bound != bounds[-1]
+    assert {len(values) for values in state.history.values()} == {15}
+
+
+@pytest.mark.parametrize("interrupted", [1, 7, 14])
+def test_interrupted_rounds_are_the_same_bits(interrupted):
+    whole = run(client_rows(), PLAN, NOISY, average=True)
+    method, rows = least_squares(8, average=True, rate=0.6), client_rows()
+    release = JointSum(NOISY, method.messages)
+    state = start(method, rows, release)
+    run_rounds(method, rows, state, PLAN._replace(n_rounds=interrupted), release)
+    kept = copy.deepcopy(state)
+    resumed = run_rounds(method, rows, state.copy(), PLAN, release)
+    assert_same_state(resumed, whole)
+    assert_same_state(state, kept)  # the copy shared nothing
+    assert state.round == interrupted
+
+
+def test_an_observer_ends_the_run():
+    state = run(client_rows(), PLAN, NOISY, lambda state: state.round == 4)
+    assert state.round == 4
+    assert {len(values) for values in state.history.values()} == {4}
+    assert_same_state(state, run(client_rows(), PLAN._replace(n_rounds=4), NOISY))
+
+
+def test_both_observers_are_called():
+    calls = []
+
+    def observer(name, stop):
+        return lambda state: calls.append(name) or stop
+
+    assert both(observer("a", True), observer("b", False))(None)
+    assert both(observer("c", False), observer("d", True))(None)
+    assert not both(observer("e", False), observer("f", False))(None)
+    assert calls == list("abcdef")
+    second = observer("g", False)
+    assert both(None, second) is second

@@ -1,0 +1,103 @@
+"""Schedules of rows: passes, orders, what is kept between runs, and X of any kind."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.sparse import csr_array
+
+from pfl_sklearn._rounds.rows import ClientRows, InTurn, Reshuffled
+
+SIZES = np.array([1, 7, 2, 7, 5, 1, 12, 3])
+
+
+def rows_of(sizes, schedule, X=None):
+    """Rows whose feature is their own number."""
+    n = int(np.sum(sizes))
+    X = np.arange(float(n))[:, None] if X is None else X
+    offsets = np.cumsum([0, *sizes])
+    return ClientRows(X, np.arange(n), offsets, np.arange(len(sizes)), schedule)
+
+
+def taken(rows, n_rounds, rng, sampled=None, state=None):
+    """Numbers of the rows that each client uses, in order, and the state."""
+    state = rows.schedule.start(rows, rows.n_clients) if state is None else state
+    found = {i: [] for i in range(rows.n_clients)}
+    for t in range(n_rounds):
+        now = np.arange(rows.n_clients) if sampled is None else sampled(rng)
+        for block in rows.blocks(now, state, t, rng):
+            for i, numbers in zip(block.clients.tolist(), block.batch.y, strict=True):
+                found[i].append(numbers)
+    return found, state
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    batch_size=st.one_of(st.none(), st.integers(1, 6)),
+    n_batches=st.integers(1, 7),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_every_pass_uses_each_row_once(sizes, batch_size, n_batches, seed):
+    rows = rows_of(sizes, Reshuffled(batch_size, n_batches))
+    rng = np.random.default_rng(seed)
+    found, _ = taken(rows, 9, rng, lambda rng: np.flatnonzero(rng.random(len(sizes)) < 0.6))
+    for i, batches in found.items():
+        size = sizes[i] if batch_size is None else min(batch_size, sizes[i])
+        assert {batch.shape for batch in batches} <= {(n_batches, size)}
+        stream = np.concatenate([batch.ravel() for batch in batches]) if batches else np.zeros(0)
+        own = np.arange(rows.offsets[i], rows.offsets[i + 1])
+        for start in range(0, len(stream), sizes[i]):
+            part = stream[start : start + sizes[i]]
+            assert set(part) <= set(own)
+            assert len(set(part)) == len(part)
+
+
+def test_orders_are_uniform():
+    rows = rows_of([3] * 6000, Reshuffled(3, 1))
+    found, _ = taken(rows, 2, np.random.default_rng(0))
+    for t in range(2):
+        orders = np.array([batches[t].ravel() % 3 for batches in found.values()])
+        _, counts = np.unique(orders, axis=0, return_counts=True)
+        assert len(counts) == 6
+        assert np.abs(counts - 1000).max() < 5 * np.sqrt(1000)
+
+
+def test_an_order_stays_for_its_pass_and_a_later_run_goes_on():
+    """Ten rows in batches of four: a batch holds the end of one pass and the start of the next."""
+    rows = rows_of([10, 10], Reshuffled(4, 1))
+    whole, _ = taken(rows, 10, np.random.default_rng(1))
+    rng = np.random.default_rng(1)
+    first, state = taken(rows, 6, rng)
+    kept = {name: values.copy() for name, values in state.items()}
+    resumed = rows.schedule.resume(rows, 2, state, np.arange(2))
+    rest, _ = taken(rows, 4, rng, state=resumed)
+    for i in range(2):
+        np.testing.assert_array_equal(np.array(first[i] + rest[i]), np.array(whole[i]))
+    for name, values in kept.items():
+        np.testing.assert_array_equal(state[name], values)
+
+
+def test_other_rows_start_a_new_pass():
+    rows = rows_of([4, 6], Reshuffled(2, 1))
+    _, state = taken(rows, 3, np.random.default_rng(0))
+    other = rows_of([6, 4], Reshuffled(2, 1))
+    fresh = other.schedule.resume(other, 2, state, np.arange(2))
+    np.testing.assert_array_equal(fresh["order"], np.arange(10))
+    np.testing.assert_array_equal(fresh["position"], [6, 4])
+
+
+@pytest.mark.parametrize("schedule", [InTurn(np.minimum(SIZES, 3)), Reshuffled(3, 2)], ids=repr)
+@pytest.mark.parametrize("kind", ["matrix", "images", "sparse"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_x_of_any_kind(schedule, kind, dtype):
+    shape = (SIZES.sum(), 2, 3, 4) if kind == "images" else (SIZES.sum(), 5)
+    X = np.random.default_rng(0).normal(size=shape).astype(dtype)
+    rows = rows_of(SIZES, schedule, csr_array(X) if kind == "sparse" else X)
+    state = schedule.start(rows, len(SIZES))
+    members = []
+    for block in rows.blocks(np.arange(8), state, 0, np.random.default_rng(0)):
+        assert block.batch.X.dtype == dtype
+        np.testing.assert_array_equal(block.batch.X, X[block.batch.y])
+        members += block.members.tolist()
+    assert sorted(members) == list(range(8))

@@ -9,8 +9,7 @@ from sklearn.utils import check_array, check_random_state
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn.priors import _mixture as mixture
 from pfl_sklearn.priors._kmeans import best_of_starts, count_distinct, inertia
-from pfl_sklearn.priors._mixture_em import Shape
-from pfl_sklearn.priors._mixture_starts import fixed_variance
+from pfl_sklearn.priors._mixture_fit import Shape, fixed_variance
 
 _RELATIVE = 1e-12
 

@@ -8,8 +8,7 @@ from sklearn.utils import check_array, check_random_state
 
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn.priors import _mixture as mixture
-from pfl_sklearn.priors._mixture_em import Mixture, Shape, from_covariances
-from pfl_sklearn.priors._mixture_starts import fixed_variance
+from pfl_sklearn.priors._mixture_fit import Mixture, Shape, fixed_variance, from_covariances
 from pfl_sklearn.priors._normal import draw
 
 

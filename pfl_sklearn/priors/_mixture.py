@@ -10,8 +10,7 @@ from sklearn.utils import check_random_state
 
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.priors._kmeans import count_distinct
-from pfl_sklearn.priors._mixture_em import Mixture
-from pfl_sklearn.priors._mixture_starts import fit_mixture, in_order, select_components
+from pfl_sklearn.priors._mixture_fit import Mixture, fit_mixture, in_order, select_components
 from pfl_sklearn.priors._normal import (
     check_covariance,
     check_sampling,

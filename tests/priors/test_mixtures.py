@@ -6,8 +6,7 @@ from scipy import stats
 from sklearn.mixture import GaussianMixture
 
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior
-from pfl_sklearn.priors import _mixture_em as em
-from pfl_sklearn.priors import _mixture_polish as polishing
+from pfl_sklearn.priors import _mixture_fit as em
 
 MEANS = np.array([[0.0, 0.0], [3.0, 1.0], [-2.0, 4.0]])
 COVARIANCES = np.array([[[1.0, 0.3], [0.3, 0.5]], np.eye(2) * 0.2, [[0.5, -0.2], [-0.2, 1.0]]])
@@ -119,7 +118,7 @@ def test_slopes_of_the_quasi_newton_steps(covariance_type, common):
     vectors = np.linalg.qr(rng.normal(size=(3, 2, 2)))[0] if covariance_type == "full" else None
     values = np.full((3, 2), 0.4) if covariance_type != "full" else rng.uniform(0.2, 1, (3, 2))
     mixture = em.Mixture(MEANS, values, vectors, WEIGHTS)
-    model = polishing._Coordinates(mixture, shape, 0.01, np.zeros(2), 1.0)
+    model = em._Coordinates(mixture, shape, 0.01, np.zeros(2), 1.0)
     point = model.start + 0.05 * rng.random(model.size)
     at = model.mixture(point)
     slope = model.slope(point, at, em.e_step(at, x, s)[0], x, s)

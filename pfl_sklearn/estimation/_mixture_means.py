@@ -18,7 +18,7 @@ from pfl_sklearn.estimation._mean_estimates import (
 )
 from pfl_sklearn.estimation._variance_components import check_noise_is_identified, client_means
 from pfl_sklearn.priors import _mixture as mixture
-from pfl_sklearn.priors._kmeans import best_of_starts, lloyd
+from pfl_sklearn.priors._mixture_fit import cluster_means, k_means, nearest_centre
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
@@ -30,6 +30,7 @@ METHODS = {
 }
 _NOT_RELEASED = (*PRIVATE, "responsibilities_")
 _PRINTED_ROUNDS = 10
+_MOST_LLOYD_STEPS = 300
 
 
 def check(prior, params):
@@ -166,15 +167,31 @@ def printed_points(means, sampling, prior, n_rounds=_PRINTED_ROUNDS):
     limits are one point, or clients that leave no doubt.
     """
     mixture.check_distinct(means, prior.n_components)
-    rng, equal = np.random.RandomState(0), np.ones(len(means))
-    points, labels = best_of_starts(means, prior.n_components, equal, prior.n_init, rng)
+    rng = np.random.RandomState(0)
+    points, labels = k_means(means, prior.n_components, rng, n_init=prior.n_init)
     for _ in range(n_rounds):
         weights = np.bincount(labels, minlength=len(points)) / len(means)
         estimates = prior.with_values(points, weights).posterior(means, sampling[:, None])[0]
-        points, labels = lloyd(estimates, points, equal)
+        points, labels = _lloyd(estimates, points)
     weights = np.bincount(labels, minlength=len(points)) / len(means)
     order = np.lexsort((points[:, 0], -weights))
     return prior.with_values(points[order], weights[order])
+
+
+def _lloyd(x, centres):
+    """Centres (k, d) and labels (m,) of k-means from these centres.
+
+    Centres that lose all members stay where they are. KMeans would move them to outlying clients,
+    which Algorithm 1 does not.
+    """
+    equal, labels = np.ones(len(x)), nearest_centre(x, centres)
+    for _ in range(_MOST_LLOYD_STEPS):
+        centres = cluster_means(x, labels, equal, centres)
+        nearest = nearest_centre(x, centres)
+        if np.array_equal(nearest, labels):
+            break
+        labels = nearest
+    return centres, labels
 
 
 def within_log_likelihood(table, noise):

@@ -8,8 +8,7 @@ from sklearn.utils import check_array, check_random_state
 
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn.priors import _mixture as mixture
-from pfl_sklearn.priors._kmeans import best_of_starts, count_distinct, inertia
-from pfl_sklearn.priors._mixture_fit import Shape, fixed_variance
+from pfl_sklearn.priors._mixture_fit import Shape, fixed_variance, k_means
 
 _RELATIVE = 1e-12
 
@@ -154,12 +153,11 @@ class DiscretePrior(mixture.MixturePrior):
             return self.with_values(*self.known_mixture(theta.shape[1])[::2])
         rng = check_random_state(0 if random_state is None else random_state)
         if self.n_components == "bic":
-            sizes = range(1, count_distinct(theta, self.max_components) + 1)
+            sizes = range(1, mixture.count_distinct(theta, self.max_components) + 1)
         else:
             mixture.check_distinct(theta, self.n_components)
             sizes = [self.n_components]
-        equal = np.ones(len(theta))
-        found = [best_of_starts(theta, k, equal, self.n_init, rng) for k in sizes]
+        found = [k_means(theta, k, rng, n_init=self.n_init) for k in sizes]
         points, labels = min(found, key=lambda fit: _hard_bic(theta, *fit))
         weights = np.bincount(labels, minlength=len(points)) / len(theta)
         order = np.lexsort((points[:, 0], -weights))
@@ -238,7 +236,7 @@ class DiscretePrior(mixture.MixturePrior):
 def _hard_bic(x, centres, labels):
     """BIC of normal vectors with one variance around their centres, up to a constant."""
     m, d = x.shape
-    variance = inertia(x, centres, labels, np.ones(m)) / (m * d)
+    variance = np.sum((x - centres[labels]) ** 2) / (m * d)
     variance = max(variance, _RELATIVE * float(np.mean(np.var(x, axis=0))), 1e-300)
     shares = np.bincount(labels) / m
     entropy = -np.sum(shares[shares > 0] * np.log(shares[shares > 0]))

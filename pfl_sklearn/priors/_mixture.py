@@ -9,7 +9,6 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.priors._kmeans import count_distinct
 from pfl_sklearn.priors._mixture_fit import Mixture, fit_mixture, in_order, select_components
 from pfl_sklearn.priors._normal import (
     check_covariance,
@@ -20,6 +19,8 @@ from pfl_sklearn.priors._normal import (
     log_density,
 )
 from pfl_sklearn.theory import own_weight
+
+_ROUNDING = 1e-13  # of the largest value
 
 
 class MixturePrior(BaseEstimator):
@@ -156,6 +157,19 @@ def check_distinct(x, k):
         raise ValueError(
             f"n_components={k} needs at least {k} clients with different values; got {found}."
         )
+
+
+def count_distinct(x, enough):
+    """Number of different rows, or `enough` if there are at least that many.
+
+    Rows that differ by less than the rounding of a mean count as the same.
+    """
+    tolerance = _ROUNDING * np.abs(x).max(axis=0)
+    left, found = x, 0
+    while len(left) and found < enough:
+        left = left[np.any(np.abs(left - left[0]) > tolerance, axis=1)]
+        found += 1
+    return found
 
 
 def check_variances(estimates, sampling_variances):

@@ -10,13 +10,16 @@ steps take the best one to the maximum. EM alone needs thousands of steps when t
 compared with the distances between the groups.
 """
 
+import warnings
 from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize
 from scipy.special import softmax
+from sklearn.cluster import KMeans
+from sklearn.exceptions import ConvergenceWarning
 
-from pfl_sklearn.priors._kmeans import cluster_means, lloyd, nearest_centre, spread_centres
+from pfl_sklearn._parallel import batch_mapper
 
 _FLOOR = 1e-6  # smallest variance of a component with its noise, over the clients' spread
 _NO_SPREAD = 1e-100  # floor where clients do not differ; its square is still a number
@@ -177,8 +180,7 @@ def _start(x, s, k, shape, floor, rng, known, projected):
     precision = np.broadcast_to(1 / (s + spread + 1e-300), len(x))
     if shape.means:
         space = _leading(x, k) if projected and k < d else x
-        centres = spread_centres(space, k, precision, rng)
-        labels = lloyd(space, centres, precision, _LLOYD_STEPS)[1]
+        labels = k_means(space, k, rng, weights=precision, n_steps=_LLOYD_STEPS)[1]
         means = cluster_means(x, labels, precision, np.tile(x.mean(axis=0), (k, 1)))
     else:
         means = known.means
@@ -196,6 +198,34 @@ def _leading(x, k):
     """Coordinates (m, k) of the clients in the directions of largest spread."""
     centred = x - x.mean(axis=0)
     return centred @ np.linalg.eigh(centred.T @ centred)[1][:, -k:]
+
+
+def k_means(x, k, rng, *, weights=None, n_init=1, n_steps=300):
+    """Weighted means (k, d) and labels (m,) of the clusters with the least squares.
+
+    Rows that differ by rounding only may share a cluster and leave another one empty.
+    """
+    clusters = KMeans(k, n_init=n_init, max_iter=n_steps, tol=0.0, random_state=rng)
+    with batch_mapper(), warnings.catch_warnings():  # on one thread: sums depend on how many
+        warnings.simplefilter("ignore", ConvergenceWarning)  # of empty clusters
+        clusters.fit(x, sample_weight=weights)
+    labels = clusters.labels_
+    weights = np.ones(len(x)) if weights is None else weights
+    return cluster_means(x, labels, weights, clusters.cluster_centers_), labels
+
+
+def nearest_centre(x, centres):
+    """Index (m,) of the nearest of `centres` (k, d), the first on a tie."""
+    squares = [np.einsum("md,md->m", x - centre, x - centre) for centre in centres]
+    return np.argmin(squares, axis=0)
+
+
+def cluster_means(x, labels, weights, empty):
+    """Weighted means (k, d) of the clusters; rows of `empty` (k, d) for those without members."""
+    k = len(empty)
+    totals = np.bincount(labels, weights=weights, minlength=k)[:, None]
+    sums = np.stack([np.bincount(labels, weights * column, k) for column in x.T], axis=1)
+    return np.where(totals > 0, sums / np.maximum(totals, _TINY), empty)
 
 
 def log_joint(mixture, x, s):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 from sklearn.mixture import GaussianMixture
+from threadpoolctl import threadpool_limits
 
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior
 from pfl_sklearn.priors import _mixture_fit as em
@@ -380,3 +381,22 @@ def test_bad_data():
     for prior in (GaussianMixturePrior(), DiscretePrior()):
         with pytest.raises(ValueError, match="not known yet"):
             prior.sample(3)
+
+
+def test_k_means_does_not_depend_on_threads():
+    x = np.random.default_rng(0).normal(size=(5000, 3))
+    found = []
+    for n_threads in (1, 2):
+        with threadpool_limits(n_threads):
+            found.append(em.k_means(x, 4, np.random.RandomState(0), n_init=2))
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    np.testing.assert_array_equal(found[0][1], found[1][1])
+
+
+def test_rows_that_nearly_coincide_are_clustered_in_silence():
+    """KMeans finds fewer clusters than it was asked for here, and would warn."""
+    x = np.array([[0.0], [1e-10], [1.0]])
+    points, labels = em.k_means(x, 3, np.random.RandomState(0))
+    assert len(np.unique(labels)) < 3
+    np.testing.assert_allclose(points[labels], x, atol=1e-9)
+    assert np.isfinite(points).all()

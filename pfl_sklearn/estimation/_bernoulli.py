@@ -19,6 +19,7 @@ from pfl_sklearn.estimation._counts import (
     count_table,
     encode_labels,
 )
+from pfl_sklearn.estimation._mean_estimates import client_summary
 from pfl_sklearn.estimation._proportion_estimates import (
     keep_own,
     matched_quantiles,
@@ -34,7 +35,6 @@ from pfl_sklearn.estimation._proportion_reports import (
     refine_on_grid,
     release_events,
 )
-from pfl_sklearn.estimation._summary import client_summary
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator

@@ -16,9 +16,9 @@ from pfl_sklearn.estimation._mean_estimates import (
     RELEASED,
     check_release,
     check_targets,
+    client_summary,
     intraclass_correlation,
 )
-from pfl_sklearn.estimation._summary import client_summary
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._report import warn_once

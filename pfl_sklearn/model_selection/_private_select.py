@@ -13,8 +13,7 @@ from sklearn.utils.validation import check_is_fitted
 from pfl_sklearn._compat import HasMethods, Interval, StrOptions, fit_context
 from pfl_sklearn._nesting import innermost_estimator, predicting_estimator, releasing_core
 from pfl_sklearn.metrics._clients import known_clients
-from pfl_sklearn.model_selection._selection_plan import plan_selection
-from pfl_sklearn.model_selection._selection_report import selection_report
+from pfl_sklearn.model_selection._selection_plan import plan_selection, selection_report
 from pfl_sklearn.model_selection._trials import (
     best_trial,
     draw_candidates,

@@ -1,6 +1,7 @@
 """What a private selection may cost, settled before any data are looked at."""
 
 import contextlib
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -10,12 +11,18 @@ from sklearn.model_selection import ParameterGrid
 from sklearn.utils import check_consistent_length
 
 from pfl_sklearn._compat import response_methods
-from pfl_sklearn._nesting import releasing_core
-from pfl_sklearn.privacy import GaussianEvent, GaussianMechanism, PrivacyLedger
+from pfl_sklearn._nesting import innermost_estimator, releasing_core
+from pfl_sklearn.privacy import (
+    GaussianEvent,
+    GaussianMechanism,
+    PrivacyLedger,
+    PrivacyReport,
+    privacy_of,
+    selection_epsilon,
+)
 from pfl_sklearn.privacy._accounting._selection import (
     check_distribution,
     largest_within,
-    selection_epsilon,
 )
 from pfl_sklearn.privacy._report import learns
 from pfl_sklearn.privacy._stated import relation_of, stated_cost, unit_of, with_params
@@ -26,6 +33,8 @@ _SMALLEST_SHARE = 1e-4  # of the total, that a trial may have
 _RATES = 1e-4, 50.0  # inverse noise multipliers
 _MOST_POINTS = 500  # of a grid, that are all looked at before anything is spent
 _PACKAGE = "pfl_sklearn."
+_CHOSEN = ("best_params_", "best_score_")
+_OTHER_TRIALS = "the other trials, their scores, their number and so the running time"
 # Scores that are bounded by nature.
 _RANGES = dict.fromkeys(("accuracy", "balanced_accuracy", "f1", "roc_auc"), (0.0, 1.0))
 
@@ -337,3 +346,65 @@ def _calibrate(select, prefix, by_noise, point, mechanism, relation):
             f"that may spend next to nothing cost {spent(low):.4g} together ({relation})."
         )
     return _settings(select, prefix, by_noise, rate), events(rate), spent(rate)
+
+
+def selection_report(select, plan, model):
+    """Report of a planned selection, from that of the model that it releases."""
+    trial = _report_of(model)
+    if math.isinf(plan.total) or math.isinf(trial.epsilon):
+        asked = "epsilon=inf was asked for the selection."
+        return PrivacyReport.unprotected(
+            asked if math.isinf(plan.total) else " ".join(trial.warnings),
+            not_released=(*trial.released, *trial.not_released, *_CHOSEN),
+            n_clients=trial.n_clients,
+        )
+    return dataclasses.replace(
+        trial,
+        epsilon=float(select.epsilon) if plan.total > 0 else 0.0,
+        delta=float(select.delta),
+        unit=plan.unit,
+        relation=plan.relation,
+        mechanism=f"best of a random number of trials ({select.distribution}, "
+        f"{select.expected_trials:g} expected), of each: {trial.mechanism}",
+        accountant="Renyi differential privacy of the selection (Papernot and Steinke, 2022)",
+        epsilon_under=_under_other(select, plan),
+        released=(*trial.released, *_CHOSEN),
+        not_released=(*trial.not_released, _OTHER_TRIALS),
+        assumptions=(
+            *trial.assumptions,
+            "what the trials draw from is the user's, not the data's",
+            _assumed_of_scores(plan),
+        ),
+        noise_reproducible=select.random_state is not None,
+    )
+
+
+def _report_of(model):
+    """Privacy report of one trial; without any there is no privacy."""
+    if not hasattr(innermost_estimator(model), "privacy_"):
+        return PrivacyReport.unprotected(f"{type(model).__name__} has no privacy.")
+    return privacy_of(model)
+
+
+def _under_other(select, plan):
+    """Epsilon under the other relation, if it is finite."""
+    other = "add_remove" if plan.relation == "replace_one" else "replace_one"
+    epsilon = selection_epsilon(
+        plan.events,
+        expected_trials=select.expected_trials,
+        distribution=select.distribution,
+        delta=select.delta,
+        relation=other,
+    )
+    return ((other, epsilon),) if math.isfinite(epsilon) else ()
+
+
+def _assumed_of_scores(plan):
+    if plan.mechanism is None:
+        return "holdout is public"
+    low, high = plan.score_range
+    return (
+        f"score_range = ({low:.4g}, {high:.4g}) is the user's, and the number of clients whose "
+        f"scores are averaged is public; noise of sd {plan.mechanism.noise_std:.4g} times the "
+        "width of the range on their sum"
+    )

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pandas as pd
 from sklearn.base import ClassifierMixin, RegressorMixin, clone
 from sklearn.exceptions import NotFittedError
 from sklearn.metrics import accuracy_score, r2_score
+from sklearn.utils import check_consistent_length
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import Array, Codes, EncodedClients, encode_clients, match_clients
-from pfl_sklearn._compat import num_samples
+from pfl_sklearn._compat import check_sample_weight, num_samples
 from pfl_sklearn._warnings import warn_caller
 
 __all__ = ["ClientMixin", "SingleClientWarning", "UnseenClientsWarning"]
@@ -262,6 +263,41 @@ class ClientClassifierMixin(ClassifierMixin):
         """
         predicted = self.predict(X, groups=groups)
         return float(accuracy_score(y, predicted, sample_weight=sample_weight))
+
+
+class ClientRows(NamedTuple):
+    """Observations (n,) or (n, d), their clients, and their weights (n,) or None."""
+
+    y: Array
+    clients: EncodedClients
+    weights: Array | None
+
+
+def read_rows(
+    estimator: ClientMixin, X: Any, y: Array, groups: Any, sample_weight: Any
+) -> ClientRows:
+    """Rows of fit with a positive weight; `y` is validated already.
+
+    Of `X` only the length is read. A row of weight 0 is absent, and so is a client without any
+    other row.
+    """
+    n_rows = num_samples(X)
+    if n_rows == 0:
+        raise ValueError(
+            f"Found array with 0 sample(s) while a minimum of 1 is required by "
+            f"{type(estimator).__name__}."
+        )
+    check_consistent_length(X, y)
+    ids, codes = estimator._encode_fit(groups, n_rows)
+    if sample_weight is None:
+        return ClientRows(y, EncodedClients(ids, codes), None)
+    weights = check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+    present = weights > 0
+    if present.all():
+        return ClientRows(y, EncodedClients(ids, codes), weights)
+    used = np.bincount(codes[present], minlength=len(ids)) > 0
+    kept = EncodedClients(ids[used], (np.cumsum(used) - 1)[codes[present]])
+    return ClientRows(y[present], kept, weights[present])
 
 
 def _of_clients(value: Any, clients: Codes) -> Any:

@@ -10,8 +10,7 @@ from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._clients import encode_clients, row_counts, segment_sums
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
-from pfl_sklearn._rows import read_rows
-from pfl_sklearn.base import ClientClassifierMixin, ClientMixin
+from pfl_sklearn.base import ClientClassifierMixin, ClientMixin, read_rows
 from pfl_sklearn.estimation._counts import (
     check_counts,
     check_two_classes,
@@ -32,8 +31,8 @@ from pfl_sklearn.estimation._proportion_reports import (
     LARGEST_COUNT,
     RELEASES,
     average_priors,
+    proportion_events,
     refine_on_grid,
-    release_events,
 )
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
@@ -389,7 +388,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
 
     def _privacy_events(self):
         """Accounting events of a fit: () if nothing is released."""
-        return release_events(resolve_prior(self.prior, "BernoulliMean"), self)
+        return proportion_events(resolve_prior(self.prior, "BernoulliMean"), self)
 
     def _check_parameters(self, sample_weight):
         """Validated prior; refuse combinations of parameters that have no meaning."""

@@ -9,8 +9,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
-from pfl_sklearn._rows import read_rows
-from pfl_sklearn.base import ClientMixin, ClientRegressorMixin
+from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, read_rows
 from pfl_sklearn.estimation import _gaussian_fit, _mixture_means
 from pfl_sklearn.estimation._mean_estimates import (
     RELEASED,

@@ -177,10 +177,10 @@ def _fit_private(table, own, centre, prior, params, known):
     rng, seeded = noise_generator(params.random_state)
     mechanism = GaussianMechanism(moments.sensitivity, params.epsilon, params.delta, params.trust)
     if params.trust == "central":
-        found = release.central_means(table, own, moments, mechanism, centre, known, rng)
+        found = release.means_from_noisy_sums(table, own, moments, mechanism, centre, known, rng)
         under = mechanism.under_add_remove(moments.add_remove_sensitivity)
     else:
-        found = release.local_means(
+        found = release.means_from_noisy_reports(
             table, own, moments, mechanism, centre, known, params.method, rng
         )
         under = ()
@@ -204,7 +204,9 @@ def _fit_quantized(table, centre, prior, params, known):
     if known.between is None:
         _check_fine(quantizer, table, known.noise)
     rng, _ = noise_generator(params.random_state)
-    found = release.quantized_means(table, quantizer, centre, known, params.method, rng)
+    found = release.means_from_quantized_reports(
+        table, quantizer, centre, known, params.method, rng
+    )
     report = open_report(len(table.means), PRIVATE, quantizer.facts())
     return shrink_releases(table, found, prior), report
 

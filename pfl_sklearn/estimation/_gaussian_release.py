@@ -55,7 +55,7 @@ def sampling_variances(y, codes, table):
     return within / (table.n_rows * np.maximum(table.n_rows - 1, 1))
 
 
-def central_means(table, own_variances, moments, mechanism, centre, known, rng):
+def means_from_noisy_sums(table, own_variances, moments, mechanism, centre, known, rng):
     """One noisy sum of bounded messages, seen by everybody."""
     m, d = table.means.shape
     messages = moments.messages(table.means - centre, own_variances)
@@ -86,7 +86,7 @@ def central_means(table, own_variances, moments, mechanism, centre, known, rng):
     )
 
 
-def local_means(table, own_variances, moments, mechanism, centre, known, method, rng):
+def means_from_noisy_reports(table, own_variances, moments, mechanism, centre, known, method, rng):
     """One noisy message per client; everybody sees all of them."""
     m, d = table.means.shape
     messages = moments.messages(table.means - centre, own_variances)
@@ -100,7 +100,7 @@ def local_means(table, own_variances, moments, mechanism, centre, known, method,
     return _pooled_releases(table, centre + released["mean"], extra, known, noise, trusted, method)
 
 
-def quantized_means(table, quantizer, centre, known, method, rng):
+def means_from_quantized_reports(table, quantizer, centre, known, method, rng):
     """One quantized mean per client; no privacy."""
     reports = centre + quantizer.privatize(table.means - centre, rng)
     return _pooled_releases(

@@ -106,7 +106,7 @@ def log_marginals(successes, trials, alphas, betas):
     )
 
 
-class Release(NamedTuple):
+class ProportionRelease(NamedTuple):
     """What the clients let out, and what it says of the beta priors of the grid."""
 
     mechanism: object
@@ -115,7 +115,7 @@ class Release(NamedTuple):
     epsilon_under: tuple = ()
 
 
-def release_events(prior, params):
+def proportion_events(prior, params):
     """Accounting events of a fit.
 
     Whether a trusted server releases a histogram or moments depends on the numbers of trials; for a
@@ -134,7 +134,7 @@ def one_bit_release(table, epsilon, delta, rng):
     """Decoded bits (m,), which say nothing of the priors' spread."""
     mechanism = OneBit(epsilon)
     bits = mechanism.privatize(table.per_client(table.successes / table.trials), rng)
-    return Release(mechanism, mechanism.decode(bits), None)
+    return ProportionRelease(mechanism, mechanism.decode(bits), None)
 
 
 def two_bit_release(table, epsilon, delta, rng):
@@ -152,7 +152,7 @@ def two_bit_release(table, epsilon, delta, rng):
     for n in np.flatnonzero(asked):
         probability = mechanism.response.probability(spread * (n - 1) / n)
         value += _binomial_log_likelihood(ones[n], asked[n], probability)
-    return Release(mechanism, None, value)
+    return ProportionRelease(mechanism, None, value)
 
 
 def subset_release(table, epsilon, delta, rng):
@@ -167,7 +167,7 @@ def subset_release(table, epsilon, delta, rng):
         @ mechanism.log_likelihood(distinct[start : start + _CHUNK], probabilities)
         for start in range(0, len(distinct), _CHUNK)
     )
-    return Release(mechanism, subsets, value)
+    return ProportionRelease(mechanism, subsets, value)
 
 
 def central_release(table, epsilon, delta, rng):
@@ -181,7 +181,7 @@ def central_release(table, epsilon, delta, rng):
     noisy = mechanism.privatize(histogram, rng)
     value = histogram_log_likelihood(noisy, mechanism.noise_variance, table.n_clients)
     under = mechanism.under_add_remove(HISTOGRAM_ADD_REMOVE_SENSITIVITY)
-    return Release(mechanism, noisy, value, under)
+    return ProportionRelease(mechanism, noisy, value, under)
 
 
 def _moment_release(table, epsilon, delta, rng):
@@ -190,7 +190,9 @@ def _moment_release(table, epsilon, delta, rng):
     messages = moment_messages(table.per_client(table.successes), trials)
     noisy = mechanism.privatize(messages, rng)
     value = moment_log_likelihood(noisy, mechanism.noise_variance, trials)
-    return Release(mechanism, noisy, value, mechanism.under_add_remove(MOMENT_SENSITIVITY))
+    return ProportionRelease(
+        mechanism, noisy, value, mechanism.under_add_remove(MOMENT_SENSITIVITY)
+    )
 
 
 # The release behind each mechanism parameter.

@@ -62,8 +62,8 @@ def coefficients_of(estimator, feature, *, output=0, level=0.95):
     if not 0 < level < 1:
         raise ValueError(f"level must be in (0, 1); got {level!r}.")
     fitted._require_fitted("coef_")
-    names = feature_names(estimator, fitted)
-    at = _position(feature, names, fitted.fit_intercept)
+    names = model_feature_names(estimator, fitted)
+    at = _feature_index(feature, names, fitted.fit_intercept)
     half = ndtri(0.5 + level / 2)
     values, stds = _clients_of(fitted, at)
     population, population_std = _population_of(fitted, at)
@@ -99,7 +99,7 @@ def aligned(found, others, parameter):
     )
 
 
-def feature_names(estimator, fitted):
+def model_feature_names(estimator, fitted):
     """Names (d,) of the features that a model saw: its own, or those of the steps before it."""
     d = fitted.coef_.shape[-1]
     names = getattr(fitted, "feature_names_in_", None)
@@ -119,7 +119,7 @@ def _names_out(estimator):
         return None
 
 
-def _position(feature, names, fit_intercept):
+def _feature_index(feature, names, fit_intercept):
     """Index of a feature, or None for the intercept."""
     if isinstance(feature, Integral) and not isinstance(feature, bool | np.bool_):
         if not 0 <= feature < len(names):

@@ -9,8 +9,7 @@ from sklearn.utils import check_X_y
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
-from pfl_sklearn._rows import read_rows
-from pfl_sklearn.base import ClientMixin, ClientRegressorMixin
+from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, read_rows
 from pfl_sklearn.linear_model._convergence import warn_not_converged
 from pfl_sklearn.linear_model._design import feature_names, resolve_design
 from pfl_sklearn.linear_model._estimates import Options, make_table

@@ -10,9 +10,8 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
-from pfl_sklearn._rows import read_rows
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.base import ClientClassifierMixin, ClientMixin
+from pfl_sklearn.base import ClientClassifierMixin, ClientMixin, read_rows
 from pfl_sklearn.linear_model._convergence import warn_not_converged
 from pfl_sklearn.linear_model._design import feature_names, resolve_design
 from pfl_sklearn.linear_model._estimates import make_table

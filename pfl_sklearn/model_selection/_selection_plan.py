@@ -39,7 +39,7 @@ _OTHER_TRIALS = "the other trials, their scores, their number and so the running
 _RANGES = dict.fromkeys(("accuracy", "balanced_accuracy", "f1", "roc_auc"), (0.0, 1.0))
 
 
-class Plan(NamedTuple):
+class SelectionPlan(NamedTuple):
     """What is known of a selection before any data are."""
 
     params: dict[str, Any]  # set on the estimator of every trial
@@ -69,7 +69,7 @@ def plan_selection(select):
     seed_name = f"{prefix}random_state" if "random_state" in names else None
     unit, relation, bounds = unit_of(core), relation_of(core), _range_of(select)
     if math.isinf(select.epsilon):
-        return Plan({}, math.inf, unit, relation, bounds, None, (), (), seed_name)
+        return SelectionPlan({}, math.inf, unit, relation, bounds, None, (), (), seed_name)
     _check_private(select, core, steps, names, bounds)
     mechanism = None
     if select.holdout is None:
@@ -78,7 +78,9 @@ def plan_selection(select):
     point, spending = _costly_point(select, prefix, by_noise, unit, relation)
     params, events, total = _calibrate(select, prefix, by_noise, point, mechanism, relation)
     spending = spending and spending_of(select, {**point, **params}, relation)
-    return Plan(params, total, unit, relation, bounds, mechanism, spending, events, seed_name)
+    return SelectionPlan(
+        params, total, unit, relation, bounds, mechanism, spending, events, seed_name
+    )
 
 
 def client_scoring(select):

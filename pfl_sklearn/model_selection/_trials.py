@@ -40,7 +40,7 @@ class Trial(NamedTuple):
     warned: list[Any]
 
 
-class Rows(NamedTuple):
+class RoutedRows(NamedTuple):
     """Rows, and what goes with them; `fit_params` by name."""
 
     X: Any
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
 
     def take(self, indices):
         """Some of the rows."""
-        return Rows(
+        return RoutedRows(
             safe_indexing(self.X, indices),
             None if self.y is None else safe_indexing(self.y, indices),
             check_method_params(self.X, params=self.fit_params, indices=indices),
@@ -208,7 +208,7 @@ def read_data(select, plan, X, y, params, rng):
     n_rows = num_samples(X)
     params = check_method_params(X, params=params)
     if select.holdout is not None:
-        return Rows(X, y, params), PublicScore(select.holdout, select.scoring or scoring)
+        return RoutedRows(X, y, params), PublicScore(select.holdout, select.scoring or scoring)
     column = select.client_column
     if column is None:
         column = getattr(select.estimator, "column", None)  # of a ClientColumn
@@ -221,7 +221,9 @@ def read_data(select, plan, X, y, params, rng):
             f"no client has two rows, so that none can be held out (found {n_rows} sample(s) of "
             f"{len(sizes)} clients: 1 sample each); give holdout=(X, y) with public rows."
         )
-    train, test = (Rows(X, y, params).take(np.flatnonzero(rows)) for rows in (~tested, tested))
+    train, test = (
+        RoutedRows(X, y, params).take(np.flatnonzero(rows)) for rows in (~tested, tested)
+    )
     return train, HeldOutScore(test, codes[tested], scoring, plan.score_range, plan.mechanism)
 
 
@@ -251,7 +253,7 @@ def best_trial(select, plan, candidates, rows, score, rng, seeded):
     best = None
     for candidate in candidates:
         seed = int(rng.integers(2**31 - 1)) if seeded else None
-        trial = _run(select, plan, candidate, rows, score, seed)
+        trial = _run_trial(select, plan, candidate, rows, score, seed)
         failed = best is not None and isinstance(best.model, ArithmeticError)
         if best is None or trial.score > best.score or (failed and trial.score == best.score):
             best = trial
@@ -267,7 +269,7 @@ def warn_again(trial):
             warn_caller(str(caught.message), caught.category)
 
 
-def _run(select, plan, candidate, rows, score, seed):
+def _run_trial(select, plan, candidate, rows, score, seed):
     model = clone(select.estimator).set_params(**clone(candidate, safe=False), **plan.params)
     if plan.seed_name is not None:
         model.set_params(**{plan.seed_name: seed})

@@ -384,7 +384,7 @@ def test_scores_without_privacy_are_exact():
 
 def test_one_client_moves_the_sum_of_scores_by_one_at_most():
     """Whatever it has: outliers, and scores that are not defined."""
-    from pfl_sklearn.model_selection._trials import HeldOutScore, Rows
+    from pfl_sklearn.model_selection._trials import HeldOutScore, RoutedRows
 
     received = []
 
@@ -397,7 +397,7 @@ def test_one_client_moves_the_sum_of_scores_by_one_at_most():
     model = GaussianMean(noise_variance=1.0).fit(data, y, groups=groups)
     for extreme in (0.0, 1e180, -1e180):
         changed = np.where(groups == 2, extreme, y)
-        rows = Rows(data, changed, {"groups": groups})
+        rows = RoutedRows(data, changed, {"groups": groups})
         HeldOutScore(rows, groups, "neg_mean_squared_error", (-4.0, 0.0), Sum())(model, None)
         HeldOutScore(rows, groups, "r2", (-1.0, 1.0), Sum())(model, None)
     messages = np.array([values[:, 0] for values in received])
@@ -429,7 +429,7 @@ def strict(estimator, X, y):
 
 def shares_of(model, data, y, groups, scoring, bounds):
     """What the clients send of their scores to the mechanism."""
-    from pfl_sklearn.model_selection._trials import HeldOutScore, Rows
+    from pfl_sklearn.model_selection._trials import HeldOutScore, RoutedRows
 
     received = []
 
@@ -440,7 +440,9 @@ def shares_of(model, data, y, groups, scoring, bounds):
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        HeldOutScore(Rows(data, y, {"groups": groups}), groups, scoring, bounds, Sum())(model, None)
+        HeldOutScore(RoutedRows(data, y, {"groups": groups}), groups, scoring, bounds, Sum())(
+            model, None
+        )
     return received[0]
 
 

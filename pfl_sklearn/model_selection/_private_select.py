@@ -3,16 +3,11 @@
 import math
 from numbers import Integral, Real
 
-from sklearn import config_context
 from sklearn.base import BaseEstimator, MetaEstimatorMixin
-from sklearn.utils import get_tags
-from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping
-from sklearn.utils.metaestimators import available_if
-from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._compat import HasMethods, Interval, StrOptions, fit_context
-from pfl_sklearn._nesting import innermost_estimator, predicting_estimator, releasing_core
-from pfl_sklearn.metrics._clients import known_clients
+from pfl_sklearn._delegation import DelegationMixin
+from pfl_sklearn._nesting import innermost_estimator, releasing_core
 from pfl_sklearn.model_selection._selection_plan import plan_selection, selection_report
 from pfl_sklearn.model_selection._trials import (
     best_trial,
@@ -27,26 +22,8 @@ from pfl_sklearn.privacy._report import warn_once
 from pfl_sklearn.privacy._spending import charge
 from pfl_sklearn.privacy._stated import relation_of, unit_of
 
-_METHODS = (
-    "fit",
-    "predict",
-    "predict_proba",
-    "predict_log_proba",
-    "decision_function",
-    "transform",
-    "score",
-)
 
-
-def _inner_has(method):
-    def check(self):
-        getattr(getattr(self, "best_estimator_", self.estimator), method)
-        return True
-
-    return check
-
-
-class PrivateSelectCV(MetaEstimatorMixin, BaseEstimator):
+class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
     r"""The best of a random number of private fits, within one privacy budget for all of them.
 
     A number of trials :math:`K` is drawn. Each draws its parameters from `param_distributions`,
@@ -184,6 +161,8 @@ class PrivateSelectCV(MetaEstimatorMixin, BaseEstimator):
     0.73
     """
 
+    _fitted_name = "best_estimator_"
+
     _parameter_constraints = {
         "estimator": [HasMethods(["fit"])],
         "param_distributions": [dict, list],
@@ -268,58 +247,6 @@ class PrivateSelectCV(MetaEstimatorMixin, BaseEstimator):
         warn_once(report)
         return self
 
-    @available_if(_inner_has("predict"))
-    def predict(self, X, **params):
-        """Predict with the best model; ``groups`` as its ``predict`` takes them."""
-        return self._call("predict", X, **params)
-
-    @available_if(_inner_has("predict_proba"))
-    def predict_proba(self, X, **params):
-        """Class probabilities of the best model."""
-        return self._call("predict_proba", X, **params)
-
-    @available_if(_inner_has("predict_log_proba"))
-    def predict_log_proba(self, X, **params):
-        """Logarithms of class probabilities of the best model."""
-        return self._call("predict_log_proba", X, **params)
-
-    @available_if(_inner_has("decision_function"))
-    def decision_function(self, X, **params):
-        """Decision function of the best model."""
-        return self._call("decision_function", X, **params)
-
-    @available_if(_inner_has("transform"))
-    def transform(self, X, **params):
-        """Transform by the best model."""
-        return self._call("transform", X, **params)
-
-    @available_if(_inner_has("score"))
-    def score(self, X, y=None, **params):
-        """Score of the best model by its own ``score``, not by `scoring`."""
-        return self._call("score", X, y, **params)
-
-    @available_if(_inner_has("release"))
-    def release(self):
-        """Population model of the best model: what the privacy statement covers."""
-        check_is_fitted(self)
-        return self.best_estimator_.release()
-
-    @available_if(_inner_has("for_client"))
-    def for_client(self, client_id):
-        """Best model of one client alone."""
-        check_is_fitted(self)
-        return self.best_estimator_.for_client(client_id)
-
-    @property
-    def clients_(self):
-        """Sorted ids of the fitted clients."""
-        return known_clients(self.best_estimator_)
-
-    @property
-    def classes_(self):
-        """Class labels of the best model."""
-        return self.best_estimator_.classes_
-
     @property
     def n_features_in_(self):
         """Columns of `X`."""
@@ -329,29 +256,6 @@ class PrivateSelectCV(MetaEstimatorMixin, BaseEstimator):
     def feature_names_in_(self):
         """Names of the columns of `X`."""
         return self.best_estimator_.feature_names_in_
-
-    def get_metadata_routing(self):
-        """Routing of the metadata to the estimator."""
-        mapping = MethodMapping()
-        for method in _METHODS:
-            mapping.add(caller=method, callee=method)
-        return MetadataRouter(owner=self).add(estimator=self.estimator, method_mapping=mapping)
-
-    def __sklearn_tags__(self):
-        tags = super().__sklearn_tags__()
-        inner = get_tags(self.estimator)
-        for name in (
-            "estimator_type",
-            "classifier_tags",
-            "regressor_tags",
-            "transformer_tags",
-            "target_tags",
-            "input_tags",
-            "non_deterministic",
-            "no_validation",
-        ):
-            setattr(tags, name, getattr(inner, name))
-        return tags
 
     @property
     def _privacy_relation(self):
@@ -364,11 +268,3 @@ class PrivateSelectCV(MetaEstimatorMixin, BaseEstimator):
     def _privacy_events(self):
         """Accounting events of a fit: of the whole only its epsilon and delta are stated."""
         return (PureEvent(float(self.epsilon), float(self.delta), self._privacy_relation),)
-
-    def _call(self, method, X, *y, **params):
-        check_is_fitted(self)
-        estimator = self.best_estimator_
-        if method != "score":
-            estimator = predicting_estimator(estimator)
-        with config_context(enable_metadata_routing=True):
-            return getattr(estimator, method)(X, *y, **params)

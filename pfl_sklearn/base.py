@@ -62,6 +62,52 @@ class ClientMixin:
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "privacy_")
 
+    def set_params(self, **params: Any) -> Self:
+        """Set the parameters of this estimator.
+
+        A nested parameter of a component that is given by name (or None) first puts the object
+        behind the name in its place: ``set_params(prior__covariance_type="diag")`` works with
+        ``prior="gaussian"``. If a parameter is refused, none of the estimator's own changes.
+
+        Parameters
+        ----------
+        **params : dict
+            Parameters by name, nested ones as ``<component>__<parameter>``; their order does not
+            matter.
+
+        Returns
+        -------
+        self
+        """
+        before = self.get_params(deep=False)  # type: ignore[attr-defined]
+        nested = {name.partition("__")[0] for name in params if "__" in name}
+        found = {name: params.get(name, before[name]) for name in nested & before.keys()}
+        components = {name: self._component(name, value) for name, value in found.items()}
+        try:
+            return super().set_params(**{**params, **components})  # type: ignore[misc]
+        except Exception:
+            vars(self).update(before)
+            raise
+
+    def _component(self, name: str, value: Any) -> Any:
+        """The component that takes a nested parameter: the given one, or that of its name."""
+        if hasattr(value, "set_params"):
+            return value
+        component = self._default_component(name, value)
+        if component is None:
+            raise ValueError(
+                f"{name}={value!r} of {type(self).__name__} is no estimator, so it has no "
+                f"parameters of its own; {name}__... cannot be set."
+            )
+        return component
+
+    def _default_component(self, name: str, value: Any) -> Any:
+        """The object that parameter `name` stands for when it is a name or None; None if none.
+
+        Subclasses with components override it.
+        """
+        return None
+
     def _encode_fit(self, groups: Any, n_rows: int) -> EncodedClients:
         """Clients of the rows of fit; without `groups` all rows are one client's."""
         if groups is None:

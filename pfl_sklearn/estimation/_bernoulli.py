@@ -34,7 +34,8 @@ from pfl_sklearn.estimation._proportion_reports import (
     proportion_events,
     refine_on_grid,
 )
-from pfl_sklearn.priors._support import resolve_prior
+from pfl_sklearn.priors import BetaPrior, GridPrior
+from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._report import private_report, warn_once
@@ -51,12 +52,12 @@ _PRIVATE = (
 )
 # (prior, method) pairs that each way of pooling supports.
 _SUPPORTED = {
-    "none": {"BetaPrior": ("ml", "moments", "printed", "printed_eq32"), "GridPrior": ("ml",)},
-    "auto": {"BetaPrior": ("ml",), "GridPrior": ("ml",)},
-    "subset_selection": {"BetaPrior": ("ml",), "GridPrior": ("ml",)},
-    "two_bit": {"BetaPrior": ("ml",)},
-    "one_bit": {"BetaPrior": ("printed", "printed_eq32")},
-    "gaussian": {"BetaPrior": ("ml",)},
+    "none": {BetaPrior: ("ml", "moments", "printed", "printed_eq32"), GridPrior: ("ml",)},
+    "auto": {BetaPrior: ("ml",), GridPrior: ("ml",)},
+    "subset_selection": {BetaPrior: ("ml",), GridPrior: ("ml",)},
+    "two_bit": {BetaPrior: ("ml",)},
+    "one_bit": {BetaPrior: ("printed", "printed_eq32")},
+    "gaussian": {BetaPrior: ("ml",)},
 }
 _PRINTED = ("printed", "printed_eq32")
 _ONE_BIT_CAVEAT = (
@@ -178,6 +179,8 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
     True
     """
 
+    _likelihood = "proportion"
+    _default_component = default_prior
     _client_attributes = ("n_samples_per_client_", "means_", "stds_", "local_means_", "shrinkage_")
     _population_attributes = (*_RELEASED, "classes_")
     _state_attributes = ("_posterior_is_exact",)
@@ -388,11 +391,11 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
 
     def _privacy_events(self):
         """Accounting events of a fit: () if nothing is released."""
-        return proportion_events(resolve_prior(self.prior, "BernoulliMean"), self)
+        return proportion_events(resolve_prior(self), self)
 
     def _check_parameters(self, sample_weight):
         """Validated prior; refuse combinations of parameters that have no meaning."""
-        prior = resolve_prior(self.prior, "BernoulliMean")
+        prior = resolve_prior(self)
         releases = math.isfinite(self.epsilon) and not prior.is_known
         if math.isfinite(self.epsilon) and sample_weight is not None:
             raise ValueError("sample_weight is not supported with a finite epsilon.")
@@ -401,7 +404,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         way = "none"
         if releases:
             way = self.mechanism if self.trust == "local" else "gaussian"
-        allowed = _SUPPORTED[way].get(type(prior).__name__, ())
+        allowed = _SUPPORTED[way].get(type(prior), ())
         if self.method not in allowed:
             raise ValueError(
                 f"method={self.method!r} does not go with {type(prior).__name__}, mechanism="
@@ -457,7 +460,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         if way == "one_bit":
             minus_one = self.method == "printed"
             return with_printed_weights(table, release.messages, minus_one, cut=False), report
-        found = _FROM_REPORTS[type(prior).__name__](table, prior, release)
+        found = _FROM_REPORTS[type(prior)](table, prior, release)
         return (keep_own(found, table) if table.n_clients == 1 else found), report
 
     def _choose_mechanism(self, table, prior):
@@ -477,7 +480,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
                 f"{LARGEST_COUNT}, for every client; got {table.trials.min()} to "
                 f"{table.trials.max()}. Use mechanism='two_bit' or 'auto'."
             )
-        if way == "two_bit" and type(prior).__name__ not in _SUPPORTED["two_bit"]:
+        if way == "two_bit" and type(prior) not in _SUPPORTED["two_bit"]:
             raise ValueError(
                 f"a private {type(prior).__name__} needs the same number of trials, at most "
                 f"{LARGEST_COUNT}, for every client; got {table.trials.min()} to "
@@ -516,7 +519,7 @@ def _refine_grid(table, prior, release):
     return found._replace(mean_std=average.mean()[1])
 
 
-_FROM_REPORTS = {"BetaPrior": _average_beta, "GridPrior": _refine_grid}
+_FROM_REPORTS = {BetaPrior: _average_beta, GridPrior: _refine_grid}
 
 
 def _check_spread_is_identified(table):

@@ -18,16 +18,17 @@ from pfl_sklearn.estimation._mean_estimates import (
     client_summary,
     intraclass_correlation,
 )
-from pfl_sklearn.priors._support import resolve_prior
+from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior
+from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._report import warn_once
 from pfl_sklearn.privacy._spending import charge
 
 # Which module fits the clients' means under which prior.
 _FITS = {
-    "GaussianPrior": _gaussian_fit,
-    "GaussianMixturePrior": _mixture_means,
-    "DiscretePrior": _mixture_means,
+    GaussianPrior: _gaussian_fit,
+    GaussianMixturePrior: _mixture_means,
+    DiscretePrior: _mixture_means,
 }
 
 
@@ -204,6 +205,8 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
 
     __metadata_request__predict = {"groups": True, "return_std": True}
 
+    _likelihood = "mean"
+    _default_component = default_prior
     _client_attributes = (
         "n_samples_per_client_",
         "means_",
@@ -280,8 +283,8 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         -------
         self
         """
-        prior = resolve_prior(self.prior, "GaussianMean")
-        fits = _FITS[type(prior).__name__]
+        prior = resolve_prior(self)
+        fits = _FITS[type(prior)]
         check_release(self, sample_weight)
         fits.check(prior, self)
         charge(self)
@@ -365,8 +368,8 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
 
     def _privacy_events(self):
         """Accounting events of a fit: () if nothing is released."""
-        prior = resolve_prior(self.prior, "GaussianMean")
-        return _FITS[type(prior).__name__].events(prior, self)
+        prior = resolve_prior(self)
+        return _FITS[type(prior)].events(prior, self)
 
     def _store(self, X, y, ids, table, found, report, with_groups):
         """Set the fitted attributes, all at once."""

@@ -17,6 +17,7 @@ from pfl_sklearn.estimation._mean_estimates import (
     releases,
 )
 from pfl_sklearn.estimation._variance_components import check_noise_is_identified, client_means
+from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior
 from pfl_sklearn.priors import _mixture as mixture
 from pfl_sklearn.priors._mixture_fit import cluster_means, k_means, nearest_centre
 from pfl_sklearn.privacy import PrivacyReport
@@ -25,8 +26,8 @@ from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
 
 # Ways of estimating each prior; "reml" and "ml" are the same for a mixture.
 METHODS = {
-    "GaussianMixturePrior": ("reml", "ml"),
-    "DiscretePrior": ("reml", "ml", "printed"),
+    GaussianMixturePrior: ("reml", "ml"),
+    DiscretePrior: ("reml", "ml", "printed"),
 }
 _NOT_RELEASED = (*PRIVATE, "responsibilities_")
 _PRINTED_ROUNDS = 10
@@ -35,11 +36,11 @@ _MOST_LLOYD_STEPS = 300
 
 def check(prior, params):
     """Refuse what a mixture prior cannot do, before any data is touched."""
-    name = type(prior).__name__
-    if params.method not in METHODS[name]:
+    methods = METHODS[type(prior)]
+    if params.method not in methods:
         raise ValueError(
-            f"method={params.method!r} does not go with {name}; expected "
-            f"{' or '.join(map(repr, METHODS[name]))}."
+            f"method={params.method!r} does not go with {type(prior).__name__}; expected "
+            f"{' or '.join(map(repr, methods))}."
         )
     needs_number = params.method == "printed" or (
         math.isfinite(params.epsilon) and params.trust == "central"

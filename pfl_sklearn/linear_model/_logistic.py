@@ -23,7 +23,7 @@ from pfl_sklearn.linear_model._glmm._predictions import (
     row_logits,
 )
 from pfl_sklearn.linear_model._summary import components_table
-from pfl_sklearn.priors._support import resolve_prior
+from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyReport
 
 _POPULATION = (
@@ -213,6 +213,8 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
     __metadata_request__predict_proba = {"groups": True, "integrate": True}
     __metadata_request__predict_log_proba = {"groups": True, "integrate": True}
 
+    _likelihood = "logistic"
+    _default_component = default_prior
     _client_attributes = ("n_samples_per_client_", "coef_", "intercept_", "_posterior")
     _population_attributes = (*_POPULATION, "classes_", "_between")
     _state_attributes = ("_design",)
@@ -264,7 +266,7 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
         -------
         self
         """
-        prior = resolve_prior(self.prior, "PersonalizedLogisticRegression")
+        prior = resolve_prior(self)
         features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
         check_classification_targets(y)
         rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)

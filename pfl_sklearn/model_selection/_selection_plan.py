@@ -131,7 +131,7 @@ def _check_searched(select, prefix, names):
                 f"dicts; got {select.param_distributions!r}."
             )
         for name, values in given.items():
-            if name not in known:
+            if name not in known and not _is_of_named(known, name):
                 raise ValueError(
                     f"param_distributions names {name!r}, which is no parameter of "
                     f"{type(select.estimator).__name__}."
@@ -147,6 +147,15 @@ def _check_searched(select, prefix, names):
                     f"have a method rvs; got {values!r}."
                 )
     _check_alone(names)
+
+
+def _is_of_named(known, name):
+    """Whether a nested parameter is of a component that is given by name, or None.
+
+    ``set_params`` puts the object in its place, and refuses what that does not have.
+    """
+    outer = name.rpartition("__")[0]
+    return outer in known and (known[outer] is None or isinstance(known[outer], str))
 
 
 def _names(core):

@@ -363,7 +363,8 @@ def test_a_private_estimator_is_released_without_its_clients():
     released = column.release()
     assert column.privacy_.epsilon == released.privacy_.epsilon == 1.0
     assert not hasattr(released, "clients_")
-    np.testing.assert_array_equal(released.predict(FRAME[["a", "b"]]), column.estimator_.population_mean_)
+    predicted = released.predict(FRAME[["a", "b"]])
+    np.testing.assert_array_equal(predicted, column.estimator_.population_mean_)
 
 
 def test_only_what_the_estimator_has_is_handed_on():

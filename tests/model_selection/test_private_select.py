@@ -855,6 +855,8 @@ BAD = [
     ({"param_distributions": {"delta": [1.0]}}, "may not contain 'delta'"),
     ({"param_distributions": {"random_state": [1]}}, "may not contain 'random_state'"),
     ({"param_distributions": {"clipping": [1.0]}}, "names 'clipping', which is no parameter"),
+    ({"param_distributions": {"prior__bogus": [1]}}, "'bogus'"),
+    ({"param_distributions": {"method__of": [1]}}, "method='reml'"),
     ({"param_distributions": {"clip_norm": []}}, "must be a list with at least one value"),
     ({"param_distributions": {"clip_norm": 3.0}}, "must be a list with at least one value"),
     ({"param_distributions": [3]}, "must be a dict of lists"),
@@ -880,6 +882,17 @@ def test_bad_parameters(params, error, tmp_path):
         fitted(model)
     assert not [name for name in vars(model) if name.endswith("_")]
     assert ledger.entries == []
+
+
+@pytest.mark.parametrize("epsilon", [2.0, math.inf])
+def test_parameters_of_a_prior_given_by_name(epsilon):
+    """Also where the name itself is drawn."""
+    estimator = GaussianMean(noise_variance=1.0, clip_norm=3.0)
+    grid = {"prior": ["gaussian"], "prior__covariance": [0.5]}
+    for params in (grid, {"prior__covariance": [0.5]}):
+        model = seeded(select(estimator, params, epsilon=epsilon))
+        assert model.best_params_ == {name: values[0] for name, values in params.items()}
+        np.testing.assert_array_equal(model.best_estimator_.prior_.covariance, [[0.5]])
 
 
 def test_units_and_relations_may_not_vary():

@@ -274,9 +274,11 @@ class ClientRegressorMixin(RegressorMixin):
         X : {array-like, sparse matrix} of shape (n_rows, d)
             As for ``predict``.
         y : array-like of shape (n_rows,) or (n_rows, n_outputs)
+            Observed targets.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         sample_weight : array-like of shape (n_rows,), default=None
+            Weights of the rows in the score.
 
         Returns
         -------
@@ -299,9 +301,11 @@ class ClientClassifierMixin(ClassifierMixin):
         X : {array-like, sparse matrix} of shape (n_rows, d)
             As for ``predict``.
         y : array-like of shape (n_rows,)
+            Observed classes.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         sample_weight : array-like of shape (n_rows,), default=None
+            Weights of the rows in the score.
 
         Returns
         -------

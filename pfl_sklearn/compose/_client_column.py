@@ -80,6 +80,7 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         X : dataframe, ndarray or sparse matrix of shape (n_rows, n_columns)
             The ids among its columns.
         y : array-like of shape (n_rows,), default=None
+            Targets, as the estimator's ``fit`` takes them.
         **params : dict
             Routed to the estimator. ``groups`` may be given if it equals the column.
 

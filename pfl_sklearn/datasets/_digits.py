@@ -19,6 +19,7 @@ def load_digits_clients(
     Parameters
     ----------
     n_clients : int, default=20
+        Number of clients.
     classes_per_client : int, default=2
         Different classes of every client, 1 to 10. Together the clients need all ten:
         ``n_clients * classes_per_client >= 10``.

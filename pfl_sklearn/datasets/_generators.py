@@ -20,6 +20,7 @@ def make_gaussian_clients(
     Parameters
     ----------
     n_clients : int, default=100
+        Number of clients.
     n_rows : int or array-like of shape (n_clients,), default=10
         Rows of every client, at least 1.
     mean : float or array-like of shape (n_outputs,), default=0.0
@@ -29,6 +30,7 @@ def make_gaussian_clients(
     n_outputs : int or None, default=None
         None gives one-dimensional targets.
     random_state : int, RandomState instance or None, default=None
+        Seed of the draws.
 
     Returns
     -------
@@ -67,12 +69,14 @@ def make_bernoulli_clients(n_clients=10000, n_trials=14, *, prior="beta", random
     Parameters
     ----------
     n_clients : int, default=10000
+        Number of clients.
     n_trials : int or array-like of shape (n_clients,), default=14
         Trials of every client, at least 1.
     prior : {"beta", "normal", "uniform", "3-spike"}, default="beta"
         Population of the probabilities: Beta(4, 4); a normal with mean 1/2 and standard deviation
         .15, cut to [0, 1]; uniform; or 1/4, 1/2 and 3/4 with equal weights.
     random_state : int, RandomState instance or None, default=None
+        Seed of the draws.
 
     Returns
     -------
@@ -129,6 +133,7 @@ def expand_counts(successes, trials, groups=None):
     Parameters
     ----------
     successes, trials : array-like of whole numbers, shape (n_clients,)
+        Each client's counts, with ``0 <= successes <= trials``.
     groups : array-like of shape (n_clients,), default=None
         Client ids. None: positions.
 

@@ -29,6 +29,7 @@ def make_ppsgd_regression(
     Parameters
     ----------
     n_clients : int, default=1000
+        Number of clients.
     n_rows : int or array-like of shape (n_clients,), default=20
         Rows of every client, at least 1.
     n_features : int, default=100
@@ -42,6 +43,7 @@ def make_ppsgd_regression(
     noise_std : float, default=0.01
         Standard deviation :math:`\tau` of the rows around their client's model.
     random_state : int, RandomState instance or None, default=None
+        Seed of the draws.
 
     Returns
     -------

@@ -300,6 +300,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         Parameters
         ----------
         X : array-like of n_rows rows
+            Only its length and feature names are read.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
 
@@ -326,7 +327,9 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         Parameters
         ----------
         X : array-like of n_rows rows
+            Only its length and feature names are read.
         groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
 
         Returns
         -------
@@ -346,6 +349,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         Parameters
         ----------
         level : float in (0, 1), default=0.95
+            Posterior probability of the interval.
 
         Returns
         -------

@@ -302,6 +302,7 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         Parameters
         ----------
         X : array-like of n_rows rows
+            Only its length and feature names are read.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         return_std : bool, default=False
@@ -328,6 +329,7 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         Parameters
         ----------
         level : float in (0, 1), default=0.95
+            Posterior probability of the interval.
 
         Returns
         -------

@@ -114,6 +114,7 @@ class CoefficientDisplay:
         output : int, default=0
             Which class of a multinomial model, as a position in ``classes_``.
         ax : matplotlib Axes, or a sequence of one per feature, default=None
+            Where to draw. None: a new figure.
 
         Returns
         -------
@@ -147,7 +148,9 @@ class CoefficientDisplay:
         Parameters
         ----------
         kind : {"auto", "rows", "points"}, default="auto"
+            "auto" draws rows for up to 60 clients.
         ax : matplotlib Axes, or a sequence of one per panel, default=None
+            Where to draw. None: a new figure.
 
         Returns
         -------

@@ -25,6 +25,7 @@ class PrivacyAccuracyDisplay:
     curves : list of Curve
         One per line: label, epsilons, scores and their spread (NaN for none).
     score_name : str, default="score"
+        Label of the score axis.
     promise : str or None, default=None
         What the epsilons are about, for the axis: unit, relation, delta.
 
@@ -92,6 +93,7 @@ class PrivacyAccuracyDisplay:
         spread : bool, default=True
             Shade a standard deviation over the folds to both sides.
         ax : matplotlib Axes, default=None
+            Where to draw. None: a new figure.
 
         Returns
         -------
@@ -141,16 +143,21 @@ class PrivacyAccuracyDisplay:
         epsilon : array-like of shape (n,)
             Of one fit each, 0 to infinity.
         score : array-like of shape (n,)
+            One score for each epsilon.
         lines : array-like of shape (n,), default=None
             Labels of the lines; None: a single one.
         spread : array-like of shape (n,), default=None
             Half-widths of a band around the scores.
         score_name : str, default="score"
+            Label of the score axis.
         unit : {"client", "row"}
             What the epsilons protect.
         relation : {"add_remove", "replace_one"}
+            Neighbouring relation of the epsilons.
         delta : float in [0, 1)
+            Delta of every epsilon.
         ax : matplotlib Axes, default=None
+            Where to draw. None: a new figure.
 
         Returns
         -------
@@ -179,6 +186,7 @@ class PrivacyAccuracyDisplay:
         spread : bool, default=True
             Shade the spread of the scores.
         ax : matplotlib Axes, default=None
+            Where to draw. None: a new figure.
 
         Returns
         -------

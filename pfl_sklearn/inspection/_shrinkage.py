@@ -29,9 +29,13 @@ class ShrinkageDisplay:
     Parameters
     ----------
     clients : ndarray of shape (n_clients,)
+        Client ids.
     local, personalized, lower, upper : ndarrays of shape (n_clients,)
+        Local estimates, personalized ones, and the ends of their intervals.
     population : float
+        Population's estimate.
     truth : ndarray of shape (n_clients,), default=None
+        True values.
     quantity : str, default="estimate"
         What is estimated, for the axes.
 
@@ -96,6 +100,7 @@ class ShrinkageDisplay:
         ----------
         estimator : fitted GaussianMean, BernoulliMean, PersonalizedLinearRegression or \
                 PersonalizedLogisticRegression, or a pipeline or search around one
+                    The estimator to plot.
         output : int, default=0
             Which column of a two-dimensional target, or class of a multinomial model.
         level : float in (0, 1), default=0.95
@@ -105,7 +110,9 @@ class ShrinkageDisplay:
         kind : {"auto", "rows", "points"}, default="auto"
             "auto" draws rows for up to 60 clients.
         ax : matplotlib Axes, default=None
+            Where to draw. None: a new figure.
         xlabel : str, default=None
+            Label of the horizontal axis. None: what is estimated.
         feature : "intercept", or name or index of a feature, default=None
             Which coefficient of a linear model; None is the intercept.
         local : fitted linear model, default=None
@@ -157,8 +164,11 @@ class ShrinkageDisplay:
         Parameters
         ----------
         kind : {"auto", "rows", "points"}, default="auto"
+            "auto" draws rows for up to 60 clients.
         ax : matplotlib Axes, default=None
+            Where to draw. None: a new figure.
         xlabel : str, default=None
+            Label of the horizontal axis. None: what is estimated.
         level : float, default=0.95
             Named in the legend.
 

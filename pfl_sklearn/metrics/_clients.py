@@ -53,7 +53,9 @@ def client_scores(estimator, X, y, *, groups, scoring):
     estimator : fitted estimator
         A client-aware estimator, or a pipeline, ClientColumn or search around one.
     X : array-like of n_rows rows
+        Features, as the estimator's ``predict`` takes them.
     y : array-like of shape (n_rows,)
+        True values.
     groups : array-like of shape (n_rows,)
         Client id of every row.
     scoring : str or scorer

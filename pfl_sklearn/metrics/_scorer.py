@@ -90,8 +90,11 @@ class ClientScorer:
         Parameters
         ----------
         estimator : fitted estimator
+            A client-aware estimator, or a pipeline, ClientColumn or search around one.
         X : array-like of n_rows rows
+            Features, as the estimator's ``predict`` takes them.
         y : array-like of shape (n_rows,)
+            True values.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row.
         sample_weight : array-like of shape (n_rows,), default=None

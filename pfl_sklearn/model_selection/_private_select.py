@@ -220,7 +220,9 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
         Parameters
         ----------
         X : array-like of n_rows rows
+            Features, as the estimator's ``fit`` takes them.
         y : array-like of shape (n_rows,), default=None
+            Targets, as the estimator's ``fit`` takes them.
         **params : dict
             ``groups`` (client id of every row) and whatever else the estimator's ``fit`` takes.
 

@@ -105,6 +105,7 @@ class ClientKFold(_ClientSplitter):
         Parameters
         ----------
         X : array-like of n_rows rows
+            Only its length is read, and the column of ids if `client_column` is set.
         y : array-like of shape (n_rows,), default=None
             Needed to stratify.
         groups : array-like of shape (n_rows,), default=None
@@ -138,6 +139,7 @@ class ClientShuffleSplit(_ClientSplitter):
     Parameters
     ----------
     n_splits : int, default=10
+        Number of splits.
     test_size : float in (0, 1), default=0.2
         Share of a client's rows to test.
     new_clients : float in [0, 1), default=0.0
@@ -185,6 +187,7 @@ class ClientShuffleSplit(_ClientSplitter):
         Parameters
         ----------
         X : array-like of n_rows rows
+            Only its length is read, and the column of ids if `client_column` is set.
         y : array-like of shape (n_rows,), default=None
             Needed to stratify.
         groups : array-like of shape (n_rows,), default=None

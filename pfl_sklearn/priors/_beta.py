@@ -96,6 +96,7 @@ class BetaPrior(BaseEstimator):
         Parameters
         ----------
         theta : array-like of shape (n_clients,) or (n_clients, 1), within (0, 1)
+            One proportion per client.
 
         Returns
         -------
@@ -149,6 +150,7 @@ class BetaPrior(BaseEstimator):
         Parameters
         ----------
         theta : array-like of shape (n_clients,) or (n_clients, 1)
+            One proportion per client.
 
         Returns
         -------
@@ -165,7 +167,9 @@ class BetaPrior(BaseEstimator):
         Parameters
         ----------
         n_samples : int, default=1
+            Number of draws.
         random_state : int, RandomState instance or None, default=None
+            Seed of the draws.
 
         Returns
         -------
@@ -180,6 +184,7 @@ class BetaPrior(BaseEstimator):
         Parameters
         ----------
         successes, trials : ndarrays of shape (n_clients,)
+            Each client's counts.
 
         Returns
         -------

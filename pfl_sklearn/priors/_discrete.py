@@ -201,6 +201,7 @@ class DiscretePrior(mixture.MixturePrior):
         Parameters
         ----------
         theta : array-like of shape (n_clients, d)
+            One parameter vector per row.
 
         Returns
         -------
@@ -222,7 +223,9 @@ class DiscretePrior(mixture.MixturePrior):
         Parameters
         ----------
         n_samples : int, default=1
+            Number of draws.
         random_state : int, RandomState instance or None, default=None
+            Seed of the draws.
 
         Returns
         -------

@@ -174,6 +174,7 @@ class GaussianPrior(BaseEstimator):
         Parameters
         ----------
         theta : array-like of shape (n_clients, d)
+            One parameter vector per row.
 
         Returns
         -------
@@ -200,7 +201,9 @@ class GaussianPrior(BaseEstimator):
         Parameters
         ----------
         n_samples : int, default=1
+            Number of draws.
         random_state : int, RandomState instance or None, default=None
+            Seed of the draws.
 
         Returns
         -------
@@ -221,6 +224,7 @@ class GaussianPrior(BaseEstimator):
         Parameters
         ----------
         estimates : ndarray of shape (n_clients, d)
+            One estimate per client.
         sampling_variances : ndarray of shape (n_clients, 1), (n_clients, d) or (n_clients, d, d)
             Variances or covariances :math:`V_i` of the estimates.
 

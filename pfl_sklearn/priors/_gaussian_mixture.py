@@ -211,6 +211,7 @@ class GaussianMixturePrior(mixture.MixturePrior):
         Parameters
         ----------
         theta : array-like of shape (n_clients, d)
+            One parameter vector per row.
 
         Returns
         -------
@@ -235,7 +236,9 @@ class GaussianMixturePrior(mixture.MixturePrior):
         Parameters
         ----------
         n_samples : int, default=1
+            Number of draws.
         random_state : int, RandomState instance or None, default=None
+            Seed of the draws.
 
         Returns
         -------

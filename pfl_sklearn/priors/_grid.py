@@ -126,6 +126,7 @@ class GridPrior(BaseEstimator):
         Parameters
         ----------
         theta : array-like of shape (n_clients,) or (n_clients, 1), within [0, 1]
+            One proportion per client.
 
         Returns
         -------
@@ -146,6 +147,7 @@ class GridPrior(BaseEstimator):
         successes, trials, counts : ndarrays of shape (n_pairs,)
             Distinct pairs and how many clients have each.
         method : {"ml"}
+            Maximum likelihood; a grid has no other method.
 
         Returns
         -------
@@ -196,6 +198,7 @@ class GridPrior(BaseEstimator):
         Parameters
         ----------
         theta : array-like of shape (n_clients,) or (n_clients, 1)
+            One proportion per client.
 
         Returns
         -------
@@ -210,7 +213,9 @@ class GridPrior(BaseEstimator):
         Parameters
         ----------
         n_samples : int, default=1
+            Number of draws.
         random_state : int, RandomState instance or None, default=None
+            Seed of the draws.
 
         Returns
         -------
@@ -226,6 +231,7 @@ class GridPrior(BaseEstimator):
         Parameters
         ----------
         successes, trials : ndarrays of shape (n_clients,)
+            Each client's counts.
 
         Returns
         -------

@@ -124,6 +124,7 @@ class LaplacePrior(BaseEstimator):
         Parameters
         ----------
         theta : array-like of shape (n_clients, d)
+            One parameter vector per row.
 
         Returns
         -------
@@ -139,7 +140,9 @@ class LaplacePrior(BaseEstimator):
         Parameters
         ----------
         n_samples : int, default=1
+            Number of draws.
         random_state : int, RandomState instance or None, default=None
+            Seed of the draws.
 
         Returns
         -------
@@ -157,6 +160,7 @@ class LaplacePrior(BaseEstimator):
         Parameters
         ----------
         theta : ndarray of shape (n_clients, d)
+            Points to pull towards the location.
         step : float or ndarray of shape (n_clients, 1) or (n_clients, d), > 0
             Step size :math:`\eta`.
 

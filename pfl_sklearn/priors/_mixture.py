@@ -36,7 +36,9 @@ class MixturePrior(BaseEstimator):
         Parameters
         ----------
         estimates : ndarray of shape (n_clients, d)
+            One estimate per client.
         sampling_variances : ndarray of shape (n_clients, 1), (n_clients, d) or (n_clients, d, d)
+            Variances or covariances of the estimates.
 
         Returns
         -------
@@ -55,6 +57,7 @@ class MixturePrior(BaseEstimator):
         Parameters
         ----------
         estimates : ndarray of shape (n_clients, d)
+            One estimate per client.
         sampling_variances : ndarray of shape (n_clients, 1), (n_clients, d) or (n_clients, d, d)
             Variances or covariances :math:`V_i` of the estimates.
 

@@ -18,6 +18,7 @@ class WeightAndRisk(NamedTuple):
     Parameters
     ----------
     weight : float or ndarray of shape (n_clients,)
+        Weight on the client's own mean, between 0 and 1.
     risk : float or ndarray of shape (n_clients,)
         Expected squared error of one client's estimate, summed over coordinates.
     """
@@ -130,11 +131,15 @@ def released_mean_risk(
     Parameters
     ----------
     n_clients : int, >= 2
+        m.
     n_rows : int or array-like of shape (n_clients,)
+        Rows of every client.
     between_variance, noise_variance : float, >= 0
+        Variances of a coordinate between clients and of a row around its client.
     release_variance : float or array-like of shape (n_clients,), in [0, inf]
         :math:`q_j^2`, that the release adds to every coordinate; infinite for who sends nothing.
     n_features : int, default=1
+        Number d of coordinates.
     version : {"left_out", "printed"}, default="left_out"
         "printed": the mean of all releases, one's own included, with :math:`q^2 / (m - 1)` for
         :math:`V_i` and the risk of :func:`mean_risk`. Never better; equal clients only.
@@ -195,6 +200,7 @@ def mean_half_width(
     n_rows : int
         Rows n of every client.
     between_std, noise_std : float, >= 0
+        Standard deviations of a coordinate between clients and of a row around its client.
     mean_bound : float, >= 0, default=0.0
         r: bound on the coordinates of the population mean.
     n_features : int, default=1
@@ -234,7 +240,9 @@ def quantizer_variance(half_width, n_bits):
     Parameters
     ----------
     half_width : float, > 0
+        b.
     n_bits : int, >= 1
+        Bits k per coordinate.
 
     Returns
     -------
@@ -264,7 +272,9 @@ def local_noise_std(half_width, epsilon, delta, n_features=1, *, version="sound"
     half_width : float, > 0
         b.
     epsilon : float, > 0
+        Privacy of one client's report.
     delta : float in (0, 1)
+        Probability with which the guarantee may fail.
     n_features : int, default=1
         d.
     version : {"sound", "printed"}, default="sound"

@@ -129,6 +129,7 @@ def smoothness_alpha(
         L: the gradients in (w, theta_i) jointly are L-Lipschitz on every row. For half the
         squared error of an additive model it is twice the largest squared norm of a row.
     alpha : float in [0, inf]
+        Step of the global parameters over that of the local ones.
     n_clients : int
         N.
     batch_sizes : int or array-like of shape (n_clients,), default=1
@@ -136,6 +137,7 @@ def smoothness_alpha(
     client_fraction : float in (0, 1], default=1.0
         Probability q of each client to be sampled in a round.
     weighting : {"samples", "clients"}, default="samples"
+        Whether clients count by their rows or all alike.
     version : {"sharp", "lemma", "printed"}, default="sharp"
         "lemma": without the factor (1 - q), never smaller. "printed": p for both p/q and
         (1 - q) p/q, which is too small when clients are sampled.
@@ -201,7 +203,9 @@ def total_gradient_variance(
     Parameters
     ----------
     alpha : float in [0, inf]
+        Step of the global parameters over that of the local ones.
     n_clients : int
+        N.
     w_variance, theta_variance : float or array-like of shape (n_clients,)
         Variance, summed over coordinates, of one row's gradient in the global and in the local
         parameters at the minimizer. Both are :math:`\tau^2 \operatorname{tr} E x x^\top` for half

@@ -98,6 +98,7 @@ def ppsgd_private_bound(
     smoothness : float, > 0
         L of one row's loss.
     alpha : float in [0, inf]
+        Step of the global parameters over that of the local ones.
     w : array-like
         Global part of a minimizer; see :func:`minimal_norm_solution`.
     thetas : array-like of shape (n_clients, ...)
@@ -105,6 +106,7 @@ def ppsgd_private_bound(
     w_variance, theta_variance, gradient_norms
         As in :func:`total_gradient_variance`.
     n_rounds : int, >= 1
+        T.
     clip_norm : float, > 0
         C, at least as large as any client's message: otherwise the bound does not hold.
     epsilon : float in (0, inf], default=inf
@@ -198,6 +200,7 @@ def personalization_threshold(
     epsilon : float in (0, inf]
         Of n rounds of one row, everybody sampled, under adding or removing one client.
     delta : float in (0, 1)
+        Delta of that promise.
     version : {"exact", "order", "printed"}, default="exact"
         "exact": :math:`\mu` is the Gaussian-DP parameter of (epsilon, delta). "order": inequality
         (10), :math:`\epsilon^2 / \log(1 / \delta)` for :math:`\mu^2`, right up to a constant.

@@ -14,6 +14,7 @@ def beta_moments(alpha, beta):
     Parameters
     ----------
     alpha, beta : float or ndarray, > 0
+        Parameters of the beta distribution.
 
     Returns
     -------
@@ -47,7 +48,9 @@ def beta_parameters(mean, variance):
     Parameters
     ----------
     mean : float or ndarray, in (0, 1)
+        Mean of the distribution.
     variance : float or ndarray, in (0, mean (1 - mean))
+        Its variance.
 
     Returns
     -------
@@ -124,6 +127,7 @@ def beta_shrinkage(icc, trials):
     icc : float in [0, 1]
         Variance of the clients' probabilities over mean (1 - mean).
     trials : ndarray of shape (n_clients,)
+        Number of trials n of every client.
 
     Returns
     -------
@@ -185,6 +189,7 @@ def beta_risk(alpha, beta, trials):
     Parameters
     ----------
     alpha, beta : float, > 0
+        Parameters of the prior.
     trials : int or ndarray, >= 1
         n.
 

@@ -225,7 +225,7 @@ def test_a_fixed_number_of_trials_is_convicted():
 @every_distribution
 def test_the_calibrated_noise_is_covered_and_much_less_is_not(distribution):
     """What a client can move the released mean by, in a selection by that mean itself."""
-    model = fitted(
+    model = seeded(
         select(epsilon=3.0, holdout=(X, Y), distribution=distribution, expected_trials=5)
     )
     report = model.privacy_

@@ -19,18 +19,18 @@ from pfl_sklearn.privacy import privacy_of
 class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, BaseEstimator):
     """Estimator whose client ids are a column of `X`.
 
-    Takes the column out of `X` and hands it to `estimator` as routed ``groups``. It needs no
-    configuration, and it works where scikit-learn has no way to route groups to ``predict``:
-    string scorers, ``cross_val_predict``, ``permutation_importance``, ``partial_dependence``,
-    calibration, stacking, and ``predict`` of a search.
+    It takes the column out of `X` and passes it to `estimator` as routed ``groups``. It needs no
+    configuration. It also works where scikit-learn cannot route groups to ``predict``: string
+    scorers, ``cross_val_predict``, ``permutation_importance``, ``partial_dependence``, calibration,
+    stacking, and ``predict`` of a search.
 
     Parameters
     ----------
     estimator : estimator
         A client-aware estimator, or a pipeline or search around one.
     column : str or int
-        The column of ids: a name (data frames) or a position. Whole or fractional floats are
-        taken by exact value.
+        The column of ids: a name (data frames) or a position. Floats, whole or fractional, are
+        compared exactly.
 
     Attributes
     ----------
@@ -39,16 +39,23 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
     clients_ : ndarray of shape (n_clients,)
         Sorted ids of its clients.
     classes_ : ndarray of shape (n_classes,)
-        If `estimator` is a classifier.
+        Class labels, if `estimator` is a classifier.
+    privacy_ : PrivacyReport
+        Report of `estimator_` as a whole, including its other steps; see
+        :func:`~pfl_sklearn.privacy.privacy_of`.
     n_features_in_ : int
-        Columns of `X`, the ids among them.
+        Number of columns of `X`, including the ids.
     feature_names_in_ : ndarray of shape (`n_features_in_`,)
+        Names of the columns of `X`, if it has any.
 
     Notes
     -----
-    `X` and the columns left of it are checked by `estimator`. Extra keyword arguments such as
-    ``sample_weight`` are routed to `estimator`, whose steps have to request them. Callbacks of
-    scikit-learn that propagate (``ProgressBar``, say) reach `estimator`.
+    `estimator` checks the other columns of `X`. Extra keyword arguments such as ``sample_weight``
+    are routed to `estimator`, whose steps must request them. Callbacks of scikit-learn that
+    propagate (such as ``ProgressBar``) reach `estimator`.
+
+    ``summary``, ``release`` and ``for_client`` are available if `estimator` has them. What the last
+    two return takes rows without the column of ids.
 
     Examples
     --------
@@ -78,11 +85,11 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         Parameters
         ----------
         X : dataframe, ndarray or sparse matrix of shape (n_rows, n_columns)
-            The ids among its columns.
+            Features and ids.
         y : array-like of shape (n_rows,), default=None
             Targets, as the estimator's ``fit`` takes them.
         **params : dict
-            Routed to the estimator. ``groups`` may be given if it equals the column.
+            Routed to the estimator. You may pass ``groups`` if it equals the column.
 
         Returns
         -------
@@ -155,5 +162,7 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         rest, ids = split_client_column(X, self.column)
         given = params.get("groups")
         if given is not None and not same_ids(given, ids, num_samples(X)):
-            raise ValueError(f"groups= differs from column {self.column!r} of X; give one of them.")
+            raise ValueError(
+                f"groups= differs from column {self.column!r} of X; give only one of them."
+            )
         return rest, {**params, "groups": ids}

@@ -1,4 +1,4 @@
-"""Clients' means under a mixture prior: pooled exactly, or through what clients release."""
+"""Clients' means under a mixture prior, from exact or from released statistics."""
 
 import math
 from numbers import Integral
@@ -93,7 +93,7 @@ def fit(rows, prior, params):
 
 
 def fit_exact(table, prior, noise, method):
-    """Population and clients when everything may be pooled."""
+    """Population and clients from exact statistics."""
     if noise is None:
         check_noise_is_identified(table)
         noise = table.within.sum() / (table.degrees_of_freedom * table.means.shape[1])
@@ -126,9 +126,9 @@ def fit_exact(table, prior, noise, method):
 
 
 def shrink_released(table, found, noise, alone):
-    """Clients' means around a released population, whose components are as uncertain as it is.
+    """Clients' means given a released population; its components include the release's uncertainty.
 
-    Clients `alone` (m,) keep their own, as do those that overflow.
+    Clients in `alone` (m,) keep their own means, as do clients that overflow.
     """
     sampling = noise / table.weights[:, None]
     with np.errstate(over="ignore", invalid="ignore"):
@@ -162,10 +162,10 @@ def posteriors(prior, means, sampling):
 
 
 def printed_points(means, sampling, prior, n_rounds=_PRINTED_ROUNDS):
-    """Alternation of k-means on the clients' estimates and of the estimates given the points.
+    """Points from alternating k-means on the clients' estimates with estimates given the points.
 
-    The estimates are averages of the points, so every round draws the points together: the only
-    limits are one point, or clients that leave no doubt.
+    The estimates are averages of the points, so every round draws the points together. In the limit
+    there is one point, unless the clients can be assigned without doubt.
     """
     mixture.check_distinct(means, prior.n_components)
     rng = np.random.RandomState(0)
@@ -205,7 +205,7 @@ def within_log_likelihood(table, noise):
 
 
 def _single_client(table, prior, noise):
-    """A client without others keeps its mean; the population's spread is not known."""
+    """A single client keeps its mean; the population's spread is unknown."""
     k = prior.n_components if isinstance(prior.n_components, Integral) else 1
     mean, d = table.means[0], table.means.shape[1]
     sampling = np.full((1, d), noise / table.weights[0])

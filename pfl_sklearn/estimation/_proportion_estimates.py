@@ -1,4 +1,8 @@
-"""Clients' proportions from a fitted prior, an average of priors, or the printed weights."""
+"""Clients' proportions from a fitted prior, an average of priors, or the printed weights.
+
+The printed weights exist to reproduce the paper's figures. They use the variance of the local
+proportions as that of the true ones, which counts the sampling variance twice.
+"""
 
 import math
 from typing import NamedTuple
@@ -42,7 +46,8 @@ def with_average(table, average):
 def with_printed_weights(table, messages, with_minus_one, cut=True):
     """Leave-one-out estimates of the paper from the clients' messages (m,).
 
-    Weights that are not cut (private messages) may lead out of [0, 1] and have no posterior.
+    Weights that are not cut (private messages) may give estimates outside [0, 1] and have no
+    posterior.
     """
     trials = table.per_client(table.trials)
     shares = table.per_client(table.successes) / trials
@@ -70,11 +75,11 @@ def printed_estimates(shares, trials, messages, with_minus_one, cut=True):
     shares, trials : ndarrays of shape (m,)
         Each client's own proportion and number of trials; m >= 3.
     messages : ndarray of shape (m,)
-        What the clients sent: their proportions, or private versions of them.
+        Messages of the clients: their proportions, or private versions of them.
     with_minus_one : bool
         Equation (6) subtracts 1 from mean (1 - mean) / variance.
     cut : bool
-        Cut the weights of equation (6) at 1; with private messages nearly all are above it.
+        Cut the weights of equation (6) at 1. With private messages nearly all weights are above 1.
 
     Returns
     -------
@@ -102,7 +107,7 @@ def printed_prior(messages, trials, with_minus_one):
 
 
 def single_client(table, prior):
-    """One client without a known prior keeps its own share; nothing is known of the spread."""
+    """A single client without a known prior keeps its own share; the spread is unknown."""
     share = float(table.successes[0] / table.trials[0])
     std = math.sqrt(share * (1 - share) / table.trials[0])
     return FittedProportions(
@@ -111,7 +116,7 @@ def single_client(table, prior):
 
 
 def keep_own(found, table):
-    """The same population, with one client that keeps its own share."""
+    """The same population with a single client, which keeps its own share."""
     own = single_client(table, found.prior)
     return own._replace(mean=found.mean, mean_std=found.mean_std)
 

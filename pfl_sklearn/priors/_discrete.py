@@ -14,30 +14,30 @@ _RELATIVE = 1e-12
 
 
 class DiscretePrior(mixture.MixturePrior):
-    r"""Several groups of clients that are alike within the group.
+    r"""Several groups of clients; the clients of a group are equal.
 
     .. math:: P(\theta_i = \mu_l) = w_l, \qquad l = 1, \dots, k.
 
     Parameters
     ----------
     n_components : int, >= 1, or "bic", default=2
-        Number k of points; "bic" takes the one, of 1 to `max_components`, with the smallest
-        Bayesian information criterion. Where `points` are given, their number.
+        Number k of points. "bic" chooses it from 1 to `max_components` by the smallest Bayesian
+        information criterion. If `points` are given, it must be their number.
     points, weights : array-like of shape (k, d) and (k,), default=None
         Points :math:`\mu_l` and their probabilities. Give both (known) or neither (estimated).
     n_init : int, >= 1, default=10
-        Starts; the best end is kept.
+        Number of starts; the best result is kept.
     max_components : int, >= 1, default=8
-        Where "bic" stops.
+        Largest number of points that "bic" tries.
 
     See Also
     --------
-    GaussianMixturePrior : Clients of a group differ.
+    GaussianMixturePrior : The clients of a group differ.
 
     Notes
     -----
-    Section 2.3 of Ozkara et al. (2023), and the model of FedEM (Marfoq et al., 2021). Estimated
-    points are sorted by weight, ties by first coordinate.
+    This is the prior of Section 2.3 of Ozkara et al. (2023) and the model of FedEM (Marfoq et al.,
+    2021). Estimated points are sorted by weight, ties by first coordinate.
 
     References
     ----------
@@ -83,32 +83,32 @@ class DiscretePrior(mixture.MixturePrior):
         return self.points is not None
 
     def with_values(self, points, weights):
-        """Copy of this prior that holds `points` (k, d) and `weights` (k,)."""
+        """Copy of this prior with `points` (k, d) and `weights` (k,)."""
         return clone(self).set_params(n_components=len(weights), points=points, weights=weights)
 
     @property
     def means(self):
-        """The points, under the name that all mixture priors have for them."""
+        """The points, under the name that all mixture priors share."""
         return self.points
 
     @property
     def covariances(self):
-        """Zero: what all mixture priors have."""
+        """Zero, under the name that all mixture priors share."""
         return 0.0
 
     def with_mixture(self, means, covariances, weights):
-        """Copy of this prior that holds `means` (k, d) as points and `weights` (k,)."""
+        """Copy of this prior with `means` (k, d) as points and `weights` (k,)."""
         return self.with_values(means, weights)
 
     def n_parameters(self, d):
-        """Free parameters in d dimensions, of a number of components."""
+        """Number of free parameters in d dimensions; `n_components` must be a number."""
         return Shape("fixed").n_parameters(self.n_components, d)
 
     def known_mixture(self, d=None):
         """Points (k, d), covariances (k, d, d) of zero, and weights (k,) of a known prior."""
         if not self.is_known:
             raise ValueError(
-                "this DiscretePrior is not known yet: points and weights must be given or fitted."
+                "this DiscretePrior is not known yet; give points and weights, or fit it."
             )
         points = mixture.known_points(self, "points", d)
         size = points.shape[1]
@@ -123,19 +123,19 @@ class DiscretePrior(mixture.MixturePrior):
         return mean, (weights * (points - mean).T) @ (points - mean)
 
     def fit(self, theta, random_state=None):
-        """Points and weights of parameters that are observed without noise: k-means.
+        """Fit points and weights by k-means to parameters observed without noise.
 
         Parameters
         ----------
         theta : array-like of shape (n_clients, d)
             One parameter vector per client.
         random_state : int, RandomState instance or None, default=None
-            For the starts. None is the seed 0.
+            Seed of the starts. None is the seed 0.
 
         Returns
         -------
         DiscretePrior
-            A new, known prior; this one is left as it is (and returned in copy if it is known).
+            A new, known prior; this prior does not change. A known prior is copied.
 
         Raises
         ------
@@ -144,8 +144,8 @@ class DiscretePrior(mixture.MixturePrior):
 
         Notes
         -----
-        "bic" takes the squares around the points as those of normal vectors with one variance,
-        no smaller than 1e-12 times the spread.
+        "bic" treats the clients as normal around the points, with one variance of at least 1e-12
+        times the spread.
         """
         self._validate_params()
         theta = check_array(theta, dtype=float)
@@ -164,21 +164,21 @@ class DiscretePrior(mixture.MixturePrior):
         return self.with_values(points[order], weights[order])
 
     def fit_noisy(self, estimates, sampling_variances, random_state=None):
-        """Maximum-likelihood prior of parameters that are seen with known normal noise.
+        """Fit the prior by maximum likelihood to parameters seen with known normal noise.
 
         Parameters
         ----------
         estimates : array-like of shape (n_clients, d)
             Unbiased estimates of the clients' parameters.
         sampling_variances : array-like of shape (n_clients,) or (n_clients, 1)
-            Their variance in every coordinate.
+            Variance of each estimate, the same in every coordinate.
         random_state : int, RandomState instance or None, default=None
-            For the starts. None is the seed 0.
+            Seed of the starts. None is the seed 0.
 
         Returns
         -------
         DiscretePrior
-            A new, known prior; this one is left as it is (and returned in copy if it is known).
+            A new, known prior; this prior does not change. A known prior is copied.
 
         Raises
         ------
@@ -206,7 +206,7 @@ class DiscretePrior(mixture.MixturePrior):
         Returns
         -------
         ndarray of shape (n_clients,), in nats
-            The log weight at a point of the prior, minus infinity elsewhere.
+            Log weight at a point of the prior, minus infinity elsewhere.
         """
         theta = check_array(theta, dtype=float)
         points, _, weights = self.known_mixture(theta.shape[1])

@@ -36,7 +36,7 @@ _SMALLEST_SHARE = 1e-10
 
 
 class Mixture(NamedTuple):
-    """Components; their covariances by eigenvalues and, if they are not diagonal, vectors."""
+    """Components. A covariance is given by eigenvalues and, if it is not diagonal, vectors."""
 
     means: np.ndarray  # (k, d)
     values: np.ndarray  # (k, d)
@@ -52,14 +52,14 @@ class Mixture(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What EM estimates."""
+    """Parts of a mixture that a fit estimates."""
 
     covariance_type: str  # "spherical", "diag", "full", or "fixed"
     means: bool = True
     weights: bool = True
 
     def n_parameters(self, k, d):
-        """Free parameters of k components in d dimensions."""
+        """Number of free parameters of k components in d dimensions."""
         each = {"spherical": 1, "diag": d, "full": d * (d + 1) // 2, "fixed": 0}
         return k * (d * self.means + each[self.covariance_type]) + (k - 1) * self.weights
 
@@ -83,7 +83,7 @@ def from_covariances(means, covariances, weights):
 
 
 def fit_mixture(x, s, n_components, shape, *, n_init, rng, known):
-    """Best of several spread starts.
+    """Fit from the best of several starts.
 
     Parameters
     ----------
@@ -95,23 +95,22 @@ def fit_mixture(x, s, n_components, shape, *, n_init, rng, known):
     n_init : int
     rng : RandomState
     known : Mixture
-        What `shape` leaves as it is; the rest of it is not looked at.
+        The parts that are given; the parts that `shape` estimates are ignored.
 
     Returns
     -------
     MixtureFit
-        Started on at most 20,000 clients, drawn at random. A solution with a component at the
-        floor of its variance is taken only if every start ends in one.
+        Starts use at most 20,000 clients, drawn at random. A solution with a component at the
+        floor of its variance is kept only if every start ends in one.
     """
     start = _best_start(x, s, n_components, shape, n_init, rng, known)
     return finish(start, x, s, shape)
 
 
 def select_components(x, s, largest, shape, *, n_init, rng, known):
-    """Fit of the number k of components, 1 to `largest`, with the smallest BIC.
+    """Fit with the number k of components, 1 to `largest`, that has the smallest BIC.
 
-    `known` takes k and gives what `shape` leaves as it is. The search ends when two more
-    components have not helped.
+    ``known(k)`` gives the known parts. The search ends when two more components have not helped.
     """
     found = []
     for k in range(1, largest + 1):
@@ -126,14 +125,14 @@ def select_components(x, s, largest, shape, *, n_init, rng, known):
 
 
 def finish(mixture, x, s, shape):
-    """Fit on all clients from a start: some steps of EM, then quasi-Newton ones."""
+    """Fit to all clients from a start: some steps of EM, then quasi-Newton steps."""
     floor = variance_floor(x, s)
     s = _floored(s, shape, floor)
     return polish(run(mixture, x, s, shape, floor, _EM_STEPS, _EM_TOLERANCE), x, s, shape, floor)
 
 
 def fixed_variance(k, d, variance):
-    """Mixture of which nothing is known but the variance of every component."""
+    """Mixture with one known variance for all components; the rest is unknown."""
     return Mixture(np.full((k, d), np.nan), np.full((k, d), variance), None, np.full(k, 1 / k))
 
 
@@ -145,15 +144,15 @@ def in_order(mixture):
 
 
 def variance_floor(x, s):
-    """Smallest variance of a component: with the noise, a millionth of the clients' spread."""
+    """Smallest variance of a component. With the noise it is a millionth of the clients' spread."""
     spread = float(np.mean(np.var(x, axis=0)))
     return max(_FLOOR * spread - float(s.min()), 0.0) if spread > 0 else _NO_SPREAD
 
 
 def _floored(s, shape, floor):
-    """Sampling variances (m,), or (1,) if all are alike, which is faster.
+    """Sampling variances (m,), or (1,) if all are equal, which is faster.
 
-    With the floor, where components have no variance to take it.
+    They take the floor if the components have no variance of their own to take it.
     """
     s = s[:1] if np.ptp(s) == 0 else s
     return np.maximum(s, floor) if shape.covariance_type == "fixed" else s
@@ -266,7 +265,7 @@ def m_step(mixture, r, x, s, shape, floor):
 
 
 def run(mixture, x, s, shape, floor, n_steps, tolerance):
-    """EM until a step gains less than `tolerance` nats per client; whether that came to pass."""
+    """Fit after EM, which ends when a step gains less than `tolerance` nats per client."""
     r, value = e_step(mixture, x, s)
     converged = False
     for _ in range(n_steps):
@@ -293,7 +292,7 @@ def coordinates(mixture, k, x):
 
 
 def _weighted_mean(mixture, k, r, x, s):
-    """Mean (d,) that maximizes the likelihood, by coordinates in the component's directions."""
+    """Mean (d,) that maximizes the likelihood, coordinate by coordinate in the component's axes."""
     precision = r[:, None] / np.maximum(mixture.values[k] + s[:, None], _TINY)
     z = coordinates(mixture, k, x)
     moved = np.einsum("md,md->d", precision, z) / np.einsum("md->d", precision)
@@ -308,7 +307,7 @@ def _expected(values, r, squares, s):
 
 
 def _variance_step(values, r, squares, s, floor, shared):
-    """Fisher scoring for the variances (d,) of a component, halved until it is no loss."""
+    """Fisher scoring for the variances (d,) of a component, halved until the likelihood rises."""
     weight = r[:, None] / (values + s[:, None]) ** 2
     above = np.einsum("md,md->d", weight, squares - s[:, None])
     total = np.einsum("md->d", weight)
@@ -326,8 +325,8 @@ def _variance_step(values, r, squares, s, floor, shared):
 def _full_step(values, vectors, r, deviations, s, floor):
     """Covariance (eigenvalues and vectors) of a component: the better of two steps.
 
-    Subtracting the noise from the scatter is exact if it is common to all clients; the other step,
-    with theta latent, never loses.
+    Subtracting the noise from the scatter is exact if all clients have the same noise. The other
+    step, with theta latent, never lowers the likelihood.
     """
     z = deviations @ vectors
     own = values / np.maximum(values + s[:, None], _TINY)
@@ -380,10 +379,10 @@ def polish(start, x, s, shape, floor):
 
 
 class _Coordinates:
-    """What is estimated of a mixture as one vector: means, spreads, log weights.
+    """The estimated parts of a mixture as one vector: means, spreads, log weights.
 
-    In units of the clients' spread, around their mean. Variances are bounded below by the floor;
-    a full covariance is the floor plus the square of a matrix.
+    The vector is centred at the clients' mean, in units of their spread. Variances are bounded
+    below by the floor; a full covariance is the floor plus the square of a matrix.
     """
 
     def __init__(self, mixture, shape, floor, centre, unit):

@@ -126,7 +126,7 @@ def test_digits_in_other_forms():
         ((20, 0), "classes_per_client must be a whole number of at least 1; got 0"),
         ((20, 11), "classes_per_client must be at most 10; got 11"),
         ((4, 2), r"must be at least 10, so that every digit has a client; got 4 \* 2"),
-        ((200, 10), "200 clients of 10 classes are too many: there are 174 to 183 rows per digit"),
+        ((200, 10), "200 clients .* 10 classes .* 174 to 183 rows"),
     ],
 )
 def test_digits_refuse(given, message):

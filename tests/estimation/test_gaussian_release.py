@@ -140,7 +140,7 @@ def test_values_outside_the_ball_are_pulled_in_for_the_others_only():
 
 def test_a_noise_variance_that_drowns_leaves_local_means():
     clients = make_gaussian_clients(18, 5, random_state=0)
-    with pytest.warns(UserWarning, match="drowns in the privacy noise"):
+    with pytest.warns(UserWarning, match="noise variance is too noisy"):
         model = fit(clients, epsilon=0.5, clip_norm=5.0)
     np.testing.assert_array_equal(model.means_, model.local_means_)
     np.testing.assert_array_equal(model.shrinkage_, 0)
@@ -193,7 +193,7 @@ def test_a_chance_noise_variance_is_not_trusted():
     """Two clients at epsilon .5: whatever is drawn, the largest possible sum would drown."""
     for seed in range(300):
         clients = make_gaussian_clients(2, 6, random_state=seed)
-        with pytest.warns(UserWarning, match="drowns"):
+        with pytest.warns(UserWarning, match="noise variance is too noisy"):
             model = GaussianMean(epsilon=0.5, clip_norm=3.0, random_state=seed).fit(
                 clients.data, clients.target, groups=clients.groups
             )

@@ -201,7 +201,7 @@ def test_bad_input(call, message):
     ("given", "message"),
     [
         ({"epsilon": 1.0}, "delta must be given with a finite epsilon"),
-        ({"epsilon": 1.0, "delta": 1e-5, "noise_multiplier": 1.0}, "exclude each other"),
+        ({"epsilon": 1.0, "delta": 1e-5, "noise_multiplier": 1.0}, "got 1.0 and 1.0"),
     ],
 )
 def test_bad_privacy(given, message):

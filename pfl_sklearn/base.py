@@ -325,9 +325,7 @@ class FitRows(NamedTuple):
     weights: Array | None
 
 
-def read_rows(
-    estimator: ClientMixin, X: Any, y: Array, groups: Any, sample_weight: Any
-) -> FitRows:
+def read_rows(estimator: ClientMixin, X: Any, y: Array, groups: Any, sample_weight: Any) -> FitRows:
     """Rows of fit with a positive weight; `y` is already validated.
 
     Of `X` only the length is read. A row of weight 0 is absent. So is a client that has no other

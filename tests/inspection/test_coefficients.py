@@ -334,7 +334,11 @@ def other_clients():
         (lambda: (fitted()[0], {"feature": "weight"}), ValueError, "one of 'intercept', 'dose'"),
         (lambda: (fitted()[0], {"feature": 2}), ValueError, "feature=2 .* 2 features"),
         (lambda: (fitted()[0], {"feature": []}), ValueError, "at least one coefficient"),
-        (lambda: (fitted(fit_intercept=False)[0], {}), ValueError, "one of 'dose'.*got 'intercept'"),
+        (
+            lambda: (fitted(fit_intercept=False)[0], {}),
+            ValueError,
+            "one of 'dose'.*got 'intercept'",
+        ),
         (lambda: (fitted()[0], {"level": 95}), ValueError, r"level must be in \(0, 1\); got 95"),
         (lambda: (fitted()[0], {"kind": "bars"}), ValueError, "kind must be .*; got 'bars'"),
         (lambda: (fitted()[0], {"truth": [1.0]}), ValueError, r"shape \(8,\); got \(1,\)"),

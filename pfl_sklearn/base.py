@@ -198,13 +198,6 @@ class ClientMixin:
                 setattr(model, name, copy.deepcopy(getattr(self, name)))
         return model
 
-    def _with_population(self, name: str, value: Any) -> Array:
-        """Rows of all clients, then the population's (which index -1 picks)."""
-        population = np.asarray(value)[None]
-        if not hasattr(self, name):
-            return population
-        return np.concatenate([getattr(self, name), population])
-
     def _require_fitted(self, attribute: str) -> None:
         """Raise NotFittedError, or say that a released population model has no such thing."""
         check_is_fitted(self)
@@ -262,6 +255,18 @@ class ClientClassifierMixin(ClassifierMixin):
         """
         predicted = self.predict(X, groups=groups)
         return float(accuracy_score(y, predicted, sample_weight=sample_weight))
+
+
+def client_values(values: Array | None, population: Any, codes: Codes) -> Array:
+    """Values (n, ...) of the clients at `codes`, and the population's where a code is -1.
+
+    `values` (m, ...) has clients first; None if no client is known.
+    """
+    if values is None:
+        return np.full((len(codes), *np.shape(population)), population)
+    own = values[codes]
+    own[codes < 0] = population
+    return own
 
 
 def _of_clients(value: Any, clients: Codes) -> Any:

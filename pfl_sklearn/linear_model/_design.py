@@ -45,6 +45,12 @@ class Design(NamedTuple):
             return values[..., 1:], values[..., 0]
         return values, np.zeros(values.shape[:-1])
 
+    def vectors(self, coef, intercept):
+        """Vectors (..., p) of coefficients (..., d) and intercepts (...,)."""
+        if not self.fit_intercept:
+            return coef
+        return np.concatenate([np.expand_dims(intercept, -1), coef], axis=-1)
+
     def embedded(self, covariance):
         """Covariance (p, p) of all columns, from that of the random ones (q, q)."""
         full = np.zeros((self.n_columns, self.n_columns))
@@ -80,14 +86,14 @@ def resolve_design(random, n_features, fit_intercept, feature_names=None):
         chosen = every
     else:
         wanted = [random] if isinstance(random, str) else list(random)
-        chosen = np.unique([_position(name, features, fit_intercept) for name in wanted])
+        chosen = np.unique([_column_position(name, features, fit_intercept) for name in wanted])
         if not len(chosen):
             raise ValueError("random must name at least one coefficient; got an empty list.")
         chosen = chosen.astype(np.intp)
     return Design(names, chosen, np.setdiff1d(every, chosen), fit_intercept)
 
 
-def _position(name, features, fit_intercept):
+def _column_position(name, features, fit_intercept):
     """Position among the columns of the design."""
     if isinstance(name, Integral) and not isinstance(name, bool | np.bool_):
         if not 0 <= name < len(features):
@@ -110,7 +116,7 @@ def _position(name, features, fit_intercept):
     )
 
 
-def feature_names(X):
+def column_names(X):
     """Column names of a data frame as strings, or None; TypeError if only some are strings."""
     if not hasattr(X, "columns"):
         return None

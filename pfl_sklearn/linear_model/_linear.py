@@ -4,19 +4,20 @@ import math
 from numbers import Integral, Real
 
 import numpy as np
-from sklearn.base import BaseEstimator
 from sklearn.utils import check_X_y
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._rows import read_rows
-from pfl_sklearn.base import ClientMixin, ClientRegressorMixin
-from pfl_sklearn.linear_model._convergence import warn_not_converged
-from pfl_sklearn.linear_model._design import feature_names, resolve_design
-from pfl_sklearn.linear_model._estimates import Options, make_table
-from pfl_sklearn.linear_model._fits import find_fit
-from pfl_sklearn.linear_model._mixed._private_release import Release, release_events, with_report
-from pfl_sklearn.linear_model._summary import components_table
+from pfl_sklearn.base import ClientRegressorMixin
+from pfl_sklearn.linear_model._base import BasePersonalizedRegression, warn_not_converged
+from pfl_sklearn.linear_model._design import column_names, resolve_design
+from pfl_sklearn.linear_model._mixed._fit import find_fit, fit_with_report
+from pfl_sklearn.linear_model._mixed._private_release import (
+    ReleaseParameters,
+    regression_events,
+)
+from pfl_sklearn.linear_model._table import Options, make_table
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._report import warn_once
@@ -45,7 +46,7 @@ _CLIENTS = (
 )
 
 
-class PersonalizedLinearRegression(ClientMixin, ClientRegressorMixin, BaseEstimator):
+class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegression):
     r"""Linear regression with one coefficient vector per client and a population of them.
 
     .. math:: y_{ij} = x_{ij}^\top \theta_i + w_{ij}, \qquad w_{ij} \sim N(0, \sigma^2), \qquad
@@ -256,7 +257,6 @@ class PersonalizedLinearRegression(ClientMixin, ClientRegressorMixin, BaseEstima
         "_posterior",
     )
     _population_attributes = (*_POPULATION, "_between")
-    _state_attributes = ("_design",)
 
     _parameter_constraints = {
         "prior": "no_validation",
@@ -345,15 +345,13 @@ class PersonalizedLinearRegression(ClientMixin, ClientRegressorMixin, BaseEstima
         """
         prior = resolve_prior(self.prior, "PersonalizedLinearRegression")
         fit = find_fit(prior, self.method, self.solver)
-        release = Release(*(getattr(self, name) for name in Release._fields))
-        fit = with_report(fit, prior, release, sample_weight, (_POPULATION, _CLIENTS))
+        release = ReleaseParameters(*(getattr(self, name) for name in ReleaseParameters._fields))
+        fit = fit_with_report(fit, prior, release, sample_weight, (_POPULATION, _CLIENTS))
         charge(self)
         features, y = check_X_y(X, y, dtype=np.float64, order="C", y_numeric=True, estimator=self)
         y = y.astype(np.float64, copy=False)
         rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)
-        design = resolve_design(
-            self.random, features.shape[1], self.fit_intercept, feature_names(X)
-        )
+        design = resolve_design(self.random, features.shape[1], self.fit_intercept, column_names(X))
         if rows.weights is not None:
             features, y = features[rows.y], y[rows.y]
         table = make_table(design, features, y, rows)
@@ -365,7 +363,7 @@ class PersonalizedLinearRegression(ClientMixin, ClientRegressorMixin, BaseEstima
 
     def _privacy_events(self):
         """Accounting events of a fit: () if nothing is released."""
-        return release_events(resolve_prior(self.prior, "PersonalizedLinearRegression"), self)
+        return regression_events(resolve_prior(self.prior, "PersonalizedLinearRegression"), self)
 
     def _options(self):
         return Options(
@@ -427,67 +425,10 @@ class PersonalizedLinearRegression(ClientMixin, ClientRegressorMixin, BaseEstima
         """
         codes = self._encode_predict(X, groups)
         X = validate_data(self, X, reset=False, dtype=np.float64)
-        coef = self._with_population("coef_", self.population_coef_)[codes]
-        intercept = self._with_population("intercept_", self.population_intercept_)[codes]
-        mean = np.einsum("nd,nd->n", X, coef) + intercept
+        mean = self._predictors(X, codes)
         if not return_std:
             return mean
         return mean, np.sqrt(self._variances(self._design.matrix(X), codes))
-
-    @property
-    def coef_std_(self):
-        """Posterior standard deviations (n_clients, d) of the clients' coefficients."""
-        return self._design.coefficients(self._by_column("coefficient_variances") ** 0.5)[0]
-
-    @property
-    def intercept_std_(self):
-        """Posterior standard deviations (n_clients,) of the clients' intercepts."""
-        return self._design.coefficients(self._by_column("coefficient_variances") ** 0.5)[1]
-
-    @property
-    def shrinkage_(self):
-        """Posterior over prior variance (n_clients, d) of every coefficient."""
-        return self._design.coefficients(self._by_column("shrinkage"))[0]
-
-    @property
-    def intercept_shrinkage_(self):
-        """Posterior over prior variance (n_clients,) of the intercepts."""
-        return self._design.coefficients(self._by_column("shrinkage"))[1]
-
-    def summary(self):
-        """Table of the population: fixed effects and variance components.
-
-        Returns
-        -------
-        DataFrame
-            Indexed by part ("fixed", "between", "within") and term, with the columns estimate,
-            std_error (of the fixed effects), sd and correlation (of the variance components).
-        """
-        check_is_fitted(self)
-        design, random = self._design, self._design.random
-        if design.fit_intercept:
-            coefficients = np.append(self.population_intercept_, self.population_coef_)
-        else:
-            coefficients = self.population_coef_
-        return components_table(
-            design.names,
-            coefficients,
-            np.sqrt(np.diag(self.population_covariance_)),
-            design.random_names,
-            self._between[np.ix_(random, random)],
-            self.noise_variance_,
-        )
-
-    def _by_column(self, quantity):
-        """Values (n_clients, p) of the posterior, in the order of the design."""
-        self._require_fitted("clients_")
-        if not hasattr(self, "_posterior"):
-            raise AttributeError(
-                f"there is no posterior, hence no standard deviation and no shrinkage: "
-                f"prior={self.prior!r} with method={self.method!r} and solver={self.solver!r} "
-                "gives the clients' coefficients only."
-            )
-        return getattr(self._posterior, quantity)()[:, np.argsort(self._design.order)]
 
     def _variances(self, x, codes):
         """Variance (n,) of the mean response for rows x (n, p) of the design."""

@@ -3,27 +3,27 @@
 from numbers import Integral, Real
 
 import numpy as np
-from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_X_y
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._rows import read_rows
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.base import ClientClassifierMixin, ClientMixin
-from pfl_sklearn.linear_model._convergence import warn_not_converged
-from pfl_sklearn.linear_model._design import feature_names, resolve_design
-from pfl_sklearn.linear_model._estimates import make_table
+from pfl_sklearn.base import ClientClassifierMixin
+from pfl_sklearn.linear_model._base import (
+    BasePersonalizedRegression,
+    class_probabilities,
+    likeliest_class,
+    read_classes,
+    warn_not_converged,
+)
+from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._glmm._fit import fit_logistic
 from pfl_sklearn.linear_model._glmm._outcomes import outcome_of
-from pfl_sklearn.linear_model._glmm._predictions import (
-    averaged_probabilities,
-    class_probabilities,
-    row_logits,
-)
-from pfl_sklearn.linear_model._summary import components_table
+from pfl_sklearn.linear_model._glmm._predictions import averaged_probabilities
+from pfl_sklearn.linear_model._table import make_table
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyReport
 
@@ -52,7 +52,7 @@ class SeparationWarning(UserWarning):
     """The features, or the clients, separate the classes, so that no maximum is finite."""
 
 
-class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEstimator):
+class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegression):
     r"""Logistic regression with coefficients that vary by client around the population's.
 
     Row j of client i belongs to the second of two classes with the log odds
@@ -216,7 +216,6 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
 
     _client_attributes = ("n_samples_per_client_", "coef_", "intercept_", "_posterior")
     _population_attributes = (*_POPULATION, "classes_", "_between")
-    _state_attributes = ("_design",)
 
     _parameter_constraints = {
         "prior": "no_validation",
@@ -269,10 +268,8 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
         features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
         check_classification_targets(y)
         rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)
-        classes, labels = self._encode_labels(y[rows.y])
-        design = resolve_design(
-            self.random, features.shape[1], self.fit_intercept, feature_names(X)
-        )
+        classes, labels = read_classes(y[rows.y], self)
+        design = resolve_design(self.random, features.shape[1], self.fit_intercept, column_names(X))
         present = features if len(labels) == len(features) else features[rows.y]
         found = fit_logistic(
             make_table(design, present, labels, rows),
@@ -285,16 +282,6 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
         self._warn(found, len(classes))
         self._store(X, design, rows.clients, classes, found, groups is not None)
         return self
-
-    def _encode_labels(self, y):
-        classes, labels = np.unique(y, return_inverse=True)
-        if len(classes) < 2:
-            only = classes[0].item() if isinstance(classes[0], np.generic) else classes[0]
-            raise ValueError(
-                f"{type(self).__name__} needs rows of at least two classes, but the data contains "
-                f"only one class: {only!r}."
-            )
-        return classes, labels
 
     def _warn(self, found, n_classes):
         if found.separated:
@@ -380,8 +367,7 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
         -------
         ndarray of shape (n_rows,) or (n_rows, K)
         """
-        logits = self._logits(X, groups)[0]
-        return logits[:, 0] if logits.shape[1] == 1 else logits
+        return self._logits(X, groups)[0]
 
     def predict_proba(self, X, *, groups=None, integrate=False):
         """Class probabilities of rows under their client's coefficients.
@@ -406,6 +392,7 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
             return class_probabilities(logits)
         x = self._design.matrix(X)
         contrasts = outcome_of(len(self.classes_)).coding
+        logits = logits.reshape(len(x), -1)
         return averaged_probabilities(logits, contrasts, lambda g: self._variances(x, codes, g))
 
     def predict_log_proba(self, X, *, groups=None, integrate=False):
@@ -425,74 +412,13 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
         -------
         ndarray of shape (n_rows,)
         """
-        logits = self._logits(X, groups)[0]
-        if logits.shape[1] == 1:
-            return self.classes_[(logits[:, 0] > 0).astype(np.intp)]
-        return self.classes_[logits.argmax(axis=1)]
-
-    @property
-    def coef_std_(self):
-        """Posterior standard deviations of the clients' coefficients."""
-        return self._design.coefficients(self._of_posterior("coefficient_variances") ** 0.5)[0]
-
-    @property
-    def intercept_std_(self):
-        """Posterior standard deviations of the clients' intercepts."""
-        return self._design.coefficients(self._of_posterior("coefficient_variances") ** 0.5)[1]
-
-    @property
-    def shrinkage_(self):
-        """Posterior over prior variance of every coefficient."""
-        return self._design.coefficients(self._of_posterior("shrinkage"))[0]
-
-    @property
-    def intercept_shrinkage_(self):
-        """Posterior over prior variance of the intercepts."""
-        return self._design.coefficients(self._of_posterior("shrinkage"))[1]
-
-    def summary(self):
-        """Table of the population: fixed effects and variance components.
-
-        Returns
-        -------
-        DataFrame
-            Indexed by part ("fixed", "between") and term, with the columns estimate, std_error (of
-            the fixed effects), sd and correlation (of the variance components). With K > 2 classes
-            there are fixed effects "class: term".
-        """
-        check_is_fitted(self)
-        design, random = self._design, self._design.random
-        population, stds = self.population_coef_, self.population_coef_std_
-        if design.fit_intercept:
-            population = _with_first(self.population_intercept_, population)
-            stds = _with_first(self.population_intercept_std_, stds)
-        names = design.names
-        if population.ndim == 2:
-            names = [f"{label}: {name}" for label in self.classes_ for name in design.names]
-        return components_table(
-            names,
-            population.ravel(),
-            stds.ravel(),
-            design.random_names,
-            self._between[np.ix_(random, random)],
-        )
+        return likeliest_class(self.classes_, self._logits(X, groups)[0])
 
     def _logits(self, X, groups):
-        """Logits (n, c), the validated rows, and the positions of their clients."""
+        """Logits (n,) or (n, K), the validated rows, and the positions of their clients."""
         codes = self._encode_predict(X, groups)
         X = validate_data(self, X, reset=False, dtype=np.float64)
-        coef = self._with_population("coef_", self.population_coef_)
-        intercept = self._with_population("intercept_", self.population_intercept_)
-        if coef.ndim == 2:
-            coef, intercept = coef[:, None], intercept[:, None]
-        return row_logits(X, coef, intercept, codes), X, codes
-
-    def _of_posterior(self, quantity):
-        """Values (n_clients, [K,] p) of the posterior, in the order of the design."""
-        self._require_fitted("clients_")
-        shape = self.coef_.shape[:-1]
-        values = getattr(self._posterior, quantity)().reshape(*shape, -1)
-        return values[..., np.argsort(self._design.order)]
+        return self._predictors(X, codes), X, codes
 
     def _variances(self, x, codes, combination):
         """Variance (n,) of a combination (c,) of the logits of rows x (n, p) of the design."""
@@ -515,8 +441,3 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
         between = np.einsum("np,np->n", x @ self._between, x) * (combination @ combination)
         rows = np.kron(combination, x)
         return between + np.einsum("np,np->n", rows @ self.population_covariance_, rows)
-
-
-def _with_first(intercept, coef):
-    """Vectors (..., 1 + d) of intercepts (...,) and coefficients (..., d)."""
-    return np.concatenate([np.expand_dims(intercept, -1), coef], axis=-1)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn.linear_model._roots import square_root
+from pfl_sklearn.linear_model._algebra import row_slices, square_root
 
 _CELLS = 1 << 22
 
@@ -42,7 +42,7 @@ class RowPosterior(NamedTuple):
     def variances(self, x, codes):
         """Variance (n,) of x' theta for rows x (n, p) of known clients."""
         x, result = x * self.scale, np.empty(len(x))
-        for part in _parts(len(x), self.rows[:1].size):
+        for part in row_slices(len(x), self.rows[:1].size, _CELLS):
             rows = self._whitened(codes[part])
             spread = x[part] @ self.ratio
             pulled = (rows @ spread[..., None])[..., 0]
@@ -56,7 +56,7 @@ class RowPosterior(NamedTuple):
         """Variances (m, p) of the coefficients."""
         error_root = square_root(self.population_covariance)
         result = np.empty((len(self.rows), self.rows.shape[2]))
-        for part in _parts(len(self.rows), self.rows.shape[2] ** 2):
+        for part in row_slices(len(self.rows), self.rows.shape[2] ** 2, _CELLS):
             rows = self._whitened(part)
             pulled = rows @ self.ratio
             moved = error_root - pulled.transpose(0, 2, 1) @ (rows @ error_root)
@@ -67,7 +67,7 @@ class RowPosterior(NamedTuple):
         """Posterior over prior variance (m, p) of the coefficients, given the population's."""
         prior = np.diag(self.ratio)
         result = np.ones((len(self.rows), self.rows.shape[2]))
-        for part in _parts(len(self.rows), self.rows[:1].size):
+        for part in row_slices(len(self.rows), self.rows[:1].size, _CELLS):
             own = self._own(self._whitened(part) @ self.ratio)
             np.divide(own, prior, out=result[part], where=prior > 0)
         return result
@@ -90,7 +90,7 @@ class CovariancePosterior(NamedTuple):
     def variances(self, x, codes):
         """Variance (n,) of x' theta for rows x (n, p) of known clients."""
         result = np.empty(len(x))
-        for part in _parts(len(x), x.shape[1] ** 2):
+        for part in row_slices(len(x), x.shape[1] ** 2, _CELLS):
             moved = (x[part, None, :] @ self.covariances[codes[part]])[:, 0]
             result[part] = np.einsum("np,np->n", moved, x[part])
         return np.maximum(result, 0.0)
@@ -106,9 +106,3 @@ class CovariancePosterior(NamedTuple):
         shrinks = (self.prior_variances > 0) & np.isfinite(self.prior_variances)
         np.divide(variances, self.prior_variances, out=share, where=shrinks)
         return np.minimum(share, 1.0)
-
-
-def _parts(length, width):
-    """Slices of rows of `width` numbers that fit the working memory."""
-    step = max(_CELLS // max(width, 1), 1)
-    return [slice(start, start + step) for start in range(0, length, step)]

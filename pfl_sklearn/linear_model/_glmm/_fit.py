@@ -6,13 +6,12 @@ from typing import NamedTuple
 import numpy as np
 
 from pfl_sklearn._parallel import map_batches
-from pfl_sklearn.linear_model._covariance import factor_of
-from pfl_sklearn.linear_model._estimates import uncentred
+from pfl_sklearn.linear_model._algebra import estimable, factor_of, inverse_root
 from pfl_sklearn.linear_model._glmm._guards import (
     AWAY,
     HELD,
     centred_columns,
-    check_identified,
+    check_spread_identified,
     is_unmixed,
     predictor_spread,
     weak_slopes,
@@ -20,24 +19,25 @@ from pfl_sklearn.linear_model._glmm._guards import (
 )
 from pfl_sklearn.linear_model._glmm._likelihood import (
     CLOSE_ENOUGH,
-    LaplaceCriterion,
-    Stack,
+    MarginalLikelihood,
+    RowStack,
     find_mode,
     form_of,
     population_predictors,
     stack_rows,
     start_state,
+    whiten_information,
+    whitened_rows,
 )
 from pfl_sklearn.linear_model._glmm._search import (
-    Found,
-    Weak,
+    Maximum,
+    WeakPriors,
     fit_pooled,
+    maximize_marginal,
     natural_scale,
-    search,
 )
-from pfl_sklearn.linear_model._glmm._whitening import whiten, whitened_rows
 from pfl_sklearn.linear_model._posterior import CovariancePosterior, RowPosterior
-from pfl_sklearn.linear_model._roots import estimable, inverse_root
+from pfl_sklearn.linear_model._table import uncentred
 
 _NEARER = 0.3  # start of the second search, in natural units: it shall not jump over a maximum
 
@@ -61,7 +61,7 @@ class LogitEstimates(NamedTuple):
     runaway: bool  # the differences between clients had no credible maximum
 
 
-class _Summary(NamedTuple):
+class _ClientModes(NamedTuple):
     """All clients at given population values."""
 
     deviations: np.ndarray  # (m, a, q)
@@ -90,11 +90,11 @@ def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
     """
     q = table.n_random
     _check_fitted_to_several(prior)
-    mean, covariance = known_mean(prior, outcome, q), prior.known_covariance(q)
+    mean, covariance = coded_mean(prior, outcome, q), prior.known_covariance(q)
     if covariance is None:
         if table.n_clients == 1:
             return _fit_single(*_centred(table, 0), prior, outcome)
-        check_identified(table, prior.covariance_type)
+        check_spread_identified(table, prior.covariance_type)
     elif np.isinf(covariance).any():
         raise ValueError(
             "covariance of GaussianPrior must be finite for PersonalizedLogisticRegression; got "
@@ -105,13 +105,13 @@ def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
     found, weak = _population(
         table, stacks, outcome, prior, mean, covariance, max_iter, tol, n_jobs
     )
-    summary = _summarize(table, stacks, outcome, found, n_jobs)
+    summary = _client_modes(table, stacks, outcome, found, n_jobs)
     told = _estimable(summary.rows, outcome, weak, table.intercept, centre)
     error = _population_error(summary.rows, outcome.n_outputs, weak)
-    return _estimates(
+    return _logit_estimates(
         outcome,
         prior,
-        *_put_back(found, summary, error, table.intercept, centre),
+        *_uncentred_fit(found, summary, error, table.intercept, centre),
         told,
         weak,
     )
@@ -146,8 +146,8 @@ def _centred(table, first):
     return centred_columns(table, first)
 
 
-def _put_back(found, summary, error, intercept, centre):
-    """Found, _Summary and error (a p, a p) for the columns as they were before centring."""
+def _uncentred_fit(found, summary, error, intercept, centre):
+    """Maximum, _ClientModes and error (a p, a p) for the columns as they were before centring."""
     if not centre.any():
         return found, summary, error
     a, p, q = *found.population.shape, summary.deviations.shape[2]
@@ -167,7 +167,7 @@ def _put_back(found, summary, error, intercept, centre):
     )
 
 
-def known_mean(prior, outcome, q):
+def coded_mean(prior, outcome, q):
     """The prior's mean as population coefficients (a, q), or None.
 
     For K > 2 classes it is a number, or K q numbers, class by class.
@@ -226,7 +226,7 @@ def _population(table, stacks, outcome, prior, mean, covariance, max_iter, tol, 
     population = np.zeros((a, p))
     population[:, :first] = mean if first else 0.0
     if first == p and covariance is not None:
-        return Found(population, _root(covariance), 1, True), Weak(np.zeros(0), np.zeros(q))
+        return Maximum(population, _root(covariance), 1, True), WeakPriors(np.zeros(0), np.zeros(q))
     offset = population_predictors(table.columns, population)
     pooled, slopes = _pooled(table, outcome, offset, first)
     population[:, first:] = pooled.coefficients
@@ -239,19 +239,19 @@ def _population(table, stacks, outcome, prior, mean, covariance, max_iter, tol, 
         scale = natural_scale(random, pooled.weight, table.n_clients, common)
         family = factor_of(prior.covariance_type, q, prior.rank)
     factor = _root(covariance) if family is None else scale[:, None] * family.matrix(family.start)
-    start = Found(population, factor, 0, False)
-    begun = _summarize(table, stacks, outcome, start, n_jobs)
+    start = Maximum(population, factor, 0, False)
+    begun = _client_modes(table, stacks, outcome, start, n_jobs)
     root, _ = inverse_root(_information(begun.rows, a, first) + np.diag(np.tile(slopes, a)))
-    make = partial(LaplaceCriterion, stacks, outcome, table.n_clients, n_jobs)
-    weak = Weak(slopes, spread)
-    found = search(make(), start, root, weak, max_iter, tol, family, scale)
+    make = partial(MarginalLikelihood, stacks, outcome, table.n_clients, n_jobs)
+    weak = WeakPriors(slopes, spread)
+    found = maximize_marginal(make(), start, root, weak, max_iter, tol, family, scale)
     if family is None or spread.any():
         return found, weak
     size = partial(predictor_spread, table.columns[:, :q], table.weights)
     if size(found.factor) <= AWAY:
         return found, weak
-    tight = Weak(slopes, weak_spread(table.columns[:, :q], table.weights, tight=True), True)
-    held = search(make(), start, root, tight, max_iter, tol, family, scale, _NEARER)
+    tight = WeakPriors(slopes, weak_spread(table.columns[:, :q], table.weights, tight=True), True)
+    held = maximize_marginal(make(), start, root, tight, max_iter, tol, family, scale, _NEARER)
     away = size(held.factor) < HELD * size(found.factor)
     return (held, tight) if away else (found, weak)
 
@@ -302,12 +302,10 @@ def _estimable(rows, outcome, weak, intercept, centre):
     return told.reshape(c, p)
 
 
-def _summarize(table, stacks, outcome, found, n_jobs):
+def _client_modes(table, stacks, outcome, found, n_jobs):
     """Modes, criterion and information of all clients at given population values."""
     a, factor = outcome.n_outputs, found.factor
-    function = partial(
-        _summarize_stack, outcome=outcome, population=found.population, factor=factor
-    )
+    function = partial(_stack_modes, outcome=outcome, population=found.population, factor=factor)
     batches = [(*stack, start_state(stack, factor, a)) for stack in stacks]
     parts = map_batches(function, batches, n_jobs)
     m, q = table.n_clients, table.n_random
@@ -318,21 +316,21 @@ def _summarize(table, stacks, outcome, found, n_jobs):
         deviations[stack.clients] = moved
         rows[stack.clients, : whitening.shape[1]] = whitened_rows(whitening, stack.x)
     value = float(sum(part[2] for part in parts))
-    return _Summary(deviations, rows, value, all(part[3] for part in parts))
+    return _ClientModes(deviations, rows, value, all(part[3] for part in parts))
 
 
-def _summarize_stack(clients, x, y, w, state, *, outcome, population, factor):
+def _stack_modes(clients, x, y, w, state, *, outcome, population, factor):
     """Deviations (b, a, q), whitening, summed criterion, and whether all modes were found."""
-    stack = Stack(clients, x, y, w)
+    stack = RowStack(clients, x, y, w)
     form = form_of(x, factor)
     offset = population_predictors(x, population)
     mode = find_mode(form, outcome, offset, stack, state, CLOSE_ENOUGH)
     deviations = (factor @ form.effects(mode.state)).transpose(0, 2, 1)
-    whitening, log_det = whiten(form, outcome.roots(mode.predictors, w), x)
+    whitening, log_det = whiten_information(form, outcome.roots(mode.predictors, w), x)
     return deviations, whitening, float(np.sum(mode.value) - 0.5 * log_det), bool(mode.found.all())
 
 
-def _estimates(outcome, prior, found, summary, error, told, weak):
+def _logit_estimates(outcome, prior, found, summary, error, told, weak):
     """Everything in the coding of the classes."""
     (m, a, q), p, coding = summary.deviations.shape, found.population.shape[1], outcome.coding
     coded = np.kron(coding, np.eye(p))
@@ -347,7 +345,7 @@ def _estimates(outcome, prior, found, summary, error, told, weak):
         error,
         told,
         coefficients,
-        _posterior(rows, np.kron(coding @ coding.T, _embedded(covariance, p)), error),
+        _scaled_posterior(rows, np.kron(coding @ coding.T, _embedded(covariance, p)), error),
         prior.with_values(population[:, :q].ravel(), covariance),
         covariance,
         summary.log_likelihood,
@@ -367,7 +365,7 @@ def _embedded(covariance, p):
     return between
 
 
-def _posterior(rows, between, error):
+def _scaled_posterior(rows, between, error):
     """Posterior of the clients, in columns of a common scale where the population has an error."""
     scale = np.sqrt(np.diag(error))
     if not (scale > 0).all():

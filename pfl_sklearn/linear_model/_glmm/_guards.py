@@ -6,7 +6,7 @@ finite, and columns far from zero.
 
 import numpy as np
 
-from pfl_sklearn.linear_model._estimates import check_covariance_identified
+from pfl_sklearn.linear_model._table import check_covariance_identified
 
 _WEAK_SD = 2.5  # of the prior on separated slopes, in logits per standard deviation of a column
 _TIGHT_SD = 1.0  # of the prior on a factor that ran away, in logits per size of a column
@@ -14,7 +14,7 @@ AWAY = 10.0  # logits; standard deviation of predictors between clients that is 
 HELD = 1 / 3  # share of it, left under the tight prior, up to which the data did not tell it
 
 
-def check_identified(table, covariance_type):
+def check_spread_identified(table, covariance_type):
     """Raise ValueError if the data cannot tell the covariance between clients."""
     m = table.n_clients
     if len(table.y) == m:

@@ -1,29 +1,16 @@
-"""Logits and class probabilities of rows, also averaged over a Gaussian posterior of the logits."""
+"""Class probabilities, averaged over a Gaussian posterior of the logits."""
 
 from functools import cache
 
 import numpy as np
 from scipy.special import expit, ndtri, softmax
 
+from pfl_sklearn.linear_model._algebra import row_slices
+
 _CELLS = 1 << 20
 _NODES = np.arange(-64, 65) / 8  # equally spaced, in standard deviations
 _WEIGHTS = np.exp(-0.5 * _NODES**2) / np.exp(-0.5 * _NODES**2).sum()
 _SOBOL = 256  # points, each used with both signs
-
-
-def row_logits(X, coef, intercept, codes):
-    """Logits (n, c) of rows X (n, d) under coefficients (m, c, d) and intercepts (m, c)."""
-    logits = np.empty((len(X), coef.shape[1]))
-    for part in _parts(len(X), coef[0].size):
-        logits[part] = np.einsum("nd,ncd->nc", X[part], coef[codes[part]])
-    return logits + intercept[codes]
-
-
-def class_probabilities(logits):
-    """Probabilities (n, K) from logits (n, K), or (n, 1) of the second of two classes."""
-    if logits.shape[1] > 1:
-        return softmax(logits, axis=1)
-    return np.concatenate([expit(-logits), expit(logits)], axis=1)
 
 
 def averaged_probabilities(logits, contrasts, variances_of):
@@ -45,13 +32,13 @@ def averaged_probabilities(logits, contrasts, variances_of):
     if logits.shape[1] == 1:
         second = np.empty(len(logits))
         spread = np.sqrt(variances_of(np.ones(1)))
-        for part in _parts(len(logits), len(_NODES)):
+        for part in row_slices(len(logits), len(_NODES), _CELLS):
             second[part] = expit(logits[part] + spread[part, None] * _NODES) @ _WEIGHTS
         return np.column_stack([1 - second, second])
     roots = _roots(_contrast_covariances(contrasts, variances_of))
     nodes = _normal_nodes(contrasts.shape[1])
     result = np.empty_like(logits)
-    for part in _parts(len(logits), len(nodes) * logits.shape[1]):
+    for part in row_slices(len(logits), len(nodes) * logits.shape[1], _CELLS):
         moved = nodes @ (contrasts @ roots[part]).transpose(0, 2, 1)
         result[part] = softmax(logits[part, None] + moved, axis=2).mean(axis=1)
     return result
@@ -84,9 +71,3 @@ def _normal_nodes(n_dimensions):
     points = Sobol(n_dimensions, scramble=False).random(_SOBOL) + 0.5 / _SOBOL
     nodes = ndtri(points)
     return np.concatenate([nodes, -nodes])
-
-
-def _parts(length, width):
-    """Slices of rows of `width` numbers that fit the working memory."""
-    step = max(_CELLS // max(width, 1), 1)
-    return [slice(start, start + step) for start in range(0, length, step)]

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import minimize
 
-from pfl_sklearn.linear_model._roots import inverse_root
+from pfl_sklearn.linear_model._algebra import inverse_root, snapped_to_zero
 
 _MAX_NEWTON = 100
 _LAST_DECREMENT = 1e-13
@@ -27,7 +27,7 @@ class Pooled(NamedTuple):
     converged: bool
 
 
-class Weak(NamedTuple):
+class WeakPriors(NamedTuple):
     """Precisions of normal priors that keep maxima finite; zeros where none is needed."""
 
     slopes: np.ndarray  # (f,), of the free population coefficients
@@ -35,7 +35,7 @@ class Weak(NamedTuple):
     runaway: bool = False  # because the differences between clients ran away
 
 
-class Found(NamedTuple):
+class Maximum(NamedTuple):
     """Maximum of a criterion."""
 
     population: np.ndarray  # (a, p)
@@ -121,17 +121,19 @@ def natural_scale(random, weight, n_clients, common):
     return np.sqrt(np.divide(share, per_client, out=np.ones(q), where=per_client > 0))
 
 
-def search(criterion, start, root, weak, max_iter, tol, family=None, scale=None, begin=1.0):
+def maximize_marginal(
+    criterion, start, root, weak, max_iter, tol, family=None, scale=None, begin=1.0
+):
     """Maximize a criterion in the free population coefficients and the factor.
 
     Parameters
     ----------
-    criterion : LaplaceCriterion
-    start : Found
+    criterion : MarginalLikelihood
+    start : Maximum
         Its population (a, p) has the free coefficients last; the factor is kept without `family`.
     root : ndarray of shape (a f, rank)
         Root of the inverse information of the f free coefficients: the search moves along it.
-    weak : Weak
+    weak : WeakPriors
     max_iter : int
     tol : float
         Largest gradient, in nats per standard error, at the end.
@@ -140,11 +142,11 @@ def search(criterion, start, root, weak, max_iter, tol, family=None, scale=None,
     scale : ndarray of shape (q,)
         Natural units of its rows.
     begin : float
-        Where the search for the factor starts, in these units.
+        Where the maximize_marginal for the factor starts, in these units.
 
     Returns
     -------
-    Found
+    Maximum
     """
     rank, first = root.shape[1], start.population.shape[1] - len(weak.slopes)
     unit = np.sqrt(2 / (criterion.n_clients * len(start.population)))
@@ -174,17 +176,9 @@ def search(criterion, start, root, weak, max_iter, tol, family=None, scale=None,
         method="L-BFGS-B",
         options={"maxiter": max_iter, "maxcor": 30, "ftol": 1e-16, "gtol": tol},
     )
-    parameters = _snapped(result.x, rank, unit, objective)
+    spread = np.arange(len(result.x)) >= rank
+    small = spread & ((result.x * unit) ** 2 < _NO_SPREAD)
+    parameters = snapped_to_zero(result.x, small, objective, lambda best: _LOST * (1 + abs(best)))
     steep = np.abs(result.jac).max() > 1e3 * tol
     converged = bool(result.success or not steep) and criterion.modes_found
-    return Found(*unpack(parameters), int(result.nit), converged)
-
-
-def _snapped(parameters, rank, unit, objective):
-    """Parameters of the factor that are next to nothing set to zero, if little is lost."""
-    small = (np.arange(len(parameters)) >= rank) & ((parameters * unit) ** 2 < _NO_SPREAD)
-    if not small.any():
-        return parameters
-    snapped = np.where(small, 0.0, parameters)
-    best, tried = objective(parameters)[0], objective(snapped)[0]
-    return snapped if tried <= best + _LOST * (1 + abs(best)) else parameters
+    return Maximum(*unpack(parameters), int(result.nit), converged)

@@ -2,16 +2,13 @@
 
 import numpy as np
 
-from pfl_sklearn.linear_model._estimates import (
-    Estimates,
-    centred,
-    check_covariance_identified,
-    uncentred,
+from pfl_sklearn.linear_model._mixed._known_population import (
+    fit_known_population,
+    is_known_with_few_rows,
 )
-from pfl_sklearn.linear_model._mixed._known_population import fit_known, is_cheap
-from pfl_sklearn.linear_model._mixed._no_pooling import fit_local
+from pfl_sklearn.linear_model._mixed._no_pooling import fit_without_pooling
 from pfl_sklearn.linear_model._mixed._profile import Settings, client_deviations, open_coefficients
-from pfl_sklearn.linear_model._mixed._reduction import reduce_rows
+from pfl_sklearn.linear_model._mixed._reduction import reduce_table
 from pfl_sklearn.linear_model._mixed._variance_search import (
     at_ratio,
     search_factor,
@@ -19,11 +16,17 @@ from pfl_sklearn.linear_model._mixed._variance_search import (
     search_ratio,
 )
 from pfl_sklearn.linear_model._posterior import RowPosterior
+from pfl_sklearn.linear_model._table import (
+    Estimates,
+    centred,
+    check_covariance_identified,
+    uncentred,
+)
 
 _INFINITE = 1e12
 
 
-def fit_gaussian(table, prior, options):
+def fit_gaussian_prior(table, prior, options):
     """Population, variance components and clients by restricted or full maximum likelihood.
 
     Parameters
@@ -41,33 +44,25 @@ def fit_gaussian(table, prior, options):
     mean, covariance = prior.known_mean(q), prior.known_covariance(q)
     if covariance is None:
         if table.n_clients == 1:
-            return fit_local(table, prior, options, np.full((q, q), np.nan))
-        check_identified(table, prior.covariance_type, options.noise_variance)
+            return fit_without_pooling(table, prior, options, np.full((q, q), np.nan))
+        check_variances_identified(table, prior.covariance_type, options.noise_variance)
     elif np.isinf(covariance).any():
-        return fit_local(table, prior, options, covariance)
-    if is_cheap(table, mean, covariance, options.noise_variance):
-        return fit_known(table, prior, mean, covariance, options)
+        return fit_without_pooling(table, prior, options, covariance)
+    if is_known_with_few_rows(table, mean, covariance, options.noise_variance):
+        return fit_known_population(table, prior, mean, covariance, options)
     any_basis = prior.covariance_type == "full" and covariance is None and mean is None
     given = table
     table, offset, centre = centred(table, mean, any_basis)
     spectral = use_spectral(prior.covariance_type, covariance, options.solver)
-    reduced = reduce_rows(
-        table.columns,
-        table.y,
-        table.codes,
-        table.n_clients,
-        q,
-        weights=table.weights,
-        spectral=spectral,
-        common_scale=spectral
-        or (covariance is None and prior.covariance_type in ("spherical", "low_rank")),
-        n_jobs=options.n_jobs,
+    common_shape = covariance is None and prior.covariance_type in ("spherical", "low_rank")
+    reduced = reduce_table(
+        table, spectral=spectral, common_scale=spectral or common_shape, n_jobs=options.n_jobs
     )
     if covariance is not None and _is_as_good_as_infinite(reduced, covariance):
-        return fit_local(given, prior, options, covariance)
+        return fit_without_pooling(given, prior, options, covariance)
     settings = Settings(options.method == "reml", 0 if mean is None else q, options.noise_variance)
-    found = _search(reduced, settings, prior, covariance, spectral, options)
-    return _estimates(table, reduced, found, prior, (offset, centre), mean is None)
+    found = _search_variances(reduced, settings, prior, covariance, spectral, options)
+    return _gaussian_estimates(table, reduced, found, prior, (offset, centre), mean is None)
 
 
 def _is_as_good_as_infinite(reduced, covariance):
@@ -90,7 +85,7 @@ def use_spectral(covariance_type, covariance, solver):
     return common and solver != "quasi_newton"
 
 
-def check_identified(table, covariance_type, noise_variance):
+def check_variances_identified(table, covariance_type, noise_variance):
     """Raise ValueError if the data cannot tell the variances apart."""
     m = table.n_clients
     if noise_variance is None and len(table.y) == m:
@@ -101,7 +96,7 @@ def check_identified(table, covariance_type, noise_variance):
     check_covariance_identified(table, covariance_type)
 
 
-def _search(reduced, settings, prior, covariance, spectral, options):
+def _search_variances(reduced, settings, prior, covariance, spectral, options):
     """Covariance and noise variance, whichever of them is unknown."""
     q, noise = reduced.n_random, options.noise_variance
     if covariance is None:
@@ -117,7 +112,7 @@ def _search(reduced, settings, prior, covariance, spectral, options):
     return at_ratio(reduced, settings, scaled / noise)
 
 
-def _estimates(table, reduced, found, prior, around, free_mean):
+def _gaussian_estimates(table, reduced, found, prior, around, free_mean):
     """Everything in the units of the data."""
     offset, centre = around
     m, q, p = table.n_clients, table.n_random, table.columns.shape[1]
@@ -133,7 +128,7 @@ def _estimates(table, reduced, found, prior, around, free_mean):
     coefficients += uncentred(spread, table.intercept, centre)
     ratio = np.zeros((p, p))
     ratio[:q, :q] = found.ratio
-    rows, error, ratio = _put_back(
+    rows, error, ratio = _uncentred_covariances(
         _by_client(reduced, found.whitened), error, ratio, table, centre, scale
     )
     squares = np.multiply.outer(scale, scale)
@@ -155,7 +150,7 @@ def _estimates(table, reduced, found, prior, around, free_mean):
     )
 
 
-def _put_back(rows, error, ratio, table, centre, scale):
+def _uncentred_covariances(rows, error, ratio, table, centre, scale):
     """Whitened columns (m, k, p) and covariances (p, p), all scaled, of uncentred columns."""
     if not centre.any():
         return rows, error, ratio

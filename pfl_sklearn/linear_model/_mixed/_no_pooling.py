@@ -6,15 +6,15 @@ import numpy as np
 
 from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
-from pfl_sklearn.linear_model._estimates import Estimates
+from pfl_sklearn.linear_model._algebra import estimable, inverse_root
 from pfl_sklearn.linear_model._posterior import CovariancePosterior
-from pfl_sklearn.linear_model._roots import estimable, inverse_root
+from pfl_sklearn.linear_model._table import Estimates
 
 _WITHIN = 1e-22  # share of a column's squares, within clients, that is rounding
 _RANK = 1e-12  # singular values, over the lengths of the columns, that are rounding errors
 
 
-def fit_local(table, prior, options, covariance):
+def fit_without_pooling(table, prior, options, covariance):
     """Random coefficients by each client's own least squares of minimum norm.
 
     Fixed coefficients come from what is left of the rows when the random columns are projected off
@@ -22,7 +22,7 @@ def fit_local(table, prior, options, covariance):
     for a single client, infinite where that was asked for.
     """
     batches = _batches(table)
-    solve = partial(_solve_batch, intercept=table.intercept, n_random=table.n_random)
+    solve = partial(_least_squares_batch, intercept=table.intercept, n_random=table.n_random)
     solved = map_batches(solve, batches, options.n_jobs)
     fixed, fixed_root = _fixed_coefficients(solved, table)
     m, p, q = table.n_clients, table.columns.shape[1], table.n_random
@@ -83,7 +83,7 @@ def _batches(table):
     ]
 
 
-def _solve_batch(clients, rows, roots, intercept, n_random):
+def _least_squares_batch(clients, rows, roots, intercept, n_random):
     """Least squares of every client's fixed columns and target on its random columns.
 
     Returns the solutions (b, q, f + 1), the map that made them (b, q, n), what is left of fixed

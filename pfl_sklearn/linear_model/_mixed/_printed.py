@@ -12,11 +12,11 @@ from sklearn.cluster import KMeans
 from sklearn.mixture import GaussianMixture
 
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.linear_model._estimates import centred, point_estimates
-from pfl_sklearn.linear_model._mixed._no_pooling import fit_local
+from pfl_sklearn.linear_model._mixed._no_pooling import fit_without_pooling
 from pfl_sklearn.linear_model._mixed._profile import Settings
-from pfl_sklearn.linear_model._mixed._reduction import reduce_rows
+from pfl_sklearn.linear_model._mixed._reduction import reduce_table
 from pfl_sklearn.linear_model._mixed._variance_search import search_ratio
+from pfl_sklearn.linear_model._table import centred, point_estimates
 from pfl_sklearn.priors import GaussianPrior
 
 _DIVERGED = 1e8
@@ -52,16 +52,7 @@ def client_grams(table):
         raise ValueError(
             "the printed algorithms let all coefficients vary by client; expected random='all'."
         )
-    reduced = reduce_rows(
-        table.columns,
-        table.y,
-        table.codes,
-        table.n_clients,
-        p,
-        weights=table.weights,
-        spectral=True,
-        scale=np.ones(p),
-    )
+    reduced = reduce_table(table, spectral=True, scale=np.ones(p))
     grams = np.zeros((table.n_clients, p + 1, p + 1))
     for stack in reduced.stacks:
         grams[stack.clients] = stack.rows.transpose(0, 2, 1) @ stack.rows
@@ -94,12 +85,12 @@ def fit_by_gradient(table, prior, options):
     state = Descent(np.zeros_like(grams.right), np.zeros(q), noise, between)
     rate = options.learning_rate or 1 / (grams.curvature() / noise + 1 / between)
     free = mean is None, options.noise_variance is None, covariance is None
-    bounds = _Bounds(_DIVERGED * (grams.square.sum() / noise + 1), 10 * noise)
+    bounds = _DivergenceBounds(_DIVERGED * (grams.square.sum() / noise + 1), 10 * noise)
     n_iter, done = 0, False
     while n_iter < options.max_iter and not done:
         n_iter, before = n_iter + 1, state
         with np.errstate(over="ignore", invalid="ignore"):
-            state, loss = _descend(grams, state, rate, free, options.variance_floor)
+            state, loss = _gradient_step(grams, state, rate, free, options.variance_floor)
         if bounds.exceeded(state, loss):
             _explain_divergence(n_iter, rate, grams, before)
         change = np.abs(state.theta - before.theta).max()
@@ -117,7 +108,7 @@ def fit_by_gradient(table, prior, options):
     )
 
 
-class _Bounds(NamedTuple):
+class _DivergenceBounds(NamedTuple):
     """Beyond these the descent has gone astray; a variance is far above what it is to explain."""
 
     loss: float
@@ -128,7 +119,7 @@ class _Bounds(NamedTuple):
         return not (loss < self.loss and state.noise <= self.noise and state.between <= between)
 
 
-def _descend(grams, state, rate, free, floor):
+def _gradient_step(grams, state, rate, free, floor):
     """One step of everybody, in the order of the listing, and the loss after it."""
     theta, mu, noise, between = state
     q = theta.shape[1]
@@ -208,7 +199,7 @@ def fit_clustered(table, prior, options):
     if noise is None:
         settings = Settings(False, 0, None)
         noise = search_ratio(reduced, settings, options.max_iter, 1e-4).point.noise
-    start = _local_coefficients(table, prior, options, noise)
+    start = _unpooled_coefficients(table, prior, options, noise)
     spread = "covariances" in prior.get_params(deep=False)
     step = _step_of_mixture if spread else _step_of_points
     rate = options.learning_rate or 1 / (grams.curvature() / noise + 1.0)
@@ -227,12 +218,14 @@ def fit_clustered(table, prior, options):
     return point_estimates(mean, theta + offset, fitted, covariance, noise, n_iter, done, shares)
 
 
-def _local_coefficients(table, prior, options, noise):
+def _unpooled_coefficients(table, prior, options, noise):
     """Pseudo-inverse fits (m, q)."""
 
     q = table.n_random
     options = options._replace(noise_variance=noise)
-    return fit_local(table, GaussianPrior(), options, np.diag(np.full(q, np.inf))).coefficients
+    return fit_without_pooling(
+        table, GaussianPrior(), options, np.diag(np.full(q, np.inf))
+    ).coefficients
 
 
 def _cluster(theta, prior, state):

@@ -3,18 +3,27 @@
 Everything here is computed from released sums, public numbers and the user's parameters.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+
+from pfl_sklearn._clients import client_batches
+from pfl_sklearn._parallel import map_batches
+from pfl_sklearn.linear_model._algebra import square_root
+from pfl_sklearn.linear_model._posterior import RowPosterior
 
 _COEFFICIENT_SD = 2.0  # of the ridge, in units of target_bound / feature_bound
 _TYPICAL = 1 / 4  # coefficients in units of that, for the first guess
 _PASSES = 3
 _ROUNDING = 1e-14
+_CELLS = 1 << 18  # of a batch: it fits the cache
+_AS_GOOD_AS_EXACT = 1e-6
+_LARGEST = 1e150
 _STANDS_OUT = 4.0  # standard deviations of the noise on a released noise variance
 
 
-class Population(NamedTuple):
+class ReleasedPopulation(NamedTuple):
     """Fitted population coefficients; None of it is exact."""
 
     mean: np.ndarray  # (p,)
@@ -23,7 +32,7 @@ class Population(NamedTuple):
     trusted: bool  # False if a released noise variance does not stand out of the noise on it
 
 
-class Sizes(NamedTuple):
+class PublicSizes(NamedTuple):
     """What is public of the numbers of rows; None is to be taken from the release."""
 
     largest: float  # that the weight can be: the number of clients (rows), or infinity
@@ -51,14 +60,14 @@ def estimate_population(noisy, moments, sizes, between, noise):
     ----------
     noisy : NoisyMoments
     moments : RegressionMoments
-    sizes : Sizes
+    sizes : PublicSizes
     between : ndarray of shape (p, p)
         In the order of the message, in the units of the data.
     noise : float or None
 
     Returns
     -------
-    Population
+    ReleasedPopulation
         In the order of the message, in the units of the data.
     """
     target = moments.target_scale / moments.target_bound
@@ -75,23 +84,23 @@ def estimate_population(noisy, moments, sizes, between, noise):
     for _ in range(_PASSES):
         error = _release_error(noisy.std, product)
         error += _sampling_error(gram, spread, variance, sizes, weight)
-        mean, covariance = _posterior(gram, noisy.cross, error, prior)
+        mean, covariance = _bayes_regression(gram, noisy.cross, error, prior)
         product = np.multiply.outer(mean, mean)
         if noise is None:
             variance, trusted = _noise_variance(
                 noisy, gram, mean, spread, weight, moments.target_scale**2
             )
     covariance = covariance * np.multiply.outer(unit, unit)
-    return Population(mean * unit, covariance, float(variance / target**2), trusted)
+    return ReleasedPopulation(mean * unit, covariance, float(variance / target**2), trusted)
 
 
 def _released_sizes(noisy, sizes):
-    """Sizes without None, and the weight W; what is uncertain is taken on the safe side."""
+    """PublicSizes without None, and the weight W; what is uncertain is taken on the safe side."""
     weight = min(max(noisy.weight, noisy.weight_std), sizes.largest)
     if sizes.inverse is not None:
         return sizes, weight
     summed = noisy.inverse_sizes + noisy.inverse_sizes_std
-    return Sizes(sizes.largest, 1 / weight, min(max(summed / weight, 0.0), 1.0)), weight
+    return PublicSizes(sizes.largest, 1 / weight, min(max(summed / weight, 0.0), 1.0)), weight
 
 
 def _release_error(std, product):
@@ -106,7 +115,7 @@ def _sampling_error(gram, spread, variance, sizes, weight):
     return sizes.share * moved + sizes.inverse * (unequal + variance * gram)
 
 
-def _posterior(gram, cross, error, prior):
+def _bayes_regression(gram, cross, error, prior):
     """Mean (p,) and covariance (p, p) of theta ~ N(0, prior^2) given cross ~ N(gram theta, error).
 
     In coefficients of unit prior variance, and conditioned on the cross moments, so that neither a
@@ -133,3 +142,60 @@ def _noise_variance(noisy, gram, mean, spread, weight, largest):
     std = np.hypot(noisy.square_std, noisy.std * np.sqrt(2 * square + square**2)) / weight
     std = np.hypot(std, found * noisy.weight_std / weight)
     return float(min(max(found, std), largest)), bool(found > _STANDS_OUT * std)
+
+
+def client_posteriors(table, found, covariance, n_jobs):
+    """Coefficients (m, p) and their posterior under N(found.mean, covariance + its error).
+
+    The error of the released mean adds to the prior covariance (q, q) of the random coefficients:
+    a mean that is all noise makes every client keep its own regression. That of the fixed ones is
+    what their posterior has; its correlation with the others' is left out. A client's own part in
+    the release, one of many under noise, is not taken out of it again.
+
+    Where the released noise variance is of no use, rows count for as good as exact: every client
+    keeps its own regression, around the released mean where its rows tell nothing, and states no
+    standard deviation. A client with values too large to be squared gets NaN, alone.
+    """
+    q, p = table.n_random, table.columns.shape[1]
+    noise = found.noise if found.trusted else _AS_GOOD_AS_EXACT * found.noise
+    ratio, error = np.zeros((p, p)), np.zeros((p, p))
+    ratio[:q, :q] = (covariance + found.covariance[:q, :q]) / noise
+    error[q:, q:] = found.covariance[q:, q:]
+    with np.errstate(over="ignore", invalid="ignore"):
+        residuals = table.y - table.columns @ found.mean
+        solved = _whitened_by_client(table, residuals, square_root(ratio[:q, :q]), n_jobs)
+    coefficients = np.tile(found.mean, (table.n_clients, 1))
+    # As wide for every table: the largest client's number of rows is not told to the others.
+    rows = np.zeros((table.n_clients, q, p))
+    for clients, whitened in solved:
+        pulled = (whitened[:, None, :, -1] @ whitened[:, :, :q])[:, 0]
+        coefficients[clients, :q] += pulled @ ratio[:q, :q]
+        rows[clients, : whitened.shape[1]] = whitened[:, :, :-1]
+    stated = found.noise if found.trusted else np.nan
+    return coefficients, RowPosterior(rows, ratio, stated, error, np.ones(p))
+
+
+def _whitened_by_client(table, residuals, root, n_jobs):
+    """Clients and whitened rows (b, k, p + 1) of every batch."""
+    index = client_batches(table.codes, table.n_clients, _CELLS // table.columns.shape[1])
+    batches = [
+        (clients, np.concatenate([table.columns[rows], residuals[rows][..., None]], axis=-1))
+        for clients, rows in index
+    ]
+    return map_batches(partial(_whiten_batch, root=root), batches, n_jobs)
+
+
+def _whiten_batch(clients, table, root):
+    """Clients, and rows (b, k, p + 1) times the inverse root of I + Z P Z', P = root root'.
+
+    By singular values, which take rows of any size; k is at most the number q of random columns.
+    """
+    q = len(root)
+    too_large = ~(np.abs(table).max(axis=(1, 2)) < _LARGEST)
+    table[too_large] = 0.0
+    if table.shape[1] > q:
+        table = np.linalg.qr(table, mode="r")[:, :q]
+    left, values, _ = np.linalg.svd(table[:, :, :q] @ root, full_matrices=False)
+    whitened = left.transpose(0, 2, 1) @ table / np.hypot(1, values)[..., None]
+    whitened[too_large] = np.nan
+    return clients, whitened

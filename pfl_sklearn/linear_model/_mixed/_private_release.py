@@ -6,21 +6,20 @@ shared between clients but the release. Columns are in the order of the prior.
 
 import dataclasses
 import math
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from pfl_sklearn._clients import row_counts
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.linear_model._estimates import Estimates
-from pfl_sklearn.linear_model._mixed._no_pooling import fit_local
-from pfl_sklearn.linear_model._mixed._private_clients import client_posteriors
+from pfl_sklearn.linear_model._mixed._no_pooling import fit_without_pooling
 from pfl_sklearn.linear_model._mixed._private_population import (
-    Population,
-    Sizes,
+    PublicSizes,
+    ReleasedPopulation,
+    client_posteriors,
     estimate_population,
 )
+from pfl_sklearn.linear_model._table import Estimates
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, RegressionMoments, gdp_epsilon
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._report import private_report
@@ -35,7 +34,7 @@ _DROWNED = (
 _SMALLEST_BOUND = 1e-50  # squares of ratios of bounds are numbers from there on
 
 
-class Release(NamedTuple):
+class ReleaseParameters(NamedTuple):
     """Parameters of a private fit."""
 
     epsilon: float
@@ -47,41 +46,7 @@ class Release(NamedTuple):
     random_state: object
 
 
-def with_report(fit, prior, release, sample_weight, names):
-    """Function from a table, a prior and options to estimates and a privacy report.
-
-    Parameters
-    ----------
-    fit : callable
-        What gives the estimates without privacy.
-    prior : prior
-    release : Release
-    sample_weight : array-like or None
-    names : pair of tuples of str
-        Fitted attributes that a private fit releases, and that it does not.
-
-    Raises
-    ------
-    ValueError
-        If `epsilon` is finite, and the parameters do not make a private fit.
-    """
-    if math.isfinite(release.epsilon):
-        _check_release(prior, release, sample_weight)
-        return partial(fit_private, release=release, names=names)
-    return partial(_fit_openly, fit, names)
-
-
-def _fit_openly(fit, names, table, prior, options):
-    """Estimates, and the report that nothing protects them."""
-    report = PrivacyReport.unprotected(
-        "epsilon=inf was asked for.",
-        not_released=(*names[0], *names[1]),
-        n_clients=table.n_clients,
-    )
-    return fit(table, prior, options), report
-
-
-def _check_release(prior, release, sample_weight):
+def check_release_parameters(prior, release, sample_weight):
     """Raise ValueError for a private fit that cannot be, before any data is touched."""
     if type(prior).__name__ != "GaussianPrior":
         raise ValueError(
@@ -107,7 +72,7 @@ def _check_release(prior, release, sample_weight):
         )
 
 
-def release_events(prior, params):
+def regression_events(prior, params):
     """Accounting events of a fit.
 
     The number of features is not known before the data are; the ratio of the two sensitivities is
@@ -136,7 +101,7 @@ def release_events(prior, params):
 
 
 def fit_private(table, prior, options, release, names):
-    """Population from one release, and the clients' posteriors around it.
+    """ReleasedPopulation from one release, and the clients' posteriors around it.
 
     Parameters
     ----------
@@ -145,7 +110,7 @@ def fit_private(table, prior, options, release, names):
         Its covariance has to be known if there are several clients.
     options : Options
         Of these `method`, `solver` and what belongs to them have no effect.
-    release : Release
+    release : ReleaseParameters
     names : pair of tuples of str
         Fitted attributes that are released, and that are not.
 
@@ -163,13 +128,15 @@ def fit_private(table, prior, options, release, names):
         covariance = None
     _check_known(table, mean, covariance, options.noise_variance, release)
     if mean is not None:
-        found = Population(mean, np.zeros_like(covariance), options.noise_variance, True)
+        found = ReleasedPopulation(mean, np.zeros_like(covariance), options.noise_variance, True)
         report = _report_of_nothing(table, release, names)
     else:
-        found, report = _release(table, covariance, options.noise_variance, release, names)
+        found, report = _released_population(
+            table, covariance, options.noise_variance, release, names
+        )
     if not found.trusted:
         warn_caller(_DROWNED, UserWarning)
-    return _estimates(table, prior, mean, covariance, options, found), report
+    return _private_estimates(table, prior, mean, covariance, options, found), report
 
 
 def _check_known(table, mean, covariance, noise, release):
@@ -195,7 +162,7 @@ def _check_known(table, mean, covariance, noise, release):
         )
 
 
-def _release(table, covariance, noise, release, names):
+def _released_population(table, covariance, noise, release, names):
     """Fitted population and report."""
     moments, total, sizes = _messages(table, noise, release)
     rng, seeded = noise_generator(release.random_state)
@@ -206,7 +173,7 @@ def _release(table, covariance, noise, release, names):
         between[: table.n_random, : table.n_random] = covariance
     order = _message_order(table)
     found = estimate_population(noisy, moments, sizes, between[np.ix_(order, order)], noise)
-    report = _report(table, moments, mechanism, release, sizes, noisy, seeded, names)
+    report = _release_report(table, moments, mechanism, release, sizes, noisy, seeded, names)
     back = np.argsort(order)
     mean, covariance = found.mean[back], found.covariance[np.ix_(back, back)]
     return found._replace(mean=mean, covariance=covariance), report
@@ -241,14 +208,14 @@ def _messages(table, noise, release):
         inverse = float(np.sum(1 / counts))
         total = moments.total(features, table.y, 1 / counts[table.codes], inverse)
         if not public:
-            return moments, total, Sizes(math.inf, None, None)
-        return moments, total, Sizes(len(counts), 1 / len(counts), inverse / len(counts))
+            return moments, total, PublicSizes(math.inf, None, None)
+        return moments, total, PublicSizes(len(counts), 1 / len(counts), inverse / len(counts))
     largest = len(table.y) if public else math.inf
     share = float(np.sum(counts**2) / len(table.y) ** 2)
-    return moments, moments.total(features, table.y), Sizes(largest, share, 1.0)
+    return moments, moments.total(features, table.y), PublicSizes(largest, share, 1.0)
 
 
-def _estimates(table, prior, mean, covariance, options, found):
+def _private_estimates(table, prior, mean, covariance, options, found):
     """Everything that the fit is to return.
 
     A single client whose population is its own regression has nothing to borrow.
@@ -257,7 +224,7 @@ def _estimates(table, prior, mean, covariance, options, found):
     if covariance is None:
         covariance = np.full((q, q), np.nan)
     if table.n_clients == 1 and mean is None:
-        local = fit_local(table, prior, options, covariance)
+        local = fit_without_pooling(table, prior, options, covariance)
         coefficients, posterior = local.coefficients, local.posterior
     else:
         coefficients, posterior = client_posteriors(table, found, covariance, options.n_jobs)
@@ -275,7 +242,7 @@ def _estimates(table, prior, mean, covariance, options, found):
     )
 
 
-def _report(table, moments, mechanism, release, sizes, noisy, seeded, names):
+def _release_report(table, moments, mechanism, release, sizes, noisy, seeded, names):
     """Report of one release; under add/remove it tells no number of rows or clients."""
     public = release.relation == "replace_one"
     n_units = sizes.largest if public else max(noisy.weight, 1.0)
@@ -289,7 +256,7 @@ def _report(table, moments, mechanism, release, sizes, noisy, seeded, names):
         },
         n_clients=1,
         seeded=seeded,
-        caveats=_caveats(release, n_units),
+        caveats=_delta_caveats(release, n_units),
         unit=release.unit,
         relation=release.relation,
         epsilon_under=((other, gdp_epsilon(under, release.delta)),),
@@ -316,7 +283,7 @@ def _report_of_nothing(table, release, names):
     )
 
 
-def _caveats(release, n_units):
+def _delta_caveats(release, n_units):
     if release.delta <= 1 / n_units:
         return ()
     return (

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn.linear_model._roots import estimable, inverse_root
+from pfl_sklearn.linear_model._algebra import estimable, inverse_root, solve_lower
+from pfl_sklearn.linear_model._mixed._reduction import flat_rows
 
 _BLOCK = 1024
 _SMALLEST = 1e-280
@@ -66,17 +67,8 @@ def whiten(reduced, factor):
         covariance += np.eye(covariance.shape[1])
         lower = np.linalg.cholesky(covariance)
         log_det += 2 * np.log(np.einsum("bkk->bk", lower)).sum()
-        rows.append(_solve_lower(lower, stack.rows))
+        rows.append(solve_lower(lower, stack.rows))
     return Whitened(rows, log_det)
-
-
-def _solve_lower(lower, right):
-    """Forward substitution: (b, k, k) lower triangular, (b, k, c)."""
-    solved = np.empty_like(right)
-    for j in range(right.shape[1]):
-        known = (lower[:, j, None, :j] @ solved[:, :j])[:, 0]
-        solved[:, j] = (right[:, j] - known) / lower[:, j, j, None]
-    return solved
 
 
 def profile(reduced, whitened, settings):
@@ -119,18 +111,14 @@ def refined(reduced, whitened, settings, point):
             reduced.remainder[:-1, -1] - reduced.remainder[:-1, :-1] @ fixed
         )
         for rows, residual in zip(whitened.rows, residuals, strict=True):
-            slope += residual.ravel() @ _flat(rows)[:, first:-1]
+            slope += residual.ravel() @ flat_rows(rows)[:, first:-1]
         coefficients = coefficients + point.root @ (point.root.T @ slope)
         residuals, _ = _residuals(reduced, whitened, coefficients, first)
     return point._replace(coefficients=coefficients, residuals=residuals)
 
 
-def _flat(rows):
-    return rows.reshape(-1, rows.shape[2])
-
-
 def _gram(rows):
-    flat = _flat(rows)
+    flat = flat_rows(rows)
     return flat.T @ flat
 
 
@@ -140,7 +128,7 @@ def _residuals(reduced, whitened, coefficients, first):
     square = direction @ reduced.remainder @ direction
     residuals = []
     for rows in whitened.rows:
-        flat = _flat(rows)
+        flat = flat_rows(rows)
         residual = flat[:, -1] - flat[:, first:-1] @ coefficients
         square += residual @ residual
         residuals.append(residual.reshape(rows.shape[:2]))
@@ -156,7 +144,7 @@ def slope_spectral(reduced, whitened, point, settings, ratio):
         first_sum += share.sum()
         second_sum += np.vdot(share, share)
         if settings.restricted:
-            slope -= share.ravel() @ _leverages(_flat(rows)[:, settings.first : -1], point.root)
+            slope -= share.ravel() @ _leverages(flat_rows(rows)[:, settings.first : -1], point.root)
     return slope + first_sum, first_sum, second_sum
 
 

@@ -17,7 +17,7 @@ from pfl_sklearn._parallel import map_batches
 _CELLS = 1 << 18  # of a batch: it fits the cache
 
 
-class Stack(NamedTuple):
+class ReducedStack(NamedTuple):
     """Reduced rows of clients that have equally many."""
 
     clients: np.ndarray  # (b,)
@@ -89,7 +89,7 @@ def reduce_rows(
     if not np.isfinite(sum_of_squares):
         raise ValueError("y holds values too large to be squared (above about 1e150).")
     batches = [
-        (clients, _gather(columns, y, rows, scale, root))
+        (clients, _scaled_rows(columns, y, rows, scale, root))
         for clients, rows in client_batches(codes, n_clients, _CELLS // len(scale))
     ]
     reduce = partial(_reduce_batch, n_random=n_random, spectral=spectral)
@@ -97,7 +97,7 @@ def reduce_rows(
     size = columns.shape[1] - n_random + 1
     remainder = sum((part[1] for part in parts), np.zeros((size, size)))
     return Reduced(
-        _stack([part[0] for part in parts]),
+        _joined_stacks([part[0] for part in parts]),
         remainder,
         len(y),
         n_clients,
@@ -108,7 +108,28 @@ def reduce_rows(
     )
 
 
-def _gather(columns, y, rows, scale, root):
+def reduce_table(table, *, spectral, common_scale=True, scale=None, n_jobs=None):
+    """Reduced rows of a Table; the parameters are those of `reduce_rows`."""
+    return reduce_rows(
+        table.columns,
+        table.y,
+        table.codes,
+        table.n_clients,
+        table.n_random,
+        weights=table.weights,
+        spectral=spectral,
+        common_scale=common_scale,
+        n_jobs=n_jobs,
+        scale=scale,
+    )
+
+
+def flat_rows(rows):
+    """Rows (b k, p + 1) of all clients of a stack, one below the other."""
+    return rows.reshape(-1, rows.shape[2])
+
+
+def _scaled_rows(columns, y, rows, scale, root):
     """Scaled and weighted rows (b, n, p + 1) of a batch."""
     table = np.empty((*rows.shape, len(scale) + 1))
     np.multiply(columns[rows], scale, out=table[..., :-1])
@@ -141,15 +162,17 @@ def _reduce_batch(clients, table, n_random, spectral):
         left = triangular[:, n_random:, n_random:].reshape(-1, size)
         table, remainder = triangular[:, :n_random], left.T @ left
     if not spectral:
-        return Stack(clients, table, None), remainder
+        return ReducedStack(clients, table, None), remainder
     random = table[:, :, :n_random]
     if table.shape[1] == 1:
-        return Stack(clients, table, np.sum(random**2, axis=2)), remainder
+        return ReducedStack(clients, table, np.sum(random**2, axis=2)), remainder
     values, vectors = np.linalg.eigh(random @ random.transpose(0, 2, 1))
-    return Stack(clients, vectors.transpose(0, 2, 1) @ table, np.maximum(values, 0.0)), remainder
+    return ReducedStack(
+        clients, vectors.transpose(0, 2, 1) @ table, np.maximum(values, 0.0)
+    ), remainder
 
 
-def _stack(stacks):
+def _joined_stacks(stacks):
     """Stacks of equally many rows joined."""
     joined = []
     for size in sorted({stack.rows.shape[1] for stack in stacks}):
@@ -158,5 +181,5 @@ def _stack(stacks):
         if same[0].eigenvalues is not None:
             values = np.concatenate([stack.eigenvalues for stack in same])
         clients = np.concatenate([stack.clients for stack in same])
-        joined.append(Stack(clients, np.concatenate([stack.rows for stack in same]), values))
+        joined.append(ReducedStack(clients, np.concatenate([stack.rows for stack in same]), values))
     return joined

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import OptimizeResult, brentq, minimize
 
-from pfl_sklearn.linear_model._covariance import factor_of
+from pfl_sklearn.linear_model._algebra import factor_of, snapped_to_zero, square_root
 from pfl_sklearn.linear_model._mixed._profile import (
     Point,
     Whitened,
@@ -16,8 +16,7 @@ from pfl_sklearn.linear_model._mixed._profile import (
     whiten,
     whiten_spectral,
 )
-from pfl_sklearn.linear_model._mixed._reduction import Stack
-from pfl_sklearn.linear_model._roots import square_root
+from pfl_sklearn.linear_model._mixed._reduction import ReducedStack
 
 _CHEAP_CELLS = 1 << 18  # of the reduced rows, up to which a whole grid of variances is looked at
 _GRID = np.geomspace(1e-5, 1e5, 21)
@@ -33,7 +32,7 @@ _ROUNDS, _FAR_OFF = 6, 3.0  # of quasi-Newton steps, and how wrong the units of 
 _LARGEST_FACTOR = 1e7
 
 
-class Found(NamedTuple):
+class FoundVariances(NamedTuple):
     """Between-client covariance over the noise variance, in the scale of the reduction."""
 
     ratio: np.ndarray  # (q, q)
@@ -51,7 +50,7 @@ def at_ratio(reduced, settings, ratio):
     else:
         whitened = whiten(reduced, square_root(ratio))
     point = profile(reduced, whitened, settings)
-    return Found(ratio, refined(reduced, whitened, settings, point), whitened, 0, True)
+    return FoundVariances(ratio, refined(reduced, whitened, settings, point), whitened, 0, True)
 
 
 def search_ratio(reduced, settings, max_iter, tol):
@@ -68,19 +67,19 @@ def search_ratio(reduced, settings, max_iter, tol):
         start = 1.0
         some, half = _some_clients(reduced), _half_precision(reduced)
         unrestricted = settings._replace(restricted=False)
-        start = _score(some, unrestricted, start, _START_STEPS, _START_TOL).next_ratio
-        start = _score(half, settings, start, _START_STEPS, _START_TOL).next_ratio
-    found = _score(reduced, settings, start, max_iter, tol)
+        start = _fisher_steps(some, unrestricted, start, _START_STEPS, _START_TOL).next_ratio
+        start = _fisher_steps(half, settings, start, _START_STEPS, _START_TOL).next_ratio
+    found = _fisher_steps(reduced, settings, start, max_iter, tol)
     if found.evidence < _FAR_FROM_ZERO:
         none = at_ratio(reduced, settings, 0.0)
         if none.point.criterion <= found.point.criterion:
             return none._replace(n_iter=found.n_iter, converged=found.converged)
     point = refined(reduced, found.whitened, settings, found.point)
     ratio = found.ratio * np.eye(reduced.n_random)
-    return Found(ratio, point, found.whitened, found.n_iter, found.converged)
+    return FoundVariances(ratio, point, found.whitened, found.n_iter, found.converged)
 
 
-class Scored(NamedTuple):
+class FisherSteps(NamedTuple):
     """Where Fisher scoring ended, how many squared standard errors that is from zero, and where the
     next step would have led."""
 
@@ -93,7 +92,7 @@ class Scored(NamedTuple):
     next_ratio: float
 
 
-def _score(reduced, settings, start, max_iter, tol):
+def _fisher_steps(reduced, settings, start, max_iter, tol):
     """Fisher scoring for a ratio, kept between the last ratios of either slope."""
     moved, low, high, n_iter, done = start, 0.0, np.inf, 0, False
     whitened = None
@@ -110,14 +109,14 @@ def _score(reduced, settings, start, max_iter, tol):
             moved = np.sqrt(low * high) if low > 0 else ratio / _LARGEST_STEP
         done = abs(moved - ratio) <= tol * ratio or not _ZERO < moved < _LARGEST
     evidence, after = ratio**2 * information, max(float(moved), _SMALLEST_START)
-    return Scored(ratio, point, whitened, n_iter, bool(done), evidence, after)
+    return FisherSteps(ratio, point, whitened, n_iter, bool(done), evidence, after)
 
 
 def _some_clients(reduced):
     """About `_START_CLIENTS` of the clients of every stack."""
     step = max(reduced.n_clients // max(_START_CLIENTS, reduced.n_columns), 1)
     stacks = [
-        Stack(stack.clients[::step], stack.rows[::step], stack.eigenvalues[::step])
+        ReducedStack(stack.clients[::step], stack.rows[::step], stack.eigenvalues[::step])
         for stack in reduced.stacks
     ]
     left = reduced.n_rows - sum(stack.eigenvalues.size for stack in reduced.stacks)
@@ -148,16 +147,17 @@ def search_factor(reduced, settings, covariance_type, rank, max_iter, tol):
 
     n_cells = sum(stack.rows.size for stack in reduced.stacks)
     starts = factor.starts if n_cells <= _FEW_CELLS else factor.starts[:1]
-    runs = [_descend(objective, factor, start, max_iter, tol) for start in starts]
+    runs = [_quasi_newton(objective, factor, start, max_iter, tol) for start in starts]
     result = min(runs, key=lambda run: (not run.success, run.fun))
-    parameters = _snapped(result.x, objective)
+    small = result.x**2 < 1e3 * _ZERO
+    parameters = snapped_to_zero(result.x, small, objective, lambda best: 1e-10 * abs(best))
     lower = factor.matrix(parameters)
     found = at_ratio(reduced, settings, lower @ lower.T)
     steep = np.abs(result.jac).max() > 100 * tol
     return found._replace(n_iter=int(result.nit), converged=bool(result.success or not steep))
 
 
-def _descend(objective, factor, start, max_iter, tol):
+def _quasi_newton(objective, factor, start, max_iter, tol):
     """Quasi-Newton from a start, in units of the factor's rows once these are large.
 
     Slopes are flat where the variances are large, so that tolerances have to be relative there.
@@ -181,16 +181,6 @@ def _descend(objective, factor, start, max_iter, tol):
 
 def _times(valued, unit):
     return valued[0], valued[1] * unit
-
-
-def _snapped(parameters, objective):
-    """Parameters whose square is next to nothing set to zero, if that is no worse."""
-    small = parameters**2 < 1e3 * _ZERO
-    if not small.any():
-        return parameters
-    snapped = np.where(small, 0.0, parameters)
-    best, tried = objective(parameters)[0], objective(snapped)[0]
-    return snapped if tried <= best + 1e-10 * abs(best) else parameters
 
 
 def search_noise(reduced, settings, covariance):

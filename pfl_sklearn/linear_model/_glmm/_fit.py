@@ -111,7 +111,7 @@ def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
     return _logit_estimates(
         outcome,
         prior,
-        *_uncentred_fit(found, summary, error, table.intercept, centre),
+        *_uncentred_fit(found, summary, *error, table.intercept, centre),
         told,
         weak,
     )
@@ -146,10 +146,13 @@ def _centred(table, first):
     return centred_columns(table, first)
 
 
-def _uncentred_fit(found, summary, error, intercept, centre):
-    """Maximum, _ClientModes and error (a p, a p) for the columns as they were before centring."""
+def _uncentred_fit(found, summary, error, root, intercept, centre):
+    """Maximum, _ClientModes and population error for the columns as they were before centring.
+
+    The error is a covariance (a p, a p) and its root (a p, rank), or None without centring.
+    """
     if not centre.any():
-        return found, summary, error
+        return found, summary, error, None
     a, p, q = *found.population.shape, summary.deviations.shape[2]
     rows = summary.rows.reshape(*summary.rows.shape[:2], a, p)
     rows = (rows + rows[..., intercept, None] * centre).reshape(summary.rows.shape)
@@ -159,11 +162,13 @@ def _uncentred_fit(found, summary, error, intercept, centre):
         factor = uncentred(factor.T, intercept, centre[:q]).T
     half = uncentred(error.reshape(a * p, a, p), intercept, centre).reshape(a * p, a * p)
     error = uncentred(half.T.reshape(a * p, a, p), intercept, centre).reshape(a * p, a * p)
+    root = uncentred(root.T.reshape(-1, a, p), intercept, centre).reshape(-1, a * p).T
     population = uncentred(found.population, intercept, centre)
     return (
         found._replace(population=population, factor=factor),
         summary._replace(deviations=deviations, rows=rows),
         error,
+        root,
     )
 
 
@@ -283,14 +288,16 @@ def _held_information(rows, a, weak):
 
 
 def _population_error(rows, a, weak):
-    """Covariance (a p, a p) of the population coefficients; 0 for those that are known."""
+    """Covariance (a p, a p) of the population coefficients, 0 where known, and its root."""
     p = rows.shape[2] // a
     first = p - len(weak.slopes)
-    error = np.zeros((a, p, a, p))
+    error, root = np.zeros((a, p, a, p)), np.zeros((a, p, 0))
     if first < p:
-        root, _ = inverse_root(_held_information(rows, a, weak))
-        error[:, first:, :, first:] = (root @ root.T).reshape(a, p - first, a, p - first)
-    return error.reshape(a * p, a * p)
+        free, _ = inverse_root(_held_information(rows, a, weak))
+        error[:, first:, :, first:] = (free @ free.T).reshape(a, p - first, a, p - first)
+        root = np.zeros((a, p, free.shape[1]))
+        root[:, first:] = free.reshape(a, p - first, -1)
+    return error.reshape(a * p, a * p), root.reshape(a * p, -1)
 
 
 def _estimable(rows, outcome, weak, intercept, centre):
@@ -330,11 +337,12 @@ def _stack_modes(clients, x, y, w, state, *, outcome, population, factor):
     return deviations, whitening, float(np.sum(mode.value) - 0.5 * log_det), bool(mode.found.all())
 
 
-def _logit_estimates(outcome, prior, found, summary, error, told, weak):
+def _logit_estimates(outcome, prior, found, summary, error, root, told, weak):
     """Everything in the coding of the classes."""
     (m, a, q), p, coding = summary.deviations.shape, found.population.shape[1], outcome.coding
     coded = np.kron(coding, np.eye(p))
     error = coded @ error @ coded.T
+    root = None if root is None else coded @ root
     covariance = found.factor @ found.factor.T
     population = coding @ found.population
     coefficients = np.tile(population, (m, 1, 1))
@@ -345,7 +353,7 @@ def _logit_estimates(outcome, prior, found, summary, error, told, weak):
         error,
         told,
         coefficients,
-        _scaled_posterior(rows, np.kron(coding @ coding.T, _embedded(covariance, p)), error),
+        _scaled_posterior(rows, np.kron(coding @ coding.T, _embedded(covariance, p)), error, root),
         prior.with_values(population[:, :q].ravel(), covariance),
         covariance,
         summary.log_likelihood,
@@ -365,11 +373,12 @@ def _embedded(covariance, p):
     return between
 
 
-def _scaled_posterior(rows, between, error):
-    """Posterior of the clients, in columns of a common scale where the population has an error."""
+def _scaled_posterior(rows, between, error, root):
+    """Posterior of the clients, with all columns scaled to the population's standard errors."""
     scale = np.sqrt(np.diag(error))
     if not (scale > 0).all():
         scale = np.ones(len(scale))
     outer = np.multiply.outer(scale, scale)
     scaled = rows if (scale == 1).all() else rows * scale
-    return RowPosterior(scaled, between / outer, 1.0, error / outer, scale)
+    root = None if root is None else root / scale[:, None]
+    return RowPosterior(scaled, between / outer, 1.0, error / outer, scale, error_root=root)

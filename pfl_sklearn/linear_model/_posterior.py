@@ -1,7 +1,7 @@
-"""Uncertainty of clients' linear models: the variance of x' theta_i for any x.
+"""Posterior uncertainty of clients' coefficients: the variance of x' theta_i for any x.
 
-Two representations with the same methods; clients come first, so that one client's part can be
-taken out. Columns are in the order of the design.
+The two representations have the same methods. Arrays have clients first, so that `of_clients` can
+take some clients out. Columns are in the order of the prior: random columns first.
 """
 
 from typing import NamedTuple
@@ -14,22 +14,23 @@ _CELLS = 1 << 22
 
 
 class RowPosterior(NamedTuple):
-    """Gaussian posterior through the client's whitened rows: k rows instead of p x p numbers.
+    """Gaussian posterior in terms of the client's k whitened rows, instead of p x p numbers.
 
     Given the population coefficients, x' theta_i has the variance
-    ``noise * (x' P x - |T_i P x|^2)`` with P the between-client covariance over the noise variance
-    and T_i the whitened rows; the error of the population coefficients enters through
+    ``noise * (x' P x - |T_i P x|^2)``, with P the between-client covariance over the noise variance
+    and T_i the whitened rows. The error of the population coefficients enters through
     ``x - T_i' T_i P x``.
     """
 
-    rows: np.ndarray  # (m, k, p), whitened, in the scale below; zeros for clients with fewer rows
+    rows: np.ndarray  # (m, k, p), whitened; padded with zeros for clients with fewer rows
     ratio: np.ndarray  # (p, p), zero where a coefficient is fixed
     noise: float
     population_covariance: np.ndarray  # (p, p)
-    scale: np.ndarray  # (p,), of the columns, in which all of the above is
+    scale: np.ndarray  # (p,), of the columns; all of the above is in this scale
     lower: np.ndarray | None = None  # (m, k, k), Cholesky factors that whiten the rows when needed
-    error_root: np.ndarray | None = None  # (p, rank), of population_covariance where that is less
-    # exact: columns at a distance D from zero leave 1e-16 D^2 of precision in it, 1e-16 D in a root
+    # (p, rank), of population_covariance. For columns at a distance D from zero the covariance is
+    # exact to 1e-16 D^2, this root to 1e-16 D.
+    error_root: np.ndarray | None = None
 
     def of_clients(self, clients):
         """The posterior of some clients alone."""
@@ -90,7 +91,7 @@ class CovariancePosterior(NamedTuple):
     """Posterior covariance matrix of every client."""
 
     covariances: np.ndarray  # (m, p, p)
-    prior_variances: np.ndarray  # (p,), infinite where nothing is shared
+    prior_variances: np.ndarray  # (p,), infinite where clients share nothing
 
     def of_clients(self, clients):
         """The posterior of some clients alone."""

@@ -79,7 +79,12 @@ def test_a_covariance_among_the_columns():
         ([], True, NAMES, "random must name at least one coefficient; got an empty list"),
         ("intercept", False, NAMES, "random has 'intercept', but fit_intercept=False"),
         (["intercept", "age"], False, NAMES, "random has 'intercept', but fit_intercept=False"),
-        (["intercept"], True, ["intercept", "b", "c"], "ambiguous: X has a feature of that name"),
+        (
+            ["intercept"],
+            True,
+            ["intercept", "b", "c"],
+            "ambiguous, as X has a feature of that name",
+        ),
     ],
 )
 def test_bad_names(random, fit_intercept, names, message):
@@ -98,5 +103,5 @@ def test_names_of_containers():
     assert column_names(pl.DataFrame({name: [1.0] for name in NAMES})) == NAMES
     assert column_names(pd.DataFrame(X)) == ["0", "1", "2"]
     assert column_names(X) is None
-    with pytest.raises(TypeError, match=r"only some are strings: \['age', 1, 'dose'\]"):
+    with pytest.raises(TypeError, match=r"strings: \['age', 1, 'dose'\]"):
         column_names(pd.DataFrame(X, columns=["age", 1, "dose"]))

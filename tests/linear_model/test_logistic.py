@@ -528,7 +528,7 @@ def test_integration_needs_the_spread_for_new_clients():
     model.predict_proba(X, groups=np.zeros(len(y), int), integrate=True)
     with (
         pytest.warns(UnseenClientsWarning),
-        pytest.raises(ValueError, match="a fit of one client does not tell it"),
+        pytest.raises(ValueError, match="integrate=True needs the variance"),
     ):
         model.predict_proba(X, groups=np.ones(len(y), int), integrate=True)
 
@@ -741,7 +741,7 @@ ROWS = make_clients()
         (
             lambda X, y, g: (X, y, np.arange(len(y))),
             {},
-            r"every one of the \d+ clients has one row",
+            r"each of the \d+ clients has one row",
         ),
         (lambda X, y, g: (X, 0 * y, g), {}, "the data contains only one class: 0"),
         (lambda X, y, g: (X, y + 0.5 * X[:, 0], g), {}, "Unknown label type"),

@@ -39,15 +39,15 @@ from pfl_sklearn.linear_model._glmm._search import (
 from pfl_sklearn.linear_model._posterior import CovariancePosterior, RowPosterior
 from pfl_sklearn.linear_model._table import uncentred
 
-_NEARER = 0.3  # start of the second search, in natural units: it shall not jump over a maximum
+_NEARER = 0.3  # start of the second search, in natural units, so that it skips no maximum
 
 
 class LogitEstimates(NamedTuple):
-    """Fitted population and clients; c is 1 for two classes, else K. Random columns come first."""
+    """Fitted population and clients. c is 1 for two classes, else K; random columns come first."""
 
     population: np.ndarray  # (c, p)
     population_covariance: np.ndarray  # (c p, c p)
-    estimable: np.ndarray  # (c, p), bool: whether the data tell this population coefficient
+    estimable: np.ndarray  # (c, p), bool: whether the data identify the population coefficient
     coefficients: np.ndarray  # (m, c, p)
     posterior: RowPosterior | CovariancePosterior  # of the c p coefficients
     prior: object  # with the fitted values
@@ -55,30 +55,30 @@ class LogitEstimates(NamedTuple):
     log_likelihood: float
     n_iter: int
     converged: bool
-    modes_found: bool  # of all clients
-    separated: bool  # by a combination of the columns
+    modes_found: bool  # for all clients
+    separated: bool  # a combination of the columns separates the classes
     unmixed: bool  # no client has rows of two classes
-    runaway: bool  # the differences between clients had no credible maximum
+    runaway: bool  # the differences between clients have no credible maximum
 
 
 class _ClientModes(NamedTuple):
-    """All clients at given population values."""
+    """All clients, at given population values."""
 
     deviations: np.ndarray  # (m, a, q)
-    rows: np.ndarray  # (m, k, a p), whitened: their squares are the information on B
+    rows: np.ndarray  # (m, k, a p), whitened: their Gram matrix is the information on B
     log_likelihood: float
     found: bool
 
 
 def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
-    """Population and clients by maximizing the Laplace-approximate marginal likelihood.
+    """Fit population and clients by maximum marginal likelihood, in Laplace's approximation.
 
     Parameters
     ----------
     table : Table
         With labels 0 to K - 1 as `y`.
     prior : GaussianPrior
-        What it leaves None is estimated.
+        We estimate the parameters that it leaves None.
     outcome : BinaryLogit or SoftmaxLogit
     max_iter : int
     tol : float
@@ -98,7 +98,7 @@ def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
     elif np.isinf(covariance).any():
         raise ValueError(
             "covariance of GaussianPrior must be finite for PersonalizedLogisticRegression; got "
-            f"{prior.covariance!r}. Many clients have no finite estimate of their own."
+            f"{prior.covariance!r}. Alone, many clients have no finite estimate."
         )
     table, centre = _centred(table, _first_centred(table, prior, mean, covariance))
     stacks = stack_rows(table.columns, table.y, table.weights, table.codes, table.n_clients)
@@ -118,19 +118,19 @@ def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
 
 
 def _check_fitted_to_several(prior):
-    """Raise ValueError for the prior_ of a fit of one client, which has no covariance."""
+    """Raise ValueError for the `prior_` of a fit of one client, which has no covariance."""
     if prior.covariance is not None and np.isnan(np.asarray(prior.covariance, dtype=float)).any():
         raise ValueError(
-            "covariance of GaussianPrior must hold numbers or be None; got NaN, which a fit of a "
-            "single client leaves there (it does not tell the spread between clients): set it to "
-            "None to have it estimated."
+            "covariance of GaussianPrior holds NaN; expected numbers or None. A fit of a single "
+            "client leaves NaN there, as it cannot estimate the spread between clients. Set the "
+            "covariance to None to estimate it."
         )
 
 
 def _first_centred(table, prior, mean, covariance):
-    """Position from which on the population's free intercept can take up the columns' means.
+    """First of the columns whose means a free intercept of the population can absorb.
 
-    Random columns only under a covariance that may take any shape: centring turns it.
+    Random columns are among them only under a full covariance, since centring changes its shape.
     """
     p, q = table.columns.shape[1], table.n_random
     if table.intercept is None or (mean is not None and table.intercept < q):
@@ -140,16 +140,16 @@ def _first_centred(table, prior, mean, covariance):
 
 
 def _centred(table, first):
-    """The table around its means, and these (p,)."""
+    """The table centred from column `first` on, and the means (p,)."""
     if table.intercept is None or first == table.columns.shape[1]:
         return table, np.zeros(table.columns.shape[1])
     return centred_columns(table, first)
 
 
 def _uncentred_fit(found, summary, error, root, intercept, centre):
-    """Maximum, _ClientModes and population error for the columns as they were before centring.
+    """Fit for the columns before centring: Maximum, _ClientModes, population error and its root.
 
-    The error is a covariance (a p, a p) and its root (a p, rank), or None without centring.
+    The error is a covariance (a p, a p); its root (a p, rank) is None if nothing was centred.
     """
     if not centre.any():
         return found, summary, error, None
@@ -175,7 +175,7 @@ def _uncentred_fit(found, summary, error, root, intercept, centre):
 def coded_mean(prior, outcome, q):
     """The prior's mean as population coefficients (a, q), or None.
 
-    For K > 2 classes it is a number, or K q numbers, class by class.
+    For K > 2 classes the prior gives one number, or K q numbers class by class.
     """
     coding = outcome.coding
     mean = prior.known_mean(len(coding) * q)
@@ -183,7 +183,7 @@ def coded_mean(prior, outcome, q):
 
 
 def _fit_single(table, centre, prior, outcome):
-    """One client: its own maximum of the likelihood, and nothing on the spread between clients."""
+    """Maximum of a single client's own likelihood; the spread between clients is unknown."""
     q, p = table.n_random, table.columns.shape[1]
     offset = np.zeros((len(table.y), outcome.n_outputs))
     pooled, slopes = _pooled(table, outcome, offset, 0)
@@ -212,7 +212,7 @@ def _fit_single(table, centre, prior, outcome):
 
 
 def _pooled(table, outcome, offset, first):
-    """Fit without differences between clients, and the precision that its slopes needed."""
+    """Fit without differences between clients, and the prior precision that its slopes need."""
     columns = table.columns[:, first:]
     none = np.zeros(columns.shape[1])
     pooled = fit_pooled(columns, table, outcome, offset, none)
@@ -225,7 +225,7 @@ def _pooled(table, outcome, offset, first):
 
 
 def _population(table, stacks, outcome, prior, mean, covariance, max_iter, tol, n_jobs):
-    """Population and factor that were given or found, and the weak priors that this needed."""
+    """Population and factor, given or estimated, and the weak priors that this needed."""
     q, p, a = table.n_random, table.columns.shape[1], outcome.n_outputs
     first = 0 if mean is None else q
     population = np.zeros((a, p))
@@ -282,7 +282,7 @@ def _information(rows, a, first):
 
 
 def _held_information(rows, a, weak):
-    """The same with the precision of the weak prior on the slopes."""
+    """Information on the free coefficients, with the precision of the weak prior on the slopes."""
     first = rows.shape[2] // a - len(weak.slopes)
     return _information(rows, a, first) + np.diag(np.tile(weak.slopes, a))
 
@@ -301,7 +301,7 @@ def _population_error(rows, a, weak):
 
 
 def _estimable(rows, outcome, weak, intercept, centre):
-    """Whether the data tell the coefficients (c, p) of the columns before centring."""
+    """Whether the data identify the coefficients (c, p) of the columns before centring."""
     a, p, c = outcome.n_outputs, len(centre), len(outcome.coding)
     first = p - len(weak.slopes)
     back = uncentred(np.eye(p), intercept, centre).T[:, first:]
@@ -327,7 +327,7 @@ def _client_modes(table, stacks, outcome, found, n_jobs):
 
 
 def _stack_modes(clients, x, y, w, state, *, outcome, population, factor):
-    """Deviations (b, a, q), whitening, summed criterion, and whether all modes were found."""
+    """Deviations (b, a, q), whitening, summed criterion, and whether the search found all modes."""
     stack = RowStack(clients, x, y, w)
     form = form_of(x, factor)
     offset = population_predictors(x, population)
@@ -338,7 +338,7 @@ def _stack_modes(clients, x, y, w, state, *, outcome, population, factor):
 
 
 def _logit_estimates(outcome, prior, found, summary, error, root, told, weak):
-    """Everything in the coding of the classes."""
+    """Estimates in the coding of the classes."""
     (m, a, q), p, coding = summary.deviations.shape, found.population.shape[1], outcome.coding
     coded = np.kron(coding, np.eye(p))
     error = coded @ error @ coded.T
@@ -367,7 +367,7 @@ def _logit_estimates(outcome, prior, found, summary, error, root, told, weak):
 
 
 def _embedded(covariance, p):
-    """Covariance (p, p) of all coefficients; the fixed ones do not vary."""
+    """Covariance (p, p) of all coefficients between clients; the fixed ones do not vary."""
     between = np.zeros((p, p))
     between[: len(covariance), : len(covariance)] = covariance
     return between

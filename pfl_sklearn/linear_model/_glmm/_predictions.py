@@ -16,14 +16,14 @@ _SOBOL = 256  # points, each used with both signs
 def averaged_probabilities(logits, contrasts, variances_of):
     """Probabilities (n, K) averaged over normal logits.
 
-    Two classes: trapezoidal rule on 129 nodes, whose error falls geometrically (below 1e-6 up to a
-    standard deviation of 10). K classes: 256 points of a Sobol sequence and their mirror images in
-    the K - 1 contrasts; errors are about 1e-3 (below 1e-2 in all that we tried).
+    Two classes: the trapezoidal rule on 129 nodes, whose error decreases geometrically (below 1e-6
+    up to a standard deviation of 10). K classes: 256 points of a Sobol sequence and their mirror
+    images in the K - 1 contrasts; errors are about 1e-3, and below 1e-2 in all our trials.
 
     Parameters
     ----------
     logits : ndarray of shape (n, c)
-        Means; c is 1 for two classes, else K.
+        Means of the logits; c is 1 for two classes, else K.
     contrasts : ndarray of shape (c, a)
         Orthonormal.
     variances_of : callable
@@ -45,7 +45,7 @@ def averaged_probabilities(logits, contrasts, variances_of):
 
 
 def _contrast_covariances(contrasts, variances_of):
-    """Covariances (n, a, a) of the contrasts of the logits, from variances of sums."""
+    """Covariances (n, a, a) of the contrasts of the logits, from the variances of sums."""
     a = contrasts.shape[1]
     own = [variances_of(contrasts[:, k]) for k in range(a)]
     covariances = np.empty((len(own[0]), a, a))
@@ -58,14 +58,14 @@ def _contrast_covariances(contrasts, variances_of):
 
 
 def _roots(covariances):
-    """Symmetric roots (n, a, a)."""
+    """Symmetric square roots (n, a, a)."""
     values, vectors = np.linalg.eigh(covariances)
     return (vectors * np.sqrt(np.maximum(values, 0.0))[:, None, :]) @ vectors.transpose(0, 2, 1)
 
 
 @cache
 def _normal_nodes(n_dimensions):
-    """Quasi-random normal nodes (512, a): symmetric about 0, the same in every call."""
+    """Quasi-random normal nodes (512, a), symmetric about 0 and the same in every call."""
     from scipy.stats.qmc import Sobol
 
     points = Sobol(n_dimensions, scramble=False).random(_SOBOL) + 0.5 / _SOBOL

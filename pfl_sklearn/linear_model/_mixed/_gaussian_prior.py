@@ -1,4 +1,4 @@
-"""Linear regressions under a Gaussian prior: the linear mixed model with one grouping."""
+"""Linear regressions under a Gaussian prior: the linear mixed model with one grouping factor."""
 
 import numpy as np
 
@@ -33,7 +33,7 @@ def fit_gaussian_prior(table, prior, options):
     ----------
     table : Table
     prior : GaussianPrior
-        What it leaves None is estimated.
+        We estimate the parameters that it leaves None.
     options : Options
 
     Returns
@@ -66,13 +66,13 @@ def fit_gaussian_prior(table, prior, options):
 
 
 def _is_as_good_as_infinite(reduced, covariance):
-    """Whether known variances are so large that the clients' rows decide in every digit."""
+    """Whether known variances are so large that the prior changes no digit of the estimates."""
     scaled = np.diag(covariance) / reduced.scale[: reduced.n_random] ** 2
     return scaled.min() > _INFINITE * max(reduced.sum_of_squares / reduced.n_rows, 1e-280)
 
 
 def use_spectral(covariance_type, covariance, solver):
-    """Whether the spectral reduction serves: one variance for all random coefficients."""
+    """Whether the spectral reduction applies: one variance for all random coefficients."""
     if covariance is None:
         common = covariance_type == "spherical"
     else:
@@ -86,18 +86,19 @@ def use_spectral(covariance_type, covariance, solver):
 
 
 def check_variances_identified(table, covariance_type, noise_variance):
-    """Raise ValueError if the data cannot tell the variances apart."""
+    """Raise ValueError if the data do not identify the variances."""
     m = table.n_clients
     if noise_variance is None and len(table.y) == m:
         raise ValueError(
-            f"every one of the {m} clients has one row, so the noise variance cannot be told from "
-            "the variance between clients; give noise_variance, or a prior with a known covariance."
+            f"each of the {m} clients has one row, so the data cannot separate the noise variance "
+            "from the variance between clients; give noise_variance, or a prior with a known "
+            "covariance."
         )
     check_covariance_identified(table, covariance_type)
 
 
 def _search_variances(reduced, settings, prior, covariance, spectral, options):
-    """Covariance and noise variance, whichever of them is unknown."""
+    """Covariance and noise variance, those of them that are unknown."""
     q, noise = reduced.n_random, options.noise_variance
     if covariance is None:
         if spectral:
@@ -113,7 +114,7 @@ def _search_variances(reduced, settings, prior, covariance, spectral, options):
 
 
 def _gaussian_estimates(table, reduced, found, prior, around, free_mean):
-    """Everything in the units of the data."""
+    """Estimates in the units of the data."""
     offset, centre = around
     m, q, p = table.n_clients, table.n_random, table.columns.shape[1]
     scale, point = reduced.scale, found.point
@@ -151,7 +152,10 @@ def _gaussian_estimates(table, reduced, found, prior, around, free_mean):
 
 
 def _uncentred_covariances(rows, error, ratio, table, centre, scale):
-    """Whitened columns (m, k, p) and covariances (p, p), all scaled, of uncentred columns."""
+    """Whitened columns (m, k, p) and two covariances (p, p) for the columns before centring.
+
+    All of them are in the scale of the reduction.
+    """
     if not centre.any():
         return rows, error, ratio
     shift = centre * scale / scale[table.intercept]
@@ -163,7 +167,7 @@ def _uncentred_covariances(rows, error, ratio, table, centre, scale):
 
 
 def _by_client(reduced, whitened):
-    """Whitened columns (m, k, p) of all clients; those with fewer rows get zeros."""
+    """Whitened columns (m, k, p) of all clients, padded with rows of zeros."""
     if len(whitened.rows) == 1 and np.all(np.diff(reduced.stacks[0].clients) > 0):
         return whitened.rows[0][:, :, :-1]
     sizes = [rows.shape[1] for rows in whitened.rows]

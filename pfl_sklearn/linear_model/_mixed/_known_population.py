@@ -1,6 +1,6 @@
-"""Linear regressions when the population is known: every client's own ridge regression.
+"""Linear regressions under a known population: a ridge regression for every client.
 
-Clients have no more rows than coefficients here, so the systems are solved in the space of rows.
+No client has more rows than coefficients here, so we solve the systems in the space of rows.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ _CELLS = 1 << 18  # of a batch: it fits the cache
 
 
 def is_known_with_few_rows(table, mean, covariance, noise):
-    """Whether nothing is unknown, and no client has more rows than coefficients."""
+    """Whether everything is known and no client has more rows than coefficients."""
     known = mean is not None and covariance is not None and noise is not None
     few = np.bincount(table.codes).max() <= table.n_random
     return known and few and table.n_random == table.columns.shape[1]

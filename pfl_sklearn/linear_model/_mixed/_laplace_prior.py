@@ -8,15 +8,16 @@ from pfl_sklearn.linear_model._mixed._reduction import flat_rows, reduce_table
 from pfl_sklearn.linear_model._mixed._variance_search import search_ratio
 from pfl_sklearn.linear_model._table import centred, point_estimates, uncentred
 
-_SMALLEST_SCALE = 1e-150  # stands for "all clients alike"
+_SMALLEST_SCALE = 1e-150  # stands for identical clients
 
 
 def fit_laplace_prior(table, prior, options):
-    """Mode of the clients' and the population's coefficients, by an accelerated proximal method.
+    """Joint mode of the clients' and the population's coefficients.
 
-    Minimizes the residual squares over twice the noise variance plus the absolute deviations of
-    the clients over the scale. What is None among noise variance and scale comes from the fit
-    under a spherical Gaussian prior: the scale is the one with the same variance, ``2 b**2``.
+    An accelerated proximal method minimizes the residual squares over twice the noise variance,
+    plus the clients' absolute deviations over the scale. An unknown noise variance comes from the
+    fit under a spherical Gaussian prior, and so does an unknown scale b: its variance ``2 b**2`` is
+    that of the Gaussian.
 
     Parameters
     ----------
@@ -49,18 +50,18 @@ def fit_laplace_prior(table, prior, options):
 
 
 def _scale_and_noise(table, prior, options):
-    """Scale (q,) and noise variance, the unknown ones from a spherical Gaussian prior."""
+    """Scale (q,) and noise variance; a spherical Gaussian fit estimates unknown ones."""
     scale, noise = prior.known_scale(table.n_random), options.noise_variance
     if scale is not None and noise is not None:
         return scale, noise
     if table.n_clients == 1 and scale is None:
         raise ValueError(
-            "a single client cannot tell the scale of a LaplacePrior; give scale, or groups."
+            "a single client cannot identify the scale of a LaplacePrior; give scale, or groups."
         )
     if noise is None and len(table.y) == table.n_clients:
         raise ValueError(
-            f"every one of the {table.n_clients} clients has one row, so the noise variance cannot "
-            "be told from the variance between clients; give noise_variance."
+            f"each of the {table.n_clients} clients has one row, so the data cannot separate the "
+            "noise variance from the variance between clients; give noise_variance."
         )
     settings = Settings(options.method == "reml", 0, noise)
     reduced = reduce_table(table, spectral=True, n_jobs=options.n_jobs)
@@ -73,18 +74,18 @@ def _scale_and_noise(table, prior, options):
 
 
 def minimize_deviations(reduced, penalty, first, max_iter, tol):
-    """Accelerated proximal steps on the deviations, population coefficients solved for in each.
+    """Accelerated proximal steps on the deviations; each step solves for the population.
 
     Parameters
     ----------
     reduced : Reduced
     penalty : ndarray of shape (q,)
-        Of the absolute deviations; the residual squares count half.
+        Weights of the absolute deviations, next to half the residual squares.
     first : int
         First column whose population coefficient is free.
     max_iter, tol : int, float
-        Steps end when no coefficient, in units of its column, moves more than `tol` times the
-        largest, and a step from there would not either.
+        The steps end when no coefficient, in units of its column, moves by more than `tol` times
+        the largest one, and another step would not move it further either.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Linear regressions under mixture priors: AdaMix for regression, and FedEM's model."""
+"""Linear regressions under mixture priors: AdaMix for regression, and the model of FedEM."""
 
 import warnings
 
@@ -18,7 +18,7 @@ from pfl_sklearn.linear_model._table import Estimates, centred, uncentred
 
 _START_STEPS = 8
 _START_TOLERANCE = 1e-3
-_START_RATIOS = 0.01, 10.0  # beyond, the likelihood is flat, and steps do not come back
+_START_RATIOS = 0.01, 10.0  # beyond them the likelihood is flat, and steps do not return
 
 
 def fit_mixture_prior(table, prior, options):
@@ -28,7 +28,7 @@ def fit_mixture_prior(table, prior, options):
     ----------
     table : Table
     prior : GaussianMixturePrior or DiscretePrior
-        Known, or with everything to be estimated.
+        Either all parameters are known, or we estimate all of them.
     options : Options
 
     Returns
@@ -62,6 +62,7 @@ def fit_mixture_prior(table, prior, options):
 
 
 def _check_unknown(table, prior, noise):
+    """Raise ValueError if the data do not identify the unknown parameters."""
     parameters = prior.get_params(deep=False)
     names = ("means", "points", "covariances", "weights")
     given = [name for name in names if parameters.get(name) is not None]
@@ -78,20 +79,20 @@ def _check_unknown(table, prior, noise):
         )
     if noise is None and len(table.y) == table.n_clients:
         raise ValueError(
-            f"every one of the {table.n_clients} clients has one row, so the noise variance cannot "
-            "be told from the variance between clients; give noise_variance."
+            f"each of the {table.n_clients} clients has one row, so the data cannot separate the "
+            "noise variance from the variance between clients; give noise_variance."
         )
 
 
 def _start_space(reduced, options):
-    """Clients' deviations (m, q) under one Gaussian, and that fit: where starts look for groups."""
+    """Clients' deviations (m, q) under a single Gaussian, where starts look for groups; the fit."""
     found = search_ratio(reduced, Settings(False, 0, options.noise_variance), 50, 1e-4)
     deviations = client_deviations(reduced, found.whitened, found.point, found.ratio)
     return deviations, found
 
 
 def _best_fit(reduced, model, space, pooled, k, n_init, options):
-    """Best of the starts: a few steps each, then the best one to the end."""
+    """Run a few steps from each start, and the best of them to the end."""
     rng = check_random_state(0)
     tried = []
     for attempt in range(n_init if k > 1 else 1):
@@ -102,12 +103,12 @@ def _best_fit(reduced, model, space, pooled, k, n_init, options):
 
 
 def _grouped_start(reduced, model, space, pooled, k, attempt, rng):
-    """Groups of clients in the leading directions of their deviations; one step from there."""
+    """One EM step from groups of clients in the leading directions of their deviations."""
     labels = np.zeros(len(space), dtype=int)
     if k > 1:
         n_directions = min(space.shape[1], k - 1 + attempt // 2)
         vectors = np.linalg.eigh(space.T @ space)[1][:, -n_directions:]
-        with warnings.catch_warnings():  # clients may be alike: then any groups will do
+        with warnings.catch_warnings():  # if clients are identical, any groups will do
             warnings.simplefilter("ignore", ConvergenceWarning)
             means = KMeans(k, n_init=1, max_iter=50, random_state=rng)
             labels = means.fit_predict(space @ vectors)
@@ -127,7 +128,7 @@ def _grouped_start(reduced, model, space, pooled, k, attempt, rng):
 
 
 def _by_weight(fit):
-    """Components by weight, ties by their first coefficient."""
+    """Order components by weight, ties by their first coefficient."""
     state, shares, value, n_iter, done = fit
     order = np.lexsort((state.means[:, 0], -state.weights))
     state = state._replace(
@@ -139,7 +140,7 @@ def _by_weight(fit):
 
 
 def _fit_known_mixture(table, prior, covariance_type, options):
-    """Clients (and what the prior does not speak of) under a known mixture."""
+    """Clients, fixed coefficients and an unknown noise variance, under a known mixture."""
     means, covariances, weights = prior.known_mixture(table.n_random)
     table, *around = centred(table, weights @ means)
     means = means - around[0][: table.n_random]
@@ -168,7 +169,7 @@ def _fit_known_mixture(table, prior, covariance_type, options):
 
 
 def _solve_fixed(reduced, state, options):
-    """EM for the fixed coefficients alone."""
+    """EM for the fixed coefficients only."""
     parts = [em.whiten_component(reduced, factor) for factor in state.factors]
     shares, value = em.regression_e_step(reduced, parts, state)
     if not len(state.fixed):
@@ -183,7 +184,7 @@ def _solve_fixed(reduced, state, options):
 
 
 def _mixture_estimates(table, reduced, fit, prior, offset, centre):
-    """Everything in the units of the data."""
+    """Estimates in the units of the data."""
     state, shares, value, n_iter, done = fit
     q, p, scale = table.n_random, table.columns.shape[1], reduced.scale
     ratios = np.array([_square(factor, q) for factor in state.factors])

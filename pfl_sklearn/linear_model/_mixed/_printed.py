@@ -1,8 +1,8 @@
 """The algorithms of Ozkara et al. (2023) for linear regression, as printed.
 
-They work on point estimates of the clients. Their joint objective has no lower bound in the
-variances, and clusters of point estimates inherit the error of every client: kept to reproduce the
-published figures, not to be used.
+They work on point estimates of the clients. The joint objective has no lower bound in the
+variances, and clusters of point estimates inherit the error of every client. We keep the algorithms
+to reproduce the published figures; do not use them for analysis.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ _ASTRAY = 100.0
 
 
 class Grams(NamedTuple):
-    """Rows of every client as its Gram matrices; all columns are random."""
+    """Gram matrices of every client's rows; all columns are random."""
 
     normal: np.ndarray  # (m, q, q), X'X
     right: np.ndarray  # (m, q), X'y
@@ -36,7 +36,7 @@ class Grams(NamedTuple):
         return (self.normal @ theta[..., None])[..., 0] - self.right
 
     def residual_squares(self, theta):
-        """(m,)"""
+        """Residual squares (m,)."""
         around = self.gradient(theta) - self.right
         return np.maximum(self.square + np.einsum("mq,mq->m", theta, around), 0.0)
 
@@ -46,11 +46,11 @@ class Grams(NamedTuple):
 
 
 def client_grams(table):
-    """Gram matrices of every client; refuses fixed coefficients."""
+    """Gram matrices of every client; ValueError if there are fixed coefficients."""
     p = table.columns.shape[1]
     if table.n_random < p:
         raise ValueError(
-            "the printed algorithms let all coefficients vary by client; expected random='all'."
+            "in the printed algorithms all coefficients vary by client; expected random='all'."
         )
     reduced = reduce_table(table, spectral=True, scale=np.ones(p))
     grams = np.zeros((table.n_clients, p + 1, p + 1))
@@ -62,7 +62,7 @@ def client_grams(table):
 
 
 class Descent(NamedTuple):
-    """Where gradient descent is."""
+    """State of the gradient descent."""
 
     theta: np.ndarray  # (m, q)
     mu: np.ndarray  # (q,)
@@ -73,7 +73,7 @@ class Descent(NamedTuple):
 def fit_by_gradient(table, prior, options):
     """Joint gradient descent (Algorithm 4 of the conference version, 2 of the long one).
 
-    Variances that are not known take gradient steps too, and stop at `variance_floor`.
+    Unknown variances take gradient steps too, down to `variance_floor`.
     """
     q = table.n_random
     mean, covariance = prior.known_mean(q), prior.known_covariance(q)
@@ -109,7 +109,7 @@ def fit_by_gradient(table, prior, options):
 
 
 class _DivergenceBounds(NamedTuple):
-    """Beyond these the descent has gone astray; a variance is far above what it is to explain."""
+    """Values beyond which the descent diverges: a variance far above what it should explain."""
 
     loss: float
     noise: float
@@ -120,7 +120,7 @@ class _DivergenceBounds(NamedTuple):
 
 
 def _gradient_step(grams, state, rate, free, floor):
-    """One step of everybody, in the order of the listing, and the loss after it."""
+    """One step of all parameters, in the order of the listing, and the loss after it."""
     theta, mu, noise, between = state
     q = theta.shape[1]
     theta = theta - rate * (grams.gradient(theta) / noise + (theta - mu) / between)
@@ -138,11 +138,12 @@ def _gradient_step(grams, state, rate, free, floor):
 
 
 def _check_descent(prior, covariance, options):
+    """Raise ValueError if the descent has no lower bound or no common variance."""
     unknown = covariance is None or options.noise_variance is None
     if unknown and options.variance_floor is None:
         raise ValueError(
-            "solver='gd' descends an objective that has no lower bound in unknown variances; give "
-            "the prior's covariance and noise_variance, or a variance_floor to stop at."
+            "the objective of solver='gd' has no lower bound in unknown variances; give the "
+            "prior's covariance and noise_variance, or a variance_floor."
         )
     if covariance is None:
         common = prior.covariance_type == "spherical"
@@ -158,16 +159,18 @@ def _check_descent(prior, covariance, options):
 
 
 def _explain_divergence(n_iter, rate, grams, state):
+    """Raise ValueError with the largest learning rate that would have been stable."""
     largest = 2 / (grams.curvature() / state.noise + 1 / state.between)
     raise ValueError(
-        f"solver='gd' diverged after {n_iter} iterations at learning_rate={rate:.3g}. At the "
-        f"variances before (noise {state.noise:.3g}, between clients {state.between:.3g}) it has "
-        f"to be below {largest:.3g}, and steps of unknown variances have to be small against the "
-        "variances. Lower learning_rate, raise variance_floor, or leave the solver to 'auto'."
+        f"solver='gd' diverged after {n_iter} iterations at learning_rate={rate:.3g}. At the last "
+        f"variances (noise {state.noise:.3g}, between clients {state.between:.3g}) it must be "
+        f"below {largest:.3g}, and steps of unknown variances must be small compared with the "
+        "variances. Lower learning_rate, raise variance_floor, or use solver='auto'."
     )
 
 
 def _explain_floor(state, free, floor):
+    """Warn about variances that the descent drove to their floor."""
     names = []
     if free[1] and state.noise == floor:
         names.append("the noise variance")
@@ -182,11 +185,11 @@ def _explain_floor(state, free, floor):
 
 
 def fit_clustered(table, prior, options):
-    """Alternation of point estimates and clusters of them (Algorithms 1 and 6, conference)."""
+    """Alternate point estimates and clusters of them (Algorithms 1 and 6, conference version)."""
     if table.n_clients < (2 if prior.n_components == "bic" else prior.n_components):
         raise ValueError(
             f"n_components={prior.n_components!r} of {type(prior).__name__} needs at least as many "
-            f"clients; got {table.n_clients}."
+            f"clients; got {table.n_clients} clients."
         )
     if prior.is_known or prior.n_components == "bic":
         raise ValueError(

@@ -1,6 +1,7 @@
-"""A population regression from noisy moments: normal equations with noise in the matrix too.
+"""Population regression from noisy moments, and the clients' posteriors around it.
 
-Everything here is computed from released sums, public numbers and the user's parameters.
+The estimates of the population use released sums, public numbers and the user's parameters only.
+The clients' posteriors use each client's own exact rows and the released population.
 """
 
 from functools import partial
@@ -13,8 +14,8 @@ from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._algebra import square_root
 from pfl_sklearn.linear_model._posterior import RowPosterior
 
-_COEFFICIENT_SD = 2.0  # of the ridge, in units of target_bound / feature_bound
-_TYPICAL = 1 / 4  # coefficients in units of that, for the first guess
+_COEFFICIENT_SD = 2.0  # prior sd behind the ridge, in units of target_bound / feature_bound
+_TYPICAL = 1 / 4  # size of coefficients in the same units, for the first guess
 _PASSES = 3
 _ROUNDING = 1e-14
 _CELLS = 1 << 18  # of a batch: it fits the cache
@@ -24,18 +25,18 @@ _STANDS_OUT = 4.0  # standard deviations of the noise on a released noise varian
 
 
 class ReleasedPopulation(NamedTuple):
-    """Fitted population coefficients; None of it is exact."""
+    """Estimates from a release; none of them is exact."""
 
     mean: np.ndarray  # (p,)
     covariance: np.ndarray  # (p, p), of the error of the mean
     noise: float  # variance
-    trusted: bool  # False if a released noise variance does not stand out of the noise on it
+    trusted: bool  # False if the noise on a released noise variance swamps it
 
 
 class PublicSizes(NamedTuple):
-    """What is public of the numbers of rows; None is to be taken from the release."""
+    """Public facts about the numbers of rows; None stands for a value to take from the release."""
 
-    largest: float  # that the weight can be: the number of clients (rows), or infinity
+    largest: float  # upper bound on the weight: the number of clients (rows), or infinity
     share: float | None  # sum of squares of the clients' weights, over the squared weight
     inverse: float | None  # mean over the weight of a row's share in its client's message
 
@@ -43,18 +44,23 @@ class PublicSizes(NamedTuple):
 def estimate_population(noisy, moments, sizes, between, noise):
     r"""Population coefficients, their covariance, and the noise variance if it is not given.
 
-    With released A + E and b + e the equations are solved as a Bayesian regression of b on A: the
-    error e - E theta has the covariance V, and theta a priori a standard deviation of 2
-    `target_bound` / `feature_bound` (intercept: 2 `target_bound`). The ridge comes from the bounds
-    alone, and where the release is precise it does not matter; where A is drowned the estimate goes
-    to 0 and its covariance to the prior's. Negative eigenvalues of A + E are raised to 0.
+    From the released A + E and b + e we solve the normal equations as a Bayesian regression of b on
+    A. The error e - E theta has the covariance V. A priori theta has a standard deviation of 2
+    `target_bound` / `feature_bound` (intercept: 2 `target_bound`). This ridge depends on the bounds
+    alone. It has no effect where the release is precise; where noise swamps A the estimate tends to
+    0 and its covariance to the prior's. Negative eigenvalues of A + E are raised to 0.
 
-    V has the noise of the release, s^2 (I (1 + \|theta\|^2) + theta theta') / 2 in the units of the
-    message, and the variance of b given A from row to row and client to client: with S the
-    covariance between clients, W the sum of weights and h the mean of 1 / (rows of a client), for
-    clients of equal weight A S A / W + h (A S A / W + tr(S A) A) / W + h noise A. This takes
-    features to have the same distribution in all clients, and the fourth moments of a Gaussian
-    one. V depends on theta and the noise variance, which is iterated.
+    V is the sum of two parts:
+
+    - the noise of the release, s^2 (I (1 + \|theta\|^2) + theta theta') / 2 in the units of the
+      message;
+    - the variance of b given A between rows and clients. With S the covariance between clients, W
+      the sum of weights and h the mean of 1 / (rows of a client), it is
+      A S A / W + h (A S A / W + tr(S A) A) / W + h noise A for clients of equal weight. Here we
+      assume that features have the same distribution in all clients, with the fourth moments of a
+      Gaussian.
+
+    V depends on theta and the noise variance, so we iterate.
 
     Parameters
     ----------
@@ -64,6 +70,7 @@ def estimate_population(noisy, moments, sizes, between, noise):
     between : ndarray of shape (p, p)
         In the order of the message, in the units of the data.
     noise : float or None
+        Known noise variance.
 
     Returns
     -------
@@ -95,7 +102,7 @@ def estimate_population(noisy, moments, sizes, between, noise):
 
 
 def _released_sizes(noisy, sizes):
-    """PublicSizes without None, and the weight W; what is uncertain is taken on the safe side."""
+    """PublicSizes without None, and the weight W; uncertain values err on the safe side."""
     weight = min(max(noisy.weight, noisy.weight_std), sizes.largest)
     if sizes.inverse is not None:
         return sizes, weight
@@ -118,8 +125,8 @@ def _sampling_error(gram, spread, variance, sizes, weight):
 def _bayes_regression(gram, cross, error, prior):
     """Mean (p,) and covariance (p, p) of theta ~ N(0, prior^2) given cross ~ N(gram theta, error).
 
-    In coefficients of unit prior variance, and conditioned on the cross moments, so that neither a
-    singular Gram matrix nor a tiny error does harm.
+    We work with coefficients of unit prior variance and condition on the cross moments, so a
+    singular Gram matrix or a tiny error does no harm.
     """
     design = gram * prior
     sizes, directions = np.linalg.eigh(error)
@@ -132,9 +139,10 @@ def _bayes_regression(gram, cross, error, prior):
 
 
 def _noise_variance(noisy, gram, mean, spread, weight, largest):
-    """Residual variance less what varies between clients, and whether it stands out of its noise.
+    """Residual variance minus that between clients, and whether it exceeds its noise clearly.
 
-    At least one standard deviation of its noise, at most the bound on the squared target.
+    The variance is at least one standard deviation of its noise, and at most the bound on the
+    squared target.
     """
     square = mean @ mean
     residual = noisy.square - 2 * mean @ noisy.cross + mean @ gram @ mean
@@ -147,14 +155,15 @@ def _noise_variance(noisy, gram, mean, spread, weight, largest):
 def client_posteriors(table, found, covariance, n_jobs):
     """Coefficients (m, p) and their posterior under N(found.mean, covariance + its error).
 
-    The error of the released mean adds to the prior covariance (q, q) of the random coefficients:
-    a mean that is all noise makes every client keep its own regression. That of the fixed ones is
-    what their posterior has; its correlation with the others' is left out. A client's own part in
-    the release, one of many under noise, is not taken out of it again.
+    We add the error of the released mean to the prior covariance (q, q) of the random coefficients,
+    so if the mean is all noise every client keeps its own regression. The posterior of the fixed
+    coefficients has their released error; we ignore its correlation with the others. We do not
+    remove a client's own contribution from the release, where it is one of many under noise.
 
-    Where the released noise variance is of no use, rows count for as good as exact: every client
-    keeps its own regression, around the released mean where its rows tell nothing, and states no
-    standard deviation. A client with values too large to be squared gets NaN, alone.
+    If the released noise variance is of no use, we treat rows as nearly exact: every client keeps
+    its own regression, falls back on the released mean where its rows leave coefficients open, and
+    states no standard deviation. A client with values too large to be squared gets NaN; the other
+    clients are not affected.
     """
     q, p = table.n_random, table.columns.shape[1]
     noise = found.noise if found.trusted else _AS_GOOD_AS_EXACT * found.noise
@@ -165,7 +174,7 @@ def client_posteriors(table, found, covariance, n_jobs):
         residuals = table.y - table.columns @ found.mean
         solved = _whitened_by_client(table, residuals, square_root(ratio[:q, :q]), n_jobs)
     coefficients = np.tile(found.mean, (table.n_clients, 1))
-    # As wide for every table: the largest client's number of rows is not told to the others.
+    # The same width for every table, so that it does not reveal the largest client's rows.
     rows = np.zeros((table.n_clients, q, p))
     for clients, whitened in solved:
         pulled = (whitened[:, None, :, -1] @ whitened[:, :, :q])[:, 0]
@@ -188,7 +197,7 @@ def _whitened_by_client(table, residuals, root, n_jobs):
 def _whiten_batch(clients, table, root):
     """Clients, and rows (b, k, p + 1) times the inverse root of I + Z P Z', P = root root'.
 
-    By singular values, which take rows of any size; k is at most the number q of random columns.
+    Singular values cope with rows of any size; k is at most the number q of random columns.
     """
     q = len(root)
     too_large = ~(np.abs(table).max(axis=(1, 2)) < _LARGEST)

@@ -1,7 +1,7 @@
 """Linear regressions whose population comes from one noisy release of bounded moments.
 
-The clients' own posteriors come from their own exact rows and from what was released: nothing is
-shared between clients but the release. Columns are in the order of the prior.
+Each client's posterior uses its own exact rows and the release. Clients share nothing else. Columns
+are in the order of the prior.
 """
 
 import dataclasses
@@ -26,12 +26,10 @@ from pfl_sklearn.privacy._report import private_report
 from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
 
 _DROWNED = (
-    "The released noise variance drowns in the privacy noise, so every client keeps its own "
+    "The released noise variance is lost in the privacy noise, so every client keeps its own "
     "regression. Give noise_variance, tighter bounds or a larger epsilon."
 )
-
-
-_SMALLEST_BOUND = 1e-50  # squares of ratios of bounds are numbers from there on
+_SMALLEST_BOUND = 1e-50  # squared ratios of smaller bounds overflow
 
 
 class ReleaseParameters(NamedTuple):
@@ -47,7 +45,7 @@ class ReleaseParameters(NamedTuple):
 
 
 def check_release_parameters(prior, release, sample_weight):
-    """Raise ValueError for a private fit that cannot be, before any data is touched."""
+    """Raise ValueError if the parameters allow no private fit; no data is touched."""
     if type(prior).__name__ != "GaussianPrior":
         raise ValueError(
             f"prior={prior!r} does not go with a finite epsilon; expected a GaussianPrior."
@@ -55,8 +53,8 @@ def check_release_parameters(prior, release, sample_weight):
     for name, what in (("feature_bound", "L2 norm of a row of X"), ("target_bound", "absolute y")):
         if getattr(release, name) is None:
             raise ValueError(
-                f"{name} must be given when epsilon is finite: a bound on the {what}, beyond which "
-                "rows are scaled down. It is yours, never taken from the data."
+                f"{name} must be given when epsilon is finite: a bound on the {what}. Rows beyond "
+                "it are scaled down. Choose it without looking at the data."
             )
         if not _SMALLEST_BOUND <= getattr(release, name) <= 1 / _SMALLEST_BOUND:
             raise ValueError(
@@ -68,15 +66,16 @@ def check_release_parameters(prior, release, sample_weight):
     if sample_weight is not None:
         raise ValueError(
             "sample_weight is not supported when epsilon is finite: its effect on the sensitivity "
-            "is not defined."
+            "is undefined."
         )
 
 
 def regression_events(prior, params):
     """Accounting events of a fit.
 
-    The number of features is not known before the data are; the ratio of the two sensitivities is
-    largest for one feature under add/remove, and the same for all under replacement.
+    They must not depend on the data, so we do not know the number of features. The ratio of the two
+    sensitivities is largest for one feature under add/remove, and always the same under
+    replacement.
     """
     if math.isinf(params.epsilon):
         return UNPROTECTED
@@ -107,12 +106,12 @@ def fit_private(table, prior, options, release, names):
     ----------
     table : Table
     prior : GaussianPrior
-        Its covariance has to be known if there are several clients.
+        Its covariance must be known if there are several clients.
     options : Options
-        Of these `method`, `solver` and what belongs to them have no effect.
+        `method`, `solver` and their parameters have no effect.
     release : ReleaseParameters
     names : pair of tuples of str
-        Fitted attributes that are released, and that are not.
+        Fitted attributes that are released, and those that are not.
 
     Returns
     -------
@@ -121,7 +120,7 @@ def fit_private(table, prior, options, release, names):
     Raises
     ------
     ValueError
-        If what is known of the population does not suffice.
+        If too little is known about the population.
     """
     mean, covariance = prior.known_mean(table.n_random), prior.known_covariance(table.n_random)
     if covariance is not None and table.n_clients == 1 and np.isinf(covariance).any():
@@ -140,7 +139,7 @@ def fit_private(table, prior, options, release, names):
 
 
 def _check_known(table, mean, covariance, noise, release):
-    """Raise ValueError if what is given of the population is too little, or too much."""
+    """Raise ValueError if too little, or too much, is known about the population."""
     if table.n_clients > 1 and (covariance is None or np.isinf(covariance).any()):
         raise ValueError(
             "with several clients and a finite epsilon the prior needs a finite covariance, as "
@@ -163,7 +162,7 @@ def _check_known(table, mean, covariance, noise, release):
 
 
 def _released_population(table, covariance, noise, release, names):
-    """Fitted population and report."""
+    """Fitted population and privacy report."""
     moments, total, sizes = _messages(table, noise, release)
     rng, seeded = noise_generator(release.random_state)
     mechanism = GaussianMechanism(moments.sensitivity, release.epsilon, release.delta)
@@ -180,7 +179,7 @@ def _released_population(table, covariance, noise, release, names):
 
 
 def _message_order(table):
-    """Positions (p,) of the columns when the intercept, if there is one, is put first."""
+    """Positions (p,) of the columns, with the intercept (if there is one) first."""
     every = np.arange(table.columns.shape[1])
     if table.intercept is None:
         return every
@@ -188,7 +187,7 @@ def _message_order(table):
 
 
 def _messages(table, noise, release):
-    """Shape of the messages, their sum (length,), and what is public of the clients' sizes."""
+    """Shape of the messages, their sum (length,), and public facts about the clients' sizes."""
     has_intercept = table.intercept is not None
     features = table.columns
     if has_intercept:
@@ -216,9 +215,9 @@ def _messages(table, noise, release):
 
 
 def _private_estimates(table, prior, mean, covariance, options, found):
-    """Everything that the fit is to return.
+    """Estimates of the population and of the clients.
 
-    A single client whose population is its own regression has nothing to borrow.
+    A single client keeps its own regression, as there is no other client to borrow from.
     """
     q = table.n_random
     if covariance is None:
@@ -243,7 +242,7 @@ def _private_estimates(table, prior, mean, covariance, options, found):
 
 
 def _release_report(table, moments, mechanism, release, sizes, noisy, seeded, names):
-    """Report of one release; under add/remove it tells no number of rows or clients."""
+    """Report of one release; under add/remove it states no number of rows or clients."""
     public = release.relation == "replace_one"
     n_units = sizes.largest if public else max(noisy.weight, 1.0)
     other = "add_remove" if public else "replace_one"
@@ -274,7 +273,7 @@ def _release_report(table, moments, mechanism, release, sizes, noisy, seeded, na
 
 
 def _report_of_nothing(table, release, names):
-    """Report of a fit whose population is known: of the unit and relation that were asked for."""
+    """Report of a fit whose population is known, under the unit and relation of the user."""
     public = release.relation == "replace_one"
     report = PrivacyReport.of_known_population(*names, table.n_clients if public else None)
     assumptions = report.assumptions[0 if public else 1 :]  # the first: numbers are public
@@ -284,6 +283,7 @@ def _report_of_nothing(table, release, names):
 
 
 def _delta_caveats(release, n_units):
+    """Caveat on a delta that would allow publishing a unit."""
     if release.delta <= 1 / n_units:
         return ()
     return (

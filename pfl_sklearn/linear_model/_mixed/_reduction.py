@@ -1,9 +1,9 @@
 """Rows of a linear mixed model, reduced client by client without loss.
 
-A rotation of a client's rows leaves its likelihood as it is. One that makes the random columns
-triangular leaves at most q rows in which they are not zero; the others, pure noise to the random
-coefficients, are pooled over all clients in one Gram matrix. A second rotation, by the eigenvectors
-of Z Z', makes the rows independent under a spherical covariance.
+Rotating the rows of a client does not change its likelihood. A first rotation makes the random
+columns triangular, so they are not zero in at most q rows. The other rows say nothing about the
+random coefficients; we pool them over all clients in one Gram matrix. A second rotation, by the
+eigenvectors of Z Z', makes the rows independent under a spherical covariance.
 """
 
 from functools import partial
@@ -18,7 +18,7 @@ _CELLS = 1 << 18  # of a batch: it fits the cache
 
 
 class ReducedStack(NamedTuple):
-    """Reduced rows of clients that have equally many."""
+    """Reduced rows of clients that have equally many of them."""
 
     clients: np.ndarray  # (b,)
     rows: np.ndarray  # (b, k, p + 1): random columns, fixed columns, target
@@ -26,14 +26,14 @@ class ReducedStack(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """All that the likelihood needs of N rows of m clients."""
+    """What the likelihood needs to know about N rows of m clients."""
 
     stacks: list
-    remainder: np.ndarray  # (p - q + 1, p - q + 1), Gram of fixed columns and target
+    remainder: np.ndarray  # (p - q + 1, p - q + 1), Gram matrix of fixed columns and target
     n_rows: int
     n_clients: int
     n_random: int
-    scale: np.ndarray  # (p,), what the columns were multiplied by
+    scale: np.ndarray  # (p,), factors that multiplied the columns
     sum_of_squares: float  # of the target
     log_weights: float
 
@@ -43,7 +43,7 @@ class Reduced(NamedTuple):
 
     @property
     def eigenvalues(self):
-        """Of all rows of all stacks (R,)."""
+        """Eigenvalues (R,) of the rows of all stacks."""
         return np.concatenate([stack.eigenvalues.ravel() for stack in self.stacks])
 
 
@@ -75,7 +75,7 @@ def reduce_rows(
     common_scale : bool
         The random columns share one scale, so that a multiple of the identity stays one.
     scale : ndarray of shape (p,), default=None
-        Of the columns; None chooses it.
+        Factors for the columns. None: they make the columns of a client about length 1.
 
     Returns
     -------
@@ -140,7 +140,7 @@ def _scaled_rows(columns, y, rows, scale, root):
 
 
 def _scales(columns, weights, n_clients, n_random, common):
-    """Factors (p,) that make a client's random columns of length about 1, and fixed ones too."""
+    """Factors (p,) that give a client's columns a length of about 1."""
     with np.errstate(over="ignore"):
         squares = np.einsum("np,np->p", columns, columns)
         if weights is not None:
@@ -154,7 +154,7 @@ def _scales(columns, weights, n_clients, n_random, common):
 
 
 def _reduce_batch(clients, table, n_random, spectral):
-    """Stack of one batch (b, n, p + 1), and the Gram of the rows left over."""
+    """Stack of one batch (b, n, p + 1), and the Gram matrix of its remaining rows."""
     size = table.shape[2] - n_random
     remainder = np.zeros((size, size))
     if table.shape[1] > n_random:
@@ -173,7 +173,7 @@ def _reduce_batch(clients, table, n_random, spectral):
 
 
 def _joined_stacks(stacks):
-    """Stacks of equally many rows joined."""
+    """Join the stacks whose clients have equally many rows."""
     joined = []
     for size in sorted({stack.rows.shape[1] for stack in stacks}):
         same = [stack for stack in stacks if stack.rows.shape[1] == size]

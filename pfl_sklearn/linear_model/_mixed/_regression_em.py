@@ -1,8 +1,8 @@
 """Mixtures of linear mixed models: EM on the marginal likelihood of the clients' rows.
 
-Component l gives a client the random coefficients N(mu_l, noise * P_l); fixed coefficients and the
-noise variance are shared. Only the component is latent: coefficients are integrated out, so that
-steps for the variances are large even where clients have fewer rows than coefficients.
+Under component l a client's random coefficients are N(mu_l, noise * P_l). All components share the
+fixed coefficients and the noise variance. Only the component is latent: with the coefficients
+integrated out, variance steps are large even if clients have fewer rows than coefficients.
 """
 
 from typing import NamedTuple
@@ -26,19 +26,19 @@ class MixtureState(NamedTuple):
 
     means: np.ndarray  # (k, q)
     fixed: np.ndarray  # (f,)
-    factors: list  # (q, r) each, or numbers (spherical); squared they are over the noise variance
+    factors: list  # (q, r) each, or numbers (spherical), of covariances over the noise variance
     noise: float
     weights: np.ndarray  # (k,)
 
 
 class MixtureModel(NamedTuple):
-    """What EM is to estimate."""
+    """What EM estimates."""
 
     covariance_type: str  # "spherical", "diag", "full", or "zero"
-    noise: float | None  # known
+    noise: float | None  # None if unknown
 
     def n_parameters(self, k, q, f):
-        """Free parameters of k components."""
+        """Number of free parameters of k components."""
         each = {"spherical": 1, "diag": q, "full": q * (q + 1) // 2, "zero": 0}
         return k * (q + each[self.covariance_type]) + k - 1 + f + (self.noise is None)
 
@@ -102,13 +102,13 @@ def regression_e_step(reduced, parts, state):
 
 
 def left_over(reduced, fixed):
-    """Squares of the rows that the random coefficients do not reach."""
+    """Residual squares of the rows in which the random columns are zero."""
     direction = np.append(-fixed, 1.0)
     return float(direction @ reduced.remainder @ direction)
 
 
 def regression_m_step(reduced, parts, state, shares, model):
-    """Parameters that raise the expected log-likelihood under responsibilities (m, k)."""
+    """Parameters with a larger expected log-likelihood under responsibilities (m, k)."""
     state = _solve_coefficients(reduced, parts, state, shares)
     state = state._replace(
         noise=_best_noise(reduced, parts, state, shares, model), weights=shares.mean(axis=0)
@@ -173,7 +173,7 @@ def solve_fixed(reduced, parts, state, shares):
 
 
 def _component_criterion(reduced, part, state, k, share):
-    """Minus twice the expected log-likelihood of a component, up to a constant; residuals."""
+    """Minus twice a component's expected log-likelihood, up to a constant; whitened residuals."""
     residuals, squares = client_squares(reduced, part, state, k)
     value = share @ squares / state.noise
     for stack, log_det in zip(reduced.stacks, part.log_dets, strict=True):
@@ -182,7 +182,7 @@ def _component_criterion(reduced, part, state, k, share):
 
 
 def _expected_criterion(reduced, parts, state, shares):
-    """Minus twice the expected log-likelihood of everything, up to a constant; residuals."""
+    """Minus twice the expected log-likelihood, up to a constant; residuals of all components."""
     fits = [
         _component_criterion(reduced, part, state, k, shares[:, k]) for k, part in enumerate(parts)
     ]
@@ -191,9 +191,9 @@ def _expected_criterion(reduced, parts, state, shares):
 
 
 def _spherical_step(reduced, parts, state, shares, model):
-    """Fisher scoring for all variance ratios, the noise variance profiled out of them.
+    """Fisher scoring step for all variance ratios, with the noise variance profiled out.
 
-    Halved until it is no loss.
+    We halve the step until it does not lower the likelihood.
     """
     ratios = np.array(state.factors) ** 2
     before, residuals = _expected_criterion(reduced, parts, state, shares)
@@ -247,7 +247,10 @@ def _factor_step(reduced, state, k, share, covariance_type):
 
 
 def run_regression_em(reduced, state, model, max_iter, tol):
-    """EM until a step gains less than `tol` nats per client: state, shares, value, steps, done."""
+    """EM until a step gains less than `tol` nats per client.
+
+    Returns the state, responsibilities, log-likelihood, number of steps, and whether it converged.
+    """
     parts = [whiten_component(reduced, factor) for factor in state.factors]
     shares, value = regression_e_step(reduced, parts, state)
     for n_iter in range(1, max_iter + 1):

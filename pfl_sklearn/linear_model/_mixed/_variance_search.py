@@ -1,4 +1,4 @@
-"""Searches for the variances of a linear mixed model: they maximize the profiled likelihood."""
+"""Searches for the variances of a linear mixed model, which maximize the profiled likelihood."""
 
 from typing import NamedTuple
 
@@ -18,17 +18,17 @@ from pfl_sklearn.linear_model._mixed._profile import (
 )
 from pfl_sklearn.linear_model._mixed._reduction import ReducedStack
 
-_CHEAP_CELLS = 1 << 18  # of the reduced rows, up to which a whole grid of variances is looked at
+_CHEAP_CELLS = 1 << 18  # size of the reduced rows up to which we try a whole grid of variances
 _GRID = np.geomspace(1e-5, 1e5, 21)
 _LARGEST_STEP = 10.0
-_FAR_FROM_ZERO = 100.0  # squared standard errors from which zero cannot be likelier
-_ZERO = 1e-9  # a variance ratio, on the scale of the reduction, that stands for zero
+_FAR_FROM_ZERO = 100.0  # squared standard errors beyond which zero cannot be more likely
+_ZERO = 1e-9  # a variance ratio, on the scale of the reduction, that counts as zero
 _LARGEST = 1e14
 _START_CLIENTS, _START_STEPS, _START_TOL = 1000, 20, 3e-3
 _SMALLEST_START = 1e-6
 _HALF_RANGE = 1e-12, 1e12
-_FEW_CELLS = 1 << 12  # up to which several starts are tried
-_ROUNDS, _FAR_OFF = 6, 3.0  # of quasi-Newton steps, and how wrong the units of one may be
+_FEW_CELLS = 1 << 12  # size of the reduced rows up to which we try several starts
+_ROUNDS, _FAR_OFF = 6, 3.0  # rounds of quasi-Newton steps; how wrong the units of one may be
 _LARGEST_FACTOR = 1e7
 
 
@@ -56,8 +56,8 @@ def at_ratio(reduced, settings, ratio):
 def search_ratio(reduced, settings, max_iter, tol):
     """Best ratio of a spherical covariance (spectral rows).
 
-    Fisher scoring. Many rows start from the unrestricted answer of some clients, then from that of
-    all in half the precision; few rows from the best of a grid.
+    We use Fisher scoring. With few rows it starts from the best point of a grid. With many rows it
+    starts from the unrestricted estimate of some clients, refined on all in single precision.
     """
     size = sum(stack.rows.size for stack in reduced.stacks)
     if size <= _CHEAP_CELLS:
@@ -80,8 +80,7 @@ def search_ratio(reduced, settings, max_iter, tol):
 
 
 class FisherSteps(NamedTuple):
-    """Where Fisher scoring ended, how many squared standard errors that is from zero, and where the
-    next step would have led."""
+    """End of Fisher scoring; `evidence` is its distance from zero in squared standard errors."""
 
     ratio: float
     point: Point
@@ -93,7 +92,7 @@ class FisherSteps(NamedTuple):
 
 
 def _fisher_steps(reduced, settings, start, max_iter, tol):
-    """Fisher scoring for a ratio, kept between the last ratios of either slope."""
+    """Fisher scoring for a ratio, bracketed by the last ratios with slopes of either sign."""
     moved, low, high, n_iter, done = start, 0.0, np.inf, 0, False
     whitened = None
     while not done and n_iter < max_iter:
@@ -127,7 +126,7 @@ def _some_clients(reduced):
 
 
 def _half_precision(reduced):
-    """The rows in half the precision, unless the squares of the target are beyond its range."""
+    """The rows in single precision, unless the squares of the target exceed its range."""
     if not _HALF_RANGE[0] < np.sqrt(reduced.sum_of_squares / reduced.n_rows) < _HALF_RANGE[1]:
         return reduced
     stacks = [stack._replace(rows=stack.rows.astype(np.float32)) for stack in reduced.stacks]
@@ -135,7 +134,7 @@ def _half_precision(reduced):
 
 
 def search_factor(reduced, settings, covariance_type, rank, max_iter, tol):
-    """Best covariance of any shape: quasi-Newton on its factor."""
+    """Best covariance of any shape, by quasi-Newton steps on its factor."""
     factor = factor_of(covariance_type, reduced.n_random, rank)
 
     def objective(parameters):
@@ -158,9 +157,9 @@ def search_factor(reduced, settings, covariance_type, rank, max_iter, tol):
 
 
 def _quasi_newton(objective, factor, start, max_iter, tol):
-    """Quasi-Newton from a start, in units of the factor's rows once these are large.
+    """Quasi-Newton search from a start, in units of the factor's rows once these are large.
 
-    Slopes are flat where the variances are large, so that tolerances have to be relative there.
+    Where variances are large the criterion is flat, so tolerances must be relative there.
     """
     unit, x, n_iter = np.ones(len(start)), start, 0
     for _ in range(_ROUNDS):
@@ -199,14 +198,14 @@ def search_noise(reduced, settings, covariance):
         low = max(low - 1.0, lowest)
     if slope(low) < 0 < slope(high):
         log_noise = brentq(slope, low, high, xtol=1e-12)
-    elif low < log_noise:  # an exact fit: the smaller the likelier
+    elif low < log_noise:  # an exact fit: the smaller, the more likely
         log_noise = low
     noise = float(np.exp(log_noise))
     return at_ratio(reduced, settings._replace(noise=noise), covariance / noise)
 
 
 def _noise_start(reduced, settings, covariance):
-    """Logarithm of the residual variance without clients, or the best below it for few rows."""
+    """Log residual variance without client differences, or the best value below it for few rows."""
     log_noise = np.log(at_ratio(reduced, settings, 0.0 * covariance).point.noise)
     largest = float(np.max(covariance))
     if not largest > 0 or sum(stack.rows.size for stack in reduced.stacks) > _CHEAP_CELLS:

@@ -432,7 +432,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         -------
         ndarray of shape (n_rows,)
         """
-        return likeliest_class(self.classes_, self._logits(X, groups)[0])
+        logits = self._logits(X, groups)[0]
+        return likeliest_class(self.classes_, logits)
 
     def _logits(self, X, groups):
         """Logits (n,) or (n, K), the validated rows, and the positions of their clients."""

@@ -58,7 +58,7 @@ def fit_mixture_prior(table, prior, options):
             best = bic, k, fit
         elif k >= best[1] + 2:
             break
-    return _mixture_estimates(table, reduced, _by_weight(best[2]), prior, *around)
+    return _mixture_estimates(table, reduced, _components_by_weight(best[2]), prior, *around)
 
 
 def _check_unknown(table, prior, noise):
@@ -127,7 +127,7 @@ def _grouped_start(reduced, model, space, pooled, k, attempt, rng):
     return em.regression_m_step(reduced, parts, state, shares, model)
 
 
-def _by_weight(fit):
+def _components_by_weight(fit):
     """Order components by weight, ties by their first coefficient."""
     state, shares, value, n_iter, done = fit
     order = np.lexsort((state.means[:, 0], -state.weights))

@@ -51,7 +51,7 @@ def wide(d, full):
     def kernel():
         for i in range(0, M, step):
             rows = slice(i, i + step)
-            _known._solve_batch(None, stacked[rows], targets[rows], mu, 0.2)
+            _known.solve_in_rows(None, stacked[rows], targets[rows], mu, 0.2)
 
     compare(
         f"linear, {M:,} clients x {N} rows, d={d}, prior known, kernel alone; loop of Ridge",

@@ -50,7 +50,7 @@ prior = GaussianPrior(covariance=BETWEEN)
 def fitted(prior=prior, **release):
     """A regression with privacy, or without if no epsilon is given."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The released noise variance drowns")
+        warnings.filterwarnings("ignore", "The released noise variance")
         return PersonalizedLinearRegression(prior, **release).fit(X, y, groups=who)
 
 

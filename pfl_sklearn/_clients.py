@@ -30,6 +30,8 @@ _KINDS = {
     "m": "timedelta",
 }
 _OBJECT_KINDS = {"string": "string", "bytes": "bytes", "decimal": "decimal"}
+_CASTABLE = ("iu", "UO", "SO")  # kinds of arrays whose ids can be compared after a cast
+_BISECTED = 20  # known ids for each that is looked for, from which on bisection is faster
 _BLOCK = 1 << 19
 _EXACT_FLOAT = 2.0**53
 
@@ -85,13 +87,30 @@ def match_clients(groups: Any, n_rows: int, known: Array, name: str = "groups") 
     new = encode_clients(groups, n_rows, name)
     if n_rows == 0:
         return new.codes
-    kind, known_kind = _kind(new.ids), _kind(known)
+    kind, known_kind = _kind(new.ids), _kind(known[:1])  # known ids are of one kind
     if kind != known_kind:
         raise ValueError(
             f"{name} holds {kind} ids (such as {_shown(new.ids[0])}), but the clients seen in fit "
             f"have {known_kind} ids (such as {_shown(known[0])}); give them in the same type."
         )
-    return pd.Index(known).get_indexer(pd.Index(new.ids))[new.codes]
+    return _positions(new.ids, known)[new.codes]
+
+
+def _positions(ids: Array, known: Array) -> Codes:
+    """Position of every id in the sorted array `known`; -1 where it is not there.
+
+    A few ids are looked up by bisection, which needs no hash table of all known ones. They take the
+    type of `known` first (never the other way round, which would copy all clients); an id that it
+    cannot hold is not there. Types between which that comparison is not exact are hashed.
+    """
+    kinds = {ids.dtype.kind, known.dtype.kind}
+    exact = ids.dtype == known.dtype or any(kinds <= set(some) for some in _CASTABLE)
+    if not exact or _BISECTED * len(ids) > len(known):
+        return pd.Index(known).get_indexer(pd.Index(ids))
+    wanted = ids.astype(known.dtype)
+    found = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+    there = np.asarray((known[found] == wanted) & (wanted == ids), dtype=bool)
+    return np.where(there, found, -1)
 
 
 def row_counts(codes: Codes, n_clients: int) -> npt.NDArray[np.int64]:

@@ -247,13 +247,6 @@ class ClientMixin:
                 setattr(model, name, copy.deepcopy(getattr(self, name)))
         return model
 
-    def _with_population(self, name: str, value: Any) -> Array:
-        """Rows of all clients, then the population's (which index -1 picks)."""
-        population = np.asarray(value)[None]
-        if not hasattr(self, name):
-            return population
-        return np.concatenate([getattr(self, name), population])
-
     def _require_fitted(self, attribute: str) -> None:
         """Raise NotFittedError before a fit, and where a released population model lacks it."""
         check_is_fitted(self)
@@ -348,6 +341,18 @@ def read_rows(estimator: ClientMixin, X: Any, y: Array, groups: Any, sample_weig
     used = np.bincount(codes[present], minlength=len(ids)) > 0
     kept = EncodedClients(ids[used], (np.cumsum(used) - 1)[codes[present]])
     return FitRows(y[present], kept, weights[present])
+
+
+def client_values(values: Array | None, population: Any, codes: Codes) -> Array:
+    """Values (n, ...) of the clients at `codes`, and the population's where a code is -1.
+
+    `values` (m, ...) has clients first; None if no client is known.
+    """
+    if values is None:
+        return np.full((len(codes), *np.shape(population)), population)
+    own = values[codes]
+    own[codes < 0] = population
+    return own
 
 
 def _of_clients(value: Any, clients: Codes) -> Any:

@@ -2,6 +2,7 @@
 
 import datetime as dt
 import decimal
+import tracemalloc
 import uuid
 
 import numpy as np
@@ -481,3 +482,60 @@ def test_batches_are_as_few_as_may_be():
     assert [len(batch.clients) for batch in client_batches(codes, 10, 13)] == [3, 3, 3, 1]
     assert [len(batch.clients) for batch in client_batches(codes, 10, 1)] == [1] * 10
     assert [batch.clients.tolist() for batch in client_batches(codes[::-1], 10)] == [[*range(10)]]
+
+
+NAMES = [f"c{k:03d}" for k in range(0, 200, 2)]
+DAYS = np.datetime64("2020-01-01", "D") + np.arange(0, 200, 2)
+BIG = 2**63 - 50 + np.arange(0, 100, 1, dtype=np.uint64)
+
+
+@pytest.mark.parametrize(
+    ("known", "ids"),
+    [
+        (np.arange(0, 200, 2), np.array([-7, 4, 5, 198, 10**15])),
+        (np.arange(0, 200, 2, dtype=np.int8), np.array([4, 260, -252])),
+        (BIG, np.array([-(2**63) + 10, -1, 2**63 - 20])),
+        (BIG, np.array([2**63 + 3, 2**63 + 80], dtype=np.uint64)),
+        (np.arange(-50, 50), np.array([2**64 - 10, 10], dtype=np.uint64)),
+        (np.arange(100) / 2, pd.Categorical([0.5, 0.25, 49.5])),
+        (np.arange(100) / 2, np.array([3, 80])),
+        (np.arange(100) + 2**53, pd.Categorical([2.0**53, 0.5])),
+        (np.array(NAMES), np.array(["c004", "c00", "c004x", "d"])),
+        (np.array(NAMES), ["c004", "c0041", "", "c004\0"]),
+        (np.array(NAMES, dtype=object), np.array(["c004", "c005", "c0066"])),
+        (np.array(NAMES, dtype=object), ["c198", "c199", "b"]),
+        (np.array(NAMES).astype("S"), np.array([b"c004", b"c0041"])),
+        (np.array(NAMES).astype("S").astype(object), [b"c004", b"a", b"z"]),
+        (np.array([decimal.Decimal(k) for k in range(100)]), [decimal.Decimal("4.0")]),
+        (DAYS, DAYS[[3, 4]] + np.array([0, 1])),
+        (DAYS, [dt.datetime(2020, 1, 7), dt.datetime(2020, 1, 7, 12), dt.datetime(2020, 1, 8)]),
+        (DAYS.astype("datetime64[ns]"), [dt.date(2020, 1, 7), dt.date(2100, 1, 1)]),
+        (np.arange(0, 200, 2).astype("timedelta64[s]"), [pd.Timedelta(4, "s")]),
+        (np.array([True]), [True, False]),
+    ],
+)
+def test_a_few_ids_are_found_as_many_are(known, ids, monkeypatch):
+    few = match_clients(ids, len(ids), known)
+    monkeypatch.setattr(_clients, "_BISECTED", len(known) + 1)  # hash them all
+    np.testing.assert_array_equal(few, match_clients(ids, len(ids), known))
+    assert few.dtype == np.intp
+
+
+@quick
+@given(hnp.arrays(np.int64, 80, elements=st.integers(-30, 200)), st.integers(-30, 200))
+def test_bisection_is_the_hash_table(values, wanted):
+    known = np.unique(values)
+    expected = np.flatnonzero(known == wanted)
+    assert match_clients([wanted], 1, known)[0] == (expected[0] if len(expected) else -1)
+
+
+def test_a_few_ids_copy_no_known_ones():
+    names = np.sort(np.arange(10**5).astype("U6"))
+    for known in (np.arange(10**5), names, names.astype(object)):
+        wanted = known[7:8].tolist()
+        tracemalloc.start()
+        try:
+            assert match_clients(wanted, 1, known)[0] == 7
+            assert tracemalloc.get_traced_memory()[1] < 50_000
+        finally:
+            tracemalloc.stop()

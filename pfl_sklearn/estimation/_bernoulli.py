@@ -10,7 +10,7 @@ from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._clients import encode_clients, row_counts, segment_sums
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
-from pfl_sklearn.base import ClientClassifierMixin, ClientMixin, read_rows
+from pfl_sklearn.base import ClientClassifierMixin, ClientMixin, client_values, read_rows
 from pfl_sklearn.estimation._counts import (
     check_counts,
     check_two_classes,
@@ -330,8 +330,8 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         codes = self._encode_predict(X, groups)
         if hasattr(self, "n_features_in_"):
             validate_data(self, X, reset=False, skip_check_array=True)
-        clients = getattr(self, "means_", np.empty(0))
-        probability = np.clip(np.append(clients, self.population_mean_), 0.0, 1.0)[codes]
+        means = client_values(getattr(self, "means_", None), self.population_mean_, codes)
+        probability = np.clip(means, 0.0, 1.0)
         return np.column_stack([1 - probability, probability])
 
     def predict_log_proba(self, X, *, groups=None):

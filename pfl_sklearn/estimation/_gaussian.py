@@ -9,7 +9,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
-from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, read_rows
+from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, client_values, read_rows
 from pfl_sklearn.estimation import _gaussian_fit, _mixture_means
 from pfl_sklearn.estimation._mean_estimates import (
     RELEASED,
@@ -334,12 +334,12 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         """
         codes = self._encode_predict(X, groups)
         validate_data(self, X, reset=False, skip_check_array=True)
-        means = self._with_population("means_", self.population_mean_)[codes]
+        means = client_values(getattr(self, "means_", None), self.population_mean_, codes)
         if not return_std:
             return means
         between = np.diag(self.prior_.moments()[1]).reshape(np.shape(self.population_mean_))
         spread = np.sqrt(between + self.population_mean_std_**2)
-        return means, self._with_population("stds_", spread)[codes]
+        return means, client_values(getattr(self, "stds_", None), spread, codes)
 
     def credible_interval(self, level=0.95):
         """Central posterior interval of every client's mean.

@@ -1,6 +1,6 @@
 """Columns of a design matrix: which coefficients vary by client, and which all clients share.
 
-The design has the intercept first (if there is one) and the features after it. Priors speak of the
+The design has the intercept first, if there is one, and then the features. Priors describe the
 coefficients that vary by client, in the order of the design.
 """
 
@@ -15,7 +15,7 @@ INTERCEPT = "intercept"
 class Design(NamedTuple):
     """Positions of the random and the fixed coefficients among the columns of a design."""
 
-    names: tuple  # of all p columns
+    names: tuple  # names of all p columns
     random: np.ndarray  # (q,), sorted positions
     fixed: np.ndarray  # (p - q,), sorted positions
     fit_intercept: bool
@@ -26,7 +26,7 @@ class Design(NamedTuple):
 
     @property
     def order(self):
-        """Positions (p,) of the columns when the random ones are put first."""
+        """Positions (p,) of the columns, the random ones first."""
         return np.concatenate([self.random, self.fixed])
 
     @property
@@ -40,25 +40,31 @@ class Design(NamedTuple):
         return np.concatenate([np.ones((*X.shape[:-1], 1)), X], axis=-1)
 
     def coefficients(self, values):
-        """Coefficients (..., d) and intercepts (...,) in vectors (..., p); 0 without intercept."""
+        """Coefficients (..., d) and intercepts (...,) of vectors (..., p); 0 if not fitted."""
         if self.fit_intercept:
             return values[..., 1:], values[..., 0]
         return values, np.zeros(values.shape[:-1])
 
+    def vectors(self, coef, intercept):
+        """Vectors (..., p) of coefficients (..., d) and intercepts (...,)."""
+        if not self.fit_intercept:
+            return coef
+        return np.concatenate([np.expand_dims(intercept, -1), coef], axis=-1)
+
     def embedded(self, covariance):
-        """Covariance (p, p) of all columns, from that of the random ones (q, q)."""
+        """Covariance (p, p) of all coefficients, from that of the random ones (q, q)."""
         full = np.zeros((self.n_columns, self.n_columns))
         full[np.ix_(self.random, self.random)] = covariance
         return full
 
 
 def resolve_design(random, n_features, fit_intercept, feature_names=None):
-    """Design from the parameter `random` of an estimator.
+    """Design from an estimator's parameter `random`.
 
     Parameters
     ----------
-    random : "all", "intercept", or a list of feature names or indices, with "intercept" if that
-        varies as well
+    random : "all", "intercept", or a list of feature names or indices, which may include
+        "intercept"
     n_features : int
     fit_intercept : bool
     feature_names : sequence of str, default=None
@@ -70,7 +76,7 @@ def resolve_design(random, n_features, fit_intercept, feature_names=None):
     Raises
     ------
     ValueError
-        If `random` names no column, an unknown one, or an intercept that is not fitted.
+        If `random` names no column, an unknown column, or an intercept that is not fitted.
     """
     plain = [f"x{k}" for k in range(n_features)]
     features = plain if feature_names is None else [str(name) for name in feature_names]
@@ -80,14 +86,14 @@ def resolve_design(random, n_features, fit_intercept, feature_names=None):
         chosen = every
     else:
         wanted = [random] if isinstance(random, str) else list(random)
-        chosen = np.unique([_position(name, features, fit_intercept) for name in wanted])
+        chosen = np.unique([_column_position(name, features, fit_intercept) for name in wanted])
         if not len(chosen):
             raise ValueError("random must name at least one coefficient; got an empty list.")
         chosen = chosen.astype(np.intp)
     return Design(names, chosen, np.setdiff1d(every, chosen), fit_intercept)
 
 
-def _position(name, features, fit_intercept):
+def _column_position(name, features, fit_intercept):
     """Position among the columns of the design."""
     if isinstance(name, Integral) and not isinstance(name, bool | np.bool_):
         if not 0 <= name < len(features):
@@ -96,8 +102,8 @@ def _position(name, features, fit_intercept):
     if name in features:
         if name == INTERCEPT and fit_intercept:
             raise ValueError(
-                f"random={name!r} is ambiguous: X has a feature of that name; give its index, or "
-                "rename it."
+                f"random={name!r} is ambiguous, as X has a feature of that name; give the "
+                "feature's index, or rename it."
             )
         return features.index(name) + fit_intercept
     if name == INTERCEPT:
@@ -110,14 +116,14 @@ def _position(name, features, fit_intercept):
     )
 
 
-def feature_names(X):
+def column_names(X):
     """Column names of a data frame as strings, or None; TypeError if only some are strings."""
     if not hasattr(X, "columns"):
         return None
     strings = [isinstance(name, str) for name in X.columns]
     if any(strings) and not all(strings):
         raise TypeError(
-            f"X has column names of which only some are strings: {list(X.columns)[:20]}; give "
-            "strings throughout, or an array."
+            f"only some column names of X are strings: {list(X.columns)[:20]}; use strings for "
+            "all of them, or give an array."
         )
     return [str(name) for name in X.columns]

@@ -4,18 +4,19 @@ import math
 from numbers import Integral, Real
 
 import numpy as np
-from sklearn.base import BaseEstimator
 from sklearn.utils import check_X_y
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
-from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, read_rows
-from pfl_sklearn.linear_model._convergence import warn_not_converged
-from pfl_sklearn.linear_model._design import feature_names, resolve_design
-from pfl_sklearn.linear_model._estimates import Options, make_table
-from pfl_sklearn.linear_model._fits import find_fit
-from pfl_sklearn.linear_model._mixed._private_release import Release, release_events, with_report
-from pfl_sklearn.linear_model._summary import components_table
+from pfl_sklearn.base import ClientRegressorMixin, read_rows
+from pfl_sklearn.linear_model._base import BasePersonalizedRegression, warn_not_converged
+from pfl_sklearn.linear_model._design import column_names, resolve_design
+from pfl_sklearn.linear_model._mixed._fit import find_fit, fit_with_report
+from pfl_sklearn.linear_model._mixed._private_release import (
+    ReleaseParameters,
+    regression_events,
+)
+from pfl_sklearn.linear_model._table import Options, make_table
 from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._ledger import charge
@@ -44,16 +45,17 @@ _CLIENTS = (
 )
 
 
-class PersonalizedLinearRegression(ClientMixin, ClientRegressorMixin, BaseEstimator):
-    r"""Linear regression with one coefficient vector per client and a population of them.
+class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegression):
+    r"""Linear regression with one coefficient vector per client, drawn from a population.
 
     .. math:: y_{ij} = x_{ij}^\top \theta_i + w_{ij}, \qquad w_{ij} \sim N(0, \sigma^2), \qquad
         \theta_i \sim \text{prior}.
 
-    Coefficients that vary by client (`random`) have a population prior; the others are common to
-    all. Under a Gaussian prior with mean :math:`\mu` and covariance S this is the linear mixed
-    model with one grouping: S, :math:`\sigma^2` and :math:`\mu` maximize the marginal likelihood,
-    in which the clients' coefficients are integrated out, and every client gets the posterior mean
+    The coefficients that vary by client (`random`) have a population prior; all clients share the
+    others. Under a Gaussian prior with mean :math:`\mu` and covariance S this is the linear mixed
+    model with one grouping factor. S, :math:`\sigma^2` and :math:`\mu` maximize the marginal
+    likelihood, with the clients' coefficients integrated out, and every client gets its posterior
+    mean
 
     .. math:: \hat\theta_i = (S^{-1} + X_i^\top X_i / \sigma^2)^{-1}
         (S^{-1} \mu + X_i^\top y_i / \sigma^2).
@@ -61,64 +63,79 @@ class PersonalizedLinearRegression(ClientMixin, ClientRegressorMixin, BaseEstima
     Parameters
     ----------
     prior : str or prior object, default="gaussian"
-        "gaussian", "laplace", "gaussian_mixture", "discrete", or an object of these kinds.
-        Population prior of the coefficients that vary, the intercept first and then in the order
-        of the features. What an object leaves None is estimated, what it gives is known.
-        :class:`~pfl_sklearn.priors.GaussianPrior` with ``covariance_type="spherical"`` (one
-        variance for all of them: features should have like scales), "diag", "full" or "low_rank";
-        :class:`~pfl_sklearn.priors.LaplacePrior` (clients differ in few coefficients);
-        :class:`~pfl_sklearn.priors.GaussianMixturePrior` (groups of clients: AdaMix) and
-        :class:`~pfl_sklearn.priors.DiscretePrior` (alike within a group: FedEM's model).
+        Population prior of the coefficients that vary: the intercept first, then the features in
+        their order. We estimate the parameters that a prior object leaves None and take the others
+        as known.
+
+        - "gaussian", or a :class:`~pfl_sklearn.priors.GaussianPrior` with
+          ``covariance_type="spherical"`` (one variance for all coefficients, so features should
+          have similar scales), "diag", "full" or "low_rank".
+        - "laplace", or a :class:`~pfl_sklearn.priors.LaplacePrior`: clients differ in few
+          coefficients.
+        - "gaussian_mixture", or a :class:`~pfl_sklearn.priors.GaussianMixturePrior`: clients form
+          groups (AdaMix).
+        - "discrete", or a :class:`~pfl_sklearn.priors.DiscretePrior`: clients of a group are
+          identical (the model of FedEM).
     random : {"all", "intercept"} or list, default="all"
-        Which coefficients vary by client: all, the intercept alone, or a list of feature names
-        or indices, with "intercept" in it if that varies too.
+        Coefficients that vary by client: all, the intercept alone, or a list of feature names or
+        indices, which may include "intercept".
     fit_intercept : bool, default=True
     method : {"reml", "ml", "printed"}, default="reml"
-        Restricted or full maximum likelihood. Mixture priors are fitted by full likelihood in
-        both cases; with them "printed" is the published algorithm, which clusters point estimates.
+        "reml" is restricted and "ml" full maximum likelihood; mixture priors use full likelihood
+        in both cases. "printed" is the published algorithm for mixture priors, which clusters
+        point estimates.
     noise_variance : float, > 0, or None, default=None
-        Variance :math:`\sigma^2` of a row of weight 1 around its client's line. None: estimated.
+        Residual variance :math:`\sigma^2` of a row of weight 1. None: estimated.
     solver : {"auto", "spectral", "quasi_newton", "gd"}, default="auto"
-        For Gaussian priors. "spectral": one eigendecomposition per client, then Fisher scoring
-        (one variance for all coefficients). "quasi_newton": L-BFGS on a factor of the covariance
-        (any shape). "auto" takes the first that fits. "gd": the published gradient descent on
-        point estimates and variances together, for known or floored variances.
+        For Gaussian priors.
+
+        - "spectral": one eigendecomposition per client, then Fisher scoring. It needs one variance
+          for all coefficients.
+        - "quasi_newton": L-BFGS on a factor of the covariance, for any shape.
+        - "auto": "spectral" where it applies, else "quasi_newton".
+        - "gd": the published gradient descent on point estimates and variances together. Variances
+          must be known or have a floor.
     max_iter : int, default=500
     tol : float, > 0, default=1e-6
-        "spectral": relative change of the variance; "quasi_newton": largest slope of the criterion
-        per client, on the scale of the data; mixtures: gain in nats per client; "laplace" and
-        "gd": change of a coefficient relative to the largest.
+        Stopping rule.
+
+        - "spectral": relative change of the variance.
+        - "quasi_newton": largest slope of the criterion per client, on the scale of the data.
+        - Mixtures: gain in nats per client.
+        - "laplace" and "gd": change of a coefficient, relative to the largest one.
     learning_rate : float, > 0, or None, default=None
-        Step of "gd" and of ``method="printed"``. None: from the largest curvature.
+        Step size of "gd" and of ``method="printed"``. None: computed from the largest curvature.
     variance_floor : float, > 0, or None, default=None
-        Where "gd" stops variances that it estimates; their objective has no minimum.
+        Smallest variance that "gd" may estimate. Its objective has no minimum without one.
     epsilon : float in (0, inf], default=inf
-        Privacy of one `unit` in what is released of the population. Infinity: no privacy. A finite
-        one is for a Gaussian prior, whose covariance has to be given if there are several clients;
-        `method`, `solver` and what belongs to them then have no effect.
+        Privacy loss of one `unit` through the released population. Infinity: no privacy. A finite
+        value needs a Gaussian prior, with a known covariance if there are several clients;
+        `method`, `solver` and their parameters then have no effect.
     delta : float in [0, 1), default=1e-5
         Must be above 0 when `epsilon` is finite.
     feature_bound : float, > 0, or None, default=None
-        L2 bound on a row of X (without the intercept's 1); rows beyond it are scaled down, target
-        and all. Yours, never taken from the data; needed when `epsilon` is finite. Features should
-        have like scales.
+        L2 bound on a row of X, without the intercept's 1. We scale down rows beyond it, together
+        with their target. Required when `epsilon` is finite; choose it without looking at the
+        data. Features should have similar scales.
     target_bound : float, > 0, or None, default=None
-        Bound on the absolute `y`, likewise.
+        Bound on the absolute value of `y`, likewise.
     unit : {"client", "row"}, default="client"
-        What is protected: all rows of a client together, or one row.
+        Unit of privacy: all rows of a client together, or one row.
     relation : {"replace_one", "add_remove"}, default="replace_one"
-        Neighbouring tables: one unit replaced, with public numbers of clients and of their rows,
-        or one unit more, where no number is taken as public. The report has epsilon under both.
+        Neighbouring tables differ in one unit that is replaced (the numbers of clients and of
+        their rows are public), or in one unit that is added or removed (no number is public). The
+        report states epsilon under both.
     ledger : PrivacyLedger or None, default=None
-        File to which every fit is written before it reads any data, and which refuses a fit beyond
-        its budget.
+        File that records every fit before the fit reads any data, and refuses a fit beyond the
+        budget.
     unseen : {"population", "error"}, default="population"
-        What clients get in ``predict`` that ``fit`` did not see.
+        What ``predict`` does for clients that ``fit`` did not see: use the population model, or
+        raise an error.
     n_jobs : int or None, default=None
-        Jobs for what is done client by client; the result is the same, bit for bit.
+        Number of jobs for work that goes client by client. Results are the same bit for bit.
     random_state : int, RandomState instance or None, default=None
-        Seed of the privacy noise. None draws it from the operating system. A seed makes the noise
-        reproducible, hence not private to whoever knows it: the report says so.
+        Seed of the privacy noise. None draws it from the operating system. Noise from a seed is
+        reproducible, so it does not protect against anyone who knows the seed; the report says so.
 
     Attributes
     ----------
@@ -126,28 +143,29 @@ class PersonalizedLinearRegression(ClientMixin, ClientRegressorMixin, BaseEstima
         Sorted ids; row i of every per-client array is ``clients_[i]``.
     n_samples_per_client_ : ndarray of shape (n_clients,)
     coef_ : ndarray of shape (n_clients, d)
-        Posterior means (modes under a Laplace prior) of the clients' coefficients.
+        Posterior means of the clients' coefficients (modes under a Laplace prior).
     intercept_ : ndarray of shape (n_clients,)
     coef_std_, intercept_std_ : ndarrays of shape (n_clients, d) and (n_clients,)
-        Posterior standard deviations. They count the uncertainty of the population coefficients
-        under a Gaussian prior, and of the group under a mixture, not that of the variances. Not
-        there under a Laplace prior and for the published algorithms.
+        Posterior standard deviations. They include the uncertainty of the population coefficients
+        under a Gaussian prior and of the group under a mixture, but not that of the variances. Not
+        available under a Laplace prior and for the published algorithms.
     shrinkage_, intercept_shrinkage_ : ndarrays of shape (n_clients, d) and (n_clients,)
-        Posterior over prior variance of every coefficient, given the population: 0 where the
-        client's own rows decide, 1 where the population does (and for what does not vary).
+        Posterior variance over prior variance of every coefficient, given the population: 0 where
+        the client's own rows determine it, 1 where the population does. 1 also for coefficients
+        that do not vary.
     population_coef_ : ndarray of shape (d,)
     population_intercept_ : float
     population_coef_std_, population_intercept_std_ : ndarray of shape (d,) and float
-        Standard errors given the variances; NaN for what the rows leave open (a column of zeros,
-        one of two equal columns) and under priors other than the Gaussian.
+        Standard errors, given the variances. NaN for coefficients that are not identified (a column
+        of zeros, one of two equal columns) and under priors other than the Gaussian.
     population_covariance_ : ndarray of shape (p, p)
         Covariance of the population coefficients, the intercept (if fitted) first.
     prior_ : prior
-        The prior that was used; its parameters hold the values.
+        The prior with the values that the fit used.
     noise_variance_ : float
     log_likelihood_ : float
-        Maximized criterion (restricted for "reml" with a Gaussian prior), in nats; NaN under a
-        Laplace prior and for the published algorithms.
+        Maximum of the log-likelihood in nats, restricted for "reml" with a Gaussian prior. NaN
+        under a Laplace prior and for the published algorithms.
     responsibilities_ : ndarray of shape (n_clients, n_components)
         Posterior probabilities of the components, under mixture priors.
     n_iter_ : int
@@ -158,64 +176,87 @@ class PersonalizedLinearRegression(ClientMixin, ClientRegressorMixin, BaseEstima
     Raises
     ------
     ValueError
-        For missing or mixed ids, NaN or infinity in `X` or `y`, unknown names in `random`, and for
-        variances that the data cannot tell apart: every client has one row; unless the covariance
-        is spherical, a random column that is constant over all rows beside a random intercept;
-        with a full one, fewer clients than random coefficients. With a finite `epsilon` also for a
-        missing bound, weights, another than a Gaussian prior, an unknown covariance of several
-        clients, ``unit="row"`` with ``relation="add_remove"`` and several clients, and a known
-        mean unless all else is known too.
+        For invalid data or parameters:
+
+        - missing ids or ids of mixed types;
+        - NaN or infinity in `X` or `y`;
+        - unknown names in `random`.
+
+        For variances that the data do not identify:
+
+        - every client has one row;
+        - a random column is constant over all rows, beside a random intercept, and the covariance
+          is not spherical;
+        - the covariance is full and there are fewer clients than random coefficients.
+
+        With a finite `epsilon` also for
+
+        - a missing bound;
+        - sample weights;
+        - a prior that is not Gaussian;
+        - an unknown covariance with several clients;
+        - ``unit="row"`` with ``relation="add_remove"`` and several clients;
+        - a known mean, unless everything else is known too.
 
     Warns
     -----
     ConvergenceWarning
-        If `max_iter` was reached.
+        If the search reached `max_iter` before it converged.
 
     See Also
     --------
-    PersonalizedLogisticRegression : The same for classes.
+    PersonalizedLogisticRegression : The same model for class labels.
     pfl_sklearn.inspection.CoefficientDisplay : Plot of the clients' coefficients.
 
     Notes
     -----
-    Section 3 and Appendix E of Ozkara et al. (2023): Theorem 6 is the posterior above,
-    Appendix J the low-rank covariance. Differences: variances maximize the marginal likelihood,
-    because the printed joint objective (equations 19 and 54) falls without bound as
-    :math:`\theta_i \to \mu` and the variance between clients vanishes, and Algorithm 4 (2 in the
-    long version) drives variances below zero; numbers of rows may differ; some coefficients may be
-    common. Mixtures: EM on the marginal likelihood from groups found in the leading directions of
-    the clients' deviations, where the printed Algorithms 1 and 6 cluster point estimates and
-    inherit their error. Laplace prior: mode of clients and population together; an unknown scale
-    is the one whose variance :math:`2 b^2` is the Gaussian fit's, because the joint mode in it is
-    unbounded as well; the constant that the paper omits is kept.
+    The model is that of Section 3 and Appendix E of Ozkara et al. (2023). Theorem 6 gives the
+    posterior above, Appendix J the low-rank covariance. We differ from the paper as follows.
 
-    A variance of zero between clients is an answer, not an error: the clients' coefficients are
-    then the population's. Infinite prior variances give every client its own least squares (of
-    minimum norm), and so does a single client.
+    - Variances maximize the marginal likelihood. The printed joint objective (equations 19 and 54)
+      has no lower bound: it falls to minus infinity as :math:`\theta_i \to \mu` and the variance
+      between clients vanishes. Algorithm 4 (2 in the long version) drives variances below zero.
+    - Clients may have different numbers of rows, and some coefficients may be common to all.
+    - For mixtures we run EM on the marginal likelihood, from groups in the leading directions of
+      the clients' deviations. The printed Algorithms 1 and 6 cluster point estimates and inherit
+      their error.
+    - Under a Laplace prior we compute the joint mode of clients and population. The joint mode in
+      an unknown scale is unbounded as well, so we take the scale whose variance :math:`2 b^2` is
+      that of the Gaussian fit. We keep the constant that the paper omits.
+
+    A variance of zero between clients is an answer, not an error: the clients' coefficients then
+    equal the population's. Infinite prior variances give every client its own least-squares fit of
+    minimum norm; a single client gets the same.
 
     Sample weights are precision weights: a row of weight w has the variance
-    :math:`\sigma^2 / w`; weight 0 is an absent row.
+    :math:`\sigma^2 / w`, and a row of weight 0 is absent.
 
-    Private fits (`epsilon` finite) release the population once: second moments of the rows (of
-    every client's mean row, with ``unit="client"``, so that clients count alike), bounded as
-    :class:`~pfl_sklearn.privacy.RegressionMoments` says, summed and noised by the analytic
-    Gaussian mechanism. The noisy normal equations are solved with a ridge that the bounds alone
-    give (a coefficient of 2 `target_bound` / `feature_bound` is one prior standard deviation), and
-    negative eigenvalues raised to 0; standard errors count the privacy noise, which is known, and
-    the sampling, for features of one distribution in all clients, but not the bias from targets
-    beyond `target_bound`. `feature_bound` may well leave rows outside: their weights depend on
-    their features alone, which costs no bias, and half of them outside is a good choice where
-    noise dominates. An unknown `noise_variance` is bought in the same release (for nothing under
-    "replace_one"), kept between one standard deviation of its noise and ``target_bound ** 2``;
-    where it drowns (below four of them) every client keeps its own regression, with a warning. The
-    clients' posteriors are computed from their own exact rows around what was released, its error
-    added to the prior covariance. They are not covered by the promise: client i may see its own
-    (joint differential privacy); hand it over with :meth:`for_client`. A single client keeps its
-    own least squares.
+    Private fits (`epsilon` finite) release the population once.
 
-    Memory beyond the input: a copy of the rows, cut to as many as there are random coefficients
-    for clients with more, ``8 min(n_i, q) (p + 1)`` bytes a client, twice during the fit and
-    once after it, with p columns of which q vary.
+    - *Release.* We bound the second moments of the rows as described in
+      :class:`~pfl_sklearn.privacy.RegressionMoments`, sum them, and add the noise of the analytic
+      Gaussian mechanism. With ``unit="client"`` a client contributes the moments of its mean row,
+      so all clients count alike.
+    - *Population.* We solve the noisy normal equations with negative eigenvalues raised to 0 and a
+      ridge that depends on the bounds alone: a coefficient of 2 `target_bound` / `feature_bound` is
+      one prior standard deviation. Standard errors include the privacy noise, whose variance is
+      known, and the sampling error, assuming that features have the same distribution in all
+      clients. They do not include the bias from targets beyond `target_bound`.
+    - *Bounds.* `feature_bound` may leave rows outside. Their weights depend on the features alone,
+      which causes no bias; where noise dominates, a bound that half of the rows exceed is a good
+      choice.
+    - *Noise variance.* An unknown `noise_variance` is part of the same release (at no cost under
+      "replace_one"). We keep it between one standard deviation of its noise and
+      ``target_bound ** 2``. If it is less than four standard deviations of its noise, every client
+      keeps its own regression, and a warning says so.
+    - *Clients.* Each client's posterior uses its own exact rows and the released population, with
+      the error of the release added to the prior covariance. The privacy guarantee does not cover
+      these posteriors: client i may see its own (joint differential privacy), so hand it over with
+      :meth:`for_client`. A single client keeps its own least-squares fit.
+
+    Memory beyond the input: a copy of the rows, reduced to at most q rows per client. With p
+    columns, of which q vary, that is ``8 min(n_i, q) (p + 1)`` bytes per client, twice during the
+    fit and once after it.
 
     References
     ----------
@@ -257,7 +298,6 @@ class PersonalizedLinearRegression(ClientMixin, ClientRegressorMixin, BaseEstima
         "_posterior",
     )
     _population_attributes = (*_POPULATION, "_between")
-    _state_attributes = ("_design",)
 
     _parameter_constraints = {
         "prior": "no_validation",
@@ -336,9 +376,9 @@ class PersonalizedLinearRegression(ClientMixin, ClientRegressorMixin, BaseEstima
         X : array-like of shape (n_rows, d)
         y : array-like of shape (n_rows,)
         groups : array-like of shape (n_rows,), default=None
-            Client id of every row. None: one client, with a warning.
+            Client id of every row. None: all rows belong to one client, with a warning.
         sample_weight : array-like of shape (n_rows,), default=None
-            Precision weights; 0 is an absent row.
+            Precision weights; a row of weight 0 is absent.
 
         Returns
         -------
@@ -346,15 +386,13 @@ class PersonalizedLinearRegression(ClientMixin, ClientRegressorMixin, BaseEstima
         """
         prior = resolve_prior(self)
         fit = find_fit(prior, self.method, self.solver)
-        release = Release(*(getattr(self, name) for name in Release._fields))
-        fit = with_report(fit, prior, release, sample_weight, (_POPULATION, _CLIENTS))
+        release = ReleaseParameters(*(getattr(self, name) for name in ReleaseParameters._fields))
+        fit = fit_with_report(fit, prior, release, sample_weight, (_POPULATION, _CLIENTS))
         charge(self)
         features, y = check_X_y(X, y, dtype=np.float64, order="C", y_numeric=True, estimator=self)
         y = y.astype(np.float64, copy=False)
         rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)
-        design = resolve_design(
-            self.random, features.shape[1], self.fit_intercept, feature_names(X)
-        )
+        design = resolve_design(self.random, features.shape[1], self.fit_intercept, column_names(X))
         if rows.weights is not None:
             features, y = features[rows.y], y[rows.y]
         table = make_table(design, features, y, rows)
@@ -365,8 +403,8 @@ class PersonalizedLinearRegression(ClientMixin, ClientRegressorMixin, BaseEstima
         return self
 
     def _privacy_events(self):
-        """Accounting events of a fit: () if nothing is released."""
-        return release_events(resolve_prior(self), self)
+        """Accounting events of a fit; () if it releases nothing."""
+        return regression_events(resolve_prior(self), self)
 
     def _options(self):
         return Options(
@@ -417,8 +455,8 @@ class PersonalizedLinearRegression(ClientMixin, ClientRegressorMixin, BaseEstima
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         return_std : bool, default=False
-            Also return the standard deviation of the client's mean response (not of a new row);
-            for unseen clients that of the prior prediction.
+            Also return the standard deviation of the client's mean response, not of a new row.
+            For unseen clients it is that of the prior prediction.
 
         Returns
         -------
@@ -428,67 +466,10 @@ class PersonalizedLinearRegression(ClientMixin, ClientRegressorMixin, BaseEstima
         """
         codes = self._encode_predict(X, groups)
         X = validate_data(self, X, reset=False, dtype=np.float64)
-        coef = self._with_population("coef_", self.population_coef_)[codes]
-        intercept = self._with_population("intercept_", self.population_intercept_)[codes]
-        mean = np.einsum("nd,nd->n", X, coef) + intercept
+        mean = self._predictors(X, codes)
         if not return_std:
             return mean
         return mean, np.sqrt(self._variances(self._design.matrix(X), codes))
-
-    @property
-    def coef_std_(self):
-        """Posterior standard deviations (n_clients, d) of the clients' coefficients."""
-        return self._design.coefficients(self._by_column("coefficient_variances") ** 0.5)[0]
-
-    @property
-    def intercept_std_(self):
-        """Posterior standard deviations (n_clients,) of the clients' intercepts."""
-        return self._design.coefficients(self._by_column("coefficient_variances") ** 0.5)[1]
-
-    @property
-    def shrinkage_(self):
-        """Posterior over prior variance (n_clients, d) of every coefficient."""
-        return self._design.coefficients(self._by_column("shrinkage"))[0]
-
-    @property
-    def intercept_shrinkage_(self):
-        """Posterior over prior variance (n_clients,) of the intercepts."""
-        return self._design.coefficients(self._by_column("shrinkage"))[1]
-
-    def summary(self):
-        """Table of the population: fixed effects and variance components.
-
-        Returns
-        -------
-        DataFrame
-            Indexed by part ("fixed", "between", "within") and term, with the columns estimate,
-            std_error (of the fixed effects), sd and correlation (of the variance components).
-        """
-        check_is_fitted(self)
-        design, random = self._design, self._design.random
-        if design.fit_intercept:
-            coefficients = np.append(self.population_intercept_, self.population_coef_)
-        else:
-            coefficients = self.population_coef_
-        return components_table(
-            design.names,
-            coefficients,
-            np.sqrt(np.diag(self.population_covariance_)),
-            design.random_names,
-            self._between[np.ix_(random, random)],
-            self.noise_variance_,
-        )
-
-    def _by_column(self, quantity):
-        """Values (n_clients, p) of the posterior, in the order of the design."""
-        self._require_fitted("clients_")
-        if not hasattr(self, "_posterior"):
-            raise AttributeError(
-                f"there is no posterior, hence no standard deviation and no shrinkage: "
-                f"prior={self.prior!r} with method={self.method!r} and solver={self.solver!r} "
-                "gives the clients' coefficients only."
-            )
-        return getattr(self._posterior, quantity)()[:, np.argsort(self._design.order)]
 
     def _variances(self, x, codes):
         """Variance (n,) of the mean response for rows x (n, p) of the design."""
@@ -502,8 +483,8 @@ class PersonalizedLinearRegression(ClientMixin, ClientRegressorMixin, BaseEstima
         if known.any():
             if not hasattr(self, "_posterior"):
                 raise ValueError(
-                    f"return_std=True needs a posterior, and prior={self.prior!r} gives its mode "
-                    "only."
+                    f"return_std=True needs a posterior, and a fit with prior={self.prior!r} and "
+                    f"method={self.method!r} gives its mode only."
                 )
             ordered = x[known][:, self._design.order]
             variances[known] = self._posterior.variances(ordered, codes[known])

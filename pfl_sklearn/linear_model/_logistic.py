@@ -3,26 +3,26 @@
 from numbers import Integral, Real
 
 import numpy as np
-from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_X_y
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.base import ClientClassifierMixin, ClientMixin, read_rows
-from pfl_sklearn.linear_model._convergence import warn_not_converged
-from pfl_sklearn.linear_model._design import feature_names, resolve_design
-from pfl_sklearn.linear_model._estimates import make_table
+from pfl_sklearn.base import ClientClassifierMixin, read_rows
+from pfl_sklearn.linear_model._base import (
+    BasePersonalizedRegression,
+    class_probabilities,
+    likeliest_class,
+    read_classes,
+    warn_not_converged,
+)
+from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._glmm._fit import fit_logistic
 from pfl_sklearn.linear_model._glmm._outcomes import outcome_of
-from pfl_sklearn.linear_model._glmm._predictions import (
-    averaged_probabilities,
-    class_probabilities,
-    row_logits,
-)
-from pfl_sklearn.linear_model._summary import components_table
+from pfl_sklearn.linear_model._glmm._predictions import averaged_probabilities
+from pfl_sklearn.linear_model._table import make_table
 from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyReport
 
@@ -48,40 +48,42 @@ _CLIENTS = (
 
 
 class SeparationWarning(UserWarning):
-    """The features, or the clients, separate the classes, so that no maximum is finite."""
+    """The features or the clients separate the classes, so the likelihood has no finite maximum."""
 
 
-class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEstimator):
-    r"""Logistic regression with coefficients that vary by client around the population's.
+class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegression):
+    r"""Logistic regression with coefficients that vary by client around those of the population.
 
-    Row j of client i belongs to the second of two classes with the log odds
+    Row j of client i belongs to the second of two classes with log odds
 
     .. math:: \eta_{ij} = x_{ij}^\top (\beta + E b_i), \qquad b_i \sim N(0, S),
 
-    where E picks the coefficients that `random` lets vary by client (the others are common to all
-    clients). :math:`\beta` and S maximize the marginal likelihood, the :math:`b_i` integrated out
-    by Laplace's approximation; a client's coefficients are its posterior mode. With K > 2 classes
+    where E selects the coefficients that vary by client (`random`); all clients share the others.
+    :math:`\beta` and S maximize the marginal likelihood, with the :math:`b_i` integrated out by
+    Laplace's approximation. A client's coefficients are its posterior mode. With K > 2 classes
     every class has coefficients :math:`\beta_k` and deviations :math:`b_{ik} \sim N(0, S)`,
-    independent over the classes, and probabilities are their softmax.
+    independent over the classes, and the probabilities are the softmax of the logits.
 
     Parameters
     ----------
     prior : "gaussian" or GaussianPrior, default="gaussian"
-        Distribution of the coefficients that vary by client, in the order intercept, features.
-        What it leaves None is estimated, what it gives is known. With K > 2 classes its mean is a
-        number or K q numbers, class by class, and its covariance (q, q) is that of every class.
+        Distribution of the q coefficients that vary by client: the intercept first, then the
+        features in their order. We estimate the parameters that the prior leaves None and take the
+        others as known. With K > 2 classes its mean is one number, or K q numbers class by class;
+        all classes share its covariance (q, q).
     random : "all", "intercept" or list of str and int, default="all"
         Coefficients that vary by client: names or indices of features, and "intercept".
     fit_intercept : bool, default=True
     max_iter : int, default=200
-        Iterations of the search for the population and the covariance.
+        Largest number of iterations of the search for the population and the covariance.
     tol : float, default=1e-6
-        The search ends when the criterion's gradient is below `tol` nats per standard error in
-        every direction: estimates are then within about `tol` standard errors of the maximum.
+        The search ends when the gradient of the criterion is below `tol` nats per standard error in
+        every direction. Estimates are then within about `tol` standard errors of the maximum.
     unseen : {"population", "error"}, default="population"
-        What clients get in ``predict`` that ``fit`` did not see.
+        What ``predict`` does for clients that ``fit`` did not see: use the population model, or
+        raise an error.
     n_jobs : int or None, default=None
-        Blocks of clients run in parallel; results do not depend on it.
+        Number of jobs that work on blocks of clients. Results do not depend on it.
 
     Attributes
     ----------
@@ -90,28 +92,32 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
         Sorted ids; row i of every per-client array is ``clients_[i]``.
     n_samples_per_client_ : ndarray of shape (n_clients,)
     coef_ : ndarray of shape (n_clients, d), or (n_clients, K, d)
-        Posterior modes. With K > 2 classes they sum to 0 over the classes.
+        Posterior modes of the clients' coefficients. With K > 2 classes they sum to 0 over the
+        classes.
     intercept_ : ndarray of shape (n_clients,), or (n_clients, K)
     coef_std_, intercept_std_ : ndarrays of the shapes of `coef_` and `intercept_`
-        Posterior standard deviations: curvature at the mode, and the uncertainty of the population
-        coefficients; that of the covariance is not counted.
+        Posterior standard deviations, from the curvature at the mode and the uncertainty of the
+        population coefficients. They do not include the uncertainty of the covariance.
     shrinkage_, intercept_shrinkage_ : ndarrays of the shapes of `coef_` and `intercept_`
-        Posterior over prior variance, given the population: 1 where a client's rows tell nothing
-        (and for coefficients that do not vary), 0 where they tell all.
+        Posterior variance over prior variance, given the population: 0 where the client's own rows
+        determine a coefficient, 1 where the population does. 1 also for coefficients that do not
+        vary.
     population_coef_, population_intercept_ : ndarrays of shape (d,) and (), or (K, d) and (K,)
-        The typical client's. Averaged over clients, probabilities are less extreme.
+        Coefficients of a typical client. Probabilities averaged over clients are less extreme than
+        those of a typical client.
     population_coef_std_, population_intercept_std_ : ndarrays of the same shapes
         Standard errors from the information at the clients' modes, given the covariance. NaN for
-        what the data do not tell: a feature that is 0 or constant, or a combination of others.
+        coefficients that are not identified: the feature is 0 or constant, or a combination of
+        others.
     population_covariance_ : ndarray of shape (p, p), or (K p, K p)
-        Covariance behind these standard errors: intercept first, then features, class by class. A
-        pseudo-inverse where the data do not tell all.
+        Covariance behind these standard errors: the intercept first, then the features, class by
+        class. It is a pseudo-inverse where some coefficients are not identified.
     prior_ : GaussianPrior
-        The prior that was used; `mean` and `covariance` hold the values.
+        The prior with the mean and the covariance that the fit used.
     log_likelihood_ : float
-        Maximized criterion, in nats.
+        Maximum of the approximate log marginal likelihood, in nats.
     n_iter_ : int
-        Iterations of the search (of Newton's method for a single client).
+        Iterations of the search, or of Newton's method for a single client.
     n_features_in_ : int
     feature_names_in_ : ndarray of shape (`n_features_in_`,)
     privacy_ : PrivacyReport
@@ -119,70 +125,83 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
     Raises
     ------
     ValueError
-        For missing or mixed ids, NaN or infinity in `X`, only one class, unknown names in `random`,
-        for a covariance with NaN (the `prior_` of a single client's fit), or if the covariance
-        cannot be told: every client has one row, a column that is constant has a variance of its
-        own beside the intercept's (under "diag", "full" and "low_rank"; "spherical" has only one
-        variance), or "full" with fewer clients than coefficients.
+        For invalid data or parameters:
+
+        - missing ids or ids of mixed types;
+        - NaN or infinity in `X`;
+        - only one class;
+        - unknown names in `random`;
+        - a covariance with NaN, such as the `prior_` of a fit of a single client.
+
+        For a covariance that the data do not identify:
+
+        - every client has one row;
+        - a random column is constant over all rows, beside a random intercept, and the covariance
+          is not spherical;
+        - the covariance is full and there are fewer clients than random coefficients.
 
     Warns
     -----
     SeparationWarning
-        If a combination of the features separates the classes over all clients, so that the
-        likelihood has no finite maximum. Then, and only then, the population slopes have a normal
-        prior with standard deviation 2.5 per standard deviation of their feature. If no client has
-        rows of two classes, the factor of an unknown covariance has such a prior; it has one with
-        standard deviation 1 if the differences between clients ran away (see Notes).
+        If the likelihood has no finite maximum. A weak normal prior then keeps the estimates
+        finite:
+
+        - A combination of the features separates the classes over all clients. The population
+          slopes get a standard deviation of 2.5 per standard deviation of their feature.
+        - No client has rows of two classes. The factor of an unknown covariance gets such a prior.
+        - The differences between clients diverge (see Notes). The factor gets a standard deviation
+          of 1.
     ConvergenceWarning
-        If `max_iter` was too small, or if rounding stopped the search (more iterations do not help
-        then).
+        If `max_iter` was too small, or if rounding stopped the search. More iterations do not help
+        in the second case.
 
     See Also
     --------
-    PersonalizedLinearRegression : The same for continuous outcomes.
-    sklearn.linear_model.LogisticRegression : One model for all, or per client.
+    PersonalizedLinearRegression : The same model for continuous responses.
+    sklearn.linear_model.LogisticRegression : One model for all clients, or one for each alone.
 
     Notes
     -----
-    The population model of Section 3 and Appendix F of Ozkara et al. (2023), which minimizes the
-    joint density of its equation (55) over all :math:`\theta_i`, the mean and the variance. That
-    has no minimum (all :math:`\theta_i` equal, variance to 0), its equation lacks a minus sign, and
-    the prior's gradient in its Algorithm 5 has the wrong sign. Here the marginal likelihood is
-    maximized directly, by a quasi-Newton search with exact gradients (through the modes and the
-    determinants); EM steps on the Laplace approximation would drift past the maximum. The modes
-    come from damped Newton steps for all clients at a time, in the coefficients or in the rows of
-    a client, whichever are fewer.
+    The model is that of Section 3 and Appendix F of Ozkara et al. (2023). The paper minimizes the
+    joint density of its equation (55) over all :math:`\theta_i`, the mean and the variance. This
+    density has no minimum (all :math:`\theta_i` equal, variance to 0), the equation lacks a minus
+    sign, and the prior's gradient in Algorithm 5 has the wrong sign. We maximize the marginal
+    likelihood directly, by a quasi-Newton search with exact gradients through the modes and the
+    determinants. EM steps on Laplace's approximation would overshoot the maximum. The modes come
+    from damped Newton steps for all clients at once, in a client's coefficients or in its rows,
+    whichever are fewer.
 
-    Laplace's approximation needs more rows per client than coefficients that vary. For a random
-    intercept it is close (the standard deviation is 0.7 % below that of adaptive quadrature for 60
-    districts of 2 to 118 women, 0.5 % for 316 persons with 24 answers). In simulations with 10 rows
-    per client a standard deviation of 1 came out as 1.01 with 2 random coefficients and as .95 with
-    3, but .5 as .30 with 10 and .3 as .07 with 50: there give a covariance, and choose it by
+    *Accuracy.* Laplace's approximation needs more rows per client than random coefficients. For a
+    random intercept it is close: its standard deviation is 0.7 % below that of adaptive quadrature
+    for 60 districts of 2 to 118 women, and 0.5 % below for 316 persons with 24 answers each. In
+    simulations with 10 rows per client the estimate of a standard deviation of 1 was 1.01 with 2
+    random coefficients and 0.95 with 3. With 10 random coefficients the estimate of 0.5 was 0.30,
+    and with 50 the estimate of 0.3 was 0.07. In such cases give a covariance, and choose it by
     cross-validation.
 
-    With fewer rows per client than coefficients that vary the error can go either way: often the
-    variance comes out too small, but the criterion may also keep rising with it. This is taken to
-    have happened if the predictors differ between clients by a standard deviation of more than 10
-    logits (root mean square over the rows) and a normal prior on the rows of the factor, with
-    standard deviation 1 over the root mean square of the column, brings that below a third. The fit
-    under this prior is then reported, with a SeparationWarning. A spread that the data do support
-    withstands so weak a prior, and is left as it is. (400 clients with 2 rows, 3 coefficients and a
-    standard deviation of 1: 16.4 without it, 1.0 with it.)
+    *Divergence.* With fewer rows per client than random coefficients the error can go either way.
+    The estimated variance is often too small, but the criterion may also keep rising with it. We
+    conclude that it does if the predictors differ between clients by a standard deviation of more
+    than 10 logits (root mean square over the rows), and if a normal prior on the rows of the
+    factor, with standard deviation 1 over the root mean square of the column, reduces that to less
+    than a third. We then report the fit under this prior, with a SeparationWarning. So weak a
+    prior hardly moves a spread that the data support. With 400 clients of 2 rows, 3 coefficients
+    and a standard deviation of 1 the estimate was 16.4 without the prior and 1.0 with it.
 
-    Columns are centred where a free intercept can take up their means: features with common
-    coefficients, and those that vary beside a random intercept under "full". Centre other features
-    that lie far from zero.
+    *Centring.* We centre columns where a free intercept can absorb their means: features with
+    common coefficients, and features that vary beside a random intercept under "full". Centre other
+    features yourself if they lie far from zero.
 
-    With K > 2 classes the model is invariant to the same change of all classes; coefficients are
-    reported with mean 0 over the classes, hence with variance (1 - 1/K) S around the population.
-    Weights multiply a row's log-likelihood, as if the row occurred that often; weight 0 is an
-    absent row. If all is known only the modes are computed.
+    *Classes and weights.* With K > 2 classes the same shift of all classes leaves the model as it
+    is. We report coefficients with mean 0 over the classes, so their variance around the population
+    is (1 - 1/K) S. A weight multiplies the log-likelihood of its row, as if the row occurred that
+    often; a row of weight 0 is absent.
 
-    A single client gets the maximum of its own likelihood, without any prior, and the covariance
-    is NaN.
+    If everything is known we only compute the modes. A single client gets the maximum of its own
+    likelihood, without any prior, and its covariance is NaN.
 
-    Memory beyond the input: two copies of `X`, and ``8 k p`` bytes per client, where k is the
-    smaller of p and the largest number of rows of a client (times K squared for K > 2 classes).
+    Memory beyond the input: two copies of `X` and ``8 k p`` bytes per client, where k is the
+    smaller of p and the largest number of rows of a client; K squared times that for K > 2 classes.
 
     References
     ----------
@@ -217,7 +236,6 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
     _default_component = default_prior
     _client_attributes = ("n_samples_per_client_", "coef_", "intercept_", "_posterior")
     _population_attributes = (*_POPULATION, "classes_", "_between")
-    _state_attributes = ("_design",)
 
     _parameter_constraints = {
         "prior": "no_validation",
@@ -258,9 +276,9 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
         y : array-like of shape (n_rows,)
             Class labels.
         groups : array-like of shape (n_rows,), default=None
-            Client id of every row. None: one client, with a warning.
+            Client id of every row. None: all rows belong to one client, with a warning.
         sample_weight : array-like of shape (n_rows,), default=None
-            How often a row counts; 0 is an absent row.
+            How often each row counts; a row of weight 0 is absent.
 
         Returns
         -------
@@ -270,10 +288,8 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
         features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
         check_classification_targets(y)
         rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)
-        classes, labels = self._encode_labels(y[rows.y])
-        design = resolve_design(
-            self.random, features.shape[1], self.fit_intercept, feature_names(X)
-        )
+        classes, labels = read_classes(y[rows.y], self)
+        design = resolve_design(self.random, features.shape[1], self.fit_intercept, column_names(X))
         present = features if len(labels) == len(features) else features[rows.y]
         found = fit_logistic(
             make_table(design, present, labels, rows),
@@ -287,46 +303,36 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
         self._store(X, design, rows.clients, classes, found, groups is not None)
         return self
 
-    def _encode_labels(self, y):
-        classes, labels = np.unique(y, return_inverse=True)
-        if len(classes) < 2:
-            only = classes[0].item() if isinstance(classes[0], np.generic) else classes[0]
-            raise ValueError(
-                f"{type(self).__name__} needs rows of at least two classes, but the data contains "
-                f"only one class: {only!r}."
-            )
-        return classes, labels
-
     def _warn(self, found, n_classes):
         if found.separated:
             warn_caller(
                 "A combination of the features separates the classes, so the likelihood has no "
-                "finite maximum. The population slopes have been given a normal prior with "
-                "standard deviation 2.5 per standard deviation of their feature.",
+                "finite maximum. The population slopes got a normal prior with standard deviation "
+                "2.5 per standard deviation of their feature.",
                 SeparationWarning,
             )
         if found.unmixed:
             message = (
                 "No client has rows of two classes, so the likelihood has no finite maximum in the "
-                "differences between clients. Their standard deviations have been given a normal "
-                "prior with standard deviation 2.5 (in logits)"
+                "differences between clients. Their standard deviations got a normal prior with "
+                "standard deviation 2.5 (in logits)"
             )
             if n_classes > 2:
-                message += ", and their level is that of this prior: the data do not tell it"
-            warn_caller(message + ". Better give a known covariance.", SeparationWarning)
+                message += ", which alone sets their level: the data do not determine it"
+            warn_caller(message + ". Give a known covariance instead.", SeparationWarning)
         if found.runaway:
             warn_caller(
-                "The differences between clients ran away, to a standard deviation of more than 10 "
-                "logits: too few rows per client for so many random coefficients, or they separate "
-                "the classes of (nearly) every client. Their standard deviations have been given a "
-                "normal prior with standard deviation 1 (in logits). Better give a known "
-                "covariance, or let fewer coefficients vary by client (random).",
+                "The differences between clients diverged to a standard deviation of more than 10 "
+                "logits: clients have too few rows for so many random coefficients, or these "
+                "separate the classes of nearly every client. Their standard deviations got a "
+                "normal prior with standard deviation 1 (in logits). Give a known covariance "
+                "instead, or let fewer coefficients vary by client (random).",
                 SeparationWarning,
             )
         self._warn_unfinished(found)
 
     def _warn_unfinished(self, found):
-        """Warn with what helps: iterations only help a search that ran out of them."""
+        """Advise more iterations only if the search ran out of them."""
         if found.modes_found and found.n_iter >= self.max_iter:
             warn_not_converged(self, found)
         elif not (found.modes_found and found.converged):
@@ -369,7 +375,7 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
         )
 
     def decision_function(self, X, *, groups=None):
-        """Log odds of the second class, or logits of all K > 2 classes (which sum to 0).
+        """Log odds of the second class, or logits of all K > 2 classes, which sum to 0.
 
         Parameters
         ----------
@@ -381,8 +387,7 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
         -------
         ndarray of shape (n_rows,) or (n_rows, K)
         """
-        logits = self._logits(X, groups)[0]
-        return logits[:, 0] if logits.shape[1] == 1 else logits
+        return self._logits(X, groups)[0]
 
     def predict_proba(self, X, *, groups=None, integrate=False):
         """Class probabilities of rows under their client's coefficients.
@@ -393,9 +398,10 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         integrate : bool, default=False
-            Average the probability over the client's posterior (for unseen clients over the
-            prior), which is less extreme than the one at its mode: by the trapezoidal rule, or with
-            K > 2 classes by 512 quasi-random points (errors of about 1e-3).
+            Average the probability over the client's posterior, or over the prior for unseen
+            clients. The average is less extreme than the probability at the mode. We use the
+            trapezoidal rule for two classes, and 512 quasi-random points for K > 2 classes (errors
+            of about 1e-3).
 
         Returns
         -------
@@ -407,6 +413,7 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
             return class_probabilities(logits)
         x = self._design.matrix(X)
         contrasts = outcome_of(len(self.classes_)).coding
+        logits = logits.reshape(len(x), -1)
         return averaged_probabilities(logits, contrasts, lambda g: self._variances(x, codes, g))
 
     def predict_log_proba(self, X, *, groups=None, integrate=False):
@@ -415,7 +422,7 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
             return np.log(self.predict_proba(X, groups=groups, integrate=integrate))
 
     def predict(self, X, *, groups=None):
-        """Likeliest class of rows under their client's coefficients.
+        """Most likely class of rows under their client's coefficients.
 
         Parameters
         ----------
@@ -427,73 +434,13 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
         ndarray of shape (n_rows,)
         """
         logits = self._logits(X, groups)[0]
-        if logits.shape[1] == 1:
-            return self.classes_[(logits[:, 0] > 0).astype(np.intp)]
-        return self.classes_[logits.argmax(axis=1)]
-
-    @property
-    def coef_std_(self):
-        """Posterior standard deviations of the clients' coefficients."""
-        return self._design.coefficients(self._of_posterior("coefficient_variances") ** 0.5)[0]
-
-    @property
-    def intercept_std_(self):
-        """Posterior standard deviations of the clients' intercepts."""
-        return self._design.coefficients(self._of_posterior("coefficient_variances") ** 0.5)[1]
-
-    @property
-    def shrinkage_(self):
-        """Posterior over prior variance of every coefficient."""
-        return self._design.coefficients(self._of_posterior("shrinkage"))[0]
-
-    @property
-    def intercept_shrinkage_(self):
-        """Posterior over prior variance of the intercepts."""
-        return self._design.coefficients(self._of_posterior("shrinkage"))[1]
-
-    def summary(self):
-        """Table of the population: fixed effects and variance components.
-
-        Returns
-        -------
-        DataFrame
-            Indexed by part ("fixed", "between") and term, with the columns estimate, std_error (of
-            the fixed effects), sd and correlation (of the variance components). With K > 2 classes
-            there are fixed effects "class: term".
-        """
-        check_is_fitted(self)
-        design, random = self._design, self._design.random
-        population, stds = self.population_coef_, self.population_coef_std_
-        if design.fit_intercept:
-            population = _with_first(self.population_intercept_, population)
-            stds = _with_first(self.population_intercept_std_, stds)
-        names = design.names
-        if population.ndim == 2:
-            names = [f"{label}: {name}" for label in self.classes_ for name in design.names]
-        return components_table(
-            names,
-            population.ravel(),
-            stds.ravel(),
-            design.random_names,
-            self._between[np.ix_(random, random)],
-        )
+        return likeliest_class(self.classes_, logits)
 
     def _logits(self, X, groups):
-        """Logits (n, c), the validated rows, and the positions of their clients."""
+        """Logits (n,) or (n, K), the validated rows, and the positions of their clients."""
         codes = self._encode_predict(X, groups)
         X = validate_data(self, X, reset=False, dtype=np.float64)
-        coef = self._with_population("coef_", self.population_coef_)
-        intercept = self._with_population("intercept_", self.population_intercept_)
-        if coef.ndim == 2:
-            coef, intercept = coef[:, None], intercept[:, None]
-        return row_logits(X, coef, intercept, codes), X, codes
-
-    def _of_posterior(self, quantity):
-        """Values (n_clients, [K,] p) of the posterior, in the order of the design."""
-        self._require_fitted("clients_")
-        shape = self.coef_.shape[:-1]
-        values = getattr(self._posterior, quantity)().reshape(*shape, -1)
-        return values[..., np.argsort(self._design.order)]
+        return self._predictors(X, codes), X, codes
 
     def _variances(self, x, codes, combination):
         """Variance (n,) of a combination (c,) of the logits of rows x (n, p) of the design."""
@@ -503,7 +450,7 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
             if np.isnan(self._between).any():
                 raise ValueError(
                     "integrate=True needs the variance between clients for a client that fit did "
-                    "not see, and a fit of one client does not tell it."
+                    "not see, and a fit of one client cannot estimate it."
                 )
             variances[~known] = self._prior_variances(x[~known], combination)
         if known.any():
@@ -516,8 +463,3 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
         between = np.einsum("np,np->n", x @ self._between, x) * (combination @ combination)
         rows = np.kron(combination, x)
         return between + np.einsum("np,np->n", rows @ self.population_covariance_, rows)
-
-
-def _with_first(intercept, coef):
-    """Vectors (..., 1 + d) of intercepts (...,) and coefficients (..., d)."""
-    return np.concatenate([np.expand_dims(intercept, -1), coef], axis=-1)

@@ -1,33 +1,36 @@
-"""Uncertainty of clients' linear models: the variance of x' theta_i for any x.
+"""Posterior uncertainty of clients' coefficients: the variance of x' theta_i for any x.
 
-Two representations with the same methods; clients come first, so that one client's part can be
-taken out. Columns are in the order of the design.
+The two representations have the same methods. Arrays have clients first, so that `of_clients` can
+take some clients out. Columns are in the order of the prior: random columns first.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn.linear_model._roots import square_root
+from pfl_sklearn.linear_model._algebra import row_slices, square_root
 
 _CELLS = 1 << 22
 
 
 class RowPosterior(NamedTuple):
-    """Gaussian posterior through the client's whitened rows: k rows instead of p x p numbers.
+    """Gaussian posterior in terms of the client's k whitened rows, instead of p x p numbers.
 
     Given the population coefficients, x' theta_i has the variance
-    ``noise * (x' P x - |T_i P x|^2)`` with P the between-client covariance over the noise variance
-    and T_i the whitened rows; the error of the population coefficients enters through
+    ``noise * (x' P x - |T_i P x|^2)``, with P the between-client covariance over the noise variance
+    and T_i the whitened rows. The error of the population coefficients enters through
     ``x - T_i' T_i P x``.
     """
 
-    rows: np.ndarray  # (m, k, p), whitened, in the scale below; zeros for clients with fewer rows
+    rows: np.ndarray  # (m, k, p), whitened; padded with zeros for clients with fewer rows
     ratio: np.ndarray  # (p, p), zero where a coefficient is fixed
     noise: float
     population_covariance: np.ndarray  # (p, p)
-    scale: np.ndarray  # (p,), of the columns, in which all of the above is
+    scale: np.ndarray  # (p,), of the columns; all of the above is in this scale
     lower: np.ndarray | None = None  # (m, k, k), Cholesky factors that whiten the rows when needed
+    # (p, rank), of population_covariance. For columns at a distance D from zero the covariance is
+    # exact to 1e-16 D^2, this root to 1e-16 D.
+    error_root: np.ndarray | None = None
 
     def of_clients(self, clients):
         """The posterior of some clients alone."""
@@ -42,21 +45,22 @@ class RowPosterior(NamedTuple):
     def variances(self, x, codes):
         """Variance (n,) of x' theta for rows x (n, p) of known clients."""
         x, result = x * self.scale, np.empty(len(x))
-        for part in _parts(len(x), self.rows[:1].size):
+        for part in row_slices(len(x), self.rows[:1].size, _CELLS):
             rows = self._whitened(codes[part])
             spread = x[part] @ self.ratio
             pulled = (rows @ spread[..., None])[..., 0]
             moved = x[part] - (pulled[:, None, :] @ rows)[:, 0]
             own = np.einsum("np,np->n", spread, x[part]) - np.sum(pulled**2, axis=1)
-            error = np.einsum("np,np->n", moved @ self.population_covariance, moved)
-            result[part] = self.noise * np.maximum(own, 0.0) + np.maximum(error, 0.0)
+            result[part] = self.noise * np.maximum(own, 0.0) + self._error(moved)
         return result
 
     def coefficient_variances(self):
         """Variances (m, p) of the coefficients."""
-        error_root = square_root(self.population_covariance)
+        error_root = self.error_root
+        if error_root is None:
+            error_root = square_root(self.population_covariance)
         result = np.empty((len(self.rows), self.rows.shape[2]))
-        for part in _parts(len(self.rows), self.rows.shape[2] ** 2):
+        for part in row_slices(len(self.rows), self.rows.shape[2] ** 2, _CELLS):
             rows = self._whitened(part)
             pulled = rows @ self.ratio
             moved = error_root - pulled.transpose(0, 2, 1) @ (rows @ error_root)
@@ -67,10 +71,16 @@ class RowPosterior(NamedTuple):
         """Posterior over prior variance (m, p) of the coefficients, given the population's."""
         prior = np.diag(self.ratio)
         result = np.ones((len(self.rows), self.rows.shape[2]))
-        for part in _parts(len(self.rows), self.rows[:1].size):
+        for part in row_slices(len(self.rows), self.rows[:1].size, _CELLS):
             own = self._own(self._whitened(part) @ self.ratio)
             np.divide(own, prior, out=result[part], where=prior > 0)
         return result
+
+    def _error(self, x):
+        """Variances (b,) of x' times the error of the population coefficients."""
+        if self.error_root is not None:
+            return np.sum((x @ self.error_root) ** 2, axis=1)
+        return np.maximum(np.einsum("np,np->n", x @ self.population_covariance, x), 0.0)
 
     def _own(self, pulled):
         """Posterior variances (b, p) over the noise variance, given the population."""
@@ -81,7 +91,7 @@ class CovariancePosterior(NamedTuple):
     """Posterior covariance matrix of every client."""
 
     covariances: np.ndarray  # (m, p, p)
-    prior_variances: np.ndarray  # (p,), infinite where nothing is shared
+    prior_variances: np.ndarray  # (p,), infinite where clients share nothing
 
     def of_clients(self, clients):
         """The posterior of some clients alone."""
@@ -90,7 +100,7 @@ class CovariancePosterior(NamedTuple):
     def variances(self, x, codes):
         """Variance (n,) of x' theta for rows x (n, p) of known clients."""
         result = np.empty(len(x))
-        for part in _parts(len(x), x.shape[1] ** 2):
+        for part in row_slices(len(x), x.shape[1] ** 2, _CELLS):
             moved = (x[part, None, :] @ self.covariances[codes[part]])[:, 0]
             result[part] = np.einsum("np,np->n", moved, x[part])
         return np.maximum(result, 0.0)
@@ -106,9 +116,3 @@ class CovariancePosterior(NamedTuple):
         shrinks = (self.prior_variances > 0) & np.isfinite(self.prior_variances)
         np.divide(variances, self.prior_variances, out=share, where=shrinks)
         return np.minimum(share, 1.0)
-
-
-def _parts(length, width):
-    """Slices of rows of `width` numbers that fit the working memory."""
-    step = max(_CELLS // max(width, 1), 1)
-    return [slice(start, start + step) for start in range(0, length, step)]

@@ -5,7 +5,7 @@ import pandas as pd
 import polars as pl
 import pytest
 
-from pfl_sklearn.linear_model._design import feature_names, resolve_design
+from pfl_sklearn.linear_model._design import column_names, resolve_design
 
 X = np.array([[2.0, 3.0, 5.0], [7.0, 11.0, 13.0]])
 NAMES = ["age", "sex", "dose"]
@@ -94,9 +94,9 @@ def test_a_feature_called_intercept_can_be_had_by_its_index_or_without_one():
 
 
 def test_names_of_containers():
-    assert feature_names(pd.DataFrame(X, columns=NAMES)) == NAMES
-    assert feature_names(pl.DataFrame({name: [1.0] for name in NAMES})) == NAMES
-    assert feature_names(pd.DataFrame(X)) == ["0", "1", "2"]
-    assert feature_names(X) is None
+    assert column_names(pd.DataFrame(X, columns=NAMES)) == NAMES
+    assert column_names(pl.DataFrame({name: [1.0] for name in NAMES})) == NAMES
+    assert column_names(pd.DataFrame(X)) == ["0", "1", "2"]
+    assert column_names(X) is None
     with pytest.raises(TypeError, match=r"strings.*\['age', 1, 'dose'\]"):
-        feature_names(pd.DataFrame(X, columns=["age", 1, "dose"]))
+        column_names(pd.DataFrame(X, columns=["age", 1, "dose"]))

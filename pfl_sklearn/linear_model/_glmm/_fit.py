@@ -6,13 +6,12 @@ from typing import NamedTuple
 import numpy as np
 
 from pfl_sklearn._parallel import map_batches
-from pfl_sklearn.linear_model._covariance import factor_of
-from pfl_sklearn.linear_model._estimates import uncentred
+from pfl_sklearn.linear_model._algebra import estimable, factor_of, inverse_root
 from pfl_sklearn.linear_model._glmm._guards import (
     AWAY,
     HELD,
     centred_columns,
-    check_identified,
+    check_spread_identified,
     is_unmixed,
     predictor_spread,
     weak_slopes,
@@ -20,34 +19,35 @@ from pfl_sklearn.linear_model._glmm._guards import (
 )
 from pfl_sklearn.linear_model._glmm._likelihood import (
     CLOSE_ENOUGH,
-    LaplaceCriterion,
-    Stack,
+    MarginalLikelihood,
+    RowStack,
     find_mode,
     form_of,
     population_predictors,
     stack_rows,
     start_state,
+    whiten_information,
+    whitened_rows,
 )
 from pfl_sklearn.linear_model._glmm._search import (
-    Found,
-    Weak,
+    Maximum,
+    WeakPriors,
     fit_pooled,
+    maximize_marginal,
     natural_scale,
-    search,
 )
-from pfl_sklearn.linear_model._glmm._whitening import whiten, whitened_rows
 from pfl_sklearn.linear_model._posterior import CovariancePosterior, RowPosterior
-from pfl_sklearn.linear_model._roots import estimable, inverse_root
+from pfl_sklearn.linear_model._table import uncentred
 
-_NEARER = 0.3  # start of the second search, in natural units: it shall not jump over a maximum
+_NEARER = 0.3  # start of the second search, in natural units, so that it skips no maximum
 
 
 class LogitEstimates(NamedTuple):
-    """Fitted population and clients; c is 1 for two classes, else K. Random columns come first."""
+    """Fitted population and clients. c is 1 for two classes, else K; random columns come first."""
 
     population: np.ndarray  # (c, p)
     population_covariance: np.ndarray  # (c p, c p)
-    estimable: np.ndarray  # (c, p), bool: whether the data tell this population coefficient
+    estimable: np.ndarray  # (c, p), bool: whether the data identify the population coefficient
     coefficients: np.ndarray  # (m, c, p)
     posterior: RowPosterior | CovariancePosterior  # of the c p coefficients
     prior: object  # with the fitted values
@@ -55,30 +55,30 @@ class LogitEstimates(NamedTuple):
     log_likelihood: float
     n_iter: int
     converged: bool
-    modes_found: bool  # of all clients
-    separated: bool  # by a combination of the columns
+    modes_found: bool  # for all clients
+    separated: bool  # a combination of the columns separates the classes
     unmixed: bool  # no client has rows of two classes
-    runaway: bool  # the differences between clients had no credible maximum
+    runaway: bool  # the differences between clients have no credible maximum
 
 
-class _Summary(NamedTuple):
-    """All clients at given population values."""
+class _ClientModes(NamedTuple):
+    """All clients, at given population values."""
 
     deviations: np.ndarray  # (m, a, q)
-    rows: np.ndarray  # (m, k, a p), whitened: their squares are the information on B
+    rows: np.ndarray  # (m, k, a p), whitened: their Gram matrix is the information on B
     log_likelihood: float
     found: bool
 
 
 def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
-    """Population and clients by maximizing the Laplace-approximate marginal likelihood.
+    """Fit population and clients by maximum marginal likelihood, in Laplace's approximation.
 
     Parameters
     ----------
     table : Table
         With labels 0 to K - 1 as `y`.
     prior : GaussianPrior
-        What it leaves None is estimated.
+        We estimate the parameters that it leaves None.
     outcome : BinaryLogit or SoftmaxLogit
     max_iter : int
     tol : float
@@ -90,47 +90,47 @@ def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
     """
     q = table.n_random
     _check_fitted_to_several(prior)
-    mean, covariance = known_mean(prior, outcome, q), prior.known_covariance(q)
+    mean, covariance = coded_mean(prior, outcome, q), prior.known_covariance(q)
     if covariance is None:
         if table.n_clients == 1:
             return _fit_single(*_centred(table, 0), prior, outcome)
-        check_identified(table, prior.covariance_type)
+        check_spread_identified(table, prior.covariance_type)
     elif np.isinf(covariance).any():
         raise ValueError(
             "covariance of GaussianPrior must be finite for PersonalizedLogisticRegression; got "
-            f"{prior.covariance!r}. Many clients have no finite estimate of their own."
+            f"{prior.covariance!r}. Alone, many clients have no finite estimate."
         )
     table, centre = _centred(table, _first_centred(table, prior, mean, covariance))
     stacks = stack_rows(table.columns, table.y, table.weights, table.codes, table.n_clients)
     found, weak = _population(
         table, stacks, outcome, prior, mean, covariance, max_iter, tol, n_jobs
     )
-    summary = _summarize(table, stacks, outcome, found, n_jobs)
+    summary = _client_modes(table, stacks, outcome, found, n_jobs)
     told = _estimable(summary.rows, outcome, weak, table.intercept, centre)
     error = _population_error(summary.rows, outcome.n_outputs, weak)
-    return _estimates(
+    return _logit_estimates(
         outcome,
         prior,
-        *_put_back(found, summary, error, table.intercept, centre),
+        *_uncentred_fit(found, summary, *error, table.intercept, centre),
         told,
         weak,
     )
 
 
 def _check_fitted_to_several(prior):
-    """Raise ValueError for the prior_ of a fit of one client, which has no covariance."""
+    """Raise ValueError for the `prior_` of a fit of one client, which has no covariance."""
     if prior.covariance is not None and np.isnan(np.asarray(prior.covariance, dtype=float)).any():
         raise ValueError(
-            "covariance of GaussianPrior must hold numbers or be None; got NaN, which a fit of a "
-            "single client leaves there (it does not tell the spread between clients): set it to "
-            "None to have it estimated."
+            "covariance of GaussianPrior holds NaN; expected numbers or None. A fit of a single "
+            "client leaves NaN there, as it cannot estimate the spread between clients. Set the "
+            "covariance to None to estimate it."
         )
 
 
 def _first_centred(table, prior, mean, covariance):
-    """Position from which on the population's free intercept can take up the columns' means.
+    """First of the columns whose means a free intercept of the population can absorb.
 
-    Random columns only under a covariance that may take any shape: centring turns it.
+    Random columns are among them only under a full covariance, since centring changes its shape.
     """
     p, q = table.columns.shape[1], table.n_random
     if table.intercept is None or (mean is not None and table.intercept < q):
@@ -140,16 +140,19 @@ def _first_centred(table, prior, mean, covariance):
 
 
 def _centred(table, first):
-    """The table around its means, and these (p,)."""
+    """The table centred from column `first` on, and the means (p,)."""
     if table.intercept is None or first == table.columns.shape[1]:
         return table, np.zeros(table.columns.shape[1])
     return centred_columns(table, first)
 
 
-def _put_back(found, summary, error, intercept, centre):
-    """Found, _Summary and error (a p, a p) for the columns as they were before centring."""
+def _uncentred_fit(found, summary, error, root, intercept, centre):
+    """Fit for the columns before centring: Maximum, _ClientModes, population error and its root.
+
+    The error is a covariance (a p, a p); its root (a p, rank) is None if nothing was centred.
+    """
     if not centre.any():
-        return found, summary, error
+        return found, summary, error, None
     a, p, q = *found.population.shape, summary.deviations.shape[2]
     rows = summary.rows.reshape(*summary.rows.shape[:2], a, p)
     rows = (rows + rows[..., intercept, None] * centre).reshape(summary.rows.shape)
@@ -159,18 +162,20 @@ def _put_back(found, summary, error, intercept, centre):
         factor = uncentred(factor.T, intercept, centre[:q]).T
     half = uncentred(error.reshape(a * p, a, p), intercept, centre).reshape(a * p, a * p)
     error = uncentred(half.T.reshape(a * p, a, p), intercept, centre).reshape(a * p, a * p)
+    root = uncentred(root.T.reshape(-1, a, p), intercept, centre).reshape(-1, a * p).T
     population = uncentred(found.population, intercept, centre)
     return (
         found._replace(population=population, factor=factor),
         summary._replace(deviations=deviations, rows=rows),
         error,
+        root,
     )
 
 
-def known_mean(prior, outcome, q):
+def coded_mean(prior, outcome, q):
     """The prior's mean as population coefficients (a, q), or None.
 
-    For K > 2 classes it is a number, or K q numbers, class by class.
+    For K > 2 classes the prior gives one number, or K q numbers class by class.
     """
     coding = outcome.coding
     mean = prior.known_mean(len(coding) * q)
@@ -178,7 +183,7 @@ def known_mean(prior, outcome, q):
 
 
 def _fit_single(table, centre, prior, outcome):
-    """One client: its own maximum of the likelihood, and nothing on the spread between clients."""
+    """Maximum of a single client's own likelihood; the spread between clients is unknown."""
     q, p = table.n_random, table.columns.shape[1]
     offset = np.zeros((len(table.y), outcome.n_outputs))
     pooled, slopes = _pooled(table, outcome, offset, 0)
@@ -207,7 +212,7 @@ def _fit_single(table, centre, prior, outcome):
 
 
 def _pooled(table, outcome, offset, first):
-    """Fit without differences between clients, and the precision that its slopes needed."""
+    """Fit without differences between clients, and the prior precision that its slopes need."""
     columns = table.columns[:, first:]
     none = np.zeros(columns.shape[1])
     pooled = fit_pooled(columns, table, outcome, offset, none)
@@ -220,13 +225,13 @@ def _pooled(table, outcome, offset, first):
 
 
 def _population(table, stacks, outcome, prior, mean, covariance, max_iter, tol, n_jobs):
-    """Population and factor that were given or found, and the weak priors that this needed."""
+    """Population and factor, given or estimated, and the weak priors that this needed."""
     q, p, a = table.n_random, table.columns.shape[1], outcome.n_outputs
     first = 0 if mean is None else q
     population = np.zeros((a, p))
     population[:, :first] = mean if first else 0.0
     if first == p and covariance is not None:
-        return Found(population, _root(covariance), 1, True), Weak(np.zeros(0), np.zeros(q))
+        return Maximum(population, _root(covariance), 1, True), WeakPriors(np.zeros(0), np.zeros(q))
     offset = population_predictors(table.columns, population)
     pooled, slopes = _pooled(table, outcome, offset, first)
     population[:, first:] = pooled.coefficients
@@ -239,19 +244,19 @@ def _population(table, stacks, outcome, prior, mean, covariance, max_iter, tol, 
         scale = natural_scale(random, pooled.weight, table.n_clients, common)
         family = factor_of(prior.covariance_type, q, prior.rank)
     factor = _root(covariance) if family is None else scale[:, None] * family.matrix(family.start)
-    start = Found(population, factor, 0, False)
-    begun = _summarize(table, stacks, outcome, start, n_jobs)
+    start = Maximum(population, factor, 0, False)
+    begun = _client_modes(table, stacks, outcome, start, n_jobs)
     root, _ = inverse_root(_information(begun.rows, a, first) + np.diag(np.tile(slopes, a)))
-    make = partial(LaplaceCriterion, stacks, outcome, table.n_clients, n_jobs)
-    weak = Weak(slopes, spread)
-    found = search(make(), start, root, weak, max_iter, tol, family, scale)
+    make = partial(MarginalLikelihood, stacks, outcome, table.n_clients, n_jobs)
+    weak = WeakPriors(slopes, spread)
+    found = maximize_marginal(make(), start, root, weak, max_iter, tol, family, scale)
     if family is None or spread.any():
         return found, weak
     size = partial(predictor_spread, table.columns[:, :q], table.weights)
     if size(found.factor) <= AWAY:
         return found, weak
-    tight = Weak(slopes, weak_spread(table.columns[:, :q], table.weights, tight=True), True)
-    held = search(make(), start, root, tight, max_iter, tol, family, scale, _NEARER)
+    tight = WeakPriors(slopes, weak_spread(table.columns[:, :q], table.weights, tight=True), True)
+    held = maximize_marginal(make(), start, root, tight, max_iter, tol, family, scale, _NEARER)
     away = size(held.factor) < HELD * size(found.factor)
     return (held, tight) if away else (found, weak)
 
@@ -277,24 +282,26 @@ def _information(rows, a, first):
 
 
 def _held_information(rows, a, weak):
-    """The same with the precision of the weak prior on the slopes."""
+    """Information on the free coefficients, with the precision of the weak prior on the slopes."""
     first = rows.shape[2] // a - len(weak.slopes)
     return _information(rows, a, first) + np.diag(np.tile(weak.slopes, a))
 
 
 def _population_error(rows, a, weak):
-    """Covariance (a p, a p) of the population coefficients; 0 for those that are known."""
+    """Covariance (a p, a p) of the population coefficients, 0 where known, and its root."""
     p = rows.shape[2] // a
     first = p - len(weak.slopes)
-    error = np.zeros((a, p, a, p))
+    error, root = np.zeros((a, p, a, p)), np.zeros((a, p, 0))
     if first < p:
-        root, _ = inverse_root(_held_information(rows, a, weak))
-        error[:, first:, :, first:] = (root @ root.T).reshape(a, p - first, a, p - first)
-    return error.reshape(a * p, a * p)
+        free, _ = inverse_root(_held_information(rows, a, weak))
+        error[:, first:, :, first:] = (free @ free.T).reshape(a, p - first, a, p - first)
+        root = np.zeros((a, p, free.shape[1]))
+        root[:, first:] = free.reshape(a, p - first, -1)
+    return error.reshape(a * p, a * p), root.reshape(a * p, -1)
 
 
 def _estimable(rows, outcome, weak, intercept, centre):
-    """Whether the data tell the coefficients (c, p) of the columns before centring."""
+    """Whether the data identify the coefficients (c, p) of the columns before centring."""
     a, p, c = outcome.n_outputs, len(centre), len(outcome.coding)
     first = p - len(weak.slopes)
     back = uncentred(np.eye(p), intercept, centre).T[:, first:]
@@ -302,12 +309,10 @@ def _estimable(rows, outcome, weak, intercept, centre):
     return told.reshape(c, p)
 
 
-def _summarize(table, stacks, outcome, found, n_jobs):
+def _client_modes(table, stacks, outcome, found, n_jobs):
     """Modes, criterion and information of all clients at given population values."""
     a, factor = outcome.n_outputs, found.factor
-    function = partial(
-        _summarize_stack, outcome=outcome, population=found.population, factor=factor
-    )
+    function = partial(_stack_modes, outcome=outcome, population=found.population, factor=factor)
     batches = [(*stack, start_state(stack, factor, a)) for stack in stacks]
     parts = map_batches(function, batches, n_jobs)
     m, q = table.n_clients, table.n_random
@@ -318,25 +323,26 @@ def _summarize(table, stacks, outcome, found, n_jobs):
         deviations[stack.clients] = moved
         rows[stack.clients, : whitening.shape[1]] = whitened_rows(whitening, stack.x)
     value = float(sum(part[2] for part in parts))
-    return _Summary(deviations, rows, value, all(part[3] for part in parts))
+    return _ClientModes(deviations, rows, value, all(part[3] for part in parts))
 
 
-def _summarize_stack(clients, x, y, w, state, *, outcome, population, factor):
-    """Deviations (b, a, q), whitening, summed criterion, and whether all modes were found."""
-    stack = Stack(clients, x, y, w)
+def _stack_modes(clients, x, y, w, state, *, outcome, population, factor):
+    """Deviations (b, a, q), whitening, summed criterion, and whether the search found all modes."""
+    stack = RowStack(clients, x, y, w)
     form = form_of(x, factor)
     offset = population_predictors(x, population)
     mode = find_mode(form, outcome, offset, stack, state, CLOSE_ENOUGH)
     deviations = (factor @ form.effects(mode.state)).transpose(0, 2, 1)
-    whitening, log_det = whiten(form, outcome.roots(mode.predictors, w), x)
+    whitening, log_det = whiten_information(form, outcome.roots(mode.predictors, w), x)
     return deviations, whitening, float(np.sum(mode.value) - 0.5 * log_det), bool(mode.found.all())
 
 
-def _estimates(outcome, prior, found, summary, error, told, weak):
-    """Everything in the coding of the classes."""
+def _logit_estimates(outcome, prior, found, summary, error, root, told, weak):
+    """Estimates in the coding of the classes."""
     (m, a, q), p, coding = summary.deviations.shape, found.population.shape[1], outcome.coding
     coded = np.kron(coding, np.eye(p))
     error = coded @ error @ coded.T
+    root = None if root is None else coded @ root
     covariance = found.factor @ found.factor.T
     population = coding @ found.population
     coefficients = np.tile(population, (m, 1, 1))
@@ -347,7 +353,7 @@ def _estimates(outcome, prior, found, summary, error, told, weak):
         error,
         told,
         coefficients,
-        _posterior(rows, np.kron(coding @ coding.T, _embedded(covariance, p)), error),
+        _scaled_posterior(rows, np.kron(coding @ coding.T, _embedded(covariance, p)), error, root),
         prior.with_values(population[:, :q].ravel(), covariance),
         covariance,
         summary.log_likelihood,
@@ -361,17 +367,18 @@ def _estimates(outcome, prior, found, summary, error, told, weak):
 
 
 def _embedded(covariance, p):
-    """Covariance (p, p) of all coefficients; the fixed ones do not vary."""
+    """Covariance (p, p) of all coefficients between clients; the fixed ones do not vary."""
     between = np.zeros((p, p))
     between[: len(covariance), : len(covariance)] = covariance
     return between
 
 
-def _posterior(rows, between, error):
-    """Posterior of the clients, in columns of a common scale where the population has an error."""
+def _scaled_posterior(rows, between, error, root):
+    """Posterior of the clients, with all columns scaled to the population's standard errors."""
     scale = np.sqrt(np.diag(error))
     if not (scale > 0).all():
         scale = np.ones(len(scale))
     outer = np.multiply.outer(scale, scale)
     scaled = rows if (scale == 1).all() else rows * scale
-    return RowPosterior(scaled, between / outer, 1.0, error / outer, scale)
+    root = None if root is None else root / scale[:, None]
+    return RowPosterior(scaled, between / outer, 1.0, error / outer, scale, error_root=root)

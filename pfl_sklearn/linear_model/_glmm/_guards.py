@@ -1,26 +1,26 @@
-"""What can go wrong with clients' logistic regressions, and what holds it.
+"""Safeguards of clients' logistic regressions.
 
-Covariances that the data cannot tell, coefficients that they cannot tell, maxima that are not
-finite, and columns far from zero.
+They cover covariances and coefficients that the data do not identify, likelihoods without a finite
+maximum, and columns far from zero.
 """
 
 import numpy as np
 
-from pfl_sklearn.linear_model._estimates import check_covariance_identified
+from pfl_sklearn.linear_model._table import check_covariance_identified
 
 _WEAK_SD = 2.5  # of the prior on separated slopes, in logits per standard deviation of a column
-_TIGHT_SD = 1.0  # of the prior on a factor that ran away, in logits per size of a column
-AWAY = 10.0  # logits; standard deviation of predictors between clients that is looked into
-HELD = 1 / 3  # share of it, left under the tight prior, up to which the data did not tell it
+_TIGHT_SD = 1.0  # of the prior on a factor that diverged, in logits per size of a column
+AWAY = 10.0  # logits; we check larger standard deviations of the predictors between clients
+HELD = 1 / 3  # if the tight prior leaves less than this share, the data do not support the rest
 
 
-def check_identified(table, covariance_type):
-    """Raise ValueError if the data cannot tell the covariance between clients."""
+def check_spread_identified(table, covariance_type):
+    """Raise ValueError if the data do not identify the covariance between clients."""
     m = table.n_clients
     if len(table.y) == m:
         raise ValueError(
-            f"every one of the {m} clients has one row, so the variance between clients cannot be "
-            "told from chance; give a prior with a known covariance."
+            f"each of the {m} clients has one row, so the data do not identify the variance "
+            "between clients; give a prior with a known covariance."
         )
     check_covariance_identified(table, covariance_type)
 
@@ -33,7 +33,7 @@ def is_unmixed(table):
 
 
 def weak_slopes(columns, weights, intercept):
-    """Precision (f,) of the prior that keeps separated slopes finite; none on the intercept."""
+    """Precision (f,) of the prior that keeps separated slopes finite; 0 for the intercept."""
     mean = np.average(columns, axis=0, weights=weights)
     square = np.average(columns**2, axis=0, weights=weights)
     spread = np.average((columns - mean) ** 2, axis=0, weights=weights)
@@ -51,9 +51,9 @@ def weak_spread(random, weights, tight=False):
 
 
 def predictor_spread(random, weights, factor):
-    """Standard deviation between clients of the predictors of random columns (n, q).
+    """Standard deviation between clients of the linear predictors, for random columns (n, q).
 
-    That is the root mean square over the rows, under a factor (q, r).
+    We take the root mean square over the rows, under a factor (q, r).
     """
     weighted = random if weights is None else weights[:, None] * random
     total = len(random) if weights is None else weights.sum()
@@ -62,9 +62,9 @@ def predictor_spread(random, weights, factor):
 
 
 def centred_columns(table, first):
-    """The table with the columns from `first` on around their means, and the means (p,).
+    """The table with columns `first` to p centred, and their means (p,).
 
-    It needs a free intercept, which takes them up.
+    The model needs a free intercept, which absorbs the means.
     """
     columns = table.columns
     centre = np.zeros(columns.shape[1])

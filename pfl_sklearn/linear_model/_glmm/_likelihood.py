@@ -1,13 +1,18 @@
-"""Laplace approximation of the marginal likelihood of clients' logistic regressions.
+"""Marginal likelihood of clients' logistic regressions, by Laplace's approximation.
 
-Row j of client i has the linear predictors u_j = B x_j + V_i' L' z_j with population coefficients B
-(a, p), the factor L (q, r) of the between-client covariance L L', random columns z_j (the first q
-of x_j) and standard normal effects V_i (r, a). The criterion of a client is
+Row j of client i has the linear predictors u_j = B x_j + V_i' L' z_j, with
+
+- population coefficients B (a, p);
+- a factor L (q, r) of the between-client covariance L L';
+- random columns z_j, the first q of x_j;
+- standard normal effects V_i (r, a).
+
+The criterion of a client is
 
     log-likelihood - |V|^2 / 2 - log det(H) / 2,   H = I + sum_j W_j (x) L'z_j z_j'L,
 
-at the mode of V. Clients of (nearly) equal size are stacked; whatever is smaller is solved for, the
-r effects or, with V = Z L' alpha, the n rows.
+at the mode of V. We stack clients of nearly equal size and solve the smaller of two systems: in the
+r effects or, with V = Z L' alpha, in the n rows.
 """
 
 from functools import partial
@@ -17,18 +22,18 @@ import numpy as np
 
 from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
+from pfl_sklearn.linear_model._algebra import invert_lower, solve_systems
 
 _SIZES = 4  # stacked sizes differ by less than a share of 1 / 4
 _CELLS = 1 << 19  # numbers of a stack's columns; more clients make another stack
-_LAST_DECREMENT = 1e-13  # squared Newton decrement, in nats, of the step that is the last
-CLOSE_ENOUGH = 1e-8  # the same where no gradients depend on the mode: its error is about this
+_LAST_DECREMENT = 1e-13  # nats; the step with this squared Newton decrement is the last
+CLOSE_ENOUGH = 1e-8  # the same where no gradient depends on the mode: its error is about this
 _MAX_NEWTON = 100
-_SMALL = 16  # size of a system up to which all clients are eliminated together
-_SLACK = 1e-13  # relative decrease of the criterion of a mode that is rounding
+_SLACK = 1e-13  # relative decrease of a mode's criterion that counts as rounding
 
 
-class Stack(NamedTuple):
-    """Rows of clients of nearly equal size; absent ones have weight and columns 0."""
+class RowStack(NamedTuple):
+    """Rows of clients of nearly equal size, padded with rows whose weight and columns are 0."""
 
     clients: np.ndarray  # (b,)
     x: np.ndarray  # (b, n, p), random columns first
@@ -37,7 +42,7 @@ class Stack(NamedTuple):
 
 
 class Primal(NamedTuple):
-    """Modes by the effects: the state (b, r, a) is V."""
+    """Modes in the effects: the state (b, r, a) is V."""
 
     features: np.ndarray  # (b, n, r), Z L
 
@@ -82,14 +87,14 @@ class Primal(NamedTuple):
         spread = np.einsum("bnarc,bnr->bnac", pulled, self.features)
         own = np.einsum("bnac,bnarc->bnr", terms.weight, pulled)
         slope = slope_of(spread)
-        moved = _apply(inverse, -0.5 * self.features.transpose(0, 2, 1) @ slope)
+        moved = _stacked_products(inverse, -0.5 * self.features.transpose(0, 2, 1) @ slope)
         total = _total_score(terms, slope, self.features @ moved)
         across = total @ state.transpose(0, 2, 1) + terms.score @ moved.transpose(0, 2, 1)
         return total, across - own
 
 
 class Dual(NamedTuple):
-    """Modes by the rows: the state (b, n, a) is alpha."""
+    """Modes in the rows: the state (b, n, a) is alpha."""
 
     features: np.ndarray  # (b, n, r), Z L
     kernel: np.ndarray  # (b, n, n), Z L L' Z'
@@ -112,7 +117,7 @@ class Dual(NamedTuple):
         return np.einsum("bna,bna->b", residual, moved)
 
     def system(self, weight):
-        """I + W (Z L L' Z' (x) I) (b, n a, n a), of the determinant of H."""
+        """I + W (Z L L' Z' (x) I) (b, n a, n a), which has the determinant of H."""
         b, n, a, _ = weight.shape
         system = weight[:, :, :, None, :] * self.kernel[:, :, None, :, None]
         return _plus_identity(system.reshape(b, n * a, n * a))
@@ -128,7 +133,7 @@ class Dual(NamedTuple):
         spread = 0.5 * (spread + spread.transpose(0, 1, 3, 2))
         own = np.einsum("bjakc,bkca->bjk", blocks, terms.weight)
         slope = slope_of(spread)
-        moved = _apply(inverse, -0.5 * slope)
+        moved = _stacked_products(inverse, -0.5 * slope)
         total = _total_score(terms, slope, self.kernel @ moved)
         across = total @ state.transpose(0, 2, 1) + terms.score @ moved.transpose(0, 2, 1)
         return total, (across - own) @ self.features
@@ -140,7 +145,7 @@ class Mode(NamedTuple):
     state: np.ndarray
     predictors: np.ndarray  # (b, n, a)
     terms: NamedTuple  # RowTerms
-    value: np.ndarray  # (b,), log-likelihood less penalty
+    value: np.ndarray  # (b,), log-likelihood minus penalty
     found: np.ndarray  # (b,), bool
 
 
@@ -157,7 +162,7 @@ def stack_rows(columns, labels, weights, codes, n_clients):
 
     Returns
     -------
-    list of Stack
+    list of RowStack
     """
     cells = max(_CELLS // max(columns.shape[1], 1), 1)
     stacks = []
@@ -166,17 +171,17 @@ def stack_rows(columns, labels, weights, codes, n_clients):
         longest = max(block.shape[1] for block in rows)
         at = np.concatenate([_padded(block, longest) for block in rows])
         clients = np.concatenate([batch.clients for batch in batches])
-        x, y = _gathered(columns, at), labels[at]
+        x, y = _stacked_rows(columns, at), labels[at]
         w = np.ones(at.shape) if weights is None else weights[at]
         absent = at < 0
         if absent.any():
             x[absent], y[absent], w[absent] = 0.0, 0, 0.0
-        stacks.append(Stack(clients, x, y, w))
+        stacks.append(RowStack(clients, x, y, w))
     return stacks
 
 
 def _of_similar_size(batches, cells):
-    """Consecutive batches that share a stack."""
+    """Lists of consecutive batches; each list makes one stack."""
     joined, key, cost = [], None, 0
     for batch in batches:
         b, n = batch.rows.shape
@@ -189,8 +194,8 @@ def _of_similar_size(batches, cells):
     return joined
 
 
-def _gathered(values, at):
-    """Rows `at` (b, n) of values; not copied if they follow one another."""
+def _stacked_rows(values, at):
+    """Rows `at` (b, n) of values, without a copy if they follow one another."""
     first = at.ravel()[0]
     if first >= 0 and np.array_equal(at.ravel(), np.arange(first, first + at.size)):
         return values[first : first + at.size].reshape(*at.shape, -1)
@@ -198,7 +203,7 @@ def _gathered(values, at):
 
 
 def _padded(rows, length):
-    """Rows (b, n) with -1 up to a length."""
+    """Rows (b, n), padded with -1 up to `length`."""
     return np.pad(rows, ((0, 0), (0, length - rows.shape[1])), constant_values=-1)
 
 
@@ -222,14 +227,14 @@ def population_predictors(x, population):
 
 
 def find_mode(form, outcome, offset, stack, state, last_decrement=_LAST_DECREMENT):
-    """Modes by damped Newton steps; every client stops by itself."""
+    """Modes by damped Newton steps; each client stops on its own."""
     deviation = form.deviation(state)
     terms = outcome.terms(offset + deviation, stack.y, stack.w)
     value = terms.value.sum(axis=1) - form.penalty(state, deviation)
     moving = np.ones(len(offset), dtype=bool)
     for _ in range(_MAX_NEWTON):
         residual = form.residual(terms.score, state)
-        step = _solve(form.system(terms.weight), residual)
+        step = solve_systems(form.system(terms.weight), residual)
         moved = form.deviation(step)
         last = form.decrement(residual, step, moved) < last_decrement
         size = moving.astype(float)
@@ -250,18 +255,18 @@ def find_mode(form, outcome, offset, stack, state, last_decrement=_LAST_DECREMEN
 
 
 def start_state(stack, factor, n_outputs):
-    """State of effects that are zero."""
+    """State in which all effects are zero."""
     b, n, _ = stack.x.shape
     return np.zeros((b, min(n, factor.shape[1]), n_outputs))
 
 
 def evaluate_stack(clients, x, y, w, state, *, outcome, population, factor):
-    """Criterion of the clients of a stack (summed), its gradients, and the state at the mode.
+    """Summed criterion of the clients of a stack, its gradients, and the state at the mode.
 
-    Returns value, gradient (a, p) in the population, gradient (q, r) in the factor, state and
-    whether all modes were found.
+    Returns the value, the gradient (a, p) in the population, the gradient (q, r) in the factor, the
+    state, and whether the search found all modes.
     """
-    stack = Stack(clients, x, y, w)
+    stack = RowStack(clients, x, y, w)
     form = form_of(x, factor)
     mode = find_mode(form, outcome, population_predictors(x, population), stack, state)
     system = form.system(mode.terms.weight)
@@ -275,10 +280,10 @@ def evaluate_stack(clients, x, y, w, state, *, outcome, population, factor):
     return value, by_population, by_factor, mode.state, bool(mode.found.all())
 
 
-class LaplaceCriterion:
+class MarginalLikelihood:
     """Approximate log marginal likelihood as a function of population and factor.
 
-    Modes are kept from one call to the next, where the next search starts.
+    Each call starts its search for the modes from those of the call before.
     """
 
     def __init__(self, stacks, outcome, n_clients, n_jobs=None):
@@ -303,43 +308,51 @@ class LaplaceCriterion:
 
 
 def _plus_identity(systems):
-    """Stacked matrices plus the identity, in place."""
+    """Add the identity to stacked matrices, in place."""
     diagonal = np.arange(systems.shape[1])
     systems[:, diagonal, diagonal] += 1.0
     return systems
 
 
-def _solve(systems, right):
-    """Solutions (b, k, a) of systems (b, k a, k a)."""
-    if systems.shape[1] <= _SMALL and right.shape[2] == 1:
-        return _eliminate(systems, right[..., 0])[..., None]
-    return np.linalg.solve(systems, right.reshape(*systems.shape[:2], 1)).reshape(right.shape)
-
-
-def _eliminate(systems, right):
-    """Solutions (b, k): all systems at a time, one column after the other.
-
-    Without pivoting, which I + W K (similar to a positive definite matrix by a diagonal one) and H
-    do not need: their pivots are at least 1.
-    """
-    rows = np.ascontiguousarray(systems.transpose(1, 2, 0))
-    values = np.ascontiguousarray(right.T)
-    for j in range(len(rows)):
-        share = rows[j + 1 :, j] / rows[j, j]
-        rows[j + 1 :, j + 1 :] -= share[:, None] * rows[j, j + 1 :]
-        values[j + 1 :] -= share * values[j]
-    for j in range(len(rows) - 1, -1, -1):
-        values[j] /= rows[j, j]
-        values[:j] -= rows[:j, j] * values[j]
-    return values.T
-
-
-def _apply(matrices, right):
+def _stacked_products(matrices, right):
     """Products (b, k, a) of matrices (b, k a, k a)."""
     return (matrices @ right.reshape(*matrices.shape[:2], 1)).reshape(right.shape)
 
 
 def _total_score(terms, slope, moved):
-    """Slopes of the criterion in u: directly, through log det H, and through the mode."""
+    """Slope of the criterion in u: its direct part, and those through log det H and the mode."""
     through_mode = (terms.weight @ moved[..., None])[..., 0]
     return terms.score - 0.5 * slope - through_mode
+
+
+def whitened_rows(whitening, x):
+    """Rows T (b, k, a p) with T'T = X' (W^-1 + Z L L' Z')^-1 X, from columns x (b, n, p)."""
+    if whitening.ndim == 3:
+        return whitening
+    b, k, a, n = whitening.shape
+    return (whitening.reshape(b, k * a, n) @ x).reshape(b, k, -1)
+
+
+def whiten_information(form, roots, x):
+    """What `whitened_rows` takes, and the summed log det H, for roots (b, n, a, c) of W.
+
+    With few effects that is the rows themselves. With many it is a small matrix (b, k, a, n), which
+    `whitened_rows` multiplies by x.
+    """
+    features = form.features
+    b, n, a, c = roots.shape
+    r, p = features.shape[2], x.shape[2]
+    if n * c < r * a:
+        system = np.einsum("bjac,bjk,bkad->bjckd", roots, form.gram(), roots)
+        lower = np.linalg.cholesky(system.reshape(b, n * c, n * c) + np.eye(n * c))
+        log_det = 2 * np.log(np.einsum("bkk->bk", lower)).sum()
+        inverse = invert_lower(lower).reshape(b, n * c, n, c)
+        return np.einsum("bmjc,bjac->bmaj", inverse, roots), log_det
+    across = roots.transpose(0, 1, 3, 2)[..., None]
+    stacked = np.zeros((b, n * c + r * a, (r + p) * a))
+    stacked[:, : n * c, : r * a] = (across * features[:, :, None, None, :]).reshape(b, n * c, -1)
+    stacked[:, : n * c, r * a :] = (across * x[:, :, None, None, :]).reshape(b, n * c, -1)
+    stacked[:, n * c :, : r * a] = np.eye(r * a)
+    triangle = np.linalg.qr(stacked, mode="r")
+    log_det = 2 * np.log(np.abs(np.einsum("bkk->bk", triangle[:, : r * a, : r * a]))).sum()
+    return triangle[:, r * a :, r * a :], log_det

@@ -1,9 +1,9 @@
-"""Outcomes with classes: log-likelihood of a row and its derivatives in the linear predictors.
+"""Class outcomes: log-likelihood of a row and its derivatives in the linear predictors.
 
-Predictors u (..., a) are fewer than the classes by one. For two classes u is the logit of the
-second; for K classes the logits are ``contrasts @ u`` with orthonormal contrasts, which is softmax
-with symmetric coding less the direction that changes no probability: normal deviations that are
-independent over the classes stay independent, with the same variance, over the contrasts.
+There is one predictor u (..., a) less than there are classes. For two classes u is the logit of
+the second one. For K classes the logits are ``contrasts @ u`` with orthonormal contrasts: softmax
+in symmetric coding, without the direction that changes no probability. Normal deviations that are
+independent over the classes are independent over the contrasts too, with the same variance.
 """
 
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from scipy.special import softmax
 
 
 class RowTerms(NamedTuple):
-    """Of every row: log-likelihood, its gradient in u, and minus its Hessian."""
+    """Log-likelihood of every row, its gradient in u, and its negative Hessian."""
 
     value: np.ndarray  # (..., n)
     score: np.ndarray  # (..., n, a)
@@ -25,7 +25,7 @@ class BinaryLogit:
 
     n_outputs = 1
     contrasts = np.array([[0.0], [1.0]])  # logits of the classes, up to a constant
-    coding = np.array([[1.0]])  # what is reported: the logit of the second class
+    coding = np.array([[1.0]])  # reported logits: that of the second class
 
     def terms(self, u, y, w):
         """RowTerms of predictors (..., n, 1), labels (..., n) and weights (..., n)."""

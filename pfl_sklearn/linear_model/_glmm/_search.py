@@ -1,41 +1,41 @@
-"""Searches for population coefficients and between-client covariance of logistic regressions."""
+"""Searches for the population and the between-client covariance of logistic regressions."""
 
 from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize
 
-from pfl_sklearn.linear_model._roots import inverse_root
+from pfl_sklearn.linear_model._algebra import inverse_root, snapped_to_zero
 
 _MAX_NEWTON = 100
 _LAST_DECREMENT = 1e-13
-_SEPARATED = 1e-6  # share of the information at 0 that is left along some direction
-_NO_SPREAD = 1e-8  # squared parameter of a factor, in natural units, that stands for zero
+_SEPARATED = 1e-6  # share of the information at 0 below which a direction counts as separated
+_NO_SPREAD = 1e-8  # squared parameter of a factor, in natural units, that counts as zero
 _LOST = 1e-9  # nats
 
 
 class Pooled(NamedTuple):
-    """Maximum of the likelihood when all clients have the same coefficients."""
+    """Maximum of the likelihood if all clients have the same coefficients."""
 
     coefficients: np.ndarray  # (a, f)
     normal: np.ndarray  # (a f, a f), information and precision
-    root: np.ndarray  # (a f, rank), its square is the inverse information
-    weight: np.ndarray  # (n, a, a), of the rows
+    root: np.ndarray  # (a f, rank), root of the inverse information
+    weight: np.ndarray  # (n, a, a), information of the rows
     log_likelihood: float
     separated: bool
     n_iter: int
     converged: bool
 
 
-class Weak(NamedTuple):
-    """Precisions of normal priors that keep maxima finite; zeros where none is needed."""
+class WeakPriors(NamedTuple):
+    """Precisions of the normal priors that keep maxima finite; 0 where none is needed."""
 
     slopes: np.ndarray  # (f,), of the free population coefficients
     spread: np.ndarray  # (q,), of the rows of the factor
-    runaway: bool = False  # because the differences between clients ran away
+    runaway: bool = False  # because the differences between clients diverged
 
 
-class Found(NamedTuple):
+class Maximum(NamedTuple):
     """Maximum of a criterion."""
 
     population: np.ndarray  # (a, p)
@@ -47,9 +47,9 @@ class Found(NamedTuple):
 def fit_pooled(columns, table, outcome, offset, precision):
     """Coefficients of `columns` (n, f) that all clients share, by damped Newton steps.
 
-    The other coefficients are in `offset` (n, a); `precision` (f,) is that of a normal prior. The
-    data are separated if Newton's method, which then never ends, has lost the information along
-    some direction.
+    `offset` (n, a) holds the part of the other coefficients; `precision` (f,) is that of a normal
+    prior. On separated data Newton's method never ends and loses the information along some
+    direction; that is how we recognize them.
     """
     shape = outcome.n_outputs, columns.shape[1]
     w = np.ones(len(columns)) if table.weights is None else table.weights
@@ -81,12 +81,13 @@ def fit_pooled(columns, table, outcome, offset, precision):
 
 
 def _pooled_terms(values, columns, y, w, outcome, offset, precision):
+    """RowTerms of the pooled coefficients, and the penalized log-likelihood."""
     terms = outcome.terms(offset + columns @ values.T, y, w)
     return terms, terms.value.sum() - 0.5 * np.sum(precision * values**2)
 
 
 def _pooled_step(values, step, objective, *problem):
-    """The longest of the steps 1, 1/2, 1/4, ... that is no loss."""
+    """The longest of the steps 1, 1/2, 1/4, ... that does not lower the objective."""
     size = 1.0
     while True:
         moved = values + size * step
@@ -108,9 +109,10 @@ def information(columns, weight):
 
 
 def natural_scale(random, weight, n_clients, common):
-    """Standard deviations (q,) of coefficients that the prior and a client's rows decide alike.
+    """Standard deviations (q,) at which the prior and a client's rows have equal weight.
 
-    `random` is (n, q), `weight` (n, a, a) the rows' information. `common`: one for all.
+    `random` has shape (n, q); `weight` (n, a, a) is the information of the rows. With `common` all
+    coefficients get the same one.
     """
     q = random.shape[1]
     share = min(len(random) / n_clients, q) / q
@@ -121,30 +123,33 @@ def natural_scale(random, weight, n_clients, common):
     return np.sqrt(np.divide(share, per_client, out=np.ones(q), where=per_client > 0))
 
 
-def search(criterion, start, root, weak, max_iter, tol, family=None, scale=None, begin=1.0):
+def maximize_marginal(
+    criterion, start, root, weak, max_iter, tol, family=None, scale=None, begin=1.0
+):
     """Maximize a criterion in the free population coefficients and the factor.
 
     Parameters
     ----------
-    criterion : LaplaceCriterion
-    start : Found
-        Its population (a, p) has the free coefficients last; the factor is kept without `family`.
+    criterion : MarginalLikelihood
+    start : Maximum
+        Its population (a, p) has the free coefficients last. Without `family` the search keeps its
+        factor.
     root : ndarray of shape (a f, rank)
-        Root of the inverse information of the f free coefficients: the search moves along it.
-    weak : Weak
+        Root of the inverse information of the f free coefficients. The search moves along it.
+    weak : WeakPriors
     max_iter : int
     tol : float
-        Largest gradient, in nats per standard error, at the end.
+        Largest gradient at the end, in nats per standard error.
     family : Factor or None
-        Shapes of the factor.
+        Shape of the factor.
     scale : ndarray of shape (q,)
-        Natural units of its rows.
+        Natural units of the factor's rows.
     begin : float
-        Where the search for the factor starts, in these units.
+        Start of the search for the factor, in these units.
 
     Returns
     -------
-    Found
+    Maximum
     """
     rank, first = root.shape[1], start.population.shape[1] - len(weak.slopes)
     unit = np.sqrt(2 / (criterion.n_clients * len(start.population)))
@@ -174,17 +179,9 @@ def search(criterion, start, root, weak, max_iter, tol, family=None, scale=None,
         method="L-BFGS-B",
         options={"maxiter": max_iter, "maxcor": 30, "ftol": 1e-16, "gtol": tol},
     )
-    parameters = _snapped(result.x, rank, unit, objective)
+    spread = np.arange(len(result.x)) >= rank
+    small = spread & ((result.x * unit) ** 2 < _NO_SPREAD)
+    parameters = snapped_to_zero(result.x, small, objective, lambda best: _LOST * (1 + abs(best)))
     steep = np.abs(result.jac).max() > 1e3 * tol
     converged = bool(result.success or not steep) and criterion.modes_found
-    return Found(*unpack(parameters), int(result.nit), converged)
-
-
-def _snapped(parameters, rank, unit, objective):
-    """Parameters of the factor that are next to nothing set to zero, if little is lost."""
-    small = (np.arange(len(parameters)) >= rank) & ((parameters * unit) ** 2 < _NO_SPREAD)
-    if not small.any():
-        return parameters
-    snapped = np.where(small, 0.0, parameters)
-    best, tried = objective(parameters)[0], objective(snapped)[0]
-    return snapped if tried <= best + _LOST * (1 + abs(best)) else parameters
+    return Maximum(*unpack(parameters), int(result.nit), converged)

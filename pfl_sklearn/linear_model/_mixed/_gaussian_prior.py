@@ -1,17 +1,14 @@
-"""Linear regressions under a Gaussian prior: the linear mixed model with one grouping."""
+"""Linear regressions under a Gaussian prior: the linear mixed model with one grouping factor."""
 
 import numpy as np
 
-from pfl_sklearn.linear_model._estimates import (
-    Estimates,
-    centred,
-    check_covariance_identified,
-    uncentred,
+from pfl_sklearn.linear_model._mixed._known_population import (
+    fit_known_population,
+    is_known_with_few_rows,
 )
-from pfl_sklearn.linear_model._mixed._known_population import fit_known, is_cheap
-from pfl_sklearn.linear_model._mixed._no_pooling import fit_local
+from pfl_sklearn.linear_model._mixed._no_pooling import fit_without_pooling
 from pfl_sklearn.linear_model._mixed._profile import Settings, client_deviations, open_coefficients
-from pfl_sklearn.linear_model._mixed._reduction import reduce_rows
+from pfl_sklearn.linear_model._mixed._reduction import reduce_table
 from pfl_sklearn.linear_model._mixed._variance_search import (
     at_ratio,
     search_factor,
@@ -19,18 +16,24 @@ from pfl_sklearn.linear_model._mixed._variance_search import (
     search_ratio,
 )
 from pfl_sklearn.linear_model._posterior import RowPosterior
+from pfl_sklearn.linear_model._table import (
+    Estimates,
+    centred,
+    check_covariance_identified,
+    uncentred,
+)
 
 _INFINITE = 1e12
 
 
-def fit_gaussian(table, prior, options):
+def fit_gaussian_prior(table, prior, options):
     """Population, variance components and clients by restricted or full maximum likelihood.
 
     Parameters
     ----------
     table : Table
     prior : GaussianPrior
-        What it leaves None is estimated.
+        We estimate the parameters that it leaves None.
     options : Options
 
     Returns
@@ -41,43 +44,35 @@ def fit_gaussian(table, prior, options):
     mean, covariance = prior.known_mean(q), prior.known_covariance(q)
     if covariance is None:
         if table.n_clients == 1:
-            return fit_local(table, prior, options, np.full((q, q), np.nan))
-        check_identified(table, prior.covariance_type, options.noise_variance)
+            return fit_without_pooling(table, prior, options, np.full((q, q), np.nan))
+        check_variances_identified(table, prior.covariance_type, options.noise_variance)
     elif np.isinf(covariance).any():
-        return fit_local(table, prior, options, covariance)
-    if is_cheap(table, mean, covariance, options.noise_variance):
-        return fit_known(table, prior, mean, covariance, options)
+        return fit_without_pooling(table, prior, options, covariance)
+    if is_known_with_few_rows(table, mean, covariance, options.noise_variance):
+        return fit_known_population(table, prior, mean, covariance, options)
     any_basis = prior.covariance_type == "full" and covariance is None and mean is None
     given = table
     table, offset, centre = centred(table, mean, any_basis)
     spectral = use_spectral(prior.covariance_type, covariance, options.solver)
-    reduced = reduce_rows(
-        table.columns,
-        table.y,
-        table.codes,
-        table.n_clients,
-        q,
-        weights=table.weights,
-        spectral=spectral,
-        common_scale=spectral
-        or (covariance is None and prior.covariance_type in ("spherical", "low_rank")),
-        n_jobs=options.n_jobs,
+    common_shape = covariance is None and prior.covariance_type in ("spherical", "low_rank")
+    reduced = reduce_table(
+        table, spectral=spectral, common_scale=spectral or common_shape, n_jobs=options.n_jobs
     )
     if covariance is not None and _is_as_good_as_infinite(reduced, covariance):
-        return fit_local(given, prior, options, covariance)
+        return fit_without_pooling(given, prior, options, covariance)
     settings = Settings(options.method == "reml", 0 if mean is None else q, options.noise_variance)
-    found = _search(reduced, settings, prior, covariance, spectral, options)
-    return _estimates(table, reduced, found, prior, (offset, centre), mean is None)
+    found = _search_variances(reduced, settings, prior, covariance, spectral, options)
+    return _gaussian_estimates(table, reduced, found, prior, (offset, centre), mean is None)
 
 
 def _is_as_good_as_infinite(reduced, covariance):
-    """Whether known variances are so large that the clients' rows decide in every digit."""
+    """Whether known variances are so large that the prior changes no digit of the estimates."""
     scaled = np.diag(covariance) / reduced.scale[: reduced.n_random] ** 2
     return scaled.min() > _INFINITE * max(reduced.sum_of_squares / reduced.n_rows, 1e-280)
 
 
 def use_spectral(covariance_type, covariance, solver):
-    """Whether the spectral reduction serves: one variance for all random coefficients."""
+    """Whether the spectral reduction applies: one variance for all random coefficients."""
     if covariance is None:
         common = covariance_type == "spherical"
     else:
@@ -90,19 +85,20 @@ def use_spectral(covariance_type, covariance, solver):
     return common and solver != "quasi_newton"
 
 
-def check_identified(table, covariance_type, noise_variance):
-    """Raise ValueError if the data cannot tell the variances apart."""
+def check_variances_identified(table, covariance_type, noise_variance):
+    """Raise ValueError if the data do not identify the variances."""
     m = table.n_clients
     if noise_variance is None and len(table.y) == m:
         raise ValueError(
-            f"every one of the {m} clients has one row, so the noise variance cannot be told from "
-            "the variance between clients; give noise_variance, or a prior with a known covariance."
+            f"each of the {m} clients has one row, so the data cannot separate the noise variance "
+            "from the variance between clients; give noise_variance, or a prior with a known "
+            "covariance."
         )
     check_covariance_identified(table, covariance_type)
 
 
-def _search(reduced, settings, prior, covariance, spectral, options):
-    """Covariance and noise variance, whichever of them is unknown."""
+def _search_variances(reduced, settings, prior, covariance, spectral, options):
+    """Covariance and noise variance, those of them that are unknown."""
     q, noise = reduced.n_random, options.noise_variance
     if covariance is None:
         if spectral:
@@ -117,8 +113,8 @@ def _search(reduced, settings, prior, covariance, spectral, options):
     return at_ratio(reduced, settings, scaled / noise)
 
 
-def _estimates(table, reduced, found, prior, around, free_mean):
-    """Everything in the units of the data."""
+def _gaussian_estimates(table, reduced, found, prior, around, free_mean):
+    """Estimates in the units of the data."""
     offset, centre = around
     m, q, p = table.n_clients, table.n_random, table.columns.shape[1]
     scale, point = reduced.scale, found.point
@@ -133,7 +129,7 @@ def _estimates(table, reduced, found, prior, around, free_mean):
     coefficients += uncentred(spread, table.intercept, centre)
     ratio = np.zeros((p, p))
     ratio[:q, :q] = found.ratio
-    rows, error, ratio = _put_back(
+    rows, error, ratio = _uncentred_covariances(
         _by_client(reduced, found.whitened), error, ratio, table, centre, scale
     )
     squares = np.multiply.outer(scale, scale)
@@ -155,8 +151,11 @@ def _estimates(table, reduced, found, prior, around, free_mean):
     )
 
 
-def _put_back(rows, error, ratio, table, centre, scale):
-    """Whitened columns (m, k, p) and covariances (p, p), all scaled, of uncentred columns."""
+def _uncentred_covariances(rows, error, ratio, table, centre, scale):
+    """Whitened columns (m, k, p) and two covariances (p, p) for the columns before centring.
+
+    All of them are in the scale of the reduction.
+    """
     if not centre.any():
         return rows, error, ratio
     shift = centre * scale / scale[table.intercept]
@@ -168,7 +167,7 @@ def _put_back(rows, error, ratio, table, centre, scale):
 
 
 def _by_client(reduced, whitened):
-    """Whitened columns (m, k, p) of all clients; those with fewer rows get zeros."""
+    """Whitened columns (m, k, p) of all clients, padded with rows of zeros."""
     if len(whitened.rows) == 1 and np.all(np.diff(reduced.stacks[0].clients) > 0):
         return whitened.rows[0][:, :, :-1]
     sizes = [rows.shape[1] for rows in whitened.rows]

@@ -1,6 +1,6 @@
-"""Linear regressions when the population is known: every client's own ridge regression.
+"""Linear regressions under a known population: a ridge regression for every client.
 
-Clients have no more rows than coefficients here, so the systems are solved in the space of rows.
+No client has more rows than coefficients here, so we solve the systems in the space of rows.
 """
 
 from functools import partial
@@ -9,31 +9,31 @@ import numpy as np
 
 from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
-from pfl_sklearn.linear_model._estimates import Estimates
 from pfl_sklearn.linear_model._posterior import RowPosterior
+from pfl_sklearn.linear_model._table import Estimates
 
 _CELLS = 1 << 18  # of a batch: it fits the cache
 
 
-def is_cheap(table, mean, covariance, noise):
-    """Whether nothing is unknown, and no client has more rows than coefficients."""
+def is_known_with_few_rows(table, mean, covariance, noise):
+    """Whether everything is known and no client has more rows than coefficients."""
     known = mean is not None and covariance is not None and noise is not None
     few = np.bincount(table.codes).max() <= table.n_random
     return known and few and table.n_random == table.columns.shape[1]
 
 
-def fit_known(table, prior, mean, covariance, options):
+def fit_known_population(table, prior, mean, covariance, options):
     """Posterior of every client under a known N(mean, covariance) and noise variance."""
     roots = None if table.weights is None else np.sqrt(table.weights)
     noise = options.noise_variance
     ratio = covariance / noise
     if np.array_equal(ratio, ratio[0, 0] * np.eye(len(ratio))):
-        solve = partial(_solve_batch, mean=mean, ratio=ratio[0, 0])
+        solve = partial(solve_in_rows, mean=mean, ratio=ratio[0, 0])
     else:
-        solve = partial(_solve_batch, mean=mean, ratio=ratio)
+        solve = partial(solve_in_rows, mean=mean, ratio=ratio)
     m, q = table.n_clients, table.n_random
     index = client_batches(table.codes, m, _CELLS // q)
-    batches = [(clients, *_gather(table, rows, roots)) for clients, rows in index]
+    batches = [(clients, *_weighted_rows(table, rows, roots)) for clients, rows in index]
     solved = map_batches(solve, batches, options.n_jobs)
     size = max(batch[1].shape[1] for batch in batches)
     coefficients = np.empty((m, q))
@@ -62,14 +62,14 @@ def fit_known(table, prior, mean, covariance, options):
     )
 
 
-def _gather(table, rows, roots):
+def _weighted_rows(table, rows, roots):
     """Weighted columns (b, n, q) and targets (b, n) of a batch."""
     if roots is None:
         return table.columns[rows], table.y[rows]
     return table.columns[rows] * roots[rows][..., None], table.y[rows] * roots[rows]
 
 
-def _solve_batch(clients, X, y, mean, ratio):
+def solve_in_rows(clients, X, y, mean, ratio):
     """Coefficients (b, q), Cholesky factors (b, n, n) of V, summed log determinants and squares."""
     half = y - X @ mean
     moved = X if np.ndim(ratio) == 0 else X @ ratio

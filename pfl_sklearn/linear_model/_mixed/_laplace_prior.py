@@ -2,21 +2,22 @@
 
 import numpy as np
 
-from pfl_sklearn.linear_model._estimates import centred, point_estimates, uncentred
+from pfl_sklearn.linear_model._algebra import inverse_root
 from pfl_sklearn.linear_model._mixed._profile import Settings
-from pfl_sklearn.linear_model._mixed._reduction import reduce_rows
+from pfl_sklearn.linear_model._mixed._reduction import flat_rows, reduce_table
 from pfl_sklearn.linear_model._mixed._variance_search import search_ratio
-from pfl_sklearn.linear_model._roots import inverse_root
+from pfl_sklearn.linear_model._table import centred, point_estimates, uncentred
 
-_SMALLEST_SCALE = 1e-150  # stands for "all clients alike"
+_SMALLEST_SCALE = 1e-150  # stands for identical clients
 
 
-def fit_laplace(table, prior, options):
-    """Mode of the clients' and the population's coefficients, by an accelerated proximal method.
+def fit_laplace_prior(table, prior, options):
+    """Joint mode of the clients' and the population's coefficients.
 
-    Minimizes the residual squares over twice the noise variance plus the absolute deviations of
-    the clients over the scale. What is None among noise variance and scale comes from the fit
-    under a spherical Gaussian prior: the scale is the one with the same variance, ``2 b**2``.
+    An accelerated proximal method minimizes the residual squares over twice the noise variance,
+    plus the clients' absolute deviations over the scale. An unknown noise variance comes from the
+    fit under a spherical Gaussian prior, and so does an unknown scale b: its variance ``2 b**2`` is
+    that of the Gaussian.
 
     Parameters
     ----------
@@ -32,7 +33,7 @@ def fit_laplace(table, prior, options):
     location = prior.known_location(q)
     table, offset, centre = centred(table, location)
     scale, noise = _scale_and_noise(table, prior, options)
-    reduced = _reduce(table, options, common_scale=False)
+    reduced = reduce_table(table, spectral=True, common_scale=False, n_jobs=options.n_jobs)
     first = 0 if location is None else q
     penalty = noise * np.abs(reduced.scale[:q]) / scale
     population, deviations, n_iter, converged = minimize_deviations(
@@ -48,36 +49,22 @@ def fit_laplace(table, prior, options):
     )
 
 
-def _reduce(table, options, common_scale):
-    return reduce_rows(
-        table.columns,
-        table.y,
-        table.codes,
-        table.n_clients,
-        table.n_random,
-        weights=table.weights,
-        spectral=True,
-        common_scale=common_scale,
-        n_jobs=options.n_jobs,
-    )
-
-
 def _scale_and_noise(table, prior, options):
-    """Scale (q,) and noise variance, the unknown ones from a spherical Gaussian prior."""
+    """Scale (q,) and noise variance; a spherical Gaussian fit estimates unknown ones."""
     scale, noise = prior.known_scale(table.n_random), options.noise_variance
     if scale is not None and noise is not None:
         return scale, noise
     if table.n_clients == 1 and scale is None:
         raise ValueError(
-            "a single client cannot tell the scale of a LaplacePrior; give scale, or groups."
+            "a single client cannot identify the scale of a LaplacePrior; give scale, or groups."
         )
     if noise is None and len(table.y) == table.n_clients:
         raise ValueError(
-            f"every one of the {table.n_clients} clients has one row, so the noise variance cannot "
-            "be told from the variance between clients; give noise_variance."
+            f"each of the {table.n_clients} clients has one row, so the data cannot separate the "
+            "noise variance from the variance between clients; give noise_variance."
         )
     settings = Settings(options.method == "reml", 0, noise)
-    reduced = _reduce(table, options, common_scale=True)
+    reduced = reduce_table(table, spectral=True, n_jobs=options.n_jobs)
     found = search_ratio(reduced, settings, options.max_iter, options.tol)
     noise = found.point.noise
     if scale is None:
@@ -87,18 +74,18 @@ def _scale_and_noise(table, prior, options):
 
 
 def minimize_deviations(reduced, penalty, first, max_iter, tol):
-    """Accelerated proximal steps on the deviations, population coefficients solved for in each.
+    """Accelerated proximal steps on the deviations; each step solves for the population.
 
     Parameters
     ----------
     reduced : Reduced
     penalty : ndarray of shape (q,)
-        Of the absolute deviations; the residual squares count half.
+        Weights of the absolute deviations, next to half the residual squares.
     first : int
         First column whose population coefficient is free.
     max_iter, tol : int, float
-        Steps end when no coefficient, in units of its column, moves more than `tol` times the
-        largest, and a step from there would not either.
+        The steps end when no coefficient, in units of its column, moves by more than `tol` times
+        the largest one, and another step would not move it further either.
 
     Returns
     -------
@@ -106,7 +93,7 @@ def minimize_deviations(reduced, penalty, first, max_iter, tol):
     """
     solve = _population_solver(reduced, first)
     q = reduced.n_random
-    steps = 1 / np.maximum(_curvatures(reduced), 1e-300)[:, None]
+    steps = 1 / np.maximum(_client_curvatures(reduced), 1e-300)[:, None]
     deviations = np.zeros((reduced.n_clients, q))
     ahead, momentum, population = deviations, 1.0, solve(deviations)
     for n_iter in range(1, max_iter + 1):
@@ -130,7 +117,7 @@ def minimize_deviations(reduced, penalty, first, max_iter, tol):
 def _population_solver(reduced, first):
     """Function from deviations (m, q) to the least-squares population coefficients (p,)."""
     q, p = reduced.n_random, reduced.n_columns
-    gram = sum(_flat(stack.rows).T @ _flat(stack.rows) for stack in reduced.stacks)
+    gram = sum(flat_rows(stack.rows).T @ flat_rows(stack.rows) for stack in reduced.stacks)
     gram[q:, q:] += reduced.remainder
     root, _ = inverse_root(gram[first:-1, first:-1])
 
@@ -138,7 +125,7 @@ def _population_solver(reduced, first):
         right = gram[first:-1, -1].copy()
         for stack in reduced.stacks:
             fitted = np.einsum("bkq,bq->bk", stack.rows[:, :, :q], deviations[stack.clients])
-            right -= _flat(stack.rows)[:, first:-1].T @ fitted.ravel()
+            right -= flat_rows(stack.rows)[:, first:-1].T @ fitted.ravel()
         population = np.zeros(p)
         population[first:] = root @ (root.T @ right)
         return population
@@ -156,13 +143,9 @@ def _pulled(reduced, population, deviations):
     return pulled
 
 
-def _curvatures(reduced):
+def _client_curvatures(reduced):
     """Largest eigenvalue (m,) of every client's Z Z'."""
     largest = np.zeros(reduced.n_clients)
     for stack in reduced.stacks:
         largest[stack.clients] = stack.eigenvalues.max(axis=1)
     return largest
-
-
-def _flat(rows):
-    return rows.reshape(-1, rows.shape[2])

@@ -1,4 +1,4 @@
-"""Least squares of every client alone: the limit of an infinite between-client variance."""
+"""Least squares for every client alone: the limit of an infinite between-client variance."""
 
 from functools import partial
 
@@ -6,23 +6,23 @@ import numpy as np
 
 from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
-from pfl_sklearn.linear_model._estimates import Estimates
+from pfl_sklearn.linear_model._algebra import estimable, inverse_root
 from pfl_sklearn.linear_model._posterior import CovariancePosterior
-from pfl_sklearn.linear_model._roots import estimable, inverse_root
+from pfl_sklearn.linear_model._table import Estimates
 
-_WITHIN = 1e-22  # share of a column's squares, within clients, that is rounding
-_RANK = 1e-12  # singular values, over the lengths of the columns, that are rounding errors
+_WITHIN = 1e-22  # share of a column's squares within clients that counts as rounding
+_RANK = 1e-12  # singular values, relative to the columns' lengths, that count as rounding errors
 
 
-def fit_local(table, prior, options, covariance):
+def fit_without_pooling(table, prior, options, covariance):
     """Random coefficients by each client's own least squares of minimum norm.
 
-    Fixed coefficients come from what is left of the rows when the random columns are projected off
-    client by client (the within estimator). `covariance` (q, q) is what the prior shall hold: NaN
-    for a single client, infinite where that was asked for.
+    Fixed coefficients come from the within estimator: we project the random columns off the rows of
+    each client and regress on what is left. `covariance` (q, q) goes into the fitted prior: NaN for
+    a single client, infinite if the prior says so.
     """
     batches = _batches(table)
-    solve = partial(_solve_batch, intercept=table.intercept, n_random=table.n_random)
+    solve = partial(_least_squares_batch, intercept=table.intercept, n_random=table.n_random)
     solved = map_batches(solve, batches, options.n_jobs)
     fixed, fixed_root = _fixed_coefficients(solved, table)
     m, p, q = table.n_clients, table.columns.shape[1], table.n_random
@@ -60,9 +60,9 @@ def fit_local(table, prior, options, covariance):
 
 
 def _normal(table):
-    """Normal matrix (p, p) of all rows, around the means of the columns if there is an intercept.
+    """Normal matrix (p, p) of all rows, with centred columns if there is an intercept.
 
-    The intercept's own row and column are left as they are for columns of mean zero.
+    The intercept's own row and column are those of columns with mean zero.
     """
     weights = np.ones(len(table.y)) if table.weights is None else table.weights
     columns = table.columns
@@ -83,10 +83,10 @@ def _batches(table):
     ]
 
 
-def _solve_batch(clients, rows, roots, intercept, n_random):
+def _least_squares_batch(clients, rows, roots, intercept, n_random):
     """Least squares of every client's fixed columns and target on its random columns.
 
-    Returns the solutions (b, q, f + 1), the map that made them (b, q, n), what is left of fixed
+    Returns the solutions (b, q, f + 1), the maps (b, q, n) that give them, the residuals of fixed
     columns and target (b, n, f + 1), and the ranks (b,).
     """
     random = rows[:, :, :n_random]
@@ -113,8 +113,8 @@ def _solve_batch(clients, rows, roots, intercept, n_random):
 def _pseudo_inverse(matrices, lengths):
     """Pseudo-inverses (b, q, n) of matrices (b, n, q), and their ranks.
 
-    Singular values that are rounding errors of columns of those lengths (b,) are zero: a column
-    that is constant within a client leaves nothing but them when its mean is taken off.
+    We set singular values to zero that are rounding errors of columns of those lengths (b,). A
+    column that is constant within a client leaves only such values once its mean is subtracted.
     """
     if not matrices.shape[2]:
         return matrices.transpose(0, 2, 1), np.zeros(len(matrices), dtype=int)
@@ -156,7 +156,7 @@ def _covariances(batches, solved, fixed_root, noise, shape):
 
 
 def _population_covariance(covariances, fixed_root, noise, q, m):
-    """A single client's own; infinite for the mean of clients that share nothing."""
+    """A single client's own covariance; infinite for the mean of clients that share nothing."""
     if m == 1:
         return covariances[0].copy()
     error = np.zeros_like(covariances[0])
@@ -166,7 +166,7 @@ def _population_covariance(covariances, fixed_root, noise, q, m):
 
 
 def _log_likelihood(table, noise, square, rows, restricted):
-    """Of a single client's rows."""
+    """Log-likelihood of a single client's rows."""
     if not noise > 0:
         return np.nan
     value = rows * np.log(2 * np.pi * noise) + square / noise

@@ -1,8 +1,8 @@
 """The algorithms of Ozkara et al. (2023) for linear regression, as printed.
 
-They work on point estimates of the clients. Their joint objective has no lower bound in the
-variances, and clusters of point estimates inherit the error of every client: kept to reproduce the
-published figures, not to be used.
+They work on point estimates of the clients. The joint objective has no lower bound in the
+variances, and clusters of point estimates inherit the error of every client. We keep the algorithms
+to reproduce the published figures; do not use them for analysis.
 """
 
 from typing import NamedTuple
@@ -12,11 +12,11 @@ from sklearn.cluster import KMeans
 from sklearn.mixture import GaussianMixture
 
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.linear_model._estimates import centred, point_estimates
-from pfl_sklearn.linear_model._mixed._no_pooling import fit_local
+from pfl_sklearn.linear_model._mixed._no_pooling import fit_without_pooling
 from pfl_sklearn.linear_model._mixed._profile import Settings
-from pfl_sklearn.linear_model._mixed._reduction import reduce_rows
+from pfl_sklearn.linear_model._mixed._reduction import reduce_table
 from pfl_sklearn.linear_model._mixed._variance_search import search_ratio
+from pfl_sklearn.linear_model._table import centred, point_estimates
 from pfl_sklearn.priors import GaussianPrior
 
 _DIVERGED = 1e8
@@ -24,7 +24,7 @@ _ASTRAY = 100.0
 
 
 class Grams(NamedTuple):
-    """Rows of every client as its Gram matrices; all columns are random."""
+    """Gram matrices of every client's rows; all columns are random."""
 
     normal: np.ndarray  # (m, q, q), X'X
     right: np.ndarray  # (m, q), X'y
@@ -36,7 +36,7 @@ class Grams(NamedTuple):
         return (self.normal @ theta[..., None])[..., 0] - self.right
 
     def residual_squares(self, theta):
-        """(m,)"""
+        """Residual squares (m,)."""
         around = self.gradient(theta) - self.right
         return np.maximum(self.square + np.einsum("mq,mq->m", theta, around), 0.0)
 
@@ -46,22 +46,13 @@ class Grams(NamedTuple):
 
 
 def client_grams(table):
-    """Gram matrices of every client; refuses fixed coefficients."""
+    """Gram matrices of every client; ValueError if there are fixed coefficients."""
     p = table.columns.shape[1]
     if table.n_random < p:
         raise ValueError(
-            "the printed algorithms let all coefficients vary by client; expected random='all'."
+            "in the printed algorithms all coefficients vary by client; expected random='all'."
         )
-    reduced = reduce_rows(
-        table.columns,
-        table.y,
-        table.codes,
-        table.n_clients,
-        p,
-        weights=table.weights,
-        spectral=True,
-        scale=np.ones(p),
-    )
+    reduced = reduce_table(table, spectral=True, scale=np.ones(p))
     grams = np.zeros((table.n_clients, p + 1, p + 1))
     for stack in reduced.stacks:
         grams[stack.clients] = stack.rows.transpose(0, 2, 1) @ stack.rows
@@ -71,7 +62,7 @@ def client_grams(table):
 
 
 class Descent(NamedTuple):
-    """Where gradient descent is."""
+    """State of the gradient descent."""
 
     theta: np.ndarray  # (m, q)
     mu: np.ndarray  # (q,)
@@ -82,7 +73,7 @@ class Descent(NamedTuple):
 def fit_by_gradient(table, prior, options):
     """Joint gradient descent (Algorithm 4 of the conference version, 2 of the long one).
 
-    Variances that are not known take gradient steps too, and stop at `variance_floor`.
+    Unknown variances take gradient steps too, down to `variance_floor`.
     """
     q = table.n_random
     mean, covariance = prior.known_mean(q), prior.known_covariance(q)
@@ -94,12 +85,12 @@ def fit_by_gradient(table, prior, options):
     state = Descent(np.zeros_like(grams.right), np.zeros(q), noise, between)
     rate = options.learning_rate or 1 / (grams.curvature() / noise + 1 / between)
     free = mean is None, options.noise_variance is None, covariance is None
-    bounds = _Bounds(_DIVERGED * (grams.square.sum() / noise + 1), 10 * noise)
+    bounds = _DivergenceBounds(_DIVERGED * (grams.square.sum() / noise + 1), 10 * noise)
     n_iter, done = 0, False
     while n_iter < options.max_iter and not done:
         n_iter, before = n_iter + 1, state
         with np.errstate(over="ignore", invalid="ignore"):
-            state, loss = _descend(grams, state, rate, free, options.variance_floor)
+            state, loss = _gradient_step(grams, state, rate, free, options.variance_floor)
         if bounds.exceeded(state, loss):
             _explain_divergence(n_iter, rate, grams, before)
         change = np.abs(state.theta - before.theta).max()
@@ -117,8 +108,8 @@ def fit_by_gradient(table, prior, options):
     )
 
 
-class _Bounds(NamedTuple):
-    """Beyond these the descent has gone astray; a variance is far above what it is to explain."""
+class _DivergenceBounds(NamedTuple):
+    """Values beyond which the descent diverges: a variance far above what it should explain."""
 
     loss: float
     noise: float
@@ -128,8 +119,8 @@ class _Bounds(NamedTuple):
         return not (loss < self.loss and state.noise <= self.noise and state.between <= between)
 
 
-def _descend(grams, state, rate, free, floor):
-    """One step of everybody, in the order of the listing, and the loss after it."""
+def _gradient_step(grams, state, rate, free, floor):
+    """One step of all parameters, in the order of the listing, and the loss after it."""
     theta, mu, noise, between = state
     q = theta.shape[1]
     theta = theta - rate * (grams.gradient(theta) / noise + (theta - mu) / between)
@@ -147,11 +138,12 @@ def _descend(grams, state, rate, free, floor):
 
 
 def _check_descent(prior, covariance, options):
+    """Raise ValueError if the descent has no lower bound or no common variance."""
     unknown = covariance is None or options.noise_variance is None
     if unknown and options.variance_floor is None:
         raise ValueError(
-            "solver='gd' descends an objective that has no lower bound in unknown variances; give "
-            "the prior's covariance and noise_variance, or a variance_floor to stop at."
+            "the objective of solver='gd' has no lower bound in unknown variances; give the "
+            "prior's covariance and noise_variance, or a variance_floor."
         )
     if covariance is None:
         common = prior.covariance_type == "spherical"
@@ -167,16 +159,18 @@ def _check_descent(prior, covariance, options):
 
 
 def _explain_divergence(n_iter, rate, grams, state):
+    """Raise ValueError with the largest learning rate that would have been stable."""
     largest = 2 / (grams.curvature() / state.noise + 1 / state.between)
     raise ValueError(
-        f"solver='gd' diverged after {n_iter} iterations at learning_rate={rate:.3g}. At the "
-        f"variances before (noise {state.noise:.3g}, between clients {state.between:.3g}) it has "
-        f"to be below {largest:.3g}, and steps of unknown variances have to be small against the "
-        "variances. Lower learning_rate, raise variance_floor, or leave the solver to 'auto'."
+        f"solver='gd' diverged after {n_iter} iterations at learning_rate={rate:.3g}. At the last "
+        f"variances (noise {state.noise:.3g}, between clients {state.between:.3g}) it must be "
+        f"below {largest:.3g}, and steps of unknown variances must be small compared with the "
+        "variances. Lower learning_rate, raise variance_floor, or use solver='auto'."
     )
 
 
 def _explain_floor(state, free, floor):
+    """Warn about variances that the descent drove to their floor."""
     names = []
     if free[1] and state.noise == floor:
         names.append("the noise variance")
@@ -191,11 +185,11 @@ def _explain_floor(state, free, floor):
 
 
 def fit_clustered(table, prior, options):
-    """Alternation of point estimates and clusters of them (Algorithms 1 and 6, conference)."""
+    """Alternate point estimates and clusters of them (Algorithms 1 and 6, conference version)."""
     if table.n_clients < (2 if prior.n_components == "bic" else prior.n_components):
         raise ValueError(
             f"n_components={prior.n_components!r} of {type(prior).__name__} needs at least as many "
-            f"clients; got {table.n_clients}."
+            f"clients; got {table.n_clients} clients."
         )
     if prior.is_known or prior.n_components == "bic":
         raise ValueError(
@@ -208,7 +202,7 @@ def fit_clustered(table, prior, options):
     if noise is None:
         settings = Settings(False, 0, None)
         noise = search_ratio(reduced, settings, options.max_iter, 1e-4).point.noise
-    start = _local_coefficients(table, prior, options, noise)
+    start = _unpooled_coefficients(table, prior, options, noise)
     spread = "covariances" in prior.get_params(deep=False)
     step = _step_of_mixture if spread else _step_of_points
     rate = options.learning_rate or 1 / (grams.curvature() / noise + 1.0)
@@ -227,12 +221,14 @@ def fit_clustered(table, prior, options):
     return point_estimates(mean, theta + offset, fitted, covariance, noise, n_iter, done, shares)
 
 
-def _local_coefficients(table, prior, options, noise):
+def _unpooled_coefficients(table, prior, options, noise):
     """Pseudo-inverse fits (m, q)."""
 
     q = table.n_random
     options = options._replace(noise_variance=noise)
-    return fit_local(table, GaussianPrior(), options, np.diag(np.full(q, np.inf))).coefficients
+    return fit_without_pooling(
+        table, GaussianPrior(), options, np.diag(np.full(q, np.inf))
+    ).coefficients
 
 
 def _cluster(theta, prior, state):

@@ -1,32 +1,42 @@
-"""A population regression from noisy moments: normal equations with noise in the matrix too.
+"""Population regression from noisy moments, and the clients' posteriors around it.
 
-Everything here is computed from released sums, public numbers and the user's parameters.
+The estimates of the population use released sums, public numbers and the user's parameters only.
+The clients' posteriors use each client's own exact rows and the released population.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-_COEFFICIENT_SD = 2.0  # of the ridge, in units of target_bound / feature_bound
-_TYPICAL = 1 / 4  # coefficients in units of that, for the first guess
+from pfl_sklearn._clients import client_batches
+from pfl_sklearn._parallel import map_batches
+from pfl_sklearn.linear_model._algebra import square_root
+from pfl_sklearn.linear_model._posterior import RowPosterior
+
+_COEFFICIENT_SD = 2.0  # prior sd behind the ridge, in units of target_bound / feature_bound
+_TYPICAL = 1 / 4  # size of coefficients in the same units, for the first guess
 _PASSES = 3
 _ROUNDING = 1e-14
+_CELLS = 1 << 18  # of a batch: it fits the cache
+_AS_GOOD_AS_EXACT = 1e-6
+_LARGEST = 1e150
 _STANDS_OUT = 4.0  # standard deviations of the noise on a released noise variance
 
 
-class Population(NamedTuple):
-    """Fitted population coefficients; None of it is exact."""
+class ReleasedPopulation(NamedTuple):
+    """Estimates from a release; none of them is exact."""
 
     mean: np.ndarray  # (p,)
     covariance: np.ndarray  # (p, p), of the error of the mean
     noise: float  # variance
-    trusted: bool  # False if a released noise variance does not stand out of the noise on it
+    trusted: bool  # False if the noise on a released noise variance swamps it
 
 
-class Sizes(NamedTuple):
-    """What is public of the numbers of rows; None is to be taken from the release."""
+class PublicSizes(NamedTuple):
+    """Public facts about the numbers of rows; None stands for a value to take from the release."""
 
-    largest: float  # that the weight can be: the number of clients (rows), or infinity
+    largest: float  # upper bound on the weight: the number of clients (rows), or infinity
     share: float | None  # sum of squares of the clients' weights, over the squared weight
     inverse: float | None  # mean over the weight of a row's share in its client's message
 
@@ -34,31 +44,37 @@ class Sizes(NamedTuple):
 def estimate_population(noisy, moments, sizes, between, noise):
     r"""Population coefficients, their covariance, and the noise variance if it is not given.
 
-    With released A + E and b + e the equations are solved as a Bayesian regression of b on A: the
-    error e - E theta has the covariance V, and theta a priori a standard deviation of 2
-    `target_bound` / `feature_bound` (intercept: 2 `target_bound`). The ridge comes from the bounds
-    alone, and where the release is precise it does not matter; where A is drowned the estimate goes
-    to 0 and its covariance to the prior's. Negative eigenvalues of A + E are raised to 0.
+    From the released A + E and b + e we solve the normal equations as a Bayesian regression of b on
+    A. The error e - E theta has the covariance V. A priori theta has a standard deviation of 2
+    `target_bound` / `feature_bound` (intercept: 2 `target_bound`). This ridge depends on the bounds
+    alone. It has no effect where the release is precise; where noise swamps A the estimate tends to
+    0 and its covariance to the prior's. Negative eigenvalues of A + E are raised to 0.
 
-    V has the noise of the release, s^2 (I (1 + \|theta\|^2) + theta theta') / 2 in the units of the
-    message, and the variance of b given A from row to row and client to client: with S the
-    covariance between clients, W the sum of weights and h the mean of 1 / (rows of a client), for
-    clients of equal weight A S A / W + h (A S A / W + tr(S A) A) / W + h noise A. This takes
-    features to have the same distribution in all clients, and the fourth moments of a Gaussian
-    one. V depends on theta and the noise variance, which is iterated.
+    V is the sum of two parts:
+
+    - the noise of the release, s^2 (I (1 + \|theta\|^2) + theta theta') / 2 in the units of the
+      message;
+    - the variance of b given A between rows and clients. With S the covariance between clients, W
+      the sum of weights and h the mean of 1 / (rows of a client), it is
+      A S A / W + h (A S A / W + tr(S A) A) / W + h noise A for clients of equal weight. Here we
+      assume that features have the same distribution in all clients, with the fourth moments of a
+      Gaussian.
+
+    V depends on theta and the noise variance, so we iterate.
 
     Parameters
     ----------
     noisy : NoisyMoments
     moments : RegressionMoments
-    sizes : Sizes
+    sizes : PublicSizes
     between : ndarray of shape (p, p)
         In the order of the message, in the units of the data.
     noise : float or None
+        Known noise variance.
 
     Returns
     -------
-    Population
+    ReleasedPopulation
         In the order of the message, in the units of the data.
     """
     target = moments.target_scale / moments.target_bound
@@ -75,23 +91,23 @@ def estimate_population(noisy, moments, sizes, between, noise):
     for _ in range(_PASSES):
         error = _release_error(noisy.std, product)
         error += _sampling_error(gram, spread, variance, sizes, weight)
-        mean, covariance = _posterior(gram, noisy.cross, error, prior)
+        mean, covariance = _bayes_regression(gram, noisy.cross, error, prior)
         product = np.multiply.outer(mean, mean)
         if noise is None:
             variance, trusted = _noise_variance(
                 noisy, gram, mean, spread, weight, moments.target_scale**2
             )
     covariance = covariance * np.multiply.outer(unit, unit)
-    return Population(mean * unit, covariance, float(variance / target**2), trusted)
+    return ReleasedPopulation(mean * unit, covariance, float(variance / target**2), trusted)
 
 
 def _released_sizes(noisy, sizes):
-    """Sizes without None, and the weight W; what is uncertain is taken on the safe side."""
+    """PublicSizes without None, and the weight W; uncertain values err on the safe side."""
     weight = min(max(noisy.weight, noisy.weight_std), sizes.largest)
     if sizes.inverse is not None:
         return sizes, weight
     summed = noisy.inverse_sizes + noisy.inverse_sizes_std
-    return Sizes(sizes.largest, 1 / weight, min(max(summed / weight, 0.0), 1.0)), weight
+    return PublicSizes(sizes.largest, 1 / weight, min(max(summed / weight, 0.0), 1.0)), weight
 
 
 def _release_error(std, product):
@@ -106,11 +122,11 @@ def _sampling_error(gram, spread, variance, sizes, weight):
     return sizes.share * moved + sizes.inverse * (unequal + variance * gram)
 
 
-def _posterior(gram, cross, error, prior):
+def _bayes_regression(gram, cross, error, prior):
     """Mean (p,) and covariance (p, p) of theta ~ N(0, prior^2) given cross ~ N(gram theta, error).
 
-    In coefficients of unit prior variance, and conditioned on the cross moments, so that neither a
-    singular Gram matrix nor a tiny error does harm.
+    We work with coefficients of unit prior variance and condition on the cross moments, so a
+    singular Gram matrix or a tiny error does no harm.
     """
     design = gram * prior
     sizes, directions = np.linalg.eigh(error)
@@ -123,9 +139,10 @@ def _posterior(gram, cross, error, prior):
 
 
 def _noise_variance(noisy, gram, mean, spread, weight, largest):
-    """Residual variance less what varies between clients, and whether it stands out of its noise.
+    """Residual variance minus that between clients, and whether it exceeds its noise clearly.
 
-    At least one standard deviation of its noise, at most the bound on the squared target.
+    The variance is at least one standard deviation of its noise, and at most the bound on the
+    squared target.
     """
     square = mean @ mean
     residual = noisy.square - 2 * mean @ noisy.cross + mean @ gram @ mean
@@ -133,3 +150,61 @@ def _noise_variance(noisy, gram, mean, spread, weight, largest):
     std = np.hypot(noisy.square_std, noisy.std * np.sqrt(2 * square + square**2)) / weight
     std = np.hypot(std, found * noisy.weight_std / weight)
     return float(min(max(found, std), largest)), bool(found > _STANDS_OUT * std)
+
+
+def client_posteriors(table, found, covariance, n_jobs):
+    """Coefficients (m, p) and their posterior under N(found.mean, covariance + its error).
+
+    We add the error of the released mean to the prior covariance (q, q) of the random coefficients,
+    so if the mean is all noise every client keeps its own regression. The posterior of the fixed
+    coefficients has their released error; we ignore its correlation with the others. We do not
+    remove a client's own contribution from the release, where it is one of many under noise.
+
+    If the released noise variance is of no use, we treat rows as nearly exact: every client keeps
+    its own regression, falls back on the released mean where its rows leave coefficients open, and
+    states no standard deviation. A client with values too large to be squared gets NaN; the other
+    clients are not affected.
+    """
+    q, p = table.n_random, table.columns.shape[1]
+    noise = found.noise if found.trusted else _AS_GOOD_AS_EXACT * found.noise
+    ratio, error = np.zeros((p, p)), np.zeros((p, p))
+    ratio[:q, :q] = (covariance + found.covariance[:q, :q]) / noise
+    error[q:, q:] = found.covariance[q:, q:]
+    with np.errstate(over="ignore", invalid="ignore"):
+        residuals = table.y - table.columns @ found.mean
+        solved = _whitened_by_client(table, residuals, square_root(ratio[:q, :q]), n_jobs)
+    coefficients = np.tile(found.mean, (table.n_clients, 1))
+    # The same width for every table, so that it does not reveal the largest client's rows.
+    rows = np.zeros((table.n_clients, q, p))
+    for clients, whitened in solved:
+        pulled = (whitened[:, None, :, -1] @ whitened[:, :, :q])[:, 0]
+        coefficients[clients, :q] += pulled @ ratio[:q, :q]
+        rows[clients, : whitened.shape[1]] = whitened[:, :, :-1]
+    stated = found.noise if found.trusted else np.nan
+    return coefficients, RowPosterior(rows, ratio, stated, error, np.ones(p))
+
+
+def _whitened_by_client(table, residuals, root, n_jobs):
+    """Clients and whitened rows (b, k, p + 1) of every batch."""
+    index = client_batches(table.codes, table.n_clients, _CELLS // table.columns.shape[1])
+    batches = [
+        (clients, np.concatenate([table.columns[rows], residuals[rows][..., None]], axis=-1))
+        for clients, rows in index
+    ]
+    return map_batches(partial(_whiten_batch, root=root), batches, n_jobs)
+
+
+def _whiten_batch(clients, table, root):
+    """Clients, and rows (b, k, p + 1) times the inverse root of I + Z P Z', P = root root'.
+
+    Singular values cope with rows of any size; k is at most the number q of random columns.
+    """
+    q = len(root)
+    too_large = ~(np.abs(table).max(axis=(1, 2)) < _LARGEST)
+    table[too_large] = 0.0
+    if table.shape[1] > q:
+        table = np.linalg.qr(table, mode="r")[:, :q]
+    left, values, _ = np.linalg.svd(table[:, :, :q] @ root, full_matrices=False)
+    whitened = left.transpose(0, 2, 1) @ table / np.hypot(1, values)[..., None]
+    whitened[too_large] = np.nan
+    return clients, whitened

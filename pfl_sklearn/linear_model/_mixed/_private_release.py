@@ -1,41 +1,38 @@
 """Linear regressions whose population comes from one noisy release of bounded moments.
 
-The clients' own posteriors come from their own exact rows and from what was released: nothing is
-shared between clients but the release. Columns are in the order of the prior.
+Each client's posterior uses its own exact rows and the release. Clients share nothing else. Columns
+are in the order of the prior.
 """
 
 import dataclasses
 import math
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from pfl_sklearn._clients import row_counts
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.linear_model._estimates import Estimates
-from pfl_sklearn.linear_model._mixed._no_pooling import fit_local
-from pfl_sklearn.linear_model._mixed._private_clients import client_posteriors
+from pfl_sklearn.linear_model._mixed._no_pooling import fit_without_pooling
 from pfl_sklearn.linear_model._mixed._private_population import (
-    Population,
-    Sizes,
+    PublicSizes,
+    ReleasedPopulation,
+    client_posteriors,
     estimate_population,
 )
+from pfl_sklearn.linear_model._table import Estimates
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, RegressionMoments, gdp_epsilon
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._report import private_report
 from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
 
 _DROWNED = (
-    "The released noise variance drowns in the privacy noise, so every client keeps its own "
+    "The released noise variance is lost in the privacy noise, so every client keeps its own "
     "regression. Give noise_variance, tighter bounds or a larger epsilon."
 )
+_SMALLEST_BOUND = 1e-50  # squared ratios of smaller bounds overflow
 
 
-_SMALLEST_BOUND = 1e-50  # squares of ratios of bounds are numbers from there on
-
-
-class Release(NamedTuple):
+class ReleaseParameters(NamedTuple):
     """Parameters of a private fit."""
 
     epsilon: float
@@ -47,42 +44,8 @@ class Release(NamedTuple):
     random_state: object
 
 
-def with_report(fit, prior, release, sample_weight, names):
-    """Function from a table, a prior and options to estimates and a privacy report.
-
-    Parameters
-    ----------
-    fit : callable
-        What gives the estimates without privacy.
-    prior : prior
-    release : Release
-    sample_weight : array-like or None
-    names : pair of tuples of str
-        Fitted attributes that a private fit releases, and that it does not.
-
-    Raises
-    ------
-    ValueError
-        If `epsilon` is finite, and the parameters do not make a private fit.
-    """
-    if math.isfinite(release.epsilon):
-        _check_release(prior, release, sample_weight)
-        return partial(fit_private, release=release, names=names)
-    return partial(_fit_openly, fit, names)
-
-
-def _fit_openly(fit, names, table, prior, options):
-    """Estimates, and the report that nothing protects them."""
-    report = PrivacyReport.unprotected(
-        "epsilon=inf was asked for.",
-        not_released=(*names[0], *names[1]),
-        n_clients=table.n_clients,
-    )
-    return fit(table, prior, options), report
-
-
-def _check_release(prior, release, sample_weight):
-    """Raise ValueError for a private fit that cannot be, before any data is touched."""
+def check_release_parameters(prior, release, sample_weight):
+    """Raise ValueError if the parameters allow no private fit; no data is touched."""
     if type(prior).__name__ != "GaussianPrior":
         raise ValueError(
             f"prior={prior!r} does not go with a finite epsilon; expected a GaussianPrior."
@@ -90,8 +53,8 @@ def _check_release(prior, release, sample_weight):
     for name, what in (("feature_bound", "L2 norm of a row of X"), ("target_bound", "absolute y")):
         if getattr(release, name) is None:
             raise ValueError(
-                f"{name} must be given when epsilon is finite: a bound on the {what}, beyond which "
-                "rows are scaled down. It is yours, never taken from the data."
+                f"{name} must be given when epsilon is finite: a bound on the {what}. Rows beyond "
+                "it are scaled down. Choose it without looking at the data."
             )
         if not _SMALLEST_BOUND <= getattr(release, name) <= 1 / _SMALLEST_BOUND:
             raise ValueError(
@@ -103,15 +66,16 @@ def _check_release(prior, release, sample_weight):
     if sample_weight is not None:
         raise ValueError(
             "sample_weight is not supported when epsilon is finite: its effect on the sensitivity "
-            "is not defined."
+            "is undefined."
         )
 
 
-def release_events(prior, params):
+def regression_events(prior, params):
     """Accounting events of a fit.
 
-    The number of features is not known before the data are; the ratio of the two sensitivities is
-    largest for one feature under add/remove, and the same for all under replacement.
+    They must not depend on the data, so we do not know the number of features. The ratio of the two
+    sensitivities is largest for one feature under add/remove, and always the same under
+    replacement.
     """
     if math.isinf(params.epsilon):
         return UNPROTECTED
@@ -136,18 +100,18 @@ def release_events(prior, params):
 
 
 def fit_private(table, prior, options, release, names):
-    """Population from one release, and the clients' posteriors around it.
+    """ReleasedPopulation from one release, and the clients' posteriors around it.
 
     Parameters
     ----------
     table : Table
     prior : GaussianPrior
-        Its covariance has to be known if there are several clients.
+        Its covariance must be known if there are several clients.
     options : Options
-        Of these `method`, `solver` and what belongs to them have no effect.
-    release : Release
+        `method`, `solver` and their parameters have no effect.
+    release : ReleaseParameters
     names : pair of tuples of str
-        Fitted attributes that are released, and that are not.
+        Fitted attributes that are released, and those that are not.
 
     Returns
     -------
@@ -156,24 +120,26 @@ def fit_private(table, prior, options, release, names):
     Raises
     ------
     ValueError
-        If what is known of the population does not suffice.
+        If too little is known about the population.
     """
     mean, covariance = prior.known_mean(table.n_random), prior.known_covariance(table.n_random)
     if covariance is not None and table.n_clients == 1 and np.isinf(covariance).any():
         covariance = None
     _check_known(table, mean, covariance, options.noise_variance, release)
     if mean is not None:
-        found = Population(mean, np.zeros_like(covariance), options.noise_variance, True)
+        found = ReleasedPopulation(mean, np.zeros_like(covariance), options.noise_variance, True)
         report = _report_of_nothing(table, release, names)
     else:
-        found, report = _release(table, covariance, options.noise_variance, release, names)
+        found, report = _released_population(
+            table, covariance, options.noise_variance, release, names
+        )
     if not found.trusted:
         warn_caller(_DROWNED, UserWarning)
-    return _estimates(table, prior, mean, covariance, options, found), report
+    return _private_estimates(table, prior, mean, covariance, options, found), report
 
 
 def _check_known(table, mean, covariance, noise, release):
-    """Raise ValueError if what is given of the population is too little, or too much."""
+    """Raise ValueError if too little, or too much, is known about the population."""
     if table.n_clients > 1 and (covariance is None or np.isinf(covariance).any()):
         raise ValueError(
             "with several clients and a finite epsilon the prior needs a finite covariance, as "
@@ -195,8 +161,8 @@ def _check_known(table, mean, covariance, noise, release):
         )
 
 
-def _release(table, covariance, noise, release, names):
-    """Fitted population and report."""
+def _released_population(table, covariance, noise, release, names):
+    """Fitted population and privacy report."""
     moments, total, sizes = _messages(table, noise, release)
     rng, seeded = noise_generator(release.random_state)
     mechanism = GaussianMechanism(moments.sensitivity, release.epsilon, release.delta)
@@ -206,14 +172,14 @@ def _release(table, covariance, noise, release, names):
         between[: table.n_random, : table.n_random] = covariance
     order = _message_order(table)
     found = estimate_population(noisy, moments, sizes, between[np.ix_(order, order)], noise)
-    report = _report(table, moments, mechanism, release, sizes, noisy, seeded, names)
+    report = _release_report(table, moments, mechanism, release, sizes, noisy, seeded, names)
     back = np.argsort(order)
     mean, covariance = found.mean[back], found.covariance[np.ix_(back, back)]
     return found._replace(mean=mean, covariance=covariance), report
 
 
 def _message_order(table):
-    """Positions (p,) of the columns when the intercept, if there is one, is put first."""
+    """Positions (p,) of the columns, with the intercept (if there is one) first."""
     every = np.arange(table.columns.shape[1])
     if table.intercept is None:
         return every
@@ -221,7 +187,7 @@ def _message_order(table):
 
 
 def _messages(table, noise, release):
-    """Shape of the messages, their sum (length,), and what is public of the clients' sizes."""
+    """Shape of the messages, their sum (length,), and public facts about the clients' sizes."""
     has_intercept = table.intercept is not None
     features = table.columns
     if has_intercept:
@@ -241,23 +207,23 @@ def _messages(table, noise, release):
         inverse = float(np.sum(1 / counts))
         total = moments.total(features, table.y, 1 / counts[table.codes], inverse)
         if not public:
-            return moments, total, Sizes(math.inf, None, None)
-        return moments, total, Sizes(len(counts), 1 / len(counts), inverse / len(counts))
+            return moments, total, PublicSizes(math.inf, None, None)
+        return moments, total, PublicSizes(len(counts), 1 / len(counts), inverse / len(counts))
     largest = len(table.y) if public else math.inf
     share = float(np.sum(counts**2) / len(table.y) ** 2)
-    return moments, moments.total(features, table.y), Sizes(largest, share, 1.0)
+    return moments, moments.total(features, table.y), PublicSizes(largest, share, 1.0)
 
 
-def _estimates(table, prior, mean, covariance, options, found):
-    """Everything that the fit is to return.
+def _private_estimates(table, prior, mean, covariance, options, found):
+    """Estimates of the population and of the clients.
 
-    A single client whose population is its own regression has nothing to borrow.
+    A single client keeps its own regression, as there is no other client to borrow from.
     """
     q = table.n_random
     if covariance is None:
         covariance = np.full((q, q), np.nan)
     if table.n_clients == 1 and mean is None:
-        local = fit_local(table, prior, options, covariance)
+        local = fit_without_pooling(table, prior, options, covariance)
         coefficients, posterior = local.coefficients, local.posterior
     else:
         coefficients, posterior = client_posteriors(table, found, covariance, options.n_jobs)
@@ -275,8 +241,8 @@ def _estimates(table, prior, mean, covariance, options, found):
     )
 
 
-def _report(table, moments, mechanism, release, sizes, noisy, seeded, names):
-    """Report of one release; under add/remove it tells no number of rows or clients."""
+def _release_report(table, moments, mechanism, release, sizes, noisy, seeded, names):
+    """Report of one release; under add/remove it states no number of rows or clients."""
     public = release.relation == "replace_one"
     n_units = sizes.largest if public else max(noisy.weight, 1.0)
     other = "add_remove" if public else "replace_one"
@@ -289,7 +255,7 @@ def _report(table, moments, mechanism, release, sizes, noisy, seeded, names):
         },
         n_clients=1,
         seeded=seeded,
-        caveats=_caveats(release, n_units),
+        caveats=_delta_caveats(release, n_units),
         unit=release.unit,
         relation=release.relation,
         epsilon_under=((other, gdp_epsilon(under, release.delta)),),
@@ -307,7 +273,7 @@ def _report(table, moments, mechanism, release, sizes, noisy, seeded, names):
 
 
 def _report_of_nothing(table, release, names):
-    """Report of a fit whose population is known: of the unit and relation that were asked for."""
+    """Report of a fit whose population is known, under the unit and relation of the user."""
     public = release.relation == "replace_one"
     report = PrivacyReport.of_known_population(*names, table.n_clients if public else None)
     assumptions = report.assumptions[0 if public else 1 :]  # the first: numbers are public
@@ -316,7 +282,8 @@ def _report_of_nothing(table, release, names):
     )
 
 
-def _caveats(release, n_units):
+def _delta_caveats(release, n_units):
+    """Caveat on a delta that would allow publishing a unit."""
     if release.delta <= 1 / n_units:
         return ()
     return (

@@ -1,19 +1,20 @@
 """Marginal likelihood of a linear mixed model, with population coefficients profiled out.
 
-Everything is relative to the noise variance: the covariance of a client's reduced rows is
-``noise * V``, ``V = I + Z P Z'`` with P the between-client covariance over the noise variance.
-Whitened rows are the reduced rows times the inverse root of V.
+All covariances are relative to the noise variance. The reduced rows of a client have the covariance
+``noise * V`` with ``V = I + Z P Z'``, where P is the between-client covariance over the noise
+variance. Whitened rows are the reduced rows times the inverse root of V.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn.linear_model._roots import estimable, inverse_root
+from pfl_sklearn.linear_model._algebra import estimable, inverse_root, solve_lower
+from pfl_sklearn.linear_model._mixed._reduction import flat_rows
 
 _BLOCK = 1024
 _SMALLEST = 1e-280
-_EXACT_FIT = 1e-28  # summed squares of the residuals, over those of the target, that are rounding
+_EXACT_FIT = 1e-28  # residual squares over squares of the target that count as rounding
 
 
 class Whitened(NamedTuple):
@@ -24,7 +25,7 @@ class Whitened(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What is known: `first` is the first free column (q if the random ones' mean is known)."""
+    """What is known; `first` is the first column with a free population coefficient."""
 
     restricted: bool
     first: int
@@ -41,12 +42,12 @@ class Point(NamedTuple):
     criterion: float  # minus twice the log-likelihood
 
     def covariance(self):
-        """Of the coefficients (p_free, p_free)."""
+        """Covariance (p_free, p_free) of the coefficients."""
         return self.noise * self.root @ self.root.T
 
 
 def whiten_spectral(reduced, ratio, reuse=None):
-    """Whiten under P = ratio * I, into the memory of `reuse` (whitened rows of no more use)."""
+    """Whiten under P = ratio * I, into the memory of `reuse` (whitened rows no longer needed)."""
     rows, log_det = [], 0.0
     for k, stack in enumerate(reduced.stacks):
         weights = 1 / (1 + ratio * stack.eigenvalues)
@@ -66,17 +67,8 @@ def whiten(reduced, factor):
         covariance += np.eye(covariance.shape[1])
         lower = np.linalg.cholesky(covariance)
         log_det += 2 * np.log(np.einsum("bkk->bk", lower)).sum()
-        rows.append(_solve_lower(lower, stack.rows))
+        rows.append(solve_lower(lower, stack.rows))
     return Whitened(rows, log_det)
-
-
-def _solve_lower(lower, right):
-    """Forward substitution: (b, k, k) lower triangular, (b, k, c)."""
-    solved = np.empty_like(right)
-    for j in range(right.shape[1]):
-        known = (lower[:, j, None, :j] @ solved[:, :j])[:, 0]
-        solved[:, j] = (right[:, j] - known) / lower[:, j, j, None]
-    return solved
 
 
 def profile(reduced, whitened, settings):
@@ -100,7 +92,7 @@ def profile(reduced, whitened, settings):
 
 
 def open_coefficients(reduced, whitened, point, first):
-    """Positions of the population coefficients (p_free,) that the rows leave open."""
+    """Positions of the population coefficients (p_free,) that are not identified."""
     if point.root.shape[1] == len(point.root):
         return np.zeros(0, dtype=np.intp)
     gram = sum(_gram(rows) for rows in whitened.rows)
@@ -109,7 +101,7 @@ def open_coefficients(reduced, whitened, point, first):
 
 
 def refined(reduced, whitened, settings, point):
-    """The same point without the rounding of its normal equations."""
+    """The same point, without the rounding errors of its normal equations."""
     first, coefficients = settings.first, point.coefficients
     residuals, n_fixed = point.residuals, len(reduced.remainder) - 1
     for _ in range(2):
@@ -119,28 +111,24 @@ def refined(reduced, whitened, settings, point):
             reduced.remainder[:-1, -1] - reduced.remainder[:-1, :-1] @ fixed
         )
         for rows, residual in zip(whitened.rows, residuals, strict=True):
-            slope += residual.ravel() @ _flat(rows)[:, first:-1]
+            slope += residual.ravel() @ flat_rows(rows)[:, first:-1]
         coefficients = coefficients + point.root @ (point.root.T @ slope)
         residuals, _ = _residuals(reduced, whitened, coefficients, first)
     return point._replace(coefficients=coefficients, residuals=residuals)
 
 
-def _flat(rows):
-    return rows.reshape(-1, rows.shape[2])
-
-
 def _gram(rows):
-    flat = _flat(rows)
+    flat = flat_rows(rows)
     return flat.T @ flat
 
 
 def _residuals(reduced, whitened, coefficients, first):
-    """Whitened residuals (b, k) of every stack, and their squares with what is left over."""
+    """Whitened residuals (b, k) of every stack, and the residual squares of all rows."""
     direction = np.append(-coefficients[len(coefficients) - len(reduced.remainder) + 1 :], 1.0)
     square = direction @ reduced.remainder @ direction
     residuals = []
     for rows in whitened.rows:
-        flat = _flat(rows)
+        flat = flat_rows(rows)
         residual = flat[:, -1] - flat[:, first:-1] @ coefficients
         square += residual @ residual
         residuals.append(residual.reshape(rows.shape[:2]))
@@ -148,7 +136,7 @@ def _residuals(reduced, whitened, coefficients, first):
 
 
 def slope_spectral(reduced, whitened, point, settings, ratio):
-    """Derivative of the criterion in the ratio, and the summed squares and sum of V's (R,)."""
+    """Slope of the criterion in the ratio; sum and sum of squares of the slopes of log V (R,)."""
     slope, first_sum, second_sum = 0.0, 0.0, 0.0
     for stack, rows, residual in zip(reduced.stacks, whitened.rows, point.residuals, strict=True):
         share = stack.eigenvalues / (1 + ratio * stack.eigenvalues)
@@ -156,12 +144,12 @@ def slope_spectral(reduced, whitened, point, settings, ratio):
         first_sum += share.sum()
         second_sum += np.vdot(share, share)
         if settings.restricted:
-            slope -= share.ravel() @ _leverages(_flat(rows)[:, settings.first : -1], point.root)
+            slope -= share.ravel() @ _leverages(flat_rows(rows)[:, settings.first : -1], point.root)
     return slope + first_sum, first_sum, second_sum
 
 
 def _leverages(rows, root):
-    """Squared lengths (R,) of rows (R, p) @ root, block by block: each fits the cache."""
+    """Squared lengths (R,) of rows (R, p) @ root, in blocks that fit the cache."""
     squares = np.empty(len(rows))
     for start in range(0, len(rows), _BLOCK):
         moved = rows[start : start + _BLOCK] @ root
@@ -186,7 +174,7 @@ def slope_matrix(reduced, whitened, point, settings):
 
 
 def client_deviations(reduced, whitened, point, ratio):
-    """Conditional means (m, q) of the random coefficients, less their population mean."""
+    """Conditional means (m, q) of the random coefficients, minus their population mean."""
     deviations = np.zeros((reduced.n_clients, reduced.n_random))
     for stack, rows, residual in zip(reduced.stacks, whitened.rows, point.residuals, strict=True):
         pulled = (residual[:, None, :] @ rows[:, :, : reduced.n_random])[:, 0]

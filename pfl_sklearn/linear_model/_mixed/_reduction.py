@@ -1,9 +1,9 @@
 """Rows of a linear mixed model, reduced client by client without loss.
 
-A rotation of a client's rows leaves its likelihood as it is. One that makes the random columns
-triangular leaves at most q rows in which they are not zero; the others, pure noise to the random
-coefficients, are pooled over all clients in one Gram matrix. A second rotation, by the eigenvectors
-of Z Z', makes the rows independent under a spherical covariance.
+Rotating the rows of a client does not change its likelihood. A first rotation makes the random
+columns triangular, so they are not zero in at most q rows. The other rows say nothing about the
+random coefficients; we pool them over all clients in one Gram matrix. A second rotation, by the
+eigenvectors of Z Z', makes the rows independent under a spherical covariance.
 """
 
 from functools import partial
@@ -17,8 +17,8 @@ from pfl_sklearn._parallel import map_batches
 _CELLS = 1 << 18  # of a batch: it fits the cache
 
 
-class Stack(NamedTuple):
-    """Reduced rows of clients that have equally many."""
+class ReducedStack(NamedTuple):
+    """Reduced rows of clients that have equally many of them."""
 
     clients: np.ndarray  # (b,)
     rows: np.ndarray  # (b, k, p + 1): random columns, fixed columns, target
@@ -26,14 +26,14 @@ class Stack(NamedTuple):
 
 
 class Reduced(NamedTuple):
-    """All that the likelihood needs of N rows of m clients."""
+    """What the likelihood needs to know about N rows of m clients."""
 
     stacks: list
-    remainder: np.ndarray  # (p - q + 1, p - q + 1), Gram of fixed columns and target
+    remainder: np.ndarray  # (p - q + 1, p - q + 1), Gram matrix of fixed columns and target
     n_rows: int
     n_clients: int
     n_random: int
-    scale: np.ndarray  # (p,), what the columns were multiplied by
+    scale: np.ndarray  # (p,), factors that multiplied the columns
     sum_of_squares: float  # of the target
     log_weights: float
 
@@ -43,7 +43,7 @@ class Reduced(NamedTuple):
 
     @property
     def eigenvalues(self):
-        """Of all rows of all stacks (R,)."""
+        """Eigenvalues (R,) of the rows of all stacks."""
         return np.concatenate([stack.eigenvalues.ravel() for stack in self.stacks])
 
 
@@ -75,7 +75,7 @@ def reduce_rows(
     common_scale : bool
         The random columns share one scale, so that a multiple of the identity stays one.
     scale : ndarray of shape (p,), default=None
-        Of the columns; None chooses it.
+        Factors for the columns. None: they make the columns of a client about length 1.
 
     Returns
     -------
@@ -89,7 +89,7 @@ def reduce_rows(
     if not np.isfinite(sum_of_squares):
         raise ValueError("y holds values too large to be squared (above about 1e150).")
     batches = [
-        (clients, _gather(columns, y, rows, scale, root))
+        (clients, _scaled_rows(columns, y, rows, scale, root))
         for clients, rows in client_batches(codes, n_clients, _CELLS // len(scale))
     ]
     reduce = partial(_reduce_batch, n_random=n_random, spectral=spectral)
@@ -97,7 +97,7 @@ def reduce_rows(
     size = columns.shape[1] - n_random + 1
     remainder = sum((part[1] for part in parts), np.zeros((size, size)))
     return Reduced(
-        _stack([part[0] for part in parts]),
+        _joined_stacks([part[0] for part in parts]),
         remainder,
         len(y),
         n_clients,
@@ -108,7 +108,28 @@ def reduce_rows(
     )
 
 
-def _gather(columns, y, rows, scale, root):
+def reduce_table(table, *, spectral, common_scale=True, scale=None, n_jobs=None):
+    """Reduced rows of a Table; the parameters are those of `reduce_rows`."""
+    return reduce_rows(
+        table.columns,
+        table.y,
+        table.codes,
+        table.n_clients,
+        table.n_random,
+        weights=table.weights,
+        spectral=spectral,
+        common_scale=common_scale,
+        n_jobs=n_jobs,
+        scale=scale,
+    )
+
+
+def flat_rows(rows):
+    """Rows (b k, p + 1) of all clients of a stack, one below the other."""
+    return rows.reshape(-1, rows.shape[2])
+
+
+def _scaled_rows(columns, y, rows, scale, root):
     """Scaled and weighted rows (b, n, p + 1) of a batch."""
     table = np.empty((*rows.shape, len(scale) + 1))
     np.multiply(columns[rows], scale, out=table[..., :-1])
@@ -119,7 +140,7 @@ def _gather(columns, y, rows, scale, root):
 
 
 def _scales(columns, weights, n_clients, n_random, common):
-    """Factors (p,) that make a client's random columns of length about 1, and fixed ones too."""
+    """Factors (p,) that give a client's columns a length of about 1."""
     with np.errstate(over="ignore"):
         squares = np.einsum("np,np->p", columns, columns)
         if weights is not None:
@@ -133,7 +154,7 @@ def _scales(columns, weights, n_clients, n_random, common):
 
 
 def _reduce_batch(clients, table, n_random, spectral):
-    """Stack of one batch (b, n, p + 1), and the Gram of the rows left over."""
+    """Stack of one batch (b, n, p + 1), and the Gram matrix of its remaining rows."""
     size = table.shape[2] - n_random
     remainder = np.zeros((size, size))
     if table.shape[1] > n_random:
@@ -141,16 +162,18 @@ def _reduce_batch(clients, table, n_random, spectral):
         left = triangular[:, n_random:, n_random:].reshape(-1, size)
         table, remainder = triangular[:, :n_random], left.T @ left
     if not spectral:
-        return Stack(clients, table, None), remainder
+        return ReducedStack(clients, table, None), remainder
     random = table[:, :, :n_random]
     if table.shape[1] == 1:
-        return Stack(clients, table, np.sum(random**2, axis=2)), remainder
+        return ReducedStack(clients, table, np.sum(random**2, axis=2)), remainder
     values, vectors = np.linalg.eigh(random @ random.transpose(0, 2, 1))
-    return Stack(clients, vectors.transpose(0, 2, 1) @ table, np.maximum(values, 0.0)), remainder
+    return ReducedStack(
+        clients, vectors.transpose(0, 2, 1) @ table, np.maximum(values, 0.0)
+    ), remainder
 
 
-def _stack(stacks):
-    """Stacks of equally many rows joined."""
+def _joined_stacks(stacks):
+    """Join the stacks whose clients have equally many rows."""
     joined = []
     for size in sorted({stack.rows.shape[1] for stack in stacks}):
         same = [stack for stack in stacks if stack.rows.shape[1] == size]
@@ -158,5 +181,5 @@ def _stack(stacks):
         if same[0].eigenvalues is not None:
             values = np.concatenate([stack.eigenvalues for stack in same])
         clients = np.concatenate([stack.clients for stack in same])
-        joined.append(Stack(clients, np.concatenate([stack.rows for stack in same]), values))
+        joined.append(ReducedStack(clients, np.concatenate([stack.rows for stack in same]), values))
     return joined

@@ -1,8 +1,8 @@
 """Mixtures of linear mixed models: EM on the marginal likelihood of the clients' rows.
 
-Component l gives a client the random coefficients N(mu_l, noise * P_l); fixed coefficients and the
-noise variance are shared. Only the component is latent: coefficients are integrated out, so that
-steps for the variances are large even where clients have fewer rows than coefficients.
+Under component l a client's random coefficients are N(mu_l, noise * P_l). All components share the
+fixed coefficients and the noise variance. Only the component is latent: with the coefficients
+integrated out, variance steps are large even if clients have fewer rows than coefficients.
 """
 
 from typing import NamedTuple
@@ -11,9 +11,8 @@ import numpy as np
 from scipy.optimize import minimize
 from scipy.special import logsumexp
 
-from pfl_sklearn.linear_model._covariance import factor_of
+from pfl_sklearn.linear_model._algebra import factor_of, inverse_root
 from pfl_sklearn.linear_model._mixed._profile import whiten, whiten_spectral
-from pfl_sklearn.linear_model._roots import inverse_root
 
 _EMPTY = 1e-8
 _HALVINGS = 10
@@ -22,29 +21,29 @@ _FACTOR_STEPS = 4
 _SMALLEST, _LARGEST = 1e-9, 1e14
 
 
-class State(NamedTuple):
+class MixtureState(NamedTuple):
     """Parameters of the mixture, in the scale of the reduction."""
 
     means: np.ndarray  # (k, q)
     fixed: np.ndarray  # (f,)
-    factors: list  # (q, r) each, or numbers (spherical); squared they are over the noise variance
+    factors: list  # (q, r) each, or numbers (spherical), of covariances over the noise variance
     noise: float
     weights: np.ndarray  # (k,)
 
 
-class Model(NamedTuple):
-    """What EM is to estimate."""
+class MixtureModel(NamedTuple):
+    """What EM estimates."""
 
     covariance_type: str  # "spherical", "diag", "full", or "zero"
-    noise: float | None  # known
+    noise: float | None  # None if unknown
 
     def n_parameters(self, k, q, f):
-        """Free parameters of k components."""
+        """Number of free parameters of k components."""
         each = {"spherical": 1, "diag": q, "full": q * (q + 1) // 2, "zero": 0}
         return k * (q + each[self.covariance_type]) + k - 1 + f + (self.noise is None)
 
 
-class Part(NamedTuple):
+class ComponentRows(NamedTuple):
     """Whitened rows (b, k, p + 1) and log determinants (b,) of every stack, for one component."""
 
     rows: list
@@ -62,14 +61,14 @@ def whiten_component(reduced, factor):
             gram = moved @ moved.transpose(0, 2, 1)
             gram += np.eye(gram.shape[1])
             log_dets.append(np.linalg.slogdet(gram)[1])
-        return Part(rows, log_dets)
+        return ComponentRows(rows, log_dets)
     if factor == 0:
-        return Part(
+        return ComponentRows(
             [stack.rows for stack in reduced.stacks],
             [np.zeros(len(stack.clients)) for stack in reduced.stacks],
         )
     rows = whiten_spectral(reduced, factor**2).rows
-    return Part(
+    return ComponentRows(
         rows, [np.log1p(factor**2 * stack.eigenvalues).sum(axis=1) for stack in reduced.stacks]
     )
 
@@ -85,7 +84,7 @@ def client_squares(reduced, part, state, k):
     return residuals, squares
 
 
-def e_step(reduced, parts, state):
+def regression_e_step(reduced, parts, state):
     """Responsibilities (m, k) and log-likelihood."""
     joint = np.empty((reduced.n_clients, len(state.weights)))
     for k, part in enumerate(parts):
@@ -103,13 +102,13 @@ def e_step(reduced, parts, state):
 
 
 def left_over(reduced, fixed):
-    """Squares of the rows that the random coefficients do not reach."""
+    """Residual squares of the rows in which the random columns are zero."""
     direction = np.append(-fixed, 1.0)
     return float(direction @ reduced.remainder @ direction)
 
 
-def m_step(reduced, parts, state, shares, model):
-    """Parameters that raise the expected log-likelihood under responsibilities (m, k)."""
+def regression_m_step(reduced, parts, state, shares, model):
+    """Parameters with a larger expected log-likelihood under responsibilities (m, k)."""
     state = _solve_coefficients(reduced, parts, state, shares)
     state = state._replace(
         noise=_best_noise(reduced, parts, state, shares, model), weights=shares.mean(axis=0)
@@ -173,8 +172,8 @@ def solve_fixed(reduced, parts, state, shares):
     return state._replace(fixed=np.linalg.lstsq(normal, right)[0])
 
 
-def _expected(reduced, part, state, k, share):
-    """Minus twice the expected log-likelihood of a component, up to a constant; residuals."""
+def _component_criterion(reduced, part, state, k, share):
+    """Minus twice a component's expected log-likelihood, up to a constant; whitened residuals."""
     residuals, squares = client_squares(reduced, part, state, k)
     value = share @ squares / state.noise
     for stack, log_det in zip(reduced.stacks, part.log_dets, strict=True):
@@ -182,20 +181,22 @@ def _expected(reduced, part, state, k, share):
     return value, residuals
 
 
-def _all_expected(reduced, parts, state, shares):
-    """Minus twice the expected log-likelihood of everything, up to a constant; residuals."""
-    fits = [_expected(reduced, part, state, k, shares[:, k]) for k, part in enumerate(parts)]
+def _expected_criterion(reduced, parts, state, shares):
+    """Minus twice the expected log-likelihood, up to a constant; residuals of all components."""
+    fits = [
+        _component_criterion(reduced, part, state, k, shares[:, k]) for k, part in enumerate(parts)
+    ]
     value = reduced.n_rows * np.log(state.noise) + left_over(reduced, state.fixed) / state.noise
     return value + sum(fit[0] for fit in fits), [fit[1] for fit in fits]
 
 
 def _spherical_step(reduced, parts, state, shares, model):
-    """Fisher scoring for all variance ratios, the noise variance profiled out of them.
+    """Fisher scoring step for all variance ratios, with the noise variance profiled out.
 
-    Halved until it is no loss.
+    We halve the step until it does not lower the likelihood.
     """
     ratios = np.array(state.factors) ** 2
-    before, residuals = _all_expected(reduced, parts, state, shares)
+    before, residuals = _expected_criterion(reduced, parts, state, shares)
     slope, first, second = (np.zeros(len(parts)) for _ in range(3))
     for k in range(len(parts)):
         for stack, residual in zip(reduced.stacks, residuals[k], strict=True):
@@ -214,7 +215,7 @@ def _spherical_step(reduced, parts, state, shares, model):
         tried = [whiten_component(reduced, factor) for factor in np.sqrt(bounded)]
         moved = state._replace(factors=list(np.sqrt(bounded)))
         moved = moved._replace(noise=_best_noise(reduced, tried, moved, shares, model))
-        if _all_expected(reduced, tried, moved, shares)[0] <= before:
+        if _expected_criterion(reduced, tried, moved, shares)[0] <= before:
             return moved
         target = (target + ratios) / 2
     return state
@@ -229,7 +230,7 @@ def _factor_step(reduced, state, k, share, covariance_type):
     def objective(parameters):
         lower = factor.matrix(parameters)
         tried = whiten_component(reduced, lower)
-        value, residuals = _expected(reduced, tried, state, k, share)
+        value, residuals = _component_criterion(reduced, tried, state, k, share)
         slope = np.zeros((q, q))
         for stack, rows, residual in zip(reduced.stacks, tried.rows, residuals, strict=True):
             own, random = share[stack.clients], rows[:, :, :q]
@@ -245,14 +246,17 @@ def _factor_step(reduced, state, k, share, covariance_type):
     return factor.matrix(found.x)
 
 
-def run(reduced, state, model, max_iter, tol):
-    """EM until a step gains less than `tol` nats per client: state, shares, value, steps, done."""
+def run_regression_em(reduced, state, model, max_iter, tol):
+    """EM until a step gains less than `tol` nats per client.
+
+    Returns the state, responsibilities, log-likelihood, number of steps, and whether it converged.
+    """
     parts = [whiten_component(reduced, factor) for factor in state.factors]
-    shares, value = e_step(reduced, parts, state)
+    shares, value = regression_e_step(reduced, parts, state)
     for n_iter in range(1, max_iter + 1):
-        state = m_step(reduced, parts, state, shares, model)
+        state = regression_m_step(reduced, parts, state, shares, model)
         parts = [whiten_component(reduced, factor) for factor in state.factors]
-        shares, new = e_step(reduced, parts, state)
+        shares, new = regression_e_step(reduced, parts, state)
         gained, value = new - value, new
         if gained < tol * reduced.n_clients:
             return state, shares, value, n_iter, True

@@ -1,11 +1,11 @@
-"""Searches for the variances of a linear mixed model: they maximize the profiled likelihood."""
+"""Searches for the variances of a linear mixed model, which maximize the profiled likelihood."""
 
 from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import OptimizeResult, brentq, minimize
 
-from pfl_sklearn.linear_model._covariance import factor_of
+from pfl_sklearn.linear_model._algebra import factor_of, snapped_to_zero, square_root
 from pfl_sklearn.linear_model._mixed._profile import (
     Point,
     Whitened,
@@ -16,24 +16,23 @@ from pfl_sklearn.linear_model._mixed._profile import (
     whiten,
     whiten_spectral,
 )
-from pfl_sklearn.linear_model._mixed._reduction import Stack
-from pfl_sklearn.linear_model._roots import square_root
+from pfl_sklearn.linear_model._mixed._reduction import ReducedStack
 
-_CHEAP_CELLS = 1 << 18  # of the reduced rows, up to which a whole grid of variances is looked at
+_CHEAP_CELLS = 1 << 18  # size of the reduced rows up to which we try a whole grid of variances
 _GRID = np.geomspace(1e-5, 1e5, 21)
 _LARGEST_STEP = 10.0
-_FAR_FROM_ZERO = 100.0  # squared standard errors from which zero cannot be likelier
-_ZERO = 1e-9  # a variance ratio, on the scale of the reduction, that stands for zero
+_FAR_FROM_ZERO = 100.0  # squared standard errors beyond which zero cannot be more likely
+_ZERO = 1e-9  # a variance ratio, on the scale of the reduction, that counts as zero
 _LARGEST = 1e14
 _START_CLIENTS, _START_STEPS, _START_TOL = 1000, 20, 3e-3
 _SMALLEST_START = 1e-6
 _HALF_RANGE = 1e-12, 1e12
-_FEW_CELLS = 1 << 12  # up to which several starts are tried
-_ROUNDS, _FAR_OFF = 6, 3.0  # of quasi-Newton steps, and how wrong the units of one may be
+_FEW_CELLS = 1 << 12  # size of the reduced rows up to which we try several starts
+_ROUNDS, _FAR_OFF = 6, 3.0  # rounds of quasi-Newton steps; how wrong the units of one may be
 _LARGEST_FACTOR = 1e7
 
 
-class Found(NamedTuple):
+class FoundVariances(NamedTuple):
     """Between-client covariance over the noise variance, in the scale of the reduction."""
 
     ratio: np.ndarray  # (q, q)
@@ -51,14 +50,14 @@ def at_ratio(reduced, settings, ratio):
     else:
         whitened = whiten(reduced, square_root(ratio))
     point = profile(reduced, whitened, settings)
-    return Found(ratio, refined(reduced, whitened, settings, point), whitened, 0, True)
+    return FoundVariances(ratio, refined(reduced, whitened, settings, point), whitened, 0, True)
 
 
 def search_ratio(reduced, settings, max_iter, tol):
     """Best ratio of a spherical covariance (spectral rows).
 
-    Fisher scoring. Many rows start from the unrestricted answer of some clients, then from that of
-    all in half the precision; few rows from the best of a grid.
+    We use Fisher scoring. With few rows it starts from the best point of a grid. With many rows it
+    starts from the unrestricted estimate of some clients, refined on all in single precision.
     """
     size = sum(stack.rows.size for stack in reduced.stacks)
     if size <= _CHEAP_CELLS:
@@ -68,21 +67,20 @@ def search_ratio(reduced, settings, max_iter, tol):
         start = 1.0
         some, half = _some_clients(reduced), _half_precision(reduced)
         unrestricted = settings._replace(restricted=False)
-        start = _score(some, unrestricted, start, _START_STEPS, _START_TOL).next_ratio
-        start = _score(half, settings, start, _START_STEPS, _START_TOL).next_ratio
-    found = _score(reduced, settings, start, max_iter, tol)
+        start = _fisher_steps(some, unrestricted, start, _START_STEPS, _START_TOL).next_ratio
+        start = _fisher_steps(half, settings, start, _START_STEPS, _START_TOL).next_ratio
+    found = _fisher_steps(reduced, settings, start, max_iter, tol)
     if found.evidence < _FAR_FROM_ZERO:
         none = at_ratio(reduced, settings, 0.0)
         if none.point.criterion <= found.point.criterion:
             return none._replace(n_iter=found.n_iter, converged=found.converged)
     point = refined(reduced, found.whitened, settings, found.point)
     ratio = found.ratio * np.eye(reduced.n_random)
-    return Found(ratio, point, found.whitened, found.n_iter, found.converged)
+    return FoundVariances(ratio, point, found.whitened, found.n_iter, found.converged)
 
 
-class Scored(NamedTuple):
-    """Where Fisher scoring ended, how many squared standard errors that is from zero, and where the
-    next step would have led."""
+class FisherSteps(NamedTuple):
+    """End of Fisher scoring; `evidence` is its distance from zero in squared standard errors."""
 
     ratio: float
     point: Point
@@ -93,8 +91,8 @@ class Scored(NamedTuple):
     next_ratio: float
 
 
-def _score(reduced, settings, start, max_iter, tol):
-    """Fisher scoring for a ratio, kept between the last ratios of either slope."""
+def _fisher_steps(reduced, settings, start, max_iter, tol):
+    """Fisher scoring for a ratio, bracketed by the last ratios with slopes of either sign."""
     moved, low, high, n_iter, done = start, 0.0, np.inf, 0, False
     whitened = None
     while not done and n_iter < max_iter:
@@ -110,14 +108,14 @@ def _score(reduced, settings, start, max_iter, tol):
             moved = np.sqrt(low * high) if low > 0 else ratio / _LARGEST_STEP
         done = abs(moved - ratio) <= tol * ratio or not _ZERO < moved < _LARGEST
     evidence, after = ratio**2 * information, max(float(moved), _SMALLEST_START)
-    return Scored(ratio, point, whitened, n_iter, bool(done), evidence, after)
+    return FisherSteps(ratio, point, whitened, n_iter, bool(done), evidence, after)
 
 
 def _some_clients(reduced):
     """About `_START_CLIENTS` of the clients of every stack."""
     step = max(reduced.n_clients // max(_START_CLIENTS, reduced.n_columns), 1)
     stacks = [
-        Stack(stack.clients[::step], stack.rows[::step], stack.eigenvalues[::step])
+        ReducedStack(stack.clients[::step], stack.rows[::step], stack.eigenvalues[::step])
         for stack in reduced.stacks
     ]
     left = reduced.n_rows - sum(stack.eigenvalues.size for stack in reduced.stacks)
@@ -128,7 +126,7 @@ def _some_clients(reduced):
 
 
 def _half_precision(reduced):
-    """The rows in half the precision, unless the squares of the target are beyond its range."""
+    """The rows in single precision, unless the squares of the target exceed its range."""
     if not _HALF_RANGE[0] < np.sqrt(reduced.sum_of_squares / reduced.n_rows) < _HALF_RANGE[1]:
         return reduced
     stacks = [stack._replace(rows=stack.rows.astype(np.float32)) for stack in reduced.stacks]
@@ -136,7 +134,7 @@ def _half_precision(reduced):
 
 
 def search_factor(reduced, settings, covariance_type, rank, max_iter, tol):
-    """Best covariance of any shape: quasi-Newton on its factor."""
+    """Best covariance of any shape, by quasi-Newton steps on its factor."""
     factor = factor_of(covariance_type, reduced.n_random, rank)
 
     def objective(parameters):
@@ -148,19 +146,20 @@ def search_factor(reduced, settings, covariance_type, rank, max_iter, tol):
 
     n_cells = sum(stack.rows.size for stack in reduced.stacks)
     starts = factor.starts if n_cells <= _FEW_CELLS else factor.starts[:1]
-    runs = [_descend(objective, factor, start, max_iter, tol) for start in starts]
+    runs = [_quasi_newton(objective, factor, start, max_iter, tol) for start in starts]
     result = min(runs, key=lambda run: (not run.success, run.fun))
-    parameters = _snapped(result.x, objective)
+    small = result.x**2 < 1e3 * _ZERO
+    parameters = snapped_to_zero(result.x, small, objective, lambda best: 1e-10 * abs(best))
     lower = factor.matrix(parameters)
     found = at_ratio(reduced, settings, lower @ lower.T)
     steep = np.abs(result.jac).max() > 100 * tol
     return found._replace(n_iter=int(result.nit), converged=bool(result.success or not steep))
 
 
-def _descend(objective, factor, start, max_iter, tol):
-    """Quasi-Newton from a start, in units of the factor's rows once these are large.
+def _quasi_newton(objective, factor, start, max_iter, tol):
+    """Quasi-Newton search from a start, in units of the factor's rows once these are large.
 
-    Slopes are flat where the variances are large, so that tolerances have to be relative there.
+    Where variances are large the criterion is flat, so tolerances must be relative there.
     """
     unit, x, n_iter = np.ones(len(start)), start, 0
     for _ in range(_ROUNDS):
@@ -183,16 +182,6 @@ def _times(valued, unit):
     return valued[0], valued[1] * unit
 
 
-def _snapped(parameters, objective):
-    """Parameters whose square is next to nothing set to zero, if that is no worse."""
-    small = parameters**2 < 1e3 * _ZERO
-    if not small.any():
-        return parameters
-    snapped = np.where(small, 0.0, parameters)
-    best, tried = objective(parameters)[0], objective(snapped)[0]
-    return snapped if tried <= best + 1e-10 * abs(best) else parameters
-
-
 def search_noise(reduced, settings, covariance):
     """Best noise variance when the between-client covariance (q, q), or number, is known."""
 
@@ -209,14 +198,14 @@ def search_noise(reduced, settings, covariance):
         low = max(low - 1.0, lowest)
     if slope(low) < 0 < slope(high):
         log_noise = brentq(slope, low, high, xtol=1e-12)
-    elif low < log_noise:  # an exact fit: the smaller the likelier
+    elif low < log_noise:  # an exact fit: the smaller, the more likely
         log_noise = low
     noise = float(np.exp(log_noise))
     return at_ratio(reduced, settings._replace(noise=noise), covariance / noise)
 
 
 def _noise_start(reduced, settings, covariance):
-    """Logarithm of the residual variance without clients, or the best below it for few rows."""
+    """Log residual variance without client differences, or the best value below it for few rows."""
     log_noise = np.log(at_ratio(reduced, settings, 0.0 * covariance).point.noise)
     largest = float(np.max(covariance))
     if not largest > 0 or sum(stack.rows.size for stack in reduced.stacks) > _CHEAP_CELLS:

@@ -7,20 +7,22 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog, minimize
 from scipy.special import log_softmax
 
-from pfl_sklearn.linear_model._estimates import Table
+from pfl_sklearn.linear_model._algebra import _eliminate, invert_lower
 from pfl_sklearn.linear_model._glmm import _likelihood as likelihood
 from pfl_sklearn.linear_model._glmm._likelihood import (
     Dual,
-    LaplaceCriterion,
+    MarginalLikelihood,
     Primal,
     find_mode,
     form_of,
     stack_rows,
     start_state,
+    whiten_information,
+    whitened_rows,
 )
 from pfl_sklearn.linear_model._glmm._outcomes import helmert_contrasts, outcome_of
 from pfl_sklearn.linear_model._glmm._search import fit_pooled
-from pfl_sklearn.linear_model._glmm._whitening import invert_lower, whiten, whitened_rows
+from pfl_sklearn.linear_model._table import Table
 
 seeds = st.integers(0, 10_000)
 
@@ -40,7 +42,7 @@ def criterion_of(rows, n_classes, n_jobs=None):
     columns, labels, weights, codes, *_ = rows
     m = codes.max() + 1
     stacks = stack_rows(columns, labels, weights, codes, m)
-    return LaplaceCriterion(stacks, outcome_of(n_classes), m, n_jobs)
+    return MarginalLikelihood(stacks, outcome_of(n_classes), m, n_jobs)
 
 
 def symmetric_laplace(rows, n_classes):
@@ -150,7 +152,7 @@ def test_whitened_rows_carry_the_information(n_classes, q, largest):
     for stack in stack_rows(columns, labels, weights, codes, codes.max() + 1):
         u = stack.x @ population.T
         form = form_of(stack.x, factor)
-        whitening, log_det = whiten(form, outcome.roots(u, stack.w), stack.x)
+        whitening, log_det = whiten_information(form, outcome.roots(u, stack.w), stack.x)
         rows = whitened_rows(whitening, stack.x)
         weight = outcome.terms(u, stack.y, stack.w).weight
         expected = 0.0
@@ -236,7 +238,7 @@ def test_elimination_and_triangles():
     systems = np.eye(7) + roots @ roots.transpose(0, 2, 1)
     right = rng.normal(size=(5, 7))
     expected = np.linalg.solve(systems, right[..., None])[..., 0]
-    np.testing.assert_allclose(likelihood._eliminate(systems, right), expected, rtol=1e-9)
+    np.testing.assert_allclose(_eliminate(systems, right), expected, rtol=1e-9)
     lower = np.linalg.cholesky(systems)
     np.testing.assert_allclose(invert_lower(lower), np.linalg.inv(lower), atol=1e-12)
 

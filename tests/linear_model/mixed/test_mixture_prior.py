@@ -158,14 +158,14 @@ def test_no_step_lowers_the_likelihood(name, noise):
     spectral = name in ("spherical", "discrete")
     reduced = reduce_rows(design, y, codes, 16, 2, spectral=spectral)
     kind = "zero" if name == "discrete" else name
-    model, rng = em.Model(kind, noise), np.random.default_rng(0)
+    model, rng = em.MixtureModel(kind, noise), np.random.default_rng(0)
     factor = {"zero": 0.0, "spherical": 1.0}.get(kind, np.eye(2))
-    state = em.State(
+    state = em.MixtureState(
         rng.normal(size=(3, 2)), np.zeros(1), [factor] * 3, noise or 1.0, np.ones(3) / 3
     )
     values = []
     for _ in range(40):
-        state, shares, value, n_iter, _ = em.run(reduced, state, model, 1, 0.0)
+        state, shares, value, n_iter, _ = em.run_regression_em(reduced, state, model, 1, 0.0)
         assert n_iter == 1
         np.testing.assert_allclose(shares.sum(axis=1), 1.0)
         values.append(value)

@@ -20,7 +20,7 @@ from pfl_sklearn.privacy import (
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning"),
-    pytest.mark.filterwarnings("ignore:The released noise variance drowns"),
+    pytest.mark.filterwarnings("ignore:The released noise variance"),
 ]
 CLIENT = {"feature_bound": 3.0, "target_bound": 6.0}
 NAMES = ("population_coef_", "population_intercept_", "population_covariance_", "noise_variance_")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import approx_fprime
 
-from pfl_sklearn.linear_model._covariance import factor_of
+from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_root
 from pfl_sklearn.linear_model._mixed import _reduction, _variance_search
 from pfl_sklearn.linear_model._mixed._profile import (
     Settings,
@@ -25,7 +25,6 @@ from pfl_sklearn.linear_model._mixed._variance_search import (
     search_noise,
     search_ratio,
 )
-from pfl_sklearn.linear_model._roots import inverse_root, square_root
 from tests.helpers.dense_mixed_model import (
     SHAPES,
     Problem,

@@ -1,6 +1,6 @@
-"""What fits of linear models take and give, whatever the prior.
+"""The rows that a fit takes and the estimates that it returns, whatever the prior.
 
-Columns are in the order of the prior: the random ones first, the fixed ones after them.
+Columns are in the order of the prior: the random ones first, then the fixed ones.
 """
 
 from typing import Any, NamedTuple
@@ -18,11 +18,11 @@ class Table(NamedTuple):
     weights: np.ndarray | None  # (n,), precision
     n_random: int
     intercept: int | None  # position of the intercept among the columns
-    names: list  # of the random columns
+    names: list  # names of the random columns
 
 
 def make_table(design, features, y, rows):
-    """Table of features (n, d) and targets (n,); `rows` have the clients and weights."""
+    """Table of features (n, d) and targets (n,); `rows` holds clients and weights."""
     columns = design.matrix(features)
     if np.any(np.diff(design.order) != 1):
         columns = columns[:, design.order]
@@ -39,7 +39,7 @@ def make_table(design, features, y, rows):
 
 
 class Options(NamedTuple):
-    """Parameters of a fit that are not the prior's."""
+    """Parameters of a fit besides those of the prior."""
 
     method: str
     noise_variance: float | None
@@ -57,7 +57,7 @@ class Estimates(NamedTuple):
     population: np.ndarray  # (p,)
     population_covariance: np.ndarray  # (p, p)
     coefficients: np.ndarray  # (m, p)
-    posterior: Any  # of _posterior, or None where the clients have a mode only
+    posterior: Any  # RowPosterior or CovariancePosterior; None if the clients have a mode only
     prior: Any  # with the fitted values
     covariance: np.ndarray  # (q, q), of the random coefficients between clients
     noise: float
@@ -68,20 +68,20 @@ class Estimates(NamedTuple):
 
 
 def centred(table, known_mean, random_too=False):
-    """The table around its means, and what has to be put back.
+    """The centred table, and the offset and centre that `uncentred` needs to undo it.
 
-    A known mean of the random part is taken off the targets. Where the population has a free
-    intercept, it can take up the mean of the targets that are left, and those of the fixed columns
-    (and of the random ones, `random_too`, where that is no more than another basis of a free
-    covariance).
+    We subtract a known mean of the random part from the targets. A free intercept of the population
+    absorbs the mean of what is left of the targets, and the means of the fixed columns. With
+    `random_too` it also absorbs the means of the random columns: under a free covariance that is
+    only a change of basis.
 
     Returns
     -------
     table : Table
     offset : ndarray of shape (p,)
-        To be added to the population.
+        Added to the population afterwards.
     centre : ndarray of shape (p,)
-        Taken off the columns.
+        Subtracted from the columns.
     """
     y, columns, q = table.y, table.columns, table.n_random
     offset, centre = np.zeros(columns.shape[1]), np.zeros(columns.shape[1])
@@ -101,7 +101,7 @@ def centred(table, known_mean, random_too=False):
 
 
 def uncentred(vectors, intercept, centre):
-    """Coefficients (..., p) of the columns as they were, from those of centred columns."""
+    """Coefficients (..., p) of the original columns, from those of the centred columns."""
     if centre.any():
         vectors = vectors.copy()
         vectors[..., intercept] -= vectors @ centre
@@ -109,7 +109,7 @@ def uncentred(vectors, intercept, centre):
 
 
 def check_covariance_identified(table, covariance_type):
-    """Raise ValueError if the columns cannot tell the entries of an unknown covariance apart."""
+    """Raise ValueError if the columns do not identify the entries of an unknown covariance."""
     m, q = table.n_clients, table.n_random
     if covariance_type == "spherical":
         return
@@ -124,8 +124,8 @@ def check_covariance_identified(table, covariance_type):
         if k == table.intercept or (not has_intercept and table.columns[0, k] != 0):
             continue
         raise ValueError(
-            f"the column {table.names[k]!r} is constant over all rows, so its coefficient cannot "
-            "vary by client beside the intercept's; leave it out of random or of X."
+            f"the column {table.names[k]!r} is constant over all rows, so the data cannot separate "
+            "its coefficient's variance from the intercept's; leave it out of random or of X."
         )
 
 

@@ -1,0 +1,210 @@
+"""Linear algebra of mixed models: roots, shapes of a covariance, and batches of small systems."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+_RANK = 1e-11  # share of the largest eigenvalue, below which an eigenvalue is rounding error
+_OUTSIDE = 1e-5  # share of a combination outside the row space, above which it is not estimable
+_SMALL = 16  # size of a system up to which one elimination serves all clients at once
+
+
+def row_slices(length, width, cells):
+    """Slices that cut `length` rows of `width` numbers into blocks of at most `cells` numbers."""
+    step = max(cells // max(width, 1), 1)
+    return [slice(start, start + step) for start in range(0, length, step)]
+
+
+def square_root(covariance):
+    """Root L (q, q) of a possibly singular covariance L L'.
+
+    The covariance is first scaled to a unit diagonal, so that small variances stay exact.
+    """
+    lengths = _lengths(covariance)
+    values, vectors = np.linalg.eigh(covariance / lengths / lengths[:, None])
+    return lengths[:, None] * vectors * np.sqrt(np.maximum(values, 0.0))
+
+
+def inverse_root(normal, scale=1.0):
+    """Root L (p, rank) of a generalized inverse L L' of a matrix, and a log pseudo-determinant.
+
+    The pseudo-determinant refers to the matrix before `scale` (p,) multiplied its rows and columns.
+    We scale columns to length 1 before we judge the rank: a column that differs between clients
+    only has little weight when the clients differ much, but that makes it no less identified.
+    """
+    if not len(normal):
+        return np.zeros((0, 0)), 0.0
+    lengths, values, vectors, kept = _spectrum(normal)
+    values, vectors = values[kept], vectors[:, kept]
+    log_det = np.log(values).sum() + 2 * _log_volume(vectors, lengths / scale)
+    return vectors / np.sqrt(values) / lengths[:, None], float(log_det)
+
+
+def estimable(normal, combinations=None):
+    """Whether the normal equations (p, p) determine combinations (k, p) of the coefficients.
+
+    A combination outside the row space is not estimable. Without `combinations` the answer (p,) is
+    about the coefficients themselves.
+    """
+    lengths, _, vectors, kept = _spectrum(normal)
+    scaled = np.eye(len(normal)) if combinations is None else combinations
+    scaled = scaled / lengths
+    outside = np.linalg.norm(scaled @ vectors[:, ~kept], axis=1)
+    return outside <= _OUTSIDE * np.linalg.norm(scaled, axis=1)
+
+
+def _spectrum(normal):
+    """Column lengths (p,), spectrum at columns of length 1, and which eigenvalues are not zero."""
+    lengths = _lengths(normal)
+    values, vectors = np.linalg.eigh(normal * np.multiply.outer(1 / lengths, 1 / lengths))
+    kept = values > _RANK * max(values.max(initial=0.0), 0.0)
+    return lengths, values, vectors, kept
+
+
+def _lengths(matrix):
+    """Square roots (p,) of the diagonal, with 1 in place of 0."""
+    lengths = np.sqrt(np.maximum(np.diag(matrix), 0.0))
+    lengths[lengths == 0] = 1.0
+    return lengths
+
+
+def _log_volume(vectors, lengths):
+    """Log volume of orthonormal columns (p, rank) whose rows are multiplied by `lengths` (p,)."""
+    if vectors.shape[1] == len(lengths):
+        return np.log(lengths).sum()
+    order = np.argsort(-lengths)  # long rows first: their rounding errors would swamp short ones
+    upper = np.linalg.qr(vectors[order] * lengths[order, None], mode="r")
+    return np.log(np.abs(np.diag(upper))).sum()
+
+
+class Factor(NamedTuple):
+    """Shape of a between-client covariance, as a factor that is linear in free parameters.
+
+    A covariance is L L' with a factor L (q, r) whose entries are free parameters or zero: entry
+    ``positions[k]`` of the flat factor is parameter ``owners[k]``. A variance of zero is an
+    ordinary point of the parameter space, so a search needs no bounds.
+    """
+
+    shape: tuple
+    positions: np.ndarray
+    owners: np.ndarray
+    start: np.ndarray  # (n_parameters,), a factor of the identity or near it
+
+    @property
+    def starts(self):
+        """Several starts, none at a distance of 1 from zero.
+
+        The first step of a quasi-Newton search has length 1, and zero is a stationary point.
+        """
+        return [scale * self.start for scale in (0.7, 0.07, 7.0)]
+
+    def row_scales(self, parameters):
+        """Lengths (n_parameters,) of the rows of the factor that hold a parameter."""
+        rows = np.sqrt(np.sum(self.matrix(parameters) ** 2, axis=1))
+        scales = np.zeros(len(self.start))
+        np.maximum.at(scales, self.owners, rows[self.positions // self.shape[1]])
+        return scales
+
+    def matrix(self, parameters):
+        """Factor (q, r) of parameters (n_parameters,)."""
+        flat = np.zeros(self.shape[0] * self.shape[1])
+        flat[self.positions] = parameters[self.owners]
+        return flat.reshape(self.shape)
+
+    def pull_back(self, gradient):
+        """Gradient (n_parameters,) from the gradient in the factor's entries (q, r)."""
+        return np.bincount(self.owners, gradient.ravel()[self.positions], len(self.start))
+
+
+def factor_of(covariance_type, q, rank=None):
+    """Factor of a covariance of q coefficients.
+
+    Parameters
+    ----------
+    covariance_type : {"spherical", "diag", "full", "low_rank"}
+        "low_rank" is B B' of rank `rank` plus a common ridge, which we estimate too.
+    q : int
+    rank : int or None
+        For "low_rank"; None means 1.
+
+    Returns
+    -------
+    Factor
+    """
+    diagonal = np.arange(q) * (q + 1)
+    if covariance_type == "spherical":
+        return Factor((q, q), diagonal, np.zeros(q, dtype=np.intp), np.ones(1))
+    if covariance_type == "diag":
+        return Factor((q, q), diagonal, np.arange(q), np.ones(q))
+    if covariance_type == "full":
+        lower = np.flatnonzero(np.tril(np.ones((q, q))))
+        return Factor((q, q), lower, np.arange(len(lower)), np.eye(q).ravel()[lower])
+    return _low_rank(q, min(rank or 1, q))
+
+
+def _low_rank(q, rank):
+    """Factor (q, rank + q): lower triangular loadings beside a common ridge."""
+    shape = (q, rank + q)
+    at = np.arange(q * (rank + q)).reshape(shape)
+    loadings = at[:, :rank][np.tril(np.ones((q, rank), dtype=bool))]
+    ridge = at[np.arange(q), rank + np.arange(q)]
+    owners = np.concatenate([np.arange(len(loadings)), np.full(q, len(loadings))])
+    start = np.where(loadings // (rank + q) == loadings % (rank + q), 1.0, 0.3)
+    return Factor(shape, np.concatenate([loadings, ridge]), owners, np.append(start, 0.5))
+
+
+def snapped_to_zero(parameters, small, objective, allowed):
+    """Set the `small` parameters to zero, unless the objective rises by more than it may.
+
+    `allowed` is the largest rise, as a function of the objective at the given parameters.
+    """
+    if not small.any():
+        return parameters
+    snapped = np.where(small, 0.0, parameters)
+    best, tried = objective(parameters)[0], objective(snapped)[0]
+    return snapped if tried <= best + allowed(best) else parameters
+
+
+def solve_lower(lower, right):
+    """Solutions (b, k, c) of lower triangular systems (b, k, k), by forward substitution."""
+    solved = np.empty_like(right)
+    for j in range(right.shape[1]):
+        known = (lower[:, j, None, :j] @ solved[:, :j])[:, 0]
+        solved[:, j] = (right[:, j] - known) / lower[:, j, j, None]
+    return solved
+
+
+def invert_lower(lower):
+    """Inverses (b, n, n) of lower triangular matrices; n is small, so all clients go together."""
+    rows = np.ascontiguousarray(lower.transpose(1, 2, 0))
+    inverse = np.zeros_like(rows)
+    for j, row in enumerate(rows):
+        inverse[j, j] = 1 / row[j]
+        if j:
+            inverse[j, :j] = -np.sum(row[:j, None] * inverse[:j, :j], axis=0) * inverse[j, j]
+    return np.ascontiguousarray(inverse.transpose(2, 0, 1))
+
+
+def solve_systems(systems, right):
+    """Solutions (b, k, a) of systems (b, k a, k a) whose pivots are at least 1."""
+    if systems.shape[1] <= _SMALL and right.shape[2] == 1:
+        return _eliminate(systems, right[..., 0])[..., None]
+    return np.linalg.solve(systems, right.reshape(*systems.shape[:2], 1)).reshape(right.shape)
+
+
+def _eliminate(systems, right):
+    """Solutions (b, k) of all systems at once, one column after the other.
+
+    There is no pivoting. The systems of a mode do not need it: H, and I + W K, which a diagonal
+    matrix makes similar to a positive definite one, have pivots of at least 1.
+    """
+    rows = np.ascontiguousarray(systems.transpose(1, 2, 0))
+    values = np.ascontiguousarray(right.T)
+    for j in range(len(rows)):
+        share = rows[j + 1 :, j] / rows[j, j]
+        rows[j + 1 :, j + 1 :] -= share[:, None] * rows[j, j + 1 :]
+        values[j + 1 :] -= share * values[j]
+    for j in range(len(rows) - 1, -1, -1):
+        values[j] /= rows[j, j]
+        values[:j] -= rows[:j, j] * values[j]
+    return values.T

@@ -1,0 +1,206 @@
+"""What the regressions with one coefficient vector per client have in common."""
+
+import numpy as np
+import pandas as pd
+from scipy.sparse import issparse
+from scipy.special import expit, softmax
+from sklearn.base import BaseEstimator
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils.validation import check_is_fitted
+
+from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.base import ClientMixin, client_values
+from pfl_sklearn.linear_model._algebra import row_slices
+
+_CELLS = 1 << 20  # coefficients gathered at a time
+_COLUMNS = ["estimate", "std_error", "sd", "correlation"]
+
+
+class BasePersonalizedRegression(ClientMixin, BaseEstimator):
+    """Base of the mixed models: posterior properties and the table of the population.
+
+    A subclass sets `_design`, `_between` (covariance between clients, in the order of the design)
+    and, if its fit has one, `_posterior`.
+    """
+
+    _state_attributes = ("_design",)
+
+    @property
+    def coef_std_(self):
+        """Posterior standard deviations of the clients' coefficients, as `coef_`."""
+        return self._design.coefficients(self._of_posterior("coefficient_variances") ** 0.5)[0]
+
+    @property
+    def intercept_std_(self):
+        """Posterior standard deviations of the clients' intercepts, as `intercept_`."""
+        return self._design.coefficients(self._of_posterior("coefficient_variances") ** 0.5)[1]
+
+    @property
+    def shrinkage_(self):
+        """Posterior over prior variance of the clients' coefficients, as `coef_`."""
+        return self._design.coefficients(self._of_posterior("shrinkage"))[0]
+
+    @property
+    def intercept_shrinkage_(self):
+        """Posterior over prior variance of the clients' intercepts, as `intercept_`."""
+        return self._design.coefficients(self._of_posterior("shrinkage"))[1]
+
+    def summary(self):
+        """Table of the population: fixed effects and variance components.
+
+        Returns
+        -------
+        DataFrame
+            Indexed by part and term. The parts are "fixed", "between" (clients) and, for a linear
+            model, "within" (clients); with K > 2 classes a fixed effect is called "class: term".
+            The columns are estimate, std_error (of the fixed effects), sd and correlation (of the
+            variance components).
+        """
+        check_is_fitted(self)
+        design, random = self._design, self._design.random
+        names = design.names
+        if np.ndim(self.population_coef_) == 2:
+            names = [f"{label}: {name}" for label in self.classes_ for name in design.names]
+        stds = self.population_coef_std_, self.population_intercept_std_
+        return components_table(
+            names,
+            design.vectors(self.population_coef_, self.population_intercept_).ravel(),
+            design.vectors(*stds).ravel(),
+            design.random_names,
+            self._between[np.ix_(random, random)],
+            getattr(self, "noise_variance_", None),
+        )
+
+    def _predictors(self, X, codes):
+        """Linear predictors (n,) or (n, K) of the rows' own clients."""
+        return client_predictors(
+            X,
+            codes,
+            getattr(self, "coef_", None),
+            getattr(self, "intercept_", None),
+            self.population_coef_,
+            self.population_intercept_,
+        )
+
+    def _of_posterior(self, quantity):
+        """Values (n_clients, [K,] p) of the posterior, in the order of the design."""
+        self._require_fitted("clients_")
+        if not hasattr(self, "_posterior"):
+            given = [f"{name}={getattr(self, name)!r}" for name in ("prior", "method", "solver")]
+            raise AttributeError(
+                "there is no posterior, hence no standard deviation and no shrinkage: a fit with "
+                f"{', '.join(given)} gives the clients' coefficients only."
+            )
+        values = getattr(self._posterior, quantity)().reshape(*self.coef_.shape[:-1], -1)
+        return values[..., np.argsort(self._design.order)]
+
+
+def client_predictors(X, codes, coef, intercept, population_coef, population_intercept):
+    """Linear predictors of rows under their client's coefficients.
+
+    Only the coefficients of the clients in `codes` are read, a block of rows at a time.
+
+    Parameters
+    ----------
+    X : ndarray or sparse array of shape (n, d)
+    codes : ndarray of shape (n,)
+        Position of every row's client; -1 stands for the population.
+    coef : ndarray of shape (m, d) or (m, c, d), or None
+        Coefficients of the clients; None if no client is known.
+    intercept : ndarray of shape (m,) or (m, c), or None
+    population_coef : ndarray of shape (d,) or (c, d)
+    population_intercept : float or ndarray of shape (c,)
+
+    Returns
+    -------
+    ndarray of shape (n,) or (n, c)
+    """
+    shape = np.shape(population_coef)
+    predictors = np.empty((X.shape[0], *shape[:-1]))
+    terms = "nd,nd->n" if len(shape) == 1 else "nd,ncd->nc"
+    for part in row_slices(X.shape[0], np.size(population_coef), _CELLS):
+        rows = X[part].toarray() if issparse(X) else X[part]
+        own = client_values(coef, population_coef, codes[part])
+        predictors[part] = np.einsum(terms, rows, own)
+    predictors += client_values(intercept, population_intercept, codes)
+    return predictors
+
+
+def class_probabilities(logits):
+    """Probabilities (n, K) from logits (n, K), or from logits (n,) of the second of two classes."""
+    if logits.ndim == 2:
+        return softmax(logits, axis=1)
+    return expit(np.column_stack([-logits, logits]))
+
+
+def likeliest_class(classes, logits):
+    """Labels (n,) of the likeliest of `classes`, from logits as for `class_probabilities`."""
+    chosen = logits.argmax(axis=1) if logits.ndim == 2 else (logits > 0).astype(np.intp)
+    return classes[chosen]
+
+
+def read_classes(y, estimator):
+    """Sorted classes, and the position of every row's label among them."""
+    classes, labels = np.unique(y, return_inverse=True)
+    check_several_classes(classes, estimator)
+    return classes, labels
+
+
+def check_several_classes(classes, estimator):
+    """Raise ValueError if there is only one class."""
+    if len(classes) < 2:
+        raise ValueError(
+            f"{type(estimator).__name__} needs rows of at least two classes, but the data contains "
+            f"only one class: {classes.tolist()[0]!r}."
+        )
+
+
+def warn_not_converged(estimator, found, prior=None):
+    """Warn if the search of a fit ran out of iterations."""
+    if found.converged:
+        return
+    advice = ["Raise max_iter", "bring the features to similar scales"]
+    if prior is None or "covariance_type" in prior.get_params(deep=False):
+        advice += ["take a simpler covariance_type", "let fewer coefficients vary (random)"]
+    warn_caller(
+        f"{type(estimator).__name__} did not converge in {found.n_iter} iterations "
+        f"(max_iter={estimator.max_iter}, tol={estimator.tol}). {', or '.join(advice)}.",
+        ConvergenceWarning,
+    )
+
+
+def components_table(names, coefficients, std_errors, random_names, covariance, noise=None):
+    """DataFrame of what a mixed model estimates for the population.
+
+    Parameters
+    ----------
+    names : list of str
+        Names of the population coefficients (p,).
+    coefficients, std_errors : ndarrays of shape (p,)
+    random_names : list of str
+        Names of the coefficients that vary by client (q,).
+    covariance : ndarray of shape (q, q)
+        Covariance between clients.
+    noise : float or None
+        Variance within clients, if the model has one.
+
+    Returns
+    -------
+    DataFrame
+        Indexed by part ("fixed", "between", "within") and term.
+    """
+    rows = [
+        ("fixed", name, value, error, np.nan, np.nan)
+        for name, value, error in zip(names, coefficients, std_errors, strict=True)
+    ]
+    sds = np.sqrt(np.diag(covariance))
+    for j, name in enumerate(random_names):
+        rows.append(("between", name, covariance[j, j], np.nan, sds[j], np.nan))
+        for k in np.flatnonzero(covariance[j, :j]):
+            correlation = covariance[j, k] / (sds[j] * sds[k]) if sds[j] * sds[k] > 0 else np.nan
+            term = f"{random_names[k]}, {name}"
+            rows.append(("between", term, covariance[j, k], np.nan, np.nan, correlation))
+    if noise is not None:
+        rows.append(("within", "residual", noise, np.nan, np.sqrt(noise), np.nan))
+    table = pd.DataFrame(rows, columns=["part", "term", *_COLUMNS])
+    return table.set_index(["part", "term"])

@@ -7,6 +7,7 @@ import matplotlib
 import pytest
 
 matplotlib.use("Agg")
+pytest.register_assert_rewrite("tests.helpers")
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,5 @@
 """BernoulliMean: published figures, limits, counts and rows, private reports, bad input."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -21,8 +18,9 @@ from pfl_sklearn.estimation._proportion_reports import (
     probability_table,
 )
 from pfl_sklearn.priors import BetaPrior, GaussianPrior, GridPrior
+from tests.helpers.oracles import read_oracle
 
-ORACLE = json.loads((Path(__file__).parents[1] / "oracles" / "bernoulli.json").read_text())
+ORACLE = read_oracle("bernoulli")
 COLUMNS = {
     "paper_moment(uncorrected)": {"method": "printed"},
     "moment_corrected": {"method": "moments"},

@@ -1,8 +1,5 @@
 """Variance components against statsmodels and closed forms."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -11,10 +8,10 @@ from hypothesis import strategies as st
 
 from pfl_sklearn import GaussianMean
 from pfl_sklearn.estimation._variance_components import client_means, estimate_components
+from tests.helpers.oracles import read_oracle
 
-ORACLES = Path(__file__).parents[1] / "oracles"
-PUBLIC = json.loads((ORACLES / "reml_public_tables.json").read_text())
-SIMULATED = json.loads((ORACLES / "random_intercept.json").read_text())
+PUBLIC = read_oracle("reml_public_tables")
+SIMULATED = read_oracle("random_intercept")
 
 
 @pytest.mark.parametrize("method", ["reml", "ml"])

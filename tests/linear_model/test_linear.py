@@ -6,7 +6,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import sklearn
-from dense import SHAPES, Problem, coefficients, draw_covariance, draw_problem, predict, solve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from joblib import parallel_config
@@ -21,6 +20,15 @@ from pfl_sklearn import PersonalizedLinearRegression
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior, LaplacePrior
+from tests.helpers.dense_mixed_model import (
+    SHAPES,
+    Problem,
+    coefficients,
+    draw_covariance,
+    draw_problem,
+    predict,
+    solve,
+)
 
 seeds = st.integers(0, 2**32 - 1)
 flags = st.booleans()

@@ -5,29 +5,21 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 import zipfile
 
 import numpy as np
 import pytest
-from scipy.sparse import csr_array
 from sklearn.base import clone
 
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
 from pfl_sklearn.privacy import PrivacyLedger
+from tests.helpers.checkpointed_run import PRIVATE, ROOT, checkpointed_run, table
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
-PRIVATE = {"noise_multiplier": 1.0, "clip_norm": 1.0, "learning_rate": 0.1}
+SCRIPT = "tests.helpers.checkpointed_run"
 FITTED = ("population_coef_", "coef_", "intercept_", "n_samples_per_client_", "clients_")
-
-
-def table(sparse=False, seed=0):
-    rng = np.random.default_rng(seed)
-    groups = np.repeat(np.arange(12), rng.integers(1, 9, 12))
-    X = rng.normal(size=(len(groups), 4)) * (rng.random((len(groups), 4)) < 0.6)
-    return csr_array(X) if sparse else X, X.sum(axis=1) + rng.normal(size=len(groups)), groups
 
 
 class Killed(BaseException):
@@ -127,40 +119,8 @@ def test_a_classifier_resumes(tmp_path):
     assert_same_fit(clone(model).fit(X, labels, groups=groups), whole)
 
 
-SCRIPT = """
-import sys, time, warnings
-sys.path.insert(0, sys.argv[2])
-from test_checkpoint import real_run
-from pfl_sklearn._rounds import checkpoint as _checkpoint
-observe = _checkpoint.Checkpoint.observe
-def slowly(self, state):
-    time.sleep(0.05)
-    return observe(self, state)
-_checkpoint.Checkpoint.observe = slowly
-warnings.simplefilter("ignore")
-real_run(sys.argv[1])
-"""
-
-
-def real_run(folder):
-    X, y, groups = table()
-    model = PPSGDRegressor(
-        n_rounds=100,
-        client_fraction=0.5,
-        random_state=3,
-        ledger=PrivacyLedger(f"{folder}/ledger.jsonl"),
-        checkpoint=f"{folder}/run.npz",
-        checkpoint_every=2,
-        **PRIVATE,
-    )
-    return model.fit(X, y, groups=groups)
-
-
 def test_a_process_that_is_killed(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    here = os.path.dirname(os.path.abspath(__file__))
-    process = subprocess.Popen([sys.executable, script, tmp_path, here])
+    process = subprocess.Popen([sys.executable, "-m", SCRIPT, tmp_path], cwd=ROOT)
     deadline = time.monotonic() + 60
     while not (tmp_path / "run.npz").exists():
         assert process.poll() is None
@@ -170,12 +130,12 @@ def test_a_process_that_is_killed(tmp_path):
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert 0 < round_of(tmp_path / "run.npz") < 100
-    resumed = real_run(tmp_path)
+    resumed = checkpointed_run(tmp_path)
     assert not (tmp_path / "run.npz").exists()
     entries = PrivacyLedger(tmp_path / "ledger.jsonl").entries
     assert len(entries) == 1
     assert entries[0]["process"] == process.pid
-    assert_same_fit(resumed, real_run(tmp_path))
+    assert_same_fit(resumed, checkpointed_run(tmp_path))
     total = PrivacyLedger(tmp_path / "ledger.jsonl")
     assert len(total.entries) == 2
 

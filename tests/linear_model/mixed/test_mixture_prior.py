@@ -1,12 +1,8 @@
 """Mixture priors for linear regressions: dense densities, limits, and the published setting."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import sklearn
-from dense import Problem, draw_problem, mixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import softmax
@@ -19,8 +15,10 @@ from pfl_sklearn.linear_model._mixed._reduction import reduce_rows
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior
+from tests.helpers.dense_mixed_model import Problem, draw_problem, mixture
+from tests.helpers.oracles import read_oracle
 
-ORACLE = json.loads((Path(__file__).parents[1] / "oracles" / "adamix_n10.json").read_text())
+ORACLE = read_oracle("adamix_n10")
 CENTRES = np.array([[3.0, 1.0, -2.0], [-3.0, 1.0, 2.0]])
 seeds = st.integers(0, 2**32 - 1)
 PRIORS = {

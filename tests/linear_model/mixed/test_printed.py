@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from dense import Problem, coefficients, solve
 from sklearn.base import clone
 from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
@@ -11,6 +10,7 @@ from sklearn.mixture import GaussianMixture
 
 from pfl_sklearn import PersonalizedLinearRegression
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior
+from tests.helpers.dense_mixed_model import Problem, coefficients, solve
 
 
 def table(m=8, seed=0, d=3, groups=False):

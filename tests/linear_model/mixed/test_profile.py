@@ -2,16 +2,6 @@
 
 import numpy as np
 import pytest
-from dense import (
-    SHAPES,
-    Problem,
-    brute_force,
-    coefficients,
-    draw_covariance,
-    draw_problem,
-    n_parameters,
-    solve,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import approx_fprime
@@ -36,6 +26,16 @@ from pfl_sklearn.linear_model._mixed._variance_search import (
     search_ratio,
 )
 from pfl_sklearn.linear_model._roots import inverse_root, square_root
+from tests.helpers.dense_mixed_model import (
+    SHAPES,
+    Problem,
+    brute_force,
+    coefficients,
+    draw_covariance,
+    draw_problem,
+    n_parameters,
+    solve,
+)
 
 seeds = st.integers(0, 2**32 - 1)
 flags = st.booleans()

@@ -1,8 +1,6 @@
 """PPSGD without noise: against plain loops, limits of alpha, losses, warm starts, callbacks."""
 
-import copy
 import math
-import pickle
 
 import joblib
 import numpy as np
@@ -27,19 +25,9 @@ from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, step_sizes
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha
-
-SEED = 5
-SIZES = [1, 7, 4, 1, 12, 3, 25, 2]
-
-
-def table(sizes=SIZES, d=3, seed=0, n_outputs=None):
-    """Rows in no order, of clients of unequal size."""
-    rng = np.random.default_rng(seed)
-    groups = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
-    X = rng.normal(size=(len(groups), d))
-    coef = rng.normal(size=(len(sizes), d, n_outputs or 1)) + 1
-    y = np.einsum("nd,ndc->nc", X, coef[groups]) + rng.normal(size=(len(groups), n_outputs or 1))
-    return X, y if n_outputs else y[:, 0], groups
+from tests.helpers.callbacks import StopAfter, scores_of
+from tests.helpers.frozen import assert_frozen, freeze
+from tests.helpers.ppsgd import SEED, SIZES, assert_same_fit, table
 
 
 def squared_residuals(predictor, target):
@@ -468,40 +456,6 @@ def test_partial_fit_with_classes():
     assert_frozen(model, before)
 
 
-def freeze(model):
-    """Everything that an estimator holds, by value."""
-    return copy.deepcopy(vars(model)), {name: id(value) for name, value in vars(model).items()}
-
-
-def assert_frozen(model, before):
-    values, identities = before
-    assert {name: id(value) for name, value in vars(model).items()} == identities
-    assert pickle.dumps(_plain(vars(model))) == pickle.dumps(_plain(values))
-
-
-def _plain(value):
-    """Nested values as tuples, with arrays as bytes."""
-    if isinstance(value, np.ndarray):
-        return value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, dict):
-        return tuple((name, _plain(item)) for name, item in sorted(value.items()))
-    if isinstance(value, tuple | list):
-        return tuple(_plain(item) for item in value)
-    if hasattr(value, "__dict__") and not isinstance(value, type):
-        return type(value).__name__, _plain(vars(value))
-    return repr(value)
-
-
-def assert_same_fit(one, other):
-    np.testing.assert_array_equal(one.coef_, other.coef_)
-    np.testing.assert_array_equal(one.population_coef_, other.population_coef_)
-    np.testing.assert_array_equal(one.population_intercept_, other.population_intercept_)
-    np.testing.assert_equal(one.history_, other.history_)
-    assert one.n_rounds_ == other.n_rounds_ == len(one.history_["loss"])
-    assert one.learning_rate_ == other.learning_rate_
-    assert one.privacy_ == other.privacy_
-
-
 @pytest.mark.parametrize("average", [False, True])
 def test_warm_start_continues(average):
     X, y, groups = table()
@@ -632,12 +586,6 @@ def test_scores_of_every_round():
     np.testing.assert_allclose(scores_of(monitor)["r2"], expected, rtol=1e-12)
 
 
-def scores_of(monitor):
-    """Scores of the rounds of the last fit."""
-    found = monitor.get_logs().data_as_pandas
-    return found[found["task_name"] == "round"]
-
-
 def test_a_progress_bar_changes_nothing():
     pytest.importorskip("rich")
     X, y, groups = table()
@@ -645,26 +593,6 @@ def test_a_progress_bar_changes_nothing():
     plain = clone(model).fit(X, y, groups=groups)
     watched = clone(model).set_callbacks(ProgressBar()).fit(X, y, groups=groups)
     np.testing.assert_array_equal(watched.coef_, plain.coef_)
-
-
-class StopAfter:
-    """Callback that ends a fit, and counts its calls."""
-
-    def __init__(self, n_rounds):
-        self.n_rounds, self.calls = n_rounds, []
-
-    def setup(self, estimator, context):
-        self.calls.append("setup")
-
-    def on_fit_task_begin(self, estimator, context):
-        self.calls.append(f"begin {context.task_name}")
-
-    def on_fit_task_end(self, estimator, context):
-        self.calls.append(f"end {context.task_name}")
-        return self.calls.count("end round") == self.n_rounds
-
-    def teardown(self, estimator, context):
-        self.calls.append("teardown")
 
 
 def test_a_callback_ends_the_rounds():

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 from scipy.sparse import csc_matrix, csr_array, csr_matrix
 from sklearn.callback import ScoringMonitor
-from test_ppsgd import StopAfter, table
 
 from pfl_sklearn import GaussianMean, PPSGDClassifier, PPSGDRegressor
 from pfl_sklearn._rounds.checkpoint import Checkpoint
 from pfl_sklearn.linear_model import DivergenceError
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.privacy import PrivacyLedger
+from tests.helpers.callbacks import StopAfter
+from tests.helpers.ppsgd import table
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 

@@ -1,8 +1,6 @@
 """PPSGD against exact traces of an independent implementation of the paper's experiment."""
 
-import json
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -11,9 +9,9 @@ import pytest
 from pfl_sklearn import PPSGDRegressor
 from pfl_sklearn._rounds.loop import ClientRows, Plan, Sampling, run_rounds, start
 from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd, step_sizes
+from tests.helpers.oracles import read_oracle
 
-ORACLES = Path(__file__).parents[1] / "oracles"
-CASES = json.loads((ORACLES / "ppsgd_small_exact.json").read_text())["cases"]
+CASES = read_oracle("ppsgd_small_exact")["cases"]
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c['alpha_code']}-{c['sigma']}")
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from scipy.sparse import csr_array
 from sklearn.base import clone
-from test_ppsgd import SEED, StopAfter, assert_frozen, assert_same_fit, freeze, table
 
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
 from pfl_sklearn.linear_model._ppsgd import _private as _ppsgd_private
@@ -23,6 +22,9 @@ from pfl_sklearn.privacy import (
 )
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
 from pfl_sklearn.theory import ppsgd_noise_std
+from tests.helpers.callbacks import StopAfter
+from tests.helpers.frozen import assert_frozen, freeze
+from tests.helpers.ppsgd import SEED, assert_same_fit, table
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from scipy.sparse import coo_array, csc_array, csr_array, csr_matrix, random_array
 from sklearn.base import clone
-from test_ppsgd import SEED, SIZES, StopAfter, assert_frozen, freeze, scores_of
 
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
 from pfl_sklearn.linear_model._ppsgd import _sparse as _ppsgd_sparse
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
+from tests.helpers.callbacks import StopAfter, scores_of
+from tests.helpers.frozen import assert_frozen, freeze
+from tests.helpers.ppsgd import SEED, SIZES
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 

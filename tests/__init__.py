@@ -1,0 +1,1 @@
+"""Tests of the package; the folders mirror its own."""

@@ -1,0 +1,1 @@
+"""What several tests share: tables, oracles, references. No test imports another test."""

@@ -83,7 +83,7 @@ def test_fit_with_groups_does_not_warn(kind, rows):
 def test_predict_without_groups_names_three_ways_out(kind, rows):
     X, y, groups = rows
     model = kind().fit(X, y, groups=groups)
-    with pytest.raises(ValueError, match="fitted with 6 clients") as caught:
+    with pytest.raises(ValueError, match=r"\b6 clients.*groups=") as caught:
         model.predict(X)
     for way in ("Pass groups=", "ClientColumn", "for_client(client_id)"):
         assert way in str(caught.value)
@@ -101,7 +101,7 @@ def test_groups_after_a_fit_without_are_refused(kind, rows):
     X, y, groups = rows
     with pytest.warns(SingleClientWarning):
         model = kind().fit(X, y)
-    with pytest.raises(ValueError, match="fitted without groups, as one client"):
+    with pytest.raises(ValueError, match=r"groups=.*without groups"):
         model.predict(X, groups=groups)
 
 
@@ -119,7 +119,7 @@ def test_unseen_clients_get_the_population(kind, rows):
 def test_all_unseen_warns(kind, rows):
     X, y, groups = rows
     model = kind().fit(X, y, groups=groups)
-    with pytest.warns(UnseenClientsWarning, match="all 90 rows get the population model"):
+    with pytest.warns(UnseenClientsWarning, match=r"groups.*\b90 rows.*population"):
         got = response(model, X, groups=np.char.upper(groups))
     np.testing.assert_array_equal(got, np.full(len(y), model.population_mean_))
 
@@ -133,9 +133,7 @@ def test_unseen_clients_can_be_an_error(kind, rows, container):
     )
     strange = groups.copy().astype(object)
     strange[[5, 7]] = "stranger"
-    with pytest.raises(
-        ValueError, match=r"such as 'stranger' \(2 of 90 rows\), and unseen='error'"
-    ):
+    with pytest.raises(ValueError, match=r"'stranger'.*\b2 of 90 rows.*unseen='error'"):
         response(model, X, groups=container(strange))
 
 
@@ -143,7 +141,7 @@ def test_another_kind_of_ids_is_an_error(kind, rows):
     X, y, groups = rows
     numbers = np.unique(groups, return_inverse=True)[1]
     model = kind().fit(X, y, groups=numbers)
-    with pytest.raises(ValueError, match=r"groups holds string ids .* have number ids"):
+    with pytest.raises(ValueError, match=r"groups.*string.*'0'.*number.*\b0\b"):
         response(model, X, groups=numbers.astype(str))
     np.testing.assert_array_equal(
         response(model, X, groups=numbers.astype(float)), expected_response(model, numbers)
@@ -194,10 +192,10 @@ def test_for_client_by_equal_values_of_other_types(kind, rows):
 @pytest.mark.parametrize(
     ("client", "error"),
     [
-        ("nobody", "client_id='nobody' is not one of the 6 clients"),
-        (None, "client_id contains a missing id"),
-        (pd.NA, "client_id contains a missing id"),
-        (3, r"client_id holds number ids \(such as 3\), .* string ids \(such as 'site 0'\)"),
+        ("nobody", r"client_id='nobody'.*\b6 clients"),
+        (None, r"client_id.*\bNaN\b"),
+        (pd.NA, r"client_id.*\bNaN\b"),
+        (3, r"client_id.*number.*\b3\b.*string.*'site 0'"),
     ],
 )
 def test_for_client_of_strangers(kind, rows, client, error):
@@ -219,7 +217,7 @@ def test_for_client_knows_time_zones(kind, rows):
 def test_release_without_privacy_is_refused(kind, rows):
     X, y, groups = rows
     model = kind().fit(X, y, groups=groups)
-    with pytest.raises(ValueError, match=r"unprotected values \(population_mean_.*infinite"):
+    with pytest.raises(ValueError, match=r"release.*population_mean_.*epsilon"):
         model.release()
 
 
@@ -240,7 +238,7 @@ def test_a_routed_pipeline_predicts_per_client(kind, rows):
             pipeline.predict(X, groups=groups), direct.predict(X, groups=groups)
         )
         assert pipeline.score(X, y, groups=groups) == direct.score(X, y, groups=groups)
-        with pytest.raises(ValueError, match="fitted with 6 clients"):
+        with pytest.raises(ValueError, match=r"\b6 clients.*groups="):
             pipeline.predict(X)
 
 

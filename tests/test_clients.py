@@ -178,7 +178,7 @@ def test_every_kind_matches_itself_and_only_itself(case):
     without_first = np.where(encoded.codes == 0, -1, encoded.codes - 1)
     np.testing.assert_array_equal(match_clients(groups, 6, encoded.ids[1:]), without_first)
     other = np.array([1, 2]) if kind not in "iuf" else np.array(["a", "b"])
-    with pytest.raises(ValueError, match="give them in the same type"):
+    with pytest.raises(ValueError, match=r"groups.* ids .* ids "):
         match_clients(groups, 6, other)
 
 
@@ -249,11 +249,11 @@ def test_no_rows():
         assert match_clients(nothing, 0, np.array(["a", "b"])).shape == (0,)
 
 
-MISSING = "who contains a missing id \\(None or NaN\\) in row 1"
-NOT_FINITE = "who contains NaN or infinity in row 1"
+MISSING = r"who.*None.*NaN.*row 1\b"
+NOT_FINITE = r"who.*NaN.*infinity.*row 1\b"
 BAD = {
-    "wrong length": ([1, 2], "who has 2 ids, but X has 3 rows"),
-    "wrong length of a categorical": (pd.Categorical([1, 2]), "who has 2 ids, but X has 3 rows"),
+    "wrong length": ([1, 2], r"who.*\b2 ids.*\b3 rows"),
+    "wrong length of a categorical": (pd.Categorical([1, 2]), r"who.*\b2 ids.*\b3 rows"),
     "None": ([1, None, 2], MISSING),
     "None among strings": (["a", None, "b"], MISSING),
     "NaN": (np.array([1, np.nan, 2]), NOT_FINITE),
@@ -269,35 +269,35 @@ BAD = {
     "pandas boolean": (pd.array([True, None, False]), MISSING),
     "pandas str": (pd.Series(["a", None, "b"]), MISSING),
     "categorical": (pd.Categorical(["a", None, "b"]), MISSING),
-    "categorical of infinity": (pd.Categorical([1.5, np.inf, 2]), "an infinite id in row 1"),
+    "categorical of infinity": (pd.Categorical([1.5, np.inf, 2]), r"who.*infinit.*row 1\b"),
     "polars int": (pl.Series([1, None, 2]), NOT_FINITE),
     "polars str": (pl.Series(["a", None, "b"]), MISSING),
     "polars categorical": (pl.Series(["a", None, "b"], dtype=pl.Categorical), MISSING),
     "masked": (np.ma.masked_array([1, 2, 3], mask=[0, 1, 0]), MISSING),
-    "int and str": ([1, "a", 2], r"mixes ids of different types \(int, str\)"),
-    "bool and int": ([True, 2, 3], r"mixes ids of different types \(bool, int\)"),
-    "int and float": ([1, 2.0, 3], r"mixes ids of different types \(float, int\)"),
+    "int and str": ([1, "a", 2], r"who.*\(int, str\)"),
+    "bool and int": ([True, 2, 3], r"who.*\(bool, int\)"),
+    "int and float": ([1, 2.0, 3], r"who.*\(float, int\)"),
     "date and datetime": (
         [DAYS[0], DAYS[1], TIMES[2]],
-        r"mixes ids of different types \(date, datetime\)",
+        r"who.*\(date, datetime\)",
     ),
-    "mixed categorical": (pd.Categorical([1, "a", 2]), "mixes ids of different types"),
-    "some with a zone": ([day(0), day(1), ZONED[2]], "all with a time zone or none"),
-    "tuples": ([(1,), (1, 2), (3,)], "who holds ids of type tuple; expected integers"),
-    "uuids": ([uuid.UUID(int=k) for k in range(3)], "who holds ids of type UUID"),
-    "intervals": (pd.cut(pd.Series([1.0, 2, 3]), 2), "who holds ids of type Interval"),
-    "fraction": (np.array([1, 2.5, 3]), "who holds the float id 2.5"),
-    "float above 2**53": (np.array([1, 2.0**54, 3]), "float ids must be whole numbers"),
-    "huge integers": ([1, 2**70, 3], "no 64-bit type can hold"),
-    "negative and huge": ([-1, 2**63, 3], "no 64-bit type can hold"),
-    "complex": (np.array([1j, 2, 3]), "must hold integers, strings, booleans or dates"),
-    "two columns": (np.zeros((3, 2), dtype=int), r"one client id per row.*shape \(3, 2\)"),
-    "frame of two columns": (pd.DataFrame(np.eye(3, 2)), r"shape \(3, 2\)"),
-    "row": (np.zeros((1, 3), dtype=int), r"shape \(1, 3\)"),
-    "scalar": (3, r"shape \(\)"),
-    "string": ("abc", r"shape \(\)"),
-    "set": ({1, 2, 3}, r"shape \(\)"),
-    "sparse": (sp.csr_array([[1], [2], [3]]), r"shape \(\)"),
+    "mixed categorical": (pd.Categorical([1, "a", 2]), r"who.*\(\w+, \w+\)"),
+    "some with a zone": ([day(0), day(1), ZONED[2]], r"who.*Timestamp.*time zone"),
+    "tuples": ([(1,), (1, 2), (3,)], r"who.*tuple.*integers"),
+    "uuids": ([uuid.UUID(int=k) for k in range(3)], r"who.*UUID"),
+    "intervals": (pd.cut(pd.Series([1.0, 2, 3]), 2), r"who.*Interval"),
+    "fraction": (np.array([1, 2.5, 3]), r"who.*float.*\b2\.5\b"),
+    "float above 2**53": (np.array([1, 2.0**54, 3]), r"who.*float.*1\.8014398509481984e\+16"),
+    "huge integers": ([1, 2**70, 3], r"who.*integers.*64-bit"),
+    "negative and huge": ([-1, 2**63, 3], r"who.*integers.*64-bit"),
+    "complex": (np.array([1j, 2, 3]), r"who.*complex128"),
+    "two columns": (np.zeros((3, 2), dtype=int), r"who.*\(3, 2\)"),
+    "frame of two columns": (pd.DataFrame(np.eye(3, 2)), r"who.*\(3, 2\)"),
+    "row": (np.zeros((1, 3), dtype=int), r"who.*\(1, 3\)"),
+    "scalar": (3, r"who.*\(\)"),
+    "string": ("abc", r"who.*\(\)"),
+    "set": ({1, 2, 3}, r"who.*\(\)"),
+    "sparse": (sp.csr_array([[1], [2], [3]]), r"who.*\(\)"),
 }
 
 
@@ -347,11 +347,11 @@ def test_match_is_a_dictionary_look_up(groups, seen):
 def test_match_names_both_kinds():
     with pytest.raises(
         ValueError,
-        match=r"who holds string ids \(such as '1'\), but .* fit have number ids \(such as .*1\)",
+        match=r"who.*string.*'1'.*number.*\b1\b",
     ):
         match_clients(["1", "2"], 2, np.array([1, 2]), name="who")
     for groups, known in (([True], [0, 1]), ([b"a"], ["a", "b"]), ([day(0)], [0, 1])):
-        with pytest.raises(ValueError, match="give them in the same type"):
+        with pytest.raises(ValueError, match=r"groups.* ids .* ids "):
             match_clients(groups, 1, np.array(known))
 
 
@@ -423,15 +423,15 @@ def test_split_prefers_names_to_positions():
 @pytest.mark.parametrize(
     ("table", "column", "message"),
     [
-        (FRAME, "nobody", r"'nobody' is not a column of X, which has \['a', 'id', 'b'\]"),
-        (FRAME, 3, "3 is not a column of X"),
-        (X, "id", "'id' is a name, but X is a ndarray without column names"),
-        (X, 3, "3 is out of range: X has 3 columns"),
-        (X, -4, "-4 is out of range"),
+        (FRAME, "nobody", r"'nobody'.*\['a', 'id', 'b'\]"),
+        (FRAME, 3, r"\b3\b.*\['a', 'id', 'b'\]"),
+        (X, "id", r"'id'.*ndarray"),
+        (X, 3, r"\b3\b.*\b3 columns"),
+        (X, -4, r"-4\b.*\b3 columns"),
         (X[0], 0, "Expected 2D array, got 1D array"),
-        (np.array([[1, np.nan], [2, 3]]), 1, "client column 1 contains a missing id.* in row 0"),
-        (np.array([[1, 3], [2, np.inf]]), 1, "client column 1 contains a missing id.* in row 1"),
-        (FRAME.assign(id=[1, None, 2]), "id", "client column 'id' contains a missing id.* row 1"),
+        (np.array([[1, np.nan], [2, 3]]), 1, r"column 1\b.*NaN.*row 0\b"),
+        (np.array([[1, 3], [2, np.inf]]), 1, r"column 1\b.*NaN.*row 1\b"),
+        (FRAME.assign(id=[1, None, 2]), "id", r"column 'id'.*NaN.*row 1\b"),
     ],
 )
 def test_split_of_bad_tables(table, column, message):

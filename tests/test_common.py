@@ -260,7 +260,7 @@ def test_containers_of_rows(estimator, frame):
 @every_mean
 def test_one_client_keeps_its_own_mean(estimator):
     X, y, _ = make_table(estimator)
-    with pytest.warns(SingleClientWarning, match="got no groups="):
+    with pytest.warns(SingleClientWarning, match=r"groups=.*\b44 rows"):
         model = clone(estimator).fit(X, y)
     assert model.means_ == pytest.approx([np.mean(y)])
     assert model.shrinkage_[0] == 0
@@ -319,7 +319,7 @@ def test_for_client_predicts_alone(estimator):
             response(own, X[rows]), response(model, X[rows], groups[rows])
         )
         assert _longest_array(own) <= 3  # population covariance of intercept and two slopes
-    with pytest.raises(ValueError, match="not one of the 12 clients"):
+    with pytest.raises(ValueError, match=r"client_id=99\b.*\b12 clients"):
         model.for_client(99)
 
 
@@ -353,7 +353,7 @@ def test_release_holds_no_client(estimator):
     if hasattr(model, "classes_") and hasattr(model, "population_coef_"):
         expected = expit(expected) if hasattr(model, "predict_proba") else expected > 0
     np.testing.assert_allclose(got[:, 1] if got.ndim == 2 else got, expected, rtol=1e-12)
-    with pytest.raises(NotFittedError, match="released population model"):
+    with pytest.raises(NotFittedError, match=r"population model.*\bclients_"):
         released.for_client(model.clients_[0])
 
 
@@ -361,7 +361,7 @@ def test_release_holds_no_client(estimator):
 def test_release_is_refused_without_privacy(estimator):
     X, y, groups = make_table(estimator)
     model = fit_quietly(estimator, X, y, groups=groups)
-    with pytest.raises(ValueError, match="epsilon is infinite"):
+    with pytest.raises(ValueError, match=r"release.*epsilon"):
         model.release()
 
 
@@ -414,11 +414,11 @@ def _with(values, position, value):
 
 
 BAD_ROWS = [
-    lambda X, y, g: ((X, y, g[:-1]), "groups has"),
-    lambda X, y, g: ((X, y, _with(g, 3, None)), "groups contains a missing id"),
-    lambda X, y, g: ((X, y, _with(g, 3, np.nan)), "groups contains NaN or infinity in row 3"),
-    lambda X, y, g: ((X, y, _with(g, 3, 0.5)), "float ids must be whole numbers"),
-    lambda X, y, g: ((X, y, _with(g, 3, "x")), "groups mixes ids of different types"),
+    lambda X, y, g: ((X, y, g[:-1]), r"groups.*\b\d+ ids.*\b\d+ rows"),
+    lambda X, y, g: ((X, y, _with(g, 3, None)), r"groups.*None.*NaN.*row 3\b"),
+    lambda X, y, g: ((X, y, _with(g, 3, np.nan)), r"groups.*NaN.*infinity.*row 3\b"),
+    lambda X, y, g: ((X, y, _with(g, 3, 0.5)), r"groups.*float.*\b0\.5\b"),
+    lambda X, y, g: ((X, y, _with(g, 3, "x")), r"groups.*\(int, str\)"),
     lambda X, y, g: ((X[:0], y[:0], g[:0]), "0 sample"),
     lambda X, y, g: ((X, _with(y, 2, np.nan), g), "NaN"),
     lambda X, y, g: ((X, y[:-1], g), "inconsistent numbers of samples"),
@@ -432,9 +432,9 @@ def test_predict_says_what_is_missing(estimator):
     with pytest.raises(NotFittedError):
         response(clone(estimator), X, groups)
     model = fit_quietly(estimator, X, y, groups=groups)
-    with pytest.raises(ValueError, match=r"Pass groups=.*ClientColumn.*for_client"):
+    with pytest.raises(ValueError, match=r"groups=.*ClientColumn.*for_client"):
         response(model, X)
-    with pytest.raises(ValueError, match=r"holds string ids .* number ids"):
+    with pytest.raises(ValueError, match=r"groups.*string.*'0'.*number.*\b0\b"):
         response(model, X, groups.astype(str))
     with pytest.warns(UnseenClientsWarning):
         everybody = response(model, X[:1].repeat(len(X), axis=0), groups + 100)
@@ -443,7 +443,7 @@ def test_predict_says_what_is_missing(estimator):
         response(model.set_params(unseen="error"), X, groups + 100)
     with pytest.warns(SingleClientWarning):
         alone = clone(estimator).fit(X, y)
-    with pytest.raises(ValueError, match="fitted without groups"):
+    with pytest.raises(ValueError, match=r"groups=.*without groups"):
         response(alone, X, groups)
 
 
@@ -475,7 +475,7 @@ def test_bad_weights(estimator, weights, error):
 @every_private_weighted
 def test_weights_are_refused_in_private_fits(estimator):
     X, y, groups = make_table(estimator)
-    with pytest.raises(ValueError, match="sample_weight is not supported"):
+    with pytest.raises(ValueError, match=r"sample_weight.*epsilon"):
         clone(estimator).fit(X, y, groups=groups, sample_weight=np.ones(len(y)))
 
 
@@ -545,7 +545,7 @@ def test_summary_has_a_row_per_client(estimator):
     assert (table["mean"] <= table["upper"]).all()
     wider = model.summary(level=0.99)
     assert (wider["lower"] <= table["lower"]).all()
-    with pytest.raises(ValueError, match=r"level must be in \(0, 1\)"):
+    with pytest.raises(ValueError, match=r"level.*\(0, 1\).*\b95\b"):
         model.summary(level=95)
 
 

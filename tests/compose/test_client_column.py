@@ -165,19 +165,19 @@ def test_groups_beside_the_column():
         lambda groups: model.predict(FRAME, groups=groups),
     ):
         for other in (swapped, CODES):
-            with pytest.raises(ValueError, match="groups= differs from column 'site' of X"):
+            with pytest.raises(ValueError, match=r"groups=.*'site'"):
                 call(other)
 
 
 @pytest.mark.parametrize(
     ("X", "column", "message"),
     [
-        (FRAME, "clinic", r"client column 'clinic' is not a column of X.*\['a', 'site', 'b'\]"),
-        (NUMBERS, "site", "keep a data frame up to this step"),
-        (NUMBERS, 7, "client column 7 is out of range: X has 3 columns"),
-        (FRAME.assign(site=np.where(CODES == 1, np.nan, CODES)), "site", "client column 'site'"),
-        (FRAME.assign(site=np.where(CODES == 1, None, NAMES)), "site", "client column 'site'"),
-        (FRAME.assign(site=pd.Categorical([None, *NAMES[1:]])), "site", "client column 'site'"),
+        (FRAME, "clinic", r"'clinic'.*\['a', 'site', 'b'\]"),
+        (NUMBERS, "site", r"'site'.*ndarray"),
+        (NUMBERS, 7, r"\b7\b.*\b3 columns"),
+        (FRAME.assign(site=np.where(CODES == 1, np.nan, CODES)), "site", r"'site'.*\bNaN\b"),
+        (FRAME.assign(site=np.where(CODES == 1, None, NAMES)), "site", r"'site'.*\bNaN\b"),
+        (FRAME.assign(site=pd.Categorical([None, *NAMES[1:]])), "site", r"'site'.*\bNaN\b"),
         (NUMBERS[:, :1], 0, "minimum of 2"),
     ],
 )

@@ -108,10 +108,10 @@ def test_generators_repeat_with_a_seed(make):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([1, 2], "must be a whole number or 3 of them"),
-        (2.5, "must be a whole number or 3 of them"),
-        (0, "must be at least 1; got 0"),
-        ([3, -1, 2], "must be at least 1; got -1"),
+        ([1, 2], r"n_(rows|trials).*\b3\b.*array"),
+        (2.5, r"n_(rows|trials).*\b3\b.*array"),
+        (0, r"n_(rows|trials).*\b1\b.*\b0\b"),
+        ([3, -1, 2], r"n_(rows|trials).*\b1\b.*-1"),
     ],
 )
 def test_generators_refuse_bad_sizes(make, rows, message):
@@ -120,7 +120,7 @@ def test_generators_refuse_bad_sizes(make, rows, message):
 
 
 def test_generators_refuse_bad_parameters():
-    with pytest.raises(ValueError, match=r"prior must be one of beta, normal.*; got 'gamma'"):
+    with pytest.raises(ValueError, match=r"prior.*beta.*normal.*'gamma'"):
         make_bernoulli_clients(prior="gamma")
     for outputs in (None, 2):
         with pytest.raises(ValueError, match="broadcast"):
@@ -176,8 +176,8 @@ def test_expanded_counts_fit_like_the_counts():
 @pytest.mark.parametrize(
     ("successes", "trials", "groups", "message"),
     [
-        ([3], [2], None, "successes must be between 0 and trials"),
-        ([-1], [2], None, "successes must be between 0 and trials"),
+        ([3], [2], None, r"successes.*trials"),
+        ([-1], [2], None, r"successes.*trials"),
         ([1, 2], [2], None, "inconsistent numbers of samples"),
         ([1, 2], [2, 3], ["a"], "inconsistent numbers of samples"),
     ],
@@ -208,32 +208,32 @@ def write_elections(folder, drop=()):
 
 def test_elections_that_are_not_there(tmp_path, monkeypatch):
     monkeypatch.delenv("PFL_SKLEARN_DATA", raising=False)
-    with pytest.raises(FileNotFoundError, match=f"no {FILE} in data_home or PFL_SKLEARN_DATA"):
+    with pytest.raises(FileNotFoundError, match=f"{FILE}.*data_home.*PFL_SKLEARN_DATA"):
         load_county_elections()
-    with pytest.raises(FileNotFoundError, match=f"no {FILE} in {tmp_path}: .*rep_won"):
+    with pytest.raises(FileNotFoundError, match=f"{FILE}.*{tmp_path}.*rep_won"):
         load_county_elections(tmp_path)
     monkeypatch.setenv("PFL_SKLEARN_DATA", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=f"no {FILE} in {tmp_path}"):
+    with pytest.raises(FileNotFoundError, match=f"{FILE}.*{tmp_path}"):
         load_county_elections()
 
 
 def test_elections_of_another_table(tmp_path, monkeypatch):
     write_elections(tmp_path)
-    with pytest.warns(UserWarning, match="is not the table that the documentation's figures"):
+    with pytest.warns(UserWarning, match=f"{FILE}.*documentation"):
         elections = load_county_elections(tmp_path)
     assert elections.groups.tolist() == ["01001", "01001"]
     assert elections.target.tolist() == [1, 0]
     assert elections.data.columns.tolist() == ["year"]
     assert elections.frame.columns.tolist() == ["fips", "state", "county", "year", "rep_won"]
     monkeypatch.setenv("PFL_SKLEARN_DATA", str(tmp_path))
-    with pytest.warns(UserWarning, match="is not the table"):
+    with pytest.warns(UserWarning, match=f"{FILE}.*documentation"):
         assert load_county_elections().frame.equals(elections.frame)
 
 
 @pytest.mark.filterwarnings("ignore:.*is not the table that the documentation:UserWarning")
 def test_elections_without_a_column(tmp_path):
     write_elections(tmp_path, drop=["rep_won", "in_panel"])
-    with pytest.raises(ValueError, match="lacks the columns rep_won, in_panel"):
+    with pytest.raises(ValueError, match=f"{FILE}.*rep_won, in_panel"):
         load_county_elections(tmp_path)
 
 

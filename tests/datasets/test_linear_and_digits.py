@@ -58,9 +58,9 @@ def test_regression_sizes_and_seeds():
     np.testing.assert_array_equal(clients.target, again.target)
     other = make_ppsgd_regression(3, [1, 4, 2], 6, 6, random_state=1)
     assert (clients.target != other.target).all()
-    with pytest.raises(ValueError, match="n_private_features must be from 0 to n_features=4; got"):
+    with pytest.raises(ValueError, match=r"n_private_features.*n_features=4.*\b5\b"):
         make_ppsgd_regression(3, 2, 4)
-    with pytest.raises(ValueError, match="n_rows must be at least 1; got 0"):
+    with pytest.raises(ValueError, match=r"n_rows.*\b1\b.*\b0\b"):
         make_ppsgd_regression(3, 0)
 
 
@@ -121,12 +121,12 @@ def test_digits_in_other_forms():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((0, 2), "n_clients must be a whole number of at least 1; got 0"),
-        ((2.0, 5), "n_clients must be a whole number of at least 1; got 2.0"),
-        ((20, 0), "classes_per_client must be a whole number of at least 1; got 0"),
-        ((20, 11), "classes_per_client must be at most 10; got 11"),
-        ((4, 2), r"must be at least 10, so that every digit has a client; got 4 \* 2"),
-        ((200, 10), "200 clients of 10 classes are too many: there are 174 to 183 rows per digit"),
+        ((0, 2), r"n_clients.*\b1\b.*\b0\b"),
+        ((2.0, 5), r"n_clients.*\b1\b.*\b2\.0\b"),
+        ((20, 0), r"classes_per_client.*\b1\b.*\b0\b"),
+        ((20, 11), r"classes_per_client.*\b10\b.*\b11\b"),
+        ((4, 2), r"n_clients.*classes_per_client.*\b10\b.*4 \* 2"),
+        ((200, 10), r"\b200 clients.*\b10 classes.*\b174\b.*\b183\b"),
     ],
 )
 def test_digits_refuse(given, message):

@@ -183,7 +183,7 @@ def test_private_labels_may_be_all_alike():
         model = BernoulliMean(epsilon=1.0).fit(y[:, None], y, groups=np.arange(40) // 4)
         assert model.classes_.tolist() == [0, 1]
         assert np.all(model.local_means_ == value)
-    with pytest.raises(ValueError, match="only one class: 'no'"):
+    with pytest.raises(ValueError, match=r"one class.*'no'"):
         BernoulliMean(epsilon=1.0).fit(np.zeros((4, 1)), ["no"] * 4, groups=[1, 1, 2, 2])
 
 
@@ -196,7 +196,7 @@ def test_one_private_client_keeps_its_share():
 
 
 def test_one_trial_each_says_nothing_of_the_spread_privately_either():
-    with pytest.raises(ValueError, match="every client has one trial"):
+    with pytest.raises(ValueError, match=r"one trial.*prior"):
         BernoulliMean(epsilon=1.0).fit_counts([1, 0, 1], [1, 1, 1])
 
 
@@ -267,7 +267,7 @@ def test_known_priors_release_nothing():
 
 
 def test_one_bit_warns():
-    with pytest.warns(PrivacyWarning, match="no information on the spread"):
+    with pytest.warns(PrivacyWarning, match="mechanism='one_bit'"):
         BernoulliMean(epsilon=1.0, mechanism="one_bit", method="printed").fit_counts(
             [3, 4, 5, 6], [9, 9, 9, 9]
         )
@@ -290,7 +290,7 @@ def test_one_bit_probabilities_are_probabilities():
 
 def test_a_grid_too_coarse_for_many_trials_warns():
     clients = make_bernoulli_clients(200, 100_000, random_state=0)
-    with pytest.warns(UserWarning, match="n_points=201 is too coarse for clients with up to 1000"):
+    with pytest.warns(UserWarning, match=r"n_points=201\b.*\b100000\b"):
         BernoulliMean("grid").fit_counts(clients.successes, clients.trials)
     BernoulliMean(GridPrior(n_points=5001)).fit_counts(clients.successes[:5], clients.trials[:5])
 
@@ -334,19 +334,22 @@ ROWS = (np.zeros((6, 1)), np.array([0, 1, 1, 0, 0, 1]), np.array([1, 1, 1, 2, 2,
 @pytest.mark.parametrize(
     ("params", "error"),
     [
-        ({"prior": GaussianPrior()}, "does not go with BernoulliMean"),
-        ({"prior": BetaPrior(alpha=1.0)}, "needs both alpha and beta or neither"),
+        ({"prior": GaussianPrior()}, r"prior=GaussianPrior\(\).*BernoulliMean"),
+        ({"prior": BetaPrior(alpha=1.0)}, r"BetaPrior.*alpha=1.0, beta=None"),
         ({"prior": BetaPrior(alpha=-1.0, beta=1.0)}, "'alpha' parameter of BetaPrior"),
-        ({"prior": GridPrior(n_points=3, weights=[1, 1, 1])}, "weights of GridPrior must be 3"),
-        ({"prior": "grid", "method": "moments"}, "method='moments' does not go with GridPrior"),
-        ({"epsilon": 1.0, "method": "moments"}, "expected 'ml'"),
-        ({"epsilon": 1.0, "mechanism": "one_bit"}, "expected 'printed' or 'printed_eq32'"),
-        ({"epsilon": 1.0, "prior": "grid", "mechanism": "two_bit"}, "expected another prior"),
-        ({"epsilon": 1.0, "trust": "central"}, "delta must be above 0"),
-        ({"epsilon": 1.0, "mechanism": "gaussian"}, "needs trust='central'"),
+        ({"prior": GridPrior(n_points=3, weights=[1, 1, 1])}, r"weights.*GridPrior.*\b3\b"),
+        ({"prior": "grid", "method": "moments"}, r"method='moments'.*GridPrior"),
+        ({"epsilon": 1.0, "method": "moments"}, r"method='moments'.*BetaPrior.*'ml'"),
+        ({"epsilon": 1.0, "mechanism": "one_bit"}, r"'one_bit'.*'printed'.*'printed_eq32'"),
+        (
+            {"epsilon": 1.0, "prior": "grid", "mechanism": "two_bit"},
+            r"GridPrior.*mechanism='two_bit'.*prior",
+        ),
+        ({"epsilon": 1.0, "trust": "central"}, r"delta.*trust='central'.*\b0\b"),
+        ({"epsilon": 1.0, "mechanism": "gaussian"}, r"mechanism='gaussian'.*trust='central'"),
         (
             {"epsilon": 1.0, "trust": "central", "mechanism": "two_bit", "delta": 0.1},
-            "mechanism='two_bit' is local",
+            r"mechanism='two_bit'.*trust='central'",
         ),
     ],
 )
@@ -363,15 +366,15 @@ def test_bad_parameters(params, error):
 @pytest.mark.parametrize(
     ("successes", "trials", "error"),
     [
-        ([4], [3], "successes must not exceed trials; row 0 has 4 successes in 3 trials"),
-        ([-1], [3], "successes must not be negative"),
-        ([0], [0], "trials must be at least 1"),
-        ([0.5], [3], "successes must hold whole numbers"),
-        ([1], [3.5], "trials must hold whole numbers"),
+        ([4], [3], r"successes.*row 0\b.*\b4\b.*\b3\b"),
+        ([-1], [3], r"successes.*-1"),
+        ([0], [0], r"trials.*\b1\b.*row 0\b.*\b0 trials"),
+        ([0.5], [3], r"successes.*\b0\.5"),
+        ([1], [3.5], r"trials.*\b3\.5"),
         ([1, 2], [3], "inconsistent numbers"),
         ([np.nan], [3], "successes contains NaN"),
-        ([1, 0, 1], [1, 1, 1], "every client has one trial"),
-        ([1e300, 1], [1e300, 2], r"trials must be at most 2\*\*53"),
+        ([1, 0, 1], [1, 1, 1], r"one trial.*prior"),
+        ([1e300, 1], [1e300, 2], r"trials.*2\*\*53.*1e\+300"),
     ],
 )
 def test_bad_counts(successes, trials, error):
@@ -396,11 +399,9 @@ def test_bad_labels(y, error):
 
 
 def test_fractional_weights_and_unequal_trials():
-    with pytest.raises(ValueError, match=r"sample_weight must hold whole numbers .* got 0.5"):
+    with pytest.raises(ValueError, match=r"sample_weight.*\b0\.5"):
         BernoulliMean().fit(ROWS[0], ROWS[1], groups=ROWS[2], sample_weight=np.full(6, 0.5))
     unequal = BernoulliMean(epsilon=1.0, mechanism="subset_selection")
-    with pytest.raises(
-        ValueError, match="same number of trials, at most 500, for every client; got 2 to 3"
-    ):
+    with pytest.raises(ValueError, match=r"\b500\b.*\b2\b.*\b3\b.*'two_bit'"):
         unequal.fit_counts([1, 2], [2, 3])
     assert not hasattr(clone(unequal), "clients_")

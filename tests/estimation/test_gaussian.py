@@ -61,7 +61,7 @@ def test_limits_of_the_prior_variance():
     np.testing.assert_allclose(infinite.stds_, local.stds_)
     assert infinite.population_mean_ == pytest.approx(local.population_mean_)
     assert (infinite.icc_, infinite.population_mean_std_) == (1.0, math.inf)
-    with pytest.raises(ValueError, match="covariance must be finite when means are released"):
+    with pytest.raises(ValueError, match=r"covariance.*\binf"):
         fit(clients, prior=GaussianPrior(covariance=math.inf), epsilon=1.0, clip_norm=1.0)
     own = [clients.target[clients.groups == k].mean() for k in range(6)]
     np.testing.assert_allclose(local.means_, own, atol=1e-10)
@@ -154,7 +154,7 @@ def test_intervals_cover():
 
 def test_one_row_per_client_needs_the_noise_variance():
     y = np.arange(5.0)
-    with pytest.raises(ValueError, match=r"every client has one row \(n_samples = 5\)"):
+    with pytest.raises(ValueError, match=r"one row.*n_samples = 5\b.*noise_variance"):
         GaussianMean().fit(y[:, None], y, groups=y)
     model = GaussianMean(noise_variance=0.5).fit(y[:, None], y, groups=y)
     assert model.prior_.covariance[0, 0] == pytest.approx(y.var(ddof=1) - 0.5, rel=1e-6)
@@ -163,34 +163,43 @@ def test_one_row_per_client_needs_the_noise_variance():
 @pytest.mark.parametrize(
     ("params", "error"),
     [
-        ({"epsilon": 1.0}, "clip_norm must be given when epsilon is finite"),
-        ({"epsilon": 1.0, "clip_norm": 1.0, "delta": 0.0}, "delta must be above 0"),
+        ({"epsilon": 1.0}, r"clip_norm.*epsilon"),
+        ({"epsilon": 1.0, "clip_norm": 1.0, "delta": 0.0}, r"delta.*\b0\b"),
         (
             {"epsilon": 1.0, "clip_norm": 1.0, "mechanism": "quantizer", "n_bits": 2},
-            "claims no privacy and cannot go with epsilon=1.0",
+            r"mechanism='quantizer'.*epsilon=1\.0",
         ),
-        ({"mechanism": "quantizer", "clip_norm": 1.0, "noise_variance": 1.0}, "n_bits must be"),
-        ({"mechanism": "quantizer", "n_bits": 2, "noise_variance": 1.0}, "clip_norm must be"),
-        ({"mechanism": "quantizer", "n_bits": 2, "clip_norm": 1.0}, "noise_variance must be"),
+        (
+            {"mechanism": "quantizer", "clip_norm": 1.0, "noise_variance": 1.0},
+            r"n_bits.*mechanism='quantizer'.*None",
+        ),
+        (
+            {"mechanism": "quantizer", "n_bits": 2, "noise_variance": 1.0},
+            r"clip_norm.*mechanism='quantizer'.*None",
+        ),
+        (
+            {"mechanism": "quantizer", "n_bits": 2, "clip_norm": 1.0},
+            r"noise_variance.*mechanism='quantizer'.*None",
+        ),
         ({"mechanism": "quantizer", "n_bits": 0}, "'n_bits' parameter"),
         ({"clip_norm": 0.0}, "'clip_norm' parameter"),
         (
             {"epsilon": 1.0, "clip_norm": 1.0, "center": [1.0, 2.0]},
-            r"center must be finite, a number or of shape \(1,\)",
+            r"center.*\(1,\).*\[1\.0, 2\.0\]",
         ),
         ({"noise_variance": -1.0}, "'noise_variance' parameter"),
-        ({"noise_variance": [1.0, 2.0]}, r"noise_variance must be .* shape \(1,\)"),
-        ({"prior": BetaPrior()}, "does not go with GaussianMean"),
-        ({"prior": GaussianPrior(covariance=-1.0)}, "covariance of GaussianPrior must be non-neg"),
-        ({"prior": GaussianPrior(covariance=math.nan)}, "covariance of GaussianPrior must be"),
-        ({"prior": GaussianPrior(mean=[1.0, 2.0])}, "mean of GaussianPrior must be"),
+        ({"noise_variance": [1.0, 2.0]}, r"noise_variance.*\(1,\).*\[1\.0, 2\.0\]"),
+        ({"prior": BetaPrior()}, r"prior=BetaPrior\(\).*GaussianMean"),
+        ({"prior": GaussianPrior(covariance=-1.0)}, r"covariance.*GaussianPrior.*-1\.0"),
+        ({"prior": GaussianPrior(covariance=math.nan)}, r"covariance.*GaussianPrior.*\bnan\b"),
+        ({"prior": GaussianPrior(mean=[1.0, 2.0])}, r"mean.*GaussianPrior.*\[1\.0, 2\.0\]"),
         (
             {"prior": GaussianPrior(covariance_type="full")},
-            "covariance_type='full' does not go with",
+            r"covariance_type='full'.*GaussianMean",
         ),
         (
             {"prior": GaussianPrior(covariance_type="diag"), "epsilon": 1.0, "clip_norm": 1.0},
-            "needs a known covariance and noise_variance",
+            r"covariance_type='diag'.*epsilon.*noise_variance",
         ),
     ],
 )

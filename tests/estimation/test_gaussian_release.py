@@ -140,7 +140,7 @@ def test_values_outside_the_ball_are_pulled_in_for_the_others_only():
 
 def test_a_noise_variance_that_drowns_leaves_local_means():
     clients = make_gaussian_clients(18, 5, random_state=0)
-    with pytest.warns(UserWarning, match="drowns in the privacy noise"):
+    with pytest.warns(UserWarning, match=r"noise_variance.*clip_norm.*epsilon"):
         model = fit(clients, epsilon=0.5, clip_norm=5.0)
     np.testing.assert_array_equal(model.means_, model.local_means_)
     np.testing.assert_array_equal(model.shrinkage_, 0)
@@ -193,7 +193,7 @@ def test_a_chance_noise_variance_is_not_trusted():
     """Two clients at epsilon .5: whatever is drawn, the largest possible sum would drown."""
     for seed in range(300):
         clients = make_gaussian_clients(2, 6, random_state=seed)
-        with pytest.warns(UserWarning, match="drowns"):
+        with pytest.warns(UserWarning, match=r"noise_variance.*clip_norm.*epsilon"):
             model = GaussianMean(epsilon=0.5, clip_norm=3.0, random_state=seed).fit(
                 clients.data, clients.target, groups=clients.groups
             )
@@ -229,7 +229,7 @@ def test_quantizer():
 @pytest.mark.parametrize("n_bits", [1, 2, 3])
 def test_coarse_rounding_hides_the_spread(n_bits):
     clients = paper_clients(100)
-    with pytest.raises(ValueError, match=f"n_bits={n_bits} is too coarse"):
+    with pytest.raises(ValueError, match=rf"n_bits={n_bits}\b.*covariance"):
         fit(clients, mechanism="quantizer", clip_norm=0.6, n_bits=n_bits, noise_variance=0.25)
 
 

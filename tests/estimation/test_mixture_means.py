@@ -54,7 +54,7 @@ def test_theorem_5_by_hand():
     assert model.icc_ == pytest.approx(0.21 / 0.71)
     mean, std = model.predict(np.zeros((1, 1)), groups=["b"], return_std=True)
     assert (mean[0], std[0]) == (model.means_[1], model.stds_[1])
-    with pytest.warns(UserWarning, match="None of the clients"):
+    with pytest.warns(UserWarning, match=r"\bgroups\b.*\b1 row"):
         mean, std = model.predict(np.zeros((1, 1)), groups=["new"], return_std=True)
     assert mean[0] == pytest.approx(0.3)
     assert std[0] == pytest.approx(math.sqrt(0.21))
@@ -199,7 +199,7 @@ def test_one_client_keeps_its_mean(prior):
     assert model.shrinkage_ == pytest.approx([0.0])
     assert model.stds_[0] == pytest.approx(math.sqrt(np.var(y, ddof=1) / 6))
     assert math.isnan(model.icc_)
-    with pytest.warns(UserWarning, match="None of the clients"):
+    with pytest.warns(UserWarning, match=r"\bgroups\b.*\b1 row"):
         assert math.isnan(model.predict([[0]], groups=[9], return_std=True)[1][0])
 
 
@@ -246,25 +246,37 @@ def test_rounding_makes_no_values_different(prior):
     sizes = rng.integers(1, 6, 60)
     groups = np.repeat(np.arange(60), sizes)
     y = rng.choice([-2.0, 2.0], 60)[groups]
-    with pytest.raises(ValueError, match="at least 3 clients with different values; got 2"):
+    with pytest.raises(ValueError, match=r"n_components=3\b.*\b2\b"):
         fit(y, groups, prior)
 
 
 @pytest.mark.parametrize(
     ("params", "error"),
     [
-        ({"prior": "discrete", "method": "moments"}, "method='moments' does not go with Discrete"),
-        ({"prior": "gaussian_mixture", "method": "printed"}, "'printed' does not go with Gaussian"),
-        ({"method": "printed"}, "method='printed' does not go with GaussianPrior"),
-        ({"prior": DiscretePrior("bic"), "method": "printed"}, "n_components='bic' does not go"),
-        ({"prior": DiscretePrior(9)}, "n_components=9 needs at least 9 clients .* got 5"),
+        ({"prior": "discrete", "method": "moments"}, r"method='moments'.*DiscretePrior"),
+        (
+            {"prior": "gaussian_mixture", "method": "printed"},
+            r"method='printed'.*GaussianMixturePrior",
+        ),
+        ({"method": "printed"}, r"method='printed'.*GaussianPrior"),
+        (
+            {"prior": DiscretePrior("bic"), "method": "printed"},
+            r"n_components='bic'.*method='printed'",
+        ),
+        ({"prior": DiscretePrior(9)}, r"n_components=9\b.*\b5\b"),
         (
             {"prior": DiscretePrior(9), "method": "printed"},
-            "n_components=9 needs at least 9 clients .* got 5",
+            r"n_components=9\b.*\b5\b",
         ),
-        ({"prior": "discrete", "noise_variance": [1.0, 2.0]}, "noise_variance must be the same"),
-        ({"prior": DiscretePrior(2, points=[[1.0], [2.0]], weights=[0.5, 0.5])}, "points .* shape"),
-        ({"prior": GaussianMixturePrior(2, weights=[0.5, 0.5])}, "without means takes neither"),
+        ({"prior": "discrete", "noise_variance": [1.0, 2.0]}, r"noise_variance.*\[1\.0, 2\.0\]"),
+        (
+            {"prior": DiscretePrior(2, points=[[1.0], [2.0]], weights=[0.5, 0.5])},
+            r"points.*DiscretePrior.*\(2, 1\)",
+        ),
+        (
+            {"prior": GaussianMixturePrior(2, weights=[0.5, 0.5])},
+            r"GaussianMixturePrior.*weights=\[0\.5, 0\.5\]",
+        ),
     ],
 )
 def test_bad_parameters(params, error):

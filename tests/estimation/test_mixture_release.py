@@ -75,7 +75,7 @@ def test_central_trust_at_small_epsilon():
 def test_a_thousand_clients_need_a_larger_epsilon(prior):
     y, groups, theta, noise = make_groups(1000, seed=1)
     assert mse(fit(y, groups, prior, noise, epsilon=4.0, clip_norm=2.0).means_, theta) < 0.05
-    with pytest.warns(UserWarning, match="released clusters do not help"):
+    with pytest.warns(UserWarning, match=r"clusters.*epsilon.*clip_norm"):
         model = fit(y, groups, prior, noise, epsilon=0.1, clip_norm=2.0)
     assert is_local(model)
     np.testing.assert_array_equal(model.shrinkage_, 0.0)
@@ -159,14 +159,14 @@ def test_local_trust_with_enough_epsilon():
     assert np.mean((model.means_[:, 0] - theta) ** 2) < 0.5 * np.mean((own - theta) ** 2)
     bic = fit(y, groups, DiscretePrior("bic"), noise, epsilon=10.0, clip_norm=1.8, trust="local")
     assert bic.prior_.n_components == 2
-    with pytest.warns(UserWarning, match="reports do not show the groups"):
+    with pytest.warns(UserWarning, match=r"BIC.*epsilon.*prior='gaussian'"):
         assert is_local(fit(y, groups, prior, noise, epsilon=0.1, clip_norm=2.0, trust="local"))
 
 
 def test_one_point_for_everybody_is_not_believed():
     """BIC may take one point; a spread that the reports show speaks against it."""
     y, groups, _, noise = make_groups(4000, 2, 1, spread=0.5)
-    with pytest.warns(UserWarning, match="reports do not show the groups"):
+    with pytest.warns(UserWarning, match=r"BIC.*epsilon.*prior='gaussian'"):
         model = fit(y, groups, DiscretePrior(1), noise, epsilon=8.0, clip_norm=2.0, trust="local")
     assert is_local(model)
 
@@ -267,21 +267,21 @@ def test_the_noise_that_is_drawn_spends_the_budget(monkeypatch):
 @pytest.mark.parametrize(
     ("prior", "params", "error"),
     [
-        ("discrete", {"noise_variance": None}, "noise_variance must be given when means are rel"),
-        (DiscretePrior("bic"), {}, "n_components='bic' does not go"),
+        ("discrete", {"noise_variance": None}, r"noise_variance.*None"),
+        (DiscretePrior("bic"), {}, r"n_components='bic'.*trust='central'"),
         (
             "discrete",
             {"method": "printed", "trust": "local"},
-            "method='printed' is for epsilon=inf",
+            r"method='printed'.*epsilon=inf",
         ),
-        (GaussianMixturePrior(covariance_type="full"), {}, "covariance_type='full' cannot be rel"),
+        (GaussianMixturePrior(covariance_type="full"), {}, r"covariance_type='full'.*'spherical'"),
         (
             GaussianMixturePrior(2, means=[[0.0, 0.0], [1.0, 1.0]]),
             {"trust": "local"},
-            "with means and without weights or covariances cannot be released",
+            r"means.*weights.*covariances",
         ),
-        ("discrete", {"clip_norm": None}, "clip_norm must be given"),
-        ("discrete", {"delta": 0.0}, "delta must be above 0"),
+        ("discrete", {"clip_norm": None}, r"clip_norm.*epsilon"),
+        ("discrete", {"delta": 0.0}, r"delta.*\b0\b"),
     ],
 )
 def test_refused_releases(prior, params, error):

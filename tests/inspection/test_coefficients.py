@@ -329,21 +329,25 @@ def other_clients():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: (Ridge().fit([[0.0], [1.0]], [0, 1]), {}), ValueError, "got Ridge"),
+        (lambda: (Ridge().fit([[0.0], [1.0]], [0, 1]), {}), ValueError, r"\bRidge\b"),
         (lambda: (PersonalizedLinearRegression(), {}), NotFittedError, "not fitted"),
-        (lambda: (fitted()[0], {"feature": "weight"}), ValueError, "none of 'intercept', 'dose'"),
-        (lambda: (fitted()[0], {"feature": 2}), ValueError, "feature=2, but the model has 2 feat"),
-        (lambda: (fitted()[0], {"feature": []}), ValueError, "at least one coefficient"),
-        (lambda: (fitted(fit_intercept=False)[0], {}), ValueError, "'intercept' is none of 'dose'"),
-        (lambda: (fitted()[0], {"level": 95}), ValueError, r"level must be in \(0, 1\); got 95"),
-        (lambda: (fitted()[0], {"kind": "bars"}), ValueError, "kind must be .*; got 'bars'"),
-        (lambda: (fitted()[0], {"truth": [1.0]}), ValueError, r"shape \(8,\); got \(1,\)"),
+        (
+            lambda: (fitted()[0], {"feature": "weight"}),
+            ValueError,
+            r"'weight'.*'intercept', 'dose', 'age'",
+        ),
+        (lambda: (fitted()[0], {"feature": 2}), ValueError, r"feature=2\b.*\b2 features"),
+        (lambda: (fitted()[0], {"feature": []}), ValueError, r"feature.*empty"),
+        (lambda: (fitted(fit_intercept=False)[0], {}), ValueError, r"'intercept'.*'dose', 'age'"),
+        (lambda: (fitted()[0], {"level": 95}), ValueError, r"level.*\(0, 1\).*\b95\b"),
+        (lambda: (fitted()[0], {"kind": "bars"}), ValueError, r"kind.*'bars'"),
+        (lambda: (fitted()[0], {"truth": [1.0]}), ValueError, r"truth.*\(8,\).*\(1,\)"),
         (
             lambda: (fitted()[0], {"feature": [0, 1], "truth": np.zeros(8)}),
             ValueError,
-            "one column per feature, 2; got the shape",
+            r"truth.*\b2\b.*\(8,\)",
         ),
-        (lambda: (fitted()[0], {"local": other_clients()}), ValueError, "lacks the client 'c0000'"),
+        (lambda: (fitted()[0], {"local": other_clients()}), ValueError, r"local.*'c0000'"),
     ],
 )
 def test_what_cannot_be_plotted(make, error, message):
@@ -356,7 +360,7 @@ def test_what_cannot_be_plotted(make, error, message):
 def test_axes_have_to_be_as_many_as_features():
     model, _ = fitted()
     _, axes = plt.subplots(1, 2)
-    with pytest.raises(ValueError, match="one axes per feature, 1; got 2"):
+    with pytest.raises(ValueError, match=r"\bax\b.*\b1\b.*\b2\b"):
         CoefficientDisplay.from_estimator(model, ax=axes)
 
 
@@ -365,7 +369,7 @@ def test_a_feature_called_intercept_is_taken_by_index():
     model = PersonalizedLinearRegression().fit(
         X.rename(columns={"age": "intercept"}), y, groups=groups
     )
-    with pytest.raises(ValueError, match="ambiguous"):
+    with pytest.raises(ValueError, match="feature='intercept'"):
         CoefficientDisplay.from_estimator(model)
     lines = lines_of(CoefficientDisplay.from_estimator(model, feature=1).ax_)
     np.testing.assert_array_equal(lines["personalized"][:, 0], np.sort(model.coef_[:, 1]))
@@ -397,7 +401,7 @@ def test_logistic_models():
             levels["personalized"][:, 0], np.sort(several.intercept_[:, output])
         )
         assert levels["population"][0, 0] == several.population_intercept_[output]
-    with pytest.raises(ValueError, match="output=3, but the model has 3 classes"):
+    with pytest.raises(ValueError, match=r"output=3\b.*\b3 classes"):
         CoefficientDisplay.from_estimator(several, output=3)
     lines = lines_of(ShrinkageDisplay.from_estimator(binary, local=binary, feature=1).ax_)
     np.testing.assert_array_equal(lines["local"], lines["personalized"])

@@ -120,7 +120,7 @@ def test_best_of_the_other_parameters():
     both = np.max([curve.score for curve in two.curves], axis=0)
     np.testing.assert_array_equal(one.curves[0].score, both)
     for line in ("gamma", "epsilon"):
-        with pytest.raises(ValueError, match="line must name one parameter"):
+        with pytest.raises(ValueError, match=r"\bline\b.*\['alpha', 'learning_rate'\]"):
             PrivacyAccuracyDisplay.from_search(search, line=line)
 
 
@@ -186,7 +186,7 @@ def test_what_has_no_privacy_is_drawn_without(around):
 
 def test_candidates_that_do_not_compare():
     search = searched(PPSGD, {"epsilon": [1.0], "delta": [1e-5, 1e-6]}, refit=False)
-    with pytest.raises(ValueError, match="differ in unit, relation or delta"):
+    with pytest.raises(ValueError, match=r"unit.*relation.*delta.*1e-06.*1e-05"):
         PrivacyAccuracyDisplay.from_search(search)
 
 
@@ -194,7 +194,7 @@ def test_what_is_no_search(by_alpha):
     X, y, _ = table()
     with pytest.raises(NotFittedError):
         PrivacyAccuracyDisplay.from_search(GridSearchCV(PPSGD, {"alpha": [1.0]}))
-    with pytest.raises(ValueError, match="must be a fitted search"):
+    with pytest.raises(ValueError, match=r"search.*mean_test_score.*Ridge"):
         PrivacyAccuracyDisplay.from_search(Ridge().fit(X, y))
     with pytest.raises(ValueError, match="mean_test_accuracy"):
         PrivacyAccuracyDisplay.from_search(by_alpha, metric="accuracy")
@@ -216,13 +216,13 @@ def test_scores_of_ones_own():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"epsilon": [1.0, 1.0]}, "epsilon must differ"),
-        ({"epsilon": [-1.0, 1.0]}, "at least 0"),
-        ({"epsilon": [math.nan, 1.0]}, "at least 0"),
-        ({"score": [0.5]}, "score must have the shape"),
-        ({"lines": ["a"]}, "one label for every score"),
-        ({"spread": [[0.1, 0.1]]}, "spread must have the shape"),
-        ({"relation": "zero_out"}, "relation must be"),
+        ({"epsilon": [1.0, 1.0]}, r"epsilon.*line"),
+        ({"epsilon": [-1.0, 1.0]}, r"epsilon.*negative"),
+        ({"epsilon": [math.nan, 1.0]}, r"epsilon.*negative"),
+        ({"score": [0.5]}, r"score.*epsilon.*\(1,\)"),
+        ({"lines": ["a"]}, r"lines.*\b1\b"),
+        ({"spread": [[0.1, 0.1]]}, r"spread.*epsilon.*\(1, 2\)"),
+        ({"relation": "zero_out"}, r"relation.*'zero_out'"),
     ],
 )
 def test_bad_scores(change, message):

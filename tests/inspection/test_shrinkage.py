@@ -106,7 +106,7 @@ def test_kind_can_be_chosen():
     assert "no shrinkage" in lines_of(ShrinkageDisplay.from_estimator(few, kind="points").ax_)
     rows = ShrinkageDisplay.from_estimator(many, kind="rows")
     assert len(rows.ax_.get_yticklabels()) == 61
-    with pytest.raises(ValueError, match="kind must be 'auto', 'rows' or 'points'; got 'bars'"):
+    with pytest.raises(ValueError, match=r"kind.*'auto', 'rows' or 'points'.*'bars'"):
         ShrinkageDisplay.from_estimator(few, kind="bars")
 
 
@@ -222,15 +222,15 @@ def test_tall_figures_stay_drawable():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: (Ridge().fit([[0.0], [1.0]], [0, 1]), {}), ValueError, "got Ridge"),
+        (lambda: (Ridge().fit([[0.0], [1.0]], [0, 1]), {}), ValueError, r"\bRidge\b"),
         (lambda: (GaussianMean(), {}), NotFittedError, "not fitted"),
-        (lambda: (fitted(5)[0], {"truth": [1.0, 2.0]}), ValueError, r"shape \(5,\); got \(2,\)"),
+        (lambda: (fitted(5)[0], {"truth": [1.0, 2.0]}), ValueError, r"truth.*\(5,\).*\(2,\)"),
         (
             lambda: (fitted(5)[0], {"truth": pd.Series(1.0, index=range(1, 6))}),
             ValueError,
-            "the index of truth lacks the client",
+            r"index.*truth.*\b0\b",
         ),
-        (lambda: (fitted(5)[0], {"level": 95}), ValueError, r"level must be in \(0, 1\)"),
+        (lambda: (fitted(5)[0], {"level": 95}), ValueError, r"level.*\(0, 1\).*\b95\b"),
     ],
 )
 def test_what_cannot_be_plotted(make, error, message):
@@ -245,7 +245,7 @@ def test_a_released_model_has_nothing_to_plot():
     clients = make_gaussian_clients(50, 5, random_state=0)
     model = GaussianMean(epsilon=1.0, clip_norm=4.0, noise_variance=1.0)
     model.fit(clients.data, clients.target, groups=clients.groups)
-    with pytest.raises(NotFittedError, match="released population model"):
+    with pytest.raises(NotFittedError, match=r"GaussianMean.*means_"):
         ShrinkageDisplay.from_estimator(model.release())
 
 
@@ -253,9 +253,9 @@ def test_what_belongs_to_linear_models():
     means, _ = fitted(5)
     clients = make_gaussian_clients(5, 5, random_state=0)
     lines = PersonalizedLinearRegression().fit(clients.data, clients.target, groups=clients.groups)
-    with pytest.raises(ValueError, match="keeps no local coefficients; give local="):
+    with pytest.raises(ValueError, match=r"local=.*PersonalizedLinearRegression"):
         ShrinkageDisplay.from_estimator(lines, feature=0)
     for given in ({"feature": 0}, {"local": lines}):
-        with pytest.raises(ValueError, match="belong to linear models; GaussianMean has"):
+        with pytest.raises(ValueError, match=r"feature.*local.*GaussianMean"):
             ShrinkageDisplay.from_estimator(means, **given)
     assert plt.get_fignums() == []

@@ -69,17 +69,17 @@ def test_a_covariance_among_the_columns():
 @pytest.mark.parametrize(
     ("random", "fit_intercept", "names", "message"),
     [
-        (["dosis"], True, NAMES, r"random holds 'dosis', .* one of the features \['age', 'sex'"),
-        ("dosis", True, NAMES, "random holds 'dosis'"),
-        ([3], True, NAMES, "random holds the index 3, but X has 3 features"),
-        ([-1], True, NAMES, "random holds the index -1"),
-        ([True], True, NAMES, "random holds True"),
-        ([1.0], True, NAMES, "random holds 1.0"),
-        ([None], True, NAMES, "random holds None"),
-        ([], True, NAMES, "random must name at least one coefficient; got an empty list"),
-        ("intercept", False, NAMES, "random has 'intercept', but fit_intercept=False"),
-        (["intercept", "age"], False, NAMES, "random has 'intercept', but fit_intercept=False"),
-        (["intercept"], True, ["intercept", "b", "c"], "ambiguous: X has a feature of that name"),
+        (["dosis"], True, NAMES, r"random.*'dosis'.*'intercept'.*\['age', 'sex'"),
+        ("dosis", True, NAMES, r"random.*'dosis'"),
+        ([3], True, NAMES, r"random.*\bindex 3\b.*\b3 features"),
+        ([-1], True, NAMES, r"random.*index -1\b"),
+        ([True], True, NAMES, r"random.*\bTrue\b"),
+        ([1.0], True, NAMES, r"random.*\b1\.0\b"),
+        ([None], True, NAMES, r"random.*\bNone\b"),
+        ([], True, NAMES, r"random.*empty list"),
+        ("intercept", False, NAMES, r"random.*'intercept'.*fit_intercept=False"),
+        (["intercept", "age"], False, NAMES, r"random.*'intercept'.*fit_intercept=False"),
+        (["intercept"], True, ["intercept", "b", "c"], r"random='intercept'.*\bX\b"),
     ],
 )
 def test_bad_names(random, fit_intercept, names, message):
@@ -98,5 +98,5 @@ def test_names_of_containers():
     assert feature_names(pl.DataFrame({name: [1.0] for name in NAMES})) == NAMES
     assert feature_names(pd.DataFrame(X)) == ["0", "1", "2"]
     assert feature_names(X) is None
-    with pytest.raises(TypeError, match=r"only some are strings: \['age', 1, 'dose'\]"):
+    with pytest.raises(TypeError, match=r"strings.*\['age', 1, 'dose'\]"):
         feature_names(pd.DataFrame(X, columns=["age", 1, "dose"]))

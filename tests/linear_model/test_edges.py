@@ -82,21 +82,21 @@ def test_clients_that_are_alike_raise_no_warnings(prior, target):
 @pytest.mark.parametrize("floor", [1e-8, 0.01])
 def test_printed_descent_that_goes_astray_says_so(params, floor):
     model = PersonalizedLinearRegression(solver="gd", variance_floor=floor, **params)
-    with pytest.raises(ValueError, match=r"solver='gd' diverged after \d+ iterations at learning"):
+    with pytest.raises(ValueError, match=r"solver='gd'.*learning_rate=0\.\d+.*variance_floor"):
         model.fit(X, Y, groups=GROUPS)
 
 
 def test_a_printed_mixture_needs_its_clients():
     model = PersonalizedLinearRegression("discrete", method="printed")
-    with pytest.raises(ValueError, match="n_components=2 of DiscretePrior needs at least as many"):
+    with pytest.raises(ValueError, match=r"n_components=2\b.*DiscretePrior.*\b1\b"):
         model.fit(X, Y, groups=np.zeros(len(Y), int))
 
 
 def test_no_posterior_is_said_by_name():
     model = PersonalizedLinearRegression("laplace").fit(X, Y, groups=GROUPS)
-    with pytest.raises(AttributeError, match="there is no posterior"):
+    with pytest.raises(AttributeError, match=r"posterior.*prior='laplace'.*method='reml'"):
         model.coef_std_  # noqa: B018
-    with pytest.raises(ValueError, match="return_std=True needs a posterior"):
+    with pytest.raises(ValueError, match=r"return_std=True.*prior='laplace'"):
         model.predict(X[:1], groups=[0], return_std=True)
 
 

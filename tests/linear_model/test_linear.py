@@ -361,7 +361,7 @@ def test_infinite_variance_is_linear_regression_client_by_client(fit_intercept):
         np.testing.assert_allclose(model.coef_[k], own.coef_, atol=1e-9)
         assert model.intercept_[k] == pytest.approx(own.intercept_, abs=1e-9)
     np.testing.assert_array_equal(model.shrinkage_, 0.0)
-    with pytest.warns(UserWarning, match="None of the clients"):
+    with pytest.warns(UserWarning, match=r"\bgroups\b.*\b1 row"):
         assert np.isinf(model.predict(X[:1], groups=[99], return_std=True)[1])
 
 
@@ -576,7 +576,7 @@ def test_another_prior_leaves_nothing_of_an_earlier_fit():
     model = PersonalizedLinearRegression(GaussianMixturePrior()).fit(X, y, groups=codes)
     model.set_params(prior=LaplacePrior(scale=1.0)).fit(X, y, groups=codes)
     assert not hasattr(model, "responsibilities_")
-    with pytest.raises(ValueError, match="return_std=True needs a posterior"):
+    with pytest.raises(ValueError, match=r"return_std=True.*prior=LaplacePrior\(scale=1\.0\)"):
         model.predict(X, groups=codes, return_std=True)
 
 
@@ -726,85 +726,93 @@ BAD = {
     "one row each": (
         {},
         (X, Y, SINGLES),
-        "every one of the 48 clients has one row, so the noise variance cannot be told from the "
-        "variance between clients; give noise_variance, or a prior with a known covariance",
+        r"\b48 clients.*one row.*noise_variance.*covariance",
     ),
-    "one row each, intercepts": ({"random": "intercept"}, (X, Y, SINGLES), "clients has one row"),
+    "one row each, intercepts": (
+        {"random": "intercept"},
+        (X, Y, SINGLES),
+        r"\b48 clients.*one row.*noise_variance",
+    ),
     "constant column": (
         gaussian(covariance_type="full"),
         (FRAME.assign(one=3.0), Y, CODES),
-        "the column 'one' is constant over all rows, so its coefficient cannot vary by client "
-        "beside the intercept's; leave it out of random or of X",
+        r"'one'.*random",
     ),
     "column of zeros": (
         {**gaussian(covariance_type="diag"), "fit_intercept": False},
         (X * [1, 0], Y, CODES),
-        "the column 'x1' is constant",
+        r"'x1'.*random",
     ),
     "few clients": (
         gaussian(covariance_type="full"),
         (X, Y, CODES // 6),
-        "covariance_type='full' needs at least as many clients as random coefficients; got 2 "
-        "clients and 3 coefficients. Use 'diag' or 'spherical', or fewer in random",
+        r"covariance_type='full'.*\b2 clients\b.*\b3 coefficients.*'diag'.*'spherical'",
     ),
     "NaN in X": ({}, (with_value(X, np.nan), Y, CODES), "Input X contains NaN"),
     "infinite X": ({}, (with_value(X, np.inf), Y, CODES), "Input X contains infinity"),
     "NaN in y": ({}, (X, with_value(Y, np.nan), CODES), "Input y contains NaN"),
     "infinite y": ({}, (X, with_value(Y, -np.inf), CODES), "Input y contains infinity"),
-    "huge X": ({}, (1e200 * X, Y, CODES), "X holds values too large to be squared"),
-    "huge y": ({}, (X, 1e200 * Y, CODES), "y holds values too large to be squared"),
+    "huge X": ({}, (1e200 * X, Y, CODES), r"\bX\b.*1e150"),
+    "huge y": ({}, (X, 1e200 * Y, CODES), r"\by\b.*1e150"),
     "one dimension": ({}, (X[:, 0], Y, CODES), "Expected 2D array, got 1D array"),
     "two targets": ({}, (X, np.column_stack([Y, Y]), CODES), "y should be a 1d array"),
     "no column": ({}, (X[:, :0], Y, CODES), "0 feature"),
     "unknown name": (
         {"random": ["dosis"]},
         (FRAME, Y, CODES),
-        r"random holds 'dosis', which is neither 'intercept' nor one of the features \['age', 'd",
+        r"random.*'dosis'.*'intercept'.*\['age', 'dose'\]",
     ),
-    "unknown index": ({"random": [2]}, (X, Y, CODES), "random holds the index 2, but X has 2"),
+    "unknown index": ({"random": [2]}, (X, Y, CODES), r"random.*\bindex 2\b.*\b2 features"),
     "no intercept": (
         {"random": "intercept", "fit_intercept": False},
         (X, Y, CODES),
-        "random has 'intercept', but fit_intercept=False",
+        r"random.*'intercept'.*fit_intercept=False",
     ),
-    "nothing random": ({"random": []}, (X, Y, CODES), "random must name at least one"),
+    "nothing random": ({"random": []}, (X, Y, CODES), r"random.*empty list"),
     "mixed column names": (
         {},
         (FRAME.set_axis(["age", 1], axis=1), Y, CODES),
-        r"X has column names of which only some are strings: \['age', 1\]; give strings throughout",
+        r"strings.*\['age', 1\]",
     ),
-    "other prior": ({"prior": "beta"}, (X, Y, CODES), "prior='beta' does not go with Personal"),
-    "singular prior": (gaussian(covariance=-1.0), (X, Y, CODES), "must be non-negative"),
+    "other prior": (
+        {"prior": "beta"},
+        (X, Y, CODES),
+        r"prior='beta'.*PersonalizedLinearRegression",
+    ),
+    "singular prior": (
+        gaussian(covariance=-1.0),
+        (X, Y, CODES),
+        r"covariance.*GaussianPrior.*-1\.0",
+    ),
     "not symmetric": (
         gaussian(covariance=np.triu(np.ones((3, 3)))),
         (X, Y, CODES),
-        "must be symmetric, finite and positive semi-definite",
+        r"covariance.*GaussianPrior.*symmetric.*\[\[1\.0, 1\.0, 1\.0\]",
     ),
     "partly infinite": (
         gaussian(covariance=[1.0, np.inf, 1.0]),
         (X, Y, CODES),
-        "may only be infinite on its whole diagonal",
+        r"covariance.*GaussianPrior.*diagonal.*\binf\b",
     ),
     "mean of the wrong length": (
         gaussian(mean=[1.0, 2.0]),
         (X, Y, CODES),
-        r"mean of GaussianPrior must be finite, a number or of shape \(3,\)",
+        r"mean.*GaussianPrior.*\(3,\).*\[1\.0, 2\.0\]",
     ),
     "covariance of the wrong length": (
         {**gaussian(covariance=np.eye(3)), "random": [0]},
         (X, Y, CODES),
-        r"must be non-negative, a number or of shape \(1,\)",
+        r"covariance.*GaussianPrior.*\(1,\).*array",
     ),
     "spectral": (
         {**gaussian(covariance_type="full"), "solver": "spectral"},
         (X, Y, CODES),
-        "solver='spectral' needs one variance for all random coefficients; got a prior with "
-        "covariance_type='full'",
+        r"solver='spectral'.*covariance_type='full'",
     ),
     "printed": (
         {"method": "printed"},
         (X, Y, CODES),
-        "method='printed' with solver='auto' does not go with GaussianPrior; expected one of",
+        r"method='printed'.*solver='auto'.*GaussianPrior.*reml/auto",
     ),
     "no noise": ({"noise_variance": 0.0}, (X, Y, CODES), "'noise_variance' parameter .* must be"),
     "no iteration": ({"max_iter": 0}, (X, Y, CODES), "'max_iter' parameter"),
@@ -838,7 +846,7 @@ def test_a_search_that_is_cut_off_says_what_to_do(covariance_type):
     model = PersonalizedLinearRegression(
         GaussianPrior(covariance_type=covariance_type), max_iter=1, tol=1e-9
     )
-    message = r"did not converge in \d+ iterations \(max_iter=1, tol=1e-09\). Raise max_iter, or"
+    message = r"PersonalizedLinearRegression.*max_iter=1, tol=1e-09.*covariance_type"
     with pytest.warns(ConvergenceWarning, match=message):
         model.fit(*table()[:2], groups=table()[2])
 

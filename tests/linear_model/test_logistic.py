@@ -528,7 +528,7 @@ def test_integration_needs_the_spread_for_new_clients():
     model.predict_proba(X, groups=np.zeros(len(y), int), integrate=True)
     with (
         pytest.warns(UnseenClientsWarning),
-        pytest.raises(ValueError, match="a fit of one client does not tell it"),
+        pytest.raises(ValueError, match=r"integrate=True.*variance between clients"),
     ):
         model.predict_proba(X, groups=np.ones(len(y), int), integrate=True)
 
@@ -565,7 +565,7 @@ def test_predictions_agree_with_one_another(n_classes):
         atol=1e-12,
     )
     np.testing.assert_array_equal(alone.coef_std_[0], model.coef_std_[3])
-    with pytest.raises(ValueError, match="epsilon is infinite"):
+    with pytest.raises(ValueError, match=r"release.*population_coef_.*epsilon"):
         model.release()
 
 
@@ -647,7 +647,7 @@ def test_separated_classes_get_a_finite_answer_and_a_warning(n_classes, known):
     X, _, groups = make_clients()
     y = np.searchsorted(np.quantile(X[:, 0], np.arange(1, n_classes) / n_classes), X[:, 0])
     prior = GaussianPrior(covariance=1.0) if known else GaussianPrior()
-    with pytest.warns(SeparationWarning, match="A combination of the features separates"):
+    with pytest.warns(SeparationWarning, match=r"separate.*\b2\.5\b"):
         model = fit((X, y, groups), prior=prior)
     assert np.abs(model.coef_).max() < 50
     assert np.isfinite(model.population_coef_std_).all()
@@ -682,7 +682,7 @@ def test_overlapping_classes_get_no_prior():
 def test_clients_of_one_class_each():
     X, _, groups = make_clients()
     y = groups % 2
-    with pytest.warns(SeparationWarning, match="No client has rows of two classes"):
+    with pytest.warns(SeparationWarning, match=r"two classes.*\b2\.5\b"):
         model = fit((X, y, groups), random="intercept")
     assert 1 < model.prior_.covariance[0, 0] ** 0.5 < 20
     assert np.isfinite(model.coef_).all()
@@ -727,7 +727,7 @@ def test_searches_and_pipelines():
 
 def test_too_few_iterations_are_said():
     with pytest.warns(
-        ConvergenceWarning, match=r"did not converge in 1 iterations .* Raise max_iter"
+        ConvergenceWarning, match=r"PersonalizedLogisticRegression.*max_iter=1, tol=1e-06"
     ):
         fit(make_clients(), max_iter=1)
 
@@ -741,39 +741,47 @@ ROWS = make_clients()
         (
             lambda X, y, g: (X, y, np.arange(len(y))),
             {},
-            r"every one of the \d+ clients has one row",
+            r"\b373 clients.*one row.*covariance",
         ),
-        (lambda X, y, g: (X, 0 * y, g), {}, "the data contains only one class: 0"),
+        (lambda X, y, g: (X, 0 * y, g), {}, r"one class.*\b0\b"),
         (lambda X, y, g: (X, y + 0.5 * X[:, 0], g), {}, "Unknown label type"),
         (lambda X, y, g: (np.where(X > 2, np.inf, X), y, g), {}, "infinity"),
         (lambda X, y, g: (np.where(X > 2, np.nan, X), y, g), {}, "NaN"),
-        (lambda X, y, g: (X, y, g), {"random": ["dose"]}, "random holds 'dose'"),
-        (lambda X, y, g: (X, y, g), {"random": [2]}, "index 2, but X has 2 features"),
+        (lambda X, y, g: (X, y, g), {"random": ["dose"]}, r"random.*'dose'"),
+        (lambda X, y, g: (X, y, g), {"random": [2]}, r"random.*\bindex 2\b.*\b2 features"),
         (
             lambda X, y, g: (X, y, g),
             {"random": "intercept", "fit_intercept": False},
-            "fit_intercept=False",
+            r"random.*'intercept'.*fit_intercept=False",
         ),
         (
             lambda X, y, g: (X * [1, 0] + [0, 3], y, g),
             {"prior": GaussianPrior(covariance_type="diag")},
-            "the column 'x1' is constant over all rows",
+            r"'x1'.*random",
         ),
         (
             lambda X, y, g: (X, y, g % 2),
             {"prior": GaussianPrior(covariance_type="full")},
-            "at least as many clients as random coefficients; got 2 clients and 3",
+            r"covariance_type='full'.*\b2 clients.*\b3\b",
         ),
-        (lambda X, y, g: (X, y, g), {"prior": BetaPrior()}, "does not go with"),
+        (
+            lambda X, y, g: (X, y, g),
+            {"prior": BetaPrior()},
+            r"prior=BetaPrior\(\).*PersonalizedLogisticRegression",
+        ),
         (
             lambda X, y, g: (X, y, g),
             {"prior": GaussianPrior(covariance=np.inf)},
-            "covariance of GaussianPrior must be finite for PersonalizedLogisticRegression",
+            r"covariance.*GaussianPrior.*PersonalizedLogisticRegression.*\binf\b",
         ),
-        (lambda X, y, g: (X, y, g), {"prior": GaussianPrior([1.0, 2.0])}, r"of shape \(3,\)"),
+        (
+            lambda X, y, g: (X, y, g),
+            {"prior": GaussianPrior([1.0, 2.0])},
+            r"mean.*GaussianPrior.*\(3,\).*\[1\.0, 2\.0\]",
+        ),
         (lambda X, y, g: (X, y, g), {"max_iter": 0}, "'max_iter' parameter"),
         (lambda X, y, g: (X, y, g), {"tol": 0.0}, "'tol' parameter"),
-        (lambda X, y, g: (X, y, g[:-1]), {}, "groups has"),
+        (lambda X, y, g: (X, y, g[:-1]), {}, r"groups.*\b372 ids.*\b373 rows"),
     ],
 )
 def test_bad_input(change, params, error):

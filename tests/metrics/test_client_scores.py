@@ -230,11 +230,11 @@ def test_two_outputs_and_other_containers():
 @pytest.mark.parametrize(
     ("estimator", "error", "message"),
     [
-        (Ridge().fit(X, Y), ValueError, "Ridge knows no clients"),
+        (Ridge().fit(X, Y), ValueError, r"Ridge.*client-aware"),
         (
             TransformedTargetRegressor(GaussianMean()).fit(X, Y, groups=NAMES),
             ValueError,
-            "TransformedTargetRegressor knows no clients",
+            r"TransformedTargetRegressor.*client-aware",
         ),
         (GaussianMean(), NotFittedError, "not fitted"),
     ],
@@ -247,9 +247,9 @@ def test_estimators_without_clients(estimator, error, message):
 
 
 def test_bad_groups_and_scores():
-    with pytest.raises(ValueError, match="groups has 3 ids"):
+    with pytest.raises(ValueError, match=r"groups.*\b3 ids.*\b90 rows"):
         client_scores(MODEL, X, Y, groups=NAMES[:3], scoring=MSE)
-    with pytest.raises(ValueError, match="holds number ids"):
+    with pytest.raises(ValueError, match=r"groups.*number.*\b0\b.*'site 00'"):
         client_scores(MODEL, X, Y, groups=GROUPS, scoring=MSE)
     with pytest.raises(ValueError, match="nonsense"):
         client_scores(MODEL, X, Y, groups=NAMES, scoring="nonsense")
@@ -257,7 +257,7 @@ def test_bad_groups_and_scores():
 
 def test_known_clients():
     np.testing.assert_array_equal(known_clients(MODEL), np.unique(NAMES))
-    with pytest.raises(ValueError, match="knows no clients"):
+    with pytest.raises(ValueError, match=r"GaussianMean.*client-aware"):
         released = GaussianMean(epsilon=1e6, clip_norm=50.0, noise_variance=4.0)
         known_clients(released.fit(X, Y, groups=NAMES).release())
 

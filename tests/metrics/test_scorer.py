@@ -102,10 +102,10 @@ def test_subsets(average, subset):
 
 
 def test_subsets_without_rows():
-    with pytest.raises(ValueError, match="there are no rows of new clients to score"):
+    with pytest.raises(ValueError, match=r"rows.*new clients"):
         ClientScorer(MSE, subset="new")(MODEL, X, Y, groups=GROUPS)
     strangers = GROUPS + 100
-    with pytest.raises(ValueError, match="there are no rows of known clients to score"):
+    with pytest.raises(ValueError, match=r"rows.*known clients"):
         ClientScorer(MSE, subset="known")(MODEL, X, Y, groups=strangers)
 
 
@@ -118,7 +118,7 @@ def test_clients_of_one_class():
             scorer = ClientScorer("roc_auc", average=average)
             assert scorer(model, X, LABELS, groups=GROUPS) == pytest.approx(expected, rel=1e-12)
     one = GROUPS == 0
-    with pytest.raises(ValueError, match="not defined for any client"):
+    with pytest.raises(ValueError, match=r"'roc_auc'.*defined"):
         ClientScorer("roc_auc", average="macro")(model, X[one], LABELS[one], groups=np.arange(3))
 
 
@@ -164,7 +164,7 @@ def test_sample_weight():
         got = ClientScorer(MSE, subset=subset)(model, X, Y, groups=GROUPS, sample_weight=weight)
         expected = -mean_squared_error(Y[rows], predicted[rows], sample_weight=weight[rows])
         assert got == pytest.approx(expected, rel=1e-12)
-    with pytest.raises(ValueError, match="sample_weight is supported for average='micro' only"):
+    with pytest.raises(ValueError, match=r"sample_weight.*average='micro'"):
         ClientScorer(MSE, average="macro")(MODEL, X, Y, groups=GROUPS, sample_weight=weight)
 
 
@@ -291,7 +291,7 @@ def test_plain_estimators_get_macro_scores():
         clients = np.unique(GROUPS[test])
         by_fold.append(per_client(squared_loss, Y[test], predicted, clients, GROUPS[test]).mean())
     np.testing.assert_allclose(result["test_score"], by_fold)
-    with pytest.raises(ValueError, match="Ridge knows no clients"):
+    with pytest.raises(ValueError, match=r"Ridge.*client-aware"):
         ClientScorer(MSE, subset="known")(ridge, X, Y, groups=GROUPS)
 
 
@@ -357,19 +357,21 @@ def test_targets_and_ids_in_other_containers():
 
 def test_groups_must_come_from_somewhere():
     for scorer in (ClientScorer(MSE, average="macro"), ClientScorer(MSE, subset="known")):
-        with pytest.raises(ValueError, match=r"needs groups= .*enable_metadata_routing=True"):
+        with pytest.raises(
+            ValueError, match=r"groups=.*enable_metadata_routing=True.*client_column="
+        ):
             scorer(MODEL, X, Y)
-    with pytest.raises(ValueError, match="fitted with 6 clients"):
+    with pytest.raises(ValueError, match=r"\b6 clients.*groups="):
         ClientScorer(MSE)(MODEL, X, Y)
-    with pytest.raises(ValueError, match="'site' is a name, but X is a ndarray"):
+    with pytest.raises(ValueError, match=r"'site'.*ndarray"):
         ClientScorer(MSE, client_column="site")(MODEL, X, Y)
 
 
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"average": "mean"}, "average must be 'micro', 'macro', a callable or None; got 'mean'"),
-        ({"subset": "old"}, "subset must be one of all, known, new; got 'old'"),
+        ({"average": "mean"}, r"average.*'micro', 'macro'.*'mean'"),
+        ({"subset": "old"}, r"subset.*all, known, new.*'old'"),
         ({"scoring": "nonsense"}, "nonsense"),
     ],
 )
@@ -437,7 +439,7 @@ def test_scores_of_every_client_by_name():
     assert found == table["score"].to_dict()
     known = ClientScorer("r2", average=None, subset="known")(model, X, y, groups=groups)
     assert list(known) == ["a", "b"]
-    with pytest.raises(ValueError, match="needs groups="):
+    with pytest.raises(ValueError, match=r"average=None.*groups=.*client_column="):
         scorer(model, X, y)
 
 

@@ -311,7 +311,7 @@ def test_noise_multipliers_are_calibrated():
     assert plan.params["noise_multiplier"] == pytest.approx(1.0, abs=2e-3)
     assert plan.params["epsilon"] == math.inf
     assert plan.relation == "add_remove"
-    with pytest.raises(ValueError, match=r"all candidates must spend the same.*n_rounds=50"):
+    with pytest.raises(ValueError, match=r"param_distributions.*n_rounds=50"):
         plan_selection(select(Rounds(), {"n_rounds": [200, 50]}, holdout=(X, Y)))
 
 
@@ -527,7 +527,7 @@ def test_nothing_of_the_other_trials_is_kept():
 
 def test_a_seed_repeats_and_is_warned_of():
     search = select(random_state=3)
-    with pytest.warns(PrivacyWarning, match="reproduce the noise") as found:
+    with pytest.warns(PrivacyWarning, match="random_state") as found:
         first, second = (fitted(clone(search)) for _ in range(2))
     assert len(found) == 2  # one for each fit, however many trials it has
     assert first.privacy_.noise_reproducible
@@ -590,7 +590,7 @@ def test_ledger_has_one_entry(tmp_path):
     assert ledger.total() == pytest.approx(2.0, rel=1e-6)
     with pytest.raises(BudgetExceeded):
         fitted(clone(search))
-    with pytest.raises(ValueError, match="ledger of the estimator would count every trial"):
+    with pytest.raises(ValueError, match=r"ledger.*PrivateSelectCV"):
         fitted(select(clone(MEAN).set_params(ledger=ledger)))
     assert len(ledger.entries) == 1
 
@@ -643,9 +643,7 @@ def test_groups_are_routed_and_searches_warn():
     )
     with (
         sklearn.config_context(enable_metadata_routing=True),
-        pytest.warns(
-            PrivacyWarning, match="GridSearchCV fits this private PrivateSelectCV 5 times"
-        ),
+        pytest.warns(PrivacyWarning, match=r"GridSearchCV.*PrivateSelectCV.*\b5\b"),
     ):
         search.fit(X, Y, groups=GROUPS)
     assert search_cost(search).n_fits == 5
@@ -701,9 +699,9 @@ def test_rounds_of_ppsgd():
     assert 0.999 * 2.0 < spent <= 2.0
     assert (model.privacy_.epsilon, model.privacy_.relation) == (2.0, "add_remove")
     assert model.best_params_.keys() == params.keys()
-    with pytest.raises(ValueError, match="all candidates must spend the same"):
+    with pytest.raises(ValueError, match=r"param_distributions.*(client_fraction|relation|unit)="):
         fitted(select(rounds, {"client_fraction": [0.1, 0.2]}))
-    with pytest.raises(ValueError, match="checkpoint of the estimator must be None"):
+    with pytest.raises(ValueError, match=r"checkpoint.*None.*'rounds\.npz'"):
         fitted(select(clone(rounds).set_params(checkpoint="rounds.npz"), params))
 
 
@@ -712,7 +710,7 @@ def test_infinite_epsilon_is_a_random_search():
     assert model.privacy_.epsilon == math.inf
     assert model.trial_params_ == {}
     assert "epsilon=inf was asked for" in model.privacy_.warnings[0]
-    with pytest.raises(ValueError, match="epsilon is infinite"):
+    with pytest.raises(ValueError, match=r"release.*GaussianMean.*epsilon"):
         model.release()
     ridge = PrivateSelectCV(Ridge(), {"alpha": [0.1, 1.0]}).fit(X, Y)
     assert ridge.privacy_.epsilon == math.inf
@@ -734,12 +732,20 @@ def test_what_fits_several_times_is_refused(tmp_path):
     ):
         params = {"estimator__estimator__noise_variance": [1.0]}
         search = select(estimator, params, client_column=0, ledger=ledger)
-        with pytest.raises(ValueError, match="has no parameters epsilon and delta"):
+        with pytest.raises(
+            ValueError, match=r"(BaggingRegressor|GridSearchCV).*epsilon and delta.*epsilon=2\.0"
+        ):
             fitted(search, table, groups=None)
     bounded = column.estimator
     for estimator, error in (
-        (GridSearchCV(bounded, {"clip_norm": [1.0, 2.0]}, cv=2), "a trial fits several times"),
-        (BaggingRegressor(bounded, n_estimators=5), "BaggingRegressor states no privacy"),
+        (
+            GridSearchCV(bounded, {"clip_norm": [1.0, 2.0]}, cv=2),
+            r"fits.*epsilon.*\binf\b.*\b2\.0\b",
+        ),
+        (
+            BaggingRegressor(bounded, n_estimators=5),
+            r"BaggingRegressor.*epsilon.*\binf\b.*\b2\.0\b",
+        ),
     ):
         nested = select(ClientColumn(column, 0), {"estimator": [column, estimator]}, ledger=ledger)
         with pytest.raises(ValueError, match=error):
@@ -757,7 +763,7 @@ def test_callbacks_are_refused(tmp_path):
         (make_pipeline(FunctionTransformer(), watched), {}),
         (make_pipeline(FunctionTransformer(), rounds), {"ppsgdregressor": [rounds, watched]}),
     ):
-        with pytest.raises(ValueError, match="callbacks of the estimator would see"):
+        with pytest.raises(ValueError, match=r"callbacks.*epsilon=2\.0\b"):
             fitted(select(estimator, params, ledger=ledger))
     assert ledger.entries == []
 
@@ -782,19 +788,34 @@ PPSGD = PPSGDRegressor(n_rounds=3, learning_rate=0.1, clip_norm=1.0)
 @pytest.mark.parametrize(
     ("estimator", "params", "options", "error"),
     [
-        (PPSGD, {"learning_rate": [0.1, "auto"]}, {}, "learning_rate='auto' looks at the data"),
+        (PPSGD, {"learning_rate": [0.1, "auto"]}, {}, r"learning_rate='auto'.*'theory'"),
         (
             PPSGD,
             {"alpha": [0.0, 1.0], "clip_norm": [1.0, None]},
             {},
-            "clip_norm must be given when noise is added",
+            r"clip_norm.*epsilon.*noise_multiplier",
         ),
         (PPSGD, {"batch_size": [1, 0]}, {}, "The 'batch_size' parameter"),
         (PPSGD, {"clip_norm": [1.0, -1.0]}, {}, "The 'clip_norm' parameter"),
         (BOUNDED, {"noise_variance": [1.0, -1.0]}, {}, "The 'noise_variance' parameter"),
-        (make_pipeline(FunctionTransformer(), BOUNDED), LEARNT, {}, "learns without noise"),
-        (MEAN, CLIPS, {"scoring": "neg_log_loss"}, "needs predict_proba, which GaussianMean"),
-        (MEAN, CLIPS, {"scoring": "roc_auc", "holdout": (X, Y > 0)}, "or predict_proba, which"),
+        (
+            make_pipeline(FunctionTransformer(), BOUNDED),
+            LEARNT,
+            {},
+            r"'functiontransformer' \(StandardScaler\).*\binf\b.*\b2\.0\b",
+        ),
+        (
+            MEAN,
+            CLIPS,
+            {"scoring": "neg_log_loss"},
+            r"scoring='neg_log_loss'.*predict_proba.*GaussianMean",
+        ),
+        (
+            MEAN,
+            CLIPS,
+            {"scoring": "roc_auc", "holdout": (X, Y > 0)},
+            r"scoring='roc_auc'.*predict_proba.*GaussianMean",
+        ),
     ],
 )
 def test_candidates_that_cannot_be_run_cost_nothing(estimator, params, options, error, tmp_path):
@@ -841,32 +862,35 @@ BAD = [
     ({"distribution": "fixed"}, "The 'distribution' parameter"),
     ({"epsilon": 0.0}, "The 'epsilon' parameter"),
     ({"score_share": 1.0}, "The 'score_share' parameter"),
-    ({"delta": 0.0}, "delta must be above 0"),
+    ({"delta": 0.0}, r"delta.*epsilon.*\b0\b"),
     ({"holdout": [X, Y]}, "The 'holdout' parameter"),
-    ({"holdout": (X,)}, "holdout must be a tuple"),
+    ({"holdout": (X,)}, r"holdout.*\(X, y, groups\)"),
     ({"holdout": (X, Y[:-1])}, "inconsistent numbers of samples"),
     ({"scoring": "nonsense"}, "scoring"),
-    ({"score_range": (1.0, 0.0)}, "score_range must be a pair"),
-    ({"score_range": (0.0, math.inf)}, "score_range must be a pair"),
-    ({"score_range": None}, "scores of the clients' own rows need bounds"),
-    ({"param_distributions": {"epsilon": [1.0]}}, "may not contain 'epsilon'"),
-    ({"param_distributions": {"delta": [1.0]}}, "may not contain 'delta'"),
-    ({"param_distributions": {"random_state": [1]}}, "may not contain 'random_state'"),
-    ({"param_distributions": {"clipping": [1.0]}}, "names 'clipping', which is no parameter"),
-    ({"param_distributions": {"clip_norm": []}}, "must be a list with at least one value"),
-    ({"param_distributions": {"clip_norm": 3.0}}, "must be a list with at least one value"),
-    ({"param_distributions": [3]}, "must be a dict of lists"),
+    ({"score_range": (1.0, 0.0)}, r"score_range.*\(1\.0, 0\.0\)"),
+    ({"score_range": (0.0, math.inf)}, r"score_range.*\(0\.0, inf\)"),
+    ({"score_range": None}, r"score_range.*scoring='neg_mean_squared_error'.*holdout="),
+    ({"param_distributions": {"epsilon": [1.0]}}, r"param_distributions.*'epsilon'"),
+    ({"param_distributions": {"delta": [1.0]}}, r"param_distributions.*'delta'"),
+    ({"param_distributions": {"random_state": [1]}}, r"param_distributions.*'random_state'"),
+    (
+        {"param_distributions": {"clipping": [1.0]}},
+        r"param_distributions.*'clipping'.*GaussianMean",
+    ),
+    ({"param_distributions": {"clip_norm": []}}, r"param_distributions\['clip_norm'\].*\[\]"),
+    ({"param_distributions": {"clip_norm": 3.0}}, r"param_distributions\['clip_norm'\].*3\.0"),
+    ({"param_distributions": [3]}, r"param_distributions.*dict.*\[3\]"),
     ({"param_distributions": {"trust": ["central", "local"]}}, None),
-    ({"epsilon": 0.005, "holdout": (X, Y)}, "epsilon=0.005 is too small for expected_trials=10"),
+    ({"epsilon": 0.005, "holdout": (X, Y)}, r"epsilon=0\.005.*expected_trials=10\b.*\b0\.01025\b"),
     (
         {"estimator": Ridge(), "param_distributions": {}},
-        "Ridge has no parameters epsilon and delta",
+        r"Ridge.*epsilon and delta.*epsilon=2\.0",
     ),
     (
         {"estimator": make_pipeline(StandardScaler(), MEAN), "param_distributions": {}},
-        "step 'standardscaler' .* learns from the data without noise",
+        r"'standardscaler' \(StandardScaler\).*epsilon=2\.0",
     ),
-    ({"param_distributions": {"mechanism": ["quantizer"]}}, "quantizer"),
+    ({"param_distributions": {"mechanism": ["quantizer"]}}, "mechanism='quantizer'.*epsilon=2.0"),
 ]
 
 
@@ -885,18 +909,20 @@ def test_units_and_relations_may_not_vary():
         GaussianPrior(covariance=1.0), noise_variance=1.0, feature_bound=3.0, target_bound=3.0
     )
     for params in ({"unit": ["client", "row"]}, {"relation": ["replace_one", "add_remove"]}):
-        with pytest.raises(ValueError, match="all candidates must spend the same"):
+        with pytest.raises(
+            ValueError, match=r"param_distributions.*(client_fraction|relation|unit)="
+        ):
             fitted(select(line, params))
     by_row = line.set_params(unit="row", relation="add_remove")
-    with pytest.raises(ValueError, match="needs holdout"):
+    with pytest.raises(ValueError, match=r"unit='row'.*relation='add_remove'.*holdout="):
         fitted(select(by_row, {"method": ["reml"]}))
 
 
 def test_bad_rows_leave_nothing_fitted():
     model = select()
     for data, y, groups, error in (
-        (X[:5], Y[:5], np.arange(5), "no client has two rows"),
-        (X, Y, GROUPS[:-1], "groups has"),
+        (X[:5], Y[:5], np.arange(5), r"two rows.*\b5 clients.*holdout="),
+        (X, Y, GROUPS[:-1], r"groups.*\b1199 ids.*\b1200 rows"),
         (X, np.where(np.arange(len(Y)) == 3, np.nan, Y), GROUPS, "NaN"),
         (X, None, GROUPS, "requires y"),
     ):
@@ -907,7 +933,7 @@ def test_bad_rows_leave_nothing_fitted():
 
 def test_a_trial_that_raises_leaves_nothing():
     model = select(params={"noise_variance": [1.0], "center": [[1.0, 2.0]]})
-    with pytest.raises(ValueError, match="center"):
+    with pytest.raises(ValueError, match=r"clip_norm.*center"):
         fitted(model)
     assert not [name for name in vars(model) if name.endswith("_")]
 

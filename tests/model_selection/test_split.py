@@ -39,7 +39,7 @@ def as_lists(splits):
 def test_folds_are_a_partition_and_even(sizes, n_splits, seed):
     X, groups = rows_of(sizes, seed)
     if n_splits > len(groups):
-        with pytest.raises(ValueError, match=f"n_splits={n_splits} is above the number of rows"):
+        with pytest.raises(ValueError, match=rf"n_splits={n_splits}\b.*rows"):
             splits_of(ClientKFold(n_splits), X, groups)
         return
     splits = splits_of(ClientKFold(n_splits, random_state=seed), X, groups)
@@ -204,15 +204,17 @@ class TestBoth:
             assert as_lists(by_column.split(table, self.y)) == expected
             given = self.groups if column == 1 else names
             assert as_lists(by_column.split(table, self.y, groups=given)) == expected
-            with pytest.raises(ValueError, match="differs from column"):
+            with pytest.raises(ValueError, match=r"groups=.*('site'|\b1\b)"):
                 next(by_column.split(table, self.y, groups=given[::-1]))
 
     def test_groups_are_needed_and_checked(self, splitter):
-        with pytest.raises(ValueError, match=r"'groups' parameter should not be None.*client_col"):
+        with pytest.raises(
+            ValueError, match=r"'groups' parameter should not be None.*client_column"
+        ):
             next(splitter.split(self.X, self.y))
-        with pytest.raises(ValueError, match="groups has 21 ids, but X has 22 rows"):
+        with pytest.raises(ValueError, match=r"groups.*\b21 ids.*\b22 rows"):
             next(splitter.split(self.X, self.y, groups=self.groups[1:]))
-        with pytest.raises(ValueError, match="groups contains NaN or infinity in row 0"):
+        with pytest.raises(ValueError, match=r"groups.*\bNaN\b.*row 0\b"):
             next(splitter.split(self.X, self.y, groups=np.r_[np.nan, self.groups[1:]]))
 
     def test_repr_and_names_of_ids(self, splitter):
@@ -228,22 +230,22 @@ class TestBoth:
 @pytest.mark.parametrize(
     ("splitter", "message"),
     [
-        (ClientKFold(1), "n_splits must be a whole number of at least 2; got 1"),
-        (ClientKFold(2.0), "n_splits must be a whole number of at least 2; got 2.0"),
-        (ClientKFold("5"), "n_splits must be a whole number"),
-        (ClientKFold(7), "n_splits=7 is above the number of rows, 6"),
-        (ClientShuffleSplit(0), "n_splits must be a whole number of at least 1; got 0"),
-        (ClientShuffleSplit(test_size=0), r"test_size must be in \(0, 1\); got 0"),
-        (ClientShuffleSplit(test_size=1), r"test_size must be in \(0, 1\); got 1"),
-        (ClientShuffleSplit(test_size=np.nan), r"test_size must be in \(0, 1\); got nan"),
-        (ClientShuffleSplit(test_size="half"), r"test_size must be in \(0, 1\); got 'half'"),
-        (ClientShuffleSplit(test_size=None), r"test_size must be in \(0, 1\); got None"),
-        (ClientShuffleSplit(new_clients=-0.1), r"new_clients must be in \[0, 1\); got -0.1"),
-        (ClientShuffleSplit(new_clients=1.0), r"new_clients must be in \[0, 1\); got 1.0"),
-        (ClientShuffleSplit(new_clients="one"), r"new_clients must be in \[0, 1\); got 'one'"),
-        (ClientKFold(2, stratify=True), "stratify=True needs y"),
-        (ClientShuffleSplit(stratify=True), "stratify=True needs y"),
-        (ClientKFold(2, client_column="id"), "client column 'id' is a name, but X is a ndarray"),
+        (ClientKFold(1), r"n_splits.*\b2\b.*\b1\b"),
+        (ClientKFold(2.0), r"n_splits.*\b2\b.*\b2\.0\b"),
+        (ClientKFold("5"), r"n_splits.*\b2\b.*'5'"),
+        (ClientKFold(7), r"n_splits=7\b.*\b6\b"),
+        (ClientShuffleSplit(0), r"n_splits.*\b1\b.*\b0\b"),
+        (ClientShuffleSplit(test_size=0), r"test_size.*\(0, 1\).*\b0\b"),
+        (ClientShuffleSplit(test_size=1), r"test_size.*\(0, 1\).*\b1\b"),
+        (ClientShuffleSplit(test_size=np.nan), r"test_size.*\(0, 1\).*\bnan\b"),
+        (ClientShuffleSplit(test_size="half"), r"test_size.*\(0, 1\).*'half'"),
+        (ClientShuffleSplit(test_size=None), r"test_size.*\(0, 1\).*\bNone\b"),
+        (ClientShuffleSplit(new_clients=-0.1), r"new_clients.*\[0, 1\).*-0\.1\b"),
+        (ClientShuffleSplit(new_clients=1.0), r"new_clients.*\[0, 1\).*\b1\.0\b"),
+        (ClientShuffleSplit(new_clients="one"), r"new_clients.*\[0, 1\).*'one'"),
+        (ClientKFold(2, stratify=True), r"stratify=True.*\by\b"),
+        (ClientShuffleSplit(stratify=True), r"stratify=True.*\by\b"),
+        (ClientKFold(2, client_column="id"), r"'id'.*ndarray"),
     ],
     ids=repr,
 )
@@ -264,11 +266,11 @@ def test_clients_of_one_row():
     X, groups = rows_of([1] * 7)
     splits = splits_of(ClientKFold(3, random_state=0), X, groups)
     assert sorted(len(test) for _, test in splits) == [2, 2, 3]
-    with pytest.raises(ValueError, match="no row can be tested"):
+    with pytest.raises(ValueError, match=r"test_size.*new_clients"):
         next(ClientShuffleSplit().split(X, None, groups))
     _, test = next(ClientShuffleSplit(new_clients=0.3).split(X, None, groups))
     assert len(test) == 2
-    with pytest.raises(ValueError, match="needs at least two clients"):
+    with pytest.raises(ValueError, match=r"new_clients.*two clients"):
         next(ClientShuffleSplit(new_clients=0.3).split(X, None, np.zeros(7, dtype=int)))
 
 

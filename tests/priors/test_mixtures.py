@@ -307,27 +307,45 @@ def test_moments():
     [
         (GaussianMixturePrior(0), "'n_components' parameter"),
         (GaussianMixturePrior("aic"), "'n_components' parameter"),
-        (GaussianMixturePrior(9), "n_components=9 needs at least 9 clients .* got 4"),
-        (DiscretePrior(9), "n_components=9 needs at least 9 clients .* got 4"),
-        (GaussianMixturePrior(2, weights=[0.5, 0.5]), "without means takes neither weights"),
-        (GaussianMixturePrior(2, covariances=[1.0, 2.0]), "without means takes neither weights"),
-        (GaussianMixturePrior(2, means=MEANS), "must be the number of given means, 3; got 2"),
-        (GaussianMixturePrior("bic", means=MEANS), "number of given means, 3; got 'bic'"),
-        (GaussianMixturePrior(3, means=[1.0, 2.0]), r"means .* must have shape \(n_components, 2"),
+        (GaussianMixturePrior(9), r"n_components=9\b.*\b4\b"),
+        (DiscretePrior(9), r"n_components=9\b.*\b4\b"),
+        (
+            GaussianMixturePrior(2, weights=[0.5, 0.5]),
+            r"GaussianMixturePrior.*means.*weights=\[0\.5, 0\.5\]",
+        ),
+        (
+            GaussianMixturePrior(2, covariances=[1.0, 2.0]),
+            r"GaussianMixturePrior.*means.*covariances=\[1\.0, 2\.0\]",
+        ),
+        (
+            GaussianMixturePrior(2, means=MEANS),
+            r"n_components.*GaussianMixturePrior.*means.*\b3\b.*\b2\b",
+        ),
+        (
+            GaussianMixturePrior("bic", means=MEANS),
+            r"n_components.*GaussianMixturePrior.*means.*\b3\b.*'bic'",
+        ),
+        (
+            GaussianMixturePrior(3, means=[1.0, 2.0]),
+            r"means.*GaussianMixturePrior.*\(n_components, 2\).*\(2,\)",
+        ),
         (
             GaussianMixturePrior(3, means=MEANS, covariances=1.0, weights=[0.5, 0.3, 0.3]),
-            "weights of GaussianMixturePrior must be 3 non-negative numbers",
+            r"weights.*GaussianMixturePrior.*\b3\b.*\[0\.5, 0\.3, 0\.3\]",
         ),
         (
             GaussianMixturePrior(3, means=MEANS, covariances=[1.0, 2.0]),
-            r"must be finite, a number or of shape \(3,\)",
+            r"covariances.*GaussianMixturePrior.*\(3,\).*\[1\.0, 2\.0\]",
         ),
         (
             GaussianMixturePrior(3, means=MEANS, covariances=-COVARIANCES),
-            "covariances of GaussianMixturePrior must be symmetric",
+            r"covariances.*GaussianMixturePrior.*symmetric.*\[\[-1\.0",
         ),
-        (DiscretePrior(3, points=MEANS), "needs both points and weights or neither"),
-        (DiscretePrior(2, points=MEANS, weights=WEIGHTS), "number of given points, 3; got 2"),
+        (DiscretePrior(3, points=MEANS), r"DiscretePrior.*points=array"),
+        (
+            DiscretePrior(2, points=MEANS, weights=WEIGHTS),
+            r"n_components.*DiscretePrior.*points.*\b3\b.*\b2\b",
+        ),
     ],
 )
 def test_bad_input(prior, error):
@@ -363,21 +381,23 @@ def test_clients_that_are_all_alike(prior, theta):
 def test_values_that_differ_by_rounding_are_the_same(prior):
     """Two values and their rounding are no three points."""
     x = np.repeat([[2.0], [-2.0], [2.0 + 4e-16], [-2.0 - 9e-16]], 15, axis=0)
-    with pytest.raises(ValueError, match="at least 3 clients with different values; got 2"):
+    with pytest.raises(ValueError, match=r"n_components=3\b.*\b2\b"):
         prior.fit(x)
     assert prior.set_params(n_components="bic").fit(x).n_components == 2
     prior.set_params(n_components=3).fit(np.append(x, [[2.001]], axis=0))
 
 
 def test_bad_data():
-    with pytest.raises(ValueError, match="estimates and sampling_variances must be finite"):
+    with pytest.raises(ValueError, match=r"estimates.*sampling_variances.*finite"):
         GaussianMixturePrior().fit_noisy(np.zeros((3, 1)), np.array([1.0, -1.0, 1.0]))
-    with pytest.raises(ValueError, match=r"sampling_variances \(n_clients,\); got"):
+    with pytest.raises(
+        ValueError, match=r"estimates.*sampling_variances.*\(n_clients,\).*\(3, 2\)"
+    ):
         DiscretePrior().fit_noisy(np.zeros((3, 2)), np.ones((3, 2)))
-    with pytest.raises(ValueError, match="estimates must have shape"):
+    with pytest.raises(ValueError, match=r"estimates.*\(n_clients, d\).*\(3, 2\).*\(2, 2\)"):
         TRUE.posterior(np.zeros((3, 2)), np.ones((2, 2)))
-    with pytest.raises(ValueError, match="has no density"):
+    with pytest.raises(ValueError, match=r"GaussianMixturePrior.*covariances.*positive definite"):
         GaussianMixturePrior(3, means=MEANS, covariances=0.0, weights=WEIGHTS).log_prob([[0.0, 1]])
     for prior in (GaussianMixturePrior(), DiscretePrior()):
-        with pytest.raises(ValueError, match="not known yet"):
+        with pytest.raises(ValueError, match=r"(DiscretePrior|GaussianMixturePrior).*weights"):
             prior.sample(3)

@@ -243,9 +243,9 @@ def test_the_grid_is_as_fine_as_the_data():
 
 def test_impossible_counts_are_named():
     prior = GridPrior(n_points=3, weights=[0.5, 0.0, 0.5])
-    with pytest.raises(ValueError, match="3 successes in 5 trials are impossible"):
+    with pytest.raises(ValueError, match=r"\b3 successes.*\b5 trials.*GridPrior"):
         prior.posterior(np.array([3, 0]), np.array([5, 5]))
-    with pytest.raises(ValueError, match="low of GridPrior must not be above high"):
+    with pytest.raises(ValueError, match=r"low.*GridPrior.*high.*\b0\.8\b.*\b0\.2\b"):
         GridPrior(low=0.8, high=0.2).fit([0.5])
 
 
@@ -259,8 +259,8 @@ def test_a_point_that_explains_nothing_does_not_stop_the_fit():
 @pytest.mark.parametrize(
     ("prior", "theta", "error"),
     [
-        (BetaPrior(), [[0.0]], r"theta must lie within \(0, 1\)"),
-        (GridPrior(), [[1.5]], r"theta must lie within \[0, 1\]"),
+        (BetaPrior(), [[0.0]], r"theta.*\(0, 1\).*BetaPrior"),
+        (GridPrior(), [[1.5]], r"theta.*\[0, 1\].*GridPrior"),
         (GridPrior(n_points=1), [[0.5]], "'n_points' parameter"),
         (GaussianPrior(covariance_type="round"), [[0.5]], "'covariance_type' parameter"),
         (GaussianPrior(), [[np.nan]], "NaN"),
@@ -295,7 +295,9 @@ USES = {
 )
 def test_unknown_priors_say_so(prior, use):
     args = USES[use]
-    with pytest.raises(ValueError, match=f"this {type(prior).__name__} is not known yet"):
+    with pytest.raises(
+        ValueError, match=f"{type(prior).__name__}.*(alpha|covariance|scale|weights)"
+    ):
         getattr(prior, use)(*args)
 
 
@@ -310,5 +312,5 @@ def test_unknown_priors_say_so(prior, use):
 )
 def test_negative_sampling_variances_are_refused(prior):
     for sampling in (np.array([[-1.0]]), np.array([[1.0, -1.0]]), -np.eye(2)[None]):
-        with pytest.raises(ValueError, match="sampling variances must not be below 0; got -1"):
+        with pytest.raises(ValueError, match=r"variances.*\b0\b.*-1\b"):
             prior.posterior(np.zeros((1, 2)), sampling)

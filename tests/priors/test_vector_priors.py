@@ -82,13 +82,13 @@ def test_known_covariances():
 @pytest.mark.parametrize(
     ("covariance", "error"),
     [
-        ([[1.0, 0.5], [0.4, 1.0]], "symmetric, finite and positive semi-definite"),
-        ([[1.0, 2.0], [2.0, 1.0]], "positive semi-definite"),
-        ([1.0, np.inf], "infinite on its whole diagonal"),
-        ([[np.inf, 1.0], [1.0, np.inf]], "infinite on its whole diagonal"),
-        ([[1.0, np.nan], [np.nan, 1.0]], "symmetric, finite"),
-        ([1.0, -1.0], "must be non-negative"),
-        ([1.0, 1.0, 1.0], r"a number or of shape \(2,\)"),
+        ([[1.0, 0.5], [0.4, 1.0]], r"covariance.*symmetric.*\[0\.4, 1\.0\]"),
+        ([[1.0, 2.0], [2.0, 1.0]], r"covariance.*positive semi-definite.*\[2\.0, 1\.0\]"),
+        ([1.0, np.inf], r"covariance.*diagonal.*\binf\b"),
+        ([[np.inf, 1.0], [1.0, np.inf]], r"covariance.*diagonal.*\binf\b"),
+        ([[1.0, np.nan], [np.nan, 1.0]], r"covariance.*finite.*\bnan\b"),
+        ([1.0, -1.0], r"covariance.*\[1\.0, -1\.0\]"),
+        ([1.0, 1.0, 1.0], r"covariance.*\(2,\).*\[1\.0, 1\.0, 1\.0\]"),
     ],
 )
 def test_bad_covariances(covariance, error):
@@ -102,7 +102,7 @@ def test_gaussian_density_is_scipys_and_needs_a_spread():
         expected = stats.multivariate_normal([1.0, 0.0, 2.0], covariance).logpdf(theta)
         prior = GaussianPrior([1.0, 0.0, 2.0], covariance)
         np.testing.assert_allclose(prior.log_prob(theta), expected)
-    with pytest.raises(ValueError, match="has no density"):
+    with pytest.raises(ValueError, match=r"GaussianPrior.*covariance.*\[1\.0, 0\.0, 1\.0\]"):
         GaussianPrior(0.0, [1.0, 0.0, 1.0]).log_prob(theta)
 
 
@@ -137,9 +137,9 @@ def test_prox_by_brute_force():
     ("prior", "error"),
     [
         (LaplacePrior(scale=0.0), "'scale' parameter"),
-        (LaplacePrior(scale=[1.0, -1.0]), "scale of LaplacePrior must be finite and above 0"),
-        (LaplacePrior(location=[1.0, 2.0, 3.0]), "location of LaplacePrior must be"),
-        (LaplacePrior(), "theta does not vary"),
+        (LaplacePrior(scale=[1.0, -1.0]), r"scale.*LaplacePrior.*\[1\.0, -1\.0\]"),
+        (LaplacePrior(location=[1.0, 2.0, 3.0]), r"location.*LaplacePrior.*\[1\.0, 2\.0, 3\.0\]"),
+        (LaplacePrior(), r"theta.*scale.*LaplacePrior"),
         (GaussianPrior(rank=0), "'rank' parameter"),
     ],
 )
@@ -149,5 +149,5 @@ def test_bad_input(prior, error):
 
 
 def test_unknown_laplace():
-    with pytest.raises(ValueError, match="LaplacePrior is not known yet"):
+    with pytest.raises(ValueError, match=r"LaplacePrior.*location.*scale"):
         LaplacePrior(location=0.0).log_prob([[1.0]])

@@ -97,7 +97,7 @@ def test_total_is_that_of_the_relation(path, tmp_path):
 def test_an_infinite_total_names_the_entry(path):
     ledger = spend(PrivacyLedger(path, relation="add_remove"), 2)
     spend(ledger, events=[GaussianEvent(None, 1.0)])
-    with pytest.warns(PrivacyWarning, match=r"entry 3 \(Somebody\): .* under replace_one only"):
+    with pytest.warns(PrivacyWarning, match=r"entry 3 \(Somebody\).*relation='replace_one'"):
         assert ledger.total() == math.inf
     assert "entry 3" in str(ledger)
     assert ledger.to_frame()["epsilon"].tolist()[1:] == [gdp_epsilon(0.1, DELTA), math.inf]
@@ -106,7 +106,7 @@ def test_an_infinite_total_names_the_entry(path):
 def test_deltas_of_the_entries_count(path):
     ledger = PrivacyLedger(path)
     spend(ledger, 2, events=[PureEvent(1.0, 0.6 * DELTA, "replace_one")])
-    with pytest.warns(PrivacyWarning, match="their own deltas are above 1e-05"):
+    with pytest.warns(PrivacyWarning, match=r"deltas.*1e-05"):
         assert ledger.total() == math.inf
 
 
@@ -136,8 +136,8 @@ def test_a_budget_is_kept_to_the_last_bit(path):
     assert ledger.total() == pytest.approx(2.0, rel=1e-9)
     before = path.read_bytes()
     message = (
-        r"Somebody asks for epsilon = 0\.1\d*, and with the 2 spent so far the total would be "
-        rf"2\.0\d+, above the budget of 2 \(at delta = 1e-05, replace_one\) of {path}; refused"
+        r"Somebody.*epsilon = 0\.1\d*\b.*\b2\b.*\b2\.0\d+\b.*"
+        rf"\b2 \(at delta = 1e-05, replace_one\).*{path}"
     )
     with pytest.raises(BudgetExceeded, match=message):
         spend(ledger, events=[GaussianEvent(None, 0.05)])
@@ -147,31 +147,31 @@ def test_a_budget_is_kept_to_the_last_bit(path):
 
 def test_what_has_no_finite_epsilon_is_refused_by_a_budget(path):
     ledger = PrivacyLedger(path, budget=1e6, relation="add_remove")
-    with pytest.raises(BudgetExceeded, match=r"inf .nothing protects its clients"):
+    with pytest.raises(BudgetExceeded, match=r"Somebody.*epsilon = inf\b.*\b1e\+06\b"):
         spend(ledger, events=[PureEvent(math.inf, 0.0, "add_remove")])
-    with pytest.raises(BudgetExceeded, match="needs a ledger with relation='replace_one'"):
+    with pytest.raises(BudgetExceeded, match=r"Somebody.*epsilon = inf\b.*relation='replace_one'"):
         spend(ledger, events=[PureEvent(1.0, 0.0, "replace_one")])
     assert ledger.entries == []
 
 
 def test_a_refusal_names_the_relation_that_would_allow_it(path):
-    other = "under add_remove it would be {}, for which the ledger must be made with relation='add"
+    other = "add_remove.*{}.*relation='add_remove'"
     ledger = PrivacyLedger(path, budget=(2.0, DELTA))
     alone = f"{gdp_epsilon(gdp_mu(2.0, DELTA) * 0.9, DELTA):.6g}"
     with pytest.raises(BudgetExceeded, match=other.format(alone)):
         spend(ledger, events=[GaussianEvent(gdp_mu(2.0, DELTA) * 0.9, None)])
-    with pytest.raises(BudgetExceeded, match=r"above the budget") as caught:
+    with pytest.raises(BudgetExceeded, match=r"Somebody.*budget of 2\b") as caught:
         spend(ledger, events=[GaussianEvent(gdp_mu(2.0, DELTA) * 1.1, None)])
     assert "add_remove" not in str(caught.value)
 
 
 def test_another_unit_is_refused(path):
     ledger = PrivacyLedger(path)
-    with pytest.raises(ValueError, match=r"protects one row, .* spent on one client; give"):
+    with pytest.raises(ValueError, match=r"Somebody.*\brow\b.*\bclient\b.*unit='row'"):
         ledger.spend([GAUSSIAN], what="Somebody", unit="row")
     rows = PrivacyLedger(path.with_name("rows"), unit="row")
     rows.spend([GAUSSIAN], what="Somebody", unit="row")
-    with pytest.raises(ValueError, match="protects one client"):
+    with pytest.raises(ValueError, match=r"Somebody.*\bclient\b.*\brow\b.*unit='client'"):
         spend(rows)
 
 
@@ -198,11 +198,11 @@ def test_settings_stay_with_the_file(path):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"budget": 5.0}, r"was made with budget=4\.0; got budget=5\.0"),
-        ({"budget": (4.0, 1e-6)}, "was made with delta=1e-05; got delta=1e-06"),
-        ({"delta": 0.1}, r"was made with delta=1e-05; got delta=0\.1"),
-        ({"relation": "add_remove"}, "relation='replace_one'; got relation='add_remove'"),
-        ({"unit": "row"}, "unit='client'; got unit='row'"),
+        ({"budget": 5.0}, r"budget=4\.0.*budget=5\.0"),
+        ({"budget": (4.0, 1e-6)}, r"delta=1e-05.*delta=1e-06"),
+        ({"delta": 0.1}, r"delta=1e-05.*delta=0\.1"),
+        ({"relation": "add_remove"}, r"relation='replace_one'.*relation='add_remove'"),
+        ({"unit": "row"}, r"unit='client'.*unit='row'"),
     ],
 )
 def test_other_settings_are_refused(path, asked, message):
@@ -213,24 +213,24 @@ def test_other_settings_are_refused(path, asked, message):
 
 def test_a_ledger_without_budget_does_not_get_one(path):
     PrivacyLedger(path)
-    with pytest.raises(ValueError, match=r"was made with budget=None; got budget=1\.0"):
+    with pytest.raises(ValueError, match=r"budget=None.*budget=1\.0"):
         PrivacyLedger(path, budget=1.0)
 
 
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"budget": 0.0}, "budget must be None, a finite epsilon above 0, or a pair"),
-        ({"budget": math.inf}, "budget must be"),
-        ({"budget": math.nan}, "budget must be"),
-        ({"budget": True}, "budget must be"),
-        ({"budget": "4"}, "budget must be"),
-        ({"budget": (4.0, 1e-5, 3)}, "budget must be"),
-        ({"budget": (4.0, 1.0)}, r"delta must be in \(0, 1\); got 1.0"),
-        ({"budget": (4.0, 1e-5), "delta": 1e-6}, "delta must be that of budget="),
-        ({"delta": 0.0}, r"delta must be in \(0, 1\); got 0.0"),
-        ({"relation": "zero_out"}, "relation must be one of replace_one, add_remove, or None"),
-        ({"unit": "user"}, "unit must be one of client, row, or None; got 'user'"),
+        ({"budget": 0.0}, r"budget.*None.*\(epsilon, delta\).*\b0\.0\b"),
+        ({"budget": math.inf}, r"budget.*None.*\(epsilon, delta\).*\binf\b"),
+        ({"budget": math.nan}, r"budget.*None.*\(epsilon, delta\).*\bnan\b"),
+        ({"budget": True}, r"budget.*None.*\(epsilon, delta\).*\bTrue\b"),
+        ({"budget": "4"}, r"budget.*None.*\(epsilon, delta\).*'4'"),
+        ({"budget": (4.0, 1e-5, 3)}, r"budget.*None.*\(epsilon, delta\).*\(4\.0, 1e-05, 3\)"),
+        ({"budget": (4.0, 1.0)}, r"delta.*\(0, 1\).*\b1\.0\b"),
+        ({"budget": (4.0, 1e-5), "delta": 1e-6}, r"delta.*budget=\(4\.0, 1e-05\).*1e-06"),
+        ({"delta": 0.0}, r"delta.*\(0, 1\).*\b0\.0\b"),
+        ({"relation": "zero_out"}, r"relation.*replace_one, add_remove.*None.*'zero_out'"),
+        ({"unit": "user"}, r"unit.*client, row.*None.*'user'"),
     ],
 )
 def test_bad_settings(path, params, message):
@@ -243,13 +243,13 @@ def test_bad_settings(path, params, message):
 
 
 def test_a_missing_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"cannot open .*nowhere.* in an existing folder"):
+    with pytest.raises(FileNotFoundError, match=r"PrivacyLedger.*nowhere.*No such file"):
         PrivacyLedger(tmp_path / "nowhere" / "ledger.jsonl")
 
 
 def test_a_folder_and_a_device_are_no_files(tmp_path):
     for place in (tmp_path, "/dev/null"):
-        with pytest.raises(OSError, match=f"cannot open {place} .not a regular file"):
+        with pytest.raises(OSError, match=f"PrivacyLedger.*{place}.*regular file"):
             PrivacyLedger(place)
 
 
@@ -287,7 +287,7 @@ def test_a_file_that_may_only_be_read(path, monkeypatch):
 
     monkeypatch.setattr(_ledger_file.os, "open", read_only)
     assert PrivacyLedger(path).total() == ledger.total()
-    with pytest.raises(PermissionError, match=r"be used .Permission denied., so that nothing"):
+    with pytest.raises(PermissionError, match=r"ledger\.jsonl.*Permission denied"):
         spend(ledger)
 
 
@@ -295,7 +295,7 @@ def test_a_file_that_is_gone(path):
     ledger = spend(PrivacyLedger(path))
     path.unlink()
     for use in (spend, PrivacyLedger.total, PrivacyLedger.to_frame):
-        with pytest.raises(FileNotFoundError, match=r"is gone, .* Put it back, or start a new one"):
+        with pytest.raises(FileNotFoundError, match=r"ledger\.jsonl.*PrivacyLedger\(path\)"):
             use(ledger)
     assert not path.exists()
 
@@ -304,10 +304,10 @@ def test_a_file_that_was_replaced(path):
     ledger = spend(PrivacyLedger(path))
     path.unlink()
     PrivacyLedger(path)
-    with pytest.raises(ValueError, match="the file was replaced"):
+    with pytest.raises(ValueError, match=r"ledger\.jsonl.*replaced"):
         spend(ledger)
     path.write_bytes(b"")
-    with pytest.raises(ValueError, match="the file was replaced"):
+    with pytest.raises(ValueError, match=r"ledger\.jsonl.*replaced"):
         spend(ledger)
 
 
@@ -320,14 +320,14 @@ def test_a_file_that_is_replaced_while_it_is_used(path, monkeypatch):
         path.unlink()
 
     monkeypatch.setattr(_ledger_file.os, "fsync", lose)
-    with pytest.raises(FileNotFoundError, match="is gone"):
+    with pytest.raises(FileNotFoundError, match=r"ledger\.jsonl.*PrivacyLedger\(path\)"):
         spend(ledger)
 
 
 @pytest.mark.parametrize("text", ["a,b\n1,2\n", "[1]\n", "{}\n", "no end of line", "\n", "\0\0"])
 def test_other_files_are_left_alone(path, text):
     path.write_text(text)
-    with pytest.raises(ValueError, match="is not a privacy ledger: expected a file that"):
+    with pytest.raises(ValueError, match=r"ledger\.jsonl is not a privacy ledger.*PrivacyLedger"):
         PrivacyLedger(path)
     assert path.read_text() == text
 
@@ -335,14 +335,14 @@ def test_other_files_are_left_alone(path, text):
 def test_another_version_of_the_format(path):
     PrivacyLedger(path)
     path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
-    with pytest.raises(ValueError, match=r"has version 2 of the format; expected 1\."):
+    with pytest.raises(ValueError, match=r"ledger\.jsonl.*version 2\b.*\b1\b"):
         PrivacyLedger(path)
 
 
 def test_a_header_that_lacks_something(path):
     PrivacyLedger(path)
     path.write_text(path.read_text().replace('"budget"', '"buget"'))
-    with pytest.raises(ValueError, match=r"must have budget, delta, .*; got .*buget"):
+    with pytest.raises(ValueError, match=r"first line.*budget, delta.*buget"):
         PrivacyLedger(path)
 
 
@@ -353,7 +353,7 @@ def test_a_damaged_line_is_an_error(path, line):
     lines[2] = line.encode(errors="surrogateescape")
     path.write_bytes(b"\n".join(lines))
     for use in (spend, PrivacyLedger.total, lambda ledger: PrivacyLedger(ledger.path)):
-        with pytest.raises(ValueError, match=r"line 3 of the privacy ledger .* cannot be read as"):
+        with pytest.raises(ValueError, match=r"line 3\b.*ledger\.jsonl.*read"):
             use(ledger)
 
 
@@ -361,7 +361,7 @@ def test_a_lost_line_is_an_error(path):
     ledger = spend(PrivacyLedger(path), 3)
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join(lines[:2] + lines[3:]))
-    with pytest.raises(ValueError, match=r"line 3 of .* is entry 3 where 2 was expected"):
+    with pytest.raises(ValueError, match=r"line 3\b.*ledger\.jsonl.*entry 3\b.*\b2\b"):
         ledger.total()
 
 
@@ -373,12 +373,12 @@ def test_an_unknown_event_is_an_error(path, event):
     header, entry, _ = path.read_text().split("\n")
     path.write_text(f"{header}\n{json.dumps({**json.loads(entry), 'events': [event]})}\n")
     for use in (spend, PrivacyLedger.total):
-        with pytest.raises(ValueError, match=r"entry 1 of the privacy ledger .* does not know"):
+        with pytest.raises(ValueError, match=r"entry 1\b.*ledger\.jsonl.*event.*version"):
             use(ledger)
 
 
 def test_a_system_without_file_locks(path, monkeypatch):
     monkeypatch.setattr(_ledger_file, "fcntl", None)
-    with pytest.raises(OSError, match="no fcntl, whose file locks PrivacyLedger needs"):
+    with pytest.raises(OSError, match=r"fcntl.*PrivacyLedger"):
         PrivacyLedger(path)
     assert not path.exists()

@@ -130,10 +130,12 @@ def test_the_entry_of_a_fit_is_what_its_report_promises(estimator, path):
 def test_a_fit_without_privacy_spends_without_bound(estimator, path):
     ledger = PrivacyLedger(path)
     fit(estimator, ledger)
-    with pytest.warns(PrivacyWarning, match=f"entry 1 .{type(estimator).__name__}.: nothing prot"):
+    with pytest.warns(
+        PrivacyWarning, match=rf"entry 1 \({type(estimator).__name__}\).*delta = 1e-05"
+    ):
         assert ledger.total() == math.inf
     limited = PrivacyLedger(path.with_name("limited"), budget=1e9)
-    with pytest.raises(BudgetExceeded, match=r"asks for epsilon = inf .nothing protects"):
+    with pytest.raises(BudgetExceeded, match=r"epsilon = inf\b.*\b1e\+09\b"):
         fit(estimator, limited)
 
 
@@ -180,7 +182,7 @@ def test_a_fit_that_fails_on_its_data_stays_recorded(estimator, path):
 )
 def test_parameters_that_make_no_fit_cost_nothing(estimator, path):
     ledger = PrivacyLedger(path)
-    with pytest.raises(ValueError, match="must be"):
+    with pytest.raises(ValueError, match=r"clip_norm|delta|feature_bound"):
         fit(estimator, ledger)
     assert ledger.entries == []
 

@@ -100,7 +100,7 @@ def test_a_link_is_the_same_ledger(path):
     assert PrivacyLedger(dangling) == PrivacyLedger(path.with_name("not yet"))
     circle = path.with_name("circle")
     circle.symlink_to(circle.name)
-    with pytest.raises(OSError, match=r"cannot open .*circle .Too many levels of symbolic links"):
+    with pytest.raises(OSError, match=r"PrivacyLedger.*circle.*Too many levels of symbolic links"):
         PrivacyLedger(circle)
 
 
@@ -143,7 +143,7 @@ def test_eleven_fits_are_eleven_entries(backend, path):
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 def test_a_search_stops_at_its_budget(path):
     ledger = PrivacyLedger(path, budget=(3.0, DELTA))
-    with pytest.raises(BudgetExceeded, match="GaussianMean asks for epsilon = "):
+    with pytest.raises(BudgetExceeded, match=r"GaussianMean.*epsilon = 2\b.*\b3\b"):
         search(ledger, n_jobs=1, error_score="raise")
     n_before = len(ledger.entries)
     assert 2 <= n_before < 11

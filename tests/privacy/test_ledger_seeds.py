@@ -17,7 +17,7 @@ from pfl_sklearn.privacy._spending import UNPROTECTED, charge_events
 DELTA = 1e-5
 GAUSSIAN = GaussianEvent(0.1, 0.2)
 CLIENTS = make_gaussian_clients(60, 6, random_state=0)
-REASON = "same random_state as entry 1: their noise cancels; use random_state=None"
+REASON = r"random_state.*entry 1\b.*random_state=None"
 seeded = pytest.mark.filterwarnings("ignore:random_state was given")
 
 
@@ -65,7 +65,7 @@ def test_a_second_fit_with_the_same_seed_is_refused_by_a_budget(path):
     fit(ledger)
     before = path.read_bytes()
     for clip_norm in (4.0, 8.0):
-        with pytest.raises(BudgetExceeded, match=rf"asks for epsilon = inf \(it has the {REASON}"):
+        with pytest.raises(BudgetExceeded, match=rf"GaussianMean.*epsilon = inf\b.*{REASON}"):
             fit(ledger, clip_norm=clip_norm)
     assert path.read_bytes() == before
     fit(ledger, random_state=1)
@@ -81,7 +81,7 @@ def test_a_second_fit_with_the_same_seed_is_recorded_as_infinite(path):
     fit(ledger, random_state=None)
     assert math.isfinite(ledger.total())
     fit(ledger)
-    match = rf"entry 3 \(GaussianMean\): it has the {REASON}\."
+    match = rf"entry 3 \(GaussianMean\).*{REASON}"
     with pytest.warns(PrivacyWarning, match=match):
         assert PrivacyLedger(path).total() == math.inf
     assert REASON in str(ledger)
@@ -150,7 +150,7 @@ def test_rounds_that_go_on_have_other_noise(path):
     charge_events(rounds, (GAUSSIAN,), first_round=9)
     assert len({entry["seed"] for entry in ledger.entries}) == 3
     for first_round in (0, 7, 9):
-        with pytest.raises(BudgetExceeded, match="their noise cancels"):
+        with pytest.raises(BudgetExceeded, match=r"random_state.*entry \d.*random_state=None"):
             charge_events(rounds, (GAUSSIAN,), first_round=first_round)
 
 
@@ -165,7 +165,7 @@ def test_two_copies_of_a_seeded_fit_do_not_both_go_on(path):
     other = copy.deepcopy(model).set_params(clip_norm=2.0)
     model.partial_fit(X, X[:, 0], groups=groups)
     model.partial_fit(X, X[:, 0], groups=groups)
-    with pytest.raises(BudgetExceeded, match="their noise cancels"):
+    with pytest.raises(BudgetExceeded, match=r"random_state.*entry \d.*random_state=None"):
         other.partial_fit(X, X[:, 0], groups=groups)
 
 

@@ -99,19 +99,19 @@ def test_json_round_trip(model):
     assert PrivacyReport.from_dict(values) == report
     with pytest.raises(dataclasses.FrozenInstanceError):
         report.epsilon = 0.1
-    with pytest.raises(ValueError, match="schema_version must be 1; got 7"):
+    with pytest.raises(ValueError, match=r"schema_version.*\b1\b.*\b7\b"):
         PrivacyReport.from_dict({**values, "schema_version": 7})
 
 
 def test_a_seed_is_reported_and_warned_of_once():
-    with pytest.warns(PrivacyWarning, match="random_state was given") as caught:
+    with pytest.warns(PrivacyWarning, match=r"random_state.*random_state=None") as caught:
         model = fit(**PRIVATE, random_state=0)
     assert len(caught) == 1
     assert model.privacy_.noise_reproducible
 
 
 def test_a_large_delta_is_warned_of():
-    with pytest.warns(PrivacyWarning, match="above 1 / n_clients"):
+    with pytest.warns(PrivacyWarning, match=r"delta = 0\.01\b.*1 / n_clients = 0\.005\b"):
         fit(**PRIVATE, delta=0.01)
 
 
@@ -147,7 +147,7 @@ def test_a_pipeline_is_as_private_as_its_worst_step(steps, culprit):
 
 def test_a_search_leaks_its_choice():
     routed = sklearn.config_context(enable_metadata_routing=True)
-    with routed, pytest.warns(PrivacyWarning, match="GridSearchCV fits this private GaussianMean"):
+    with routed, pytest.warns(PrivacyWarning, match=r"GridSearchCV.*GaussianMean.*\b5\b"):
         search = GridSearchCV(
             GaussianMean(**PRIVATE),
             {"clip_norm": [2.0, 4.0]},
@@ -210,7 +210,7 @@ def test_numbers_of_numpy_are_valid_json(epsilon):
 
 
 def test_other_estimators_have_no_report():
-    with pytest.raises(ValueError, match="LinearRegression has no privacy report"):
+    with pytest.raises(ValueError, match=r"LinearRegression.*privacy report"):
         privacy_of(LinearRegression().fit([[0.0], [1.0]], [0, 1]))
 
 

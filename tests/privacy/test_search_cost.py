@@ -387,7 +387,7 @@ def test_units_that_do_not_add_up_are_refused():
         GaussianPrior(covariance=1.0), epsilon=1.0, feature_bound=3.0, target_bound=3.0
     )
     search = fitted(grid(line, {"unit": ["client", "row"]}))
-    with pytest.raises(ValueError, match="promise different things, unit='client'"):
+    with pytest.raises(ValueError, match=r"unit='client'.*unit='row'"):
         search_cost(search)
 
 
@@ -403,13 +403,13 @@ def test_json_and_text():
 
 
 def test_without_a_search():
-    with pytest.raises(ValueError, match="GaussianMean holds no search"):
+    with pytest.raises(ValueError, match=r"GaussianMean.*GridSearchCV"):
         search_cost(GaussianMean().fit(X, Y, groups=GROUPS))
 
 
 @pytest.mark.parametrize("delta", [-0.1, 1.0])
 def test_delta_out_of_range(delta):
-    with pytest.raises(ValueError, match=r"delta must be in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"delta.*\[0, 1\).*(-0\.1|\b1\.0)\b"):
         search_cost(fitted(grid()), delta=delta)
 
 

@@ -183,7 +183,7 @@ def refused(model, match, data=None):
     ],
 )
 def test_another_parameter(left, name, value):
-    refused(left.set_params(**{name: value}), f"belongs to a run with {name}=")
+    refused(left.set_params(**{name: value}), f"checkpoint.*{name}=")
 
 
 def test_parameters_that_do_not_matter(left):
@@ -194,7 +194,7 @@ def test_parameters_that_do_not_matter(left):
 
 def test_another_ledger(left, tmp_path):
     """A fit that was not charged does not end as one that was."""
-    refused(left.set_params(ledger=PrivacyLedger(tmp_path / "new")), "a run with ledger=None")
+    refused(left.set_params(ledger=PrivacyLedger(tmp_path / "new")), "ledger=None")
     assert left.ledger.entries == []
 
 
@@ -203,11 +203,11 @@ def test_another_class(left):
     other = PPSGDClassifier(
         n_rounds=20, random_state=3, checkpoint=left.checkpoint, loss="squared_error", **PRIVATE
     )
-    refused(other, "belongs to a run with", (X, y > 0, groups))
+    refused(other, r"class='PPSGDRegressor'.*'PPSGDClassifier'", (X, y > 0, groups))
 
 
 def test_another_seed(left):
-    refused(left.set_params(random_state=4), "another random_state")
+    refused(left.set_params(random_state=4), r"checkpoint.*rows.*random_state")
 
 
 @pytest.mark.parametrize("part", ["X", "y", "groups", "ids", "rows"])
@@ -224,7 +224,7 @@ def test_other_data(left, part):
         groups = groups + 1
     else:
         X, y, groups = X[:-1], y[:-1], groups[:-1]
-    refused(left, "other rows of X, y or groups", (X, y, groups))
+    refused(left, r"checkpoint.*X, y or groups", (X, y, groups))
 
 
 def corrupt(content, kind):
@@ -244,7 +244,7 @@ def test_a_damaged_file(left, kind):
         content = file.read()
     with open(left.checkpoint, "wb") as file:
         file.write(corrupt(content, kind))
-    refused(left, "is not a checkpoint file")
+    refused(left, "not a checkpoint file")
 
 
 @pytest.mark.parametrize("kind", ["array", "archive", "zip", "pickle", "meta", "list", "arrays"])
@@ -267,7 +267,7 @@ def test_a_foreign_file(left, kind):
         else:
             with zipfile.ZipFile(file, "w") as archive:
                 archive.writestr("a.txt", "hello")
-    refused(left, "checkpoint .* (is not a checkpoint file|belongs to a run with)")
+    refused(left, "not a checkpoint file|checkpoint.*class=")
 
 
 def test_a_file_of_another_format(left):
@@ -276,14 +276,14 @@ def test_a_file_of_another_format(left):
     meta = json.loads(str(arrays.pop("meta"))) | {"format": 99}
     with open(left.checkpoint, "wb") as file:
         np.savez(file, meta=json.dumps(meta), **arrays)
-    refused(left, "has format 99; expected 1")
+    refused(left, r"format 99\b.*\b1\b")
 
 
 def test_a_directory(tmp_path):
     X, y, groups = table()
     model = PPSGDRegressor(n_rounds=2, checkpoint=tmp_path)
     before = dict(vars(model))
-    with pytest.raises(ValueError, match="is not a checkpoint file"):
+    with pytest.raises(ValueError, match="not a checkpoint file"):
         model.fit(X, y, groups=groups)
     assert vars(model) == before
 
@@ -299,7 +299,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing(tmp_path, folder):
     path = tmp_path / folder / "run"
     model = PPSGDRegressor(n_rounds=20, checkpoint=path, ledger=ledger, **PRIVATE)
     before = dict(vars(model))
-    with pytest.raises(OSError, match=f"checkpoint .*{folder}/run' cannot be written"):
+    with pytest.raises(OSError, match=f"checkpoint.*{folder}/run'.*Errno"):
         model.fit(X, y, groups=groups)
     assert vars(model) == before
     assert ledger.entries == []

@@ -167,28 +167,40 @@ def test_linear_excess_risk():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: smoothness_alpha(1.0, -1.0, 5), "alpha must be at least 0; got -1.0"),
-        (lambda: alpha_norm([1.0], [[1.0]], math.nan), "alpha must be at least 0; got nan"),
-        (lambda: smoothness_alpha(-1.0, 1.0, 5), "smoothness must be at least 0; got -1.0"),
+        (lambda: smoothness_alpha(1.0, -1.0, 5), r"alpha.*-1\.0\b"),
+        (lambda: alpha_norm([1.0], [[1.0]], math.nan), r"alpha.*\bnan\b"),
+        (lambda: smoothness_alpha(-1.0, 1.0, 5), r"smoothness.*-1\.0\b"),
         (
             lambda: smoothness_alpha(1.0, 1.0, 5, client_fraction=0.0),
-            r"client_fraction must be in \(0, 1\]; got 0.0",
+            r"client_fraction.*\(0, 1\].*\b0\.0\b",
         ),
-        (lambda: smoothness_alpha(1.0, 1.0, 5, weighting="rows"), "weighting must be one of"),
-        (lambda: smoothness_alpha(1.0, 1.0, 5, version="tight"), "version must be one of sharp"),
-        (lambda: smoothness_alpha(1.0, 1.0, 5, batch_sizes=[1, 2]), "batch_sizes must be"),
-        (lambda: smoothness_alpha(1.0, 1.0, 2, batch_sizes=[1, 0]), "batch_sizes must be"),
-        (lambda: smoothness_alpha(1.0, 1.0, 0), "n_clients must be at least 1; got 0"),
+        (
+            lambda: smoothness_alpha(1.0, 1.0, 5, weighting="rows"),
+            r"weighting.*samples, clients.*'rows'",
+        ),
+        (
+            lambda: smoothness_alpha(1.0, 1.0, 5, version="tight"),
+            r"version.*sharp, lemma, printed.*'tight'",
+        ),
+        (
+            lambda: smoothness_alpha(1.0, 1.0, 5, batch_sizes=[1, 2]),
+            r"batch_sizes.*\b5\b.*\[1, 2\]",
+        ),
+        (
+            lambda: smoothness_alpha(1.0, 1.0, 2, batch_sizes=[1, 0]),
+            r"batch_sizes.*\b1\b.*\[1, 0\]",
+        ),
+        (lambda: smoothness_alpha(1.0, 1.0, 0), r"n_clients.*\b1\b.*\b0\b"),
         (
             lambda: total_gradient_variance(1.0, 5, 1.0, 1.0, noise_std=-1.0),
-            "noise_std must be at least 0",
+            r"noise_std.*-1\.0\b",
         ),
-        (lambda: ppsgd_noise_std(-1.0, 1.0, 5), "noise_multiplier must be at least 0"),
-        (lambda: minimal_norm_solution([1.0], 1.0), "n_clients must be given"),
-        (lambda: minimal_norm_solution([[1.0]], 1.0, 2), "n_clients must be the rows of coef, 1"),
+        (lambda: ppsgd_noise_std(-1.0, 1.0, 5), r"noise_multiplier.*-1\.0\b"),
+        (lambda: minimal_norm_solution([1.0], 1.0), r"n_clients.*one model.*None"),
+        (lambda: minimal_norm_solution([[1.0]], 1.0, 2), r"n_clients.*coef.*\b1\b.*\b2\b"),
         (
             lambda: personalization_threshold(5, 1.0, 1.0, 1, 1.0, 1e-5, version="x"),
-            "version must be one of exact, order, printed; got 'x'",
+            r"version.*exact, order, printed.*'x'",
         ),
     ],
 )
@@ -200,8 +212,11 @@ def test_bad_input(call, message):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"epsilon": 1.0}, "delta must be given with a finite epsilon"),
-        ({"epsilon": 1.0, "delta": 1e-5, "noise_multiplier": 1.0}, "exclude each other"),
+        ({"epsilon": 1.0}, r"delta.*epsilon.*None"),
+        (
+            {"epsilon": 1.0, "delta": 1e-5, "noise_multiplier": 1.0},
+            r"epsilon.*noise_multiplier.*\b1\.0\b.*\b1\.0\b",
+        ),
     ],
 )
 def test_bad_privacy(given, message):

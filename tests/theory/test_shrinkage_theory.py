@@ -188,16 +188,19 @@ def test_estimator_uses_the_same_weights():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: released_mean_risk(1, 1, 1.0, 1.0, 1.0), "n_clients must be at least 2; got 1"),
-        (lambda: released_mean_risk(3, 1, 1.0, 1.0, 1.0, version="x"), "version must be one of"),
+        (lambda: released_mean_risk(1, 1, 1.0, 1.0, 1.0), r"n_clients.*\b2\b.*\b1\b"),
+        (
+            lambda: released_mean_risk(3, 1, 1.0, 1.0, 1.0, version="x"),
+            r"version.*left_out, printed.*'x'",
+        ),
         (
             lambda: released_mean_risk(2, [1, 2], 1.0, 1.0, 1.0, version="printed"),
-            "needs one n_rows and one release_variance",
+            r"version='printed'.*n_rows.*release_variance",
         ),
-        (lambda: mean_half_width(3, 1, 1.0, 1.0, version="x"), "version must be one of sound"),
-        (lambda: local_noise_std(1.0, 1.0, 1e-5, version="x"), "version must be one of sound"),
-        (lambda: beta_parameters(0.5, 0.25), "variance must be between 0 and"),
-        (lambda: beta_parameters(0.5, 0.0), "variance must be between 0 and"),
+        (lambda: mean_half_width(3, 1, 1.0, 1.0, version="x"), r"version.*sound, printed.*'x'"),
+        (lambda: local_noise_std(1.0, 1.0, 1e-5, version="x"), r"version.*sound, printed.*'x'"),
+        (lambda: beta_parameters(0.5, 0.25), r"variance.*\b0\b.*mean.*\b0\.25\b"),
+        (lambda: beta_parameters(0.5, 0.0), r"variance.*\b0\b.*mean.*\b0\.0\b"),
     ],
 )
 def test_bad_input(call, message):

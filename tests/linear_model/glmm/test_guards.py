@@ -36,7 +36,7 @@ def test_fewer_rows_than_coefficients_do_not_run_away(covariance_type):
     X, y, groups = simulate(400, 4)
     train = np.tile([True, True, False, False], 400)
     prior = GaussianPrior(covariance_type=covariance_type)
-    with pytest.warns(SeparationWarning, match="differences between clients ran away"):
+    with pytest.warns(SeparationWarning, match=r"\b10 logits.*\b1\b"):
         model = fit((X[train], y[train], groups[train]), prior=prior)
     sds = np.sqrt(np.diag(model.prior_.covariance))
     assert ((sds > 0.7) & (sds < 1.5)).all()
@@ -68,7 +68,7 @@ def test_clients_that_slopes_separate_get_a_finite_answer():
     groups = np.repeat(np.arange(30), 10)
     X = rng.normal(size=(300, 1))
     y = (X[:, 0] * rng.normal(size=30)[groups] > 0).astype(int)
-    with pytest.warns(SeparationWarning, match="differences between clients ran away"):
+    with pytest.warns(SeparationWarning, match=r"\b10 logits.*\b1\b"):
         model = fit((X, y, groups))
     assert model.prior_.covariance.max() ** 0.5 < 6
     assert np.abs(model.population_coef_).max() < 2
@@ -80,7 +80,7 @@ def test_one_client_with_two_classes_among_pure_ones():
     y = groups % 2
     y[0] = 1
     X = np.random.default_rng(0).normal(size=(320, 1))
-    with pytest.warns(SeparationWarning, match="differences between clients ran away"):
+    with pytest.warns(SeparationWarning, match=r"\b10 logits.*\b1\b"):
         model = fit((X, y, groups), random="intercept")
     assert 2 < model.prior_.covariance[0, 0] ** 0.5 < 8
 
@@ -161,7 +161,9 @@ def test_what_is_not_identified_has_no_standard_error(n_classes, one_client):
 
 
 def test_advice_on_rounding_is_not_to_iterate():
-    with pytest.warns(ConvergenceWarning, match="More iterations do not help") as caught:
+    with pytest.warns(
+        ConvergenceWarning, match=r"PersonalizedLogisticRegression.*rounding.*covariance"
+    ) as caught:
         fit(simulate(30, 10), prior=GaussianPrior(covariance=1e12))
     assert not any("Raise max_iter" in str(each.message) for each in caught)
 
@@ -169,13 +171,13 @@ def test_advice_on_rounding_is_not_to_iterate():
 def test_the_prior_of_a_single_client_is_refused_with_the_reason():
     X, y, groups = simulate(30, 10)
     single = fit((X, y, 0 * groups))
-    with pytest.raises(ValueError, match=r"got NaN, which a fit of a single client leaves there"):
+    with pytest.raises(ValueError, match=r"covariance.*GaussianPrior.*NaN.*None"):
         fit((X, y, groups), prior=single.prior_)
 
 
 def test_the_level_of_pure_clients_of_several_classes_is_the_priors():
     X, _, groups = simulate(30, 10)
-    with pytest.warns(SeparationWarning, match="the data do not tell it"):
+    with pytest.warns(SeparationWarning, match=r"two classes.*\b2\.5\b.*level"):
         fit((X, groups % 3, groups), random="intercept")
     with pytest.warns(SeparationWarning) as caught:
         fit((X, groups % 2, groups), random="intercept")
@@ -189,5 +191,5 @@ def test_a_constant_column_is_no_obstacle_to_one_common_variance():
         warnings.simplefilter("error")
         model = fit((constant, y, groups))
     assert np.ptp(np.diag(model.prior_.covariance)) == 0
-    with pytest.raises(ValueError, match="the column 'x2' is constant"):
+    with pytest.raises(ValueError, match=r"'x2'.*random"):
         fit((constant, y, groups), prior=GaussianPrior(covariance_type="low_rank"))

@@ -209,7 +209,7 @@ def test_there_is_a_mode_and_no_posterior():
     X, y, codes, _ = table(np.random.default_rng(0))
     model = PersonalizedLinearRegression(LaplacePrior(scale=0.5), noise_variance=0.3)
     model.fit(X, y, groups=codes)
-    with pytest.raises(ValueError, match=r"needs a posterior, .* gives its mode only"):
+    with pytest.raises(ValueError, match=r"return_std=True.*prior=LaplacePrior\(scale=0\.5\)"):
         model.predict(X, groups=codes, return_std=True)
     for name in ("coef_std_", "shrinkage_", "intercept_std_", "responsibilities_"):
         assert not hasattr(model, name)
@@ -222,7 +222,7 @@ def test_there_is_a_mode_and_no_posterior():
 def test_a_search_that_is_cut_off_says_so():
     X, y, codes, _ = table(np.random.default_rng(0))
     model = PersonalizedLinearRegression(LaplacePrior(scale=0.5), max_iter=2)
-    with pytest.warns(ConvergenceWarning, match="did not converge in 2 iterations"):
+    with pytest.warns(ConvergenceWarning, match="max_iter=2, tol=1e-06"):
         model.fit(X, y, groups=codes)
 
 
@@ -242,15 +242,30 @@ def test_a_constant_target_and_an_exact_fit(target):
 @pytest.mark.parametrize(
     ("prior", "params", "groups", "message"),
     [
-        (LaplacePrior(), {}, "one", "a single client cannot tell the scale of a LaplacePrior"),
-        (LaplacePrior(), {}, "rows", "clients has one row, so the noise variance cannot be told"),
-        (LaplacePrior(scale=1.0), {}, "rows", "clients has one row"),
-        (LaplacePrior(scale=[1.0, 2.0]), {}, "codes", r"scale of LaplacePrior must be .* \(3,\)"),
-        (LaplacePrior(scale=[1.0, 0.0, 1.0]), {}, "codes", "must be finite and above 0"),
+        (LaplacePrior(), {}, "one", r"client.*scale.*LaplacePrior.*groups"),
+        (LaplacePrior(), {}, "rows", r"\b31 clients.*one row.*noise_variance"),
+        (LaplacePrior(scale=1.0), {}, "rows", r"\b31 clients.*one row"),
+        (
+            LaplacePrior(scale=[1.0, 2.0]),
+            {},
+            "codes",
+            r"scale.*LaplacePrior.*\(3,\).*\[1\.0, 2\.0\]",
+        ),
+        (
+            LaplacePrior(scale=[1.0, 0.0, 1.0]),
+            {},
+            "codes",
+            r"scale.*LaplacePrior.*\[1\.0, 0\.0, 1\.0\]",
+        ),
         (LaplacePrior(scale=0.0), {}, "codes", "'scale' parameter"),
-        (LaplacePrior([1.0, np.nan, 1.0], 1.0), {}, "codes", "location of LaplacePrior must be"),
-        (LaplacePrior(), {"solver": "spectral"}, "codes", "solver='spectral' does not go with"),
-        (LaplacePrior(), {"method": "printed"}, "codes", "method='printed' with solver='auto' d"),
+        (LaplacePrior([1.0, np.nan, 1.0], 1.0), {}, "codes", r"location.*LaplacePrior.*nan"),
+        (LaplacePrior(), {"solver": "spectral"}, "codes", r"solver='spectral'.*LaplacePrior"),
+        (
+            LaplacePrior(),
+            {"method": "printed"},
+            "codes",
+            r"method='printed'.*solver='auto'.*LaplacePrior",
+        ),
     ],
 )
 def test_bad_input_is_explained_and_leaves_nothing_fitted(prior, params, groups, message):

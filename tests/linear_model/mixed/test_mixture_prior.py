@@ -92,7 +92,7 @@ def test_estimates_are_the_dense_mixture(name, random, weighted, noise):
     mean, covariance = model.prior_.moments()
     population = np.append(model.population_intercept_, model.population_coef_)
     np.testing.assert_allclose(population[list(random)], mean)
-    with pytest.warns(UserWarning, match="None of the clients"):
+    with pytest.warns(UserWarning, match=r"\bgroups\b.*\b1 row"):
         std = model.predict(np.zeros((1, 2)), groups=[99], return_std=True)[1]
     assert std[0] ** 2 == pytest.approx(covariance[0, 0] if 0 in random else 0.0)
     fixed = [k for k in range(3) if k not in random]
@@ -418,27 +418,31 @@ def test_the_published_setting_with_few_clients(seed):
         (
             GaussianMixturePrior(means=CENTRES),
             None,
-            "GaussianMixturePrior gives means only; .* needs all parameters of a mixture or none",
+            r"GaussianMixturePrior.*means.*PersonalizedLinearRegression",
         ),
-        (GaussianMixturePrior(covariances=0.1), None, "gives covariances only"),
-        (DiscretePrior(points=CENTRES), None, "DiscretePrior needs both points and weights"),
+        (
+            GaussianMixturePrior(covariances=0.1),
+            None,
+            r"GaussianMixturePrior.*covariances.*PersonalizedLinearRegression",
+        ),
+        (DiscretePrior(points=CENTRES), None, r"DiscretePrior.*points=array"),
         (
             GaussianMixturePrior(17),
             None,
-            "n_components=17 of GaussianMixturePrior needs at least 17 clients; got 16",
+            r"n_components=17\b.*GaussianMixturePrior.*\b16\b",
         ),
-        (DiscretePrior("bic"), "one", "n_components='bic' of DiscretePrior needs at least 2"),
-        (GaussianMixturePrior(1), "one", "needs at least 2 clients; got 1"),
-        (GaussianMixturePrior(), "rows", "clients has one row, so the noise variance cannot"),
+        (DiscretePrior("bic"), "one", r"n_components='bic'.*DiscretePrior.*\b2 clients.*\b1\b"),
+        (GaussianMixturePrior(1), "one", r"n_components=1\b.*\b2 clients.*\b1\b"),
+        (GaussianMixturePrior(), "rows", r"\b82 clients.*one row.*noise_variance"),
         (
             DiscretePrior(2, points=CENTRES[:, :2], weights=[0.5, 0.5]),
             None,
-            r"points of DiscretePrior must have shape \(n_components, 3\); got \(2, 2\)",
+            r"points.*DiscretePrior.*\(n_components, 3\).*\(2, 2\)",
         ),
         (
             DiscretePrior(2, points=CENTRES, weights=[0.5, 0.6]),
             None,
-            "weights of DiscretePrior must be 2 non-negative numbers that sum to 1",
+            r"weights.*DiscretePrior.*\b2\b.*\[0\.5, 0\.6\]",
         ),
         (GaussianMixturePrior(0), None, "n_components"),
     ],
@@ -457,7 +461,7 @@ def test_bad_priors_are_explained_and_leave_nothing_fitted(prior, groups, messag
 def test_mixtures_have_no_other_solver(name):
     X, y, codes, _, _ = table()
     for solver in ("spectral", "quasi_newton", "gd"):
-        with pytest.raises(ValueError, match=f"solver='{solver}' does not go with"):
+        with pytest.raises(ValueError, match=f"solver='{solver}'.*{type(PRIORS[name]).__name__}"):
             PersonalizedLinearRegression(PRIORS[name], solver=solver).fit(X, y, groups=codes)
 
 

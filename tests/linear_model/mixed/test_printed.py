@@ -118,7 +118,7 @@ def test_descent_reaches_the_joint_mode_under_known_variances(fit_intercept, wei
         np.testing.assert_allclose(population, found.mean(axis=0), atol=1e-6)
     for name in ("coef_std_", "shrinkage_"):
         assert not hasattr(model, name)
-    with pytest.raises(ValueError, match="return_std=True needs a posterior"):
+    with pytest.raises(ValueError, match=r"return_std=True.*prior=GaussianPrior\(covariance=0\.4"):
         model.predict(X, groups=codes, return_std=True)
 
 
@@ -143,8 +143,8 @@ def test_a_step_too_long_is_explained():
     )
     before = dict(vars(model))
     message = (
-        rf"solver='gd' diverged after \d+ iterations at learning_rate={2 * largest:.3g}\..*"
-        rf"has to be below {largest:.3g}.*Lower learning_rate, raise variance_floor, or leave"
+        rf"solver='gd'.*learning_rate={2 * largest:.3g}\b.*\b{largest:.3g}\b.*"
+        r"variance_floor.*'auto'"
     )
     with pytest.raises(ValueError, match=message):
         model.fit(X, y, groups=codes)
@@ -167,7 +167,7 @@ def test_the_floor_is_named_when_it_is_reached(d, noise, named):
     codes, X = np.repeat(np.arange(20), 3), rng.normal(size=(60, d))
     y = 0.1 * X @ np.ones(d) + 0.1 * rng.normal(size=60)
     params = {"noise_variance": noise, "variance_floor": 0.04, "learning_rate": 5e-4}
-    with pytest.warns(UserWarning, match=f"solver='gd' drove {named} to variance_floor=0.04"):
+    with pytest.warns(UserWarning, match=f"solver='gd'.*{named}.*variance_floor=0.04"):
         model = fit(X, y, codes, GaussianPrior(), solver="gd", max_iter=50000, **params)
     assert model.prior_.covariance[0, 0] == 0.04
     assert model.noise_variance_ == (noise or 0.04)
@@ -176,24 +176,28 @@ def test_the_floor_is_named_when_it_is_reached(d, noise, named):
 @pytest.mark.parametrize(
     ("prior", "params", "message"),
     [
-        (GaussianPrior(), {}, "no lower bound in unknown variances; give the prior's covariance"),
-        (GaussianPrior(covariance=1.0), {}, "no lower bound in unknown variances"),
+        (GaussianPrior(), {}, r"solver='gd'.*covariance.*noise_variance.*variance_floor"),
+        (
+            GaussianPrior(covariance=1.0),
+            {},
+            r"solver='gd'.*covariance.*noise_variance.*variance_floor",
+        ),
         (
             GaussianPrior(covariance_type="full"),
             {"variance_floor": 0.1},
-            "needs one positive, finite variance .* got covariance_type='full'",
+            r"solver='gd'.*covariance_type='full'",
         ),
         (
             GaussianPrior(covariance=[1.0, 2.0, 3.0]),
             {"noise_variance": 1.0},
-            "needs one positive, finite variance",
+            r"solver='gd'.*covariance=\[1\.0, 2\.0, 3\.0\]",
         ),
-        (GaussianPrior(covariance=0.0), {"noise_variance": 1.0}, "needs one positive, finite"),
-        (GaussianPrior(covariance=np.inf), {"noise_variance": 1.0}, "needs one positive, finite"),
+        (GaussianPrior(covariance=0.0), {"noise_variance": 1.0}, r"solver='gd'.*covariance=0\.0"),
+        (GaussianPrior(covariance=np.inf), {"noise_variance": 1.0}, "solver='gd'.*covariance=inf"),
         (
             GaussianPrior(covariance=1.0),
             {"noise_variance": 1.0, "random": [0]},
-            "let all coefficients vary by client; expected random='all'",
+            r"random='all'",
         ),
     ],
 )
@@ -295,15 +299,19 @@ def test_clustering_does_not_depend_on_the_origin_of_the_target(shift):
 @pytest.mark.parametrize(
     ("prior", "params", "message"),
     [
-        (GaussianMixturePrior("bic"), {}, "got a known prior or n_components='bic'"),
+        (
+            GaussianMixturePrior("bic"),
+            {},
+            r"method='printed'.*GaussianMixturePrior.*n_components='bic'",
+        ),
         (
             DiscretePrior(2, points=np.eye(2, 3), weights=[0.5, 0.5]),
             {},
-            "method='printed' estimates a DiscretePrior with a given number of components; got a k",
+            r"method='printed'.*DiscretePrior.*n_components='bic'",
         ),
-        (DiscretePrior(9), {}, "n_components=9 of DiscretePrior needs at least as many clients"),
-        (DiscretePrior(), {"random": [1]}, "expected random='all'"),
-        (DiscretePrior(), {"solver": "gd"}, "method='printed' with solver='gd' does not go with"),
+        (DiscretePrior(9), {}, r"n_components=9\b.*DiscretePrior.*\b8\b"),
+        (DiscretePrior(), {"random": [1]}, r"random='all'"),
+        (DiscretePrior(), {"solver": "gd"}, r"method='printed'.*solver='gd'.*DiscretePrior"),
     ],
 )
 def test_what_clustering_does_not_do(prior, params, message):

@@ -187,7 +187,7 @@ def test_a_drowned_release_says_so_and_harms_nobody():
     """
     X, y, groups, theta = many_clients(0, 50)
     prior = GaussianPrior(covariance=0.25)
-    with pytest.warns(UserWarning, match="noise variance drowns"):
+    with pytest.warns(UserWarning, match=r"noise_variance.*bound.*epsilon"):
         model = fit(X, y, groups, prior=prior, epsilon=0.5, **CLIENT)
     assert 0 < model.noise_variance_ < 36.1
     errors = []
@@ -366,5 +366,5 @@ def test_a_client_with_absurd_values_harms_nobody_else():
 @pytest.mark.parametrize("bound", [1e-300, 1e300, 1e-60])
 def test_bounds_that_no_number_can_square(bound):
     X, y, _ = one_table(0)
-    with pytest.raises(ValueError, match="feature_bound must lie between 1e-50 and 1e\\+50"):
+    with pytest.raises(ValueError, match=r"feature_bound.*1e-50.*1e\+50.*1e[+-]\d+"):
         fit(X, y, **{**ROW, "feature_bound": bound})

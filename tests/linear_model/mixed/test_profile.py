@@ -326,9 +326,9 @@ def test_reduction_keeps_all_products_of_a_client():
 
 def test_values_that_cannot_be_squared():
     rows = np.ones((4, 1)), np.zeros(4), np.array([0, 0, 1, 1]), 2, 1
-    with pytest.raises(ValueError, match="y holds values too large to be squared"):
+    with pytest.raises(ValueError, match=r"\by\b.*1e150"):
         reduce_rows(rows[0], np.full(4, 1e200), *rows[2:], spectral=True)
-    with pytest.raises(ValueError, match="X holds values too large to be squared"):
+    with pytest.raises(ValueError, match=r"\bX\b.*1e150"):
         reduce_rows(np.full((4, 1), 1e200), *rows[1:], spectral=True)
 
 

@@ -209,7 +209,7 @@ def test_alpha_infinity_is_pooled_sgd():
     np.testing.assert_allclose(model.population_coef_, w, rtol=1e-12)
     assert not model.local_coef_.any()
     assert np.ptp(model.coef_, axis=0).max() == 0
-    with pytest.warns(match="got no groups="):
+    with pytest.warns(match=r"PPSGDRegressor.*groups=.*\b55 rows"):
         alone = clone(model).fit(X, y)
     np.testing.assert_allclose(alone.population_coef_, w, rtol=1e-12)
 
@@ -246,8 +246,11 @@ def test_the_step_of_theory(weighting, sampling):
 @pytest.mark.parametrize(
     ("params", "error"),
     [
-        ({"learning_rate": "theory"}, "needs smoothness"),
-        ({"learning_rate": "theory", "smoothness": 1.0, "gradient_std": 1.0}, "belong together"),
+        ({"learning_rate": "theory"}, r"learning_rate='theory'.*smoothness"),
+        (
+            {"learning_rate": "theory", "smoothness": 1.0, "gradient_std": 1.0},
+            r"solution_norm=None.*gradient_std=1\.0",
+        ),
     ],
     ids=str,
 )
@@ -305,7 +308,7 @@ def test_features_whose_squares_overflow():
     X, y, groups = table()
     model = PPSGDRegressor()
     for rows in (1e200 * X, csr_array(1e200 * X)):
-        with pytest.raises(ValueError, match="squares of these features overflow"):
+        with pytest.raises(ValueError, match=r"learning_rate='auto'.*overflow"):
             model.fit(rows, y, groups=groups)
     assert not hasattr(model, "coef_")
 
@@ -433,9 +436,9 @@ def test_coefficients_predict():
 def test_one_class_only():
     X, y, groups = table()
     model = PPSGDClassifier()
-    with pytest.raises(ValueError, match="at least two classes"):
+    with pytest.raises(ValueError, match=r"two classes.*one class"):
         model.fit(X, np.ones(len(y)), groups=groups)
-    with pytest.raises(ValueError, match="at least two classes"):
+    with pytest.raises(ValueError, match=r"two classes.*one class"):
         model.partial_fit(X, np.ones(len(y)), classes=[1], groups=groups)
     assert not [name for name in vars(model) if name.endswith("_")]
 
@@ -449,9 +452,9 @@ def test_partial_fit_with_classes():
     assert model.predict_proba(X, groups=groups).shape == (len(y), 3)
     model.partial_fit(X, np.full(len(y), "c"), groups=groups)
     before = freeze(model)
-    with pytest.raises(ValueError, match="'d', which is not among the 3 classes"):
+    with pytest.raises(ValueError, match=r"'d'.*\b3 classes"):
         model.partial_fit(X, np.full(len(y), "d"), groups=groups)
-    with pytest.raises(ValueError, match="is not the same as in the first call"):
+    with pytest.raises(ValueError, match=r"classes=\['a', 'b'\].*\['a', 'b', 'c'\]"):
         model.partial_fit(X, labels, classes=["a", "b"], groups=groups)
     assert_frozen(model, before)
 
@@ -477,18 +480,18 @@ def test_warm_start_refuses_what_it_cannot_continue():
     model = PPSGDRegressor(n_rounds=20, warm_start=True, random_state=0).fit(X, y, groups=groups)
     before = freeze(model)
     model.n_rounds = 10
-    with pytest.raises(ValueError, match="less than the 20 rounds"):
+    with pytest.raises(ValueError, match=r"n_rounds=10\b.*\b20 rounds"):
         model.fit(X, y, groups=groups)
     model.n_rounds = 20
     assert_frozen(model, before)
     model.n_rounds = 30
     before = freeze(model)
     kept = groups != 3
-    with pytest.raises(ValueError, match="clients of the rounds before"):
+    with pytest.raises(ValueError, match=r"warm_start=True.*groups"):
         model.fit(X[kept], y[kept], groups=groups[kept])
     with pytest.raises(ValueError, match="features"):
         model.fit(X[:, :2], y, groups=groups)
-    with pytest.raises(ValueError, match="outputs"):
+    with pytest.raises(ValueError, match=r"\by\b.*\b2 outputs.*\b1\b"):
         model.fit(X, np.column_stack([y, y]), groups=groups)
     assert_frozen(model, before)
 
@@ -500,7 +503,7 @@ def test_parameters_that_a_warm_start_cannot_change(name, value):
     model.set_params(n_rounds=10, **{name: value})
     before = freeze(model)
     for call in (model.fit, model.partial_fit):
-        with pytest.raises(ValueError, match=f"{name}={value} .*rounds before"):
+        with pytest.raises(ValueError, match=f"{name}={value}.*warm_start=False"):
             call(X, y, groups=groups)
     assert_frozen(model, before)
 
@@ -526,7 +529,7 @@ def test_partial_fit_is_a_pass():
     before = freeze(model)
     with pytest.raises(ValueError, match="features"):
         model.partial_fit(X[:, :2], y, groups=groups)
-    with pytest.raises(ValueError, match="string ids"):
+    with pytest.raises(ValueError, match=r"groups.*string.*'0'"):
         model.partial_fit(X, y, groups=groups.astype(str))
     assert_frozen(model, before)
 
@@ -555,11 +558,11 @@ def test_a_failed_fit_leaves_everything_as_it_was(call, average):
     fit = model.partial_fit if call == "partial_fit" else model.fit
     before = freeze(model)
     huge = 1e200 * X if call == "partial_fit" else X
-    with pytest.raises(ValueError, match=r"diverged: learning_rate=1000 is too large"):
+    with pytest.raises(ValueError, match=r"learning_rate=1000\b"):
         fit(huge, y, groups=groups)
     with pytest.raises(ValueError, match="NaN"):
         fit(np.where(X > 2, np.nan, X), y, groups=groups)
-    with pytest.raises(ValueError, match="groups has"):
+    with pytest.raises(ValueError, match=r"groups.*\b54 ids.*\b55 rows"):
         fit(X, y, groups=groups[:-1])
     assert_frozen(model, before)
 
@@ -568,7 +571,7 @@ def test_divergence_names_the_learning_rate():
     X, y, groups = table()
     model = PPSGDRegressor(learning_rate=50.0, n_rounds=400)
     before = dict(vars(model))
-    with pytest.raises(ValueError, match="diverged: learning_rate=50 is too large"):
+    with pytest.raises(ValueError, match=r"learning_rate=50\b"):
         model.fit(X, y, groups=groups)
     assert vars(model) == before
 

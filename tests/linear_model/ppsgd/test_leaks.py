@@ -80,9 +80,9 @@ def test_what_was_handed_out_does_not_go_on():
     X, y, groups = table()
     model = PPSGDRegressor(n_rounds=3, **NOISE).fit(X, y, groups=groups)
     for copy in (model.release(), model.for_client(groups[0])):
-        with pytest.raises(ValueError, match="rounds cannot go on"):
+        with pytest.raises(ValueError, match=r"PPSGDRegressor.*release.*for_client"):
             copy.partial_fit(X, y, groups=groups)
-        with pytest.raises(ValueError, match="rounds cannot go on"):
+        with pytest.raises(ValueError, match=r"PPSGDRegressor.*release.*for_client"):
             copy.set_params(warm_start=True).fit(X, y, groups=groups)
         assert copy.set_params(warm_start=False).fit(X, y, groups=groups).n_rounds_ == 3
 
@@ -130,7 +130,7 @@ def test_a_checkpoint_belongs_to_one_ledger(tmp_path, monkeypatch):
         model.fit(X, y, groups=groups)
     path.unlink()
     model.set_params(ledger=PrivacyLedger(path, relation="add_remove"))
-    with pytest.raises(ValueError, match="belongs to a run with ledger="):
+    with pytest.raises(ValueError, match=r"checkpoint.*ledger="):
         model.fit(X, y, groups=groups)
     assert not model.ledger.entries
 
@@ -159,7 +159,7 @@ def test_what_cannot_be_released_is_not_charged(tmp_path, clip_norm):
     ledger = PrivacyLedger(tmp_path / "ledger", relation="add_remove")
     model = PPSGDRegressor(ledger=ledger, **{**NOISE, "clip_norm": clip_norm})
     for call in (model.fit, model.partial_fit):
-        with pytest.raises(ValueError, match="clip_norm must be in"):
+        with pytest.raises(ValueError, match=r"clip_norm.*\[1e-100, 1e100\]"):
             call(X, y, groups=groups)
     assert not ledger.entries
 

@@ -258,7 +258,7 @@ def test_epsilons_add_up_beyond_what_was_asked():
     ).fit(X, y, groups=groups)
     z = model.noise_multiplier_
     model.set_params(n_rounds=80)
-    with pytest.warns(PrivacyWarning, match="with the rounds before, the total is"):
+    with pytest.warns(PrivacyWarning, match=r"epsilon = 1\b.*\b2\.302\b"):
         model.fit(X, y, groups=groups)
     assert model.noise_multiplier_ == z
     assert model.privacy_.epsilon == pytest.approx(gdp_epsilon(math.sqrt(80) / z, 1e-3), rel=1e-3)
@@ -279,7 +279,7 @@ def test_privacy_is_not_regained():
         model.partial_fit(X, y, groups=groups)
         model.set_params(**second).partial_fit(X, y, groups=groups)
         assert model.privacy_.epsilon == math.inf
-        with pytest.raises(ValueError, match="would publish unprotected values"):
+        with pytest.raises(ValueError, match=r"release.*PPSGDRegressor.*epsilon"):
             model.release()
 
 
@@ -367,19 +367,25 @@ def test_a_release_holds_the_population_alone(sparse, tmp_path):
     [
         (
             {"epsilon": 1.0, "noise_multiplier": 1.0},
-            "epsilon=1.0 and noise_multiplier=1.0 were",
+            r"epsilon=1\.0\b.*noise_multiplier=1\.0\b",
         ),
-        ({"epsilon": 1.0, "noise_multiplier": 0.0}, "were both given"),
-        ({"epsilon": 1.0, "clip_norm": None}, "clip_norm must be given when noise is added"),
-        ({"noise_multiplier": 1.0, "clip_norm": None}, "clip_norm must be given when noise"),
-        ({"clip_quantile": 0.5, "clip_norm": None}, "clip_norm must be given with clip_quantile"),
-        ({"epsilon": 1.0, "delta": 0.0}, "delta must be above 0"),
-        ({"epsilon": 1.0, "learning_rate": "auto"}, "'auto' looks at the data"),
-        ({"noise_multiplier": 1.0, "learning_rate": "auto"}, "'auto' looks at the data"),
-        ({"epsilon": 1.0, "learning_rate": "theory"}, "needs smoothness"),
+        ({"epsilon": 1.0, "noise_multiplier": 0.0}, r"epsilon=1\.0\b.*noise_multiplier=0\.0\b"),
+        ({"epsilon": 1.0, "clip_norm": None}, r"clip_norm.*epsilon.*noise_multiplier"),
+        ({"noise_multiplier": 1.0, "clip_norm": None}, r"clip_norm.*epsilon.*noise_multiplier"),
+        ({"clip_quantile": 0.5, "clip_norm": None}, r"clip_norm.*clip_quantile"),
+        ({"epsilon": 1.0, "delta": 0.0}, r"delta.*\b0\b"),
+        ({"epsilon": 1.0, "learning_rate": "auto"}, r"learning_rate='auto'.*'theory'.*smoothness"),
+        (
+            {"noise_multiplier": 1.0, "learning_rate": "auto"},
+            r"learning_rate='auto'.*'theory'.*smoothness",
+        ),
+        ({"epsilon": 1.0, "learning_rate": "theory"}, r"learning_rate='theory'.*smoothness"),
         ({"alpha": -1e-9}, "'alpha' parameter"),
         ({"client_fraction": 1.0001}, "'client_fraction' parameter"),
-        ({"client_fraction": 0.05, "sampling": "fixed"}, "is less than one client"),
+        (
+            {"client_fraction": 0.05, "sampling": "fixed"},
+            r"client_fraction=0\.05.*\b8 clients.*sampling='fixed'",
+        ),
     ],
     ids=str,
 )
@@ -414,7 +420,7 @@ def test_a_budget_is_kept_before_data_are_read(tmp_path, method):
     fit(X, y, groups=groups)
     fit(X, y, groups=groups)
     before = freeze(model)
-    with pytest.raises(BudgetExceeded, match="above the budget"):
+    with pytest.raises(BudgetExceeded, match=r"PPSGDRegressor.*epsilon = 1\b.*\b1\.6\b"):
         fit(np.full_like(X, np.nan), y, groups=groups)
     assert_frozen(model, before)
     assert len(ledger.entries) == 2
@@ -472,7 +478,7 @@ def test_a_failed_private_warm_start_leaves_everything(clip_quantile):
 def test_seeded_noise_is_said_to_be_reproducible():
     X, y, groups = table()
     model = PPSGDRegressor(random_state=0, **NOISE)
-    with pytest.warns(PrivacyWarning, match="whoever knows the seed"):
+    with pytest.warns(PrivacyWarning, match="random_state"):
         model.fit(X, y, groups=groups)
     assert model.privacy_.noise_reproducible
 

@@ -263,7 +263,7 @@ def test_a_failed_fit_leaves_everything_as_it_was():
         model.set_params(n_rounds=700, learning_rate=1e3)
         before = freeze(model)
         for call, rows in ((model.fit, X), (model.partial_fit, X * 1e150)):
-            with pytest.raises(ValueError, match="diverged: learning_rate=1000 is too large"):
+            with pytest.raises(ValueError, match=r"learning_rate=1000\b"):
                 call(rows, y, groups=groups)
             assert_frozen(model, before)
 

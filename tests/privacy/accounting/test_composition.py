@@ -460,9 +460,9 @@ def test_events_survive_json_and_hash(event):
     values = json.loads(json.dumps(event.to_dict(), allow_nan=False))
     assert type(event).from_dict(values) == event == event_from_dict(values)
     assert hash(event_from_dict(values)) == hash(event)
-    with pytest.raises(ValueError, match="kind must be"):
+    with pytest.raises(ValueError, match=r"kind.*'other'"):
         type(event).from_dict({**values, "kind": "other"})
-    with pytest.raises(ValueError, match="kind must be one of"):
+    with pytest.raises(ValueError, match=r"kind.*sampled_gaussian, gaussian, pure.*'other'"):
         event_from_dict({**values, "kind": "other"})
     with pytest.raises(dataclasses.FrozenInstanceError):
         event.relation = "x"
@@ -471,34 +471,43 @@ def test_events_survive_json_and_hash(event):
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda: SampledGaussian(-1.0, 5), "noise_multiplier must be at least 0; got -1.0"),
-        (lambda: SampledGaussian(math.nan, 5), "noise_multiplier must be at least 0"),
-        (lambda: SampledGaussian(1.0, -5), "n_rounds must be a whole number from 0"),
-        (lambda: SampledGaussian(1.0, 2.5), "n_rounds must be a whole number from 0"),
-        (lambda: SampledGaussian(1.0, 5, 0.0), r"rate must be in \(0, 1\]"),
-        (lambda: SampledGaussian(1.0, 5, 1.1), r"rate must be in \(0, 1\]"),
-        (lambda: SampledGaussian(1.0, 5, 0.5, "shuffled"), "sampling must be 'poisson' or 'fixed'"),
-        (lambda: SampledGaussian(1.0, 5, 0.5, "fixed", 0), "n_sampled must be at least 1"),
-        (lambda: GaussianEvent(-0.1, None), "mu_add_remove must be at least 0"),
-        (lambda: GaussianEvent(None, math.nan), "mu_replace_one must be at least 0"),
-        (lambda: GaussianEvent(0.1, None, -1), "n_releases must be a whole number from 0"),
-        (lambda: PureEvent(-1.0, 0.0, "zero_out"), "epsilon must be at least 0"),
-        (lambda: PureEvent(1.0, 2.0, "zero_out"), r"delta must be in \[0, 1\]"),
-        (lambda: PureEvent(1.0, 0.0, "swap"), "relation must be one of"),
-        (lambda: events_epsilon([], 0.0, "add_remove"), r"delta must be in \(0, 1\); got 0.0"),
-        (lambda: events_epsilon([], 1e-5, "swap"), "relation must be one of"),
-        (lambda: calibrate_rounds(0.0, 0.1, n_rounds=1, rate=1), "epsilon must be above 0"),
-        (lambda: calibrate_rounds(1.0, 0.0, n_rounds=1, rate=1), r"delta must be in \(0, 1\)"),
-        (lambda: calibrate_rounds(1.0, 0.1, n_rounds=1, rate=0), r"rate must be in \(0, 1\]"),
+        (lambda: SampledGaussian(-1.0, 5), r"noise_multiplier.*-1\.0\b"),
+        (lambda: SampledGaussian(math.nan, 5), r"noise_multiplier.*\bnan\b"),
+        (lambda: SampledGaussian(1.0, -5), r"n_rounds.*-5\b"),
+        (lambda: SampledGaussian(1.0, 2.5), r"n_rounds.*\b2\.5\b"),
+        (lambda: SampledGaussian(1.0, 5, 0.0), r"rate.*\(0, 1\].*\b0\.0\b"),
+        (lambda: SampledGaussian(1.0, 5, 1.1), r"rate.*\(0, 1\].*\b1\.1\b"),
+        (
+            lambda: SampledGaussian(1.0, 5, 0.5, "shuffled"),
+            r"sampling.*'poisson'.*'fixed'.*'shuffled'",
+        ),
+        (lambda: SampledGaussian(1.0, 5, 0.5, "fixed", 0), r"n_sampled.*\b1\b.*\b0\b"),
+        (lambda: GaussianEvent(-0.1, None), r"mu_add_remove.*-0\.1\b"),
+        (lambda: GaussianEvent(None, math.nan), r"mu_replace_one.*\bnan\b"),
+        (lambda: GaussianEvent(0.1, None, -1), r"n_releases.*-1\b"),
+        (lambda: PureEvent(-1.0, 0.0, "zero_out"), r"epsilon.*-1\.0\b"),
+        (lambda: PureEvent(1.0, 2.0, "zero_out"), r"delta.*\[0, 1\].*\b2\.0\b"),
+        (
+            lambda: PureEvent(1.0, 0.0, "swap"),
+            r"relation.*add_remove, replace_one, zero_out.*'swap'",
+        ),
+        (lambda: events_epsilon([], 0.0, "add_remove"), r"delta.*\(0, 1\).*\b0\.0\b"),
+        (
+            lambda: events_epsilon([], 1e-5, "swap"),
+            r"relation.*add_remove, replace_one, zero_out.*'swap'",
+        ),
+        (lambda: calibrate_rounds(0.0, 0.1, n_rounds=1, rate=1), r"epsilon.*\b0\.0\b"),
+        (lambda: calibrate_rounds(1.0, 0.0, n_rounds=1, rate=1), r"delta.*\(0, 1\).*\b0\.0\b"),
+        (lambda: calibrate_rounds(1.0, 0.1, n_rounds=1, rate=0), r"rate.*\(0, 1\].*\b0\b"),
         (
             lambda: calibrate_rounds(1.0, 0.1, n_rounds=1, rate=1, relation="swap"),
-            "relation must be one of",
+            r"relation.*add_remove, replace_one, zero_out.*'swap'",
         ),
         (
             lambda: calibrate_rounds(
                 1.0, 0.1, n_rounds=1, rate=0.5, sampling="fixed", relation="add_remove"
             ),
-            "relation must be 'replace_one' for sampling='fixed' with rate below 1; got 'add_re",
+            r"relation.*'replace_one'.*sampling='fixed'.*'add_remove'",
         ),
     ],
 )
@@ -515,5 +524,5 @@ def test_without_dp_accounting(monkeypatch):
     assert events_epsilon([SampledGaussian(1.0, 3)], 1e-5, "add_remove") > 0
     assert calibrate_rounds(1.1, 1e-5, n_rounds=7, rate=1.0) > 0
     assert events_epsilon([PureEvent(0.3, 0.0, "zero_out")], 1e-5, "zero_out") == 0.3
-    with pytest.raises(ImportError, match=r"run `pip install pfl-sklearn\[accounting\]`"):
+    with pytest.raises(ImportError, match=r"dp-accounting.*pip install pfl-sklearn\[accounting\]"):
         events_epsilon([SampledGaussian(1.2345, 3, 0.11)], 1e-5, "add_remove")

@@ -41,9 +41,9 @@ def test_shares_and_noise_spend_the_budget():
     facts = clustering().facts()
     assert facts["noise_std"] == clustering().mechanism("last").noise_std
     assert facts["sensitivity"] == pytest.approx(2.0)
-    with pytest.raises(ValueError, match="n_features must be at least 1; got 0"):
+    with pytest.raises(ValueError, match=r"n_features.*\b1\b.*\b0\b"):
         clustering(0)
-    with pytest.raises(ValueError, match="epsilon must be above 0"):
+    with pytest.raises(ValueError, match=r"epsilon.*\b0\.0\b"):
         PrivateClustering(0.0, DELTA, 3, 50)
 
 

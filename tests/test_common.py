@@ -155,7 +155,7 @@ def fit_quietly(estimator, X, y, **params):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pfl_sklearn.PrivacyWarning)
         warnings.filterwarnings("ignore", "The released noise variance drowns")
-        warnings.filterwarnings("ignore", "The re(leased clusters|ports) do not")
+        warnings.filterwarnings("ignore", ".*epsilon.*clip_norm")
         return clone(estimator).fit(X, y, **params)
 
 

@@ -13,7 +13,7 @@ from pfl_sklearn.privacy import GaussianMechanism, PrivateClustering
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning"),
-    pytest.mark.filterwarnings("ignore:The re(leased clusters|ports) do not"),
+    pytest.mark.filterwarnings("ignore:.*epsilon.*clip_norm"),
 ]
 
 

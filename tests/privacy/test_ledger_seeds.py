@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +19,7 @@ DELTA = 1e-5
 GAUSSIAN = GaussianEvent(0.1, 0.2)
 CLIENTS = make_gaussian_clients(60, 6, random_state=0)
 REASON = r"random_state.*entry 1\b.*random_state=None"
-seeded = pytest.mark.filterwarnings("ignore:random_state was given")
+seeded = pytest.mark.filterwarnings("ignore:.*random_state=None")
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ def test_a_second_fit_with_the_same_seed_is_recorded_as_infinite(path):
     match = rf"entry 3 \(GaussianMean\).*{REASON}"
     with pytest.warns(PrivacyWarning, match=match):
         assert PrivacyLedger(path).total() == math.inf
-    assert REASON in str(ledger)
+    assert re.search(REASON, str(ledger))
     assert np.isfinite(ledger.to_frame()["epsilon"]).tolist() == [True, True, False]
     assert [len(entry["events"]) for entry in ledger.entries] == [1, 1, 2]
 

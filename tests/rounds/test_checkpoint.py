@@ -267,7 +267,7 @@ def test_a_foreign_file(left, kind):
         else:
             with zipfile.ZipFile(file, "w") as archive:
                 archive.writestr("a.txt", "hello")
-    refused(left, "not a checkpoint file|checkpoint.*class=")
+    refused(left, "not a checkpoint file|checkpoint.*alpha=")
 
 
 def test_a_file_of_another_format(left):

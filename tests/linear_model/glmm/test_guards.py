@@ -165,7 +165,7 @@ def test_advice_on_rounding_is_not_to_iterate():
         ConvergenceWarning, match=r"PersonalizedLogisticRegression.*rounding.*covariance"
     ) as caught:
         fit(simulate(30, 10), prior=GaussianPrior(covariance=1e12))
-    assert not any("Raise max_iter" in str(each.message) for each in caught)
+    assert not any("max_iter" in str(each.message) for each in caught)
 
 
 def test_the_prior_of_a_single_client_is_refused_with_the_reason():
@@ -181,7 +181,7 @@ def test_the_level_of_pure_clients_of_several_classes_is_the_priors():
         fit((X, groups % 3, groups), random="intercept")
     with pytest.warns(SeparationWarning) as caught:
         fit((X, groups % 2, groups), random="intercept")
-    assert not any("do not tell it" in str(each.message) for each in caught)
+    assert not any("level" in str(each.message) for each in caught)
 
 
 def test_a_constant_column_is_no_obstacle_to_one_common_variance():

@@ -17,7 +17,7 @@ from pfl_sklearn.privacy.auditing import gdp_lower_bound
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning"),
-    pytest.mark.filterwarnings("ignore:The re(leased clusters|ports) do not"),
+    pytest.mark.filterwarnings("ignore:.*epsilon.*clip_norm"),
 ]
 
 DELTA = 1e-5

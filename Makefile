@@ -1,10 +1,11 @@
-# make demo | test | lint | docs | bench; each sets up .venv first if it has to.
+# make demo | test | test-slow | test-tables | lint | docs | bench; each sets up .venv first if it
+# has to.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 INPUTS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test test-slow test-tables lint docs bench clean
 .DELETE_ON_ERROR:
 
 # One stamp per set of extras: make -s demo needs matplotlib only.
@@ -17,7 +18,14 @@ demo: $(VENV)/.plot.stamp
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.test.stamp
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-slow: $(VENV)/.test.stamp
+	$(BIN)/python -m pytest -n 2 -m slow tests
+
+# Only what reads the folder that PFL_SKLEARN_DATA names; `make test` skips it where there is none.
+test-tables: $(VENV)/.test.stamp
+	$(BIN)/python -m pytest -n 2 -m tables tests
 
 lint: $(VENV)/.test.stamp
 	$(BIN)/ruff check .

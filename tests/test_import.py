@@ -1,7 +1,9 @@
-"""What importing the package pulls in."""
+"""What importing the package pulls in, and what tests may import."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 HEAVY = ("torch", "skorch", "dp_accounting", "matplotlib", "statsmodels")
 
@@ -12,3 +14,8 @@ def test_import_leaves_heavy_packages_alone():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
     assert done.stderr == ""
+
+
+def test_no_test_imports_another_test():
+    for path in Path(__file__).parent.rglob("*.py"):
+        assert not re.search(r"^\s*(from|import) (\S+\.)?test_", path.read_text(), re.M), path

@@ -1,10 +1,13 @@
-# make demo | test | lint | docs | bench; each sets up .venv first if it has to.
+# make demo | test | test-slow | test-tables | lint | docs | bench; each sets up .venv first if it
+# has to.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
+# Two workers with one thread each: threads of the linear algebra would only be in each other's way.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 INPUTS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: demo test lint docs bench clean
+.PHONY: demo test test-slow test-tables lint docs bench clean
 .DELETE_ON_ERROR:
 
 # One stamp per set of extras: make -s demo needs matplotlib only.
@@ -17,7 +20,14 @@ demo: $(VENV)/.plot.stamp
 	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.test.stamp
-	$(BIN)/python -m pytest -n 2
+	$(PYTEST) -m "not slow"
+
+test-slow: $(VENV)/.test.stamp
+	$(PYTEST) -m slow tests
+
+# Only what reads the folder that PFL_SKLEARN_DATA names; `make test` skips it where there is none.
+test-tables: $(VENV)/.test.stamp
+	$(PYTEST) -m tables tests
 
 lint: $(VENV)/.test.stamp
 	$(BIN)/ruff check .

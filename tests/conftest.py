@@ -17,3 +17,10 @@ def data_home():
     if not folder or not Path(folder).is_dir():
         pytest.skip("PFL_SKLEARN_DATA names no folder with the public tables")
     return Path(folder)
+
+
+@pytest.hookimpl(tryfirst=True)  # before markers select
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "data_home" in getattr(item, "fixturenames", ()):
+            item.add_marker("tables")

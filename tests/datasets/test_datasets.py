@@ -230,7 +230,7 @@ def test_elections_of_another_table(tmp_path, monkeypatch):
         assert load_county_elections().frame.equals(elections.frame)
 
 
-@pytest.mark.filterwarnings("ignore:.*is not the table that the documentation:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*documentation:UserWarning")
 def test_elections_without_a_column(tmp_path):
     write_elections(tmp_path, drop=["rep_won", "in_panel"])
     with pytest.raises(ValueError, match=f"{FILE}.*rep_won, in_panel"):

@@ -88,7 +88,14 @@ PRIVATE_MSE = {  # x 1,000; 14 trials, 1,000 clients; epsilon = 1, 4
 
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
-@pytest.mark.parametrize("case", PRIVATE_MSE, ids="-".join)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(each, marks=pytest.mark.slow if each[0] == "3-spike" else ())
+        for each in PRIVATE_MSE
+    ],
+    ids="-".join,
+)
 def test_private_risk(case):
     """Both figures are Monte Carlo means; the reference is given to one decimal."""
     population, mechanism, method = case

@@ -214,7 +214,7 @@ def test_names_are_not_read_as_mathematics():
 
 
 def test_tall_figures_stay_drawable():
-    model, _ = fitted(3000)
+    model, _ = fitted(400)
     display = ShrinkageDisplay.from_estimator(model, kind="rows")
     assert display.figure_.get_size_inches()[1] == 100
 

@@ -213,7 +213,10 @@ def test_discrete_posterior():
     )
 
 
-@pytest.mark.parametrize("covariance_type", TYPES)
+@pytest.mark.parametrize(
+    "covariance_type",
+    [pytest.param(each, marks=pytest.mark.slow if each != "full" else ()) for each in TYPES],
+)
 def test_bic_finds_the_number_of_components(covariance_type):
     apart = GaussianMixturePrior(3, means=3 * MEANS, covariances=0.5, weights=WEIGHTS)
     theta, x, s = noisy(600, truth=apart)

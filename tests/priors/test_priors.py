@@ -46,6 +46,7 @@ PRIORS = {
     BetaPrior: [BetaPrior(alpha=2.0, beta=5.0), BetaPrior(alpha=0.4, beta=0.1)],
     GridPrior: [GridPrior(n_points=5, weights=[0.1, 0.2, 0.3, 0.4, 0.0])],
 }
+SLOW = PRIORS[GaussianMixturePrior][1:]
 PROPORTIONS = (BetaPrior, GridPrior)
 KNOWN = [prior for priors in PRIORS.values() for prior in priors]
 VECTORS = [prior for prior in KNOWN if not isinstance(prior, PROPORTIONS)]
@@ -85,7 +86,11 @@ def test_the_registry_has_every_public_prior():
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero")
-@every_known
+@pytest.mark.parametrize(
+    "prior",
+    [pytest.param(prior, marks=pytest.mark.slow if prior in SLOW else ()) for prior in KNOWN],
+    ids=repr,
+)
 def test_sample_then_fit_recovers(prior):
     theta = prior.sample(200_000, random_state=0)
     theta = np.clip(theta, 1e-300, 1 - 1e-16) if isinstance(prior, BetaPrior) else theta

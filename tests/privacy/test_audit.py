@@ -154,7 +154,12 @@ RELEASES = {
     regression_rows: -np.diff(ROWS.messages(*FAR), axis=0)[0],
     regression_clients: CLIENTS.total(*FAR, np.array([1.0, 0.0]), 0.5),
 }
-every_release = pytest.mark.parametrize("release", RELEASES, ids=lambda release: release.__name__)
+SLOW = {central_with_variances, local_with_variances, moments, regression_rows}
+every_release = pytest.mark.parametrize(
+    "release",
+    [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in RELEASES],
+    ids=lambda release: release.__name__,
+)
 
 
 def lower_bound(release, released):
@@ -218,7 +223,9 @@ def test_mutants_of_the_central_release_are_convicted(mutate, monkeypatch, relea
 
 
 @pytest.mark.parametrize(
-    "release", [central, central_with_variances, local], ids=lambda release: release.__name__
+    "release",
+    [central, pytest.param(central_with_variances, marks=pytest.mark.slow), local],
+    ids=lambda release: release.__name__,
 )
 def test_radius_for_diameter_is_convicted(release, released, monkeypatch):
     radius_for_diameter(monkeypatch)

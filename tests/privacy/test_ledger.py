@@ -282,7 +282,8 @@ def test_a_folder_and_a_device_are_no_files(tmp_path):
 def test_a_pipe_is_an_error_and_does_not_hang(path):
     os.mkfifo(path)
     message = in_child(PrivacyLedger, path)
-    assert message.startswith(f"OSError: PrivacyLedger cannot open {path} (not a regular file)")
+    assert message.startswith("OSError")
+    assert f"{path} (not a regular file)" in message
     ledger = PrivacyLedger(path.with_name("real"))
     path.rename(ledger.path)
     message = in_child(spend, ledger)

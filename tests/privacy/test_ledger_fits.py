@@ -101,7 +101,9 @@ def fit(estimator, ledger):
     return clone(estimator).set_params(ledger=ledger).fit(X, y, groups=CLIENTS.groups)
 
 
-@pytest.mark.filterwarnings("ignore:The re(leased|ports)", "ignore::pfl_sklearn.PrivacyWarning")
+@pytest.mark.filterwarnings(
+    "ignore:.*(noise_variance|clip_norm)", "ignore::pfl_sklearn.PrivacyWarning"
+)
 @pytest.mark.parametrize("estimator", PRIVATE, ids=repr)
 def test_the_entry_of_a_fit_is_what_its_report_promises(estimator, path):
     report = fit(estimator, None).privacy_
@@ -139,7 +141,7 @@ def test_a_fit_without_privacy_spends_without_bound(estimator, path):
         fit(estimator, limited)
 
 
-@pytest.mark.filterwarnings("ignore:The re(leased|ports)")
+@pytest.mark.filterwarnings("ignore:.*(noise_variance|clip_norm)")
 @pytest.mark.parametrize("estimator", KNOWN, ids=repr)
 def test_a_fit_with_a_known_population_costs_nothing(estimator, path):
     ledger = PrivacyLedger(path, budget=(1e-3, 1e-9))

@@ -65,9 +65,9 @@ def clients(model):
 @pytest.mark.parametrize(
     ("relation", "intercept", "bound"),
     [
-        ("add_remove", 0.0, 0.085),
+        pytest.param("add_remove", 0.0, 0.085, marks=pytest.mark.slow),
         ("replace_one", 0.0, 0.115),
-        ("add_remove", 1.0, 0.105),
+        pytest.param("add_remove", 1.0, 0.105, marks=pytest.mark.slow),
         ("replace_one", 1.0, 0.140),
     ],
 )
@@ -107,7 +107,7 @@ def test_a_tighter_feature_bound_buys_noise_without_bias():
     ("params", "m"),
     [
         ({"epsilon": 1.0}, 2000),
-        ({"epsilon": 1.0, "relation": "add_remove"}, 2000),
+        pytest.param({"epsilon": 1.0, "relation": "add_remove"}, 2000, marks=pytest.mark.slow),
         ({"epsilon": 1000.0}, 300),
         ({"epsilon": 1000.0, "relation": "add_remove"}, 300),
         ({"epsilon": 1000.0, "unit": "row"}, 300),

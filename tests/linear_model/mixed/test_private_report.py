@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -178,10 +179,10 @@ def test_method_and_solver_have_no_effect():
 @pytest.mark.parametrize(
     ("params", "warning"),
     [
-        ({"delta": 0.02}, "above one over the number of clients"),
-        ({"delta": 0.02, "unit": "row"}, "above one over the number of rows"),
-        ({"delta": 0.02, "relation": "add_remove"}, "above one over the number of clients"),
-        ({"random_state": 0}, "random_state was given"),
+        ({"delta": 0.02}, "delta.*clients"),
+        ({"delta": 0.02, "unit": "row"}, "delta.*rows"),
+        ({"delta": 0.02, "relation": "add_remove"}, "delta.*clients"),
+        ({"random_state": 0}, "random_state=None"),
     ],
 )
 def test_weaknesses_are_warned_of(params, warning):
@@ -191,7 +192,7 @@ def test_weaknesses_are_warned_of(params, warning):
     with pytest.warns(PrivacyWarning) as caught:
         fit(X, y, groups, **params)
     assert len(caught) == 1
-    assert warning in str(caught[0].message)
+    assert re.search(warning, str(caught[0].message))
 
 
 @pytest.mark.parametrize(

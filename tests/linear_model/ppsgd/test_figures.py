@@ -12,7 +12,10 @@ from pfl_sklearn.theory import linear_excess_risk
 N, D, AT_ONCE, BATCH = 100, 100, 50, 10
 STEPS = (0.7, 1.2)
 
-pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.privacy.PrivacyWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::pfl_sklearn.privacy.PrivacyWarning"),
+]
 
 
 def run(alpha_q, sigma, step):

@@ -123,7 +123,7 @@ def audit(sparse, noise_multiplier):
     )
 
 
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("sparse", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_audit_acquits_the_fit_and_convicts_half_the_noise(sparse):
     """The claim is mu = sqrt(rounds) / z = 2."""
     assert 0.8 < audit(sparse, math.sqrt(ROUNDS) / 2) < 2.0

@@ -100,7 +100,9 @@ def poisson_pairs(z, rate, relation):
 
 
 @pytest.mark.parametrize("relation", ["add_remove", "replace_one"])
-@pytest.mark.parametrize(("z", "rate", "delta"), [(1.0, 0.1, 1e-3), (0.4, 0.5, 1e-4)])
+@pytest.mark.parametrize(
+    ("z", "rate", "delta"), [(1.0, 0.1, 1e-3), pytest.param(0.4, 0.5, 1e-4, marks=pytest.mark.slow)]
+)
 def test_one_poisson_round_is_the_divergence_of_its_mixtures(z, rate, delta, relation):
     epsilon = poisson_epsilon(z, 1, rate, delta, relation)
     deltas = [
@@ -160,7 +162,9 @@ def simulated_delta(z, rate, n_rounds, relation, epsilon, n=60_000):
     return max(found)
 
 
-@pytest.mark.parametrize("relation", ["add_remove", "replace_one"])
+@pytest.mark.parametrize(
+    "relation", ["add_remove", pytest.param("replace_one", marks=pytest.mark.slow)]
+)
 def test_many_poisson_rounds_against_simulation(relation):
     z, rate, n_rounds, delta = 0.9, 0.2, 15, 0.03
     epsilon = poisson_epsilon(z, n_rounds, rate, delta, relation)
@@ -278,6 +282,7 @@ def test_gaussian_events_are_exact():
     assert events_epsilon([tighter], 1e-5, "replace_one") == gdp_epsilon(0.7, 1e-5)
 
 
+@pytest.mark.slow
 def test_mixed_events_against_the_accountant():
     """One accountant fed by hand; and between the largest part and the sum of the parts."""
     events = [SampledGaussian(1.0, 300, 0.05), GaussianEvent(0.4, None), SampledGaussian(2.0, 4)]
@@ -401,7 +406,9 @@ def test_limits():
         {"n_rounds": 100, "rate": 1.0},
     ],
 )
-@pytest.mark.parametrize(("epsilon", "delta"), [(0.2, 1e-6), (8.0, 1e-4)])
+@pytest.mark.parametrize(
+    ("epsilon", "delta"), [(0.2, 1e-6), pytest.param(8.0, 1e-4, marks=pytest.mark.slow)]
+)
 def test_calibration_inverts_accounting(rounds, epsilon, delta):
     z = calibrate_rounds(epsilon, delta, **rounds)
     relation = rounds.get("relation") or (

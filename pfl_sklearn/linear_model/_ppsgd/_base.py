@@ -8,11 +8,12 @@ from scipy.sparse import csr_array, hstack, issparse
 from sklearn.base import clone
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from pfl_sklearn._clients import client_batches, rows_by_client
+from pfl_sklearn._clients import rows_by_client
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._rounds.estimator import BaseRounds, Run, sampling_of
 from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, InTurn
+from pfl_sklearn.linear_model._base import client_predictors
 from pfl_sklearn.linear_model._ppsgd._sparse import (
     LateNoise,
     LocalModels,
@@ -271,7 +272,7 @@ class BasePPSGD(BaseRounds):
         X = validate_data(self, X, reset=False, dtype=np.float64, accept_sparse="csr")
         design = with_intercept(X, len(self._population) > X.shape[1])
         local = self._local if hasattr(self, "clients_") else None
-        return linear_predictors(design, codes, self._population, local)
+        return additive_predictors(design, codes, self._population, local)
 
     @property
     def population_coef_(self):
@@ -347,20 +348,18 @@ def _pair_positions(pairs, earlier, roster):
     return pairs.find(earlier.layout.among(roster.earlier).keys)
 
 
-def linear_predictors(X, codes, population, local):
-    """Predictors (n, c) of rows X (n, p) of clients; of the population where codes are -1.
+def additive_predictors(design, codes, population, local):
+    """Predictors (n, c) of rows (n, p) of clients; of the population where codes are -1.
 
     `local` are models (m, p, c) or :class:`LocalModels`, or None if no client is known.
     """
-    found = X @ population
-    known = np.flatnonzero(codes >= 0)
-    if local is None or not len(known):
+    found = design @ population
+    if local is None:
         return found
     if hasattr(local, "predictors"):
-        found[known] += local.predictors(csr_array(X[known]), codes[known])
+        known = np.flatnonzero(codes >= 0)
+        found[known] += local.predictors(csr_array(design[known]), codes[known])
         return found
-    for clients, block in client_batches(codes[known], len(local)):
-        rows = known[block]
-        part = X[rows.ravel()].toarray().reshape(*rows.shape, -1) if issparse(X) else X[rows]
-        found[rows] += part @ local[clients]
-    return found
+    nobody = np.zeros(population.shape[::-1])
+    coef = local.swapaxes(-1, -2)
+    return found + client_predictors(design, codes, coef, None, nobody, nobody[:, 0])

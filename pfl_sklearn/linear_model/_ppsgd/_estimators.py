@@ -3,17 +3,22 @@
 import math
 
 import numpy as np
-from scipy.special import expit, log_softmax, softmax
+from scipy.special import log_softmax
 from sklearn.callback import with_callbacks
 from sklearn.utils import check_X_y
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import column_or_1d, validate_data
+from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._docs import ROUNDS, fill_doc
 from pfl_sklearn._rounds.estimator import Table
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
+from pfl_sklearn.linear_model._base import (
+    check_several_classes,
+    class_probabilities,
+    likeliest_class,
+)
 from pfl_sklearn.linear_model._ppsgd._base import BasePPSGD
 
 _TEXTS = {
@@ -193,7 +198,7 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=True)
     def partial_fit(self, X, y, *, groups=None):
-        """Go on for one more pass over rows, of clients seen before or new ones.
+        """Run one more pass over rows, of clients seen before or new ones.
 
         Parameters
         ----------
@@ -393,7 +398,7 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=True)
     def partial_fit(self, X, y, classes=None, *, groups=None):
-        """Go on for one more pass over rows, of clients seen before or new ones.
+        """Run one more pass over rows, of clients seen before or new ones.
 
         Parameters
         ----------
@@ -430,21 +435,15 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         if known is not None:
             known = np.unique(column_or_1d(known))
             if classes is not None and not np.array_equal(np.unique(classes), known):
-                raise ValueError(
-                    f"classes={classes!r} is not the same as in the first call: {known.tolist()}."
-                )
+                raise ValueError(f"got classes={classes!r}; the first call had {known.tolist()}.")
             missing = np.setdiff1d(found, known)
             if len(missing):
                 raise ValueError(
-                    f"y holds the label {missing[:1].tolist()[0]!r}, which is not among the "
+                    f"y holds the label {missing[:1].tolist()[0]!r}, which is not one of the "
                     f"{len(known)} classes given before."
                 )
             labels, found = np.searchsorted(known, found)[labels], known
-        if len(found) < 2:
-            raise ValueError(
-                f"{type(self).__name__} needs rows of at least two classes, but the data contains "
-                f"only one class: {found.tolist()[0]!r}."
-            )
+        check_several_classes(found, self)
         return found, labels
 
     def decision_function(self, X, *, groups=None):
@@ -475,9 +474,8 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         -------
         ndarray of shape (n_rows,)
         """
-        predictors = self.decision_function(X, groups=groups)
-        chosen = (predictors > 0).astype(int) if self._single else predictors.argmax(axis=1)
-        return self.classes_[chosen]
+        check_is_fitted(self)
+        return likeliest_class(self.classes_, self.decision_function(X, groups=groups))
 
     @available_if(_has_probabilities)
     def predict_proba(self, X, *, groups=None):
@@ -492,10 +490,7 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         -------
         ndarray of shape (n_rows, n_classes)
         """
-        predictors = self.decision_function(X, groups=groups)
-        if self._single:
-            return expit(np.column_stack([-predictors, predictors]))
-        return softmax(predictors, axis=1)
+        return class_probabilities(self.decision_function(X, groups=groups))
 
     @available_if(_has_probabilities)
     def predict_log_proba(self, X, *, groups=None):

@@ -12,7 +12,7 @@ from sklearn.utils.validation import _num_samples as num_samples
 
 
 def response_methods(scorer):
-    """Names of the methods that a scorer asks an estimator for: one of them; () is not known."""
+    """Names of the methods of which a scorer needs one; () if that is unknown."""
     found = getattr(scorer, "_response_method", None) or ()
     return (found,) if isinstance(found, str) else tuple(found)
 

@@ -9,7 +9,7 @@ _OURS = ("pfl_sklearn", "sklearn", "joblib")
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:
-    """Warn as of the first frame outside this package, scikit-learn and joblib."""
+    """Warn from the first frame outside this package, scikit-learn and joblib."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
         frame, level = frame.f_back, level + 1

@@ -1,48 +1,51 @@
-"""What every client-aware estimator shares: client ids, unseen clients, and who may get what."""
+"""What client-aware estimators share: client ids, unseen clients, and models to hand out."""
 
 from __future__ import annotations
 
 import copy
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pandas as pd
 from sklearn.base import ClassifierMixin, RegressorMixin, clone
 from sklearn.exceptions import NotFittedError
 from sklearn.metrics import accuracy_score, r2_score
+from sklearn.utils import check_consistent_length
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import Array, Codes, EncodedClients, encode_clients, match_clients
-from pfl_sklearn._compat import num_samples
+from pfl_sklearn._compat import check_sample_weight, num_samples
 from pfl_sklearn._warnings import warn_caller
 
 __all__ = ["ClientMixin", "SingleClientWarning", "UnseenClientsWarning"]
 
 
-# Parameters that stay with the server: a seed rebuilds the noise, files tell what else was fitted.
+# Parameters that stay with the server: seeds reproduce the noise, files list other fits.
 _SERVER_ONLY = ("random_state", "ledger", "checkpoint")
 
 
 class SingleClientWarning(UserWarning):
-    """Fit got no client ids, so all rows were taken to belong to one client."""
+    """``fit`` got no client ids and treated all rows as one client's."""
 
 
 class UnseenClientsWarning(UserWarning):
-    """Not one of the clients asked for was seen in fit, so all got the population model."""
+    """``fit`` saw none of the clients, so all of them got the population model."""
 
 
 class ClientMixin:
     """Mixin for estimators that learn one model per client and a population model.
 
-    Client ids travel as ``groups``, one per row, through scikit-learn's metadata routing. They
-    are requested by default, so no call to ``set_fit_request`` is needed; in scikit-learn's tools
-    routing has to be on (``sklearn.set_config(enable_metadata_routing=True)``), or the ids stay a
-    column of `X` and :class:`~pfl_sklearn.compose.ClientColumn` takes them out.
+    Client ids travel as ``groups``, one per row, through scikit-learn's metadata routing. They are
+    requested by default, so you need not call ``set_fit_request``. In scikit-learn's tools you
+    either turn routing on (``sklearn.set_config(enable_metadata_routing=True)``), or keep the ids
+    as a column of `X` and let :class:`~pfl_sklearn.compose.ClientColumn` take them out.
 
-    A subclass calls ``_encode_fit`` in ``fit`` and ``_encode_predict`` wherever it predicts, and
-    names its fitted attributes in `_client_attributes` (with clients first, those that are set),
-    `_population_attributes` (what the population model consists of) and `_state_attributes` (what
-    its methods need besides, and does not depend on the data).
+    A subclass calls ``_encode_fit`` in ``fit`` and ``_encode_predict`` wherever it predicts. It
+    names its fitted attributes in three tuples:
+
+    - `_client_attributes`: arrays with clients first (those that are not set are skipped);
+    - `_population_attributes`: the population model;
+    - `_state_attributes`: what its methods need besides, none of which depends on the data.
     """
 
     __metadata_request__fit = {"groups": True}
@@ -60,6 +63,52 @@ class ClientMixin:
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "privacy_")
+
+    def set_params(self, **params: Any) -> Self:
+        """Set the parameters of this estimator.
+
+        A nested parameter of a component that is given by name (or None) first puts the object
+        behind the name in its place: ``set_params(prior__covariance_type="diag")`` works with
+        ``prior="gaussian"``. If a parameter is refused, none of the estimator's own changes.
+
+        Parameters
+        ----------
+        **params : dict
+            Parameters by name, nested ones as ``<component>__<parameter>``; their order does not
+            matter.
+
+        Returns
+        -------
+        self
+        """
+        before = self.get_params(deep=False)  # type: ignore[attr-defined]
+        nested = {name.partition("__")[0] for name in params if "__" in name}
+        found = {name: params.get(name, before[name]) for name in nested & before.keys()}
+        components = {name: self._component(name, value) for name, value in found.items()}
+        try:
+            return super().set_params(**{**params, **components})  # type: ignore[misc]
+        except Exception:
+            vars(self).update(before)
+            raise
+
+    def _component(self, name: str, value: Any) -> Any:
+        """The component that takes a nested parameter: the given one, or that of its name."""
+        if hasattr(value, "set_params"):
+            return value
+        component = self._default_component(name, value)
+        if component is None:
+            raise ValueError(
+                f"{name}={value!r} of {type(self).__name__} is no estimator, so it has no "
+                f"parameters of its own; {name}__... cannot be set."
+            )
+        return component
+
+    def _default_component(self, name: str, value: Any) -> Any:
+        """The object that parameter `name` stands for when it is a name or None; None if none.
+
+        Subclasses with components override it.
+        """
+        return None
 
     def _encode_fit(self, groups: Any, n_rows: int) -> EncodedClients:
         """Clients of the rows of fit; without `groups` all rows are one client's."""
@@ -85,7 +134,7 @@ class ClientMixin:
         if not self._fitted_with_groups:  # type: ignore[attr-defined]
             raise ValueError(
                 f"groups= was given, but this {type(self).__name__} was fitted without groups, as "
-                "one client; fit it with groups= or predict without."
+                "one client; fit it with groups=, or predict without them."
             )
         codes = match_clients(groups, n_rows, known)
         self._check_unseen(codes, groups)
@@ -94,8 +143,8 @@ class ClientMixin:
     def _without_groups(self, n_rows: int, known: Array) -> Codes:
         if len(known) > 1:
             raise ValueError(
-                f"This {type(self).__name__} was fitted with {len(known)} clients and has to "
-                "know whose rows these are. Pass groups= (inside scikit-learn's tools: "
+                f"This {type(self).__name__} was fitted with {len(known)} clients and must know "
+                "whose rows these are. Pass groups= (inside scikit-learn's tools: "
                 "sklearn.set_config(enable_metadata_routing=True) and a "
                 "pfl_sklearn.metrics.ClientScorer as scoring), or keep the ids as a column of X "
                 "and wrap the estimator in pfl_sklearn.compose.ClientColumn, or take one client's "
@@ -116,15 +165,15 @@ class ClientMixin:
         if unseen.all():
             warn_caller(
                 f"None of the clients in groups was seen in fit, so all {len(codes)} rows get the "
-                "population model. Are these the same ids?",
+                "population model. Check that these ids are those of fit.",
                 UnseenClientsWarning,
             )
 
     def for_client(self, client_id: Any) -> Self:
-        """Fitted model of one client alone: the population model and that client's own parameters.
+        """Model of one client alone: the population model and that client's own parameters.
 
-        It holds nothing of the other clients beyond the population model, so it can be handed to
-        that client. Its ``predict`` needs no ``groups``.
+        Of the other clients it holds nothing but the population model, so you can hand it to the
+        client. Its ``predict`` needs no ``groups``.
 
         Parameters
         ----------
@@ -134,7 +183,7 @@ class ClientMixin:
         Returns
         -------
         estimator
-            Of the same class, fitted, with ``clients_ == [client_id]``.
+            Fitted estimator of the same class, with ``clients_ == [client_id]``.
 
         Raises
         ------
@@ -159,7 +208,7 @@ class ClientMixin:
         return model
 
     def release(self) -> Self:
-        """Fitted population model alone: what the privacy statement covers, safe to publish.
+        """Population model alone, which the privacy statement covers and which is safe to publish.
 
         It holds no ``clients_``, no array with a row per client, no messages and no seed. It
         predicts the population model for every row.
@@ -167,12 +216,12 @@ class ClientMixin:
         Returns
         -------
         estimator
-            Of the same class, fitted.
+            Fitted estimator of the same class.
 
         Raises
         ------
         ValueError
-            If nothing protects the population model (``privacy_.epsilon`` is infinite).
+            If ``privacy_.epsilon`` is infinite: nothing protects the population model then.
         """
         check_is_fitted(self)
         report = self.privacy_  # type: ignore[attr-defined]
@@ -180,13 +229,13 @@ class ClientMixin:
             public = [name for name in self._population_attributes if not name.startswith("_")]
             raise ValueError(
                 f"release() of this {type(self).__name__} would publish unprotected values "
-                f"({', '.join(public) or 'the population model'}): epsilon is infinite. "
-                "Fit with a finite epsilon first."
+                f"({', '.join(public) or 'the population model'}), because epsilon is infinite; "
+                "fit with a finite epsilon first."
             )
         return self._population_copy()
 
     def _population_copy(self) -> Self:
-        """Clone with the population attributes alone, and nothing that is the server's."""
+        """Clone with the population attributes, without those of clients and of the server."""
         model = clone(self)
         model.__dict__.pop("_skl_callbacks", None)  # they may hold scores of all clients
         for name in _SERVER_ONLY:
@@ -206,7 +255,7 @@ class ClientMixin:
         return np.concatenate([getattr(self, name), population])
 
     def _require_fitted(self, attribute: str) -> None:
-        """Raise NotFittedError, or say that a released population model has no such thing."""
+        """Raise NotFittedError before a fit, and where a released population model lacks it."""
         check_is_fitted(self)
         if not hasattr(self, attribute):
             raise NotFittedError(
@@ -220,16 +269,18 @@ class ClientRegressorMixin(RegressorMixin):
     def score(
         self, X: Any, y: Any = None, *, groups: Any = None, sample_weight: Any = None
     ) -> float:
-        """Coefficient of determination of the predictions for the rows' own clients.
+        """Coefficient of determination of the predictions, each row by its own client's model.
 
         Parameters
         ----------
         X : {array-like, sparse matrix} of shape (n_rows, d)
-            As for ``predict``.
+            Rows, as ``predict`` takes them.
         y : array-like of shape (n_rows,) or (n_rows, n_outputs)
+            Observed targets.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         sample_weight : array-like of shape (n_rows,), default=None
+            Weights of the rows in the score.
 
         Returns
         -------
@@ -245,16 +296,18 @@ class ClientClassifierMixin(ClassifierMixin):
     def score(
         self, X: Any, y: Any = None, *, groups: Any = None, sample_weight: Any = None
     ) -> float:
-        """Accuracy of the predictions for the rows' own clients.
+        """Accuracy of the predictions, each row by its own client's model.
 
         Parameters
         ----------
         X : {array-like, sparse matrix} of shape (n_rows, d)
-            As for ``predict``.
+            Rows, as ``predict`` takes them.
         y : array-like of shape (n_rows,)
+            Observed classes.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         sample_weight : array-like of shape (n_rows,), default=None
+            Weights of the rows in the score.
 
         Returns
         -------
@@ -264,6 +317,39 @@ class ClientClassifierMixin(ClassifierMixin):
         return float(accuracy_score(y, predicted, sample_weight=sample_weight))
 
 
+class FitRows(NamedTuple):
+    """Observations (n,) or (n, d), their clients, and their weights (n,) or None."""
+
+    y: Array
+    clients: EncodedClients
+    weights: Array | None
+
+
+def read_rows(estimator: ClientMixin, X: Any, y: Array, groups: Any, sample_weight: Any) -> FitRows:
+    """Rows of fit with a positive weight; `y` is already validated.
+
+    Of `X` only the length is read. A row of weight 0 is absent. So is a client that has no other
+    rows.
+    """
+    n_rows = num_samples(X)
+    if n_rows == 0:
+        raise ValueError(
+            f"Found array with 0 sample(s) while a minimum of 1 is required by "
+            f"{type(estimator).__name__}."
+        )
+    check_consistent_length(X, y)
+    ids, codes = estimator._encode_fit(groups, n_rows)
+    if sample_weight is None:
+        return FitRows(y, EncodedClients(ids, codes), None)
+    weights = check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+    present = weights > 0
+    if present.all():
+        return FitRows(y, EncodedClients(ids, codes), weights)
+    used = np.bincount(codes[present], minlength=len(ids)) > 0
+    kept = EncodedClients(ids[used], (np.cumsum(used) - 1)[codes[present]])
+    return FitRows(y[present], kept, weights[present])
+
+
 def _of_clients(value: Any, clients: Codes) -> Any:
-    """Part of some clients of an array with clients first, or of a posterior."""
+    """Rows of some clients, from an array with clients first or from a posterior."""
     return value.of_clients(clients) if hasattr(value, "of_clients") else value[clients]

@@ -15,9 +15,18 @@ from sklearn.model_selection import GridSearchCV, cross_validate
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from pfl_sklearn import BernoulliMean, GaussianMean, SingleClientWarning, UnseenClientsWarning
+from pfl_sklearn import (
+    BernoulliMean,
+    ClientColumn,
+    GaussianMean,
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    SingleClientWarning,
+    UnseenClientsWarning,
+)
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
+from pfl_sklearn.priors import LaplacePrior
 
 ROUTED = {"enable_metadata_routing": True}
 
@@ -343,3 +352,97 @@ def test_refitting_forgets_the_clients_of_before(kind, rows):
     direct = kind().fit(X[first], y[first], groups=groups[first])
     assert model.clients_.tolist() == ["site 0", "site 1", "site 2"]
     np.testing.assert_array_equal(model.means_, direct.means_)
+
+
+SEARCHED = {
+    GaussianMean: ("covariance_type", ["spherical", "diag"]),
+    BernoulliMean: ("alpha", [None, 2.0]),
+    PersonalizedLinearRegression: ("covariance_type", ["diag", "full"]),
+    PersonalizedLogisticRegression: ("covariance_type", ["diag", "full"]),
+}
+EVERY_KIND = pytest.mark.parametrize("kind", SEARCHED, ids=lambda kind: kind.__name__)
+
+
+def labelled_rows(kind):
+    X, y, groups = make_rows(kind, n_clients=5, n_rows=150)
+    if kind is PersonalizedLogisticRegression:
+        noise = np.random.default_rng(1).normal(scale=8.0, size=len(y))
+        y = (y + noise > 4.0).astype(int)
+    return X, y, groups
+
+
+@EVERY_KIND
+def test_a_nested_parameter_puts_the_object_in_place_of_its_name(kind):
+    name, values = SEARCHED[kind]
+    model = kind()
+    assert f"prior__{name}" not in model.get_params()
+    assert model.set_params(**{f"prior__{name}": values[1]}) is model
+    assert getattr(model.prior, name) == values[1]
+    assert getattr(clone(model).prior, name) == values[1]
+    assert clone(kind()).prior == kind().prior  # a name stays a name
+
+
+@EVERY_KIND
+def test_a_prior_given_by_name_can_be_searched(kind):
+    X, y, groups = labelled_rows(kind)
+    name, values = SEARCHED[kind]
+    grid, folds = {f"prior__{name}": values}, ClientKFold(2, random_state=0)
+    if kind is BernoulliMean:
+        grid = {f"prior__{name}": [1.0, 2.0], "prior__beta": [3.0]}
+    with config_context(**ROUTED):
+        search = GridSearchCV(kind(), grid, cv=folds, scoring=None, error_score="raise")
+        search.fit(X, y, groups=groups)
+    assert {params[f"prior__{name}"] for params in search.cv_results_["params"]} == set(
+        grid[f"prior__{name}"]
+    )
+    assert kind().prior == search.estimator.prior
+
+
+@EVERY_KIND
+def test_a_prior_given_by_name_can_be_searched_behind_a_column(kind):
+    X, y, groups = labelled_rows(kind)
+    name, values = SEARCHED[kind]
+    grid, folds = {f"estimator__prior__{name}": values}, ClientKFold(2, client_column="site")
+    if kind is BernoulliMean:
+        grid = {f"estimator__prior__{name}": [1.0, 2.0], "estimator__prior__beta": [3.0]}
+    table = pd.DataFrame(X, columns=["a", "b"]).assign(site=groups)
+    search = GridSearchCV(ClientColumn(kind(), "site"), grid, cv=folds, error_score="raise")
+    best = search.fit(table, y).best_estimator_
+    assert best.estimator.prior.get_params()[name] in grid[f"estimator__prior__{name}"]
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_the_order_of_nested_parameters_does_not_matter(swap):
+    params = [("prior", "laplace"), ("prior__scale", 1.0)]
+    model = PersonalizedLinearRegression().set_params(**dict(params[::-1] if swap else params))
+    assert isinstance(model.prior, LaplacePrior)
+    assert model.prior.scale == 1.0
+    given = LaplacePrior(scale=3.0)
+    assert model.set_params(prior__scale=2.0, prior=given).prior is given
+    assert given.scale == 2.0
+
+
+@pytest.mark.parametrize(
+    ("params", "name"),
+    [
+        ({"prior__bogus": 1}, "'bogus'"),
+        ({"prior__covariance_type": "diag", "prior__bogus": 1}, "'bogus'"),
+        ({"unseen": "error", "bogus": 1}, "'bogus'"),
+        ({"unseen": "error", "bogus__of": 1}, "'bogus'"),
+        ({"prior": "beta", "prior__alpha": 1.0}, "prior='beta'"),
+        ({"prior": None, "prior__alpha": 1.0}, "prior=None"),
+    ],
+    ids=lambda value: str(value),
+)
+@pytest.mark.parametrize("kind", [GaussianMean, PersonalizedLinearRegression])
+def test_unknown_parameters_are_named_and_change_nothing(kind, params, name):
+    model = kind()
+    before = model.get_params()
+    with pytest.raises(ValueError, match=name):
+        model.set_params(**params)
+    assert model.get_params() == before
+
+
+def test_a_parameter_that_is_no_component_is_named():
+    with pytest.raises(ValueError, match=r"method='reml' of GaussianMean .* method__"):
+        GaussianMean().set_params(method__of=1)

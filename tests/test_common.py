@@ -154,7 +154,7 @@ def make_table(estimator, n_clients=12, seed=0):
 def fit_quietly(estimator, X, y, **params):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", pfl_sklearn.PrivacyWarning)
-        warnings.filterwarnings("ignore", "The released noise variance drowns")
+        warnings.filterwarnings("ignore", "The released noise variance")
         warnings.filterwarnings("ignore", "The re(leased clusters|ports) do not")
         return clone(estimator).fit(X, y, **params)
 

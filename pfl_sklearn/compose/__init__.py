@@ -1,4 +1,4 @@
-"""Building blocks that put client-aware estimators into scikit-learn's tools."""
+"""Wrappers that make client-aware estimators work in scikit-learn's tools."""
 
 from pfl_sklearn.compose._client_column import ClientColumn
 

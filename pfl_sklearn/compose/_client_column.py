@@ -5,50 +5,32 @@ from numbers import Integral
 from sklearn import config_context
 from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone
 from sklearn.callback import CallbackSupportMixin, with_callbacks
-from sklearn.utils import check_array, get_tags
-from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping
+from sklearn.utils import InputTags, check_array
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import same_ids, split_client_column
 from pfl_sklearn._compat import HasMethods, fit_context, num_samples
-from pfl_sklearn._nesting import Wraps, predicting_estimator
-from pfl_sklearn.metrics._clients import known_clients
-
-_METHODS = (
-    "fit",
-    "predict",
-    "predict_proba",
-    "predict_log_proba",
-    "decision_function",
-    "transform",
-    "score",
-)
+from pfl_sklearn._delegation import DelegationMixin, inner_has
+from pfl_sklearn._nesting import Wraps, innermost_estimator
+from pfl_sklearn.privacy import privacy_of
 
 
-def _inner_has(method):
-    def check(self):
-        getattr(getattr(self, "estimator_", self.estimator), method)
-        return True
-
-    return check
-
-
-class ClientColumn(CallbackSupportMixin, MetaEstimatorMixin, BaseEstimator):
+class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, BaseEstimator):
     """Estimator whose client ids are a column of `X`.
 
-    Takes the column out of `X` and hands it to `estimator` as routed ``groups``. It needs no
-    configuration, and it works where scikit-learn has no way to route groups to ``predict``:
-    string scorers, ``cross_val_predict``, ``permutation_importance``, ``partial_dependence``,
-    calibration, stacking, and ``predict`` of a search.
+    It takes the column out of `X` and passes it to `estimator` as routed ``groups``. It needs no
+    configuration. It also works where scikit-learn cannot route groups to ``predict``: string
+    scorers, ``cross_val_predict``, ``permutation_importance``, ``partial_dependence``, calibration,
+    stacking, and ``predict`` of a search.
 
     Parameters
     ----------
     estimator : estimator
         A client-aware estimator, or a pipeline or search around one.
     column : str or int
-        The column of ids: a name (data frames) or a position. Whole or fractional floats are
-        taken by exact value.
+        The column of ids: a name (data frames) or a position. Floats, whole or fractional, are
+        compared exactly.
 
     Attributes
     ----------
@@ -57,16 +39,23 @@ class ClientColumn(CallbackSupportMixin, MetaEstimatorMixin, BaseEstimator):
     clients_ : ndarray of shape (n_clients,)
         Sorted ids of its clients.
     classes_ : ndarray of shape (n_classes,)
-        If `estimator` is a classifier.
+        Class labels, if `estimator` is a classifier.
+    privacy_ : PrivacyReport
+        Report of `estimator_` as a whole, including its other steps; see
+        :func:`~pfl_sklearn.privacy.privacy_of`.
     n_features_in_ : int
-        Columns of `X`, the ids among them.
+        Number of columns of `X`, including the ids.
     feature_names_in_ : ndarray of shape (`n_features_in_`,)
+        Names of the columns of `X`, if it has any.
 
     Notes
     -----
-    `X` and the columns left of it are checked by `estimator`. Extra keyword arguments such as
-    ``sample_weight`` are routed to `estimator`, whose steps have to request them. Callbacks of
-    scikit-learn that propagate (``ProgressBar``, say) reach `estimator`.
+    `estimator` checks the other columns of `X`. Extra keyword arguments such as ``sample_weight``
+    are routed to `estimator`, whose steps must request them. Callbacks of scikit-learn that
+    propagate (such as ``ProgressBar``) reach `estimator`.
+
+    ``summary``, ``release`` and ``for_client`` are available if `estimator` has them. What the last
+    two return takes rows without the column of ids.
 
     Examples
     --------
@@ -98,10 +87,11 @@ class ClientColumn(CallbackSupportMixin, MetaEstimatorMixin, BaseEstimator):
         Parameters
         ----------
         X : dataframe, ndarray or sparse matrix of shape (n_rows, n_columns)
-            The ids among its columns.
+            Features and ids.
         y : array-like of shape (n_rows,), default=None
+            Targets, as the estimator's ``fit`` takes them.
         **params : dict
-            Routed to the estimator. ``groups`` may be given if it equals the column.
+            Routed to the estimator. You may pass ``groups`` if it equals the column.
 
         Returns
         -------
@@ -130,91 +120,51 @@ class ClientColumn(CallbackSupportMixin, MetaEstimatorMixin, BaseEstimator):
         self.estimator_ = fitted
         return self
 
-    @available_if(_inner_has("predict"))
-    def predict(self, X, **params):
-        """Predict for the clients in the column, as the estimator does."""
-        return self._call("predict", X, **params)
+    @available_if(inner_has("summary"))
+    def summary(self, **params):
+        """Table of the fitted estimator, by its own ``summary``.
 
-    @available_if(_inner_has("predict_proba"))
-    def predict_proba(self, X, **params):
-        """Class probabilities for the clients in the column."""
-        return self._call("predict_proba", X, **params)
+        Parameters
+        ----------
+        **params : dict
+            What the estimator's ``summary`` takes.
 
-    @available_if(_inner_has("predict_log_proba"))
-    def predict_log_proba(self, X, **params):
-        """Logarithms of class probabilities for the clients in the column."""
-        return self._call("predict_log_proba", X, **params)
-
-    @available_if(_inner_has("decision_function"))
-    def decision_function(self, X, **params):
-        """Decision function for the clients in the column."""
-        return self._call("decision_function", X, **params)
-
-    @available_if(_inner_has("transform"))
-    def transform(self, X, **params):
-        """Transform the other columns for the clients in the column."""
-        return self._call("transform", X, **params)
-
-    @available_if(_inner_has("score"))
-    def score(self, X, y=None, **params):
-        """Score of the estimator for the clients in the column."""
-        return self._call("score", X, y, **params)
+        Returns
+        -------
+        DataFrame
+        """
+        check_is_fitted(self)
+        return self.estimator_.summary(**params)
 
     @property
-    def clients_(self):
-        """Sorted ids of the fitted clients."""
-        return known_clients(self.estimator_)
-
-    @property
-    def classes_(self):
-        """Class labels of the fitted estimator."""
-        return self.estimator_.classes_
-
-    def get_metadata_routing(self):
-        """Routing of the metadata to the estimator."""
-        mapping = MethodMapping()
-        for method in _METHODS:
-            mapping.add(caller=method, callee=method)
-        return MetadataRouter(owner=self).add(estimator=self.estimator, method_mapping=mapping)
-
-    def __sklearn_is_fitted__(self):
-        return hasattr(self, "estimator_")
+    def privacy_(self):
+        """Privacy report of the fitted estimator as a whole, its other steps included."""
+        if not hasattr(innermost_estimator(self.estimator_), "privacy_"):
+            raise AttributeError(f"{type(self.estimator_).__name__} has no privacy report.")
+        return privacy_of(self.estimator_)
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
-        inner = get_tags(self.estimator)
-        for name in (
-            "estimator_type",
-            "classifier_tags",
-            "regressor_tags",
-            "transformer_tags",
-            "target_tags",
-            "non_deterministic",
-            "no_validation",
-        ):
-            setattr(tags, name, getattr(inner, name))
-        tags.input_tags.allow_nan = False  # not among the ids
-        tags.input_tags.sparse = inner.input_tags.sparse
-        tags.input_tags.string = True
+        # The ids may be strings, but not missing.
+        tags.input_tags = InputTags(string=True, sparse=tags.input_tags.sparse)
         return tags
 
-    def _call(self, method, X, *y, **params):
-        check_is_fitted(self)
+    def _handed_on(self, X, params):
+        """The other columns, checked, and the parameters with the ids as groups."""
         if hasattr(X, "columns"):
             validate_data(self, X, reset=False, skip_check_array=True)
         else:
             X = validate_data(
                 self, X, reset=False, dtype=None, accept_sparse=True, ensure_all_finite=False
             )
-        rest, params = self._split(X, params)
-        estimator = self.estimator_ if method == "score" else predicting_estimator(self.estimator_)
-        with config_context(enable_metadata_routing=True):
-            return getattr(estimator, method)(rest, *y, **params)
+        return self._split(X, params)
 
     def _split(self, X, params):
         """The other columns, and the parameters with the column as groups."""
         rest, ids = split_client_column(X, self.column)
         given = params.get("groups")
         if given is not None and not same_ids(given, ids, num_samples(X)):
-            raise ValueError(f"groups= differs from column {self.column!r} of X; give one of them.")
+            raise ValueError(
+                f"groups= differs from column {self.column!r} of X; give only one of them."
+            )
         return rest, {**params, "groups": ids}

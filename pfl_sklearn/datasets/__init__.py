@@ -1,10 +1,13 @@
 """Small tables, generators of the papers' settings, and loaders of public tables."""
 
 from pfl_sklearn.datasets._baseball import load_baseball
-from pfl_sklearn.datasets._counts import expand_counts
 from pfl_sklearn.datasets._digits import load_digits_clients
 from pfl_sklearn.datasets._elections import load_county_elections
-from pfl_sklearn.datasets._generators import make_bernoulli_clients, make_gaussian_clients
+from pfl_sklearn.datasets._generators import (
+    expand_counts,
+    make_bernoulli_clients,
+    make_gaussian_clients,
+)
 from pfl_sklearn.datasets._regression import make_ppsgd_regression
 
 __all__ = [

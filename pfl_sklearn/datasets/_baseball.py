@@ -1,4 +1,4 @@
-"""Batting of 18 players of 1970: the classic example of shrinkage."""
+"""Batting records of 18 players in 1970, the classic example of shrinkage."""
 
 import pandas as pd
 from sklearn.utils import Bunch
@@ -29,7 +29,7 @@ _PLAYERS = [
 def load_baseball():
     """Load the batting records of Efron and Morris (1975): 18 players of 1970.
 
-    Their first 45 at-bats are the data, the rest of their season is (nearly) the truth.
+    The players' first 45 at-bats are the data; the rest of their season is (nearly) the truth.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Handwritten digits, dealt out so that every client has a few of the classes only."""
+"""Handwritten digits, distributed so that every client has only a few of the classes."""
 
 from numbers import Integral
 
@@ -14,28 +14,29 @@ _LARGEST_PIXEL = 16.0
 def load_digits_clients(
     n_clients=20, classes_per_client=2, *, random_state=0, return_X_y=False, as_frame=False
 ):
-    """Load scikit-learn's digits, split over clients that have a few of the ten classes each.
+    """Load scikit-learn's digits, distributed over clients with a few of the ten classes each.
 
     Parameters
     ----------
     n_clients : int, default=20
+        Number of clients.
     classes_per_client : int, default=2
-        Different classes of every client, 1 to 10. Together the clients need all ten:
+        Number of classes of every client, 1 to 10. Together the clients must have all ten, so
         ``n_clients * classes_per_client >= 10``.
     random_state : int, RandomState instance or None, default=0
-        Of the split; the digits are always the same.
+        Seed of the split; the digits are always the same.
     return_X_y : bool, default=False
-        Return ``data, target, groups`` in place of a Bunch.
+        Return ``data, target, groups`` instead of a Bunch.
     as_frame : bool, default=False
-        `data` is a DataFrame, and `target` and `groups` are Series.
+        Return `data` as a DataFrame, and `target` and `groups` as Series.
 
     Returns
     -------
     Bunch
-        - ``data``: ndarray of shape (1797, 64), pixels over 16, hence within [0, 1];
+        - ``data``: ndarray of shape (1797, 64), pixels over 16, in [0, 1];
         - ``target``: ndarray of shape (1797,), digits 0 to 9;
         - ``groups``: ndarray of shape (1797,), 0 to n_clients - 1;
-        - ``frame``: None, or with `as_frame` a DataFrame with ``target`` and ``client`` as well;
+        - ``frame``: None, or with `as_frame` a DataFrame that also holds ``target`` and ``client``;
         - ``feature_names``, ``target_names``: lists.
 
     data, target, groups : as above
@@ -44,14 +45,15 @@ def load_digits_clients(
     Raises
     ------
     ValueError
-        If there are more clients than digits to go round, or too few for all classes.
+        - If a parameter is not a whole number in its range.
+        - If there are too few digits for all clients, or too few clients for all classes.
 
     Notes
     -----
     Row k is row k of :func:`sklearn.datasets.load_digits`. Every row belongs to one client. Classes
-    are dealt out evenly (up to one client more or less; exactly if `n_clients` is a multiple of
-    ten), and the rows of a class evenly over the clients that have it. The scale, 16, is the
-    largest possible pixel and not taken from the data.
+    are distributed evenly: exactly if `n_clients` is a multiple of ten, otherwise up to one client.
+    The rows of a class are distributed evenly over the clients that have it. The scale, 16, is the
+    largest possible pixel value; it is not taken from the data.
 
     Examples
     --------
@@ -94,9 +96,9 @@ def load_digits_clients(
 def _deal_classes(n_clients, classes_per_client, rng):
     """Classes (n_clients, classes_per_client), different within a client and evenly used.
 
-    Ten clients in a row start at the ten classes and take the same steps from there, so that each
-    class is used equally often; the steps differ between tens. What is left over takes
-    neighbouring classes, without gaps between clients, which reaches all of them.
+    Ten consecutive clients start at the ten classes and take the same steps from there, so each
+    class is used equally often; the steps differ between tens. The remaining clients take
+    consecutive classes without gaps, which reaches all classes.
     """
     n_tens, rest = divmod(n_clients, _N_CLASSES)
     steps = rng.random((n_tens, _N_CLASSES)).argsort(axis=1)[:, :classes_per_client]
@@ -115,7 +117,7 @@ def _deal_rows(target, classes, rng):
     n_rows = np.bincount(target, minlength=_N_CLASSES)
     if (n_holders > n_rows).any():
         raise ValueError(
-            f"{len(classes)} clients of {classes.shape[1]} classes are too many: there are "
+            f"{len(classes)} clients with {classes.shape[1]} classes are too many: there are "
             f"{n_rows.min()} to {n_rows.max()} rows per digit, and up to {n_holders.max()} clients "
             "would share one."
         )

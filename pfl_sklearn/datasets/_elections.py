@@ -15,9 +15,9 @@ _VARIABLE = "PFL_SKLEARN_DATA"
 
 
 def load_county_elections(data_home=None):
-    """Load who won each US county in the presidential elections of 2000 to 2020.
+    """Load the winner of each US county in the presidential elections of 2000 to 2020.
 
-    The table is not part of the package.
+    The table does not ship with the package.
 
     Parameters
     ----------
@@ -38,15 +38,15 @@ def load_county_elections(data_home=None):
     Raises
     ------
     FileNotFoundError
-        If the table is not there.
+        If the table does not exist.
     ValueError
-        If it lacks a column.
+        If the table lacks a column.
 
     Notes
     -----
-    From the County Presidential Election Returns 2000-2020 of the MIT Election Data and Science
-    Lab (Harvard Dataverse, doi:10.7910/DVN/VOQCHQ). A table with another checksum is taken with a
-    warning.
+    The source is the County Presidential Election Returns 2000-2020 of the MIT Election Data and
+    Science Lab (Harvard Dataverse, doi:10.7910/DVN/VOQCHQ). A table with another checksum is loaded
+    with a warning.
 
     Examples
     --------

@@ -1,8 +1,8 @@
-"""Clients drawn from the papers' populations."""
+"""Clients drawn from the papers' populations, and tables of counts as rows."""
 
 import numpy as np
 from scipy.stats import truncnorm
-from sklearn.utils import Bunch, check_random_state
+from sklearn.utils import Bunch, check_consistent_length, check_random_state
 
 
 def make_gaussian_clients(
@@ -15,20 +15,22 @@ def make_gaussian_clients(
     n_outputs=None,
     random_state=None,
 ):
-    """Draw Gaussian clients: means around the population's, rows around the means.
+    """Draw Gaussian clients: means around the population mean, rows around the clients' means.
 
     Parameters
     ----------
     n_clients : int, default=100
+        Number of clients.
     n_rows : int or array-like of shape (n_clients,), default=10
-        Rows of every client, at least 1.
+        Number of rows of every client, at least 1.
     mean : float or array-like of shape (n_outputs,), default=0.0
         Population mean.
     between_std, noise_std : float, default=1.0
-        Standard deviation of the clients' means and of the rows around them.
+        Standard deviations of the clients' means and of the rows around them.
     n_outputs : int or None, default=None
-        None gives one-dimensional targets.
+        Number of outputs. None: one-dimensional targets.
     random_state : int, RandomState instance or None, default=None
+        Seed of the draws.
 
     Returns
     -------
@@ -40,7 +42,7 @@ def make_gaussian_clients(
 
     Notes
     -----
-    The population of Section 2.1 of Ozkara et al. (2023), whose experiment has 10,000 clients of
+    The population of Section 2.1 of Ozkara et al. (2023). Their experiment has 10,000 clients with
     15 rows, ``between_std=0.1`` and ``noise_std=0.5``.
 
     Examples
@@ -67,12 +69,14 @@ def make_bernoulli_clients(n_clients=10000, n_trials=14, *, prior="beta", random
     Parameters
     ----------
     n_clients : int, default=10000
+        Number of clients.
     n_trials : int or array-like of shape (n_clients,), default=14
-        Trials of every client, at least 1.
+        Number of trials of every client, at least 1.
     prior : {"beta", "normal", "uniform", "3-spike"}, default="beta"
         Population of the probabilities: Beta(4, 4); a normal with mean 1/2 and standard deviation
-        .15, cut to [0, 1]; uniform; or 1/4, 1/2 and 3/4 with equal weights.
+        .15, truncated to [0, 1]; uniform; or 1/4, 1/2 and 3/4 with equal weights.
     random_state : int, RandomState instance or None, default=None
+        Seed of the draws.
 
     Returns
     -------
@@ -121,3 +125,43 @@ def rows_per_client(name, values, n_clients):
     if (values < 1).any():
         raise ValueError(f"{name} must be at least 1; got {values.min()}.")
     return np.broadcast_to(values, (n_clients,)).copy()
+
+
+def expand_counts(successes, trials, groups=None):
+    """Expand a table of counts to one 0/1 row per trial.
+
+    Parameters
+    ----------
+    successes, trials : array-like of whole numbers, shape (n_clients,)
+        Each client's counts, with ``0 <= successes <= trials``.
+    groups : array-like of shape (n_clients,), default=None
+        Client ids. None: positions in the table.
+
+    Returns
+    -------
+    y : ndarray of shape (n_rows,)
+        Outcomes, with each client's successes before its failures.
+    groups : ndarray of shape (n_rows,)
+        Client id of every row.
+
+    Raises
+    ------
+    ValueError
+        - If lengths differ.
+        - Unless ``0 <= successes <= trials``.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import expand_counts
+    >>> y, groups = expand_counts([1, 2], [2, 3], ["a", "b"])
+    >>> y.tolist(), groups.tolist()
+    ([1, 0, 1, 1, 0], ['a', 'a', 'b', 'b', 'b'])
+    """
+    successes, trials = np.asarray(successes), np.asarray(trials)
+    check_consistent_length(successes, trials, groups)
+    if ((successes < 0) | (successes > trials)).any():
+        raise ValueError("successes must be between 0 and trials in every row.")
+    ids = np.arange(len(trials)) if groups is None else np.asarray(groups)
+    counts = np.column_stack([successes, trials - successes]).ravel()
+    y = np.repeat(np.tile([1, 0], len(trials)), counts)
+    return y, np.repeat(ids, trials)

@@ -29,19 +29,21 @@ def make_ppsgd_regression(
     Parameters
     ----------
     n_clients : int, default=1000
+        Number of clients.
     n_rows : int or array-like of shape (n_clients,), default=20
-        Rows of every client, at least 1.
+        Number of rows of every client, at least 1.
     n_features : int, default=100
-        d.
+        Number d of features.
     n_private_features : int, default=5
-        Number of last coordinates in which clients differ, at most `n_features`.
+        Number of coordinates in which clients differ, at most `n_features`. They come last.
     coef_std : float, default=10.0
         Standard deviation of the shared coefficients.
     between_std : float, default=0.01
-        Standard deviation of what is the client's own.
+        Standard deviation of the clients' own deviations :math:`\delta_i`.
     noise_std : float, default=0.01
         Standard deviation :math:`\tau` of the rows around their client's model.
     random_state : int, RandomState instance or None, default=None
+        Seed of the draws.
 
     Returns
     -------
@@ -65,10 +67,10 @@ def make_ppsgd_regression(
 
     Notes
     -----
-    "Synthetic dataset" of Section 6 of Bietti et al. (2022), which does not print
-    :math:`\tau`: the default is that of the authors' code. Coefficients are drawn in the order of
-    that code, so that a seed gives the same clients. A round of the paper takes 10 fresh rows of
-    everybody. Memory: 8 bytes times n times `n_features`, twice that while it draws.
+    This is the "Synthetic dataset" of Section 6 of Bietti et al. (2022). The paper does not print
+    :math:`\tau`; the default is that of the authors' code. Coefficients are drawn in the order of
+    that code, so a seed gives the same clients. A round of the paper takes 10 fresh rows of every
+    client. Memory: 8 bytes times n times `n_features`, and twice that during the draw.
 
     References
     ----------

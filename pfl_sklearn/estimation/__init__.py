@@ -1,4 +1,4 @@
-"""Estimation of each client's mean: Gaussian and Bernoulli observations."""
+"""Estimation of each client's mean or proportion."""
 
 from pfl_sklearn.estimation._bernoulli import BernoulliMean
 from pfl_sklearn.estimation._gaussian import GaussianMean

@@ -10,8 +10,7 @@ from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._clients import encode_clients, row_counts, segment_sums
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
-from pfl_sklearn._rows import read_rows
-from pfl_sklearn.base import ClientClassifierMixin, ClientMixin
+from pfl_sklearn.base import ClientClassifierMixin, ClientMixin, read_rows
 from pfl_sklearn.estimation._counts import (
     check_counts,
     check_two_classes,
@@ -19,6 +18,7 @@ from pfl_sklearn.estimation._counts import (
     count_table,
     encode_labels,
 )
+from pfl_sklearn.estimation._mean_estimates import client_summary
 from pfl_sklearn.estimation._proportion_estimates import (
     keep_own,
     matched_quantiles,
@@ -31,11 +31,11 @@ from pfl_sklearn.estimation._proportion_reports import (
     LARGEST_COUNT,
     RELEASES,
     average_priors,
+    proportion_events,
     refine_on_grid,
-    release_events,
 )
-from pfl_sklearn.estimation._summary import client_summary
-from pfl_sklearn.priors._support import resolve_prior
+from pfl_sklearn.priors import BetaPrior, GridPrior
+from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
@@ -52,17 +52,17 @@ _PRIVATE = (
 )
 # (prior, method) pairs that each way of pooling supports.
 _SUPPORTED = {
-    "none": {"BetaPrior": ("ml", "moments", "printed", "printed_eq32"), "GridPrior": ("ml",)},
-    "auto": {"BetaPrior": ("ml",), "GridPrior": ("ml",)},
-    "subset_selection": {"BetaPrior": ("ml",), "GridPrior": ("ml",)},
-    "two_bit": {"BetaPrior": ("ml",)},
-    "one_bit": {"BetaPrior": ("printed", "printed_eq32")},
-    "gaussian": {"BetaPrior": ("ml",)},
+    "none": {BetaPrior: ("ml", "moments", "printed", "printed_eq32"), GridPrior: ("ml",)},
+    "auto": {BetaPrior: ("ml",), GridPrior: ("ml",)},
+    "subset_selection": {BetaPrior: ("ml",), GridPrior: ("ml",)},
+    "two_bit": {BetaPrior: ("ml",)},
+    "one_bit": {BetaPrior: ("printed", "printed_eq32")},
+    "gaussian": {BetaPrior: ("ml",)},
 }
 _PRINTED = ("printed", "printed_eq32")
 _ONE_BIT_CAVEAT = (
     "one-bit messages carry no information on the spread between clients, so the shrinkage is "
-    "arbitrary; mechanism='one_bit' is kept to reproduce published figures."
+    "arbitrary; mechanism='one_bit' exists to reproduce published figures."
 )
 
 
@@ -74,94 +74,112 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
     .. math:: z_i \sim \mathrm{Binomial}(n_i, p_i), \qquad p_i \sim \mathrm{Beta}(\alpha, \beta),
 
     and the estimate is the posterior mean :math:`(\alpha + z_i) / (\alpha + \beta + n_i)`. As a
-    classifier it gives every row its client's probability; of `X` only the length and the feature
-    names are read, so that it is a baseline in pipelines and searches. Tables of counts go to
-    :meth:`fit_counts`.
+    classifier it predicts every row with its client's probability. Of `X` only the length and the
+    feature names are read, so the estimator can serve as a baseline in pipelines and searches. For
+    tables of counts use :meth:`fit_counts`.
 
     Parameters
     ----------
     prior : {"beta", "grid"}, BetaPrior or GridPrior, default="beta"
-        Population prior; what it leaves None is estimated. "grid" takes any shape.
+        Population prior. Parameters that it leaves None are estimated. "grid" fits a population of
+        any shape.
     method : {"ml", "moments", "printed", "printed_eq32"}, default="ml"
-        Marginal likelihood, debiased moments, or the published weights: "printed" is equation (6)
-        and "printed_eq32" equation (32), which lacks a -1. A grid prior needs "ml", private fits
-        too, except for ``mechanism="one_bit"``, which needs a printed one ("printed_eq32" is the
-        weight at Theorem 4).
+        How the prior is estimated:
+
+        - "ml": marginal likelihood. Grid priors need it, and so do private fits other than
+          ``mechanism="one_bit"``;
+        - "moments": debiased moments;
+        - "printed", "printed_eq32": the published weights of equation (6), and of equation (32),
+          which lacks a -1 and is the weight at Theorem 4. ``mechanism="one_bit"`` needs one of
+          them.
     epsilon : float in (0, inf], default=inf
-        Privacy of one client's whole data in what is pooled. Infinity: no privacy.
+        Privacy of a client's whole data in the pooled statistics. Infinity: no privacy.
     delta : float in [0, 1), default=0.0
-        ``trust="central"`` needs one above 0; local mechanisms are pure and do not use it.
+        Delta of the privacy statement. ``trust="central"`` needs one above 0; local mechanisms are
+        pure and do not use it.
     trust : {"local", "central"}, default="local"
-        Every client randomizes its own report, or a trusted server adds Gaussian noise to the
-        histogram of counts (common number of trials) or to two moments.
+        "local": every client randomizes its own report. "central": a trusted server adds Gaussian
+        noise to the histogram of counts if all clients have the same number of trials, otherwise to
+        two moments.
     mechanism : {"auto", "subset_selection", "two_bit", "one_bit", "gaussian"}, default="auto"
-        "auto" is subset selection if all clients have the same number of trials, at most 500,
-        else two bits, and "gaussian" under central trust.
+        How reports are randomized. Under central trust "auto" is "gaussian". Under local trust it
+        is subset selection if all clients have the same number of trials, at most 500, and
+        otherwise two bits.
     ledger : PrivacyLedger or None, default=None
-        File to which every fit is written before it reads any data, and which refuses a fit beyond
-        its budget.
+        File that records every fit before it reads any data, and refuses a fit beyond its budget.
     unseen : {"population", "error"}, default="population"
-        What clients get in ``predict`` that ``fit`` did not see.
+        What ``predict`` does for clients that ``fit`` did not see: use the population model, or
+        raise an error.
     random_state : int, RandomState instance or None, default=None
-        Seed of the randomization. None draws it from the operating system. A seed makes it
-        reproducible, hence not private to whoever knows it: the report says so.
+        Seed of the randomization. None takes entropy from the operating system. A seed makes it
+        reproducible, so there is no privacy against anyone who knows the seed; the report says so.
 
     Attributes
     ----------
     classes_ : ndarray of shape (2,)
-        Class labels; the second is the success.
+        Class labels; the second one counts as success.
     clients_ : ndarray of shape (n_clients,)
         Sorted ids; row i of every per-client array is ``clients_[i]``.
     n_samples_per_client_ : ndarray of shape (n_clients,)
-        Trials of each client.
+        Number of trials of each client.
     means_, stds_ : ndarrays of shape (n_clients,)
-        Posterior mean and standard deviation of each client's probability of ``classes_[1]``,
-        with the prior taken as known (private fits average over priors): with few clients
-        the standard deviations are too small. With ``mechanism="one_bit"`` the published
-        weights may lead out of [0, 1] (probabilities are cut there) and `stds_` is NaN.
+        Posterior mean and standard deviation of each client's probability of ``classes_[1]``. The
+        prior is treated as known (private fits average over priors), so with few clients the
+        standard deviations are too small. With ``mechanism="one_bit"`` the published weights may
+        give means outside [0, 1] (probabilities are clipped), and `stds_` is NaN.
     local_means_ : ndarray of shape (n_clients,)
         Each client's own share of successes.
     shrinkage_ : ndarray of shape (n_clients,)
-        Weight on the population: 0 is the client's own share, 1 the population's. For other
-        than beta priors: that of the beta prior with the same mean and variance.
+        Weight on the population: 0 is the client's own share, 1 the population's. For other priors
+        than beta, the weight under the beta prior with the same mean and variance.
     prior_ : BetaPrior or GridPrior
-        The prior that was used, with its values. After a private fit with a beta prior: the one
-        with the mean and variance of the average over all priors that the reports leave plausible.
+        The prior with its values. After a private fit with a beta prior, the beta prior with the
+        mean and variance of the average over all priors that the reports leave plausible.
     population_mean_, population_mean_std_ : float
         Population probability and its standard error; 0 if the prior was given.
     icc_ : float
         Intraclass correlation, ``1 / (alpha + beta + 1)`` for a beta prior.
     n_features_in_ : int
+        Number of columns of `X`.
     feature_names_in_ : ndarray of shape (`n_features_in_`,)
+        Names of the columns of `X`, if it has any.
     privacy_ : PrivacyReport
+        What the fit protects, how, and what is released.
 
     Raises
     ------
     ValueError
-        For missing or mixed ids, other than two classes, fractional weights, one trial for every
-        client while the prior is unknown, or an unsupported pair of prior, method and mechanism.
+        - If ids are missing or of mixed types.
+        - If there are not exactly two classes.
+        - If weights are fractional.
+        - If every client has one trial while the prior is unknown.
+        - If prior, method and mechanism do not go together.
 
     See Also
     --------
     GaussianMean : The same for continuous outcomes.
-    pfl_sklearn.inspection.ShrinkageDisplay : Plot of what was shrunk and how far.
+    pfl_sklearn.inspection.ShrinkageDisplay : Plot of local and shrunk estimates.
 
     Notes
     -----
-    Section 2.2 of Ozkara et al. (2023), with these differences. Numbers of trials may differ. The
-    printed weights take the variance of the shares for that of the probabilities; the default
-    maximizes the beta-binomial likelihood. The printed private mechanism (equation 7) sends
-    two-valued messages, which say nothing of the prior's variance; subset selection (Ye and Barg,
-    2018) and the two-bit scheme do, and their likelihood on a grid of beta priors (means .02 to
-    .98, concentrations .5 to 400, log-concentration a priori N(log 8, 1.5^2)) is averaged over. A
-    private grid prior starts there and takes 60 EM steps. A client's own report is counted with
-    the others', a difference of the order of one in the number of clients.
+    The estimator follows Section 2.2 of Ozkara et al. (2023), with these differences:
 
-    Estimates of the clients are not covered by the privacy promise: client i may see its own
-    (joint differential privacy); hand it over with :meth:`for_client`. Random bits are compared
-    as integers with a fixed-point threshold.
+    - Numbers of trials may differ.
+    - The default maximizes the beta-binomial likelihood. The printed weights use the variance of
+      the shares as that of the probabilities.
+    - The printed private mechanism (equation 7) sends two-valued messages, which carry no
+      information on the prior's variance. Subset selection (Ye and Barg, 2018) and the two-bit
+      scheme do. Estimates are averaged over a grid of beta priors, weighted by the likelihood of
+      the reports (means .02 to .98, concentrations .5 to 400, log-concentration a priori
+      N(log 8, 1.5^2)). A private grid prior starts from this average and takes 60 EM steps.
+    - The client's own report is among those that are pooled. The effect is of the order of one over
+      the number of clients.
 
-    Memory beyond the input: 28 bytes per row and 60 per client; subset selection needs another
+    The privacy promise does not cover the clients' own estimates: client i may see its own (joint
+    differential privacy). Hand it over with :meth:`for_client`. Random bits are compared as
+    integers with a fixed-point threshold.
+
+    Memory beyond the input: 28 bytes per row and 60 per client. Subset selection needs another
     ``17 (n + 1)`` bytes per client while it draws.
 
     References
@@ -179,6 +197,8 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
     True
     """
 
+    _likelihood = "proportion"
+    _default_component = default_prior
     _client_attributes = ("n_samples_per_client_", "means_", "stds_", "local_means_", "shrinkage_")
     _population_attributes = (*_RELEASED, "classes_")
     _state_attributes = ("_posterior_is_exact",)
@@ -231,8 +251,8 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         groups : array-like of shape (n_rows,), default=None
             Client id of every row. None: one client, with a warning.
         sample_weight : array-like of shape (n_rows,), default=None
-            Whole numbers of trials that a row stands for; 0 is an absent row. Refused when
-            `epsilon` is finite.
+            Whole number of trials that each row stands for; a row of weight 0 is absent. Refused
+            when `epsilon` is finite.
 
         Returns
         -------
@@ -263,7 +283,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         Parameters
         ----------
         successes, trials : array-like of whole numbers, shape (n_rows,)
-            ``0 <= successes <= trials`` and ``trials >= 1``.
+            Counts with ``0 <= successes <= trials`` and ``trials >= 1``.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; rows of one client are added up. None: row i is client i.
 
@@ -293,11 +313,12 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         return self._store(ids, np.array([0, 1]), table, found, True)
 
     def predict_proba(self, X, *, groups=None):
-        """Class probabilities of every row's client; the population's for unseen clients.
+        """Class probabilities of every row's client, or the population's for unseen clients.
 
         Parameters
         ----------
         X : array-like of n_rows rows
+            Only its length and feature names are read.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
 
@@ -319,12 +340,14 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
             return np.log(self.predict_proba(X, groups=groups))
 
     def predict(self, X, *, groups=None):
-        """Likelier class of every row's client (the first on a tie).
+        """More probable class of every row's client (the first on a tie).
 
         Parameters
         ----------
         X : array-like of n_rows rows
+            Only its length and feature names are read.
         groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
 
         Returns
         -------
@@ -336,14 +359,16 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
     def credible_interval(self, level=0.95):
         """Central posterior interval of every client's probability.
 
-        Exact for a beta and a grid prior; where priors were averaged (private fits), that of the
-        beta distribution with the posterior's mean and variance. An *estimated* grid prior is a
-        few spikes, so its intervals are too narrow: nominal 90 % covered 68 to 75 % in three draws
-        of 5,000 clients with 14 trials from Beta(4, 4).
+        The interval is exact for beta and grid priors. After private fits, which average over
+        priors, it is that of the beta distribution with the posterior's mean and variance. An
+        *estimated* grid prior consists of a few spikes, so its intervals are too narrow: nominal
+        90 % intervals covered 68 to 75 % in three draws of 5,000 clients with 14 trials from
+        Beta(4, 4).
 
         Parameters
         ----------
         level : float in (0, 1), default=0.95
+            Posterior probability of the interval.
 
         Returns
         -------
@@ -367,7 +392,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         Parameters
         ----------
         level : float in (0, 1), default=0.95
-            Of the interval.
+            Posterior probability of the intervals.
 
         Returns
         -------
@@ -389,11 +414,11 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
 
     def _privacy_events(self):
         """Accounting events of a fit: () if nothing is released."""
-        return release_events(resolve_prior(self.prior, "BernoulliMean"), self)
+        return proportion_events(resolve_prior(self), self)
 
     def _check_parameters(self, sample_weight):
-        """Validated prior; refuse combinations of parameters that have no meaning."""
-        prior = resolve_prior(self.prior, "BernoulliMean")
+        """Validated prior; refuses combinations of parameters that do not go together."""
+        prior = resolve_prior(self)
         releases = math.isfinite(self.epsilon) and not prior.is_known
         if math.isfinite(self.epsilon) and sample_weight is not None:
             raise ValueError("sample_weight is not supported with a finite epsilon.")
@@ -402,7 +427,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         way = "none"
         if releases:
             way = self.mechanism if self.trust == "local" else "gaussian"
-        allowed = _SUPPORTED[way].get(type(prior).__name__, ())
+        allowed = _SUPPORTED[way].get(type(prior), ())
         if self.method not in allowed:
             raise ValueError(
                 f"method={self.method!r} does not go with {type(prior).__name__}, mechanism="
@@ -437,7 +462,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         return with_prior(table, prior), report
 
     def _fit_released(self, table, prior):
-        """The same through what the clients release."""
+        """Fitted proportions and privacy report from what the clients release."""
         if table.n_clients > 1 and self.mechanism != "one_bit":
             _check_spread_is_identified(table)
         rng, seeded = noise_generator(self.random_state)
@@ -458,7 +483,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         if way == "one_bit":
             minus_one = self.method == "printed"
             return with_printed_weights(table, release.messages, minus_one, cut=False), report
-        found = _FROM_REPORTS[type(prior).__name__](table, prior, release)
+        found = _FROM_REPORTS[type(prior)](table, prior, release)
         return (keep_own(found, table) if table.n_clients == 1 else found), report
 
     def _choose_mechanism(self, table, prior):
@@ -478,7 +503,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
                 f"{LARGEST_COUNT}, for every client; got {table.trials.min()} to "
                 f"{table.trials.max()}. Use mechanism='two_bit' or 'auto'."
             )
-        if way == "two_bit" and type(prior).__name__ not in _SUPPORTED["two_bit"]:
+        if way == "two_bit" and type(prior) not in _SUPPORTED["two_bit"]:
             raise ValueError(
                 f"a private {type(prior).__name__} needs the same number of trials, at most "
                 f"{LARGEST_COUNT}, for every client; got {table.trials.min()} to "
@@ -517,14 +542,14 @@ def _refine_grid(table, prior, release):
     return found._replace(mean_std=average.mean()[1])
 
 
-_FROM_REPORTS = {"BetaPrior": _average_beta, "GridPrior": _refine_grid}
+_FROM_REPORTS = {BetaPrior: _average_beta, GridPrior: _refine_grid}
 
 
 def _check_spread_is_identified(table):
     if np.all(table.trials == 1):
         raise ValueError(
-            "every client has one trial, so the spread between clients cannot be told from "
-            "chance; give the prior (BetaPrior(alpha, beta)) or more rows per client."
+            "every client has one trial, so the data cannot separate the spread between clients "
+            "from chance; give the prior (BetaPrior(alpha, beta)) or more rows per client."
         )
 
 

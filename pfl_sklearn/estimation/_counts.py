@@ -1,4 +1,4 @@
-"""Reading labels and counts; tables of distinct (successes, trials) pairs."""
+"""Labels and counts, and tables of distinct pairs (successes, trials)."""
 
 from typing import NamedTuple
 
@@ -52,8 +52,8 @@ def count_table(successes, trials):
 def encode_labels(y, both=False):
     """Sorted classes (at most two) and labels 0/1 as floats (n,).
 
-    With `both`, labels of 0 or 1 alone count as two classes of which one does not occur: whether it
-    does would be a release of its own.
+    With `both`, labels that are all 0 or all 1 count as two classes, one of which does not occur.
+    Whether a class occurs would be a release of its own.
     """
     if y is None:
         raise ValueError("BernoulliMean requires y to be passed, but the target y is None.")
@@ -83,7 +83,7 @@ def check_two_classes(classes, rows, private):
         only = only.item() if isinstance(only, np.generic) else only
         raise ValueError(
             f"BernoulliMean needs rows of two classes, but the data contains only one class: "
-            f"{only!r}. For counts without successes use fit_counts."
+            f"{only!r}. For counts without successes, use fit_counts."
         )
 
 

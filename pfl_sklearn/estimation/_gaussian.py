@@ -9,170 +9,188 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
-from pfl_sklearn._rows import read_rows
-from pfl_sklearn.base import ClientMixin, ClientRegressorMixin
+from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, read_rows
 from pfl_sklearn.estimation import _gaussian_fit, _mixture_means
 from pfl_sklearn.estimation._mean_estimates import (
     RELEASED,
     check_release,
     check_targets,
+    client_summary,
     intraclass_correlation,
 )
-from pfl_sklearn.estimation._summary import client_summary
-from pfl_sklearn.priors._support import resolve_prior
+from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior
+from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import warn_once
 
-# Which module fits the clients' means under which prior.
+# The module that fits the clients' means under each prior.
 _FITS = {
-    "GaussianPrior": _gaussian_fit,
-    "GaussianMixturePrior": _mixture_means,
-    "DiscretePrior": _mixture_means,
+    GaussianPrior: _gaussian_fit,
+    GaussianMixturePrior: _mixture_means,
+    DiscretePrior: _mixture_means,
 }
 
 
 class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     r"""Each client's mean, shrunk towards the population as far as the data warrant.
 
-    Rows :math:`x_{ij}` of client i scatter around its mean, the means around the population's:
+    Rows :math:`x_{ij}` of client i vary around its mean, and the means around the population's:
 
     .. math:: x_{ij} \sim N(\theta_i, \sigma_x^2 I), \qquad \theta_i \sim N(\mu, \sigma_\theta^2 I).
 
     With :math:`s_i^2 = \sigma_x^2 / n_i` the estimate is
     :math:`a_i \bar x_i + (1 - a_i) \hat\mu`, :math:`a_i = \sigma_\theta^2 /
     (\sigma_\theta^2 + s_i^2)`, where :math:`\hat\mu` weighs clients by
-    :math:`1 / (\sigma_\theta^2 + s_i^2)`. Targets are the observations; of `X` only the length and
-    the feature names are read, so that the estimator is a baseline in pipelines and searches.
+    :math:`1 / (\sigma_\theta^2 + s_i^2)`. The observations are the targets `y`. Of `X` only the
+    length and the feature names are read, so the estimator can serve as a baseline in pipelines and
+    searches.
 
     Parameters
     ----------
     prior : {"gaussian", "gaussian_mixture", "discrete"} or a prior, default="gaussian"
-        Population prior, GaussianPrior, GaussianMixturePrior or DiscretePrior; what it leaves None
-        is estimated, what it gives is known. With a GaussianPrior of ``covariance_type="diag"``
-        every output has variances of its own; "full" and "low_rank" are refused.
+        Population prior: a name, or a GaussianPrior, GaussianMixturePrior or DiscretePrior.
+        Parameters of the prior that are None are estimated; given ones are known. With
+        ``covariance_type="diag"`` of a GaussianPrior, every output has its own variances; "full"
+        and "low_rank" are refused.
     method : {"reml", "ml", "moments", "printed"}, default="reml"
-        How unknown variances are estimated: restricted or full maximum likelihood of the client
-        means, or debiased moments (floored at 0). With a finite `epsilon` and central trust it
-        has no effect: moments are what is released. For mixture priors "reml" is "ml"; "printed"
-        is Algorithm 1, for a DiscretePrior.
+        How unknown variances are estimated:
+
+        - "reml", "ml": restricted or full maximum likelihood of the client means. For mixture
+          priors both mean "ml";
+        - "moments": debiased moments, at least 0;
+        - "printed": Algorithm 1 of the paper, for a DiscretePrior.
+
+        With a finite `epsilon` and central trust, moments are released and `method` has no effect.
     noise_variance : float, array-like of shape (d,) or None, default=None
         Variance :math:`\sigma_x^2` of a row around its client's mean. None: estimated. Mixture
-        priors take one number, and need it when means are released.
+        priors take a single number, and require it when means are released.
     epsilon : float in (0, inf], default=inf
-        Privacy of one client's whole data in what is pooled. Infinity: no privacy.
+        Privacy of a client's whole data in the pooled statistics. Infinity: no privacy.
     delta : float in [0, 1), default=1e-5
-        Must be above 0 when `epsilon` is finite.
+        Delta of the privacy statement; above 0 when `epsilon` is finite.
     clip_norm : float or None, default=None
-        L2 radius, in the units of `y`, of a ball around `center` to which client means are
-        projected before they are released. Yours, never taken from the data; needed when `epsilon`
-        is finite. With ``mechanism="quantizer"`` the half width of the range of each coordinate.
+        L2 radius, in units of `y`, of a ball around `center`. Client means are projected to this
+        ball before they are released. Choose it without looking at the data; it is needed when
+        `epsilon` is finite. With ``mechanism="quantizer"`` it is the half width of each
+        coordinate's range.
     center : float or array-like of shape (d,), default=0.0
-        Centre of that ball.
+        Centre of this ball.
     trust : {"central", "local"}, default="central"
-        Who adds the noise: a trusted server once on the sum, or every client on its own mean.
+        Who adds the noise: a trusted server, once to the sum, or every client to its own mean.
     mechanism : {"gaussian", "quantizer"}, default="gaussian"
         "quantizer" sends `n_bits` per coordinate and claims no privacy (`epsilon` must be inf).
     n_bits : int or None, default=None
         Bits per coordinate, 1 to 32, for ``mechanism="quantizer"``.
     ledger : PrivacyLedger or None, default=None
-        File to which every fit is written before it reads any data, and which refuses a fit beyond
-        its budget.
+        File that records every fit before it reads any data, and refuses a fit beyond its budget.
     unseen : {"population", "error"}, default="population"
-        What clients get in ``predict`` that ``fit`` did not see.
+        What ``predict`` does for clients that ``fit`` did not see: use the population model, or
+        raise an error.
     random_state : int, RandomState instance or None, default=None
-        Seed of the noise. None draws it from the operating system. A seed makes the noise
-        reproducible, hence not private to whoever knows it: the report says so.
+        Seed of the noise. None takes entropy from the operating system. A seed makes the noise
+        reproducible, so there is no privacy against anyone who knows the seed; the report says so.
 
     Attributes
     ----------
     clients_ : ndarray of shape (n_clients,)
         Sorted ids; row i of every per-client array is ``clients_[i]``.
     n_samples_per_client_ : ndarray of shape (n_clients,)
+        Number of rows of each client.
     means_, stds_ : ndarrays of shape (n_clients,) or (n_clients, d)
-        Posterior mean and standard deviation of each client's mean. The latter counts the
-        uncertainty of the population mean, not of the variances; with a mixture prior, only what
-        a release added to the components' means.
+        Posterior mean and standard deviation of each client's mean. The standard deviation includes
+        the uncertainty of the population mean, but not of the variances. With a mixture prior it
+        includes only the uncertainty that a release added to the components' means.
     local_means_ : ndarray of shape (n_clients,) or (n_clients, d)
         Each client's own (weighted) mean.
     shrinkage_ : ndarray of the shape of `means_`
         Weight on the population: 0 is the client's own mean, 1 the population's. With a mixture
-        prior 1 less the weight that the components, by responsibility, leave on the client's own
-        mean; always 1 for a DiscretePrior, whose estimates are averages of its points.
+        prior, one minus the weight on the client's own mean, averaged over components by
+        responsibility. It is always 1 for a DiscretePrior, whose estimates are averages of points.
     responsibilities_ : ndarray of shape (n_clients, n_components)
         Posterior probability of each component, for mixture priors.
     prior_ : GaussianPrior, GaussianMixturePrior or DiscretePrior
-        The prior that was used, with values: `mean` (d,) and `covariance` (d, d); or `weights`
-        (k,) and `means` (k, d), `covariances` (k, d, d), or `points` (k, d).
+        The prior with its values: `mean` (d,) and `covariance` (d, d), or `weights` (k,) with
+        `means` (k, d) and `covariances` (k, d, d), or with `points` (k, d).
     noise_variance_ : float, or ndarray of shape (d,)
-        One per output if the prior is diagonal or a mixture and `y` is two-dimensional.
+        Variance of a row around its client's mean. An array if the prior is diagonal or a mixture
+        and `y` is two-dimensional.
     population_mean_, population_mean_std_ : float or ndarray of shape (d,)
-        Population mean and its standard error given the variances; 0 if the mean was given. With
-        a mixture prior the mixture's mean, and the standard error of a weighted mean of clients
-        with the mixture's variances.
+        Population mean and its standard error given the variances (0 if the mean was given). With a
+        mixture prior, the mixture's mean and the standard error of a weighted mean of clients with
+        the mixture's variances.
     icc_ : float or ndarray of shape (d,)
         Intraclass correlation: the share of a row's variance that lies between clients.
     log_likelihood_ : float
-        Maximized criterion (restricted for "reml"), in nats; NaN after a release (or, under a
-        mixture prior, for a single client).
+        Maximized criterion (restricted for "reml"), in nats. NaN after a release, and under a
+        mixture prior for a single client.
     n_features_in_ : int
+        Number of columns of `X`.
     feature_names_in_ : ndarray of shape (`n_features_in_`,)
+        Names of the columns of `X`, if it has any.
     privacy_ : PrivacyReport
+        What the fit protects, how, and what is released.
 
     Raises
     ------
     ValueError
-        For missing or mixed ids, NaN in `y`, no client with two rows while the noise variance is
-        unknown, a finite `epsilon` without `clip_norm` or with weights or a quantizer, or a
-        method, a covariance type or a release that does not go with the prior; and for fewer
-        different client means (but for rounding) than components of an unknown mixture.
+        - If ids are missing or of mixed types, or `y` holds NaN.
+        - If the noise variance is unknown and no client has two rows.
+        - If `epsilon` is finite without `clip_norm`, or with weights or a quantizer.
+        - If `method`, the covariance type or the release does not go with the prior.
+        - If fewer client means differ (by more than rounding) than an unknown mixture has
+          components.
 
     See Also
     --------
     BernoulliMean : The same for proportions.
-    pfl_sklearn.inspection.ShrinkageDisplay : Plot of what was shrunk and how far.
+    pfl_sklearn.inspection.ShrinkageDisplay : Plot of local and shrunk estimates.
 
     Notes
     -----
-    Theorems 1 and 2 of Ozkara et al. (2023), with these differences. Numbers of rows may differ
+    The estimator follows Theorems 1 and 2 of Ozkara et al. (2023), but numbers of rows may differ
     and the variances are estimated. Weights are precision weights: a row of weight w has variance
-    :math:`\sigma_x^2 / w`; weight 0 is an absent row. Private releases: means are clipped in L2
-    and noised by the analytic Gaussian mechanism (the printed per-coordinate noise is
-    :math:`\sqrt d` too small), and every client leaves its own release out of the mean that it
-    shrinks towards, which needs no equal n. Unknown variances are bought in the same release: the
-    summed squares of the clipped means and the clients' own sampling variances cut at
-    ``clip_norm ** 2`` (under local trust at ``clip_norm ** 2 d / (sqrt(d) + 2) ** 2``, which a ball
-    that holds the means with two standard deviations to spare allows). A between-client variance
-    below one standard deviation of its noise is raised to that; if the noise variance drowns in
-    noise (below two standard deviations of it, or if even the largest possible one would be), the
-    fit falls back to local means and warns: give `noise_variance` where you can, under local trust
-    above all. A private fit refuses "diag" unless all variances are known, and a quantizer whose
-    rounding adds more than a tenth of the sampling variance an unknown covariance.
+    :math:`\sigma_x^2 / w`, and a row of weight 0 is absent.
 
-    Mixture priors (Theorem 5 and Algorithm 1 of the long version) are fitted to the marginal
-    likelihood of the client means, with the noise variance pooled from the rows within clients,
-    into which a wrong number of components cannot leak. The printed alternation (10 rounds)
-    clusters averages of its points and so draws them together, to one in the long run. Releases
-    need `noise_variance`, and estimate no covariance but spherical ones:
+    *Private releases.* Means are clipped in L2 and get the noise of the analytic Gaussian mechanism
+    (the printed noise per coordinate is :math:`\sqrt d` too small). Every client leaves its own
+    release out of the mean that it shrinks towards, which does not require equal n. The same
+    release pays for unknown variances. It contains the summed squares of the clipped means, and the
+    clients' own sampling variances cut at ``clip_norm ** 2``. Under local trust they are cut at
+    ``clip_norm ** 2 d / (sqrt(d) + 2) ** 2``, which suffices if the ball holds the means with two
+    standard deviations to spare. A between-client variance below one standard deviation of its
+    noise is raised to that value. The noise variance is useless if it is below two standard
+    deviations of its noise, or if even the largest possible value would be; every client then keeps
+    its own mean, with a warning. Give `noise_variance` where you can, above all under local trust.
+    A private fit refuses "diag" unless all variances are known. A quantizer whose rounding adds
+    more than a tenth of the sampling variance refuses an unknown covariance.
 
-    - central trust: noisy k-means and EM in 8 releases under one budget
-      (:class:`~pfl_sklearn.privacy.PrivateClustering`), the last of which estimates how much the
-      clients' error falls; unless that stands out by two standard deviations of its noise, every
-      client keeps its own mean, with a warning.
-    - local trust, or a quantizer: likewise if BIC prefers one Gaussian to what the reports show.
+    *Mixture priors* (Theorem 5 and Algorithm 1 of the long version) are fitted to the marginal
+    likelihood of the client means. The noise variance is pooled from the rows within clients, so a
+    wrong number of components cannot bias it. The printed alternation (10 rounds) clusters averages
+    of its points, which draws the points together, in the long run into one. Releases need
+    `noise_variance` and estimate only spherical covariances:
 
-    A client combines its exact mean with components as uncertain as the release left them, and
-    its own release is counted with the others'. It keeps its own mean, which costs no privacy, if
-    that was cut to fit into the release, or lies further from every component than one client in
-    a thousand of it would (squared distance over variances above the .999 quantile of chi-square
-    with d degrees of freedom). Under local trust and quantizers a component is taken to spread at
-    least as far as the reports show, or one standard deviation of that.
+    - Central trust: noisy k-means and EM in 8 releases under one budget
+      (:class:`~pfl_sklearn.privacy.PrivateClustering`). The last release estimates how much the
+      clients' error falls. Unless this exceeds two standard deviations of its noise, every client
+      keeps its own mean, with a warning.
+    - Local trust, or a quantizer: every client keeps its own mean, with a warning, if BIC prefers
+      one Gaussian to the mixture of the reports.
 
-    Estimates of the clients (`means_`) are not covered by the privacy promise: client i may see
-    its own (joint differential privacy); hand it over with :meth:`for_client`.
+    A client combines its exact mean with components whose uncertainty includes that of the release.
+    Its own release is among those that are pooled. The client keeps its own mean, which costs no
+    privacy, in two cases: if the mean was cut to fit into the release, or if it is implausibly far
+    from every component (squared distance over variances above the .999 quantile of chi-square with
+    d degrees of freedom). Under local trust and quantizers, the spread of a component is at least
+    what the reports show, or one standard deviation of that.
+
+    The privacy promise does not cover the clients' own estimates (`means_`): client i may see its
+    own (joint differential privacy). Hand it over with :meth:`for_client`.
 
     Memory beyond the input: ``8 (d + 1)`` bytes per row and ``40 (d + 1)`` per client, and 14 MB of
-    work space if d > 1; with k components another ``8 (2 d k + d + 3 k + 5)`` bytes per client.
+    work space if d > 1. A mixture of k components takes another ``8 (2 d k + d + 3 k + 5)`` bytes
+    per client.
 
     References
     ----------
@@ -205,6 +223,8 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
 
     __metadata_request__predict = {"groups": True, "return_std": True}
 
+    _likelihood = "mean"
+    _default_component = default_prior
     _client_attributes = (
         "n_samples_per_client_",
         "means_",
@@ -275,14 +295,14 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         groups : array-like of shape (n_rows,), default=None
             Client id of every row. None: one client, with a warning.
         sample_weight : array-like of shape (n_rows,), default=None
-            Precision weights; 0 is an absent row. Refused when `epsilon` is finite.
+            Precision weights; a row of weight 0 is absent. Refused when `epsilon` is finite.
 
         Returns
         -------
         self
         """
-        prior = resolve_prior(self.prior, "GaussianMean")
-        fits = _FITS[type(prior).__name__]
+        prior = resolve_prior(self)
+        fits = _FITS[type(prior)]
         check_release(self, sample_weight)
         fits.check(prior, self)
         charge(self)
@@ -300,6 +320,7 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         Parameters
         ----------
         X : array-like of n_rows rows
+            Only its length and feature names are read.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         return_std : bool, default=False
@@ -326,6 +347,7 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         Parameters
         ----------
         level : float in (0, 1), default=0.95
+            Posterior probability of the interval.
 
         Returns
         -------
@@ -343,7 +365,7 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         Parameters
         ----------
         level : float in (0, 1), default=0.95
-            Of the interval.
+            Posterior probability of the intervals.
 
         Returns
         -------
@@ -366,8 +388,8 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
 
     def _privacy_events(self):
         """Accounting events of a fit: () if nothing is released."""
-        prior = resolve_prior(self.prior, "GaussianMean")
-        return _FITS[type(prior).__name__].events(prior, self)
+        prior = resolve_prior(self)
+        return _FITS[type(prior)].events(prior, self)
 
     def _store(self, X, y, ids, table, found, report, with_groups):
         """Set the fitted attributes, all at once."""

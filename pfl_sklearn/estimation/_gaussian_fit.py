@@ -1,4 +1,4 @@
-"""Clients' means under a Gaussian prior: pooled exactly, or through what clients release."""
+"""Clients' means under a Gaussian prior, from exact or from released statistics."""
 
 import math
 
@@ -30,14 +30,14 @@ from pfl_sklearn.theory import own_weight
 METHODS = ("reml", "ml", "moments")
 
 _COARSE = 0.1  # largest rounding variance, as a share of the sampling variance
-_DROWNED = (
-    "The released noise variance drowns in the privacy noise, so every client keeps its own mean. "
-    "Give noise_variance, a smaller clip_norm or a larger epsilon."
+_TOO_NOISY = (
+    "The released noise variance is too noisy to use, so every client keeps its own mean. Give "
+    "noise_variance, a smaller clip_norm or a larger epsilon."
 )
 
 
 def check(prior, params):
-    """Refuse an unknown method, and what cannot be released."""
+    """Refuse a method that does not go with the prior, and unknowns that cannot be released."""
     if params.method not in METHODS:
         raise ValueError(
             f"method={params.method!r} does not go with GaussianPrior; expected "
@@ -103,7 +103,7 @@ def shared_values(known):
 
 
 def fit_exact(table, known, method, prior):
-    """Population and clients when everything may be pooled."""
+    """Population and clients from exact statistics."""
     d = table.means.shape[1]
     diagonal = prior.covariance_type == "diag"
     differ = any(values is not None and np.any(values != values[0]) for values in known[1:])
@@ -139,10 +139,10 @@ def fit_exact(table, known, method, prior):
 
 
 def shrink_releases(table, found, prior, own_variances=None):
-    """Clients' means given everybody else's releases (Theorem 2 with one's own left out).
+    """Clients' means given all other clients' releases (Theorem 2, own release left out).
 
-    Where the released noise variance is of no use, clients keep their means, with the standard
-    errors of their own rows (NaN for a single row).
+    If the released noise variance is useless, clients keep their means, with the standard errors
+    of their own rows (NaN for a single row).
     """
     d = table.means.shape[1]
     sampling = found.noise / table.weights[:, None]
@@ -177,15 +177,15 @@ def _fit_private(table, own, centre, prior, params, known):
     rng, seeded = noise_generator(params.random_state)
     mechanism = GaussianMechanism(moments.sensitivity, params.epsilon, params.delta, params.trust)
     if params.trust == "central":
-        found = release.central_means(table, own, moments, mechanism, centre, known, rng)
+        found = release.means_from_noisy_sums(table, own, moments, mechanism, centre, known, rng)
         under = mechanism.under_add_remove(moments.add_remove_sensitivity)
     else:
-        found = release.local_means(
+        found = release.means_from_noisy_reports(
             table, own, moments, mechanism, centre, known, params.method, rng
         )
         under = ()
     if not found.trusted:
-        warn_caller(_DROWNED, UserWarning)
+        warn_caller(_TOO_NOISY, UserWarning)
     report = noisy_report(
         params,
         mechanism.facts(),
@@ -204,13 +204,15 @@ def _fit_quantized(table, centre, prior, params, known):
     if known.between is None:
         _check_fine(quantizer, table, known.noise)
     rng, _ = noise_generator(params.random_state)
-    found = release.quantized_means(table, quantizer, centre, known, params.method, rng)
+    found = release.means_from_quantized_reports(
+        table, quantizer, centre, known, params.method, rng
+    )
     report = open_report(len(table.means), PRIVATE, quantizer.facts())
     return shrink_releases(table, found, prior), report
 
 
 def _check_fine(quantizer, table, noise):
-    """Rounding must be small beside the sampling of the means, or it hides the clients' spread."""
+    """Refuse rounding that hides the clients' spread: it must be below the sampling error."""
     if quantizer.noise_variance > _COARSE * noise * np.mean(1 / table.weights):
         raise ValueError(
             f"n_bits={quantizer.bits} is too coarse to estimate the spread between clients: "

@@ -1,4 +1,4 @@
-"""Client means when only a noisy or quantized release of them may be pooled.
+"""Client means when only noisy or quantized releases of them may be pooled.
 
 Every client leaves its own release out of the population mean that it shrinks towards: it knows
 its own mean without noise. Arrays have clients first.
@@ -15,7 +15,7 @@ from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 
 
 class ReleasedMeans(NamedTuple):
-    """What the population knows after the release, and what each client makes of it."""
+    """The population after the release, and the part of it that each client uses."""
 
     mean: np.ndarray  # (d,), population
     mean_variance: float  # of every coordinate of `mean`
@@ -23,7 +23,7 @@ class ReleasedMeans(NamedTuple):
     noise: float
     others: np.ndarray  # (m, d), population mean without the client's own release
     others_variance: np.ndarray  # (m,), of every coordinate of `others`
-    trusted: bool  # False if the released variances drown in noise
+    trusted: bool  # False if the noise on the released variances makes them useless
 
 
 class Known(NamedTuple):
@@ -35,11 +35,11 @@ class Known(NamedTuple):
 
 
 def client_moments(known, radius, trust, d):
-    """Message that a client has to send for what is unknown (something has to be).
+    """Message that a client must send for what is unknown; something must be unknown.
 
-    Under local trust the noise of every client counts, so that the bound on the sampling variance
-    has to be tight: a ball that holds means in d coordinates with two standard deviations to spare
-    has a radius of (sqrt(d) + 2) standard deviations.
+    Under local trust the noise of every client counts, so the bound on the sampling variance must
+    be tight: a ball that holds means in d coordinates with two standard deviations to spare has a
+    radius of (sqrt(d) + 2) standard deviations.
     """
     if trust == "central":
         parts, bound = (known.mean is None, known.between is None, known.noise is None), 1.0
@@ -55,8 +55,8 @@ def sampling_variances(y, codes, table):
     return within / (table.n_rows * np.maximum(table.n_rows - 1, 1))
 
 
-def central_means(table, own_variances, moments, mechanism, centre, known, rng):
-    """One noisy sum of bounded messages, seen by everybody."""
+def means_from_noisy_sums(table, own_variances, moments, mechanism, centre, known, rng):
+    """Population from one noisy sum of bounded messages, which all clients see."""
     m, d = table.means.shape
     messages = moments.messages(table.means - centre, own_variances)
     released = moments.split(mechanism.privatize(messages, rng), d)
@@ -86,8 +86,8 @@ def central_means(table, own_variances, moments, mechanism, centre, known, rng):
     )
 
 
-def local_means(table, own_variances, moments, mechanism, centre, known, method, rng):
-    """One noisy message per client; everybody sees all of them."""
+def means_from_noisy_reports(table, own_variances, moments, mechanism, centre, known, method, rng):
+    """Population from one noisy message per client; all clients see all messages."""
     m, d = table.means.shape
     messages = moments.messages(table.means - centre, own_variances)
     released = moments.split(mechanism.privatize(messages, rng), d)
@@ -100,8 +100,8 @@ def local_means(table, own_variances, moments, mechanism, centre, known, method,
     return _pooled_releases(table, centre + released["mean"], extra, known, noise, trusted, method)
 
 
-def quantized_means(table, quantizer, centre, known, method, rng):
-    """One quantized mean per client; no privacy."""
+def means_from_quantized_reports(table, quantizer, centre, known, method, rng):
+    """Population from one quantized mean per client, without privacy."""
     reports = centre + quantizer.privatize(table.means - centre, rng)
     return _pooled_releases(
         table, reports, quantizer.noise_variance, known, known.noise, True, method
@@ -129,10 +129,10 @@ def _pooled_releases(table, reports, extra, known, noise, trusted, method):
 
 
 def _released_noise(known, summed, table, moments, std):
-    """Noise variance, and whether it stands out of the noise on its release.
+    """Noise variance, and whether it exceeds the noise on its release.
 
-    The sum of cut sampling variances is no larger than the number of clients that have one; where
-    even that would not stand out, a large value is chance.
+    The sum of cut sampling variances is at most the number of clients that have one. If even that
+    would not exceed the noise, a large value is due to chance.
     """
     if known.noise is not None:
         return known.noise, True
@@ -150,7 +150,7 @@ def _around_known_mean(table, mean, between, noise, trusted):
 
 
 def _alone(others, variance, table):
-    """A client without others has nothing to shrink towards."""
+    """The others' mean and variance; a single client has nothing to shrink towards."""
     if len(table.means) > 1:
         return others, variance
     return table.means, np.full(1, np.inf)

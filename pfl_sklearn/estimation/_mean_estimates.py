@@ -1,9 +1,10 @@
-"""What fits of client means share, whatever the prior: the result, the report, the checks."""
+"""Parts that all fits of client means share: result, checks, report and table of clients."""
 
 import math
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from sklearn.utils import check_array
 
 from pfl_sklearn.estimation._variance_components import client_means
@@ -52,7 +53,7 @@ def known_noise(noise_variance, d):
 
 
 def intraclass_correlation(between, noise):
-    """Share (d,) of a row's variance that lies between clients; 0 where there is none at all."""
+    """Share (d,) of a row's variance that lies between clients; 0 if the row has no variance."""
     total = between + noise
     finite = (total != 0) & ~np.isinf(total)
     return np.divide(between, total, out=np.isinf(total).astype(float), where=finite)
@@ -64,14 +65,14 @@ def releases(params):
 
 
 def check_release(params, sample_weight):
-    """Refuse combinations of privacy parameters that have no meaning under any prior."""
+    """Refuse combinations of privacy parameters that no prior supports."""
     private = math.isfinite(params.epsilon)
     if params.mechanism == "quantizer":
         _check_quantizer(params)
     if private and params.clip_norm is None:
         raise ValueError(
             "clip_norm must be given when epsilon is finite: the L2 radius of a ball around "
-            "center that holds the client means. It is your bound, never taken from the data."
+            "center that holds the client means. Choose it without looking at the data."
         )
     if private and params.delta == 0:
         raise ValueError("delta must be above 0 for the Gaussian mechanism; got 0.")
@@ -103,7 +104,7 @@ def bounded_means(rows, params):
 
 
 def open_report(n_clients, private, facts=None):
-    """Report of a fit that protects nobody; `facts` are those of a quantizer."""
+    """Report of a fit without protection; `facts` are those of a quantizer."""
     reason = "a quantizer saves communication and protects nobody."
     return PrivacyReport.unprotected(
         "epsilon=inf was asked for." if facts is None else reason,
@@ -126,6 +127,30 @@ def noisy_report(params, facts, private, **more):
         ),
         **more,
     )
+
+
+def client_summary(estimator, level):
+    """DataFrame with one row per client, or per client and output."""
+    estimator._require_fitted("means_")
+    lower, upper = estimator.credible_interval(level)
+    columns = {
+        "n_samples": estimator.n_samples_per_client_,
+        "local_mean": estimator.local_means_,
+        "mean": estimator.means_,
+        "std": estimator.stds_,
+        "lower": lower,
+        "upper": upper,
+        "shrinkage": estimator.shrinkage_,
+    }
+    index = pd.Index(estimator.clients_, name="client")
+    if estimator.means_.ndim == 2:
+        d = estimator.means_.shape[1]
+        index = pd.MultiIndex.from_product([index, range(d)], names=["client", "output"])
+        columns = {
+            name: np.repeat(values, d) if values.ndim == 1 else values.ravel()
+            for name, values in columns.items()
+        }
+    return pd.DataFrame(columns, index=index)
 
 
 def _check_center(center, d):

@@ -1,4 +1,4 @@
-"""Clients' means under a mixture prior: pooled exactly, or through what clients release."""
+"""Clients' means under a mixture prior, from exact or from released statistics."""
 
 import math
 from numbers import Integral
@@ -17,28 +17,30 @@ from pfl_sklearn.estimation._mean_estimates import (
     releases,
 )
 from pfl_sklearn.estimation._variance_components import check_noise_is_identified, client_means
+from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior
 from pfl_sklearn.priors import _mixture as mixture
-from pfl_sklearn.priors._kmeans import best_of_starts, lloyd
+from pfl_sklearn.priors._mixture_fit import cluster_means, k_means, nearest_centre
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
 
 # Ways of estimating each prior; "reml" and "ml" are the same for a mixture.
 METHODS = {
-    "GaussianMixturePrior": ("reml", "ml"),
-    "DiscretePrior": ("reml", "ml", "printed"),
+    GaussianMixturePrior: ("reml", "ml"),
+    DiscretePrior: ("reml", "ml", "printed"),
 }
 _NOT_RELEASED = (*PRIVATE, "responsibilities_")
 _PRINTED_ROUNDS = 10
+_MOST_LLOYD_STEPS = 300
 
 
 def check(prior, params):
     """Refuse what a mixture prior cannot do, before any data is touched."""
-    name = type(prior).__name__
-    if params.method not in METHODS[name]:
+    methods = METHODS[type(prior)]
+    if params.method not in methods:
         raise ValueError(
-            f"method={params.method!r} does not go with {name}; expected "
-            f"{' or '.join(map(repr, METHODS[name]))}."
+            f"method={params.method!r} does not go with {type(prior).__name__}; expected "
+            f"{' or '.join(map(repr, methods))}."
         )
     needs_number = params.method == "printed" or (
         math.isfinite(params.epsilon) and params.trust == "central"
@@ -91,7 +93,7 @@ def fit(rows, prior, params):
 
 
 def fit_exact(table, prior, noise, method):
-    """Population and clients when everything may be pooled."""
+    """Population and clients from exact statistics."""
     if noise is None:
         check_noise_is_identified(table)
         noise = table.within.sum() / (table.degrees_of_freedom * table.means.shape[1])
@@ -124,9 +126,9 @@ def fit_exact(table, prior, noise, method):
 
 
 def shrink_released(table, found, noise, alone):
-    """Clients' means around a released population, whose components are as uncertain as it is.
+    """Clients' means given a released population; its components include the release's uncertainty.
 
-    Clients `alone` (m,) keep their own, as do those that overflow.
+    Clients in `alone` (m,) keep their own means, as do clients that overflow.
     """
     sampling = noise / table.weights[:, None]
     with np.errstate(over="ignore", invalid="ignore"):
@@ -160,21 +162,37 @@ def posteriors(prior, means, sampling):
 
 
 def printed_points(means, sampling, prior, n_rounds=_PRINTED_ROUNDS):
-    """Alternation of k-means on the clients' estimates and of the estimates given the points.
+    """Points from alternating k-means on the clients' estimates with estimates given the points.
 
-    The estimates are averages of the points, so every round draws the points together: the only
-    limits are one point, or clients that leave no doubt.
+    The estimates are averages of the points, so every round draws the points together. In the limit
+    there is one point, unless the clients can be assigned without doubt.
     """
     mixture.check_distinct(means, prior.n_components)
-    rng, equal = np.random.RandomState(0), np.ones(len(means))
-    points, labels = best_of_starts(means, prior.n_components, equal, prior.n_init, rng)
+    rng = np.random.RandomState(0)
+    points, labels = k_means(means, prior.n_components, rng, n_init=prior.n_init)
     for _ in range(n_rounds):
         weights = np.bincount(labels, minlength=len(points)) / len(means)
         estimates = prior.with_values(points, weights).posterior(means, sampling[:, None])[0]
-        points, labels = lloyd(estimates, points, equal)
+        points, labels = _lloyd(estimates, points)
     weights = np.bincount(labels, minlength=len(points)) / len(means)
     order = np.lexsort((points[:, 0], -weights))
     return prior.with_values(points[order], weights[order])
+
+
+def _lloyd(x, centres):
+    """Centres (k, d) and labels (m,) of k-means from these centres.
+
+    Centres that lose all members stay where they are. KMeans would move them to outlying clients,
+    which Algorithm 1 does not.
+    """
+    equal, labels = np.ones(len(x)), nearest_centre(x, centres)
+    for _ in range(_MOST_LLOYD_STEPS):
+        centres = cluster_means(x, labels, equal, centres)
+        nearest = nearest_centre(x, centres)
+        if np.array_equal(nearest, labels):
+            break
+        labels = nearest
+    return centres, labels
 
 
 def within_log_likelihood(table, noise):
@@ -187,7 +205,7 @@ def within_log_likelihood(table, noise):
 
 
 def _single_client(table, prior, noise):
-    """A client without others keeps its mean; the population's spread is not known."""
+    """A single client keeps its mean; the population's spread is unknown."""
     k = prior.n_components if isinstance(prior.n_components, Integral) else 1
     mean, d = table.means[0], table.means.shape[1]
     sampling = np.full((1, d), noise / table.weights[0])

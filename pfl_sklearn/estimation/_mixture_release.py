@@ -1,7 +1,8 @@
 """Client means and a mixture prior when only noisy or quantized releases may be pooled.
 
-Central trust: k-means, then EM, on noisy sums. Local trust and quantizers: EM on what the clients
-report, whose noise is known. Vectors are in units of clip_norm around the centre where it says so.
+Under central trust, k-means and then EM run on noisy sums. Under local trust and with quantizers,
+EM runs on the clients' reports, whose noise is known. Some vectors are in units of clip_norm around
+the centre, as their functions say.
 """
 
 import math
@@ -23,8 +24,8 @@ _IMPLAUSIBLE = 1e-3  # chance of a client that is so far from its component
 _BLOCK = 1 << 16
 _SMALLEST = 1e-12
 _USELESS = (
-    "The released clusters do not help: by the noisy check they reduce the clients' error by less "
-    "than twice its noise, so every client keeps its own mean. Give a larger epsilon, a smaller "
+    "The released clusters do not help: in the noisy check they reduce the clients' error by less "
+    "than twice the noise, so every client keeps its own mean. Give a larger epsilon, a smaller "
     "clip_norm or another number of components."
 )
 _NOT_SEEN = (
@@ -34,10 +35,10 @@ _NOT_SEEN = (
 
 
 class ReleasedMixture(NamedTuple):
-    """What the population knows after the release."""
+    """The population after the release."""
 
     prior: Any
-    working: GaussianMixturePrior  # the same, as uncertain as the release left it
+    working: GaussianMixturePrior  # the prior with the uncertainty of the release
     mean: np.ndarray  # (d,), population mean
     mean_variance: np.ndarray  # (d,), of the population mean
     trusted: bool
@@ -53,7 +54,7 @@ class Clusters(NamedTuple):
 
 
 def fit_released(table, centre, prior, noise, params, rng):
-    """ReleasedMixture, facts of the mechanism, and what else its privacy report says."""
+    """ReleasedMixture, facts of the mechanism, and further entries of its privacy report."""
     if math.isfinite(params.epsilon) and params.trust == "central":
         return central_mixture(table, centre, prior, noise, params, rng)
     deviations = table.means - centre
@@ -73,7 +74,7 @@ def fit_released(table, centre, prior, noise, params, rng):
 
 
 def cut(table, centre, params):
-    """Clients (m,) whose mean was moved to fit into the bounds of a release."""
+    """Mask (m,) of clients whose mean was moved to fit into the bounds of a release."""
     deviations = table.means - centre
     if params.mechanism == "quantizer":
         return ~(np.abs(deviations) <= params.clip_norm).all(axis=1)
@@ -81,7 +82,7 @@ def cut(table, centre, params):
 
 
 def implausible(working, means, sampling):
-    r"""Clients (m,) that lie too far from every component to have come from one of them.
+    r"""Mask (m,) of clients too far from every component to have come from one of them.
 
     The mean of a client of component l is normal around the released centre, with variance
     t_l^2 + s_i^2 + (noise of the centre) in every coordinate, so that the squared distance over
@@ -105,7 +106,7 @@ def _limit(d):
 
 
 def _one_report(report, variance, prior):
-    """Of a single client: its report is the population's mean, and nothing is known of spreads."""
+    """Release of a single client: its report is the population's mean; spreads are unknown."""
     k, d = 1 if prior.n_components == "bic" else prior.n_components, len(report)
     means, none = np.tile(report, (k, 1)), np.full(k, np.nan)
     unknown = prior.with_mixture(means, np.full((k, d, d), np.nan), none)
@@ -114,7 +115,7 @@ def _one_report(report, variance, prior):
 
 
 def central_mixture(table, centre, prior, noise, params, rng):
-    """Noisy sums of bounded vectors, step by step; then a check of what they are good for."""
+    """Mixture from noisy sums of bounded vectors, step by step, and a check whether it helps."""
     radius = params.clip_norm
     vectors = clip_l2(table.means - centre, radius) / radius
     sampling = noise / table.weights / radius**2
@@ -142,9 +143,9 @@ def central_mixture(table, centre, prior, noise, params, rng):
 
 
 def best_start(clustering, vectors, sampling, k, rng):
-    """Starting clusters: of random ones in the leading directions that with the best noisy score.
+    """Starting clusters: the best, by noisy score, of random ones in the leading directions.
 
-    Directions and their lengths come from the released moments.
+    The directions and their lengths come from the released moments.
     """
     released = clustering.mechanism("moments").privatize(clustering.moments(vectors), rng)
     mean, covariance = clustering.split_moments(released)
@@ -163,9 +164,9 @@ def best_start(clustering, vectors, sampling, k, rng):
 
 
 def take_step(clustering, t, vectors, sampling, clusters, spread, rng):
-    """Clusters after noisy sums over clients: nearest ones at first, then by responsibility.
+    """Clusters after noisy sums over clients, by nearest centre at first, then by responsibility.
 
-    A cluster whose count does not stand out of the noise stays where it is.
+    A cluster whose count does not exceed the noise stays where it is.
     """
     part, k = clustering.step_name(t), len(clusters.weights)
     shares = _shares(vectors, sampling, clusters, hard=t < _HARD_STEPS)
@@ -188,11 +189,11 @@ def take_step(clustering, t, vectors, sampling, clusters, spread, rng):
 
 
 def reported_mixture(reports, variances, extra, prior):
-    """Mixture of unbiased reports (m, d) with total variances (m,), `extra` of it by release.
+    """Mixture of unbiased reports (m, d) with total variances (m,); the release added `extra`.
 
-    An estimated spread of a component is no less than one standard deviation of its estimate
-    would be if there were none. What the clients work with allows for more, given spreads (and
-    points) too: for the spread that the reports show, and for one standard deviation of that.
+    The estimated spread of a component is at least the standard deviation that its estimate has
+    without spread. The clients' working mixture allows for more, also where spreads or points are
+    given: for the spread that the reports show, and for one standard deviation of that.
     """
     fitted = prior.fit_noisy(reports, variances)
     means, covariances, weights = fitted.known_mixture()
@@ -215,9 +216,9 @@ def reported_mixture(reports, variances, extra, prior):
 
 
 def shown_spread(fitted, reports, variances):
-    """Common spread of the reports around their components, less the noise of the reports.
+    """Common spread of the reports around their components, minus the noise of the reports.
 
-    At least one standard deviation of what that would be if there were none.
+    It is at least the standard deviation that its estimate has without spread.
     """
     m, d = reports.shape
     means, _, _ = fitted.known_mixture()
@@ -231,9 +232,9 @@ def shown_spread(fitted, reports, variances):
 
 
 def shows_groups(fitted, reports, variances, sizes):
-    """Whether BIC has nothing against the mixture beside one spherical Gaussian.
+    """Whether BIC prefers the mixture to one spherical Gaussian, or has no preference.
 
-    `sizes` counts the parameters of the two.
+    `sizes` holds the numbers of parameters of the two.
     """
     one = GaussianMixturePrior(1).fit_noisy(reports, variances)
     first, second = (
@@ -246,7 +247,7 @@ def shows_groups(fitted, reports, variances, sizes):
 def mean_errors(fitted, reports, variances):
     """Sampling variances (k,) of the components' means, averaged over coordinates.
 
-    From the information that the clients' gradients by means and weights hold.
+    They come from the information in the clients' gradients by means and weights.
     """
     means, covariances, weights = fitted.known_mixture()
     k, d = means.shape
@@ -266,7 +267,7 @@ def mean_errors(fitted, reports, variances):
 
 
 def with_components(prior, means, spread, weights):
-    """The prior with these components; spreads (k,) where they were not given."""
+    """The prior with these components; the spreads (k,) apply unless covariances were given."""
     k, d = means.shape
     covariances = spread[:, None, None] * np.eye(d)
     if prior.covariances is not None:
@@ -275,10 +276,10 @@ def with_components(prior, means, spread, weights):
 
 
 def _helps(clustering, working, means, sampling, rng):
-    """Whether the clients' error falls, by a noisy sum of unbiased estimates of each one's.
+    """Whether the clients' error falls, by a noisy sum of unbiased estimates for each client.
 
-    A client that will keep its own mean counts as if it were just near enough to be moved: what
-    the limit on distances hides from the others' estimates, it hides there.
+    A client that will keep its own mean counts as if it were just near enough to be moved. Without
+    that the limit on distances would bias the check.
     """
     d = means.shape[1]
     with np.errstate(over="ignore", invalid="ignore"):
@@ -312,7 +313,7 @@ def _heaviest_first(clusters):
 
 
 def _working(clusters, centre, radius):
-    """The components in the data's units, with the noise of their centres as spread."""
+    """The components in units of the data, with the noise of their centres as spread."""
     means = centre + radius * clusters.centres
     return _spherical(means, radius**2 * (clusters.spread + clusters.noise), clusters.weights)
 

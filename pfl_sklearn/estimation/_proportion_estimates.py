@@ -1,4 +1,8 @@
-"""Clients' proportions from a fitted prior, an average of priors, or the printed weights."""
+"""Clients' proportions from a fitted prior, an average of priors, or the printed weights.
+
+The printed weights exist to reproduce the paper's figures. They use the variance of the local
+proportions as that of the true ones, which counts the sampling variance twice.
+"""
 
 import math
 from typing import NamedTuple
@@ -6,9 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import betaincinv
 
-from pfl_sklearn.estimation._printed_proportions import printed_estimates, printed_prior
 from pfl_sklearn.priors import BetaPrior
-from pfl_sklearn.theory import beta_shrinkage
+from pfl_sklearn.theory import beta_own_weight, beta_shrinkage
 
 
 class FittedProportions(NamedTuple):
@@ -43,7 +46,8 @@ def with_average(table, average):
 def with_printed_weights(table, messages, with_minus_one, cut=True):
     """Leave-one-out estimates of the paper from the clients' messages (m,).
 
-    Weights that are not cut (private messages) may lead out of [0, 1] and have no posterior.
+    Weights that are not cut (private messages) may give estimates outside [0, 1] and have no
+    posterior.
     """
     trials = table.per_client(table.trials)
     shares = table.per_client(table.successes) / trials
@@ -63,8 +67,47 @@ def with_printed_weights(table, messages, with_minus_one, cut=True):
     )
 
 
+def printed_estimates(shares, trials, messages, with_minus_one, cut=True):
+    """Leave-one-out estimates of equation (6), or of equation (32) without the -1.
+
+    Parameters
+    ----------
+    shares, trials : ndarrays of shape (m,)
+        Each client's own proportion and number of trials; m >= 3.
+    messages : ndarray of shape (m,)
+        Messages of the clients: their proportions, or private versions of them.
+    with_minus_one : bool
+        Equation (6) subtracts 1 from mean (1 - mean) / variance.
+    cut : bool
+        Cut the weights of equation (6) at 1. With private messages nearly all weights are above 1.
+
+    Returns
+    -------
+    means, own : ndarrays of shape (m,)
+        Estimates and the weights on the clients' own proportions.
+    """
+    m = len(messages)
+    if m < 3:
+        raise ValueError(f"method='printed' needs at least 3 clients; got {m}.")
+    others = (messages.sum() - messages) / (m - 1)
+    variance = (messages @ messages - messages**2 - (m - 1) * others**2) / (m - 2)
+    own = beta_own_weight(others, variance, trials, with_minus_one)
+    if cut and with_minus_one:
+        own = np.where(variance >= others * (1 - others), 1.0, own)
+    return own * shares + (1 - own) * others, own
+
+
+def printed_prior(messages, trials, with_minus_one):
+    """Beta prior with the mean and (uncorrected) variance of the messages."""
+    mean, variance = messages.mean(), messages.var(ddof=1)
+    own = beta_own_weight(np.array([mean]), np.array([variance]), np.ones(1), with_minus_one)[0]
+    largest = 1e4 * max(float(trials.max()), 100.0)
+    concentration = np.clip(1 / own - 1, 1e-6, largest) if own > 0 else largest
+    return BetaPrior().with_moments(mean, concentration)
+
+
 def single_client(table, prior):
-    """One client without a known prior keeps its own share; nothing is known of the spread."""
+    """A single client without a known prior keeps its own share; the spread is unknown."""
     share = float(table.successes[0] / table.trials[0])
     std = math.sqrt(share * (1 - share) / table.trials[0])
     return FittedProportions(
@@ -73,7 +116,7 @@ def single_client(table, prior):
 
 
 def keep_own(found, table):
-    """The same population, with one client that keeps its own share."""
+    """The same population with a single client, which keeps its own share."""
     own = single_client(table, found.prior)
     return own._replace(mean=found.mean, mean_std=found.mean_std)
 

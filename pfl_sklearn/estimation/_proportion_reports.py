@@ -1,7 +1,7 @@
 """Proportions when the server sees private reports of the counts.
 
-The reports give a likelihood on a grid of beta priors (mean x concentration); estimates are
-posterior means averaged over that grid. A prior grid of H points, u distinct pairs of counts.
+The reports give a likelihood on a grid of H beta priors (mean x concentration). Estimates are
+posterior means averaged over that grid, for u distinct pairs of counts.
 """
 
 import math
@@ -31,7 +31,7 @@ _EM_STEPS = 60
 LARGEST_COUNT = 500  # trials up to which reports are about the counts themselves
 # Largest L2 distance between two clients' (x, 4 x (1 - x)), points of a parabola: with s = x + x'
 # the square is at most s^2 (1 + 16 (1 - s)^2), which peaks at s = (48 - sqrt(128)) / 64.
-# One of the two is (0, 0) there, so a client that comes or goes can move the sums as far.
+# One of the two is (0, 0) there, so adding or removing a client can move the sums as far.
 MOMENT_SENSITIVITY = 1.13409
 HISTOGRAM_SENSITIVITY = 2**0.5
 HISTOGRAM_ADD_REMOVE_SENSITIVITY = 1.0
@@ -106,8 +106,8 @@ def log_marginals(successes, trials, alphas, betas):
     )
 
 
-class Release(NamedTuple):
-    """What the clients let out, and what it says of the beta priors of the grid."""
+class ProportionRelease(NamedTuple):
+    """What the clients released, and its likelihood under the beta priors of the grid."""
 
     mechanism: object
     messages: np.ndarray | None
@@ -115,11 +115,11 @@ class Release(NamedTuple):
     epsilon_under: tuple = ()
 
 
-def release_events(prior, params):
+def proportion_events(prior, params):
     """Accounting events of a fit.
 
-    Whether a trusted server releases a histogram or moments depends on the numbers of trials; for a
-    client that comes or goes the sensitivity of the moments is the larger share.
+    The numbers of trials decide whether a trusted server releases a histogram or moments. When a
+    client is added or removed, the moments have the larger relative sensitivity.
     """
     if math.isinf(params.epsilon):
         return UNPROTECTED
@@ -131,14 +131,14 @@ def release_events(prior, params):
 
 
 def one_bit_release(table, epsilon, delta, rng):
-    """Decoded bits (m,), which say nothing of the priors' spread."""
+    """Release of one decoded bit per client, without information on the priors' spread."""
     mechanism = OneBit(epsilon)
     bits = mechanism.privatize(table.per_client(table.successes / table.trials), rng)
-    return Release(mechanism, mechanism.decode(bits), None)
+    return ProportionRelease(mechanism, mechanism.decode(bits), None)
 
 
 def two_bit_release(table, epsilon, delta, rng):
-    """One-bit answers about means and spreads."""
+    """Release of one-bit answers about means and spreads."""
     mechanism = TwoBit(epsilon)
     trials = table.per_client(table.trials)
     reports = mechanism.privatize(table.per_client(table.successes), trials, rng)
@@ -152,11 +152,11 @@ def two_bit_release(table, epsilon, delta, rng):
     for n in np.flatnonzero(asked):
         probability = mechanism.response.probability(spread * (n - 1) / n)
         value += _binomial_log_likelihood(ones[n], asked[n], probability)
-    return Release(mechanism, None, value)
+    return ProportionRelease(mechanism, None, value)
 
 
 def subset_release(table, epsilon, delta, rng):
-    """Reported subsets (m, n + 1) of the counts 0..n."""
+    """Release of subsets (m, n + 1) of the counts 0..n."""
     n = table.common_trials
     mechanism = SubsetSelection(n + 1, epsilon)
     subsets = mechanism.privatize(table.per_client(table.successes), rng)
@@ -167,11 +167,11 @@ def subset_release(table, epsilon, delta, rng):
         @ mechanism.log_likelihood(distinct[start : start + _CHUNK], probabilities)
         for start in range(0, len(distinct), _CHUNK)
     )
-    return Release(mechanism, subsets, value)
+    return ProportionRelease(mechanism, subsets, value)
 
 
 def central_release(table, epsilon, delta, rng):
-    """Noisy histogram of the counts 0..n, or two noisy moments if the trials differ."""
+    """Release of a noisy histogram of the counts 0..n, or of two moments if the trials differ."""
     n = table.common_trials
     if n is None or n > LARGEST_COUNT:
         return _moment_release(table, epsilon, delta, rng)
@@ -181,7 +181,7 @@ def central_release(table, epsilon, delta, rng):
     noisy = mechanism.privatize(histogram, rng)
     value = histogram_log_likelihood(noisy, mechanism.noise_variance, table.n_clients)
     under = mechanism.under_add_remove(HISTOGRAM_ADD_REMOVE_SENSITIVITY)
-    return Release(mechanism, noisy, value, under)
+    return ProportionRelease(mechanism, noisy, value, under)
 
 
 def _moment_release(table, epsilon, delta, rng):
@@ -190,7 +190,9 @@ def _moment_release(table, epsilon, delta, rng):
     messages = moment_messages(table.per_client(table.successes), trials)
     noisy = mechanism.privatize(messages, rng)
     value = moment_log_likelihood(noisy, mechanism.noise_variance, trials)
-    return Release(mechanism, noisy, value, mechanism.under_add_remove(MOMENT_SENSITIVITY))
+    return ProportionRelease(
+        mechanism, noisy, value, mechanism.under_add_remove(MOMENT_SENSITIVITY)
+    )
 
 
 # The release behind each mechanism parameter.
@@ -205,7 +207,7 @@ RELEASES = {
 def histogram_log_likelihood(noisy, noise_variance, n_clients):
     """Approximate log-likelihood (H,) of a noisy histogram (n + 1,) of the counts.
 
-    Cells are taken as independent Gaussians with their Poisson and noise variances.
+    The cells are treated as independent Gaussians with their Poisson and noise variances.
     """
     expected = n_clients * probability_table(len(noisy) - 1)
     variance = expected + noise_variance
@@ -221,7 +223,8 @@ def moment_messages(successes, trials):
 def moment_log_likelihood(noisy, noise_variance, trials):
     """Approximate log-likelihood (H,) of the noisy sums of :func:`moment_messages`.
 
-    The two sums are taken as independent Gaussians; the spread's sampling variance as its largest.
+    The two sums are treated as independent Gaussians, with the largest possible sampling variance
+    of the spread.
     """
     n_clients, inverse = len(trials), np.sum(1 / trials)
     limit = _MEANS * (1 - _MEANS)

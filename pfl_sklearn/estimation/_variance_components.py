@@ -28,7 +28,7 @@ class ClientMeans(NamedTuple):
 
     @property
     def degrees_of_freedom(self):
-        """Of the rows around their client's mean, in one coordinate."""
+        """Degrees of freedom of the rows around their client's mean, in one coordinate."""
         return int(self.n_rows.sum()) - len(self.n_rows)
 
     def coordinate(self, k):
@@ -37,7 +37,7 @@ class ClientMeans(NamedTuple):
 
 
 class Components(NamedTuple):
-    """What is known or estimated of the population, shared by d coordinates."""
+    """Parameters of the population, known or estimated, for d coordinates."""
 
     mean: np.ndarray  # (d,)
     mean_variance: float  # of every coordinate of `mean`; 0 if it was given
@@ -49,9 +49,9 @@ class Components(NamedTuple):
 def client_means(y, codes, n_clients, weights=None, centre=None):
     """Reduce rows `y` (n, d) to the statistics of their clients.
 
-    Rows are shifted by `centre` (d,) before they are summed. None is their mean, which is best for
-    precision; a release has to give a constant, because the shift lets rounding (and overflow)
-    carry one client's values into the means of the others.
+    Rows are shifted by `centre` (d,) before they are summed. None is their mean, which is the most
+    precise. A release must give a constant, because with a common mean, rounding and overflow carry
+    one client's values into the others' means.
     """
     n_rows = row_counts(codes, n_clients)
     if weights is None:
@@ -122,16 +122,16 @@ def check_noise_is_identified(table):
         n_rows = len(table.n_rows)
         samples = "1 sample" if n_rows == 1 else f"n_samples = {n_rows}"
         raise ValueError(
-            f"every client has one row ({samples}), so noise_variance cannot be told from the "
-            "spread between clients; give noise_variance or more rows per client."
+            f"every client has one row ({samples}), so the data cannot separate noise_variance "
+            "from the spread between clients; give noise_variance or more rows per client."
         )
 
 
 class _Profile:
     """Marginal likelihood of the client means, with the population mean profiled out.
 
-    Clients of equal weight are summed up first, so that one evaluation costs as much as there are
-    distinct weights.
+    Clients of equal weight are summed first, so the cost of an evaluation is proportional to the
+    number of distinct weights.
     """
 
     def __init__(self, table, restricted, mean, extra):

@@ -1,4 +1,4 @@
-"""Plots of fitted client-aware estimators, and of what privacy costs them."""
+"""Plots of fitted client-aware estimators, and of accuracy against privacy."""
 
 from pfl_sklearn.inspection._coefficient_display import CoefficientDisplay
 from pfl_sklearn.inspection._privacy_accuracy import PrivacyAccuracyDisplay

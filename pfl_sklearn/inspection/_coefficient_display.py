@@ -1,4 +1,4 @@
-"""Caterpillar plot: one coefficient of all clients, sorted, with intervals."""
+"""Caterpillar plot: a coefficient of all clients, sorted, with intervals."""
 
 from typing import NamedTuple
 
@@ -20,11 +20,11 @@ from pfl_sklearn.inspection._drawing import (
     truth_of,
 )
 
-_DODGE = 0.3  # of a row, that local estimates stand below the personalized ones
+_DODGE = 0.3  # distance of local from personalized estimates, as a share of a row
 
 
 class Panel(NamedTuple):
-    """What one axes of a CoefficientDisplay shows."""
+    """Content of one axes of a CoefficientDisplay."""
 
     coefficients: Coefficients
     local: Coefficients | None
@@ -34,29 +34,31 @@ class Panel(NamedTuple):
 class CoefficientDisplay:
     """Coefficients of all clients around the population's, sorted, with their intervals.
 
-    Few clients are drawn one per row (the caterpillar plot). Many are drawn as points over their
-    rank. The line is the population's coefficient, the band its own interval. Local coefficients
-    are drawn as rings beside; whiskers that are longer than the axes are cut.
+    Few clients are drawn one per row (the caterpillar plot), many as points over their rank. The
+    line is the population's coefficient, the band its interval. Local coefficients are drawn as
+    rings; whiskers that are longer than the axes are cut.
 
     Parameters
     ----------
     panels : list of Panel
-        One per axes: coefficients of the clients and the population, local ones or None, true ones
-        or None.
+        One per axes, with the coefficients of the clients and the population, and local and true
+        coefficients, or None.
     level : float in (0, 1), default=0.95
-        Of the intervals.
+        Posterior probability of the intervals.
 
     Attributes
     ----------
     axes_ : ndarray of matplotlib Axes, of shape (n_panels,)
+        The axes, one per panel.
     ax_ : matplotlib Axes
         The first of them.
     figure_ : matplotlib Figure
+        The figure of the axes.
 
     See Also
     --------
     CoefficientDisplay.from_estimator : The usual way to make one.
-    ShrinkageDisplay : How far local estimates are moved.
+    ShrinkageDisplay : How far local estimates are shrunk.
 
     Examples
     --------
@@ -95,25 +97,26 @@ class CoefficientDisplay:
         ----------
         estimator : fitted PersonalizedLinearRegression or PersonalizedLogisticRegression, or a \
                 pipeline, wrapper or search around one
-            Behind a scaler coefficients are those of the scaled features.
+            The model. After a scaler, coefficients are those of the scaled features.
         feature : "intercept", str, int, or list of these, default="intercept"
-            Name or index of a feature. A list draws one axes each; rows are then in the order of
-            the first one, points each in their own.
+            Name or index of a feature. A list draws one axes for each feature. Rows are then in
+            the order of the first feature; points are sorted in each axes.
         level : float in (0, 1), default=0.95
-            Of the intervals, which are Gaussian: so many standard deviations of the posterior to
-            both sides. Estimators without a posterior are drawn without.
+            Posterior probability of the intervals, which are Gaussian. Estimators without a
+            posterior are drawn without intervals.
         kind : {"auto", "rows", "points"}, default="auto"
             "auto" draws rows for up to 60 clients.
         truth : Series or DataFrame indexed by client, or array-like of shape (n_clients,) or \
                 (n_clients, n_features), default=None
-            True coefficients to draw beside, in the order of ``clients_`` unless indexed; with a
-            list of features one column each.
+            True coefficients to add to the plot, in the order of ``clients_`` unless indexed, with
+            one column for each of a list of features.
         local : fitted estimator, default=None
-            A second model with the clients' own coefficients, such as one fitted with
+            Second model, with the clients' own coefficients, such as one fitted with
             ``GaussianPrior(covariance=np.inf)``.
         output : int, default=0
-            Which class of a multinomial model, as a position in ``classes_``.
+            Class of a multinomial model, as a position in ``classes_``.
         ax : matplotlib Axes, or a sequence of one per feature, default=None
+            Where to draw. None: a new figure.
 
         Returns
         -------
@@ -122,8 +125,9 @@ class CoefficientDisplay:
         Raises
         ------
         ValueError
-            If `estimator` is no such model, has no such coefficient, or `truth`, `local` or `ax`
-            do not go with it.
+            - If `estimator` is not a linear model with one coefficient vector per client.
+            - If it has no coefficient `feature`.
+            - If `truth`, `local` or `ax` does not match the clients or features.
         """
         several = isinstance(feature, list | tuple)
         features = list(feature) if several else [feature]
@@ -147,7 +151,9 @@ class CoefficientDisplay:
         Parameters
         ----------
         kind : {"auto", "rows", "points"}, default="auto"
+            "auto" draws rows for up to 60 clients.
         ax : matplotlib Axes, or a sequence of one per panel, default=None
+            Where to draw. None: a new figure.
 
         Returns
         -------
@@ -208,7 +214,7 @@ def _draw_points(ax, panel, level):
 
 
 def _draw_population(line, span, found):
-    """The population's coefficient, with its interval as a band if it has one."""
+    """Draw the population's coefficient, with its interval as a band if it has one."""
     color = COLORS["population"]
     if np.isfinite([found.population_lower, found.population_upper]).all():
         span(found.population_lower, found.population_upper, color=color, alpha=0.15, lw=0)
@@ -216,7 +222,7 @@ def _draw_population(line, span, found):
 
 
 def _draw_whiskers(ax, at, lower, upper):
-    """Intervals of local estimates, which do not stretch the axes."""
+    """Draw intervals of local estimates without stretching the axes."""
     from matplotlib.collections import LineCollection
 
     finite = np.isfinite(lower) & np.isfinite(upper)
@@ -225,7 +231,7 @@ def _draw_whiskers(ax, at, lower, upper):
 
 
 def _legend_of_rows(axes, own_figure):
-    """One legend for all panels, below the figure, or below the first of given axes."""
+    """Draw one legend for all panels, below our own figure or the first of the given axes."""
     if len(axes) == 1 or not own_figure:
         legend_below(axes[0])
         return

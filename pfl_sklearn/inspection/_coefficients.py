@@ -1,4 +1,4 @@
-"""One coefficient of every client, taken out of a fitted linear model."""
+"""One coefficient of every client of a fitted linear model."""
 
 from numbers import Integral
 from typing import NamedTuple
@@ -15,7 +15,7 @@ _INTERCEPT = "intercept"
 class Coefficients(NamedTuple):
     """One coefficient of m clients and of the population, with intervals.
 
-    Bounds are NaN where there is no posterior, and infinite where nothing is known.
+    Bounds are NaN without a posterior, and infinite where nothing is known.
     """
 
     label: str  # for an axis
@@ -51,7 +51,8 @@ def coefficients_of(estimator, feature, *, output=0, level=0.95):
     Raises
     ------
     ValueError
-        If `estimator` has no such coefficient, or `level` is out of range.
+        - If `estimator` has no such coefficient.
+        - If `level` is out of range.
     """
     fitted = innermost_estimator(estimator)
     if not is_linear_model(fitted):
@@ -62,8 +63,8 @@ def coefficients_of(estimator, feature, *, output=0, level=0.95):
     if not 0 < level < 1:
         raise ValueError(f"level must be in (0, 1); got {level!r}.")
     fitted._require_fitted("coef_")
-    names = feature_names(estimator, fitted)
-    at = _position(feature, names, fitted.fit_intercept)
+    names = model_feature_names(estimator, fitted)
+    at = _feature_index(feature, names, fitted.fit_intercept)
     half = ndtri(0.5 + level / 2)
     values, stds = _clients_of(fitted, at)
     population, population_std = _population_of(fitted, at)
@@ -99,8 +100,8 @@ def aligned(found, others, parameter):
     )
 
 
-def feature_names(estimator, fitted):
-    """Names (d,) of the features that a model saw: its own, or those of the steps before it."""
+def model_feature_names(estimator, fitted):
+    """Names (d,) of a model's features: its own, or those that the steps before it give."""
     d = fitted.coef_.shape[-1]
     names = getattr(fitted, "feature_names_in_", None)
     while names is None and estimator is not None:
@@ -110,7 +111,7 @@ def feature_names(estimator, fitted):
 
 
 def _names_out(estimator):
-    """Names of what the last step of a pipeline gets, if this is one and tells them."""
+    """Names of the columns that the last step of a pipeline gets; None if unknown."""
     if len(getattr(estimator, "steps", ())) < 2:
         return None
     try:
@@ -119,11 +120,13 @@ def _names_out(estimator):
         return None
 
 
-def _position(feature, names, fit_intercept):
+def _feature_index(feature, names, fit_intercept):
     """Index of a feature, or None for the intercept."""
     if isinstance(feature, Integral) and not isinstance(feature, bool | np.bool_):
         if not 0 <= feature < len(names):
-            raise ValueError(f"feature={feature}, but the model has {len(names)} features.")
+            raise ValueError(
+                f"feature={feature} is out of range; the model has {len(names)} features."
+            )
         return int(feature)
     if feature == _INTERCEPT and fit_intercept:
         if _INTERCEPT in names:
@@ -134,7 +137,9 @@ def _position(feature, names, fit_intercept):
     if feature in names:
         return names.index(feature)
     expected = [_INTERCEPT, *names] if fit_intercept else names
-    raise ValueError(f"feature={feature!r} is none of {', '.join(map(repr, expected[:20]))}.")
+    raise ValueError(
+        f"feature must be one of {', '.join(map(repr, expected[:20]))}; got {feature!r}."
+    )
 
 
 def _clients_of(fitted, at):

@@ -1,4 +1,4 @@
-"""What the displays of clients share: rows or points, axes, marks and legends."""
+"""Parts that displays of clients share: rows or points, axes, marks and legends."""
 
 import numpy as np
 
@@ -13,14 +13,14 @@ _MOST_INCHES = 100.0
 
 
 def in_rows(kind, n_clients):
-    """Whether clients are drawn one per row, by the parameter `kind`."""
+    """Whether to draw clients one per row, given the parameter `kind`."""
     if kind not in ("auto", "rows", "points"):
         raise ValueError(f"kind must be 'auto', 'rows' or 'points'; got {kind!r}.")
     return n_clients <= _MOST_ROWS if kind == "auto" else kind == "rows"
 
 
 def new_axes(n_clients, rows, n_axes=1):
-    """Axes (n_axes,) side by side in a new figure, high enough for the rows of all clients."""
+    """Axes (n_axes,) side by side in a new figure that is high enough for all rows."""
     import matplotlib.pyplot as plt
 
     height = np.clip(0.26 * n_clients + 1.6, 2.5, _MOST_INCHES) if rows else 5.0
@@ -32,7 +32,7 @@ def new_axes(n_clients, rows, n_axes=1):
 
 
 def draw_intervals(ax, at, lower, upper, level, *, rows):
-    """Intervals of clients at the positions `at` (n_clients,), if there are any."""
+    """Draw the clients' intervals at the positions `at` (n_clients,), if there are any."""
     if not np.isfinite(lower).any():
         return
     faint = float(np.clip(20 / len(at), 0.03, 0.35))
@@ -48,31 +48,31 @@ def draw_intervals(ax, at, lower, upper, level, *, rows):
 
 
 def draw_local(ax, x, y):
-    """Rings at the local estimates."""
+    """Draw rings at the local estimates."""
     ax.plot(x, y, "o", mfc="white", mec=COLORS["local"], ms=5, label="local")
 
 
 def draw_personalized(ax, x, y, *, rows):
-    """Dots at the personalized estimates."""
+    """Draw dots at the personalized estimates."""
     style = {"marker": "o"} if rows else {"marker": ".", "alpha": 0.7}
     color = COLORS["personalized"]
     ax.plot(x, y, ls="none", color=color, ms=5, label="personalized", **style)
 
 
 def draw_truth(ax, x, y, *, rows):
-    """Crosses at the true values."""
+    """Draw crosses at the true values."""
     style = {"ms": 6} if rows else {"ms": 3, "alpha": 0.4}
     ax.plot(x, y, "x", color=COLORS["truth"], label="truth", **style)
 
 
 def name_rows(ax, clients):
-    """Rows 0, 1, ... named by their clients."""
+    """Label the rows 0, 1, ... with the clients' names."""
     ax.set_yticks(np.arange(len(clients)), [str(client) for client in clients], parse_math=False)
     ax.set_ylim(-0.8, len(clients) - 0.2)
 
 
 def legend_below(ax):
-    """Legend below the axis label; the padding is in font sizes, whatever the axes' height."""
+    """Draw the legend below the axis label; the padding is in font sizes for any height."""
     ax.legend(
         loc="upper center",
         bbox_to_anchor=(0.5, 0.0),
@@ -84,19 +84,19 @@ def legend_below(ax):
 
 
 def legend_inside(ax, loc="best"):
-    """Legend whose handles can be seen: faint marks add up on the plot, not in the legend."""
+    """Draw a legend with visible handles: faint marks add up in the plot, not in the legend."""
     legend = ax.legend(frameon=False, fontsize="small", loc=loc)
     for handle in legend.legend_handles:
         handle.set_alpha(0.8)
 
 
 def strip(ax):
-    """Axes without the frame on their upper and right side."""
+    """Remove the frame on the upper and right side."""
     ax.spines[["top", "right"]].set_visible(False)
 
 
 def truth_of(clients, truth):
-    """True values (n_clients,), of a series by its index."""
+    """True values (n_clients,), matched by index if `truth` is a series."""
     if hasattr(truth, "reindex"):
         missing = ~np.isin(clients, truth.index)
         if missing.any():

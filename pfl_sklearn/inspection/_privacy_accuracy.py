@@ -1,4 +1,4 @@
-"""Plot of scores against what they cost in privacy."""
+"""Plot of scores against epsilon."""
 
 import numpy as np
 
@@ -17,33 +17,36 @@ _MOST_TICKS = 10
 class PrivacyAccuracyDisplay:
     """Scores against epsilon, one line for every value of another parameter.
 
-    Epsilon is on a logarithmic scale. Without privacy (infinity) is the last tick, to which dashes
-    lead. What has a single score, at an epsilon of 0, releases nothing and is drawn across.
+    Epsilon is on a logarithmic scale. Dashes lead to the last tick, which stands for no privacy
+    (infinity). A line with a single score at an epsilon of 0 releases nothing and is drawn across.
 
     Parameters
     ----------
     curves : list of Curve
-        One per line: label, epsilons, scores and their spread (NaN for none).
+        One per line, with label, epsilons, scores and their spread (NaN for none).
     score_name : str, default="score"
+        Label of the score axis.
     promise : str or None, default=None
-        What the epsilons are about, for the axis: unit, relation, delta.
+        Unit, relation and delta of the epsilons, for the axis label.
 
     Attributes
     ----------
     ax_ : matplotlib Axes
+        The axes.
     figure_ : matplotlib Figure
+        The figure of the axes.
     lines_ : list of matplotlib Line2D
-        One per curve, in their order, through the finite epsilons.
+        One per curve, in order, through the finite epsilons.
 
     See Also
     --------
     PrivacyAccuracyDisplay.from_search : From the scores of a search.
     PrivacyAccuracyDisplay.from_scores : From scores of your own.
-    pfl_sklearn.privacy.search_cost : What a search spent, as distinct from one of its fits.
+    pfl_sklearn.privacy.search_cost : What a whole search spent, not just one of its fits.
 
     Notes
     -----
-    The scores themselves are mostly not private, nor is what is chosen by them.
+    In general the scores themselves are not private, and neither is a choice made by them.
 
     Examples
     --------
@@ -77,21 +80,24 @@ class PrivacyAccuracyDisplay:
         Parameters
         ----------
         search : fitted GridSearchCV, RandomizedSearchCV or halving search
-            Around a private estimator, or a pipeline or ClientColumn with one.
+            A search over a private estimator, or over a pipeline or ClientColumn with one.
         line : str or None, default=None
-            Parameter that makes the lines; the end of its name is enough ("alpha" for
-            "estimator__alpha"). None: the one that was searched besides epsilon (or
-            `noise_multiplier`), or a single line.
-            Of candidates that differ in neither the best mean score is drawn.
+            Parameter whose values become lines; the end of its name is enough ("alpha" for
+            "estimator__alpha"). None: the parameter that was searched besides epsilon (or
+            `noise_multiplier`), otherwise a single line. Among candidates that differ in neither,
+            the best mean score is drawn.
         metric : str, default="score"
-            Which scores of a search with several: "accuracy" for ``mean_test_accuracy``.
+            Which scores to draw if the search has several: "accuracy" for
+            ``mean_test_accuracy``.
         negate_score : bool, default=False
-            Draw the scores' negatives: errors, for scorers like "neg_mean_squared_error".
+            Draw the negative scores, which are errors for scorers such as
+            "neg_mean_squared_error".
         score_name : str or None, default=None
-            For the axis.
+            Label of the score axis. None: made from `metric`.
         spread : bool, default=True
-            Shade a standard deviation over the folds to both sides.
+            Shade one standard deviation over the folds on both sides.
         ax : matplotlib Axes, default=None
+            Where to draw. None: a new figure.
 
         Returns
         -------
@@ -100,14 +106,17 @@ class PrivacyAccuracyDisplay:
         Raises
         ------
         ValueError
-            If `search` holds no such scores, `line` was not searched over, or the candidates differ
-            in unit, relation or delta, so that their epsilons do not compare.
+            - If `search` holds no such scores.
+            - If `line` was not searched.
+            - If the candidates differ in unit, relation or delta, because their epsilons are not
+              comparable then.
 
         Notes
         -----
-        Epsilon is that of *one* fit: the parameter, if it was searched, else what the estimator
-        states for the candidate (for a `noise_multiplier`, say); infinity if what is around the
-        private estimator learns without noise, or states no privacy. The search spent more.
+        Epsilon is that of *one* fit: the parameter if it was searched, otherwise what the estimator
+        states for the candidate (such as for a `noise_multiplier`). It is infinite if a step around
+        the private estimator learns without noise, or if nothing states any privacy. The search as
+        a whole spent more.
         """
         table, promise, name = table_of_search(search, line, metric)
         sign = -1 if negate_score else 1
@@ -139,18 +148,23 @@ class PrivacyAccuracyDisplay:
         Parameters
         ----------
         epsilon : array-like of shape (n,)
-            Of one fit each, 0 to infinity.
+            Epsilon of one fit for each score, 0 to infinity.
         score : array-like of shape (n,)
+            One score for each epsilon.
         lines : array-like of shape (n,), default=None
-            Labels of the lines; None: a single one.
+            Label of the line of each score. None: a single line.
         spread : array-like of shape (n,), default=None
             Half-widths of a band around the scores.
         score_name : str, default="score"
+            Label of the score axis.
         unit : {"client", "row"}
             What the epsilons protect.
         relation : {"add_remove", "replace_one"}
+            Neighbouring relation of the epsilons.
         delta : float in [0, 1)
+            Delta of every epsilon.
         ax : matplotlib Axes, default=None
+            Where to draw. None: a new figure.
 
         Returns
         -------
@@ -159,7 +173,8 @@ class PrivacyAccuracyDisplay:
         Raises
         ------
         ValueError
-            If shapes differ, an epsilon is negative, or one occurs twice in a line.
+            - If shapes differ.
+            - If an epsilon is negative or occurs twice in a line.
         """
         columns = {"epsilon": epsilon, "score": score}
         if spread is not None:
@@ -179,6 +194,7 @@ class PrivacyAccuracyDisplay:
         spread : bool, default=True
             Shade the spread of the scores.
         ax : matplotlib Axes, default=None
+            Where to draw. None: a new figure.
 
         Returns
         -------
@@ -242,7 +258,7 @@ def _draw_curve(ax, curve, color, last, spread):
 
 
 def _name_epsilons(ax, epsilon, last):
-    """Logarithmic axis with ticks at the epsilons, and infinity as the last."""
+    """Make the axis logarithmic, with ticks at the epsilons and infinity last."""
     finite = epsilon[np.isfinite(epsilon) & (epsilon > 0)]
     ax.set_xscale("log")
     every = -(-len(finite) // _MOST_TICKS) if len(finite) else 1

@@ -1,4 +1,4 @@
-"""Scores and what they cost in privacy, read from a search or from arrays."""
+"""Scores and their epsilons, read from a search or from arrays."""
 
 import math
 from numbers import Real
@@ -23,7 +23,7 @@ class Curve(NamedTuple):
 
 
 def table_of_search(search, line, metric):
-    """Candidates of a search (line, epsilon, score, spread), what is promised, and line's name."""
+    """Table of a search's candidates (line, epsilon, score, spread), promise, and line's name."""
     check_is_fitted(search)
     found = getattr(search, "cv_results_", None)
     if found is None or f"mean_test_{metric}" not in found:
@@ -51,7 +51,7 @@ def table_of_search(search, line, metric):
 
 
 def _ends(name, end):
-    """Whether a parameter of a nested estimator is called `end`."""
+    """Whether a parameter, nested or not, is called `end`."""
     return name == end or name.endswith(f"__{end}")
 
 
@@ -69,9 +69,9 @@ def _line_of(names, line):
 
 
 def _epsilon_of(params, own, cost):
-    """Epsilon that was asked for, or that follows from the other parameters.
+    """Requested epsilon, or the one that follows from the other parameters.
 
-    What has no privacy whatever was asked for, or fits several times, is not taken at its word.
+    The requested value is not used if the candidate has no privacy, or fits several times.
     """
     if cost.events is None:
         return math.inf
@@ -86,8 +86,8 @@ def _common_promise(stated):
     found = {(s.unit, s.relation, s.delta) for s in stated if s.events is not None}
     if len(found) > 1:
         raise ValueError(
-            "the candidates differ in unit, relation or delta, so that their epsilons do not "
-            f"compare: {sorted(found)}."
+            "the candidates differ in unit, relation or delta, so their epsilons are not "
+            f"comparable: {sorted(found)}."
         )
     return promise_of(*found.pop()) if found else None
 
@@ -115,7 +115,8 @@ def table_of_scores(columns, lines):
     table["line"] = pd.Series(labels, dtype=object)
     if table.duplicated(["line", "epsilon"]).any():
         raise ValueError(
-            "epsilon must differ within a line; one occurs twice. Give lines, or one score each."
+            "epsilon must differ within a line, but one value occurs twice; give lines, or one "
+            "score for each epsilon."
         )
     return table
 

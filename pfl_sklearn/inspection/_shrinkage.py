@@ -21,24 +21,30 @@ from pfl_sklearn.inspection._drawing import (
 
 
 class ShrinkageDisplay:
-    """Local estimates, personalized ones with their intervals, and the population.
+    """Local estimates, personalized estimates with intervals, and the population.
 
     Few clients are drawn one per row, ordered by their personalized estimate. Many are drawn as
-    points, personalized against local: the flatter the cloud, the stronger the shrinkage.
+    points, personalized against local; the flatter the cloud, the stronger the shrinkage.
 
     Parameters
     ----------
     clients : ndarray of shape (n_clients,)
+        Client ids.
     local, personalized, lower, upper : ndarrays of shape (n_clients,)
+        Local estimates, personalized ones, and the ends of their intervals.
     population : float
+        Population's estimate.
     truth : ndarray of shape (n_clients,), default=None
+        True values.
     quantity : str, default="estimate"
-        What is estimated, for the axes.
+        Name of the estimated quantity, for the axes.
 
     Attributes
     ----------
     ax_ : matplotlib Axes
+        The axes.
     figure_ : matplotlib Figure
+        The figure of the axes.
 
     See Also
     --------
@@ -96,21 +102,25 @@ class ShrinkageDisplay:
         ----------
         estimator : fitted GaussianMean, BernoulliMean, PersonalizedLinearRegression or \
                 PersonalizedLogisticRegression, or a pipeline or search around one
+                    The estimator to plot.
         output : int, default=0
-            Which column of a two-dimensional target, or class of a multinomial model.
+            Column of a two-dimensional target, or class of a multinomial model.
         level : float in (0, 1), default=0.95
-            Of the intervals.
+            Posterior probability of the intervals.
         truth : Series indexed by client, or array-like of shape (n_clients,), default=None
-            True values to draw beside; an array in the order of ``clients_``.
+            True values to add to the plot. An array is in the order of ``clients_``.
         kind : {"auto", "rows", "points"}, default="auto"
             "auto" draws rows for up to 60 clients.
         ax : matplotlib Axes, default=None
+            Where to draw. None: a new figure.
         xlabel : str, default=None
+            Label of the horizontal axis. None: what is estimated.
         feature : "intercept", or name or index of a feature, default=None
-            Which coefficient of a linear model; None is the intercept.
+            Coefficient of a linear model to plot. None: the intercept.
         local : fitted linear model, default=None
-            The same with the clients' own coefficients, for instance fitted with
-            ``GaussianPrior(covariance=np.inf)``. Needed for a linear model, which keeps none.
+            Second model, with the clients' own coefficients, such as one fitted with
+            ``GaussianPrior(covariance=np.inf)``. Needed for linear models, because they keep no
+            local coefficients.
 
         Returns
         -------
@@ -119,8 +129,9 @@ class ShrinkageDisplay:
         Raises
         ------
         ValueError
-            If `estimator` has no local and personalized estimates, or `truth` has another length or
-            lacks a client, or if `feature` or `local` do not go with `estimator`.
+            - If `estimator` has no local and personalized estimates.
+            - If `truth` has another length or lacks a client.
+            - If `feature` or `local` does not go with `estimator`.
         """
         fitted = innermost_estimator(estimator)
         if is_linear_model(fitted):
@@ -133,7 +144,7 @@ class ShrinkageDisplay:
         elif feature is not None or local is not None:
             raise ValueError(
                 f"feature and local belong to linear models; {type(fitted).__name__} has one mean "
-                "per client, and knows the local ones."
+                "per client and keeps the local means."
             )
         else:
             values = _means_of(fitted, output, level)
@@ -157,10 +168,13 @@ class ShrinkageDisplay:
         Parameters
         ----------
         kind : {"auto", "rows", "points"}, default="auto"
+            "auto" draws rows for up to 60 clients.
         ax : matplotlib Axes, default=None
+            Where to draw. None: a new figure.
         xlabel : str, default=None
+            Label of the horizontal axis. None: what is estimated.
         level : float, default=0.95
-            Named in the legend.
+            Level of the intervals, for the legend.
 
         Returns
         -------
@@ -201,7 +215,7 @@ class ShrinkageDisplay:
 
 
 def _means_of(fitted, output, level):
-    """Local and personalized means, bounds, population mean, and what these are."""
+    """Local and personalized means, bounds, population mean, and name of the quantity."""
     fitted._require_fitted("means_")
     lower, upper = fitted.credible_interval(level)
     values = [fitted.local_means_, fitted.means_, lower, upper, fitted.population_mean_]
@@ -211,13 +225,13 @@ def _means_of(fitted, output, level):
 
 
 def _slopes_of(estimator, local, feature, output, level):
-    """The same of one coefficient, with the local ones of a second model."""
+    """The same for one coefficient, with the local coefficients of a second model."""
     feature = "intercept" if feature is None else feature
     found = coefficients_of(estimator, feature, output=output, level=level)
     if local is None:
         raise ValueError(
-            "a linear model keeps no local coefficients; give local=, the same estimator fitted "
-            "with them, such as PersonalizedLinearRegression(GaussianPrior(covariance=np.inf))."
+            "a linear model keeps no local coefficients; give local=, a second model with the "
+            "clients' own, such as PersonalizedLinearRegression(GaussianPrior(covariance=np.inf))."
         )
     own = aligned(found, coefficients_of(local, feature, output=output, level=level), "local")
     return own.values, found.values, found.lower, found.upper, found.population, found.label

@@ -9,15 +9,14 @@ from sklearn.utils import check_X_y
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
-from pfl_sklearn._rows import read_rows
-from pfl_sklearn.base import ClientMixin, ClientRegressorMixin
+from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, read_rows
 from pfl_sklearn.linear_model._convergence import warn_not_converged
 from pfl_sklearn.linear_model._design import feature_names, resolve_design
 from pfl_sklearn.linear_model._estimates import Options, make_table
 from pfl_sklearn.linear_model._fits import find_fit
 from pfl_sklearn.linear_model._mixed._private_release import Release, release_events, with_report
 from pfl_sklearn.linear_model._summary import components_table
-from pfl_sklearn.priors._support import resolve_prior
+from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import warn_once
@@ -248,6 +247,8 @@ class PersonalizedLinearRegression(ClientMixin, ClientRegressorMixin, BaseEstima
 
     __metadata_request__predict = {"groups": True, "return_std": True}
 
+    _likelihood = "linear"
+    _default_component = default_prior
     _client_attributes = (
         "n_samples_per_client_",
         "coef_",
@@ -343,7 +344,7 @@ class PersonalizedLinearRegression(ClientMixin, ClientRegressorMixin, BaseEstima
         -------
         self
         """
-        prior = resolve_prior(self.prior, "PersonalizedLinearRegression")
+        prior = resolve_prior(self)
         fit = find_fit(prior, self.method, self.solver)
         release = Release(*(getattr(self, name) for name in Release._fields))
         fit = with_report(fit, prior, release, sample_weight, (_POPULATION, _CLIENTS))
@@ -365,7 +366,7 @@ class PersonalizedLinearRegression(ClientMixin, ClientRegressorMixin, BaseEstima
 
     def _privacy_events(self):
         """Accounting events of a fit: () if nothing is released."""
-        return release_events(resolve_prior(self.prior, "PersonalizedLinearRegression"), self)
+        return release_events(resolve_prior(self), self)
 
     def _options(self):
         return Options(

@@ -10,9 +10,8 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
-from pfl_sklearn._rows import read_rows
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.base import ClientClassifierMixin, ClientMixin
+from pfl_sklearn.base import ClientClassifierMixin, ClientMixin, read_rows
 from pfl_sklearn.linear_model._convergence import warn_not_converged
 from pfl_sklearn.linear_model._design import feature_names, resolve_design
 from pfl_sklearn.linear_model._estimates import make_table
@@ -24,7 +23,7 @@ from pfl_sklearn.linear_model._glmm._predictions import (
     row_logits,
 )
 from pfl_sklearn.linear_model._summary import components_table
-from pfl_sklearn.priors._support import resolve_prior
+from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyReport
 
 _POPULATION = (
@@ -214,6 +213,8 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
     __metadata_request__predict_proba = {"groups": True, "integrate": True}
     __metadata_request__predict_log_proba = {"groups": True, "integrate": True}
 
+    _likelihood = "logistic"
+    _default_component = default_prior
     _client_attributes = ("n_samples_per_client_", "coef_", "intercept_", "_posterior")
     _population_attributes = (*_POPULATION, "classes_", "_between")
     _state_attributes = ("_design",)
@@ -265,7 +266,7 @@ class PersonalizedLogisticRegression(ClientMixin, ClientClassifierMixin, BaseEst
         -------
         self
         """
-        prior = resolve_prior(self.prior, "PersonalizedLogisticRegression")
+        prior = resolve_prior(self)
         features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
         check_classification_targets(y)
         rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)

@@ -1,4 +1,4 @@
-"""Which clients an estimator knows, and how well it does for each."""
+"""Clients that an estimator knows, and its score for each."""
 
 import copy
 
@@ -27,7 +27,7 @@ def known_clients(estimator):
     Raises
     ------
     ValueError
-        If there is no client-aware estimator inside.
+        If `estimator` contains no client-aware estimator.
 
     Examples
     --------
@@ -41,19 +41,22 @@ def known_clients(estimator):
     if hasattr(inner, "clients_"):
         return inner.clients_
     raise ValueError(
-        f"{type(estimator).__name__} knows no clients: expected a client-aware estimator."
+        f"{type(estimator).__name__} knows no clients; expected a client-aware estimator, or a "
+        "pipeline, ClientColumn or search around one."
     )
 
 
 def client_scores(estimator, X, y, *, groups, scoring):
-    """Score of every client, and what personalization gained it.
+    """Score of every client, and its gain from personalization.
 
     Parameters
     ----------
     estimator : fitted estimator
         A client-aware estimator, or a pipeline, ClientColumn or search around one.
     X : array-like of n_rows rows
+        Features, as the estimator's ``predict`` takes them.
     y : array-like of shape (n_rows,)
+        True values.
     groups : array-like of shape (n_rows,)
         Client id of every row.
     scoring : str or scorer
@@ -62,12 +65,17 @@ def client_scores(estimator, X, y, *, groups, scoring):
     Returns
     -------
     DataFrame
-        One row per client in `groups`, indexed by id, with columns ``n_rows``, ``score``,
-        ``known`` (seen in fit), ``population_score`` (of the population model on the same rows)
-        and ``gain``, their difference. A score that is not defined for a client (the ROC AUC of
-        one class, say) is NaN. ``attrs`` holds ``worst_decile``, the mean of the lowest tenth of
-        the scores, ``mean_gain``, and ``share_improved``, the share of clients with a positive
-        gain.
+        One row per client in `groups`, indexed by id, with the columns
+
+        - ``n_rows``: number of rows;
+        - ``score``: score of the client's model, NaN where it is not defined (such as the ROC AUC
+          of one class);
+        - ``known``: whether ``fit`` saw the client;
+        - ``population_score``: score of the population model on the same rows;
+        - ``gain``: ``score`` minus ``population_score``.
+
+        ``attrs`` holds ``worst_decile`` (mean of the lowest tenth of the scores), ``mean_gain`` and
+        ``share_improved`` (share of clients with a positive gain).
 
     Examples
     --------
@@ -104,7 +112,7 @@ def client_scores(estimator, X, y, *, groups, scoring):
 
 
 def _summaries(scores, gain):
-    """Mean of the worst decile, mean gain and share of clients that gained."""
+    """Mean of the worst decile, mean gain, and share of clients with a positive gain."""
     scores, gain = np.sort(scores[np.isfinite(scores)]), gain[np.isfinite(gain)]
     worst = scores[: max(1, len(scores) // 10)]
     return {
@@ -115,7 +123,7 @@ def _summaries(scores, gain):
 
 
 def population_model(estimator):
-    """Copy of a fitted estimator that predicts the population model for every row."""
+    """Copy of a fitted estimator that predicts every row with the population model."""
     inner = inner_estimator(estimator)
     if inner is None:
         return estimator._population_copy()

@@ -1,4 +1,4 @@
-"""Responses of a fitted estimator to rows of clients, computed once, scored by the subset."""
+"""Responses of a fitted estimator, computed once for all rows and scored by subsets of rows."""
 
 import warnings
 
@@ -20,7 +20,7 @@ def _estimator_has(method):
 
 
 def scorer_for(scoring, estimator):
-    """Scorer of `scoring`; the log loss is told the classes, not all of which a client may have."""
+    """Scorer of `scoring`. The log loss gets all classes, because a client may lack some."""
     if isinstance(scoring, str) and scoring == "neg_log_loss":
         return make_scorer(
             log_loss,
@@ -34,7 +34,7 @@ def scorer_for(scoring, estimator):
 class Responses(BaseEstimator):
     """Stand-in for `estimator` whose predictions for `X` are made once, with groups.
 
-    scikit-learn's scorers take it for an estimator; :meth:`only` narrows it to some rows.
+    scikit-learn's scorers treat it as an estimator; :meth:`only` restricts it to some rows.
     """
 
     def __init__(self, estimator, X, groups):
@@ -45,24 +45,24 @@ class Responses(BaseEstimator):
         self._rows = slice(None)
 
     def only(self, rows):
-        """The same responses, of these rows alone."""
+        """The same responses, for these rows alone."""
         narrowed = Responses(self.estimator, self.X, self.groups)
         narrowed._made, narrowed._rows = self._made, rows
         return narrowed
 
     @available_if(_estimator_has("predict"))
     def predict(self, X):
-        """Predictions of the rows; `X` is not looked at."""
+        """Predictions for the rows; `X` is ignored."""
         return self._response("predict")
 
     @available_if(_estimator_has("predict_proba"))
     def predict_proba(self, X):
-        """Class probabilities of the rows; `X` is not looked at."""
+        """Class probabilities for the rows; `X` is ignored."""
         return self._response("predict_proba")
 
     @available_if(_estimator_has("decision_function"))
     def decision_function(self, X):
-        """Decision function of the rows; `X` is not looked at."""
+        """Decision function for the rows; `X` is ignored."""
         return self._response("decision_function")
 
     @property
@@ -82,14 +82,14 @@ class Responses(BaseEstimator):
         return self._made[method][self._rows]
 
     def _metadata(self, method):
-        """Groups, if anything inside the estimator asks for them."""
+        """Groups, if the estimator or anything inside it requests them."""
         routing = get_routing_for_object(self.estimator)
         if self.groups is None or not routing.consumes(method, ["groups"]):
             return {}
         return {"groups": self.groups}
 
 
-# Scores that are means over rows: all clients at once.
+# Scores that are means over rows, computed for all clients at once.
 ROW_SCORES = {
     "neg_mean_squared_error": lambda y, predicted: -((y - predicted) ** 2),
     "neg_mean_absolute_error": lambda y, predicted: -np.abs(y - predicted),
@@ -97,9 +97,9 @@ ROW_SCORES = {
 
 
 def score_clients(scoring, scorer, responses, y, order, offsets):
-    """Score (m,) of every client by rows ``order[offsets[i]:offsets[i + 1]]``; NaN if undefined.
+    """Scores (m,) of clients with rows ``order[offsets[i]:offsets[i + 1]]``; NaN if undefined.
 
-    `scorer` is the one that `scoring` names; no client may be without rows.
+    `scorer` is the one that `scoring` names. Every client must have rows.
     """
     y = np.asarray(y)
     if isinstance(scoring, str) and scoring in ROW_SCORES and y.ndim == 1:

@@ -1,4 +1,4 @@
-"""A scorer that hands client ids to predict and averages over clients."""
+"""A scorer that passes client ids to predict and averages over clients."""
 
 import numpy as np
 from sklearn.metrics import get_scorer
@@ -15,25 +15,31 @@ _SUBSETS = ("all", "known", "new")
 
 
 class ClientScorer:
-    """Scorer for ``scoring=`` of scikit-learn's tools that passes groups on to ``predict``.
+    """Scorer for ``scoring=`` of scikit-learn's tools that passes groups to ``predict``.
 
-    scikit-learn's own string scorers do not, so a personalized estimator would not know whose
-    rows it predicts. Needs metadata routing, or `client_column`.
+    scikit-learn's own string scorers do not pass them, so a personalized estimator would not know
+    whose rows it predicts. The scorer needs metadata routing, or `client_column`.
 
     Parameters
     ----------
     scoring : str or scorer
         As in scikit-learn; larger is better.
     average : {"micro", "macro"}, callable or None, default="micro"
-        "micro" scores all rows together; "macro" is the mean over clients of their scores; a
-        callable gets the array of client scores and returns a float. Clients for whom the score
-        is not defined (the ROC AUC of one class, say) are left out. None gives the scores
-        themselves, as a dict by client id (as a string), NaN where they are not defined: for
-        scikit-learn's ``ScoringMonitor``, which then keeps every client's score in every round.
+        How to average:
+
+        - "micro" scores all rows together;
+        - "macro" is the mean of the clients' scores;
+        - a callable gets the array of the clients' scores and returns a float;
+        - None returns the scores themselves, as a dict by client id (a string), with NaN where a
+          score is not defined. scikit-learn's ``ScoringMonitor`` then keeps every client's score in
+          every round.
+
+        "macro" and callables leave out clients for whom the score is not defined (such as the ROC
+        AUC of one class).
     subset : {"all", "known", "new"}, default="all"
-        Which clients count: those seen in fit, those not seen, or both.
+        Clients that count: all, those seen in fit, or those not seen.
     client_column : str or int, default=None
-        The column of ids of `X`, for estimators wrapped in
+        Column of ids of `X`, for estimators wrapped in
         :class:`~pfl_sklearn.compose.ClientColumn`.
 
     Examples
@@ -65,7 +71,7 @@ class ClientScorer:
         self._metadata_request.score.add_request(param="sample_weight", alias=None)
 
     def set_score_request(self, **requests):
-        """Say which metadata the scorer asks for; ``groups`` is asked for by default.
+        """Set the metadata that the scorer requests; it requests ``groups`` by default.
 
         Parameters
         ----------
@@ -81,7 +87,7 @@ class ClientScorer:
         return self
 
     def get_metadata_routing(self):
-        """Metadata that the scorer asks for."""
+        """Metadata that the scorer requests."""
         return get_routing_for_object(self._metadata_request)
 
     def __call__(self, estimator, X, y, *, groups=None, sample_weight=None):
@@ -90,12 +96,15 @@ class ClientScorer:
         Parameters
         ----------
         estimator : fitted estimator
+            A client-aware estimator, or a pipeline, ClientColumn or search around one.
         X : array-like of n_rows rows
+            Features, as the estimator's ``predict`` takes them.
         y : array-like of shape (n_rows,)
+            True values.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row.
         sample_weight : array-like of shape (n_rows,), default=None
-            For "micro" averages.
+            Weights of the rows, for "micro" averages.
 
         Returns
         -------
@@ -140,12 +149,16 @@ class ClientScorer:
         known = match_clients(ids, n_rows, known_clients(estimator)) >= 0
         rows = np.flatnonzero(known if self.subset == "known" else ~known)
         if not len(rows):
-            raise ValueError(f"there are no rows of {self.subset} clients to score.")
+            raise ValueError(
+                f"subset={self.subset!r}: there are no rows of {self.subset} clients to score."
+            )
         return rows
 
     def _average(self, scorer, responses, y, ids, rows, sample_weight):
         if sample_weight is not None:
-            raise ValueError("sample_weight is supported for average='micro' only.")
+            raise ValueError(
+                f"sample_weight is supported for average='micro' only; got {self.average!r}."
+            )
         clients, codes = encode_clients(ids, num_samples(responses.X))
         codes = codes[rows]
         order, offsets = rows_by_client(codes, int(codes.max()) + 1)

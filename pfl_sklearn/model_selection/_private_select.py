@@ -3,23 +3,12 @@
 import math
 from numbers import Integral, Real
 
-from sklearn import config_context
 from sklearn.base import BaseEstimator, MetaEstimatorMixin
-from sklearn.utils import get_tags
-from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping
-from sklearn.utils.metaestimators import available_if
-from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._compat import HasMethods, Interval, StrOptions, fit_context
-from pfl_sklearn._nesting import (
-    Wraps,
-    innermost_estimator,
-    predicting_estimator,
-    releasing_core,
-)
-from pfl_sklearn.metrics._clients import known_clients
-from pfl_sklearn.model_selection._selection_plan import plan_selection
-from pfl_sklearn.model_selection._selection_report import selection_report
+from pfl_sklearn._delegation import DelegationMixin
+from pfl_sklearn._nesting import Wraps, innermost_estimator, releasing_core
+from pfl_sklearn.model_selection._selection_plan import plan_selection, selection_report
 from pfl_sklearn.model_selection._trials import (
     best_trial,
     draw_candidates,
@@ -33,104 +22,96 @@ from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._report import warn_once
 from pfl_sklearn.privacy._spending import relation_of, unit_of
 
-_METHODS = (
-    "fit",
-    "predict",
-    "predict_proba",
-    "predict_log_proba",
-    "decision_function",
-    "transform",
-    "score",
-)
 
-
-def _inner_has(method):
-    def check(self):
-        getattr(getattr(self, "best_estimator_", self.estimator), method)
-        return True
-
-    return check
-
-
-class PrivateSelectCV(MetaEstimatorMixin, BaseEstimator):
+class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
     r"""The best of a random number of private fits, within one privacy budget for all of them.
 
-    A number of trials :math:`K` is drawn. Each draws its parameters from `param_distributions`,
-    fits a new clone of `estimator` and is scored, publicly or privately; the best of them is
-    released as it is, and nothing of the others is. That costs little more than one fit does,
-    however many trials there are on average; a grid search costs as much as all of its fits.
+    The selection draws a number of trials :math:`K`. Each trial draws its parameters from
+    `param_distributions`, fits a new clone of `estimator`, and is scored, publicly or privately.
+    The best model is released as it is, and nothing of the other trials is. This costs little more
+    than one fit, for any mean number of trials. A grid search costs as much as all its fits.
 
     Parameters
     ----------
     estimator : estimator
         A private estimator with parameters `epsilon` (or `noise_multiplier`) and `delta`, or a
-        pipeline or :class:`~pfl_sklearn.compose.ClientColumn` around one, whose other steps learn
-        nothing. These parameters and its seed are set here, whatever they are. When `epsilon` is
-        finite it may have no callbacks, and nothing else (a search, bagging) may be around it.
+        pipeline or :class:`~pfl_sklearn.compose.ClientColumn` around one whose other steps learn
+        nothing. The selection overwrites these parameters and the seed. When `epsilon` is finite,
+        the estimator may have no callbacks, and no other wrapper (a search, bagging) may be around
+        it.
     param_distributions : dict or list of dicts
-        Lists, or distributions with a method ``rvs``, by parameter. Every trial draws anew from
-        all of them, with replacement; from a list of dicts, it draws a dict first. All candidates
-        have to spend the same, so what changes that (numbers of rounds, sampling) is refused.
+        Lists, or distributions with a method ``rvs``, by parameter. Every trial draws from all of
+        them, with replacement; given a list of dicts, it first draws a dict. All candidates must
+        spend the same, so parameters that change the cost (numbers of rounds, sampling) are
+        refused.
     expected_trials : float, >= 1, default=10
-        Mean of the number of trials.
+        Mean number of trials.
     distribution : {"geometric", "poisson", "logarithmic"}, default="geometric"
-        Of the number of trials. Poisson numbers vary least, and can be 0: then there is no model,
-        and ``fit`` raises. Logarithmic ones are 1 most often and cost least.
+        Distribution of the number of trials. Poisson numbers vary least and can be 0; there is no
+        model then, and ``fit`` raises. Logarithmic numbers are most often 1 and cost least.
     epsilon : float in (0, inf], default=inf
-        Privacy of everything together. The noise of the trials is calibrated to it. Infinity: no
-        privacy; `estimator` is used with the `epsilon` that it has.
+        Privacy of the whole selection. The noise of the trials is calibrated to it. Infinity: no
+        privacy; `estimator` keeps its own `epsilon`.
     delta : float in [0, 1), default=1e-5
-        Must be above 0 when `epsilon` is finite.
+        Delta of the whole selection; above 0 when `epsilon` is finite.
     scoring : str, scorer or None, default=None
         As in scikit-learn; larger is better. None: "accuracy" for classifiers, else
         "neg_mean_squared_error".
     holdout : tuple (X, y) or (X, y, groups), default=None
-        Public rows to score on; by giving them you state that they are public. Scores cost nothing
-        then. They are those of the population model, for all rows: the clients' own models are not
-        covered by their privacy promise. None: rows of the clients are held out.
+        Rows to score on; by giving them you state that they are public, and scores cost nothing.
+        All rows are scored with the population model, because the privacy promise does not cover
+        the clients' own models. None: rows of the clients are held out.
     score_range : tuple (lowest, highest), default=None
-        To which the score of a client on its own held-out rows is clipped; yours, never taken from
-        the data. Needed without `holdout` when `epsilon` is finite, except for scores that are
-        between 0 and 1 by nature ("accuracy", "balanced_accuracy", "f1", "roc_auc").
+        Range to which a client's score on its own held-out rows is clipped. Choose it without
+        looking at the data. It is needed without `holdout` when `epsilon` is finite, except for
+        scores that always lie between 0 and 1 ("accuracy", "balanced_accuracy", "f1", "roc_auc").
     score_share : float in (0, 1), default=0.2
-        Share of `epsilon` that the noise on one score would spend by itself.
+        Share of `epsilon` that the noise on one score alone would spend.
     test_size : float in (0, 1), default=0.25
-        Share of the rows of every client that is held out, drawn at random once, without
-        `holdout`: rounded, at least one row, and one row less than the client has at most.
+        Share of each client's rows that is held out if there is no `holdout`. The rows are drawn
+        once at random. Their number is rounded; every client tests at least one row and keeps at
+        least one.
     client_column : str or int, default=None
-        The column of ids of `X`, if `estimator` is a ClientColumn; else ids come as ``groups``.
+        Column of ids of `X`, if `estimator` is a ClientColumn. Otherwise pass the ids as
+        ``groups``.
     ledger : PrivacyLedger or None, default=None
-        File to which a fit is written, as one entry, before it reads any data, and which refuses a
-        fit beyond its budget.
+        File that records a fit, as one entry, before it reads any data, and refuses a fit beyond
+        its budget.
     random_state : int, RandomState instance or None, default=None
-        Seed of the number of trials, their parameters, the held-out rows and all noise. None draws
-        it from the operating system. A seed makes the noise reproducible, hence not private to
-        whoever knows it: the report says so.
+        Seed of the number of trials, their parameters, the held-out rows and all noise. None takes
+        entropy from the operating system. A seed makes the noise reproducible, so there is no
+        privacy against anyone who knows the seed; the report says so.
 
     Attributes
     ----------
     best_estimator_ : estimator
-        The model of the best trial, not fitted again. Its privacy report is that of the selection,
-        so its rounds cannot go on (``warm_start``, ``partial_fit``).
+        Model of the best trial, not refitted. Its privacy report is that of the selection, so you
+        cannot continue its rounds (``warm_start``, ``partial_fit``).
     best_params_ : dict
-        What that trial drew.
+        Parameters that this trial drew.
     best_score_ : float
-        Its score: noisy, or on public rows. The largest of several noisy scores is too high on
-        average.
+        Score of this trial: noisy, or on public rows. The largest of several noisy scores is too
+        high on average.
     trial_params_ : dict
-        What was set on the estimators of all trials, which follows from `epsilon` alone.
+        Parameters that were set on the estimators of all trials. They depend on the parameters of
+        the selection, not on the data.
     privacy_ : PrivacyReport
+        Report of the whole selection.
     classes_ : ndarray of shape (n_classes,)
-        If `estimator` is a classifier.
+        Class labels, if `estimator` is a classifier.
     clients_ : ndarray of shape (n_clients,)
+        Sorted ids of the clients.
     n_features_in_ : int
+        Number of columns of `X`.
     feature_names_in_ : ndarray of shape (`n_features_in_`,)
+        Names of the columns of `X`, if it has any.
 
     Raises
     ------
     ValueError
-        If parameters contradict one another, the total is too small for that many trials, or no
-        client has a row to hold out.
+        - If parameters contradict one another.
+        - If `epsilon` is too small for the number of trials.
+        - If no client has a row to hold out.
     RuntimeError
         If the number of trials is 0 (Poisson). The epsilon counts as spent.
 
@@ -141,27 +122,28 @@ class PrivateSelectCV(MetaEstimatorMixin, BaseEstimator):
 
     Notes
     -----
-    After Papernot and Steinke (2022), by Renyi differential privacy. The number of trials must stay
-    unknown, so it is not kept, nor is anything of the trials that lost: no ``cv_results_`` and no
-    warnings of theirs. How long ``fit`` took tells of it. A trial whose score is not defined, or
-    that diverged (an ArithmeticError), loses to all others. With any other error of a trial ``fit``
-    ends, and the epsilon counts as spent. Candidates are checked before anything is spent, all of
-    a grid of up to 500, else those that differ from the first in one listed value; what comes from
-    a distribution is checked when it is drawn. Trials run one after the other; the estimator's own
-    ``n_jobs`` applies.
+    The method is that of Papernot and Steinke (2022), by Renyi differential privacy. The number of
+    trials must stay secret, so neither it nor anything of the losing trials is kept: there is no
+    ``cv_results_``, and their warnings are dropped. The running time of ``fit`` reveals something
+    about the number.
 
-    *Private scores.* Every client scores its own model on its own held-out rows; the score is
-    clipped to `score_range` (the lowest, if it is not defined or fails) and enters a sum with
-    Gaussian noise, in which one client counts for at most the width of the range. Errors and
-    warnings of `scoring` tell of clients' rows and are not passed on: one that fails for all
-    clients leaves nothing but noise to choose by, so try it without privacy, on rows that are
-    public. Under add/remove the
-    number of clients that divides the sum is taken as public. Noise on the mean score has a
-    standard deviation of (highest - lowest) / (mu n_clients), mu being the Gaussian-DP parameter
-    of (`score_share` * `epsilon`, `delta`).
+    A trial loses to all others if its score is not defined or it diverges (an ArithmeticError). Any
+    other error of a trial ends ``fit``, and the epsilon counts as spent. Candidates are checked
+    before anything is spent: all of a grid of up to 500, otherwise those that differ from the first
+    in one listed value. Values from a distribution are checked when they are drawn. Trials run one
+    after the other; the estimator's own ``n_jobs`` applies.
 
-    *No refit.* The best model is fitted to the rows that were not held out. Fitting it once more
-    to all rows would be one more release.
+    *Private scores.* Every client scores its own model on its own held-out rows. The score is
+    clipped to `score_range`; it is the lowest value if it is not defined or fails. The clipped
+    scores enter a sum with Gaussian noise, to which one client contributes at most the width of the
+    range. Errors and warnings of `scoring` would reveal clients' rows, so they are dropped. A
+    `scoring` that fails for all clients leaves only noise to choose by; try it first without
+    privacy, on public rows. Under add/remove, the number of clients that divides the sum is treated
+    as public. The noise on the mean score has standard deviation (highest - lowest) /
+    (mu n_clients), where mu is the Gaussian-DP parameter of (`score_share` * `epsilon`, `delta`).
+
+    *No refit.* The best model is fitted to the rows that were not held out. Refitting it to all
+    rows would be another release.
 
     References
     ----------
@@ -244,14 +226,16 @@ class PrivateSelectCV(MetaEstimatorMixin, BaseEstimator):
 
     @fit_context(prefer_skip_nested_validation=False)
     def fit(self, X, y=None, **params):
-        """Fit a random number of trials, and keep the best.
+        """Fit a random number of trials and keep the best.
 
         Parameters
         ----------
         X : array-like of n_rows rows
+            Features, as the estimator's ``fit`` takes them.
         y : array-like of shape (n_rows,), default=None
+            Targets, as the estimator's ``fit`` takes them.
         **params : dict
-            ``groups`` (client id of every row) and whatever else the estimator's ``fit`` takes.
+            ``groups`` (client id of every row) and other parameters of the estimator's ``fit``.
 
         Returns
         -------
@@ -266,7 +250,7 @@ class PrivateSelectCV(MetaEstimatorMixin, BaseEstimator):
         report = selection_report(self, plan, best.model)
         released = innermost_estimator(best.model)
         released.privacy_ = report
-        released.__dict__.pop("_progress", None)  # rounds that went on would forget the selection
+        released.__dict__.pop("_progress", None)  # further rounds would not count the selection
         self.best_estimator_ = best.model
         self.best_params_ = best.params
         self.best_score_ = best.score
@@ -276,90 +260,15 @@ class PrivateSelectCV(MetaEstimatorMixin, BaseEstimator):
         warn_once(report)
         return self
 
-    @available_if(_inner_has("predict"))
-    def predict(self, X, **params):
-        """Predict with the best model; ``groups`` as its ``predict`` takes them."""
-        return self._call("predict", X, **params)
-
-    @available_if(_inner_has("predict_proba"))
-    def predict_proba(self, X, **params):
-        """Class probabilities of the best model."""
-        return self._call("predict_proba", X, **params)
-
-    @available_if(_inner_has("predict_log_proba"))
-    def predict_log_proba(self, X, **params):
-        """Logarithms of class probabilities of the best model."""
-        return self._call("predict_log_proba", X, **params)
-
-    @available_if(_inner_has("decision_function"))
-    def decision_function(self, X, **params):
-        """Decision function of the best model."""
-        return self._call("decision_function", X, **params)
-
-    @available_if(_inner_has("transform"))
-    def transform(self, X, **params):
-        """Transform by the best model."""
-        return self._call("transform", X, **params)
-
-    @available_if(_inner_has("score"))
-    def score(self, X, y=None, **params):
-        """Score of the best model by its own ``score``, not by `scoring`."""
-        return self._call("score", X, y, **params)
-
-    @available_if(_inner_has("release"))
-    def release(self):
-        """Population model of the best model: what the privacy statement covers."""
-        check_is_fitted(self)
-        return self.best_estimator_.release()
-
-    @available_if(_inner_has("for_client"))
-    def for_client(self, client_id):
-        """Best model of one client alone."""
-        check_is_fitted(self)
-        return self.best_estimator_.for_client(client_id)
-
-    @property
-    def clients_(self):
-        """Sorted ids of the fitted clients."""
-        return known_clients(self.best_estimator_)
-
-    @property
-    def classes_(self):
-        """Class labels of the best model."""
-        return self.best_estimator_.classes_
-
     @property
     def n_features_in_(self):
-        """Columns of `X`."""
+        """Number of columns of `X`."""
         return self.best_estimator_.n_features_in_
 
     @property
     def feature_names_in_(self):
         """Names of the columns of `X`."""
         return self.best_estimator_.feature_names_in_
-
-    def get_metadata_routing(self):
-        """Routing of the metadata to the estimator."""
-        mapping = MethodMapping()
-        for method in _METHODS:
-            mapping.add(caller=method, callee=method)
-        return MetadataRouter(owner=self).add(estimator=self.estimator, method_mapping=mapping)
-
-    def __sklearn_tags__(self):
-        tags = super().__sklearn_tags__()
-        inner = get_tags(self.estimator)
-        for name in (
-            "estimator_type",
-            "classifier_tags",
-            "regressor_tags",
-            "transformer_tags",
-            "target_tags",
-            "input_tags",
-            "non_deterministic",
-            "no_validation",
-        ):
-            setattr(tags, name, getattr(inner, name))
-        return tags
 
     @property
     def _privacy_relation(self):
@@ -370,13 +279,5 @@ class PrivateSelectCV(MetaEstimatorMixin, BaseEstimator):
         return unit_of(releasing_core(self.estimator).estimator)
 
     def _privacy_events(self):
-        """Accounting events of a fit: of the whole only its epsilon and delta are stated."""
+        """Accounting events of a fit: only epsilon and delta of the whole are stated."""
         return (PureEvent(float(self.epsilon), float(self.delta), self._privacy_relation),)
-
-    def _call(self, method, X, *y, **params):
-        check_is_fitted(self)
-        estimator = self.best_estimator_
-        if method != "score":
-            estimator = predicting_estimator(estimator)
-        with config_context(enable_metadata_routing=True):
-            return getattr(estimator, method)(X, *y, **params)

@@ -1,6 +1,7 @@
-"""What a private selection may cost, settled before any data are looked at."""
+"""Cost of a private selection, planned before any data are read, and the report that states it."""
 
 import contextlib
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -10,25 +11,34 @@ from sklearn.model_selection import ParameterGrid
 from sklearn.utils import check_consistent_length
 
 from pfl_sklearn._compat import response_methods
-from pfl_sklearn._nesting import releasing_core
-from pfl_sklearn.privacy import GaussianEvent, GaussianMechanism, PrivacyLedger
+from pfl_sklearn._nesting import innermost_estimator, releasing_core
+from pfl_sklearn.privacy import (
+    GaussianEvent,
+    GaussianMechanism,
+    PrivacyLedger,
+    PrivacyReport,
+    privacy_of,
+    selection_epsilon,
+)
 from pfl_sklearn.privacy._accounting._calibration import largest_within
-from pfl_sklearn.privacy._accounting._selection import check_distribution, selection_epsilon
+from pfl_sklearn.privacy._accounting._selection import check_distribution
 from pfl_sklearn.privacy._spending import relation_of, stated_cost, unit_of, with_params
 from pfl_sklearn.privacy._vouching import learns
 
-# Parameters of a private estimator that the selection sets, or that would undo what it promises.
+# Parameters of a private estimator that the selection sets, or that would break its promise.
 _RESERVED = ("epsilon", "noise_multiplier", "delta", "ledger", "checkpoint", "random_state")
-_SMALLEST_SHARE = 1e-4  # of the total, that a trial may have
+_SMALLEST_SHARE = 1e-4  # smallest epsilon of a trial, over the total
 _RATES = 1e-4, 50.0  # inverse noise multipliers
-_MOST_POINTS = 500  # of a grid, that are all looked at before anything is spent
+_MOST_POINTS = 500  # size of a grid up to which all candidates are checked in advance
 _PACKAGE = "pfl_sklearn."
-# Scores that are bounded by nature.
+_CHOSEN = ("best_params_", "best_score_")
+_OTHER_TRIALS = "the other trials, their scores, their number and so the running time"
+# Scores that always lie in a range.
 _RANGES = dict.fromkeys(("accuracy", "balanced_accuracy", "f1", "roc_auc"), (0.0, 1.0))
 
 
-class Plan(NamedTuple):
-    """What is known of a selection before any data are."""
+class SelectionPlan(NamedTuple):
+    """Everything about a selection that does not depend on the data."""
 
     params: dict[str, Any]  # set on the estimator of every trial
     total: float  # epsilon of the whole
@@ -47,7 +57,7 @@ def plan_selection(select):
     Raises
     ------
     ValueError
-        For whatever cannot be run.
+        If the selection cannot be run.
     """
     check_distribution(select.expected_trials, select.distribution)
     _check_holdout(select)
@@ -57,7 +67,7 @@ def plan_selection(select):
     seed_name = f"{prefix}random_state" if "random_state" in names else None
     unit, relation, bounds = unit_of(core), relation_of(core), _range_of(select)
     if math.isinf(select.epsilon):
-        return Plan({}, math.inf, unit, relation, bounds, None, (), (), seed_name)
+        return SelectionPlan({}, math.inf, unit, relation, bounds, None, (), (), seed_name)
     _check_private(select, core, steps, names, bounds)
     mechanism = None
     if select.holdout is None:
@@ -66,17 +76,19 @@ def plan_selection(select):
     point, spending = _costly_point(select, prefix, by_noise, unit, relation)
     params, events, total = _calibrate(select, prefix, by_noise, point, mechanism, relation)
     spending = spending and spending_of(select, {**point, **params}, relation)
-    return Plan(params, total, unit, relation, bounds, mechanism, spending, events, seed_name)
+    return SelectionPlan(
+        params, total, unit, relation, bounds, mechanism, spending, events, seed_name
+    )
 
 
 def client_scoring(select):
-    """Name of the score, or scorer, of one client's rows; a ClientScorer averages such scores."""
+    """Name of the score, or the scorer, for one client's rows: what a ClientScorer averages."""
     default = "accuracy" if is_classifier(select.estimator) else "neg_mean_squared_error"
     return getattr(select.scoring, "scoring", select.scoring) or default
 
 
 def spending_of(select, params, relation):
-    """What a trial with these parameters spends, in a form that can be compared."""
+    """Cost of a trial with these parameters, in a form that can be compared."""
     return tuple(event.spending(relation) for event in _events_of(select, params))
 
 
@@ -87,7 +99,7 @@ def distributions_of(select):
 
 
 def _check_holdout(select):
-    """Refuse public rows, a score or bounds of it that are none."""
+    """Refuse an invalid `holdout`, `scoring` or `score_range`."""
     held = select.holdout
     if held is not None and not (isinstance(held, tuple) and len(held) in (2, 3)):
         raise ValueError(
@@ -106,7 +118,7 @@ def _check_holdout(select):
 
 
 def _check_searched(select, prefix, names):
-    """Refuse lists that are empty and parameters that are not the search's to vary."""
+    """Refuse empty lists and parameters that may not be varied."""
     if getattr(select.estimator, "get_params", None) is None:
         raise ValueError(f"estimator must be a scikit-learn estimator; got {select.estimator!r}.")
     known = select.estimator.get_params()
@@ -117,7 +129,7 @@ def _check_searched(select, prefix, names):
                 f"dicts; got {select.param_distributions!r}."
             )
         for name, values in given.items():
-            if name not in known:
+            if name not in known and not _is_of_named(known, name):
                 raise ValueError(
                     f"param_distributions names {name!r}, which is no parameter of "
                     f"{type(select.estimator).__name__}."
@@ -135,32 +147,42 @@ def _check_searched(select, prefix, names):
     _check_alone(names)
 
 
+def _is_of_named(known, name):
+    """Whether a nested parameter belongs to a component that is given by name, or None.
+
+    ``set_params`` creates the component, and refuses parameters that it does not have.
+    """
+    outer = name.rpartition("__")[0]
+    return outer in known and (known[outer] is None or isinstance(known[outer], str))
+
+
 def _names(core):
-    """Parameters of what releases, by name."""
+    """Parameters of the estimator that releases, by name."""
     return core.get_params(deep=False) if hasattr(core, "get_params") else {}
 
 
 def _check_alone(names):
-    """Refuse parameters by which a trial would meet what is outside of it."""
+    """Refuse parameters by which a trial would depend on other trials or fits."""
     if names.get("ledger") is not None:
         raise ValueError(
             "ledger of the estimator would count every trial; give it to PrivateSelectCV, which "
-            "writes one entry."
+            "writes one entry for all of them."
         )
     if names.get("checkpoint") is not None:
         raise ValueError(
-            "checkpoint of the estimator must be None: a trial would go on from what another one "
-            f"left; got {names['checkpoint']!r}."
+            "checkpoint of the estimator must be None, because a trial would continue another one; "
+            f"got {names['checkpoint']!r}."
         )
 
 
 def check_candidate(select, params):
-    """Refuse, at a finite epsilon, a trial that could not be run or would tell of the others.
+    """Refuse, at a finite epsilon, a trial that could not be run or would reveal others.
 
     Raises
     ------
     ValueError
-        For callbacks, which see all trials, and for parameters that ``fit`` would refuse.
+        - If the estimator has callbacks, because they would see all trials.
+        - If ``fit`` would refuse the parameters.
     """
     model = with_params(select.estimator, params)
     parts = [model, *model.get_params().values()]
@@ -183,11 +205,11 @@ def check_candidate(select, params):
 
 
 class _Reached(Exception):
-    """A fit came to where it is charged."""
+    """A fit reached the point where it is charged."""
 
 
 class _Gate(PrivacyLedger):
-    """Ends a fit where it is charged: after it checked its parameters, before it reads data."""
+    """Ends a fit where it is charged: after it checks its parameters, before it reads data."""
 
     def __init__(self):
         pass
@@ -197,7 +219,7 @@ class _Gate(PrivacyLedger):
 
 
 def _check_private(select, core, steps, names, bounds):
-    """Refuse, at a finite epsilon, what cannot be kept within it."""
+    """Refuse, at a finite epsilon, a selection that cannot keep it."""
     if not hasattr(core, "_privacy_events") or not {"epsilon", "delta"} <= set(names):
         raise ValueError(
             f"{type(core).__name__} has no parameters epsilon and delta that a selection could "
@@ -208,24 +230,25 @@ def _check_private(select, core, steps, names, bounds):
         if learns(step):
             raise ValueError(
                 f"step {name!r} ({type(step).__name__}) learns from the data without noise, which "
-                f"no epsilon covers; got epsilon={select.epsilon!r}. Use constants of yours."
+                f"no epsilon covers; got epsilon={select.epsilon!r}. Use your own constants."
             )
     if select.delta == 0:
         raise ValueError("delta must be above 0 when epsilon is finite; got 0.")
     if select.holdout is None and bounds is None:
         raise ValueError(
-            "scores of the clients' own rows need bounds that are yours: give score_range=(lowest, "
-            f"highest) for scoring={client_scoring(select)!r}, or holdout=(X, y) with public rows."
+            "scores of the clients' own rows need bounds: give score_range=(lowest, highest), not "
+            f"taken from the data, for scoring={client_scoring(select)!r}, or holdout=(X, y) with "
+            "public rows."
         )
     if select.holdout is None and unit_of(core) == "row" and relation_of(core) == "add_remove":
         raise ValueError(
-            "unit='row' with relation='add_remove' needs holdout=(X, y) with public rows: a row "
-            "more changes which other rows are held out."
+            "unit='row' with relation='add_remove' needs holdout=(X, y) with public rows, because "
+            "one more row changes which other rows are held out."
         )
 
 
 def _range_of(select):
-    """Bounds of a client's score, given or natural, or None."""
+    """Bounds of a client's score, given or known, or None."""
     if select.score_range is not None:
         return tuple(float(bound) for bound in select.score_range)
     scoring = client_scoring(select)
@@ -244,7 +267,7 @@ def _events_of(select, params):
 
 
 def _settings(select, prefix, by_noise, rate):
-    """Parameters of a trial that may spend more, the larger the `rate`."""
+    """Parameters of a trial; a larger `rate` lets it spend more."""
     if by_noise:
         values = {"epsilon": math.inf, "noise_multiplier": 1 / rate, "delta": select.delta}
     else:
@@ -257,9 +280,9 @@ def _rates(select, by_noise):
 
 
 def _costly_point(select, prefix, by_noise, unit, relation):
-    """Searched parameters at which a trial releases something, and what it spends there.
+    """Searched parameters at which a trial releases something, and its cost there.
 
-    All points from which a trial may start have to cost the same, or nothing.
+    All candidates must cost the same, or nothing.
     """
     fixed = _settings(select, prefix, by_noise, _rates(select, by_noise)[1])
     found = None
@@ -280,15 +303,15 @@ def different_costs(point):
     """Error for a candidate that does not spend what the others do."""
     shown = ", ".join(f"{name}={value!r}" for name, value in point.items())
     return ValueError(
-        "all candidates must spend the same, so param_distributions may not vary what changes it "
-        f"(numbers of rounds, sampling, units); got {shown}."
+        "all candidates must spend the same, so param_distributions may not vary parameters that "
+        f"change the cost (numbers of rounds, sampling, units); got {shown}."
     )
 
 
 def _points(select):
-    """All candidates by their listed values, each distribution standing for one of its values.
+    """All candidates by their listed values, with one value drawn from each distribution.
 
-    Of a large grid only the first candidate, and those that differ from it in one value.
+    From a large grid only the first candidate, and those that differ from it in one value.
     """
     for given in distributions_of(select):
         listed = {
@@ -305,7 +328,7 @@ def _points(select):
 
 
 def _calibrate(select, prefix, by_noise, point, mechanism, relation):
-    """Parameters of a trial within the total, its events, and what the whole then spends."""
+    """Parameters of a trial within the total, its events, and the cost of the whole."""
     scores = ()
     if mechanism is not None:
         mu = 1 / mechanism.noise_std
@@ -330,7 +353,69 @@ def _calibrate(select, prefix, by_noise, point, mechanism, relation):
     if rate is None:
         raise ValueError(
             f"epsilon={select.epsilon!r} is too small for expected_trials="
-            f"{select.expected_trials!r} ({select.distribution}) at delta={select.delta!r}: trials "
-            f"that may spend next to nothing cost {spent(low):.4g} together ({relation})."
+            f"{select.expected_trials!r} ({select.distribution}) at delta={select.delta!r}: even "
+            f"trials that spend next to nothing cost {spent(low):.4g} together ({relation})."
         )
     return _settings(select, prefix, by_noise, rate), events(rate), spent(rate)
+
+
+def selection_report(select, plan, model):
+    """Report of a planned selection, from the report of the released model."""
+    trial = _report_of(model)
+    if math.isinf(plan.total) or math.isinf(trial.epsilon):
+        asked = "epsilon=inf was asked for the selection."
+        return PrivacyReport.unprotected(
+            asked if math.isinf(plan.total) else " ".join(trial.warnings),
+            not_released=(*trial.released, *trial.not_released, *_CHOSEN),
+            n_clients=trial.n_clients,
+        )
+    return dataclasses.replace(
+        trial,
+        epsilon=float(select.epsilon) if plan.total > 0 else 0.0,
+        delta=float(select.delta),
+        unit=plan.unit,
+        relation=plan.relation,
+        mechanism=f"best of a random number of trials ({select.distribution}, "
+        f"{select.expected_trials:g} expected), of each: {trial.mechanism}",
+        accountant="Renyi differential privacy of the selection (Papernot and Steinke, 2022)",
+        epsilon_under=_under_other(select, plan),
+        released=(*trial.released, *_CHOSEN),
+        not_released=(*trial.not_released, _OTHER_TRIALS),
+        assumptions=(
+            *trial.assumptions,
+            "what the trials draw from is the user's, not the data's",
+            _assumed_of_scores(plan),
+        ),
+        noise_reproducible=select.random_state is not None,
+    )
+
+
+def _report_of(model):
+    """Privacy report of one trial; a model without a report has no privacy."""
+    if not hasattr(innermost_estimator(model), "privacy_"):
+        return PrivacyReport.unprotected(f"{type(model).__name__} has no privacy.")
+    return privacy_of(model)
+
+
+def _under_other(select, plan):
+    """Epsilon under the other relation, if it is finite."""
+    other = "add_remove" if plan.relation == "replace_one" else "replace_one"
+    epsilon = selection_epsilon(
+        plan.events,
+        expected_trials=select.expected_trials,
+        distribution=select.distribution,
+        delta=select.delta,
+        relation=other,
+    )
+    return ((other, epsilon),) if math.isfinite(epsilon) else ()
+
+
+def _assumed_of_scores(plan):
+    if plan.mechanism is None:
+        return "holdout is public"
+    low, high = plan.score_range
+    return (
+        f"score_range = ({low:.4g}, {high:.4g}) is the user's, and the number of clients whose "
+        f"scores are averaged is public; noise of sd {plan.mechanism.noise_std:.4g} times the "
+        "width of the range on their sum"
+    )

@@ -17,12 +17,12 @@ from pfl_sklearn._compat import num_samples
 
 
 class _ClientSplitter(BaseCrossValidator):
-    """What the splitters share: client codes and random ranks of the rows inside their client."""
+    """Base of the splitters: client codes, and random ranks of rows within their client."""
 
     __metadata_request__split = {"groups": True}
 
     def get_n_splits(self, X=None, y=None, groups=None):
-        """Number of splits; the arguments are not looked at."""
+        """Number of splits; the arguments are ignored."""
         return self.n_splits
 
     def _codes(self, X, groups):
@@ -35,18 +35,18 @@ class _ClientSplitter(BaseCrossValidator):
             groups = column
         if groups is None:
             raise ValueError(
-                f"{type(self).__name__} splits inside clients: the 'groups' parameter should not "
-                "be None, unless client_column is given."
+                f"{type(self).__name__} splits inside clients, so the 'groups' parameter should "
+                "not be None, unless client_column is given."
             )
         ids, codes = encode_clients(groups, n_rows)
         return codes, row_counts(codes, len(ids))
 
     def _ranks(self, codes, sizes, y, rng):
-        """Random rank (n,) of every row inside its client; by class first if stratified."""
+        """Random rank (n,) of every row within its client; by class first if stratified."""
         shuffled = rng.permutation(len(codes))
         if self.stratify:
             if y is None:
-                raise ValueError("stratify=True needs y.")
+                raise ValueError("stratify=True needs y; got None.")
             check_consistent_length(codes, y)
             _, labels = np.unique(column_or_1d(y), return_inverse=True)
             by_class, _ = rows_by_client(labels[shuffled], labels.max() + 1)
@@ -63,21 +63,21 @@ class _ClientSplitter(BaseCrossValidator):
 
 
 class ClientKFold(_ClientSplitter):
-    """K folds inside every client.
+    """K folds within every client.
 
-    scikit-learn's group splitters hold whole clients out; a personalized model needs rows of
-    every client on both sides. The test parts are a partition of all rows. A client with fewer
-    rows than folds is tested in as many folds as it has rows; a client with one row is tested by
-    the population model.
+    scikit-learn's group splitters hold out whole clients, but a personalized model needs rows of
+    every client on both sides. The test sets are a partition of all rows. A client with fewer rows
+    than folds is tested in as many folds as it has rows. A client with one row is tested with the
+    population model.
 
     Parameters
     ----------
     n_splits : int, default=5
         Number of folds, at least 2.
     stratify : bool, default=False
-        Spread the classes of `y` evenly over the folds inside every client.
+        Spread the classes of `y` evenly over the folds within every client.
     client_column : str or int, default=None
-        The column of ids of `X`, for use with :class:`~pfl_sklearn.compose.ClientColumn`; else ids
+        Column of ids of `X`, for use with :class:`~pfl_sklearn.compose.ClientColumn`. None: ids
         come as ``groups``.
     random_state : int, RandomState instance or None, default=None
         Seed of the shuffling.
@@ -105,8 +105,9 @@ class ClientKFold(_ClientSplitter):
         Parameters
         ----------
         X : array-like of n_rows rows
+            Only its length is read, and the column of ids if `client_column` is set.
         y : array-like of shape (n_rows,), default=None
-            Needed to stratify.
+            Classes, needed if `stratify` is True.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row.
 
@@ -130,23 +131,24 @@ class ClientKFold(_ClientSplitter):
 
 
 class ClientShuffleSplit(_ClientSplitter):
-    """Random test rows inside every client, and optionally whole new clients.
+    """Random test rows within every client, and optionally whole new clients.
 
-    Every client that is not held out keeps at least one training row; its number of test rows is
-    `test_size` times its rows, rounded up or down at random so that their total is rounded too.
+    Every client that is not held out keeps at least one training row. Its number of test rows is
+    `test_size` times its rows, rounded up or down at random so that the total is rounded too.
 
     Parameters
     ----------
     n_splits : int, default=10
+        Number of splits.
     test_size : float in (0, 1), default=0.2
-        Share of a client's rows to test.
+        Share of each client's rows to test.
     new_clients : float in [0, 1), default=0.0
-        Share of clients that are held out whole, so that one split tests both kinds; at least one
-        if it is above 0.
+        Share of clients that are held out whole, so that one split tests known and new clients. If
+        it is above 0, at least one client is held out.
     stratify : bool, default=False
-        Test a share of every class of `y` inside every client.
+        Test the same share of every class of `y` within every client.
     client_column : str or int, default=None
-        The column of ids of `X`, for use with :class:`~pfl_sklearn.compose.ClientColumn`; else ids
+        Column of ids of `X`, for use with :class:`~pfl_sklearn.compose.ClientColumn`. None: ids
         come as ``groups``.
     random_state : int, RandomState instance or None, default=None
         Seed of the draws.
@@ -185,8 +187,9 @@ class ClientShuffleSplit(_ClientSplitter):
         Parameters
         ----------
         X : array-like of n_rows rows
+            Only its length is read, and the column of ids if `client_column` is set.
         y : array-like of shape (n_rows,), default=None
-            Needed to stratify.
+            Classes, needed if `stratify` is True.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row.
 
@@ -208,7 +211,7 @@ class ClientShuffleSplit(_ClientSplitter):
                 test |= new[codes]
             if not test.any():
                 raise ValueError(
-                    "no row can be tested: give larger clients, test_size or new_clients."
+                    "no row can be tested; take larger clients, test_size or new_clients."
                 )
             yield np.flatnonzero(~test), np.flatnonzero(test)
 
@@ -217,7 +220,7 @@ class ClientShuffleSplit(_ClientSplitter):
         if self.new_clients == 0:
             return 0
         if len(sizes) < 2:
-            raise ValueError("new_clients above 0 needs at least two clients.")
+            raise ValueError("new_clients above 0 needs at least two clients; got 1.")
         return int(np.clip(round(self.new_clients * len(sizes)), 1, len(sizes) - 1))
 
     def _inside(self, codes, sizes, y, rng):
@@ -231,7 +234,7 @@ class ClientShuffleSplit(_ClientSplitter):
 
 
 def _rounded(wanted, rng):
-    """Whole numbers (m,) next to those wanted, in random order of client with a rounded total."""
+    """Numbers (m,) rounded up or down at random, so that their total is rounded too."""
     order = rng.permutation(len(wanted))
     total = np.floor(np.cumsum(wanted[order]) + rng.random())
     rounded = np.empty(len(wanted), dtype=np.intp)

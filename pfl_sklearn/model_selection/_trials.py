@@ -29,9 +29,9 @@ from pfl_sklearn.privacy._mechanisms._noise import draw_n_trials
 
 
 class Trial(NamedTuple):
-    """A fitted model with its score, its parameters and what it warned of.
+    """A fitted model with its score, its parameters and its warnings.
 
-    The error instead of the model, if its fit diverged.
+    If the fit diverged, the error takes the place of the model.
     """
 
     score: float
@@ -40,8 +40,8 @@ class Trial(NamedTuple):
     warned: list[Any]
 
 
-class Rows(NamedTuple):
-    """Rows, and what goes with them; `fit_params` by name."""
+class RoutedRows(NamedTuple):
+    """Rows with the metadata of ``fit``, by name."""
 
     X: Any
     y: Any
@@ -49,7 +49,7 @@ class Rows(NamedTuple):
 
     def take(self, indices):
         """Some of the rows."""
-        return Rows(
+        return RoutedRows(
             safe_indexing(self.X, indices),
             None if self.y is None else safe_indexing(self.y, indices),
             check_method_params(self.X, params=self.fit_params, indices=indices),
@@ -57,10 +57,10 @@ class Rows(NamedTuple):
 
 
 class PublicScore:
-    """Score of the population model on public rows: all it tells of the clients is released.
+    """Score of the population model on public rows, which reveals only what is released.
 
-    What a client's own model says is not, so public rows of a client of the fit get the population
-    model too.
+    The clients' own models are not released, so the population model also predicts public rows of
+    clients of the fit.
     """
 
     def __init__(self, holdout, scoring):
@@ -77,16 +77,16 @@ class PublicScore:
 
 
 class HeldOutScore:
-    """Mean over clients of the score of each on its own held-out rows, bounded and noised.
+    """Mean of the clients' scores on their own held-out rows, bounded and with noise.
 
-    Every client's model, its own part included, is scored on its own rows alone; what leaves the
-    client is one number between 0 and 1. With noise, neither errors nor warnings of a score leave
-    it: they tell of its rows. A client whose score fails has the lowest.
+    Every client's personalized model is scored on the client's own rows; one number between 0 and 1
+    leaves the client. With noise, errors and warnings of a score stay with the client, because they
+    would reveal its rows. A client whose score fails gets the lowest score.
     """
 
     def __init__(self, rows, codes, scoring, bounds, mechanism):
         self.rows, self.scoring, self.bounds, self.mechanism = rows, scoring, bounds, mechanism
-        _, codes = np.unique(codes, return_inverse=True)  # of the clients that have such rows
+        _, codes = np.unique(codes, return_inverse=True)  # only clients with held-out rows count
         self.order, self.offsets = rows_by_client(codes, codes.max() + 1)
 
     def __call__(self, model, rng):
@@ -104,16 +104,16 @@ class HeldOutScore:
         return low + (high - low) * float(total) / len(shares)
 
     def _silently(self, model):
-        """Scores (m,) of the clients; NaN where they fail, whatever it is that fails."""
+        """Scores (m,) of the clients; NaN where anything fails."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 return self._of_clients(model)
-            except Exception:  # of one client, maybe: it may not change what the others say
+            except Exception:  # one client's failure may not change the others' scores
                 return np.array([self._alone(model, rows) for rows in self._clients()])
 
     def _alone(self, model, rows):
-        """Score of one client without a look at the others."""
+        """Score of one client, computed without the others."""
         own = HeldOutScore(self.rows.take(rows), np.zeros(len(rows), int), self.scoring, None, None)
         try:
             return float(own._of_clients(model)[0])
@@ -121,11 +121,11 @@ class HeldOutScore:
             return math.nan
 
     def _clients(self):
-        """Rows of every client."""
+        """Positions of every client's rows."""
         return np.split(self.order, self.offsets[1:-1])
 
     def _of_clients(self, model):
-        """Scores (m,) of the clients, each from its own rows; NaN where they are not defined."""
+        """Scores (m,) of the clients from their own rows; NaN where they are not defined."""
         responses = Responses(model, self.rows.X, self.rows.fit_params.get("groups"))
         y = np.asarray(self.rows.y)
         with np.errstate(all="ignore"):
@@ -141,7 +141,7 @@ class HeldOutScore:
 
 
 def _row_scores(scoring, y, responses):
-    """Scores (n,) of rows, if that of a client is their mean, else None."""
+    """Scores (n,) of rows, if a client's score is their mean, else None."""
     if not isinstance(scoring, str) or y.ndim > 1 or scoring not in (*ROW_SCORES, "accuracy"):
         return None
     predicted = np.asarray(responses.predict(None))
@@ -154,7 +154,7 @@ def _row_scores(scoring, y, responses):
 
 
 def _score_one(scorer, responses, y, rows):
-    """Score of a client by its rows, or the error if it has none."""
+    """Score of a client from its rows, or the error if it is not defined."""
     try:
         return float(scorer(responses.only(rows), rows, y[rows]))
     except ValueError as error:
@@ -169,16 +169,16 @@ def draw_candidates(select, plan, rng):
     RuntimeError
         If the number is 0, which a Poisson number can be.
     ValueError
-        If one of them spends more than was planned.
+        If a candidate spends more than was planned.
     """
     n_trials = draw_n_trials(select.expected_trials, select.distribution, rng)
     if n_trials == 0:
         raise RuntimeError(
             f"the number of trials came out as 0, which a Poisson number of mean "
             f"{select.expected_trials!r} does with probability "
-            f"{math.exp(-select.expected_trials):.2g}: nothing was fitted. That is one of the "
-            "outcomes that the privacy statement covers, so the epsilon counts as spent. "
-            "distribution='geometric' and 'logarithmic' have at least one trial."
+            f"{math.exp(-select.expected_trials):.2g}, so nothing was fitted. The privacy promise "
+            "covers this outcome, so the epsilon counts as spent. distribution='geometric' and "
+            "'logarithmic' have at least one trial."
         )
     given = distributions_of(select)
     candidates = [_draw(given[rng.integers(len(given))], rng) for _ in range(n_trials)]
@@ -202,13 +202,13 @@ def _draw(given, rng):
 
 
 def read_data(select, plan, X, y, params, rng):
-    """Rows to fit, and what scores a fitted model."""
+    """Rows to fit, and the function that scores a fitted model."""
     scoring = client_scoring(select)
     X, y = indexable(X, y)
     n_rows = num_samples(X)
     params = check_method_params(X, params=params)
     if select.holdout is not None:
-        return Rows(X, y, params), PublicScore(select.holdout, select.scoring or scoring)
+        return RoutedRows(X, y, params), PublicScore(select.holdout, select.scoring or scoring)
     column = select.client_column
     if column is None:
         column = getattr(select.estimator, "column", None)  # of a ClientColumn
@@ -218,18 +218,21 @@ def read_data(select, plan, X, y, params, rng):
     tested = held_out(codes, sizes, select.test_size, rng)
     if not tested.any():
         raise ValueError(
-            f"no client has two rows, so that none can be held out (found {n_rows} sample(s) of "
+            f"no client has two rows, so no row can be held out (found {n_rows} sample(s) of "
             f"{len(sizes)} clients: 1 sample each); give holdout=(X, y) with public rows."
         )
-    train, test = (Rows(X, y, params).take(np.flatnonzero(rows)) for rows in (~tested, tested))
+    train, test = (
+        RoutedRows(X, y, params).take(np.flatnonzero(rows)) for rows in (~tested, tested)
+    )
     return train, HeldOutScore(test, codes[tested], scoring, plan.score_range, plan.mechanism)
 
 
 def held_out(codes, sizes, test_size, rng):
-    """Mask (n,) of rows to score, drawn for every client by itself.
+    """Mask (n,) of rows to score, drawn for each client separately.
 
-    A client has `test_size` of its rows there, rounded, at least one, and keeps at least one. How
-    many depends on its own rows alone, so that a client that comes or goes changes no other's.
+    Of each client's rows the share `test_size` is held out, rounded, at least one; the client keeps
+    at least one. The number depends on the client's own rows alone, so adding or removing a client
+    changes no other client's.
     """
     n_test = np.clip(np.floor(test_size * sizes + 0.5), 1, sizes - 1).astype(np.intp)
     order = np.lexsort((rng.random(len(codes)), codes))
@@ -246,12 +249,12 @@ def best_trial(select, plan, candidates, rows, score, rng, seeded):
     Raises
     ------
     ArithmeticError
-        If all trials diverged: that of the first.
+        If all trials diverged: the error of the first.
     """
     best = None
     for candidate in candidates:
         seed = int(rng.integers(2**31 - 1)) if seeded else None
-        trial = _run(select, plan, candidate, rows, score, seed)
+        trial = _run_trial(select, plan, candidate, rows, score, seed)
         failed = best is not None and isinstance(best.model, ArithmeticError)
         if best is None or trial.score > best.score or (failed and trial.score == best.score):
             best = trial
@@ -261,13 +264,13 @@ def best_trial(select, plan, candidates, rows, score, rng, seeded):
 
 
 def warn_again(trial):
-    """Warnings of the trial that is released, and of no other; its privacy report says the rest."""
+    """Repeat the warnings of the released trial, without those on privacy: its report has them."""
     for caught in trial.warned:
         if not issubclass(caught.category, PrivacyWarning):
             warn_caller(str(caught.message), caught.category)
 
 
-def _run(select, plan, candidate, rows, score, seed):
+def _run_trial(select, plan, candidate, rows, score, seed):
     model = clone(select.estimator).set_params(**clone(candidate, safe=False), **plan.params)
     if plan.seed_name is not None:
         model.set_params(**{plan.seed_name: seed})

@@ -1,8 +1,8 @@
-"""Population priors: how the parameters of the clients are spread.
+"""Population priors: the distribution of the clients' parameters.
 
 A prior is a small estimator. A parameter left None is estimated from the clients; a given one is
-known. The fitted prior of an estimator (``prior_``) holds what was found in its constructor
-parameters, so it can be passed back in as known.
+known. The fitted prior of an estimator (``prior_``) holds the estimates in its constructor
+parameters, so you can pass it back in as known.
 """
 
 from pfl_sklearn.priors._beta import BetaPrior

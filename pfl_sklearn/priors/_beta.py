@@ -22,17 +22,17 @@ class BetaPrior(BaseEstimator):
 
     .. math:: p_i \sim \mathrm{Beta}(\alpha, \beta), \qquad i = 1, \dots, m.
 
-    Its mean is :math:`\alpha / (\alpha + \beta)`; the larger the concentration
-    :math:`\alpha + \beta`, the more alike the clients.
+    Its mean is :math:`\alpha / (\alpha + \beta)`. Clients are more alike the larger the
+    concentration :math:`\alpha + \beta` is.
 
     Parameters
     ----------
     alpha, beta : float, > 0, or None, default=None
-        Give both (known) or neither (estimated).
+        Parameters of the distribution. Give both (known) or neither (estimated).
 
     See Also
     --------
-    GridPrior : Any shape.
+    GridPrior : A population of any shape.
     pfl_sklearn.estimation.BernoulliMean : Clients' proportions under this prior.
 
     Notes
@@ -73,7 +73,7 @@ class BetaPrior(BaseEstimator):
         return self.alpha is not None
 
     def with_moments(self, mean, concentration):
-        """Copy of this prior with a given mean, kept off 0 and 1, and alpha + beta."""
+        """Copy of this prior with this `mean`, moved off 0 and 1, and alpha + beta."""
         mean = np.clip(mean, _SMALLEST_MEAN, 1 - _SMALLEST_MEAN)
         return clone(self).set_params(
             alpha=float(mean * concentration), beta=float((1 - mean) * concentration)
@@ -81,9 +81,7 @@ class BetaPrior(BaseEstimator):
 
     def _check_known(self):
         if not self.is_known:
-            raise ValueError(
-                "this BetaPrior is not known yet: alpha and beta must be given or fitted."
-            )
+            raise ValueError("this BetaPrior is not known yet; give alpha and beta, or fit it.")
 
     def moments(self):
         """Mean and variance of a known prior."""
@@ -91,16 +89,17 @@ class BetaPrior(BaseEstimator):
         return beta_moments(self.alpha, self.beta)
 
     def fit(self, theta):
-        """Maximum-likelihood prior of proportions that are observed without noise.
+        """Fit the prior by maximum likelihood to proportions observed without noise.
 
         Parameters
         ----------
         theta : array-like of shape (n_clients,) or (n_clients, 1), within (0, 1)
+            One proportion per client.
 
         Returns
         -------
         BetaPrior
-            A new, known prior; this one is left as it is (and returned in copy if it is known).
+            A new, known prior; this prior does not change. A known prior is copied.
         """
         self._validate_params()
         theta = check_array(theta, dtype=float, ensure_2d=False).ravel()
@@ -122,7 +121,7 @@ class BetaPrior(BaseEstimator):
         return self.with_moments(*_maximize(negative, theta.mean(), 10.0, 1e8))
 
     def fit_counts(self, successes, trials, counts, method):
-        """Prior of a table of counts.
+        """Fit the prior to a table of counts.
 
         Parameters
         ----------
@@ -134,7 +133,7 @@ class BetaPrior(BaseEstimator):
         Returns
         -------
         BetaPrior
-            Known; a known prior comes back as it is.
+            A new, known prior. A known prior is copied.
         """
         if self.is_known:
             return clone(self)
@@ -149,6 +148,7 @@ class BetaPrior(BaseEstimator):
         Parameters
         ----------
         theta : array-like of shape (n_clients,) or (n_clients, 1)
+            One proportion per client.
 
         Returns
         -------
@@ -165,7 +165,9 @@ class BetaPrior(BaseEstimator):
         Parameters
         ----------
         n_samples : int, default=1
+            Number of draws.
         random_state : int, RandomState instance or None, default=None
+            Seed of the draws.
 
         Returns
         -------
@@ -180,6 +182,7 @@ class BetaPrior(BaseEstimator):
         Parameters
         ----------
         successes, trials : ndarrays of shape (n_clients,)
+            Each client's counts.
 
         Returns
         -------
@@ -191,7 +194,7 @@ class BetaPrior(BaseEstimator):
         return mean, mean * (1 - mean) / (total + 1)
 
     def posterior_quantiles(self, successes, trials, tails):
-        """Quantiles (n_clients,) of the posteriors, one array for each of `tails`."""
+        """Quantiles of the clients' posteriors: an array (n_clients,) for each of `tails`."""
         self._check_known()
         parameters = self.alpha + successes, self.beta + trials - successes
         return [betaincinv(*parameters, tail) for tail in tails]
@@ -200,8 +203,8 @@ class BetaPrior(BaseEstimator):
 def moment_estimates(successes, trials, counts):
     """Mean and concentration that match mean and debiased variance of the local proportions.
 
-    Infinite spread (all clients at 0 or 1) gives the smallest concentration, no spread beyond
-    sampling the largest.
+    With infinite spread (all clients at 0 or 1) the concentration is the smallest, with no spread
+    beyond sampling the largest.
     """
     n_clients = counts.sum()
     local = successes / trials
@@ -222,7 +225,7 @@ def largest_concentration(trials):
 
 
 def _beta_binomial_ml(successes, trials, counts, mean):
-    """Mean and concentration of largest marginal likelihood."""
+    """Mean and concentration that maximize the marginal likelihood."""
     failures, share = trials - successes, counts / counts.sum()
 
     def negative(point):

@@ -8,38 +8,36 @@ from sklearn.utils import check_array, check_random_state
 
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn.priors import _mixture as mixture
-from pfl_sklearn.priors._kmeans import best_of_starts, count_distinct, inertia
-from pfl_sklearn.priors._mixture_em import Shape
-from pfl_sklearn.priors._mixture_starts import fixed_variance
+from pfl_sklearn.priors._mixture_fit import Shape, fixed_variance, k_means
 
 _RELATIVE = 1e-12
 
 
 class DiscretePrior(mixture.MixturePrior):
-    r"""Several groups of clients that are alike within the group.
+    r"""Several groups of clients; the clients of a group are equal.
 
     .. math:: P(\theta_i = \mu_l) = w_l, \qquad l = 1, \dots, k.
 
     Parameters
     ----------
     n_components : int, >= 1, or "bic", default=2
-        Number k of points; "bic" takes the one, of 1 to `max_components`, with the smallest
-        Bayesian information criterion. Where `points` are given, their number.
+        Number k of points. "bic" chooses it from 1 to `max_components` by the smallest Bayesian
+        information criterion. If `points` are given, it must be their number.
     points, weights : array-like of shape (k, d) and (k,), default=None
         Points :math:`\mu_l` and their probabilities. Give both (known) or neither (estimated).
     n_init : int, >= 1, default=10
-        Starts; the best end is kept.
+        Number of starts; the best result is kept.
     max_components : int, >= 1, default=8
-        Where "bic" stops.
+        Largest number of points that "bic" tries.
 
     See Also
     --------
-    GaussianMixturePrior : Clients of a group differ.
+    GaussianMixturePrior : The clients of a group differ.
 
     Notes
     -----
-    Section 2.3 of Ozkara et al. (2023), and the model of FedEM (Marfoq et al., 2021). Estimated
-    points are sorted by weight, ties by first coordinate.
+    This is the prior of Section 2.3 of Ozkara et al. (2023) and the model of FedEM (Marfoq et al.,
+    2021). Estimated points are sorted by weight, ties by first coordinate.
 
     References
     ----------
@@ -85,32 +83,32 @@ class DiscretePrior(mixture.MixturePrior):
         return self.points is not None
 
     def with_values(self, points, weights):
-        """Copy of this prior that holds `points` (k, d) and `weights` (k,)."""
+        """Copy of this prior with `points` (k, d) and `weights` (k,)."""
         return clone(self).set_params(n_components=len(weights), points=points, weights=weights)
 
     @property
     def means(self):
-        """The points, under the name that all mixture priors have for them."""
+        """The points, under the name that all mixture priors share."""
         return self.points
 
     @property
     def covariances(self):
-        """Zero: what all mixture priors have."""
+        """Zero, under the name that all mixture priors share."""
         return 0.0
 
     def with_mixture(self, means, covariances, weights):
-        """Copy of this prior that holds `means` (k, d) as points and `weights` (k,)."""
+        """Copy of this prior with `means` (k, d) as points and `weights` (k,)."""
         return self.with_values(means, weights)
 
     def n_parameters(self, d):
-        """Free parameters in d dimensions, of a number of components."""
+        """Number of free parameters in d dimensions; `n_components` must be a number."""
         return Shape("fixed").n_parameters(self.n_components, d)
 
     def known_mixture(self, d=None):
         """Points (k, d), covariances (k, d, d) of zero, and weights (k,) of a known prior."""
         if not self.is_known:
             raise ValueError(
-                "this DiscretePrior is not known yet: points and weights must be given or fitted."
+                "this DiscretePrior is not known yet; give points and weights, or fit it."
             )
         points = mixture.known_points(self, "points", d)
         size = points.shape[1]
@@ -125,19 +123,19 @@ class DiscretePrior(mixture.MixturePrior):
         return mean, (weights * (points - mean).T) @ (points - mean)
 
     def fit(self, theta, random_state=None):
-        """Points and weights of parameters that are observed without noise: k-means.
+        """Fit points and weights by k-means to parameters observed without noise.
 
         Parameters
         ----------
         theta : array-like of shape (n_clients, d)
             One parameter vector per client.
         random_state : int, RandomState instance or None, default=None
-            For the starts. None is the seed 0.
+            Seed of the starts. None is the seed 0.
 
         Returns
         -------
         DiscretePrior
-            A new, known prior; this one is left as it is (and returned in copy if it is known).
+            A new, known prior; this prior does not change. A known prior is copied.
 
         Raises
         ------
@@ -146,8 +144,8 @@ class DiscretePrior(mixture.MixturePrior):
 
         Notes
         -----
-        "bic" takes the squares around the points as those of normal vectors with one variance,
-        no smaller than 1e-12 times the spread.
+        "bic" treats the clients as normal around the points, with one variance of at least 1e-12
+        times the spread.
         """
         self._validate_params()
         theta = check_array(theta, dtype=float)
@@ -155,33 +153,32 @@ class DiscretePrior(mixture.MixturePrior):
             return self.with_values(*self.known_mixture(theta.shape[1])[::2])
         rng = check_random_state(0 if random_state is None else random_state)
         if self.n_components == "bic":
-            sizes = range(1, count_distinct(theta, self.max_components) + 1)
+            sizes = range(1, mixture.count_distinct(theta, self.max_components) + 1)
         else:
             mixture.check_distinct(theta, self.n_components)
             sizes = [self.n_components]
-        equal = np.ones(len(theta))
-        found = [best_of_starts(theta, k, equal, self.n_init, rng) for k in sizes]
+        found = [k_means(theta, k, rng, n_init=self.n_init) for k in sizes]
         points, labels = min(found, key=lambda fit: _hard_bic(theta, *fit))
         weights = np.bincount(labels, minlength=len(points)) / len(theta)
         order = np.lexsort((points[:, 0], -weights))
         return self.with_values(points[order], weights[order])
 
     def fit_noisy(self, estimates, sampling_variances, random_state=None):
-        """Maximum-likelihood prior of parameters that are seen with known normal noise.
+        """Fit the prior by maximum likelihood to parameters seen with known normal noise.
 
         Parameters
         ----------
         estimates : array-like of shape (n_clients, d)
             Unbiased estimates of the clients' parameters.
         sampling_variances : array-like of shape (n_clients,) or (n_clients, 1)
-            Their variance in every coordinate.
+            Variance of each estimate, the same in every coordinate.
         random_state : int, RandomState instance or None, default=None
-            For the starts. None is the seed 0.
+            Seed of the starts. None is the seed 0.
 
         Returns
         -------
         DiscretePrior
-            A new, known prior; this one is left as it is (and returned in copy if it is known).
+            A new, known prior; this prior does not change. A known prior is copied.
 
         Raises
         ------
@@ -204,11 +201,12 @@ class DiscretePrior(mixture.MixturePrior):
         Parameters
         ----------
         theta : array-like of shape (n_clients, d)
+            One parameter vector per row.
 
         Returns
         -------
         ndarray of shape (n_clients,), in nats
-            The log weight at a point of the prior, minus infinity elsewhere.
+            Log weight at a point of the prior, minus infinity elsewhere.
         """
         theta = check_array(theta, dtype=float)
         points, _, weights = self.known_mixture(theta.shape[1])
@@ -225,7 +223,9 @@ class DiscretePrior(mixture.MixturePrior):
         Parameters
         ----------
         n_samples : int, default=1
+            Number of draws.
         random_state : int, RandomState instance or None, default=None
+            Seed of the draws.
 
         Returns
         -------
@@ -239,7 +239,7 @@ class DiscretePrior(mixture.MixturePrior):
 def _hard_bic(x, centres, labels):
     """BIC of normal vectors with one variance around their centres, up to a constant."""
     m, d = x.shape
-    variance = inertia(x, centres, labels, np.ones(m)) / (m * d)
+    variance = np.sum((x - centres[labels]) ** 2) / (m * d)
     variance = max(variance, _RELATIVE * float(np.mean(np.var(x, axis=0))), 1e-300)
     shares = np.bincount(labels) / m
     entropy = -np.sum(shares[shares > 0] * np.log(shares[shares > 0]))

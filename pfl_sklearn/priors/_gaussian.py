@@ -28,25 +28,31 @@ class GaussianPrior(BaseEstimator):
     mean : float or array-like of shape (d,), default=None
         Population mean :math:`\mu`. None: estimated.
     covariance : float, array-like of shape (d,) or (d, d), default=None
-        Population covariance :math:`S`; a number stands for that variance in every coordinate,
-        a vector for a diagonal; infinity leaves every client its own estimate. None: estimated.
+        Population covariance :math:`S`. A number stands for that variance in every coordinate, a
+        vector for a diagonal. With infinity every client keeps its own estimate. None: estimated.
     covariance_type : {"spherical", "diag", "full", "low_rank"}, default="spherical"
-        Shape of an estimated covariance: one variance for all coordinates, one each, any, or
-        :math:`B B^\top + \rho I` with `rank` columns in B: clients differ in a few directions.
+        Shape of an estimated covariance:
+
+        - "spherical": one variance for all coordinates;
+        - "diag": one variance for each coordinate;
+        - "full": any covariance;
+        - "low_rank": :math:`B B^\top + \rho I` with `rank` columns in B, so that clients differ in
+          a few directions.
     rank : int, >= 1, or None, default=None
-        Columns of B for "low_rank"; None is 1. From d - 1 on the covariance is a full one.
+        Number of columns of B for "low_rank"; None is 1. With d - 1 or more, the covariance is
+        full.
 
     See Also
     --------
     GaussianMixturePrior : Several groups of clients.
-    LaplacePrior : Most coordinates of a client are the population's.
+    LaplacePrior : Clients share most coordinates with the population.
     pfl_sklearn.estimation.GaussianMean : Clients' means under this prior.
 
     Notes
     -----
-    The population model of Sections 2.1 and 3 of Ozkara et al. (2023); "low_rank" is the common
-    representation of its Appendix J, with a ridge :math:`\rho` that makes it a density, fitted as
-    probabilistic principal components (Tipping and Bishop, 1999).
+    This is the population model of Sections 2.1 and 3 of Ozkara et al. (2023). "low_rank" is the
+    common representation of their Appendix J with a ridge :math:`\rho`, which makes it a density.
+    It is fitted as probabilistic principal components (Tipping and Bishop, 1999).
 
     References
     ----------
@@ -84,11 +90,11 @@ class GaussianPrior(BaseEstimator):
         return self.mean is not None and self.covariance is not None
 
     def known_mean(self, d):
-        """The given mean as an array (d,), or None."""
+        """Given mean as an array (d,), or None if it is to be estimated."""
         return known_vector(self, "mean", d)
 
     def known_variances(self, d):
-        """Variances (d,) of the given covariance, or None; it must be diagonal."""
+        """Variances (d,) of the given covariance, which must be diagonal, or None."""
         if self.covariance is None:
             return None
         covariance = np.asarray(self.covariance, dtype=float)
@@ -107,13 +113,13 @@ class GaussianPrior(BaseEstimator):
         return np.broadcast_to(covariance.ravel(), (d,)).copy()
 
     def known_covariance(self, d):
-        """The given covariance as a matrix (d, d), or None.
+        """Given covariance as a matrix (d, d), or None if it is to be estimated.
 
         Raises
         ------
         ValueError
-            If it is not symmetric and positive semi-definite, or is infinite in some coordinates
-            only.
+            - If the covariance is not symmetric and positive semi-definite.
+            - If it is infinite in some coordinates but not in all.
         """
         if self.covariance is None:
             return None
@@ -124,7 +130,7 @@ class GaussianPrior(BaseEstimator):
         return check_covariance("covariance of GaussianPrior", covariance)
 
     def fit(self, theta):
-        """Maximum-likelihood prior of parameters that are observed without noise.
+        """Fit the prior by maximum likelihood to parameters observed without noise.
 
         Parameters
         ----------
@@ -134,8 +140,8 @@ class GaussianPrior(BaseEstimator):
         Returns
         -------
         GaussianPrior
-            A new prior whose parameters hold the estimates (given ones are kept); this one is
-            left as it is.
+            A new prior whose parameters hold the estimates. Given parameters are kept; this prior
+            does not change.
         """
         self._validate_params()
         theta = check_array(theta, dtype=float)
@@ -154,7 +160,7 @@ class GaussianPrior(BaseEstimator):
         return self.with_values(mean, scatter if full else low_rank_covariance(scatter, self.rank))
 
     def with_values(self, mean, covariance):
-        """Copy of this prior that holds `mean` (d,) and a covariance: variances (d,) or (d, d)."""
+        """Copy of this prior with `mean` (d,) and `covariance`, (d,) for a diagonal or (d, d)."""
         covariance = np.asarray(covariance)
         matrix = np.diag(covariance) if covariance.ndim == 1 else covariance
         return type(self)(mean, matrix, self.covariance_type, self.rank)
@@ -174,6 +180,7 @@ class GaussianPrior(BaseEstimator):
         Parameters
         ----------
         theta : array-like of shape (n_clients, d)
+            One parameter vector per row.
 
         Returns
         -------
@@ -182,7 +189,7 @@ class GaussianPrior(BaseEstimator):
         Raises
         ------
         ValueError
-            If the covariance is singular or infinite, so that there is no density.
+            If the covariance is singular or infinite, because there is no density then.
         """
         theta = check_array(theta, dtype=float)
         mean, covariance = self._known(theta.shape[1])
@@ -200,7 +207,9 @@ class GaussianPrior(BaseEstimator):
         Parameters
         ----------
         n_samples : int, default=1
+            Number of draws.
         random_state : int, RandomState instance or None, default=None
+            Seed of the draws.
 
         Returns
         -------
@@ -215,12 +224,12 @@ class GaussianPrior(BaseEstimator):
         r"""Posterior of the clients' parameters given unbiased Gaussian estimates of them.
 
         With :math:`A_i = S (S + V_i)^{-1}` the mean is :math:`A_i \bar x_i + (I - A_i) \mu` and
-        the covariance :math:`A_i V_i`; where S and :math:`V_i` are diagonal, coordinate by
-        coordinate.
+        the covariance :math:`A_i V_i`.
 
         Parameters
         ----------
         estimates : ndarray of shape (n_clients, d)
+            One estimate per client.
         sampling_variances : ndarray of shape (n_clients, 1), (n_clients, d) or (n_clients, d, d)
             Variances or covariances :math:`V_i` of the estimates.
 
@@ -240,7 +249,7 @@ class GaussianPrior(BaseEstimator):
     def _check_known(self):
         if not self.is_known:
             raise ValueError(
-                "this GaussianPrior is not known yet: mean and covariance must be given or fitted."
+                "this GaussianPrior is not known yet; give mean and covariance, or fit it."
             )
 
     def _diagonal_or_matrix(self, d):

@@ -8,8 +8,7 @@ from sklearn.utils import check_array, check_random_state
 
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn.priors import _mixture as mixture
-from pfl_sklearn.priors._mixture_em import Mixture, Shape, from_covariances
-from pfl_sklearn.priors._mixture_starts import fixed_variance
+from pfl_sklearn.priors._mixture_fit import Mixture, Shape, fixed_variance, from_covariances
 from pfl_sklearn.priors._normal import draw
 
 
@@ -21,38 +20,39 @@ class GaussianMixturePrior(mixture.MixturePrior):
     Parameters
     ----------
     n_components : int, >= 1, or "bic", default=2
-        Number k of components; "bic" takes the one, of 1 to `max_components`, with the smallest
-        Bayesian information criterion. Where `means` are given, their number.
+        Number k of components. "bic" chooses it from 1 to `max_components` by the smallest Bayesian
+        information criterion. If `means` are given, it must be their number.
     means : array-like of shape (k, d), default=None
         Component means. None: estimated.
     covariances : float, array-like of shape (k,), (k, d) or (k, d, d), default=None
-        Component covariances: one variance for all, one for each component, variances of the
+        Component covariances: one variance for all components, one for each, variances of the
         coordinates, or matrices. None: estimated.
     weights : array-like of shape (k,), default=None
         Component probabilities. None: estimated.
     covariance_type : {"spherical", "diag", "full"}, default="spherical"
-        Shape of estimated covariances; every component has its own.
+        Shape of estimated covariances. Every component has a covariance of its own.
     n_init : int, >= 1, default=10
-        Starts of EM; the likeliest end is kept.
+        Number of starts of EM; the result with the largest likelihood is kept.
     max_components : int, >= 1, default=8
-        Where "bic" stops.
+        Largest number of components that "bic" tries.
 
     See Also
     --------
-    DiscretePrior : Clients of a group are all alike.
+    DiscretePrior : The clients of a group are equal.
     GaussianPrior : One group.
 
     Notes
     -----
-    The prior of AdaMix (Section 3 of Ozkara et al., 2023). Fits maximize the marginal likelihood
-    by EM from k-means on the clients, every second time on their k leading directions; starts use
-    at most 20,000 clients, drawn at random. Given means keep their order; estimated components
-    are sorted by weight, ties by first coordinate. No variance of a component, with the noise, may
-    fall below a millionth of the clients' average spread per coordinate, and a start that ends
-    there is kept only if all do.
+    This is the prior of AdaMix (Section 3 of Ozkara et al., 2023). Fits maximize the marginal
+    likelihood by EM. Starts come from k-means on the clients, every second one on their k leading
+    directions, with at most 20,000 clients drawn at random. Given means keep their order; estimated
+    components are sorted by weight, ties by first coordinate.
 
-    Without given means the only other thing that may be given is one number for all covariances,
-    because nothing else would say which component it belongs to.
+    The variance of a component plus the noise may not fall below a millionth of the clients'
+    average spread per coordinate. A start that ends at this floor is kept only if all do.
+
+    Without means you can give nothing but one number for all covariances, because other values
+    could not be assigned to components.
 
     References
     ----------
@@ -113,25 +113,25 @@ class GaussianMixturePrior(mixture.MixturePrior):
         return all(given)
 
     def with_values(self, means, covariances, weights):
-        """Copy of this prior that holds `means` (k, d), `covariances` (k, d, d), `weights` (k,)."""
+        """Copy of this prior with `means` (k, d), `covariances` (k, d, d) and `weights` (k,)."""
         return clone(self).set_params(
             n_components=len(weights), means=means, covariances=covariances, weights=weights
         )
 
     def with_mixture(self, means, covariances, weights):
-        """The same as :meth:`with_values`: what all mixture priors have."""
+        """The same as :meth:`with_values`, under the name that all mixture priors share."""
         return self.with_values(means, covariances, weights)
 
     def n_parameters(self, d):
-        """Free parameters in d dimensions, of a number of components."""
+        """Number of free parameters in d dimensions; `n_components` must be a number."""
         return self._shape().n_parameters(self.n_components, d)
 
     def known_mixture(self, d=None):
         """Given means (k, d), covariances (k, d, d) and weights (k,) of a known prior."""
         if not self.is_known:
             raise ValueError(
-                "this GaussianMixturePrior is not known yet: means, covariances and weights must "
-                "be given or fitted."
+                "this GaussianMixturePrior is not known yet; give means, covariances and weights, "
+                "or fit it."
             )
         means = mixture.known_points(self, "means", d)
         return means, mixture.known_covariances(self, *means.shape), mixture.known_weights(self)
@@ -147,19 +147,19 @@ class GaussianMixturePrior(mixture.MixturePrior):
         return mean, np.einsum("k,kde->de", weights, covariances) + (weights * apart.T) @ apart
 
     def fit(self, theta, random_state=None):
-        """Maximum-likelihood prior of parameters that are observed without noise.
+        """Fit the prior by maximum likelihood to parameters observed without noise.
 
         Parameters
         ----------
         theta : array-like of shape (n_clients, d)
             One parameter vector per client.
         random_state : int, RandomState instance or None, default=None
-            For the starts. None is the seed 0.
+            Seed of the starts. None is the seed 0.
 
         Returns
         -------
         GaussianMixturePrior
-            A new, known prior (given parts are kept); this one is left as it is.
+            A new, known prior. Given parameters are kept; this prior does not change.
 
         Raises
         ------
@@ -170,21 +170,21 @@ class GaussianMixturePrior(mixture.MixturePrior):
         return self.fit_noisy(theta, np.zeros(len(theta)), random_state)
 
     def fit_noisy(self, estimates, sampling_variances, random_state=None):
-        """Maximum-likelihood prior of parameters that are seen with known normal noise.
+        """Fit the prior by maximum likelihood to parameters seen with known normal noise.
 
         Parameters
         ----------
         estimates : array-like of shape (n_clients, d)
             Unbiased estimates of the clients' parameters.
         sampling_variances : array-like of shape (n_clients,) or (n_clients, 1)
-            Their variance in every coordinate.
+            Variance of each estimate, the same in every coordinate.
         random_state : int, RandomState instance or None, default=None
-            For the starts. None is the seed 0.
+            Seed of the starts. None is the seed 0.
 
         Returns
         -------
         GaussianMixturePrior
-            A new, known prior (given parts are kept); this one is left as it is.
+            A new, known prior. Given parameters are kept; this prior does not change.
 
         Raises
         ------
@@ -212,6 +212,7 @@ class GaussianMixturePrior(mixture.MixturePrior):
         Parameters
         ----------
         theta : array-like of shape (n_clients, d)
+            One parameter vector per row.
 
         Returns
         -------
@@ -220,7 +221,7 @@ class GaussianMixturePrior(mixture.MixturePrior):
         Raises
         ------
         ValueError
-            If a covariance is singular, so that there is no density.
+            If a covariance is singular, because there is no density then.
         """
         theta = check_array(theta, dtype=float)
         covariances = self.known_mixture(theta.shape[1])[1]
@@ -236,7 +237,9 @@ class GaussianMixturePrior(mixture.MixturePrior):
         Parameters
         ----------
         n_samples : int, default=1
+            Number of draws.
         random_state : int, RandomState instance or None, default=None
+            Seed of the draws.
 
         Returns
         -------
@@ -251,14 +254,14 @@ class GaussianMixturePrior(mixture.MixturePrior):
         return theta
 
     def _shape(self):
-        """What is to be estimated."""
+        """Parts of the mixture to estimate."""
         fixed = self.covariances is not None
         return Shape(
             "fixed" if fixed else self.covariance_type, self.means is None, self.weights is None
         )
 
     def _given(self, k, d):
-        """Mixture (internal) of what is given; the rest is a placeholder."""
+        """The given parts as a Mixture; the other parts are placeholders."""
         if self.means is None:
             variance = 1.0 if self.covariances is None else float(self.covariances)
             return fixed_variance(k, d, variance)

@@ -16,7 +16,7 @@ _SUM_WEIGHT = 1e3
 
 
 class GridPrior(BaseEstimator):
-    r"""Any distribution of the clients' proportions, as weights on an even grid.
+    r"""Any distribution of the clients' proportions, as weights on an equally spaced grid.
 
     .. math::
 
@@ -25,22 +25,22 @@ class GridPrior(BaseEstimator):
     Parameters
     ----------
     n_points : int, >= 2, default=201
-        Size K of the grid.
+        Number K of grid points.
     weights : array-like of shape (n_points,) or None, default=None
-        Known weights, non-negative and summing to 1. None: estimated.
+        Known weights, non-negative and with sum 1. None: estimated.
     low, high : float in [0, 1] or None, default=None
-        Ends l and h of the grid. None: 0 and 1; but where weights are estimated from exact counts,
-        the smallest and the largest share of successes, between which the estimate lies.
+        Ends l and h of the grid. None: 0 and 1. Where weights are estimated from exact counts, None
+        is the smallest and the largest share of successes; the estimate lies between them.
 
     See Also
     --------
-    BetaPrior : Two parameters, enough for one-humped and U-shaped populations.
+    BetaPrior : Two parameters, for one-humped and U-shaped populations.
 
     Notes
     -----
-    Estimated by non-parametric maximum likelihood (Kiefer and Wolfowitz, 1956), with Newton steps
-    that are non-negative least-squares problems (Wang, 2007), to a gain of at most 1e-6 of the
-    total log-likelihood per client.
+    Weights are estimated by non-parametric maximum likelihood (Kiefer and Wolfowitz, 1956), with
+    Newton steps that solve non-negative least-squares problems (Wang, 2007). Steps end when the
+    log-likelihood per client can rise by at most 1e-6.
 
     References
     ----------
@@ -97,7 +97,7 @@ class GridPrior(BaseEstimator):
         return clone(self).set_params(weights=weights)
 
     def _ends(self, low, high):
-        """Given ends of the grid, or these, moved to a given one that they would cross."""
+        """Given ends of the grid, else these two; none of these lies beyond a given one."""
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ValueError(
                 f"low of GridPrior must not be above high; got {self.low:g} and {self.high:g}."
@@ -111,7 +111,7 @@ class GridPrior(BaseEstimator):
     def _known_weights(self):
         """Given weights (n_points,)."""
         if not self.is_known:
-            raise ValueError("this GridPrior is not known yet: weights must be given or fitted.")
+            raise ValueError("this GridPrior is not known yet; give weights, or fit it.")
         return np.asarray(self.weights, dtype=float)
 
     def moments(self):
@@ -121,16 +121,19 @@ class GridPrior(BaseEstimator):
         return float(mean), float(weights @ (self.support - mean) ** 2)
 
     def fit(self, theta):
-        """Share of proportions, observed without noise, nearest to every grid point.
+        """Fit the prior to proportions observed without noise.
+
+        The weight of a grid point is the share of proportions that lie nearest to it.
 
         Parameters
         ----------
         theta : array-like of shape (n_clients,) or (n_clients, 1), within [0, 1]
+            One proportion per client.
 
         Returns
         -------
         GridPrior
-            A new, known prior; this one is left as it is (and returned in copy if it is known).
+            A new, known prior; this prior does not change. A known prior is copied.
         """
         self._validate_params()
         if self.is_known:
@@ -139,18 +142,19 @@ class GridPrior(BaseEstimator):
         return self.with_weights(np.bincount(nearest, minlength=self.n_points) / len(nearest))
 
     def fit_counts(self, successes, trials, counts, method):
-        """Non-parametric maximum-likelihood prior of a table of counts.
+        """Fit the prior by non-parametric maximum likelihood to a table of counts.
 
         Parameters
         ----------
         successes, trials, counts : ndarrays of shape (n_pairs,)
             Distinct pairs and how many clients have each.
         method : {"ml"}
+            Maximum likelihood; a grid has no other method.
 
         Returns
         -------
         GridPrior
-            Known; a known prior comes back as it is.
+            A new, known prior. A known prior is copied.
         """
         if self.is_known:
             return clone(self)
@@ -171,9 +175,9 @@ class GridPrior(BaseEstimator):
         return ranged.with_weights(mixing_weights(ranged.likelihood(successes, trials), counts))
 
     def likelihood(self, successes, trials):
-        """Binomial likelihood (n_pairs, n_points) at the grid, each row over its largest value.
+        """Binomial likelihood (n_pairs, n_points) at the grid, divided by each row's largest value.
 
-        Of the points with a known weight of 0 only that.
+        It is 0 at points whose weight is known to be 0.
         """
         log = xlogy(successes[:, None], self.support)
         log = log + xlog1py((trials - successes)[:, None], -self.support)
@@ -191,11 +195,12 @@ class GridPrior(BaseEstimator):
         return np.exp(log - largest)
 
     def log_prob(self, theta):
-        """Log weight of the grid points nearest to proportions, under a known prior.
+        """Log weight of the grid point nearest to each proportion, under a known prior.
 
         Parameters
         ----------
         theta : array-like of shape (n_clients,) or (n_clients, 1)
+            One proportion per client.
 
         Returns
         -------
@@ -210,7 +215,9 @@ class GridPrior(BaseEstimator):
         Parameters
         ----------
         n_samples : int, default=1
+            Number of draws.
         random_state : int, RandomState instance or None, default=None
+            Seed of the draws.
 
         Returns
         -------
@@ -226,6 +233,7 @@ class GridPrior(BaseEstimator):
         Parameters
         ----------
         successes, trials : ndarrays of shape (n_clients,)
+            Each client's counts.
 
         Returns
         -------
@@ -243,7 +251,7 @@ class GridPrior(BaseEstimator):
         return joint / joint.sum(axis=1, keepdims=True)
 
     def posterior_quantiles(self, successes, trials, tails):
-        """Quantiles (n_clients,) of the posteriors, one array for each of `tails`."""
+        """Quantiles of the clients' posteriors: an array (n_clients,) for each of `tails`."""
         below = self.posterior_weights(successes, trials).cumsum(axis=1)
         positions = ((below < tail - 1e-12).sum(axis=1) for tail in tails)
         return [self.support[np.minimum(at, self.n_points - 1)] for at in positions]

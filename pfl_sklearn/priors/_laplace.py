@@ -11,28 +11,30 @@ from pfl_sklearn.priors._normal import known_vector
 
 
 class LaplacePrior(BaseEstimator):
-    r"""Laplace distribution of the clients' parameters, each coordinate by itself.
+    r"""Laplace distribution of the clients' parameters, with independent coordinates.
 
     .. math:: p(\theta_i) = \prod_{j=1}^d \frac{1}{2 b_j} e^{-|\theta_{ij} - \mu_j| / b_j}.
 
-    Its maximum a posteriori estimates keep most coordinates of a client at the population's.
+    Under this prior, maximum a posteriori estimates leave most coordinates of a client at the
+    population's value.
 
     Parameters
     ----------
     location : float or array-like of shape (d,), default=None
         Population median :math:`\mu`. None: estimated.
     scale : float or array-like of shape (d,), > 0, default=None
-        Mean absolute deviation b from it, one for all coordinates or one each. None: one number
-        for all coordinates is estimated, as in the source.
+        Mean absolute deviation b from the median, for all coordinates or for each. None: one
+        number for all coordinates is estimated, as in the paper.
 
     See Also
     --------
-    GaussianPrior : Every coordinate of every client differs a little.
+    GaussianPrior : Clients differ in every coordinate.
 
     Notes
     -----
-    Case 2 of Section 3 of Ozkara et al. (2023), whose negative log density leaves out the constant
-    :math:`d \log 2b`; without it b could not be estimated. There is no conjugate posterior.
+    Case 2 of Section 3 of Ozkara et al. (2023). Their negative log density leaves out the constant
+    :math:`d \log 2b`; without that constant b could not be estimated. There is no conjugate
+    posterior.
 
     References
     ----------
@@ -63,11 +65,11 @@ class LaplacePrior(BaseEstimator):
         return self.location is not None and self.scale is not None
 
     def known_location(self, d):
-        """The given location as an array (d,), or None."""
+        """Given location as an array (d,), or None if it is to be estimated."""
         return known_vector(self, "location", d)
 
     def known_scale(self, d):
-        """The given scale as an array (d,), or None."""
+        """Given scale as an array (d,), or None if it is to be estimated."""
         if self.scale is None:
             return None
         scale = np.asarray(self.scale, dtype=float)
@@ -80,10 +82,10 @@ class LaplacePrior(BaseEstimator):
         return np.broadcast_to(scale, (d,)).copy()
 
     def fit(self, theta):
-        """Maximum-likelihood prior of parameters that are observed without noise.
+        """Fit the prior by maximum likelihood to parameters observed without noise.
 
-        The location is the median of every coordinate, the scale the mean absolute deviation from
-        it over all clients and coordinates.
+        The location is the median of every coordinate. The scale is the mean absolute deviation
+        from it over all clients and coordinates.
 
         Parameters
         ----------
@@ -93,13 +95,13 @@ class LaplacePrior(BaseEstimator):
         Returns
         -------
         LaplacePrior
-            A new prior whose parameters hold the estimates (given ones are kept); this one is
-            left as it is.
+            A new prior whose parameters hold the estimates. Given parameters are kept; this prior
+            does not change.
 
         Raises
         ------
         ValueError
-            If all clients are alike, so that the likelihood grows without bound as b falls to 0.
+            If all clients are equal. The likelihood is unbounded then, as b falls to 0.
         """
         self._validate_params()
         theta = check_array(theta, dtype=float)
@@ -115,7 +117,7 @@ class LaplacePrior(BaseEstimator):
         return self.with_values(location, scale)
 
     def with_values(self, location, scale):
-        """Copy of this prior that holds `location` (d,) and `scale`, a number or (d,)."""
+        """Copy of this prior with `location` (d,) and `scale`, a number or (d,)."""
         return type(self)(location, scale)
 
     def log_prob(self, theta):
@@ -124,6 +126,7 @@ class LaplacePrior(BaseEstimator):
         Parameters
         ----------
         theta : array-like of shape (n_clients, d)
+            One parameter vector per row.
 
         Returns
         -------
@@ -139,7 +142,9 @@ class LaplacePrior(BaseEstimator):
         Parameters
         ----------
         n_samples : int, default=1
+            Number of draws.
         random_state : int, RandomState instance or None, default=None
+            Seed of the draws.
 
         Returns
         -------
@@ -150,20 +155,21 @@ class LaplacePrior(BaseEstimator):
         return rng.laplace(location, scale, size=(n_samples, len(location)))
 
     def prox(self, theta, step):
-        r"""Proximal map of the negative log density: what a proximal step towards MAP needs.
+        r"""Proximal map of the negative log density, for proximal steps towards the MAP.
 
         .. math:: \arg\min_v \frac{1}{2 \eta} |v - \theta|^2 + \sum_j |v_j - \mu_j| / b_j.
 
         Parameters
         ----------
         theta : ndarray of shape (n_clients, d)
+            Points to pull towards the location.
         step : float or ndarray of shape (n_clients, 1) or (n_clients, d), > 0
             Step size :math:`\eta`.
 
         Returns
         -------
         ndarray of shape (n_clients, d)
-            Deviations from the location, each pulled towards 0 by step / scale, and no further.
+            Points whose deviations from the location have shrunk by step / scale, down to 0.
         """
         location, scale = self._known(theta.shape[1])
         deviations = theta - location
@@ -173,6 +179,6 @@ class LaplacePrior(BaseEstimator):
         location, scale = self.known_location(d), self.known_scale(d)
         if location is None or scale is None:
             raise ValueError(
-                "this LaplacePrior is not known yet: location and scale must be given or fitted."
+                "this LaplacePrior is not known yet; give location and scale, or fit it."
             )
         return location, scale

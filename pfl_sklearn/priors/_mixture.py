@@ -1,4 +1,4 @@
-"""What mixture priors share: posteriors of their components, checks of their parameters."""
+"""Methods that mixture priors share: posteriors of components, estimation, checks of parameters."""
 
 from numbers import Integral
 
@@ -9,9 +9,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.priors._kmeans import count_distinct
-from pfl_sklearn.priors._mixture_em import Mixture
-from pfl_sklearn.priors._mixture_starts import fit_mixture, in_order, select_components
+from pfl_sklearn.priors._mixture_fit import Mixture, fit_mixture, in_order, select_components
 from pfl_sklearn.priors._normal import (
     check_covariance,
     check_sampling,
@@ -22,9 +20,11 @@ from pfl_sklearn.priors._normal import (
 )
 from pfl_sklearn.theory import own_weight
 
+_ROUNDING = 1e-13  # of the largest value
+
 
 class MixturePrior(BaseEstimator):
-    """What the priors with components do, given their ``known_mixture``."""
+    """Methods of priors with components, on top of their ``known_mixture``."""
 
     def log_marginal(self, estimates, sampling_variances):
         """Log density (n_clients,) of noisy estimates; parameters as in :meth:`posterior`."""
@@ -36,7 +36,9 @@ class MixturePrior(BaseEstimator):
         Parameters
         ----------
         estimates : ndarray of shape (n_clients, d)
+            One estimate per client.
         sampling_variances : ndarray of shape (n_clients, 1), (n_clients, d) or (n_clients, d, d)
+            Variances or covariances of the estimates.
 
         Returns
         -------
@@ -55,6 +57,7 @@ class MixturePrior(BaseEstimator):
         Parameters
         ----------
         estimates : ndarray of shape (n_clients, d)
+            One estimate per client.
         sampling_variances : ndarray of shape (n_clients, 1), (n_clients, d) or (n_clients, d, d)
             Variances or covariances :math:`V_i` of the estimates.
 
@@ -67,7 +70,7 @@ class MixturePrior(BaseEstimator):
         return mixture_posterior(against[0], component_shares(*against), *against[2:])
 
     def _against(self, estimates, sampling_variances):
-        """Components, weights and what they are compared with."""
+        """Components and weights, and the checked estimates with their variances."""
         estimates, sampling = check_sampling(estimates, sampling_variances)
         means, covariances, weights = self.known_mixture(estimates.shape[1])
         return components_of(means, covariances), weights, estimates, sampling
@@ -102,7 +105,7 @@ def mixture_posterior(components, shares, estimates, sampling):
 def own_shares(components, shares, sampling):
     """Weights (m, d) of the posterior means on the clients' own estimates, given shares (m, k).
 
-    Of full covariances the diagonal of the weight matrix. `sampling` is (m, 1).
+    For full covariances this is the diagonal of the weight matrix. `sampling` is (m, 1).
     """
     own = 0.0
     for share, (_, covariance) in zip(shares.T, components, strict=True):
@@ -124,7 +127,7 @@ def components_of(means, covariances):
 
 
 def estimate_mixture(prior, x, s, shape, known, random_state):
-    """Mixture fitted to vectors (m, d) with sampling variances (m,); warns if EM is cut off."""
+    """Mixture fitted to vectors (m, d) with sampling variances (m,); warns unless EM converged."""
     rng = check_random_state(0 if random_state is None else random_state)
     if shape.means and prior.n_components in (1, "bic") and count_distinct(x, 2) == 1:
         return all_alike(x, known(1), shape)
@@ -137,15 +140,15 @@ def estimate_mixture(prior, x, s, shape, known, random_state):
         fit = fit_mixture(x, s, k, shape, n_init=prior.n_init, rng=rng, known=known(k))
     if not fit.converged:
         warn_caller(
-            f"EM of {type(prior).__name__} did not converge; its components overlap too much for "
-            "these clients. Take fewer components or a simpler covariance_type.",
+            f"EM of {type(prior).__name__} did not converge: the components overlap too much. Take "
+            "fewer components or a simpler covariance_type.",
             ConvergenceWarning,
         )
     return in_order(fit.mixture) if shape.means else fit.mixture
 
 
 def all_alike(x, known, shape):
-    """The mixture of clients that do not differ: one component, without spread but a known one."""
+    """Mixture of clients that do not differ: one component, with a known spread or none."""
     values = known.values if shape.covariance_type == "fixed" else np.zeros((1, x.shape[1]))
     return Mixture(x.mean(axis=0)[None], values, None, np.ones(1))
 
@@ -159,6 +162,19 @@ def check_distinct(x, k):
         )
 
 
+def count_distinct(x, enough):
+    """Number of different rows, or `enough` if there are at least that many.
+
+    Rows that differ by less than the rounding of a mean count as the same.
+    """
+    tolerance = _ROUNDING * np.abs(x).max(axis=0)
+    left, found = x, 0
+    while len(left) and found < enough:
+        left = left[np.any(np.abs(left - left[0]) > tolerance, axis=1)]
+        found += 1
+    return found
+
+
 def check_variances(estimates, sampling_variances):
     """Vectors (m, d) and their sampling variances (m,), one for all coordinates."""
     x = np.asarray(estimates, dtype=float)
@@ -169,7 +185,9 @@ def check_variances(estimates, sampling_variances):
             f"{x.shape} and {s.shape}."
         )
     if not (np.isfinite(x).all() and np.isfinite(s).all() and (s >= 0).all()):
-        raise ValueError("estimates and sampling_variances must be finite, the latter not below 0.")
+        raise ValueError(
+            "estimates and sampling_variances must be finite, the variances not below 0."
+        )
     return x, s.ravel()
 
 

@@ -1,7 +1,7 @@
-"""Normal vectors seen with normal noise: densities and posteriors, for many clients at once.
+"""Normal vectors seen with normal noise: densities and posteriors of many clients at once.
 
-A prior covariance is a vector (d,), which stands for a diagonal, or a matrix (d, d). Sampling
-variances of the clients' estimates are (m, 1), (m, d), or matrices (m, d, d).
+A prior covariance is a vector (d,), its diagonal, or a matrix (d, d). Sampling variances of the
+clients' estimates are (m, 1), (m, d), or matrices (m, d, d).
 """
 
 import numpy as np
@@ -27,16 +27,16 @@ def known_vector(prior, name, d):
 
 
 def check_covariance(name, covariance):
-    """Symmetric, positive semi-definite covariance (d, d), freed of rounding errors.
+    """Symmetric, positive semi-definite covariance (d, d) without rounding errors.
 
-    Infinity may only stand on the whole diagonal, between zeros.
+    If one variance is infinite, all must be, with zeros off the diagonal.
     """
     d = len(covariance)
     diagonal = np.diag(covariance)
     if np.isinf(diagonal).any():
         if not (np.all(diagonal == np.inf) and np.count_nonzero(covariance) == d):
             raise ValueError(
-                f"{name} may only be infinite on its whole diagonal, with zeros beside it; got "
+                f"{name} may only be infinite on its whole diagonal, with zeros off it; got "
                 f"{covariance.tolist()}."
             )
         return covariance
@@ -51,7 +51,7 @@ def check_covariance(name, covariance):
 
 
 def diagonal_or_matrix(covariance):
-    """The diagonal (d,) of a covariance (d, d) if it has nothing else, which is faster."""
+    """The diagonal (d,) of a covariance (d, d) if the rest is 0, which is faster."""
     diagonal = np.diag(covariance)
     beside = np.count_nonzero(covariance) - np.count_nonzero(diagonal)
     return covariance if beside else diagonal.copy()
@@ -68,7 +68,7 @@ def condition(mean, covariance, estimates, sampling):
     if covariance.ndim == 1:
         own = own_weight(covariance, sampling)
         return own * estimates + (1 - own) * mean, own * sampling
-    if sampling.shape[1] == 1:  # in the directions of the prior every coordinate is by itself
+    if sampling.shape[1] == 1:  # coordinates are independent along the prior's axes
         values, vectors = np.linalg.eigh(covariance)
         own = own_weight(np.maximum(values, 0.0), sampling)
         return mean + (own * (deviations @ vectors)) @ vectors.T, (own * sampling) @ vectors.T**2
@@ -128,7 +128,7 @@ def _log_density_of_coordinates(deviations, variances):
 
 
 def _condition_on_matrices(mean, covariance, deviations, sampling):
-    """The general case: gains S (S + V)^-1, with a pseudo-inverse where nothing differs."""
+    """The general case: gains S (S + V)^-1, with a pseudo-inverse where nothing varies."""
     covariance = _matrix(covariance)
     if np.isinf(covariance).any():
         return mean + deviations, sampling.copy()

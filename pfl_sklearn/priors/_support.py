@@ -1,4 +1,8 @@
-"""Which prior goes with which likelihood: the one table."""
+"""Which prior goes with which likelihood: the one table.
+
+An estimator with a parameter `prior` names its likelihood in ``_likelihood`` and takes
+:func:`default_prior` as its ``_default_component``.
+"""
 
 from sklearn.base import clone
 
@@ -9,42 +13,70 @@ from pfl_sklearn.priors._gaussian_mixture import GaussianMixturePrior
 from pfl_sklearn.priors._grid import GridPrior
 from pfl_sklearn.priors._laplace import LaplacePrior
 
-SUPPORTED = {
-    "GaussianMean": {
+PRIORS = {
+    "mean": {
         "gaussian": GaussianPrior,
         "gaussian_mixture": GaussianMixturePrior,
         "discrete": DiscretePrior,
     },
-    "BernoulliMean": {"beta": BetaPrior, "grid": GridPrior},
-    "PersonalizedLinearRegression": {
+    "proportion": {"beta": BetaPrior, "grid": GridPrior},
+    "linear": {
         "gaussian": GaussianPrior,
         "laplace": LaplacePrior,
         "gaussian_mixture": GaussianMixturePrior,
         "discrete": DiscretePrior,
     },
-    "PersonalizedLogisticRegression": {"gaussian": GaussianPrior},
+    "logistic": {"gaussian": GaussianPrior},
 }
-# Shapes of a covariance that a likelihood can estimate, where it is not all of them.
-COVARIANCE_TYPES = {("GaussianMean", GaussianPrior): ("spherical", "diag")}
+# The shapes of a covariance that a likelihood can estimate, where it cannot estimate all of them.
+COVARIANCE_TYPES = {("mean", GaussianPrior): ("spherical", "diag")}
 
 
-def resolve_prior(prior, likelihood):
-    """Validated clone of the `prior` parameter of an estimator, a name or an object.
+def default_prior(estimator, name, value):
+    """Prior behind the name that an estimator's parameter `prior` holds; None for others.
 
-    Raises ValueError if that prior does not go with that likelihood.
+    Raises
+    ------
+    ValueError
+        If no prior of that name goes with the estimator's likelihood.
     """
-    supported = SUPPORTED[likelihood]
-    if isinstance(prior, str) and prior in supported:
-        return supported[prior]()
-    if type(prior) not in supported.values():
-        names = " or ".join(f"{name!r} ({cls.__name__})" for name, cls in supported.items())
-        raise ValueError(f"prior={prior!r} does not go with {likelihood}; expected {names}.")
+    if name != "prior":
+        return None
+    priors = PRIORS[estimator._likelihood]
+    if not isinstance(value, str) or value not in priors:
+        raise _unsupported(estimator, value)
+    return priors[value]()
+
+
+def resolve_prior(estimator):
+    """Validated clone of an estimator's parameter `prior`, which is a name or an object.
+
+    Raises
+    ------
+    ValueError
+        If that prior, or the covariance that it is to estimate, does not go with the estimator's
+        likelihood.
+    """
+    prior, likelihood = estimator.prior, estimator._likelihood
+    if isinstance(prior, str):
+        return default_prior(estimator, "prior", prior)
+    if type(prior) not in PRIORS[likelihood].values():
+        raise _unsupported(estimator, prior)
     prior = clone(prior)
     prior._validate_params()
     types = COVARIANCE_TYPES.get((likelihood, type(prior)))
     if types is not None and prior.covariance_type not in types:
         raise ValueError(
-            f"covariance_type={prior.covariance_type!r} does not go with {likelihood}; expected "
-            f"{' or '.join(map(repr, types))}."
+            f"covariance_type={prior.covariance_type!r} does not go with "
+            f"{type(estimator).__name__}; expected {' or '.join(map(repr, types))}."
         )
     return prior
+
+
+def _unsupported(estimator, prior):
+    """Error for a prior that does not go with an estimator's likelihood."""
+    priors = PRIORS[estimator._likelihood]
+    names = " or ".join(f"{name!r} ({cls.__name__})" for name, cls in priors.items())
+    return ValueError(
+        f"prior={prior!r} does not go with {type(estimator).__name__}; expected {names}."
+    )

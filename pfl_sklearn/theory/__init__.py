@@ -1,7 +1,7 @@
-"""The theorems' formulas: risks, bounds, step sizes and thresholds, as plain functions.
+"""Formulas of the theorems: risks, bounds, step sizes and thresholds, as plain functions.
 
-They take what a theorem takes (variances, norms, numbers of clients), not data, and the sound
-version is the default where a printed one does not hold.
+The functions take what a theorem takes (variances, norms, numbers of clients), not data. Where a
+printed result does not hold, the default is the corrected one.
 """
 
 from pfl_sklearn.theory._means import (

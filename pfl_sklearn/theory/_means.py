@@ -1,7 +1,8 @@
-r"""Clients' means: how far to shrink them, and what it is worth.
+r"""Clients' means: how far to shrink them, and how much error that removes.
 
 Client i's mean of :math:`n_i` rows has sampling variance :math:`s_i^2 = \sigma_x^2 / n_i` around
-:math:`\theta_i`, which is normal around the population mean with variance :math:`\sigma_\theta^2`.
+:math:`\theta_i`. The :math:`\theta_i` are normal around the population mean with variance
+:math:`\sigma_\theta^2`.
 """
 
 import math
@@ -13,11 +14,12 @@ from pfl_sklearn.privacy import StochasticQuantizer, calibrate_noise
 
 
 class WeightAndRisk(NamedTuple):
-    """Weight on a client's own mean, and the expected squared error that it leads to.
+    """Weight on a client's own mean, and the expected squared error of the estimate.
 
     Parameters
     ----------
     weight : float or ndarray of shape (n_clients,)
+        Weight on the client's own mean, between 0 and 1.
     risk : float or ndarray of shape (n_clients,)
         Expected squared error of one client's estimate, summed over coordinates.
     """
@@ -88,12 +90,13 @@ def mean_risk(n_clients, n_rows, between_variance, noise_variance, n_features=1)
     Returns
     -------
     WeightAndRisk
-        The weight is that on one's own mean, the rest being on the mean of all, one's own included.
+        The weight is on the client's own mean. The rest is on the mean of all clients, including
+        the client itself.
 
     Notes
     -----
-    Theorem 1 of Ozkara et al. (2023), which states an upper bound: it is attained, and is the
-    minimax risk.
+    Theorem 1 of Ozkara et al. (2023). The theorem states an upper bound; the bound is attained and
+    equals the minimax risk.
 
     Examples
     --------
@@ -117,9 +120,9 @@ def released_mean_risk(
     n_features=1,
     version="left_out",
 ):
-    r"""Weight and risk of personalized means when the others' means are seen through a release.
+    r"""Weight and risk of personalized means when each client sees the others through a release.
 
-    With one's own release left out of what one shrinks towards,
+    Each client shrinks towards a mean that leaves its own release out:
 
     .. math::
 
@@ -130,14 +133,20 @@ def released_mean_risk(
     Parameters
     ----------
     n_clients : int, >= 2
+        m.
     n_rows : int or array-like of shape (n_clients,)
+        Rows of every client.
     between_variance, noise_variance : float, >= 0
+        Variances of a coordinate between clients and of a row around its client.
     release_variance : float or array-like of shape (n_clients,), in [0, inf]
-        :math:`q_j^2`, that the release adds to every coordinate; infinite for who sends nothing.
+        Variance :math:`q_j^2` that the release adds to every coordinate; infinite for a client
+        that sends nothing.
     n_features : int, default=1
+        Number d of coordinates.
     version : {"left_out", "printed"}, default="left_out"
-        "printed": the mean of all releases, one's own included, with :math:`q^2 / (m - 1)` for
-        :math:`V_i` and the risk of :func:`mean_risk`. Never better; equal clients only.
+        "printed" shrinks towards the mean of all releases, including the client's own, with
+        :math:`q^2 / (m - 1)` for :math:`V_i` and the risk of :func:`mean_risk`. It is never better
+        and needs equal clients.
 
     Returns
     -------
@@ -147,12 +156,14 @@ def released_mean_risk(
     Raises
     ------
     ValueError
-        For fewer than 2 clients, an unknown version, or unequal clients with "printed".
+        - If there are fewer than 2 clients.
+        - If the version is unknown.
+        - If the clients differ and the version is "printed".
 
     Notes
     -----
-    Theorem 2 of Ozkara et al. (2023), whose bound is attained too. Both versions assume that
-    releases are unbiased: nothing is clipped.
+    Theorem 2 of Ozkara et al. (2023). Its bound is attained too. Both versions assume unbiased
+    releases, so nothing may be clipped.
 
     Examples
     --------
@@ -195,21 +206,23 @@ def mean_half_width(
     n_rows : int
         Rows n of every client.
     between_std, noise_std : float, >= 0
+        Standard deviations of a coordinate between clients and of a row around its client.
     mean_bound : float, >= 0, default=0.0
-        r: bound on the coordinates of the population mean.
+        Bound r on the coordinates of the population mean.
     n_features : int, default=1
         d.
     version : {"sound", "printed"}, default="sound"
-        "printed": :math:`\sqrt{\log(m^2 n)}`, which somebody exceeds far more often than is stated.
+        "printed" uses :math:`\sqrt{\log(m^2 n)}`. Some client exceeds that range far more often
+        than the theorem states.
 
     Returns
     -------
     float
-        Some coordinate of some client lies outside with probability at most 1 / (m n).
+        With probability at least 1 - 1 / (m n), every coordinate of every client lies inside.
 
     Notes
     -----
-    Theorem 2 of Ozkara et al. (2023), which states 2 / (m n).
+    Theorem 2 of Ozkara et al. (2023), which states the probability 2 / (m n).
 
     Examples
     --------
@@ -234,7 +247,9 @@ def quantizer_variance(half_width, n_bits):
     Parameters
     ----------
     half_width : float, > 0
+        b.
     n_bits : int, >= 1
+        Bits k per coordinate.
 
     Returns
     -------
@@ -255,22 +270,24 @@ def quantizer_variance(half_width, n_bits):
 
 
 def local_noise_std(half_width, epsilon, delta, n_features=1, *, version="sound"):
-    r"""Noise on every coordinate of a mean in :math:`[-b, b]^d` for local privacy.
+    r"""Noise that local privacy needs on every coordinate of a mean in :math:`[-b, b]^d`.
 
-    The smallest that is enough for the :math:`L_2` sensitivity :math:`2 b \sqrt d`.
+    It is the smallest noise for the :math:`L_2` sensitivity :math:`2 b \sqrt d`.
 
     Parameters
     ----------
     half_width : float, > 0
         b.
     epsilon : float, > 0
+        Privacy of one client's report.
     delta : float in (0, 1)
+        Probability with which the guarantee may fail.
     n_features : int, default=1
         d.
     version : {"sound", "printed"}, default="sound"
-        "printed": :math:`(b / \epsilon) \sqrt{8 \log(2 / \delta)}` whatever d, which is enough for
-        one coordinate, and for epsilon below 1 as the theorem has it; with 100 coordinates and
-        delta = 1e-4 a stated epsilon of 1 is 10.3.
+        "printed" is :math:`(b / \epsilon) \sqrt{8 \log(2 / \delta)}` for every d. That is enough
+        for one coordinate and, as the theorem requires, an epsilon below 1. With 100 coordinates
+        and delta = 1e-4, a stated epsilon of 1 is really 10.3.
 
     Returns
     -------

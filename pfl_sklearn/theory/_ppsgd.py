@@ -1,8 +1,8 @@
 r"""PPSGD: the geometry that alpha sets, and the constants of its bounds.
 
-Client i's share of the objective is :math:`p_i`: its rows' share of a round
-(``weighting="samples"``, Algorithm 2 of the paper) or one over the number of clients
-(``weighting="clients"``, Algorithm 3). Algorithm 1 is one row each and everybody sampled.
+Client i's share of the objective is :math:`p_i`. With ``weighting="samples"`` (Algorithm 2 of the
+paper) it is the client's share of the rows of a round, with ``weighting="clients"`` (Algorithm 3)
+one over the number of clients. In Algorithm 1 every client takes part in every round with one row.
 """
 
 import math
@@ -22,13 +22,13 @@ def alpha_norm(w, thetas, alpha):
     thetas : array-like of shape (n_clients, ...)
         Local parameters.
     alpha : float in [0, inf]
-        Step of the global over that of the local parameters.
+        Step of the global parameters over that of the local ones.
 
     Returns
     -------
     float
-        Infinity at ``alpha=0`` if `w` is not 0. At ``alpha=inf`` the unit is the global step:
-        the norm of `w`, and infinity if a local model is not 0.
+        At ``alpha=0`` the norm is infinite unless `w` is 0. At ``alpha=inf`` the unit is the
+        global step: the norm is that of `w`, and infinite unless all local models are 0.
 
     Notes
     -----
@@ -51,10 +51,10 @@ def alpha_norm(w, thetas, alpha):
 
 
 def minimal_norm_solution(coef, alpha, n_clients=None):
-    r"""The split of the clients' models into global and local ones that PPSGD tends to.
+    r"""Split of the clients' models into a global and local ones that PPSGD converges to.
 
-    Of all `w`, :math:`\theta_i` that add up to the clients' models :math:`v_i`, the one with the
-    least :func:`alpha_norm`:
+    Of all `w` and :math:`\theta_i` that add up to the clients' models :math:`v_i`, this pair has
+    the smallest :func:`alpha_norm`:
 
     .. math::
 
@@ -63,11 +63,12 @@ def minimal_norm_solution(coef, alpha, n_clients=None):
     Parameters
     ----------
     coef : array-like of shape (n_features,) or (n_clients, n_features)
-        One model for all clients, or each client's.
+        One model for all clients, or one for each client.
     alpha : float in [0, inf]
-        At infinity `w` is the clients' mean.
+        Step of the global parameters over that of the local ones. At infinity `w` is the mean of
+        the clients' models.
     n_clients : int, default=None
-        Needed for one model for all.
+        Number of clients; needed when `coef` is one model for all clients.
 
     Returns
     -------
@@ -77,12 +78,12 @@ def minimal_norm_solution(coef, alpha, n_clients=None):
     Raises
     ------
     ValueError
-        If `n_clients` is missing or differs from the rows of `coef`.
+        If `n_clients` is missing, or differs from the number of rows of `coef`.
 
     Notes
     -----
-    Lemma 4.6 of Bietti et al. (2022), which has equal clients (then :math:`\theta_i = \bar v /
-    (\alpha N + 1)`); unequal ones follow in the same way.
+    Lemma 4.6 of Bietti et al. (2022), for equal clients (then :math:`\theta_i = \bar v /
+    (\alpha N + 1)`). Unequal clients follow in the same way.
 
     Examples
     --------
@@ -121,29 +122,32 @@ def smoothness_alpha(
        L_\alpha = L \max\Bigl(\alpha + \alpha (1 - q) \frac{p}{q},\; \frac{p}{q}\Bigr),
        \qquad p = \max_i p_i
 
-    with :math:`p` the largest client's share: :math:`m_{\max} / M` for samples, 1/N for clients.
+    Here :math:`p` is the largest client's share: :math:`m_{\max} / M` with
+    ``weighting="samples"``, 1/N with ``weighting="clients"``.
 
     Parameters
     ----------
     smoothness : float, > 0
-        L: the gradients in (w, theta_i) jointly are L-Lipschitz on every row. For half the
-        squared error of an additive model it is twice the largest squared norm of a row.
+        Lipschitz constant L of every row's gradient in (w, theta_i) jointly. For half the squared
+        error of an additive model it is twice the largest squared norm of a row.
     alpha : float in [0, inf]
+        Step of the global parameters over that of the local ones.
     n_clients : int
         N.
     batch_sizes : int or array-like of shape (n_clients,), default=1
-        Rows of each client in a round, :math:`m_i`.
+        Rows :math:`m_i` of each client in a round.
     client_fraction : float in (0, 1], default=1.0
-        Probability q of each client to be sampled in a round.
+        Probability q that a client is sampled in a round.
     weighting : {"samples", "clients"}, default="samples"
+        Whether clients count by their rows or all alike.
     version : {"sharp", "lemma", "printed"}, default="sharp"
-        "lemma": without the factor (1 - q), never smaller. "printed": p for both p/q and
+        "lemma" lacks the factor (1 - q) and is never smaller. "printed" has p for both p/q and
         (1 - q) p/q, which is too small when clients are sampled.
 
     Returns
     -------
     float
-        At ``alpha=inf`` in units of the global step.
+        In units of the global step at ``alpha=inf``.
 
     Raises
     ------
@@ -152,11 +156,11 @@ def smoothness_alpha(
 
     Notes
     -----
-    Theorem 4.5 (everybody sampled, one row each) and Lemma B.3 of Bietti et al. (2022). The lemma
-    drops (1 - q) in its last step; with it Theorem 4.5 is the case q = 1, and the constant is
-    attained. Theorems 5.2 and B.4 lack the q; for Algorithm 3 the lemma's proof goes through with
-    1/N in place of the largest share, though not by the substitution that the paper names, which
-    changes L as well.
+    Theorem 4.5 (all clients in every round, one row each) and Lemma B.3 of Bietti et al. (2022).
+    The lemma drops (1 - q) in its last step. With that factor Theorem 4.5 is the case q = 1, and
+    the constant is attained. Theorems 5.2 and B.4 lack the q. For Algorithm 3 the lemma's proof
+    holds with 1/N instead of the largest share, but not by the substitution that the paper names,
+    which also changes L.
 
     Examples
     --------
@@ -201,7 +205,9 @@ def total_gradient_variance(
     Parameters
     ----------
     alpha : float in [0, inf]
+        Step of the global parameters over that of the local ones.
     n_clients : int
+        N.
     w_variance, theta_variance : float or array-like of shape (n_clients,)
         Variance, summed over coordinates, of one row's gradient in the global and in the local
         parameters at the minimizer. Both are :math:`\tau^2 \operatorname{tr} E x x^\top` for half
@@ -211,16 +217,17 @@ def total_gradient_variance(
     n_features : int, default=0
         Number d of global parameters.
     noise_std : float, >= 0, default=0.0
-        :math:`\sigma_\zeta`, of the noise on the averaged gradient; see :func:`ppsgd_noise_std`.
+        Standard deviation :math:`\sigma_\zeta` of the noise on the averaged gradient; see
+        :func:`ppsgd_noise_std`.
     batch_sizes, client_fraction, weighting
         As in :func:`smoothness_alpha`.
     version : {"sound", "printed"}, default="sound"
-        "printed" has q (1 - q) for (1 - q), which is too small.
+        "printed" has q (1 - q) instead of (1 - q), which is too small.
 
     Returns
     -------
     float
-        At ``alpha=inf`` in units of the global step.
+        In units of the global step at ``alpha=inf``.
 
     Raises
     ------
@@ -229,8 +236,8 @@ def total_gradient_variance(
 
     Notes
     -----
-    Equations (6), (13) and (35) of Bietti et al. (2022). An identity, up to clipping. The proof of
-    (13) loses a q on the way from (31) to (32).
+    Equations (6), (13) and (35) of Bietti et al. (2022). Without clipping this is an identity. The
+    proof of (13) loses a q between (31) and (32).
 
     Examples
     --------
@@ -265,11 +272,11 @@ def ppsgd_noise_std(
     Parameters
     ----------
     noise_multiplier : float, >= 0
-        z: noise on the sum of clipped gradients over the clip norm. Of T rounds with everybody
-        sampled it is ``calibrate_noise(epsilon, delta, 1.0, relation="add_remove",
-        n_releases=T)`` of :mod:`pfl_sklearn.privacy`.
+        Noise z on the sum of clipped gradients, over the clip norm. For T rounds with all clients
+        it is ``calibrate_noise(epsilon, delta, 1.0, relation="add_remove", n_releases=T)`` of
+        :mod:`pfl_sklearn.privacy`.
     clip_norm : float, > 0
-        C, of one client's message: the *sum* of its rows' gradients under
+        Largest norm C of a client's message: the *sum* of its rows' gradients under
         ``weighting="samples"``, their mean under "clients".
     n_clients, batch_sizes, client_fraction, weighting
         As in :func:`smoothness_alpha`.
@@ -280,8 +287,8 @@ def ppsgd_noise_std(
 
     Notes
     -----
-    Equations (4) and (12) of Bietti et al. (2022) give its order of magnitude, with unspecified
-    constants. The "sigma_zeta = sigma C" of its Section 6 is the noise on the sum.
+    Equations (4) and (12) of Bietti et al. (2022) give the order of magnitude, with unspecified
+    constants. "sigma_zeta = sigma C" in their Section 6 is the noise on the sum.
 
     Examples
     --------
@@ -296,7 +303,7 @@ def ppsgd_noise_std(
 
 
 def ppsgd_learning_rate(smoothness, norm, gradient_std, n_rounds):
-    r"""Step size of PPSGD's guarantee.
+    r"""Step size for which PPSGD's guarantee holds.
 
     .. math:: \eta = \min\Bigl(\frac{1}{4 L_\alpha}, \frac{\|z^*\|_\alpha}{\sqrt{T} \sigma}\Bigr)
 
@@ -305,22 +312,22 @@ def ppsgd_learning_rate(smoothness, norm, gradient_std, n_rounds):
     smoothness : float, > 0
         :math:`L_\alpha`, from :func:`smoothness_alpha`.
     norm : float, >= 0
-        :math:`\|z^*\|_\alpha`, from :func:`alpha_norm`: distance of the minimizer from the start.
+        Distance :math:`\|z^*\|_\alpha` of the minimizer from the start, from :func:`alpha_norm`.
     gradient_std : float, >= 0
-        Root of :func:`total_gradient_variance`.
+        Square root of :func:`total_gradient_variance`.
     n_rounds : int, >= 1
-        T.
+        Number T of rounds.
 
     Returns
     -------
     float
-        Step of the local models (over q M or q N, as the algorithms have it); the global one is
+        Step of the local models, divided by q M or q N as in the algorithms; the global step is
         alpha times that. At ``alpha=inf`` the step of the global model.
 
     Notes
     -----
-    Theorems 4.5, 5.2 and B.4 of Bietti et al. (2022). All of it has to be known beforehand: values
-    estimated from the data would leak.
+    Theorems 4.5, 5.2 and B.4 of Bietti et al. (2022). All parameters must be known in advance:
+    values estimated from the data would leak.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""PPSGD: what its guarantees say of the excess risk, and when to learn locally."""
+"""PPSGD: bounds on its excess risk, and when local learning pays."""
 
 import math
 from typing import NamedTuple
@@ -20,11 +20,11 @@ class RiskBound(NamedTuple):
     Parameters
     ----------
     bias : float
-        From the start; it falls as 1/T.
+        Contribution of the starting point; it falls as 1/T.
     variance : float
-        From the rows and the sampling of clients; it falls as the root of 1/T.
+        Contribution of the rows and of the sampling of clients; it falls as the root of 1/T.
     privacy : float
-        From the noise. For a given epsilon it does not depend on T.
+        Contribution of the noise. For a given epsilon it does not depend on T.
     """
 
     bias: float
@@ -48,19 +48,19 @@ def ppsgd_bound(smoothness, norm, gradient_std, n_rounds):
     Parameters
     ----------
     smoothness, norm, gradient_std, n_rounds
-        As in :func:`ppsgd_learning_rate`, whose step it is for.
+        As in :func:`ppsgd_learning_rate`. The bound holds for that step.
 
     Returns
     -------
     float
-        In the units of the loss. Infinity if the minimizer cannot be reached: alpha is 0 and it
-        has a global part, or infinite and it has a local one.
+        In units of the loss. Infinite if PPSGD cannot reach the minimizer: at ``alpha=0`` if the
+        minimizer has a global part, at ``alpha=inf`` if it has a local one.
 
     Notes
     -----
-    Theorems 4.5 (equation 7), 5.2 and B.4 of Bietti et al. (2022). Assumes that the loss is convex,
-    that nothing is clipped, a start at 0, and fresh rows in every round; the average is over the
-    iterates *before* each round.
+    Theorems 4.5 (equation 7), 5.2 and B.4 of Bietti et al. (2022). They assume a convex loss, no
+    clipping, a start at 0 and fresh rows in every round. The average is over the iterates *before*
+    each round.
 
     Examples
     --------
@@ -96,8 +96,9 @@ def ppsgd_private_bound(
     Parameters
     ----------
     smoothness : float, > 0
-        L of one row's loss.
+        Smoothness constant L of one row's loss.
     alpha : float in [0, inf]
+        Step of the global parameters over that of the local ones.
     w : array-like
         Global part of a minimizer; see :func:`minimal_norm_solution`.
     thetas : array-like of shape (n_clients, ...)
@@ -105,21 +106,23 @@ def ppsgd_private_bound(
     w_variance, theta_variance, gradient_norms
         As in :func:`total_gradient_variance`.
     n_rounds : int, >= 1
+        T.
     clip_norm : float, > 0
-        C, at least as large as any client's message: otherwise the bound does not hold.
+        Clip norm C. The bound holds only if no client's message is larger.
     epsilon : float in (0, inf], default=inf
-        User-level joint privacy of all rounds, under adding or removing one client.
+        User-level joint privacy of all rounds, when one client is added or removed.
     delta : float in (0, 1), default=None
         Needed with a finite `epsilon`.
     noise_multiplier : float, >= 0, default=None
-        In place of `epsilon`.
+        Noise multiplier to use instead of `epsilon`.
     batch_sizes, client_fraction, weighting
         As in :func:`smoothness_alpha`.
 
     Returns
     -------
     RiskBound
-        Its ``total`` is the bound; the sum of its terms, never smaller, is what (8) and (9) state.
+        Its ``total`` is the bound. Inequalities (8) and (9) state the sum of its terms, which is
+        never smaller.
 
     Raises
     ------
@@ -128,11 +131,12 @@ def ppsgd_private_bound(
 
     Notes
     -----
-    Inequalities (8)-(9), (14) and (36) of Bietti et al. (2022), which hide absolute constants: here
-    they are those of (7) and of the exact calibration of T Gaussian releases, :math:`\sigma_\zeta =
-    C \sqrt T / (q M \mu)` with :math:`\mu` from :func:`~pfl_sklearn.privacy.gdp_mu`. That counts
-    everybody as sampled in every round, which is exact at q = 1 and safe below; give the
-    `noise_multiplier` of a sampled accountant for less.
+    Inequalities (8)-(9), (14) and (36) of Bietti et al. (2022) leave out absolute constants. The
+    constants here come from (7) and from the exact calibration of T Gaussian releases,
+    :math:`\sigma_\zeta = C \sqrt T / (q M \mu)` with :math:`\mu` from
+    :func:`~pfl_sklearn.privacy.gdp_mu`. The calibration treats every client as sampled in every
+    round, which is exact at q = 1 and conservative below. For less noise, give the
+    `noise_multiplier` of an accountant for sampled rounds.
 
     Examples
     --------
@@ -179,38 +183,40 @@ def ppsgd_private_bound(
 def personalization_threshold(
     n_clients, gradient_variance, clip_norm, n_features, epsilon, delta, *, version="exact"
 ):
-    r"""Rows per client from which on learning more locally pays, with equal clients.
+    r"""Number of rows per client above which more local learning pays, with equal clients.
 
     .. math:: n \ge \frac{N (N - 1) \sigma^2 \mu^2}{d C^2}
 
-    From there on the variance term of the bound falls as alpha does; below, it grows.
+    Above the threshold, the variance term of the bound falls when alpha falls; below, it grows.
 
     Parameters
     ----------
     n_clients : int
         N.
     gradient_variance : float, >= 0
-        :math:`\sigma^2`: :math:`\bar\sigma_w^2 = \bar\sigma_\theta^2`.
+        Common value :math:`\sigma^2` of :math:`\bar\sigma_w^2` and :math:`\bar\sigma_\theta^2`.
     clip_norm : float, > 0
         C.
     n_features : int
         d.
     epsilon : float in (0, inf]
-        Of n rounds of one row, everybody sampled, under adding or removing one client.
+        Privacy of n rounds of one row with all clients, when one client is added or removed.
     delta : float in (0, 1)
+        Delta of that promise.
     version : {"exact", "order", "printed"}, default="exact"
-        "exact": :math:`\mu` is the Gaussian-DP parameter of (epsilon, delta). "order": inequality
-        (10), :math:`\epsilon^2 / \log(1 / \delta)` for :math:`\mu^2`, right up to a constant.
-        "printed": epsilon in place of its square, as in the text after (10) and in the proof.
+        "exact" takes for :math:`\mu` the Gaussian-DP parameter of (epsilon, delta). "order" is
+        inequality (10), with :math:`\epsilon^2 / \log(1 / \delta)` for :math:`\mu^2`; it is right
+        up to a constant. "printed" has epsilon instead of its square, as the text after (10) and
+        the proof do.
 
     Returns
     -------
     float
-        Infinity without privacy.
+        Infinite without privacy.
 
     Notes
     -----
-    Lemma 4.6 of Bietti et al. (2022). Whatever the calibration, the criterion is :math:`N d
+    Lemma 4.6 of Bietti et al. (2022). For every calibration the criterion is :math:`N d
     \sigma_\zeta^2 \ge (N - 1) \sigma^2`.
 
     Examples
@@ -242,20 +248,20 @@ def linear_excess_risk(coef, true_coef, covariance, weights=None):
     Parameters
     ----------
     coef, true_coef : array-like of shape (n_clients, n_features) or (n_features,)
-        Fitted and true coefficients; with PPSGD the fitted ones are w + theta_i.
+        Fitted and true coefficients. For PPSGD the fitted ones are w + theta_i.
     covariance : array-like of shape (n_features,) or (n_features, n_features)
         Second moments of the rows: a diagonal, or a matrix.
     weights : array-like of shape (n_clients,), default=None
-        Clients' weights; None: alike.
+        Clients' weights. None: equal.
 
     Returns
     -------
     float
-        Of the squared error; half of it is f(z) - f(z*) for half the squared error.
+        Excess of the squared error. For half the squared error, f(z) - f(z*) is half of it.
 
     Notes
     -----
-    Section 6, "Synthetic dataset", of Bietti et al. (2022): what its Figure 1a shows.
+    Figure 1a of Bietti et al. (2022) shows this quantity (Section 6, "Synthetic dataset").
 
     Examples
     --------
@@ -274,7 +280,7 @@ def _noise_multiplier(epsilon, delta, noise_multiplier, n_rounds):
     if noise_multiplier is not None:
         if not math.isinf(epsilon):
             raise ValueError(
-                f"epsilon and noise_multiplier exclude each other; got {epsilon!r} and "
+                f"give epsilon or noise_multiplier, not both; got {epsilon!r} and "
                 f"{noise_multiplier!r}."
             )
         return noise_multiplier

@@ -1,4 +1,4 @@
-"""Clients' proportions under a beta prior: moments, weights, and what they are worth."""
+"""Clients' proportions under a beta prior: moments, weights and risk."""
 
 import numpy as np
 
@@ -14,10 +14,12 @@ def beta_moments(alpha, beta):
     Parameters
     ----------
     alpha, beta : float or ndarray, > 0
+        Parameters of the beta distribution.
 
     Returns
     -------
-    mean, variance : as the parameters
+    mean, variance : float or ndarray
+        Of the shape of the parameters.
 
     Notes
     -----
@@ -47,11 +49,14 @@ def beta_parameters(mean, variance):
     Parameters
     ----------
     mean : float or ndarray, in (0, 1)
+        Mean of the distribution.
     variance : float or ndarray, in (0, mean (1 - mean))
+        Its variance.
 
     Returns
     -------
-    alpha, beta : as the parameters
+    alpha, beta : float or ndarray
+        Of the shape of the parameters.
 
     Raises
     ------
@@ -82,23 +87,23 @@ def beta_own_weight(mean, variance, trials, minus_one=True):
     Parameters
     ----------
     mean, variance : ndarray
-        Of the clients' probabilities.
+        Mean and variance of the clients' probabilities.
     trials : ndarray, >= 1
         The client's number of trials n.
     minus_one : bool, default=True
-        Equation (6); without the -1 it is (32), and the weight of Theorem 4.
+        True gives equation (6). False drops the -1, which gives (32) and the weight of Theorem 4.
 
     Returns
     -------
     ndarray
-        0 where the variance is not positive. Above 1, or negative, where it is too large for
-        any beta distribution.
+        0 where the variance is not positive. Where the variance is too large for any beta
+        distribution, the weight is negative or above 1.
 
     Notes
     -----
-    Exact with the population's own moments. The paper puts the mean and variance of the clients'
-    *shares* in, which counts the sampling variance as spread between clients: take that out first
-    with :func:`debiased_share_variance`.
+    The weight is exact for the population's own moments. The paper uses the mean and variance of
+    the clients' *shares*, and so counts the sampling variance as spread between clients. Remove it
+    first with :func:`debiased_share_variance`.
 
     Examples
     --------
@@ -122,8 +127,9 @@ def beta_shrinkage(icc, trials):
     Parameters
     ----------
     icc : float in [0, 1]
-        Variance of the clients' probabilities over mean (1 - mean).
+        Intraclass correlation: variance of the clients' probabilities over mean (1 - mean).
     trials : ndarray of shape (n_clients,)
+        Number of trials n of every client.
 
     Returns
     -------
@@ -154,16 +160,16 @@ def debiased_share_variance(mean, spread, inverse_trials):
     spread : float
         Their variance :math:`S^2`.
     inverse_trials : float in (0, 1)
-        h: mean over clients of one over their number of trials.
+        Mean h over clients of one over their number of trials.
 
     Returns
     -------
     float
-        Negative where shares differ by less than chance would have it.
+        Negative where the shares differ less than chance alone would make them.
 
     Notes
     -----
-    Unbiased, in place of the :math:`S^2` that Ozkara et al. (2023) take.
+    The estimate is unbiased. Ozkara et al. (2023) use :math:`S^2` instead.
 
     Examples
     --------
@@ -185,13 +191,14 @@ def beta_risk(alpha, beta, trials):
     Parameters
     ----------
     alpha, beta : float, > 0
+        Parameters of the prior.
     trials : int or ndarray, >= 1
-        n.
+        Number of trials n.
 
     Returns
     -------
     float or ndarray
-        A share n / (alpha + beta + n) of the error of the client's own proportion.
+        The client's own proportion has (alpha + beta + n) / n times this error.
 
     Notes
     -----

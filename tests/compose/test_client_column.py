@@ -28,6 +28,7 @@ from sklearn.preprocessing import StandardScaler
 from pfl_sklearn import BernoulliMean, ClientColumn, GaussianMean, UnseenClientsWarning
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
+from pfl_sklearn.privacy import privacy_of
 
 rng = np.random.default_rng(0)
 N_CLIENTS, N_ROWS = 6, 120
@@ -342,3 +343,37 @@ def test_a_failed_fit_leaves_everything_as_it_was():
     with pytest.raises(ValueError, match="NaN"):
         fitted.fit(table.rename(columns={"age": "years"}), y * np.nan)
     np.testing.assert_array_equal(fitted.predict(table), expected)
+
+
+def test_what_the_fitted_estimator_can_do_is_handed_on():
+    column = ClientColumn(GaussianMean(), "site").fit(FRAME, Y)
+    direct = GaussianMean().fit(FEATURES, Y, groups=NAMES)
+    pd.testing.assert_frame_equal(column.summary(level=0.8), direct.summary(level=0.8))
+    assert column.privacy_ == direct.privacy_ == privacy_of(column)
+    alone = column.for_client("site 2")
+    assert alone.clients_ == ["site 2"]
+    np.testing.assert_array_equal(alone.predict(FRAME[["a", "b"]]), direct.means_[2])
+    with pytest.raises(ValueError, match="epsilon is infinite"):
+        column.release()
+
+
+def test_a_private_estimator_is_released_without_its_clients():
+    private = GaussianMean(epsilon=1.0, clip_norm=10.0, noise_variance=1.0)
+    column = ClientColumn(private, "site").fit(FRAME, Y)
+    released = column.release()
+    assert column.privacy_.epsilon == released.privacy_.epsilon == 1.0
+    assert not hasattr(released, "clients_")
+    predicted = released.predict(FRAME[["a", "b"]])
+    np.testing.assert_array_equal(predicted, column.estimator_.population_mean_)
+
+
+def test_only_what_the_estimator_has_is_handed_on():
+    plain = ClientColumn(make_pipeline(StandardScaler(), GaussianMean()), "site")
+    for name in ("summary", "release", "for_client", "privacy_"):
+        assert not hasattr(plain, name), name
+    plain.fit(FRAME, Y)
+    assert [hasattr(plain, name) for name in ("summary", "release", "for_client")] == [False] * 3
+    assert plain.privacy_ == privacy_of(plain.estimator_)
+    assert plain.privacy_.epsilon == np.inf
+    with pytest.raises(NotFittedError):
+        ClientColumn(GaussianMean(), "site").summary()

@@ -225,7 +225,7 @@ def test_a_fixed_number_of_trials_is_convicted():
 @every_distribution
 def test_the_calibrated_noise_is_covered_and_much_less_is_not(distribution):
     """What a client can move the released mean by, in a selection by that mean itself."""
-    model = fitted(
+    model = seeded(
         select(epsilon=3.0, holdout=(X, Y), distribution=distribution, expected_trials=5)
     )
     report = model.privacy_
@@ -384,7 +384,7 @@ def test_scores_without_privacy_are_exact():
 
 def test_one_client_moves_the_sum_of_scores_by_one_at_most():
     """Whatever it has: outliers, and scores that are not defined."""
-    from pfl_sklearn.model_selection._trials import HeldOutScore, Rows
+    from pfl_sklearn.model_selection._trials import HeldOutScore, RoutedRows
 
     received = []
 
@@ -397,7 +397,7 @@ def test_one_client_moves_the_sum_of_scores_by_one_at_most():
     model = GaussianMean(noise_variance=1.0).fit(data, y, groups=groups)
     for extreme in (0.0, 1e180, -1e180):
         changed = np.where(groups == 2, extreme, y)
-        rows = Rows(data, changed, {"groups": groups})
+        rows = RoutedRows(data, changed, {"groups": groups})
         HeldOutScore(rows, groups, "neg_mean_squared_error", (-4.0, 0.0), Sum())(model, None)
         HeldOutScore(rows, groups, "r2", (-1.0, 1.0), Sum())(model, None)
     messages = np.array([values[:, 0] for values in received])
@@ -429,7 +429,7 @@ def strict(estimator, X, y):
 
 def shares_of(model, data, y, groups, scoring, bounds):
     """What the clients send of their scores to the mechanism."""
-    from pfl_sklearn.model_selection._trials import HeldOutScore, Rows
+    from pfl_sklearn.model_selection._trials import HeldOutScore, RoutedRows
 
     received = []
 
@@ -440,7 +440,9 @@ def shares_of(model, data, y, groups, scoring, bounds):
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        HeldOutScore(Rows(data, y, {"groups": groups}), groups, scoring, bounds, Sum())(model, None)
+        HeldOutScore(RoutedRows(data, y, {"groups": groups}), groups, scoring, bounds, Sum())(
+            model, None
+        )
     return received[0]
 
 
@@ -877,6 +879,8 @@ BAD = [
         {"param_distributions": {"clipping": [1.0]}},
         r"param_distributions.*'clipping'.*GaussianMean",
     ),
+    ({"param_distributions": {"prior__bogus": [1]}}, "'bogus'"),
+    ({"param_distributions": {"method__of": [1]}}, "method='reml'"),
     ({"param_distributions": {"clip_norm": []}}, r"param_distributions\['clip_norm'\].*\[\]"),
     ({"param_distributions": {"clip_norm": 3.0}}, r"param_distributions\['clip_norm'\].*3\.0"),
     ({"param_distributions": [3]}, r"param_distributions.*dict.*\[3\]"),
@@ -902,6 +906,17 @@ def test_bad_parameters(params, error, tmp_path):
         fitted(model)
     assert not [name for name in vars(model) if name.endswith("_")]
     assert ledger.entries == []
+
+
+@pytest.mark.parametrize("epsilon", [2.0, math.inf])
+def test_parameters_of_a_prior_given_by_name(epsilon):
+    """Also where the name itself is drawn."""
+    estimator = GaussianMean(noise_variance=1.0, clip_norm=3.0)
+    grid = {"prior": ["gaussian"], "prior__covariance": [0.5]}
+    for params in (grid, {"prior__covariance": [0.5]}):
+        model = seeded(select(estimator, params, epsilon=epsilon))
+        assert model.best_params_ == {name: values[0] for name, values in params.items()}
+        np.testing.assert_array_equal(model.best_estimator_.prior_.covariance, [[0.5]])
 
 
 def test_units_and_relations_may_not_vary():

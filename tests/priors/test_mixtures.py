@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from scipy import stats
 from sklearn.mixture import GaussianMixture
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior
-from pfl_sklearn.priors import _mixture_em as em
-from pfl_sklearn.priors import _mixture_polish as polishing
+from pfl_sklearn.priors import _mixture_fit as em
 
 MEANS = np.array([[0.0, 0.0], [3.0, 1.0], [-2.0, 4.0]])
 COVARIANCES = np.array([[[1.0, 0.3], [0.3, 0.5]], np.eye(2) * 0.2, [[0.5, -0.2], [-0.2, 1.0]]])
@@ -119,7 +119,7 @@ def test_slopes_of_the_quasi_newton_steps(covariance_type, common):
     vectors = np.linalg.qr(rng.normal(size=(3, 2, 2)))[0] if covariance_type == "full" else None
     values = np.full((3, 2), 0.4) if covariance_type != "full" else rng.uniform(0.2, 1, (3, 2))
     mixture = em.Mixture(MEANS, values, vectors, WEIGHTS)
-    model = polishing._Coordinates(mixture, shape, 0.01, np.zeros(2), 1.0)
+    model = em._Coordinates(mixture, shape, 0.01, np.zeros(2), 1.0)
     point = model.start + 0.05 * rng.random(model.size)
     at = model.mixture(point)
     slope = model.slope(point, at, em.e_step(at, x, s)[0], x, s)
@@ -401,3 +401,27 @@ def test_bad_data():
     for prior in (GaussianMixturePrior(), DiscretePrior()):
         with pytest.raises(ValueError, match=r"(DiscretePrior|GaussianMixturePrior).*weights"):
             prior.sample(3)
+
+
+def test_k_means_runs_on_one_thread(monkeypatch):
+    """Its sums depend on the number of threads, and so would ties."""
+    seen = []
+
+    class Spy(em.KMeans):
+        def fit(self, *args, **params):
+            seen.extend(library["num_threads"] for library in threadpool_info())
+            return super().fit(*args, **params)
+
+    monkeypatch.setattr(em, "KMeans", Spy)
+    with threadpool_limits(2):
+        em.k_means(np.arange(6.0)[:, None], 2, np.random.RandomState(0))
+    assert set(seen) == {1}
+
+
+def test_rows_that_nearly_coincide_are_clustered_in_silence():
+    """KMeans finds fewer clusters than it was asked for here, and would warn."""
+    x = np.array([[0.0], [1e-10], [1.0]])
+    points, labels = em.k_means(x, 3, np.random.RandomState(0))
+    assert len(np.unique(labels)) < 3
+    np.testing.assert_allclose(points[labels], x, atol=1e-9)
+    assert np.isfinite(points).all()

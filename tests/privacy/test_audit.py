@@ -24,7 +24,7 @@ from pfl_sklearn.privacy.auditing import gdp_lower_bound
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning"),
-    pytest.mark.filterwarnings("ignore:The released noise variance drowns"),
+    pytest.mark.filterwarnings("ignore:The released noise variance"),
 ]
 
 DELTA = 1e-5

@@ -1,0 +1,465 @@
+"""Normal mixtures of vectors seen with noise, fitted to their marginal likelihood.
+
+Client i shows x_i (d,): theta_i plus normal noise of variance s_i in every coordinate (0 without
+noise). Its theta_i comes from component l with probability w_l. Only the component is latent, so
+the steps for means and variances maximize the likelihood of x given the responsibilities, not
+that of theta.
+
+A fit has three stages: k-means gives several starts, EM improves each of them, and quasi-Newton
+steps take the best one to the maximum. EM alone needs thousands of steps when the noise is large
+compared with the distances between the groups.
+"""
+
+import warnings
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import minimize
+from scipy.special import softmax
+from sklearn.cluster import KMeans
+from sklearn.exceptions import ConvergenceWarning
+
+from pfl_sklearn._parallel import batch_mapper
+
+_FLOOR = 1e-6  # smallest variance of a component with its noise, over the clients' spread
+_NO_SPREAD = 1e-100  # floor where clients do not differ; its square is still a number
+_START_CLIENTS = 20_000
+_LLOYD_STEPS = 10  # of k-means before EM
+_START_STEPS, _START_TOLERANCE = 50, 1e-5  # of EM from every start
+_EM_STEPS, _EM_TOLERANCE = 20, 1e-8  # of EM from the best one
+_HALVINGS = 12
+_TINY = 1e-300
+_EMPTY = 1e-10  # summed responsibilities of a component that is left as it is
+_POLISH_STEPS = 500
+_POLISH_TOLERANCE = 1e-7  # largest slope per client at the end, in units of the clients' spread
+_SMALLEST_SHARE = 1e-10
+
+
+class Mixture(NamedTuple):
+    """Components. A covariance is given by eigenvalues and, if it is not diagonal, vectors."""
+
+    means: np.ndarray  # (k, d)
+    values: np.ndarray  # (k, d)
+    vectors: np.ndarray | None  # (k, d, d), columns
+    weights: np.ndarray  # (k,)
+
+    @property
+    def covariances(self):
+        """Matrices (k, d, d)."""
+        if self.vectors is None:
+            return self.values[:, :, None] * np.eye(self.means.shape[1])
+        return np.einsum("kij,kj,klj->kil", self.vectors, self.values, self.vectors)
+
+
+class Shape(NamedTuple):
+    """Parts of a mixture that a fit estimates."""
+
+    covariance_type: str  # "spherical", "diag", "full", or "fixed"
+    means: bool = True
+    weights: bool = True
+
+    def n_parameters(self, k, d):
+        """Number of free parameters of k components in d dimensions."""
+        each = {"spherical": 1, "diag": d, "full": d * (d + 1) // 2, "fixed": 0}
+        return k * (d * self.means + each[self.covariance_type]) + (k - 1) * self.weights
+
+
+class MixtureFit(NamedTuple):
+    """A fitted mixture."""
+
+    mixture: Mixture
+    log_likelihood: float
+    interior: bool  # no component lies at the floor of its variance
+    converged: bool
+
+
+def from_covariances(means, covariances, weights):
+    """Mixture of given components (k, d), (k, d, d), (k,)."""
+    diagonal = np.einsum("kdd->kd", covariances)
+    if np.count_nonzero(covariances) == np.count_nonzero(diagonal):
+        return Mixture(means, diagonal.copy(), None, weights)
+    values, vectors = np.linalg.eigh(covariances)
+    return Mixture(means, np.maximum(values, 0.0), vectors, weights)
+
+
+def fit_mixture(x, s, n_components, shape, *, n_init, rng, known):
+    """Fit from the best of several starts.
+
+    Parameters
+    ----------
+    x : ndarray of shape (m, d)
+    s : ndarray of shape (m,)
+        Sampling variances.
+    n_components : int
+    shape : Shape
+    n_init : int
+    rng : RandomState
+    known : Mixture
+        The parts that are given; the parts that `shape` estimates are ignored.
+
+    Returns
+    -------
+    MixtureFit
+        Starts use at most 20,000 clients, drawn at random. A solution with a component at the
+        floor of its variance is kept only if every start ends in one.
+    """
+    start = _best_start(x, s, n_components, shape, n_init, rng, known)
+    return finish(start, x, s, shape)
+
+
+def select_components(x, s, largest, shape, *, n_init, rng, known):
+    """Fit with the number k of components, 1 to `largest`, that has the smallest BIC.
+
+    ``known(k)`` gives the known parts. The search ends when two more components have not helped.
+    """
+    found = []
+    for k in range(1, largest + 1):
+        start = _best_start(x, s, k, shape, n_init, rng, known(k))
+        fit = finish(start, x, s, shape)
+        size = shape.n_parameters(k, x.shape[1]) * np.log(len(x))
+        found.append((size - 2 * fit.log_likelihood, k, fit))
+        best = min(found, key=lambda entry: entry[:2])
+        if k >= best[1] + 2:
+            break
+    return best[2]
+
+
+def finish(mixture, x, s, shape):
+    """Fit to all clients from a start: some steps of EM, then quasi-Newton steps."""
+    floor = variance_floor(x, s)
+    s = _floored(s, shape, floor)
+    return polish(run(mixture, x, s, shape, floor, _EM_STEPS, _EM_TOLERANCE), x, s, shape, floor)
+
+
+def fixed_variance(k, d, variance):
+    """Mixture with one known variance for all components; the rest is unknown."""
+    return Mixture(np.full((k, d), np.nan), np.full((k, d), variance), None, np.full(k, 1 / k))
+
+
+def in_order(mixture):
+    """The same components, heaviest first, ties by first coordinate."""
+    order = np.lexsort((mixture.means[:, 0], -mixture.weights))
+    vectors = None if mixture.vectors is None else mixture.vectors[order]
+    return Mixture(mixture.means[order], mixture.values[order], vectors, mixture.weights[order])
+
+
+def variance_floor(x, s):
+    """Smallest variance of a component. With the noise it is a millionth of the clients' spread."""
+    spread = float(np.mean(np.var(x, axis=0)))
+    return max(_FLOOR * spread - float(s.min()), 0.0) if spread > 0 else _NO_SPREAD
+
+
+def _floored(s, shape, floor):
+    """Sampling variances (m,), or (1,) if all are equal, which is faster.
+
+    They take the floor if the components have no variance of their own to take it.
+    """
+    s = s[:1] if np.ptp(s) == 0 else s
+    return np.maximum(s, floor) if shape.covariance_type == "fixed" else s
+
+
+def _best_start(x, s, k, shape, n_init, rng, known):
+    """Mixture after a few steps on some clients from the best of `n_init` starts."""
+    floor = variance_floor(x, s)
+    subset = slice(None)
+    if len(x) > _START_CLIENTS:
+        subset = rng.choice(len(x), _START_CLIENTS, replace=False)
+    few, noise = x[subset], _floored(s[subset], shape, floor)
+    found = []
+    for attempt in range(n_init if shape.means else 1):
+        start = _start(few, noise, k, shape, floor, rng, known, attempt % 2 == 1)
+        found.append(run(start, few, noise, shape, floor, _START_STEPS, _START_TOLERANCE))
+    return max(found, key=lambda fit: (fit.interior, fit.log_likelihood)).mixture
+
+
+def _start(x, s, k, shape, floor, rng, known, projected):
+    """Components from k-means on the clients, or on their leading directions."""
+    d = x.shape[1]
+    spread = np.mean(np.var(x, axis=0))
+    precision = np.broadcast_to(1 / (s + spread + 1e-300), len(x))
+    if shape.means:
+        space = _leading(x, k) if projected and k < d else x
+        labels = k_means(space, k, rng, weights=precision, n_steps=_LLOYD_STEPS)[1]
+        means = cluster_means(x, labels, precision, np.tile(x.mean(axis=0), (k, 1)))
+    else:
+        means = known.means
+        labels = nearest_centre(x, means)
+    weights = np.full(k, 1 / k) if shape.weights else known.weights
+    if shape.covariance_type == "fixed":
+        return Mixture(means, known.values, known.vectors, weights)
+    within = np.mean((x - means[labels]) ** 2, axis=0) - s.mean()
+    value = max(within.mean(), 0.01 * spread, floor)
+    vectors = np.broadcast_to(np.eye(d), (k, d, d)) if shape.covariance_type == "full" else None
+    return Mixture(means, np.full((k, d), value), vectors, weights)
+
+
+def _leading(x, k):
+    """Coordinates (m, k) of the clients in the directions of largest spread."""
+    centred = x - x.mean(axis=0)
+    return centred @ np.linalg.eigh(centred.T @ centred)[1][:, -k:]
+
+
+def k_means(x, k, rng, *, weights=None, n_init=1, n_steps=300):
+    """Weighted means (k, d) and labels (m,) of the clusters with the least squares.
+
+    Rows that differ by rounding only may share a cluster and leave another one empty.
+    """
+    clusters = KMeans(k, n_init=n_init, max_iter=n_steps, tol=0.0, random_state=rng)
+    with batch_mapper(), warnings.catch_warnings():  # on one thread: sums depend on how many
+        warnings.simplefilter("ignore", ConvergenceWarning)  # of empty clusters
+        clusters.fit(x, sample_weight=weights)
+    labels = clusters.labels_
+    weights = np.ones(len(x)) if weights is None else weights
+    return cluster_means(x, labels, weights, clusters.cluster_centers_), labels
+
+
+def nearest_centre(x, centres):
+    """Index (m,) of the nearest of `centres` (k, d), the first on a tie."""
+    squares = [np.einsum("md,md->m", x - centre, x - centre) for centre in centres]
+    return np.argmin(squares, axis=0)
+
+
+def cluster_means(x, labels, weights, empty):
+    """Weighted means (k, d) of the clusters; rows of `empty` (k, d) for those without members."""
+    k = len(empty)
+    totals = np.bincount(labels, weights=weights, minlength=k)[:, None]
+    sums = np.stack([np.bincount(labels, weights * column, k) for column in x.T], axis=1)
+    return np.where(totals > 0, sums / np.maximum(totals, _TINY), empty)
+
+
+def log_joint(mixture, x, s):
+    """Log of weight times marginal density, (k, m)."""
+    rows, ones = [], np.ones(x.shape[1])
+    for k in range(len(mixture.weights)):
+        z, total = coordinates(mixture, k, x), mixture.values[k] + s[:, None]
+        rows.append(-0.5 * ((z**2 / total) @ ones + np.log(2 * np.pi * total) @ ones))
+    with np.errstate(divide="ignore"):
+        return np.stack(rows) + np.log(mixture.weights)[:, None]
+
+
+def e_step(mixture, x, s):
+    """Responsibilities (k, m) and the log-likelihood."""
+    joint = log_joint(mixture, x, s)
+    largest = joint.max(axis=0)
+    shares = np.exp(joint - largest)
+    totals = shares.sum(axis=0)
+    return shares / totals, float(np.sum(largest + np.log(totals)))
+
+
+def m_step(mixture, r, x, s, shape, floor):
+    """Components that raise the expected log-likelihood under responsibilities `r`."""
+    counts = r.sum(axis=1)
+    means, values = mixture.means.copy(), mixture.values.copy()
+    vectors = None if mixture.vectors is None else mixture.vectors.copy()
+    for k in np.flatnonzero(counts > _EMPTY):
+        if shape.means:
+            means[k] = _weighted_mean(mixture, k, r[k], x, s)
+        deviations = x - means[k]
+        if shape.covariance_type == "full":
+            values[k], vectors[k] = _full_step(values[k], vectors[k], r[k], deviations, s, floor)
+        elif shape.covariance_type != "fixed":
+            shared = shape.covariance_type == "spherical"
+            values[k] = _variance_step(values[k], r[k], deviations**2, s, floor, shared)
+    weights = counts / len(x) if shape.weights else mixture.weights
+    return Mixture(means, values, vectors, weights)
+
+
+def run(mixture, x, s, shape, floor, n_steps, tolerance):
+    """Fit after EM, which ends when a step gains less than `tolerance` nats per client."""
+    r, value = e_step(mixture, x, s)
+    converged = False
+    for _ in range(n_steps):
+        mixture = m_step(mixture, r, x, s, shape, floor)
+        r, new = e_step(mixture, x, s)
+        converged = new - value < tolerance * len(x)
+        value = new
+        if converged:
+            break
+    return MixtureFit(mixture, value, is_interior(mixture, shape, floor), converged)
+
+
+def is_interior(mixture, shape, floor):
+    """Whether no component lies at the floor of its variance."""
+    if shape.covariance_type == "fixed" or floor == 0:
+        return True
+    return bool(mixture.values.min() > floor * (1 + 1e-6))
+
+
+def coordinates(mixture, k, x):
+    """Deviations (m, d) from component k, in its own directions."""
+    deviations = x - mixture.means[k]
+    return deviations if mixture.vectors is None else deviations @ mixture.vectors[k]
+
+
+def _weighted_mean(mixture, k, r, x, s):
+    """Mean (d,) that maximizes the likelihood, coordinate by coordinate in the component's axes."""
+    precision = r[:, None] / np.maximum(mixture.values[k] + s[:, None], _TINY)
+    z = coordinates(mixture, k, x)
+    moved = np.einsum("md,md->d", precision, z) / np.einsum("md->d", precision)
+    return mixture.means[k] + (moved if mixture.vectors is None else mixture.vectors[k] @ moved)
+
+
+def _expected(values, r, squares, s):
+    """Expected log-likelihood of a component with these variances, up to a constant."""
+    total = values + s[:, None]
+    each = r @ (squares / total)
+    return -0.5 * float(np.sum(each) + np.sum(r @ np.broadcast_to(np.log(total), squares.shape)))
+
+
+def _variance_step(values, r, squares, s, floor, shared):
+    """Fisher scoring for the variances (d,) of a component, halved until the likelihood rises."""
+    weight = r[:, None] / (values + s[:, None]) ** 2
+    above = np.einsum("md,md->d", weight, squares - s[:, None])
+    total = np.einsum("md->d", weight)
+    if shared:
+        above, total = np.full_like(above, above.sum()), np.full_like(total, total.sum())
+    target = np.maximum(above / total, floor)
+    current = _expected(values, r, squares, s)
+    for _ in range(_HALVINGS):
+        if _expected(target, r, squares, s) >= current:
+            return target
+        target = (target + values) / 2
+    return values
+
+
+def _full_step(values, vectors, r, deviations, s, floor):
+    """Covariance (eigenvalues and vectors) of a component: the better of two steps.
+
+    Subtracting the noise from the scatter is exact if all clients have the same noise. The other
+    step, with theta latent, never lowers the likelihood.
+    """
+    z = deviations @ vectors
+    own = values / np.maximum(values + s[:, None], _TINY)
+    seen = np.einsum("md,me->de", r[:, None] * own * z, own * z)
+    latent = seen + np.diag(r @ np.broadcast_to(own * s[:, None], z.shape))
+    weight = r / (values.mean() + s) ** 2
+    scatter = np.einsum("md,me->de", weight[:, None] * z, z) / weight.sum()
+    candidates = [
+        latent / r.sum(),
+        scatter - np.eye(len(values)) * np.sum(weight * s) / weight.sum(),
+    ]
+    scored = []
+    for candidate in candidates:
+        new, turned = np.linalg.eigh(candidate)
+        new = np.maximum(new, floor)
+        scored.append((_expected(new, r, (z @ turned) ** 2, s), new, vectors @ turned))
+    _, new, turned = max(scored, key=lambda score: score[0])
+    return new, turned
+
+
+def polish(start, x, s, shape, floor):
+    """Mixture at the maximum that quasi-Newton steps reach from `start` (a MixtureFit)."""
+    scale = float(np.mean(np.var(x, axis=0))) or float(np.mean(s)) or 1.0
+    centre, unit = x.mean(axis=0), np.sqrt(scale)
+    model = _Coordinates(start.mixture, shape, floor / scale, centre, unit)
+    if not model.size:
+        return start
+    z, noise = (x - centre) / unit, s / scale
+
+    def negative(point):
+        mixture = model.mixture(point)
+        r, value = e_step(mixture, z, noise)
+        return -value / len(x), -model.slope(point, mixture, r, z, noise) / len(x)
+
+    found = minimize(
+        negative,
+        model.start,
+        jac=True,
+        method="L-BFGS-B",
+        bounds=model.bounds,
+        options={"maxiter": _POLISH_STEPS, "gtol": _POLISH_TOLERANCE, "ftol": 1e-14, "maxcor": 20},
+    )
+    inside = model.mixture(found.x)
+    mixture = inside._replace(means=centre + unit * inside.means, values=inside.values * scale)
+    value = e_step(mixture, x, s)[1]
+    converged = found.nit < _POLISH_STEPS
+    if not value >= start.log_likelihood:
+        return start._replace(converged=converged)
+    return MixtureFit(mixture, value, is_interior(mixture, shape, floor), converged)
+
+
+class _Coordinates:
+    """The estimated parts of a mixture as one vector: means, spreads, log weights.
+
+    The vector is centred at the clients' mean, in units of their spread. Variances are bounded
+    below by the floor; a full covariance is the floor plus the square of a matrix.
+    """
+
+    def __init__(self, mixture, shape, floor, centre, unit):
+        self.shape, self.floor = shape, floor
+        values = mixture.values / unit**2
+        self.given = mixture._replace(means=(mixture.means - centre) / unit, values=values)
+        k = len(mixture.weights)
+        log_weights = np.log(np.maximum(mixture.weights, _SMALLEST_SHARE))
+        parts = {
+            "means": self.given.means if shape.means else None,
+            "spread": self._spread(values, mixture.vectors),
+            "weights": log_weights if shape.weights and k > 1 else None,
+        }
+        self.parts = {name: part for name, part in parts.items() if part is not None}
+        self.start = np.concatenate([part.ravel() for part in self.parts.values()] or [[]])
+        self.size = len(self.start)
+        low = {"spread": floor if shape.covariance_type in ("spherical", "diag") else None}
+        self.bounds = [
+            (low.get(name), None) for name, part in self.parts.items() for _ in range(part.size)
+        ]
+
+    def mixture(self, point):
+        """The mixture at a point."""
+        parts = self._split(point)
+        values, vectors = self.given.values, self.given.vectors
+        k, d = values.shape
+        if self.shape.covariance_type == "full":
+            roots = parts["spread"]
+            values, vectors = np.linalg.eigh(roots @ roots.transpose(0, 2, 1))
+            values = np.maximum(values, 0.0) + self.floor
+        elif "spread" in parts:
+            values = np.broadcast_to(parts["spread"], (k, d))
+        weights = softmax(parts["weights"]) if "weights" in parts else self.given.weights
+        return Mixture(parts.get("means", self.given.means), values, vectors, weights)
+
+    def slope(self, point, mixture, r, x, s):
+        """Gradient of the log-likelihood, by the responsibilities (k, m)."""
+        parts, counts = self._split(point), r.sum(axis=1)
+        slopes = {name: np.zeros_like(part) for name, part in parts.items()}
+        for k in range(len(counts)):
+            precision = 1 / (mixture.values[k] + s[:, None])
+            pull = coordinates(mixture, k, x) * precision
+            if "means" in parts:
+                along = r[k] @ pull
+                along = along if mixture.vectors is None else mixture.vectors[k] @ along
+                slopes["means"][k] = along
+            if "spread" in parts:
+                slopes["spread"][k] = self._spread_slope(parts, mixture, k, r[k], pull, precision)
+        if "weights" in parts:
+            slopes["weights"] = counts - counts.sum() * mixture.weights
+        return np.concatenate([part.ravel() for part in slopes.values()])
+
+    def _spread_slope(self, parts, mixture, k, r, pull, precision):
+        """Gradient by the spread parameters of component k."""
+        summed = r @ np.broadcast_to(precision, pull.shape)
+        if self.shape.covariance_type == "full":
+            inner = np.einsum("md,me->de", r[:, None] * pull, pull) - np.diag(summed)
+            vectors = mixture.vectors[k]
+            return vectors @ inner @ vectors.T @ parts["spread"][k]
+        each = 0.5 * (r @ pull**2 - summed)
+        return each.sum() if self.shape.covariance_type == "spherical" else each
+
+    def _spread(self, values, vectors):
+        """Starting spread: (k, 1), (k, d), roots (k, d, d), or None where nothing is estimated."""
+        kind = self.shape.covariance_type
+        if kind == "fixed":
+            return None
+        if kind == "full":
+            return vectors * np.sqrt(np.maximum(values - self.floor, 0.0))[:, None, :]
+        values = np.maximum(values, self.floor)
+        return values[:, :1] if kind == "spherical" else values
+
+    def _split(self, point):
+        """Parts of the vector by name, in their shapes."""
+        ends = np.cumsum([part.size for part in self.parts.values()])[:-1]
+        pieces = np.split(point, ends)
+        return {
+            name: piece.reshape(part.shape)
+            for (name, part), piece in zip(self.parts.items(), pieces, strict=True)
+        }

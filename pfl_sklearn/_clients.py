@@ -149,14 +149,14 @@ def rows_by_client(codes: Codes, n_clients: int) -> tuple[Codes, Codes]:
     return by_client.indices.astype(np.intp), by_client.indptr.astype(np.intp)
 
 
-class Batch(NamedTuple):
+class ClientBatch(NamedTuple):
     """Clients with equally many rows: positions (b,), and the rows (b, n) that they have."""
 
     clients: Codes
     rows: Codes
 
 
-def client_batches(codes: Codes, n_clients: int, max_rows: int = 1 << 16) -> list[Batch]:
+def client_batches(codes: Codes, n_clients: int, max_rows: int = 1 << 16) -> list[ClientBatch]:
     """Clients of equal size together, so that their rows stack to arrays (b, n, ...).
 
     At most `max_rows` rows a batch (but whole clients). Rows stay in the order of the table; every
@@ -172,7 +172,7 @@ def client_batches(codes: Codes, n_clients: int, max_rows: int = 1 << 16) -> lis
         for start in range(0, len(members), step):
             clients = members[start : start + step]
             rows = order[offsets[clients][:, None] + np.arange(size)]
-            batches.append(Batch(clients, rows))
+            batches.append(ClientBatch(clients, rows))
     return batches
 
 

@@ -37,7 +37,7 @@ from pfl_sklearn.privacy._report import warn_once
 from pfl_sklearn.privacy._search_cost import warn_of_search
 
 
-class Table(NamedTuple):
+class CheckedTable(NamedTuple):
     """Checked rows: features, targets or labels, and the fitted attributes that follow from them.
 
     `details` is what else the family read off them.
@@ -92,7 +92,7 @@ class Progress(NamedTuple):
 class Task(NamedTuple):
     """Data, earlier rounds (or None), and the run on them; `entropy` is that of its rounds."""
 
-    table: Table
+    table: CheckedTable
     clients: EncodedClients
     earlier: Progress | None
     roster: Roster
@@ -105,7 +105,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
 
     A family of models provides
 
-    - ``_read(X, y, earlier, **given)``: a :class:`Table` of checked data;
+    - ``_read(X, y, earlier, **given)``: a :class:`CheckedTable` of checked data;
     - ``_make_run(table, clients, roster, earlier, order)``: a :class:`Run`; `order` is the entropy
       of what is drawn before the rounds, or None;
     - ``_models(state, ids, layout)``: the fitted attributes of a state;

@@ -4,6 +4,7 @@ import copy
 
 import numpy as np
 import pandas as pd
+from sklearn.frozen import FrozenEstimator
 from sklearn.utils.validation import check_consistent_length, check_is_fitted
 
 from pfl_sklearn._clients import encode_clients, rows_by_client
@@ -130,7 +131,9 @@ def population_model(estimator):
     if hasattr(estimator, "best_estimator_"):
         return population_model(inner)
     outer = copy.copy(estimator)
-    if hasattr(estimator, "steps"):
+    if isinstance(estimator, FrozenEstimator):
+        outer.estimator = population_model(estimator.estimator)
+    elif hasattr(estimator, "steps"):
         outer.steps = [*estimator.steps[:-1], (estimator.steps[-1][0], population_model(inner))]
     else:
         outer.estimator_ = population_model(inner)

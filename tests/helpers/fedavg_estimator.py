@@ -10,7 +10,7 @@ from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._clients import rows_by_client
 from pfl_sklearn._compat import Interval, fit_context
-from pfl_sklearn._rounds.estimator import BaseRounds, Run, Table, sampling_of
+from pfl_sklearn._rounds.estimator import BaseRounds, CheckedTable, Run, sampling_of
 from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
 from pfl_sklearn.base import ClientRegressorMixin
@@ -86,7 +86,7 @@ class FedAvgRegressor(ClientRegressorMixin, BaseRounds):
 
     def _read(self, X, y, earlier):
         X = np.asarray(X, dtype=np.float32)
-        return Table(X, np.asarray(y, dtype=np.float64), {"n_features_in_": X.shape[1]})
+        return CheckedTable(X, np.asarray(y, dtype=np.float64), {"n_features_in_": X.shape[1]})
 
     def _make_run(self, table, clients, roster, earlier, order):
         by_client, offsets = rows_by_client(clients.codes, len(roster.now))

@@ -6,6 +6,7 @@ import pytest
 from sklearn import config_context
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.exceptions import NotFittedError
+from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import Ridge
 from sklearn.metrics import log_loss, make_scorer, mean_squared_error, roc_auc_score
 from sklearn.model_selection import FixedThresholdClassifier, GridSearchCV
@@ -267,3 +268,15 @@ def test_y_of_another_length():
     model = GaussianMean().fit(X, y, groups=groups)
     with pytest.raises(ValueError, match="inconsistent numbers of samples"):
         client_scores(model, X, y[:3], groups=groups, scoring="r2")
+
+
+@pytest.mark.parametrize(
+    "wrapped", [GaussianMean(), make_pipeline(StandardScaler(), GaussianMean())]
+)
+def test_gains_of_frozen_wrappers(wrapped):
+    """A frozen estimator predicts from what it holds, whatever is set on it."""
+    model = ClientColumn(wrapped, "site").fit(FRAME, Y)
+    plain = client_scores(model, FRAME, Y, groups=NAMES, scoring=MSE)
+    frozen = client_scores(FrozenEstimator(model), FRAME, Y, groups=NAMES, scoring=MSE)
+    pd.testing.assert_frame_equal(plain, frozen)
+    assert (frozen["gain"] != 0).all()

@@ -12,7 +12,7 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_dat
 
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._docs import ROUNDS, fill_doc
-from pfl_sklearn._rounds.estimator import Table
+from pfl_sklearn._rounds.estimator import CheckedTable
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
 from pfl_sklearn.linear_model._base import (
     check_several_classes,
@@ -235,7 +235,7 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
                 f"{self._population.shape[1]}."
             )
         details = (y.shape[1], "squared_error")
-        return Table(self._features(features, earlier), y, attributes, details)
+        return CheckedTable(self._features(features, earlier), y, attributes, details)
 
     def predict(self, X, *, groups=None):
         """Prediction for every row's client; the population's for unseen clients.
@@ -426,7 +426,9 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         n_outputs = 1 if len(classes) == 2 else len(classes)
         attributes = {**self._inputs(X), "classes_": classes, "_single": n_outputs == 1}
         loss = "one_versus_all" if self.loss == "squared_error" else "log_loss"
-        return Table(self._features(features, earlier), labels, attributes, (n_outputs, loss))
+        return CheckedTable(
+            self._features(features, earlier), labels, attributes, (n_outputs, loss)
+        )
 
     def _labels(self, y, earlier, classes):
         """Sorted classes, and the position of every row's among them."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from pfl_sklearn.privacy._accounting._composition import events_epsilon
 from pfl_sklearn.privacy._accounting._events import SampledGaussian
 from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
+from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid
 
 Floats = npt.NDArray[np.float64]
 
@@ -266,13 +267,4 @@ def _clipped(messages: Floats, bound: float) -> tuple[Floats, npt.NDArray[np.boo
 
 def _with_noise(exact: Floats, std: float, rng: np.random.Generator) -> Floats:
     """Exact values plus noise of `std`, on a public grid; unchanged if `std` is 0."""
-    if std == 0:
-        return exact
-    grid = 2.0 ** (math.frexp(std)[1] - 21)
-    noisy = rng.standard_normal(exact.shape)
-    noisy *= std
-    noisy += exact
-    noisy /= grid
-    np.rint(noisy, out=noisy)
-    noisy *= grid
-    return noisy
+    return exact if std == 0 else gaussian_on_grid(exact, std, rng)

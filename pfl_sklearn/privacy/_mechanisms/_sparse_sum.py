@@ -11,6 +11,7 @@ import numpy.typing as npt
 from scipy.sparse import csc_array
 
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum, Released
+from pfl_sklearn.privacy._mechanisms._noise import public_grid
 
 Floats = npt.NDArray[np.float64]
 Codes = npt.NDArray[np.intp]
@@ -56,7 +57,7 @@ class SparseClippedSum:
         self, messages: SparseMessages, bound: float, n_expected: float, rng: np.random.Generator
     ) -> Released:
         """One round: a :class:`SparseTotal`, the next bound, and the share of clipped clients."""
-        values, within = _clipped(messages, bound)
+        values, within = _clipped_values(messages, bound)
         rows, position = np.unique(messages.rows, return_inverse=True)
         spread = csc_array(
             (np.ones(len(position)), position, np.arange(len(position) + 1)),
@@ -89,12 +90,11 @@ class SparseClippedSum:
 
     def rounded(self, values: Floats, step: float) -> Floats:
         """Noisy values, `step` for each unit of the sum, on a public grid."""
-        noise = step * self.dense.sum_noise_multiplier * self.dense.start()
-        grid = 2.0 ** (math.floor(math.log2(noise)) - 20)
+        grid = public_grid(step * self.dense.sum_noise_multiplier * self.dense.start())
         return np.rint(values / grid) * grid
 
 
-def _clipped(messages: SparseMessages, bound: float) -> tuple[Floats, npt.NDArray[np.bool_]]:
+def _clipped_values(messages: SparseMessages, bound: float) -> tuple[Floats, npt.NDArray[np.bool_]]:
     """Values of messages of L2 norm at most `bound`, and which clients (k,) were so before.
 
     A message that is not finite, or whose squared norm is not, becomes 0.

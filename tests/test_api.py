@@ -29,55 +29,6 @@ WIDENED = {("score", "y"): "y=None"}  # of four estimators y had no default
 NEW = {("ClientColumn", name) for name in ("for_client", "privacy_", "release", "summary")}
 NEW |= {("ClientMixin", "set_params")}
 
-# Parameters that have a type and no text, or not even that. Nothing may be added here.
-WITHOUT_TEXT = {
-    "ClientShuffleSplit": "n_splits",
-    "FitCost": "n_fits",
-    "GaussianEvent": "n_releases",
-    "GaussianMechanism": "epsilon delta",
-    "PPSGDClassifier": "delta",
-    "PPSGDRegressor": "delta",
-    "PersonalizedLinearRegression": "fit_intercept max_iter",
-    "PersonalizedLogisticRegression": "fit_intercept",
-    "PrivacyAccuracyDisplay": "score_name",
-    "PrivacyReport": "delta mechanism n_clients sampling sampling_rate rounds accountant "
-    "assumptions warnings",
-    "PrivateClustering": "epsilon delta n_features n_steps n_candidates",
-    "PureEvent": "epsilon delta relation",
-    "RegressionMoments": "n_features",
-    "SampledGaussian": "n_rounds",
-    "SearchCost": "delta unit relation scores_protected notes package_version",
-    "ShrinkageDisplay": "clients local personalized lower upper population truth",
-    "WeightAndRisk": "weight",
-    "beta_moments": "alpha beta",
-    "beta_parameters": "mean variance",
-    "beta_risk": "alpha beta",
-    "beta_shrinkage": "trials",
-    "calibrate_noise": "epsilon delta sensitivity relation under n_releases",
-    "calibrate_rounds": "epsilon delta",
-    "client_scores": "X y",
-    "compose_gdp": "mus",
-    "epsilon_spent": "delta",
-    "expand_counts": "successes trials",
-    "gdp_delta": "epsilon",
-    "gdp_epsilon": "mu delta",
-    "gdp_mu": "delta",
-    "load_digits_clients": "n_clients",
-    "local_noise_std": "epsilon delta",
-    "make_bernoulli_clients": "n_clients random_state",
-    "make_gaussian_clients": "n_clients random_state",
-    "make_ppsgd_regression": "n_clients random_state",
-    "mean_half_width": "between_std noise_std",
-    "odds_lower_bound": "n_draws",
-    "personalization_threshold": "delta",
-    "ppsgd_private_bound": "alpha n_rounds",
-    "quantizer_variance": "half_width n_bits",
-    "released_mean_risk": "n_clients n_rows between_variance noise_variance n_features",
-    "selection_epsilon": "delta relation",
-    "smoothness_alpha": "alpha weighting",
-    "total_gradient_variance": "alpha n_clients",
-}
-
 
 def documented():
     """Objects that have a row in the tables of the API page."""
@@ -136,6 +87,5 @@ def test_every_parameter_has_a_text(package):
             continue
         texts = documented_parameters(value.__doc__)
         taken = [each for each in inspect.signature(value).parameters if each != "self"]
-        known = WITHOUT_TEXT.get(name, "").split()
-        missing += [f"{name}.{each}" for each in taken if not texts.get(each) and each not in known]
+        missing += [f"{name}.{each}" for each in taken if not texts.get(each)]
     assert missing == []

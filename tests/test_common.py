@@ -287,12 +287,14 @@ def test_noise_differs_between_fits_and_repeats_with_a_seed(estimator):
     X, y, groups = make_table(estimator)
     fits = [
         fit_quietly(estimator.set_params(random_state=seed), X, y, groups=groups)
-        for seed in (0, 0, 1, None, None)
+        for seed in (0, 0, 1, None, None, None, None, None)
     ]
     estimator.set_params(random_state=0)
-    values = [population(model).tolist() for model in fits]
-    assert values[0] == values[1]
-    assert len({tuple(value) for value in values}) == 4
+    values = [tuple(population(model)) for model in fits]
+    assert values[0] == values[1] != values[2]
+    # Noise may push several of them to the same bound, but hardly ever all.
+    assert len(set(values[3:])) > 1
+    assert values[0] not in values[3:]
 
 
 @every_configuration

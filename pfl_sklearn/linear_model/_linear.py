@@ -80,6 +80,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         Coefficients that vary by client: all, the intercept alone, or a list of feature names or
         indices, which may include "intercept".
     fit_intercept : bool, default=True
+        Whether the model has an intercept; otherwise rows are modelled through the origin.
     method : {"reml", "ml", "printed"}, default="reml"
         "reml" is restricted and "ml" full maximum likelihood; mixture priors use full likelihood
         in both cases. "printed" is the published algorithm for mixture priors, which clusters
@@ -96,6 +97,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         - "gd": the published gradient descent on point estimates and variances together. Variances
           must be known or have a floor.
     max_iter : int, default=500
+        Largest number of iterations of the search for the population and the variances.
     tol : float, > 0, default=1e-6
         Stopping rule.
 

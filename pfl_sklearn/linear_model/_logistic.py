@@ -74,6 +74,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
     random : "all", "intercept" or list of str and int, default="all"
         Coefficients that vary by client: names or indices of features, and "intercept".
     fit_intercept : bool, default=True
+        Whether the model has an intercept; otherwise rows are modelled through the origin.
     max_iter : int, default=200
         Largest number of iterations of the search for the population and the covariance.
     tol : float, default=1e-6

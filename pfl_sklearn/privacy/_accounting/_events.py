@@ -32,7 +32,7 @@ class _Event:
     """Conversion of events to plain values and back; infinity is "inf"."""
 
     KIND = ""
-    RETIRED: ClassVar[tuple[str, ...]] = ()  # fields that older ledgers hold and nothing reads
+    _RETIRED: ClassVar[tuple[str, ...]] = ()  # fields that older ledgers hold and nothing reads
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that ``json.dumps(..., allow_nan=False)`` accepts."""
@@ -50,7 +50,7 @@ class _Event:
         """
         if values.get("kind") != cls.KIND:
             raise ValueError(f"kind must be {cls.KIND!r}; got {values.get('kind')!r}.")
-        ignored = {"kind", *cls.RETIRED}
+        ignored = {"kind", *cls._RETIRED}
         plain = {name: value for name, value in values.items() if name not in ignored}
         return cls(**{name: math.inf if v == "inf" else v for name, v in plain.items()})
 
@@ -96,7 +96,7 @@ class SampledGaussian(_Event):
     sampling: str = "poisson"
 
     KIND = "sampled_gaussian"
-    RETIRED = ("n_sampled",)
+    _RETIRED = ("n_sampled",)
 
     def __post_init__(self) -> None:
         if not self.noise_multiplier >= 0:

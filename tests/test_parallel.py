@@ -179,6 +179,7 @@ def test_torch_runs_on_one_thread_if_it_is_loaded(monkeypatch):
     assert torch.threads == 2
 
 
+@pytest.mark.slow
 def test_the_real_torch_runs_on_one_thread():
     script = """
 import numpy as np

@@ -102,7 +102,12 @@ def test_starts_are_selected(monkeypatch):
 
 @pytest.mark.parametrize("trust", ["central", "local"])
 @pytest.mark.parametrize(
-    "prior", [DiscretePrior(2, n_init=2), GaussianMixturePrior(2, n_init=2)], ids=repr
+    "prior",
+    [
+        DiscretePrior(2, n_init=2),
+        pytest.param(GaussianMixturePrior(2, n_init=2), marks=pytest.mark.slow),
+    ],
+    ids=repr,
 )
 def test_never_much_worse_than_local(prior, trust):
     """Too few points for the groups, no groups at all, too few clients: over seeds and epsilons."""

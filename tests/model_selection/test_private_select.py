@@ -52,6 +52,11 @@ from pfl_sklearn.privacy._mechanisms._noise import draw_n_trials, stopping_proba
 DELTA = 1e-5
 DISTRIBUTIONS = ("geometric", "poisson", "logarithmic")
 every_distribution = pytest.mark.parametrize("distribution", DISTRIBUTIONS)
+first_distribution, *other_distributions = DISTRIBUTIONS
+some_distributions = pytest.mark.parametrize(
+    "distribution",
+    [first_distribution, *(pytest.param(d, marks=pytest.mark.slow) for d in other_distributions)],
+)
 GENERATOR = np.random.default_rng(0)
 N_CLIENTS = 200
 GROUPS = np.repeat(np.arange(N_CLIENTS), 6)
@@ -567,7 +572,7 @@ def test_every_trial_has_noise_of_its_own(seed):
     assert model.best_estimator_.population_mean_ in Recorded.seen
 
 
-@every_distribution
+@some_distributions
 def test_fit_runs_that_many_trials(distribution):
     counts = []
     search = select(RECORDED, {"unseen": ["population"]}, expected_trials=3, holdout=(X[:9], Y[:9]))

@@ -66,7 +66,7 @@ def clients(model):
     ("relation", "intercept", "bound"),
     [
         pytest.param("add_remove", 0.0, 0.085, marks=pytest.mark.slow),
-        ("replace_one", 0.0, 0.115),
+        pytest.param("replace_one", 0.0, 0.115, marks=pytest.mark.slow),
         pytest.param("add_remove", 1.0, 0.105, marks=pytest.mark.slow),
         ("replace_one", 1.0, 0.140),
     ],
@@ -108,10 +108,10 @@ def test_a_tighter_feature_bound_buys_noise_without_bias():
     [
         ({"epsilon": 1.0}, 2000),
         pytest.param({"epsilon": 1.0, "relation": "add_remove"}, 2000, marks=pytest.mark.slow),
-        ({"epsilon": 1000.0}, 300),
+        pytest.param({"epsilon": 1000.0}, 300, marks=pytest.mark.slow),
         ({"epsilon": 1000.0, "relation": "add_remove"}, 300),
         ({"epsilon": 1000.0, "unit": "row"}, 300),
-        ({"epsilon": 2.0, "unit": "row"}, 300),
+        pytest.param({"epsilon": 2.0, "unit": "row"}, 300, marks=pytest.mark.slow),
     ],
 )
 def test_stated_errors_hold_with_several_clients(params, m):

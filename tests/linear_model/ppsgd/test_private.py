@@ -226,8 +226,8 @@ def test_alpha_0_releases_nothing():
 
 CONFIGURATIONS = [
     {},
-    {"client_fraction": 0.5, "average": True},
-    {"clip_quantile": 0.4},
+    pytest.param({"client_fraction": 0.5, "average": True}, marks=pytest.mark.slow),
+    pytest.param({"clip_quantile": 0.4}, marks=pytest.mark.slow),
     {"clip_quantile": 0.4, "client_fraction": 0.4, "sampling": "fixed", "average": True},
 ]
 

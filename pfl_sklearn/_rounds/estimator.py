@@ -349,10 +349,14 @@ def _first_state(task, release, clip_quantile):
     old = task.earlier.state.copy()
     for name, values in old.clients.items():
         state.clients[name][run.positions] = values
+    own = {}
+    for name, values in old.own.items():
+        own[name] = np.zeros((n_clients, *values.shape[1:]), dtype=values.dtype)
+        own[name][task.roster.earlier] = values
     schedule = run.rows.schedule.resume(run.rows, n_clients, old.schedule, task.roster.earlier)
     moving = clip_quantile is not None and math.isfinite(old.bound)
     bound = old.bound if moving else state.bound
-    return replace(old, clients=state.clients, schedule=schedule, bound=bound, own={})
+    return replace(old, clients=state.clients, schedule=schedule, bound=bound, own=own)
 
 
 def _check_converged(state, advice, protected):

@@ -46,7 +46,8 @@ class LastPhase(NamedTuple):
 
     ``init(server, clients)`` gives the phase's arrays of all clients, clients first;
     ``update(server, batch, clients, own)`` gives their new values and losses for a block. They are
-    arrays of their own: rounds that go on later never see them. `schedule` picks the rows.
+    arrays of their own: rounds that go on later never see them. `schedule` picks the rows. Clients
+    without rows keep what an earlier last phase left.
     """
 
     init: Callable
@@ -211,7 +212,9 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
             if observe is not None and observe(state):
                 break
         state.server = release.finish(state.server, state.round, plan)
-        if method.last_phase is not None:
+        if method.last_phase is None:
+            state.own = {}
+        else:
             rng = plan.late_generator(state.round, _LAST_PHASE)
             state.own = _run_last_phase(method.last_phase, rows, state, rng, run, protected)
     return state
@@ -231,6 +234,9 @@ def _record(state, n_sampled, loss, released):
 def _run_last_phase(phase, rows, state, rng, run, protected):
     """Arrays that the last phase leaves; a client whose result is not finite keeps the initial."""
     own = phase.init(state.server, state.clients)
+    for name, earlier in state.own.items():
+        absent = np.delete(np.arange(len(earlier)), rows.clients)
+        own[name][absent] = earlier[absent]
     rows = rows._replace(schedule=phase.schedule)
     schedule = phase.schedule.start(rows, len(rows.clients))
     update = partial(phase.update, state.server)

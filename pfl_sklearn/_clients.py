@@ -105,12 +105,14 @@ def _positions(ids: Array, known: Array) -> Codes:
     """
     kinds = {ids.dtype.kind, known.dtype.kind}
     exact = ids.dtype == known.dtype or any(kinds <= set(some) for some in _CASTABLE)
-    if not exact or _BISECTED * len(ids) > len(known):
+    if not exact:
         return pd.Index(known).get_indexer(pd.Index(ids))
     wanted = ids.astype(known.dtype)
+    fits = np.asarray(wanted == ids, dtype=bool)  # in a narrow type 260 may become 4
+    if _BISECTED * len(ids) > len(known):
+        return np.where(fits, pd.Index(known).get_indexer(pd.Index(wanted)), -1)
     found = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-    there = np.asarray((known[found] == wanted) & (wanted == ids), dtype=bool)
-    return np.where(there, found, -1)
+    return np.where(fits & np.asarray(known[found] == wanted, dtype=bool), found, -1)
 
 
 def row_counts(codes: Codes, n_clients: int) -> npt.NDArray[np.int64]:

@@ -92,8 +92,8 @@ def _fitted_attribute(estimator: Any) -> str | None:
     declared = _declared(estimator)
     if declared is not None:
         name = declared.fitted
-    elif type(estimator).__module__.startswith("sklearn."):
-        name = "estimator_"
+    elif is_ours(estimator) or hasattr(estimator, "clients_"):
+        return None  # what it holds is a recipe of its own
     else:
-        return None
+        name = "estimator_"
     return name if hasattr(estimator, name) else None

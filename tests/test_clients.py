@@ -539,3 +539,15 @@ def test_a_few_ids_copy_no_known_ones():
             assert tracemalloc.get_traced_memory()[1] < 50_000
         finally:
             tracemalloc.stop()
+
+
+@pytest.mark.parametrize("n_known", [10, 100])
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16])
+def test_an_id_that_a_narrow_type_cannot_hold_is_unseen(dtype, n_known):
+    """As an 8-bit number 260 is 4, which is another client. So by hashing and by bisection."""
+    known = np.arange(0, 100, 100 // n_known, dtype=dtype)
+    wide = np.array([4 + 2**8, 4 + 2**16, -252, 4])
+    expected = [-1, -1, -1, 4 * n_known // 100 if n_known == 100 else -1]
+    for ids in (wide, np.repeat(wide, 50)):
+        found = match_clients(ids, len(ids), known)
+        np.testing.assert_array_equal(found, np.repeat(expected, len(ids) // 4))

@@ -5,6 +5,7 @@ import json
 import os
 import zipfile
 from dataclasses import replace
+from types import CodeType, FunctionType
 
 import joblib
 import numpy as np
@@ -136,7 +137,8 @@ class Checkpoint:
             raise ValueError(f"checkpoint {self.path!r} is not a checkpoint file.") from error
         if written != _FORMAT:
             raise ValueError(
-                f"checkpoint {self.path!r} has format {written!r}; expected {_FORMAT}."
+                f"checkpoint {self.path!r} has format {written!r}; expected {_FORMAT}. Remove it "
+                "to start anew."
             )
         self._check_parameters(meta["parameters"])
         return meta, arrays
@@ -167,9 +169,25 @@ def _value_digest(value):
     """Digest of a parameter; of an estimator that of its class, since its parameters follow."""
     if hasattr(value, "get_params") and not isinstance(value, type):
         value = type(value)
+    if isinstance(value, FunctionType):
+        return _function_digest(value)
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, dict | list | tuple):
+        parts = value.items() if isinstance(value, dict) else value
+        return joblib.hash([type(value).__name__, *(_value_digest(part) for part in parts)])
     return joblib.hash(value)
+
+
+def _function_digest(function):
+    """Digest of a function by its name, its code and the values that it holds."""
+    code = function.__code__
+    constants = [const for const in code.co_consts if not isinstance(const, CodeType)]
+    inner = [const.co_code for const in code.co_consts if isinstance(const, CodeType)]
+    held = [_value_digest(cell.cell_contents) for cell in function.__closure__ or ()]
+    given = [_value_digest(value) for value in function.__defaults__ or ()]
+    name = f"{function.__module__}.{function.__qualname__}"
+    return joblib.hash([name, code.co_code, code.co_names, constants, inner, held, given])
 
 
 def _text(value):
@@ -185,6 +203,6 @@ def _digest(data):
         parts = (values.data, values.indices, values.indptr) if issparse(values) else (values,)
         for part in parts:
             digest.update(f"{part.dtype.str} {part.shape}".encode())
-            plain = part.astype("S") if part.dtype.kind in "UO" else part
+            plain = part.astype("U") if part.dtype.kind == "O" else part
             digest.update(np.ascontiguousarray(plain).view(np.uint8))
     return digest.hexdigest()

@@ -105,9 +105,11 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
 
     A family of models provides
 
-    - ``_read(X, y, earlier, **given)``: a :class:`CheckedTable` of checked data;
-    - ``_make_run(table, clients, roster, earlier, order)``: a :class:`Run`; `order` is the entropy
-      of what is drawn before the rounds, or None;
+    - ``_read(X, y, earlier, **given)``: a :class:`CheckedTable` of checked data, which has as many
+      features as those of the `earlier` rounds, if there are any;
+    - ``_make_run(table, clients, roster, earlier, order)``: a :class:`Run`, or a ValueError if the
+      `earlier` rounds had a model of another shape; `order` is the entropy of what is drawn before
+      the rounds, or None;
     - ``_models(state, ids, layout)``: the fitted attributes of a state;
     - ``_rounds_of_a_pass(clients)``: rounds of one ``partial_fit``;
     - ``_check_parameters()``, if parameters of its own can contradict one another;
@@ -353,7 +355,10 @@ def _first_state(task, release, clip_quantile):
     for name, values in old.own.items():
         own[name] = np.zeros((n_clients, *values.shape[1:]), dtype=values.dtype)
         own[name][task.roster.earlier] = values
-    schedule = run.rows.schedule.resume(run.rows, n_clients, old.schedule, task.roster.earlier)
+    schedule = state.schedule
+    if schedule.keys() == old.schedule.keys():  # else another kind, which starts anew
+        resume = run.rows.schedule.resume
+        schedule = resume(run.rows, n_clients, old.schedule, task.roster.earlier)
     moving = clip_quantile is not None and math.isfinite(old.bound)
     bound = old.bound if moving else state.bound
     return replace(old, clients=state.clients, schedule=schedule, bound=bound, own=own)

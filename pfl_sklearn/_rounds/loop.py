@@ -3,8 +3,9 @@
 A method is a few functions on blocks of clients (:class:`Method`). Server state, client state and
 messages are dicts of arrays. Two interfaces stand beside the method:
 
-- *rows* (``blocks``, ``collect``) cut the sampled clients' batches into blocks and put what the
-  blocks sent in the order of the clients (:class:`~pfl_sklearn._rounds.rows.ClientRows`);
+- *rows* (``blocks``, ``collect``, ``with_schedule``) cut the sampled clients' batches into blocks
+  and put what the blocks sent in the order of the clients
+  (:class:`~pfl_sklearn._rounds.rows.ClientRows`);
 - the *release* (``start``, ``before_update``, ``release``, ``after_update``, ``finish``) turns
   messages into what the server may see (:class:`~pfl_sklearn._rounds.release.JointSum`).
 
@@ -59,7 +60,8 @@ class Method(NamedTuple):
     """A method on rounds.
 
     ``init()`` gives the server's and the clients' arrays, the latter with clients first.
-    ``client_update(server, t, batch, clients)`` gives the :class:`Update` of a block.
+    ``client_update(server, t, batch, clients)`` gives the :class:`Update` of a block; the server's
+    arrays are read-only there.
     ``server_update(server, total, t)`` gives the server's new arrays. `messages` maps the name of
     each part of a client's message to its shape.
     """
@@ -149,9 +151,15 @@ class State:
 
 
 def _read_only(values):
-    seen = values.view()
+    """View of an array, or of a number, that cannot be written through."""
+    seen = np.asarray(values).view()
     seen.flags.writeable = False
     return seen
+
+
+def _views(arrays):
+    """Read-only views of a dict of arrays."""
+    return {name: _read_only(values) for name, values in arrays.items()}
 
 
 def start(method, rows, release, n_clients=None):
@@ -195,7 +203,7 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
             sampled = plan.sampling.draw(rng, rows.n_clients)
             blocks = rows.blocks(sampled, state.schedule, t, rng, workers)
             state.server = release.before_update(state.server, blocks, t, rng)
-            update = partial(method.client_update, state.server, t)
+            update = partial(method.client_update, _views(state.server), t)
             done = run(update, [(block.batch, block.states(state.clients)) for block in blocks])
             for block, (_, new, losses) in zip(blocks, done, strict=True):
                 fine = block.finite(new, losses) if protected else None
@@ -233,13 +241,14 @@ def _record(state, n_sampled, loss, released):
 
 def _run_last_phase(phase, rows, state, rng, run, protected):
     """Arrays that the last phase leaves; a client whose result is not finite keeps the initial."""
-    own = phase.init(state.server, state.clients)
+    server, clients = _views(state.server), _views(state.clients)
+    own = {name: np.array(values) for name, values in phase.init(server, clients).items()}
     for name, earlier in state.own.items():
         absent = np.delete(np.arange(len(earlier)), rows.clients)
         own[name][absent] = earlier[absent]
-    rows = rows._replace(schedule=phase.schedule)
+    rows = rows.with_schedule(phase.schedule)
     schedule = phase.schedule.start(rows, len(rows.clients))
-    update = partial(phase.update, state.server)
+    update = partial(phase.update, server)
     everyone = np.arange(rows.n_clients)
     for first in range(0, len(everyone), _AT_ONCE):
         some = everyone[first : first + _AT_ONCE]

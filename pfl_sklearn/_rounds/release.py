@@ -1,14 +1,15 @@
 """What clients send: flattened in one place, clipped once jointly, noised once as a sum."""
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
-from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
+from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum, Released
 
 
-class JointSum(NamedTuple):
+@dataclass(frozen=True)
+class JointSum:
     """Release of messages that are dicts of arrays: one clip and one noise for all parts together.
 
     Parameters
@@ -18,13 +19,21 @@ class JointSum(NamedTuple):
     shapes : dict of str to tuple
         Shape of each part of one client's message.
     scales : dict of str to float, default=None
-        Bound of each part, in its units. Parts are divided by it before they are clipped, and
-        their sum is multiplied by it again; the mechanism's own bound is in the scaled units.
+        Bound of each part, in its units: positive and finite. Parts are divided by it before they
+        are clipped, and their sum is multiplied by it again; the mechanism's own bound is in the
+        scaled units.
     """
 
     mechanism: ClippedSum
     shapes: dict[str, tuple[int, ...]]
     scales: dict[str, float] | None = None
+
+    def __post_init__(self):
+        for name in self.scales or ():
+            if not 0 < self.scales[name] < math.inf:
+                raise ValueError(
+                    f"scales[{name!r}] must be positive and finite; got {self.scales[name]!r}."
+                )
 
     def start(self):
         """Clipping bound of the first round."""
@@ -36,6 +45,14 @@ class JointSum(NamedTuple):
 
     def release(self, messages, bound, n_expected, rng):
         """Release of a round; its total is a dict of arrays of the shapes of one message."""
+        for name, shape in self.shapes.items():
+            if messages[name].shape[1:] != shape:
+                raise ValueError(
+                    f"the part {name!r} of a message has shape {messages[name].shape[1:]}; the "
+                    f"method states {shape}."
+                )
+        if not self.shapes:  # nothing is sent
+            return Released({}, bound, 0.0)
         flat = self._flatten(messages)
         released = self.mechanism.release(flat, bound, n_expected, rng)
         return released._replace(total=self._split(released.total))

@@ -98,7 +98,9 @@ class Reshuffled(NamedTuple):
     A batch has `batch_size` rows, or all rows of a client that has fewer, or of any client if
     `batch_size` is None. Passes follow one another without a gap, so a batch may hold the end of
     one and the start of the next. The state is the present order of each client's rows,
-    ``order`` (n_rows,), where the client is in it, ``position`` (m,), and ``sizes`` (m,).
+    ``order`` (n_rows,), where the client is in it, ``position`` (m,), how many rows it has,
+    ``sizes`` (m,), and which of all clients it is, ``clients`` (m,). A round costs what its batches
+    cost, and once a pass all rows of the client.
     """
 
     batch_size: int | None
@@ -107,13 +109,26 @@ class Reshuffled(NamedTuple):
     def start(self, rows, n_clients):
         """State before the first round: every client is at the end of a pass."""
         sizes = np.diff(rows.offsets)
-        return {"order": np.arange(len(rows.y)), "position": sizes.copy(), "sizes": sizes}
+        return {
+            "order": np.arange(len(rows.y)),
+            "position": sizes.copy(),
+            "sizes": sizes,
+            "clients": rows.clients.copy(),
+        }
 
     def resume(self, rows, n_clients, earlier, where):
-        """The earlier state if every client has as many rows as then, else a new start."""
-        if np.array_equal(earlier["sizes"], np.diff(rows.offsets)):
-            return {name: values.copy() for name, values in earlier.items()}
-        return self.start(rows, n_clients)
+        """State in which clients with as many rows as before go on with their pass."""
+        state = self.start(rows, n_clients)
+        _, now, then = np.intersect1d(rows.clients, where[earlier["clients"]], return_indices=True)
+        same = state["sizes"][now] == earlier["sizes"][then]
+        now, then = now[same], then[same]
+        sizes, first = state["sizes"][now], rows.offsets[now]
+        before = (np.cumsum(earlier["sizes"]) - earlier["sizes"])[then]
+        slots = np.repeat(before, sizes) + count_within(sizes)
+        moved = earlier["order"][slots] + np.repeat(first - before, sizes)
+        state["order"][np.repeat(first, sizes) + count_within(sizes)] = moved
+        state["position"][now] = earlier["position"][then]
+        return state
 
     def draw(self, rows, sampled, state, t, rng):
         """Next rows: a list of members (g,) and the numbers (g, n_batches, b) of their rows."""
@@ -123,28 +138,37 @@ class Reshuffled(NamedTuple):
         for length in _distinct(lengths):
             (members,) = (lengths == length).nonzero()
             size = length if self.batch_size is None else min(self.batch_size, length)
-            n_rows, at = self.n_batches * size, first.take(members)[:, None] + np.arange(length)
-            taken = self._advance(state, sampled.take(members), at, n_rows, rng)
+            taken = np.empty((len(members), self.n_batches * size), dtype=np.intp)
+            position, steps = state["position"].take(sampled.take(members)), taken.shape[1]
+            short = position + steps > length
+            for some, advance in ((~short, _go_on), (short, _reshuffle)):
+                if some.any():
+                    clients = sampled.take(members[some])
+                    taken[some] = advance(state, clients, first.take(members[some]), steps, rng)
             found.append((members, taken.reshape(len(members), self.n_batches, size)))
         return found
 
-    def _advance(self, state, clients, at, n_rows, rng):
-        """Next `n_rows` rows of clients whose rows are at ``order[at]``, at (g, length)."""
-        position, length = state["position"].take(clients), at.shape[1]
-        orders, end = [state["order"][at]], position + n_rows
-        (short,) = (end > length).nonzero()
-        n_passes = -(-n_rows // length) if len(short) else 0
-        for _ in range(n_passes):
-            drawn = np.zeros_like(at)
-            drawn[short] = rng.permuted(at[short], axis=1)
-            orders.append(drawn)
-        stream = np.concatenate(orders, axis=1)
-        taken = np.take_along_axis(stream, position[:, None] + np.arange(n_rows), axis=1)
-        done = (end - 1) // length
-        last = done[:, None] * length + np.arange(length)
-        state["order"][at] = np.take_along_axis(stream, last, axis=1)
-        state["position"][clients] = end - done * length
-        return taken
+
+def _go_on(state, clients, first, steps, rng):
+    """Next rows (g, steps) of clients whose pass has that many left; theirs start at `first`."""
+    position = state["position"].take(clients)
+    state["position"][clients] += steps
+    return state["order"][(first + position)[:, None] + np.arange(steps)]
+
+
+def _reshuffle(state, clients, first, steps, rng):
+    """Next rows (g, steps) of clients with equally many, whose pass ends among them."""
+    position, length = state["position"].take(clients), int(state["sizes"][clients[0]])
+    at, end = first[:, None] + np.arange(length), position + steps
+    orders = [state["order"][at]]
+    orders += [rng.permuted(at, axis=1) for _ in range(-(-steps // length))]
+    stream = np.concatenate(orders, axis=1)
+    taken = np.take_along_axis(stream, position[:, None] + np.arange(steps), axis=1)
+    done = (end - 1) // length
+    last = done[:, None] * length + np.arange(length)
+    state["order"][at] = np.take_along_axis(stream, last, axis=1)
+    state["position"][clients] = end - done * length
+    return taken
 
 
 class ClientRows(NamedTuple):
@@ -166,9 +190,13 @@ class ClientRows(NamedTuple):
         """Clients with rows."""
         return len(self.clients)
 
+    def with_schedule(self, schedule):
+        """The same rows under another schedule."""
+        return self._replace(schedule=schedule)
+
     def blocks(self, sampled, state, t, rng, workers=1):
         """Blocks of the sampled clients with their next rows; the schedule's state moves on."""
-        found, width = [], math.prod(self.X.shape[1:])
+        found, width = [], max(math.prod(self.X.shape[1:]), 1)
         for members, rows in self.schedule.draw(self, sampled, state, t, rng):
             step = max(_BLOCK // (math.prod(rows.shape[1:]) * width), 1)
             step = min(step, -(-len(members) // workers))

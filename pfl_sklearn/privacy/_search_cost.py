@@ -295,8 +295,7 @@ def _find_search(estimator: Any) -> tuple[Any, list[str]]:
                 leaks.append(f"step {name!r} ({type(step).__name__}) learnt without noise")
         if not is_transparent(found):
             leaks.append(f"{type(found).__name__} around the search states no privacy")
-        inner = inner_estimator(found)
-        found = getattr(found, "estimator_", None) if inner is None else inner
+        found = inner_estimator(found)
     raise ValueError(
         f"{type(estimator).__name__} contains no search: expected a fitted GridSearchCV, "
         "RandomizedSearchCV, halving search or PrivateSelectCV, or a wrapper around one."

@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import sklearn
-from sklearn.base import clone
+from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone
 from sklearn.feature_selection import RFE
 from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LinearRegression
@@ -161,3 +161,22 @@ def test_a_step_that_learns_is_still_named():
     model = fitted(make_pipeline(StandardScaler(), clone(MODEL)))
     assert privacy_of(model).epsilon == math.inf
     assert search_cost(fitted(GridSearchCV(model, {}, **FOLDS))).epsilon == math.inf
+
+
+class OfSomebodyElse(MetaEstimatorMixin, BaseEstimator):
+    """A wrapper that is neither ours nor scikit-learn's."""
+
+    def __init__(self, estimator):
+        self.estimator = estimator
+
+    def fit(self, X, y, groups):
+        self.estimator_ = clone(self.estimator).fit(X, y, groups=groups)
+        return self
+
+
+def test_clients_inside_a_wrapper_of_somebody_else():
+    """They are found, but nobody vouches for what the wrapper learns."""
+    model = OfSomebodyElse(GaussianMean()).fit(X, Y, GROUPS)
+    np.testing.assert_array_equal(known_clients(model), np.arange(40))
+    assert privacy_of(model).epsilon == math.inf
+    assert not is_transparent(model)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from sklearn.base import clone
 
+from pfl_sklearn._rounds.checkpoint import described
 from pfl_sklearn.linear_model import DivergenceError
 from pfl_sklearn.privacy import PrivacyLedger
 from tests.helpers.callbacks import StopAfter
@@ -77,6 +78,36 @@ def test_a_parameter_that_the_text_of_a_component_hides(tmp_path):
         model.fit(X, y, groups=groups)
     model.set_params(recipe=Recipe(0.1)).fit(X, y, groups=groups)
     assert model.n_rounds_ == 5
+
+
+@pytest.mark.parametrize("ids", ["name", "object"])
+def test_ids_beyond_ascii(tmp_path, ids):
+    X, y, groups = table()
+    names = np.array([f"Zürich {k}" for k in groups], dtype=object if ids == "object" else None)
+    model = model_of(checkpoint=tmp_path / "run")
+    interrupt(model, (X, y, names), 3)
+    assert model.fit(X, y, groups=names).clients_[0] == "Zürich 0"
+
+
+def loss_of(scale):
+    return lambda error: scale * error
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (lambda error: error, lambda error: 2 * error),
+        (loss_of(1.0), loss_of(2.0)),
+        ({"f": loss_of(1.0)}, {"f": loss_of(2.0)}),
+        (np.sum, np.mean),
+        (StopAfter, Recipe),
+        ([1.0, 2.0], (1.0, 2.0)),
+        (np.zeros(2), np.zeros(3)),
+    ],
+)
+def test_parameters_of_any_kind_are_told_apart(first, second):
+    seen = [described(Recipe(lr))["lr"][0] for lr in (first, first, second)]
+    assert seen[0] == seen[1] != seen[2]
 
 
 def test_new_clients_join_in_a_partial_fit():

@@ -5,7 +5,15 @@ import numpy as np
 import pytest
 
 from pfl_sklearn._rounds import rows as rounds_rows
-from pfl_sklearn._rounds.loop import Plan, Sampling, run_rounds, start
+from pfl_sklearn._rounds.loop import (
+    LastPhase,
+    Method,
+    Plan,
+    Sampling,
+    Update,
+    run_rounds,
+    start,
+)
 from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
 from pfl_sklearn.privacy import ClippedSum
@@ -171,6 +179,66 @@ def test_the_last_phase_is_each_clients_own():
 
 def test_no_last_phase_leaves_nothing():
     assert run("fedavg").own == {}
+
+
+def test_a_last_phase_that_starts_from_the_clients_arrays_leaves_them_alone():
+    """Its first arrays may be the clients' own, or a broadcast one."""
+    plain, rows = METHODS["apfl"](), table()
+
+    def first(server, clients):
+        shared = np.broadcast_to(server["global"], (N, D))
+        return {"local": clients["local"], "shared": shared}
+
+    def update(server, batch, clients, own):
+        return {name: values + 1 for name, values in own.items()}, np.zeros(len(batch.X))
+
+    method = plain._replace(last_phase=LastPhase(first, update, Reshuffled(4, 1)))
+    release, states = JointSum(ClippedSum(None), plain.messages), []
+    for each in (plain, method):
+        state = start(each, rows, release)
+        for n_rounds in (4, 9):
+            plan = Plan(n_rounds, Sampling(RATE), SEED)
+            state = run_rounds(each, rows, state, plan, release)
+        states.append(state)
+    for name in ("local", "mixing"):
+        np.testing.assert_array_equal(states[1].clients[name], states[0].clients[name])
+    np.testing.assert_array_equal(states[1].own["local"], states[0].clients["local"] + 1)
+    np.testing.assert_array_equal(states[1].own["shared"][3], states[0].server["global"] + 1)
+
+
+@every_method
+def test_a_view_of_the_state_cannot_be_written(name):
+    """Also where the server's state holds a number."""
+    state = run(name).view()
+    for group in (state.server, state.clients, state.schedule, state.own):
+        for values in group.values():
+            assert not values.flags.writeable
+
+
+def test_a_client_cannot_write_the_servers_state():
+    method, rows = METHODS["fedavg"](), table()
+
+    def cheat(server, t, batch, clients):
+        server["global"] += batch.y.sum()
+
+    release = JointSum(ClippedSum(None), method.messages)
+    plan = Plan(1, Sampling(1.0), SEED)
+    with pytest.raises(ValueError, match="read-only"):
+        cheating = method._replace(client_update=cheat)
+        run_rounds(cheating, rows, start(method, rows, release), plan, release)
+
+
+def test_a_method_without_messages():
+    """Every client by itself."""
+
+    def update(server, t, batch, clients):
+        return Update({}, {"seen": clients["seen"] + 1}, np.zeros(len(batch.X)))
+
+    method = Method(lambda: ({}, {"seen": np.zeros(N)}), update, lambda server, *_: server, {})
+    rows, release = table(), JointSum(ClippedSum(1.0, 1.0), {})
+    state = start(method, rows, release)
+    run_rounds(method, rows, state, Plan(5, Sampling(1.0), SEED, n_jobs=2), release)
+    np.testing.assert_array_equal(state.clients["seen"], 5)
 
 
 @pytest.mark.parametrize("protected", [False, True])

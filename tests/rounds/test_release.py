@@ -52,6 +52,18 @@ def test_one_client_moves_the_scaled_sum_by_at_most_the_bound():
         )
 
 
+@pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf])
+def test_scales_are_positive_and_finite(scale):
+    with pytest.raises(ValueError, match=r"scales\['scale'\].*" + str(scale)):
+        JointSum(ClippedSum(1.0), SHAPES, {"weights": 1.0, "scale": scale})
+
+
+def test_messages_of_another_shape_are_refused():
+    release = JointSum(ClippedSum(1.0), {"weights": (4, 2)})
+    with pytest.raises(ValueError, match=r"'weights'.*\(8,\).*\(4, 2\)"):
+        release.release({"weights": np.zeros((3, 8))}, 1.0, 3, np.random.default_rng(0))
+
+
 def test_the_noise_is_that_of_one_release():
     """Of every part in its own units, and drawn once for all of them."""
     scales = {"weights": 0.3, "scale": 5.0}

@@ -78,13 +78,37 @@ def test_an_order_stays_for_its_pass_and_a_later_run_goes_on():
         np.testing.assert_array_equal(state[name], values)
 
 
-def test_other_rows_start_a_new_pass():
-    rows = rows_of([4, 6], Reshuffled(2, 1))
+def test_clients_with_other_rows_start_a_new_pass_and_the_others_go_on():
+    """Clients 0, 1 and 2 of three become 0, 2 and 3 of four; client 2 has one more row."""
+    rows = rows_of([5, 6, 4], Reshuffled(3, 1))
     _, state = taken(rows, 3, np.random.default_rng(0))
-    other = rows_of([6, 4], Reshuffled(2, 1))
-    fresh = other.schedule.resume(other, 2, state, np.arange(2))
-    np.testing.assert_array_equal(fresh["order"], np.arange(10))
-    np.testing.assert_array_equal(fresh["position"], [6, 4])
+    other = rows_of([5, 4, 7, 4], Reshuffled(3, 1))
+    got = other.schedule.resume(other, 4, state, np.array([0, 2, 3]))
+    np.testing.assert_array_equal(
+        got["position"], [state["position"][0], 4, 7, *state["position"][2:]]
+    )
+    np.testing.assert_array_equal(got["order"][:5], state["order"][:5])
+    np.testing.assert_array_equal(got["order"][5:16], np.arange(5, 16))
+    np.testing.assert_array_equal(got["order"][16:], state["order"][11:] + 5)
+    assert set(got["position"][[0, 3]]) != {5, 4}  # they are within a pass
+
+
+def test_rows_of_absent_clients_do_not_decide_for_new_ones():
+    """As many rows, but of other clients."""
+    rows = rows_of([8, 8], Reshuffled(3, 1))
+    _, state = taken(rows, 2, np.random.default_rng(0))
+    other = rows_of([8, 8], Reshuffled(3, 1))._replace(clients=np.array([2, 3]))
+    got = other.schedule.resume(other, 4, state, np.array([0, 1]))
+    np.testing.assert_array_equal(got["order"], np.arange(16))
+    np.testing.assert_array_equal(got["position"], [8, 8])
+
+
+@pytest.mark.parametrize("schedule", [InTurn(np.minimum(SIZES, 3)), Reshuffled(3, 2)], ids=repr)
+def test_rows_without_features(schedule):
+    rows = rows_of(SIZES, schedule, np.zeros((SIZES.sum(), 0)))
+    state = schedule.start(rows, len(SIZES))
+    blocks = rows.blocks(np.arange(8), state, 0, np.random.default_rng(0))
+    assert sum(len(block.members) for block in blocks) == 8
 
 
 @pytest.mark.parametrize("schedule", [InTurn(np.minimum(SIZES, 3)), Reshuffled(3, 2)], ids=repr)

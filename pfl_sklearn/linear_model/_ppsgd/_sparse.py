@@ -164,6 +164,10 @@ class SparseRows(NamedTuple):
         """Which rows a round uses."""
         return self.rows.schedule
 
+    def with_schedule(self, schedule):
+        """The same rows under another schedule, which has to give ragged draws."""
+        return self._replace(rows=self.rows.with_schedule(schedule))
+
     def blocks(self, sampled, state, t, rng, workers=1):
         """Blocks of the sampled clients, in their order, with their next rows."""
         step = max(-(-len(sampled) // workers), 1)

@@ -21,6 +21,7 @@ _SMALLEST_BOUND, _LARGEST_BOUND = 1e-100, 1e100
 _SMALLEST_NOISE = 1e-12
 # How far the bound may move from where it started: nothing over- or underflows.
 _FARTHEST = 1e6
+_CONVERTED = 1 << 17  # numbers that are converted to double precision at a time
 # Squared norms above it may have overflowed, and NaN is not below it.
 _LARGEST_SQUARE = 1e300
 
@@ -231,16 +232,18 @@ _SAMPLING_NAMES = {
 def _clipped_sum(messages: npt.NDArray[Any], bound: float) -> tuple[Floats, npt.NDArray[np.bool_]]:
     """Sum of clipped messages (k, ...) in float64, and which of them (k,) were within the bound.
 
-    Messages of another type are converted one at a time: a copy of all would take the most memory
-    of a round.
+    Messages of another type are converted a few at a time: a copy of all would take the most
+    memory of a round.
     """
     if messages.dtype == np.float64:
         kept, within = _clipped(messages, bound)
         return kept.sum(axis=0), within
     total, within = np.zeros(messages.shape[1:]), np.zeros(len(messages), dtype=np.bool_)
-    for i in range(len(messages)):
-        one, within[i : i + 1] = _clipped(messages[i : i + 1].astype(np.float64), bound)
-        total += one[0]
+    step = max(_CONVERTED // max(math.prod(messages.shape[1:]), 1), 1)
+    for start in range(0, len(messages), step):
+        part = slice(start, start + step)
+        kept, within[part] = _clipped(messages[part].astype(np.float64), bound)
+        total += kept.sum(axis=0)
     return total, within
 
 

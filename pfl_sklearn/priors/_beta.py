@@ -73,7 +73,19 @@ class BetaPrior(BaseEstimator):
         return self.alpha is not None
 
     def with_moments(self, mean, concentration):
-        """Copy of this prior with this `mean`, moved off 0 and 1, and alpha + beta."""
+        r"""Copy of this prior with a given mean and concentration.
+
+        Parameters
+        ----------
+        mean : float in [0, 1]
+            Mean :math:`\alpha / (\alpha + \beta)`, moved off 0 and 1 where necessary.
+        concentration : float, > 0
+            Sum :math:`\alpha + \beta`.
+
+        Returns
+        -------
+        BetaPrior
+        """
         mean = np.clip(mean, _SMALLEST_MEAN, 1 - _SMALLEST_MEAN)
         return clone(self).set_params(
             alpha=float(mean * concentration), beta=float((1 - mean) * concentration)
@@ -194,7 +206,20 @@ class BetaPrior(BaseEstimator):
         return mean, mean * (1 - mean) / (total + 1)
 
     def posterior_quantiles(self, successes, trials, tails):
-        """Quantiles of the clients' posteriors: an array (n_clients,) for each of `tails`."""
+        """Quantiles of the clients' posteriors.
+
+        Parameters
+        ----------
+        successes, trials : ndarrays of shape (n_clients,)
+            Each client's counts.
+        tails : iterable of float in [0, 1]
+            Lower-tail probabilities of the quantiles, such as 0.05 and 0.95.
+
+        Returns
+        -------
+        list of ndarrays of shape (n_clients,)
+            One array for each of `tails`.
+        """
         self._check_known()
         parameters = self.alpha + successes, self.beta + trials - successes
         return [betaincinv(*parameters, tail) for tail in tails]

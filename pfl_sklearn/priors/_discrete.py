@@ -83,7 +83,19 @@ class DiscretePrior(mixture.MixturePrior):
         return self.points is not None
 
     def with_values(self, points, weights):
-        """Copy of this prior with `points` (k, d) and `weights` (k,)."""
+        """Copy of this prior with given points and weights.
+
+        Parameters
+        ----------
+        points : array-like of shape (k, d)
+            One point per row.
+        weights : array-like of shape (k,)
+            Probabilities of the points; they sum to 1.
+
+        Returns
+        -------
+        DiscretePrior
+        """
         return clone(self).set_params(n_components=len(weights), points=points, weights=weights)
 
     @property
@@ -97,15 +109,59 @@ class DiscretePrior(mixture.MixturePrior):
         return 0.0
 
     def with_mixture(self, means, covariances, weights):
-        """Copy of this prior with `means` (k, d) as points and `weights` (k,)."""
+        """Copy of this prior from the parts that all mixture priors share.
+
+        Parameters
+        ----------
+        means : array-like of shape (k, d)
+            The points.
+        covariances : object
+            Ignored: points have no spread.
+        weights : array-like of shape (k,)
+            Probabilities of the points; they sum to 1.
+
+        Returns
+        -------
+        DiscretePrior
+        """
         return self.with_values(means, weights)
 
     def n_parameters(self, d):
-        """Number of free parameters in d dimensions; `n_components` must be a number."""
+        """Number of free parameters; `n_components` must be a number.
+
+        Parameters
+        ----------
+        d : int
+            Dimension of the points.
+
+        Returns
+        -------
+        int
+        """
         return Shape("fixed").n_parameters(self.n_components, d)
 
     def known_mixture(self, d=None):
-        """Points (k, d), covariances (k, d, d) of zero, and weights (k,) of a known prior."""
+        """Points of a known prior as components without spread.
+
+        Parameters
+        ----------
+        d : int or None, default=None
+            Dimension that the points must have. None accepts any.
+
+        Returns
+        -------
+        means : ndarray of shape (k, d)
+            The points.
+        covariances : ndarray of shape (k, d, d)
+            Zero.
+        weights : ndarray of shape (k,)
+            Probabilities of the points.
+
+        Raises
+        ------
+        ValueError
+            If the prior is not known, or its points have another dimension.
+        """
         if not self.is_known:
             raise ValueError(
                 "this DiscretePrior is not known yet; give points and weights, or fit it."

@@ -90,11 +90,37 @@ class GaussianPrior(BaseEstimator):
         return self.mean is not None and self.covariance is not None
 
     def known_mean(self, d):
-        """Given mean as an array (d,), or None if it is to be estimated."""
+        """Given mean, or None if it is to be estimated.
+
+        Parameters
+        ----------
+        d : int
+            Number of coordinates. A mean given as a number is repeated for all of them.
+
+        Returns
+        -------
+        ndarray of shape (d,) or None
+        """
         return known_vector(self, "mean", d)
 
     def known_variances(self, d):
-        """Variances (d,) of the given covariance, which must be diagonal, or None."""
+        """Variances of the given covariance, which must be diagonal.
+
+        Parameters
+        ----------
+        d : int
+            Number of coordinates. A variance given as a number is repeated for all of them.
+
+        Returns
+        -------
+        ndarray of shape (d,) or None
+            None if the covariance is to be estimated.
+
+        Raises
+        ------
+        ValueError
+            If the covariance has another shape, negative entries, or entries off the diagonal.
+        """
         if self.covariance is None:
             return None
         covariance = np.asarray(self.covariance, dtype=float)
@@ -113,7 +139,16 @@ class GaussianPrior(BaseEstimator):
         return np.broadcast_to(covariance.ravel(), (d,)).copy()
 
     def known_covariance(self, d):
-        """Given covariance as a matrix (d, d), or None if it is to be estimated.
+        """Given covariance as a matrix, or None if it is to be estimated.
+
+        Parameters
+        ----------
+        d : int
+            Number of coordinates. A variance given as a number is repeated for all of them.
+
+        Returns
+        -------
+        ndarray of shape (d, d) or None
 
         Raises
         ------
@@ -160,7 +195,19 @@ class GaussianPrior(BaseEstimator):
         return self.with_values(mean, scatter if full else low_rank_covariance(scatter, self.rank))
 
     def with_values(self, mean, covariance):
-        """Copy of this prior with `mean` (d,) and `covariance`, (d,) for a diagonal or (d, d)."""
+        """Copy of this prior with a given mean and covariance.
+
+        Parameters
+        ----------
+        mean : float or array-like of shape (d,)
+            Population mean.
+        covariance : float or array-like of shape (d,) or (d, d)
+            Variances of the coordinates, or their covariance matrix.
+
+        Returns
+        -------
+        GaussianPrior
+        """
         covariance = np.asarray(covariance)
         matrix = np.diag(covariance) if covariance.ndim == 1 else covariance
         return type(self)(mean, matrix, self.covariance_type, self.rank)

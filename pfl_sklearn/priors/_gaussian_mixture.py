@@ -113,21 +113,79 @@ class GaussianMixturePrior(mixture.MixturePrior):
         return all(given)
 
     def with_values(self, means, covariances, weights):
-        """Copy of this prior with `means` (k, d), `covariances` (k, d, d) and `weights` (k,)."""
+        """Copy of this prior with given components.
+
+        Parameters
+        ----------
+        means : array-like of shape (k, d)
+            One mean per component.
+        covariances : float or array-like of shape (k,), (k, d) or (k, d, d)
+            Variances of the components, or their covariances. One number holds for all.
+        weights : array-like of shape (k,)
+            Probabilities of the components; they sum to 1.
+
+        Returns
+        -------
+        GaussianMixturePrior
+        """
         return clone(self).set_params(
             n_components=len(weights), means=means, covariances=covariances, weights=weights
         )
 
     def with_mixture(self, means, covariances, weights):
-        """The same as :meth:`with_values`, under the name that all mixture priors share."""
+        """The same as :meth:`with_values`, under the name that all mixture priors share.
+
+        Parameters
+        ----------
+        means : array-like of shape (k, d)
+            One mean per component.
+        covariances : float or array-like of shape (k,), (k, d) or (k, d, d)
+            Variances of the components, or their covariances. One number holds for all.
+        weights : array-like of shape (k,)
+            Probabilities of the components; they sum to 1.
+
+        Returns
+        -------
+        GaussianMixturePrior
+        """
         return self.with_values(means, covariances, weights)
 
     def n_parameters(self, d):
-        """Number of free parameters in d dimensions; `n_components` must be a number."""
+        """Number of free parameters; `n_components` must be a number.
+
+        Parameters
+        ----------
+        d : int
+            Dimension of the components.
+
+        Returns
+        -------
+        int
+        """
         return self._shape().n_parameters(self.n_components, d)
 
     def known_mixture(self, d=None):
-        """Given means (k, d), covariances (k, d, d) and weights (k,) of a known prior."""
+        """Given means, covariances and weights of a known prior.
+
+        Parameters
+        ----------
+        d : int or None, default=None
+            Dimension that the means must have. None accepts any.
+
+        Returns
+        -------
+        means : ndarray of shape (k, d)
+            One mean per component.
+        covariances : ndarray of shape (k, d, d)
+            One matrix per component.
+        weights : ndarray of shape (k,)
+            Probabilities of the components.
+
+        Raises
+        ------
+        ValueError
+            If the prior is not known, or its parameters have wrong shapes or values.
+        """
         if not self.is_known:
             raise ValueError(
                 "this GaussianMixturePrior is not known yet; give means, covariances and weights, "

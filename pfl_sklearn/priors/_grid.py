@@ -93,7 +93,17 @@ class GridPrior(BaseEstimator):
         return np.linspace(low, high, self.n_points)
 
     def with_weights(self, weights):
-        """Copy of this prior with known weights."""
+        """Copy of this prior with known weights.
+
+        Parameters
+        ----------
+        weights : array-like of shape (n_points,)
+            Probabilities of the grid points; they sum to 1.
+
+        Returns
+        -------
+        GridPrior
+        """
         return clone(self).set_params(weights=weights)
 
     def _ends(self, low, high):
@@ -175,9 +185,22 @@ class GridPrior(BaseEstimator):
         return ranged.with_weights(mixing_weights(ranged.likelihood(successes, trials), counts))
 
     def likelihood(self, successes, trials):
-        """Binomial likelihood (n_pairs, n_points) at the grid, divided by each row's largest value.
+        """Binomial likelihood at the grid points, divided by each row's largest value.
 
-        It is 0 at points whose weight is known to be 0.
+        Parameters
+        ----------
+        successes, trials : ndarrays of shape (n_pairs,)
+            Counts, one pair per client or one per distinct pair.
+
+        Returns
+        -------
+        ndarray of shape (n_pairs, n_points)
+            0 at points whose weight is known to be 0.
+
+        Raises
+        ------
+        ValueError
+            If the counts are impossible at every point with a weight.
         """
         log = xlogy(successes[:, None], self.support)
         log = log + xlog1py((trials - successes)[:, None], -self.support)
@@ -245,13 +268,36 @@ class GridPrior(BaseEstimator):
         return mean, np.einsum("uk,uk->u", posterior, squares)
 
     def posterior_weights(self, successes, trials):
-        """Posterior probabilities (n_clients, n_points) of the grid points."""
+        """Posterior probabilities of the grid points.
+
+        Parameters
+        ----------
+        successes, trials : ndarrays of shape (n_clients,)
+            Each client's counts.
+
+        Returns
+        -------
+        ndarray of shape (n_clients, n_points)
+        """
         weights = self._known_weights()
         joint = self.likelihood(successes, trials) * weights
         return joint / joint.sum(axis=1, keepdims=True)
 
     def posterior_quantiles(self, successes, trials, tails):
-        """Quantiles of the clients' posteriors: an array (n_clients,) for each of `tails`."""
+        """Quantiles of the clients' posteriors, which are points of the grid.
+
+        Parameters
+        ----------
+        successes, trials : ndarrays of shape (n_clients,)
+            Each client's counts.
+        tails : iterable of float in [0, 1]
+            Lower-tail probabilities of the quantiles, such as 0.05 and 0.95.
+
+        Returns
+        -------
+        list of ndarrays of shape (n_clients,)
+            One array for each of `tails`.
+        """
         below = self.posterior_weights(successes, trials).cumsum(axis=1)
         positions = ((below < tail - 1e-12).sum(axis=1) for tail in tails)
         return [self.support[np.minimum(at, self.n_points - 1)] for at in positions]

@@ -65,11 +65,36 @@ class LaplacePrior(BaseEstimator):
         return self.location is not None and self.scale is not None
 
     def known_location(self, d):
-        """Given location as an array (d,), or None if it is to be estimated."""
+        """Given location, or None if it is to be estimated.
+
+        Parameters
+        ----------
+        d : int
+            Number of coordinates. A location given as a number is repeated for all of them.
+
+        Returns
+        -------
+        ndarray of shape (d,) or None
+        """
         return known_vector(self, "location", d)
 
     def known_scale(self, d):
-        """Given scale as an array (d,), or None if it is to be estimated."""
+        """Given scale, or None if it is to be estimated.
+
+        Parameters
+        ----------
+        d : int
+            Number of coordinates. A scale given as a number is repeated for all of them.
+
+        Returns
+        -------
+        ndarray of shape (d,) or None
+
+        Raises
+        ------
+        ValueError
+            If the scale has another shape, or is not finite and above 0.
+        """
         if self.scale is None:
             return None
         scale = np.asarray(self.scale, dtype=float)
@@ -117,7 +142,19 @@ class LaplacePrior(BaseEstimator):
         return self.with_values(location, scale)
 
     def with_values(self, location, scale):
-        """Copy of this prior with `location` (d,) and `scale`, a number or (d,)."""
+        """Copy of this prior with a given location and scale.
+
+        Parameters
+        ----------
+        location : float or array-like of shape (d,)
+            Population median.
+        scale : float or array-like of shape (d,), > 0
+            Mean absolute deviation from the median, for all coordinates or for each.
+
+        Returns
+        -------
+        LaplacePrior
+        """
         return type(self)(location, scale)
 
     def log_prob(self, theta):

@@ -27,7 +27,19 @@ class MixturePrior(BaseEstimator):
     """Methods of priors with components, on top of their ``known_mixture``."""
 
     def log_marginal(self, estimates, sampling_variances):
-        """Log density (n_clients,) of noisy estimates; parameters as in :meth:`posterior`."""
+        """Log density of unbiased Gaussian estimates of the clients' parameters.
+
+        Parameters
+        ----------
+        estimates : ndarray of shape (n_clients, d)
+            One estimate per client.
+        sampling_variances : ndarray of shape (n_clients, 1), (n_clients, d) or (n_clients, d, d)
+            Variances or covariances of the estimates.
+
+        Returns
+        -------
+        ndarray of shape (n_clients,), in nats
+        """
         return logsumexp(joint_log_density(*self._against(estimates, sampling_variances)), axis=1)
 
     def responsibilities(self, estimates, sampling_variances):

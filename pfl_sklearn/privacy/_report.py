@@ -112,7 +112,20 @@ class PrivacyReport:
 
     @classmethod
     def unprotected(cls, reason: str, **facts: Any) -> Self:
-        """Report of a fit that protects nobody, with the reason."""
+        """Report of a fit that protects nobody.
+
+        Parameters
+        ----------
+        reason : str
+            Why nothing protects the clients; it becomes the only warning.
+        **facts : dict
+            Other fields of the report, by name.
+
+        Returns
+        -------
+        PrivacyReport
+            Epsilon is infinite, unless `facts` say otherwise.
+        """
         return cls(
             **{
                 "epsilon": math.inf,
@@ -127,7 +140,22 @@ class PrivacyReport:
     def of_known_population(
         cls, released: tuple[str, ...], not_released: tuple[str, ...], n_clients: int | None
     ) -> Self:
-        """Report of a fit whose population model comes from the user, not from the data."""
+        """Report of a fit whose population model comes from the user, not from the data.
+
+        Parameters
+        ----------
+        released : tuple of str
+            Attributes of the fit that the promise covers.
+        not_released : tuple of str
+            Attributes of the fit that the promise does not cover.
+        n_clients : int or None
+            Number of clients in the fit; None if it is not public.
+
+        Returns
+        -------
+        PrivacyReport
+            Epsilon is 0.
+        """
         return cls(
             0.0,
             0.0,
@@ -151,6 +179,15 @@ class PrivacyReport:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Inverse of :meth:`to_dict`.
+
+        Parameters
+        ----------
+        values : dict
+            What :meth:`to_dict` returned, as it is or read from JSON.
+
+        Returns
+        -------
+        PrivacyReport
 
         Raises
         ------

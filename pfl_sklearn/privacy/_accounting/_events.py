@@ -43,6 +43,15 @@ class _Event:
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Inverse of :meth:`to_dict`.
 
+        Parameters
+        ----------
+        values : dict
+            What :meth:`to_dict` returned, as it is or read from JSON.
+
+        Returns
+        -------
+        Event of this class
+
         Raises
         ------
         ValueError
@@ -114,7 +123,18 @@ class SampledGaussian(_Event):
         return "replace_one" if self.sampling == "fixed" else "add_remove"
 
     def spending(self, relation: str) -> Spending:
-        """Cost of the rounds under `relation`."""
+        """Cost of the rounds under a relation.
+
+        Parameters
+        ----------
+        relation : {"add_remove", "replace_one", "zero_out"}
+            Neighbouring relation to state the cost for.
+
+        Returns
+        -------
+        Spending
+            Unbounded if the rounds are not defined under `relation` or have no noise.
+        """
         if self.n_rounds == 0:
             return Spending()
         replace, fixed = relation == "replace_one", self.sampling == "fixed"
@@ -168,7 +188,18 @@ class GaussianEvent(_Event):
             raise ValueError(f"n_releases must be a non-negative integer; got {self.n_releases!r}.")
 
     def spending(self, relation: str) -> Spending:
-        """Cost of the releases under `relation`."""
+        """Cost of the releases under a relation.
+
+        Parameters
+        ----------
+        relation : {"add_remove", "replace_one", "zero_out"}
+            Neighbouring relation to state the cost for.
+
+        Returns
+        -------
+        Spending
+            Unbounded if no parameter implies a bound under `relation`.
+        """
         if self.n_releases == 0:
             return Spending()
         known = [] if self.mu_add_remove is None else [self.mu_add_remove]
@@ -219,7 +250,18 @@ class PureEvent(_Event):
         check_relation(self.relation)
 
     def spending(self, relation: str) -> Spending:
-        """Cost of the event under `relation`."""
+        """Cost of the event under a relation.
+
+        Parameters
+        ----------
+        relation : {"add_remove", "replace_one", "zero_out"}
+            Neighbouring relation to state the cost for.
+
+        Returns
+        -------
+        Spending
+            Unbounded if the event's own relation implies no bound under `relation`.
+        """
         epsilon, delta = self.epsilon, self.delta
         if relation != self.relation:
             if relation != "replace_one":

@@ -155,6 +155,7 @@ class ClippedSum:
         n_expected : float, > 0
             Expected number of clients in a round: a public constant, never k.
         rng : numpy.random.Generator
+            Source of the noise.
 
         Returns
         -------
@@ -174,10 +175,25 @@ class ClippedSum:
         n_expected: float,
         rng: np.random.Generator,
     ) -> tuple[float, float]:
-        """Next bound, and the share of clients that this one clipped.
+        """Clipping bound of the next round, and the share of messages that this one clipped.
 
-        `within` (k,) says whose message was in the bound; the other parameters are those of
-        :meth:`release`.
+        Parameters
+        ----------
+        within : ndarray of shape (k,) of bool
+            Whether each message was within the bound, in client order; k may be 0.
+        bound : float
+            Clipping bound of this round.
+        n_expected : float, > 0
+            Expected number of clients in a round: a public constant, never k.
+        rng : numpy.random.Generator
+            Source of the noise on the number of messages within. Unused without `clip_quantile`.
+
+        Returns
+        -------
+        bound_next : float
+            Equal to `bound` without `clip_quantile`.
+        clipped : float
+            Share of the clients whose message was clipped: exact, hence not private.
         """
         inside = int(np.count_nonzero(within))
         share = 1 - inside / len(within) if len(within) else 0.0
@@ -196,10 +212,24 @@ class ClippedSum:
         return min(max(moved, self.clip_norm / _FARTHEST), self.clip_norm * _FARTHEST)
 
     def facts(self, rounds: SampledGaussian, delta: float, relation: str) -> dict[str, Any]:
-        """What the privacy report says of these rounds, all together.
+        """Facts about the rounds, all together, for the privacy report.
 
-        Noise and sensitivity are those of the first round; with `clip_quantile` both move with
-        the bound.
+        Noise and sensitivity are those of the first round; with `clip_quantile` both move with the
+        bound.
+
+        Parameters
+        ----------
+        rounds : SampledGaussian
+            Noise multiplier, number and sampling of the rounds.
+        delta : float in [0, 1)
+            Delta of the guarantee.
+        relation : {"add_remove", "replace_one", "zero_out"}
+            Neighbouring relation of the guarantee.
+
+        Returns
+        -------
+        dict
+            Fields of :class:`~pfl_sklearn.privacy.PrivacyReport`, by name.
         """
         assert self.clip_norm is not None
         sensitivity = (2.0 if relation == "replace_one" else 1.0) * self.clip_norm

@@ -124,20 +124,63 @@ class PrivateClustering:
         }
 
     def mechanism(self, part: str) -> GaussianMechanism:
-        """Mechanism of one release."""
+        """Mechanism of one release.
+
+        Parameters
+        ----------
+        part : str
+            Name of the release, a key of `parts`.
+
+        Returns
+        -------
+        GaussianMechanism
+        """
         return self._mechanisms[part]
 
     def step_name(self, t: int) -> str:
-        """Name of step t, from 0."""
+        """Name of a step among the `parts`.
+
+        Parameters
+        ----------
+        t : int
+            Number of the step, from 0 to `n_steps` - 1.
+
+        Returns
+        -------
+        str
+        """
         return "last" if t == self.n_steps - 1 else f"step {t}"
 
     def moments(self, vectors: Floats) -> Floats:
-        """Sums over clients of c and of the upper triangle of c c'."""
+        """Exact sums over clients of c and of the upper triangle of c c'.
+
+        Parameters
+        ----------
+        vectors : ndarray of shape (m, d)
+            One vector c per client, in the unit ball.
+
+        Returns
+        -------
+        ndarray of shape (d + d (d + 1) / 2,)
+            Off-diagonal entries are multiplied by the square root of 2.
+        """
         products = vectors.T @ vectors
         return np.concatenate([vectors.sum(axis=0), (products * self._off())[self._upper()]])
 
     def split_moments(self, released: Floats) -> tuple[Floats, Floats]:
-        """Mean (d,) and covariance (d, d) of the clients."""
+        """Mean and covariance of the clients' vectors.
+
+        Parameters
+        ----------
+        released : ndarray of shape (d + d (d + 1) / 2,)
+            :meth:`moments` plus noise.
+
+        Returns
+        -------
+        mean : ndarray of shape (d,)
+        covariance : ndarray of shape (d, d)
+            Not always positive semi-definite, because of the noise.
+        """
         d = self.n_features
         products = np.zeros((d, d))
         products[self._upper()] = released[d:]
@@ -147,7 +190,19 @@ class PrivateClustering:
         return mean, products - np.outer(mean, mean)
 
     def scores(self, vectors: Floats, candidates: list[Floats]) -> Floats:
-        """Sums of clipped squared distances to the nearest centre of every candidate (k, d)."""
+        """Exact sums over clients of clipped squared distances to the nearest centre.
+
+        Parameters
+        ----------
+        vectors : ndarray of shape (m, d)
+            One vector per client, in the unit ball.
+        candidates : list of ndarrays of shape (k, d)
+            Centres of every candidate start.
+
+        Returns
+        -------
+        ndarray of shape (n_candidates,)
+        """
         nearest = [
             np.min([np.sum((vectors - centre) ** 2, axis=1) for centre in centres], axis=0)
             for centres in candidates
@@ -155,7 +210,21 @@ class PrivateClustering:
         return np.array([np.minimum(squares, 1.0).sum() for squares in nearest])
 
     def step(self, vectors: Floats, shares: Floats) -> Floats:
-        """Sums of shares times vectors, of shares (m, k), and of shares times half the squares."""
+        """Exact sums over clients of shares times vectors and of shares.
+
+        With `squares` also of shares times half the squared norms, which are cut at 1.
+
+        Parameters
+        ----------
+        vectors : ndarray of shape (m, d)
+            One vector per client, in the unit ball.
+        shares : ndarray of shape (m, k)
+            Each client's shares of the k components, which sum to at most 1.
+
+        Returns
+        -------
+        ndarray of shape (k (d + 1),), or (k (d + 2),) with `squares`
+        """
         sums = [(shares.T @ vectors).ravel(), shares.sum(axis=0)]
         if self.squares:
             norms = np.minimum(np.einsum("md,md->m", vectors, vectors), 1.0)
@@ -163,22 +232,73 @@ class PrivateClustering:
         return np.concatenate(sums)
 
     def split_step(self, released: Floats, k: int) -> tuple[Floats, Floats, Floats | None]:
-        """Sums (k, d), counts (k,) and, with `squares`, summed squared norms (k,)."""
+        """Parts of a released step.
+
+        Parameters
+        ----------
+        released : ndarray of shape (k (d + 1),), or (k (d + 2),) with `squares`
+            :meth:`step` plus noise.
+        k : int
+            Number of components.
+
+        Returns
+        -------
+        sums : ndarray of shape (k, d)
+            Sums of the vectors.
+        counts : ndarray of shape (k,)
+            Sums of the shares, in clients.
+        squares : ndarray of shape (k,) or None
+            Sums of the squared norms; None without `squares`.
+        """
         size = k * self.n_features
         sums, counts = released[:size].reshape(k, self.n_features), released[size : size + k]
         return sums, counts, released[size + k :] / _SQUARE_SCALE if self.squares else None
 
     def square_noise(self, part: str) -> float:
-        """Standard deviation of the noise on a summed squared norm."""
+        """Standard deviation of the noise on a summed squared norm.
+
+        Parameters
+        ----------
+        part : str
+            Name of a step, see :meth:`step_name`.
+
+        Returns
+        -------
+        float
+        """
         return self.mechanism(part).noise_std / _SQUARE_SCALE
 
     def gain(self, gains: Floats, importance: Floats) -> Floats:
-        """Sum (1,) of clients' clipped and scaled gains, weighted by importance in [0, 1]."""
+        """Exact weighted sum of the clients' clipped and scaled gains.
+
+        Parameters
+        ----------
+        gains : ndarray of shape (m,)
+            How much the result improves each client's fit, clipped to [-L, 2]. NaN counts as -L.
+        importance : ndarray of shape (m,)
+            Weight of each client's gain, in [0, 1].
+
+        Returns
+        -------
+        ndarray of shape (1,)
+        """
         cut = np.clip(np.nan_to_num(gains, nan=-np.inf), -self.lowest_gain, _HIGHEST_GAIN)
         return np.array([importance @ cut]) / (self.lowest_gain + _HIGHEST_GAIN)
 
     def split_gain(self, released: Floats) -> tuple[float, float]:
-        """Summed gain and the standard deviation of its noise."""
+        """Summed gain, back on the scale of the clients' gains.
+
+        Parameters
+        ----------
+        released : ndarray of shape (1,)
+            :meth:`gain` plus noise.
+
+        Returns
+        -------
+        gain : float
+        noise_std : float
+            Standard deviation of the noise on it.
+        """
         width = self.lowest_gain + _HIGHEST_GAIN
         return float(released[0]) * width, self.mechanism("gain").noise_std * width
 

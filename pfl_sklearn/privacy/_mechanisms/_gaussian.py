@@ -73,7 +73,20 @@ class ClientMoments:
         return math.sqrt(self.mean + self.square + self.sampling)
 
     def messages(self, means: Floats, sampling_variances: Floats) -> Floats:
-        """Messages (m, p) of clients, from centred means (m, d) and sampling variances (m,)."""
+        """Messages of clients.
+
+        Parameters
+        ----------
+        means : ndarray of shape (m, d)
+            Each client's mean minus the centre. A row with NaN or infinity counts as 0.
+        sampling_variances : ndarray of shape (m,)
+            Sampling variance of each client's mean, summed over coordinates; NaN counts as 0. Read
+            only with `sampling`.
+
+        Returns
+        -------
+        ndarray of shape (m, p)
+        """
         clipped = clip_l2(means, self.radius) / self.radius
         parts = []
         if self.mean:
@@ -87,7 +100,21 @@ class ClientMoments:
         return np.concatenate(parts, axis=1)
 
     def split(self, message: Floats, d: int) -> dict[str, Floats]:
-        """Parts of messages (..., p) by name, in the units of the data."""
+        """Parts of messages or of their sum, in the units of the data.
+
+        Parameters
+        ----------
+        message : ndarray of shape (..., p)
+            Messages, or the release of their sum.
+        d : int
+            Number of coordinates of a client's mean.
+
+        Returns
+        -------
+        dict of ndarrays
+            "mean" (..., d), "square" (..., 1) and "sampling" (..., 1), without parts that the
+            message lacks.
+        """
         parts, start = {}, 0
         for name, width, scale in (
             ("mean", d * self.mean, self.radius),
@@ -147,6 +174,7 @@ class GaussianMechanism:
 
     @cached_property
     def noise_std(self) -> float:
+        """Standard deviation of the noise in every coordinate."""
         return self.sensitivity / gdp_mu(self.epsilon, self.delta)
 
     @property
@@ -160,9 +188,19 @@ class GaussianMechanism:
         return public_grid(self.noise_std)
 
     def privatize(self, messages: Floats, rng: np.random.Generator) -> Floats:
-        """Noisy messages (m, p) with local trust, or their noisy sum (p,) with central trust.
+        """Messages with noise, or their sum with noise if the server is trusted.
 
-        With central trust `messages` may also be the exact sum (p,).
+        Parameters
+        ----------
+        messages : ndarray of shape (m, p)
+            One message per client. With central trust also their exact sum (p,).
+        rng : numpy.random.Generator
+            Source of the noise.
+
+        Returns
+        -------
+        ndarray of shape (m, p) with local trust, (p,) with central trust
+            Rounded to `grid`.
         """
         exact = messages
         if self.trust == "central" and messages.ndim == 2:
@@ -170,7 +208,18 @@ class GaussianMechanism:
         return gaussian_on_grid(exact, self.noise_std, rng)
 
     def under_add_remove(self, sensitivity: float) -> tuple[tuple[str, float], ...]:
-        """Epsilon at the same delta under add/remove, from the L2 sensitivity there."""
+        """Epsilon of this release at the same delta, if one client is added or removed.
+
+        Parameters
+        ----------
+        sensitivity : float, > 0
+            L2 sensitivity of the sum of messages when one client is added or removed.
+
+        Returns
+        -------
+        tuple of (relation, epsilon)
+            As in `epsilon_under` of :class:`~pfl_sklearn.privacy.PrivacyReport`.
+        """
         return (("add_remove", gdp_epsilon(sensitivity / self.noise_std, self.delta)),)
 
     def facts(self) -> dict[str, Any]:

@@ -63,7 +63,19 @@ class StochasticQuantizer:
         return 2 * self.bound
 
     def privatize(self, values: Floats, rng: np.random.Generator) -> Floats:
-        """Rounded values, with the shape of `values`; NaN counts as 0."""
+        """Rounded values.
+
+        Parameters
+        ----------
+        values : ndarray of any shape
+            Values to round; NaN counts as 0.
+        rng : numpy.random.Generator
+            Source of the choices between adjacent levels.
+
+        Returns
+        -------
+        ndarray of the shape of `values`
+        """
         bounded = np.clip(np.nan_to_num(values, nan=0.0), -self.bound, self.bound)
         position = (bounded + self.bound) / self.step
         lower = np.floor(position)

@@ -74,16 +74,50 @@ class OneBit:
         return 0.25 / math.tanh(self.epsilon / 2) ** 2
 
     def probability(self, x: Floats) -> Floats:
-        """Probability of a 1 for numbers `x` in [0, 1]."""
+        """Probability that a client reports a 1.
+
+        Parameters
+        ----------
+        x : ndarray of shape (m,)
+            One number per client in [0, 1]. Values outside are projected onto the range; NaN
+            counts as 1/2.
+
+        Returns
+        -------
+        ndarray of shape (m,)
+        """
         x = np.clip(np.nan_to_num(x, nan=0.5), 0.0, 1.0)
         return expit(-self.epsilon) + x * math.tanh(self.epsilon / 2)
 
     def privatize(self, x: Floats, rng: np.random.Generator) -> Bools:
-        """One bit per client, for numbers `x` (m,) in [0, 1]."""
+        """One bit per client.
+
+        Parameters
+        ----------
+        x : ndarray of shape (m,)
+            One number per client in [0, 1], as in :meth:`probability`.
+        rng : numpy.random.Generator
+            Source of the randomized responses.
+
+        Returns
+        -------
+        ndarray of shape (m,) of bool
+        """
         return bernoulli(self.probability(x), float(expit(-self.epsilon)), rng)
 
     def decode(self, bits: Bools) -> Floats:
-        """Unbiased values of the bits."""
+        """Unbiased values of the numbers behind the bits.
+
+        Parameters
+        ----------
+        bits : ndarray of shape (m,) of bool
+            The clients' reports.
+
+        Returns
+        -------
+        ndarray of shape (m,)
+            Each value lies outside [0, 1].
+        """
         return (bits - expit(-self.epsilon)) / math.tanh(self.epsilon / 2)
 
     def facts(self) -> dict[str, Any]:
@@ -148,7 +182,21 @@ class TwoBit:
         trials: npt.NDArray[np.int64],
         rng: np.random.Generator,
     ) -> TwoBitReports:
-        """One bit per client with `successes` (m,) of `trials` (m,)."""
+        """One bit per client, and the question that it answers.
+
+        Parameters
+        ----------
+        successes : ndarray of shape (m,) of int
+            Each client's successes, from 0 to its trials.
+        trials : ndarray of shape (m,) of int, >= 1
+            Each client's trials. The server may learn which of them are at least 2.
+        rng : numpy.random.Generator
+            Source of the coins and of the randomized responses.
+
+        Returns
+        -------
+        TwoBitReports
+        """
         asks_spread = (rng.random(len(trials)) < 0.5) & (trials >= 2)
         mean = successes / trials
         answer = np.where(asks_spread, 4 * mean * (1 - mean), mean)
@@ -205,12 +253,14 @@ class SubsetSelection:
 
     @cached_property
     def subset_size(self) -> int:
+        """Size s of the reported subsets."""
         ideal = self.n_categories * float(expit(-self.epsilon))
         sizes = {max(1, math.floor(ideal)), max(1, math.ceil(ideal))}
         return min(sizes, key=lambda size: (self._l2_risk(size), size))
 
     @property
     def inside_probability(self) -> float:
+        """Probability that a subset contains the true category."""
         return self._inside(self.subset_size)
 
     @property
@@ -225,7 +275,20 @@ class SubsetSelection:
         return max(inside * (1 - inside), other * (1 - other)) / (inside - other) ** 2
 
     def privatize(self, categories: npt.NDArray[np.int64], rng: np.random.Generator) -> Bools:
-        """Subsets as indicators (m, k), for categories (m,) in 0..k-1."""
+        """One random subset of the categories per client.
+
+        Parameters
+        ----------
+        categories : ndarray of shape (m,) of int
+            Each client's category, from 0 to k - 1.
+        rng : numpy.random.Generator
+            Source of the subsets.
+
+        Returns
+        -------
+        ndarray of shape (m, k) of bool
+            Whether a client's subset contains a category.
+        """
         m, k = len(categories), self.n_categories
         outside = bernoulli(np.full(m, self._outside(self.subset_size)), math.ulp(0.0), rng)
         order = rng.random((m, k))
@@ -236,9 +299,20 @@ class SubsetSelection:
         return subsets
 
     def log_likelihood(self, subsets: Bools, probabilities: Floats) -> Floats:
-        """Log-likelihood (m, h) of reported subsets (m, k) under h distributions (k, h).
+        """Log-likelihood of reported subsets under several distributions of the true category.
 
         A constant that does not depend on the distribution is left out.
+
+        Parameters
+        ----------
+        subsets : ndarray of shape (m, k) of bool
+            The clients' reports, as :meth:`privatize` returns them.
+        probabilities : ndarray of shape (k, h)
+            One distribution of the categories per column.
+
+        Returns
+        -------
+        ndarray of shape (m, h), in nats
         """
         least = max(math.exp(-self.epsilon), 1e-300)
         return np.log(least + (1 - least) * (subsets.astype(float) @ probabilities))

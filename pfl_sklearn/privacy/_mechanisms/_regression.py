@@ -200,7 +200,22 @@ class RegressionMoments:
         return np.hypot(moments, self._constant)
 
     def scaled(self, X: Floats, y: Floats) -> tuple[Floats, Floats]:
-        """Rows v (n, p + 1) scaled to the bounds, and the factors (n,) that scale them."""
+        """Rows scaled to the bounds.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n, d)
+            Features, in the units of `feature_bound`. NaN counts as 0.
+        y : ndarray of shape (n,)
+            Targets, in the units of `target_bound`. NaN counts as 0.
+
+        Returns
+        -------
+        v : ndarray of shape (n, p + 1)
+            The scaled rows: the constant, if there is an intercept, the features and the target.
+        factors : ndarray of shape (n,)
+            What each row was multiplied by; 1 within the bounds.
+        """
         with np.errstate(over="ignore"):
             features = np.nan_to_num(X / self.feature_bound, nan=0.0)
             target = np.nan_to_num(y / self.target_bound, nan=0.0)
@@ -216,7 +231,19 @@ class RegressionMoments:
         return v * factors[:, None], factors
 
     def messages(self, X: Floats, y: Floats) -> Floats:
-        """Messages (n, length) of rows with features (n, d) and targets (n,), without sizes."""
+        """Messages of rows, without the entry for `sizes`.
+
+        Parameters
+        ----------
+        X : ndarray of shape (n, d)
+            Features, in the units of `feature_bound`. NaN counts as 0.
+        y : ndarray of shape (n,)
+            Targets, in the units of `target_bound`. NaN counts as 0.
+
+        Returns
+        -------
+        ndarray of shape (n, length)
+        """
         v, factors = self.scaled(X, y)
         return self._pack(v[:, :, None] * v[:, None, :], factors**2)
 
@@ -227,11 +254,23 @@ class RegressionMoments:
         shares: Floats | None = None,
         inverse_sizes: float = 0.0,
     ) -> Floats:
-        """Sum (length,) of the messages of rows, weighted by `shares` (n,) if given.
+        """Sum of the messages of rows, or of clients.
 
-        If the share of a row is one over the number of rows of its client, this is the sum of the
-        clients' messages. `inverse_sizes`, the sum over clients of that inverse, is needed with
-        `sizes`.
+        Parameters
+        ----------
+        X : ndarray of shape (n, d)
+            Features, in the units of `feature_bound`. NaN counts as 0.
+        y : ndarray of shape (n,)
+            Targets, in the units of `target_bound`. NaN counts as 0.
+        shares : ndarray of shape (n,) or None, default=None
+            Weight of each row. One over the number of rows of its client gives the sum of the
+            clients' messages. None gives every row the weight 1.
+        inverse_sizes : float, default=0.0
+            Sum over clients of one over the client's number of rows. Read only with `sizes`.
+
+        Returns
+        -------
+        ndarray of shape (length,)
         """
         v, factors = self.scaled(X, y)
         if shares is not None:
@@ -252,7 +291,19 @@ class RegressionMoments:
         return np.concatenate([message, self._weight_scale * weight[..., None]], axis=-1)
 
     def split(self, message: Floats, noise_std: float) -> NoisyMoments:
-        """Parts of a released sum (length,) that has noise of standard deviation `noise_std`."""
+        """Parts of a released sum, in the units of the message.
+
+        Parameters
+        ----------
+        message : ndarray of shape (length,)
+            :meth:`total` plus noise.
+        noise_std : float, >= 0
+            Standard deviation of the noise in every entry of `message`.
+
+        Returns
+        -------
+        NoisyMoments
+        """
         p = self.n_features + self.intercept
         rows, columns = np.triu_indices(p + 1)
         has_square = self._square_scale > 0

@@ -66,22 +66,70 @@ class DelegationMixin:
 
     @available_if(inner_has("predict_proba"))
     def predict_proba(self, X, **params):
-        """Class probabilities (n_rows, n_classes); parameters as in :meth:`predict`."""
+        """Class probabilities from the fitted estimator.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+            As in ``fit``.
+        **params : dict
+            Routed to the estimator's ``predict_proba``.
+
+        Returns
+        -------
+        ndarray of shape (n_rows, n_classes)
+        """
         return self._call("predict_proba", X, **params)
 
     @available_if(inner_has("predict_log_proba"))
     def predict_log_proba(self, X, **params):
-        """Logarithms of :meth:`predict_proba`, with the same parameters."""
+        """Logarithms of the class probabilities from the fitted estimator.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+            As in ``fit``.
+        **params : dict
+            Routed to the estimator's ``predict_log_proba``.
+
+        Returns
+        -------
+        ndarray of shape (n_rows, n_classes)
+        """
         return self._call("predict_log_proba", X, **params)
 
     @available_if(inner_has("decision_function"))
     def decision_function(self, X, **params):
-        """Decision function of the fitted estimator; parameters as in :meth:`predict`."""
+        """Decision function of the fitted estimator.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+            As in ``fit``.
+        **params : dict
+            Routed to the estimator's ``decision_function``.
+
+        Returns
+        -------
+        ndarray of shape (n_rows,) or (n_rows, n_classes)
+        """
         return self._call("decision_function", X, **params)
 
     @available_if(inner_has("transform"))
     def transform(self, X, **params):
-        """Transform the rows with the fitted estimator; parameters as in :meth:`predict`."""
+        """Transform the rows with the fitted estimator.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+            As in ``fit``.
+        **params : dict
+            Routed to the estimator's ``transform``.
+
+        Returns
+        -------
+        ndarray of shape (n_rows, n_features_out)
+        """
         return self._call("transform", X, **params)
 
     @available_if(inner_has("score"))

@@ -335,7 +335,20 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         return np.column_stack([1 - probability, probability])
 
     def predict_log_proba(self, X, *, groups=None):
-        """Logarithms of :meth:`predict_proba`, with the same parameters."""
+        """Logarithms of :meth:`predict_proba`; minus infinity where a probability is 0.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+            Only its length and feature names are read.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+
+        Returns
+        -------
+        ndarray of shape (n_rows, 2)
+            In the order of ``classes_``.
+        """
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X, groups=groups))
 

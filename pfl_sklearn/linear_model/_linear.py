@@ -376,7 +376,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
+            Features; an intercept is added if `fit_intercept` is True.
         y : array-like of shape (n_rows,)
+            Responses.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row. None: all rows belong to one client, with a warning.
         sample_weight : array-like of shape (n_rows,), default=None
@@ -454,6 +456,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
+            Features, with the columns that ``fit`` saw.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         return_std : bool, default=False

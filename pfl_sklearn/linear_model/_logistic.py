@@ -274,6 +274,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
+            Features; an intercept is added if `fit_intercept` is True.
         y : array-like of shape (n_rows,)
             Class labels.
         groups : array-like of shape (n_rows,), default=None
@@ -381,6 +382,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
+            Features, with the columns that ``fit`` saw.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
 
@@ -396,6 +398,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
+            Features, with the columns that ``fit`` saw.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
         integrate : bool, default=False
@@ -418,7 +421,22 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         return averaged_probabilities(logits, contrasts, lambda g: self._variances(x, codes, g))
 
     def predict_log_proba(self, X, *, groups=None, integrate=False):
-        """Logarithms of :meth:`predict_proba`, with the same parameters."""
+        """Logarithms of :meth:`predict_proba`; minus infinity where a probability is 0.
+
+        Parameters
+        ----------
+        X : array-like of shape (n_rows, d)
+            Features, with the columns that ``fit`` saw.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+        integrate : bool, default=False
+            Average the probability over the client's posterior before taking the logarithm.
+
+        Returns
+        -------
+        ndarray of shape (n_rows, K)
+            In the order of ``classes_``.
+        """
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X, groups=groups, integrate=integrate))
 
@@ -428,7 +446,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         Parameters
         ----------
         X : array-like of shape (n_rows, d)
+            Features, with the columns that ``fit`` saw.
         groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
 
         Returns
         -------

@@ -22,7 +22,17 @@ class _ClientSplitter(BaseCrossValidator):
     __metadata_request__split = {"groups": True}
 
     def get_n_splits(self, X=None, y=None, groups=None):
-        """Number of splits; the arguments are ignored."""
+        """Number of splits.
+
+        Parameters
+        ----------
+        X, y, groups : object, default=None
+            Ignored; scikit-learn passes them to every splitter.
+
+        Returns
+        -------
+        int
+        """
         return self.n_splits
 
     def _codes(self, X, groups):

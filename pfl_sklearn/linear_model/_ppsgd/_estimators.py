@@ -203,7 +203,9 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
         Parameters
         ----------
         X : {array-like, sparse matrix} of shape (n_rows, d)
+            Features of the new rows.
         y : array-like of shape (n_rows,) or (n_rows, n_outputs)
+            Responses, with as many columns as in the first call.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row. Clients that have no rows here keep their models.
 
@@ -243,6 +245,7 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
         Parameters
         ----------
         X : {array-like, sparse matrix} of shape (n_rows, d)
+            Features, with the columns that ``fit`` saw.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
 
@@ -403,7 +406,9 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         Parameters
         ----------
         X : {array-like, sparse matrix} of shape (n_rows, d)
+            Features of the new rows.
         y : array-like of shape (n_rows,)
+            Class labels.
         classes : array-like of shape (n_classes,), default=None
             All labels that are to occur, in the first call; None: those of `y`.
         groups : array-like of shape (n_rows,), default=None
@@ -454,7 +459,9 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         Parameters
         ----------
         X : {array-like, sparse matrix} of shape (n_rows, d)
+            Features, with the columns that ``fit`` saw.
         groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
 
         Returns
         -------
@@ -469,6 +476,7 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         Parameters
         ----------
         X : {array-like, sparse matrix} of shape (n_rows, d)
+            Features, with the columns that ``fit`` saw.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; needed if ``fit`` saw several clients.
 
@@ -486,7 +494,9 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         Parameters
         ----------
         X : {array-like, sparse matrix} of shape (n_rows, d)
+            Features, with the columns that ``fit`` saw.
         groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
 
         Returns
         -------
@@ -501,7 +511,9 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         Parameters
         ----------
         X : {array-like, sparse matrix} of shape (n_rows, d)
+            Features, with the columns that ``fit`` saw.
         groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
 
         Returns
         -------

@@ -4,6 +4,7 @@
 `tests/oracles/public_interface.json`.
 """
 
+import functools
 import importlib
 import inspect
 import json
@@ -59,7 +60,7 @@ def parameters_of(value):
     value = getattr(value, "__func__", value)  # staticmethod, classmethod
     if not callable(value):
         return "attribute"
-    if not str(getattr(value, "__module__", None)).startswith("pfl_sklearn"):
+    if not is_ours(value):
         return "inherited"
     try:
         parameters = inspect.signature(value).parameters.values()
@@ -71,6 +72,30 @@ def parameters_of(value):
     if first_keyword is not None and not any(each.startswith("*") for each in text[:first_keyword]):
         text.insert(first_keyword, "*")
     return text
+
+
+def methods_of(kind):
+    """Public methods of a class that this package defines, by name."""
+    members = {name: getattr(kind, name) for name in dir(kind) if not name.startswith("_")}
+    return {name: each for name, each in members.items() if callable(each) and is_ours(each)}
+
+
+def properties_of(kind):
+    """Public properties of a class that this package defines, by name."""
+    found = {}
+    for name in dir(kind):
+        each = inspect.getattr_static(kind, name)
+        if isinstance(each, functools.cached_property):
+            source = each.func
+        else:
+            source = each.fget if isinstance(each, property) else None
+        if not name.startswith("_") and is_ours(source):
+            found[name] = each
+    return found
+
+
+def is_ours(value):
+    return str(getattr(value, "__module__", None)).startswith("pfl_sklearn")
 
 
 def documented_parameters(docstring):

@@ -144,11 +144,6 @@ class GaussianMechanism:
         Who adds the noise: a trusted server, once to the sum ("central"), or every client to its
         own message ("local").
 
-    Attributes
-    ----------
-    noise_std : float
-        Standard deviation of the noise in every coordinate.
-
     References
     ----------
     Balle, B. and Wang, Y.-X. (2018). Improving the Gaussian mechanism for differential privacy:

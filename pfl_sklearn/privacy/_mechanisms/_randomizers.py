@@ -221,15 +221,6 @@ class SubsetSelection:
     epsilon : float, > 0
         Local privacy of the client's whole data.
 
-    Attributes
-    ----------
-    subset_size : int
-        Size s of the reported subsets: the floor or the ceiling of k / (exp(epsilon) + 1), but at
-        least 1, whichever has the smaller L2 risk of the estimated frequencies.
-    inside_probability : float
-        Probability s E / (s E + k - s), where E = exp(epsilon), that the subset contains the true
-        category.
-
     References
     ----------
     Ye, M. and Barg, A. (2018). Optimal schemes for discrete distribution estimation under locally
@@ -253,14 +244,18 @@ class SubsetSelection:
 
     @cached_property
     def subset_size(self) -> int:
-        """Size s of the reported subsets."""
+        """Size s of the reported subsets: the floor or the ceiling of k / (exp(epsilon) + 1), but
+        at least 1, whichever has the smaller L2 risk of the estimated frequencies.
+        """
         ideal = self.n_categories * float(expit(-self.epsilon))
         sizes = {max(1, math.floor(ideal)), max(1, math.ceil(ideal))}
         return min(sizes, key=lambda size: (self._l2_risk(size), size))
 
     @property
     def inside_probability(self) -> float:
-        """Probability that a subset contains the true category."""
+        """Probability s E / (s E + k - s), where E = exp(epsilon), that a subset contains the
+        true category.
+        """
         return self._inside(self.subset_size)
 
     @property

@@ -30,8 +30,6 @@ WIDENED = {("score", "y"): "y=None"}  # of four estimators y had no default
 # string or None get their default object before a parameter of theirs is set.
 NEW = {("ClientColumn", name) for name in ("for_client", "privacy_", "release", "summary")}
 NEW |= {("ClientMixin", "set_params")}
-# Parameters of methods that are still to be described.
-WITHOUT_TEXT = {"BaseRounds.fit.X", "BaseRounds.fit.y"}
 
 
 def documented():
@@ -112,7 +110,7 @@ def test_every_parameter_of_a_method_has_a_text(package):
         for method in methods_of(kind).values()
         for each in without_text(method)
     }
-    assert sorted(missing - WITHOUT_TEXT) == []
+    assert sorted(missing) == []
 
 
 @pytest.mark.parametrize("package", PACKAGES)

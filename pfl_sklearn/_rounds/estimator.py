@@ -145,7 +145,9 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         Parameters
         ----------
         X : {array-like, sparse matrix} of shape (n_rows, d)
+            Features.
         y : array-like of shape (n_rows,) or (n_rows, n_outputs)
+            Responses, or class labels.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row. None: one client, with a warning.
 

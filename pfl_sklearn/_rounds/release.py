@@ -29,6 +29,11 @@ class JointSum:
     scales: dict[str, float] | None = None
 
     def __post_init__(self):
+        if self.scales is not None and self.scales.keys() != self.shapes.keys():
+            raise ValueError(
+                f"scales names the parts {sorted(self.scales)}; a message has "
+                f"{sorted(self.shapes)}."
+            )
         for name in self.scales or ():
             if not 0 < self.scales[name] < math.inf:
                 raise ValueError(

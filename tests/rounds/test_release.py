@@ -58,6 +58,13 @@ def test_scales_are_positive_and_finite(scale):
         JointSum(ClippedSum(1.0), SHAPES, {"weights": 1.0, "scale": scale})
 
 
+@pytest.mark.parametrize("scales", [{"weights": 1.0}, {"weights": 1.0, "scale": 1.0, "bias": 1.0}])
+def test_every_part_has_a_scale_or_none_has(scales):
+    """A scale that is forgotten or misspelt would change what is clipped."""
+    with pytest.raises(ValueError, match=r"scales.*'weights'.*'scale', 'weights'"):
+        JointSum(ClippedSum(1.0), SHAPES, scales)
+
+
 def test_messages_of_another_shape_are_refused():
     release = JointSum(ClippedSum(1.0), {"weights": (4, 2)})
     with pytest.raises(ValueError, match=r"'weights'.*\(8,\).*\(4, 2\)"):

@@ -78,7 +78,7 @@ def epsilon_spent(
     The noise standard deviation equals the clip norm, so the noise multiplier is 1:
 
     >>> from pfl_sklearn.privacy import epsilon_spent
-    >>> round(epsilon_spent(1.0, 1.0, delta=1e-5, relation="add_remove"), 4)
+    >>> round(epsilon_spent(1.0, 1.0, delta=1e-5, relation="zero_out"), 4)
     4.3772
     >>> round(epsilon_spent(1.0, 2.0, delta=1e-5, relation="replace_one"), 4)
     9.9973
@@ -145,7 +145,7 @@ def calibrate_rounds(
     n_rounds, rate, sampling
         As in :class:`SampledGaussian`.
     relation : {"add_remove", "replace_one", "zero_out"} or None, default=None
-        Neighbouring relation. None means the native relation of the sampling scheme: "add_remove"
+        Neighbouring relation. None means the native relation of the sampling scheme: "zero_out"
         with Poisson sampling, "replace_one" with a fixed size.
 
     Returns
@@ -184,8 +184,9 @@ def calibrate_rounds(
         return 0.0
     if rounds.spending(relation) is UNBOUNDED:
         raise ValueError(
-            f"relation must be 'replace_one' for sampling='fixed' with rate below 1; got "
-            f"{relation!r}."
+            f"relation must be 'zero_out' or 'replace_one' for rounds; got {relation!r}. Rounds "
+            "protect what a client contributes. Their figures under 'zero_out' are those that are "
+            "usually stated for adding and removing a client."
         )
     return _calibrated(float(epsilon), float(delta), rounds, relation)
 
@@ -202,11 +203,10 @@ def _calibrated(epsilon: float, delta: float, rounds: SampledGaussian, relation:
     sensitivity = 2.0 if relation == "replace_one" else 1.0
     noise = sensitivity * math.sqrt(rounds.n_rounds) / mu  # enough without sampling
     if rounds.rate < 1:
-        per_round = mu / (rounds.rate * math.sqrt(rounds.n_rounds))  # in the limit of many rounds
         target, enough = epsilon * (1 - _MARGIN), noise * (1 + 2 * _MARGIN)
         found = _smallest_within(
             lambda z: spent(z, _SEARCH_GRID) / target,
-            sensitivity / math.sqrt(math.log1p(per_round * per_round)),
+            sensitivity / _usual_mu(rounds, mu),
             bounds=(0.0, enough),
             precision=_NOISE_PRECISION,
             widening=1.05,
@@ -215,6 +215,17 @@ def _calibrated(epsilon: float, delta: float, rounds: SampledGaussian, relation:
     while spent(noise, REPORT_GRID) > epsilon:
         noise *= 1 + 1e-9
     return noise
+
+
+def _usual_mu(rounds: SampledGaussian, mu: float) -> float:
+    """Gaussian-DP parameter of one round with the client, if all rounds are mu-GDP together.
+
+    It holds in the limit of many rounds.
+    """
+    if rounds.sampling == "fixed":
+        return mu / math.sqrt(rounds.rate * rounds.n_rounds)
+    per_round = mu / (rounds.rate * math.sqrt(rounds.n_rounds))
+    return math.sqrt(math.log1p(per_round * per_round))
 
 
 def largest_within(

@@ -15,10 +15,13 @@ __all__ = ["events_epsilon"]
 
 # Steps small enough for the epsilon that is reported, and an upper limit on memory.
 REPORT_GRID = Grid(step=1e-4, most_points=2_000_000)
+_ADVERSARIES = ("clients", "outsiders")
 
 
-def events_epsilon(events: Iterable[Event], delta: float, relation: str) -> float:
-    """Total epsilon of several events on the same data.
+def events_epsilon(
+    events: Iterable[Event], delta: float, relation: str, adversary: str = "clients"
+) -> float:
+    r"""Total epsilon of several events on the same data.
 
     Parameters
     ----------
@@ -28,6 +31,10 @@ def events_epsilon(events: Iterable[Event], delta: float, relation: str) -> floa
         Delta of all events together.
     relation : {"add_remove", "replace_one", "zero_out"}
         Neighbouring relation of the total.
+    adversary : {"clients", "outsiders"}, default="clients"
+        Who tries to tell neighbouring tables apart: everybody else including all other clients
+        together, or outsiders alone, who see what is released and nothing of a client. It matters
+        for rounds on samples of a fixed size, and for them under "replace_one" alone.
 
     Returns
     -------
@@ -37,7 +44,7 @@ def events_epsilon(events: Iterable[Event], delta: float, relation: str) -> floa
     Raises
     ------
     ValueError
-        If `delta` or `relation` is invalid.
+        If `delta`, `relation` or `adversary` is invalid.
     ImportError
         If dp-accounting is needed and not installed. Sampled rounds and mixtures of several kinds
         of events need it.
@@ -51,11 +58,19 @@ def events_epsilon(events: Iterable[Event], delta: float, relation: str) -> floa
     be needed. We set aside 1e-12 + 1e-16 per round of `delta` for rounding errors. The answer
     never exceeds the cost without credit for sampling and with basic composition of the pairs.
 
-    - Poisson sampling: the exact distribution of the sampled Gaussian under add/remove, and the
-      pair (1 - q) N(0) + q N(+-1) under replacement.
-    - Fixed size: the profile of Balle, Barthe and Gaboardi (2018) for sampling without
-      replacement, which we take to hold in both directions. It is an upper bound for every table,
-      not the profile of one pair of tables.
+    - Poisson sampling: the exact distribution of the sampled Gaussian under "zero_out" (it is that
+      of adding and removing a client), and the pair (1 - q) N(0) + q N(+-1) under replacement. Both
+      hold against other clients only while they do not learn how many take part in a round.
+    - Fixed size, against the other clients: they know who takes part. With T rounds, rate q and
+      sensitivity c (2 under replacement, else 1) in units of the clip norm,
+
+      .. math:: \delta(\epsilon) = \sum_k \binom{T}{k} q^k (1 - q)^{T - k}
+                \, \delta_{c \sqrt{k} / z}(\epsilon) ,
+
+      where :math:`\delta_\mu` is the profile of Gaussian DP (:func:`gdp_delta`).
+    - Fixed size, against outsiders under replacement: the profile of Balle, Barthe and Gaboardi
+      (2018) for sampling without replacement, which we take to hold in both directions. It is an
+      upper bound for every table, not the profile of one pair of tables.
     - Pairs (epsilon, delta): the worst distribution with that pair.
 
     References
@@ -68,27 +83,36 @@ def events_epsilon(events: Iterable[Event], delta: float, relation: str) -> floa
 
     Examples
     --------
-    At the same sampling rate, samples of a fixed size cost far more than Poisson samples:
+    At the same sampling rate, samples of a fixed size cost far more than Poisson samples, above
+    all against the other clients:
 
     >>> from pfl_sklearn.privacy import SampledGaussian, events_epsilon
     >>> poisson = SampledGaussian(1.0, n_rounds=2000, rate=0.02)
     >>> fixed = SampledGaussian(1.0, n_rounds=2000, rate=0.02, sampling="fixed")
-    >>> round(events_epsilon([poisson], delta=1e-4, relation="add_remove"), 2)
+    >>> round(events_epsilon([poisson], delta=1e-4, relation="zero_out"), 2)
     4.84
+    >>> round(events_epsilon([fixed], delta=1e-4, relation="zero_out"), 1)
+    48.3
     >>> round(events_epsilon([fixed], delta=1e-4, relation="replace_one"), 1)
+    153.4
+    >>> round(events_epsilon([fixed], 1e-4, "replace_one", adversary="outsiders"), 1)
     37.8
     """
     check_delta(delta)
     check_relation(relation)
-    counts = Counter(events)
-    return epsilon_on_grid(
-        tuple(sorted(counts.items(), key=repr)), float(delta), relation, REPORT_GRID
-    )
+    if adversary not in _ADVERSARIES:
+        raise ValueError(f"adversary must be 'clients' or 'outsiders'; got {adversary!r}.")
+    counts = tuple(sorted(Counter(events).items(), key=repr))
+    return epsilon_on_grid(counts, float(delta), relation, REPORT_GRID, adversary)
 
 
 @lru_cache(maxsize=4096)
 def epsilon_on_grid(
-    events: tuple[tuple[Event, int], ...], delta: float, relation: str, grid: Grid
+    events: tuple[tuple[Event, int], ...],
+    delta: float,
+    relation: str,
+    grid: Grid,
+    adversary: str = "clients",
 ) -> float:
     """Total epsilon of events, each with its count, from losses discretized on `grid`."""
     mus: list[float] = []
@@ -97,7 +121,7 @@ def epsilon_on_grid(
     for event, times in events:
         spending = event.spending(relation)
         mus.append(spending.mu * math.sqrt(times))
-        rounds.update({one: count * times for one, count in spending.rounds})
+        rounds.update({_seen(one, adversary): count * times for one, count in spending.rounds})
         pure.update(dict.fromkeys(spending.pure, times))
     mu = compose_gdp(mus)
     bound = _without_amplification(mu, rounds, pure, delta)
@@ -106,6 +130,13 @@ def epsilon_on_grid(
         return bound
     parts = tuple(sorted(rounds.items())), tuple(sorted(pure.items()))
     return min(bound, composed_epsilon(mu, *parts, delta, grid))
+
+
+def _seen(one: Round, adversary: str) -> Round:
+    """The round as the adversary sees it: outsiders do not know who takes part."""
+    if adversary == "outsiders" and one.sample == "known" and one.replace:
+        return one._replace(sample="without_replacement")
+    return one
 
 
 def _without_amplification(

@@ -84,16 +84,22 @@ class SampledGaussian(_Event):
 
     Notes
     -----
-    The native relation is "add_remove" with Poisson sampling and "replace_one" with a fixed size.
-    A fixed size is not defined when clients come or go, so epsilon is infinite under "add_remove"
-    and "zero_out". Without sampling (rate 1) the rounds satisfy Gaussian DP with parameter
+    Rounds protect a client's contribution. The number of clients is a public constant, as are
+    their numbers of rows, so epsilon is infinite under "add_remove". The native relation is
+    "zero_out" with Poisson sampling and "replace_one" with a fixed size.
+
+    With Poisson sampling nobody but the server may learn how many clients take part in a round.
+    With a fixed size all other clients together know whether the last one takes part, as they know
+    it of themselves. Participation is then no secret, and lowers delta alone.
+
+    Without sampling (rate 1) the rounds satisfy Gaussian DP with parameter
     sqrt(n_rounds) / noise_multiplier, and twice that under "replace_one".
 
     Examples
     --------
     >>> from pfl_sklearn.privacy import SampledGaussian, events_epsilon
     >>> rounds = SampledGaussian(noise_multiplier=2.0, n_rounds=4)
-    >>> round(events_epsilon([rounds], delta=1e-5, relation="add_remove"), 4)
+    >>> round(events_epsilon([rounds], delta=1e-5, relation="zero_out"), 4)
     4.3772
     >>> SampledGaussian.from_dict(rounds.to_dict()) == rounds
     True
@@ -120,7 +126,7 @@ class SampledGaussian(_Event):
     @property
     def native_relation(self) -> str:
         """The relation that the sampling scheme is made for."""
-        return "replace_one" if self.sampling == "fixed" else "add_remove"
+        return "replace_one" if self.sampling == "fixed" else "zero_out"
 
     def spending(self, relation: str) -> Spending:
         """Cost of the rounds under a relation.
@@ -133,17 +139,18 @@ class SampledGaussian(_Event):
         Returns
         -------
         Spending
-            Unbounded if the rounds are not defined under `relation` or have no noise.
+            Unbounded under "add_remove" or without noise.
         """
-        if self.n_rounds == 0:
+        if self.n_rounds == 0 or math.isinf(self.noise_multiplier):
             return Spending()
-        replace, fixed = relation == "replace_one", self.sampling == "fixed"
-        if self.noise_multiplier < _LEAST_NOISE or (fixed and self.rate < 1 and not replace):
+        if self.noise_multiplier < _LEAST_NOISE or relation == "add_remove":
             return UNBOUNDED
-        if self.rate == 1 or math.isinf(self.noise_multiplier):
+        replace = relation == "replace_one"
+        if self.rate == 1:
             sensitivity = 2.0 if replace else 1.0
             return Spending(mu=sensitivity * math.sqrt(self.n_rounds) / self.noise_multiplier)
-        one = Round(float(self.noise_multiplier), float(self.rate), fixed, replace)
+        sample = "known" if self.sampling == "fixed" else "poisson"
+        one = Round(float(self.noise_multiplier), float(self.rate), sample, replace)
         return Spending(rounds=((one, int(self.n_rounds)),))
 
 
@@ -158,12 +165,14 @@ class GaussianEvent(_Event):
         the standard deviation of the noise. None means unknown.
     n_releases : int, default=1
         Number of releases.
+    mu_zero_out : float, >= 0, or None, default=None
+        Likewise under "zero_out".
 
     Notes
     -----
-    Zeroing out a contribution costs the same as removing it. A replacement is a removal and an
-    addition, so it costs at most twice `mu_add_remove`. `mu_replace_one` alone implies nothing
-    under the other relations, so epsilon is infinite there.
+    Zeroing out a contribution costs no more than removing its client, and a replacement costs at
+    most twice as much as zeroing out. No other parameter is implied, so epsilon is infinite where
+    it is unknown.
 
     Examples
     --------
@@ -176,11 +185,12 @@ class GaussianEvent(_Event):
     mu_add_remove: float | None
     mu_replace_one: float | None
     n_releases: int = 1
+    mu_zero_out: float | None = None
 
     KIND = "gaussian"
 
     def __post_init__(self) -> None:
-        for name in ("mu_add_remove", "mu_replace_one"):
+        for name in ("mu_add_remove", "mu_replace_one", "mu_zero_out"):
             value = getattr(self, name)
             if value is not None and not value >= 0:
                 raise ValueError(f"{name} must be at least 0 or None; got {value!r}.")
@@ -202,10 +212,16 @@ class GaussianEvent(_Event):
         """
         if self.n_releases == 0:
             return Spending()
-        known = [] if self.mu_add_remove is None else [self.mu_add_remove]
-        if relation == "replace_one":
-            known = [2 * mu for mu in known]
-            known += [] if self.mu_replace_one is None else [self.mu_replace_one]
+        implying: dict[str, list[tuple[float, float | None]]] = {
+            "add_remove": [(1.0, self.mu_add_remove)],
+            "zero_out": [(1.0, self.mu_add_remove), (1.0, self.mu_zero_out)],
+            "replace_one": [
+                (1.0, self.mu_replace_one),
+                (2.0, self.mu_add_remove),
+                (2.0, self.mu_zero_out),
+            ],
+        }
+        known = [times * mu for times, mu in implying[relation] if mu is not None]
         return Spending(mu=min(known) * math.sqrt(self.n_releases)) if known else UNBOUNDED
 
 
@@ -225,8 +241,9 @@ class PureEvent(_Event):
     Notes
     -----
     An event stated under "add_remove" or "zero_out" costs (2 epsilon, (1 + e^epsilon) delta) under
-    "replace_one", by group privacy through the table without the client. No other conversion is
-    possible, so epsilon is infinite there.
+    "replace_one", by group privacy through the table without the client. One stated under
+    "add_remove" costs the same under "zero_out". No other conversion is possible, so epsilon is
+    infinite there.
 
     Examples
     --------
@@ -263,7 +280,7 @@ class PureEvent(_Event):
             Unbounded if the event's own relation implies no bound under `relation`.
         """
         epsilon, delta = self.epsilon, self.delta
-        if relation != self.relation:
+        if relation != self.relation and (relation, self.relation) != ("zero_out", "add_remove"):
             if relation != "replace_one":
                 return UNBOUNDED
             delta = min(1.0, delta * (1 + math.exp(min(epsilon, 700.0))))

@@ -31,12 +31,16 @@ class Grid(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One round of Gaussian noise on a sum over sampled clients."""
+    """One round of Gaussian noise on a sum over sampled clients.
+
+    `sample` is "poisson" or "without_replacement" if the adversary cannot know whether the client
+    takes part, and "known" if it can.
+    """
 
     noise_multiplier: float
     rate: float
-    fixed: bool  # fixed sample size without replacement, else Poisson sampling
-    replace: bool  # one client replaced, else one added or removed
+    sample: str
+    replace: bool  # one client's contribution replaced by another, else by nothing
 
     @property
     def mu(self) -> float:
@@ -71,6 +75,15 @@ def composed_epsilon(
     return float(total.get_epsilon_for_delta(left))
 
 
+def known_participation_delta(mu: float, rate: float, epsilon: Floats) -> Floats:
+    r"""Profile (e,) of a mu-GDP mechanism that a client takes part in at random, in plain sight.
+
+    The adversary sees whether the client takes part. So participation lowers delta alone: the
+    profile is q delta(epsilon) for `epsilon` (e,) >= 0.
+    """
+    return rate * _gdp_delta(mu, epsilon)
+
+
 def without_replacement_delta(mu: float, rate: float, epsilon: Floats) -> Floats:
     r"""Profile (e,) of a mu-GDP mechanism on a sample of fixed size, under replacement.
 
@@ -93,8 +106,8 @@ def _gdp_delta(mu: float, epsilon: Floats) -> Floats:
 
 @lru_cache(maxsize=4)
 def _round(one: Round, step: float) -> Any:
-    if one.fixed:
-        return _without_replacement(one.mu, one.rate, step)
+    if one.sample in _PROFILES:
+        return _of_profile(one, step)
     return _gaussian(one.noise_multiplier, one.rate, one.replace, step)
 
 
@@ -115,10 +128,17 @@ def _gaussian(noise_multiplier: float, rate: float, replace: bool, step: float) 
     )
 
 
-def _without_replacement(mu: float, rate: float, step: float) -> Any:
-    """Loss distribution with this profile; below epsilon = 0, that of the two tables swapped."""
-    n = math.ceil(_largest_loss(mu, rate) / step)
-    above = without_replacement_delta(mu, rate, step * np.arange(n + 1, dtype=np.float64))
+_PROFILES = {
+    "known": known_participation_delta,
+    "without_replacement": without_replacement_delta,
+}
+
+
+def _of_profile(one: Round, step: float) -> Any:
+    """Loss distribution of a profile; below epsilon = 0, that of the two tables swapped."""
+    n = math.ceil(_largest_loss(one) / step)
+    epsilon = step * np.arange(n + 1, dtype=np.float64)
+    above = _PROFILES[one.sample](one.mu, one.rate, epsilon)
     shrink = np.arange(n, 0, -1) * step
     below = -np.expm1(-shrink) + np.exp(-shrink) * above[:0:-1]
     deltas = np.clip(np.concatenate([below, above]), 0.0, 1.0)
@@ -144,27 +164,37 @@ def _affordable_step(
     span = mu * mu / 2 + _TAIL * mu + sum(2 * epsilon * count for (epsilon, _), count in pure)
     for one, count in rounds:
         mean = count * min(_log_chi_square(one), one.rate * one.mu**2 / 2)
-        span += mean + _TAIL * math.sqrt(2 * mean) + _largest_loss(one.mu, one.rate)
+        variance = 2 * mean
+        if one.sample == "known":
+            variance += count * one.rate * one.mu**4 / 4
+        span += mean + _TAIL * math.sqrt(variance) + _largest_loss(one)
     while span / step > grid.most_points:
         step *= 2
     return step
 
 
 def _typical_loss(one: Round) -> float:
-    """Standard deviation of the loss of one round; accurate where it is small."""
+    """Standard deviation of the loss of one round (with the client); accurate where it is small."""
+    if one.sample == "known":
+        return one.mu
     return math.sqrt(math.expm1(min(_log_chi_square(one), 700.0)))
 
 
 def _log_chi_square(one: Round) -> float:
-    """log(1 + q^2 (e^(mu^2) - 1)), an upper bound on the mean loss of a Poisson round."""
-    log_sum = np.logaddexp(math.log1p(-(one.rate**2)), 2 * math.log(one.rate) + one.mu**2)
-    return max(0.0, float(log_sum))
+    """log(1 + q^2 (e^(mu^2) - 1)), an upper bound on the mean loss of a Poisson round.
+
+    With known participation it has q in place of q^2.
+    """
+    share = one.rate if one.sample == "known" else one.rate**2
+    return max(0.0, float(np.logaddexp(math.log1p(-share), math.log(share) + one.mu**2)))
 
 
-def _largest_loss(mu: float, rate: float) -> float:
+def _largest_loss(one: Round) -> float:
     """Loss that one round exceeds with negligible probability."""
-    unsampled = mu * mu / 2 + _TAIL * mu
-    return float(np.logaddexp(math.log1p(-rate), math.log(rate) + unsampled))
+    unsampled = one.mu**2 / 2 + _TAIL * one.mu
+    if one.sample == "known":
+        return unsampled
+    return float(np.logaddexp(math.log1p(-one.rate), math.log(one.rate) + unsampled))
 
 
 def _losses() -> Any:

@@ -12,9 +12,12 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from pfl_sklearn.privacy._accounting._events import Event
+import numpy as np
+import numpy.typing as npt
+
+from pfl_sklearn.privacy._accounting._events import Event, check_relation
 from pfl_sklearn.privacy._accounting._gaussian_dp import check_delta
 from pfl_sklearn.privacy._accounting._losses import Round
 
@@ -24,7 +27,6 @@ __all__ = ["selection_epsilon"]
 _SHAPES = {"geometric": 1.0, "poisson": math.inf, "logarithmic": 0.0}
 DISTRIBUTIONS = tuple(_SHAPES)
 _SMALLEST_MU = 1e-6  # the accountant takes logarithms of zero below it
-_MANY = 10**9  # clients; only the share of a sample of fixed size matters
 
 
 def selection_epsilon(
@@ -47,7 +49,7 @@ def selection_epsilon(
         Distribution of the number of trials. A Poisson number can be 0.
     delta : float in (0, 1)
         Delta of the selection as a whole.
-    relation : {"replace_one", "add_remove"}, default="replace_one"
+    relation : {"replace_one", "zero_out", "add_remove"}, default="replace_one"
         Neighbouring relation of the answer.
 
     Returns
@@ -68,8 +70,13 @@ def selection_epsilon(
     -----
     We use Theorems 2 and 6 of Papernot and Steinke, as implemented by ``RepeatAndSelectDpEvent``
     and the Renyi accountant of dp-accounting. That accountant does not double sensitivities under
-    replacement, so we convert them first. For rounds on a fixed number of clients only a loose
-    bound is known (Wang, Balle and Kasiviswanathan, 2019).
+    replacement, so we convert them first. For a round on a fixed number of clients, of which all
+    other clients together know whether the last one takes part, we give it the exact divergence of
+    order a,
+
+    .. math:: \frac{1}{a - 1} \log\bigl(1 - q + q e^{c^2 a (a - 1) / (2 z^2)}\bigr) ,
+
+    with rate q, noise multiplier z, and c = 2 under replacement, else 1.
 
     References
     ----------
@@ -83,7 +90,7 @@ def selection_epsilon(
 
     >>> from pfl_sklearn.privacy import SampledGaussian, selection_epsilon
     >>> trial = [SampledGaussian(1.0, 200, rate=0.05)]
-    >>> how = {"delta": 1e-5, "relation": "add_remove"}
+    >>> how = {"delta": 1e-5, "relation": "zero_out"}
     >>> round(selection_epsilon(trial, expected_trials=1, **how), 2)
     5.37
     >>> round(selection_epsilon(trial, expected_trials=9, **how), 2)
@@ -93,8 +100,7 @@ def selection_epsilon(
     """
     check_distribution(expected_trials, distribution)
     check_delta(delta)
-    if relation not in ("replace_one", "add_remove"):
-        raise ValueError(f"relation must be 'replace_one' or 'add_remove'; got {relation!r}.")
+    check_relation(relation)
     return _renyi_epsilon(
         tuple(events), float(expected_trials), distribution, float(delta), relation
     )
@@ -116,14 +122,13 @@ def _renyi_epsilon(
 ) -> float:
     if not events:
         return 0.0
-    dp_event, rdp, relations = _accounting()
+    dp_event, accountant = _accounting(relation)
     trial = [one for event in events for one in _renyi_events(event, relation, dp_event)]
     if any(one is None for one in trial):
         return math.inf
     whole = dp_event.ComposedDpEvent(trial)
     if mean > 1 or distribution == "poisson":  # otherwise there is one trial and no choice
         whole = dp_event.RepeatAndSelectDpEvent(whole, mean, _SHAPES[distribution])
-    accountant = rdp.RdpAccountant(neighboring_relation=relations[relation])
     with _quiet():
         accountant.compose(whole)
     return float(accountant.get_epsilon(delta))
@@ -141,9 +146,10 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _accounting() -> tuple[Any, Any, dict[str, Any]]:
+def _accounting(relation: str) -> tuple[Any, Any]:
+    """Module of events of dp-accounting, and a Renyi accountant that knows participation too."""
     try:
-        dp_event, rdp, accountant = (
+        dp_event, rdp, relations = (
             importlib.import_module(f"dp_accounting.{name}")
             for name in ("dp_event", "rdp", "privacy_accountant")
         )
@@ -152,11 +158,33 @@ def _accounting() -> tuple[Any, Any, dict[str, Any]]:
             "accounting for a selection among private trials needs dp-accounting; "
             "run `pip install pfl-sklearn[accounting]`."
         ) from error
-    relations = {
-        "add_remove": accountant.NeighboringRelation.ADD_OR_REMOVE_ONE,
-        "replace_one": accountant.NeighboringRelation.REPLACE_ONE,
-    }
-    return dp_event, rdp, relations
+
+    class Accountant(rdp.RdpAccountant):  # type: ignore[name-defined]
+        def _maybe_compose(self, event: Any, count: int, do_compose: bool) -> Any:
+            if not isinstance(event, _KnownParticipation):
+                return super()._maybe_compose(event, count, do_compose)
+            if do_compose:
+                self._rdp += count * event.divergence(self._orders)
+            return None
+
+    replaced = relation == "replace_one"
+    kinds = relations.NeighboringRelation
+    return dp_event, Accountant(
+        neighboring_relation=kinds.REPLACE_ONE if replaced else kinds.ADD_OR_REMOVE_ONE
+    )
+
+
+class _KnownParticipation(NamedTuple):
+    """Event of a mu-GDP round that a client takes part in with a probability, in plain sight."""
+
+    mu: float
+    rate: float
+
+    def divergence(self, orders: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Renyi divergences (k,) of `orders` (k,) above 1."""
+        with_client = self.mu**2 * orders * (orders - 1) / 2
+        moments = np.logaddexp(math.log1p(-self.rate), math.log(self.rate) + with_client)
+        return np.asarray(moments / (orders - 1))
 
 
 def _renyi_events(event: Event, relation: str, dp_event: Any) -> list[Any]:
@@ -180,10 +208,8 @@ def _renyi_events(event: Event, relation: str, dp_event: Any) -> list[Any]:
 
 def _sampled(one: Round, count: int, dp_event: Any) -> Any:
     """Rounds on samples of the clients; None for Poisson samples under replacement."""
-    if one.fixed:
-        gaussian = dp_event.GaussianDpEvent(one.noise_multiplier / 2)
-        drawn = math.ceil(one.rate * _MANY)
-        sampled = dp_event.SampledWithoutReplacementDpEvent(_MANY, drawn, gaussian)
+    if one.sample == "known":
+        sampled = _KnownParticipation(one.mu, one.rate)
     elif one.replace:
         return None
     else:

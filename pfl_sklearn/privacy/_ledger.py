@@ -24,6 +24,9 @@ __all__ = ["BudgetExceeded", "PrivacyLedger"]
 
 # Settings of a new ledger where none are given.
 _NEW = {"budget": None, "delta": 1e-5, "relation": "replace_one", "unit": "client"}
+# Relation that the entries of a ledger are counted under. Whatever is finite under "add_remove"
+# costs the same under "zero_out".
+_COUNTED = {"replace_one": "replace_one", "zero_out": "zero_out", "add_remove": "zero_out"}
 _ROUNDING = 1e-9  # share of a budget; lets a fit spend all of it despite rounding
 _SHOWN = 10  # entries in the printed ledger
 
@@ -49,10 +52,10 @@ class PrivacyLedger:
     delta : float in (0, 1) or None, default=None
         Delta of the total. None takes that of the budget or of an existing file, and 1e-5 for a
         new file.
-    relation : {"replace_one", "add_remove"} or None, default=None
+    relation : {"replace_one", "zero_out", "add_remove"} or None, default=None
         Neighbouring relation of the total. None takes that of an existing file, and "replace_one"
-        for a new file. Local mechanisms, private clustering and rounds on samples of a fixed size
-        have a finite epsilon under "replace_one" only.
+        for a new file. Local mechanisms and private clustering have a finite epsilon under
+        "replace_one" only.
     unit : {"client", "row"} or None, default=None
         What is protected. None takes that of an existing file, and "client" for a new file. The
         ledger refuses fits with another unit.
@@ -91,6 +94,10 @@ class PrivacyLedger:
     holds even when parameters, including those of privacy, depend on the results of earlier fits
     (Koskela, Tobaben and Honkela, 2023). With other entries, and without a budget, the total
     assumes that the privacy parameters of all fits were fixed beforehand.
+
+    *Adding and removing.* Most releases take the number of clients as public. Under "add_remove"
+    they count with their figures under "zero_out". They then protect what a client contributes, and
+    the printed ledger names their entries.
 
     *Models, not scores.* A ledger counts what fits release. It does not count scores without
     noise, which a search keeps and chooses by.
@@ -221,12 +228,15 @@ class PrivacyLedger:
         -------
         float
             Infinity if an entry has no finite epsilon under `relation`. A PrivacyWarning then
-            names the entry.
+            names the entry. Another one names entries that protect contributions only, although
+            `relation` is "add_remove".
         """
         entries = self.entries
         total = self._epsilon(_events(entries, self.path))
         if math.isinf(total):
             warn_caller(self._why_infinite(entries), PrivacyWarning)
+        elif lesser := self._of_contributions(entries):
+            warn_caller(lesser, PrivacyWarning)
         return total
 
     @property
@@ -280,6 +290,8 @@ class PrivacyLedger:
         ]
         if math.isinf(total):
             lines.append(f"  {self._why_infinite(entries)}")
+        elif lesser := self._of_contributions(entries):
+            lines.append(f"  {lesser}")
         if len(table) > _SHOWN:
             lines.append(f"  the last {_SHOWN}:")
         if len(table):
@@ -297,7 +309,7 @@ class PrivacyLedger:
         return self.path, self._id
 
     def _epsilon(self, events: Sequence[Event]) -> float:
-        return float(events_epsilon(events, self.delta, self.relation))
+        return float(events_epsilon(events, self.delta, _COUNTED[self.relation]))
 
     def _allowed(self, entry: dict[str, Any], entries: list[dict[str, Any]]) -> dict[str, Any]:
         """The entry to write after `entries`, unless it is refused."""
@@ -328,12 +340,12 @@ class PrivacyLedger:
         """Clause that names a relation under which all events are within the budget, if any."""
         if self.relation != "replace_one":
             return ""
-        total = events_epsilon(events, self.delta, "add_remove")
+        total = events_epsilon(events, self.delta, "zero_out")
         if total > most * (1 + _ROUNDING):
             return ""
         return (
-            f"; under add_remove it would be {total:.6g}, which needs a ledger with "
-            "relation='add_remove'"
+            f"; under zero_out it would be {total:.6g}, which needs a ledger with "
+            "relation='zero_out'"
         )
 
     def _why(self, entry: dict[str, Any]) -> str:
@@ -344,6 +356,23 @@ class PrivacyLedger:
                 "cancels; use random_state=None"
             )
         return _reason(_events([entry], self.path), self.delta, self.relation)
+
+    def _of_contributions(self, entries: list[dict[str, Any]]) -> str:
+        """Sentence about entries that protect less than the relation says, or nothing."""
+        if self.relation != "add_remove":
+            return ""
+        found = [
+            str(entry["entry"])
+            for entry in entries
+            if any(map(_protects_contributions, _events([entry], self.path)))
+        ]
+        if not found:
+            return ""
+        shown = ", ".join(found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
+        return (
+            f"Entries that protect what a client contributes, not that it takes part: {shown}. "
+            "They count with their figures under zero_out."
+        )
 
     def _why_infinite(self, entries: list[dict[str, Any]]) -> str:
         """Sentence about the first entry whose own epsilon is infinite."""
@@ -410,9 +439,15 @@ def _events(entries: list[dict[str, Any]], path: str) -> tuple[Event, ...]:
     return tuple(found)
 
 
+def _protects_contributions(event: Event) -> bool:
+    """Whether an event has a finite epsilon under "zero_out" and none under "add_remove"."""
+    added, zeroed = (event.spending(relation) for relation in ("add_remove", "zero_out"))
+    return math.isinf(added.mu) and math.isfinite(zeroed.mu)
+
+
 def _reason(events: Sequence[Event], delta: float, relation: str) -> str:
     """Why events have no finite epsilon under `relation`."""
-    for other in ("replace_one", "add_remove"):
+    for other in ("replace_one", "zero_out"):
         if other != relation and math.isfinite(events_epsilon(events, delta, other)):
             return (
                 f"its epsilon is finite under {other} only, which needs a ledger with "

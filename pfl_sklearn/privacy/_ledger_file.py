@@ -23,7 +23,7 @@ except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
 _FORMAT, _VERSION = "pfl_sklearn privacy ledger", 1
-_CHOICES = {"relation": ("replace_one", "add_remove"), "unit": ("client", "row")}
+_CHOICES = {"relation": ("replace_one", "zero_out", "add_remove"), "unit": ("client", "row")}
 _SETTINGS = {"id", "budget", "delta", "relation", "unit"}
 _START = json.dumps({"format": _FORMAT})[:-1].encode()
 

@@ -22,7 +22,11 @@ _RELATION_NAMES = {
     ("client", "zero_out"): "one client's contribution replaced by nothing",
     ("row", "replace_one"): "one row replaced by any other",
     ("row", "add_remove"): "one row added or removed",
+    ("row", "zero_out"): "one row's contribution replaced by nothing",
 }
+
+
+_OUTSIDERS = "against those alone who are no client and see nothing of one but what is released"
 
 
 class PrivacyWarning(UserWarning):
@@ -43,7 +47,7 @@ class PrivacyReport:
         How the release is randomized.
     unit : {"client", "row"}
         What is protected: "client" means all rows of a client together, "row" a single row.
-    relation : {"replace_one", "add_remove", "zero_out"}
+    relation : {"replace_one", "zero_out", "add_remove"}
         Which tables are neighbours, so that (`epsilon`, `delta`) limits how well they can be told
         apart.
     trust : {"central", "local"} or None
@@ -64,6 +68,9 @@ class PrivacyReport:
         How `epsilon` was computed.
     epsilon_under : tuple of (relation, epsilon)
         Epsilon at the same `delta` under other relations, where it is defined.
+    epsilon_outsiders : float or None
+        Epsilon at the same `delta` and `relation` against outsiders alone, who see what is released
+        and nothing of a client; None if it equals `epsilon`.
     released : tuple of str
         What the promise covers.
     not_released : tuple of str
@@ -102,6 +109,7 @@ class PrivacyReport:
     rounds: int = 1
     accountant: str = "none"
     epsilon_under: tuple[tuple[str, float], ...] = ()
+    epsilon_outsiders: float | None = None
     released: tuple[str, ...] = ()
     not_released: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
@@ -215,6 +223,8 @@ class PrivacyReport:
                 (f"under {name}", f"epsilon = {value:.4g} ({_RELATION_NAMES[self.unit, name]})")
                 for name, value in self.epsilon_under
             ]
+            if self.epsilon_outsiders is not None:
+                rows += [("outsiders", f"epsilon = {self.epsilon_outsiders:.4g} {_OUTSIDERS}")]
             rows += [("adversary", self.adversary), ("mechanism", self._mechanism())]
             rows += [("accountant", self.accountant)]
         elif self.mechanism != "none":
@@ -256,6 +266,7 @@ def leaking(report: PrivacyReport, reason: str) -> PrivacyReport:
         report,
         epsilon=math.inf,
         epsilon_under=(),
+        epsilon_outsiders=None,
         released=(),
         not_released=(*report.released, *report.not_released),
         warnings=(*report.warnings, reason),

@@ -105,7 +105,7 @@ class SearchCost:
         Delta that goes with `epsilon`.
     unit : {"client", "row"}
         What is protected.
-    relation : {"replace_one", "add_remove"}
+    relation : {"replace_one", "zero_out", "add_remove"}
         Neighbouring relation of `epsilon`.
     n_fits : int
         Number of fits of the private estimator, as far as it is known.

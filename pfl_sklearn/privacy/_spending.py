@@ -190,15 +190,18 @@ def gaussian_events(
     delta: float,
     *,
     add_remove: float | None = None,
+    zero_out: float | None = None,
     replace_one: float | None = 1.0,
 ) -> tuple[Event, ...]:
     """Events of Gaussian releases that together spend (epsilon, delta).
 
-    `add_remove` and `replace_one` are the sensitivities under these relations, divided by the
-    sensitivity that the noise was calibrated to. None means unknown.
+    `add_remove`, `zero_out` and `replace_one` are the sensitivities under these relations, divided
+    by the sensitivity that the noise was calibrated to. None means unknown.
     """
     if math.isinf(epsilon):
         return UNPROTECTED
     mu = gdp_mu(epsilon, delta)
-    under = [None if share is None else share * mu for share in (add_remove, replace_one)]
-    return (GaussianEvent(under[0], under[1]),)
+    removed, replaced, zeroed = (
+        None if share is None else share * mu for share in (add_remove, replace_one, zero_out)
+    )
+    return (GaussianEvent(removed, replaced, mu_zero_out=zeroed),)

@@ -160,7 +160,7 @@ def test_rounds_that_go_on_have_other_noise(path):
 def test_two_copies_of_a_seeded_fit_do_not_both_go_on(path):
     """Each adds the noise of the next rounds: of different clip norms, the difference has none."""
     X, groups = np.eye(6), np.arange(6) // 2
-    ledger = PrivacyLedger(path, budget=(50.0, DELTA), relation="add_remove")
+    ledger = PrivacyLedger(path, budget=(50.0, DELTA), relation="zero_out")
     model = PPSGDRegressor(
         ledger=ledger, random_state=0, noise_multiplier=5.0, clip_norm=1.0, learning_rate=0.1
     ).fit(X, X[:, 0], groups=groups)

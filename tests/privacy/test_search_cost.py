@@ -66,7 +66,7 @@ class Rounds(RegressorMixin, BaseEstimator):
         self.noise_multiplier = noise_multiplier
         self.delta = delta
 
-    _privacy_relation = "add_remove"
+    _privacy_relation = "zero_out"
 
     def _privacy_events(self):
         if self.noise_multiplier == 0:
@@ -114,7 +114,7 @@ def test_the_example_of_nine_candidates_and_five_folds():
     assert cost.epsilon == pytest.approx(tight.get_epsilon(DELTA), rel=2e-3)
     assert cost.epsilon == pytest.approx(44.54, abs=0.05)
     assert cost.fits[0].epsilon == pytest.approx(4.766, abs=2e-3)
-    assert (cost.n_fits, len(cost.fits), cost.relation) == (46, 10, "add_remove")
+    assert (cost.n_fits, len(cost.fits), cost.relation) == (46, 10, "zero_out")
     assert not cost.scores_protected
 
 

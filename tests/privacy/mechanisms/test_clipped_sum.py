@@ -306,7 +306,7 @@ def audited_epsilon(noise_multiplier, rate=RATE):
 
 def test_sampled_rounds_keep_their_epsilon_and_mutants_are_convicted():
     """Poisson sampling end to end, by the best attack there is; halved noise, and no sampling."""
-    claimed = events_epsilon([SampledGaussian(Z, N_ROUNDS, RATE)], DELTA, "add_remove")
+    claimed = events_epsilon([SampledGaussian(Z, N_ROUNDS, RATE)], DELTA, "zero_out")
     assert 0.2 * claimed < audited_epsilon(Z) <= claimed
     assert audited_epsilon(Z / 2) > claimed
     assert audited_epsilon(Z, rate=1.0) > claimed
@@ -325,7 +325,7 @@ def test_facts_fit_the_report():
     assert report.noise_std == pytest.approx(3 / math.sqrt(0.96))
     assert "Poisson" in report.sampling
     assert "privacy loss distributions" in report.accountant
-    whole = mechanism.facts(SampledGaussian(1.0, 50), 1e-5, "add_remove")
+    whole = mechanism.facts(SampledGaussian(1.0, 50), 1e-5, "zero_out")
     assert whole["sensitivity"] == 3.0
     assert whole["accountant"].startswith("exact")
 

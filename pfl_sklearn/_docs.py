@@ -15,13 +15,15 @@ ROUNDS = {
             of the clients that takes part.
         sampling : {"poisson", "fixed"}, default="poisson"
             "poisson" samples each client independently. "fixed" draws the same number of clients in
-            every round, without replacement; it is accounted under replacement of a client and
-            costs far more epsilon.
+            every round, without replacement; it costs far more epsilon, because all other clients
+            together know whether the last one takes part.
         """,
     "privacy": """
         epsilon : float in (0, inf], default=inf
             Privacy of the population model, in nats. The noise follows from it and from `delta`,
             `n_rounds` and `client_fraction`. Each call to ``fit`` or ``partial_fit`` spends it.
+            Poisson samples protect a client's contribution ("zero_out"), samples of a fixed number
+            its whole data ("replace_one").
         noise_multiplier : float or None, default=None
             Standard deviation of the noise on the sum of messages, divided by `clip_norm`. Give it
             instead of `epsilon`.

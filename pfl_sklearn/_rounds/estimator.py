@@ -111,7 +111,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
       `earlier` rounds had a model of another shape; `order` is the entropy of what is drawn before
       the rounds, or None;
     - ``_models(state, ids, layout)``: the fitted attributes of a state;
-    - ``_rounds_of_a_pass(clients)``: rounds of one ``partial_fit``;
+    - ``_rounds_of_a_pass(clients)``: rounds of one ``partial_fit`` without noise;
     - ``_check_parameters()``, if parameters of its own can contradict one another;
     - `_released_names` and `_kept_names`: what the privacy report covers and what it does not.
     """
@@ -192,14 +192,18 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         return self._train((X, y, groups), task, missing, events, checkpoint)
 
     def _partial_fit(self, X, y, groups, **given):
-        """Run one more pass over rows, of clients seen before or new ones."""
+        """Go on over rows of clients seen before or new ones.
+
+        Without noise for one pass. The number of rounds of a pass depends on the rows, so with
+        noise for `n_rounds` rounds, which are charged before any data are read.
+        """
         earlier = self._earlier()
         self._check_all_parameters()
-        clients = self._encode_fit(groups, num_samples(X))
-        missing = self._rounds_of_a_pass(clients)
-        events = round_events(self, missing)
+        events = round_events(self, self.n_rounds)
         mechanism_of(self, events)
         charge_events(self, events, first_round=earlier.state.round if earlier else 0)
+        clients = self._encode_fit(groups, num_samples(X))
+        missing = self.n_rounds if is_private(self) else self._rounds_of_a_pass(clients)
         task = self._make_task(X, y, clients, earlier, **given)
         return self._train((X, y, groups), task, missing, events)
 

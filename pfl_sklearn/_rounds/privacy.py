@@ -16,7 +16,12 @@ _STOPPED = (
     "a callback ended the rounds early: unless it looked at public data alone, the number of "
     "rounds reveals what the scores without noise were"
 )
-_RELATIONS = {"poisson": "add_remove", "fixed": "replace_one"}
+_RELATIONS = {"poisson": "zero_out", "fixed": "replace_one"}
+_OTHER = {"zero_out": "replace_one", "replace_one": "zero_out"}
+_SECRET_NUMBER = (
+    "nobody but the server learns how many clients take part in a round: the number is in no "
+    "release, and neither messages nor the time of a round may show it to other clients"
+)
 
 
 def relation_of_rounds(model):
@@ -104,7 +109,7 @@ def report_of(model, progress):
         )
         return leaking(report, _STOPPED) if progress.stopped else report
     relation = relation_of_rounds(model)
-    other = "replace_one" if relation == "add_remove" else "add_remove"
+    other = _OTHER[relation]
     epsilon, elsewhere = (events_epsilon(spent, model.delta, name) for name in (relation, other))
     report = private_report(
         {
@@ -115,18 +120,32 @@ def report_of(model, progress):
         seeded=model.random_state is not None,
         caveats=_round_caveats(model, epsilon, spent),
         rounds=sum(event.n_rounds for event in spent),
-        epsilon_under=((other, elsewhere),) if math.isfinite(elsewhere) else (),
+        epsilon_under=((other, elsewhere),),
+        epsilon_outsiders=_against_outsiders(model, relation, spent),
         released=released,
         not_released=kept,
         assumptions=(
-            "the labels that occur are public, and the numbers of clients and rows that sums are "
-            "divided by are constants",
+            "the labels that occur and the number of rounds are public, and the numbers of clients "
+            "and rows that sums are divided by are constants",
+            *((_SECRET_NUMBER,) if _hidden(spent) else ()),
             "clip_norm, learning_rate and the other parameters are the user's, not the data's",
             "joint differential privacy: what a client computes from the released models and its "
             "own rows protects the other clients, not itself",
         ),
     )
     return leaking(report, _STOPPED) if progress.stopped else report
+
+
+def _hidden(spent):
+    """Whether the promise needs the number of clients in a round to be secret."""
+    return any(event.sampling == "poisson" and event.rate < 1 for event in spent)
+
+
+def _against_outsiders(model, relation, spent):
+    """Epsilon against all but the clients, if it is another one."""
+    if all(event.sampling == "poisson" or event.rate == 1 for event in spent):
+        return None
+    return events_epsilon(spent, model.delta, relation, adversary="outsiders")
 
 
 def _round_caveats(model, epsilon, spent):

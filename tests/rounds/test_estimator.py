@@ -143,7 +143,7 @@ def test_callbacks_see_the_state_and_cannot_change_it():
 
 def test_privacy_and_what_is_handed_out(tmp_path):
     X, y, groups = table()
-    ledger = PrivacyLedger(tmp_path / "ledger", relation="add_remove")
+    ledger = PrivacyLedger(tmp_path / "ledger", relation="zero_out")
     model = model_of(**PRIVATE, ledger=ledger).fit(X, y, groups=groups)
     assert 0 < model.privacy_.epsilon < math.inf
     assert model.privacy_.released == ("global_",)

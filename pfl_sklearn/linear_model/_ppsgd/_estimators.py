@@ -101,15 +101,17 @@ _TEXTS = {
         order, instead of being drawn independently. And we sample clients independently by default:
         the paper's experiments draw a fixed number of clients but account for them as if each had
         been drawn independently, which understates epsilon. For a fraction of .02, 2,000 rounds, a
-        noise multiplier of 1 and a delta of 1e-4 that gives 4.84, where epsilon is at least 31
-        under replacement of a client. ``sampling="fixed"`` has an accountant of its own.
+        noise multiplier of 1 and a delta of 1e-4 that gives 4.84. The other clients together know
+        who takes part in a sample of a fixed size, so against them epsilon is 48.3 if a client's
+        contribution is replaced by nothing, and 153.4 if it is replaced by another one.
 
         The guarantee is joint differential privacy for one client. It covers all iterates of the
         population model together, against anybody who sees them, including all other clients
         together. What a client computes from the population model and its own rows does not harm
         the others. Local models are not protected, nor are ``coef_``, predictions and ``history_``.
-        The number of clients, their numbers of rows and the labels that occur are taken to be
-        public.
+        The number of clients, their numbers of rows, the number of rounds and the labels that occur
+        are taken to be public. How many clients take part in a round has to stay secret if each is
+        sampled independently.
 
         With sparse `X` a client's model has values only on the features of its own rows. The noise
         on a feature waits until somebody is about to see it, unless callbacks, `average` or
@@ -198,7 +200,10 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=True)
     def partial_fit(self, X, y, *, groups=None):
-        """Run one more pass over rows, of clients seen before or new ones.
+        """Go on over rows, of clients seen before or new ones.
+
+        Without noise this is one pass over the rows. With noise it is `n_rounds` rounds, whatever
+        the rows are, and they are charged before any data are read.
 
         Parameters
         ----------
@@ -401,7 +406,10 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=True)
     def partial_fit(self, X, y, classes=None, *, groups=None):
-        """Run one more pass over rows, of clients seen before or new ones.
+        """Go on over rows, of clients seen before or new ones.
+
+        Without noise this is one pass over the rows. With noise it is `n_rounds` rounds, whatever
+        the rows are, and they are charged before any data are read.
 
         Parameters
         ----------

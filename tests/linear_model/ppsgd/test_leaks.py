@@ -11,7 +11,7 @@ from pfl_sklearn import GaussianMean, PPSGDClassifier, PPSGDRegressor
 from pfl_sklearn._rounds.checkpoint import Checkpoint
 from pfl_sklearn.linear_model import DivergenceError
 from pfl_sklearn.metrics import ClientScorer
-from pfl_sklearn.privacy import PrivacyLedger
+from pfl_sklearn.privacy import PrivacyLedger, auditing
 from tests.helpers.callbacks import StopAfter
 from tests.helpers.ppsgd import table
 
@@ -118,7 +118,7 @@ def test_a_checkpoint_belongs_to_one_ledger(tmp_path, monkeypatch):
     X, y, groups = table()
     path = tmp_path / "ledger"
     model = PPSGDRegressor(n_rounds=5, checkpoint=tmp_path / "run", checkpoint_every=2, **NOISE)
-    model.set_params(ledger=PrivacyLedger(path, relation="add_remove"))
+    model.set_params(ledger=PrivacyLedger(path, relation="zero_out"))
 
     def fail(self, state, original=Checkpoint.observe):
         original(self, state)
@@ -129,7 +129,7 @@ def test_a_checkpoint_belongs_to_one_ledger(tmp_path, monkeypatch):
         patch.setattr(Checkpoint, "observe", fail)
         model.fit(X, y, groups=groups)
     path.unlink()
-    model.set_params(ledger=PrivacyLedger(path, relation="add_remove"))
+    model.set_params(ledger=PrivacyLedger(path, relation="zero_out"))
     with pytest.raises(ValueError, match=r"checkpoint.*ledger="):
         model.fit(X, y, groups=groups)
     assert not model.ledger.entries
@@ -156,12 +156,89 @@ def test_local_rounds_move_no_bound():
 @pytest.mark.parametrize("clip_norm", [1e-200, 1e101])
 def test_what_cannot_be_released_is_not_charged(tmp_path, clip_norm):
     X, y, groups = table()
-    ledger = PrivacyLedger(tmp_path / "ledger", relation="add_remove")
+    ledger = PrivacyLedger(tmp_path / "ledger", relation="zero_out")
     model = PPSGDRegressor(ledger=ledger, **{**NOISE, "clip_norm": clip_norm})
     for call in (model.fit, model.partial_fit):
         with pytest.raises(ValueError, match=r"clip_norm.*\[1e-100, 1e100\]"):
             call(X, y, groups=groups)
     assert not ledger.entries
+
+
+@pytest.mark.slow
+def test_other_clients_know_who_is_in_a_sample_of_a_fixed_size():
+    """One client of 20 takes part in one round; it is client 0 if no other local model moved.
+
+    The event: client 0 took part, and w moved far in the direction of its message. It occurs far
+    more often with a message at +1 than with one at -1, which the figure for outsiders rules out.
+    """
+    delta, threshold, n_fits = 1e-3, 1.5, 5000
+    model = PPSGDRegressor(
+        n_rounds=1,
+        client_fraction=0.05,
+        sampling="fixed",
+        noise_multiplier=1.5,
+        clip_norm=1.0,
+        delta=delta,
+        learning_rate=1.0,
+        fit_intercept=False,
+    )
+    counts = {1: 0, -1: 0}
+    for seed in range(2 * n_fits):
+        sign = 1 if seed < n_fits else -1
+        y = np.full(20, 0.5)
+        y[0] = 10 * sign
+        model.set_params(random_state=seed).fit(np.ones((20, 1)), y, groups=np.arange(20))
+        took_part = not model.local_coef_[1:].any()
+        moved = float(model.population_coef_[0])
+        if took_part and abs(moved) > threshold:
+            counts[1 if moved * sign > 0 else -1] += 1
+    least = auditing._binomial_lower(counts[1], 2 * n_fits, 5e-4) - delta
+    most = 1 - auditing._binomial_lower(2 * n_fits - counts[-1], 2 * n_fits, 5e-4)
+    found, report = math.log(least / most), model.privacy_
+    assert report.epsilon_outsiders == pytest.approx(0.687, abs=1e-3)
+    assert report.epsilon_outsiders < found < report.epsilon == pytest.approx(3.033, abs=1e-3)
+
+
+@pytest.mark.parametrize("call", ["fit", "partial_fit"])
+def test_rounds_are_charged_before_ids_are_read(tmp_path, call):
+    X, y, groups = table()
+    ledger = PrivacyLedger(tmp_path / "ledger", relation="zero_out")
+    model = PPSGDRegressor(n_rounds=7, ledger=ledger, **NOISE)
+    unknown = np.where(groups == groups[0], np.nan, 1.0)
+    with pytest.raises(ValueError, match="groups"):
+        getattr(model, call)(X, y, groups=unknown)
+    (entry,) = ledger.entries
+    assert [event["n_rounds"] for event in entry["events"]] == [7]
+
+
+def test_with_noise_the_number_of_rounds_never_depends_on_rows():
+    X, y, groups = table()
+    few = np.arange(len(y)) % 5 == 0
+    for rows in (slice(None), few):
+        model = PPSGDRegressor(n_rounds=7, batch_size=2, **NOISE)
+        model.partial_fit(X[rows], y[rows], groups=groups[rows])
+        assert model.n_rounds_ == 7
+        model.partial_fit(X[rows], y[rows], groups=groups[rows])
+        assert model.n_rounds_ == sum(event.n_rounds for event in model._progress.spent) == 14
+        without = PPSGDRegressor(n_rounds=7, batch_size=2, learning_rate=0.05)
+        without.partial_fit(X[rows], y[rows], groups=groups[rows])
+        assert without.n_rounds_ == -(-np.unique(groups[rows], return_counts=True)[1].max() // 2)
+
+
+def test_nobody_is_told_how_many_took_part():
+    """The number of clients of a round, in whatever is handed on."""
+    X, y, groups = table()
+    model = PPSGDRegressor(n_rounds=6, client_fraction=0.5, random_state=0, **NOISE)
+    model.fit(X, y, groups=groups)
+    assert len(set(model.history_["n_clients"])) > 1
+    secret = [model.history_["n_clients"].tolist(), model._progress]
+    for copy in (model.release(), model.for_client(groups[0])):
+        kept = vars(copy)
+        assert not {"history_", "_progress"} & set(kept)
+        for value in kept.values():
+            assert value is not secret[1]
+            assert np.asarray(value, dtype=object).tolist() != secret[0]
+    assert "history_" in model.privacy_.not_released
 
 
 @pytest.mark.parametrize("clip_norm", [0.7, None])

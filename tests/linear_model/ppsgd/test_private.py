@@ -167,7 +167,7 @@ def test_what_the_report_says():
     X, y, groups = table()
     model = PPSGDRegressor(epsilon=2.0, delta=1e-3, clip_norm=0.7, learning_rate=0.05)
     report = model.fit(X, y, groups=groups).privacy_
-    assert (report.unit, report.relation, report.trust) == ("client", "add_remove", "central")
+    assert (report.unit, report.relation, report.trust) == ("client", "zero_out", "central")
     assert report.rounds == 100
     assert report.sampling_rate == 1
     assert 1.99 < report.epsilon <= 2.0
@@ -182,14 +182,14 @@ def test_what_the_report_says():
     for name in ("local_coef_", "coef_", "history_", "clients_"):
         assert name in report.not_released
     assert not report.noise_reproducible
-    text = str(report)
+    text = " ".join(str(report).split())
     assert "joint differential privacy" in text
-    assert "one client added or removed" in text
+    assert "one client's contribution replaced by nothing (zero_out)" in text
     assert report == type(report).from_dict(report.to_dict())
 
 
 @pytest.mark.parametrize(
-    ("sampling", "relation"), [("poisson", "add_remove"), ("fixed", "replace_one")]
+    ("sampling", "relation"), [("poisson", "zero_out"), ("fixed", "replace_one")]
 )
 def test_epsilon_of_sampled_rounds(sampling, relation):
     X, y, groups = table()
@@ -199,15 +199,31 @@ def test_epsilon_of_sampled_rounds(sampling, relation):
     event = SampledGaussian(1.5, 30, 0.25, sampling)
     assert model.privacy_.relation == relation
     assert model.privacy_.epsilon == pytest.approx(events_epsilon([event], 1e-3, relation))
-    assert sampling == "poisson" or model.history_["n_clients"].tolist() == [2] * 30
+    report = model.privacy_
+    other = "replace_one" if relation == "zero_out" else "zero_out"
+    under = pytest.approx(events_epsilon([event], 1e-3, other))
+    assert dict(report.epsilon_under) == {other: under}
+    secret = "nobody but the server learns how many clients take part in a round"
+    if sampling == "poisson":
+        assert any(secret in assumed for assumed in report.assumptions)
+        assert report.epsilon_outsiders is None
+    else:
+        assert model.history_["n_clients"].tolist() == [2] * 30
+        assert secret not in str(report)
+        outsiders = events_epsilon([event], 1e-3, relation, "outsiders")
+        assert report.epsilon_outsiders == outsiders < report.epsilon
+        assert f"outsiders epsilon = {outsiders:.4g}" in " ".join(str(report).split())
+    assert report == type(report).from_dict(report.to_dict())
 
 
 def test_fixed_size_costs_far_more():
     """The figures that the documentation states."""
-    poisson = events_epsilon([SampledGaussian(1.0, 2000, 0.02)], 1e-4, "add_remove")
+    poisson = events_epsilon([SampledGaussian(1.0, 2000, 0.02)], 1e-4, "zero_out")
     fixed = events_epsilon([SampledGaussian(1.0, 2000, 0.02, "fixed")], 1e-4, "replace_one")
     assert poisson == pytest.approx(4.84, abs=0.01)
-    assert 31.0 < fixed < 37.9
+    assert fixed == pytest.approx(153.43, abs=0.01)
+    zeroed = events_epsilon([SampledGaussian(1.0, 2000, 0.02, "fixed")], 1e-4, "zero_out")
+    assert zeroed == pytest.approx(48.33, abs=0.01)
 
 
 def test_alpha_0_releases_nothing():
@@ -262,12 +278,12 @@ def test_epsilons_add_up_beyond_what_was_asked():
         model.fit(X, y, groups=groups)
     assert model.noise_multiplier_ == z
     assert model.privacy_.epsilon == pytest.approx(gdp_epsilon(math.sqrt(80) / z, 1e-3), rel=1e-3)
-    model.partial_fit(X, y, groups=groups)  # 3 rounds for another epsilon of 1
+    model.partial_fit(X, y, groups=groups)  # 80 rounds for another epsilon of 1
     spent = model._progress.spent
-    assert [event.n_rounds for event in spent] == [20, 60, 3]
+    assert [event.n_rounds for event in spent] == [20, 60, 80]
     mu = math.sqrt(sum(event.n_rounds / event.noise_multiplier**2 for event in spent))
     assert model.privacy_.epsilon == pytest.approx(gdp_epsilon(mu, 1e-3), rel=1e-3)
-    assert model.noise_multiplier_ < z
+    assert model.noise_multiplier_ == pytest.approx(2 * z, rel=1e-3)
 
 
 def test_privacy_is_not_regained():
@@ -295,7 +311,7 @@ def test_new_bounds_and_multipliers_hold_from_then_on(sparse):
     assert not model.population_coef_.any()
     for z, bound in ((1.0, 8.0), (2.0, 800.0), (0.5, 0.08)):
         before = model.population_coef_.copy()
-        model.set_params(noise_multiplier=z, clip_norm=bound)
+        model.set_params(noise_multiplier=z, clip_norm=bound, n_rounds=1)
         model.partial_fit(X, np.ones(8), groups=groups)
         added = (model.population_coef_ - before).std()
         assert added == pytest.approx(z * bound / 8, rel=5 / math.sqrt(8000))
@@ -414,7 +430,7 @@ def test_a_step_that_theory_gives_may_be_used_with_noise():
 @pytest.mark.parametrize("method", ["fit", "partial_fit"])
 def test_a_budget_is_kept_before_data_are_read(tmp_path, method):
     X, y, groups = table()
-    ledger = PrivacyLedger(tmp_path / "ledger", budget=(1.6, 1e-3), relation="add_remove")
+    ledger = PrivacyLedger(tmp_path / "ledger", budget=(1.6, 1e-3), relation="zero_out")
     model = PPSGDRegressor(epsilon=1.0, delta=1e-3, clip_norm=1.0, learning_rate=0.1, ledger=ledger)
     fit = getattr(model, method)
     fit(X, y, groups=groups)
@@ -428,14 +444,14 @@ def test_a_budget_is_kept_before_data_are_read(tmp_path, method):
 
 def test_the_ledger_has_what_every_call_adds(tmp_path):
     X, y, groups = table()
-    ledger = PrivacyLedger(tmp_path / "ledger", delta=1e-3, relation="add_remove")
+    ledger = PrivacyLedger(tmp_path / "ledger", delta=1e-3, relation="zero_out")
     model = PPSGDRegressor(n_rounds=20, warm_start=True, delta=1e-3, ledger=ledger, **NOISE)
     model.fit(X, y, groups=groups)
     model.set_params(n_rounds=50).fit(X, y, groups=groups)
     model.fit(X, y, groups=groups)  # nothing was left to do
     model.partial_fit(X, y, groups=groups)
     events = [entry["events"] for entry in ledger.entries]
-    assert [sum(event["n_rounds"] for event in found) for found in events] == [20, 30, 0, 3]
+    assert [sum(event["n_rounds"] for event in found) for found in events] == [20, 30, 0, 50]
     assert ledger.total() == pytest.approx(model.privacy_.epsilon, rel=1e-3)
 
 

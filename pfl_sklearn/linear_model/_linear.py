@@ -126,7 +126,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     relation : {"replace_one", "add_remove"}, default="replace_one"
         Neighbouring tables differ in one unit that is replaced (the numbers of clients and of
         their rows are public), or in one unit that is added or removed (no number is public). The
-        report states epsilon under both.
+        report also states epsilon under another relation: if a unit contributes nothing
+        ("zero_out"), or is replaced.
     ledger : PrivacyLedger or None, default=None
         File that records every fit before the fit reads any data, and refuses a fit beyond the
         budget.
@@ -196,7 +197,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         - a missing bound;
         - sample weights;
         - a prior that is not Gaussian;
-        - an unknown covariance with several clients;
+        - an unknown covariance, with several clients or with ``relation="add_remove"`` for clients;
         - ``unit="row"`` with ``relation="add_remove"`` and several clients;
         - a known mean, unless everything else is known too.
 

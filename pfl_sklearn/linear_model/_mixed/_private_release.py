@@ -75,13 +75,13 @@ def regression_events(prior, params):
 
     They must not depend on the data, so we do not know the number of features. The ratio of the two
     sensitivities is largest for one feature under add/remove, and always the same under
-    replacement.
+    replacement. A release under replacement takes numbers of clients or rows as public, so without
+    a unit it protects what the unit contributes.
     """
     if math.isinf(params.epsilon):
         return UNPROTECTED
     if prior.mean is not None:
         return ()
-    private_sizes = params.unit == "client" and params.relation == "add_remove"
     moments = RegressionMoments(
         1,
         params.feature_bound,
@@ -89,14 +89,20 @@ def regression_events(prior, params):
         params.fit_intercept,
         params.relation,
         square=params.noise_variance is None,
-        sizes=private_sizes,
+        sizes=_private_sizes(params),
     )
+    without = "add_remove" if params.relation == "add_remove" else "zero_out"
     return gaussian_events(
         params.epsilon,
         params.delta,
-        add_remove=moments.add_remove_sensitivity / moments.sensitivity,
         replace_one=moments.replace_one_sensitivity / moments.sensitivity,
+        **{without: moments.add_remove_sensitivity / moments.sensitivity},
     )
+
+
+def _private_sizes(params):
+    """Whether the number of clients is protected: nothing may then depend on it."""
+    return params.unit == "client" and params.relation == "add_remove"
 
 
 def fit_private(table, prior, options, release, names):
@@ -106,7 +112,7 @@ def fit_private(table, prior, options, release, names):
     ----------
     table : Table
     prior : GaussianPrior
-        Its covariance must be known if there are several clients.
+        Its covariance must be known, unless there is a single client and its number is public.
     options : Options
         `method`, `solver` and their parameters have no effect.
     release : ReleaseParameters
@@ -123,7 +129,8 @@ def fit_private(table, prior, options, release, names):
         If too little is known about the population.
     """
     mean, covariance = prior.known_mean(table.n_random), prior.known_covariance(table.n_random)
-    if covariance is not None and table.n_clients == 1 and np.isinf(covariance).any():
+    alone = table.n_clients == 1 and not _private_sizes(release)
+    if covariance is not None and alone and np.isinf(covariance).any():
         covariance = None
     _check_known(table, mean, covariance, options.noise_variance, release)
     if mean is not None:
@@ -135,14 +142,19 @@ def fit_private(table, prior, options, release, names):
         )
     if not found.trusted:
         warn_caller(_DROWNED, UserWarning)
-    return _private_estimates(table, prior, mean, covariance, options, found), report
+    alone = alone and mean is None
+    return _private_estimates(table, prior, covariance, options, found, alone), report
 
 
 def _check_known(table, mean, covariance, noise, release):
     """Raise ValueError if too little, or too much, is known about the population."""
-    if table.n_clients > 1 and (covariance is None or np.isinf(covariance).any()):
+    private_sizes = _private_sizes(release)
+    if (private_sizes or table.n_clients > 1) and (
+        covariance is None or np.isinf(covariance).any()
+    ):
+        when = "relation='add_remove'" if private_sizes else "several clients"
         raise ValueError(
-            "with several clients and a finite epsilon the prior needs a finite covariance, as "
+            f"with {when} and a finite epsilon the prior needs a finite covariance, as "
             "GaussianPrior(covariance=...): the covariance between clients is not among the "
             "released moments."
         )
@@ -201,7 +213,7 @@ def _messages(table, noise, release):
         has_intercept,
         release.relation,
         square=noise is None,
-        sizes=by_client and not public,
+        sizes=_private_sizes(release),
     )
     if by_client:
         inverse = float(np.sum(1 / counts))
@@ -214,15 +226,15 @@ def _messages(table, noise, release):
     return moments, moments.total(features, table.y), PublicSizes(largest, share, 1.0)
 
 
-def _private_estimates(table, prior, mean, covariance, options, found):
+def _private_estimates(table, prior, covariance, options, found, alone):
     """Estimates of the population and of the clients.
 
-    A single client keeps its own regression, as there is no other client to borrow from.
+    A client that is `alone` keeps its own regression, as there is no other to borrow from.
     """
     q = table.n_random
     if covariance is None:
         covariance = np.full((q, q), np.nan)
-    if table.n_clients == 1 and mean is None:
+    if alone:
         local = fit_without_pooling(table, prior, options, covariance)
         coefficients, posterior = local.coefficients, local.posterior
     else:
@@ -245,8 +257,8 @@ def _release_report(table, moments, mechanism, release, sizes, noisy, seeded, na
     """Report of one release; under add/remove it states no number of rows or clients."""
     public = release.relation == "replace_one"
     n_units = sizes.largest if public else max(noisy.weight, 1.0)
-    other = "add_remove" if public else "replace_one"
-    under = getattr(moments, f"{other}_sensitivity") / mechanism.noise_std
+    other = "zero_out" if public else "replace_one"
+    moved = moments.add_remove_sensitivity if public else moments.replace_one_sensitivity
     report = private_report(
         {
             **mechanism.facts(),
@@ -258,7 +270,7 @@ def _release_report(table, moments, mechanism, release, sizes, noisy, seeded, na
         caveats=_delta_caveats(release, n_units),
         unit=release.unit,
         relation=release.relation,
-        epsilon_under=((other, gdp_epsilon(under, release.delta)),),
+        epsilon_under=((other, gdp_epsilon(moved / mechanism.noise_std, release.delta)),),
         released=names[0],
         not_released=names[1],
         assumptions=(

@@ -68,10 +68,13 @@ def test_facts_of_the_report(unit, relation):
     assert report.sensitivity == moments.sensitivity
     assert report.noise_std == pytest.approx(calibrate_noise(1.0, 1e-5, moments.sensitivity))
     ((other, epsilon),) = report.epsilon_under
-    assert {other, relation} == {"replace_one", "add_remove"}
-    spent = epsilon_spent(
-        report.noise_std, getattr(moments, f"{other}_sensitivity"), delta=1e-5, relation=other
+    assert other == ("zero_out" if relation == "replace_one" else "replace_one")
+    moved = (
+        moments.replace_one_sensitivity
+        if other == "replace_one"
+        else moments.add_remove_sensitivity
     )
+    spent = epsilon_spent(report.noise_std, moved, delta=1e-5, relation=other)
     assert epsilon == pytest.approx(spent)
     assert (epsilon < 1) == (relation == "replace_one")
     assert f"moments of the {unit}s" in report.mechanism
@@ -112,7 +115,7 @@ def test_add_remove_releases_nothing_that_depends_on_exact_numbers(unit, interce
 
     monkeypatch.setattr(GaussianMechanism, "privatize", same)
     found = []
-    for m in (100, 37):
+    for m in (100, 37, 1):
         X, y, groups = many_clients(m, m)
         groups = groups if unit == "client" else np.zeros(len(X), dtype=int)
         model = fit(
@@ -129,9 +132,32 @@ def test_add_remove_releases_nothing_that_depends_on_exact_numbers(unit, interce
         report = model.privacy_.to_dict()
         found.append([report, *(getattr(model, name) for name in NAMES)])
         assert math.isnan(model.log_likelihood_)
-    assert found[0][0] == found[1][0]
-    for first, second in zip(found[0][1:], found[1][1:], strict=True):
-        np.testing.assert_array_equal(first, second)
+    for other in found[1:]:
+        assert found[0][0] == other[0]
+        for first, second in zip(found[0][1:], other[1:], strict=True):
+            np.testing.assert_array_equal(first, second)
+
+
+def test_add_remove_tells_no_client_that_it_is_alone(monkeypatch):
+    """Its estimate follows from the release and its own rows; a missing covariance is refused."""
+    message = {}
+
+    def same(self, messages, rng):
+        return message.setdefault("first", messages + rng.normal(0, self.noise_std, messages.shape))
+
+    monkeypatch.setattr(GaussianMechanism, "privatize", same)
+    X, y, groups = many_clients(0, 100)
+    params = {"relation": "add_remove", "epsilon": 50.0, **CLIENT}
+    prior = GaussianPrior(covariance=0.25)
+    together = fit(X, y, groups, prior=prior, **params)
+    own = groups == groups[0]
+    alone = fit(X[own], y[own], groups[own], prior=prior, **params)
+    np.testing.assert_allclose(clients(alone)[0], clients(together)[0], rtol=1e-9)
+    np.testing.assert_array_equal(alone.shrinkage_[0], together.shrinkage_[0])
+    for unknown in (GaussianPrior(), GaussianPrior(covariance=math.inf)):
+        for rows in (own, groups <= groups[own][0] + 1, groups == groups):
+            with pytest.raises(ValueError, match=r"relation='add_remove'.*covariance"):
+                fit(X[rows], y[rows], groups[rows], prior=unknown, **params)
 
 
 def test_the_noise_is_the_reported_one(monkeypatch):

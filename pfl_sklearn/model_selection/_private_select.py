@@ -138,9 +138,10 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
     scores enter a sum with Gaussian noise, to which one client contributes at most the width of the
     range. Errors and warnings of `scoring` would reveal clients' rows, so they are dropped. A
     `scoring` that fails for all clients leaves only noise to choose by; try it first without
-    privacy, on public rows. Under add/remove, the number of clients that divides the sum is treated
-    as public. The noise on the mean score has standard deviation (highest - lowest) /
-    (mu n_clients), where mu is the Gaussian-DP parameter of (`score_share` * `epsilon`, `delta`).
+    privacy, on public rows. The number of clients divides the sum, so an estimator with
+    ``relation="add_remove"`` needs `holdout`. The noise on the mean score has standard deviation
+    (highest - lowest) / (mu n_clients), where mu is the Gaussian-DP parameter of (`score_share` *
+    `epsilon`, `delta`).
 
     *No refit.* The best model is fitted to the rows that were not held out. Refitting it to all
     rows would be another release.

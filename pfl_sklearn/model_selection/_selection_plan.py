@@ -240,10 +240,10 @@ def _check_private(select, core, steps, names, bounds):
             f"taken from the data, for scoring={client_scoring(select)!r}, or holdout=(X, y) with "
             "public rows."
         )
-    if select.holdout is None and unit_of(core) == "row" and relation_of(core) == "add_remove":
+    if select.holdout is None and relation_of(core) == "add_remove":
         raise ValueError(
-            "unit='row' with relation='add_remove' needs holdout=(X, y) with public rows, because "
-            "one more row changes which other rows are held out."
+            "relation='add_remove' needs holdout=(X, y) with public rows: the number of clients "
+            "divides a score of the clients' own rows, and one more row changes which are held out."
         )
 
 
@@ -332,7 +332,7 @@ def _calibrate(select, prefix, by_noise, point, mechanism, relation):
     scores = ()
     if mechanism is not None:
         mu = 1 / mechanism.noise_std
-        scores = (GaussianEvent(mu, mu),)
+        scores = (GaussianEvent(None, mu, mu_zero_out=mu),)
 
     def events(rate):
         params = {**point, **_settings(select, prefix, by_noise, rate)}
@@ -379,6 +379,7 @@ def selection_report(select, plan, model):
         f"{select.expected_trials:g} expected), of each: {trial.mechanism}",
         accountant="Renyi differential privacy of the selection (Papernot and Steinke, 2022)",
         epsilon_under=_under_other(select, plan),
+        epsilon_outsiders=None,
         released=(*trial.released, *_CHOSEN),
         not_released=(*trial.not_released, _OTHER_TRIALS),
         assumptions=(
@@ -399,7 +400,7 @@ def _report_of(model):
 
 def _under_other(select, plan):
     """Epsilon under the other relation, if it is finite."""
-    other = "add_remove" if plan.relation == "replace_one" else "replace_one"
+    other = "zero_out" if plan.relation == "replace_one" else "replace_one"
     epsilon = selection_epsilon(
         plan.events,
         expected_trials=select.expected_trials,

@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 import sklearn
 from dp_accounting import dp_event, privacy_accountant, rdp
-from scipy.stats import kstest, logser, norm, uniform
+from scipy.special import logsumexp
+from scipy.stats import binom, kstest, logser, norm, uniform
 from sklearn.base import BaseEstimator, RegressorMixin, clone
 from sklearn.callback import ScoringMonitor
 from sklearn.ensemble import BaggingRegressor
@@ -42,6 +43,7 @@ from pfl_sklearn.privacy import (
     PrivacyLedger,
     PureEvent,
     SampledGaussian,
+    events_epsilon,
     gdp_delta,
     gdp_mu,
     search_cost,
@@ -96,13 +98,13 @@ def test_golden_values(distribution, epsilon):
         expected_trials=9,
         distribution=distribution,
         delta=DELTA,
-        relation="add_remove",
+        relation="zero_out",
     )
     assert found == pytest.approx(epsilon, abs=5e-3)
 
 
 def test_one_expected_trial_is_no_selection():
-    how = {"expected_trials": 1, "delta": DELTA, "relation": "add_remove"}
+    how = {"expected_trials": 1, "delta": DELTA, "relation": "zero_out"}
     rounds = [SampledGaussian(1.0, 200, rate=0.05)]
     assert selection_epsilon(rounds, **how) == pytest.approx(5.37, abs=5e-3)
     assert selection_epsilon(rounds, **how, distribution="poisson") > 5.4  # there can be two
@@ -114,8 +116,8 @@ def test_one_expected_trial_is_no_selection():
         ([GaussianEvent(0.3, 0.5, n_releases=3)], "replace_one"),
         ([GaussianEvent(0.3, 0.5)], "add_remove"),
         ([SampledGaussian(2.0, 50)], "replace_one"),
-        ([SampledGaussian(3.0, 50, rate=0.2), GaussianEvent(0.2, None)], "add_remove"),
-        ([SampledGaussian(8.0, 50, rate=0.1, sampling="fixed")], "replace_one"),
+        ([GaussianEvent(None, 0.5, mu_zero_out=0.3)], "zero_out"),
+        ([SampledGaussian(3.0, 50, rate=0.2), GaussianEvent(0.2, None, 1, 0.2)], "zero_out"),
         ([PureEvent(0.7, 0.0, "replace_one"), GaussianEvent(None, 0.2)], "replace_one"),
         ([PureEvent(0.7, 0.0, "add_remove")], "add_remove"),
     ],
@@ -135,8 +137,9 @@ def test_events_by_hand(events, relation):
         ),
     }
     relations = privacy_accountant.NeighboringRelation
-    native = {"replace_one": relations.REPLACE_ONE, "add_remove": relations.ADD_OR_REMOVE_ONE}
-    accountant = rdp.RdpAccountant(neighboring_relation=native[relation])
+    replaced = relation == "replace_one"
+    native = relations.REPLACE_ONE if replaced else relations.ADD_OR_REMOVE_ONE
+    accountant = rdp.RdpAccountant(neighboring_relation=native)
     trial = dp_event.ComposedDpEvent([parts[type(event).__name__](event) for event in events])
     accountant.compose(dp_event.RepeatAndSelectDpEvent(trial, 5.0, 1.0))
     found = selection_epsilon(events, expected_trials=5, delta=DELTA, relation=relation)
@@ -148,9 +151,26 @@ def _round(event, relation):
     gaussian = dp_event.GaussianDpEvent(z)
     if event.rate == 1:
         return gaussian
-    if event.sampling == "fixed":
-        return dp_event.SampledWithoutReplacementDpEvent(1000, int(1000 * event.rate), gaussian)
     return dp_event.PoissonSampledDpEvent(event.rate, gaussian)
+
+
+@pytest.mark.parametrize(("relation", "sensitivity"), [("replace_one", 2.0), ("zero_out", 1.0)])
+def test_divergence_of_a_fixed_number_of_clients(relation, sensitivity):
+    """Against a sum over who takes part: the order's moment of the losses of all rounds."""
+    z, n_rounds, rate = 8.0, 50, 0.1
+    rounds = SampledGaussian(z, n_rounds, rate, "fixed")
+    found = selection_epsilon([rounds], expected_trials=1, delta=DELTA, relation=relation)
+    orders = np.concatenate([np.linspace(1.05, 11, 200), np.arange(11, 200)])
+    counts = np.arange(n_rounds + 1)
+    mus = sensitivity * np.sqrt(counts) / z
+    logs = binom.logpmf(counts, n_rounds, rate) + np.outer(orders * (orders - 1), mus**2 / 2)
+    renyi = logsumexp(logs, axis=1) / (orders - 1)
+    spent = renyi + np.log1p(-1 / orders) - np.log(DELTA * orders) / (orders - 1)
+    assert found == pytest.approx(spent.min(), rel=2e-3)
+    exact = events_epsilon([rounds], DELTA, relation)
+    assert exact < found < 1.4 * exact
+    best = selection_epsilon([rounds], expected_trials=5, delta=DELTA, relation=relation)
+    assert found < best < 3 * found
 
 
 def test_what_has_no_renyi_bound_is_infinite():
@@ -282,7 +302,7 @@ def test_a_private_score_is_paid_for():
 class Rounds(RegressorMixin, BaseEstimator):
     """Spends rounds on Poisson samples, by a noise multiplier."""
 
-    _privacy_relation = "add_remove"
+    _privacy_relation = "zero_out"
 
     def __init__(
         self, alpha=1.0, n_rounds=200, epsilon=math.inf, noise_multiplier=None, delta=DELTA
@@ -315,7 +335,7 @@ def test_noise_multipliers_are_calibrated():
     plan = plan_selection(select(Rounds(), grid, epsilon=9.114, expected_trials=9, holdout=(X, Y)))
     assert plan.params["noise_multiplier"] == pytest.approx(1.0, abs=2e-3)
     assert plan.params["epsilon"] == math.inf
-    assert plan.relation == "add_remove"
+    assert plan.relation == "zero_out"
     with pytest.raises(ValueError, match=r"param_distributions.*n_rounds=50"):
         plan_selection(select(Rounds(), {"n_rounds": [200, 50]}, holdout=(X, Y)))
 
@@ -702,9 +722,9 @@ def test_rounds_of_ppsgd():
     model = fitted(select(rounds, params, epsilon=2.0, **how))
     event = SampledGaussian(model.trial_params_["noise_multiplier"], 20, rate=0.1)
     score = GaussianEvent(gdp_mu(0.2 * 2.0, 1e-4), None)
-    spent = selection_epsilon([event, score], relation="add_remove", **how)
+    spent = selection_epsilon([event, score], relation="zero_out", **how)
     assert 0.999 * 2.0 < spent <= 2.0
-    assert (model.privacy_.epsilon, model.privacy_.relation) == (2.0, "add_remove")
+    assert (model.privacy_.epsilon, model.privacy_.relation) == (2.0, "zero_out")
     assert model.best_params_.keys() == params.keys()
     with pytest.raises(ValueError, match=r"param_distributions.*(client_fraction|relation|unit)="):
         fitted(select(rounds, {"client_fraction": [0.1, 0.2]}))
@@ -933,9 +953,10 @@ def test_units_and_relations_may_not_vary():
             ValueError, match=r"param_distributions.*(client_fraction|relation|unit)="
         ):
             fitted(select(line, params))
-    by_row = line.set_params(unit="row", relation="add_remove")
-    with pytest.raises(ValueError, match=r"unit='row'.*relation='add_remove'.*holdout="):
-        fitted(select(by_row, {"method": ["reml"]}))
+    for unit in ("row", "client"):
+        one_more = clone(line).set_params(unit=unit, relation="add_remove")
+        with pytest.raises(ValueError, match=r"relation='add_remove'.*holdout="):
+            fitted(select(one_more, {"method": ["reml"]}))
 
 
 def test_bad_rows_leave_nothing_fitted():

@@ -8,8 +8,8 @@ that it compares are not private at all. This example searches all the same, rea
 budget that refuses it, and ends with a search that stays within a stated epsilon.
 
 The table is scikit-learn's digits, dealt out so that each of 150 clients has three of the ten
-digits only. What is protected is one client with all its rows (added or removed), with a delta of
-1e-5, against whoever sees the released models, all other clients together included.
+digits only. What is protected is what one client contributes with all its rows (zero-out), with a
+delta of 1e-5, against anyone who sees the released models, including all other clients together.
 """
 
 # %%
@@ -106,7 +106,7 @@ print("\n".join(str(cost).splitlines()[:8]))
 # off. (With scikit-learn's default, ``error_score=np.nan``, it would go on with the fits that are
 # refused left out. Local fits are entries too, which cost nothing.)
 folder = tempfile.TemporaryDirectory()
-ledger = PrivacyLedger(Path(folder.name) / "ledger.jsonl", budget=10.0, relation="add_remove")
+ledger = PrivacyLedger(Path(folder.name) / "ledger.jsonl", budget=10.0, relation="zero_out")
 kept = clone(search).set_params(estimator__ledger=ledger, error_score="raise")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", PrivacyWarning)  # the same as above
@@ -165,7 +165,7 @@ for total in (3.0, 10.0, 30.0):
         {
             "total epsilon": total,
             "epsilon of a trial": events_epsilon(
-                [SampledGaussian(noise, model.n_rounds)], 1e-5, "add_remove"
+                [SampledGaussian(noise, model.n_rounds)], 1e-5, "zero_out"
             ),
             "selected": np.mean([score for score, _ in chosen]),
             "its sd": np.std([score for score, _ in chosen]),
@@ -173,7 +173,7 @@ for total in (3.0, 10.0, 30.0):
             "local": reached(clone(model).set_params(alpha=0.0))[0],
         }
     )
-print("held-out accuracy; unit: one client; relation: one added or removed; delta = 1e-5")
+print("held-out accuracy; unit: one client; relation: zero_out; delta = 1e-5")
 print(pd.DataFrame(results).round(3).to_string(index=False))
 
 # %%

@@ -10,9 +10,11 @@ with the best ``alpha`` and step size, in comparison to the two extremes? (The p
 Four times: MovieLens ratings by user, with the film's genres as features; whether a lecture at ETH
 Zurich was rated 4 or better, by student and again by lecturer; and handwritten digits by writer.
 
-Epsilon protects a whole client with all its rows, against whoever sees the global models of all
-rounds, all other clients together included; neighbouring tables have one client more or less,
-delta is 1e-5. The best of each grid is picked by its score on held-out rows, as in the paper, and
+Epsilon protects what a client contributes with all its rows, against anyone who sees the global
+models of all rounds, including all other clients together. In the neighbouring table its
+contribution is replaced by nothing (zero-out); delta is 1e-5.
+
+The best of each grid is picked by its score on held-out rows, as in the paper, and
 *that is not protected*: the curves show what could be reached by somebody who knew the best
 parameters, not what a private choice would cost. For that see
 :ref:`the next example <sphx_glr_auto_examples_plot_choosing_epsilon.py>`.
@@ -192,8 +194,8 @@ def curves_of(task):
 found = {name: curves_of(task) for name, task in tasks.items()}
 print("accuracy of held-out rows (MovieLens: root mean squared error, in stars)")
 print("gain: of personalized over the better of the other two, with its standard error by clients")
-print("unit: one client; relation: one added or removed; delta = 1e-5; adversary: whoever sees the")
-print("global models, all other clients included")
+print("unit: one client; relation: zero_out; delta = 1e-5; adversary: anyone who sees the global")
+print("models, including all other clients together")
 for name, table in found.items():
     print(f"\n{name}\n{table.round(4).to_string()}")
 
@@ -224,7 +226,7 @@ for ax, (name, table) in zip(axes.flat, found.items(), strict=False):
         lines=lines["variable"],
         score_name="accuracy" if classes else "root mean squared error, stars",
         unit="client",
-        relation="add_remove",
+        relation="zero_out",
         delta=DELTA,
         ax=ax,
     )

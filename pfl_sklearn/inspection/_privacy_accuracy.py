@@ -159,7 +159,7 @@ class PrivacyAccuracyDisplay:
             Label of the score axis.
         unit : {"client", "row"}
             What the epsilons protect.
-        relation : {"add_remove", "replace_one"}
+        relation : {"replace_one", "zero_out", "add_remove"}
             Neighbouring relation of the epsilons.
         delta : float in [0, 1)
             Delta of every epsilon.

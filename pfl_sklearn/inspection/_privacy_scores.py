@@ -10,7 +10,11 @@ from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn.privacy._spending import stated_cost, total_epsilon, with_params
 
-_RELATIONS = {"add_remove": "added or removed", "replace_one": "replaced"}
+_RELATIONS = {
+    "add_remove": "one {} added or removed",
+    "replace_one": "one {} replaced",
+    "zero_out": "contribution of one {} left out",
+}
 
 
 class Curve(NamedTuple):
@@ -95,8 +99,8 @@ def _common_promise(stated):
 def promise_of(unit, relation, delta):
     """Unit, relation and delta in words."""
     if relation not in _RELATIONS:
-        raise ValueError(f"relation must be 'add_remove' or 'replace_one'; got {relation!r}.")
-    return f"one {unit} {_RELATIONS[relation]}; delta = {delta:g}"
+        raise ValueError(f"relation must be one of {', '.join(_RELATIONS)}; got {relation!r}.")
+    return f"{_RELATIONS[relation].format(unit)}; delta = {delta:g}"
 
 
 def table_of_scores(columns, lines):

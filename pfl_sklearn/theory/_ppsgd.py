@@ -273,7 +273,7 @@ def ppsgd_noise_std(
     ----------
     noise_multiplier : float, >= 0
         Noise z on the sum of clipped gradients, over the clip norm. For T rounds with all clients
-        it is ``calibrate_noise(epsilon, delta, 1.0, relation="add_remove", n_releases=T)`` of
+        it is ``calibrate_noise(epsilon, delta, 1.0, relation="zero_out", n_releases=T)`` of
         :mod:`pfl_sklearn.privacy`.
     clip_norm : float, > 0
         Largest norm C of a client's message: the *sum* of its rows' gradients under

@@ -228,7 +228,7 @@ def personalization_threshold(
     if math.isinf(epsilon):
         return math.inf
     squares = {
-        "exact": lambda: calibrate_noise(epsilon, delta, 1.0, relation="add_remove") ** -2,
+        "exact": lambda: calibrate_noise(epsilon, delta, 1.0, relation="zero_out") ** -2,
         "order": lambda: epsilon**2 / math.log(1 / delta),
         "printed": lambda: epsilon / math.log(1 / delta),
     }
@@ -288,4 +288,4 @@ def _noise_multiplier(epsilon, delta, noise_multiplier, n_rounds):
         return 0.0
     if delta is None:
         raise ValueError("delta must be given with a finite epsilon; got None.")
-    return calibrate_noise(epsilon, delta, 1.0, relation="add_remove", n_releases=n_rounds)
+    return calibrate_noise(epsilon, delta, 1.0, relation="zero_out", n_releases=n_rounds)

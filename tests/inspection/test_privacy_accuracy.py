@@ -25,7 +25,7 @@ from pfl_sklearn.privacy import SampledGaussian, events_epsilon, gdp_epsilon, gd
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.privacy.PrivacyWarning")
 PPSGD = PPSGDRegressor(n_rounds=3, learning_rate=0.1, clip_norm=1.0, random_state=0)
-PROMISE = {"unit": "client", "relation": "add_remove", "delta": 1e-5}
+PROMISE = {"unit": "client", "relation": "zero_out", "delta": 1e-5}
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def test_lines_and_scores(by_alpha):
 
 def test_axis_names_the_promise_and_infinity_is_last(by_alpha):
     ax = PrivacyAccuracyDisplay.from_search(by_alpha).ax_
-    assert "one client added or removed; delta = 1e-05" in ax.get_xlabel()
+    assert "contribution of one client left out; delta = 1e-05" in ax.get_xlabel()
     assert [label.get_text() for label in ax.get_xticklabels()] == ["1", "10", "no\nprivacy"]
     assert ax.get_xticks()[-1] == pytest.approx(100.0)
     dashed = [line for line in ax.lines if line.get_linestyle() == "--"]
@@ -127,7 +127,7 @@ def test_best_of_the_other_parameters():
 def test_epsilon_follows_from_the_noise():
     search = searched(PPSGD, {"noise_multiplier": [2.0, 5.0, 0.0]}, refit=False)
     (curve,) = PrivacyAccuracyDisplay.from_search(search).curves
-    expected = [events_epsilon([SampledGaussian(z, 3)], 1e-5, "add_remove") for z in (5.0, 2.0)]
+    expected = [events_epsilon([SampledGaussian(z, 3)], 1e-5, "zero_out") for z in (5.0, 2.0)]
     np.testing.assert_allclose(curve.epsilon, [*expected, math.inf])
     assert curve.score[0] == scores_of(search, noise_multiplier=5.0)[0]
 
@@ -222,7 +222,7 @@ def test_scores_of_ones_own():
         ({"score": [0.5]}, r"score.*epsilon.*\(1,\)"),
         ({"lines": ["a"]}, r"lines.*\b1\b"),
         ({"spread": [[0.1, 0.1]]}, r"spread.*epsilon.*\(1, 2\)"),
-        ({"relation": "zero_out"}, r"relation.*'zero_out'"),
+        ({"relation": "swap"}, r"relation.*add_remove, replace_one, zero_out.*'swap'"),
     ],
 )
 def test_bad_scores(change, message):

@@ -75,7 +75,12 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         `epsilon` is finite. With ``mechanism="quantizer"`` it is the half width of each
         coordinate's range.
     center : float or array-like of shape (d,), default=0.0
-        Centre of this ball.
+        Centre of this ball. The closer it is to the clients' means, the smaller `clip_norm` can be.
+    noise_variance_bound : float or None, default=None
+        Upper bound, in squared units of `y`, on the variance of a row around its client's mean,
+        summed over outputs. Each client's own estimate is cut at this bound before it is released.
+        Choose it without looking at the data. It is needed only if `epsilon` is finite and
+        `noise_variance` is None; None takes ``clip_norm ** 2``.
     trust : {"central", "local"}, default="central"
         Who adds the noise: a trusted server, once to the sum, or every client to its own mean.
     mechanism : {"gaussian", "quantizer"}, default="gaussian"
@@ -155,15 +160,16 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     *Private releases.* Means are clipped in L2 and get the noise of the analytic Gaussian mechanism
     (the printed noise per coordinate is :math:`\sqrt d` too small). Every client leaves its own
     release out of the mean that it shrinks towards, which does not require equal n. The same
-    release pays for unknown variances. It contains the summed squares of the clipped means, and the
-    clients' own sampling variances cut at ``clip_norm ** 2``. Under local trust they are cut at
-    ``clip_norm ** 2 d / (sqrt(d) + 2) ** 2``, which suffices if the ball holds the means with two
-    standard deviations to spare. A between-client variance below one standard deviation of its
-    noise is raised to that value. The noise variance is useless if it is below two standard
-    deviations of its noise, or if even the largest possible value would be; every client then keeps
-    its own mean, with a warning. Give `noise_variance` where you can, above all under local trust.
-    A private fit refuses "diag" unless all variances are known. A quantizer whose rounding adds
-    more than a tenth of the sampling variance refuses an unknown covariance.
+    release pays for unknown variances. It contains the summed squares of the clipped means, and a
+    weighted sum of the variances of the clients' own rows, each cut at `noise_variance_bound`. The
+    weight is 0 for a client with one row, grows with the number of rows, and is 1 from the median
+    number on. The noise variance is the value at which Gaussian rows, once cut, have this sum as
+    their expectation. A warning says so if it exceeds 0.9 of the bound. It is useless if the sum is
+    below two standard deviations of its noise, or if even the largest possible sum would be; every
+    client then keeps its own mean, with a warning. A between-client variance below one standard
+    deviation of its noise is raised to that value. Give `noise_variance` where you can, above all
+    under local trust. A private fit refuses "diag" unless all variances are known. A quantizer
+    whose rounding adds more than a tenth of the sampling variance refuses an unknown covariance.
 
     *Mixture priors* (Theorem 5 and Algorithm 1 of the long version) are fitted to the marginal
     likelihood of the client means. The noise variance is pooled from the rows within clients, so a
@@ -243,6 +249,7 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         "delta": [Interval(Real, 0, 1, closed="left")],
         "clip_norm": [Interval(Real, 0, None, closed="neither"), None],
         "center": [Interval(Real, None, None, closed="neither"), "array-like"],
+        "noise_variance_bound": [Interval(Real, 0, None, closed="neither"), None],
         "trust": [StrOptions({"central", "local"})],
         "mechanism": [StrOptions({"gaussian", "quantizer"})],
         "n_bits": [Interval(Integral, 1, 32, closed="both"), None],
@@ -261,6 +268,7 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         delta=1e-5,
         clip_norm=None,
         center=0.0,
+        noise_variance_bound=None,
         trust="central",
         mechanism="gaussian",
         n_bits=None,
@@ -275,6 +283,7 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         self.delta = delta
         self.clip_norm = clip_norm
         self.center = center
+        self.noise_variance_bound = noise_variance_bound
         self.trust = trust
         self.mechanism = mechanism
         self.n_bits = n_bits

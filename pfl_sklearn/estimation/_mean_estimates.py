@@ -89,7 +89,10 @@ def check_targets(estimator, y):
         raise ValueError(
             f"{type(estimator).__name__} requires y to be passed, but the target y is None."
         )
-    return check_array(y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0)
+    with np.errstate(over="ignore", invalid="ignore"):  # it sums everything
+        return check_array(
+            y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0
+        )
 
 
 def bounded_means(rows, params):
@@ -114,8 +117,8 @@ def open_report(n_clients, private, facts=None):
     )
 
 
-def noisy_report(params, facts, private, **more):
-    """Report of a private fit; `more` is as in ``private_report``."""
+def noisy_report(params, facts, private, *, bounds=(), **more):
+    """Report of a private fit; `bounds` are further assumptions, `more` is for the report."""
     return private_report(
         facts,
         released=RELEASED,
@@ -123,7 +126,8 @@ def noisy_report(params, facts, private, **more):
         assumptions=(
             f"clip_norm = {params.clip_norm:.4g}, center and known variances are the user's, not "
             "the data's",
-            "noise and sensitivity are in units of clip_norm",
+            *bounds,
+            "noise and sensitivity are in units of the bounds",
         ),
         **more,
     )

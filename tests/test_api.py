@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pfl_sklearn.privacy import DiscreteGaussianMechanism
 from tests.helpers.oracles import read_oracle
 from tests.helpers.public_interface import (
     PACKAGES,
@@ -36,6 +37,8 @@ WIDENED = {
 NEW = {("ClientColumn", name) for name in ("for_client", "privacy_", "release", "summary")}
 NEW |= {("ClientMixin", "set_params")}
 NEW |= {("ClientMoments", name) for name in ("variance", "variance_bound", "largest_variance")}
+NEW |= {("privacy", "DiscreteGaussianMechanism"), ("ClientMoments", "width")}
+NEW |= {("DiscreteGaussianMechanism", name) for name in dir(DiscreteGaussianMechanism)}
 NEW |= {("messages", "weights"), ("GaussianMean", "noise_variance_bound")}
 
 

@@ -83,10 +83,19 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         `noise_variance` is None; None takes ``clip_norm ** 2``.
     trust : {"central", "local"}, default="central"
         Who adds the noise: a trusted server, once to the sum, or every client to its own mean.
-    mechanism : {"gaussian", "quantizer"}, default="gaussian"
-        "quantizer" sends `n_bits` per coordinate and claims no privacy (`epsilon` must be inf).
+    mechanism : {"gaussian", "discrete_gaussian", "quantizer"}, default="gaussian"
+        How messages are released:
+
+        - "gaussian": with Gaussian noise;
+        - "discrete_gaussian": every client rounds its message at random to a public grid and adds
+          whole-number noise, which opendp draws exactly (``trust="local"`` only; install
+          ``pfl-sklearn[discrete]``). It takes 20 to 40 microseconds per client and coordinate;
+        - "quantizer": rounded to `n_bits` per coordinate. This claims no privacy (`epsilon` must be
+          inf).
     n_bits : int or None, default=None
-        Bits per coordinate, 1 to 32, for ``mechanism="quantizer"``.
+        Bits per coordinate, 1 to 32. Needed for ``mechanism="quantizer"``. With
+        "discrete_gaussian", None takes enough bits to keep what rounding adds to the noise below
+        1 %; fewer make the noise larger.
     ledger : PrivacyLedger or None, default=None
         File that records every fit before it reads any data, and refuses a fit beyond its budget.
     unseen : {"population", "error"}, default="population"
@@ -95,6 +104,8 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     random_state : int, RandomState instance or None, default=None
         Seed of the noise. None takes entropy from the operating system. A seed makes the noise
         reproducible, so there is no privacy against anyone who knows the seed; the report says so.
+        With ``mechanism="discrete_gaussian"`` a seed fixes the roundings alone, and fits differ:
+        the noise always comes from the operating system.
 
     Attributes
     ----------
@@ -142,9 +153,12 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         - If ids are missing or of mixed types, or `y` holds NaN.
         - If the noise variance is unknown and no client has two rows.
         - If `epsilon` is finite without `clip_norm`, or with weights or a quantizer.
+        - If discrete Gaussian noise is asked for with central trust, or with too few bits.
         - If `method`, the covariance type or the release does not go with the prior.
         - If fewer client means differ (by more than rounding) than an unknown mixture has
           components.
+    ImportError
+        If discrete Gaussian noise is asked for without opendp.
 
     See Also
     --------
@@ -170,6 +184,12 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     deviation of its noise is raised to that value. Give `noise_variance` where you can, above all
     under local trust. A private fit refuses "diag" unless all variances are known. A quantizer
     whose rounding adds more than a tenth of the sampling variance refuses an unknown covariance.
+
+    *Discrete Gaussian noise* (Remark 4 of the paper) is 7 to 11 % larger at a delta of 1e-5 and
+    an epsilon from 8 down to 0.1, mostly because its accounting is less tight
+    (:class:`~pfl_sklearn.privacy.DiscreteGaussianMechanism`). The variance of the rounding is
+    counted at its largest. A ledger counts such a fit by its epsilon and delta alone, so several
+    fits need a smaller `delta` each.
 
     *Mixture priors* (Theorem 5 and Algorithm 1 of the long version) are fitted to the marginal
     likelihood of the client means. The noise variance is pooled from the rows within clients, so a
@@ -251,7 +271,7 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         "center": [Interval(Real, None, None, closed="neither"), "array-like"],
         "noise_variance_bound": [Interval(Real, 0, None, closed="neither"), None],
         "trust": [StrOptions({"central", "local"})],
-        "mechanism": [StrOptions({"gaussian", "quantizer"})],
+        "mechanism": [StrOptions({"gaussian", "discrete_gaussian", "quantizer"})],
         "n_bits": [Interval(Integral, 1, 32, closed="both"), None],
         "ledger": [PrivacyLedger, None],
         "unseen": [StrOptions({"population", "error"})],
@@ -399,6 +419,11 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         """Accounting events of a fit: () if nothing is released."""
         prior = resolve_prior(self)
         return _FITS[type(prior)].events(prior, self)
+
+    @property
+    def _noise_seed(self):
+        """Seed with which the noise can be drawn again, or None."""
+        return None if self.mechanism == "discrete_gaussian" else self.random_state
 
     def _store(self, X, y, ids, table, found, report, with_groups):
         """Set the fitted attributes, all at once."""

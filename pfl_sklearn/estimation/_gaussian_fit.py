@@ -13,8 +13,10 @@ from pfl_sklearn.estimation._mean_estimates import (
     FittedMeans,
     bounded_means,
     known_noise,
+    local_mechanism,
     noisy_report,
     open_report,
+    release_events,
     releases,
 )
 from pfl_sklearn.estimation._variance_components import (
@@ -24,7 +26,7 @@ from pfl_sklearn.estimation._variance_components import (
 )
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, StochasticQuantizer
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
-from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
+from pfl_sklearn.privacy._spending import UNPROTECTED
 from pfl_sklearn.theory import own_weight
 
 METHODS = ("reml", "ml", "moments")
@@ -66,9 +68,7 @@ def events(prior, params):
         return ()
     moments = _client_moments(known, params)
     ratio = moments.add_remove_sensitivity / moments.sensitivity
-    return gaussian_events(
-        params.epsilon, params.delta, add_remove=ratio if params.trust == "central" else None
-    )
+    return release_events(params, ratio if params.trust == "central" else None)
 
 
 def fit(rows, prior, params):
@@ -187,14 +187,15 @@ def _fit_private(table, variances, centre, prior, params, known):
     moments = _client_moments(known, params)
     if known.noise is None:
         check_noise_is_identified(table)
-    rng, seeded = noise_generator(params.random_state)
-    mechanism = GaussianMechanism(moments.sensitivity, params.epsilon, params.delta, params.trust)
+    rng, _ = noise_generator(params.random_state)
     if params.trust == "central":
+        mechanism = GaussianMechanism(moments.sensitivity, params.epsilon, params.delta)
         found = release.means_from_noisy_sums(
             table, variances, moments, mechanism, centre, known, rng
         )
         under = mechanism.under_add_remove(moments.add_remove_sensitivity)
     else:
+        mechanism = local_mechanism(params, moments.sensitivity, moments.width(len(centre)))
         found = release.means_from_noisy_reports(
             table, variances, moments, mechanism, centre, known, params.method, rng
         )
@@ -205,7 +206,6 @@ def _fit_private(table, variances, centre, prior, params, known):
         mechanism.facts(),
         PRIVATE,
         n_clients=len(table.means),
-        seeded=seeded,
         epsilon_under=under,
         bounds=_bounds(moments, params),
     )

@@ -134,9 +134,9 @@ def means_from_noisy_reports(table, variances, moments, mechanism, centre, known
     released = moments.split(mechanism.privatize(messages, rng), d)
     weights = variance_weights(table.n_rows) if moments.variance else 0.0
     summed = {name: weights @ part for name, part in released.items() if name == "variance"}
-    std = mechanism.noise_std * np.linalg.norm(weights)
+    std = np.sqrt(mechanism.noise_variance) * np.linalg.norm(weights)
     noise = _released_noise(known, summed, weights, std, table, moments)
-    extra = (mechanism.noise_std * moments.radius) ** 2
+    extra = mechanism.noise_variance * moments.radius**2
     if not moments.mean:
         return _around_known_mean(table, known.mean, known.between, noise)
     return _pooled_releases(table, centre + released["mean"], extra, known, noise, method)

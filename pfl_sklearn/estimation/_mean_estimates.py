@@ -8,8 +8,15 @@ import pandas as pd
 from sklearn.utils import check_array
 
 from pfl_sklearn.estimation._variance_components import client_means
-from pfl_sklearn.privacy import PrivacyReport
+from pfl_sklearn.privacy import (
+    DiscreteGaussianMechanism,
+    GaussianMechanism,
+    PrivacyReport,
+    PureEvent,
+)
+from pfl_sklearn.privacy._mechanisms._discrete_gaussian import check_opendp
 from pfl_sklearn.privacy._report import private_report
+from pfl_sklearn.privacy._spending import gaussian_events
 
 RELEASED = ("population_mean_", "population_mean_std_", "prior_", "noise_variance_", "icc_")
 PRIVATE = (
@@ -69,6 +76,8 @@ def check_release(params, sample_weight):
     private = math.isfinite(params.epsilon)
     if params.mechanism == "quantizer":
         _check_quantizer(params)
+    if private and params.mechanism == "discrete_gaussian":
+        _check_discrete(params)
     if private and params.clip_norm is None:
         raise ValueError(
             "clip_norm must be given when epsilon is finite: the L2 radius of a ball around "
@@ -117,12 +126,30 @@ def open_report(n_clients, private, facts=None):
     )
 
 
+def local_mechanism(params, sensitivity, width):
+    """Mechanism of clients that trust nobody with their messages of `width` coordinates."""
+    promise = params.epsilon, params.delta
+    if params.mechanism == "discrete_gaussian":
+        return DiscreteGaussianMechanism(width, sensitivity, *promise, params.n_bits)
+    return GaussianMechanism(sensitivity, *promise, "local")
+
+
+def release_events(params, add_remove=None):
+    """Accounting events of one release of means; `add_remove` is as in ``gaussian_events``."""
+    if params.mechanism == "discrete_gaussian":
+        return (PureEvent(params.epsilon, params.delta, "replace_one"),)
+    return gaussian_events(params.epsilon, params.delta, add_remove=add_remove)
+
+
 def noisy_report(params, facts, private, *, bounds=(), **more):
     """Report of a private fit; `bounds` are further assumptions, `more` is for the report."""
+    if params.mechanism == "discrete_gaussian":
+        more["arithmetic"] = "opendp draws the noise exactly, from entropy of the operating system"
     return private_report(
         facts,
         released=RELEASED,
         not_released=private,
+        seeded=params._noise_seed is not None,
         assumptions=(
             f"clip_norm = {params.clip_norm:.4g}, center and known variances are the user's, not "
             "the data's",
@@ -163,6 +190,15 @@ def _check_center(center, d):
     if values.shape not in ((), (1,), (d,)) or not np.isfinite(values).all():
         raise ValueError(f"center must be finite, a number or of shape ({d},); got {center!r}.")
     return np.broadcast_to(values, (d,))
+
+
+def _check_discrete(params):
+    if params.trust != "local":
+        raise ValueError(
+            f"mechanism='discrete_gaussian' needs trust='local'; got trust={params.trust!r}. Use "
+            "mechanism='gaussian' for central trust."
+        )
+    check_opendp()
 
 
 def _check_quantizer(params):

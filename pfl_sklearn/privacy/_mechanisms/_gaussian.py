@@ -79,6 +79,20 @@ class ClientMoments:
         """L2 sensitivity of the sum of messages when one client is added or removed."""
         return math.sqrt(self.mean + self.square + self.variance)
 
+    def width(self, d: int) -> int:
+        """Length of a message.
+
+        Parameters
+        ----------
+        d : int
+            Number of coordinates of a client's mean.
+
+        Returns
+        -------
+        int
+        """
+        return d * self.mean + self.square + self.variance
+
     def messages(self, means: Floats, variances: Floats, weights: Floats | float = 1.0) -> Floats:
         """Messages of clients.
 

@@ -16,6 +16,7 @@ from scipy import stats
 import pfl_sklearn.privacy as privacy
 from pfl_sklearn.privacy import (
     ClientMoments,
+    DiscreteGaussianMechanism,
     GaussianMechanism,
     OneBit,
     StochasticQuantizer,
@@ -29,6 +30,7 @@ from pfl_sklearn.privacy.auditing import odds_lower_bound
 MECHANISMS = [
     GaussianMechanism(sensitivity=2.0, epsilon=1.0, delta=1e-5),
     GaussianMechanism(sensitivity=0.5, epsilon=8.0, delta=1e-6, trust="local"),
+    DiscreteGaussianMechanism(2, message_sensitivity=2.0, epsilon=1.0, delta=1e-5),
     StochasticQuantizer(bits=3, bound=2.0),
     OneBit(epsilon=1.0),
     TwoBit(epsilon=0.5),

@@ -532,6 +532,7 @@ OUT_OF_RANGE = [
     ("learning_rate", 0.0),
     ("noise_multiplier", -1.0),
     ("clip_norm", 0.0),
+    ("noise_variance_bound", 0.0),
     ("clip_quantile", 1.0),
     ("checkpoint_every", 0),
 ]

@@ -76,8 +76,6 @@ def check_release(params, sample_weight):
     private = math.isfinite(params.epsilon)
     if params.mechanism == "quantizer":
         _check_quantizer(params)
-    if private and params.mechanism == "discrete_gaussian":
-        _check_discrete(params)
     if private and params.clip_norm is None:
         raise ValueError(
             "clip_norm must be given when epsilon is finite: the L2 radius of a ball around "
@@ -85,6 +83,8 @@ def check_release(params, sample_weight):
         )
     if private and params.delta == 0:
         raise ValueError("delta must be above 0 for the Gaussian mechanism; got 0.")
+    if private and params.mechanism == "discrete_gaussian":
+        _check_discrete(params)
     if releases(params) and sample_weight is not None:
         raise ValueError(
             "sample_weight is not supported when means are released (finite epsilon or "
@@ -193,12 +193,14 @@ def _check_center(center, d):
 
 
 def _check_discrete(params):
+    """Refuse what cannot be drawn, or not in `n_bits` even for a message of one coordinate."""
     if params.trust != "local":
         raise ValueError(
             f"mechanism='discrete_gaussian' needs trust='local'; got trust={params.trust!r}. Use "
             "mechanism='gaussian' for central trust."
         )
     check_opendp()
+    local_mechanism(params, 2.0, 1)
 
 
 def _check_quantizer(params):

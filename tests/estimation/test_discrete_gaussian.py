@@ -136,10 +136,10 @@ def test_what_is_refused(monkeypatch, tmp_path):
     clients = paper_clients(30)
     with pytest.raises(ValueError, match=r"discrete_gaussian.*trust='local'.*'central'"):
         fit(clients, **{**DISCRETE, "trust": "central"}, epsilon=1.0)
-    with pytest.raises(ValueError, match=r"n_bits=4.*at least 8"):
-        fit(clients, **KNOWN, **DISCRETE, epsilon=1.0, n_bits=4)
-    monkeypatch.setitem(sys.modules, "opendp.prelude", None)
     ledger = PrivacyLedger(tmp_path / "ledger.jsonl", budget=(1.0, 1e-5))
+    with pytest.raises(ValueError, match=r"n_bits=4.*at least 8"):
+        fit(clients, **KNOWN, **DISCRETE, epsilon=1.0, n_bits=4, ledger=ledger)
+    monkeypatch.setitem(sys.modules, "opendp.prelude", None)
     with pytest.raises(ImportError, match=r"pip install pfl-sklearn\[discrete\]"):
         fit(clients, **DISCRETE, epsilon=1.0, ledger=ledger)
     assert not ledger.entries

@@ -111,6 +111,17 @@ PRIVATE_ROUNDS = [
     PPSGDClassifier(noise_multiplier=1.0, alpha=math.inf, loss="squared_error", **NOISE),
 ]
 PRIVATE += PRIVATE_ROUNDS
+# Its noise cannot be drawn again, so nothing that compares two fits applies.
+UNREPEATABLE = [
+    GaussianMean(
+        mechanism="discrete_gaussian",
+        trust="local",
+        noise_variance=1.0,
+        epsilon=4.0,
+        clip_norm=8.0,
+        random_state=0,
+    )
+]
 RELEASING = [
     *PRIVATE,
     GaussianMean(
@@ -119,18 +130,24 @@ RELEASING = [
 ]
 every = pytest.mark.parametrize("estimator", ESTIMATORS, ids=repr)
 every_private = pytest.mark.parametrize("estimator", PRIVATE, ids=repr)
+every_release = pytest.mark.parametrize("estimator", [*PRIVATE, *UNREPEATABLE], ids=repr)
 every_weighted = pytest.mark.parametrize(
     "estimator", [e for e in ESTIMATORS if has_fit_parameter(e, "sample_weight")], ids=repr
 )
 every_private_weighted = pytest.mark.parametrize(
-    "estimator", [e for e in PRIVATE if has_fit_parameter(e, "sample_weight")], ids=repr
+    "estimator",
+    [e for e in [*PRIVATE, *UNREPEATABLE] if has_fit_parameter(e, "sample_weight")],
+    ids=repr,
 )
 every_with_a_prior = pytest.mark.parametrize(
     "estimator", [e for e in ESTIMATORS if hasattr(e, "prior")], ids=repr
 )
 every_mean = pytest.mark.parametrize("estimator", MEANS, ids=repr)
-every_configuration = pytest.mark.parametrize(
+every_repeatable = pytest.mark.parametrize(
     "estimator", [*ESTIMATORS, *VARIANTS, *RELEASING], ids=repr
+)
+every_configuration = pytest.mark.parametrize(
+    "estimator", [*ESTIMATORS, *VARIANTS, *RELEASING, *UNREPEATABLE], ids=repr
 )
 
 
@@ -196,7 +213,7 @@ def test_sklearn_checks_of_wrappers(estimator, check):
     check(estimator)
 
 
-@every_configuration
+@every_repeatable
 def test_row_order_does_not_matter(estimator):
     X, y, groups = make_table(estimator)
     order = np.random.default_rng(1).permutation(len(y))
@@ -208,7 +225,7 @@ def test_row_order_does_not_matter(estimator):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-9)
 
 
-@every_configuration
+@every_repeatable
 def test_order_preserving_renaming_of_clients_changes_nothing(estimator):
     X, y, groups = make_table(estimator)
     names = np.array([f"client {k:03d}" for k in range(groups.max() + 1)])
@@ -271,7 +288,7 @@ def test_one_client_keeps_its_own_mean(estimator):
     np.testing.assert_array_equal(response(model, X), response(named, X))
 
 
-@pytest.mark.parametrize("estimator", PRIVATE[: -len(PRIVATE_ROUNDS)], ids=repr)
+@pytest.mark.parametrize("estimator", [*PRIVATE[: -len(PRIVATE_ROUNDS)], *UNREPEATABLE], ids=repr)
 def test_a_private_fit_at_infinite_epsilon_is_the_ordinary_one(estimator):
     X, y, groups = make_table(estimator)
     shared = ("prior", "random", "noise_variance")
@@ -295,6 +312,14 @@ def test_noise_differs_between_fits_and_repeats_with_a_seed(estimator):
     # Noise may push several of them to the same bound, but hardly ever all.
     assert len(set(values[3:])) > 1
     assert values[0] not in values[3:]
+
+
+@pytest.mark.parametrize("estimator", UNREPEATABLE, ids=repr)
+def test_a_seed_does_not_repeat_noise_of_the_operating_system(estimator):
+    X, y, groups = make_table(estimator)
+    fits = [fit_quietly(estimator, X, y, groups=groups) for _ in range(2)]
+    assert np.all(population(fits[0]) != population(fits[1]))
+    assert not any("random_state" in warning for warning in fits[0].privacy_.warnings)
 
 
 @every_configuration
@@ -335,7 +360,7 @@ def _longest_array(model):
     return max(sizes, default=0)
 
 
-@every_private
+@every_release
 def test_release_holds_no_client(estimator):
     X, y, groups = make_table(estimator)
     model = fit_quietly(estimator, X, y, groups=groups)
@@ -379,7 +404,7 @@ def test_every_fit_reports_its_privacy(estimator):
     assert report.unit == getattr(estimator, "unit", "client")
     assert "clients_" in report.not_released
     if math.isfinite(report.epsilon):
-        assert report.noise_reproducible
+        assert report.noise_reproducible == (estimator not in UNREPEATABLE)
         assert {"population_mean_", "population_coef_"} & set(report.released)
         assert report.adversary
     else:
@@ -507,6 +532,7 @@ OUT_OF_RANGE = [
     ("learning_rate", 0.0),
     ("noise_multiplier", -1.0),
     ("clip_norm", 0.0),
+    ("noise_variance_bound", 0.0),
     ("clip_quantile", 1.0),
     ("checkpoint_every", 0),
 ]
@@ -516,7 +542,7 @@ OUT_OF_RANGE = [
     ("estimator", "name", "value"),
     [
         (estimator, name, value)
-        for estimator in [*ESTIMATORS, *VARIANTS, *RELEASING]
+        for estimator in [*ESTIMATORS, *VARIANTS, *RELEASING, *UNREPEATABLE]
         for name, value in OUT_OF_RANGE
         if name in estimator.get_params(deep=False)
     ],

@@ -13,8 +13,10 @@ from pfl_sklearn.estimation._mean_estimates import (
     FittedMeans,
     bounded_means,
     known_noise,
+    local_mechanism,
     noisy_report,
     open_report,
+    release_events,
     releases,
 )
 from pfl_sklearn.estimation._variance_components import (
@@ -24,7 +26,7 @@ from pfl_sklearn.estimation._variance_components import (
 )
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, StochasticQuantizer
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
-from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
+from pfl_sklearn.privacy._spending import UNPROTECTED
 from pfl_sklearn.theory import own_weight
 
 METHODS = ("reml", "ml", "moments")
@@ -32,7 +34,13 @@ METHODS = ("reml", "ml", "moments")
 _COARSE = 0.1  # largest rounding variance, as a share of the sampling variance
 _TOO_NOISY = (
     "The released noise variance is too noisy to use, so every client keeps its own mean. Give "
-    "noise_variance, a smaller clip_norm or a larger epsilon."
+    "noise_variance, a smaller noise_variance_bound (now {bound:.4g}; without one it is clip_norm "
+    "squared, and a center close to the clients allows a smaller clip_norm), or a larger epsilon."
+)
+_TOO_TIGHT = (
+    "The released noise variance, {variance:.4g} summed over outputs, is above 0.9 of its bound "
+    "{bound:.4g}. The bound may be too small, and clients then shrink too little. Give a larger "
+    "noise_variance_bound."
 )
 
 
@@ -58,11 +66,9 @@ def events(prior, params):
     known = Known(prior.mean, prior.covariance, params.noise_variance)
     if all(values is not None for values in known):
         return ()
-    moments = release.client_moments(known, params.clip_norm, params.trust, d=1)
+    moments = _client_moments(known, params)
     ratio = moments.add_remove_sensitivity / moments.sensitivity
-    return gaussian_events(
-        params.epsilon, params.delta, add_remove=ratio if params.trust == "central" else None
-    )
+    return release_events(params, ratio if params.trust == "central" else None)
 
 
 def fit(rows, prior, params):
@@ -79,9 +85,8 @@ def fit(rows, prior, params):
     if all(values is not None for values in known):
         found = fit_exact(table, known, params.method, prior)._replace(log_likelihood=math.nan)
         return table, found, PrivacyReport.of_known_population(RELEASED, PRIVATE, len(ids))
-    with np.errstate(over="ignore", invalid="ignore"):
-        own = release.sampling_variances(rows.y, codes, table)
-    return table, *_fit_private(table, own, centre, prior, params, shared_values(known))
+    variances = release.row_variances(rows.y, codes, table)
+    return table, *_fit_private(table, variances, centre, prior, params, shared_values(known))
 
 
 def known_values(prior, noise_variance, d):
@@ -138,20 +143,21 @@ def fit_exact(table, known, method, prior):
     )
 
 
-def shrink_releases(table, found, prior, own_variances=None):
+def shrink_releases(table, found, prior, variances=None):
     """Clients' means given all other clients' releases (Theorem 2, own release left out).
 
     If the released noise variance is useless, clients keep their means, with the standard errors
     of their own rows (NaN for a single row).
     """
-    d = table.means.shape[1]
-    sampling = found.noise / table.weights[:, None]
-    if not found.trusted:
-        sampling = np.where(table.n_rows > 1, own_variances / d, np.nan)[:, None]
+    d, noise = table.means.shape[1], found.noise.variance
+    sampling = noise / table.weights[:, None]
+    if not found.noise.trusted:
+        own = np.where(table.n_rows > 1, variances / d, np.nan)
+        sampling = (own / table.n_rows)[:, None]
     prior_variance = np.nan_to_num(found.between) + found.others_variance[:, None]
     total = prior_variance + sampling
     shrink = np.divide(sampling, total, out=np.zeros_like(total), where=total > 0)
-    if np.isnan(found.between) or not found.trusted:
+    if np.isnan(found.between) or not found.noise.trusted:
         shrink = np.zeros_like(shrink)
     own = np.broadcast_to(1 - shrink, table.means.shape)
     full = np.ones(d)
@@ -160,7 +166,7 @@ def shrink_releases(table, found, prior, own_variances=None):
         found.mean,
         found.mean_variance * full,
         found.between * full,
-        found.noise * full,
+        noise * full,
         own * table.means + (1 - own) * found.others,
         own * sampling,
         own,
@@ -169,33 +175,62 @@ def shrink_releases(table, found, prior, own_variances=None):
     )
 
 
-def _fit_private(table, own, centre, prior, params, known):
+def _client_moments(known, params):
+    """Message that a client must send."""
+    return release.client_moments(
+        known, params.clip_norm, params.noise_variance_bound, params.trust
+    )
+
+
+def _fit_private(table, variances, centre, prior, params, known):
     """Fitted population and report of noisy means or sums."""
-    moments = release.client_moments(known, params.clip_norm, params.trust, len(centre))
+    moments = _client_moments(known, params)
     if known.noise is None:
         check_noise_is_identified(table)
-    rng, seeded = noise_generator(params.random_state)
-    mechanism = GaussianMechanism(moments.sensitivity, params.epsilon, params.delta, params.trust)
+    rng, _ = noise_generator(params.random_state)
     if params.trust == "central":
-        found = release.means_from_noisy_sums(table, own, moments, mechanism, centre, known, rng)
+        mechanism = GaussianMechanism(moments.sensitivity, params.epsilon, params.delta)
+        found = release.means_from_noisy_sums(
+            table, variances, moments, mechanism, centre, known, rng
+        )
         under = mechanism.under_add_remove(moments.add_remove_sensitivity)
     else:
+        mechanism = local_mechanism(params, moments.sensitivity, moments.width(len(centre)))
         found = release.means_from_noisy_reports(
-            table, own, moments, mechanism, centre, known, params.method, rng
+            table, variances, moments, mechanism, centre, known, params.method, rng
         )
         under = ()
-    if not found.trusted:
-        warn_caller(_TOO_NOISY, UserWarning)
+    _warn_of_noise(found.noise, moments.largest_variance, len(centre))
     report = noisy_report(
         params,
         mechanism.facts(),
         PRIVATE,
         n_clients=len(table.means),
-        seeded=seeded,
         epsilon_under=under,
+        bounds=_bounds(moments, params),
     )
     with np.errstate(over="ignore", invalid="ignore"):
-        return shrink_releases(table, found, prior, own), report
+        return shrink_releases(table, found, prior, variances), report
+
+
+def _warn_of_noise(noise, bound, d):
+    """Say that the released noise variance is useless, or that its bound is too tight."""
+    if not noise.trusted:
+        warn_caller(_TOO_NOISY.format(bound=bound), UserWarning)
+    elif noise.tight:
+        warn_caller(_TOO_TIGHT.format(variance=d * noise.variance, bound=bound), UserWarning)
+
+
+def _bounds(moments, params):
+    """What the report assumes of the bound on row variances."""
+    if not moments.variance:
+        return ()
+    source = "clip_norm squared" if params.noise_variance_bound is None else "the user's"
+    return (
+        f"noise_variance_bound = {moments.largest_variance:.4g}, for the sum over outputs, is "
+        f"{source}, not the data's",
+        "weights of row variances are public constants, made from the numbers of rows",
+    )
 
 
 def _fit_quantized(table, centre, prior, params, known):

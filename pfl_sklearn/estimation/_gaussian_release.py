@@ -7,11 +7,23 @@ its own mean without noise. Arrays have clients first.
 from typing import NamedTuple
 
 import numpy as np
+from scipy.optimize import brentq
+from scipy.special import gammainc, gammaincc
 
 from pfl_sklearn._clients import segment_sums
 from pfl_sklearn.estimation._variance_components import ClientMeans, estimate_components
 from pfl_sklearn.privacy import ClientMoments
 from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
+
+_TIGHT = 0.9  # a noise variance above this share of its bound makes the bound suspicious
+
+
+class ReleasedNoise(NamedTuple):
+    """The noise variance of one coordinate, given or released."""
+
+    variance: float
+    trusted: bool = True  # False if the noise on the release makes it useless
+    tight: bool = False  # True if it is close to the bound at which row variances were cut
 
 
 class ReleasedMeans(NamedTuple):
@@ -20,10 +32,9 @@ class ReleasedMeans(NamedTuple):
     mean: np.ndarray  # (d,), population
     mean_variance: float  # of every coordinate of `mean`
     between: float
-    noise: float
+    noise: ReleasedNoise
     others: np.ndarray  # (m, d), population mean without the client's own release
     others_variance: np.ndarray  # (m,), of every coordinate of `others`
-    trusted: bool  # False if the noise on the released variances makes them useless
 
 
 class Known(NamedTuple):
@@ -34,36 +45,68 @@ class Known(NamedTuple):
     noise: float | None
 
 
-def client_moments(known, radius, trust, d):
-    """Message that a client must send for what is unknown; something must be unknown.
-
-    Under local trust the noise of every client counts, so the bound on the sampling variance must
-    be tight: a ball that holds means in d coordinates with two standard deviations to spare has a
-    radius of (sqrt(d) + 2) standard deviations.
-    """
+def client_moments(known, radius, noise_bound, trust):
+    """Message that a client must send for what is unknown; something must be unknown."""
     if trust == "central":
-        parts, bound = (known.mean is None, known.between is None, known.noise is None), 1.0
+        parts = known.mean is None, known.between is None, known.noise is None
     else:
         parts = known.mean is None or known.between is None, False, known.noise is None
-        bound = d / (np.sqrt(d) + 2) ** 2
-    return ClientMoments(radius, *parts, bound)
+    return ClientMoments(radius, *parts, noise_bound)
 
 
-def sampling_variances(y, codes, table):
-    """Estimated variance of each client's mean, summed over coordinates; 0 for a single row."""
-    within = segment_sums(np.sum((y - table.means[codes]) ** 2, axis=1), codes, len(table.means))
-    return within / (table.n_rows * np.maximum(table.n_rows - 1, 1))
+def row_variances(y, codes, table):
+    """Variance (m,) of each client's rows, summed over coordinates; 0 for a single row.
+
+    Infinite or NaN where squares overflow; no arithmetic is shared between clients.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = np.sum((y - table.means[codes]) ** 2, axis=1)
+        within = segment_sums(squares, codes, len(table.means))
+    return within / np.maximum(table.n_rows - 1, 1)
 
 
-def means_from_noisy_sums(table, own_variances, moments, mechanism, centre, known, rng):
+def variance_weights(n_rows):
+    """Weights (m,) of row variances in their sum: 0 for one row, 1 from the median number on.
+
+    They depend on the numbers of rows alone, which are public.
+    """
+    freedom = n_rows - 1
+    return np.minimum(freedom / np.median(freedom[freedom > 0]), 1.0)
+
+
+def noise_of_cut_variances(total, n_rows, weights, bound, d):
+    """Noise variance at which the weighted sum of cut row variances has the expectation `total`.
+
+    A row variance over d coordinates is ``d * noise`` times a chi-square over its degrees of
+    freedom. The answer is at most ``bound / d``.
+    """
+    sizes, position = np.unique(n_rows, return_inverse=True)
+    weight = np.bincount(position, weights)
+    told = weight > 0
+    weight, freedom = weight[told], d * (sizes[told] - 1)
+
+    def excess(share):  # of the sum, in units of the bound, if d * noise is this share of it
+        uncut = share * gammainc(freedom / 2 + 1, freedom / (2 * share))
+        return weight @ (uncut + gammaincc(freedom / 2, freedom / (2 * share))) - total / bound
+
+    if total <= 0:
+        return 0.0
+    if excess(1.0) <= 0:
+        return bound / d
+    lowest = 0.99 * total / (bound * weight.sum())  # cutting only lowers the sum
+    return brentq(excess, lowest, 1.0, xtol=1e-14) * bound / d
+
+
+def means_from_noisy_sums(table, variances, moments, mechanism, centre, known, rng):
     """Population from one noisy sum of bounded messages, which all clients see."""
     m, d = table.means.shape
-    messages = moments.messages(table.means - centre, own_variances)
+    weights = variance_weights(table.n_rows) if moments.variance else 0.0
+    messages = moments.messages(table.means - centre, variances, weights)
     released = moments.split(mechanism.privatize(messages, rng), d)
     noise_std = mechanism.noise_std * moments.radius  # of the summed means, in the data's units
     square_std = noise_std * moments.radius
-    noise, trusted = _released_noise(known, released, table, moments, square_std)
-    sampling = noise / table.weights
+    noise = _released_noise(known, released, weights, mechanism.noise_std, table, moments)
+    sampling = noise.variance / table.weights
     mean = known.mean
     if mean is None:
         mean = centre + released["mean"] / m
@@ -74,79 +117,74 @@ def means_from_noisy_sums(table, own_variances, moments, mechanism, centre, know
             around = (around + d * (noise_std / m) ** 2) * m / max(m - 1, 1)
         between = max(around / d - sampling.mean(), square_std / (m * d)) if m > 1 else np.nan
     if known.mean is not None:
-        return _around_known_mean(table, mean, between, noise, trusted)
+        return _around_known_mean(table, mean, between, noise)
     clipped = clip_l2(table.means - centre, moments.radius)
     n_others = max(m - 1, 1)
     others = centre + (released["mean"] - clipped) / n_others
     spread = np.nan_to_num(between) + sampling
     total = spread.sum() + noise_std**2
     variance = (total - spread) / n_others**2
-    return ReleasedMeans(
-        mean, total / m**2, between, noise, *_alone(others, variance, table), trusted
-    )
+    return ReleasedMeans(mean, total / m**2, between, noise, *_alone(others, variance, table))
 
 
-def means_from_noisy_reports(table, own_variances, moments, mechanism, centre, known, method, rng):
+def means_from_noisy_reports(table, variances, moments, mechanism, centre, known, method, rng):
     """Population from one noisy message per client; all clients see all messages."""
-    m, d = table.means.shape
-    messages = moments.messages(table.means - centre, own_variances)
+    d = table.means.shape[1]
+    messages = moments.messages(table.means - centre, variances)
     released = moments.split(mechanism.privatize(messages, rng), d)
-    summed = {name: part.sum(axis=0) for name, part in released.items()}
-    summed_std = np.sqrt(m) * mechanism.noise_std * moments.sampling_bound * moments.radius**2
-    noise, trusted = _released_noise(known, summed, table, moments, summed_std)
-    extra = (mechanism.noise_std * moments.radius) ** 2
+    weights = variance_weights(table.n_rows) if moments.variance else 0.0
+    summed = {name: weights @ part for name, part in released.items() if name == "variance"}
+    std = np.sqrt(mechanism.noise_variance) * np.linalg.norm(weights)
+    noise = _released_noise(known, summed, weights, std, table, moments)
+    extra = mechanism.noise_variance * moments.radius**2
     if not moments.mean:
-        return _around_known_mean(table, known.mean, known.between, noise, trusted)
-    return _pooled_releases(table, centre + released["mean"], extra, known, noise, trusted, method)
+        return _around_known_mean(table, known.mean, known.between, noise)
+    return _pooled_releases(table, centre + released["mean"], extra, known, noise, method)
 
 
 def means_from_quantized_reports(table, quantizer, centre, known, method, rng):
     """Population from one quantized mean per client, without privacy."""
     reports = centre + quantizer.privatize(table.means - centre, rng)
-    return _pooled_releases(
-        table, reports, quantizer.noise_variance, known, known.noise, True, method
-    )
+    noise = ReleasedNoise(known.noise)
+    return _pooled_releases(table, reports, quantizer.noise_variance, known, noise, method)
 
 
-def _pooled_releases(table, reports, extra, known, noise, trusted, method):
+def _pooled_releases(table, reports, extra, known, noise, method):
     """Population from unbiased reports (m, d) whose release added variance `extra`."""
     m, d = reports.shape
     reported = ClientMeans(reports, table.weights, np.ones(m, dtype=int), np.zeros(d), 0.0)
-    found = estimate_components(reported, method, known.mean, known.between, noise, extra)
+    found = estimate_components(reported, method, known.mean, known.between, noise.variance, extra)
     between = found.between
     if known.between is None:
         between = max(between, extra * np.sqrt(2 / (m * d))) if m > 1 else np.nan
     if known.mean is not None:
-        return _around_known_mean(table, known.mean, between, noise, trusted)
-    weights = 1 / (np.nan_to_num(between) + noise / table.weights + extra)
+        return _around_known_mean(table, known.mean, between, noise)
+    weights = 1 / (np.nan_to_num(between) + noise.variance / table.weights + extra)
     rest = weights.sum() - weights
     alone = np.maximum(rest, np.finfo(float).tiny)
     others = (weights @ reports - weights[:, None] * reports) / alone[:, None]
     mean = weights @ reports / weights.sum()
-    return ReleasedMeans(
-        mean, 1 / weights.sum(), between, noise, *_alone(others, 1 / alone, table), trusted
-    )
+    return ReleasedMeans(mean, 1 / weights.sum(), between, noise, *_alone(others, 1 / alone, table))
 
 
-def _released_noise(known, summed, table, moments, std):
-    """Noise variance, and whether it exceeds the noise on its release.
+def _released_noise(known, summed, weights, std, table, moments):
+    """Noise variance, and whether its release exceeds the noise on it, `std` in units of the bound.
 
-    The sum of cut sampling variances is at most the number of clients that have one. If even that
-    would not exceed the noise, a large value is due to chance.
+    The sum of cut variances is at most the sum of their weights. If even that would not exceed the
+    noise, a large value is due to chance.
     """
     if known.noise is not None:
-        return known.noise, True
-    told = table.n_rows >= 2
-    largest = np.sum(told) * moments.sampling_bound * moments.radius**2
-    total = min(summed["sampling"][0], largest)
-    per_unit = table.means.shape[1] * np.sum(1 / table.n_rows[told])
-    return max(total, 0.0) / per_unit, bool(total > 2 * std)
+        return ReleasedNoise(known.noise)
+    bound, d = moments.largest_variance, table.means.shape[1]
+    total = min(summed["variance"][0], bound * np.sum(weights))
+    variance = noise_of_cut_variances(total, table.n_rows, weights, bound, d)
+    return ReleasedNoise(variance, bool(total > 2 * std * bound), d * variance > _TIGHT * bound)
 
 
-def _around_known_mean(table, mean, between, noise, trusted):
+def _around_known_mean(table, mean, between, noise):
     m = len(table.means)
     others = np.broadcast_to(mean, table.means.shape)
-    return ReleasedMeans(mean, 0.0, between, noise, others, np.zeros(m), trusted)
+    return ReleasedMeans(mean, 0.0, between, noise, others, np.zeros(m))
 
 
 def _alone(others, variance, table):

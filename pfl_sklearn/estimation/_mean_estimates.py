@@ -8,8 +8,15 @@ import pandas as pd
 from sklearn.utils import check_array
 
 from pfl_sklearn.estimation._variance_components import client_means
-from pfl_sklearn.privacy import PrivacyReport
+from pfl_sklearn.privacy import (
+    DiscreteGaussianMechanism,
+    GaussianMechanism,
+    PrivacyReport,
+    PureEvent,
+)
+from pfl_sklearn.privacy._mechanisms._discrete_gaussian import check_opendp
 from pfl_sklearn.privacy._report import private_report
+from pfl_sklearn.privacy._spending import gaussian_events
 
 RELEASED = ("population_mean_", "population_mean_std_", "prior_", "noise_variance_", "icc_")
 PRIVATE = (
@@ -76,6 +83,8 @@ def check_release(params, sample_weight):
         )
     if private and params.delta == 0:
         raise ValueError("delta must be above 0 for the Gaussian mechanism; got 0.")
+    if private and params.mechanism == "discrete_gaussian":
+        _check_discrete(params)
     if releases(params) and sample_weight is not None:
         raise ValueError(
             "sample_weight is not supported when means are released (finite epsilon or "
@@ -89,7 +98,10 @@ def check_targets(estimator, y):
         raise ValueError(
             f"{type(estimator).__name__} requires y to be passed, but the target y is None."
         )
-    return check_array(y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0)
+    with np.errstate(over="ignore", invalid="ignore"):  # it sums everything
+        return check_array(
+            y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0
+        )
 
 
 def bounded_means(rows, params):
@@ -114,16 +126,35 @@ def open_report(n_clients, private, facts=None):
     )
 
 
-def noisy_report(params, facts, private, **more):
-    """Report of a private fit; `more` is as in ``private_report``."""
+def local_mechanism(params, sensitivity, width):
+    """Mechanism of clients that trust nobody with their messages of `width` coordinates."""
+    promise = params.epsilon, params.delta
+    if params.mechanism == "discrete_gaussian":
+        return DiscreteGaussianMechanism(width, sensitivity, *promise, params.n_bits)
+    return GaussianMechanism(sensitivity, *promise, "local")
+
+
+def release_events(params, add_remove=None):
+    """Accounting events of one release of means; `add_remove` is as in ``gaussian_events``."""
+    if params.mechanism == "discrete_gaussian":
+        return (PureEvent(params.epsilon, params.delta, "replace_one"),)
+    return gaussian_events(params.epsilon, params.delta, add_remove=add_remove)
+
+
+def noisy_report(params, facts, private, *, bounds=(), **more):
+    """Report of a private fit; `bounds` are further assumptions, `more` is for the report."""
+    if params.mechanism == "discrete_gaussian":
+        more["arithmetic"] = "opendp draws the noise exactly, from entropy of the operating system"
     return private_report(
         facts,
         released=RELEASED,
         not_released=private,
+        seeded=params._noise_seed is not None,
         assumptions=(
             f"clip_norm = {params.clip_norm:.4g}, center and known variances are the user's, not "
             "the data's",
-            "noise and sensitivity are in units of clip_norm",
+            *bounds,
+            "noise and sensitivity are in units of the bounds",
         ),
         **more,
     )
@@ -159,6 +190,17 @@ def _check_center(center, d):
     if values.shape not in ((), (1,), (d,)) or not np.isfinite(values).all():
         raise ValueError(f"center must be finite, a number or of shape ({d},); got {center!r}.")
     return np.broadcast_to(values, (d,))
+
+
+def _check_discrete(params):
+    """Refuse what cannot be drawn, or not in `n_bits` even for a message of one coordinate."""
+    if params.trust != "local":
+        raise ValueError(
+            f"mechanism='discrete_gaussian' needs trust='local'; got trust={params.trust!r}. Use "
+            "mechanism='gaussian' for central trust."
+        )
+    check_opendp()
+    local_mechanism(params, 2.0, 1)
 
 
 def _check_quantizer(params):

@@ -14,6 +14,7 @@ from pfl_sklearn.estimation._mean_estimates import (
     known_noise,
     noisy_report,
     open_report,
+    release_events,
     releases,
 )
 from pfl_sklearn.estimation._variance_components import check_noise_is_identified, client_means
@@ -22,7 +23,7 @@ from pfl_sklearn.priors import _mixture as mixture
 from pfl_sklearn.priors._mixture_fit import cluster_means, k_means, nearest_centre
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
-from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
+from pfl_sklearn.privacy._spending import UNPROTECTED
 
 # Ways of estimating each prior; "reml" and "ml" are the same for a mixture.
 METHODS = {
@@ -58,7 +59,7 @@ def events(prior, params):
     """Accounting events of a fit; nothing is claimed for clients that come or go."""
     if math.isinf(params.epsilon):
         return UNPROTECTED
-    return () if prior.is_known else gaussian_events(params.epsilon, params.delta)
+    return () if prior.is_known else release_events(params)
 
 
 def fit(rows, prior, params):
@@ -81,14 +82,14 @@ def fit(rows, prior, params):
         found = shrink_released(table, given, noise, np.zeros(len(ids), dtype=bool))
         report = PrivacyReport.of_known_population(RELEASED, _NOT_RELEASED, len(ids))
         return table, found, report
-    rng, seeded = noise_generator(params.random_state)
+    rng, _ = noise_generator(params.random_state)
     released, facts, more = release.fit_released(table, centre, prior, noise, params, rng)
     alone = release.cut(table, centre, params)
     alone |= release.implausible(released.working, table.means, noise / table.weights)
     found = shrink_released(table, released, noise, alone | (len(ids) == 1))
     if math.isinf(params.epsilon):
         return table, found, open_report(len(ids), _NOT_RELEASED, facts)
-    report = noisy_report(params, facts, _NOT_RELEASED, n_clients=len(ids), seeded=seeded, **more)
+    report = noisy_report(params, facts, _NOT_RELEASED, n_clients=len(ids), **more)
     return table, found, report
 
 

@@ -14,8 +14,9 @@ from scipy.stats import chi2
 from sklearn.base import clone
 
 from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.estimation._mean_estimates import local_mechanism
 from pfl_sklearn.priors import GaussianMixturePrior
-from pfl_sklearn.privacy import GaussianMechanism, PrivateClustering, StochasticQuantizer
+from pfl_sklearn.privacy import PrivateClustering, StochasticQuantizer
 from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 
 _HARD_STEPS = 2
@@ -63,7 +64,7 @@ def fit_released(table, centre, prior, noise, params, rng):
         reports = centre + mechanism.privatize(deviations, rng)
         extra = mechanism.noise_variance
     else:
-        mechanism = GaussianMechanism(2.0, params.epsilon, params.delta, "local")
+        mechanism = local_mechanism(params, 2.0, deviations.shape[1])
         clipped = clip_l2(deviations, params.clip_norm) / params.clip_norm
         reports = centre + params.clip_norm * mechanism.privatize(clipped, rng)
         extra = mechanism.noise_variance * params.clip_norm**2

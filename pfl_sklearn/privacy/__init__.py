@@ -15,6 +15,7 @@ from pfl_sklearn.privacy._accounting._selection import selection_epsilon
 from pfl_sklearn.privacy._ledger import BudgetExceeded, PrivacyLedger
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
 from pfl_sklearn.privacy._mechanisms._clustering import PrivateClustering
+from pfl_sklearn.privacy._mechanisms._discrete_gaussian import DiscreteGaussianMechanism
 from pfl_sklearn.privacy._mechanisms._gaussian import ClientMoments, GaussianMechanism
 from pfl_sklearn.privacy._mechanisms._quantizer import StochasticQuantizer
 from pfl_sklearn.privacy._mechanisms._randomizers import OneBit, SubsetSelection, TwoBit
@@ -27,6 +28,7 @@ __all__ = [
     "BudgetExceeded",
     "ClientMoments",
     "ClippedSum",
+    "DiscreteGaussianMechanism",
     "FitCost",
     "GaussianEvent",
     "GaussianMechanism",

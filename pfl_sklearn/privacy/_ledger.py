@@ -18,7 +18,7 @@ from pfl_sklearn.privacy._accounting._composition import events_epsilon
 from pfl_sklearn.privacy._accounting._events import Event, event_from_dict
 from pfl_sklearn.privacy._report import PrivacyWarning
 from pfl_sklearn.privacy._search_cost import warn_of_search
-from pfl_sklearn.privacy._spending import UNPROTECTED, protect, seed_tag, unit_of
+from pfl_sklearn.privacy._spending import UNPROTECTED, noise_seed, protect, seed_tag, unit_of
 
 __all__ = ["BudgetExceeded", "PrivacyLedger"]
 
@@ -410,7 +410,7 @@ def charge_events(
             UNPROTECTED if events is None else events,
             what=type(estimator).__name__,
             unit=unit_of(estimator),
-            seed=estimator.random_state,
+            seed=noise_seed(estimator),
             first_round=first_round,
         )
 

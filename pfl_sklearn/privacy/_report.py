@@ -285,9 +285,13 @@ def private_report(
     n_clients: int,
     seeded: bool,
     caveats: tuple[str, ...] = (),
+    arithmetic: str = "",
     **more: Any,
 ) -> PrivacyReport:
-    """Report of one private release, with the warnings that its facts imply."""
+    """Report of one private release, with the warnings that its facts imply.
+
+    `arithmetic` is what the noise rests on; by default it is floating-point numbers, or bits.
+    """
     found = list(caveats)
     if seeded:
         found.append(
@@ -303,9 +307,7 @@ def private_report(
     assumptions = (
         "the number of clients and of rows of each client are public",
         *more.pop("assumptions", ()),
-        "ideal arithmetic: floating-point noise counts as exactly Gaussian"
-        if facts["noise_std"] is not None
-        else "ideal random bits (a seeded pseudo-random generator)",
+        arithmetic or (_FLOATS if facts["noise_std"] is not None else _BITS),
     )
     plain: dict[str, Any] = {
         name: float(value) if isinstance(value, Real) else value for name, value in facts.items()
@@ -321,6 +323,8 @@ def private_report(
     )
 
 
+_FLOATS = "ideal arithmetic: floating-point noise counts as exactly Gaussian"
+_BITS = "ideal random bits (a seeded pseudo-random generator)"
 _ADVERSARIES = {
     "central": (
         "anyone who sees what is released, including all other clients together; the server that "

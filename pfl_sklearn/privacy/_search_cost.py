@@ -25,6 +25,7 @@ from pfl_sklearn.privacy._report import PrivacyWarning, as_json, report_lines
 from pfl_sklearn.privacy._spending import (
     SAME_NOISE,
     Stated,
+    noise_seed,
     of_all_fits,
     protect,
     relation_of,
@@ -465,7 +466,7 @@ def _search_message(estimator: Any, events: tuple[Any, ...], searches: list[Any]
     relation, delta = relation_of(estimator), float(estimator.delta)
     one, total = (total_epsilon(repeated(events, count), delta, relation) for count in (1, n_fits))
     name, why = type(estimator).__name__, ""
-    if getattr(estimator, "random_state", None) is not None and n_fits > 1:
+    if noise_seed(estimator) is not None and n_fits > 1:
         total, why = math.inf, f": {SAME_NOISE}"
     elif math.isinf(total) and n_fits * sum_of_deltas(events, relation) >= delta:
         why = " (their deltas add up to more)"

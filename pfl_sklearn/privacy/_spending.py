@@ -3,7 +3,8 @@
 A private estimator states the accounting events of its fit with ``_privacy_events()``: a tuple,
 which is empty if nothing is released. None, or an event with infinite epsilon, means that nothing
 protects the clients. Estimators without a parameter for the relation or the unit have
-``_privacy_relation`` or ``_privacy_unit``.
+``_privacy_relation`` or ``_privacy_unit``; those whose `random_state` is not always the seed of
+their noise have ``_noise_seed``.
 
 We look inside pipelines, ClientColumn and ``GridSearchCV``. For any other meta-estimator we do not
 know how often it fits the private estimator, or what else it learns.
@@ -82,7 +83,7 @@ def _of_core(core: Any) -> Stated:
     name = type(core).__name__
     if not hasattr(core, "_privacy_events"):
         return Stated(name, None, "client", "replace_one", 0.0, f"{name} states no privacy")
-    seeded = getattr(core, "random_state", None) is not None
+    seeded = noise_seed(core) is not None
     promise = unit_of(core), relation_of(core), float(core.delta)
     events = core._privacy_events()
     if not protect(events):
@@ -136,6 +137,11 @@ def unit_of(core: Any) -> str:
     """What the release of an estimator protects."""
     named = getattr(core, "_privacy_unit", None)
     return str(named if named is not None else getattr(core, "unit", "client"))
+
+
+def noise_seed(core: Any) -> Any:
+    """Seed with which the noise of an estimator can be drawn again, or None."""
+    return getattr(core, "_noise_seed", getattr(core, "random_state", None))
 
 
 def protect(events: Iterable[Any] | None) -> bool:

@@ -1,12 +1,16 @@
 """GaussianMean through releases: Theorem 2 and beyond, variances bought, quantizer, fallbacks."""
 
 import math
+import re
+import warnings
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from pfl_sklearn import GaussianMean, privacy_of
 from pfl_sklearn.datasets import make_gaussian_clients
+from pfl_sklearn.estimation import _gaussian_release
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import GaussianMechanism, StochasticQuantizer, epsilon_spent
 
@@ -139,10 +143,154 @@ def test_values_outside_the_ball_are_pulled_in_for_the_others_only():
     assert model.means_[0] > 7e5
 
 
+SIZES = {
+    "two rows": [2] * 400,
+    "five rows": [5] * 400,
+    "unequal, some with one row": [1] * 100 + [2] * 150 + [5] * 150 + [40] * 50,
+}
+
+
+@pytest.mark.parametrize("share", [0.2, 0.61, 0.85])
+@pytest.mark.parametrize("d", [1, 3])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_the_cut_of_row_variances_is_undone(sizes, d, share):
+    """The noise variance is unbiased; the mean of the cut variances is not, with few rows."""
+    n_rows, truth, rng = np.array(SIZES[sizes]), 3.0, np.random.default_rng(0)
+    bound, weights = truth * d / share, _gaussian_release.variance_weights(n_rows)
+    freedom = np.maximum(d * (n_rows - 1), 1)
+    found, naive = [], []
+    for _ in range(200):
+        variances = truth * d * rng.chisquare(freedom) / freedom * (n_rows > 1)
+        total = weights @ np.minimum(variances, bound)
+        found.append(_gaussian_release.noise_of_cut_variances(total, n_rows, weights, bound, d))
+        naive.append(total / weights.sum() / d)
+    error = np.std(found) / math.sqrt(200)
+    assert np.mean(found) == pytest.approx(truth, abs=4 * error)
+    if share == 0.85:
+        assert np.mean(naive) < truth - 10 * error
+
+
+@pytest.mark.parametrize(
+    ("total", "expected"), [(-3.0, 0.0), (0.0, 0.0), (1e-12, 1e-12 / 6), (6.0, 0.5), (1e9, 0.5)]
+)
+def test_undoing_the_cut_at_the_ends(total, expected):
+    n_rows, weights = np.array([1, 3, 5, 9]), np.array([0.0, 1.0, 1.0, 1.0])
+    found = _gaussian_release.noise_of_cut_variances(total, n_rows, weights, 1.0, 2)
+    assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_row_variances_and_their_weights():
+    """Clients with one row say nothing; nobody counts more than the median of the others."""
+    n_rows = np.array([1, 2, 4, 7, 1, 100])
+    weights = _gaussian_release.variance_weights(n_rows)
+    np.testing.assert_allclose(weights, [0, 1 / 4.5, 3 / 4.5, 1, 0, 1])
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(6), n_rows)
+    y = rng.normal(size=(len(groups), 2))
+    table = _gaussian_release.ClientMeans(
+        np.array([y[groups == k].mean(axis=0) for k in range(6)]), n_rows, n_rows, 0, 0
+    )
+    expected = [y[groups == k].var(axis=0, ddof=1).sum() if n_rows[k] > 1 else 0 for k in range(6)]
+    np.testing.assert_allclose(_gaussian_release.row_variances(y, groups, table), expected)
+
+
+@pytest.mark.parametrize("trust", ["central", "local"])
+def test_bought_noise_variance_of_clients_of_any_size(trust):
+    """Two outputs, one to nine rows; an epsilon that leaves no noise to speak of."""
+    found = []
+    for seed in range(40):
+        clients = make_gaussian_clients(
+            200, [1, 2, 4, 9] * 50, n_outputs=2, noise_std=2.0, random_state=seed
+        )
+        model = GaussianMean(
+            GaussianPrior(covariance=1.0),
+            epsilon=1e9,
+            clip_norm=9.0,
+            noise_variance_bound=12.0,
+            trust=trust,
+            random_state=seed,
+        ).fit(clients.data, clients.target, groups=clients.groups)
+        found.append(model.noise_variance_)
+    assert np.mean(found) == pytest.approx(4.0, abs=4 * np.std(found) / math.sqrt(40))
+
+
+def noise_on_the_third_part(model, clients, monkeypatch, factor=1.0):
+    """Noise of 600 fits on the sum of row variances, in standard deviations of the report."""
+    drawn, privatize = [], GaussianMechanism.privatize
+
+    def spy(self, messages, rng):
+        released, exact = privatize(self, messages, rng), messages.sum(axis=0)
+        released[2] = exact[2] + factor * (released[2] - exact[2])
+        drawn.append(released[2] - exact[2])
+        return released
+
+    monkeypatch.setattr(GaussianMechanism, "privatize", spy)
+    for seed in range(600):
+        model.set_params(random_state=seed)
+        model.fit(clients.data, clients.target, groups=clients.groups)
+    return np.array(drawn) / model.privacy_.noise_std
+
+
+@pytest.mark.filterwarnings("ignore:The released noise variance")
+@pytest.mark.parametrize(("factor", "right"), [(1.0, True), (0.5, False)])
+def test_noise_on_the_row_variances(factor, right, monkeypatch):
+    """As much as on the means, for a sensitivity of sqrt(5); half of it is noticed."""
+    model = GaussianMean(epsilon=1.0, clip_norm=3.0, noise_variance_bound=0.5)
+    clients = make_gaussian_clients(4, 3, random_state=0)
+    drawn = noise_on_the_third_part(model, clients, monkeypatch, factor)
+    below = stats.chi2(600).cdf(np.sum(drawn**2))
+    assert (2 * min(below, 1 - below) > 1e-6) == right
+    model.fit(clients.data, clients.target, groups=clients.groups)
+    assert model.privacy_.sensitivity == pytest.approx(math.sqrt(5))
+    assert model.privacy_.noise_std == pytest.approx(math.sqrt(5) * 3.73063, rel=1e-5)
+
+
+def test_the_report_states_the_bound_on_row_variances():
+    clients = make_gaussian_clients(300, 5, random_state=0)
+    default = fit(clients, epsilon=1.0, clip_norm=3.0)
+    given = fit(clients, epsilon=1.0, clip_norm=3.0, noise_variance_bound=2.5)
+    known = fit(clients, epsilon=1.0, clip_norm=3.0, noise_variance=1.0)
+    assert "noise_variance_bound = 9" in str(default.privacy_)
+    assert "noise_variance_bound = 2.5" in str(given.privacy_)
+    assert "noise_variance_bound" not in str(known.privacy_)
+    assert given.noise_variance_ == pytest.approx(1.0, rel=0.2)
+
+
+def test_a_bound_that_is_too_tight_is_named_once():
+    clients = make_gaussian_clients(300, 5, random_state=0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = fit(clients, epsilon=4.0, clip_norm=3.0, noise_variance_bound=0.5)
+    told = [str(each.message) for each in caught if each.category is UserWarning]
+    assert len(told) == 1
+    assert re.search(r"\b0\.5\b.*larger noise_variance_bound", told[0])
+    assert model.noise_variance_ == 0.5
+    shrunk = fit(clients, noise_variance=1.0).shrinkage_[0]
+    assert 0 < model.shrinkage_[0] < 0.7 * shrunk
+
+
+@pytest.mark.parametrize("trust", ["central", "local"])
+def test_rows_of_any_size_raise_no_warning(trust):
+    """A warning of numpy would tell about the data."""
+    rng = np.random.default_rng(0)
+    for value in (1e160, -1e308, 1.7e308, 1e-320):
+        y = rng.normal(size=(60, 2))
+        y[:3], y[3] = value, -value
+        for rows in (y[:, 0], y):
+            model = GaussianMean(epsilon=500.0, clip_norm=3.0, trust=trust, random_state=0)
+            model.fit(y, rows, groups=np.repeat(np.arange(20), 3))
+            assert np.isfinite(model.population_mean_).all()
+            assert np.all(model.noise_variance_ <= 9)
+
+
 def test_a_noise_variance_that_drowns_leaves_local_means():
     clients = make_gaussian_clients(18, 5, random_state=0)
-    with pytest.warns(UserWarning, match=r"noise_variance.*clip_norm.*epsilon"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         model = fit(clients, epsilon=0.5, clip_norm=5.0)
+    told = [str(each.message) for each in caught if each.category is UserWarning]
+    assert len(told) == 1
+    assert re.search(r"smaller noise_variance_bound.*\b25\b.*center.*clip_norm.*epsilon", told[0])
     np.testing.assert_array_equal(model.means_, model.local_means_)
     np.testing.assert_array_equal(model.shrinkage_, 0)
     own = [np.std(clients.target[clients.groups == k], ddof=1) / math.sqrt(5) for k in range(18)]

@@ -73,7 +73,7 @@ def central(truth, seed, released):
 
 
 def central_with_variances(truth, seed, released):
-    """Mean, square and sampling variance in one joint release."""
+    """Mean, square and row variance in one joint release."""
     value, spread = (30.0, 0.0) if truth else (-30.0, 50.0)
     return gaussian_release(value, spread, seed, released)[1]
 
@@ -275,8 +275,9 @@ def test_one_client_moves_nothing_but_its_own_message(clients, replacement):
         y = np.concatenate([first, *clients[1:]])[:, None]
         with np.errstate(over="ignore", invalid="ignore"):
             table = client_means(y, codes, len(clients), centre=np.zeros(1))
-            own = _gaussian_release.sampling_variances(y, codes, table)
-            messages = shape.messages(table.means, own)
+        variances = _gaussian_release.row_variances(y, codes, table)
+        weights = _gaussian_release.variance_weights(table.n_rows) if len(y) > len(clients) else 0
+        messages = shape.messages(table.means, variances, weights)
         assert np.isfinite(messages).all()
         sums.append(messages)
     np.testing.assert_array_equal(sums[0][1:], sums[1][1:])

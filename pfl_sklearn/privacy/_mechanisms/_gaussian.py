@@ -29,59 +29,82 @@ def clip_l2(vectors: Floats, radius: float) -> Floats:
 
 @dataclass(frozen=True)
 class ClientMoments:
-    """Bounded message of a client about its mean.
+    """Bounded message of a client about its mean and the variance of its rows.
 
     The message has up to three parts, in this order, each divided by its bound:
 
     - the client's mean minus the centre, clipped to L2 norm `radius`, if `mean`;
     - the squared norm of that, if `square`;
-    - the sampling variance of the client's mean, summed over coordinates and clipped at
-      `sampling_bound`, if `sampling`.
+    - the variance of the client's rows around their mean, summed over coordinates and cut at
+      `variance_bound`, if `variance`.
 
     Parameters
     ----------
     radius : float
         L2 radius of the ball that client means are clipped to. Choose it without looking at the
         data.
-    mean, square, sampling : bool
+    mean, square, variance : bool
         Which parts the message has.
-    sampling_bound : float, default=1.0
-        Upper bound on sampling variances, as a share of ``radius**2``.
+    variance_bound : float or None, default=None
+        Upper bound on the variance of a client's rows. Choose it without looking at the data.
+        None: ``radius**2``.
 
     Notes
     -----
     Replacing one client changes the mean part by at most 2, the squared norm by at most 1 and the
-    sampling variance by at most 1. The first two cannot reach their maxima together: if the two
-    clipped means have norms a and b, the squared distance is at most
-    (a + b)^2 (1 + (a - b)^2) <= 4. So the squared norm costs nothing next to the mean.
+    variance by at most 1. The first two cannot reach their maxima together: if the two clipped
+    means have norms a and b, the squared distance is at most (a + b)^2 (1 + (a - b)^2) <= 4. So
+    the squared norm costs nothing next to the mean. Weights of variances are at most 1 and must
+    not depend on the data, so they change none of this.
     """
 
     radius: float
     mean: bool = True
     square: bool = False
-    sampling: bool = False
-    sampling_bound: float = 1.0
+    variance: bool = False
+    variance_bound: float | None = None
+
+    @property
+    def largest_variance(self) -> float:
+        """Where the variance of a client's rows is cut."""
+        return self.radius**2 if self.variance_bound is None else float(self.variance_bound)
 
     @property
     def sensitivity(self) -> float:
         """L2 sensitivity of the sum of messages when one client is replaced."""
-        return math.sqrt((4 if self.mean else int(self.square)) + int(self.sampling))
+        return math.sqrt((4 if self.mean else int(self.square)) + int(self.variance))
 
     @property
     def add_remove_sensitivity(self) -> float:
         """L2 sensitivity of the sum of messages when one client is added or removed."""
-        return math.sqrt(self.mean + self.square + self.sampling)
+        return math.sqrt(self.mean + self.square + self.variance)
 
-    def messages(self, means: Floats, sampling_variances: Floats) -> Floats:
+    def width(self, d: int) -> int:
+        """Length of a message.
+
+        Parameters
+        ----------
+        d : int
+            Number of coordinates of a client's mean.
+
+        Returns
+        -------
+        int
+        """
+        return d * self.mean + self.square + self.variance
+
+    def messages(self, means: Floats, variances: Floats, weights: Floats | float = 1.0) -> Floats:
         """Messages of clients.
 
         Parameters
         ----------
         means : ndarray of shape (m, d)
             Each client's mean minus the centre. A row with NaN or infinity counts as 0.
-        sampling_variances : ndarray of shape (m,)
-            Sampling variance of each client's mean, summed over coordinates; NaN counts as 0. Read
-            only with `sampling`.
+        variances : ndarray of shape (m,)
+            Variance of each client's rows, summed over coordinates; NaN counts as 0. Read only
+            with `variance`.
+        weights : float or ndarray of shape (m,), in [0, 1], default=1.0
+            What the variance part is multiplied by. It must be public.
 
         Returns
         -------
@@ -93,10 +116,9 @@ class ClientMoments:
             parts.append(clipped)
         if self.square:
             parts.append(np.minimum(np.einsum("md,md->m", clipped, clipped), 1.0)[:, None])
-        if self.sampling:
-            share = sampling_variances / (self.sampling_bound * self.radius**2)
-            bounded = np.nan_to_num(share, nan=0.0, posinf=1.0)
-            parts.append(np.clip(bounded, 0.0, 1.0)[:, None])
+        if self.variance:
+            cut = np.clip(np.nan_to_num(variances, nan=0.0), 0.0, self.largest_variance)
+            parts.append((np.clip(weights, 0.0, 1.0) * cut / self.largest_variance)[:, None])
         return np.concatenate(parts, axis=1)
 
     def split(self, message: Floats, d: int) -> dict[str, Floats]:
@@ -112,14 +134,14 @@ class ClientMoments:
         Returns
         -------
         dict of ndarrays
-            "mean" (..., d), "square" (..., 1) and "sampling" (..., 1), without parts that the
+            "mean" (..., d), "square" (..., 1) and "variance" (..., 1), without parts that the
             message lacks.
         """
         parts, start = {}, 0
         for name, width, scale in (
             ("mean", d * self.mean, self.radius),
             ("square", int(self.square), self.radius**2),
-            ("sampling", int(self.sampling), self.sampling_bound * self.radius**2),
+            ("variance", int(self.variance), self.largest_variance),
         ):
             if width:
                 parts[name] = message[..., start : start + width] * scale

@@ -16,6 +16,7 @@ from scipy import stats
 import pfl_sklearn.privacy as privacy
 from pfl_sklearn.privacy import (
     ClientMoments,
+    DiscreteGaussianMechanism,
     GaussianMechanism,
     OneBit,
     StochasticQuantizer,
@@ -29,6 +30,7 @@ from pfl_sklearn.privacy.auditing import odds_lower_bound
 MECHANISMS = [
     GaussianMechanism(sensitivity=2.0, epsilon=1.0, delta=1e-5),
     GaussianMechanism(sensitivity=0.5, epsilon=8.0, delta=1e-6, trust="local"),
+    DiscreteGaussianMechanism(2, message_sensitivity=2.0, epsilon=1.0, delta=1e-5),
     StochasticQuantizer(bits=3, bound=2.0),
     OneBit(epsilon=1.0),
     TwoBit(epsilon=0.5),
@@ -134,26 +136,28 @@ values = st.one_of(
 vectors = st.lists(values, min_size=3, max_size=3)
 moments = st.sampled_from(
     [
-        ClientMoments(radius, *parts)
+        ClientMoments(radius, *parts, bound)
         for radius in (0.5, 3.0, 1e6)
+        for bound in (None, 1e-3, 40.0)
         for parts in itertools.product((True, False), repeat=3)
         if any(parts)
     ]
 )
 
 
-def largest_move(shape, first, second):
+def largest_move(shape, first, second, weight=1.0):
     """Distance between the messages of two versions of one client."""
+    means, variances = (np.array(each) for each in zip(first, second, strict=True))
     with np.errstate(invalid="ignore", over="ignore"):
-        messages = shape.messages(np.array([first[0], second[0]]), np.array([first[1], second[1]]))
+        messages = shape.messages(means, variances, weight)
     assert np.isfinite(messages).all()
     return float(np.linalg.norm(messages[0] - messages[1])), np.linalg.norm(messages, axis=1)
 
 
 @settings(max_examples=400, deadline=None)
-@given(moments, st.tuples(vectors, values), st.tuples(vectors, values))
-def test_sensitivity_is_never_exceeded(shape, first, second):
-    replaced, added = largest_move(shape, first, second)
+@given(moments, st.tuples(vectors, values), st.tuples(vectors, values), st.floats(0, 2))
+def test_sensitivity_is_never_exceeded(shape, first, second, weight):
+    replaced, added = largest_move(shape, first, second, weight)
     assert replaced <= shape.sensitivity * (1 + 1e-12)
     assert max(added) <= shape.add_remove_sensitivity * (1 + 1e-12)
 
@@ -165,6 +169,18 @@ def test_sensitivity_is_attained(parts):
     found = [largest_move(shape, a, b) for a, b in itertools.combinations(extremes, 2)]
     assert max(move for move, _ in found) == pytest.approx(shape.sensitivity)
     assert max(added.max() for _, added in found) == pytest.approx(shape.add_remove_sensitivity)
+
+
+@pytest.mark.parametrize("bound", [None, 0.5, 100.0])
+def test_variances_are_cut_at_their_bound_and_weighted(bound):
+    shape = ClientMoments(2.0, False, False, True, bound)
+    assert shape.largest_variance == (4.0 if bound is None else bound)
+    share = np.array([0.0, 0.25, 1.0, 7.0])
+    variances, weights = share * shape.largest_variance, np.array([1.0, 0.5, 1.0, 1.0])
+    messages = shape.messages(np.zeros((4, 1)), variances, weights)
+    np.testing.assert_allclose(messages[:, 0], [0.0, 0.125, 1.0, 1.0])
+    split = shape.split(messages, 1)["variance"][:, 0]
+    np.testing.assert_allclose(split, weights * np.minimum(variances, shape.largest_variance))
 
 
 def test_mutants_exceed_the_sensitivity():

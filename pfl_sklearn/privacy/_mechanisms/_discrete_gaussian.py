@@ -1,0 +1,243 @@
+"""Discrete Gaussian noise: private messages of whole numbers, which take few bits."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pfl_sklearn.privacy._accounting._concentrated import zcdp_rho
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+_TAIL = 8.0  # standard deviations of noise that fit into a report
+_ROUNDING = 0.01  # largest share of the sensitivity that default rounding adds
+
+
+def check_opendp() -> None:
+    """Raise ImportError unless opendp, which draws the noise, is there."""
+    _opendp()
+
+
+@dataclass(frozen=True)
+class DiscreteGaussianMechanism:
+    r"""Every client rounds its message to a public grid and adds discrete Gaussian noise.
+
+    Rounding is random and right on average. The noise is drawn exactly, on whole numbers, by the
+    library opendp: there is no floating-point noise to attack. A report is a vector of whole
+    numbers with a fixed number of bits.
+
+    Parameters
+    ----------
+    n_coordinates : int, >= 1
+        Length p of a message.
+    message_sensitivity : float, > 0
+        Largest L2 distance between two messages of a client, before rounding.
+    epsilon : float, > 0
+        Epsilon of the release of a client's message.
+    delta : float in (0, 1)
+        Delta of the release.
+    n_bits : int or None, default=None
+        Bits per coordinate of a report. Fewer bits make the grid coarser, and so need more noise.
+        None: as many as keep what rounding adds to the sensitivity below 1 %.
+    bound : float, > 0, default=1.0
+        Coordinates of messages are cut at this absolute value.
+
+    Raises
+    ------
+    ValueError
+        If a parameter is out of range, or `n_bits` are too few for the noise alone.
+    ImportError
+        When noise is drawn without opendp.
+
+    Notes
+    -----
+    *Sensitivity.* Rounding moves a coordinate by less than a step g of the grid, in either
+    direction. Whatever the roundings, two rounded messages are therefore at most
+    :math:`D + 2 g \sqrt p` apart, for a message sensitivity D. The promise rests on this bound and
+    not on the randomness of the rounding.
+
+    *Accounting.* Discrete Gaussian noise with parameter :math:`\sigma` satisfies
+    :math:`\rho`-zCDP with :math:`\rho` = (sensitivity / :math:`\sigma`)^2 / 2, like continuous
+    noise, and zCDP implies (epsilon, delta) (Section 2 of Canonne, Kamath and Steinke). The
+    conversion is sound in any dimension, but not tight: at an epsilon of 1 and a delta of 1e-5 the
+    noise is 8 % larger than that of the analytic Gaussian mechanism.
+
+    *Range.* Reports are cut to whole numbers of `n_bits` bits, which leave room for 8 standard
+    deviations of noise beyond `bound`; cutting a report costs no privacy.
+
+    *Cost.* opendp takes 20 to 40 microseconds for a coordinate.
+
+    References
+    ----------
+    Canonne, C. L., Kamath, G. and Steinke, T. (2020). The discrete Gaussian for differential
+    privacy. NeurIPS.
+
+    Kairouz, P., Liu, Z. and Steinke, T. (2021). The distributed discrete Gaussian mechanism for
+    federated learning with secure aggregation. ICML. (Conditional rounding, which needs less
+    sensitivity in many dimensions; not used here.)
+
+    Examples
+    --------
+    >>> from pfl_sklearn.privacy import DiscreteGaussianMechanism
+    >>> mechanism = DiscreteGaussianMechanism(1, 2.0, epsilon=1.0, delta=1e-5)
+    >>> mechanism.bits, round(mechanism.noise_std / mechanism.sensitivity, 3)
+    (14, 4.045)
+    """
+
+    n_coordinates: int
+    message_sensitivity: float
+    epsilon: float
+    delta: float
+    n_bits: int | None = None
+    bound: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("message_sensitivity", "bound"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive and finite; got {value!r}.")
+        for name in ("n_coordinates", "n_bits"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | np.integer) and value >= 1):
+                raise ValueError(f"{name} must be a positive integer; got {value!r}.")
+        if self._room(self.bits) <= 0:
+            fewest = next(b for b in range(self.bits, 1000) if self._room(b) > 0)
+            raise ValueError(
+                f"n_bits={self.n_bits} is too few for the noise of epsilon={self.epsilon!r} and "
+                f"delta={self.delta!r} in {self.n_coordinates} coordinates; expected at least "
+                f"{fewest}."
+            )
+
+    @cached_property
+    def noise_multiplier(self) -> float:
+        """Parameter of the noise divided by the sensitivity."""
+        return 1 / math.sqrt(2 * zcdp_rho(self.epsilon, self.delta))
+
+    @cached_property
+    def bits(self) -> int:
+        """Bits per coordinate of a report."""
+        if self.n_bits is not None:
+            return int(self.n_bits)
+        coarsest = _ROUNDING * self.message_sensitivity / (2 * math.sqrt(self.n_coordinates))
+        largest = (self.bound + self._tail) / coarsest + self._lost
+        return math.ceil(math.log2(largest + 1)) + 1
+
+    @property
+    def largest(self) -> int:
+        """Largest whole number in a report; the smallest is its negative."""
+        return 2 ** (self.bits - 1) - 1
+
+    @property
+    def grid(self) -> float:
+        """Step of the public grid that messages are rounded to."""
+        return (self.bound + self._tail) / self._room(self.bits)
+
+    @property
+    def sensitivity(self) -> float:
+        """Largest L2 distance between two rounded messages of a client."""
+        return self.message_sensitivity + 2 * math.sqrt(self.n_coordinates) * self.grid
+
+    @property
+    def noise_std(self) -> float:
+        """Parameter of the noise in every coordinate, an upper bound on its standard deviation."""
+        return self.noise_multiplier * self.sensitivity
+
+    @property
+    def noise_variance(self) -> float:
+        """Largest variance that noise and rounding together add to a coordinate."""
+        return self.noise_std**2 + self.grid**2 / 4
+
+    @property
+    def _tail(self) -> float:
+        """Room for the noise without that for rounding, in units of messages."""
+        return _TAIL * self.noise_multiplier * self.message_sensitivity
+
+    @property
+    def _lost(self) -> float:
+        """Room for rounding and the noise for it, in steps of the grid."""
+        return 1 + _TAIL * self.noise_multiplier * 2 * math.sqrt(self.n_coordinates)
+
+    def _room(self, bits: int) -> float:
+        """Steps of the grid from 0 to the bound and its tail of noise."""
+        return 2 ** (bits - 1) - 1 - self._lost
+
+    def rounded(self, messages: Floats, rng: np.random.Generator) -> Integers:
+        """Messages in steps of the grid, each rounded to one of the two nearest at random.
+
+        Parameters
+        ----------
+        messages : ndarray of shape (m, p)
+            One message per client. NaN counts as 0.
+        rng : numpy.random.Generator
+            Source of the choices between neighbours. They need not be secret.
+
+        Returns
+        -------
+        ndarray of shape (m, p)
+        """
+        cut = np.clip(np.nan_to_num(messages, nan=0.0), -self.bound, self.bound)
+        steps = cut / self.grid
+        lower = np.floor(steps)
+        return (lower + (rng.random(steps.shape) < steps - lower)).astype(np.int64)
+
+    def privatize(self, messages: Floats, rng: np.random.Generator) -> Floats:
+        """Rounded messages with noise, which comes from the operating system and not from `rng`.
+
+        Parameters
+        ----------
+        messages : ndarray of shape (m, p)
+            One message per client. NaN counts as 0.
+        rng : numpy.random.Generator
+            Source of the roundings alone.
+
+        Returns
+        -------
+        ndarray of shape (m, p)
+            Whole numbers times `grid`.
+        """
+        noisy = with_discrete_gaussian(self.rounded(messages, rng), self.noise_std / self.grid)
+        return self.grid * np.clip(noisy, -self.largest, self.largest).astype(np.float64)
+
+    def facts(self) -> dict[str, Any]:
+        """Facts about this mechanism for the privacy report."""
+        total = self.n_coordinates * self.bits
+        return {
+            "mechanism": (
+                "discrete Gaussian mechanism on every client's message, rounded at random to a "
+                f"grid, {total} bits per message"
+            ),
+            "epsilon": self.epsilon,
+            "delta": self.delta,
+            "noise_std": self.noise_std,
+            "sensitivity": self.sensitivity,
+            "trust": "local",
+            "accountant": "zero-concentrated differential privacy, converted",
+        }
+
+
+def with_discrete_gaussian(values: Integers, scale: float) -> Integers:
+    """Whole numbers plus independent discrete Gaussian noise with parameter `scale`."""
+    if values.size == 0:
+        return values
+    opendp = _opendp()
+    space = opendp.vector_domain(opendp.atom_domain(T="i64")), opendp.l2_distance(T="f64")
+    noisy = opendp.m.make_gaussian(*space, scale=scale)(values.ravel().tolist())
+    return np.array(noisy, dtype=np.int64).reshape(values.shape)
+
+
+def _opendp() -> Any:
+    try:
+        opendp = importlib.import_module("opendp.prelude")
+    except ImportError as error:
+        raise ImportError(
+            "discrete Gaussian noise needs opendp; run `pip install pfl-sklearn[discrete]`."
+        ) from error
+    opendp.enable_features("contrib")
+    return opendp

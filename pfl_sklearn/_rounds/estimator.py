@@ -34,7 +34,6 @@ from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._ledger import charge_events
 from pfl_sklearn.privacy._report import warn_once
-from pfl_sklearn.privacy._search_cost import warn_of_search
 
 
 class CheckedTable(NamedTuple):
@@ -181,7 +180,6 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         checkpoint = self._open_checkpoint(missing)
         if checkpoint is None or not checkpoint.resumes:
             charge_events(self, events, first_round=self.n_rounds - missing)
-        warn_of_search(self)
         clients = self._encode_fit(groups, num_samples(X))
         if earlier and not np.array_equal(clients.ids, earlier.clients):
             raise ValueError(

@@ -17,7 +17,6 @@ from pfl_sklearn.privacy import _ledger_file
 from pfl_sklearn.privacy._accounting._composition import events_epsilon
 from pfl_sklearn.privacy._accounting._events import Event, event_from_dict
 from pfl_sklearn.privacy._report import PrivacyWarning
-from pfl_sklearn.privacy._search_cost import warn_of_search
 from pfl_sklearn.privacy._spending import UNPROTECTED, protect, seed_tag, unit_of
 
 __all__ = ["BudgetExceeded", "PrivacyLedger"]
@@ -360,13 +359,9 @@ class PrivacyLedger:
 
 
 def charge(estimator: Any) -> None:
-    """Write what a fit spends to the estimator's ledger, if it has one, or refuse the fit.
-
-    Inside a search of scikit-learn, also warn about the cost of the search.
-    """
+    """Write what a fit spends to the estimator's ledger, if it has one, or refuse the fit."""
     if estimator.ledger is not None:
         charge_events(estimator, estimator._privacy_events())
-    warn_of_search(estimator)
 
 
 def charge_events(

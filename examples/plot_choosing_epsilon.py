@@ -73,9 +73,8 @@ for warning in caught:
     print(f"{warning.category.__name__}:", textwrap.fill(str(warning.message), 90))
 
 # %%
-# The warning comes once, when the first of the fits begins, with the number of fits that are to
-# come. The curves are what one fit spends against what it reaches. They rest on held-out rows
-# without noise.
+# The warning comes once, before the first fit, with the number of fits that are to come. The curves
+# are what one fit spends against what it reaches. They rest on held-out rows without noise.
 display = PrivacyAccuracyDisplay.from_search(search, line="alpha", score_name="held-out accuracy")
 labels = [f"alpha Q = {q}" for q in ("0 (local)", "3", "100", "infinity (global)")]
 display.ax_.legend(display.lines_, labels, frameon=False, fontsize="small")

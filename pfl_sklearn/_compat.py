@@ -3,12 +3,19 @@
 They have no deprecation promise. When a release moves one, this module is what changes.
 """
 
+import inspect
+
 from sklearn.base import _fit_context as fit_context
+from sklearn.model_selection import cross_validate
+from sklearn.model_selection._search import BaseSearchCV
 from sklearn.utils import _safe_indexing as safe_indexing
 from sklearn.utils._param_validation import HasMethods, Interval, StrOptions
 from sklearn.utils.validation import _check_method_params as check_method_params
 from sklearn.utils.validation import _check_sample_weight as check_sample_weight
 from sklearn.utils.validation import _num_samples as num_samples
+
+FIT_OF_A_SEARCH = inspect.unwrap(BaseSearchCV.fit).__code__
+VALIDATION_MODULE = cross_validate.__module__
 
 
 def response_methods(scorer):
@@ -18,6 +25,9 @@ def response_methods(scorer):
 
 
 __all__ = [
+    "FIT_OF_A_SEARCH",
+    "VALIDATION_MODULE",
+    "BaseSearchCV",
     "HasMethods",
     "Interval",
     "StrOptions",

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
+from types import FrameType
 
 _OURS = ("pfl_sklearn", "sklearn", "joblib")
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:
     """Warn from the first frame outside this package, scikit-learn and joblib."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
+    frames = [sys._getframe(), *callers()]
+    outside = (level for level, frame in enumerate(frames, 1) if not _is_ours(frame))
+    warnings.warn(message, category, stacklevel=next(outside, len(frames)))
 
 
-def _is_ours(module: str) -> bool:
-    return module.split(".")[0] in _OURS
+def callers() -> Iterator[FrameType]:
+    """Frames of the calls that led here, innermost first."""
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return str(frame.f_globals.get("__name__", "")).split(".")[0] in _OURS

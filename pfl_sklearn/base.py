@@ -16,6 +16,7 @@ from sklearn.utils.validation import check_is_fitted
 from pfl_sklearn._clients import Array, Codes, EncodedClients, encode_clients, match_clients
 from pfl_sklearn._compat import check_sample_weight, num_samples
 from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.privacy._search_warning import warn_of_search
 
 __all__ = ["ClientMixin", "SingleClientWarning", "UnseenClientsWarning"]
 
@@ -63,6 +64,11 @@ class ClientMixin:
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "privacy_")
+
+    def __sklearn_clone__(self) -> Self:
+        warn_of_search()  # which clones its estimator before it fits anything
+        copied: Self = super().__sklearn_clone__()  # type: ignore[misc]
+        return copied
 
     def set_params(self, **params: Any) -> Self:
         """Set the parameters of this estimator.

@@ -33,8 +33,7 @@ from pfl_sklearn._rounds.privacy import (
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._ledger import charge_events
-from pfl_sklearn.privacy._report import warn_once
-from pfl_sklearn.privacy._search_cost import warn_of_search
+from pfl_sklearn.privacy._report import going_on_from, warn_once
 
 
 class CheckedTable(NamedTuple):
@@ -181,7 +180,6 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         checkpoint = self._open_checkpoint(missing)
         if checkpoint is None or not checkpoint.resumes:
             charge_events(self, events, first_round=self.n_rounds - missing)
-        warn_of_search(self)
         clients = self._encode_fit(groups, num_samples(X))
         if earlier and not np.array_equal(clients.ids, earlier.clients):
             raise ValueError(
@@ -273,13 +271,16 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         run_rounds(run.method, run.rows, state, plan, release, observe, protected)
         _check_converged(state, run.advice, protected)
         progress = _progress_after(task, state, events, last)
-        self._store(shared, progress)
+        report = report_of(self, progress)
+        if task.earlier is not None:
+            report = going_on_from(self.privacy_, report)
+        self._store(shared, progress, report)
         if checkpoint is not None:
             checkpoint.remove()
         warn_once(self.privacy_)
         return self
 
-    def _store(self, shared, progress):
+    def _store(self, shared, progress, report):
         """Set all fitted attributes."""
         state = progress.state
         found = {
@@ -289,7 +290,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
             "n_rounds_": state.round,
             "noise_multiplier_": progress.noise_multiplier,
             "history_": {name: np.array(seen) for name, seen in state.history.items()},
-            "privacy_": report_of(self, progress),
+            "privacy_": report,
             "_progress": progress,
         }
         for name, value in found.items():

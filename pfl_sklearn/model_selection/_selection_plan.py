@@ -17,13 +17,12 @@ from pfl_sklearn.privacy import (
     GaussianMechanism,
     PrivacyLedger,
     PrivacyReport,
-    privacy_of,
     selection_epsilon,
 )
 from pfl_sklearn.privacy._accounting._calibration import largest_within
 from pfl_sklearn.privacy._accounting._selection import check_distribution
 from pfl_sklearn.privacy._spending import relation_of, stated_cost, unit_of, with_params
-from pfl_sklearn.privacy._vouching import learns
+from pfl_sklearn.privacy._vouching import learns, report_of_fits
 
 # Parameters of a private estimator that the selection sets, or that would break its promise.
 _RESERVED = ("epsilon", "noise_multiplier", "delta", "ledger", "checkpoint", "random_state")
@@ -395,7 +394,7 @@ def _report_of(model):
     """Privacy report of one trial; a model without a report has no privacy."""
     if not hasattr(innermost_estimator(model), "privacy_"):
         return PrivacyReport.unprotected(f"{type(model).__name__} has no privacy.")
-    return privacy_of(model)
+    return report_of_fits(model)
 
 
 def _under_other(select, plan):

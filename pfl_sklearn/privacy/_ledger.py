@@ -17,7 +17,6 @@ from pfl_sklearn.privacy import _ledger_file
 from pfl_sklearn.privacy._accounting._composition import events_epsilon
 from pfl_sklearn.privacy._accounting._events import Event, event_from_dict
 from pfl_sklearn.privacy._report import PrivacyWarning
-from pfl_sklearn.privacy._search_cost import warn_of_search
 from pfl_sklearn.privacy._spending import UNPROTECTED, noise_seed, protect, seed_tag, unit_of
 
 __all__ = ["BudgetExceeded", "PrivacyLedger"]
@@ -79,7 +78,7 @@ class PrivacyLedger:
         If the file cannot be opened, created, read or written, or no longer exists.
     ValueError
         - If a parameter is out of range.
-        - If the file is not a ledger, or has lost lines.
+        - If the file is not a ledger, or lines of it were edited or lost.
         - If the file was created with other settings than those given.
 
     See Also
@@ -118,11 +117,19 @@ class PrivacyLedger:
     *Safety.* Checking the budget and writing the entry is one step under a lock on the file
     (``flock``: POSIX systems, and file systems that honour it). The entry is on the disk before
     the fit goes on. If a process is killed while it writes, the incomplete line belongs to a fit
-    that never began; it does not count, and the next entry replaces it. A missing or damaged line
-    elsewhere is an error, as is a file that was deleted or replaced. Lines lost at the end cannot
-    be detected: a file that was cut between two lines, or restored from an older copy, looks like
-    one in which less was spent. Copies and pickles hold the path and the settings but no entries:
-    they are the same ledger. Anyone who may write the file can forge it.
+    that never began; it does not count, and the next entry replaces it. A file that was deleted or
+    replaced is an error.
+
+    *Edits and losses.* Every entry holds the SHA-256 of the line before it. So a line that was
+    edited, lost, added or moved is an error, the settings on the first line included. The last line
+    is covered only by the next one, and lines lost at the end leave no trace: a file that was cut
+    between two lines, or restored from an older copy, looks like one in which less was spent. To
+    notice that, keep the number of entries and the ``"previous"`` of the last one elsewhere, and
+    compare them later. The hashes have no key, so anyone who may write the file can forge all of
+    it. Entries of files from before there were hashes are read without one.
+
+    *Copies.* Copies and pickles hold the path and the settings but no entries: they are the same
+    ledger.
 
     References
     ----------
@@ -243,9 +250,10 @@ class PrivacyLedger:
     def entries(self) -> list[dict[str, Any]]:
         """Entries of the file, oldest first, as dicts.
 
-        The keys are "entry" (its number), "time" (UTC), "what", "unit", "events" (a list of dicts)
-        and "process" (its id). A seeded fit also has "seed" (a digest) and, if an earlier entry
-        has the same seed, "seed_of" (the number of that entry).
+        The keys are "entry" (its number), "time" (UTC), "what", "unit", "events" (a list of dicts),
+        "process" (its id) and "previous" (the SHA-256 of the line before it in the file, in
+        hexadecimal). A seeded fit also has "seed" (a digest) and, if an earlier entry has the same
+        seed, "seed_of" (the number of that entry).
         """
         return _ledger_file.read(self.path, self._id)
 
@@ -389,13 +397,9 @@ class PrivacyLedger:
 
 
 def charge(estimator: Any) -> None:
-    """Write what a fit spends to the estimator's ledger, if it has one, or refuse the fit.
-
-    Inside a search of scikit-learn, also warn about the cost of the search.
-    """
+    """Write what a fit spends to the estimator's ledger, if it has one, or refuse the fit."""
     if estimator.ledger is not None:
         charge_events(estimator, estimator._privacy_events())
-    warn_of_search(estimator)
 
 
 def charge_events(

@@ -1,13 +1,14 @@
 """The file of a ledger: JSON lines that several processes append to under a lock.
 
-The first line is the header. Every other line is an entry with its own number. No entry is ever
-half written, and none is lost when a process is killed.
+The first line is the header. Every other line is an entry with its own number and the hash of the
+line before it. No entry is ever half written, and none is lost when a process is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import math
 import os
@@ -22,9 +23,11 @@ try:
 except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
-_FORMAT, _VERSION = "pfl_sklearn privacy ledger", 1
+_FORMAT, _VERSION = "pfl_sklearn privacy ledger", 2
+_WITHOUT_HASHES = 1  # version of files in which entries may lack the hash of the line before
 _CHOICES = {"relation": ("replace_one", "zero_out", "add_remove"), "unit": ("client", "row")}
 _SETTINGS = {"id", "budget", "delta", "relation", "unit"}
+_KEYS = {"entry", "time", "what", "unit", "events"}
 _START = json.dumps({"format": _FORMAT})[:-1].encode()
 
 
@@ -34,6 +37,7 @@ class Contents(NamedTuple):
     header: dict[str, Any] | None  # None: not written yet
     entries: list[dict[str, Any]]
     size: int  # bytes that count; a line whose writer was killed may follow
+    hash: str  # of the last line that counts
 
 
 def create_or_read(path: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +130,8 @@ def add(
     with _opened(path, os.O_RDWR | os.O_APPEND) as file:
         contents = _own_contents(file, path, identity)
         entry = make(contents.entries)
-        _append(file, contents.size, {"entry": len(contents.entries) + 1, **entry})
+        number = len(contents.entries) + 1
+        _append(file, contents.size, {"entry": number, **entry, "previous": contents.hash})
         if not _is_at(file, path):
             raise FileNotFoundError(_gone(path))
 
@@ -204,12 +209,14 @@ def parse(data: bytes, path: str) -> Contents:
         lines.append(tail)
         size = len(data)
     if not lines and _START[: len(data)] == data[: len(_START)]:
-        return Contents(None, [], 0)
+        return Contents(None, [], 0, "")
     header = _checked_header(_decoded(lines[0]) if lines else None, path)
-    entries = [_decoded(line) for line in lines[1:]]
-    for number, entry in enumerate(entries, 1):
-        _check_entry(entry, number, path)
-    return Contents(header, entries, size)  # type: ignore[arg-type]
+    keys = _KEYS if header["version"] == _WITHOUT_HASHES else _KEYS | {"previous"}
+    hashes = [hashlib.sha256(line).hexdigest() for line in lines]
+    entries = []
+    for number, (line, previous) in enumerate(zip(lines[1:], hashes, strict=False), 1):
+        entries.append(_checked_entry(_decoded(line), number, keys, previous, path))
+    return Contents(header, entries, size, hashes[-1])
 
 
 def _decoded(line: bytes) -> dict[str, Any] | None:
@@ -227,10 +234,10 @@ def _checked_header(header: dict[str, Any] | None, path: str) -> dict[str, Any]:
             f"{path} is not a privacy ledger; expected a file that PrivacyLedger created, or no "
             "file."
         )
-    if header.get("version") != _VERSION:
+    if header.get("version") not in (_WITHOUT_HASHES, _VERSION):
         raise ValueError(
             f"the privacy ledger {path} has version {header.get('version')!r} of the format; "
-            f"expected {_VERSION}."
+            f"expected {_WITHOUT_HASHES} or {_VERSION}."
         )
     if _SETTINGS - header.keys():
         raise ValueError(
@@ -240,10 +247,12 @@ def _checked_header(header: dict[str, Any] | None, path: str) -> dict[str, Any]:
     return header
 
 
-def _check_entry(entry: dict[str, Any] | None, number: int, path: str) -> None:
-    """Raise ValueError unless line `number` + 1 is the entry of that number."""
+def _checked_entry(
+    entry: dict[str, Any] | None, number: int, keys: set[str], previous: str, path: str
+) -> dict[str, Any]:
+    """The entry on line `number` + 1, which must be of that number and follow the line before."""
     where = f"line {number + 1} of the privacy ledger {path}"
-    if entry is None or not {"entry", "time", "what", "unit", "events"} <= entry.keys():
+    if entry is None or not keys <= entry.keys():
         raise ValueError(
             f"{where} is not a valid entry, so what was spent is unknown; restore the file from a "
             "copy."
@@ -253,6 +262,13 @@ def _check_entry(entry: dict[str, Any] | None, number: int, path: str) -> None:
             f"{where} is entry {entry['entry']!r}; expected entry {number}. Lines were lost or "
             "added, so what was spent is unknown; restore the file from a copy."
         )
+    if entry.get("previous", previous) != previous:
+        raise ValueError(
+            f"line {number} of the privacy ledger {path} is not the one that line {number + 1} was "
+            "written after: lines were edited, lost, added or moved, so what was spent is unknown; "
+            "restore the file from a copy."
+        )
+    return entry
 
 
 def _append(file: int, size: int, values: dict[str, Any]) -> None:

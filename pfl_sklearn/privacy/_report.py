@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Self
 
+from pfl_sklearn._compat import FIT_OF_A_SEARCH, VALIDATION_MODULE
 from pfl_sklearn._version import __version__
-from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn._warnings import callers, warn_caller
 
 __all__ = ["PrivacyReport", "PrivacyWarning"]
 
@@ -24,6 +25,14 @@ _RELATION_NAMES = {
     ("row", "add_remove"): "one row added or removed",
     ("row", "zero_out"): "one row's contribution replaced by nothing",
 }
+CHOSEN = (
+    "A search chose the parameters of this fit by scores without noise: epsilon covers the fit, "
+    "not the choice. pfl_sklearn.model_selection.PrivateSelectCV chooses within an epsilon."
+)
+SCORED = (
+    "A tool of scikit-learn scored this fit without noise: epsilon covers the fit, not the scores "
+    "or a choice made by them."
+)
 
 
 _OUTSIDERS = "against those alone who are no client and see nothing of one but what is released"
@@ -162,7 +171,8 @@ class PrivacyReport:
         Returns
         -------
         PrivacyReport
-            Epsilon is 0.
+            Epsilon is 0. If one of scikit-learn's tools asked for the fit, `warnings` say what it
+            does not cover: the tool's scores or its choice.
         """
         return cls(
             0.0,
@@ -176,6 +186,7 @@ class PrivacyReport:
             released=released,
             not_released=not_released,
             n_clients=n_clients,
+            warnings=_caveats_of_tools(),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -269,14 +280,34 @@ def leaking(report: PrivacyReport, reason: str) -> PrivacyReport:
         epsilon_outsiders=None,
         released=(),
         not_released=(*report.released, *report.not_released),
-        warnings=(*report.warnings, reason),
+        warnings=tuple(dict.fromkeys((*report.warnings, reason))),
     )
 
 
+def going_on_from(earlier: PrivacyReport, report: PrivacyReport) -> PrivacyReport:
+    """Report of a fit that goes on from an earlier one, whose choice and scores still count."""
+    kept = [caveat for caveat in (CHOSEN, SCORED) if caveat in earlier.warnings]
+    return dataclasses.replace(report, warnings=tuple(dict.fromkeys((*report.warnings, *kept))))
+
+
+def _caveats_of_tools() -> tuple[str, ...]:
+    """What no epsilon covers if one of scikit-learn's tools asked for the fit that is going on."""
+    for frame in callers():
+        if frame.f_code is FIT_OF_A_SEARCH:  # and nothing that scores in between
+            return (CHOSEN,)
+        if frame.f_globals.get("__name__") == VALIDATION_MODULE:
+            return (SCORED,)
+    return ()
+
+
 def warn_once(report: PrivacyReport) -> None:
-    """Emit one PrivacyWarning for all weaknesses of a private fit, if there are any."""
-    if math.isfinite(report.epsilon) and report.warnings:
-        warn_caller(" ".join(report.warnings), PrivacyWarning)
+    """Emit one PrivacyWarning for all weaknesses of a private fit, if there are any.
+
+    A search warns of itself, before its fits.
+    """
+    found = [text for text in report.warnings if text not in (CHOSEN, SCORED)]
+    if math.isfinite(report.epsilon) and found:
+        warn_caller(" ".join(found), PrivacyWarning)
 
 
 def private_report(
@@ -318,7 +349,7 @@ def private_report(
         noise_reproducible=seeded,
         adversary=_ADVERSARIES[facts["trust"]],
         assumptions=assumptions,
-        warnings=tuple(found),
+        warnings=(*found, *_caveats_of_tools()),
         **more,
     )
 

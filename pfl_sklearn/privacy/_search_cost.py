@@ -1,16 +1,10 @@
-"""The privacy cost of a search over private models, and a warning while it runs.
-
-An estimator can find out which search fits it. scikit-learn sets a callback context on what a
-search fits, and pipelines and :class:`~pfl_sklearn.compose.ClientColumn` pass the context on.
-"""
+"""The privacy cost of a search over private models."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import threading
-from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,15 +14,11 @@ from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._nesting import inner_estimator, is_transparent
 from pfl_sklearn._version import __version__
-from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.privacy._report import PrivacyWarning, as_json, report_lines
+from pfl_sklearn.privacy._report import as_json, report_lines
 from pfl_sklearn.privacy._spending import (
-    SAME_NOISE,
     Stated,
-    noise_seed,
     of_all_fits,
     protect,
-    relation_of,
     repeated,
     stated_cost,
     sum_of_deltas,
@@ -60,9 +50,6 @@ _NOISED = (
     "from the noisy scores"
 )
 _TRAIN_SCORES = "; but return_train_score=True keeps scores of the private rows without noise"
-_FITS_OF_A_SEARCH = {"candidate-split-evaluation", "refit-with-best-params"}
-_warned: deque[Any] = deque(maxlen=256)  # ids of searches in this process
-_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -232,10 +219,10 @@ def search_cost(
     A search gives all its fits the same `random_state`. Unless it is None, all fits have the same
     noise. That noise cancels in differences of the models, so epsilon is infinite.
 
-    A search emits a :class:`PrivacyWarning` about its cost from one of its fits. With ``n_jobs``,
-    workers print the warning to their own output, and only the refit warns the caller; with
-    ``refit=False`` the caller gets no warning. There is also none inside meta-estimators that
-    pass no callbacks on, such as bagging.
+    A search emits one :class:`PrivacyWarning` about its cost, before its first fit and whatever
+    ``n_jobs`` is. It points at the caller's line. There is none for an estimator of which we do not
+    know how often it fits, such as bagging, and with ``n_jobs`` none for private estimators that
+    are themselves among the candidates.
 
     Examples
     --------
@@ -413,70 +400,4 @@ def _of_one_selection(select: Any, delta: float | None, leaks: list[str]) -> Sea
         private,
         "private: included in epsilon, or of public rows" if private else _UNPROTECTED,
         (*leaks, "one model is released; the number of trials is not", *report.warnings),
-    )
-
-
-def warn_of_search(estimator: Any) -> None:
-    """Warn once per search and process if a search fits a private estimator.
-
-    Call it at the start of a fit.
-    """
-    searches = enclosing_searches(estimator)
-    if not searches or searches[-1].root_uuid in _warned:
-        return
-    events = estimator._privacy_events()
-    if not events or not protect(events):
-        return
-    with _lock:
-        if searches[-1].root_uuid in _warned:
-            return
-        _warned.append(searches[-1].root_uuid)
-    warn_caller(_search_message(estimator, tuple(events), searches), PrivacyWarning)
-
-
-def enclosing_searches(estimator: Any) -> list[Any]:
-    """Root contexts of the searches that fit an estimator, innermost first."""
-    found, context = [], getattr(estimator, "_parent_callback_ctx", None)
-    while context is not None:
-        inside = {context.task_name, context.source_task_name} & _FITS_OF_A_SEARCH
-        context = context.parent
-        if inside:
-            while context.task_name != "fit" and context.parent is not None:
-                context = context.parent
-            found.append(context)
-    return found
-
-
-def planned_fits(search: Any) -> tuple[int, bool]:
-    """Number of fits of a search, from its root context, and whether there may be more."""
-    halving, plain = [], []
-    for context in search:
-        if context.parent is search and context.task_name == "search":
-            plain.append(context.max_subtasks)
-        elif context.task_name == "halving-iteration" and context.parent.parent is search:
-            halving.append(context.max_subtasks)
-    refits = (search.max_subtasks or 1) - 1
-    return sum(halving or plain or [1]) + refits, bool(halving) or not plain
-
-
-def _search_message(estimator: Any, events: tuple[Any, ...], searches: list[Any]) -> str:
-    plans = [planned_fits(search) for search in searches]
-    n_fits = math.prod(count for count, _ in plans)
-    at_least = "at least " if any(more for _, more in plans) else ""
-    relation, delta = relation_of(estimator), float(estimator.delta)
-    one, total = (total_epsilon(repeated(events, count), delta, relation) for count in (1, n_fits))
-    name, why = type(estimator).__name__, ""
-    if noise_seed(estimator) is not None and n_fits > 1:
-        total, why = math.inf, f": {SAME_NOISE}"
-    elif math.isinf(total) and n_fits * sum_of_deltas(events, relation) >= delta:
-        why = " (their deltas add up to more)"
-    return (
-        f"{searches[0].estimator_name} fits this private {name} {at_least}{n_fits} times on the "
-        f"same clients. One fit spends epsilon = {one:.4g}; if all fits spend the same, the models "
-        f"together cost {at_least}epsilon = {total:.4g} at delta = {delta:.4g} ({relation}){why}. "
-        "The scores (cv_results_) and the choice made by them are not protected at all, unless the "
-        "held-out rows are public. "
-        "pfl_sklearn.model_selection.PrivateSelectCV chooses within a total that you state, "
-        "pfl_sklearn.privacy.search_cost(search) reports what a search has cost, and ledger= of "
-        f"{name} refuses fits beyond a budget."
     )

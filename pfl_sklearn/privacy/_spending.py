@@ -98,7 +98,7 @@ def _of_grid(search: Any) -> Stated:
         stated_cost(with_params(search.estimator, params))
         for params in ParameterGrid(search.param_grid)
     ]
-    n_splits, n_refits = _n_splits(search.cv), int(bool(search.refit))
+    n_splits, n_refits = number_of_splits(search.cv), int(bool(search.refit))
     if n_splits is None:
         reason = "how often the inner GridSearchCV fits depends on the data: cv is not a number"
         return costs[0]._replace(events=None, reason=reason)
@@ -120,7 +120,7 @@ def _of_grid(search: Any) -> Stated:
     return one._replace(events=events)
 
 
-def _n_splits(cv: Any) -> int | None:
+def number_of_splits(cv: Any) -> int | None:
     """Number of splits of a search, or None if it depends on the data."""
     if cv is None or isinstance(cv, Integral) or hasattr(cv, "n_splits"):
         return int(check_cv(cv).get_n_splits())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from sklearn.base import BaseEstimator
@@ -12,7 +13,7 @@ from sklearn.utils import get_tags
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._nesting import inner_estimator, is_ours, is_transparent
-from pfl_sklearn.privacy._report import PrivacyReport, leaking
+from pfl_sklearn.privacy._report import CHOSEN, PrivacyReport, leaking
 
 __all__ = ["privacy_of"]
 
@@ -32,8 +33,9 @@ def privacy_of(estimator: Any) -> PrivacyReport:
     """Privacy report of a fitted estimator, pipeline, wrapper or search as a whole.
 
     A pipeline protects no better than its worst step. A step that was fitted on the same data
-    without noise, such as a ``StandardScaler``, leaks. So does a search that chose by scores
-    without noise. In both cases ``epsilon`` is infinite, and the report names the culprit.
+    without noise, such as a ``StandardScaler``, leaks. So do a search that chose by scores without
+    noise and the model that it chose. In these cases ``epsilon`` is infinite, and the report names
+    the culprit.
 
     Parameters
     ----------
@@ -51,6 +53,14 @@ def privacy_of(estimator: Any) -> PrivacyReport:
     ValueError
         If there is no estimator of this package inside.
 
+    Notes
+    -----
+    ``privacy_`` of a private estimator is a statement about its own fit. If one of scikit-learn's
+    searches refitted it, or if ``cross_validate``, ``validation_curve``, ``learning_curve``,
+    ``permutation_test_score`` or the like scored it, ``privacy_.epsilon`` stays that of the fit,
+    and ``privacy_.warnings`` say that the choice or the scores are not covered. Tools of other
+    packages leave no such trace.
+
     Examples
     --------
     >>> import numpy as np
@@ -65,15 +75,22 @@ def privacy_of(estimator: Any) -> PrivacyReport:
     >>> report.epsilon
     inf
     """
+    report = report_of_fits(estimator)
+    chosen = CHOSEN in report.warnings and math.isfinite(report.epsilon)
+    return leaking(report, CHOSEN) if chosen else report
+
+
+def report_of_fits(estimator: Any) -> PrivacyReport:
+    """The same as ``privacy_of`` of a fitted estimator, whether or not a search chose it."""
     check_is_fitted(estimator)
     if isinstance(estimator, Pipeline):
         return _pipeline_report(estimator)
     if isinstance(estimator, FrozenEstimator):
-        return privacy_of(estimator.estimator)
+        return report_of_fits(estimator.estimator)
     if is_ours(estimator):
         inner = inner_estimator(estimator) if is_transparent(estimator) else None
         if inner is not None:
-            return privacy_of(inner)
+            return report_of_fits(inner)
         report: PrivacyReport = estimator.privacy_
         return report
     if hasattr(estimator, "best_estimator_"):
@@ -81,7 +98,7 @@ def privacy_of(estimator: Any) -> PrivacyReport:
             f"{type(estimator).__name__} chose by scores without noise and keeps them in "
             "cv_results_; only the models themselves are private"
         )
-        return leaking(privacy_of(estimator.best_estimator_), reason)
+        return leaking(report_of_fits(estimator.best_estimator_), reason)
     if hasattr(estimator, "privacy_"):
         return PrivacyReport.unprotected(
             f"{type(estimator).__name__} is not part of pfl_sklearn, which does not vouch for its "
@@ -99,7 +116,7 @@ def privacy_of(estimator: Any) -> PrivacyReport:
 
 def _pipeline_report(pipeline: Pipeline) -> PrivacyReport:
     """Report of the last step, unless another step learnt something without noise."""
-    report = privacy_of(pipeline.steps[-1][1])
+    report = report_of_fits(pipeline.steps[-1][1])
     for name, step in pipeline.steps[:-1]:
         if learns(step):
             return leaking(

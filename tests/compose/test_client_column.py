@@ -377,3 +377,35 @@ def test_only_what_the_estimator_has_is_handed_on():
     assert plain.privacy_.epsilon == np.inf
     with pytest.raises(NotFittedError):
         ClientColumn(GaussianMean(), "site").summary()
+
+
+class Watch:
+    """Callback that notes whose tasks begin."""
+
+    max_propagation_depth = None
+
+    def __init__(self):
+        self.seen = []
+
+    def setup(self, estimator, context):
+        pass
+
+    def teardown(self, estimator, context):
+        pass
+
+    def on_fit_task_begin(self, estimator, context):
+        self.seen.append((type(estimator).__name__, context.task_name))
+
+    def on_fit_task_end(self, estimator, context):
+        return False
+
+
+@pytest.mark.filterwarnings("ignore:The estimator .* does not support callbacks")
+def test_callbacks_pass_a_client_column():
+    watch = Watch()
+    model = ClientColumn(make_pipeline("passthrough", GaussianMean()), "site").set_callbacks(watch)
+    model.fit(FRAME, Y)
+    assert watch.seen[0] == ("ClientColumn", "fit")
+    assert ("Pipeline", "fit-final-estimator") in watch.seen
+    assert not hasattr(model.estimator_, "_parent_callback_ctx")
+    assert not hasattr(model, "_callback_fit_ctx")

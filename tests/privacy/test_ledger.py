@@ -365,8 +365,8 @@ def test_other_files_are_left_alone(path, text):
 
 def test_another_version_of_the_format(path):
     PrivacyLedger(path)
-    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
-    with pytest.raises(ValueError, match=r"ledger\.jsonl.*version 2\b.*\b1\b"):
+    path.write_text(path.read_text().replace('"version": 2', '"version": 3'))
+    with pytest.raises(ValueError, match=r"ledger\.jsonl.*version 3\b.*\b1 or 2\b"):
         PrivacyLedger(path)
 
 

@@ -1,4 +1,4 @@
-"""What searches over private models cost, against accounts composed by hand, and their warning."""
+"""What searches over private models cost, against accounts composed by hand."""
 
 import json
 import math
@@ -7,9 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
-import sklearn
 from dp_accounting import dp_event, pld, rdp
-from joblib import parallel_config
 from sklearn.base import BaseEstimator, RegressorMixin, clone
 from sklearn.callback import ScoringMonitor
 from sklearn.ensemble import BaggingRegressor
@@ -22,7 +20,6 @@ from sklearn.model_selection import (
     HalvingGridSearchCV,
     LeaveOneOut,
     RandomizedSearchCV,
-    cross_val_score,
 )
 from sklearn.multioutput import MultiOutputRegressor
 from sklearn.pipeline import make_pipeline
@@ -46,16 +43,20 @@ from pfl_sklearn.privacy import (
     gdp_mu,
     search_cost,
 )
-
-DELTA = 1e-5
-GENERATOR = np.random.default_rng(0)
-GROUPS = np.repeat(np.arange(30), 6)
-Y = GENERATOR.normal(size=30)[GROUPS] + GENERATOR.normal(size=180)
-X = GENERATOR.normal(size=(180, 1))
-TABLE = np.column_stack([GROUPS, X])
-MEAN = GaussianMean(noise_variance=1.0, epsilon=1.0, clip_norm=3.0)
-SCORER = ClientScorer("neg_mean_squared_error")
-CLIPS = {"clip_norm": [1.0, 2.0, 3.0]}
+from tests.helpers.private_searches import (
+    DELTA,
+    FOLDS,
+    GROUPS,
+    MEAN,
+    SCORER,
+    TABLE,
+    X,
+    Y,
+    by_hand,
+    column,
+    fitted,
+    grid,
+)
 
 
 class Rounds(RegressorMixin, BaseEstimator):
@@ -79,23 +80,6 @@ class Rounds(RegressorMixin, BaseEstimator):
 
     def predict(self, X):
         return np.zeros(len(X))
-
-
-def fitted(search, *, groups=GROUPS, data=X, quiet=True):
-    with sklearn.config_context(enable_metadata_routing=True), warnings.catch_warnings():
-        if quiet:
-            warnings.simplefilter("ignore")
-        return search.fit(data, Y, **({} if groups is None else {"groups": groups}))
-
-
-def grid(estimator=MEAN, params=CLIPS, **more):
-    options = {"cv": ClientKFold(5, random_state=0), "scoring": SCORER, **more}
-    return GridSearchCV(estimator, params, **options)
-
-
-def by_hand(n_fits, epsilon=1.0):
-    """Epsilon of Gaussian releases that spend `epsilon` each: squared parameters add up."""
-    return gdp_epsilon(gdp_mu(epsilon, DELTA) * math.sqrt(n_fits), DELTA)
 
 
 def test_the_example_of_nine_candidates_and_five_folds():
@@ -153,13 +137,6 @@ def test_pure_fits_add_up():
         cost = search_cost(search.fit(TABLE, labels))
     assert (cost.delta, cost.n_fits) == (0.0, 7)
     assert cost.epsilon == pytest.approx(3.5)
-
-
-def column(estimator=MEAN, **more):
-    return ClientColumn(estimator.__sklearn_clone__().set_params(**more), 0)
-
-
-FOLDS = {"cv": ClientKFold(2, client_column=0, random_state=0), "scoring": "r2"}
 
 
 def test_searches_in_searches_multiply(tmp_path):
@@ -271,9 +248,6 @@ def test_the_deltas_of_selections_add_up():
     assert cost.notes[0].startswith("the deltas of the fits add up to 3e-05")
     assert "give a larger delta=" in cost.notes[0]
     assert 5.99 < search_cost(search, delta=3.1e-5).epsilon <= 6.0
-    text = one_warning(search.__sklearn_clone__())
-    assert "epsilon = inf at delta = 1e-05" in text
-    assert "(their deltas add up to more)" in text
 
 
 @pytest.mark.parametrize("wrapped", ["inside", "around", "pipeline", "both"])
@@ -411,129 +385,6 @@ def test_without_a_search():
 def test_delta_out_of_range(delta):
     with pytest.raises(ValueError, match=r"delta.*\[0, 1\).*(-0\.1|\b1\.0)\b"):
         search_cost(fitted(grid()), delta=delta)
-
-
-def caught(search, **options):
-    """Privacy warnings of a search."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        fitted(search, quiet=False, **options)
-    return [str(one.message) for one in found if issubclass(one.category, PrivacyWarning)]
-
-
-def one_warning(search, **options):
-    found = caught(search, **options)
-    assert len(found) == 1
-    return found[0]
-
-
-def test_a_search_warns_once_of_what_it_costs():
-    text = one_warning(grid())
-    assert "16 times" in text
-    assert f"epsilon = {by_hand(16):.4g} at delta" in text
-    for way_out in ("PrivateSelectCV", "search_cost", "ledger=", "not protected at all"):
-        assert way_out in text
-    seeded = caught(grid(MEAN.__sklearn_clone__().set_params(random_state=0)))[0]
-    assert "epsilon = inf at delta" in seeded
-    assert "random_state gives all of its fits the same noise" in seeded
-    assert "15 times" in one_warning(grid(refit=False))
-    assert "16 times" in one_warning(grid())  # every search by itself
-
-
-@pytest.mark.parametrize("how", ["pipeline", "inside", "around", "column in a pipeline"])
-def test_the_warning_passes_wrappers(how):
-    pipeline = make_pipeline(FunctionTransformer(), MEAN)
-    params = {"gaussianmean__clip_norm": [1.0, 2.0]}
-    folds = ClientKFold(5, client_column=0, random_state=0)
-    search, data, groups = {
-        "pipeline": (grid(pipeline, params), X, GROUPS),
-        "inside": (grid(ClientColumn(pipeline, 0), {}, cv=folds), TABLE, None),
-        "around": (ClientColumn(grid(pipeline, params), 0), TABLE, None),
-        "column in a pipeline": (
-            grid(make_pipeline(FunctionTransformer(), ClientColumn(MEAN, 0)), {}, cv=folds),
-            TABLE,
-            None,
-        ),
-    }[how]
-    assert "GridSearchCV fits this private GaussianMean" in one_warning(
-        search, data=data, groups=groups
-    )
-
-
-class Watch:
-    """Callback that notes whose tasks begin."""
-
-    max_propagation_depth = None
-
-    def __init__(self):
-        self.seen = []
-
-    def setup(self, estimator, context):
-        pass
-
-    def teardown(self, estimator, context):
-        pass
-
-    def on_fit_task_begin(self, estimator, context):
-        self.seen.append((type(estimator).__name__, context.task_name))
-
-    def on_fit_task_end(self, estimator, context):
-        return False
-
-
-@pytest.mark.filterwarnings("ignore:The estimator .* does not support callbacks")
-def test_callbacks_pass_a_client_column():
-    watch = Watch()
-    model = ClientColumn(make_pipeline(FunctionTransformer(), MEAN), 0).set_callbacks(watch)
-    model.fit(TABLE, Y)
-    assert watch.seen[0] == ("ClientColumn", "fit")
-    assert ("Pipeline", "fit-final-estimator") in watch.seen
-    assert not hasattr(model.estimator_, "_parent_callback_ctx")
-    assert not hasattr(model, "_callback_fit_ctx")
-
-
-def test_the_warning_of_searches_in_processes():
-    """Workers warn for themselves, if at all; here it is the refit that does."""
-    with parallel_config(backend="loky", n_jobs=2):
-        assert "16 times" in one_warning(grid())
-
-
-def test_halving_and_nested_searches():
-    halving = HalvingGridSearchCV(
-        ClientColumn(MEAN, 0),
-        {"estimator__clip_norm": [1.0, 2.0, 3.0, 4.0]},
-        cv=3,
-        scoring="neg_mean_squared_error",
-        min_resources=60,
-        factor=2,
-    )
-    assert "at least 13 times" in one_warning(halving, data=TABLE, groups=None)
-    folds = ClientKFold(2, client_column=0, random_state=0)
-    inner = GridSearchCV(ClientColumn(MEAN, 0), {}, cv=folds, scoring="r2")
-    outer = GridSearchCV(inner, {"estimator__estimator__clip_norm": [1.0, 2.0]}, cv=folds)
-    assert f"{3 * 5} times" in one_warning(outer, data=TABLE, groups=None)
-
-
-@pytest.mark.parametrize(
-    "estimator",
-    [
-        GaussianMean(),
-        GaussianMean(
-            GaussianPrior(mean=0.0, covariance=1.0), noise_variance=1.0, epsilon=1.0, clip_norm=1.0
-        ),
-    ],
-    ids=["no privacy", "nothing is released"],
-)
-def test_no_warning_where_nothing_is_spent(estimator):
-    assert caught(grid(estimator)) == []
-
-
-def test_no_warning_outside_a_search():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        MEAN.fit(X, Y, groups=GROUPS)
-        make_pipeline(FunctionTransformer(), ClientColumn(MEAN, 0)).fit(TABLE, Y)
-        cross_val_score(ClientColumn(MEAN, 0), TABLE, Y, cv=ClientKFold(2, client_column=0))
 
 
 def test_the_ledger_agrees(tmp_path):

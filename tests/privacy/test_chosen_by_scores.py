@@ -1,0 +1,292 @@
+"""Fits that scikit-learn's tools score or choose: their reports say what no epsilon covers."""
+
+import math
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+from joblib import parallel_config
+from sklearn.base import clone
+from sklearn.ensemble import BaggingRegressor
+from sklearn.experimental import enable_halving_search_cv  # noqa: F401
+from sklearn.model_selection import (
+    FixedThresholdClassifier,
+    GridSearchCV,
+    HalvingGridSearchCV,
+    RandomizedSearchCV,
+    cross_val_predict,
+    cross_val_score,
+    cross_validate,
+    learning_curve,
+    permutation_test_score,
+    validation_curve,
+)
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
+
+from pfl_sklearn import (
+    BernoulliMean,
+    ClientColumn,
+    GaussianMean,
+    PersonalizedLinearRegression,
+    PPSGDRegressor,
+    PrivacyWarning,
+    privacy_of,
+)
+from pfl_sklearn.metrics import ClientScorer
+from pfl_sklearn.model_selection import ClientKFold, PrivateSelectCV
+from pfl_sklearn.priors import GaussianPrior
+from pfl_sklearn.privacy import PrivacyReport
+from tests.helpers.private_searches import (
+    FOLDS,
+    GROUPS,
+    MEAN,
+    TABLE,
+    X,
+    Y,
+    column,
+    fitted,
+    grid,
+)
+
+CHOSEN = "A search chose the parameters of this fit by scores without noise"
+SCORED = "A tool of scikit-learn scored this fit without noise"
+ROUNDS = PPSGDRegressor(n_rounds=4, epsilon=1.0, clip_norm=1.0, learning_rate=0.1)
+LABELS = (Y > 0).astype(int)
+OPTIONS = {**FOLDS, "random_state": 0}
+
+
+def caveats(report):
+    """Which of the two caveats a report holds."""
+    return [name for name in (CHOSEN, SCORED) if any(name in text for text in report.warnings)]
+
+
+def quietly(function, *args, **params):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrivacyWarning)
+        return function(*args, **params)
+
+
+class Seen:
+    """Score that notes the reports of what it scores."""
+
+    def __init__(self):
+        self.reports = []
+
+    def __call__(self, model, X, y):
+        self.reports.append(privacy_of(model))
+        return 0.0
+
+
+# The model that a search chose.
+
+
+@pytest.mark.parametrize("backend", ["sequential", "threading", "loky"])
+def test_the_chosen_model_says_so(backend):
+    with parallel_config(backend=backend, n_jobs=2):
+        best = fitted(grid()).best_estimator_
+    report = best.privacy_
+    assert report.epsilon == 1.0
+    assert caveats(report) == [CHOSEN]
+    assert "PrivateSelectCV" in report.warnings[-1]
+    assert PrivacyReport.from_dict(report.to_dict()) == report
+
+
+@pytest.mark.parametrize(
+    "search",
+    [
+        GridSearchCV(column(), {}, **FOLDS),
+        RandomizedSearchCV(column(), {"estimator__clip_norm": [1.0, 2.0]}, n_iter=2, **OPTIONS),
+        HalvingGridSearchCV(column(), {"estimator__clip_norm": [1.0, 2.0]}, factor=2, **OPTIONS),
+        GridSearchCV(make_pipeline(FunctionTransformer(), column()), {}, **FOLDS),
+        column(grid()),
+        GridSearchCV(GridSearchCV(column(), {}, **FOLDS), {}, **FOLDS),
+    ],
+    ids=["grid", "random", "halving", "pipeline", "around", "nested"],
+)
+def test_as_a_whole_the_chosen_model_leaks_like_its_search(search):
+    found = fitted(search, data=TABLE, groups=None)
+    search_itself = privacy_of(found)
+    while not isinstance(found, GaussianMean):
+        leaks = privacy_of(found)
+        assert leaks.epsilon == math.inf
+        assert caveats(leaks) == [CHOSEN]
+        assert leaks.released == ()
+        assert len(leaks.warnings) == len(set(leaks.warnings))
+        assert getattr(found, "privacy_", leaks).epsilon == math.inf
+        found = next(
+            getattr(found, name)
+            for name in ("best_estimator_", "estimator_", "_final_estimator")
+            if hasattr(found, name)
+        )
+    assert (found.privacy_.epsilon, privacy_of(found).epsilon) == (1.0, math.inf)
+    assert "cv_results_" in search_itself.warnings[-1]
+    for again in (pickle.loads(pickle.dumps(found)), found.release(), found.for_client(3)):
+        assert (again.privacy_.epsilon, caveats(again.privacy_)) == (1.0, [CHOSEN])
+        assert privacy_of(again).epsilon == math.inf
+
+
+def test_a_chosen_model_that_releases_nothing_was_chosen_nevertheless():
+    known = MEAN.__sklearn_clone__().set_params(prior=GaussianPrior(mean=0.0, covariance=1.0))
+    best = fitted(grid(known)).best_estimator_
+    assert (best.privacy_.epsilon, caveats(best.privacy_)) == (0.0, [CHOSEN])
+    assert privacy_of(best).epsilon == math.inf
+
+
+LINE = PersonalizedLinearRegression(
+    GaussianPrior(covariance=1.0),
+    noise_variance=1.0,
+    epsilon=1.0,
+    feature_bound=3.0,
+    target_bound=3.0,
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "y"),
+    [
+        (ROUNDS, Y),
+        (ROUNDS.__sklearn_clone__().set_params(alpha=0.0), Y),
+        (LINE, Y),
+        (BernoulliMean(epsilon=1.0, mechanism="two_bit"), LABELS),
+        (PrivateSelectCV(MEAN, {"clip_norm": [1.0]}, epsilon=1.0, holdout=(X, Y)), Y),
+        (PrivateSelectCV(column(), {}, epsilon=1.0, client_column=0, holdout=(TABLE, Y)), Y),
+    ],
+    ids=["rounds", "local rounds", "moments", "reports", "selection", "selection in a column"],
+)
+def test_every_private_estimator_says_so(model, y):
+    in_column = not (isinstance(model, PrivateSelectCV) and model.client_column == 0)
+    model = ClientColumn(model, 0) if in_column else model
+    search = GridSearchCV(model, {}, cv=FOLDS["cv"], scoring="neg_mean_squared_error")
+    best = quietly(search.fit, TABLE, y).best_estimator_
+    inner = best.estimator_ if in_column else best
+    assert (inner.privacy_.epsilon <= 1.0, caveats(inner.privacy_)) == (True, [CHOSEN])
+    assert privacy_of(best).epsilon == math.inf
+
+
+def test_rounds_that_go_on_from_a_chosen_model_were_chosen_too():
+    search = GridSearchCV(
+        ROUNDS, {"alpha": [0.1]}, cv=ClientKFold(2), scoring=ClientScorer("neg_mean_squared_error")
+    )
+    best = fitted(search).best_estimator_
+    for more in (
+        lambda model: model.partial_fit(X, Y, groups=GROUPS),
+        lambda model: model.set_params(warm_start=True, n_rounds=6).fit(X, Y, groups=GROUPS),
+    ):
+        quietly(more, best)
+        assert (math.isfinite(best.privacy_.epsilon), caveats(best.privacy_)) == (True, [CHOSEN])
+        assert privacy_of(best).epsilon == math.inf
+    best.set_params(warm_start=False).fit(X, Y, groups=GROUPS)
+    assert best.privacy_.warnings == ()
+    assert privacy_of(best).epsilon == pytest.approx(1.0)
+
+
+# Models that were fitted to be scored.
+
+
+def scored_once(tool, *more, **params):
+    """Reports of the fits of one of scikit-learn's tools."""
+    seen = Seen()
+    quietly(tool, column(), TABLE, Y, *more, cv=FOLDS["cv"], scoring=seen, **params)
+    return seen.reports
+
+
+@pytest.mark.parametrize(
+    "reports",
+    [
+        lambda: scored_once(cross_val_score),
+        lambda: scored_once(cross_validate),
+        lambda: scored_once(
+            validation_curve, param_name="estimator__clip_norm", param_range=[1.0, 2.0]
+        ),
+        lambda: scored_once(learning_curve, train_sizes=[0.5, 1.0], shuffle=True),
+        lambda: scored_once(permutation_test_score, n_permutations=2),
+        lambda: scored_once(lambda *args, **kw: GridSearchCV(args[0], {}, **kw).fit(*args[1:])),
+    ],
+    ids=["score", "validate", "validation", "learning", "permutation", "search"],
+)
+def test_scored_models_say_so(reports):
+    found = reports()
+    assert len(found) >= 2
+    for report in found:
+        assert (report.epsilon, caveats(report)) == (1.0, [SCORED])
+
+
+@pytest.mark.parametrize("backend", ["sequential", "threading", "loky"])
+def test_models_from_a_validation_keep_it(backend):
+    with parallel_config(backend=backend, n_jobs=2):
+        found = cross_validate(column(), TABLE, Y, return_estimator=True, **FOLDS)["estimator"]
+    for model in found:
+        assert (privacy_of(model).epsilon, caveats(privacy_of(model))) == (1.0, [SCORED])
+
+
+class Keeps(GaussianMean):
+    """Notes the reports of all its fits."""
+
+    reports: list = []
+
+    def fit(self, X, y, *, groups=None):
+        super().fit(X, y, groups=groups)
+        self.reports.append(self.privacy_)
+        return self
+
+
+def test_predictions_of_a_validation_and_incremental_curves():
+    keeps = Keeps(noise_variance=1.0, epsilon=1.0, clip_norm=3.0)
+    cross_val_predict(ClientColumn(keeps, 0), TABLE, Y, cv=FOLDS["cv"])
+    assert [caveats(report) for report in Keeps.reports] == [[SCORED]] * 2
+
+    class Incremental(PPSGDRegressor):
+        def partial_fit(self, X, y, classes=None):
+            return super().partial_fit(X[:, 1:], y, groups=X[:, 0].astype(int))
+
+    found = []
+    quietly(
+        learning_curve,
+        Incremental(**ROUNDS.get_params()),
+        TABLE,
+        Y,
+        train_sizes=[0.5, 1.0],
+        cv=FOLDS["cv"],
+        exploit_incremental_learning=True,
+        scoring=lambda model, X, y: found.append(model.privacy_) or 0.0,
+    )
+    assert all(caveats(report) == [SCORED] for report in found)
+    assert len(found) == 8
+
+
+# What is neither.
+
+
+def test_other_fits_say_nothing():
+    alone = fitted(clone(MEAN))
+    assert alone.privacy_.warnings == ()
+    select = PrivateSelectCV(MEAN, {"clip_norm": [1.0, 2.0]}, epsilon=1.0, holdout=(X, Y))
+    for model in (fitted(select), fitted(make_pipeline(FunctionTransformer(), select))):
+        assert (privacy_of(model).epsilon, privacy_of(model).warnings) == (1.0, ())
+    bagged = quietly(BaggingRegressor(column(), n_estimators=1).fit, TABLE, Y)
+    assert caveats(bagged.estimators_[0].estimator_.privacy_) == []
+    threshold = FixedThresholdClassifier(
+        ClientColumn(BernoulliMean(epsilon=1.0, mechanism="two_bit"), 0)
+    )
+    assert caveats(threshold.fit(TABLE, LABELS).estimator_.privacy_) == []
+
+
+def test_without_privacy_there_is_nothing_to_add():
+    best = fitted(grid(GaussianMean())).best_estimator_
+    assert best.privacy_.warnings == ("epsilon=inf was asked for.",)
+
+
+def test_the_caveats_are_no_warnings_of_their_own():
+    """A search warns once, and a validation never; other weaknesses are said of every fit."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        cross_val_score(column(), TABLE, Y, **FOLDS)
+        GridSearchCV(column(), {}, **FOLDS).fit(TABLE, Y)
+        assert len(found) == 1
+        cross_val_score(column(random_state=0), TABLE, Y, **FOLDS)
+    texts = [str(one.message) for one in found[1:]]
+    assert [text.startswith("random_state was given") for text in texts] == [True, True]
+    assert not any(SCORED in text for text in texts)
+    assert np.all([issubclass(one.category, PrivacyWarning) for one in found])

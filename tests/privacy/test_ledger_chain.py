@@ -1,0 +1,180 @@
+"""The chain of a ledger: every entry holds the hash of the line before it."""
+
+import hashlib
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pfl_sklearn.privacy import PrivacyLedger
+from pfl_sklearn.privacy._accounting._events import GaussianEvent
+
+GAUSSIAN = GaussianEvent(0.1, 0.2)
+# The file of an earlier version, whose entries hold no hashes.
+OLD_FILE = """\
+{"format": "pfl_sklearn privacy ledger", "version": 1, "id": "76e946a151474c039bd73674a05c5e50", \
+"budget": 50.0, "delta": 1e-05, "relation": "replace_one", "unit": "client"}
+{"entry": 1, "time": "2026-11-22T01:58:28.815+00:00", "what": "Somebody", "unit": "client", \
+"events": [{"kind": "gaussian", "mu_add_remove": 0.1, "mu_replace_one": 0.2, "n_releases": 1}], \
+"process": 8857}
+{"entry": 2, "time": "2026-11-22T01:58:31.603+00:00", "what": "Somebody", "unit": "client", \
+"events": [{"kind": "gaussian", "mu_add_remove": 0.1, "mu_replace_one": 0.2, "n_releases": 1}], \
+"process": 8857}
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ledger.jsonl"
+
+
+def spend(ledger, n=1):
+    for _ in range(n):
+        ledger.spend([GAUSSIAN], what="Somebody")
+    return ledger
+
+
+def lines_of(path):
+    return path.read_text().splitlines()
+
+
+def rewrite(path, lines):
+    path.write_text("\n".join(lines) + "\n")
+
+
+def renumbered(lines):
+    """The same lines with the numbers that their places ask for."""
+    entries = [{**json.loads(line), "entry": n} for n, line in enumerate(lines[1:], 1)]
+    return [lines[0], *map(json.dumps, entries)]
+
+
+def check_refused(ledger, line):
+    """Every use of the ledger must name the line that does not fit."""
+    match = rf"line {line} of the privacy ledger {ledger.path}.*line {line + 1}\b.*edited"
+    for use in (spend, PrivacyLedger.total, lambda ledger: PrivacyLedger(ledger.path)):
+        with pytest.raises(ValueError, match=match):
+            use(ledger)
+
+
+@pytest.fixture
+def ledger(path):
+    return spend(PrivacyLedger(path, budget=4.0), 5)
+
+
+def test_entries_hold_the_hash_of_the_line_before(path, ledger):
+    lines = lines_of(path)
+    assert json.loads(lines[0])["version"] == 2
+    hashes = [hashlib.sha256(line.encode()).hexdigest() for line in lines[:-1]]
+    assert [entry["previous"] for entry in ledger.entries] == hashes
+    assert len(PrivacyLedger(path).entries) == 5
+
+
+@pytest.mark.parametrize("line", [2, 3, 4, 5])
+def test_a_digit_that_changed(path, ledger, line):
+    lines = lines_of(path)
+    lines[line - 1] = lines[line - 1].replace('"mu_replace_one": 0.2', '"mu_replace_one": 0.1')
+    rewrite(path, lines)
+    check_refused(ledger, line)
+
+
+def test_a_budget_that_was_raised(path, ledger):
+    lines = lines_of(path)
+    lines[0] = lines[0].replace('"budget": 4.0', '"budget": 9.0')
+    rewrite(path, lines)
+    check_refused(ledger, 1)
+
+
+def test_a_lost_line_whose_followers_were_renumbered(path, ledger):
+    lines = lines_of(path)
+    rewrite(path, renumbered(lines[:3] + lines[4:]))
+    check_refused(ledger, 3)
+
+
+def test_lines_that_changed_places(path, ledger):
+    lines = lines_of(path)
+    rewrite(path, renumbered([*lines[:2], lines[3], lines[2], *lines[4:]]))
+    check_refused(ledger, 2)
+
+
+def test_a_line_that_was_slipped_in(path, ledger):
+    lines = lines_of(path)
+    rewrite(path, renumbered([*lines[:3], lines[2], *lines[3:]]))
+    check_refused(ledger, 3)
+
+
+@pytest.mark.parametrize("value", [None, "", 3, "0" * 64])
+def test_another_hash(path, ledger, value):
+    lines = lines_of(path)
+    lines[3] = json.dumps({**json.loads(lines[3]), "previous": value})
+    rewrite(path, lines)
+    check_refused(ledger, 3)
+
+
+def test_a_forged_line_without_a_hash(path, ledger):
+    lines = lines_of(path)
+    forged = json.loads(lines[3])
+    del forged["previous"]
+    rewrite(path, [*lines[:3], json.dumps(forged), *lines[4:]])
+    with pytest.raises(ValueError, match=r"line 4 of the privacy ledger .*not a valid entry"):
+        PrivacyLedger(path)
+
+
+def test_the_end_is_anchored_outside_alone(path, ledger):
+    """What is lost or edited there leaves no trace in the file, as the documentation says."""
+    n_entries, anchor = len(ledger.entries), ledger.entries[-1]["previous"]
+    lines = lines_of(path)
+    rewrite(path, lines[:-2])
+    assert len(ledger.entries) == n_entries - 2
+    spend(ledger, 2)
+    assert len(ledger.entries) == n_entries
+    assert ledger.entries[n_entries - 1]["previous"] != anchor
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_other_byte_goes_unnoticed(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("ledgers") / "ledger.jsonl"
+    ledger = spend(PrivacyLedger(path), 3)
+    whole = path.read_bytes()
+    end = whole[:-1].rindex(b"\n")  # of all lines but the last
+    at = data.draw(st.integers(0, end))
+    changed = bytearray(whole)
+    changed[at] = data.draw(st.integers(0, 255).filter(lambda value: value != whole[at]))
+    path.write_bytes(bytes(changed))
+    with pytest.raises(ValueError, match=r"ledger\.jsonl"):
+        _ = ledger.entries
+
+
+# Files of earlier versions.
+
+
+def test_a_file_without_hashes_is_read_and_continued(path):
+    path.write_text(OLD_FILE)
+    ledger = PrivacyLedger(path, budget=(50.0, 1e-5))
+    assert ["previous" in entry for entry in ledger.entries] == [False, False]
+    spend(ledger, 2)
+    assert ["previous" in entry for entry in ledger.entries] == [False, False, True, True]
+    assert path.read_text().startswith(OLD_FILE)
+    assert PrivacyLedger(path).total() == pytest.approx(ledger.total())
+    lines = lines_of(path)
+    for line in (3, 4):
+        edited = lines[line - 1].replace("0.2", "0.1")
+        rewrite(path, [*lines[: line - 1], edited, *lines[line:]])
+        check_refused(ledger, line)
+
+
+def test_an_earlier_version_may_go_on_with_its_own_file(path):
+    """It writes no hashes, also after lines that have one; they are as safe as they were."""
+    path.write_text(OLD_FILE)
+    ledger = spend(PrivacyLedger(path))
+    old = {**json.loads(lines_of(path)[1]), "entry": 4}
+    path.write_text(path.read_text() + json.dumps(old) + "\n")
+    spend(ledger)
+    assert ["previous" in entry for entry in ledger.entries] == [False, False, True, False, True]
+
+
+def test_a_last_line_without_its_newline_is_hashed_as_it_is(path, ledger):
+    path.write_bytes(path.read_bytes()[:-1])
+    spend(ledger)
+    assert [entry["entry"] for entry in PrivacyLedger(path).entries] == [1, 2, 3, 4, 5, 6]

@@ -67,7 +67,7 @@ def events(prior, params):
     if all(values is not None for values in known):
         return ()
     moments = _client_moments(known, params)
-    ratio = moments.add_remove_sensitivity / moments.sensitivity
+    ratio = moments.zero_out_sensitivity / moments.sensitivity
     return release_events(params, ratio if params.trust == "central" else None)
 
 
@@ -193,7 +193,7 @@ def _fit_private(table, variances, centre, prior, params, known):
         found = release.means_from_noisy_sums(
             table, variances, moments, mechanism, centre, known, rng
         )
-        under = mechanism.under_add_remove(moments.add_remove_sensitivity)
+        under = mechanism.under_zero_out(moments.zero_out_sensitivity)
     else:
         mechanism = local_mechanism(params, moments.sensitivity, moments.width(len(centre)))
         found = release.means_from_noisy_reports(

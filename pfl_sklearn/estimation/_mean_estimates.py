@@ -134,11 +134,11 @@ def local_mechanism(params, sensitivity, width):
     return GaussianMechanism(sensitivity, *promise, "local")
 
 
-def release_events(params, add_remove=None):
-    """Accounting events of one release of means; `add_remove` is as in ``gaussian_events``."""
+def release_events(params, zero_out=None):
+    """Accounting events of one release of means; `zero_out` is as in ``gaussian_events``."""
     if params.mechanism == "discrete_gaussian":
         return (PureEvent(params.epsilon, params.delta, "replace_one"),)
-    return gaussian_events(params.epsilon, params.delta, add_remove=add_remove)
+    return gaussian_events(params.epsilon, params.delta, zero_out=zero_out)
 
 
 def noisy_report(params, facts, private, *, bounds=(), **more):

@@ -34,7 +34,7 @@ LARGEST_COUNT = 500  # trials up to which reports are about the counts themselve
 # One of the two is (0, 0) there, so adding or removing a client can move the sums as far.
 MOMENT_SENSITIVITY = 1.13409
 HISTOGRAM_SENSITIVITY = 2**0.5
-HISTOGRAM_ADD_REMOVE_SENSITIVITY = 1.0
+HISTOGRAM_ZERO_OUT_SENSITIVITY = 1.0
 
 
 class BetaAverage(NamedTuple):
@@ -119,7 +119,7 @@ def proportion_events(prior, params):
     """Accounting events of a fit.
 
     The numbers of trials decide whether a trusted server releases a histogram or moments. When a
-    client is added or removed, the moments have the larger relative sensitivity.
+    client contributes nothing, the moments have the larger relative sensitivity.
     """
     if math.isinf(params.epsilon):
         return UNPROTECTED
@@ -127,7 +127,7 @@ def proportion_events(prior, params):
         return ()
     if params.trust == "local":
         return (PureEvent(float(params.epsilon), 0.0, "replace_one"),)
-    return gaussian_events(params.epsilon, params.delta, add_remove=1.0)
+    return gaussian_events(params.epsilon, params.delta, zero_out=1.0)
 
 
 def one_bit_release(table, epsilon, delta, rng):
@@ -180,7 +180,7 @@ def central_release(table, epsilon, delta, rng):
     histogram[table.successes] = table.counts
     noisy = mechanism.privatize(histogram, rng)
     value = histogram_log_likelihood(noisy, mechanism.noise_variance, table.n_clients)
-    under = mechanism.under_add_remove(HISTOGRAM_ADD_REMOVE_SENSITIVITY)
+    under = mechanism.under_zero_out(HISTOGRAM_ZERO_OUT_SENSITIVITY)
     return ProportionRelease(mechanism, noisy, value, under)
 
 
@@ -190,9 +190,7 @@ def _moment_release(table, epsilon, delta, rng):
     messages = moment_messages(table.per_client(table.successes), trials)
     noisy = mechanism.privatize(messages, rng)
     value = moment_log_likelihood(noisy, mechanism.noise_variance, trials)
-    return ProportionRelease(
-        mechanism, noisy, value, mechanism.under_add_remove(MOMENT_SENSITIVITY)
-    )
+    return ProportionRelease(mechanism, noisy, value, mechanism.under_zero_out(MOMENT_SENSITIVITY))
 
 
 # The release behind each mechanism parameter.

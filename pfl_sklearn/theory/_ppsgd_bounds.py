@@ -110,7 +110,7 @@ def ppsgd_private_bound(
     clip_norm : float, > 0
         Clip norm C. The bound holds only if no client's message is larger.
     epsilon : float in (0, inf], default=inf
-        User-level joint privacy of all rounds, when one client is added or removed.
+        User-level joint privacy of all rounds, when one client contributes nothing.
     delta : float in (0, 1), default=None
         Needed with a finite `epsilon`.
     noise_multiplier : float, >= 0, default=None
@@ -200,7 +200,7 @@ def personalization_threshold(
     n_features : int
         d.
     epsilon : float in (0, inf]
-        Privacy of n rounds of one row with all clients, when one client is added or removed.
+        Privacy of n rounds of one row with all clients, when one client contributes nothing.
     delta : float in (0, 1)
         Delta of that promise.
     version : {"exact", "order", "printed"}, default="exact"

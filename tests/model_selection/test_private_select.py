@@ -533,7 +533,7 @@ def test_report():
     assert "means_" in report.not_released
     assert any("score_range" in text for text in report.assumptions)
     assert not report.noise_reproducible
-    assert dict(report.epsilon_under)["add_remove"] < 2.0
+    assert dict(report.epsilon_under)["zero_out"] < 2.0
     assert report.warnings == ()
     assert report.from_dict(report.to_dict()) == report
     cost = search_cost(model)

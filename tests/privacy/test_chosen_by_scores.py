@@ -172,7 +172,7 @@ def test_rounds_that_go_on_from_a_chosen_model_were_chosen_too():
     best = fitted(search).best_estimator_
     for more in (
         lambda model: model.partial_fit(X, Y, groups=GROUPS),
-        lambda model: model.set_params(warm_start=True, n_rounds=6).fit(X, Y, groups=GROUPS),
+        lambda model: model.set_params(warm_start=True, n_rounds=60).fit(X, Y, groups=GROUPS),
     ):
         quietly(more, best)
         assert (math.isfinite(best.privacy_.epsilon), caveats(best.privacy_)) == (True, [CHOSEN])

@@ -39,9 +39,9 @@ def test_facts_of_a_central_release():
     assert report.sensitivity == 2.0
     assert report.noise_std == pytest.approx(calibrate_noise(1.0, 1e-5, 2.0))
     ((relation, epsilon),) = report.epsilon_under
-    assert relation == "add_remove"
+    assert relation == "zero_out"
     assert epsilon == pytest.approx(
-        epsilon_spent(report.noise_std, 1.0, delta=1e-5, relation="add_remove")
+        epsilon_spent(report.noise_std, 1.0, delta=1e-5, relation="zero_out")
     )
     assert report.n_clients == 200
     assert not report.noise_reproducible
@@ -74,7 +74,7 @@ def test_printed_report_names_everything_that_an_epsilon_needs():
         "released",
         "not covered",
         "assumptions",
-        "under add_remove",
+        "under zero_out",
     ):
         assert words in text
     assert "NONE: epsilon = inf" in repr(fit().privacy_)
@@ -221,4 +221,4 @@ def test_reports_of_proportions():
     assert "subset selection" in local.mechanism
     central = BernoulliMean(epsilon=1.0, trust="central", delta=0.01).fit_counts(*clients).privacy_
     assert central.sensitivity == pytest.approx(2**0.5)
-    assert dict(central.epsilon_under)["add_remove"] < 1.0
+    assert dict(central.epsilon_under)["zero_out"] < 1.0

@@ -75,8 +75,8 @@ class ClientMoments:
         return math.sqrt((4 if self.mean else int(self.square)) + int(self.variance))
 
     @property
-    def add_remove_sensitivity(self) -> float:
-        """L2 sensitivity of the sum of messages when one client is added or removed."""
+    def zero_out_sensitivity(self) -> float:
+        """L2 sensitivity of the sum of messages when one client contributes nothing."""
         return math.sqrt(self.mean + self.square + self.variance)
 
     def width(self, d: int) -> int:
@@ -224,20 +224,20 @@ class GaussianMechanism:
             exact = messages.sum(axis=0)
         return gaussian_on_grid(exact, self.noise_std, rng)
 
-    def under_add_remove(self, sensitivity: float) -> tuple[tuple[str, float], ...]:
-        """Epsilon of this release at the same delta, if one client is added or removed.
+    def under_zero_out(self, sensitivity: float) -> tuple[tuple[str, float], ...]:
+        """Epsilon of this release at the same delta, if one client contributes nothing.
 
         Parameters
         ----------
         sensitivity : float, > 0
-            L2 sensitivity of the sum of messages when one client is added or removed.
+            L2 sensitivity of the sum of messages when one client contributes nothing.
 
         Returns
         -------
         tuple of (relation, epsilon)
             As in `epsilon_under` of :class:`~pfl_sklearn.privacy.PrivacyReport`.
         """
-        return (("add_remove", gdp_epsilon(sensitivity / self.noise_std, self.delta)),)
+        return (("zero_out", gdp_epsilon(sensitivity / self.noise_std, self.delta)),)
 
     def facts(self) -> dict[str, Any]:
         """Facts about this mechanism for the privacy report."""

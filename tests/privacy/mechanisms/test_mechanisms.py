@@ -159,7 +159,7 @@ def largest_move(shape, first, second, weight=1.0):
 def test_sensitivity_is_never_exceeded(shape, first, second, weight):
     replaced, added = largest_move(shape, first, second, weight)
     assert replaced <= shape.sensitivity * (1 + 1e-12)
-    assert max(added) <= shape.add_remove_sensitivity * (1 + 1e-12)
+    assert max(added) <= shape.zero_out_sensitivity * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("parts", [p for p in itertools.product((True, False), repeat=3) if any(p)])
@@ -168,7 +168,7 @@ def test_sensitivity_is_attained(parts):
     extremes = [([2.0, 0, 0], 4.0), ([-2.0, 0, 0], 0.0), ([0.0, 0, 0], 0.0), ([2.0, 0, 0], 0.0)]
     found = [largest_move(shape, a, b) for a, b in itertools.combinations(extremes, 2)]
     assert max(move for move, _ in found) == pytest.approx(shape.sensitivity)
-    assert max(added.max() for _, added in found) == pytest.approx(shape.add_remove_sensitivity)
+    assert max(added.max() for _, added in found) == pytest.approx(shape.zero_out_sensitivity)
 
 
 @pytest.mark.parametrize("bound", [None, 0.5, 100.0])

@@ -150,7 +150,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     coef_std_, intercept_std_ : ndarrays of shape (n_clients, d) and (n_clients,)
         Posterior standard deviations. They include the uncertainty of the population coefficients
         under a Gaussian prior and of the group under a mixture, but not that of the variances. Not
-        available under a Laplace prior and for the published algorithms.
+        available under a Laplace prior and for the published algorithms. NaN where a released noise
+        variance is of no use.
     shrinkage_, intercept_shrinkage_ : ndarrays of shape (n_clients, d) and (n_clients,)
         Posterior variance over prior variance of every coefficient, given the population: 0 where
         the client's own rows determine it, 1 where the population does. 1 also for coefficients
@@ -181,7 +182,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         For invalid data or parameters:
 
         - missing ids or ids of mixed types;
-        - NaN or infinity in `X` or `y`;
+        - NaN or infinity in `X` or `y`, or without a release values too large to be squared;
         - unknown names in `random`.
 
         For variances that the data do not identify:

@@ -129,7 +129,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         For invalid data or parameters:
 
         - missing ids or ids of mixed types;
-        - NaN or infinity in `X`;
+        - NaN or infinity in `X`, or values too large to be squared;
+        - a known covariance under which the predictors vary by more than 1e7 logits;
         - only one class;
         - unknown names in `random`;
         - a covariance with NaN, such as the `prior_` of a fit of a single client.

@@ -4,8 +4,9 @@ import warnings
 
 import numpy as np
 import pytest
+from sklearn.exceptions import ConvergenceWarning
 
-from pfl_sklearn.linear_model import PersonalizedLinearRegression
+from pfl_sklearn.linear_model import PersonalizedLinearRegression, PersonalizedLogisticRegression
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
 
 
@@ -126,3 +127,24 @@ def test_a_huge_known_variance_is_like_an_infinite_one(variance):
     np.testing.assert_allclose(wide.coef_, infinite.coef_, rtol=1e-6)
     assert wide.noise_variance_ == pytest.approx(infinite.noise_variance_, rel=1e-3)
     np.testing.assert_allclose(wide.coef_std_, infinite.coef_std_, rtol=1e-2)
+
+
+@pytest.mark.parametrize("prior", ["gaussian", GaussianPrior(covariance=np.inf)], ids=repr)
+def test_values_that_cannot_be_squared(prior):
+    X, y, groups = np.ones((4, 1)), np.zeros(4), [0, 0, 1, 1]
+    with pytest.raises(ValueError, match=r"^y\b.*1e150"):
+        PersonalizedLinearRegression(prior).fit(X, y + 1e200, groups=groups)
+    with pytest.raises(ValueError, match=r"^X\b.*1e150"):
+        PersonalizedLinearRegression(prior).fit(1e200 * X, y, groups=groups)
+    with pytest.raises(ValueError, match=r"^X\b.*1e150"):
+        PersonalizedLogisticRegression().fit(1e200 * X, [0, 1, 0, 1], groups=groups)
+
+
+def test_a_known_covariance_beyond_all_digits_is_refused():
+    rng = np.random.default_rng(0)
+    X, y, groups = rng.normal(size=(40, 2)), np.tile([0, 1], 20), np.repeat(range(8), 5)
+    model = PersonalizedLogisticRegression(GaussianPrior(covariance=1.0))
+    with pytest.raises(ValueError, match=r"covariance.*\blogits\b.*1e\+07.*Scale the features"):
+        model.fit(1e10 * X, y, groups=groups)
+    with pytest.warns(ConvergenceWarning, match="rounding"):
+        assert np.isfinite(model.fit(1e6 * X, y, groups=groups).coef_).all()

@@ -6,11 +6,12 @@ from typing import NamedTuple
 import numpy as np
 
 from pfl_sklearn._parallel import map_batches
-from pfl_sklearn.linear_model._algebra import estimable, factor_of, inverse_root
+from pfl_sklearn.linear_model._algebra import estimable, factor_of, inverse_root, square_root
 from pfl_sklearn.linear_model._glmm._guards import (
     AWAY,
     HELD,
     centred_columns,
+    check_known_spread,
     check_spread_identified,
     is_unmixed,
     predictor_spread,
@@ -37,7 +38,7 @@ from pfl_sklearn.linear_model._glmm._search import (
     natural_scale,
 )
 from pfl_sklearn.linear_model._posterior import CovariancePosterior, RowPosterior
-from pfl_sklearn.linear_model._table import uncentred
+from pfl_sklearn.linear_model._table import check_squares, uncentred
 
 _NEARER = 0.3  # start of the second search, in natural units, so that it skips no maximum
 
@@ -90,6 +91,7 @@ def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
     """
     q = table.n_random
     _check_fitted_to_several(prior)
+    check_squares(table)
     mean, covariance = coded_mean(prior, outcome, q), prior.known_covariance(q)
     if covariance is None:
         if table.n_clients == 1:
@@ -100,6 +102,8 @@ def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
             "covariance of GaussianPrior must be finite for PersonalizedLogisticRegression; got "
             f"{prior.covariance!r}. Alone, many clients have no finite estimate."
         )
+    else:
+        check_known_spread(table, square_root(covariance))
     table, centre = _centred(table, _first_centred(table, prior, mean, covariance))
     stacks = stack_rows(table.columns, table.y, table.weights, table.codes, table.n_clients)
     found, weak = _population(

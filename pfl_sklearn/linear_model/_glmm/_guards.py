@@ -10,6 +10,7 @@ from pfl_sklearn.linear_model._table import check_covariance_identified
 
 _WEAK_SD = 2.5  # of the prior on separated slopes, in logits per standard deviation of a column
 _TIGHT_SD = 1.0  # of the prior on a factor that diverged, in logits per size of a column
+_LARGEST_SD = 1e7  # logits; with much more, likelihoods lose all their digits
 AWAY = 10.0  # logits; we check larger standard deviations of the predictors between clients
 HELD = 1 / 3  # if the tight prior leaves less than this share, the data do not support the rest
 
@@ -59,6 +60,20 @@ def predictor_spread(random, weights, factor):
     total = len(random) if weights is None else weights.sum()
     moments = weighted.T @ random / total
     return float(np.sqrt(np.vdot(factor, moments @ factor)))
+
+
+def check_known_spread(table, factor):
+    """Raise ValueError if a known covariance lets predictors vary more than arithmetic can follow.
+
+    The covariance is that of a factor (q, r).
+    """
+    spread = predictor_spread(table.columns[:, : table.n_random], table.weights, factor)
+    if spread > _LARGEST_SD:
+        raise ValueError(
+            "the prior's covariance gives the predictors of random coefficients a standard "
+            f"deviation of {spread:.3g} logits between clients; expected at most {_LARGEST_SD:g}. "
+            "Scale the features, or give a smaller covariance."
+        )
 
 
 def centred_columns(table, first):

@@ -272,7 +272,8 @@ class BasePPSGD(BaseRounds):
         X = validate_data(self, X, reset=False, dtype=np.float64, accept_sparse="csr")
         design = with_intercept(X, len(self._population) > X.shape[1])
         local = self._local if hasattr(self, "clients_") else None
-        return additive_predictors(design, codes, self._population, local)
+        with np.errstate(over="ignore", invalid="ignore"):  # a local model may diverge under noise
+            return np.nan_to_num(additive_predictors(design, codes, self._population, local))
 
     @property
     def population_coef_(self):

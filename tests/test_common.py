@@ -385,6 +385,7 @@ def test_every_fit_reports_its_privacy(estimator):
         assert report.noise_reproducible
         assert {"population_mean_", "population_coef_"} & set(report.released)
         assert report.adversary
+        assert sum("tables are valid" in text for text in report.assumptions) == 1
     else:
         assert report.warnings
 

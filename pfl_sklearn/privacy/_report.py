@@ -24,6 +24,11 @@ _RELATION_NAMES = {
     ("row", "add_remove"): "one row added or removed",
 }
 
+VALID_TABLES = (
+    "tables are valid: fit refuses NaN, infinity, a wrong type or an unknown label, and the "
+    "refusal reveals that some client holds it"
+)
+
 
 class PrivacyWarning(UserWarning):
     """The requested privacy has a weakness that its user should know about."""
@@ -163,6 +168,7 @@ class PrivacyReport:
             adversary="anyone",
             assumptions=(
                 "the number of clients and of rows of each client are public",
+                VALID_TABLES,
                 "the given prior and variances come from the user, not from the data",
             ),
             released=released,
@@ -291,6 +297,7 @@ def private_report(
         )
     assumptions = (
         "the number of clients and of rows of each client are public",
+        VALID_TABLES,
         *more.pop("assumptions", ()),
         "ideal arithmetic: floating-point noise counts as exactly Gaussian"
         if facts["noise_std"] is not None

@@ -1,9 +1,11 @@
 """Checks that every public estimator passes, from one registry."""
 
+import dataclasses
 import math
 import pickle
 import re
 import warnings
+from functools import partial
 
 import joblib
 import numpy as np
@@ -11,6 +13,7 @@ import pandas as pd
 import polars as pl
 import pytest
 import sklearn
+from scipy.sparse import csr_array
 from scipy.special import expit
 from sklearn.base import clone, is_classifier
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
@@ -33,12 +36,15 @@ from pfl_sklearn import (
 )
 from pfl_sklearn.base import ClientMixin, UnseenClientsWarning
 from pfl_sklearn.linear_model import SeparationWarning
+from pfl_sklearn.model_selection import PrivateSelectCV
 from pfl_sklearn.priors import (
+    BetaPrior,
     DiscretePrior,
     GaussianMixturePrior,
     GaussianPrior,
     LaplacePrior,
 )
+from tests.helpers.blinded import blind, what_leaves
 from tests.helpers.finite import not_finite
 
 # Every public estimator, with default parameters (and a seed if every fit draws): scikit-learn's
@@ -160,6 +166,10 @@ def fit_quietly(estimator, X, y, **params):
         warnings.filterwarnings("ignore", "The released noise variance")
         warnings.filterwarnings("ignore", "The re(leased clusters|ports) do not")
         return clone(estimator).fit(X, y, **params)
+
+
+def fit_as_it_is(estimator, X, y, groups):
+    return clone(estimator).fit(X, y, groups=groups)
 
 
 def estimates(model):
@@ -681,6 +691,123 @@ def test_nothing_in_a_private_fit_depends_on_what_overflows(estimator, value):
     others = ~own
     found = set(not_finite(model, X[others], groups[others]))
     assert not found - documented_exceptions(estimator, "huge values")
+
+
+def replaced(estimator, y, own, rng):
+    """Features and targets of the rows `own` of a client, of any size."""
+    shape = np.count_nonzero(own)
+    size = rng.choice([0.0, 1e-3, 1.0, 10.0, 1e6, 1e160, 1e308])
+    features = size * rng.uniform(-1, 1, size=(shape, 2))
+    if is_classifier(estimator):
+        return features, rng.integers(0, 2, shape)
+    return features, size * rng.uniform(-1, 1, size=(shape, *y.shape[1:]))
+
+
+def what_others_learn(estimator, n_tables, fit=fit_as_it_is, client=3):
+    """Names of what leaves a fit and differs once a client has other rows; {} for all tables."""
+    X, y, groups = make_table(estimator)
+    own, rng = groups == client, np.random.default_rng(0)
+    fit = partial(fit, estimator)
+    first = what_leaves(fit, X, y, groups, client)
+    for _ in range(n_tables):
+        X[own], y[own] = replaced(estimator, y, own, rng)
+        found = what_leaves(fit, X.copy(), y.copy(), groups, client)
+        different = {name for name in {*first, *found} if first.get(name) != found.get(name)}
+        if different:
+            return different
+    return {}
+
+
+SELECTIONS = [
+    PrivateSelectCV(
+        GaussianMean(noise_variance=1.0),
+        {"clip_norm": [1.0, 4.0, 8.0]},
+        epsilon=4.0,
+        expected_trials=2,
+        score_range=(-20.0, 0.0),
+        random_state=0,
+    ),
+]
+
+
+# Private configurations that release nothing, as everything about the population is known.
+KNOWN = [
+    GaussianMean(GaussianPrior(0.0, 1.0), noise_variance=1.0, epsilon=1.0, clip_norm=1.0),
+    BernoulliMean(BetaPrior(2.0, 2.0), epsilon=1.0),
+    PersonalizedLinearRegression(
+        GaussianPrior(0.0, 1.0),
+        noise_variance=1.0,
+        epsilon=1.0,
+        feature_bound=1.0,
+        target_bound=1.0,
+    ),
+    PPSGDRegressor(alpha=0, epsilon=1.0, **NOISE),
+]
+
+
+@pytest.mark.parametrize("estimator", KNOWN, ids=repr)
+def test_nothing_of_a_client_leaves_where_nothing_is_released(estimator):
+    assert not what_others_learn(estimator, 20)
+
+
+@pytest.mark.parametrize("estimator", [*PRIVATE, *SELECTIONS], ids=repr)
+def test_the_mechanism_is_the_only_way_out_of_a_client(estimator, monkeypatch):
+    """With mechanisms that ignore their input, nobody learns what one client's rows hold."""
+    blind(monkeypatch)
+    assert not what_others_learn(estimator, 50)
+
+
+@every_private
+def test_without_blinding_the_mechanism_is_a_way_out(estimator):
+    seeds = (clone(estimator).set_params(random_state=seed) for seed in range(9))
+    assert any(what_others_learn(seeded, 5) for seeded in seeds)
+
+
+def _fit_sparse_rows(estimator, X, y, groups):
+    """Of which the zeros are stored, too: which features a client has is not what is replaced."""
+    entries = np.arange(0, X.size + 1, X.shape[1])
+    rows = csr_array((X.ravel(), np.tile(np.arange(X.shape[1]), len(X)), entries), shape=X.shape)
+    return fit_as_it_is(estimator, rows, y, groups=groups)
+
+
+@pytest.mark.parametrize("estimator", PRIVATE_ROUNDS[:2], ids=repr)
+def test_the_mechanism_is_the_only_way_out_of_sparse_rows(estimator, monkeypatch):
+    assert what_others_learn(estimator, 5, _fit_sparse_rows)
+    blind(monkeypatch)
+    assert not what_others_learn(estimator, 20, _fit_sparse_rows)
+
+
+def _leaks_its_mean(estimator, X, y, groups):
+    model = fit_as_it_is(estimator, X, y, groups=groups)
+    model.population_mean_ += 1e-12 * np.mean(y)
+    return model
+
+
+def _leaks_a_count(estimator, X, y, groups):
+    model = fit_as_it_is(estimator, X, y, groups=groups)
+    n_clipped = np.sum(np.abs(model.local_means_) > 1.0)
+    model.privacy_ = dataclasses.replace(model.privacy_, warnings=(f"{n_clipped} were clipped",))
+    return model
+
+
+def _shares_its_mean(estimator, X, y, groups):
+    model = fit_as_it_is(estimator, X, y, groups=groups)
+    model.means_ = model.means_ + 1e-9 * (model.means_[3] > model.means_)
+    return model
+
+
+def _warns_of_what_it_saw(estimator, X, y, groups):
+    if np.max(np.abs(y)) > 100:
+        warnings.warn("the targets are large", stacklevel=2)
+    return fit_as_it_is(estimator, X, y, groups=groups)
+
+
+@pytest.mark.parametrize(
+    "fit", [_leaks_its_mean, _leaks_a_count, _shares_its_mean, _warns_of_what_it_saw]
+)
+def test_leaks_are_convicted(fit, monkeypatch):
+    blind(monkeypatch)
+    assert what_others_learn(PRIVATE[0], 10, fit)
 
 
 def test_the_registry_has_every_public_estimator():

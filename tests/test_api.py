@@ -25,6 +25,7 @@ DELETED = {
     ("SampledGaussian", "n_sampled"),  # nobody set it
     ("calibrate_rounds", "n_sampled"),
 }
+OPTIONAL = {("summary", "feature_names")}  # of linear models, whose rows had names of columns only
 WIDENED = {("score", "y"): "y=None"}  # of four estimators y had no default
 # What the class inside a ClientColumn has was handed on without showing; components named by a
 # string or None get their default object before a parameter of theirs is set.
@@ -60,7 +61,8 @@ def allowed(name, parameters):
     if not isinstance(parameters, list):
         return parameters
     owner = name.rpartition(".")[2]
-    kept = [each for each in parameters if (owner, each.partition("=")[0]) not in DELETED]
+    changed = DELETED | OPTIONAL
+    kept = [each for each in parameters if (owner, each.partition("=")[0]) not in changed]
     return [WIDENED.get((owner, each), each) for each in kept]
 
 

@@ -11,6 +11,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from pfl_sklearn._clients import rows_by_client
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._rounds.estimator import BaseRounds, Run, sampling_of
+from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, InTurn
 from pfl_sklearn.linear_model._base import client_predictors
@@ -25,6 +26,7 @@ from pfl_sklearn.linear_model._ppsgd._sparse import (
 from pfl_sklearn.linear_model._ppsgd._steps import (
     auto_learning_rate,
     check_learning_rate,
+    divergence_advice,
     step_sizes,
     theory_learning_rate,
 )
@@ -160,8 +162,7 @@ class BasePPSGD(BaseRounds):
             "rows": rows,
             "sampling": sampling,
             "found": {"learning_rate_": learning_rate},
-            "advice": f"learning_rate={learning_rate:.4g} is too large for these features. Lower "
-            "it, or scale the features.",
+            "advice": divergence_advice(table, learning_rate, is_private(self)),
         }
         if not issparse(table.features):
             method = ppsgd(len(roster.ids), *settings)

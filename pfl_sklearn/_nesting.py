@@ -47,6 +47,28 @@ def innermost_estimator(estimator: Any) -> Any:
     return estimator if inner is None else innermost_estimator(inner)
 
 
+def feature_names_of(estimator: Any) -> list[str] | None:
+    """Names of the features of the innermost estimator; None if nobody gives any.
+
+    They are its own, or else those that the steps before it, or a wrapper around it, give.
+    """
+    names = getattr(innermost_estimator(estimator), "feature_names_in_", None)
+    while names is None and estimator is not None:
+        names = _names_out(estimator)
+        estimator = inner_estimator(estimator)
+    return None if names is None else [str(name) for name in names]
+
+
+def _names_out(estimator: Any) -> Any:
+    """Names of the columns that the last step of a pipeline gets; None if unknown."""
+    if len(getattr(estimator, "steps", ())) < 2:
+        return None
+    try:
+        return estimator[:-1].get_feature_names_out()
+    except (AttributeError, ValueError):  # a step that names no outputs
+        return None
+
+
 def releasing_core(estimator: Any) -> Core:
     """The estimator inside pipelines and wrappers that fit it exactly once.
 

@@ -1,8 +1,11 @@
 """Checks that every public estimator passes, from one registry."""
 
+import dataclasses
 import math
 import pickle
+import re
 import warnings
+from functools import partial
 
 import joblib
 import numpy as np
@@ -10,9 +13,10 @@ import pandas as pd
 import polars as pl
 import pytest
 import sklearn
+from scipy.sparse import csr_array
 from scipy.special import expit
 from sklearn.base import clone, is_classifier
-from sklearn.exceptions import NotFittedError
+from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils import get_tags
@@ -31,12 +35,17 @@ from pfl_sklearn import (
     SingleClientWarning,
 )
 from pfl_sklearn.base import ClientMixin, UnseenClientsWarning
+from pfl_sklearn.linear_model import SeparationWarning
+from pfl_sklearn.model_selection import PrivateSelectCV
 from pfl_sklearn.priors import (
+    BetaPrior,
     DiscretePrior,
     GaussianMixturePrior,
     GaussianPrior,
     LaplacePrior,
 )
+from tests.helpers.blinded import blind, what_leaves
+from tests.helpers.finite import not_finite
 
 # Every public estimator, with default parameters (and a seed if every fit draws): scikit-learn's
 # checks and ours.
@@ -174,6 +183,10 @@ def fit_quietly(estimator, X, y, **params):
         warnings.filterwarnings("ignore", "The released noise variance")
         warnings.filterwarnings("ignore", "The re(leased clusters|ports) do not")
         return clone(estimator).fit(X, y, **params)
+
+
+def fit_as_it_is(estimator, X, y, groups):
+    return clone(estimator).fit(X, y, groups=groups)
 
 
 def estimates(model):
@@ -407,6 +420,7 @@ def test_every_fit_reports_its_privacy(estimator):
         assert report.noise_reproducible == (estimator not in UNREPEATABLE)
         assert {"population_mean_", "population_coef_"} & set(report.released)
         assert report.adversary
+        assert sum("tables are valid" in text for text in report.assumptions) == 1
     else:
         assert report.warnings
 
@@ -575,6 +589,251 @@ def test_summary_has_a_row_per_client(estimator):
     assert (wider["lower"] <= table["lower"]).all()
     with pytest.raises(ValueError, match=r"level.*\(0, 1\).*\b95\b"):
         model.summary(level=95)
+
+
+def _many_rows(X, y, groups):
+    """The same with 20,000 rows more, of four of the clients."""
+    rows = np.concatenate([np.arange(len(y)), np.tile(np.flatnonzero(groups < 4), 20_000)[:20_000]])
+    return X[rows], y[rows], groups[rows]
+
+
+def _equal_sizes(X, y, groups):
+    """12,000 rows, as many of each client."""
+    rows = np.arange(12_000)
+    return X[rows % len(y)], y[rows % len(y)], rows // 3_000
+
+
+def _of_clients(X, y, groups, clients):
+    rows = np.isin(groups, clients)
+    return X[rows], np.append(y[rows][:-1], 1 - y[rows][0]), groups[rows]
+
+
+def _one_row(values, value):
+    changed = np.array(values, dtype=float)
+    changed[3] = value
+    return changed
+
+
+# Tables of finite numbers. Targets of classifiers are labels, so they have no scale.
+SCALES = (1e-150, 1e-100, 1e-20, 1e20, 1e100, 1e150)
+TABLES = {
+    **{f"y x {c}": lambda X, y, g, c=c: (X, c * y, g) for c in SCALES},
+    **{f"X x {c}": lambda X, y, g, c=c: (c * X, y, g) for c in SCALES},
+    "y + 1e12": lambda X, y, g: (X, y + 1e12, g),
+    "y of one row 1e160": lambda X, y, g: (X, _one_row(y, 1e160), g),
+    "y of one row 1e308": lambda X, y, g: (X, _one_row(y, 1e308), g),
+    "X of one row 1e160": lambda X, y, g: (_one_row(X, 1e160), y, g),
+    "X of one row 1e308": lambda X, y, g: (_one_row(X, 1e308), y, g),
+    "columns of two scales": lambda X, y, g: (X * [1.0, 1e10], y, g),
+    "X + 1e9": lambda X, y, g: (X + 1e9, y, g),
+    "y constant": lambda X, y, g: (X, np.full(len(y), 0.1), g),
+    "X constant": lambda X, y, g: (np.full_like(X, 3.0), y, g),
+    "equal columns": lambda X, y, g: (X[:, [0, 0]], y, g),
+    "many rows": _many_rows,
+    "equally many rows": _equal_sizes,
+    "two clients": lambda X, y, g: _of_clients(X, y, g, [1, 2]),
+    "one client": lambda X, y, g: _of_clients(X, y, g, [2]),
+}
+# Tables that a fit without privacy may refuse, with one of these sentences.
+REFUSED = re.compile(
+    r"too large to be squared|the squares of these features overflow|rounds diverged|"
+    r"is constant over all rows|clients? with different values|needs at least 2 clients|"
+    r"less than one client|a single client cannot identify|is too coarse to estimate|"
+    r"random coefficients a standard deviation of"
+)
+# What is documented to be NaN or infinite, and where.
+TABLE_OF_COMPONENTS = {"summary.std_error", "summary.sd", "summary.correlation"}
+UNBOUNDED = {"history_.clip_norm", "history_.loss"}  # no bound, nobody took part, or overflow
+NOT_IDENTIFIED = {"population_coef_std_", "population_intercept_std_", "population_covariance_"}
+OF_ONE_CLIENT = {
+    *("icc_", "std of unseen", "summary.estimate", "log_likelihood_"),
+    *("prior_.covariance", "prior_.covariances", "prior_.weights"),
+}
+NO_OWN_VARIANCE = {  # of single rows, where the released noise variance is of no use
+    *("stds_", "std of known", "credible_interval", "summary.std", "summary.lower"),
+    *("summary.upper", "coef_std_", "intercept_std_"),
+}
+NO_STANDARD_ERRORS = LaplacePrior | GaussianMixturePrior | DiscretePrior
+NO_POOLING = {"prior_.covariance", "std of unseen", "summary.estimate"}
+
+
+def documented_exceptions(estimator, table):
+    """Names of what may be NaN or infinite after a fit to a table."""
+    found = {*TABLE_OF_COMPONENTS, *UNBOUNDED}
+    private = estimator in RELEASING
+    if private or "constant" in table or table == "y x 1e-150":  # infinite for equal rows
+        found |= {"log_likelihood_"}
+    if isinstance(
+        getattr(estimator, "prior", None), LaplacePrior | GaussianMixturePrior | DiscretePrior
+    ):
+        found |= {"log_likelihood_", *NOT_IDENTIFIED}
+    if "constant" in table or table in ("equal columns", "X + 1e9"):
+        found |= NOT_IDENTIFIED
+    if table == "one client":
+        found |= OF_ONE_CLIENT
+    if private and getattr(estimator, "noise_variance", 0) is None:
+        found |= NO_OWN_VARIANCE
+    if estimator.get_params().get("prior__covariance") == math.inf:
+        found |= NO_POOLING | NOT_IDENTIFIED | {"log_likelihood_"}
+    return found
+
+
+@every_configuration
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.UnseenClientsWarning")
+def test_finite_tables_give_finite_answers(estimator):
+    """Or a refusal in one sentence, which only a fit without privacy may give."""
+    plain = make_table(estimator)
+    for name, change in TABLES.items():
+        if is_classifier(estimator) and name.startswith("y"):
+            continue
+        X, y, groups = change(*plain)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SeparationWarning)
+                warnings.simplefilter("ignore", ConvergenceWarning)
+                model = fit_quietly(estimator, X, y, groups=groups)
+        except ValueError as error:
+            assert REFUSED.search(str(error)), (name, error)
+            assert estimator not in PRIVATE or "than one client" in str(error), (name, error)
+            continue
+        seen = np.clip(X, -1e100, 1e100)  # beyond it predictions overflow, as they must
+        found = set(not_finite(model, seen, groups)) - documented_exceptions(estimator, name)
+        assert not found, name
+
+
+@every_private
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.UnseenClientsWarning")
+@pytest.mark.parametrize("value", [1e160, -1e308], ids=repr)
+def test_nothing_in_a_private_fit_depends_on_what_overflows(estimator, value):
+    """No warning, no error, and nothing but numbers, whatever the rows of a client hold."""
+    X, y, groups = make_table(estimator)
+    own = groups == 3
+    X[own, 0] = value
+    if not is_classifier(estimator):
+        y[own] = value
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        model = fit_quietly(estimator, X, y, groups=groups)
+    others = ~own
+    found = set(not_finite(model, X[others], groups[others]))
+    assert not found - documented_exceptions(estimator, "huge values")
+
+
+def replaced(estimator, y, own, rng):
+    """Features and targets of the rows `own` of a client, of any size."""
+    shape = np.count_nonzero(own)
+    size = rng.choice([0.0, 1e-3, 1.0, 10.0, 1e6, 1e160, 1e308])
+    features = size * rng.uniform(-1, 1, size=(shape, 2))
+    if is_classifier(estimator):
+        return features, rng.integers(0, 2, shape)
+    return features, size * rng.uniform(-1, 1, size=(shape, *y.shape[1:]))
+
+
+def what_others_learn(estimator, n_tables, fit=fit_as_it_is, client=3):
+    """Names of what leaves a fit and differs once a client has other rows; {} for all tables."""
+    X, y, groups = make_table(estimator)
+    own, rng = groups == client, np.random.default_rng(0)
+    fit = partial(fit, estimator)
+    first = what_leaves(fit, X, y, groups, client)
+    for _ in range(n_tables):
+        X[own], y[own] = replaced(estimator, y, own, rng)
+        found = what_leaves(fit, X.copy(), y.copy(), groups, client)
+        different = {name for name in {*first, *found} if first.get(name) != found.get(name)}
+        if different:
+            return different
+    return {}
+
+
+SELECTIONS = [
+    PrivateSelectCV(
+        GaussianMean(noise_variance=1.0),
+        {"clip_norm": [1.0, 4.0, 8.0]},
+        epsilon=4.0,
+        expected_trials=2,
+        score_range=(-20.0, 0.0),
+        random_state=0,
+    ),
+]
+
+
+# Private configurations that release nothing, as everything about the population is known.
+KNOWN = [
+    GaussianMean(GaussianPrior(0.0, 1.0), noise_variance=1.0, epsilon=1.0, clip_norm=1.0),
+    BernoulliMean(BetaPrior(2.0, 2.0), epsilon=1.0),
+    PersonalizedLinearRegression(
+        GaussianPrior(0.0, 1.0),
+        noise_variance=1.0,
+        epsilon=1.0,
+        feature_bound=1.0,
+        target_bound=1.0,
+    ),
+    PPSGDRegressor(alpha=0, epsilon=1.0, **NOISE),
+]
+
+
+@pytest.mark.parametrize("estimator", KNOWN, ids=repr)
+def test_nothing_of_a_client_leaves_where_nothing_is_released(estimator):
+    assert not what_others_learn(estimator, 20)
+
+
+@pytest.mark.parametrize("estimator", [*PRIVATE, *SELECTIONS], ids=repr)
+def test_the_mechanism_is_the_only_way_out_of_a_client(estimator, monkeypatch):
+    """With mechanisms that ignore their input, nobody learns what one client's rows hold."""
+    blind(monkeypatch)
+    assert not what_others_learn(estimator, 50)
+
+
+@every_private
+def test_without_blinding_the_mechanism_is_a_way_out(estimator):
+    seeds = (clone(estimator).set_params(random_state=seed) for seed in range(9))
+    assert any(what_others_learn(seeded, 5) for seeded in seeds)
+
+
+def _fit_sparse_rows(estimator, X, y, groups):
+    """Of which the zeros are stored, too: which features a client has is not what is replaced."""
+    entries = np.arange(0, X.size + 1, X.shape[1])
+    rows = csr_array((X.ravel(), np.tile(np.arange(X.shape[1]), len(X)), entries), shape=X.shape)
+    return fit_as_it_is(estimator, rows, y, groups=groups)
+
+
+@pytest.mark.parametrize("estimator", PRIVATE_ROUNDS[:2], ids=repr)
+def test_the_mechanism_is_the_only_way_out_of_sparse_rows(estimator, monkeypatch):
+    assert what_others_learn(estimator, 5, _fit_sparse_rows)
+    blind(monkeypatch)
+    assert not what_others_learn(estimator, 20, _fit_sparse_rows)
+
+
+def _leaks_its_mean(estimator, X, y, groups):
+    model = fit_as_it_is(estimator, X, y, groups=groups)
+    model.population_mean_ += 1e-12 * np.mean(y)
+    return model
+
+
+def _leaks_a_count(estimator, X, y, groups):
+    model = fit_as_it_is(estimator, X, y, groups=groups)
+    n_clipped = np.sum(np.abs(model.local_means_) > 1.0)
+    model.privacy_ = dataclasses.replace(model.privacy_, warnings=(f"{n_clipped} were clipped",))
+    return model
+
+
+def _shares_its_mean(estimator, X, y, groups):
+    model = fit_as_it_is(estimator, X, y, groups=groups)
+    model.means_ = model.means_ + 1e-9 * (model.means_[3] > model.means_)
+    return model
+
+
+def _warns_of_what_it_saw(estimator, X, y, groups):
+    if np.max(np.abs(y)) > 100:
+        warnings.warn("the targets are large", stacklevel=2)
+    return fit_as_it_is(estimator, X, y, groups=groups)
+
+
+@pytest.mark.parametrize(
+    "fit", [_leaks_its_mean, _leaks_a_count, _shares_its_mean, _warns_of_what_it_saw]
+)
+def test_leaks_are_convicted(fit, monkeypatch):
+    blind(monkeypatch)
+    assert what_others_learn(PRIVATE[0], 10, fit)
 
 
 def test_the_registry_has_every_public_estimator():

@@ -10,7 +10,7 @@ from pfl_sklearn.privacy import (
     events_epsilon,
 )
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
-from pfl_sklearn.privacy._report import leaking, private_report
+from pfl_sklearn.privacy._report import VALID_TABLES, leaking, private_report
 
 _STOPPED = (
     "a callback ended the rounds early: unless it looked at public data alone, the number of "
@@ -105,7 +105,7 @@ def report_of(model, progress):
         report = dataclasses.replace(
             PrivacyReport.of_known_population(released, kept, n_clients),
             mechanism="nothing is released: no round of a global model was run",
-            assumptions=("the number of clients is public",),
+            assumptions=("the number of clients is public", VALID_TABLES),
         )
         return leaking(report, _STOPPED) if progress.stopped else report
     relation = relation_of_rounds(model)

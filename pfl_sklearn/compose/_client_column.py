@@ -1,5 +1,6 @@
 """The client id as a column of X."""
 
+from inspect import signature
 from numbers import Integral
 
 from sklearn import config_context
@@ -11,9 +12,19 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import same_ids, split_client_column
 from pfl_sklearn._compat import HasMethods, fit_context, num_samples
-from pfl_sklearn._delegation import DelegationMixin, inner_has
-from pfl_sklearn._nesting import Wraps, innermost_estimator
+from pfl_sklearn._delegation import DelegationMixin
+from pfl_sklearn._nesting import Wraps, feature_names_of, innermost_estimator
 from pfl_sklearn.privacy import privacy_of
+
+
+def _innermost_has(method):
+    """Check for ``available_if``: the estimator at the bottom of all nesting has a method."""
+
+    def check(self):
+        getattr(innermost_estimator(getattr(self, "estimator_", self.estimator)), method)
+        return True
+
+    return check
 
 
 class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, BaseEstimator):
@@ -54,8 +65,9 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
     are routed to `estimator`, whose steps must request them. Callbacks of scikit-learn that
     propagate (such as ``ProgressBar``) reach `estimator`.
 
-    ``summary``, ``release`` and ``for_client`` are available if `estimator` has them. What the last
-    two return takes rows without the column of ids.
+    ``summary``, ``release`` and ``for_client`` are available if `estimator` has them; ``summary``
+    also if the last step of a pipeline does. What the last two return takes rows without the column
+    of ids.
 
     Examples
     --------
@@ -120,21 +132,25 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         self.estimator_ = fitted
         return self
 
-    @available_if(inner_has("summary"))
+    @available_if(_innermost_has("summary"))
     def summary(self, **params):
-        """Table of the fitted estimator, by its own ``summary``.
+        """Table of the fitted estimator, by its own ``summary``; of a pipeline, its last step's.
 
         Parameters
         ----------
         **params : dict
-            What the estimator's ``summary`` takes.
+            What the estimator's ``summary`` takes. A linear model gets the names of its features,
+            if the steps before it give any.
 
         Returns
         -------
         DataFrame
         """
         check_is_fitted(self)
-        return self.estimator_.summary(**params)
+        summary = innermost_estimator(self.estimator_).summary
+        if "feature_names" in signature(summary).parameters:
+            params = {"feature_names": feature_names_of(self.estimator_), **params}
+        return summary(**params)
 
     @property
     def privacy_(self):

@@ -116,7 +116,9 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     means_, stds_ : ndarrays of shape (n_clients,) or (n_clients, d)
         Posterior mean and standard deviation of each client's mean. The standard deviation includes
         the uncertainty of the population mean, but not of the variances. With a mixture prior it
-        includes only the uncertainty that a release added to the components' means.
+        includes only the uncertainty that a release added to the components' means. Where a
+        released noise variance is of no use, it is the standard error of the client's own rows, and
+        NaN for a single row.
     local_means_ : ndarray of shape (n_clients,) or (n_clients, d)
         Each client's own (weighted) mean.
     shrinkage_ : ndarray of the shape of `means_`
@@ -139,7 +141,7 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         Intraclass correlation: the share of a row's variance that lies between clients.
     log_likelihood_ : float
         Maximized criterion (restricted for "reml"), in nats. NaN after a release, and under a
-        mixture prior for a single client.
+        mixture prior for a single client. Infinity if the rows of every client are equal.
     n_features_in_ : int
         Number of columns of `X`.
     feature_names_in_ : ndarray of shape (`n_features_in_`,)
@@ -152,6 +154,7 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     ValueError
         - If ids are missing or of mixed types, or `y` holds NaN.
         - If the noise variance is unknown and no client has two rows.
+        - If `y` holds values above 1e150 and nothing is released.
         - If `epsilon` is finite without `clip_norm`, or with weights or a quantizer.
         - If discrete Gaussian noise is asked for with central trust, or with too few bits.
         - If `method`, the covariance type or the release does not go with the prior.

@@ -83,7 +83,7 @@ def fit(rows, prior, params):
     if params.mechanism == "quantizer":
         return table, *_fit_quantized(table, centre, prior, params, shared_values(known))
     if all(values is not None for values in known):
-        found = fit_exact(table, known, params.method, prior)._replace(log_likelihood=math.nan)
+        found = _shrunk(table, prior, known.mean, 0.0 * known.mean, known.between, known.noise)
         return table, found, PrivacyReport.of_known_population(RELEASED, PRIVATE, len(ids))
     variances = release.row_variances(rows.y, codes, table)
     return table, *_fit_private(table, variances, centre, prior, params, shared_values(known))
@@ -126,6 +126,12 @@ def fit_exact(table, known, method, prior):
         np.repeat([getattr(part, name) for part in found], width).astype(float)
         for name in ("mean_variance", "between", "noise")
     )
+    value = float(sum(part.log_likelihood for part in found))
+    return _shrunk(table, prior, mean, mean_variance, between, noise, value)
+
+
+def _shrunk(table, prior, mean, mean_variance, between, noise, log_likelihood=math.nan):
+    """Every client's posterior around a population, from its own exact mean."""
     sampling = noise / table.weights[:, None]
     own = np.where(np.isnan(between), 1.0, own_weight(between, sampling))
     borrowed = np.where(own < 1, (1 - own) ** 2, 0.0) * np.where(own < 1, mean_variance, 0.0)
@@ -138,8 +144,8 @@ def fit_exact(table, known, method, prior):
         own * table.means + (1 - own) * mean,
         own * sampling + borrowed,
         own,
-        float(sum(part.log_likelihood for part in found)),
-        not diagonal,
+        log_likelihood,
+        prior.covariance_type != "diag",
     )
 
 

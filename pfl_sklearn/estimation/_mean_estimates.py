@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 from sklearn.utils import check_array
 
+from pfl_sklearn._clients import segment_sums
 from pfl_sklearn.estimation._variance_components import client_means
 from pfl_sklearn.privacy import (
     DiscreteGaussianMechanism,
@@ -28,6 +29,8 @@ PRIVATE = (
     "n_samples_per_client_",
     "log_likelihood_",
 )
+
+LARGEST = 1e150  # of values that are to be squared
 
 
 class FittedMeans(NamedTuple):
@@ -99,9 +102,10 @@ def check_targets(estimator, y):
             f"{type(estimator).__name__} requires y to be passed, but the target y is None."
         )
     with np.errstate(over="ignore", invalid="ignore"):  # it sums everything
-        return check_array(
-            y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0
-        )
+        y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0)
+    if not releases(estimator) and np.abs(y).max(initial=0.0) > LARGEST:
+        raise ValueError("y holds values too large to be squared (above about 1e150); rescale it.")
+    return y
 
 
 def bounded_means(rows, params):
@@ -112,7 +116,12 @@ def bounded_means(rows, params):
     centre = _check_center(params.center, rows.y.shape[1])
     ids, codes = rows.clients
     with np.errstate(over="ignore", invalid="ignore"):
-        return client_means(rows.y, codes, len(ids), centre=centre), centre
+        table = client_means(rows.y, codes, len(ids), centre=centre)
+    overflows = ~np.isfinite(table.means)
+    if overflows.any():  # the sums, not the means
+        means = segment_sums(rows.y / table.n_rows[codes][:, None], codes, len(ids))
+        table = table._replace(means=np.where(overflows, means, table.means))
+    return table, centre
 
 
 def open_report(n_clients, private, facts=None):

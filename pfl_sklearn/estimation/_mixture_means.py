@@ -7,6 +7,7 @@ import numpy as np
 
 from pfl_sklearn.estimation import _mixture_release as release
 from pfl_sklearn.estimation._mean_estimates import (
+    LARGEST,
     PRIVATE,
     RELEASED,
     FittedMeans,
@@ -107,8 +108,9 @@ def fit_exact(table, prior, noise, method):
         fitted = prior.fit_noisy(table.means, sampling)
     mean, covariance = fitted.moments()
     between = np.diag(covariance).copy()
-    precision = 1 / np.maximum(between + sampling[:, None], np.finfo(float).tiny)
-    error = np.zeros_like(mean) if prior.is_known else 1 / precision.sum(axis=0)
+    total = np.maximum(between + sampling[:, None], np.finfo(float).tiny)
+    least = total.min(axis=0)
+    error = np.zeros_like(mean) if prior.is_known else least / np.sum(least / total, axis=0)
     value = fitted.log_marginal(table.means, sampling[:, None]).sum()
     means, variances, own, shares = posteriors(fitted, table.means, sampling[:, None])
     return FittedMeans(
@@ -129,12 +131,12 @@ def fit_exact(table, prior, noise, method):
 def shrink_released(table, found, noise, alone):
     """Clients' means given a released population; its components include the release's uncertainty.
 
-    Clients in `alone` (m,) keep their own means, as do clients that overflow.
+    Clients in `alone` (m,) keep their own means, as do those whose means cannot be squared.
     """
     sampling = noise / table.weights[:, None]
     with np.errstate(over="ignore", invalid="ignore"):
         means, variances, own, shares = posteriors(found.working, table.means, sampling)
-    alone = alone | ~np.isfinite(means).all(axis=1) | (not found.trusted)
+    alone = alone | (np.abs(table.means) > LARGEST).any(axis=1) | (not found.trusted)
     alone = alone[:, None]
     means, own = np.where(alone, table.means, means), np.where(alone, 1.0, own)
     variances = np.where(alone, sampling, variances)

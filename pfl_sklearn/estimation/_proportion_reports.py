@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import betainc, gammaln
+from scipy.special import betainc, gammaln, softmax
 from scipy.stats import binom
 
 from pfl_sklearn.privacy import GaussianMechanism, OneBit, SubsetSelection, TwoBit
@@ -68,14 +68,13 @@ class BetaAverage(NamedTuple):
         return mean, variance
 
     def _posterior(self, successes, trials):
-        joint = np.exp(log_marginals(successes, trials, self.alphas, self.betas)) * self.weights
-        joint /= joint.sum(axis=1, keepdims=True)
-        above = successes[:, None] + self.alphas
+        joint = log_marginals(successes, trials, self.alphas, self.betas) + np.log(self.weights)
+        joint = softmax(joint, axis=1)
         total = trials[:, None] + (self.alphas + self.betas)
-        means = above / total
+        means = (successes[:, None] + self.alphas) / total
         mean = np.einsum("uh,uh->u", joint, means)
-        second = np.einsum("uh,uh->u", joint, means * (above + 1) / (total + 1))
-        return mean, np.maximum(second - mean**2, 0.0)
+        squares = means * (1 - means) / (total + 1) + (means - mean[:, None]) ** 2
+        return mean, np.einsum("uh,uh->u", joint, squares)
 
     def on_grid(self, support):
         """Mass of the averaged prior in the cells around the points of `support` (K,)."""

@@ -15,6 +15,7 @@ from pfl_sklearn._clients import row_counts, segment_sums
 _GRID_POINTS = 48
 _CELLS = 1 << 20
 _CANCELLATION = 1e-6
+_SMALLEST = 1e-60  # size of numbers, from which on their powers may be too small
 
 
 class ClientMeans(NamedTuple):
@@ -31,6 +32,10 @@ class ClientMeans(NamedTuple):
         """Degrees of freedom of the rows around their client's mean, in one coordinate."""
         return int(self.n_rows.sum()) - len(self.n_rows)
 
+    def in_units(self, unit):
+        """The statistics of the rows in this unit."""
+        return self._replace(means=self.means / unit, within=self.within / unit**2)
+
     def coordinate(self, k):
         """The statistics of coordinate k alone."""
         return self._replace(means=self.means[:, [k]], within=self.within[[k]])
@@ -44,6 +49,16 @@ class Components(NamedTuple):
     between: float
     noise: float
     log_likelihood: float
+
+    def times(self, unit, n_values):
+        """The parameters of data times `unit`; the likelihood is that of `n_values` numbers."""
+        return Components(
+            self.mean * unit,
+            self.mean_variance * unit**2,
+            self.between * unit**2,
+            self.noise * unit**2,
+            self.log_likelihood - n_values * np.log(unit),
+        )
 
 
 def client_means(y, codes, n_clients, weights=None, centre=None):
@@ -96,6 +111,12 @@ def estimate_components(table, method, mean=None, between=None, noise=None, extr
     """
     if noise is None:
         check_noise_is_identified(table)
+    unit = _unit(table, between, noise, extra)
+    if unit != 1:
+        known = [None if value is None else value / unit**2 for value in (between, noise)]
+        mean = None if mean is None else mean / unit
+        found = estimate_components(table.in_units(unit), method, mean, *known, extra / unit**2)
+        return found.times(unit, table.means.shape[1] * _n_contrasts(table, method, mean))
     model = _Profile(table, method == "reml" and mean is None, mean, extra)
     if len(table.means) == 1 and between is None:
         noise = model.pooled_noise() if noise is None else noise
@@ -114,6 +135,21 @@ def estimate_components(table, method, mean=None, between=None, noise=None, extr
     if noise is None:
         return _search_noise(model, between)
     return model.components(between, noise)
+
+
+def _unit(table, *variances):
+    """Power of two that brings the numbers near 1; 1 if their fourth powers are numbers anyway."""
+    known = [value for value in variances if value is not None and np.isfinite(value)]
+    spread = np.abs(table.means - table.means.mean(axis=0)).max()
+    size = max(spread, np.sqrt(max([table.within.max() / table.n_rows.sum(), *known])))
+    if size == 0 or _SMALLEST < size < 1 / _SMALLEST:
+        return 1.0
+    return 2.0 ** np.frexp(size)[1]
+
+
+def _n_contrasts(table, method, mean):
+    """Rows that the criterion describes, in one coordinate."""
+    return int(table.n_rows.sum()) - (method == "reml" and mean is None)
 
 
 def check_noise_is_identified(table):

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import ndtri
 
-from pfl_sklearn._nesting import inner_estimator, innermost_estimator
+from pfl_sklearn._nesting import feature_names_of, innermost_estimator
 
 _INTERCEPT = "intercept"
 
@@ -63,7 +63,7 @@ def coefficients_of(estimator, feature, *, output=0, level=0.95):
     if not 0 < level < 1:
         raise ValueError(f"level must be in (0, 1); got {level!r}.")
     fitted._require_fitted("coef_")
-    names = model_feature_names(estimator, fitted)
+    names = feature_names_of(estimator) or [f"x{k}" for k in range(fitted.coef_.shape[-1])]
     at = _feature_index(feature, names, fitted.fit_intercept)
     half = ndtri(0.5 + level / 2)
     values, stds = _clients_of(fitted, at)
@@ -98,26 +98,6 @@ def aligned(found, others, parameter):
         lower=others.lower[codes],
         upper=others.upper[codes],
     )
-
-
-def model_feature_names(estimator, fitted):
-    """Names (d,) of a model's features: its own, or those that the steps before it give."""
-    d = fitted.coef_.shape[-1]
-    names = getattr(fitted, "feature_names_in_", None)
-    while names is None and estimator is not None:
-        names = _names_out(estimator)
-        estimator = inner_estimator(estimator)
-    return [f"x{k}" for k in range(d)] if names is None else [str(name) for name in names]
-
-
-def _names_out(estimator):
-    """Names of the columns that the last step of a pipeline gets; None if unknown."""
-    if len(getattr(estimator, "steps", ())) < 2:
-        return None
-    try:
-        return estimator[:-1].get_feature_names_out()
-    except AttributeError:  # a step that names no outputs
-        return None
 
 
 def _feature_index(feature, names, fit_intercept):

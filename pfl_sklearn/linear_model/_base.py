@@ -45,8 +45,14 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         """Posterior over prior variance of the clients' intercepts, as `intercept_`."""
         return self._design.coefficients(self._of_posterior("shrinkage"))[1]
 
-    def summary(self):
+    def summary(self, feature_names=None):
         """Table of the population: fixed effects and variance components.
+
+        Parameters
+        ----------
+        feature_names : array-like of str, shape (d,), default=None
+            Names of the features, such as ``pipeline[:-1].get_feature_names_out()``. None: those of
+            `X` in ``fit``, or x0, x1, ... A :class:`~pfl_sklearn.compose.ClientColumn` knows them.
 
         Returns
         -------
@@ -57,7 +63,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
             variance components).
         """
         check_is_fitted(self)
-        design, random = self._design, self._design.random
+        design, random = self._design.named(feature_names), self._design.random
         names = design.names
         if np.ndim(self.population_coef_) == 2:
             names = [f"{label}: {name}" for label in self.classes_ for name in design.names]
@@ -152,6 +158,16 @@ def check_several_classes(classes, estimator):
         raise ValueError(
             f"{type(estimator).__name__} needs rows of at least two classes, but the data contains "
             f"only one class: {classes.tolist()[0]!r}."
+        )
+
+
+def check_dense(X, estimator, instead):
+    """Raise TypeError for a sparse `X`; `instead` names the estimator that takes it."""
+    if issparse(X):
+        raise TypeError(
+            f"{type(estimator).__name__} takes dense X; got a sparse {type(X).__name__} of shape "
+            f"{X.shape}. Give X.toarray(), or in a step before sparse_output=False (encoders) or "
+            f"sparse_threshold=0 (ColumnTransformer), or use {instead}, which takes sparse X."
         )
 
 

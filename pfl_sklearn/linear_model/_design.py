@@ -33,6 +33,18 @@ class Design(NamedTuple):
     def random_names(self):
         return [self.names[k] for k in self.random]
 
+    def named(self, features):
+        """The same design with other names of the features (d,); None keeps them."""
+        if features is None:
+            return self
+        features = tuple(str(name) for name in features)
+        if len(features) != self.n_columns - self.fit_intercept:
+            raise ValueError(
+                f"feature_names must name {self.n_columns - self.fit_intercept} features; got "
+                f"{len(features)} names."
+            )
+        return self._replace(names=(INTERCEPT, *features) if self.fit_intercept else features)
+
     def matrix(self, X):
         """Design matrix (..., p) of features (..., d)."""
         if not self.fit_intercept:

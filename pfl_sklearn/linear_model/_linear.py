@@ -9,7 +9,11 @@ from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn.base import ClientRegressorMixin, read_rows
-from pfl_sklearn.linear_model._base import BasePersonalizedRegression, warn_not_converged
+from pfl_sklearn.linear_model._base import (
+    BasePersonalizedRegression,
+    check_dense,
+    warn_not_converged,
+)
 from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._mixed._fit import find_fit, fit_with_report
 from pfl_sklearn.linear_model._mixed._private_release import (
@@ -76,9 +80,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
           groups (AdaMix).
         - "discrete", or a :class:`~pfl_sklearn.priors.DiscretePrior`: clients of a group are
           identical (the model of FedEM).
-    random : {"all", "intercept"} or list, default="all"
-        Coefficients that vary by client: all, the intercept alone, or a list of feature names or
-        indices, which may include "intercept".
+    random : "all", "intercept", the name of a feature, or a list, default="all"
+        Coefficients that vary by client: all, the intercept alone, one feature's alone, or a list
+        of feature names or indices, which may include "intercept".
     fit_intercept : bool, default=True
         Whether the model has an intercept; otherwise rows are modelled through the origin.
     method : {"reml", "ml", "printed"}, default="reml"
@@ -151,7 +155,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     coef_std_, intercept_std_ : ndarrays of shape (n_clients, d) and (n_clients,)
         Posterior standard deviations. They include the uncertainty of the population coefficients
         under a Gaussian prior and of the group under a mixture, but not that of the variances. Not
-        available under a Laplace prior and for the published algorithms.
+        available under a Laplace prior and for the published algorithms. NaN where a released noise
+        variance is of no use.
     shrinkage_, intercept_shrinkage_ : ndarrays of shape (n_clients, d) and (n_clients,)
         Posterior variance over prior variance of every coefficient, given the population: 0 where
         the client's own rows determine it, 1 where the population does. 1 also for coefficients
@@ -182,7 +187,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         For invalid data or parameters:
 
         - missing ids or ids of mixed types;
-        - NaN or infinity in `X` or `y`;
+        - NaN or infinity in `X` or `y`, or without a release values too large to be squared;
         - unknown names in `random`.
 
         For variances that the data do not identify:
@@ -304,7 +309,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
 
     _parameter_constraints = {
         "prior": "no_validation",
-        "random": [StrOptions({"all", "intercept"}), "array-like"],
+        "random": [str, "array-like"],
         "fit_intercept": ["boolean"],
         "method": [StrOptions({"reml", "ml", "printed"})],
         "noise_variance": [Interval(Real, 0, None, closed="neither"), None],
@@ -393,6 +398,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         fit = find_fit(prior, self.method, self.solver)
         release = ReleaseParameters(*(getattr(self, name) for name in ReleaseParameters._fields))
         fit = fit_with_report(fit, prior, release, sample_weight, (_POPULATION, _CLIENTS))
+        check_dense(X, self, "PPSGDRegressor")
         charge(self)
         features, y = check_X_y(X, y, dtype=np.float64, order="C", y_numeric=True, estimator=self)
         y = y.astype(np.float64, copy=False)

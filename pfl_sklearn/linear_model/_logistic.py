@@ -13,6 +13,7 @@ from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientClassifierMixin, read_rows
 from pfl_sklearn.linear_model._base import (
     BasePersonalizedRegression,
+    check_dense,
     class_probabilities,
     likeliest_class,
     read_classes,
@@ -46,6 +47,8 @@ _CLIENTS = (
     "log_likelihood_",
 )
 
+_MOST_NAMES = 10  # of features in a warning
+
 
 class SeparationWarning(UserWarning):
     """The features or the clients separate the classes, so the likelihood has no finite maximum."""
@@ -71,7 +74,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         features in their order. We estimate the parameters that the prior leaves None and take the
         others as known. With K > 2 classes its mean is one number, or K q numbers class by class;
         all classes share its covariance (q, q).
-    random : "all", "intercept" or list of str and int, default="all"
+    random : "all", "intercept", the name of a feature, or list of str and int, default="all"
         Coefficients that vary by client: names or indices of features, and "intercept".
     fit_intercept : bool, default=True
         Whether the model has an intercept; otherwise rows are modelled through the origin.
@@ -129,7 +132,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         For invalid data or parameters:
 
         - missing ids or ids of mixed types;
-        - NaN or infinity in `X`;
+        - NaN or infinity in `X`, or values too large to be squared;
+        - a known covariance under which the predictors vary by more than 1e7 logits;
         - only one class;
         - unknown names in `random`;
         - a covariance with NaN, such as the `prior_` of a fit of a single client.
@@ -240,7 +244,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
 
     _parameter_constraints = {
         "prior": "no_validation",
-        "random": [StrOptions({"all", "intercept"}), "array-like"],
+        "random": [str, "array-like"],
         "fit_intercept": ["boolean"],
         "max_iter": [Interval(Integral, 1, None, closed="left")],
         "tol": [Interval(Real, 0, None, closed="neither")],
@@ -287,6 +291,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         self
         """
         prior = resolve_prior(self)
+        check_dense(X, self, "PPSGDClassifier")
         features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
         check_classification_targets(y)
         rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)
@@ -301,16 +306,19 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
             self.tol,
             self.n_jobs,
         )
-        self._warn(found, len(classes))
+        self._warn(found, len(classes), design)
         self._store(X, design, rows.clients, classes, found, groups is not None)
         return self
 
-    def _warn(self, found, n_classes):
-        if found.separated:
+    def _warn(self, found, n_classes, design):
+        if found.separating:
+            names = [repr(design.names[design.order[k]]) for k in found.separating]
+            more = ", ..." if len(names) > _MOST_NAMES else ""
             warn_caller(
-                "A combination of the features separates the classes, so the likelihood has no "
-                "finite maximum. The population slopes got a normal prior with standard deviation "
-                "2.5 per standard deviation of their feature.",
+                f"A combination of the features, mainly {', '.join(names[:_MOST_NAMES])}{more}, "
+                "separates the classes, so the likelihood has no finite maximum. The population "
+                "slopes got a normal prior with standard deviation 2.5 per standard deviation of "
+                "their feature.",
                 SeparationWarning,
             )
         if found.unmixed:

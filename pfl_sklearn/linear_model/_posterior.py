@@ -45,6 +45,8 @@ class RowPosterior(NamedTuple):
     def variances(self, x, codes):
         """Variance (n,) of x' theta for rows x (n, p) of known clients."""
         x, result = x * self.scale, np.empty(len(x))
+        size = np.abs(x).max(axis=1, initial=0.0)
+        x = np.divide(x, size[:, None], out=np.zeros_like(x), where=size[:, None] > 0)
         for part in row_slices(len(x), self.rows[:1].size, _CELLS):
             rows = self._whitened(codes[part])
             spread = x[part] @ self.ratio
@@ -52,7 +54,7 @@ class RowPosterior(NamedTuple):
             moved = x[part] - (pulled[:, None, :] @ rows)[:, 0]
             own = np.einsum("np,np->n", spread, x[part]) - np.sum(pulled**2, axis=1)
             result[part] = self.noise * np.maximum(own, 0.0) + self._error(moved)
-        return result
+        return result * size**2
 
     def coefficient_variances(self):
         """Variances (m, p) of the coefficients."""

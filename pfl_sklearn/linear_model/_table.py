@@ -108,6 +108,20 @@ def uncentred(vectors, intercept, centre):
     return vectors
 
 
+def check_squares(table):
+    """Raise ValueError if values are too large to be squared and summed.
+
+    A fit with privacy must not call this: the error would reveal a client's values.
+    """
+    weights = np.ones(len(table.y)) if table.weights is None else table.weights
+    with np.errstate(over="ignore"):
+        for name, values in (("X", table.columns), ("y", table.y)):
+            if not np.isfinite(np.einsum("n,n...,n...->...", weights, values, values)).all():
+                raise ValueError(
+                    f"{name} holds values too large to be squared (above about 1e150); rescale it."
+                )
+
+
 def check_covariance_identified(table, covariance_type):
     """Raise ValueError if the columns do not identify the entries of an unknown covariance."""
     m, q = table.n_clients, table.n_random

@@ -5,6 +5,7 @@ import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from sklearn import config_context
 from sklearn.base import clone
 from sklearn.metrics import get_scorer
@@ -127,28 +128,51 @@ class HeldOutScore:
     def _of_clients(self, model):
         """Scores (m,) of the clients from their own rows; NaN where they are not defined."""
         responses = Responses(model, self.rows.X, self.rows.fit_params.get("groups"))
-        y = np.asarray(self.rows.y)
+        y, strange = _public_targets(self.rows.y, model)
         with np.errstate(all="ignore"):
-            rows = _row_scores(self.scoring, y, responses)
+            rows = _row_scores(self.scoring, y, strange, responses)
             if rows is not None:
                 return np.add.reduceat(rows[self.order], self.offsets[:-1]) / np.diff(self.offsets)
             scorer = scorer_for(self.scoring, model)
-            scores = [_score_one(scorer, responses, y, rows) for rows in self._clients()]
+            scores = [
+                math.nan if strange[rows].any() else _score_one(scorer, responses, y, rows)
+                for rows in self._clients()
+            ]
         failed = [score for score in scores if isinstance(score, ValueError)]
         if len(failed) == len(scores):
             raise failed[0]
         return np.array([math.nan if isinstance(score, ValueError) else score for score in scores])
 
 
-def _row_scores(scoring, y, responses):
-    """Scores (n,) of rows, if a client's score is their mean, else None."""
+def _public_targets(y, model):
+    """Targets of the type that the model knows, and which rows (n,) hold something else.
+
+    What one client's rows hold must not change the type of the others' targets.
+    """
+    if np.ndim(y) > 1:
+        y = np.asarray(y)
+        return y, np.zeros(len(y), dtype=bool)
+    values = pd.Series(list(y), dtype=object)
+    if not hasattr(model, "classes_"):
+        numbers = pd.to_numeric(values, errors="coerce").to_numpy(dtype=float)
+        return numbers, np.isnan(numbers)
+    classes = np.asarray(model.classes_)
+    codes = pd.Index(classes.astype(object)).get_indexer(pd.Index(values))
+    return classes[np.maximum(codes, 0)], codes < 0
+
+
+def _row_scores(scoring, y, strange, responses):
+    """Scores (n,) of rows, if a client's score is their mean, else None.
+
+    A label that is none of the model's counts as missed; a target that is no number has no score.
+    """
     if not isinstance(scoring, str) or y.ndim > 1 or scoring not in (*ROW_SCORES, "accuracy"):
         return None
     predicted = np.asarray(responses.predict(None))
     if predicted.shape != y.shape:
         return None
     if scoring == "accuracy":
-        return (y == predicted).astype(float)
+        return (~strange & (y == predicted)).astype(float)
     numeric = {y.dtype.kind, predicted.dtype.kind} <= set("fiub")
     return ROW_SCORES[scoring](y.astype(float), predicted.astype(float)) if numeric else None
 

@@ -21,6 +21,7 @@ from pfl_sklearn.priors._normal import (
 from pfl_sklearn.theory import own_weight
 
 _ROUNDING = 1e-13  # of the largest value
+_SMALLEST = 1e-60  # size of numbers, from which on their powers may be too small
 
 
 class MixturePrior(BaseEstimator):
@@ -140,6 +141,10 @@ def components_of(means, covariances):
 
 def estimate_mixture(prior, x, s, shape, known, random_state):
     """Mixture fitted to vectors (m, d) with sampling variances (m,); warns unless EM converged."""
+    unit = _unit(x, s)
+    if unit != 1:
+        scaled = x / unit, s / unit**2, shape, lambda k: known(k).times(1 / unit)
+        return estimate_mixture(prior, *scaled, random_state).times(unit)
     rng = check_random_state(0 if random_state is None else random_state)
     if shape.means and prior.n_components in (1, "bic") and count_distinct(x, 2) == 1:
         return all_alike(x, known(1), shape)
@@ -157,6 +162,14 @@ def estimate_mixture(prior, x, s, shape, known, random_state):
             ConvergenceWarning,
         )
     return in_order(fit.mixture) if shape.means else fit.mixture
+
+
+def _unit(x, s):
+    """Power of two that brings the numbers near 1; 1 if their fourth powers are numbers anyway."""
+    size = max(np.abs(x - x.mean(axis=0)).max(), np.sqrt(s.max()))
+    if size == 0 or _SMALLEST < size < 1 / _SMALLEST:
+        return 1.0
+    return 2.0 ** np.frexp(size)[1]
 
 
 def all_alike(x, known, shape):

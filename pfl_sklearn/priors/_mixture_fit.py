@@ -43,6 +43,10 @@ class Mixture(NamedTuple):
     vectors: np.ndarray | None  # (k, d, d), columns
     weights: np.ndarray  # (k,)
 
+    def times(self, unit):
+        """The mixture of the vectors times `unit`."""
+        return self._replace(means=self.means * unit, values=self.values * unit**2)
+
     @property
     def covariances(self):
         """Matrices (k, d, d)."""

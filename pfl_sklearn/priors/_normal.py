@@ -9,6 +9,7 @@ import numpy as np
 from pfl_sklearn.theory import own_weight
 
 _TINY = 1e-200  # stands for a variance of zero in a density, so that the nearest mean wins
+_FARTHEST = 1e300  # squared distance in standard deviations; farther components count alike
 _RELATIVE = 1e-14
 
 
@@ -124,7 +125,9 @@ def check_sampling(estimates, sampling):
 
 def _log_density_of_coordinates(deviations, variances):
     total = np.maximum(np.broadcast_to(variances, deviations.shape), _TINY)
-    return -0.5 * np.sum(deviations**2 / total + np.log(2 * np.pi * total), axis=1)
+    with np.errstate(over="ignore"):
+        squares = np.minimum(deviations**2 / total, _FARTHEST)
+    return -0.5 * np.sum(squares + np.log(2 * np.pi * total), axis=1)
 
 
 def _condition_on_matrices(mean, covariance, deviations, sampling):

@@ -37,6 +37,11 @@ SCORED = (
 
 _OUTSIDERS = "against those alone who are no client and see nothing of one but what is released"
 
+VALID_TABLES = (
+    "tables are valid: fit refuses NaN, infinity, a wrong type or an unknown label, and the "
+    "refusal reveals that some client holds it"
+)
+
 
 class PrivacyWarning(UserWarning):
     """The requested privacy has a weakness that its user should know about."""
@@ -181,6 +186,7 @@ class PrivacyReport:
             adversary="anyone",
             assumptions=(
                 "the number of clients and of rows of each client are public",
+                VALID_TABLES,
                 "the given prior and variances come from the user, not from the data",
             ),
             released=released,
@@ -337,6 +343,7 @@ def private_report(
         )
     assumptions = (
         "the number of clients and of rows of each client are public",
+        VALID_TABLES,
         *more.pop("assumptions", ()),
         arithmetic or (_FLOATS if facts["noise_std"] is not None else _BITS),
     )

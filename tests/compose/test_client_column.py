@@ -1,6 +1,7 @@
 """Client ids as a column of X give the numbers that routed groups give."""
 
 import pickle
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -11,6 +12,7 @@ import sklearn
 from sklearn import config_context
 from sklearn.base import clone, is_classifier, is_regressor
 from sklearn.calibration import CalibratedClassifierCV
+from sklearn.compose import ColumnTransformer
 from sklearn.ensemble import StackingRegressor, VotingRegressor
 from sklearn.exceptions import NotFittedError
 from sklearn.inspection import permutation_importance
@@ -23,9 +25,18 @@ from sklearn.model_selection import (
     cross_val_score,
 )
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
-from pfl_sklearn import BernoulliMean, ClientColumn, GaussianMean, UnseenClientsWarning
+from pfl_sklearn import (
+    BernoulliMean,
+    ClientColumn,
+    GaussianMean,
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    UnseenClientsWarning,
+)
+from pfl_sklearn.inspection import CoefficientDisplay
+from pfl_sklearn.linear_model import SeparationWarning
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.privacy import privacy_of
@@ -369,10 +380,11 @@ def test_a_private_estimator_is_released_without_its_clients():
 
 def test_only_what_the_estimator_has_is_handed_on():
     plain = ClientColumn(make_pipeline(StandardScaler(), GaussianMean()), "site")
-    for name in ("summary", "release", "for_client", "privacy_"):
+    for name in ("release", "for_client", "privacy_"):
         assert not hasattr(plain, name), name
     plain.fit(FRAME, Y)
-    assert [hasattr(plain, name) for name in ("summary", "release", "for_client")] == [False] * 3
+    assert [hasattr(plain, name) for name in ("release", "for_client")] == [False] * 2
+    assert not hasattr(ClientColumn(LinearRegression(), "site"), "summary")
     assert plain.privacy_ == privacy_of(plain.estimator_)
     assert plain.privacy_.epsilon == np.inf
     with pytest.raises(NotFittedError):
@@ -409,3 +421,38 @@ def test_callbacks_pass_a_client_column():
     assert ("Pipeline", "fit-final-estimator") in watch.seen
     assert not hasattr(model.estimator_, "_parent_callback_ctx")
     assert not hasattr(model, "_callback_fit_ctx")
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(
+    "final", [PersonalizedLinearRegression(), PersonalizedLogisticRegression()], ids=repr
+)
+def test_names_of_features_survive_the_steps_before(inside, final):
+    """Columns of a data frame that become others, of arrays without names."""
+    table = pd.DataFrame({"site": NAMES, "sex": np.tile(["f", "m"], len(Y) // 2), "age": Y})
+    columns = ColumnTransformer(
+        [("onehot", OneHotEncoder(), ["sex"]), ("scaled", StandardScaler(), ["age"])],
+        sparse_threshold=0,
+    )
+    names = ["onehot__sex_f", "onehot__sex_m", "scaled__age"]
+    pipeline, target = make_pipeline(columns, final), Y if not is_classifier(final) else Y > 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SeparationWarning)
+        if inside:
+            model = ClientColumn(pipeline, "site").fit(table, target)
+            summary = model.summary()
+        else:
+            with sklearn.config_context(enable_metadata_routing=True):
+                model = pipeline.fit(table.drop(columns="site"), target, groups=NAMES)
+            summary = model[-1].summary(feature_names=model[:-1].get_feature_names_out())
+    assert summary.loc["fixed"].index.tolist() == ["intercept", *names]
+    assert set(names) < set(summary.loc["between"].index)
+    display = CoefficientDisplay.from_estimator(model, feature="onehot__sex_m")
+    assert display.ax_.get_xlabel() == "coefficient of onehot__sex_m"
+
+
+def test_the_summary_of_a_model_takes_as_many_names_as_features():
+    model = PersonalizedLinearRegression().fit(FEATURES, Y, groups=NAMES)
+    assert model.summary().loc["fixed"].index.tolist() == ["intercept", "x0", "x1"]
+    with pytest.raises(ValueError, match=r"feature_names.*\b2 features.*\b1 names"):
+        model.summary(feature_names=["a"])

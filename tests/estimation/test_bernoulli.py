@@ -1,6 +1,7 @@
 """BernoulliMean: published figures, limits, counts and rows, private reports, bad input."""
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -200,6 +201,33 @@ def test_one_private_client_keeps_its_share():
     assert model.shrinkage_ == pytest.approx([0.0])
     assert np.isnan(model.icc_)
     assert model.population_mean_ != 0.75
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+@pytest.mark.parametrize(
+    "params", [{}, {"mechanism": "two_bit"}, {"trust": "central", "delta": 1e-3}], ids=repr
+)
+def test_private_clients_with_many_trials(params):
+    """Their likelihood underflows; a Beta(1, 1) posterior is within a standard deviation."""
+    trials = np.array([10, 1_500, 20_000, 10**9] * 5)
+    successes = np.tile([0.1, 0.3, 0.5, 0.9, 1.0], 4) * trials
+    model = BernoulliMean(epsilon=1.0, random_state=0, **params).fit_counts(successes, trials)
+    mean, variance = BetaPrior(1.0, 1.0).posterior(successes, trials)
+    large = trials > 1_000
+    assert np.all(np.abs(model.means_ - mean)[large] < np.sqrt(variance[large]))
+    assert np.all((model.stds_ > 0) & (model.stds_ < 0.3))
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+def test_private_batting_averages(data_home):
+    """The likelihoods of players with more than about 1,500 at-bats underflow."""
+    batting = pd.read_csv(data_home / "baseball_batting_2000_2024.csv.gz")
+    career = batting.groupby("player")[["H", "AB"]].sum().query("AB > 0")
+    model = BernoulliMean(epsilon=1.0, random_state=0).fit_counts(career["H"], career["AB"])
+    assert np.isfinite(model.means_).all()
+    large = career["AB"].to_numpy() > 1_500
+    assert large.sum() == 875
+    np.testing.assert_allclose(model.means_[large], model.local_means_[large], atol=0.02)
 
 
 def test_one_trial_each_says_nothing_of_the_spread_privately_either():

@@ -3,9 +3,13 @@
 import warnings
 
 import numpy as np
+import pandas as pd
 import pytest
+from scipy.sparse import csr_array
+from sklearn.base import clone
+from sklearn.exceptions import ConvergenceWarning
 
-from pfl_sklearn.linear_model import PersonalizedLinearRegression
+from pfl_sklearn.linear_model import PersonalizedLinearRegression, PersonalizedLogisticRegression
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
 
 
@@ -126,3 +130,53 @@ def test_a_huge_known_variance_is_like_an_infinite_one(variance):
     np.testing.assert_allclose(wide.coef_, infinite.coef_, rtol=1e-6)
     assert wide.noise_variance_ == pytest.approx(infinite.noise_variance_, rel=1e-3)
     np.testing.assert_allclose(wide.coef_std_, infinite.coef_std_, rtol=1e-2)
+
+
+@pytest.mark.parametrize("prior", ["gaussian", GaussianPrior(covariance=np.inf)], ids=repr)
+def test_values_that_cannot_be_squared(prior):
+    X, y, groups = np.ones((4, 1)), np.zeros(4), [0, 0, 1, 1]
+    with pytest.raises(ValueError, match=r"^y\b.*1e150"):
+        PersonalizedLinearRegression(prior).fit(X, y + 1e200, groups=groups)
+    with pytest.raises(ValueError, match=r"^X\b.*1e150"):
+        PersonalizedLinearRegression(prior).fit(1e200 * X, y, groups=groups)
+    with pytest.raises(ValueError, match=r"^X\b.*1e150"):
+        PersonalizedLogisticRegression().fit(1e200 * X, [0, 1, 0, 1], groups=groups)
+
+
+@pytest.mark.parametrize(
+    "estimator", [PersonalizedLinearRegression(), PersonalizedLogisticRegression()], ids=repr
+)
+def test_one_name_of_a_feature_says_what_varies(estimator):
+    frame = pd.DataFrame({"age": X[:, 0], "test_time": X[:, 1]})
+    target = Y if isinstance(estimator, PersonalizedLinearRegression) else Y > 0
+    one = clone(estimator).set_params(random="test_time").fit(frame, target, groups=GROUPS)
+    listed = clone(estimator).set_params(random=["test_time"]).fit(frame, target, groups=GROUPS)
+    np.testing.assert_array_equal(one.coef_, listed.coef_)
+    assert np.ptp(one.coef_[:, 0]) == 0 < np.ptp(one.coef_[:, 1])
+    with pytest.raises(ValueError, match=r"random holds 'dose'.*'age', 'test_time'"):
+        clone(estimator).set_params(random="dose").fit(frame, target, groups=GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "instead"),
+    [
+        (PersonalizedLinearRegression(), "PPSGDRegressor"),
+        (PersonalizedLogisticRegression(), "PPSGDClassifier"),
+    ],
+    ids=repr,
+)
+def test_sparse_rows_are_refused_with_the_ways_out(estimator, instead):
+    with pytest.raises(
+        TypeError, match=rf"dense X.*\(120, 2\).*X\.toarray\(\).*sparse_threshold=0.*{instead}"
+    ):
+        estimator.fit(csr_array(X), Y > 0, groups=GROUPS)
+
+
+def test_a_known_covariance_beyond_all_digits_is_refused():
+    rng = np.random.default_rng(0)
+    X, y, groups = rng.normal(size=(40, 2)), np.tile([0, 1], 20), np.repeat(range(8), 5)
+    model = PersonalizedLogisticRegression(GaussianPrior(covariance=1.0))
+    with pytest.raises(ValueError, match=r"covariance.*\blogits\b.*1e\+07.*Scale the features"):
+        model.fit(1e10 * X, y, groups=groups)
+    with pytest.warns(ConvergenceWarning, match="rounding"):
+        assert np.isfinite(model.fit(1e6 * X, y, groups=groups).coef_).all()

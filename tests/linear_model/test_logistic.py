@@ -641,6 +641,24 @@ def test_no_differences_between_clients_is_an_answer():
     np.testing.assert_array_equal(model.shrinkage_, 1)
 
 
+@pytest.mark.parametrize("random", ["all", "intercept"])
+@pytest.mark.parametrize("single", [False, True])
+def test_the_warning_names_the_features_that_separate(random, single):
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame(rng.normal(size=(300, 4)) * [1.0, 10.0, 0.1, 1.0], columns=list("abcd"))
+    frame = frame.rename(columns={"b": "dose"})
+    groups = 0 * frame.index if single else frame.index % 10
+    with pytest.warns(SeparationWarning, match=r"mainly 'dose', separates"):
+        PersonalizedLogisticRegression(random=random).fit(frame, frame["dose"] > 1, groups=groups)
+    both = frame["a"] + 10 * frame["c"] > 0
+    with pytest.warns(SeparationWarning, match=r"mainly ('a', 'c'|'c', 'a'), separates"):
+        PersonalizedLogisticRegression(random=random).fit(frame, both, groups=groups)
+    with pytest.warns(SeparationWarning, match=r"mainly 'x1', separates"):
+        PersonalizedLogisticRegression(random="intercept").fit(
+            frame.to_numpy(), frame["dose"] > 1, groups=groups
+        )
+
+
 @pytest.mark.parametrize("n_classes", [2, 3])
 @pytest.mark.parametrize("known", [False, True])
 def test_separated_classes_get_a_finite_answer_and_a_warning(n_classes, known):

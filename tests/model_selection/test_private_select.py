@@ -498,6 +498,27 @@ def test_nothing_is_told_of_private_rows_but_the_noisy_score(scoring):
         assert math.isfinite(model.best_score_)
 
 
+@pytest.mark.parametrize("container", [list, lambda y: np.array(y, dtype=object)], ids=repr)
+@pytest.mark.parametrize("scoring", ["accuracy", "f1", "neg_log_loss", "neg_mean_squared_error"])
+def test_a_label_of_one_client_leaves_the_others_scores_alone(scoring, container):
+    from pfl_sklearn.model_selection._trials import HeldOutScore, RoutedRows
+
+    groups = np.repeat(np.arange(6), 4)
+    y = [0, 1, 1, 1] * 6
+    model = BernoulliMean() if "squared" not in scoring else GaussianMean()
+    model.fit(np.zeros((24, 1)), y, groups=groups)
+    changed = [*y[:-1], "unheard of"]
+
+    def scores(y):
+        rows = RoutedRows(np.zeros((24, 1)), y, {"groups": groups})
+        return HeldOutScore(rows, groups, scoring, None, None)._of_clients(model)
+
+    before, after = scores(y), scores(container(changed))
+    np.testing.assert_array_equal(after[:-1], before[:-1])
+    assert np.isfinite(before).all()
+    assert not after[-1] >= before[-1]
+
+
 def test_public_rows_are_scored_by_the_population_model():
     """A client's own model is not covered by its promise, so its public rows get no use of it."""
     model = fitted(select(epsilon=1e6, holdout=(X, Y, GROUPS), params={"clip_norm": [50.0]}))

@@ -6,14 +6,16 @@ from typing import NamedTuple
 import numpy as np
 
 from pfl_sklearn._parallel import map_batches
-from pfl_sklearn.linear_model._algebra import estimable, factor_of, inverse_root
+from pfl_sklearn.linear_model._algebra import estimable, factor_of, inverse_root, square_root
 from pfl_sklearn.linear_model._glmm._guards import (
     AWAY,
     HELD,
     centred_columns,
+    check_known_spread,
     check_spread_identified,
     is_unmixed,
     predictor_spread,
+    separating_columns,
     weak_slopes,
     weak_spread,
 )
@@ -37,7 +39,7 @@ from pfl_sklearn.linear_model._glmm._search import (
     natural_scale,
 )
 from pfl_sklearn.linear_model._posterior import CovariancePosterior, RowPosterior
-from pfl_sklearn.linear_model._table import uncentred
+from pfl_sklearn.linear_model._table import check_squares, uncentred
 
 _NEARER = 0.3  # start of the second search, in natural units, so that it skips no maximum
 
@@ -56,7 +58,7 @@ class LogitEstimates(NamedTuple):
     n_iter: int
     converged: bool
     modes_found: bool  # for all clients
-    separated: bool  # a combination of the columns separates the classes
+    separating: tuple  # positions of the columns that do most to separate the classes, if any do
     unmixed: bool  # no client has rows of two classes
     runaway: bool  # the differences between clients have no credible maximum
 
@@ -90,6 +92,7 @@ def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
     """
     q = table.n_random
     _check_fitted_to_several(prior)
+    check_squares(table)
     mean, covariance = coded_mean(prior, outcome, q), prior.known_covariance(q)
     if covariance is None:
         if table.n_clients == 1:
@@ -100,6 +103,8 @@ def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
             "covariance of GaussianPrior must be finite for PersonalizedLogisticRegression; got "
             f"{prior.covariance!r}. Alone, many clients have no finite estimate."
         )
+    else:
+        check_known_spread(table, square_root(covariance))
     table, centre = _centred(table, _first_centred(table, prior, mean, covariance))
     stacks = stack_rows(table.columns, table.y, table.weights, table.codes, table.n_clients)
     found, weak = _population(
@@ -186,7 +191,7 @@ def _fit_single(table, centre, prior, outcome):
     """Maximum of a single client's own likelihood; the spread between clients is unknown."""
     q, p = table.n_random, table.columns.shape[1]
     offset = np.zeros((len(table.y), outcome.n_outputs))
-    pooled, slopes = _pooled(table, outcome, offset, 0)
+    pooled, _, separating = _pooled(table, outcome, offset, 0)
     back = uncentred(np.eye(p), table.intercept, centre).T
     coding = np.kron(outcome.coding, back)
     root = coding @ pooled.root
@@ -205,23 +210,27 @@ def _fit_single(table, centre, prior, outcome):
         pooled.n_iter,
         pooled.converged,
         True,
-        slopes.any(),
+        separating,
         False,
         False,
     )
 
 
 def _pooled(table, outcome, offset, first):
-    """Fit without differences between clients, and the prior precision that its slopes need."""
+    """Fit without differences between clients, and the prior precision that its slopes need.
+
+    Last come the positions of the columns that need it most.
+    """
     columns = table.columns[:, first:]
     none = np.zeros(columns.shape[1])
     pooled = fit_pooled(columns, table, outcome, offset, none)
     if not pooled.separated:
-        return pooled, none
+        return pooled, none, ()
     intercept = table.intercept
     at = None if intercept is None or intercept < first else intercept - first
     slopes = weak_slopes(columns, table.weights, at)
-    return fit_pooled(columns, table, outcome, offset, slopes), slopes
+    separating = separating_columns(columns, table.weights, pooled.coefficients)
+    return fit_pooled(columns, table, outcome, offset, slopes), slopes, separating
 
 
 def _population(table, stacks, outcome, prior, mean, covariance, max_iter, tol, n_jobs):
@@ -233,7 +242,7 @@ def _population(table, stacks, outcome, prior, mean, covariance, max_iter, tol, 
     if first == p and covariance is not None:
         return Maximum(population, _root(covariance), 1, True), WeakPriors(np.zeros(0), np.zeros(q))
     offset = population_predictors(table.columns, population)
-    pooled, slopes = _pooled(table, outcome, offset, first)
+    pooled, slopes, separating = _pooled(table, outcome, offset, first)
     population[:, first:] = pooled.coefficients
     family = scale = None
     spread = np.zeros(q)
@@ -248,14 +257,15 @@ def _population(table, stacks, outcome, prior, mean, covariance, max_iter, tol, 
     begun = _client_modes(table, stacks, outcome, start, n_jobs)
     root, _ = inverse_root(_information(begun.rows, a, first) + np.diag(np.tile(slopes, a)))
     make = partial(MarginalLikelihood, stacks, outcome, table.n_clients, n_jobs)
-    weak = WeakPriors(slopes, spread)
+    weak = WeakPriors(slopes, spread, separating=separating)
     found = maximize_marginal(make(), start, root, weak, max_iter, tol, family, scale)
     if family is None or spread.any():
         return found, weak
     size = partial(predictor_spread, table.columns[:, :q], table.weights)
     if size(found.factor) <= AWAY:
         return found, weak
-    tight = WeakPriors(slopes, weak_spread(table.columns[:, :q], table.weights, tight=True), True)
+    precision = weak_spread(table.columns[:, :q], table.weights, tight=True)
+    tight = weak._replace(spread=precision, runaway=True)
     held = maximize_marginal(make(), start, root, tight, max_iter, tol, family, scale, _NEARER)
     away = size(held.factor) < HELD * size(found.factor)
     return (held, tight) if away else (found, weak)
@@ -360,7 +370,7 @@ def _logit_estimates(outcome, prior, found, summary, error, root, told, weak):
         found.n_iter,
         found.converged,
         summary.found,
-        weak.slopes.any(),
+        tuple(p - len(weak.slopes) + k for k in weak.separating),
         weak.spread.any() and not weak.runaway,
         weak.runaway,
     )

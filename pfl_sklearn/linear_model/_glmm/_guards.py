@@ -10,6 +10,8 @@ from pfl_sklearn.linear_model._table import check_covariance_identified
 
 _WEAK_SD = 2.5  # of the prior on separated slopes, in logits per standard deviation of a column
 _TIGHT_SD = 1.0  # of the prior on a factor that diverged, in logits per size of a column
+_MAIN = 0.2  # share of the largest contribution to a separating predictor that counts as main
+_LARGEST_SD = 1e7  # logits; with much more, likelihoods lose all their digits
 AWAY = 10.0  # logits; we check larger standard deviations of the predictors between clients
 HELD = 1 / 3  # if the tight prior leaves less than this share, the data do not support the rest
 
@@ -44,6 +46,17 @@ def weak_slopes(columns, weights, intercept):
     return precision
 
 
+def separating_columns(columns, weights, coefficients):
+    """Positions of the columns that do most to separate the classes.
+
+    Their coefficients (a, f) diverged, so that the predictors vary mainly with them.
+    """
+    mean = np.average(columns, axis=0, weights=weights)
+    spread = np.sqrt(np.average((columns - mean) ** 2, axis=0, weights=weights))
+    size = np.abs(coefficients).max(axis=0) * spread
+    return tuple(np.flatnonzero((size > 0) & (size >= _MAIN * size.max())).tolist())
+
+
 def weak_spread(random, weights, tight=False):
     """Precision (q,) of the prior that keeps the differences between clients finite."""
     sd = _TIGHT_SD if tight else _WEAK_SD
@@ -59,6 +72,20 @@ def predictor_spread(random, weights, factor):
     total = len(random) if weights is None else weights.sum()
     moments = weighted.T @ random / total
     return float(np.sqrt(np.vdot(factor, moments @ factor)))
+
+
+def check_known_spread(table, factor):
+    """Raise ValueError if a known covariance lets predictors vary more than arithmetic can follow.
+
+    The covariance is that of a factor (q, r).
+    """
+    spread = predictor_spread(table.columns[:, : table.n_random], table.weights, factor)
+    if spread > _LARGEST_SD:
+        raise ValueError(
+            "the prior's covariance gives the predictors of random coefficients a standard "
+            f"deviation of {spread:.3g} logits between clients; expected at most {_LARGEST_SD:g}. "
+            "Scale the features, or give a smaller covariance."
+        )
 
 
 def centred_columns(table, first):

@@ -33,6 +33,7 @@ class WeakPriors(NamedTuple):
     slopes: np.ndarray  # (f,), of the free population coefficients
     spread: np.ndarray  # (q,), of the rows of the factor
     runaway: bool = False  # because the differences between clients diverged
+    separating: tuple = ()  # positions of the free columns that do most to separate the classes
 
 
 class Maximum(NamedTuple):

@@ -162,8 +162,7 @@ def client_posteriors(table, found, covariance, n_jobs):
 
     If the released noise variance is of no use, we treat rows as nearly exact: every client keeps
     its own regression, falls back on the released mean where its rows leave coefficients open, and
-    states no standard deviation. A client with values too large to be squared gets NaN; the other
-    clients are not affected.
+    states no standard deviation. Rows that are too large to be squared count as absent.
     """
     q, p = table.n_random, table.columns.shape[1]
     noise = found.noise if found.trusted else _AS_GOOD_AS_EXACT * found.noise
@@ -200,11 +199,8 @@ def _whiten_batch(clients, table, root):
     Singular values cope with rows of any size; k is at most the number q of random columns.
     """
     q = len(root)
-    too_large = ~(np.abs(table).max(axis=(1, 2)) < _LARGEST)
-    table[too_large] = 0.0
+    table[~(np.abs(table).max(axis=2) < _LARGEST)] = 0.0
     if table.shape[1] > q:
         table = np.linalg.qr(table, mode="r")[:, :q]
     left, values, _ = np.linalg.svd(table[:, :, :q] @ root, full_matrices=False)
-    whitened = left.transpose(0, 2, 1) @ table / np.hypot(1, values)[..., None]
-    whitened[too_large] = np.nan
-    return clients, whitened
+    return clients, left.transpose(0, 2, 1) @ table / np.hypot(1, values)[..., None]

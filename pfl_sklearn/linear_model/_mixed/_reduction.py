@@ -84,10 +84,7 @@ def reduce_rows(
     if scale is None:
         scale = _scales(columns, weights, n_clients, n_random, common_scale)
     root = None if weights is None else np.sqrt(weights)
-    with np.errstate(over="ignore"):
-        sum_of_squares = float(np.vdot(y, y if weights is None else weights * y))
-    if not np.isfinite(sum_of_squares):
-        raise ValueError("y holds values too large to be squared (above about 1e150).")
+    sum_of_squares = float(np.vdot(y, y if weights is None else weights * y))
     batches = [
         (clients, _scaled_rows(columns, y, rows, scale, root))
         for clients, rows in client_batches(codes, n_clients, _CELLS // len(scale))
@@ -141,13 +138,10 @@ def _scaled_rows(columns, y, rows, scale, root):
 
 def _scales(columns, weights, n_clients, n_random, common):
     """Factors (p,) that give a client's columns a length of about 1."""
-    with np.errstate(over="ignore"):
-        squares = np.einsum("np,np->p", columns, columns)
-        if weights is not None:
-            squares = np.einsum("n,np,np->p", weights, columns, columns)
-    if not np.isfinite(squares).all():
-        raise ValueError("X holds values too large to be squared (above about 1e150).")
-    squares = squares / n_clients
+    if weights is None:
+        squares = np.einsum("np,np->p", columns, columns) / n_clients
+    else:
+        squares = np.einsum("n,np,np->p", weights, columns, columns) / n_clients
     if common:
         squares[:n_random] = squares[:n_random].mean()
     return np.divide(1, np.sqrt(squares), out=np.ones_like(squares), where=squares > 0)

@@ -11,6 +11,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from pfl_sklearn._clients import rows_by_client
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._rounds.estimator import BaseRounds, Run, sampling_of
+from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, InTurn
 from pfl_sklearn.linear_model._base import client_predictors
@@ -25,6 +26,7 @@ from pfl_sklearn.linear_model._ppsgd._sparse import (
 from pfl_sklearn.linear_model._ppsgd._steps import (
     auto_learning_rate,
     check_learning_rate,
+    divergence_advice,
     step_sizes,
     theory_learning_rate,
 )
@@ -160,8 +162,7 @@ class BasePPSGD(BaseRounds):
             "rows": rows,
             "sampling": sampling,
             "found": {"learning_rate_": learning_rate},
-            "advice": f"learning_rate={learning_rate:.4g} is too large for these features. Lower "
-            "it, or scale the features.",
+            "advice": divergence_advice(table, learning_rate, is_private(self)),
         }
         if not issparse(table.features):
             method = ppsgd(len(roster.ids), *settings)
@@ -272,7 +273,8 @@ class BasePPSGD(BaseRounds):
         X = validate_data(self, X, reset=False, dtype=np.float64, accept_sparse="csr")
         design = with_intercept(X, len(self._population) > X.shape[1])
         local = self._local if hasattr(self, "clients_") else None
-        return additive_predictors(design, codes, self._population, local)
+        with np.errstate(over="ignore", invalid="ignore"):  # a local model may diverge under noise
+            return np.nan_to_num(additive_predictors(design, codes, self._population, local))
 
     @property
     def population_coef_(self):

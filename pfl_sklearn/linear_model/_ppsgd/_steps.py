@@ -12,6 +12,8 @@ from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha
 _CHUNK = 32  # rows: a longer batch is no steeper than the steepest chunk of it
 _PART = 64
 _MOST = 1024
+_LARGEST = 1e150  # of values that are to be squared
+_UNIT_SCALE = 3.0  # root mean square of a column that needs no scaling
 
 
 class Steps(NamedTuple):
@@ -95,6 +97,25 @@ def auto_learning_rate(rows, loss, weighting, alpha, sampling):
         n_expected = sampling.rate * rows.n_clients
         steepest *= 1 + min(alpha * n_expected, 1.0) * (1 - sampling.rate) / n_expected
     return 0.5 / (loss.curvature * steepest) if steepest > 0 else 1.0
+
+
+def divergence_advice(table, learning_rate, private):
+    """What to say if the rounds diverge; in a private fit it does not depend on the data."""
+    found = f"learning_rate={learning_rate:.4g} is too large"
+    if private:
+        return f"{found} for these features. Lower it, or scale the features."
+    if table.y.dtype.kind == "f" and np.abs(table.y).max(initial=0.0) > _LARGEST:
+        return "y holds values too large to be squared (above about 1e150). Rescale it."
+    if _largest_size(table.features) > _UNIT_SCALE:
+        return f"{found} for these features. Scale them, or lower it."
+    return f"{found}, although the features have unit scale. Lower it."
+
+
+def _largest_size(X):
+    """Largest root mean square of a column of X (n, d), dense or CSR."""
+    with np.errstate(over="ignore"):
+        squares = X.power(2).mean(axis=0) if issparse(X) else np.mean(np.square(X), axis=0)
+    return float(np.sqrt(np.max(squares, initial=0.0)))
 
 
 def steepest_batch(X, offsets, batch_sizes, weights):

@@ -1,6 +1,7 @@
 """What one client of a private fit must not tell the world, and what copies must not carry."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from sklearn.callback import ScoringMonitor
 from pfl_sklearn import GaussianMean, PPSGDClassifier, PPSGDRegressor
 from pfl_sklearn._rounds.checkpoint import Checkpoint
 from pfl_sklearn.linear_model import DivergenceError
+from pfl_sklearn.linear_model._ppsgd._steps import divergence_advice
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.privacy import PrivacyLedger, auditing
 from tests.helpers.callbacks import StopAfter
@@ -272,3 +274,18 @@ def test_hardly_ever_taking_part_is_no_protection_of_who_does():
     X, y, groups = table()
     model = PPSGDRegressor(client_fraction=1e-6, n_rounds=2, **NOISE).fit(X, y, groups=groups)
     assert any("at most delta" in text for text in model.privacy_.warnings)
+
+
+@pytest.mark.parametrize("form", [csr_array, np.asarray])
+def test_advice_on_divergence_is_for_this_table(form):
+    """To scale features that are scaled would not help, and private rows are not described."""
+    X, y, groups = table()
+    fit = PPSGDRegressor(learning_rate=1e3, n_rounds=400, alpha=1.0).fit
+    with pytest.raises(DivergenceError, match=r"learning_rate=1000 is too large, .*unit scale"):
+        fit(form(X), y, groups=groups)
+    with pytest.raises(DivergenceError, match=r"learning_rate=1000 .*these features.*[Ss]cale"):
+        fit(form(1e4 * X), y, groups=groups)
+    with pytest.raises(DivergenceError, match=r"\by holds values.*1e150"):
+        fit(form(X), 1e160 * y, groups=groups)
+    loud = SimpleNamespace(features=1e4 * X, y=y), SimpleNamespace(features=X, y=y)
+    assert len({divergence_advice(rows, 0.1, private=True) for rows in loud}) == 1

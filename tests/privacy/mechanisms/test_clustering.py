@@ -102,6 +102,41 @@ def test_sensitivities_are_reached(d, squares):
     assert abs(lost[0]) == pytest.approx(1.0)
 
 
+def largest_move_of_the_gain(monkeypatch):
+    """Over its sensitivity: when one of 50 clients with 1 to 50 rows has another mean."""
+    mechanism, sizes, exact = clustering(1), np.arange(1, 51), []
+    working = GaussianMixturePrior(2, means=[[-9.0], [9.0]], covariances=1e-9, weights=[0.5, 0.5])
+
+    def spy(self, messages, rng):
+        exact.append(messages)
+        return messages
+
+    monkeypatch.setattr(GaussianMechanism, "privatize", spy)
+    rng, moves = np.random.default_rng(0), []
+    for client in (0, 1, 25, 49):
+        means = rng.choice([-9.0, 9.0], size=(50, 1))
+        exact.clear()
+        for value in (-9.0, 0.0, 9.0, 9.0 + 3.2 / np.sqrt(sizes[client]), 30.0, 1e200):
+            means[client] = value
+            release._helps(mechanism, working, means, 1.0 / sizes, rng)
+        moves.append(np.ptp(exact))
+    return max(moves) / mechanism.parts["gain"][1]
+
+
+def test_clients_of_unequal_size_move_the_gain_by_its_sensitivity_at_most(monkeypatch):
+    assert 0.9 < largest_move_of_the_gain(monkeypatch) <= 1 + 1e-9
+
+
+def test_importance_relative_to_the_average_client_is_convicted(monkeypatch):
+    exact = PrivateClustering.gain
+    monkeypatch.setattr(
+        PrivateClustering,
+        "gain",
+        lambda self, gains, importance: exact(self, gains, importance / importance.mean()),
+    )
+    assert largest_move_of_the_gain(monkeypatch) > 2
+
+
 def test_messages_are_sums_over_clients_and_split_again():
     rng = np.random.default_rng(0)
     mechanism = clustering(3, 50, squares=True)

@@ -16,15 +16,19 @@ from scipy import stats
 import pfl_sklearn.privacy as privacy
 from pfl_sklearn.privacy import (
     ClientMoments,
+    ClippedSum,
     DiscreteGaussianMechanism,
     GaussianMechanism,
     OneBit,
+    PrivateClustering,
+    RegressionMoments,
     StochasticQuantizer,
     SubsetSelection,
     TwoBit,
 )
 from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 from pfl_sklearn.privacy._mechanisms._noise import bernoulli, noise_generator
+from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum, SparseMessages
 from pfl_sklearn.privacy.auditing import odds_lower_bound
 
 MECHANISMS = [
@@ -400,3 +404,50 @@ def test_quantizer_bounds_anything():
 def test_bad_parameters(call, error):
     with pytest.raises(ValueError, match=error):
         call()
+
+
+def _clipped_total(values):
+    mechanism = ClippedSum(1e-3, 1.0)
+    return mechanism.release(values, mechanism.start(), 3, np.random.default_rng(0)).total
+
+
+def _sparse_total(values):
+    mechanism = SparseClippedSum(ClippedSum(1e-3, 1.0))
+    owner = np.arange(len(values))
+    messages = SparseMessages(values, 0 * owner, owner, len(values))
+    return mechanism.release(messages, mechanism.start(), 3, np.random.default_rng(0)).total.values
+
+
+BOUNDED = {
+    "clip_l2": lambda values: clip_l2(values, 1e-3),
+    "ClientMoments": lambda values: ClientMoments(
+        1e-3, square=True, sampling=True, sampling_bound=0.1
+    ).messages(values, np.abs(values[:, 0])),
+    "RegressionMoments.messages": lambda values: RegressionMoments(2, 1e-3, 1e-3).messages(
+        values, values[:, 0]
+    ),
+    "RegressionMoments.total": lambda values: RegressionMoments(2, 1e-3, 1e-3).total(
+        values, values[:, 0]
+    ),
+    "ClippedSum": _clipped_total,
+    "ClippedSum of float32": lambda values: _clipped_total(
+        np.clip(values, -3e38, 3e38).astype(np.float32)
+    ),
+    "SparseClippedSum": _sparse_total,
+    "PrivateClustering.gain": lambda values: PrivateClustering(1.0, 1e-5, 1, 3).gain(
+        values[:, 0], np.ones(3)
+    ),
+    "StochasticQuantizer": lambda values: StochasticQuantizer(3, 1e-3).privatize(
+        values, np.random.default_rng(0)
+    ),
+    "OneBit": lambda values: OneBit(1.0).probability(values[:, 0]),
+}
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("value", [1e160, 1e308, -1e308], ids=repr)
+def test_what_mechanisms_bound_may_have_any_size(name, value):
+    """Neither a warning, which would reveal the value, nor NaN or infinity."""
+    values = np.array([[0.0, 1.0], [value, 1.0], [1.0, -value]])
+    assert np.isfinite(BOUNDED[name](values)).all()

@@ -266,6 +266,21 @@ def test_cross_val_predict_and_score():
     np.testing.assert_array_equal(proba, by_hand(BernoulliMean(), LABELS, "predict_proba"))
 
 
+def test_folds_of_a_table_sorted_by_client_warn():
+    """scikit-learn's folds are contiguous: nearly all their test rows are of unseen clients."""
+    rng = np.random.default_rng(0)
+    table = pd.DataFrame({"site": np.repeat(np.arange(24), 7), "x": rng.normal(size=168)})
+    y = 3 * rng.normal(size=24)[table["site"]] + rng.normal(size=168)
+    model = ClientColumn(GaussianMean(), "site")
+    with pytest.warns(UnseenClientsWarning, match="ClientKFold") as caught:
+        scores = cross_val_score(model, table, y, cv=5)
+    assert len(caught) == 5
+    assert scores.mean() < 0
+    assert cross_val_score(model, table, y, cv=FOLDS).mean() > 0.8
+    expected = model.set_params(estimator__unseen="population")
+    np.testing.assert_array_equal(cross_val_score(expected, table, y, cv=5), scores)
+
+
 def test_permutation_importance_sees_the_column():
     model = ClientColumn(GaussianMean(), "site").fit(FRAME, Y)
     found = permutation_importance(model, FRAME, Y, n_repeats=3, random_state=0)

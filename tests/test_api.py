@@ -26,6 +26,8 @@ DELETED = {
     ("calibrate_rounds", "n_sampled"),
 }
 WIDENED = {("score", "y"): "y=None"}  # of four estimators y had no default
+WIDENED |= {("client_scores", "groups"): "groups=None"}  # a column of ids does
+ADDED = {("client_scores", "scoring"): "client_column=None"}  # after the parameter named first
 WITH_UNSEEN = ("GaussianMean", "BernoulliMean", "PPSGDRegressor", "PPSGDClassifier")
 WITH_UNSEEN += ("PersonalizedLinearRegression", "PersonalizedLogisticRegression")
 # Splits of whole clients passed without a word.
@@ -33,7 +35,7 @@ WIDENED |= {(name, "unseen='population'"): "unseen='warn'" for name in WITH_UNSE
 # What the class inside a ClientColumn has was handed on without showing; components named by a
 # string or None get their default object before a parameter of theirs is set.
 NEW = {("ClientColumn", name) for name in ("for_client", "privacy_", "release", "summary")}
-NEW |= {("ClientMixin", "set_params")}
+NEW |= {("ClientMixin", "set_params"), ("ClientColumn", "set_output")}
 
 
 def documented():
@@ -65,7 +67,12 @@ def allowed(name, parameters):
         return parameters
     owner = name.rpartition(".")[2]
     kept = [each for each in parameters if (owner, each.partition("=")[0]) not in DELETED]
-    return [WIDENED.get((owner, each), each) for each in kept]
+    return [
+        new
+        for each in kept
+        for new in (WIDENED.get((owner, each), each), ADDED.get((owner, each)))
+        if new
+    ]
 
 
 def last_two(name):

@@ -7,7 +7,7 @@ from sklearn.metrics import get_scorer
 from sklearn.utils import check_consistent_length
 from sklearn.utils.metadata_routing import MetadataRequest, get_routing_for_object
 
-from pfl_sklearn._clients import encode_clients, match_clients, rows_by_client, split_client_column
+from pfl_sklearn._clients import encode_clients, ids_of_rows, match_clients, rows_by_client
 from pfl_sklearn._compat import num_samples
 from pfl_sklearn._nesting import predicting_estimator
 from pfl_sklearn.base import UnseenClientsWarning
@@ -114,9 +114,7 @@ class ClientScorer:
         float, or dict of floats if `average` is None
         """
         check_consistent_length(X, y)
-        ids = groups
-        if ids is None and self.client_column is not None:
-            ids = split_client_column(X, self.client_column)[1]
+        ids = groups if groups is not None else ids_of_rows(X, None, self.client_column)
         if ids is None and (self.subset != "all" or self.average != "micro"):
             raise ValueError(
                 f"{self!r} needs groups= (sklearn.set_config(enable_metadata_routing=True)) or "

@@ -328,6 +328,15 @@ def test_through_a_search():
                 assert scorer(search, X, Y, groups=GROUPS) == scorer(MODEL, X, Y, groups=GROUPS)
 
 
+@pytest.mark.parametrize("cv", [KFold(3), ClientKFold(3, random_state=0)])
+def test_string_scorers_name_the_ways_out(cv):
+    names = r"groups=.*enable_metadata_routing=True.*ClientScorer.*ClientColumn"
+    with config_context(**ROUTED), pytest.raises(ValueError, match=names):
+        cross_validate(
+            GaussianMean(), X, Y, params={"groups": GROUPS}, cv=cv, scoring=MSE, error_score="raise"
+        )
+
+
 def test_predictions_are_made_once():
     class Counting(GaussianMean):
         calls = 0

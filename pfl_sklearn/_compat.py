@@ -4,6 +4,7 @@ They have no deprecation promise. When a release moves one, this module is what 
 """
 
 from sklearn.base import _fit_context as fit_context
+from sklearn.model_selection._search import BaseSearchCV
 from sklearn.utils import _safe_indexing as safe_indexing
 from sklearn.utils._param_validation import HasMethods, Interval, StrOptions
 from sklearn.utils.validation import _check_method_params as check_method_params
@@ -18,6 +19,7 @@ def response_methods(scorer):
 
 
 __all__ = [
+    "BaseSearchCV",
     "HasMethods",
     "Interval",
     "StrOptions",

@@ -9,7 +9,12 @@ from sklearn.utils.validation import check_consistent_length, check_is_fitted
 
 from pfl_sklearn._clients import encode_clients, ids_of_rows, rows_by_client
 from pfl_sklearn._compat import num_samples
-from pfl_sklearn._nesting import inner_estimator, innermost_estimator, predicting_estimator
+from pfl_sklearn._nesting import (
+    fitted_attribute,
+    inner_estimator,
+    innermost_estimator,
+    predicting_estimator,
+)
 from pfl_sklearn.metrics._responses import Responses, score_clients, scorer_for
 
 
@@ -148,5 +153,5 @@ def population_model(estimator):
     elif hasattr(estimator, "steps"):
         outer.steps = [*estimator.steps[:-1], (estimator.steps[-1][0], population_model(inner))]
     else:
-        outer.estimator_ = population_model(inner)
+        setattr(outer, fitted_attribute(estimator), population_model(inner))
     return outer

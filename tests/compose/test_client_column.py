@@ -11,7 +11,7 @@ import sklearn
 from sklearn import config_context
 from sklearn.base import clone, is_classifier, is_regressor
 from sklearn.calibration import CalibratedClassifierCV
-from sklearn.ensemble import StackingRegressor, VotingRegressor
+from sklearn.ensemble import BaggingRegressor, StackingRegressor, VotingRegressor
 from sklearn.exceptions import NotFittedError
 from sklearn.inspection import permutation_importance
 from sklearn.linear_model import LinearRegression, LogisticRegression
@@ -383,11 +383,11 @@ def test_a_private_estimator_is_released_without_its_clients():
 
 
 def test_only_what_the_estimator_has_is_handed_on():
-    plain = ClientColumn(make_pipeline(StandardScaler(), GaussianMean()), "site")
-    for name in ("summary", "release", "for_client", "privacy_"):
-        assert not hasattr(plain, name), name
+    plain = ClientColumn(BaggingRegressor(GaussianMean(), 2), "site")
+    names = ("summary", "release", "for_client", "clients_")
+    assert [hasattr(plain, name) for name in (*names, "privacy_")] == [False] * 5
     plain.fit(FRAME, Y)
-    assert [hasattr(plain, name) for name in ("summary", "release", "for_client")] == [False] * 3
+    assert [hasattr(plain, name) for name in names] == [False] * 4
     assert plain.privacy_ == privacy_of(plain.estimator_)
     assert plain.privacy_.epsilon == np.inf
     with pytest.raises(NotFittedError):

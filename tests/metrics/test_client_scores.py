@@ -305,3 +305,8 @@ def test_ids_of_client_scores_are_given_once():
         client_scores(model, FRAME, Y, scoring=MSE)
     with pytest.raises(ValueError, match=r"'clinic'.*\['x', 'site', 'z'\]"):
         client_scores(model, FRAME, Y, client_column="clinic", scoring=MSE)
+
+
+def test_frozen_models_are_scored_with_groups():
+    frozen = FrozenEstimator(MODEL)
+    assert_same(client_scores(frozen, X, Y, groups=NAMES, scoring=MSE), expected_table(MODEL))

@@ -13,7 +13,7 @@ from sklearn.base import clone, is_classifier, is_regressor
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.ensemble import BaggingRegressor, StackingRegressor, VotingRegressor
 from sklearn.exceptions import NotFittedError
-from sklearn.inspection import permutation_importance
+from sklearn.inspection import partial_dependence, permutation_importance
 from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.metrics import mean_squared_error
 from sklearn.model_selection import (
@@ -286,6 +286,14 @@ def test_permutation_importance_sees_the_column():
     found = permutation_importance(model, FRAME, Y, n_repeats=3, random_state=0)
     assert found.importances_mean[[0, 2]].tolist() == [0, 0]
     assert found.importances_mean[1] > 1
+
+
+def test_partial_dependence_on_the_column():
+    model = ClientColumn(GaussianMean(), "site").fit(FRAME, Y)
+    found = partial_dependence(model, FRAME, ["site"], categorical_features=["site"])
+    np.testing.assert_allclose(found["average"][0], DIRECT.means_)
+    found = partial_dependence(model, FRAME, ["a"], grid_resolution=3)
+    np.testing.assert_allclose(found["average"][0], EXPECTED.mean())
 
 
 def test_ensembles():

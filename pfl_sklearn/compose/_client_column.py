@@ -226,17 +226,23 @@ def _check_ids_are_read(estimator, column):
     predicts = (
         hasattr(predicting, "predict") or is_classifier(predicting) or is_regressor(predicting)
     )
-    methods = ("fit", "predict") if predicts else ("fit",)
-    if not all(takes_groups(predicting, method) for method in methods):
-        last = final_estimator(estimator)
-        name = type(estimator if takes_groups(last, "predict") else last).__name__
-        raise ValueError(
-            f"{name} does not hand client ids on to the fit and predict of what is inside it. Put "
-            f"the column inside {name}: wrap the client-aware estimator itself as "
-            f"ClientColumn(..., {column!r})."
-        )
+    for method in ("fit", "predict") if predicts else ("fit",):
+        if not takes_groups(predicting, method):
+            last = final_estimator(estimator)
+            name = type(estimator if takes_groups(last, method) else last).__name__
+            raise ValueError(
+                f"{name}.{method} hands no client ids on to what is inside it. Put the column "
+                f"inside {name}: wrap the client-aware estimator itself as "
+                f"ClientColumn(..., {column!r})."
+            )
+    _check_scoring(estimator)
+
+
+def _check_scoring(estimator):
+    """Refuse searches over client-aware estimators whose scorers do not pass ids."""
     for each in _inside(estimator):
-        if is_search(each) and not takes_groups(each, "score"):
+        aware = is_search(each) and takes_groups(each.estimator, "fit")
+        if aware and not takes_groups(each, "score"):
             raise ValueError(
                 f"{type(each).__name__} inside ClientColumn got scoring={each.scoring!r}, which "
                 "does not hand client ids on to predict. Use a pfl_sklearn.metrics.ClientScorer, "

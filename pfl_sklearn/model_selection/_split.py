@@ -35,10 +35,10 @@ class _ClientSplitter(BaseCrossValidator):
         if groups is None:
             raise ValueError(
                 f"{type(self).__name__} splits inside clients and got no client ids: the 'groups' "
-                "parameter should not be None, unless client_column is given. Inside "
-                "scikit-learn's tools, call sklearn.set_config(enable_metadata_routing=True) and "
-                "pass groups, or keep the ids as a column of X and give client_column here and "
-                "the estimator in a pfl_sklearn.compose.ClientColumn."
+                "parameter should not be None, unless client_column is given. Pass groups (inside "
+                "scikit-learn's tools after sklearn.set_config(enable_metadata_routing=True)), or "
+                "keep the ids as a column of X: set client_column here and wrap the estimator in "
+                "pfl_sklearn.compose.ClientColumn."
             )
         ids, codes = encode_clients(groups, num_samples(X))
         return codes, row_counts(codes, len(ids))

@@ -318,7 +318,8 @@ def test_others_are_refused_at_fit(case, around):
     elif around == "search":
         meta = GridSearchCV(meta, {}, **INSIDE)
     model = ClientColumn(meta, "site")
-    with pytest.raises(ValueError, match=rf"^{name} .*inside.*ClientColumn\(\.\.\., 'site'\)"):
+    says = rf"^{name}\.(fit|predict) .*inside {name}.*ClientColumn\(\.\.\., 'site'\)"
+    with pytest.raises(ValueError, match=says):
         model.fit(FRAME, y)
     with pytest.raises(NotFittedError):
         check_is_fitted(model)
@@ -352,7 +353,7 @@ def test_nothing_inside_reads_ids(estimator):
 
 def test_a_frozen_model_at_the_end_of_a_pipeline_is_refused():
     frozen = FrozenEstimator(GaussianMean().fit(REST, Y, groups=NAMES))
-    with pytest.raises(ValueError, match=r"^Pipeline .*inside Pipeline"):
+    with pytest.raises(ValueError, match=r"^Pipeline\.fit .*inside Pipeline"):
         ClientColumn(make_pipeline(StandardScaler(), frozen), "site").fit(FRAME, Y)
 
 
@@ -364,3 +365,18 @@ def test_searches_that_score_without_ids_are_refused(scoring):
     for estimator in (unaware, make_pipeline(StandardScaler(), unaware)):
         with pytest.raises(ValueError, match=r"GridSearchCV.*ClientScorer.*ClientColumn"):
             ClientColumn(estimator, "site").fit(FRAME, Y)
+
+
+def test_searches_of_other_models_need_no_ids():
+    search_of_slopes = GridSearchCV(Ridge(), {"alpha": [1.0]}, scoring="r2")
+    chosen = SelectFromModel(
+        search_of_slopes,
+        importance_getter="best_estimator_.coef_",
+        max_features=1,
+        threshold=-np.inf,
+    )
+    model = column(make_pipeline(chosen, PersonalizedLinearRegression()))
+    first = PersonalizedLinearRegression().fit(FEATURES[:, :1], Y, groups=NAMES)
+    np.testing.assert_array_equal(
+        model.predict(FRAME), first.predict(FEATURES[:, :1], groups=NAMES)
+    )

@@ -173,6 +173,7 @@ tested = []
 for fold, (train, test) in enumerate(splitter.split(houses, groups=county)):
     new = ~county.iloc[test].isin(county.iloc[train])
     for name, (model, columns) in competitors.items():
+        model.set_params(unseen="population")  # new counties are expected
         model.fit(houses.iloc[train][columns], log_radon.iloc[train], groups=county.iloc[train])
         mean, std = model.predict(
             houses.iloc[test][columns], groups=county.iloc[test], return_std=True
@@ -228,13 +229,15 @@ plt.show()
 # A county never measured
 # -----------------------
 # All one needs to know of it is its uranium. ``predict`` gives an id that was not in ``fit`` the
-# population's model; ``return_std`` counts the uncertainty of its coefficients and the spread
-# between counties. Radon levels themselves are the exponentials.
+# population's model; ``unseen="population"`` says that new ids are expected. ``return_std`` counts
+# the uncertainty of its coefficients and the spread between counties. Radon levels themselves are
+# the exponentials.
 uranium = np.log([0.5, 1.0, 1.6])
 nowhere = pd.DataFrame({"floor": 0.0, "log_uranium": uranium})
 largest = sizes.index[0]
 rows = pd.concat([nowhere, basement.loc[with_uranium.clients_ == largest]])
 ids = [0, 0, 0, largest] if 0 not in sizes.index else [-1, -1, -1, largest]
+with_uranium.set_params(unseen="population")
 mean, std = with_uranium.predict(rows, groups=ids, return_std=True)
 print(f"data: {SOURCE}")
 predictive = np.sqrt(std**2 + with_uranium.noise_variance_)

@@ -291,6 +291,8 @@ print(np.sqrt(scores).T.round(1).to_string())
 # ------------
 # A subject who was not in the table gets the population's line, with the spread between subjects in
 # its standard deviation. For a single new row the scatter within subjects comes on top.
+# ``unseen="population"`` says that somebody new is expected.
+correlated.set_params(unseen="population")
 days = pd.DataFrame({"days": [0, 4, 9, 0, 4, 9]})
 who = subject.iloc[0]
 known_and_new = [who] * 3 + [subject.max() + 1] * 3

@@ -419,6 +419,24 @@ def _split_array(X: Any, column: int | str) -> tuple[Any, Array]:
     return X[:, keep], X[:, column]
 
 
+def ids_of_rows(X: Any, groups: Any, column: int | str | None) -> Any:
+    """Ids in `groups` or in a column of `X`; None if neither is given.
+
+    Raises ValueError if both are given and differ.
+    """
+    if column is None:
+        return groups
+    ids = split_client_column(X, column)[1]
+    check_same_ids(groups, ids, column)
+    return ids
+
+
+def check_same_ids(groups: Any, ids: Any, column: int | str) -> None:
+    """Raise ValueError if `groups` are given and differ from the ids of a column."""
+    if groups is not None and not same_ids(groups, ids, len(ids)):
+        raise ValueError(f"groups= differs from column {column!r} of X; give only one of them.")
+
+
 def same_ids(groups: Any, column: Any, n_rows: int) -> bool:
     """Whether `groups` and the ids of a column agree row by row."""
     first, second = encode_clients(groups, n_rows), encode_clients(column, n_rows)

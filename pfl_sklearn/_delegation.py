@@ -1,13 +1,22 @@
 """What estimators hand on to the one estimator that they fit."""
 
+import math
+
 from sklearn import config_context
 from sklearn.utils import get_tags
 from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._nesting import predicting_estimator
+from pfl_sklearn._nesting import (
+    final_estimator,
+    hand_out,
+    predicting_estimator,
+    takes_groups,
+)
 from pfl_sklearn.metrics._clients import known_clients
+from pfl_sklearn.metrics._responses import Responses
+from pfl_sklearn.privacy._vouching import privacy_of
 
 _ROUTED = (
     "fit",
@@ -35,6 +44,16 @@ def inner_has(method):
 
     def check(self):
         getattr(getattr(self, self._wraps.fitted, self.estimator), method)
+        return True
+
+    return check
+
+
+def model_has(method):
+    """Check for ``available_if``: the model at the end of all steps has a method."""
+
+    def check(self):
+        getattr(final_estimator(getattr(self, self._wraps.fitted, self.estimator)), method)
         return True
 
     return check
@@ -151,21 +170,35 @@ class DelegationMixin:
         """
         return self._call("score", X, y, **params)
 
-    @available_if(inner_has("release"))
+    @available_if(model_has("release"))
     def release(self):
         """Population model of the fitted estimator: what its privacy statement covers.
 
         Returns
         -------
         estimator
-            What the estimator's own ``release`` returns, safe to publish.
+            What the model's own ``release`` returns, safe to publish. Steps before it are included.
+
+        Raises
+        ------
+        ValueError
+            If nothing protects the model, or a step that was fitted on the same data.
         """
         check_is_fitted(self)
-        return self._fitted.release()
+        released, report = hand_out(self._fitted, "release"), privacy_of(self._fitted)
+        if not math.isfinite(report.epsilon):
+            raise ValueError(
+                f"release() of this {type(self).__name__} would publish unprotected values: "
+                f"{report.warnings[-1]}."
+            )
+        return released
 
-    @available_if(inner_has("for_client"))
+    @available_if(model_has("for_client"))
     def for_client(self, client_id):
-        """Model of one client alone, safe to hand to that client.
+        """Model of one client alone, to hand to that client.
+
+        Steps before the model are included as they were fitted. Check what they keep of the other
+        clients' rows: a ``StandardScaler`` keeps means, a ``KNNImputer`` all rows.
 
         Parameters
         ----------
@@ -175,15 +208,18 @@ class DelegationMixin:
         Returns
         -------
         estimator
-            What the estimator's own ``for_client`` returns. It takes rows without client ids.
+            What the model's own ``for_client`` returns. It takes rows without client ids.
         """
         check_is_fitted(self)
-        return self._fitted.for_client(client_id)
+        return hand_out(self._fitted, "for_client", client_id)
 
     @property
     def clients_(self):
         """Sorted ids of the fitted clients."""
-        return known_clients(self._fitted)
+        try:
+            return known_clients(self._fitted)
+        except ValueError as error:
+            raise AttributeError(str(error)) from error
 
     @property
     def classes_(self):
@@ -221,10 +257,13 @@ class DelegationMixin:
         """Result of a method of the fitted estimator; a search predicts with its best one."""
         check_is_fitted(self)
         X, params = self._handed_on(X, params)
-        estimator = self._fitted
-        if method != "score":
-            estimator = predicting_estimator(estimator)
+        predicting = predicting_estimator(self._fitted)
+        estimator = self._fitted if method == "score" else predicting
         with config_context(enable_metadata_routing=True):
+            groups = None if takes_groups(estimator, method) else params.pop("groups", None)
+            if method == "score" and groups is not None:  # by predictions, which do take groups
+                own_score = type(final_estimator(estimator)).score
+                return own_score(Responses(predicting, X, groups), X, *y, **params)
             return getattr(estimator, method)(X, *y, **params)
 
     def _handed_on(self, X, params):

@@ -46,9 +46,10 @@ ROUNDS = {
             noise, so protect it. Use one file for one fit.
         checkpoint_every : int, default=10
             Rounds between two writes.
-        unseen : {"population", "error"}, default="population"
-            What ``predict`` does for clients that ``fit`` did not see: use the population model, or
-            raise an error.
+        unseen : {"warn", "population", "error"}, default="warn"
+            What to do for clients that ``fit`` did not see. "warn" and "population" use the
+            population model; "warn" says so when they have at least half of the rows. "error"
+            raises an error.
         n_jobs : int or None, default=None
             Workers for the blocks of clients of a round. Results are the same bits for any number.
             Processes send every client's model back and forth in each round, so they pay only with

@@ -6,10 +6,14 @@ parameter called ``estimator`` alone means nothing: it may be a recipe that the 
 
 from __future__ import annotations
 
+import copy
 from typing import Any, NamedTuple
 
 from sklearn.frozen import FrozenEstimator
 from sklearn.pipeline import Pipeline
+from sklearn.utils.metadata_routing import get_routing_for_object
+
+from pfl_sklearn._compat import BaseSearchCV
 
 
 class Wraps(NamedTuple):
@@ -30,15 +34,68 @@ class Core(NamedTuple):
 
 def inner_estimator(estimator: Any) -> Any:
     """Fitted estimator directly inside a search, wrapper or pipeline, or None."""
-    name = _fitted_attribute(estimator)
+    name = fitted_attribute(estimator)
     if name is not None:
         return getattr(estimator, name)
     return estimator.steps[-1][1] if hasattr(estimator, "steps") else None
 
 
 def predicting_estimator(estimator: Any) -> Any:
-    """Best estimator of a search, whose own ``predict`` takes no groups, or `estimator` itself."""
-    return getattr(estimator, "best_estimator_", estimator)
+    """`estimator` with every search replaced by its best estimator, alone or behind steps.
+
+    The ``predict`` of a search takes no groups. Before the fit, it is the estimator searched over.
+    """
+    if hasattr(estimator, "best_estimator_"):
+        return predicting_estimator(estimator.best_estimator_)
+    if is_search(estimator):
+        return predicting_estimator(estimator.estimator)
+    if not isinstance(estimator, Pipeline):
+        return estimator
+    name, last = estimator.steps[-1]
+    predicting = predicting_estimator(last)
+    if predicting is last:
+        return estimator
+    outer = copy.copy(estimator)
+    outer.steps = [*estimator.steps[:-1], (name, predicting)]
+    return outer
+
+
+def is_search(estimator: Any) -> bool:
+    """Whether an estimator is one of scikit-learn's searches."""
+    return isinstance(estimator, BaseSearchCV)
+
+
+def final_estimator(estimator: Any) -> Any:
+    """Estimator at the end of pipelines, searches and frozen estimators, fitted or not."""
+    if isinstance(estimator, FrozenEstimator):
+        return final_estimator(estimator.estimator)
+    if isinstance(estimator, Pipeline):
+        return final_estimator(estimator.steps[-1][1])
+    inner = predicting_estimator(estimator)
+    return estimator if inner is estimator else final_estimator(inner)
+
+
+def hand_out(estimator: Any, method: str, *args: Any) -> Any:
+    """What a method of the final estimator returns, behind copies of the steps before it."""
+    if isinstance(estimator, FrozenEstimator):
+        return hand_out(estimator.estimator, method, *args)
+    estimator = predicting_estimator(estimator)
+    if not isinstance(estimator, Pipeline):
+        return getattr(estimator, method)(*args)
+    name, last = estimator.steps[-1]
+    steps = copy.deepcopy(estimator.steps[:-1])
+    return Pipeline([*steps, (name, hand_out(last, method, *args))])
+
+
+def takes_groups(estimator: Any, method: str) -> bool:
+    """Whether a method uses client ids, or hands them on to something that does."""
+    if isinstance(estimator, FrozenEstimator):
+        return takes_groups(estimator.estimator, method)
+    try:
+        routing = get_routing_for_object(estimator)
+    except NotImplementedError:  # scikit-learn's estimators without routing
+        return False
+    return "groups" in routing.consumes(method, ["groups"])
 
 
 def innermost_estimator(estimator: Any) -> Any:
@@ -105,10 +162,10 @@ def _declared(estimator: Any) -> Wraps | None:
     return getattr(type(estimator), "_wraps", None)
 
 
-def _fitted_attribute(estimator: Any) -> str | None:
+def fitted_attribute(estimator: Any) -> str | None:
     """Attribute that holds the fitted estimator inside a wrapper or search, or None."""
     if isinstance(estimator, FrozenEstimator):  # whose attributes are those of what it holds
-        return _fitted_attribute(estimator.estimator)
+        return fitted_attribute(estimator.estimator)
     if hasattr(estimator, "best_estimator_"):
         return "best_estimator_"
     declared = _declared(estimator)
@@ -117,5 +174,5 @@ def _fitted_attribute(estimator: Any) -> str | None:
     elif is_ours(estimator) or hasattr(estimator, "clients_"):
         return None  # what it holds is a recipe of its own
     else:
-        name = "estimator_"
+        name = "regressor_" if hasattr(estimator, "regressor_") else "estimator_"
     return name if hasattr(estimator, name) else None

@@ -30,7 +30,7 @@ class SingleClientWarning(UserWarning):
 
 
 class UnseenClientsWarning(UserWarning):
-    """``fit`` saw none of the clients, so all of them got the population model."""
+    """At least half of the rows belong to clients that ``fit`` did not see."""
 
 
 class ClientMixin:
@@ -159,21 +159,24 @@ class ClientMixin:
         return np.zeros(n_rows, dtype=np.intp)
 
     def _check_unseen(self, codes: Codes, groups: Any) -> None:
-        unseen = codes < 0
-        if not unseen.any():
+        unseen, n_rows, answer = codes < 0, len(codes), self.unseen  # type: ignore[attr-defined]
+        n_unseen = int(unseen.sum())
+        if not n_unseen or answer == "population" or (answer == "warn" and 2 * n_unseen < n_rows):
             return
-        if self.unseen == "error":  # type: ignore[attr-defined]
-            example = np.asarray(groups).ravel()[unseen][:1].tolist()[0]
-            raise ValueError(
-                f"groups holds clients that fit did not see, such as {example!r} "
-                f"({int(unseen.sum())} of {len(codes)} rows), and unseen='error'."
-            )
-        if unseen.all():
-            warn_caller(
-                f"None of the clients in groups was seen in fit, so all {len(codes)} rows get the "
-                "population model. Check that these ids are those of fit.",
-                UnseenClientsWarning,
-            )
+        example = np.asarray(groups).ravel()[unseen][:1].tolist()[0]
+        found = (
+            f"groups holds clients that fit did not see, such as {example!r} "
+            f"({n_unseen} of {n_rows} rows)"
+        )
+        if answer == "error":
+            raise ValueError(f"{found}, and unseen='error'.")
+        warn_caller(
+            f"{found}; they get the population model. Either a split held out whole clients "
+            "(pfl_sklearn.model_selection.ClientKFold keeps every client on both sides), or the "
+            "ids are those of another table. If new clients are expected, set "
+            "unseen='population'.",
+            UnseenClientsWarning,
+        )
 
     def for_client(self, client_id: Any) -> Self:
         """Model of one client alone: the population model and that client's own parameters.

@@ -480,6 +480,9 @@ def test_predict_says_what_is_missing(estimator):
     with pytest.warns(UnseenClientsWarning):
         everybody = response(model, X[:1].repeat(len(X), axis=0), groups + 100)
     assert np.ptp(everybody, axis=0).max() == 0
+    np.testing.assert_array_equal(
+        response(model.set_params(unseen="population"), X[:1], groups[:1] + 100), everybody[:1]
+    )
     with pytest.raises(ValueError, match="unseen='error'"):
         response(model.set_params(unseen="error"), X, groups + 100)
     with pytest.warns(SingleClientWarning):

@@ -131,7 +131,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         "warm_start": ["boolean"],
         "checkpoint": [str, PathLike, None],
         "checkpoint_every": [Interval(Integral, 1, None, closed="left")],
-        "unseen": [StrOptions({"population", "error"})],
+        "unseen": [StrOptions({"warn", "population", "error"})],
         "n_jobs": [Integral, None],
         "random_state": ["random_state"],
     }

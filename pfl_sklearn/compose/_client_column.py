@@ -4,27 +4,30 @@ from inspect import signature
 from numbers import Integral
 
 from sklearn import config_context
-from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone
+from sklearn.base import (
+    BaseEstimator,
+    MetaEstimatorMixin,
+    clone,
+    is_classifier,
+    is_regressor,
+)
 from sklearn.callback import CallbackSupportMixin, with_callbacks
 from sklearn.utils import InputTags, check_array
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from pfl_sklearn._clients import same_ids, split_client_column
-from pfl_sklearn._compat import HasMethods, fit_context, num_samples
-from pfl_sklearn._delegation import DelegationMixin
-from pfl_sklearn._nesting import Wraps, feature_names_of, innermost_estimator
+from pfl_sklearn._clients import check_same_ids, split_client_column
+from pfl_sklearn._compat import HasMethods, fit_context
+from pfl_sklearn._delegation import DelegationMixin, inner_has, model_has
+from pfl_sklearn._nesting import (
+    Wraps,
+    feature_names_of,
+    final_estimator,
+    is_search,
+    predicting_estimator,
+    takes_groups,
+)
 from pfl_sklearn.privacy import privacy_of
-
-
-def _innermost_has(method):
-    """Check for ``available_if``: the estimator at the bottom of all nesting has a method."""
-
-    def check(self):
-        getattr(innermost_estimator(getattr(self, "estimator_", self.estimator)), method)
-        return True
-
-    return check
 
 
 class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, BaseEstimator):
@@ -32,13 +35,16 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
 
     It takes the column out of `X` and passes it to `estimator` as routed ``groups``. It needs no
     configuration. It also works where scikit-learn cannot route groups to ``predict``: string
-    scorers, ``cross_val_predict``, ``permutation_importance``, ``partial_dependence``, calibration,
-    stacking, and ``predict`` of a search.
+    scorers, ``cross_val_predict``, ``permutation_importance``, ``partial_dependence``, ``predict``
+    of a search, and inside calibration, stacking, voting and the like.
 
     Parameters
     ----------
     estimator : estimator
-        A client-aware estimator, or a pipeline or search around one.
+        A client-aware estimator, or a pipeline or search around one. Of scikit-learn's other
+        meta-estimators, only those are possible that hand metadata on to ``predict``, such as
+        ``TransformedTargetRegressor`` and ``BaggingRegressor``. Put the column inside the others,
+        as in ``MultiOutputRegressor(ClientColumn(...))``.
     column : str or int
         The column of ids: a name (data frames) or a position. Floats, whole or fractional, are
         compared exactly.
@@ -59,15 +65,24 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
     feature_names_in_ : ndarray of shape (`n_features_in_`,)
         Names of the columns of `X`, if it has any.
 
+    Raises
+    ------
+    ValueError
+        If nothing inside `estimator` reads client ids, or if `estimator` does not hand them on to
+        all that needs them.
+
     Notes
     -----
     `estimator` checks the other columns of `X`. Extra keyword arguments such as ``sample_weight``
     are routed to `estimator`, whose steps must request them. Callbacks of scikit-learn that
     propagate (such as ``ProgressBar``) reach `estimator`.
 
-    ``summary``, ``release`` and ``for_client`` are available if `estimator` has them; ``summary``
-    also if the last step of a pipeline does. What the last two return takes rows without the column
-    of ids.
+    ``summary``, ``release`` and ``for_client`` are those of the model at the end of pipelines and
+    searches. The last two return a pipeline if there are steps before the model, and what they
+    return takes rows without the column of ids. ``release`` refuses steps that were fitted on the
+    same data.
+
+    An estimator whose own ``score`` takes no groups is scored by its predictions, which take them.
 
     Examples
     --------
@@ -109,6 +124,9 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         -------
         self
         """
+        fitted = clone(self.estimator)
+        with config_context(enable_metadata_routing=True):
+            _check_ids_are_read(fitted, self.column)
         if not hasattr(X, "columns"):
             X = check_array(
                 X,
@@ -121,7 +139,6 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         rest, params = self._split(X, params)
         context = self._init_callback_context(max_subtasks=1)
         context.call_on_fit_task_begin(estimator=self, X=X, y=y)
-        fitted = clone(self.estimator)
         inner = context.subcontext(task_name="fit-estimator")
         with config_context(enable_metadata_routing=True), inner.propagate_callback_context(fitted):
             inner.call_on_fit_task_begin(estimator=self, X=rest, y=y)
@@ -132,32 +149,53 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         self.estimator_ = fitted
         return self
 
-    @available_if(_innermost_has("summary"))
+    @available_if(model_has("summary"))
     def summary(self, **params):
-        """Table of the fitted estimator, by its own ``summary``; of a pipeline, its last step's.
+        """Table of the fitted model, by its own ``summary``.
 
         Parameters
         ----------
         **params : dict
-            What the estimator's ``summary`` takes. A linear model gets the names of its features,
-            if the steps before it give any.
+            What the model's ``summary`` takes. A linear model gets the names of its features, if
+            the steps before it give any.
 
         Returns
         -------
         DataFrame
         """
         check_is_fitted(self)
-        summary = innermost_estimator(self.estimator_).summary
+        summary = final_estimator(self.estimator_).summary
         if "feature_names" in signature(summary).parameters:
             params = {"feature_names": feature_names_of(self.estimator_), **params}
         return summary(**params)
 
+    @available_if(inner_has("set_output"))
+    def set_output(self, *, transform=None):
+        """Set the container that the estimator's steps hand on, by its own ``set_output``.
+
+        With "pandas" or "polars", the steps of a pipeline name the columns that its model gets.
+
+        Parameters
+        ----------
+        transform : {"default", "pandas", "polars"} or None, default=None
+            The container; None changes nothing.
+
+        Returns
+        -------
+        self
+        """
+        for estimator in (self.estimator, getattr(self, "estimator_", self.estimator)):
+            estimator.set_output(transform=transform)
+        return self
+
     @property
     def privacy_(self):
         """Privacy report of the fitted estimator as a whole, its other steps included."""
-        if not hasattr(innermost_estimator(self.estimator_), "privacy_"):
-            raise AttributeError(f"{type(self.estimator_).__name__} has no privacy report.")
-        return privacy_of(self.estimator_)
+        fitted = self.estimator_
+        try:
+            return privacy_of(fitted)
+        except ValueError as error:  # it reads client ids, but is not of this package
+            raise AttributeError(str(error)) from error
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
@@ -178,9 +216,46 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
     def _split(self, X, params):
         """The other columns, and the parameters with the column as groups."""
         rest, ids = split_client_column(X, self.column)
-        given = params.get("groups")
-        if given is not None and not same_ids(given, ids, num_samples(X)):
-            raise ValueError(
-                f"groups= differs from column {self.column!r} of X; give only one of them."
-            )
+        check_same_ids(params.get("groups"), ids, self.column)
         return rest, {**params, "groups": ids}
+
+
+def _check_ids_are_read(estimator, column):
+    """Refuse an estimator that does not hand the ids on to all that need them."""
+    predicting = predicting_estimator(estimator)
+    if not any(takes_groups(each, "fit") for each in _inside(predicting)):
+        raise ValueError(
+            f"Nothing inside {type(estimator).__name__} reads client ids; expected a client-aware "
+            "estimator, or something around one. For a model that ignores the clients, drop the "
+            f"column {column!r}."
+        )
+    predicts = (
+        hasattr(predicting, "predict") or is_classifier(predicting) or is_regressor(predicting)
+    )
+    for method in ("fit", "predict") if predicts else ("fit",):
+        if not takes_groups(predicting, method):
+            last = final_estimator(estimator)
+            name = type(estimator if takes_groups(last, method) else last).__name__
+            raise ValueError(
+                f"{name}.{method} hands no client ids on to what is inside it. Put the column "
+                f"inside {name}: wrap the client-aware estimator itself as "
+                f"ClientColumn(..., {column!r})."
+            )
+    _check_scoring(estimator)
+
+
+def _check_scoring(estimator):
+    """Refuse searches over client-aware estimators whose scorers do not pass ids."""
+    for each in _inside(estimator):
+        aware = is_search(each) and takes_groups(each.estimator, "fit")
+        if aware and not takes_groups(each, "score"):
+            raise ValueError(
+                f"{type(each).__name__} inside ClientColumn got scoring={each.scoring!r}, which "
+                "does not hand client ids on to predict. Use a pfl_sklearn.metrics.ClientScorer, "
+                "or put the ClientColumn inside the search."
+            )
+
+
+def _inside(estimator):
+    """An estimator and those that it holds, at any depth."""
+    return [each for each in (estimator, *estimator.get_params().values()) if hasattr(each, "fit")]

@@ -107,9 +107,10 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         otherwise two bits.
     ledger : PrivacyLedger or None, default=None
         File that records every fit before it reads any data, and refuses a fit beyond its budget.
-    unseen : {"population", "error"}, default="population"
-        What ``predict`` does for clients that ``fit`` did not see: use the population model, or
-        raise an error.
+    unseen : {"warn", "population", "error"}, default="warn"
+        What to do for clients that ``fit`` did not see. "warn" and "population" use the
+        population model; "warn" says so when they have at least half of the rows. "error"
+        raises an error.
     random_state : int, RandomState instance or None, default=None
         Seed of the randomization. None takes entropy from the operating system. A seed makes it
         reproducible, so there is no privacy against anyone who knows the seed; the report says so.
@@ -211,7 +212,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         "trust": [StrOptions({"local", "central"})],
         "mechanism": [StrOptions({"auto", "subset_selection", "two_bit", "one_bit", "gaussian"})],
         "ledger": [PrivacyLedger, None],
-        "unseen": [StrOptions({"population", "error"})],
+        "unseen": [StrOptions({"warn", "population", "error"})],
         "random_state": ["random_state"],
     }
 
@@ -225,7 +226,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         trust="local",
         mechanism="auto",
         ledger=None,
-        unseen="population",
+        unseen="warn",
         random_state=None,
     ):
         self.prior = prior

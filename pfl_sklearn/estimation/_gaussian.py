@@ -98,9 +98,10 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         1 %; fewer make the noise larger.
     ledger : PrivacyLedger or None, default=None
         File that records every fit before it reads any data, and refuses a fit beyond its budget.
-    unseen : {"population", "error"}, default="population"
-        What ``predict`` does for clients that ``fit`` did not see: use the population model, or
-        raise an error.
+    unseen : {"warn", "population", "error"}, default="warn"
+        What to do for clients that ``fit`` did not see. "warn" and "population" use the
+        population model; "warn" says so when they have at least half of the rows. "error"
+        raises an error.
     random_state : int, RandomState instance or None, default=None
         Seed of the noise. None takes entropy from the operating system. A seed makes the noise
         reproducible, so there is no privacy against anyone who knows the seed; the report says so.
@@ -277,7 +278,7 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         "mechanism": [StrOptions({"gaussian", "discrete_gaussian", "quantizer"})],
         "n_bits": [Interval(Integral, 1, 32, closed="both"), None],
         "ledger": [PrivacyLedger, None],
-        "unseen": [StrOptions({"population", "error"})],
+        "unseen": [StrOptions({"warn", "population", "error"})],
         "random_state": ["random_state"],
     }
 
@@ -296,7 +297,7 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         mechanism="gaussian",
         n_bits=None,
         ledger=None,
-        unseen="population",
+        unseen="warn",
         random_state=None,
     ):
         self.prior = prior

@@ -135,9 +135,10 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     ledger : PrivacyLedger or None, default=None
         File that records every fit before the fit reads any data, and refuses a fit beyond the
         budget.
-    unseen : {"population", "error"}, default="population"
-        What ``predict`` does for clients that ``fit`` did not see: use the population model, or
-        raise an error.
+    unseen : {"warn", "population", "error"}, default="warn"
+        What to do for clients that ``fit`` did not see. "warn" and "population" use the
+        population model; "warn" says so when they have at least half of the rows. "error"
+        raises an error.
     n_jobs : int or None, default=None
         Number of jobs for work that goes client by client. Results are the same bit for bit.
     random_state : int, RandomState instance or None, default=None
@@ -325,7 +326,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         "unit": [StrOptions({"client", "row"})],
         "relation": [StrOptions({"replace_one", "add_remove"})],
         "ledger": [PrivacyLedger, None],
-        "unseen": [StrOptions({"population", "error"})],
+        "unseen": [StrOptions({"warn", "population", "error"})],
         "n_jobs": [Integral, None],
         "random_state": ["random_state"],
     }
@@ -350,7 +351,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         unit="client",
         relation="replace_one",
         ledger=None,
-        unseen="population",
+        unseen="warn",
         n_jobs=None,
         random_state=None,
     ):

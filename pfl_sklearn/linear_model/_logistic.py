@@ -83,9 +83,10 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
     tol : float, default=1e-6
         The search ends when the gradient of the criterion is below `tol` nats per standard error in
         every direction. Estimates are then within about `tol` standard errors of the maximum.
-    unseen : {"population", "error"}, default="population"
-        What ``predict`` does for clients that ``fit`` did not see: use the population model, or
-        raise an error.
+    unseen : {"warn", "population", "error"}, default="warn"
+        What to do for clients that ``fit`` did not see. "warn" and "population" use the
+        population model; "warn" says so when they have at least half of the rows. "error"
+        raises an error.
     n_jobs : int or None, default=None
         Number of jobs that work on blocks of clients. Results do not depend on it.
 
@@ -248,7 +249,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         "fit_intercept": ["boolean"],
         "max_iter": [Interval(Integral, 1, None, closed="left")],
         "tol": [Interval(Real, 0, None, closed="neither")],
-        "unseen": [StrOptions({"population", "error"})],
+        "unseen": [StrOptions({"warn", "population", "error"})],
         "n_jobs": [Integral, None],
     }
 
@@ -260,7 +261,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         fit_intercept=True,
         max_iter=200,
         tol=1e-6,
-        unseen="population",
+        unseen="warn",
         n_jobs=None,
     ):
         self.prior = prior

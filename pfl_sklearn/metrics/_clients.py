@@ -7,9 +7,14 @@ import pandas as pd
 from sklearn.frozen import FrozenEstimator
 from sklearn.utils.validation import check_consistent_length, check_is_fitted
 
-from pfl_sklearn._clients import encode_clients, rows_by_client
+from pfl_sklearn._clients import encode_clients, ids_of_rows, rows_by_client
 from pfl_sklearn._compat import num_samples
-from pfl_sklearn._nesting import inner_estimator, innermost_estimator, predicting_estimator
+from pfl_sklearn._nesting import (
+    fitted_attribute,
+    inner_estimator,
+    innermost_estimator,
+    predicting_estimator,
+)
 from pfl_sklearn.metrics._responses import Responses, score_clients, scorer_for
 
 
@@ -47,7 +52,7 @@ def known_clients(estimator):
     )
 
 
-def client_scores(estimator, X, y, *, groups, scoring):
+def client_scores(estimator, X, y, *, groups=None, scoring, client_column=None):
     """Score of every client, and its gain from personalization.
 
     Parameters
@@ -58,10 +63,13 @@ def client_scores(estimator, X, y, *, groups, scoring):
         Features, as the estimator's ``predict`` takes them.
     y : array-like of shape (n_rows,)
         True values.
-    groups : array-like of shape (n_rows,)
-        Client id of every row.
+    groups : array-like of shape (n_rows,), default=None
+        Client id of every row; needed without `client_column`.
     scoring : str or scorer
         As in scikit-learn; larger is better.
+    client_column : str or int, default=None
+        Column of ids of `X`, for estimators wrapped in
+        :class:`~pfl_sklearn.compose.ClientColumn`.
 
     Returns
     -------
@@ -78,6 +86,12 @@ def client_scores(estimator, X, y, *, groups, scoring):
         ``attrs`` holds ``worst_decile`` (mean of the lowest tenth of the scores), ``mean_gain`` and
         ``share_improved`` (share of clients with a positive gain).
 
+    Raises
+    ------
+    ValueError
+        - If there are neither `groups` nor `client_column`, or if they differ.
+        - If `estimator` contains no client-aware estimator.
+
     Examples
     --------
     >>> import numpy as np
@@ -91,7 +105,10 @@ def client_scores(estimator, X, y, *, groups, scoring):
     """
     check_consistent_length(X, y)
     known, estimator = known_clients(estimator), predicting_estimator(estimator)
-    ids, codes = encode_clients(groups, num_samples(X))
+    named = ids_of_rows(X, groups, client_column)
+    if named is None:
+        raise ValueError("client_scores got no client ids; give groups= or client_column=.")
+    ids, codes = encode_clients(named, num_samples(X))
     order, offsets = rows_by_client(codes, len(ids))
     scorer = scorer_for(scoring, estimator)
     scores = score_clients(scoring, scorer, Responses(estimator, X, groups), y, order, offsets)
@@ -136,5 +153,5 @@ def population_model(estimator):
     elif hasattr(estimator, "steps"):
         outer.steps = [*estimator.steps[:-1], (estimator.steps[-1][0], population_model(inner))]
     else:
-        outer.estimator_ = population_model(inner)
+        setattr(outer, fitted_attribute(estimator), population_model(inner))
     return outer

@@ -7,8 +7,9 @@ from sklearn.base import BaseEstimator
 from sklearn.exceptions import UndefinedMetricWarning
 from sklearn.metrics import get_scorer, log_loss, make_scorer
 from sklearn.utils import get_tags
-from sklearn.utils.metadata_routing import get_routing_for_object
 from sklearn.utils.metaestimators import available_if
+
+from pfl_sklearn._nesting import takes_groups
 
 
 def _estimator_has(method):
@@ -83,8 +84,7 @@ class Responses(BaseEstimator):
 
     def _metadata(self, method):
         """Groups, if the estimator or anything inside it requests them."""
-        routing = get_routing_for_object(self.estimator)
-        if self.groups is None or not routing.consumes(method, ["groups"]):
+        if self.groups is None or not takes_groups(self.estimator, method):
             return {}
         return {"groups": self.groups}
 

@@ -1,13 +1,16 @@
 """A scorer that passes client ids to predict and averages over clients."""
 
+import warnings
+
 import numpy as np
 from sklearn.metrics import get_scorer
 from sklearn.utils import check_consistent_length
 from sklearn.utils.metadata_routing import MetadataRequest, get_routing_for_object
 
-from pfl_sklearn._clients import encode_clients, match_clients, rows_by_client, split_client_column
+from pfl_sklearn._clients import encode_clients, ids_of_rows, match_clients, rows_by_client
 from pfl_sklearn._compat import num_samples
 from pfl_sklearn._nesting import predicting_estimator
+from pfl_sklearn.base import UnseenClientsWarning
 from pfl_sklearn.metrics._clients import known_clients
 from pfl_sklearn.metrics._responses import Responses, score_clients, scorer_for
 
@@ -111,23 +114,17 @@ class ClientScorer:
         float, or dict of floats if `average` is None
         """
         check_consistent_length(X, y)
-        ids = groups
-        if ids is None and self.client_column is not None:
-            ids = split_client_column(X, self.client_column)[1]
+        ids = groups if groups is not None else ids_of_rows(X, None, self.client_column)
         if ids is None and (self.subset != "all" or self.average != "micro"):
             raise ValueError(
                 f"{self!r} needs groups= (sklearn.set_config(enable_metadata_routing=True)) or "
                 "client_column=."
             )
-        responses = Responses(predicting_estimator(estimator), X, groups)
-        scorer = scorer_for(self.scoring, estimator)
         rows = self._rows(estimator, X, ids)
-        if self.average != "micro":
-            return self._average(scorer, responses, y, ids, rows, sample_weight)
-        weights = (
-            {} if sample_weight is None else {"sample_weight": np.asarray(sample_weight)[rows]}
-        )
-        return float(scorer(responses.only(rows), rows, np.asarray(y)[rows], **weights))
+        with warnings.catch_warnings():
+            if self.subset != "all":  # new clients are asked for, or do not count
+                warnings.simplefilter("ignore", UnseenClientsWarning)
+            return self._score(estimator, X, y, groups, ids, rows, sample_weight)
 
     def __repr__(self):
         return (
@@ -153,6 +150,17 @@ class ClientScorer:
                 f"subset={self.subset!r}: there are no rows of {self.subset} clients to score."
             )
         return rows
+
+    def _score(self, estimator, X, y, groups, ids, rows, sample_weight):
+        """Score of the rows that count; `ids` are `groups`, or those of the column."""
+        responses = Responses(predicting_estimator(estimator), X, groups)
+        scorer = scorer_for(self.scoring, estimator)
+        if self.average != "micro":
+            return self._average(scorer, responses, y, ids, rows, sample_weight)
+        weights = (
+            {} if sample_weight is None else {"sample_weight": np.asarray(sample_weight)[rows]}
+        )
+        return float(scorer(responses.only(rows), rows, np.asarray(y)[rows], **weights))
 
     def _average(self, scorer, responses, y, ids, rows, sample_weight):
         if sample_weight is not None:

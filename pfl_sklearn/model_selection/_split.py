@@ -6,13 +6,7 @@ import numpy as np
 from sklearn.model_selection import BaseCrossValidator
 from sklearn.utils import check_consistent_length, check_random_state, column_or_1d
 
-from pfl_sklearn._clients import (
-    encode_clients,
-    row_counts,
-    rows_by_client,
-    same_ids,
-    split_client_column,
-)
+from pfl_sklearn._clients import encode_clients, ids_of_rows, row_counts, rows_by_client
 from pfl_sklearn._compat import num_samples
 
 
@@ -37,18 +31,16 @@ class _ClientSplitter(BaseCrossValidator):
 
     def _codes(self, X, groups):
         """Code (n,) of every row's client and rows (m,) of every client."""
-        n_rows = num_samples(X)
-        if self.client_column is not None:
-            column = split_client_column(X, self.client_column)[1]
-            if groups is not None and not same_ids(groups, column, n_rows):
-                raise ValueError(f"groups= differs from column {self.client_column!r} of X.")
-            groups = column
+        groups = ids_of_rows(X, groups, self.client_column)
         if groups is None:
             raise ValueError(
-                f"{type(self).__name__} splits inside clients, so the 'groups' parameter should "
-                "not be None, unless client_column is given."
+                f"{type(self).__name__} splits inside clients and got no client ids: the 'groups' "
+                "parameter should not be None, unless client_column is given. Pass groups (inside "
+                "scikit-learn's tools after sklearn.set_config(enable_metadata_routing=True)), or "
+                "keep the ids as a column of X: set client_column here and wrap the estimator in "
+                "pfl_sklearn.compose.ClientColumn."
             )
-        ids, codes = encode_clients(groups, n_rows)
+        ids, codes = encode_clients(groups, num_samples(X))
         return codes, row_counts(codes, len(ids))
 
     def _ranks(self, codes, sizes, y, rng):

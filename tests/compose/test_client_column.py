@@ -13,9 +13,9 @@ from sklearn import config_context
 from sklearn.base import clone, is_classifier, is_regressor
 from sklearn.calibration import CalibratedClassifierCV
 from sklearn.compose import ColumnTransformer
-from sklearn.ensemble import StackingRegressor, VotingRegressor
+from sklearn.ensemble import BaggingRegressor, StackingRegressor, VotingRegressor
 from sklearn.exceptions import NotFittedError
-from sklearn.inspection import permutation_importance
+from sklearn.inspection import partial_dependence, permutation_importance
 from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.metrics import mean_squared_error
 from sklearn.model_selection import (
@@ -277,11 +277,34 @@ def test_cross_val_predict_and_score():
     np.testing.assert_array_equal(proba, by_hand(BernoulliMean(), LABELS, "predict_proba"))
 
 
+def test_folds_of_a_table_sorted_by_client_warn():
+    """scikit-learn's folds are contiguous: nearly all their test rows are of unseen clients."""
+    rng = np.random.default_rng(0)
+    table = pd.DataFrame({"site": np.repeat(np.arange(24), 7), "x": rng.normal(size=168)})
+    y = 3 * rng.normal(size=24)[table["site"]] + rng.normal(size=168)
+    model = ClientColumn(GaussianMean(), "site")
+    with pytest.warns(UnseenClientsWarning, match="ClientKFold") as caught:
+        scores = cross_val_score(model, table, y, cv=5)
+    assert len(caught) == 5
+    assert scores.mean() < 0
+    assert cross_val_score(model, table, y, cv=FOLDS).mean() > 0.8
+    expected = model.set_params(estimator__unseen="population")
+    np.testing.assert_array_equal(cross_val_score(expected, table, y, cv=5), scores)
+
+
 def test_permutation_importance_sees_the_column():
     model = ClientColumn(GaussianMean(), "site").fit(FRAME, Y)
     found = permutation_importance(model, FRAME, Y, n_repeats=3, random_state=0)
     assert found.importances_mean[[0, 2]].tolist() == [0, 0]
     assert found.importances_mean[1] > 1
+
+
+def test_partial_dependence_on_the_column():
+    model = ClientColumn(GaussianMean(), "site").fit(FRAME, Y)
+    found = partial_dependence(model, FRAME, ["site"], categorical_features=["site"])
+    np.testing.assert_allclose(found["average"][0], DIRECT.means_)
+    found = partial_dependence(model, FRAME, ["a"], grid_resolution=3)
+    np.testing.assert_allclose(found["average"][0], EXPECTED.mean())
 
 
 def test_ensembles():
@@ -379,12 +402,11 @@ def test_a_private_estimator_is_released_without_its_clients():
 
 
 def test_only_what_the_estimator_has_is_handed_on():
-    plain = ClientColumn(make_pipeline(StandardScaler(), GaussianMean()), "site")
-    for name in ("release", "for_client", "privacy_"):
-        assert not hasattr(plain, name), name
+    plain = ClientColumn(BaggingRegressor(GaussianMean(), 2), "site")
+    names = ("summary", "release", "for_client", "clients_")
+    assert [hasattr(plain, name) for name in (*names, "privacy_")] == [False] * 5
     plain.fit(FRAME, Y)
-    assert [hasattr(plain, name) for name in ("release", "for_client")] == [False] * 2
-    assert not hasattr(ClientColumn(LinearRegression(), "site"), "summary")
+    assert [hasattr(plain, name) for name in names] == [False] * 4
     assert plain.privacy_ == privacy_of(plain.estimator_)
     assert plain.privacy_.epsilon == np.inf
     with pytest.raises(NotFittedError):

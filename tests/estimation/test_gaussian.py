@@ -103,9 +103,9 @@ def test_unequal_sizes_by_hand():
     assert model.population_mean_std_ == pytest.approx(weights.sum() ** -0.5)
     expected = own * [3, 1] + (1 - own) ** 2 / weights.sum()
     np.testing.assert_allclose(model.stds_**2, expected)
-    means, stds = model.predict(y[:2, None], groups=["b", "new"], return_std=True)
-    np.testing.assert_allclose(means, [model.means_[1], mean])
-    np.testing.assert_allclose(stds**2, [expected[1], 2 + 1 / weights.sum()])
+    means, stds = model.predict(y[:3, None], groups=["b", "new", "a"], return_std=True)
+    np.testing.assert_allclose(means, [model.means_[1], mean, model.means_[0]])
+    np.testing.assert_allclose(stds**2, [expected[1], 2 + 1 / weights.sum(), expected[0]])
 
 
 def test_precision_weights():
@@ -124,7 +124,7 @@ def test_several_outputs():
     assert np.ptp(np.diag(model.prior_.covariance)) == 0
     assert isinstance(model.noise_variance_, float)
     assert len(model.summary()) == 150
-    assert model.predict(clients.data[:2], groups=[0, 99]).shape == (2, 3)
+    assert model.predict(clients.data[:3], groups=[0, 1, 99]).shape == (3, 3)
     single = make_gaussian_clients(50, 5, random_state=0)
     column = GaussianMean().fit(single.data, single.target[:, None], groups=single.groups)
     assert column.means_.shape == (50, 1)

@@ -57,7 +57,7 @@ class FedAvgRegressor(ClientRegressorMixin, BaseRounds):
         warm_start=False,
         checkpoint=None,
         checkpoint_every=2,
-        unseen="population",
+        unseen="warn",
         n_jobs=None,
         random_state=None,
     ):

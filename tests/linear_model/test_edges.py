@@ -64,7 +64,7 @@ def test_what_the_rows_leave_open_has_no_standard_error(random):
     assert np.isnan(stds[[0, 2, 3]]).all()
     assert stds[1] > 0
     assert model.population_intercept_std_ > 0
-    _, std = model.predict(wide[:2], groups=[0, 99], return_std=True)
+    _, std = model.predict(wide[:3], groups=[0, 1, 99], return_std=True)
     assert np.isfinite(std).all()
     alone = PersonalizedLinearRegression(random=random).fit(wide, Y, groups=np.zeros(len(Y), int))
     np.testing.assert_array_equal(np.isnan(alone.population_coef_std_), np.isnan(stds))

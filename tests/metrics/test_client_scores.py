@@ -4,12 +4,12 @@ import numpy as np
 import pandas as pd
 import pytest
 from sklearn import config_context
-from sklearn.compose import TransformedTargetRegressor
 from sklearn.exceptions import NotFittedError
 from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import Ridge
 from sklearn.metrics import log_loss, make_scorer, mean_squared_error, roc_auc_score
 from sklearn.model_selection import FixedThresholdClassifier, GridSearchCV
+from sklearn.multioutput import MultiOutputRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
@@ -233,9 +233,9 @@ def test_two_outputs_and_other_containers():
     [
         (Ridge().fit(X, Y), ValueError, r"Ridge.*client-aware"),
         (
-            TransformedTargetRegressor(GaussianMean()).fit(X, Y, groups=NAMES),
+            MultiOutputRegressor(GaussianMean()).fit(X, Y[:, None], groups=NAMES),
             ValueError,
-            r"TransformedTargetRegressor.*client-aware",
+            r"MultiOutputRegressor.*client-aware",
         ),
         (GaussianMean(), NotFittedError, "not fitted"),
     ],
@@ -280,3 +280,33 @@ def test_gains_of_frozen_wrappers(wrapped):
     frozen = client_scores(FrozenEstimator(model), FRAME, Y, groups=NAMES, scoring=MSE)
     pd.testing.assert_frame_equal(plain, frozen)
     assert (frozen["gain"] != 0).all()
+
+
+@pytest.mark.parametrize("column", ["site", 1])
+def test_ids_from_a_column(column):
+    model = ClientColumn(GaussianMean(), column).fit(FRAME, Y)
+    expected = client_scores(model, FRAME, Y, groups=NAMES, scoring=MSE)
+    for groups in (None, NAMES):
+        got = client_scores(model, FRAME, Y, groups=groups, client_column=column, scoring=MSE)
+        pd.testing.assert_frame_equal(got, expected)
+        assert got.attrs == expected.attrs
+    numbers = np.column_stack([GROUPS / 4, X])
+    exact = ClientColumn(GaussianMean(), 0).fit(numbers, Y)
+    got = client_scores(exact, numbers, Y, client_column=0, scoring=MSE)
+    np.testing.assert_array_equal(got["score"], expected["score"])
+    assert got.index.tolist() == (np.arange(12) / 4).tolist()
+
+
+def test_ids_of_client_scores_are_given_once():
+    model = ClientColumn(GaussianMean(), "site").fit(FRAME, Y)
+    with pytest.raises(ValueError, match=r"groups=.*'site'"):
+        client_scores(model, FRAME, Y, groups=NAMES[::-1], client_column="site", scoring=MSE)
+    with pytest.raises(ValueError, match=r"groups=.*client_column="):
+        client_scores(model, FRAME, Y, scoring=MSE)
+    with pytest.raises(ValueError, match=r"'clinic'.*\['x', 'site', 'z'\]"):
+        client_scores(model, FRAME, Y, client_column="clinic", scoring=MSE)
+
+
+def test_frozen_models_are_scored_with_groups():
+    frozen = FrozenEstimator(MODEL)
+    assert_same(client_scores(frozen, X, Y, groups=NAMES, scoring=MSE), expected_table(MODEL))

@@ -24,7 +24,13 @@ from sklearn.model_selection import GridSearchCV, KFold, cross_validate
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from pfl_sklearn import BernoulliMean, ClientColumn, GaussianMean, PPSGDRegressor
+from pfl_sklearn import (
+    BernoulliMean,
+    ClientColumn,
+    GaussianMean,
+    PPSGDRegressor,
+    UnseenClientsWarning,
+)
 from pfl_sklearn.metrics import ClientScorer, client_scores
 from pfl_sklearn.model_selection import ClientKFold
 
@@ -90,7 +96,7 @@ def test_callable_averages(average):
 def test_subsets(average, subset):
     clients = {"all": range(6), "known": [0, 2, 4], "new": [1, 3, 5]}[subset]
     seen = np.isin(GROUPS, [0, 2, 4])
-    model = GaussianMean().fit(X[seen], Y[seen], groups=GROUPS[seen])
+    model = GaussianMean(unseen="population").fit(X[seen], Y[seen], groups=GROUPS[seen])
     predicted = model.predict(X, groups=GROUPS)
     got = ClientScorer(MSE, average=average, subset=subset)(model, X, Y, groups=GROUPS)
     rows = np.isin(GROUPS, clients)
@@ -107,6 +113,18 @@ def test_subsets_without_rows():
     strangers = GROUPS + 100
     with pytest.raises(ValueError, match=r"rows.*known clients"):
         ClientScorer(MSE, subset="known")(MODEL, X, Y, groups=strangers)
+
+
+@pytest.mark.parametrize("average", ["micro", "macro"])
+def test_new_clients_that_were_asked_for_do_not_warn(average):
+    rows = np.isin(GROUPS, [4, 5])
+    model = GaussianMean().fit(X[~rows], Y[~rows], groups=GROUPS[~rows])
+    for table, responses in ((slice(None), 2), (rows, 1)):
+        data = X[table], Y[table]
+        for subset in ("new", "known")[:responses]:
+            ClientScorer(MSE, average=average, subset=subset)(model, *data, groups=GROUPS[table])
+        with pytest.warns(UnseenClientsWarning, match=r"\b90 of (120|90) rows"):
+            ClientScorer(MSE, average=average)(model, *data, groups=GROUPS[table])
 
 
 def test_clients_of_one_class():
@@ -158,7 +176,7 @@ def test_errors_of_the_metric_itself_are_raised():
 def test_sample_weight():
     weight = rng.uniform(0.1, 3, N_ROWS)
     seen = GROUPS < 4
-    model = GaussianMean().fit(X[seen], Y[seen], groups=GROUPS[seen])
+    model = GaussianMean(unseen="population").fit(X[seen], Y[seen], groups=GROUPS[seen])
     predicted = model.predict(X, groups=GROUPS)
     for subset, rows in (("all", np.ones(N_ROWS, dtype=bool)), ("known", seen), ("new", ~seen)):
         got = ClientScorer(MSE, subset=subset)(model, X, Y, groups=GROUPS, sample_weight=weight)
@@ -308,6 +326,15 @@ def test_through_a_search():
             for average in ("micro", "macro"):
                 scorer = ClientScorer(MSE, average=average)
                 assert scorer(search, X, Y, groups=GROUPS) == scorer(MODEL, X, Y, groups=GROUPS)
+
+
+@pytest.mark.parametrize("cv", [KFold(3), ClientKFold(3, random_state=0)])
+def test_string_scorers_name_the_ways_out(cv):
+    names = r"groups=.*enable_metadata_routing=True.*ClientScorer.*ClientColumn"
+    with config_context(**ROUTED), pytest.raises(ValueError, match=names):
+        cross_validate(
+            GaussianMean(), X, Y, params={"groups": GROUPS}, cv=cv, scoring=MSE, error_score="raise"
+        )
 
 
 def test_predictions_are_made_once():

@@ -106,7 +106,7 @@ class BasePPSGD(BaseRounds):
         warm_start=False,
         checkpoint=None,
         checkpoint_every=10,
-        unseen="population",
+        unseen="warn",
         n_jobs=None,
         random_state=None,
     ):

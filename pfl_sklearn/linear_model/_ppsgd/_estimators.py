@@ -370,7 +370,7 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         warm_start=False,
         checkpoint=None,
         checkpoint_every=10,
-        unseen="population",
+        unseen="warn",
         n_jobs=None,
         random_state=None,
     ):

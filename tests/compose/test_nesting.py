@@ -1,0 +1,382 @@
+"""What ClientColumn holds: pipelines, searches and scikit-learn's meta-estimators."""
+
+import math
+import pickle
+
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn import config_context
+from sklearn.calibration import CalibratedClassifierCV
+from sklearn.compose import TransformedTargetRegressor
+from sklearn.ensemble import (
+    AdaBoostRegressor,
+    BaggingClassifier,
+    BaggingRegressor,
+    StackingClassifier,
+    StackingRegressor,
+    VotingClassifier,
+    VotingRegressor,
+)
+from sklearn.exceptions import NotFittedError
+from sklearn.feature_selection import SelectFromModel
+from sklearn.frozen import FrozenEstimator
+from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
+from sklearn.metrics import accuracy_score, r2_score
+from sklearn.model_selection import FixedThresholdClassifier, GridSearchCV
+from sklearn.multioutput import (
+    ClassifierChain,
+    MultiOutputClassifier,
+    MultiOutputRegressor,
+    RegressorChain,
+)
+from sklearn.pipeline import Pipeline, make_pipeline
+from sklearn.preprocessing import FunctionTransformer, StandardScaler
+from sklearn.utils.validation import check_is_fitted
+
+from pfl_sklearn import (
+    BernoulliMean,
+    ClientColumn,
+    GaussianMean,
+    PersonalizedLinearRegression,
+    PrivacyWarning,
+)
+from pfl_sklearn.metrics import ClientScorer, client_scores, known_clients
+from pfl_sklearn.model_selection import ClientKFold, PrivateSelectCV
+from pfl_sklearn.priors import GaussianPrior
+from pfl_sklearn.privacy import privacy_of
+
+rng = np.random.default_rng(0)
+N_CLIENTS, N_ROWS = 6, 120
+CODES = rng.integers(0, N_CLIENTS, N_ROWS)
+NAMES = np.array([f"site {k}" for k in range(N_CLIENTS)])[CODES]
+FEATURES = rng.normal(size=(N_ROWS, 2))
+Y = 10 + 2.0 * CODES + FEATURES[:, 0] + rng.normal(size=N_ROWS)
+TWO = np.column_stack([Y, -Y])
+LABELS = (rng.random(N_ROWS) < (CODES + 0.5) / N_CLIENTS).astype(int)
+TWO_LABELS = np.column_stack([LABELS, 1 - LABELS])
+FRAME = pd.DataFrame({"a": FEATURES[:, 0], "site": NAMES, "b": FEATURES[:, 1]})
+REST = FRAME[["a", "b"]]
+NUMBERS = np.column_stack([FEATURES, CODES])
+PRIVATE = {"epsilon": 1.0, "clip_norm": 30.0, "noise_variance": 1.0}
+INSIDE = {"cv": ClientKFold(3, random_state=0), "scoring": ClientScorer("r2")}
+
+
+def column(estimator, X=FRAME, y=Y):
+    return ClientColumn(estimator, "site").fit(X, y)
+
+
+def halves(X):
+    return X / 2
+
+
+def search(estimator, name="method"):
+    return GridSearchCV(estimator, {name: ["reml"]}, **INSIDE)
+
+
+# What holds a regression on the plain features in a way that client ids pass through, with the
+# columns that the regression itself gets.
+HOLDING = {
+    "alone": (PersonalizedLinearRegression(), REST),
+    "frozen": (
+        FrozenEstimator(PersonalizedLinearRegression().fit(REST, Y, groups=NAMES)),
+        REST,
+    ),
+    "pipeline": (make_pipeline(FunctionTransformer(halves), PersonalizedLinearRegression()), REST),
+    "search": (search(PersonalizedLinearRegression()), REST),
+    "search of a pipeline": (
+        search(
+            make_pipeline(FunctionTransformer(halves), PersonalizedLinearRegression()),
+            "personalizedlinearregression__method",
+        ),
+        REST,
+    ),
+    "search in a pipeline": (
+        make_pipeline(FunctionTransformer(halves), search(PersonalizedLinearRegression())),
+        REST,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HOLDING)
+def test_what_the_model_inside_can_do_is_handed_on(case):
+    holding, rest = HOLDING[case]
+    model = column(holding)
+    scale = 2.0 if "pipeline" in case else 1.0
+    direct = PersonalizedLinearRegression().fit(rest / scale, Y, groups=NAMES)
+    pd.testing.assert_frame_equal(model.summary(), direct.summary())
+    expected = direct.predict(rest / scale, groups=NAMES)
+    np.testing.assert_array_equal(model.predict(FRAME), expected)
+    assert model.score(FRAME, Y) == pytest.approx(r2_score(Y, expected))
+    np.testing.assert_array_equal(model.clients_, np.unique(NAMES))
+    np.testing.assert_array_equal(known_clients(model), np.unique(NAMES))
+    assert model.privacy_.epsilon == math.inf
+    assert model.feature_names_in_.tolist() == ["a", "site", "b"]
+    own = NAMES == "site 2"
+    alone = pickle.loads(pickle.dumps(model.for_client("site 2")))
+    np.testing.assert_array_equal(alone.predict(rest[own]), expected[own])
+    with pytest.raises(ValueError, match=r"epsilon is infinite|chose by scores"):
+        model.release()
+
+
+@pytest.mark.parametrize("case", HOLDING)
+def test_before_fit(case):
+    model = ClientColumn(HOLDING[case][0], "site")
+    for call in (model.summary, model.release, lambda: model.for_client("site 1")):
+        with pytest.raises(NotFittedError):
+            call()
+    assert not hasattr(model, "privacy_")
+    assert not hasattr(model, "clients_")
+
+
+def test_what_is_given_to_a_client_holds_no_other_client():
+    model = column(make_pipeline(FunctionTransformer(halves), search(GaussianMean())))
+    alone = model.for_client("site 1")
+    assert type(alone) is Pipeline
+    assert alone[-1].clients_.tolist() == ["site 1"]
+    others = np.delete(model.estimator_[-1].best_estimator_.means_, 1)
+    raw = pickle.dumps(alone)
+    assert b"site 2" not in raw
+    assert not any(value.tobytes() in raw for value in others)
+
+
+def test_a_released_pipeline_has_its_stateless_steps():
+    pipeline = make_pipeline(
+        FunctionTransformer(np.log1p), "passthrough", GaussianMean("gaussian", **PRIVATE)
+    )
+    X = FRAME.assign(a=FRAME["a"].abs(), b=FRAME["b"].abs())
+    model = column(pipeline, X)
+    released = model.release()
+    assert [type(step).__name__ for _, step in released.steps[:1]] == ["FunctionTransformer"]
+    assert not hasattr(released, "clients_")
+    assert released[-1].privacy_.epsilon == privacy_of(released).epsilon == 1.0
+    expected = np.full(N_ROWS, model.estimator_[-1].population_mean_)
+    np.testing.assert_array_equal(released.predict(X[["a", "b"]]), expected)
+    assert b"site" not in pickle.dumps(released)
+    assert released[0] is not model.estimator_[0]
+
+
+def test_a_released_regression_applies_its_steps():
+    private = PersonalizedLinearRegression(
+        GaussianPrior(covariance=4.0),
+        noise_variance=1.0,
+        epsilon=1.0,
+        feature_bound=4.0,
+        target_bound=30.0,
+        random_state=0,
+    )
+    with pytest.warns(PrivacyWarning):
+        model = column(make_pipeline(FunctionTransformer(halves), private))
+    released, fitted = model.release(), model.estimator_[-1]
+    expected = FEATURES / 2 @ fitted.population_coef_ + fitted.population_intercept_
+    np.testing.assert_allclose(released.predict(REST), expected)
+    assert released[-1].random_state is None
+
+
+def test_fitted_steps_are_not_released():
+    model = column(make_pipeline(StandardScaler(), GaussianMean(**PRIVATE)))
+    with pytest.raises(ValueError, match=r"release.*'standardscaler' \(StandardScaler\)"):
+        model.release()
+    with pytest.warns(PrivacyWarning):
+        chosen = column(GridSearchCV(GaussianMean(**PRIVATE), {"clip_norm": [30.0]}, **INSIDE))
+    with pytest.raises(ValueError, match=r"release.*GridSearchCV chose by scores"):
+        chosen.release()
+
+
+def test_a_private_selection_hands_out_pipelines():
+    X = np.abs(FEATURES)
+    select = PrivateSelectCV(
+        make_pipeline(FunctionTransformer(np.log1p), GaussianMean(noise_variance=1.0)),
+        {"gaussianmean__clip_norm": [30.0]},
+        epsilon=1.0,
+        holdout=(X, Y),
+    )
+    with config_context(enable_metadata_routing=True):
+        select.fit(X, Y, groups=NAMES)
+    released, alone = select.release(), select.for_client("site 3")
+    fitted = select.best_estimator_[-1]
+    np.testing.assert_array_equal(released.predict(X), np.full(N_ROWS, fitted.population_mean_))
+    np.testing.assert_array_equal(alone.predict(X), np.full(N_ROWS, fitted.means_[3]))
+
+
+def test_output_of_the_steps_inside():
+    pipeline = make_pipeline(StandardScaler(), PersonalizedLinearRegression())
+    model = ClientColumn(pipeline, "site").set_output(transform="pandas")
+    assert model.fit(FRAME, Y) is model
+    assert model.estimator_[-1].feature_names_in_.tolist() == ["a", "b"]
+    assert ("fixed", "a") in model.summary().index
+    assert model.set_output(transform="default").estimator_[:-1].transform(REST).shape == (120, 2)
+    assert isinstance(model.estimator_[:-1].transform(REST), np.ndarray)
+    assert not hasattr(ClientColumn(GaussianMean(), "site"), "set_output")
+
+
+def test_targets_transformed_inside():
+    model = column(TransformedTargetRegressor(GaussianMean(), func=np.log, inverse_func=np.exp))
+    direct = GaussianMean().fit(FEATURES, np.log(Y), groups=NAMES)
+    expected = np.exp(direct.predict(FEATURES, groups=NAMES))
+    np.testing.assert_array_equal(model.predict(FRAME), expected)
+    weight = rng.uniform(size=N_ROWS)
+    assert model.score(FRAME, Y) == r2_score(Y, expected)
+    assert model.score(FRAME, Y, sample_weight=weight) == r2_score(
+        Y, expected, sample_weight=weight
+    )
+    np.testing.assert_array_equal(model.clients_, direct.clients_)
+    table = client_scores(model, FRAME, Y, client_column="site", scoring="neg_mean_absolute_error")
+    for name, row in table.iterrows():
+        own = Y[name == NAMES]
+        assert row["score"] == pytest.approx(-np.abs(own - expected[name == NAMES][0]).mean())
+        population = np.exp(direct.population_mean_)
+        assert row["population_score"] == pytest.approx(-np.abs(own - population).mean())
+    assert "TransformedTargetRegressor" in model.privacy_.warnings[0]
+    assert not hasattr(model, "release")
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_transformed_targets_in_pipelines(inside):
+    regressor = make_pipeline(StandardScaler(), GaussianMean()) if inside else GaussianMean()
+    transformed = TransformedTargetRegressor(regressor, func=np.log, inverse_func=np.exp)
+    model = column(transformed if inside else make_pipeline(StandardScaler(), transformed))
+    direct = GaussianMean().fit(FEATURES, np.log(Y), groups=NAMES)
+    expected = np.exp(direct.predict(FEATURES, groups=NAMES))
+    np.testing.assert_array_equal(model.predict(FRAME), expected)
+    assert model.score(FRAME, Y) == r2_score(Y, expected)
+
+
+def test_bagging_inside():
+    model = column(BaggingRegressor(PersonalizedLinearRegression(), 4, random_state=0))
+    predicted = []
+    for rows in model.estimator_.estimators_samples_:
+        one = PersonalizedLinearRegression().fit(FEATURES[rows], Y[rows], groups=NAMES[rows])
+        predicted.append(one.predict(FEATURES, groups=NAMES))
+    np.testing.assert_allclose(model.predict(FRAME), np.mean(predicted, axis=0))
+    assert model.score(FRAME, Y) == pytest.approx(r2_score(Y, np.mean(predicted, axis=0)))
+    assert not hasattr(model, "clients_")
+    assert not hasattr(model, "for_client")
+    assert "BaggingRegressor" in model.privacy_.warnings[0]
+
+
+def test_bagged_classifiers_inside():
+    model = column(BaggingClassifier(BernoulliMean(), 4, random_state=0), y=LABELS)
+    probability = []
+    for rows in model.estimator_.estimators_samples_:
+        one = BernoulliMean().fit(FEATURES[rows], LABELS[rows], groups=NAMES[rows])
+        probability.append(one.predict_proba(FEATURES, groups=NAMES))
+    expected = np.mean(probability, axis=0)
+    np.testing.assert_allclose(model.predict_proba(FRAME), expected)
+    np.testing.assert_array_equal(model.predict(FRAME), expected.argmax(axis=1))
+    assert model.score(FRAME, LABELS) == accuracy_score(LABELS, expected.argmax(axis=1))
+
+
+def test_features_selected_inside():
+    """A selection is fitted with ids and transforms without them."""
+    model = column(SelectFromModel(GaussianMeanWithCoef()))
+    assert model.transform(FRAME).shape == (N_ROWS, 1)
+
+
+class GaussianMeanWithCoef(PersonalizedLinearRegression):
+    """Importances of the features by the population's slopes."""
+
+    @property
+    def feature_importances_(self):
+        return np.abs(self.population_coef_)
+
+
+MEAN, SHARE = GaussianMean(), BernoulliMean()
+# scikit-learn's meta-estimators that hand no ids to predict, by what they are around.
+CLOSED = {
+    "voting": (lambda each: VotingRegressor([("a", each), ("b", each)]), MEAN, Y),
+    "voting classes": (lambda each: VotingClassifier([("a", each)], voting="soft"), SHARE, LABELS),
+    "outputs": (MultiOutputRegressor, MEAN, TWO),
+    "output classes": (MultiOutputClassifier, SHARE, TWO_LABELS),
+    "chain": (RegressorChain, MEAN, TWO),
+    "chain of classes": (ClassifierChain, SHARE, TWO_LABELS),
+    "stacking": (
+        lambda each: StackingRegressor([("a", each)], LinearRegression(), cv=3),
+        MEAN,
+        Y,
+    ),
+    "stacking, default end": (lambda each: StackingRegressor([("a", each)], cv=3), MEAN, Y),
+    "stacked classes": (
+        lambda each: StackingClassifier([("a", each)], LogisticRegression(), cv=3),
+        SHARE,
+        LABELS,
+    ),
+    "calibration": (lambda each: CalibratedClassifierCV(each, cv=3), SHARE, LABELS),
+    "threshold": (lambda each: FixedThresholdClassifier(each, threshold=0.3), SHARE, LABELS),
+    "boosting": (lambda each: AdaBoostRegressor(each, n_estimators=2), MEAN, Y),
+}
+
+
+@pytest.mark.parametrize("around", ["alone", "pipeline", "search"])
+@pytest.mark.parametrize("case", CLOSED)
+def test_others_are_refused_at_fit(case, around):
+    make, inner, y = CLOSED[case]
+    meta = make(inner)
+    name = type(meta).__name__
+    if around == "pipeline":
+        meta = make_pipeline(StandardScaler(), meta)
+    elif around == "search":
+        meta = GridSearchCV(meta, {}, **INSIDE)
+    model = ClientColumn(meta, "site")
+    says = rf"^{name}\.(fit|predict) .*inside {name}.*ClientColumn\(\.\.\., 'site'\)"
+    with pytest.raises(ValueError, match=says):
+        model.fit(FRAME, y)
+    with pytest.raises(NotFittedError):
+        check_is_fitted(model)
+
+
+@pytest.mark.parametrize("case", CLOSED)
+def test_they_work_around_the_column(case):
+    make, inner, y = CLOSED[case]
+    predicted = make(ClientColumn(inner, 2)).fit(NUMBERS, y).predict(NUMBERS)
+    assert len(predicted) == N_ROWS
+    for k in range(N_CLIENTS):  # the means of a client are the same in all its rows
+        assert len(np.unique(predicted[k == CODES], axis=0)) == 1
+    assert len(np.unique(predicted, axis=0)) == (2 if y is LABELS or y is TWO_LABELS else 6)
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        Ridge(),
+        make_pipeline(StandardScaler(), Ridge()),
+        GridSearchCV(Ridge(), {"alpha": [1.0]}, **INSIDE),
+        TransformedTargetRegressor(),
+        AdaBoostRegressor(),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_nothing_inside_reads_ids(estimator):
+    with pytest.raises(ValueError, match=r"Nothing inside.*client ids.*drop.*'site'"):
+        ClientColumn(estimator, "site").fit(FRAME, Y)
+
+
+def test_a_frozen_model_at_the_end_of_a_pipeline_is_refused():
+    frozen = FrozenEstimator(GaussianMean().fit(REST, Y, groups=NAMES))
+    with pytest.raises(ValueError, match=r"^Pipeline\.fit .*inside Pipeline"):
+        ClientColumn(make_pipeline(StandardScaler(), frozen), "site").fit(FRAME, Y)
+
+
+@pytest.mark.parametrize("scoring", ["r2", None])
+def test_searches_that_score_without_ids_are_refused(scoring):
+    """All their scores would be NaN, and the first candidate the best."""
+    inner = TransformedTargetRegressor(GaussianMean()) if scoring is None else GaussianMean()
+    unaware = GridSearchCV(inner, {}, cv=ClientKFold(3), scoring=scoring)
+    for estimator in (unaware, make_pipeline(StandardScaler(), unaware)):
+        with pytest.raises(ValueError, match=r"GridSearchCV.*ClientScorer.*ClientColumn"):
+            ClientColumn(estimator, "site").fit(FRAME, Y)
+
+
+def test_searches_of_other_models_need_no_ids():
+    search_of_slopes = GridSearchCV(Ridge(), {"alpha": [1.0]}, scoring="r2")
+    chosen = SelectFromModel(
+        search_of_slopes,
+        importance_getter="best_estimator_.coef_",
+        max_features=1,
+        threshold=-np.inf,
+    )
+    model = column(make_pipeline(chosen, PersonalizedLinearRegression()))
+    first = PersonalizedLinearRegression().fit(FEATURES[:, :1], Y, groups=NAMES)
+    np.testing.assert_array_equal(
+        model.predict(FRAME), first.predict(FEATURES[:, :1], groups=NAMES)
+    )

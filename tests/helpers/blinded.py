@@ -9,12 +9,21 @@ import warnings
 
 import numpy as np
 
-from pfl_sklearn.privacy import ClippedSum, GaussianMechanism, OneBit, SubsetSelection
+from pfl_sklearn.privacy import (
+    ClippedSum,
+    DiscreteGaussianMechanism,
+    GaussianMechanism,
+    OneBit,
+    SubsetSelection,
+)
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
 
 
 def blind(monkeypatch):
-    """Let every mechanism draw its noise around a constant."""
+    """Let every mechanism draw its noise around a constant.
+
+    The noise of the discrete Gaussian cannot be drawn again, so that it releases the constant.
+    """
 
     def ignore(cls, method, constant):
         original = getattr(cls, method)
@@ -25,6 +34,11 @@ def blind(monkeypatch):
         monkeypatch.setattr(cls, method, blinded)
 
     ignore(GaussianMechanism, "privatize", np.zeros_like)
+    monkeypatch.setattr(
+        DiscreteGaussianMechanism,
+        "privatize",
+        lambda self, messages, rng: np.zeros(np.shape(messages)),
+    )
     ignore(SubsetSelection, "privatize", np.zeros_like)
     ignore(OneBit, "privatize", lambda x: np.full(np.shape(x), 0.5))
     ignore(ClippedSum, "release", np.zeros_like)

@@ -479,7 +479,7 @@ def test_nothing_is_told_of_private_rows_but_the_noisy_score(scoring):
 
 
 @pytest.mark.parametrize(
-    "container", [list, lambda y: np.array(y, dtype=object)], ids=["list", "objects"]
+    "container", [list, lambda y: np.array(y, dtype=object)], ids=["list", "object"]
 )
 @pytest.mark.parametrize("scoring", ["accuracy", "f1", "neg_log_loss", "neg_mean_squared_error"])
 def test_a_label_of_one_client_leaves_the_others_scores_alone(scoring, container):

@@ -55,6 +55,8 @@ ROUNDS = [PPSGDRegressor(random_state=0), PPSGDClassifier(random_state=0)]
 ESTIMATORS = [*MEANS, *REGRESSIONS, *ROUNDS]
 # Other configurations, for our checks only.
 VARIANTS = [
+    GaussianMean(noise_variance=1.0),
+    GaussianMean(GaussianPrior(mean=0.0, covariance=1.0)),
     GaussianMean("gaussian_mixture"),
     GaussianMean("discrete"),
     GaussianMean(GaussianMixturePrior("bic", covariance_type="full", max_components=3)),

@@ -200,12 +200,17 @@ class _Profile:
 
         The variances may be vectors of candidates (k,).
         """
+        value = self.of_means(between, noise)
+        if self.within_dof:
+            value = value + self.within_dof * np.log(noise) + self.within / noise
+        return value
+
+    def of_means(self, between, noise):
+        """The part of the criterion that depends on `between`; the rest may swamp it."""
         between, noise = np.asarray(between)[..., None], np.asarray(noise)[..., None]
         variance = between + noise * self.unit + self.extra
         _, total, square = self.weighted(1 / variance)
         value = self.d * (np.log(variance) @ self.count) + square
-        if self.within_dof:
-            value = value + (self.within_dof * np.log(noise) + self.within / noise)[..., 0]
         return value + self.d * np.log(total) if self.restricted else value
 
     def at_ratio(self, ratio):
@@ -225,7 +230,7 @@ class _Profile:
         squared = precision**2 * moved
         value = self.d * (precision * moved) @ self.count - self._squares(squared, mean)
         if direction and self.within_dof:
-            value += self.within_dof / noise - self.within / noise**2
+            value += self.within_dof / noise - self.within / noise / noise
         return value - self.d * (squared @ self.count) / total if self.restricted else value
 
     def pooled_noise(self):
@@ -318,13 +323,13 @@ def _search_between(model, noise):
     smallest = noise * model.unit.min() + model.extra
     largest = noise * model.unit.max() + model.extra + model.spread()
     between = _minimize(
-        lambda value: model.criterion(value, noise),
+        lambda value: model.of_means(value, noise),
         lambda value: model.slope(value, noise, 0),
         smallest * 1e-6,
         largest * 100,
         len(model.unit),
     )
-    if model.criterion(0.0, noise) <= model.criterion(between, noise):
+    if model.of_means(0.0, noise) <= model.of_means(between, noise):
         between = 0.0
     return model.components(between, noise)
 

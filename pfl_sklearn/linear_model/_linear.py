@@ -174,7 +174,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     noise_variance_ : float
     log_likelihood_ : float
         Maximum of the log-likelihood in nats, restricted for "reml" with a Gaussian prior. NaN
-        under a Laplace prior and for the published algorithms.
+        where several clients share nothing (infinite variances, or as good as that), under a
+        Laplace prior and for the published algorithms.
     responsibilities_ : ndarray of shape (n_clients, n_components)
         Posterior probabilities of the components, under mixture priors.
     n_iter_ : int
@@ -489,7 +490,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         with np.errstate(invalid="ignore"):
             spread = np.nan_to_num(self.population_covariance_, nan=0.0, posinf=np.inf)
             spread = spread + self._between
-            variances = np.einsum("np,np->n", x @ spread, x)
+            variances = np.maximum(np.einsum("np,np->n", x @ spread, x), 0.0)
         if np.isinf(spread).any():
             variances = np.full(len(x), np.inf)
         known = codes >= 0

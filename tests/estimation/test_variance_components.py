@@ -142,3 +142,28 @@ def test_clients_very_far_apart(spread):
     for factor in (0.9, 1.1):
         worse = estimate_components(table, "ml", between=1.0, noise=factor * too_tight.noise)
         assert worse.log_likelihood < too_tight.log_likelihood
+
+
+@pytest.mark.parametrize("scale", [1e-140, 1e-70, 1e10, 1e40, 1e70, 1e140])
+def test_estimates_follow_the_unit(scale):
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(20), rng.integers(1, 9, 20))
+    y = rng.normal(size=20)[groups] + rng.normal(size=len(groups))
+    plain, moved = (
+        GaussianMean().fit(values[:, None], values, groups=groups) for values in (y, scale * y)
+    )
+    np.testing.assert_allclose(moved.means_ / scale, plain.means_, rtol=1e-8)
+    np.testing.assert_allclose(moved.stds_ / scale, plain.stds_, rtol=1e-8)
+    shift = (len(y) - 1) * np.log(scale)
+    assert moved.log_likelihood_ + shift == pytest.approx(plain.log_likelihood_, rel=1e-8)
+
+
+@pytest.mark.parametrize("scale", [1e6, 1e10, 1e70])
+def test_a_known_noise_variance_that_is_far_too_small(scale):
+    """Rows then contradict it by so much that no digit of the likelihood tells of the spread."""
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(20), rng.integers(1, 9, 20))
+    y = scale * (rng.normal(size=20)[groups] + rng.normal(size=len(groups)))
+    model = GaussianMean(noise_variance=1.0).fit(y[:, None], y, groups=groups)
+    expected = np.var(model.local_means_, ddof=1)
+    assert model.prior_.covariance[0, 0] == pytest.approx(expected, rel=1e-6)

@@ -157,6 +157,16 @@ def test_one_name_of_a_feature_says_what_varies(estimator):
         clone(estimator).set_params(random="dose").fit(frame, target, groups=GROUPS)
 
 
+@pytest.mark.parametrize("scale", [1e-3, 1e-8, 1e-20, 1e20])
+@pytest.mark.parametrize("mean", [0.0, None])
+def test_estimates_under_known_variances_are_linear_in_the_targets(mean, scale):
+    """However small the targets are: the prior is as strong as the noise."""
+    model = PersonalizedLinearRegression(GaussianPrior(mean, 1.0), noise_variance=1.0)
+    plain, moved = (clone(model).fit(X, c * Y, groups=GROUPS) for c in (1.0, scale))
+    np.testing.assert_allclose(moved.coef_ / scale, plain.coef_, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(moved.coef_std_, plain.coef_std_, rtol=1e-9)
+
+
 @pytest.mark.parametrize(
     ("estimator", "instead"),
     [

@@ -58,17 +58,21 @@ def fit_gaussian_prior(table, prior, options):
     reduced = reduce_table(
         table, spectral=spectral, common_scale=spectral or common_shape, n_jobs=options.n_jobs
     )
-    if covariance is not None and _is_as_good_as_infinite(reduced, covariance):
+    if covariance is not None and _is_as_good_as_infinite(reduced, covariance, options):
         return fit_without_pooling(given, prior, options, covariance)
     settings = Settings(options.method == "reml", 0 if mean is None else q, options.noise_variance)
     found = _search_variances(reduced, settings, prior, covariance, spectral, options)
     return _gaussian_estimates(table, reduced, found, prior, (offset, centre), mean is None)
 
 
-def _is_as_good_as_infinite(reduced, covariance):
-    """Whether known variances are so large that the prior changes no digit of the estimates."""
+def _is_as_good_as_infinite(reduced, covariance, options):
+    """Whether known variances are so large that the prior changes no digit of the estimates.
+
+    An unknown noise variance is at most the mean square of the targets.
+    """
     scaled = np.diag(covariance) / reduced.scale[: reduced.n_random] ** 2
-    return scaled.min() > _INFINITE * max(reduced.sum_of_squares / reduced.n_rows, 1e-280)
+    noise = options.noise_variance or reduced.sum_of_squares / reduced.n_rows
+    return scaled.min() > _INFINITE * max(noise, 1e-280)
 
 
 def use_spectral(covariance_type, covariance, solver):

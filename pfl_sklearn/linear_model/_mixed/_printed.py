@@ -85,7 +85,8 @@ def fit_by_gradient(table, prior, options):
     state = Descent(np.zeros_like(grams.right), np.zeros(q), noise, between)
     rate = options.learning_rate or 1 / (grams.curvature() / noise + 1 / between)
     free = mean is None, options.noise_variance is None, covariance is None
-    bounds = _DivergenceBounds(_DIVERGED * (grams.square.sum() / noise + 1), 10 * noise)
+    with np.errstate(over="ignore"):
+        bounds = _DivergenceBounds(_DIVERGED * (grams.square.sum() / noise + 1), 10 * noise)
     n_iter, done = 0, False
     while n_iter < options.max_iter and not done:
         n_iter, before = n_iter + 1, state

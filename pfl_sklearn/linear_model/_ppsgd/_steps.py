@@ -112,10 +112,16 @@ def divergence_advice(table, learning_rate, private):
 
 
 def _largest_size(X):
-    """Largest root mean square of a column of X (n, d), dense or CSR."""
+    """Largest root mean square of a column of X (n, d), dense or CSR.
+
+    Methods of a sparse X may add up its duplicates in place, and its arrays are the caller's.
+    """
     with np.errstate(over="ignore"):
-        squares = X.power(2).mean(axis=0) if issparse(X) else np.mean(np.square(X), axis=0)
-    return float(np.sqrt(np.max(squares, initial=0.0)))
+        if issparse(X):
+            squares = np.bincount(X.indices, X.data**2, X.shape[1])
+        else:
+            squares = np.einsum("nd,nd->d", X, X)
+        return float(np.sqrt(squares.max(initial=0.0) / X.shape[0]))
 
 
 def steepest_batch(X, offsets, batch_sizes, weights):

@@ -420,9 +420,9 @@ def _sparse_total(values):
 
 BOUNDED = {
     "clip_l2": lambda values: clip_l2(values, 1e-3),
-    "ClientMoments": lambda values: ClientMoments(
-        1e-3, square=True, sampling=True, sampling_bound=0.1
-    ).messages(values, np.abs(values[:, 0])),
+    "ClientMoments": lambda values: ClientMoments(1e-3, True, True, True).messages(
+        values, np.abs(values[:, 0])
+    ),
     "RegressionMoments.messages": lambda values: RegressionMoments(2, 1e-3, 1e-3).messages(
         values, values[:, 0]
     ),

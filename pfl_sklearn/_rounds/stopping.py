@@ -10,6 +10,7 @@ from typing import NamedTuple
 from pfl_sklearn._rounds.loop import DivergenceError
 
 _FINER = 4  # a check is due whenever the rounds have grown by a quarter
+_RISEN = 1.1  # times the training loss before: less is the noise of batches
 _DIVERGED = 2.0  # times the training loss at the start
 
 
@@ -46,7 +47,7 @@ class FlatRule(NamedTuple):
     def rises(self, loss, memory):
         """Whether a training loss has risen, or risen so far that fixed steps diverge."""
         if self.paced:
-            return not loss <= float(memory["trained"]) + self._least(memory)
+            return not loss <= _RISEN * float(memory["trained"]) + self._least(memory)
         return not loss <= _DIVERGED * float(memory["first"])
 
     def _least(self, memory):

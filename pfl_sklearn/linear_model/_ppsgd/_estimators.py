@@ -38,11 +38,11 @@ _TEXTS = {
         learning_rate : float, "theory" or "auto", default="auto"
             Learning rate, on an average gradient, of the model that takes the larger step; `alpha`
             sets the ratio. "auto" looks at the data, so it is refused with noise: features are
-            standardized inside (sparse ones divided by their largest values), w starts at the best
-            constant, and the step is the inverse curvature of an average round. Clients whose
-            batches are too steep for it take smaller local steps. "theory" is the step of Theorems
-            4.5 and 5.2 for `smoothness`, and for `solution_norm` and `gradient_std` if they are
-            given.
+            standardized inside (sparse ones are not centred), w starts at the best constant, and
+            the step is the inverse curvature of an average round. Clients whose batches are too
+            steep for it take smaller local steps. Given `clip_norm`, features stay as they are.
+            "theory" is the step of Theorems 4.5 and 5.2 for `smoothness`, and for `solution_norm`
+            and `gradient_std` if they are given.
         n_rounds : int or None, default=None
             Rounds of communication. None: ``fit`` goes on until the loss of held-out rows is flat.
             With noise the data must have no say in it, and None is 100 rounds.
@@ -204,7 +204,7 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
     >>> groups = np.repeat(np.arange(20), 30)
     >>> X = rng.normal(size=(600, 2))
     >>> y = X @ [1.0, 2.0] + 0.5 * groups / 20 * X[:, 0]
-    >>> model = PPSGDRegressor(random_state=0).fit(X, y, groups=groups)
+    >>> model = PPSGDRegressor(alpha=0.05, random_state=0).fit(X, y, groups=groups)
     >>> model.coef_[[0, -1]].round(2)
     array([[1.  , 2.  ],
            [1.48, 2.  ]])

@@ -57,14 +57,14 @@ def coordinates_in(server):
 
 
 def standard_coordinates(design, fit_intercept):
-    """Standardized features of rows (n, p); sparse ones are divided by their largest values.
+    """Standardized features of rows (n, p); sparse ones get values of mean square 1 where not 0.
 
     Nothing is centred without an intercept. It looks at the data.
     """
     center = np.zeros(design.shape[1])
     with np.errstate(over="ignore", invalid="ignore"):
         if issparse(design):
-            scale = abs(design).max(axis=0).toarray().ravel()
+            scale = _spread_of_values(design)
         else:
             if fit_intercept:
                 center[:-1] = design[:, :-1].mean(axis=0)
@@ -76,6 +76,15 @@ def standard_coordinates(design, fit_intercept):
             )
     constant = scale <= 1e-12 * np.abs(center)
     return Coordinates(center, np.where(constant, 1.0, scale))
+
+
+def _spread_of_values(design):
+    """Root mean squares (p,) of the values of CSR rows that are not 0."""
+    used = design.data != 0
+    columns = design.indices[used]
+    counts = np.bincount(columns, minlength=design.shape[1])
+    squares = np.bincount(columns, design.data[used] ** 2, minlength=design.shape[1])
+    return np.sqrt(squares / np.maximum(counts, 1))
 
 
 def with_intercept(features, fit_intercept):

@@ -119,6 +119,9 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
     - ``_models(state, ids, layout)``: the fitted attributes of a state;
     - ``_rounds_of_a_pass(clients)``: rounds of one ``partial_fit``;
     - ``_check_parameters()``, if parameters of its own can contradict one another;
+    - `_ends_when_flat` and ``_last_round(before)``, if the data may say when the rounds are over:
+      ``_make_run`` then takes `until_flat` and gives a run with a rule, and `max_rounds` is a
+      parameter;
     - `_released_names` and `_kept_names`: what the privacy report covers and what it does not.
     """
 
@@ -291,12 +294,15 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
             checkpoint.remove()
         warn_once(self.privacy_)
         if not flat:
-            warn_caller(
-                f"{type(self).__name__} ran max_rounds={self.max_rounds} rounds, and the loss was "
-                "still falling. Raise max_rounds, or tol if the models are good enough.",
-                ConvergenceWarning,
-            )
+            self._warn_not_flat()
         return self
+
+    def _warn_not_flat(self):
+        warn_caller(
+            f"{type(self).__name__} ran max_rounds={self.max_rounds} rounds, and the loss was "
+            "still falling. Raise max_rounds, or tol if the models are good enough.",
+            ConvergenceWarning,
+        )
 
     def _run(self, run, state, last, entropy, release, observe):
         """State after the round `last` or an earlier end, and whether it ended as it should."""

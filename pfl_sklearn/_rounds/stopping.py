@@ -11,7 +11,7 @@ from pfl_sklearn._rounds.loop import DivergenceError
 
 _FINER = 4  # a check is due whenever the rounds have grown by a quarter
 _RISEN = 1.1  # times the training loss before: less is the noise of batches
-_DIVERGED = 2.0  # times the training loss at the start
+_DIVERGED = 2.0  # times the training loss at the start, or of the best constant
 
 
 class FlatRule(NamedTuple):
@@ -48,7 +48,7 @@ class FlatRule(NamedTuple):
         """Whether a training loss has risen, or risen so far that fixed steps diverge."""
         if self.paced:
             return not loss <= _RISEN * float(memory["trained"]) + self._least(memory)
-        return not loss <= _DIVERGED * float(memory["first"])
+        return not loss <= _DIVERGED * max(float(memory["first"]), self.unit)
 
     def _least(self, memory):
         """Difference that counts; the loss at the start takes part where a constant is perfect."""

@@ -31,6 +31,7 @@ from pfl_sklearn.linear_model._ppsgd._sparse import (
     keys_of,
     pairs_of,
     sparse_ppsgd,
+    steps_of_roster,
 )
 from pfl_sklearn.linear_model._ppsgd._steps import (
     alpha_of,
@@ -41,8 +42,8 @@ from pfl_sklearn.linear_model._ppsgd._steps import (
 )
 from pfl_sklearn.linear_model._ppsgd._updates import (
     LOSSES,
-    averaged,
     best_constant,
+    iterates,
     ppsgd,
     with_own_steps,
 )
@@ -196,7 +197,7 @@ class BasePPSGD(BaseRounds):
         method, kind = self._method(rows, shape, loss, steps, n_expected, roster, earlier)
         if own is not None:
             constant = best_constant(loss, train.y, shape[1])[0] if self.fit_intercept else None
-            own = _of_roster(own, rows, roster)
+            own = steps_of_roster(own, rows, roster)
             method = with_own_steps(method, coordinates, own, constant)
         run = Run(
             method=method,
@@ -445,26 +446,3 @@ def _pair_positions(pairs, earlier, roster):
     if earlier is None:
         return np.zeros(0, dtype=np.intp)
     return pairs.find(earlier.layout.among(roster.earlier).keys)
-
-
-def iterates(state):
-    """Population and local models of a state, or their averages over the rounds."""
-    population, local = state.server["coef"], state.clients["local"]
-    if "moment" not in state.server or not state.round:
-        return population, local
-    return (
-        averaged(population, state.server["moment"], state.round),
-        averaged(local, state.clients["local_moment"], state.round),
-    )
-
-
-def _of_roster(own, rows, roster):
-    """Local steps of all clients, or of all pairs, from those (m,) of the clients with rows.
-
-    Clients without rows take none; those of earlier rounds keep what they had.
-    """
-    found = np.zeros(len(roster.ids))
-    found[roster.now] = own
-    if not isinstance(rows, SparseRows):
-        return found
-    return found[rows.pairs.keys // rows.pairs.n_features]

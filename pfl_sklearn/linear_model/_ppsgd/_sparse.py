@@ -206,6 +206,18 @@ class SparseRows(NamedTuple):
         return messages, np.concatenate([update.losses for update in done])
 
 
+def steps_of_roster(own, rows, roster):
+    """Local steps of all clients, or of all pairs, from those (m,) of the clients with rows.
+
+    Clients without rows take none; those of earlier rounds keep what they had.
+    """
+    found = np.zeros(len(roster.ids))
+    found[roster.now] = own
+    if not isinstance(rows, SparseRows):
+        return found
+    return found[rows.pairs.keys // rows.pairs.n_features]
+
+
 class LateNoise(NamedTuple):
     """Release of sparse messages, whose noise is drawn when somebody is about to see it.
 

@@ -164,3 +164,14 @@ def with_own_steps(method, coordinates, steps, intercept):
 def averaged(last, moment, n_rounds):
     """Average over the rounds of an iterate that started at 0, before each of their updates."""
     return last - moment / n_rounds
+
+
+def iterates(state):
+    """Population and local models of a state, or their averages over the rounds."""
+    population, local = state.server["coef"], state.clients["local"]
+    if "moment" not in state.server or not state.round:
+        return population, local
+    return (
+        averaged(population, state.server["moment"], state.round),
+        averaged(local, state.clients["local_moment"], state.round),
+    )

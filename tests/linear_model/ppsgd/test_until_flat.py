@@ -163,6 +163,23 @@ def test_a_step_that_is_too_large_is_halved(monkeypatch, form):
         clone(model).set_params(n_rounds=400).fit(form(X), y, groups=groups)
 
 
+@pytest.mark.parametrize("form", [np.asarray, csr_array])
+@pytest.mark.parametrize("average", [False, True])
+def test_rounds_that_only_do_harm_leave_the_best_constant(form, average):
+    """The last rows of every client, which are held out, contradict the others."""
+    X, groups = np.random.default_rng(5).normal(size=(400, 3)), np.repeat(np.arange(40), 10)
+    y = 3 + np.where(np.arange(400) % 10 < 8, 1, -1) * X[:, 0]
+    model = PPSGDRegressor(shuffle=False, warm_start=True, average=average, random_state=1)
+    for _ in range(2):
+        model.fit(form(X), y, groups=groups)
+        assert model.n_rounds_ == len(model.history_["loss"]) == 0
+        assert np.ptp(model.predict(form(X), groups=groups)) == 0
+        assert model.population_intercept_ == pytest.approx(y[np.arange(400) % 10 < 8].mean())
+    model.set_params(n_rounds=9).fit(form(X), y, groups=groups)
+    assert model.n_rounds_ == 9
+    assert np.isfinite(model.coef_).all()
+
+
 @pytest.mark.parametrize("rate", [3.0, 1e4])
 def test_a_number_that_diverges_is_an_error(rate):
     X, y, groups = table(SIZES)

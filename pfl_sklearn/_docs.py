@@ -64,7 +64,7 @@ ROUNDS = {
         n_samples_per_client_ : ndarray of shape (n_clients,)
             Rows of each client, over all calls to ``partial_fit``.
         n_rounds_ : int
-            Rounds run so far.
+            Rounds that led to the models.
         noise_multiplier_ : float
             Noise multiplier of the last call; 0 without noise.
         history_ : dict of ndarrays, one value per round

@@ -217,6 +217,7 @@ def response(model, X, groups=None):
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.SingleClientWarning")
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")  # separable classes
 @parametrize_with_checks(ESTIMATORS)
 def test_sklearn_checks(estimator, check):
     check(estimator)

@@ -8,7 +8,9 @@ _UNFINISHED = "The fit has not ended."
 
 
 def observer(estimator, X, y, groups, n_rounds, attributes):
-    """Function for `run_rounds` that runs an estimator's callbacks; None if it has none.
+    """Function for `run_rounds` that runs an estimator's callbacks, and one for their end.
+
+    The first is None if there are no callbacks.
 
     Parameters
     ----------
@@ -29,13 +31,10 @@ def observer(estimator, X, y, groups, n_rounds, attributes):
     """
     context = estimator._init_callback_context(max_subtasks=n_rounds)
     if not getattr(estimator, "_skl_callbacks", []):
-        return None
+        return None, lambda: None
     metadata = None if groups is None else {"groups": groups}
     shared: dict[str, Any] = {"estimator": estimator, "X": X, "y": y, "metadata": metadata}
     context.call_on_fit_task_begin(**shared)
-    if not n_rounds:
-        context.call_on_fit_task_end(**shared)
-    left = iter(range(n_rounds - 1, -1, -1))
 
     def observe(state):
         def visible():
@@ -44,12 +43,9 @@ def observer(estimator, X, y, groups, n_rounds, attributes):
 
         task = context.subcontext(task_name="round")
         task.call_on_fit_task_begin(**shared)
-        stop = task.call_on_fit_task_end(**shared, reconstruction_attributes=visible)
-        if stop or not next(left):
-            context.call_on_fit_task_end(**shared)
-        return stop
+        return task.call_on_fit_task_end(**shared, reconstruction_attributes=visible)
 
-    return observe
+    return observe, lambda: context.call_on_fit_task_end(**shared)
 
 
 def both(first, second):

@@ -12,7 +12,7 @@ import numpy as np
 from scipy.sparse import issparse
 
 _FORMAT = 2  # 1: parameters by their repr, and no schedule of rows
-_GROUPS = ("server", "clients", "schedule", "history")
+_MEMORY = "memory."
 # What a run may change from one start to the next.
 _UNRELATED = ("n_jobs", "ledger", "checkpoint", "checkpoint_every", "unseen", "random_state")
 _SHOWN = 60  # characters of a value in a message
@@ -65,19 +65,12 @@ class Checkpoint:
                 f"checkpoint {self.path!r} was written with other rows of X, y or groups, or with "
                 "another random_state; remove it to start anew."
             )
-        parts = {group: {} for group in _GROUPS}
-        for name, values in arrays.items():
-            group, _, key = name.partition(".")
-            parts.setdefault(group, {})[key] = values
-        return replace(
-            state,
-            server=parts["server"],
-            clients=parts["clients"],
-            schedule=parts["schedule"],
-            history={name: values.tolist() for name, values in parts["history"].items()},
-            bound=float(arrays["bound"]),
-            round=meta["round"],
-        )
+        memory = {
+            name.removeprefix(_MEMORY): values
+            for name, values in arrays.items()
+            if name.startswith(_MEMORY)
+        }
+        return replace(state.restored(arrays), memory=memory)
 
     def observe(self, state):
         """Write the file if it is due. This never ends a run."""
@@ -113,13 +106,9 @@ class Checkpoint:
             "entropy": self.entropy,
             "round": state.round,
         }
-        arrays = {
-            f"{group}.{name}": np.asarray(values)
-            for group in _GROUPS
-            for name, values in getattr(state, group).items()
-        }
+        memory = {f"{_MEMORY}{name}": values for name, values in state.memory.items()}
         with open(self._partial, "wb") as file:
-            np.savez(file, meta=json.dumps(meta), bound=state.bound, **arrays)
+            np.savez(file, meta=json.dumps(meta), **state.packed(), **memory)
             file.flush()
             os.fsync(file.fileno())
         os.replace(self._partial, self.path)

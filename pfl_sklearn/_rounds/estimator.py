@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from sklearn.base import BaseEstimator
 from sklearn.callback import CallbackSupportMixin, with_callbacks
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
 from pfl_sklearn._clients import EncodedClients, match_clients
@@ -30,6 +31,8 @@ from pfl_sklearn._rounds.privacy import (
     report_of,
     round_events,
 )
+from pfl_sklearn._rounds.stopping import FlatRule, run_until_flat
+from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._ledger import charge_events
@@ -62,7 +65,8 @@ class Run(NamedTuple):
     `release_of` turns the mechanism into the release of a round. `positions` are those of the
     earlier rounds' client arrays in the new ones. `found` are fitted attributes that the first
     rounds settled, `layout` is what the family needs to read client arrays, and `advice` is the
-    sentence to give if the rounds diverge.
+    sentence to give if the rounds diverge. With a `rule` they end when it says so.
+    `constants` are client arrays that no round changes: those of earlier rounds do not count.
     """
 
     method: Method
@@ -73,6 +77,8 @@ class Run(NamedTuple):
     found: dict[str, Any]
     layout: Any = None
     advice: str = ""
+    rule: FlatRule | None = None
+    constants: tuple[str, ...] = ()
 
 
 class Progress(NamedTuple):
@@ -112,6 +118,9 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
     - ``_models(state, ids, layout)``: the fitted attributes of a state;
     - ``_rounds_of_a_pass(clients)``: rounds of one ``partial_fit`` without noise;
     - ``_check_parameters()``, if parameters of its own can contradict one another;
+    - `_ends_when_flat` and ``_last_round(before)``, if the data may say when the rounds are over:
+      ``_make_run`` then takes `until_flat` and gives a run with a rule, and `max_rounds` is a
+      parameter;
     - `_released_names` and `_kept_names`: what the privacy report covers and what it does not.
     """
 
@@ -169,7 +178,8 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         """
         earlier = self._earlier() if self.warm_start else None
         self._check_all_parameters()
-        missing = self.n_rounds - (earlier.state.round if earlier else 0)
+        before = earlier.state.round if earlier else 0
+        missing = self._last_round(before) - before
         if missing < 0:
             raise ValueError(
                 f"n_rounds={self.n_rounds} is less than the {earlier.state.round} rounds that were "
@@ -179,14 +189,15 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         mechanism_of(self, events)  # refuses bounds before anything is charged
         checkpoint = self._open_checkpoint(missing)
         if checkpoint is None or not checkpoint.resumes:
-            charge_events(self, events, first_round=self.n_rounds - missing)
+            charge_events(self, events, first_round=before)
         clients = self._encode_fit(groups, num_samples(X))
         if earlier and not np.array_equal(clients.ids, earlier.clients):
             raise ValueError(
                 "groups holds other clients than the rounds before, which warm_start=True "
                 "continues; use partial_fit, or warm_start=False."
             )
-        task = self._make_task(X, y, clients, earlier, checkpoint and checkpoint.entropy)
+        drawn = checkpoint and checkpoint.entropy
+        task = self._make_task(X, y, clients, earlier, drawn, until_flat=self._ends_when_flat)
         return self._train((X, y, groups), task, missing, events, checkpoint)
 
     def _partial_fit(self, X, y, groups, **given):
@@ -197,13 +208,24 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         """
         earlier = self._earlier()
         self._check_all_parameters()
-        events = round_events(self, self.n_rounds)
+        missing = self._last_round(0)
+        events = round_events(self, missing)
         mechanism_of(self, events)
         charge_events(self, events, first_round=earlier.state.round if earlier else 0)
         clients = self._encode_fit(groups, num_samples(X))
-        missing = self.n_rounds if is_private(self) else self._rounds_of_a_pass(clients)
+        if not is_private(self):
+            missing = self._rounds_of_a_pass(clients)
         task = self._make_task(X, y, clients, earlier, **given)
         return self._train((X, y, groups), task, missing, events)
+
+    @property
+    def _ends_when_flat(self):
+        """Whether the data say when the rounds of ``fit`` are over."""
+        return False
+
+    def _last_round(self, before):
+        """Number of the last round of a fit, at most, after so many rounds before."""
+        return self.n_rounds
 
     @property
     def _communicates(self):
@@ -235,12 +257,13 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         parameters = described(self, **{"rounds to run": missing, "ledger": ledger})
         return Checkpoint(self.checkpoint, self.checkpoint_every, parameters)
 
-    def _make_task(self, X, y, clients, earlier, drawn=None, **given):
+    def _make_task(self, X, y, clients, earlier, drawn=None, until_flat=False, **given):
         """Checked data and the run on them; without a seed rounds draw from the entropy `drawn`."""
+        flat = {"until_flat": True} if until_flat else {}
         table = self._read(X, y, earlier, **given)
         roster = _roster_of(earlier, clients.ids)
         order, entropy = seeds(drawn if self.random_state is None else self.random_state)
-        run = self._make_run(table, clients, roster, earlier, order)
+        run = self._make_run(table, clients, roster, earlier, order, **flat)
         return Task(table, clients, earlier, roster, run, entropy)
 
     def _train(self, data, task, missing, events, checkpoint=None):
@@ -258,7 +281,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
             "clients_": ids,
             "_fitted_with_groups": data[2] is not None,
         }
-        observe = observer(
+        observe, end = observer(
             self,
             *data,
             last - state.round,
@@ -266,10 +289,9 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         )
         if checkpoint is not None:
             observe = both(observe, checkpoint.observe)
-        protected = is_private(self)
-        plan = Plan(last, run.sampling, task.entropy, self.n_jobs)
-        run_rounds(run.method, run.rows, state, plan, release, observe, protected)
-        _check_converged(state, run.advice, protected)
+        state, flat = self._run(run, state, last, task.entropy, release, observe)
+        _check_converged(state, run.advice, is_private(self))
+        end()
         progress = _progress_after(task, state, events, last)
         report = report_of(self, progress)
         if task.earlier is not None:
@@ -278,7 +300,30 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         if checkpoint is not None:
             checkpoint.remove()
         warn_once(self.privacy_)
+        if not flat:
+            self._warn_not_flat()
         return self
+
+    def _warn_not_flat(self):
+        warn_caller(
+            f"{type(self).__name__} ran max_rounds={self.max_rounds} rounds, and the loss was "
+            "still falling. Raise max_rounds, or tol if the models are good enough.",
+            ConvergenceWarning,
+        )
+
+    def _run(self, run, state, last, entropy, release, observe):
+        """State after the round `last` or an earlier end, and whether it ended as it should."""
+        watch, protected = _Watch(observe), is_private(self)
+
+        def run_on(state, until):
+            plan = Plan(until, run.sampling, entropy, self.n_jobs)
+            run_rounds(run.method, run.rows, state, plan, release, watch, protected)
+            return watch.ended
+
+        if run.rule is not None:
+            return run_until_flat(run_on, state, last - state.round, run.rule)
+        run_on(state, last)
+        return state, True
 
     def _store(self, shared, progress, report):
         """Set all fitted attributes."""
@@ -298,11 +343,22 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
 
     def _privacy_events(self):
         """Accounting events of a fit from the start."""
-        return round_events(self, self.n_rounds)
+        return round_events(self, self._last_round(0))
 
     @property
     def _privacy_relation(self):
         return relation_of_rounds(self)
+
+
+class _Watch:
+    """Observer that remembers whether it ended the rounds."""
+
+    def __init__(self, observe):
+        self.observe, self.ended = observe, False
+
+    def __call__(self, state):
+        self.ended = self.observe is not None and bool(self.observe(state))
+        return self.ended
 
 
 def seeds(random_state):
@@ -356,8 +412,8 @@ def _first_state(task, release, clip_quantile):
     if task.earlier is None:
         return state
     old = task.earlier.state.copy()
-    for name, values in old.clients.items():
-        state.clients[name][run.positions] = values
+    for name in old.clients.keys() - set(run.constants):
+        state.clients[name][run.positions] = old.clients[name]
     own = {}
     for name, values in old.own.items():
         own[name] = np.zeros((n_clients, *values.shape[1:]), dtype=values.dtype)

@@ -27,6 +27,7 @@ from pfl_sklearn._parallel import batch_mapper
 _LATE = 1 << 100
 _LAST_PHASE = 1 << 101
 _JUMP = 0x9E3779B97F4A7C15F39CC0605CEDC835  # between streams: that of PCG64.jumped
+_GROUPS = ("server", "clients", "schedule", "history")
 _AT_ONCE = 512  # clients of the last phase whose rows are gathered together
 
 
@@ -132,6 +133,27 @@ class State:
     history: dict[str, list] = field(
         default_factory=lambda: {"n_clients": [], "loss": [], "clipped": [], "clip_norm": []}
     )
+    memory: dict[str, Any] = field(default_factory=dict)  # of who decides when rounds are over
+
+    def packed(self):
+        """Copies of what rounds change, as a flat dict of arrays."""
+        found = {
+            f"{group}.{name}": np.array(values)
+            for group in _GROUPS
+            for name, values in getattr(self, group).items()
+        }
+        return {**found, "bound": np.array(self.bound), "round": np.array(self.round)}
+
+    def restored(self, arrays):
+        """This state with what was packed, among other arrays."""
+        parts = {group: {} for group in _GROUPS}
+        for name, values in arrays.items():
+            group, _, key = name.partition(".")
+            if group in parts:
+                parts[group][key] = np.array(values)
+        parts["history"] = {name: seen.tolist() for name, seen in parts["history"].items()}
+        bound, rounds = float(arrays["bound"]), int(arrays["round"])
+        return replace(self, **parts, bound=bound, round=rounds, memory={})
 
     def copy(self):
         """State to run on while this one stays as it is."""

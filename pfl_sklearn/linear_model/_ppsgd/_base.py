@@ -4,17 +4,26 @@ import math
 from numbers import Integral, Real
 
 import numpy as np
-from scipy.sparse import csr_array, hstack, issparse
+from scipy.sparse import csr_array, issparse
 from sklearn.base import clone
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from pfl_sklearn._clients import rows_by_client
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._rounds.estimator import BaseRounds, Run, sampling_of
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, InTurn
-from pfl_sklearn.linear_model._base import client_predictors
+from pfl_sklearn._rounds.stopping import FlatRule
+from pfl_sklearn.linear_model._ppsgd._parts import (
+    Coordinates,
+    Part,
+    additive_predictors,
+    coordinates_in,
+    held_out,
+    in_client_order,
+    standard_coordinates,
+    with_intercept,
+)
 from pfl_sklearn.linear_model._ppsgd._sparse import (
     LateNoise,
     LocalModels,
@@ -22,16 +31,26 @@ from pfl_sklearn.linear_model._ppsgd._sparse import (
     keys_of,
     pairs_of,
     sparse_ppsgd,
+    steps_of_roster,
 )
 from pfl_sklearn.linear_model._ppsgd._steps import (
-    auto_learning_rate,
+    alpha_of,
+    auto_steps,
     check_learning_rate,
     divergence_advice,
     step_sizes,
     theory_learning_rate,
 )
-from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, averaged, ppsgd
+from pfl_sklearn.linear_model._ppsgd._updates import (
+    LOSSES,
+    best_constant,
+    iterates,
+    ppsgd,
+    with_own_steps,
+)
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
+
+_PRIVATE_ROUNDS = 100  # with noise, where n_rounds is None: the data have no say in it
 
 
 class BasePPSGD(BaseRounds):
@@ -66,11 +85,15 @@ class BasePPSGD(BaseRounds):
 
     _parameter_constraints = {
         **BaseRounds._parameter_constraints,
-        "alpha": [Interval(Real, 0, math.inf, closed="both")],
+        "alpha": [Interval(Real, 0, math.inf, closed="both"), StrOptions({"auto"})],
         "learning_rate": [
             Interval(Real, 0, None, closed="neither"),
             StrOptions({"auto", "theory"}),
         ],
+        "n_rounds": [Interval(Integral, 1, None, closed="left"), None],
+        "tol": [Interval(Real, 0, None, closed="neither")],
+        "max_rounds": [Interval(Integral, 1, None, closed="left")],
+        "validation_fraction": [Interval(Real, 0, 1, closed="left")],
         "batch_size": [Interval(Integral, 1, None, closed="left"), None],
         "weighting": [StrOptions({"samples", "clients"})],
         "average": ["boolean"],
@@ -84,9 +107,12 @@ class BasePPSGD(BaseRounds):
     def __init__(
         self,
         *,
-        alpha=1.0,
+        alpha="auto",
         learning_rate="auto",
-        n_rounds=100,
+        n_rounds=None,
+        tol=1e-3,
+        max_rounds=10_000,
+        validation_fraction=0.2,
         batch_size=10,
         client_fraction=1.0,
         sampling="poisson",
@@ -113,6 +139,9 @@ class BasePPSGD(BaseRounds):
         self.alpha = alpha
         self.learning_rate = learning_rate
         self.n_rounds = n_rounds
+        self.tol = tol
+        self.max_rounds = max_rounds
+        self.validation_fraction = validation_fraction
         self.batch_size = batch_size
         self.client_fraction = client_fraction
         self.sampling = sampling
@@ -138,65 +167,133 @@ class BasePPSGD(BaseRounds):
 
     @property
     def _communicates(self):
-        return self.alpha > 0
+        return self.alpha == "auto" or self.alpha > 0
+
+    @property
+    def _ends_when_flat(self):
+        return self.n_rounds is None and not is_private(self)
+
+    def _last_round(self, before):
+        if self.n_rounds is not None:
+            return self.n_rounds
+        return before + self.max_rounds if self._ends_when_flat else max(before, _PRIVATE_ROUNDS)
 
     def _check_parameters(self):
         check_learning_rate(self)
 
-    def _make_run(self, table, clients, roster, earlier, order):
-        """Run on a table; a learning rate that earlier rounds found stays."""
+    def _make_run(self, table, clients, roster, earlier, order, until_flat=False):
+        """Run on a table; what earlier rounds found in their data stays."""
         if earlier is not None:
             self._check_continues(earlier)
-        n_outputs, loss = table.details
-        rows = self._client_rows(table, clients, roster, earlier, order)
+        loss = LOSSES[table.details[1]]
         sampling = sampling_of(self.sampling, self.client_fraction, len(clients.ids))
         n_expected = sampling.rate * len(clients.ids)
-        learning_rate = self._learning_rate(rows, LOSSES[loss], sampling, n_expected, earlier)
+        alpha = alpha_of(self.alpha, n_expected)
+        design, coordinates = self._design(table.features, earlier)
+        train, held = self._parts(design, table.y, clients, order, until_flat)
+        rows = self._client_rows(train, roster, earlier)
+        rate, own = self._learning_rate(rows, loss, alpha, n_expected, earlier)
+        steps = step_sizes(alpha, rate, n_expected)
+        shape = (design.shape[1], table.details[0])
+        method, kind = self._method(rows, shape, loss, steps, n_expected, roster, earlier)
+        if own is not None:
+            constant = best_constant(loss, train.y, shape[1])[0] if self.fit_intercept else None
+            own = steps_of_roster(own, rows, roster)
+            method = with_own_steps(method, coordinates, own, constant)
+        run = Run(
+            method=method,
+            rows=rows,
+            sampling=sampling,
+            found={"learning_rate_": rate},
+            advice=divergence_advice(table, rate, is_private(self)),
+            constants=() if own is None else ("step",),
+            **kind,
+        )
+        return run._replace(rule=self._rule(run, train, held, loss, alpha)) if until_flat else run
+
+    def _method(self, rows, shape, loss, steps, n_expected, roster, earlier):
+        """The method, and what a run of it needs besides, for dense or sparse rows."""
         batch_sizes = rows.schedule.batch_sizes
         mean_batch = float(batch_sizes.mean()) if self.weighting == "samples" else None
-        shape = (table.features.shape[1] + self.fit_intercept, n_outputs)
-        steps = step_sizes(self.alpha, learning_rate, n_expected)
         divisor = n_expected * (mean_batch or 1.0)
-        settings = (shape, LOSSES[loss], steps, divisor, mean_batch, self.average)
-        shared = {
-            "rows": rows,
-            "sampling": sampling,
-            "found": {"learning_rate_": learning_rate},
-            "advice": divergence_advice(table, learning_rate, is_private(self)),
-        }
-        if not issparse(table.features):
+        settings = (shape, loss, steps, divisor, mean_batch, self.average)
+        if not isinstance(rows, SparseRows):
             method = ppsgd(len(roster.ids), *settings)
-            return Run(
-                method=method,
-                release_of=lambda mechanism: JointSum(mechanism, method.messages),
-                positions=roster.earlier,
-                **shared,
-            )
+            return method, {
+                "release_of": lambda mechanism: JointSum(mechanism, method.messages),
+                "positions": roster.earlier,
+            }
         step, lazy = steps.population / divisor, not self._shows_every_round()
-        return Run(
-            method=sparse_ppsgd(rows.pairs, *settings),
-            release_of=lambda mechanism: LateNoise(SparseClippedSum(mechanism), step, lazy),
-            positions=_pair_positions(rows.pairs, earlier, roster),
-            layout=rows.pairs,
-            **shared,
-        )
+        return sparse_ppsgd(rows.pairs, *settings), {
+            "release_of": lambda mechanism: LateNoise(SparseClippedSum(mechanism), step, lazy),
+            "positions": _pair_positions(rows.pairs, earlier, roster),
+            "layout": rows.pairs,
+        }
+
+    def _rule(self, run, train, held, loss, alpha):
+        """When the rounds are over: on a training loss with the clients' weights in a round.
+
+        Not before local steps, which are smaller by a `ratio`, made any difference.
+        """
+        ratio = 0.0 if math.isinf(alpha) else alpha * run.sampling.rate * len(run.rows.clients)
+        sizes, batch_sizes = np.diff(train.offsets), run.rows.schedule.batch_sizes
+        even = np.ones(len(sizes)) if self.weighting == "samples" else 1 / sizes
+        shares = even * (batch_sizes / sizes if self.weighting == "samples" else 1.0)
+        parts = [(train, shares), (held, even)] if len(held.y) else [(train, shares)]
+        where, layout = run.rows.clients, run.layout
+
+        def losses(state):
+            population, local = iterates(state)
+            if layout is not None:
+                local = LocalModels(layout, local, 1 + int(where.max()))
+            found = [
+                part.loss(loss.function, where, population, local, weights)
+                for part, weights in parts
+            ]
+            return found[0], found[-1]
+
+        at_least = max(np.mean(sizes / batch_sizes) / self.client_fraction, ratio)
+        paced = "pace" in run.method.init()[0]
+        _, unit = best_constant(loss, train.y, run.method.messages["coef"][1])
+        return FlatRule(losses, self.tol, unit, at_least, paced, run.advice)
 
     def _shows_every_round(self):
         """Whether the whole population model is needed after each round."""
         watched = bool(getattr(self, "_skl_callbacks", []))
         return self.average or self.warm_start or watched
 
-    def _client_rows(self, table, clients, roster, earlier, order):
-        """Rows in client order; with `shuffle` each client's in an order drawn from `order`."""
-        codes, where = clients.codes, roster.now
-        by_client, offsets = rows_by_client(codes, len(where))
-        if self.shuffle:
-            rng = np.random.default_rng(order)
-            by_client = by_client[np.lexsort((rng.random(len(by_client)), codes[by_client]))]
+    def _design(self, features, earlier):
+        """Rows of the design, and the coordinates that they are in; None: the features'."""
+        design = with_intercept(features, self.fit_intercept)
+        if self.learning_rate != "auto":
+            return design, None
+        if earlier is not None:
+            coordinates = coordinates_in(earlier.state.server)
+        elif self.clip_norm is None:
+            coordinates = standard_coordinates(design, self.fit_intercept)
+        else:  # messages are clipped as they are
+            coordinates = Coordinates(np.zeros(design.shape[1]), np.ones(design.shape[1]))
+        return coordinates.of(design), coordinates
+
+    def _parts(self, design, y, clients, order, until_flat):
+        """Rows to train on, and rows held out; with `shuffle` in an order drawn from `order`."""
+        codes = clients.codes
+        rng = np.random.default_rng(order) if self.shuffle else None
+        by_client = in_client_order(codes, len(clients.ids), rng)
+        apart = np.zeros(len(codes), dtype=bool)
+        if until_flat:
+            apart = held_out(np.bincount(codes), self.validation_fraction)
+        return [
+            Part(design[kept], y[kept], codes[kept])
+            for kept in (by_client[~apart], by_client[apart])
+        ]
+
+    def _client_rows(self, part, roster, earlier):
+        """Rows of a part for the rounds."""
+        design, y, offsets, where = part.design, part.y, part.offsets, roster.now
         sizes = np.diff(offsets)
         batch_sizes = sizes if self.batch_size is None else np.minimum(sizes, self.batch_size)
-        design = with_intercept(table.features[by_client], self.fit_intercept)
-        rows = ClientRows(design, table.y[by_client], offsets, where, InTurn(batch_sizes))
+        rows = ClientRows(design, y, offsets, where, InTurn(batch_sizes))
         if not issparse(design):
             return rows
         owners = np.repeat(where, sizes)
@@ -205,16 +302,16 @@ class BasePPSGD(BaseRounds):
             pairs = earlier.layout.among(roster.earlier).union(pairs)
         return SparseRows(rows, pairs, pairs.find(keys_of(design, owners)))
 
-    def _learning_rate(self, rows, loss, sampling, n_expected, earlier):
-        """Number that `learning_rate` stands for."""
+    def _learning_rate(self, rows, loss, alpha, n_expected, earlier):
+        """Number that `learning_rate` stands for, and if it is "auto" the clients' local steps."""
         if self.learning_rate == "theory":
-            return float(theory_learning_rate(self, rows, n_expected))
+            last = self._last_round(0)
+            return float(theory_learning_rate(self, rows, alpha, n_expected, last)), None
         if self.learning_rate != "auto":
-            return float(self.learning_rate)
-        if earlier is not None:
-            return earlier.found["learning_rate_"]
+            return float(self.learning_rate), None
+        rate = None if earlier is None else earlier.found["learning_rate_"]
         dense = getattr(rows, "rows", rows)
-        return float(auto_learning_rate(dense, loss, self.weighting, self.alpha, sampling))
+        return auto_steps(dense, loss, self.weighting, alpha, n_expected, rate)
 
     def _check_continues(self, earlier):
         """Raise ValueError if the earlier rounds had a model of another shape."""
@@ -224,6 +321,12 @@ class BasePPSGD(BaseRounds):
             name, value = "fit_intercept", self.fit_intercept
         elif self.average != ("moment" in server):
             name, value = "average", self.average
+        elif (self.learning_rate == "auto") != ("pace" in server):
+            raise ValueError(
+                f"got learning_rate={self.learning_rate!r}: a number cannot continue the rounds of "
+                "'auto', which have features and steps of their own, nor the other way round; fit "
+                "anew, with warm_start=False."
+            )
         else:
             return
         raise ValueError(
@@ -239,10 +342,15 @@ class BasePPSGD(BaseRounds):
 
     def _models(self, state, ids, layout):
         """Population model (p, c) and local ones (m, p, c), or those of pairs."""
-        population, local = state.server["coef"], state.clients["local"]
-        if "moment" in state.server:
-            population = averaged(population, state.server["moment"], state.round)
-            local = averaged(local, state.clients["local_moment"], state.round)
+        population, local = iterates(state)
+        coordinates = coordinates_in(state.server)
+        if coordinates is not None:
+            population = coordinates.back(population)
+            local = (
+                coordinates.back(local)
+                if layout is None
+                else local / coordinates.scale[layout.features][:, None]
+            )
         if layout is not None:
             local = LocalModels(layout, local, len(ids))
         return {"_population": population, "_local": local}
@@ -334,34 +442,8 @@ class BasePPSGD(BaseRounds):
         return float(found) if found.ndim == 0 else found
 
 
-def with_intercept(features, fit_intercept):
-    """Columns of the design: the features, and ones last."""
-    if not fit_intercept:
-        return features
-    if issparse(features):
-        return hstack([features, np.ones((features.shape[0], 1))], format="csr")
-    return np.concatenate([features, np.ones((len(features), 1))], axis=1)
-
-
 def _pair_positions(pairs, earlier, roster):
     """Positions of the pairs of earlier rounds among these."""
     if earlier is None:
         return np.zeros(0, dtype=np.intp)
     return pairs.find(earlier.layout.among(roster.earlier).keys)
-
-
-def additive_predictors(design, codes, population, local):
-    """Predictors (n, c) of rows (n, p) of clients; of the population where codes are -1.
-
-    `local` are models (m, p, c) or :class:`LocalModels`, or None if no client is known.
-    """
-    found = design @ population
-    if local is None:
-        return found
-    if hasattr(local, "predictors"):
-        known = np.flatnonzero(codes >= 0)
-        found[known] += local.predictors(csr_array(design[known]), codes[known])
-        return found
-    nobody = np.zeros(population.shape[::-1])
-    coef = local.swapaxes(-1, -2)
-    return found + client_predictors(design, codes, coef, None, nobody, nobody[:, 0])

@@ -30,18 +30,31 @@ _TEXTS = {
         smaller it is, the more is learned locally, and the less the noise matters.
         """,
     "steps": """
-        alpha : float in [0, inf], default=1.0
+        alpha : float in [0, inf] or "auto", default="auto"
             How much is learned globally: 0 fits local models only, inf a global model only. Both
-            models take equal steps at ``alpha * n_clients * client_fraction == 1``. The notes say
-            what the paper's figures and its authors' code call alpha.
+            models take equal steps at ``alpha * n_clients * client_fraction == 1``; "auto" makes
+            the global step 30 times a local one, so that this product is 30. The notes say what
+            the paper's figures and its authors' code call alpha.
         learning_rate : float, "theory" or "auto", default="auto"
             Learning rate, on an average gradient, of the model that takes the larger step; `alpha`
-            sets the ratio. "auto" is half the inverse curvature of the steepest batch, or less if
-            few clients are expected in a round. It looks at the data, so it is refused with noise.
+            sets the ratio. "auto" looks at the data, so it is refused with noise: features are
+            standardized inside (sparse ones are not centred), w starts at the best constant, and
+            the step is the inverse curvature of an average round. Clients whose batches are too
+            steep for it take smaller local steps. Given `clip_norm`, features stay as they are.
             "theory" is the step of Theorems 4.5 and 5.2 for `smoothness`, and for `solution_norm`
             and `gradient_std` if they are given.
-        n_rounds : int, default=100
-            Rounds of communication.
+        n_rounds : int or None, default=None
+            Rounds of communication. None: ``fit`` goes on until the loss of held-out rows is flat.
+            With noise the data must have no say in it, and None is 100 rounds.
+        tol : float > 0, default=1e-3
+            The loss is flat if it fell by less than this share of the loss of the best constant
+            predictions while the number of rounds doubled. Used if ``n_rounds=None``, as the next
+            two are.
+        max_rounds : int, default=10000
+            Rounds after which ``fit`` ends with a ``ConvergenceWarning`` if the loss is not flat.
+        validation_fraction : float in [0, 1), default=0.2
+            Share of the rows that is held out, of every client as it has rows. 0: the loss is that
+            of the training rows, and the models overfit small clients.
         batch_size : int or None, default=10
             Rows of a client in a round, at most all it has. None uses all rows. A client's rows
             are used in turn, so none is used twice before all others were used once.
@@ -67,14 +80,15 @@ _TEXTS = {
         """,
     "warm_start": """
         warm_start : bool, default=False
-            Let ``fit`` continue to `n_rounds` rounds in all, with the noise multiplier that it had
-            unless another is given. With an integer `random_state` the result is the same, bit by
-            bit, as that of all rounds at once with ``warm_start=True``. The exception is "theory"
-            with `solution_norm`, whose step depends on `n_rounds`.
+            Let ``fit`` continue to `n_rounds` rounds in all, or until the loss is flat again, with
+            the noise multiplier that it had unless another is given. With an integer `random_state`
+            the result of a number of rounds is the same, bit by bit, as that of all of them at once
+            with ``warm_start=True``. The exception is "theory" with `solution_norm`, whose step
+            depends on `n_rounds`.
         """,
     "learning_rate_": """
         learning_rate_ : float
-            The number that `learning_rate` stood for.
+            The number that `learning_rate` stood for. That of "auto" is for the features inside.
         """,
     "notes": r"""
         This is Algorithms 1, 2 and 3 of Bietti et al. (2022). Algorithm 1 is
@@ -96,6 +110,12 @@ _TEXTS = {
         With ``weighting="samples"`` clients with larger batches take larger local steps; the table
         gives the step of a client with an average batch. `clip_norm` bounds sums over a batch
         there, and means over a batch for ``weighting="clients"``.
+
+        Without noise the defaults need no choice. A share of each client's rows is held out, and
+        the loss on it is looked at whenever the rounds have grown by a quarter. The models returned
+        are those with the lowest loss: local models have no penalty, and the end of the rounds is
+        what keeps them from overfitting. If the training loss rises between two looks, the rounds
+        go back to the best models so far, with half the step.
 
         We deviate from the paper in two ways. A client's rows are used in turn, from a random
         order, instead of being drawn independently. And we sample clients independently by default:
@@ -169,7 +189,8 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
     -----
     %(notes)s
 
-    Memory: ``n_clients * (d + 1) * n_outputs`` numbers, twice as many with `average`. For sparse
+    Memory: ``n_clients * (d + 1) * n_outputs`` numbers, twice as many with `average`, and all of
+    them twice while ``n_rounds=None`` keeps the best models. For sparse
     `X` it is n_outputs numbers for each pair of a client and a feature of its rows. A round takes
     as much again for its sampled clients.
 
@@ -188,7 +209,7 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
     >>> model = PPSGDRegressor(alpha=0.05, random_state=0).fit(X, y, groups=groups)
     >>> model.coef_[[0, -1]].round(2)
     array([[1.  , 2.  ],
-           [1.47, 2.  ]])
+           [1.48, 2.  ]])
     """
 
     def __sklearn_tags__(self):
@@ -320,7 +341,8 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
     -----
     %(notes)s
 
-    Memory: ``n_clients * (d + 1) * n_classes`` numbers, twice as many with `average`. For sparse
+    Memory: ``n_clients * (d + 1) * n_classes`` numbers, twice as many with `average`, and all of
+    them twice while ``n_rounds=None`` keeps the best models. For sparse
     `X` it is n_classes numbers for each pair of a client and a feature of its rows. A round takes
     as much again for its sampled clients.
 
@@ -333,7 +355,7 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
     >>> from pfl_sklearn import PPSGDClassifier
     >>> from pfl_sklearn.datasets import load_digits_clients
     >>> digits = load_digits_clients(n_clients=30, classes_per_client=3, random_state=0)
-    >>> model = PPSGDClassifier(alpha=0.03, random_state=0)
+    >>> model = PPSGDClassifier(n_rounds=300, random_state=0)
     >>> model = model.fit(digits.data, digits.target, groups=digits.groups)
     >>> model.score(digits.data, digits.target, groups=digits.groups) > 0.95
     True
@@ -347,9 +369,12 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
     def __init__(
         self,
         *,
-        alpha=1.0,
+        alpha="auto",
         learning_rate="auto",
-        n_rounds=100,
+        n_rounds=None,
+        tol=1e-3,
+        max_rounds=10_000,
+        validation_fraction=0.2,
         batch_size=10,
         client_fraction=1.0,
         sampling="poisson",
@@ -378,6 +403,9 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
             alpha=alpha,
             learning_rate=learning_rate,
             n_rounds=n_rounds,
+            tol=tol,
+            max_rounds=max_rounds,
+            validation_fraction=validation_fraction,
             batch_size=batch_size,
             client_fraction=client_fraction,
             sampling=sampling,

@@ -12,6 +12,7 @@ from scipy.sparse import csr_array
 
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn._rounds.rows import ClientRows, count_within
+from pfl_sklearn.linear_model._ppsgd._updates import paced
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum, SparseMessages
 
 
@@ -205,6 +206,18 @@ class SparseRows(NamedTuple):
         return messages, np.concatenate([update.losses for update in done])
 
 
+def steps_of_roster(own, rows, roster):
+    """Local steps of all clients, or of all pairs, from those (m,) of the clients with rows.
+
+    Clients without rows take none; those of earlier rounds keep what they had.
+    """
+    found = np.zeros(len(roster.ids))
+    found[roster.now] = own
+    if not isinstance(rows, SparseRows):
+        return found
+    return found[rows.pairs.keys // rows.pairs.n_features]
+
+
 class LateNoise(NamedTuple):
     """Release of sparse messages, whose noise is drawn when somebody is about to see it.
 
@@ -286,7 +299,7 @@ def sparse_ppsgd(pairs, shape, loss, steps, divisor, mean_batch, average):
 def sparse_update(server, t, batch, clients, *, loss, step, mean_batch):
     """Messages, new local values (n_pairs, c) and losses of the clients of a batch."""
     X, y, features, owner, sizes = batch
-    local, moment = clients["local"], clients.get("local_moment")
+    local, moment, own = clients["local"], clients.get("local_moment"), clients.get("step")
     with np.errstate(over="ignore", invalid="ignore"):
         predictors = X @ (server["coef"].take(features, axis=0) + local)
         residuals, losses = loss(predictors[None], y[None])
@@ -295,7 +308,8 @@ def sparse_update(server, t, batch, clients, *, loss, step, mean_batch):
             residuals = residuals / np.repeat(sizes, sizes)[:, None]
         gradients = X.T @ residuals
         if step:
-            change = (-step / (mean_batch or 1.0)) * gradients
+            rate = step if own is None else own[:, None] * server["pace"]
+            change = (-rate / (mean_batch or 1.0)) * gradients
             local = local + change
             moment = None if moment is None else moment + (t + 1) * change
     new = {"local": local} if moment is None else {"local": local, "local_moment": moment}
@@ -306,7 +320,7 @@ def sparse_update(server, t, batch, clients, *, loss, step, mean_batch):
 
 def sparse_server_update(server, total, t, *, step):
     """Population model after a round, in place; its noise is still to come."""
-    change = -step * total.values
+    change = -paced(step, server) * total.values
     server["coef"][total.rows] += change
     if "moment" in server:
         server["moment"][total.rows] += (t + 1) * change

@@ -1,4 +1,4 @@
-"""Step sizes of both models: from alpha, from the theorems, and from the steepest batch."""
+"""Step sizes of both models: from alpha, from the theorems, and from the data."""
 
 import math
 from typing import NamedTuple
@@ -7,11 +7,11 @@ import numpy as np
 from scipy.sparse import issparse
 
 from pfl_sklearn._rounds.privacy import is_private
+from pfl_sklearn._rounds.rows import count_within
 from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha
 
-_CHUNK = 32  # rows: a longer batch is no steeper than the steepest chunk of it
-_PART = 64
-_MOST = 1024
+AUTO_RATIO = 30.0  # of the global step to the local ones
+_POWERS = 16  # products that a largest eigenvalue takes; a few percent short is good enough
 _LARGEST = 1e150  # of values that are to be squared
 _UNIT_SCALE = 3.0  # root mean square of a column that needs no scaling
 
@@ -29,6 +29,11 @@ class Steps(NamedTuple):
 
     population: float
     local: float
+
+
+def alpha_of(alpha, n_expected):
+    """Number that `alpha` stands for, with so many clients expected in a round."""
+    return AUTO_RATIO / n_expected if alpha == "auto" else float(alpha)
 
 
 def step_sizes(alpha, learning_rate, n_expected):
@@ -68,35 +73,42 @@ def check_learning_rate(model):
         )
 
 
-def theory_learning_rate(model, rows, n_expected):
+def theory_learning_rate(model, rows, alpha, n_expected, n_rounds):
     """Larger of the two steps at the step eta of the theorems."""
     smoothness = smoothness_alpha(
         model.smoothness,
-        model.alpha,
+        alpha,
         rows.n_clients,
         batch_sizes=rows.schedule.batch_sizes,
         client_fraction=n_expected / rows.n_clients,
         weighting=model.weighting,
     )
     norm, std = model.solution_norm or 1.0, model.gradient_std or 0.0
-    eta = ppsgd_learning_rate(smoothness, norm, std, model.n_rounds)
-    return eta if math.isinf(model.alpha) else eta * max(model.alpha, 1 / n_expected)
+    eta = ppsgd_learning_rate(smoothness, norm, std, n_rounds)
+    return eta if math.isinf(alpha) else eta * max(alpha, 1 / n_expected)
 
 
-def auto_learning_rate(rows, loss, weighting, alpha, sampling):
-    """Half the inverse curvature of the steepest batch: it looks at the data.
+def auto_steps(rows, loss, weighting, alpha, n_expected, rate=None):
+    """Learning rate, and the local step (m,) of every client: they look at the data.
 
-    Less if the population model steps, and so few clients are expected in a round that there are
-    often many more.
+    Unless it is given, the learning rate is the inverse curvature of an average round: of all rows
+    together, and of the chance that `n_expected` clients and their batches are steeper. A client
+    whose batches are far steeper than the others' has a smaller local step of its own.
     """
+    units = step_sizes(alpha, 1.0, n_expected)
     relative = np.ones(rows.n_clients)
     if weighting == "samples":
         relative = rows.schedule.batch_sizes / rows.schedule.batch_sizes.mean()
-    steepest = steepest_batch(rows.X, rows.offsets, rows.schedule.batch_sizes, relative)
-    if sampling.n_fixed is None:
-        n_expected = sampling.rate * rows.n_clients
-        steepest *= 1 + min(alpha * n_expected, 1.0) * (1 - sampling.rate) / n_expected
-    return 0.5 / (loss.curvature * steepest) if steepest > 0 else 1.0
+    steepest = relative * batch_curvatures(rows.X, rows.offsets, rows.schedule.batch_sizes)
+    if rate is None and steepest.any():
+        sizes = np.diff(rows.offsets)
+        shared = largest_eigenvalue(rows.X, np.repeat(relative / sizes, sizes) / rows.n_clients)
+        typical = np.sum(steepest**2) / np.sum(steepest)
+        total = units.population * (shared + typical / n_expected) + units.local * typical
+        rate = 1 / (loss.curvature * total)
+    rate = 1.0 if rate is None else float(rate)
+    most = 0.5 / (loss.curvature * np.where(steepest > 0, steepest, 1.0))
+    return rate, np.minimum(rate * units.local, most)
 
 
 def divergence_advice(table, learning_rate, private):
@@ -124,55 +136,29 @@ def _largest_size(X):
         return float(np.sqrt(squares.max(initial=0.0) / X.shape[0]))
 
 
-def steepest_batch(X, offsets, batch_sizes, weights):
-    """Largest curvature of a client's batch, in units of the loss's, times the client's weight.
+def batch_curvatures(X, offsets, batch_sizes):
+    """Bounds (m,) on the curvature of each client's batches, in units of the loss's.
 
-    That is the largest eigenvalue of the mean of x x' over rows that follow one another. Rows X
-    (dense or CSR) are in client order, with `offsets` (m + 1,); `batch_sizes` and `weights` are
-    (m,). It is no more than the mean squared norm of the rows, so chunks with the longest rows come
-    first; after a thousand of them the others are taken to be no steeper.
+    They are the largest mean squared norms of so many rows that follow one another, of rows X
+    (dense or CSR) in client order.
     """
-    sizes = np.minimum(batch_sizes, _CHUNK)
-    first, owner = _chunks(offsets, sizes)
-    sizes, weights = sizes[owner], weights[owner]
-    with np.errstate(over="ignore", invalid="ignore"):
-        squares = X.power(2).sum(axis=1) if issparse(X) else np.einsum("nd,nd->n", X, X)
-        total = np.concatenate([[0.0], np.cumsum(np.asarray(squares).ravel())])
-        bounds = weights * (total[first + sizes] - total[first]) / sizes
-    if not np.isfinite(total[-1]):
-        raise ValueError(
-            "learning_rate='auto' found no step: the squares of these features overflow. Scale the "
-            "features."
-        )
-    order, found = np.argsort(-bounds, kind="stable")[:_MOST], 0.0
-    for start in range(0, len(order), _PART):
-        part = order[start : start + _PART]
-        if bounds[part[0]] <= found:
+    squares = X.power(2).sum(axis=1) if issparse(X) else np.einsum("nd,nd->n", X, X)
+    total = np.concatenate([[0.0], np.cumsum(np.asarray(squares).ravel())])
+    counts = -(-np.diff(offsets) // batch_sizes)
+    first = np.repeat(offsets[:-1], counts) + count_within(counts) * np.repeat(batch_sizes, counts)
+    sizes = np.repeat(batch_sizes, counts)
+    first = np.minimum(first, np.repeat(offsets[1:], counts) - sizes)
+    means = np.maximum(total[first + sizes] - total[first], 0.0) / sizes
+    return np.maximum.reduceat(means, np.cumsum(counts) - counts)
+
+
+def largest_eigenvalue(X, weights):
+    """Largest eigenvalue of the sum of x x' over rows X (n, p), with weights (n,)."""
+    vector, found = np.random.default_rng(0).normal(size=X.shape[1]), 0.0
+    for _ in range(_POWERS):
+        vector = vector / np.linalg.norm(vector)
+        vector = X.T @ (weights * (X @ vector))
+        found = float(np.linalg.norm(vector))
+        if found == 0:
             break
-        curvatures = weights[part] * _batch_curvatures(X, first[part], sizes[part])
-        found = max(found, float(curvatures.max()))
-    return found
-
-
-def _chunks(offsets, sizes):
-    """First row and client of chunks of `sizes` (m,) rows that cover every client's."""
-    counts = -(-np.diff(offsets) // sizes)
-    owner = np.repeat(np.arange(len(sizes)), counts)
-    number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-    last = offsets[owner + 1] - sizes[owner]
-    return np.minimum(offsets[owner] + number * sizes[owner], last), owner
-
-
-def _batch_curvatures(X, first, sizes):
-    """Largest eigenvalues (k,) of the mean of x x' over `sizes` (k,) rows from `first` (k,) on."""
-    found = np.zeros(len(first))
-    for size in np.unique(sizes):
-        (members,) = np.nonzero(sizes == size)
-        if issparse(X):
-            rows = [X[start : start + size] for start in first[members]]
-            products = np.array([(part @ part.T).toarray() for part in rows])
-        else:
-            rows = X.take(first[members][:, None] + np.arange(size), axis=0)
-            products = rows @ rows.transpose(0, 2, 1)
-        found[members] = np.linalg.eigvalsh(products)[:, -1] / size
     return found

@@ -11,6 +11,8 @@ from scipy.special import expit
 
 from pfl_sklearn._rounds.loop import Method, Update
 
+_STEPS = 20  # of which the squared loss needs one
+
 
 class Loss(NamedTuple):
     """Function from predictors (g, b, c) and targets to residuals and losses (g, b).
@@ -62,6 +64,16 @@ LOSSES = {
 }
 
 
+def best_constant(loss, y, n_outputs):
+    """Constant predictors (c,) that are nearly best for targets, and their mean loss."""
+    constant = np.zeros(n_outputs)
+    for _ in range(_STEPS):
+        residuals, _ = loss.function(np.tile(constant, (1, len(y), 1)), y[None])
+        constant -= residuals.mean(axis=(0, 1)) / loss.curvature
+    _, losses = loss.function(np.tile(constant, (1, len(y), 1)), y[None])
+    return constant, float(losses.mean())
+
+
 def ppsgd(n_clients, shape, loss, steps, divisor, mean_batch, average):
     """The method, for coefficients of a `shape` (d, c).
 
@@ -101,6 +113,7 @@ def dense_update(server, t, batch, clients, *, loss, step, mean_batch):
     """
     X, y = batch
     local, moment, n_rows = clients["local"], clients.get("local_moment"), X.shape[1]
+    own = clients.get("step")
     with np.errstate(over="ignore", invalid="ignore"):
         coef = server["coef"] + local
         residuals, losses = loss(X @ coef, y)
@@ -108,7 +121,8 @@ def dense_update(server, t, batch, clients, *, loss, step, mean_batch):
             residuals /= n_rows
         gradients = X.transpose(0, 2, 1) @ residuals
         if step:
-            change = np.multiply(gradients, -step / (mean_batch or 1.0), out=coef)
+            rate = step if own is None else own[:, None, None] * server["pace"]
+            change = np.multiply(gradients, -rate / (mean_batch or 1.0), out=coef)
             moment = None if moment is None else moment + (t + 1) * change
             local = np.add(local, change, out=coef)
         losses = losses.sum(axis=1) / n_rows
@@ -118,13 +132,46 @@ def dense_update(server, t, batch, clients, *, loss, step, mean_batch):
 
 def dense_server_update(server, total, t, *, step):
     """New population model."""
-    change = -step * total["coef"]
-    new = {"coef": server["coef"] + change}
+    change = -paced(step, server) * total["coef"]
+    new = {**server, "coef": server["coef"] + change}
     if "moment" in server:
         new["moment"] = server["moment"] + (t + 1) * change
     return new
 
 
+def paced(step, server):
+    """Step at the pace that the server has come down to."""
+    return step * server["pace"][0] if "pace" in server else step
+
+
+def with_own_steps(method, coordinates, steps, intercept):
+    """The method in coordinates of its own, with a local step for each client, clients first.
+
+    The server's `pace` is a factor on all steps. The population model starts at an intercept (c,),
+    unless that is None.
+    """
+
+    def init():
+        server, clients = method.init()
+        server |= {**coordinates._asdict(), "pace": np.ones(1)}
+        if intercept is not None:
+            server["coef"][-1] = intercept
+        return server, {**clients, "step": steps.copy()}
+
+    return method._replace(init=init)
+
+
 def averaged(last, moment, n_rounds):
     """Average over the rounds of an iterate that started at 0, before each of their updates."""
     return last - moment / n_rounds
+
+
+def iterates(state):
+    """Population and local models of a state, or their averages over the rounds."""
+    population, local = state.server["coef"], state.clients["local"]
+    if "moment" not in state.server or not state.round:
+        return population, local
+    return (
+        averaged(population, state.server["moment"], state.round),
+        averaged(local, state.clients["local_moment"], state.round),
+    )

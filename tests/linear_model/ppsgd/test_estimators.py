@@ -20,7 +20,11 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
 from pfl_sklearn import ClientColumn, PPSGDClassifier, PPSGDRegressor
-from pfl_sklearn.linear_model._ppsgd._steps import steepest_batch, step_sizes
+from pfl_sklearn.linear_model._ppsgd._steps import (
+    batch_curvatures,
+    largest_eigenvalue,
+    step_sizes,
+)
 from pfl_sklearn.linear_model._ppsgd._updates import LOSSES
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
@@ -177,7 +181,7 @@ def test_steps_go_from_local_only_to_global_only(n_expected):
 
 def test_tiny_and_huge_alphas_are_the_limits():
     X, y, groups = table()
-    model = PPSGDRegressor(learning_rate=0.1, random_state=SEED)
+    model = PPSGDRegressor(learning_rate=0.1, n_rounds=100, random_state=SEED)
     for limit, near in ((0, 1e-14), (math.inf, 1e14)):
         first = clone(model).set_params(alpha=limit).fit(X, y, groups=groups)
         second = clone(model).set_params(alpha=near).fit(X, y, groups=groups)
@@ -188,7 +192,7 @@ def test_tiny_and_huge_alphas_are_the_limits():
 def test_alpha_0_is_every_client_alone():
     """A client's model does not change a bit with the others' rows, and nothing is released."""
     X, y, groups = table()
-    model = PPSGDRegressor(alpha=0, learning_rate=0.1, shuffle=False)
+    model = PPSGDRegressor(alpha=0, learning_rate=0.1, shuffle=False, n_rounds=100)
     first = clone(model).fit(X, y, groups=groups)
     assert not first.population_coef_.any()
     y[groups == 4] *= 100
@@ -261,47 +265,67 @@ def test_constants_of_theory_that_are_missing(params, error):
 
 
 @pytest.mark.parametrize("convert", [np.asarray, csr_array])
-def test_the_steepest_batch(convert):
-    """Against all batches that follow one another; long rows need not be steep together."""
-    spread, aligned = 2 * np.eye(3), 1.5 * np.ones((3, 1)) * [1.0, 0.0, 0.0]
-    X, offsets = np.vstack([spread, aligned]), np.array([0, 3, 6])
-    sizes, weights = np.array([3, 3]), np.ones(2)
-    assert steepest_batch(convert(X), offsets, sizes, weights) == pytest.approx(2.25)
-    assert steepest_batch(convert(X), offsets, sizes, np.array([2.0, 1.0])) == pytest.approx(8 / 3)
+def test_curvatures_of_batches(convert):
+    """Against all batches that follow one another: bounds, exact where rows are parallel."""
     rng = np.random.default_rng(0)
-    sizes = np.array([1, 7, 64, 5])
-    X = rng.normal(size=(sizes.sum(), 3)) * rng.gamma(0.3, size=(sizes.sum(), 1))
-    offsets, batches, weights = np.cumsum([0, *sizes]), np.array([1, 3, 64, 5]), rng.random(4) + 0.5
-    found = steepest_batch(convert(X), offsets, batches, weights)
-    curvatures = []
+    sizes, batches = np.array([1, 7, 64, 5]), np.array([1, 3, 10, 5])
+    X, offsets = rng.normal(size=(sizes.sum(), 3)), np.cumsum([0, *sizes])
+    found = batch_curvatures(convert(X), offsets, batches)
     for i, b in enumerate(batches):
-        starts = [*range(offsets[i], offsets[i + 1] - min(b, 32), min(b, 32))]
-        for start in (*starts, offsets[i + 1] - min(b, 32)):
-            rows = X[start : start + min(b, 32)]
-            curvatures.append(weights[i] * np.linalg.eigvalsh(rows.T @ rows)[-1] / len(rows))
-    assert found == pytest.approx(max(curvatures))
-    whole = X[offsets[2] : offsets[3]]
-    assert found >= weights[2] * np.linalg.eigvalsh(whole.T @ whole)[-1] / 64
+        starts = [*range(offsets[i], offsets[i + 1] - b, b), offsets[i + 1] - b]
+        norms = [np.mean(np.sum(X[start : start + b] ** 2, axis=1)) for start in starts]
+        assert found[i] == pytest.approx(max(norms))
+    parallel = np.abs(X[:, :1]) * [[1.0, 2.0, 2.0]]
+    found = batch_curvatures(convert(parallel), offsets, sizes)
+    for i in range(4):
+        rows = parallel[offsets[i] : offsets[i + 1]]
+        assert found[i] == pytest.approx(np.linalg.eigvalsh(rows.T @ rows / len(rows))[-1])
+
+
+@pytest.mark.parametrize("convert", [np.asarray, csr_array])
+def test_the_largest_eigenvalue(convert):
+    rng = np.random.default_rng(0)
+    X, weights = rng.normal(size=(50, 4)) * [3.0, 1.0, 1.0, 0.5], rng.random(50)
+    expected = np.linalg.eigvalsh(X.T @ (weights[:, None] * X))[-1]
+    assert largest_eigenvalue(convert(X), weights) == pytest.approx(expected, rel=0.02)
+    assert largest_eigenvalue(convert(0 * X), weights) == 0
 
 
 @pytest.mark.parametrize("convert", [np.asarray, csr_array, csr_matrix])
 @pytest.mark.parametrize("weighting", ["samples", "clients"])
 def test_the_automatic_step_by_hand(convert, weighting):
-    """Rows of curvature 4: by the longest batch, and by how few clients there may be."""
+    """Rows of curvature 1 once they are scaled; clients of 20, 1, 1 and 6 rows in a round."""
     sizes = [40, 1, 1, 6]
     X, groups = np.full((48, 1), 2.0), np.repeat(np.arange(4), sizes)
     model = PPSGDRegressor(weighting=weighting, fit_intercept=False, n_rounds=1, batch_size=20)
-    longest = 20 / 7 if weighting == "samples" else 1.0
-    for alpha, q, sampling, factor in (
-        (1.0, 1.0, "poisson", 1.0),
-        (0, 0.1, "poisson", 1.0),
-        (1.0, 0.1, "poisson", 1 + 0.9),
-        (math.inf, 0.1, "poisson", 1 + 0.9 / 0.4),
-        (math.inf, 0.25, "fixed", 1.0),
+    shares = np.array([20, 1, 1, 6]) / 7 if weighting == "samples" else np.ones(4)
+    typical = np.sum(shares**2) / 4
+    for alpha, q, population, local in (
+        (1.0, 1.0, 1.0, 0.25),
+        (0, 0.5, 0.0, 1.0),
+        (0.1, 1.0, 0.4, 1.0),
+        (math.inf, 0.5, 1.0, 0.0),
+        ("auto", 0.5, 1.0, 1 / 30),
     ):
-        model.set_params(alpha=alpha, client_fraction=q, sampling=sampling)
-        got = model.fit(convert(X), np.ones(48), groups=groups).learning_rate_
-        assert got == pytest.approx(0.5 / (4 * longest * factor))
+        model.set_params(alpha=alpha, client_fraction=q)
+        model.fit(convert(X), np.ones(48), groups=groups)
+        rate = 1 / (population * (1 + typical / (4 * q)) + local * typical)
+        assert model.learning_rate_ == pytest.approx(rate)
+        own = model._progress.state.clients["step"].ravel()
+        np.testing.assert_allclose(own, np.minimum(rate * local, 0.5 / shares))
+
+
+def test_one_steep_client_does_not_slow_the_others():
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(30), 10)
+    X = rng.normal(size=(300, 2))
+    model = PPSGDRegressor(alpha=0, n_rounds=5, random_state=0, clip_norm=1e9)
+    calm = clone(model).fit(X, X[:, 0], groups=groups)
+    X[groups == 7] *= 3
+    steep = clone(model).fit(X, X[:, 0], groups=groups)
+    own = steep._progress.state.clients["step"]
+    assert own[7] < 0.5 * np.delete(own, 7).min()
+    assert steep.learning_rate_ > 0.2 * calm.learning_rate_
 
 
 def test_features_whose_squares_overflow():
@@ -393,7 +417,7 @@ def test_labels_and_shapes(loss, n_classes):
     groups = y * 2 + np.arange(len(y)) % 2
     groups[::10] = 99
     names = np.array(["setosa", "versicolor", "virginica"])
-    model = PPSGDClassifier(alpha=0.1, loss=loss, random_state=0)
+    model = PPSGDClassifier(alpha=0.1, loss=loss, n_rounds=100, random_state=0)
     numbers = clone(model).fit(X, y, groups=groups)
     strings = clone(model).fit(X, names[y], groups=groups)
     np.testing.assert_array_equal(

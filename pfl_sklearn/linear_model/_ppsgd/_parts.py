@@ -1,0 +1,131 @@
+"""Rows of a table in client order, in coordinates of their own, and apart from rows held out."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.sparse import csr_array, hstack, issparse
+
+from pfl_sklearn._clients import rows_by_client
+from pfl_sklearn._rounds.rows import count_within
+from pfl_sklearn.linear_model._base import client_predictors
+
+
+class Part(NamedTuple):
+    """Rows of a design (n, p), dense or CSR, with targets; codes (n,) of clients are sorted."""
+
+    design: Any
+    y: np.ndarray
+    codes: np.ndarray
+
+    @property
+    def offsets(self):
+        """Where each client's rows start (m + 1,), if every client has some."""
+        return np.concatenate([[0], np.cumsum(np.bincount(self.codes))])
+
+    def loss(self, loss, where, population, local, weights):
+        """Mean loss of the rows of clients at positions `where` (m,) and with `weights` (m,)."""
+        predictors = additive_predictors(self.design, where[self.codes], population, local)
+        with np.errstate(over="ignore", invalid="ignore"):
+            losses = loss(predictors[None], self.y[None])[1][0]
+        weights = weights[self.codes]
+        return float(weights @ losses / weights.sum())
+
+
+class Coordinates(NamedTuple):
+    """Features in which steps are taken: x becomes (x - center) / scale; both (p,)."""
+
+    center: np.ndarray
+    scale: np.ndarray
+
+    def of(self, design):
+        """Rows (n, p), dense or CSR, in these coordinates."""
+        if issparse(design):
+            return csr_array(design.multiply(1 / self.scale))
+        return (design - self.center) / self.scale
+
+    def back(self, values):
+        """Coefficients (..., p, c) of the features as they were; the intercept is the last."""
+        found = values / self.scale[:, None]
+        if self.center.any():
+            found[..., -1, :] -= np.einsum("...pc,p->...c", found, self.center)
+        return found
+
+
+def coordinates_in(server):
+    """Coordinates of a server's state; None: the features'."""
+    return Coordinates(server["center"], server["scale"]) if "center" in server else None
+
+
+def standard_coordinates(design, fit_intercept):
+    """Standardized features of rows (n, p); sparse ones get values of mean square 1 where not 0.
+
+    Nothing is centred without an intercept. It looks at the data.
+    """
+    center = np.zeros(design.shape[1])
+    with np.errstate(over="ignore", invalid="ignore"):
+        if issparse(design):
+            scale = _spread_of_values(design)
+        else:
+            if fit_intercept:
+                center[:-1] = design[:, :-1].mean(axis=0)
+            scale = np.sqrt(np.mean((design - center) ** 2, axis=0))
+        if not np.isfinite(scale**2).all():
+            raise ValueError(
+                "learning_rate='auto' found no step: the squares of these features overflow. Scale "
+                "the features."
+            )
+    constant = scale <= 1e-12 * np.abs(center)
+    return Coordinates(center, np.where(constant, 1.0, scale))
+
+
+def _spread_of_values(design):
+    """Root mean squares (p,) of the values of CSR rows that are not 0."""
+    used = design.data != 0
+    columns = design.indices[used]
+    counts = np.bincount(columns, minlength=design.shape[1])
+    squares = np.bincount(columns, design.data[used] ** 2, minlength=design.shape[1])
+    return np.sqrt(squares / np.maximum(counts, 1))
+
+
+def with_intercept(features, fit_intercept):
+    """Columns of the design: the features, and ones last."""
+    if not fit_intercept:
+        return features
+    if issparse(features):
+        return hstack([features, np.ones((features.shape[0], 1))], format="csr")
+    return np.concatenate([features, np.ones((len(features), 1))], axis=1)
+
+
+def in_client_order(codes, n_clients, rng=None):
+    """Positions of rows in client order; with a generator each client's in random order."""
+    by_client, _ = rows_by_client(codes, n_clients)
+    if rng is None:
+        return by_client
+    return by_client[np.lexsort((rng.random(len(by_client)), codes[by_client]))]
+
+
+def held_out(sizes, fraction):
+    """Which rows in client order are held out: of each client its last, but never all.
+
+    A client of few rows has some of them held out as often as makes up the fraction of all rows.
+    """
+    due = np.floor(np.cumsum(sizes) * fraction + 1e-9).astype(np.intp)
+    counts = np.minimum(np.diff(due, prepend=0), sizes - 1)
+    return count_within(sizes) >= np.repeat(sizes - counts, sizes)
+
+
+def additive_predictors(design, codes, population, local):
+    """Predictors (n, c) of rows (n, p) of clients; of the population where codes are -1.
+
+    `local` are models (m, p, c) or :class:`LocalModels`, or None if no client is known.
+    """
+    found = design @ population
+    if local is None:
+        return found
+    if hasattr(local, "predictors"):
+        known = np.flatnonzero(codes >= 0)
+        found[known] += local.predictors(csr_array(design[known]), codes[known])
+        return found
+    nobody = np.zeros(population.shape[::-1])
+    coef = local.swapaxes(-1, -2)
+    return found + client_predictors(design, codes, coef, None, nobody, nobody[:, 0])

@@ -62,18 +62,12 @@ def standard_coordinates(design, fit_intercept):
     Nothing is centred without an intercept. It looks at the data.
     """
     center = np.zeros(design.shape[1])
-    with np.errstate(over="ignore", invalid="ignore"):
-        if issparse(design):
-            scale = _spread_of_values(design)
-        else:
-            if fit_intercept:
-                center[:-1] = design[:, :-1].mean(axis=0)
-            scale = np.sqrt(np.mean((design - center) ** 2, axis=0))
-        if not np.isfinite(scale**2).all():
-            raise ValueError(
-                "learning_rate='auto' found no step: the squares of these features overflow. Scale "
-                "the features."
-            )
+    if issparse(design):
+        scale = _spread_of_values(design)
+    else:
+        if fit_intercept:
+            center[:-1] = design[:, :-1].mean(axis=0)
+        scale = np.sqrt(np.mean((design - center) ** 2, axis=0))
     constant = scale <= 1e-12 * np.abs(center)
     return Coordinates(center, np.where(constant, 1.0, scale))
 

@@ -103,12 +103,23 @@ def auto_steps(rows, loss, weighting, alpha, n_expected, rate=None):
     if rate is None and steepest.any():
         sizes = np.diff(rows.offsets)
         shared = largest_eigenvalue(rows.X, np.repeat(relative / sizes, sizes) / rows.n_clients)
-        typical = np.sum(steepest**2) / np.sum(steepest)
+        share = steepest / steepest.max()  # their squares may be too large
+        typical = steepest.max() * np.sum(share**2) / np.sum(share)
         total = units.population * (shared + typical / n_expected) + units.local * typical
         rate = 1 / (loss.curvature * total)
     rate = 1.0 if rate is None else float(rate)
     most = 0.5 / (loss.curvature * np.where(steepest > 0, steepest, 1.0))
     return rate, np.minimum(rate * units.local, most)
+
+
+def check_squares(table):
+    """Raise ValueError if values are too large to be squared; not for fits with noise."""
+    features = table.features.data if issparse(table.features) else table.features
+    for name, values in (("X", features), ("y", table.y)):
+        if values.dtype.kind == "f" and np.abs(values).max(initial=0.0) > _LARGEST:
+            raise ValueError(
+                f"{name} holds values too large to be squared (above about 1e150); rescale it."
+            )
 
 
 def divergence_advice(table, learning_rate, private):
@@ -158,7 +169,9 @@ def largest_eigenvalue(X, weights):
     for _ in range(_POWERS):
         vector = vector / np.linalg.norm(vector)
         vector = X.T @ (weights * (X @ vector))
-        found = float(np.linalg.norm(vector))
-        if found == 0:
-            break
+        size = np.abs(vector).max()
+        if size == 0:
+            return 0.0
+        vector = vector / size
+        found = float(size * np.linalg.norm(vector))
     return found

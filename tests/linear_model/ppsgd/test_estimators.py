@@ -332,7 +332,7 @@ def test_features_whose_squares_overflow():
     X, y, groups = table()
     model = PPSGDRegressor()
     for rows in (1e200 * X, csr_array(1e200 * X)):
-        with pytest.raises(ValueError, match=r"learning_rate='auto'.*overflow"):
+        with pytest.raises(ValueError, match=r"\bX\b.*too large to be squared.*1e150"):
             model.fit(rows, y, groups=groups)
     assert not hasattr(model, "coef_")
 
@@ -725,8 +725,8 @@ def lectures(data_home):
 
 # Mean squared errors and log losses of two folds, for alpha 0, 0.01 and infinity.
 REAL = {
-    movielens: (PPSGDRegressor, "neg_mean_squared_error", (0.8791, 0.8451, 1.0733)),
-    lectures: (PPSGDClassifier, "neg_log_loss", (0.6529, 0.6455, 0.6862)),
+    movielens: (PPSGDRegressor, "neg_mean_squared_error", (0.8756, 0.8689, 1.0705)),
+    lectures: (PPSGDClassifier, "neg_log_loss", (0.6435, 0.6399, 0.6861)),
 }
 
 

@@ -45,7 +45,7 @@ def errors_of(models, task, home, n_folds):
     return np.array(found)
 
 
-# Measured: 100 rounds at the step of the steepest batch had .678 to 3.22 times the pooled error on
+# Measured: 100 rounds at the step of the steepest batch had .708 to 3.13 times the pooled error on
 # these features, and 2.65 times on Parkinsons' standardized ones; now it is .150 to 1.001.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
@@ -56,7 +56,7 @@ def test_the_defaults_are_no_worse_than_a_pooled_model(task, data_home):
     else:
         pooled = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
         models = pooled, PPSGDClassifier(random_state=0)
-    pooled, ours = errors_of(models, task, data_home, n_folds=3).mean(axis=0)
+    pooled, ours = errors_of(models, task, data_home, n_folds=5).mean(axis=0)
     assert ours < 1.02 * pooled
 
 

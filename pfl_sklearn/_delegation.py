@@ -16,7 +16,7 @@ from pfl_sklearn._nesting import (
 )
 from pfl_sklearn.metrics._clients import known_clients
 from pfl_sklearn.metrics._responses import Responses
-from pfl_sklearn.privacy._vouching import privacy_of
+from pfl_sklearn.privacy._vouching import report_of_fits
 
 _ROUTED = (
     "fit",
@@ -185,11 +185,11 @@ class DelegationMixin:
             If nothing protects the model, or a step that was fitted on the same data.
         """
         check_is_fitted(self)
-        released, report = hand_out(self._fitted, "release"), privacy_of(self._fitted)
+        released, report = hand_out(self._fitted, "release"), report_of_fits(self._fitted)
         if not math.isfinite(report.epsilon):
             raise ValueError(
                 f"release() of this {type(self).__name__} would publish unprotected values: "
-                f"{report.warnings[-1]}."
+                f"{report.warnings[-1].rstrip('.')}."
             )
         return released
 

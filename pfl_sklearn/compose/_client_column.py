@@ -27,7 +27,7 @@ from pfl_sklearn._nesting import (
     predicting_estimator,
     takes_groups,
 )
-from pfl_sklearn.privacy import privacy_of
+from pfl_sklearn.privacy._vouching import report_of_fits
 
 
 class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, BaseEstimator):
@@ -190,10 +190,13 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
 
     @property
     def privacy_(self):
-        """Privacy report of the fitted estimator as a whole, its other steps included."""
+        """Privacy report of the fitted estimator, with the steps around it.
+
+        As for the estimator itself, it is about the fit: if a search chose it, a warning says so.
+        """
         fitted = self.estimator_
         try:
-            return privacy_of(fitted)
+            return report_of_fits(fitted)
         except ValueError as error:  # it reads client ids, but is not of this package
             raise AttributeError(str(error)) from error
 

@@ -38,7 +38,7 @@ _TOO_NOISY = (
     "squared, and a center close to the clients allows a smaller clip_norm), or a larger epsilon."
 )
 _TOO_TIGHT = (
-    "The released noise variance, {variance:.4g} summed over outputs, is above 0.9 of its bound "
+    "The released noise variance, {variance:.4g} summed over outputs, is above 90 % of its bound "
     "{bound:.4g}. The bound may be too small, and clients then shrink too little. Give a larger "
     "noise_variance_bound."
 )

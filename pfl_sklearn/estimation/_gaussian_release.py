@@ -74,27 +74,32 @@ def variance_weights(n_rows):
     return np.minimum(freedom / np.median(freedom[freedom > 0]), 1.0)
 
 
-def noise_of_cut_variances(total, n_rows, weights, bound, d):
-    """Noise variance at which the weighted sum of cut row variances has the expectation `total`.
+def sum_of_cut_variances(n_rows, weights, d):
+    """Expected weighted sum of cut row variances, in units of their bound, as a function.
 
-    A row variance over d coordinates is ``d * noise`` times a chi-square over its degrees of
-    freedom. The answer is at most ``bound / d``.
+    Its argument is d times the noise variance, in the same units. A row variance over d coordinates
+    is d times the noise variance times a chi-square over its degrees of freedom.
     """
     sizes, position = np.unique(n_rows, return_inverse=True)
     weight = np.bincount(position, weights)
     told = weight > 0
     weight, freedom = weight[told], d * (sizes[told] - 1)
 
-    def excess(share):  # of the sum, in units of the bound, if d * noise is this share of it
+    def expected(share):
         uncut = share * gammainc(freedom / 2 + 1, freedom / (2 * share))
-        return weight @ (uncut + gammaincc(freedom / 2, freedom / (2 * share))) - total / bound
+        return weight @ (uncut + gammaincc(freedom / 2, freedom / (2 * share)))
 
+    return expected
+
+
+def undo_cut(total, expected, most):
+    """Argument in [0, 1] at which the expected sum of cut variances, at most `most`, is `total`."""
     if total <= 0:
         return 0.0
-    if excess(1.0) <= 0:
-        return bound / d
-    lowest = 0.99 * total / (bound * weight.sum())  # cutting only lowers the sum
-    return brentq(excess, lowest, 1.0, xtol=1e-14) * bound / d
+    if expected(1.0) <= total:
+        return 1.0
+    lowest = 0.99 * total / most  # cutting only lowers the sum
+    return brentq(lambda share: expected(share) - total, lowest, 1.0, xtol=1e-14)
 
 
 def means_from_noisy_sums(table, variances, moments, mechanism, centre, known, rng):
@@ -175,10 +180,12 @@ def _released_noise(known, summed, weights, std, table, moments):
     """
     if known.noise is not None:
         return ReleasedNoise(known.noise)
-    bound, d = moments.largest_variance, table.means.shape[1]
-    total = min(summed["variance"][0], bound * np.sum(weights))
-    variance = noise_of_cut_variances(total, table.n_rows, weights, bound, d)
-    return ReleasedNoise(variance, bool(total > 2 * std * bound), d * variance > _TIGHT * bound)
+    bound, d, most = moments.largest_variance, table.means.shape[1], np.sum(weights)
+    total = min(summed["variance"][0] / bound, most)
+    expected = sum_of_cut_variances(table.n_rows, weights, d)
+    variance = undo_cut(total, expected, most) * bound / d
+    tight = total > expected(_TIGHT) + 2 * std
+    return ReleasedNoise(variance, bool(total > 2 * std), bool(tight))
 
 
 def _around_known_mean(table, mean, between, noise):

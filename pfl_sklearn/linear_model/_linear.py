@@ -131,7 +131,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         Neighbouring tables differ in one unit that is replaced (the numbers of clients and of
         their rows are public), or in one unit that is added or removed (no number is public). The
         report also states epsilon under another relation: if a unit contributes nothing
-        ("zero_out"), or is replaced.
+        ("zero_out"), or is replaced. With ``unit="row"`` the number of clients is public all the
+        same.
     ledger : PrivacyLedger or None, default=None
         File that records every fit before the fit reads any data, and refuses a fit beyond the
         budget.

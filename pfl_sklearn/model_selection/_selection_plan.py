@@ -21,6 +21,7 @@ from pfl_sklearn.privacy import (
 )
 from pfl_sklearn.privacy._accounting._calibration import largest_within
 from pfl_sklearn.privacy._accounting._selection import check_distribution
+from pfl_sklearn.privacy._report import ADVERSARIES
 from pfl_sklearn.privacy._spending import relation_of, stated_cost, unit_of, with_params
 from pfl_sklearn.privacy._vouching import learns, report_of_fits
 
@@ -349,6 +350,12 @@ def _calibrate(select, prefix, by_noise, point, mechanism, relation):
     low, high = _rates(select, by_noise)
     guess = 1.0 if by_noise else 0.4 * select.epsilon
     rate = largest_within(select.epsilon, spent, low, high, guess)
+    if rate is None and math.isinf(spent(low)):
+        raise ValueError(
+            f"what a trial spends has no bound on its Renyi divergence ({relation}), so the best "
+            f"of several cannot keep epsilon={select.epsilon!r}. Use mechanism='gaussian' instead "
+            "of 'discrete_gaussian'."
+        )
     if rate is None:
         raise ValueError(
             f"epsilon={select.epsilon!r} is too small for expected_trials="
@@ -374,6 +381,8 @@ def selection_report(select, plan, model):
         delta=float(select.delta),
         unit=plan.unit,
         relation=plan.relation,
+        trust="central",
+        adversary=ADVERSARIES["central"],
         mechanism=f"best of a random number of trials ({select.distribution}, "
         f"{select.expected_trials:g} expected), of each: {trial.mechanism}",
         accountant="Renyi differential privacy of the selection (Papernot and Steinke, 2022)",
@@ -384,6 +393,7 @@ def selection_report(select, plan, model):
         assumptions=(
             *trial.assumptions,
             "what the trials draw from is the user's, not the data's",
+            "the server that runs the trials is trusted with the messages and scores of all",
             _assumed_of_scores(plan),
         ),
         noise_reproducible=select.random_state is not None,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import multiprocessing
 import textwrap
+import threading
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Self
@@ -38,8 +40,8 @@ SCORED = (
 _OUTSIDERS = "against those alone who are no client and see nothing of one but what is released"
 
 VALID_TABLES = (
-    "tables are valid: fit refuses NaN, infinity, a wrong type or an unknown label, and the "
-    "refusal reveals that some client holds it"
+    "tables are valid: fit refuses NaN, infinity, wrong types and labels that it cannot take, and "
+    "a refusal reveals that some client holds one"
 )
 
 
@@ -250,7 +252,8 @@ class PrivacyReport:
             label = "not covered" if title == "not_released" else title
             separator = "; " if title in ("assumptions", "warnings") else ", "
             if getattr(self, title):
-                rows.append((label, separator.join(getattr(self, title))))
+                texts = (text.rstrip(".") for text in getattr(self, title))
+                rows.append((label, separator.join(texts)))
         return "\n".join(["Privacy report", *report_lines(rows)])
 
     __repr__ = __str__
@@ -309,11 +312,23 @@ def _caveats_of_tools() -> tuple[str, ...]:
 def warn_once(report: PrivacyReport) -> None:
     """Emit one PrivacyWarning for all weaknesses of a private fit, if there are any.
 
-    A search warns of itself, before its fits.
+    A search warns of itself, before its fits. Of those only the one that it chose warns. Workers
+    are silent.
     """
+    if SCORED in report.warnings and _is_one_of_many():
+        return
     found = [text for text in report.warnings if text not in (CHOSEN, SCORED)]
     if math.isfinite(report.epsilon) and found:
         warn_caller(" ".join(found), PrivacyWarning)
+
+
+def _is_one_of_many() -> bool:
+    """Whether the fit that is going on belongs to a search, or to a worker of a tool."""
+    if multiprocessing.current_process().name != "MainProcess":
+        return True
+    if threading.current_thread() is not threading.main_thread():
+        return True
+    return any(frame.f_code is FIT_OF_A_SEARCH for frame in callers())
 
 
 def private_report(
@@ -354,7 +369,7 @@ def private_report(
         **plain,
         n_clients=n_clients,
         noise_reproducible=seeded,
-        adversary=_ADVERSARIES[facts["trust"]],
+        adversary=ADVERSARIES[facts["trust"]],
         assumptions=assumptions,
         warnings=(*found, *_caveats_of_tools()),
         **more,
@@ -363,7 +378,7 @@ def private_report(
 
 _FLOATS = "ideal arithmetic: floating-point noise counts as exactly Gaussian"
 _BITS = "ideal random bits (a seeded pseudo-random generator)"
-_ADVERSARIES = {
+ADVERSARIES = {
     "central": (
         "anyone who sees what is released, including all other clients together; the server that "
         "adds the noise is trusted with the exact messages"

@@ -59,7 +59,8 @@ def privacy_of(estimator: Any) -> PrivacyReport:
     searches refitted it, or if ``cross_validate``, ``validation_curve``, ``learning_curve``,
     ``permutation_test_score`` or the like scored it, ``privacy_.epsilon`` stays that of the fit,
     and ``privacy_.warnings`` say that the choice or the scores are not covered. Tools of other
-    packages leave no such trace.
+    packages leave no such trace, and neither does a choice that you carry on by hand: a new fit
+    with the parameters that a search found.
 
     Examples
     --------

@@ -12,7 +12,12 @@ from pfl_sklearn import GaussianMean, privacy_of
 from pfl_sklearn.datasets import make_gaussian_clients
 from pfl_sklearn.estimation import _gaussian_fit, _gaussian_release
 from pfl_sklearn.priors import GaussianPrior
-from pfl_sklearn.privacy import GaussianMechanism, StochasticQuantizer, epsilon_spent
+from pfl_sklearn.privacy import (
+    GaussianMechanism,
+    StochasticQuantizer,
+    calibrate_noise,
+    epsilon_spent,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 KNOWN = {"prior": GaussianPrior(covariance=0.01), "noise_variance": 0.25}
@@ -157,12 +162,14 @@ def test_the_cut_of_row_variances_is_undone(sizes, d, share):
     """The noise variance is unbiased; the mean of the cut variances is not, with few rows."""
     n_rows, truth, rng = np.array(SIZES[sizes]), 3.0, np.random.default_rng(0)
     bound, weights = truth * d / share, _gaussian_release.variance_weights(n_rows)
+    expected = _gaussian_release.sum_of_cut_variances(n_rows, weights, d)
     freedom = np.maximum(d * (n_rows - 1), 1)
     found, naive = [], []
     for _ in range(200):
         variances = truth * d * rng.chisquare(freedom) / freedom * (n_rows > 1)
         total = weights @ np.minimum(variances, bound)
-        found.append(_gaussian_release.noise_of_cut_variances(total, n_rows, weights, bound, d))
+        share_found = _gaussian_release.undo_cut(total / bound, expected, weights.sum())
+        found.append(share_found * bound / d)
         naive.append(total / weights.sum() / d)
     error = np.std(found) / math.sqrt(200)
     assert np.mean(found) == pytest.approx(truth, abs=4 * error)
@@ -171,12 +178,12 @@ def test_the_cut_of_row_variances_is_undone(sizes, d, share):
 
 
 @pytest.mark.parametrize(
-    ("total", "expected"), [(-3.0, 0.0), (0.0, 0.0), (1e-12, 1e-12 / 6), (6.0, 0.5), (1e9, 0.5)]
+    ("total", "share"), [(-3.0, 0.0), (0.0, 0.0), (1e-12, 1e-12 / 3), (3.0, 1.0), (1e9, 1.0)]
 )
-def test_undoing_the_cut_at_the_ends(total, expected):
+def test_undoing_the_cut_at_the_ends(total, share):
     n_rows, weights = np.array([1, 3, 5, 9]), np.array([0.0, 1.0, 1.0, 1.0])
-    found = _gaussian_release.noise_of_cut_variances(total, n_rows, weights, 1.0, 2)
-    assert found == pytest.approx(expected, rel=1e-9)
+    expected = _gaussian_release.sum_of_cut_variances(n_rows, weights, 2)
+    assert _gaussian_release.undo_cut(total, expected, 3.0) == pytest.approx(share, rel=1e-9)
 
 
 def test_row_variances_and_their_weights():
@@ -243,6 +250,31 @@ def test_noise_on_the_row_variances(factor, right, monkeypatch):
     model.fit(clients.data, clients.target, groups=clients.groups)
     assert model.privacy_.sensitivity == pytest.approx(math.sqrt(5))
     assert model.privacy_.noise_std == pytest.approx(math.sqrt(5) * 3.73063, rel=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The released noise variance")
+@pytest.mark.parametrize("trust", ["central", "local"])
+def test_row_variances_are_paid_for(trust):
+    """In the sensitivity that the noise is calibrated to, whoever adds it."""
+    clients = make_gaussian_clients(300, 5, random_state=0)
+    how = {"epsilon": 1.0, "clip_norm": 3.0, "trust": trust}
+    for known, sensitivity in ((None, math.sqrt(5)), (1.0, 2.0)):
+        report = fit(clients, noise_variance=known, **how).privacy_
+        assert report.sensitivity == pytest.approx(sensitivity)
+        assert report.noise_std == pytest.approx(calibrate_noise(1.0, 1e-5, sensitivity))
+
+
+def test_noise_does_not_call_a_bound_too_tight():
+    """Half of the bound is the truth; a large release is due to chance."""
+    clients = make_gaussian_clients(18, 10, noise_std=1.0, random_state=0)
+    for seed in range(60):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            GaussianMean(
+                epsilon=1.0, clip_norm=3.0, noise_variance_bound=2.0, random_state=seed
+            ).fit(clients.data, clients.target, groups=clients.groups)
+        told = " ".join(str(each.message) for each in caught)
+        assert "larger noise_variance_bound" not in told
 
 
 def test_the_report_states_the_bound_on_row_variances():

@@ -563,6 +563,21 @@ def test_report():
     assert (cost.epsilon, cost.n_fits, cost.scores_protected) == (2.0, 1, True)
 
 
+def test_the_server_of_a_selection_is_trusted_whoever_adds_the_noise():
+    """It sees the messages of all trials, and the exact scores, which no epsilon covers."""
+    local = GaussianMean(noise_variance=1.0, trust="local")
+    report = fitted(select(local, {"clip_norm": [1.0, 4.0]})).privacy_
+    assert report.trust == "central"
+    assert "anyone who sees what is released" in report.adversary
+    assert any("trusted with the messages and scores of all" in each for each in report.assumptions)
+
+
+def test_trials_without_a_renyi_bound_are_refused_by_name():
+    noisy = GaussianMean(noise_variance=1.0, trust="local", mechanism="discrete_gaussian")
+    with pytest.raises(ValueError, match=r"Renyi.*epsilon=2\.0.*'discrete_gaussian'"):
+        fitted(select(noisy, {"clip_norm": [1.0, 4.0]}, epsilon=2.0))
+
+
 def test_nothing_of_the_other_trials_is_kept():
     model = fitted(select(expected_trials=20, distribution="poisson"))
     kept = {name for name in vars(model) if name not in model.get_params(deep=False)}

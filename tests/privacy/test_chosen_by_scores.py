@@ -114,7 +114,7 @@ def test_as_a_whole_the_chosen_model_leaks_like_its_search(search):
         assert caveats(leaks) == [CHOSEN]
         assert leaks.released == ()
         assert len(leaks.warnings) == len(set(leaks.warnings))
-        assert getattr(found, "privacy_", leaks).epsilon == math.inf
+        assert caveats(getattr(found, "privacy_", leaks)) == [CHOSEN]
         found = next(
             getattr(found, name)
             for name in ("best_estimator_", "estimator_", "_final_estimator")
@@ -286,7 +286,19 @@ def test_the_caveats_are_no_warnings_of_their_own():
         GridSearchCV(column(), {}, **FOLDS).fit(TABLE, Y)
         assert len(found) == 1
         cross_val_score(column(random_state=0), TABLE, Y, **FOLDS)
+        GridSearchCV(column(random_state=0), {}, refit=False, **FOLDS).fit(TABLE, Y)
+        cross_val_score(column(random_state=0), TABLE, Y, n_jobs=2, **FOLDS)
+    assert str(found.pop().message).startswith("GridSearchCV fits")
     texts = [str(one.message) for one in found[1:]]
     assert [text.startswith("random_state was given") for text in texts] == [True, True]
     assert not any(SCORED in text for text in texts)
     assert np.all([issubclass(one.category, PrivacyWarning) for one in found])
+
+
+def test_a_wrapped_model_says_what_the_model_says():
+    """Its own promise, with the caveat, whether the ids are routed or a column of X."""
+    best = fitted(GridSearchCV(column(), {}, **FOLDS), data=TABLE, groups=None).best_estimator_
+    for model in (best, best.estimator_):
+        for report in (model.privacy_, model.release().privacy_):
+            assert (report.epsilon, caveats(report)) == (1.0, [CHOSEN])
+        assert privacy_of(model).epsilon == math.inf

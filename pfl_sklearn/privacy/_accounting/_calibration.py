@@ -211,9 +211,24 @@ def _calibrated(epsilon: float, delta: float, rounds: SampledGaussian, relation:
             precision=_NOISE_PRECISION,
             widening=1.05,
         )
-        return enough if found is None else found
+        noise = enough if found is None else found
+        return _enlarged(noise, enough, spent, epsilon) if rounds.rate <= 2 * delta else noise
     while spent(noise, REPORT_GRID) > epsilon:
         noise *= 1 + 1e-9
+    return noise
+
+
+def _enlarged(
+    noise: float, enough: float, spent: Callable[[float, Grid], float], epsilon: float
+) -> float:
+    """Noise multiplier from `noise` on, at most `enough`, that spends at most `epsilon`.
+
+    Where a client takes part with a probability of almost exactly delta, rounding errors decide,
+    and the finer grid may answer more than that of the search.
+    """
+    growth = 1 + _NOISE_PRECISION
+    while noise < enough and spent(noise, REPORT_GRID) > epsilon:
+        noise, growth = min(noise * growth, enough), growth**2
     return noise
 
 

@@ -17,6 +17,7 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 _TAIL = 8.0  # standard deviations of noise that fit into a report
+_MOST_BITS = 48  # so that sums of reports are exact in double precision
 _ROUNDING = 0.01  # largest share of the sensitivity that default rounding adds
 
 
@@ -44,8 +45,8 @@ class DiscreteGaussianMechanism:
     delta : float in (0, 1)
         Delta of the release.
     n_bits : int or None, default=None
-        Bits per coordinate of a report. Fewer bits make the grid coarser, and so need more noise.
-        None: as many as keep what rounding adds to the sensitivity below 1 %.
+        Bits per coordinate of a report, at most 48. Fewer bits make the grid coarser, and so need
+        more noise. None: as many as keep what rounding adds to the sensitivity below 1 %.
     bound : float, > 0, default=1.0
         Coordinates of messages are cut at this absolute value.
 
@@ -107,6 +108,8 @@ class DiscreteGaussianMechanism:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | np.integer) and value >= 1):
                 raise ValueError(f"{name} must be a positive integer; got {value!r}.")
+        if self.n_bits is not None and self.n_bits > _MOST_BITS:
+            raise ValueError(f"n_bits must be at most {_MOST_BITS}; got {self.n_bits!r}.")
         if self._room(self.bits) <= 0:
             fewest = next(b for b in range(self.bits, 1000) if self._room(b) > 0)
             raise ValueError(

@@ -210,6 +210,7 @@ def test_calibration(epsilon, delta):
     [
         (lambda: mechanism(0), r"n_coordinates.*\b0\b"),
         (lambda: mechanism(n_bits=2.5), r"n_bits.*\b2\.5\b"),
+        (lambda: mechanism(n_bits=49), r"n_bits.*\b48\b.*\b49\b"),
         (lambda: mechanism(n_bits=5), r"n_bits=5\b.*epsilon=1\.0.*at least 8\b"),
         (lambda: mechanism(sensitivity=math.inf), r"message_sensitivity.*\binf\b"),
         (lambda: DiscreteGaussianMechanism(1, 2.0, 1.0, DELTA, bound=0.0), r"bound.*\b0\.0\b"),

@@ -122,11 +122,12 @@ class PrivacyLedger:
 
     *Edits and losses.* Every entry holds the SHA-256 of the line before it. So a line that was
     edited, lost, added or moved is an error, the settings on the first line included. The last line
-    is covered only by the next one, and lines lost at the end leave no trace: a file that was cut
-    between two lines, or restored from an older copy, looks like one in which less was spent. To
-    notice that, keep the number of entries and the ``"previous"`` of the last one elsewhere, and
-    compare them later. The hashes have no key, so anyone who may write the file can forge all of
-    it. Entries of files from before there were hashes are read without one.
+    is covered only by the next one, so nothing covers the settings before the first entry. Lines
+    lost at the end leave no trace: a file that was cut between two lines, or restored from an older
+    copy, looks like one in which less was spent. To notice that, keep the number of entries and the
+    ``"previous"`` of the last one elsewhere, and compare them later. The hashes have no key, so
+    anyone who may write the file can forge all of it. Files of earlier versions are read without
+    hashes; the next entry then holds the SHA-256 of everything before it, and so covers all of it.
 
     *Copies.* Copies and pickles hold the path and the settings but no entries: they are the same
     ledger.
@@ -251,9 +252,10 @@ class PrivacyLedger:
         """Entries of the file, oldest first, as dicts.
 
         The keys are "entry" (its number), "time" (UTC), "what", "unit", "events" (a list of dicts),
-        "process" (its id) and "previous" (the SHA-256 of the line before it in the file, in
-        hexadecimal). A seeded fit also has "seed" (a digest) and, if an earlier entry has the same
-        seed, "seed_of" (the number of that entry).
+        "process" (its id) and "previous" (the SHA-256, in hexadecimal, of the line before it in the
+        file without its newline; if that is an entry without a hash, of everything before it).
+        Entries of earlier versions have no "previous". A seeded fit also has "seed" (a digest) and,
+        if an earlier entry has the same seed, "seed_of" (the number of that entry).
         """
         return _ledger_file.read(self.path, self._id)
 

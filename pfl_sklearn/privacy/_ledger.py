@@ -26,6 +26,9 @@ _NEW = {"budget": None, "delta": 1e-5, "relation": "replace_one", "unit": "clien
 # Relation that the entries of a ledger are counted under. Whatever is finite under "add_remove"
 # costs the same under "zero_out".
 _COUNTED = {"replace_one": "replace_one", "zero_out": "zero_out", "add_remove": "zero_out"}
+# Estimators that take the number of clients as public, although their entries in files of earlier
+# versions claim a finite epsilon under "add_remove".
+_PUBLIC_NUMBER = ("GaussianMean", "BernoulliMean")
 _ROUNDING = 1e-9  # share of a budget; lets a fit spend all of it despite rounding
 _SHOWN = 10  # entries in the printed ledger
 
@@ -372,9 +375,7 @@ class PrivacyLedger:
         if self.relation != "add_remove":
             return ""
         found = [
-            str(entry["entry"])
-            for entry in entries
-            if any(map(_protects_contributions, _events([entry], self.path)))
+            str(entry["entry"]) for entry in entries if _protects_contributions(entry, self.path)
         ]
         if not found:
             return ""
@@ -445,10 +446,14 @@ def _events(entries: list[dict[str, Any]], path: str) -> tuple[Event, ...]:
     return tuple(found)
 
 
-def _protects_contributions(event: Event) -> bool:
-    """Whether an event has a finite epsilon under "zero_out" and none under "add_remove"."""
-    added, zeroed = (event.spending(relation) for relation in ("add_remove", "zero_out"))
-    return math.isinf(added.mu) and math.isfinite(zeroed.mu)
+def _protects_contributions(entry: dict[str, Any], path: str) -> bool:
+    """Whether an entry has an event that protects under "zero_out" and not under "add_remove"."""
+    spent = [
+        (event.spending("add_remove").mu, event.spending("zero_out").mu)
+        for event in _events([entry], path)
+    ]
+    claimed = entry["what"] in _PUBLIC_NUMBER
+    return any((claimed or math.isinf(added)) and math.isfinite(mu) for added, mu in spent)
 
 
 def _reason(events: Sequence[Event], delta: float, relation: str) -> str:

@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import warnings
 
 import pytest
 from hypothesis import given, settings
@@ -209,6 +210,29 @@ def test_a_file_that_holds_sizes_of_samples_is_read(path):
     assert numbers(ledger) == [1, 2, 3]
     assert path.read_text().startswith(OLD_FILE)
     assert "n_sampled" not in path.read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("what", "earned"),
+    [("GaussianMean", False), ("BernoulliMean", False), ("PersonalizedLinearRegression", True)],
+)
+def test_entries_that_claimed_add_remove_while_the_number_of_clients_was_public(path, what, earned):
+    """Earlier versions wrote `mu_add_remove` for means and proportions too."""
+    header, _, _, _ = OLD_FILE.split("\n")
+    event = {"kind": "gaussian", "mu_add_remove": 0.1, "mu_replace_one": 0.2, "n_releases": 1}
+    entries = [
+        {"entry": n, "time": "2026-11-22T01:58:28.815+00:00", "what": what, "unit": "client"}
+        | {"events": events, "process": 8857}
+        for n, events in enumerate(([], [event]), 1)
+    ]
+    path.write_text("\n".join([header, *map(json.dumps, entries)]) + "\n")
+    ledger = PrivacyLedger(path)
+    named = "not that it takes part: 2."
+    assert (named in str(ledger)) == (not earned)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert ledger.total() == pytest.approx(gdp_epsilon(0.1, DELTA))
+    assert [named in str(each.message) for each in caught] == [True] * (not earned)
 
 
 # Settings.

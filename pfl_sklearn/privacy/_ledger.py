@@ -270,7 +270,9 @@ class PrivacyLedger:
         DataFrame
             One row per entry, indexed by its number, with columns ``time`` (UTC), ``what``,
             ``unit``, ``events`` (their kinds), and ``epsilon`` of this entry alone at `delta` and
-            under `relation`. For Gaussian releases the total is smaller than the sum of these.
+            under `relation`. If `relation` is "add_remove", an entry that protects what a client
+            contributes, not that it takes part, has its epsilon under "zero_out". For Gaussian
+            releases the total is smaller than the sum of these.
         """
         return self._frame(self.entries)
 
@@ -303,7 +305,7 @@ class PrivacyLedger:
         ]
         if math.isinf(total):
             lines.append(f"  {self._why_infinite(entries)}")
-        elif lesser := self._of_contributions(entries):
+        if lesser := self._of_contributions(entries):
             lines.append(f"  {lesser}")
         if len(table) > _SHOWN:
             lines.append(f"  the last {_SHOWN}:")
@@ -341,12 +343,13 @@ class PrivacyLedger:
             return
         asked = self._epsilon(events)
         reason = f" ({self._why(entry)})" if math.isinf(asked) else ""
+        lesser = "; some fits count under zero_out" if self._lesser([*entries, entry]) else ""
         raise BudgetExceeded(
             f"{entry['what']} asks for epsilon = {asked:.6g}{reason}; with the "
             f"{self._epsilon(before):.6g} spent so far the total would be {total:.6g}, above the "
-            f"budget of {most:.6g} (at delta = {self.delta:.4g}, {self.relation}) of {self.path}"
-            f"{self._way_out((*before, *events), most)}. The fit was refused before any data were "
-            "read."
+            f"budget of {most:.6g} (at delta = {self.delta:.4g}, {self.relation}{lesser}) of "
+            f"{self.path}{self._way_out((*before, *events), most)}. The fit was refused before any "
+            "data were read."
         )
 
     def _way_out(self, events: Sequence[Event], most: float) -> str:
@@ -370,13 +373,15 @@ class PrivacyLedger:
             )
         return _reason(_events([entry], self.path), self.delta, self.relation)
 
+    def _lesser(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Entries that protect less than the relation says."""
+        if self.relation != "add_remove":
+            return []
+        return [entry for entry in entries if _protects_contributions(entry, self.path)]
+
     def _of_contributions(self, entries: list[dict[str, Any]]) -> str:
         """Sentence about entries that protect less than the relation says, or nothing."""
-        if self.relation != "add_remove":
-            return ""
-        found = [
-            str(entry["entry"]) for entry in entries if _protects_contributions(entry, self.path)
-        ]
+        found = [str(entry["entry"]) for entry in self._lesser(entries)]
         if not found:
             return ""
         shown = ", ".join(found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")

@@ -156,6 +156,21 @@ def test_what_has_no_finite_epsilon_is_refused_by_a_budget(path):
     assert ledger.entries == []
 
 
+def test_a_refusal_under_add_remove_mentions_zero_out(path):
+    ledger = PrivacyLedger(path, budget=(1.0, DELTA), relation="add_remove")
+    plain, zero = GaussianEvent(0.1, None), GaussianEvent(None, None, mu_zero_out=0.1)
+    spend(ledger, events=[plain])
+    with pytest.raises(BudgetExceeded) as caught:
+        spend(ledger, events=[plain] * 99)
+    assert "zero_out" not in str(caught.value)
+    under = r"delta = 1e-05, add_remove; .*zero_out\)"
+    with pytest.raises(BudgetExceeded, match=under):
+        spend(ledger, events=[zero] * 99)
+    spend(ledger, events=[zero])
+    with pytest.raises(BudgetExceeded, match=under):
+        spend(ledger, events=[plain] * 99)
+
+
 def test_a_refusal_names_the_relation_that_would_allow_it(path):
     other = "zero_out.*{}.*relation='zero_out'"
     ledger = PrivacyLedger(path, budget=(2.0, DELTA))
@@ -233,6 +248,14 @@ def test_entries_that_claimed_add_remove_while_the_number_of_clients_was_public(
         warnings.simplefilter("always")
         assert ledger.total() == pytest.approx(gdp_epsilon(0.1, DELTA))
     assert [named in str(each.message) for each in caught] == [True] * (not earned)
+
+
+def test_an_infinite_ledger_still_names_what_protects_contributions(path):
+    """Its table holds figures under zero-out, whatever the total is."""
+    ledger = spend(PrivacyLedger(path, relation="add_remove"), events=[SampledGaussian(2.0, 5)])
+    spend(ledger, events=[GaussianEvent(None, 1.0)])
+    assert "infinite because of entry 2" in str(ledger)
+    assert "not that it takes part: 1." in str(ledger)
 
 
 # Settings.

@@ -17,7 +17,14 @@ from pfl_sklearn.privacy import _ledger_file
 from pfl_sklearn.privacy._accounting._composition import events_epsilon
 from pfl_sklearn.privacy._accounting._events import Event, event_from_dict
 from pfl_sklearn.privacy._report import PrivacyWarning
-from pfl_sklearn.privacy._spending import UNPROTECTED, noise_seed, protect, seed_tag, unit_of
+from pfl_sklearn.privacy._spending import (
+    UNPROTECTED,
+    noise_seed,
+    protect,
+    seed_tag,
+    sum_of_deltas,
+    unit_of,
+)
 
 __all__ = ["BudgetExceeded", "PrivacyLedger"]
 
@@ -245,7 +252,7 @@ class PrivacyLedger:
         entries = self.entries
         total = self._epsilon(_events(entries, self.path))
         if math.isinf(total):
-            warn_caller(self._why_infinite(entries), PrivacyWarning)
+            warn_caller(f"The total is infinite {self._because(entries)}.", PrivacyWarning)
         elif lesser := self._of_contributions(entries):
             warn_caller(lesser, PrivacyWarning)
         return total
@@ -304,7 +311,7 @@ class PrivacyLedger:
             f"unit: one {self.unit}), in {len(table)} entries",
         ]
         if math.isinf(total):
-            lines.append(f"  {self._why_infinite(entries)}")
+            lines.append(f"  The total is infinite {self._because(entries)}.")
         if lesser := self._of_contributions(entries):
             lines.append(f"  {lesser}")
         if len(table) > _SHOWN:
@@ -342,12 +349,16 @@ class PrivacyLedger:
         if total <= most * (1 + _ROUNDING):
             return
         asked = self._epsilon(events)
-        reason = f" ({self._why(entry)})" if math.isinf(asked) else ""
+        reason = sums = ""
+        if math.isinf(asked):
+            reason = f" ({self._why(entry)})"
+        elif math.isinf(total):
+            sums = f" ({self._because([*entries, entry])})"
         lesser = "; some fits count under zero_out" if self._lesser([*entries, entry]) else ""
         raise BudgetExceeded(
             f"{entry['what']} asks for epsilon = {asked:.6g}{reason}; with the "
-            f"{self._epsilon(before):.6g} spent so far the total would be {total:.6g}, above the "
-            f"budget of {most:.6g} (at delta = {self.delta:.4g}, {self.relation}{lesser}) of "
+            f"{self._epsilon(before):.6g} spent so far the total would be {total:.6g}{sums}, above "
+            f"the budget of {most:.6g} (at delta = {self.delta:.4g}, {self.relation}{lesser}) of "
             f"{self.path}{self._way_out((*before, *events), most)}. The fit was refused before any "
             "data were read."
         )
@@ -390,17 +401,16 @@ class PrivacyLedger:
             "They count with their figures under zero_out."
         )
 
-    def _why_infinite(self, entries: list[dict[str, Any]]) -> str:
-        """Sentence about the first entry whose own epsilon is infinite."""
+    def _because(self, entries: list[dict[str, Any]]) -> str:
+        """Why the total of entries is infinite: one of them is, or their deltas add up."""
         for entry in entries:
             if math.isinf(self._epsilon(_events([entry], self.path))):
-                return (
-                    f"The total is infinite because of entry {entry['entry']} ({entry['what']}): "
-                    f"{self._why(entry)}."
-                )
+                return f"because of entry {entry['entry']} ({entry['what']}): {self._why(entry)}"
+        spent = sum_of_deltas(_events(entries, self.path), _COUNTED[self.relation])
+        how = "uses up" if math.isclose(spent, self.delta) else "exceeds"
         return (
-            "The total is infinite although every entry is finite: the sum of their own deltas "
-            f"exceeds {self.delta:.4g}."
+            f"because the deltas of the entries add up to {spent:.6g}, which {how} delta = "
+            f"{self.delta:.6g}"
         )
 
 

@@ -108,7 +108,7 @@ def test_an_infinite_total_names_the_entry(path):
 def test_deltas_of_the_entries_count(path):
     ledger = PrivacyLedger(path)
     spend(ledger, 2, events=[PureEvent(1.0, 0.6 * DELTA, "replace_one")])
-    with pytest.warns(PrivacyWarning, match=r"deltas.*1e-05"):
+    with pytest.warns(PrivacyWarning, match=r"deltas.*\b1\.2e-05\b.*exceeds.*\b1e-05\b"):
         assert ledger.total() == math.inf
 
 
@@ -154,6 +154,28 @@ def test_what_has_no_finite_epsilon_is_refused_by_a_budget(path):
     with pytest.raises(BudgetExceeded, match=r"Somebody.*epsilon = inf\b.*relation='replace_one'"):
         spend(ledger, events=[PureEvent(1.0, 0.0, "replace_one")])
     assert ledger.entries == []
+
+
+@pytest.mark.parametrize(
+    ("share", "events", "reason"),
+    [
+        (0.6, [PureEvent(1.0, 0.6 * DELTA, "replace_one")], r"1\.2e-05, which exceeds"),
+        (0.4, [PureEvent(0.1, 0.3 * DELTA, "replace_one")] * 3, r"1\.3e-05, which exceeds"),
+        (1.0, [GAUSSIAN], "1e-05, which uses up"),
+    ],
+)
+def test_a_refusal_says_that_the_deltas_add_up(path, share, events, reason):
+    ledger = PrivacyLedger(path, budget=(100.0, DELTA))
+    spend(ledger, events=[PureEvent(1.0, share * DELTA, "replace_one")])
+    message = (
+        r"with the 1 spent so far the total would be inf \(.*"
+        rf"deltas of the entries add up to {reason} delta = 1e-05"
+    )
+    with pytest.raises(BudgetExceeded, match=message):
+        spend(ledger, events=events)
+    with pytest.raises(BudgetExceeded) as caught:
+        spend(ledger, events=[PureEvent(math.inf, 0.0, "replace_one")])
+    assert "add up" not in str(caught.value)
 
 
 def test_a_refusal_under_add_remove_mentions_zero_out(path):

@@ -17,7 +17,14 @@ from pfl_sklearn.privacy import _ledger_file
 from pfl_sklearn.privacy._accounting._composition import events_epsilon
 from pfl_sklearn.privacy._accounting._events import Event, event_from_dict
 from pfl_sklearn.privacy._report import PrivacyWarning
-from pfl_sklearn.privacy._spending import UNPROTECTED, noise_seed, protect, seed_tag, unit_of
+from pfl_sklearn.privacy._spending import (
+    UNPROTECTED,
+    noise_seed,
+    protect,
+    seed_tag,
+    sum_of_deltas,
+    unit_of,
+)
 
 __all__ = ["BudgetExceeded", "PrivacyLedger"]
 
@@ -26,6 +33,9 @@ _NEW = {"budget": None, "delta": 1e-5, "relation": "replace_one", "unit": "clien
 # Relation that the entries of a ledger are counted under. Whatever is finite under "add_remove"
 # costs the same under "zero_out".
 _COUNTED = {"replace_one": "replace_one", "zero_out": "zero_out", "add_remove": "zero_out"}
+# Estimators that take the number of clients as public, although their entries in files of earlier
+# versions claim a finite epsilon under "add_remove".
+_PUBLIC_NUMBER = ("GaussianMean", "BernoulliMean")
 _ROUNDING = 1e-9  # share of a budget; lets a fit spend all of it despite rounding
 _SHOWN = 10  # entries in the printed ledger
 
@@ -122,11 +132,12 @@ class PrivacyLedger:
 
     *Edits and losses.* Every entry holds the SHA-256 of the line before it. So a line that was
     edited, lost, added or moved is an error, the settings on the first line included. The last line
-    is covered only by the next one, and lines lost at the end leave no trace: a file that was cut
-    between two lines, or restored from an older copy, looks like one in which less was spent. To
-    notice that, keep the number of entries and the ``"previous"`` of the last one elsewhere, and
-    compare them later. The hashes have no key, so anyone who may write the file can forge all of
-    it. Entries of files from before there were hashes are read without one.
+    is covered only by the next one, so nothing covers the settings before the first entry. Lines
+    lost at the end leave no trace: a file that was cut between two lines, or restored from an older
+    copy, looks like one in which less was spent. To notice that, keep the number of entries and the
+    ``"previous"`` of the last one elsewhere, and compare them later. The hashes have no key, so
+    anyone who may write the file can forge all of it. Files of earlier versions are read without
+    hashes; the next entry then holds the SHA-256 of everything before it, and so covers all of it.
 
     *Copies.* Copies and pickles hold the path and the settings but no entries: they are the same
     ledger.
@@ -241,7 +252,7 @@ class PrivacyLedger:
         entries = self.entries
         total = self._epsilon(_events(entries, self.path))
         if math.isinf(total):
-            warn_caller(self._why_infinite(entries), PrivacyWarning)
+            warn_caller(f"The total is infinite {self._because(entries)}.", PrivacyWarning)
         elif lesser := self._of_contributions(entries):
             warn_caller(lesser, PrivacyWarning)
         return total
@@ -251,9 +262,10 @@ class PrivacyLedger:
         """Entries of the file, oldest first, as dicts.
 
         The keys are "entry" (its number), "time" (UTC), "what", "unit", "events" (a list of dicts),
-        "process" (its id) and "previous" (the SHA-256 of the line before it in the file, in
-        hexadecimal). A seeded fit also has "seed" (a digest) and, if an earlier entry has the same
-        seed, "seed_of" (the number of that entry).
+        "process" (its id) and "previous" (the SHA-256, in hexadecimal, of the line before it in the
+        file without its newline; if that is an entry without a hash, of everything before it).
+        Entries of earlier versions have no "previous". A seeded fit also has "seed" (a digest) and,
+        if an earlier entry has the same seed, "seed_of" (the number of that entry).
         """
         return _ledger_file.read(self.path, self._id)
 
@@ -265,7 +277,9 @@ class PrivacyLedger:
         DataFrame
             One row per entry, indexed by its number, with columns ``time`` (UTC), ``what``,
             ``unit``, ``events`` (their kinds), and ``epsilon`` of this entry alone at `delta` and
-            under `relation`. For Gaussian releases the total is smaller than the sum of these.
+            under `relation`. If `relation` is "add_remove", an entry that protects what a client
+            contributes, not that it takes part, has its epsilon under "zero_out". For Gaussian
+            releases the total is smaller than the sum of these.
         """
         return self._frame(self.entries)
 
@@ -297,8 +311,8 @@ class PrivacyLedger:
             f"unit: one {self.unit}), in {len(table)} entries",
         ]
         if math.isinf(total):
-            lines.append(f"  {self._why_infinite(entries)}")
-        elif lesser := self._of_contributions(entries):
+            lines.append(f"  The total is infinite {self._because(entries)}.")
+        if lesser := self._of_contributions(entries):
             lines.append(f"  {lesser}")
         if len(table) > _SHOWN:
             lines.append(f"  the last {_SHOWN}:")
@@ -335,13 +349,18 @@ class PrivacyLedger:
         if total <= most * (1 + _ROUNDING):
             return
         asked = self._epsilon(events)
-        reason = f" ({self._why(entry)})" if math.isinf(asked) else ""
+        reason = sums = ""
+        if math.isinf(asked):
+            reason = f" ({self._why(entry)})"
+        elif math.isinf(total):
+            sums = f" ({self._because([*entries, entry])})"
+        lesser = "; some fits count under zero_out" if self._lesser([*entries, entry]) else ""
         raise BudgetExceeded(
             f"{entry['what']} asks for epsilon = {asked:.6g}{reason}; with the "
-            f"{self._epsilon(before):.6g} spent so far the total would be {total:.6g}, above the "
-            f"budget of {most:.6g} (at delta = {self.delta:.4g}, {self.relation}) of {self.path}"
-            f"{self._way_out((*before, *events), most)}. The fit was refused before any data were "
-            "read."
+            f"{self._epsilon(before):.6g} spent so far the total would be {total:.6g}{sums}, above "
+            f"the budget of {most:.6g} (at delta = {self.delta:.4g}, {self.relation}{lesser}) of "
+            f"{self.path}{self._way_out((*before, *events), most)}. The fit was refused before any "
+            "data were read."
         )
 
     def _way_out(self, events: Sequence[Event], most: float) -> str:
@@ -365,15 +384,15 @@ class PrivacyLedger:
             )
         return _reason(_events([entry], self.path), self.delta, self.relation)
 
+    def _lesser(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Entries that protect less than the relation says."""
+        if self.relation != "add_remove":
+            return []
+        return [entry for entry in entries if _protects_contributions(entry, self.path)]
+
     def _of_contributions(self, entries: list[dict[str, Any]]) -> str:
         """Sentence about entries that protect less than the relation says, or nothing."""
-        if self.relation != "add_remove":
-            return ""
-        found = [
-            str(entry["entry"])
-            for entry in entries
-            if any(map(_protects_contributions, _events([entry], self.path)))
-        ]
+        found = [str(entry["entry"]) for entry in self._lesser(entries)]
         if not found:
             return ""
         shown = ", ".join(found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
@@ -382,17 +401,16 @@ class PrivacyLedger:
             "They count with their figures under zero_out."
         )
 
-    def _why_infinite(self, entries: list[dict[str, Any]]) -> str:
-        """Sentence about the first entry whose own epsilon is infinite."""
+    def _because(self, entries: list[dict[str, Any]]) -> str:
+        """Why the total of entries is infinite: one of them is, or their deltas add up."""
         for entry in entries:
             if math.isinf(self._epsilon(_events([entry], self.path))):
-                return (
-                    f"The total is infinite because of entry {entry['entry']} ({entry['what']}): "
-                    f"{self._why(entry)}."
-                )
+                return f"because of entry {entry['entry']} ({entry['what']}): {self._why(entry)}"
+        spent = sum_of_deltas(_events(entries, self.path), _COUNTED[self.relation])
+        how = "uses up" if math.isclose(spent, self.delta) else "exceeds"
         return (
-            "The total is infinite although every entry is finite: the sum of their own deltas "
-            f"exceeds {self.delta:.4g}."
+            f"because the deltas of the entries add up to {spent:.6g}, which {how} delta = "
+            f"{self.delta:.6g}"
         )
 
 
@@ -443,10 +461,14 @@ def _events(entries: list[dict[str, Any]], path: str) -> tuple[Event, ...]:
     return tuple(found)
 
 
-def _protects_contributions(event: Event) -> bool:
-    """Whether an event has a finite epsilon under "zero_out" and none under "add_remove"."""
-    added, zeroed = (event.spending(relation) for relation in ("add_remove", "zero_out"))
-    return math.isinf(added.mu) and math.isfinite(zeroed.mu)
+def _protects_contributions(entry: dict[str, Any], path: str) -> bool:
+    """Whether an entry has an event that protects under "zero_out" and not under "add_remove"."""
+    spent = [
+        (event.spending("add_remove").mu, event.spending("zero_out").mu)
+        for event in _events([entry], path)
+    ]
+    claimed = entry["what"] in _PUBLIC_NUMBER
+    return any((claimed or math.isinf(added)) and math.isfinite(mu) for added, mu in spent)
 
 
 def _reason(events: Sequence[Event], delta: float, relation: str) -> str:

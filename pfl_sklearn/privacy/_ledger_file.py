@@ -1,7 +1,8 @@
 """The file of a ledger: JSON lines that several processes append to under a lock.
 
 The first line is the header. Every other line is an entry with its own number and the hash of the
-line before it. No entry is ever half written, and none is lost when a process is killed.
+line before it, or of everything before it if that line holds no hash. No entry is ever half
+written, and none is lost when a process is killed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ except ImportError:  # not a POSIX system
     fcntl = None  # type: ignore[assignment]
 
 _FORMAT, _VERSION = "pfl_sklearn privacy ledger", 2
-_WITHOUT_HASHES = 1  # version of files in which entries may lack the hash of the line before
+_WITHOUT_HASHES = 1  # version of files in which entries may lack a hash
 _CHOICES = {"relation": ("replace_one", "zero_out", "add_remove"), "unit": ("client", "row")}
 _SETTINGS = {"id", "budget", "delta", "relation", "unit"}
 _KEYS = {"entry", "time", "what", "unit", "events"}
@@ -37,7 +38,7 @@ class Contents(NamedTuple):
     header: dict[str, Any] | None  # None: not written yet
     entries: list[dict[str, Any]]
     size: int  # bytes that count; a line whose writer was killed may follow
-    hash: str  # of the last line that counts
+    hash: str  # that the next entry will hold
 
 
 def create_or_read(path: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -210,13 +211,30 @@ def parse(data: bytes, path: str) -> Contents:
         size = len(data)
     if not lines and _START[: len(data)] == data[: len(_START)]:
         return Contents(None, [], 0, "")
-    header = _checked_header(_decoded(lines[0]) if lines else None, path)
+    values = [_decoded(line) for line in lines]
+    header = _checked_header(values[0] if lines else None, path)
     keys = _KEYS if header["version"] == _WITHOUT_HASHES else _KEYS | {"previous"}
-    hashes = [hashlib.sha256(line).hexdigest() for line in lines]
+    hashes = _hashes(lines, values)
     entries = []
-    for number, (line, previous) in enumerate(zip(lines[1:], hashes, strict=False), 1):
-        entries.append(_checked_entry(_decoded(line), number, keys, previous, path))
+    for number, (value, previous) in enumerate(zip(values[1:], hashes, strict=False), 1):
+        entries.append(_checked_entry(value, number, keys, previous, path))
     return Contents(header, entries, size, hashes[-1])
+
+
+def _hashes(lines: list[bytes], values: list[dict[str, Any] | None]) -> list[str]:
+    """For each line, the hash that an entry right after it must hold.
+
+    It covers this line or, if the line holds no hash itself, everything up to it. It leaves out the
+    end of the line.
+    """
+    found = []
+    everything = hashlib.sha256()
+    for line, value in zip(lines, values, strict=True):
+        everything.update(line)
+        covered = hashlib.sha256(line) if value and "previous" in value else everything
+        found.append(covered.hexdigest())
+        everything.update(b"\n")
+    return found
 
 
 def _decoded(line: bytes) -> dict[str, Any] | None:
@@ -250,7 +268,7 @@ def _checked_header(header: dict[str, Any] | None, path: str) -> dict[str, Any]:
 def _checked_entry(
     entry: dict[str, Any] | None, number: int, keys: set[str], previous: str, path: str
 ) -> dict[str, Any]:
-    """The entry on line `number` + 1, which must be of that number and follow the line before."""
+    """The entry on line `number` + 1, which must have that number and, if any, that hash."""
     where = f"line {number + 1} of the privacy ledger {path}"
     if entry is None or not keys <= entry.keys():
         raise ValueError(
@@ -264,9 +282,9 @@ def _checked_entry(
         )
     if entry.get("previous", previous) != previous:
         raise ValueError(
-            f"line {number} of the privacy ledger {path} is not the one that line {number + 1} was "
-            "written after: lines were edited, lost, added or moved, so what was spent is unknown; "
-            "restore the file from a copy."
+            f"the lines up to line {number} of the privacy ledger {path} are not those that line "
+            f"{number + 1} was written after: lines were edited, lost, added or moved, so what was "
+            "spent is unknown; restore the file from a copy."
         )
     return entry
 

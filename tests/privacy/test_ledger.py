@@ -5,6 +5,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import warnings
 
 import pytest
 from hypothesis import given, settings
@@ -107,7 +108,7 @@ def test_an_infinite_total_names_the_entry(path):
 def test_deltas_of_the_entries_count(path):
     ledger = PrivacyLedger(path)
     spend(ledger, 2, events=[PureEvent(1.0, 0.6 * DELTA, "replace_one")])
-    with pytest.warns(PrivacyWarning, match=r"deltas.*1e-05"):
+    with pytest.warns(PrivacyWarning, match=r"deltas.*\b1\.2e-05\b.*exceeds.*\b1e-05\b"):
         assert ledger.total() == math.inf
 
 
@@ -153,6 +154,43 @@ def test_what_has_no_finite_epsilon_is_refused_by_a_budget(path):
     with pytest.raises(BudgetExceeded, match=r"Somebody.*epsilon = inf\b.*relation='replace_one'"):
         spend(ledger, events=[PureEvent(1.0, 0.0, "replace_one")])
     assert ledger.entries == []
+
+
+@pytest.mark.parametrize(
+    ("share", "events", "reason"),
+    [
+        (0.6, [PureEvent(1.0, 0.6 * DELTA, "replace_one")], r"1\.2e-05, which exceeds"),
+        (0.4, [PureEvent(0.1, 0.3 * DELTA, "replace_one")] * 3, r"1\.3e-05, which exceeds"),
+        (1.0, [GAUSSIAN], "1e-05, which uses up"),
+    ],
+)
+def test_a_refusal_says_that_the_deltas_add_up(path, share, events, reason):
+    ledger = PrivacyLedger(path, budget=(100.0, DELTA))
+    spend(ledger, events=[PureEvent(1.0, share * DELTA, "replace_one")])
+    message = (
+        r"with the 1 spent so far the total would be inf \(.*"
+        rf"deltas of the entries add up to {reason} delta = 1e-05"
+    )
+    with pytest.raises(BudgetExceeded, match=message):
+        spend(ledger, events=events)
+    with pytest.raises(BudgetExceeded) as caught:
+        spend(ledger, events=[PureEvent(math.inf, 0.0, "replace_one")])
+    assert "add up" not in str(caught.value)
+
+
+def test_a_refusal_under_add_remove_mentions_zero_out(path):
+    ledger = PrivacyLedger(path, budget=(1.0, DELTA), relation="add_remove")
+    plain, zero = GaussianEvent(0.1, None), GaussianEvent(None, None, mu_zero_out=0.1)
+    spend(ledger, events=[plain])
+    with pytest.raises(BudgetExceeded) as caught:
+        spend(ledger, events=[plain] * 99)
+    assert "zero_out" not in str(caught.value)
+    under = r"delta = 1e-05, add_remove; .*zero_out\)"
+    with pytest.raises(BudgetExceeded, match=under):
+        spend(ledger, events=[zero] * 99)
+    spend(ledger, events=[zero])
+    with pytest.raises(BudgetExceeded, match=under):
+        spend(ledger, events=[plain] * 99)
 
 
 def test_a_refusal_names_the_relation_that_would_allow_it(path):
@@ -209,6 +247,37 @@ def test_a_file_that_holds_sizes_of_samples_is_read(path):
     assert numbers(ledger) == [1, 2, 3]
     assert path.read_text().startswith(OLD_FILE)
     assert "n_sampled" not in path.read_text().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("what", "earned"),
+    [("GaussianMean", False), ("BernoulliMean", False), ("PersonalizedLinearRegression", True)],
+)
+def test_entries_that_claimed_add_remove_while_the_number_of_clients_was_public(path, what, earned):
+    """Earlier versions wrote `mu_add_remove` for means and proportions too."""
+    header, _, _, _ = OLD_FILE.split("\n")
+    event = {"kind": "gaussian", "mu_add_remove": 0.1, "mu_replace_one": 0.2, "n_releases": 1}
+    entries = [
+        {"entry": n, "time": "2026-11-22T01:58:28.815+00:00", "what": what, "unit": "client"}
+        | {"events": events, "process": 8857}
+        for n, events in enumerate(([], [event]), 1)
+    ]
+    path.write_text("\n".join([header, *map(json.dumps, entries)]) + "\n")
+    ledger = PrivacyLedger(path)
+    named = "not that it takes part: 2."
+    assert (named in str(ledger)) == (not earned)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert ledger.total() == pytest.approx(gdp_epsilon(0.1, DELTA))
+    assert [named in str(each.message) for each in caught] == [True] * (not earned)
+
+
+def test_an_infinite_ledger_still_names_what_protects_contributions(path):
+    """Its table holds figures under zero-out, whatever the total is."""
+    ledger = spend(PrivacyLedger(path, relation="add_remove"), events=[SampledGaussian(2.0, 5)])
+    spend(ledger, events=[GaussianEvent(None, 1.0)])
+    assert "infinite because of entry 2" in str(ledger)
+    assert "not that it takes part: 1." in str(ledger)
 
 
 # Settings.

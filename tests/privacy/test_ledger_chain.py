@@ -85,6 +85,15 @@ def test_a_budget_that_was_raised(path, ledger):
     check_refused(ledger, 1)
 
 
+def test_the_settings_are_covered_from_the_first_entry_on(path):
+    """Before it, an edit goes unnoticed, as the documentation says."""
+    PrivacyLedger(path, budget=4.0)
+    path.write_text(path.read_text().replace('"budget": 4.0', '"budget": 9.0'))
+    ledger = spend(PrivacyLedger(path, budget=9.0))
+    path.write_text(path.read_text().replace('"budget": 9.0', '"budget": 4.0'))
+    check_refused(ledger, 1)
+
+
 def test_a_lost_line_whose_followers_were_renumbered(path, ledger):
     lines = lines_of(path)
     rewrite(path, renumbered(lines[:3] + lines[4:]))
@@ -157,21 +166,52 @@ def test_a_file_without_hashes_is_read_and_continued(path):
     assert ["previous" in entry for entry in ledger.entries] == [False, False, True, True]
     assert path.read_text().startswith(OLD_FILE)
     assert PrivacyLedger(path).total() == pytest.approx(ledger.total())
+    check_noticed(path, ledger, {1: 3, 2: 3, 3: 3, 4: 4})
+
+
+def check_noticed(path, ledger, named):
+    """An edit of any of these lines must be refused, naming the last line of what was hashed."""
     lines = lines_of(path)
-    for line in (3, 4):
-        edited = lines[line - 1].replace("0.2", "0.1")
-        rewrite(path, [*lines[: line - 1], edited, *lines[line:]])
-        check_refused(ledger, line)
+    for line, last in named.items():
+        values = {**json.loads(lines[line - 1]), "time": "another"}
+        rewrite(path, [*lines[: line - 1], json.dumps(values), *lines[line:]])
+        check_refused(ledger, last)
+
+
+def test_the_first_entry_with_a_hash_covers_the_bytes_of_all_before(path):
+    path.write_text(OLD_FILE)
+    ledger = spend(PrivacyLedger(path), 2)
+    third = path.read_bytes().split(b"\n")[3]
+    assert [entry["previous"] for entry in ledger.entries[2:]] == [
+        hashlib.sha256(OLD_FILE.rstrip("\n").encode()).hexdigest(),
+        hashlib.sha256(third).hexdigest(),
+    ]
+
+
+def test_the_first_entry_of_an_old_file_covers_its_settings(path):
+    path.write_text(OLD_FILE.split("\n")[0] + "\n")
+    check_noticed(path, spend(PrivacyLedger(path), 2), {1: 1, 2: 2})
+
+
+def test_a_hash_that_an_old_file_lost(path):
+    path.write_text(OLD_FILE)
+    ledger = spend(PrivacyLedger(path), 2)
+    lines = lines_of(path)
+    forged = json.loads(lines[3])
+    del forged["previous"]
+    rewrite(path, [*lines[:3], json.dumps(forged), lines[4]])
+    check_refused(ledger, 4)
 
 
 def test_an_earlier_version_may_go_on_with_its_own_file(path):
-    """It writes no hashes, also after lines that have one; they are as safe as they were."""
+    """It writes no hashes, also after lines that have one; the next entry with one covers them."""
     path.write_text(OLD_FILE)
     ledger = spend(PrivacyLedger(path))
     old = {**json.loads(lines_of(path)[1]), "entry": 4}
     path.write_text(path.read_text() + json.dumps(old) + "\n")
     spend(ledger)
     assert ["previous" in entry for entry in ledger.entries] == [False, False, True, False, True]
+    check_noticed(path, ledger, {1: 3, 2: 3, 3: 3, 4: 5, 5: 5})
 
 
 def test_a_last_line_without_its_newline_is_hashed_as_it_is(path, ledger):

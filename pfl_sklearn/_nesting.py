@@ -105,23 +105,26 @@ def innermost_estimator(estimator: Any) -> Any:
 
 
 def feature_names_of(estimator: Any) -> list[str] | None:
-    """Names of the features of the innermost estimator; None if nobody gives any.
+    """Names of the features of the innermost estimator; None if unknown.
 
-    They are its own, or else those that the steps before it, or a wrapper around it, give.
+    They are its own, or else those that the steps before it make of the names that they get.
     """
-    names = getattr(innermost_estimator(estimator), "feature_names_in_", None)
-    while names is None and estimator is not None:
-        names = _names_out(estimator)
-        estimator = inner_estimator(estimator)
+    names = getattr(estimator, "feature_names_in_", None)
+    while (inner := inner_estimator(estimator)) is not None:
+        names = getattr(inner, "feature_names_in_", _names_handed_on(estimator, inner, names))
+        estimator = inner
     return None if names is None else [str(name) for name in names]
 
 
-def _names_out(estimator: Any) -> Any:
-    """Names of the columns that the last step of a pipeline gets; None if unknown."""
-    if len(getattr(estimator, "steps", ())) < 2:
-        return None
+def _names_handed_on(estimator: Any, inner: Any, names: Any) -> Any:
+    """Names of the columns that the estimator inside gets, from those of `estimator`'s."""
+    if not hasattr(estimator, "steps"):
+        n_given, n_got = (getattr(each, "n_features_in_", None) for each in (estimator, inner))
+        return names if n_given == n_got else None  # a wrapper that keeps all columns, or not
+    if len(estimator.steps) < 2:
+        return names
     try:
-        return estimator[:-1].get_feature_names_out()
+        return estimator[:-1].get_feature_names_out(names)
     except (AttributeError, ValueError):  # a step that names no outputs
         return None
 

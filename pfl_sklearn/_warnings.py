@@ -8,13 +8,22 @@ from collections.abc import Iterator
 from types import FrameType
 
 _OURS = ("pfl_sklearn", "sklearn", "joblib")
+_SHOWN = "__pfl_sklearn_shown__"  # local variable that holds the texts of warnings
 
 
-def warn_caller(message: str, category: type[Warning]) -> None:
-    """Warn from the first frame outside this package, scikit-learn and joblib."""
-    frames = [sys._getframe(), *callers()]
-    outside = (level for level, frame in enumerate(frames, 1) if not _is_ours(frame))
-    warnings.warn(message, category, stacklevel=next(outside, len(frames)))
+def warn_caller(message: str, category: type[Warning], once: bool = False) -> None:
+    """Warn from the first frame outside this package, scikit-learn and joblib.
+
+    With `once`, one call from there warns once. Python alone would not see to that: scikit-learn
+    resets the filters for every task of ``Parallel``, and Python then forgets what it has shown.
+    """
+    entered, level = sys._getframe(), 1
+    while entered.f_back is not None and _is_ours(entered.f_back):
+        entered, level = entered.f_back, level + 1
+    shown = entered.f_locals.setdefault(_SHOWN, set())  # lives as long as the call
+    if not (once and message in shown):
+        warnings.warn(message, category, stacklevel=level + 1)
+        shown.add(message)
 
 
 def callers() -> Iterator[FrameType]:

@@ -24,6 +24,13 @@ __all__ = ["ClientMixin", "SingleClientWarning", "UnseenClientsWarning"]
 # Parameters that stay with the server: seeds reproduce the noise, files list other fits.
 _SERVER_ONLY = ("random_state", "ledger", "checkpoint")
 
+_UNSEEN = (
+    "At least half of the rows belong to clients that fit did not see; they get the population "
+    "model. Check for folds of whole clients (pfl_sklearn.model_selection.ClientKFold splits "
+    "inside them), for the first rows of a sorted table (shuffle it), and for ids of another "
+    "table. If you expect new clients, or many have one row only, set unseen='population'."
+)
+
 
 class SingleClientWarning(UserWarning):
     """``fit`` got no client ids and treated all rows as one client's."""
@@ -163,20 +170,13 @@ class ClientMixin:
         n_unseen = int(unseen.sum())
         if not n_unseen or answer == "population" or (answer == "warn" and 2 * n_unseen < n_rows):
             return
-        example = np.asarray(groups).ravel()[unseen][:1].tolist()[0]
-        found = (
-            f"groups holds clients that fit did not see, such as {example!r} "
-            f"({n_unseen} of {n_rows} rows)"
-        )
         if answer == "error":
-            raise ValueError(f"{found}, and unseen='error'.")
-        warn_caller(
-            f"{found}; they get the population model. Either a split held out whole clients "
-            "(pfl_sklearn.model_selection.ClientKFold keeps every client on both sides), or the "
-            "ids are those of another table. If new clients are expected, set "
-            "unseen='population'.",
-            UnseenClientsWarning,
-        )
+            example = np.asarray(groups).ravel()[unseen][:1].tolist()[0]
+            raise ValueError(
+                f"{n_unseen} of {n_rows} rows belong to clients that fit did not see (such as "
+                f"{example!r}), and unseen='error'."
+            )
+        warn_caller(_UNSEEN, UnseenClientsWarning, once=True)
 
     def for_client(self, client_id: Any) -> Self:
         """Model of one client alone: the population model and that client's own parameters.

@@ -128,8 +128,8 @@ def test_half_of_the_rows_unseen_warns(kind, rows, n_unseen):
     X, y, groups = rows
     model = kind().fit(X, y, groups=groups)
     strange = np.where(np.arange(90) < n_unseen, "stranger", groups)
-    says = rf"groups.*'stranger'.*\b{n_unseen} of 90 rows.*ClientKFold.*another table"
-    with pytest.warns(UnseenClientsWarning, match=f"{says}.*unseen='population'"):
+    says = r"half.*ClientKFold.*sorted.*shuffle.*another table.*new clients.*unseen='population'"
+    with pytest.warns(UnseenClientsWarning, match=says):
         got = response(model, X, groups=strange)
     np.testing.assert_array_equal(got, expected_response(model, strange))
 
@@ -153,7 +153,7 @@ def test_models_that_are_handed_out(kind, rows):
     np.testing.assert_array_equal(anybody, np.full(90, released.population_mean_))
     alone = kind().fit(X, y, groups=groups).for_client("site 1")
     np.testing.assert_array_equal(response(alone, X), np.full(90, alone.means_[0]))
-    with pytest.warns(UnseenClientsWarning, match=r"of 90 rows"):
+    with pytest.warns(UnseenClientsWarning):
         response(alone, X, groups=groups)
 
 
@@ -166,7 +166,7 @@ def test_unseen_clients_can_be_an_error(kind, rows, container):
     )
     strange = groups.copy().astype(object)
     strange[[5, 7]] = "stranger"
-    with pytest.raises(ValueError, match=r"'stranger'.*\b2 of 90 rows.*unseen='error'"):
+    with pytest.raises(ValueError, match=r"^2 of 90 rows.*'stranger'.*unseen='error'"):
         response(model, X, groups=container(strange))
 
 

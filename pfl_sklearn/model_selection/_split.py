@@ -70,7 +70,8 @@ class ClientKFold(_ClientSplitter):
     scikit-learn's group splitters hold out whole clients, but a personalized model needs rows of
     every client on both sides. The test sets are a partition of all rows. A client with fewer rows
     than folds is tested in as many folds as it has rows. A client with one row is tested with the
-    population model.
+    population model. If most clients have one row, set ``unseen="population"`` on the estimator, so
+    that its predictions do not warn of them.
 
     Parameters
     ----------
@@ -146,7 +147,8 @@ class ClientShuffleSplit(_ClientSplitter):
         Share of each client's rows to test.
     new_clients : float in [0, 1), default=0.0
         Share of clients that are held out whole, so that one split tests known and new clients. If
-        it is above 0, at least one client is held out.
+        it is above 0, at least one client is held out. Set ``unseen="population"`` on the
+        estimator: it says that new clients are meant, and predictions do not warn of them.
     stratify : bool, default=False
         Test the same share of every class of `y` within every client.
     client_column : str or int, default=None

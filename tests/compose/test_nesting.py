@@ -8,7 +8,8 @@ import pandas as pd
 import pytest
 from sklearn import config_context
 from sklearn.calibration import CalibratedClassifierCV
-from sklearn.compose import TransformedTargetRegressor
+from sklearn.compose import ColumnTransformer, TransformedTargetRegressor
+from sklearn.decomposition import PCA
 from sklearn.ensemble import (
     AdaBoostRegressor,
     BaggingClassifier,
@@ -19,7 +20,7 @@ from sklearn.ensemble import (
     VotingRegressor,
 )
 from sklearn.exceptions import NotFittedError
-from sklearn.feature_selection import SelectFromModel
+from sklearn.feature_selection import RFE, SelectFromModel
 from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
 from sklearn.metrics import accuracy_score, r2_score
@@ -31,7 +32,7 @@ from sklearn.multioutput import (
     RegressorChain,
 )
 from sklearn.pipeline import Pipeline, make_pipeline
-from sklearn.preprocessing import FunctionTransformer, StandardScaler
+from sklearn.preprocessing import FunctionTransformer, PolynomialFeatures, StandardScaler
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn import (
@@ -41,6 +42,8 @@ from pfl_sklearn import (
     PersonalizedLinearRegression,
     PrivacyWarning,
 )
+from pfl_sklearn._nesting import feature_names_of, innermost_estimator
+from pfl_sklearn.inspection import CoefficientDisplay
 from pfl_sklearn.metrics import ClientScorer, client_scores, known_clients
 from pfl_sklearn.model_selection import ClientKFold, PrivateSelectCV
 from pfl_sklearn.priors import GaussianPrior
@@ -208,6 +211,65 @@ def test_output_of_the_steps_inside():
     assert model.set_output(transform="default").estimator_[:-1].transform(REST).shape == (120, 2)
     assert isinstance(model.estimator_[:-1].transform(REST), np.ndarray)
     assert not hasattr(ClientColumn(GaussianMean(), "site"), "set_output")
+
+
+SWAP = ColumnTransformer([("second", "passthrough", [1]), ("first", "passthrough", [0])])
+REGRESSION = PersonalizedLinearRegression(random="intercept")
+SWAPPED = ["second__b", "first__a"]
+
+
+@pytest.mark.parametrize(
+    ("steps", "names"),
+    [
+        ([StandardScaler(), make_pipeline(SWAP, REGRESSION)], SWAPPED),
+        ([StandardScaler(), GridSearchCV(make_pipeline(SWAP, REGRESSION), {}, **INSIDE)], SWAPPED),
+        (
+            [
+                StandardScaler(),
+                make_pipeline(StandardScaler(), SWAP, GridSearchCV(REGRESSION, {}, **INSIDE)),
+            ],
+            SWAPPED,
+        ),
+        ([SWAP, make_pipeline(StandardScaler(), make_pipeline(REGRESSION))], SWAPPED),
+        ([StandardScaler(), make_pipeline(PCA(2), REGRESSION)], ["pca0", "pca1"]),
+        (
+            [
+                StandardScaler(),
+                make_pipeline(PolynomialFeatures(2, include_bias=False), REGRESSION),
+            ],
+            ["a", "b", "a^2", "a b", "b^2"],
+        ),
+        ([FunctionTransformer(np.asarray), make_pipeline(PCA(1), REGRESSION)], ["pca0"]),
+        ([make_pipeline(FunctionTransformer(np.asarray)), REGRESSION], ["x0", "x1"]),
+        (
+            [
+                SWAP,
+                make_pipeline(
+                    FunctionTransformer(np.negative), GridSearchCV(REGRESSION, {}, **INSIDE)
+                ),
+            ],
+            ["x0", "x1"],
+        ),
+    ],
+)
+def test_names_of_features_pass_nested_steps(steps, names):
+    """Every step sees the names that those before it made, at any depth."""
+    model = ClientColumn(make_pipeline(*steps), "site").fit(FRAME, Y)
+    fixed = model.summary()["estimate"].loc["fixed"]
+    assert fixed.index.tolist() == ["intercept", *names]
+    np.testing.assert_array_equal(fixed[1:], innermost_estimator(model).population_coef_)
+    display = CoefficientDisplay.from_estimator(model, feature=names[-1])
+    assert display.ax_.get_xlabel() == f"coefficient of {names[-1]}"
+
+
+@pytest.mark.parametrize("wrapped", [REGRESSION, RFE(REGRESSION)], ids=["alone", "selected"])
+def test_columns_that_a_wrapper_drops_lend_no_names(wrapped):
+    """ClientColumn takes the ids out, RFE the weakest feature."""
+    table = REST.assign(site=CODES)[["a", "site", "b"]]
+    model = make_pipeline(StandardScaler(), ClientColumn(wrapped, 1)).fit(table, Y)
+    assert feature_names_of(model) is None
+    display = CoefficientDisplay.from_estimator(model, feature="x0")
+    assert display.ax_.get_xlabel() == "coefficient of x0"
 
 
 def test_targets_transformed_inside():

@@ -123,7 +123,7 @@ def test_new_clients_that_were_asked_for_do_not_warn(average):
         data = X[table], Y[table]
         for subset in ("new", "known")[:responses]:
             ClientScorer(MSE, average=average, subset=subset)(model, *data, groups=GROUPS[table])
-        with pytest.warns(UnseenClientsWarning, match=r"\b90 of (120|90) rows"):
+        with pytest.warns(UnseenClientsWarning):
             ClientScorer(MSE, average=average)(model, *data, groups=GROUPS[table])
 
 

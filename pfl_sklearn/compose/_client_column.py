@@ -198,7 +198,7 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
     @property
     def privacy_(self):
         """Privacy report of the fitted estimator as a whole, its other steps included."""
-        fitted = self.estimator_
+        fitted = self._fitted
         try:
             return privacy_of(fitted)
         except ValueError as error:  # it reads client ids, but is not of this package

@@ -128,8 +128,10 @@ def test_before_fit(case):
     for call in (model.summary, model.release, lambda: model.for_client("site 1")):
         with pytest.raises(NotFittedError):
             call()
-    assert not hasattr(model, "privacy_")
-    assert not hasattr(model, "clients_")
+    for name in ("privacy_", "clients_", "classes_"):
+        with pytest.raises(NotFittedError, match="ClientColumn"):
+            getattr(model, name)
+        assert not hasattr(model, name)
 
 
 def test_what_is_given_to_a_client_holds_no_other_client():
@@ -448,6 +450,21 @@ def test_searches_that_score_without_ids_are_refused(scoring):
     for estimator in (unaware, make_pipeline(StandardScaler(), unaware)):
         with pytest.raises(ValueError, match=r"GridSearchCV.*ClientScorer.*ClientColumn"):
             ClientColumn(estimator, "site").fit(FRAME, Y)
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        ClientColumn(GaussianMean(), "site"),
+        GridSearchCV(
+            GaussianMean(), {}, cv=ClientKFold(3, client_column="site"), scoring=ClientScorer("r2")
+        ),
+    ],
+    ids=["column", "splitter"],
+)
+def test_a_column_that_is_taken_out_twice(inside):
+    with pytest.raises(ValueError, match=r"'site' is not.*\['a', 'b'\].*ClientColumn.*groups"):
+        column(inside)
 
 
 def test_a_selection_of_features_that_scores_without_ids_is_refused():

@@ -387,7 +387,8 @@ def _split_frame(X: Any, column: int | str) -> tuple[Any, Any]:
     else:
         raise ValueError(
             f"client column {column!r} is not a column of X, which has {names}. A step before may "
-            "have dropped or renamed it."
+            "have dropped or renamed it. A ClientColumn takes it out: what is inside gets the ids "
+            "as groups, and needs no column."
         )
     if hasattr(X, "iloc"):
         ids = X.iloc[:, position]
@@ -401,9 +402,9 @@ def _split_frame(X: Any, column: int | str) -> tuple[Any, Any]:
 def _split_array(X: Any, column: int | str) -> tuple[Any, Array]:
     if isinstance(column, str):
         raise ValueError(
-            f"client column {column!r} is a name, but X is a {type(X).__name__} without column "
-            "names; give a position, or keep a data frame up to this step "
-            "(set_output(transform='pandas'))."
+            f"client column {column!r} is a name, but X has no column names (its type is "
+            f"{type(X).__name__}); give a position. The steps of a pipeline can also keep the "
+            "names: set_output(transform='pandas')."
         )
     if X.ndim != 2:
         raise ValueError(

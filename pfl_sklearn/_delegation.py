@@ -216,8 +216,9 @@ class DelegationMixin:
     @property
     def clients_(self):
         """Sorted ids of the fitted clients."""
+        fitted = self._fitted
         try:
-            return known_clients(self._fitted)
+            return known_clients(fitted)
         except ValueError as error:
             raise AttributeError(str(error)) from error
 
@@ -251,6 +252,7 @@ class DelegationMixin:
     @property
     def _fitted(self):
         """The fitted estimator."""
+        check_is_fitted(self)
         return getattr(self, self._wraps.fitted)
 
     def _call(self, method, X, *y, **params):

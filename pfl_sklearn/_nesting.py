@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 from typing import Any, NamedTuple
 
+from sklearn.exceptions import NotFittedError
 from sklearn.frozen import FrozenEstimator
 from sklearn.pipeline import Pipeline
 from sklearn.utils.metadata_routing import get_routing_for_object
+from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._compat import BaseSearchCV
 
@@ -160,6 +162,15 @@ def is_ours(estimator: Any) -> bool:
     return type(estimator).__module__.startswith("pfl_sklearn.")
 
 
+def _is_fitted(estimator: Any) -> bool:
+    """Whether an object is a fitted estimator."""
+    try:
+        check_is_fitted(estimator)
+    except (NotFittedError, TypeError):  # a TypeError if it is no estimator
+        return False
+    return True
+
+
 def _declared(estimator: Any) -> Wraps | None:
     """Declaration of a wrapper, or None."""
     return getattr(type(estimator), "_wraps", None)
@@ -178,4 +189,5 @@ def fitted_attribute(estimator: Any) -> str | None:
         return None  # what it holds is a recipe of its own
     else:
         name = "regressor_" if hasattr(estimator, "regressor_") else "estimator_"
-    return name if hasattr(estimator, name) else None
+    # The `estimator_` of an ensemble is a template.
+    return name if _is_fitted(getattr(estimator, name, None)) else None

@@ -426,7 +426,7 @@ def test_split_prefers_names_to_positions():
     [
         (FRAME, "nobody", r"'nobody'.*\['a', 'id', 'b'\]"),
         (FRAME, 3, r"\b3\b.*\['a', 'id', 'b'\]"),
-        (X, "id", r"'id'.*ndarray"),
+        (X, "id", r"'id'.*no column names.*ndarray.*position.*pipeline"),
         (X, 3, r"\b3\b.*\b3 columns"),
         (X, -4, r"-4\b.*\b3 columns"),
         (X[0], 0, "Expected 2D array, got 1D array"),

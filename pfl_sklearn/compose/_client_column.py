@@ -12,7 +12,9 @@ from sklearn.base import (
     is_regressor,
 )
 from sklearn.callback import CallbackSupportMixin, with_callbacks
-from sklearn.utils import InputTags, check_array
+from sklearn.feature_selection import RFECV
+from sklearn.linear_model import RANSACRegressor
+from sklearn.utils import InputTags, check_array, get_tags
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted, validate_data
 
@@ -137,6 +139,11 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
                 estimator=self,
             )
         rest, params = self._split(X, params)
+        if not rest.shape[1] and not get_tags(fitted).no_validation:
+            raise ValueError(
+                f"X has no column but {self.column!r}, the client ids; expected features for "
+                f"{type(fitted).__name__}."
+            )
         context = self._init_callback_context(max_subtasks=1)
         context.call_on_fit_task_begin(estimator=self, X=X, y=y)
         inner = context.subcontext(task_name="fit-estimator")
@@ -194,7 +201,7 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
 
         As for the estimator itself, it is about the fit: if a search chose it, a warning says so.
         """
-        fitted = self.estimator_
+        fitted = self._fitted
         try:
             return report_of_fits(fitted)
         except ValueError as error:  # it reads client ids, but is not of this package
@@ -238,24 +245,34 @@ def _check_ids_are_read(estimator, column):
     for method in ("fit", "predict") if predicts else ("fit",):
         if not takes_groups(predicting, method):
             last = final_estimator(estimator)
-            name = type(estimator if takes_groups(last, method) else last).__name__
-            raise ValueError(
-                f"{name}.{method} hands no client ids on to what is inside it. Put the column "
-                f"inside {name}: wrap the client-aware estimator itself as "
-                f"ClientColumn(..., {column!r})."
-            )
+            raise _closed(estimator if takes_groups(last, method) else last, method, column)
+    for each in _inside(estimator):
+        if isinstance(each, RANSACRegressor) and takes_groups(each, "fit"):
+            raise _closed(each, "fit", column)  # which predicts
     _check_scoring(estimator)
 
 
+def _closed(estimator, method, column):
+    """Error for an estimator that hands no ids on."""
+    name = type(estimator).__name__
+    return ValueError(
+        f"{name}.{method} hands no client ids on to what is inside it. Put the column inside "
+        f"{name}: wrap the client-aware estimator itself as ClientColumn(..., {column!r})."
+    )
+
+
 def _check_scoring(estimator):
-    """Refuse searches over client-aware estimators whose scorers do not pass ids."""
+    """Refuse what scores client-aware estimators with a scorer that does not pass ids."""
     for each in _inside(estimator):
-        aware = is_search(each) and takes_groups(each.estimator, "fit")
-        if aware and not takes_groups(each, "score"):
+        scores = (is_search(each) or isinstance(each, RFECV)) and takes_groups(
+            each.estimator, "fit"
+        )
+        if scores and not takes_groups(each, "score"):
+            way_out = ", or put the ClientColumn inside the search" if is_search(each) else ""
             raise ValueError(
                 f"{type(each).__name__} inside ClientColumn got scoring={each.scoring!r}, which "
-                "does not hand client ids on to predict. Use a pfl_sklearn.metrics.ClientScorer, "
-                "or put the ClientColumn inside the search."
+                "does not hand client ids on to predict. Use a pfl_sklearn.metrics.ClientScorer"
+                f"{way_out}."
             )
 
 

@@ -10,6 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 INTERCEPT = "intercept"
+_NAMELESS = (
+    " X came without column names; give indices, or let the steps of a pipeline keep the names: "
+    "set_output(transform='pandas')."
+)
 
 
 class Design(NamedTuple):
@@ -88,25 +92,33 @@ def resolve_design(random, n_features, fit_intercept, feature_names=None):
     Raises
     ------
     ValueError
-        If `random` names no column, an unknown column, or an intercept that is not fitted.
+        If `random` names no column, an unknown or ambiguous one, or an intercept that is not
+        fitted.
     """
     plain = [f"x{k}" for k in range(n_features)]
     features = plain if feature_names is None else [str(name) for name in feature_names]
     names = (INTERCEPT, *features) if fit_intercept else tuple(features)
     every = np.arange(len(names))
     if isinstance(random, str) and random == "all":
+        if random in features:
+            raise ValueError(
+                "random='all' is ambiguous, as X has a feature of that name; give ['all'] for that "
+                "feature alone, or rename it."
+            )
         chosen = every
     else:
         wanted = [random] if isinstance(random, str) else list(random)
-        chosen = np.unique([_column_position(name, features, fit_intercept) for name in wanted])
+        named = feature_names is not None
+        positions = [_column_position(name, features, fit_intercept, named) for name in wanted]
+        chosen = np.unique(positions)
         if not len(chosen):
             raise ValueError("random must name at least one coefficient; got an empty list.")
         chosen = chosen.astype(np.intp)
     return Design(names, chosen, np.setdiff1d(every, chosen), fit_intercept)
 
 
-def _column_position(name, features, fit_intercept):
-    """Position among the columns of the design."""
+def _column_position(name, features, fit_intercept, named):
+    """Position among the columns of the design; `named` if the names of the features are given."""
     if isinstance(name, Integral) and not isinstance(name, bool | np.bool_):
         if not 0 <= name < len(features):
             raise ValueError(f"random holds the index {name}, but X has {len(features)} features.")
@@ -124,7 +136,7 @@ def _column_position(name, features, fit_intercept):
         return 0
     raise ValueError(
         f"random holds {name!r}, which is neither 'intercept' nor one of the features "
-        f"{features[:20]}."
+        f"{features[:20]}.{'' if named else _NAMELESS}"
     )
 
 

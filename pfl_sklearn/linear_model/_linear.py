@@ -191,7 +191,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
 
         - missing ids or ids of mixed types;
         - NaN or infinity in `X` or `y`, or without a release values too large to be squared;
-        - unknown names in `random`.
+        - unknown or ambiguous names in `random`.
 
         For variances that the data do not identify:
 

@@ -136,7 +136,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         - NaN or infinity in `X`, or values too large to be squared;
         - a known covariance under which the predictors vary by more than 1e7 logits;
         - only one class;
-        - unknown names in `random`;
+        - unknown or ambiguous names in `random`;
         - a covariance with NaN, such as the `prior_` of a fit of a single client.
 
         For a covariance that the data do not identify:
@@ -314,7 +314,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
     def _warn(self, found, n_classes, design):
         if found.separating:
             names = [repr(design.names[design.order[k]]) for k in found.separating]
-            more = ", ..." if len(names) > _MOST_NAMES else ""
+            n_more = len(names) - _MOST_NAMES
+            more = f" and {n_more} more" if n_more > 0 else ""
             warn_caller(
                 f"A combination of the features, mainly {', '.join(names[:_MOST_NAMES])}{more}, "
                 "separates the classes, so the likelihood has no finite maximum. The population "

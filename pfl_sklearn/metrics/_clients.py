@@ -47,8 +47,9 @@ def known_clients(estimator):
     if hasattr(inner, "clients_"):
         return inner.clients_
     raise ValueError(
-        f"{type(estimator).__name__} knows no clients; expected a client-aware estimator, or a "
-        "pipeline, ClientColumn or search around one."
+        f"{type(inner).__name__} knows no clients; expected a client-aware estimator, or a "
+        "pipeline, ClientColumn or search around one. The members of an ensemble may know "
+        "different clients; for the clients' scores alone, use ClientScorer(..., average=None)."
     )
 
 
@@ -90,7 +91,7 @@ def client_scores(estimator, X, y, *, groups=None, scoring, client_column=None):
     ------
     ValueError
         - If there are neither `groups` nor `client_column`, or if they differ.
-        - If `estimator` contains no client-aware estimator.
+        - If `estimator` contains no client-aware estimator, or an ensemble of them.
 
     Examples
     --------

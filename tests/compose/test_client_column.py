@@ -478,3 +478,17 @@ def test_the_summary_of_a_model_takes_as_many_names_as_features():
     assert model.summary().loc["fixed"].index.tolist() == ["intercept", "x0", "x1"]
     with pytest.raises(ValueError, match=r"feature_names.*\b2 features.*\b1 names"):
         model.summary(feature_names=["a"])
+
+
+@pytest.mark.parametrize(
+    "final",
+    [
+        PersonalizedLinearRegression(),
+        make_pipeline(StandardScaler(), PersonalizedLinearRegression()),
+    ],
+)
+def test_a_regression_needs_more_than_the_ids(final):
+    for column in ("site", 0):
+        with pytest.raises(ValueError, match=rf"no column but {column!r}.*features"):
+            ClientColumn(final, column).fit(FRAME[["site"]], Y)
+    ClientColumn(GaussianMean(), "site").fit(FRAME[["site"]], Y)

@@ -20,9 +20,9 @@ from sklearn.ensemble import (
     VotingRegressor,
 )
 from sklearn.exceptions import NotFittedError
-from sklearn.feature_selection import RFE, SelectFromModel
+from sklearn.feature_selection import RFE, RFECV, SelectFromModel
 from sklearn.frozen import FrozenEstimator
-from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
+from sklearn.linear_model import LinearRegression, LogisticRegression, RANSACRegressor, Ridge
 from sklearn.metrics import accuracy_score, r2_score
 from sklearn.model_selection import FixedThresholdClassifier, GridSearchCV
 from sklearn.multioutput import (
@@ -128,8 +128,10 @@ def test_before_fit(case):
     for call in (model.summary, model.release, lambda: model.for_client("site 1")):
         with pytest.raises(NotFittedError):
             call()
-    assert not hasattr(model, "privacy_")
-    assert not hasattr(model, "clients_")
+    for name in ("privacy_", "clients_", "classes_"):
+        with pytest.raises(NotFittedError, match="ClientColumn"):
+            getattr(model, name)
+        assert not hasattr(model, name)
 
 
 def test_what_is_given_to_a_client_holds_no_other_client():
@@ -315,6 +317,26 @@ def test_bagging_inside():
     assert not hasattr(model, "clients_")
     assert not hasattr(model, "for_client")
     assert "BaggingRegressor" in model.privacy_.warnings[0]
+    with pytest.raises(ValueError, match=r"linear model.*got BaggingRegressor"):
+        CoefficientDisplay.from_estimator(model)
+
+
+@pytest.mark.parametrize(
+    "ensemble",
+    [
+        ClientColumn(BaggingRegressor(GaussianMean(), 2, random_state=0), 2),
+        VotingRegressor([("a", ClientColumn(GaussianMean(), 2))]),
+    ],
+    ids=["bagging", "voting"],
+)
+def test_ensembles_know_no_clients_but_have_scores(ensemble):
+    model = ensemble.fit(NUMBERS, Y)
+    with pytest.raises(ValueError, match=r"^(Bagging|Voting)Regressor knows.*ClientScorer") as got:
+        client_scores(model, NUMBERS, Y, scoring="r2", client_column=2)
+    assert "average=None" in str(got.value)
+    by_client = ClientScorer("r2", average=None, client_column=2)(model, NUMBERS, Y)
+    own = CODES == 3
+    assert by_client["3.0"] == r2_score(Y[own], model.predict(NUMBERS[own]))
 
 
 def test_bagged_classifiers_inside():
@@ -365,6 +387,7 @@ CLOSED = {
     ),
     "calibration": (lambda each: CalibratedClassifierCV(each, cv=3), SHARE, LABELS),
     "threshold": (lambda each: FixedThresholdClassifier(each, threshold=0.3), SHARE, LABELS),
+    "outliers": (lambda each: RANSACRegressor(each, min_samples=110, random_state=0), MEAN, Y),
     "boosting": (lambda each: AdaBoostRegressor(each, n_estimators=2), MEAN, Y),
 }
 
@@ -427,6 +450,28 @@ def test_searches_that_score_without_ids_are_refused(scoring):
     for estimator in (unaware, make_pipeline(StandardScaler(), unaware)):
         with pytest.raises(ValueError, match=r"GridSearchCV.*ClientScorer.*ClientColumn"):
             ClientColumn(estimator, "site").fit(FRAME, Y)
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        ClientColumn(GaussianMean(), "site"),
+        GridSearchCV(
+            GaussianMean(), {}, cv=ClientKFold(3, client_column="site"), scoring=ClientScorer("r2")
+        ),
+    ],
+    ids=["column", "splitter"],
+)
+def test_a_column_that_is_taken_out_twice(inside):
+    with pytest.raises(ValueError, match=r"'site' is not.*\['a', 'b'\].*ClientColumn.*groups"):
+        column(inside)
+
+
+def test_a_selection_of_features_that_scores_without_ids_is_refused():
+    with pytest.raises(ValueError, match=r"RFECV.*scoring=None.*ClientScorer\.$"):
+        column(RFECV(PersonalizedLinearRegression(), cv=INSIDE["cv"]))
+    column(RFECV(PersonalizedLinearRegression(), **INSIDE))
+    column(make_pipeline(RFECV(Ridge()), PersonalizedLinearRegression()))
 
 
 def test_searches_of_other_models_need_no_ids():

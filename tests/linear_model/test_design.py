@@ -87,6 +87,22 @@ def test_bad_names(random, fit_intercept, names, message):
         resolve_design(random, 3, fit_intercept, names)
 
 
+def test_names_that_no_step_handed_on():
+    with pytest.raises(
+        ValueError, match=r"'age'.*\['x0', 'x1'\].*set_output\(transform='pandas'\)"
+    ):
+        resolve_design("age", 2, True)
+    with pytest.raises(ValueError, match=r"'dosis'") as caught:
+        resolve_design("dosis", 3, True, NAMES)
+    assert "set_output" not in str(caught.value)
+
+
+def test_a_feature_called_all_is_meant_by_a_list():
+    assert resolve_design(["all"], 2, True, ["all", "b"]).random.tolist() == [1]
+    with pytest.raises(ValueError, match=r"random='all' is ambiguous.*\['all'\]"):
+        resolve_design("all", 2, True, ["all", "b"])
+
+
 def test_a_feature_called_intercept_can_be_had_by_its_index_or_without_one():
     names = ["intercept", "b", "c"]
     assert resolve_design([0], 3, True, names).random.tolist() == [1]

@@ -659,6 +659,14 @@ def test_the_warning_names_the_features_that_separate(random, single):
         )
 
 
+def test_the_warning_counts_the_features_that_it_does_not_name():
+    X = np.random.default_rng(0).normal(size=(300, 13))
+    with pytest.warns(SeparationWarning, match=r"mainly ('x\d+', ){9}'x\d+' and 3 more, separates"):
+        PersonalizedLogisticRegression(random="intercept").fit(
+            X, X.sum(axis=1) > 0, groups=np.arange(300) % 10
+        )
+
+
 @pytest.mark.parametrize("n_classes", [2, 3])
 @pytest.mark.parametrize("known", [False, True])
 def test_separated_classes_get_a_finite_answer_and_a_warning(n_classes, known):

@@ -155,7 +155,8 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     ValueError
         - If ids are missing or of mixed types, or `y` holds NaN.
         - If the noise variance is unknown and no client has two rows.
-        - If `y` holds values above 1e150 and nothing is released.
+        - If nothing is released and `y` holds values above 1e150, or only values below 1e-140 (and
+          not 0).
         - If `epsilon` is finite without `clip_norm`, or with weights or a quantizer.
         - If discrete Gaussian noise is asked for with central trust, or with too few bits.
         - If `method`, the covariance type or the release does not go with the prior.

@@ -8,6 +8,7 @@ import pandas as pd
 from sklearn.utils import check_array
 
 from pfl_sklearn._clients import segment_sums
+from pfl_sklearn._squares import check_squares
 from pfl_sklearn.estimation._variance_components import client_means
 from pfl_sklearn.privacy import (
     DiscreteGaussianMechanism,
@@ -29,8 +30,6 @@ PRIVATE = (
     "n_samples_per_client_",
     "log_likelihood_",
 )
-
-LARGEST = 1e150  # of values that are to be squared
 
 
 class FittedMeans(NamedTuple):
@@ -103,8 +102,8 @@ def check_targets(estimator, y):
         )
     with np.errstate(over="ignore", invalid="ignore"):  # it sums everything
         y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0)
-    if not releases(estimator) and np.abs(y).max(initial=0.0) > LARGEST:
-        raise ValueError("y holds values too large to be squared (above about 1e150); rescale it.")
+    if not releases(estimator):
+        check_squares("y", y.ravel())
     return y
 
 

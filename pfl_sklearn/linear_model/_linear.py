@@ -190,7 +190,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         For invalid data or parameters:
 
         - missing ids or ids of mixed types;
-        - NaN or infinity in `X` or `y`, or without a release values too large to be squared;
+        - NaN or infinity in `X` or `y`;
+        - without a release, values above 1e150 in `X` or `y`, or only values below 1e-140 (and not
+          0) in `y` or a column of `X`;
         - unknown or ambiguous names in `random`.
 
         For variances that the data do not identify:

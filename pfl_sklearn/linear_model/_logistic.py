@@ -133,7 +133,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         For invalid data or parameters:
 
         - missing ids or ids of mixed types;
-        - NaN or infinity in `X`, or values too large to be squared;
+        - NaN or infinity in `X`;
+        - values above 1e150 in `X`, or only values below 1e-140 (and not 0) in a column of it;
         - a known covariance under which the predictors vary by more than 1e7 logits;
         - only one class;
         - unknown or ambiguous names in `random`;

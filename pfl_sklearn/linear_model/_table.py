@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pfl_sklearn import _squares
+
 
 class Table(NamedTuple):
     """Rows of m clients."""
@@ -109,17 +111,13 @@ def uncentred(vectors, intercept, centre):
 
 
 def check_squares(table):
-    """Raise ValueError if values are too large to be squared and summed.
+    """Raise ValueError if values are too large or too small to be squared.
 
     A fit with privacy must not call this: the error would reveal a client's values.
     """
-    weights = np.ones(len(table.y)) if table.weights is None else table.weights
-    with np.errstate(over="ignore"):
-        for name, values in (("X", table.columns), ("y", table.y)):
-            if not np.isfinite(np.einsum("n,n...,n...->...", weights, values, values)).all():
-                raise ValueError(
-                    f"{name} holds values too large to be squared (above about 1e150); rescale it."
-                )
+    heaviest = 1.0 if table.weights is None else max(table.weights.max(), 1.0)
+    for name, values in (("X", table.columns), ("y", table.y)):
+        _squares.check_squares(name, values, heaviest)
 
 
 def check_covariance_identified(table, covariance_type):

@@ -143,6 +143,17 @@ def test_values_that_cannot_be_squared(prior):
         PersonalizedLogisticRegression().fit(1e200 * X, [0, 1, 0, 1], groups=groups)
 
 
+def test_the_smallest_values_that_can_be_squared():
+    plain = PersonalizedLinearRegression().fit(X, Y, groups=GROUPS)
+    tiny = PersonalizedLinearRegression().fit(X, 1e-140 * Y, groups=GROUPS)
+    np.testing.assert_allclose(1e140 * tiny.coef_, plain.coef_, rtol=1e-6)
+    np.testing.assert_allclose(1e140 * tiny.coef_std_, plain.coef_std_, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"^y\b.*too small.*1e-140"):
+        PersonalizedLinearRegression().fit(X, 1e-141 / np.abs(Y).max() * Y, groups=GROUPS)
+    with pytest.raises(ValueError, match=r"^X\b.*too small.*1e-140"):
+        PersonalizedLogisticRegression().fit(1e-160 * X, np.arange(len(X)) % 2, groups=GROUPS)
+
+
 @pytest.mark.parametrize(
     "estimator", [PersonalizedLinearRegression(), PersonalizedLogisticRegression()], ids=repr
 )

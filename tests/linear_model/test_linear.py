@@ -754,6 +754,8 @@ BAD = {
     "infinite y": ({}, (X, with_value(Y, -np.inf), CODES), "Input y contains infinity"),
     "huge X": ({}, (1e200 * X, Y, CODES), r"\bX\b.*1e150"),
     "huge y": ({}, (X, 1e200 * Y, CODES), r"\by\b.*1e150"),
+    "tiny column of X": ({}, (X * [1, 1e-160], Y, CODES), r"\bX\b.*too small.*1e-140"),
+    "tiny y": ({}, (X, 1e-160 * Y, CODES), r"\by\b.*too small.*1e-140"),
     "one dimension": ({}, (X[:, 0], Y, CODES), "Expected 2D array, got 1D array"),
     "two targets": ({}, (X, np.column_stack([Y, Y]), CODES), "y should be a 1d array"),
     "no column": ({}, (X[:, :0], Y, CODES), "0 feature"),

@@ -160,6 +160,10 @@ def client_posteriors(table, found, covariance, n_jobs):
     coefficients has their released error; we ignore its correlation with the others. We do not
     remove a client's own contribution from the release, where it is one of many under noise.
 
+    A client's numbers are the same bits whoever else is in the table. Otherwise their last digits
+    would tell. So no matrix product runs over the rows of several clients, and sums over columns
+    run in one layout.
+
     If the released noise variance is of no use, we treat rows as nearly exact: every client keeps
     its own regression, falls back on the released mean where its rows leave coefficients open, and
     states no standard deviation. Rows that are too large to be squared count as absent.
@@ -170,24 +174,25 @@ def client_posteriors(table, found, covariance, n_jobs):
     ratio[:q, :q] = (covariance + found.covariance[:q, :q]) / noise
     error[q:, q:] = found.covariance[q:, q:]
     with np.errstate(over="ignore", invalid="ignore"):
-        residuals = table.y - table.columns @ found.mean
-        solved = _whitened_by_client(table, residuals, square_root(ratio[:q, :q]), n_jobs)
+        solved = _whitened_by_client(table, found.mean, square_root(ratio[:q, :q]), n_jobs)
     coefficients = np.tile(found.mean, (table.n_clients, 1))
     # The same width for every table, so that it does not reveal the largest client's rows.
     rows = np.zeros((table.n_clients, q, p))
     for clients, whitened in solved:
-        pulled = (whitened[:, None, :, -1] @ whitened[:, :, :q])[:, 0]
-        coefficients[clients, :q] += pulled @ ratio[:q, :q]
+        pulled = whitened[:, None, :, -1] @ whitened[:, :, :q]
+        coefficients[clients, :q] += (pulled @ ratio[:q, :q])[:, 0]
         rows[clients, : whitened.shape[1]] = whitened[:, :, :-1]
     stated = found.noise if found.trusted else np.nan
     return coefficients, RowPosterior(rows, ratio, stated, error, np.ones(p))
 
 
-def _whitened_by_client(table, residuals, root, n_jobs):
-    """Clients and whitened rows (b, k, p + 1) of every batch."""
-    index = client_batches(table.codes, table.n_clients, _CELLS // table.columns.shape[1])
+def _whitened_by_client(table, mean, root, n_jobs):
+    """Clients and whitened rows (b, k, p + 1) of every batch; the last column holds residuals."""
+    columns = np.ascontiguousarray(table.columns)
+    residuals = table.y - np.sum(columns * mean, axis=1)
+    index = client_batches(table.codes, table.n_clients, _CELLS // columns.shape[1])
     batches = [
-        (clients, np.concatenate([table.columns[rows], residuals[rows][..., None]], axis=-1))
+        (clients, np.concatenate([columns[rows], residuals[rows][..., None]], axis=-1))
         for clients, rows in index
     ]
     return map_batches(partial(_whiten_batch, root=root), batches, n_jobs)

@@ -6,13 +6,13 @@ from typing import NamedTuple
 import numpy as np
 from scipy.sparse import issparse
 
+from pfl_sklearn import _squares
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.rows import count_within
 from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha
 
 AUTO_RATIO = 30.0  # of the global step to the local ones
 _POWERS = 16  # products that a largest eigenvalue takes; a few percent short is good enough
-_LARGEST = 1e150  # of values that are to be squared
 _UNIT_SCALE = 3.0  # root mean square of a column that needs no scaling
 
 
@@ -113,13 +113,14 @@ def auto_steps(rows, loss, weighting, alpha, n_expected, rate=None):
 
 
 def check_squares(table):
-    """Raise ValueError if values are too large to be squared; not for fits with noise."""
+    """Raise ValueError if values cannot be squared; not for fits with noise.
+
+    We scale columns inside, so they may be small.
+    """
     features = table.features.data if issparse(table.features) else table.features
-    for name, values in (("X", features), ("y", table.y)):
-        if values.dtype.kind == "f" and np.abs(values).max(initial=0.0) > _LARGEST:
-            raise ValueError(
-                f"{name} holds values too large to be squared (above about 1e150); rescale it."
-            )
+    _squares.check_squares("X", features, smallest=0.0)
+    if table.y.dtype.kind == "f":
+        _squares.check_squares("y", table.y)
 
 
 def divergence_advice(table, learning_rate, private):
@@ -127,7 +128,7 @@ def divergence_advice(table, learning_rate, private):
     found = f"learning_rate={learning_rate:.4g} is too large"
     if private:
         return f"{found} for these features. Lower it, or scale the features."
-    if table.y.dtype.kind == "f" and np.abs(table.y).max(initial=0.0) > _LARGEST:
+    if table.y.dtype.kind == "f" and np.abs(table.y).max(initial=0.0) > _squares.LARGEST:
         return "y holds values too large to be squared (above about 1e150). Rescale it."
     if _largest_size(table.features) > _UNIT_SCALE:
         return f"{found} for these features. Scale them, or lower it."

@@ -12,6 +12,7 @@ from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import (
     GaussianMechanism,
 )
+from tests.helpers.blinded import blind, what_leaves
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning"),
@@ -342,6 +343,37 @@ def test_what_a_client_is_handed_does_not_tell_the_sizes_of_others():
         )
         shapes.append(model.for_client(0)._posterior.rows.shape)
     assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("random", ["all", [0, 1]], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [np.full(12, 7), np.random.default_rng(1).integers(1, 25, 12), np.ones(2, dtype=int)],
+    ids=["equal", "unequal", "two rows"],
+)
+@pytest.mark.parametrize("d", [2, 9, 20])
+def test_what_a_client_is_handed_does_not_tell_who_else_was_there(d, sizes, random, monkeypatch):
+    """Under add/remove everything but the release is the same bits without any other client."""
+    blind(monkeypatch)
+    rng, groups = np.random.default_rng(0), np.repeat(np.arange(len(sizes)), sizes)
+    X, y = rng.normal(size=(len(groups), d)), rng.normal(size=len(groups))
+    params = {"prior": GaussianPrior(covariance=0.25), "noise_variance": 1.0, "random": random}
+
+    def table_and_fit(rows):
+        table = X[rows], y[rows], groups[rows]
+        return table, fit(*table, relation="add_remove", **params, **CLIENT)
+
+    table, everybody = table_and_fit(groups >= 0)
+    for absent in range(len(sizes)):
+        smaller, others = table_and_fit(groups != absent)
+        for name in ("coef_", "intercept_", "coef_std_", "intercept_std_"):
+            present = np.delete(getattr(everybody, name), absent, axis=0)
+            np.testing.assert_array_equal(getattr(others, name), present)
+        first, second = (
+            what_leaves(lambda X, y, groups, model=model: model, *rows, absent)
+            for rows, model in ((table, everybody), (smaller, others))
+        )
+        assert {name for name in first if first[name] != second[name]} == set()
 
 
 @pytest.mark.parametrize("relation", ["replace_one", "add_remove"])

@@ -337,6 +337,14 @@ def test_features_whose_squares_overflow():
     assert not hasattr(model, "coef_")
 
 
+def test_targets_whose_squares_vanish():
+    X, y, groups = table()
+    with pytest.raises(ValueError, match=r"\by\b.*too small to be squared.*1e-140"):
+        PPSGDRegressor().fit(X, 1e-170 * y, groups=groups)
+    plain, tiny = (PPSGDRegressor(random_state=0).fit(c * X, y, groups=groups) for c in (1, 1e-170))
+    np.testing.assert_allclose(1e-170 * tiny.population_coef_, plain.population_coef_, rtol=1e-9)
+
+
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),

@@ -240,8 +240,8 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     >>> model = GaussianMean().fit(np.zeros((6, 1)), y, groups=clinic)
     >>> model.means_.round(2)
     array([2.38, 5.46, 3.15])
-    >>> model.predict(np.zeros((2, 1)), groups=["b", "new"]).round(2)
-    array([5.46, 3.67])
+    >>> model.predict(np.zeros((3, 1)), groups=["a", "b", "new"]).round(2)
+    array([2.38, 5.46, 3.67])
 
     Clinics of two kinds:
 

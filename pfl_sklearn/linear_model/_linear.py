@@ -295,8 +295,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     >>> model = PersonalizedLinearRegression().fit(hours[:, None], score, groups=school)
     >>> model.coef_.ravel().round(1)
     array([1. , 1.8, 3.3, 4.1, 5. ])
-    >>> model.predict([[2.0], [2.0]], groups=["a", "new"]).round(1)
-    array([12. , 16.3])
+    >>> model.predict([[2.0], [2.0], [2.0]], groups=["a", "e", "new"]).round(1)
+    array([12. , 19.8, 16.3])
     """
 
     __metadata_request__predict = {"groups": True, "return_std": True}

@@ -155,7 +155,7 @@ def test_it_warns_the_caller_once_whatever_runs_the_fits(backend, refit, standar
     assert "PrivacyWarning" not in standard_error()
 
 
-@pytest.mark.parametrize("backend", ["threading", "loky"])
+@pytest.mark.parametrize("backend", ["threading", pytest.param("loky", marks=pytest.mark.slow)])
 def test_nested_searches_warn_once_for_all(backend, standard_error):
     inner = GridSearchCV(column(), {}, **FOLDS)
     outer = GridSearchCV(inner, {"estimator__estimator__clip_norm": [1.0, 2.0]}, **FOLDS)

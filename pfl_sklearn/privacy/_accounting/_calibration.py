@@ -226,7 +226,7 @@ def _enlarged(
     Where a client takes part with a probability of almost exactly delta, rounding errors decide,
     and the finer grid may answer more than that of the search.
     """
-    growth = 1 + _NOISE_PRECISION
+    growth = 2.0
     while noise < enough and spent(noise, REPORT_GRID) > epsilon:
         noise, growth = min(noise * growth, enough), growth**2
     return noise

@@ -351,7 +351,7 @@ def test_what_a_client_is_handed_does_not_tell_the_sizes_of_others():
     [np.full(12, 7), np.random.default_rng(1).integers(1, 25, 12), np.ones(2, dtype=int)],
     ids=["equal", "unequal", "two rows"],
 )
-@pytest.mark.parametrize("d", [2, 9, 20])
+@pytest.mark.parametrize("d", [2, pytest.param(9, marks=pytest.mark.slow), 20])
 def test_what_a_client_is_handed_does_not_tell_who_else_was_there(d, sizes, random, monkeypatch):
     """Under add/remove everything but the release is the same bits without any other client."""
     blind(monkeypatch)

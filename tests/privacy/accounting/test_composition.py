@@ -498,16 +498,15 @@ def test_calibration_of_a_known_epsilon():
         assert z * (1 - 1e-6) <= found <= z * 1.003
 
 
-def test_a_client_that_takes_part_with_probability_delta():
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("epsilon", "delta", "rate"), [(0.5, 1e-3, 1e-3 * (1 + 1e-9)), (2.0, 0.01, 0.01)]
+)
+def test_a_client_that_takes_part_with_probability_delta(epsilon, delta, rate):
     """The noise keeps to what was asked, also where rounding errors decide."""
-    for epsilon, delta, rate in (
-        (0.5, 1e-3, 1e-3),
-        (0.5, 1e-3, 1e-3 * (1 + 1e-9)),
-        (2.0, 0.01, 0.01),
-    ):
-        how = {"n_rounds": 1, "rate": rate, "sampling": "fixed"}
-        z = calibrate_rounds(epsilon, delta, **how)
-        assert events_epsilon([SampledGaussian(z, **how)], delta, "replace_one") <= epsilon
+    how = {"n_rounds": 1, "rate": rate, "sampling": "fixed"}
+    z = calibrate_rounds(epsilon, delta, **how)
+    assert events_epsilon([SampledGaussian(z, **how)], delta, "replace_one") <= epsilon
 
 
 def test_calibration_is_quick():

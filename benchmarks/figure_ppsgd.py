@@ -128,6 +128,7 @@ def check(seed):
             shuffle=False,
             clip_norm=CLIP_NORM,
             noise_multiplier=float(sigma),
+            n_rounds=AT_ONCE,
             random_state=seed,
         )
         for X, y in chunks(clients, 2, seed):

@@ -58,6 +58,7 @@ models = {
         shuffle=False,
         clip_norm=10.0,
         noise_multiplier=sigma * SCALE,
+        n_rounds=AT_ONCE,  # of a call with noise, as of a pass without
         random_state=0,
     )
     for alpha_q in ALPHA_Q

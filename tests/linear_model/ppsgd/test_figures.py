@@ -27,6 +27,7 @@ def run(alpha_q, sigma, step):
         shuffle=False,
         clip_norm=10.0,
         noise_multiplier=sigma * N / 1000,
+        n_rounds=AT_ONCE,  # of a call with noise, as of a pass without
         random_state=0,
     )
 

@@ -1,8 +1,9 @@
-"""Values whose squares are neither infinite nor lost among the smallest numbers."""
+"""Values whose powers are neither infinite nor lost among the smallest numbers."""
 
 import numpy as np
 
 LARGEST, SMALLEST = 1e150, 1e-140  # absolute values
+_SMALLEST_FOR_FOURTH_POWERS = 1e-60
 
 
 def check_squares(name, values, heaviest=1.0, smallest=SMALLEST):
@@ -20,3 +21,10 @@ def check_squares(name, values, heaviest=1.0, smallest=SMALLEST):
         raise ValueError(
             f"{name} holds values too small to be squared (below about 1e-140); rescale it."
         )
+
+
+def unit_near(size):
+    """Power of two that brings numbers of this size near 1; 1 if their fourth powers are fine."""
+    if size == 0 or _SMALLEST_FOR_FOURTH_POWERS < size < 1 / _SMALLEST_FOR_FOURTH_POWERS:
+        return 1.0
+    return 2.0 ** np.frexp(size)[1]

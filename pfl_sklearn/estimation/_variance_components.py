@@ -11,11 +11,11 @@ import numpy as np
 from scipy.optimize import brentq
 
 from pfl_sklearn._clients import row_counts, segment_sums
+from pfl_sklearn._squares import unit_near
 
 _GRID_POINTS = 48
 _CELLS = 1 << 20
 _CANCELLATION = 1e-6
-_SMALLEST = 1e-60  # size of numbers, from which on their powers may be too small
 
 
 class ClientMeans(NamedTuple):
@@ -138,13 +138,11 @@ def estimate_components(table, method, mean=None, between=None, noise=None, extr
 
 
 def _unit(table, *variances):
-    """Power of two that brings the numbers near 1; 1 if their fourth powers are numbers anyway."""
+    """Unit in which the numbers are near 1, or can do without."""
     known = [value for value in variances if value is not None and np.isfinite(value)]
     spread = np.abs(table.means - table.means.mean(axis=0)).max()
     size = max(spread, np.sqrt(max([table.within.max() / table.n_rows.sum(), *known])))
-    if size == 0 or _SMALLEST < size < 1 / _SMALLEST:
-        return 1.0
-    return 2.0 ** np.frexp(size)[1]
+    return unit_near(size)
 
 
 def _n_contrasts(table, method, mean):

@@ -8,6 +8,7 @@ from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
+from pfl_sklearn._squares import unit_near
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.priors._mixture_fit import Mixture, fit_mixture, in_order, select_components
 from pfl_sklearn.priors._normal import (
@@ -21,7 +22,6 @@ from pfl_sklearn.priors._normal import (
 from pfl_sklearn.theory import own_weight
 
 _ROUNDING = 1e-13  # of the largest value
-_SMALLEST = 1e-60  # size of numbers, from which on their powers may be too small
 
 
 class MixturePrior(BaseEstimator):
@@ -165,11 +165,9 @@ def estimate_mixture(prior, x, s, shape, known, random_state):
 
 
 def _unit(x, s):
-    """Power of two that brings the numbers near 1; 1 if their fourth powers are numbers anyway."""
+    """Unit in which the numbers are near 1, or can do without."""
     size = max(np.abs(x - x.mean(axis=0)).max(), np.sqrt(s.max()))
-    if size == 0 or _SMALLEST < size < 1 / _SMALLEST:
-        return 1.0
-    return 2.0 ** np.frexp(size)[1]
+    return unit_near(size)
 
 
 def all_alike(x, known, shape):

@@ -75,7 +75,7 @@ def test_the_error_is_the_stated_one():
 def test_unknown_variances_are_released_too():
     clients = paper_clients(5000)
     model = fit(clients, **DISCRETE, epsilon=8.0)
-    assert model.noise_variance_ == pytest.approx(0.25, rel=0.1)
+    assert model.noise_variance_ == pytest.approx(0.25, rel=0.25)  # .04 is one standard deviation
     assert mse(model, clients) < 0.75 * 0.25 / 15
 
 
@@ -88,13 +88,14 @@ def test_mixtures():
 
 
 def test_no_seed_repeats_the_noise():
-    clients = paper_clients(30)
+    """In three coordinates: one alone, on its grid, is the same by chance in 1 of 10,000 pairs."""
+    clients = make_gaussian_clients(30, 15, n_outputs=3, random_state=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         first, second = (
             fit(clients, **KNOWN, **DISCRETE, epsilon=2.0, random_state=0) for _ in range(2)
         )
-    assert first.population_mean_ != second.population_mean_
+    assert np.any(first.population_mean_ != second.population_mean_)
     assert first.privacy_.noise_reproducible is False
     assert first.privacy_.warnings == ()
     assert "opendp draws the noise exactly" in first.privacy_.assumptions[-1]
@@ -151,7 +152,11 @@ EPSILON = brentq(lambda epsilon: math.log(zcdp_delta(2.0, epsilon) / 1e-5), 0.5,
 
 
 def attacked_mu():
-    """Lower bound on mu from 500 fits a side; the client under attack is far outside the ball."""
+    """Lower bound on mu from 500 fits a side; the client under attack is far outside the ball.
+
+    No seed repeats the fits, so whoever compares the bound leaves room for chance: in 20,000 runs
+    on continuous noise it lay between .63 and 1.81 where mu is 2, and above 2.15 where it is 4.
+    """
     released, privatize = [], DiscreteGaussianMechanism.privatize
 
     def spy(self, messages, rng):
@@ -168,11 +173,11 @@ def attacked_mu():
                 GaussianMean(epsilon=EPSILON, **params).fit(y[:, None], y, groups=[0, 0, 1, 1])
             sides.append(np.array([each[0, 0] for each in released]))
             released.clear()
-    return gdp_lower_bound(*sides)
+    return gdp_lower_bound(*sides, alpha=1e-4)
 
 
 def test_releases_keep_their_promise_and_half_the_noise_does_not(monkeypatch):
-    assert 1.0 < attacked_mu() <= 2.0
+    assert 0.5 < attacked_mu() <= 2.0
     draw = _discrete_gaussian.with_discrete_gaussian
     monkeypatch.setattr(
         _discrete_gaussian, "with_discrete_gaussian", lambda values, scale: draw(values, scale / 2)

@@ -12,10 +12,11 @@ from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
-from sklearn.base import BaseEstimator
+from sklearn.base import BaseEstimator, clone
 from sklearn.callback import CallbackSupportMixin, with_callbacks
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
+from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._clients import EncodedClients, match_clients
 from pfl_sklearn._compat import Interval, StrOptions, fit_context, num_samples
@@ -340,6 +341,13 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         }
         for name, value in found.items():
             setattr(self, name, value)
+
+    def _inputs(self, X):
+        """Attributes of the input's columns."""
+        probe = clone(self)
+        validate_data(probe, X, skip_check_array=True)
+        names = ("n_features_in_", "feature_names_in_")
+        return {name: getattr(probe, name) for name in names if hasattr(probe, name)}
 
     def _privacy_events(self):
         """Accounting events of a fit from the start."""

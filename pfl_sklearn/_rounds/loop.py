@@ -64,7 +64,8 @@ class Method(NamedTuple):
     ``client_update(server, t, batch, clients)`` gives the :class:`Update` of a block; the server's
     arrays are read-only there.
     ``server_update(server, total, t)`` gives the server's new arrays. `messages` maps the name of
-    each part of a client's message to its shape.
+    each part of a client's message to its shape. ``record(server)`` gives numbers by name that the
+    history is to have of each round.
     """
 
     init: Callable
@@ -72,6 +73,7 @@ class Method(NamedTuple):
     server_update: Callable
     messages: dict[str, tuple[int, ...]]
     last_phase: LastPhase | None = None
+    record: Callable = lambda server: {}
 
 
 class Sampling(NamedTuple):
@@ -238,7 +240,7 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
             released = release.release(messages, state.bound, n_expected, rng)
             state.server = method.server_update(state.server, released.total, t)
             state.server = release.after_update(state.server, t, rng)
-            _record(state, len(sampled), loss, released)
+            _record(state, len(sampled), loss, released, method.record(state.server))
             if observe is not None and observe(state):
                 break
         state.server = release.finish(state.server, state.round, plan)
@@ -250,10 +252,12 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
     return state
 
 
-def _record(state, n_sampled, loss, released):
+def _record(state, n_sampled, loss, released, more):
     """Count the round, and keep what was seen in it."""
     state.round += 1
     history = state.history
+    for name, value in more.items():
+        history.setdefault(name, []).append(value)
     history["n_clients"].append(n_sampled)
     history["loss"].append(loss / n_sampled if n_sampled else np.nan)
     history["clipped"].append(released.clipped)

@@ -13,10 +13,14 @@ _BLOCK = 1 << 17  # numbers in the rows of a block: it should stay in the proces
 
 
 class Batch(NamedTuple):
-    """Rows of a block of clients, clients first: X (g, ..., b, *features) and y (g, ..., b, *)."""
+    """Rows of a block of clients, clients first: X (g, ..., b, *features) and y (g, ..., b, *).
+
+    `seeds` (g,) are for what a client draws itself in the round, if it draws anything.
+    """
 
     X: np.ndarray
     y: np.ndarray
+    seeds: np.ndarray | None = None
 
     @property
     def size(self):
@@ -176,7 +180,8 @@ class ClientRows(NamedTuple):
     ``offsets[i]`` to ``offsets[i + 1]``.
 
     X is an array (n_rows, ...) of any number of dimensions, or a CSR matrix, whose batches are
-    dense. Its floating-point type is kept.
+    dense. Its floating-point type is kept. A block has `at_once` clients at most, or as many as
+    their rows allow. With `seeded` every client gets a seed in each round.
     """
 
     X: np.ndarray
@@ -184,6 +189,8 @@ class ClientRows(NamedTuple):
     offsets: np.ndarray
     clients: np.ndarray
     schedule: InTurn | Reshuffled
+    at_once: int | None = None
+    seeded: bool = False
 
     @property
     def n_clients(self):
@@ -196,15 +203,23 @@ class ClientRows(NamedTuple):
 
     def blocks(self, sampled, state, t, rng, workers=1):
         """Blocks of the sampled clients with their next rows; the schedule's state moves on."""
-        found, width = [], max(math.prod(self.X.shape[1:]), 1)
-        for members, rows in self.schedule.draw(self, sampled, state, t, rng):
-            step = max(_BLOCK // (math.prod(rows.shape[1:]) * width), 1)
-            step = min(step, -(-len(members) // workers))
+        found, drawn = [], self.schedule.draw(self, sampled, state, t, rng)
+        seeds = rng.integers(1 << 63, size=len(sampled)) if self.seeded else None
+        for members, rows in drawn:
+            step = min(self._clients_of_a_block(rows), -(-len(members) // workers))
             for start in range(0, len(members), step):
                 part, chosen = members[start : start + step], rows[start : start + step]
-                batch = Batch(_taken(self.X, chosen), self.y.take(chosen, axis=0))
+                own = None if seeds is None else seeds[part]
+                batch = Batch(_taken(self.X, chosen), self.y.take(chosen, axis=0), own)
                 found.append(Block(part, self.clients.take(sampled.take(part)), batch))
         return found
+
+    def _clients_of_a_block(self, rows):
+        """How many clients whose rows (k, ...) stack come into one block, at most."""
+        if self.at_once is not None:
+            return self.at_once
+        width = max(math.prod(self.X.shape[1:]), 1)
+        return max(_BLOCK // (math.prod(rows.shape[1:]) * width), 1)
 
     def collect(self, blocks, done, shapes):
         """Messages, a dict of (k, ...), and losses (k,) in the order of the sampled clients."""

@@ -145,22 +145,6 @@ def likeliest_class(classes, logits):
     return classes[chosen]
 
 
-def read_classes(y, estimator):
-    """Sorted classes, and the position of every row's label among them."""
-    classes, labels = np.unique(y, return_inverse=True)
-    check_several_classes(classes, estimator)
-    return classes, labels
-
-
-def check_several_classes(classes, estimator):
-    """Raise ValueError if there is only one class."""
-    if len(classes) < 2:
-        raise ValueError(
-            f"{type(estimator).__name__} needs rows of at least two classes, but the data contains "
-            f"only one class: {classes.tolist()[0]!r}."
-        )
-
-
 def check_dense(X, estimator, instead):
     """Raise TypeError for a sparse `X`; `instead` names the estimator that takes it."""
     if issparse(X):

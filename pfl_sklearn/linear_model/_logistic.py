@@ -9,6 +9,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
+from pfl_sklearn._labels import read_classes
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientClassifierMixin, read_rows
 from pfl_sklearn.linear_model._base import (
@@ -16,7 +17,6 @@ from pfl_sklearn.linear_model._base import (
     check_dense,
     class_probabilities,
     likeliest_class,
-    read_classes,
     warn_not_converged,
 )
 from pfl_sklearn.linear_model._design import column_names, resolve_design

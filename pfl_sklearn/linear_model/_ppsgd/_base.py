@@ -5,7 +5,6 @@ from numbers import Integral, Real
 
 import numpy as np
 from scipy.sparse import csr_array, issparse
-from sklearn.base import clone
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions
@@ -357,13 +356,6 @@ class BasePPSGD(BaseRounds):
         if layout is not None:
             local = LocalModels(layout, local, len(ids))
         return {"_population": population, "_local": local}
-
-    def _inputs(self, X):
-        """Attributes of the input's columns."""
-        probe = clone(self)
-        validate_data(probe, X, skip_check_array=True)
-        names = ("n_features_in_", "feature_names_in_")
-        return {name: getattr(probe, name) for name in names if hasattr(probe, name)}
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()

@@ -8,14 +8,14 @@ from sklearn.callback import with_callbacks
 from sklearn.utils import check_X_y
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._docs import ROUNDS, fill_doc
+from pfl_sklearn._labels import read_known_classes
 from pfl_sklearn._rounds.estimator import CheckedTable
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
 from pfl_sklearn.linear_model._base import (
-    check_several_classes,
     class_probabilities,
     likeliest_class,
 )
@@ -467,31 +467,14 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         check_classification_targets(y)
         if earlier is not None:
             validate_data(self, X, reset=False, skip_check_array=True)
-        classes, labels = self._labels(y, earlier, classes)
+        known = None if earlier is None else self.classes_
+        classes, labels = read_known_classes(y, known, classes, self)
         n_outputs = 1 if len(classes) == 2 else len(classes)
         attributes = {**self._inputs(X), "classes_": classes, "_single": n_outputs == 1}
         loss = "one_versus_all" if self.loss == "squared_error" else "log_loss"
         return CheckedTable(
             self._features(features, earlier), labels, attributes, (n_outputs, loss)
         )
-
-    def _labels(self, y, earlier, classes):
-        """Sorted classes, and the position of every row's among them."""
-        found, labels = np.unique(y, return_inverse=True)
-        known = self.classes_ if earlier is not None else classes
-        if known is not None:
-            known = np.unique(column_or_1d(known))
-            if classes is not None and not np.array_equal(np.unique(classes), known):
-                raise ValueError(f"got classes={classes!r}; the first call had {known.tolist()}.")
-            missing = np.setdiff1d(found, known)
-            if len(missing):
-                raise ValueError(
-                    f"y holds the label {missing[:1].tolist()[0]!r}, which is not one of the "
-                    f"{len(known)} classes given before."
-                )
-            labels, found = np.searchsorted(known, found)[labels], known
-        check_several_classes(found, self)
-        return found, labels
 
     def decision_function(self, X, *, groups=None):
         """Linear predictors of every row's client; the population's for unseen clients.

@@ -111,7 +111,7 @@ def dense_update(server, t, batch, clients, *, loss, step, mean_batch):
     The moment of the local model is the sum of its increments times the numbers of their rounds,
     from 1: the average iterate is the last one less the moment over the number of rounds.
     """
-    X, y = batch
+    X, y = batch.X, batch.y
     local, moment, n_rows = clients["local"], clients.get("local_moment"), X.shape[1]
     own = clients.get("step")
     with np.errstate(over="ignore", invalid="ignore"):

@@ -1,0 +1,435 @@
+"""What neural estimators share: from a recipe and rows to a run, and from a run to predictions."""
+
+import math
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import numpy as np
+from sklearn.callback import with_callbacks
+from sklearn.utils import check_array, check_consistent_length
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+
+from pfl_sklearn._clients import rows_by_client
+from pfl_sklearn._compat import HasMethods, Interval, fit_context
+from pfl_sklearn._labels import read_known_classes
+from pfl_sklearn._rounds.estimator import BaseRounds, CheckedTable, Run, sampling_of
+from pfl_sklearn._rounds.privacy import is_private
+from pfl_sklearn._rounds.release import JointSum
+from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
+from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
+
+_ADVICE = "lower the learning rate of the net (lr={rate:.4g}), or scale the features."
+
+
+class Engines(NamedTuple):
+    """Engines of the clients' own nets and of the population's: one, unless they differ."""
+
+    client: Any
+    population: Any
+
+
+class Setup(NamedTuple):
+    """What a method on nets is built from.
+
+    The engines; how many clients there are, and how many are expected in a round; the learning rate
+    of every round (n_rounds + 1,); rows of a batch, and batches of a round; and whether the server
+    divides sums by the number of clients that took part, rather than by the expected number.
+    """
+
+    engines: Engines
+    n_clients: int
+    n_expected: float
+    rates: np.ndarray
+    batch_size: int | None
+    local_steps: int
+    divides_by_count: bool
+
+
+def backend():
+    """Modules that need torch and skorch.
+
+    Raises
+    ------
+    ImportError
+        If one of them is missing.
+    """
+    try:
+        from pfl_sklearn.neural_network import _engine, _recipe
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "skorch"):
+            raise
+        raise ImportError(
+            f"neural estimators need PyTorch and skorch, and {error.name} is not installed: "
+            "pip install pfl-sklearn[torch]"
+        ) from error
+    return _engine, _recipe
+
+
+class BaseNeural(BaseRounds):
+    """Rounds of nets: a skorch net is the recipe, and vectors of parameters are what rounds change.
+
+    A subclass reads its targets (``_read``; the details of its table are the shape that a row's
+    output must have, or None), and provides ``_method(setup)``: a
+    :class:`~pfl_sklearn._rounds.loop.Method` whose server has the population's parameters in
+    "global". ``_personal_models(state)`` gives the clients' parameters, clients first, or None if
+    they use the population's.
+    """
+
+    _client_attributes = ("_personal", "n_samples_per_client_")
+    _population_attributes = ("_population",)
+    _state_attributes = (
+        "_engines",
+        "_single",
+        "classes_",
+        "n_rounds_",
+        "noise_multiplier_",
+    )
+    _released_names = ("the population model of every round",)
+    _kept_names = ("the clients' own models", "history_", "clients_", "n_samples_per_client_")
+    _own_steps = False  # whether the method needs plain gradient steps
+
+    _parameter_constraints = {
+        **BaseRounds._parameter_constraints,
+        "estimator": [HasMethods(["get_params", "set_params"]), None],
+        "local_steps": [Interval(Integral, 1, None, closed="left")],
+    }
+
+    def __init__(
+        self,
+        estimator,
+        *,
+        n_rounds,
+        local_steps,
+        client_fraction,
+        sampling,
+        epsilon,
+        noise_multiplier,
+        delta,
+        clip_norm,
+        clip_quantile,
+        ledger,
+        warm_start,
+        checkpoint,
+        checkpoint_every,
+        unseen,
+        n_jobs,
+        random_state,
+    ):
+        self.estimator = estimator
+        self.n_rounds = n_rounds
+        self.local_steps = local_steps
+        self.client_fraction = client_fraction
+        self.sampling = sampling
+        self.epsilon = epsilon
+        self.noise_multiplier = noise_multiplier
+        self.delta = delta
+        self.clip_norm = clip_norm
+        self.clip_quantile = clip_quantile
+        self.ledger = ledger
+        self.warm_start = warm_start
+        self.checkpoint = checkpoint
+        self.checkpoint_every = checkpoint_every
+        self.unseen = unseen
+        self.n_jobs = n_jobs
+        self.random_state = random_state
+
+    def _default_component(self, name, value):
+        if name != "estimator" or value is not None:
+            return None
+        backend()
+        from pfl_sklearn.neural_network._mlp import default_recipe
+
+        return default_recipe(self._is_classifier)
+
+    def _recipe(self):
+        return (
+            self._default_component("estimator", None) if self.estimator is None else self.estimator
+        )
+
+    def _check_parameters(self):
+        _, recipes = backend()
+        recipes.check_recipe(self._recipe(), self._is_classifier, self._own_steps)
+        if is_private(self):
+            recipes.check_no_statistics(self._recipe())
+
+    # From rows to a run --------------------------------------------------------------------------
+
+    def _features(self, X, earlier):
+        """Checked rows (n_rows, ...) of numbers, and the attributes of their columns."""
+        features = check_array(X, allow_nd=True, dtype="numeric", estimator=self)
+        if features.dtype.kind not in "fiub":
+            raise ValueError(
+                f"X must hold floating-point numbers or integers; got {features.dtype}."
+            )
+        if earlier is not None:
+            self._check_shape(features)
+            validate_data(self, X, reset=False, skip_check_array=True)
+        return features, self._inputs(X)
+
+    def _check_shape(self, features):
+        seen = self._engines.population.row_shape
+        if features.shape[1:] != seen and features.ndim + len(seen) > 3:
+            raise ValueError(f"X has rows of shape {features.shape[1:]}, but fit saw {seen}.")
+
+    def _make_run(self, table, clients, roster, earlier, order):
+        _, recipes = backend()
+        recipe = self._recipe()
+        batch_size = None if recipe.batch_size == -1 else recipe.batch_size
+        engines = self._make_engines(table, earlier, order, batch_size)
+        sampling = sampling_of(self.sampling, self.client_fraction, len(roster.now))
+        before = 0 if earlier is None else earlier.state.round
+        last = max(self._last_round(before), before + self._rounds_of_a_pass(clients), before)
+        setup = Setup(
+            engines=engines,
+            n_clients=len(roster.ids),
+            n_expected=sampling.rate * len(roster.now),
+            rates=recipes.learning_rates(recipe, last),
+            batch_size=batch_size,
+            local_steps=self.local_steps,
+            divides_by_count=self.clip_norm is None,
+        )
+        method = self._method(setup)
+        net, (by_client, offsets) = engines.client.net, rows_by_client(clients.codes, len(clients.ids))
+        rows = ClientRows(
+            recipes.as_input(net, table.features)[by_client],
+            recipes.as_targets(net, table.y[by_client]),
+            offsets,
+            roster.now,
+            Reshuffled(batch_size, self.local_steps),
+            min(engine.clients_at_once for engine in engines),
+            any(engine.random for engine in engines),
+        )
+        return Run(
+            method=method,
+            rows=rows,
+            sampling=sampling,
+            release_of=lambda mechanism: JointSum(mechanism, method.messages, self._scales()),
+            positions=roster.earlier,
+            found={},
+            layout=engines,
+            advice=_ADVICE.format(rate=setup.rates[0]),
+        )
+
+    def _make_engines(self, table, earlier, order, batch_size):
+        """Engines of nets whose weights are drawn from `order`, or which earlier rounds had."""
+        seed = int(np.random.default_rng(order).integers(1 << 63))
+        before = None if earlier is None else earlier.layout.client
+        engine = self._make_engine(self._recipe(), table, before, seed, batch_size)
+        return Engines(engine, engine)
+
+    def _make_engine(self, recipe, table, earlier, seed, batch_size):
+        engines, recipes = backend()
+        recipe = recipes.fitted_to(recipe, table.features, table.details)
+        net = recipes.initialized(recipe, seed)
+        if earlier is not None:
+            recipes.take_over(net, earlier.net)
+        example = np.zeros((2, *table.features.shape[1:]), table.features.dtype)
+        engine = engines.Engine(net, recipes.as_input(net, example), batch_size)
+        recipes.check_outputs(engine.output_shape, table.details, net)
+        return engine
+
+    def _scales(self):
+        """Units of the parts of a message, as :class:`JointSum` takes them."""
+        return None
+
+    def _rounds_of_a_pass(self, clients):
+        """Rounds in which every row is expected to be used once."""
+        most, size = np.bincount(clients.codes).max(), self._recipe().batch_size
+        n_batches = -(-most // size) if size > 0 else 1
+        return math.ceil(n_batches / (self.local_steps * self.client_fraction))
+
+    # From a run to predictions --------------------------------------------------------------------
+
+    def _models(self, state, ids, layout):
+        personal = self._personal_models(state)
+        found = {"_population": state.server["global"], "_engines": layout}
+        return found if personal is None else {**found, "_personal": personal}
+
+    def _personal_models(self, state):
+        return None
+
+    def _outputs(self, X, groups):
+        """What the clients' nets give for their rows (n, ...), and the clients' codes (n,)."""
+        codes = self._encode_predict(X, groups)
+        validate_data(self, X, reset=False, skip_check_array=True)
+        features = check_array(X, allow_nd=True, dtype="numeric", estimator=self)
+        self._check_shape(features)
+        _, recipes = backend()
+        features = recipes.as_input(self._engines.client.net, features)
+        personal = getattr(self, "_personal", None)
+        if personal is None:
+            return self._engines.population.outputs(self._population, features), codes
+        found = None
+        for code in np.unique(codes):
+            rows = np.flatnonzero(codes == code)
+            engine, vector = self._net_of(code)
+            outputs = engine.outputs(vector, features[rows])
+            if found is None:
+                found = np.empty((len(features), *outputs.shape[1:]), outputs.dtype)
+            found[rows] = outputs
+        return found, codes
+
+    def _net_of(self, code):
+        """Engine and parameters of the client at a position; of the population for -1."""
+        if code < 0 or not hasattr(self, "_personal"):
+            return self._engines.population, self._population
+        return self._engines.client, self._personal[code]
+
+    @property
+    def net_(self):
+        """Fitted skorch net: of the one client if there is only one, else of the population."""
+        check_is_fitted(self)
+        _, recipes = backend()
+        alone = len(getattr(self, "clients_", ())) == 1
+        engine, vector = self._net_of(0 if alone else -1)
+        return recipes.as_fitted(engine, vector, getattr(self, "classes_", None))
+
+
+class NeuralClassifierMixin(ClientClassifierMixin):
+    """Labels and probabilities of neural classifiers."""
+
+    _is_classifier = True
+
+    @with_callbacks
+    @fit_context(prefer_skip_nested_validation=True)
+    def partial_fit(self, X, y, classes=None, *, groups=None):
+        """Go on over rows, of clients seen before or new ones.
+
+        Without noise this is one pass over the rows. With noise it is `n_rounds` rounds, whatever
+        the rows are, and they are charged before any data are read.
+
+        Parameters
+        ----------
+        X : array-like of shape (n_rows, ...)
+            Features of the new rows.
+        y : array-like of shape (n_rows,)
+            Class labels.
+        classes : array-like of shape (n_classes,), default=None
+            All labels that are to occur, in the first call; None: those of `y`.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row. Clients that have no rows here keep their models.
+
+        Returns
+        -------
+        self
+        """
+        return self._partial_fit(X, y, groups, classes=classes)
+
+    def _read(self, X, y, earlier, classes=None):
+        features, attributes = self._features(X, earlier)
+        y = column_or_1d(y, warn=True)
+        check_consistent_length(features, y)
+        check_classification_targets(y)
+        known = None if earlier is None else self.classes_
+        classes, labels = read_known_classes(y, known, classes, self)
+        return CheckedTable(features, labels, {**attributes, "classes_": classes}, len(classes))
+
+    def predict_proba(self, X, *, groups=None):
+        """Probabilities of the classes, in the order of ``classes_``.
+
+        Parameters
+        ----------
+        X : array-like of shape (n_rows, ...)
+            Features, of the shape that ``fit`` saw.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+
+        Returns
+        -------
+        ndarray of shape (n_rows, n_classes)
+        """
+        return self._outputs(X, groups)[0]
+
+    def predict_log_proba(self, X, *, groups=None):
+        """Logarithms of the probabilities of the classes.
+
+        Parameters
+        ----------
+        X : array-like of shape (n_rows, ...)
+            Features, of the shape that ``fit`` saw.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+
+        Returns
+        -------
+        ndarray of shape (n_rows, n_classes)
+        """
+        return np.log(self.predict_proba(X, groups=groups))
+
+    def predict(self, X, *, groups=None):
+        """Most likely class of every row.
+
+        Parameters
+        ----------
+        X : array-like of shape (n_rows, ...)
+            Features, of the shape that ``fit`` saw.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+
+        Returns
+        -------
+        ndarray of shape (n_rows,)
+        """
+        check_is_fitted(self)
+        return self.classes_[self.predict_proba(X, groups=groups).argmax(axis=1)]
+
+
+class NeuralRegressorMixin(ClientRegressorMixin):
+    """Targets and predictions of neural regressors."""
+
+    _is_classifier = False
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        tags.target_tags.single_output = True
+        return tags
+
+    @with_callbacks
+    @fit_context(prefer_skip_nested_validation=True)
+    def partial_fit(self, X, y, *, groups=None):
+        """Go on over rows, of clients seen before or new ones.
+
+        Without noise this is one pass over the rows. With noise it is `n_rounds` rounds, whatever
+        the rows are, and they are charged before any data are read.
+
+        Parameters
+        ----------
+        X : array-like of shape (n_rows, ...)
+            Features of the new rows.
+        y : array-like of shape (n_rows,) or (n_rows, n_outputs)
+            Responses, with as many columns as in the first call.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row. Clients that have no rows here keep their models.
+
+        Returns
+        -------
+        self
+        """
+        return self._partial_fit(X, y, groups)
+
+    def _read(self, X, y, earlier):
+        features, attributes = self._features(X, earlier)
+        y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y", estimator=self)
+        check_consistent_length(features, y)
+        single = y.ndim == 1
+        y = y.reshape(len(y), -1)
+        return CheckedTable(features, y, {**attributes, "_single": single}, y.shape[1])
+
+    def predict(self, X, *, groups=None):
+        """Prediction for every row's client; the population's for unseen clients.
+
+        Parameters
+        ----------
+        X : array-like of shape (n_rows, ...)
+            Features, of the shape that ``fit`` saw.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+
+        Returns
+        -------
+        ndarray of shape (n_rows,) or (n_rows, n_outputs)
+        """
+        found = self._outputs(X, groups)[0]
+        return found.reshape(len(found)) if self._single else found.reshape(len(found), -1)

@@ -1,0 +1,225 @@
+"""Modules that are chains of linear layers, for many clients at once.
+
+The forward and the backward pass are written out, so that a step changes stacked weights in place:
+gradients are never formed. What a client's numbers become does not depend, to the bit, on the other
+clients of its block; that is why only some functions may stand between the layers.
+"""
+
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+_MODULES = (nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Softmax, nn.LogSoftmax, nn.Flatten, nn.Identity)
+_FUNCTIONS = (
+    torch.relu,
+    torch.tanh,
+    torch.softmax,
+    torch.log_softmax,
+    torch.flatten,
+    F.relu,
+    F.leaky_relu,
+    F.tanh,
+    F.softmax,
+    F.log_softmax,
+)
+_METHODS = ("relu", "tanh", "softmax", "log_softmax", "flatten")
+
+
+class Linear(NamedTuple):
+    """Linear layer: positions of its weight and bias (or None) among the parameters."""
+
+    weight: int
+    bias: int | None
+
+
+class RowFunction(NamedTuple):
+    """Function of single rows, and whether it is a rectifier."""
+
+    function: Any
+    rectifies: bool
+
+
+def chain_of(module, shape, dtype, device):
+    """Steps of a module on rows of a `shape`, or None if it is no chain.
+
+    A chain passes its input through linear layers, each of them once, and through row functions
+    that are known to treat every row alike.
+    """
+    names = [name for name, _ in module.named_parameters()]
+    if not all(values.requires_grad for values in module.parameters()):
+        return None
+    try:
+        traced = torch.fx.symbolic_trace(module)
+        steps = _steps(traced, names)
+    except Exception:  # whatever tracing a module with a program of its own may raise
+        return None
+    if steps is None or not _agrees(steps, module, shape, dtype, device):
+        return None
+    return steps
+
+
+def _steps(traced, names):
+    """Steps of a traced module, or None."""
+    nodes = list(traced.graph.nodes)
+    modules, steps, used = dict(traced.named_modules()), [], []
+    if nodes[0].op != "placeholder" or nodes[-1].op != "output":
+        return None
+    for before, node in pairwise(nodes):
+        if node.all_input_nodes != [before]:
+            return None
+        if node.op == "output":
+            return steps if node.args == (before,) and sorted(used) == sorted(names) else None
+        layer = modules.get(node.target) if node.op == "call_module" else None
+        if type(layer) is nn.Linear:
+            own = [f"{node.target}.{name}" for name, _ in layer.named_parameters()]
+            used += own
+            places = [names.index(name) for name in own]
+            steps.append(Linear(places[0], places[1] if len(places) > 1 else None))
+        elif (function := _row_function(node, layer)) is not None:
+            steps.append(function)
+        else:
+            return None
+    return None
+
+
+def _row_function(node, layer):
+    """Row function of a node, or None if it is none that we know."""
+    if node.args[0] is not node.all_input_nodes[0]:
+        return None
+    if layer is not None and type(layer) in _MODULES:
+        return RowFunction(layer, type(layer) is nn.ReLU)
+    rest, given = node.args[1:], node.kwargs
+    if node.op == "call_function" and node.target in _FUNCTIONS:
+        rectifies = node.target in (torch.relu, F.relu)
+        return RowFunction(lambda x, f=node.target: f(x, *rest, **given), rectifies)
+    if node.op == "call_method" and node.target in _METHODS:
+        name = node.target
+        return RowFunction(lambda x: getattr(x, name)(*rest, **given), name == "relu")
+    return None
+
+
+def _agrees(steps, module, shape, dtype, device):
+    """Whether the steps do what the module does to three different rows."""
+    size = torch.Size((3, *shape)).numel()
+    rows = torch.linspace(-1, 1, size, dtype=dtype, device=device).cos().reshape(3, *shape)
+    parameters = [values.detach()[None] for values in module.parameters()]
+    try:
+        with torch.no_grad():
+            expected = module(rows)
+            found = Chain(steps, parameters).evaluate(rows[None])[0]
+    except Exception:  # whatever a module may raise that means something else than its trace
+        return False
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+class Chain:
+    """A chain with the parameters of g clients, tensors (g, ...) that steps change in place."""
+
+    def __init__(self, steps, parameters):
+        self.steps, self.parameters = steps, parameters
+        self._tape, self._outputs = [], None
+
+    def __call__(self, X):
+        """Outputs (g, b, ...) of rows X (g, b, ...); a step follows the gradient that they get."""
+        self._tape = []
+        self._outputs = self._forward(X, self._tape).requires_grad_()
+        return self._outputs
+
+    def evaluate(self, X):
+        """Outputs (g, b, ...) alone."""
+        return self._forward(X, None)
+
+    def step(self, loss, rate, weight_decay):
+        """Take a gradient step on the sum of losses of the latest outputs."""
+        (slope,) = torch.autograd.grad(loss, self._outputs)
+        with torch.no_grad():
+            for change in self._backward(slope):
+                change(rate, weight_decay)
+
+    def gradients(self, loss):
+        """Gradients (g, ...) of the sum of losses of the latest outputs, one per parameter."""
+        (slope,) = torch.autograd.grad(loss, self._outputs)
+        found = [None] * len(self.parameters)
+        with torch.no_grad():
+            for change in self._backward(slope):
+                change.collect(found)
+        return found
+
+    def _forward(self, X, tape):
+        """Outputs of rows; what the way back needs goes on the tape, from the first layer on."""
+        g, b = X.shape[:2]
+        rows, any_layer = X.reshape(g * b, *X.shape[2:]), False
+        for step in self.steps:
+            if isinstance(step, Linear):
+                inputs, any_layer = rows.view(g, b, -1), True
+                rows = self._linear(step, inputs).view(g * b, -1)
+                entry = inputs
+            elif tape is None or not any_layer:
+                with torch.no_grad():
+                    rows, entry = step.function(rows), None
+            elif step.rectifies:
+                rows = rows.clamp_min(0)
+                entry = rows
+            else:
+                leaf = rows.requires_grad_()
+                with torch.enable_grad():
+                    values = step.function(leaf)
+                rows, entry = values.detach(), (leaf, values)
+            if tape is not None and any_layer:
+                tape.append((step, entry))
+        return rows.view(g, b, *rows.shape[1:])
+
+    def _linear(self, step, inputs):
+        weight = self.parameters[step.weight].transpose(1, 2)
+        if step.bias is None:
+            return torch.bmm(inputs, weight)
+        return torch.baddbmm(self.parameters[step.bias].unsqueeze(1), inputs, weight)
+
+    def _backward(self, slope):
+        """What each layer's parameters are to do, from the last layer to the first.
+
+        The slope passes a layer before its parameters change.
+        """
+        g, b = slope.shape[:2]
+        slope = slope.reshape(g * b, -1)
+        while self._tape:
+            step, entry = self._tape.pop()
+            if isinstance(step, Linear):
+                here = slope.view(g, b, -1)
+                if self._tape:
+                    slope = torch.bmm(here, self.parameters[step.weight]).view(g * b, -1)
+                yield _LayerChange(self.parameters, step, entry, here)
+            elif step.rectifies:
+                slope = slope * (entry > 0)
+            else:
+                leaf, values = entry
+                (slope,) = torch.autograd.grad(values, leaf, slope.view(values.shape))
+
+
+class _LayerChange(NamedTuple):
+    """A layer, its inputs (g, b, d), and the slopes (g, b, c) of its outputs."""
+
+    parameters: list
+    layer: Linear
+    inputs: Any
+    slopes: Any
+
+    def __call__(self, rate, weight_decay):
+        """Step of plain stochastic gradient descent, in place."""
+        weight = self.parameters[self.layer.weight]
+        keep = 1 - rate * weight_decay
+        weight.baddbmm_(self.slopes.transpose(1, 2), self.inputs, beta=keep, alpha=-rate)
+        if self.layer.bias is not None:
+            bias = self.parameters[self.layer.bias]
+            if weight_decay:
+                bias.mul_(keep)
+            bias.sub_(self.slopes.sum(dim=1), alpha=rate)
+
+    def collect(self, found):
+        """Gradients, put at the positions of the parameters."""
+        found[self.layer.weight] = torch.bmm(self.slopes.transpose(1, 2), self.inputs)
+        if self.layer.bias is not None:
+            found[self.layer.bias] = self.slopes.sum(dim=1)

@@ -1,0 +1,49 @@
+"""Texts that the docstrings of neural estimators share."""
+
+from pfl_sklearn._docs import ROUNDS
+
+NEURAL = {
+    **ROUNDS,
+    "recipe": """
+        estimator : skorch net or None, default=None
+            Recipe of the net: a ``skorch.NeuralNetClassifier`` (or ``NeuralNetRegressor``) that was
+            not initialized. Its module, criterion, optimizer, ``lr``, ``batch_size`` (-1: all
+            rows), ``device`` and ``predict_nonlinearity`` are used, and an
+            ``LRScheduler`` among its callbacks is stepped once a round. What rounds have no use for
+            (``max_epochs``, ``train_split``, other callbacks, ``verbose``) has to keep its default.
+            Search its parameters as ``estimator__lr`` or ``estimator__module__hidden``. None: a
+            :class:`MLP` of 64 hidden units.
+        """,
+    "rounds": """
+        n_rounds : int, default=100
+            Rounds of communication.
+        local_steps : int, default=10
+            Gradient steps of a sampled client in a round, on batches of ``batch_size`` rows of the
+            net, or all its rows if it has fewer. Momentum starts anew in every round.
+        """,
+    "warm_start": """
+        warm_start : bool, default=False
+            Let ``fit`` continue to `n_rounds` rounds in all, with the noise multiplier that it had
+            unless another is given.
+        """,
+    "net_attributes": """
+        net_ : skorch net
+            Fitted net: the population's, or the client's if the estimator has only one client, as
+            those of ``for_client`` have. Built when asked for. Its classes are positions in
+            ``classes_``.
+        """,
+    "common_notes": """
+        Rows may have any shape that the module takes. They become the type of the module's
+        parameters, float32 unless the module says otherwise; integers stay integers if the module
+        has an embedding. Initial weights come from `random_state`, and torch's global generators
+        are left as they were. If the recipe holds a module instance, training starts from a copy of
+        it.
+
+        Clients are trained in blocks. Chains of linear layers with rectifiers, tanh or softmax
+        between them run for a whole block at once if batches have at most 48 rows; other modules
+        run client by client. Buffers that training moves, such as the running statistics of
+        ``BatchNorm``, are averaged like parameters; with noise they are refused. Every client
+        counts equally, whatever its number of rows. Without `clip_norm` the server divides by the
+        number of clients that took part, with it by the expected number.
+        """,
+}

@@ -1,0 +1,341 @@
+"""A client's steps on its own rows, for a block of clients.
+
+Parameters are vectors: of the server (p,), of a block's clients (g, p), of the net's type. A method
+writes its steps once, for tensors with clients first. Chains of linear layers run them for all
+clients of the block at once. Any other module runs them client by client: stacked convolutions are
+slower, and their bits would depend on the block. Which of the two follows from the net alone.
+"""
+
+import copy
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import CrossEntropyLoss, L1Loss, MSELoss, NLLLoss
+
+from pfl_sklearn._rounds.loop import Update
+from pfl_sklearn.neural_network._chain import Chain, chain_of
+from pfl_sklearn.neural_network._recipe import (
+    log_probabilities,
+    optimizer_of,
+    probe,
+    readout,
+    reads_plainly,
+    seeded,
+)
+
+_LARGEST_STACKED_BATCH = 48  # rows: products of a client alone are large enough beyond it
+_STACKED = 1 << 20  # parameters of a block of stacked clients: they should stay in the cache
+_FEWEST, _MOST, _LONE = 4, 64, 4  # clients of a block
+_ROWS_AT_ONCE = 512  # of a prediction
+_MEAN_LOSSES = (CrossEntropyLoss, NLLLoss, MSELoss, L1Loss)
+
+
+class Part(NamedTuple):
+    """A tensor among a vector of parameters: its name, shape, and place."""
+
+    name: str
+    shape: tuple[int, ...]
+    place: slice
+
+
+class Engine:
+    """A net's training and prediction, from vectors of parameters.
+
+    Parameters
+    ----------
+    net : skorch.NeuralNet
+        Initialized; its weights are those that training starts from.
+    example : ndarray of shape (2, ...)
+        Rows of the shape and the type that the net gets; their values do not matter.
+    batch_size : int or None
+        Rows of a step.
+
+    Attributes
+    ----------
+    n_parameters : int
+        Length p of a vector: trainable parameters, then buffers that training moves.
+    n_trained : int
+        How many of them are parameters.
+    stacked : bool
+        Whether clients of a block are trained at once.
+    """
+
+    def __init__(self, net, example, batch_size):
+        self.net, self.device = net, torch.device(net.device)
+        self.output_shape, self.random, self.moving = probe(net, example)
+        self.optimizer = optimizer_of(net)
+        trained = [(n, v) for n, v in net.module_.named_parameters() if v.requires_grad]
+        if not trained:
+            raise ValueError("the module of the net has no parameter that can be trained.")
+        buffers = dict(net.module_.named_buffers())
+        self.parts = _parts_of([*trained, *((name, buffers[name]) for name in self.moving)])
+        self.n_trained = sum(values.numel() for _, values in trained)
+        self.n_parameters, self.dtype = self.parts[-1].place.stop, trained[0][1].dtype
+        self.array_dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
+        self.row_shape = example.shape[1:]
+        self._may_stack = batch_size is not None and batch_size <= _LARGEST_STACKED_BATCH
+        self._prepare()
+
+    def _prepare(self):
+        """Steps for stacked clients, where the net allows them."""
+        net, self.chain, self._row_loss = self.net, None, None
+        fixed = not (self.random or self.moving) and self.optimizer.is_sgd
+        if self._may_stack and fixed and reads_plainly(net) and _is_mean(net.criterion_):
+            self.chain = chain_of(net.module_, self.row_shape, self.dtype, self.device)
+            self._row_loss = copy.copy(net)
+            self._row_loss.criterion_ = copy.copy(net.criterion_)
+            self._row_loss.criterion_.reduction = "none"
+
+    def __getstate__(self):
+        """Without the steps, which hold functions that cannot be pickled."""
+        return {**vars(self), "chain": None, "_row_loss": None}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        self._prepare()
+
+    @property
+    def stacked(self):
+        """Whether clients of a block are trained at once."""
+        return self.chain is not None
+
+    @property
+    def clients_at_once(self):
+        """Clients of a block, at most."""
+        return min(max(_STACKED // self.n_parameters, _FEWEST), _MOST) if self.stacked else _LONE
+
+    def start(self):
+        """Vector (p,) of the weights that training starts from, in double precision."""
+        tensors = _tensors_of(self.net.module_)
+        flat = [tensors[part.name].detach().double().cpu().reshape(-1) for part in self.parts]
+        return torch.cat(flat).numpy()
+
+    def run(self, local_steps, batch, clients, *others):
+        """Update of a block: see :func:`run_clients`; `others` are engines of further models."""
+        return run_clients(local_steps, (self, *others), batch, clients)
+
+    def models(self, vectors, n_clients):
+        """Models of a block's clients, from one vector (p,) for all of them or from (g, p)."""
+        start = torch.from_numpy(np.array(vectors, dtype=self.array_dtype)).to(self.device)
+        return (StackedModels if self.stacked else LoneModel)(self, start, n_clients)
+
+    def losses(self, outputs, y):
+        """Losses (g,) of outputs (g, b, ...) for targets (g, b, ...)."""
+        if not self.stacked:
+            return self.net.get_loss(outputs[0], y[0], X=None, training=True)[None]
+        rows = self._row_loss.get_loss(outputs.flatten(0, 1), y.flatten(0, 1))
+        return rows.reshape(len(y), -1).mean(dim=1)
+
+    def log_probabilities(self, outputs):
+        """Logarithms (..., n_classes) of the probabilities that outputs stand for."""
+        return log_probabilities(self.net, outputs)
+
+    @staticmethod
+    def divergence(first, second, from_first=True):
+        """Kullback-Leibler divergences (g,), means over rows (g, b, c) of log probabilities.
+
+        From `first` to `second`, in which the first is the truth, or the other way round.
+        """
+        truth, other = (first, second) if from_first else (second, first)
+        return (truth.exp() * (truth - other)).sum(dim=-1).mean(dim=-1)
+
+    def outputs(self, vector, X):
+        """What the net with these parameters gives for rows: an array (n, ...).
+
+        For classifiers these are probabilities, as skorch reads them off the outputs.
+        """
+        net = self.fitted_net(self.models(vector, 1).values[0])
+        net.module_.eval()
+        found = []
+        with torch.no_grad():
+            for first in range(0, len(X), _ROWS_AT_ONCE):
+                rows = torch.as_tensor(X[first : first + _ROWS_AT_ONCE], device=self.device)
+                found.append(readout(net, net.infer(rows)).cpu().numpy())
+        return np.concatenate(found)
+
+    def fitted_net(self, vector):
+        """A net with these parameters, a tensor (p,), as skorch leaves it after a fit.
+
+        They are views of the vector: what changes one changes the other.
+        """
+        net = copy.copy(self.net)
+        net.module_ = copy.deepcopy(self.net.module_)
+        self._load(net.module_, vector)
+        return net
+
+    def _load(self, module, vector):
+        tensors = _tensors_of(module)
+        for part in self.parts:
+            tensors[part.name].data = vector[part.place].view(part.shape)
+
+
+class _Models:
+    """Models of g clients of a block; ``values`` (g, p) are their parameters."""
+
+    def __init__(self, engine, start, n_clients):
+        self._start, self._trained = start, slice(engine.n_trained)
+        self.values = start.expand(n_clients, engine.n_parameters).clone()
+        self._optimizer = engine.optimizer
+
+    def array(self):
+        """Parameters as an array (g, p)."""
+        return array_of(self.values)
+
+    def change(self):
+        """Array (g, p): parameters less those that they started from."""
+        return array_of(self.values - self._start)
+
+    def pull(self, weight):
+        """Implicit step on `weight` times half the squared distance from the start."""
+        start, trained = self._start[..., self._trained], self.values[:, self._trained]
+        trained.lerp_(start.expand_as(trained), 1 - 1 / (1 + weight))
+
+
+class StackedModels(_Models):
+    """Models of clients whose net is a chain."""
+
+    def __init__(self, engine, start, n_clients):
+        super().__init__(engine, start, n_clients)
+        parameters = [self.values[:, part.place].view(-1, *part.shape) for part in engine.parts]
+        self._chain, self._speed = Chain(engine.chain, parameters), None
+
+    def __call__(self, X):
+        """Outputs (g, b, ...) of rows (g, b, ...), for :meth:`step` to follow."""
+        return self._chain(X)
+
+    def evaluate(self, X):
+        """Outputs (g, b, ...) alone."""
+        return self._chain.evaluate(X)
+
+    def step(self, losses, rate):
+        """One step of the net's optimizer, from losses (g,) of the latest outputs."""
+        optimizer, chain = self._optimizer, self._chain
+        if not optimizer.momentum:
+            chain.step(losses.sum(), rate, optimizer.weight_decay)
+            return
+        slopes = chain.gradients(losses.sum())
+        self._speed = optimizer.step(chain.parameters, slopes, self._speed, rate)
+
+
+class LoneModel(_Models):
+    """Model of one client, of any net."""
+
+    def __init__(self, engine, start, n_clients):
+        super().__init__(engine, start, n_clients)
+        self._net, self._memory = engine.fitted_net(self.values[0]), None
+        self._parameters = [p for p in self._net.module_.parameters() if p.requires_grad]
+
+    def __call__(self, X):
+        """Outputs (1, b, ...) of rows (1, b, ...), for :meth:`step` to follow."""
+        return self._net.infer(X[0])[None]
+
+    def evaluate(self, X):
+        """Outputs (1, b, ...) alone."""
+        with torch.no_grad():
+            return self(X)
+
+    def step(self, losses, rate):
+        """One step of the net's optimizer, from losses (1,) of the latest outputs."""
+        slopes = torch.autograd.grad(
+            losses.sum(), self._parameters, allow_unused=True, materialize_grads=True
+        )
+        with torch.no_grad():
+            if self._optimizer.is_sgd:
+                step = self._optimizer.step
+                self._memory = step(self._parameters, slopes, self._memory, rate)
+            else:
+                self._step_by(slopes, rate)
+
+    def _step_by(self, slopes, rate):
+        """Step of an optimizer of torch, which remembers what it wants."""
+        if self._memory is None:
+            kind, given = self._optimizer
+            self._memory = kind(self._parameters, lr=rate, **given)
+        for parameter, slope in zip(self._parameters, slopes, strict=True):
+            parameter.grad = slope
+        self._memory.step()
+
+
+class Block(NamedTuple):
+    """Clients that take their steps together.
+
+    Rows X (g, s, b, ...) and targets y (g, s, b, ...) of their s steps, as tensors, and what these
+    clients keep, as arrays with clients first.
+    """
+
+    X: Any
+    y: Any
+    clients: dict[str, np.ndarray]
+
+    @property
+    def n_clients(self):
+        return len(self.X)
+
+    def steps(self):
+        """Rows (g, b, ...) and targets (g, b, ...) of each step."""
+        for k in range(self.X.shape[1]):
+            yield self.X[:, k], self.y[:, k]
+
+
+def run_clients(local_steps, engines, batch, clients):
+    """Update of a block of clients: ``local_steps(block)``, for all at once or one by one.
+
+    Parameters
+    ----------
+    local_steps : callable
+        From a :class:`Block` to an :class:`~pfl_sklearn._rounds.loop.Update` of arrays.
+    engines : sequence of Engine
+        Those whose models the steps are about.
+    batch : Batch
+    clients : dict of ndarrays
+    """
+    device = engines[0].device
+    X, y = (torch.from_numpy(values).to(device) for values in (batch.X, batch.y))
+    if all(engine.stacked for engine in engines):
+        return local_steps(Block(X, y, clients))
+    done, random = [], any(engine.random for engine in engines)
+    for i in range(len(X)):
+        here = slice(i, i + 1)
+        own = {name: values[here] for name, values in clients.items()}
+        with seeded(int(batch.seeds[i]), device) if random else nullcontext():
+            done.append(local_steps(Block(X[here], y[here], own)))
+    return _together(done)
+
+
+def array_of(tensor):
+    """Array of a tensor's values."""
+    return tensor.detach().cpu().numpy()
+
+
+def _together(updates):
+    """One update of clients that took their steps one by one."""
+    first = updates[0]
+    messages, new = (
+        {name: np.concatenate([getattr(each, part)[name] for each in updates]) for name in values}
+        for part, values in (("messages", first.messages), ("clients", first.clients))
+    )
+    return Update(messages, new, np.concatenate([each.losses for each in updates]))
+
+
+def _is_mean(criterion):
+    """Whether a client's loss is the mean of losses of its rows."""
+    weighted = getattr(criterion, "weight", None) is not None
+    known = type(criterion) in _MEAN_LOSSES and criterion.reduction == "mean"
+    return known and not weighted and getattr(criterion, "ignore_index", -100) == -100
+
+
+def _tensors_of(module):
+    """Parameters and buffers of a module by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def _parts_of(tensors):
+    """Parts that tensors, by name, have of a vector."""
+    parts, first = [], 0
+    for name, values in tensors:
+        last = first + values.numel()
+        parts.append(Part(name, tuple(values.shape), slice(first, last)))
+        first = last
+    return parts

@@ -1,0 +1,281 @@
+"""FedAvg: clients train the global net, and the server averages what they changed."""
+
+import math
+from functools import partial
+from numbers import Integral, Real
+
+from pfl_sklearn._compat import Interval
+from pfl_sklearn._docs import fill_doc
+from pfl_sklearn._rounds.loop import Method, Update
+from pfl_sklearn.neural_network._base import BaseNeural, NeuralClassifierMixin, NeuralRegressorMixin
+from pfl_sklearn.neural_network._docs import NEURAL
+from pfl_sklearn.neural_network._pieces import Averaging, fine_tuning, train
+
+
+def fedavg(setup, proximal, fine_tune_steps):
+    """The method; a client's steps are pulled towards the global net by `proximal`."""
+    engine = setup.engines.client
+    averaging = Averaging(setup.n_expected, setup.divides_by_count)
+    return Method(
+        lambda: ({"global": engine.start()}, {}),
+        partial(fedavg_update, engine, setup.rates, proximal, averaging),
+        averaging.server_update,
+        averaging.shapes(**{"global": (engine.n_parameters,)}),
+        fine_tuning(setup, fine_tune_steps) if fine_tune_steps else None,
+    )
+
+
+def fedavg_update(engine, rates, proximal, averaging, server, t, batch, clients):
+    """What the clients of a block changed in the global net."""
+
+    def local_steps(block):
+        models, losses = train(engine, block, server["global"], rates[t], proximal)
+        return Update(averaging.message(**{"global": models.change()}), {}, losses)
+
+    return engine.run(local_steps, batch, clients)
+
+
+@fill_doc(NEURAL)
+class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
+    r"""Classification by FedAvg: one global net, and if asked for a fine-tuned one for each client.
+
+    In every round each sampled client takes gradient steps on its own rows, from the global net.
+    The server adds the average of their changes to the global net.
+
+    Parameters
+    ----------
+    %(recipe)s
+    %(rounds)s
+    fine_tune_steps : int, default=0
+        Gradient steps that every client takes on its own rows after the rounds, from the global
+        net. With 0 all clients have the global net.
+    proximal : float >= 0, default=0.0
+        Weight of half the squared distance from the global net in a client's loss, by an implicit
+        step. Above 0 this is FedProx.
+    %(sampling)s
+    %(privacy)s
+    %(warm_start)s
+    %(checkpoint)s
+
+    Attributes
+    ----------
+    classes_ : ndarray of shape (n_classes,)
+        Sorted class labels.
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    LocalNetClassifier : nets without communication.
+    AdaPeDClassifier : personal nets by distillation.
+
+    Notes
+    -----
+    Algorithm 1 of McMahan et al. (2017), with a number of steps in place of epochs, and with equal
+    weights. With `proximal` it is FedProx, whose local problem is solved by as many steps; the step
+    :math:`\theta \leftarrow (\theta - \eta g + \eta \rho w) / (1 + \eta \rho)` is stable for every
+    :math:`\rho`. With noise it is DP-FedAvg: each client's change is clipped, and the sum gets
+    noise once. Fine-tuning reveals nothing to others, because its results stay with the client.
+
+    Memory: one vector of parameters for each client with `fine_tune_steps`, none without; a round
+    needs two for each client of a block, and one message for each sampled client.
+
+    %(common_notes)s
+
+    References
+    ----------
+    McMahan, H. B., Moore, E., Ramage, D., Hampson, S. and Aguera y Arcas, B. (2017).
+    Communication-efficient learning of deep networks from decentralized data. AISTATS.
+
+    Li, T., Sahu, A. K., Zaheer, M., Sanjabi, M., Talwalkar, A. and Smith, V. (2020). Federated
+    optimization in heterogeneous networks. MLSys.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import load_digits_clients
+    >>> from pfl_sklearn.neural_network import FedAvgClassifier
+    >>> digits = load_digits_clients(10, classes_per_client=3)
+    >>> model = FedAvgClassifier(fine_tune_steps=50, random_state=0)
+    >>> model = model.fit(digits.data, digits.target, groups=digits.groups)
+    >>> model.score(digits.data, digits.target, groups=digits.groups) > 0.95
+    True
+    """
+
+    _parameter_constraints = {
+        **BaseNeural._parameter_constraints,
+        "fine_tune_steps": [Interval(Integral, 0, None, closed="left")],
+        "proximal": [Interval(Real, 0, math.inf, closed="both")],
+    }
+
+    def __init__(
+        self,
+        estimator=None,
+        *,
+        n_rounds=100,
+        local_steps=10,
+        fine_tune_steps=0,
+        proximal=0.0,
+        client_fraction=1.0,
+        sampling="poisson",
+        epsilon=math.inf,
+        noise_multiplier=None,
+        delta=1e-5,
+        clip_norm=None,
+        clip_quantile=None,
+        ledger=None,
+        warm_start=False,
+        checkpoint=None,
+        checkpoint_every=10,
+        unseen="warn",
+        n_jobs=None,
+        random_state=None,
+    ):
+        super().__init__(
+            estimator,
+            n_rounds=n_rounds,
+            local_steps=local_steps,
+            client_fraction=client_fraction,
+            sampling=sampling,
+            epsilon=epsilon,
+            noise_multiplier=noise_multiplier,
+            delta=delta,
+            clip_norm=clip_norm,
+            clip_quantile=clip_quantile,
+            ledger=ledger,
+            warm_start=warm_start,
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every,
+            unseen=unseen,
+            n_jobs=n_jobs,
+            random_state=random_state,
+        )
+        self.fine_tune_steps = fine_tune_steps
+        self.proximal = proximal
+
+    def _method(self, setup):
+        return fedavg(setup, self.proximal, self.fine_tune_steps)
+
+    def _personal_models(self, state):
+        return state.own.get("personal")
+
+
+@fill_doc(NEURAL)
+class FedAvgRegressor(NeuralRegressorMixin, BaseNeural):
+    r"""Regression by FedAvg: one global net, and if asked for a fine-tuned one for each client.
+
+    In every round each sampled client takes gradient steps on its own rows, from the global net.
+    The server adds the average of their changes to the global net.
+
+    Parameters
+    ----------
+    %(recipe)s
+    %(rounds)s
+    fine_tune_steps : int, default=0
+        Gradient steps that every client takes on its own rows after the rounds, from the global
+        net. With 0 all clients have the global net.
+    proximal : float >= 0, default=0.0
+        Weight of half the squared distance from the global net in a client's loss, by an implicit
+        step. Above 0 this is FedProx.
+    %(sampling)s
+    %(privacy)s
+    %(warm_start)s
+    %(checkpoint)s
+
+    Attributes
+    ----------
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    LocalNetRegressor : nets without communication.
+
+    Notes
+    -----
+    Algorithm 1 of McMahan et al. (2017), with a number of steps in place of epochs, and with equal
+    weights. With `proximal` it is FedProx, whose local problem is solved by as many steps; the step
+    :math:`\theta \leftarrow (\theta - \eta g + \eta \rho w) / (1 + \eta \rho)` is stable for every
+    :math:`\rho`. With noise it is DP-FedAvg: each client's change is clipped, and the sum gets
+    noise once. Fine-tuning reveals nothing to others, because its results stay with the client.
+
+    Memory: one vector of parameters for each client with `fine_tune_steps`, none without; a round
+    needs two for each client of a block, and one message for each sampled client.
+
+    %(common_notes)s
+
+    References
+    ----------
+    McMahan, H. B., Moore, E., Ramage, D., Hampson, S. and Aguera y Arcas, B. (2017).
+    Communication-efficient learning of deep networks from decentralized data. AISTATS.
+
+    Li, T., Sahu, A. K., Zaheer, M., Sanjabi, M., Talwalkar, A. and Smith, V. (2020). Federated
+    optimization in heterogeneous networks. MLSys.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.neural_network import FedAvgRegressor
+    >>> rng = np.random.default_rng(0)
+    >>> X, groups = rng.normal(size=(600, 3)), np.repeat(np.arange(20), 30)
+    >>> y = np.maximum(X[:, 0], 0) + 0.1 * groups * X[:, 1]
+    >>> model = FedAvgRegressor(fine_tune_steps=100, random_state=0).fit(X, y, groups=groups)
+    >>> model.score(X, y, groups=groups) > 0.9
+    True
+    """
+
+    _parameter_constraints = {
+        **BaseNeural._parameter_constraints,
+        "fine_tune_steps": [Interval(Integral, 0, None, closed="left")],
+        "proximal": [Interval(Real, 0, math.inf, closed="both")],
+    }
+
+    def __init__(
+        self,
+        estimator=None,
+        *,
+        n_rounds=100,
+        local_steps=10,
+        fine_tune_steps=0,
+        proximal=0.0,
+        client_fraction=1.0,
+        sampling="poisson",
+        epsilon=math.inf,
+        noise_multiplier=None,
+        delta=1e-5,
+        clip_norm=None,
+        clip_quantile=None,
+        ledger=None,
+        warm_start=False,
+        checkpoint=None,
+        checkpoint_every=10,
+        unseen="warn",
+        n_jobs=None,
+        random_state=None,
+    ):
+        super().__init__(
+            estimator,
+            n_rounds=n_rounds,
+            local_steps=local_steps,
+            client_fraction=client_fraction,
+            sampling=sampling,
+            epsilon=epsilon,
+            noise_multiplier=noise_multiplier,
+            delta=delta,
+            clip_norm=clip_norm,
+            clip_quantile=clip_quantile,
+            ledger=ledger,
+            warm_start=warm_start,
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every,
+            unseen=unseen,
+            n_jobs=n_jobs,
+            random_state=random_state,
+        )
+        self.fine_tune_steps = fine_tune_steps
+        self.proximal = proximal
+
+    def _method(self, setup):
+        return fedavg(setup, self.proximal, self.fine_tune_steps)
+
+    def _personal_models(self, state):
+        return state.own.get("personal")

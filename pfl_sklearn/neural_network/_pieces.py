@@ -1,0 +1,71 @@
+"""Pieces that methods on nets are made of: local steps, messages and averages."""
+
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from pfl_sklearn._rounds.loop import LastPhase, Update
+from pfl_sklearn._rounds.rows import Reshuffled
+
+
+class Averaging(NamedTuple):
+    """How the server averages what clients sent.
+
+    Over the clients that took part, whose number is then part of the message; or, where messages
+    are clipped and noised, over the expected number, which is public.
+    """
+
+    n_expected: float
+    by_count: bool
+
+    def shapes(self, **parts):
+        """Shape of each part of a message."""
+        return {**parts, "count": ()} if self.by_count else parts
+
+    def message(self, **parts):
+        """Message of g clients, from arrays (g, ...)."""
+        if not self.by_count:
+            return parts
+        return {**parts, "count": np.ones(len(next(iter(parts.values()))))}
+
+    def server_update(self, server, total, t):
+        """Server whose values moved by the average change of each part."""
+        divisor = max(float(total["count"]), 1.0) if self.by_count else self.n_expected
+        moved = {name: server[name] + total[name] / divisor for name in total if name != "count"}
+        return {**server, **moved}
+
+
+def train(engine, block, start, rate, proximal=0.0):
+    """Models of a block after its steps from `start`, and the losses (g,) before them."""
+    models, before = engine.models(start, block.n_clients), None
+    for X, y in block.steps():
+        losses = engine.losses(models(X), y)
+        before = losses.detach() if before is None else before
+        models.step(losses, rate)
+        if proximal:
+            models.pull(rate * proximal)
+    return models, np.asarray(before.cpu(), dtype=np.float64)
+
+
+def fine_tuning(setup, n_steps):
+    """Last phase in which every client trains the global net on its own rows."""
+    engine = setup.engines.client
+
+    def init(server, clients):
+        return {
+            "personal": np.tile(server["global"].astype(engine.array_dtype), (setup.n_clients, 1))
+        }
+
+    update = partial(_fine_tuned, engine, setup.rates[-1])
+    return LastPhase(init, update, Reshuffled(setup.batch_size, n_steps))
+
+
+def _fine_tuned(engine, rate, server, batch, clients, own):
+    done = engine.run(partial(_tuned_block, engine, rate), batch, own)
+    return done.clients, done.losses
+
+
+def _tuned_block(engine, rate, block):
+    models, losses = train(engine, block, block.clients["personal"], rate)
+    return Update({}, {"personal": models.array()}, losses)

@@ -1,0 +1,371 @@
+"""skorch nets as recipes: what is taken from them, what is refused, and how outputs are read."""
+
+import copy
+import inspect
+import math
+import threading
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from sklearn.base import clone, is_classifier
+from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier, NeuralNetRegressor
+from skorch.callbacks import LRScheduler
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
+
+from pfl_sklearn.neural_network._mlp import MLP
+
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+_RANDOM = threading.Lock()  # torch's global generator serves one thread at a time
+_WITHOUT = {"train_split": None, "verbose": 0, "callbacks": "disable"}  # what rounds do
+_UNUSED = ("max_epochs", "verbose", "train_split", "warm_start", "compile", "dataset")
+_UNUSED += ("iterator_train", "iterator_valid")
+_ITERATORS = ("iterator_train__", "iterator_valid__", "dataset__", "optimizer__param_groups")
+
+
+# What a recipe may say ----------------------------------------------------------------------------
+
+
+def check_recipe(recipe, for_classifier, own_steps):
+    """Raise ValueError if an estimator cannot follow a recipe.
+
+    Parameters
+    ----------
+    recipe : object
+    for_classifier : bool
+    own_steps : bool
+        Whether the method updates parameters by itself, which only plain gradient steps allow.
+    """
+    kind = "NeuralNetClassifier" if for_classifier else "NeuralNetRegressor"
+    if not isinstance(recipe, NeuralNet):
+        raise ValueError(
+            f"estimator must be a skorch net, such as skorch.{kind}(MyModule); got {recipe!r}."
+        )
+    other = (
+        NeuralNetRegressor if for_classifier else NeuralNetClassifier | NeuralNetBinaryClassifier
+    )
+    if isinstance(recipe, other):
+        raise ValueError(f"estimator must be a skorch.{kind}; got {type(recipe).__name__}.")
+    if getattr(recipe, "initialized_", False):
+        raise ValueError(
+            "estimator is a net that was initialized or fitted before, but it must be a recipe: "
+            "its weights would not be used. Give a new net. To start from certain weights, pass a "
+            "module instance that has them."
+        )
+    _check_unused(recipe)
+    _check_callbacks(recipe)
+    if own_steps and not issubclass(recipe.optimizer, torch.optim.SGD):
+        raise ValueError(
+            f"optimizer={recipe.optimizer.__name__} of the net is not used: this method takes its "
+            "own gradient steps. Give torch.optim.SGD."
+        )
+
+
+def _check_unused(recipe):
+    """Raise ValueError if a parameter that rounds have no use for was set."""
+    for name in _UNUSED:
+        value, default = getattr(recipe, name), _default(recipe, name)
+        if not (_same(value, default) or (name in _WITHOUT and _same(value, _WITHOUT[name]))):
+            raise ValueError(
+                f"{name}={value!r} of the net has no effect on rounds, so it is refused; leave its "
+                "default."
+            )
+    for name in recipe.get_params(deep=False):
+        if name.startswith(_ITERATORS):
+            raise ValueError(f"{name} of the net has no effect on rounds, so it is refused.")
+
+
+def _default(recipe, name):
+    """Default of a parameter in the signatures of a net's class."""
+    for kind in type(recipe).__mro__:
+        found = inspect.signature(kind.__init__).parameters.get(name)
+        if found is not None and found.default is not found.empty:
+            return found.default
+    return None
+
+
+def _same(value, default):
+    """Whether a parameter has its default value; copies of an object are the same."""
+    if type(value) is not type(default):
+        return False
+    if value is default or isinstance(value, str | int | float | bool):
+        return bool(value == default)
+    return hasattr(value, "__dict__") and vars(value) == vars(default)
+
+
+def _check_callbacks(recipe):
+    callbacks = recipe.callbacks
+    if callbacks is None or (isinstance(callbacks, str) and callbacks == "disable"):
+        return
+    for callback in _bare(callbacks):
+        if not isinstance(callback, LRScheduler):
+            raise ValueError(
+                f"callbacks of the net holds {type(callback).__name__}, which rounds do not call; "
+                "LRScheduler is the only one that they follow, and scikit-learn's callbacks go on "
+                "the estimator itself (set_callbacks)."
+            )
+        if callback.policy in ("ReduceLROnPlateau", torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError(
+                "the LRScheduler of the net has policy='ReduceLROnPlateau', which follows a score; "
+                "rounds have none. Give a policy that depends on the number of rounds alone."
+            )
+
+
+def _bare(callbacks):
+    """Callbacks without their names."""
+    given = callbacks if isinstance(callbacks, Sequence) else [callbacks]
+    return [each[1] if isinstance(each, tuple) else each for each in given]
+
+
+def learning_rates(recipe, n_rounds):
+    """Learning rate of every round (n_rounds + 1,), the last one for what follows the rounds."""
+    rate = recipe.get_params().get("optimizer__lr", recipe.lr)
+    rates = np.full(n_rounds + 1, float(rate))
+    if recipe.callbacks is None or isinstance(recipe.callbacks, str):
+        return rates
+    for callback in _bare(recipe.callbacks):
+        rates *= callback.simulate(n_rounds + 1, 1.0)
+    return rates
+
+
+def check_no_statistics(recipe):
+    """Raise ValueError if the module keeps statistics of rows, which noise does not cover."""
+    module = recipe.module
+    if module is MLP:
+        return
+    net = initialized(recipe, 0)
+    for layer in net.module_.modules():
+        if isinstance(layer, _NormBase) and layer.track_running_stats:
+            raise ValueError(
+                f"the module of the net has {type(layer).__name__}, whose running statistics are "
+                "means of the clients' rows: sent without noise they would leak. Use "
+                "torch.nn.GroupNorm or LayerNorm, or fit without noise."
+            )
+
+
+# From a recipe to a net ---------------------------------------------------------------------------
+
+
+@contextmanager
+def seeded(seed, device):
+    """Draws of torch from a seed; its global generators are left as they were."""
+    devices = [device] if device.type == "cuda" else []
+    with _RANDOM, torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        yield
+
+
+def fitted_to(recipe, features, n_outputs):
+    """The recipe, with the sizes of :class:`MLP` from the data where they are not given."""
+    if recipe.module is not MLP:
+        return recipe
+    sizes = {"module__n_inputs": math.prod(features.shape[1:]), "module__n_outputs": n_outputs}
+    given = recipe.get_params(deep=False)
+    return clone(recipe).set_params(**{k: v for k, v in sizes.items() if k not in given})
+
+
+def as_input(net, features):
+    """Rows in the type that the module takes: its parameters', or integers for embeddings.
+
+    Raises
+    ------
+    ValueError
+        If values are too large for that type.
+    """
+    modules = list(net.module_.modules())
+    if features.dtype.kind in "iu" and any(isinstance(m, _EMBEDDINGS) for m in modules):
+        return np.ascontiguousarray(features, dtype=np.int64)
+    kind = torch.empty(0, dtype=_type_of(net)).numpy().dtype
+    with np.errstate(over="ignore"):
+        found = np.ascontiguousarray(features, dtype=kind)
+    if not np.isfinite(found).all():
+        raise ValueError(f"X holds values that are too large for the net's type, {kind}.")
+    return found
+
+
+def as_targets(net, y):
+    """Targets in the type that the criterion takes."""
+    if y.dtype.kind == "f" or isinstance(net, NeuralNetBinaryClassifier):
+        return y.astype(torch.empty(0, dtype=_type_of(net)).numpy().dtype)
+    return y.astype(np.int64)
+
+
+def _type_of(net):
+    """Type of the parameters of an initialized net."""
+    return next(net.module_.parameters()).dtype
+
+
+def check_outputs(shape, n_outputs, net):
+    """Raise ValueError if a row's output (a shape) does not go with the targets."""
+    binary = isinstance(net, NeuralNetBinaryClassifier)
+    if binary and n_outputs != 2:
+        raise ValueError(f"NeuralNetBinaryClassifier has two classes; y has {n_outputs}.")
+    if shape != (() if binary else (n_outputs,)):
+        raise ValueError(
+            f"the module of the net gives an output of shape {shape} for a row; y needs "
+            f"{n_outputs} outputs ({'classes' if is_classifier(net) else 'columns'})."
+        )
+
+
+def take_over(net, earlier):
+    """Give a net what the net of earlier rounds had and rounds do not change.
+
+    Raises
+    ------
+    ValueError
+        If the two have other parameters.
+    """
+    shapes = [
+        {name: tuple(values.shape) for name, values in each.module_.state_dict().items()}
+        for each in (net, earlier)
+    ]
+    if shapes[0] != shapes[1]:
+        raise ValueError(
+            "the module of the net has other parameters than in the rounds before, which these "
+            "rounds continue; fit anew, with warm_start=False."
+        )
+    net.module_.load_state_dict(earlier.module_.state_dict())
+
+
+def as_fitted(engine, vector, classes):
+    """Net with a vector of parameters, as skorch leaves it after a fit."""
+    net = copy.copy(engine.fitted_net(engine.models(vector, 1).values[0]))
+    if classes is not None:
+        net.classes_inferred_ = np.arange(len(classes))
+    net.module_.eval()
+    return net
+
+
+def initialized(recipe, seed):
+    """Net with weights drawn from a seed (a module instance keeps its own); the recipe stays."""
+    net = clone(recipe).set_params(**_WITHOUT)
+    with seeded(seed, torch.device(net.device)):
+        net.initialize()
+    net.module_.train()
+    return net
+
+
+class Probed(NamedTuple):
+    """What one forward pass of a net shows.
+
+    The shape of a row's output, whether training draws random numbers, and the names of the buffers
+    that training moves.
+    """
+
+    output_shape: tuple[int, ...]
+    random: bool
+    moving: tuple[str, ...]
+
+
+def probe(net, example):
+    """Pass rows (2, ...) through a copy of an initialized net.
+
+    Raises
+    ------
+    ValueError
+        If the module refuses them.
+    """
+    trial, device = copy.copy(net), torch.device(net.device)
+    trial.module_ = copy.deepcopy(net.module_).train()
+    before = {name: values.clone() for name, values in trial.module_.named_buffers()}
+    with seeded(0, device), torch.no_grad():
+        state = torch.random.get_rng_state()
+        try:
+            outputs = trial.infer(torch.as_tensor(example, device=device))
+        except Exception as error:
+            raise ValueError(
+                f"the module of the net refuses rows of shape {example.shape[1:]} and type "
+                f"{example.dtype}: {error}"
+            ) from error
+        random = not torch.equal(state, torch.random.get_rng_state())
+    moving = tuple(
+        name
+        for name, values in trial.module_.named_buffers()
+        if values.is_floating_point() and not torch.equal(values, before[name])
+    )
+    if not isinstance(outputs, torch.Tensor):
+        raise ValueError(
+            f"the module of the net gives a {type(outputs).__name__}; expected one tensor."
+        )
+    return Probed(tuple(outputs.shape[1:]), random, moving)
+
+
+class Optimizer(NamedTuple):
+    """The net's optimizer: its class, and its parameters besides the learning rate."""
+
+    kind: type
+    given: dict[str, Any]
+
+    @property
+    def is_sgd(self):
+        return self.kind is torch.optim.SGD
+
+    @property
+    def weight_decay(self):
+        return self.given.get("weight_decay", 0.0)
+
+    @property
+    def momentum(self):
+        return self.given.get("momentum", 0.0)
+
+    def step(self, parameters, slopes, speed, rate):
+        """Step of stochastic gradient descent, in place; returns what it remembers."""
+        slopes = list(slopes)
+        if self.weight_decay:
+            torch._foreach_add_(slopes, parameters, alpha=self.weight_decay)
+        if self.momentum:
+            if speed is None:
+                speed = [values.clone() for values in slopes]
+            else:
+                torch._foreach_mul_(speed, self.momentum)
+                torch._foreach_add_(speed, slopes, alpha=1 - self.given.get("dampening", 0.0))
+            if self.given.get("nesterov", False):
+                torch._foreach_add_(slopes, speed, alpha=self.momentum)
+            else:
+                slopes = speed
+        torch._foreach_add_(parameters, slopes, alpha=-rate)
+        return speed
+
+
+def optimizer_of(net):
+    """Optimizer of an initialized net."""
+    _, given = net.get_params_for_optimizer("optimizer", net.module_.named_parameters())
+    return Optimizer(net.optimizer, {name: v for name, v in given.items() if name != "lr"})
+
+
+# How outputs are read -----------------------------------------------------------------------------
+
+
+def reads_plainly(net):
+    """Whether losses and outputs are skorch's own, so that rows of clients may be put together."""
+    losses = (NeuralNet.get_loss, NeuralNetClassifier.get_loss)
+    return type(net).infer is NeuralNet.infer and type(net).get_loss in losses
+
+
+def readout(net, outputs):
+    """What skorch's ``predict_proba`` makes of outputs."""
+    return net._get_predict_nonlinearity()(outputs.double())
+
+
+def log_probabilities(net, outputs):
+    """Logarithms (..., n_classes) of the probabilities that outputs (..., n_classes) stand for.
+
+    Raises
+    ------
+    ValueError
+        If the criterion does not say what outputs are.
+    """
+    criterion = net.criterion_
+    if isinstance(criterion, torch.nn.CrossEntropyLoss):
+        return F.log_softmax(outputs, dim=-1)
+    if isinstance(criterion, torch.nn.NLLLoss):
+        return torch.log(outputs + torch.finfo(outputs.dtype).eps)
+    if isinstance(criterion, torch.nn.BCEWithLogitsLoss):
+        return F.logsigmoid(torch.stack([-outputs, outputs], dim=-1))
+    raise ValueError(
+        f"criterion={type(criterion).__name__} of the net does not say what its outputs are; give "
+        "CrossEntropyLoss (logits), NLLLoss (probabilities) or BCEWithLogitsLoss (one logit)."
+    )

@@ -1,6 +1,6 @@
-"""Docstrings of estimators that share parameters: each text is written once and filled in.
+"""Docstrings that share parameters: each text is written once and filled in.
 
-A line of a class docstring that is only ``%(name)s`` is replaced by the text of that name, with the
+A line of a docstring that is only ``%(name)s`` is replaced by the text of that name, with the
 line's indentation. The result is an ordinary docstring, for ``help()`` as for the documentation.
 """
 
@@ -82,7 +82,7 @@ ROUNDS = {
 
 
 def fill_doc(texts):
-    """Class decorator that fills the texts of a dict into the class's docstring.
+    """Decorator that fills the texts of a dict into the docstring of a class or function.
 
     Raises
     ------
@@ -90,10 +90,11 @@ def fill_doc(texts):
         If the docstring asks for a text that `texts` lacks.
     """
 
-    def fill(cls):
-        if cls.__doc__:  # None under python -OO
-            cls.__doc__ = re.sub(r"^( *)%\((\w+)\)s$", _replacement(texts), cls.__doc__, flags=re.M)
-        return cls
+    def fill(owner):
+        if owner.__doc__:  # None under python -OO
+            pattern = r"^( *)%\((\w+)\)s$"
+            owner.__doc__ = re.sub(pattern, _replacement(texts), owner.__doc__, flags=re.M)
+        return owner
 
     return fill
 

@@ -8,14 +8,21 @@ from pfl_sklearn.datasets._generators import (
     make_bernoulli_clients,
     make_gaussian_clients,
 )
+from pfl_sklearn.datasets._images import fetch_cifar10, fetch_femnist, fetch_mnist
+from pfl_sklearn.datasets._label_skew import make_dirichlet_clients, make_label_skew_clients
 from pfl_sklearn.datasets._regression import make_ppsgd_regression
 
 __all__ = [
     "expand_counts",
+    "fetch_cifar10",
+    "fetch_femnist",
+    "fetch_mnist",
     "load_baseball",
     "load_county_elections",
     "load_digits_clients",
     "make_bernoulli_clients",
+    "make_dirichlet_clients",
     "make_gaussian_clients",
+    "make_label_skew_clients",
     "make_ppsgd_regression",
 ]

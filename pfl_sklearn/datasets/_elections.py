@@ -1,17 +1,18 @@
 """County presidential elections, 2000 to 2020."""
 
-import hashlib
-import os
-import warnings
-from pathlib import Path
-
 import pandas as pd
 from sklearn.utils import Bunch
 
-_FILE = "election_county_2000_2020.csv.gz"
-_SHA256 = "8aebc4b9ddb9ef9481f2db9a681b392a897716f8782305ac4c4caff465d3912a"
+from pfl_sklearn.datasets._public import PublicTable, find_table
+
 _COLUMNS = ("fips", "state", "county", "year", "rep_won", "in_panel")
-_VARIABLE = "PFL_SKLEARN_DATA"
+_ELECTIONS = PublicTable(
+    file="election_county_2000_2020.csv.gz",
+    sha256="8aebc4b9ddb9ef9481f2db9a681b392a897716f8782305ac4c4caff465d3912a",
+    contents=f"a table with the columns {', '.join(_COLUMNS)}",
+    source="it can be made from the County Presidential Election Returns of the MIT Election Data "
+    "and Science Lab (doi:10.7910/DVN/VOQCHQ)",
+)
 
 
 def load_county_elections(data_home=None):
@@ -56,21 +57,7 @@ def load_county_elections(data_home=None):
     ...
     FileNotFoundError: no election_county_2000_2020.csv.gz in /nowhere: ...
     """
-    folder = data_home or os.environ.get(_VARIABLE)
-    path = Path(folder or ".") / _FILE
-    if not folder or not path.is_file():
-        raise FileNotFoundError(
-            f"no {_FILE} in {folder or f'data_home or {_VARIABLE}'}: give the folder of a table "
-            f"with the columns {', '.join(_COLUMNS)} as data_home or in {_VARIABLE}; it can be "
-            "made from the County Presidential Election Returns of the MIT Election Data and "
-            "Science Lab (doi:10.7910/DVN/VOQCHQ)."
-        )
-    if hashlib.sha256(path.read_bytes()).hexdigest() != _SHA256:
-        warnings.warn(
-            f"{path} is not the table that the documentation's figures were made with.",
-            UserWarning,
-            stacklevel=2,
-        )
+    path = find_table(_ELECTIONS, data_home)
     frame = pd.read_csv(path, dtype={"fips": str})
     missing = [name for name in _COLUMNS if name not in frame]
     if missing:

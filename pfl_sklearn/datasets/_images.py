@@ -1,0 +1,301 @@
+"""Public tables of small images."""
+
+import string
+
+import numpy as np
+from sklearn.utils import Bunch
+
+from pfl_sklearn._docs import fill_doc
+from pfl_sklearn.datasets._public import PublicTable, find_table
+
+_LARGEST_PIXEL = 255
+_PARTS = {"all": ("train", "test"), "train": ("train",), "test": ("test",)}
+_DIGITS = list(string.digits)
+_CHARACTERS = list(string.digits + string.ascii_uppercase + string.ascii_lowercase)
+_THINGS = ["airplane", "automobile", "bird", "cat", "deer"]
+_THINGS += ["dog", "frog", "horse", "ship", "truck"]
+
+_MNIST = PublicTable(
+    file="mnist.npz",
+    sha256="d2fc8bab397b964798b4c839bd1e705e10a4bb65f4d56a88002229d145796751",
+    contents="a file with the arrays X_train and X_test (uint8, n x 28 x 28), y_train and y_test",
+    source="the images are published at http://yann.lecun.com/exdb/mnist and, as PNG files, at "
+    "https://github.com/rasbt/mnist-pngs",
+)
+_FEMNIST = PublicTable(
+    file="femnist_206writers.npz",
+    sha256="4ec7e5f331f27be79cb50375a1db166e552da84fade2c2c45521a821aa264ad9",
+    contents="a file with the arrays X (uint8, n x 28 x 28, background 0), y (0 to 61) and writer",
+    source="it is made from the LEAF benchmark (https://leaf.cmu.edu), as sampled in "
+    "https://github.com/s-huu/PMTL",
+)
+_CIFAR10 = PublicTable(
+    file="cifar10_subset10k.npz",
+    sha256="329511cf98cb59716c1ae0fd05f86bc8bc4b6df37b601686e9ccf62ebf8a69f7",
+    contents="a file with the arrays X_train and X_test (uint8, n x 32 x 32 x 3), y_train and "
+    "y_test",
+    source="the images are published at https://www.cs.toronto.edu/~kriz/cifar.html",
+)
+_TEXTS = {
+    "subset": """
+        subset : {"all", "train", "test"}, default="all"
+            Which images to read. "all" has the training images first.
+        """,
+    "home": """
+        return_X_y : bool, default=False
+            Return a tuple instead of a Bunch.
+        """,
+    "raises": """
+        FileNotFoundError
+            If the file does not exist.
+        ValueError
+            - If `subset` has another value.
+            - If the file lacks an array, or has one of another shape or type.
+        """,
+    "scale": """
+        Pixels are divided by 255, their largest possible value, which is not taken from the data.
+        A file with another checksum is read with a warning.
+        """,
+}
+
+
+@fill_doc(_TEXTS)
+def fetch_mnist(*, subset="all", data_home=None, return_X_y=False):
+    """Read MNIST: 70,000 handwritten digits.
+
+    The images do not ship with the package, and nothing is downloaded.
+
+    Parameters
+    ----------
+    %(subset)s
+    data_home : str or path, default=None
+        Folder with ``mnist.npz``. None: the environment variable ``PFL_SKLEARN_DATA``.
+    %(home)s
+
+    Returns
+    -------
+    Bunch
+        - ``data``: float32 ndarray of shape (n, 1, 28, 28) in [0, 1], background 0; n is 70,000,
+          60,000 or 10,000;
+        - ``target``: int64 ndarray of shape (n,), 0 to 9;
+        - ``target_names``: list of the ten digits.
+
+    data, target : as above
+        With `return_X_y`.
+
+    Raises
+    ------
+    %(raises)s
+
+    See Also
+    --------
+    make_label_skew_clients : Clients with a few of the digits each.
+    make_dirichlet_clients : Clients with unequal shares of the digits.
+
+    Notes
+    -----
+    Order and split are the official ones. All images take 220 MB.
+
+    %(scale)s
+
+    License: usually given as CC BY-SA 3.0; the digits come from NIST's Special Databases 1 and 3.
+
+    References
+    ----------
+    LeCun, Y., Bottou, L., Bengio, Y. and Haffner, P. (1998). Gradient-based learning applied to
+    document recognition. Proceedings of the IEEE, 86, 2278-2324.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import fetch_mnist
+    >>> fetch_mnist(data_home="/nowhere")
+    Traceback (most recent call last):
+    ...
+    FileNotFoundError: no mnist.npz in /nowhere: ...
+    """
+    parts = _parts(subset)
+    path = find_table(_MNIST, data_home)
+    images, labels = _read_parts(path, parts, (28, 28), len(_DIGITS))
+    return _bunch(images[:, None], labels, None, _DIGITS, return_X_y)
+
+
+@fill_doc(_TEXTS)
+def fetch_femnist(*, data_home=None, return_X_y=False):
+    """Read 6,237 handwritten digits and letters of 206 writers, a part of FEMNIST.
+
+    The images do not ship with the package, and nothing is downloaded.
+
+    Parameters
+    ----------
+    data_home : str or path, default=None
+        Folder with ``femnist_206writers.npz``. None: the environment variable ``PFL_SKLEARN_DATA``.
+    %(home)s
+
+    Returns
+    -------
+    Bunch
+        - ``data``: float32 ndarray of shape (6237, 1, 28, 28) in [0, 1], background 0;
+        - ``target``: int64 ndarray of shape (6237,): 0 to 9 digits, 10 to 35 capitals, 36 to 61
+          small letters;
+        - ``groups``: int64 ndarray of shape (6237,), writers 0 to 205;
+        - ``target_names``: list of the 62 characters.
+
+    data, target, groups : as above
+        With `return_X_y`.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the file does not exist.
+    ValueError
+        If the file lacks an array, or has one of another shape or type.
+
+    Notes
+    -----
+    Writers have 5 to 69 images, 28 in the median; 189 have 20 or more. These are the test images of
+    a sample of LEAF's FEMNIST, without LEAF's division into training and test images; divide them
+    with :class:`~pfl_sklearn.model_selection.ClientShuffleSplit`. LEAF has white backgrounds; here
+    the background is 0, as in MNIST.
+
+    %(scale)s
+
+    License: the images come from NIST's Special Database 19, a work of the US government. LEAF's
+    code is published under BSD-2; the sample has no license of its own.
+
+    References
+    ----------
+    Caldas, S., Duddu, S. M. K., Wu, P., Li, T., Konečný, J., McMahan, H. B., Smith, V. and
+    Talwalkar, A. (2018). LEAF: a benchmark for federated settings. arXiv:1812.01097.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import fetch_femnist
+    >>> fetch_femnist(data_home="/nowhere")
+    Traceback (most recent call last):
+    ...
+    FileNotFoundError: no femnist_206writers.npz in /nowhere: ...
+    """
+    path = find_table(_FEMNIST, data_home)
+    X, y, writer = _read(path, ["X", "y", "writer"])
+    _check_images(path, "X", X, (28, 28))
+    labels = _whole_numbers(path, "y", y, len(X), len(_CHARACTERS))
+    groups = _whole_numbers(path, "writer", writer, len(X))
+    return _bunch(X[:, None], labels, groups, _CHARACTERS, return_X_y)
+
+
+@fill_doc(_TEXTS)
+def fetch_cifar10(*, subset="all", data_home=None, return_X_y=False):
+    """Read 10,000 of the 60,000 color images of CIFAR-10.
+
+    The images do not ship with the package, and nothing is downloaded.
+
+    Parameters
+    ----------
+    %(subset)s
+    data_home : str or path, default=None
+        Folder with ``cifar10_subset10k.npz``. None: the environment variable ``PFL_SKLEARN_DATA``.
+    %(home)s
+
+    Returns
+    -------
+    Bunch
+        - ``data``: float32 ndarray of shape (n, 3, 32, 32) in [0, 1], channels red, green, blue; n
+          is 10,000, 8,000 or 2,000;
+        - ``target``: int64 ndarray of shape (n,), 0 to 9;
+        - ``target_names``: list of the ten classes, from airplane to truck.
+
+    data, target : as above
+        With `return_X_y`.
+
+    Raises
+    ------
+    %(raises)s
+
+    See Also
+    --------
+    make_label_skew_clients : Clients with a few of the classes each.
+    make_dirichlet_clients : Clients with unequal shares of the classes.
+
+    Notes
+    -----
+    800 training and 200 test images of every class were drawn at random from all images, so the
+    split is not the official one, and accuracies do not compare with published ones. All images
+    take 123 MB.
+
+    %(scale)s
+
+    License: the authors state none, and ask to cite the report below.
+
+    References
+    ----------
+    Krizhevsky, A. (2009). Learning multiple layers of features from tiny images. Technical report,
+    University of Toronto.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import fetch_cifar10
+    >>> fetch_cifar10(data_home="/nowhere")
+    Traceback (most recent call last):
+    ...
+    FileNotFoundError: no cifar10_subset10k.npz in /nowhere: ...
+    """
+    parts = _parts(subset)
+    path = find_table(_CIFAR10, data_home)
+    images, labels = _read_parts(path, parts, (32, 32, 3), len(_THINGS))
+    return _bunch(images.transpose(0, 3, 1, 2), labels, None, _THINGS, return_X_y)
+
+
+def _parts(subset):
+    if subset not in _PARTS:
+        raise ValueError(f"subset must be one of {', '.join(_PARTS)}; got {subset!r}.")
+    return _PARTS[subset]
+
+
+def _read_parts(path, parts, shape, n_classes):
+    """Images (n, *shape) and labels (n,) of the named parts of a file, one after the other."""
+    images, labels = [], []
+    for part in parts:
+        X, y = _read(path, [f"X_{part}", f"y_{part}"])
+        _check_images(path, f"X_{part}", X, shape)
+        images.append(X)
+        labels.append(_whole_numbers(path, f"y_{part}", y, len(X), n_classes))
+    return np.concatenate(images), np.concatenate(labels)
+
+
+def _read(path, names):
+    with np.load(path) as file:
+        missing = [name for name in names if name not in file]
+        if missing:
+            raise ValueError(f"{path} lacks the arrays {', '.join(missing)}.")
+        return [file[name] for name in names]
+
+
+def _check_images(path, name, images, shape):
+    if images.dtype != np.uint8 or images.shape[1:] != shape:
+        wanted = ", ".join(map(str, shape))
+        raise ValueError(
+            f"{path}: {name} must be uint8 of shape (n, {wanted}); got {images.dtype} of shape "
+            f"{images.shape}."
+        )
+
+
+def _whole_numbers(path, name, values, n, n_classes=None):
+    """Values (n,) as int64, from 0 to n_classes - 1."""
+    if values.dtype.kind not in "iu" or values.shape != (n,):
+        raise ValueError(
+            f"{path}: {name} must be {n} whole numbers; got {values.dtype} of shape {values.shape}."
+        )
+    if n_classes is not None and n and not 0 <= values.min() <= values.max() < n_classes:
+        raise ValueError(
+            f"{path}: {name} must be from 0 to {n_classes - 1}; got {values.min()} to "
+            f"{values.max()}."
+        )
+    return values.astype(np.int64)
+
+
+def _bunch(images, labels, groups, names, return_X_y):
+    data = np.divide(images, _LARGEST_PIXEL, dtype=np.float32, order="C")
+    ids = {} if groups is None else {"groups": groups}
+    if return_X_y:
+        return data, labels, *ids.values()
+    return Bunch(data=data, target=labels, **ids, target_names=list(names))

@@ -15,9 +15,11 @@ first, local ones bit by bit. So without noise a part of every client's rows is 
 # test.
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 from sklearn.linear_model import Ridge
 from sklearn.metrics import root_mean_squared_error
 
+from pfl_sklearn.inspection import ClientGainDisplay, ConvergenceDisplay
 from pfl_sklearn.linear_model import PPSGDRegressor
 from pfl_sklearn.model_selection import ClientKFold
 
@@ -54,15 +56,28 @@ for n_rounds in grid:
     longer.set_params(n_rounds=n_rounds).fit(X[train], y[train], groups=who[train])
     errors.append(error(longer, groups=who[test]))
 
-fig, ax = plt.subplots(figsize=(7, 4), layout="constrained")
-loss = longer.history_["loss"]
-ax.plot(np.arange(1, len(loss) + 1), np.sqrt(2 * loss), color="0.7", lw=0.8, label="training rows")
-ax.plot(grid, errors, color="C0", label="test rows")
-ax.axhline(error(pooled), color="C1", ls="--", label="test rows, pooled ridge")
-ax.axvline(model.n_rounds_, color="0.3", ls=":", label="rounds that the default chose")
-ax.set(xscale="log", xlabel="rounds", ylabel="root mean squared error")
-ax.spines[["top", "right"]].set_visible(False)
-ax.legend(frameon=False, fontsize="small")
+scores = pd.DataFrame({"root mean squared error\n(test rows)": errors}, index=grid)
+display = ConvergenceDisplay.from_estimator(longer, scores=scores, xscale="log")
+loss, test_error = display.axes_
+test_error.axhline(error(pooled), color="C1", ls="--", label="pooled ridge")
+for ax in (loss, test_error):
+    ax.axvline(model.n_rounds_, color="0.3", ls=":", label="rounds that the default chose")
+test_error.legend(frameon=False, fontsize="small", loc="upper center")
+plt.show()
+
+# %%
+# Who gains
+# ---------
+# Every client has four test rows, so its error is noisy, and so is the sign of its gain: little
+# more than half of the clients are below the line. Their mean says more.
+display = ClientGainDisplay.from_estimator(
+    model,
+    X[test],
+    y[test],
+    groups=who[test],
+    scoring="neg_root_mean_squared_error",
+    negate_score=True,
+)
 plt.show()
 
 # %%
@@ -71,3 +86,21 @@ plt.show()
 # The number of rounds is then a part of the mechanism: if it followed the data, it would reveal
 # something about them. ``n_rounds=None`` is 100 rounds there, and the learning rate has to be
 # given. The :ref:`user guide <ppsgd_rounds>` says how to choose them.
+private = PPSGDRegressor(
+    learning_rate=0.1,
+    alpha=0.02,
+    weighting="clients",
+    epsilon=4.0,
+    delta=1e-5,
+    clip_norm=20.0,
+    clip_quantile=0.5,
+).fit(X[train], y[train], groups=who[train])
+print(private.privacy_)
+print(f"root mean squared error of the test rows: {error(private, groups=who[test]):.3f}")
+
+# %%
+# The clipping bound starts too high and follows the median norm of the messages down. The last
+# panel has what the first rounds cost. Epsilon covers the global models alone, so a plot like this
+# one is for those who may see the data.
+ConvergenceDisplay.from_estimator(private)
+plt.show()

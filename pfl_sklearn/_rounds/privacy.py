@@ -136,6 +136,20 @@ def report_of(model, progress):
     return leaking(report, _STOPPED) if progress.stopped else report
 
 
+def epsilon_by_round(spent, delta, relation, rounds):
+    """Epsilon of the first k rounds of those `spent`, for every k of `rounds`."""
+    return [events_epsilon(_first_rounds(spent, k), delta, relation) for k in rounds]
+
+
+def _first_rounds(spent, k):
+    """Events of the first k rounds."""
+    found = []
+    for event in spent:
+        found.append(dataclasses.replace(event, n_rounds=min(int(k), event.n_rounds)))
+        k -= found[-1].n_rounds
+    return found
+
+
 def _hidden(spent):
     """Whether the promise needs the number of clients in a round to be secret."""
     return any(event.sampling == "poisson" and event.rate < 1 for event in spent)

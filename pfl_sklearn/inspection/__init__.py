@@ -1,7 +1,15 @@
-"""Plots of fitted client-aware estimators, and of accuracy against privacy."""
+"""Plots of fitted client-aware estimators, of their rounds, and of accuracy against privacy."""
 
+from pfl_sklearn.inspection._client_gain import ClientGainDisplay
 from pfl_sklearn.inspection._coefficient_display import CoefficientDisplay
+from pfl_sklearn.inspection._convergence import ConvergenceDisplay
 from pfl_sklearn.inspection._privacy_accuracy import PrivacyAccuracyDisplay
 from pfl_sklearn.inspection._shrinkage import ShrinkageDisplay
 
-__all__ = ["CoefficientDisplay", "PrivacyAccuracyDisplay", "ShrinkageDisplay"]
+__all__ = [
+    "ClientGainDisplay",
+    "CoefficientDisplay",
+    "ConvergenceDisplay",
+    "PrivacyAccuracyDisplay",
+    "ShrinkageDisplay",
+]

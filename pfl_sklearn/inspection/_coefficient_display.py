@@ -11,6 +11,7 @@ from pfl_sklearn.inspection._drawing import (
     draw_local,
     draw_personalized,
     draw_truth,
+    given_axes,
     in_rows,
     legend_below,
     legend_inside,
@@ -161,7 +162,7 @@ class CoefficientDisplay:
         """
         n_clients = len(self.panels[0].coefficients.clients)
         rows = in_rows(kind, n_clients)
-        axes = _given_axes(ax, len(self.panels))
+        axes = given_axes(ax, len(self.panels), "feature")
         own_figure = axes is None
         if own_figure:
             axes = new_axes(n_clients, rows, len(self.panels))
@@ -239,16 +240,6 @@ def _legend_of_rows(axes, own_figure):
     axes[0].figure.legend(
         handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize="small"
     )
-
-
-def _given_axes(ax, n_panels):
-    """Array of the given axes, or None."""
-    if ax is None:
-        return None
-    axes = np.ravel(np.array(ax, dtype=object))
-    if len(axes) != n_panels:
-        raise ValueError(f"ax must hold one axes per feature, {n_panels}; got {len(axes)}.")
-    return axes
 
 
 def _columns_of(truth, n_features):

@@ -10,6 +10,7 @@ COLORS = {
 }
 _MOST_ROWS = 60
 _MOST_INCHES = 100.0
+_WIDE = 10.0  # ratio of values from which on they are drawn on a logarithmic scale
 
 
 def in_rows(kind, n_clients):
@@ -29,6 +30,22 @@ def new_axes(n_clients, rows, n_axes=1):
         1, n_axes, figsize=(width, height), layout="constrained", sharey=rows, squeeze=False
     )
     return axes[0]
+
+
+def given_axes(ax, n_axes, what):
+    """Array (n_axes,) of the given axes, one for each `what`; None if none are given."""
+    if ax is None:
+        return None
+    axes = np.ravel(np.array(ax, dtype=object))
+    if len(axes) != n_axes:
+        raise ValueError(f"ax must hold one axes per {what}, {n_axes}; got {len(axes)}.")
+    return axes
+
+
+def is_wide(values):
+    """Whether values are positive and differ so much that they need a logarithmic scale."""
+    values = values[np.isfinite(values)]
+    return bool(len(values) and values.min() > 0 and values.max() >= _WIDE * values.min())
 
 
 def draw_intervals(ax, at, lower, upper, level, *, rows):

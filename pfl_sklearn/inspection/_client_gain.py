@@ -1,0 +1,341 @@
+"""Plot of every client's score: its own model against the population model."""
+
+import numpy as np
+from sklearn.utils import check_consistent_length
+
+from pfl_sklearn._clients import encode_clients, rows_by_client
+from pfl_sklearn._compat import num_samples
+from pfl_sklearn.inspection._drawing import COLORS, is_wide, strip
+from pfl_sklearn.metrics import client_scores
+
+_LARGEST, _SMALLEST = 140.0, 8.0  # areas of marks, in square points
+_ALIKE = 1.5  # ratio of areas that are told apart
+_MARGIN = 0.05  # of the axes around the scores
+
+
+class ClientGainDisplay:
+    """Scores of the clients' own models against those of the population model on the same rows.
+
+    Each mark is a client, with an area in proportion to its rows, down to a smallest dot. It is
+    filled if the client's own model is better, a ring if it is worse, and a cross if both are
+    equally good. On the line both are equal, and the diamond is the mean of the clients. Scales are
+    logarithmic if scores are positive and their highest twentieth is ten times the lowest.
+
+    Parameters
+    ----------
+    clients : ndarray of shape (n_clients,)
+        Client ids.
+    score, population_score : ndarrays of shape (n_clients,)
+        Score of each client's own model and of the population model; NaN where it is not defined.
+    n_rows : ndarray of shape (n_clients,)
+        Rows that the scores of a client are about.
+    score_name : str, default="score"
+        Name of the score, for the axes.
+    greater_is_better : bool, default=True
+        False for errors.
+
+    Attributes
+    ----------
+    ax_ : matplotlib Axes
+        The axes.
+    figure_ : matplotlib Figure
+        The figure of the axes.
+    n_better_, n_worse_, n_equal_ : int
+        Number of clients whose own model is better, worse, or equally good.
+
+    See Also
+    --------
+    ClientGainDisplay.from_estimator : From a fitted estimator.
+    ClientGainDisplay.from_predictions : From predictions of any two models.
+    pfl_sklearn.metrics.client_scores : The numbers.
+
+    Notes
+    -----
+    On the rows of the fit a client's own model looks better than it is; give others. The score of
+    a client with few rows is noisy, and so is the sign of its gain: small marks away from the line
+    are no evidence. Scores are exact values of the clients' data, which no epsilon covers.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.estimation import GaussianMean
+    >>> from pfl_sklearn.inspection import ClientGainDisplay
+    >>> rng = np.random.default_rng(0)
+    >>> site, X = np.repeat(np.arange(20), 10), np.zeros((200, 1))
+    >>> y = rng.normal(size=20)[site] + rng.normal(size=200)
+    >>> model = GaussianMean().fit(X[::2], y[::2], groups=site[::2])
+    >>> display = ClientGainDisplay.from_estimator(
+    ...     model, X[1::2], y[1::2], groups=site[1::2], scoring="neg_mean_squared_error",
+    ...     negate_score=True)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        clients,
+        score,
+        population_score,
+        n_rows,
+        score_name="score",
+        greater_is_better=True,
+    ):
+        self.clients = clients
+        self.score = score
+        self.population_score = population_score
+        self.n_rows = n_rows
+        self.score_name = score_name
+        self.greater_is_better = greater_is_better
+
+    @classmethod
+    def from_estimator(
+        cls,
+        estimator,
+        X,
+        y,
+        *,
+        groups=None,
+        scoring,
+        client_column=None,
+        negate_score=False,
+        score_name=None,
+        ax=None,
+    ):
+        """Plot the scores of a fitted estimator and of its population model.
+
+        Parameters
+        ----------
+        estimator : fitted estimator
+            A client-aware estimator, or a pipeline, ClientColumn or search around one.
+        X : array-like of n_rows rows
+            Features of rows that were held out, as the estimator's ``predict`` takes them.
+        y : array-like of shape (n_rows,)
+            Their true values.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed without `client_column`.
+        scoring : str or scorer
+            As in scikit-learn; larger is better.
+        client_column : str or int, default=None
+            Column of ids of `X`, for estimators wrapped in
+            :class:`~pfl_sklearn.compose.ClientColumn`.
+        negate_score : bool, default=False
+            Draw the negative scores, which are errors for scorers such as
+            "neg_mean_squared_error".
+        score_name : str or None, default=None
+            Name of the score. None: made from `scoring`.
+        ax : matplotlib Axes, default=None
+            Where to draw. None: a new figure.
+
+        Returns
+        -------
+        ClientGainDisplay
+            Of the clients that fit saw: others have no model of their own.
+
+        Raises
+        ------
+        ValueError
+            - If `estimator` contains no client-aware estimator, or an ensemble of them.
+            - If there are neither `groups` nor `client_column`, or if they differ.
+            - If no client has been seen in fit and has a score.
+        """
+        table = client_scores(
+            estimator, X, y, groups=groups, scoring=scoring, client_column=client_column
+        )
+        table = table[table["known"]]
+        sign = -1 if negate_score else 1
+        display = cls(
+            clients=table.index.to_numpy(),
+            score=sign * table["score"].to_numpy(),
+            population_score=sign * table["population_score"].to_numpy(),
+            n_rows=table["n_rows"].to_numpy(),
+            score_name=_name_of(scoring, negate_score) if score_name is None else score_name,
+            greater_is_better=not negate_score,
+        )
+        return display.plot(ax=ax)
+
+    @classmethod
+    def from_predictions(
+        cls,
+        y,
+        personal,
+        population,
+        *,
+        groups,
+        metric,
+        greater_is_better=True,
+        score_name=None,
+        ax=None,
+    ):
+        """Plot the scores of two models, by client.
+
+        Parameters
+        ----------
+        y : array-like of shape (n_rows,)
+            True values.
+        personal, population : array-likes of n_rows rows
+            Predictions by the clients' own models, and by the model to compare them with, as
+            `metric` takes them.
+        groups : array-like of shape (n_rows,)
+            Client id of every row.
+        metric : callable
+            From true values and predictions to a number, such as those of
+            :mod:`sklearn.metrics`. NaN: not defined for this client, who is left out.
+        greater_is_better : bool, default=True
+            False for errors.
+        score_name : str or None, default=None
+            Name of the score. None: made from the name of `metric`.
+        ax : matplotlib Axes, default=None
+            Where to draw. None: a new figure.
+
+        Returns
+        -------
+        ClientGainDisplay
+
+        Raises
+        ------
+        ValueError
+            - If lengths differ.
+            - If `metric` is not defined for any client.
+        """
+        check_consistent_length(y, personal, population)
+        ids, codes = encode_clients(groups, num_samples(y))
+        order, offsets = rows_by_client(codes, len(ids))
+        rows = np.split(order, offsets[1:-1])
+        y = np.asarray(y)
+        own, other = (
+            np.array([metric(y[some], predicted[some]) for some in rows], dtype=float)
+            for predicted in map(np.asarray, (personal, population))
+        )
+        if score_name is None:
+            score_name = getattr(metric, "__name__", "score").replace("_", " ")
+        display = cls(
+            clients=ids,
+            score=own,
+            population_score=other,
+            n_rows=np.diff(offsets),
+            score_name=score_name,
+            greater_is_better=greater_is_better,
+        )
+        return display.plot(ax=ax)
+
+    def plot(self, *, ax=None):
+        """Draw the display.
+
+        Parameters
+        ----------
+        ax : matplotlib Axes, default=None
+            Where to draw. None: a new figure.
+
+        Returns
+        -------
+        self
+
+        Raises
+        ------
+        ValueError
+            If no client has both scores.
+        """
+        known = np.isfinite(self.score) & np.isfinite(self.population_score)
+        if not known.any():
+            raise ValueError(
+                f"no client has a {self.score_name} of both models; give rows of clients that fit "
+                "saw, for whom the score is defined."
+            )
+        own_figure = ax is None
+        if own_figure:
+            import matplotlib.pyplot as plt
+
+            _, ax = plt.subplots(figsize=(7.4, 4.8), layout="constrained")
+        own, population = self.score[known], self.population_score[known]
+        sign = np.sign(own - population) * (1 if self.greater_is_better else -1)
+        self.n_better_, self.n_worse_, self.n_equal_ = (
+            int(np.sum(sign == which)) for which in (1, -1, 0)
+        )
+        _scale(ax, np.concatenate([own, population]))
+        entries = _draw_clients(ax, population, own, sign, self.n_rows[known])
+        entries += _size_entries(ax, self.n_rows[known])
+        if not known.all():
+            entries.append(_text(f"not drawn, without a score: {np.sum(~known)}"))
+        ax.set_xlabel(f"{self.score_name}, population model")
+        ax.set_ylabel(f"{self.score_name}, client's own model")
+        _draw_legend(ax, entries, own_figure)
+        strip(ax)
+        self.ax_, self.figure_ = ax, ax.figure
+        return self
+
+
+def _name_of(scoring, negated):
+    """Words for a score, without "neg" if it is negated again."""
+    if not isinstance(scoring, str):
+        return "score"
+    return (scoring.removeprefix("neg_") if negated else scoring).replace("_", " ")
+
+
+def _scale(ax, scores):
+    """Same scale and limits on both axes, and the line where both scores are equal."""
+    low, high = scores.min(), scores.max()
+    if low > 0 and is_wide(np.quantile(scores, [0.05, 0.95])):
+        ax.set(xscale="log", yscale="log")
+        margin = (high / low) ** _MARGIN
+        limits = low / margin, high * margin
+    else:
+        margin = _MARGIN * ((high - low) or abs(high) or 1.0)
+        limits = low - margin, high + margin
+    ax.set(xlim=limits, ylim=limits)
+    ax.plot(limits, limits, color="0.3", lw=1, ls="--", zorder=1)
+
+
+def _areas(n_rows, largest):
+    """Areas of marks, in proportion to the rows."""
+    return np.maximum(_LARGEST * n_rows / largest, _SMALLEST)
+
+
+def _draw_clients(ax, x, y, sign, n_rows):
+    """Marks of the clients; one entry of the legend for each kind, with its number."""
+    color, area = COLORS["personalized"], _areas(n_rows, n_rows.max())
+    alpha = float(np.clip(6 / np.sqrt(len(x)), 0.2, 0.7))
+    kinds = [
+        (1, "own model better", {"marker": "o", "color": color, "lw": 0}),
+        (-1, "own model worse", {"marker": "o", "facecolor": "none", "edgecolor": color}),
+        (0, "equally good", {"marker": "x", "color": "0.3", "lw": 1}),
+    ]
+    entries = []
+    for which, name, style in kinds:
+        some = sign == which
+        ax.scatter(x[some], y[some], s=area[some], alpha=alpha, **style)
+        if some.any():
+            label = f"{name}: {some.sum()} of {len(sign)} ({some.mean():.0%})"
+            entries.append(ax.scatter([], [], s=36, label=label, **style))
+    mean = {"marker": "D", "color": "0.1", "ms": 6, "ls": "none", "label": "mean of the clients"}
+    return [*entries, *ax.plot(x.mean(), y.mean(), **mean)]
+
+
+def _size_entries(ax, n_rows):
+    """Entries of the legend for the areas; a line of text if they hardly differ."""
+    low, high = int(n_rows.min()), int(n_rows.max())
+    if high < _ALIKE * low:
+        return [_text(f"{low} to {high} rows each" if low < high else f"{_rows(low)} each")]
+    middle = round((low * high) ** 0.5)
+    return [
+        ax.scatter([], [], s=_areas(n, high), color="0.6", lw=0, label=_rows(n))
+        for n in sorted({low, middle, high})
+    ]
+
+
+def _rows(n):
+    return f"{n} row" if n == 1 else f"{n} rows"
+
+
+def _text(label):
+    """Entry of a legend without a mark."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], ls="none", label=label)
+
+
+def _draw_legend(ax, entries, own_figure):
+    """Legend to the right of our own figure, or inside the given axes."""
+    looks = {"handles": entries, "frameon": False, "fontsize": "small", "labelspacing": 0.8}
+    if own_figure:
+        ax.figure.legend(loc="outside right upper", **looks)
+    else:
+        ax.legend(loc="best", **looks)

@@ -1,0 +1,287 @@
+"""Plot of a fit on rounds: losses, clipping, scores and epsilon by round."""
+
+from numbers import Integral
+
+import numpy as np
+
+from pfl_sklearn.inspection._drawing import (
+    COLORS,
+    given_axes,
+    is_wide,
+    legend_inside,
+    strip,
+)
+from pfl_sklearn.inspection._round_curves import round_curves
+
+_FEW = 40  # values that are drawn with marks
+_WINDOWS = 25  # of the automatic running means, side by side
+_STEEP = 4  # share of the rounds before that a window reaches back
+_INCHES = 1.5
+
+
+class ConvergenceDisplay:
+    """Losses, clipping, scores and epsilon of a fit on rounds, one panel for each.
+
+    A mean over the clients of a round is drawn in grey, and its running mean in blue. A scale is
+    logarithmic if all values are positive and the largest is at least ten times the smallest.
+
+    Parameters
+    ----------
+    curves : list of RoundCurve
+        One per panel, with name, label, rounds and values, and what else is to be drawn.
+
+    Attributes
+    ----------
+    axes_ : ndarray of matplotlib Axes, of shape (n_panels,)
+        The axes, one per panel, with a common horizontal axis in a figure of our own.
+    lines_ : list of matplotlib Line2D
+        One per panel, in order: the running mean where there is one, otherwise the values.
+    figure_ : matplotlib Figure
+        The figure of the axes.
+
+    See Also
+    --------
+    ConvergenceDisplay.from_estimator : The usual way to make one.
+    PrivacyAccuracyDisplay : Scores of several fits against their epsilon.
+
+    Notes
+    -----
+    Losses, clipped shares and scores are exact values of the clients' data: no epsilon covers
+    them, and the plot is not fit for publication if the data are not.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn import PPSGDRegressor
+    >>> from pfl_sklearn.inspection import ConvergenceDisplay
+    >>> rng = np.random.default_rng(0)
+    >>> site, X = np.repeat(np.arange(20), 30), rng.normal(size=(600, 2))
+    >>> y = X @ [1.0, 2.0] + rng.normal(size=600)
+    >>> model = PPSGDRegressor(n_rounds=50).fit(X, y, groups=site)
+    >>> display = ConvergenceDisplay.from_estimator(model)  # doctest: +SKIP
+    """
+
+    def __init__(self, *, curves):
+        self.curves = curves
+
+    @classmethod
+    def from_estimator(
+        cls,
+        estimator,
+        *,
+        quantities=None,
+        scores=None,
+        smooth="auto",
+        xscale="linear",
+        ax=None,
+    ):
+        """Plot what a fitted estimator holds by round.
+
+        Parameters
+        ----------
+        estimator : fitted PPSGDRegressor, PPSGDClassifier or another estimator on rounds, or a \
+                pipeline, wrapper or search around one
+            The estimator to plot.
+        quantities : str, list of str or None, default=None
+            Columns of ``history_``, and "epsilon", in the order of the panels. None: the loss, all
+            columns that only some methods have, the share that was clipped if messages were
+            clipped, their bound if it moved, and epsilon if it is finite and above 0.
+        scores : ScoringMonitor, Series, DataFrame or None, default=None
+            Scores to draw below, in a panel each: what scikit-learn's ``ScoringMonitor`` recorded
+            in the last fit, or scores of your own, indexed by round (from 1) with a column for
+            each. Columns that are named after clients, as those of
+            ``ClientScorer(..., average=None)``, become one panel: their median, and a band from
+            the lowest to the highest decile.
+        smooth : int >= 1 or "auto", default="auto"
+            Rounds of a running mean of what is a mean over the clients of a round. 1 draws none.
+            "auto" takes a twenty-fifth of the rounds.
+        xscale : {"linear", "log"}, default="linear"
+            Scale of the rounds.
+        ax : matplotlib Axes, or a sequence of one per panel, default=None
+            Where to draw. None: a new figure.
+
+        Returns
+        -------
+        ConvergenceDisplay
+
+        Raises
+        ------
+        ValueError
+            - If `estimator` has no ``history_``.
+            - If `quantities` names something that it does not hold, such as "epsilon" of a fit that
+              nothing protects.
+            - If the rounds of `scores` are not those of the model. Without a number of rounds PPSGD
+              goes back to its best models, and a monitor does not say where from.
+            - If `ax` does not match the panels.
+        TypeError
+            If `scores` is of another type.
+
+        Notes
+        -----
+        The loss is that of the sampled clients' batches before the round, and scores are those
+        after it. In running means a client counts the same in whatever round it took part. At round
+        k they reach back by k / 4 rounds at most, because curves are steep at the start, and as far
+        ahead, except near the last round.
+
+        Epsilon at round k is that of the first k rounds, with their number fixed beforehand, under
+        the unit, relation, delta and adversary that stand above its panel. It is computed at 12
+        rounds at most, which takes seconds where clients are sampled. There is none if that of
+        ``privacy_of(estimator)`` is infinite, because of a step around the estimator for instance.
+        """
+        display = cls(curves=round_curves(estimator, quantities, scores))
+        return display.plot(smooth=smooth, xscale=xscale, ax=ax)
+
+    def plot(self, *, smooth="auto", xscale="linear", ax=None):
+        """Draw the display.
+
+        Parameters
+        ----------
+        smooth : int >= 1 or "auto", default="auto"
+            Rounds of a running mean of what is a mean over the clients of a round. 1 draws none.
+            "auto" takes a twenty-fifth of the rounds.
+        xscale : {"linear", "log"}, default="linear"
+            Scale of the rounds.
+        ax : matplotlib Axes, or a sequence of one per panel, default=None
+            Where to draw. None: a new figure.
+
+        Returns
+        -------
+        self
+        """
+        if smooth != "auto" and not (isinstance(smooth, Integral) and smooth >= 1):
+            raise ValueError(f"smooth must be 'auto' or an integer of at least 1; got {smooth!r}.")
+        if xscale not in ("linear", "log"):
+            raise ValueError(f"xscale must be 'linear' or 'log'; got {xscale!r}.")
+        axes = given_axes(ax, len(self.curves), "panel")
+        named = axes
+        if axes is None:
+            axes = _new_panels(self.curves)
+            named = axes[-1:]
+        self.lines_ = [
+            _draw_panel(ax, curve, smooth, xscale)
+            for ax, curve in zip(axes, self.curves, strict=True)
+        ]
+        for each in named:
+            each.set_xlabel("round")
+        _draw_legends(axes)
+        self.axes_, self.figure_ = axes, axes[0].figure
+        self.figure_.align_ylabels(axes)
+        return self
+
+
+def _new_panels(curves):
+    """Axes (n_panels,) below each other, of which the first is the highest."""
+    import matplotlib.pyplot as plt
+
+    shares = [1.5 if k == 0 else 1.0 for k in range(len(curves))]
+    notes = sum(curve.note.count("\n") + 1 for curve in curves if curve.note)
+    height = _INCHES * sum(shares) + 0.18 * notes + 0.6
+    _, axes = plt.subplots(
+        len(curves),
+        1,
+        figsize=(6.5, height),
+        layout="constrained",
+        sharex=True,
+        squeeze=False,
+        height_ratios=shares,
+    )
+    return axes[:, 0]
+
+
+def _draw_panel(ax, curve, smooth, xscale):
+    """One curve, with its scales, label and note; its main line."""
+    ax.set_xscale(xscale)
+    if curve.band is not None:
+        line = _draw_clients(ax, curve)
+    elif curve.n_clients is not None:
+        line = _draw_mean(ax, curve, _window(smooth, len(curve.rounds)))
+    else:
+        line = _draw_values(ax, curve)
+    if curve.target is not None:
+        ax.axhline(curve.target, color="0.3", lw=1, ls=":")
+    if curve.name == "clipped":
+        ax.set_ylim(-0.03, 1.03)
+    elif curve.name == "epsilon":
+        _finish_epsilon(ax, curve)
+    elif is_wide(curve.values):
+        ax.set_yscale("log")
+    ax.set_ylabel(curve.label)
+    ax.set_title(curve.note, loc="left", fontsize="x-small", color="0.3")
+    strip(ax)
+    return line
+
+
+def _draw_legends(axes):
+    """Legends of what no panel before explains."""
+    explained = []
+    for ax in axes:
+        labels = ax.get_legend_handles_labels()[1]
+        if labels and labels not in explained:
+            legend_inside(ax)
+            explained.append(labels)
+
+
+def _draw_values(ax, curve, **style):
+    """The values as they are, with marks if they are few."""
+    marker = "o" if len(curve.rounds) <= _FEW else None
+    color = COLORS["personalized"]
+    (line,) = ax.plot(curve.rounds, curve.values, color=color, lw=1.3, marker=marker, ms=3, **style)
+    return line
+
+
+def _draw_mean(ax, curve, window):
+    """Means over the clients of each round, and their running mean if it is over several."""
+    if window == 1:
+        return _draw_values(ax, curve)
+    faint = {"color": COLORS["local"], "lw": 0.7, "alpha": 0.7, "label": "each round"}
+    ax.plot(curve.rounds, curve.values, **faint)
+    mean = running_mean(curve.values, curve.n_clients, window)
+    color, label = COLORS["personalized"], f"running mean, {window} rounds"
+    (line,) = ax.plot(curve.rounds, mean, color=color, lw=1.8, label=label)
+    return line
+
+
+def _draw_clients(ax, curve):
+    """Median of the clients, and the band of their deciles with its edges."""
+    low, high = curve.band
+    color = COLORS["personalized"]
+    ax.fill_between(curve.rounds, low, high, color=color, alpha=0.15, lw=0, label="middle 80%")
+    for edge in (low, high):
+        ax.plot(curve.rounds, edge, color=color, lw=0.6, ls="--")
+    return _draw_values(ax, curve, label="median")
+
+
+def _finish_epsilon(ax, curve):
+    """Let the axis start at 0, and print the total."""
+    ax.set_ylim(0, 1.15 * curve.values[-1])
+    ax.annotate(
+        f"{curve.values[-1]:.3g}",
+        (curve.rounds[-1], curve.values[-1]),
+        xytext=(0, 4),
+        textcoords="offset points",
+        ha="right",
+        fontsize="small",
+    )
+
+
+def _window(smooth, n_rounds):
+    """Odd number of rounds of a running mean, at most about `smooth`."""
+    width = max(n_rounds // _WINDOWS, 1) if smooth == "auto" else int(smooth)
+    return 2 * ((width - 1) // 2) + 1
+
+
+def running_mean(values, weights, window):
+    """Weighted means (n,) over `window` rounds around each; NaN where no value is finite.
+
+    Windows are narrower where curves are steep: at the start they reach back by a quarter of the
+    rounds before, and as far ahead.
+    """
+    at = np.arange(len(values))
+    half = np.minimum(window // 2, at // _STEEP)
+    bounds = np.stack([at - half, np.minimum(at + half + 1, len(at))], axis=1).ravel()
+    weights = np.where(np.isfinite(values), weights, 0.0)
+    products = weights * np.where(weights > 0, values, 0.0)
+    total, count = (
+        np.add.reduceat(np.append(each, 0.0), bounds)[::2] for each in (products, weights)
+    )
+    return np.divide(total, count, out=np.full(len(at), np.nan), where=count > 0)

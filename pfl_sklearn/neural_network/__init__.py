@@ -6,11 +6,13 @@ loaded when an estimator is first used.
 
 from typing import Any
 
+from pfl_sklearn.neural_network._adaped import AdaPeDClassifier
 from pfl_sklearn.neural_network._fedavg import FedAvgClassifier, FedAvgRegressor
 from pfl_sklearn.neural_network._local import LocalNetClassifier, LocalNetRegressor
 
 __all__ = [
     "MLP",
+    "AdaPeDClassifier",
     "FedAvgClassifier",
     "FedAvgRegressor",
     "LocalNetClassifier",

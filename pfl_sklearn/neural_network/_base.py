@@ -69,8 +69,8 @@ def backend():
 class BaseNeural(BaseRounds):
     """Rounds of nets: a skorch net is the recipe, and vectors of parameters are what rounds change.
 
-    A subclass reads its targets (``_read``; the details of its table are the shape that a row's
-    output must have, or None), and provides ``_method(setup)``: a
+    A subclass reads its targets (``_read``; the details of its table are the number of outputs that
+    they need), and provides ``_method(setup)``: a
     :class:`~pfl_sklearn._rounds.loop.Method` whose server has the population's parameters in
     "global". ``_personal_models(state)`` gives the clients' parameters, clients first, or None if
     they use the population's.
@@ -190,7 +190,10 @@ class BaseNeural(BaseRounds):
             divides_by_count=self.clip_norm is None,
         )
         method = self._method(setup)
-        net, (by_client, offsets) = engines.client.net, rows_by_client(clients.codes, len(clients.ids))
+        net, (by_client, offsets) = (
+            engines.client.net,
+            rows_by_client(clients.codes, len(clients.ids)),
+        )
         rows = ClientRows(
             recipes.as_input(net, table.features)[by_client],
             recipes.as_targets(net, table.y[by_client]),
@@ -220,7 +223,7 @@ class BaseNeural(BaseRounds):
 
     def _make_engine(self, recipe, table, earlier, seed, batch_size):
         engines, recipes = backend()
-        recipe = recipes.fitted_to(recipe, table.features, table.details)
+        recipe = recipes.fitted_to(recipe, table, looks=not is_private(self))
         net = recipes.initialized(recipe, seed)
         if earlier is not None:
             recipes.take_over(net, earlier.net)
@@ -252,8 +255,8 @@ class BaseNeural(BaseRounds):
     def _outputs(self, X, groups):
         """What the clients' nets give for their rows (n, ...), and the clients' codes (n,)."""
         codes = self._encode_predict(X, groups)
-        validate_data(self, X, reset=False, skip_check_array=True)
         features = check_array(X, allow_nd=True, dtype="numeric", estimator=self)
+        validate_data(self, X, reset=False, skip_check_array=True)
         self._check_shape(features)
         _, recipes = backend()
         features = recipes.as_input(self._engines.client.net, features)
@@ -411,6 +414,10 @@ class NeuralRegressorMixin(ClientRegressorMixin):
 
     def _read(self, X, y, earlier):
         features, attributes = self._features(X, earlier)
+        if y is None:
+            raise ValueError(
+                f"{type(self).__name__} requires y to be passed, but the target y is None"
+            )
         y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y", estimator=self)
         check_consistent_length(features, y)
         single = y.ndim == 1

@@ -12,7 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from pfl_sklearn.neural_network._mlp import Standardized, Unstandardized
+
+_OURS = (Standardized, Unstandardized)
 _MODULES = (nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Softmax, nn.LogSoftmax, nn.Flatten, nn.Identity)
+_MODULES += _OURS
 _FUNCTIONS = (
     torch.relu,
     torch.tanh,
@@ -52,8 +56,7 @@ def chain_of(module, shape, dtype, device):
     if not all(values.requires_grad for values in module.parameters()):
         return None
     try:
-        traced = torch.fx.symbolic_trace(module)
-        steps = _steps(traced, names)
+        steps = _steps(_Tracer().trace(module), dict(module.named_modules()), names)
     except Exception:  # whatever tracing a module with a program of its own may raise
         return None
     if steps is None or not _agrees(steps, module, shape, dtype, device):
@@ -61,10 +64,16 @@ def chain_of(module, shape, dtype, device):
     return steps
 
 
-def _steps(traced, names):
+class _Tracer(torch.fx.Tracer):
+    """Tracer that does not look into our own layers."""
+
+    def is_leaf_module(self, layer, name):
+        return isinstance(layer, _OURS) or super().is_leaf_module(layer, name)
+
+
+def _steps(graph, modules, names):
     """Steps of a traced module, or None."""
-    nodes = list(traced.graph.nodes)
-    modules, steps, used = dict(traced.named_modules()), [], []
+    nodes, steps, used = list(graph.nodes), [], []
     if nodes[0].op != "placeholder" or nodes[-1].op != "output":
         return None
     for before, node in pairwise(nodes):

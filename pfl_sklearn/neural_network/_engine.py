@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.nn import CrossEntropyLoss, L1Loss, MSELoss, NLLLoss
+from torch.nn.modules.conv import _ConvNd
 
 from pfl_sklearn._rounds.loop import Update
 from pfl_sklearn.neural_network._chain import Chain, chain_of
@@ -97,6 +98,10 @@ class Engine:
         self._prepare()
 
     @property
+    def _convolves(self):
+        return any(isinstance(layer, _ConvNd) for layer in self.net.module_.modules())
+
+    @property
     def stacked(self):
         """Whether clients of a block are trained at once."""
         return self.chain is not None
@@ -144,14 +149,18 @@ class Engine:
     def outputs(self, vector, X):
         """What the net with these parameters gives for rows: an array (n, ...).
 
-        For classifiers these are probabilities, as skorch reads them off the outputs.
+        For classifiers these are probabilities, as skorch reads them off the outputs. They are
+        computed in double precision where that is cheap, so that a row's hardly depend on others.
         """
         net = self.fitted_net(self.models(vector, 1).values[0])
         net.module_.eval()
+        if precise := not self._convolves and self.device.type == "cpu":
+            net.module_.double()
         found = []
         with torch.no_grad():
             for first in range(0, len(X), _ROWS_AT_ONCE):
                 rows = torch.as_tensor(X[first : first + _ROWS_AT_ONCE], device=self.device)
+                rows = rows.double() if precise and rows.is_floating_point() else rows
                 found.append(readout(net, net.infer(rows)).cpu().numpy())
         return np.concatenate(found)
 

@@ -1,7 +1,29 @@
 """The small net that estimators use where none is given."""
 
+import torch
 from skorch import NeuralNetClassifier, NeuralNetRegressor
 from torch import nn
+
+
+class Standardized(nn.Module):
+    """Rows (n, d) less a centre, over a scale."""
+
+    def __init__(self, center, scale):
+        super().__init__()
+        self.register_buffer("center", torch.tensor(center))
+        self.register_buffer("scale", torch.tensor(scale))
+
+    def forward(self, X):
+        """Rows in standard units."""
+        return (X - self.center) / self.scale
+
+
+class Unstandardized(Standardized):
+    """Outputs (n, k), in standard units while the net is trained and in their own afterwards."""
+
+    def forward(self, X):
+        """Outputs in the units of the mode."""
+        return X if self.training else X * self.scale + self.center
 
 
 class MLP(nn.Module):
@@ -10,12 +32,23 @@ class MLP(nn.Module):
     Parameters
     ----------
     n_inputs : int, default=1
-        Numbers in a row of features; rows of several axes are flattened. As the module of a recipe,
-        leave it out: the estimator sets it from the data.
+        Numbers in a row of features; rows of several axes are flattened.
     n_outputs : int, default=1
-        Classes, or responses; set from the data in the same way.
+        Classes, or responses.
     hidden : int or tuple of int, default=64
         Units of each hidden layer; () is a linear model.
+    center, scale : sequence of float of shape (n_inputs,), default=None
+        Taken off the features, and what they are divided by. None: 0 and 1.
+    output_center, output_scale : sequence of float of shape (n_outputs,), default=None
+        Outputs times this scale plus this centre are in the units of the responses. They count in
+        evaluation mode only: the net is trained in standard units. None: 0 and 1.
+
+    Notes
+    -----
+    As the module of a recipe, leave out what the estimator is to take from the data: the numbers of
+    inputs and outputs and, in a fit without noise, means and standard deviations of the features
+    and the responses. With noise they are not looked at, so scale features by constants of your
+    own.
 
     Examples
     --------
@@ -33,17 +66,39 @@ class MLP(nn.Module):
     )
     """
 
-    def __init__(self, n_inputs=1, n_outputs=1, hidden=64):
+    def __init__(
+        self,
+        n_inputs=1,
+        n_outputs=1,
+        hidden=64,
+        center=None,
+        scale=None,
+        output_center=None,
+        output_scale=None,
+    ):
         super().__init__()
         layers, width = [nn.Flatten()], n_inputs
+        if center is not None or scale is not None:
+            layers.append(Standardized(center or [0.0] * width, scale or [1.0] * width))
         for units in (hidden,) if isinstance(hidden, int) else hidden:
             layers += [nn.Linear(width, units), nn.ReLU()]
             width = units
-        self.layers = nn.Sequential(*layers, nn.Linear(width, n_outputs))
+        layers.append(nn.Linear(width, n_outputs))
+        if output_center is not None or output_scale is not None:
+            center = output_center or [0.0] * n_outputs
+            layers.append(Unstandardized(center, output_scale or [1.0] * n_outputs))
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, X):
         """Outputs (n_rows, n_outputs) of rows (n_rows, ...)."""
         return self.layers(X)
+
+    def in_standard_units(self, y):
+        """Responses, an array (n_rows, n_outputs), as the net is trained on them."""
+        last = self.layers[-1]
+        if not isinstance(last, Unstandardized):
+            return y
+        return (y - last.center.numpy(force=True)) / last.scale.numpy(force=True)
 
 
 def default_recipe(is_classifier):

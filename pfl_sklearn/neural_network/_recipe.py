@@ -158,13 +158,31 @@ def seeded(seed, device):
         yield
 
 
-def fitted_to(recipe, features, n_outputs):
-    """The recipe, with the sizes of :class:`MLP` from the data where they are not given."""
+def fitted_to(recipe, table, looks):
+    """The recipe, with what its :class:`MLP` is to take from the data if it is not given.
+
+    That is the sizes and, where it `looks` at the data, the units.
+    """
     if recipe.module is not MLP:
         return recipe
-    sizes = {"module__n_inputs": math.prod(features.shape[1:]), "module__n_outputs": n_outputs}
+    X, y = table.features, table.y
+    found = {"n_inputs": math.prod(X.shape[1:]), "n_outputs": table.details}
+    if looks:
+        found["center"], found["scale"] = standard_units(X)
+        if y.dtype.kind == "f":
+            found["output_center"], found["output_scale"] = standard_units(y)
     given = recipe.get_params(deep=False)
-    return clone(recipe).set_params(**{k: v for k, v in sizes.items() if k not in given})
+    missing = {f"module__{name}": value for name, value in found.items()}
+    return clone(recipe).set_params(**{k: v for k, v in missing.items() if k not in given})
+
+
+def standard_units(values):
+    """Means and standard deviations of columns of an array (n, ...), as tuples; 1 for constants."""
+    flat = values.reshape(len(values), -1).astype(np.float64)
+    center = flat.mean(axis=0)
+    scale = flat.std(axis=0)
+    scale[scale <= 1e-12 * np.abs(center)] = 1.0
+    return tuple(center.tolist()), tuple(scale.tolist())
 
 
 def as_input(net, features):
@@ -188,6 +206,8 @@ def as_input(net, features):
 
 def as_targets(net, y):
     """Targets in the type that the criterion takes."""
+    if isinstance(net.module_, MLP):
+        y = net.module_.in_standard_units(y)
     if y.dtype.kind == "f" or isinstance(net, NeuralNetBinaryClassifier):
         return y.astype(torch.empty(0, dtype=_type_of(net)).numpy().dtype)
     return y.astype(np.int64)

@@ -255,8 +255,19 @@ def as_fitted(engine, vector, classes):
     net = copy.copy(engine.fitted_net(engine.models(vector, 1).values[0]))
     if classes is not None:
         net.classes_inferred_ = np.arange(len(classes))
+    net.initialize_optimizer()  # so that skorch can go on with these parameters
     net.module_.eval()
     return net
+
+
+def twin_of(net):
+    """Net with the same attributes, to be given other ones.
+
+    ``copy.copy`` would write the whole net to bytes and read it again, for every client.
+    """
+    twin = object.__new__(type(net))
+    vars(twin).update(vars(net))
+    return twin
 
 
 def initialized(recipe, seed):
@@ -288,7 +299,7 @@ def probe(net, example):
     ValueError
         If the module refuses them.
     """
-    trial, device = copy.copy(net), torch.device(net.device)
+    trial, device = twin_of(net), torch.device(net.device)
     trial.module_ = copy.deepcopy(net.module_).train()
     before = {name: values.clone() for name, values in trial.module_.named_buffers()}
     with seeded(0, device), torch.no_grad():

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from sklearn.callback import with_callbacks
-from sklearn.utils import check_array, check_consistent_length
+from sklearn.utils import assert_all_finite, check_array, check_consistent_length
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
 
@@ -85,8 +85,8 @@ class BaseNeural(BaseRounds):
         "n_rounds_",
         "noise_multiplier_",
     )
-    _released_names = ("the population model of every round",)
-    _kept_names = ("the clients' own models", "history_", "clients_", "n_samples_per_client_")
+    _released_names = ("population_parameters_", "the population model of every round")
+    _kept_names = ("parameters_", "history_", "clients_", "n_samples_per_client_")
     _own_steps = False  # whether the method needs plain gradient steps
 
     _parameter_constraints = {
@@ -190,13 +190,11 @@ class BaseNeural(BaseRounds):
             divides_by_count=self.clip_norm is None,
         )
         method = self._method(setup)
-        net, (by_client, offsets) = (
-            engines.client.net,
-            rows_by_client(clients.codes, len(clients.ids)),
-        )
+        net, private = engines.client.net, is_private(self)
+        by_client, offsets = rows_by_client(clients.codes, len(clients.ids))
         rows = ClientRows(
-            recipes.as_input(net, table.features)[by_client],
-            recipes.as_targets(net, table.y[by_client]),
+            recipes.as_input(net, table.features, private)[by_client],
+            recipes.as_targets(net, table.y[by_client], private),
             offsets,
             roster.now,
             Reshuffled(batch_size, self.local_steps),
@@ -228,7 +226,7 @@ class BaseNeural(BaseRounds):
         if earlier is not None:
             recipes.take_over(net, earlier.net)
         example = np.zeros((2, *table.features.shape[1:]), table.features.dtype)
-        engine = engines.Engine(net, recipes.as_input(net, example), batch_size)
+        engine = engines.Engine(net, recipes.as_input(net, example, private=True), batch_size)
         recipes.check_outputs(engine.output_shape, table.details, net)
         return engine
 
@@ -258,8 +256,6 @@ class BaseNeural(BaseRounds):
         features = check_array(X, allow_nd=True, dtype="numeric", estimator=self)
         validate_data(self, X, reset=False, skip_check_array=True)
         self._check_shape(features)
-        _, recipes = backend()
-        features = recipes.as_input(self._engines.client.net, features)
         personal = getattr(self, "_personal", None)
         if personal is None:
             return self._engines.population.outputs(self._population, features), codes
@@ -280,6 +276,20 @@ class BaseNeural(BaseRounds):
         return self._engines.client, self._personal[code]
 
     @property
+    def population_parameters_(self):
+        """Parameters (p,) of the population's net, in the order of the module's."""
+        check_is_fitted(self)
+        return self._population
+
+    @property
+    def parameters_(self):
+        """Parameters (n_clients, p) of the clients' nets, in the order of the module's."""
+        self._require_fitted("clients_")
+        if hasattr(self, "_personal"):
+            return self._personal
+        return np.broadcast_to(self._population, (len(self.clients_), len(self._population)))
+
+    @property
     def net_(self):
         """Fitted skorch net: of the one client if there is only one, else of the population."""
         check_is_fitted(self)
@@ -287,6 +297,13 @@ class BaseNeural(BaseRounds):
         alone = len(getattr(self, "clients_", ())) == 1
         engine, vector = self._net_of(0 if alone else -1)
         return recipes.as_fitted(engine, vector, getattr(self, "classes_", None))
+
+
+def _check_given(y, estimator):
+    """Raise ValueError, in scikit-learn's words, if there is no target."""
+    if y is None:
+        name = type(estimator).__name__
+        raise ValueError(f"{name} requires y to be passed, but the target y is None")
 
 
 class NeuralClassifierMixin(ClientClassifierMixin):
@@ -321,7 +338,9 @@ class NeuralClassifierMixin(ClientClassifierMixin):
 
     def _read(self, X, y, earlier, classes=None):
         features, attributes = self._features(X, earlier)
+        _check_given(y, self)
         y = column_or_1d(y, warn=True)
+        assert_all_finite(y, input_name="y", estimator_name=type(self).__name__)
         check_consistent_length(features, y)
         check_classification_targets(y)
         known = None if earlier is None else self.classes_

@@ -27,6 +27,11 @@ NEURAL = {
             unless another is given.
         """,
     "net_attributes": """
+        parameters_ : ndarray of shape (n_clients, p)
+            Parameters of the clients' nets, in the order of the module's; buffers that training
+            moves come last.
+        population_parameters_ : ndarray of shape (p,)
+            Those of the population's net.
         net_ : skorch net
             Fitted net: the population's, or the client's if the estimator has only one client, as
             those of ``for_client`` have. Built when asked for. Its classes are positions in

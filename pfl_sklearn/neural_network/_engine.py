@@ -18,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from pfl_sklearn._rounds.loop import Update
 from pfl_sklearn.neural_network._chain import Chain, chain_of
 from pfl_sklearn.neural_network._recipe import (
+    embeds,
     log_probabilities,
     optimizer_of,
     probe,
@@ -152,16 +153,19 @@ class Engine:
         For classifiers these are probabilities, as skorch reads them off the outputs. They are
         computed in double precision where that is cheap, so that a row's hardly depend on others.
         """
-        net = self.fitted_net(self.models(vector, 1).values[0])
+        net, kind = self.fitted_net(self.models(vector, 1).values[0]), self.array_dtype
         net.module_.eval()
-        if precise := not self._convolves and self.device.type == "cpu":
+        if not self._convolves and self.device.type == "cpu":
             net.module_.double()
+            kind = np.float64
+        if X.dtype.kind in "iu" and embeds(net):
+            kind = np.int64
         found = []
-        with torch.no_grad():
+        with torch.no_grad(), np.errstate(over="ignore"):
             for first in range(0, len(X), _ROWS_AT_ONCE):
-                rows = torch.as_tensor(X[first : first + _ROWS_AT_ONCE], device=self.device)
-                rows = rows.double() if precise and rows.is_floating_point() else rows
-                found.append(readout(net, net.infer(rows)).cpu().numpy())
+                rows = np.ascontiguousarray(X[first : first + _ROWS_AT_ONCE], dtype=kind)
+                outputs = net.infer(torch.from_numpy(rows).to(self.device))
+                found.append(readout(net, outputs).cpu().numpy())
         return np.concatenate(found)
 
     def fitted_net(self, vector):

@@ -16,6 +16,7 @@ from skorch.callbacks import LRScheduler
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
+from pfl_sklearn._squares import check_squares
 from pfl_sklearn.neural_network._mlp import MLP
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -168,54 +169,67 @@ def fitted_to(recipe, table, looks):
     X, y = table.features, table.y
     found = {"n_inputs": math.prod(X.shape[1:]), "n_outputs": table.details}
     if looks:
-        found["center"], found["scale"] = standard_units(X)
+        found["center"], found["scale"] = standard_units("X", X)
         if y.dtype.kind == "f":
-            found["output_center"], found["output_scale"] = standard_units(y)
+            found["output_center"], found["output_scale"] = standard_units("y", y)
     given = recipe.get_params(deep=False)
     missing = {f"module__{name}": value for name, value in found.items()}
     return clone(recipe).set_params(**{k: v for k, v in missing.items() if k not in given})
 
 
-def standard_units(values):
+def standard_units(name, values):
     """Means and standard deviations of columns of an array (n, ...), as tuples; 1 for constants."""
-    flat = values.reshape(len(values), -1).astype(np.float64)
-    center = flat.mean(axis=0)
-    scale = flat.std(axis=0)
+    values = values.astype(np.float64)
+    check_squares(name, values, smallest=0.0)
+    flat = values.reshape(len(values), -1)
+    center, scale = flat.mean(axis=0), flat.std(axis=0)
     scale[scale <= 1e-12 * np.abs(center)] = 1.0
-    return tuple(center.tolist()), tuple(scale.tolist())
+    return tuple(center.tolist()), tuple(np.where(scale > 0, scale, 1.0).tolist())
 
 
-def as_input(net, features):
-    """Rows in the type that the module takes: its parameters', or integers for embeddings.
+def as_input(net, features, private):
+    """Rows in the type that training takes: the parameters', or integers for embeddings.
 
     Raises
     ------
     ValueError
-        If values are too large for that type.
+        If values are too large for that type, and the fit is not `private`: there one client may
+        not end it, and they are cut to the largest ones.
     """
-    modules = list(net.module_.modules())
-    if features.dtype.kind in "iu" and any(isinstance(m, _EMBEDDINGS) for m in modules):
+    if isinstance(net.module_, MLP):
+        features = net.module_.standardized_inputs(features)
+    if features.dtype.kind in "iu" and embeds(net):
         return np.ascontiguousarray(features, dtype=np.int64)
-    kind = torch.empty(0, dtype=_type_of(net)).numpy().dtype
-    with np.errstate(over="ignore"):
-        found = np.ascontiguousarray(features, dtype=kind)
-    if not np.isfinite(found).all():
-        raise ValueError(f"X holds values that are too large for the net's type, {kind}.")
-    return found
+    return _in_range("X", features, _type_of(net), private)
 
 
-def as_targets(net, y):
+def as_targets(net, y, private):
     """Targets in the type that the criterion takes."""
     if isinstance(net.module_, MLP):
-        y = net.module_.in_standard_units(y)
+        y = net.module_.standardized_outputs(y)
     if y.dtype.kind == "f" or isinstance(net, NeuralNetBinaryClassifier):
-        return y.astype(torch.empty(0, dtype=_type_of(net)).numpy().dtype)
+        return _in_range("y", y, _type_of(net), private)
     return y.astype(np.int64)
 
 
+def embeds(net):
+    """Whether integers stay integers."""
+    return any(isinstance(layer, _EMBEDDINGS) for layer in net.module_.modules())
+
+
+def _in_range(name, values, kind, private):
+    """Values as a contiguous array of a floating-point type."""
+    most = np.finfo(kind).max
+    if private:
+        values = np.clip(values, -most, most)
+    elif np.abs(values).max(initial=0) > most:
+        raise ValueError(f"{name} holds values that are too large for the net's type, {kind}.")
+    return np.ascontiguousarray(values, dtype=kind)
+
+
 def _type_of(net):
-    """Type of the parameters of an initialized net."""
-    return next(net.module_.parameters()).dtype
+    """Type of the parameters of an initialized net, as numpy's."""
+    return torch.empty(0, dtype=next(net.module_.parameters()).dtype).numpy().dtype
 
 
 def check_outputs(shape, n_outputs, net):

@@ -25,6 +25,7 @@ from pfl_sklearn.neural_network._recipe import (
     readout,
     reads_plainly,
     seeded,
+    shifted,
 )
 
 _LARGEST_STACKED_BATCH = 48  # rows: products of a client alone are large enough beyond it
@@ -147,8 +148,14 @@ class Engine:
         truth, other = (first, second) if from_first else (second, first)
         return (truth.exp() * (truth - other)).sum(dim=-1).mean(dim=-1)
 
-    def outputs(self, vector, X):
+    def shifted(self, outputs, offsets):
+        """Outputs (..., n_classes) whose log probabilities are moved by `offsets`."""
+        return shifted(self.net, outputs, offsets)
+
+    def outputs(self, vector, X, offsets=None):
         """What the net with these parameters gives for rows: an array (n, ...).
+
+        Log probabilities are moved by offsets (n, n_classes), if there are any.
 
         For classifiers these are probabilities, as skorch reads them off the outputs. They are
         computed in double precision where that is cheap, so that a row's hardly depend on others.
@@ -165,6 +172,9 @@ class Engine:
             for first in range(0, len(X), _ROWS_AT_ONCE):
                 rows = np.ascontiguousarray(X[first : first + _ROWS_AT_ONCE], dtype=kind)
                 outputs = net.infer(torch.from_numpy(rows).to(self.device))
+                if offsets is not None:
+                    own = torch.from_numpy(offsets[first : first + _ROWS_AT_ONCE])
+                    outputs = shifted(net, outputs, own.to(outputs.device))
                 found.append(readout(net, outputs).cpu().numpy())
         return np.concatenate(found)
 
@@ -275,16 +285,22 @@ class Block(NamedTuple):
     """Clients that take their steps together.
 
     Rows X (g, s, b, ...) and targets y (g, s, b, ...) of their s steps, as tensors, and what these
-    clients keep, as arrays with clients first.
+    clients keep, as arrays with clients first. Offsets (g, 1, n_classes) of log probabilities are a
+    tensor, or None.
     """
 
     X: Any
     y: Any
     clients: dict[str, np.ndarray]
+    offsets: Any = None
 
     @property
     def n_clients(self):
         return len(self.X)
+
+    def read(self, engine, outputs):
+        """Outputs (g, b, ...) as these clients read them, with their offsets."""
+        return outputs if self.offsets is None else engine.shifted(outputs, self.offsets)
 
     def steps(self):
         """Rows (g, b, ...) and targets (g, b, ...) of each step."""
@@ -306,14 +322,18 @@ def run_clients(local_steps, engines, batch, clients):
     """
     device = engines[0].device
     X, y = (torch.from_numpy(values).to(device) for values in (batch.X, batch.y))
+    offsets = clients.get("offset")
+    if offsets is not None:
+        offsets = torch.from_numpy(offsets).to(device, engines[0].dtype).unsqueeze(1)
     if all(engine.stacked for engine in engines):
-        return local_steps(Block(X, y, clients))
+        return local_steps(Block(X, y, clients, offsets))
     done, random = [], any(engine.random for engine in engines)
     for i in range(len(X)):
         here = slice(i, i + 1)
         own = {name: values[here] for name, values in clients.items()}
         with seeded(int(batch.seeds[i]), device) if random else nullcontext():
-            done.append(local_steps(Block(X[here], y[here], own)))
+            moved = None if offsets is None else offsets[here]
+            done.append(local_steps(Block(X[here], y[here], own, moved)))
     return _together(done)
 
 

@@ -384,6 +384,23 @@ def readout(net, outputs):
     return net._get_predict_nonlinearity()(outputs.double())
 
 
+def shifted(net, outputs, offsets):
+    """Outputs (..., n_classes) whose log probabilities, up to a constant, are moved by `offsets`.
+
+    Raises
+    ------
+    ValueError
+        If the criterion does not say what outputs are.
+    """
+    if isinstance(net.criterion_, torch.nn.CrossEntropyLoss):
+        return outputs + offsets
+    if isinstance(net.criterion_, torch.nn.NLLLoss):
+        return torch.softmax(log_probabilities(net, outputs) + offsets, dim=-1)
+    if isinstance(net.criterion_, torch.nn.BCEWithLogitsLoss):
+        return outputs + (offsets[..., 1] - offsets[..., 0])
+    raise _unknown_outputs(net)
+
+
 def log_probabilities(net, outputs):
     """Logarithms (..., n_classes) of the probabilities that outputs (..., n_classes) stand for.
 
@@ -399,7 +416,12 @@ def log_probabilities(net, outputs):
         return torch.log(outputs + torch.finfo(outputs.dtype).eps)
     if isinstance(criterion, torch.nn.BCEWithLogitsLoss):
         return F.logsigmoid(torch.stack([-outputs, outputs], dim=-1))
-    raise ValueError(
-        f"criterion={type(criterion).__name__} of the net does not say what its outputs are; give "
+    raise _unknown_outputs(net)
+
+
+def _unknown_outputs(net):
+    criterion = type(net.criterion_).__name__
+    return ValueError(
+        f"criterion={criterion} of the net does not say what its outputs are; give "
         "CrossEntropyLoss (logits), NLLLoss (probabilities) or BCEWithLogitsLoss (one logit)."
     )

@@ -26,6 +26,7 @@ from pfl_sklearn.neural_network._recipe import (
     reads_plainly,
     seeded,
     shifted,
+    twin,
 )
 
 _LARGEST_STACKED_BATCH = 48  # rows: products of a client alone are large enough beyond it
@@ -87,7 +88,7 @@ class Engine:
         fixed = not (self.random or self.moving) and self.optimizer.is_sgd
         if self._may_stack and fixed and reads_plainly(net) and _is_mean(net.criterion_):
             self.chain = chain_of(net.module_, self.row_shape, self.dtype, self.device)
-            self._row_loss = copy.copy(net)
+            self._row_loss = twin(net, None)
             self._row_loss.criterion_ = copy.copy(net.criterion_)
             self._row_loss.criterion_.reduction = "none"
 
@@ -183,8 +184,7 @@ class Engine:
 
         They are views of the vector: what changes one changes the other.
         """
-        net = copy.copy(self.net)
-        net.module_ = copy.deepcopy(self.net.module_)
+        net = twin(self.net, copy.deepcopy(self.net.module_))
         self._load(net.module_, vector)
         return net
 

@@ -264,9 +264,17 @@ def take_over(net, earlier):
     net.module_.load_state_dict(earlier.module_.state_dict())
 
 
+def twin(net, module):
+    """A net that differs in its module alone; skorch's own copies go through a pickle."""
+    found = object.__new__(type(net))
+    vars(found).update(vars(net))
+    vars(found)["module_"] = module
+    return found
+
+
 def as_fitted(engine, vector, classes):
     """Net with a vector of parameters, as skorch leaves it after a fit."""
-    net = copy.copy(engine.fitted_net(engine.models(vector, 1).values[0]))
+    net = engine.fitted_net(engine.models(vector, 1).values[0])
     if classes is not None:
         net.classes_inferred_ = np.arange(len(classes))
     net.module_.eval()
@@ -302,8 +310,7 @@ def probe(net, example):
     ValueError
         If the module refuses them.
     """
-    trial, device = copy.copy(net), torch.device(net.device)
-    trial.module_ = copy.deepcopy(net.module_).train()
+    trial, device = twin(net, copy.deepcopy(net.module_).train()), torch.device(net.device)
     before = {name: values.clone() for name, values in trial.module_.named_buffers()}
     with seeded(0, device), torch.no_grad():
         state = torch.random.get_rng_state()

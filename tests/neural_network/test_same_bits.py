@@ -126,6 +126,8 @@ def test_units_of_the_data_do_not_depend_on_the_order_of_clients():
     model = FedAvgRegressor(**MANY)
     whole = fitted(clone(model), X, y, groups)
     assert_same_fit(fitted(model, X[order], y[order], groups[order]), whole)
+    for name, values in whole.net_.module_.named_buffers():
+        assert torch.equal(model.net_.module_.get_buffer(name), values)
 
 
 BLOCKS = [  # sizes of layers, and rows of a batch

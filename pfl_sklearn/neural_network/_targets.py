@@ -28,6 +28,10 @@ class NeuralClassifierMixin(ClientClassifierMixin):
             return SparseDirichletPrior()
         return super()._default_component(name, value)
 
+    @property
+    def _needs_probabilities(self):
+        return self.label_prior is not None
+
     def _label_prior(self, n_classes):
         """Prior of the clients' label frequencies; with noise it is known."""
         prior, private = self.label_prior, is_private(self)

@@ -1,6 +1,7 @@
 """What neural estimators share: from a recipe and rows to a run, and from a run to predictions."""
 
 import math
+import os
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -15,6 +16,10 @@ from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
 from pfl_sklearn.base import client_values
+
+# Otherwise MKL lets the bits of a product depend on where in memory its factors are. It reads this
+# before its first product.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 _ADVICE = "lower the learning rate of the net (lr={rate:.4g}), or scale the features."
 
@@ -173,7 +178,9 @@ class BaseNeural(BaseRounds):
         _, recipes = backend()
         recipe = self._recipe()
         batch_size = None if recipe.batch_size == -1 else recipe.batch_size
-        engines = self._make_engines(table, earlier, order, batch_size)
+        by_client, first_rows = rows_by_client(clients.codes, len(clients.ids))
+        X, y = table.features[by_client], table.y[by_client]
+        engines = self._make_engines(table._replace(features=X, y=y), earlier, order, batch_size)
         sampling = sampling_of(self.sampling, self.client_fraction, len(roster.now))
         before = 0 if earlier is None else earlier.state.round
         last = max(self._last_round(before), before + self._rounds_of_a_pass(clients), before)
@@ -189,11 +196,10 @@ class BaseNeural(BaseRounds):
         found, offsets = self._label_offsets(table, clients, roster, earlier)
         method = _with_offsets(self._method(setup), offsets)
         net, private = engines.client.net, is_private(self)
-        by_client, offsets = rows_by_client(clients.codes, len(clients.ids))
         rows = ClientRows(
-            recipes.as_input(net, table.features, private)[by_client],
-            recipes.as_targets(net, table.y[by_client], private),
-            offsets,
+            recipes.as_input(net, X, private),
+            recipes.as_targets(net, y, private),
+            first_rows,
             roster.now,
             Reshuffled(batch_size, self.local_steps),
             min(engine.clients_at_once for engine in engines),

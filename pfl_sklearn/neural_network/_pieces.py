@@ -47,7 +47,7 @@ def train(engine, block, start, rate, proximal=0.0, own=False):
         losses = engine.losses(outputs, y)
         before = losses.detach() if before is None else before
         models.step(losses, rate)
-        if proximal:
+        if proximal and rate:  # the weight may be infinite
             models.pull(rate * proximal)
     return models, np.asarray(before.cpu(), dtype=np.float64)
 

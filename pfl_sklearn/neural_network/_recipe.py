@@ -277,6 +277,8 @@ def as_fitted(engine, vector, classes):
     net = engine.fitted_net(engine.models(vector, 1).values[0])
     if classes is not None:
         net.classes_inferred_ = np.arange(len(classes))
+    net.initialize_history()
+    net.initialize_optimizer()  # so that skorch can go on with these parameters
     net.module_.eval()
     return net
 

@@ -53,6 +53,7 @@ from pfl_sklearn.priors import (
 )
 from tests.helpers.blinded import blind, what_leaves
 from tests.helpers.finite import not_finite
+from tests.helpers.torch import WITHOUT_TORCH
 
 # Every public estimator, with default parameters (and a seed if every fit draws): scikit-learn's
 # checks and ours.
@@ -60,13 +61,17 @@ MEANS = [GaussianMean(), BernoulliMean()]
 REGRESSIONS = [PersonalizedLinearRegression(), PersonalizedLogisticRegression()]
 ROUNDS = [PPSGDRegressor(random_state=0), PPSGDClassifier(random_state=0)]
 SHORT = {"n_rounds": 20, "random_state": 0}
-NEURAL = [
-    FedAvgClassifier(**SHORT),
-    FedAvgRegressor(**SHORT),
-    LocalNetClassifier(**SHORT),
-    LocalNetRegressor(**SHORT),
-    AdaPeDClassifier(**SHORT),
-]
+NEURAL = (
+    []
+    if WITHOUT_TORCH
+    else [
+        FedAvgClassifier(**SHORT),
+        FedAvgRegressor(**SHORT),
+        LocalNetClassifier(**SHORT),
+        LocalNetRegressor(**SHORT),
+        AdaPeDClassifier(**SHORT),
+    ]
+)
 ESTIMATORS = [*MEANS, *REGRESSIONS, *ROUNDS, *NEURAL]
 # Other configurations, for our checks only.
 VARIANTS = [
@@ -89,9 +94,13 @@ VARIANTS = [
     PPSGDRegressor(alpha=math.inf, batch_size=2, weighting="clients", random_state=0),
     PPSGDRegressor(sampling="fixed", client_fraction=0.3, clip_norm=1.0, random_state=0),
     PPSGDClassifier(loss="squared_error", client_fraction=0.3, random_state=0),
-    FedAvgClassifier(fine_tune_steps=5, proximal=1.0, client_fraction=0.5, **SHORT),
-    AdaPeDClassifier(personal_start="global", global_loss=1.0, client_fraction=0.5, **SHORT),
 ]
+if not WITHOUT_TORCH:
+    VARIANTS += [
+        FedAvgClassifier(fine_tune_steps=5, proximal=1.0, client_fraction=0.5, **SHORT),
+        FedAvgClassifier(label_prior="client", **SHORT),
+        AdaPeDClassifier(personal_start="global", global_loss=1.0, client_fraction=0.5, **SHORT),
+    ]
 # Wrappers, for scikit-learn's checks. The client column is one of their float features there, so
 # every row is a client and the noise variance has to be known.
 WRAPPERS = [ClientColumn(GaussianMean(noise_variance=1.0), 0)]
@@ -137,10 +146,15 @@ PRIVATE_ROUNDS = [
     PPSGDRegressor(epsilon=4.0, sampling="fixed", client_fraction=0.5, **NOISE),
     PPSGDClassifier(epsilon=1.0, **NOISE),
     PPSGDClassifier(noise_multiplier=1.0, alpha=math.inf, loss="squared_error", **NOISE),
-    FedAvgClassifier(epsilon=1.0, clip_norm=1.0, fine_tune_steps=5, **SHORT),
-    FedAvgRegressor(noise_multiplier=2.0, clip_norm=1.0, client_fraction=0.5, **SHORT),
-    AdaPeDClassifier(epsilon=1.0, clip_norm=1.0, client_fraction=0.5, **SHORT),
 ]
+if not WITHOUT_TORCH:
+    PRIVATE_ROUNDS += [
+        FedAvgClassifier(epsilon=1.0, clip_norm=1.0, fine_tune_steps=5, **SHORT),
+        FedAvgRegressor(noise_multiplier=2.0, clip_norm=1.0, client_fraction=0.5, **SHORT),
+        AdaPeDClassifier(
+            epsilon=1.0, clip_norm=1.0, client_fraction=0.5, label_prior="client", **SHORT
+        ),
+    ]
 PRIVATE += PRIVATE_ROUNDS
 # Its noise cannot be drawn again, so nothing that compares two fits applies.
 UNREPEATABLE = [

@@ -21,6 +21,7 @@ from pfl_sklearn.base import client_values
 # before its first product.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
+_OPTIONAL = ("_personal", "_offsets", "_label_counts", "label_prior_")  # not every fit leaves them
 _ADVICE = "lower the learning rate of the net (lr={rate:.4g}), or scale the features."
 
 
@@ -261,6 +262,11 @@ class BaseNeural(BaseRounds):
 
     def _personal_models(self, state):
         return None
+
+    def _store(self, shared, progress, report):
+        for name in _OPTIONAL:  # of an earlier fit with other parameters
+            vars(self).pop(name, None)
+        super()._store(shared, progress, report)
 
     def _outputs(self, X, groups):
         """What the clients' nets give for their rows (n, ...), and the clients' codes (n,)."""

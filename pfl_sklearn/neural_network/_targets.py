@@ -54,13 +54,14 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         n_classes = table.details
         counts = np.zeros((len(roster.ids), n_classes))
         if earlier is not None:
-            counts[roster.earlier] = earlier.found["_label_counts"]
+            counts[roster.earlier] = earlier.found.get("_label_counts", 0.0)
         cells = np.bincount(
             clients.codes * n_classes + table.y, minlength=len(clients.ids) * n_classes
         )
         counts[roster.now] = cells.reshape(-1, n_classes)
         prior = self._label_prior(n_classes).fit_counts(counts)
         offsets = prior.log_frequencies(counts) - np.log(prior.mean)
+        offsets[counts.sum(axis=1) == 0] = 0.0  # nothing is known of their labels
         return {"label_prior_": prior, "_label_counts": counts, "_offsets": offsets}, offsets
 
     @with_callbacks

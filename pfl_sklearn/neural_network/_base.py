@@ -1,7 +1,6 @@
 """What neural estimators share: from a recipe and rows to a run, and from a run to predictions."""
 
 import math
-import os
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -16,10 +15,6 @@ from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
 from pfl_sklearn.base import client_values
-
-# Otherwise MKL lets the bits of a product depend on where in memory its factors are. It reads this
-# before its first product.
-os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 _OPTIONAL = ("_personal", "_offsets", "_label_counts", "label_prior_")  # not every fit leaves them
 _ADVICE = "lower the learning rate of the net (lr={rate:.4g}), or scale the features."

@@ -16,7 +16,7 @@ from torch.nn import CrossEntropyLoss, L1Loss, MSELoss, NLLLoss
 from torch.nn.modules.conv import _ConvNd
 
 from pfl_sklearn._rounds.loop import Update
-from pfl_sklearn.neural_network._chain import Chain, chain_of
+from pfl_sklearn.neural_network._chain import Chain, align, aligned, chain_of
 from pfl_sklearn.neural_network._recipe import (
     log_probabilities,
     optimizer_of,
@@ -200,10 +200,8 @@ class Engine:
 class _Models:
     """Models of g clients of a block; ``values`` (g, p) are their parameters."""
 
-    def __init__(self, engine, start, n_clients):
-        self._start, self._trained = start, slice(engine.n_trained)
-        self.values = start.expand(n_clients, engine.n_parameters).clone()
-        self._optimizer = engine.optimizer
+    def __init__(self, engine, start):
+        self._start, self._optimizer = start, engine.optimizer
 
     def array(self):
         """Parameters as an array (g, p)."""
@@ -213,19 +211,29 @@ class _Models:
         """Array (g, p): parameters less those that they started from."""
         return array_of(self.values - self._start)
 
-    def pull(self, weight):
-        """Implicit step on `weight` times half the squared distance from the start."""
-        start, trained = self._start[..., self._trained], self.values[:, self._trained]
-        trained.lerp_(start.expand_as(trained), 1 - 1 / (1 + weight))
-
 
 class StackedModels(_Models):
     """Models of clients whose net is a chain."""
 
     def __init__(self, engine, start, n_clients):
-        super().__init__(engine, start, n_clients)
-        parameters = [self.values[:, part.place].view(-1, *part.shape) for part in engine.parts]
-        self._chain, self._speed = Chain(engine.chain, parameters), None
+        super().__init__(engine, start)
+        self._starts = [start[..., part.place].unflatten(-1, part.shape) for part in engine.parts]
+        own = [aligned((n_clients, *part.shape), start) for part in engine.parts]
+        for values, first in zip(own, self._starts, strict=True):
+            values.copy_(first)
+        self._chain, self._speed = Chain(engine.chain, own), None
+
+    @property
+    def values(self):
+        return torch.cat([own.flatten(1) for own in self._chain.parameters], dim=1)
+
+    def change(self):
+        return array_of(self.values.sub_(self._start))
+
+    def pull(self, weight):
+        """Implicit step on `weight` times half the squared distance from the start."""
+        for values, start in zip(self._chain.parameters, self._starts, strict=True):
+            values.lerp_(start.expand_as(values), 1 - 1 / (1 + weight))
 
     def __call__(self, X):
         """Outputs (g, b, ...) of rows (g, b, ...), for :meth:`step` to follow."""
@@ -249,9 +257,16 @@ class LoneModel(_Models):
     """Model of one client, of any net."""
 
     def __init__(self, engine, start, n_clients):
-        super().__init__(engine, start, n_clients)
+        super().__init__(engine, start)
+        self.values = start.expand(n_clients, engine.n_parameters).clone()
+        self._trained = slice(engine.n_trained)
         self._net, self._memory = engine.fitted_net(self.values[0]), None
         self._parameters = [p for p in self._net.module_.parameters() if p.requires_grad]
+
+    def pull(self, weight):
+        """Implicit step on `weight` times half the squared distance from the start."""
+        start, trained = self._start[..., self._trained], self.values[:, self._trained]
+        trained.lerp_(start.expand_as(trained), 1 - 1 / (1 + weight))
 
     def __call__(self, X):
         """Outputs (1, b, ...) of rows (1, b, ...), for :meth:`step` to follow."""
@@ -308,7 +323,7 @@ class Block(NamedTuple):
     def steps(self):
         """Rows (g, b, ...) and targets (g, b, ...) of each step."""
         for k in range(self.X.shape[1]):
-            yield self.X[:, k], self.y[:, k]
+            yield align(self.X[:, k]), self.y[:, k]
 
 
 def run_clients(local_steps, engines, batch, clients):

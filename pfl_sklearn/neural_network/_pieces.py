@@ -27,7 +27,8 @@ class Averaging(NamedTuple):
         """Message of g clients, from arrays (g, ...)."""
         if not self.by_count:
             return parts
-        return {**parts, "count": np.ones(len(next(iter(parts.values()))))}
+        like = next(iter(parts.values()))
+        return {**parts, "count": np.ones(len(like), dtype=like.dtype)}
 
     def server_update(self, server, total, t):
         """Server whose values moved by the average change of each part."""

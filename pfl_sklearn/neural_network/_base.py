@@ -172,7 +172,7 @@ class BaseNeural(BaseRounds):
         if features.shape[1:] != seen and features.ndim + len(seen) > 3:
             raise ValueError(f"X has rows of shape {features.shape[1:]}, but fit saw {seen}.")
 
-    def _make_run(self, table, clients, roster, earlier, order):
+    def _make_run(self, table, clients, roster, earlier, order, mechanism):
         _, recipes = backend()
         recipe = self._recipe()
         batch_size = None if recipe.batch_size == -1 else recipe.batch_size
@@ -207,7 +207,7 @@ class BaseNeural(BaseRounds):
             method=method,
             rows=rows,
             sampling=sampling,
-            release_of=lambda mechanism: JointSum(mechanism, method.messages, self._scales()),
+            release=JointSum(mechanism, method.messages, self._scales()),
             positions=roster.earlier,
             found={},
             layout=engines,

@@ -118,6 +118,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
     - ``_models(state, ids, layout)``: the fitted attributes of a state;
     - ``_rounds_of_a_pass(clients)``: rounds of one ``partial_fit`` without noise;
     - ``_check_parameters()``, if parameters of its own can contradict one another;
+    - `_noisy_steps`, if clients add the noise in their local steps;
     - `_ends_when_flat` and ``_last_round(before)``, if the data may say when the rounds are over:
       ``_make_run`` then takes `until_flat` and gives a run with a rule, and `max_rounds` is a
       parameter;
@@ -229,6 +230,11 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         return self.n_rounds
 
     @property
+    def _noisy_steps(self):
+        """Mechanism of the clients' steps, whatever its noise; None if sums get the noise."""
+        return None
+
+    @property
     def _communicates(self):
         """Whether the rounds send anything."""
         return True
@@ -292,7 +298,8 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         state, flat = self._run(run, state, last, task.entropy, observe)
         _check_converged(state, run.advice, is_private(self))
         end()
-        progress = _progress_after(task, state, events, last)
+        mechanism = mechanism_of(self, events)
+        progress = _progress_after(task, state, events, last, mechanism.noise_multiplier)
         report = report_of(self, progress)
         if task.earlier is not None:
             report = going_on_from(self.privacy_, report)
@@ -448,8 +455,8 @@ def _all_finite(arrays):
     return all(np.isfinite(values).all() for values in arrays.values())
 
 
-def _progress_after(task, state, events, last):
-    """Progress of rounds that were to go on to `last`, spending events."""
+def _progress_after(task, state, events, last, noise_multiplier):
+    """Progress of rounds that were to go on to `last`, spending events with so much noise."""
     earlier, roster = task.earlier, task.roster
     n_rows = np.zeros(len(roster.ids), dtype=np.int64)
     spent, stopped = (), state.round < last
@@ -460,6 +467,6 @@ def _progress_after(task, state, events, last):
     spent = None if events is None or spent is None else (*spent, *events)
     noise = earlier.noise_multiplier if earlier is not None and last == earlier.state.round else 0.0
     if events:
-        noise = events[-1].noise_multiplier
+        noise = noise_multiplier
     run = task.run
     return Progress(state, roster.ids, n_rows, spent, run.found, stopped, run.layout, noise)

@@ -18,6 +18,7 @@ from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
+from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
 _ADVICE = "lower the learning rate of the net (lr={rate:.4g}), or scale the features."
 
@@ -33,8 +34,9 @@ class Setup(NamedTuple):
     """What a method on nets is built from.
 
     The engines; how many clients there are, and how many are expected in a round; the learning rate
-    of every round (n_rounds + 1,); rows of a batch, and batches of a round; and whether the server
-    divides sums by the number of clients that took part, rather than by the expected number.
+    of every round (n_rounds + 1,); rows of a batch, and batches of a round; whether the server
+    divides sums by the number of clients that took part, rather than by the expected number; and
+    the mechanism that clients put their gradients through, or None.
     """
 
     engines: Engines
@@ -44,6 +46,7 @@ class Setup(NamedTuple):
     batch_size: int | None
     local_steps: int
     divides_by_count: bool
+    noisy_steps: NoisySteps | None
 
 
 def backend():
@@ -188,6 +191,7 @@ class BaseNeural(BaseRounds):
             batch_size=batch_size,
             local_steps=self.local_steps,
             divides_by_count=self.clip_norm is None,
+            noisy_steps=None if self._noisy_steps is None else mechanism,
         )
         method = self._method(setup)
         net, (by_client, offsets) = (
@@ -201,7 +205,7 @@ class BaseNeural(BaseRounds):
             roster.now,
             Reshuffled(batch_size, self.local_steps),
             min(engine.clients_at_once for engine in engines),
-            any(engine.random for engine in engines),
+            any(engine.random for engine in engines) or setup.noisy_steps is not None,
         )
         return Run(
             method=method,

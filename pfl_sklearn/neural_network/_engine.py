@@ -201,6 +201,13 @@ class _Models:
         start, trained = self._start[..., self._trained], self.values[:, self._trained]
         trained.lerp_(start.expand_as(trained), 1 - 1 / (1 + weight))
 
+    def step_through(self, privatize, losses, rate):
+        """Step along the gradients (g, p) of losses (g,) that `privatize` makes of theirs."""
+        trained = self.values[:, self._trained]
+        slopes = [slope.reshape(len(trained), -1) for slope in self.slopes(losses)]
+        trained.mul_(1 - rate * self._optimizer.weight_decay)
+        trained.sub_(privatize(torch.cat(slopes, dim=1)), alpha=rate)
+
 
 class StackedModels(_Models):
     """Models of clients whose net is a chain."""
@@ -217,6 +224,10 @@ class StackedModels(_Models):
     def evaluate(self, X):
         """Outputs (g, b, ...) alone."""
         return self._chain.evaluate(X)
+
+    def slopes(self, losses):
+        """Gradients, one (g, ...) for each tensor, of losses (g,) of the latest outputs."""
+        return self._chain.gradients(losses.sum())
 
     def step(self, losses, rate):
         """One step of the net's optimizer, from losses (g,) of the latest outputs."""
@@ -245,11 +256,15 @@ class LoneModel(_Models):
         with torch.no_grad():
             return self(X)
 
-    def step(self, losses, rate):
-        """One step of the net's optimizer, from losses (1,) of the latest outputs."""
-        slopes = torch.autograd.grad(
+    def slopes(self, losses):
+        """Gradients, one for each tensor, of losses (1,) of the latest outputs."""
+        return torch.autograd.grad(
             losses.sum(), self._parameters, allow_unused=True, materialize_grads=True
         )
+
+    def step(self, losses, rate):
+        """One step of the net's optimizer, from losses (1,) of the latest outputs."""
+        slopes = self.slopes(losses)
         with torch.no_grad():
             if self._optimizer.is_sgd:
                 step = self._optimizer.step
@@ -270,13 +285,14 @@ class LoneModel(_Models):
 class Block(NamedTuple):
     """Clients that take their steps together.
 
-    Rows X (g, s, b, ...) and targets y (g, s, b, ...) of their s steps, as tensors, and what these
-    clients keep, as arrays with clients first.
+    Rows X (g, s, b, ...) and targets y (g, s, b, ...) of their s steps, as tensors, what these
+    clients keep, as arrays with clients first, and their seeds (g,), if rows come with seeds.
     """
 
     X: Any
     y: Any
     clients: dict[str, np.ndarray]
+    seeds: np.ndarray | None
 
     @property
     def n_clients(self):
@@ -303,13 +319,14 @@ def run_clients(local_steps, engines, batch, clients):
     device = engines[0].device
     X, y = (torch.from_numpy(values).to(device) for values in (batch.X, batch.y))
     if all(engine.stacked for engine in engines):
-        return local_steps(Block(X, y, clients))
+        return local_steps(Block(X, y, clients, batch.seeds))
     done, random = [], any(engine.random for engine in engines)
     for i in range(len(X)):
         here = slice(i, i + 1)
         own = {name: values[here] for name, values in clients.items()}
         with seeded(int(batch.seeds[i]), device) if random else nullcontext():
-            done.append(local_steps(Block(X[here], y[here], own)))
+            drawn = None if batch.seeds is None else batch.seeds[here]
+            done.append(local_steps(Block(X[here], y[here], own, drawn)))
     return _together(done)
 
 

@@ -1,5 +1,5 @@
-# make demo | test | test-slow | test-tables | lint | docs | bench; each sets up .venv first if it
-# has to.
+# make demo | test | test-slow | test-tables | test-without-torch | lint | docs | bench; each sets up
+# .venv first if it has to.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 INPUTS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: demo test test-slow test-tables lint docs bench clean
+.PHONY: demo test test-slow test-tables test-without-torch lint docs bench clean
 .DELETE_ON_ERROR:
 
 # One stamp per set of extras: make -s demo needs matplotlib only.
@@ -28,6 +28,11 @@ test-slow: $(VENV)/.test.stamp
 # Only what reads the folder that PFL_SKLEARN_DATA names; `make test` skips it where there is none.
 test-tables: $(VENV)/.test.stamp
 	$(PYTEST) -m tables tests
+
+# A short pass as if PyTorch and skorch were not installed.
+test-without-torch: $(VENV)/.test.stamp
+	PFL_SKLEARN_WITHOUT_TORCH=1 $(PYTEST) -m "not slow" tests/test_import.py tests/test_base.py \
+		tests/rounds tests/test_common.py -k "not sklearn_checks and not finite_tables"
 
 lint: $(VENV)/.test.stamp
 	$(BIN)/ruff check .

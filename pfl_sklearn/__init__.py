@@ -12,6 +12,7 @@ from pfl_sklearn import (
     linear_model,
     metrics,
     model_selection,
+    neural_network,
     priors,
     privacy,
     theory,
@@ -26,12 +27,24 @@ from pfl_sklearn.linear_model import (
     PPSGDClassifier,
     PPSGDRegressor,
 )
+from pfl_sklearn.neural_network import (
+    AdaPeDClassifier,
+    FedAvgClassifier,
+    FedAvgRegressor,
+    LocalNetClassifier,
+    LocalNetRegressor,
+)
 from pfl_sklearn.privacy import PrivacyWarning, privacy_of
 
 __all__ = [
+    "AdaPeDClassifier",
     "BernoulliMean",
     "ClientColumn",
+    "FedAvgClassifier",
+    "FedAvgRegressor",
     "GaussianMean",
+    "LocalNetClassifier",
+    "LocalNetRegressor",
     "PPSGDClassifier",
     "PPSGDRegressor",
     "PersonalizedLinearRegression",
@@ -47,6 +60,7 @@ __all__ = [
     "linear_model",
     "metrics",
     "model_selection",
+    "neural_network",
     "priors",
     "privacy",
     "privacy_of",

@@ -9,6 +9,11 @@ import pytest
 matplotlib.use("Agg")
 pytest.register_assert_rewrite("tests.helpers")
 
+if "PFL_SKLEARN_WITHOUT_TORCH" in os.environ:
+    from tests.helpers.torch import block_torch
+
+    block_torch()
+
 
 @pytest.fixture(scope="session")
 def data_home():

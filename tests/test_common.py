@@ -37,6 +37,13 @@ from pfl_sklearn import (
 from pfl_sklearn.base import ClientMixin, UnseenClientsWarning
 from pfl_sklearn.linear_model import SeparationWarning
 from pfl_sklearn.model_selection import PrivateSelectCV
+from pfl_sklearn.neural_network import (
+    AdaPeDClassifier,
+    FedAvgClassifier,
+    FedAvgRegressor,
+    LocalNetClassifier,
+    LocalNetRegressor,
+)
 from pfl_sklearn.priors import (
     BetaPrior,
     DiscretePrior,
@@ -46,13 +53,26 @@ from pfl_sklearn.priors import (
 )
 from tests.helpers.blinded import blind, what_leaves
 from tests.helpers.finite import not_finite
+from tests.helpers.torch import WITHOUT_TORCH
 
 # Every public estimator, with default parameters (and a seed if every fit draws): scikit-learn's
 # checks and ours.
 MEANS = [GaussianMean(), BernoulliMean()]
 REGRESSIONS = [PersonalizedLinearRegression(), PersonalizedLogisticRegression()]
 ROUNDS = [PPSGDRegressor(random_state=0), PPSGDClassifier(random_state=0)]
-ESTIMATORS = [*MEANS, *REGRESSIONS, *ROUNDS]
+SHORT = {"n_rounds": 20, "random_state": 0}
+NEURAL = (
+    []
+    if WITHOUT_TORCH
+    else [
+        FedAvgClassifier(**SHORT),
+        FedAvgRegressor(**SHORT),
+        LocalNetClassifier(**SHORT),
+        LocalNetRegressor(**SHORT),
+        AdaPeDClassifier(**SHORT),
+    ]
+)
+ESTIMATORS = [*MEANS, *REGRESSIONS, *ROUNDS, *NEURAL]
 # Other configurations, for our checks only.
 VARIANTS = [
     GaussianMean(noise_variance=1.0),
@@ -75,6 +95,12 @@ VARIANTS = [
     PPSGDRegressor(sampling="fixed", client_fraction=0.3, clip_norm=1.0, random_state=0),
     PPSGDClassifier(loss="squared_error", client_fraction=0.3, random_state=0),
 ]
+if not WITHOUT_TORCH:
+    VARIANTS += [
+        FedAvgClassifier(fine_tune_steps=5, proximal=1.0, client_fraction=0.5, **SHORT),
+        FedAvgClassifier(label_prior="client", **SHORT),
+        AdaPeDClassifier(personal_start="global", global_loss=1.0, client_fraction=0.5, **SHORT),
+    ]
 # Wrappers, for scikit-learn's checks. The client column is one of their float features there, so
 # every row is a client and the noise variance has to be known.
 WRAPPERS = [ClientColumn(GaussianMean(noise_variance=1.0), 0)]
@@ -121,6 +147,14 @@ PRIVATE_ROUNDS = [
     PPSGDClassifier(epsilon=1.0, **NOISE),
     PPSGDClassifier(noise_multiplier=1.0, alpha=math.inf, loss="squared_error", **NOISE),
 ]
+if not WITHOUT_TORCH:
+    PRIVATE_ROUNDS += [
+        FedAvgClassifier(epsilon=1.0, clip_norm=1.0, fine_tune_steps=5, **SHORT),
+        FedAvgRegressor(noise_multiplier=2.0, clip_norm=1.0, client_fraction=0.5, **SHORT),
+        AdaPeDClassifier(
+            epsilon=1.0, clip_norm=1.0, client_fraction=0.5, label_prior="client", **SHORT
+        ),
+    ]
 PRIVATE += PRIVATE_ROUNDS
 # Its noise cannot be drawn again, so nothing that compares two fits applies.
 UNREPEATABLE = [
@@ -193,13 +227,14 @@ def fit_as_it_is(estimator, X, y, groups):
 
 def estimates(model):
     """What a fit says of its clients: arrays with clients first."""
-    names = ("means_", "stds_", "coef_", "intercept_", "coef_std_", "intercept_std_")
+    names = ("means_", "stds_", "coef_", "intercept_", "coef_std_", "intercept_std_", "parameters_")
     return [getattr(model, name) for name in names if hasattr(model, name)]
 
 
 def population(model):
     """What a fit says of the population, as one vector."""
     names = ("population_mean_", "population_coef_", "population_intercept_")
+    names += ("population_parameters_",)
     return np.concatenate(
         [np.ravel(getattr(model, name)) for name in names if hasattr(model, name)]
     )
@@ -233,7 +268,7 @@ def test_sklearn_checks_of_wrappers(estimator, check):
 def test_row_order_does_not_matter(estimator):
     X, y, groups = make_table(estimator)
     order = np.random.default_rng(1).permutation(len(y))
-    if hasattr(estimator, "batch_size"):  # batches follow the order of a client's rows
+    if hasattr(estimator, "n_rounds"):  # batches follow the order of a client's rows
         order[np.argsort(groups[order], kind="stable")] = np.argsort(groups, kind="stable")
     first = fit_quietly(estimator, X, y, groups=groups)
     second = fit_quietly(estimator, X[order], y[order], groups=groups[order])
@@ -368,11 +403,12 @@ def test_for_client_predicts_alone(estimator):
 
 
 def _longest_array(model):
-    """Longest first axis among arrays, other than the classes and a grid prior's weights."""
+    """Longest first axis among arrays, other than names and the parameters of a net."""
+    ignored = {"feature_names_in_", *(["_population"] if hasattr(model, "net_") else [])}
     sizes = [
         np.shape(value)[0]
         for name, value in vars(model).items()
-        if isinstance(value, np.ndarray) and value.ndim and name not in ("feature_names_in_",)
+        if isinstance(value, np.ndarray) and value.ndim and name not in ignored
     ]
     return max(sizes, default=0)
 
@@ -392,6 +428,12 @@ def test_release_holds_no_client(estimator):
     got = response(released, X)
     if hasattr(model, "population_mean_"):
         expected = np.full(len(X), model.population_mean_)
+    elif hasattr(model, "net_"):
+        net, rows = released.net_, X.astype(np.float32)
+        expected = net.predict_proba(rows)[:, 1] if is_classifier(net) else net.predict(rows)[:, 0]
+        got = got[:, 1] if got.ndim == 2 else got
+        np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-7)
+        return
     else:
         expected = X @ model.population_coef_ + model.population_intercept_
     if hasattr(model, "classes_") and hasattr(model, "population_coef_"):
@@ -422,7 +464,8 @@ def test_every_fit_reports_its_privacy(estimator):
     assert "clients_" in report.not_released
     if math.isfinite(report.epsilon):
         assert report.noise_reproducible == (estimator not in UNREPEATABLE)
-        assert {"population_mean_", "population_coef_"} & set(report.released)
+        released = {"population_mean_", "population_coef_", "population_parameters_"}
+        assert released & set(report.released)
         assert report.adversary
         assert sum("tables are valid" in text for text in report.assumptions) == 1
     else:
@@ -483,9 +526,12 @@ def test_predict_says_what_is_missing(estimator):
         response(model, X, groups.astype(str))
     with pytest.warns(UnseenClientsWarning):
         everybody = response(model, X[:1].repeat(len(X), axis=0), groups + 100)
-    assert np.ptp(everybody, axis=0).max() == 0
-    np.testing.assert_array_equal(
-        response(model.set_params(unseen="population"), X[:1], groups[:1] + 100), everybody[:1]
+    same = 1e-12 if hasattr(model, "net_") else 0.0  # products depend on the place of a row
+    assert np.ptp(everybody, axis=0).max() <= same
+    np.testing.assert_allclose(
+        response(model.set_params(unseen="population"), X[:1], groups[:1] + 100),
+        everybody[:1],
+        rtol=same,
     )
     with pytest.raises(ValueError, match="unseen='error'"):
         response(model.set_params(unseen="error"), X, groups + 100)
@@ -647,7 +693,7 @@ REFUSED = re.compile(
     r"too (large|small) to be squared|the squares of these features overflow|rounds diverged|"
     r"is constant over all rows|clients? with different values|needs at least 2 clients|"
     r"less than one client|a single client cannot identify|is too coarse to estimate|"
-    r"random coefficients a standard deviation of"
+    r"random coefficients a standard deviation of|too large for the net's type"
 )
 # What is documented to be NaN or infinite, and where.
 TABLE_OF_COMPONENTS = {"summary.std_error", "summary.sd", "summary.correlation"}

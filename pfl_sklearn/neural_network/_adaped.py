@@ -10,9 +10,10 @@ import numpy as np
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._docs import fill_doc
 from pfl_sklearn._rounds.loop import Method, Update
-from pfl_sklearn.neural_network._base import BaseNeural, NeuralClassifierMixin, backend
+from pfl_sklearn.neural_network._base import BaseNeural, backend
 from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._pieces import Averaging, NoisyGradients
+from pfl_sklearn.neural_network._targets import LABEL_PRIOR, NeuralClassifierMixin
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
 _GLOBAL, _PSI = 0, 1  # parts of the model that steps through noise move
@@ -76,25 +77,27 @@ def adaped_steps(setup, settings, averaging, server, t, block):
     divergence = partial(population.divergence, from_first=settings.from_global)
     move_shared, noisy = _steps_of(setup.noisy_steps, shared, block)
     for X, y in block.steps():
-        outputs, others = personal(X), shared(X)
+        outputs, others = block.read(client, personal(X)), shared(X)
         losses = client.losses(outputs, y)
         before = losses.detach() if before is None else before
-        theirs = population.log_probabilities(others)
+        theirs = population.log_probabilities(block.read(population, others))
         gap = divergence(theirs.detach(), client.log_probabilities(outputs))
         personal.step(losses + gap / (2 * psi), rate)
 
-        own = client.log_probabilities(personal.evaluate(X))
+        own = client.log_probabilities(block.read(client, personal.evaluate(X)))
         pull = divergence(theirs, own) / (2 * psi)
         if settings.global_loss:
             pull = pull + settings.global_loss * population.losses(others, y)
         move_shared(pull, rate)
 
-        gap = divergence(population.log_probabilities(shared.evaluate(X)), own)
+        others = block.read(population, shared.evaluate(X))
+        gap = divergence(population.log_probabilities(others), own)
         psi = psi - settings.psi_rate * noisy(1 / (2 * psi) - gap / (2 * psi**2))
         psi = psi.clamp_min(settings.psi_min)
     change = psi.double().cpu().numpy() - float(server["psi"])
     message = averaging.message(**{"global": shared.change(), "psi": change})
     kept = {**kept, "personal": personal.array()}
+    kept.pop("offset", None)
     return Update(message, kept, np.asarray(before.cpu(), dtype=np.float64))
 
 
@@ -128,7 +131,7 @@ def started(settings, server, t, clients):
         return clients
     personal = clients["personal"].copy()
     personal[~clients["started"]] = server["global"]
-    return {"personal": personal, "started": np.ones_like(clients["started"])}
+    return {**clients, "personal": personal, "started": np.ones_like(clients["started"])}
 
 
 @fill_doc(NEURAL)
@@ -172,6 +175,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         Bound of a client's change of psi, or of its gradient: `clip_norm` and it are the units of
         the two parts of a message. With noise on sums, the message is clipped to length 1 in these
         units. With noise in steps, each part is clipped by itself, and gets noise in its own units.
+    %(label_prior)s
     %(sampling)s
     %(privacy)s
     %(warm_start)s
@@ -238,6 +242,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
 
     _parameter_constraints = {
         **BaseNeural._parameter_constraints,
+        **LABEL_PRIOR,
         "psi_init": [Interval(Real, 0, None, closed="neither")],
         "psi_min": [Interval(Real, 0, None, closed="neither")],
         "psi_learning_rate": [Interval(Real, 0, None, closed="left")],
@@ -255,6 +260,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         *,
         n_rounds=100,
         local_steps=10,
+        label_prior=None,
         psi_init=4.0,
         psi_min=0.5,
         psi_learning_rate=0.05,
@@ -298,6 +304,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
             n_jobs=n_jobs,
             random_state=random_state,
         )
+        self.label_prior = label_prior
         self.psi_init = psi_init
         self.psi_min = psi_min
         self.psi_learning_rate = psi_learning_rate

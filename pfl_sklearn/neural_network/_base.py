@@ -1,24 +1,26 @@
 """What neural estimators share: from a recipe and rows to a run, and from a run to predictions."""
 
 import math
+import os
 from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
-from sklearn.callback import with_callbacks
-from sklearn.utils import check_array, check_consistent_length
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, column_or_1d, validate_data
+from sklearn.utils import check_array
+from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import rows_by_client
-from pfl_sklearn._compat import HasMethods, Interval, fit_context
-from pfl_sklearn._labels import read_known_classes
-from pfl_sklearn._rounds.estimator import BaseRounds, CheckedTable, Run, sampling_of
+from pfl_sklearn._compat import HasMethods, Interval
+from pfl_sklearn._rounds.estimator import BaseRounds, Run, sampling_of
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
-from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
+from pfl_sklearn.base import client_values
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
+
+# Otherwise MKL lets the bits of a product depend on where in memory its factors are. It reads this
+# before its first product.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 _ADVICE = "lower the learning rate of the net (lr={rate:.4g}), or scale the features."
 
@@ -79,7 +81,7 @@ class BaseNeural(BaseRounds):
     they use the population's.
     """
 
-    _client_attributes = ("_personal", "n_samples_per_client_")
+    _client_attributes = ("_personal", "_offsets", "n_samples_per_client_")
     _population_attributes = ("_population",)
     _state_attributes = (
         "_engines",
@@ -88,8 +90,8 @@ class BaseNeural(BaseRounds):
         "n_rounds_",
         "noise_multiplier_",
     )
-    _released_names = ("the population model of every round",)
-    _kept_names = ("the clients' own models", "history_", "clients_", "n_samples_per_client_")
+    _released_names = ("population_parameters_", "the population model of every round")
+    _kept_names = ("parameters_", "history_", "clients_", "n_samples_per_client_")
     _own_steps = False  # whether the method needs plain gradient steps
 
     _parameter_constraints = {
@@ -179,7 +181,9 @@ class BaseNeural(BaseRounds):
         _, recipes = backend()
         recipe = self._recipe()
         batch_size = None if recipe.batch_size == -1 else recipe.batch_size
-        engines = self._make_engines(table, earlier, order, batch_size)
+        by_client, first_rows = rows_by_client(clients.codes, len(clients.ids))
+        X, y = table.features[by_client], table.y[by_client]
+        engines = self._make_engines(table._replace(features=X, y=y), earlier, order, batch_size)
         sampling = sampling_of(self.sampling, self.client_fraction, len(roster.now))
         before = 0 if earlier is None else earlier.state.round
         last = max(self._last_round(before), before + self._rounds_of_a_pass(clients), before)
@@ -193,15 +197,13 @@ class BaseNeural(BaseRounds):
             divides_by_count=self.clip_norm is None,
             noisy_steps=None if self._noisy_steps is None else mechanism,
         )
-        method = self._method(setup)
-        net, (by_client, offsets) = (
-            engines.client.net,
-            rows_by_client(clients.codes, len(clients.ids)),
-        )
+        found, offsets = self._label_offsets(table, clients, roster, earlier)
+        method = _with_offsets(self._method(setup), offsets)
+        net, private = engines.client.net, is_private(self)
         rows = ClientRows(
-            recipes.as_input(net, table.features)[by_client],
-            recipes.as_targets(net, table.y[by_client]),
-            offsets,
+            recipes.as_input(net, X, private),
+            recipes.as_targets(net, y, private),
+            first_rows,
             roster.now,
             Reshuffled(batch_size, self.local_steps),
             min(engine.clients_at_once for engine in engines),
@@ -213,7 +215,8 @@ class BaseNeural(BaseRounds):
             sampling=sampling,
             release=JointSum(mechanism, method.messages, self._scales()),
             positions=roster.earlier,
-            found={},
+            found=found,
+            constants=() if offsets is None else ("offset",),
             layout=engines,
             advice=_ADVICE.format(rate=setup.rates[0]),
         )
@@ -232,9 +235,13 @@ class BaseNeural(BaseRounds):
         if earlier is not None:
             recipes.take_over(net, earlier.net)
         example = np.zeros((2, *table.features.shape[1:]), table.features.dtype)
-        engine = engines.Engine(net, recipes.as_input(net, example), batch_size)
+        engine = engines.Engine(net, recipes.as_input(net, example, private=True), batch_size)
         recipes.check_outputs(engine.output_shape, table.details, net)
         return engine
+
+    def _label_offsets(self, table, clients, roster, earlier):
+        """Fitted attributes of label frequencies, and the clients' offsets; ({}, None) if none."""
+        return {}, None
 
     def _scales(self):
         """Units of the parts of a message, as :class:`JointSum` takes them."""
@@ -262,26 +269,46 @@ class BaseNeural(BaseRounds):
         features = check_array(X, allow_nd=True, dtype="numeric", estimator=self)
         validate_data(self, X, reset=False, skip_check_array=True)
         self._check_shape(features)
-        _, recipes = backend()
-        features = recipes.as_input(self._engines.client.net, features)
-        personal = getattr(self, "_personal", None)
-        if personal is None:
-            return self._engines.population.outputs(self._population, features), codes
+        offsets = self._offsets_of(codes)
+        if not hasattr(self, "_personal"):
+            return self._engines.population.outputs(self._population, features, offsets), codes
         found = None
         for code in np.unique(codes):
             rows = np.flatnonzero(codes == code)
             engine, vector = self._net_of(code)
-            outputs = engine.outputs(vector, features[rows])
+            own = None if offsets is None else offsets[rows]
+            outputs = engine.outputs(vector, features[rows], own)
             if found is None:
                 found = np.empty((len(features), *outputs.shape[1:]), outputs.dtype)
             found[rows] = outputs
         return found, codes
+
+    def _offsets_of(self, codes):
+        """Offsets (n, n_classes) of rows whose clients have these codes, or None."""
+        offsets = getattr(self, "_offsets", None)
+        if offsets is None:
+            return None
+        return client_values(offsets, np.zeros(offsets.shape[1]), codes)
 
     def _net_of(self, code):
         """Engine and parameters of the client at a position; of the population for -1."""
         if code < 0 or not hasattr(self, "_personal"):
             return self._engines.population, self._population
         return self._engines.client, self._personal[code]
+
+    @property
+    def population_parameters_(self):
+        """Parameters (p,) of the population's net, in the order of the module's."""
+        check_is_fitted(self)
+        return self._population
+
+    @property
+    def parameters_(self):
+        """Parameters (n_clients, p) of the clients' nets, in the order of the module's."""
+        self._require_fitted("clients_")
+        if hasattr(self, "_personal"):
+            return self._personal
+        return np.broadcast_to(self._population, (len(self.clients_), len(self._population)))
 
     @property
     def net_(self):
@@ -293,154 +320,13 @@ class BaseNeural(BaseRounds):
         return recipes.as_fitted(engine, vector, getattr(self, "classes_", None))
 
 
-class NeuralClassifierMixin(ClientClassifierMixin):
-    """Labels and probabilities of neural classifiers."""
+def _with_offsets(method, offsets):
+    """The method, whose clients have offsets (m, n_classes) of their own, unless these are None."""
+    if offsets is None:
+        return method
 
-    _is_classifier = True
+    def init():
+        server, clients = method.init()
+        return server, {**clients, "offset": offsets}
 
-    @with_callbacks
-    @fit_context(prefer_skip_nested_validation=True)
-    def partial_fit(self, X, y, classes=None, *, groups=None):
-        """Go on over rows, of clients seen before or new ones.
-
-        Without noise this is one pass over the rows. With noise it is `n_rounds` rounds, whatever
-        the rows are, and they are charged before any data are read.
-
-        Parameters
-        ----------
-        X : array-like of shape (n_rows, ...)
-            Features of the new rows.
-        y : array-like of shape (n_rows,)
-            Class labels.
-        classes : array-like of shape (n_classes,), default=None
-            All labels that are to occur, in the first call; None: those of `y`.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row. Clients that have no rows here keep their models.
-
-        Returns
-        -------
-        self
-        """
-        return self._partial_fit(X, y, groups, classes=classes)
-
-    def _read(self, X, y, earlier, classes=None):
-        features, attributes = self._features(X, earlier)
-        y = column_or_1d(y, warn=True)
-        check_consistent_length(features, y)
-        check_classification_targets(y)
-        known = None if earlier is None else self.classes_
-        classes, labels = read_known_classes(y, known, classes, self)
-        return CheckedTable(features, labels, {**attributes, "classes_": classes}, len(classes))
-
-    def predict_proba(self, X, *, groups=None):
-        """Probabilities of the classes, in the order of ``classes_``.
-
-        Parameters
-        ----------
-        X : array-like of shape (n_rows, ...)
-            Features, of the shape that ``fit`` saw.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows, n_classes)
-        """
-        return self._outputs(X, groups)[0]
-
-    def predict_log_proba(self, X, *, groups=None):
-        """Logarithms of the probabilities of the classes.
-
-        Parameters
-        ----------
-        X : array-like of shape (n_rows, ...)
-            Features, of the shape that ``fit`` saw.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows, n_classes)
-        """
-        return np.log(self.predict_proba(X, groups=groups))
-
-    def predict(self, X, *, groups=None):
-        """Most likely class of every row.
-
-        Parameters
-        ----------
-        X : array-like of shape (n_rows, ...)
-            Features, of the shape that ``fit`` saw.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows,)
-        """
-        check_is_fitted(self)
-        return self.classes_[self.predict_proba(X, groups=groups).argmax(axis=1)]
-
-
-class NeuralRegressorMixin(ClientRegressorMixin):
-    """Targets and predictions of neural regressors."""
-
-    _is_classifier = False
-
-    def __sklearn_tags__(self):
-        tags = super().__sklearn_tags__()
-        tags.target_tags.multi_output = True
-        tags.target_tags.single_output = True
-        return tags
-
-    @with_callbacks
-    @fit_context(prefer_skip_nested_validation=True)
-    def partial_fit(self, X, y, *, groups=None):
-        """Go on over rows, of clients seen before or new ones.
-
-        Without noise this is one pass over the rows. With noise it is `n_rounds` rounds, whatever
-        the rows are, and they are charged before any data are read.
-
-        Parameters
-        ----------
-        X : array-like of shape (n_rows, ...)
-            Features of the new rows.
-        y : array-like of shape (n_rows,) or (n_rows, n_outputs)
-            Responses, with as many columns as in the first call.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row. Clients that have no rows here keep their models.
-
-        Returns
-        -------
-        self
-        """
-        return self._partial_fit(X, y, groups)
-
-    def _read(self, X, y, earlier):
-        features, attributes = self._features(X, earlier)
-        if y is None:
-            raise ValueError(
-                f"{type(self).__name__} requires y to be passed, but the target y is None"
-            )
-        y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y", estimator=self)
-        check_consistent_length(features, y)
-        single = y.ndim == 1
-        y = y.reshape(len(y), -1)
-        return CheckedTable(features, y, {**attributes, "_single": single}, y.shape[1])
-
-    def predict(self, X, *, groups=None):
-        """Prediction for every row's client; the population's for unseen clients.
-
-        Parameters
-        ----------
-        X : array-like of shape (n_rows, ...)
-            Features, of the shape that ``fit`` saw.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows,) or (n_rows, n_outputs)
-        """
-        found = self._outputs(X, groups)[0]
-        return found.reshape(len(found)) if self._single else found.reshape(len(found), -1)
+    return method._replace(init=init)

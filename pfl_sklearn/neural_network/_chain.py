@@ -184,8 +184,11 @@ class Chain:
     def _linear(self, step, inputs):
         weight = self.parameters[step.weight].transpose(1, 2)
         if step.bias is None:
-            return torch.bmm(inputs, weight)
-        return torch.baddbmm(self.parameters[step.bias].unsqueeze(1), inputs, weight)
+            return _products(inputs, weight)
+        bias = self.parameters[step.bias].unsqueeze(1)
+        if weight.shape[2] == 1:
+            return _products(inputs, weight) + bias
+        return torch.baddbmm(bias, inputs, weight)
 
     def _backward(self, slope):
         """What each layer's parameters are to do, from the last layer to the first.
@@ -199,13 +202,23 @@ class Chain:
             if isinstance(step, Linear):
                 here = slope.view(g, b, -1)
                 if self._tape:
-                    slope = torch.bmm(here, self.parameters[step.weight]).view(g * b, -1)
+                    slope = _products(here, self.parameters[step.weight]).view(g * b, -1)
                 yield _LayerChange(self.parameters, step, entry, here)
             elif step.rectifies:
                 slope = slope * (entry > 0)
             else:
                 leaf, values = entry
                 (slope,) = torch.autograd.grad(values, leaf, slope.view(values.shape))
+
+
+def _products(first, second):
+    """Products (g, b, c) of matrices (g, b, d) and (g, d, c).
+
+    Those with a single column are summed, since torch has another algorithm for them if g = 1.
+    """
+    if second.shape[2] == 1:
+        return (first * second.transpose(1, 2)).sum(dim=2, keepdim=True)
+    return torch.bmm(first, second)
 
 
 class _LayerChange(NamedTuple):

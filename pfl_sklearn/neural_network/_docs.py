@@ -21,12 +21,23 @@ NEURAL = {
             Gradient steps of a sampled client in a round, on batches of ``batch_size`` rows of the
             net, or all its rows if it has fewer. Momentum starts anew in every round.
         """,
+    "label_prior": """
+        label_prior : None, "client", DirichletPrior or SparseDirichletPrior, default=None
+            Prior of the clients' label frequencies, through which clients read the net's outputs;
+            see the notes. "client" estimates a :class:`~pfl_sklearn.priors.SparseDirichletPrior`;
+            with noise it is the uniform Dirichlet prior of concentration 1, which is known.
+        """,
     "warm_start": """
         warm_start : bool, default=False
             Let ``fit`` continue to `n_rounds` rounds in all, with the noise multiplier that it had
             unless another is given.
         """,
     "net_attributes": """
+        parameters_ : ndarray of shape (n_clients, p)
+            Parameters of the clients' nets, in the order of the module's; buffers that training
+            moves come last.
+        population_parameters_ : ndarray of shape (p,)
+            Those of the population's net.
         net_ : skorch net
             Fitted net: the population's, or the client's if the estimator has only one client, as
             those of ``for_client`` have. Built when asked for. Its classes are positions in

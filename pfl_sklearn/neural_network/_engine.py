@@ -18,12 +18,15 @@ from torch.nn.modules.conv import _ConvNd
 from pfl_sklearn._rounds.loop import Update
 from pfl_sklearn.neural_network._chain import Chain, chain_of
 from pfl_sklearn.neural_network._recipe import (
+    embeds,
     log_probabilities,
     optimizer_of,
     probe,
     readout,
     reads_plainly,
     seeded,
+    shifted,
+    twin,
 )
 
 _LARGEST_STACKED_BATCH = 48  # rows: products of a client alone are large enough beyond it
@@ -85,7 +88,7 @@ class Engine:
         fixed = not (self.random or self.moving) and self.optimizer.is_sgd
         if self._may_stack and fixed and reads_plainly(net) and _is_mean(net.criterion_):
             self.chain = chain_of(net.module_, self.row_shape, self.dtype, self.device)
-            self._row_loss = copy.copy(net)
+            self._row_loss = twin(net, None)
             self._row_loss.criterion_ = copy.copy(net.criterion_)
             self._row_loss.criterion_.reduction = "none"
 
@@ -146,22 +149,34 @@ class Engine:
         truth, other = (first, second) if from_first else (second, first)
         return (truth.exp() * (truth - other)).sum(dim=-1).mean(dim=-1)
 
-    def outputs(self, vector, X):
+    def shifted(self, outputs, offsets):
+        """Outputs (..., n_classes) whose log probabilities are moved by `offsets`."""
+        return shifted(self.net, outputs, offsets)
+
+    def outputs(self, vector, X, offsets=None):
         """What the net with these parameters gives for rows: an array (n, ...).
+
+        Log probabilities are moved by offsets (n, n_classes), if there are any.
 
         For classifiers these are probabilities, as skorch reads them off the outputs. They are
         computed in double precision where that is cheap, so that a row's hardly depend on others.
         """
-        net = self.fitted_net(self.models(vector, 1).values[0])
+        net, kind = self.fitted_net(self.models(vector, 1).values[0]), self.array_dtype
         net.module_.eval()
-        if precise := not self._convolves and self.device.type == "cpu":
+        if not self._convolves and self.device.type == "cpu":
             net.module_.double()
+            kind = np.float64
+        if X.dtype.kind in "iu" and embeds(net):
+            kind = np.int64
         found = []
-        with torch.no_grad():
+        with torch.no_grad(), np.errstate(over="ignore"):
             for first in range(0, len(X), _ROWS_AT_ONCE):
-                rows = torch.as_tensor(X[first : first + _ROWS_AT_ONCE], device=self.device)
-                rows = rows.double() if precise and rows.is_floating_point() else rows
-                found.append(readout(net, net.infer(rows)).cpu().numpy())
+                rows = np.ascontiguousarray(X[first : first + _ROWS_AT_ONCE], dtype=kind)
+                outputs = net.infer(torch.from_numpy(rows).to(self.device))
+                if offsets is not None:
+                    own = torch.from_numpy(offsets[first : first + _ROWS_AT_ONCE])
+                    outputs = shifted(net, outputs, own.to(outputs.device))
+                found.append(readout(net, outputs).cpu().numpy())
         return np.concatenate(found)
 
     def fitted_net(self, vector):
@@ -169,8 +184,7 @@ class Engine:
 
         They are views of the vector: what changes one changes the other.
         """
-        net = copy.copy(self.net)
-        net.module_ = copy.deepcopy(self.net.module_)
+        net = twin(self.net, copy.deepcopy(self.net.module_))
         self._load(net.module_, vector)
         return net
 
@@ -285,18 +299,24 @@ class LoneModel(_Models):
 class Block(NamedTuple):
     """Clients that take their steps together.
 
-    Rows X (g, s, b, ...) and targets y (g, s, b, ...) of their s steps, as tensors, what these
-    clients keep, as arrays with clients first, and their seeds (g,), if rows come with seeds.
+    Rows X (g, s, b, ...) and targets y (g, s, b, ...) of their s steps, as tensors, and what these
+    clients keep, as arrays with clients first. Offsets (g, 1, n_classes) of log probabilities are a
+    tensor, or None; seeds (g,) are an array if rows come with seeds.
     """
 
     X: Any
     y: Any
     clients: dict[str, np.ndarray]
-    seeds: np.ndarray | None
+    offsets: Any = None
+    seeds: np.ndarray | None = None
 
     @property
     def n_clients(self):
         return len(self.X)
+
+    def read(self, engine, outputs):
+        """Outputs (g, b, ...) as these clients read them, with their offsets."""
+        return outputs if self.offsets is None else engine.shifted(outputs, self.offsets)
 
     def steps(self):
         """Rows (g, b, ...) and targets (g, b, ...) of each step."""
@@ -318,15 +338,19 @@ def run_clients(local_steps, engines, batch, clients):
     """
     device = engines[0].device
     X, y = (torch.from_numpy(values).to(device) for values in (batch.X, batch.y))
+    offsets = clients.get("offset")
+    if offsets is not None:
+        offsets = torch.from_numpy(offsets).to(device, engines[0].dtype).unsqueeze(1)
     if all(engine.stacked for engine in engines):
-        return local_steps(Block(X, y, clients, batch.seeds))
+        return local_steps(Block(X, y, clients, offsets, batch.seeds))
     done, random = [], any(engine.random for engine in engines)
     for i in range(len(X)):
         here = slice(i, i + 1)
         own = {name: values[here] for name, values in clients.items()}
         with seeded(int(batch.seeds[i]), device) if random else nullcontext():
+            moved = None if offsets is None else offsets[here]
             drawn = None if batch.seeds is None else batch.seeds[here]
-            done.append(local_steps(Block(X[here], y[here], own, drawn)))
+            done.append(local_steps(Block(X[here], y[here], own, moved, drawn)))
     return _together(done)
 
 

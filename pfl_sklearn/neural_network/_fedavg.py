@@ -7,9 +7,14 @@ from numbers import Integral, Real
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._docs import fill_doc
 from pfl_sklearn._rounds.loop import Method, Update
-from pfl_sklearn.neural_network._base import BaseNeural, NeuralClassifierMixin, NeuralRegressorMixin
+from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._pieces import Averaging, fine_tuning, train
+from pfl_sklearn.neural_network._targets import (
+    LABEL_PRIOR,
+    NeuralClassifierMixin,
+    NeuralRegressorMixin,
+)
 
 
 def fedavg(setup, proximal, fine_tune_steps):
@@ -52,6 +57,7 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
     proximal : float >= 0, default=0.0
         Weight of half the squared distance from the global net in a client's loss, by an implicit
         step. Above 0 this is FedProx.
+    %(label_prior)s
     %(sampling)s
     %(privacy)s
     %(warm_start)s
@@ -103,6 +109,7 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
 
     _parameter_constraints = {
         **BaseNeural._parameter_constraints,
+        **LABEL_PRIOR,
         "fine_tune_steps": [Interval(Integral, 0, None, closed="left")],
         "proximal": [Interval(Real, 0, math.inf, closed="both")],
     }
@@ -113,6 +120,7 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
         *,
         n_rounds=100,
         local_steps=10,
+        label_prior=None,
         fine_tune_steps=0,
         proximal=0.0,
         client_fraction=1.0,
@@ -149,6 +157,7 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
             n_jobs=n_jobs,
             random_state=random_state,
         )
+        self.label_prior = label_prior
         self.fine_tune_steps = fine_tune_steps
         self.proximal = proximal
 

@@ -7,9 +7,14 @@ import numpy as np
 
 from pfl_sklearn._docs import fill_doc
 from pfl_sklearn._rounds.loop import Method, Update
-from pfl_sklearn.neural_network._base import BaseNeural, NeuralClassifierMixin, NeuralRegressorMixin
+from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._pieces import train
+from pfl_sklearn.neural_network._targets import (
+    LABEL_PRIOR,
+    NeuralClassifierMixin,
+    NeuralRegressorMixin,
+)
 
 
 def local_nets(setup):
@@ -28,7 +33,7 @@ def local_update(engine, rates, server, t, batch, clients):
     """Nets of the clients of a block after their steps."""
 
     def local_steps(block):
-        models, losses = train(engine, block, block.clients["personal"], rates[t])
+        models, losses = train(engine, block, block.clients["personal"], rates[t], own=True)
         return Update({}, {"personal": models.array()}, losses)
 
     return engine.run(local_steps, batch, clients)
@@ -44,6 +49,7 @@ class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
     ----------
     %(recipe)s
     %(rounds)s
+    %(label_prior)s
     %(sampling)s
     %(privacy)s
     %(warm_start)s
@@ -86,12 +92,15 @@ class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
     True
     """
 
+    _parameter_constraints = {**BaseNeural._parameter_constraints, **LABEL_PRIOR}
+
     def __init__(
         self,
         estimator=None,
         *,
         n_rounds=100,
         local_steps=10,
+        label_prior=None,
         client_fraction=1.0,
         sampling="poisson",
         epsilon=math.inf,
@@ -126,6 +135,7 @@ class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
             n_jobs=n_jobs,
             random_state=random_state,
         )
+        self.label_prior = label_prior
 
     _communicates = False
 

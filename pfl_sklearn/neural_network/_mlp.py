@@ -5,21 +5,31 @@ from skorch import NeuralNetClassifier, NeuralNetRegressor
 from torch import nn
 
 
-class Standardized(nn.Module):
-    """Rows (n, d) less a centre, over a scale."""
+class Units(nn.Module):
+    """What rows (n, d) are in: standard units while the net is trained, their own afterwards."""
 
     def __init__(self, center, scale):
         super().__init__()
-        self.register_buffer("center", torch.tensor(center))
-        self.register_buffer("scale", torch.tensor(scale))
+        self.register_buffer("center", torch.tensor(center, dtype=torch.float64))
+        self.register_buffer("scale", torch.tensor(scale, dtype=torch.float64))
+
+    def standardized(self, values):
+        """Array (n, ...) in standard units."""
+        flat = values.reshape(len(values), -1)
+        found = (flat - self.center.numpy(force=True)) / self.scale.numpy(force=True)
+        return found.reshape(values.shape)
+
+
+class Standardized(Units):
+    """Inputs, brought to standard units."""
 
     def forward(self, X):
-        """Rows in standard units."""
-        return (X - self.center) / self.scale
+        """Inputs in standard units."""
+        return X if self.training else ((X - self.center) / self.scale).to(X.dtype)
 
 
-class Unstandardized(Standardized):
-    """Outputs (n, k), in standard units while the net is trained and in their own afterwards."""
+class Unstandardized(Units):
+    """Outputs, brought back from standard units."""
 
     def forward(self, X):
         """Outputs in the units of the mode."""
@@ -38,17 +48,17 @@ class MLP(nn.Module):
     hidden : int or tuple of int, default=64
         Units of each hidden layer; () is a linear model.
     center, scale : sequence of float of shape (n_inputs,), default=None
-        Taken off the features, and what they are divided by. None: 0 and 1.
+        Features less the centre, over the scale, are in standard units. None: as they are.
     output_center, output_scale : sequence of float of shape (n_outputs,), default=None
-        Outputs times this scale plus this centre are in the units of the responses. They count in
-        evaluation mode only: the net is trained in standard units. None: 0 and 1.
+        The same for the responses.
 
     Notes
     -----
     As the module of a recipe, leave out what the estimator is to take from the data: the numbers of
     inputs and outputs and, in a fit without noise, means and standard deviations of the features
     and the responses. With noise they are not looked at, so scale features by constants of your
-    own.
+    own. In training mode the net is in standard units; only in evaluation mode does it take rows
+    and give responses as they are.
 
     Examples
     --------
@@ -78,27 +88,33 @@ class MLP(nn.Module):
     ):
         super().__init__()
         layers, width = [nn.Flatten()], n_inputs
-        if center is not None or scale is not None:
-            layers.append(Standardized(center or [0.0] * width, scale or [1.0] * width))
+        if center is not None:
+            layers.append(Standardized(center, scale))
         for units in (hidden,) if isinstance(hidden, int) else hidden:
             layers += [nn.Linear(width, units), nn.ReLU()]
             width = units
         layers.append(nn.Linear(width, n_outputs))
-        if output_center is not None or output_scale is not None:
-            center = output_center or [0.0] * n_outputs
-            layers.append(Unstandardized(center, output_scale or [1.0] * n_outputs))
+        if output_center is not None:
+            layers.append(Unstandardized(output_center, output_scale))
         self.layers = nn.Sequential(*layers)
 
     def forward(self, X):
         """Outputs (n_rows, n_outputs) of rows (n_rows, ...)."""
         return self.layers(X)
 
-    def in_standard_units(self, y):
+    def standardized_inputs(self, X):
+        """Features, an array (n_rows, ...), as the net is trained on them."""
+        return self._standardized(X, Standardized)
+
+    def standardized_outputs(self, y):
         """Responses, an array (n_rows, n_outputs), as the net is trained on them."""
-        last = self.layers[-1]
-        if not isinstance(last, Unstandardized):
-            return y
-        return (y - last.center.numpy(force=True)) / last.scale.numpy(force=True)
+        return self._standardized(y, Unstandardized)
+
+    def _standardized(self, values, kind):
+        for layer in self.layers:
+            if isinstance(layer, kind):
+                return layer.standardized(values)
+        return values
 
 
 def default_recipe(is_classifier):

@@ -36,14 +36,18 @@ class Averaging(NamedTuple):
         return {**server, **moved}
 
 
-def train(engine, block, start, rate, proximal=0.0):
-    """Models of a block after its steps from `start`, and the losses (g,) before them."""
+def train(engine, block, start, rate, proximal=0.0, own=False):
+    """Models of a block after its steps from `start`, and the losses (g,) before them.
+
+    Models that the clients keep as their `own` are read through the clients' label frequencies.
+    """
     models, before = engine.models(start, block.n_clients), None
     for X, y in block.steps():
-        losses = engine.losses(models(X), y)
+        outputs = block.read(engine, models(X)) if own else models(X)
+        losses = engine.losses(outputs, y)
         before = losses.detach() if before is None else before
         models.step(losses, rate)
-        if proximal:
+        if proximal and rate:  # the weight may be infinite
             models.pull(rate * proximal)
     return models, np.asarray(before.cpu(), dtype=np.float64)
 
@@ -74,10 +78,10 @@ def fine_tuning(setup, n_steps):
 
 
 def _fine_tuned(engine, rate, server, batch, clients, own):
-    done = engine.run(partial(_tuned_block, engine, rate), batch, own)
+    done = engine.run(partial(_tuned_block, engine, rate), batch, {**clients, **own})
     return done.clients, done.losses
 
 
 def _tuned_block(engine, rate, block):
-    models, losses = train(engine, block, block.clients["personal"], rate)
+    models, losses = train(engine, block, block.clients["personal"], rate, own=True)
     return Update({}, {"personal": models.array()}, losses)

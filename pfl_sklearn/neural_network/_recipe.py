@@ -16,6 +16,7 @@ from skorch.callbacks import LRScheduler
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 
+from pfl_sklearn._squares import check_squares
 from pfl_sklearn.neural_network._mlp import MLP
 
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -179,54 +180,67 @@ def fitted_to(recipe, table, looks):
     X, y = table.features, table.y
     found = {"n_inputs": math.prod(X.shape[1:]), "n_outputs": table.details}
     if looks:
-        found["center"], found["scale"] = standard_units(X)
+        found["center"], found["scale"] = standard_units("X", X)
         if y.dtype.kind == "f":
-            found["output_center"], found["output_scale"] = standard_units(y)
+            found["output_center"], found["output_scale"] = standard_units("y", y)
     given = recipe.get_params(deep=False)
     missing = {f"module__{name}": value for name, value in found.items()}
     return clone(recipe).set_params(**{k: v for k, v in missing.items() if k not in given})
 
 
-def standard_units(values):
+def standard_units(name, values):
     """Means and standard deviations of columns of an array (n, ...), as tuples; 1 for constants."""
-    flat = values.reshape(len(values), -1).astype(np.float64)
-    center = flat.mean(axis=0)
-    scale = flat.std(axis=0)
+    values = values.astype(np.float64)
+    check_squares(name, values, smallest=0.0)
+    flat = values.reshape(len(values), -1)
+    center, scale = flat.mean(axis=0), flat.std(axis=0)
     scale[scale <= 1e-12 * np.abs(center)] = 1.0
-    return tuple(center.tolist()), tuple(scale.tolist())
+    return tuple(center.tolist()), tuple(np.where(scale > 0, scale, 1.0).tolist())
 
 
-def as_input(net, features):
-    """Rows in the type that the module takes: its parameters', or integers for embeddings.
+def as_input(net, features, private):
+    """Rows in the type that training takes: the parameters', or integers for embeddings.
 
     Raises
     ------
     ValueError
-        If values are too large for that type.
+        If values are too large for that type, and the fit is not `private`: there one client may
+        not end it, and they are cut to the largest ones.
     """
-    modules = list(net.module_.modules())
-    if features.dtype.kind in "iu" and any(isinstance(m, _EMBEDDINGS) for m in modules):
+    if isinstance(net.module_, MLP):
+        features = net.module_.standardized_inputs(features)
+    if features.dtype.kind in "iu" and embeds(net):
         return np.ascontiguousarray(features, dtype=np.int64)
-    kind = torch.empty(0, dtype=_type_of(net)).numpy().dtype
-    with np.errstate(over="ignore"):
-        found = np.ascontiguousarray(features, dtype=kind)
-    if not np.isfinite(found).all():
-        raise ValueError(f"X holds values that are too large for the net's type, {kind}.")
-    return found
+    return _in_range("X", features, _type_of(net), private)
 
 
-def as_targets(net, y):
+def as_targets(net, y, private):
     """Targets in the type that the criterion takes."""
     if isinstance(net.module_, MLP):
-        y = net.module_.in_standard_units(y)
+        y = net.module_.standardized_outputs(y)
     if y.dtype.kind == "f" or isinstance(net, NeuralNetBinaryClassifier):
-        return y.astype(torch.empty(0, dtype=_type_of(net)).numpy().dtype)
+        return _in_range("y", y, _type_of(net), private)
     return y.astype(np.int64)
 
 
+def embeds(net):
+    """Whether integers stay integers."""
+    return any(isinstance(layer, _EMBEDDINGS) for layer in net.module_.modules())
+
+
+def _in_range(name, values, kind, private):
+    """Values as a contiguous array of a floating-point type."""
+    most = np.finfo(kind).max
+    if private:
+        values = np.clip(values, -most, most)
+    elif np.abs(values).max(initial=0) > most:
+        raise ValueError(f"{name} holds values that are too large for the net's type, {kind}.")
+    return np.ascontiguousarray(values, dtype=kind)
+
+
 def _type_of(net):
-    """Type of the parameters of an initialized net."""
-    return next(net.module_.parameters()).dtype
+    """Type of the parameters of an initialized net, as numpy's."""
+    return torch.empty(0, dtype=next(net.module_.parameters()).dtype).numpy().dtype
 
 
 def check_outputs(shape, n_outputs, net):
@@ -261,11 +275,21 @@ def take_over(net, earlier):
     net.module_.load_state_dict(earlier.module_.state_dict())
 
 
+def twin(net, module):
+    """A net that differs in its module alone; skorch's own copies go through a pickle."""
+    found = object.__new__(type(net))
+    vars(found).update(vars(net))
+    vars(found)["module_"] = module
+    return found
+
+
 def as_fitted(engine, vector, classes):
     """Net with a vector of parameters, as skorch leaves it after a fit."""
-    net = copy.copy(engine.fitted_net(engine.models(vector, 1).values[0]))
+    net = engine.fitted_net(engine.models(vector, 1).values[0])
     if classes is not None:
         net.classes_inferred_ = np.arange(len(classes))
+    net.initialize_history()
+    net.initialize_optimizer()  # so that skorch can go on with these parameters
     net.module_.eval()
     return net
 
@@ -299,8 +323,7 @@ def probe(net, example):
     ValueError
         If the module refuses them.
     """
-    trial, device = copy.copy(net), torch.device(net.device)
-    trial.module_ = copy.deepcopy(net.module_).train()
+    trial, device = twin(net, copy.deepcopy(net.module_).train()), torch.device(net.device)
     before = {name: values.clone() for name, values in trial.module_.named_buffers()}
     with seeded(0, device), torch.no_grad():
         state = torch.random.get_rng_state()
@@ -381,6 +404,23 @@ def readout(net, outputs):
     return net._get_predict_nonlinearity()(outputs.double())
 
 
+def shifted(net, outputs, offsets):
+    """Outputs (..., n_classes) whose log probabilities, up to a constant, are moved by `offsets`.
+
+    Raises
+    ------
+    ValueError
+        If the criterion does not say what outputs are.
+    """
+    if isinstance(net.criterion_, torch.nn.CrossEntropyLoss):
+        return outputs + offsets
+    if isinstance(net.criterion_, torch.nn.NLLLoss):
+        return torch.softmax(log_probabilities(net, outputs) + offsets, dim=-1)
+    if isinstance(net.criterion_, torch.nn.BCEWithLogitsLoss):
+        return outputs + (offsets[..., 1] - offsets[..., 0])
+    raise _unknown_outputs(net)
+
+
 def log_probabilities(net, outputs):
     """Logarithms (..., n_classes) of the probabilities that outputs (..., n_classes) stand for.
 
@@ -396,7 +436,12 @@ def log_probabilities(net, outputs):
         return torch.log(outputs + torch.finfo(outputs.dtype).eps)
     if isinstance(criterion, torch.nn.BCEWithLogitsLoss):
         return F.logsigmoid(torch.stack([-outputs, outputs], dim=-1))
-    raise ValueError(
-        f"criterion={type(criterion).__name__} of the net does not say what its outputs are; give "
+    raise _unknown_outputs(net)
+
+
+def _unknown_outputs(net):
+    criterion = type(net.criterion_).__name__
+    return ValueError(
+        f"criterion={criterion} of the net does not say what its outputs are; give "
         "CrossEntropyLoss (logits), NLLLoss (probabilities) or BCEWithLogitsLoss (one logit)."
     )

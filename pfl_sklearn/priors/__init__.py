@@ -6,17 +6,21 @@ parameters, so you can pass it back in as known.
 """
 
 from pfl_sklearn.priors._beta import BetaPrior
+from pfl_sklearn.priors._dirichlet import DirichletPrior
 from pfl_sklearn.priors._discrete import DiscretePrior
 from pfl_sklearn.priors._gaussian import GaussianPrior
 from pfl_sklearn.priors._gaussian_mixture import GaussianMixturePrior
 from pfl_sklearn.priors._grid import GridPrior
 from pfl_sklearn.priors._laplace import LaplacePrior
+from pfl_sklearn.priors._sparse_dirichlet import SparseDirichletPrior
 
 __all__ = [
     "BetaPrior",
+    "DirichletPrior",
     "DiscretePrior",
     "GaussianMixturePrior",
     "GaussianPrior",
     "GridPrior",
     "LaplacePrior",
+    "SparseDirichletPrior",
 ]

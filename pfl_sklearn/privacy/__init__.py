@@ -16,6 +16,7 @@ from pfl_sklearn.privacy._ledger import BudgetExceeded, PrivacyLedger
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
 from pfl_sklearn.privacy._mechanisms._clustering import PrivateClustering
 from pfl_sklearn.privacy._mechanisms._discrete_gaussian import DiscreteGaussianMechanism
+from pfl_sklearn.privacy._mechanisms._frequencies import FrequencyMoments
 from pfl_sklearn.privacy._mechanisms._gaussian import ClientMoments, GaussianMechanism
 from pfl_sklearn.privacy._mechanisms._quantizer import StochasticQuantizer
 from pfl_sklearn.privacy._mechanisms._randomizers import OneBit, SubsetSelection, TwoBit
@@ -30,6 +31,7 @@ __all__ = [
     "ClippedSum",
     "DiscreteGaussianMechanism",
     "FitCost",
+    "FrequencyMoments",
     "GaussianEvent",
     "GaussianMechanism",
     "OneBit",

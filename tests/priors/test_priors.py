@@ -1,5 +1,7 @@
 """Checks that every prior passes, from one registry, and what is particular to each."""
 
+import itertools
+import math
 import pickle
 
 import numpy as np
@@ -10,11 +12,13 @@ from sklearn.base import clone
 import pfl_sklearn.priors
 from pfl_sklearn.priors import (
     BetaPrior,
+    DirichletPrior,
     DiscretePrior,
     GaussianMixturePrior,
     GaussianPrior,
     GridPrior,
     LaplacePrior,
+    SparseDirichletPrior,
 )
 from pfl_sklearn.priors._grid import mixing_weights
 
@@ -45,20 +49,31 @@ PRIORS = {
     DiscretePrior: [DiscretePrior(3, points=MEANS, weights=WEIGHTS)],
     BetaPrior: [BetaPrior(alpha=2.0, beta=5.0), BetaPrior(alpha=0.4, beta=0.1)],
     GridPrior: [GridPrior(n_points=5, weights=[0.1, 0.2, 0.3, 0.4, 0.0])],
+    DirichletPrior: [DirichletPrior(mean=[0.2, 0.5, 0.3], concentration=8.0)],
+    SparseDirichletPrior: [
+        SparseDirichletPrior(
+            mean=[0.2, 0.5, 0.3],
+            concentration=8.0,
+            weights=[0.3, 0.4, 0.3],
+            sparse_concentration=2.0,
+        )
+    ],
 }
 SLOW = PRIORS[GaussianMixturePrior][1:]
 PROPORTIONS = (BetaPrior, GridPrior)
+FREQUENCIES = (DirichletPrior, SparseDirichletPrior)
 KNOWN = [prior for priors in PRIORS.values() for prior in priors]
-VECTORS = [prior for prior in KNOWN if not isinstance(prior, PROPORTIONS)]
+VECTORS = [prior for prior in KNOWN if not isinstance(prior, PROPORTIONS + FREQUENCIES)]
 SCALED = {"mean": 1, "covariance": 2, "location": 1, "scale": 1}
 SCALED |= {"means": 1, "covariances": 2, "points": 1, "weights": 0}
+OTHERS = {"alpha", "beta", "concentration", "sparse_concentration"}
 every_known = pytest.mark.parametrize("prior", KNOWN, ids=repr)
 every_vector = pytest.mark.parametrize("prior", VECTORS, ids=repr)
 
 
 def unknown(prior):
     """The same prior with everything to be estimated."""
-    values = {*SCALED, "alpha", "beta"} & set(prior.get_params())
+    values = {*SCALED, *OTHERS} & set(prior.get_params())
     return clone(prior).set_params(**dict.fromkeys(values))
 
 
@@ -69,11 +84,7 @@ def parameters(prior):
         values["covariance"] = prior.known_covariance(2)
     if "covariances" in values:
         values["covariances"] = prior.known_mixture(2)[1]
-    return {
-        name: np.asarray(value)
-        for name, value in values.items()
-        if name in {*SCALED, "alpha", "beta"}
-    }
+    return {name: np.asarray(value) for name, value in values.items() if name in {*SCALED, *OTHERS}}
 
 
 def inside(prior, theta):
@@ -126,7 +137,8 @@ def test_rescaling(prior):
 def test_samples_repeat_with_a_seed(prior):
     first, second, third = (prior.sample(5, random_state=seed) for seed in (0, 0, 1))
     np.testing.assert_array_equal(first, second)
-    assert first.shape == (5, 1 if isinstance(prior, PROPORTIONS) else 2)
+    width = 1 if isinstance(prior, PROPORTIONS) else 3 if isinstance(prior, FREQUENCIES) else 2
+    assert first.shape == (5, width)
     assert not np.array_equal(first, third)
 
 
@@ -137,12 +149,25 @@ def test_round_trip(prior):
         np.testing.assert_array_equal(copy.log_prob(theta), prior.log_prob(theta))
 
 
+def mass_on_faces(prior, rng):
+    """Integral of a density over the faces of the simplex of three labels that it covers."""
+    mass, sizes = 0.0, (3,) if isinstance(prior, DirichletPrior) else (1, 2, 3)
+    for size in sizes:
+        for labels in itertools.combinations(range(3), size):
+            theta = np.zeros((200_000, 3))
+            theta[:, labels] = rng.dirichlet(np.ones(size), len(theta))
+            mass += np.mean(np.exp(prior.log_prob(theta))) / math.factorial(size - 1)
+    return mass
+
+
 @every_known
 def test_log_prob_is_a_density(prior):
     rng = np.random.default_rng(0)
     if isinstance(prior, GridPrior | DiscretePrior):
         points = prior.support if isinstance(prior, GridPrior) else prior.points
         mass = np.exp(prior.log_prob(points)).sum()
+    elif isinstance(prior, FREQUENCIES):
+        mass = mass_on_faces(prior, rng)
     elif not isinstance(prior, BetaPrior):
         theta = rng.standard_t(4, size=(400_000, 2)) * 3
         proposal = stats.t(4, scale=3).logpdf(theta).sum(axis=1)
@@ -162,7 +187,11 @@ def test_posterior_is_the_conditional_mean(prior):
     """Bayes by simulation: clients with the same data, averaged."""
     theta = prior.sample(400_000, random_state=0)
     rng = np.random.default_rng(1)
-    if not isinstance(prior, PROPORTIONS):
+    if isinstance(prior, FREQUENCIES):
+        counts = rng.multinomial(6, theta)
+        near = (counts == [0, 5, 1]).all(axis=1)
+        mean, variance = prior.posterior(np.array([[0, 5, 1]]))
+    elif not isinstance(prior, PROPORTIONS):
         seen = theta + rng.normal(size=theta.shape)
         near = np.abs(seen - [1.5, -1.0]).max(axis=1) < 0.1
         mean, variance = prior.posterior(np.array([[1.5, -1.0]]), np.array([[1.0]]))
@@ -269,6 +298,13 @@ def test_a_point_that_explains_nothing_does_not_stop_the_fit():
         (GridPrior(n_points=1), [[0.5]], "'n_points' parameter"),
         (GaussianPrior(covariance_type="round"), [[0.5]], "'covariance_type' parameter"),
         (GaussianPrior(), [[np.nan]], "NaN"),
+        (DirichletPrior(), [[0.0, 1.0]], r"theta.*positive.*DirichletPrior.*\b0\b"),
+        (SparseDirichletPrior(), [[0.5, 0.6]], r"theta.*sum 1.*SparseDirichletPrior.*1\.1"),
+        (DirichletPrior(mean=[0.5, 0.6]), [[0.5, 0.5]], r"mean of DirichletPrior.*sum 1\.1"),
+        (DirichletPrior(mean=[1.0, 0.0]), [[0.5, 0.5]], r"mean of DirichletPrior.*positive"),
+        (DirichletPrior(mean=[0.5, 0.5]), [[0.2, 0.3, 0.5]], r"DirichletPrior.*\b3\b.*\b2\b"),
+        (SparseDirichletPrior(weights=[0.5, 0.5]), [[0.2, 0.3, 0.5]], r"weights.*\b3\b.*\b2\b"),
+        (SparseDirichletPrior(mean=[0.5, 0.5]), [[0.2, 0.3, 0.5]], r"mean.*\b3\b.*\b2\b"),
     ],
 )
 def test_bad_input(prior, theta, error):
@@ -284,12 +320,17 @@ UNKNOWN = [
     LaplacePrior(),
     DiscretePrior(),
     GaussianMixturePrior(),
+    DirichletPrior(mean=[1.0]),
+    SparseDirichletPrior(),
 ]
 USES = {
     "log_prob": [[[0.5]]],
     "sample": [],
     "moments": [],
     "posterior": [np.ones((1, 1)), np.ones((1, 1))],
+    "log_frequencies": [np.ones((1, 1))],
+    "log_likelihood": [np.ones((1, 1))],
+    "label_numbers": [np.ones((1, 1))],
 }
 
 
@@ -299,9 +340,9 @@ USES = {
     ids=repr,
 )
 def test_unknown_priors_say_so(prior, use):
-    args = USES[use]
+    args = USES[use][:1] if isinstance(prior, FREQUENCIES) else USES[use]
     with pytest.raises(
-        ValueError, match=f"{type(prior).__name__}.*(alpha|covariance|scale|weights)"
+        ValueError, match=f"{type(prior).__name__}.*(alpha|covariance|concentration|scale|weights)"
     ):
         getattr(prior, use)(*args)
 

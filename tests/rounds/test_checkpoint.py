@@ -15,42 +15,12 @@ from sklearn.base import clone
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
 from pfl_sklearn.privacy import PrivacyLedger
 from tests.helpers.checkpointed_run import PRIVATE, ROOT, checkpointed_run, table
+from tests.helpers.interruption import interrupt
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
 SCRIPT = "tests.helpers.checkpointed_run"
 FITTED = ("population_coef_", "coef_", "intercept_", "n_samples_per_client_", "clients_")
-
-
-class Killed(BaseException):
-    pass
-
-
-class KillAt:
-    """Stands in for a kill: no clean-up of the fit gets to run."""
-
-    def __init__(self, monkeypatch, at):
-        from pfl_sklearn._rounds import checkpoint as _checkpoint
-
-        observe = _checkpoint.Checkpoint.observe
-
-        def killing(checkpoint, state):
-            observe(checkpoint, state)
-            if state.round == at:
-                raise Killed
-
-        monkeypatch.setattr(_checkpoint.Checkpoint, "observe", killing)
-
-
-def interrupt(model, data, at):
-    """Fit that ends without a clean-up after some rounds; its checkpoint is left."""
-    X, y, groups = data
-    with pytest.MonkeyPatch.context() as patch:
-        KillAt(patch, at)
-        with pytest.raises(Killed):
-            model.fit(X, y, groups=groups)
-    assert os.path.exists(model.checkpoint)
-    return model
 
 
 def assert_same_fit(one, other):

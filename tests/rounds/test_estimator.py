@@ -1,7 +1,6 @@
 """The life of an estimator on rounds that is not PPSGD: FedAvg with a last phase."""
 
 import math
-import os
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ from pfl_sklearn.linear_model import DivergenceError
 from pfl_sklearn.privacy import PrivacyLedger
 from tests.helpers.callbacks import StopAfter
 from tests.helpers.fedavg_estimator import FedAvgRegressor, Recipe
+from tests.helpers.interruption import interrupt
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
@@ -34,23 +34,6 @@ def assert_same_fit(one, other):
     np.testing.assert_array_equal(one.tuned_, other.tuned_)
     np.testing.assert_equal(one.history_, other.history_)
     assert one.privacy_ == other.privacy_
-
-
-def interrupt(model, data, at):
-    from pfl_sklearn._rounds.checkpoint import Checkpoint
-
-    X, y, groups = data
-    original = Checkpoint.observe
-
-    def observe(checkpoint, state):
-        original(checkpoint, state)
-        if state.round == at:
-            raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Checkpoint, "observe", observe)
-        model.fit(X, y, groups=groups)
-    assert os.path.exists(model.checkpoint)
 
 
 @pytest.mark.parametrize("params", [{}, PRIVATE, {**PRIVATE, "clip_quantile": 0.5}], ids=str)

@@ -18,6 +18,7 @@ from pfl_sklearn.privacy import (
     ClientMoments,
     ClippedSum,
     DiscreteGaussianMechanism,
+    FrequencyMoments,
     GaussianMechanism,
     OneBit,
     PrivateClustering,
@@ -423,6 +424,7 @@ BOUNDED = {
     "ClientMoments": lambda values: ClientMoments(1e-3, True, True, True).messages(
         values, np.abs(values[:, 0])
     ),
+    "FrequencyMoments": lambda values: FrequencyMoments().messages(values),
     "RegressionMoments.messages": lambda values: RegressionMoments(2, 1e-3, 1e-3).messages(
         values, values[:, 0]
     ),

@@ -1,0 +1,341 @@
+"""Dirichlet population prior of label frequencies."""
+
+from numbers import Real
+
+import numpy as np
+from scipy.special import gammaln, xlogy
+from sklearn.base import BaseEstimator, clone
+from sklearn.utils import check_array, check_random_state
+
+from pfl_sklearn._compat import Interval
+from pfl_sklearn.priors._label_counts import (
+    check_counts,
+    compress,
+    concentration_range,
+    dirichlet_draws,
+    log_likelihoods,
+    maximum_on,
+    mean_frequencies,
+    ml_concentration,
+    onto_simplex,
+)
+
+
+class DirichletPrior(BaseEstimator):
+    r"""Dirichlet distribution of the clients' label frequencies.
+
+    .. math:: \pi_i \sim \mathrm{Dirichlet}(\alpha \pi), \qquad i = 1, \dots, m.
+
+    Clients are more alike the larger the concentration :math:`\alpha` is. A client with counts
+    :math:`c_i` in :math:`n_i` rows has the posterior mean
+    :math:`(c_i + \alpha \pi) / (n_i + \alpha)`.
+
+    Parameters
+    ----------
+    mean : array-like of shape (n_labels,) or None, default=None
+        Population frequencies :math:`\pi`, positive and with sum 1. None: estimated.
+    concentration : float, > 0, or None, default=None
+        Concentration :math:`\alpha`, in rows. None: estimated.
+
+    See Also
+    --------
+    SparseDirichletPrior : Most clients have only some of the labels.
+    BetaPrior : Two labels.
+
+    Notes
+    -----
+    The estimated mean is the average of the clients' frequencies. One more row, spread evenly
+    over the labels, keeps labels that nobody has above 0. The estimated concentration maximizes
+    the Dirichlet-multinomial likelihood at that mean, every client being one draw from the prior.
+    If all clients have one row, the data say nothing about it, and it is the largest: no client
+    differs from the population. It is at most 10,000 times the number of rows of the largest
+    client (at least 10^6), and at least so large that one row of all clients' rows is expected
+    to bring its client a further label.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.priors import DirichletPrior
+    >>> prior = DirichletPrior(mean=[0.5, 0.3, 0.2], concentration=10.0)
+    >>> mean, variance = prior.posterior(np.array([[5, 0, 0], [0, 0, 0]]))
+    >>> mean.round(3)
+    array([[0.667, 0.2  , 0.133],
+           [0.5  , 0.3  , 0.2  ]])
+    """
+
+    _parameter_constraints = {
+        "mean": ["array-like", None],
+        "concentration": [Interval(Real, 0, None, closed="neither"), None],
+    }
+
+    def __init__(self, mean=None, concentration=None):
+        self.mean = mean
+        self.concentration = concentration
+
+    @property
+    def is_known(self):
+        """Whether both parameters are given; checks the mean."""
+        return self._given_mean() is not None and self.concentration is not None
+
+    def _given_mean(self):
+        return None if self.mean is None else check_frequencies(self, "mean", self.mean)
+
+    def _known(self):
+        """Mean (K,) and concentration of a known prior."""
+        if not self.is_known:
+            raise ValueError(
+                "this DirichletPrior is not known yet; give mean and concentration, or fit it."
+            )
+        return self._given_mean(), float(self.concentration)
+
+    def fit(self, theta):
+        """Fit the prior to label frequencies observed without noise.
+
+        The mean is their average, and the concentration maximizes the likelihood at that mean.
+
+        Parameters
+        ----------
+        theta : array-like of shape (n_clients, n_labels), > 0
+            Frequencies of one client per row, with sum 1.
+
+        Returns
+        -------
+        DirichletPrior
+            A new, known prior; this prior does not change. A known prior is copied.
+        """
+        self._validate_params()
+        theta = check_array(theta, dtype=float)
+        if not (theta > 0).all() or np.abs(theta.sum(axis=1) - 1).max() > 1e-6:
+            raise ValueError(
+                "theta must be positive frequencies with sum 1 per client to fit a DirichletPrior; "
+                f"got a smallest one of {theta.min():g} and sums from {theta.sum(axis=1).min():g} "
+                f"to {theta.sum(axis=1).max():g}."
+            )
+        mean = self._mean_of(theta.mean(axis=0) / theta.mean(axis=0).sum())
+        concentration = self.concentration
+        if concentration is None:
+            logs = np.log(theta).mean(axis=0)
+
+            def likelihood(point):
+                shapes = np.exp(point) * mean
+                return gammaln(shapes.sum()) - gammaln(shapes).sum() + (shapes - 1) @ logs
+
+            concentration = maximum_on(likelihood, 1e-6, 1e8)
+        return self._with(mean, concentration)
+
+    def fit_counts(self, counts, client_weights=None):
+        """Fit the prior to the clients' label counts.
+
+        Parameters
+        ----------
+        counts : array-like of shape (n_clients, n_labels), >= 0
+            Number of rows of each client with each label. Clients without rows count for nothing.
+        client_weights : array-like of shape (n_clients,), >= 0, or None, default=None
+            Weights of the clients' frequencies in the mean: those with which a training averages
+            the clients. Numbers of rows give the frequencies of the table. None: equal weights.
+            Clients have equal weights in the likelihood of the concentration always.
+
+        Returns
+        -------
+        DirichletPrior
+            A new, known prior; this prior does not change. A known prior is copied.
+        """
+        self._validate_params()
+        counts = check_counts(counts)
+        mean = self._mean_of(mean_frequencies(counts, check_weights(client_weights, len(counts))))
+        concentration = self.concentration
+        if concentration is None:
+            concentration = ml_concentration(compress(counts), mean, np.ones(len(counts)))
+        return self._with(mean, concentration)
+
+    def fit_sums(self, frequencies, square, n_rows, noise_std=0.0):
+        r"""Fit the prior to sums over clients, which may have noise.
+
+        .. math::
+
+            H = \frac{A - c}{1 - c}, \qquad \alpha = \frac{1 - H}{H - |\pi|^2}
+
+        where A is the mean over clients of the squared norm of their frequencies, c the mean of
+        :math:`1 / n_i`, and H estimates the mean of :math:`|\pi_i|^2`.
+
+        Parameters
+        ----------
+        frequencies : ndarray of shape (n_labels,)
+            Sum of the clients' label frequencies.
+        square : float
+            Sum of the squared norms of the clients' label frequencies.
+        n_rows : ndarray of shape (n_clients,), >= 0
+            Number of rows of each client: public. Clients without rows count for nothing.
+        noise_std : float, >= 0, default=0.0
+            Standard deviation of the noise in every coordinate of the sums.
+
+        Returns
+        -------
+        DirichletPrior
+            A new, known prior; this prior does not change. A known prior is copied. The mean is
+            the nearest point of the simplex, no label being below the noise (or below an even
+            share, if the noise exceeds that). Clients are never more alike than the noise can tell.
+
+        Notes
+        -----
+        :math:`|\pi|^2` is estimated without bias: from the squared norm of the mean, the expected
+        square of the noise is subtracted, and what the clients' own deviations add to it.
+        :math:`H - |\pi|^2` is at least the noise on A. Labels lie no lower than the noise because
+        a correction of predictions divides by them.
+        """
+        self._validate_params()
+        n_rows = np.asarray(n_rows, dtype=float)
+        n_rows = n_rows[n_rows > 0]
+        m, n_labels = max(len(n_rows), 1), len(frequencies)
+        average, noise = np.asarray(frequencies, dtype=float) / m, noise_std / m
+        lowest = 1 / (n_labels * (n_rows.sum() + 1))
+        raised = np.maximum(onto_simplex(average), max(min(noise, 1 / n_labels), lowest))
+        mean = self._mean_of(raised / raised.sum())
+        concentration = self.concentration
+        if concentration is None:
+            alike = mean @ mean
+            if self.mean is None and m > 1:
+                alike = squared_norm_of_mean(average, square / m, m, noise)
+                alike = np.clip(alike, 1 / n_labels, 1.0)
+            concentration = _moment_concentration(square / m, alike, n_rows, noise)
+        return self._with(mean, concentration)
+
+    def _mean_of(self, estimate):
+        """The given mean, or an estimate of as many labels."""
+        given = self._given_mean()
+        if given is not None and len(given) != len(estimate):
+            raise ValueError(
+                f"mean of {type(self).__name__} must have one frequency for each of "
+                f"{len(estimate)} labels; got {len(given)}."
+            )
+        return estimate if given is None else given
+
+    def _with(self, mean, concentration):
+        return clone(self).set_params(mean=mean, concentration=float(concentration))
+
+    def log_prob(self, theta):
+        """Log density of label frequencies under a known prior.
+
+        Parameters
+        ----------
+        theta : array-like of shape (n_clients, n_labels)
+            Frequencies of one client per row, with sum 1.
+
+        Returns
+        -------
+        ndarray of shape (n_clients,), in nats
+            With respect to all frequencies but the last.
+        """
+        mean, concentration = self._known()
+        shapes = concentration * mean
+        theta = check_array(theta, dtype=float)
+        return xlogy(shapes - 1, theta).sum(axis=1) + gammaln(concentration) - gammaln(shapes).sum()
+
+    def sample(self, n_samples=1, random_state=None):
+        """Draw label frequencies from a known prior.
+
+        Parameters
+        ----------
+        n_samples : int, default=1
+            Number of draws.
+        random_state : int, RandomState instance or None, default=None
+            Seed of the draws.
+
+        Returns
+        -------
+        ndarray of shape (n_samples, n_labels)
+        """
+        mean, concentration = self._known()
+        shapes = np.tile(concentration * mean, (n_samples, 1))
+        return dirichlet_draws(shapes, check_random_state(random_state))
+
+    def log_likelihood(self, counts):
+        """Log probability of each client's labels, in their order, under a known prior.
+
+        Parameters
+        ----------
+        counts : array-like of shape (n_clients, n_labels), >= 0
+            Number of rows of each client with each label.
+
+        Returns
+        -------
+        ndarray of shape (n_clients,), in nats
+        """
+        mean, concentration = self._known()
+        return log_likelihoods(compress(check_counts(counts)), mean, concentration)
+
+    def posterior(self, counts):
+        """Posterior of the clients' label frequencies given their counts.
+
+        Parameters
+        ----------
+        counts : array-like of shape (n_clients, n_labels), >= 0
+            Number of rows of each client with each label.
+
+        Returns
+        -------
+        mean, variance : ndarrays of shape (n_clients, n_labels)
+            The rows of `mean` sum to 1.
+        """
+        mean, concentration = self._known()
+        counts = check_counts(counts)
+        total = counts.sum(axis=1, keepdims=True) + concentration
+        posterior = (counts + concentration * mean) / total
+        return posterior, posterior * (1 - posterior) / (total + 1)
+
+    def log_frequencies(self, counts):
+        """Log of the posterior means of the clients' label frequencies.
+
+        Parameters
+        ----------
+        counts : array-like of shape (n_clients, n_labels), >= 0
+            Number of rows of each client with each label.
+
+        Returns
+        -------
+        ndarray of shape (n_clients, n_labels)
+            Finite, in nats.
+        """
+        return np.log(self.posterior(counts)[0])
+
+
+def check_frequencies(prior, name, value):
+    """A prior's frequencies (K,), positive and with sum 1."""
+    value = np.asarray(value, dtype=float)
+    if value.ndim != 1 or not (value > 0).all() or abs(value.sum() - 1) > 1e-8:
+        raise ValueError(
+            f"{name} of {type(prior).__name__} must be positive numbers of shape (n_labels,) that "
+            f"sum to 1; got shape {value.shape} with sum {value.sum():.6g} and a smallest one of "
+            f"{value.min(initial=np.inf):.3g}."
+        )
+    return value
+
+
+def check_weights(weights, n_clients):
+    """Weights (m,) of clients, not all 0; equal ones for None."""
+    if weights is None:
+        return np.ones(n_clients)
+    weights = np.asarray(weights, dtype=float)
+    if weights.shape != (n_clients,) or not (weights >= 0).all() or not weights.any():
+        raise ValueError(
+            f"client_weights must be {n_clients} non-negative numbers, one for each client and not "
+            f"all 0; got shape {weights.shape} with sum {weights.sum():g}."
+        )
+    return weights
+
+
+def squared_norm_of_mean(average, square, m, noise):
+    """Unbiased estimate of |pi|^2 from noisy means of f_i and |f_i|^2 over m >= 2 clients."""
+    of_average = average @ average - len(average) * noise**2
+    return (m * of_average - square) / (m - 1)
+
+
+def _moment_concentration(square, alike, n_rows, noise):
+    """Concentration from noisy mean |f_i|^2, an estimate of |pi|^2, and numbers of rows (m,)."""
+    low, high = concentration_range(n_rows if len(n_rows) else np.ones(1))
+    if len(n_rows) < 2 or n_rows.max() <= 1:
+        return high
+    share = np.mean(1 / n_rows)
+    own = np.clip((square - share) / (1 - share), 0.0, 1.0)
+    spread = max(own - alike, noise)
+    return high if spread * high <= 1 - own else max((1 - own) / spread, low)

@@ -1,0 +1,145 @@
+"""Label counts of clients, compressed, and the Dirichlet-multinomial likelihood of them."""
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import minimize_scalar
+from scipy.special import gammaln, logsumexp, psi
+from sklearn.utils import check_array
+
+_GRID_POINTS = 24
+_STIRLING = 10.0
+
+
+class LabelCounts(NamedTuple):
+    """Non-zero counts of m clients and K labels; equal ones of a label are stored once."""
+
+    n_rows: np.ndarray  # (m,)
+    n_seen: np.ndarray  # (m,), distinct labels of each client
+    owner: np.ndarray  # (e,), client of each non-zero count
+    position: np.ndarray  # (e,), where its label and value are in the next two
+    labels: np.ndarray  # (u,)
+    values: np.ndarray  # (u,)
+
+    def by_client(self, each):
+        """Sums (m,) over the labels of a client of a number (u,) for each label and value."""
+        return np.bincount(self.owner, each[self.position], len(self.n_rows))
+
+    def occurrences(self, weights):
+        """Summed weights (u,) of the clients that have each label and value."""
+        return np.bincount(self.position, weights[self.owner], len(self.values))
+
+
+def check_counts(counts):
+    """Label counts as an array (m, K) of finite, non-negative floats."""
+    counts = check_array(counts, dtype=float)
+    if counts.min() < 0:
+        raise ValueError(f"counts of labels must not be negative; got {counts.min():g}.")
+    return counts
+
+
+def compress(counts):
+    """Compressed label counts (m, K)."""
+    owner, label = np.nonzero(counts)
+    value = counts[owner, label]
+    distinct, rank = np.unique(value, return_inverse=True)
+    keys, position = np.unique(label * len(distinct) + rank, return_inverse=True)
+    labels, ranks = np.divmod(keys, max(len(distinct), 1))
+    n_seen = np.bincount(owner, minlength=len(counts))
+    return LabelCounts(counts.sum(axis=1), n_seen, owner, position, labels, distinct[ranks])
+
+
+def log_rising(base, counts):
+    """Log of base (base + 1) ... (base + counts - 1), which is 0 for no count.
+
+    Log-gamma functions of a large base would cancel; Stirling's series does so before rounding.
+    """
+    large = np.maximum(base, _STIRLING)
+    top = large + counts
+    series = (large - 0.5) * np.log1p(counts / large) + counts * (np.log(top) - 1)
+    series = series + _stirling_rest(top) - _stirling_rest(large)
+    return np.where(base < _STIRLING, gammaln(base + counts) - gammaln(base), series)
+
+
+def _stirling_rest(z):
+    """Log-gamma function minus its first terms (z - 1/2) log z - z + log(2 pi) / 2, for z >= 10."""
+    squared = 1 / z**2
+    return (1 / 12 - squared * (1 / 360 - squared * (1 / 1260 - squared / 1680))) / z
+
+
+def log_likelihoods(table, mean, concentration):
+    """Log probability (m,) of each client's labels, in their order, under a Dirichlet prior."""
+    rising = log_rising(concentration * mean[table.labels], table.values)
+    return table.by_client(rising) - log_rising(concentration, table.n_rows)
+
+
+def ml_concentration(table, mean, weights):
+    """Concentration with the largest Dirichlet-multinomial likelihood, clients weighted (m,)."""
+    times = table.occurrences(weights)
+    sizes, position = np.unique(table.n_rows, return_inverse=True)
+    clients = np.bincount(position, weights)
+
+    def negative(log_concentration):
+        total = np.exp(log_concentration)
+        seen = times @ log_rising(total * mean[table.labels], table.values)
+        return clients @ log_rising(total, sizes) - seen
+
+    low, high = concentration_range(table.n_rows)
+    return maximum_on(lambda point: -negative(point), low, high)
+
+
+def maximum_on(value, low, high):
+    """Argument in [low, high] at which `value`, of its log, is largest; a tie goes to the top."""
+    grid = np.linspace(np.log(low), np.log(high), _GRID_POINTS)
+    values = np.array([value(point) for point in grid])
+    tie = 1e-9 * (1 + np.abs(values.max()))
+    best = int(np.flatnonzero(values >= values.max() - tie)[-1])
+    if best == _GRID_POINTS - 1:
+        return float(high)
+    bounds = grid[max(best - 1, 0)], grid[best + 1]
+    found = minimize_scalar(
+        lambda point: -value(point), bounds=bounds, method="bounded", options={"xatol": 1e-7}
+    )
+    return float(np.exp(found.x if -found.fun > values[best] else grid[best]))
+
+
+def concentration_range(n_rows):
+    """Concentrations that stand for "one label a client" and for "all clients alike".
+
+    Under the first, one row of all clients' rows is expected to bring its client a further label.
+    The second is 10,000 times the largest client.
+    """
+    further = np.sum(psi(np.maximum(n_rows, 1.0)) + np.euler_gamma)
+    return 1 / max(further, 1.0), 1e4 * max(float(np.max(n_rows)), 100.0)
+
+
+def mean_frequencies(counts, weights):
+    """Weighted mean (K,) of the clients' label frequencies, with one more row spread evenly.
+
+    That row keeps labels that nobody has above 0.
+    """
+    n_rows = counts.sum(axis=1)
+    frequencies = counts / np.maximum(n_rows, np.finfo(float).tiny)[:, None]
+    weights = np.where(n_rows > 0, weights, 0.0)
+    mean = weights @ frequencies / max(weights.sum(), np.finfo(float).tiny)
+    total = n_rows.sum() if weights.sum() > 0 else 0.0
+    return (total * mean + 1 / counts.shape[1]) / (total + 1)
+
+
+def onto_simplex(vector):
+    """Nearest point of the probability simplex to a vector (K,)."""
+    falling = np.sort(vector)[::-1]
+    excess = (np.cumsum(falling) - 1) / np.arange(1, len(vector) + 1)
+    return np.maximum(vector - excess[np.flatnonzero(falling > excess)[-1]], 0.0)
+
+
+def dirichlet_draws(shapes, rng):
+    """Draws from Dirichlet distributions with parameters (m, K); 0 marks what has no mass.
+
+    Gamma variates are drawn as logs, because those of small parameters underflow.
+    """
+    present = shapes > 0
+    shapes = np.where(present, shapes, 1.0)
+    logs = np.log(rng.gamma(shapes + 1)) + np.log(1 - rng.uniform(size=shapes.shape)) / shapes
+    logs = np.where(present, logs, -np.inf)
+    return np.exp(logs - logsumexp(logs, axis=1, keepdims=True))

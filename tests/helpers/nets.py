@@ -1,0 +1,179 @@
+"""Modules, recipes and tables for neural estimators, and the batches that their rounds draw."""
+
+import copy
+
+import numpy as np
+import torch
+from skorch import NeuralNetClassifier
+from torch import nn
+
+from pfl_sklearn._rounds.loop import Plan, Sampling
+from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
+from pfl_sklearn.neural_network import MLP
+
+SIZES = np.array([3, 9, 4, 9, 14, 3, 12, 5])  # rows of each client
+N_INPUTS, N_CLASSES = 7, 3
+
+
+class DoubleMLP(MLP):
+    """The perceptron in double precision."""
+
+    def __init__(self, n_inputs=N_INPUTS, n_outputs=N_CLASSES, hidden=5):
+        super().__init__(n_inputs, n_outputs, hidden)
+        self.double()
+
+
+class Convolutions(nn.Module):
+    """A small convolutional net for rows (1, 8, 8)."""
+
+    def __init__(self, channels=2):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, channels, 3, stride=2), nn.Linear(9 * channels, 3)
+
+    def forward(self, X):
+        return self.last(torch.relu(self.first(X)).flatten(1))
+
+
+class Dropped(nn.Module):
+    """A net that draws random numbers while it is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Dropout(0.5), nn.Linear(5, 3))
+
+    def forward(self, X):
+        return self.layers(X)
+
+
+class Normed(nn.Module):
+    """A net with running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+
+    def forward(self, X):
+        return self.layers(X)
+
+
+class Embedded(nn.Module):
+    """A net for rows of two whole numbers from 0 to 9."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(10, 4), nn.Linear(8, 3)
+
+    def forward(self, X):
+        return self.last(self.embedding(X).flatten(1))
+
+
+class Probabilities(nn.Module):
+    """A net whose outputs are probabilities."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3), nn.Softmax(-1))
+
+    def forward(self, X):
+        return self.layers(X)
+
+
+class Logit(nn.Module):
+    """A net with one output for each row, without an axis of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 5), nn.ReLU(), nn.Linear(5, 1))
+
+    def forward(self, X):
+        return self.layers(X).squeeze(-1)
+
+
+def recipe(module=DoubleMLP, **params):
+    """Recipe of a classifier: batches of four rows, and steps of 0.1."""
+    given = {"criterion": nn.CrossEntropyLoss, "lr": 0.1, "batch_size": 4, **params}
+    return NeuralNetClassifier(module, **given)
+
+
+def table(shape=(N_INPUTS,), sizes=SIZES, seed=0):
+    """Rows X (n, *shape), three classes y, and the client of each row."""
+    rng = np.random.default_rng(seed)
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    X = rng.normal(size=(len(groups), *shape))
+    flat = X.reshape(len(X), -1)
+    scores = flat[:, :N_CLASSES] + rng.normal(size=(len(sizes), N_CLASSES))[groups]
+    y = scores.argmax(axis=1)
+    y[:N_CLASSES] = np.arange(N_CLASSES)  # every class occurs
+    return X, y, groups
+
+
+def batches_of_rounds(n_rounds, seed, local_steps, rate=1.0, sizes=SIZES, batch_size=4):
+    """The clients of each round, and the numbers (local_steps, b) of their rows."""
+    rows = _numbered(sizes, batch_size, local_steps)
+    state = rows.schedule.start(rows, len(sizes))
+    generators = Plan(n_rounds, Sampling(rate), (seed, 1)).generators(0)
+    for t in range(n_rounds):
+        rng = next(generators)
+        sampled = Sampling(rate).draw(rng, len(sizes))
+        yield _by_client(rows, sampled, state, t, rng)
+
+
+def batches_of_last_phase(n_rounds, seed, n_steps, sizes=SIZES, batch_size=4):
+    """All clients, and the numbers (n_steps, b) of their rows after the rounds."""
+    rows = _numbered(sizes, batch_size, n_steps)
+    rng = Plan(n_rounds, Sampling(1.0), (seed, 1)).late_generator(n_rounds, 1 << 101)
+    state = rows.schedule.start(rows, len(sizes))
+    return _by_client(rows, np.arange(len(sizes)), state, n_rounds, rng)
+
+
+def _numbered(sizes, batch_size, n_batches):
+    numbers = np.arange(np.sum(sizes))
+    offsets = np.cumsum([0, *sizes])
+    schedule = Reshuffled(batch_size, n_batches)
+    return ClientRows(numbers, numbers, offsets, np.arange(len(sizes)), schedule)
+
+
+def _by_client(rows, sampled, state, t, rng):
+    found = {}
+    for members, numbers in rows.schedule.draw(rows, sampled, state, t, rng):
+        found |= dict(zip(sampled[members].tolist(), numbers, strict=True))
+    return sorted(found.items())
+
+
+def descend(optimizer, loss):
+    """One step of an optimizer on a loss."""
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def trained(module, batches, X, y, kind=torch.optim.SGD, criterion=None, **options):
+    """Copy of a module after plain steps on the cross-entropy of batches of rows."""
+    module = copy.deepcopy(module)
+    optimizer, criterion = kind(module.parameters(), **options), criterion or nn.CrossEntropyLoss()
+    for batch in batches:
+        descend(optimizer, criterion(module(X[batch]), y[batch]))
+    return module
+
+
+def weights(module):
+    """Parameters of a module as one array."""
+    with torch.no_grad():
+        return nn.utils.parameters_to_vector(module.parameters()).numpy().copy()
+
+
+def moved(module, vector):
+    """Copy of a module with other parameters."""
+    module = copy.deepcopy(module)
+    nn.utils.vector_to_parameters(torch.from_numpy(vector), module.parameters())
+    return module
+
+
+def population_weights(model):
+    """Parameters of the population's net as one array."""
+    return weights(model._population_copy().net_.module_)
+
+
+def personal_weights(model):
+    """Parameters of the clients' nets as an array, clients first."""
+    return np.array([weights(model.for_client(i).net_.module_) for i in model.clients_])

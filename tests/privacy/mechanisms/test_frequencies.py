@@ -1,0 +1,97 @@
+"""Label frequencies of clients as one noisy sum: sensitivity, an audit, the prior from it."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pfl_sklearn.priors import DirichletPrior
+from pfl_sklearn.privacy import FrequencyMoments, GaussianMechanism
+from pfl_sklearn.privacy.auditing import gdp_lower_bound
+
+SHAPES = [FrequencyMoments(), FrequencyMoments(square=False), FrequencyMoments(frequencies=False)]
+counts = st.lists(
+    st.floats(0, 50) | st.sampled_from([0.0, 1e308, -3.0, math.nan, math.inf, 1e-320]),
+    min_size=3,
+    max_size=3,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(SHAPES), counts, counts)
+def test_sensitivity_is_never_exceeded(shape, first, second):
+    messages = shape.messages(np.array([first, second]))
+    assert np.linalg.norm(messages[0] - messages[1]) <= shape.sensitivity * (1 + 1e-12)
+    assert np.linalg.norm(messages, axis=1).max() <= shape.zero_out_sensitivity * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=repr)
+def test_sensitivity_is_attained(shape):
+    """By clients of a single label; a client without rows is the far end of the squares."""
+    messages = shape.messages(np.array([[5, 0, 0], [0, 9, 0], [0, 0, 0]]))
+    moves = [np.linalg.norm(a - b) for a, b in itertools.combinations(messages, 2)]
+    assert max(moves) == pytest.approx(shape.sensitivity)
+    assert np.linalg.norm(messages, axis=1).max() == pytest.approx(shape.zero_out_sensitivity)
+
+
+def test_messages_split_into_their_parts():
+    table = np.array([[3, 1, 0], [0, 0, 2], [0, 0, 0]])
+    shares = np.array([[0.75, 0.25, 0], [0, 0, 1], [0, 0, 0]])
+    expected = {"frequencies": shares, "square": np.array([[0.625], [1.0], [0.0]])}
+    for shape in SHAPES:
+        parts = shape.split(shape.messages(table))
+        assert set(parts) == {name for name in expected if getattr(shape, name)}
+        for name, part in parts.items():
+            np.testing.assert_array_equal(part, expected[name])
+
+
+class HalfTheNoise(GaussianMechanism):
+    """A mutant: it draws half of the noise that it states."""
+
+    def privatize(self, messages, rng):
+        quiet = GaussianMechanism(self.sensitivity / 2, self.epsilon, self.delta)
+        return quiet.privatize(messages, rng)
+
+
+def audited_mu(kind, n_runs=4000):
+    """Lower bound on mu from released sums, one client having another label in the canary."""
+    moments = FrequencyMoments()
+    mechanism = kind(moments.sensitivity, epsilon=2.0, delta=1e-5)
+    rng = np.random.default_rng(0)
+    table = np.random.default_rng(1).multinomial(20, [0.2, 0.3, 0.5], 30)
+    scores = []
+    for label in (0, 2):
+        table[0] = 20 * np.eye(3, dtype=int)[label]
+        messages = moments.messages(table)
+        draws = [moments.split(mechanism.privatize(messages, rng)) for _ in range(n_runs)]
+        scores.append([draw["frequencies"] @ [1, 0, -1] for draw in draws])
+    return gdp_lower_bound(*scores), moments.sensitivity / mechanism.noise_std
+
+
+def test_an_audit_of_the_sums_and_of_half_the_noise():
+    bound, claimed = audited_mu(GaussianMechanism)
+    assert 0 < bound < claimed
+    assert audited_mu(HalfTheNoise)[0] > claimed
+
+
+@pytest.mark.parametrize(("m", "tolerance"), [(200, 0.5), (5000, 0.1)])
+def test_the_prior_from_the_sums(m, tolerance):
+    """Mean and concentration at epsilon = 4, and the gain that they are for."""
+    rng = np.random.default_rng(0)
+    mean, n_rows = np.array([0.1, 0.2, 0.3, 0.4]), np.resize([5, 20, 60], m)
+    theta = rng.dirichlet(2 * mean, m)
+    table = rng.multinomial(n_rows, theta)
+    moments = FrequencyMoments()
+    mechanism = GaussianMechanism(moments.sensitivity, epsilon=4.0, delta=1e-5)
+    sums = moments.split(mechanism.privatize(moments.messages(table), rng))
+    fitted = DirichletPrior().fit_sums(
+        sums["frequencies"], sums["square"][0], n_rows, mechanism.noise_std
+    )
+    assert fitted.concentration == pytest.approx(2, rel=tolerance)
+    np.testing.assert_allclose(fitted.mean, mean, atol=0.05)
+    exact = DirichletPrior().fit_counts(table)
+    losses = [-np.sum(theta * prior.log_frequencies(table)) / m for prior in (fitted, exact)]
+    assert losses[0] < losses[1] + 0.02

@@ -239,6 +239,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     """
 
     _own_steps = True
+    _needs_probabilities = True
 
     _parameter_constraints = {
         **BaseNeural._parameter_constraints,

@@ -93,6 +93,7 @@ class BaseNeural(BaseRounds):
     _released_names = ("population_parameters_", "the population model of every round")
     _kept_names = ("parameters_", "history_", "clients_", "n_samples_per_client_")
     _own_steps = False  # whether the method needs plain gradient steps
+    _needs_probabilities = False  # whether it reads the probabilities of classes off the outputs
 
     _parameter_constraints = {
         **BaseRounds._parameter_constraints,
@@ -155,6 +156,8 @@ class BaseNeural(BaseRounds):
     def _check_parameters(self):
         _, recipes = backend()
         recipes.check_recipe(self._recipe(), self._is_classifier, self._own_steps)
+        if self._needs_probabilities:
+            recipes.check_probabilities(self._recipe())
         if is_private(self):
             recipes.check_no_statistics(self._recipe())
 
@@ -267,8 +270,8 @@ class BaseNeural(BaseRounds):
         """What the clients' nets give for their rows (n, ...), and the clients' codes (n,)."""
         codes = self._encode_predict(X, groups)
         features = check_array(X, allow_nd=True, dtype="numeric", estimator=self)
-        validate_data(self, X, reset=False, skip_check_array=True)
         self._check_shape(features)
+        validate_data(self, X, reset=False, skip_check_array=True)
         offsets = self._offsets_of(codes)
         if not hasattr(self, "_personal"):
             return self._engines.population.outputs(self._population, features, offsets), codes

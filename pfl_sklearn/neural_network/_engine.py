@@ -18,7 +18,6 @@ from torch.nn.modules.conv import _ConvNd
 from pfl_sklearn._rounds.loop import Update
 from pfl_sklearn.neural_network._chain import Chain, chain_of
 from pfl_sklearn.neural_network._recipe import (
-    embeds,
     log_probabilities,
     optimizer_of,
     probe,
@@ -62,6 +61,8 @@ class Engine:
         Length p of a vector: trainable parameters, then buffers that training moves.
     n_trained : int
         How many of them are parameters.
+    whole : bool
+        Whether rows stay integers.
     stacked : bool
         Whether clients of a block are trained at once.
     """
@@ -78,7 +79,7 @@ class Engine:
         self.n_trained = sum(values.numel() for _, values in trained)
         self.n_parameters, self.dtype = self.parts[-1].place.stop, trained[0][1].dtype
         self.array_dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
-        self.row_shape = example.shape[1:]
+        self.row_shape, self.whole = example.shape[1:], example.dtype.kind in "iu"
         self._may_stack = batch_size is not None and batch_size <= _LARGEST_STACKED_BATCH
         self._prepare()
 
@@ -166,8 +167,10 @@ class Engine:
         if not self._convolves and self.device.type == "cpu":
             net.module_.double()
             kind = np.float64
-        if X.dtype.kind in "iu" and embeds(net):
+        if self.whole:
             kind = np.int64
+            if not np.array_equal(X, np.trunc(X)):
+                raise ValueError("X must hold whole numbers, as in fit; got fractions.")
         found = []
         with torch.no_grad(), np.errstate(over="ignore"):
             for first in range(0, len(X), _ROWS_AT_ONCE):

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from pfl_sklearn._squares import check_squares
 from pfl_sklearn.neural_network._mlp import MLP
 
+_READABLE = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.BCEWithLogitsLoss)
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _RANDOM = threading.Lock()  # torch's global generator serves one thread at a time
 _WITHOUT = {"train_split": None, "verbose": 0, "callbacks": "disable"}  # what rounds do
@@ -58,6 +59,7 @@ def check_recipe(recipe, for_classifier, own_steps):
         )
     _check_unused(recipe)
     _check_callbacks(recipe)
+    _check_device(recipe)
     if own_steps and not issubclass(recipe.optimizer, torch.optim.SGD):
         raise ValueError(
             f"optimizer={recipe.optimizer.__name__} of the net is not used: this method takes its "
@@ -77,6 +79,22 @@ def _check_unused(recipe):
     for name in recipe.get_params(deep=False):
         if name.startswith(_ITERATORS):
             raise ValueError(f"{name} of the net has no effect on rounds, so it is refused.")
+
+
+def _check_device(recipe):
+    try:
+        torch.empty(0, device=recipe.device)
+    except (RuntimeError, AssertionError) as error:  # the latter without support for CUDA
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"device={recipe.device!r} of the net cannot be used: {reason}") from error
+
+
+def check_probabilities(recipe):
+    """Raise ValueError if the criterion does not say what a net's outputs are."""
+    criterion = recipe.criterion
+    kind = criterion if isinstance(criterion, type) else type(criterion)
+    if not issubclass(kind, _READABLE):
+        raise _unknown_outputs(kind)
 
 
 def _default(recipe, name):
@@ -296,7 +314,8 @@ def as_fitted(engine, vector, classes):
 
 def initialized(recipe, seed):
     """Net with weights drawn from a seed (a module instance keeps its own); the recipe stays."""
-    net = clone(recipe).set_params(**_WITHOUT)
+    net = clone(recipe)
+    vars(net).update(_WITHOUT)  # skorch's set_params fails on callbacks that are disabled already
     with seeded(seed, torch.device(net.device)):
         net.initialize()
     net.module_.train()
@@ -418,7 +437,7 @@ def shifted(net, outputs, offsets):
         return torch.softmax(log_probabilities(net, outputs) + offsets, dim=-1)
     if isinstance(net.criterion_, torch.nn.BCEWithLogitsLoss):
         return outputs + (offsets[..., 1] - offsets[..., 0])
-    raise _unknown_outputs(net)
+    raise _unknown_outputs(type(net.criterion_))
 
 
 def log_probabilities(net, outputs):
@@ -436,12 +455,11 @@ def log_probabilities(net, outputs):
         return torch.log(outputs + torch.finfo(outputs.dtype).eps)
     if isinstance(criterion, torch.nn.BCEWithLogitsLoss):
         return F.logsigmoid(torch.stack([-outputs, outputs], dim=-1))
-    raise _unknown_outputs(net)
+    raise _unknown_outputs(type(net.criterion_))
 
 
-def _unknown_outputs(net):
-    criterion = type(net.criterion_).__name__
+def _unknown_outputs(criterion):
     return ValueError(
-        f"criterion={criterion} of the net does not say what its outputs are; give "
+        f"criterion={criterion.__name__} of the net does not say what its outputs are; give "
         "CrossEntropyLoss (logits), NLLLoss (probabilities) or BCEWithLogitsLoss (one logit)."
     )

@@ -28,18 +28,25 @@ class NeuralClassifierMixin(ClientClassifierMixin):
             return SparseDirichletPrior()
         return super()._default_component(name, value)
 
-    def _label_prior(self, n_classes):
-        """Prior of the clients' label frequencies; with noise it is known."""
-        prior, private = self.label_prior, is_private(self)
-        if isinstance(prior, str):
-            uniform = DirichletPrior(np.full(n_classes, 1 / n_classes), 1.0)
-            return uniform if private else SparseDirichletPrior()
-        if private and not prior.is_known:
+    @property
+    def _needs_probabilities(self):
+        return self.label_prior is not None
+
+    def _check_parameters(self):
+        super()._check_parameters()
+        prior = self.label_prior
+        if is_private(self) and hasattr(prior, "is_known") and not prior.is_known:
             raise ValueError(
                 f"label_prior={prior!r} would be estimated from the clients' labels, which noise "
                 "does not cover; give all its parameters, or 'client' for the uniform Dirichlet."
             )
-        return prior
+
+    def _label_prior(self, n_classes):
+        """Prior of the clients' label frequencies; with noise it is known."""
+        if not isinstance(self.label_prior, str):
+            return self.label_prior
+        uniform = DirichletPrior(np.full(n_classes, 1 / n_classes), 1.0)
+        return uniform if is_private(self) else SparseDirichletPrior()
 
     def _label_offsets(self, table, clients, roster, earlier):
         if self.label_prior is None:

@@ -1,0 +1,288 @@
+"""What neural estimators refuse: one sentence each, and an estimator that stays as it was."""
+
+import numpy as np
+import pytest
+from sklearn.exceptions import NotFittedError
+from sklearn.linear_model import LogisticRegression
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("skorch")
+
+from skorch import NeuralNetClassifier, NeuralNetRegressor  # noqa: E402
+from skorch.callbacks import EarlyStopping, LRScheduler  # noqa: E402
+from skorch.dataset import ValidSplit  # noqa: E402
+from torch import nn  # noqa: E402
+
+from pfl_sklearn.linear_model import DivergenceError  # noqa: E402
+from pfl_sklearn.neural_network import (  # noqa: E402
+    MLP,
+    AdaPeDClassifier,
+    FedAvgClassifier,
+    FedAvgRegressor,
+    LocalNetClassifier,
+    LocalNetRegressor,
+)
+from pfl_sklearn.privacy import PrivacyLedger  # noqa: E402
+from tests.helpers.nets import Convolutions, Dropped, Embedded, Normed, recipe, table  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+
+CLASSIFIERS = [FedAvgClassifier, LocalNetClassifier, AdaPeDClassifier]
+NOISE = {"noise_multiplier": 1.0, "clip_norm": 0.3}
+every_classifier = pytest.mark.parametrize("cls", CLASSIFIERS)
+
+
+def refused(model, match, X=None, y=None, groups=None, error=ValueError):
+    """The fit fails, and the estimator is as it was."""
+    pairs = zip((X, y, groups), table(), strict=True)
+    X, y, groups = (old if new is None else new for new, old in pairs)
+    before = dict(vars(model))
+    with pytest.raises(error, match=match):
+        model.fit(X, y, groups=groups)
+    assert vars(model) == before
+
+
+def net_of(**params):
+    return recipe(MLP, module__hidden=5, **params)
+
+
+# Rows ---------------------------------------------------------------------------------------------
+
+
+@every_classifier
+@pytest.mark.parametrize(
+    ("module", "shape"), [(Dropped, (8,)), (Dropped, (1, 8, 8)), (Convolutions, (7,))]
+)
+def test_rows_that_the_module_refuses(cls, module, shape):
+    rows = r"refuses rows of shape \(" + ", ".join(str(size) for size in shape)
+    refused(cls(recipe(module), n_rounds=1), rows, table(shape)[0])
+
+
+WRONG_ROWS = {
+    "strings": (lambda X: X.astype(str), "numeric"),
+    "objects": (lambda X: np.full(X.shape, "a", dtype=object), "could not convert"),
+    "complex": (lambda X: X + 1j, "[Cc]omplex"),
+    "dates": (lambda X: X.astype("datetime64[D]"), "datetime64"),
+    "missing": (lambda X: np.where(X > 2, np.nan, X), "NaN"),
+    "infinite": (lambda X: np.where(X > 2, np.inf, X), "infinity"),
+    "too large": (lambda X: X * 1e200, "too large"),
+    "a vector": (lambda X: X[:, 0], "1D array"),
+    "no rows": (lambda X: X[:0], r"sample"),
+}
+
+
+@every_classifier
+@pytest.mark.parametrize("kind", WRONG_ROWS)
+def test_rows_of_the_wrong_kind(cls, kind):
+    change, match = WRONG_ROWS[kind]
+    X, y, groups = table()
+    X = change(X)
+    refused(cls(net_of(), n_rounds=1), match, X, y[: len(X)], groups[: len(X)])
+
+
+def test_embeddings_take_whole_numbers():
+    """Not numbers beyond their table, either."""
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 10, (len(table()[0]), 2))
+    model = FedAvgClassifier(recipe(Embedded), n_rounds=1)
+    refused(model, "module of the net refuses rows", words.astype(float))
+    refused(model, r"index|range", np.where(words > 8, 10, words), error=(ValueError, IndexError))
+
+
+# Targets ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [FedAvgRegressor, LocalNetRegressor])
+def test_responses_of_the_wrong_shape(cls):
+    X = table()[0]
+    net = NeuralNetRegressor(MLP, module__n_outputs=1)
+    refused(cls(net, n_rounds=1), r"output of shape \(1,\).* 2 outputs", y=X[:, :2])
+    refused(cls(n_rounds=1), "dim 3", y=X[:, :4].reshape(-1, 2, 2))
+    refused(cls(n_rounds=1), "inconsistent numbers", y=X[1:, 0])
+    refused(cls(n_rounds=1), "NaN", y=np.where(X[:, 0] > 1, np.nan, 0))
+
+
+@every_classifier
+def test_labels(cls):
+    X, y, _ = table()
+    model = cls(net_of(), n_rounds=1)
+    refused(model, "class", y=np.zeros(len(y)))
+    refused(model, "[Cc]ontinuous", y=X[:, 0])
+    refused(model, "inconsistent numbers", y=y[1:])
+    refused(model, "1d array|shape", y=np.stack([y, y], axis=1))
+    refused(model, "NaN", y=np.where(y == 1, np.nan, y))
+
+
+@every_classifier
+@pytest.mark.parametrize("width", [1, 2, 5])
+def test_outputs_of_the_wrong_width(cls, width):
+    net = recipe(MLP, module__n_outputs=width)
+    refused(cls(net, n_rounds=1), rf"output of shape \({width},\) .* 3 outputs \(classes\)")
+
+
+def test_labels_that_a_client_never_saw():
+    """And clients with fewer rows than a batch, with one row, and with one class."""
+    X, _, groups = table(sizes=[1, 2, 40, 3])
+    y = np.where(groups == 2, np.arange(len(groups)) % 3, 0)
+    for cls in CLASSIFIERS:
+        model = cls(net_of(batch_size=10), n_rounds=2, random_state=0).fit(X, y, groups=groups)
+        found = model.predict_proba(X, groups=groups)
+        assert found.shape == (len(X), 3)
+        assert (found > 0).all()
+        np.testing.assert_allclose(found.sum(axis=1), 1)
+
+
+# Recipes ------------------------------------------------------------------------------------------
+
+
+@every_classifier
+def test_what_is_no_recipe(cls):
+    refused(cls(net_of().initialize()), "estimator .*initialized or fitted before")
+    refused(cls(NeuralNetClassifier), "estimator must be a skorch net.*NeuralNetClassifier")
+    refused(cls(MLP(7, 3)), "'estimator' parameter")
+    refused(cls(LogisticRegression()), r"estimator must be a skorch net.*LogisticRegression\(\)")
+    refused(cls(NeuralNetRegressor(MLP)), "skorch.NeuralNetClassifier; got NeuralNetRegressor")
+
+
+@pytest.mark.parametrize("cls", [FedAvgRegressor, LocalNetRegressor])
+def test_a_classifier_as_the_recipe_of_a_regressor(cls):
+    refused(cls(net_of()), "skorch.NeuralNetRegressor; got NeuralNetClassifier", y=table()[0][:, 0])
+
+
+UNUSED = {
+    "max_epochs": 3,
+    "verbose": 2,
+    "train_split": ValidSplit(3),
+    "warm_start": True,
+    "compile": True,
+    "dataset": torch.utils.data.TensorDataset,
+    "iterator_train": list,
+    "iterator_valid": list,
+    "iterator_train__shuffle": True,
+    "iterator_valid__num_workers": 1,
+    "dataset__length": 3,
+    "optimizer__param_groups": [("*", {"lr": 0.1})],
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_parameters_without_effect(name):
+    refused(FedAvgClassifier(net_of(**{name: UNUSED[name]})), rf"^{name}\b.*no effect")
+
+
+def test_parameters_with_the_values_that_rounds_have():
+    given = {"max_epochs": 10, "verbose": 0, "train_split": None, "callbacks": "disable"}
+    X, y, groups = table()
+    found = [
+        FedAvgClassifier(net, n_rounds=1, random_state=0).fit(X, y, groups=groups)
+        for net in (net_of(), net_of(**given))
+    ]
+    np.testing.assert_array_equal(found[0]._population, found[1]._population)
+
+
+@pytest.mark.parametrize("callbacks", [[EarlyStopping()], [("stop", EarlyStopping())]])
+def test_other_callbacks(callbacks):
+    refused(FedAvgClassifier(net_of(callbacks=callbacks)), "callbacks.*EarlyStopping")
+
+
+@pytest.mark.parametrize(
+    "policy", ["ReduceLROnPlateau", torch.optim.lr_scheduler.ReduceLROnPlateau]
+)
+def test_schedulers_that_follow_a_score(policy):
+    net = net_of(callbacks=[LRScheduler(policy)])
+    refused(FedAvgClassifier(net), "ReduceLROnPlateau")
+
+
+def test_adaped_takes_its_own_steps():
+    refused(AdaPeDClassifier(net_of(optimizer=torch.optim.Adam)), "optimizer=Adam.*SGD")
+
+
+@pytest.mark.parametrize("noise", [{}, NOISE])
+@pytest.mark.parametrize("criterion", [nn.MultiMarginLoss, nn.MultiMarginLoss()])
+def test_methods_that_need_probabilities(tmp_path, noise, criterion):
+    """They say so before anything is charged."""
+    ledger = PrivacyLedger(tmp_path / "ledger.jsonl")
+    net = net_of(criterion=criterion)
+    for model in (AdaPeDClassifier(net), FedAvgClassifier(net, label_prior="client")):
+        model.set_params(ledger=ledger, **noise)
+        refused(model, "criterion=MultiMarginLoss.*CrossEntropyLoss")
+    assert ledger.entries == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
+@every_classifier
+def test_a_device_that_is_not_there(cls):
+    refused(cls(net_of(device="cuda")), "device='cuda'")
+
+
+@every_classifier
+def test_running_statistics_with_noise(tmp_path, cls):
+    ledger = PrivacyLedger(tmp_path / "ledger.jsonl")
+    refused(cls(recipe(Normed), ledger=ledger, **NOISE), "BatchNorm1d.*GroupNorm")
+    assert ledger.entries == []
+
+
+@pytest.mark.parametrize(
+    "change", [{"estimator__module__hidden": 9}, {"estimator__module__hidden": ()}]
+)
+@every_classifier
+def test_more_rounds_of_another_architecture(cls, change):
+    X, y, groups = table()
+    model = cls(net_of(), n_rounds=1, warm_start=True).fit(X, y, groups=groups)
+    model.set_params(n_rounds=2, **change)
+    refused(model, "other parameters")
+    with pytest.raises(ValueError, match="other parameters"):
+        model.partial_fit(X, y, groups=groups)
+    assert model.n_rounds_ == 1
+
+
+# Rounds that diverge ------------------------------------------------------------------------------
+
+
+@every_classifier
+def test_a_learning_rate_that_is_too_large(cls):
+    model = cls(net_of(lr=1e30), n_rounds=20)
+    refused(model, r"diverged.*learning rate.*lr=1e\+30", error=DivergenceError)
+
+
+@pytest.mark.parametrize("cls", [FedAvgRegressor, LocalNetRegressor])
+def test_a_learning_rate_that_is_too_large_for_responses(cls):
+    X = table()[0]
+    net = NeuralNetRegressor(MLP, lr=1e4)
+    model = cls(net, n_rounds=20)
+    refused(model, r"learning rate.*lr=1e\+04", y=X[:, 0], error=DivergenceError)
+
+
+@pytest.mark.parametrize("module", [MLP, Dropped])
+@every_classifier
+def test_noise_leaves_out_a_client_that_diverges(cls, module):
+    """The fit goes on without a word, since an error would reveal something about the client."""
+    X, y, groups = table()
+    X[groups == 2] = 3e38
+    X[0] = 1e200  # too large for single precision
+    noise = {} if cls is LocalNetClassifier else {"epsilon": 1.0, "clip_norm": 0.3}
+    model = cls(recipe(module), n_rounds=3, **noise, **({} if noise else NOISE))
+    model.fit(X, y, groups=groups)
+    assert np.isfinite(model._population).all()
+    assert np.isfinite(getattr(model, "_personal", 0.0)).all()
+
+
+# Predictions --------------------------------------------------------------------------------------
+
+
+@every_classifier
+def test_rows_unlike_those_of_fit(cls):
+    X, y, groups = table()
+    model = cls(net_of(), n_rounds=1)
+    with pytest.raises(NotFittedError):
+        model.predict(X, groups=groups)
+    model.fit(X, y, groups=groups)
+    with pytest.raises(ValueError, match="8 features"):
+        model.predict(table((8,))[0], groups=groups)
+    with pytest.raises(ValueError, match=r"\(1, 7\)"):
+        model.predict(X[:, None], groups=groups)
+    images = cls(recipe(Convolutions), n_rounds=1).fit(table((1, 8, 8))[0], y, groups=groups)
+    with pytest.raises(ValueError, match=r"\(1, 9, 9\).*\(1, 8, 8\)"):
+        images.predict(table((1, 9, 9))[0], groups=groups)
+    with pytest.raises(ValueError, match="64"):
+        images.predict(table((64,))[0], groups=groups)

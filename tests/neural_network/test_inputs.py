@@ -1,0 +1,336 @@
+"""Rows and labels of all kinds, and the nets that are handed out."""
+
+import pickle
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("skorch")
+
+from skorch import NeuralNetBinaryClassifier, NeuralNetClassifier, NeuralNetRegressor  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from pfl_sklearn.neural_network import (  # noqa: E402
+    MLP,
+    AdaPeDClassifier,
+    FedAvgClassifier,
+    FedAvgRegressor,
+    LocalNetClassifier,
+    LocalNetRegressor,
+)
+from tests.helpers.nets import (  # noqa: E402
+    Convolutions,
+    DoubleMLP,
+    Dropped,
+    Embedded,
+    Logit,
+    Normed,
+    Probabilities,
+    batches_of_rounds,
+    personal_weights,
+    population_weights,
+    recipe,
+    table,
+    trained,
+    weights,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+
+METHODS = {
+    "fedavg": lambda net, **more: FedAvgClassifier(net, fine_tune_steps=5, **more),
+    "local": LocalNetClassifier,
+    "adaped": AdaPeDClassifier,
+}
+every_method = pytest.mark.parametrize("method", METHODS)
+
+
+def fitted(method, net, X, y, groups, **more):
+    given = {"n_rounds": 20, "local_steps": 3, "random_state": 0, **more}
+    return METHODS[method](net, **given).fit(X, y, groups=groups)
+
+
+def net_of(**params):
+    return recipe(MLP, module__hidden=5, **params)
+
+
+KINDS = {
+    "images": (recipe(Convolutions), (1, 8, 8)),
+    "flattened images": (net_of(), (1, 8, 8)),
+    "double precision": (recipe(DoubleMLP), (7,)),
+    "dropout": (recipe(Dropped), (7,)),
+    "running statistics": (recipe(Normed), (7,)),
+    "probabilities": (recipe(Probabilities, criterion=nn.NLLLoss), (7,)),
+    "class weights": (net_of(criterion__weight=torch.tensor([1.0, 2.0, 3.0])), (7,)),
+    "all rows": (net_of(batch_size=-1), (7,)),
+}
+
+
+@every_method
+@pytest.mark.parametrize("kind", KINDS)
+def test_clients_nets(method, kind):
+    """A client's net is a fitted skorch net that says what the estimator says."""
+    net, shape = KINDS[kind]
+    X, y, groups = table(shape)
+    model = fitted(method, net, X, y, groups)
+    probabilities = model.predict_proba(X, groups=groups)
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1, atol=1e-6)
+    assert model.score(X, y, groups=groups) > 0.6
+    for i in (0, 4):
+        alone, own = model.for_client(i), groups == i
+        given = X[own].astype(np.float64 if kind == "double precision" else np.float32)
+        alone.net_.check_is_fitted()
+        assert isinstance(alone.net_, NeuralNetClassifier)
+        np.testing.assert_allclose(alone.net_.predict_proba(given), probabilities[own], atol=1e-5)
+        np.testing.assert_array_equal(alone.predict_proba(X[own]), probabilities[own])
+        np.testing.assert_array_equal(alone.net_.predict(given), alone.predict(X[own]))
+
+
+@every_method
+def test_rows_of_integers_for_an_embedding(method):
+    rng, (_, _, groups) = np.random.default_rng(0), table()
+    X = rng.integers(0, 10, (len(groups), 2))
+    y = X[:, 0] % 3
+    model = fitted(method, recipe(Embedded, lr=0.5), X, y, groups, n_rounds=40)
+    assert model.score(X, y, groups=groups) > 0.7
+    expected = model.predict_proba(X, groups=groups)
+    np.testing.assert_array_equal(model.predict_proba(X.astype(float), groups=groups), expected)
+    with pytest.raises(ValueError, match="whole numbers"):
+        model.predict(X + 0.5, groups=groups)
+
+
+class Mixed(nn.Module):
+    """A net that takes numbers and looks the first of them up."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(10, 4), nn.Linear(5, 3)
+
+    def forward(self, X):
+        return self.last(torch.cat([self.embedding(X[:, 0].long()), X[:, 1:]], dim=1))
+
+
+def test_an_embedding_among_numbers():
+    """Whole numbers are numbers where fit saw fractions."""
+    rng, (_, y, groups) = np.random.default_rng(0), table()
+    X = np.stack([rng.integers(0, 10, len(y)), rng.normal(size=len(y))], axis=1)
+    model = fitted("fedavg", recipe(Mixed), X, y, groups, n_rounds=2)
+    whole = np.round(X)
+    found = model.predict_proba(whole.astype(int), groups=groups)
+    np.testing.assert_array_equal(found, model.predict_proba(whole, groups=groups))
+
+
+@every_method
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "float16", "float32"])
+def test_types_of_numbers(method, dtype):
+    X, y, groups = table()
+    X = (X > 0).astype(dtype)
+    model = fitted(method, net_of(), X, y, groups, n_rounds=2)
+    expected = fitted(method, net_of(), X.astype(float), y, groups, n_rounds=2)
+    found = model.predict_proba(X, groups=groups)
+    np.testing.assert_array_equal(found, expected.predict_proba(X.astype(float), groups=groups))
+
+
+@every_method
+@pytest.mark.parametrize("kind", [str, object])
+def test_labels_that_are_words(method, kind):
+    X, y, groups = table()
+    words = np.array(["z", "a", "m"], dtype=kind)[y]
+    model = fitted(method, net_of(), X, words, groups)
+    assert model.classes_.tolist() == ["a", "m", "z"]
+    expected = fitted(method, net_of(), X, (y + 2) % 3, groups)  # their places in the alphabet
+    found = model.predict_proba(X, groups=groups)
+    np.testing.assert_array_equal(found, expected.predict_proba(X, groups=groups))
+    assert set(model.predict(X, groups=groups)) <= {"a", "m", "z"}
+    own = X[groups == 4].astype(np.float32)
+    positions = model.for_client(4).net_.predict(own)
+    np.testing.assert_array_equal(model.classes_[positions], model.for_client(4).predict(own))
+
+
+@every_method
+def test_two_classes_by_one_logit(method):
+    X, y, groups = table()
+    y = np.array(["no", "yes"])[(y == 0).astype(int)]
+    net = NeuralNetBinaryClassifier(Logit, lr=0.1, batch_size=4)
+    model = fitted(method, net, X, y, groups)
+    found = model.predict_proba(X, groups=groups)
+    assert found.shape == (len(X), 2)
+    np.testing.assert_allclose(found.sum(axis=1), 1)
+    assert model.score(X, y, groups=groups) > 0.7
+    own = X[groups == 4].astype(np.float32)
+    alone = model.for_client(4)
+    np.testing.assert_allclose(alone.net_.predict_proba(own), alone.predict_proba(own), atol=1e-6)
+    words = model.classes_[alone.net_.predict(own).astype(int)]
+    np.testing.assert_array_equal(words, alone.predict(own))
+    with pytest.raises(ValueError, match="two classes"):
+        fitted(method, net, *table())
+
+
+def test_one_logit_or_two():
+    """One logit is the difference of two, so AdaPeD takes the same steps."""
+    X, y, groups = table()
+    y = (y == 0).astype(int)
+    single = nn.Sequential(nn.Linear(7, 1), nn.Flatten(0)).double()
+    double = nn.Linear(7, 2).double()
+    with torch.no_grad():
+        for name in ("weight", "bias"):
+            values = getattr(single[0], name)
+            getattr(double, name).copy_(torch.cat([0 * values, values]))
+    settings = {"n_rounds": 3, "local_steps": 2, "random_state": 0, "psi_learning_rate": 0.0}
+    one = AdaPeDClassifier(
+        NeuralNetBinaryClassifier(single, lr=0.2, batch_size=4), psi_init=2.0, **settings
+    )
+    two = AdaPeDClassifier(recipe(double), psi_init=2.0, **settings)  # moves both by half
+    found = [each.fit(X, y, groups=groups).predict_proba(X, groups=groups) for each in (one, two)]
+    np.testing.assert_allclose(*found, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("module", "criterion", "options"),
+    [
+        (Probabilities, nn.NLLLoss, {}),
+        (DoubleMLP, nn.CrossEntropyLoss, {"weight": torch.tensor([1.0, 2.0, 3.0]).double()}),
+        (DoubleMLP, nn.CrossEntropyLoss, {"label_smoothing": 0.1}),
+        (DoubleMLP, nn.MultiMarginLoss, {}),
+    ],
+)
+def test_criteria(module, criterion, options):
+    """As skorch reads them: logarithms of the outputs for NLLLoss."""
+    (X, y, groups), module = table(sizes=[30]), module().double()
+    given = {f"criterion__{name}": value for name, value in options.items()}
+    net = recipe(module, criterion=criterion, **given)
+    model = FedAvgClassifier(net, n_rounds=4, local_steps=5, random_state=0)
+    model.fit(X, y, groups=groups)
+
+    def loss(outputs, labels):
+        if criterion is nn.NLLLoss:
+            return F.nll_loss(torch.log(outputs), labels)
+        return criterion(**options)(outputs, labels)
+
+    expected, data = module, (torch.from_numpy(X), torch.from_numpy(y))
+    for ((_, batches),) in batches_of_rounds(4, 0, 5, sizes=[30]):
+        expected = trained(expected, batches, *data, criterion=loss, lr=0.1)
+    np.testing.assert_allclose(population_weights(model), weights(expected), atol=1e-7)
+
+
+@pytest.mark.parametrize("cls", [FedAvgRegressor, LocalNetRegressor])
+@pytest.mark.parametrize("n_outputs", [1, 2])
+def test_nets_of_regressors(cls, n_outputs):
+    """In the units of the responses."""
+    X, _, groups = table()
+    y = 1e3 + 50 * X[:, :n_outputs]
+    y = y[:, 0] if n_outputs == 1 else y
+    net = NeuralNetRegressor(MLP, module__hidden=(8,), lr=0.1, batch_size=4)
+    model = cls(net, n_rounds=100, random_state=0).fit(X, y, groups=groups)
+    found = model.predict(X, groups=groups)
+    assert found.shape == y.shape
+    assert model.score(X, y, groups=groups) > 0.9
+    alone, own = model.for_client(4), groups == 4
+    np.testing.assert_array_equal(alone.predict(X[own]), found[own])
+    by_skorch = alone.net_.predict(X[own].astype(np.float32)).reshape(found[own].shape)
+    np.testing.assert_allclose(by_skorch, found[own], rtol=1e-5)
+
+
+# Nets that are handed out -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_skorch_goes_on_with_a_net(optimizer):
+    """It trains what was handed out, and nothing else."""
+    X, y, groups = table()
+    model = FedAvgClassifier(net_of(optimizer=optimizer), n_rounds=2, fine_tune_steps=1)
+    model.fit(X, y, groups=groups)
+    before, net = personal_weights(model), model.for_client(4).net_
+    net.partial_fit(X.astype(np.float32), y)
+    assert (weights(net.module_) != before[4]).any()
+    assert len(net.history_) == 10
+    np.testing.assert_array_equal(personal_weights(model), before)
+    assert len(model.net_.history_) == 0
+
+
+def test_one_client_has_its_own_net():
+    X, y, groups = table(sizes=[20])
+    model = LocalNetClassifier(net_of(), n_rounds=2, random_state=0).fit(X, y, groups=groups)
+    np.testing.assert_array_equal(weights(model.net_.module_), model._personal[0])
+    assert (model._personal[0] != model._population).any()
+    assert not model.net_.module_.training
+
+
+@every_method
+def test_unseen_clients_get_the_population(method):
+    X, y, groups = table()
+    model = fitted(method, net_of(), X, y, groups, n_rounds=3).set_params(unseen="population")
+    found = model.predict_proba(X, groups=groups + 100)
+    expected = model.net_.predict_proba(X.astype(np.float32))
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    mixed = np.where(groups == 2, 100, groups)
+    own = model.predict_proba(X, groups=groups)
+    np.testing.assert_array_equal(
+        model.predict_proba(X, groups=mixed)[groups == 2], found[groups == 2]
+    )
+    np.testing.assert_array_equal(
+        model.predict_proba(X, groups=mixed)[groups == 5], own[groups == 5]
+    )
+
+
+@pytest.mark.parametrize("method", ["fedavg", "adaped"])
+def test_released_models(method):
+    X, y, groups = table()
+    noise = {"noise_multiplier": 5.0, "clip_norm": 0.3}
+    model = fitted(method, net_of(), X, y, groups, **noise)
+    assert np.isfinite(model.privacy_.epsilon)
+    released = pickle.loads(pickle.dumps(model.release()))
+    assert not hasattr(released, "clients_")
+    assert not hasattr(released, "_personal")
+    assert not hasattr(released, "_progress")
+    expected = model.set_params(unseen="population").predict_proba(X, groups=groups + 100)
+    np.testing.assert_array_equal(released.predict_proba(X), expected)
+    np.testing.assert_array_equal(weights(released.net_.module_), weights(model.net_.module_))
+    size = sum(len(pickle.dumps(values)) for values in model._progress.state.clients.values())
+    assert size == 0 or len(pickle.dumps(released)) < len(pickle.dumps(model)) - size
+
+
+def test_nothing_is_released_without_noise():
+    X, y, groups = table()
+    model = fitted("fedavg", net_of(), X, y, groups, n_rounds=1)
+    with pytest.raises(ValueError, match="epsilon is infinite"):
+        model.release()
+
+
+def test_local_nets_promise_everything():
+    X, y, groups = table()
+    model = fitted("local", net_of(), X, y, groups, n_rounds=1, epsilon=1.0, clip_norm=1.0)
+    assert model.privacy_.epsilon == 0
+    assert model.release().net_.initialized_
+
+
+@every_method
+@pytest.mark.parametrize("module", [MLP, Dropped, Convolutions])
+def test_pickles_and_clones(method, module):
+    X, y, groups = table((1, 8, 8) if module is Convolutions else (7,))
+    model = fitted(method, recipe(module), X, y, groups, n_rounds=2)
+    again = pickle.loads(pickle.dumps(model))
+    expected = model.predict_proba(X, groups=groups)
+    np.testing.assert_array_equal(again.predict_proba(X, groups=groups), expected)
+    for each in (model, again):
+        each.set_params(warm_start=True, n_rounds=4).fit(X, y, groups=groups)
+    expected = model.predict_proba(X, groups=groups)
+    np.testing.assert_array_equal(again.predict_proba(X, groups=groups), expected)
+    copied = clone(model)
+    assert not hasattr(copied, "clients_")
+    copied.set_params(warm_start=False).fit(X, y, groups=groups)
+    np.testing.assert_array_equal(copied.predict_proba(X, groups=groups), expected)
+
+
+def test_new_clients_join_in_a_partial_fit():
+    X, y, groups = table()
+    first = groups < 4
+    model = LocalNetClassifier(net_of(), random_state=0)
+    model.partial_fit(X[first], y[first], classes=[0, 1, 2], groups=groups[first])
+    before = personal_weights(model)
+    model.partial_fit(X[~first], y[~first], groups=groups[~first])
+    assert model.clients_.tolist() == list(range(8))
+    np.testing.assert_array_equal(personal_weights(model)[:4], before)

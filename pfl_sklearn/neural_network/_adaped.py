@@ -168,9 +168,10 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     noise : {"per_round", "per_step"}, default="per_round"
         Where noise goes. "per_round": on the sum of the clients' changes, which are clipped.
         "per_step": on every gradient of the global net and of psi, which are clipped instead; each
-        client adds it itself. This is the algorithm as printed, and it needs far more noise: to
-        spend as much, `noise_multiplier` has to be ``local_steps * sqrt(2)`` times that of
-        "per_round".
+        client adds it itself. This is the algorithm as printed. `noise_multiplier` is then that of
+        a single step, and has to be at least ``local_steps * sqrt(2)`` times that of "per_round"
+        to spend as little; `epsilon` protects a client's whole data ("replace_one") under either
+        kind of sampling.
     psi_clip_norm : float > 0, default=0.1
         Bound of a client's change of psi, or of its gradient: `clip_norm` and it are the units of
         the two parts of a message. With noise on sums, the message is clipped to length 1 in these

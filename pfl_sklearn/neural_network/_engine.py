@@ -211,6 +211,16 @@ class _Models:
         """Array (g, p): parameters less those that they started from."""
         return array_of(self.values - self._start)
 
+    def step_through(self, privatize, losses, rate):
+        """Step along the gradients (g, p) of losses (g,) that `privatize` makes of theirs."""
+        slopes = torch.cat([slope.reshape(len(losses), -1) for slope in self.slopes(losses)], dim=1)
+        sizes = [values.numel() // len(losses) for values in self._tensors]
+        changes = privatize(slopes).split(sizes, dim=1)
+        with torch.no_grad():
+            for values, change in zip(self._tensors, changes, strict=True):
+                values.mul_(1 - rate * self._optimizer.weight_decay)
+                values.sub_(change.reshape(values.shape), alpha=rate)
+
 
 class StackedModels(_Models):
     """Models of clients whose net is a chain."""
@@ -221,7 +231,7 @@ class StackedModels(_Models):
         own = [aligned((n_clients, *part.shape), start) for part in engine.parts]
         for values, first in zip(own, self._starts, strict=True):
             values.copy_(first)
-        self._chain, self._speed = Chain(engine.chain, own), None
+        self._chain, self._speed, self._tensors = Chain(engine.chain, own), None, own
 
     @property
     def values(self):
@@ -243,6 +253,10 @@ class StackedModels(_Models):
         """Outputs (g, b, ...) alone."""
         return self._chain.evaluate(X)
 
+    def slopes(self, losses):
+        """Gradients, one (g, ...) for each tensor, of losses (g,) of the latest outputs."""
+        return self._chain.gradients(losses.sum())
+
     def step(self, losses, rate):
         """One step of the net's optimizer, from losses (g,) of the latest outputs."""
         optimizer, chain = self._optimizer, self._chain
@@ -261,7 +275,7 @@ class LoneModel(_Models):
         self.values = start.expand(n_clients, engine.n_parameters).clone()
         self._trained = slice(engine.n_trained)
         self._net, self._memory = engine.fitted_net(self.values[0]), None
-        self._parameters = [p for p in self._net.module_.parameters() if p.requires_grad]
+        self._tensors = [p for p in self._net.module_.parameters() if p.requires_grad]
 
     def pull(self, weight):
         """Implicit step on `weight` times half the squared distance from the start."""
@@ -277,15 +291,19 @@ class LoneModel(_Models):
         with torch.no_grad():
             return self(X)
 
+    def slopes(self, losses):
+        """Gradients, one for each tensor, of losses (1,) of the latest outputs."""
+        return torch.autograd.grad(
+            losses.sum(), self._tensors, allow_unused=True, materialize_grads=True
+        )
+
     def step(self, losses, rate):
         """One step of the net's optimizer, from losses (1,) of the latest outputs."""
-        slopes = torch.autograd.grad(
-            losses.sum(), self._parameters, allow_unused=True, materialize_grads=True
-        )
+        slopes = self.slopes(losses)
         with torch.no_grad():
             if self._optimizer.is_sgd:
                 step = self._optimizer.step
-                self._memory = step(self._parameters, slopes, self._memory, rate)
+                self._memory = step(self._tensors, slopes, self._memory, rate)
             else:
                 self._step_by(slopes, rate)
 
@@ -293,8 +311,8 @@ class LoneModel(_Models):
         """Step of an optimizer of torch, which remembers what it wants."""
         if self._memory is None:
             kind, given = self._optimizer
-            self._memory = kind(self._parameters, lr=rate, **given)
-        for parameter, slope in zip(self._parameters, slopes, strict=True):
+            self._memory = kind(self._tensors, lr=rate, **given)
+        for parameter, slope in zip(self._tensors, slopes, strict=True):
             parameter.grad = slope
         self._memory.step()
 
@@ -304,13 +322,14 @@ class Block(NamedTuple):
 
     Rows X (g, s, b, ...) and targets y (g, s, b, ...) of their s steps, as tensors, and what these
     clients keep, as arrays with clients first. Offsets (g, 1, n_classes) of log probabilities are a
-    tensor, or None.
+    tensor, or None; seeds (g,) are an array if rows come with seeds.
     """
 
     X: Any
     y: Any
     clients: dict[str, np.ndarray]
     offsets: Any = None
+    seeds: np.ndarray | None = None
 
     @property
     def n_clients(self):
@@ -344,14 +363,15 @@ def run_clients(local_steps, engines, batch, clients):
     if offsets is not None:
         offsets = torch.from_numpy(offsets).to(device, engines[0].dtype).unsqueeze(1)
     if all(engine.stacked for engine in engines):
-        return local_steps(Block(X, y, clients, offsets))
+        return local_steps(Block(X, y, clients, offsets, batch.seeds))
     done, random = [], any(engine.random for engine in engines)
     for i in range(len(X)):
         here = slice(i, i + 1)
         own = {name: values[here] for name, values in clients.items()}
         with seeded(int(batch.seeds[i]), device) if random else nullcontext():
             moved = None if offsets is None else offsets[here]
-            done.append(local_steps(Block(X[here], y[here], own, moved)))
+            drawn = None if batch.seeds is None else batch.seeds[here]
+            done.append(local_steps(Block(X[here], y[here], own, moved, drawn)))
     return _together(done)
 
 

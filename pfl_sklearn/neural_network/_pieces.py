@@ -53,6 +53,18 @@ def train(engine, block, start, rate, proximal=0.0, own=False):
     return models, np.asarray(before.cpu(), dtype=np.float64)
 
 
+class NoisyGradients:
+    """Gradients of a block's clients on their way through a mechanism, which draws by its seeds."""
+
+    def __init__(self, mechanism, seeds):
+        self._mechanism, self._generators = mechanism, mechanism.generators(seeds)
+
+    def __call__(self, part, slopes):
+        """Noisy gradients (g, p) of a part of the model, from a tensor to a tensor."""
+        exact = slopes.detach().cpu().double().numpy()
+        return slopes.new_tensor(self._mechanism.privatize(exact, part, self._generators))
+
+
 def fine_tuning(setup, n_steps):
     """Last phase in which every client trains the global net on its own rows."""
     engine = setup.engines.client

@@ -233,6 +233,7 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
                 fine = block.finite(new, losses) if protected else None
                 block.keep(state.clients, new, fine)
             messages, losses = rows.collect(blocks, done, method.messages)
+            del done  # it holds another copy of the messages
             loss = float(losses.sum())
             if not (protected or math.isfinite(loss)):  # check_converged finds it in the history
                 state.history["loss"].append(loss)

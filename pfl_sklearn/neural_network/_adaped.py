@@ -219,7 +219,8 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
 
     Personal nets are not protected, and need not be, because they stay with their clients.
 
-    Memory: one vector of parameters for each client; a round needs four for each client of a block.
+    Memory: one vector of parameters for each client; a round needs six for each client of a block,
+    and two messages for each sampled client.
 
     %(common_notes)s
 

@@ -28,9 +28,9 @@ from pfl_sklearn.neural_network._recipe import (
     twin,
 )
 
-_LARGEST_STACKED_BATCH = 48  # rows: products of a client alone are large enough beyond it
+_LARGEST_STACKED_BATCH = 128  # rows: products of a client alone are large enough beyond it
 _STACKED = 1 << 20  # parameters of a block of stacked clients: they should stay in the cache
-_FEWEST, _MOST, _LONE = 4, 64, 4  # clients of a block
+_FEWEST, _MOST, _LONE = 4, 64, 1  # clients of a block
 _ROWS_AT_ONCE = 512  # of a prediction
 _MEAN_LOSSES = (CrossEntropyLoss, NLLLoss, MSELoss, L1Loss)
 

@@ -47,7 +47,7 @@ CASES = {
     "odd batch": (lambda: classifier(FedAvgClassifier, 5, 33), 7),
     "momentum": (lambda: classifier(FedAvgClassifier, 5, 33, optimizer__momentum=0.9), 7),
     "adaped": (lambda: classifier(AdaPeDClassifier, 5, 33), 7),
-    "one by one": (lambda: classifier(FedAvgClassifier, 5, 50), 7),
+    "one by one": (lambda: classifier(FedAvgClassifier, 5, 129), 7),
     "one output": (lambda: regressor((), 48), 13),
     "one feature": (lambda: regressor((48, 5), 41), 1),
 }

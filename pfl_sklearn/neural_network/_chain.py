@@ -55,11 +55,12 @@ def chain_of(module, shape, dtype, device):
     A chain passes its input through linear layers, each of them once, and through row functions
     that are known to treat every row alike.
     """
-    names = [name for name, _ in module.named_parameters()]
     if not all(values.requires_grad for values in module.parameters()):
         return None
+    within = nn.Sequential(module)  # a linear layer alone is a layer, too
+    names = [name for name, _ in within.named_parameters()]
     try:
-        steps = _steps(_Tracer().trace(module), dict(module.named_modules()), names)
+        steps = _steps(_Tracer().trace(within), dict(within.named_modules()), names)
     except Exception:  # whatever tracing a module with a program of its own may raise
         return None
     if steps is None or not _agrees(steps, module, shape, dtype, device):

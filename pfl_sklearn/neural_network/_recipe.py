@@ -76,9 +76,12 @@ def _check_unused(recipe):
                 f"{name}={value!r} of the net has no effect on rounds, so it is refused; leave its "
                 "default."
             )
-    for name in recipe.get_params(deep=False):
+    given = recipe.get_params(deep=False)
+    for name in given:
         if name.startswith(_ITERATORS):
             raise ValueError(f"{name} of the net has no effect on rounds, so it is refused.")
+    if given.get("optimizer__maximize", False):
+        raise ValueError("optimizer__maximize=True of the net would raise the loss; leave it out.")
 
 
 def _check_device(recipe):

@@ -11,19 +11,11 @@ import numpy as np
 import torch
 from joblib import parallel_config
 from scipy.sparse import csr_array
-from timing import compare, cpu_seconds, peak_above_input, seconds
+from timing import SHORT, compare, peak_above_input, per_round, seconds
 
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
 
-SHORT = 2
 STEP, ALPHA, BATCH, CLIP = 0.01, 0.1, 10, 10.0
-
-
-def per_round(side, clock=cpu_seconds):
-    """Seconds of a round of a side (fit, n_rounds); ``fit(n)`` runs n rounds."""
-    fit, n_rounds = side
-    short = clock(lambda: fit(SHORT))
-    return (clock(lambda: fit(SHORT + n_rounds)) - short) / n_rounds
 
 
 def table(n_clients, n_rows, d, classes=None):

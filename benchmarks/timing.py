@@ -3,6 +3,8 @@
 import statistics
 import time
 
+SHORT = 2  # rounds of a fit that stands for all that is not a round
+
 
 def seconds(function):
     """Seconds of one call."""
@@ -16,6 +18,13 @@ def cpu_seconds(function):
     start = time.process_time()
     function()
     return time.process_time() - start
+
+
+def per_round(side, clock=cpu_seconds):
+    """Seconds of a round of a side (fit, n_rounds); ``fit(n)`` runs n rounds."""
+    fit, n_rounds = side
+    short = clock(lambda: fit(SHORT))
+    return (clock(lambda: fit(SHORT + n_rounds)) - short) / n_rounds
 
 
 def warm_seconds(function, clock=seconds):

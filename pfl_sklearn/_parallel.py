@@ -22,7 +22,7 @@ def map_batches(function, batches, n_jobs=None):
     ----------
     function : callable
         What it computes for a client must not depend on the other clients of the batch.
-    batches : sequence of tuples
+    batches : iterable of tuples
         Arguments; the first array of each has the batch's clients first.
     n_jobs : int or None
         As everywhere in scikit-learn; None is one job, or what ``joblib.parallel_config`` says.
@@ -54,6 +54,7 @@ def _in_order(function, batches):
 
 
 def _in_chunks(function, batches, n_jobs, workers):
+    batches = list(batches)
     if len(batches) < 2:
         return _in_order(function, batches)
     cost = np.cumsum([batch[0].size for batch in batches])

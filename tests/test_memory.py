@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pfl_sklearn import BernoulliMean, GaussianMean
+from pfl_sklearn.neural_network import AdaPeDClassifier
 
 N_CLIENTS = 40_000
 
@@ -36,3 +37,19 @@ def test_memory_is_as_stated(estimator, d, per_row, per_client, n_rows):
     stated = per_row * len(groups) + per_client * N_CLIENTS
     work_space = 14e6 if d > 1 else 0.2e6
     assert 0.6 * stated < peak < 1.02 * stated + work_space
+
+
+def test_personal_nets_take_one_vector_a_client():
+    """Beyond it there is a copy of the rows, and what the few sampled clients need."""
+    nn = pytest.importorskip("torch").nn
+    skorch = pytest.importorskip("skorch")
+    n_clients, d, n_hidden = 1000, 784, 12
+    net = nn.Sequential(nn.Linear(d, n_hidden), nn.ReLU(), nn.Linear(n_hidden, 10))
+    recipe = skorch.NeuralNetClassifier(net, criterion=nn.CrossEntropyLoss, batch_size=6)
+    model = AdaPeDClassifier(recipe, n_rounds=1, local_steps=2, client_fraction=0.005)
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(n_clients), 2)
+    X, y = rng.normal(size=(len(groups), d)).astype(np.float32), rng.integers(0, 10, len(groups))
+    peak = peak_bytes(lambda: model.set_params(random_state=0).fit(X, y, groups=groups))
+    vectors = 4 * n_clients * (d * n_hidden + n_hidden + 10 * n_hidden + 10)
+    assert vectors < peak < 1.02 * (vectors + X.nbytes) + 1.5e6

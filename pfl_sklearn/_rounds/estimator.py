@@ -5,7 +5,6 @@ attributes, and on to more rounds. A family of models brings what :class:`BaseRo
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from numbers import Integral, Real
 from os import PathLike
@@ -63,8 +62,8 @@ class Roster(NamedTuple):
 class Run(NamedTuple):
     """What rounds need besides a state.
 
-    `release_of` turns the mechanism into the release of a round. `positions` are those of the
-    earlier rounds' client arrays in the new ones. `found` are fitted attributes that the first
+    `release` is that of a round. `positions` are those of the earlier rounds' client arrays in the
+    new ones. `found` are fitted attributes that the first
     rounds settled, `layout` is what the family needs to read client arrays, and `advice` is the
     sentence to give if the rounds diverge. With a `rule` they end when it says so.
     `constants` are client arrays that no round changes: those of earlier rounds do not count.
@@ -73,7 +72,7 @@ class Run(NamedTuple):
     method: Method
     rows: Any
     sampling: Sampling
-    release_of: Callable
+    release: Any
     positions: np.ndarray
     found: dict[str, Any]
     layout: Any = None
@@ -113,12 +112,13 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
 
     - ``_read(X, y, earlier, **given)``: a :class:`CheckedTable` of checked data, which has as many
       features as those of the `earlier` rounds, if there are any;
-    - ``_make_run(table, clients, roster, earlier, order)``: a :class:`Run`, or a ValueError if the
-      `earlier` rounds had a model of another shape; `order` is the entropy of what is drawn before
-      the rounds, or None;
+    - ``_make_run(table, clients, roster, earlier, order, mechanism)``: a :class:`Run`, or a
+      ValueError if the `earlier` rounds had a model of another shape; `order` is the entropy of
+      what is drawn before the rounds, or None;
     - ``_models(state, ids, layout)``: the fitted attributes of a state;
     - ``_rounds_of_a_pass(clients)``: rounds of one ``partial_fit`` without noise;
     - ``_check_parameters()``, if parameters of its own can contradict one another;
+    - `_noisy_steps`, if clients add the noise in their local steps;
     - `_ends_when_flat` and ``_last_round(before)``, if the data may say when the rounds are over:
       ``_make_run`` then takes `until_flat` and gives a run with a rule, and `max_rounds` is a
       parameter;
@@ -187,7 +187,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
                 "run before; with warm_start=True it counts them in."
             )
         events = round_events(self, missing, earlier and earlier.spent)
-        mechanism_of(self, events)  # refuses bounds before anything is charged
+        mechanism = mechanism_of(self, events)  # refuses bounds before anything is charged
         checkpoint = self._open_checkpoint(missing)
         if checkpoint is None or not checkpoint.resumes:
             charge_events(self, events, first_round=before)
@@ -198,7 +198,8 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
                 "continues; use partial_fit, or warm_start=False."
             )
         drawn = checkpoint and checkpoint.entropy
-        task = self._make_task(X, y, clients, earlier, drawn, until_flat=self._ends_when_flat)
+        flat = self._ends_when_flat
+        task = self._make_task(X, y, clients, earlier, mechanism, drawn, until_flat=flat)
         return self._train((X, y, groups), task, missing, events, checkpoint)
 
     def _partial_fit(self, X, y, groups, **given):
@@ -211,12 +212,12 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         self._check_all_parameters()
         missing = self._last_round(0)
         events = round_events(self, missing)
-        mechanism_of(self, events)
+        mechanism = mechanism_of(self, events)
         charge_events(self, events, first_round=earlier.state.round if earlier else 0)
         clients = self._encode_fit(groups, num_samples(X))
         if not is_private(self):
             missing = self._rounds_of_a_pass(clients)
-        task = self._make_task(X, y, clients, earlier, **given)
+        task = self._make_task(X, y, clients, earlier, mechanism, **given)
         return self._train((X, y, groups), task, missing, events)
 
     @property
@@ -227,6 +228,11 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
     def _last_round(self, before):
         """Number of the last round of a fit, at most, after so many rounds before."""
         return self.n_rounds
+
+    @property
+    def _noisy_steps(self):
+        """Mechanism of the clients' steps, whatever its noise; None if sums get the noise."""
+        return None
 
     @property
     def _communicates(self):
@@ -258,20 +264,19 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         parameters = described(self, **{"rounds to run": missing, "ledger": ledger})
         return Checkpoint(self.checkpoint, self.checkpoint_every, parameters)
 
-    def _make_task(self, X, y, clients, earlier, drawn=None, until_flat=False, **given):
+    def _make_task(self, X, y, clients, earlier, mechanism, drawn=None, until_flat=False, **given):
         """Checked data and the run on them; without a seed rounds draw from the entropy `drawn`."""
         flat = {"until_flat": True} if until_flat else {}
         table = self._read(X, y, earlier, **given)
         roster = _roster_of(earlier, clients.ids)
         order, entropy = seeds(drawn if self.random_state is None else self.random_state)
-        run = self._make_run(table, clients, roster, earlier, order, **flat)
+        run = self._make_run(table, clients, roster, earlier, order, mechanism, **flat)
         return Task(table, clients, earlier, roster, run, entropy)
 
     def _train(self, data, task, missing, events, checkpoint=None):
         """Run the missing rounds on copies, and set all fitted attributes at the end."""
         table, run, ids = task.table, task.run, task.roster.ids
-        release = run.release_of(mechanism_of(self, events))
-        state = _first_state(task, release, self.clip_quantile)
+        state = _first_state(task, self.clip_quantile)
         last = state.round + missing
         if checkpoint is not None:
             entropy = np.array(task.entropy or ())
@@ -290,10 +295,11 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         )
         if checkpoint is not None:
             observe = both(observe, checkpoint.observe)
-        state, flat = self._run(run, state, last, task.entropy, release, observe)
+        state, flat = self._run(run, state, last, task.entropy, observe)
         _check_converged(state, run.advice, is_private(self))
         end()
-        progress = _progress_after(task, state, events, last)
+        mechanism = mechanism_of(self, events)
+        progress = _progress_after(task, state, events, last, mechanism.noise_multiplier)
         report = report_of(self, progress)
         if task.earlier is not None:
             report = going_on_from(self.privacy_, report)
@@ -312,13 +318,13 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
             ConvergenceWarning,
         )
 
-    def _run(self, run, state, last, entropy, release, observe):
+    def _run(self, run, state, last, entropy, observe):
         """State after the round `last` or an earlier end, and whether it ended as it should."""
         watch, protected = _Watch(observe), is_private(self)
 
         def run_on(state, until):
             plan = Plan(until, run.sampling, entropy, self.n_jobs)
-            run_rounds(run.method, run.rows, state, plan, release, watch, protected)
+            run_rounds(run.method, run.rows, state, plan, run.release, watch, protected)
             return watch.ended
 
         if run.rule is not None:
@@ -410,13 +416,13 @@ def _roster_of(earlier, ids):
     )
 
 
-def _first_state(task, release, clip_quantile):
+def _first_state(task, clip_quantile):
     """State that rounds start from; what earlier rounds left stays as it is.
 
     A bound that follows a quantile goes on from where it was.
     """
     run, n_clients = task.run, len(task.roster.ids)
-    state = start_state(run.method, run.rows, release, n_clients)
+    state = start_state(run.method, run.rows, run.release, n_clients)
     if task.earlier is None:
         return state
     old = task.earlier.state.copy()
@@ -446,11 +452,13 @@ def _check_converged(state, advice, protected):
 
 
 def _all_finite(arrays):
-    return all(np.isfinite(values).all() for values in arrays.values())
+    """Whether all numbers are finite; no array of the size of the clients' models is made."""
+    ends = [f(initial=0) for values in arrays.values() for f in (values.min, values.max)]
+    return bool(np.isfinite(ends).all())
 
 
-def _progress_after(task, state, events, last):
-    """Progress of rounds that were to go on to `last`, spending events."""
+def _progress_after(task, state, events, last, noise_multiplier):
+    """Progress of rounds that were to go on to `last`, spending events with so much noise."""
     earlier, roster = task.earlier, task.roster
     n_rows = np.zeros(len(roster.ids), dtype=np.int64)
     spent, stopped = (), state.round < last
@@ -461,6 +469,6 @@ def _progress_after(task, state, events, last):
     spent = None if events is None or spent is None else (*spent, *events)
     noise = earlier.noise_multiplier if earlier is not None and last == earlier.state.round else 0.0
     if events:
-        noise = events[-1].noise_multiplier
+        noise = noise_multiplier
     run = task.run
     return Progress(state, roster.ids, n_rows, spent, run.found, stopped, run.layout, noise)

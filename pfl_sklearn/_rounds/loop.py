@@ -228,11 +228,12 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
             blocks = rows.blocks(sampled, state.schedule, t, rng, workers)
             state.server = release.before_update(state.server, blocks, t, rng)
             update = partial(method.client_update, _views(state.server), t)
-            done = run(update, [(block.batch, block.states(state.clients)) for block in blocks])
+            done = run(update, ((block.batch, block.states(state.clients)) for block in blocks))
             for block, (_, new, losses) in zip(blocks, done, strict=True):
                 fine = block.finite(new, losses) if protected else None
                 block.keep(state.clients, new, fine)
             messages, losses = rows.collect(blocks, done, method.messages)
+            del done  # it holds another copy of the messages
             loss = float(losses.sum())
             if not (protected or math.isfinite(loss)):  # check_converged finds it in the history
                 state.history["loss"].append(loss)
@@ -279,7 +280,7 @@ def _run_last_phase(phase, rows, state, rng, run, protected):
     for first in range(0, len(everyone), _AT_ONCE):
         some = everyone[first : first + _AT_ONCE]
         blocks = rows.blocks(some, schedule, state.round, rng)
-        tasks = [(block.batch, block.states(state.clients), block.states(own)) for block in blocks]
+        tasks = ((block.batch, block.states(state.clients), block.states(own)) for block in blocks)
         for block, (new, losses) in zip(blocks, run(update, tasks), strict=True):
             block.keep(own, new, block.finite(new, losses) if protected else None)
     return own

@@ -26,7 +26,7 @@ _SECRET_NUMBER = (
 
 def relation_of_rounds(model):
     """Neighbouring relation that the rounds are accounted under."""
-    return _RELATIONS[model.sampling]
+    return _RELATIONS[_accounted(model)[0]]
 
 
 def is_private(model):
@@ -61,29 +61,42 @@ def round_events(model, n_rounds, spent=()):
     """Accounting events of `n_rounds` rounds; () if they release nothing, None without noise.
 
     They follow from the parameters alone. The noise is that of the rounds `spent`, if there are
-    any.
+    any. Where clients add it in their steps, it is stated for what all steps of a round add up to.
     """
     if not is_private(model):
         return None
     if not model._communicates or n_rounds == 0:
         return ()
-    z = model.noise_multiplier
-    if z is None and spent:
+    sampling, reach = _accounted(model)
+    if model.noise_multiplier is not None:
+        z = model.noise_multiplier / reach
+    elif spent:
         z = spent[-1].noise_multiplier
-    elif z is None:
+    else:
         z = calibrate_rounds(
             model.epsilon,
             model.delta,
             n_rounds=n_rounds,
             rate=model.client_fraction,
-            sampling=model.sampling,
+            sampling=sampling,
         )
-    return (SampledGaussian(float(z), n_rounds, model.client_fraction, model.sampling),)
+    return (SampledGaussian(float(z), n_rounds, model.client_fraction, sampling),)
+
+
+def _accounted(model):
+    """Sampling that rounds are accounted for as, and how many bounds long a message may be.
+
+    Clients that add noise themselves add none where they do not take part, which shows.
+    """
+    steps = model._noisy_steps
+    return (model.sampling, 1.0) if steps is None else ("fixed", steps.reach)
 
 
 def mechanism_of(model, events):
     """Mechanism of a round."""
     z = events[0].noise_multiplier if events else 0.0
+    if (steps := model._noisy_steps) is not None:
+        return dataclasses.replace(steps, noise_multiplier=z * steps.reach)
     quantile = model.clip_quantile if model._communicates else None  # an unused bound stays
     return ClippedSum(model.clip_norm, z, quantile)
 
@@ -157,6 +170,8 @@ def _hidden(spent):
 
 def _against_outsiders(model, relation, spent):
     """Epsilon against all but the clients, if it is another one."""
+    if model._noisy_steps is not None:  # every message is seen
+        return None
     if all(event.sampling == "poisson" or event.rate == 1 for event in spent):
         return None
     return events_epsilon(spent, model.delta, relation, adversary="outsiders")

@@ -29,11 +29,23 @@ class Batch(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Clients whose rows stack: positions among those sampled and among all, and the rows."""
+    """Clients whose rows stack: positions among those sampled and among all, and the rows.
+
+    `chosen` (g, ..., b) are the numbers of their rows in `rows`. They are gathered when asked for,
+    so that a round does not hold the batches of all its clients.
+    """
 
     members: np.ndarray
     clients: np.ndarray
-    batch: Batch
+    rows: "ClientRows"
+    chosen: np.ndarray
+    seeds: np.ndarray | None
+
+    @property
+    def batch(self):
+        """The rows themselves, anew each time."""
+        X, y = _taken(self.rows.X, self.chosen), self.rows.y.take(self.chosen, axis=0)
+        return Batch(X, y, self.seeds)
 
     def states(self, clients):
         """These clients' part of a dict of arrays with all clients first."""
@@ -210,8 +222,8 @@ class ClientRows(NamedTuple):
             for start in range(0, len(members), step):
                 part, chosen = members[start : start + step], rows[start : start + step]
                 own = None if seeds is None else seeds[part]
-                batch = Batch(_taken(self.X, chosen), self.y.take(chosen, axis=0), own)
-                found.append(Block(part, self.clients.take(sampled.take(part)), batch))
+                clients = self.clients.take(sampled.take(part))
+                found.append(Block(part, clients, self, chosen, own))
         return found
 
     def _clients_of_a_block(self, rows):
@@ -227,12 +239,17 @@ class ClientRows(NamedTuple):
             return done[0].messages, done[0].losses
         if not done:
             return {name: np.zeros((0, *shape)) for name, shape in shapes.items()}, np.zeros(0)
-        back = np.argsort(np.concatenate([block.members for block in blocks]))
+        n_sampled, first = sum(len(block.members) for block in blocks), done[0]
+        losses = np.empty(n_sampled, dtype=first.losses.dtype)
         messages = {
-            name: np.concatenate([update.messages[name] for update in done])[back]
-            for name in shapes
+            name: np.empty((n_sampled, *shape), dtype=first.messages[name].dtype)
+            for name, shape in shapes.items()
         }
-        return messages, np.concatenate([update.losses for update in done])[back]
+        for block, update in zip(blocks, done, strict=True):
+            losses[block.members] = update.losses
+            for name, values in messages.items():
+                values[block.members] = update.messages[name]
+        return messages, losses
 
 
 def count_within(lengths):

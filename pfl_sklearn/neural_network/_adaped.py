@@ -10,10 +10,13 @@ import numpy as np
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._docs import fill_doc
 from pfl_sklearn._rounds.loop import Method, Update
-from pfl_sklearn.neural_network._base import BaseNeural
+from pfl_sklearn.neural_network._base import BaseNeural, backend
 from pfl_sklearn.neural_network._docs import NEURAL
-from pfl_sklearn.neural_network._pieces import Averaging
+from pfl_sklearn.neural_network._pieces import Averaging, NoisyGradients
 from pfl_sklearn.neural_network._targets import LABEL_PRIOR, NeuralClassifierMixin
+from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
+
+_GLOBAL, _PSI = 0, 1  # parts of the model that steps through noise move
 
 
 class Distillation(NamedTuple):
@@ -72,6 +75,7 @@ def adaped_steps(setup, settings, averaging, server, t, block):
     shared = population.models(server["global"], block.n_clients)
     psi = personal.values.new_full((block.n_clients,), float(server["psi"]))
     divergence = partial(population.divergence, from_first=settings.from_global)
+    move_shared, noisy = _steps_of(setup.noisy_steps, shared, block)
     for X, y in block.steps():
         outputs, others = block.read(client, personal(X)), shared(X)
         losses = client.losses(outputs, y)
@@ -84,17 +88,41 @@ def adaped_steps(setup, settings, averaging, server, t, block):
         pull = divergence(theirs, own) / (2 * psi)
         if settings.global_loss:
             pull = pull + settings.global_loss * population.losses(others, y)
-        shared.step(pull, rate)
+        move_shared(pull, rate)
 
         others = block.read(population, shared.evaluate(X))
         gap = divergence(population.log_probabilities(others), own)
-        psi = psi - settings.psi_rate * (1 / (2 * psi) - gap / (2 * psi**2))
+        psi = psi - settings.psi_rate * noisy(1 / (2 * psi) - gap / (2 * psi**2))
         psi = psi.clamp_min(settings.psi_min)
     change = psi.double().cpu().numpy() - float(server["psi"])
     message = averaging.message(**{"global": shared.change(), "psi": change})
     kept = {**kept, "personal": personal.array()}
     kept.pop("offset", None)
     return Update(message, kept, np.asarray(before.cpu(), dtype=np.float64))
+
+
+def _steps_of(noisy_steps, shared, block):
+    """How the global nets of a block step, from losses, and what becomes of slopes (g,) of psi."""
+    if noisy_steps is None:
+        return shared.step, lambda slopes: slopes
+    gradients = NoisyGradients(noisy_steps, block.seeds)
+    move_shared = partial(shared.step_through, partial(gradients, _GLOBAL))
+    return move_shared, lambda slopes: gradients(_PSI, slopes[:, None])[:, 0]
+
+
+def check_steps(engine, rates):
+    """Raise ValueError if noise on gradients does not cover all that a net sends."""
+    if engine.moving:
+        raise ValueError(
+            f"training moves {', '.join(engine.moving)} of the net without a gradient, so "
+            "noise='per_step' does not protect it; use noise='per_round', or a module without it."
+        )
+    decay = rates.max() * engine.optimizer.weight_decay
+    if decay > 2:
+        raise ValueError(
+            f"lr times weight_decay of the net is {decay:.4g}, which blows up differences; "
+            "noise='per_step' is certified up to 2."
+        )
 
 
 def started(settings, server, t, clients):
@@ -137,9 +165,17 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         client first takes part in round `personal_start_round` or later.
     personal_start_round : int or None, default=None
         First such round, counted from 0; None: three quarters of `n_rounds`.
+    noise : {"per_round", "per_step"}, default="per_round"
+        Where noise goes. "per_round": on the sum of the clients' changes, which are clipped.
+        "per_step": on every gradient of the global net and of psi, which are clipped instead; each
+        client adds it itself. This is the algorithm as printed. `noise_multiplier` is then that of
+        a single step, and has to be at least ``local_steps * sqrt(2)`` times that of "per_round"
+        to spend as little; `epsilon` protects a client's whole data ("replace_one") under either
+        kind of sampling.
     psi_clip_norm : float > 0, default=0.1
-        Bound of a client's change of psi: `clip_norm` and it are the units of the two parts of a
-        message, which is clipped to length 1 in these units.
+        Bound of a client's change of psi, or of its gradient: `clip_norm` and it are the units of
+        the two parts of a message. With noise on sums, the message is clipped to length 1 in these
+        units. With noise in steps, each part is clipped by itself, and gets noise in its own units.
     %(label_prior)s
     %(sampling)s
     %(privacy)s
@@ -166,11 +202,25 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     means over the rows of a batch. The listing has clients send the values before their last step;
     ours send those after it. `global_loss` and `personal_start` are not in the paper.
 
-    With noise this is DP-AdaPeD in a form that can be accounted for: local steps are free of noise,
-    the changes of the global net and of psi are clipped together, and their sum gets noise once a
-    round. Personal nets are not protected, and need not be, because they stay with their clients.
+    With noise this is DP-AdaPeD. By default it has a form that can be accounted for as a whole:
+    local steps are free of noise, the changes of the global net and of psi are clipped together,
+    and their sum gets noise once a round. ``noise="per_step"`` is the printed algorithm, in which
+    :math:`\mu \leftarrow \mu - \eta_2 (h / \max(|h| / C_1, 1) + \nu_1)` and
+    :math:`\psi \leftarrow \psi - \eta_3 (k / \max(|k| / C_2, 1) + \nu_2)` with `clip_norm`
+    :math:`C_1`, `psi_clip_norm` :math:`C_2` and standard deviations :math:`z C_1` and
+    :math:`z C_2`, z being `noise_multiplier`. Its epsilon is not the printed one, which does not
+    hold: the gradients of later steps may undo the noise of earlier ones. Ours counts the noise of
+    the last of the :math:`\tau` local steps alone. Given all earlier noise, other data of a client
+    move each part of its message by at most :math:`2 \tau` bounds of a step, since weight decay and
+    the floor of psi never widen a gap. So a round with the client is Gaussian DP with
+    :math:`\mu = 2 \sqrt 2 \tau / z` under replacement of its whole data. That holds against the
+    server as well; sampling lowers delta alone, because a client that takes no part adds no noise.
+    Momentum would add up gradients, and is refused there.
 
-    Memory: one vector of parameters for each client; a round needs four for each client of a block.
+    Personal nets are not protected, and need not be, because they stay with their clients.
+
+    Memory: one vector of parameters for each client; a round needs six for each client of a block,
+    and two messages for each sampled client.
 
     %(common_notes)s
 
@@ -203,6 +253,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         "global_loss": [Interval(Real, 0, None, closed="left")],
         "personal_start": [StrOptions({"own", "global"})],
         "personal_start_round": [Interval(Integral, 0, None, closed="left"), None],
+        "noise": [StrOptions({"per_round", "per_step"})],
         "psi_clip_norm": [Interval(Real, 0, None, closed="neither")],
     }
 
@@ -220,6 +271,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         global_loss=0.0,
         personal_start="own",
         personal_start_round=None,
+        noise="per_round",
         psi_clip_norm=0.1,
         client_fraction=1.0,
         sampling="poisson",
@@ -263,9 +315,31 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         self.global_loss = global_loss
         self.personal_start = personal_start
         self.personal_start_round = personal_start_round
+        self.noise = noise
         self.psi_clip_norm = psi_clip_norm
 
+    @property
+    def _noisy_steps(self):
+        if self.noise == "per_round" or self.clip_norm is None:
+            return None
+        return NoisySteps((self.clip_norm, self.psi_clip_norm), self.local_steps)
+
+    def _check_parameters(self):
+        super()._check_parameters()
+        if self.noise == "per_round":
+            return
+        if self.clip_quantile is not None:
+            raise ValueError(
+                f"got clip_quantile={self.clip_quantile!r} with noise='per_step', whose gradients "
+                "are clipped to clip_norm in every step; give clip_quantile=None."
+            )
+        if self._noisy_steps is not None:
+            _, recipes = backend()
+            recipes.check_plain_steps(self._recipe())
+
     def _method(self, setup):
+        if setup.noisy_steps is not None:
+            check_steps(setup.engines.population, setup.rates)
         start_round = self.personal_start_round
         if start_round is None:
             start_round = 3 * self.n_rounds // 4
@@ -280,7 +354,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         return adaped(setup, settings)
 
     def _scales(self):
-        if self.clip_norm is None:
+        if self.clip_norm is None or self._noisy_steps is not None:
             return None
         return {"global": 1.0, "psi": self.psi_clip_norm / self.clip_norm}
 

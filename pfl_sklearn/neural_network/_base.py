@@ -1,7 +1,6 @@
 """What neural estimators share: from a recipe and rows to a run, and from a run to predictions."""
 
 import math
-import os
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -16,11 +15,9 @@ from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
 from pfl_sklearn.base import client_values
+from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
-# Otherwise MKL lets the bits of a product depend on where in memory its factors are. It reads this
-# before its first product.
-os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
-
+_OPTIONAL = ("_personal", "_offsets", "_label_counts", "label_prior_")  # not every fit leaves them
 _ADVICE = "lower the learning rate of the net (lr={rate:.4g}), or scale the features."
 
 
@@ -35,8 +32,9 @@ class Setup(NamedTuple):
     """What a method on nets is built from.
 
     The engines; how many clients there are, and how many are expected in a round; the learning rate
-    of every round (n_rounds + 1,); rows of a batch, and batches of a round; and whether the server
-    divides sums by the number of clients that took part, rather than by the expected number.
+    of every round (n_rounds + 1,); rows of a batch, and batches of a round; whether the server
+    divides sums by the number of clients that took part, rather than by the expected number; and
+    the mechanism that clients put their gradients through, or None.
     """
 
     engines: Engines
@@ -46,6 +44,7 @@ class Setup(NamedTuple):
     batch_size: int | None
     local_steps: int
     divides_by_count: bool
+    noisy_steps: NoisySteps | None
 
 
 def backend():
@@ -177,7 +176,7 @@ class BaseNeural(BaseRounds):
         if features.shape[1:] != seen and features.ndim + len(seen) > 3:
             raise ValueError(f"X has rows of shape {features.shape[1:]}, but fit saw {seen}.")
 
-    def _make_run(self, table, clients, roster, earlier, order):
+    def _make_run(self, table, clients, roster, earlier, order, mechanism):
         _, recipes = backend()
         recipe = self._recipe()
         batch_size = None if recipe.batch_size == -1 else recipe.batch_size
@@ -195,6 +194,7 @@ class BaseNeural(BaseRounds):
             batch_size=batch_size,
             local_steps=self.local_steps,
             divides_by_count=self.clip_norm is None,
+            noisy_steps=None if self._noisy_steps is None else mechanism,
         )
         found, offsets = self._label_offsets(table, clients, roster, earlier)
         method = _with_offsets(self._method(setup), offsets)
@@ -206,13 +206,13 @@ class BaseNeural(BaseRounds):
             roster.now,
             Reshuffled(batch_size, self.local_steps),
             min(engine.clients_at_once for engine in engines),
-            any(engine.random for engine in engines),
+            any(engine.random for engine in engines) or setup.noisy_steps is not None,
         )
         return Run(
             method=method,
             rows=rows,
             sampling=sampling,
-            release_of=lambda mechanism: JointSum(mechanism, method.messages, self._scales()),
+            release=JointSum(mechanism, method.messages, self._scales()),
             positions=roster.earlier,
             found=found,
             constants=() if offsets is None else ("offset",),
@@ -261,6 +261,11 @@ class BaseNeural(BaseRounds):
 
     def _personal_models(self, state):
         return None
+
+    def _store(self, shared, progress, report):
+        for name in _OPTIONAL:  # of an earlier fit with other parameters
+            vars(self).pop(name, None)
+        super()._store(shared, progress, report)
 
     def _outputs(self, X, groups):
         """What the clients' nets give for their rows (n, ...), and the clients' codes (n,)."""

@@ -2,9 +2,11 @@
 
 The forward and the backward pass are written out, so that a step changes stacked weights in place:
 gradients are never formed. What a client's numbers become does not depend, to the bit, on the other
-clients of its block; that is why only some functions may stand between the layers.
+clients of its block. That is why only some functions may stand between the layers, and why every
+client's matrices start at a boundary in memory: elsewhere products round differently.
 """
 
+import math
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ _FUNCTIONS = (
     F.log_softmax,
 )
 _METHODS = ("relu", "tanh", "softmax", "log_softmax", "flatten")
+_BOUNDARY = 64  # bytes
 
 
 class Linear(NamedTuple):
@@ -124,8 +127,26 @@ def _agrees(steps, module, shape, dtype, device):
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
+def aligned(shape, like):
+    """Empty tensor of a `shape` (g, ...) in which every client's part starts at a boundary."""
+    size, unit = math.prod(shape[1:]), _BOUNDARY // like.element_size()
+    return like.new_empty(shape[0], -(-size // unit) * unit)[:, :size].view(shape)
+
+
+def align(values):
+    """The same values (g, ...), moved if a client's part starts elsewhere."""
+    step, size = values.element_size(), math.prod(values.shape[1:])
+    starts = values.data_ptr() | (values.stride(0) * step if len(values) > 1 else 0)
+    if starts % _BOUNDARY == 0 and (size == 0 or values[0].is_contiguous()):
+        return values
+    return aligned(values.shape, values).copy_(values)
+
+
 class Chain:
-    """A chain with the parameters of g clients, tensors (g, ...) that steps change in place."""
+    """A chain with the parameters of g clients, tensors (g, ...) that steps change in place.
+
+    The tensors are :func:`aligned`.
+    """
 
     def __init__(self, steps, parameters):
         self.steps, self.parameters = steps, parameters
@@ -160,35 +181,29 @@ class Chain:
     def _forward(self, X, tape):
         """Outputs of rows; what the way back needs goes on the tape, from the first layer on."""
         g, b = X.shape[:2]
-        rows, any_layer = X.reshape(g * b, *X.shape[2:]), False
+        rows, any_layer = X, False
         for step in self.steps:
             if isinstance(step, Linear):
-                inputs, any_layer = rows.view(g, b, -1), True
-                rows = self._linear(step, inputs).view(g * b, -1)
-                entry = inputs
+                entry, any_layer = align(rows.reshape(g, b, -1)), True
+                rows = self._linear(step, entry)
             elif tape is None or not any_layer:
                 with torch.no_grad():
-                    rows, entry = step.function(rows), None
+                    rows, entry = _by_client(step.function(rows.flatten(0, 1)), g), None
             elif step.rectifies:
-                rows = rows.clamp_min(0)
-                entry = rows
+                rows = entry = torch.clamp_min(rows, 0, out=aligned(rows.shape, rows))
             else:
-                leaf = rows.requires_grad_()
+                leaf = rows.flatten(0, 1).requires_grad_()
                 with torch.enable_grad():
                     values = step.function(leaf)
-                rows, entry = values.detach(), (leaf, values)
+                rows, entry = _by_client(values.detach(), g), (leaf, values)
             if tape is not None and any_layer:
                 tape.append((step, entry))
-        return rows.view(g, b, *rows.shape[1:])
+        return rows
 
     def _linear(self, step, inputs):
         weight = self.parameters[step.weight].transpose(1, 2)
-        if step.bias is None:
-            return _products(inputs, weight)
-        bias = self.parameters[step.bias].unsqueeze(1)
-        if weight.shape[2] == 1:
-            return _products(inputs, weight) + bias
-        return torch.baddbmm(bias, inputs, weight)
+        bias = None if step.bias is None else self.parameters[step.bias].unsqueeze(1)
+        return _product(inputs, weight, bias)
 
     def _backward(self, slope):
         """What each layer's parameters are to do, from the last layer to the first.
@@ -196,29 +211,36 @@ class Chain:
         The slope passes a layer before its parameters change.
         """
         g, b = slope.shape[:2]
-        slope = slope.reshape(g * b, -1)
+        slope = slope.reshape(g, b, -1)
         while self._tape:
             step, entry = self._tape.pop()
             if isinstance(step, Linear):
-                here = slope.view(g, b, -1)
+                here = align(slope)
                 if self._tape:
-                    slope = _products(here, self.parameters[step.weight]).view(g * b, -1)
+                    slope = _product(here, self.parameters[step.weight])
                 yield _LayerChange(self.parameters, step, entry, here)
             elif step.rectifies:
-                slope = slope * (entry > 0)
+                slope = torch.mul(slope, entry > 0, out=aligned(entry.shape, entry))
             else:
                 leaf, values = entry
-                (slope,) = torch.autograd.grad(values, leaf, slope.view(values.shape))
+                (slope,) = torch.autograd.grad(values, leaf, slope.reshape(values.shape))
+                slope = slope.reshape(g, b, -1)
 
 
-def _products(first, second):
-    """Products (g, b, c) of matrices (g, b, d) and (g, d, c).
+def _product(rows, matrix, bias=None):
+    """Products (g, b, c) of rows (g, b, d) and matrices (g, d, c), plus a bias (g, 1, c)."""
+    if len(rows) == 1 and matrix.shape[2] == 1:  # alone, such a product rounds differently
+        bias = None if bias is None else bias.expand(2, -1, -1)
+        return _product(rows.expand(2, -1, -1), matrix.expand(2, -1, -1), bias)[:1]
+    products = aligned((*rows.shape[:2], matrix.shape[2]), rows)
+    if bias is None:
+        return torch.bmm(rows, matrix, out=products)
+    return torch.baddbmm(bias, rows, matrix, out=products)
 
-    Those with a single column are summed, since torch has another algorithm for them if g = 1.
-    """
-    if second.shape[2] == 1:
-        return (first * second.transpose(1, 2)).sum(dim=2, keepdim=True)
-    return torch.bmm(first, second)
+
+def _by_client(rows, n_clients):
+    """Rows (g, b, ...) of g clients, from (g * b, ...)."""
+    return rows.unflatten(0, (n_clients, -1))
 
 
 class _LayerChange(NamedTuple):
@@ -231,9 +253,11 @@ class _LayerChange(NamedTuple):
 
     def __call__(self, rate, weight_decay):
         """Step of plain stochastic gradient descent, in place."""
-        weight = self.parameters[self.layer.weight]
-        keep = 1 - rate * weight_decay
-        weight.baddbmm_(self.slopes.transpose(1, 2), self.inputs, beta=keep, alpha=-rate)
+        weight, keep = self.parameters[self.layer.weight], 1 - rate * weight_decay
+        if weight.shape[2] == 1:
+            weight.mul_(keep).sub_(self._of_weight(), alpha=rate)
+        else:
+            weight.baddbmm_(self.slopes.transpose(1, 2), self.inputs, beta=keep, alpha=-rate)
         if self.layer.bias is not None:
             bias = self.parameters[self.layer.bias]
             if weight_decay:
@@ -242,6 +266,9 @@ class _LayerChange(NamedTuple):
 
     def collect(self, found):
         """Gradients, put at the positions of the parameters."""
-        found[self.layer.weight] = torch.bmm(self.slopes.transpose(1, 2), self.inputs)
+        found[self.layer.weight] = self._of_weight()
         if self.layer.bias is not None:
             found[self.layer.bias] = self.slopes.sum(dim=1)
+
+    def _of_weight(self):
+        return _product(self.slopes.transpose(1, 2), self.inputs)

@@ -44,14 +44,14 @@ NEURAL = {
             ``classes_``.
         """,
     "common_notes": """
-        Rows may have any shape that the module takes. They become the type of the module's
-        parameters, float32 unless the module says otherwise; integers stay integers if the module
-        has an embedding. Initial weights come from `random_state`, and torch's global generators
-        are left as they were. If the recipe holds a module instance, training starts from a copy of
-        it.
+        Rows may have any shape that the module takes. A fit holds a copy of them in the type of the
+        module's parameters, float32 unless the module says otherwise; integers stay integers if the
+        module has an embedding. Initial weights come from `random_state`, and torch's global
+        generators are left as they were. If the recipe holds a module instance, training starts
+        from a copy of it.
 
         Clients are trained in blocks. Chains of linear layers with rectifiers, tanh or softmax
-        between them run for a whole block at once if batches have at most 48 rows; other modules
+        between them run for a whole block at once if batches have at most 128 rows; other modules
         run client by client. Buffers that training moves, such as the running statistics of
         ``BatchNorm``, are averaged like parameters; with noise they are refused. Every client
         counts equally, whatever its number of rows. Without `clip_norm` the server divides by the

@@ -16,7 +16,7 @@ from torch.nn import CrossEntropyLoss, L1Loss, MSELoss, NLLLoss
 from torch.nn.modules.conv import _ConvNd
 
 from pfl_sklearn._rounds.loop import Update
-from pfl_sklearn.neural_network._chain import Chain, chain_of
+from pfl_sklearn.neural_network._chain import Chain, align, aligned, chain_of
 from pfl_sklearn.neural_network._recipe import (
     log_probabilities,
     optimizer_of,
@@ -28,9 +28,9 @@ from pfl_sklearn.neural_network._recipe import (
     twin,
 )
 
-_LARGEST_STACKED_BATCH = 48  # rows: products of a client alone are large enough beyond it
+_LARGEST_STACKED_BATCH = 128  # rows: products of a client alone are large enough beyond it
 _STACKED = 1 << 20  # parameters of a block of stacked clients: they should stay in the cache
-_FEWEST, _MOST, _LONE = 4, 64, 4  # clients of a block
+_FEWEST, _MOST, _LONE = 4, 64, 1  # clients of a block
 _ROWS_AT_ONCE = 512  # of a prediction
 _MEAN_LOSSES = (CrossEntropyLoss, NLLLoss, MSELoss, L1Loss)
 
@@ -200,10 +200,8 @@ class Engine:
 class _Models:
     """Models of g clients of a block; ``values`` (g, p) are their parameters."""
 
-    def __init__(self, engine, start, n_clients):
-        self._start, self._trained = start, slice(engine.n_trained)
-        self.values = start.expand(n_clients, engine.n_parameters).clone()
-        self._optimizer = engine.optimizer
+    def __init__(self, engine, start):
+        self._start, self._optimizer = start, engine.optimizer
 
     def array(self):
         """Parameters as an array (g, p)."""
@@ -213,19 +211,39 @@ class _Models:
         """Array (g, p): parameters less those that they started from."""
         return array_of(self.values - self._start)
 
-    def pull(self, weight):
-        """Implicit step on `weight` times half the squared distance from the start."""
-        start, trained = self._start[..., self._trained], self.values[:, self._trained]
-        trained.lerp_(start.expand_as(trained), 1 - 1 / (1 + weight))
+    def step_through(self, privatize, losses, rate):
+        """Step along the gradients (g, p) of losses (g,) that `privatize` makes of theirs."""
+        slopes = torch.cat([slope.reshape(len(losses), -1) for slope in self.slopes(losses)], dim=1)
+        sizes = [values.numel() // len(losses) for values in self._tensors]
+        changes = privatize(slopes).split(sizes, dim=1)
+        with torch.no_grad():
+            for values, change in zip(self._tensors, changes, strict=True):
+                values.mul_(1 - rate * self._optimizer.weight_decay)
+                values.sub_(change.reshape(values.shape), alpha=rate)
 
 
 class StackedModels(_Models):
     """Models of clients whose net is a chain."""
 
     def __init__(self, engine, start, n_clients):
-        super().__init__(engine, start, n_clients)
-        parameters = [self.values[:, part.place].view(-1, *part.shape) for part in engine.parts]
-        self._chain, self._speed = Chain(engine.chain, parameters), None
+        super().__init__(engine, start)
+        self._starts = [start[..., part.place].unflatten(-1, part.shape) for part in engine.parts]
+        own = [aligned((n_clients, *part.shape), start) for part in engine.parts]
+        for values, first in zip(own, self._starts, strict=True):
+            values.copy_(first)
+        self._chain, self._speed, self._tensors = Chain(engine.chain, own), None, own
+
+    @property
+    def values(self):
+        return torch.cat([own.flatten(1) for own in self._chain.parameters], dim=1)
+
+    def change(self):
+        return array_of(self.values.sub_(self._start))
+
+    def pull(self, weight):
+        """Implicit step on `weight` times half the squared distance from the start."""
+        for values, start in zip(self._chain.parameters, self._starts, strict=True):
+            values.lerp_(start.expand_as(values), 1 - 1 / (1 + weight))
 
     def __call__(self, X):
         """Outputs (g, b, ...) of rows (g, b, ...), for :meth:`step` to follow."""
@@ -234,6 +252,10 @@ class StackedModels(_Models):
     def evaluate(self, X):
         """Outputs (g, b, ...) alone."""
         return self._chain.evaluate(X)
+
+    def slopes(self, losses):
+        """Gradients, one (g, ...) for each tensor, of losses (g,) of the latest outputs."""
+        return self._chain.gradients(losses.sum())
 
     def step(self, losses, rate):
         """One step of the net's optimizer, from losses (g,) of the latest outputs."""
@@ -249,9 +271,16 @@ class LoneModel(_Models):
     """Model of one client, of any net."""
 
     def __init__(self, engine, start, n_clients):
-        super().__init__(engine, start, n_clients)
+        super().__init__(engine, start)
+        self.values = start.expand(n_clients, engine.n_parameters).clone()
+        self._trained = slice(engine.n_trained)
         self._net, self._memory = engine.fitted_net(self.values[0]), None
-        self._parameters = [p for p in self._net.module_.parameters() if p.requires_grad]
+        self._tensors = [p for p in self._net.module_.parameters() if p.requires_grad]
+
+    def pull(self, weight):
+        """Implicit step on `weight` times half the squared distance from the start."""
+        start, trained = self._start[..., self._trained], self.values[:, self._trained]
+        trained.lerp_(start.expand_as(trained), 1 - 1 / (1 + weight))
 
     def __call__(self, X):
         """Outputs (1, b, ...) of rows (1, b, ...), for :meth:`step` to follow."""
@@ -262,15 +291,19 @@ class LoneModel(_Models):
         with torch.no_grad():
             return self(X)
 
+    def slopes(self, losses):
+        """Gradients, one for each tensor, of losses (1,) of the latest outputs."""
+        return torch.autograd.grad(
+            losses.sum(), self._tensors, allow_unused=True, materialize_grads=True
+        )
+
     def step(self, losses, rate):
         """One step of the net's optimizer, from losses (1,) of the latest outputs."""
-        slopes = torch.autograd.grad(
-            losses.sum(), self._parameters, allow_unused=True, materialize_grads=True
-        )
+        slopes = self.slopes(losses)
         with torch.no_grad():
             if self._optimizer.is_sgd:
                 step = self._optimizer.step
-                self._memory = step(self._parameters, slopes, self._memory, rate)
+                self._memory = step(self._tensors, slopes, self._memory, rate)
             else:
                 self._step_by(slopes, rate)
 
@@ -278,8 +311,8 @@ class LoneModel(_Models):
         """Step of an optimizer of torch, which remembers what it wants."""
         if self._memory is None:
             kind, given = self._optimizer
-            self._memory = kind(self._parameters, lr=rate, **given)
-        for parameter, slope in zip(self._parameters, slopes, strict=True):
+            self._memory = kind(self._tensors, lr=rate, **given)
+        for parameter, slope in zip(self._tensors, slopes, strict=True):
             parameter.grad = slope
         self._memory.step()
 
@@ -289,13 +322,14 @@ class Block(NamedTuple):
 
     Rows X (g, s, b, ...) and targets y (g, s, b, ...) of their s steps, as tensors, and what these
     clients keep, as arrays with clients first. Offsets (g, 1, n_classes) of log probabilities are a
-    tensor, or None.
+    tensor, or None; seeds (g,) are an array if rows come with seeds.
     """
 
     X: Any
     y: Any
     clients: dict[str, np.ndarray]
     offsets: Any = None
+    seeds: np.ndarray | None = None
 
     @property
     def n_clients(self):
@@ -308,7 +342,7 @@ class Block(NamedTuple):
     def steps(self):
         """Rows (g, b, ...) and targets (g, b, ...) of each step."""
         for k in range(self.X.shape[1]):
-            yield self.X[:, k], self.y[:, k]
+            yield align(self.X[:, k]), self.y[:, k]
 
 
 def run_clients(local_steps, engines, batch, clients):
@@ -329,14 +363,15 @@ def run_clients(local_steps, engines, batch, clients):
     if offsets is not None:
         offsets = torch.from_numpy(offsets).to(device, engines[0].dtype).unsqueeze(1)
     if all(engine.stacked for engine in engines):
-        return local_steps(Block(X, y, clients, offsets))
+        return local_steps(Block(X, y, clients, offsets, batch.seeds))
     done, random = [], any(engine.random for engine in engines)
     for i in range(len(X)):
         here = slice(i, i + 1)
         own = {name: values[here] for name, values in clients.items()}
         with seeded(int(batch.seeds[i]), device) if random else nullcontext():
             moved = None if offsets is None else offsets[here]
-            done.append(local_steps(Block(X[here], y[here], own, moved)))
+            drawn = None if batch.seeds is None else batch.seeds[here]
+            done.append(local_steps(Block(X[here], y[here], own, moved, drawn)))
     return _together(done)
 
 

@@ -84,7 +84,7 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
     noise once. Fine-tuning reveals nothing to others, because its results stay with the client.
 
     Memory: one vector of parameters for each client with `fine_tune_steps`, none without; a round
-    needs two for each client of a block, and one message for each sampled client.
+    needs three for each client of a block, and two messages for each sampled client.
 
     %(common_notes)s
 
@@ -208,7 +208,7 @@ class FedAvgRegressor(NeuralRegressorMixin, BaseNeural):
     noise once. Fine-tuning reveals nothing to others, because its results stay with the client.
 
     Memory: one vector of parameters for each client with `fine_tune_steps`, none without; a round
-    needs two for each client of a block, and one message for each sampled client.
+    needs three for each client of a block, and two messages for each sampled client.
 
     %(common_notes)s
 

@@ -27,7 +27,8 @@ class Averaging(NamedTuple):
         """Message of g clients, from arrays (g, ...)."""
         if not self.by_count:
             return parts
-        return {**parts, "count": np.ones(len(next(iter(parts.values()))))}
+        like = next(iter(parts.values()))
+        return {**parts, "count": np.ones(len(like), dtype=like.dtype)}
 
     def server_update(self, server, total, t):
         """Server whose values moved by the average change of each part."""
@@ -50,6 +51,18 @@ def train(engine, block, start, rate, proximal=0.0, own=False):
         if proximal and rate:  # the weight may be infinite
             models.pull(rate * proximal)
     return models, np.asarray(before.cpu(), dtype=np.float64)
+
+
+class NoisyGradients:
+    """Gradients of a block's clients on their way through a mechanism, which draws by its seeds."""
+
+    def __init__(self, mechanism, seeds):
+        self._mechanism, self._generators = mechanism, mechanism.generators(seeds)
+
+    def __call__(self, part, slopes):
+        """Noisy gradients (g, p) of a part of the model, from a tensor to a tensor."""
+        exact = slopes.detach().cpu().double().numpy()
+        return slopes.new_tensor(self._mechanism.privatize(exact, part, self._generators))
 
 
 def fine_tuning(setup, n_steps):

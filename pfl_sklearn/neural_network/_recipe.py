@@ -165,6 +165,17 @@ def check_no_statistics(recipe):
             )
 
 
+def check_plain_steps(recipe):
+    """Raise ValueError if a step of the net may add up gradients of several."""
+    momentum = recipe.get_params().get("optimizer__momentum", 0.0)
+    if recipe.optimizer is not torch.optim.SGD or momentum:
+        raise ValueError(
+            "noise='per_step' is certified for plain gradient steps; the net has "
+            f"optimizer={recipe.optimizer.__name__} with momentum={momentum!r}. Give "
+            "torch.optim.SGD without momentum, or use noise='per_round'."
+        )
+
+
 # From a recipe to a net ---------------------------------------------------------------------------
 
 

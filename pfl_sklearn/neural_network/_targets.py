@@ -32,18 +32,21 @@ class NeuralClassifierMixin(ClientClassifierMixin):
     def _needs_probabilities(self):
         return self.label_prior is not None
 
-    def _label_prior(self, n_classes):
-        """Prior of the clients' label frequencies; with noise it is known."""
-        prior, private = self.label_prior, is_private(self)
-        if isinstance(prior, str):
-            uniform = DirichletPrior(np.full(n_classes, 1 / n_classes), 1.0)
-            return uniform if private else SparseDirichletPrior()
-        if private and not prior.is_known:
+    def _check_parameters(self):
+        super()._check_parameters()
+        prior = self.label_prior
+        if is_private(self) and hasattr(prior, "is_known") and not prior.is_known:
             raise ValueError(
                 f"label_prior={prior!r} would be estimated from the clients' labels, which noise "
                 "does not cover; give all its parameters, or 'client' for the uniform Dirichlet."
             )
-        return prior
+
+    def _label_prior(self, n_classes):
+        """Prior of the clients' label frequencies; with noise it is known."""
+        if not isinstance(self.label_prior, str):
+            return self.label_prior
+        uniform = DirichletPrior(np.full(n_classes, 1 / n_classes), 1.0)
+        return uniform if is_private(self) else SparseDirichletPrior()
 
     def _label_offsets(self, table, clients, roster, earlier):
         if self.label_prior is None:
@@ -51,13 +54,14 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         n_classes = table.details
         counts = np.zeros((len(roster.ids), n_classes))
         if earlier is not None:
-            counts[roster.earlier] = earlier.found["_label_counts"]
+            counts[roster.earlier] = earlier.found.get("_label_counts", 0.0)
         cells = np.bincount(
             clients.codes * n_classes + table.y, minlength=len(clients.ids) * n_classes
         )
         counts[roster.now] = cells.reshape(-1, n_classes)
         prior = self._label_prior(n_classes).fit_counts(counts)
         offsets = prior.log_frequencies(counts) - np.log(prior.mean)
+        offsets[counts.sum(axis=1) == 0] = 0.0  # nothing is known of their labels
         return {"label_prior_": prior, "_label_counts": counts, "_offsets": offsets}, offsets
 
     @with_callbacks

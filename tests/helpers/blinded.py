@@ -5,6 +5,7 @@ for bit, whatever the client's rows hold.
 """
 
 import dataclasses
+import re
 import warnings
 
 import numpy as np
@@ -16,6 +17,7 @@ from pfl_sklearn.privacy import (
     OneBit,
     SubsetSelection,
 )
+from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
 
 
@@ -42,6 +44,7 @@ def blind(monkeypatch):
     ignore(SubsetSelection, "privatize", np.zeros_like)
     ignore(OneBit, "privatize", lambda x: np.full(np.shape(x), 0.5))
     ignore(ClippedSum, "release", np.zeros_like)
+    ignore(NoisySteps, "privatize", np.zeros_like)
     ignore(
         SparseClippedSum, "release", lambda sent: sent._replace(values=np.zeros_like(sent.values))
     )
@@ -85,6 +88,12 @@ def _leaves(name, value):
         value = {column: value[column].to_numpy() for column in value}
     elif dataclasses.is_dataclass(value) or hasattr(value, "get_params"):
         value = vars(value)
+    elif hasattr(type(value), "state_dict"):  # modules and optimizers of torch
+        value = dict(value.state_dict())
+    elif hasattr(type(value), "detach"):  # its tensors
+        value = value.numpy(force=True)
+    elif type(value).__repr__ is object.__repr__:  # which shows an address
+        value = value.__getstate__()
     if isinstance(value, dict):
         for inner, part in value.items():
             yield from _leaves(f"{name}.{inner}", part)
@@ -94,4 +103,4 @@ def _leaves(name, value):
     elif isinstance(value, np.ndarray) and value.dtype != object:
         yield name, (value.shape, value.tobytes())
     else:
-        yield name, repr(value)
+        yield name, re.sub("0x[0-9a-f]+", "address", repr(value))

@@ -88,7 +88,7 @@ class FedAvgRegressor(ClientRegressorMixin, BaseRounds):
         X = np.asarray(X, dtype=np.float32)
         return CheckedTable(X, np.asarray(y, dtype=np.float64), {"n_features_in_": X.shape[1]})
 
-    def _make_run(self, table, clients, roster, earlier, order):
+    def _make_run(self, table, clients, roster, earlier, order, mechanism):
         by_client, offsets = rows_by_client(clients.codes, len(roster.now))
         schedule = Reshuffled(4, self.local_steps)
         X, y = table.features[by_client], table.y[by_client]
@@ -100,7 +100,7 @@ class FedAvgRegressor(ClientRegressorMixin, BaseRounds):
             method=method,
             rows=rows,
             sampling=sampling,
-            release_of=lambda mechanism: JointSum(mechanism, method.messages),
+            release=JointSum(mechanism, method.messages),
             positions=roster.earlier,
             found={},
             advice="lower the learning rate of the recipe.",

@@ -181,7 +181,7 @@ class BasePPSGD(BaseRounds):
     def _check_parameters(self):
         check_learning_rate(self)
 
-    def _make_run(self, table, clients, roster, earlier, order, until_flat=False):
+    def _make_run(self, table, clients, roster, earlier, order, mechanism, until_flat=False):
         """Run on a table; what earlier rounds found in their data stays."""
         if earlier is not None:
             self._check_continues(earlier)
@@ -197,7 +197,9 @@ class BasePPSGD(BaseRounds):
         rate, own = self._learning_rate(rows, loss, alpha, n_expected, earlier)
         steps = step_sizes(alpha, rate, n_expected)
         shape = (design.shape[1], table.details[0])
-        method, kind = self._method(rows, shape, loss, steps, n_expected, roster, earlier)
+        method, kind = self._method(
+            rows, shape, loss, steps, n_expected, roster, earlier, mechanism
+        )
         if own is not None:
             constant = best_constant(loss, train.y, shape[1])[0] if self.fit_intercept else None
             own = steps_of_roster(own, rows, roster)
@@ -213,7 +215,7 @@ class BasePPSGD(BaseRounds):
         )
         return run._replace(rule=self._rule(run, train, held, loss, alpha)) if until_flat else run
 
-    def _method(self, rows, shape, loss, steps, n_expected, roster, earlier):
+    def _method(self, rows, shape, loss, steps, n_expected, roster, earlier, mechanism):
         """The method, and what a run of it needs besides, for dense or sparse rows."""
         batch_sizes = rows.schedule.batch_sizes
         mean_batch = float(batch_sizes.mean()) if self.weighting == "samples" else None
@@ -222,12 +224,12 @@ class BasePPSGD(BaseRounds):
         if not isinstance(rows, SparseRows):
             method = ppsgd(len(roster.ids), *settings)
             return method, {
-                "release_of": lambda mechanism: JointSum(mechanism, method.messages),
+                "release": JointSum(mechanism, method.messages),
                 "positions": roster.earlier,
             }
         step, lazy = steps.population / divisor, not self._shows_every_round()
         return sparse_ppsgd(rows.pairs, *settings), {
-            "release_of": lambda mechanism: LateNoise(SparseClippedSum(mechanism), step, lazy),
+            "release": LateNoise(SparseClippedSum(mechanism), step, lazy),
             "positions": _pair_positions(rows.pairs, earlier, roster),
             "layout": rows.pairs,
         }

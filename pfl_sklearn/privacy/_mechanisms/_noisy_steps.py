@@ -1,0 +1,169 @@
+"""Clipped and noisy gradients inside the local steps of a client, certified by the last step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pfl_sklearn.privacy._accounting._composition import events_epsilon
+from pfl_sklearn.privacy._accounting._events import SampledGaussian
+from pfl_sklearn.privacy._mechanisms._clipped_sum import Released
+from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
+from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid
+
+Floats = npt.NDArray[np.float64]
+
+_SMALLEST_BOUND, _LARGEST_BOUND = 1e-100, 1e100
+_SMALLEST_NOISE = 1e-12
+
+
+@dataclass(frozen=True)
+class NoisySteps:
+    r"""Local steps whose gradients are clipped and get noise, one part of the model at a time.
+
+    In each step, part j follows its gradient clipped to the L2 norm :math:`C_j`, plus noise of
+    standard deviation :math:`z C_j`. Clients send what the last step leaves, and the server sums
+    it: the sum gets no more noise.
+
+    Parameters
+    ----------
+    clip_norms : sequence of float
+        L2 bound of the gradient of each part, from 1e-100 to 1e100.
+    n_steps : int
+        Steps of a round, all of one length.
+    noise_multiplier : float, default=0.0
+        Standard deviation z of the noise of a step, divided by the bound: 0, or at least 1e-12.
+
+    Notes
+    -----
+    The certificate counts the noise of the last step alone. Whoever knows the client's noise of all
+    earlier steps, which does not depend on data, sees a function of the data plus the noise of the
+    last step; replacing the data moves part j of that function by at most :math:`2 \tau C_j` in
+    units of the step, because each of the :math:`\tau` clipped gradients moves it by at most
+    :math:`2 C_j`, and weight decay or a floor in between never widens a gap. A floor after the
+    last step works on what is already noisy, and where the last gradient of a part is computed from
+    the last noisy value of another, the parts compose adaptively. So J parts are Gaussian DP with
+    :math:`\mu = 2 \tau \sqrt J / z` for each round with the client, and with half of it where the
+    clipped gradients are replaced by zeros.
+
+    The noise of other clients does not count, as they know it. A client that takes no part adds no
+    noise either, so that everybody may know who takes part: rounds are accounted like samples of
+    known members, whatever the sampling, and the promise holds against the server too. Earlier
+    noise cannot count like that of separate releases: the gradients in between are not released
+    with it, and may undo it.
+
+    Gradients with NaN or infinity count as 0. Noisy gradients are rounded to a public grid.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
+    >>> steps = NoisySteps(clip_norms=(5.0, 0.1), n_steps=10)
+    >>> steps.privatize(np.array([[30.0, 40.0]]), 0, steps.generators([7]))
+    array([[3., 4.]])
+    """
+
+    clip_norms: Sequence[float]
+    n_steps: int
+    noise_multiplier: float = 0.0
+
+    def __post_init__(self) -> None:
+        z = self.noise_multiplier
+        if z != 0 and not _SMALLEST_NOISE <= z < math.inf:
+            raise ValueError(
+                f"noise_multiplier must be 0, or finite and at least {_SMALLEST_NOISE}; got {z!r}."
+            )
+        for bound in self.clip_norms:
+            if not _SMALLEST_BOUND <= bound <= _LARGEST_BOUND:
+                raise ValueError(f"bounds of gradients must be in [1e-100, 1e100]; got {bound!r}.")
+
+    @property
+    def reach(self) -> float:
+        """Largest L2 norm of a client's gradients of a round, in units of the bounds."""
+        return self.n_steps * math.sqrt(len(self.clip_norms))
+
+    def generators(self, seeds: Sequence[int]) -> list[np.random.Generator]:
+        """Sources of the noise of clients in a round, from their seeds (g,)."""
+        return [np.random.default_rng((int(seed), 1)) for seed in seeds]
+
+    def privatize(
+        self, slopes: Floats, part: int, generators: Sequence[np.random.Generator]
+    ) -> Floats:
+        """Gradients of one part in one step, clipped and with noise.
+
+        Parameters
+        ----------
+        slopes : ndarray of shape (g, p)
+            One for each client.
+        part : int
+            Position of the part in `clip_norms`.
+        generators : sequence of numpy.random.Generator
+            Those of the clients.
+
+        Returns
+        -------
+        ndarray of shape (g, p)
+        """
+        bound = self.clip_norms[part]
+        clipped, std = clip_l2(slopes, bound), self.noise_multiplier * bound
+        if std == 0:
+            return clipped
+        pairs = zip(clipped, generators, strict=True)
+        return np.stack([gaussian_on_grid(slope, std, rng) for slope, rng in pairs])
+
+    def start(self) -> float:
+        """Bound of messages: none."""
+        return math.inf
+
+    def release(
+        self, messages: Floats, bound: float, n_expected: float, rng: np.random.Generator
+    ) -> Released:
+        """Sum of messages (k, ...), which are noisy already."""
+        return Released(messages.sum(axis=0, dtype=np.float64), bound, 0.0)
+
+    def facts(self, rounds: SampledGaussian, delta: float, relation: str) -> dict[str, Any]:
+        """Facts about the rounds, all together, for the privacy report.
+
+        Noise and sensitivity are in the units of the first part's gradients.
+
+        Parameters
+        ----------
+        rounds : SampledGaussian
+            Noise multiplier in units of :attr:`reach`, number and sampling of the rounds.
+        delta : float in [0, 1)
+            Delta of the guarantee.
+        relation : {"replace_one", "zero_out"}
+            Neighbouring relation of the guarantee.
+
+        Returns
+        -------
+        dict
+            Fields of :class:`~pfl_sklearn.privacy.PrivacyReport`, by name.
+        """
+        bound, exact = self.clip_norms[0], rounds.rate == 1
+        accountant = (
+            "exact (Gaussian differential privacy)"
+            if exact
+            else "privacy loss distributions (dp-accounting), an upper estimate"
+        )
+        return {
+            "mechanism": "Gaussian noise that clients add to their clipped gradients in each of "
+            f"{self.n_steps} local steps, rounded to a grid",
+            "epsilon": events_epsilon([rounds], delta, relation),
+            "delta": delta,
+            "relation": relation,
+            "noise_std": self.noise_multiplier * bound,
+            "sensitivity": (2.0 if relation == "replace_one" else 1.0) * self.reach * bound,
+            "trust": "local",
+            "sampling": "none: every client takes part"
+            if exact
+            else "clients are sampled in every round, and everybody may know which",
+            "sampling_rate": rounds.rate,
+            "accountant": "certificate by the noise of the last local step of a round, then "
+            f"{accountant}",
+        }

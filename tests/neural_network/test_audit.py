@@ -1,0 +1,204 @@
+"""End-to-end audits of private nets: fits on neighbouring tables, and mutants to be convicted.
+
+Every release is made for mu = 2 (Gaussian DP) under replacement of a client. A lower confidence
+bound on mu from 500 fits a side must stay below 2, and above 2 for every mutant. Seeds are fixed.
+Over seeds, a sound release is convicted with a probability of at most 1e-3, and a mutant escapes
+with one below 0.02, or 0.3 where parts are clipped apart (mu = 2.83).
+"""
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+from sklearn.base import clone
+
+from pfl_sklearn.neural_network import AdaPeDClassifier, FedAvgClassifier
+from pfl_sklearn.neural_network._base import BaseNeural
+from pfl_sklearn.privacy import gdp_epsilon
+from pfl_sklearn.privacy._mechanisms import _clipped_sum, _noisy_steps
+from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
+from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
+from pfl_sklearn.privacy.auditing import gdp_lower_bound
+
+torch = pytest.importorskip("torch")
+skorch = pytest.importorskip("skorch")
+
+from pfl_sklearn.neural_network import MLP  # noqa: E402
+from pfl_sklearn.neural_network._engine import StackedModels  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning"),
+    pytest.mark.slow,
+]
+
+N_FITS, STEPS, DELTA = 500, 4, 1e-5
+BOUND, PSI_BOUND, PSI = 1e-4, 1e-2, 4.0
+N_CLIENTS, RATE, PSI_RATE = 4, 10.0, 0.1
+TOWARDS_FIRST = np.array([1.0, 0.0, -1.0, 0.0, 1.0, -1.0]) / 2  # weights (2, 2), biases (2,)
+
+
+def linear():
+    """Softmax regression that starts at odds of exp(5) for the second class at x = (1, 0)."""
+    module = MLP(2, 2, hidden=())
+    with torch.no_grad():
+        module.layers[-1].weight.copy_(torch.tensor([[-1.25, 0.0], [1.25, 0.0]]))
+        module.layers[-1].bias.copy_(torch.tensor([-1.25, 1.25]))
+    return module
+
+
+SETTINGS = {"n_rounds": 1, "local_steps": STEPS, "delta": DELTA, "clip_norm": BOUND}
+ADAPED = {"psi_init": PSI, "psi_clip_norm": PSI_BOUND, "psi_learning_rate": PSI_RATE}
+fedavg = FedAvgClassifier(noise_multiplier=1.0, **SETTINGS)
+fedavg_with_quantile = FedAvgClassifier(noise_multiplier=1.0, clip_quantile=0.5, **SETTINGS)
+adaped = AdaPeDClassifier(noise_multiplier=1.0, **SETTINGS, **ADAPED)
+adaped_per_step = AdaPeDClassifier(
+    noise_multiplier=STEPS * math.sqrt(2), noise="per_step", **SETTINGS, **ADAPED
+)
+RELEASES = {
+    "fedavg": fedavg,
+    "fedavg_with_quantile": fedavg_with_quantile,
+    "adaped": adaped,
+    "adaped_per_step": adaped_per_step,
+}
+every_release = pytest.mark.parametrize("name", RELEASES)
+sums = pytest.mark.parametrize("name", ["fedavg", "adaped"])
+
+
+@pytest.fixture(autouse=True)
+def one_engine(monkeypatch):
+    """The same recipe and weights to start from in all fits, so they are looked at only once."""
+    made, make = [], BaseNeural._make_engines
+
+    def engines(self, *given):
+        if not made:
+            made.append(make(self, *given))
+        return made[0]
+
+    monkeypatch.setattr(BaseNeural, "_make_engines", engines)
+    for owner in (BaseNeural, AdaPeDClassifier):
+        monkeypatch.setattr(owner, "_check_parameters", lambda self: None)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """What clients send that add noise, and noise of gradients: of each step, part and client."""
+    found = {"messages": [], "noise": []}
+    drawn, release = _noisy_steps.gaussian_on_grid, NoisySteps.release
+
+    def spy_on_noise(exact, std, rng):
+        noisy = drawn(exact, std, rng)
+        found["noise"].append(noisy - exact)
+        return noisy
+
+    def spy_on_messages(self, messages, *rest):
+        found["messages"].append(messages)
+        return release(self, messages, *rest)
+
+    monkeypatch.setattr(_noisy_steps, "gaussian_on_grid", spy_on_noise)
+    monkeypatch.setattr(NoisySteps, "release", spy_on_messages)
+    return found
+
+
+def fitted(estimator, truth, seed):
+    """A fit in which the first client's rows are of the first class, or of the second."""
+    X, y = np.zeros((2 * N_CLIENTS, 2)), np.tile([0, 1], N_CLIENTS)
+    X[:2], y[:2] = (1.0, 0.0), (0 if truth else 1)
+    groups = np.repeat(np.arange(N_CLIENTS), 2)
+    return estimator.set_params(random_state=seed).fit(X, y, groups=groups)
+
+
+def projection(net, psi, psi_share):
+    """How far a change goes in the canary's direction, in units of the bounds of its parts."""
+    return net @ TOWARDS_FIRST / BOUND + psi_share * psi / PSI_BOUND
+
+
+def score_of_sum(estimator, seen, truth, seed, psi_share=0.05):
+    """The sum of messages, as the released models show it; the canary moves psi but a little."""
+    model = fitted(estimator, truth, seed)
+    psi = model.history_["psi"][-1] if "psi" in model.history_ else PSI
+    start = model._engines.population.start()
+    return N_CLIENTS * projection(model._population - start, psi - PSI, psi_share)
+
+
+def score_of_message(estimator, seen, truth, seed):
+    """The message of the client less the noise of its earlier steps, in units of a step."""
+    for found in seen.values():
+        found.clear()
+    fitted(estimator, truth, seed)
+    sent, own = seen["messages"][0][0], seen["noise"][::N_CLIENTS][: 2 * (STEPS - 1)]
+    net, psi = sent[:-1] / RATE + sum(own[::2]), sent[-1] / PSI_RATE + sum(own[1::2])[0]
+    return projection(net, psi, 1.0)
+
+
+def lower_bound(name, seen, **given):
+    """Lower confidence bound on mu of a release."""
+    net = skorch.NeuralNetClassifier(linear(), criterion=torch.nn.CrossEntropyLoss)
+    estimator = RELEASES[name].set_params(estimator=net.set_params(lr=RATE, batch_size=2))
+    score = score_of_message if name == "adaped_per_step" else score_of_sum
+    score = partial(score, estimator, seen, **given)
+    seeds = np.random.SeedSequence(0).generate_state(2 * N_FITS).tolist()
+    with_canary = np.array([score(True, seed) for seed in seeds[:N_FITS]])
+    without = np.array([score(False, seed) for seed in seeds[N_FITS:]])
+    return gdp_lower_bound(with_canary, without)
+
+
+@every_release
+def test_releases_keep_their_promise(name, seen):
+    bound = lower_bound(name, seen)
+    assert 1.0 < bound <= 2.0
+    report = RELEASES[name].privacy_
+    figures = {report.relation: report.epsilon, **dict(report.epsilon_under)}
+    assert figures["replace_one"] == pytest.approx(gdp_epsilon(2.0, DELTA))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedavg_with_quantile", "adaped"])
+def test_halved_noise_is_convicted(name, seen, monkeypatch):
+    full = _clipped_sum.gaussian_on_grid
+    monkeypatch.setattr(
+        _clipped_sum, "gaussian_on_grid", lambda exact, std, rng: full(exact, std / 2, rng)
+    )
+    assert lower_bound(name, seen) > 2.0
+
+
+def unclipped(monkeypatch):
+    """Let the release add its noise to messages as they are."""
+
+    def summed(messages, bound):
+        return messages.sum(axis=0), np.ones(len(messages), dtype=bool)
+
+    monkeypatch.setattr(_clipped_sum, "_clipped_sum", summed)
+
+
+@sums
+def test_a_clip_of_every_step_is_convicted(name, seen, monkeypatch):
+    """Steps of the global net are clipped one by one, not what they add up to."""
+    unclipped(monkeypatch)
+    step = StackedModels.step
+
+    def clipped_step(self, losses, rate):
+        before = self.values.clone()
+        step(self, losses, rate)
+        change = (self.values - before).double().numpy()
+        if self._start.ndim == 1:  # the global net
+            self.values.copy_(before + torch.from_numpy(clip_l2(change, BOUND)))
+
+    monkeypatch.setattr(StackedModels, "step", clipped_step)
+    assert lower_bound(name, seen) > 2.0
+
+
+def test_parts_that_are_clipped_apart_are_convicted(seen, monkeypatch):
+    def apart(messages, bound):
+        net, psi = np.split(messages, [6], axis=1)
+        kept = np.concatenate([clip_l2(net, bound), clip_l2(psi, bound)], axis=1)
+        return kept.sum(axis=0), np.ones(len(messages), dtype=bool)
+
+    monkeypatch.setattr(_clipped_sum, "_clipped_sum", apart)
+    assert lower_bound("adaped", seen, psi_share=1.0) > 2.0
+
+
+def test_noise_that_counts_every_step_is_convicted(seen, monkeypatch):
+    """What would do if the steps were releases of their own; with 4 steps it is half the noise."""
+    too_little = clone(adaped_per_step).set_params(noise_multiplier=math.sqrt(2 * STEPS))
+    monkeypatch.setitem(RELEASES, "adaped_per_step", too_little)
+    assert lower_bound("adaped_per_step", seen) > 2.0

@@ -1,0 +1,71 @@
+"""What a client computes does not depend, to the bit, on who else is in its block."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("skorch")
+
+from skorch import NeuralNetClassifier, NeuralNetRegressor  # noqa: E402
+
+from pfl_sklearn.neural_network import (  # noqa: E402
+    MLP,
+    AdaPeDClassifier,
+    FedAvgClassifier,
+    FedAvgRegressor,
+    _engine,
+)
+
+N_CLIENTS, N_ROWS = 67, 50
+
+
+def rows(n_features):
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(N_CLIENTS * N_ROWS, n_features))
+    return X, np.repeat(np.arange(N_CLIENTS), N_ROWS), rng
+
+
+def classifier(kind, hidden, batch_size, **params):
+    net = NeuralNetClassifier(
+        MLP,
+        module__hidden=hidden,
+        criterion=torch.nn.CrossEntropyLoss,
+        lr=0.1,
+        batch_size=batch_size,
+        **params,
+    )
+    return kind(net, n_rounds=2, local_steps=3, random_state=0)
+
+
+def regressor(hidden, batch_size):
+    net = NeuralNetRegressor(MLP, module__hidden=hidden, lr=0.1, batch_size=batch_size)
+    return FedAvgRegressor(net, n_rounds=2, local_steps=3, proximal=0.3, random_state=0)
+
+
+CASES = {
+    "odd": (lambda: classifier(FedAvgClassifier, 5, 20), 7),
+    "odd batch": (lambda: classifier(FedAvgClassifier, 5, 33), 7),
+    "momentum": (lambda: classifier(FedAvgClassifier, 5, 33, optimizer__momentum=0.9), 7),
+    "adaped": (lambda: classifier(AdaPeDClassifier, 5, 33), 7),
+    "one by one": (lambda: classifier(FedAvgClassifier, 5, 129), 7),
+    "one output": (lambda: regressor((), 48), 13),
+    "one feature": (lambda: regressor((48, 5), 41), 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_block_gives_the_same_bits(monkeypatch, name):
+    make, n_features = CASES[name]
+    X, groups, rng = rows(n_features)
+    model = make()
+    is_classifier = not isinstance(model, FedAvgRegressor)
+    y = rng.integers(0, 3, len(X)) if is_classifier else rng.normal(size=len(X))
+    found = []
+    for at_once in (64, 3, 2, 1):
+        for limit in ("_MOST", "_LONE", "_FEWEST"):
+            monkeypatch.setattr(_engine, limit, at_once)
+        found.append(model.fit(X, y, groups=groups)._progress.state)
+    for state in found[1:]:
+        np.testing.assert_equal(state.server, found[0].server)
+        np.testing.assert_equal(state.clients, found[0].clients)
+        assert state.history["loss"] == found[0].history["loss"]

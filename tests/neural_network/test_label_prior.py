@@ -1,0 +1,106 @@
+"""Nets that are read through the clients' label frequencies."""
+
+import numpy as np
+import pytest
+
+from pfl_sklearn import AdaPeDClassifier, FedAvgClassifier, LocalNetClassifier
+from pfl_sklearn.datasets import load_digits_clients
+from pfl_sklearn.priors import DirichletPrior, SparseDirichletPrior
+
+SHORT = {"n_rounds": 5, "local_steps": 3, "random_state": 0}
+DIGITS = load_digits_clients(12, classes_per_client=3)
+DATA = DIGITS.data, DIGITS.target
+COUNTS = np.zeros((12, 10))
+np.add.at(COUNTS, (DIGITS.groups, DIGITS.target), 1)
+
+
+def fit(kind=FedAvgClassifier, groups=DIGITS.groups, **params):
+    return kind(**{**SHORT, **params}).fit(*DATA, groups=groups)
+
+
+def proba(model, groups=DIGITS.groups):
+    return model.predict_proba(DIGITS.data, groups=groups)
+
+
+def by_bayes(plain, prior):
+    """Probabilities of a net, times the ratio of label frequencies, made to sum to 1."""
+    own = np.exp(prior.log_frequencies(COUNTS))[DIGITS.groups]
+    found = proba(plain) * own / prior.mean
+    return found / found.sum(axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("prior", [DirichletPrior(), SparseDirichletPrior(), "client"])
+def test_the_global_net_is_read_by_bayes_rule(prior):
+    plain, model = fit(), fit(label_prior=prior)
+    np.testing.assert_array_equal(model.population_parameters_, plain.population_parameters_)
+    fitted = (SparseDirichletPrior() if prior == "client" else prior).fit_counts(COUNTS)
+    assert type(model.label_prior_) is type(fitted)
+    np.testing.assert_allclose(model.label_prior_.mean, fitted.mean)
+    np.testing.assert_allclose(proba(model), by_bayes(plain, fitted), rtol=1e-9, atol=1e-300)
+    assert model.score(*DATA, groups=DIGITS.groups) > plain.score(*DATA, groups=DIGITS.groups) + 0.1
+
+
+@pytest.mark.parametrize("kind", [FedAvgClassifier, LocalNetClassifier, AdaPeDClassifier])
+def test_an_infinite_concentration_changes_nothing(kind):
+    """Up to its rounding: every client then has the population's label frequencies."""
+    even = DirichletPrior(np.full(10, 0.1), 1e15)
+    more = {"fine_tune_steps": 3} if kind is FedAvgClassifier else {}
+    plain, model = fit(kind, **more), fit(kind, label_prior=even, **more)
+    np.testing.assert_allclose(proba(model), proba(plain), rtol=1e-4)
+
+
+def test_own_nets_are_trained_through_the_frequencies():
+    """A net that is trained alone then leaves to them what they say already."""
+    plain, model = fit(LocalNetClassifier), fit(LocalNetClassifier, label_prior="client")
+    first, second = (m.parameters_[:, -10:] for m in (plain, model))  # biases of the outputs
+    seen = COUNTS > 0
+    assert np.mean(first[seen]) - np.mean(first[~seen]) > 0.05
+    assert abs(np.mean(second[seen]) - np.mean(second[~seen])) < 0.02
+
+
+def test_unseen_clients_get_the_population():
+    plain, model = fit(unseen="population"), fit(label_prior="client", unseen="population")
+    strangers = DIGITS.groups + 100
+    np.testing.assert_array_equal(proba(model, strangers), proba(plain, strangers))
+
+
+def test_a_client_takes_its_frequencies_along():
+    model = fit(label_prior="client")
+    rows = DIGITS.groups == 4
+    own = model.for_client(4)
+    np.testing.assert_array_equal(own.predict_proba(DIGITS.data[rows]), proba(model)[rows])
+    assert own._offsets.shape == (1, 10)
+    assert not hasattr(own, "_label_counts")
+
+
+def test_a_new_fit_forgets_what_it_does_not_have():
+    model = fit(label_prior="client", fine_tune_steps=3)
+    model.set_params(label_prior=None, fine_tune_steps=0).fit(*DATA, groups=DIGITS.groups)
+    np.testing.assert_array_equal(proba(model), proba(fit()))
+    assert not hasattr(model, "label_prior_")
+
+
+def test_with_noise_the_prior_is_known():
+    noise = {"noise_multiplier": 1.0, "clip_norm": 1.0, "random_state": None}
+    model = fit(label_prior="client", **noise)
+    assert model.label_prior_.concentration == 1.0
+    np.testing.assert_array_equal(model.label_prior_.mean, np.full(10, 0.1))
+    assert not hasattr(model.release(), "_offsets")
+    with pytest.raises(ValueError, match=r"label_prior=DirichletPrior\(\).*noise does not cover"):
+        fit(label_prior=DirichletPrior(), **noise)
+
+
+def test_later_rows_count_and_absent_clients_keep_theirs():
+    model = fit(label_prior=DirichletPrior())
+    rows = DIGITS.groups == 2
+    model.partial_fit(DIGITS.data[rows], DIGITS.target[rows], groups=DIGITS.groups[rows])
+    np.testing.assert_array_equal(model._label_counts, COUNTS)
+    model.partial_fit(DIGITS.data[:5], DIGITS.target[:5], groups=[99] * 5)
+    assert model._label_counts.shape == (13, 10)
+    np.testing.assert_array_equal(model._label_counts[12].sum(), 5)
+
+
+def test_partial_fit_may_begin_to_use_it():
+    model = fit().set_params(label_prior=DirichletPrior())
+    model.partial_fit(*DATA, groups=DIGITS.groups)
+    assert model.label_prior_.is_known

@@ -239,7 +239,8 @@ def test_nets_of_regressors(cls, n_outputs):
     assert found.shape == y.shape
     assert model.score(X, y, groups=groups) > 0.9
     alone, own = model.for_client(4), groups == 4
-    np.testing.assert_array_equal(alone.predict(X[own]), found[own])
+    # Without personal nets all rows go through the net together, which shows in the last bit.
+    np.testing.assert_allclose(alone.predict(X[own]), found[own], rtol=1e-14)
     by_skorch = alone.net_.predict(X[own].astype(np.float32)).reshape(found[own].shape)
     np.testing.assert_allclose(by_skorch, found[own], rtol=1e-5)
 

@@ -234,7 +234,8 @@ class BaseNeural(BaseRounds):
         if earlier is not None:
             recipes.take_over(net, earlier.net)
         example = np.zeros((2, *table.features.shape[1:]), table.features.dtype)
-        engine = engines.Engine(net, recipes.as_input(net, example, private=True), batch_size)
+        example = recipes.as_input(net, example, private=True)
+        engine = engines.Engine(net, example, batch_size, protected=is_private(self))
         recipes.check_outputs(engine.output_shape, table.details, net)
         return engine
 

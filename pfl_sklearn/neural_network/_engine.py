@@ -54,6 +54,8 @@ class Engine:
         Rows of the shape and the type that the net gets; their values do not matter.
     batch_size : int or None
         Rows of a step.
+    protected : bool, default=False
+        Whether no client may end the fit.
 
     Attributes
     ----------
@@ -67,8 +69,8 @@ class Engine:
         Whether clients of a block are trained at once.
     """
 
-    def __init__(self, net, example, batch_size):
-        self.net, self.device = net, torch.device(net.device)
+    def __init__(self, net, example, batch_size, protected=False):
+        self.net, self.device, self.protected = net, torch.device(net.device), protected
         self.output_shape, self.random, self.moving = probe(net, example)
         self.optimizer = optimizer_of(net)
         trained = [(n, v) for n, v in net.module_.named_parameters() if v.requires_grad]
@@ -371,8 +373,24 @@ def run_clients(local_steps, engines, batch, clients):
         with seeded(int(batch.seeds[i]), device) if random else nullcontext():
             moved = None if offsets is None else offsets[here]
             drawn = None if batch.seeds is None else batch.seeds[here]
-            done.append(local_steps(Block(X[here], y[here], own, moved, drawn)))
+            block = Block(X[here], y[here], own, moved, drawn)
+            done.append(_steps_of_one(local_steps, block, engines[0].protected))
     return _together(done)
+
+
+def _steps_of_one(local_steps, block, protected):
+    """Update of one client; if `protected`, rows that the module refuses do not end the fit.
+
+    Such a client is skipped, as one whose loss is not finite.
+    """
+    try:
+        return local_steps(block)
+    except (IndexError, RuntimeError):
+        if not protected:
+            raise
+        update = local_steps(block._replace(X=torch.zeros_like(block.X)))
+        nothing = {name: np.full_like(part, np.nan) for name, part in update.messages.items()}
+        return update._replace(messages=nothing, losses=np.full_like(update.losses, np.nan))
 
 
 def array_of(tensor):

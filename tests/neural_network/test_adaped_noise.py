@@ -117,13 +117,9 @@ def test_a_round_is_that_of_the_paper(stacked, sent, monkeypatch):
         return method._replace(client_update=update)
 
     monkeypatch.setattr(AdaPeDClassifier, "_method", spy)
-    recipe = (
-        net()
-        if stacked
-        else skorch.NeuralNetClassifier(
-            torch.nn.Linear(2, 2), criterion=torch.nn.CrossEntropyLoss, lr=RATE, batch_size=4
-        )
-    )
+    lone = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Dropout(0.0))
+    given = {"criterion": torch.nn.CrossEntropyLoss, "lr": RATE, "batch_size": 4}
+    recipe = net() if stacked else skorch.NeuralNetClassifier(lone, **given)
     model = per_step(recipe, n_rounds=1, psi_clip_norm=0.01, psi_init=0.503)
     X, y, groups = table()
     model.fit(X, y, groups=groups)

@@ -267,6 +267,22 @@ def test_noise_leaves_out_a_client_that_diverges(cls, module):
     assert np.isfinite(getattr(model, "_personal", 0.0)).all()
 
 
+@every_classifier
+def test_noise_leaves_out_a_client_whose_rows_the_module_refuses(cls):
+    """As if its messages were zero, and its own net were the initial one."""
+    _, y, groups = table()
+    X = np.random.default_rng(0).integers(0, 10, (len(y), 2))
+    plain = cls(recipe(Embedded), n_rounds=2)
+    X[groups == 2, 0] = 10  # there are embeddings of 0 to 9
+    with pytest.raises(IndexError):
+        plain.fit(X, y, groups=groups)
+    model = cls(recipe(Embedded), n_rounds=2, **NOISE).fit(X, y, groups=groups)
+    assert np.isfinite(model.population_parameters_).all()
+    if cls is not FedAvgClassifier:
+        start = model._engines.client.start().astype(np.float32)
+        np.testing.assert_array_equal(model.parameters_[model.clients_ == 2], start[None])
+
+
 # Predictions --------------------------------------------------------------------------------------
 
 

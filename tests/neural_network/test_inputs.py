@@ -45,7 +45,10 @@ METHODS = {
     "local": LocalNetClassifier,
     "adaped": AdaPeDClassifier,
 }
-every_method = pytest.mark.parametrize("method", METHODS)
+every_method = pytest.mark.parametrize(
+    "method",
+    ["fedavg", *(pytest.param(name, marks=pytest.mark.slow) for name in ("local", "adaped"))],
+)
 
 
 def fitted(method, net, X, y, groups, **more):
@@ -216,8 +219,15 @@ def test_criteria(module, criterion, options):
     np.testing.assert_allclose(population_weights(model), weights(expected), atol=1e-7)
 
 
-@pytest.mark.parametrize("cls", [FedAvgRegressor, LocalNetRegressor])
-@pytest.mark.parametrize("n_outputs", [1, 2])
+@pytest.mark.parametrize(
+    ("cls", "n_outputs"),
+    [
+        (FedAvgRegressor, 1),
+        pytest.param(FedAvgRegressor, 2, marks=pytest.mark.slow),
+        pytest.param(LocalNetRegressor, 1, marks=pytest.mark.slow),
+        pytest.param(LocalNetRegressor, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_nets_of_regressors(cls, n_outputs):
     """In the units of the responses."""
     X, _, groups = table()

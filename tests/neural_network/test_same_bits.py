@@ -48,7 +48,7 @@ METHODS = {
     "adaped": lambda net: AdaPeDClassifier(net, personal_start="global", **MANY),
     "private": lambda net: AdaPeDClassifier(net, clip_quantile=0.5, **NOISE, **MANY),
 }
-QUICK = {("fedavg", net) for net in NETS} | {("adaped", "perceptron"), ("private", "dropout")}
+QUICK = {("fedavg", net) for net in NETS} | {("adaped", "perceptron")}
 QUICK |= {("local", "perceptron")}
 PAIRS = [
     pytest.param(method, net, marks=() if (method, net) in QUICK else pytest.mark.slow)
@@ -139,7 +139,7 @@ BLOCKS = [  # sizes of layers, and rows of a batch
 ]
 
 
-@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("double", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sizes", BLOCKS)
 def test_large_blocks_of_classifiers(sizes, double):
     """Products of matrices of odd sizes are the same, whatever is stacked with them."""

@@ -39,7 +39,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 SCORER = ClientScorer("accuracy")
 NOISE = {"noise_multiplier": 2.0, "clip_norm": 0.3}
 METHODS = [FedAvgClassifier, LocalNetClassifier, AdaPeDClassifier]
-every_method = pytest.mark.parametrize("cls", METHODS)
+every_method = pytest.mark.parametrize(
+    "cls", [METHODS[0], *(pytest.param(cls, marks=pytest.mark.slow) for cls in METHODS[1:])]
+)
 
 
 @pytest.fixture
@@ -194,7 +196,7 @@ def test_noise_is_on_the_changes_of_the_net():
     still = net_of(lr=0.0)  # every change is 0
     model = FedAvgClassifier(still, n_rounds=1, noise_multiplier=2.0, clip_norm=0.3)
     found = []
-    for seed in range(20):
+    for seed in range(8):
         noisy = clone(model).set_params(random_state=seed).fit(X, y, groups=groups)
         free = FedAvgClassifier(still, n_rounds=1, random_state=seed).fit(X, y, groups=groups)
         found.append(noisy._population - free._population)

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._compat import HasMethods, Interval, StrOptions
 from pfl_sklearn._docs import fill_doc
 from pfl_sklearn._rounds.loop import Method, Update
-from pfl_sklearn.neural_network._base import BaseNeural, backend
+from pfl_sklearn._rounds.privacy import is_private
+from pfl_sklearn.neural_network._base import BaseNeural, Engines, backend
 from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._pieces import Averaging, NoisyGradients
 from pfl_sklearn.neural_network._targets import LABEL_PRIOR, NeuralClassifierMixin
@@ -23,7 +24,8 @@ class Distillation(NamedTuple):
     """Settings of the steps: of psi, of the divergence, and of the global net's own loss.
 
     Personal nets start from the global one when their client first takes part in round
-    `start_round` or later; None: they have their own start.
+    `start_round` or later; None: they have their own start. `global_rates` are the learning rates
+    of the global net by round.
     """
 
     psi_init: float
@@ -32,6 +34,7 @@ class Distillation(NamedTuple):
     from_global: bool
     global_loss: float
     start_round: int | None
+    global_rates: np.ndarray
 
 
 def adaped(setup, settings):
@@ -70,6 +73,7 @@ def adaped_update(setup, settings, averaging, server, t, batch, clients):
 def adaped_steps(setup, settings, averaging, server, t, block):
     """Local steps of Algorithm 2; each part of a step uses the newest values."""
     (client, population), rate = setup.engines, setup.rates[t]
+    shared_rate = settings.global_rates[t]
     kept, before = started(settings, server, t, block.clients), None
     personal = client.models(kept["personal"], block.n_clients)
     shared = population.models(server["global"], block.n_clients)
@@ -88,7 +92,7 @@ def adaped_steps(setup, settings, averaging, server, t, block):
         pull = divergence(theirs, own) / (2 * psi)
         if settings.global_loss:
             pull = pull + settings.global_loss * population.losses(others, y)
-        move_shared(pull, rate)
+        move_shared(pull, shared_rate)
 
         others = block.read(population, shared.evaluate(X))
         gap = divergence(population.log_probabilities(others), own)
@@ -165,6 +169,9 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         client first takes part in round `personal_start_round` or later.
     personal_start_round : int or None, default=None
         First such round, counted from 0; None: three quarters of `n_rounds`.
+    global_estimator : skorch net or None, default=None
+        Recipe of a global net of another kind, which clients can afford less or share more easily.
+        Its ``batch_size`` does not count. None: that of `estimator`.
     noise : {"per_round", "per_step"}, default="per_round"
         Where noise goes. "per_round": on the sum of the clients' changes, which are clipped.
         "per_step": on every gradient of the global net and of psi, which are clipped instead; each
@@ -253,6 +260,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         "global_loss": [Interval(Real, 0, None, closed="left")],
         "personal_start": [StrOptions({"own", "global"})],
         "personal_start_round": [Interval(Integral, 0, None, closed="left"), None],
+        "global_estimator": [HasMethods(["get_params", "set_params"]), None],
         "noise": [StrOptions({"per_round", "per_step"})],
         "psi_clip_norm": [Interval(Real, 0, None, closed="neither")],
     }
@@ -271,6 +279,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         global_loss=0.0,
         personal_start="own",
         personal_start_round=None,
+        global_estimator=None,
         noise="per_round",
         psi_clip_norm=0.1,
         client_fraction=1.0,
@@ -315,6 +324,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         self.global_loss = global_loss
         self.personal_start = personal_start
         self.personal_start_round = personal_start_round
+        self.global_estimator = global_estimator
         self.noise = noise
         self.psi_clip_norm = psi_clip_norm
 
@@ -326,6 +336,8 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
 
     def _check_parameters(self):
         super()._check_parameters()
+        if self.global_estimator is not None:
+            self._check_global()
         if self.noise == "per_round":
             return
         if self.clip_quantile is not None:
@@ -335,11 +347,25 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
             )
         if self._noisy_steps is not None:
             _, recipes = backend()
-            recipes.check_plain_steps(self._recipe())
+            recipes.check_plain_steps(self.global_estimator or self._recipe())
+
+    def _check_global(self):
+        """Raise ValueError if the global net's recipe cannot be followed."""
+        if self.personal_start == "global":
+            raise ValueError(
+                "got personal_start='global' with a global_estimator: personal nets cannot start "
+                "from a net of another recipe. Give personal_start='own'."
+            )
+        self._check_recipe(self.global_estimator, "global_estimator")
+        if self.global_estimator.device != self._recipe().device:
+            raise ValueError(
+                f"global_estimator has device={self.global_estimator.device!r} and estimator "
+                f"{self._recipe().device!r}; give both the same."
+            )
 
     def _method(self, setup):
         if setup.noisy_steps is not None:
-            check_steps(setup.engines.population, setup.rates)
+            check_steps(setup.engines.population, self._global_rates(setup))
         start_round = self.personal_start_round
         if start_round is None:
             start_round = 3 * self.n_rounds // 4
@@ -350,8 +376,30 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
             self.kd_direction == "global_to_personal",
             self.global_loss,
             start_round if self.personal_start == "global" else None,
+            self._global_rates(setup),
         )
         return adaped(setup, settings)
+
+    def _global_rates(self, setup):
+        if self.global_estimator is None:
+            return setup.rates
+        _, recipes = backend()
+        return recipes.learning_rates(self.global_estimator, len(setup.rates) - 1)
+
+    def _make_engines(self, table, earlier, order, batch_size):
+        if self.global_estimator is None:
+            return super()._make_engines(table, earlier, order, batch_size)
+        _, recipes = backend()
+        pair = self._recipe(), self.global_estimator
+        looks = not is_private(self) and all(map(recipes.has_units, pair))
+        seeds = np.random.default_rng(order).integers(1 << 63, size=2).tolist()
+        before = (None, None) if earlier is None else earlier.layout
+        return Engines(
+            *(
+                self._make_engine(recipe, table, old, seed, batch_size, looks)
+                for recipe, old, seed in zip(pair, before, seeds, strict=True)
+            )
+        )
 
     def _scales(self):
         if self.clip_norm is None or self._noisy_steps is not None:

@@ -150,12 +150,16 @@ class BaseNeural(BaseRounds):
         )
 
     def _check_parameters(self):
+        self._check_recipe(self._recipe(), "estimator")
+
+    def _check_recipe(self, recipe, name):
+        """Raise ValueError if the recipe that parameter `name` holds cannot be followed."""
         _, recipes = backend()
-        recipes.check_recipe(self._recipe(), self._is_classifier, self._own_steps)
+        recipes.check_recipe(recipe, self._is_classifier, self._own_steps, name)
         if self._needs_probabilities:
-            recipes.check_probabilities(self._recipe())
+            recipes.check_probabilities(recipe)
         if is_private(self):
-            recipes.check_no_statistics(self._recipe())
+            recipes.check_no_statistics(recipe)
 
     # From rows to a run --------------------------------------------------------------------------
 
@@ -222,14 +226,16 @@ class BaseNeural(BaseRounds):
 
     def _make_engines(self, table, earlier, order, batch_size):
         """Engines of nets whose weights are drawn from `order`, or which earlier rounds had."""
-        seed = int(np.random.default_rng(order).integers(1 << 63))
         before = None if earlier is None else earlier.layout.client
-        engine = self._make_engine(self._recipe(), table, before, seed, batch_size)
+        seed = int(np.random.default_rng(order).integers(1 << 63))
+        looks = not is_private(self)
+        engine = self._make_engine(self._recipe(), table, before, seed, batch_size, looks)
         return Engines(engine, engine)
 
-    def _make_engine(self, recipe, table, earlier, seed, batch_size):
+    def _make_engine(self, recipe, table, earlier, seed, batch_size, looks):
+        """Engine of a recipe; one that `looks` takes units of its default net from the table."""
         engines, recipes = backend()
-        recipe = recipes.fitted_to(recipe, table, looks=not is_private(self))
+        recipe = recipes.fitted_to(recipe, table, looks)
         net = recipes.initialized(recipe, seed)
         if earlier is not None:
             recipes.take_over(net, earlier.net)

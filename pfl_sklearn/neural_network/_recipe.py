@@ -31,7 +31,7 @@ _ITERATORS = ("iterator_train__", "iterator_valid__", "dataset__", "optimizer__p
 # What a recipe may say ----------------------------------------------------------------------------
 
 
-def check_recipe(recipe, for_classifier, own_steps):
+def check_recipe(recipe, for_classifier, own_steps, name):
     """Raise ValueError if an estimator cannot follow a recipe.
 
     Parameters
@@ -40,20 +40,22 @@ def check_recipe(recipe, for_classifier, own_steps):
     for_classifier : bool
     own_steps : bool
         Whether the method updates parameters by itself, which only plain gradient steps allow.
+    name : str
+        Parameter that holds it.
     """
     kind = "NeuralNetClassifier" if for_classifier else "NeuralNetRegressor"
     if not isinstance(recipe, NeuralNet):
         raise ValueError(
-            f"estimator must be a skorch net, such as skorch.{kind}(MyModule); got {recipe!r}."
+            f"{name} must be a skorch net, such as skorch.{kind}(MyModule); got {recipe!r}."
         )
     other = (
         NeuralNetRegressor if for_classifier else NeuralNetClassifier | NeuralNetBinaryClassifier
     )
     if isinstance(recipe, other):
-        raise ValueError(f"estimator must be a skorch.{kind}; got {type(recipe).__name__}.")
+        raise ValueError(f"{name} must be a skorch.{kind}; got {type(recipe).__name__}.")
     if getattr(recipe, "initialized_", False):
         raise ValueError(
-            "estimator is a net that was initialized or fitted before, but it must be a recipe: "
+            f"{name} is a net that was initialized or fitted before, but it must be a recipe: "
             "its weights would not be used. Give a new net. To start from certain weights, pass a "
             "module instance that has them."
         )
@@ -191,12 +193,17 @@ def seeded(seed, device):
         yield
 
 
+def has_units(recipe):
+    """Whether the net of a recipe can take units from the data."""
+    return recipe.module is MLP
+
+
 def fitted_to(recipe, table, looks):
     """The recipe, with what its :class:`MLP` is to take from the data if it is not given.
 
     That is the sizes and, where it `looks` at the data, the units.
     """
-    if recipe.module is not MLP:
+    if not has_units(recipe):
         return recipe
     X, y = table.features, table.y
     found = {"n_inputs": math.prod(X.shape[1:]), "n_outputs": table.details}

@@ -1,0 +1,99 @@
+"""A global net of another kind than the personal ones."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("skorch")
+
+from skorch import NeuralNetClassifier, NeuralNetRegressor  # noqa: E402
+from skorch.callbacks import LRScheduler  # noqa: E402
+from torch import nn  # noqa: E402
+
+from pfl_sklearn.neural_network import MLP, AdaPeDClassifier  # noqa: E402
+from tests.helpers.nets import Convolutions, Dropped, recipe, table  # noqa: E402
+
+SHORT = {"n_rounds": 3, "local_steps": 2, "random_state": 0}
+
+
+def fit(shape=(7,), estimator=None, **params):
+    X, y, groups = table(shape)
+    return AdaPeDClassifier(estimator, **SHORT, **params).fit(X, y, groups=groups)
+
+
+def proba(model, shape=(7,)):
+    X, _, groups = table(shape)
+    return model.predict_proba(X, groups=groups)
+
+
+def small(**params):
+    return recipe(MLP, module__hidden=(), **params)
+
+
+def test_the_two_nets_have_their_own_sizes():
+    model = fit(global_estimator=small(), unseen="population")
+    assert model.parameters_.shape == (len(model.clients_), 7 * 64 + 64 + 64 * 3 + 3)
+    assert model.population_parameters_.shape == (7 * 3 + 3,)
+    X, _, groups = table()
+    strangers = model.predict_proba(X, groups=groups + 100)
+    np.testing.assert_allclose(strangers, model.net_.predict_proba(X.astype("f4")), rtol=1e-4)
+    alone = model.for_client(model.clients_[0])
+    assert len(list(alone.net_.module_.parameters())) == 4
+
+
+def test_personal_nets_that_are_held_by_nothing_train_alone():
+    """With psi so large, the global net is of no consequence for them."""
+    loose = {"psi_init": 1e12, "psi_learning_rate": 0.0}
+    nets = [small(lr=0.1), recipe(Dropped), recipe(MLP, module__hidden=3)]
+    first, second = (fit(global_estimator=net, **loose) for net in (nets[0], nets[2]))
+    np.testing.assert_allclose(first.parameters_, second.parameters_, atol=1e-6)
+
+
+def test_the_global_net_has_its_own_learning_rate():
+    still = fit(global_estimator=small(lr=0.1, callbacks=[LRScheduler("StepLR", step_size=2)]))
+    moved = fit(global_estimator=small(lr=0.1))
+    assert np.any(still.population_parameters_ != moved.population_parameters_)
+    halted = fit(global_estimator=small(lr=0.0))
+    np.testing.assert_array_equal(halted.population_parameters_, halted._engines.population.start())
+
+
+def test_convolutions_beside_a_linear_net():
+    shape = (1, 8, 8)
+    model = fit(shape, recipe(Convolutions), global_estimator=small())
+    assert not model._engines.client.stacked
+    np.testing.assert_allclose(proba(model, shape).sum(axis=1), 1.0)
+
+
+def test_rounds_go_on():
+    model = fit(global_estimator=small(), warm_start=True)
+    before = model.population_parameters_.copy()
+    model.set_params(n_rounds=5).fit(*table()[:2], groups=table()[2])
+    whole = AdaPeDClassifier(
+        global_estimator=small(), warm_start=True, **{**SHORT, "n_rounds": 5}
+    ).fit(*table()[:2], groups=table()[2])
+    assert np.any(model.population_parameters_ != before)
+    np.testing.assert_array_equal(model.population_parameters_, whole.population_parameters_)
+    np.testing.assert_array_equal(model.parameters_, whole.parameters_)
+
+
+def test_with_noise_nothing_is_looked_at():
+    noise = {"noise_multiplier": 1.0, "clip_norm": 0.5}
+    with pytest.warns(UserWarning, match="random_state"):
+        model = fit(global_estimator=small(), **noise)
+    assert not list(model._engines.population.net.module_.buffers())
+    assert model.release().net_.module_.layers[1].in_features == 7
+
+
+@pytest.mark.parametrize(
+    ("params", "match"),
+    [
+        ({"personal_start": "global"}, "personal_start='global' with a global_estimator"),
+        ({"global_estimator": NeuralNetRegressor(MLP)}, "global_estimator must be"),
+        ({"global_estimator": recipe(MLP, optimizer=torch.optim.Adam)}, "optimizer=Adam"),
+        ({"global_estimator": nn.Linear(2, 2)}, "global_estimator"),
+        ({"global_estimator": NeuralNetClassifier(MLP, device="meta")}, "device"),
+    ],
+)
+def test_what_is_refused(params, match):
+    with pytest.raises((ValueError, TypeError), match=match):
+        fit(**{"global_estimator": small(), **params})

@@ -191,6 +191,8 @@ def _new_panels(curves):
 def _draw_panel(ax, curve, smooth, xscale):
     """One curve, with its scales, label and note; its main line."""
     ax.set_xscale(xscale)
+    if xscale == "linear":
+        ax.xaxis.get_major_locator().set_params(integer=True)
     if curve.band is not None:
         line = _draw_clients(ax, curve)
     elif curve.n_clients is not None:

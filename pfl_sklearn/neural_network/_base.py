@@ -215,7 +215,7 @@ class BaseNeural(BaseRounds):
             release=JointSum(mechanism, method.messages, self._scales()),
             positions=roster.earlier,
             found=found,
-            constants=() if offsets is None else ("offset",),
+            constants=("offset",),
             layout=engines,
             advice=_ADVICE.format(rate=setup.rates[0]),
         )

@@ -99,6 +99,7 @@ if not WITHOUT_TORCH:
     VARIANTS += [
         FedAvgClassifier(fine_tune_steps=5, proximal=1.0, client_fraction=0.5, **SHORT),
         FedAvgClassifier(label_prior="client", **SHORT),
+        FedAvgClassifier(head="bayes", client_fraction=0.5, **SHORT),
         AdaPeDClassifier(personal_start="global", global_loss=1.0, client_fraction=0.5, **SHORT),
     ]
 # Wrappers, for scikit-learn's checks. The client column is one of their float features there, so
@@ -150,6 +151,9 @@ PRIVATE_ROUNDS = [
 if not WITHOUT_TORCH:
     PRIVATE_ROUNDS += [
         FedAvgClassifier(epsilon=1.0, clip_norm=1.0, fine_tune_steps=5, **SHORT),
+        FedAvgClassifier(
+            noise_multiplier=2.0, clip_norm=1.0, label_prior="client", head="bayes", **SHORT
+        ),
         FedAvgRegressor(noise_multiplier=2.0, clip_norm=1.0, client_fraction=0.5, **SHORT),
         AdaPeDClassifier(
             noise="per_step", epsilon=8.0, clip_norm=1.0, client_fraction=0.5, **SHORT

@@ -50,11 +50,14 @@ class LastPhase(NamedTuple):
     ``update(server, batch, clients, own)`` gives their new values and losses for a block. They are
     arrays of their own: rounds that go on later never see them. `schedule` picks the rows. Clients
     without rows keep what an earlier last phase left.
+
+    A phase may come `after` another one, whose arrays ``init`` then gets among the clients'.
     """
 
     init: Callable
     update: Callable
     schedule: Any
+    after: "LastPhase | None" = None
 
 
 class Method(NamedTuple):
@@ -268,11 +271,14 @@ def _record(state, n_sampled, loss, released, more):
 
 def _run_last_phase(phase, rows, state, rng, run, protected):
     """Arrays that the last phase leaves; a client whose result is not finite keeps the initial."""
-    server, clients = _views(state.server), _views(state.clients)
+    before = {}
+    if phase.after is not None:
+        before = _run_last_phase(phase.after, rows, state, rng, run, protected)
+    server, clients = _views(state.server), _views({**state.clients, **before})
     own = {name: np.array(values) for name, values in phase.init(server, clients).items()}
-    for name, earlier in state.own.items():
-        absent = np.delete(np.arange(len(earlier)), rows.clients)
-        own[name][absent] = earlier[absent]
+    for name in own.keys() & state.own.keys():
+        absent = np.delete(np.arange(len(own[name])), rows.clients)
+        own[name][absent] = state.own[name][absent]
     rows = rows.with_schedule(phase.schedule)
     schedule = phase.schedule.start(rows, len(rows.clients))
     update = partial(phase.update, server)
@@ -283,4 +289,4 @@ def _run_last_phase(phase, rows, state, rng, run, protected):
         tasks = ((block.batch, block.states(state.clients), block.states(own)) for block in blocks)
         for block, (new, losses) in zip(blocks, run(update, tasks), strict=True):
             block.keep(own, new, block.finite(new, losses) if protected else None)
-    return own
+    return {**before, **own}

@@ -17,7 +17,8 @@ from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
 from pfl_sklearn.base import client_values
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
-_OPTIONAL = ("_personal", "_offsets", "_label_counts", "label_prior_")  # not every fit leaves them
+_OPTIONAL = ("_personal", "_heads", "head_variances_")  # not every fit leaves them
+_OPTIONAL += ("_offsets", "_label_counts", "label_prior_")
 _ADVICE = "lower the learning rate of the net (lr={rate:.4g}), or scale the features."
 
 
@@ -77,7 +78,7 @@ class BaseNeural(BaseRounds):
     they use the population's.
     """
 
-    _client_attributes = ("_personal", "_offsets", "n_samples_per_client_")
+    _client_attributes = ("_personal", "_heads", "_offsets", "n_samples_per_client_")
     _population_attributes = ("_population",)
     _state_attributes = (
         "_engines",
@@ -219,7 +220,7 @@ class BaseNeural(BaseRounds):
             release=JointSum(mechanism, method.messages, self._scales()),
             positions=roster.earlier,
             found=found,
-            constants=() if offsets is None else ("offset",),
+            constants=("offset",),
             layout=engines,
             advice=_ADVICE.format(rate=setup.rates[0]),
         )
@@ -281,7 +282,7 @@ class BaseNeural(BaseRounds):
         self._check_shape(features)
         validate_data(self, X, reset=False, skip_check_array=True)
         offsets = self._offsets_of(codes)
-        if not hasattr(self, "_personal"):
+        if not self._has_own:
             return self._engines.population.outputs(self._population, features, offsets), codes
         found = None
         for code in np.unique(codes):
@@ -301,11 +302,19 @@ class BaseNeural(BaseRounds):
             return None
         return client_values(offsets, np.zeros(offsets.shape[1]), codes)
 
+    @property
+    def _has_own(self):
+        """Whether clients have nets, or last layers, of their own."""
+        return hasattr(self, "_personal") or hasattr(self, "_heads")
+
     def _net_of(self, code):
         """Engine and parameters of the client at a position; of the population for -1."""
-        if code < 0 or not hasattr(self, "_personal"):
+        if code < 0 or not self._has_own:
             return self._engines.population, self._population
-        return self._engines.client, self._personal[code]
+        engine = self._engines.client
+        if hasattr(self, "_personal"):
+            return engine, self._personal[code]
+        return engine, engine.last_layer.moved(self._population, self._heads[code])
 
     @property
     def population_parameters_(self):
@@ -319,6 +328,8 @@ class BaseNeural(BaseRounds):
         self._require_fitted("clients_")
         if hasattr(self, "_personal"):
             return self._personal
+        if hasattr(self, "_heads"):
+            return np.stack([self._net_of(code)[1] for code in range(len(self.clients_))])
         return np.broadcast_to(self._population, (len(self.clients_), len(self._population)))
 
     @property

@@ -8,6 +8,7 @@ slower, and their bits would depend on the block. Which of the two follows from 
 
 import copy
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from pfl_sklearn._rounds.loop import Update
 from pfl_sklearn.neural_network._chain import Chain, align, aligned, chain_of
+from pfl_sklearn.neural_network._last_layer import last_layer_of
 from pfl_sklearn.neural_network._recipe import (
     log_probabilities,
     optimizer_of,
@@ -81,7 +83,8 @@ class Engine:
         self.n_trained = sum(values.numel() for _, values in trained)
         self.n_parameters, self.dtype = self.parts[-1].place.stop, trained[0][1].dtype
         self.array_dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
-        self.row_shape, self.whole = example.shape[1:], example.dtype.kind in "iu"
+        self.example, self.row_shape = example, example.shape[1:]
+        self.whole = example.dtype.kind in "iu"
         self._may_stack = batch_size is not None and batch_size <= _LARGEST_STACKED_BATCH
         self._prepare()
 
@@ -116,6 +119,11 @@ class Engine:
     def clients_at_once(self):
         """Clients of a block, at most."""
         return min(max(_STACKED // self.n_parameters, _FEWEST), _MOST) if self.stacked else _LONE
+
+    @cached_property
+    def last_layer(self):
+        """The layer that gives the logits; ValueError if there is none."""
+        return last_layer_of(self)
 
     def start(self):
         """Vector (p,) of the weights that training starts from, in double precision."""
@@ -164,15 +172,9 @@ class Engine:
         For classifiers these are probabilities, as skorch reads them off the outputs. They are
         computed in double precision where that is cheap, so that a row's hardly depend on others.
         """
-        net, kind = self.fitted_net(self.models(vector, 1).values[0]), self.array_dtype
-        net.module_.eval()
-        if not self._convolves and self.device.type == "cpu":
-            net.module_.double()
-            kind = np.float64
-        if self.whole:
-            kind = np.int64
-            if not np.array_equal(X, np.trunc(X)):
-                raise ValueError("X must hold whole numbers, as in fit; got fractions.")
+        net, kind = self.evaluating(vector)
+        if self.whole and not np.array_equal(X, np.trunc(X)):
+            raise ValueError("X must hold whole numbers, as in fit; got fractions.")
         found = []
         with torch.no_grad(), np.errstate(over="ignore"):
             for first in range(0, len(X), _ROWS_AT_ONCE):
@@ -183,6 +185,18 @@ class Engine:
                     outputs = shifted(net, outputs, own.to(outputs.device))
                 found.append(readout(net, outputs).cpu().numpy())
         return np.concatenate(found)
+
+    def evaluating(self, vector):
+        """A net with these parameters (p,) in evaluation mode, and its type for rows.
+
+        It computes in double precision where that is cheap.
+        """
+        net, kind = self.fitted_net(self.models(vector, 1).values[0]), self.array_dtype
+        net.module_.eval()
+        if not self._convolves and self.device.type == "cpu":
+            net.module_.double()
+            kind = np.float64
+        return net, np.int64 if self.whole else kind
 
     def fitted_net(self, vector):
         """A net with these parameters, a tensor (p,), as skorch leaves it after a fit.

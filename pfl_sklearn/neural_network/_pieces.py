@@ -7,6 +7,14 @@ import numpy as np
 
 from pfl_sklearn._rounds.loop import LastPhase, Update
 from pfl_sklearn._rounds.rows import Reshuffled
+from pfl_sklearn.neural_network._head import (
+    VARIANCES,
+    best_variances,
+    evidence_curves,
+    head_columns,
+    head_modes,
+    log_prior,
+)
 
 
 class Averaging(NamedTuple):
@@ -86,3 +94,58 @@ def _fine_tuned(engine, rate, server, batch, clients, own):
 def _tuned_block(engine, rate, block):
     models, losses = train(engine, block, block.clients["personal"], rate, own=True)
     return Update({}, {"personal": models.array()}, losses)
+
+
+def bayes_heads(setup, head, private):
+    """Last phase in which clients get last layers of their own: modes around the global one.
+
+    What is kept is how they deviate from it. The prior variance is `head`, or chosen by the
+    evidence: for all clients together or, if `private`, for each of them by its own rows and a
+    prior that is public.
+    """
+    engine = setup.engines.client
+    layer, all_rows = engine.last_layer, Reshuffled(None, 1)
+
+    def first(server, clients):
+        return {"evidence": np.zeros((setup.n_clients, len(VARIANCES)))}
+
+    def init(server, clients):
+        if head != "bayes":
+            variances = np.full(setup.n_clients, float(head))
+        elif private:
+            variances = best_variances(clients["evidence"] + log_prior())
+        else:
+            common = best_variances(clients["evidence"].sum(axis=0, keepdims=True))
+            variances = np.repeat(common, setup.n_clients)
+        heads = np.zeros((setup.n_clients, *layer.head_shape), dtype=engine.array_dtype)
+        return {"head": heads, "head_variance": variances}
+
+    weighing = LastPhase(first, partial(_evidence, engine), all_rows) if head == "bayes" else None
+    return LastPhase(init, partial(_heads, engine), all_rows, after=weighing)
+
+
+def _evidence(engine, server, batch, clients, own):
+    """Evidence of a block's clients at each prior variance."""
+    x, _, logits, labels = _head_rows(engine, server, batch, clients)
+    with np.errstate(over="ignore", invalid="ignore"):  # of nets that diverge
+        return {"evidence": evidence_curves(x, logits, labels)}, np.zeros(len(x))
+
+
+def _heads(engine, server, batch, clients, own):
+    """How last layers of a block's clients deviate from the global one."""
+    x, units, logits, labels = _head_rows(engine, server, batch, clients)
+    variances = own["head_variance"]
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = head_modes(x, logits, labels, variances / x.shape[2]).deviations
+        found[:, : engine.last_layer.shape[1]] /= units[:, None, None]
+        heads = found.transpose(0, 2, 1).astype(engine.array_dtype)
+    return {"head": heads, "head_variance": variances}, np.zeros(len(x))
+
+
+def _head_rows(engine, server, batch, clients):
+    """Columns (g, n, r) of the last layer, units (g,), logits (g, n, K) and labels (g, n)."""
+    layer = engine.last_layer
+    inputs, logits = layer.passed(engine, server["global"], batch.X[:, 0])
+    if "offset" in clients:
+        logits = logits + clients["offset"][:, None]
+    return *head_columns(inputs, layer.bias is not None), logits, batch.y[:, 0]

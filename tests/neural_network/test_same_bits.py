@@ -266,3 +266,17 @@ def test_a_process_that_is_killed(tmp_path):
     resumed = checkpointed_net(tmp_path)
     assert os.listdir(tmp_path) == []
     assert_same_fit(resumed, checkpointed_net(tmp_path))
+
+
+@pytest.mark.parametrize("first", [None, "client"])
+def test_a_warm_start_may_turn_the_label_prior_on_or_off(first):
+    """The rounds are the same; without a last phase it matters to predictions alone."""
+    X, y, groups = table()
+    given = {**MANY, "warm_start": True}
+    model = FedAvgClassifier(recipe(), label_prior=first, **given).fit(X, y, groups=groups)
+    other = None if first else "client"
+    model.set_params(label_prior=other).fit(X, y, groups=groups)
+    expected = FedAvgClassifier(recipe(), label_prior=other, **MANY).fit(X, y, groups=groups)
+    np.testing.assert_array_equal(
+        model.predict_proba(X, groups=groups), expected.predict_proba(X, groups=groups)
+    )

@@ -206,6 +206,35 @@ def test_a_last_phase_that_starts_from_the_clients_arrays_leaves_them_alone():
     np.testing.assert_array_equal(states[1].own["shared"][3], states[0].server["global"] + 1)
 
 
+@pytest.mark.parametrize("earlier", [None, "tuned"])
+def test_a_last_phase_after_another_one_knows_what_that_one_left(earlier):
+    """Whatever an earlier run had in its last phase, which may have been another one."""
+    plain, rows = METHODS["fedavg"](), table()
+
+    def count(server, batch, clients, own):
+        return {"size": np.full(len(batch.X), float(batch.X.shape[2]))}, np.zeros(len(batch.X))
+
+    def compare(server, clients):
+        return {"share": clients["size"] / clients["size"].sum()}
+
+    def halve(server, batch, clients, own):
+        assert own.keys() == {"share"}
+        return {"share": own["share"] / 2}, np.zeros(len(batch.X))
+
+    first = LastPhase(lambda *_: {"size": np.zeros(N)}, count, Reshuffled(None, 1))
+    second = LastPhase(compare, halve, Reshuffled(4, 1), after=first)
+    release = JointSum(ClippedSum(None), plain.messages)
+    state = start(plain, rows, release)
+    if earlier:
+        state.own = {"tuned": np.ones((N, D))}
+    method = plain._replace(last_phase=second)
+    state = run_rounds(method, rows, state, Plan(2, Sampling(RATE), SEED), release)
+    sizes = np.diff(rows.offsets)
+    assert state.own.keys() == {"size", "share"}
+    np.testing.assert_array_equal(state.own["size"], sizes)
+    np.testing.assert_allclose(state.own["share"], sizes / sizes.sum() / 2)
+
+
 @every_method
 def test_a_view_of_the_state_cannot_be_written(name):
     """Also where the server's state holds a number."""

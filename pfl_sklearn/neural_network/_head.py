@@ -1,0 +1,287 @@
+r"""A client's last layer, as the posterior mode around the population's.
+
+Row j of a client has columns :math:`x_j` (r,): the inputs of the last layer over their root mean
+square u in the client's rows, and 1 for the bias. Its logits are :math:`f_j + D' x_j`, with those
+of the population's net, :math:`f_j` (K,), and a deviation D (r, K) whose entries are normal with
+variance s. The criterion is the log-likelihood less :math:`|D|^2 / (2 s)`. The evidence is the log
+marginal likelihood in Laplace's approximation: the criterion at the mode less
+:math:`\log \det(I + s X' W X) / 2`, where W is the information on the logits.
+
+Clients with equally many rows n go together. We solve the cheaper of two systems: in the rows, one
+of n for every class (Rasmussen and Williams, 2006, Algorithm 3.3), or in the r K weights.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import log_softmax
+
+# Prior variances of a row's logit, on average over rows, among which one is chosen.
+_RATIO = 8.0
+VARIANCES = np.concatenate([[0.0], _RATIO ** np.arange(-3, 5)])
+_SPREAD = 1.5  # of the logarithm of a variance that a client chooses alone
+_LAST_DECREMENT = 1e-10  # nats; the step with this squared Newton decrement is the last
+_CLOSE_ENOUGH = 1e-6  # the same where only the evidence is wanted: its error is about this
+_FAR = 1e4  # variances of a row's logit beyond which the systems in the rows lose their digits
+_ROWS = 128  # of a client that its evidence is about, at most
+_MAX_NEWTON = 100
+_SLACK = 1e-13  # relative decrease of the criterion that counts as rounding
+_CELLS = 1 << 20  # numbers in the systems of clients that go together
+_TIE = 1e-9  # nats
+
+
+class Modes(NamedTuple):
+    """Deviations (g, r, K), and the evidence (g,) in nats."""
+
+    deviations: np.ndarray
+    evidence: np.ndarray
+
+
+class _Rows(NamedTuple):
+    """Deviations X' state, with a state (g, n, K)."""
+
+    x: np.ndarray  # (g, n, r)
+    kernel: np.ndarray  # (g, n, n), X X'
+    variances: np.ndarray  # (g, 1, 1)
+
+    def shift(self, state):
+        """What a state adds to the logits (g, n, K)."""
+        return self.kernel @ state
+
+    def inner(self, state, other, shift):
+        """Inner products (g,) of deviations; `shift` is what the other adds to the logits."""
+        return _sums(state * shift)
+
+    def residual(self, score, state):
+        """Gradient of the criterion in the rows' coordinates, times the variance."""
+        return self.variances * score - state
+
+    def step(self, p, residual):
+        """Newton's step."""
+        inverses, _ = self._inverses(p)
+        moved = self._by_class(inverses, self.kernel @ residual)
+        total = np.linalg.solve(inverses.sum(axis=1), moved.sum(axis=2, keepdims=True))
+        return residual - self.variances * (moved - self._by_class(inverses, total))
+
+    def log_det(self, p):
+        """log det(I + s X' W X) (g,)."""
+        inverses, systems = self._inverses(p)
+        by_class = np.linalg.slogdet(systems)[1].sum(axis=1)
+        return by_class + np.linalg.slogdet(inverses.sum(axis=1))[1]
+
+    def deviations(self, state):
+        return self.x.transpose(0, 2, 1) @ state
+
+    def _inverses(self, p):
+        """For every class (s X X' + 1/p)^-1, as (g, K, n, n), and a matrix whose determinant is
+        that of I + p^1/2 s X X' p^1/2.
+        """
+        p, (_, n, r) = np.ascontiguousarray(p.transpose(0, 2, 1)), self.x.shape
+        s = self.variances[:, None]
+        if n <= r:
+            root = np.sqrt(p)
+            outer = root[..., :, None] * root[..., None, :]
+            systems = outer * (s * self.kernel[:, None]) + np.eye(n)
+            return outer * np.linalg.inv(systems), systems
+        weighted = p[..., None] * self.x[:, None]
+        across = weighted.transpose(0, 1, 3, 2)
+        systems = s * (across @ self.x[:, None]) + np.eye(r)
+        inverses = -s * (weighted @ np.linalg.inv(systems) @ across)
+        inverses[..., np.arange(n), np.arange(n)] += p
+        return inverses, systems
+
+    @staticmethod
+    def _by_class(matrices, values):
+        """Products (g, n, K) of matrices (g, K, n, n) and values (g, n, K or 1)."""
+        columns = np.ascontiguousarray(values.transpose(0, 2, 1))[..., None]
+        return (matrices @ columns)[..., 0].transpose(0, 2, 1)
+
+
+class _Weights(NamedTuple):
+    """Deviations that are the state (g, r, K) itself."""
+
+    x: np.ndarray  # (g, n, r)
+    variances: np.ndarray  # (g, 1, 1)
+
+    def shift(self, state):
+        """What a state adds to the logits (g, n, K)."""
+        return self.x @ state
+
+    def inner(self, state, other, shift):
+        """Inner products (g,) of deviations; `shift` is what the other adds to the logits."""
+        return _sums(state * other)
+
+    def residual(self, score, state):
+        """Gradient of the criterion, times the variance."""
+        return self.variances * (self.x.transpose(0, 2, 1) @ score) - state
+
+    def step(self, p, residual):
+        """Newton's step."""
+        right = residual.reshape(len(p), -1, 1)
+        return np.linalg.solve(self._systems(p), right).reshape(residual.shape)
+
+    def log_det(self, p):
+        """log det(I + s X' W X) (g,)."""
+        return np.linalg.slogdet(self._systems(p))[1]
+
+    def deviations(self, state):
+        return state
+
+    def _systems(self, p):
+        """I + s X' W X (g, r K, r K)."""
+        (g, _, r), n_classes = self.x.shape, p.shape[2]
+        systems = np.empty((g, r, n_classes, r, n_classes))
+        across = self.variances * self.x.transpose(0, 2, 1)
+        for k in range(n_classes):
+            for c in range(k + 1):
+                weight = p[..., k] * ((k == c) - p[..., c])
+                block = across @ (weight[..., None] * self.x)
+                systems[:, :, k, :, c] = systems[:, :, c, :, k] = block
+        systems = systems.reshape(g, r * n_classes, r * n_classes)
+        return systems + np.eye(r * n_classes)
+
+
+def head_columns(features, has_bias):
+    """Columns (g, n, r) of inputs of the last layer (g, n, d), and their units (g,)."""
+    units = np.sqrt(np.mean(features**2, axis=(1, 2)))
+    units[units == 0] = 1.0
+    x = features / units[:, None, None]
+    return (np.concatenate([x, np.ones((*x.shape[:2], 1))], axis=2) if has_bias else x), units
+
+
+def head_modes(x, logits, labels, variances):
+    """Modes of clients with equally many rows.
+
+    Parameters
+    ----------
+    x : ndarray of shape (g, n, r)
+        Columns.
+    logits : ndarray of shape (g, n, K)
+        Those of the population's net, with the client's offsets.
+    labels : ndarray of shape (g, n)
+    variances : ndarray of shape (g,)
+        Prior variances s of a deviation's entries; with 0 the deviation is 0.
+
+    Returns
+    -------
+    Modes
+    """
+    parts = [
+        _modes_at(x[here], logits[here], labels[here], variances[None, here])
+        for here in _together(x, logits, variances)
+    ]
+    deviations, evidence = (np.concatenate(values) for values in zip(*parts, strict=True))
+    return Modes(deviations, evidence[:, 0])
+
+
+def evidence_curves(x, logits, labels):
+    """Evidence (g, V) of clients at each of `VARIANCES` of a row's logit; see `head_modes`.
+
+    Of clients with many rows the first 128 are used, which tell enough.
+    """
+    x, logits, labels = x[:, :_ROWS], logits[:, :_ROWS], labels[:, :_ROWS]
+    variances = np.repeat(VARIANCES[:, None] / x.shape[2], len(x), axis=1)
+    parts = [
+        _modes_at(x[here], logits[here], labels[here], variances[:, here], _CLOSE_ENOUGH)[1]
+        for here in _together(x, logits, variances)
+    ]
+    return np.concatenate(parts)
+
+
+def best_variances(curves):
+    """Variances (g,) of largest evidence, from evidence (g, V) at `VARIANCES`.
+
+    Between neighbours that are not the best, a parabola in the logarithm says where it is. Of equal
+    values the smallest variance is taken.
+    """
+    top = curves.max(axis=1, keepdims=True)
+    at = np.argmax(curves >= top - _TIE, axis=1)
+    inside = np.clip(at, 2, len(VARIANCES) - 2)
+    rows = np.arange(len(curves))
+    left, mid, right = (curves[rows, inside + k] for k in (-1, 0, 1))
+    bend = 2 * mid - left - right
+    move = np.divide(right - left, 2 * bend, out=np.zeros(len(bend)), where=bend > 0)
+    fine = (at == inside) & (np.abs(move) <= 1)
+    return VARIANCES[at] * _RATIO ** np.where(fine, move, 0.0)
+
+
+def log_prior():
+    """Log prior density (V,) at `VARIANCES`, up to a constant: log-normal around 1; 0 has none."""
+    logs = np.log(VARIANCES, out=np.full(len(VARIANCES), -np.inf), where=VARIANCES > 0)
+    return -0.5 * (logs / _SPREAD) ** 2
+
+
+def _together(x, logits, variances):
+    """Slices of clients whose systems are solved at once."""
+    (g, n, r), n_classes = x.shape, logits.shape[2]
+    by_rows = _by_rows(x, logits, variances)
+    cells = n_classes * n * (n + r) if by_rows else (r * n_classes) ** 2
+    size = max(_CELLS // cells, 1)
+    return [slice(first, first + size) for first in range(0, g, size)]
+
+
+def _by_rows(x, logits, variances):
+    """Whether K systems of n, of rank r at most, are exact enough and cheaper than one of r K."""
+    (_, n, r), n_classes = x.shape, logits.shape[2]
+    rank = min(n, r)
+    by_rows = 2 * n_classes * n * rank * (n + rank) + n**3
+    by_weights = (r * n_classes) ** 2 * (2 * r * n_classes / 3 + n / 2)
+    return variances.max() * r <= _FAR and by_rows <= by_weights
+
+
+def _modes_at(x, logits, labels, variances, last=_LAST_DECREMENT):
+    """Deviations (g, r, K) at the last of the variances (V, g), and the evidence (g, V) at all.
+
+    The search for a mode starts from the one before.
+    """
+    g, _, r = x.shape
+    if _by_rows(x, logits, variances):
+        form, state = _Rows(x, x @ x.transpose(0, 2, 1), None), np.zeros_like(logits)
+    else:
+        form, state = _Weights(x, None), np.zeros((g, r, logits.shape[2]))
+    evidence = np.empty((g, len(variances)))
+    for at, each in enumerate(variances):
+        form = form._replace(variances=each[:, None, None])
+        state, p, value = _newton(form, logits, labels, state, last)
+        evidence[:, at] = value - 0.5 * form.log_det(p)
+    return form.deviations(state), evidence
+
+
+def _newton(form, logits, labels, state, last):
+    """State at the mode, probabilities (g, n, K) and criterion (g,) there.
+
+    The steps are damped, and each client stops on its own.
+    """
+    s = form.variances[:, 0, 0]
+    precision = np.divide(1.0, s, out=np.zeros(len(s)), where=s > 0)
+    chosen = np.eye(logits.shape[2])[labels]
+    shift, moving = form.shift(state), np.ones(len(s), dtype=bool)
+    log_p, value = _criterion(form, precision, logits + shift, chosen, state, shift)
+    for _ in range(_MAX_NEWTON):
+        score = chosen - np.exp(log_p)
+        step = form.step(np.exp(log_p), form.residual(score, state))
+        moved, size = form.shift(step), moving.astype(float)[:, None, None]
+        decrement = _sums(score * moved) - precision * form.inner(state, step, moved)
+        while True:
+            new, new_shift = state + size * step, shift + size * moved
+            log_p, reached = _criterion(form, precision, logits + new_shift, chosen, new, new_shift)
+            worse = ~(reached >= value - _SLACK * (1 + np.abs(value))) & (size[:, 0, 0] > 1e-9)
+            if not worse.any():
+                break
+            size[worse] /= 2
+        state, shift, value = new, new_shift, reached
+        moving &= decrement >= last
+        if not moving.any():
+            break
+    return state, np.exp(log_p), value
+
+
+def _criterion(form, precision, logits, chosen, state, shift):
+    """Log probabilities (g, n, K), and log-likelihood less penalty (g,)."""
+    log_p = log_softmax(logits, axis=2)
+    return log_p, _sums(chosen * log_p) - 0.5 * precision * form.inner(state, state, shift)
+
+
+def _sums(values):
+    """Sums (g,) of arrays (g, n, k)."""
+    return values.sum(axis=(1, 2))

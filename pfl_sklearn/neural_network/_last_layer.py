@@ -1,0 +1,117 @@
+"""The last linear layer of a net: where its parameters are, and what it reads and gives."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from pfl_sklearn.neural_network._chain import align
+from pfl_sklearn.neural_network._mlp import Units
+from pfl_sklearn.neural_network._recipe import log_probabilities
+
+_CLOSE = 1e-5
+
+
+class LastLayer(NamedTuple):
+    """A linear layer with d inputs and K outputs: its name, and places among the parameters."""
+
+    name: str
+    weight: slice
+    bias: slice | None
+    shape: tuple[int, int]  # (K, d)
+
+    @property
+    def head_shape(self):
+        """Shape (K, d) or, with a bias, (K, d + 1) of the layer's parameters; the bias is last."""
+        return self.shape[0], self.shape[1] + (self.bias is not None)
+
+    def moved(self, vector, deviation):
+        """Vector (p,) in which the layer's parameters differ by a deviation of `head_shape`."""
+        found = vector.copy()
+        found[self.weight] += deviation[:, : self.shape[1]].ravel()
+        if self.bias is not None:
+            found[self.bias] += deviation[:, -1]
+        return found
+
+    def passed(self, engine, vector, X):
+        """What the layer reads (g, n, d) and gives (g, n, K) for rows (g, n, ...) of clients.
+
+        The net is in evaluation mode, and rows are as training takes them.
+        """
+        net, X = _evaluating(engine, vector, X)
+        layer, found = net.module_.get_submodule(self.name), []
+        for rows in X:
+            ((_, (inputs,), outputs),), _ = _calls(net, [layer], rows)
+            found.append((_double(inputs), _double(outputs)))
+        return tuple(np.stack(values) for values in zip(*found, strict=True))
+
+
+def last_layer_of(engine):
+    """The linear layer whose outputs are the logits of an engine's net.
+
+    Raises
+    ------
+    ValueError
+        If there is none.
+    """
+    start = engine.start()
+    start[: engine.n_trained] += 0.1 * np.cos(np.arange(engine.n_trained))  # they may be zero
+    rows = engine.example
+    if not engine.whole:
+        rows = rows + np.cos(np.arange(rows.size)).reshape(rows.shape)
+    net, rows = _evaluating(engine, start, rows)
+    layers = {
+        layer: name for name, layer in net.module_.named_modules() if type(layer) is nn.Linear
+    }
+    calls, outputs = _calls(net, layers, rows)
+    places = {part.name: part.place for part in engine.parts}
+    if calls and _are_logits(net, calls[-1][2], outputs):
+        layer = calls[-1][0]
+        own = [f"{layers[layer]}.{name}" for name, _ in layer.named_parameters()]
+        once = sum(call[0] is layer for call in calls) == 1 and not _shared(net.module_, layer)
+        if once and places.keys() >= set(own):
+            bias = places[own[1]] if len(own) > 1 else None
+            return LastLayer(layers[layer], places[own[0]], bias, tuple(layer.weight.shape))
+    raise ValueError(
+        "head needs a module that ends with a trainable torch.nn.Linear, used once, whose outputs "
+        "are the logits of the classes (followed by a softmax for NLLLoss); the module of the net "
+        "has another end. Give another module, or head=None."
+    )
+
+
+def _evaluating(engine, vector, X):
+    """Net in evaluation mode, but for units, since X is in those of training; and X as a tensor."""
+    net, kind = engine.evaluating(vector)
+    for layer in net.module_.modules():
+        if isinstance(layer, Units):
+            layer.train()
+    return net, align(torch.from_numpy(X.astype(kind, copy=False)).to(engine.device))
+
+
+def _calls(net, layers, rows):
+    """Calls (layer, inputs, outputs) of some layers, in order, and the outputs of the net."""
+    calls = []
+    hooks = [layer.register_forward_hook(lambda *call: calls.append(call)) for layer in layers]
+    with torch.no_grad():
+        outputs = net.infer(rows)
+    for hook in hooks:
+        hook.remove()
+    return calls, outputs
+
+
+def _are_logits(net, logits, outputs):
+    """Whether the probabilities that outputs stand for are the softmax of logits."""
+    expected = log_probabilities(net, outputs).exp()
+    same = logits.shape == expected.shape
+    return same and torch.allclose(torch.softmax(logits, dim=-1), expected, rtol=0, atol=_CLOSE)
+
+
+def _shared(module, layer):
+    """Whether another layer uses parameters of this one."""
+    used = [id(values) for _, values in module.named_parameters(remove_duplicate=False)]
+    return any(used.count(id(values)) > 1 for values in layer.parameters())
+
+
+def _double(tensor):
+    return tensor.double().numpy(force=True)

@@ -60,7 +60,8 @@ from tests.helpers.torch import WITHOUT_TORCH
 MEANS = [GaussianMean(), BernoulliMean()]
 REGRESSIONS = [PersonalizedLinearRegression(), PersonalizedLogisticRegression()]
 ROUNDS = [PPSGDRegressor(random_state=0), PPSGDClassifier(random_state=0)]
-SHORT = {"n_rounds": 20, "random_state": 0}
+SHORT = {"n_rounds": 20, "local_steps": 4, "random_state": 0}
+SHORTER = {"n_rounds": 3, "local_steps": 2, "random_state": 0}
 NEURAL = (
     []
     if WITHOUT_TORCH
@@ -97,10 +98,10 @@ VARIANTS = [
 ]
 if not WITHOUT_TORCH:
     VARIANTS += [
-        FedAvgClassifier(fine_tune_steps=5, proximal=1.0, client_fraction=0.5, **SHORT),
-        FedAvgClassifier(label_prior="client", **SHORT),
-        FedAvgClassifier(head="bayes", client_fraction=0.5, **SHORT),
-        AdaPeDClassifier(personal_start="global", global_loss=1.0, client_fraction=0.5, **SHORT),
+        FedAvgClassifier(fine_tune_steps=5, proximal=1.0, client_fraction=0.5, **SHORTER),
+        FedAvgClassifier(label_prior="client", **SHORTER),
+        FedAvgClassifier(head="bayes", client_fraction=0.5, **SHORTER),
+        AdaPeDClassifier(personal_start="global", global_loss=1.0, client_fraction=0.5, **SHORTER),
     ]
 # Wrappers, for scikit-learn's checks. The client column is one of their float features there, so
 # every row is a client and the noise variance has to be known.
@@ -150,16 +151,16 @@ PRIVATE_ROUNDS = [
 ]
 if not WITHOUT_TORCH:
     PRIVATE_ROUNDS += [
-        FedAvgClassifier(epsilon=1.0, clip_norm=1.0, fine_tune_steps=5, **SHORT),
+        FedAvgClassifier(epsilon=1.0, clip_norm=1.0, fine_tune_steps=5, **SHORTER),
         FedAvgClassifier(
-            noise_multiplier=2.0, clip_norm=1.0, label_prior="client", head="bayes", **SHORT
+            noise_multiplier=2.0, clip_norm=1.0, label_prior="client", head="bayes", **SHORTER
         ),
-        FedAvgRegressor(noise_multiplier=2.0, clip_norm=1.0, client_fraction=0.5, **SHORT),
+        FedAvgRegressor(noise_multiplier=2.0, clip_norm=1.0, client_fraction=0.5, **SHORTER),
         AdaPeDClassifier(
-            noise="per_step", epsilon=8.0, clip_norm=1.0, client_fraction=0.5, **SHORT
+            noise="per_step", epsilon=8.0, clip_norm=1.0, client_fraction=0.5, **SHORTER
         ),
         AdaPeDClassifier(
-            epsilon=1.0, clip_norm=1.0, client_fraction=0.5, label_prior="client", **SHORT
+            epsilon=1.0, clip_norm=1.0, client_fraction=0.5, label_prior="client", **SHORTER
         ),
     ]
 PRIVATE += PRIVATE_ROUNDS

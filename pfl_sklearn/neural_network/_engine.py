@@ -178,7 +178,7 @@ class Engine:
         found = []
         with torch.no_grad(), np.errstate(over="ignore"):
             for first in range(0, len(X), _ROWS_AT_ONCE):
-                rows = np.ascontiguousarray(X[first : first + _ROWS_AT_ONCE], dtype=kind)
+                rows = np.array(X[first : first + _ROWS_AT_ONCE], dtype=kind, order="C")
                 outputs = net.infer(torch.from_numpy(rows).to(self.device))
                 if offsets is not None:
                     own = torch.from_numpy(offsets[first : first + _ROWS_AT_ONCE])

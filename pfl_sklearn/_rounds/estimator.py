@@ -52,11 +52,12 @@ class CheckedTable(NamedTuple):
 
 
 class Roster(NamedTuple):
-    """Ids of all clients, and the positions of the earlier ones and of those with rows now."""
+    """Ids of all clients, positions of the earlier ones and of those with rows now, last round."""
 
     ids: np.ndarray
     earlier: np.ndarray
     now: np.ndarray
+    last: int
 
 
 class Run(NamedTuple):
@@ -199,7 +200,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
             )
         drawn = checkpoint and checkpoint.entropy
         flat = self._ends_when_flat
-        task = self._make_task(X, y, clients, earlier, mechanism, drawn, until_flat=flat)
+        task = self._make_task(X, y, clients, earlier, mechanism, missing, drawn, until_flat=flat)
         return self._train((X, y, groups), task, missing, events, checkpoint)
 
     def _partial_fit(self, X, y, groups, **given):
@@ -217,7 +218,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         clients = self._encode_fit(groups, num_samples(X))
         if not is_private(self):
             missing = self._rounds_of_a_pass(clients)
-        task = self._make_task(X, y, clients, earlier, mechanism, **given)
+        task = self._make_task(X, y, clients, earlier, mechanism, missing, **given)
         return self._train((X, y, groups), task, missing, events)
 
     @property
@@ -264,11 +265,14 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         parameters = described(self, **{"rounds to run": missing, "ledger": ledger})
         return Checkpoint(self.checkpoint, self.checkpoint_every, parameters)
 
-    def _make_task(self, X, y, clients, earlier, mechanism, drawn=None, until_flat=False, **given):
+    def _make_task(
+        self, X, y, clients, earlier, mechanism, missing, drawn=None, until_flat=False, **given
+    ):
         """Checked data and the run on them; without a seed rounds draw from the entropy `drawn`."""
         flat = {"until_flat": True} if until_flat else {}
         table = self._read(X, y, earlier, **given)
-        roster = _roster_of(earlier, clients.ids)
+        last = missing + (earlier.state.round if earlier else 0)
+        roster = _roster_of(earlier, clients.ids, last)
         order, entropy = seeds(drawn if self.random_state is None else self.random_state)
         run = self._make_run(table, clients, roster, earlier, order, mechanism, **flat)
         return Task(table, clients, earlier, roster, run, entropy)
@@ -405,15 +409,14 @@ def sampling_of(kind, client_fraction, n_clients):
     return Sampling(n_fixed / n_clients, n_fixed)
 
 
-def _roster_of(earlier, ids):
-    """Clients of earlier rounds and of these."""
+def _roster_of(earlier, ids, last):
+    """Clients of earlier rounds and of those that are to go on to the round `last`."""
     if earlier is None:
-        return Roster(ids, np.zeros(0, dtype=np.intp), np.arange(len(ids)))
+        return Roster(ids, np.zeros(0, dtype=np.intp), np.arange(len(ids)), last)
     match_clients(ids, len(ids), earlier.clients)
     both_ids = np.union1d(earlier.clients, ids)
-    return Roster(
-        both_ids, np.searchsorted(both_ids, earlier.clients), np.searchsorted(both_ids, ids)
-    )
+    positions = (np.searchsorted(both_ids, some) for some in (earlier.clients, ids))
+    return Roster(both_ids, *positions, last)
 
 
 def _first_state(task, clip_quantile):

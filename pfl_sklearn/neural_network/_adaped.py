@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._compat import HasMethods, Interval, StrOptions
+from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._docs import fill_doc
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn._rounds.privacy import is_private
@@ -82,7 +82,7 @@ def adaped_steps(setup, settings, averaging, server, t, block):
     move_shared, noisy = _steps_of(setup.noisy_steps, shared, block)
     for X, y in block.steps():
         outputs, others = block.read(client, personal(X)), shared(X)
-        losses = client.losses(outputs, y)
+        losses = personal.losses(outputs, y)
         before = losses.detach() if before is None else before
         theirs = population.log_probabilities(block.read(population, others))
         gap = divergence(theirs.detach(), client.log_probabilities(outputs))
@@ -91,7 +91,7 @@ def adaped_steps(setup, settings, averaging, server, t, block):
         own = client.log_probabilities(block.read(client, personal.evaluate(X)))
         pull = divergence(theirs, own) / (2 * psi)
         if settings.global_loss:
-            pull = pull + settings.global_loss * population.losses(others, y)
+            pull = pull + settings.global_loss * shared.losses(others, y)
         move_shared(pull, shared_rate)
 
         others = block.read(population, shared.evaluate(X))
@@ -121,7 +121,12 @@ def check_steps(engine, rates):
             f"training moves {', '.join(engine.moving)} of the net without a gradient, so "
             "noise='per_step' does not protect it; use noise='per_round', or a module without it."
         )
-    decay = rates.max() * engine.optimizer.weight_decay
+    if engine.array_dtype.itemsize < 4:
+        raise ValueError(
+            f"the net computes in {engine.array_dtype}, whose rounding is too coarse for "
+            "noise='per_step'; use single or double precision."
+        )
+    decay = np.abs(rates).max() * engine.optimizer.weight_decay
     if decay > 2:
         raise ValueError(
             f"lr times weight_decay of the net is {decay:.4g}, which blows up differences; "
@@ -260,7 +265,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         "global_loss": [Interval(Real, 0, None, closed="left")],
         "personal_start": [StrOptions({"own", "global"})],
         "personal_start_round": [Interval(Integral, 0, None, closed="left"), None],
-        "global_estimator": [HasMethods(["get_params", "set_params"]), None],
+        "global_estimator": "no_validation",
         "noise": [StrOptions({"per_round", "per_step"})],
         "psi_clip_norm": [Interval(Real, 0, None, closed="neither")],
     }

@@ -9,7 +9,7 @@ from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import rows_by_client
-from pfl_sklearn._compat import HasMethods, Interval
+from pfl_sklearn._compat import Interval
 from pfl_sklearn._rounds.estimator import BaseRounds, Run, sampling_of
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.release import JointSum
@@ -19,7 +19,7 @@ from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
 _OPTIONAL = ("_personal", "_heads", "head_variances_")  # not every fit leaves them
 _OPTIONAL += ("_offsets", "_label_counts", "label_prior_")
-_ADVICE = "lower the learning rate of the net (lr={rate:.4g}), or scale the features."
+_ADVICE = "lower the learning rate of the net (lr={rate:.4g}){scale}."
 
 
 class Engines(NamedTuple):
@@ -94,7 +94,7 @@ class BaseNeural(BaseRounds):
 
     _parameter_constraints = {
         **BaseRounds._parameter_constraints,
-        "estimator": [HasMethods(["get_params", "set_params"]), None],
+        "estimator": "no_validation",  # check_recipe has a better sentence
         "local_steps": [Interval(Integral, 1, None, closed="left")],
     }
 
@@ -185,17 +185,17 @@ class BaseNeural(BaseRounds):
         _, recipes = backend()
         recipe = self._recipe()
         batch_size = None if recipe.batch_size == -1 else recipe.batch_size
+        if earlier is not None:
+            self._check_goes_on(earlier)
         by_client, first_rows = rows_by_client(clients.codes, len(clients.ids))
         X, y = table.features[by_client], table.y[by_client]
         engines = self._make_engines(table._replace(features=X, y=y), earlier, order, batch_size)
         sampling = sampling_of(self.sampling, self.client_fraction, len(roster.now))
-        before = 0 if earlier is None else earlier.state.round
-        last = max(self._last_round(before), before + self._rounds_of_a_pass(clients), before)
         setup = Setup(
             engines=engines,
             n_clients=len(roster.ids),
             n_expected=sampling.rate * len(roster.now),
-            rates=recipes.learning_rates(recipe, last),
+            rates=recipes.learning_rates(recipe, roster.last),
             batch_size=batch_size,
             local_steps=self.local_steps,
             divides_by_count=self.clip_norm is None,
@@ -211,7 +211,7 @@ class BaseNeural(BaseRounds):
             roster.now,
             Reshuffled(batch_size, self.local_steps),
             min(engine.clients_at_once for engine in engines),
-            any(engine.random for engine in engines) or setup.noisy_steps is not None,
+            not all(engine.stacked for engine in engines) or setup.noisy_steps is not None,
         )
         return Run(
             method=method,
@@ -222,8 +222,18 @@ class BaseNeural(BaseRounds):
             found=found,
             constants=("offset",),
             layout=engines,
-            advice=_ADVICE.format(rate=setup.rates[0]),
+            advice=_advice(net, setup.rates[0]),
         )
+
+    def _check_goes_on(self, earlier):
+        """Raise ValueError if the noise of the earlier rounds was drawn by somebody else."""
+        before, by_clients = earlier.layout.client, self._noisy_steps is not None
+        if before.protected and is_private(self) and before.noisy_steps != by_clients:
+            raise ValueError(
+                "the rounds before had their noise "
+                f"{'in the steps' if before.noisy_steps else 'on the sum'}, and these would have "
+                "it elsewhere, so that no one report holds for both; fit anew."
+            )
 
     def _make_engines(self, table, earlier, order, batch_size):
         """Engines of nets whose weights are drawn from `order`, or which earlier rounds had."""
@@ -242,7 +252,8 @@ class BaseNeural(BaseRounds):
             recipes.take_over(net, earlier.net)
         example = np.zeros((2, *table.features.shape[1:]), table.features.dtype)
         example = recipes.as_input(net, example, private=True)
-        engine = engines.Engine(net, example, batch_size, protected=is_private(self))
+        known = {"protected": is_private(self), "noisy_steps": self._noisy_steps is not None}
+        engine = engines.Engine(net, example, batch_size, **known)
         recipes.check_outputs(engine.output_shape, table.details, net)
         return engine
 
@@ -340,6 +351,14 @@ class BaseNeural(BaseRounds):
         alone = len(getattr(self, "clients_", ())) == 1
         engine, vector = self._net_of(0 if alone else -1)
         return recipes.as_fitted(engine, vector, getattr(self, "classes_", None))
+
+
+def _advice(net, rate):
+    """What to say if rounds diverge; a net that is in standard units needs no scaling."""
+    scaled = any(True for _ in net.module_.buffers()) and hasattr(
+        net.module_, "standardized_inputs"
+    )
+    return _ADVICE.format(rate=rate, scale="" if scaled else ", or scale the features")
 
 
 def _with_offsets(method, offsets):

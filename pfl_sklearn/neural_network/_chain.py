@@ -6,12 +6,14 @@ clients of its block. That is why only some functions may stand between the laye
 client's matrices start at a boundary in memory: elsewhere products round differently.
 """
 
+import copy
 import math
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from pfl_sklearn.neural_network._mlp import Standardized, Unstandardized
@@ -57,6 +59,7 @@ def chain_of(module, shape, dtype, device):
     """
     if not all(values.requires_grad for values in module.parameters()):
         return None
+    module = copy.deepcopy(module)  # its program runs, and may change it
     within = nn.Sequential(module)  # a linear layer alone is a layer, too
     names = [name for name, _ in within.named_parameters()]
     try:
@@ -115,14 +118,20 @@ def _row_function(node, layer):
 
 
 def _agrees(steps, module, shape, dtype, device):
-    """Whether the steps do what the module does to three different rows."""
-    size = torch.Size((3, *shape)).numel()
-    rows = torch.linspace(-1, 1, size, dtype=dtype, device=device).cos().reshape(3, *shape)
-    parameters = [values.detach()[None] for values in module.parameters()]
+    """Whether the steps do for three different clients together what the module does for each."""
+    size = torch.Size((3, 2, *shape)).numel()
+    rows = torch.linspace(-9, 9, size, dtype=dtype, device=device).cos().reshape(3, 2, *shape)
+    parameters = dict(module.named_parameters())
+    clients = [
+        {name: values.detach() * factor for name, values in parameters.items()}
+        for factor in (1.0, 0.5, -2.0)
+    ]
+    stacked = [torch.stack([own[name] for own in clients]) for name in parameters]
     try:
         with torch.no_grad():
-            expected = module(rows)
-            found = Chain(steps, parameters).evaluate(rows[None])[0]
+            pairs = zip(clients, rows, strict=True)
+            expected = torch.stack([functional_call(module, own, (X,)) for own, X in pairs])
+            found = Chain(steps, [align(values) for values in stacked]).evaluate(rows)
     except Exception:  # whatever a module may raise that means something else than its trace
         return False
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
@@ -195,7 +204,7 @@ class Chain:
             else:
                 leaf = rows.flatten(0, 1).requires_grad_()
                 with torch.enable_grad():
-                    values = step.function(leaf)
+                    values = step.function(leaf.clone())  # some functions work in place
                 rows, entry = _by_client(values.detach(), g), (leaf, values)
             if tape is not None and any_layer:
                 tape.append((step, entry))

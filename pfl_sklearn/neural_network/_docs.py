@@ -25,7 +25,7 @@ NEURAL = {
         label_prior : None, "client", DirichletPrior or SparseDirichletPrior, default=None
             Prior of the clients' label frequencies, through which clients read the net's outputs;
             see the notes. "client" estimates a :class:`~pfl_sklearn.priors.SparseDirichletPrior`;
-            with noise it is the uniform Dirichlet prior of concentration 1, which is known.
+            with noise it is the flat Dirichlet prior, whose parameters are all 1, which is known.
         """,
     "warm_start": """
         warm_start : bool, default=False

@@ -6,11 +6,10 @@ clients of the block at once. Any other module runs them client by client: stack
 slower, and their bits would depend on the block. Which of the two follows from the net alone.
 """
 
-import copy
-from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import cloudpickle
 import numpy as np
 import torch
 from torch.nn import CrossEntropyLoss, L1Loss, MSELoss, NLLLoss
@@ -58,6 +57,8 @@ class Engine:
         Rows of a step.
     protected : bool, default=False
         Whether no client may end the fit.
+    noisy_steps : bool, default=False
+        Whether what clients send has noise already.
 
     Attributes
     ----------
@@ -71,8 +72,9 @@ class Engine:
         Whether clients of a block are trained at once.
     """
 
-    def __init__(self, net, example, batch_size, protected=False):
-        self.net, self.device, self.protected = net, torch.device(net.device), protected
+    def __init__(self, net, example, batch_size, protected=False, noisy_steps=False):
+        self.net, self.device = net, torch.device(net.device)
+        self.protected, self.noisy_steps = protected, noisy_steps
         self.output_shape, self.random, self.moving = probe(net, example)
         self.optimizer = optimizer_of(net)
         trained = [(n, v) for n, v in net.module_.named_parameters() if v.requires_grad]
@@ -94,16 +96,19 @@ class Engine:
         fixed = not (self.random or self.moving) and self.optimizer.is_sgd
         if self._may_stack and fixed and reads_plainly(net) and _is_mean(net.criterion_):
             self.chain = chain_of(net.module_, self.row_shape, self.dtype, self.device)
-            self._row_loss = twin(net, None)
-            self._row_loss.criterion_ = copy.copy(net.criterion_)
+            self._row_loss = twin(net)
             self._row_loss.criterion_.reduction = "none"
 
     def __getstate__(self):
-        """Without the steps, which hold functions that cannot be pickled."""
-        return {**vars(self), "chain": None, "_row_loss": None}
+        """Without the steps, which are found anew; the net's class may be a script's."""
+        net = cloudpickle.dumps((type(self.net), vars(self.net)))
+        return {**vars(self), "chain": None, "_row_loss": None, "net": net}
 
     def __setstate__(self, state):
-        vars(self).update(state)
+        kind, attributes = cloudpickle.loads(state["net"])
+        net = object.__new__(kind)
+        vars(net).update(attributes)
+        vars(self).update(state, net=net)
         self._prepare()
 
     @property
@@ -140,10 +145,8 @@ class Engine:
         start = torch.from_numpy(np.array(vectors, dtype=self.array_dtype)).to(self.device)
         return (StackedModels if self.stacked else LoneModel)(self, start, n_clients)
 
-    def losses(self, outputs, y):
-        """Losses (g,) of outputs (g, b, ...) for targets (g, b, ...)."""
-        if not self.stacked:
-            return self.net.get_loss(outputs[0], y[0], X=None, training=True)[None]
+    def row_losses(self, outputs, y):
+        """Losses (g,) of outputs (g, b, ...) of a chain for targets (g, b, ...)."""
         rows = self._row_loss.get_loss(outputs.flatten(0, 1), y.flatten(0, 1))
         return rows.reshape(len(y), -1).mean(dim=1)
 
@@ -203,7 +206,7 @@ class Engine:
 
         They are views of the vector: what changes one changes the other.
         """
-        net = twin(self.net, copy.deepcopy(self.net.module_))
+        net = twin(self.net)
         self._load(net.module_, vector)
         return net
 
@@ -217,7 +220,7 @@ class _Models:
     """Models of g clients of a block; ``values`` (g, p) are their parameters."""
 
     def __init__(self, engine, start):
-        self._start, self._optimizer = start, engine.optimizer
+        self._start, self._optimizer, self._engine = start, engine.optimizer, engine
 
     def array(self):
         """Parameters as an array (g, p)."""
@@ -226,16 +229,6 @@ class _Models:
     def change(self):
         """Array (g, p): parameters less those that they started from."""
         return array_of(self.values - self._start)
-
-    def step_through(self, privatize, losses, rate):
-        """Step along the gradients (g, p) of losses (g,) that `privatize` makes of theirs."""
-        slopes = torch.cat([slope.reshape(len(losses), -1) for slope in self.slopes(losses)], dim=1)
-        sizes = [values.numel() // len(losses) for values in self._tensors]
-        changes = privatize(slopes).split(sizes, dim=1)
-        with torch.no_grad():
-            for values, change in zip(self._tensors, changes, strict=True):
-                values.mul_(1 - rate * self._optimizer.weight_decay)
-                values.sub_(change.reshape(values.shape), alpha=rate)
 
 
 class StackedModels(_Models):
@@ -247,7 +240,7 @@ class StackedModels(_Models):
         own = [aligned((n_clients, *part.shape), start) for part in engine.parts]
         for values, first in zip(own, self._starts, strict=True):
             values.copy_(first)
-        self._chain, self._speed, self._tensors = Chain(engine.chain, own), None, own
+        self._chain, self._speed = Chain(engine.chain, own), None
 
     @property
     def values(self):
@@ -265,13 +258,23 @@ class StackedModels(_Models):
         """Outputs (g, b, ...) of rows (g, b, ...), for :meth:`step` to follow."""
         return self._chain(X)
 
+    def losses(self, outputs, y):
+        """Losses (g,) of outputs (g, b, ...) for targets (g, b, ...)."""
+        return self._engine.row_losses(outputs, y)
+
     def evaluate(self, X):
         """Outputs (g, b, ...) alone."""
         return self._chain.evaluate(X)
 
-    def slopes(self, losses):
-        """Gradients, one (g, ...) for each tensor, of losses (g,) of the latest outputs."""
-        return self._chain.gradients(losses.sum())
+    def step_through(self, privatize, losses, rate):
+        """Step along the gradients (g, p) of losses (g,) that `privatize` makes of theirs."""
+        tensors = self._chain.parameters
+        slopes = self._chain.gradients(losses.sum())
+        changes = privatize(torch.cat([slope.flatten(1) for slope in slopes], dim=1))
+        sizes = [values[0].numel() for values in tensors]
+        for values, change in zip(tensors, changes.split(sizes, dim=1), strict=True):
+            values.mul_(1 - rate * self._optimizer.weight_decay)
+            values.sub_(change.view(values.shape), alpha=rate)
 
     def step(self, losses, rate):
         """One step of the net's optimizer, from losses (g,) of the latest outputs."""
@@ -291,6 +294,7 @@ class LoneModel(_Models):
         self.values = start.expand(n_clients, engine.n_parameters).clone()
         self._trained = slice(engine.n_trained)
         self._net, self._memory = engine.fitted_net(self.values[0]), None
+        self._outside = self.values.clone() if engine.noisy_steps else None
         self._tensors = [p for p in self._net.module_.parameters() if p.requires_grad]
 
     def pull(self, weight):
@@ -302,12 +306,30 @@ class LoneModel(_Models):
         """Outputs (1, b, ...) of rows (1, b, ...), for :meth:`step` to follow."""
         return self._net.infer(X[0])[None]
 
+    def losses(self, outputs, y):
+        """Losses (1,) of outputs (1, b, ...) for targets (1, b, ...)."""
+        return self._net.get_loss(outputs[0], y[0], X=None, training=True)[None]
+
     def evaluate(self, X):
         """Outputs (1, b, ...) alone."""
         with torch.no_grad():
             return self(X)
 
-    def slopes(self, losses):
+    def change(self):
+        values = self.values if self._outside is None else self._outside
+        return array_of(values - self._start)
+
+    def step_through(self, privatize, losses, rate):
+        """Step along the gradients (1, p) of losses (1,) that `privatize` makes of theirs.
+
+        The parameters that count are not the module's, which it may change in its forward pass.
+        """
+        slopes = [slope.reshape(1, -1) for slope in self._slopes(losses)]
+        self._outside.mul_(1 - rate * self._optimizer.weight_decay)
+        self._outside.sub_(privatize(torch.cat(slopes, dim=1)), alpha=rate)
+        self.values.copy_(self._outside)
+
+    def _slopes(self, losses):
         """Gradients, one for each tensor, of losses (1,) of the latest outputs."""
         return torch.autograd.grad(
             losses.sum(), self._tensors, allow_unused=True, materialize_grads=True
@@ -315,7 +337,7 @@ class LoneModel(_Models):
 
     def step(self, losses, rate):
         """One step of the net's optimizer, from losses (1,) of the latest outputs."""
-        slopes = self.slopes(losses)
+        slopes = self._slopes(losses)
         with torch.no_grad():
             if self._optimizer.is_sgd:
                 step = self._optimizer.step
@@ -380,31 +402,35 @@ def run_clients(local_steps, engines, batch, clients):
         offsets = torch.from_numpy(offsets).to(device, engines[0].dtype).unsqueeze(1)
     if all(engine.stacked for engine in engines):
         return local_steps(Block(X, y, clients, offsets, batch.seeds))
-    done, random = [], any(engine.random for engine in engines)
+    done = []
     for i in range(len(X)):
         here = slice(i, i + 1)
         own = {name: values[here] for name, values in clients.items()}
-        with seeded(int(batch.seeds[i]), device) if random else nullcontext():
-            moved = None if offsets is None else offsets[here]
-            drawn = None if batch.seeds is None else batch.seeds[here]
-            block = Block(X[here], y[here], own, moved, drawn)
-            done.append(_steps_of_one(local_steps, block, engines[0].protected))
+        moved = None if offsets is None else offsets[here]
+        block = Block(X[here], y[here], own, moved, batch.seeds[here])
+        with seeded(int(batch.seeds[i]), device):  # whatever draws in the module or the criterion
+            done.append(_steps_of_one(local_steps, block, engines[0]))
     return _together(done)
 
 
-def _steps_of_one(local_steps, block, protected):
-    """Update of one client; if `protected`, rows that the module refuses do not end the fit.
+def _steps_of_one(local_steps, block, engine):
+    """Update of one client; in a protected fit rows that the net refuses do not end the fit.
 
-    Such a client is skipped, as one whose loss is not finite.
+    Such a client keeps what it has, as one whose loss is not finite, and counts as 0 in the sum. If
+    messages have noise already, one without noise would show who failed: it takes its steps on
+    zeros.
     """
     try:
         return local_steps(block)
-    except (IndexError, RuntimeError):
-        if not protected:
+    except Exception:
+        if not engine.protected:
             raise
-        update = local_steps(block._replace(X=torch.zeros_like(block.X)))
-        nothing = {name: np.full_like(part, np.nan) for name, part in update.messages.items()}
-        return update._replace(messages=nothing, losses=np.full_like(update.losses, np.nan))
+        zeros = block._replace(X=torch.zeros_like(block.X), y=torch.zeros_like(block.y))
+        update = local_steps(zeros)
+        messages = update.messages
+        if not engine.noisy_steps:
+            messages = {name: np.full_like(part, np.nan) for name, part in messages.items()}
+        return update._replace(messages=messages, losses=np.full_like(update.losses, np.nan))
 
 
 def array_of(tensor):

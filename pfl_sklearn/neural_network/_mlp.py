@@ -1,5 +1,7 @@
 """The small net that estimators use where none is given."""
 
+from numbers import Integral
+
 import torch
 from skorch import NeuralNetClassifier, NeuralNetRegressor
 from torch import nn
@@ -88,14 +90,15 @@ class MLP(nn.Module):
     ):
         super().__init__()
         layers, width = [nn.Flatten()], n_inputs
-        if center is not None:
-            layers.append(Standardized(center, scale))
-        for units in (hidden,) if isinstance(hidden, int) else hidden:
-            layers += [nn.Linear(width, units), nn.ReLU()]
-            width = units
+        if center is not None or scale is not None:
+            layers.append(Standardized(center or [0.0] * width, scale or [1.0] * width))
+        for units in (hidden,) if isinstance(hidden, Integral) else hidden:
+            layers += [nn.Linear(width, int(units)), nn.ReLU()]
+            width = int(units)
         layers.append(nn.Linear(width, n_outputs))
-        if output_center is not None:
-            layers.append(Unstandardized(output_center, output_scale))
+        if output_center is not None or output_scale is not None:
+            center = output_center or [0.0] * n_outputs
+            layers.append(Unstandardized(center, output_scale or [1.0] * n_outputs))
         self.layers = nn.Sequential(*layers)
 
     def forward(self, X):
@@ -121,4 +124,4 @@ def default_recipe(is_classifier):
     """Recipe of an estimator that was given none."""
     if is_classifier:
         return NeuralNetClassifier(MLP, criterion=nn.CrossEntropyLoss, lr=0.1, batch_size=20)
-    return NeuralNetRegressor(MLP, lr=0.05, batch_size=20)
+    return NeuralNetRegressor(MLP, lr=0.02, batch_size=20)

@@ -53,7 +53,7 @@ def train(engine, block, start, rate, proximal=0.0, own=False):
     models, before = engine.models(start, block.n_clients), None
     for X, y in block.steps():
         outputs = block.read(engine, models(X)) if own else models(X)
-        losses = engine.losses(outputs, y)
+        losses = models.losses(outputs, y)
         before = losses.detach() if before is None else before
         models.step(losses, rate)
         if proximal and rate:  # the weight may be infinite

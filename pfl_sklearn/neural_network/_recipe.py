@@ -20,6 +20,8 @@ from pfl_sklearn._squares import check_squares
 from pfl_sklearn.neural_network._mlp import MLP
 
 _READABLE = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.BCEWithLogitsLoss)
+_SHARED = ("module", "criterion", "optimizer", "optimizer_", "dataset", "history_", "callbacks")
+_SHARED += ("callbacks_", "iterator_train", "iterator_valid", "train_split")
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _RANDOM = threading.Lock()  # torch's global generator serves one thread at a time
 _WITHOUT = {"train_split": None, "verbose": 0, "callbacks": "disable"}  # what rounds do
@@ -165,8 +167,8 @@ def check_no_statistics(recipe):
         if isinstance(layer, _NormBase) and layer.track_running_stats:
             raise ValueError(
                 f"the module of the net has {type(layer).__name__}, whose running statistics are "
-                "means of the clients' rows: sent without noise they would leak. Use "
-                "torch.nn.GroupNorm or LayerNorm, or fit without noise."
+                "means of the clients' rows: without noise they would leak, and with "
+                "it they are of no use. Use torch.nn.GroupNorm or LayerNorm, or fit without noise."
             )
 
 
@@ -303,11 +305,14 @@ def take_over(net, earlier):
     net.module_.load_state_dict(earlier.module_.state_dict())
 
 
-def twin(net, module):
-    """A net that differs in its module alone; skorch's own copies go through a pickle."""
+def twin(net):
+    """A net of its own: whatever its module, its criterion or itself remember stays with it.
+
+    skorch's copies go through a pickle. What rounds do not use is shared.
+    """
     found = object.__new__(type(net))
-    vars(found).update(vars(net))
-    vars(found)["module_"] = module
+    own = {name: value for name, value in vars(net).items() if name not in _SHARED}
+    vars(found).update(vars(net) | copy.deepcopy(own))
     return found
 
 
@@ -352,7 +357,8 @@ def probe(net, example):
     ValueError
         If the module refuses them.
     """
-    trial, device = twin(net, copy.deepcopy(net.module_).train()), torch.device(net.device)
+    trial, device = twin(net), torch.device(net.device)
+    trial.module_.train()
     before = {name: values.clone() for name, values in trial.module_.named_buffers()}
     with seeded(0, device), torch.no_grad():
         state = torch.random.get_rng_state()
@@ -373,7 +379,20 @@ def probe(net, example):
         raise ValueError(
             f"the module of the net gives a {type(outputs).__name__}; expected one tensor."
         )
+    _check_probabilities_of(net, outputs)
     return Probed(tuple(outputs.shape[1:]), random, moving)
+
+
+def _check_probabilities_of(net, outputs):
+    """Raise ValueError if the criterion takes outputs (2, n_classes) for what they are not."""
+    if not isinstance(net.criterion_, torch.nn.NLLLoss) or outputs.ndim != 2:
+        return
+    if (outputs < 0).any() or ((outputs.sum(dim=1) - 1).abs() > 1e-3).any():
+        first = [round(value, 3) for value in outputs[0].tolist()]
+        raise ValueError(
+            "criterion=NLLLoss of the net takes the module's outputs for probabilities, but those "
+            f"of a row of zeros are {first}; give criterion=torch.nn.CrossEntropyLoss if they are logits."
+        )
 
 
 class Optimizer(NamedTuple):

@@ -35,7 +35,8 @@ class NeuralClassifierMixin(ClientClassifierMixin):
     def _check_parameters(self):
         super()._check_parameters()
         prior = self.label_prior
-        if is_private(self) and hasattr(prior, "is_known") and not prior.is_known:
+        given = prior is not None and not isinstance(prior, str)
+        if is_private(self) and given and getattr(prior, "is_known", False) is not True:
             raise ValueError(
                 f"label_prior={prior!r} would be estimated from the clients' labels, which noise "
                 "does not cover; give all its parameters, or 'client' for the uniform Dirichlet."
@@ -45,7 +46,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         """Prior of the clients' label frequencies; with noise it is known."""
         if not isinstance(self.label_prior, str):
             return self.label_prior
-        uniform = DirichletPrior(np.full(n_classes, 1 / n_classes), 1.0)
+        uniform = DirichletPrior(np.full(n_classes, 1 / n_classes), float(n_classes))
         return uniform if is_private(self) else SparseDirichletPrior()
 
     def _label_offsets(self, table, clients, roster, earlier):
@@ -59,7 +60,9 @@ class NeuralClassifierMixin(ClientClassifierMixin):
             clients.codes * n_classes + table.y, minlength=len(clients.ids) * n_classes
         )
         counts[roster.now] = cells.reshape(-1, n_classes)
-        prior = self._label_prior(n_classes).fit_counts(counts)
+        prior = self._label_prior(n_classes)
+        if not is_private(self):  # else it is known
+            prior = prior.fit_counts(counts)
         offsets = prior.log_frequencies(counts) - np.log(prior.mean)
         offsets[counts.sum(axis=1) == 0] = 0.0  # nothing is known of their labels
         return {"label_prior_": prior, "_label_counts": counts, "_offsets": offsets}, offsets

@@ -83,7 +83,7 @@ def test_a_new_fit_forgets_what_it_does_not_have():
 def test_with_noise_the_prior_is_known():
     noise = {"noise_multiplier": 1.0, "clip_norm": 1.0, "random_state": None}
     model = fit(label_prior="client", **noise)
-    assert model.label_prior_.concentration == 1.0
+    assert model.label_prior_.concentration == 10.0
     np.testing.assert_array_equal(model.label_prior_.mean, np.full(10, 0.1))
     assert not hasattr(model.release(), "_offsets")
     with pytest.raises(ValueError, match=r"label_prior=DirichletPrior\(\).*noise does not cover"):

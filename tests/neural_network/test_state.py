@@ -1,0 +1,253 @@
+"""Nets, criteria and modules that remember, draw or fail: what they do stays with their client."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("skorch")
+
+from skorch import NeuralNetClassifier, NeuralNetRegressor  # noqa: E402
+from skorch.callbacks import LRScheduler  # noqa: E402
+from torch import nn  # noqa: E402
+
+from pfl_sklearn.neural_network import (  # noqa: E402
+    MLP,
+    AdaPeDClassifier,
+    FedAvgClassifier,
+    FedAvgRegressor,
+    LocalNetClassifier,
+)
+from tests.helpers.nets import Embedded, recipe, table  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+SHORT = {"n_rounds": 2, "local_steps": 2, "random_state": 0}
+NOISE = {"noise_multiplier": 1.0, "clip_norm": 0.3}
+METHODS = [FedAvgClassifier, LocalNetClassifier, AdaPeDClassifier]
+
+
+def others_differ(cls, net, **params):
+    """Whether another client's net, or what is handed out with it, follows the rows of client 0."""
+    X, y, groups = table()
+    changed = np.where((groups == 0)[:, None], -3 * X, X)
+    found = []
+    for rows in (X, changed):
+        model = cls(net, **SHORT, **params).fit(rows, y, groups=groups)
+        own = model.for_client(1)
+        found.append((own.parameters_, vars(own._engines.client.net.criterion_)))
+    (first, state), (second, other) = found
+    return bool(np.any(first != second)) or repr(state) != repr(other)
+
+
+class Remembering(nn.CrossEntropyLoss):
+    """A criterion that divides by a mean of the losses that it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, outputs, y):
+        loss = super().forward(outputs, y)
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss / (1 + self.mean)
+
+
+class Lasso(NeuralNetClassifier):
+    """A net with a penalty, as skorch's documentation adds one, which keeps its latest loss."""
+
+    def get_loss(self, y_pred, y_true, *args, **kwargs):
+        loss = super().get_loss(y_pred, y_true, *args, **kwargs)
+        self.latest_ = loss.item()
+        return loss + 10.0 * sum(w.abs().sum() for w in self.module_.parameters())
+
+
+class SometimesDropped(nn.Module):
+    """A net that drops out where rows are large, which no pass of zeros shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, X):
+        return self.last(nn.functional.dropout(X, 0.5) if X.abs().max() > 1 else X)
+
+
+class Mixing(nn.Module):
+    """A net whose rows are not independent of one another."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 3), nn.LogSoftmax(dim=0))
+
+    def forward(self, X):
+        return self.layers(X)
+
+
+class Picky(nn.Module):
+    """A net that refuses large rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, X):
+        if X.abs().max() > 1e5:
+            raise AssertionError(f"too large: {X.abs().max()}")
+        return self.last(X)
+
+
+class Renormed(nn.Module):
+    """A net that changes its own parameters in its forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.last = nn.Embedding(40, 4, max_norm=1.0), nn.Linear(4, 3)
+
+    def forward(self, X):
+        return self.last(self.embedding(X).mean(dim=1))
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        recipe(MLP, criterion=Remembering),
+        recipe(SometimesDropped),
+        recipe(Mixing),
+        Lasso(MLP, criterion=nn.CrossEntropyLoss, lr=0.01, batch_size=4),
+    ],
+    ids=["criterion", "dropout", "mixing", "net"],
+)
+def test_clients_that_train_alone_do_not_hear_of_one_another(net):
+    torch.manual_seed(5)
+    assert not others_differ(LocalNetClassifier, net, **NOISE)
+
+
+def test_what_a_net_notes_of_a_client_is_not_handed_out():
+    X, y, groups = table()
+    net = Lasso(MLP, criterion=nn.CrossEntropyLoss, lr=0.01, batch_size=4)
+    model = FedAvgClassifier(net, **SHORT, **NOISE).fit(X, y, groups=groups)
+    assert not hasattr(model.release()._engines.population.net, "latest_")
+
+
+def test_a_penalty_is_on_the_net_that_is_trained():
+    X, y, groups = table()
+    sizes = []
+    for kind in (NeuralNetClassifier, Lasso):
+        net = kind(MLP, criterion=nn.CrossEntropyLoss, lr=0.001, batch_size=4)
+        model = FedAvgClassifier(net, **{**SHORT, "n_rounds": 20}).fit(X, y, groups=groups)
+        sizes.append(np.abs(model.population_parameters_).sum())
+    assert sizes[1] < 0.5 * sizes[0]
+
+
+@pytest.mark.parametrize("cls", METHODS)
+def test_a_module_may_refuse_the_rows_of_a_client_under_noise(cls):
+    X, y, groups = table()
+    X[groups == 2] *= 1e7
+    with pytest.raises(AssertionError, match="too large"):
+        cls(recipe(Picky), **SHORT).fit(X, y, groups=groups)
+    model = cls(recipe(Picky), **SHORT, **NOISE).fit(X, y, groups=groups)
+    assert np.isfinite(model.population_parameters_).all()
+
+
+def test_a_criterion_may_refuse_the_targets_of_a_client_under_noise():
+    X, _, groups = table()
+    y = (groups % 2).astype(float)
+    y[0] = 1.01
+    module = nn.Sequential(nn.Linear(7, 1), nn.Sigmoid())
+    net = NeuralNetRegressor(module, criterion=nn.BCELoss, lr=0.1, batch_size=4)
+    model = FedAvgRegressor(net, **SHORT, **NOISE).fit(X, y, groups=groups)
+    assert np.isfinite(model.population_parameters_).all()
+
+
+def test_steps_with_noise_do_not_hear_of_what_a_forward_pass_changes():
+    """Norms of embeddings would tell which of them a client looked up."""
+    _, y, groups = table()
+    X = np.random.default_rng(0).choice([3, 17, 29], (len(y), 3))
+    model = AdaPeDClassifier(recipe(Renormed), noise="per_step", **SHORT, **NOISE)
+    model.fit(X, y, groups=groups)
+    norms = np.linalg.norm(model.population_parameters_[:160].reshape(40, 4), axis=1)
+    assert norms[[3, 17, 29]].min() > 1.01
+
+
+def test_steps_with_noise_hide_who_fails():
+    _, y, groups = table()
+    X = np.random.default_rng(0).integers(0, 10, (len(y), 2))
+    X[groups == 2, 0] = 10
+    model = AdaPeDClassifier(recipe(Embedded), noise="per_step", **SHORT, **NOISE)
+    model.fit(X, y, groups=groups)
+    assert np.isfinite(model.population_parameters_).all()
+
+
+@pytest.mark.parametrize("cls", METHODS)
+def test_rounds_with_noise_go_on_whatever_the_numbers_of_rows(cls):
+    X, y, groups = table()
+    model = cls(recipe(MLP), **SHORT, **NOISE)
+    for _ in range(3):
+        model.partial_fit(X, y, groups=groups)
+    assert model.n_rounds_ == 6
+
+
+def test_the_last_rate_is_that_after_the_rounds():
+    """It must not follow the number of rows of the largest client, as the rounds of a pass do."""
+    X, y, groups = table()
+    more = np.flatnonzero(groups == 5).repeat(100)
+    rows = np.concatenate([np.arange(len(y)), more])
+    schedule = LRScheduler(policy="StepLR", step_size=5, gamma=0.1)
+    net = recipe(MLP, callbacks=[schedule], module__hidden=3)
+    moved = []
+    for some in (np.arange(len(y)), rows):
+        model = FedAvgClassifier(net, fine_tune_steps=20, **SHORT, **NOISE)
+        model.fit(X[some], y[some], groups=groups[some])
+        moved.append(np.abs(model.for_client(0).parameters_ - model.population_parameters_).max())
+    assert moved[1] > 0.1 * moved[0]
+
+
+def test_a_prior_must_say_that_it_is_known():
+    class Silent:
+        mean = np.full(3, 1 / 3)
+
+        def fit_counts(self, counts):
+            return self
+
+        def log_frequencies(self, counts):
+            return np.zeros_like(counts)
+
+    X, y, groups = table()
+    with pytest.raises(ValueError, match="noise does not cover"):
+        FedAvgClassifier(label_prior=Silent(), **SHORT, **NOISE).fit(X, y, groups=groups)
+
+
+def test_noise_stays_where_it_is():
+    X, y, groups = table()
+    model = AdaPeDClassifier(recipe(MLP), warm_start=True, **SHORT, **NOISE)
+    model.fit(X, y, groups=groups)
+    model.set_params(noise="per_step", n_rounds=4)
+    with pytest.raises(ValueError, match="had their noise on the sum"):
+        model.fit(X, y, groups=groups)
+
+
+@pytest.mark.parametrize("layer", [nn.LeakyReLU(inplace=True), nn.ReLU(inplace=True)])
+def test_functions_that_work_in_place(layer):
+    X, y, groups = table()
+    module = nn.Sequential(nn.Linear(7, 4), layer, nn.Linear(4, 3))
+    model = FedAvgClassifier(recipe(module), **SHORT).fit(X, y, groups=groups)
+    assert model._engines.client.stacked
+
+
+@pytest.mark.parametrize("n_jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_modules_that_no_other_process_can_import(n_jobs):
+    class Local(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.last = nn.Sequential(nn.Linear(7, 3), nn.Dropout(0.1))
+
+        def forward(self, X):
+            return self.last(X)
+
+    X, y, groups = table()
+    model = FedAvgClassifier(recipe(Local), n_jobs=n_jobs, **SHORT).fit(X, y, groups=groups)
+    engine = pickle.loads(pickle.dumps(model._engines.client))
+    expected = model.predict_proba(X, groups=groups)
+    found = engine.outputs(model.population_parameters_, X)
+    np.testing.assert_array_equal(found, expected)

@@ -391,7 +391,8 @@ def _check_probabilities_of(net, outputs):
         first = [round(value, 3) for value in outputs[0].tolist()]
         raise ValueError(
             "criterion=NLLLoss of the net takes the module's outputs for probabilities, but those "
-            f"of a row of zeros are {first}; give criterion=torch.nn.CrossEntropyLoss if they are logits."
+            f"of a row of zeros are {first}; give criterion=torch.nn.CrossEntropyLoss if they are "
+            "logits."
         )
 
 

@@ -246,14 +246,6 @@ def test_epsilon_gives_the_noise(rate, tmp_path):
     assert model.privacy_.epsilon > 2.0
 
 
-def test_rounds_of_both_kinds_add_up():
-    X, y, groups = table()
-    model = adaped(noise_multiplier=2.0, warm_start=True).fit(X, y, groups=groups)
-    model.set_params(noise="per_step", n_rounds=5, noise_multiplier=20.0).fit(X, y, groups=groups)
-    mu = math.hypot(math.sqrt(2) * 2 / 2.0, math.sqrt(3) * 2 * STEPS * math.sqrt(2) / 20.0)
-    assert model.privacy_.epsilon == pytest.approx(gdp_epsilon(mu, 1e-3))
-
-
 def test_a_client_that_takes_no_part_adds_no_noise():
     """Whoever takes part can be seen, so that sampling hides nobody."""
     X, y, _ = table()

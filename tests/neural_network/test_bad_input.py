@@ -139,7 +139,7 @@ def test_labels_that_a_client_never_saw():
 def test_what_is_no_recipe(cls):
     refused(cls(net_of().initialize()), "estimator .*initialized or fitted before")
     refused(cls(NeuralNetClassifier), "estimator must be a skorch net.*NeuralNetClassifier")
-    refused(cls(MLP(7, 3)), "'estimator' parameter")
+    refused(cls(MLP(7, 3)), "estimator must be a skorch net")
     refused(cls(LogisticRegression()), r"estimator must be a skorch net.*LogisticRegression\(\)")
     refused(cls(NeuralNetRegressor(MLP)), "skorch.NeuralNetClassifier; got NeuralNetRegressor")
 

@@ -93,7 +93,7 @@ def _leaves(name, value):
     elif hasattr(type(value), "detach"):  # its tensors
         value = value.numpy(force=True)
     elif type(value).__repr__ is object.__repr__:  # which shows an address
-        value = value.__getstate__()
+        value = vars(value) if hasattr(value, "__dict__") else value.__getstate__()
     if isinstance(value, dict):
         for inner, part in value.items():
             yield from _leaves(f"{name}.{inner}", part)

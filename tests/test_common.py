@@ -60,7 +60,7 @@ from tests.helpers.torch import WITHOUT_TORCH
 MEANS = [GaussianMean(), BernoulliMean()]
 REGRESSIONS = [PersonalizedLinearRegression(), PersonalizedLogisticRegression()]
 ROUNDS = [PPSGDRegressor(random_state=0), PPSGDClassifier(random_state=0)]
-SHORT = {"n_rounds": 20, "local_steps": 4, "random_state": 0}
+SHORT = {"n_rounds": 10, "local_steps": 4, "random_state": 0}
 SHORTER = {"n_rounds": 3, "local_steps": 2, "random_state": 0}
 NEURAL = (
     []

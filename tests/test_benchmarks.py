@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from scipy.optimize import minimize_scalar
 from sklearn.base import BaseEstimator
+from sklearn.metrics import log_loss
 
 pytest.importorskip("torch")
 pytest.importorskip("skorch")
@@ -79,6 +81,34 @@ def test_printed_epsilon_is_that_of_the_theorem(regimes):
     found = regimes.printed_epsilon(noise, T // tau, K / m)
     assert found == pytest.approx(expected, rel=1e-9)
     assert regimes.noise_for(found, T // tau, K / m) == pytest.approx(noise, rel=1e-12)
+
+
+def test_scores_are_those_of_scikit_learn(regimes):
+    """Clients of unequal size, and labels that training had none of."""
+    import compare_nets
+
+    rng = np.random.default_rng(0)
+    groups, y = rng.integers(0, 12, 300), rng.integers(0, 4, 300)
+    probabilities = rng.dirichlet(np.ones(4), 300)
+    probabilities[:, 1] = 0
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
+    model = SimpleNamespace(
+        classes_=np.array([0, 2, 3]),
+        predict_proba=lambda X, groups: probabilities[:, [0, 2, 3]],
+    )
+    found = compare_nets.scores(model, regimes.Rows(np.zeros((300, 1)), y, groups))
+    right = probabilities.argmax(axis=1) == y
+    by_client = [right[groups == i].mean() for i in range(12)]
+    assert found["accuracy"] == pytest.approx(np.mean(by_client), rel=1e-12)
+    assert found["accuracy_sd"] == pytest.approx(np.std(by_client), rel=1e-12)
+    assert found["worst_decile"] == pytest.approx(np.quantile(by_client, 0.1), rel=1e-12)
+    clipped = np.maximum(probabilities[np.arange(300), y], np.finfo(np.float32).eps)
+    assert found["log_loss"] == pytest.approx(-np.log(clipped).mean(), rel=1e-12)
+    known = y != 1
+    some = regimes.Rows(np.zeros((known.sum(), 1)), y[known], groups[known])
+    model.predict_proba = lambda X, groups: probabilities[known][:, [0, 2, 3]]
+    expected = log_loss(y[known], probabilities[known][:, [0, 2, 3]])
+    assert compare_nets.scores(model, some)["log_loss"] == pytest.approx(expected, rel=1e-9)
 
 
 class Constant(BaseEstimator):

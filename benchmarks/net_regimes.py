@@ -37,10 +37,14 @@ CLIP_NORMS = (0.3, 1.0, 3.0)
 
 
 class LeNet(nn.Module):
-    """Two convolutions 5 x 5 of 6 and 16 filters, and layers of 120 and 84 units."""
+    """Two convolutions 5 x 5 of 6 and 16 filters, and layers of 120 and 84 units.
+
+    Pixels in [0, 1] are brought to standard units of MNIST or, with colors, CIFAR-10 by constants.
+    """
 
     def __init__(self, n_channels, side, n_classes):
         super().__init__()
+        self.center, self.scale = (0.13, 0.31) if n_channels == 1 else (0.47, 0.25)
         left = ((side - 4) // 2 - 4) // 2
         self.layers = nn.Sequential(
             *(nn.Conv2d(n_channels, 6, 5), nn.ReLU(), nn.MaxPool2d(2)),
@@ -51,7 +55,7 @@ class LeNet(nn.Module):
 
     def forward(self, X):
         """Logits (n, n_classes) of images (n, n_channels, side, side)."""
-        return self.layers(X)
+        return self.layers((X - self.center) / self.scale)
 
 
 def recipe(X, y, batch_size):

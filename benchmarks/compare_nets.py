@@ -37,7 +37,7 @@ _NOTHING = {"accuracy": 0.0, "accuracy_sd": 0.0, "worst_decile": 0.0, "log_loss"
 TUNING_SEED, SEEDS = 0, (1, 2, 3)
 VALIDATION, SMALLEST = 0.25, float(np.finfo(np.float32).eps)
 WORKERS = 2
-QUICK = {"digits": Regime("Digits", partial(some_classes, digits, 10, 3), 20, 10, 0.3)}
+QUICK = {"digits": Regime("Digits", partial(some_classes, digits, 10, 3), 20, 30, 0.3)}
 QUICK_METHODS = "FedAvg", "FedAvg, sparse labels"
 PAGE = """\
 .. Written by benchmarks/compare_nets.py.

@@ -1,0 +1,359 @@
+"""Accuracy of neural methods on clients of MNIST, FEMNIST and CIFAR-10, as in AdaPeD's paper.
+
+Every method is tuned on its own grid with validation rows inside clients and one seed. Then it is
+fitted to all training rows with three seeds, which draw the clients, their rows and the net, and
+scored on test rows. Every fit is a cell, a file of its own under --output: a run that was stopped
+goes on where it was. Remove the files of what has changed. Two workers with one thread each; the
+images come from PFL_SKLEARN_DATA.
+
+    python benchmarks/compare_nets.py --plan                         # cells and hours left
+    python benchmarks/compare_nets.py --budget-minutes 60            # go on for an hour
+    python benchmarks/compare_nets.py --only mnist-20 private-3.35   # some of the clients
+    python benchmarks/compare_nets.py --quick                        # a check, in seconds
+    python benchmarks/compare_nets.py --page docs/comparison.rst     # write what is complete
+"""
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import time
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from net_regimes import REGIMES, Regime, digits, noise_for, recipe, some_classes
+from run import ONE_THREAD
+from sklearn.model_selection import ParameterGrid
+
+from pfl_sklearn.model_selection import ClientShuffleSplit
+
+_NOTHING = {"accuracy": 0.0, "accuracy_sd": 0.0, "worst_decile": 0.0, "log_loss": math.inf}
+TUNING_SEED, SEEDS = 0, (1, 2, 3)
+VALIDATION, SMALLEST = 0.25, float(np.finfo(np.float32).eps)
+WORKERS = 2
+QUICK = {"digits": Regime("Digits", partial(some_classes, digits, 10, 3), 20, 30, 0.3)}
+QUICK_METHODS = "FedAvg", "FedAvg, sparse labels"
+PAGE = """\
+.. Written by benchmarks/compare_nets.py.
+
+Comparison on images
+====================
+
+Every method was tuned on its own grid with validation rows of the clients, then fitted to their
+training rows with three seeds. Accuracy (in percent, with the standard deviation over the seeds),
+its standard deviation and its lowest tenth are over clients; log-loss is over test rows, whose
+probabilities are at least {smallest:.1e}; seconds are of the processor, for one fit. All methods
+have the same net, two convolutions and three linear layers, and the same decaying learning rate.
+In a round each sampled client takes ten steps, and twenty if it learns alone, on batches of ten
+rows, or twenty if it has all its rows.
+"""
+
+PRIVACY = """\
+The noise on the sum of the clients' changes is that for which the paper's Theorem 5 would state the
+epsilon of the title at a delta of 1e-5. That statement does not hold; the column has the epsilon
+of the fit's report, which does, under each neighbouring relation. Tuning is not covered by either.
+"DP-AdaPeD or local" lets each client choose by a quarter of its rows, which neither net has seen.
+"""
+
+
+# Cells --------------------------------------------------------------------------------------------
+
+
+class Cell(NamedTuple):
+    """One fit: of a method with a setting, to clients of a regime drawn with a seed."""
+
+    regime: str
+    method: str
+    setting: dict
+    seed: int
+    tuning: bool
+
+    def path(self, folder):
+        """Its file."""
+        words = (self.method, *(f"{name}={value}" for name, value in sorted(self.setting.items())))
+        name = "_".join(words).replace(", ", "_").replace(" ", "-")
+        return folder / self.regime / f"{name}_{'tune' if self.tuning else 'test'}{self.seed}.json"
+
+    def read(self, folder):
+        """What was found, or None."""
+        path = self.path(folder)
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+class Plan(NamedTuple):
+    """Regimes and their methods by name, the settings of each grid, and seeds of the test."""
+
+    regimes: dict
+    methods: tuple | None = None
+    most_settings: int | None = None
+    seeds: tuple = SEEDS
+
+    def methods_of(self, regime):
+        """Names of a regime's methods."""
+        return [m for m in regime.methods if self.methods is None or m in self.methods]
+
+    def tuning_cells(self, name, method):
+        """Cells of a method's grid."""
+        grid = self.regimes[name].methods[method]["grid"]
+        settings = list(ParameterGrid(grid))[: self.most_settings]
+        return [Cell(name, method, setting, TUNING_SEED, True) for setting in settings]
+
+    def test_cells(self, name, method, folder):
+        """Cells of the setting with the best validation accuracy; [] before it is known."""
+        cells = self.tuning_cells(name, method)
+        found = [cell.read(folder) for cell in cells]
+        if None in found:
+            return []
+        ranks = [(each["accuracy"], -each["log_loss"]) for each in found]
+        setting = cells[ranks.index(max(ranks))].setting
+        return [Cell(name, method, setting, seed, False) for seed in self.seeds]
+
+
+def fitted(cell, regime, train):
+    """The fitted model."""
+    method, noise = regime.methods[cell.method], {}
+    if "noise" in method:
+        multiplier = noise_for(regime.printed_epsilon, regime.n_rounds, regime.client_fraction)
+        noise = {method["noise"]: multiplier}
+    model = method["estimator"](
+        recipe(train.X, train.y, regime.batch_size),
+        n_rounds=regime.n_rounds,
+        client_fraction=regime.client_fraction,
+        sampling="fixed" if regime.client_fraction < 1 else "poisson",
+        random_state=cell.seed,
+    )
+    model.set_params(**{**method["fixed"], **cell.setting, **noise})
+    return model.fit(train.X, train.y, groups=train.groups)
+
+
+def scores(model, rows):
+    """Accuracy over clients, and log-loss over rows.
+
+    A class that no training row had has probability 0.
+    """
+    probabilities = model.predict_proba(rows.X, groups=rows.groups)
+    right = model.classes_[probabilities.argmax(axis=1)] == rows.y
+    clients, codes = np.unique(rows.groups, return_inverse=True)
+    by_client = np.bincount(codes, right) / np.bincount(codes)
+    truth = (probabilities * (model.classes_ == rows.y[:, None])).sum(axis=1)
+    return {
+        "accuracy": by_client.mean(),
+        "accuracy_sd": by_client.std(),
+        "worst_decile": np.quantile(by_client, 0.1),
+        "log_loss": -np.log(np.clip(truth, SMALLEST, 1)).mean(),
+        "n_clients": len(clients),
+        "n_rows": len(rows.y),
+    }
+
+
+def result(cell, regime):
+    """What a cell's file says; a fit that diverged has accuracy 0."""
+    train, test = regime.rows(cell.seed)
+    if cell.tuning:
+        split = ClientShuffleSplit(1, test_size=VALIDATION, random_state=cell.seed)
+        rest, held = next(split.split(train.X, groups=train.groups))
+        train, test = train.take(rest), train.take(held)
+    found, began = {**cell._asdict(), "n_rounds": regime.n_rounds}, time.process_time()
+    found["n_train"] = len(train.y)
+    try:
+        model = fitted(cell, regime, train)
+        found |= {"cpu_seconds": time.process_time() - began, **scores(model, test)}
+        if "noise" in regime.methods[cell.method]:
+            report = model.privacy_
+            found["epsilon"] = {report.relation: report.epsilon, **dict(report.epsilon_under)}
+    except ArithmeticError as error:
+        seconds = time.process_time() - began
+        found |= {"error": str(error), "cpu_seconds": seconds, **_NOTHING}
+    return found
+
+
+def run_cell(cell, regime, folder, deadline):
+    """Compute a cell and write its file; None if it is too late to begin."""
+    if time.time() > deadline:
+        return None
+    found, path = result(cell, regime), cell.path(folder)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+    unfinished.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+    return found
+
+
+def _begin_worker():
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # noise from a seed is announced in every fit
+
+
+# Runs ---------------------------------------------------------------------------------------------
+
+
+def run(plan, folder, deadline):
+    """Compute the cells that are missing, regime by regime: tuning first."""
+    os.environ.update(ONE_THREAD)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(WORKERS, context, _begin_worker) as pool:
+        for name, regime in plan.regimes.items():
+            task = partial(run_cell, regime=regime, folder=folder, deadline=deadline)
+            methods = plan.methods_of(regime)
+            _run_all(pool, task, [c for m in methods for c in plan.tuning_cells(name, m)])
+            _run_all(pool, task, [c for m in methods for c in plan.test_cells(name, m, folder)])
+
+
+def _run_all(pool, task, cells):
+    """Run the cells whose files are missing, the longest first."""
+    folder, methods = task.keywords["folder"], task.keywords["regime"].methods
+    missing = [cell for cell in cells if not cell.path(folder).exists()]
+    missing.sort(key=lambda cell: -methods[cell.method]["cost"])
+    for cell, found in zip(missing, pool.map(task, missing), strict=True):
+        if found is not None:
+            figures = f"{found['accuracy']:.4f}, {found['cpu_seconds']:.1f} s"
+            print(f"{cell.path(folder).relative_to(folder)}: {figures}", flush=True)
+
+
+def print_plan(plan, folder):
+    """Print the cells and the hours that are left."""
+    _begin_worker()
+    total = 0.0
+    for name in plan.regimes:
+        n_left, seconds = left_of(plan, name, folder)
+        total += seconds / WORKERS
+        print(f"{name}: {n_left} fits, {seconds / WORKERS / 60:.0f} minutes", flush=True)
+    print(f"all: {total / 3600:.1f} hours with {WORKERS} workers")
+
+
+def left_of(plan, name, folder):
+    """Fits of a regime that are left, and their seconds, as those of a method's other fits."""
+    regime, n_left, total, unit = plan.regimes[name], 0, 0.0, None
+    for method in plan.methods_of(regime):
+        tuning, test = plan.tuning_cells(name, method), plan.test_cells(name, method, folder)
+        done = [cell.read(folder) for cell in tuning + test if cell.path(folder).exists()]
+        left = len(tuning) + len(plan.seeds) - len(done)
+        if left and not done:
+            unit = unit or seconds_of_fit(name, regime)
+        seconds = [each["cpu_seconds"] for each in done] or [unit * regime.methods[method]["cost"]]
+        n_left, total = n_left + left, total + left * np.mean(seconds)
+    return n_left, total
+
+
+def seconds_of_fit(name, regime):
+    """Seconds of a fit of FedAvg, from one of few rounds."""
+    train, _ = regime.rows(TUNING_SEED)
+    seconds = []
+    for n_rounds in (1, 1, 4):  # the first also loads libraries
+        short = regime._replace(n_rounds=n_rounds, printed_epsilon=None)
+        began = time.process_time()
+        fitted(Cell(name, "FedAvg", {}, TUNING_SEED, True), short, train)
+        seconds.append(time.process_time() - began)
+    return seconds[1] + (regime.n_rounds - 1) * (seconds[2] - seconds[1]) / 3
+
+
+# Tables -------------------------------------------------------------------------------------------
+
+
+def results(plan, folder):
+    """Cells of the test by regime and method, of the methods whose seeds are all there."""
+    table = {}
+    for name, regime in plan.regimes.items():
+        for method in plan.methods_of(regime):
+            cells = [cell.read(folder) for cell in plan.test_cells(name, method, folder)]
+            if cells and None not in cells:
+                table.setdefault(name, {})[method] = cells
+    return table
+
+
+def table_of(regime, by_method):
+    """Table of a regime's methods, and a line on the paper's figures."""
+    columns = ["Method", "Setting", "Accuracy", "SD", "Lowest tenth", "Log-loss", "Seconds"]
+    columns += ["Epsilon"] * (regime.printed_epsilon is not None)
+    columns += ["Paper"] * (regime.paper is not None)
+    lines = [regime.title, "-" * len(regime.title), "", ".. csv-table::", "   :header-rows: 1", ""]
+    lines.append("   " + ", ".join(columns))
+    for method, cells in by_method.items():
+        cell = _row(method, cells)
+        if regime.printed_epsilon is not None:
+            cell.append(_epsilons(cells[0]))
+        if regime.paper is not None:
+            figure = regime.paper.get(method)
+            cell.append("" if figure is None else f"{figure:.2f}")
+        lines.append("   " + ", ".join(f'"{value}"' for value in cell))
+    return "\n".join([*lines, "", *_differences(regime, by_method)])
+
+
+def _row(method, cells):
+    means = {key: np.mean([cell[key] for cell in cells]) for key in ("accuracy_sd", "worst_decile")}
+    accuracy = 100 * np.array([cell["accuracy"] for cell in cells])
+    setting = cells[0]["setting"].items()
+    return [
+        method,
+        ", ".join(f"{name.split('__')[-1]}={value:g}" for name, value in setting),
+        f"{accuracy.mean():.1f} ± {accuracy.std():.1f}",
+        f"{100 * means['accuracy_sd']:.1f}",
+        f"{100 * means['worst_decile']:.1f}",
+        f"{np.mean([cell['log_loss'] for cell in cells]):.3f}",
+        f"{np.mean([cell['cpu_seconds'] for cell in cells]):.0f}",
+    ]
+
+
+def _epsilons(cell):
+    return ", ".join(f"{value:.3g} ({name})" for name, value in cell.get("epsilon", {}).items())
+
+
+def _differences(regime, by_method):
+    """A line on accuracies that are more than a point from the paper's."""
+    if regime.paper is None:
+        return []
+    far = []
+    for method, theirs in regime.paper.items():
+        ours = 100 * np.mean([cell["accuracy"] for cell in by_method.get(method, ())] or np.nan)
+        if abs(ours - theirs) > 1:
+            far.append(f"{method} {ours:.1f} here, {theirs:.1f} there")
+    end = f": {'; '.join(far)}." if far else "; no accuracy is more than a point from its."
+    return [f"The paper has {regime.differs}{end}", ""]
+
+
+def page(plan, folder, complete):
+    """Page of all tables; of regimes whose methods all have results, if it is to be `complete`."""
+    parts = [PAGE.format(smallest=SMALLEST)]
+    for name, by_method in results(plan, folder).items():
+        regime = plan.regimes[name]
+        if not complete or len(by_method) == len(plan.methods_of(regime)):
+            parts.append(table_of(regime, by_method))
+    if any(regime.printed_epsilon is not None for regime in plan.regimes.values()):
+        parts.append(PRIVACY)
+    return "\n".join(parts)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--only", nargs="+", choices=REGIMES, metavar="CLIENTS", help=", ".join(REGIMES)
+    )
+    parser.add_argument("--methods", nargs="+", help="their names; default all")
+    parser.add_argument("--budget-minutes", type=float, default=math.inf)
+    parser.add_argument("--output", type=Path, default=Path("output/compare_nets"))
+    parser.add_argument("--page", type=Path, help="write the page of complete tables here")
+    parser.add_argument("--plan", action="store_true", help="print what is left to do")
+    parser.add_argument("--quick", action="store_true", help="a check on few rows")
+    options = parser.parse_args()
+    if options.quick:
+        plan = Plan(QUICK, QUICK_METHODS, most_settings=2, seeds=SEEDS[:2])
+    else:
+        names = options.only or REGIMES
+        plan = Plan({name: REGIMES[name] for name in names}, options.methods)
+    if options.plan:
+        print_plan(plan, options.output)
+    elif options.page:
+        options.page.write_text(page(plan, options.output, complete=True), encoding="utf-8")
+    else:
+        run(plan, options.output, time.time() + 60 * options.budget_minutes)
+        print(page(plan, options.output, complete=False))
+
+
+if __name__ == "__main__":
+    main()

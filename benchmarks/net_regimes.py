@@ -1,0 +1,422 @@
+"""What compare_nets.py compares: clients, nets and methods, and what the paper found.
+
+A method is one entry of ``METHODS`` or ``PRIVATE_METHODS``, a kind of clients one of ``REGIMES``.
+"""
+
+import copy
+import math
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from sklearn.base import BaseEstimator
+from sklearn.datasets import load_digits
+from skorch import NeuralNetClassifier
+from skorch.callbacks import LRScheduler
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
+
+from pfl_sklearn import AdaPeDClassifier, FedAvgClassifier, LocalNetClassifier
+from pfl_sklearn.datasets import (
+    fetch_cifar10,
+    fetch_femnist,
+    fetch_mnist,
+    make_dirichlet_clients,
+    make_label_skew_clients,
+)
+from pfl_sklearn.priors import DirichletPrior
+
+MOST_TEST_ROWS, TEST_SHARE = 100, 0.3  # of a client
+LOCAL_STEPS, WEIGHT_DECAY = 10, 1e-4
+DECAY = 0.99 ** (LOCAL_STEPS / 60)  # of a round; an epoch of the paper has 60 steps
+DELTA = 1e-5
+CLIP_NORMS = (0.3, 1.0, 3.0)
+
+
+# The net ------------------------------------------------------------------------------------------
+
+
+class LeNet(nn.Module):
+    """Two convolutions 5 x 5 of 6 and 16 filters, and layers of 120 and 84 units.
+
+    Pixels in [0, 1] are brought to standard units of MNIST or, with colors, CIFAR-10 by constants.
+    """
+
+    def __init__(self, n_channels, side, n_classes):
+        super().__init__()
+        self.center, self.scale = (0.13, 0.31) if n_channels == 1 else (0.47, 0.25)
+        left = ((side - 4) // 2 - 4) // 2
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(n_channels, 6, 5), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(16 * left**2, 120), nn.ReLU()),
+            *(nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, n_classes)),
+        )
+
+    def forward(self, X):
+        """Logits (n, n_classes) of images (n, n_channels, side, side)."""
+        return self.layers((X - self.center) / self.scale)
+
+
+def recipe(X, y, batch_size):
+    """Net for images X and labels y, with the paper's decay of weights and learning rate."""
+    return NeuralNetClassifier(
+        LeNet,
+        module__n_channels=X.shape[1],
+        module__side=X.shape[2],
+        module__n_classes=len(np.unique(y)),
+        criterion=nn.CrossEntropyLoss,
+        lr=0.1,
+        batch_size=batch_size,
+        optimizer__weight_decay=WEIGHT_DECAY,
+        callbacks=[LRScheduler(ExponentialLR, gamma=DECAY)],
+    )
+
+
+# Clients ------------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """Images (n, channels, side, side), labels (n,) and clients (n,)."""
+
+    X: np.ndarray
+    y: np.ndarray
+    groups: np.ndarray
+
+    def take(self, rows):
+        """Some of the rows."""
+        return Rows(*(values[rows] for values in self))
+
+
+class Regime(NamedTuple):
+    """Clients, and how they are trained.
+
+    Their title; ``clients(n_rows, seed)`` with so many rows each, or all there are for None; how
+    many of them are training rows, None for all but the test rows; rounds; the share of clients in
+    a round; and where this is a setting of the paper, the accuracies in percent that it reports,
+    and how its setting differs. With an epsilon as the paper would print it, methods get the
+    noise for it.
+    """
+
+    title: str
+    clients: Any
+    n_train: int | None
+    n_rounds: int
+    client_fraction: float = 0.1
+    paper: dict[str, float] | None = None
+    differs: str = ""
+    printed_epsilon: float | None = None
+
+    @property
+    def batch_size(self):
+        """Rows of a step: as in the paper with all rows, fewer where clients have few."""
+        return 20 if self.n_train is None else 10
+
+    @property
+    def methods(self):
+        """Methods by name."""
+        return METHODS if self.printed_epsilon is None else PRIVATE_METHODS
+
+    def rows(self, seed):
+        """Training and test rows."""
+        n_rows = None if self.n_train is None else self.n_train + MOST_TEST_ROWS
+        found = self.clients(n_rows, seed)
+        train, test = divided(found.groups, self.n_train, seed)
+        return found.take(train), found.take(test)
+
+
+def divided(groups, n_train, seed):
+    """Training and test rows of every client, at random."""
+    rng, train, test = np.random.default_rng([seed, 1]), [], []
+    for client in np.unique(groups):
+        own = rng.permutation(np.flatnonzero(groups == client))
+        n_test = int(TEST_SHARE * len(own)) if n_train is None else len(own) - n_train
+        n_test = min(n_test, MOST_TEST_ROWS)
+        test.append(own[:n_test])
+        train.append(own[n_test:][:n_train])
+    return np.concatenate(train), np.concatenate(test)
+
+
+@lru_cache(maxsize=1)
+def table(fetch):
+    """Images and labels of a source, read once."""
+    return fetch(return_X_y=True)
+
+
+def digits(return_X_y):
+    """Digits of scikit-learn, which need no file, enlarged to the size of MNIST's."""
+    X, y = load_digits(return_X_y=return_X_y)
+    large = np.kron(X.reshape(-1, 1, 8, 8) / 16, np.ones((3, 3)))
+    return np.pad(large, ((0, 0), (0, 0), (2, 2), (2, 2))).astype(np.float32), y
+
+
+def some_classes(fetch, n_clients, n_classes, n_rows, seed):
+    """Clients with some of the classes, equally often."""
+    return Rows(*_dealt(make_label_skew_clients, fetch, n_clients, n_classes, n_rows, seed))
+
+
+def unequal_classes(fetch, n_clients, concentration, n_rows, seed):
+    """Clients with class shares from a Dirichlet."""
+    return Rows(*_dealt(make_dirichlet_clients, fetch, n_clients, concentration, n_rows, seed))
+
+
+def _dealt(deal, fetch, n_clients, skew, n_rows, seed):
+    found = deal(*table(fetch), n_clients, skew, n_samples=n_rows, random_state=seed)
+    return found.data, found.target, found.groups
+
+
+def distorted(n_rows, seed):
+    """Clients with all digits of MNIST, each of whom turns, fades or inverts the images."""
+    found = some_classes(fetch_mnist, 50, 10, n_rows, seed)
+    rng, X = np.random.default_rng([seed, 2]), np.empty_like(found.X)
+    for client in np.unique(found.groups):
+        own = np.flatnonzero(found.groups == client)
+        images = np.rot90(found.X[own], rng.integers(4), axes=(2, 3)) * rng.uniform(0.3, 1)
+        X[own] = 1 - images if rng.random() < 0.5 else images
+    return found._replace(X=X)
+
+
+def writers(together, n_rows, seed):
+    """Clients with all rows of so many of the 198 FEMNIST writers who have most."""
+    X, y, writer = table(fetch_femnist)
+    most = np.argsort(-np.bincount(writer), kind="stable")[:198]
+    client = np.full(writer.max() + 1, -1)
+    client[np.random.default_rng([seed, 3]).permutation(most)] = np.arange(198) // together
+    rows = Rows(X, y, client[writer])
+    return rows.take(np.flatnonzero(rows.groups >= 0))
+
+
+def _regimes(title, clients, sizes, n_rounds, **settings):
+    """Regimes that differ in training rows only."""
+    for size in sizes:
+        each = "all rows" if size is None else f"{size} rows"
+        yield Regime(f"{title}, {each} each", clients, size, n_rounds, **settings)
+
+
+def _named(name, regimes):
+    return {f"{name}-{each.n_train or 'all'}": each for each in regimes}
+
+
+_THREE, _FOUR = (
+    partial(some_classes, fetch_mnist, 50, 3),
+    partial(some_classes, fetch_cifar10, 30, 4),
+)
+_SKEWED = partial(unequal_classes, fetch_mnist, 50, 0.3)
+_SIZES = (20, 60, None)
+REGIMES = {
+    **_named("mnist", _regimes("MNIST, 50 clients with 3 classes", _THREE, _SIZES, 100)),
+    **_named("cifar", _regimes("CIFAR-10, 30 clients with 4 classes", _FOUR, _SIZES, 100)),
+    **_named(
+        "femnist",
+        _regimes("FEMNIST, 66 clients of 3 writers", partial(writers, 3), (20, None), 100),
+    ),
+    **_named(
+        "distorted",
+        _regimes("MNIST, 50 clients with images of their own", distorted, (20, 60), 100),
+    ),
+    **_named(
+        "dirichlet", _regimes("MNIST, 50 clients with Dirichlet(0.3) labels", _SKEWED, _SIZES, 100)
+    ),
+    "writers-all": Regime(
+        "FEMNIST, 198 writers, all rows each", partial(writers, 1), None, 100, 0.05
+    ),
+}
+_PAPER = {
+    "mnist-all": (
+        {"FedAvg": 92.93, "FedAvg, fine-tuned": 95.42, "AdaPeD": 98.53},
+        "300 rounds rather than 100",
+    ),
+    "cifar-all": (
+        {"FedAvg": 53.92, "FedAvg, fine-tuned": 67.44, "AdaPeD": 73.86},
+        "all 60,000 images rather than 10,000, a fifth of the clients in a round, and 1,000 rounds "
+        "or more",
+    ),
+    "femnist-all": (
+        {"FedAvg": 92.18, "FedAvg, fine-tuned": 94.12, "AdaPeD": 96.55},
+        "10 outputs rather than 62 classes, 203 to 336 training rows a client, 15 % of the clients "
+        "in a round, and 480 rounds",
+    ),
+}
+for _name, (_figures, _differs) in _PAPER.items():
+    REGIMES[_name] = REGIMES[_name]._replace(paper=_figures, differs=_differs)
+for _epsilon, _fedavg, _adaped in (
+    (3.35, 11.73, 93.32),
+    (13.16, 29.91, 98.51),
+    (27.3, 55.79, 99.01),
+):
+    REGIMES[f"private-{_epsilon}"] = REGIMES["mnist-all"]._replace(
+        title=f"MNIST, 50 clients with 3 classes, all rows each, noise of a printed epsilon of "
+        f"{_epsilon}",
+        n_rounds=20,
+        client_fraction=1.0,
+        paper={"DP-FedAvg": _fedavg, "DP-AdaPeD": _adaped},
+        differs="300 rounds, noise in every local step, and delta not stated",
+        printed_epsilon=_epsilon,
+    )
+
+
+# Methods ------------------------------------------------------------------------------------------
+
+
+class PersonalOrLocal(BaseEstimator):
+    """A personal or a local net for every client, whichever has more of its validation rows right.
+
+    Parameters
+    ----------
+    personal, local : estimators
+    validation : float
+        Share of a client's rows that are kept for the choice.
+    random_state : int
+    """
+
+    def __init__(self, personal, local, validation=0.25, random_state=0):
+        self.personal = personal
+        self.local = local
+        self.validation = validation
+        self.random_state = random_state
+
+    def fit(self, X, y, groups):
+        """Fit both to the remaining rows, let the clients choose."""
+        rng = np.random.default_rng([self.random_state, 4])
+        held = rng.random(len(y)) < self.validation
+        held[np.unique(groups, return_index=True)[1]] = False  # every client has to train on a row
+        self.fitted_ = [copy.deepcopy(each) for each in (self.personal, self.local)]
+        right = []
+        for model in self.fitted_:
+            model.fit(X[~held], y[~held], groups=groups[~held])
+            right.append(model.predict(X[held], groups=groups[held]) == y[held])
+        self.classes_, self.clients_ = self.fitted_[0].classes_, np.unique(groups)
+        self.privacy_ = self.fitted_[0].privacy_
+        lead = (right[1].astype(int) - right[0])[:, None] * (groups[held][:, None] == self.clients_)
+        self.alone_ = lead.sum(axis=0) > 0
+        return self
+
+    def predict_proba(self, X, groups):
+        """Probabilities of the classes by the nets that the clients chose."""
+        alone = self.alone_[np.searchsorted(self.clients_, groups)][:, None]
+        personal, local = (model.predict_proba(X, groups=groups) for model in self.fitted_)
+        return np.where(alone, local, personal)
+
+
+def _adaped_or_local(net, random_state, **common):
+    models = (
+        kind(net, random_state=random_state, **common)
+        for kind in (AdaPeDClassifier, LocalNetClassifier)
+    )
+    return PersonalOrLocal(*models, random_state=random_state)
+
+
+_RATES = {"estimator__lr": (0.05, 0.1, 0.2, 0.3)}
+_TUNED = {"estimator__lr": (0.1, 0.2), "fine_tune_steps": (30, 100)}
+_ADAPED = {"estimator__lr": (0.1, 0.2), "psi_init": (1.0, 4.0)}
+_FROM_GLOBAL = {"global_loss": 1.0, "personal_start": "global"}
+_SPARSE = {"label_prior": "client"}
+
+# The estimator, parameters that are the same in all fits, the grid of those that are tuned, and how
+# many fits of FedAvg one fit is worth, for the estimate of the time.
+METHODS = {
+    "Local": {
+        "estimator": LocalNetClassifier,
+        "fixed": {"local_steps": 2 * LOCAL_STEPS},  # it has no rounds to wait for
+        "grid": _RATES,
+        "cost": 2.0,
+    },
+    "FedAvg": {"estimator": FedAvgClassifier, "fixed": {}, "grid": _RATES, "cost": 1.0},
+    "FedProx": {
+        "estimator": FedAvgClassifier,
+        "fixed": {},
+        "grid": {"estimator__lr": (0.1, 0.2), "proximal": (0.1, 1.0)},
+        "cost": 1.1,
+    },
+    "FedAvg, fine-tuned": {
+        "estimator": FedAvgClassifier,
+        "fixed": {},
+        "grid": _TUNED,
+        "cost": 1.7,
+    },
+    "AdaPeD": {"estimator": AdaPeDClassifier, "fixed": {}, "grid": _ADAPED, "cost": 2.7},
+    "AdaPeD, global start": {
+        "estimator": AdaPeDClassifier,
+        "fixed": _FROM_GLOBAL,
+        "grid": _ADAPED,
+        "cost": 2.7,
+    },
+    "FedAvg, Dirichlet labels": {
+        "estimator": FedAvgClassifier,
+        "fixed": {"label_prior": DirichletPrior()},
+        "grid": _RATES,
+        "cost": 1.0,
+    },
+    "FedAvg, sparse labels": {
+        "estimator": FedAvgClassifier,
+        "fixed": _SPARSE,
+        "grid": _RATES,
+        "cost": 1.0,
+    },
+    "FedAvg, fine-tuned, sparse labels": {
+        "estimator": FedAvgClassifier,
+        "fixed": _SPARSE,
+        "grid": _TUNED,
+        "cost": 1.7,
+    },
+    "AdaPeD, global start, sparse labels": {
+        "estimator": AdaPeDClassifier,
+        "fixed": {**_FROM_GLOBAL, **_SPARSE},
+        "grid": _ADAPED,
+        "cost": 2.7,
+    },
+}
+
+# "noise" names the parameter that takes the noise multiplier.
+PRIVATE_METHODS = {
+    "Local": {
+        "estimator": LocalNetClassifier,
+        "fixed": {},
+        "grid": {"estimator__lr": (0.1, 0.2)},
+        "cost": 1.0,
+    },
+    "DP-FedAvg": {
+        "estimator": FedAvgClassifier,
+        "fixed": {},
+        "grid": {"estimator__lr": (0.05, 0.1), "clip_norm": CLIP_NORMS},
+        "noise": "noise_multiplier",
+        "cost": 1.0,
+    },
+    "DP-AdaPeD": {
+        "estimator": AdaPeDClassifier,
+        "fixed": {},
+        "grid": {"clip_norm": CLIP_NORMS},
+        "noise": "noise_multiplier",
+        "cost": 2.7,
+    },
+    "DP-AdaPeD or local": {
+        "estimator": _adaped_or_local,
+        "fixed": {},
+        "grid": {"personal__clip_norm": CLIP_NORMS},
+        "noise": "personal__noise_multiplier",
+        "cost": 3.7,
+    },
+}
+
+
+# Privacy as printed -------------------------------------------------------------------------------
+
+
+def printed_epsilon(noise_multiplier, n_rounds, rate=1.0, delta=DELTA):
+    r"""Epsilon that the paper's Theorem 5 would state for noise on a sum of clipped changes.
+
+    Noise of :math:`\sigma` in every local step of K clients, with gradients clipped to
+    :math:`C_1 = C_2`, is that of a multiplier
+    :math:`\sqrt{K \tau} \sigma / (\tau C_1)` on the sum of their changes. The theorem has
+    :math:`(\alpha, \rho \alpha)` Rényi privacy with
+    :math:`\rho = (K/m)^2 \, 6 (T/\tau) \, 2 C_1^2 / (K \sigma^2)`, which does not hold.
+    """
+    rho = 12 * rate**2 * n_rounds / (LOCAL_STEPS * noise_multiplier**2)
+    return rho + 2 * math.sqrt(rho * math.log(1 / delta))
+
+
+def noise_for(epsilon, n_rounds, rate=1.0, delta=DELTA):
+    """Noise multiplier at which :func:`printed_epsilon` is `epsilon`."""
+    log = math.log(1 / delta)
+    rho = (math.sqrt(log + epsilon) - math.sqrt(log)) ** 2
+    return math.sqrt(12 * rate**2 * n_rounds / (LOCAL_STEPS * rho))

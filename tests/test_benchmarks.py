@@ -1,0 +1,177 @@
+"""The comparison of neural methods: its clients, its noise, and that it goes on where it was."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from scipy.optimize import minimize_scalar
+from sklearn.base import BaseEstimator
+from sklearn.metrics import log_loss
+
+pytest.importorskip("torch")
+pytest.importorskip("skorch")
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def regimes(monkeypatch):
+    """Module of what is compared."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import net_regimes
+
+    yield net_regimes
+    net_regimes.table.cache_clear()  # MNIST takes 220 MB
+
+
+def test_rows_of_a_client_are_divided(regimes):
+    groups = np.random.default_rng(0).permutation(np.repeat([4, 5, 6], [300, 120, 30]))
+    for n_train, trained, tested in (
+        (20, [20, 20, 20], [100, 100, 10]),
+        (None, [210, 84, 21], [90, 36, 9]),
+    ):
+        train, test = regimes.divided(groups, n_train, 0)
+        assert np.bincount(groups[train])[4:].tolist() == trained
+        assert np.bincount(groups[test])[4:].tolist() == tested
+        assert not set(train) & set(test)
+
+
+@pytest.mark.parametrize("name", ["cifar-20", "distorted-20", "femnist-20", "mnist-20"])
+def test_clients_have_the_rows_that_are_stated(name, regimes, data_home):
+    regime = regimes.REGIMES[name]
+    train, test = regime.rows(0)
+    assert np.unique(np.bincount(train.groups)).tolist() == [20]
+    assert np.unique(train.groups).tolist() == np.unique(test.groups).tolist()
+    assert np.bincount(test.groups).max() <= 100
+    classes = max(len(np.unique(train.y[train.groups == i])) for i in np.unique(train.groups))
+    assert classes <= {"mnist-20": 3, "cifar-20": 4}.get(name, 20)
+    assert train.X.min() >= 0
+    assert train.X.max() <= 1
+
+
+def test_distorted_images_are_those_of_their_digit(regimes, data_home):
+    """Turned, faded and perhaps inverted: what all three leave is the range of grey, relative."""
+    plain = regimes.some_classes(regimes.fetch_mnist, 50, 10, 20, 0)
+    found = regimes.distorted(20, 0)
+    np.testing.assert_array_equal(found.y, plain.y)
+    spread = np.ptp(found.X, axis=(1, 2, 3)) / np.ptp(plain.X, axis=(1, 2, 3))
+    for client in range(50):
+        own = spread[found.groups == client]
+        assert own.min() >= 0.3
+        assert own.max() - own.min() < 1e-5
+    assert np.ptp(spread) > 0.5
+
+
+def test_printed_epsilon_is_that_of_the_theorem(regimes):
+    """Theorem 5 in its own symbols, at the best order."""
+    K, m, tau, T, C, sigma = 10, 50, regimes.LOCAL_STEPS, 3000, 0.7, 2.0
+
+    def epsilon(log_excess):
+        alpha = 1 + np.exp(log_excess)
+        rate = (K / m) ** 2 * 6 * (T / tau) * (C**2 / (K * sigma**2) + C**2 / (K * sigma**2))
+        return rate * alpha + np.log(1 / regimes.DELTA) / (alpha - 1)
+
+    noise = np.sqrt(K * tau) * sigma / (tau * C)  # of a sum, over the largest change of one client
+    expected = minimize_scalar(epsilon, bounds=(-10, 10), options={"xatol": 1e-10}).fun
+    found = regimes.printed_epsilon(noise, T // tau, K / m)
+    assert found == pytest.approx(expected, rel=1e-9)
+    assert regimes.noise_for(found, T // tau, K / m) == pytest.approx(noise, rel=1e-12)
+
+
+def test_scores_are_those_of_scikit_learn(regimes):
+    """Clients of unequal size, and labels that training had none of."""
+    import compare_nets
+
+    rng = np.random.default_rng(0)
+    groups, y = rng.integers(0, 12, 300), rng.integers(0, 4, 300)
+    probabilities = rng.dirichlet(np.ones(4), 300)
+    probabilities[:, 1] = 0
+    probabilities /= probabilities.sum(axis=1, keepdims=True)
+    model = SimpleNamespace(
+        classes_=np.array([0, 2, 3]),
+        predict_proba=lambda X, groups: probabilities[:, [0, 2, 3]],
+    )
+    found = compare_nets.scores(model, regimes.Rows(np.zeros((300, 1)), y, groups))
+    right = probabilities.argmax(axis=1) == y
+    by_client = [right[groups == i].mean() for i in range(12)]
+    assert found["accuracy"] == pytest.approx(np.mean(by_client), rel=1e-12)
+    assert found["accuracy_sd"] == pytest.approx(np.std(by_client), rel=1e-12)
+    assert found["worst_decile"] == pytest.approx(np.quantile(by_client, 0.1), rel=1e-12)
+    clipped = np.maximum(probabilities[np.arange(300), y], np.finfo(np.float32).eps)
+    assert found["log_loss"] == pytest.approx(-np.log(clipped).mean(), rel=1e-12)
+    known = y != 1
+    some = regimes.Rows(np.zeros((known.sum(), 1)), y[known], groups[known])
+    model.predict_proba = lambda X, groups: probabilities[known][:, [0, 2, 3]]
+    expected = log_loss(y[known], probabilities[known][:, [0, 2, 3]])
+    assert compare_nets.scores(model, some)["log_loss"] == pytest.approx(expected, rel=1e-9)
+
+
+class Constant(BaseEstimator):
+    """Says one class, whatever the rows are."""
+
+    def __init__(self, label):
+        self.label = label
+
+    def fit(self, X, y, groups):
+        self.classes_, self.privacy_ = np.array([0, 1]), self.label
+        return self
+
+    def predict_proba(self, X, groups):
+        return np.tile(np.eye(2)[self.label], (len(X), 1))
+
+    def predict(self, X, groups):
+        return np.full(len(X), self.label)
+
+
+def test_clients_choose_what_is_right_more_often(regimes):
+    groups = np.repeat([3, 5, 7], 200)
+    y = (np.random.default_rng(0).random(600) < np.repeat([0.2, 0.8, 0.3], 200)).astype(int)
+    model = regimes.PersonalOrLocal(Constant(1), Constant(0)).fit(groups[:, None], y, groups)
+    assert model.alone_.tolist() == [True, False, True]
+    found = model.predict_proba(np.zeros((3, 1)), np.array([5, 7, 3]))
+    np.testing.assert_array_equal(found, [[0, 1], [1, 0], [1, 0]])
+    tied = regimes.PersonalOrLocal(Constant(1), Constant(1)).fit(groups[:, None], y, groups)
+    assert not tied.alone_.any()
+    assert model.privacy_ == 1
+
+
+def compare(folder):
+    """What a quick comparison prints, cells and table."""
+    command = [sys.executable, BENCHMARKS / "compare_nets.py", "--quick", "--output", folder]
+    path = os.pathsep.join([str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    return {line.split(":")[0] for line in lines if ".json: " in line}, lines
+
+
+@pytest.mark.slow
+def test_a_comparison_goes_on_where_it_was(tmp_path):
+    """Four settings, and two seeds of each method's best."""
+    cells, lines = compare(tmp_path)
+    paths = {str(path.relative_to(tmp_path)): path for path in tmp_path.rglob("*.json")}
+    assert cells == set(paths)
+    assert len(cells) == 8
+    assert not list(tmp_path.rglob("*.tmp"))
+    found = {name: json.loads(path.read_text()) for name, path in paths.items()}
+    for method in ("FedAvg", "FedAvg, sparse labels"):
+        own = [each for each in found.values() if each["method"] == method]
+        best = max((e for e in own if e["tuning"]), key=lambda e: (e["accuracy"], -e["log_loss"]))
+        tests = [each for each in own if not each["tuning"]]
+        assert [each["setting"] for each in tests] == [best["setting"]] * 2
+        assert [each["n_train"] for each in own] == [150 if e["tuning"] else 200 for e in own]
+        (row,) = (line.split('"')[1::2] for line in lines if f'"{method}"' in line)
+        mean = 100 * np.mean([each["accuracy"] for each in tests])
+        assert float(row[2].split()[0]) == pytest.approx(mean, abs=0.051)
+        assert mean > 30  # of ten digits
+
+    lost = next(name for name in paths if "test2" in name)
+    paths[lost].unlink()
+    assert compare(tmp_path)[0] == {lost}
+    again = json.loads(paths[lost].read_text())
+    assert again | {"cpu_seconds": 0} == found[lost] | {"cpu_seconds": 0}

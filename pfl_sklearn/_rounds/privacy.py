@@ -48,7 +48,7 @@ def check_privacy(model):
         )
     if not is_private(model):
         return
-    if model.clip_norm is None:
+    if model.clip_norm is None and model._communicates:
         raise ValueError(
             "got clip_norm=None with noise (a finite epsilon, or noise_multiplier); give the L2 "
             "norm that a client's message is clipped to. Choose it without looking at the data."

@@ -127,7 +127,7 @@ def check_steps(engine, rates):
             "noise='per_step'; use single or double precision."
         )
     decay = np.abs(rates).max() * engine.optimizer.weight_decay
-    if decay > 2:
+    if not decay <= 2:
         raise ValueError(
             f"lr times weight_decay of the net is {decay:.4g}, which blows up differences; "
             "noise='per_step' is certified up to 2."

@@ -218,6 +218,13 @@ def test_a_prior_must_say_that_it_is_known():
         FedAvgClassifier(label_prior=Silent(), **SHORT, **NOISE).fit(X, y, groups=groups)
 
 
+def test_clients_that_train_alone_need_no_bound():
+    """They send nothing."""
+    X, y, groups = table()
+    model = LocalNetClassifier(recipe(MLP), epsilon=1.0, **SHORT).fit(X, y, groups=groups)
+    assert model.privacy_.epsilon == 0
+
+
 def test_noise_stays_where_it_is():
     X, y, groups = table()
     model = AdaPeDClassifier(recipe(MLP), warm_start=True, **SHORT, **NOISE)

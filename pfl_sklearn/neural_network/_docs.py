@@ -23,9 +23,11 @@ NEURAL = {
         """,
     "label_prior": """
         label_prior : None, "client", DirichletPrior or SparseDirichletPrior, default=None
-            Prior of the clients' label frequencies, through which clients read the net's outputs;
-            see the notes. "client" estimates a :class:`~pfl_sklearn.priors.SparseDirichletPrior`;
-            with noise it is the flat Dirichlet prior, whose parameters are all 1, which is known.
+            Prior of the clients' label frequencies. Probabilities are multiplied by a client's
+            frequency of each label over the population's, and made to sum to 1; nets that clients
+            keep as their own are trained through this. "client" estimates a
+            :class:`~pfl_sklearn.priors.SparseDirichletPrior`; with noise it is the flat
+            Dirichlet prior, whose parameters are all 1, which is known.
         """,
     "warm_start": """
         warm_start : bool, default=False

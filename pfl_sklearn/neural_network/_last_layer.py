@@ -37,14 +37,24 @@ class LastLayer(NamedTuple):
     def passed(self, engine, vector, X):
         """What the layer reads (g, n, d) and gives (g, n, K) for rows (g, n, ...) of clients.
 
-        The net is in evaluation mode, and rows are as training takes them.
+        The net is in evaluation mode, and rows are as training takes them. In a protected fit a
+        client whose rows the net refuses gets NaN, and does not end the fit.
         """
-        net, X = _evaluating(engine, vector, X)
-        layer, found = net.module_.get_submodule(self.name), []
-        for rows in X:
-            ((_, (inputs,), outputs),), _ = _calls(net, [layer], rows)
-            found.append((_double(inputs), _double(outputs)))
+        found = [self._passed_by_one(engine, vector, rows) for rows in X]
         return tuple(np.stack(values) for values in zip(*found, strict=True))
+
+    def _passed_by_one(self, engine, vector, rows):
+        """What the layer of one client's net, which may remember its rows, reads and gives."""
+        net, rows = _evaluating(engine, vector, rows)
+        try:
+            calls, _ = _calls(net, [net.module_.get_submodule(self.name)], rows)
+        except Exception:
+            if not engine.protected:
+                raise
+            n_outputs, n_inputs = self.shape
+            return np.full((len(rows), n_inputs), np.nan), np.full((len(rows), n_outputs), np.nan)
+        ((_, (inputs,), outputs),) = calls
+        return _double(inputs), _double(outputs)
 
 
 def last_layer_of(engine):

@@ -39,7 +39,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         if is_private(self) and given and getattr(prior, "is_known", False) is not True:
             raise ValueError(
                 f"label_prior={prior!r} would be estimated from the clients' labels, which noise "
-                "does not cover; give all its parameters, or 'client' for the uniform Dirichlet."
+                "does not cover; give all its parameters, or 'client' for the flat Dirichlet prior."
             )
 
     def _label_prior(self, n_classes):

@@ -150,6 +150,22 @@ def test_a_module_may_refuse_the_rows_of_a_client_under_noise(cls):
     assert np.isfinite(model.population_parameters_).all()
 
 
+@pytest.mark.parametrize("head", ["bayes", 1.0])
+def test_a_client_whose_rows_are_refused_keeps_the_global_last_layer(head):
+    X, y, groups = table()
+    spoilt = np.where((groups == 2)[:, None], 1e7, X)
+    found = []
+    for rows in (X, spoilt):
+        model = FedAvgClassifier(recipe(Picky), head=head, **SHORT, **NOISE)
+        model.fit(rows, y, groups=groups)
+        found.append(model.parameters_ - model.population_parameters_)
+    at = model.clients_ == 2
+    assert np.all(found[1][at] == 0)
+    assert np.any(found[0][at] != 0)
+    assert np.isfinite(found[1]).all()
+    assert np.all(np.abs(found[1][~at]).max(axis=1) > 0)
+
+
 def test_a_criterion_may_refuse_the_targets_of_a_client_under_noise():
     X, _, groups = table()
     y = (groups % 2).astype(float)

@@ -60,9 +60,8 @@ class NeuralClassifierMixin(ClientClassifierMixin):
             clients.codes * n_classes + table.y, minlength=len(clients.ids) * n_classes
         )
         counts[roster.now] = cells.reshape(-1, n_classes)
-        prior = self._label_prior(n_classes)
-        if not is_private(self):  # else it is known
-            prior = prior.fit_counts(counts)
+        seen = np.ones_like(counts) if is_private(self) else counts  # with noise it is known
+        prior = self._label_prior(n_classes).fit_counts(seen)
         offsets = prior.log_frequencies(counts) - np.log(prior.mean)
         offsets[counts.sum(axis=1) == 0] = 0.0  # nothing is known of their labels
         return {"label_prior_": prior, "_label_counts": counts, "_offsets": offsets}, offsets

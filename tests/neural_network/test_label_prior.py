@@ -90,6 +90,13 @@ def test_with_noise_the_prior_is_known():
         fit(label_prior=DirichletPrior(), **noise)
 
 
+@pytest.mark.parametrize("noise", [{}, {"noise_multiplier": 1.0, "clip_norm": 1.0}])
+def test_a_prior_of_other_labels(noise):
+    prior = DirichletPrior(np.full(5, 0.2), 5.0)
+    with pytest.raises(ValueError, match=r"one frequency for each of 10 labels; got 5"):
+        fit(label_prior=prior, **noise)
+
+
 def test_later_rows_count_and_absent_clients_keep_theirs():
     model = fit(label_prior=DirichletPrior())
     rows = DIGITS.groups == 2

@@ -51,13 +51,19 @@ class JointSum:
     def release(self, messages, bound, n_expected, rng):
         """Release of a round; its total is a dict of arrays of the shapes of one message."""
         for name, shape in self.shapes.items():
-            if messages[name].shape[1:] != shape:
+            if any(found != shape for found in _shapes_of(messages[name])):
                 raise ValueError(
-                    f"the part {name!r} of a message has shape {messages[name].shape[1:]}; the "
-                    f"method states {shape}."
+                    f"the part {name!r} of a message has shape {_shapes_of(messages[name])[0]}; "
+                    f"the method states {shape}."
                 )
         if not self.shapes:  # nothing is sent
             return Released({}, bound, 0.0)
+        if math.isinf(bound):  # nothing is clipped or noised, so parts need not be put together
+            return Released(
+                {name: _sum(messages[name], shape) for name, shape in self.shapes.items()},
+                bound,
+                0.0,
+            )
         flat = self._flatten(messages)
         released = self.mechanism.release(flat, bound, n_expected, rng)
         return released._replace(total=self._split(released.total))
@@ -73,10 +79,10 @@ class JointSum:
     def _flatten(self, messages):
         """Vectors (k, p) of all parts; a single part that is not scaled stays as it is."""
         if self.scales is None and len(self.shapes) == 1:
-            return messages[next(iter(self.shapes))]
+            return np.asarray(messages[next(iter(self.shapes))])
         parts = []
         for name, shape in self.shapes.items():
-            part = messages[name].reshape(len(messages[name]), math.prod(shape))
+            part = np.asarray(messages[name]).reshape(len(messages[name]), math.prod(shape))
             parts.append(part if self.scales is None else part / self.scales[name])
         return np.concatenate(parts, axis=1)
 
@@ -88,3 +94,18 @@ class JointSum:
         parts = zip(self.shapes.items(), np.split(total, ends), strict=True)
         scales = self.scales or dict.fromkeys(self.shapes, 1.0)
         return {name: part.reshape(shape) * scales[name] for (name, shape), part in parts}
+
+
+def _shapes_of(part):
+    """Shapes of what clients sent, of an array (k, ...) or of a list of k arrays."""
+    return [own.shape for own in part] if isinstance(part, list) else [part.shape[1:]]
+
+
+def _sum(part, shape):
+    """Sum over clients, in their order and in double precision."""
+    if not isinstance(part, list):
+        return part.sum(axis=0, dtype=np.float64)
+    total = np.zeros(shape)
+    for own in part:
+        total += own
+    return total

@@ -10,6 +10,7 @@ import numpy as np
 from scipy.sparse import issparse
 
 _BLOCK = 1 << 17  # numbers in the rows of a block: it should stay in the processor's cache
+_LARGE = 1 << 14  # numbers in a part of a message that is not copied
 
 
 class Batch(NamedTuple):
@@ -234,22 +235,38 @@ class ClientRows(NamedTuple):
         return max(_BLOCK // (math.prod(rows.shape[1:]) * width), 1)
 
     def collect(self, blocks, done, shapes):
-        """Messages, a dict of (k, ...), and losses (k,) in the order of the sampled clients."""
-        if len(done) == 1:
-            return done[0].messages, done[0].losses
-        if not done:
-            return {name: np.zeros((0, *shape)) for name, shape in shapes.items()}, np.zeros(0)
-        n_sampled, first = sum(len(block.members) for block in blocks), done[0]
-        losses = np.empty(n_sampled, dtype=first.losses.dtype)
-        messages = {
-            name: np.empty((n_sampled, *shape), dtype=first.messages[name].dtype)
-            for name, shape in shapes.items()
-        }
+        """Messages and losses (k,) in the order of the sampled clients.
+
+        Each part of the messages is an array (k, ...) or, if it is large, a list of k views.
+        """
+        losses = np.empty(sum(len(block.members) for block in blocks))
         for block, update in zip(blocks, done, strict=True):
             losses[block.members] = update.losses
-            for name, values in messages.items():
-                values[block.members] = update.messages[name]
-        return messages, losses
+        sent = [update.messages for update in done]
+        gathered = {
+            name: _gathered(blocks, [each[name] for each in sent], shape, len(losses))
+            for name, shape in shapes.items()
+        }
+        return gathered, losses
+
+
+def _gathered(blocks, parts, shape, n_sampled):
+    """What the clients of blocks sent, (g, ...) from each block, in the order of the clients.
+
+    An array (k, ...), or a list of k views if it is large: a copy would take longer than a sum.
+    """
+    if math.prod(shape) >= _LARGE:
+        views = [None] * n_sampled
+        for block, values in zip(blocks, parts, strict=True):
+            for member, own in zip(block.members, values, strict=True):
+                views[member] = own
+        return views
+    if len(parts) == 1:
+        return parts[0]
+    found = np.empty((n_sampled, *shape), dtype=parts[0].dtype if parts else float)
+    for block, values in zip(blocks, parts, strict=True):
+        found[block.members] = values
+    return found
 
 
 def count_within(lengths):

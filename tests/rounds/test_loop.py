@@ -209,7 +209,7 @@ def test_workers_change_no_bit(backend):
 
 
 def test_messages_come_in_the_order_of_clients():
-    rows, spy = client_rows(batch_size=100), Spy(ClippedSum(None), [])
+    rows, spy = client_rows(batch_size=100), Spy(ClippedSum(1e6), [])
     state = run(rows, Plan(1, Sampling(1.0), (0,)), spy)
     X, y, offsets = table()
     for i, message in enumerate(spy.seen[0]):

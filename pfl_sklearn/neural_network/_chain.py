@@ -175,6 +175,10 @@ class Chain:
     def step(self, loss, rate, weight_decay):
         """Take a gradient step on the sum of losses of the latest outputs."""
         (slope,) = torch.autograd.grad(loss, self._outputs)
+        self.follow(slope, rate, weight_decay)
+
+    def follow(self, slope, rate, weight_decay):
+        """Take a step against the slopes (g, b, ...) of a loss by the latest outputs."""
         with torch.no_grad():
             for change in self._backward(slope):
                 change(rate, weight_decay)

@@ -154,6 +154,12 @@ class Engine:
         """Logarithms (..., n_classes) of the probabilities that outputs stand for."""
         return log_probabilities(self.net, outputs)
 
+    @property
+    def reads_logits(self):
+        """Whether outputs of a chain are logits, whose loss is the plain cross-entropy."""
+        loss = self.net.criterion_
+        return self.stacked and type(loss) is CrossEntropyLoss and not loss.label_smoothing
+
     @staticmethod
     def divergence(first, second, from_first=True):
         """Kullback-Leibler divergences (g,), means over rows (g, b, c) of log probabilities.
@@ -285,6 +291,16 @@ class StackedModels(_Models):
         slopes = chain.gradients(losses.sum())
         self._speed = optimizer.step(chain.parameters, slopes, self._speed, rate)
 
+    def learn(self, outputs, y, rate):
+        """One step of the net's optimizer on the losses of the latest outputs for targets."""
+        if self._optimizer.momentum or outputs.ndim != 3 or not self._engine.reads_logits:
+            self.step(self.losses(outputs, y), rate)
+            return
+        slopes = outputs.detach().softmax(dim=2)
+        slopes.scatter_add_(2, y.unsqueeze(2), slopes.new_tensor(-1.0).expand(*y.shape, 1))
+        slopes /= y.shape[1]
+        self._chain.follow(slopes, rate, self._optimizer.weight_decay)
+
 
 class LoneModel(_Models):
     """Model of one client, of any net."""
@@ -344,6 +360,10 @@ class LoneModel(_Models):
                 self._memory = step(self._tensors, slopes, self._memory, rate)
             else:
                 self._step_by(slopes, rate)
+
+    def learn(self, outputs, y, rate):
+        """One step of the net's optimizer on the loss of the latest outputs for targets."""
+        self.step(self.losses(outputs, y), rate)
 
     def _step_by(self, slopes, rate):
         """Step of an optimizer of torch, which remembers what it wants."""

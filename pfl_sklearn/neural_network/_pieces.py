@@ -53,9 +53,8 @@ def train(engine, block, start, rate, proximal=0.0, own=False):
     models, before = engine.models(start, block.n_clients), None
     for X, y in block.steps():
         outputs = block.read(engine, models(X)) if own else models(X)
-        losses = models.losses(outputs, y)
-        before = losses.detach() if before is None else before
-        models.step(losses, rate)
+        before = models.losses(outputs, y).detach() if before is None else before
+        models.learn(outputs, y, rate)
         if proximal and rate:  # the weight may be infinite
             models.pull(rate * proximal)
     return models, np.asarray(before.cpu(), dtype=np.float64)

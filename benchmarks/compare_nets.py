@@ -14,6 +14,7 @@ images come from PFL_SKLEARN_DATA.
 """
 
 import argparse
+import copy
 import json
 import math
 import multiprocessing
@@ -115,9 +116,20 @@ class Plan(NamedTuple):
         return [Cell(name, method, setting, seed, False) for seed in self.seeds]
 
 
-def fitted(cell, regime, train):
-    """The fitted model."""
+def rounds_of(cell, regime):
+    """What the rounds of a cell's fit depend on; cells that agree in it share them."""
+    method = regime.methods[cell.method]
+    setting = {k: v for k, v in cell.setting.items() if k not in method.get("after", ())}
+    return method.get("rounds", cell.method), sorted(setting.items()), cell.seed, cell.tuning
+
+
+def fitted(cell, regime, train, begun=None):
+    """The fitted model; `begun` has the rounds already, those of a cell that shares them."""
     method, noise = regime.methods[cell.method], {}
+    if begun is not None:
+        goes_on = copy.deepcopy(begun).set_params(warm_start=True)
+        goes_on.set_params(**{**method["fixed"], **cell.setting})
+        return goes_on.fit(train.X, train.y, groups=train.groups)
     if "noise" in method:
         multiplier = noise_for(regime.printed_epsilon, regime.n_rounds, regime.client_fraction)
         noise = {method["noise"]: multiplier}
@@ -152,37 +164,62 @@ def scores(model, rows):
     }
 
 
-def result(cell, regime):
-    """What a cell's file says; a fit that diverged has accuracy 0."""
+def rows_of(cell, regime):
+    """Rows to fit to, and rows to judge by: the test rows or, in tuning, some of the others."""
     train, test = regime.rows(cell.seed)
-    if cell.tuning:
-        split = ClientShuffleSplit(1, test_size=VALIDATION, random_state=cell.seed)
-        rest, held = next(split.split(train.X, groups=train.groups))
-        train, test = train.take(rest), train.take(held)
-    found, began = {**cell._asdict(), "n_rounds": regime.n_rounds}, time.process_time()
-    found["n_train"] = len(train.y)
-    try:
-        model = fitted(cell, regime, train)
-        found |= {"cpu_seconds": time.process_time() - began, **scores(model, test)}
-        if "noise" in regime.methods[cell.method]:
-            report = model.privacy_
-            found["epsilon"] = {report.relation: report.epsilon, **dict(report.epsilon_under)}
-    except ArithmeticError as error:
-        seconds = time.process_time() - began
-        found |= {"error": str(error), "cpu_seconds": seconds, **_NOTHING}
-    return found
+    if not cell.tuning:
+        return train, test
+    split = ClientShuffleSplit(1, test_size=VALIDATION, random_state=cell.seed)
+    rest, held = next(split.split(train.X, groups=train.groups))
+    return train.take(rest), train.take(held)
 
 
-def run_cell(cell, regime, folder, deadline):
-    """Compute a cell and write its file; None if it is too late to begin."""
+def results_of(cells, regime):
+    """What the files of cells that share their rounds say; a fit that diverged has accuracy 0."""
+    train, test = rows_of(cells[0], regime)
+    begun, failure, first = None, None, 0.0
+    for cell in cells:
+        began = time.process_time()
+        found = {**cell._asdict(), "n_rounds": regime.n_rounds, "n_train": len(train.y)}
+        method = regime.methods[cell.method]
+        try:
+            if failure is not None:
+                raise failure
+            if begun is None and "rounds" in method:
+                begun = fitted(plain_cell(cell, method), regime, train)
+                first = time.process_time() - began
+                began = time.process_time()
+            model = fitted(cell, regime, train, begun)
+            found |= {"cpu_seconds": first + time.process_time() - began, **scores(model, test)}
+            if "noise" in method:
+                report = model.privacy_
+                found["epsilon"] = {report.relation: report.epsilon, **dict(report.epsilon_under)}
+        except ArithmeticError as error:
+            failure = error if begun is None else None
+            seconds = first + time.process_time() - began
+            found |= {"error": str(error), "cpu_seconds": seconds, **_NOTHING}
+        yield cell, found
+
+
+def plain_cell(cell, method):
+    """The cell of rounds that another one goes on from."""
+    setting = {k: v for k, v in cell.setting.items() if k not in method["after"]}
+    return cell._replace(method=method["rounds"], setting=setting)
+
+
+def run_cells(cells, regime, folder, deadline):
+    """Compute cells that share their rounds, write their files; [] if it is too late to begin."""
     if time.time() > deadline:
-        return None
-    found, path = result(cell, regime), cell.path(folder)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-    unfinished.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(path)
-    return found
+        return []
+    done = []
+    for cell, found in results_of(cells, regime):
+        path = cell.path(folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        unfinished.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(path)
+        done.append(found)
+    return done
 
 
 def _begin_worker():
@@ -199,7 +236,7 @@ def run(plan, folder, deadline):
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(WORKERS, context, _begin_worker) as pool:
         for name, regime in plan.regimes.items():
-            task = partial(run_cell, regime=regime, folder=folder, deadline=deadline)
+            task = partial(run_cells, regime=regime, folder=folder, deadline=deadline)
             methods = plan.methods_of(regime)
             _run_all(pool, task, [c for m in methods for c in plan.tuning_cells(name, m)])
             _run_all(pool, task, [c for m in methods for c in plan.test_cells(name, m, folder)])
@@ -207,11 +244,15 @@ def run(plan, folder, deadline):
 
 def _run_all(pool, task, cells):
     """Run the cells whose files are missing, the longest first."""
-    folder, methods = task.keywords["folder"], task.keywords["regime"].methods
-    missing = [cell for cell in cells if not cell.path(folder).exists()]
-    missing.sort(key=lambda cell: -methods[cell.method]["cost"])
-    for cell, found in zip(missing, pool.map(task, missing), strict=True):
-        if found is not None:
+    folder, regime = task.keywords["folder"], task.keywords["regime"]
+    bundles = {}
+    for cell in cells:
+        if not cell.path(folder).exists():
+            bundles.setdefault(str(rounds_of(cell, regime)), []).append(cell)
+    cost = {name: method["cost"] for name, method in regime.methods.items()}
+    ordered = sorted(bundles.values(), key=lambda some: -sum(cost[cell.method] for cell in some))
+    for bundle, done in zip(ordered, pool.map(task, ordered), strict=True):
+        for cell, found in zip(bundle, done, strict=False):  # nothing is done when it is late
             figures = f"{found['accuracy']:.4f}, {found['cpu_seconds']:.1f} s"
             print(f"{cell.path(folder).relative_to(folder)}: {figures}", flush=True)
 

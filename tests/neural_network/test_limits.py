@@ -320,3 +320,13 @@ def test_the_global_start_comes_late_by_default():
         each.fit(X, y, groups=groups)
     np.testing.assert_array_equal(personal_weights(model), personal_weights(late))
     assert (personal_weights(model) != personal_weights(later)).any()
+
+
+def test_a_warm_start_may_let_nets_that_started_from_the_global_one_go_on():
+    """As nets that had their own start: another round changes those of its clients alone."""
+    X, y, groups = table()
+    model = AdaPeDClassifier(recipe(), personal_start="global", personal_start_round=1, **MANY)
+    before = model.set_params(warm_start=True).fit(X, y, groups=groups).parameters_.copy()
+    model.set_params(personal_start="own", n_rounds=7).fit(X, y, groups=groups)
+    moved = (model.parameters_ != before).any(axis=1)
+    assert model.history_["n_clients"][-1] == np.sum(moved) > 0

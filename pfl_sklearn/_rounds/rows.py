@@ -132,6 +132,10 @@ class Reshuffled(NamedTuple):
             "clients": rows.clients.copy(),
         }
 
+    def after_rounds(self, rows, earlier):
+        """State of a phase after rounds, whose own was `earlier`: every client starts anew."""
+        return self.start(rows, rows.n_clients)
+
     def resume(self, rows, n_clients, earlier, where):
         """State in which clients with as many rows as before go on with their pass."""
         state = self.start(rows, n_clients)

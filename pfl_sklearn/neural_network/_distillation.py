@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._rounds.loop import Method, Update
+from pfl_sklearn._rounds.loop import LastPhase, Method, Update
+from pfl_sklearn._rounds.rows import CatchingUp
 from pfl_sklearn.neural_network._pieces import Averaging, NoisyGradients
 
 _GLOBAL, _PSI = 0, 1  # parts of the model that steps through noise move
@@ -16,7 +17,8 @@ class Distillation(NamedTuple):
 
     Personal nets start from the global one when their client first takes part in round
     `start_round` or later; None: they have their own start. `global_rates` are the learning rates
-    of the global net by round.
+    of the global net by round. `catching_up` is the schedule of rows if personal nets are trained
+    in rounds that their clients miss, otherwise None.
     """
 
     psi_init: float
@@ -26,6 +28,7 @@ class Distillation(NamedTuple):
     global_loss: float
     start_round: int | None
     global_rates: np.ndarray
+    catching_up: CatchingUp | None
 
 
 def adaped(setup, settings):
@@ -40,6 +43,9 @@ def adaped(setup, settings):
         clients = {"personal": np.tile(start, (setup.n_clients, 1))}
         if settings.start_round is not None:
             clients["started"] = np.zeros(setup.n_clients, dtype=bool)
+        if settings.catching_up is not None:
+            known = server if setup.before is None else setup.before.server
+            clients |= received(known, engines.population, setup.n_clients)
         return server, clients
 
     def server_update(server, total, t):
@@ -51,6 +57,7 @@ def adaped(setup, settings):
         partial(adaped_update, setup, settings, averaging),
         server_update,
         averaging.shapes(**{"global": (engines.population.n_parameters,), "psi": ()}),
+        None if settings.catching_up is None else what_is_left(setup, settings),
         record=lambda server: {"psi": float(server["psi"])},
     )
 
@@ -63,21 +70,18 @@ def adaped_update(setup, settings, averaging, server, t, batch, clients):
 
 def adaped_steps(setup, settings, averaging, server, t, block):
     """Local steps of Algorithm 2; each part of a step uses the newest values."""
-    (client, population), rate = setup.engines, setup.rates[t]
-    shared_rate = settings.global_rates[t]
-    kept, before = started(settings, server, t, block.clients), None
+    (client, population), shared_rate = setup.engines, settings.global_rates[t]
+    *missed, block = block.rounds(setup.local_steps)
+    kept, before = caught_up(setup, settings, t, missed, block.clients), None
+    kept = started(settings, server, t, kept)
     personal = client.models(kept["personal"], block.n_clients)
     shared = population.models(server["global"], block.n_clients)
-    psi = personal.values.new_full((block.n_clients,), float(server["psi"]))
+    nets, psi = (personal, shared), personal.values.new_full((len(block.X),), float(server["psi"]))
     divergence = partial(population.divergence, from_first=settings.from_global)
     move_shared, noisy = _steps_of(setup.noisy_steps, shared, block)
     for X, y in block.steps():
-        outputs, others = block.read(client, personal(X)), shared(X)
-        losses = personal.losses(outputs, y)
-        before = losses.detach() if before is None else before
-        theirs = population.log_probabilities(block.read(population, others))
-        gap = divergence(theirs.detach(), client.log_probabilities(outputs))
-        personal.step(losses + gap / (2 * psi), rate)
+        losses, others, theirs = personal_step(setup, settings, t, block, nets, psi, X, y)
+        before = losses if before is None else before
 
         own = client.log_probabilities(block.read(client, personal.evaluate(X)))
         pull = divergence(theirs, own) / (2 * psi)
@@ -92,8 +96,72 @@ def adaped_steps(setup, settings, averaging, server, t, block):
     change = psi.double().cpu().numpy() - float(server["psi"])
     message = averaging.message(**{"global": shared.change(), "psi": change})
     kept = {**kept, "personal": personal.array()}
+    if settings.catching_up is not None:
+        kept |= received(server, population, block.n_clients)
     kept.pop("offset", None)
     return Update(message, kept, np.asarray(before.cpu(), dtype=np.float64))
+
+
+def personal_step(setup, settings, t, block, nets, psi, X, y):
+    """Step of round `t` of personal nets, which are the first of `nets`; the global ones stay.
+
+    Losses (g,) of personal nets before it, outputs and log probabilities of the global ones.
+    """
+    (client, population), (personal, shared) = setup.engines, nets
+    outputs, others = block.read(client, personal(X)), shared(X)
+    losses = personal.losses(outputs, y)
+    theirs = population.log_probabilities(block.read(population, others))
+    own = client.log_probabilities(outputs)
+    gap = population.divergence(theirs.detach(), own, from_first=settings.from_global)
+    personal.step(losses + gap / (2 * psi), setup.rates[t])
+    return losses.detach(), others, theirs
+
+
+def received(server, population, n_clients):
+    """What n clients keep of what they got from the server, as arrays with clients first."""
+    vector = server["global"].astype(population.array_dtype)
+    psi = np.full(n_clients, float(server["psi"]))
+    return {"received": np.tile(vector, (n_clients, 1)), "received_psi": psi}
+
+
+def caught_up(setup, settings, t, missed, clients):
+    """Arrays of a block's clients after the latest rounds before `t`, which they `missed`.
+
+    Of these there is a block each. Personal nets alone are trained, as in a round, against the
+    global net and psi that the client received in its last one.
+    """
+    if not missed:
+        return clients
+    (client, population), n_clients = setup.engines, missed[0].n_clients
+    shared, values = population.models(clients["received"], n_clients), clients["personal"]
+    for earlier, block in zip(range(t - len(missed), t), missed, strict=True):
+        personal = client.models(values, n_clients)
+        psi, nets = personal.values.new_tensor(clients["received_psi"]), (personal, shared.evaluate)
+        for X, y in block.steps():
+            personal_step(setup, settings, earlier, block, nets, psi, X, y)
+        values = personal.array()
+    return {**clients, "personal": values}
+
+
+def what_is_left(setup, settings):
+    """Last phase of rounds that clients missed since they last took part."""
+
+    def init(server, clients):
+        return {"personal": clients["personal"]}
+
+    update = partial(_left_update, setup, settings)
+    return LastPhase(init, update, settings.catching_up._replace(now=False))
+
+
+def _left_update(setup, settings, server, t, batch, clients, own):
+    def local_steps(block):
+        missed = list(block.rounds(setup.local_steps))
+        done = caught_up(setup, settings, t, missed, block.clients)
+        return Update({}, {"personal": done["personal"]}, np.zeros(block.n_clients))
+
+    client, population = setup.engines
+    done = client.run(local_steps, batch, {**clients, **own}, population)
+    return done.clients, done.losses
 
 
 def _steps_of(noisy_steps, shared, block):

@@ -28,6 +28,7 @@ from tests.helpers.nets import (  # noqa: E402
     batches_of_last_phase,
     batches_of_rounds,
     descend,
+    gap_of,
     moved,
     personal_weights,
     population_weights,
@@ -230,12 +231,6 @@ def test_a_huge_psi_is_local_training():
     for fitted in both_ways(model, *data):
         np.testing.assert_allclose(personal_weights(fitted), expected, rtol=0, atol=CLOSE)
         assert_population(fitted, module)
-
-
-def gap_of(truth, other):
-    """Mean over rows of the divergence from the probabilities `truth` to `other`, from logits."""
-    logs = [F.log_softmax(outputs, dim=1) for outputs in (other, truth)]
-    return F.kl_div(*logs, reduction="batchmean", log_target=True)
 
 
 def naive_adaped(module, data, direction, global_loss, start_round, options):

@@ -102,6 +102,9 @@ if not WITHOUT_TORCH:
         FedAvgClassifier(label_prior="client", **SHORTER),
         FedAvgClassifier(head="bayes", client_fraction=0.5, **SHORTER),
         AdaPeDClassifier(personal_start="global", global_loss=1.0, client_fraction=0.5, **SHORTER),
+        AdaPeDClassifier(
+            train_unsampled=True, label_prior="client", client_fraction=0.5, **SHORTER
+        ),
     ]
 # Wrappers, for scikit-learn's checks. The client column is one of their float features there, so
 # every row is a client and the noise variance has to be known.
@@ -157,7 +160,12 @@ if not WITHOUT_TORCH:
         ),
         FedAvgRegressor(noise_multiplier=2.0, clip_norm=1.0, client_fraction=0.5, **SHORTER),
         AdaPeDClassifier(
-            noise="per_step", epsilon=8.0, clip_norm=1.0, client_fraction=0.5, **SHORTER
+            train_unsampled=2,
+            noise="per_step",
+            epsilon=8.0,
+            clip_norm=1.0,
+            client_fraction=0.5,
+            **SHORTER,
         ),
         AdaPeDClassifier(
             epsilon=1.0, clip_norm=1.0, client_fraction=0.5, label_prior="client", **SHORTER

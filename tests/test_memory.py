@@ -39,17 +39,20 @@ def test_memory_is_as_stated(estimator, d, per_row, per_client, n_rows):
     assert 0.6 * stated < peak < 1.02 * stated + work_space
 
 
-def test_personal_nets_take_one_vector_a_client():
-    """Beyond it there is a copy of the rows, and what the few sampled clients need."""
+@pytest.mark.parametrize(("train_unsampled", "n_vectors", "late"), [(False, 1, 0), (True, 3, 512)])
+def test_personal_nets_take_few_vectors_a_client(train_unsampled, n_vectors, late):
+    """Beyond them there is a copy of the rows, and what the clients of a block need."""
     nn = pytest.importorskip("torch").nn
     skorch = pytest.importorskip("skorch")
     n_clients, d, n_hidden = 1000, 784, 12
     net = nn.Sequential(nn.Linear(d, n_hidden), nn.ReLU(), nn.Linear(n_hidden, 10))
     recipe = skorch.NeuralNetClassifier(net, criterion=nn.CrossEntropyLoss, batch_size=6)
     model = AdaPeDClassifier(recipe, n_rounds=1, local_steps=2, client_fraction=0.005)
+    model.set_params(train_unsampled=train_unsampled)
     rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(n_clients), 2)
     X, y = rng.normal(size=(len(groups), d)).astype(np.float32), rng.integers(0, 10, len(groups))
     peak = peak_bytes(lambda: model.set_params(random_state=0).fit(X, y, groups=groups))
-    vectors = 4 * n_clients * (d * n_hidden + n_hidden + 10 * n_hidden + 10)
-    assert vectors < peak < 1.02 * (vectors + X.nbytes) + 1.5e6
+    vector = 4 * (d * n_hidden + n_hidden + 10 * n_hidden + 10)
+    vectors = n_vectors * n_clients * vector
+    assert vectors < peak < 1.02 * (vectors + X.nbytes + late * vector) + 1.5e6

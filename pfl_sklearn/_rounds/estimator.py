@@ -422,14 +422,15 @@ def _roster_of(earlier, ids, last):
 def _first_state(task, clip_quantile):
     """State that rounds start from; what earlier rounds left stays as it is.
 
-    A bound that follows a quantile goes on from where it was.
+    A bound that follows a quantile goes on from where it was. Arrays that the method has no use for
+    any more, as its parameters changed, are left behind.
     """
     run, n_clients = task.run, len(task.roster.ids)
     state = start_state(run.method, run.rows, run.release, n_clients)
     if task.earlier is None:
         return state
     old = task.earlier.state.copy()
-    for name in old.clients.keys() - set(run.constants):
+    for name in (old.clients.keys() & state.clients.keys()) - set(run.constants):
         state.clients[name][run.positions] = old.clients[name]
     own = {}
     for name, values in old.own.items():

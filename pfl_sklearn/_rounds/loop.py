@@ -47,9 +47,10 @@ class LastPhase(NamedTuple):
     """What every client does on its own rows after the rounds. It sends nothing.
 
     ``init(server, clients)`` gives the phase's arrays of all clients, clients first;
-    ``update(server, batch, clients, own)`` gives their new values and losses for a block. They are
-    arrays of their own: rounds that go on later never see them. `schedule` picks the rows. Clients
-    without rows keep what an earlier last phase left.
+    ``update(server, t, batch, clients, own)`` gives their new values and losses for a block after t
+    rounds. They are arrays of their own: rounds that go on later never see them. `schedule` picks
+    the rows, from the state that its ``after_rounds`` gives. Clients without rows keep what an
+    earlier last phase left.
 
     A phase may come `after` another one, whose arrays ``init`` then gets among the clients'.
     """
@@ -224,6 +225,7 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
     sampled clients cost.
     """
     generators, n_expected = plan.generators(state.round), plan.sampling.rate * rows.n_clients
+    left, state.own = state.own, {}
     with batch_mapper(plan.n_jobs) as (run, workers):
         for t in range(state.round, plan.n_rounds):
             rng = next(generators)
@@ -252,7 +254,7 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
             state.own = {}
         else:
             rng = plan.late_generator(state.round, _LAST_PHASE)
-            state.own = _run_last_phase(method.last_phase, rows, state, rng, run, protected)
+            state.own = _run_last_phase(method.last_phase, rows, state, left, rng, run, protected)
     return state
 
 
@@ -269,19 +271,22 @@ def _record(state, n_sampled, loss, released, more):
     state.bound = released.bound_next
 
 
-def _run_last_phase(phase, rows, state, rng, run, protected):
-    """Arrays that the last phase leaves; a client whose result is not finite keeps the initial."""
+def _run_last_phase(phase, rows, state, left, rng, run, protected):
+    """Arrays that the last phase leaves, if an earlier one `left` others.
+
+    A client whose result is not finite keeps the initial ones.
+    """
     before = {}
     if phase.after is not None:
-        before = _run_last_phase(phase.after, rows, state, rng, run, protected)
+        before = _run_last_phase(phase.after, rows, state, left, rng, run, protected)
     server, clients = _views(state.server), _views({**state.clients, **before})
     own = {name: np.array(values) for name, values in phase.init(server, clients).items()}
-    for name in own.keys() & state.own.keys():
+    for name in own.keys() & left.keys():
         absent = np.delete(np.arange(len(own[name])), rows.clients)
-        own[name][absent] = state.own[name][absent]
+        own[name][absent] = left[name][absent]
     rows = rows.with_schedule(phase.schedule)
-    schedule = phase.schedule.start(rows, len(rows.clients))
-    update = partial(phase.update, server)
+    schedule = phase.schedule.after_rounds(rows, state.schedule)
+    update = partial(phase.update, server, state.round)
     everyone = np.arange(rows.n_clients)
     for first in range(0, len(everyone), _AT_ONCE):
         some = everyone[first : first + _AT_ONCE]

@@ -133,6 +133,10 @@ class Reshuffled(NamedTuple):
             "clients": rows.clients.copy(),
         }
 
+    def after_rounds(self, rows, earlier):
+        """State of a phase after rounds, whose own was `earlier`: every client starts anew."""
+        return self.start(rows, rows.n_clients)
+
     def resume(self, rows, n_clients, earlier, where):
         """State in which clients with as many rows as before go on with their pass."""
         state = self.start(rows, n_clients)
@@ -163,6 +167,56 @@ class Reshuffled(NamedTuple):
                     clients = sampled.take(members[some])
                     taken[some] = advance(state, clients, first.take(members[some]), steps, rng)
             found.append((members, taken.reshape(len(members), self.n_batches, size)))
+        return found
+
+
+class CatchingUp(NamedTuple):
+    """Batches of the rounds that a client missed, and after them those of the round itself.
+
+    Those of each round are as in `plain`. A client missed the rounds since the last one that it
+    took part in, or since round `joined`, if it is new now. At most `most` of them count, the
+    latest. They do not count for a client whose last round came before `since`. After the rounds
+    there is no round of its own (`now` False). The state is that of `plain`, and the round after
+    the last one of each client, ``following`` (n_clients,).
+    """
+
+    plain: Reshuffled
+    most: int
+    joined: int = 0
+    since: int = -1
+    now: bool = True
+
+    def start(self, rows, n_clients):
+        """State before the first round of clients that are new."""
+        plain = self.plain.start(rows, n_clients)
+        return {**plain, "following": np.full(n_clients, self.joined)}
+
+    def after_rounds(self, rows, earlier):
+        """State of a phase after rounds, in which clients go on where the rounds left them."""
+        return {name: np.copy(values) for name, values in earlier.items()}
+
+    def resume(self, rows, n_clients, earlier, where):
+        """State in which clients go on, also those without rows."""
+        following = np.full(n_clients, self.joined)
+        following[where] = earlier["following"]
+        plain = self.plain.resume(rows, n_clients, earlier, where)
+        return {**plain, "following": following}
+
+    def draw(self, rows, sampled, state, t, rng):
+        """Next rows: a list of members (g,) and the numbers (g, n_batches, b) of their rows.
+
+        Members have missed equally many rounds; those who have nothing to do are left out.
+        """
+        clients, found = rows.clients.take(sampled), []
+        following = state["following"].take(clients)
+        rounds = np.where(following > self.since, np.minimum(t - following, self.most), 0)
+        rounds += self.now
+        for count in _distinct(rounds[rounds > 0]):
+            (members,) = (rounds == count).nonzero()
+            steps = self.plain._replace(n_batches=count * self.plain.n_batches)
+            drawn = steps.draw(rows, sampled.take(members), state, t, rng)
+            found += [(members.take(part), numbers) for part, numbers in drawn]
+        state["following"][clients] = t + 1
         return found
 
 
@@ -201,7 +255,7 @@ class ClientRows(NamedTuple):
     y: np.ndarray
     offsets: np.ndarray
     clients: np.ndarray
-    schedule: InTurn | Reshuffled
+    schedule: InTurn | Reshuffled | CatchingUp
     at_once: int | None = None
     seeded: bool = False
 

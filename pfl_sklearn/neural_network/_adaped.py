@@ -1,146 +1,21 @@
 """AdaPeD: personal nets near a global one in what they predict, at a distance that is learned."""
 
 import math
-from functools import partial
 from numbers import Integral, Real
-from typing import NamedTuple
 
 import numpy as np
 
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._docs import fill_doc
-from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn._rounds.privacy import is_private
+from pfl_sklearn._rounds.rows import CatchingUp
 from pfl_sklearn.neural_network._base import BaseNeural, Engines, backend
+from pfl_sklearn.neural_network._distillation import Distillation, adaped, check_steps
 from pfl_sklearn.neural_network._docs import NEURAL
-from pfl_sklearn.neural_network._pieces import Averaging, NoisyGradients
 from pfl_sklearn.neural_network._targets import LABEL_PRIOR, NeuralClassifierMixin
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
-_GLOBAL, _PSI = 0, 1  # parts of the model that steps through noise move
-
-
-class Distillation(NamedTuple):
-    """Settings of the steps: of psi, of the divergence, and of the global net's own loss.
-
-    Personal nets start from the global one when their client first takes part in round
-    `start_round` or later; None: they have their own start. `global_rates` are the learning rates
-    of the global net by round.
-    """
-
-    psi_init: float
-    psi_min: float
-    psi_rate: float
-    from_global: bool
-    global_loss: float
-    start_round: int | None
-    global_rates: np.ndarray
-
-
-def adaped(setup, settings):
-    """The method."""
-    engines = setup.engines
-    averaging = Averaging(setup.n_expected, setup.divides_by_count)
-    kind = engines.client.array_dtype
-
-    def init():
-        start = engines.client.start().astype(kind)
-        server = {"global": engines.population.start(), "psi": np.array(settings.psi_init)}
-        clients = {"personal": np.tile(start, (setup.n_clients, 1))}
-        if settings.start_round is not None:
-            clients["started"] = np.zeros(setup.n_clients, dtype=bool)
-        return server, clients
-
-    def server_update(server, total, t):
-        moved = averaging.server_update(server, total, t)
-        return {**moved, "psi": np.maximum(moved["psi"], settings.psi_min)}
-
-    return Method(
-        init,
-        partial(adaped_update, setup, settings, averaging),
-        server_update,
-        averaging.shapes(**{"global": (engines.population.n_parameters,), "psi": ()}),
-        record=lambda server: {"psi": float(server["psi"])},
-    )
-
-
-def adaped_update(setup, settings, averaging, server, t, batch, clients):
-    """What the clients of a block changed, and their personal nets."""
-    steps = partial(adaped_steps, setup, settings, averaging, server, t)
-    return setup.engines.client.run(steps, batch, clients, setup.engines.population)
-
-
-def adaped_steps(setup, settings, averaging, server, t, block):
-    """Local steps of Algorithm 2; each part of a step uses the newest values."""
-    (client, population), rate = setup.engines, setup.rates[t]
-    shared_rate = settings.global_rates[t]
-    kept, before = started(settings, server, t, block.clients), None
-    personal = client.models(kept["personal"], block.n_clients)
-    shared = population.models(server["global"], block.n_clients)
-    psi = personal.values.new_full((block.n_clients,), float(server["psi"]))
-    divergence = partial(population.divergence, from_first=settings.from_global)
-    move_shared, noisy = _steps_of(setup.noisy_steps, shared, block)
-    for X, y in block.steps():
-        outputs, others = block.read(client, personal(X)), shared(X)
-        losses = personal.losses(outputs, y)
-        before = losses.detach() if before is None else before
-        theirs = population.log_probabilities(block.read(population, others))
-        gap = divergence(theirs.detach(), client.log_probabilities(outputs))
-        personal.step(losses + gap / (2 * psi), rate)
-
-        own = client.log_probabilities(block.read(client, personal.evaluate(X)))
-        pull = divergence(theirs, own) / (2 * psi)
-        if settings.global_loss:
-            pull = pull + settings.global_loss * shared.losses(others, y)
-        move_shared(pull, shared_rate)
-
-        others = block.read(population, shared.evaluate(X))
-        gap = divergence(population.log_probabilities(others), own)
-        psi = psi - settings.psi_rate * noisy(1 / (2 * psi) - gap / (2 * psi**2))
-        psi = psi.clamp_min(settings.psi_min)
-    change = psi.double().cpu().numpy() - float(server["psi"])
-    message = averaging.message(**{"global": shared.change(), "psi": change})
-    kept = {**kept, "personal": personal.array()}
-    kept.pop("offset", None)
-    return Update(message, kept, np.asarray(before.cpu(), dtype=np.float64))
-
-
-def _steps_of(noisy_steps, shared, block):
-    """How the global nets of a block step, from losses, and what becomes of slopes (g,) of psi."""
-    if noisy_steps is None:
-        return shared.step, lambda slopes: slopes
-    gradients = NoisyGradients(noisy_steps, block.seeds)
-    move_shared = partial(shared.step_through, partial(gradients, _GLOBAL))
-    return move_shared, lambda slopes: gradients(_PSI, slopes[:, None])[:, 0]
-
-
-def check_steps(engine, rates):
-    """Raise ValueError if noise on gradients does not cover all that a net sends."""
-    if engine.moving:
-        raise ValueError(
-            f"training moves {', '.join(engine.moving)} of the net without a gradient, so "
-            "noise='per_step' does not protect it; use noise='per_round', or a module without it."
-        )
-    if engine.array_dtype.itemsize < 4:
-        raise ValueError(
-            f"the net computes in {engine.array_dtype}, whose rounding is too coarse for "
-            "noise='per_step'; use single or double precision."
-        )
-    decay = np.abs(rates).max() * engine.optimizer.weight_decay
-    if not decay <= 2:
-        raise ValueError(
-            f"lr times weight_decay of the net is {decay:.4g}, which blows up differences; "
-            "noise='per_step' is certified up to 2."
-        )
-
-
-def started(settings, server, t, clients):
-    """Arrays of a block's clients, of which some start from the global net now."""
-    if settings.start_round is None or t < settings.start_round:
-        return clients
-    personal = clients["personal"].copy()
-    personal[~clients["started"]] = server["global"]
-    return {**clients, "personal": personal, "started": np.ones_like(clients["started"])}
+_MOST_MISSED = 5  # rounds that clients make up for at most
 
 
 @fill_doc(NEURAL)
@@ -174,6 +49,10 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         client first takes part in round `personal_start_round` or later.
     personal_start_round : int or None, default=None
         First such round, counted from 0; None: three quarters of `n_rounds`.
+    train_unsampled : bool or int >= 1, default=False
+        Let personal nets go on in rounds that their client is not sampled in, against the global
+        net and psi that it received last. An integer is how many such rounds in a row count, at
+        most; True stands for 5.
     global_estimator : skorch net or None, default=None
         Recipe of a global net of another kind, which clients can afford less or share more easily.
         Its ``batch_size`` does not count. None: that of `estimator`.
@@ -214,6 +93,22 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     means over the rows of a batch. The listing has clients send the values before their last step;
     ours send those after it. `global_loss` and `personal_start` are not in the paper.
 
+    With `train_unsampled` this is Algorithm 7. In a round without it, a client takes `local_steps`
+    steps of its personal net alone, on its next batches and at the learning rate of that round:
+
+    - The global net and psi stay as it received them: as the server had them at the start of the
+      last round that the client was sampled in. Before its first one they are those that the server
+      had when the client came or the option was turned on, so `psi_init` and the initial net in a
+      first fit.
+    - Of the rounds that it missed in a row the latest count, up to the cap. Without a cap, a client
+      that is rarely sampled would in effect train alone.
+    - Nobody else notices what it does, so it is done when the client is sampled next, at no cost
+      until then. What is left after the last round is done on a copy, and rounds that go on later
+      are those of a longer fit.
+    - With ``personal_start="global"`` rounds count once the client took part in round
+      `personal_start_round` or a later one. A client that never did has the global net.
+    - Calls of ``partial_fit`` without rows of a client consist of rounds that it missed.
+
     With noise this is DP-AdaPeD. By default it has a form that can be accounted for as a whole:
     local steps are free of noise, the changes of the global net and of psi are clipped together,
     and their sum gets noise once a round. ``noise="per_step"`` is the printed algorithm, in which
@@ -229,10 +124,14 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     server as well; sampling lowers delta alone, because a client that takes no part adds no noise.
     Momentum would add up gradients, and is refused there.
 
-    Personal nets are not protected, and need not be, because they stay with their clients.
+    Personal nets are not protected, and need not be, because they stay with their clients. However
+    they are trained, a client's message or gradient is clipped to the same bound, which is all that
+    either epsilon rests on. So `train_unsampled` costs no privacy.
 
-    Memory: one vector of parameters for each client; a round needs six for each client of a block,
-    and two messages for each sampled client.
+    Memory: one vector of parameters for each client, and two more with `train_unsampled`, for the
+    global net that it received and for its net after the last round; a round needs six for each
+    client of a block, or seven, and two messages for each sampled client. What is left after the
+    last round is done for 512 clients at a time, with another vector for each of them.
 
     %(common_notes)s
 
@@ -265,6 +164,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         "global_loss": [Interval(Real, 0, None, closed="left")],
         "personal_start": [StrOptions({"own", "global"})],
         "personal_start_round": [Interval(Integral, 0, None, closed="left"), None],
+        "train_unsampled": ["boolean", Interval(Integral, 1, None, closed="left")],
         "global_estimator": "no_validation",
         "noise": [StrOptions({"per_round", "per_step"})],
         "psi_clip_norm": [Interval(Real, 0, None, closed="neither")],
@@ -284,6 +184,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         global_loss=0.0,
         personal_start="own",
         personal_start_round=None,
+        train_unsampled=False,
         global_estimator=None,
         noise="per_round",
         psi_clip_norm=0.1,
@@ -329,6 +230,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         self.global_loss = global_loss
         self.personal_start = personal_start
         self.personal_start_round = personal_start_round
+        self.train_unsampled = train_unsampled
         self.global_estimator = global_estimator
         self.noise = noise
         self.psi_clip_norm = psi_clip_norm
@@ -371,19 +273,39 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     def _method(self, setup):
         if setup.noisy_steps is not None:
             check_steps(setup.engines.population, self._global_rates(setup))
-        start_round = self.personal_start_round
-        if start_round is None:
-            start_round = 3 * self.n_rounds // 4
         settings = Distillation(
             self.psi_init,
             self.psi_min,
             self.psi_learning_rate,
             self.kd_direction == "global_to_personal",
             self.global_loss,
-            start_round if self.personal_start == "global" else None,
+            self._start_round,
             self._global_rates(setup),
+            self._catching_up(setup),
         )
         return adaped(setup, settings)
+
+    @property
+    def _start_round(self):
+        """First round in which personal nets start from the global one, or None."""
+        if self.personal_start == "own":
+            return None
+        given = self.personal_start_round
+        return 3 * self.n_rounds // 4 if given is None else given
+
+    def _catching_up(self, setup):
+        """Schedule of rows that has those of missed rounds, or None."""
+        if not self.train_unsampled:
+            return None
+        plain, most = super()._schedule(setup), self.train_unsampled
+        if isinstance(most, bool | np.bool_):
+            most = _MOST_MISSED
+        if self._start_round is not None:
+            return CatchingUp(plain, most, since=self._start_round)
+        return CatchingUp(plain, most, joined=0 if setup.before is None else setup.before.round)
+
+    def _schedule(self, setup):
+        return self._catching_up(setup) or super()._schedule(setup)
 
     def _global_rates(self, setup):
         if self.global_estimator is None:
@@ -412,7 +334,8 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         return {"global": 1.0, "psi": self.psi_clip_norm / self.clip_norm}
 
     def _personal_models(self, state):
-        personal, begun = state.clients["personal"], state.clients.get("started")
+        begun = state.clients.get("started")
+        personal = state.own.get("personal", state.clients["personal"])
         if begun is None or begun.all():
             return personal
         start = state.server["global"].astype(personal.dtype)

@@ -11,6 +11,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from pfl_sklearn._clients import rows_by_client
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._rounds.estimator import BaseRounds, Run, sampling_of
+from pfl_sklearn._rounds.loop import State
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
@@ -34,8 +35,9 @@ class Setup(NamedTuple):
 
     The engines; how many clients there are, and how many are expected in a round; the learning rate
     of every round (n_rounds + 1,); rows of a batch, and batches of a round; whether the server
-    divides sums by the number of clients that took part, rather than by the expected number; and
-    the mechanism that clients put their gradients through, or None.
+    divides sums by the number of clients that took part, rather than by the expected number; the
+    mechanism that clients put their gradients through, or None; and the state that rounds go on
+    from, or None.
     """
 
     engines: Engines
@@ -46,6 +48,7 @@ class Setup(NamedTuple):
     local_steps: int
     divides_by_count: bool
     noisy_steps: NoisySteps | None
+    before: State | None
 
 
 def backend():
@@ -200,6 +203,7 @@ class BaseNeural(BaseRounds):
             local_steps=self.local_steps,
             divides_by_count=self.clip_norm is None,
             noisy_steps=None if self._noisy_steps is None else mechanism,
+            before=None if earlier is None else earlier.state,
         )
         found, offsets = self._label_offsets(table, clients, roster, earlier)
         method = _with_offsets(self._method(setup), offsets)
@@ -209,7 +213,7 @@ class BaseNeural(BaseRounds):
             recipes.as_targets(net, y, private),
             first_rows,
             roster.now,
-            Reshuffled(batch_size, self.local_steps),
+            self._schedule(setup),
             min(engine.clients_at_once for engine in engines),
             not all(engine.stacked for engine in engines) or setup.noisy_steps is not None,
         )
@@ -224,6 +228,10 @@ class BaseNeural(BaseRounds):
             layout=engines,
             advice=_advice(net, setup.rates[0]),
         )
+
+    def _schedule(self, setup):
+        """Which rows come next."""
+        return Reshuffled(setup.batch_size, setup.local_steps)
 
     def _check_goes_on(self, earlier):
         """Raise ValueError if the noise of the earlier rounds was drawn by somebody else."""

@@ -397,6 +397,12 @@ class Block(NamedTuple):
         """Outputs (g, b, ...) as these clients read them, with their offsets."""
         return outputs if self.offsets is None else engine.shifted(outputs, self.offsets)
 
+    def rounds(self, n_steps):
+        """Blocks of the same clients with so many of the steps each, in order."""
+        for first in range(0, self.X.shape[1], n_steps):
+            here = slice(first, first + n_steps)
+            yield self._replace(X=self.X[:, here], y=self.y[:, here])
+
     def steps(self):
         """Rows (g, b, ...) and targets (g, b, ...) of each step."""
         for k in range(self.X.shape[1]):

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from skorch import NeuralNetClassifier
 from torch import nn
+from torch.nn import functional as F
 
 from pfl_sklearn._rounds.loop import Plan, Sampling
-from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
+from pfl_sklearn._rounds.rows import CatchingUp, ClientRows, Reshuffled
 from pfl_sklearn.neural_network import MLP
 
 SIZES = np.array([3, 9, 4, 9, 14, 3, 12, 5])  # rows of each client
@@ -126,6 +127,36 @@ def batches_of_last_phase(n_rounds, seed, n_steps, sizes=SIZES, batch_size=4):
     return _by_client(rows, np.arange(len(sizes)), state, n_rounds, rng)
 
 
+def batches_with_missed_rounds(n_rounds, seed, local_steps, rate, most, since=-1):
+    """Who takes part in each round, and the rows (local_steps, 4) of a (round, client).
+
+    Also of rounds that clients miss, of which the latest `most` before their next one count.
+    """
+    rows = _numbered(SIZES, 4, local_steps)
+    schedule = CatchingUp(rows.schedule, most, since=since)
+    plan, taken, rows_of = Plan(n_rounds, Sampling(rate), (seed, 1)), [], {}
+    state, generators = schedule.start(rows, len(SIZES)), plan.generators(0)
+    for t in range(n_rounds):
+        rng = next(generators)
+        taken.append(plan.sampling.draw(rng, len(SIZES)))
+        found = _by_client(rows.with_schedule(schedule), taken[-1], state, t, rng)
+        rows_of |= _by_round(found, local_steps, t + 1)
+    after, rng = schedule._replace(now=False), plan.late_generator(n_rounds, 1 << 101)
+    everyone = np.arange(len(SIZES))
+    found = _by_client(rows.with_schedule(after), everyone, state, n_rounds, rng)
+    rows_of |= _by_round(found, local_steps, n_rounds)
+    return [sampled.tolist() for sampled in taken], rows_of
+
+
+def _by_round(found, local_steps, end):
+    """Rows of each (round, client), from those of clients up to the round before `end`."""
+    rows_of = {}
+    for i, numbers in found:
+        parts = numbers.reshape(-1, local_steps, numbers.shape[1])
+        rows_of |= {(end - len(parts) + k, i): part for k, part in enumerate(parts)}
+    return rows_of
+
+
 def _numbered(sizes, batch_size, n_batches):
     numbers = np.arange(np.sum(sizes))
     offsets = np.cumsum([0, *sizes])
@@ -145,6 +176,12 @@ def descend(optimizer, loss):
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
+
+
+def gap_of(truth, other):
+    """Mean over rows of the divergence from the probabilities `truth` to `other`, from logits."""
+    logs = [F.log_softmax(outputs, dim=1) for outputs in (other, truth)]
+    return F.kl_div(*logs, reduction="batchmean", log_target=True)
 
 
 def trained(module, batches, X, y, kind=torch.optim.SGD, criterion=None, **options):

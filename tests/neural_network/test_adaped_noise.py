@@ -1,12 +1,14 @@
 """DP-AdaPeD: what noise on sums and noise in steps do, what they cost, and what is refused."""
 
 import math
+from itertools import islice
 
 import numpy as np
 import pytest
 from scipy.optimize import brentq
 from scipy.stats import binom
 
+from pfl_sklearn._rounds.loop import Plan, Sampling
 from pfl_sklearn.neural_network import AdaPeDClassifier
 from pfl_sklearn.privacy import PrivacyLedger, gdp_delta, gdp_epsilon
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
@@ -102,6 +104,13 @@ def kl(first, second, X):
     return (one.exp() * (one - other)).sum(dim=1).mean()
 
 
+def members_of_rounds(n_rounds, seed, rate, n_clients=5):
+    """Clients that take part in each round."""
+    plan = Plan(n_rounds, Sampling(rate), (seed, 1))
+    drawn = (plan.sampling.draw(rng, n_clients) for rng in plan.generators(0))
+    return [members.tolist() for members in islice(drawn, n_rounds)]
+
+
 @pytest.mark.parametrize("stacked", [True, False])
 def test_a_round_is_that_of_the_paper(stacked, sent, monkeypatch):
     """Clients' messages after one round, with the noise that their seeds give."""
@@ -162,6 +171,38 @@ def test_other_rows_move_a_message_by_the_bounds_of_all_steps(size, decay, sent)
     assert size > 30 or change[2, :-1].any()  # where the net overflows, gradients count as 0
     assert np.linalg.norm(change[2, :-1]) <= 2 * STEPS * 0.3 * RATE * (1 + 1e-5)
     assert abs(change[2, -1]) <= 2 * STEPS * 0.02 * PSI_RATE * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("size", [1.0, 30.0, 1e20])
+@pytest.mark.parametrize("noise", ["per_round", "per_step"])
+def test_missed_rounds_widen_no_bound(size, noise, sent):
+    """The first message of a client that trained its own net in two rounds without it."""
+    X, y, groups = table()
+    rounds = (members_of_rounds(3, seed, 0.5) for seed in range(100))
+    pattern = [False, False, True]
+    seed, who = next(
+        (seed, members)
+        for seed, members in enumerate(rounds)
+        if [2 in some for some in members] == pattern
+    )
+    given = {"n_rounds": 3, "client_fraction": 0.5, "noise_multiplier": 1.5, "random_state": seed}
+    given |= {"train_unsampled": True, "noise": noise, "psi_clip_norm": 0.02, "psi_init": 0.6}
+    found = []
+    for sign in (1, -1):
+        X[groups == 2], y[groups == 2] = sign * size, np.arange(8) % 2 if sign > 0 else 1
+        found.append(adaped(**given).fit(X, y, groups=groups)._progress.state)
+    change, at = sent[5] - sent[2], who[2].index(2)
+    assert not np.delete(change, at, axis=0).any()
+    assert size > 30 or change[at, :-1].any()
+    first, second = found
+    assert size > 30 or (first.clients["personal"][2] != second.clients["personal"][2]).any()
+    if noise == "per_step":
+        assert np.linalg.norm(change[at, :-1]) <= 2 * STEPS * 0.3 * RATE * (1 + 1e-5)
+        assert abs(change[at, -1]) <= 2 * STEPS * 0.02 * PSI_RATE * (1 + 1e-5)
+    else:
+        both = first.server["global"] - second.server["global"]
+        psi = (first.server["psi"] - second.server["psi"]) / 0.02 * 0.3
+        assert 0 < np.linalg.norm([*both, psi]) <= 2 * 0.3 / 2.5 * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("psi_clip_norm", [1e-3, 0.05, 1.0])

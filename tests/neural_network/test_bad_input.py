@@ -193,6 +193,11 @@ def test_schedulers_that_follow_a_score(policy):
     refused(FedAvgClassifier(net), "ReduceLROnPlateau")
 
 
+@pytest.mark.parametrize("cap", [0, -1, 2.5, None, "all"])
+def test_caps_of_missed_rounds(cap):
+    refused(AdaPeDClassifier(net_of(), train_unsampled=cap), "'train_unsampled' parameter")
+
+
 def test_adaped_takes_its_own_steps():
     refused(AdaPeDClassifier(net_of(optimizer=torch.optim.Adam)), "optimizer=Adam.*SGD")
 

@@ -25,7 +25,7 @@ def rows(n_features):
     return X, np.repeat(np.arange(N_CLIENTS), N_ROWS), rng
 
 
-def classifier(kind, hidden, batch_size, **params):
+def classifier(kind, hidden, batch_size, n_rounds=2, given=(), **params):
     net = NeuralNetClassifier(
         MLP,
         module__hidden=hidden,
@@ -34,7 +34,12 @@ def classifier(kind, hidden, batch_size, **params):
         batch_size=batch_size,
         **params,
     )
-    return kind(net, n_rounds=2, local_steps=3, random_state=0)
+    return kind(net, n_rounds=n_rounds, local_steps=3, random_state=0, **dict(given))
+
+
+def unsampled():
+    given = {"train_unsampled": 2, "client_fraction": 0.4}
+    return classifier(AdaPeDClassifier, 5, 33, n_rounds=5, given=given)
 
 
 def regressor(hidden, batch_size):
@@ -47,6 +52,7 @@ CASES = {
     "odd batch": (lambda: classifier(FedAvgClassifier, 5, 33), 7),
     "momentum": (lambda: classifier(FedAvgClassifier, 5, 33, optimizer__momentum=0.9), 7),
     "adaped": (lambda: classifier(AdaPeDClassifier, 5, 33), 7),
+    "unsampled": (unsampled, 7),
     "one by one": (lambda: classifier(FedAvgClassifier, 5, 129), 7),
     "one output": (lambda: regressor((), 48), 13),
     "one feature": (lambda: regressor((48, 5), 41), 1),
@@ -68,4 +74,5 @@ def test_any_block_gives_the_same_bits(monkeypatch, name):
     for state in found[1:]:
         np.testing.assert_equal(state.server, found[0].server)
         np.testing.assert_equal(state.clients, found[0].clients)
+        np.testing.assert_equal(state.own, found[0].own)
         assert state.history["loss"] == found[0].history["loss"]

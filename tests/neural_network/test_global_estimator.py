@@ -41,12 +41,25 @@ def test_the_two_nets_have_their_own_sizes():
     assert len(list(alone.net_.module_.parameters())) == 4
 
 
-def test_personal_nets_that_are_held_by_nothing_train_alone():
+UNSAMPLED = {"train_unsampled": 2, "client_fraction": 0.4}
+
+
+@pytest.mark.parametrize("given", [{}, UNSAMPLED], ids=str)
+def test_personal_nets_that_are_held_by_nothing_train_alone(given):
     """With psi so large, the global net is of no consequence for them."""
-    loose = {"psi_init": 1e12, "psi_learning_rate": 0.0}
+    loose = {"psi_init": 1e12, "psi_learning_rate": 0.0, **given}
     nets = [small(lr=0.1), recipe(Dropped), recipe(MLP, module__hidden=3)]
     first, second = (fit(global_estimator=net, **loose) for net in (nets[0], nets[2]))
     np.testing.assert_allclose(first.parameters_, second.parameters_, atol=1e-6)
+
+
+@pytest.mark.parametrize("given", [{}, UNSAMPLED], ids=str)
+def test_a_global_net_of_the_same_kind(given):
+    with torch.random.fork_rng():
+        net = recipe(MLP(7, 3, 5))
+    one, other = (fit(estimator=net, global_estimator=some, **given) for some in (None, net))
+    np.testing.assert_array_equal(other.parameters_, one.parameters_)
+    np.testing.assert_array_equal(other.population_parameters_, one.population_parameters_)
 
 
 def test_the_global_net_has_its_own_learning_rate():

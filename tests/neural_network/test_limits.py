@@ -28,6 +28,7 @@ from tests.helpers.nets import (  # noqa: E402
     batches_of_last_phase,
     batches_of_rounds,
     descend,
+    gap_of,
     moved,
     personal_weights,
     population_weights,
@@ -232,12 +233,6 @@ def test_a_huge_psi_is_local_training():
         assert_population(fitted, module)
 
 
-def gap_of(truth, other):
-    """Mean over rows of the divergence from the probabilities `truth` to `other`, from logits."""
-    logs = [F.log_softmax(outputs, dim=1) for outputs in (other, truth)]
-    return F.kl_div(*logs, reduction="batchmean", log_target=True)
-
-
 def naive_adaped(module, data, direction, global_loss, start_round, options):
     """Global net, personal nets and psi of Algorithm 2, client by client and step by step."""
     shared, psi, psis = module, 3.0, []
@@ -320,3 +315,13 @@ def test_the_global_start_comes_late_by_default():
         each.fit(X, y, groups=groups)
     np.testing.assert_array_equal(personal_weights(model), personal_weights(late))
     assert (personal_weights(model) != personal_weights(later)).any()
+
+
+def test_a_warm_start_may_let_nets_that_started_from_the_global_one_go_on():
+    """As nets that had their own start: another round changes those of its clients alone."""
+    X, y, groups = table()
+    model = AdaPeDClassifier(recipe(), personal_start="global", personal_start_round=1, **MANY)
+    before = model.set_params(warm_start=True).fit(X, y, groups=groups).parameters_.copy()
+    model.set_params(personal_start="own", n_rounds=7).fit(X, y, groups=groups)
+    moved = (model.parameters_ != before).any(axis=1)
+    assert model.history_["n_clients"][-1] == np.sum(moved) > 0

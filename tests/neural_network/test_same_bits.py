@@ -46,10 +46,11 @@ METHODS = {
     "fedavg": lambda net: FedAvgClassifier(net, fine_tune_steps=3, **MANY),
     "local": lambda net: LocalNetClassifier(net, **MANY),
     "adaped": lambda net: AdaPeDClassifier(net, personal_start="global", **MANY),
+    "unsampled": lambda net: AdaPeDClassifier(net, train_unsampled=2, **MANY),
     "private": lambda net: AdaPeDClassifier(net, clip_quantile=0.5, **NOISE, **MANY),
 }
 QUICK = {("fedavg", net) for net in NETS} | {("adaped", "perceptron")}
-QUICK |= {("local", "perceptron")}
+QUICK |= {("local", "perceptron"), ("unsampled", "perceptron"), ("unsampled", "dropout")}
 PAIRS = [
     pytest.param(method, net, marks=() if (method, net) in QUICK else pytest.mark.slow)
     for method in METHODS
@@ -110,7 +111,9 @@ def test_rows_of_the_clients_in_turn(method, net):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "net"), [(m, n) for m in ("fedavg", "adaped") for n in NETS])
+@pytest.mark.parametrize(
+    ("method", "net"), [(m, n) for m in ("fedavg", "adaped", "unsampled") for n in NETS]
+)
 def test_processes(method, net):
     model, data = model_and_data(method, net)
     whole = fitted(clone(model), *data)

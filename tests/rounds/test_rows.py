@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
-from pfl_sklearn._rounds.rows import ClientRows, InTurn, Reshuffled
+from pfl_sklearn._rounds.rows import CatchingUp, ClientRows, InTurn, Reshuffled
 
 SIZES = np.array([1, 7, 2, 7, 5, 1, 12, 3])
 
@@ -51,6 +51,59 @@ def test_every_pass_uses_each_row_once(sizes, batch_size, n_batches, seed):
             part = stream[start : start + sizes[i]]
             assert set(part) <= set(own)
             assert len(set(part)) == len(part)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    most=st.integers(1, 4),
+    since=st.sampled_from([-1, 2]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_batches_of_missed_rounds_come_first(sizes, most, since, seed):
+    """And each pass uses each row once."""
+    schedule = CatchingUp(Reshuffled(3, 2), most, since=since)
+    rows, rng = rows_of(sizes, schedule), np.random.default_rng(seed)
+    state, latest = schedule.start(rows, len(sizes)), np.full(len(sizes), -1)
+    streams = [[] for _ in sizes]
+    for t in range(9):
+        sampled = np.flatnonzero(rng.random(len(sizes)) < 0.4)
+        if t == 8:
+            sampled, rows = np.arange(len(sizes)), rows.with_schedule(schedule._replace(now=False))
+            state = rows.schedule.after_rounds(rows, state)
+        found = {}
+        for block in rows.blocks(sampled, state, t, rng):
+            found |= dict(zip(block.clients.tolist(), block.batch.y, strict=True))
+        for i in sampled:
+            missed = min(t - latest[i] - 1, most) if latest[i] >= since else 0
+            numbers = found.pop(i, np.zeros((0, 0), dtype=int))
+            assert len(numbers) == 2 * (missed + (t < 8))
+            streams[i] += [numbers.ravel()]
+        assert not found
+        latest[sampled] = t
+    for i, stream in enumerate(map(np.concatenate, streams)):
+        own = np.arange(rows.offsets[i], rows.offsets[i + 1])
+        for start in range(0, len(stream) - sizes[i] + 1, sizes[i]):
+            np.testing.assert_array_equal(np.sort(stream[start : start + sizes[i]]), own)
+
+
+def test_clients_without_rows_miss_rounds_and_new_ones_do_not():
+    """Clients 0 and 1 of a run become 0 and 2 of four, of whom 0, 1 and 3 have rows."""
+    schedule, rng = CatchingUp(Reshuffled(3, 1), 9), np.random.default_rng(0)
+    _, state = taken(rows_of([5, 6], schedule), 4, rng)
+    rows = rows_of([5, 4, 7], schedule._replace(joined=4))._replace(clients=np.array([0, 1, 3]))
+    state = rows.schedule.resume(rows, 4, state, np.array([0, 2]))
+    assert batches_drawn(rows, [0, 1], state, 6, rng) == {0: 3, 1: 3}
+    rows = rows_of([5, 4, 6, 7], schedule._replace(joined=7))
+    state = rows.schedule.resume(rows, 4, state, np.arange(4))
+    assert batches_drawn(rows, [0, 1, 2, 3], state, 8, rng) == {0: 2, 1: 2, 2: 5, 3: 5}
+
+
+def batches_drawn(rows, sampled, state, t, rng):
+    """Number of batches of each client."""
+    blocks = rows.blocks(np.array(sampled), state, t, rng)
+    pairs = ((block.clients.tolist(), map(len, block.chosen)) for block in blocks)
+    return {i: n for clients, numbers in pairs for i, n in zip(clients, numbers, strict=True)}
 
 
 def test_orders_are_uniform():

@@ -36,10 +36,8 @@ models = {
     "each client alone": LocalNetClassifier(**rounds),
     "one net (FedAvg)": FedAvgClassifier(**rounds),
     "fine-tuned": FedAvgClassifier(fine_tune_steps=30, **rounds),
-    "AdaPeD, as printed": AdaPeDClassifier(**rounds),
-    "AdaPeD, start from the global net": AdaPeDClassifier(
-        global_loss=1.0, personal_start="global", **rounds
-    ),
+    "AdaPeD, as printed": AdaPeDClassifier(global_loss=0.0, personal_start="own", **rounds),
+    "AdaPeD": AdaPeDClassifier(**rounds),
     "one net, label frequencies": FedAvgClassifier(label_prior="client", **rounds),
 }
 rows = {}

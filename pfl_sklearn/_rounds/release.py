@@ -58,7 +58,8 @@ class JointSum:
                 )
         if not self.shapes:  # nothing is sent
             return Released({}, bound, 0.0)
-        if math.isinf(bound):  # nothing is clipped or noised, so parts need not be put together
+        if isinstance(self.mechanism, ClippedSum) and self.mechanism.clip_norm is None:
+            # Nothing is clipped or noised, so that parts need not be put together.
             return Released(
                 {name: _sum(messages[name], shape) for name, shape in self.shapes.items()},
                 bound,

@@ -41,12 +41,13 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         Step of psi.
     kd_direction : {"global_to_personal", "personal_to_global"}, default="global_to_personal"
         Which net's probabilities the divergence takes its mean over: the first one's.
-    global_loss : float >= 0, default=0.0
+    global_loss : float >= 0, default=1.0
         Weight of the clients' losses in the steps of the global net, which is otherwise moved by
         the personal nets' predictions alone.
-    personal_start : {"own", "global"}, default="own"
+    personal_start : {"own", "global"} or None, default=None
         Where personal nets start: from the initial weights, or from the global net, when their
-        client first takes part in round `personal_start_round` or later.
+        client first takes part in round `personal_start_round` or later. None: "global", but "own"
+        with noise, which makes the global net a bad start, and beside a `global_estimator`.
     personal_start_round : int or None, default=None
         First such round, counted from 0; None: three quarters of `n_rounds`.
     train_unsampled : bool or int >= 1, default=False
@@ -91,7 +92,9 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     :math:`\mathrm{KL}(p_\mu \| p_\theta) / (2 \psi)`, the client's copy of the global net follows
     the second term, and psi follows :math:`\log(\psi) / 2` plus the second term. Divergences are
     means over the rows of a batch. The listing has clients send the values before their last step;
-    ours send those after it. `global_loss` and `personal_start` are not in the paper.
+    ours send those after it. `global_loss` and `personal_start` are not in the paper; the printed
+    algorithm is ``global_loss=0, personal_start="own"``. With few rows a client its global net
+    learns too late to help.
 
     With `train_unsampled` this is Algorithm 7. In a round without it, a client takes `local_steps`
     steps of its personal net alone, on its next batches and at the learning rate of that round:
@@ -162,7 +165,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         "psi_learning_rate": [Interval(Real, 0, None, closed="left")],
         "kd_direction": [StrOptions({"global_to_personal", "personal_to_global"})],
         "global_loss": [Interval(Real, 0, None, closed="left")],
-        "personal_start": [StrOptions({"own", "global"})],
+        "personal_start": [StrOptions({"own", "global"}), None],
         "personal_start_round": [Interval(Integral, 0, None, closed="left"), None],
         "train_unsampled": ["boolean", Interval(Integral, 1, None, closed="left")],
         "global_estimator": "no_validation",
@@ -181,8 +184,8 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         psi_min=0.5,
         psi_learning_rate=0.05,
         kd_direction="global_to_personal",
-        global_loss=0.0,
-        personal_start="own",
+        global_loss=1.0,
+        personal_start=None,
         personal_start_round=None,
         train_unsampled=False,
         global_estimator=None,
@@ -261,7 +264,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         if self.personal_start == "global":
             raise ValueError(
                 "got personal_start='global' with a global_estimator: personal nets cannot start "
-                "from a net of another recipe. Give personal_start='own'."
+                "from a net of another recipe. Give personal_start='own' or None."
             )
         self._check_recipe(self.global_estimator, "global_estimator")
         if self.global_estimator.device != self._recipe().device:
@@ -286,9 +289,15 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         return adaped(setup, settings)
 
     @property
+    def _starts_from_global(self):
+        if self.personal_start is None:
+            return self.global_estimator is None and not is_private(self)
+        return self.personal_start == "global"
+
+    @property
     def _start_round(self):
         """First round in which personal nets start from the global one, or None."""
-        if self.personal_start == "own":
+        if not self._starts_from_global:
             return None
         given = self.personal_start_round
         return 3 * self.n_rounds // 4 if given is None else given

@@ -36,7 +36,7 @@ def net(hidden=(), **params):
 
 def adaped(recipe=None, **params):
     shared = {"n_rounds": 2, "local_steps": STEPS, "clip_norm": 0.3, "delta": 1e-3}
-    more = {"random_state": 0, "psi_learning_rate": PSI_RATE}
+    more = {"random_state": 0, "psi_learning_rate": PSI_RATE, "global_loss": 0.0}
     return AdaPeDClassifier(recipe or net(), **{**shared, **more, **params})
 
 

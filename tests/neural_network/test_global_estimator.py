@@ -13,12 +13,12 @@ from torch import nn  # noqa: E402
 from pfl_sklearn.neural_network import MLP, AdaPeDClassifier  # noqa: E402
 from tests.helpers.nets import Convolutions, Dropped, recipe, table  # noqa: E402
 
-SHORT = {"n_rounds": 3, "local_steps": 2, "random_state": 0}
+SHORT = {"n_rounds": 3, "local_steps": 2, "personal_start": "own", "random_state": 0}
 
 
 def fit(shape=(7,), estimator=None, **params):
     X, y, groups = table(shape)
-    return AdaPeDClassifier(estimator, **SHORT, **params).fit(X, y, groups=groups)
+    return AdaPeDClassifier(estimator, **{**SHORT, **params}).fit(X, y, groups=groups)
 
 
 def proba(model, shape=(7,)):
@@ -110,3 +110,8 @@ def test_with_noise_nothing_is_looked_at():
 def test_what_is_refused(params, match):
     with pytest.raises((ValueError, TypeError), match=match):
         fit(**{"global_estimator": small(), **params})
+
+
+def test_personal_nets_have_their_own_start_unless_told():
+    own, default = (fit(global_estimator=small(), personal_start=start) for start in ("own", None))
+    np.testing.assert_array_equal(own.parameters_, default.parameters_)

@@ -40,6 +40,7 @@ from tests.helpers.nets import (  # noqa: E402
 
 SEED, RATE, CLOSE = 5, 0.6, 1e-7
 MANY = {"n_rounds": 6, "local_steps": 3, "client_fraction": RATE, "random_state": SEED}
+PRINTED = {"global_loss": 0.0, "personal_start": "own"}  # the paper's AdaPeD
 
 
 def module_of(hidden=5, n_outputs=3):
@@ -225,7 +226,9 @@ def test_regressors_client_by_client(n_outputs):
 
 def test_a_huge_psi_is_local_training():
     data, module = table(), module_of()
-    model = AdaPeDClassifier(recipe(module), psi_init=1e12, psi_learning_rate=0.0, **MANY)
+    model = AdaPeDClassifier(
+        recipe(module), psi_init=1e12, psi_learning_rate=0.0, **MANY, **PRINTED
+    )
     local = LocalNetClassifier(recipe(module), **MANY).fit(*data[:2], groups=data[2])
     expected = personal_weights(local)
     for fitted in both_ways(model, *data):
@@ -325,3 +328,20 @@ def test_a_warm_start_may_let_nets_that_started_from_the_global_one_go_on():
     model.set_params(personal_start="own", n_rounds=7).fit(X, y, groups=groups)
     moved = (model.parameters_ != before).any(axis=1)
     assert model.history_["n_clients"][-1] == np.sum(moved) > 0
+
+
+NOISE = {"noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-3}
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+@pytest.mark.parametrize(("given", "start"), [({}, "global"), (NOISE, "own")])
+def test_where_personal_nets_start_unless_told(given, start):
+    """A noisy global net is a bad start."""
+    X, y, groups = table()
+    models = {
+        where: AdaPeDClassifier(recipe(), personal_start=where, **MANY, **given)
+        for where in (None, "own", "global")
+    }
+    weights = {name: personal_weights(m.fit(X, y, groups=groups)) for name, m in models.items()}
+    np.testing.assert_array_equal(weights[None], weights[start])
+    assert (weights["own"] != weights["global"]).any()

@@ -30,10 +30,11 @@ from tests.helpers.nets import (  # noqa: E402
 
 SEED, RATE, N_ROUNDS, STEPS, CLOSE = 5, 0.35, 9, 3, 1e-7
 MANY = {"n_rounds": N_ROUNDS, "local_steps": STEPS, "client_fraction": RATE, "random_state": SEED}
+PRINTED = {"global_loss": 0.0, "personal_start": "own"}  # the paper's algorithm
 
 
 def adaped(net=None, **params):
-    return AdaPeDClassifier(net or recipe(), **{**MANY, "train_unsampled": 2, **params})
+    return AdaPeDClassifier(net or recipe(), **{**MANY, **PRINTED, "train_unsampled": 2, **params})
 
 
 def state_of(model):

@@ -235,7 +235,8 @@ class ClientMixin:
         check_is_fitted(self)
         report = self.privacy_  # type: ignore[attr-defined]
         if not np.isfinite(report.epsilon):
-            public = [name for name in self._population_attributes if not name.startswith("_")]
+            known = (name for name in self._population_attributes if hasattr(self, name))
+            public = [name for name in known if not name.startswith("_")]
             raise ValueError(
                 f"release() of this {type(self).__name__} would publish unprotected values "
                 f"({', '.join(public) or 'the population model'}), because epsilon is infinite; "

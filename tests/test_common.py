@@ -46,6 +46,7 @@ from pfl_sklearn.neural_network import (
 )
 from pfl_sklearn.priors import (
     BetaPrior,
+    DirichletPrior,
     DiscretePrior,
     GaussianMixturePrior,
     GaussianPrior,
@@ -158,7 +159,11 @@ if not WITHOUT_TORCH:
         FedAvgClassifier(
             noise_multiplier=2.0, clip_norm=1.0, label_prior="client", head="bayes", **SHORTER
         ),
+        FedAvgClassifier(
+            epsilon=4.0, clip_norm=1.0, label_prior=DirichletPrior(), head=1.0, **SHORTER
+        ),
         FedAvgRegressor(noise_multiplier=2.0, clip_norm=1.0, client_fraction=0.5, **SHORTER),
+        LocalNetClassifier(epsilon=4.0, label_prior=DirichletPrior(), **SHORTER),
         AdaPeDClassifier(
             train_unsampled=2,
             noise="per_step",

@@ -25,11 +25,11 @@ from pfl_sklearn._rounds.loop import DivergenceError, Method, Plan, Sampling, St
 from pfl_sklearn._rounds.loop import start as start_state
 from pfl_sklearn._rounds.privacy import (
     check_privacy,
+    fit_events,
     is_private,
     mechanism_of,
     relation_of_rounds,
     report_of,
-    round_events,
 )
 from pfl_sklearn._rounds.stopping import FlatRule, run_until_flat
 from pfl_sklearn._warnings import warn_caller
@@ -120,6 +120,9 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
     - ``_rounds_of_a_pass(clients)``: rounds of one ``partial_fit`` without noise;
     - ``_check_parameters()``, if parameters of its own can contradict one another;
     - `_noisy_steps`, if clients add the noise in their local steps;
+    - ``_releases_labels(earlier)``, if the clients' label frequencies may be summed with noise
+      before the rounds, and `_label_share`, the share of the budget that this takes;
+    - `_assumptions`: what the privacy of a fit rests on besides;
     - `_ends_when_flat` and ``_last_round(before)``, if the data may say when the rounds are over:
       ``_make_run`` then takes `until_flat` and gives a run with a rule, and `max_rounds` is a
       parameter;
@@ -187,7 +190,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
                 f"n_rounds={self.n_rounds} is less than the {earlier.state.round} rounds that were "
                 "run before; with warm_start=True it counts them in."
             )
-        events = round_events(self, missing, earlier and earlier.spent)
+        events = fit_events(self, missing, earlier, earlier and earlier.spent)
         mechanism = mechanism_of(self, events)  # refuses bounds before anything is charged
         checkpoint = self._open_checkpoint(missing)
         if checkpoint is None or not checkpoint.resumes:
@@ -212,7 +215,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         earlier = self._earlier()
         self._check_all_parameters()
         missing = self._last_round(0)
-        events = round_events(self, missing)
+        events = fit_events(self, missing, earlier)
         mechanism = mechanism_of(self, events)
         charge_events(self, events, first_round=earlier.state.round if earlier else 0)
         clients = self._encode_fit(groups, num_samples(X))
@@ -239,6 +242,15 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
     def _communicates(self):
         """Whether the rounds send anything."""
         return True
+
+    def _releases_labels(self, earlier):
+        """Whether the fit sums the clients' label frequencies, with noise, before its rounds."""
+        return False
+
+    @property
+    def _assumptions(self):
+        """Further assumptions of the privacy report."""
+        return ()
 
     def _check_parameters(self):
         """Raise ValueError if parameters of the family contradict one another."""
@@ -361,7 +373,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
 
     def _privacy_events(self):
         """Accounting events of a fit from the start."""
-        return round_events(self, self._last_round(0))
+        return fit_events(self, self._last_round(0))
 
     @property
     def _privacy_relation(self):
@@ -472,7 +484,7 @@ def _progress_after(task, state, events, last, noise_multiplier):
     n_rows[roster.now] += np.bincount(task.clients.codes)
     spent = None if events is None or spent is None else (*spent, *events)
     noise = earlier.noise_multiplier if earlier is not None and last == earlier.state.round else 0.0
-    if events:
+    if noise_multiplier:
         noise = noise_multiplier
     run = task.run
     return Progress(state, roster.ids, n_rows, spent, run.found, stopped, run.layout, noise)

@@ -4,11 +4,15 @@ import dataclasses
 import math
 
 from pfl_sklearn.privacy import (
+    FrequencyMoments,
+    GaussianEvent,
     PrivacyReport,
     SampledGaussian,
     calibrate_rounds,
     events_epsilon,
+    gdp_mu,
 )
+from pfl_sklearn.privacy._accounting._calibration import usual_mu
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
 from pfl_sklearn.privacy._report import VALID_TABLES, leaking, private_report
 
@@ -16,7 +20,10 @@ _STOPPED = (
     "a callback ended the rounds early: unless it looked at public data alone, the number of "
     "rounds reveals what the scores without noise were"
 )
+# A sum over all clients before the rounds; replacing a client moves it as far as zeroing one out.
+LABEL_SUMS = FrequencyMoments()
 _RELATIONS = {"poisson": "zero_out", "fixed": "replace_one"}
+_LABELS = "the sum of all clients' label frequencies and their squared length"
 _OTHER = {"zero_out": "replace_one", "replace_one": "zero_out"}
 _SECRET_NUMBER = (
     "nobody but the server learns how many clients take part in a round: the number is in no "
@@ -57,11 +64,45 @@ def check_privacy(model):
         raise ValueError("got delta=0; Gaussian noise needs delta above 0.")
 
 
-def round_events(model, n_rounds, spent=()):
+def fit_events(model, n_rounds, earlier=None, spent=()):
+    """Accounting events of `n_rounds` rounds, and of a sum of label frequencies before them.
+
+    () if nothing is released, None without noise. They follow from the parameters alone, and from
+    what the `earlier` rounds released. The noise is that of the rounds `spent`, if there are any.
+    """
+    before = (label_event(model),) if model._releases_labels(earlier) else ()
+    rounds = round_events(model, n_rounds, rounds_of(spent), *before)
+    return None if rounds is None else (*before, *rounds)
+
+
+def label_event(model):
+    """Accounting event of the sum of label frequencies.
+
+    Its share is one of squared Gaussian-DP parameters, which add up. Where no epsilon is given, it
+    is a share of what the sum and `n_rounds` rounds spend together, in the limit of many rounds.
+    """
+    share = model._label_share
+    if model.noise_multiplier is None:
+        mu = math.sqrt(share) * gdp_mu(model.epsilon, model.delta)
+    elif not model._communicates:
+        mu = 1 / model.noise_multiplier
+    else:
+        (rounds,) = round_events(model, model.n_rounds)
+        mu = math.sqrt(share / (1 - share)) * usual_mu(rounds, relation_of_rounds(model))
+    return GaussianEvent(None, mu, mu_zero_out=mu)
+
+
+def label_noise_std(event):
+    """Standard deviation of the noise on the sum of label frequencies."""
+    return LABEL_SUMS.sensitivity / event.mu_replace_one
+
+
+def round_events(model, n_rounds, spent=(), besides=None):
     """Accounting events of `n_rounds` rounds; () if they release nothing, None without noise.
 
     They follow from the parameters alone. The noise is that of the rounds `spent`, if there are
     any. Where clients add it in their steps, it is stated for what all steps of a round add up to.
+    The event `besides` takes a part of epsilon.
     """
     if not is_private(model):
         return None
@@ -79,8 +120,14 @@ def round_events(model, n_rounds, spent=()):
             n_rounds=n_rounds,
             rate=model.client_fraction,
             sampling=sampling,
+            besides=besides,
         )
     return (SampledGaussian(float(z), n_rounds, model.client_fraction, sampling),)
+
+
+def rounds_of(spent):
+    """Events of rounds, among those `spent`."""
+    return tuple(event for event in spent or () if isinstance(event, SampledGaussian))
 
 
 def _accounted(model):
@@ -94,7 +141,8 @@ def _accounted(model):
 
 def mechanism_of(model, events):
     """Mechanism of a round."""
-    z = events[0].noise_multiplier if events else 0.0
+    rounds = rounds_of(events)
+    z = rounds[-1].noise_multiplier if rounds else 0.0
     if (steps := model._noisy_steps) is not None:
         return dataclasses.replace(steps, noise_multiplier=z * steps.reach)
     quantile = model.clip_quantile if model._communicates else None  # an unused bound stays
@@ -118,35 +166,56 @@ def report_of(model, progress):
         report = dataclasses.replace(
             PrivacyReport.of_known_population(released, kept, n_clients),
             mechanism="nothing is released: no round of a global model was run",
-            assumptions=("the number of clients is public", VALID_TABLES),
+            assumptions=("the number of clients is public", VALID_TABLES, *model._assumptions),
         )
         return leaking(report, _STOPPED) if progress.stopped else report
-    relation = relation_of_rounds(model)
+    relation, rounds = relation_of_rounds(model), rounds_of(spent)
     other = _OTHER[relation]
     epsilon, elsewhere = (events_epsilon(spent, model.delta, name) for name in (relation, other))
     report = private_report(
-        {
-            **mechanism_of(model, spent[-1:]).facts(spent[-1], model.delta, relation),
-            "epsilon": epsilon,
-        },
+        {**_facts(model, spent, relation), "epsilon": epsilon},
         n_clients=n_clients,
         seeded=model.random_state is not None,
         caveats=_round_caveats(model, epsilon, spent),
-        rounds=sum(event.n_rounds for event in spent),
+        rounds=sum(event.n_rounds for event in rounds),
         epsilon_under=((other, elsewhere),),
         epsilon_outsiders=_against_outsiders(model, relation, spent),
-        released=released,
+        released=released if rounds == spent else ("label_prior_", *released),
         not_released=kept,
         assumptions=(
             "the labels that occur and the number of rounds are public, and the numbers of clients "
             "and rows that sums are divided by are constants",
-            *((_SECRET_NUMBER,) if _hidden(spent) else ()),
+            *((_SECRET_NUMBER,) if _hidden(rounds) else ()),
             "clip_norm, learning_rate and the other parameters are the user's, not the data's",
+            *model._assumptions,
             "joint differential privacy: what a client computes from the released models and its "
             "own rows protects the other clients, not itself",
         ),
     )
     return leaking(report, _STOPPED) if progress.stopped else report
+
+
+def _facts(model, spent, relation):
+    """Facts about all releases for the privacy report."""
+    rounds = rounds_of(spent)
+    labels = [label_noise_std(event) for event in spent if event not in rounds]
+    if not rounds:
+        return {
+            "mechanism": f"Gaussian noise on {_LABELS}, rounded to a grid",
+            "delta": model.delta,
+            "relation": relation,
+            "noise_std": labels[0],
+            "sensitivity": LABEL_SUMS.sensitivity,
+            "trust": "central",
+            "accountant": "exact (Gaussian differential privacy)",
+        }
+    found = mechanism_of(model, rounds[-1:]).facts(rounds[-1], model.delta, relation)
+    for std in labels:
+        found["mechanism"] = (
+            f"before the rounds, Gaussian noise of sd {std:.4g} on {_LABELS}, of L2 sensitivity "
+            f"{LABEL_SUMS.sensitivity:.4g}; then {found['mechanism']}"
+        )
+    return found
 
 
 def epsilon_by_round(spent, delta, relation, rounds):
@@ -155,24 +224,27 @@ def epsilon_by_round(spent, delta, relation, rounds):
 
 
 def _first_rounds(spent, k):
-    """Events of the first k rounds."""
+    """Events of the first k rounds, and of what was released before one of them."""
     found = []
     for event in spent:
-        found.append(dataclasses.replace(event, n_rounds=min(int(k), event.n_rounds)))
-        k -= found[-1].n_rounds
+        if k > 0 and not rounds_of([event]):
+            found.append(event)
+        elif k > 0:
+            found.append(dataclasses.replace(event, n_rounds=min(int(k), event.n_rounds)))
+            k -= found[-1].n_rounds
     return found
 
 
-def _hidden(spent):
+def _hidden(rounds):
     """Whether the promise needs the number of clients in a round to be secret."""
-    return any(event.sampling == "poisson" and event.rate < 1 for event in spent)
+    return any(event.sampling == "poisson" and event.rate < 1 for event in rounds)
 
 
 def _against_outsiders(model, relation, spent):
     """Epsilon against all but the clients, if it is another one."""
     if model._noisy_steps is not None:  # every message is seen
         return None
-    if all(event.sampling == "poisson" or event.rate == 1 for event in spent):
+    if all(event.sampling == "poisson" or event.rate == 1 for event in rounds_of(spent)):
         return None
     return events_epsilon(spent, model.delta, relation, adversary="outsiders")
 
@@ -185,8 +257,9 @@ def _round_caveats(model, epsilon, spent):
             f"epsilon = {model.epsilon:.4g} was asked for each fit; with the rounds before, the "
             f"total is {epsilon:.4g}."
         )
-    taking_part = sum(event.n_rounds * event.rate for event in spent)
-    if taking_part <= model.delta:
+    rounds = rounds_of(spent)
+    taking_part = sum(event.n_rounds * event.rate for event in rounds)
+    if rounds and taking_part <= model.delta:
         found.append(
             f"A client takes part in {taking_part:.3g} rounds on average, which is at most delta: "
             "clients are protected only because they rarely take part, and those that do are not "

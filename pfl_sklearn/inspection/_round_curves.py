@@ -8,7 +8,7 @@ import pandas as pd
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._nesting import innermost_estimator
-from pfl_sklearn._rounds.privacy import epsilon_by_round
+from pfl_sklearn._rounds.privacy import epsilon_by_round, rounds_of
 from pfl_sklearn.inspection._privacy_scores import promise_of
 from pfl_sklearn.privacy import privacy_of
 
@@ -99,7 +99,7 @@ def _spent(fitted, report):
     progress = getattr(fitted, "_progress", None)
     if progress is None or not 0 < report.epsilon < math.inf:
         return ()
-    return progress.spent or ()
+    return progress.spent if rounds_of(progress.spent) else ()
 
 
 def _curve_of(fitted, report, name):
@@ -129,7 +129,7 @@ def _epsilon_curve(fitted, report):
             f"{report.epsilon:g}; expected one above 0 and finite, of rounds that were not handed "
             f"out. {' '.join(report.warnings)}"
         )
-    rounds = _some_rounds(sum(event.n_rounds for event in spent))
+    rounds = _some_rounds(sum(event.n_rounds for event in rounds_of(spent)))
     values = np.array(epsilon_by_round(spent, report.delta, report.relation, rounds))
     promise = promise_of(report.unit, report.relation, report.delta)
     note = f"epsilon of the first rounds: {promise};\n{_AGAINST[report.trust]}.\n{_NOT_COVERED}"

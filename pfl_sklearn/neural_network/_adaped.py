@@ -12,7 +12,7 @@ from pfl_sklearn._rounds.rows import CatchingUp
 from pfl_sklearn.neural_network._base import BaseNeural, Engines, backend
 from pfl_sklearn.neural_network._distillation import Distillation, adaped, check_steps
 from pfl_sklearn.neural_network._docs import NEURAL
-from pfl_sklearn.neural_network._targets import LABEL_PRIOR, NeuralClassifierMixin
+from pfl_sklearn.neural_network._targets import LABEL_PRIOR, LABEL_SHARE, NeuralClassifierMixin
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
 _MOST_MISSED = 5  # rounds that clients make up for at most
@@ -63,12 +63,13 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         client adds it itself. This is the algorithm as printed. `noise_multiplier` is then that of
         a single step, and has to be at least ``local_steps * sqrt(2)`` times that of "per_round"
         to spend as little; `epsilon` protects a client's whole data ("replace_one") under either
-        kind of sampling.
+        kind of sampling. An unknown `label_prior` then goes with "per_round" alone.
     psi_clip_norm : float > 0, default=0.1
         Bound of a client's change of psi, or of its gradient: `clip_norm` and it are the units of
         the two parts of a message. With noise on sums, the message is clipped to length 1 in these
         units. With noise in steps, each part is clipped by itself, and gets noise in its own units.
     %(label_prior)s
+    %(label_prior_share)s
     %(sampling)s
     %(privacy)s
     %(warm_start)s
@@ -78,6 +79,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     ----------
     classes_ : ndarray of shape (n_classes,)
         Sorted class labels.
+    %(label_prior_attribute)s
     %(net_attributes)s
     %(rounds_attributes)s
 
@@ -160,6 +162,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     _parameter_constraints = {
         **BaseNeural._parameter_constraints,
         **LABEL_PRIOR,
+        **LABEL_SHARE,
         "psi_init": [Interval(Real, 0, None, closed="neither")],
         "psi_min": [Interval(Real, 0, None, closed="neither")],
         "psi_learning_rate": [Interval(Real, 0, None, closed="left")],
@@ -180,6 +183,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         n_rounds=100,
         local_steps=10,
         label_prior=None,
+        label_prior_share=None,
         psi_init=4.0,
         psi_min=0.5,
         psi_learning_rate=0.05,
@@ -226,6 +230,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
             random_state=random_state,
         )
         self.label_prior = label_prior
+        self.label_prior_share = label_prior_share
         self.psi_init = psi_init
         self.psi_min = psi_min
         self.psi_learning_rate = psi_learning_rate

@@ -19,7 +19,7 @@ from pfl_sklearn.base import client_values
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
 _OPTIONAL = ("_personal", "_heads", "head_variances_")  # not every fit leaves them
-_OPTIONAL += ("_offsets", "_label_counts", "label_prior_")
+_OPTIONAL += ("_offsets", "_label_counts", "_label_sums", "label_prior_")
 _ADVICE = "lower the learning rate of the net (lr={rate:.4g}){scale}."
 
 
@@ -205,7 +205,7 @@ class BaseNeural(BaseRounds):
             noisy_steps=None if self._noisy_steps is None else mechanism,
             before=None if earlier is None else earlier.state,
         )
-        found, offsets = self._label_offsets(table, clients, roster, earlier)
+        found, offsets = self._label_offsets(table, clients, roster, earlier, order)
         method = _with_offsets(self._method(setup), offsets)
         net, private = engines.client.net, is_private(self)
         rows = ClientRows(
@@ -265,7 +265,7 @@ class BaseNeural(BaseRounds):
         recipes.check_outputs(engine.output_shape, table.details, net)
         return engine
 
-    def _label_offsets(self, table, clients, roster, earlier):
+    def _label_offsets(self, table, clients, roster, earlier, order):
         """Fitted attributes of label frequencies, and the clients' offsets; ({}, None) if none."""
         return {}, None
 

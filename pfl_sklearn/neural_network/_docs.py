@@ -27,7 +27,22 @@ NEURAL = {
             frequency of each label over the population's, and made to sum to 1; nets that clients
             keep as their own are trained through this. "client" estimates a
             :class:`~pfl_sklearn.priors.SparseDirichletPrior`; with noise it is the flat
-            Dirichlet prior, whose parameters are all 1, which is known.
+            Dirichlet prior, whose parameters are all 1, which is known. With noise, what a
+            :class:`~pfl_sklearn.priors.DirichletPrior` leaves unknown is estimated from one noisy
+            sum over all clients, which takes a part of epsilon and which further calls keep; other
+            priors have to be known. What you give must not come from these data.
+        """,
+    "label_prior_share": """
+        label_prior_share : float in (0, 1) or None, default=None
+            Share of the budget that the noisy sum for an unknown ``DirichletPrior`` takes: of the
+            squared parameter mu of Gaussian DP that belongs to `epsilon` and `delta`. The rounds
+            have the rest. With `noise_multiplier` it is the share of what the sum and `n_rounds`
+            rounds spend together, in the limit of many rounds. None: 0.05. Without noise it has no
+            effect.
+        """,
+    "label_prior_attribute": """
+        label_prior_ : DirichletPrior, SparseDirichletPrior or another label prior
+            Fitted prior of the label frequencies. Only with `label_prior`.
         """,
     "warm_start": """
         warm_start : bool, default=False

@@ -13,6 +13,7 @@ from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._pieces import Averaging, bayes_heads, fine_tuning, train
 from pfl_sklearn.neural_network._targets import (
     LABEL_PRIOR,
+    LABEL_SHARE,
     NeuralClassifierMixin,
     NeuralRegressorMixin,
 )
@@ -63,6 +64,7 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
         Weight of half the squared distance from the global net in a client's loss, by an implicit
         step. Above 0 this is FedProx.
     %(label_prior)s
+    %(label_prior_share)s
     %(sampling)s
     %(privacy)s
     %(warm_start)s
@@ -72,6 +74,7 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
     ----------
     classes_ : ndarray of shape (n_classes,)
         Sorted class labels.
+    %(label_prior_attribute)s
     head_variances_ : ndarray of shape (n_clients,)
         Prior variances of the clients' last layers. Only with `head`.
     %(net_attributes)s
@@ -155,6 +158,7 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
     _parameter_constraints = {
         **BaseNeural._parameter_constraints,
         **LABEL_PRIOR,
+        **LABEL_SHARE,
         "fine_tune_steps": [Interval(Integral, 0, None, closed="left")],
         "head": [StrOptions({"bayes"}), Interval(Real, 0, None, closed="left"), None],
         "proximal": [Interval(Real, 0, math.inf, closed="both")],
@@ -167,6 +171,7 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
         n_rounds=100,
         local_steps=10,
         label_prior=None,
+        label_prior_share=None,
         fine_tune_steps=0,
         head=None,
         proximal=0.0,
@@ -205,6 +210,7 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
             random_state=random_state,
         )
         self.label_prior = label_prior
+        self.label_prior_share = label_prior_share
         self.fine_tune_steps = fine_tune_steps
         self.head = head
         self.proximal = proximal

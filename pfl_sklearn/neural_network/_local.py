@@ -59,6 +59,7 @@ class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
     ----------
     classes_ : ndarray of shape (n_classes,)
         Sorted class labels.
+    %(label_prior_attribute)s
     %(net_attributes)s
     %(rounds_attributes)s
 
@@ -70,7 +71,9 @@ class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
     -----
     Every client starts from the same random net, which is also what clients get that ``fit`` did
     not see. A client takes `local_steps` steps in each round that it is sampled in. Nothing is
-    released, so epsilon is 0 whatever `epsilon` is, and no noise is added.
+    released, so epsilon is 0 whatever `epsilon` is, and no noise is added. The one exception is
+    the noisy sum for an unknown `label_prior`, which has all of `epsilon`. `noise_multiplier` is
+    then the standard deviation of its noise over its sensitivity, :math:`\sqrt 2`.
 
     Memory: one vector of parameters for each client.
 

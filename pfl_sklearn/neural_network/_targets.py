@@ -1,27 +1,43 @@
 """Classifiers and regressors among neural estimators: their targets and predictions."""
 
+from numbers import Real
+from typing import NamedTuple
+
 import numpy as np
 from sklearn.callback import with_callbacks
 from sklearn.utils import assert_all_finite, check_array, check_consistent_length
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 
-from pfl_sklearn._compat import HasMethods, StrOptions, fit_context
+from pfl_sklearn._compat import HasMethods, Interval, StrOptions, fit_context
 from pfl_sklearn._labels import read_known_classes
 from pfl_sklearn._rounds.estimator import CheckedTable
-from pfl_sklearn._rounds.privacy import is_private
+from pfl_sklearn._rounds.privacy import LABEL_SUMS, is_private, label_event, label_noise_std
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
 from pfl_sklearn.priors import DirichletPrior, SparseDirichletPrior
 
 LABEL_PRIOR = {  # ranges of a parameter that classifiers share
     "label_prior": [HasMethods(["fit_counts", "log_frequencies"]), StrOptions({"client"}), None],
 }
+LABEL_SHARE = {"label_prior_share": [Interval(Real, 0, 1, closed="neither"), None]}
+_DEFAULT_SHARE = 0.05
+_ALL = 1 - 1e-9  # of the budget, so that rounding does not exceed it
+
+
+class LabelSums(NamedTuple):
+    """Noisy sums over clients, as ``DirichletPrior.fit_sums`` takes them."""
+
+    frequencies: np.ndarray  # (n_labels,)
+    square: float
+    n_rows: np.ndarray  # (n_clients,)
+    noise_std: float
 
 
 class NeuralClassifierMixin(ClientClassifierMixin):
     """Labels and probabilities of neural classifiers."""
 
     _is_classifier = True
+    _population_attributes = ("_population", "label_prior_")
 
     def _default_component(self, name, value):
         if name == "label_prior" and value == "client":
@@ -34,24 +50,85 @@ class NeuralClassifierMixin(ClientClassifierMixin):
 
     def _check_parameters(self):
         super()._check_parameters()
-        prior = self.label_prior
-        given = prior is not None and not isinstance(prior, str)
-        if is_private(self) and given and getattr(prior, "is_known", False) is not True:
+        self._check_label_prior()
+
+    def _check_label_prior(self):
+        """Raise ValueError if the label prior cannot be estimated as it would have to be."""
+        prior, from_sums = self.label_prior, self._prior_from_sums
+        if is_private(self) and self._prior_is_unknown and not from_sums:
             raise ValueError(
                 f"label_prior={prior!r} would be estimated from the clients' labels, which noise "
-                "does not cover; give all its parameters, or 'client' for the flat Dirichlet prior."
+                "does not cover; give all its parameters, DirichletPrior(), which is estimated "
+                "from one noisy sum, or 'client' for the flat Dirichlet prior."
+            )
+        if is_private(self) and from_sums and self._noisy_steps is not None:
+            raise ValueError(
+                f"label_prior={prior!r} would be estimated by a server that sees every client's "
+                "label frequencies, and clients that add noise='per_step' themselves need not "
+                "trust it; give all its parameters, or noise='per_round'."
+            )
+        share = getattr(self, "label_prior_share", None)
+        if share is not None and not from_sums:
+            raise ValueError(
+                f"got label_prior_share={share!r} with label_prior={prior!r}, which is not "
+                "estimated from a noisy sum; give label_prior=DirichletPrior(), or "
+                "label_prior_share=None."
             )
 
-    def _label_prior(self, n_classes):
-        """Prior of the clients' label frequencies; with noise it is known."""
-        if not isinstance(self.label_prior, str):
-            return self.label_prior
-        uniform = DirichletPrior(np.full(n_classes, 1 / n_classes), float(n_classes))
-        return uniform if is_private(self) else SparseDirichletPrior()
+    @property
+    def _prior_is_unknown(self):
+        """Whether the label prior is a given one with parameters to estimate."""
+        given = self.label_prior is not None and not isinstance(self.label_prior, str)
+        return given and getattr(self.label_prior, "is_known", False) is not True
 
-    def _label_offsets(self, table, clients, roster, earlier):
+    @property
+    def _prior_from_sums(self):
+        """Whether the label prior can be estimated from noisy sums, and has to be estimated."""
+        return self._prior_is_unknown and hasattr(self.label_prior, "fit_sums")
+
+    def _releases_labels(self, earlier):
+        before = earlier is not None and "_label_sums" in earlier.found
+        return is_private(self) and self._prior_from_sums and not before
+
+    @property
+    def _label_share(self):
+        """Share of the budget for the label prior: all of it, if nothing else is released."""
+        if not self._communicates:
+            return _ALL
+        return _DEFAULT_SHARE if self.label_prior_share is None else self.label_prior_share
+
+    @property
+    def _assumptions(self):
+        if self.label_prior is None or isinstance(self.label_prior, str):
+            return ()
+        if all(value is None for value in vars(self.label_prior).values()):
+            return ()
+        return ("what label_prior gives is the user's: it was not computed from these data",)
+
+    def _label_prior(self, counts, sums):
+        """Fitted prior of label frequencies: from counts (m, K), or with noise from their sums."""
+        prior, n_classes = self.label_prior, counts.shape[1]
+        if not is_private(self):
+            return (SparseDirichletPrior() if isinstance(prior, str) else prior).fit_counts(counts)
+        if isinstance(prior, str):
+            return DirichletPrior(np.full(n_classes, 1 / n_classes), float(n_classes))
+        if self._prior_from_sums:
+            return prior.fit_sums(*sums)
+        return prior.fit_counts(np.ones_like(counts))  # it is known, so they do not matter
+
+    def _noisy_sums(self, counts, earlier, order):
+        """Sums of the frequencies of labels with counts (m, K), with the noise that is paid for."""
+        std = label_noise_std(label_event(self))
+        before = 0 if earlier is None else earlier.state.round
+        rng = np.random.default_rng(None if order is None else (*order, 1 + before))
+        sums = LABEL_SUMS.release(counts, std, rng)
+        return LabelSums(sums["frequencies"], float(sums["square"][0]), counts.sum(axis=1), std)
+
+    def _label_offsets(self, table, clients, roster, earlier, order):
+        sums = None if earlier is None else earlier.found.get("_label_sums")
+        found = {} if sums is None else {"_label_sums": sums}
         if self.label_prior is None:
-            return {}, None
+            return found, None
         n_classes = table.details
         counts = np.zeros((len(roster.ids), n_classes))
         if earlier is not None:
@@ -60,11 +137,13 @@ class NeuralClassifierMixin(ClientClassifierMixin):
             clients.codes * n_classes + table.y, minlength=len(clients.ids) * n_classes
         )
         counts[roster.now] = cells.reshape(-1, n_classes)
-        seen = np.ones_like(counts) if is_private(self) else counts  # with noise it is known
-        prior = self._label_prior(n_classes).fit_counts(seen)
+        if self._releases_labels(earlier):
+            found["_label_sums"] = self._noisy_sums(counts, earlier, order)
+        prior = self._label_prior(counts, found.get("_label_sums"))
         offsets = prior.log_frequencies(counts) - np.log(prior.mean)
         offsets[counts.sum(axis=1) == 0] = 0.0  # nothing is known of their labels
-        return {"label_prior_": prior, "_label_counts": counts, "_offsets": offsets}, offsets
+        found |= {"label_prior_": prior, "_label_counts": counts, "_offsets": offsets}
+        return found, offsets
 
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=True)

@@ -10,9 +10,12 @@ from sklearn.utils import check_array, check_random_state
 from pfl_sklearn._compat import Interval
 from pfl_sklearn.priors._label_counts import (
     check_counts,
+    check_theta,
+    check_weights,
     compress,
     concentration_range,
     dirichlet_draws,
+    given_frequencies,
     log_likelihoods,
     maximum_on,
     mean_frequencies,
@@ -75,10 +78,7 @@ class DirichletPrior(BaseEstimator):
     @property
     def is_known(self):
         """Whether both parameters are given; checks the mean."""
-        return self._given_mean() is not None and self.concentration is not None
-
-    def _given_mean(self):
-        return None if self.mean is None else check_frequencies(self, "mean", self.mean)
+        return given_frequencies(self, "mean") is not None and self.concentration is not None
 
     def _known(self):
         """Mean (K,) and concentration of a known prior."""
@@ -86,7 +86,7 @@ class DirichletPrior(BaseEstimator):
             raise ValueError(
                 "this DirichletPrior is not known yet; give mean and concentration, or fit it."
             )
-        return self._given_mean(), float(self.concentration)
+        return given_frequencies(self, "mean"), float(self.concentration)
 
     def fit(self, theta):
         """Fit the prior to label frequencies observed without noise.
@@ -104,13 +104,7 @@ class DirichletPrior(BaseEstimator):
             A new, known prior; this prior does not change. A known prior is copied.
         """
         self._validate_params()
-        theta = check_array(theta, dtype=float)
-        if not (theta > 0).all() or np.abs(theta.sum(axis=1) - 1).max() > 1e-6:
-            raise ValueError(
-                "theta must be positive frequencies with sum 1 per client to fit a DirichletPrior; "
-                f"got a smallest one of {theta.min():g} and sums from {theta.sum(axis=1).min():g} "
-                f"to {theta.sum(axis=1).max():g}."
-            )
+        theta = check_theta(self, theta, zeros=False)
         mean = self._mean_of(theta.mean(axis=0) / theta.mean(axis=0).sum())
         concentration = self.concentration
         if concentration is None:
@@ -202,12 +196,7 @@ class DirichletPrior(BaseEstimator):
 
     def _mean_of(self, estimate):
         """The given mean, or an estimate of as many labels."""
-        given = self._given_mean()
-        if given is not None and len(given) != len(estimate):
-            raise ValueError(
-                f"mean of {type(self).__name__} must have one frequency for each of "
-                f"{len(estimate)} labels; got {len(given)}."
-            )
+        given = given_frequencies(self, "mean", len(estimate))
         return estimate if given is None else given
 
     def _with(self, mean, concentration):
@@ -297,31 +286,6 @@ class DirichletPrior(BaseEstimator):
             Finite, in nats.
         """
         return np.log(self.posterior(counts)[0])
-
-
-def check_frequencies(prior, name, value):
-    """A prior's frequencies (K,), positive and with sum 1."""
-    value = np.asarray(value, dtype=float)
-    if value.ndim != 1 or not (value > 0).all() or abs(value.sum() - 1) > 1e-8:
-        raise ValueError(
-            f"{name} of {type(prior).__name__} must be positive numbers of shape (n_labels,) that "
-            f"sum to 1; got shape {value.shape} with sum {value.sum():.6g} and a smallest one of "
-            f"{value.min(initial=np.inf):.3g}."
-        )
-    return value
-
-
-def check_weights(weights, n_clients):
-    """Weights (m,) of clients, not all 0; equal ones for None."""
-    if weights is None:
-        return np.ones(n_clients)
-    weights = np.asarray(weights, dtype=float)
-    if weights.shape != (n_clients,) or not (weights >= 0).all() or not weights.any():
-        raise ValueError(
-            f"client_weights must be {n_clients} non-negative numbers, one for each client and not "
-            f"all 0; got shape {weights.shape} with sum {weights.sum():g}."
-        )
-    return weights
 
 
 def squared_norm_of_mean(average, square, m, noise):

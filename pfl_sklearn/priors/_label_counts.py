@@ -1,4 +1,4 @@
-"""Label counts of clients, compressed, and the Dirichlet-multinomial likelihood of them."""
+"""Label counts and frequencies of clients: checks, and the Dirichlet-multinomial likelihood."""
 
 from typing import NamedTuple
 
@@ -36,6 +36,52 @@ def check_counts(counts):
     if counts.min() < 0:
         raise ValueError(f"counts of labels must not be negative; got {counts.min():g}.")
     return counts
+
+
+def check_theta(prior, theta, zeros):
+    """Label frequencies (m, K) of clients with sum 1, positive unless there may be `zeros`."""
+    theta = check_array(theta, dtype=float)
+    sums = theta.sum(axis=1)
+    if not (theta >= 0 if zeros else theta > 0).all() or np.abs(sums - 1).max() > 1e-6:
+        raise ValueError(
+            f"theta must be {'non-negative' if zeros else 'positive'} frequencies with sum 1 per "
+            f"client to fit a {type(prior).__name__}; got a smallest one of {theta.min():g} and "
+            f"sums from {sums.min():g} to {sums.max():g}."
+        )
+    return theta
+
+
+def given_frequencies(prior, name, n_labels=None):
+    """Parameter `name` of a prior: frequencies (K,), positive and with sum 1; None if not given."""
+    value = getattr(prior, name)
+    if value is None:
+        return None
+    value = np.asarray(value, dtype=float)
+    if value.ndim != 1 or not (value > 0).all() or abs(value.sum() - 1) > 1e-8:
+        raise ValueError(
+            f"{name} of {type(prior).__name__} must be positive numbers of shape (n_labels,) that "
+            f"sum to 1; got shape {value.shape} with sum {value.sum():.6g} and a smallest one of "
+            f"{value.min(initial=np.inf):.3g}."
+        )
+    if n_labels not in (None, len(value)):
+        raise ValueError(
+            f"{name} of {type(prior).__name__} must have one number for each of {n_labels} labels; "
+            f"got {len(value)}."
+        )
+    return value
+
+
+def check_weights(weights, n_clients):
+    """Weights (m,) of clients, not all 0; equal ones for None."""
+    if weights is None:
+        return np.ones(n_clients)
+    weights = np.asarray(weights, dtype=float)
+    if weights.shape != (n_clients,) or not (weights >= 0).all() or not weights.any():
+        raise ValueError(
+            f"client_weights must be {n_clients} non-negative numbers, one for each client and not "
+            f"all 0; got shape {weights.shape} with sum {weights.sum():g}."
+        )
+    return weights
 
 
 def compress(counts):

@@ -8,11 +8,14 @@ from sklearn.base import BaseEstimator, clone
 from sklearn.utils import check_array, check_random_state
 
 from pfl_sklearn._compat import Interval
-from pfl_sklearn.priors._dirichlet import DirichletPrior, check_frequencies, check_weights
+from pfl_sklearn.priors._dirichlet import DirichletPrior
 from pfl_sklearn.priors._label_counts import (
     check_counts,
+    check_theta,
+    check_weights,
     compress,
     dirichlet_draws,
+    given_frequencies,
     log_rising,
     maximum_on,
     mean_frequencies,
@@ -99,11 +102,8 @@ class SparseDirichletPrior(BaseEstimator):
     @property
     def is_known(self):
         """Whether all parameters are given; checks the mean and the weights."""
-        for name in ("mean", "weights"):
-            if getattr(self, name) is not None:
-                check_frequencies(self, name, getattr(self, name))
-        if self.mean is not None and self.weights is not None:
-            check_labels(self, "weights", self.weights, len(self.mean))
+        mean = given_frequencies(self, "mean")
+        given_frequencies(self, "weights", None if mean is None else len(mean))
         return all(value is not None for value in self._values())
 
     def _values(self):
@@ -138,17 +138,11 @@ class SparseDirichletPrior(BaseEstimator):
             A new, known prior; this prior does not change. A known prior is copied.
         """
         self._validate_params()
-        theta = check_array(theta, dtype=float)
-        if not (theta >= 0).all() or np.abs(theta.sum(axis=1) - 1).max() > 1e-6:
-            raise ValueError(
-                "theta must be frequencies, non-negative and with sum 1 per client, to fit a "
-                f"SparseDirichletPrior; got a smallest one of {theta.min():g} and sums from "
-                f"{theta.sum(axis=1).min():g} to {theta.sum(axis=1).max():g}."
-            )
+        theta = check_theta(self, theta, zeros=True)
         m, n_labels = theta.shape
         size = (theta > 0).sum(axis=1)
         dense = self._fit_full(theta, theta[size == n_labels])
-        weights = self._given_weights(n_labels)
+        weights = given_frequencies(self, "weights", n_labels)
         if weights is None:
             weights = (np.bincount(size, minlength=n_labels + 1)[1:] + 1 / n_labels) / (m + 1)
         sparse = self.sparse_concentration or _ml_symmetric(theta, size)
@@ -156,9 +150,8 @@ class SparseDirichletPrior(BaseEstimator):
 
     def _fit_full(self, theta, full):
         """Dirichlet prior of the clients with all labels; by moments of all clients without any."""
-        if self.mean is not None:
-            check_labels(self, "mean", self.mean, theta.shape[1])
-        prior = DirichletPrior(self.mean, self.concentration)
+        mean = given_frequencies(self, "mean", theta.shape[1])
+        prior = DirichletPrior(mean, self.concentration)
         if len(full):
             return prior.fit(full)
         return prior.fit_sums(theta.sum(axis=0), np.sum(theta**2), np.full(len(theta), _MANY_ROWS))
@@ -183,21 +176,15 @@ class SparseDirichletPrior(BaseEstimator):
         self._validate_params()
         counts = check_counts(counts)
         client_weights = check_weights(client_weights, len(counts))
-        mean = self.mean
+        mean = given_frequencies(self, "mean", counts.shape[1])
         if mean is None:
             mean = mean_frequencies(counts, client_weights)
-        mean = check_labels(self, "mean", mean, counts.shape[1])
         if self.is_known:
             return clone(self)
-        given = self.concentration, self._given_weights(counts.shape[1]), self.sparse_concentration
+        weights = given_frequencies(self, "weights", counts.shape[1])
+        given = self.concentration, weights, self.sparse_concentration
         table = compress(counts[counts.any(axis=1)] if counts.any() else counts)
         return self._with(maximize(table, mean, *given))
-
-    def _given_weights(self, n_labels):
-        if self.weights is None:
-            return None
-        check_labels(self, "weights", self.weights, n_labels)
-        return check_frequencies(self, "weights", self.weights)
 
     def _with(self, found):
         return clone(self).set_params(
@@ -316,19 +303,9 @@ class SparseDirichletPrior(BaseEstimator):
     def _log_moments(self, counts, orders):
         """Logs (m, K) of the posterior moments of the frequencies, of each order."""
         known, counts = self._known(), check_counts(counts)
-        check_labels(self, "mean", known.mean, counts.shape[1])
+        given_frequencies(self, "mean", counts.shape[1])
         log_sizes = _log_label_numbers(compress(counts), known)
         return [_log_moment(counts, log_sizes, known, order) for order in orders]
-
-
-def check_labels(prior, name, value, n_labels):
-    """A prior's array `value`, which must be of shape (n_labels,)."""
-    if np.shape(value) != (n_labels,):
-        raise ValueError(
-            f"{name} of {type(prior).__name__} must have one number for each of {n_labels} labels; "
-            f"got shape {np.shape(value)}."
-        )
-    return np.asarray(value, dtype=float)
 
 
 def _log_label_numbers(table, known):

@@ -13,6 +13,7 @@ import numpy as np
 from pfl_sklearn.privacy import (
     ClippedSum,
     DiscreteGaussianMechanism,
+    FrequencyMoments,
     GaussianMechanism,
     OneBit,
     SubsetSelection,
@@ -44,6 +45,7 @@ def blind(monkeypatch):
     ignore(SubsetSelection, "privatize", np.zeros_like)
     ignore(OneBit, "privatize", lambda x: np.full(np.shape(x), 0.5))
     ignore(ClippedSum, "release", np.zeros_like)
+    ignore(FrequencyMoments, "release", np.zeros_like)
     ignore(NoisySteps, "privatize", np.zeros_like)
     ignore(
         SparseClippedSum, "release", lambda sent: sent._replace(values=np.zeros_like(sent.values))

@@ -15,8 +15,9 @@ from sklearn.base import clone
 
 from pfl_sklearn.neural_network import AdaPeDClassifier, FedAvgClassifier
 from pfl_sklearn.neural_network._base import BaseNeural
+from pfl_sklearn.priors import DirichletPrior
 from pfl_sklearn.privacy import gdp_epsilon
-from pfl_sklearn.privacy._mechanisms import _clipped_sum, _noisy_steps
+from pfl_sklearn.privacy._mechanisms import _clipped_sum, _frequencies, _noisy_steps
 from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
@@ -55,11 +56,19 @@ adaped = AdaPeDClassifier(noise_multiplier=1.0, **SETTINGS, **ADAPED)
 adaped_per_step = AdaPeDClassifier(
     noise_multiplier=STEPS * math.sqrt(2), noise="per_step", **SETTINGS, **ADAPED
 )
+# Squared parameters add up: 0.01 in the round, and 3.99 in the sum of label frequencies.
+labels = FedAvgClassifier(
+    noise_multiplier=20.0,
+    label_prior=DirichletPrior(),
+    label_prior_share=3.99 / (3.99 + 20.0**-2),
+    **SETTINGS,
+)
 RELEASES = {
     "fedavg": fedavg,
     "fedavg_with_quantile": fedavg_with_quantile,
     "adaped": adaped,
     "adaped_per_step": adaped_per_step,
+    "labels": labels,
 }
 every_release = pytest.mark.parametrize("name", RELEASES)
 sums = pytest.mark.parametrize("name", ["fedavg", "adaped"])
@@ -131,12 +140,19 @@ def score_of_message(estimator, seen, truth, seed):
     return projection(net, psi, 1.0)
 
 
+def score_of_labels(estimator, seen, truth, seed):
+    """How far the released sum of label frequencies goes towards the canary's class."""
+    return fitted(estimator, truth, seed)._label_sums.frequencies @ [1.0, -1.0]
+
+
+SCORES = {"adaped_per_step": score_of_message, "labels": score_of_labels}
+
+
 def lower_bound(name, seen, **given):
     """Lower confidence bound on mu of a release."""
     net = skorch.NeuralNetClassifier(linear(), criterion=torch.nn.CrossEntropyLoss)
     estimator = RELEASES[name].set_params(estimator=net.set_params(lr=RATE, batch_size=2))
-    score = score_of_message if name == "adaped_per_step" else score_of_sum
-    score = partial(score, estimator, seen, **given)
+    score = partial(SCORES.get(name, score_of_sum), estimator, seen, **given)
     seeds = np.random.SeedSequence(0).generate_state(2 * N_FITS).tolist()
     with_canary = np.array([score(True, seed) for seed in seeds[:N_FITS]])
     without = np.array([score(False, seed) for seed in seeds[N_FITS:]])
@@ -152,12 +168,13 @@ def test_releases_keep_their_promise(name, seen):
     assert figures["replace_one"] == pytest.approx(gdp_epsilon(2.0, DELTA))
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedavg_with_quantile", "adaped"])
+@pytest.mark.parametrize("name", ["fedavg", "fedavg_with_quantile", "adaped", "labels"])
 def test_halved_noise_is_convicted(name, seen, monkeypatch):
     full = _clipped_sum.gaussian_on_grid
-    monkeypatch.setattr(
-        _clipped_sum, "gaussian_on_grid", lambda exact, std, rng: full(exact, std / 2, rng)
-    )
+    for module in (_clipped_sum, _frequencies):
+        monkeypatch.setattr(
+            module, "gaussian_on_grid", lambda exact, std, rng: full(exact, std / 2, rng)
+        )
     assert lower_bound(name, seen) > 2.0
 
 

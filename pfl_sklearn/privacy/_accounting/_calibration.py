@@ -11,6 +11,7 @@ from pfl_sklearn.privacy._accounting._composition import REPORT_GRID, epsilon_on
 from pfl_sklearn.privacy._accounting._events import (
     RELATIONS,
     UNBOUNDED,
+    GaussianEvent,
     SampledGaussian,
     check_relation,
 )
@@ -28,6 +29,7 @@ _RATE_PRECISION = 1e-4  # of what a trial may spend, relative
 # Share of epsilon kept back in the search: without it, rounding could put the reported epsilon
 # above the target.
 _MARGIN = 1e-6
+_LARGEST_LOG = 700.0  # above it, the exponential overflows
 
 
 def epsilon_spent(
@@ -133,20 +135,23 @@ def calibrate_rounds(
     rate: float,
     sampling: str = "poisson",
     relation: str | None = None,
+    besides: GaussianEvent | None = None,
 ) -> float:
     """Smallest noise multiplier at which sampled rounds spend at most (epsilon, delta).
 
     Parameters
     ----------
     epsilon : float, > 0
-        Epsilon of all rounds together.
+        Epsilon of all rounds together, and of what is released `besides`.
     delta : float in (0, 1)
-        Delta of all rounds together.
+        Delta of the same.
     n_rounds, rate, sampling
         As in :class:`SampledGaussian`.
     relation : {"add_remove", "replace_one", "zero_out"} or None, default=None
         Neighbouring relation. None means the native relation of the sampling scheme: "zero_out"
         with Poisson sampling, "replace_one" with a fixed size.
+    besides : GaussianEvent or None, default=None
+        Other releases on the same data, which take a part of `epsilon`.
 
     Returns
     -------
@@ -157,7 +162,8 @@ def calibrate_rounds(
     Raises
     ------
     ValueError
-        If a parameter is out of range, or the rounds are not defined under `relation`.
+        If a parameter is out of range, the rounds are not defined under `relation`, or what is
+        released `besides` leaves them nothing to spend.
     ImportError
         If `rate` is below 1 and dp-accounting is not installed.
 
@@ -188,18 +194,25 @@ def calibrate_rounds(
             "protect what a client contributes. Their figures under 'zero_out' are those that are "
             "usually stated for adding and removing a client."
         )
-    return _calibrated(float(epsilon), float(delta), rounds, relation)
+    return _calibrated(float(epsilon), float(delta), rounds, relation, besides)
 
 
 @lru_cache(maxsize=256)
-def _calibrated(epsilon: float, delta: float, rounds: SampledGaussian, relation: str) -> float:
+def _calibrated(
+    epsilon: float,
+    delta: float,
+    rounds: SampledGaussian,
+    relation: str,
+    besides: GaussianEvent | None,
+) -> float:
     """Noise multiplier of `rounds`, whose own is ignored."""
+    others = () if besides is None else ((besides, 1),)
 
     def spent(noise_multiplier: float, grid: Grid) -> float:
         event = dataclasses.replace(rounds, noise_multiplier=noise_multiplier)
-        return epsilon_on_grid(((event, 1),), delta, relation, grid)
+        return epsilon_on_grid(((event, 1), *others), delta, relation, grid)
 
-    mu = gdp_mu(epsilon, delta)
+    mu = _mu_left(gdp_mu(epsilon, delta), besides, relation)
     sensitivity = 2.0 if relation == "replace_one" else 1.0
     noise = sensitivity * math.sqrt(rounds.n_rounds) / mu  # enough without sampling
     if rounds.rate < 1:
@@ -216,6 +229,17 @@ def _calibrated(epsilon: float, delta: float, rounds: SampledGaussian, relation:
     while spent(noise, REPORT_GRID) > epsilon:
         noise *= 1 + 1e-9
     return noise
+
+
+def _mu_left(mu: float, besides: GaussianEvent | None, relation: str) -> float:
+    """Gaussian-DP parameter that other releases leave of `mu`."""
+    taken = 0.0 if besides is None else besides.spending(relation).mu
+    if not taken < mu:
+        raise ValueError(
+            f"besides={besides!r} spends mu={taken:.4g} under {relation!r}; expected less than the "
+            f"{mu:.4g} of epsilon and delta."
+        )
+    return math.sqrt((mu - taken) * (mu + taken))
 
 
 def _enlarged(
@@ -241,6 +265,21 @@ def _usual_mu(rounds: SampledGaussian, mu: float) -> float:
         return mu / math.sqrt(rounds.rate * rounds.n_rounds)
     per_round = mu / (rounds.rate * math.sqrt(rounds.n_rounds))
     return math.sqrt(math.log1p(per_round * per_round))
+
+
+def usual_mu(rounds: SampledGaussian, relation: str) -> float:
+    """Gaussian-DP parameter of all rounds together, in the limit of many rounds.
+
+    It is at most that of rounds with all clients. This is the inverse of ``_usual_mu``.
+    """
+    one = (2.0 if relation == "replace_one" else 1.0) / rounds.noise_multiplier
+    everyone = one * math.sqrt(rounds.n_rounds)
+    if rounds.sampling == "fixed":
+        return everyone * math.sqrt(rounds.rate)
+    if one * one > _LARGEST_LOG:
+        return everyone
+    sampled = rounds.rate * math.sqrt(rounds.n_rounds * math.expm1(one * one))
+    return min(everyone, sampled) if rounds.rate < 1 else everyone
 
 
 def largest_within(

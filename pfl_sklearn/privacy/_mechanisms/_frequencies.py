@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid
+
 Floats = npt.NDArray[np.float64]
 
 
@@ -86,6 +88,27 @@ class FrequencyMoments:
         if self.square:
             parts.append(np.minimum(np.einsum("mk,mk->m", shares, shares), 1.0)[:, None])
         return np.concatenate(parts, axis=1)
+
+    def release(
+        self, counts: Floats, noise_std: float, rng: np.random.Generator
+    ) -> dict[str, Floats]:
+        """Parts of the sum of the clients' messages, with noise.
+
+        Parameters
+        ----------
+        counts : ndarray of shape (m, n_labels)
+            As in :meth:`messages`.
+        noise_std : float, > 0
+            Standard deviation of the Gaussian noise in every coordinate.
+        rng : numpy.random.Generator
+            Source of the noise.
+
+        Returns
+        -------
+        dict of ndarrays
+            As in :meth:`split`, rounded to a public grid.
+        """
+        return self.split(gaussian_on_grid(self.messages(counts).sum(axis=0), noise_std, rng))
 
     def split(self, message: Floats) -> dict[str, Floats]:
         """Parts of messages or of their sum.

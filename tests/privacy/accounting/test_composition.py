@@ -23,9 +23,11 @@ from pfl_sklearn.privacy import (
     events_epsilon,
     gdp_delta,
     gdp_epsilon,
+    gdp_mu,
 )
 from pfl_sklearn.privacy._accounting import _calibration as calibration
 from pfl_sklearn.privacy._accounting import _composition as composition
+from pfl_sklearn.privacy._accounting._calibration import usual_mu
 from pfl_sklearn.privacy._accounting._events import event_from_dict
 from pfl_sklearn.privacy._accounting._losses import (
     Grid,
@@ -496,6 +498,60 @@ def test_calibration_of_a_known_epsilon():
             spent, 1e-5, n_rounds=400, rate=rate, sampling=kind, relation="replace_one"
         )
         assert z * (1 - 1e-6) <= found <= z * 1.003
+
+
+@pytest.mark.parametrize(
+    "rounds",
+    [
+        {"n_rounds": 50, "rate": 1.0},
+        {"n_rounds": 50, "rate": 1.0, "sampling": "fixed"},
+        pytest.param({"n_rounds": 50, "rate": 0.1}, marks=pytest.mark.slow),
+        {"n_rounds": 50, "rate": 0.1, "sampling": "fixed"},
+    ],
+)
+@pytest.mark.parametrize("share", [0.1, 0.999])
+def test_calibration_leaves_room_for_other_releases(rounds, share):
+    """All of epsilon is spent; without sampling squared parameters add up."""
+    relation = "replace_one" if "sampling" in rounds else "zero_out"
+    mu = gdp_mu(2.0, 1e-5)
+    other = GaussianEvent(None, math.sqrt(share) * mu, mu_zero_out=math.sqrt(share) * mu)
+    z = calibrate_rounds(2.0, 1e-5, besides=other, **rounds)
+    together = events_epsilon([SampledGaussian(z, **rounds), other], 1e-5, relation)
+    assert 2.0 * (1 - (1e-6 if rounds["rate"] == 1 else 2e-3)) < together <= 2.0
+    if rounds["rate"] == 1:
+        moved = 2 if relation == "replace_one" else 1
+        assert moved * math.sqrt(50) / z == pytest.approx(math.sqrt(1 - share) * mu)
+    assert calibrate_rounds(2.0, 1e-5, **rounds) < z
+
+
+def test_other_releases_that_leave_nothing():
+    for taken in (gdp_mu(2.0, 1e-5), 100.0):
+        with pytest.raises(ValueError, match=r"besides=GaussianEvent.*spends mu="):
+            calibrate_rounds(2.0, 1e-5, n_rounds=5, rate=1.0, besides=GaussianEvent(taken, None))
+    with pytest.raises(ValueError, match="spends mu=inf"):
+        calibrate_rounds(
+            2.0,
+            1e-5,
+            n_rounds=5,
+            rate=1.0,
+            sampling="fixed",
+            relation="zero_out",
+            besides=GaussianEvent(None, 0.1),
+        )
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed"])
+@pytest.mark.parametrize("rate", [0.02, 0.3, 1.0])
+def test_the_usual_parameter_of_rounds_is_that_of_a_calibration(sampling, rate):
+    """Within a tenth for many rounds, and never more than that of rounds with all clients."""
+    z = math.sqrt(2000) * (rate if sampling == "poisson" else math.sqrt(rate))
+    event = SampledGaussian(z, 2000, rate, sampling)
+    exact = gdp_mu(events_epsilon([event], 1e-5, "zero_out"), 1e-5)
+    assert usual_mu(event, "zero_out") == pytest.approx(exact, rel=0.1)
+    assert usual_mu(event, "replace_one") > 1.9 * exact
+    for tiny in (0.05, 1e-3):
+        most = 2 * math.sqrt(9) / tiny
+        assert usual_mu(SampledGaussian(tiny, 9, rate, sampling), "replace_one") <= most
 
 
 @pytest.mark.slow

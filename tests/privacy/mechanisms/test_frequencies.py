@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pfl_sklearn.priors import DirichletPrior
 from pfl_sklearn.privacy import FrequencyMoments, GaussianMechanism
+from pfl_sklearn.privacy._mechanisms._noise import public_grid
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
 
 SHAPES = [FrequencyMoments(), FrequencyMoments(square=False), FrequencyMoments(frequencies=False)]
@@ -54,6 +55,19 @@ class HalfTheNoise(GaussianMechanism):
     def privatize(self, messages, rng):
         quiet = GaussianMechanism(self.sensitivity / 2, self.epsilon, self.delta)
         return quiet.privatize(messages, rng)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=repr)
+def test_the_release_is_the_sum_with_noise(shape):
+    """The noise is that of the generator; what is left of it is rounding to a public grid."""
+    table = np.random.default_rng(1).multinomial(20, [0.2, 0.3, 0.5], 30)
+    exact = shape.messages(table).sum(axis=0)
+    noisy = exact + 2.5 * np.random.default_rng(7).standard_normal(len(exact))
+    found, grid = shape.release(table, 2.5, np.random.default_rng(7)), public_grid(2.5)
+    assert found.keys() == shape.split(exact).keys()
+    for name, part in shape.split(noisy).items():
+        np.testing.assert_allclose(found[name], part, rtol=0, atol=grid / 2)
+        np.testing.assert_array_equal(found[name] / grid, np.rint(found[name] / grid))
 
 
 def audited_mu(kind, n_runs=4000):

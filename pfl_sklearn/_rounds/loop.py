@@ -47,9 +47,9 @@ class LastPhase(NamedTuple):
     """What every client does on its own rows after the rounds. It sends nothing.
 
     ``init(server, clients)`` gives the phase's arrays of all clients, clients first;
-    ``update(server, batch, clients, own)`` gives their new values and losses for a block. They are
-    arrays of their own: rounds that go on later never see them. `schedule` picks the rows. Clients
-    without rows keep what an earlier last phase left.
+    ``update(server, t, batch, clients, own)`` gives their new values and losses for a block, t
+    being the number of rounds before. They are arrays of their own: rounds that go on later never
+    see them. `schedule` picks the rows. Clients without rows keep what an earlier last phase left.
 
     A phase may come `after` another one, whose arrays ``init`` then gets among the clients'.
     """
@@ -251,9 +251,17 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
         if method.last_phase is None:
             state.own = {}
         else:
-            rng = plan.late_generator(state.round, _LAST_PHASE)
-            state.own = _run_last_phase(method.last_phase, rows, state, rng, run, protected)
+            state.own = _last_phase(method.last_phase, rows, state, plan, run, protected)
     return state
+
+
+def run_last_phase(phase, rows, state, plan, protected=False):
+    """Arrays that a last phase leaves after the rounds of a state, which stays as it is.
+
+    For rounds that were run without one; see :func:`run_rounds`.
+    """
+    with batch_mapper(plan.n_jobs) as (run, _):
+        return _last_phase(phase, rows, state, plan, run, protected)
 
 
 def _record(state, n_sampled, loss, released, more):
@@ -269,11 +277,18 @@ def _record(state, n_sampled, loss, released, more):
     state.bound = released.bound_next
 
 
-def _run_last_phase(phase, rows, state, rng, run, protected):
-    """Arrays that the last phase leaves; a client whose result is not finite keeps the initial."""
+def _last_phase(phase, rows, state, plan, run, protected):
+    """Arrays that the last phase leaves, and those that it comes after."""
+    return _run_phase(
+        phase, rows, state, plan.late_generator(state.round, _LAST_PHASE), run, protected
+    )
+
+
+def _run_phase(phase, rows, state, rng, run, protected):
+    """Arrays that a phase leaves; a client whose result is not finite keeps the initial ones."""
     before = {}
     if phase.after is not None:
-        before = _run_last_phase(phase.after, rows, state, rng, run, protected)
+        before = _run_phase(phase.after, rows, state, rng, run, protected)
     server, clients = _views(state.server), _views({**state.clients, **before})
     own = {name: np.array(values) for name, values in phase.init(server, clients).items()}
     for name in own.keys() & state.own.keys():
@@ -281,7 +296,7 @@ def _run_last_phase(phase, rows, state, rng, run, protected):
         own[name][absent] = state.own[name][absent]
     rows = rows.with_schedule(phase.schedule)
     schedule = phase.schedule.start(rows, len(rows.clients))
-    update = partial(phase.update, server)
+    update = partial(phase.update, server, state.round)
     everyone = np.arange(rows.n_clients)
     for first in range(0, len(everyone), _AT_ONCE):
         some = everyone[first : first + _AT_ONCE]

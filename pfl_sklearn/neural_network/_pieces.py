@@ -82,12 +82,12 @@ def fine_tuning(setup, n_steps):
             "personal": np.tile(server["global"].astype(engine.array_dtype), (setup.n_clients, 1))
         }
 
-    update = partial(_fine_tuned, engine, setup.rates[-1])
+    update = partial(_fine_tuned, engine, setup.rates)
     return LastPhase(init, update, Reshuffled(setup.batch_size, n_steps))
 
 
-def _fine_tuned(engine, rate, server, batch, clients, own):
-    done = engine.run(partial(_tuned_block, engine, rate), batch, {**clients, **own})
+def _fine_tuned(engine, rates, server, t, batch, clients, own):
+    done = engine.run(partial(_tuned_block, engine, rates[t]), batch, {**clients, **own})
     return done.clients, done.losses
 
 
@@ -124,14 +124,14 @@ def bayes_heads(setup, head, private):
     return LastPhase(init, partial(_heads, engine), all_rows, after=weighing)
 
 
-def _evidence(engine, server, batch, clients, own):
+def _evidence(engine, server, t, batch, clients, own):
     """Evidence of a block's clients at each prior variance."""
     x, _, logits, labels = _head_rows(engine, server, batch, clients)
     with np.errstate(over="ignore", invalid="ignore"):  # of nets that diverge
         return {"evidence": evidence_curves(x, logits, labels)}, np.zeros(len(x))
 
 
-def _heads(engine, server, batch, clients, own):
+def _heads(engine, server, t, batch, clients, own):
     """How last layers of a block's clients deviate from the global one."""
     x, units, logits, labels = _head_rows(engine, server, batch, clients)
     variances = own["head_variance"]

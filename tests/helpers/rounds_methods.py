@@ -39,7 +39,7 @@ def fedavg(n_clients, d, step, n_expected, fine_tuning=None):
         weights, losses = local_steps(start, batch)
         return Update({"global": weights - start}, {}, losses)
 
-    def last_update(server, batch, clients, own):
+    def last_update(server, t, batch, clients, own):
         weights, losses = local_steps(own["tuned"], batch)
         return {"tuned": weights}, losses
 

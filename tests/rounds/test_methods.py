@@ -189,7 +189,7 @@ def test_a_last_phase_that_starts_from_the_clients_arrays_leaves_them_alone():
         shared = np.broadcast_to(server["global"], (N, D))
         return {"local": clients["local"], "shared": shared}
 
-    def update(server, batch, clients, own):
+    def update(server, t, batch, clients, own):
         return {name: values + 1 for name, values in own.items()}, np.zeros(len(batch.X))
 
     method = plain._replace(last_phase=LastPhase(first, update, Reshuffled(4, 1)))
@@ -211,13 +211,13 @@ def test_a_last_phase_after_another_one_knows_what_that_one_left(earlier):
     """Whatever an earlier run had in its last phase, which may have been another one."""
     plain, rows = METHODS["fedavg"](), table()
 
-    def count(server, batch, clients, own):
+    def count(server, t, batch, clients, own):
         return {"size": np.full(len(batch.X), float(batch.X.shape[2]))}, np.zeros(len(batch.X))
 
     def compare(server, clients):
         return {"share": clients["size"] / clients["size"].sum()}
 
-    def halve(server, batch, clients, own):
+    def halve(server, t, batch, clients, own):
         assert own.keys() == {"share"}
         return {"share": own["share"] / 2}, np.zeros(len(batch.X))
 

@@ -213,6 +213,18 @@ class ClientRows(NamedTuple):
         """The same rows under another schedule."""
         return self._replace(schedule=schedule)
 
+    def only(self, chosen):
+        """Some of the rows, in client order, and the clients that have any of them."""
+        codes = np.repeat(np.arange(self.n_clients), np.diff(self.offsets))
+        counts = np.bincount(codes[chosen], minlength=self.n_clients)
+        some = counts > 0
+        return self._replace(
+            X=self.X[chosen],
+            y=self.y[chosen],
+            offsets=np.concatenate([[0], np.cumsum(counts[some])]),
+            clients=self.clients[some],
+        )
+
     def blocks(self, sampled, state, t, rng, workers=1):
         """Blocks of the sampled clients with their next rows; the schedule's state moves on."""
         found, drawn = [], self.schedule.draw(self, sampled, state, t, rng)

@@ -17,6 +17,7 @@ from pfl_sklearn.neural_network._pieces import Averaging, NoisyGradients
 from pfl_sklearn.neural_network._targets import LABEL_PRIOR, NeuralClassifierMixin
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
+_START = 3 / 4  # of the rounds, after which personal nets start from the global one
 _GLOBAL, _PSI = 0, 1  # parts of the model that steps through noise move
 
 
@@ -158,6 +159,10 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     ----------
     %(recipe)s
     %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
     psi_init : float > 0, default=4.0
         Where psi starts: the larger it is, the less a personal net is held to the global one.
     psi_min : float > 0, default=0.5
@@ -173,7 +178,8 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         Where personal nets start: from the initial weights, or from the global net, when their
         client first takes part in round `personal_start_round` or later.
     personal_start_round : int or None, default=None
-        First such round, counted from 0; None: three quarters of `n_rounds`.
+        First such round, counted from 0; None: three quarters of `n_rounds`. With
+        ``n_rounds=None`` it has to be given; the rounds then go on for a third as many at least.
     global_estimator : skorch net or None, default=None
         Recipe of a global net of another kind, which clients can afford less or share more easily.
         Its ``batch_size`` does not count. None: that of `estimator`.
@@ -275,6 +281,9 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         estimator=None,
         *,
         n_rounds=100,
+        tol=1e-3,
+        max_rounds=1000,
+        validation_fraction=0.2,
         local_steps=10,
         label_prior=None,
         psi_init=4.0,
@@ -305,6 +314,9 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         super().__init__(
             estimator,
             n_rounds=n_rounds,
+            tol=tol,
+            max_rounds=max_rounds,
+            validation_fraction=validation_fraction,
             local_steps=local_steps,
             client_fraction=client_fraction,
             sampling=sampling,
@@ -343,6 +355,13 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         super()._check_parameters()
         if self.global_estimator is not None:
             self._check_global()
+        start = self.personal_start == "global" and self.personal_start_round is None
+        if start and self._ends_when_flat:
+            raise ValueError(
+                "got personal_start='global' and personal_start_round=None with n_rounds=None: "
+                "nobody knows when three quarters of the rounds are over. Give "
+                "personal_start_round, or n_rounds."
+            )
         if self.noise == "per_round":
             return
         if self.clip_quantile is not None:
@@ -373,7 +392,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
             check_steps(setup.engines.population, self._global_rates(setup))
         start_round = self.personal_start_round
         if start_round is None:
-            start_round = 3 * self.n_rounds // 4
+            start_round = int(_START * self._last_round(0))
         settings = Distillation(
             self.psi_init,
             self.psi_min,
@@ -411,9 +430,16 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
             return None
         return {"global": 1.0, "psi": self.psi_clip_norm / self.clip_norm}
 
-    def _personal_models(self, state):
-        personal, begun = state.clients["personal"], state.clients.get("started")
+    @staticmethod
+    def _nets(server, clients):
+        personal, begun = clients["personal"], clients.get("started")
         if begun is None or begun.all():
             return personal
-        start = state.server["global"].astype(personal.dtype)
+        start = server["global"].astype(personal.dtype)
         return np.where(begun[:, None], personal, start)
+
+    def _fewest_rounds(self, rows):
+        fewest = super()._fewest_rounds(rows)
+        if self.personal_start == "own":
+            return fewest
+        return max(fewest, self.personal_start_round / _START)

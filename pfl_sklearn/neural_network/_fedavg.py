@@ -52,6 +52,10 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
     ----------
     %(recipe)s
     %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
     fine_tune_steps : int, default=0
         Gradient steps that every client takes on its own rows after the rounds, from the global
         net. With 0 all clients have the global net.
@@ -165,6 +169,9 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
         estimator=None,
         *,
         n_rounds=100,
+        tol=1e-3,
+        max_rounds=1000,
+        validation_fraction=0.2,
         local_steps=10,
         label_prior=None,
         fine_tune_steps=0,
@@ -188,6 +195,9 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
         super().__init__(
             estimator,
             n_rounds=n_rounds,
+            tol=tol,
+            max_rounds=max_rounds,
+            validation_fraction=validation_fraction,
             local_steps=local_steps,
             client_fraction=client_fraction,
             sampling=sampling,
@@ -250,6 +260,10 @@ class FedAvgRegressor(NeuralRegressorMixin, BaseNeural):
     ----------
     %(recipe)s
     %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
     fine_tune_steps : int, default=0
         Gradient steps that every client takes on its own rows after the rounds, from the global
         net. With 0 all clients have the global net.
@@ -314,6 +328,9 @@ class FedAvgRegressor(NeuralRegressorMixin, BaseNeural):
         estimator=None,
         *,
         n_rounds=100,
+        tol=1e-3,
+        max_rounds=1000,
+        validation_fraction=0.2,
         local_steps=10,
         fine_tune_steps=0,
         proximal=0.0,
@@ -335,6 +352,9 @@ class FedAvgRegressor(NeuralRegressorMixin, BaseNeural):
         super().__init__(
             estimator,
             n_rounds=n_rounds,
+            tol=tol,
+            max_rounds=max_rounds,
+            validation_fraction=validation_fraction,
             local_steps=local_steps,
             client_fraction=client_fraction,
             sampling=sampling,

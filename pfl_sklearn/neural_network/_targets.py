@@ -49,16 +49,14 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         uniform = DirichletPrior(np.full(n_classes, 1 / n_classes), float(n_classes))
         return uniform if is_private(self) else SparseDirichletPrior()
 
-    def _label_offsets(self, table, clients, roster, earlier):
+    def _label_offsets(self, table, codes, roster, earlier):
         if self.label_prior is None:
             return {}, None
         n_classes = table.details
         counts = np.zeros((len(roster.ids), n_classes))
         if earlier is not None:
             counts[roster.earlier] = earlier.found.get("_label_counts", 0.0)
-        cells = np.bincount(
-            clients.codes * n_classes + table.y, minlength=len(clients.ids) * n_classes
-        )
+        cells = np.bincount(codes * n_classes + table.y, minlength=len(roster.now) * n_classes)
         counts[roster.now] = cells.reshape(-1, n_classes)
         seen = np.ones_like(counts) if is_private(self) else counts  # with noise it is known
         prior = self._label_prior(n_classes).fit_counts(seen)

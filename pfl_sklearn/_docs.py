@@ -9,6 +9,17 @@ import textwrap
 
 # Parameters of estimators on rounds, in the order of their signatures.
 ROUNDS = {
+    "tol": """
+        tol : float > 0, default=1e-3
+            The loss is flat if it fell by less than this share of the loss of the best constant
+            predictions while the number of rounds doubled. Used if ``n_rounds=None``, as the next
+            two are.
+        """,
+    "validation_fraction": """
+        validation_fraction : float in [0, 1), default=0.2
+            Share of the rows that is held out, of every client as it has rows. 0: the loss is that
+            of the training rows, and the models overfit small clients.
+        """,
     "sampling": """
         client_fraction : float in (0, 1], default=1.0
             Probability q that a client takes part in a round. With ``sampling="fixed"``, the share

@@ -62,6 +62,7 @@ MEANS = [GaussianMean(), BernoulliMean()]
 REGRESSIONS = [PersonalizedLinearRegression(), PersonalizedLogisticRegression()]
 ROUNDS = [PPSGDRegressor(random_state=0), PPSGDClassifier(random_state=0)]
 SHORT = {"n_rounds": 10, "local_steps": 4, "random_state": 0}
+FLAT = {"n_rounds": None, "tol": 0.3, "local_steps": 2, "random_state": 0}
 SHORTER = {"n_rounds": 3, "local_steps": 2, "random_state": 0}
 NEURAL = (
     []
@@ -106,6 +107,8 @@ if not WITHOUT_TORCH:
         AdaPeDClassifier(
             train_unsampled=True, label_prior="client", client_fraction=0.5, **SHORTER
         ),
+        FedAvgClassifier(fine_tune_steps=5, label_prior="client", **FLAT),
+        LocalNetRegressor(**FLAT),
     ]
 # Wrappers, for scikit-learn's checks. The client column is one of their float features there, so
 # every row is a client and the noise variance has to be known.

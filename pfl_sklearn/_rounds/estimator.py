@@ -21,7 +21,15 @@ from pfl_sklearn._clients import EncodedClients, match_clients
 from pfl_sklearn._compat import Interval, StrOptions, fit_context, num_samples
 from pfl_sklearn._rounds.callbacks import both, observer
 from pfl_sklearn._rounds.checkpoint import Checkpoint, described
-from pfl_sklearn._rounds.loop import DivergenceError, Method, Plan, Sampling, State, run_rounds
+from pfl_sklearn._rounds.loop import (
+    DivergenceError,
+    Method,
+    Plan,
+    Sampling,
+    State,
+    run_last_phase,
+    run_rounds,
+)
 from pfl_sklearn._rounds.loop import start as start_state
 from pfl_sklearn._rounds.privacy import (
     check_privacy,
@@ -37,6 +45,8 @@ from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._ledger import charge_events
 from pfl_sklearn.privacy._report import going_on_from, warn_once
+
+_PRIVATE_ROUNDS = 100  # with noise, where n_rounds is None: the data have no say in it
 
 
 class CheckedTable(NamedTuple):
@@ -60,6 +70,16 @@ class Roster(NamedTuple):
     last: int
 
 
+class AllRows(NamedTuple):
+    """Rows of the last phase where rounds had some of them held out, and what clients know then.
+
+    `clients` are arrays that take the place of constants of the rounds.
+    """
+
+    rows: Any
+    clients: dict[str, np.ndarray]
+
+
 class Run(NamedTuple):
     """What rounds need besides a state.
 
@@ -68,6 +88,7 @@ class Run(NamedTuple):
     rounds settled, `layout` is what the family needs to read client arrays, and `advice` is the
     sentence to give if the rounds diverge. With a `rule` they end when it says so.
     `constants` are client arrays that no round changes: those of earlier rounds do not count.
+    With `all_rows` the last phase has rows that the rounds have not.
     """
 
     method: Method
@@ -80,6 +101,7 @@ class Run(NamedTuple):
     advice: str = ""
     rule: FlatRule | None = None
     constants: tuple[str, ...] = ()
+    all_rows: AllRows | None = None
 
 
 class Progress(NamedTuple):
@@ -123,9 +145,8 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
     - ``_releases_labels(earlier)``, if the clients' label frequencies may be summed with noise
       before the rounds, and `_label_share`, the share of the budget that this takes;
     - `_assumptions`: what the privacy of a fit rests on besides;
-    - `_ends_when_flat` and ``_last_round(before)``, if the data may say when the rounds are over:
-      ``_make_run`` then takes `until_flat` and gives a run with a rule, and `max_rounds` is a
-      parameter;
+    - `tol`, `max_rounds` and `validation_fraction` among its parameters, if `n_rounds` may be None:
+      without noise ``_make_run`` then takes `until_flat` and gives a run with a rule;
     - `_released_names` and `_kept_names`: what the privacy report covers and what it does not.
     """
 
@@ -133,7 +154,10 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
     _kept_names: tuple[str, ...] = ()
 
     _parameter_constraints = {
-        "n_rounds": [Interval(Integral, 1, None, closed="left")],
+        "n_rounds": [Interval(Integral, 1, None, closed="left"), None],
+        "tol": [Interval(Real, 0, None, closed="neither")],
+        "max_rounds": [Interval(Integral, 1, None, closed="left")],
+        "validation_fraction": [Interval(Real, 0, 1, closed="left")],
         "client_fraction": [Interval(Real, 0, 1, closed="right")],
         "sampling": [StrOptions({"poisson", "fixed"})],
         "epsilon": [Interval(Real, 0, math.inf, closed="right")],
@@ -227,11 +251,13 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
     @property
     def _ends_when_flat(self):
         """Whether the data say when the rounds of ``fit`` are over."""
-        return False
+        return self.n_rounds is None and not is_private(self)
 
     def _last_round(self, before):
         """Number of the last round of a fit, at most, after so many rounds before."""
-        return self.n_rounds
+        if self.n_rounds is not None:
+            return self.n_rounds
+        return before + self.max_rounds if self._ends_when_flat else max(before, _PRIVATE_ROUNDS)
 
     @property
     def _noisy_steps(self):
@@ -337,16 +363,23 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
     def _run(self, run, state, last, entropy, observe):
         """State after the round `last` or an earlier end, and whether it ended as it should."""
         watch, protected = _Watch(observe), is_private(self)
+        plan = Plan(last, run.sampling, entropy, self.n_jobs)
+        if run.rule is None:
+            run_rounds(run.method, run.rows, state, plan, run.release, watch, protected)
+            return state, True
+        alone = run.method._replace(last_phase=None)
 
         def run_on(state, until):
-            plan = Plan(until, run.sampling, entropy, self.n_jobs)
-            run_rounds(run.method, run.rows, state, plan, run.release, watch, protected)
+            there = plan._replace(n_rounds=until)
+            run_rounds(alone, run.rows, state, there, run.release, watch)
             return watch.ended
 
-        if run.rule is not None:
-            return run_until_flat(run_on, state, last - state.round, run.rule)
-        run_on(state, last)
-        return state, True
+        state, flat = run_until_flat(run_on, state, last - state.round, run.rule)
+        if run.all_rows is not None:
+            rows, clients = run.all_rows
+            state.clients |= clients
+            state.own = run_last_phase(run.method.last_phase, rows, state, plan)
+        return state, flat
 
     def _store(self, shared, progress, report):
         """Set all fitted attributes."""

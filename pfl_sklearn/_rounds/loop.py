@@ -253,9 +253,17 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
         if method.last_phase is None:
             state.own = {}
         else:
-            rng = plan.late_generator(state.round, _LAST_PHASE)
-            state.own = _run_last_phase(method.last_phase, rows, state, left, rng, run, protected)
+            state.own = _last_phase(method.last_phase, rows, state, left, plan, run, protected)
     return state
+
+
+def run_last_phase(phase, rows, state, plan, protected=False):
+    """Arrays that a last phase leaves after the rounds of a state, which stays as it is.
+
+    For rounds that were run without one; see :func:`run_rounds`.
+    """
+    with batch_mapper(plan.n_jobs) as (run, _):
+        return _last_phase(phase, rows, state, {}, plan, run, protected)
 
 
 def _record(state, n_sampled, loss, released, more):
@@ -271,14 +279,20 @@ def _record(state, n_sampled, loss, released, more):
     state.bound = released.bound_next
 
 
-def _run_last_phase(phase, rows, state, left, rng, run, protected):
+def _last_phase(phase, rows, state, left, plan, run, protected):
     """Arrays that the last phase leaves, if an earlier one `left` others.
 
-    A client whose result is not finite keeps the initial ones.
+    Those of the phase that it comes after are not among them.
     """
+    rng = plan.late_generator(state.round, _LAST_PHASE)
+    return _run_phase(phase, rows, state, left, rng, run, protected)
+
+
+def _run_phase(phase, rows, state, left, rng, run, protected):
+    """Arrays that a phase leaves; a client whose result is not finite keeps the initial ones."""
     before = {}
     if phase.after is not None:
-        before = _run_last_phase(phase.after, rows, state, left, rng, run, protected)
+        before = _run_phase(phase.after, rows, state, left, rng, run, protected)
     server, clients = _views(state.server), _views({**state.clients, **before})
     own = {name: np.array(values) for name, values in phase.init(server, clients).items()}
     for name in own.keys() & left.keys():

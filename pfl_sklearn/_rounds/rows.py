@@ -186,14 +186,24 @@ class CatchingUp(NamedTuple):
     since: int = -1
     now: bool = True
 
+    @property
+    def batch_size(self):
+        """Rows of a batch, or None for all of a client."""
+        return self.plain.batch_size
+
     def start(self, rows, n_clients):
         """State before the first round of clients that are new."""
         plain = self.plain.start(rows, n_clients)
         return {**plain, "following": np.full(n_clients, self.joined)}
 
     def after_rounds(self, rows, earlier):
-        """State of a phase after rounds, in which clients go on where the rounds left them."""
-        return {name: np.copy(values) for name, values in earlier.items()}
+        """State of a phase after rounds, in which clients go on where the rounds left them.
+
+        Those who have other rows than in the rounds, some of which were held out, start anew.
+        """
+        if np.array_equal(earlier["sizes"], np.diff(rows.offsets)):
+            return {name: np.copy(values) for name, values in earlier.items()}
+        return {**self.start(rows, rows.n_clients), "following": earlier["following"].copy()}
 
     def resume(self, rows, n_clients, earlier, where):
         """State in which clients go on, also those without rows."""
@@ -267,6 +277,18 @@ class ClientRows(NamedTuple):
     def with_schedule(self, schedule):
         """The same rows under another schedule."""
         return self._replace(schedule=schedule)
+
+    def only(self, chosen):
+        """Some of the rows, in client order, and the clients that have any of them."""
+        codes = np.repeat(np.arange(self.n_clients), np.diff(self.offsets))
+        counts = np.bincount(codes[chosen], minlength=self.n_clients)
+        some = counts > 0
+        return self._replace(
+            X=self.X[chosen],
+            y=self.y[chosen],
+            offsets=np.concatenate([[0], np.cumsum(counts[some])]),
+            clients=self.clients[some],
+        )
 
     def blocks(self, sampled, state, t, rng, workers=1):
         """Blocks of the sampled clients with their next rows; the schedule's state moves on."""

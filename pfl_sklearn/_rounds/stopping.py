@@ -7,7 +7,11 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+
+from pfl_sklearn._clients import rows_by_client
 from pfl_sklearn._rounds.loop import DivergenceError
+from pfl_sklearn._rounds.rows import count_within
 
 _FINER = 4  # a check is due whenever the rounds have grown by a quarter
 _RISEN = 1.1  # times the training loss before: less is the noise of batches
@@ -113,3 +117,25 @@ def _ahead(t, trained, left):
 def _kept(state, trained, held_out):
     """The best models so far."""
     return {"best": held_out, "best_trained": trained, **state.packed()}
+
+
+def split_rows(codes, n_clients, fraction=0.0, rng=None):
+    """Positions of rows to train on and of rows held out, both in client order.
+
+    A generator puts each client's rows in random order first, so that any of them may be held out.
+    """
+    by_client, _ = rows_by_client(codes, n_clients)
+    if rng is not None:
+        by_client = by_client[np.lexsort((rng.random(len(by_client)), codes[by_client]))]
+    apart = held_out(np.bincount(codes), fraction)
+    return by_client[~apart], by_client[apart]
+
+
+def held_out(sizes, fraction):
+    """Which rows in client order are held out: of each client its last, but never all.
+
+    A client of few rows has some of them held out as often as makes up the fraction of all rows.
+    """
+    due = np.floor(np.cumsum(sizes) * fraction + 1e-9).astype(np.intp)
+    counts = np.minimum(np.diff(due, prepend=0), sizes - 1)
+    return count_within(sizes) >= np.repeat(sizes - counts, sizes)

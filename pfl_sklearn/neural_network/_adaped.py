@@ -15,6 +15,7 @@ from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._targets import LABEL_PRIOR, LABEL_SHARE, NeuralClassifierMixin
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
+_START = 3 / 4  # of the rounds, after which personal nets start from the global one
 _MOST_MISSED = 5  # rounds that clients make up for at most
 
 
@@ -33,6 +34,10 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     ----------
     %(recipe)s
     %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
     psi_init : float > 0, default=4.0
         Where psi starts: the larger it is, the less a personal net is held to the global one.
     psi_min : float > 0, default=0.5
@@ -47,9 +52,12 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     personal_start : {"own", "global"} or None, default=None
         Where personal nets start: from the initial weights, or from the global net, when their
         client first takes part in round `personal_start_round` or later. None: "global", but "own"
-        with noise, which makes the global net a bad start, and beside a `global_estimator`.
+        with noise, which makes the global net a bad start, beside a `global_estimator`, and where
+        that round is not known.
     personal_start_round : int or None, default=None
-        First such round, counted from 0; None: three quarters of `n_rounds`.
+        First such round, counted from 0; None: three quarters of `n_rounds`. With
+        ``n_rounds=None`` personal nets start from the global one only if it is given; the rounds
+        then go on for a third as many at least.
     train_unsampled : bool or int >= 1, default=False
         Let personal nets go on in rounds that their client is not sampled in, against the global
         net and psi that it received last. An integer is how many such rounds in a row count, at
@@ -181,6 +189,9 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         estimator=None,
         *,
         n_rounds=100,
+        tol=1e-3,
+        max_rounds=1000,
+        validation_fraction=0.2,
         local_steps=10,
         label_prior=None,
         label_prior_share=None,
@@ -213,6 +224,9 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         super().__init__(
             estimator,
             n_rounds=n_rounds,
+            tol=tol,
+            max_rounds=max_rounds,
+            validation_fraction=validation_fraction,
             local_steps=local_steps,
             client_fraction=client_fraction,
             sampling=sampling,
@@ -253,6 +267,13 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         super()._check_parameters()
         if self.global_estimator is not None:
             self._check_global()
+        start = self.personal_start == "global" and self.personal_start_round is None
+        if start and self._ends_when_flat:
+            raise ValueError(
+                "got personal_start='global' and personal_start_round=None with n_rounds=None: "
+                "nobody knows when three quarters of the rounds are over. Give "
+                "personal_start_round, or n_rounds."
+            )
         if self.noise == "per_round":
             return
         if self.clip_quantile is not None:
@@ -295,9 +316,10 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
 
     @property
     def _starts_from_global(self):
-        if self.personal_start is None:
-            return self.global_estimator is None and not is_private(self)
-        return self.personal_start == "global"
+        if self.personal_start is not None:
+            return self.personal_start == "global"
+        known = self.personal_start_round is not None or not self._ends_when_flat
+        return known and self.global_estimator is None and not is_private(self)
 
     @property
     def _start_round(self):
@@ -305,7 +327,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         if not self._starts_from_global:
             return None
         given = self.personal_start_round
-        return 3 * self.n_rounds // 4 if given is None else given
+        return int(_START * self._last_round(0)) if given is None else given
 
     def _catching_up(self, setup):
         """Schedule of rows that has those of missed rounds, or None."""
@@ -348,9 +370,16 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         return {"global": 1.0, "psi": self.psi_clip_norm / self.clip_norm}
 
     def _personal_models(self, state):
-        begun = state.clients.get("started")
-        personal = state.own.get("personal", state.clients["personal"])
+        return self._nets(state.server, {**state.clients, **state.own})
+
+    @staticmethod
+    def _nets(server, clients):
+        personal, begun = clients["personal"], clients.get("started")
         if begun is None or begun.all():
             return personal
-        start = state.server["global"].astype(personal.dtype)
+        start = server["global"].astype(personal.dtype)
         return np.where(begun[:, None], personal, start)
+
+    def _fewest_rounds(self, rows):
+        fewest = super()._fewest_rounds(rows)
+        return fewest if self._start_round is None else max(fewest, self._start_round / _START)

@@ -10,16 +10,19 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import rows_by_client
 from pfl_sklearn._compat import Interval
-from pfl_sklearn._rounds.estimator import BaseRounds, Run, sampling_of
+from pfl_sklearn._rounds.estimator import AllRows, BaseRounds, Run, sampling_of
 from pfl_sklearn._rounds.loop import State
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
+from pfl_sklearn._rounds.stopping import split_rows
 from pfl_sklearn.base import client_values
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
 _OPTIONAL = ("_personal", "_heads", "head_variances_")  # not every fit leaves them
 _OPTIONAL += ("_offsets", "_label_counts", "_label_sums", "label_prior_")
+_FEWEST = 30  # rounds before the loss may count as flat: AdaPeD's global net lags behind
+_PART = 10  # of them that a client takes part in
 _ADVICE = "lower the learning rate of the net (lr={rate:.4g}){scale}."
 
 
@@ -77,8 +80,8 @@ class BaseNeural(BaseRounds):
     A subclass reads its targets (``_read``; the details of its table are the number of outputs that
     they need), and provides ``_method(setup)``: a
     :class:`~pfl_sklearn._rounds.loop.Method` whose server has the population's parameters in
-    "global". ``_personal_models(state)`` gives the clients' parameters, clients first, or None if
-    they use the population's.
+    "global". ``_nets(server, clients)`` gives the parameters of some clients' nets between rounds,
+    clients first, or those of the population if they use its net.
     """
 
     _client_attributes = ("_personal", "_heads", "_offsets", "n_samples_per_client_")
@@ -106,6 +109,9 @@ class BaseNeural(BaseRounds):
         estimator,
         *,
         n_rounds,
+        tol,
+        max_rounds,
+        validation_fraction,
         local_steps,
         client_fraction,
         sampling,
@@ -124,6 +130,9 @@ class BaseNeural(BaseRounds):
     ):
         self.estimator = estimator
         self.n_rounds = n_rounds
+        self.tol = tol
+        self.max_rounds = max_rounds
+        self.validation_fraction = validation_fraction
         self.local_steps = local_steps
         self.client_fraction = client_fraction
         self.sampling = sampling
@@ -184,15 +193,16 @@ class BaseNeural(BaseRounds):
         if features.shape[1:] != seen and features.ndim + len(seen) > 3:
             raise ValueError(f"X has rows of shape {features.shape[1:]}, but fit saw {seen}.")
 
-    def _make_run(self, table, clients, roster, earlier, order, mechanism):
+    def _make_run(self, table, clients, roster, earlier, order, mechanism, until_flat=False):
         _, recipes = backend()
         recipe = self._recipe()
         batch_size = None if recipe.batch_size == -1 else recipe.batch_size
         if earlier is not None:
             self._check_goes_on(earlier)
         by_client, first_rows = rows_by_client(clients.codes, len(clients.ids))
-        X, y = table.features[by_client], table.y[by_client]
-        engines = self._make_engines(table._replace(features=X, y=y), earlier, order, batch_size)
+        codes = clients.codes[by_client]
+        table = table._replace(features=table.features[by_client], y=table.y[by_client])
+        engines = self._make_engines(table, earlier, order, batch_size)
         sampling = sampling_of(self.sampling, self.client_fraction, len(roster.now))
         setup = Setup(
             engines=engines,
@@ -205,19 +215,19 @@ class BaseNeural(BaseRounds):
             noisy_steps=None if self._noisy_steps is None else mechanism,
             before=None if earlier is None else earlier.state,
         )
-        found, offsets = self._label_offsets(table, clients, roster, earlier, order)
+        found, offsets = self._label_offsets(table, codes, roster, earlier, order)
         method = _with_offsets(self._method(setup), offsets)
         net, private = engines.client.net, is_private(self)
         rows = ClientRows(
-            recipes.as_input(net, X, private),
-            recipes.as_targets(net, y, private),
+            recipes.as_input(net, table.features, private),
+            recipes.as_targets(net, table.y, private),
             first_rows,
             roster.now,
             self._schedule(setup),
             min(engine.clients_at_once for engine in engines),
             not all(engine.stacked for engine in engines) or setup.noisy_steps is not None,
         )
-        return Run(
+        run = Run(
             method=method,
             rows=rows,
             sampling=sampling,
@@ -228,6 +238,45 @@ class BaseNeural(BaseRounds):
             layout=engines,
             advice=_advice(net, setup.rates[0]),
         )
+        return self._until_flat(run, table, codes, roster, earlier, order) if until_flat else run
+
+    def _until_flat(self, run, table, codes, roster, earlier, order):
+        """The run with some rows held out, whose loss says when it is over.
+
+        Neither are they trained on in the rounds nor are their labels counted. The last phase has
+        all rows.
+        """
+        from pfl_sklearn.neural_network._held_out import flat_rule
+
+        rng = np.random.default_rng(None if order is None else (*order, 0))
+        kept, apart = split_rows(codes, run.rows.n_clients, self.validation_fraction, rng)
+        train, held = run.rows.only(kept), run.rows.only(apart)
+        seen = table._replace(features=None, y=table.y[kept])
+        _, offsets = self._label_offsets(seen, codes[kept], roster, earlier, order)
+        rule = flat_rule(
+            run.layout.client,
+            self._nets,
+            train,
+            held,
+            at_least=self._fewest_rounds(train),
+            tol=self.tol,
+            n_jobs=self.n_jobs,
+            advice=run.advice,
+        )
+        counted = {"offset": run.found["_offsets"]} if run.found else {}
+        return run._replace(
+            method=_with_offsets(run.method, offsets),
+            rows=train,
+            rule=rule,
+            all_rows=AllRows(run.rows, counted) if run.method.last_phase else None,
+        )
+
+    def _fewest_rounds(self, rows):
+        """Rounds before which no loss counts as flat."""
+        sizes = np.diff(rows.offsets)
+        batch_sizes = np.minimum(sizes, rows.schedule.batch_size or sizes)
+        a_pass = np.mean(sizes / batch_sizes) / self.local_steps
+        return max(_FEWEST, max(a_pass, _PART) / self.client_fraction)
 
     def _schedule(self, setup):
         """Which rows come next."""
@@ -265,7 +314,7 @@ class BaseNeural(BaseRounds):
         recipes.check_outputs(engine.output_shape, table.details, net)
         return engine
 
-    def _label_offsets(self, table, clients, roster, earlier, order):
+    def _label_offsets(self, table, codes, roster, earlier, order):
         """Fitted attributes of label frequencies, and the clients' offsets; ({}, None) if none."""
         return {}, None
 
@@ -287,7 +336,13 @@ class BaseNeural(BaseRounds):
         return found if personal is None else {**found, "_personal": personal}
 
     def _personal_models(self, state):
-        return None
+        """The clients' parameters (m, p), or None if they have the population's."""
+        found = self._nets(state.server, state.clients)
+        return found if found.ndim > 1 else None
+
+    @staticmethod
+    def _nets(server, clients):
+        return server["global"]
 
     def _store(self, shared, progress, report):
         for name in _OPTIONAL:  # of an earlier fit with other parameters

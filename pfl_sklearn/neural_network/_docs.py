@@ -15,8 +15,16 @@ NEURAL = {
             :class:`MLP` of 64 hidden units.
         """,
     "rounds": """
-        n_rounds : int, default=100
-            Rounds of communication.
+        n_rounds : int or None, default=100
+            Rounds of communication. None: ``fit`` goes on until the loss of held-out rows is flat,
+            and returns the nets with the lowest loss; see the notes. With noise the data must have
+            no say in it, and None is 100 rounds.
+        """,
+    "max_rounds": """
+        max_rounds : int, default=1000
+            Rounds after which ``fit`` ends with a ``ConvergenceWarning`` if the loss is not flat.
+        """,
+    "steps": """
         local_steps : int, default=10
             Gradient steps of a sampled client in a round, on batches of ``batch_size`` rows of the
             net, or all its rows if it has fewer. Momentum starts anew in every round.
@@ -73,5 +81,16 @@ NEURAL = {
         ``BatchNorm``, are averaged like parameters; with noise they are refused. Every client
         counts equally, whatever its number of rows. Without `clip_norm` the server divides by the
         number of clients that took part, with it by the expected number.
+
+        With ``n_rounds=None`` the loss is that of the recipe's criterion, on the held-out rows of
+        each client, for the net that the client would predict with; under `label_prior` with the
+        label frequencies of its other rows. It is looked at whenever the rounds have grown by a
+        quarter, and is not taken for flat before 30 rounds, nor before each client took part in
+        about ten. Held-out rows take no part in the rounds, apart from the units of the default
+        net. Whatever clients do after the rounds they do on all rows, and the label frequencies
+        that they predict with are those of all rows. If the rounds only do harm, ``n_rounds_`` is 0
+        and nets are as they started. The best nets so far are kept, which takes as much memory
+        again as the clients' nets. For criteria other than cross-entropy, squared and
+        absolute error any decrease of the loss counts, whatever `tol` is.
         """,
 }

@@ -18,6 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from pfl_sklearn._rounds.loop import Update
 from pfl_sklearn.neural_network._chain import Chain, align, aligned, chain_of
 from pfl_sklearn.neural_network._last_layer import last_layer_of
+from pfl_sklearn.neural_network._mlp import evaluate
 from pfl_sklearn.neural_network._recipe import (
     log_probabilities,
     optimizer_of,
@@ -272,6 +273,11 @@ class StackedModels(_Models):
         """Outputs (g, b, ...) alone."""
         return self._chain.evaluate(X)
 
+    def test(self, X):
+        """Outputs (g, n, ...) of rows that nobody trains on, a batch of them at a time."""
+        parts = [self.evaluate(align(rows)) for rows in X.split(_LARGEST_STACKED_BATCH, dim=1)]
+        return torch.cat(parts, dim=1)
+
     def step_through(self, privatize, losses, rate):
         """Step along the gradients (g, p) of losses (g,) that `privatize` makes of theirs."""
         tensors = self._chain.parameters
@@ -330,6 +336,11 @@ class LoneModel(_Models):
         """Outputs (1, b, ...) alone."""
         with torch.no_grad():
             return self(X)
+
+    def test(self, X):
+        """Outputs (1, n, ...) in evaluation mode, which the model keeps."""
+        evaluate(self._net.module_)
+        return torch.cat([self.evaluate(rows) for rows in X.split(_ROWS_AT_ONCE, dim=1)], dim=1)
 
     def change(self):
         values = self.values if self._outside is None else self._outside

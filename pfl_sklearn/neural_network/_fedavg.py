@@ -53,6 +53,10 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
     ----------
     %(recipe)s
     %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
     fine_tune_steps : int, default=0
         Gradient steps that every client takes on its own rows after the rounds, from the global
         net. With 0 all clients have the global net.
@@ -169,6 +173,9 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
         estimator=None,
         *,
         n_rounds=100,
+        tol=1e-3,
+        max_rounds=1000,
+        validation_fraction=0.2,
         local_steps=10,
         label_prior=None,
         label_prior_share=None,
@@ -193,6 +200,9 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
         super().__init__(
             estimator,
             n_rounds=n_rounds,
+            tol=tol,
+            max_rounds=max_rounds,
+            validation_fraction=validation_fraction,
             local_steps=local_steps,
             client_fraction=client_fraction,
             sampling=sampling,
@@ -256,6 +266,10 @@ class FedAvgRegressor(NeuralRegressorMixin, BaseNeural):
     ----------
     %(recipe)s
     %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
     fine_tune_steps : int, default=0
         Gradient steps that every client takes on its own rows after the rounds, from the global
         net. With 0 all clients have the global net.
@@ -320,6 +334,9 @@ class FedAvgRegressor(NeuralRegressorMixin, BaseNeural):
         estimator=None,
         *,
         n_rounds=100,
+        tol=1e-3,
+        max_rounds=1000,
+        validation_fraction=0.2,
         local_steps=10,
         fine_tune_steps=0,
         proximal=0.0,
@@ -341,6 +358,9 @@ class FedAvgRegressor(NeuralRegressorMixin, BaseNeural):
         super().__init__(
             estimator,
             n_rounds=n_rounds,
+            tol=tol,
+            max_rounds=max_rounds,
+            validation_fraction=validation_fraction,
             local_steps=local_steps,
             client_fraction=client_fraction,
             sampling=sampling,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pfl_sklearn.neural_network._chain import align
-from pfl_sklearn.neural_network._mlp import Units
+from pfl_sklearn.neural_network._mlp import evaluate
 from pfl_sklearn.neural_network._recipe import log_probabilities
 
 _CLOSE = 1e-5
@@ -93,9 +93,7 @@ def last_layer_of(engine):
 def _evaluating(engine, vector, X):
     """Net in evaluation mode, but for units, since X is in those of training; and X as a tensor."""
     net, kind = engine.evaluating(vector)
-    for layer in net.module_.modules():
-        if isinstance(layer, Units):
-            layer.train()
+    evaluate(net.module_)
     return net, align(torch.from_numpy(X.astype(kind, copy=False)).to(engine.device))
 
 

@@ -49,6 +49,10 @@ class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
     ----------
     %(recipe)s
     %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
     %(label_prior)s
     %(sampling)s
     %(privacy)s
@@ -102,6 +106,9 @@ class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
         estimator=None,
         *,
         n_rounds=100,
+        tol=1e-3,
+        max_rounds=1000,
+        validation_fraction=0.2,
         local_steps=10,
         label_prior=None,
         client_fraction=1.0,
@@ -122,6 +129,9 @@ class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
         super().__init__(
             estimator,
             n_rounds=n_rounds,
+            tol=tol,
+            max_rounds=max_rounds,
+            validation_fraction=validation_fraction,
             local_steps=local_steps,
             client_fraction=client_fraction,
             sampling=sampling,
@@ -145,8 +155,9 @@ class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
     def _method(self, setup):
         return local_nets(setup)
 
-    def _personal_models(self, state):
-        return state.clients["personal"]
+    @staticmethod
+    def _nets(server, clients):
+        return clients["personal"]
 
 
 @fill_doc(NEURAL)
@@ -159,6 +170,10 @@ class LocalNetRegressor(NeuralRegressorMixin, BaseNeural):
     ----------
     %(recipe)s
     %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
     %(sampling)s
     %(privacy)s
     %(warm_start)s
@@ -205,6 +220,9 @@ class LocalNetRegressor(NeuralRegressorMixin, BaseNeural):
         estimator=None,
         *,
         n_rounds=100,
+        tol=1e-3,
+        max_rounds=1000,
+        validation_fraction=0.2,
         local_steps=10,
         client_fraction=1.0,
         sampling="poisson",
@@ -224,6 +242,9 @@ class LocalNetRegressor(NeuralRegressorMixin, BaseNeural):
         super().__init__(
             estimator,
             n_rounds=n_rounds,
+            tol=tol,
+            max_rounds=max_rounds,
+            validation_fraction=validation_fraction,
             local_steps=local_steps,
             client_fraction=client_fraction,
             sampling=sampling,
@@ -246,5 +267,6 @@ class LocalNetRegressor(NeuralRegressorMixin, BaseNeural):
     def _method(self, setup):
         return local_nets(setup)
 
-    def _personal_models(self, state):
-        return state.clients["personal"]
+    @staticmethod
+    def _nets(server, clients):
+        return clients["personal"]

@@ -22,6 +22,14 @@ class Units(nn.Module):
         return found.reshape(values.shape)
 
 
+def evaluate(module):
+    """Put a module in evaluation mode, but for units: rows stay in those of training."""
+    module.eval()
+    for layer in module.modules():
+        if isinstance(layer, Units):
+            layer.train()
+
+
 class Standardized(Units):
     """Inputs, brought to standard units."""
 

@@ -81,12 +81,12 @@ def fine_tuning(setup, n_steps):
             "personal": np.tile(server["global"].astype(engine.array_dtype), (setup.n_clients, 1))
         }
 
-    update = partial(_fine_tuned, engine, setup.rates[-1])
+    update = partial(_fine_tuned, engine, setup.rates)
     return LastPhase(init, update, Reshuffled(setup.batch_size, n_steps))
 
 
-def _fine_tuned(engine, rate, server, t, batch, clients, own):
-    done = engine.run(partial(_tuned_block, engine, rate), batch, {**clients, **own})
+def _fine_tuned(engine, rates, server, t, batch, clients, own):
+    done = engine.run(partial(_tuned_block, engine, rates[t]), batch, {**clients, **own})
     return done.clients, done.losses
 
 

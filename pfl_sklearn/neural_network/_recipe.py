@@ -100,8 +100,13 @@ def check_probabilities(recipe):
     """Raise ValueError if the criterion does not say what a net's outputs are."""
     criterion = recipe.criterion
     kind = criterion if isinstance(criterion, type) else type(criterion)
-    if not issubclass(kind, _READABLE):
+    if not is_readable(kind):
         raise _unknown_outputs(kind)
+
+
+def is_readable(kind):
+    """Whether a criterion's class says what a net's outputs are."""
+    return issubclass(kind, _READABLE)
 
 
 def _default(recipe, name):

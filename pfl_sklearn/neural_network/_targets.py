@@ -124,7 +124,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         sums = LABEL_SUMS.release(counts, std, rng)
         return LabelSums(sums["frequencies"], float(sums["square"][0]), counts.sum(axis=1), std)
 
-    def _label_offsets(self, table, clients, roster, earlier, order):
+    def _label_offsets(self, table, codes, roster, earlier, order):
         sums = None if earlier is None else earlier.found.get("_label_sums")
         found = {} if sums is None else {"_label_sums": sums}
         if self.label_prior is None:
@@ -133,9 +133,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         counts = np.zeros((len(roster.ids), n_classes))
         if earlier is not None:
             counts[roster.earlier] = earlier.found.get("_label_counts", 0.0)
-        cells = np.bincount(
-            clients.codes * n_classes + table.y, minlength=len(clients.ids) * n_classes
-        )
+        cells = np.bincount(codes * n_classes + table.y, minlength=len(roster.now) * n_classes)
         counts[roster.now] = cells.reshape(-1, n_classes)
         if self._releases_labels(earlier):
             found["_label_sums"] = self._noisy_sums(counts, earlier, order)

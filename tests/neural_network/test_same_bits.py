@@ -46,7 +46,7 @@ METHODS = {
     "fedavg": lambda net: FedAvgClassifier(net, fine_tune_steps=3, **MANY),
     "local": lambda net: LocalNetClassifier(net, **MANY),
     "adaped": lambda net: AdaPeDClassifier(net, personal_start="global", **MANY),
-    "unsampled": lambda net: AdaPeDClassifier(net, train_unsampled=2, **MANY),
+    "unsampled": lambda net: AdaPeDClassifier(net, train_unsampled=2, personal_start="own", **MANY),
     "private": lambda net: AdaPeDClassifier(net, clip_quantile=0.5, **NOISE, **MANY),
 }
 QUICK = {("fedavg", net) for net in NETS} | {("adaped", "perceptron")}

@@ -12,14 +12,12 @@ from pfl_sklearn._rounds.estimator import BaseRounds, Run, sampling_of
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, InTurn
-from pfl_sklearn._rounds.stopping import FlatRule
+from pfl_sklearn._rounds.stopping import FlatRule, split_rows
 from pfl_sklearn.linear_model._ppsgd._parts import (
     Coordinates,
     Part,
     additive_predictors,
     coordinates_in,
-    held_out,
-    in_client_order,
     standard_coordinates,
     with_intercept,
 )
@@ -49,8 +47,6 @@ from pfl_sklearn.linear_model._ppsgd._updates import (
     with_own_steps,
 )
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
-
-_PRIVATE_ROUNDS = 100  # with noise, where n_rounds is None: the data have no say in it
 
 
 class BasePPSGD(BaseRounds):
@@ -90,10 +86,6 @@ class BasePPSGD(BaseRounds):
             Interval(Real, 0, None, closed="neither"),
             StrOptions({"auto", "theory"}),
         ],
-        "n_rounds": [Interval(Integral, 1, None, closed="left"), None],
-        "tol": [Interval(Real, 0, None, closed="neither")],
-        "max_rounds": [Interval(Integral, 1, None, closed="left")],
-        "validation_fraction": [Interval(Real, 0, 1, closed="left")],
         "batch_size": [Interval(Integral, 1, None, closed="left"), None],
         "weighting": [StrOptions({"samples", "clients"})],
         "average": ["boolean"],
@@ -168,15 +160,6 @@ class BasePPSGD(BaseRounds):
     @property
     def _communicates(self):
         return self.alpha == "auto" or self.alpha > 0
-
-    @property
-    def _ends_when_flat(self):
-        return self.n_rounds is None and not is_private(self)
-
-    def _last_round(self, before):
-        if self.n_rounds is not None:
-            return self.n_rounds
-        return before + self.max_rounds if self._ends_when_flat else max(before, _PRIVATE_ROUNDS)
 
     def _check_parameters(self):
         check_learning_rate(self)
@@ -283,14 +266,9 @@ class BasePPSGD(BaseRounds):
         """Rows to train on, and rows held out; with `shuffle` in an order drawn from `order`."""
         codes = clients.codes
         rng = np.random.default_rng(order) if self.shuffle else None
-        by_client = in_client_order(codes, len(clients.ids), rng)
-        apart = np.zeros(len(codes), dtype=bool)
-        if until_flat:
-            apart = held_out(np.bincount(codes), self.validation_fraction)
-        return [
-            Part(design[kept], y[kept], codes[kept])
-            for kept in (by_client[~apart], by_client[apart])
-        ]
+        fraction = self.validation_fraction if until_flat else 0.0
+        parts = split_rows(codes, len(clients.ids), fraction, rng)
+        return [Part(design[some], y[some], codes[some]) for some in parts]
 
     def _client_rows(self, part, roster, earlier):
         """Rows of a part for the rounds."""

@@ -46,15 +46,12 @@ _TEXTS = {
         n_rounds : int or None, default=None
             Rounds of communication. None: ``fit`` goes on until the loss of held-out rows is flat.
             With noise the data must have no say in it, and None is 100 rounds.
-        tol : float > 0, default=1e-3
-            The loss is flat if it fell by less than this share of the loss of the best constant
-            predictions while the number of rounds doubled. Used if ``n_rounds=None``, as the next
-            two are.
+        """,
+    "max_rounds": """
         max_rounds : int, default=10000
             Rounds after which ``fit`` ends with a ``ConvergenceWarning`` if the loss is not flat.
-        validation_fraction : float in [0, 1), default=0.2
-            Share of the rows that is held out, of every client as it has rows. 0: the loss is that
-            of the training rows, and the models overfit small clients.
+        """,
+    "batches": """
         batch_size : int or None, default=10
             Rows of a client in a round, at most all it has. None uses all rows. A client's rows
             are used in turn, so none is used twice before all others were used once.
@@ -160,6 +157,10 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
     Parameters
     ----------
     %(steps)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(batches)s
     %(sampling)s
     %(weighting)s
     %(iterates)s
@@ -308,6 +309,10 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
     Parameters
     ----------
     %(steps)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(batches)s
     %(sampling)s
     %(weighting)s
     loss : {"log_loss", "squared_error"}, default="log_loss"

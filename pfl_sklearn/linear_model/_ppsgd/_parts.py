@@ -1,12 +1,10 @@
-"""Rows of a table in client order, in coordinates of their own, and apart from rows held out."""
+"""Rows of a table in client order, and the coordinates that they are in."""
 
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_array, hstack, issparse
 
-from pfl_sklearn._clients import rows_by_client
-from pfl_sklearn._rounds.rows import count_within
 from pfl_sklearn.linear_model._base import client_predictors
 
 
@@ -91,24 +89,6 @@ def with_intercept(features, fit_intercept):
     if issparse(features):
         return hstack([features, np.ones((features.shape[0], 1))], format="csr")
     return np.concatenate([features, np.ones((len(features), 1))], axis=1)
-
-
-def in_client_order(codes, n_clients, rng=None):
-    """Positions of rows in client order; with a generator each client's in random order."""
-    by_client, _ = rows_by_client(codes, n_clients)
-    if rng is None:
-        return by_client
-    return by_client[np.lexsort((rng.random(len(by_client)), codes[by_client]))]
-
-
-def held_out(sizes, fraction):
-    """Which rows in client order are held out: of each client its last, but never all.
-
-    A client of few rows has some of them held out as often as makes up the fraction of all rows.
-    """
-    due = np.floor(np.cumsum(sizes) * fraction + 1e-9).astype(np.intp)
-    counts = np.minimum(np.diff(due, prepend=0), sizes - 1)
-    return count_within(sizes) >= np.repeat(sizes - counts, sizes)
 
 
 def additive_predictors(design, codes, population, local):

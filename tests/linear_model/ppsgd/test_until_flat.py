@@ -16,9 +16,9 @@ from sklearn.preprocessing import StandardScaler
 
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
 from pfl_sklearn._rounds.checkpoint import Checkpoint
+from pfl_sklearn._rounds.stopping import held_out
 from pfl_sklearn.linear_model import DivergenceError
 from pfl_sklearn.linear_model._ppsgd import _base
-from pfl_sklearn.linear_model._ppsgd._parts import held_out
 from pfl_sklearn.model_selection import ClientKFold
 from tests.helpers.callbacks import StopAfter
 from tests.helpers.ppsgd import assert_same_fit, table

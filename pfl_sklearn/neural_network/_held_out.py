@@ -1,0 +1,93 @@
+"""Losses of held-out rows under the nets that clients would predict with; when they are flat."""
+
+from functools import partial
+
+import numpy as np
+from torch.nn import L1Loss, MSELoss
+
+from pfl_sklearn._rounds.loop import LastPhase, Plan, Sampling, Update, run_last_phase
+from pfl_sklearn._rounds.rows import Reshuffled
+from pfl_sklearn._rounds.stopping import FlatRule
+from pfl_sklearn.neural_network._recipe import is_readable
+
+_LATEST = 5  # rounds, in one of which the training loss of rounds that do not diverge is low
+
+
+def flat_rule(engine, nets, train, held, *, at_least, tol, n_jobs, advice):
+    """Rule by which rounds of nets are over.
+
+    Parameters
+    ----------
+    engine : Engine
+    nets : callable
+        From the server's and some clients' arrays to these clients' parameters (g, p), or to those
+        (p,) that all of them have.
+    train, held : ClientRows
+        Rows that rounds train on, and rows held out; without any, those of training are judged.
+    at_least : float
+        Rounds before which no loss counts as flat.
+    tol, n_jobs, advice
+        As the rule and the losses take them.
+
+    Notes
+    -----
+    Every client counts equally, as in training: with the same weight if the same share of its rows
+    is held out. No training row is looked at again: rounds diverge if the losses of their batches
+    do, and that of held-out rows as well, which alone might only overfit.
+    """
+    sizes = np.diff(train.offsets)
+    judged = held if held.n_clients else train
+    here = np.searchsorted(train.clients, judged.clients)
+    weights = np.diff(judged.offsets) / sizes[here]
+    rows = judged._replace(at_once=None if engine.stacked else 1)
+    loss = partial(mean_loss, engine, nets, rows, weights, n_jobs)
+
+    def losses(state):
+        found = loss(state)
+        return np.fmin.reduce([found, *state.history["loss"][-_LATEST:]]), found
+
+    unit = constant_loss(engine.net.criterion_, train.y, np.repeat(1 / sizes, sizes))
+    return FlatRule(losses, tol, unit, at_least, False, advice)
+
+
+def mean_loss(engine, nets, rows, weights, n_jobs, state):
+    """Mean loss of clients with `weights` (m,), each the mean of its rows."""
+    phase = LastPhase(
+        partial(_no_losses, 1 + int(rows.clients.max())),
+        partial(_losses, engine, nets),
+        Reshuffled(None, 1),
+    )
+    plan = Plan(state.round, Sampling(1.0), (0,), n_jobs)
+    losses = run_last_phase(phase, rows, state, plan)["loss"][rows.clients]
+    return float(weights @ losses / weights.sum())
+
+
+def _no_losses(n_clients, server, clients):
+    return {"loss": np.zeros(n_clients)}
+
+
+def _losses(engine, nets, server, t, batch, clients, own):
+    """Losses of a block's clients."""
+    losses = engine.run(partial(_block_losses, engine, nets, server), batch, clients).losses
+    return {"loss": losses}, losses
+
+
+def _block_losses(engine, nets, server, block):
+    models = engine.models(nets(server, block.clients), block.n_clients)
+    ((X, y),) = block.steps()
+    losses = models.losses(block.read(engine, models.test(X)), y)
+    return Update({}, {}, np.asarray(losses.detach().cpu(), dtype=np.float64))
+
+
+def constant_loss(criterion, y, weights):
+    """Loss of the best constant for targets (n, ...) with weights (n,); 0 if it is not known."""
+    shares = weights / weights.sum()
+    if isinstance(criterion, MSELoss):
+        return float(np.mean(shares @ (y - shares @ y) ** 2))
+    if isinstance(criterion, L1Loss):
+        return float(np.mean(shares @ np.abs(y - np.median(y, axis=0))))
+    if not is_readable(type(criterion)):
+        return 0.0
+    frequencies = np.bincount(y.astype(np.intp), weights=shares)
+    seen = frequencies[frequencies > 0]
+    return float(-seen @ np.log(seen))

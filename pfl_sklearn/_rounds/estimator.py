@@ -21,7 +21,7 @@ from pfl_sklearn._clients import EncodedClients, match_clients
 from pfl_sklearn._compat import Interval, StrOptions, fit_context, num_samples
 from pfl_sklearn._rounds.callbacks import both, observer
 from pfl_sklearn._rounds.checkpoint import Checkpoint, described
-from pfl_sklearn._rounds.loop import DivergenceError, Method, Plan, Sampling, State, run_rounds
+from pfl_sklearn._rounds.loop import Method, Plan, Sampling, State, check_converged, run_rounds
 from pfl_sklearn._rounds.loop import start as start_state
 from pfl_sklearn._rounds.privacy import (
     check_privacy,
@@ -300,7 +300,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         if checkpoint is not None:
             observe = both(observe, checkpoint.observe)
         state, flat = self._run(run, state, last, task.entropy, observe)
-        _check_converged(state, run.advice, is_private(self))
+        check_converged(state, run.advice, is_private(self), ids)
         end()
         mechanism = mechanism_of(self, events)
         progress = _progress_after(task, state, events, last, mechanism.noise_multiplier)
@@ -443,22 +443,6 @@ def _first_state(task, clip_quantile):
     moving = clip_quantile is not None and math.isfinite(old.bound)
     bound = old.bound if moving else state.bound
     return replace(old, clients=state.clients, schedule=schedule, bound=bound, own=own)
-
-
-def _check_converged(state, advice, protected):
-    """Raise DivergenceError if the rounds diverged: if `protected`, by what is released alone."""
-    finite = _all_finite(state.server)
-    if not protected:
-        finite &= _all_finite(state.clients) and _all_finite(state.own)
-        finite &= len(state.history["loss"]) == state.round
-    if not finite:
-        raise DivergenceError(f"The rounds diverged: {advice}")
-
-
-def _all_finite(arrays):
-    """Whether all numbers are finite; no array of the size of the clients' models is made."""
-    ends = [f(initial=0) for values in arrays.values() for f in (values.min, values.max)]
-    return bool(np.isfinite(ends).all())
 
 
 def _progress_after(task, state, events, last, noise_multiplier):

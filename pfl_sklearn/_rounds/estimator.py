@@ -262,8 +262,18 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         if self.checkpoint is None:
             return None
         ledger = None if self.ledger is None else self.ledger._id
-        parameters = described(self, **{"rounds to run": missing, "ledger": ledger})
-        return Checkpoint(self.checkpoint, self.checkpoint_every, parameters)
+        more = {**self._defaults(), "rounds to run": missing, "ledger": ledger}
+        return Checkpoint(self.checkpoint, self.checkpoint_every, described(self, **more))
+
+    def _defaults(self):
+        """Components that parameters stand for, and their parameters, as if they had been given."""
+        found = {}
+        for name, value in self.get_params(deep=False).items():
+            component = self._default_component(name, value)
+            if component is not None:
+                own = component.get_params(deep=True)
+                found |= {name: component, **{f"{name}__{part}": own[part] for part in own}}
+        return found
 
     def _make_task(
         self, X, y, clients, earlier, mechanism, missing, drawn=None, until_flat=False, **given

@@ -29,6 +29,26 @@ NEURAL = {
             :class:`~pfl_sklearn.priors.SparseDirichletPrior`; with noise it is the flat
             Dirichlet prior, whose parameters are all 1, which is known.
         """,
+    "nothing_sent": """
+        epsilon : float in (0, inf], default=inf
+            Nothing is sent, so nothing gets noise, and under any finite value the report states an
+            epsilon of 0. What a finite value does change is that nothing is taken from the rows of
+            all clients together: the default net works in the units that the features have,
+            ``BatchNorm`` is refused, and a client whose loss is not finite keeps its net rather
+            than ends the fit. With inf those units come from all rows, and the report promises
+            nothing.
+        noise_multiplier : float or None, default=None
+            A value above 0 does what a finite `epsilon` does; which one has no effect.
+        delta : float in [0, 1), default=1e-5
+            Has no effect.
+        clip_norm : float or None, default=None
+            Has no effect: there are no messages to clip.
+        clip_quantile : float in (0, 1) or None, default=None
+            Has no effect, but is refused without `clip_norm`, as in other methods.
+        ledger : PrivacyLedger or None, default=None
+            File that records each fit. One with a finite `epsilon` spends nothing there; one
+            without is recorded as unprotected.
+        """,
     "warm_start": """
         warm_start : bool, default=False
             Let ``fit`` continue to `n_rounds` rounds in all, with the noise multiplier that it had

@@ -51,7 +51,7 @@ class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
     %(rounds)s
     %(label_prior)s
     %(sampling)s
-    %(privacy)s
+    %(nothing_sent)s
     %(warm_start)s
     %(checkpoint)s
 
@@ -70,7 +70,8 @@ class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
     -----
     Every client starts from the same random net, which is also what clients get that ``fit`` did
     not see. A client takes `local_steps` steps in each round that it is sampled in. Nothing is
-    released, so epsilon is 0 whatever `epsilon` is, and no noise is added.
+    released and no noise is added. The parameters of privacy are there so that this floor takes
+    those of the method that it is compared with.
 
     Memory: one vector of parameters for each client.
 
@@ -157,7 +158,7 @@ class LocalNetRegressor(NeuralRegressorMixin, BaseNeural):
     %(recipe)s
     %(rounds)s
     %(sampling)s
-    %(privacy)s
+    %(nothing_sent)s
     %(warm_start)s
     %(checkpoint)s
 
@@ -174,7 +175,8 @@ class LocalNetRegressor(NeuralRegressorMixin, BaseNeural):
     -----
     Every client starts from the same random net, which is also what clients get that ``fit`` did
     not see. A client takes `local_steps` steps in each round that it is sampled in. Nothing is
-    released, so epsilon is 0 whatever `epsilon` is, and no noise is added.
+    released and no noise is added. The parameters of privacy are there so that this floor takes
+    those of the method that it is compared with.
 
     Memory: one vector of parameters for each client.
 

@@ -68,9 +68,13 @@ NEURAL = {
     "common_notes": """
         Rows may have any shape that the module takes. A fit holds a copy of them in the type of the
         module's parameters, float32 unless the module says otherwise; integers stay integers if the
-        module has an embedding. Initial weights come from `random_state`, and torch's global
-        generators are left as they were. If the recipe holds a module instance, training starts
-        from a copy of it.
+        module has an embedding. Values are not scaled on the way: images of type uint8 reach a
+        module as 0.0 to 255.0, so divide them by 255 first. Only the default net, in a fit without
+        noise, brings features to standard units by itself. Lazy layers take their sizes from the
+        rows. For one response a module may give outputs of shape (n,) or (n, 1).
+
+        Initial weights come from `random_state`, and torch's global generators are left as they
+        were. If the recipe holds a module instance, training starts from a copy of it.
 
         Clients are trained in blocks. Chains of linear layers with rectifiers, tanh or softmax
         between them run for a whole block at once if batches have at most 128 rows; other modules

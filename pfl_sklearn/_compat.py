@@ -3,9 +3,10 @@
 They have no deprecation promise. When a release moves one, this module is what changes.
 """
 
+import functools
 import inspect
 
-from sklearn.base import _fit_context as fit_context
+from sklearn.base import _fit_context
 from sklearn.model_selection import cross_validate
 from sklearn.model_selection._search import BaseSearchCV
 from sklearn.utils import _safe_indexing as safe_indexing
@@ -16,6 +17,29 @@ from sklearn.utils.validation import _num_samples as num_samples
 
 FIT_OF_A_SEARCH = inspect.unwrap(BaseSearchCV.fit).__code__
 VALIDATION_MODULE = cross_validate.__module__
+
+
+def fit_context(*, prefer_skip_nested_validation):
+    """Decorator of ``fit``: scikit-learn's, but unknown arguments are an error of the estimator's.
+
+    Without it the message names the class that defines the method, which may be a private one.
+    """
+
+    def decorate(method):
+        signature = inspect.signature(method)
+
+        @functools.wraps(method)
+        def checked(estimator, *args, **kwargs):
+            try:
+                signature.bind(estimator, *args, **kwargs)
+            except TypeError as error:
+                name = f"{type(estimator).__name__}.{method.__name__}"
+                raise TypeError(f"{name}() {error}") from None
+            return method(estimator, *args, **kwargs)
+
+        return _fit_context(prefer_skip_nested_validation=prefer_skip_nested_validation)(checked)
+
+    return decorate
 
 
 def response_methods(scorer):

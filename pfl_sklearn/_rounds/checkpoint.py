@@ -143,7 +143,7 @@ class Checkpoint:
                 )
 
 
-def described(estimator, **more):
+def described(estimator, /, **more):
     """Parameters that a run depends on, nested ones included: digest and text of each.
 
     Values are compared by digest, since the text of a neural net, say, hides its learning rate.

@@ -22,11 +22,11 @@ from pfl_sklearn._compat import Interval, StrOptions, fit_context, num_samples
 from pfl_sklearn._rounds.callbacks import both, observer
 from pfl_sklearn._rounds.checkpoint import Checkpoint, described
 from pfl_sklearn._rounds.loop import (
-    DivergenceError,
     Method,
     Plan,
     Sampling,
     State,
+    check_converged,
     run_last_phase,
     run_rounds,
 )
@@ -300,8 +300,18 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         if self.checkpoint is None:
             return None
         ledger = None if self.ledger is None else self.ledger._id
-        parameters = described(self, **{"rounds to run": missing, "ledger": ledger})
-        return Checkpoint(self.checkpoint, self.checkpoint_every, parameters)
+        more = {**self._defaults(), "rounds to run": missing, "ledger": ledger}
+        return Checkpoint(self.checkpoint, self.checkpoint_every, described(self, **more))
+
+    def _defaults(self):
+        """Components that parameters stand for, and their parameters, as if they had been given."""
+        found = {}
+        for name, value in self.get_params(deep=False).items():
+            component = self._default_component(name, value)
+            if component is not None:
+                own = component.get_params(deep=True)
+                found |= {name: component, **{f"{name}__{part}": own[part] for part in own}}
+        return found
 
     def _make_task(
         self, X, y, clients, earlier, mechanism, missing, drawn=None, until_flat=False, **given
@@ -338,7 +348,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         if checkpoint is not None:
             observe = both(observe, checkpoint.observe)
         state, flat = self._run(run, state, last, task.entropy, observe)
-        _check_converged(state, run.advice, is_private(self))
+        check_converged(state, run.advice, is_private(self), ids)
         end()
         mechanism = mechanism_of(self, events)
         progress = _progress_after(task, state, events, last, mechanism.noise_multiplier)
@@ -488,22 +498,6 @@ def _first_state(task, clip_quantile):
     moving = clip_quantile is not None and math.isfinite(old.bound)
     bound = old.bound if moving else state.bound
     return replace(old, clients=state.clients, schedule=schedule, bound=bound, own=own)
-
-
-def _check_converged(state, advice, protected):
-    """Raise DivergenceError if the rounds diverged: if `protected`, by what is released alone."""
-    finite = _all_finite(state.server)
-    if not protected:
-        finite &= _all_finite(state.clients) and _all_finite(state.own)
-        finite &= len(state.history["loss"]) == state.round
-    if not finite:
-        raise DivergenceError(f"The rounds diverged: {advice}")
-
-
-def _all_finite(arrays):
-    """Whether all numbers are finite; no array of the size of the clients' models is made."""
-    ends = [f(initial=0) for values in arrays.values() for f in (values.min, values.max)]
-    return bool(np.isfinite(ends).all())
 
 
 def _progress_after(task, state, events, last, noise_multiplier):

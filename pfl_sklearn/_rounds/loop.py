@@ -140,6 +140,7 @@ class State:
         default_factory=lambda: {"n_clients": [], "loss": [], "clipped": [], "clip_norm": []}
     )
     memory: dict[str, Any] = field(default_factory=dict)  # of who decides when rounds are over
+    diverged: Any = ()  # positions of the clients whose losses ended the rounds
 
     def packed(self):
         """Copies of what rounds change, as a flat dict of arrays."""
@@ -242,6 +243,7 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
             loss = float(losses.sum())
             if not (protected or math.isfinite(loss)):  # check_converged finds it in the history
                 state.history["loss"].append(loss)
+                state.diverged = rows.clients[sampled[~np.isfinite(losses)]]
                 return state
             released = release.release(messages, state.bound, n_expected, rng)
             state.server = method.server_update(state.server, released.total, t)
@@ -264,6 +266,47 @@ def run_last_phase(phase, rows, state, plan, protected=False):
     """
     with batch_mapper(plan.n_jobs) as (run, _):
         return _last_phase(phase, rows, state, {}, plan, run, protected)
+
+
+def check_converged(state, advice, protected, ids):
+    """Raise DivergenceError if the rounds diverged: if `protected`, by what is released alone.
+
+    Otherwise the message names the round, counted from 0, and the clients, by their `ids`.
+    """
+    finite = _all_finite(state.server)
+    if not protected:
+        finite &= _all_finite(state.clients) and _all_finite(state.own)
+        finite &= len(state.history["loss"]) == state.round
+    if not finite:
+        where = "" if protected else _where_diverged(state, ids)
+        raise DivergenceError(f"The rounds diverged{where}: {advice}")
+
+
+def _where_diverged(state, ids):
+    """Words for the round and the clients at which rounds diverged, as far as they are known."""
+    found = state.diverged
+    when = f" in round {state.round} (counted from 0)"
+    if not len(found):
+        when = f" after {state.round} rounds"
+        broken = [_not_finite(values) for values in (state.clients | state.own).values()]
+        found = np.flatnonzero(np.any(broken, axis=0)) if broken else found
+    if not len(found):
+        return when
+    who = f"client {ids[found[0]]}"
+    if len(found) > 1:
+        who = f"{len(found)} clients, the first of them {ids[found[0]]}"
+    return f"{when}, at {who}"
+
+
+def _not_finite(values):
+    """Whether anything in the rows of an array (n, ...) is not finite."""
+    return ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
+
+
+def _all_finite(arrays):
+    """Whether all numbers are finite; no array of the size of the clients' models is made."""
+    ends = [f(initial=0) for values in arrays.values() for f in (values.min, values.max)]
+    return bool(np.isfinite(ends).all())
 
 
 def _record(state, n_sampled, loss, released, more):

@@ -53,9 +53,9 @@ def check_privacy(model):
             f"got clip_quantile={model.clip_quantile!r} without clip_norm; give clip_norm, the "
             "bound of the first round."
         )
-    if not is_private(model):
+    if not (is_private(model) and model._communicates):
         return
-    if model.clip_norm is None and model._communicates:
+    if model.clip_norm is None:
         raise ValueError(
             "got clip_norm=None with noise (a finite epsilon, or noise_multiplier); give the L2 "
             "norm that a client's message is clipped to. Choose it without looking at the data."

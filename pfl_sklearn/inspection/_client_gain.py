@@ -237,8 +237,8 @@ class ClientGainDisplay:
         known = np.isfinite(self.score) & np.isfinite(self.population_score)
         if not known.any():
             raise ValueError(
-                f"no client has a {self.score_name} of both models; give rows of clients that fit "
-                "saw, for whom the score is defined."
+                f"no client has a score ({self.score_name}) of both models; give rows of clients "
+                "that fit saw, for whom the score is defined."
             )
         own_figure = ax is None
         if own_figure:

@@ -9,7 +9,7 @@ from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._docs import fill_doc
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.rows import CatchingUp
-from pfl_sklearn.neural_network._base import BaseNeural, Engines, backend
+from pfl_sklearn.neural_network._base import BaseNeural, Engines, backend, checks
 from pfl_sklearn.neural_network._distillation import Distillation, adaped, check_steps
 from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._targets import LABEL_PRIOR, LABEL_SHARE, NeuralClassifierMixin
@@ -41,7 +41,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     psi_init : float > 0, default=4.0
         Where psi starts: the larger it is, the less a personal net is held to the global one.
     psi_min : float > 0, default=0.5
-        Floor of psi.
+        Floor of psi, at most `psi_init`.
     psi_learning_rate : float >= 0, default=0.05
         Step of psi.
     kd_direction : {"global_to_personal", "personal_to_global"}, default="global_to_personal"
@@ -55,9 +55,9 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         with noise, which makes the global net a bad start, beside a `global_estimator`, and where
         that round is not known.
     personal_start_round : int or None, default=None
-        First such round, counted from 0; None: three quarters of `n_rounds`. With
-        ``n_rounds=None`` personal nets start from the global one only if it is given; the rounds
-        then go on for a third as many at least.
+        First such round, counted from 0 and below `n_rounds`; None: three quarters of `n_rounds`.
+        With ``n_rounds=None`` personal nets start from the global one only if it is given; the
+        rounds then go on for a third as many at least.
     train_unsampled : bool or int >= 1, default=False
         Let personal nets go on in rounds that their client is not sampled in, against the global
         net and psi that it received last. An integer is how many such rounds in a row count, at
@@ -265,15 +265,9 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
 
     def _check_parameters(self):
         super()._check_parameters()
+        self._check_start()
         if self.global_estimator is not None:
             self._check_global()
-        start = self.personal_start == "global" and self.personal_start_round is None
-        if start and self._ends_when_flat:
-            raise ValueError(
-                "got personal_start='global' and personal_start_round=None with n_rounds=None: "
-                "nobody knows when three quarters of the rounds are over. Give "
-                "personal_start_round, or n_rounds."
-            )
         if self.noise == "per_round":
             return
         if self.clip_quantile is not None:
@@ -282,8 +276,30 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
                 "are clipped to clip_norm in every step; give clip_quantile=None."
             )
         if self._noisy_steps is not None:
-            _, recipes = backend()
-            recipes.check_plain_steps(self.global_estimator or self._recipe())
+            checks().check_plain_steps(self.global_estimator or self._recipe())
+
+    def _check_start(self):
+        """Raise ValueError if psi or the personal nets cannot start as asked for."""
+        if self.psi_init < self.psi_min:
+            raise ValueError(
+                f"psi_init={self.psi_init!r} is below psi_min={self.psi_min!r}, the floor of psi; "
+                "raise one or lower the other."
+            )
+        if not self._starts_from_global:
+            return
+        start, last = self.personal_start_round, self.n_rounds
+        if start is None and self._ends_when_flat:
+            raise ValueError(
+                "got personal_start='global' and personal_start_round=None with n_rounds=None: "
+                "nobody knows when three quarters of the rounds are over. Give "
+                "personal_start_round, or n_rounds."
+            )
+        late = None not in (start, last) and start >= last
+        if late and not self.warm_start:
+            raise ValueError(
+                f"personal_start_round={start} is not below n_rounds={last}, so no personal net "
+                "would ever start; lower it, or give warm_start=True if more rounds are to follow."
+            )
 
     def _check_global(self):
         """Raise ValueError if the global net's recipe cannot be followed."""

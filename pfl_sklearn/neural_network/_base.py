@@ -74,6 +74,14 @@ def backend():
     return _engine, _recipe
 
 
+def checks():
+    """Module of what is refused in a net; ImportError as in :func:`backend`."""
+    backend()
+    from pfl_sklearn.neural_network import _checks
+
+    return _checks
+
+
 class BaseNeural(BaseRounds):
     """Rounds of nets: a skorch net is the recipe, and vectors of parameters are what rounds change.
 
@@ -167,12 +175,12 @@ class BaseNeural(BaseRounds):
 
     def _check_recipe(self, recipe, name):
         """Raise ValueError if the recipe that parameter `name` holds cannot be followed."""
-        _, recipes = backend()
-        recipes.check_recipe(recipe, self._is_classifier, self._own_steps, name)
+        refusals = checks()
+        refusals.check_recipe(recipe, self._is_classifier, self._own_steps, name)
         if self._needs_probabilities:
-            recipes.check_probabilities(recipe)
+            refusals.check_probabilities(recipe)
         if is_private(self):
-            recipes.check_no_statistics(recipe)
+            refusals.check_no_statistics(recipe)
 
     # From rows to a run --------------------------------------------------------------------------
 
@@ -218,9 +226,10 @@ class BaseNeural(BaseRounds):
         found, offsets = self._label_offsets(table, codes, roster, earlier, order)
         method = _with_offsets(self._method(setup), offsets)
         net, private = engines.client.net, is_private(self)
+        _check_single_rows(engines, clients, batch_size, private)
         rows = ClientRows(
             recipes.as_input(net, table.features, private),
-            recipes.as_targets(net, table.y, private),
+            recipes.as_targets(net, table.y, private, engines.client.output_shape),
             first_rows,
             roster.now,
             self._schedule(setup),
@@ -305,13 +314,16 @@ class BaseNeural(BaseRounds):
         engines, recipes = backend()
         recipe = recipes.fitted_to(recipe, table, looks)
         net = recipes.initialized(recipe, seed)
-        if earlier is not None:
-            recipes.take_over(net, earlier.net)
         example = np.zeros((2, *table.features.shape[1:]), table.features.dtype)
         example = recipes.as_input(net, example, private=True)
+        recipes.materialize(net, example, seed)
+        if earlier is not None:
+            recipes.take_over(net, earlier.net)
         known = {"protected": is_private(self), "noisy_steps": self._noisy_steps is not None}
         engine = engines.Engine(net, example, batch_size, **known)
-        recipes.check_outputs(engine.output_shape, table.details, net)
+        shape, y = engine.output_shape, np.zeros((2, *table.y.shape[1:]), table.y.dtype)
+        recipes.check_outputs(shape, table.details, net)
+        recipes.check_loss(net, shape, recipes.as_targets(net, y, True, shape))
         return engine
 
     def _label_offsets(self, table, codes, roster, earlier, order):
@@ -414,6 +426,37 @@ class BaseNeural(BaseRounds):
         alone = len(getattr(self, "clients_", ())) == 1
         engine, vector = self._net_of(0 if alone else -1)
         return recipes.as_fitted(engine, vector, getattr(self, "classes_", None))
+
+
+def _check_single_rows(engines, clients, batch_size, private):
+    """Raise ValueError if a client has batches of one row, and a net cannot be trained on them.
+
+    In a `private` fit any client may have: how many rows they have is not looked at.
+    """
+    who = _owners_of_single_rows(clients, batch_size, private)
+    if who is None:
+        return
+    _, recipes = backend()
+    for engine in engines:
+        reason = recipes.refusal_of_one_row(engine.net, engine.example)
+        if reason:
+            raise ValueError(
+                f"{who}, and the module of the net cannot be trained on one row (torch says: "
+                f"{reason}). Use torch.nn.GroupNorm or LayerNorm rather than BatchNorm"
+                f"{'' if private else ', or larger batches of clients with more rows'}."
+            )
+
+
+def _owners_of_single_rows(clients, batch_size, private):
+    """Words for the clients that have batches of one row; None if there are none."""
+    if private:
+        return "with noise, any client may have one row"
+    if batch_size == 1:
+        return "batch_size is 1"
+    single = clients.ids[np.bincount(clients.codes) == 1]
+    if len(single) > 1:
+        return f"{len(single)} clients, the first of them {single[0]}, have one row"
+    return f"client {single[0]} has one row" if len(single) else None
 
 
 def _advice(net, rate):

@@ -52,6 +52,26 @@ NEURAL = {
         label_prior_ : DirichletPrior, SparseDirichletPrior or another label prior
             Fitted prior of the label frequencies. Only with `label_prior`.
         """,
+    "nothing_sent": """
+        epsilon : float in (0, inf], default=inf
+            Nothing is sent, so nothing gets noise, and under any finite value the report states an
+            epsilon of 0. What a finite value does change is that nothing is taken from the rows of
+            all clients together: the default net works in the units that the features have,
+            ``BatchNorm`` is refused, and a client whose loss is not finite keeps its net rather
+            than ends the fit. With inf those units come from all rows, and the report promises
+            nothing.
+        noise_multiplier : float or None, default=None
+            A value above 0 does what a finite `epsilon` does; which one has no effect.
+        delta : float in [0, 1), default=1e-5
+            Has no effect.
+        clip_norm : float or None, default=None
+            Has no effect: there are no messages to clip.
+        clip_quantile : float in (0, 1) or None, default=None
+            Has no effect, but is refused without `clip_norm`, as in other methods.
+        ledger : PrivacyLedger or None, default=None
+            File that records each fit. One with a finite `epsilon` spends nothing there; one
+            without is recorded as unprotected.
+        """,
     "warm_start": """
         warm_start : bool, default=False
             Let ``fit`` continue to `n_rounds` rounds in all, with the noise multiplier that it had
@@ -71,9 +91,13 @@ NEURAL = {
     "common_notes": """
         Rows may have any shape that the module takes. A fit holds a copy of them in the type of the
         module's parameters, float32 unless the module says otherwise; integers stay integers if the
-        module has an embedding. Initial weights come from `random_state`, and torch's global
-        generators are left as they were. If the recipe holds a module instance, training starts
-        from a copy of it.
+        module has an embedding. Values are not scaled on the way: images of type uint8 reach a
+        module as 0.0 to 255.0, so divide them by 255 first. Only the default net, in a fit without
+        noise, brings features to standard units by itself. Lazy layers take their sizes from the
+        rows. For one response a module may give outputs of shape (n,) or (n, 1).
+
+        Initial weights come from `random_state`, and torch's global generators are left as they
+        were. If the recipe holds a module instance, training starts from a copy of it.
 
         Clients are trained in blocks. Chains of linear layers with rectifiers, tanh or softmax
         between them run for a whole block at once if batches have at most 128 rows; other modules

@@ -437,8 +437,10 @@ def run_clients(local_steps, engines, batch, clients):
     offsets = clients.get("offset")
     if offsets is not None:
         offsets = torch.from_numpy(offsets).to(device, engines[0].dtype).unsqueeze(1)
+    protected = engines[0].protected
     if all(engine.stacked for engine in engines):
-        return local_steps(Block(X, y, clients, offsets, batch.seeds))
+        update = local_steps(Block(X, y, clients, offsets, batch.seeds))
+        return update if protected else _judged(update)
     done = []
     for i in range(len(X)):
         here = slice(i, i + 1)
@@ -447,7 +449,7 @@ def run_clients(local_steps, engines, batch, clients):
         block = Block(X[here], y[here], own, moved, batch.seeds[here])
         with seeded(int(batch.seeds[i]), device):  # whatever draws in the module or the criterion
             done.append(_steps_of_one(local_steps, block, engines[0]))
-    return _together(done)
+    return _together(done) if protected else _judged(_together(done))
 
 
 def _steps_of_one(local_steps, block, engine):
@@ -468,6 +470,14 @@ def _steps_of_one(local_steps, block, engine):
         if not engine.noisy_steps:
             messages = {name: np.full_like(part, np.nan) for name, part in messages.items()}
         return update._replace(messages=messages, losses=np.full_like(update.losses, np.nan))
+
+
+def _judged(update):
+    """Update in which a client whose arrays are not finite has no finite loss either."""
+    fine = np.ones(len(update.losses), dtype=bool)
+    for part in (*update.messages.values(), *update.clients.values()):
+        fine &= np.isfinite(part.reshape(len(part), -1)).all(axis=1)
+    return update._replace(losses=np.where(fine, update.losses, np.nan))
 
 
 def array_of(tensor):

@@ -55,7 +55,7 @@ class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
     %(steps)s
     %(label_prior)s
     %(sampling)s
-    %(privacy)s
+    %(nothing_sent)s
     %(warm_start)s
     %(checkpoint)s
 
@@ -75,9 +75,10 @@ class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
     -----
     Every client starts from the same random net, which is also what clients get that ``fit`` did
     not see. A client takes `local_steps` steps in each round that it is sampled in. Nothing is
-    released, so epsilon is 0 whatever `epsilon` is, and no noise is added. The one exception is
-    the noisy sum for an unknown `label_prior`, which has all of `epsilon`. `noise_multiplier` is
-    then the standard deviation of its noise over its sensitivity, :math:`\sqrt 2`.
+    released and no noise is added. The parameters of privacy are there so that this floor takes
+    those of the method that it is compared with. The one exception is an unknown `label_prior`
+    with noise: its noisy sum takes all of `epsilon` and `delta`, or has a standard deviation of
+    `noise_multiplier` times its sensitivity, :math:`\sqrt 2`.
 
     Memory: one vector of parameters for each client.
 
@@ -175,7 +176,7 @@ class LocalNetRegressor(NeuralRegressorMixin, BaseNeural):
     %(validation_fraction)s
     %(steps)s
     %(sampling)s
-    %(privacy)s
+    %(nothing_sent)s
     %(warm_start)s
     %(checkpoint)s
 
@@ -192,7 +193,8 @@ class LocalNetRegressor(NeuralRegressorMixin, BaseNeural):
     -----
     Every client starts from the same random net, which is also what clients get that ``fit`` did
     not see. A client takes `local_steps` steps in each round that it is sampled in. Nothing is
-    released, so epsilon is 0 whatever `epsilon` is, and no noise is added.
+    released and no noise is added. The parameters of privacy are there so that this floor takes
+    those of the method that it is compared with.
 
     Memory: one vector of parameters for each client.
 

@@ -1,9 +1,9 @@
-"""skorch nets as recipes: what is taken from them, what is refused, and how outputs are read."""
+"""skorch nets as recipes: what is taken from them, and how outputs are read."""
 
 import copy
-import inspect
 import math
 import threading
+import warnings
 from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -11,141 +11,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from sklearn.base import clone, is_classifier
-from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier, NeuralNetRegressor
-from skorch.callbacks import LRScheduler
+from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrize import is_parametrized
 
 from pfl_sklearn._squares import check_squares
 from pfl_sklearn.neural_network._mlp import MLP
 
-_READABLE = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.BCEWithLogitsLoss)
+READABLE = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.BCEWithLogitsLoss)
 _SHARED = ("module", "criterion", "optimizer", "optimizer_", "dataset", "history_", "callbacks")
 _SHARED += ("callbacks_", "iterator_train", "iterator_valid", "train_split")
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _RANDOM = threading.Lock()  # torch's global generator serves one thread at a time
-_WITHOUT = {"train_split": None, "verbose": 0, "callbacks": "disable"}  # what rounds do
-_UNUSED = ("max_epochs", "verbose", "train_split", "warm_start", "compile", "dataset")
-_UNUSED += ("iterator_train", "iterator_valid")
-_ITERATORS = ("iterator_train__", "iterator_valid__", "dataset__", "optimizer__param_groups")
+WITHOUT = {"train_split": None, "verbose": 0, "callbacks": "disable"}  # what rounds do
 
 
-# What a recipe may say ----------------------------------------------------------------------------
-
-
-def check_recipe(recipe, for_classifier, own_steps, name):
-    """Raise ValueError if an estimator cannot follow a recipe.
-
-    Parameters
-    ----------
-    recipe : object
-    for_classifier : bool
-    own_steps : bool
-        Whether the method updates parameters by itself, which only plain gradient steps allow.
-    name : str
-        Parameter that holds it.
-    """
-    kind = "NeuralNetClassifier" if for_classifier else "NeuralNetRegressor"
-    if not isinstance(recipe, NeuralNet):
-        raise ValueError(
-            f"{name} must be a skorch net, such as skorch.{kind}(MyModule); got {recipe!r}."
-        )
-    other = (
-        NeuralNetRegressor if for_classifier else NeuralNetClassifier | NeuralNetBinaryClassifier
-    )
-    if isinstance(recipe, other):
-        raise ValueError(f"{name} must be a skorch.{kind}; got {type(recipe).__name__}.")
-    if getattr(recipe, "initialized_", False):
-        raise ValueError(
-            f"{name} is a net that was initialized or fitted before, but it must be a recipe: "
-            "its weights would not be used. Give a new net. To start from certain weights, pass a "
-            "module instance that has them."
-        )
-    _check_unused(recipe)
-    _check_callbacks(recipe)
-    _check_device(recipe)
-    if own_steps and not issubclass(recipe.optimizer, torch.optim.SGD):
-        raise ValueError(
-            f"optimizer={recipe.optimizer.__name__} of the net is not used: this method takes its "
-            "own gradient steps. Give torch.optim.SGD."
-        )
-
-
-def _check_unused(recipe):
-    """Raise ValueError if a parameter that rounds have no use for was set."""
-    for name in _UNUSED:
-        value, default = getattr(recipe, name), _default(recipe, name)
-        if not (_same(value, default) or (name in _WITHOUT and _same(value, _WITHOUT[name]))):
-            raise ValueError(
-                f"{name}={value!r} of the net has no effect on rounds, so it is refused; leave its "
-                "default."
-            )
-    given = recipe.get_params(deep=False)
-    for name in given:
-        if name.startswith(_ITERATORS):
-            raise ValueError(f"{name} of the net has no effect on rounds, so it is refused.")
-    if given.get("optimizer__maximize", False):
-        raise ValueError("optimizer__maximize=True of the net would raise the loss; leave it out.")
-
-
-def _check_device(recipe):
-    try:
-        torch.empty(0, device=recipe.device)
-    except (RuntimeError, AssertionError) as error:  # the latter without support for CUDA
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"device={recipe.device!r} of the net cannot be used: {reason}") from error
-
-
-def check_probabilities(recipe):
-    """Raise ValueError if the criterion does not say what a net's outputs are."""
-    criterion = recipe.criterion
-    kind = criterion if isinstance(criterion, type) else type(criterion)
-    if not is_readable(kind):
-        raise _unknown_outputs(kind)
-
-
-def is_readable(kind):
-    """Whether a criterion's class says what a net's outputs are."""
-    return issubclass(kind, _READABLE)
-
-
-def _default(recipe, name):
-    """Default of a parameter in the signatures of a net's class."""
-    for kind in type(recipe).__mro__:
-        found = inspect.signature(kind.__init__).parameters.get(name)
-        if found is not None and found.default is not found.empty:
-            return found.default
-    return None
-
-
-def _same(value, default):
-    """Whether a parameter has its default value; copies of an object are the same."""
-    if type(value) is not type(default):
-        return False
-    if value is default or isinstance(value, str | int | float | bool):
-        return bool(value == default)
-    return hasattr(value, "__dict__") and vars(value) == vars(default)
-
-
-def _check_callbacks(recipe):
-    callbacks = recipe.callbacks
-    if callbacks is None or (isinstance(callbacks, str) and callbacks == "disable"):
-        return
-    for callback in _bare(callbacks):
-        if not isinstance(callback, LRScheduler):
-            raise ValueError(
-                f"callbacks of the net holds {type(callback).__name__}, which rounds do not call; "
-                "LRScheduler is the only one that they follow, and scikit-learn's callbacks go on "
-                "the estimator itself (set_callbacks)."
-            )
-        if callback.policy in ("ReduceLROnPlateau", torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise ValueError(
-                "the LRScheduler of the net has policy='ReduceLROnPlateau', which follows a score; "
-                "rounds have none. Give a policy that depends on the number of rounds alone."
-            )
-
-
-def _bare(callbacks):
+def bare(callbacks):
     """Callbacks without their names."""
     given = callbacks if isinstance(callbacks, Sequence) else [callbacks]
     return [each[1] if isinstance(each, tuple) else each for each in given]
@@ -157,35 +38,9 @@ def learning_rates(recipe, n_rounds):
     rates = np.full(n_rounds + 1, float(rate))
     if recipe.callbacks is None or isinstance(recipe.callbacks, str):
         return rates
-    for callback in _bare(recipe.callbacks):
+    for callback in bare(recipe.callbacks):
         rates *= callback.simulate(n_rounds + 1, 1.0)
     return rates
-
-
-def check_no_statistics(recipe):
-    """Raise ValueError if the module keeps statistics of rows, which noise does not cover."""
-    module = recipe.module
-    if module is MLP:
-        return
-    net = initialized(recipe, 0)
-    for layer in net.module_.modules():
-        if isinstance(layer, _NormBase) and layer.track_running_stats:
-            raise ValueError(
-                f"the module of the net has {type(layer).__name__}, whose running statistics are "
-                "means of the clients' rows: without noise they would leak, and with "
-                "it they are of no use. Use torch.nn.GroupNorm or LayerNorm, or fit without noise."
-            )
-
-
-def check_plain_steps(recipe):
-    """Raise ValueError if a step of the net may add up gradients of several."""
-    momentum = recipe.get_params().get("optimizer__momentum", 0.0)
-    if recipe.optimizer is not torch.optim.SGD or momentum:
-        raise ValueError(
-            "noise='per_step' is certified for plain gradient steps; the net has "
-            f"optimizer={recipe.optimizer.__name__} with momentum={momentum!r}. Give "
-            "torch.optim.SGD without momentum, or use noise='per_round'."
-        )
 
 
 # From a recipe to a net ---------------------------------------------------------------------------
@@ -249,10 +104,15 @@ def as_input(net, features, private):
     return _in_range("X", features, _type_of(net), private)
 
 
-def as_targets(net, y, private):
-    """Targets in the type that the criterion takes."""
+def as_targets(net, y, private, shape):
+    """Targets in the type that the criterion takes.
+
+    Columns of responses are as outputs of a row, of a `shape`, have them: () if there is one.
+    """
     if isinstance(net.module_, MLP):
         y = net.module_.standardized_outputs(y)
+    if y.ndim > 1:
+        y = y.reshape(len(y), *shape)
     if y.dtype.kind == "f" or isinstance(net, NeuralNetBinaryClassifier):
         return _in_range("y", y, _type_of(net), private)
     return y.astype(np.int64)
@@ -283,11 +143,44 @@ def check_outputs(shape, n_outputs, net):
     binary = isinstance(net, NeuralNetBinaryClassifier)
     if binary and n_outputs != 2:
         raise ValueError(f"NeuralNetBinaryClassifier has two classes; y has {n_outputs}.")
-    if shape != (() if binary else (n_outputs,)):
+    allowed = {()} if binary else {(n_outputs,)}
+    if n_outputs == 1 and not is_classifier(net):
+        allowed.add(())
+    if shape not in allowed:
         raise ValueError(
             f"the module of the net gives an output of shape {shape} for a row; y needs "
             f"{n_outputs} outputs ({'classes' if is_classifier(net) else 'columns'})."
         )
+
+
+def check_loss(net, shape, y):
+    """Raise ValueError if the criterion gives no number for outputs of a `shape` and targets y.
+
+    Two targets (2, ...) are enough; their values do not matter.
+    """
+    trial, device = twin(net), torch.device(net.device)
+    kind = type(net.criterion_).__name__
+    outputs = torch.zeros((2, *shape), dtype=next(net.module_.parameters()).dtype, device=device)
+    with seeded(0, device), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Using a target size")  # they would be broadcast
+        try:
+            targets = torch.from_numpy(y).to(device)
+            loss = trial.get_loss(outputs, targets, X=None, training=True)
+        except Exception as error:
+            raise ValueError(
+                f"criterion={kind} of the net does not take outputs of shape {(2, *shape)} with "
+                f"targets of shape {y.shape} and type {y.dtype}: {_first_line(error)}"
+            ) from error
+    if not isinstance(loss, torch.Tensor) or loss.ndim:
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+        raise ValueError(
+            f"criterion={kind} of the net gives a loss of {found} for two rows; expected one "
+            "number, as reduction='mean' gives."
+        )
+
+
+def _first_line(error):
+    return str(error).partition("\n")[0]
 
 
 def take_over(net, earlier):
@@ -335,11 +228,51 @@ def as_fitted(engine, vector, classes):
 def initialized(recipe, seed):
     """Net with weights drawn from a seed (a module instance keeps its own); the recipe stays."""
     net = clone(recipe)
-    vars(net).update(_WITHOUT)  # skorch's set_params fails on callbacks that are disabled already
+    vars(net).update(WITHOUT)  # skorch's set_params fails on callbacks that are disabled already
     with seeded(seed, torch.device(net.device)):
         net.initialize()
     net.module_.train()
     return net
+
+
+def materialize(net, example, seed):
+    """Settle the shapes of lazy layers on rows (2, ...), and draw their weights from a seed."""
+    if any(map(torch.nn.parameter.is_lazy, net.module_.parameters())):
+        net.module_.eval()
+        _passed(net, example, seed)
+        net.module_.train()
+
+
+def refusal_of_one_row(net, example):
+    """Why a net cannot be trained on one row, the first of an `example`; "" if it can."""
+    trial = twin(net)
+    trial.module_.train()
+    try:
+        _passed(trial, example[:1], 0)
+    except ValueError as error:
+        return _first_line(error.__cause__)
+    return ""
+
+
+def _passed(net, rows, seed):
+    """Outputs of a net for rows, and whether it drew random numbers.
+
+    Raises
+    ------
+    ValueError
+        If the module refuses the rows.
+    """
+    device = torch.device(net.device)
+    with seeded(seed, device), torch.no_grad():
+        state = torch.random.get_rng_state()
+        try:
+            outputs = net.infer(torch.as_tensor(rows, device=device))
+        except Exception as error:
+            raise ValueError(
+                f"the module of the net refuses rows of shape {rows.shape[1:]} and type "
+                f"{rows.dtype}: {error}"
+            ) from error
+        return outputs, not torch.equal(state, torch.random.get_rng_state())
 
 
 class Probed(NamedTuple):
@@ -360,21 +293,13 @@ def probe(net, example):
     Raises
     ------
     ValueError
-        If the module refuses them.
+        If the module cannot be copied, or refuses them.
     """
-    trial, device = twin(net), torch.device(net.device)
+    _check_copies(net)
+    trial = twin(net)
     trial.module_.train()
     before = {name: values.clone() for name, values in trial.module_.named_buffers()}
-    with seeded(0, device), torch.no_grad():
-        state = torch.random.get_rng_state()
-        try:
-            outputs = trial.infer(torch.as_tensor(example, device=device))
-        except Exception as error:
-            raise ValueError(
-                f"the module of the net refuses rows of shape {example.shape[1:]} and type "
-                f"{example.dtype}: {error}"
-            ) from error
-        random = not torch.equal(state, torch.random.get_rng_state())
+    outputs, random = _passed(trial, example, 0)
     moving = tuple(
         name
         for name, values in trial.module_.named_buffers()
@@ -386,6 +311,23 @@ def probe(net, example):
         )
     _check_probabilities_of(net, outputs)
     return Probed(tuple(outputs.shape[1:]), random, moving)
+
+
+def _check_copies(net):
+    """Raise ValueError if the module cannot be copied or pickled, as every client's has to be."""
+    for name, layer in net.module_.named_modules():
+        if is_parametrized(layer):
+            raise ValueError(
+                f"the module of the net has parametrizations, such as weight_norm, in its layer "
+                f"{name!r}, and torch cannot pickle such modules. Give a module without them."
+            )
+    try:
+        copy.deepcopy(net.module_)
+    except Exception as error:
+        raise ValueError(
+            "the module of the net cannot be copied, and every client has to have its own (the "
+            f"old torch.nn.utils.weight_norm is one reason): {_first_line(error)}"
+        ) from error
 
 
 def _check_probabilities_of(net, outputs):
@@ -472,7 +414,7 @@ def shifted(net, outputs, offsets):
         return torch.softmax(log_probabilities(net, outputs) + offsets, dim=-1)
     if isinstance(net.criterion_, torch.nn.BCEWithLogitsLoss):
         return outputs + (offsets[..., 1] - offsets[..., 0])
-    raise _unknown_outputs(type(net.criterion_))
+    raise unknown_outputs(type(net.criterion_))
 
 
 def log_probabilities(net, outputs):
@@ -490,11 +432,17 @@ def log_probabilities(net, outputs):
         return torch.log(outputs + torch.finfo(outputs.dtype).eps)
     if isinstance(criterion, torch.nn.BCEWithLogitsLoss):
         return F.logsigmoid(torch.stack([-outputs, outputs], dim=-1))
-    raise _unknown_outputs(type(net.criterion_))
+    raise unknown_outputs(type(net.criterion_))
 
 
-def _unknown_outputs(criterion):
+def unknown_outputs(criterion):
     return ValueError(
-        f"criterion={criterion.__name__} of the net does not say what its outputs are; give "
-        "CrossEntropyLoss (logits), NLLLoss (probabilities) or BCEWithLogitsLoss (one logit)."
+        f"criterion={criterion.__name__} of the net does not say what probabilities its outputs "
+        "stand for; give CrossEntropyLoss (logits), NLLLoss (probabilities) or BCEWithLogitsLoss "
+        "(one logit)."
     )
+
+
+def is_readable(kind):
+    """Whether a criterion's class says what a net's outputs are."""
+    return issubclass(kind, READABLE)

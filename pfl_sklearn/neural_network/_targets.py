@@ -14,8 +14,10 @@ from pfl_sklearn._labels import read_known_classes
 from pfl_sklearn._rounds.estimator import CheckedTable
 from pfl_sklearn._rounds.privacy import LABEL_SUMS, is_private, label_event, label_noise_std
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
+from pfl_sklearn.neural_network._base import checks
 from pfl_sklearn.priors import DirichletPrior, SparseDirichletPrior
 
+_CLOSE = 1e-3  # of sums of probabilities to 1
 LABEL_PRIOR = {  # ranges of a parameter that classifiers share
     "label_prior": [HasMethods(["fit_counts", "log_frequencies"]), StrOptions({"client"}), None],
 }
@@ -192,8 +194,24 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         Returns
         -------
         ndarray of shape (n_rows, n_classes)
+
+        Raises
+        ------
+        ValueError
+            If neither the net's criterion nor its ``predict_nonlinearity`` says how to read
+            probabilities off its outputs, or if what they say gives none.
         """
-        return self._outputs(X, groups)[0]
+        check_is_fitted(self)
+        net = self._engines.population.net
+        checks().check_readable(net)
+        found = self._outputs(X, groups)[0]
+        if (found < 0).any() or (np.abs(found.sum(axis=1) - 1) > _CLOSE).any():
+            raise ValueError(
+                f"the outputs of the net, read by criterion={type(net.criterion_).__name__} and "
+                f"predict_nonlinearity={net.predict_nonlinearity!r}, are no probabilities; "
+                "predict takes the largest of them, whatever they are."
+            )
+        return found
 
     def predict_log_proba(self, X, *, groups=None):
         """Logarithms of the probabilities of the classes.
@@ -212,7 +230,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         return np.log(self.predict_proba(X, groups=groups))
 
     def predict(self, X, *, groups=None):
-        """Most likely class of every row.
+        """Class of every row whose probability, or other output, is the largest.
 
         Parameters
         ----------
@@ -226,7 +244,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         ndarray of shape (n_rows,)
         """
         check_is_fitted(self)
-        return self.classes_[self.predict_proba(X, groups=groups).argmax(axis=1)]
+        return self.classes_[self._outputs(X, groups)[0].argmax(axis=1)]
 
 
 class NeuralRegressorMixin(ClientRegressorMixin):

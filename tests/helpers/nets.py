@@ -3,6 +3,7 @@
 import copy
 
 import numpy as np
+import pytest
 import torch
 from skorch import NeuralNetClassifier
 from torch import nn
@@ -106,6 +107,16 @@ def table(shape=(N_INPUTS,), sizes=SIZES, seed=0):
     y = scores.argmax(axis=1)
     y[:N_CLASSES] = np.arange(N_CLASSES)  # every class occurs
     return X, y, groups
+
+
+def refused(model, match, X=None, y=None, groups=None, error=ValueError):
+    """The fit of our table, or of other rows, fails, and the estimator is as it was."""
+    pairs = zip((X, y, groups), table(), strict=True)
+    X, y, groups = (old if new is None else new for new, old in pairs)
+    before = dict(vars(model))
+    with pytest.raises(error, match=match):
+        model.fit(X, y, groups=groups)
+    assert vars(model) == before
 
 
 def batches_of_rounds(n_rounds, seed, local_steps, rate=1.0, sizes=SIZES, batch_size=4):

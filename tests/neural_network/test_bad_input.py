@@ -23,23 +23,21 @@ from pfl_sklearn.neural_network import (  # noqa: E402
     LocalNetRegressor,
 )
 from pfl_sklearn.privacy import PrivacyLedger  # noqa: E402
-from tests.helpers.nets import Convolutions, Dropped, Embedded, Normed, recipe, table  # noqa: E402
+from tests.helpers.nets import (  # noqa: E402
+    Convolutions,
+    Dropped,
+    Embedded,
+    Normed,
+    recipe,
+    refused,
+    table,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
 CLASSIFIERS = [FedAvgClassifier, LocalNetClassifier, AdaPeDClassifier]
 NOISE = {"noise_multiplier": 1.0, "clip_norm": 0.3}
 every_classifier = pytest.mark.parametrize("cls", CLASSIFIERS)
-
-
-def refused(model, match, X=None, y=None, groups=None, error=ValueError):
-    """The fit fails, and the estimator is as it was."""
-    pairs = zip((X, y, groups), table(), strict=True)
-    X, y, groups = (old if new is None else new for new, old in pairs)
-    before = dict(vars(model))
-    with pytest.raises(error, match=match):
-        model.fit(X, y, groups=groups)
-    assert vars(model) == before
 
 
 def net_of(**params):
@@ -256,6 +254,18 @@ def test_a_learning_rate_that_is_too_large_for_responses(cls):
     net = NeuralNetRegressor(MLP, lr=1e4)
     model = cls(net, n_rounds=20)
     refused(model, r"learning rate.*lr=1e\+04", y=X[:, 0], error=DivergenceError)
+
+
+@pytest.mark.parametrize("module", [MLP, Dropped])
+@every_classifier
+def test_who_diverged_and_when(cls, module):
+    """Even where the loss was finite and only the change of the net was not."""
+    X, y, groups = table()
+    names = np.array(list("stuvwxyz"))[groups]
+    X[groups == 2] *= 1e30
+    units = {"module__center": [0.0] * 7, "module__scale": [1.0] * 7}  # not those of the data
+    net = recipe(module, **(units if module is MLP else {}))
+    refused(cls(net), r"in round 0 .*, at client u: ", X, y, names, error=DivergenceError)
 
 
 @pytest.mark.parametrize("module", [MLP, Dropped])

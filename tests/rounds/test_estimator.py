@@ -143,3 +143,29 @@ def test_what_diverges_is_refused():
     with np.errstate(all="ignore"), pytest.raises(DivergenceError, match="of the recipe"):
         model.fit(X, y, groups=groups)
     assert not hasattr(model, "privacy_")
+
+
+def test_the_round_and_the_client_that_diverged_are_named():
+    X, y, groups = table()
+    names = np.array([f"clinic {i:02d}" for i in range(12)])[groups]
+    y[groups == 7] = 1e200
+    with np.errstate(all="ignore"):
+        with pytest.raises(DivergenceError, match=r"in round 0 .*, at client clinic 07: "):
+            model_of().fit(X, y, groups=names)
+        y[groups == 9] = 1e200
+        with pytest.raises(DivergenceError, match=r"in round 0 .*, at 2 clients, .* clinic 07: "):
+            model_of().fit(X, y, groups=names)
+        slow = FedAvgRegressor(Recipe(1e60), n_rounds=20, random_state=0)
+        with pytest.raises(DivergenceError, match=r"in round [1-9]\d* \(counted from 0\), at "):
+            slow.fit(*table()[:2], groups=groups)
+
+
+@pytest.mark.parametrize("method", ["fit", "partial_fit"])
+def test_arguments_that_are_not_known(method):
+    """The estimator is named, not the class that has the method."""
+    X, y, groups = table()
+    run = getattr(model_of(), method)
+    with pytest.raises(TypeError, match=rf"^FedAvgRegressor\.{method}\(\) .*'sample_weight'"):
+        run(X, y, groups=groups, sample_weight=np.ones(len(y)))
+    with pytest.raises(TypeError, match=rf"^FedAvgRegressor\.{method}\(\) "):
+        run(X, y, groups)

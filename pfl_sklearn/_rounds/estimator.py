@@ -5,32 +5,19 @@ attributes, and on to more rounds. A family of models brings what :class:`BaseRo
 """
 
 import math
-from dataclasses import replace
 from numbers import Integral, Real
 from os import PathLike
-from typing import Any, NamedTuple
 
 import numpy as np
 from sklearn.base import BaseEstimator, clone
 from sklearn.callback import CallbackSupportMixin, with_callbacks
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.utils import check_random_state
 from sklearn.utils.validation import validate_data
 
-from pfl_sklearn._clients import EncodedClients, match_clients
 from pfl_sklearn._compat import Interval, StrOptions, fit_context, num_samples
 from pfl_sklearn._rounds.callbacks import both, observer
 from pfl_sklearn._rounds.checkpoint import Checkpoint, described
-from pfl_sklearn._rounds.loop import (
-    Method,
-    Plan,
-    Sampling,
-    State,
-    check_converged,
-    run_last_phase,
-    run_rounds,
-)
-from pfl_sklearn._rounds.loop import start as start_state
+from pfl_sklearn._rounds.loop import Plan, check_converged, run_last_phase, run_rounds
 from pfl_sklearn._rounds.privacy import (
     check_privacy,
     fit_events,
@@ -39,7 +26,8 @@ from pfl_sklearn._rounds.privacy import (
     relation_of_rounds,
     report_of,
 )
-from pfl_sklearn._rounds.stopping import FlatRule, run_until_flat
+from pfl_sklearn._rounds.stopping import run_until_flat
+from pfl_sklearn._rounds.task import Task, first_state, progress_after, roster_of, seeds
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.privacy import PrivacyLedger
@@ -47,85 +35,6 @@ from pfl_sklearn.privacy._ledger import charge_events
 from pfl_sklearn.privacy._report import going_on_from, warn_once
 
 _PRIVATE_ROUNDS = 100  # with noise, where n_rounds is None: the data have no say in it
-
-
-class CheckedTable(NamedTuple):
-    """Checked rows: features, targets or labels, and the fitted attributes that follow from them.
-
-    `details` is what else the family read off them.
-    """
-
-    features: Any
-    y: np.ndarray
-    attributes: dict[str, Any]
-    details: Any = None
-
-
-class Roster(NamedTuple):
-    """Ids of all clients, positions of the earlier ones and of those with rows now, last round."""
-
-    ids: np.ndarray
-    earlier: np.ndarray
-    now: np.ndarray
-    last: int
-
-
-class AllRows(NamedTuple):
-    """Rows of the last phase where rounds had some of them held out, and what clients know then.
-
-    `clients` are arrays that take the place of constants of the rounds.
-    """
-
-    rows: Any
-    clients: dict[str, np.ndarray]
-
-
-class Run(NamedTuple):
-    """What rounds need besides a state.
-
-    `release` is that of a round. `positions` are those of the earlier rounds' client arrays in the
-    new ones. `found` are fitted attributes that the first
-    rounds settled, `layout` is what the family needs to read client arrays, and `advice` is the
-    sentence to give if the rounds diverge. With a `rule` they end when it says so.
-    `constants` are client arrays that no round changes: those of earlier rounds do not count.
-    With `all_rows` the last phase has rows that the rounds have not.
-    """
-
-    method: Method
-    rows: Any
-    sampling: Sampling
-    release: Any
-    positions: np.ndarray
-    found: dict[str, Any]
-    layout: Any = None
-    advice: str = ""
-    rule: FlatRule | None = None
-    constants: tuple[str, ...] = ()
-    all_rows: AllRows | None = None
-
-
-class Progress(NamedTuple):
-    """Where an estimator's rounds are, so that they can go on."""
-
-    state: State
-    clients: np.ndarray
-    n_rows: np.ndarray
-    spent: tuple | None
-    found: dict[str, Any]
-    stopped: bool
-    layout: Any
-    noise_multiplier: float
-
-
-class Task(NamedTuple):
-    """Data, earlier rounds (or None), and the run on them; `entropy` is that of its rounds."""
-
-    table: CheckedTable
-    clients: EncodedClients
-    earlier: Progress | None
-    roster: Roster
-    run: Run
-    entropy: tuple[int, ...] | None
 
 
 class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
@@ -320,7 +229,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         flat = {"until_flat": True} if until_flat else {}
         table = self._read(X, y, earlier, **given)
         last = missing + (earlier.state.round if earlier else 0)
-        roster = _roster_of(earlier, clients.ids, last)
+        roster = roster_of(earlier, clients.ids, last)
         order, entropy = seeds(drawn if self.random_state is None else self.random_state)
         run = self._make_run(table, clients, roster, earlier, order, mechanism, **flat)
         return Task(table, clients, earlier, roster, run, entropy)
@@ -328,7 +237,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
     def _train(self, data, task, missing, events, checkpoint=None):
         """Run the missing rounds on copies, and set all fitted attributes at the end."""
         table, run, ids = task.table, task.run, task.roster.ids
-        state = _first_state(task, self.clip_quantile)
+        state = first_state(task, self.clip_quantile)
         last = state.round + missing
         if checkpoint is not None:
             entropy = np.array(task.entropy or ())
@@ -351,7 +260,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         check_converged(state, run.advice, is_private(self), ids)
         end()
         mechanism = mechanism_of(self, events)
-        progress = _progress_after(task, state, events, last, mechanism.noise_multiplier)
+        progress = progress_after(task, state, events, last, mechanism.noise_multiplier)
         report = report_of(self, progress)
         if task.earlier is not None:
             report = going_on_from(self.privacy_, report)
@@ -432,86 +341,3 @@ class _Watch:
     def __call__(self, state):
         self.ended = self.observe is not None and bool(self.observe(state))
         return self.ended
-
-
-def seeds(random_state):
-    """Entropy of what is drawn before the rounds, and of the rounds; None twice without a seed."""
-    if random_state is None:
-        return None, None
-    if isinstance(random_state, Integral):
-        words = (int(random_state),)
-    else:
-        words = tuple(check_random_state(random_state).randint(0, 2**31 - 1, size=4).tolist())
-    return (*words, 0), (*words, 1)
-
-
-def sampling_of(kind, client_fraction, n_clients):
-    """How clients are sampled.
-
-    Raises
-    ------
-    ValueError
-        If a fixed number of clients would be less than one.
-    """
-    if kind == "poisson":
-        return Sampling(client_fraction)
-    n_fixed = math.floor(client_fraction * n_clients * (1 + 1e-12))
-    if not n_fixed:
-        raise ValueError(
-            f"client_fraction={client_fraction!r} of {n_clients} clients is less than one client; "
-            "sampling='fixed' needs at least one. Raise it, or use sampling='poisson'."
-        )
-    return Sampling(n_fixed / n_clients, n_fixed)
-
-
-def _roster_of(earlier, ids, last):
-    """Clients of earlier rounds and of those that are to go on to the round `last`."""
-    if earlier is None:
-        return Roster(ids, np.zeros(0, dtype=np.intp), np.arange(len(ids)), last)
-    match_clients(ids, len(ids), earlier.clients)
-    both_ids = np.union1d(earlier.clients, ids)
-    positions = (np.searchsorted(both_ids, some) for some in (earlier.clients, ids))
-    return Roster(both_ids, *positions, last)
-
-
-def _first_state(task, clip_quantile):
-    """State that rounds start from; what earlier rounds left stays as it is.
-
-    A bound that follows a quantile goes on from where it was. Arrays that the method has no use for
-    any more, as its parameters changed, are left behind.
-    """
-    run, n_clients = task.run, len(task.roster.ids)
-    state = start_state(run.method, run.rows, run.release, n_clients)
-    if task.earlier is None:
-        return state
-    old = task.earlier.state.copy()
-    for name in (old.clients.keys() & state.clients.keys()) - set(run.constants):
-        state.clients[name][run.positions] = old.clients[name]
-    own = {}
-    for name, values in old.own.items():
-        own[name] = np.zeros((n_clients, *values.shape[1:]), dtype=values.dtype)
-        own[name][task.roster.earlier] = values
-    schedule = state.schedule
-    if schedule.keys() == old.schedule.keys():  # else another kind, which starts anew
-        resume = run.rows.schedule.resume
-        schedule = resume(run.rows, n_clients, old.schedule, task.roster.earlier)
-    moving = clip_quantile is not None and math.isfinite(old.bound)
-    bound = old.bound if moving else state.bound
-    return replace(old, clients=state.clients, schedule=schedule, bound=bound, own=own)
-
-
-def _progress_after(task, state, events, last, noise_multiplier):
-    """Progress of rounds that were to go on to `last`, spending events with so much noise."""
-    earlier, roster = task.earlier, task.roster
-    n_rows = np.zeros(len(roster.ids), dtype=np.int64)
-    spent, stopped = (), state.round < last
-    if earlier is not None:
-        n_rows[roster.earlier] = earlier.n_rows
-        spent, stopped = earlier.spent, stopped or earlier.stopped
-    n_rows[roster.now] += np.bincount(task.clients.codes)
-    spent = None if events is None or spent is None else (*spent, *events)
-    noise = earlier.noise_multiplier if earlier is not None and last == earlier.state.round else 0.0
-    if noise_multiplier:
-        noise = noise_multiplier
-    run = task.run
-    return Progress(state, roster.ids, n_rows, spent, run.found, stopped, run.layout, noise)

@@ -10,12 +10,13 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import rows_by_client
 from pfl_sklearn._compat import Interval
-from pfl_sklearn._rounds.estimator import AllRows, BaseRounds, Run, sampling_of
+from pfl_sklearn._rounds.estimator import BaseRounds
 from pfl_sklearn._rounds.loop import State
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
 from pfl_sklearn._rounds.stopping import split_rows
+from pfl_sklearn._rounds.task import AllRows, Run, sampling_of
 from pfl_sklearn.base import client_values
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 

@@ -16,9 +16,14 @@ from torch.nn import CrossEntropyLoss, L1Loss, MSELoss, NLLLoss
 from torch.nn.modules.conv import _ConvNd
 
 from pfl_sklearn._rounds.loop import Update
-from pfl_sklearn.neural_network._chain import Chain, align, aligned, chain_of
+from pfl_sklearn.neural_network._chain import align, chain_of
 from pfl_sklearn.neural_network._last_layer import last_layer_of
-from pfl_sklearn.neural_network._mlp import evaluate
+from pfl_sklearn.neural_network._models import (
+    LARGEST_STACKED_BATCH,
+    ROWS_AT_ONCE,
+    LoneModel,
+    StackedModels,
+)
 from pfl_sklearn.neural_network._recipe import (
     log_probabilities,
     optimizer_of,
@@ -30,10 +35,8 @@ from pfl_sklearn.neural_network._recipe import (
     twin,
 )
 
-_LARGEST_STACKED_BATCH = 128  # rows: products of a client alone are large enough beyond it
 _STACKED = 1 << 20  # parameters of a block of stacked clients: they should stay in the cache
 _FEWEST, _MOST, _LONE = 4, 64, 1  # clients of a block
-_ROWS_AT_ONCE = 512  # of a prediction
 _MEAN_LOSSES = (CrossEntropyLoss, NLLLoss, MSELoss, L1Loss)
 
 
@@ -88,7 +91,7 @@ class Engine:
         self.array_dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
         self.example, self.row_shape = example, example.shape[1:]
         self.whole = example.dtype.kind in "iu"
-        self._may_stack = batch_size is not None and batch_size <= _LARGEST_STACKED_BATCH
+        self._may_stack = batch_size is not None and batch_size <= LARGEST_STACKED_BATCH
         self._prepare()
 
     def _prepare(self):
@@ -187,11 +190,11 @@ class Engine:
             raise ValueError("X must hold whole numbers, as in fit; got fractions.")
         found = []
         with torch.no_grad(), np.errstate(over="ignore"):
-            for first in range(0, len(X), _ROWS_AT_ONCE):
-                rows = np.array(X[first : first + _ROWS_AT_ONCE], dtype=kind, order="C")
+            for first in range(0, len(X), ROWS_AT_ONCE):
+                rows = np.array(X[first : first + ROWS_AT_ONCE], dtype=kind, order="C")
                 outputs = net.infer(torch.from_numpy(rows).to(self.device))
                 if offsets is not None:
-                    own = torch.from_numpy(offsets[first : first + _ROWS_AT_ONCE])
+                    own = torch.from_numpy(offsets[first : first + ROWS_AT_ONCE])
                     outputs = shifted(net, outputs, own.to(outputs.device))
                 found.append(readout(net, outputs).cpu().numpy())
         return np.concatenate(found)
@@ -221,169 +224,6 @@ class Engine:
         tensors = _tensors_of(module)
         for part in self.parts:
             tensors[part.name].data = vector[part.place].view(part.shape)
-
-
-class _Models:
-    """Models of g clients of a block; ``values`` (g, p) are their parameters."""
-
-    def __init__(self, engine, start):
-        self._start, self._optimizer, self._engine = start, engine.optimizer, engine
-
-    def array(self):
-        """Parameters as an array (g, p)."""
-        return array_of(self.values)
-
-    def change(self):
-        """Array (g, p): parameters less those that they started from."""
-        return array_of(self.values - self._start)
-
-
-class StackedModels(_Models):
-    """Models of clients whose net is a chain."""
-
-    def __init__(self, engine, start, n_clients):
-        super().__init__(engine, start)
-        self._starts = [start[..., part.place].unflatten(-1, part.shape) for part in engine.parts]
-        own = [aligned((n_clients, *part.shape), start) for part in engine.parts]
-        for values, first in zip(own, self._starts, strict=True):
-            values.copy_(first)
-        self._chain, self._speed = Chain(engine.chain, own), None
-
-    @property
-    def values(self):
-        return torch.cat([own.flatten(1) for own in self._chain.parameters], dim=1)
-
-    def change(self):
-        return array_of(self.values.sub_(self._start))
-
-    def pull(self, weight):
-        """Implicit step on `weight` times half the squared distance from the start."""
-        for values, start in zip(self._chain.parameters, self._starts, strict=True):
-            values.lerp_(start.expand_as(values), 1 - 1 / (1 + weight))
-
-    def __call__(self, X):
-        """Outputs (g, b, ...) of rows (g, b, ...), for :meth:`step` to follow."""
-        return self._chain(X)
-
-    def losses(self, outputs, y):
-        """Losses (g,) of outputs (g, b, ...) for targets (g, b, ...)."""
-        return self._engine.row_losses(outputs, y)
-
-    def evaluate(self, X):
-        """Outputs (g, b, ...) alone."""
-        return self._chain.evaluate(X)
-
-    def test(self, X):
-        """Outputs (g, n, ...) of rows that nobody trains on, a batch of them at a time."""
-        parts = [self.evaluate(align(rows)) for rows in X.split(_LARGEST_STACKED_BATCH, dim=1)]
-        return torch.cat(parts, dim=1)
-
-    def step_through(self, privatize, losses, rate):
-        """Step along the gradients (g, p) of losses (g,) that `privatize` makes of theirs."""
-        tensors = self._chain.parameters
-        slopes = self._chain.gradients(losses.sum())
-        changes = privatize(torch.cat([slope.flatten(1) for slope in slopes], dim=1))
-        sizes = [values[0].numel() for values in tensors]
-        for values, change in zip(tensors, changes.split(sizes, dim=1), strict=True):
-            values.mul_(1 - rate * self._optimizer.weight_decay)
-            values.sub_(change.view(values.shape), alpha=rate)
-
-    def step(self, losses, rate):
-        """One step of the net's optimizer, from losses (g,) of the latest outputs."""
-        optimizer, chain = self._optimizer, self._chain
-        if not optimizer.momentum:
-            chain.step(losses.sum(), rate, optimizer.weight_decay)
-            return
-        slopes = chain.gradients(losses.sum())
-        self._speed = optimizer.step(chain.parameters, slopes, self._speed, rate)
-
-    def learn(self, outputs, y, rate):
-        """One step of the net's optimizer on the losses of the latest outputs for targets."""
-        if self._optimizer.momentum or outputs.ndim != 3 or not self._engine.reads_logits:
-            self.step(self.losses(outputs, y), rate)
-            return
-        slopes = outputs.detach().softmax(dim=2)
-        slopes.scatter_add_(2, y.unsqueeze(2), slopes.new_tensor(-1.0).expand(*y.shape, 1))
-        slopes /= y.shape[1]
-        self._chain.follow(slopes, rate, self._optimizer.weight_decay)
-
-
-class LoneModel(_Models):
-    """Model of one client, of any net."""
-
-    def __init__(self, engine, start, n_clients):
-        super().__init__(engine, start)
-        self.values = start.expand(n_clients, engine.n_parameters).clone()
-        self._trained = slice(engine.n_trained)
-        self._net, self._memory = engine.fitted_net(self.values[0]), None
-        self._outside = self.values.clone() if engine.noisy_steps else None
-        self._tensors = [p for p in self._net.module_.parameters() if p.requires_grad]
-
-    def pull(self, weight):
-        """Implicit step on `weight` times half the squared distance from the start."""
-        start, trained = self._start[..., self._trained], self.values[:, self._trained]
-        trained.lerp_(start.expand_as(trained), 1 - 1 / (1 + weight))
-
-    def __call__(self, X):
-        """Outputs (1, b, ...) of rows (1, b, ...), for :meth:`step` to follow."""
-        return self._net.infer(X[0])[None]
-
-    def losses(self, outputs, y):
-        """Losses (1,) of outputs (1, b, ...) for targets (1, b, ...)."""
-        return self._net.get_loss(outputs[0], y[0], X=None, training=True)[None]
-
-    def evaluate(self, X):
-        """Outputs (1, b, ...) alone."""
-        with torch.no_grad():
-            return self(X)
-
-    def test(self, X):
-        """Outputs (1, n, ...) in evaluation mode, which the model keeps."""
-        evaluate(self._net.module_)
-        return torch.cat([self.evaluate(rows) for rows in X.split(_ROWS_AT_ONCE, dim=1)], dim=1)
-
-    def change(self):
-        values = self.values if self._outside is None else self._outside
-        return array_of(values - self._start)
-
-    def step_through(self, privatize, losses, rate):
-        """Step along the gradients (1, p) of losses (1,) that `privatize` makes of theirs.
-
-        The parameters that count are not the module's, which it may change in its forward pass.
-        """
-        slopes = [slope.reshape(1, -1) for slope in self._slopes(losses)]
-        self._outside.mul_(1 - rate * self._optimizer.weight_decay)
-        self._outside.sub_(privatize(torch.cat(slopes, dim=1)), alpha=rate)
-        self.values.copy_(self._outside)
-
-    def _slopes(self, losses):
-        """Gradients, one for each tensor, of losses (1,) of the latest outputs."""
-        return torch.autograd.grad(
-            losses.sum(), self._tensors, allow_unused=True, materialize_grads=True
-        )
-
-    def step(self, losses, rate):
-        """One step of the net's optimizer, from losses (1,) of the latest outputs."""
-        slopes = self._slopes(losses)
-        with torch.no_grad():
-            if self._optimizer.is_sgd:
-                step = self._optimizer.step
-                self._memory = step(self._tensors, slopes, self._memory, rate)
-            else:
-                self._step_by(slopes, rate)
-
-    def learn(self, outputs, y, rate):
-        """One step of the net's optimizer on the loss of the latest outputs for targets."""
-        self.step(self.losses(outputs, y), rate)
-
-    def _step_by(self, slopes, rate):
-        """Step of an optimizer of torch, which remembers what it wants."""
-        if self._memory is None:
-            kind, given = self._optimizer
-            self._memory = kind(self._tensors, lr=rate, **given)
-        for parameter, slope in zip(self._tensors, slopes, strict=True):
-            parameter.grad = slope
-        self._memory.step()
 
 
 class Block(NamedTuple):
@@ -478,11 +318,6 @@ def _judged(update):
     for part in (*update.messages.values(), *update.clients.values()):
         fine &= np.isfinite(part.reshape(len(part), -1)).all(axis=1)
     return update._replace(losses=np.where(fine, update.losses, np.nan))
-
-
-def array_of(tensor):
-    """Array of a tensor's values."""
-    return tensor.detach().cpu().numpy()
 
 
 def _together(updates):

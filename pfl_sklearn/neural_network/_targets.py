@@ -11,8 +11,8 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d
 
 from pfl_sklearn._compat import HasMethods, Interval, StrOptions, fit_context
 from pfl_sklearn._labels import read_known_classes
-from pfl_sklearn._rounds.estimator import CheckedTable
 from pfl_sklearn._rounds.privacy import LABEL_SUMS, is_private, label_event, label_noise_std
+from pfl_sklearn._rounds.task import CheckedTable
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
 from pfl_sklearn.neural_network._base import checks
 from pfl_sklearn.priors import DirichletPrior, SparseDirichletPrior

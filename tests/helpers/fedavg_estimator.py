@@ -10,9 +10,10 @@ from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._clients import rows_by_client
 from pfl_sklearn._compat import Interval, fit_context
-from pfl_sklearn._rounds.estimator import BaseRounds, CheckedTable, Run, sampling_of
+from pfl_sklearn._rounds.estimator import BaseRounds
 from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
+from pfl_sklearn._rounds.task import CheckedTable, Run, sampling_of
 from pfl_sklearn.base import ClientRegressorMixin
 from tests.helpers.rounds_methods import fedavg
 

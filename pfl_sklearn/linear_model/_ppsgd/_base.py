@@ -8,11 +8,12 @@ from scipy.sparse import csr_array, issparse
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions
-from pfl_sklearn._rounds.estimator import BaseRounds, Run, sampling_of
+from pfl_sklearn._rounds.estimator import BaseRounds
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, InTurn
 from pfl_sklearn._rounds.stopping import FlatRule, split_rows
+from pfl_sklearn._rounds.task import Run, sampling_of
 from pfl_sklearn.linear_model._ppsgd._parts import (
     Coordinates,
     Part,

@@ -13,7 +13,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._docs import ROUNDS, fill_doc
 from pfl_sklearn._labels import read_known_classes
-from pfl_sklearn._rounds.estimator import CheckedTable
+from pfl_sklearn._rounds.task import CheckedTable
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
 from pfl_sklearn.linear_model._base import (
     class_probabilities,

@@ -39,8 +39,16 @@ def test_memory_is_as_stated(estimator, d, per_row, per_client, n_rows):
     assert 0.6 * stated < peak < 1.02 * stated + work_space
 
 
-@pytest.mark.parametrize(("train_unsampled", "n_vectors", "late"), [(False, 1, 0), (True, 3, 512)])
-def test_personal_nets_take_few_vectors_a_client(train_unsampled, n_vectors, late):
+@pytest.mark.parametrize(
+    ("start", "train_unsampled", "n_vectors", "late"),
+    [
+        ("own", False, 1, 0),
+        ("own", True, 3, 512),
+        ("global", False, 2, 0),
+        ("global", True, 4, 512),
+    ],
+)
+def test_personal_nets_take_few_vectors_a_client(start, train_unsampled, n_vectors, late):
     """Beyond them there is a copy of the rows, and what the clients of a block need."""
     nn = pytest.importorskip("torch").nn
     skorch = pytest.importorskip("skorch")
@@ -48,7 +56,7 @@ def test_personal_nets_take_few_vectors_a_client(train_unsampled, n_vectors, lat
     net = nn.Sequential(nn.Linear(d, n_hidden), nn.ReLU(), nn.Linear(n_hidden, 10))
     recipe = skorch.NeuralNetClassifier(net, criterion=nn.CrossEntropyLoss, batch_size=6)
     model = AdaPeDClassifier(recipe, n_rounds=1, local_steps=2, client_fraction=0.005)
-    model.set_params(train_unsampled=train_unsampled)
+    model.set_params(train_unsampled=train_unsampled, personal_start=start)
     rng = np.random.default_rng(0)
     groups = np.repeat(np.arange(n_clients), 2)
     X, y = rng.normal(size=(len(groups), d)).astype(np.float32), rng.integers(0, 10, len(groups))

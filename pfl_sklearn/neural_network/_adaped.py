@@ -141,8 +141,9 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     they are trained, a client's message or gradient is clipped to the same bound, which is all that
     either epsilon rests on. So `train_unsampled` costs no privacy.
 
-    Memory: one vector of parameters for each client, and two more with `train_unsampled`, for the
-    global net that it received and for its net after the last round; a round needs six for each
+    Memory: one vector of parameters for each client; another one while some clients have not
+    started from the global net, if they are to; and two more with `train_unsampled`, for the global
+    net that a client received and for its net after the last round. A round needs six for each
     client of a block, or seven, and two messages for each sampled client. What is left after the
     last round is done for 512 clients at a time, with another vector for each of them.
 

@@ -235,11 +235,13 @@ class ClientMixin:
         check_is_fitted(self)
         report = self.privacy_  # type: ignore[attr-defined]
         if not np.isfinite(report.epsilon):
-            known = (name for name in self._population_attributes if hasattr(self, name))
+            known = [name for name in self._population_attributes if hasattr(self, name)]
             public = [name for name in known if not name.startswith("_")]
+            if len(public) < len(known):
+                public.insert(0, "the population model")
             raise ValueError(
                 f"release() of this {type(self).__name__} would publish unprotected values "
-                f"({', '.join(public) or 'the population model'}), because epsilon is infinite; "
+                f"({', '.join(public)}), because epsilon is infinite; "
                 "fit with a finite epsilon first."
             )
         return self._population_copy()

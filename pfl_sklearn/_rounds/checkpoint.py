@@ -62,8 +62,8 @@ class Checkpoint:
         meta, arrays = self._found
         if meta["data"] != self.data:
             raise ValueError(
-                f"checkpoint {self.path!r} was written with other rows of X, y or groups, or with "
-                "another random_state; remove it to start anew."
+                f"checkpoint {self.path!r} was written with other rows of X, y or groups, with "
+                "another random_state, or after other rounds; remove it to start anew."
             )
         memory = {
             name.removeprefix(_MEMORY): values

@@ -27,7 +27,14 @@ from pfl_sklearn._rounds.privacy import (
     report_of,
 )
 from pfl_sklearn._rounds.stopping import run_until_flat
-from pfl_sklearn._rounds.task import Task, first_state, progress_after, roster_of, seeds
+from pfl_sklearn._rounds.task import (
+    Task,
+    first_state,
+    progress_after,
+    roster_of,
+    rounds_before,
+    seeds,
+)
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.privacy import PrivacyLedger
@@ -240,8 +247,9 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         state = first_state(task, self.clip_quantile)
         last = state.round + missing
         if checkpoint is not None:
-            entropy = np.array(task.entropy or ())
-            state = checkpoint.restore(state, (table.features, table.y, *task.clients, entropy))
+            entropy, before = np.array(task.entropy or ()), rounds_before(task.earlier)
+            depends_on = (table.features, table.y, *task.clients, entropy, *before)
+            state = checkpoint.restore(state, depends_on)
         shared = {
             **table.attributes,
             **run.found,
@@ -268,16 +276,19 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         if checkpoint is not None:
             checkpoint.remove()
         warn_once(self.privacy_)
-        if not flat:
-            self._warn_not_flat()
+        if run.rule is not None:
+            self._warn_of_end(state.round, flat)
         return self
 
-    def _warn_not_flat(self):
-        warn_caller(
-            f"{type(self).__name__} ran max_rounds={self.max_rounds} rounds, and the loss was "
-            "still falling. Raise max_rounds, or tol if the models are good enough.",
-            ConvergenceWarning,
-        )
+    def _warn_of_end(self, n_rounds, flat):
+        """Warn if the rounds ended before the loss was flat; it was lowest after `n_rounds`."""
+        if not flat:
+            warn_caller(
+                f"{type(self).__name__} ran max_rounds={self.max_rounds} rounds, too few to tell "
+                f"that the loss is flat; it was lowest after {n_rounds}, and these are the models. "
+                "Raise max_rounds, or tol if they are good enough.",
+                ConvergenceWarning,
+            )
 
     def _run(self, run, state, last, entropy, observe):
         """State after the round `last` or an earlier end, and whether it ended as it should."""

@@ -87,7 +87,7 @@ def label_event(model):
     elif not model._communicates:
         mu = 1 / model.noise_multiplier
     else:
-        (rounds,) = round_events(model, model.n_rounds)
+        (rounds,) = round_events(model, model._last_round(0))
         mu = math.sqrt(share / (1 - share)) * usual_mu(rounds, relation_of_rounds(model))
     return GaussianEvent(None, mu, mu_zero_out=mu)
 
@@ -225,6 +225,8 @@ def epsilon_by_round(spent, delta, relation, rounds):
 
 def _first_rounds(spent, k):
     """Events of the first k rounds, and of what was released before one of them."""
+    if k >= sum(event.n_rounds for event in rounds_of(spent)):
+        return spent  # with what was released after them
     found = []
     for event in spent:
         if k > 0 and not rounds_of([event]):

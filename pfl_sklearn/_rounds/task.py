@@ -132,6 +132,13 @@ def roster_of(earlier, ids, last):
     return Roster(both_ids, *positions, last)
 
 
+def rounds_before(earlier):
+    """Arrays that tell earlier rounds from others, by what they left and what they spent."""
+    if earlier is None:
+        return ()
+    return (*earlier.state.packed().values(), np.array(repr(earlier.spent)))
+
+
 def first_state(task, clip_quantile):
     """State that rounds start from; what earlier rounds left stays as it is.
 

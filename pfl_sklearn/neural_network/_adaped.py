@@ -16,6 +16,7 @@ from pfl_sklearn.neural_network._targets import LABEL_PRIOR, LABEL_SHARE, Neural
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
 _START = 3 / 4  # of the rounds, after which personal nets start from the global one
+_EARLY = 10  # first such round where nobody knows how many there will be
 _MOST_MISSED = 5  # rounds that clients make up for at most
 
 
@@ -52,12 +53,11 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     personal_start : {"own", "global"} or None, default=None
         Where personal nets start: from the initial weights, or from the global net, when their
         client first takes part in round `personal_start_round` or later. None: "global", but "own"
-        with noise, which makes the global net a bad start, beside a `global_estimator`, and where
-        that round is not known.
+        with noise, which makes the global net a bad start, and beside a `global_estimator`.
     personal_start_round : int or None, default=None
-        First such round, counted from 0 and below `n_rounds`; None: three quarters of `n_rounds`.
-        With ``n_rounds=None`` personal nets start from the global one only if it is given; the
-        rounds then go on for a third as many at least.
+        First such round, counted from 0 and below `n_rounds`; None: three quarters of `n_rounds`,
+        or 10 with ``n_rounds=None``, where a third as many rounds follow at least. Without effect
+        on nets that have their own start.
     train_unsampled : bool or int >= 1, default=False
         Let personal nets go on in rounds that their client is not sampled in, against the global
         net and psi that it received last. An integer is how many such rounds in a row count, at
@@ -286,16 +286,10 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
                 f"psi_init={self.psi_init!r} is below psi_min={self.psi_min!r}, the floor of psi; "
                 "raise one or lower the other."
             )
+        start, last = self.personal_start_round, self._last_round(0)
         if not self._starts_from_global:
             return
-        start, last = self.personal_start_round, self.n_rounds
-        if start is None and self._ends_when_flat:
-            raise ValueError(
-                "got personal_start='global' and personal_start_round=None with n_rounds=None: "
-                "nobody knows when three quarters of the rounds are over. Give "
-                "personal_start_round, or n_rounds."
-            )
-        late = None not in (start, last) and start >= last
+        late = start is not None and start >= last and not self._ends_when_flat
         if late and not self.warm_start:
             raise ValueError(
                 f"personal_start_round={start} is not below n_rounds={last}, so no personal net "
@@ -314,6 +308,17 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
             raise ValueError(
                 f"global_estimator has device={self.global_estimator.device!r} and estimator "
                 f"{self._recipe().device!r}; give both the same."
+            )
+
+    def _check_goes_on(self, earlier):
+        super()._check_goes_on(earlier)
+        engines = earlier.layout
+        if (engines.client is engines.population) != (self.global_estimator is None):
+            raise ValueError(
+                "the rounds before had "
+                f"{'no' if engines.client is engines.population else 'a'} global_estimator, and "
+                "these would have "
+                f"{'none' if self.global_estimator is None else 'one'}; fit anew."
             )
 
     def _method(self, setup):
@@ -335,16 +340,16 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     def _starts_from_global(self):
         if self.personal_start is not None:
             return self.personal_start == "global"
-        known = self.personal_start_round is not None or not self._ends_when_flat
-        return known and self.global_estimator is None and not is_private(self)
+        return self.global_estimator is None and not is_private(self)
 
     @property
     def _start_round(self):
         """First round in which personal nets start from the global one, or None."""
         if not self._starts_from_global:
             return None
-        given = self.personal_start_round
-        return int(_START * self._last_round(0)) if given is None else given
+        if self.personal_start_round is not None:
+            return self.personal_start_round
+        return _EARLY if self._ends_when_flat else int(_START * self._last_round(0))
 
     def _catching_up(self, setup):
         """Schedule of rows that has those of missed rounds, or None."""

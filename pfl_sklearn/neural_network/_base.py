@@ -5,6 +5,7 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
 
@@ -17,6 +18,7 @@ from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
 from pfl_sklearn._rounds.stopping import split_rows
 from pfl_sklearn._rounds.task import AllRows, Run, sampling_of
+from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import client_values
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
@@ -187,7 +189,7 @@ class BaseNeural(BaseRounds):
 
     def _features(self, X, earlier):
         """Checked rows (n_rows, ...) of numbers, and the attributes of their columns."""
-        features = check_array(X, allow_nd=True, dtype="numeric", estimator=self)
+        features = check_array(X, allow_nd=True, dtype="numeric", estimator=self, input_name="X")
         if features.dtype.kind not in "fiub":
             raise ValueError(
                 f"X must hold floating-point numbers or integers; got {features.dtype}."
@@ -227,7 +229,7 @@ class BaseNeural(BaseRounds):
         found, offsets = self._label_offsets(table, codes, roster, earlier, order)
         method = _with_offsets(self._method(setup), offsets)
         net, private = engines.client.net, is_private(self)
-        _check_single_rows(engines, clients, batch_size, private)
+        _check_single_rows(engines, clients.ids, codes, batch_size, private)
         rows = ClientRows(
             recipes.as_input(net, table.features, private),
             recipes.as_targets(net, table.y, private, engines.client.output_shape),
@@ -248,9 +250,11 @@ class BaseNeural(BaseRounds):
             layout=engines,
             advice=_advice(net, setup.rates[0]),
         )
-        return self._until_flat(run, table, codes, roster, earlier, order) if until_flat else run
+        if not until_flat:
+            return run
+        return self._until_flat(run, table, clients.ids, codes, roster, earlier, order)
 
-    def _until_flat(self, run, table, codes, roster, earlier, order):
+    def _until_flat(self, run, table, ids, codes, roster, earlier, order):
         """The run with some rows held out, whose loss says when it is over.
 
         Neither are they trained on in the rounds nor are their labels counted. The last phase has
@@ -261,6 +265,7 @@ class BaseNeural(BaseRounds):
         rng = np.random.default_rng(None if order is None else (*order, 0))
         kept, apart = split_rows(codes, run.rows.n_clients, self.validation_fraction, rng)
         train, held = run.rows.only(kept), run.rows.only(apart)
+        _check_single_rows(run.layout, ids, codes[kept], train.schedule.batch_size, private=False)
         seen = table._replace(features=None, y=table.y[kept])
         _, offsets = self._label_offsets(seen, codes[kept], roster, earlier, order)
         rule = flat_rule(
@@ -273,12 +278,23 @@ class BaseNeural(BaseRounds):
             n_jobs=self.n_jobs,
             advice=run.advice,
         )
-        counted = {"offset": run.found["_offsets"]} if run.found else {}
+        counted = {"offset": run.found["_offsets"]} if "_offsets" in run.found else {}
         return run._replace(
             method=_with_offsets(run.method, offsets),
             rows=train,
             rule=rule,
             all_rows=AllRows(run.rows, counted) if run.method.last_phase else None,
+        )
+
+    def _warn_of_end(self, n_rounds, flat):
+        if n_rounds:
+            super()._warn_of_end(n_rounds, flat)
+            return
+        warn_caller(
+            f"no round of {type(self).__name__} lowered the loss of held-out rows, so its nets are "
+            "as they started, untrained. Lower the learning rate, give n_rounds, or let clients "
+            "share a net (FedAvg).",
+            ConvergenceWarning,
         )
 
     def _fewest_rounds(self, rows):
@@ -293,7 +309,14 @@ class BaseNeural(BaseRounds):
         return Reshuffled(setup.batch_size, setup.local_steps)
 
     def _check_goes_on(self, earlier):
-        """Raise ValueError if the noise of the earlier rounds was drawn by somebody else."""
+        """Raise ValueError if nets of the earlier rounds cannot be followed by these."""
+        _, recipes = backend()
+        changed = earlier.layout.client.protected != is_private(self)
+        if changed and recipes.has_units(self._recipe()):
+            raise ValueError(
+                "the default net works in other units with noise than without, so rounds of one "
+                "kind cannot follow the other; fit anew, or give an estimator of another module."
+            )
         before, by_clients = earlier.layout.client, self._noisy_steps is not None
         if before.protected and is_private(self) and before.noisy_steps != by_clients:
             raise ValueError(
@@ -365,7 +388,7 @@ class BaseNeural(BaseRounds):
     def _outputs(self, X, groups):
         """What the clients' nets give for their rows (n, ...), and the clients' codes (n,)."""
         codes = self._encode_predict(X, groups)
-        features = check_array(X, allow_nd=True, dtype="numeric", estimator=self)
+        features = check_array(X, allow_nd=True, dtype="numeric", estimator=self, input_name="X")
         self._check_shape(features)
         validate_data(self, X, reset=False, skip_check_array=True)
         offsets = self._offsets_of(codes)
@@ -429,12 +452,12 @@ class BaseNeural(BaseRounds):
         return recipes.as_fitted(engine, vector, getattr(self, "classes_", None))
 
 
-def _check_single_rows(engines, clients, batch_size, private):
+def _check_single_rows(engines, ids, codes, batch_size, private):
     """Raise ValueError if a client has batches of one row, and a net cannot be trained on them.
 
     In a `private` fit any client may have: how many rows they have is not looked at.
     """
-    who = _owners_of_single_rows(clients, batch_size, private)
+    who = _owners_of_single_rows(ids, codes, batch_size, private)
     if who is None:
         return
     _, recipes = backend()
@@ -448,16 +471,16 @@ def _check_single_rows(engines, clients, batch_size, private):
             )
 
 
-def _owners_of_single_rows(clients, batch_size, private):
+def _owners_of_single_rows(ids, codes, batch_size, private):
     """Words for the clients that have batches of one row; None if there are none."""
     if private:
         return "with noise, any client may have one row"
     if batch_size == 1:
         return "batch_size is 1"
-    single = clients.ids[np.bincount(clients.codes) == 1]
+    single = ids[np.bincount(codes) == 1]
     if len(single) > 1:
-        return f"{len(single)} clients, the first of them {single[0]}, have one row"
-    return f"client {single[0]} has one row" if len(single) else None
+        return f"{len(single)} clients, the first of them {single[0]}, have one row to train on"
+    return f"client {single[0]} has one row to train on" if len(single) else None
 
 
 def _advice(net, rate):

@@ -72,6 +72,28 @@ NEURAL = {
             File that records each fit. One with a finite `epsilon` spends nothing there; one
             without is recorded as unprotected.
         """,
+    "labels_at_most": """
+        epsilon : float in (0, inf], default=inf
+            Only the noisy sum for an unknown `label_prior` has a use for it, and takes all of it.
+            Otherwise nothing is sent, so nothing gets noise, and the report states an epsilon of 0
+            under any finite value. What a finite value does change is that nothing is taken from
+            the rows of all clients together: the default net works in the units that the features
+            have, ``BatchNorm`` is refused, and a client whose loss is not finite keeps its net
+            rather than ends the fit. With inf those units come from all rows, and the report
+            promises nothing.
+        noise_multiplier : float or None, default=None
+            Standard deviation of the noise on that sum over its sensitivity, :math:`\\sqrt 2`.
+            Without the sum a value above 0 does what a finite `epsilon` does.
+        delta : float in [0, 1), default=1e-5
+            That of the noisy sum, for which it has to be above 0; otherwise without effect.
+        clip_norm : float or None, default=None
+            Has no effect: there are no messages to clip.
+        clip_quantile : float in (0, 1) or None, default=None
+            Has no effect, but is refused without `clip_norm`, as in other methods.
+        ledger : PrivacyLedger or None, default=None
+            File that records each fit. One with a finite `epsilon` spends what the noisy sum
+            spends; one without is recorded as unprotected.
+        """,
     "warm_start": """
         warm_start : bool, default=False
             Let ``fit`` continue to `n_rounds` rounds in all, with the noise multiplier that it had

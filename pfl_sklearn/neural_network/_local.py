@@ -55,7 +55,7 @@ class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
     %(steps)s
     %(label_prior)s
     %(sampling)s
-    %(nothing_sent)s
+    %(labels_at_most)s
     %(warm_start)s
     %(checkpoint)s
 

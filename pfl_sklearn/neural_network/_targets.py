@@ -1,5 +1,6 @@
 """Classifiers and regressors among neural estimators: their targets and predictions."""
 
+import math
 from numbers import Real
 from typing import NamedTuple
 
@@ -57,6 +58,10 @@ class NeuralClassifierMixin(ClientClassifierMixin):
     def _check_label_prior(self):
         """Raise ValueError if the label prior cannot be estimated as it would have to be."""
         prior, from_sums = self.label_prior, self._prior_from_sums
+        if isinstance(prior, type):
+            raise ValueError(
+                f"label_prior must be an instance, such as {prior.__name__}(); got the class."
+            )
         if is_private(self) and self._prior_is_unknown and not from_sums:
             raise ValueError(
                 f"label_prior={prior!r} would be estimated from the clients' labels, which noise "
@@ -97,7 +102,9 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         """Share of the budget for the label prior: all of it, if nothing else is released."""
         if not self._communicates:
             return _ALL
-        return _DEFAULT_SHARE if self.label_prior_share is None else self.label_prior_share
+        return (
+            _DEFAULT_SHARE if self.label_prior_share is None else min(self.label_prior_share, _ALL)
+        )
 
     @property
     def _assumptions(self):
@@ -291,6 +298,10 @@ class NeuralRegressorMixin(ClientRegressorMixin):
         check_consistent_length(features, y)
         single = y.ndim == 1
         y = y.reshape(len(y), -1)
+        if earlier is not None:
+            seen = math.prod(self._engines.population.output_shape)
+            if y.shape[1] != seen:
+                raise ValueError(f"y has {y.shape[1]} columns, but fit saw {seen}.")
         return CheckedTable(features, y, {**attributes, "_single": single}, y.shape[1])
 
     def predict(self, X, *, groups=None):

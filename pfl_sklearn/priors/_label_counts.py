@@ -174,6 +174,7 @@ def mean_frequencies(counts, weights):
 
 def onto_simplex(vector):
     """Nearest point of the probability simplex to a vector (K,)."""
+    vector = vector - vector.max()  # moves no nearest point, and keeps digits of huge ones
     falling = np.sort(vector)[::-1]
     excess = (np.cumsum(falling) - 1) / np.arange(1, len(vector) + 1)
     return np.maximum(vector - excess[np.flatnonzero(falling > excess)[-1]], 0.0)

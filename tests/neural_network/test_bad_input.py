@@ -22,6 +22,7 @@ from pfl_sklearn.neural_network import (  # noqa: E402
     LocalNetClassifier,
     LocalNetRegressor,
 )
+from pfl_sklearn.priors import DirichletPrior  # noqa: E402
 from pfl_sklearn.privacy import PrivacyLedger  # noqa: E402
 from tests.helpers.nets import (  # noqa: E402
     Convolutions,
@@ -317,3 +318,37 @@ def test_rows_unlike_those_of_fit(cls):
         images.predict(table((1, 9, 9))[0], groups=groups)
     with pytest.raises(ValueError, match="64"):
         images.predict(table((64,))[0], groups=groups)
+
+
+def test_another_number_of_responses():
+    X, _, groups = table()
+    model = FedAvgRegressor(n_rounds=1).fit(X, X[:, 0], groups=groups)
+    with pytest.raises(ValueError, match="y has 2 columns, but fit saw 1"):
+        model.partial_fit(X, X[:, :2], groups=groups)
+
+
+def test_a_prior_that_is_no_instance():
+    refused(
+        FedAvgClassifier(label_prior=DirichletPrior), r"such as DirichletPrior\(\); got the class"
+    )
+
+
+def test_missing_values_are_those_of_x():
+    X, y, groups = table()
+    X[0, 0] = np.nan
+    with pytest.raises(ValueError, match="Input X contains NaN"):
+        FedAvgClassifier(n_rounds=1).fit(X, y, groups=groups)
+
+
+def test_what_release_would_publish():
+    X, y, groups = table()
+    model = FedAvgClassifier(n_rounds=1, label_prior="client").fit(X, y, groups=groups)
+    with pytest.raises(ValueError, match=r"\(the population model, label_prior_\)"):
+        model.release()
+
+
+def test_the_default_net_of_private_rounds_is_another_one():
+    X, y, groups = table()
+    model = FedAvgClassifier(n_rounds=1, warm_start=True, clip_norm=1.0).fit(X, y, groups=groups)
+    with pytest.raises(ValueError, match="other units with noise"):
+        model.set_params(n_rounds=2, noise_multiplier=1.0).fit(X, y, groups=groups)

@@ -112,6 +112,14 @@ def test_what_is_refused(params, match):
         fit(**{"global_estimator": small(), **params})
 
 
+def test_a_warm_start_keeps_the_kind_of_the_global_net():
+    X, y, groups = table((7,))
+    for before, after in ((small(), None), (None, small())):
+        model = fit(global_estimator=before, warm_start=True)
+        with pytest.raises(ValueError, match="global_estimator, and these would have"):
+            model.set_params(global_estimator=after, n_rounds=5).fit(X, y, groups=groups)
+
+
 def test_personal_nets_have_their_own_start_unless_told():
     own, default = (fit(global_estimator=small(), personal_start=start) for start in ("own", None))
     np.testing.assert_array_equal(own.parameters_, default.parameters_)

@@ -9,26 +9,27 @@ from dp_accounting.pld import pld_privacy_accountant
 from scipy.optimize import brentq
 from scipy.stats import norm
 from sklearn.base import clone
+from sklearn.exceptions import ConvergenceWarning
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("skorch")
 
-from pfl_sklearn._rounds.privacy import epsilon_by_round
-from pfl_sklearn.model_selection import PrivateSelectCV
-from pfl_sklearn.neural_network import (
+from pfl_sklearn._rounds.privacy import epsilon_by_round  # noqa: E402
+from pfl_sklearn.model_selection import PrivateSelectCV  # noqa: E402
+from pfl_sklearn.neural_network import (  # noqa: E402
     MLP,
     AdaPeDClassifier,
     FedAvgClassifier,
     LocalNetClassifier,
 )
-from pfl_sklearn.priors import DirichletPrior, SparseDirichletPrior
-from pfl_sklearn.privacy import (
+from pfl_sklearn.priors import DirichletPrior, SparseDirichletPrior  # noqa: E402
+from pfl_sklearn.privacy import (  # noqa: E402
     BudgetExceeded,
     FrequencyMoments,
     PrivacyLedger,
 )
-from tests.helpers.interruption import interrupt
-from tests.helpers.nets import recipe
+from tests.helpers.interruption import interrupt  # noqa: E402
+from tests.helpers.nets import recipe  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
@@ -55,8 +56,8 @@ np.add.at(COUNTS, (GROUPS, Y), 1)
 SIZES = COUNTS.sum(axis=1)
 
 
-def model_of(cls=FedAvgClassifier, **params):
-    return cls(recipe(MLP, module__hidden=()), **{**LABELS, **params})
+def model_of(cls=FedAvgClassifier, estimator=None, **params):
+    return cls(estimator or recipe(MLP, module__hidden=()), **{**LABELS, **params})
 
 
 def fit(cls=FedAvgClassifier, **params):
@@ -181,6 +182,36 @@ def test_epsilon_by_round_begins_with_the_sum():
     found = epsilon_by_round(model._progress.spent, DELTA, "zero_out", [1, N_ROUNDS])
     assert found[0] == pytest.approx(profile_epsilon(math.hypot(math.sqrt(2) / std, 1 / z)))
     assert found[1] == pytest.approx(2.0)
+
+
+def test_epsilon_by_round_ends_with_a_sum_after_the_rounds():
+    model = fit(epsilon=2.0, label_prior=None, warm_start=True)
+    model.set_params(label_prior=DirichletPrior()).fit(X, Y, groups=GROUPS)
+    spent = model._progress.spent
+    found = epsilon_by_round(spent, DELTA, "zero_out", [1, N_ROUNDS])
+    assert found[0] < 2 < found[1] == model.privacy_.epsilon
+
+
+def test_a_hundred_rounds_where_none_are_given():
+    """With noise, whose multiplier the sum follows."""
+    z = {"noise_multiplier": 5.0, "epsilon": math.inf}
+    asked, none = (model_of(n_rounds=n, **z)._privacy_events() for n in (100, None))
+    assert asked == none
+
+
+@pytest.mark.parametrize("share", [1 - 1e-13, 1e-300])
+def test_shares_at_the_ends(share):
+    model = fit(epsilon=2.0, label_prior_share=share)
+    assert 1.99 < model.privacy_.epsilon <= 2.0 + 1e-6
+
+
+def test_rounds_without_noise_may_follow():
+    net = recipe(torch.nn.Linear, module__in_features=2, module__out_features=3)
+    model = fit(estimator=net, epsilon=2.0, warm_start=True)
+    model.set_params(epsilon=math.inf, label_prior=None, n_rounds=None, max_rounds=4)
+    with pytest.warns(ConvergenceWarning):
+        model.fit(X, Y, groups=GROUPS)
+    assert model.privacy_.epsilon == math.inf
 
 
 @pytest.mark.parametrize("cls", [FedAvgClassifier, LocalNetClassifier])

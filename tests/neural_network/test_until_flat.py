@@ -269,10 +269,29 @@ def test_with_noise_the_data_have_no_say():
     np.testing.assert_equal(state_of(found), state_of(asked))
 
 
-def test_nobody_knows_three_quarters_of_the_rounds():
-    model = AdaPeDClassifier(recipe(), personal_start="global", **FLAT)
-    with pytest.raises(ValueError, match=r"personal_start_round=None with n_rounds=None"):
-        fitted(model, table())
+def test_personal_nets_start_early_where_nobody_knows_how_many_rounds_there_will_be():
+    default, told, later = (
+        fitted(AdaPeDClassifier(recipe(), personal_start_round=t, **FLAT), table())
+        for t in (None, 10, 11)
+    )
+    np.testing.assert_equal(default.history_, told.history_)
+    assert (default.history_["loss"][:40] != later.history_["loss"][:40]).any()
+
+
+def test_nets_that_no_round_improves_are_said_to_be_untrained():
+    X, y, groups = table()
+    noise = np.random.default_rng(0).integers(0, 3, len(y))
+    model = LocalNetClassifier(recipe(lr=0.5), **{**FLAT, "local_steps": 100})
+    with pytest.warns(ConvergenceWarning, match=r"no round of LocalNetClassifier.*untrained"):
+        assert model.fit(X, noise, groups=groups).n_rounds_ == 0
+
+
+def test_held_out_rows_may_leave_a_client_one_row_to_train_on():
+    X, y, groups = table(sizes=np.full(4, 2))
+    model = FedAvgClassifier(recipe(Normed), **{**FLAT, "validation_fraction": 0.5})
+    with pytest.raises(ValueError, match=r"clients, the first of them .* one row to train on"):
+        model.fit(X, y, groups=groups)
+    model.set_params(n_rounds=2).fit(X, y, groups=groups)
 
 
 def test_personal_nets_have_their_turn(checks):

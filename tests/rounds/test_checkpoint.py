@@ -1,6 +1,7 @@
 """Rounds on disk: killed and resumed, and files that are not what they should be."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -77,6 +78,18 @@ def test_an_interrupted_warm_start(tmp_path):
     assert model.n_rounds_ == 10
     assert model.fit(X, y, groups=groups).privacy_ == whole.privacy_
     np.testing.assert_array_equal(model.coef_, whole.coef_)
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+def test_a_warm_start_after_other_rounds(tmp_path):
+    """Rounds without noise may not be taken for those of a private fit."""
+    data = X, y, groups = table()
+    private = PPSGDRegressor(n_rounds=4, random_state=3, warm_start=True, **PRIVATE)
+    plain = clone(private).set_params(noise_multiplier=None).fit(X, y, groups=groups)
+    assert plain.privacy_.epsilon == math.inf
+    more = {"n_rounds": 8, "checkpoint": tmp_path / "run", "checkpoint_every": 2}
+    interrupt(plain.set_params(noise_multiplier=private.noise_multiplier, **more), data, 7)
+    refused(private.fit(X, y, groups=groups).set_params(**more), r"checkpoint.*after other rounds")
 
 
 def test_a_classifier_resumes(tmp_path):

@@ -183,6 +183,8 @@ def calibrate_rounds(
     if not epsilon > 0:
         raise ValueError(f"epsilon must be above 0; got {epsilon!r}.")
     check_delta(delta)
+    if besides is not None and not isinstance(besides, GaussianEvent):
+        raise ValueError(f"besides must be a GaussianEvent or None; got {besides!r}.")
     rounds = SampledGaussian(1.0, n_rounds, rate, sampling)
     relation = rounds.native_relation if relation is None else relation
     check_relation(relation)
@@ -226,8 +228,9 @@ def _calibrated(
         )
         noise = enough if found is None else found
         return _enlarged(noise, enough, spent, epsilon) if rounds.rate <= 2 * delta else noise
+    step = 1e-9  # doubles, since little may be left besides what else is released
     while spent(noise, REPORT_GRID) > epsilon:
-        noise *= 1 + 1e-9
+        noise, step = noise * (1 + step), 2 * step
     return noise
 
 

@@ -528,6 +528,9 @@ def test_other_releases_that_leave_nothing():
     for taken in (gdp_mu(2.0, 1e-5), 100.0):
         with pytest.raises(ValueError, match=r"besides=GaussianEvent.*spends mu="):
             calibrate_rounds(2.0, 1e-5, n_rounds=5, rate=1.0, besides=GaussianEvent(taken, None))
+    for other in (PureEvent(0.9, 0.0, "zero_out"), SampledGaussian(1.0, 5, 0.5)):
+        with pytest.raises(ValueError, match="besides must be a GaussianEvent"):
+            calibrate_rounds(2.0, 1e-5, n_rounds=5, rate=1.0, besides=other)
     with pytest.raises(ValueError, match="spends mu=inf"):
         calibrate_rounds(
             2.0,

@@ -64,7 +64,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:no round of .* lowered the loss 
 MEANS = [GaussianMean(), BernoulliMean()]
 REGRESSIONS = [PersonalizedLinearRegression(), PersonalizedLogisticRegression()]
 ROUNDS = [PPSGDRegressor(random_state=0), PPSGDClassifier(random_state=0)]
-SHORT = {"n_rounds": 10, "local_steps": 4, "random_state": 0}
+SHORT = {"n_rounds": 5, "local_steps": 8, "random_state": 0}
 FLAT = {"n_rounds": None, "tol": 0.3, "local_steps": 2, "random_state": 0}
 SHORTER = {"n_rounds": 3, "local_steps": 2, "random_state": 0}
 NEURAL = (

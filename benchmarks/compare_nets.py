@@ -2,9 +2,9 @@
 
 Every method is tuned on its own grid with validation rows inside clients and one seed. Then it is
 fitted to all training rows with three seeds, which draw the clients, their rows and the net, and
-scored on test rows. Every fit is a cell, a file of its own under --output: a run that was stopped
-goes on where it was. Remove the files of what has changed. Two workers with one thread each; the
-images come from PFL_SKLEARN_DATA.
+scored on test rows. Every fit is a cell, a line of the file of its clients in --output: a run that
+was stopped goes on where it was. Remove the lines of what has changed. Two workers with one thread
+each; the images come from PFL_SKLEARN_DATA.
 
     python benchmarks/compare_nets.py --plan                         # cells and hours left
     python benchmarks/compare_nets.py --budget-minutes 60            # go on for an hour
@@ -75,16 +75,31 @@ class Cell(NamedTuple):
     seed: int
     tuning: bool
 
-    def path(self, folder):
-        """Its file."""
-        words = (self.method, *(f"{name}={value}" for name, value in sorted(self.setting.items())))
-        name = "_".join(words).replace(", ", "_").replace(" ", "-")
-        return folder / self.regime / f"{name}_{'tune' if self.tuning else 'test'}{self.seed}.json"
+    def __str__(self):
+        setting = (f"{name}={value}" for name, value in sorted(self.setting.items()))
+        words = (self.regime, self.method, *setting, "tuning" if self.tuning else "test")
+        return " | ".join((*words, f"seed {self.seed}"))
 
-    def read(self, folder):
-        """What was found, or None."""
-        path = self.path(folder)
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+class Results(NamedTuple):
+    """Folder with a file of every regime, whose lines are what was found for its cells."""
+
+    folder: Path
+
+    def of(self, regime):
+        """What was found for a regime, by cell."""
+        path, found = self.folder / f"{regime}.jsonl", {}
+        if path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                each = json.loads(line)
+                found[str(Cell(*(each[name] for name in Cell._fields)))] = each
+        return found
+
+    def add(self, found):
+        """Append a line, in one piece."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / f"{found['regime']}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
 
 
 class Plan(NamedTuple):
@@ -100,18 +115,21 @@ class Plan(NamedTuple):
         return [m for m in regime.methods if self.methods is None or m in self.methods]
 
     def tuning_cells(self, name, method):
-        """Cells of a method's grid."""
-        grid = self.regimes[name].methods[method]["grid"]
-        settings = list(ParameterGrid(grid))[: self.most_settings]
+        """Cells of a method's grid; [] if it takes the setting of another method."""
+        methods = self.regimes[name].methods
+        if "tuned_as" in methods[method]:
+            return []
+        settings = list(ParameterGrid(methods[method]["grid"]))[: self.most_settings]
         return [Cell(name, method, setting, TUNING_SEED, True) for setting in settings]
 
-    def test_cells(self, name, method, folder):
+    def test_cells(self, name, method, found):
         """Cells of the setting with the best validation accuracy; [] before it is known."""
-        cells = self.tuning_cells(name, method)
-        found = [cell.read(folder) for cell in cells]
-        if None in found:
+        tuned_as = self.regimes[name].methods[method].get("tuned_as", method)
+        cells = self.tuning_cells(name, tuned_as)
+        tried = [found.get(str(cell)) for cell in cells]
+        if None in tried:
             return []
-        ranks = [(each["accuracy"], -each["log_loss"]) for each in found]
+        ranks = [(each["accuracy"], -each["log_loss"]) for each in tried]
         setting = cells[ranks.index(max(ranks))].setting
         return [Cell(name, method, setting, seed, False) for seed in self.seeds]
 
@@ -198,7 +216,7 @@ def results_of(cells, regime):
             failure = error if begun is None else None
             seconds = first + time.process_time() - began
             found |= {"error": str(error), "cpu_seconds": seconds, **_NOTHING}
-        yield cell, found
+        yield found
 
 
 def plain_cell(cell, method):
@@ -207,17 +225,13 @@ def plain_cell(cell, method):
     return cell._replace(method=method["rounds"], setting=setting)
 
 
-def run_cells(cells, regime, folder, deadline):
-    """Compute cells that share their rounds, write their files; [] if it is too late to begin."""
+def run_cells(cells, regime, results, deadline):
+    """Compute and write cells that share their rounds; [] if it is too late to begin."""
     if time.time() > deadline:
         return []
     done = []
-    for cell, found in results_of(cells, regime):
-        path = cell.path(folder)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
-        unfinished.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(path)
+    for found in results_of(cells, regime):
+        results.add(found)
         done.append(found)
     return done
 
@@ -230,50 +244,50 @@ def _begin_worker():
 # Runs ---------------------------------------------------------------------------------------------
 
 
-def run(plan, folder, deadline):
+def run(plan, results, deadline):
     """Compute the cells that are missing, regime by regime: tuning first."""
     os.environ.update(ONE_THREAD)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(WORKERS, context, _begin_worker) as pool:
         for name, regime in plan.regimes.items():
-            task = partial(run_cells, regime=regime, folder=folder, deadline=deadline)
-            methods = plan.methods_of(regime)
-            _run_all(pool, task, [c for m in methods for c in plan.tuning_cells(name, m)])
-            _run_all(pool, task, [c for m in methods for c in plan.test_cells(name, m, folder)])
+            task = partial(run_cells, regime=regime, results=results, deadline=deadline)
+            methods, found = plan.methods_of(regime), results.of(name)
+            _run_all(pool, task, found, [c for m in methods for c in plan.tuning_cells(name, m)])
+            found = results.of(name)
+            cells = [c for m in methods for c in plan.test_cells(name, m, found)]
+            _run_all(pool, task, found, cells)
 
 
-def _run_all(pool, task, cells):
-    """Run the cells whose files are missing, the longest first."""
-    folder, regime = task.keywords["folder"], task.keywords["regime"]
-    bundles = {}
+def _run_all(pool, task, found, cells):
+    """Run the cells for which nothing is found yet, the longest first."""
+    regime, bundles = task.keywords["regime"], {}
     for cell in cells:
-        if not cell.path(folder).exists():
+        if str(cell) not in found:
             bundles.setdefault(str(rounds_of(cell, regime)), []).append(cell)
     cost = {name: method["cost"] for name, method in regime.methods.items()}
     ordered = sorted(bundles.values(), key=lambda some: -sum(cost[cell.method] for cell in some))
     for bundle, done in zip(ordered, pool.map(task, ordered), strict=True):
-        for cell, found in zip(bundle, done, strict=False):  # nothing is done when it is late
-            figures = f"{found['accuracy']:.4f}, {found['cpu_seconds']:.1f} s"
-            print(f"{cell.path(folder).relative_to(folder)}: {figures}", flush=True)
+        for cell, each in zip(bundle, done, strict=False):  # nothing is done when it is late
+            print(f"{cell}: {each['accuracy']:.4f}, {each['cpu_seconds']:.1f} s", flush=True)
 
 
-def print_plan(plan, folder):
+def print_plan(plan, results):
     """Print the cells and the hours that are left."""
     _begin_worker()
     total = 0.0
     for name in plan.regimes:
-        n_left, seconds = left_of(plan, name, folder)
+        n_left, seconds = left_of(plan, name, results.of(name))
         total += seconds / WORKERS
         print(f"{name}: {n_left} fits, {seconds / WORKERS / 60:.0f} minutes", flush=True)
     print(f"all: {total / 3600:.1f} hours with {WORKERS} workers")
 
 
-def left_of(plan, name, folder):
+def left_of(plan, name, found):
     """Fits of a regime that are left, and their seconds, as those of a method's other fits."""
     regime, n_left, total, unit = plan.regimes[name], 0, 0.0, None
     for method in plan.methods_of(regime):
-        tuning, test = plan.tuning_cells(name, method), plan.test_cells(name, method, folder)
-        done = [cell.read(folder) for cell in tuning + test if cell.path(folder).exists()]
+        tuning, test = plan.tuning_cells(name, method), plan.test_cells(name, method, found)
+        done = [found[str(cell)] for cell in tuning + test if str(cell) in found]
         left = len(tuning) + len(plan.seeds) - len(done)
         if left and not done:
             unit = unit or seconds_of_fit(name, regime)
@@ -297,12 +311,13 @@ def seconds_of_fit(name, regime):
 # Tables -------------------------------------------------------------------------------------------
 
 
-def results(plan, folder):
+def tested(plan, results):
     """Cells of the test by regime and method, of the methods whose seeds are all there."""
     table = {}
     for name, regime in plan.regimes.items():
+        found = results.of(name)
         for method in plan.methods_of(regime):
-            cells = [cell.read(folder) for cell in plan.test_cells(name, method, folder)]
+            cells = [found.get(str(cell)) for cell in plan.test_cells(name, method, found)]
             if cells and None not in cells:
                 table.setdefault(name, {})[method] = cells
     return table
@@ -358,10 +373,10 @@ def _differences(regime, by_method):
     return [f"The paper has {regime.differs}{end}", ""]
 
 
-def page(plan, folder, complete):
+def page(plan, results, complete):
     """Page of all tables; of regimes whose methods all have results, if it is to be `complete`."""
     parts = [PAGE.format(smallest=SMALLEST)]
-    for name, by_method in results(plan, folder).items():
+    for name, by_method in tested(plan, results).items():
         regime = plan.regimes[name]
         if not complete or len(by_method) == len(plan.methods_of(regime)):
             parts.append(table_of(regime, by_method))
@@ -377,23 +392,24 @@ def main():
     )
     parser.add_argument("--methods", nargs="+", help="their names; default all")
     parser.add_argument("--budget-minutes", type=float, default=math.inf)
-    parser.add_argument("--output", type=Path, default=Path("output/compare_nets"))
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "compare_nets")
     parser.add_argument("--page", type=Path, help="write the page of complete tables here")
     parser.add_argument("--plan", action="store_true", help="print what is left to do")
     parser.add_argument("--quick", action="store_true", help="a check on few rows")
     options = parser.parse_args()
+    results = Results(options.output)
     if options.quick:
         plan = Plan(QUICK, QUICK_METHODS, most_settings=2, seeds=SEEDS[:2])
     else:
         names = options.only or REGIMES
         plan = Plan({name: REGIMES[name] for name in names}, options.methods)
     if options.plan:
-        print_plan(plan, options.output)
+        print_plan(plan, results)
     elif options.page:
-        options.page.write_text(page(plan, options.output, complete=True), encoding="utf-8")
+        options.page.write_text(page(plan, results, complete=True), encoding="utf-8")
     else:
-        run(plan, options.output, time.time() + 60 * options.budget_minutes)
-        print(page(plan, options.output, complete=False))
+        run(plan, results, time.time() + 60 * options.budget_minutes)
+        print(page(plan, results, complete=False))
 
 
 if __name__ == "__main__":

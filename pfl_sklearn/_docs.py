@@ -73,7 +73,7 @@ ROUNDS = {
         clients_ : ndarray of shape (n_clients,)
             Sorted client ids.
         n_samples_per_client_ : ndarray of shape (n_clients,)
-            Rows of each client, over all calls to ``partial_fit``.
+            Rows of each client: those of ``fit``, and of all calls to ``partial_fit`` since.
         n_rounds_ : int
             Rounds that led to the models.
         noise_multiplier_ : float

@@ -29,6 +29,14 @@ def regimes(monkeypatch):
     net_regimes.table.cache_clear()  # MNIST takes 220 MB
 
 
+@pytest.fixture
+def compare_nets(regimes):
+    """Module that compares."""
+    import compare_nets
+
+    return compare_nets
+
+
 def test_rows_of_a_client_are_divided(regimes):
     groups = np.random.default_rng(0).permutation(np.repeat([4, 5, 6], [300, 120, 30]))
     for n_train, trained, tested in (
@@ -83,10 +91,8 @@ def test_printed_epsilon_is_that_of_the_theorem(regimes):
     assert regimes.noise_for(found, T // tau, K / m) == pytest.approx(noise, rel=1e-12)
 
 
-def test_scores_are_those_of_scikit_learn(regimes):
+def test_scores_are_those_of_scikit_learn(compare_nets, regimes):
     """Clients of unequal size, and labels that training had none of."""
-    import compare_nets
-
     rng = np.random.default_rng(0)
     groups, y = rng.integers(0, 12, 300), rng.integers(0, 4, 300)
     probabilities = rng.dirichlet(np.ones(4), 300)
@@ -147,20 +153,19 @@ def compare(folder):
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
-    return {line.split(":")[0] for line in lines if ".json: " in line}, lines
+    return {line.rsplit(": ", 1)[0] for line in lines if " | " in line}, lines
 
 
 @pytest.mark.slow
 def test_a_comparison_goes_on_where_it_was(tmp_path):
     """Four settings, and two seeds of each method's best."""
     cells, lines = compare(tmp_path)
-    paths = {str(path.relative_to(tmp_path)): path for path in tmp_path.rglob("*.json")}
-    assert cells == set(paths)
-    assert len(cells) == 8
-    assert not list(tmp_path.rglob("*.tmp"))
-    found = {name: json.loads(path.read_text()) for name, path in paths.items()}
+    (path,) = tmp_path.iterdir()
+    written = path.read_text().splitlines(keepends=True)
+    found = [json.loads(line) for line in written]
+    assert len(cells) == len(found) == 8
     for method in ("FedAvg", "FedAvg, sparse labels"):
-        own = [each for each in found.values() if each["method"] == method]
+        own = [each for each in found if each["method"] == method]
         best = max((e for e in own if e["tuning"]), key=lambda e: (e["accuracy"], -e["log_loss"]))
         tests = [each for each in own if not each["tuning"]]
         assert [each["setting"] for each in tests] == [best["setting"]] * 2
@@ -170,8 +175,17 @@ def test_a_comparison_goes_on_where_it_was(tmp_path):
         assert float(row[2].split()[0]) == pytest.approx(mean, abs=0.051)
         assert mean > 30  # of ten digits
 
-    lost = next(name for name in paths if "test2" in name)
-    paths[lost].unlink()
-    assert compare(tmp_path)[0] == {lost}
-    again = json.loads(paths[lost].read_text())
-    assert again | {"cpu_seconds": 0} == found[lost] | {"cpu_seconds": 0}
+    lost = next(k for k, each in enumerate(found) if not each["tuning"] and each["seed"] == 2)
+    path.write_text("".join([*written[:lost], *written[lost + 1 :]]))
+    (again,) = compare(tmp_path)[0]
+    assert again.startswith(f"digits | {found[lost]['method']} | ")
+    last = json.loads(path.read_text().splitlines()[-1])
+    assert last | {"cpu_seconds": 0} == found[lost] | {"cpu_seconds": 0}
+
+
+def test_the_page_of_the_comparison_is_of_the_results(compare_nets, regimes):
+    results = compare_nets.Results(BENCHMARKS / "compare_nets")
+    written = compare_nets.page(compare_nets.Plan(regimes.REGIMES), results, complete=True)
+    page = BENCHMARKS.parent / "docs" / "comparison.rst"
+    assert page.read_text(encoding="utf-8") == written
+    assert "MNIST, 50 clients with 3 classes, 20 rows each" in written

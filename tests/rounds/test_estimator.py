@@ -46,6 +46,7 @@ def test_warm_start_and_resumed_fits_are_the_same_bits(tmp_path, params):
     assert (warm.tuned_ != tuned).any()
     np.testing.assert_array_equal(warm.tuned_, whole.tuned_)
     np.testing.assert_array_equal(warm.global_, whole.global_)
+    np.testing.assert_array_equal(warm.n_samples_per_client_, np.bincount(groups))
     assert warm.privacy_.epsilon == pytest.approx(whole.privacy_.epsilon)
     model = model_of(n_rounds=8, checkpoint=tmp_path / "run", **params)
     interrupt(clone(model), data, 5)

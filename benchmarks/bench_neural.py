@@ -192,22 +192,23 @@ def against_loops():
     many = "a round of 200 of 1,000 clients x 10 batches of 10, linear 784 x 10"
     some = "a round of 100 clients x 10 batches of 10, MLP 784-128-10"
     ours, loop = FedAvgClassifier, "modules with optimizers"
-    against(images(), few, ours, ("bare torch", bare), ">= 0.91x", 6)
+    against(images(), few, ours, ("bare torch", bare), ">= 0.91x", 4, pairs=9)
     against(vectors(linear, 1000, 200), many, ours, (loop, with_optimizer), ">= 5x", 3)
     against(vectors(perceptron, 100), some, ours, (loop, with_optimizer), ">= 3x", 4)
     ours, loop = AdaPeDClassifier, "modules with optimizers, 6 forward passes a step"
-    against(images(), few, ours, (loop, adaped), ">= 1.15x", 2, **PRINTED)
+    against(images(), few, ours, (loop, adaped), ">= 1.15x", 2, pairs=9, **PRINTED)
     against(vectors(linear, 1000, 200), many, ours, (loop, adaped), ">= 5x", 2, **PRINTED)
 
 
-def against(job, name, estimator, peer, target, n_rounds, **params):
+def against(job, name, estimator, peer, target, n_rounds, pairs=5, **params):
     """Line of an estimator with parameters and a peer, its name and its client's steps."""
     compare(
         f"{estimator.__name__}, {name}; {peer[0]}, CPU",
         (job.peer(peer[1]), n_rounds),
         (job.ours(estimator, **params), 2 * n_rounds),
         target,
-        clock=per_round,
+        pairs,
+        per_round,
     )
 
 
@@ -228,8 +229,8 @@ def idle_clients():
     for estimator in (FedAvgClassifier, AdaPeDClassifier):
         compare(
             f"{estimator.__name__}, a round of 5 of 50 clients; of 5 of 1,000, MLP 784-128-10",
-            (few.ours(estimator), 100),
-            (many.ours(estimator), 100),
+            (few.ours(estimator), 200),
+            (many.ours(estimator), 200),
             ">= 0.95x",
             clock=per_round,
         )

@@ -49,9 +49,12 @@ def learning_rates(recipe, n_rounds):
 @contextmanager
 def seeded(seed, device):
     """Draws of torch from a seed; its global generators are left as they were."""
-    devices = [device] if device.type == "cuda" else []
-    with _RANDOM, torch.random.fork_rng(devices):
-        torch.manual_seed(seed)
+    on_gpu = device.type == "cuda"
+    with _RANDOM, torch.random.fork_rng([device] if on_gpu else []):
+        if on_gpu:
+            torch.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)  # without a look for accelerators
         yield
 
 

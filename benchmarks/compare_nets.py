@@ -46,20 +46,29 @@ PAGE = """\
 Comparison on images
 ====================
 
-Every method was tuned on its own grid with validation rows of the clients, then fitted to their
-training rows with three seeds. Accuracy (in percent, with the standard deviation over the seeds),
-its standard deviation and its lowest tenth are over clients; log-loss is over test rows, whose
-probabilities are at least {smallest:.1e}; seconds are of the processor, for one fit. All methods
-have the same net, two convolutions and three linear layers, and the same decaying learning rate.
-In a round each sampled client takes ten steps, and twenty if it learns alone, on batches of ten
-rows, or twenty if it has all its rows.
+Every method was tuned on its own grid with validation rows of the clients and one seed, then fitted
+to all training rows with three others, which draw the clients, their rows and the net. Every method
+has the same net, two convolutions and three linear layers, and the same decaying learning rate. In
+each of {n_rounds} rounds a tenth of the clients takes ten steps, or twenty if clients learn alone,
+on batches of ten rows, or twenty where they have all rows. :ref:`which_method` draws conclusions.
+
+"FedAvg, fine-tuned" has `fine_tune_steps`, "heads" stands for ``head="bayes"``, "sparse labels"
+for ``label_prior="client"`` and "Dirichlet labels" for ``label_prior=DirichletPrior()``. AdaPeD
+with a global start is the default of :class:`~pfl_sklearn.neural_network.AdaPeDClassifier`; with
+sparse labels it has the setting that was best without them.
+
+Accuracy is a mean over clients, in percent, with the standard deviation over seeds; "between
+clients" is its standard deviation over clients, and "lowest tenth" the accuracy that nine of ten
+clients exceed. Log-loss is over test rows, whose probabilities are at least {smallest:.1e}. Seconds
+are of the processor, for one fit.
 """
 
 PRIVACY = """\
-The noise on the sum of the clients' changes is that for which the paper's Theorem 5 would state the
-epsilon of the title at a delta of 1e-5. That statement does not hold; the column has the epsilon
-of the fit's report, which does, under each neighbouring relation. Tuning is not covered by either.
-"DP-AdaPeD or local" lets each client choose by a quarter of its rows, which neither net has seen.
+Where there is noise, its size is that for which the paper's Theorem 5 would state the epsilon of
+the title at a delta of 1e-5, after 20 rounds of all clients. That statement does not hold; the
+column has the epsilon of the fit's report, which does, under each neighbouring relation. Tuning is
+not covered by either. "DP-AdaPeD or local" lets each client choose by a quarter of its rows, which
+neither net has seen.
 """
 
 
@@ -325,7 +334,8 @@ def tested(plan, results):
 
 def table_of(regime, by_method):
     """Table of a regime's methods, and a line on the paper's figures."""
-    columns = ["Method", "Setting", "Accuracy", "SD", "Lowest tenth", "Log-loss", "Seconds"]
+    columns = ["Method", "Setting", "Accuracy", "Between clients", "Lowest tenth", "Log-loss"]
+    columns.append("Seconds")
     columns += ["Epsilon"] * (regime.printed_epsilon is not None)
     columns += ["Paper"] * (regime.paper is not None)
     lines = [regime.title, "-" * len(regime.title), "", ".. csv-table::", "   :header-rows: 1", ""]
@@ -375,14 +385,15 @@ def _differences(regime, by_method):
 
 def page(plan, results, complete):
     """Page of all tables; of regimes whose methods all have results, if it is to be `complete`."""
-    parts = [PAGE.format(smallest=SMALLEST)]
+    parts, n_rounds = [], {r.n_rounds for r in plan.regimes.values() if r.printed_epsilon is None}
+    private = False
     for name, by_method in tested(plan, results).items():
         regime = plan.regimes[name]
         if not complete or len(by_method) == len(plan.methods_of(regime)):
             parts.append(table_of(regime, by_method))
-    if any(regime.printed_epsilon is not None for regime in plan.regimes.values()):
-        parts.append(PRIVACY)
-    return "\n".join(parts)
+            private = private or regime.printed_epsilon is not None
+    text = PAGE.format(smallest=SMALLEST, n_rounds=" or ".join(map(str, sorted(n_rounds))))
+    return "\n".join([text, *[PRIVACY] * private, *parts])
 
 
 def main():

@@ -123,7 +123,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         """
         earlier = self._earlier() if self.warm_start else None
         if earlier:
-            earlier = earlier._replace(n_rows=np.zeros_like(earlier.n_rows))  # it has the rows again
+            earlier = earlier._replace(n_rows=np.zeros_like(earlier.n_rows))  # seen again
         self._check_all_parameters()
         before = earlier.state.round if earlier else 0
         missing = self._last_round(before) - before

@@ -55,7 +55,8 @@ on batches of ten rows, or twenty where they have all rows. :ref:`which_method` 
 "FedAvg, fine-tuned" has `fine_tune_steps`, "heads" stands for ``head="bayes"``, "sparse labels"
 for ``label_prior="client"`` and "Dirichlet labels" for ``label_prior=DirichletPrior()``. AdaPeD
 with a global start is the default of :class:`~pfl_sklearn.neural_network.AdaPeDClassifier`; with
-sparse labels it has the setting that was best without them.
+sparse labels it has the setting that was best without them. Where a fit of the test diverged, the
+next best setting takes over.
 
 Accuracy is a mean over clients, in percent, with the standard deviation over seeds; "between
 clients" is its standard deviation over clients, and "lowest tenth" the accuracy that nine of ten
@@ -132,15 +133,29 @@ class Plan(NamedTuple):
         return [Cell(name, method, setting, TUNING_SEED, True) for setting in settings]
 
     def test_cells(self, name, method, found):
-        """Cells of the setting with the best validation accuracy; [] before it is known."""
+        """Cells of the setting with the best validation accuracy; [] before it is known.
+
+        Settings with which a fit of the test diverged are passed over, as a user would.
+        """
         tuned_as = self.regimes[name].methods[method].get("tuned_as", method)
         cells = self.tuning_cells(name, tuned_as)
         tried = [found.get(str(cell)) for cell in cells]
         if None in tried:
             return []
-        ranks = [(each["accuracy"], -each["log_loss"]) for each in tried]
-        setting = cells[ranks.index(max(ranks))].setting
-        return [Cell(name, method, setting, seed, False) for seed in self.seeds]
+        ranks = [(-each["accuracy"], each["log_loss"]) for each in tried]
+        for k in sorted(range(len(cells)), key=ranks.__getitem__):
+            chosen = [Cell(name, method, cells[k].setting, seed, False) for seed in self.seeds]
+            if not any("error" in found.get(str(cell), ()) for cell in chosen):
+                break
+        return chosen
+
+    def missing(self, name, found):
+        """Cells of a regime to compute next: those of the grids, and then those of the test."""
+        methods = self.methods_of(self.regimes[name])
+        tuning = [cell for m in methods for cell in self.tuning_cells(name, m)]
+        test = [cell for m in methods for cell in self.test_cells(name, m, found)]
+        cells = ([cell for cell in some if str(cell) not in found] for some in (tuning, test))
+        return next(filter(None, cells), [])
 
 
 def rounds_of(cell, regime):
@@ -260,19 +275,15 @@ def run(plan, results, deadline):
     with ProcessPoolExecutor(WORKERS, context, _begin_worker) as pool:
         for name, regime in plan.regimes.items():
             task = partial(run_cells, regime=regime, results=results, deadline=deadline)
-            methods, found = plan.methods_of(regime), results.of(name)
-            _run_all(pool, task, found, [c for m in methods for c in plan.tuning_cells(name, m)])
-            found = results.of(name)
-            cells = [c for m in methods for c in plan.test_cells(name, m, found)]
-            _run_all(pool, task, found, cells)
+            while (cells := plan.missing(name, results.of(name))) and time.time() < deadline:
+                _run_all(pool, task, cells)
 
 
-def _run_all(pool, task, found, cells):
-    """Run the cells for which nothing is found yet, the longest first."""
+def _run_all(pool, task, cells):
+    """Run cells, the longest first."""
     regime, bundles = task.keywords["regime"], {}
     for cell in cells:
-        if str(cell) not in found:
-            bundles.setdefault(str(rounds_of(cell, regime)), []).append(cell)
+        bundles.setdefault(str(rounds_of(cell, regime)), []).append(cell)
     cost = {name: method["cost"] for name, method in regime.methods.items()}
     ordered = sorted(bundles.values(), key=lambda some: -sum(cost[cell.method] for cell in some))
     for bundle, done in zip(ordered, pool.map(task, ordered), strict=True):
@@ -358,7 +369,7 @@ def _row(method, cells):
     return [
         method,
         ", ".join(f"{name.split('__')[-1]}={value:g}" for name, value in setting),
-        f"{accuracy.mean():.1f} ± {accuracy.std():.1f}",
+        f"{accuracy.mean():.1f}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{accuracy.std():.1f}",
         f"{100 * means['accuracy_sd']:.1f}",
         f"{100 * means['worst_decile']:.1f}",
         f"{np.mean([cell['log_loss'] for cell in cells]):.3f}",

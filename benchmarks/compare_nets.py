@@ -52,8 +52,8 @@ has the same net, two convolutions and three linear layers, and the same decayin
 each of {n_rounds} rounds a tenth of the clients takes ten steps, or twenty if clients learn alone,
 on batches of ten rows, or twenty where they have all rows. :ref:`which_method` draws conclusions.
 
-"FedAvg, fine-tuned" has `fine_tune_steps`, "heads" stands for ``head="bayes"``, "sparse labels"
-for ``label_prior="client"`` and "Dirichlet labels" for ``label_prior=DirichletPrior()``. AdaPeD
+"FedAvg, fine-tuned" has `fine_tune_steps`, "heads" a `head`, "sparse labels" stands for
+``label_prior="client"`` and "Dirichlet labels" for ``label_prior=DirichletPrior()``. AdaPeD
 with a global start is the default of :class:`~pfl_sklearn.neural_network.AdaPeDClassifier`; with
 sparse labels it has the setting that was best without them. Where a fit of the test diverged, the
 next best setting takes over.
@@ -182,7 +182,8 @@ def fitted(cell, regime, train, begun=None):
         sampling="fixed" if regime.client_fraction < 1 else "poisson",
         random_state=cell.seed,
     )
-    model.set_params(**{**method["fixed"], **cell.setting, **noise})
+    given, prefix = {**method["fixed"], **cell.setting, **noise}, method.get("prefix", "")
+    model.set_params(**{prefix + name: value for name, value in given.items()})
     return model.fit(train.X, train.y, groups=train.groups)
 
 

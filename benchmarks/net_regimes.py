@@ -202,20 +202,20 @@ _THREE, _FOUR = (
     partial(some_classes, fetch_cifar10, 30, 4),
 )
 _SKEWED = partial(unequal_classes, fetch_mnist, 50, 0.3)
-_SIZES = (20, 60, None)
+_SIZES, _FEWER = (20, 60, None), (20, None)
 REGIMES = {
     **_named("mnist", _regimes("MNIST, 50 clients with 3 classes", _THREE, _SIZES, 150)),
-    **_named("cifar", _regimes("CIFAR-10, 30 clients with 4 classes", _FOUR, _SIZES, 150)),
+    **_named("cifar", _regimes("CIFAR-10, 30 clients with 4 classes", _FOUR, (60, None), 150)),
     **_named(
         "femnist",
-        _regimes("FEMNIST, 66 clients of 3 writers", partial(writers, 3), (20, None), 150),
+        _regimes("FEMNIST, 66 clients of 3 writers", partial(writers, 3), _FEWER, 150),
     ),
     **_named(
         "distorted",
         _regimes("MNIST, 50 clients with images of their own", distorted, (20,), 150),
     ),
     **_named(
-        "dirichlet", _regimes("MNIST, 50 clients with Dirichlet(0.3) labels", _SKEWED, _SIZES, 150)
+        "dirichlet", _regimes("MNIST, 50 clients with Dirichlet(0.3) labels", _SKEWED, _FEWER, 150)
     ),
 }
 _PAPER = {
@@ -305,6 +305,7 @@ def _adaped_or_local(net, random_state, **common):
 
 _RATES = {"estimator__lr": (0.05, 0.1, 0.2)}
 _TUNED = {"estimator__lr": (0.05, 0.1), "fine_tune_steps": (20, 60)}
+_HEADS = {"estimator__lr": (0.05, 0.1), "head": (1.0, 100.0, 1e4)}
 _ADAPED = {"estimator__lr": (0.05, 0.1)}
 _PRINTED = {"global_loss": 0.0, "personal_start": "own"}
 _FROM_GLOBAL = {"global_loss": 1.0, "personal_start": "global"}
@@ -336,7 +337,7 @@ METHODS = {
         "cost": 1.1,
     },
     "FedAvg, fine-tuned": _reading(("fine_tune_steps",), _TUNED, cost=0.4),
-    "FedAvg, heads": _reading(head="bayes"),
+    "FedAvg, heads": _reading(("head",), _HEADS, cost=0.3),
     "AdaPeD, as printed": {
         "estimator": AdaPeDClassifier,
         "fixed": _PRINTED,
@@ -354,7 +355,7 @@ METHODS = {
     "FedAvg, fine-tuned, sparse labels": _reading(
         ("fine_tune_steps",), _TUNED, cost=0.4, **_SPARSE
     ),
-    "FedAvg, heads, sparse labels": _reading(head="bayes", **_SPARSE),
+    "FedAvg, heads, sparse labels": _reading(("head",), _HEADS, cost=0.3, **_SPARSE),
     "AdaPeD, global start, sparse labels": {
         "estimator": AdaPeDClassifier,
         "fixed": {**_FROM_GLOBAL, **_SPARSE},
@@ -363,7 +364,8 @@ METHODS = {
     },
 }
 
-# "noise" names the parameter that takes the noise multiplier.
+# "noise" names the parameter that takes the noise multiplier; "prefix" stands before the names of
+# parameters that are set.
 PRIVATE_METHODS = {
     "Local": {
         "estimator": LocalNetClassifier,
@@ -387,9 +389,10 @@ PRIVATE_METHODS = {
     },
     "DP-AdaPeD or local": {
         "estimator": _adaped_or_local,
+        "prefix": "personal__",
         "fixed": {},
-        "grid": {"personal__clip_norm": CLIP_NORMS},
-        "noise": "personal__noise_multiplier",
+        "tuned_as": "DP-AdaPeD",
+        "noise": "noise_multiplier",
         "cost": 3.7,
     },
 }

@@ -49,15 +49,15 @@ def test_rows_of_a_client_are_divided(regimes):
         assert not set(train) & set(test)
 
 
-@pytest.mark.parametrize("name", ["cifar-20", "distorted-20", "femnist-20", "mnist-20"])
+@pytest.mark.parametrize("name", ["cifar-60", "distorted-20", "femnist-20", "mnist-20"])
 def test_clients_have_the_rows_that_are_stated(name, regimes, data_home):
     regime = regimes.REGIMES[name]
     train, test = regime.rows(0)
-    assert np.unique(np.bincount(train.groups)).tolist() == [20]
+    assert np.unique(np.bincount(train.groups)).tolist() == [regime.n_train]
     assert np.unique(train.groups).tolist() == np.unique(test.groups).tolist()
     assert np.bincount(test.groups).max() <= 100
     classes = max(len(np.unique(train.y[train.groups == i])) for i in np.unique(train.groups))
-    assert classes <= {"mnist-20": 3, "cifar-20": 4}.get(name, 20)
+    assert classes <= {"mnist-20": 3, "cifar-60": 4}.get(name, 20)
     assert train.X.min() >= 0
     assert train.X.max() <= 1
 

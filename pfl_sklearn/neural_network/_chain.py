@@ -243,13 +243,21 @@ class Chain:
 
 def _product(rows, matrix, bias=None):
     """Products (g, b, c) of rows (g, b, d) and matrices (g, d, c), plus a bias (g, 1, c)."""
-    if len(rows) == 1 and matrix.shape[2] == 1:  # alone, such a product rounds differently
+    if _is_thin(rows, matrix):
         bias = None if bias is None else bias.expand(2, -1, -1)
         return _product(rows.expand(2, -1, -1), matrix.expand(2, -1, -1), bias)[:1]
     products = aligned((*rows.shape[:2], matrix.shape[2]), rows)
     if bias is None:
         return torch.bmm(rows, matrix, out=products)
     return torch.baddbmm(bias, rows, matrix, out=products)
+
+
+def _is_thin(rows, matrix):
+    """Whether a product (1, b, c) of (1, b, d) and (1, d, c) may round otherwise than among others.
+
+    Libraries have routines of their own for products of vectors, but not in batches.
+    """
+    return len(rows) == 1 and 1 in (*rows.shape[1:], matrix.shape[2])
 
 
 def _by_client(rows, n_clients):
@@ -268,10 +276,15 @@ class _LayerChange(NamedTuple):
     def __call__(self, rate, weight_decay):
         """Step of plain stochastic gradient descent, in place."""
         weight, keep = self.parameters[self.layer.weight], 1 - rate * weight_decay
+        factors = self.slopes.transpose(1, 2), self.inputs
         if weight.shape[2] == 1:
             weight.mul_(keep).sub_(self._of_weight(), alpha=rate)
+        elif _is_thin(*factors):
+            both = aligned((2, *weight.shape[1:]), weight).copy_(weight)
+            factors = (values.expand(2, -1, -1) for values in factors)
+            weight.copy_(both.baddbmm_(*factors, beta=keep, alpha=-rate)[:1])
         else:
-            weight.baddbmm_(self.slopes.transpose(1, 2), self.inputs, beta=keep, alpha=-rate)
+            weight.baddbmm_(*factors, beta=keep, alpha=-rate)
         if self.layer.bias is not None:
             bias = self.parameters[self.layer.bias]
             if weight_decay:

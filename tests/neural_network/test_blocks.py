@@ -13,6 +13,7 @@ from pfl_sklearn.neural_network import (  # noqa: E402
     AdaPeDClassifier,
     FedAvgClassifier,
     FedAvgRegressor,
+    _chain,
     _engine,
 )
 
@@ -76,3 +77,38 @@ def test_any_block_gives_the_same_bits(monkeypatch, name):
         np.testing.assert_equal(state.clients, found[0].clients)
         np.testing.assert_equal(state.own, found[0].own)
         assert state.history["loss"] == found[0].history["loss"]
+
+
+@pytest.mark.parametrize("n_outputs", [1, 2, 48])
+@pytest.mark.parametrize("n_inputs", [1, 7, 64])
+@pytest.mark.parametrize("n_rows", [1, 2, 41, 64])
+def test_a_layer_alone_is_that_among_others(n_rows, n_inputs, n_outputs):
+    """Some processors have routines of their own for products of vectors."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = (n_outputs, n_inputs), (n_outputs,), (n_rows, n_inputs), (n_rows, n_outputs)
+    given = [torch.randn(6, *size, generator=generator) for size in sizes]
+
+    def found(at_once):
+        parts = []
+        for first in range(0, 6, at_once):
+            *own, X, slopes = (
+                _chain.aligned((at_once, *values.shape[1:]), values).copy_(values[first:][:at_once])
+                for values in given
+            )
+            chain = _chain.Chain([_chain.Linear(0, 1)], own)
+            outputs = chain(X).detach().clone()
+            back = _chain._product(slopes, own[0])
+            chain.follow(slopes, 0.1, 0.5)
+            (gradient,) = chain_gradient(own, X, slopes)
+            parts.append([outputs, back, gradient, *own])
+        return [torch.cat(values) for values in zip(*parts, strict=True)]
+
+    for alone, together in zip(found(1), found(3), strict=True):
+        assert torch.equal(alone, together)
+
+
+def chain_gradient(own, X, slopes):
+    """Gradient of a layer's weights."""
+    found = [None, None]
+    _chain._LayerChange(own, _chain.Linear(0, 1), X, slopes).collect(found)
+    return found[:1]

@@ -159,7 +159,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     >>> from pfl_sklearn.datasets import load_digits_clients
     >>> from pfl_sklearn.neural_network import AdaPeDClassifier
     >>> digits = load_digits_clients(10, classes_per_client=3)
-    >>> model = AdaPeDClassifier(random_state=0)
+    >>> model = AdaPeDClassifier(n_rounds=10, random_state=0)
     >>> model = model.fit(digits.data, digits.target, groups=digits.groups)
     >>> model.score(digits.data, digits.target, groups=digits.groups) > 0.95
     True

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from net_regimes import REGIMES, Regime, digits, noise_for, recipe, some_classes
+from net_regimes import DELTA, REGIMES, Regime, digits, noise_for, recipe, some_classes
 from run import ONE_THREAD
 from sklearn.model_selection import ParameterGrid
 
@@ -67,9 +67,9 @@ are of the processor, for one fit.
 PRIVACY = """\
 Where there is noise, its size is that for which the paper's Theorem 5 would state the epsilon of
 the title at a delta of 1e-5, after 20 rounds of all clients. That statement does not hold; the
-column has the epsilon of the fit's report, which does, under each neighbouring relation. Tuning is
-not covered by either. "DP-AdaPeD or local" lets each client choose by a quarter of its rows, which
-neither net has seen.
+epsilon of the fits' reports does, for whole clients against anyone who sees what is released, and
+is given for each neighbouring relation. Tuning is not covered by either. "DP-AdaPeD or local" lets
+each client choose by a quarter of its rows, which neither net has seen.
 """
 
 
@@ -348,19 +348,17 @@ def table_of(regime, by_method):
     """Table of a regime's methods, and a line on the paper's figures."""
     columns = ["Method", "Setting", "Accuracy", "Between clients", "Lowest tenth", "Log-loss"]
     columns.append("Seconds")
-    columns += ["Epsilon"] * (regime.printed_epsilon is not None)
     columns += ["Paper"] * (regime.paper is not None)
     lines = [regime.title, "-" * len(regime.title), "", ".. csv-table::", "   :header-rows: 1", ""]
     lines.append("   " + ", ".join(columns))
     for method, cells in by_method.items():
         cell = _row(method, cells)
-        if regime.printed_epsilon is not None:
-            cell.append(_epsilons(cells[0]))
         if regime.paper is not None:
             figure = regime.paper.get(method)
             cell.append("" if figure is None else f"{figure:.2f}")
         lines.append("   " + ", ".join(f'"{value}"' for value in cell))
-    return "\n".join([*lines, "", *_differences(regime, by_method)])
+    lines += ["", *_epsilons(by_method), *_differences(regime, by_method)]
+    return "\n".join(lines)
 
 
 def _row(method, cells):
@@ -378,8 +376,17 @@ def _row(method, cells):
     ]
 
 
-def _epsilons(cell):
-    return ", ".join(f"{value:.3g} ({name})" for name, value in cell.get("epsilon", {}).items())
+def _epsilons(by_method):
+    """A line on the epsilon of fits with noise, all of which have the same."""
+    stated = [
+        cell["epsilon"] for cells in by_method.values() for cell in cells if "epsilon" in cell
+    ]
+    if not stated:
+        return []
+    if any(each != stated[0] for each in stated):
+        raise ValueError(f"fits with the same noise have different epsilons: {stated}")
+    values = " and ".join(f"{value:.3g} under {name}" for name, value in stated[0].items())
+    return [f"Epsilon of what the fits release, at a delta of {DELTA:g}: {values}.", ""]
 
 
 def _differences(regime, by_method):

@@ -189,3 +189,23 @@ def test_the_page_of_the_comparison_is_of_the_results(compare_nets, regimes):
     page = BENCHMARKS.parent / "docs" / "comparison.rst"
     assert page.read_text(encoding="utf-8") == written
     assert "MNIST, 50 clients with 3 classes, 20 rows each" in written
+
+
+def test_settings_with_which_a_fit_diverges_give_way(compare_nets):
+    """The second best setting of the grid takes over, also where another method follows."""
+    methods = {"first": {"grid": {"rate": [1, 2, 3]}}, "second": {"tuned_as": "first"}}
+    plan = compare_nets.Plan({"some": SimpleNamespace(methods=methods)}, seeds=(1, 2))
+    assert plan.test_cells("some", "first", {}) == []
+    cells = plan.missing("some", {})
+    assert [cell.setting["rate"] for cell in cells] == [1, 2, 3]
+    scores = {1: (0.5, 1.0), 2: (0.9, 1.0), 3: (0.9, 0.5)}
+    found = {
+        str(cell): dict(zip(("accuracy", "log_loss"), scores[cell.setting["rate"]], strict=True))
+        for cell in cells
+    }
+    tests = plan.missing("some", found)
+    names = [(cell.method, cell.setting["rate"], cell.seed) for cell in tests]
+    assert names == [("first", 3, 1), ("first", 3, 2), ("second", 3, 1), ("second", 3, 2)]
+    found |= {str(cell): {} for cell in tests} | {str(tests[1]): {"error": "diverged"}}
+    again = [(cell.method, cell.setting["rate"], cell.seed) for cell in plan.missing("some", found)]
+    assert again == [("first", 2, 1), ("first", 2, 2)]

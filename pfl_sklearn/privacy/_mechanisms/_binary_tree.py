@@ -1,0 +1,92 @@
+"""Noise on the running sums of a stream from a binary tree of partial sums."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class BinaryTree:
+    r"""Running sums as sums of few noisy blocks, whose lengths are powers of two.
+
+    Release k consists of one block for every 1 in the binary digits of k. A value is in one block
+    of each length, so its contribution has the L2 length of the square root of their number.
+
+    Parameters
+    ----------
+    mu : float, > 0
+        Gaussian-DP parameter of the whole stream when one of its values is replaced.
+    horizon : int or None, default=None
+        Largest number of releases. None: any number. Blocks of length :math:`2^s` then have noise
+        with a standard deviation proportional to s + 1.
+
+    Notes
+    -----
+    All figures are in units of the largest change of a value. Over single values this is the tree
+    of Dwork et al. and Chan et al.; over the blocks between two releases it is Private Mechanism II
+    of Yakimenka et al. (2024), who add up epsilons over the lengths where squares of mu add up.
+
+    References
+    ----------
+    Chan, T.-H. H., Shi, E. and Song, D. (2011). Private and continual release of statistics. ACM
+    TISSEC. Dwork, C., Naor, M., Pitassi, T. and Rothblum, G. N. (2010). Differential privacy under
+    continual observation. STOC.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
+    >>> tree = BinaryTree(mu=1.0, horizon=8)
+    >>> tree.variance(7), tree.variance(8)
+    (12.0, 4.0)
+    """
+
+    mu: float
+    horizon: int | None = None
+
+    def noise_std(self, level: int) -> float:
+        """Standard deviation of the noise of a block of length 2**level."""
+        if self.horizon is not None:
+            return math.sqrt(self.horizon.bit_length()) / self.mu
+        return math.pi / math.sqrt(6) * (level + 1) / self.mu
+
+    def n_registers(self, n_releases: int) -> int:
+        """Numbers that the noise of a stream needs between two of its releases."""
+        return n_releases.bit_length()
+
+    def advance(self, registers: Floats, index: Floats | int, rng: np.random.Generator) -> Floats:
+        """Noise of the next running sums, one of each stream.
+
+        Parameters
+        ----------
+        registers : ndarray of shape (n_registers, ...)
+            State of the streams; it is changed.
+        index : int or ndarray
+            Number of each release, from 1.
+        rng : numpy.random.Generator
+            Source of the noise.
+
+        Returns
+        -------
+        ndarray of shape (...)
+        """
+        fresh = rng.standard_normal(registers.shape[1:])
+        new = np.bitwise_and(index, np.negative(index))
+        for level in range(len(registers)):
+            length = 1 << level
+            registers[level] = np.where(
+                new == length,
+                fresh * self.noise_std(level),
+                np.where(new > length, 0.0, registers[level]),
+            )
+        return registers.sum(axis=0)
+
+    def variance(self, index: int) -> float:
+        """Variance of the noise on the running sum at release `index`."""
+        levels = range(index.bit_length())
+        return math.fsum(self.noise_std(s) ** 2 for s in levels if index >> s & 1)

@@ -1,0 +1,84 @@
+"""Noise on the running sums of a stream that is released in blocks: every block has its own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class PartialSums:
+    """Running sums as sums of noisy blocks: between two releases lies one block.
+
+    A value is in one block, so the promise of one release is that of the whole stream. The noise of
+    the sum grows with the number of releases.
+
+    Parameters
+    ----------
+    mu : float, > 0
+        Gaussian-DP parameter of the whole stream when one of its values is replaced.
+
+    Notes
+    -----
+    All figures are in units of the largest change of a value. This is Private Mechanism I of
+    Yakimenka et al. (2024).
+
+    References
+    ----------
+    Chan, T.-H. H., Shi, E. and Song, D. (2011). Private and continual release of statistics. ACM
+    TISSEC (Simple Counting Mechanism II).
+
+    Examples
+    --------
+    >>> from pfl_sklearn.privacy._mechanisms._partial_sums import PartialSums
+    >>> PartialSums(mu=0.5).variance(3)
+    12.0
+    """
+
+    mu: float
+
+    @property
+    def sensitivity(self) -> float:
+        """L2 length of what a value contributes to: one block."""
+        return 1.0
+
+    @property
+    def noise_std(self) -> float:
+        """Standard deviation of the noise of a block."""
+        return self.sensitivity / self.mu
+
+    def n_registers(self, n_releases: int) -> int:
+        """Numbers that the noise of a stream needs between two of its releases."""
+        return 1
+
+    def advance(self, registers: Floats, index: Floats | int, rng: np.random.Generator) -> Floats:
+        """Noise of the next running sums, one of each stream.
+
+        Parameters
+        ----------
+        registers : ndarray of shape (1, ...)
+            State of the streams; it is changed.
+        index : int or ndarray
+            Number of each release, from 1.
+        rng : numpy.random.Generator
+            Source of the noise.
+
+        Returns
+        -------
+        ndarray of shape (...)
+        """
+        registers[0] += rng.standard_normal(registers.shape[1:]) * self.noise_std
+        return registers[0].copy()
+
+    def variance(self, index: int) -> float:
+        """Variance of the noise on the running sum at release `index`."""
+        return self.noise_std**2 * index
+
+    def longest_block(self, n_releases: int) -> float:
+        """L2 length of the sums that the noise goes to, for blocks of a constant 1."""
+        return math.sqrt(n_releases)

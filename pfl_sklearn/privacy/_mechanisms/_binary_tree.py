@@ -42,8 +42,8 @@ class BinaryTree:
     --------
     >>> from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
     >>> tree = BinaryTree(mu=1.0, horizon=8)
-    >>> tree.variance(7), tree.variance(8)
-    (12.0, 4.0)
+    >>> tree.variance([7, 8])
+    array([12.,  4.])
     """
 
     mu: float
@@ -86,7 +86,9 @@ class BinaryTree:
             )
         return registers.sum(axis=0)
 
-    def variance(self, index: int) -> float:
-        """Variance of the noise on the running sum at release `index`."""
-        levels = range(index.bit_length())
-        return math.fsum(self.noise_std(s) ** 2 for s in levels if index >> s & 1)
+    def variance(self, index: npt.ArrayLike) -> Floats:
+        """Variance of the noise on the running sums at releases `index` (...)."""
+        index = np.asarray(index)
+        levels = range(int(index.max(initial=0)).bit_length())
+        parts = [self.noise_std(s) ** 2 * (index >> s & 1) for s in levels]
+        return np.sum([np.zeros(index.shape), *parts], axis=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +35,7 @@ class PartialSums:
     Examples
     --------
     >>> from pfl_sklearn.privacy._mechanisms._partial_sums import PartialSums
-    >>> PartialSums(mu=0.5).variance(3)
+    >>> float(PartialSums(mu=0.5).variance(3))
     12.0
     """
 
@@ -75,10 +74,6 @@ class PartialSums:
         registers[0] += rng.standard_normal(registers.shape[1:]) * self.noise_std
         return registers[0].copy()
 
-    def variance(self, index: int) -> float:
-        """Variance of the noise on the running sum at release `index`."""
-        return self.noise_std**2 * index
-
-    def longest_block(self, n_releases: int) -> float:
-        """L2 length of the sums that the noise goes to, for blocks of a constant 1."""
-        return math.sqrt(n_releases)
+    def variance(self, index: npt.ArrayLike) -> Floats:
+        """Variance of the noise on the running sums at releases `index` (...)."""
+        return self.noise_std**2 * np.asarray(index, dtype=float)

@@ -84,7 +84,7 @@ class SquareRootSums:
     Examples
     --------
     >>> from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
-    >>> round(SquareRootSums(mu=1.0, horizon=30_000).variance(30_000), 1)
+    >>> round(float(SquareRootSums(mu=1.0, horizon=30_000).variance(30_000)), 1)
     18.8
     """
 
@@ -159,9 +159,11 @@ class SquareRootSums:
         registers += fresh
         return np.tensordot(weights, registers, axes=1)
 
-    def variance(self, index: int) -> float:
-        """Variance of the noise on the running sum at release `index`."""
-        return self.noise_std**2 * self.decoder.squares(index)
+    def variance(self, index: npt.ArrayLike) -> Floats:
+        """Variance of the noise on the running sums at releases `index` (...)."""
+        found, place = np.unique(index, return_inverse=True)
+        squares = np.array([self.decoder.squares(one) for one in found.tolist()])
+        return (self.noise_std**2 * squares)[place].reshape(np.shape(index))
 
     def response(self, n: int) -> Response:
         """Answer of the messages Cx + z to a constant stream, in the first n steps."""

@@ -31,7 +31,26 @@ class Means(NamedTuple):
     noise: np.ndarray
 
 
-class LastMean:
+class Statistic:
+    """What recipients make of the messages of streams."""
+
+    def move(self, n_streams, places):
+        """Hold `n_streams` streams, the old ones at `places`, the new ones without a message."""
+        for name, value in vars(self).items():
+            if isinstance(value, np.ndarray):
+                setattr(self, name, moved(value, n_streams, places))
+            elif isinstance(value, Statistic):
+                value.move(n_streams, places)
+
+
+def moved(values, n_streams, places):
+    """Values (..., n) as an array (..., n_streams) that holds them at `places`, and zeros."""
+    found = np.zeros((*values.shape[:-1], n_streams), values.dtype)
+    found[..., places] = values
+    return found
+
+
+class LastMean(Statistic):
     """The latest message alone."""
 
     def __init__(self, mechanism, sums):
@@ -55,7 +74,7 @@ class LastMean:
         return Means(self.sums[:, streams] / rows, 1 / rows + silent, noise)
 
 
-class MeanOfMeans:
+class MeanOfMeans(Statistic):
     """The mean of all messages so far, each divided by its number of rows.
 
     With a `window` it is the mean of those since the last release whose number is a power of two.
@@ -98,7 +117,7 @@ def _with_release(moments, variance, rows):
     return np.stack([total + 2 * cross / rows + variance / rows**2, cross + variance / rows])
 
 
-class _BlockNoiseOfMeans:
+class _BlockNoiseOfMeans(Statistic):
     """Variance of the noise in a sum of running means, from noise of single blocks."""
 
     def __init__(self, mechanism, n_streams):
@@ -116,7 +135,7 @@ class _BlockNoiseOfMeans:
         return self.moments[0]
 
 
-class _TreeNoiseOfMeans:
+class _TreeNoiseOfMeans(Statistic):
     """The same for noise of blocks of a binary tree, which keeps the weight of each open block."""
 
     def __init__(self, mechanism, n_streams):
@@ -154,7 +173,7 @@ def with_levels(registers, n_releases):
     return np.concatenate([registers, more])
 
 
-class BestBlocks:
+class BestBlocks(Statistic):
     """Noisy blocks weighted by how many rows they hold: best linear where noise dominates.
 
     Block b of n rows is a measurement of n times the mean. Where the noise has variance s2, its
@@ -186,7 +205,7 @@ class BestBlocks:
         return _best(self.sums[:, streams], self.gain[streams], self.spread[streams])
 
 
-class BestTree:
+class BestTree(Statistic):
     """The same for the blocks of a binary tree, which overlap."""
 
     def __init__(self, mechanism, sums):
@@ -221,7 +240,7 @@ class BestTree:
         return _best(self.sums[:, streams], self.gain[streams], self.spread[streams])
 
 
-class BestSquareRoot:
+class BestSquareRoot(Statistic):
     """The same for the square-root factorization: white messages, weighted by their gain."""
 
     def __init__(self, mechanism, sums):

@@ -1,0 +1,148 @@
+"""Classes of agents found among noisy means: mixtures of few components, averaged."""
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import logsumexp
+
+_MOST = 5  # components
+_N_SPREADS = 11
+_WIDEST = 1 / 3  # spread, in units of the range
+_ALONE = 0.05  # share of agents that belong to no class
+_MAX_STEPS, _TOLERANCE = 100, 1e-3  # of EM, the latter in nats
+_TINY = 1e-300
+_BLOCK = 1 << 14  # agents at once
+
+
+class Fit(NamedTuple):
+    """Mixtures of k components, one for each of s spreads."""
+
+    shares: np.ndarray  # (s, k)
+    centres: np.ndarray  # (s, k)
+    precisions: np.ndarray  # (s, k), of the centres
+    scores: np.ndarray  # (s,), log-likelihood less half of BIC's penalty
+
+
+class Classes(NamedTuple):
+    """Mixtures of 1, 2, ... components that noisy means support, and what they were fitted to."""
+
+    spreads: np.ndarray  # (s,), standard deviations of a class
+    fits: tuple[Fit, ...]
+    density: float  # log density of an agent that belongs to no class
+    information: float  # sum of the precisions of the means
+    n_agents: int
+
+
+class Posterior(NamedTuple):
+    """Mean and variance of agents (n,), and how much each component of each fit counts (f, n)."""
+
+    means: np.ndarray
+    variances: np.ndarray
+    weights: np.ndarray
+
+
+def find_classes(means, variances, width, before=None):
+    """Classes among means (n,) with noise of known variances (n,).
+
+    `width` is the range of values. EM starts from the classes found `before`.
+    """
+    spreads = np.linspace(0, _WIDEST * width, _N_SPREADS)
+    density, fits = -np.log(width), []
+    for k in range(1, min(_MOST, len(means)) + 1):
+        known = before is not None and len(before.fits) >= k
+        start = before.fits[k - 1] if known else _spread_out(means, k)
+        fits.append(_fit(means, variances, spreads, density, start))
+    return Classes(spreads, tuple(fits), density, float((1 / variances).sum()), len(means))
+
+
+def _spread_out(means, k):
+    """Components at the quantiles of the means."""
+    centres = np.quantile(means, (np.arange(k) + 0.5) / k)
+    shares = np.full((_N_SPREADS, k), (1 - _ALONE) / k)
+    return Fit(shares, np.tile(centres, (_N_SPREADS, 1)), np.zeros((_N_SPREADS, k)), np.zeros(0))
+
+
+def _fit(means, variances, spreads, density, start):
+    """EM for all spreads together: (s, k, n) arrays."""
+    shares, centres = start.shares, start.centres
+    total = variances + spreads[:, None, None] ** 2
+    last = -np.inf
+    for _ in range(_MAX_STEPS):
+        logs = np.log(shares)[..., None] + _log_normal(means - centres[..., None], total)
+        both = np.logaddexp(logsumexp(logs, axis=1), np.log(_ALONE) + density)
+        member = np.exp(logs - both[:, None])
+        weights = member / total
+        precisions = np.maximum(weights.sum(axis=2), _TINY)
+        centres = np.where(precisions > _TINY, weights @ means / precisions, centres)
+        shares = np.maximum(member.sum(axis=2), 1e-6)
+        shares *= (1 - _ALONE) / shares.sum(axis=1, keepdims=True)
+        likelihood = both.sum(axis=1)
+        if np.all(likelihood - last < _TOLERANCE):
+            break
+        last = likelihood
+    n_free = 2 * shares.shape[1] - 1
+    return Fit(shares, centres, precisions, likelihood - n_free / 2 * np.log(len(means)))
+
+
+def combine(classes, own, own_variances, heard=None):
+    """Posterior of agents with exact means `own` (n,), whose sampling variances are known.
+
+    `heard` (2, n) are the noisy means of the same agents and their variances, if the classes were
+    fitted to them, too: each agent then leaves its own out of the centres.
+    """
+    blocks = [slice(i, i + _BLOCK) for i in range(0, len(own), _BLOCK)]
+    parts = [
+        _combine(classes, own[b], own_variances[b], None if heard is None else heard[:, b])
+        for b in blocks
+    ]
+    return Posterior(*(np.concatenate(part, axis=-1) for part in zip(*parts, strict=True)))
+
+
+def _combine(classes, own, own_variances, heard):
+    # A prior that is uniform in a class's variance: proportional to its standard deviation.
+    prior = np.log(np.maximum(classes.spreads, classes.spreads[1] / 10))
+    spread = classes.spreads[:, None, None] ** 2
+    logs, means, variances = [], [], []
+    for fit in classes.fits:
+        centres, precisions = _without(fit, classes, heard) if heard is not None else (
+            fit.centres[..., None], fit.precisions[..., None]
+        )
+        within = spread + 1 / precisions
+        weight = within / (within + own_variances)
+        scores = (fit.scores + prior)[:, None, None] + np.log(fit.shares)[..., None]
+        logs.append(scores + _log_normal(own - centres, within + own_variances))
+        means.append(centres + weight * (own - centres))
+        variances.append(weight * own_variances)
+        alone = (fit.scores + prior)[:, None, None] + np.log(_ALONE) + classes.density
+        logs.append(np.broadcast_to(alone, (len(alone), 1, len(own))))
+        means.append(np.broadcast_to(own, (len(alone), 1, len(own))))
+        variances.append(np.broadcast_to(own_variances, (len(alone), 1, len(own))))
+    logs, means, variances = (_flat(values) for values in (logs, means, variances))
+    weights = np.exp(logs - logsumexp(logs, axis=0))
+    mean = (weights * means).sum(axis=0)
+    variance = (weights * (variances + (means - mean) ** 2)).sum(axis=0)
+    return Posterior(mean, variance, weights)
+
+
+def _without(fit, classes, heard):
+    """Centres and their precisions (s, k, n) without each agent's own noisy mean."""
+    weights = memberships(fit, classes, heard) / (heard[1] + classes.spreads[:, None, None] ** 2)
+    left = np.maximum(fit.precisions[..., None] - weights, _TINY)
+    sums = (fit.precisions * fit.centres)[..., None] - weights * heard[0]
+    return np.where(left > _TINY, sums / left, fit.centres[..., None]), left
+
+
+def memberships(fit, classes, heard):
+    """Probabilities (s, k, n) of the components, given noisy means."""
+    total = heard[1] + classes.spreads[:, None, None] ** 2
+    logs = np.log(fit.shares)[..., None] + _log_normal(heard[0] - fit.centres[..., None], total)
+    both = np.logaddexp(logsumexp(logs, axis=1), np.log(_ALONE) + classes.density)
+    return np.exp(logs - both[:, None])
+
+
+def _flat(values):
+    return np.concatenate([value.reshape(-1, value.shape[2]) for value in values])
+
+
+def _log_normal(distance, variance):
+    return -0.5 * (np.log(2 * np.pi * variance) + distance**2 / variance)

@@ -140,6 +140,20 @@ def memberships(fit, classes, heard):
     return np.exp(logs - both[:, None])
 
 
+def together(classes, weights, heard):
+    """Probabilities (r, n) that agents heard (2, n) are of the class of others, of known weights.
+
+    The weights (f, r) are those of a posterior.
+    """
+    members = []
+    for fit in classes.fits:
+        found = memberships(fit, classes, heard)
+        alone = np.zeros((len(found), 1, heard.shape[1]))
+        members += [found, alone]
+    # As in the posterior: all components of a fit, then nobody's.
+    return weights.T @ _flat(members)
+
+
 def _flat(values):
     return np.concatenate([value.reshape(-1, value.shape[2]) for value in values])
 

@@ -164,22 +164,30 @@ class Pairwise(Senders):
 
 
 class Restricted(Pairwise):
-    """Pairwise messages of senders alone that a recipient does not tell apart from itself."""
+    """Pairwise messages of those alone that a recipient took for its class one step before."""
 
-    accepts = None  # which streams (n_agents - 1, n_agents) do, given the agents
+    accepts = None  # function that tells whom each agent takes for its class (n - 1, n)
 
     def join(self, n_new):
+        """Take in new agents, who have no rows yet."""
         super().join(n_new)
-        self.latest = np.append(getattr(self, "latest", np.zeros(0, int)), np.full(n_new, -1))
+        latest = self.latest if hasattr(self, "latest") else np.zeros(0, int)
+        self.latest = np.append(latest, np.full(n_new, -1))
+        self.alike = None
 
     def _steps_at_once(self, n):
         return 1
 
+    def _ask(self, present, sums, counts):
+        super()._ask(present, sums, counts)
+        self.alike = self.accepts()
+
     def _whom(self, agent, n_steps):
-        n = len(self.rows)
-        turn = (self.latest[agent] + 1 + np.arange(n - 1)[:, None]) % (n - 1)
-        alike = self.accepts(self)[turn, agent]
-        ahead = np.where(alike.any(axis=0), turn[alike.argmax(axis=0), np.arange(len(agent))], -1)
+        others = len(self.rows) - 1
+        turn = (self.latest[agent] + 1 + np.arange(others)[:, None]) % others
+        alike = np.ones(turn.shape, bool) if self.alike is None else self.alike[turn, agent]
+        next_one = turn[alike.argmax(axis=0), np.arange(len(agent))]
+        ahead = np.where(alike.any(axis=0), next_one, -1)
         self.latest[agent] = np.where(ahead < 0, self.latest[agent], ahead)
         return ahead
 

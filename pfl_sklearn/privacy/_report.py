@@ -38,6 +38,7 @@ SCORED = (
 
 
 _OUTSIDERS = "against those alone who are no client and see nothing of one but what is released"
+_WHOLE = "if all rows of a client are replaced: one row is what the promise protects"
 
 VALID_TABLES = (
     "tables are valid: fit refuses NaN, infinity, wrong types and labels that it cannot take, and "
@@ -87,6 +88,12 @@ class PrivacyReport:
     epsilon_outsiders : float or None
         Epsilon at the same `delta` and `relation` against outsiders alone, who see what is released
         and nothing of a client; None if it equals `epsilon`.
+    epsilon_per_recipient : float or None
+        Epsilon at the same `delta` and `relation` against a single recipient of messages, where
+        clients send messages to one another; `epsilon` holds against all of them together.
+    epsilon_whole_client : float or None
+        Epsilon at the same `delta` if all rows of a client are replaced, where `unit` is "row" and
+        it is known.
     released : tuple of str
         What the promise covers.
     not_released : tuple of str
@@ -126,6 +133,8 @@ class PrivacyReport:
     accountant: str = "none"
     epsilon_under: tuple[tuple[str, float], ...] = ()
     epsilon_outsiders: float | None = None
+    epsilon_per_recipient: float | None = None
+    epsilon_whole_client: float | None = None
     released: tuple[str, ...] = ()
     not_released: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
@@ -244,6 +253,11 @@ class PrivacyReport:
             ]
             if self.epsilon_outsiders is not None:
                 rows += [("outsiders", f"epsilon = {self.epsilon_outsiders:.4g} {_OUTSIDERS}")]
+            if self.epsilon_per_recipient is not None:
+                alone = f"epsilon = {self.epsilon_per_recipient:.4g} against each of them alone"
+                rows += [("recipients", f"{alone}, {self.epsilon:.4g} against all together")]
+            if self.epsilon_whole_client is not None:
+                rows += [("whole client", f"epsilon = {self.epsilon_whole_client:.4g} {_WHOLE}")]
             rows += [("adversary", self.adversary), ("mechanism", self._mechanism())]
             rows += [("accountant", self.accountant)]
         elif self.mechanism != "none":
@@ -287,6 +301,8 @@ def leaking(report: PrivacyReport, reason: str) -> PrivacyReport:
         epsilon=math.inf,
         epsilon_under=(),
         epsilon_outsiders=None,
+        epsilon_per_recipient=None,
+        epsilon_whole_client=None,
         released=(),
         not_released=(*report.released, *report.not_released),
         warnings=tuple(dict.fromkeys((*report.warnings, reason))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,3 +78,10 @@ class PartialSums:
     def variance(self, index: npt.ArrayLike) -> Floats:
         """Variance of the noise on the running sums at releases `index` (...)."""
         return self.noise_std**2 * np.asarray(index, dtype=float)
+
+    def whole_mu(self, n_releases: int, rows: int = 1) -> float:
+        """Gaussian-DP parameter of the first releases when every value is replaced.
+
+        `rows` values lie between two releases.
+        """
+        return rows * math.sqrt(n_releases) / self.noise_std

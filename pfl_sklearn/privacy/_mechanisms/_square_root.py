@@ -165,6 +165,10 @@ class SquareRootSums:
         squares = np.array([self.decoder.squares(one) for one in found.tolist()])
         return (self.noise_std**2 * squares)[place].reshape(np.shape(index))
 
+    def whole_mu(self, n_releases: int, rows: int = 1) -> float:
+        """Gaussian-DP parameter of the first releases when every value is replaced."""
+        return math.sqrt(self.response(n_releases).squares[-1]) / self.noise_std
+
     def response(self, n: int) -> Response:
         """Answer of the messages Cx + z to a constant stream, in the first n steps."""
         decay, weights = self.encoder.decay, self.encoder.weights

@@ -1,0 +1,378 @@
+"""Means of many agents who receive values one at a time and help one another."""
+
+import math
+from numbers import Integral, Real
+
+import numpy as np
+import pandas as pd
+from scipy.special import ndtri
+from sklearn.base import BaseEstimator
+from sklearn.utils import check_array, check_consistent_length, column_or_1d
+from sklearn.utils.validation import validate_data
+
+from pfl_sklearn._clients import EncodedClients
+from pfl_sklearn._compat import Interval, StrOptions, fit_context, num_samples
+from pfl_sklearn._squares import check_squares
+from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, client_values
+from pfl_sklearn.online import _privacy
+from pfl_sklearn.online._stream import Stream
+from pfl_sklearn.privacy import PrivacyLedger, PrivacyWarning
+from pfl_sklearn.privacy._ledger import charge
+from pfl_sklearn.privacy._report import warn_once
+
+
+class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
+    r"""Means of agents who receive values one at a time, helped by those with the same mean.
+
+    Every agent (a client) has a stream of values and wants its own mean now. It knows its own mean
+    exactly, and hears a noisy mean of every other agent. Agents whose means are equal form a class,
+    which nobody knows. Each agent finds out whose means help with its own, and combines them.
+
+    Parameters
+    ----------
+    epsilon : float in (0, inf], default=inf
+        Privacy of a single value of an agent, over its whole stream. Infinity: no privacy. With
+        messages between pairs of agents it holds against a single recipient; the report says what
+        all recipients together can tell.
+    delta : float in [0, 1), default=1e-6
+        Delta of the guarantee.
+    bounds : tuple (low, high), dict or None, default=None
+        Range of the values, or a dict with a range for every client id. Choose it without looking
+        at the data; it is needed if `epsilon` is finite.
+    horizon : int or None, default=None
+        Largest number of values of an agent. None: any number, which about doubles the variance of
+        the noise.
+    mechanism : {"sqrt", "tree", "pm1", "pm2"}, default="sqrt"
+        Noise of the messages:
+
+        - "sqrt": one stream of messages for everybody, with noise from the square-root
+          factorization;
+        - "tree": the same with noise from a binary tree of partial sums;
+        - "pm1", "pm2": the paper's mechanisms. Every pair of agents has noise of its own.
+    weights : {"auto", "last", "mom", "wmom", "blue"}, default="auto"
+        What a recipient makes of a sender's messages:
+
+        - "last": the latest mean;
+        - "mom": the mean of all means so far;
+        - "wmom": the mean of the means since the last message whose number is a power of two;
+        - "blue": the linear combination with the least noise.
+
+        "auto" is "blue" for "sqrt" and "tree", "last" for "pm1" and "wmom" for "pm2". Without noise
+        it is always "last".
+    schedule : {"auto", "round_robin", "restricted", "broadcast"}, default="auto"
+        Who hears what: at each of its steps an agent sends one message to everybody ("broadcast"),
+        or asks one other in turn ("round_robin"), or one of those that it takes for its class
+        ("restricted", which leaks its mean). "auto" is "broadcast" for "sqrt" and "tree", and
+        "round_robin" for "pm1" and "pm2".
+    decision : {"mixture", "test", "oracle"}, default="mixture"
+        Whom an agent counts as its class:
+
+        - "mixture": mixtures of one to five classes, averaged over numbers and spreads of classes;
+        - "test": everybody whose mean a test does not tell apart from its own (the paper's);
+        - "oracle": those with the same label in `labels`.
+    noise_variance : float, dict or None, default=None
+        Variance of an agent's values, or a dict with one for every client id. None: messages also
+        hold the sum of squares, which costs no further epsilon.
+    confidence : float in (0, 1) or None, default=None
+        Confidence of the test. None: 1 - .05 / ln(t + 1) after t values.
+    accounting : {"exact", "printed"}, default="exact"
+        "printed" is the paper's noise for "pm1" and "pm2". The report's epsilon is exact with both.
+    out_of_bounds : {"clip", "error"}, default="clip"
+        What to do with values outside `bounds`: clip and count them, or raise an error.
+    ledger : PrivacyLedger or None, default=None
+        File that records every stream before its first value is read, and refuses what is beyond
+        its budget.
+    unseen : {"warn", "population", "error"}, default="warn"
+        What ``predict`` does for clients without values. "warn" and "population" use the
+        population's mean; "warn" says so when they have at least half of the rows. "error" raises
+        an error.
+    n_jobs : int or None, default=None
+        Processes for ``decision="mixture"`` where every agent hears something else.
+    random_state : int, RandomState instance or None, default=None
+        Seed of the noise. None takes entropy from the operating system.
+    """
+
+    __metadata_request__fit = {"groups": True, "labels": True}
+    __metadata_request__partial_fit = {"groups": True, "labels": True}
+    __metadata_request__predict = {"groups": True, "return_std": True}
+
+    _privacy_unit = "row"
+    _client_attributes = ("n_samples_per_client_", "means_", "stds_", "local_means_")
+    _population_attributes = _privacy.RELEASED
+
+    _parameter_constraints = {
+        "epsilon": [Interval(Real, 0, math.inf, closed="right")],
+        "delta": [Interval(Real, 0, 1, closed="left")],
+        "bounds": ["array-like", dict, None],
+        "horizon": [Interval(Integral, 1, None, closed="left"), None],
+        "mechanism": [StrOptions({"sqrt", "tree", "pm1", "pm2"})],
+        "weights": [StrOptions({"auto", "last", "mom", "wmom", "blue"})],
+        "schedule": [StrOptions({"auto", "round_robin", "restricted", "broadcast"})],
+        "decision": [StrOptions({"mixture", "test", "oracle"})],
+        "noise_variance": [Interval(Real, 0, None, closed="neither"), dict, None],
+        "confidence": [Interval(Real, 0, 1, closed="neither"), None],
+        "accounting": [StrOptions({"exact", "printed"})],
+        "out_of_bounds": [StrOptions({"clip", "error"})],
+        "ledger": [PrivacyLedger, None],
+        "unseen": [StrOptions({"warn", "population", "error"})],
+        "n_jobs": [Integral, None],
+        "random_state": ["random_state"],
+    }
+
+    def __init__(
+        self,
+        *,
+        epsilon=math.inf,
+        delta=1e-6,
+        bounds=None,
+        horizon=None,
+        mechanism="sqrt",
+        weights="auto",
+        schedule="auto",
+        decision="mixture",
+        noise_variance=None,
+        confidence=None,
+        accounting="exact",
+        out_of_bounds="clip",
+        ledger=None,
+        unseen="warn",
+        n_jobs=None,
+        random_state=None,
+    ):
+        self.epsilon = epsilon
+        self.delta = delta
+        self.bounds = bounds
+        self.horizon = horizon
+        self.mechanism = mechanism
+        self.weights = weights
+        self.schedule = schedule
+        self.decision = decision
+        self.noise_variance = noise_variance
+        self.confidence = confidence
+        self.accounting = accounting
+        self.out_of_bounds = out_of_bounds
+        self.ledger = ledger
+        self.unseen = unseen
+        self.n_jobs = n_jobs
+        self.random_state = random_state
+
+    @fit_context(prefer_skip_nested_validation=True)
+    def fit(self, X, y=None, *, groups=None, labels=None):
+        """Begin a new stream with the given rows.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+            Only its length and feature names are read.
+        y : array-like of shape (n_rows,)
+            Values; those of one agent are in the order of time.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row. None: one client, with a warning.
+        labels : dict, or array-like of shape (n_clients,), default=None
+            For ``decision="oracle"``: the class of every client, by id or in the order of the ids.
+
+        Returns
+        -------
+        self
+        """
+        return self._receive(None, X, y, groups, labels)
+
+    @fit_context(prefer_skip_nested_validation=True)
+    def partial_fit(self, X, y=None, *, groups=None, labels=None):
+        """Go on with the stream, or begin one.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+            Only its length and feature names are read.
+        y : array-like of shape (n_rows,)
+            Further values. The rows of an agent are its next steps, in their order: in step j of
+            the call all agents that have a j-th row receive it, then they exchange messages.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; agents may be silent, or new.
+        labels : dict, or array-like of shape (n_clients,), default=None
+            For ``decision="oracle"``: the class of every new client, by id, or of every client of
+            this call in the order of the ids.
+
+        Returns
+        -------
+        self
+        """
+        stream = getattr(self, "_stream", None)
+        if stream is None and hasattr(self, "privacy_"):
+            raise ValueError(
+                "this model was handed out without the stream's state, so that it cannot go on; "
+                "use the one that it was taken from."
+            )
+        return self._receive(stream, X, y, groups, labels)
+
+    def predict(self, X, *, groups=None, return_std=False):
+        """Current mean of every row's client; the population's for clients without values.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+            Only its length and feature names are read.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if there are several clients.
+        return_std : bool, default=False
+            Also return the standard deviation of the client's mean (not of a new value).
+
+        Returns
+        -------
+        y : ndarray of shape (n_rows,)
+        std : ndarray of shape (n_rows,)
+            If `return_std`.
+        """
+        codes = self._encode_predict(X, groups)
+        validate_data(self, X, reset=False, skip_check_array=True)
+        means = client_values(getattr(self, "means_", None), self.population_mean_, codes)
+        if not return_std:
+            return means
+        spread = math.hypot(self.population_std_, self.population_mean_std_)
+        return means, client_values(getattr(self, "stds_", None), spread, codes)
+
+    def credible_interval(self, level=0.95):
+        """Central interval of every client's mean.
+
+        Parameters
+        ----------
+        level : float in (0, 1), default=0.95
+            Probability of the interval.
+
+        Returns
+        -------
+        lower, upper : ndarrays of shape (n_clients,)
+        """
+        self._require_fitted("means_")
+        if not 0 < level < 1:
+            raise ValueError(f"level must be in (0, 1); got {level!r}.")
+        half = ndtri(0.5 + level / 2) * self.stds_
+        return self.means_ - half, self.means_ + half
+
+    def summary(self, level=0.95):
+        """Table of the clients.
+
+        Parameters
+        ----------
+        level : float in (0, 1), default=0.95
+            Probability of the intervals.
+
+        Returns
+        -------
+        DataFrame
+            One row per client, indexed by client id: rows, own mean, mean with the help of others,
+            its standard deviation and interval.
+        """
+        lower, upper = self.credible_interval(level)
+        return pd.DataFrame(
+            {
+                "n_samples": self.n_samples_per_client_,
+                "local_mean": self.local_means_,
+                "mean": self.means_,
+                "std": self.stds_,
+                "lower": lower,
+                "upper": upper,
+            },
+            index=pd.Index(self.clients_, name="client"),
+        )
+
+    @property
+    def classes_of_(self):
+        """Whom each client takes for its class: sparse booleans (n_clients, n_clients)."""
+        return self._open_stream().same_class(self)
+
+    @property
+    def heard_means_(self):
+        """What the messages say of clients' means: (n_clients,), or by recipient and sender."""
+        return self._open_stream().heard()[0]
+
+    @property
+    def heard_stds_(self):
+        """Standard deviations of `heard_means_`; infinite before a message."""
+        return np.sqrt(self._open_stream().heard()[1])
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.no_validation = True
+        tags.input_tags.sparse = True
+        tags.input_tags.allow_nan = True
+        tags.input_tags.string = True
+        tags.regressor_tags.poor_score = True
+        return tags
+
+    def _privacy_events(self):
+        """Accounting events of a stream."""
+        return _privacy.events(self)
+
+    def _open_stream(self):
+        """The stream; raise NotFittedError without one."""
+        self._require_fitted("_stream")
+        return self._stream
+
+    def _receive(self, stream, X, y, groups, labels):
+        """Take rows into a stream, or into a new one."""
+        _privacy.check_privacy(self)
+        y, begins = _values(self, X, y), stream is None
+        if not begins:
+            stream.check(self, groups is not None)
+        encoded = self._encode(groups, len(y), begins)
+        if begins:
+            stream = Stream(self, groups is not None)
+        validate_data(self, X, skip_check_array=True, reset=begins)
+        arrivals = stream.read(self, encoded, y, labels)
+        if begins:
+            charge(self)
+        stream.take(self, arrivals)
+        self._store(stream)
+        if begins:
+            _warn(self.privacy_, self.schedule)
+        return self
+
+    def _encode(self, groups, n_rows, begins):
+        """Clients of the rows; only the first call without groups warns."""
+        if groups is None and not begins:
+            return EncodedClients(np.zeros(1, dtype=np.intp), np.zeros(n_rows, dtype=np.intp))
+        return self._encode_fit(groups, n_rows)
+
+    def _store(self, stream):
+        """Set the fitted attributes, all at once."""
+        order = stream.by_id
+        means, variances, local = stream.estimates(self)
+        population = stream.population()
+        self._stream = stream
+        self._fitted_with_groups = stream.with_groups
+        self.clients_ = stream.agents.ids[order]
+        self.n_samples_per_client_ = stream.senders.rows[order]
+        self.n_clipped_ = int(stream.n_clipped.sum())
+        self.means_, self.stds_, self.local_means_ = means, np.sqrt(variances), local
+        self.population_mean_, self.population_mean_std_, self.population_std_ = population
+        self.privacy_ = _privacy.report(self, stream.senders, len(order))
+
+
+def _values(model, X, y):
+    """Values of a call (n,)."""
+    if y is None:
+        raise ValueError(
+            f"{type(model).__name__} requires y to be passed, but the target y is None."
+        )
+    n_rows = num_samples(X)
+    if n_rows == 0:
+        raise ValueError(
+            f"Found array with 0 sample(s) while a minimum of 1 is required by "
+            f"{type(model).__name__}."
+        )
+    y = column_or_1d(y, warn=True)
+    y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y")
+    check_consistent_length(X, y)
+    if math.isinf(model.epsilon):
+        check_squares("y", y)
+    return y
+
+
+def _warn(report, schedule):
+    """Warn of the weaknesses of a promise, and of a schedule that breaks it."""
+    if schedule == "restricted" and report.mechanism != "none":
+        warn_caller(report.warnings[-1], PrivacyWarning)
+    warn_once(report)

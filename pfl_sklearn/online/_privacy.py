@@ -1,0 +1,183 @@
+"""What streams promise: the mechanism of a message, what it costs, and the report."""
+
+import dataclasses
+import math
+
+from pfl_sklearn.online._streams import Broadcast, NoNoise, Pairwise, Restricted
+from pfl_sklearn.privacy import GaussianEvent, PrivacyReport, PureEvent, gdp_epsilon, gdp_mu
+from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
+from pfl_sklearn.privacy._mechanisms._partial_sums import PartialSums
+from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
+from pfl_sklearn.privacy._report import leaking, private_report
+
+# Schedules and weights of every mechanism, those of "auto" first.
+SCHEDULES = {
+    "sqrt": ("broadcast",),
+    "tree": ("broadcast",),
+    "pm1": ("round_robin", "restricted", "broadcast"),
+    "pm2": ("round_robin", "restricted", "broadcast"),
+}
+WEIGHTS = {
+    "sqrt": ("blue", "last"),
+    "tree": ("blue", "last", "mom", "wmom"),
+    "pm1": ("last", "blue", "mom", "wmom"),
+    "pm2": ("wmom", "blue", "last", "mom"),
+}
+SENDERS = {"broadcast": Broadcast, "round_robin": Pairwise, "restricted": Restricted}
+_MECHANISMS = {
+    "sqrt": "the square-root factorization of running sums",
+    "tree": "a binary tree of partial sums",
+    "pm1": "partial sums between two messages (PM-I)",
+    "pm2": "a binary tree over the sums between two messages (PM-II)",
+}
+RELEASED = ("population_mean_", "population_mean_std_", "population_std_")
+NOT_RELEASED = (
+    "means_",
+    "stds_",
+    "local_means_",
+    "clients_",
+    "n_samples_per_client_",
+    "n_clipped_",
+    "noise_variance_",
+)
+_LEAK = (
+    "schedule='restricted' asks only those whose means seem equal, so whom an agent asks tells its "
+    "exact mean: nothing protects the agents. Use schedule='round_robin'."
+)
+_COLLUSION = (
+    "every pair of agents has noise of its own, so epsilon={:.4g} was bought against a single "
+    "recipient, and all recipients together know far more: epsilon is what it comes to against "
+    "them. mechanism='sqrt' protects against all of them with less noise."
+)
+
+
+def chosen(name, value, table, mechanism):
+    """The schedule or the weights asked for; raise ValueError if they do not go together."""
+    possible = table[mechanism]
+    if value == "auto":
+        return possible[0]
+    if value not in possible:
+        names = " or ".join(repr(one) for one in ("auto", *possible))
+        raise ValueError(f"{name}={value!r} does not go with mechanism={mechanism!r}; use {names}.")
+    return value
+
+
+def is_pairwise(model):
+    """Whether every pair of agents has messages of its own."""
+    return chosen("schedule", model.schedule, SCHEDULES, model.mechanism) != "broadcast"
+
+
+def check_privacy(model):
+    """Refuse parameters that contradict one another, before any data is read."""
+    chosen("weights", model.weights, WEIGHTS, model.mechanism)
+    pairwise = is_pairwise(model)
+    if pairwise and model.noise_variance is None:
+        raise ValueError(
+            "noise_variance must be given where pairs of agents exchange messages, which hold "
+            "sums of values alone; got None."
+        )
+    if model.schedule == "restricted" and model.decision == "mixture":
+        raise ValueError(
+            "schedule='restricted' asks whom a test takes for one class; use decision='test'."
+        )
+    if model.accounting == "printed" and model.mechanism not in ("pm1", "pm2"):
+        raise ValueError(
+            f"accounting='printed' is for mechanism='pm1' and 'pm2'; got mechanism="
+            f"{model.mechanism!r}."
+        )
+    if math.isinf(model.epsilon):
+        return
+    if model.bounds is None:
+        raise ValueError(
+            "bounds must be given when epsilon is finite: the range (low, high) that every value "
+            "is in. Choose it without looking at the data."
+        )
+    if model.delta == 0:
+        raise ValueError("delta must be above 0 for Gaussian noise; got 0.")
+    if model.accounting == "printed" and model.epsilon > 1:
+        raise ValueError(
+            f"accounting='printed' holds for epsilon up to 1; got epsilon={model.epsilon!r}."
+        )
+    if model.accounting == "printed" and model.mechanism == "pm2" and model.horizon is None:
+        raise ValueError("accounting='printed' of mechanism='pm2' needs a horizon; got None.")
+    if pairwise and model.ledger is not None:
+        raise ValueError(
+            "a ledger cannot hold messages between pairs of agents, whose cost grows with the "
+            "number of agents; use mechanism='sqrt' or 'tree', or schedule='broadcast'."
+        )
+
+
+def events(model):
+    """Accounting events of a stream for its agent, against everybody else together."""
+    if math.isinf(model.epsilon) or is_pairwise(model):
+        return (PureEvent(math.inf, 0.0, "replace_one"),)
+    mu = mechanism_of(model, 2).mu
+    return (GaussianEvent(None, mu, mu_zero_out=mu),)
+
+
+def mechanism_of(model, n_agents):
+    """Mechanism of the messages of one stream."""
+    if math.isinf(model.epsilon):
+        return NoNoise()
+    others = max(n_agents - 1, 1) if is_pairwise(model) else 1
+    releases = None if model.horizon is None else -(-model.horizon // others)
+    mu = gdp_mu(model.epsilon, model.delta)
+    if model.mechanism == "sqrt":
+        return SquareRootSums(mu, model.horizon)
+    if model.mechanism == "pm1":
+        return PartialSums(mu if model.accounting == "exact" else 1 / _printed_std(model, 1))
+    if model.accounting == "exact":
+        return BinaryTree(mu, releases)
+    std = _printed_std(model, model.horizon.bit_length())
+    return BinaryTree(math.sqrt(releases.bit_length()) / std, releases)
+
+
+def _printed_std(model, levels):
+    """Noise on a sum by Lemma 1 of the paper; budgets of the levels of a tree add up."""
+    return math.sqrt(2 * math.log(1.25 * levels / model.delta)) * levels / model.epsilon
+
+
+def report(model, senders, n_clients):
+    """Report of the streams so far."""
+    pairwise = not isinstance(senders, Broadcast)
+    if isinstance(senders.mechanism, NoNoise):
+        return PrivacyReport.unprotected(
+            "epsilon=inf was asked for.",
+            not_released=RELEASED + NOT_RELEASED,
+            n_clients=n_clients,
+            unit="row",
+        )
+    others = max(n_clients - 1, 1) if pairwise else 1
+    mechanism, delta = senders.mechanism, float(model.delta)
+    steps = model.horizon or int(senders.rows.max())
+    whole = mechanism.whole_mu(-(-steps // others), others) * math.sqrt(others)
+    facts = {
+        "mechanism": f"Gaussian noise on running sums, by {_MECHANISMS[model.mechanism]}, rounded "
+        "to a grid",
+        "epsilon": gdp_epsilon(mechanism.mu * math.sqrt(others), delta),
+        "delta": delta,
+        "unit": "row",
+        "noise_std": 1 / mechanism.mu,
+        "sensitivity": 1.0,
+        "trust": "local",
+        "accountant": "exact (Gaussian differential privacy)",
+    }
+    found = private_report(
+        facts,
+        n_clients=n_clients,
+        seeded=model.random_state is not None,
+        caveats=(_COLLUSION.format(model.epsilon),) if others > 1 else (),
+        assumptions=(
+            "bounds, known variances and horizon are the user's, not the data's",
+            "who receives a row, and when, is public",
+            "noise and sensitivity are in units of the range of the values",
+        ),
+        released=RELEASED,
+        not_released=NOT_RELEASED,
+    )
+    found = dataclasses.replace(
+        found,
+        epsilon_per_recipient=gdp_epsilon(mechanism.mu, delta),
+        epsilon_whole_client=gdp_epsilon(whole, delta),
+    )
+    return leaking(found, _LEAK) if isinstance(senders, Restricted) else found

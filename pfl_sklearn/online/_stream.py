@@ -1,0 +1,334 @@
+"""The state of a collaborative mean between two calls, and what its agents make of it."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from pfl_sklearn._clients import match_clients
+from pfl_sklearn.online import _privacy
+from pfl_sklearn.online._decisions import Hearing, Mixture, Oracle, Own, Test, pooled, same_class
+from pfl_sklearn.online._variances import coordinates, heard_variances, own_variances
+from pfl_sklearn.privacy._mechanisms._noise import noise_generator
+
+_FREE = ("ledger", "n_jobs", "unseen")  # parameters that may change while a stream goes on
+_LEAST = 1e-24  # variance of a mean, in units of the range squared
+
+
+class Newcomers(NamedTuple):
+    """Agents (k,) that join, and what was given for them."""
+
+    ids: np.ndarray
+    low: np.ndarray  # of the range of values
+    width: np.ndarray
+    variances: np.ndarray  # of a row, NaN if unknown
+    labels: np.ndarray
+
+
+class Arrivals(NamedTuple):
+    """Valid rows of a call, in the order of time."""
+
+    newcomers: Newcomers
+    agents: np.ndarray  # (n,), whose row it is
+    values: np.ndarray  # (n,), clipped
+    clipped: np.ndarray  # (n,), whether it was
+
+
+class Population(NamedTuple):
+    """Mean of all agents' means as the messages show it, its standard error, and their spread."""
+
+    mean: float
+    mean_std: float
+    std: float
+
+
+class Stream:
+    """Agents in the order in which they joined, their messages, and how these are read."""
+
+    def __init__(self, model, with_groups):
+        self.params = _lasting(model)
+        self.with_groups = with_groups
+        self.agents = None  # Newcomers of all calls
+        self.by_id = np.zeros(0, int)  # agents in the order of their ids
+        self.n_clipped = np.zeros(0, int)
+        self.senders = None
+        self.decision = None
+        self.unfinished = False
+
+    def check(self, model, with_groups):
+        """Raise ValueError if this stream cannot go on with a call of the model."""
+        for name, now in _lasting(model).items():
+            before = self.params[name]
+            if now is not before and repr(now) != repr(before):
+                raise ValueError(
+                    f"{name} was {before!r} when this stream began and is {now!r} now; call fit to "
+                    "begin a new stream."
+                )
+        if with_groups != self.with_groups:
+            began = "with" if self.with_groups else "without"
+            raise ValueError(f"this stream began {began} groups=; go on like that, or call fit.")
+        if self.unfinished:
+            raise ValueError("a call was interrupted in the middle of a step; call fit to begin anew.")
+
+    def read(self, model, encoded, y, labels):
+        """Rows of a call, all of them valid; nothing of this stream changes."""
+        n_known = 0 if self.agents is None else len(self.agents.ids)
+        agent = np.full(len(encoded.ids), -1)
+        if n_known:
+            found = match_clients(encoded.ids, len(encoded.ids), self.agents.ids[self.by_id])
+            agent = np.where(found < 0, -1, self.by_id[found])
+        new = agent < 0
+        agent[new] = n_known + np.arange(new.sum())
+        newcomers = _newcomers(self, model, encoded.ids, new, y, labels)
+        agents = agent[encoded.codes]
+        _check_horizon(self, model, newcomers, agents)
+        low, width = self._joined("low", newcomers)[agents], self._joined("width", newcomers)[agents]
+        values = y if model.bounds is None else np.clip(y, low, low + width)
+        clipped = values != y
+        if model.out_of_bounds == "error" and clipped.any():
+            row = int(np.flatnonzero(clipped)[0])
+            raise ValueError(
+                f"y[{row}] = {y[row]:.6g} is outside the bounds ({low[row]:.6g}, "
+                f"{low[row] + width[row]:.6g}), and out_of_bounds='error'."
+            )
+        return Arrivals(newcomers, agents, values, clipped)
+
+    def take(self, model, arrivals):
+        """Let the agents receive the rows, and send their messages."""
+        self.unfinished = True
+        self._join(model, arrivals.newcomers)
+        agents, (_, low, width, variances, _) = arrivals.agents, self.agents
+        self.n_clipped += np.bincount(agents[arrivals.clipped], minlength=len(self.n_clipped))
+        units = (arrivals.values - low[agents]) / width[agents] - 0.5
+        self.senders.take(agents, coordinates(units, model.noise_variance is None))
+        self.unfinished = False
+
+    def estimates(self, model):
+        """Means, their variances and the exact means of all agents, in the order of ids."""
+        own, hearing = self._known()
+        decide = self._decision(model)
+        if isinstance(decide, Mixture):
+            found = decide.estimate(own, hearing)
+        else:
+            found = pooled(decide, own, hearing)
+        return found.means[self.by_id], found.variances[self.by_id], own.means[self.by_id]
+
+    def same_class(self, model):
+        """Sparse (n, n), in the order of ids: whom each agent takes for its class."""
+        own, hearing = self._known()
+        decide = self._decision(model)
+        if isinstance(decide, Mixture):
+            found = decide.same_class(own, hearing)
+        else:
+            found = same_class(decide, own, hearing)
+        return found[self.by_id][:, self.by_id]
+
+    def heard(self):
+        """Noisy means and their variances, in the order of ids: (n,), or (n, n) by recipient."""
+        _, hearing = self._known()
+        if hearing.is_common:
+            pairs = hearing.pairs(self.by_id[:1])
+            return pairs.means[self.by_id, 0], pairs.variances[self.by_id, 0]
+        n = hearing.n_agents
+        means, variances = np.full((n, n), np.nan), np.full((n, n), np.inf)
+        pairs = hearing.pairs(np.arange(n))
+        told = np.isfinite(pairs.variances)
+        means[pairs.recipients, pairs.senders] = np.where(told, pairs.means, np.nan)
+        variances[pairs.recipients, pairs.senders] = pairs.variances
+        return means[self.by_id][:, self.by_id], variances[self.by_id][:, self.by_id]
+
+    def population(self):
+        """Population that the messages show."""
+        _, hearing = self._known()
+        means, variances = _by_sender(hearing)
+        return _moments(means, variances)
+
+    def _known(self):
+        """What agents know of themselves, and what they heard."""
+        _, low, width, known, _ = self.agents
+        senders = self.senders
+        rows, middle = senders.rows, low + width / 2
+        variances = own = known
+        if len(senders.sums) == 2:
+            shown = senders.heard.means()
+            largest = math.inf if self.params["bounds"] is None else 0.25
+            variances = width**2 * heard_variances(shown, largest)
+            common = (variances / width**2).mean()
+            own = width**2 * own_variances(rows, senders.sums, common)
+        spread = np.maximum(own / rows, _LEAST * width**2)
+        own = Own(middle + width * senders.sums[0] / rows, spread, rows)
+        return own, Hearing(senders, middle, width, np.maximum(variances, _LEAST * width**2))
+
+    def _decision(self, model):
+        """How agents find their class; labels come from the stream, classes from the last time."""
+        if model.decision == "test":
+            return Test(model.confidence)
+        if model.decision == "oracle":
+            return Oracle(self.agents.labels)
+        if self.decision is None:
+            self.decision = Mixture()
+        self.decision.n_jobs = model.n_jobs
+        bounded = model.bounds is not None
+        low, width = self.agents.low, self.agents.width
+        self.decision.width = (low + width).max() - low.min() if bounded else None
+        return self.decision
+
+    def _join(self, model, newcomers):
+        """Take in new agents, who have no rows yet."""
+        if self.senders is None:
+            rng, _ = noise_generator(model.random_state)
+            kind = _privacy.chosen("schedule", model.schedule, _privacy.SCHEDULES, model.mechanism)
+            weights = _privacy.chosen("weights", model.weights, _privacy.WEIGHTS, model.mechanism)
+            mechanism = _privacy.mechanism_of(model, len(newcomers.ids))
+            n_coordinates = 2 if model.noise_variance is None else 1
+            exact = math.isinf(model.epsilon)
+            self.senders = _privacy.SENDERS[kind](
+                mechanism, "last" if exact else weights, n_coordinates, rng
+            )
+        names = Newcomers._fields
+        self.agents = Newcomers(*(self._joined(name, newcomers) for name in names))
+        self.by_id = np.argsort(self.agents.ids, kind="stable")
+        self.n_clipped = np.append(self.n_clipped, np.zeros(len(newcomers.ids), int))
+        if len(newcomers.ids):
+            self.senders.join(len(newcomers.ids))
+        if isinstance(self.senders, _privacy.Restricted):
+            self.senders.accepts = self._accepts
+
+    def _joined(self, name, newcomers):
+        """What is known of all agents, the newcomers last."""
+        new = getattr(newcomers, name)
+        return new if self.agents is None else np.concatenate([getattr(self.agents, name), new])
+
+    def _accepts(self):
+        """Which senders (n - 1, n), by place in the ring, each agent takes for its class."""
+        own, hearing = self._known()
+        decide = Oracle(self.agents.labels) if self.params["decision"] == "oracle" else Test(
+            self.params["confidence"]
+        )
+        pairs = hearing.pairs(np.arange(hearing.n_agents))
+        return decide.alike(own, pairs) | np.isinf(pairs.variances)
+
+
+def _lasting(model):
+    """Parameters that a stream keeps."""
+    return {name: value for name, value in model.get_params().items() if name not in _FREE}
+
+
+def _newcomers(stream, model, ids, new, y, labels):
+    """Agents of a call that are new, with their bounds, variances and labels."""
+    found = ids[new]
+    low, width = _ranges(stream, model, found, y)
+    variances = np.full(len(found), np.nan)
+    if model.noise_variance is not None:
+        variances = _given("noise_variance", model.noise_variance, found).astype(float)
+        bad = ~(np.isfinite(variances) & (variances > 0))
+        if bad.any():
+            raise ValueError(
+                f"noise_variance of client {found[bad][0]!r} must be positive and finite; got "
+                f"{variances[bad][0]!r}."
+            )
+    return Newcomers(found, low, width, variances, _labels(model, ids, new, labels))
+
+
+def _ranges(stream, model, ids, y):
+    """Lowest values and lengths of ranges (k,): the bounds, or a range of no consequence."""
+    if model.bounds is None:
+        if stream.agents is not None:  # the unit of the stream
+            return np.full((2, len(ids)), [stream.agents.low[:1], stream.agents.width[:1]])
+        return np.full((2, len(ids)), [[y.min()], [np.ptp(y) or 1.0]])
+    pairs = _given("bounds", model.bounds, ids)
+    try:
+        low, high = np.asarray(pairs.tolist(), dtype=float).reshape(len(ids), 2).T
+    except (TypeError, ValueError):
+        low = high = np.full(1, np.nan)
+    bad = ~((low < high) & np.isfinite(high - low))
+    if bad.any():
+        raise ValueError(
+            "bounds must be a pair (low, high) of finite numbers with low < high, or a dict with "
+            f"one for every client id; got {model.bounds!r}."
+        )
+    return low, high - low
+
+
+def _given(name, value, ids):
+    """What a parameter gives for every id, as objects (k,): the same for all, or by a dict."""
+    found = np.empty(len(ids), dtype=object)
+    if not isinstance(value, dict):
+        found[:] = [value] * len(ids)
+        return found
+    for place, one in enumerate(ids.tolist()):
+        if one not in value:
+            raise ValueError(f"{name} has no entry for client {one!r}; give one for every client.")
+        found[place] = value[one]
+    return found
+
+
+def _labels(model, ids, new, labels):
+    """Labels of the new ones among `ids`; None if they are not needed."""
+    found = np.empty(int(new.sum()), dtype=object)
+    if labels is None:
+        if model.decision == "oracle" and len(found):
+            raise ValueError("decision='oracle' needs labels, one for every client; got None.")
+        return found
+    if model.decision != "oracle":
+        raise ValueError(f"labels go with decision='oracle'; got decision={model.decision!r}.")
+    if isinstance(labels, dict):
+        return _given("labels", labels, ids[new])
+    values = np.asarray(labels)
+    if values.shape != ids.shape:
+        raise ValueError(
+            f"labels must be a dict, or hold one label for each of the {len(ids)} clients in the "
+            f"order of their ids; got shape {values.shape}."
+        )
+    found[:] = values[new].tolist()
+    return found
+
+
+def _check_horizon(stream, model, newcomers, agents):
+    """Refuse rows beyond the horizon before any of them is used."""
+    if model.horizon is None:
+        return
+    n_known = 0 if stream.senders is None else len(stream.senders.rows)
+    after = np.bincount(agents, minlength=n_known + len(newcomers.ids))
+    if n_known:
+        after[:n_known] += stream.senders.rows
+    if after.max() > model.horizon:
+        late = stream._joined("ids", newcomers)[after.argmax()]
+        raise ValueError(
+            f"horizon={model.horizon}, but client {late!r} would have {after.max()} rows; none of "
+            "this call was used. Fit with a larger horizon, or with horizon=None."
+        )
+
+
+def _by_sender(hearing):
+    """One mean per sender from all that was heard of it, and its variance (n,)."""
+    n = hearing.n_agents
+    if hearing.is_common:
+        pairs = hearing.pairs(np.zeros(1, int))
+        return pairs.means[:, 0], pairs.variances[:, 0]
+    precision, sums = np.zeros(n), np.zeros(n)
+    for block in hearing.blocks():
+        pairs = hearing.pairs(block)
+        weight = 1 / pairs.variances
+        precision += np.bincount(pairs.senders.ravel(), weight.ravel(), n)
+        sums += np.bincount(pairs.senders.ravel(), (weight * pairs.means).ravel(), n)
+    told = precision > 0
+    data = hearing.variances[told] / hearing.senders.rows[told]  # which all recipients share
+    return sums[told] / precision[told], np.maximum(1 / precision[told], data)
+
+
+def _moments(means, variances):
+    """Mean of a population from means (n,) of known variances, by moments."""
+    if len(means) == 0:
+        return Population(math.nan, math.nan, math.nan)
+    weight = 1 / variances
+    centre = weight @ means / weight.sum()
+    spare = weight.sum() - weight @ weight / weight.sum()
+    excess = weight @ (means - centre) ** 2 - (len(means) - 1)
+    between = max(excess / spare, 0.0) if spare > 0 else 0.0
+    weight = 1 / (variances + between)
+    return Population(
+        float(weight @ means / weight.sum()),
+        float(1 / math.sqrt(weight.sum())),
+        math.sqrt(between),
+    )

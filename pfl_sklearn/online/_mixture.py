@@ -6,9 +6,12 @@ import numpy as np
 from scipy.special import logsumexp
 
 _MOST = 5  # components
-_N_SPREADS = 11
-_WIDEST = 1 / 3  # spread, in units of the range
-_ALONE = 0.05  # share of agents that belong to no class
+# Spreads of a class, in units of the range, and shares of agents that belong to no class; and prior
+# weights of each pair. A class's variance has a uniform prior, so a spread one like itself.
+_STEP = 1 / 30
+_SPREADS = _STEP * np.array([*range(11), *range(3)])
+_ALONE = np.array([0.05] * 11 + [0.002] * 3)
+_PRIOR = np.log(np.maximum(_SPREADS, _STEP / 10)) + np.log(np.where(_ALONE < 0.05, 0.1, 1.0))
 _MAX_STEPS, _TOLERANCE = 100, 1e-3  # of EM, the latter in nats
 _TINY = 1e-300
 _BLOCK = 1 << 14  # agents at once
@@ -46,7 +49,7 @@ def find_classes(means, variances, width, before=None):
 
     `width` is the range of values. EM starts from the classes found `before`.
     """
-    spreads = np.linspace(0, _WIDEST * width, _N_SPREADS)
+    spreads = width * _SPREADS
     density, fits = -np.log(width), []
     for k in range(1, min(_MOST, len(means)) + 1):
         known = before is not None and len(before.fits) >= k
@@ -58,8 +61,8 @@ def find_classes(means, variances, width, before=None):
 def _spread_out(means, k):
     """Components at the quantiles of the means."""
     centres = np.quantile(means, (np.arange(k) + 0.5) / k)
-    shares = np.full((_N_SPREADS, k), (1 - _ALONE) / k)
-    return Fit(shares, np.tile(centres, (_N_SPREADS, 1)), np.zeros((_N_SPREADS, k)), np.zeros(0))
+    shares = np.tile((1 - _ALONE)[:, None] / k, k)
+    return Fit(shares, np.tile(centres, (len(shares), 1)), np.zeros_like(shares), np.zeros(0))
 
 
 def _fit(means, variances, spreads, density, start):
@@ -69,13 +72,13 @@ def _fit(means, variances, spreads, density, start):
     last = -np.inf
     for _ in range(_MAX_STEPS):
         logs = np.log(shares)[..., None] + _log_normal(means - centres[..., None], total)
-        both = np.logaddexp(logsumexp(logs, axis=1), np.log(_ALONE) + density)
+        both = np.logaddexp(logsumexp(logs, axis=1), np.log(_ALONE)[:, None] + density)
         member = np.exp(logs - both[:, None])
         weights = member / total
         precisions = np.maximum(weights.sum(axis=2), _TINY)
         centres = np.where(precisions > _TINY, weights @ means / precisions, centres)
         shares = np.maximum(member.sum(axis=2), 1e-6)
-        shares *= (1 - _ALONE) / shares.sum(axis=1, keepdims=True)
+        shares *= ((1 - _ALONE) / shares.sum(axis=1))[:, None]
         likelihood = both.sum(axis=1)
         if np.all(likelihood - last < _TOLERANCE):
             break
@@ -99,8 +102,6 @@ def combine(classes, own, own_variances, heard=None):
 
 
 def _combine(classes, own, own_variances, heard):
-    # A prior that is uniform in a class's variance: proportional to its standard deviation.
-    prior = np.log(np.maximum(classes.spreads, classes.spreads[1] / 10))
     spread = classes.spreads[:, None, None] ** 2
     logs, means, variances = [], [], []
     for fit in classes.fits:
@@ -109,11 +110,11 @@ def _combine(classes, own, own_variances, heard):
         )
         within = spread + 1 / precisions
         weight = within / (within + own_variances)
-        scores = (fit.scores + prior)[:, None, None] + np.log(fit.shares)[..., None]
+        scores = (fit.scores + _PRIOR)[:, None, None] + np.log(fit.shares)[..., None]
         logs.append(scores + _log_normal(own - centres, within + own_variances))
         means.append(centres + weight * (own - centres))
         variances.append(weight * own_variances)
-        alone = (fit.scores + prior)[:, None, None] + np.log(_ALONE) + classes.density
+        alone = (fit.scores + _PRIOR + np.log(_ALONE) + classes.density)[:, None, None]
         logs.append(np.broadcast_to(alone, (len(alone), 1, len(own))))
         means.append(np.broadcast_to(own, (len(alone), 1, len(own))))
         variances.append(np.broadcast_to(own_variances, (len(alone), 1, len(own))))
@@ -136,7 +137,7 @@ def memberships(fit, classes, heard):
     """Probabilities (s, k, n) of the components, given noisy means."""
     total = heard[1] + classes.spreads[:, None, None] ** 2
     logs = np.log(fit.shares)[..., None] + _log_normal(heard[0] - fit.centres[..., None], total)
-    both = np.logaddexp(logsumexp(logs, axis=1), np.log(_ALONE) + classes.density)
+    both = np.logaddexp(logsumexp(logs, axis=1), np.log(_ALONE)[:, None] + classes.density)
     return np.exp(logs - both[:, None])
 
 

@@ -315,15 +315,15 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         """Take rows into a stream, or into a new one."""
         _privacy.check_privacy(self)
         y, begins = _values(self, X, y), stream is None
-        if not begins:
-            stream.check(self, groups is not None)
-        encoded = self._encode(groups, len(y), begins)
         if begins:
             stream = Stream(self, groups is not None)
-        validate_data(self, X, skip_check_array=True, reset=begins)
-        arrivals = stream.read(self, encoded, y, labels)
+        else:
+            stream.check(self, groups is not None)
+            validate_data(self, X, skip_check_array=True, reset=False)
+        arrivals = stream.read(self, self._encode(groups, len(y), begins), y, labels)
         if begins:
             charge(self)
+            validate_data(self, X, skip_check_array=True)
         stream.take(self, arrivals)
         self._store(stream)
         if begins:

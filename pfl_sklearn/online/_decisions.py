@@ -65,15 +65,13 @@ class Hearing(NamedTuple):
         if self.is_common:
             senders = streams = np.arange(n)[:, None]
         else:
-            ahead = np.arange(n - 1)[:, None]
-            senders, streams = self.senders.sender(ahead, recipients), ahead * n + recipients
+            turn = np.arange(n - 1)[:, None]
+            senders, streams = self.senders.sender(turn, recipients), turn * n + recipients
         heard = self.senders.heard.means(streams.ravel())
         width, shape = self.width[senders], senders.shape
         means = self.middle[senders] + width * heard.values[0].reshape(shape)
         variances = self.variances[senders] * heard.data.reshape(shape)
-        return Pairs(
-            recipients, senders, means, variances + width**2 * heard.noise.reshape(shape)
-        )
+        return Pairs(recipients, senders, means, variances + width**2 * heard.noise.reshape(shape))
 
     def blocks(self):
         """Recipients, a block at a time."""

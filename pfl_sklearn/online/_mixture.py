@@ -105,8 +105,10 @@ def _combine(classes, own, own_variances, heard):
     spread = classes.spreads[:, None, None] ** 2
     logs, means, variances = [], [], []
     for fit in classes.fits:
-        centres, precisions = _without(fit, classes, heard) if heard is not None else (
-            fit.centres[..., None], fit.precisions[..., None]
+        centres, precisions = (
+            _without(fit, classes, heard)
+            if heard is not None
+            else (fit.centres[..., None], fit.precisions[..., None])
         )
         within = spread + 1 / precisions
         weight = within / (within + own_variances)

@@ -68,7 +68,9 @@ class Stream:
             began = "with" if self.with_groups else "without"
             raise ValueError(f"this stream began {began} groups=; go on like that, or call fit.")
         if self.unfinished:
-            raise ValueError("a call was interrupted in the middle of a step; call fit to begin anew.")
+            raise ValueError(
+                "a call was interrupted in the middle of a step; call fit to begin anew."
+            )
 
     def read(self, model, encoded, y, labels):
         """Rows of a call, all of them valid; nothing of this stream changes."""
@@ -82,7 +84,10 @@ class Stream:
         newcomers = _newcomers(self, model, encoded.ids, new, y, labels)
         agents = agent[encoded.codes]
         _check_horizon(self, model, newcomers, agents)
-        low, width = self._joined("low", newcomers)[agents], self._joined("width", newcomers)[agents]
+        low, width = (
+            self._joined("low", newcomers)[agents],
+            self._joined("width", newcomers)[agents],
+        )
         values = y if model.bounds is None else np.clip(y, low, low + width)
         clipped = values != y
         if model.out_of_bounds == "error" and clipped.any():
@@ -97,7 +102,7 @@ class Stream:
         """Let the agents receive the rows, and send their messages."""
         self.unfinished = True
         self._join(model, arrivals.newcomers)
-        agents, (_, low, width, variances, _) = arrivals.agents, self.agents
+        agents, (_, low, width, _variances, _) = arrivals.agents, self.agents
         self.n_clipped += np.bincount(agents[arrivals.clipped], minlength=len(self.n_clipped))
         units = (arrivals.values - low[agents]) / width[agents] - 0.5
         self.senders.take(agents, coordinates(units, model.noise_variance is None))
@@ -200,10 +205,12 @@ class Stream:
         return new if self.agents is None else np.concatenate([getattr(self.agents, name), new])
 
     def _accepts(self):
-        """Which senders (n - 1, n), by place in the ring, each agent takes for its class."""
+        """Which senders (n - 1, n), by turn, each agent takes for its class."""
         own, hearing = self._known()
-        decide = Oracle(self.agents.labels) if self.params["decision"] == "oracle" else Test(
-            self.params["confidence"]
+        decide = (
+            Oracle(self.agents.labels)
+            if self.params["decision"] == "oracle"
+            else Test(self.params["confidence"])
         )
         pairs = hearing.pairs(np.arange(hearing.n_agents))
         return decide.alike(own, pairs) | np.isinf(pairs.variances)
@@ -224,8 +231,8 @@ def _newcomers(stream, model, ids, new, y, labels):
         bad = ~(np.isfinite(variances) & (variances > 0))
         if bad.any():
             raise ValueError(
-                f"noise_variance of client {found[bad][0]!r} must be positive and finite; got "
-                f"{variances[bad][0]!r}."
+                f"noise_variance of client {found[bad].tolist()[0]!r} must be positive and finite; "
+                f"got {variances[bad].tolist()[0]!r}."
             )
     return Newcomers(found, low, width, variances, _labels(model, ids, new, labels))
 
@@ -293,7 +300,7 @@ def _check_horizon(stream, model, newcomers, agents):
     if n_known:
         after[:n_known] += stream.senders.rows
     if after.max() > model.horizon:
-        late = stream._joined("ids", newcomers)[after.argmax()]
+        late = stream._joined("ids", newcomers).tolist()[after.argmax()]
         raise ValueError(
             f"horizon={model.horizon}, but client {late!r} would have {after.max()} rows; none of "
             "this call was used. Fit with a larger horizon, or with horizon=None."

@@ -4,6 +4,8 @@ Agents are numbered in the order in which they join. Values are in units of the 
 replacing a row can make, which is 1, and have one or two coordinates: the value, and its square.
 """
 
+import itertools
+
 import numpy as np
 
 from pfl_sklearn._clients import rows_by_client
@@ -92,7 +94,7 @@ class Broadcast(Senders):
     def take(self, codes, values):
         """Let agents `codes` (r,) receive rows, whose values (p, r) are in order of time."""
         order, offsets = steps_of(codes, len(self.rows))
-        for start, stop in zip(offsets[:-1], offsets[1:], strict=True):
+        for start, stop in itertools.pairwise(offsets):
             rows = order[start:stop]
             agents = codes[rows]
             if len(agents) == len(self.rows):
@@ -109,8 +111,8 @@ class Broadcast(Senders):
 class Pairwise(Senders):
     """Every agent asks one other at each of its steps, in turn, and only it hears the answer.
 
-    Stream ``ahead * n_agents + a`` is what agent a hears from the agent 1 + `ahead` places after it
-    in the ring of all agents. Its numbers have single precision.
+    The others are asked in the order in which they joined. Stream ``turn * n_agents + a`` is what
+    agent a hears from the one whose turn is `turn`, from 0. Its numbers have single precision.
     """
 
     _dtype = np.float32
@@ -122,7 +124,10 @@ class Pairwise(Senders):
         size = self._steps_at_once(n)
         for first in range(0, len(offsets) - 1, size):
             ends = offsets[first : first + size + 1]
-            rows, steps = order[ends[0] : ends[-1]], np.repeat(np.arange(len(ends) - 1), np.diff(ends))
+            rows, steps = (
+                order[ends[0] : ends[-1]],
+                np.repeat(np.arange(len(ends) - 1), np.diff(ends)),
+            )
             present = np.zeros((len(ends) - 1, n), dtype=bool)
             present[steps, codes[rows]] = True
             received = np.zeros((len(values), *present.shape))
@@ -133,9 +138,9 @@ class Pairwise(Senders):
             if n > 1:
                 self._ask(present, sums, counts)
 
-    def sender(self, ahead, agent):
+    def sender(self, turn, agent):
         """Agents that are asked."""
-        return (agent + 1 + ahead) % len(self.rows)
+        return turn + (turn >= agent)
 
     def _steps_at_once(self, n):
         """Steps in which no stream is asked twice."""
@@ -144,29 +149,28 @@ class Pairwise(Senders):
     def _ask(self, present, sums, counts):
         """Queries of agents where `present` (l, n), whose senders have `sums` and `counts`."""
         step, agent = np.nonzero(present)
-        ahead = self._whom(agent, counts[step, agent])
-        sender = self.sender(ahead, agent)
-        heard = (ahead >= 0) & (counts[step, sender] > 0)
+        turn = self._whom(agent, counts[step, agent])
+        sender = self.sender(turn, agent)
+        heard = (turn >= 0) & (counts[step, sender] > 0)
         step, sender = step[heard], sender[heard]
-        streams = (ahead * len(self.rows) + agent)[heard]
+        streams = (turn * len(self.rows) + agent)[heard]
         if len(streams):
             self._release(streams, sums[:, step, sender], counts[step, sender])
 
     def _whom(self, agent, n_steps):
-        """How far ahead each agent asks at its step `n_steps`."""
+        """Whose turn it is at step `n_steps` of each agent; -1 for nobody's."""
         return (n_steps - 1) % (len(self.rows) - 1)
 
     def _place(self, n_before):
         n = len(self.rows)
-        ahead, agent = np.divmod(np.arange(max(n_before - 1, 0) * n_before), max(n_before, 1))
-        sender = (agent + 1 + ahead) % max(n_before, 1)
-        return (n - 1) * n, (sender - agent - 1) % n * n + agent
+        turn, agent = np.divmod(np.arange(max(n_before - 1, 0) * n_before), max(n_before, 1))
+        return (n - 1) * n, turn * n + agent
 
 
 class Restricted(Pairwise):
     """Pairwise messages of those alone that a recipient took for its class one step before."""
 
-    accepts = None  # function that tells whom each agent takes for its class (n - 1, n)
+    accepts = None  # function that tells whom each agent takes for its class, by turn (n - 1, n)
 
     def join(self, n_new):
         """Take in new agents, who have no rows yet."""
@@ -184,12 +188,12 @@ class Restricted(Pairwise):
 
     def _whom(self, agent, n_steps):
         others = len(self.rows) - 1
-        turn = (self.latest[agent] + 1 + np.arange(others)[:, None]) % others
-        alike = np.ones(turn.shape, bool) if self.alike is None else self.alike[turn, agent]
-        next_one = turn[alike.argmax(axis=0), np.arange(len(agent))]
-        ahead = np.where(alike.any(axis=0), next_one, -1)
-        self.latest[agent] = np.where(ahead < 0, self.latest[agent], ahead)
-        return ahead
+        turns = (self.latest[agent] + 1 + np.arange(others)[:, None]) % others
+        alike = np.ones(turns.shape, bool) if self.alike is None else self.alike[turns, agent]
+        next_one = turns[alike.argmax(axis=0), np.arange(len(agent))]
+        turn = np.where(alike.any(axis=0), next_one, -1)
+        self.latest[agent] = np.where(turn < 0, self.latest[agent], turn)
+        return turn
 
 
 def steps_of(codes, n_agents):

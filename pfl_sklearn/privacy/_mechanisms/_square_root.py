@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -116,7 +117,7 @@ class SquareRootSums:
             ends = weights[gaps == low][0] * (high - gap) + weights[gaps == high][0] * (low - gap)
             return float(ends + inner * (low - gap) * (high - gap))
 
-        pairs = zip(gaps[:-1], gaps[1:], strict=True)
+        pairs = itertools.pairwise(gaps)
         zeros = [brentq(slope, *pair, args=pair, xtol=1e-300, rtol=1e-14) for pair in pairs]
         found = np.array([0.0, *zeros])
         inner = [zero * (weights / (gaps - zero) ** 2).sum() for zero in zeros]

@@ -1,0 +1,340 @@
+"""CollaborativeMean against the paper's figures, and as a stream."""
+
+import math
+import pickle
+
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn.exceptions import NotFittedError
+
+import pfl_sklearn
+from pfl_sklearn.online import CollaborativeMean
+from pfl_sklearn.privacy import PrivacyLedger, gdp_mu
+from tests.helpers.oracles import read_oracle
+
+pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+
+CURVES = read_oracle("colme_oracle_class_M200")
+LABELS = np.random.default_rng(0).integers(0, 3, 200)
+WIDTH = math.sqrt(3)
+PRIVATE = {"epsilon": 1.0, "bounds": (0.0, WIDTH), "horizon": 30_000, "random_state": 0}
+PRINTED = {**PRIVATE, "accounting": "printed", "noise_variance": 0.25, "decision": "oracle"}
+
+
+def stream(n_steps, labels=LABELS, seed=0, middle=WIDTH / 2):
+    """Rows of the paper's three classes in the order of time, and the agents' means."""
+    rng = np.random.default_rng(seed)
+    means = np.array([-0.2, 0.0, 0.4])[labels] + middle
+    y = means + rng.uniform(-0.5, 0.5, (n_steps, len(labels)))
+    groups = np.tile(np.arange(len(labels)), n_steps)
+    return np.zeros((len(groups), 1)), y.ravel(), groups, means
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["last", "mom", "wmom"])
+@pytest.mark.parametrize("mechanism", ["pm1", "pm2"])
+def test_expected_errors_of_the_paper(mechanism, weights):
+    """With the classes known, the variances of the estimates are the paper's second figure."""
+    model = CollaborativeMean(mechanism=mechanism, weights=weights, **PRINTED)
+    expected = CURVES["M200"][f"PM{mechanism[-1]}-{weights}"]
+    before = 0
+    for t, error in zip(CURVES["t"], expected, strict=True):
+        X, y, groups = np.zeros(((t - before) * 200, 1)), 0.0, np.tile(np.arange(200), t - before)
+        model.partial_fit(X, np.full(len(X), y), groups=groups, labels=LABELS)
+        before = t
+        if t in (1, 100, 225, 1085, 5227, 30_000):
+            assert (model.stds_**2).mean() == pytest.approx(error, rel=1e-10)
+
+
+@pytest.mark.parametrize("mechanism", ["pm1", "pm2"])
+def test_noise_of_the_paper(mechanism):
+    """Printed noise, and what it promises against one recipient and all."""
+    model = CollaborativeMean(mechanism=mechanism, **PRINTED)
+    X, y, groups, _ = stream(1)
+    model.fit(X, y, groups=groups, labels=LABELS)
+    senders = model._stream.senders
+    name = "sigma2_dp_PM1" if mechanism == "pm1" else "sigma2_dp_PM2_paper"
+    noise = WIDTH**2 * senders.mechanism.variance(1)
+    assert noise == pytest.approx(CURVES[name], rel=1e-12)
+    report = model.privacy_
+    if mechanism == "pm1":
+        assert report.epsilon_per_recipient == pytest.approx(0.78, abs=0.01)
+        assert report.epsilon == pytest.approx(15.63, abs=0.01)
+    assert report.epsilon_whole_client > report.epsilon
+    assert "recipient" in report.warnings[0]
+
+
+def test_a_broadcast_promises_the_same_against_everybody():
+    X, y, groups, _ = stream(3)
+    report = CollaborativeMean(**PRIVATE).fit(X, y, groups=groups).privacy_
+    assert (report.epsilon, report.epsilon_per_recipient) == pytest.approx((1, 1))
+    assert (report.unit, report.relation, report.delta) == ("row", "replace_one", 1e-6)
+    assert report.epsilon_whole_client > 1e6  # of a horizon of 30,000
+    assert "if all rows of a client are replaced" in str(report)
+
+
+@pytest.mark.parametrize("weights", ["blue", "last"])
+@pytest.mark.parametrize("mechanism", ["sqrt", "tree", "pm1", "pm2"])
+def test_messages_are_unbiased_with_the_stated_variance(mechanism, weights):
+    X, y, groups, means = stream(40, np.repeat([0, 1, 2], 700))
+    model = CollaborativeMean(
+        mechanism=mechanism,
+        weights=weights,
+        schedule="broadcast",
+        noise_variance=1 / 12,
+        **{**PRIVATE, "horizon": 40},
+    ).fit(X, y, groups=groups)
+    errors = (model.heard_means_ - means) / model.heard_stds_
+    assert errors.mean() == pytest.approx(0, abs=4 / math.sqrt(2100))
+    assert errors.var() == pytest.approx(1, abs=4 * math.sqrt(2 / 2100))
+
+
+@pytest.mark.parametrize("mechanism", ["pm1", "pm2"])
+def test_pairs_hear_unbiased_means_with_the_stated_variance(mechanism):
+    X, y, groups, means = stream(150, np.repeat([0, 1, 2], 15))
+    model = CollaborativeMean(
+        mechanism=mechanism, noise_variance=1 / 12, decision="test", **PRIVATE
+    ).fit(X, y, groups=groups)
+    others = ~np.eye(45, dtype=bool)
+    errors = ((model.heard_means_ - means) / model.heard_stds_)[others]
+    assert errors.mean() == pytest.approx(0, abs=0.1)
+    assert errors.var() == pytest.approx(1, abs=0.1)
+
+
+SETTINGS = [
+    {},
+    {"decision": "test"},
+    PRIVATE,
+    {**PRIVATE, "horizon": None, "decision": "test"},
+    {**PRIVATE, "mechanism": "tree", "noise_variance": 0.1},
+    {**PRIVATE, "mechanism": "pm1", "noise_variance": 0.1, "decision": "test"},
+    {**PRIVATE, "mechanism": "pm1", "noise_variance": 0.1},
+    {**PRIVATE, "mechanism": "pm2", "noise_variance": 0.1, "decision": "test", "weights": "blue"},
+    {**PRIVATE, "mechanism": "pm2", "schedule": "broadcast", "weights": "mom"},
+    {
+        **PRIVATE,
+        "mechanism": "pm1",
+        "schedule": "restricted",
+        "noise_variance": 0.1,
+        "decision": "test",
+    },
+]
+every = pytest.mark.parametrize("params", SETTINGS, ids=repr)
+
+
+@every
+def test_a_stream_in_parts_is_the_same_stream(params):
+    """Messages do not depend on how rows are split into calls, nor on a round trip by pickle."""
+    X, y, groups, _ = stream(30, np.repeat([0, 1], 6))
+    whole = CollaborativeMean(**params).fit(X, y, groups=groups)
+    parts = CollaborativeMean(**params)
+    for rows in np.split(np.arange(len(y)), [12, 24, 36, 180]):
+        parts.partial_fit(X[rows], y[rows], groups=groups[rows])
+        parts = pickle.loads(pickle.dumps(parts))
+    np.testing.assert_allclose(parts.heard_means_, whole.heard_means_, rtol=1e-12)
+    # Classes are looked for from where they were found the last time.
+    np.testing.assert_allclose(parts.means_, whole.means_, atol=0.02 * whole.stds_.min())
+
+
+@every
+def test_agents_come_late_and_fall_silent(params):
+    """Only the order of an agent's own rows within a call counts; a late agent has its own clock."""
+    rng = np.random.default_rng(0)
+    X, y, groups, _ = stream(12, np.repeat([0, 1], 4))
+    model = CollaborativeMean(**params)
+    first = np.isin(groups, [1, 2, 5, 6]) | (rng.random(len(y)) < 0.3) & (groups == 7)
+    model.partial_fit(X[first], y[first], groups=groups[first])
+    assert model.clients_.tolist() == [1, 2, 5, 6, 7]
+    model.partial_fit(X[~first], y[~first], groups=groups[~first])
+    assert model.clients_.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert model.n_samples_per_client_.tolist() == [12] * 8
+    np.testing.assert_allclose(model.local_means_, y.reshape(12, 8).mean(axis=0))
+    assert np.isfinite(model.means_).all()
+    assert (model.stds_ > 0).all()
+
+
+def test_without_privacy_messages_are_exact():
+    X, y, groups, _ = stream(20, np.repeat([0, 1], 6))
+    model = CollaborativeMean().fit(X, y, groups=groups)
+    np.testing.assert_allclose(model.heard_means_, model.local_means_, rtol=1e-12)
+    assert model.privacy_.epsilon == math.inf
+
+
+def test_the_default_finds_the_classes_of_the_paper():
+    X, y, groups, means = stream(600)
+    y = means[groups] + (y - means[groups]) * 1.7  # an sd of .49
+    local = (y.reshape(600, 200).mean(axis=0) - means) ** 2
+    wide = {**PRIVATE, "bounds": (-0.2, 2.2)}
+    for params, least in ((wide, 0.4), ({}, 0.1)):
+        model = CollaborativeMean(**params).fit(X, y, groups=groups)
+        assert ((model.means_ - means) ** 2).mean() < least * local.mean()
+        inside = np.abs(model.means_ - means) < 1.96 * model.stds_
+        assert inside.mean() > 0.9
+    same = model.classes_of_.toarray()
+    assert (same == (LABELS[:, None] == LABELS)).mean() > 0.99
+
+
+def test_variances_are_heard_at_no_price():
+    """Values and squares together change by no more than values alone; agents' variances differ."""
+    rng = np.random.default_rng(0)
+    sd = np.repeat([0.05, 0.2], 100)
+    y = np.clip(0.5 + sd * rng.standard_normal((2000, 200)), 0, 1).ravel()
+    groups = np.tile(np.arange(200), 2000)
+    model = CollaborativeMean(epsilon=4.0, bounds=(0, 1), horizon=2000, random_state=0)
+    model.fit(np.zeros((len(y), 1)), y, groups=groups)
+    found = np.sqrt(model._stream._known()[1].variances)
+    assert np.abs(found[:100] - 0.05).mean() < 0.03
+    assert np.abs(found[100:] - 0.2).mean() < 0.03
+
+
+def test_square_of_a_value_costs_nothing_next_to_it():
+    from pfl_sklearn.online._variances import coordinates
+
+    values = coordinates(np.linspace(-0.5, 0.5, 401), True)
+    apart = np.linalg.norm(values[:, :, None] - values[:, None], axis=0)
+    assert apart.max() == pytest.approx(1, rel=1e-12)
+
+
+def test_values_are_clipped_and_counted():
+    X, y = np.zeros((4, 1)), np.array([0.2, 5.0, -3.0, 0.4])
+    model = CollaborativeMean(bounds=(0, 1)).fit(X, y, groups=[0, 0, 1, 1])
+    assert model.n_clipped_ == 2
+    assert model.local_means_.tolist() == pytest.approx([0.6, 0.2])
+    model.partial_fit(X[:1], [9.0], groups=[1])
+    assert model.n_clipped_ == 3
+    strict = CollaborativeMean(bounds=(0, 1), out_of_bounds="error")
+    with pytest.raises(ValueError, match=r"y\[1\] = 5 is outside the bounds \(0, 1\)"):
+        strict.fit(X, y, groups=[0, 0, 1, 1])
+
+
+def test_bounds_and_variances_of_every_client():
+    X, y = np.zeros((4, 1)), np.array([0.2, 0.4, 12.0, 19.0])
+    params = {"bounds": {"a": (0, 1), "b": (10, 20)}, "noise_variance": {"a": 0.1, "b": 9.0}}
+    model = CollaborativeMean(epsilon=8.0, horizon=4, random_state=0, **params)
+    model.fit(X, y, groups=list("aabb"))
+    std = np.sqrt(2) * gdp_mu(8.0, 1e-6)
+    assert model.heard_stds_[1] > 10 / std / 2 > model.heard_stds_[0] * 3
+    with pytest.raises(ValueError, match=r"bounds has no entry for client 'c'"):
+        model.partial_fit(X[:1], y[:1], groups=["c"])
+    assert model.n_samples_per_client_.tolist() == [2, 2]
+
+
+BAD = [
+    ({"epsilon": 1.0}, r"bounds must be given when epsilon is finite"),
+    ({"epsilon": 1.0, "bounds": (0, 1), "delta": 0}, r"delta must be above 0"),
+    ({"epsilon": 1.0, "bounds": (1, 0)}, r"bounds must be a pair .*\(1, 0\)"),
+    ({"epsilon": 1.0, "bounds": (0, math.inf)}, r"bounds must be a pair"),
+    ({"epsilon": 1.0, "bounds": 3.0}, r"bounds"),
+    ({"mechanism": "pm1"}, r"noise_variance must be given where pairs"),
+    ({"noise_variance": {1: 2.0}}, r"noise_variance has no entry for client 0"),
+    ({"noise_variance": {0: -1.0, 1: 2.0}}, r"noise_variance of client 0 must be positive"),
+    ({"schedule": "round_robin"}, r"schedule='round_robin' does not go with mechanism='sqrt'"),
+    ({"weights": "mom"}, r"weights='mom' does not go with mechanism='sqrt'; use 'auto' or 'blue'"),
+    ({"accounting": "printed"}, r"accounting='printed' is for mechanism='pm1' and 'pm2'"),
+    ({**PRINTED, "mechanism": "pm1", "epsilon": 2.0}, r"printed' holds for epsilon up to 1"),
+    ({**PRINTED, "mechanism": "pm2", "horizon": None}, r"needs a horizon"),
+    ({"decision": "oracle"}, r"decision='oracle' needs labels"),
+    ({"mechanism": "pm1", "noise_variance": 1.0, "schedule": "restricted"}, r"decision='test'"),
+    ({"horizon": 1}, r"horizon=1, but client 0 would have 2 rows; none of this call was used"),
+]
+
+
+@pytest.mark.parametrize(("params", "error"), BAD, ids=repr)
+def test_bad_parameters(params, error):
+    model = CollaborativeMean(**params)
+    before = dict(vars(model))
+    with pytest.raises(ValueError, match=error):
+        model.fit(np.zeros((4, 1)), [0.1, 0.2, 0.3, 0.4], groups=[0, 0, 1, 1])
+    assert vars(model) == before
+
+
+def test_bad_calls_change_nothing():
+    X, y, groups, _ = stream(3, np.repeat([0, 1], 2))
+    model = CollaborativeMean(**{**PRIVATE, "horizon": 4}).fit(X, y, groups=groups)
+    state = pickle.dumps(model)
+    for X_bad, y_bad, ids, error in (
+        (X[:2], y[:2], [0, 0], r"horizon=4, but client 0 would have 5 rows"),
+        (X[:2], [0.1, math.nan], [0, 1], r"NaN"),
+        (X[:2], y[:2], ["a", "b"], r"ids"),
+        (X[:2], y[:3], [0, 1], r"inconsistent"),
+        (X[:2], y[:2], None, r"began with groups"),
+        (np.zeros((2, 3)), y[:2], [0, 1], r"features"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            model.partial_fit(X_bad, y_bad, groups=ids)
+    assert pickle.dumps(model) == state
+    model.set_params(epsilon=2.0)
+    with pytest.raises(ValueError, match=r"epsilon was 1.0 when this stream began and is 2.0 now"):
+        model.partial_fit(X[:1], y[:1], groups=[0])
+    model.set_params(epsilon=1.0, n_jobs=2).partial_fit(X[:1], y[:1], groups=[0])
+
+
+def test_labels_are_checked():
+    X, y = np.zeros((4, 1)), np.arange(4.0)
+    model = CollaborativeMean(decision="oracle", noise_variance=1.0)
+    with pytest.raises(ValueError, match=r"labels must be a dict, or hold one label for each of"):
+        model.fit(X, y, groups=[0, 0, 1, 1], labels=[1, 2, 3])
+    with pytest.raises(ValueError, match=r"labels has no entry for client 1"):
+        model.fit(X, y, groups=[0, 0, 1, 1], labels={0: "a"})
+    with pytest.raises(ValueError, match=r"labels go with decision='oracle'"):
+        CollaborativeMean().fit(X, y, groups=[0, 0, 1, 1], labels=[1, 2])
+    model.fit(X, y, groups=[0, 0, 1, 1], labels={0: "a", 1: "a"})
+    assert model.means_ == pytest.approx([1.5, 1.5])
+    model.partial_fit(X[:1], [7.0], groups=[2], labels={2: "b"})
+    assert model.means_ == pytest.approx([1.5, 1.5, 7.0])
+
+
+def test_restricted_schedules_leak_and_say_so():
+    X, y, groups, _ = stream(3, np.repeat([0, 1], 2))
+    model = CollaborativeMean(
+        mechanism="pm1",
+        schedule="restricted",
+        decision="test",
+        noise_variance=0.1,
+        **{**PRIVATE, "random_state": None},
+    )
+    with pytest.warns(pfl_sklearn.PrivacyWarning, match=r"restricted.*tells its exact mean"):
+        model.fit(X, y, groups=groups)
+    assert model.privacy_.epsilon == math.inf
+    with pytest.raises(ValueError, match="release"):
+        model.release()
+
+
+def test_a_handed_out_model_does_not_go_on():
+    X, y, groups, _ = stream(3, np.repeat([0, 1], 2))
+    model = CollaborativeMean(**PRIVATE).fit(X, y, groups=groups)
+    for handed in (model.for_client(1), model.release()):
+        with pytest.raises(ValueError, match=r"without the stream's state"):
+            handed.partial_fit(X[:1], y[:1], groups=[1])
+        with pytest.raises(NotFittedError):
+            handed.classes_of_  # noqa: B018
+
+
+def test_a_stream_is_charged_once(tmp_path):
+    X, y, groups, _ = stream(3, np.repeat([0, 1], 2))
+    ledger = PrivacyLedger(tmp_path / "ledger", budget=1.3, delta=1e-6, unit="row")
+    model = CollaborativeMean(**{**PRIVATE, "random_state": None}, ledger=ledger)
+    for _ in range(3):
+        model.partial_fit(X, y, groups=groups)
+    assert ledger.total() == pytest.approx(1.0)
+    with pytest.raises(pfl_sklearn.privacy.BudgetExceeded):
+        model.fit(X, y, groups=groups)
+    assert model.n_samples_per_client_.tolist() == [9] * 4
+    pairs = CollaborativeMean(mechanism="pm1", noise_variance=1.0, ledger=ledger, **PRIVATE)
+    with pytest.raises(ValueError, match=r"a ledger cannot hold messages between pairs"):
+        pairs.fit(X, y, groups=groups)
+
+
+def test_summary_and_intervals():
+    X, y, groups, _ = stream(5, np.repeat([0, 1], 2))
+    model = CollaborativeMean().fit(X, y, groups=groups)
+    table = model.summary()
+    assert isinstance(table, pd.DataFrame)
+    assert table.index.tolist() == [0, 1, 2, 3]
+    assert (table["lower"] < table["mean"]).all()
+    lower, upper = model.credible_interval(0.5)
+    assert (upper - lower < table["upper"] - table["lower"]).all()
+    mean, std = model.predict(X[:3], groups=[0, 99, 1], return_std=True)
+    assert mean[:2] == pytest.approx([model.means_[0], model.population_mean_])
+    assert std[1] >= model.population_std_

@@ -1,0 +1,129 @@
+"""Noise on running sums: sensitivity, variance, and that it is no more than it says."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
+from pfl_sklearn.privacy._mechanisms._partial_sums import PartialSums
+from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
+
+N = 24
+MECHANISMS = [
+    SquareRootSums(0.7, N),
+    SquareRootSums(0.7),
+    SquareRootSums(0.7, 3 * N),
+    BinaryTree(0.7, N),
+    BinaryTree(0.7),
+    PartialSums(0.7),
+]
+every = pytest.mark.parametrize("mechanism", MECHANISMS, ids=repr)
+
+
+class OneAtATime:
+    """A generator whose k-th vector of draws is the k-th unit vector: one stream for each draw."""
+
+    def __init__(self):
+        self.n_draws = 0
+
+    def standard_normal(self, shape):
+        drawn = np.zeros(shape)
+        drawn[self.n_draws] = 1.0
+        self.n_draws += 1
+        return drawn
+
+
+def noise_matrix(mechanism, n=N):
+    """Noise on sums as a linear map of white noise of unit variance: (n releases, n draws)."""
+    registers = np.zeros((mechanism.n_registers(n), n))
+    rng = OneAtATime()
+    return np.stack([mechanism.advance(registers, k, rng) for k in range(1, n + 1)])
+
+
+def costs(mechanism, n=N):
+    """Gaussian-DP parameter (n,) of all releases when one value is replaced, by its step."""
+    sums = np.tril(np.ones((n, n)))
+    return np.linalg.norm(np.linalg.solve(noise_matrix(mechanism, n), sums), axis=0)
+
+
+@every
+def test_no_value_costs_more_than_promised(mechanism):
+    assert costs(mechanism).max() <= 0.7 * (1 + 1e-9)
+    if mechanism in (MECHANISMS[0], MECHANISMS[3], MECHANISMS[5]):  # and no less at the horizon
+        assert costs(mechanism).max() == pytest.approx(0.7, rel=1e-9)
+
+
+@every
+def test_variance_is_that_of_the_noise(mechanism):
+    np.testing.assert_allclose(
+        mechanism.variance(np.arange(1, N + 1)), (noise_matrix(mechanism) ** 2).sum(axis=1)
+    )
+
+
+@every
+def test_drawn_noise_has_the_stated_variance(mechanism):
+    rng, registers = np.random.default_rng(0), np.zeros((mechanism.n_registers(N), 20_000))
+    for k in range(1, N + 1):
+        noise = mechanism.advance(registers, k, rng)
+    assert noise.var() == pytest.approx(float(mechanism.variance(N)), rel=0.04)
+
+
+@every
+def test_cost_of_replacing_all_values(mechanism):
+    sums = np.arange(1.0, N + 1)
+    expected = np.linalg.norm(np.linalg.solve(noise_matrix(mechanism), sums))
+    assert mechanism.whole_mu(N) == pytest.approx(expected)
+    if not isinstance(mechanism, SquareRootSums):
+        assert mechanism.whole_mu(N, 3) == pytest.approx(3 * expected)
+
+
+@given(horizon=st.integers(1, 200), mu=st.floats(0.01, 10))
+@settings(max_examples=30, deadline=None)
+def test_square_root_at_any_horizon(horizon, mu):
+    mechanism = SquareRootSums(mu, horizon)
+    n = min(horizon, 40)
+    found = costs(mechanism, n)
+    assert found.max() <= mu * (1 + 1e-9)
+    if n == horizon:
+        assert found[0] == pytest.approx(mu)
+
+
+def test_streams_advance_each_at_its_own_release():
+    tree = BinaryTree(1.0, 64)
+    together = np.zeros((tree.n_registers(7), 2))
+    rng = np.random.default_rng(0)
+    for k in range(1, 7):
+        tree.advance(together, np.array([k, min(k, 1)]), rng)
+    # One stream is at release 6 = 4 + 2, the other at its first again and again.
+    np.testing.assert_array_equal(together != 0, [[False, True], [True, False], [True, False]])
+
+
+@pytest.mark.parametrize("horizon", [50, 1000, 30_000])
+def test_exponentials_cost_hardly_any_noise(horizon):
+    mechanism = SquareRootSums(1.0, horizon)
+    steps = np.arange(1, horizon)
+    exact = np.cumprod(np.concatenate([[1.0], (2 * steps - 1) / (2 * steps)]))
+    squares = np.cumsum(exact**2)
+    at = np.array([1, 20, horizon])
+    assert mechanism.variance(at) / (squares[-1] * squares[at - 1]) == pytest.approx(1, abs=0.02)
+    assert len(mechanism.encoder.gaps) <= 11
+
+
+def test_known_variances():
+    """With the paper's range of sqrt(3) and mu of (1, 1e-6): 1,012 for the square root."""
+    scale = math.sqrt(3) / 0.2367
+    assert scale**2 * SquareRootSums(1.0, 30_000).variance(30_000) == pytest.approx(1012, rel=0.02)
+    assert BinaryTree(1.0, 30_000).variance(2**14) == pytest.approx(15)
+    assert PartialSums(0.5).variance(3) == 12
+
+
+@pytest.mark.parametrize("steps", [50, 300, 1000, 30_000])
+def test_an_unknown_horizon_doubles_the_variance_of_the_noise(steps):
+    """The best linear mean has at most 2.3 times the variance; doubled horizons have up to 3."""
+    known, unknown = SquareRootSums(1.0, steps), SquareRootSums(1.0)
+    ratio = unknown.noise_std**2 / unknown.response(steps).squares[-1]
+    ratio /= known.noise_std**2 / known.response(steps).squares[-1]
+    assert 1 < ratio < 2.3

@@ -12,7 +12,9 @@ _STEP = 1 / 30
 _SPREADS = _STEP * np.array([*range(11), *range(3)])
 _ALONE = np.array([0.05] * 11 + [0.002] * 3)
 _PRIOR = np.log(np.maximum(_SPREADS, _STEP / 10)) + np.log(np.where(_ALONE < 0.05, 0.1, 1.0))
-_MAX_STEPS, _TOLERANCE = 100, 1e-3  # of EM, the latter in nats
+_MAX_STEPS, _TOLERANCE = 100, 1e-2  # of EM, the latter in nats
+_NEGLIGIBLE = 40.0  # nats below the best fit
+_MANY, _NEAR = 5000, 0.1  # agents from which those within a tenth of their sd count as equal
 _TINY = 1e-300
 _BLOCK = 1 << 14  # agents at once
 
@@ -49,13 +51,27 @@ def find_classes(means, variances, width, before=None):
 
     `width` is the range of values. EM starts from the classes found `before`.
     """
-    spreads = width * _SPREADS
-    density, fits = -np.log(width), []
-    for k in range(1, min(_MOST, len(means)) + 1):
+    spreads, density = width * _SPREADS, -np.log(width)
+    information, n = float((1 / variances).sum()), len(means)
+    means, variances, counts = _grouped(means, variances)
+    fits = []
+    for k in range(1, min(_MOST, n) + 1):
         known = before is not None and len(before.fits) >= k
         start = before.fits[k - 1] if known else _spread_out(means, k)
-        fits.append(_fit(means, variances, spreads, density, start))
-    return Classes(spreads, tuple(fits), density, float((1 / variances).sum()), len(means))
+        fits.append(_fit(means, variances, counts, spreads, density, start))
+    return Classes(spreads, tuple(fits), density, information, n)
+
+
+def _grouped(means, variances):
+    """Means (g,), variances and counts of agents; of very many those that are nearly equal."""
+    if len(means) <= _MANY:
+        return means, variances, np.ones(len(means))
+    place = np.round(means / (_NEAR * np.sqrt(variances.min())))
+    kind = np.round(np.log(variances) / _NEAR)
+    _, group, counts = np.unique(
+        np.stack([place, kind]), axis=1, return_inverse=True, return_counts=True
+    )
+    return np.bincount(group, means) / counts, np.bincount(group, variances) / counts, counts
 
 
 def _spread_out(means, k):
@@ -65,26 +81,38 @@ def _spread_out(means, k):
     return Fit(shares, np.tile(centres, (len(shares), 1)), np.zeros_like(shares), np.zeros(0))
 
 
-def _fit(means, variances, spreads, density, start):
+def _fit(means, variances, counts, spreads, density, start):
     """EM for all spreads together: (s, k, n) arrays."""
     shares, centres = start.shares, start.centres
-    total = variances + spreads[:, None, None] ** 2
-    last = -np.inf
+    total, last = variances + spreads[:, None, None] ** 2, -np.inf
     for _ in range(_MAX_STEPS):
         logs = np.log(shares)[..., None] + _log_normal(means - centres[..., None], total)
-        both = np.logaddexp(logsumexp(logs, axis=1), np.log(_ALONE)[:, None] + density)
-        member = np.exp(logs - both[:, None])
+        member, logs = _members(logs, np.log(_ALONE) + density)
+        member *= counts
         weights = member / total
         precisions = np.maximum(weights.sum(axis=2), _TINY)
         centres = np.where(precisions > _TINY, weights @ means / precisions, centres)
         shares = np.maximum(member.sum(axis=2), 1e-6)
         shares *= ((1 - _ALONE) / shares.sum(axis=1))[:, None]
-        likelihood = both.sum(axis=1)
+        likelihood = logs @ counts
         if np.all(likelihood - last < _TOLERANCE):
             break
         last = likelihood
     n_free = 2 * shares.shape[1] - 1
-    return Fit(shares, centres, precisions, likelihood - n_free / 2 * np.log(len(means)))
+    return Fit(shares, centres, precisions, likelihood - n_free / 2 * np.log(counts.sum()))
+
+
+def _members(logs, alone):
+    """Probabilities (s, k, n) of components with log densities `logs`, and those of all (s, n).
+
+    Agents that belong to no component have the log density `alone` (s,).
+    """
+    alone = alone[:, None]
+    highest = np.maximum(logs.max(axis=1), alone)
+    found = np.exp(logs - highest[:, None])
+    total = found.sum(axis=1) + np.exp(alone - highest)
+    found /= total[:, None]
+    return found, highest + np.log(total)
 
 
 def combine(classes, own, own_variances, heard=None):
@@ -102,24 +130,23 @@ def combine(classes, own, own_variances, heard=None):
 
 
 def _combine(classes, own, own_variances, heard):
-    spread = classes.spreads[:, None, None] ** 2
     logs, means, variances = [], [], []
-    for fit in classes.fits:
-        centres, precisions = (
-            _without(fit, classes, heard)
-            if heard is not None
-            else (fit.centres[..., None], fit.precisions[..., None])
-        )
-        within = spread + 1 / precisions
+    for fit, settings in _likely(classes):
+        scores = (fit.scores + _PRIOR[settings])[:, None, None]
+        centres, precisions = fit.centres[..., None], fit.precisions[..., None]
+        if heard is not None:
+            centres, precisions = _without(fit, settings, classes, heard)
+        within = classes.spreads[settings, None, None] ** 2 + 1 / precisions
         weight = within / (within + own_variances)
-        scores = (fit.scores + _PRIOR)[:, None, None] + np.log(fit.shares)[..., None]
-        logs.append(scores + _log_normal(own - centres, within + own_variances))
+        shares = np.log(fit.shares)[..., None]
+        logs.append(scores + shares + _log_normal(own - centres, within + own_variances))
         means.append(centres + weight * (own - centres))
         variances.append(weight * own_variances)
-        alone = (fit.scores + _PRIOR + np.log(_ALONE) + classes.density)[:, None, None]
-        logs.append(np.broadcast_to(alone, (len(alone), 1, len(own))))
-        means.append(np.broadcast_to(own, (len(alone), 1, len(own))))
-        variances.append(np.broadcast_to(own_variances, (len(alone), 1, len(own))))
+        alone = len(scores), 1, len(own)
+        density = np.log(_ALONE[settings])[:, None, None] + classes.density
+        logs.append(np.broadcast_to(scores + density, alone))
+        means.append(np.broadcast_to(own, alone))
+        variances.append(np.broadcast_to(own_variances, alone))
     logs, means, variances = (_flat(values) for values in (logs, means, variances))
     weights = np.exp(logs - logsumexp(logs, axis=0))
     mean = (weights * means).sum(axis=0)
@@ -127,20 +154,29 @@ def _combine(classes, own, own_variances, heard):
     return Posterior(mean, variance, weights)
 
 
-def _without(fit, classes, heard):
+def _likely(classes):
+    """Fits at those settings that may count for somebody, and these settings."""
+    best = max((fit.scores + _PRIOR).max() for fit in classes.fits)
+    for fit in classes.fits:
+        settings = np.flatnonzero(fit.scores + _PRIOR > best - _NEGLIGIBLE)
+        if len(settings):
+            yield Fit(*(values[settings] for values in fit)), settings
+
+
+def _without(fit, settings, classes, heard):
     """Centres and their precisions (s, k, n) without each agent's own noisy mean."""
-    weights = memberships(fit, classes, heard) / (heard[1] + classes.spreads[:, None, None] ** 2)
+    member = _memberships(fit, settings, classes, heard)
+    weights = member / (heard[1] + classes.spreads[settings, None, None] ** 2)
     left = np.maximum(fit.precisions[..., None] - weights, _TINY)
     sums = (fit.precisions * fit.centres)[..., None] - weights * heard[0]
     return np.where(left > _TINY, sums / left, fit.centres[..., None]), left
 
 
-def memberships(fit, classes, heard):
+def _memberships(fit, settings, classes, heard):
     """Probabilities (s, k, n) of the components, given noisy means."""
-    total = heard[1] + classes.spreads[:, None, None] ** 2
+    total = heard[1] + classes.spreads[settings, None, None] ** 2
     logs = np.log(fit.shares)[..., None] + _log_normal(heard[0] - fit.centres[..., None], total)
-    both = np.logaddexp(logsumexp(logs, axis=1), np.log(_ALONE)[:, None] + classes.density)
-    return np.exp(logs - both[:, None])
+    return _members(logs, np.log(_ALONE[settings]) + classes.density)[0]
 
 
 def together(classes, weights, heard):
@@ -149,8 +185,8 @@ def together(classes, weights, heard):
     The weights (f, r) are those of a posterior.
     """
     members = []
-    for fit in classes.fits:
-        found = memberships(fit, classes, heard)
+    for fit, settings in _likely(classes):
+        found = _memberships(fit, settings, classes, heard)
         alone = np.zeros((len(found), 1, heard.shape[1]))
         members += [found, alone]
     # As in the posterior: all components of a fit, then nobody's.

@@ -13,6 +13,7 @@ from pfl_sklearn import (
     metrics,
     model_selection,
     neural_network,
+    online,
     priors,
     privacy,
     theory,
@@ -34,12 +35,14 @@ from pfl_sklearn.neural_network import (
     LocalNetClassifier,
     LocalNetRegressor,
 )
+from pfl_sklearn.online import CollaborativeMean
 from pfl_sklearn.privacy import PrivacyWarning, privacy_of
 
 __all__ = [
     "AdaPeDClassifier",
     "BernoulliMean",
     "ClientColumn",
+    "CollaborativeMean",
     "FedAvgClassifier",
     "FedAvgRegressor",
     "GaussianMean",
@@ -61,6 +64,7 @@ __all__ = [
     "metrics",
     "model_selection",
     "neural_network",
+    "online",
     "priors",
     "privacy",
     "privacy_of",

@@ -27,6 +27,7 @@ import pfl_sklearn
 from pfl_sklearn import (
     BernoulliMean,
     ClientColumn,
+    CollaborativeMean,
     GaussianMean,
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,
@@ -52,6 +53,7 @@ from pfl_sklearn.priors import (
     GaussianPrior,
     LaplacePrior,
 )
+from pfl_sklearn.privacy._spending import unit_of
 from tests.helpers.blinded import blind, what_leaves
 from tests.helpers.finite import not_finite
 from tests.helpers.torch import WITHOUT_TORCH
@@ -78,7 +80,8 @@ NEURAL = (
         AdaPeDClassifier(**SHORT),
     ]
 )
-ESTIMATORS = [*MEANS, *REGRESSIONS, *ROUNDS, *NEURAL]
+STREAMS = [CollaborativeMean()]
+ESTIMATORS = [*MEANS, *REGRESSIONS, *ROUNDS, *STREAMS, *NEURAL]
 # Other configurations, for our checks only.
 VARIANTS = [
     GaussianMean(noise_variance=1.0),
@@ -96,6 +99,8 @@ VARIANTS = [
     PersonalizedLinearRegression(DiscretePrior(), random="intercept"),
     PersonalizedLogisticRegression(GaussianPrior(covariance_type="diag"), random=["intercept"]),
     PersonalizedLogisticRegression(GaussianPrior(mean=0.0, covariance=1.0)),
+    CollaborativeMean(decision="test"),
+    CollaborativeMean(mechanism="pm1", noise_variance=1.0),
     PPSGDRegressor(alpha=0, average=True, random_state=0),
     PPSGDRegressor(alpha=math.inf, batch_size=2, weighting="clients", random_state=0),
     PPSGDRegressor(sampling="fixed", client_fraction=0.3, clip_norm=1.0, random_state=0),
@@ -128,6 +133,10 @@ PRIVATE = [
         clip_norm=8.0,
         trust="local",
         random_state=0,
+    ),
+    CollaborativeMean(epsilon=1.0, bounds=(-8.0, 8.0), random_state=0),
+    CollaborativeMean(
+        epsilon=1.0, bounds=(-8.0, 8.0), mechanism="tree", decision="test", random_state=0
     ),
     BernoulliMean(epsilon=1.0, random_state=0),
     BernoulliMean(epsilon=1.0, mechanism="two_bit", random_state=0),
@@ -295,7 +304,8 @@ def test_sklearn_checks_of_wrappers(estimator, check):
 def test_row_order_does_not_matter(estimator):
     X, y, groups = make_table(estimator)
     order = np.random.default_rng(1).permutation(len(y))
-    if hasattr(estimator, "n_rounds"):  # batches follow the order of a client's rows
+    if hasattr(estimator, "n_rounds") or hasattr(estimator, "horizon"):
+        # Batches and streams follow the order of a client's rows.
         order[np.argsort(groups[order], kind="stable")] = np.argsort(groups, kind="stable")
     first = fit_quietly(estimator, X, y, groups=groups)
     second = fit_quietly(estimator, X[order], y[order], groups=groups[order])
@@ -369,7 +379,7 @@ def test_one_client_keeps_its_own_mean(estimator):
 @pytest.mark.parametrize("estimator", [*PRIVATE[: -len(PRIVATE_ROUNDS)], *UNREPEATABLE], ids=repr)
 def test_a_private_fit_at_infinite_epsilon_is_the_ordinary_one(estimator):
     X, y, groups = make_table(estimator)
-    shared = ("prior", "random", "noise_variance")
+    shared = ("prior", "random", "noise_variance", "bounds", "decision")
     given = {name: value for name, value in estimator.get_params().items() if name in shared}
     plain = type(estimator)(**given).fit(X, y, groups=groups)
     without = clone(estimator).set_params(epsilon=math.inf).fit(X, y, groups=groups)
@@ -486,7 +496,7 @@ def test_every_fit_reports_its_privacy(estimator):
         assert (0.995 * asked if math.isfinite(asked) else 0) < report.epsilon <= asked
     else:
         assert report.epsilon == asked
-    assert report.unit == getattr(estimator, "unit", "client")
+    assert report.unit == unit_of(estimator)
     assert "clients_" in report.not_released
     if math.isfinite(report.epsilon):
         assert report.noise_reproducible == (estimator not in UNREPEATABLE)
@@ -733,6 +743,9 @@ NO_OWN_VARIANCE = {  # of single rows, where the released noise variance is of n
     *("stds_", "std of known", "credible_interval", "summary.std", "summary.lower"),
     *("summary.upper", "coef_std_", "intercept_std_"),
 }
+NOT_HEARD = {"heard_means_", "heard_stds_"}  # of those whose turn has not come
+NO_MESSAGE = {"population_mean_", "population_mean_std_", "population_std_", "predict of unseen"}
+NO_MESSAGE |= {"std of unseen"}
 NO_STANDARD_ERRORS = LaplacePrior | GaussianMixturePrior | DiscretePrior
 NO_POOLING = {"prior_.covariance", "std of unseen", "summary.estimate"}
 
@@ -747,6 +760,8 @@ def documented_exceptions(estimator, table):
         getattr(estimator, "prior", None), LaplacePrior | GaussianMixturePrior | DiscretePrior
     ):
         found |= {"log_likelihood_", *NOT_IDENTIFIED}
+    if getattr(estimator, "mechanism", None) in ("pm1", "pm2"):
+        found |= NOT_HEARD if table != "one client" else NOT_HEARD | NO_MESSAGE
     if "constant" in table or table in ("equal columns", "X + 1e9"):
         found |= NOT_IDENTIFIED
     if table == "one client":
@@ -934,7 +949,7 @@ def test_leaks_are_convicted(fit, monkeypatch):
 
 
 def test_the_registry_has_every_public_estimator():
-    modules = [pfl_sklearn.estimation, pfl_sklearn.linear_model]
+    modules = [pfl_sklearn.estimation, pfl_sklearn.linear_model, pfl_sklearn.online]
     if not WITHOUT_TORCH:
         modules.append(pfl_sklearn.neural_network)
     public = {

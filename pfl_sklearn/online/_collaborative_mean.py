@@ -285,13 +285,17 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
 
     @property
     def heard_means_(self):
-        """What the messages say of clients' means: (n_clients,), or by recipient and sender."""
+        """What messages say of the clients' means: (n_clients,) where everybody hears the same.
+
+        Otherwise (n_clients, n_clients), with recipients first; NaN where nothing was heard yet,
+        and in the diagonal what clients know of themselves.
+        """
         return self._open_stream().heard()[0]
 
     @property
     def heard_stds_(self):
-        """Standard deviations of `heard_means_`; infinite before a message."""
-        return np.sqrt(self._open_stream().heard()[1])
+        """Standard deviations of `heard_means_`; infinite where nothing was heard yet."""
+        return self._open_stream().heard()[1]
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()

@@ -43,7 +43,7 @@ class Pairs(NamedTuple):
 
 
 class Hearing(NamedTuple):
-    """What agents heard, in the units of the data."""
+    """What agents heard, in units of the range of all values."""
 
     senders: object
     middle: np.ndarray  # (n,), of the range of each agent's values

@@ -10,9 +10,10 @@ from pfl_sklearn.online import _privacy
 from pfl_sklearn.online._decisions import Hearing, Mixture, Oracle, Own, Test, pooled, same_class
 from pfl_sklearn.online._variances import coordinates, heard_variances, own_variances
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
+from pfl_sklearn.privacy._mechanisms._running_sums import bounded
 
 _FREE = ("ledger", "n_jobs", "unseen")  # parameters that may change while a stream goes on
-_LEAST = 1e-24  # variance of a mean, in units of the range squared
+_LEAST = 1e-24  # variance of a mean, in squared units
 
 
 class Newcomers(NamedTuple):
@@ -30,7 +31,7 @@ class Arrivals(NamedTuple):
 
     newcomers: Newcomers
     agents: np.ndarray  # (n,), whose row it is
-    values: np.ndarray  # (n,), clipped
+    units: np.ndarray  # (n,), values in units of their ranges, from the middle
     clipped: np.ndarray  # (n,), whether it was
 
 
@@ -40,6 +41,13 @@ class Population(NamedTuple):
     mean: float
     mean_std: float
     std: float
+
+
+class Unit(NamedTuple):
+    """What arithmetic measures in: the lowest value of all ranges, and their common length."""
+
+    low: float
+    width: float
 
 
 class Stream:
@@ -88,39 +96,41 @@ class Stream:
             self._joined("low", newcomers)[agents],
             self._joined("width", newcomers)[agents],
         )
-        values = y if model.bounds is None else np.clip(y, low, low + width)
-        clipped = values != y
+        units, clipped = (y - low) / width - 0.5, np.zeros(len(y), bool)
+        if model.bounds is not None:
+            units, clipped = bounded(y, low, width)
         if model.out_of_bounds == "error" and clipped.any():
             row = int(np.flatnonzero(clipped)[0])
             raise ValueError(
                 f"y[{row}] = {y[row]:.6g} is outside the bounds ({low[row]:.6g}, "
                 f"{low[row] + width[row]:.6g}), and out_of_bounds='error'."
             )
-        return Arrivals(newcomers, agents, values, clipped)
+        return Arrivals(newcomers, agents, units, clipped)
 
     def take(self, model, arrivals):
         """Let the agents receive the rows, and send their messages."""
         self.unfinished = True
         self._join(model, arrivals.newcomers)
-        agents, (_, low, width, _variances, _) = arrivals.agents, self.agents
+        agents = arrivals.agents
         self.n_clipped += np.bincount(agents[arrivals.clipped], minlength=len(self.n_clipped))
-        units = (arrivals.values - low[agents]) / width[agents] - 0.5
-        self.senders.take(agents, coordinates(units, model.noise_variance is None))
+        self.senders.take(agents, coordinates(arrivals.units, model.noise_variance is None))
         self.unfinished = False
 
     def estimates(self, model):
         """Means, their variances and the exact means of all agents, in the order of ids."""
-        own, hearing = self._known()
+        own, hearing, unit = self._known()
         decide = self._decision(model)
         if isinstance(decide, Mixture):
             found = decide.estimate(own, hearing)
         else:
             found = pooled(decide, own, hearing)
-        return found.means[self.by_id], found.variances[self.by_id], own.means[self.by_id]
+        means, variances = unit.low + unit.width * found.means, unit.width**2 * found.variances
+        local = unit.low + unit.width * own.means
+        return means[self.by_id], variances[self.by_id], local[self.by_id]
 
     def same_class(self, model):
         """Sparse (n, n), in the order of ids: whom each agent takes for its class."""
-        own, hearing = self._known()
+        own, hearing, _ = self._known()
         decide = self._decision(model)
         if isinstance(decide, Mixture):
             found = decide.same_class(own, hearing)
@@ -129,40 +139,47 @@ class Stream:
         return found[self.by_id][:, self.by_id]
 
     def heard(self):
-        """Noisy means and their variances, in the order of ids: (n,), or (n, n) by recipient."""
-        _, hearing = self._known()
+        """Noisy means and their standard deviations, in the order of ids.
+
+        (n,) if everybody heard the same. Otherwise (n, n), with recipients first; in the diagonal
+        is what agents know of themselves, and NaN and infinity where nothing was heard.
+        """
+        own, hearing, unit = self._known()
         if hearing.is_common:
             pairs = hearing.pairs(self.by_id[:1])
-            return pairs.means[self.by_id, 0], pairs.variances[self.by_id, 0]
-        n = hearing.n_agents
-        means, variances = np.full((n, n), np.nan), np.full((n, n), np.inf)
-        pairs = hearing.pairs(np.arange(n))
-        told = np.isfinite(pairs.variances)
-        means[pairs.recipients, pairs.senders] = np.where(told, pairs.means, np.nan)
-        variances[pairs.recipients, pairs.senders] = pairs.variances
-        return means[self.by_id][:, self.by_id], variances[self.by_id][:, self.by_id]
+            means, variances = pairs.means[self.by_id, 0], pairs.variances[self.by_id, 0]
+        else:
+            pairs = hearing.pairs(np.arange(hearing.n_agents))
+            means, variances = np.diag(own.means), np.diag(own.variances)
+            told = np.where(np.isinf(pairs.variances), np.nan, pairs.means)
+            means[pairs.recipients, pairs.senders] = told
+            variances[pairs.recipients, pairs.senders] = pairs.variances
+            means = means[self.by_id][:, self.by_id]
+            variances = variances[self.by_id][:, self.by_id]
+        return unit.low + unit.width * means, unit.width * np.sqrt(variances)
 
     def population(self):
         """Population that the messages show."""
-        _, hearing = self._known()
-        means, variances = _by_sender(hearing)
-        return _moments(means, variances)
+        _, hearing, unit = self._known()
+        mean, mean_std, std = _moments(*_by_sender(hearing))
+        return Population(unit.low + unit.width * mean, unit.width * mean_std, unit.width * std)
 
     def _known(self):
-        """What agents know of themselves, and what they heard."""
+        """What agents know of themselves and what they heard, and the unit that it is in."""
         _, low, width, known, _ = self.agents
+        unit = Unit(low.min(), (low + width).max() - low.min())
+        low, width, known = (low - unit.low) / unit.width, width / unit.width, known / unit.width**2
         senders = self.senders
         rows, middle = senders.rows, low + width / 2
         variances = own = known
         if len(senders.sums) == 2:
-            shown = senders.heard.means()
             largest = math.inf if self.params["bounds"] is None else 0.25
-            variances = width**2 * heard_variances(shown, largest)
+            variances = width**2 * heard_variances(senders.heard.means(), largest)
             common = (variances / width**2).mean()
             own = width**2 * own_variances(rows, senders.sums, common)
-        spread = np.maximum(own / rows, _LEAST * width**2)
-        own = Own(middle + width * senders.sums[0] / rows, spread, rows)
-        return own, Hearing(senders, middle, width, np.maximum(variances, _LEAST * width**2))
+        spread = np.maximum(own / np.maximum(rows, 1), _LEAST)
+        own = Own(middle + width * senders.sums[0] / np.maximum(rows, 1), spread, rows)
+        return own, Hearing(senders, middle, width, np.maximum(variances, _LEAST)), unit
 
     def _decision(self, model):
         """How agents find their class; labels come from the stream, classes from the last time."""
@@ -173,9 +190,7 @@ class Stream:
         if self.decision is None:
             self.decision = Mixture()
         self.decision.n_jobs = model.n_jobs
-        bounded = model.bounds is not None
-        low, width = self.agents.low, self.agents.width
-        self.decision.width = (low + width).max() - low.min() if bounded else None
+        self.decision.width = None if model.bounds is None else 1.0
         return self.decision
 
     def _join(self, model, newcomers):
@@ -206,7 +221,7 @@ class Stream:
 
     def _accepts(self):
         """Which senders (n - 1, n), by turn, each agent takes for its class."""
-        own, hearing = self._known()
+        own, hearing, _ = self._known()
         decide = (
             Oracle(self.agents.labels)
             if self.params["decision"] == "oracle"

@@ -10,7 +10,6 @@ import numpy as np
 
 from pfl_sklearn._clients import rows_by_client
 from pfl_sklearn.online._statistics import Heard, moved, statistic
-from pfl_sklearn.privacy._mechanisms._noise import public_grid
 
 _BATCH = 1 << 20  # rows of a batch of steps
 
@@ -22,9 +21,9 @@ class NoNoise:
         """Numbers that the noise of a stream needs: none."""
         return 0
 
-    def advance(self, registers, index, rng):
-        """Noise of the next running sums: none."""
-        return np.zeros(registers.shape[1:])
+    def privatize(self, sums, registers, index, rng):
+        """Running sums as they are."""
+        return sums
 
     def variance(self, index):
         """Variance of the noise: none."""
@@ -79,12 +78,8 @@ class Senders:
             more = np.zeros((missing, p, self.registers.shape[2]), self.registers.dtype)
             self.registers = np.concatenate([self.registers, more])
         registers = self.registers[:, :, streams]
-        noise = mechanism.advance(registers, index, self.rng)
+        message = mechanism.privatize(exact, registers, index, self.rng)
         self.registers[:, :, streams] = registers
-        message = exact + noise
-        if not isinstance(mechanism, NoNoise):
-            grid = public_grid(1 / mechanism.mu)
-            message = np.rint(message / grid) * grid
         self.heard.hear(Heard(streams, index, rows, message))
 
 

@@ -19,6 +19,7 @@ from pfl_sklearn.privacy import (
     SubsetSelection,
 )
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
+from pfl_sklearn.privacy._mechanisms._running_sums import RunningSums
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
 
 
@@ -47,6 +48,7 @@ def blind(monkeypatch):
     ignore(ClippedSum, "release", np.zeros_like)
     ignore(FrequencyMoments, "release", np.zeros_like)
     ignore(NoisySteps, "privatize", np.zeros_like)
+    ignore(RunningSums, "privatize", np.zeros_like)
     ignore(
         SparseClippedSum, "release", lambda sent: sent._replace(values=np.zeros_like(sent.values))
     )

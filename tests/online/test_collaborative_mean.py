@@ -139,7 +139,7 @@ def test_a_stream_in_parts_is_the_same_stream(params):
 
 @every
 def test_agents_come_late_and_fall_silent(params):
-    """Only the order of an agent's own rows within a call counts; a late agent has its own clock."""
+    """Only the order of an agent's own rows counts; a late agent has its own clock."""
     rng = np.random.default_rng(0)
     X, y, groups, _ = stream(12, np.repeat([0, 1], 4))
     model = CollaborativeMean(**params)

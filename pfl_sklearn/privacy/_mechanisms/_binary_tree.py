@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pfl_sklearn.privacy._mechanisms._running_sums import RunningSums
+
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class BinaryTree:
+class BinaryTree(RunningSums):
     r"""Running sums as sums of few noisy blocks, whose lengths are powers of two.
 
     Release k consists of one block for every 1 in the binary digits of k. A value is in one block
@@ -59,22 +61,8 @@ class BinaryTree:
         """Numbers that the noise of a stream needs between two of its releases."""
         return n_releases.bit_length()
 
-    def advance(self, registers: Floats, index: Floats | int, rng: np.random.Generator) -> Floats:
-        """Noise of the next running sums, one of each stream.
-
-        Parameters
-        ----------
-        registers : ndarray of shape (n_registers, ...)
-            State of the streams; it is changed.
-        index : int or ndarray
-            Number of each release, from 1.
-        rng : numpy.random.Generator
-            Source of the noise.
-
-        Returns
-        -------
-        ndarray of shape (...)
-        """
+    def advance(self, registers: Floats, index: npt.ArrayLike, rng: np.random.Generator) -> Floats:
+        """Noise of the next running sums, one of each stream."""
         fresh = rng.standard_normal(registers.shape[1:])
         new = np.bitwise_and(index, np.negative(index))
         for level in range(len(registers)):
@@ -94,10 +82,7 @@ class BinaryTree:
         return np.sum([np.zeros(index.shape), *parts], axis=0)
 
     def whole_mu(self, n_releases: int, rows: int = 1) -> float:
-        """Gaussian-DP parameter of the first releases when every value is replaced.
-
-        `rows` values lie between two releases.
-        """
+        """Gaussian-DP parameter of the first releases when every value is replaced."""
         levels = range(n_releases.bit_length())
         blocks = [(n_releases + (1 << s)) >> (s + 1) for s in levels]
         squares = [blocks[s] * (rows * 2**s / self.noise_std(s)) ** 2 for s in levels]

@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pfl_sklearn.privacy._mechanisms._running_sums import RunningSums
+
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class PartialSums:
+class PartialSums(RunningSums):
     """Running sums as sums of noisy blocks: between two releases lies one block.
 
     A value is in one block, so the promise of one release is that of the whole stream. The noise of
@@ -56,22 +58,8 @@ class PartialSums:
         """Numbers that the noise of a stream needs between two of its releases."""
         return 1
 
-    def advance(self, registers: Floats, index: Floats | int, rng: np.random.Generator) -> Floats:
-        """Noise of the next running sums, one of each stream.
-
-        Parameters
-        ----------
-        registers : ndarray of shape (1, ...)
-            State of the streams; it is changed.
-        index : int or ndarray
-            Number of each release, from 1.
-        rng : numpy.random.Generator
-            Source of the noise.
-
-        Returns
-        -------
-        ndarray of shape (...)
-        """
+    def advance(self, registers: Floats, index: npt.ArrayLike, rng: np.random.Generator) -> Floats:
+        """Noise of the next running sums, one of each stream."""
         registers[0] += rng.standard_normal(registers.shape[1:]) * self.noise_std
         return registers[0].copy()
 
@@ -80,8 +68,5 @@ class PartialSums:
         return self.noise_std**2 * np.asarray(index, dtype=float)
 
     def whole_mu(self, n_releases: int, rows: int = 1) -> float:
-        """Gaussian-DP parameter of the first releases when every value is replaced.
-
-        `rows` values lie between two releases.
-        """
+        """Gaussian-DP parameter of the first releases when every value is replaced."""
         return rows * math.sqrt(n_releases) / self.noise_std

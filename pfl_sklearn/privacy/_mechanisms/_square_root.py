@@ -13,6 +13,8 @@ import numpy.typing as npt
 from scipy.optimize import brentq
 from scipy.signal import lfilter
 
+from pfl_sklearn.privacy._mechanisms._running_sums import RunningSums
+
 Floats = npt.NDArray[np.float64]
 
 _UNKNOWN_HORIZON = 0.45  # exponent of the encoder where any number of steps may follow
@@ -49,7 +51,7 @@ class Response(NamedTuple):
 
 
 @dataclass(frozen=True)
-class SquareRootSums:
+class SquareRootSums(RunningSums):
     r"""Running sums of a stream with noise that later sums partly take back.
 
     The lower-triangular matrix of ones, which maps a stream to its running sums, is the product
@@ -138,22 +140,8 @@ class SquareRootSums:
         """Numbers that the noise of a stream needs between two of its releases."""
         return len(self.decoder.gaps)
 
-    def advance(self, registers: Floats, index: Floats | int, rng: np.random.Generator) -> Floats:
-        """Noise of the next running sums, one of each stream.
-
-        Parameters
-        ----------
-        registers : ndarray of shape (n_registers, ...)
-            State of the streams; it is changed.
-        index : int or ndarray
-            Number of each release, from 1.
-        rng : numpy.random.Generator
-            Source of the noise.
-
-        Returns
-        -------
-        ndarray of shape (...)
-        """
+    def advance(self, registers: Floats, index: npt.ArrayLike, rng: np.random.Generator) -> Floats:
+        """Noise of the next running sums, one of each stream."""
         decay, weights = self.decoder.decay, self.decoder.weights
         fresh = rng.standard_normal(registers.shape[1:]) * self.noise_std
         registers *= decay.reshape(-1, *[1] * fresh.ndim)

@@ -1,0 +1,85 @@
+"""What all mechanisms for streams share: bounded values, and running sums with noise."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import numpy.typing as npt
+
+from pfl_sklearn.privacy._mechanisms._noise import public_grid
+
+Floats = npt.NDArray[np.float64]
+
+
+class RunningSums(ABC):
+    """Running sums of streams, released again and again.
+
+    A stream is one array of values whose largest change is 1: replacing one of them moves the
+    value (or the vector of its coordinates) by an L2 distance of at most 1. `mu` is the Gaussian-DP
+    parameter of all releases of the stream together.
+    """
+
+    mu: float
+
+    @abstractmethod
+    def n_registers(self, n_releases: int) -> int:
+        """Numbers that the noise of a stream needs between two of its releases."""
+
+    @abstractmethod
+    def advance(self, registers: Floats, index: npt.ArrayLike, rng: np.random.Generator) -> Floats:
+        """Noise of the next running sums, one of each stream.
+
+        Parameters
+        ----------
+        registers : ndarray of shape (n_registers, ...)
+            State of the streams; it is changed.
+        index : int or ndarray
+            Number of each release, from 1.
+        rng : numpy.random.Generator
+            Source of the noise.
+
+        Returns
+        -------
+        ndarray of shape (...)
+        """
+
+    @abstractmethod
+    def variance(self, index: npt.ArrayLike) -> Floats:
+        """Variance of the noise on the running sums at releases `index` (...)."""
+
+    @abstractmethod
+    def whole_mu(self, n_releases: int, rows: int = 1) -> float:
+        """Gaussian-DP parameter of the first releases when every value is replaced.
+
+        `rows` values lie between two releases.
+        """
+
+    def privatize(
+        self, sums: Floats, registers: Floats, index: npt.ArrayLike, rng: np.random.Generator
+    ) -> Floats:
+        """Running sums with noise, rounded to a public grid.
+
+        Parameters
+        ----------
+        sums : ndarray of shape (...)
+            Exact running sums, one of each stream and coordinate.
+        registers : ndarray of shape (n_registers, ...)
+            State of the streams; it is changed.
+        index : int or ndarray
+            Number of each release, from 1.
+        rng : numpy.random.Generator
+            Source of the noise.
+
+        Returns
+        -------
+        ndarray of shape (...)
+        """
+        grid = public_grid(1 / self.mu)
+        return np.rint((sums + self.advance(registers, index, rng)) / grid) * grid
+
+
+def bounded(values: Floats, low: Floats, width: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """Values (n,) clipped to their ranges, as numbers from -1/2 to 1/2, and which were clipped."""
+    inside = np.clip(values, low, low + width)
+    return np.clip((inside - low) / width - 0.5, -0.5, 0.5), inside != values

@@ -1,0 +1,141 @@
+"""An end-to-end audit of streams: what all messages together tell of a single value.
+
+Every agent is a trial of its own: half of them received one value at one end of the bounds, half at
+the other. The statistic is the likelihood ratio of all messages of an agent's stream. Messages are
+calibrated to mu = 2; a lower confidence bound on mu from 500 agents a side must stay below it, and
+above it for every mutant.
+"""
+
+import math
+
+import numpy as np
+import pytest
+
+from pfl_sklearn.online import CollaborativeMean, _variances
+from pfl_sklearn.privacy import gdp_epsilon
+from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
+from pfl_sklearn.privacy._mechanisms._partial_sums import PartialSums
+from pfl_sklearn.privacy._mechanisms._running_sums import RunningSums
+from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
+from pfl_sklearn.privacy.auditing import gdp_lower_bound
+
+pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+
+MU = 2.0
+DELTA = 1e-6
+N_STEPS = 8
+N_AGENTS = 1000
+TRUTH = np.arange(N_AGENTS) < N_AGENTS // 2
+STREAMS = {"epsilon": gdp_epsilon(MU, DELTA), "delta": DELTA, "bounds": (-1.0, 3.0)}
+BROADCASTS = [
+    {"mechanism": "sqrt", "horizon": N_STEPS},
+    {"mechanism": "sqrt"},
+    {"mechanism": "sqrt", "horizon": N_STEPS, "noise_variance": 1.0},
+    {"mechanism": "tree", "horizon": N_STEPS},
+    {"mechanism": "tree"},
+    {"mechanism": "pm1", "schedule": "broadcast"},
+]
+
+
+@pytest.fixture
+def messages(monkeypatch):
+    """Everything that the mechanisms let out."""
+    sent, privatize = [], RunningSums.privatize
+
+    def spy(self, *args):
+        sent.append((self, privatize(self, *args)))
+        return sent[-1][1]
+
+    monkeypatch.setattr(RunningSums, "privatize", spy)
+    return sent
+
+
+def run(params, messages, first=(3.0, -1.0), seed=0):
+    """Messages (n_steps, n_coordinates, n_agents) of agents whose first values are as given."""
+    y = np.full((N_STEPS, N_AGENTS), 1.0)
+    y[0] = np.where(TRUTH, *first)
+    model = CollaborativeMean(**STREAMS, **params, decision="test", random_state=seed)
+    model.fit(np.zeros((y.size, 1)), y.ravel(), groups=np.tile(np.arange(N_AGENTS), N_STEPS))
+    return np.stack([message for _, message in messages]), model.privacy_
+
+
+def found_mu(sent, weights, direction):
+    """Lower bound on mu from the likelihood ratios of the agents."""
+    ratio = np.einsum("tpn,t,p->n", sent, weights, direction)
+    return gdp_lower_bound(ratio[TRUTH], ratio[~TRUTH])
+
+
+def likelihood(mechanism):
+    """Weights of the messages of a stream in the ratio: all sums contain the first value."""
+    registers = np.zeros((mechanism.n_registers(N_STEPS), 1, 50_000))
+    rng = np.random.default_rng(1)
+    noise = [mechanism.advance(registers, k, rng)[0] for k in range(1, N_STEPS + 1)]
+    return np.linalg.solve(np.cov(noise), np.ones(N_STEPS))
+
+
+def spent(mechanism):
+    """What the first messages may tell: all of mu at the horizon, less without one."""
+    if getattr(mechanism, "horizon", N_STEPS) is None:
+        return {SquareRootSums: 1.367, BinaryTree: 1.861}[type(mechanism)]
+    return MU
+
+
+@pytest.mark.parametrize("params", BROADCASTS, ids=repr)
+def test_messages_keep_their_promise(params, messages):
+    sent, report = run(params, messages)
+    mechanism = messages[0][0]
+    found = found_mu(sent, likelihood(mechanism), np.eye(sent.shape[1])[0])
+    assert 0.4 * spent(mechanism) < found < spent(mechanism) <= MU
+    assert report.epsilon == pytest.approx(STREAMS["epsilon"])
+
+
+@pytest.mark.parametrize("params", BROADCASTS, ids=repr)
+def test_half_the_noise_is_convicted(params, messages, monkeypatch):
+    for kind in (SquareRootSums, BinaryTree, PartialSums):
+        advance = kind.advance
+        monkeypatch.setattr(kind, "advance", lambda *args, advance=advance: advance(*args) / 2)
+    sent, _ = run(params, messages)
+    mechanism = messages[0][0]
+    found = found_mu(sent, likelihood(mechanism), np.eye(sent.shape[1])[0])
+    assert found > spent(mechanism)
+
+
+def test_squares_that_weigh_more_are_convicted(messages, monkeypatch):
+    """From the middle of the range to its end: half the value, and the whole square."""
+    params = {"mechanism": "sqrt", "horizon": N_STEPS}
+    sent, _ = run(params, messages, first=(3.0, 1.0))
+    weights, direction = likelihood(messages[0][0]), np.array([0.5, _variances.SQUARE / 4])
+    assert found_mu(sent, weights, direction / np.linalg.norm(direction)) < MU
+    messages.clear()
+    monkeypatch.setattr(_variances, "SQUARE", 2.5 * _variances.SQUARE)
+    sent, _ = run(params, messages, first=(3.0, 1.0))
+    assert found_mu(sent, weights, np.array([0.0, 1.0])) > MU
+
+
+def test_all_recipients_together_learn_what_the_report_says(messages):
+    """Every pair has noise of its own: together the others see mu times the root of their number.
+
+    In its first step every agent asks the first one.
+    """
+    n_trials, n = 500, 6
+    found = {}
+    for value in (1.0, -1.0):
+        sums = []
+        for trial in range(n_trials):
+            y = np.zeros(n)
+            y[0] = value
+            model = CollaborativeMean(
+                epsilon=gdp_epsilon(0.5, DELTA),
+                delta=DELTA,
+                bounds=(-1.0, 1.0),
+                mechanism="pm1",
+                noise_variance=1.0,
+                decision="test",
+                random_state=2 * trial + int(value > 0),
+            ).fit(np.zeros((n, 1)), y, groups=np.arange(n))
+            sums.append(model.heard_means_[1:, 0].sum())
+        found[value] = np.array(sums)
+    report, together = model.privacy_, 0.5 * math.sqrt(n - 1)
+    assert 0.4 * together < gdp_lower_bound(found[1.0], found[-1.0]) < together
+    assert report.epsilon == pytest.approx(gdp_epsilon(together, DELTA))
+    assert report.epsilon_per_recipient == pytest.approx(gdp_epsilon(0.5, DELTA))

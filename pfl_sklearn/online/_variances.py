@@ -33,7 +33,9 @@ def heard_variances(heard, largest):
         return np.full(len(value), np.clip(value.var(), _LEAST, largest))
     value, noise, n_rows = value[told], noise[told], n_rows[told]
     raw = (square[told] / SQUARE - value**2 + noise) * n_rows / (n_rows - 1)
-    released = noise / SQUARE**2 + 4 * value**2 * noise  # variance of `raw` from the noise
+    # Variance of `raw` from the noise; single values would be correlated with it.
+    centre = np.average(value, weights=1 / (noise + 1 / n_rows))
+    released = noise / SQUARE**2 + 2 * noise**2 + 4 * centre**2 * noise
     common = np.average(raw, weights=1 / (released + 2 / n_rows))
     common = np.clip(common, _LEAST, largest)
     error = released + 2 * common**2 / n_rows

@@ -1,10 +1,11 @@
-"""Plots of fitted client-aware estimators, of their rounds, and of accuracy against privacy."""
+"""Plots of client-aware estimators, their rounds and streams, and of accuracy against privacy."""
 
 from pfl_sklearn.inspection._client_gain import ClientGainDisplay
 from pfl_sklearn.inspection._coefficient_display import CoefficientDisplay
 from pfl_sklearn.inspection._convergence import ConvergenceDisplay
 from pfl_sklearn.inspection._privacy_accuracy import PrivacyAccuracyDisplay
 from pfl_sklearn.inspection._shrinkage import ShrinkageDisplay
+from pfl_sklearn.inspection._stream import StreamDisplay
 
 __all__ = [
     "ClientGainDisplay",
@@ -12,4 +13,5 @@ __all__ = [
     "ConvergenceDisplay",
     "PrivacyAccuracyDisplay",
     "ShrinkageDisplay",
+    "StreamDisplay",
 ]

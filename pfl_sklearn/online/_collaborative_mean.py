@@ -90,7 +90,115 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     n_jobs : int or None, default=None
         Processes for ``decision="mixture"`` where every agent hears something else.
     random_state : int, RandomState instance or None, default=None
-        Seed of the noise. None takes entropy from the operating system.
+        Seed of the noise. None takes entropy from the operating system. A seed makes the noise
+        reproducible, so there is no privacy against anyone who knows the seed; the report says so.
+
+    Attributes
+    ----------
+    clients_ : ndarray of shape (n_clients,)
+        Sorted ids; row i of every per-client array is ``clients_[i]``.
+    n_samples_per_client_ : ndarray of shape (n_clients,)
+        Values of each client so far.
+    means_, stds_ : ndarrays of shape (n_clients,)
+        Each client's estimate of its mean, from its own exact values and what it heard, and the
+        standard deviation of that: of the posterior for "mixture", of the weighted mean if those
+        who were accepted are of one class for "test" and "oracle".
+    local_means_ : ndarray of shape (n_clients,)
+        Means of the clients' own values, clipped to `bounds`.
+    heard_means_, heard_stds_ : ndarrays of shape (n_clients,) or (n_clients, n_clients)
+        What messages say of the clients' means, and the standard deviations of that. Where pairs
+        exchange messages, recipients come first; NaN and infinity where nothing was heard yet, and
+        what clients know of themselves in the diagonal. Computed when asked for.
+    classes_of_ : csr_array of shape (n_clients, n_clients)
+        Whom each client takes for its class (with a posterior probability above one half for
+        "mixture"), itself included. Computed when asked for; up to ``n_clients ** 2`` entries.
+    n_clipped_ : int
+        Values that were outside `bounds`.
+    population_mean_, population_mean_std_, population_std_ : float
+        Mean of the clients' means as the messages show it, its standard error, and the standard
+        deviation of means between clients.
+    n_features_in_ : int
+        Number of columns of `X`.
+    feature_names_in_ : ndarray of shape (`n_features_in_`,)
+        Names of the columns of `X`, if it has any.
+    privacy_ : PrivacyReport
+        What the stream protects: a single value, with `epsilon` against all others together,
+        `epsilon_per_recipient` against one of them, and `epsilon_whole_client` for all values of a
+        client up to the horizon (or so far, without one).
+
+    Raises
+    ------
+    ValueError
+        - If ids are missing or of mixed types, or `y` holds NaN.
+        - If a client would have more values than `horizon`; nothing of the call is used then.
+        - If a parameter changes while the stream goes on.
+        - If a value is outside `bounds` and ``out_of_bounds="error"``.
+        - If `epsilon` is finite without `bounds`, or pairs exchange messages without
+          `noise_variance`.
+        - If `weights`, `schedule` or `accounting` do not go with `mechanism`.
+
+    See Also
+    --------
+    pfl_sklearn.estimation.GaussianMean : Means of clients whose rows are all there.
+    pfl_sklearn.inspection.StreamDisplay : Plot of a stream.
+
+    Notes
+    -----
+    The setting, the test, the schedules and the mechanisms "pm1" and "pm2" are those of Yakimenka
+    et al. (2024): Algorithm 1 and sections III and IV. We differ where the paper does not hold or
+    can be improved:
+
+    - Its epsilon is for a single recipient. By default an agent sends one stream for everybody.
+    - For PM-II it adds up the epsilons of the levels of a tree; we add up squares of the
+      Gaussian-DP parameter. So PM-II has less noise than PM-I, not more, with
+      ``accounting="exact"``.
+    - Its restricted schedule leaks an agent's mean; the report says so.
+    - The range of values must be known for all agents together, not for those of a class.
+    - It accepts whom a test does not reject, which is worse than working alone for a long time. The
+      default averages over mixtures instead.
+
+    The user guide has the mathematics. The messages are post-processed only, so classes, weights
+    and decisions cost no privacy. Unknown variances of values are estimated from messages, too:
+    sums of squares, scaled so that replacing a value changes both by no more than the value alone.
+    A client's own variance is that of its own values, with four more at the variance that all
+    share.
+
+    Calls may be split in any way: messages do not depend on it (with a seed, if every client has a
+    row in every step). Estimates do a little, because classes are looked for again only when the
+    messages hold 2 % more information, and from where they were the last time.
+
+    Pickles contain exact sums and the noise of the messages; they are not covered by the promise.
+    Do not go on with two copies of one stream: they would send different sums with equal noise.
+
+    Memory per client, and for each coordinate (two without `noise_variance`): 8 (2 d + 3) bytes for
+    "sqrt", where d is 8 for a horizon of 1,000, 11 for 30,000 and 16 without one; 8 (4 levels + 3)
+    for "tree", with 11 levels for 1,000 steps. Messages between pairs with ``weights="last"`` take
+    16 bytes for every pair of clients.
+
+    References
+    ----------
+    Yakimenka, Y., Weng, C.-W., Lin, H.-Y., Rosnes, E. and Kliewer, J. (2024).
+    Differentially-private collaborative online personalized mean estimation. arXiv:2411.07094.
+
+    Fichtenberger, H., Henzinger, M. and Upadhyay, J. (2023). Constant matters: fine-grained error
+    bound on differentially private continual observation. ICML.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.online import CollaborativeMean
+    >>> rng = np.random.default_rng(0)
+    >>> shop = np.arange(60)
+    >>> means = np.where(shop < 30, 0.3, 0.7)
+    >>> model = CollaborativeMean(epsilon=2.0, bounds=(0, 1), horizon=1000)
+    >>> for day in range(200):
+    ...     y = np.clip(means + rng.normal(scale=0.2, size=60), 0, 1)
+    ...     model = model.partial_fit(np.zeros((60, 1)), y, groups=shop)
+    >>> alone, together = model.local_means_ - means, model.means_ - means
+    >>> bool(np.abs(together).mean() < np.abs(alone).mean())
+    True
+    >>> round(model.privacy_.epsilon, 3)
+    2.0
     """
 
     __metadata_request__fit = {"groups": True, "labels": True}

@@ -73,7 +73,7 @@ class SquareRootSums(RunningSums):
     Notes
     -----
     All figures are in units of the largest change of a value. The noise on the sum after 30,000
-    steps has a variance of :math:`18.8 / \mu^2` where the horizon is known, of
+    steps has a variance of :math:`18.9 / \mu^2` where the horizon is known, of
     :math:`30{,}000 / \mu^2` where every value has noise of its own.
 
     References
@@ -88,7 +88,7 @@ class SquareRootSums(RunningSums):
     --------
     >>> from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
     >>> round(float(SquareRootSums(mu=1.0, horizon=30_000).variance(30_000)), 1)
-    18.8
+    18.9
     """
 
     mu: float

@@ -1,0 +1,112 @@
+"""
+Batting averages, season by season
+==================================
+
+Every season adds one batting average to the record of a player. What will the next one be? A
+player's own mean is a poor guess after two seasons, and the mean of all players ignores what there
+is. ``CollaborativeMean`` follows all players and lets each learn from those who bat alike.
+
+The records are ``baseball_batting_2000_2024.csv.gz`` (Lahman's database, CC BY-SA 3.0) in the
+folder in ``PFL_SKLEARN_DATA``. Where that is absent, made-up players take their place, and
+everything printed and plotted says so.
+"""
+
+# %%
+# A stream of seasons
+# -------------------
+# Seasons of at least 100 at-bats.
+import os
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+
+from pfl_sklearn.inspection import StreamDisplay
+from pfl_sklearn.online import CollaborativeMean
+
+file = Path(os.environ.get("PFL_SKLEARN_DATA", "")) / "baseball_batting_2000_2024.csv.gz"
+
+
+def made_up_seasons(n_players=1500):
+    """Players with careers of one to fifteen seasons, whose abilities differ."""
+    rng = np.random.default_rng(0)
+    ability, debut = rng.normal(0.255, 0.022, n_players), rng.integers(1990, 2025, n_players)
+    seasons = [
+        (f"player {i}", year, rng.binomial(350, ability[i]) / 350)
+        for i in range(n_players)
+        for year in range(debut[i], min(debut[i] + rng.geometric(0.2), 2025))
+        if year >= 2000
+    ]
+    return pd.DataFrame(seasons, columns=["player", "year", "average"])
+
+
+if file.is_file():
+    records = pd.read_csv(file).query("AB >= 100")
+    seasons = records.assign(average=records["H"] / records["AB"])[["player", "year", "average"]]
+    SOURCE = "seasons of 2000 to 2024"
+else:
+    seasons, SOURCE = made_up_seasons(), "MADE-UP PLAYERS"
+seasons = seasons.sort_values("year", kind="stable")
+print(f"data: {SOURCE}; {len(seasons)} seasons of {seasons['player'].nunique()} players")
+
+# %%
+# Predicting the next season
+# --------------------------
+# Every year each stream first predicts the averages of the players it has seen before, then gets to
+# know them. With privacy, an average in [.1, .4] gets noise before any other player hears of it.
+# Epsilon is for one season of one player, against all others together.
+bounds = {"bounds": (0.1, 0.4), "horizon": 25}
+streams = {
+    "with the others": CollaborativeMean(),
+    "with the others, epsilon = 8": CollaborativeMean(epsilon=8.0, **bounds),
+    "with the others, epsilon = 2": CollaborativeMean(epsilon=2.0, **bounds),
+}
+errors = []
+for year, table in seasons.groupby("year"):
+    for name, stream in streams.items():
+        if hasattr(stream, "clients_"):
+            back = table[table["player"].isin(stream.clients_)]
+            row = {"year": year, "n": len(back)}
+            guess = stream.predict(back[["year"]], groups=back["player"])
+            row[name] = np.mean((guess - back["average"]) ** 2)
+            if name == "with the others":
+                alone = pd.Series(stream.local_means_, stream.clients_)[back["player"]]
+                row["alone"] = np.mean((alone.to_numpy() - back["average"]) ** 2)
+                row["all players' mean"] = np.mean((stream.population_mean_ - back["average"]) ** 2)
+            errors.append(row)
+        stream.partial_fit(table[["year"]], table["average"], groups=table["player"])
+errors = pd.DataFrame(errors).groupby("year").first()
+
+# %%
+# Root mean squared errors of all predictions:
+found = errors.drop(columns="n").mul(errors["n"], axis=0).sum() / errors["n"].sum()
+print(np.sqrt(found).round(4).to_string())
+print(streams["with the others, epsilon = 8"].privacy_)
+
+# %%
+# Over time
+# ---------
+# The error to date, relative to that of each player's own mean.
+to_date = errors.drop(columns="n").mul(errors["n"], axis=0).cumsum()
+relative = np.sqrt(to_date.div(to_date["alone"], axis=0)).iloc[2:]
+fig, ax = plt.subplots(figsize=(7, 4), layout="constrained")
+for name in ["alone", "all players' mean", *streams]:
+    ax.plot(relative.index, relative[name], label=name, color="0.6" if name == "alone" else None)
+ax.set(xlabel="season", ylabel="error to date, relative to alone", title=SOURCE)
+ax.legend(frameon=False, fontsize="small")
+plt.show()
+
+# %%
+# Three players
+# -------------
+# The players with the longest records. Their own means need many seasons to settle.
+longest = seasons["player"].value_counts().index[:3]
+StreamDisplay.from_estimator(
+    CollaborativeMean(),
+    seasons[["year"]],
+    seasons["average"],
+    groups=seasons["player"],
+    clients=longest,
+)
+plt.show()

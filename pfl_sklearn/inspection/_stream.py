@@ -1,0 +1,275 @@
+"""Plot of a stream: estimates of a few clients, or the error of all, over time."""
+
+from numbers import Integral
+
+import numpy as np
+from scipy.special import ndtri
+from sklearn.base import clone
+
+from pfl_sklearn._clients import encode_clients, match_clients, row_counts, rows_by_client
+from pfl_sklearn._compat import safe_indexing
+from pfl_sklearn.inspection._drawing import (
+    COLORS,
+    given_axes,
+    legend_inside,
+    strip,
+    truth_of,
+)
+
+_N_SHOWN = 3  # clients, by default
+_FLOOR = 1e-300
+
+
+class StreamDisplay:
+    """Estimates of clients over time with their intervals, or the error of all clients.
+
+    Parameters
+    ----------
+    steps : ndarray of shape (n_times,)
+        Steps of the stream after which it was looked at.
+    clients : ndarray of shape (n_clients,)
+        Client ids.
+    means, stds, local_means : ndarrays of shape (n_times, n_clients)
+        Estimates, their standard deviations, and the clients' own means; NaN before a client joins.
+    truth : ndarray of shape (n_clients,) or None, default=None
+        What the means should be.
+
+    Attributes
+    ----------
+    axes_ : ndarray of matplotlib Axes
+        One per client, or one for the error.
+    figure_ : matplotlib Figure
+        The figure of the axes.
+    lines_ : list of matplotlib Line2D
+        The line of the estimates of each axes.
+
+    See Also
+    --------
+    StreamDisplay.from_estimator : The usual way to make one.
+
+    Notes
+    -----
+    Means and errors of single clients are theirs alone: no epsilon covers the plot.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.inspection import StreamDisplay
+    >>> from pfl_sklearn.online import CollaborativeMean
+    >>> shop, y = np.tile(np.arange(30), 40), np.random.default_rng(0).normal(size=1200)
+    >>> display = StreamDisplay.from_estimator(
+    ...     CollaborativeMean(), np.zeros((1200, 1)), y, groups=shop
+    ... )  # doctest: +SKIP
+    """
+
+    def __init__(self, *, steps, clients, means, stds, local_means, truth=None):
+        self.steps = steps
+        self.clients = clients
+        self.means = means
+        self.stds = stds
+        self.local_means = local_means
+        self.truth = truth
+
+    @classmethod
+    def from_estimator(
+        cls,
+        estimator,
+        X,
+        y,
+        *,
+        groups,
+        labels=None,
+        truth=None,
+        n_times=25,
+        kind="auto",
+        clients=None,
+        level=0.95,
+        ax=None,
+    ):
+        """Run a new stream through a clone of an estimator, and plot it.
+
+        Parameters
+        ----------
+        estimator : CollaborativeMean
+            The estimator; it stays as it is.
+        X : array-like of n_rows rows
+            Rows, as ``partial_fit`` takes them.
+        y : array-like of shape (n_rows,)
+            Values; those of one client are in the order of time.
+        groups : array-like of shape (n_rows,)
+            Client id of every row.
+        labels : dict or None, default=None
+            Classes for ``decision="oracle"``, by client id.
+        truth : Series indexed by client, array-like of shape (n_clients,) or None, default=None
+            What the means should be, in the order of the ids if it has no index.
+        n_times : int, default=25
+            Times at which the stream is looked at, from the first step to the last one; the same
+            number of steps lies between them on a logarithmic scale.
+        kind : {"auto", "estimates", "error"}, default="auto"
+            "estimates" draws a few clients with their intervals, "error" the mean squared error of
+            all clients. "auto" is "error" if `truth` is given.
+        clients : array-like or None, default=None
+            Ids of the clients to draw. None: three.
+        level : float in (0, 1), default=0.95
+            Probability of the intervals.
+        ax : matplotlib Axes, or a sequence of one per client, default=None
+            Where to draw. None: a new figure.
+
+        Returns
+        -------
+        StreamDisplay
+
+        Notes
+        -----
+        A private stream spends its epsilon once more: what is looked at is a stream of its own.
+        """
+        if not isinstance(n_times, Integral) or n_times < 1:
+            raise ValueError(f"n_times must be an integer of at least 1; got {n_times!r}.")
+        found = _looks(clone(estimator), X, np.asarray(y), groups, labels, int(n_times))
+        if truth is not None:
+            found["truth"] = truth_of(found["clients"], truth)
+        return cls(**found).plot(kind=kind, clients=clients, level=level, ax=ax)
+
+    def plot(self, *, kind="auto", clients=None, level=0.95, ax=None):
+        """Draw the display.
+
+        Parameters
+        ----------
+        kind : {"auto", "estimates", "error"}, default="auto"
+            "estimates" draws a few clients with their intervals, "error" the mean squared error of
+            all clients. "auto" is "error" if the truth is known.
+        clients : array-like or None, default=None
+            Ids of the clients to draw. None: three.
+        level : float in (0, 1), default=0.95
+            Probability of the intervals.
+        ax : matplotlib Axes, or a sequence of one per client, default=None
+            Where to draw. None: a new figure.
+
+        Returns
+        -------
+        self
+
+        Raises
+        ------
+        ValueError
+            If `kind` or `level` is out of range, the error is asked for without the truth, a client
+            is unknown, or `ax` does not match.
+        """
+        if kind not in ("auto", "estimates", "error"):
+            raise ValueError(f"kind must be 'auto', 'estimates' or 'error'; got {kind!r}.")
+        if not 0 < level < 1:
+            raise ValueError(f"level must be in (0, 1); got {level!r}.")
+        if kind == "error" and self.truth is None:
+            raise ValueError("kind='error' needs truth, the means that the clients should have.")
+        if kind == "error" or (kind == "auto" and self.truth is not None):
+            axes = given_axes(ax, 1, "plot")
+            self.axes_ = _new_axes(1) if axes is None else axes
+            self.lines_ = [self._draw_error(self.axes_[0], ndtri(0.5 + level / 2), level)]
+        else:
+            shown = self._places(clients)
+            axes = given_axes(ax, len(shown), "client")
+            self.axes_ = _new_axes(len(shown)) if axes is None else axes
+            pairs = zip(self.axes_, shown, strict=True)
+            self.lines_ = [self._draw_client(one, place, level) for one, place in pairs]
+            legend_inside(self.axes_[0])
+        for one in self.axes_:
+            one.set_xscale("log")
+            strip(one)
+        self.axes_[-1].set_xlabel("values of a client")
+        self.figure_ = self.axes_[0].figure
+        return self
+
+    def _places(self, clients):
+        """Positions of the clients to draw."""
+        if clients is None:
+            last = len(self.clients) - 1
+            return np.unique(np.linspace(0, last, min(_N_SHOWN, last + 1)).astype(int))
+        wanted = np.atleast_1d(np.asarray(clients))
+        found = match_clients(wanted, len(wanted), self.clients, "clients")
+        if (found < 0).any():
+            raise ValueError(f"client {wanted[found < 0].tolist()[0]!r} is not in the stream.")
+        return found
+
+    def _draw_client(self, ax, place, level):
+        """Estimates of one client."""
+        means, half = self.means[:, place], ndtri(0.5 + level / 2) * self.stds[:, place]
+        color = COLORS["personalized"]
+        ax.fill_between(
+            self.steps,
+            means - half,
+            means + half,
+            color=color,
+            alpha=0.15,
+            lw=0,
+            label=f"{level:.0%} interval",
+        )
+        ax.plot(self.steps, self.local_means[:, place], color=COLORS["local"], label="alone")
+        (line,) = ax.plot(self.steps, means, color=color, lw=1.8, label="with the others")
+        if self.truth is not None:
+            ax.axhline(self.truth[place], color=COLORS["truth"], lw=1, ls="--", label="truth")
+        ax.set_title(
+            f"client {self.clients[place]}", loc="left", fontsize="small", parse_math=False
+        )
+        return line
+
+    def _draw_error(self, ax, quantile, level):
+        """Mean squared errors over all clients, with bands for their sampling."""
+        for name, values, label in (
+            ("local", self.local_means, "alone"),
+            ("personalized", self.means, "with the others"),
+        ):
+            squares = (values - self.truth) ** 2
+            n = np.isfinite(squares).sum(axis=1)
+            mean = np.nansum(squares, axis=1) / n
+            half = quantile * np.nanstd(squares, axis=1) / np.sqrt(n)
+            ax.fill_between(
+                self.steps,
+                np.maximum(mean - half, mean / 100),
+                mean + half,
+                color=COLORS[name],
+                alpha=0.15,
+                lw=0,
+            )
+            (line,) = ax.plot(
+                self.steps, np.maximum(mean, _FLOOR), color=COLORS[name], lw=1.8, label=label
+            )
+        ax.set_yscale("log")
+        ax.set_ylabel("mean squared error")
+        ax.set_title(
+            f"bands: {level:.0%}, over clients", loc="left", fontsize="x-small", color="0.3"
+        )
+        legend_inside(ax)
+        return line
+
+
+def _new_axes(n):
+    """Axes (n,) below each other."""
+    import matplotlib.pyplot as plt
+
+    height = 4.0 if n == 1 else 1.2 + 1.6 * n
+    _, axes = plt.subplots(
+        n, 1, figsize=(6.5, height), layout="constrained", sharex=True, squeeze=False
+    )
+    return axes[:, 0]
+
+
+def _looks(model, X, y, groups, labels, n_times):
+    """Estimates of a stream by time, as the parameters of the display."""
+    ids, codes = encode_clients(groups, len(y))
+    order, offsets = rows_by_client(codes, len(ids))
+    step = np.empty(len(y), dtype=int)
+    step[order] = np.arange(len(y)) - np.repeat(offsets[:-1], np.diff(offsets))
+    last = int(row_counts(codes, len(ids)).max())
+    times = np.unique(np.geomspace(1, last, n_times).round().astype(int))
+    shape = len(times), len(ids)
+    found = {name: np.full(shape, np.nan) for name in ("means", "stds", "local_means")}
+    given, before = ids[codes], 0
+    for k, time in enumerate(times):
+        rows = np.flatnonzero((step >= before) & (step < time))
+        more = {} if labels is None else {"labels": labels}
+        model.partial_fit(safe_indexing(X, rows), y[rows], groups=given[rows], **more)
+        before = time
+        place = match_clients(model.clients_, len(model.clients_), ids)
+        for name, values in found.items():
+            values[k, place] = getattr(model, f"{name}_")
+    return {"steps": times, "clients": ids, **found}

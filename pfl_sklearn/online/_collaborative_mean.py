@@ -418,6 +418,14 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         """Accounting events of a stream."""
         return _privacy.events(self)
 
+    def _population_copy(self):
+        """Clone with the population attributes, without those of clients and of the server."""
+        model = super()._population_copy()
+        for name in ("bounds", "noise_variance"):
+            if isinstance(getattr(model, name), dict):  # with client ids
+                setattr(model, name, None)
+        return model
+
     def _open_stream(self):
         """The stream; raise NotFittedError without one."""
         self._require_fitted("_stream")
@@ -426,16 +434,15 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     def _receive(self, stream, X, y, groups, labels):
         """Take rows into a stream, or into a new one."""
         _privacy.check_privacy(self)
-        y, begins = _values(self, X, y), stream is None
+        begins = stream is None
         if begins:
             stream = Stream(self, groups is not None)
+            charge(self)
         else:
             stream.check(self, groups is not None)
-            validate_data(self, X, skip_check_array=True, reset=False)
+        y = _values(self, X, y)
         arrivals = stream.read(self, self._encode(groups, len(y), begins), y, labels)
-        if begins:
-            charge(self)
-            validate_data(self, X, skip_check_array=True)
+        validate_data(self, X, skip_check_array=True, reset=begins)
         stream.take(self, arrivals)
         self._store(stream)
         if begins:

@@ -67,7 +67,7 @@ class Hearing(NamedTuple):
         else:
             turn = np.arange(n - 1)[:, None]
             senders, streams = self.senders.sender(turn, recipients), turn * n + recipients
-        heard = self.senders.heard.means(streams.ravel())
+        heard = self.senders.means(streams.ravel())
         width, shape = self.width[senders], senders.shape
         means = self.middle[senders] + width * heard.values[0].reshape(shape)
         variances = self.variances[senders] * heard.data.reshape(shape)

@@ -32,7 +32,10 @@ class Means(NamedTuple):
 
 
 class Statistic:
-    """What recipients make of the messages of streams."""
+    """What recipients make of the messages of streams.
+
+    ``means(streams, index)`` is what they know after the releases `index` of these streams.
+    """
 
     def move(self, n_streams, places):
         """Hold `n_streams` streams, the old ones at `places`, the new ones without a message."""
@@ -54,23 +57,20 @@ class LastMean(Statistic):
     """The latest message alone."""
 
     def __init__(self, mechanism, sums):
-        n_streams = sums.shape[1]
         self.mechanism = mechanism
         self.sums = sums
-        self.rows = np.zeros(n_streams, np.int32)
-        self.index = np.zeros(n_streams, np.int32)
+        self.rows = np.zeros(sums.shape[1], np.int32)
 
     def hear(self, heard):
         """Take in the messages of a release."""
         self.sums[:, heard.streams] = heard.sums
         self.rows[heard.streams] = heard.rows
-        self.index[heard.streams] = heard.index
 
-    def means(self, streams=slice(None)):
+    def means(self, streams, index):
         """Means of streams; their variance is infinite before the first message."""
         rows = np.maximum(self.rows[streams], 1).astype(float)
         silent = np.where(self.rows[streams] > 0, 0.0, np.inf)
-        noise = self.mechanism.variance(self.index[streams]) / rows**2
+        noise = self.mechanism.variance(index) / rows**2
         return Means(self.sums[:, streams] / rows, 1 / rows + silent, noise)
 
 
@@ -85,7 +85,7 @@ class MeanOfMeans(Statistic):
         self.mechanism = mechanism
         self.window = window
         self.sums = sums  # of the messages' means
-        self.count = np.zeros(n_streams, np.int32)
+        self.count = np.zeros(n_streams, np.int32)  # of these means
         self.data = np.zeros((2, n_streams))
         self.noise = _NOISE_OF_MEANS[type(mechanism)](mechanism, n_streams)
 
@@ -100,7 +100,7 @@ class MeanOfMeans(Statistic):
         )
         self.noise.hear(heard, kept)
 
-    def means(self, streams=slice(None)):
+    def means(self, streams, index):
         """Means of streams; their variance is infinite before the first message."""
         count = np.maximum(self.count[streams], 1)
         silent = np.where(self.count[streams] > 0, 0.0, np.inf)
@@ -200,7 +200,7 @@ class BestBlocks(Statistic):
         self.last[:, streams] = heard.sums
         self.rows[streams] = heard.rows
 
-    def means(self, streams=slice(None)):
+    def means(self, streams, index):
         """Means of streams; their variance is infinite before the first message."""
         return _best(self.sums[:, streams], self.gain[streams], self.spread[streams])
 
@@ -235,7 +235,7 @@ class BestTree(Statistic):
         fresh = np.concatenate([block, (inside + weight * block[-1])[None]])
         self.blocks[:, :, streams] = open_blocks * kept[:, None] + fresh * is_new[:, None]
 
-    def means(self, streams=slice(None)):
+    def means(self, streams, index):
         """Means of streams; their variance is infinite before the first message."""
         return _best(self.sums[:, streams], self.gain[streams], self.spread[streams])
 
@@ -264,7 +264,7 @@ class BestSquareRoot(Statistic):
         self.last[:, streams] = heard.sums
         self.rows[streams] = heard.rows
 
-    def means(self, streams=slice(None)):
+    def means(self, streams, index):
         """Means of streams; their variance is infinite before the first message."""
         step = self.rows[streams] - 1
         scale = self.mechanism.noise_std**2

@@ -174,7 +174,7 @@ class Stream:
         variances = own = known
         if len(senders.sums) == 2:
             largest = math.inf if self.params["bounds"] is None else 0.25
-            variances = width**2 * heard_variances(senders.heard.means(), largest)
+            variances = width**2 * heard_variances(senders.means(slice(None)), largest)
             common = (variances / width**2).mean()
             own = width**2 * own_variances(rows, senders.sums, common)
         spread = np.maximum(own / np.maximum(rows, 1), _LEAST)

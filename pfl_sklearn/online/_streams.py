@@ -68,6 +68,10 @@ class Senders:
         else:
             self.heard.move(n_streams, places)
 
+    def means(self, streams):
+        """What recipients know of the senders of streams."""
+        return self.heard.means(streams, self.index[streams])
+
     def _release(self, streams, exact, rows):
         """Send the sums (p, r) over `rows` of their senders in the given streams."""
         index = self.index[streams] + 1
@@ -112,6 +116,12 @@ class Pairwise(Senders):
 
     _dtype = np.float32
 
+    def join(self, n_new):
+        """Take in new agents, who have no rows yet."""
+        super().join(n_new)
+        turns = self.turns if hasattr(self, "turns") else np.zeros(0, int)
+        self.turns = np.append(turns, np.zeros(n_new, int))  # whose turn is next, by agent
+
     def take(self, codes, values):
         """Let agents `codes` (r,) receive rows, whose values (p, r) are in order of time."""
         n = len(self.rows)
@@ -144,7 +154,7 @@ class Pairwise(Senders):
     def _ask(self, present, sums, counts):
         """Queries of agents where `present` (l, n), whose senders have `sums` and `counts`."""
         step, agent = np.nonzero(present)
-        turn = self._whom(agent, counts[step, agent])
+        turn = self._whom(agent, (present.cumsum(axis=0) - 1)[step, agent])
         sender = self.sender(turn, agent)
         heard = (turn >= 0) & (counts[step, sender] > 0)
         step, sender = step[heard], sender[heard]
@@ -152,9 +162,13 @@ class Pairwise(Senders):
         if len(streams):
             self._release(streams, sums[:, step, sender], counts[step, sender])
 
-    def _whom(self, agent, n_steps):
-        """Whose turn it is at step `n_steps` of each agent; -1 for nobody's."""
-        return (n_steps - 1) % (len(self.rows) - 1)
+    def _whom(self, agent, ahead):
+        """Whose turn it is for each agent, `ahead` steps from its next; -1 for nobody's."""
+        others = len(self.rows) - 1
+        found = (self.turns[agent] + ahead) % others
+        np.maximum.at(ahead_of := np.zeros(len(self.rows), int), agent, ahead + 1)
+        self.turns = (self.turns + ahead_of) % others
+        return found
 
     def _place(self, n_before):
         n = len(self.rows)
@@ -170,8 +184,6 @@ class Restricted(Pairwise):
     def join(self, n_new):
         """Take in new agents, who have no rows yet."""
         super().join(n_new)
-        latest = self.latest if hasattr(self, "latest") else np.zeros(0, int)
-        self.latest = np.append(latest, np.full(n_new, -1))
         self.alike = None
 
     def _steps_at_once(self, n):
@@ -181,14 +193,14 @@ class Restricted(Pairwise):
         super()._ask(present, sums, counts)
         self.alike = self.accepts()
 
-    def _whom(self, agent, n_steps):
+    def _whom(self, agent, ahead):
         others = len(self.rows) - 1
-        turns = (self.latest[agent] + 1 + np.arange(others)[:, None]) % others
+        turns = (self.turns[agent] + np.arange(others)[:, None]) % others
         alike = np.ones(turns.shape, bool) if self.alike is None else self.alike[turns, agent]
         next_one = turns[alike.argmax(axis=0), np.arange(len(agent))]
-        turn = np.where(alike.any(axis=0), next_one, -1)
-        self.latest[agent] = np.where(turn < 0, self.latest[agent], turn)
-        return turn
+        found = np.where(alike.any(axis=0), next_one, -1)
+        self.turns[agent] = np.where(found < 0, self.turns[agent], (found + 1) % others)
+        return found
 
 
 def steps_of(codes, n_agents):

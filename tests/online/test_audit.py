@@ -75,9 +75,8 @@ def likelihood(mechanism):
 
 def spent(mechanism):
     """What the first messages may tell: all of mu at the horizon, less without one."""
-    if getattr(mechanism, "horizon", N_STEPS) is None:
-        return {SquareRootSums: 1.367, BinaryTree: 1.861}[type(mechanism)]
-    return MU
+    so_far = {SquareRootSums: 1.367, BinaryTree: 1.861}
+    return MU if mechanism.horizon else so_far.get(type(mechanism), MU)
 
 
 @pytest.mark.parametrize("params", BROADCASTS, ids=repr)

@@ -6,11 +6,18 @@ import pickle
 import numpy as np
 import pandas as pd
 import pytest
+import sklearn
 from sklearn.exceptions import NotFittedError
+from sklearn.model_selection import GridSearchCV, cross_validate
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
 
 import pfl_sklearn
+from pfl_sklearn.compose import ClientColumn
+from pfl_sklearn.metrics import ClientScorer
+from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.online import CollaborativeMean
-from pfl_sklearn.privacy import PrivacyLedger, gdp_mu
+from pfl_sklearn.privacy import PrivacyLedger, gdp_epsilon, gdp_mu, search_cost
 from tests.helpers.oracles import read_oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
@@ -338,3 +345,60 @@ def test_summary_and_intervals():
     mean, std = model.predict(X[:3], groups=[0, 99, 1], return_std=True)
     assert mean[:2] == pytest.approx([model.means_[0], model.population_mean_])
     assert std[1] >= model.population_std_
+
+
+def test_no_pair_has_more_messages_than_its_noise_allows():
+    """Agents who join while others are asked in turn do not make anybody answer more often."""
+    rng = np.random.default_rng(0)
+    model = CollaborativeMean(
+        mechanism="pm2", noise_variance=0.1, decision="test", **{**PRIVATE, "horizon": 64}
+    )
+    for n in (3, 3, 4, 6, 6, 9, 9, 10):
+        groups = np.tile(np.arange(n), 8)
+        model.partial_fit(np.zeros((8 * n, 1)), rng.random(8 * n), groups=groups)
+    senders = model._stream.senders
+    assert senders.mechanism.horizon == 32
+    assert 8 < senders.index.max() <= 32
+
+
+def test_handed_out_models_hold_no_ids_of_others():
+    X, y = np.zeros((4, 1)), np.array([0.2, 0.4, 12.0, 19.0])
+    given = {"bounds": {"a": (0, 1), "b": (10, 20)}, "noise_variance": {"a": 0.1, "b": 9.0}}
+    model = CollaborativeMean(epsilon=8.0, **given).fit(X, y, groups=list("aabb"))
+    for handed in (model.release(), model.for_client("a")):
+        assert handed.bounds is None
+        assert handed.noise_variance is None
+
+
+def test_searches_and_wrappers():
+    rng = np.random.default_rng(0)
+    table = pd.DataFrame({"day": np.repeat(np.arange(30), 12), "shop": np.tile(np.arange(12), 30)})
+    y = np.repeat([0.0, 3.0], 6)[table["shop"]] + rng.normal(size=360)
+    grid = {"decision": ["test", "mixture"], "confidence": [0.9, 0.99]}
+    with sklearn.config_context(enable_metadata_routing=True):
+        search = GridSearchCV(
+            make_pipeline(FunctionTransformer(), CollaborativeMean()),
+            {f"collaborativemean__{name}": values for name, values in grid.items()},
+            cv=ClientKFold(3, random_state=0),
+            scoring=ClientScorer("neg_mean_squared_error"),
+        ).fit(table[["day"]], y, groups=table["shop"])
+        assert search.best_score_ > -1.3
+        predicted = search.best_estimator_.predict(table[["day"]], groups=table["shop"])
+    assert np.mean((predicted - y) ** 2) < 1.2
+    column = ClientColumn(CollaborativeMean(), "shop")
+    folds = ClientKFold(3, client_column="shop", random_state=0)
+    scores = cross_validate(column, table, y, cv=folds, scoring="neg_mean_squared_error")
+    assert scores["test_score"].mean() > -1.3
+    assert column.fit(table, y).clients_.tolist() == list(range(12))
+
+
+def test_cost_of_a_search():
+    X, y, groups, _ = stream(6, np.repeat([0, 1], 3))
+    private = CollaborativeMean(**{**PRIVATE, "random_state": None})
+    with sklearn.config_context(enable_metadata_routing=True):
+        scorer = ClientScorer("neg_mean_squared_error")
+        search = GridSearchCV(private, {"decision": ["test", "mixture"]}, cv=3, scoring=scorer)
+        search.fit(X, y, groups=groups)
+    cost = search_cost(search)
+    assert (cost.unit, cost.relation) == ("row", "replace_one")
+    assert cost.epsilon == pytest.approx(gdp_epsilon(gdp_mu(1.0, 1e-6) * math.sqrt(7), 1e-6))

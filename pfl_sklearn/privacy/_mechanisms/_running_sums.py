@@ -21,6 +21,7 @@ class RunningSums(ABC):
     """
 
     mu: float
+    horizon: int | None = None
 
     @abstractmethod
     def n_registers(self, n_releases: int) -> int:
@@ -74,7 +75,14 @@ class RunningSums(ABC):
         Returns
         -------
         ndarray of shape (...)
+
+        Raises
+        ------
+        ValueError
+            If a release is beyond the horizon, for which `mu` would not hold.
         """
+        if self.horizon is not None and np.max(index, initial=0) > self.horizon:
+            raise ValueError(f"horizon is {self.horizon}; got release {int(np.max(index))}.")
         grid = public_grid(1 / self.mu)
         return np.rint((sums + self.advance(registers, index, rng)) / grid) * grid
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from scipy.linalg import solve_banded
 from scipy.optimize import brentq
-from scipy.signal import lfilter
 
 from pfl_sklearn.privacy._mechanisms._running_sums import RunningSums
 
@@ -166,7 +166,9 @@ class SquareRootSums(RunningSums):
         cross = np.zeros(n)
         for factor, weight in zip(decay, weights, strict=True):
             follow = gain * np.cumsum(column * factor ** np.arange(n))
-            before = np.concatenate([[0.0], lfilter([1.0], [1.0, -factor], follow)[:-1]])
+            diagonals = np.stack([np.ones(n), np.full(n, -factor)])
+            decayed = solve_banded((1, 0), diagonals, follow)  # after each step
+            before = np.concatenate([[0.0], decayed[:-1]])
             cross += weight * factor * before
         grown = 2 * gain * cross + gain**2 * np.cumsum(column**2)
         return Response(gain, np.cumsum(gain**2), np.cumsum(grown))

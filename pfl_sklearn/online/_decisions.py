@@ -167,6 +167,8 @@ class Mixture:
     def same_class(self, own, hearing):
         """Sparse (n, n): who is of an agent's class with a probability above one half."""
         n = hearing.n_agents
+        if n == 1:
+            return _matrix([], [], n)
         rows, columns = [np.zeros(0, int)], [np.zeros(0, int)]
         for block in hearing.blocks():
             together = self._together(own, hearing, block)

@@ -166,8 +166,7 @@ class Pairwise(Senders):
         """Whose turn it is for each agent, `ahead` steps from its next; -1 for nobody's."""
         others = len(self.rows) - 1
         found = (self.turns[agent] + ahead) % others
-        np.maximum.at(ahead_of := np.zeros(len(self.rows), int), agent, ahead + 1)
-        self.turns = (self.turns + ahead_of) % others
+        self.turns = (self.turns + np.bincount(agent, minlength=len(self.turns))) % others
         return found
 
     def _place(self, n_before):

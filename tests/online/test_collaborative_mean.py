@@ -333,6 +333,17 @@ def test_a_stream_is_charged_once(tmp_path):
         pairs.fit(X, y, groups=groups)
 
 
+@every
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.SingleClientWarning")
+def test_an_agent_alone(params):
+    y = np.array([0.2, 0.6, 0.7])
+    model = CollaborativeMean(**params).fit(np.zeros((3, 1)), y)
+    assert model.means_ == pytest.approx([0.5], abs=1e-12)
+    assert model.classes_of_.toarray().tolist() == [[True]]
+    model.partial_fit(np.zeros((1, 1)), [0.1])
+    assert model.predict(np.zeros((2, 1))) == pytest.approx([0.4, 0.4])
+
+
 def test_summary_and_intervals():
     X, y, groups, _ = stream(5, np.repeat([0, 1], 2))
     model = CollaborativeMean().fit(X, y, groups=groups)

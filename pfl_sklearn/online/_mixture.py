@@ -57,8 +57,9 @@ def find_classes(means, variances, width, before=None):
     """
     information, n = float((1 / variances).sum()), len(means)
     means, variances, counts = _grouped(means, variances)
-    found = _spread_out(means, width, n) if before is None else before.at(slice(None))
-    found.scores[:] = -np.inf
+    found = _spread_out(means, width, n)
+    if before is not None:
+        found = found._replace(shares=before.shares.copy(), centres=before.centres.copy())
     moving = np.arange(len(found.sizes))
     for _ in range(_MAX_STEPS):
         stepped = _step(found.at(moving), means, variances, counts)
@@ -102,7 +103,7 @@ def _spread_out(means, width, n):
         shares=used * ((1 - alone) / sizes)[:, None],
         centres=np.quantile(means, np.minimum(quantiles, 1.0)),
         precisions=np.zeros(used.shape),
-        scores=np.zeros(len(sizes)),
+        scores=np.full(len(sizes), -np.inf),
         information=0.0,
         n_agents=n,
     )

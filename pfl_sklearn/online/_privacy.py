@@ -119,7 +119,9 @@ def mechanism_of(model, n_agents):
     """Mechanism of the messages of one stream."""
     if math.isinf(model.epsilon):
         return NoNoise()
-    others = max(n_agents - 1, 1) if is_pairwise(model) else 1
+    # In a round robin every pair has its turn; otherwise one may be asked at every step.
+    in_turn = chosen("schedule", model.schedule, SCHEDULES, model.mechanism) == "round_robin"
+    others = max(n_agents - 1, 1) if in_turn else 1
     releases = None if model.horizon is None else -(-model.horizon // others)
     mu = gdp_mu(model.epsilon, model.delta)
     if model.mechanism == "sqrt":

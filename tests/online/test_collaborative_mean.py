@@ -372,6 +372,22 @@ def test_no_pair_has_more_messages_than_its_noise_allows():
     assert 8 < senders.index.max() <= 32
 
 
+def test_a_restricted_agent_may_ask_the_same_one_at_every_step():
+    model = CollaborativeMean(
+        epsilon=50.0,
+        bounds=(0.0, 1.0),
+        horizon=60,
+        mechanism="pm2",
+        schedule="restricted",
+        decision="test",
+        noise_variance=1e-4,
+        random_state=0,
+    )
+    y = np.tile(np.linspace(0.1, 0.9, 6), 60)
+    model.fit(np.zeros((360, 1)), y, groups=np.tile(np.arange(6), 60))
+    assert model.n_samples_per_client_.tolist() == [60] * 6
+
+
 def test_handed_out_models_hold_no_ids_of_others():
     X, y = np.zeros((4, 1)), np.array([0.2, 0.4, 12.0, 19.0])
     given = {"bounds": {"a": (0, 1), "b": (10, 20)}, "noise_variance": {"a": 0.1, "b": 9.0}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -156,7 +157,7 @@ class SquareRootSums(RunningSums):
 
     def whole_mu(self, n_releases: int, rows: int = 1) -> float:
         """Gaussian-DP parameter of the first releases when every value is replaced."""
-        return math.sqrt(self.response(n_releases).squares[-1]) / self.noise_std
+        return math.sqrt(_constant_stream(self, n_releases)) / self.noise_std
 
     def response(self, n: int) -> Response:
         """Answer of the messages Cx + z to a constant stream, in the first n steps."""
@@ -172,3 +173,9 @@ class SquareRootSums(RunningSums):
             cross += weight * factor * before
         grown = 2 * gain * cross + gain**2 * np.cumsum(column**2)
         return Response(gain, np.cumsum(gain**2), np.cumsum(grown))
+
+
+@functools.lru_cache(maxsize=16)
+def _constant_stream(mechanism: SquareRootSums, n_releases: int) -> float:
+    """Squared L2 length of the first messages of a stream of ones, without noise."""
+    return float(mechanism.response(n_releases).squares[-1])

@@ -19,10 +19,14 @@ _GROWTH = 1.02  # of the information, at which classes are looked for again
 
 
 class Own(NamedTuple):
-    """What agents know of themselves (n,): exact means, their variances, numbers of rows."""
+    """What agents know of themselves (n,): exact means, their variances, numbers of rows.
+
+    `doubt` is by which factor the variances are larger, since they are estimated themselves.
+    """
 
     means: np.ndarray
     variances: np.ndarray
+    doubt: np.ndarray
     rows: np.ndarray
 
 
@@ -154,8 +158,6 @@ class Mixture:
 
     def estimate(self, own, hearing):
         """Posterior means and variances of all agents."""
-        if hearing.n_agents == 1:
-            return Estimates(own.means, own.variances)
         if not hearing.is_common:
             return self._one_by_one(own, hearing)
         pairs = hearing.pairs(np.zeros(1, int))

@@ -10,12 +10,15 @@ import numpy as np
 from scipy.special import logsumexp
 
 _MOST = 5  # components
-# Spreads of a class, in units of the range, and shares of agents that belong to no class; and prior
-# weights of each pair. A class's variance has a uniform prior, so a spread one like itself.
+# Spreads of a class, in units of the range, and shares of agents that belong to no class. A class's
+# variance has a uniform prior, so the weight of a spread is proportional to it; those below a step
+# share the weight of a tenth of a step.
 _STEP = 1 / 30
-_SPREADS = _STEP * np.array([*range(11), *range(3)])
-_ALONE = np.array([0.05] * 11 + [0.002] * 3)
-_PRIOR = np.log(np.maximum(_SPREADS, _STEP / 10)) + np.log(np.where(_ALONE < 0.05, 0.1, 1.0))
+_SMALL = 3.0 ** -np.arange(1, 7)
+_SPREADS = _STEP * np.array([*range(11), *range(3), *_SMALL])
+_ALONE = np.array([0.05] * 11 + [0.002] * 9)
+_PRIOR = np.log(np.where(_SPREADS >= _STEP, _SPREADS, _STEP / 70))
+_PRIOR += np.where(_ALONE < 0.05, np.log(0.1), 0.0)
 _MAX_STEPS, _TOLERANCE = 100, 1e-2  # of EM, the latter in nats
 _NEGLIGIBLE = 40.0  # nats below the best setting
 _MANY, _NEAR = 5000, 0.1  # agents from which those within a tenth of their sd count as equal

@@ -7,8 +7,23 @@ import numpy as np
 
 from pfl_sklearn._clients import match_clients
 from pfl_sklearn.online import _privacy
-from pfl_sklearn.online._decisions import Hearing, Mixture, Oracle, Own, Test, pooled, same_class
-from pfl_sklearn.online._variances import coordinates, heard_variances, own_variances
+from pfl_sklearn.online._decisions import (
+    Estimates,
+    Hearing,
+    Mixture,
+    Oracle,
+    Own,
+    Test,
+    pooled,
+    same_class,
+)
+from pfl_sklearn.online._variances import (
+    SQUARE,
+    coordinates,
+    heard_variances,
+    own_variances,
+    shared_variance,
+)
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._mechanisms._running_sums import bounded
 
@@ -120,11 +135,14 @@ class Stream:
         """Means, their variances and the exact means of all agents, in the order of ids."""
         own, hearing, unit = self._known()
         decide = self._decision(model)
-        if isinstance(decide, Mixture):
+        if hearing.n_agents == 1:
+            found = Estimates(own.means, own.variances)
+        elif isinstance(decide, Mixture):
             found = decide.estimate(own, hearing)
         else:
             found = pooled(decide, own, hearing)
-        means, variances = unit.low + unit.width * found.means, unit.width**2 * found.variances
+        means = unit.low + unit.width * found.means
+        variances = unit.width**2 * _with_doubt(found.variances, own)
         local = unit.low + unit.width * own.means
         return means[self.by_id], variances[self.by_id], local[self.by_id]
 
@@ -172,14 +190,25 @@ class Stream:
         senders = self.senders
         rows, middle = senders.rows, low + width / 2
         variances = own = known
+        doubt = np.ones(len(rows))
         if len(senders.sums) == 2:
-            largest = math.inf if self.params["bounds"] is None else 0.25
-            variances = width**2 * heard_variances(senders.means(slice(None)), largest)
-            common = (variances / width**2).mean()
-            own = width**2 * own_variances(rows, senders.sums, common)
+            heard = senders.means(slice(None))
+            shared = shared_variance(heard, self._largest_variance())
+            variances = width**2 * heard_variances(heard, shared)
+            found, doubt = own_variances(rows, senders.sums, shared)
+            own = width**2 * found
+            if rows.sum() == 1 and self.params["bounds"] is None:
+                doubt = np.full(1, np.inf)
         spread = np.maximum(own / np.maximum(rows, 1), _LEAST)
-        own = Own(middle + width * senders.sums[0] / np.maximum(rows, 1), spread, rows)
+        own = Own(middle + width * senders.sums[0] / np.maximum(rows, 1), spread, doubt, rows)
         return own, Hearing(senders, middle, width, np.maximum(variances, _LEAST)), unit
+
+    def _largest_variance(self):
+        """Largest variance of rows, in units of their ranges: that of all rows, without bounds."""
+        if self.params["bounds"] is not None:
+            return 0.25
+        n, (total, squares) = self.senders.rows.sum(), self.senders.sums.sum(axis=1)
+        return max((squares / SQUARE - total**2 / n) / max(n - 1, 1), _LEAST)
 
     def _decision(self, model):
         """How agents find their class; labels come from the stream, classes from the last time."""
@@ -229,6 +258,13 @@ class Stream:
         )
         pairs = hearing.pairs(np.arange(hearing.n_agents))
         return decide.alike(own, pairs) | np.isinf(pairs.variances)
+
+
+def _with_doubt(variances, own):
+    """Variances of estimates (n,) as far as they rest on own means of uncertain variance."""
+    weight = np.minimum(variances / own.variances, 1.0)
+    with np.errstate(divide="ignore"):  # nothing is known of a single row
+        return variances / (1 - weight * (1 - 1 / own.doubt))
 
 
 def _lasting(model):

@@ -1,11 +1,55 @@
-"""Variances of the agents' rows, which their messages let everybody estimate."""
+"""Variances of the agents' rows, which their messages let everybody estimate.
+
+All agents have about the same variance, up to a factor that has a scaled inverse chi-squared
+distribution with four degrees of freedom: own rows count for more as there are more of them. What
+all have in common is heard, and has a uniform prior on the logarithm's scale, since noise may hide
+it for long.
+"""
+
+from typing import NamedTuple
 
 import numpy as np
+from scipy.special import polygamma, psi, softmax, stdtrit
 
 # The square of a value in units of the range, around its middle, times this: replacing a row then
 # changes value and square together by no more than the value alone.
 SQUARE = 3.3
-_LEAST = 1e-12
+_ALIKE = 4.0  # degrees of freedom of the agents' variances around the common one
+_GRID = np.geomspace(1e-6, 1.0, 201)  # common variances, in units of the largest
+_DEGREES = np.geomspace(0.05, _ALIKE, 200)
+_NORMAL = 1.959964  # half of the central 95 % of a normal distribution
+
+
+class Shared(NamedTuple):
+    """What messages tell of the variance that agents have in common.
+
+    An agent's variance has about a scaled inverse chi-squared distribution with `rows` degrees of
+    freedom around `scale`.
+    """
+
+    mean: float
+    scale: float
+    rows: float
+    largest: float
+
+
+class OwnVariances(NamedTuple):
+    """Variances of agents' rows (n,), and by which factor that of a mean is larger (n,).
+
+    A mean whose variance is estimated is Student's, not normal. With the factor a normal
+    distribution has the same central interval of 95 %.
+    """
+
+    values: np.ndarray
+    doubt: np.ndarray
+
+
+class _Raw(NamedTuple):
+    """Unbiased estimates (m,) of agents' variances from messages, and parts of their errors."""
+
+    values: np.ndarray
+    noise: np.ndarray  # variance from the noise
+    rows: np.ndarray  # degrees of freedom of the data
 
 
 def coordinates(values, with_squares):
@@ -13,33 +57,70 @@ def coordinates(values, with_squares):
     return np.stack([values, SQUARE * values**2]) if with_squares else values[None]
 
 
-def own_variances(rows, sums, common):
-    """Variance (n,) of each agent's rows from its exact sums (2, n), with four rows at `common`."""
+def own_variances(rows, sums, shared):
+    """Variance of each agent's rows from its exact sums (2, n)."""
     mean = sums[0] / rows
     squares = np.maximum(sums[1] / SQUARE - rows * mean**2, 0.0)
-    return (squares + 4 * common) / (rows + 3)
+    freedom = rows - 1 + shared.rows
+    found = np.minimum((squares + shared.rows * shared.scale) / freedom, shared.largest)
+    doubt = (stdtrit(freedom, 0.975) / _NORMAL) ** 2
+    most = np.maximum(shared.largest / np.maximum(found, np.finfo(float).tiny), 1.0)
+    return OwnVariances(found, np.minimum(doubt, most))
 
 
-def heard_variances(heard, largest):
+def shared_variance(heard, largest):
+    """Common variance from means of values and squares that were heard; at most `largest`."""
+    raw, _ = _raw(heard, largest)
+    grid = largest * _GRID
+    logs = np.zeros(len(grid))
+    if len(raw.values):
+        for guess in (largest, None):  # weights rest on a variance, too
+            common = guess or max(common, grid[0])
+            weight = 1 / (raw.noise + 2 * common**2 / raw.rows)
+            common = np.average(raw.values, weights=weight)
+        weight /= weight.sum()
+        error = weight**2 @ raw.noise + 2 * grid**2 * (weight**2 @ (1 / raw.rows))
+        logs = -0.5 * (np.log(error) + (common - grid) ** 2 / error)
+    belief = softmax(logs)
+    centre = belief @ np.log(grid)
+    spread = belief @ (np.log(grid) - centre) ** 2 + polygamma(1, _ALIKE / 2)
+    rows = np.interp(-spread, -polygamma(1, _DEGREES / 2), _DEGREES)
+    # An inverse chi-squared distribution whose logarithm has the same mean and variance.
+    scale = np.exp(centre + _log_mean(_ALIKE) - _log_mean(rows))
+    return Shared(float(belief @ grid), float(scale), float(rows), largest)
+
+
+def _log_mean(rows):
+    """Mean logarithm of a scaled inverse chi-squared variable around 1."""
+    return np.log(rows / 2) - psi(rows / 2)
+
+
+def heard_variances(heard, shared):
     """Variances (n,) of the rows of senders, from means of values and squares that were heard.
 
-    They are shrunk to their mean as far as noise and few rows make them uncertain, and lie between
-    a quarter of it and `largest`. Before anybody has two rows it is the variance of the means.
+    They are shrunk to what they have in common as far as noise and few rows make them uncertain,
+    and lie between a quarter of it and the largest possible one.
     """
+    raw, told = _raw(heard, shared.mean)
+    found = np.full(len(told), shared.mean)
+    if told.any():
+        error = raw.noise + 2 * shared.mean**2 / raw.rows
+        apart = np.average((raw.values - shared.mean) ** 2 - error, weights=1 / error)
+        spread = max(apart, 0.0)
+        found[told] += spread / (spread + error) * (raw.values - shared.mean)
+    return np.clip(found, shared.mean / 4, shared.largest)
+
+
+def _raw(heard, typical):
+    """Estimates from messages of agents with two rows or more, and who these are (n,)."""
     (value, square), data, noise = heard
-    n_rows = np.maximum(1 / data, 1.0)
-    told = n_rows > 1
-    if not told.any():
-        return np.full(len(value), np.clip(value.var(), _LEAST, largest))
+    n_rows = 1 / data
+    told = n_rows > 1.5
     value, noise, n_rows = value[told], noise[told], n_rows[told]
-    raw = (square[told] / SQUARE - value**2 + noise) * n_rows / (n_rows - 1)
-    # Variance of `raw` from the noise; single values would be correlated with it.
-    centre = np.average(value, weights=1 / (noise + 1 / n_rows))
-    released = noise / SQUARE**2 + 2 * noise**2 + 4 * centre**2 * noise
-    common = np.average(raw, weights=1 / (released + 2 / n_rows))
-    common = np.clip(common, _LEAST, largest)
-    error = released + 2 * common**2 / n_rows
-    spread = max(np.average((raw - common) ** 2 - error, weights=1 / error), 0.0)
-    found = np.full(len(told), common)
-    found[told] += spread / (spread + error) * (raw - common)
-    return np.clip(found, common / 4, largest)
+    values = (square[told] / SQUARE - value**2 + noise) * n_rows / (n_rows - 1)
+    if not len(values):
+        return _Raw(values, noise, n_rows), told
+    # The noise of an agent's own mean would be correlated with its square.
+    centre = np.average(value, weights=1 / (noise + typical / n_rows))
+    errors = noise / SQUARE**2 + 2 * noise**2 + 4 * centre**2 * noise
+    return _Raw(values, errors * (n_rows / (n_rows - 1)) ** 2, n_rows - 1), told

@@ -277,8 +277,9 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
             Values; those of one agent are in the order of time.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row. None: one client, with a warning.
-        labels : dict, or array-like of shape (n_clients,), default=None
-            For ``decision="oracle"``: the class of every client, by id or in the order of the ids.
+        labels : dict, Series, or array-like of shape (n_clients,), default=None
+            For ``decision="oracle"``: the class of every client, by id (a Series by its index), or
+            in the order of the ids.
 
         Returns
         -------
@@ -299,9 +300,9 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
             the call all agents that have a j-th row receive it, then they exchange messages.
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; agents may be silent, or new.
-        labels : dict, or array-like of shape (n_clients,), default=None
-            For ``decision="oracle"``: the class of every new client, by id, or of every client of
-            this call in the order of the ids.
+        labels : dict, Series, or array-like of shape (n_clients,), default=None
+            For ``decision="oracle"``: the class of every new client, by id (a Series by its index),
+            or of every client of this call in the order of the ids.
 
         Returns
         -------
@@ -445,6 +446,7 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         validate_data(self, X, skip_check_array=True, reset=begins)
         stream.take(self, arrivals)
         self._store(stream)
+        stream.unfinished = False
         if begins:
             _warn(self.privacy_, self.schedule)
         return self

@@ -51,6 +51,11 @@ _COLLUSION = (
 )
 
 
+_SO_FAR = (
+    "epsilon_whole_client is of the rows so far and grows with every further one, without a horizon"
+)
+
+
 def chosen(name, value, table, mechanism):
     """The schedule or the weights asked for; raise ValueError if they do not go together."""
     possible = table[mechanism]
@@ -151,12 +156,14 @@ def report(model, senders, n_clients):
         )
     others = max(n_clients - 1, 1) if pairwise else 1
     mechanism, delta = senders.mechanism, float(model.delta)
+    mu = mechanism.mu * math.sqrt(others)
     steps = model.horizon or int(senders.rows.max())
-    whole = mechanism.whole_mu(-(-steps // others), others) * math.sqrt(others)
+    # Pairs exchange messages at any time: at worst all rows of an agent lie between two of them.
+    whole = steps * mu if pairwise else max(mechanism.whole_mu(steps), mu)
     facts = {
         "mechanism": f"Gaussian noise on running sums, by {_MECHANISMS[model.mechanism]}, rounded "
         "to a grid",
-        "epsilon": gdp_epsilon(mechanism.mu * math.sqrt(others), delta),
+        "epsilon": gdp_epsilon(mu, delta),
         "delta": delta,
         "unit": "row",
         "noise_std": 1 / mechanism.mu,
@@ -173,6 +180,7 @@ def report(model, senders, n_clients):
             "bounds, known variances and horizon are the user's, not the data's",
             "who receives a row, and when, is public",
             "noise and sensitivity are in units of the range of the values",
+            *(() if model.horizon else (_SO_FAR,)),
         ),
         released=RELEASED,
         not_released=NOT_RELEASED,

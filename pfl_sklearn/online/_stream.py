@@ -1,9 +1,11 @@
 """The state of a collaborative mean between two calls, and what its agents make of it."""
 
 import math
+from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from pfl_sklearn._clients import match_clients
 from pfl_sklearn.online import _privacy
@@ -21,6 +23,7 @@ from pfl_sklearn.online._variances import (
     SQUARE,
     coordinates,
     heard_variances,
+    in_doubt,
     own_variances,
     shared_variance,
 )
@@ -28,6 +31,7 @@ from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._mechanisms._running_sums import bounded
 
 _FREE = ("ledger", "n_jobs", "unseen")  # parameters that may change while a stream goes on
+_FARTHEST = 1e150  # bound, whose square is finite
 _LEAST = 1e-24  # variance of a mean, in squared units
 
 
@@ -81,11 +85,17 @@ class Stream:
     def check(self, model, with_groups):
         """Raise ValueError if this stream cannot go on with a call of the model."""
         for name, now in _lasting(model).items():
-            before = self.params[name]
-            if now is not before and repr(now) != repr(before):
+            before, whose = self.params[name], ""
+            if isinstance(now, dict) and isinstance(before, dict):  # clients may be added
+                changed = [one for one in before if now.get(one) != before[one]]
+                if not changed:
+                    continue
+                before, now = before[changed[0]], now.get(changed[0])
+                whose = f" of client {changed[0]!r}"
+            if now is not before and now != before:
                 raise ValueError(
-                    f"{name} was {before!r} when this stream began and is {now!r} now; call fit to "
-                    "begin a new stream."
+                    f"{name}{whose} was {before!r} when this stream began and is {now!r} now; call "
+                    "fit to begin a new stream."
                 )
         if with_groups != self.with_groups:
             began = "with" if self.with_groups else "without"
@@ -123,13 +133,16 @@ class Stream:
         return Arrivals(newcomers, agents, units, clipped)
 
     def take(self, model, arrivals):
-        """Let the agents receive the rows, and send their messages."""
+        """Let the agents receive the rows, and send their messages.
+
+        The stream is unfinished until somebody has stored what it tells.
+        """
         self.unfinished = True
+        self.params = _lasting(model)
         self._join(model, arrivals.newcomers)
         agents = arrivals.agents
         self.n_clipped += np.bincount(agents[arrivals.clipped], minlength=len(self.n_clipped))
         self.senders.take(agents, coordinates(arrivals.units, model.noise_variance is None))
-        self.unfinished = False
 
     def estimates(self, model):
         """Means, their variances and the exact means of all agents, in the order of ids."""
@@ -180,6 +193,8 @@ class Stream:
         """Population that the messages show."""
         _, hearing, unit = self._known()
         mean, mean_std, std = _moments(*_by_sender(hearing))
+        if self.params["bounds"] is not None:
+            mean = min(max(mean, 0.0), 1.0)
         return Population(unit.low + unit.width * mean, unit.width * mean_std, unit.width * std)
 
     def _known(self):
@@ -191,24 +206,27 @@ class Stream:
         rows, middle = senders.rows, low + width / 2
         variances = own = known
         doubt = np.ones(len(rows))
-        if len(senders.sums) == 2:
+        largest = self._largest_variance()
+        if len(senders.sums) == 2 and math.isinf(largest):
+            variances = own = np.full(len(rows), math.inf)
+        elif len(senders.sums) == 2:
             heard = senders.means(slice(None))
-            shared = shared_variance(heard, self._largest_variance())
+            shared = shared_variance(heard, largest)
             variances = width**2 * heard_variances(heard, shared)
             found, doubt = own_variances(rows, senders.sums, shared)
             own = width**2 * found
-            if rows.sum() == 1 and self.params["bounds"] is None:
-                doubt = np.full(1, np.inf)
         spread = np.maximum(own / np.maximum(rows, 1), _LEAST)
         own = Own(middle + width * senders.sums[0] / np.maximum(rows, 1), spread, doubt, rows)
         return own, Hearing(senders, middle, width, np.maximum(variances, _LEAST)), unit
 
     def _largest_variance(self):
-        """Largest variance of rows, in units of their ranges: that of all rows, without bounds."""
+        """Largest variance of rows, in units of their ranges; infinite if nothing limits it."""
         if self.params["bounds"] is not None:
             return 0.25
-        n, (total, squares) = self.senders.rows.sum(), self.senders.sums.sum(axis=1)
-        return max((squares / SQUARE - total**2 / n) / max(n - 1, 1), _LEAST)
+        n, (total, *squares) = self.senders.rows.sum(), self.senders.sums.sum(axis=1)
+        if n == 1 or not squares:
+            return math.inf
+        return max((squares[0] / SQUARE - total**2 / n) / (n - 1) * in_doubt(n - 1), _LEAST)
 
     def _decision(self, model):
         """How agents find their class; labels come from the stream, classes from the last time."""
@@ -262,14 +280,23 @@ class Stream:
 
 def _with_doubt(variances, own):
     """Variances of estimates (n,) as far as they rest on own means of uncertain variance."""
-    weight = np.minimum(variances / own.variances, 1.0)
-    with np.errstate(divide="ignore"):  # nothing is known of a single row
-        return variances / (1 - weight * (1 - 1 / own.doubt))
+    if own.doubt.max() == 1:
+        return variances
+    share = np.minimum(variances / own.variances, 1.0)
+    return variances / (1 - share * (1 - 1 / own.doubt))
 
 
 def _lasting(model):
-    """Parameters that a stream keeps."""
-    return {name: value for name, value in model.get_params().items() if name not in _FREE}
+    """Parameters that a stream keeps, in a form that later changes do not reach."""
+    params = model.get_params()
+    return {name: _plain(value) for name, value in params.items() if name not in _FREE}
+
+
+def _plain(value):
+    """A parameter that compares by its values."""
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return tuple(np.asarray(value).tolist()) if isinstance(value, list | np.ndarray) else value
 
 
 def _newcomers(stream, model, ids, new, y, labels):
@@ -278,13 +305,14 @@ def _newcomers(stream, model, ids, new, y, labels):
     low, width = _ranges(stream, model, found, y)
     variances = np.full(len(found), np.nan)
     if model.noise_variance is not None:
-        variances = _given("noise_variance", model.noise_variance, found).astype(float)
-        bad = ~(np.isfinite(variances) & (variances > 0))
-        if bad.any():
-            raise ValueError(
-                f"noise_variance of client {found[bad].tolist()[0]!r} must be positive and finite; "
-                f"got {variances[bad].tolist()[0]!r}."
-            )
+        given = _given("noise_variance", model.noise_variance, found)
+        for client, variance in zip(found.tolist(), given, strict=True):
+            if not (isinstance(variance, Real) and 0 < variance < math.inf):
+                raise ValueError(
+                    f"noise_variance of client {client!r} must be a positive, finite number; got "
+                    f"{variance!r}."
+                )
+        variances = given.astype(float)
     return Newcomers(found, low, width, variances, _labels(model, ids, new, labels))
 
 
@@ -299,11 +327,10 @@ def _ranges(stream, model, ids, y):
         low, high = np.asarray(pairs.tolist(), dtype=float).reshape(len(ids), 2).T
     except (TypeError, ValueError):
         low = high = np.full(1, np.nan)
-    bad = ~((low < high) & np.isfinite(high - low))
-    if bad.any():
+    if not np.all((low < high) & (np.maximum(np.abs(low), np.abs(high)) < _FARTHEST)):
         raise ValueError(
-            "bounds must be a pair (low, high) of finite numbers with low < high, or a dict with "
-            f"one for every client id; got {model.bounds!r}."
+            "bounds must be a pair (low, high) of numbers with low < high, between -1e150 and "
+            f"1e150, or a dict with one for every client id; got {model.bounds!r}."
         )
     return low, high - low
 
@@ -330,15 +357,21 @@ def _labels(model, ids, new, labels):
         return found
     if model.decision != "oracle":
         raise ValueError(f"labels go with decision='oracle'; got decision={model.decision!r}.")
+    if isinstance(labels, pd.Series):
+        labels = labels.to_dict()
     if isinstance(labels, dict):
-        return _given("labels", labels, ids[new])
-    values = np.asarray(labels)
-    if values.shape != ids.shape:
-        raise ValueError(
-            f"labels must be a dict, or hold one label for each of the {len(ids)} clients in the "
-            f"order of their ids; got shape {values.shape}."
-        )
-    found[:] = values[new].tolist()
+        found = _given("labels", labels, ids[new])
+    else:
+        values = np.asarray(labels)
+        if values.shape != ids.shape:
+            raise ValueError(
+                f"labels must be a dict, or hold one label for each of the {len(ids)} clients in "
+                f"the order of their ids; got shape {values.shape}."
+            )
+        found[:] = values[new].tolist()
+    missing = pd.isna(found)
+    if missing.any():
+        raise ValueError(f"the label of client {ids[new][missing].tolist()[0]!r} is missing.")
     return found
 
 
@@ -380,6 +413,8 @@ def _moments(means, variances):
     if len(means) == 0:
         return Population(math.nan, math.nan, math.nan)
     weight = 1 / variances
+    if weight.sum() == 0:  # a single row
+        return Population(float(means.mean()), math.inf, 0.0)
     centre = weight @ means / weight.sum()
     spare = weight.sum() - weight @ weight / weight.sum()
     excess = weight @ (means - centre) ** 2 - (len(means) - 1)

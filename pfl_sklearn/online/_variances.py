@@ -1,9 +1,8 @@
 """Variances of the agents' rows, which their messages let everybody estimate.
 
-All agents have about the same variance, up to a factor that has a scaled inverse chi-squared
-distribution with four degrees of freedom: own rows count for more as there are more of them. What
-all have in common is heard, and has a uniform prior on the logarithm's scale, since noise may hide
-it for long.
+Agents' variances have a scaled inverse chi-squared distribution with four degrees of freedom about
+a common one, which is heard. Noise may hide it for long, so its logarithm has a uniform prior: then
+agents' own rows decide.
 """
 
 from typing import NamedTuple
@@ -63,23 +62,29 @@ def own_variances(rows, sums, shared):
     squares = np.maximum(sums[1] / SQUARE - rows * mean**2, 0.0)
     freedom = rows - 1 + shared.rows
     found = np.minimum((squares + shared.rows * shared.scale) / freedom, shared.largest)
-    doubt = (stdtrit(freedom, 0.975) / _NORMAL) ** 2
+    doubt = in_doubt(freedom)
     most = np.maximum(shared.largest / np.maximum(found, np.finfo(float).tiny), 1.0)
     return OwnVariances(found, np.minimum(doubt, most))
+
+
+def in_doubt(freedom):
+    """Factor on a mean's variance, estimated with degrees of freedom, for intervals of 95 %."""
+    return (stdtrit(freedom, 0.975) / _NORMAL) ** 2
 
 
 def shared_variance(heard, largest):
     """Common variance from means of values and squares that were heard; at most `largest`."""
     raw, _ = _raw(heard, largest)
     grid = largest * _GRID
-    logs = np.zeros(len(grid))
-    if len(raw.values):
-        for guess in (largest, None):  # weights rest on a variance, too
-            common = guess or max(common, grid[0])
-            weight = 1 / (raw.noise + 2 * common**2 / raw.rows)
+    logs, n = np.zeros(len(grid)), len(raw.values)
+    if n > 1:
+        common = largest
+        for _ in range(2):  # weights rest on a variance, too
+            weight = 1 / (raw.noise + 2 * max(common, grid[0]) ** 2 / raw.rows)
             common = np.average(raw.values, weights=weight)
         weight /= weight.sum()
         error = weight**2 @ raw.noise + 2 * grid**2 * (weight**2 @ (1 / raw.rows))
+        error *= n / (n - 1)  # an agent learns from others
         logs = -0.5 * (np.log(error) + (common - grid) ** 2 / error)
     belief = softmax(logs)
     centre = belief @ np.log(grid)

@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import sklearn
+from scipy import stats
 from sklearn.exceptions import NotFittedError
 from sklearn.model_selection import GridSearchCV, cross_validate
 from sklearn.pipeline import make_pipeline
@@ -16,7 +17,7 @@ import pfl_sklearn
 from pfl_sklearn.compose import ClientColumn
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
-from pfl_sklearn.online import CollaborativeMean
+from pfl_sklearn.online import CollaborativeMean, _mixture
 from pfl_sklearn.privacy import PrivacyLedger, gdp_epsilon, gdp_mu, search_cost
 from tests.helpers.oracles import read_oracle
 
@@ -79,6 +80,36 @@ def test_a_broadcast_promises_the_same_against_everybody():
     assert (report.unit, report.relation, report.delta) == ("row", "replace_one", 1e-6)
     assert report.epsilon_whole_client > 1e6  # of a horizon of 30,000
     assert "if all rows of a client are replaced" in str(report)
+
+
+def test_cost_of_all_values_without_a_horizon_is_that_of_the_values_so_far():
+    X, y, groups, _ = stream(3)
+    model = CollaborativeMean(**{**PRIVATE, "horizon": None}).fit(
+        X[:200], y[:200], groups=groups[:200]
+    )
+    assert model.privacy_.epsilon_whole_client == pytest.approx(1)
+    assert any("so far" in one for one in model.privacy_.assumptions)
+    model.partial_fit(X, y, groups=groups)
+    assert model.privacy_.epsilon_whole_client > 1.5
+
+
+@pytest.mark.parametrize("mechanism", ["pm1", "pm2"])
+@pytest.mark.parametrize("horizon", [None, 100])
+def test_cost_of_all_values_where_they_lie_between_two_messages(mechanism, horizon):
+    """One agent has all its rows before the others ask: every block of its first message."""
+    params = {**PRIVATE, "horizon": horizon, "mechanism": mechanism, "noise_variance": 0.25}
+    model = CollaborativeMean(**params)
+    groups = np.concatenate([np.zeros(100, int), np.arange(1, 5)])
+    model.fit(np.zeros((104, 1)), np.full(104, 0.5), groups=groups)
+    noise = model._stream.senders.mechanism
+    levels = 1
+    if mechanism == "pm2":
+        levels = 60 if horizon is None else (25).bit_length()
+    stds = [noise.noise_std(s) if mechanism == "pm2" else noise.noise_std for s in range(levels)]
+    attained = 100 * math.sqrt(4 * sum(std**-2 for std in stds))
+    promised = gdp_mu(model.privacy_.epsilon_whole_client, 1e-6)
+    assert attained <= promised * (1 + 1e-9)
+    assert attained == pytest.approx(promised, rel=0.02)
 
 
 @pytest.mark.parametrize("weights", ["blue", "last"])
@@ -232,10 +263,15 @@ BAD = [
     ({"epsilon": 1.0, "bounds": (0, 1), "delta": 0}, r"delta must be above 0"),
     ({"epsilon": 1.0, "bounds": (1, 0)}, r"bounds must be a pair .*\(1, 0\)"),
     ({"epsilon": 1.0, "bounds": (0, math.inf)}, r"bounds must be a pair"),
+    ({"epsilon": 1.0, "bounds": (-1e200, 1e200)}, r"bounds must be a pair .* and 1e150"),
     ({"epsilon": 1.0, "bounds": 3.0}, r"bounds"),
     ({"mechanism": "pm1"}, r"noise_variance must be given where pairs"),
     ({"noise_variance": {1: 2.0}}, r"noise_variance has no entry for client 0"),
-    ({"noise_variance": {0: -1.0, 1: 2.0}}, r"noise_variance of client 0 must be positive"),
+    (
+        {"noise_variance": {0: -1.0, 1: 2.0}},
+        r"noise_variance of client 0 must be a positive, finite number",
+    ),
+    ({"noise_variance": {0: "a", 1: 2.0}}, r"client 0 must be .*; got 'a'"),
     ({"schedule": "round_robin"}, r"schedule='round_robin' does not go with mechanism='sqrt'"),
     ({"weights": "mom"}, r"weights='mom' does not go with mechanism='sqrt'; use 'auto' or 'blue'"),
     ({"accounting": "printed"}, r"accounting='printed' is for mechanism='pm1' and 'pm2'"),
@@ -274,7 +310,114 @@ def test_bad_calls_change_nothing():
     model.set_params(epsilon=2.0)
     with pytest.raises(ValueError, match=r"epsilon was 1.0 when this stream began and is 2.0 now"):
         model.partial_fit(X[:1], y[:1], groups=[0])
-    model.set_params(epsilon=1.0, n_jobs=2).partial_fit(X[:1], y[:1], groups=[0])
+    bounds = list(PRIVATE["bounds"])
+    model.set_params(epsilon=1, n_jobs=2, bounds=bounds).partial_fit(X[:1], y[:1], groups=[0])
+
+
+def test_dicts_may_grow_but_not_change():
+    X, y = np.zeros((2, 1)), np.array([0.2, 12.0])
+    bounds = {"a": (0, 1), "b": (10, 20)}
+    model = CollaborativeMean(epsilon=8.0, bounds=bounds, random_state=0).fit(
+        X, y, groups=["a", "b"]
+    )
+    bounds["c"] = (5, 6)
+    model.partial_fit(X, [0.1, 5.5], groups=["a", "c"])
+    assert model.n_clipped_ == 0
+    bounds["b"] = (0, 20)
+    with pytest.raises(ValueError, match=r"bounds of client 'b' was \(10, 20\) when this stream"):
+        model.partial_fit(X[:1], [0.1], groups=["a"])
+    model.set_params(bounds={"a": (0, 1)})
+    with pytest.raises(ValueError, match=r"bounds of client 'b' was \(10, 20\) .* is None now"):
+        model.partial_fit(X[:1], [0.1], groups=["a"])
+
+
+def test_an_interrupted_call_does_not_go_on(monkeypatch):
+    """Rows of a call that was interrupted are not counted a second time."""
+    X, y, groups, _ = stream(3, np.repeat([0, 1], 2))
+    model = CollaborativeMean(**PRIVATE).fit(X, y, groups=groups)
+    means = model.means_
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_mixture, "combine", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model.partial_fit(X, y, groups=groups)
+    monkeypatch.undo()
+    assert model.means_ is means
+    with pytest.raises(ValueError, match=r"interrupted.*call fit to begin anew"):
+        model.partial_fit(X, y, groups=groups)
+    assert model.fit(X, y, groups=groups).n_samples_per_client_.tolist() == [3] * 4
+
+
+@pytest.mark.parametrize("noise_variance", [None, 400.0])
+def test_noise_that_hides_the_variance_leaves_agents_alone(noise_variance):
+    """Where noise is far above the spread of values, agents rely on themselves from the start."""
+    shops = np.tile(np.arange(100), 30)
+    errors = np.zeros((4, 6))
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        means = rng.choice([100.0, 200.0, 300.0], 100)
+        params = {"epsilon": 1.0, "bounds": (0, 500), "horizon": 365, "random_state": seed}
+        model = CollaborativeMean(**params, noise_variance=noise_variance)
+        before = 0
+        for k, t in enumerate((1, 2, 3, 5, 10, 30)):
+            X = np.zeros(((t - before) * 100, 1))
+            y = means[shops[: len(X)]] + rng.normal(0, 20, len(X))
+            model.partial_fit(X, y, groups=shops[: len(X)])
+            before = t
+            errors[seed, k] = np.mean((model.means_ - means) ** 2) / (400 / t)
+    assert errors.mean(axis=0).max() < 1.1
+
+
+@pytest.mark.parametrize("bounds", [None, (-50, 50)])
+@pytest.mark.parametrize("outlier", [0.0, 30.0])
+@pytest.mark.parametrize(("between", "least"), [(0.03, 0.8), (0.3, 0.92)])
+def test_intervals_where_means_differ_little_for_their_range(between, least, outlier, bounds):
+    """Means without classes, in a range that is wide or that an outlier makes wide.
+
+    Own means have a standard error of .042: whether there are differences of .03 is uncertain.
+    """
+    groups, covered, errors = np.tile(np.arange(100), 50), [], []
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        means = rng.normal(0, between, 100)
+        means[0] += outlier
+        y = means[groups] + rng.normal(0, 0.3, len(groups))
+        model = CollaborativeMean(bounds=bounds).fit(np.zeros((len(y), 1)), y, groups=groups)
+        lower, upper = model.credible_interval()
+        covered.append(np.mean((lower < means) & (means < upper)))
+        errors.append(np.mean((model.means_ - means) ** 2) / (0.09 / 50))
+    assert np.mean(covered) > least
+    assert np.mean(errors) < 1.02
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.SingleClientWarning")
+def test_a_single_value_tells_nothing_of_its_variance():
+    model = CollaborativeMean().fit(np.zeros((1, 1)), [7.0])
+    assert model.stds_.tolist() == [math.inf]
+    model = CollaborativeMean(bounds=(0, 10)).fit(np.zeros((1, 1)), [7.0])
+    assert 3 < model.stds_[0] <= 5
+    model = CollaborativeMean().fit(np.zeros((2, 1)), [7.0, 9.0])
+    # Student's distribution with one degree of freedom, and half of one more for the prior.
+    half = model.credible_interval()[1] - 8.0
+    assert 4 < half < stats.t(1).ppf(0.975)
+
+
+def test_one_value_of_each_agent():
+    """Intervals are wide before anybody has two values."""
+    rng = np.random.default_rng(0)
+    means = rng.normal(0, 5, 200)
+    y = means + rng.normal(size=200)
+    model = CollaborativeMean().fit(np.zeros((200, 1)), y, groups=np.arange(200))
+    assert (np.abs(model.means_ - means) < 1.96 * model.stds_).mean() > 0.9
+
+
+def test_the_mean_of_all_lies_in_the_bounds():
+    X, y = np.zeros((4, 1)), np.zeros(4)
+    for seed in range(5):
+        model = CollaborativeMean(epsilon=0.1, bounds=(0, 1), random_state=seed)
+        assert 0 <= model.fit(X, y, groups=[0, 0, 1, 1]).population_mean_ <= 1
 
 
 def test_labels_are_checked():
@@ -284,9 +427,11 @@ def test_labels_are_checked():
         model.fit(X, y, groups=[0, 0, 1, 1], labels=[1, 2, 3])
     with pytest.raises(ValueError, match=r"labels has no entry for client 1"):
         model.fit(X, y, groups=[0, 0, 1, 1], labels={0: "a"})
+    with pytest.raises(ValueError, match=r"the label of client 1 is missing"):
+        model.fit(X, y, groups=[0, 0, 1, 1], labels=[1.0, math.nan])
     with pytest.raises(ValueError, match=r"labels go with decision='oracle'"):
         CollaborativeMean().fit(X, y, groups=[0, 0, 1, 1], labels=[1, 2])
-    model.fit(X, y, groups=[0, 0, 1, 1], labels={0: "a", 1: "a"})
+    model.fit(X, y, groups=[0, 0, 1, 1], labels=pd.Series(["b", "a", "a"], index=[2, 1, 0]))
     assert model.means_ == pytest.approx([1.5, 1.5])
     model.partial_fit(X[:1], [7.0], groups=[2], labels={2: "b"})
     assert model.means_ == pytest.approx([1.5, 1.5, 7.0])

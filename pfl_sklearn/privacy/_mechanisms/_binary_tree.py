@@ -81,9 +81,9 @@ class BinaryTree(RunningSums):
         parts = [self.noise_std(s) ** 2 * (index >> s & 1) for s in levels]
         return np.sum([np.zeros(index.shape), *parts], axis=0)
 
-    def whole_mu(self, n_releases: int, rows: int = 1) -> float:
-        """Gaussian-DP parameter of the first releases when every value is replaced."""
+    def whole_mu(self, n_releases: int) -> float:
+        """Gaussian-DP parameter of the first releases, one for each value, if all are replaced."""
         levels = range(n_releases.bit_length())
         blocks = [(n_releases + (1 << s)) >> (s + 1) for s in levels]
-        squares = [blocks[s] * (rows * 2**s / self.noise_std(s)) ** 2 for s in levels]
+        squares = [blocks[s] * (2**s / self.noise_std(s)) ** 2 for s in levels]
         return math.sqrt(math.fsum(squares))

@@ -67,6 +67,6 @@ class PartialSums(RunningSums):
         """Variance of the noise on the running sums at releases `index` (...)."""
         return self.noise_std**2 * np.asarray(index, dtype=float)
 
-    def whole_mu(self, n_releases: int, rows: int = 1) -> float:
-        """Gaussian-DP parameter of the first releases when every value is replaced."""
-        return rows * math.sqrt(n_releases) / self.noise_std
+    def whole_mu(self, n_releases: int) -> float:
+        """Gaussian-DP parameter of the first releases, one for each value, if all are replaced."""
+        return math.sqrt(n_releases) / self.noise_std

@@ -50,11 +50,8 @@ class RunningSums(ABC):
         """Variance of the noise on the running sums at releases `index` (...)."""
 
     @abstractmethod
-    def whole_mu(self, n_releases: int, rows: int = 1) -> float:
-        """Gaussian-DP parameter of the first releases when every value is replaced.
-
-        `rows` values lie between two releases.
-        """
+    def whole_mu(self, n_releases: int) -> float:
+        """Gaussian-DP parameter of the first releases, one for each value, if all are replaced."""
 
     def privatize(
         self, sums: Floats, registers: Floats, index: npt.ArrayLike, rng: np.random.Generator

@@ -155,8 +155,8 @@ class SquareRootSums(RunningSums):
         squares = np.array([self.decoder.squares(one) for one in found.tolist()])
         return (self.noise_std**2 * squares)[place].reshape(np.shape(index))
 
-    def whole_mu(self, n_releases: int, rows: int = 1) -> float:
-        """Gaussian-DP parameter of the first releases when every value is replaced."""
+    def whole_mu(self, n_releases: int) -> float:
+        """Gaussian-DP parameter of the first releases, one for each value, if all are replaced."""
         return math.sqrt(_constant_stream(self, n_releases)) / self.noise_std
 
     def response(self, n: int) -> Response:

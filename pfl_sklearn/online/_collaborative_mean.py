@@ -38,11 +38,13 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     delta : float in [0, 1), default=1e-6
         Delta of the guarantee.
     bounds : tuple (low, high), dict or None, default=None
-        Range of the values, or a dict with a range for every client id. Choose it without looking
-        at the data; it is needed if `epsilon` is finite.
+        Range of the values, or a dict with a range for every client id, to which those of new
+        clients may be added. Choose it without looking at the data; it is needed if `epsilon` is
+        finite.
     horizon : int or None, default=None
         Largest number of values of an agent. None: any number, which about doubles the variance of
-        the noise.
+        the noise. "pm2" plans for pairs of the agents of the first call, and so needs less noise
+        the more of them there are.
     mechanism : {"sqrt", "tree", "pm1", "pm2"}, default="sqrt"
         Noise of the messages:
 
@@ -102,7 +104,9 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     means_, stds_ : ndarrays of shape (n_clients,)
         Each client's estimate of its mean, from its own exact values and what it heard, and the
         standard deviation of that: of the posterior for "mixture", of the weighted mean if those
-        who were accepted are of one class for "test" and "oracle".
+        who were accepted are of one class for "test" and "oracle". Where variances are estimated it
+        is that of a normal distribution with the same central 95 % as Student's. It is infinite for
+        a single value of unknown variance without `bounds`.
     local_means_ : ndarray of shape (n_clients,)
         Means of the clients' own values, clipped to `bounds`.
     heard_means_, heard_stds_ : ndarrays of shape (n_clients,) or (n_clients, n_clients)
@@ -160,8 +164,8 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     The user guide has the mathematics. The messages are post-processed only, so classes, weights
     and decisions cost no privacy. Unknown variances of values are estimated from messages, too:
     sums of squares, scaled so that replacing a value changes both by no more than the value alone.
-    A client's own variance is that of its own values, with four more at the variance that all
-    share.
+    To its own values a client's variance adds up to four at the variance that all have in common:
+    fewer where noise hides that.
 
     Calls may be split in any way: messages do not depend on it (with a seed, if every client has a
     row in every step). Estimates do a little, because classes are looked for again only when the

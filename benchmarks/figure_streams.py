@@ -108,8 +108,9 @@ def draw(curves, times, file):
     alone = 0.25 / np.array(times)
     _, ax = plt.subplots(figsize=(7.5, 5), layout="constrained")
     ax.plot(times, alone, color="0.5", label="alone")
-    for name, values in curves.items():
-        ax.plot(times, values * alone, label=name, ls="--" if name.startswith("PM") else "-")
+    for color, (name, values) in zip([*plt.cm.tab10.colors, "k"], curves.items(), strict=False):
+        line = "--" if name.startswith("PM") else "-"
+        ax.plot(times, values * alone, label=name, ls=line, color=color)
     ax.plot(times, 3 / N * alone, color="k", ls=":", label="all data public")
     ax.set(xscale="log", yscale="log", xlabel="steps", ylabel="mean squared error")
     ax.legend(frameon=False, fontsize="small")

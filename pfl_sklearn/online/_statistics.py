@@ -275,8 +275,8 @@ class BestSquareRoot(Statistic):
     def _reach(self, n):
         """Know the answer to a constant for n steps."""
         if n > len(self.response.gain):
-            most = self.mechanism.horizon or n
-            self.response = self.mechanism.response(max(min(2 * n, most), n))
+            most = self.mechanism.horizon or 2 * n
+            self.response = self.mechanism.response(min(2 * n, most))
 
 
 def _best(sums, gain, spread):

@@ -141,8 +141,8 @@ def _one_step_more(horizon):
     model.partial_fit(*more[:2], groups=more[2], labels=labels)
     late = seconds(steps)
     print(
-        f"| 1,000 agents, a call a step, horizon {horizon}: from 5,201; from 2 | {late / 200:.3g} | "
-        f"{early / 200:.3g} | {late / early:.2f}x | about 1x |",
+        f"| 1,000 agents, a call a step, horizon {horizon}: from 5,201; from 2 | "
+        f"{late / 200:.3g} | {early / 200:.3g} | {late / early:.2f}x | about 1x |",
         flush=True,
     )
 

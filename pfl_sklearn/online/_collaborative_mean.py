@@ -5,7 +5,6 @@ from numbers import Integral, Real
 
 import numpy as np
 import pandas as pd
-from scipy.special import ndtri
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_array, check_consistent_length, column_or_1d
 from sklearn.utils.validation import validate_data
@@ -17,6 +16,7 @@ from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, client_values
 from pfl_sklearn.online import _privacy
 from pfl_sklearn.online._stream import Stream
+from pfl_sklearn.online._variances import half_width
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyWarning
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import warn_once
@@ -177,7 +177,7 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     Memory per client, and for each coordinate (two without `noise_variance`): 8 (2 d + 3) bytes for
     "sqrt", where d is 8 for a horizon of 1,000, 11 for 30,000 and 16 without one; 8 (4 levels + 3)
     for "tree", with 11 levels for 1,000 steps. Messages between pairs with ``weights="last"`` take
-    16 bytes for every pair of clients.
+    16 bytes for every pair of clients ("pm1", up to 65,535 values).
 
     References
     ----------
@@ -210,7 +210,7 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     __metadata_request__predict = {"groups": True, "return_std": True}
 
     _privacy_unit = "row"
-    _client_attributes = ("n_samples_per_client_", "means_", "stds_", "local_means_")
+    _client_attributes = ("n_samples_per_client_", "means_", "stds_", "_freedom", "local_means_")
     _population_attributes = _privacy.RELEASED
 
     _parameter_constraints = {
@@ -347,7 +347,10 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         return means, client_values(getattr(self, "stds_", None), spread, codes)
 
     def credible_interval(self, level=0.95):
-        """Central interval of every client's mean.
+        """Central interval of every client's mean, normal or Student's.
+
+        With ``decision="test"`` or "oracle" it is right if those who were accepted are of one
+        class, and too short otherwise.
 
         Parameters
         ----------
@@ -359,9 +362,9 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         lower, upper : ndarrays of shape (n_clients,)
         """
         self._require_fitted("means_")
-        if not 0 < level < 1:
-            raise ValueError(f"level must be in (0, 1); got {level!r}.")
-        half = ndtri(0.5 + level / 2) * self.stds_
+        if not (isinstance(level, Real) and 0 < level < 1):
+            raise ValueError(f"level must be a number in (0, 1); got {level!r}.")
+        half = half_width(self.stds_, self._freedom, level)
         return self.means_ - half, self.means_ + half
 
     def summary(self, level=0.95):
@@ -434,6 +437,7 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     def _open_stream(self):
         """The stream; raise NotFittedError without one."""
         self._require_fitted("_stream")
+        self._stream.check_finished()
         return self._stream
 
     def _receive(self, stream, X, y, groups, labels):
@@ -464,7 +468,7 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     def _store(self, stream):
         """Set the fitted attributes, all at once."""
         order = stream.by_id
-        means, variances, local = stream.estimates(self)
+        means, variances, freedom, local = stream.estimates(self)
         population = stream.population()
         self._stream = stream
         self._fitted_with_groups = stream.with_groups
@@ -472,6 +476,7 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         self.n_samples_per_client_ = stream.senders.rows[order]
         self.n_clipped_ = int(stream.n_clipped.sum())
         self.means_, self.stds_, self.local_means_ = means, np.sqrt(variances), local
+        self._freedom = freedom
         self.population_mean_, self.population_mean_std_, self.population_std_ = population
         self.privacy_ = _privacy.report(self, stream.senders, len(order))
 

@@ -15,6 +15,7 @@ from pfl_sklearn.online import _mixture
 from pfl_sklearn.online._streams import Broadcast
 
 _BLOCK = 1 << 20  # pairs of agents at once
+_WIDER = 4.0  # times the range of nine tenths of the means
 _GROWTH = 1.02  # of the information, at which classes are looked for again
 
 
@@ -211,8 +212,9 @@ class Mixture:
         self.classes = _mixture.find_classes(*heard, self._width(heard[0]), before)
 
     def _width(self, means):
-        """Range of means."""
-        return (np.ptp(means) or 1.0) if self.width is None else self.width
+        """Range in which means lie, not much wider than where most of them were heard."""
+        widest = (np.ptp(means) or 1.0) if self.width is None else self.width
+        return min(widest, _WIDER * np.subtract(*np.quantile(means, [0.95, 0.05])) or widest)
 
     def _one_by_one(self, own, hearing):
         """Estimates where every agent heard something else."""

@@ -53,17 +53,23 @@ def moved(values, n_streams, places):
     return found
 
 
+def with_room(counts, largest):
+    """Counts (n,), in larger integers if they have to hold `largest`."""
+    return counts if largest <= np.iinfo(counts.dtype).max else counts.astype(np.int64)
+
+
 class LastMean(Statistic):
     """The latest message alone."""
 
     def __init__(self, mechanism, sums):
         self.mechanism = mechanism
         self.sums = sums
-        self.rows = np.zeros(sums.shape[1], np.int32)
+        self.rows = np.zeros(sums.shape[1], np.uint16)
 
     def hear(self, heard):
         """Take in the messages of a release."""
         self.sums[:, heard.streams] = heard.sums
+        self.rows = with_room(self.rows, heard.rows.max())
         self.rows[heard.streams] = heard.rows
 
     def means(self, streams, index):

@@ -26,12 +26,14 @@ from pfl_sklearn.online._variances import (
     in_doubt,
     own_variances,
     shared_variance,
+    with_doubt,
 )
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._mechanisms._running_sums import bounded
 
 _FREE = ("ledger", "n_jobs", "unseen")  # parameters that may change while a stream goes on
-_FARTHEST = 1e150  # bound, whose square is finite
+_FARTHEST, _NARROWEST = 1e150, 1e-150  # bounds and ranges whose squares are numbers
+_UNLIKE = 1e12  # largest ratio of two ranges
 _LEAST = 1e-24  # variance of a mean, in squared units
 
 
@@ -40,7 +42,7 @@ class Newcomers(NamedTuple):
 
     ids: np.ndarray
     low: np.ndarray  # of the range of values
-    width: np.ndarray
+    high: np.ndarray
     variances: np.ndarray  # of a row, NaN if unknown
     labels: np.ndarray
 
@@ -100,6 +102,10 @@ class Stream:
         if with_groups != self.with_groups:
             began = "with" if self.with_groups else "without"
             raise ValueError(f"this stream began {began} groups=; go on like that, or call fit.")
+        self.check_finished()
+
+    def check_finished(self):
+        """Raise ValueError if a call was interrupted."""
         if self.unfinished:
             raise ValueError(
                 "a call was interrupted in the middle of a step; call fit to begin anew."
@@ -114,21 +120,19 @@ class Stream:
             agent = np.where(found < 0, -1, self.by_id[found])
         new = agent < 0
         agent[new] = n_known + np.arange(new.sum())
-        newcomers = _newcomers(self, model, encoded.ids, new, y, labels)
+        labels = _labels(self, model, encoded.ids, agent, labels)
+        newcomers = _newcomers(self, model, encoded.ids[new], y, labels[new])
         agents = agent[encoded.codes]
         _check_horizon(self, model, newcomers, agents)
-        low, width = (
-            self._joined("low", newcomers)[agents],
-            self._joined("width", newcomers)[agents],
-        )
-        units, clipped = (y - low) / width - 0.5, np.zeros(len(y), bool)
+        low, high = (self._joined(name, newcomers)[agents] for name in ("low", "high"))
+        units, clipped = (y - low) / (high - low) - 0.5, np.zeros(len(y), bool)
         if model.bounds is not None:
-            units, clipped = bounded(y, low, width)
+            units, clipped = bounded(y, low, high)
         if model.out_of_bounds == "error" and clipped.any():
             row = int(np.flatnonzero(clipped)[0])
             raise ValueError(
                 f"y[{row}] = {y[row]:.6g} is outside the bounds ({low[row]:.6g}, "
-                f"{low[row] + width[row]:.6g}), and out_of_bounds='error'."
+                f"{high[row]:.6g}), and out_of_bounds='error'."
             )
         return Arrivals(newcomers, agents, units, clipped)
 
@@ -145,7 +149,7 @@ class Stream:
         self.senders.take(agents, coordinates(arrivals.units, model.noise_variance is None))
 
     def estimates(self, model):
-        """Means, their variances and the exact means of all agents, in the order of ids."""
+        """Means, their variances and degrees of freedom, and exact means, in the order of ids."""
         own, hearing, unit = self._known()
         decide = self._decision(model)
         if hearing.n_agents == 1:
@@ -155,9 +159,13 @@ class Stream:
         else:
             found = pooled(decide, own, hearing)
         means = unit.low + unit.width * found.means
-        variances = unit.width**2 * _with_doubt(found.variances, own)
+        if model.bounds is not None:
+            means = np.clip(means, self.agents.low, self.agents.high)
+        variances, freedom = with_doubt(found.variances, own)
+        variances *= unit.width**2
         local = unit.low + unit.width * own.means
-        return means[self.by_id], variances[self.by_id], local[self.by_id]
+        found = means, variances, freedom, local
+        return (one[self.by_id] for one in found)
 
     def same_class(self, model):
         """Sparse (n, n), in the order of ids: whom each agent takes for its class."""
@@ -199,8 +207,8 @@ class Stream:
 
     def _known(self):
         """What agents know of themselves and what they heard, and the unit that it is in."""
-        _, low, width, known, _ = self.agents
-        unit = Unit(low.min(), (low + width).max() - low.min())
+        _, low, high, known, _ = self.agents
+        width, unit = high - low, Unit(low.min(), high.max() - low.min())
         low, width, known = (low - unit.low) / unit.width, width / unit.width, known / unit.width**2
         senders = self.senders
         rows, middle = senders.rows, low + width / 2
@@ -213,7 +221,9 @@ class Stream:
             heard = senders.means(slice(None))
             shared = shared_variance(heard, largest)
             variances = width**2 * heard_variances(heard, shared)
-            found, doubt = own_variances(rows, senders.sums, shared)
+            found, doubt = own_variances(
+                rows, senders.sums, shared, bounded=self.params["bounds"] is not None
+            )
             own = width**2 * found
         spread = np.maximum(own / np.maximum(rows, 1), _LEAST)
         own = Own(middle + width * senders.sums[0] / np.maximum(rows, 1), spread, doubt, rows)
@@ -266,6 +276,12 @@ class Stream:
         new = getattr(newcomers, name)
         return new if self.agents is None else np.concatenate([getattr(self.agents, name), new])
 
+    def _joined_widths(self, ranges):
+        """Lengths of the ranges of all agents, and of newcomers with `ranges` (2, k)."""
+        new = ranges[1] - ranges[0]
+        known = () if self.agents is None else self.agents.high - self.agents.low
+        return np.append(known, new)
+
     def _accepts(self):
         """Which senders (n - 1, n), by turn, each agent takes for its class."""
         own, hearing, _ = self._known()
@@ -276,14 +292,6 @@ class Stream:
         )
         pairs = hearing.pairs(np.arange(hearing.n_agents))
         return decide.alike(own, pairs) | np.isinf(pairs.variances)
-
-
-def _with_doubt(variances, own):
-    """Variances of estimates (n,) as far as they rest on own means of uncertain variance."""
-    if own.doubt.max() == 1:
-        return variances
-    share = np.minimum(variances / own.variances, 1.0)
-    return variances / (1 - share * (1 - 1 / own.doubt))
 
 
 def _lasting(model):
@@ -299,40 +307,58 @@ def _plain(value):
     return tuple(np.asarray(value).tolist()) if isinstance(value, list | np.ndarray) else value
 
 
-def _newcomers(stream, model, ids, new, y, labels):
+def _newcomers(stream, model, ids, y, labels):
     """Agents of a call that are new, with their bounds, variances and labels."""
-    found = ids[new]
-    low, width = _ranges(stream, model, found, y)
-    variances = np.full(len(found), np.nan)
+    low, high = _ranges(stream, model, ids, y)
+    variances = np.full(len(ids), np.nan)
     if model.noise_variance is not None:
-        given = _given("noise_variance", model.noise_variance, found)
-        for client, variance in zip(found.tolist(), given, strict=True):
+        given = _given("noise_variance", model.noise_variance, ids)
+        for client, variance in zip(ids.tolist(), given, strict=True):
             if not (isinstance(variance, Real) and 0 < variance < math.inf):
                 raise ValueError(
                     f"noise_variance of client {client!r} must be a positive, finite number; got "
                     f"{variance!r}."
                 )
         variances = given.astype(float)
-    return Newcomers(found, low, width, variances, _labels(model, ids, new, labels))
+    return Newcomers(ids, low, high, variances, labels)
 
 
 def _ranges(stream, model, ids, y):
-    """Lowest values and lengths of ranges (k,): the bounds, or a range of no consequence."""
+    """Ends of ranges (k,): the bounds, or a range of no consequence."""
     if model.bounds is None:
         if stream.agents is not None:  # the unit of the stream
-            return np.full((2, len(ids)), [stream.agents.low[:1], stream.agents.width[:1]])
-        return np.full((2, len(ids)), [[y.min()], [np.ptp(y) or 1.0]])
+            return np.full((2, len(ids)), [stream.agents.low[:1], stream.agents.high[:1]])
+        return np.full((2, len(ids)), [[y.min()], [y.max() if np.ptp(y) else y.min() + 1.0]])
     pairs = _given("bounds", model.bounds, ids)
-    try:
-        low, high = np.asarray(pairs.tolist(), dtype=float).reshape(len(ids), 2).T
-    except (TypeError, ValueError):
-        low = high = np.full(1, np.nan)
-    if not np.all((low < high) & (np.maximum(np.abs(low), np.abs(high)) < _FARTHEST)):
+    if not isinstance(model.bounds, dict):
+        return np.tile(_range(model.bounds, "")[:, None], len(ids))
+    found = [
+        _range(pair, f" of client {one!r}") for one, pair in zip(ids.tolist(), pairs, strict=True)
+    ]
+    found = np.array(found).reshape(len(ids), 2).T
+    widths = stream._joined_widths(found)
+    if len(widths) and widths.max() > _UNLIKE * widths.min():
         raise ValueError(
-            "bounds must be a pair (low, high) of numbers with low < high, between -1e150 and "
-            f"1e150, or a dict with one for every client id; got {model.bounds!r}."
+            f"bounds of all clients must be alike to a factor of 1e12; got ranges from "
+            f"{widths.min():.3g} to {widths.max():.3g}."
         )
-    return low, high - low
+    return found
+
+
+def _range(pair, whose):
+    """A range (2,): its ends; raise ValueError for what is none."""
+    try:
+        found = np.asarray(pair, dtype=float)
+        valid = found.shape == (2,) and found[1] - found[0] > _NARROWEST
+        valid = valid and np.abs(found).max() < _FARTHEST
+    except (TypeError, ValueError):
+        valid = False
+    if not valid:
+        raise ValueError(
+            f"bounds{whose} must be a pair (low, high) of numbers with low < high, between -1e150 "
+            f"and 1e150 and more than 1e-150 apart; got {pair!r}."
+        )
+    return found
 
 
 def _given(name, value, ids):
@@ -348,19 +374,24 @@ def _given(name, value, ids):
     return found
 
 
-def _labels(model, ids, new, labels):
-    """Labels of the new ones among `ids`; None if they are not needed."""
-    found = np.empty(int(new.sum()), dtype=object)
+def _labels(stream, model, ids, agent, labels):
+    """Labels (n,) of all agents of a call; None where they are not given or not needed."""
+    found = np.full(len(ids), None, dtype=object)
+    n_known = 0 if stream.agents is None else len(stream.agents.ids)
+    new = agent >= n_known
     if labels is None:
-        if model.decision == "oracle" and len(found):
+        if model.decision == "oracle" and new.any():
             raise ValueError("decision='oracle' needs labels, one for every client; got None.")
         return found
     if model.decision != "oracle":
         raise ValueError(f"labels go with decision='oracle'; got decision={model.decision!r}.")
     if isinstance(labels, pd.Series):
+        if not labels.index.is_unique:
+            raise ValueError("labels must have one entry for a client; its index has duplicates.")
         labels = labels.to_dict()
     if isinstance(labels, dict):
-        found = _given("labels", labels, ids[new])
+        found[new] = _given("labels", labels, ids[new])
+        found[~new] = [labels.get(one) for one in ids[~new].tolist()]
     else:
         values = np.asarray(labels)
         if values.shape != ids.shape:
@@ -368,10 +399,16 @@ def _labels(model, ids, new, labels):
                 f"labels must be a dict, or hold one label for each of the {len(ids)} clients in "
                 f"the order of their ids; got shape {values.shape}."
             )
-        found[:] = values[new].tolist()
-    missing = pd.isna(found)
+        found[:] = values.tolist()
+    missing = pd.isna(found) & new
     if missing.any():
-        raise ValueError(f"the label of client {ids[new][missing].tolist()[0]!r} is missing.")
+        raise ValueError(f"the label of client {ids[missing].tolist()[0]!r} is missing.")
+    for one, k, label in zip(ids[~new].tolist(), agent[~new], found[~new], strict=True):
+        if label is not None and label != stream.agents.labels[k]:
+            raise ValueError(
+                f"the label of client {one!r} was {stream.agents.labels[k]!r} when it joined and "
+                f"is {label!r} now; call fit to begin a new stream."
+            )
     return found
 
 

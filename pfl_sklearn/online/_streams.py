@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 
 from pfl_sklearn._clients import rows_by_client
-from pfl_sklearn.online._statistics import Heard, moved, statistic
+from pfl_sklearn.online._statistics import Heard, moved, statistic, with_room
 
 _BATCH = 1 << 20  # rows of a batch of steps
 
@@ -51,8 +51,8 @@ class Senders:
         self.rng = rng
         self.rows = np.zeros(0, np.int64)
         self.sums = np.zeros((n_coordinates, 0))
-        self.index = np.zeros(0, np.int32)  # releases of each stream
-        self.registers = np.zeros((0, n_coordinates, 0), self._dtype)
+        self.index = np.zeros(0, np.uint16)  # releases of each stream
+        self.registers = np.zeros((0, n_coordinates, 0))
         self.heard = None
 
     def join(self, n_new):
@@ -74,7 +74,8 @@ class Senders:
 
     def _release(self, streams, exact, rows):
         """Send the sums (p, r) over `rows` of their senders in the given streams."""
-        index = self.index[streams] + 1
+        index = self.index[streams].astype(np.int64) + 1
+        self.index = with_room(self.index, index.max())
         self.index[streams] = index
         mechanism, p = self.mechanism, len(self.sums)
         missing = mechanism.n_registers(int(index.max())) - len(self.registers)
@@ -111,7 +112,8 @@ class Pairwise(Senders):
     """Every agent asks one other at each of its steps, in turn, and only it hears the answer.
 
     The others are asked in the order in which they joined. Stream ``turn * n_agents + a`` is what
-    agent a hears from the one whose turn is `turn`, from 0. Its numbers have single precision.
+    agent a hears from the one whose turn is `turn`, from 0. What was heard has single precision;
+    noise has not, or it would not cover the lowest bits of the sums.
     """
 
     _dtype = np.float32

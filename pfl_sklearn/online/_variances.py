@@ -8,14 +8,18 @@ agents' own rows decide.
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import polygamma, psi, softmax, stdtrit
+from scipy.special import ndtri, polygamma, psi, softmax, stdtrit
 
 # The square of a value in units of the range, around its middle, times this: replacing a row then
 # changes value and square together by no more than the value alone.
 SQUARE = 3.3
 _ALIKE = 4.0  # degrees of freedom of the agents' variances around the common one
-_GRID = np.geomspace(1e-6, 1.0, 201)  # common variances, in units of the largest
-_DEGREES = np.geomspace(0.05, _ALIKE, 200)
+_GRID = np.geomspace(1e-16, 1.0, 401)  # common variances, in units of the largest
+_DEGREES = np.geomspace(0.01, _ALIKE, 200)
+_FREEDOM = np.geomspace(0.1, 1e4, 400)
+_UNKNOWN = np.log(_GRID).var()
+_COARSE = np.log(_GRID[1] / _GRID[0]) ** 2 / 12
+_LEAST, _EQUAL = 1e-12, 1e-15  # variances of equal values, in units of the largest
 _NORMAL = 1.959964  # half of the central 95 % of a normal distribution
 
 
@@ -56,20 +60,50 @@ def coordinates(values, with_squares):
     return np.stack([values, SQUARE * values**2]) if with_squares else values[None]
 
 
-def own_variances(rows, sums, shared):
-    """Variance of each agent's rows from its exact sums (2, n)."""
+def own_variances(rows, sums, shared, bounded):
+    """Variance of each agent's rows from its exact sums (2, n).
+
+    Equal values say little of a `bounded` variance: the next one may lie at the other end.
+    """
     mean = sums[0] / rows
     squares = np.maximum(sums[1] / SQUARE - rows * mean**2, 0.0)
     freedom = rows - 1 + shared.rows
-    found = np.minimum((squares + shared.rows * shared.scale) / freedom, shared.largest)
+    found = (squares + shared.rows * shared.scale) / freedom
+    equal = squares <= _EQUAL * rows * shared.largest
+    found = np.clip(found, np.where(equal, _LEAST, 0.0) * shared.largest, shared.largest)
     doubt = in_doubt(freedom)
-    most = np.maximum(shared.largest / np.maximum(found, np.finfo(float).tiny), 1.0)
-    return OwnVariances(found, np.minimum(doubt, most))
+    if bounded:
+        next_one = (0.5 + np.abs(mean)) ** 2 * (rows + 1) / (rows + 2) ** 2
+        doubt = np.where(equal & (rows > 1), np.maximum(doubt, next_one / found), doubt)
+    return OwnVariances(found, np.minimum(doubt, shared.largest / found))
 
 
 def in_doubt(freedom):
     """Factor on a mean's variance, estimated with degrees of freedom, for intervals of 95 %."""
     return (stdtrit(freedom, 0.975) / _NORMAL) ** 2
+
+
+def with_doubt(variances, own):
+    """Variances of estimates (n,) as far as they rest on own means of uncertain variance.
+
+    With them come the degrees of freedom (n,) of Student's distribution with the same central
+    interval of 95 %.
+    """
+    if own.doubt.max() == 1:
+        return variances.copy(), np.full(len(variances), np.inf)
+    share = np.minimum(variances / own.variances, 1.0)
+    factor = 1 / (1 - share + share / own.doubt)
+    freedom = np.interp(-factor, -_DOUBTS, _FREEDOM)
+    return variances * factor, np.where(factor > _DOUBTS[-1], freedom, np.inf)
+
+
+def half_width(stds, freedom, level):
+    """Half of central intervals, from standard deviations that are right for 95 %."""
+    normal = np.isinf(freedom)
+    ratio = stdtrit(np.where(normal, 1.0, freedom), 0.5 + level / 2) / stdtrit(
+        np.where(normal, 1.0, freedom), 0.975
+    )
+    return _NORMAL * stds * np.where(normal, ndtri(0.5 + level / 2) / _NORMAL, ratio)
 
 
 def shared_variance(heard, largest):
@@ -88,7 +122,10 @@ def shared_variance(heard, largest):
         logs = -0.5 * (np.log(error) + (common - grid) ** 2 / error)
     belief = softmax(logs)
     centre = belief @ np.log(grid)
-    spread = belief @ (np.log(grid) - centre) ** 2 + polygamma(1, _ALIKE / 2)
+    heard_spread = belief @ (np.log(grid) - centre) ** 2 + _COARSE
+    # What messages tell, without what the prior does.
+    told = max(1 / heard_spread - 1 / (_UNKNOWN + _COARSE), np.finfo(float).tiny)
+    spread = 1 / told + polygamma(1, _ALIKE / 2)
     rows = np.interp(-spread, -polygamma(1, _DEGREES / 2), _DEGREES)
     # An inverse chi-squared distribution whose logarithm has the same mean and variance.
     scale = np.exp(centre + _log_mean(_ALIKE) - _log_mean(rows))
@@ -104,12 +141,14 @@ def heard_variances(heard, shared):
     """Variances (n,) of the rows of senders, from means of values and squares that were heard.
 
     They are shrunk to what they have in common as far as noise and few rows make them uncertain,
-    and lie between a quarter of it and the largest possible one.
+    and lie between a quarter of it and the largest possible one. Values may be skewed, so that an
+    agent's variance goes with its mean by chance: the error of a variance is taken to be the
+    largest one that the range of values allows.
     """
     raw, told = _raw(heard, shared.mean)
     found = np.full(len(told), shared.mean)
     if told.any():
-        error = raw.noise + 2 * shared.mean**2 / raw.rows
+        error = raw.noise + 4 * shared.largest * shared.mean / raw.rows
         apart = np.average((raw.values - shared.mean) ** 2 - error, weights=1 / error)
         spread = max(apart, 0.0)
         found[told] += spread / (spread + error) * (raw.values - shared.mean)
@@ -129,3 +168,6 @@ def _raw(heard, typical):
     centre = np.average(value, weights=1 / (noise + typical / n_rows))
     errors = noise / SQUARE**2 + 2 * noise**2 + 4 * centre**2 * noise
     return _Raw(values, errors * (n_rows / (n_rows - 1)) ** 2, n_rows - 1), told
+
+
+_DOUBTS = in_doubt(_FREEDOM)

@@ -14,6 +14,7 @@ import pytest
 from pfl_sklearn.online import CollaborativeMean, _variances
 from pfl_sklearn.privacy import gdp_epsilon
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
+from pfl_sklearn.privacy._mechanisms._noise import public_grid
 from pfl_sklearn.privacy._mechanisms._partial_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._running_sums import RunningSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
@@ -138,3 +139,31 @@ def test_all_recipients_together_learn_what_the_report_says(messages):
     assert 0.4 * together < gdp_lower_bound(found[1.0], found[-1.0]) < together
     assert report.epsilon == pytest.approx(gdp_epsilon(together, DELTA))
     assert report.epsilon_per_recipient == pytest.approx(gdp_epsilon(0.5, DELTA))
+
+
+@pytest.mark.parametrize("mechanism", ["sqrt", "tree", "pm1", "pm2"])
+def test_lowest_bits_of_messages_tell_nothing(mechanism):
+    """Noise that has grown large still covers the sums to the last bit of a message."""
+    rng, n_steps = np.random.default_rng(0), 20_000
+    model = CollaborativeMean(
+        epsilon=1.0, bounds=(0, 1), noise_variance=0.1, mechanism=mechanism, random_state=0
+    )
+    model.fit(np.zeros((2 * n_steps, 1)), rng.random(2 * n_steps), groups=np.tile([0, 1], n_steps))
+    senders, same = model._stream.senders, []
+    noise = senders.mechanism
+    grid = public_grid(1 / noise.mu)
+
+    class Spy:
+        def __getattr__(self, name):
+            return getattr(noise, name)
+
+        def privatize(self, sums, *state):
+            messages = noise.privatize(sums, *state)
+            same.extend((np.rint(messages / grid) - np.rint(sums / grid)).ravel() % 2 == 0)
+            return messages
+
+    senders.mechanism = Spy()
+    for _ in range(500):
+        senders.take(np.array([0, 1]), (rng.random(2) - 0.5)[None])
+    assert len(same) == 1000
+    assert np.mean(same) == pytest.approx(0.5, abs=0.08)

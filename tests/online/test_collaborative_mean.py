@@ -264,6 +264,9 @@ BAD = [
     ({"epsilon": 1.0, "bounds": (1, 0)}, r"bounds must be a pair .*\(1, 0\)"),
     ({"epsilon": 1.0, "bounds": (0, math.inf)}, r"bounds must be a pair"),
     ({"epsilon": 1.0, "bounds": (-1e200, 1e200)}, r"bounds must be a pair .* and 1e150"),
+    ({"epsilon": 1.0, "bounds": (0, 1e-300)}, r"bounds must be a pair .* 1e-150 apart"),
+    ({"bounds": {0: (0, 1), 1: (2, 1)}}, r"bounds of client 1 must be .*got \(2, 1\)"),
+    ({"bounds": {0: (0, 1), 1: (0, 1e13)}}, r"bounds of all clients must be alike"),
     ({"epsilon": 1.0, "bounds": 3.0}, r"bounds"),
     ({"mechanism": "pm1"}, r"noise_variance must be given where pairs"),
     ({"noise_variance": {1: 2.0}}, r"noise_variance has no entry for client 0"),
@@ -345,6 +348,8 @@ def test_an_interrupted_call_does_not_go_on(monkeypatch):
         model.partial_fit(X, y, groups=groups)
     monkeypatch.undo()
     assert model.means_ is means
+    with pytest.raises(ValueError, match="interrupted"):
+        model.heard_means_  # noqa: B018
     with pytest.raises(ValueError, match=r"interrupted.*call fit to begin anew"):
         model.partial_fit(X, y, groups=groups)
     assert model.fit(X, y, groups=groups).n_samples_per_client_.tolist() == [3] * 4
@@ -413,6 +418,80 @@ def test_one_value_of_each_agent():
     assert (np.abs(model.means_ - means) < 1.96 * model.stds_).mean() > 0.9
 
 
+def _covered(model, means, level=0.95):
+    lower, upper = model.credible_interval(level)
+    return np.mean((lower <= means) & (means <= upper))
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 8.0, math.inf])
+@pytest.mark.parametrize("n_steps", [5, 20, 100])
+def test_rare_events(n_steps, epsilon):
+    """Of 0/1 values, which often are all 0, the variance goes with the mean by chance."""
+    covered, errors, z = [], [], []
+    groups = np.tile(np.arange(100), n_steps)
+    for seed in range(8):
+        y = (np.random.default_rng(seed).random(len(groups)) < 0.05) * 1.0
+        params = {"epsilon": epsilon, "bounds": (0, 1), "horizon": 100, "random_state": seed}
+        model = CollaborativeMean(**params).fit(np.zeros((len(y), 1)), y, groups=groups)
+        covered.append(_covered(model, 0.05))
+        errors.append(np.mean((model.means_ - 0.05) ** 2) / (0.0475 / n_steps))
+        z.append((model.population_mean_ - 0.05) / model.population_mean_std_)
+    assert np.mean(covered) > 0.9
+    assert np.mean(errors) < 0.9
+    assert abs(np.mean(z)) < 1.5
+
+
+@pytest.mark.parametrize("epsilon", [1.0, math.inf])
+def test_bounds_that_are_far_too_wide(epsilon):
+    """Of all clients, or of one whose values are like those of the others."""
+    groups = np.tile(np.arange(60), 50)
+    rng = np.random.default_rng(0)
+    means = rng.uniform(0.3, 0.7, 60)
+    y = means[groups] + 0.1 * rng.normal(size=len(groups))
+    for bounds in ((0, 1e4), dict.fromkeys(range(1, 60), (-1, 2)) | {0: (0, 1e4)}):
+        model = CollaborativeMean(epsilon=epsilon, bounds=bounds, horizon=50, random_state=0)
+        model.fit(np.zeros((len(y), 1)), y, groups=groups)
+        assert _covered(model, means) > 0.88
+        alone = np.mean((model.local_means_ - means) ** 2)
+        assert np.mean((model.means_ - means) ** 2) < 1.1 * alone
+
+
+@pytest.mark.parametrize("level", [0.5, 0.8, 0.99])
+def test_intervals_of_few_values_at_any_level(level):
+    rng = np.random.default_rng(0)
+    means, groups = rng.uniform(0.3, 0.7, 600), np.tile(np.arange(600), 3)
+    y = means[groups] + 0.1 * rng.normal(size=len(groups))
+    model = CollaborativeMean(epsilon=1.0, bounds=(-1, 2), horizon=50, random_state=0)
+    model.fit(np.zeros((len(y), 1)), y, groups=groups)
+    # A Student's distribution is wider in the tails and narrower in the middle.
+    assert _covered(model, means, level) == pytest.approx(level, abs=0.05)
+
+
+def test_a_value_at_a_bound_is_inside():
+    for low, high in ((-9.9, 6.3), (0.1, 0.7), (-0.3, 1.1)):
+        model = CollaborativeMean(bounds=(low, high), out_of_bounds="error")
+        model.fit(np.zeros((4, 1)), [low, high, low, high], groups=[0, 0, 1, 1])
+        assert model.n_clipped_ == 0
+
+
+def test_means_lie_in_the_clients_own_bounds():
+    rng = np.random.default_rng(0)
+    bounds, groups = {0: (0, 1), 1: (0, 100), 2: (0, 1)}, np.tile(np.arange(3), 2)
+    for seed in range(20):
+        model = CollaborativeMean(epsilon=0.1, bounds=bounds, noise_variance=9.0, random_state=seed)
+        model.fit(np.zeros((6, 1)), rng.random(6), groups=groups)
+        assert (model.means_ >= 0).all()
+        assert (model.means_ <= [1, 100, 1]).all()
+
+
+def test_long_horizons_cost_nothing():
+    y = [0.2, 0.4]
+    for horizon in (10**9, 10**18):
+        model = CollaborativeMean(epsilon=1.0, bounds=(0, 1), horizon=horizon, random_state=0)
+        model.fit(np.zeros((2, 1)), y, groups=[0, 1])
+        assert model.privacy_.epsilon_whole_client > 1e9
+
+
 def test_the_mean_of_all_lies_in_the_bounds():
     X, y = np.zeros((4, 1)), np.zeros(4)
     for seed in range(5):
@@ -433,6 +512,12 @@ def test_labels_are_checked():
         CollaborativeMean().fit(X, y, groups=[0, 0, 1, 1], labels=[1, 2])
     model.fit(X, y, groups=[0, 0, 1, 1], labels=pd.Series(["b", "a", "a"], index=[2, 1, 0]))
     assert model.means_ == pytest.approx([1.5, 1.5])
+    with pytest.raises(
+        ValueError, match=r"label of client 1 was 'a' when it joined and is 'c' now"
+    ):
+        model.partial_fit(X[:1], [7.0], groups=[1], labels={1: "c"})
+    with pytest.raises(ValueError, match=r"its index has duplicates"):
+        model.partial_fit(X[:1], [7.0], groups=[2], labels=pd.Series(["b", "c"], index=[2, 2]))
     model.partial_fit(X[:1], [7.0], groups=[2], labels={2: "b"})
     assert model.means_ == pytest.approx([1.5, 1.5, 7.0])
 

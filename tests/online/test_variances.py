@@ -30,7 +30,7 @@ def test_what_all_have_in_common(noise):
     shared = shared_variance(means, 0.25)
     assert shared.mean == pytest.approx(0.01, rel=0.2)
     assert shared.rows > 3
-    found = own_variances(np.full(N, 20), sums, shared)
+    found = own_variances(np.full(N, 20), sums, shared, False)
     exact = sums[1] / SQUARE / 20 - (sums[0] / 20) ** 2
     weight = 19 / (19 + shared.rows)
     expected = weight * exact * 20 / 19 + (1 - weight) * shared.scale
@@ -43,7 +43,7 @@ def test_variances_that_noise_hides():
     sums, means = heard(3, np.full(N, 0.02), 0.5)
     shared = shared_variance(means, 0.25)
     assert shared.rows < 2
-    found = own_variances(np.full(N, 3), sums, shared)
+    found = own_variances(np.full(N, 3), sums, shared, True)
     assert np.median(found.values) == pytest.approx(4e-4, rel=0.5)
     assert np.median(found.doubt) > 1.5
     assert (heard_variances(means, shared) > 1e-5).all()
@@ -52,7 +52,7 @@ def test_variances_that_noise_hides():
 def test_before_anybody_has_two_rows():
     sums, means = heard(1, np.full(N, 0.1), 0.0)
     shared = shared_variance(means, 0.25)
-    found = own_variances(np.ones(N), sums, shared)
+    found = own_variances(np.ones(N), sums, shared, True)
     assert shared.rows < 1
     assert 0.1 < (found.values * found.doubt)[0] <= 0.25
     np.testing.assert_allclose(heard_variances(means, shared), shared.mean)
@@ -61,7 +61,7 @@ def test_before_anybody_has_two_rows():
 @pytest.mark.parametrize("noise", [0.0, 0.003])
 def test_agents_of_two_kinds(noise):
     sd = np.repeat([0.05, 0.2], N // 2)
-    _, means = heard(200, sd, noise)
+    _, means = heard(2000, sd, noise)
     found = heard_variances(means, shared_variance(means, 0.25))
     assert np.sqrt(found[: N // 2]).mean() == pytest.approx(0.05, rel=0.5)
     assert np.sqrt(found[N // 2 :]).mean() == pytest.approx(0.2, rel=0.1)
@@ -73,6 +73,6 @@ def test_estimates_do_not_depend_on_the_unit():
     shared, scaled = shared_variance(means, 0.25), shared_variance(small, 0.25e-6)
     assert scaled.rows == pytest.approx(shared.rows)
     assert scaled.scale == pytest.approx(1e-6 * shared.scale)
-    own = own_variances(np.full(N, 5), sums, shared).values
-    own_small = own_variances(np.full(N, 5), sums * [[1e-3], [1e-6]], scaled).values
+    own = own_variances(np.full(N, 5), sums, shared, False).values
+    own_small = own_variances(np.full(N, 5), sums * [[1e-3], [1e-6]], scaled, False).values
     np.testing.assert_allclose(own_small, 1e-6 * own)

@@ -84,7 +84,7 @@ class RunningSums(ABC):
         return np.rint((sums + self.advance(registers, index, rng)) / grid) * grid
 
 
-def bounded(values: Floats, low: Floats, width: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
+def bounded(values: Floats, low: Floats, high: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
     """Values (n,) clipped to their ranges, as numbers from -1/2 to 1/2, and which were clipped."""
-    inside = np.clip(values, low, low + width)
-    return np.clip((inside - low) / width - 0.5, -0.5, 0.5), inside != values
+    inside = np.clip(values, low, high)
+    return np.clip((inside - low) / (high - low) - 0.5, -0.5, 0.5), inside != values

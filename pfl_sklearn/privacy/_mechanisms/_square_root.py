@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ Floats = npt.NDArray[np.float64]
 
 _UNKNOWN_HORIZON = 0.45  # exponent of the encoder where any number of steps may follow
 _LONGEST = 10**8  # steps at which the exponentials still follow the power without a horizon
+_FEW = 10_000  # terms that are added one by one
 _SPACING = 1.5  # of the exponentials' rates, as a logarithm
 _SLOWEST, _FASTEST = 0.2, 6.0  # rates, the first in units of one over the horizon
 
@@ -41,6 +41,20 @@ class Exponentials(NamedTuple):
             product = np.log1p(-self.gaps)[:, None] + np.log1p(-self.gaps)
             steps = np.where(product == 0, n, np.expm1(n * product) / np.expm1(product))
         return float(self.weights @ steps @ self.weights)
+
+    def squared_sums(self, n: float) -> float:
+        """Sum of the squares of the first n running sums."""
+        if n <= _FEW:
+            steps = np.arange(n)[:, None]
+            return float(np.sum(np.cumsum(self.decay**steps @ self.weights) ** 2))
+        scale = self.weights / self.gaps  # a running sum is sum(scale * (1 - decay ** k))
+        with np.errstate(divide="ignore"):  # a gap of 1
+            logs = np.log1p(-self.gaps)
+        product = logs[:, None] + logs
+        single = self.decay * -np.expm1(n * logs) / self.gaps
+        pairs = np.exp(product) * np.expm1(n * product) / np.expm1(product)
+        total = n * scale.sum() ** 2 - 2 * scale.sum() * (scale @ single) + scale @ pairs @ scale
+        return float(total)
 
 
 class Response(NamedTuple):
@@ -157,7 +171,7 @@ class SquareRootSums(RunningSums):
 
     def whole_mu(self, n_releases: int) -> float:
         """Gaussian-DP parameter of the first releases, one for each value, if all are replaced."""
-        return math.sqrt(_constant_stream(self, n_releases)) / self.noise_std
+        return math.sqrt(self.encoder.squared_sums(n_releases)) / self.noise_std
 
     def response(self, n: int) -> Response:
         """Answer of the messages Cx + z to a constant stream, in the first n steps."""
@@ -173,9 +187,3 @@ class SquareRootSums(RunningSums):
             cross += weight * factor * before
         grown = 2 * gain * cross + gain**2 * np.cumsum(column**2)
         return Response(gain, np.cumsum(gain**2), np.cumsum(grown))
-
-
-@functools.lru_cache(maxsize=16)
-def _constant_stream(mechanism: SquareRootSums, n_releases: int) -> float:
-    """Squared L2 length of the first messages of a stream of ones, without noise."""
-    return float(mechanism.response(n_releases).squares[-1])

@@ -6,7 +6,7 @@ With --bounds class the range of values is that of an agent's class, as in the p
 is that of all classes together. About a minute a run with all methods, most of it for the
 restricted schedule.
 
-    python benchmarks/figure_streams.py --runs 20 --methods default
+    python benchmarks/figure_streams.py --runs 60 --methods default
     python benchmarks/figure_streams.py --runs 2 --plot output/streams.png
 """
 
@@ -55,7 +55,7 @@ def errors(params, kind, seed, last):
     """Mean squared errors of a run (n_times,), relative to an agent alone, and those of `alone`."""
     rng = np.random.default_rng(seed)
     means = MEANS[rng.integers(0, 3, N)]
-    model = CollaborativeMean(**params, bounds=bounds(kind, means))
+    model = CollaborativeMean(**params, bounds=bounds(kind, means), random_state=seed)
     found, before = [], 0
     for t in [t for t in TIMES if t <= last]:
         y = means + rng.uniform(-HALF, HALF, (t - before, N))

@@ -134,9 +134,9 @@ PRIVATE = [
         trust="local",
         random_state=0,
     ),
-    CollaborativeMean(epsilon=1.0, bounds=(-8.0, 8.0), random_state=0),
+    CollaborativeMean(epsilon=8.0, bounds=(-8.0, 8.0), random_state=0),
     CollaborativeMean(
-        epsilon=1.0, bounds=(-8.0, 8.0), mechanism="tree", decision="test", random_state=0
+        epsilon=8.0, bounds=(-8.0, 8.0), mechanism="tree", decision="test", random_state=0
     ),
     BernoulliMean(epsilon=1.0, random_state=0),
     BernoulliMean(epsilon=1.0, mechanism="two_bit", random_state=0),

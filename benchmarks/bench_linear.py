@@ -15,6 +15,8 @@ from pfl_sklearn.priors import GaussianPrior
 
 M, N = 10_000, 10
 
+SPHERICAL = GaussianPrior(covariance_type="spherical", centered=False)
+
 
 def wide_table(d):
     """Rows of M clients with fewer rows than coefficients."""
@@ -35,7 +37,7 @@ def wide(d, full):
         for i in range(M):
             Ridge(5.0, fit_intercept=False).fit(stacked[i], targets[i])
 
-    free = PersonalizedLinearRegression(fit_intercept=False)
+    free = PersonalizedLinearRegression(SPHERICAL, fit_intercept=False)
     prior = GaussianPrior(mean=mu, covariance=0.01)
     known = PersonalizedLinearRegression(prior, noise_variance=0.05, fit_intercept=False)
     for name, model, target in (("all estimated", free, full), ("prior known", known, "-")):
@@ -125,7 +127,7 @@ def held_out():
     models = {
         "known prior": known,
         "diag": PersonalizedLinearRegression(GaussianPrior(covariance_type="diag")),
-        "spherical": PersonalizedLinearRegression(),
+        "spherical": PersonalizedLinearRegression(SPHERICAL),
         "local": PersonalizedLinearRegression(GaussianPrior(covariance=np.inf)),
     }
     errors = {}
@@ -153,7 +155,7 @@ def million():
     y = np.einsum("mnd,md->mn", X.reshape(m, N, d), theta).ravel() + rng.normal(size=m * N)
 
     def fit():
-        PersonalizedLinearRegression().fit(X, y, groups=groups)
+        PersonalizedLinearRegression(SPHERICAL).fit(X, y, groups=groups)
 
     if os.access("/proc/self/clear_refs", os.W_OK):
         peak = peak_above_input(fit)

@@ -52,7 +52,7 @@ def mse(estimates, truth):
 
 rows, groups, truth, kind = simulated_clients(300, seed=0)
 priors = {
-    "one Gaussian": GaussianPrior(),
+    "one Gaussian": GaussianPrior(covariance_type="spherical"),
     "DiscretePrior": DiscretePrior(n_components="bic"),
     "GaussianMixturePrior": GaussianMixturePrior(n_components="bic"),
 }
@@ -151,7 +151,7 @@ y = np.sum(X * theta[who], axis=1) + 0.5 * rng.normal(size=m * n)
 
 regressions = {
     "local, of minimum norm": (GaussianPrior(covariance=np.inf), {}),
-    "one Gaussian": (GaussianPrior(), {}),
+    "one Gaussian": (GaussianPrior(covariance_type="spherical"), {}),
     "AdaMix as printed, 100 steps": (
         GaussianMixturePrior(2),
         {"method": "printed", "max_iter": 100, "noise_variance": 0.25},
@@ -205,7 +205,7 @@ def private_errors(prior, epsilon):
 
 
 shown = {
-    "one Gaussian": GaussianPrior(),
+    "one Gaussian": GaussianPrior(covariance_type="spherical"),
     "DiscretePrior(3)": DiscretePrior(N_COMPONENTS),
     "GaussianMixturePrior(3)": GaussianMixturePrior(N_COMPONENTS),
 }

@@ -158,7 +158,9 @@ competitors = {
     "local, ridge": Local(1.0),
     "pooled": PersonalizedLogisticRegression(GaussianPrior(covariance=0.0)),
     "personalized level": PersonalizedLogisticRegression(random="intercept"),
-    "personalized, one variance": PersonalizedLogisticRegression(),
+    "personalized, one variance": PersonalizedLogisticRegression(
+        GaussianPrior(covariance_type="spherical")
+    ),
     "personalized, a variance each": every,
 }
 

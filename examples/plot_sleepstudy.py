@@ -64,14 +64,15 @@ print(f"{subject.nunique()} subjects, {len(table)} rows")
 # - ``1 + (1 | subject)``: a mean per subject. The model is given a column of zeros, because a table
 #   has to have a column;
 # - ``days + (1 | subject)``: an intercept per subject, one slope for all;
-# - ``days + (days || subject)``: intercepts and slopes, independent of each other;
+# - ``days + (days || subject)``: intercepts (at day 0) and slopes, independent of each other, which
+#   is ``centered=False``;
 # - ``days + (days | subject)``: the same with a correlation.
 #
 # The numbers on the right are printed by lme4 for the real table (Bates et al., 2015, and the
 # documentation of ``lmer``), those on the left are rounded to as many digits.
 zeros = pd.DataFrame({"nothing": np.zeros(len(table))})
 by_intercept = PersonalizedLinearRegression(random="intercept")
-independent = PersonalizedLinearRegression(GaussianPrior(covariance_type="diag"))
+independent = PersonalizedLinearRegression(GaussianPrior(covariance_type="diag", centered=False))
 correlated = PersonalizedLinearRegression(GaussianPrior(covariance_type="full"))
 models = {
     "1 + (1 | subject)": clone(by_intercept).fit(zeros, reaction, groups=subject),
@@ -191,7 +192,7 @@ early = table["days"] < 5
 priors = {
     "local": GaussianPrior(covariance=np.inf),
     "pooled": GaussianPrior(covariance=0.0),
-    "personalized": GaussianPrior(covariance_type="diag"),
+    "personalized": GaussianPrior(covariance_type="diag", centered=False),
 }
 colors = {"local": "#8c8c8c", "pooled": "#c1440e", "personalized": "#1f5fa8"}
 forecasts = {

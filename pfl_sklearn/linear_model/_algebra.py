@@ -116,7 +116,7 @@ class Factor(NamedTuple):
         return np.bincount(self.owners, gradient.ravel()[self.positions], len(self.start))
 
 
-def factor_of(covariance_type, q, rank=None):
+def factor_of(covariance_type, q, rank=None, varies=None):
     """Factor of a covariance of q coefficients.
 
     Parameters
@@ -126,6 +126,8 @@ def factor_of(covariance_type, q, rank=None):
     q : int
     rank : int or None
         For "low_rank"; None means 1.
+    varies : ndarray of shape (q,), bool, default=None
+        For "diag": which coefficients vary; the variances of the others are 0. None: all.
 
     Returns
     -------
@@ -135,7 +137,8 @@ def factor_of(covariance_type, q, rank=None):
     if covariance_type == "spherical":
         return Factor((q, q), diagonal, np.zeros(q, dtype=np.intp), np.ones(1))
     if covariance_type == "diag":
-        return Factor((q, q), diagonal, np.arange(q), np.ones(q))
+        free = diagonal if varies is None else diagonal[varies]
+        return Factor((q, q), free, np.arange(len(free)), np.ones(len(free)))
     if covariance_type == "full":
         lower = np.flatnonzero(np.tril(np.ones((q, q))))
         return Factor((q, q), lower, np.arange(len(lower)), np.eye(q).ravel()[lower])

@@ -13,6 +13,7 @@ from pfl_sklearn.base import ClientMixin, client_values
 from pfl_sklearn.linear_model._algebra import row_slices
 
 _CELLS = 1 << 20  # coefficients gathered at a time
+AT_CENTRE = "response at the features' means"
 _COLUMNS = ["estimate", "std_error", "sd", "correlation"]
 
 
@@ -60,7 +61,9 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
             Indexed by part and term. The parts are "fixed", "between" (clients) and, for a linear
             model, "within" (clients); with K > 2 classes a fixed effect is called "class: term".
             The columns are estimate, std_error (of the fixed effects), sd and correlation (of the
-            variance components).
+            variance components). All are in the units of the data. Under a prior with
+            ``centered=True`` slopes are independent of the response at the features' means, not of
+            the intercept: a row gives that response's variance between clients.
         """
         check_is_fitted(self)
         design, random = self._design.named(feature_names), self._design.random
@@ -74,8 +77,17 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
             design.vectors(*stds).ravel(),
             design.random_names,
             self._between[np.ix_(random, random)],
+            self._centre_variance(),
             getattr(self, "noise_variance_", None),
         )
+
+    def _centre_variance(self):
+        """Variance between clients at the features' means; None if the covariance has its shape."""
+        if getattr(self, "_centre", None) is None:
+            return None
+        row = self._centre.copy()
+        row[0] = 1.0
+        return row @ self._between @ row
 
     def _predictors(self, X, codes):
         """Linear predictors (n,) or (n, K) of the rows' own clients."""
@@ -169,7 +181,9 @@ def warn_not_converged(estimator, found, prior=None):
     )
 
 
-def components_table(names, coefficients, std_errors, random_names, covariance, noise=None):
+def components_table(
+    names, coefficients, std_errors, random_names, covariance, at_centre=None, noise=None
+):
     """DataFrame of what a mixed model estimates for the population.
 
     Parameters
@@ -181,6 +195,8 @@ def components_table(names, coefficients, std_errors, random_names, covariance, 
         Names of the coefficients that vary by client (q,).
     covariance : ndarray of shape (q, q)
         Covariance between clients.
+    at_centre : float or None
+        Variance between clients of the response at the means of the features.
     noise : float or None
         Variance within clients, if the model has one.
 
@@ -200,6 +216,8 @@ def components_table(names, coefficients, std_errors, random_names, covariance, 
             correlation = covariance[j, k] / (sds[j] * sds[k]) if sds[j] * sds[k] > 0 else np.nan
             term = f"{random_names[k]}, {name}"
             rows.append(("between", term, covariance[j, k], np.nan, np.nan, correlation))
+    if at_centre is not None:
+        rows.append(("between", AT_CENTRE, at_centre, np.nan, np.sqrt(at_centre), np.nan))
     if noise is not None:
         rows.append(("within", "residual", noise, np.nan, np.sqrt(noise), np.nan))
     table = pd.DataFrame(rows, columns=["part", "term", *_COLUMNS])

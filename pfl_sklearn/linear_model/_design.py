@@ -23,6 +23,7 @@ class Design(NamedTuple):
     random: np.ndarray  # (q,), sorted positions
     fixed: np.ndarray  # (p - q,), sorted positions
     fit_intercept: bool
+    all_random: bool = False  # whether "all" was asked for, and not certain columns
 
     @property
     def n_columns(self):
@@ -98,14 +99,14 @@ def resolve_design(random, n_features, fit_intercept, feature_names=None):
     plain = [f"x{k}" for k in range(n_features)]
     features = plain if feature_names is None else [str(name) for name in feature_names]
     names = (INTERCEPT, *features) if fit_intercept else tuple(features)
-    every = np.arange(len(names))
+    every, everything = np.arange(len(names)), False
     if isinstance(random, str) and random == "all":
         if random in features:
             raise ValueError(
                 "random='all' is ambiguous, as X has a feature of that name; give ['all'] for that "
                 "feature alone, or rename it."
             )
-        chosen = every
+        chosen, everything = every, True
     else:
         wanted = [random] if isinstance(random, str) else list(random)
         named = feature_names is not None
@@ -114,7 +115,7 @@ def resolve_design(random, n_features, fit_intercept, feature_names=None):
         if not len(chosen):
             raise ValueError("random must name at least one coefficient; got an empty list.")
         chosen = chosen.astype(np.intp)
-    return Design(names, chosen, np.setdiff1d(every, chosen), fit_intercept)
+    return Design(names, chosen, np.setdiff1d(every, chosen), fit_intercept, everything)
 
 
 def _column_position(name, features, fit_intercept, named):

@@ -71,9 +71,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         their order. We estimate the parameters that a prior object leaves None and take the others
         as known.
 
-        - "gaussian", or a :class:`~pfl_sklearn.priors.GaussianPrior` with
-          ``covariance_type="spherical"`` (one variance for all coefficients, so features should
-          have similar scales), "diag", "full" or "low_rank".
+        - "gaussian", or a :class:`~pfl_sklearn.priors.GaussianPrior`. Its default is a variance for
+          each coefficient ("diag") of centred columns, so that predictions depend neither on the
+          units of the features nor on their zeros.
         - "laplace", or a :class:`~pfl_sklearn.priors.LaplacePrior`: clients differ in few
           coefficients.
         - "gaussian_mixture", or a :class:`~pfl_sklearn.priors.GaussianMixturePrior`: clients form
@@ -82,7 +82,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
           identical (the model of FedEM).
     random : "all", "intercept", the name of a feature, or a list, default="all"
         Coefficients that vary by client: all, the intercept alone, one feature's alone, or a list
-        of feature names or indices, which may include "intercept".
+        of feature names or indices, which may include "intercept". With "all" and the default prior
+        a feature that is constant within every client has a common coefficient.
     fit_intercept : bool, default=True
         Whether the model has an intercept; otherwise rows are modelled through the origin.
     method : {"reml", "ml", "printed"}, default="reml"
@@ -198,8 +199,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         For variances that the data do not identify:
 
         - every client has one row;
-        - a random column is constant over all rows, beside a random intercept, and the covariance
-          is not spherical;
+        - a column named in `random` is constant over all rows, beside a random intercept, and the
+          covariance is not spherical;
         - the covariance is full and there are fewer clients than random coefficients.
 
         With a finite `epsilon` also for
@@ -294,9 +295,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     >>> score = 10 + slope * hours + rng.normal(size=30)
     >>> model = PersonalizedLinearRegression().fit(hours[:, None], score, groups=school)
     >>> model.coef_.ravel().round(1)
-    array([1. , 1.8, 3.3, 4.1, 5. ])
+    array([1. , 1.7, 3.3, 4.1, 5.3])
     >>> model.predict([[2.0], [2.0], [2.0]], groups=["a", "e", "new"]).round(1)
-    array([12. , 19.8, 16.3])
+    array([12. , 19.5, 16.3])
     """
 
     __metadata_request__predict = {"groups": True, "return_std": True}
@@ -441,6 +442,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         self._fitted_with_groups = with_groups
         self.population_covariance_ = found.population_covariance[np.ix_(back, back)]
         self._between = design.embedded(found.covariance)
+        self._centre = None if found.centre is None else found.centre[back]
         stds = np.sqrt(np.diag(self.population_covariance_))
         coef, intercept = design.coefficients(found.population[back])
         self.population_coef_, self.population_intercept_ = coef, float(intercept)

@@ -72,10 +72,14 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
     prior : "gaussian" or GaussianPrior, default="gaussian"
         Distribution of the q coefficients that vary by client: the intercept first, then the
         features in their order. We estimate the parameters that the prior leaves None and take the
-        others as known. With K > 2 classes its mean is one number, or K q numbers class by class;
-        all classes share its covariance (q, q).
+        others as known. By default each coefficient of centred columns has a variance, so that
+        predictions depend neither on the units of the features nor on their zeros. With K > 2
+        classes its mean is one number, or K q numbers class by class; all classes share its
+        covariance (q, q).
     random : "all", "intercept", the name of a feature, or list of str and int, default="all"
-        Coefficients that vary by client: names or indices of features, and "intercept".
+        Coefficients that vary by client: names or indices of features, and "intercept". With "all"
+        and the default prior a feature that is constant within every client has a common
+        coefficient.
     fit_intercept : bool, default=True
         Whether the model has an intercept; otherwise rows are modelled through the origin.
     max_iter : int, default=200
@@ -143,8 +147,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         For a covariance that the data do not identify:
 
         - every client has one row;
-        - a random column is constant over all rows, beside a random intercept, and the covariance
-          is not spherical;
+        - a column named in `random` is constant over all rows, beside a random intercept, and the
+          covariance is not spherical;
         - the covariance is full and there are fewer clients than random coefficients.
 
     Warns
@@ -195,9 +199,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
     prior hardly moves a spread that the data support. With 400 clients of 2 rows, 3 coefficients
     and a standard deviation of 1 the estimate was 16.4 without the prior and 1.0 with it.
 
-    *Centring.* We centre columns where a free intercept can absorb their means: features with
-    common coefficients, and features that vary beside a random intercept under "full". Centre other
-    features yourself if they lie far from zero.
+    *Centring.* We centre columns where an intercept can absorb their means: features with common
+    coefficients, and features that vary beside a random intercept, unless the prior has
+    ``centered=False``. Centre other features yourself if they lie far from zero.
 
     *Classes and weights.* With K > 2 classes the same shift of all classes leaves the model as it
     is. We report coefficients with mean 0 over the classes, so their variance around the population
@@ -375,6 +379,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         stds[~found.estimable[:, back]] = np.nan
         self.population_coef_std_, self.population_intercept_std_ = design.coefficients(flat(stds))
         self._between = design.embedded(found.covariance)
+        self._centre = None if found.centre is None else found.centre[back]
         self.prior_ = found.prior
         self.log_likelihood_ = found.log_likelihood
         self.n_iter_ = found.n_iter

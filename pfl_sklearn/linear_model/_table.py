@@ -21,6 +21,12 @@ class Table(NamedTuple):
     n_random: int
     intercept: int | None  # position of the intercept among the columns
     names: list  # names of the random columns
+    all_random: bool  # whether all columns were asked to vary, and not certain ones
+
+    @property
+    def random_intercept(self):
+        """Whether the intercept varies."""
+        return self.intercept is not None and self.intercept < self.n_random
 
 
 def make_table(design, features, y, rows):
@@ -37,6 +43,7 @@ def make_table(design, features, y, rows):
         len(design.random),
         int(np.argmin(design.order)) if design.fit_intercept else None,
         design.random_names,
+        design.all_random,
     )
 
 
@@ -67,15 +74,39 @@ class Estimates(NamedTuple):
     n_iter: int
     converged: bool
     responsibilities: np.ndarray | None = None  # (m, k)
+    centre: np.ndarray | None = None  # (p,), at which the covariance has its shape
+
+
+def is_centred(table, prior):
+    """Whether an unknown covariance has its shape for centred columns."""
+    return table.random_intercept and (prior.centered or prior.covariance_type == "full")
+
+
+def varying_columns(table, prior):
+    """Which random columns (q,) may differ between clients under an unknown covariance.
+
+    Where all columns were asked to vary, a column of zeros stays common, and beside an intercept
+    one that is constant within every client: its slope's variance would be told from the
+    intercept's by the shape alone.
+    """
+    random = table.columns[:, : table.n_random]
+    if not (table.all_random and prior.centered and prior.covariance_type == "diag"):
+        return np.ones(table.n_random, dtype=bool)
+    if not table.random_intercept:
+        return random.any(axis=0)
+    some = np.empty((table.n_clients, table.n_random))
+    some[table.codes] = random
+    varies = np.any(some[table.codes] != random, axis=0)
+    varies[table.intercept] = True
+    return varies
 
 
 def centred(table, known_mean, random_too=False):
-    """The centred table, and the offset and centre that `uncentred` needs to undo it.
+    """The centred table, and the offset and centre that undo it.
 
     We subtract a known mean of the random part from the targets. A free intercept of the population
     absorbs the mean of what is left of the targets, and the means of the fixed columns. With
-    `random_too` it also absorbs the means of the random columns: under a free covariance that is
-    only a change of basis.
+    `random_too` the random columns are centred, too; their intercept, which varies, absorbs that.
 
     Returns
     -------
@@ -90,12 +121,15 @@ def centred(table, known_mean, random_too=False):
     if known_mean is not None:
         offset[:q] = known_mean
         y = y - columns[:, :q] @ known_mean
-    if table.intercept is not None and (known_mean is None or table.intercept >= q):
+    free = table.intercept is not None and (known_mean is None or table.intercept >= q)
+    weights = np.ones(len(y)) if table.weights is None else table.weights
+    if free:
         offset[table.intercept] = np.average(y, weights=table.weights)
         y = y - offset[table.intercept]
-        weights = np.ones(len(y)) if table.weights is None else table.weights
-        first = 0 if random_too and table.intercept < q else q
-        centre[first:] = weights @ columns[:, first:] / weights.sum()
+        centre[q:] = weights @ columns[:, q:] / weights.sum()
+    if random_too:
+        centre[:q] = weights @ columns[:, :q] / weights.sum()
+    if table.intercept is not None:
         centre[table.intercept] = 0.0
     if centre.any():
         columns = columns - centre
@@ -120,20 +154,19 @@ def check_squares(table):
         _squares.check_squares(name, values, heaviest)
 
 
-def check_covariance_identified(table, covariance_type):
+def check_covariance_identified(table, prior):
     """Raise ValueError if the columns do not identify the entries of an unknown covariance."""
     m, q = table.n_clients, table.n_random
-    if covariance_type == "spherical":
+    if prior.covariance_type == "spherical":
         return
-    if covariance_type == "full" and m < q:
+    if prior.covariance_type == "full" and m < q:
         raise ValueError(
             f"covariance_type='full' needs at least as many clients as random coefficients; got "
             f"{m} clients and {q} coefficients. Use 'diag' or 'spherical', or fewer in random."
         )
     constant = np.ptp(table.columns[:, :q], axis=0) == 0
-    has_intercept = table.intercept is not None and table.intercept < q
-    for k in np.flatnonzero(constant):
-        if k == table.intercept or (not has_intercept and table.columns[0, k] != 0):
+    for k in np.flatnonzero(constant & varying_columns(table, prior)):
+        if k == table.intercept or (not table.random_intercept and table.columns[0, k] != 0):
             continue
         raise ValueError(
             f"the column {table.names[k]!r} is constant over all rows, so the data cannot separate "

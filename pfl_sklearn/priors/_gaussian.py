@@ -30,8 +30,9 @@ class GaussianPrior(BaseEstimator):
     covariance : float, array-like of shape (d,) or (d, d), default=None
         Population covariance :math:`S`. A number stands for that variance in every coordinate, a
         vector for a diagonal. With infinity every client keeps its own estimate. None: estimated.
-    covariance_type : {"spherical", "diag", "full", "low_rank"}, default="spherical"
-        Shape of an estimated covariance:
+    covariance_type : {"spherical", "diag", "full", "low_rank"} or None, default=None
+        Shape of an estimated covariance. None is "diag" for regressions (and for :meth:`fit`), and
+        "spherical" for :class:`~pfl_sklearn.estimation.GaussianMean`, whose outputs have one unit.
 
         - "spherical": one variance for all coordinates;
         - "diag": one variance for each coordinate;
@@ -41,6 +42,13 @@ class GaussianPrior(BaseEstimator):
     rank : int, >= 1, or None, default=None
         Number of columns of B for "low_rank"; None is 1. With d - 1 or more, the covariance is
         full.
+    centered : bool, default=True
+        For regressions whose intercept varies: whether an estimated covariance has its shape for
+        columns that are centred at their (weighted) means over all rows. Then answers do not depend
+        on where a feature has its zero. In the units of the data the covariance is full: the
+        intercept goes with the slopes. It still depends on which category of a factor the others
+        are compared with. A known covariance is in the units of the data in any case, and "full"
+        is the same with and without.
 
     See Also
     --------
@@ -74,15 +82,17 @@ class GaussianPrior(BaseEstimator):
     _parameter_constraints = {
         "mean": [Real, "array-like", None],
         "covariance": [Real, "array-like", None],
-        "covariance_type": [StrOptions({"spherical", "diag", "full", "low_rank"})],
+        "covariance_type": [StrOptions({"spherical", "diag", "full", "low_rank"}), None],
         "rank": [Interval(Integral, 1, None, closed="left"), None],
+        "centered": ["boolean"],
     }
 
-    def __init__(self, mean=None, covariance=None, covariance_type="spherical", rank=None):
+    def __init__(self, mean=None, covariance=None, covariance_type=None, rank=None, centered=True):
         self.mean = mean
         self.covariance = covariance
         self.covariance_type = covariance_type
         self.rank = rank
+        self.centered = centered
 
     @property
     def is_known(self):
@@ -186,7 +196,7 @@ class GaussianPrior(BaseEstimator):
         if self.covariance is not None:
             return self.with_values(mean, self._diagonal_or_matrix(d))
         deviations = theta - mean
-        if self.covariance_type in ("spherical", "diag"):
+        if self.covariance_type in ("spherical", "diag", None):
             variances = np.mean(deviations**2, axis=0)
             spherical = self.covariance_type == "spherical"
             return self.with_values(mean, np.full(d, variances.mean()) if spherical else variances)
@@ -210,7 +220,7 @@ class GaussianPrior(BaseEstimator):
         """
         covariance = np.asarray(covariance)
         matrix = np.diag(covariance) if covariance.ndim == 1 else covariance
-        return type(self)(mean, matrix, self.covariance_type, self.rank)
+        return type(self)(mean, matrix, self.covariance_type, self.rank, self.centered)
 
     def moments(self):
         """Mean (d,) and covariance (d, d) of a known prior."""

@@ -28,6 +28,8 @@ PRIORS = {
     },
     "logistic": {"gaussian": GaussianPrior},
 }
+# The shape of the covariance of a GaussianPrior that names none.
+_SHAPES = {"mean": "spherical", "linear": "diag", "logistic": "diag"}
 # The shapes of a covariance that a likelihood can estimate, where it cannot estimate all of them.
 COVARIANCE_TYPES = {("mean", GaussianPrior): ("spherical", "diag")}
 
@@ -59,17 +61,25 @@ def resolve_prior(estimator):
     """
     prior, likelihood = estimator.prior, estimator._likelihood
     if isinstance(prior, str):
-        return default_prior(estimator, "prior", prior)
+        return _shaped(default_prior(estimator, "prior", prior), likelihood)
     if type(prior) not in PRIORS[likelihood].values():
         raise _unsupported(estimator, prior)
     prior = clone(prior)
     prior._validate_params()
+    prior = _shaped(prior, likelihood)
     types = COVARIANCE_TYPES.get((likelihood, type(prior)))
     if types is not None and prior.covariance_type not in types:
         raise ValueError(
             f"covariance_type={prior.covariance_type!r} does not go with "
             f"{type(estimator).__name__}; expected {' or '.join(map(repr, types))}."
         )
+    return prior
+
+
+def _shaped(prior, likelihood):
+    """The prior, with the likelihood's shape of a covariance if it names none."""
+    if type(prior) is GaussianPrior and prior.covariance_type is None:
+        prior.covariance_type = _SHAPES[likelihood]
     return prior
 
 

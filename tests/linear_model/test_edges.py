@@ -85,7 +85,8 @@ def test_clients_that_are_alike_raise_no_warnings(prior, target):
 @pytest.mark.parametrize("params", [{}, {"learning_rate": 0.5}, {"max_iter": 20_000}])
 @pytest.mark.parametrize("floor", [1e-8, 0.01])
 def test_printed_descent_that_goes_astray_says_so(params, floor):
-    model = PersonalizedLinearRegression(solver="gd", variance_floor=floor, **params)
+    prior = GaussianPrior(covariance_type="spherical", centered=False)
+    model = PersonalizedLinearRegression(prior, solver="gd", variance_floor=floor, **params)
     with pytest.raises(ValueError, match=r"solver='gd'.*learning_rate=0\.\d+.*variance_floor"):
         model.fit(X, Y, groups=GROUPS)
 

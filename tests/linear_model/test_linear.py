@@ -181,13 +181,15 @@ def test_a_common_variance_is_common_in_the_units_of_the_data(solver):
     """And the ridge of "low_rank" too; features of unlike scale tell."""
     X, y, codes, _ = table()
     X = X * [1.0, 10.0]
-    model = PersonalizedLinearRegression(solver=solver).fit(X, y, groups=codes)
-    best = PersonalizedLinearRegression(solver="spectral").fit(X, y, groups=codes)
+    spherical = GaussianPrior(covariance_type="spherical", centered=False)
+    model = PersonalizedLinearRegression(spherical, solver=solver).fit(X, y, groups=codes)
+    best = PersonalizedLinearRegression(spherical, solver="spectral").fit(X, y, groups=codes)
     np.testing.assert_allclose(
         model.prior_.covariance, best.prior_.covariance[0, 0] * np.eye(3), rtol=1e-5, atol=1e-12
     )
     assert model.log_likelihood_ == pytest.approx(best.log_likelihood_, abs=1e-8)
-    low = PersonalizedLinearRegression(GaussianPrior(covariance_type="low_rank"), solver=solver)
+    low = GaussianPrior(covariance_type="low_rank", centered=False)
+    low = PersonalizedLinearRegression(low, solver=solver)
     values = np.linalg.eigvalsh(low.fit(X, y, groups=codes).prior_.covariance)
     assert values[0] == pytest.approx(values[1], rel=1e-6)
     assert low.log_likelihood_ > model.log_likelihood_
@@ -223,7 +225,7 @@ def test_unknown_population_costs_little(d):
         return np.mean(np.sum((model.fit(X, y, groups=codes).coef_ - theta) ** 2, axis=1))
 
     known = error(GaussianPrior(theta.mean(axis=0), 0.01), noise_variance=0.05)
-    estimated = error(GaussianPrior())
+    estimated = error(GaussianPrior(covariance_type="spherical"))
     pooled = error(GaussianPrior(covariance=0.0))
     reference = {50: (0.4698, 0.502), 100: (0.9529, 1.003)}[d]
     assert known == pytest.approx(reference[0], rel=0.02)
@@ -265,7 +267,11 @@ def test_summary():
         fixed["std_error"], np.append(model.population_intercept_std_, model.population_coef_std_)
     )
     between, S = summary.loc["between"], model.prior_.covariance
-    assert between.index.tolist() == ["intercept", "dose", "intercept, dose"]
+    at_means = "response at the features' means"
+    assert between.index.tolist() == ["intercept", "dose", "intercept, dose", at_means]
+    row = np.array([1.0, frame["dose"].mean()])
+    assert between.loc[at_means, "estimate"] == pytest.approx(row @ S @ row)
+    between = between.drop(at_means)
     np.testing.assert_allclose(between["estimate"], [S[0, 0], S[1, 1], S[0, 1]])
     np.testing.assert_allclose(between["sd"].iloc[:2], np.sqrt(np.diag(S)))
     correlation = S[0, 1] / np.sqrt(S[0, 0] * S[1, 1])

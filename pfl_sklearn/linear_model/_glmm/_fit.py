@@ -39,7 +39,7 @@ from pfl_sklearn.linear_model._glmm._search import (
     natural_scale,
 )
 from pfl_sklearn.linear_model._posterior import CovariancePosterior, RowPosterior
-from pfl_sklearn.linear_model._table import check_squares, uncentred
+from pfl_sklearn.linear_model._table import check_squares, is_centred, uncentred, varying_columns
 
 _NEARER = 0.3  # start of the second search, in natural units, so that it skips no maximum
 
@@ -61,6 +61,7 @@ class LogitEstimates(NamedTuple):
     separating: tuple  # positions of the columns that do most to separate the classes, if any do
     unmixed: bool  # no client has rows of two classes
     runaway: bool  # the differences between clients have no credible maximum
+    centre: np.ndarray | None = None  # (p,), at which the covariance has its shape
 
 
 class _ClientModes(NamedTuple):
@@ -96,8 +97,9 @@ def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
     mean, covariance = coded_mean(prior, outcome, q), prior.known_covariance(q)
     if covariance is None:
         if table.n_clients == 1:
-            return _fit_single(*_centred(table, 0), prior, outcome)
-        check_spread_identified(table, prior.covariance_type)
+            free = table.intercept is not None
+            return _fit_single(*_centred(table, None, free), prior, outcome)
+        check_spread_identified(table, prior)
     elif np.isinf(covariance).any():
         raise ValueError(
             "covariance of GaussianPrior must be finite for PersonalizedLogisticRegression; got "
@@ -105,7 +107,11 @@ def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
         )
     else:
         check_known_spread(table, square_root(covariance))
-    table, centre = _centred(table, _first_centred(table, prior, mean, covariance))
+    shaped = covariance is None and is_centred(table, prior)
+    table, centre = _centred(table, mean, shaped)
+    if mean is not None and shaped:
+        mean = mean.copy()
+        mean[:, table.intercept] += mean @ centre[:q]
     stacks = stack_rows(table.columns, table.y, table.weights, table.codes, table.n_clients)
     found, weak = _population(
         table, stacks, outcome, prior, mean, covariance, max_iter, tol, n_jobs
@@ -119,6 +125,7 @@ def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
         *_uncentred_fit(found, summary, *error, table.intercept, centre),
         told,
         weak,
+        centre if shaped else None,
     )
 
 
@@ -132,23 +139,18 @@ def _check_fitted_to_several(prior):
         )
 
 
-def _first_centred(table, prior, mean, covariance):
-    """First of the columns whose means a free intercept of the population can absorb.
+def _centred(table, mean, random_too):
+    """The table with centred columns, and the centres (p,).
 
-    Random columns are among them only under a full covariance, since centring changes its shape.
+    A free intercept of the population absorbs the means of fixed columns. With `random_too` random
+    columns are centred, whose intercept varies.
     """
     p, q = table.columns.shape[1], table.n_random
-    if table.intercept is None or (mean is not None and table.intercept < q):
-        return p
-    any_shape = covariance is None and prior.covariance_type == "full"
-    return 0 if mean is None and any_shape and table.intercept < q else q
-
-
-def _centred(table, first):
-    """The table centred from column `first` on, and the means (p,)."""
-    if table.intercept is None or first == table.columns.shape[1]:
-        return table, np.zeros(table.columns.shape[1])
-    return centred_columns(table, first)
+    free = table.intercept is not None and (mean is None or table.intercept >= q)
+    some = slice(0 if random_too else q, p if free else q)
+    if some.start >= some.stop:
+        return table, np.zeros(p)
+    return centred_columns(table, some)
 
 
 def _uncentred_fit(found, summary, error, root, intercept, centre):
@@ -251,7 +253,8 @@ def _population(table, stacks, outcome, prior, mean, covariance, max_iter, tol, 
         spread = weak_spread(random, table.weights) if is_unmixed(table) else spread
         common = prior.covariance_type in ("spherical", "low_rank")
         scale = natural_scale(random, pooled.weight, table.n_clients, common)
-        family = factor_of(prior.covariance_type, q, prior.rank)
+        varies = varying_columns(table, prior)
+        family = factor_of(prior.covariance_type, q, prior.rank, varies)
     factor = _root(covariance) if family is None else scale[:, None] * family.matrix(family.start)
     start = Maximum(population, factor, 0, False)
     begun = _client_modes(table, stacks, outcome, start, n_jobs)
@@ -347,7 +350,7 @@ def _stack_modes(clients, x, y, w, state, *, outcome, population, factor):
     return deviations, whitening, float(np.sum(mode.value) - 0.5 * log_det), bool(mode.found.all())
 
 
-def _logit_estimates(outcome, prior, found, summary, error, root, told, weak):
+def _logit_estimates(outcome, prior, found, summary, error, root, told, weak, centre):
     """Estimates in the coding of the classes."""
     (m, a, q), p, coding = summary.deviations.shape, found.population.shape[1], outcome.coding
     coded = np.kron(coding, np.eye(p))
@@ -373,6 +376,7 @@ def _logit_estimates(outcome, prior, found, summary, error, root, told, weak):
         tuple(p - len(weak.slopes) + k for k in weak.separating),
         weak.spread.any() and not weak.runaway,
         weak.runaway,
+        centre,
     )
 
 

@@ -16,7 +16,7 @@ AWAY = 10.0  # logits; we check larger standard deviations of the predictors bet
 HELD = 1 / 3  # if the tight prior leaves less than this share, the data do not support the rest
 
 
-def check_spread_identified(table, covariance_type):
+def check_spread_identified(table, prior):
     """Raise ValueError if the data do not identify the covariance between clients."""
     m = table.n_clients
     if len(table.y) == m:
@@ -24,7 +24,7 @@ def check_spread_identified(table, covariance_type):
             f"each of the {m} clients has one row, so the data do not identify the variance "
             "between clients; give a prior with a known covariance."
         )
-    check_covariance_identified(table, covariance_type)
+    check_covariance_identified(table, prior)
 
 
 def is_unmixed(table):
@@ -88,15 +88,15 @@ def check_known_spread(table, factor):
         )
 
 
-def centred_columns(table, first):
-    """The table with columns `first` to p centred, and their means (p,).
+def centred_columns(table, some):
+    """The table with `some` of its columns (a slice) centred, and all columns' centres (p,).
 
-    The model needs a free intercept, which absorbs the means.
+    The model needs an intercept that absorbs the means.
     """
     columns = table.columns
     centre = np.zeros(columns.shape[1])
-    centre[first:] = np.average(columns[:, first:], axis=0, weights=table.weights)
-    same = np.ptp(columns[:, first:], axis=0) == 0
-    centre[first:][same] = columns[0, first:][same]
+    centre[some] = np.average(columns[:, some], axis=0, weights=table.weights)
+    same = np.ptp(columns, axis=0) == 0
+    centre[some][same[some]] = columns[0, some][same[some]]
     centre[table.intercept] = 0.0
     return table._replace(columns=columns - centre), centre

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from pfl_sklearn.linear_model._algebra import factor_of
 from pfl_sklearn.linear_model._mixed._known_population import (
     fit_known_population,
     is_known_with_few_rows,
@@ -20,7 +21,9 @@ from pfl_sklearn.linear_model._table import (
     Estimates,
     centred,
     check_covariance_identified,
+    is_centred,
     uncentred,
+    varying_columns,
 )
 
 _INFINITE = 1e12
@@ -45,14 +48,14 @@ def fit_gaussian_prior(table, prior, options):
     if covariance is None:
         if table.n_clients == 1:
             return fit_without_pooling(table, prior, options, np.full((q, q), np.nan))
-        check_variances_identified(table, prior.covariance_type, options.noise_variance)
+        check_variances_identified(table, prior, options.noise_variance)
     elif np.isinf(covariance).any():
         return fit_without_pooling(table, prior, options, covariance)
     if is_known_with_few_rows(table, mean, covariance, options.noise_variance):
         return fit_known_population(table, prior, mean, covariance, options)
-    any_basis = prior.covariance_type == "full" and covariance is None and mean is None
-    given = table
-    table, offset, centre = centred(table, mean, any_basis)
+    given, shaped = table, covariance is None and is_centred(table, prior)
+    varies = varying_columns(table, prior) if covariance is None else None
+    table, offset, centre = centred(table, mean, shaped)
     spectral = use_spectral(prior.covariance_type, covariance, options.solver)
     common_shape = covariance is None and prior.covariance_type in ("spherical", "low_rank")
     reduced = reduce_table(
@@ -61,8 +64,8 @@ def fit_gaussian_prior(table, prior, options):
     if covariance is not None and _is_as_good_as_infinite(reduced, covariance, options):
         return fit_without_pooling(given, prior, options, covariance)
     settings = Settings(options.method == "reml", 0 if mean is None else q, options.noise_variance)
-    found = _search_variances(reduced, settings, prior, covariance, spectral, options)
-    return _gaussian_estimates(table, reduced, found, prior, (offset, centre), mean is None)
+    found = _search_variances(reduced, settings, prior, covariance, varies, spectral, options)
+    return _gaussian_estimates(table, reduced, found, prior, (offset, centre), mean is None, shaped)
 
 
 def _is_as_good_as_infinite(reduced, covariance, options):
@@ -89,7 +92,7 @@ def use_spectral(covariance_type, covariance, solver):
     return common and solver != "quasi_newton"
 
 
-def check_variances_identified(table, covariance_type, noise_variance):
+def check_variances_identified(table, prior, noise_variance):
     """Raise ValueError if the data do not identify the variances."""
     m = table.n_clients
     if noise_variance is None and len(table.y) == m:
@@ -98,17 +101,17 @@ def check_variances_identified(table, covariance_type, noise_variance):
             "from the variance between clients; give noise_variance, or a prior with a known "
             "covariance."
         )
-    check_covariance_identified(table, covariance_type)
+    check_covariance_identified(table, prior)
 
 
-def _search_variances(reduced, settings, prior, covariance, spectral, options):
+def _search_variances(reduced, settings, prior, covariance, varies, spectral, options):
     """Covariance and noise variance, those of them that are unknown."""
     q, noise = reduced.n_random, options.noise_variance
     if covariance is None:
         if spectral:
             return search_ratio(reduced, settings, options.max_iter, options.tol)
-        shape = prior.covariance_type, getattr(prior, "rank", None)
-        return search_factor(reduced, settings, *shape, options.max_iter, options.tol)
+        factor = factor_of(prior.covariance_type, q, prior.rank, varies)
+        return search_factor(reduced, settings, factor, options.max_iter, options.tol)
     scaled = covariance / np.multiply.outer(reduced.scale[:q], reduced.scale[:q])
     if spectral:
         scaled = scaled[0, 0]
@@ -117,15 +120,15 @@ def _search_variances(reduced, settings, prior, covariance, spectral, options):
     return at_ratio(reduced, settings, scaled / noise)
 
 
-def _gaussian_estimates(table, reduced, found, prior, around, free_mean):
+def _gaussian_estimates(table, reduced, found, prior, around, free_mean, shaped):
     """Estimates in the units of the data."""
     offset, centre = around
     m, q, p = table.n_clients, table.n_random, table.columns.shape[1]
     scale, point = reduced.scale, found.point
     free = slice(0 if free_mean else q, p)
-    population, error = offset.copy(), np.zeros((p, p))
-    population[free] += point.coefficients * scale[free]
-    population = uncentred(population, table.intercept, centre)
+    population, error = np.zeros(p), np.zeros((p, p))
+    population[free] = point.coefficients * scale[free]
+    population = offset + uncentred(population, table.intercept, centre)
     error[free, free] = point.covariance()
     deviations = client_deviations(reduced, found.whitened, point, found.ratio)
     coefficients = np.tile(population, (m, 1))
@@ -152,6 +155,7 @@ def _gaussian_estimates(table, reduced, found, prior, around, free_mean):
         -0.5 * point.criterion,
         found.n_iter,
         found.converged,
+        centre=centre if shaped else None,
     )
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import OptimizeResult, brentq, minimize
 
-from pfl_sklearn.linear_model._algebra import factor_of, snapped_to_zero, square_root
+from pfl_sklearn.linear_model._algebra import snapped_to_zero, square_root
 from pfl_sklearn.linear_model._mixed._profile import (
     Point,
     Whitened,
@@ -133,9 +133,8 @@ def _half_precision(reduced):
     return reduced._replace(stacks=stacks)
 
 
-def search_factor(reduced, settings, covariance_type, rank, max_iter, tol):
-    """Best covariance of any shape, by quasi-Newton steps on its factor."""
-    factor = factor_of(covariance_type, reduced.n_random, rank)
+def search_factor(reduced, settings, factor, max_iter, tol):
+    """Best covariance of any shape, by quasi-Newton steps on its Factor."""
 
     def objective(parameters):
         lower = factor.matrix(parameters)

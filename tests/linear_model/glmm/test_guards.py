@@ -13,6 +13,7 @@ from pfl_sklearn.linear_model import PersonalizedLogisticRegression, SeparationW
 from pfl_sklearn.priors import GaussianPrior
 
 FULL = GaussianPrior(covariance_type="full")
+SPHERICAL = GaussianPrior(covariance_type="spherical", centered=False)
 
 
 def fit(rows, **params):
@@ -51,7 +52,7 @@ def test_the_held_fit_maximizes_the_criterion_with_the_stated_prior():
     train = np.tile([True, True, False, False], 400)
     rows = X[train], y[train], groups[train]
     with pytest.warns(SeparationWarning):
-        model = fit(rows)
+        model = fit(rows, prior=SPHERICAL)
     square = 1 + np.mean(rows[0] ** 2, axis=0).sum()
 
     def held(sd):
@@ -201,7 +202,7 @@ def test_a_constant_column_is_no_obstacle_to_one_common_variance():
     constant = np.column_stack([X, np.ones(len(X))])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        model = fit((constant, y, groups))
+        model = fit((constant, y, groups), prior=SPHERICAL)
     assert np.ptp(np.diag(model.prior_.covariance)) == 0
     with pytest.raises(ValueError, match=r"'x2'.*random"):
         fit((constant, y, groups), prior=GaussianPrior(covariance_type="low_rank"))

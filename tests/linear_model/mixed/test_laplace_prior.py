@@ -116,7 +116,8 @@ def test_default_tolerance_is_close_to_the_optimum():
 
 def test_unknown_scale_and_noise_match_the_variances_of_a_normal_prior():
     X, y, codes, _ = table(np.random.default_rng(0), 40)
-    normal = PersonalizedLinearRegression().fit(X, y, groups=codes)
+    spherical = GaussianPrior(covariance_type="spherical", centered=False)
+    normal = PersonalizedLinearRegression(spherical).fit(X, y, groups=codes)
     model = PersonalizedLinearRegression(LaplacePrior()).fit(X, y, groups=codes)
     assert 2 * model.prior_.scale**2 == pytest.approx(normal.prior_.covariance[0, 0], rel=1e-6)
     assert model.noise_variance_ == pytest.approx(normal.noise_variance_, rel=1e-6)

@@ -219,7 +219,7 @@ def test_one_component_is_the_gaussian_prior_by_maximum_likelihood(covariance_ty
         GaussianMixturePrior(1, covariance_type=covariance_type), random=random, tol=1e-11
     ).set_params(max_iter=5000)
     one.fit(X, y, groups=codes)
-    prior = GaussianPrior(covariance_type=covariance_type)
+    prior = GaussianPrior(covariance_type=covariance_type, centered=False)
     gaussian = PersonalizedLinearRegression(prior, random=random, method="ml", tol=1e-9)
     gaussian.fit(X, y, groups=codes)
     assert one.log_likelihood_ == pytest.approx(gaussian.log_likelihood_, abs=1e-6)

@@ -12,6 +12,8 @@ from pfl_sklearn import PersonalizedLinearRegression
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior
 from tests.helpers.dense_mixed_model import Problem, coefficients, solve
 
+SPHERICAL = GaussianPrior(covariance_type="spherical", centered=False)
+
 
 def table(m=8, seed=0, d=3, groups=False):
     """Rows without an intercept: clients around one vector, or around plus and minus it."""
@@ -74,9 +76,8 @@ def test_descent_is_the_listing(n_steps):
 
 def test_descent_of_unknown_variances_is_the_listing():
     X, y, codes = table()
-    model = PersonalizedLinearRegression(
-        fit_intercept=False, solver="gd", learning_rate=0.002, variance_floor=1e-3, max_iter=9
-    )
+    params = {"learning_rate": 0.002, "variance_floor": 1e-3, "max_iter": 9}
+    model = PersonalizedLinearRegression(SPHERICAL, fit_intercept=False, solver="gd", **params)
     with pytest.warns(ConvergenceWarning):
         model.fit(X, y, groups=codes)
     start = y @ y / len(y)
@@ -168,7 +169,7 @@ def test_the_floor_is_named_when_it_is_reached(d, noise, named):
     y = 0.1 * X @ np.ones(d) + 0.1 * rng.normal(size=60)
     params = {"noise_variance": noise, "variance_floor": 0.04, "learning_rate": 5e-4}
     with pytest.warns(UserWarning, match=f"solver='gd'.*{named}.*variance_floor=0.04"):
-        model = fit(X, y, codes, GaussianPrior(), solver="gd", max_iter=50000, **params)
+        model = fit(X, y, codes, SPHERICAL, solver="gd", max_iter=50000, **params)
     assert model.prior_.covariance[0, 0] == 0.04
     assert model.noise_variance_ == (noise or 0.04)
 
@@ -176,7 +177,7 @@ def test_the_floor_is_named_when_it_is_reached(d, noise, named):
 @pytest.mark.parametrize(
     ("prior", "params", "message"),
     [
-        (GaussianPrior(), {}, r"solver='gd'.*covariance.*noise_variance.*variance_floor"),
+        (SPHERICAL, {}, r"solver='gd'.*covariance.*noise_variance.*variance_floor"),
         (
             GaussianPrior(covariance=1.0),
             {},

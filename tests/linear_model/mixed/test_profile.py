@@ -193,7 +193,9 @@ def test_no_simplex_search_finds_a_better_covariance(
         found = search_ratio(reduced_rows(problem, True), settings, 500, 1e-8)
     else:
         reduced = reduced_rows(problem, False, common_scale=covariance_type == "low_rank")
-        found = search_factor(reduced, settings, covariance_type, 1, 500, 1e-8)
+        found = search_factor(
+            reduced, settings, factor_of(covariance_type, reduced.n_random, 1), 500, 1e-8
+        )
     best = brute_force(problem, covariance_type, restricted, noise, n_starts=3)
     assert found.converged
     assert found.point.criterion <= best + 1e-6
@@ -255,7 +257,9 @@ def test_balanced_random_intercepts_are_the_analysis_of_variance(covariance_type
     if covariance_type == "spherical":
         found = search_ratio(reduced, settings, 500, 1e-8)
     else:
-        found = search_factor(reduced, settings, covariance_type, 1, 500, 1e-8)
+        found = search_factor(
+            reduced, settings, factor_of(covariance_type, reduced.n_random, 1), 500, 1e-8
+        )
     variance = found.point.noise * found.ratio[0, 0] * reduced.scale[0] ** 2
     assert found.converged
     assert found.point.noise == pytest.approx(noise, rel=1e-5)
@@ -269,7 +273,9 @@ def test_a_start_at_a_stationary_point_is_left():
     for scale in (0.5, 0.8, 1.0, 1.5):
         problem = Problem(np.full((36, 1), scale), y, codes, np.array([0]), np.ones(36))
         reduced = reduced_rows(problem, False, scale=np.ones(1))
-        found = search_factor(reduced, Settings(False, 0, None), "full", None, 500, 1e-8)
+        found = search_factor(
+            reduced, Settings(False, 0, None), factor_of("full", reduced.n_random), 500, 1e-8
+        )
         best = brute_force(problem, "full", False, n_starts=3)
         assert found.point.criterion == pytest.approx(best, abs=1e-6)
         assert found.ratio[0, 0] > 0.01

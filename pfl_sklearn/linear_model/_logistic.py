@@ -20,7 +20,7 @@ from pfl_sklearn.linear_model._base import (
     warn_not_converged,
 )
 from pfl_sklearn.linear_model._design import column_names, resolve_design
-from pfl_sklearn.linear_model._glmm._fit import fit_logistic
+from pfl_sklearn.linear_model._glmm._fit import LogitOptions, fit_logistic
 from pfl_sklearn.linear_model._glmm._outcomes import outcome_of
 from pfl_sklearn.linear_model._glmm._predictions import averaged_probabilities
 from pfl_sklearn.linear_model._table import make_table
@@ -82,6 +82,11 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         coefficient.
     fit_intercept : bool, default=True
         Whether the model has an intercept; otherwise rows are modelled through the origin.
+    population_penalty : float, >= 0, default=0.0
+        L2 penalty on the population's slopes, per standard deviation of their features: the
+        estimates maximize the marginal likelihood less half of `population_penalty` times the sum
+        of their squares. With few clients that keeps common slopes from fitting chance. It is 1 / C
+        of scikit-learn's LogisticRegression on standardized features.
     max_iter : int, default=200
         Largest number of iterations of the search for the population and the covariance.
     tol : float, default=1e-6
@@ -124,7 +129,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
     prior_ : GaussianPrior
         The prior with the mean and the covariance that the fit used.
     log_likelihood_ : float
-        Maximum of the approximate log marginal likelihood, in nats.
+        Approximate log marginal likelihood at the estimates, in nats, without penalties.
     n_iter_ : int
         Iterations of the search, or of Newton's method for a single client.
     n_features_in_ : int
@@ -252,6 +257,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         "prior": "no_validation",
         "random": [str, "array-like"],
         "fit_intercept": ["boolean"],
+        "population_penalty": [Interval(Real, 0, None, closed="left")],
         "max_iter": [Interval(Integral, 1, None, closed="left")],
         "tol": [Interval(Real, 0, None, closed="neither")],
         "unseen": [StrOptions({"warn", "population", "error"})],
@@ -264,6 +270,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         *,
         random="all",
         fit_intercept=True,
+        population_penalty=0.0,
         max_iter=200,
         tol=1e-6,
         unseen="warn",
@@ -272,6 +279,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         self.prior = prior
         self.random = random
         self.fit_intercept = fit_intercept
+        self.population_penalty = population_penalty
         self.max_iter = max_iter
         self.tol = tol
         self.unseen = unseen
@@ -308,9 +316,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
             make_table(design, present, labels, rows),
             prior,
             outcome_of(len(classes)),
-            self.max_iter,
-            self.tol,
-            self.n_jobs,
+            LogitOptions(self.population_penalty, self.max_iter, self.tol, self.n_jobs),
         )
         self._warn(found, len(classes), design)
         self._store(X, design, rows.clients, classes, found, groups is not None)

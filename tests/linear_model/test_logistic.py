@@ -829,3 +829,45 @@ def test_a_constant_column_is_fine_where_it_is_identified():
     with_intercept = fit((X[:, :1], y, groups), prior=diagonal)
     np.testing.assert_allclose(without.coef_[:, 1], with_intercept.intercept_, rtol=1e-5)
     fit((constant, y, groups), random=["intercept", 0], prior=diagonal)
+
+
+@pytest.mark.parametrize("n_classes", [2, 3])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("penalty", [0.5, 20.0])
+def test_a_population_penalty_is_that_of_scikit_learn(penalty, weighted, n_classes):
+    X, y, groups = make_clients(n_classes=n_classes)
+    X = X * [1.0, 30.0] + [5.0, -2.0]
+    weights = np.random.default_rng(0).integers(1, 4, len(y)) if weighted else None
+    scaler = StandardScaler().fit(X, sample_weight=weights)
+    plain = LogisticRegression(C=1 / penalty, tol=1e-10, max_iter=10_000)
+    plain.fit(scaler.transform(X), y, sample_weight=weights)
+    pooled = PersonalizedLogisticRegression(
+        GaussianPrior(covariance=0.0), population_penalty=penalty
+    ).fit(X, y, groups=groups, sample_weight=weights)
+    expected = plain.coef_ / scaler.scale_
+    np.testing.assert_allclose(
+        pooled.population_coef_, expected[0] if n_classes == 2 else expected, rtol=1e-4
+    )
+
+
+def test_a_population_penalty_is_a_limit_of_none_and_of_no_slopes():
+    X, y, groups = make_clients()
+    free, held, none = (
+        PersonalizedLogisticRegression(population_penalty=penalty).fit(X, y, groups=groups)
+        for penalty in (0.0, 1e-7, 1e7)
+    )
+    np.testing.assert_allclose(held.coef_, free.coef_, atol=1e-4)
+    np.testing.assert_allclose(none.population_coef_, 0, atol=1e-4)
+    assert np.abs(none.coef_).max() > 0.1  # clients differ all the same
+    assert none.log_likelihood_ < free.log_likelihood_
+    with pytest.raises(ValueError, match=r"'population_penalty'.*-1"):
+        PersonalizedLogisticRegression(population_penalty=-1.0).fit(X, y, groups=groups)
+
+
+def test_a_population_penalty_keeps_separated_slopes_finite():
+    X = np.random.default_rng(0).normal(size=(60, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SeparationWarning)
+        model = PersonalizedLogisticRegression(random="intercept", population_penalty=1.0)
+        model.fit(X, X[:, 0] > 0, groups=np.arange(60) % 5)
+    assert np.isfinite(model.population_coef_).all()

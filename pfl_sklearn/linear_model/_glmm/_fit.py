@@ -44,6 +44,15 @@ from pfl_sklearn.linear_model._table import check_squares, is_centred, uncentred
 _NEARER = 0.3  # start of the second search, in natural units, so that it skips no maximum
 
 
+class LogitOptions(NamedTuple):
+    """Parameters of a fit besides those of the prior."""
+
+    penalty: float  # on the population's slopes, per standard deviation of a column
+    max_iter: int
+    tol: float
+    n_jobs: int | None = None
+
+
 class LogitEstimates(NamedTuple):
     """Fitted population and clients. c is 1 for two classes, else K; random columns come first."""
 
@@ -73,7 +82,7 @@ class _ClientModes(NamedTuple):
     found: bool
 
 
-def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
+def fit_logistic(table, prior, outcome, options):
     """Fit population and clients by maximum marginal likelihood, in Laplace's approximation.
 
     Parameters
@@ -83,9 +92,7 @@ def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
     prior : GaussianPrior
         We estimate the parameters that it leaves None.
     outcome : BinaryLogit or SoftmaxLogit
-    max_iter : int
-    tol : float
-    n_jobs : int or None
+    options : LogitOptions
 
     Returns
     -------
@@ -98,7 +105,7 @@ def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
     if covariance is None:
         if table.n_clients == 1:
             free = table.intercept is not None
-            return _fit_single(*_centred(table, None, free), prior, outcome)
+            return _fit_single(*_centred(table, None, free), prior, outcome, options)
         check_spread_identified(table, prior)
     elif np.isinf(covariance).any():
         raise ValueError(
@@ -113,10 +120,8 @@ def fit_logistic(table, prior, outcome, max_iter, tol, n_jobs=None):
         mean = mean.copy()
         mean[:, table.intercept] += mean @ centre[:q]
     stacks = stack_rows(table.columns, table.y, table.weights, table.codes, table.n_clients)
-    found, weak = _population(
-        table, stacks, outcome, prior, mean, covariance, max_iter, tol, n_jobs
-    )
-    summary = _client_modes(table, stacks, outcome, found, n_jobs)
+    found, weak = _population(table, stacks, outcome, prior, mean, covariance, options)
+    summary = _client_modes(table, stacks, outcome, found, options.n_jobs)
     told = _estimable(summary.rows, outcome, weak, table.intercept, centre)
     error = _population_error(summary.rows, outcome.n_outputs, weak)
     return _logit_estimates(
@@ -189,11 +194,11 @@ def coded_mean(prior, outcome, q):
     return None if mean is None else coding.T @ mean.reshape(len(coding), q)
 
 
-def _fit_single(table, centre, prior, outcome):
+def _fit_single(table, centre, prior, outcome, options):
     """Maximum of a single client's own likelihood; the spread between clients is unknown."""
     q, p = table.n_random, table.columns.shape[1]
     offset = np.zeros((len(table.y), outcome.n_outputs))
-    pooled, _, separating = _pooled(table, outcome, offset, 0)
+    pooled, _, separating = _pooled(table, outcome, offset, 0, options.penalty)
     back = uncentred(np.eye(p), table.intercept, centre).T
     coding = np.kron(outcome.coding, back)
     root = coding @ pooled.root
@@ -218,24 +223,23 @@ def _fit_single(table, centre, prior, outcome):
     )
 
 
-def _pooled(table, outcome, offset, first):
-    """Fit without differences between clients, and the prior precision that its slopes need.
+def _pooled(table, outcome, offset, first, penalty):
+    """Fit without differences between clients, and the prior precision of its slopes.
 
-    Last come the positions of the columns that need it most.
+    Last come the positions of the columns that need more than the `penalty` asked for.
     """
-    columns = table.columns[:, first:]
-    none = np.zeros(columns.shape[1])
-    pooled = fit_pooled(columns, table, outcome, offset, none)
-    if not pooled.separated:
-        return pooled, none, ()
-    intercept = table.intercept
+    columns, intercept = table.columns[:, first:], table.intercept
     at = None if intercept is None or intercept < first else intercept - first
-    slopes = weak_slopes(columns, table.weights, at)
+    asked = weak_slopes(columns, table.weights, at, penalty)
+    pooled = fit_pooled(columns, table, outcome, offset, asked)
+    if not pooled.separated:
+        return pooled, asked, ()
+    slopes = np.maximum(weak_slopes(columns, table.weights, at), asked)
     separating = separating_columns(columns, table.weights, pooled.coefficients)
     return fit_pooled(columns, table, outcome, offset, slopes), slopes, separating
 
 
-def _population(table, stacks, outcome, prior, mean, covariance, max_iter, tol, n_jobs):
+def _population(table, stacks, outcome, prior, mean, covariance, options):
     """Population and factor, given or estimated, and the weak priors that this needed."""
     q, p, a = table.n_random, table.columns.shape[1], outcome.n_outputs
     first = 0 if mean is None else q
@@ -244,7 +248,7 @@ def _population(table, stacks, outcome, prior, mean, covariance, max_iter, tol, 
     if first == p and covariance is not None:
         return Maximum(population, _root(covariance), 1, True), WeakPriors(np.zeros(0), np.zeros(q))
     offset = population_predictors(table.columns, population)
-    pooled, slopes, separating = _pooled(table, outcome, offset, first)
+    pooled, slopes, separating = _pooled(table, outcome, offset, first, options.penalty)
     population[:, first:] = pooled.coefficients
     family = scale = None
     spread = np.zeros(q)
@@ -257,9 +261,10 @@ def _population(table, stacks, outcome, prior, mean, covariance, max_iter, tol, 
         family = factor_of(prior.covariance_type, q, prior.rank, varies)
     factor = _root(covariance) if family is None else scale[:, None] * family.matrix(family.start)
     start = Maximum(population, factor, 0, False)
-    begun = _client_modes(table, stacks, outcome, start, n_jobs)
+    begun = _client_modes(table, stacks, outcome, start, options.n_jobs)
     root, _ = inverse_root(_information(begun.rows, a, first) + np.diag(np.tile(slopes, a)))
-    make = partial(MarginalLikelihood, stacks, outcome, table.n_clients, n_jobs)
+    make = partial(MarginalLikelihood, stacks, outcome, table.n_clients, options.n_jobs)
+    _, max_iter, tol, _ = options
     weak = WeakPriors(slopes, spread, separating=separating)
     found = maximize_marginal(make(), start, root, weak, max_iter, tol, family, scale)
     if family is None or spread.any():

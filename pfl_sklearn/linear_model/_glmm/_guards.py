@@ -34,13 +34,17 @@ def is_unmixed(table):
     return bool(np.all(some[table.codes] == table.y))
 
 
-def weak_slopes(columns, weights, intercept):
-    """Precision (f,) of the prior that keeps separated slopes finite; 0 for the intercept."""
+def weak_slopes(columns, weights, intercept, penalty=_WEAK_SD**-2):
+    """Precision (f,) of a normal prior on slopes; 0 for the intercept.
+
+    It is `penalty` for a column with a standard deviation of 1, by default enough to keep separated
+    slopes finite.
+    """
     mean = np.average(columns, axis=0, weights=weights)
     square = np.average(columns**2, axis=0, weights=weights)
     spread = np.average((columns - mean) ** 2, axis=0, weights=weights)
     unit = np.where(spread > 1e-12 * square, spread, square)
-    precision = unit / _WEAK_SD**2
+    precision = unit * penalty
     if intercept is not None:
         precision[intercept] = 0.0
     return precision

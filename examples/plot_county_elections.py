@@ -7,9 +7,7 @@ one such answer in each of the six elections from 2000 to 2020. Here one electio
 out and predicted from the other five: by the county's own share of wins (local), by the share of
 all counties (pooled), or by shrinking the first towards the second (personalized).
 
-The table is read by :func:`~pfl_sklearn.datasets.load_county_elections` from the folder in the
-environment variable ``PFL_SKLEARN_DATA``. Where it is absent, a simulated stand-in of the same size
-takes its place, and everything printed and plotted says so.
+The table comes with the package: :func:`~pfl_sklearn.datasets.load_county_elections`.
 """
 
 # %%
@@ -26,27 +24,8 @@ from pfl_sklearn.estimation import BernoulliMean
 
 YEARS = [2000, 2004, 2008, 2012, 2016, 2020]
 
-
-def simulated_elections(n_counties=3111, seed=0):
-    """Counties with probabilities from a U-shaped beta population, elections independent."""
-    rng = np.random.default_rng(seed)
-    probability = rng.beta(0.35, 0.1, n_counties)
-    return pd.DataFrame(
-        {
-            "fips": np.repeat([f"{code:05d}" for code in range(n_counties)], len(YEARS)),
-            "year": np.tile(YEARS, n_counties),
-            "rep_won": rng.binomial(1, np.repeat(probability, len(YEARS))),
-        }
-    )
-
-
-try:
-    frame, SOURCE = load_county_elections().frame, "county elections 2000-2020"
-except FileNotFoundError:
-    frame, SOURCE = simulated_elections(), "SIMULATED counties, not real elections"
-
+frame = load_county_elections().frame
 X, won, county, year = frame[["year"]], frame["rep_won"], frame["fips"], frame["year"]
-print(f"data: {SOURCE}")
 print(f"{county.nunique():,} counties, {len(frame):,} rows")
 wins = frame.groupby("fips")["rep_won"].sum().value_counts().sort_index()
 print("counties by number of Republican wins, 0 to 6:", *wins.tolist())
@@ -109,7 +88,6 @@ gains = pd.DataFrame(
     {name: 100 * (1 - squared_errors(predict) / base) for name, predict in competitors.items()},
     index=pd.Index(YEARS, name="held out"),
 )
-print(f"data: {SOURCE}")
 print(f"mean squared error of the local shares: {base.mean():.5f}")
 print("\n% lower squared error than local, by election held out")
 print(gains.T.round(1).to_string())
@@ -125,9 +103,7 @@ print(gains.mean().round(1).to_string())
 # reaches 3.3 % (mean of the folds), and no single weight towards the pooled share can do better.
 #
 # The gain is small because elections are not exchangeable: there is a trend, the best weight is
-# above 1 for 2008 and 2012, and any shrinkage hurts there. In the simulated stand-in elections
-# *are* exchangeable: the folds look more alike, and moments and maximum likelihood come close to
-# the best weight in every one of them.
+# above 1 for 2008 and 2012, and any shrinkage hurts there.
 shown = gains.drop(columns="pooled")
 colors = ["#8c8c8c", "#c98a1b", "#2a7f3f", "#1f5fa8", "black"]
 fig, ax = plt.subplots(figsize=(7, 5), layout="constrained")
@@ -149,7 +125,7 @@ ax.set(
     xticklabels=YEARS,
     xlabel="election held out",
     ylabel="% lower squared error than local",
-    title=f"Leave one election out ({SOURCE})",
+    title="Leave one election out",
 )
 ax.spines[["top", "right"]].set_visible(False)
 fig.legend(frameon=False, fontsize="small", loc="outside lower center", ncols=2)
@@ -164,7 +140,6 @@ plt.show()
 # have five elections, so this is what ``mechanism="auto"`` picks.
 train, test = folds[0]
 private = BernoulliMean(epsilon=1.0).fit(X.iloc[train], won.iloc[train], groups=county.iloc[train])
-print(f"data: {SOURCE}")
 print(private.privacy_)
 
 # %%
@@ -181,7 +156,6 @@ private_gains = np.array(
         for epsilon in epsilons
     ]
 )
-print(f"data: {SOURCE}")
 print("mean over the folds of the gain over local, in %")
 print("(epsilon: of one fit, delta = 0; unit: one county; relation: its five elections replaced")
 print(" by any other; adversary: everybody who sees the messages, the server included)")
@@ -207,7 +181,7 @@ ax.set(
     xticklabels=epsilons,
     xlabel="epsilon of one fit (local; one county, replace one; delta = 0)",
     ylabel="% lower squared error than local",
-    title=f"Subset selection ({SOURCE})",
+    title="Subset selection",
 )
 ax.minorticks_off()
 ax.spines[["top", "right"]].set_visible(False)

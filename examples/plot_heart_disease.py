@@ -12,9 +12,7 @@ Switzerland there are eight healthy patients. In between, coefficients vary by h
 of a population of hospitals. Four are few for a population, so this is a hard case, and the example
 looks at what can and what cannot be had.
 
-The table is ``heart_disease_4hospitals.csv.gz`` (the processed files of the UCI repository) in the
-folder in ``PFL_SKLEARN_DATA``. Where that is absent, a simulated stand-in takes its place, and
-everything printed and plotted says so.
+The table comes with the package: :func:`~pfl_sklearn.datasets.load_heart_disease`.
 """
 
 # %%
@@ -24,15 +22,13 @@ everything printed and plotted says so.
 # recorded them (a cholesterol of 0 in all Swiss rows means that it is missing). Patients with a gap
 # in what remains are left out too. Numbers are scaled by constants, so that a coefficient is about
 # the effect of one standard deviation.
-import os
-from pathlib import Path
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import LeaveOneGroupOut
 
+from pfl_sklearn.datasets import load_heart_disease
 from pfl_sklearn.inspection import CoefficientDisplay
 from pfl_sklearn.linear_model import PersonalizedLogisticRegression
 from pfl_sklearn.model_selection import ClientKFold
@@ -40,39 +36,8 @@ from pfl_sklearn.priors import GaussianPrior
 
 COLUMNS = ["age", "sex", "cp", "trestbps", "restecg", "thalach", "exang", "oldpeak"]
 
-
-def simulated_patients(seed=0):
-    """Four hospitals with sizes and effects much like those of the real table."""
-    rng = np.random.default_rng(seed)
-    hospital = np.repeat(["cleveland", "hungarian", "switzerland", "va"], [303, 292, 116, 140])
-    n = len(hospital)
-    table = pd.DataFrame(
-        {
-            "hospital": hospital,
-            "age": rng.normal(54, 9, n).round(),
-            "sex": rng.binomial(1, 0.75, n),
-            "cp": rng.choice([1, 2, 3, 4], n, p=[0.05, 0.2, 0.23, 0.52]),
-            "trestbps": rng.normal(132, 18, n).round(),
-            "restecg": rng.choice([0, 1, 2], n, p=[0.6, 0.2, 0.2]),
-            "thalach": rng.normal(138, 26, n).round(),
-            "exang": rng.binomial(1, 0.4, n),
-            "oldpeak": rng.exponential(0.9, n).round(1),
-        }
-    )
-    level = pd.Series({"cleveland": -0.7, "hungarian": -1.2, "switzerland": 3.0, "va": 1.3})
-    odds = level[hospital].to_numpy() + 0.2 * (table["age"] - 54) / 9 + 0.7 * table["oldpeak"]
-    odds += 1.3 * table["sex"] + table["exang"] - 1.5 * (table["cp"] < 4) - 1.2
-    return table.assign(target=rng.binomial(1, 1 / (1 + np.exp(-odds))))
-
-
-path = Path(os.environ.get("PFL_SKLEARN_DATA", ".")) / "heart_disease_4hospitals.csv.gz"
-if path.is_file():
-    table, SOURCE = pd.read_csv(path), "heart disease"
-    table = table.dropna(subset=COLUMNS)
-    table = table[table["trestbps"] > 0].reset_index(drop=True)
-else:
-    table, SOURCE = simulated_patients(), "SIMULATED patients"
-
+table = load_heart_disease(complete=False).frame.dropna(subset=COLUMNS)
+table = table[table["trestbps"] > 0].reset_index(drop=True)
 ill, hospital = table["target"].to_numpy(), table["hospital"]
 X = pd.DataFrame(
     {
@@ -89,7 +54,6 @@ X = pd.DataFrame(
         "hypertrophy": 1.0 * (table["restecg"] == 2),
     }
 )
-print(f"data: {SOURCE}")
 print(table.groupby("hospital")["target"].agg(patients="size", ill="sum", share="mean").round(2))
 
 # %%
@@ -98,7 +62,6 @@ print(table.groupby("hospital")["target"].agg(patients="size", ill="sum", share=
 # All coefficients may vary here, with a variance each: the table is to say which of them do.
 every = PersonalizedLogisticRegression(GaussianPrior(covariance_type="diag"))
 every.fit(X, ill, groups=hospital)
-print(f"data: {SOURCE}")
 between = every.summary().loc["between", "sd"]
 print("standard deviation between hospitals, every coefficient on its own")
 print(between.round(2).to_string())
@@ -118,7 +81,7 @@ few.fit(X, ill, groups=hospital)
 display = CoefficientDisplay.from_estimator(
     few, feature=["intercept", "ST depression", "heart rate"]
 )
-display.figure_.suptitle(f"Log odds of heart disease ({SOURCE})")
+display.figure_.suptitle("Log odds of heart disease")
 plt.show()
 
 # %%
@@ -184,7 +147,6 @@ tested = {
     name: sum(held_out(model, splits).astype(float) for splits in shuffles) / len(shuffles)
     for name, model in competitors.items()
 }
-print(f"data: {SOURCE}")
 print("held-out patients, mean of 3 times 5 folds")
 print(pd.DataFrame({name: rows.mean() for name, rows in tested.items()}).T.round(3).to_string())
 by_hospital = pd.DataFrame(
@@ -213,7 +175,7 @@ ax.set(
     yticklabels=[f"{name}\n({counts[name]})" for name in by_hospital.index],
     ylim=(len(at) - 0.5, -0.5),
     xlabel="log loss of held-out patients (nats)",
-    title=f"Four hospitals, six ways ({SOURCE})",
+    title="Four hospitals, six ways",
 )
 ax.spines[["top", "right"]].set_visible(False)
 fig.legend(loc="outside lower center", ncols=3, frameon=False, fontsize="small")
@@ -247,7 +209,6 @@ for train, test in LeaveOneGroupOut().split(X, ill, groups=hospital):
         name: -np.mean(np.log(np.where(ill[test] == 1, p, 1 - p))) for name, p in answers.items()
     }
 new = pd.DataFrame(losses)
-print(f"data: {SOURCE}")
 print("log loss of a hospital held out whole")
 print(new.assign(mean=new.mean(axis=1)).round(3).to_string())
 

@@ -11,55 +11,26 @@ The soil of a county helps: its uranium content is known everywhere. That is a f
 client, not of the house, and it explains why counties differ. This is the example of the textbook
 of Gelman and Hill (2007).
 
-The table is ``radon_mn.csv.gz`` in the folder in ``PFL_SKLEARN_DATA``. Where that is absent, a
-simulated stand-in of the same shape takes its place, and everything printed and plotted says so.
+The table comes with the package: :func:`~pfl_sklearn.datasets.load_radon`.
 """
 
 # %%
 # The table
 # ---------
-import os
-from pathlib import Path
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from scipy.special import ndtri
 from sklearn.base import clone
 
+from pfl_sklearn.datasets import load_radon
 from pfl_sklearn.inspection import CoefficientDisplay
 from pfl_sklearn.linear_model import PersonalizedLinearRegression
 from pfl_sklearn.model_selection import ClientShuffleSplit
 from pfl_sklearn.priors import GaussianPrior
 
-
-def simulated_radon(seed=0):
-    """85 counties with sizes, coefficients and variances much like those of the real table."""
-    rng = np.random.default_rng(seed)
-    sizes = 5 * np.exp(1.2 * ndtri((np.arange(85) + 0.5) / 85))
-    county = np.repeat(np.arange(85), np.clip(np.round(sizes), 1, 116).astype(int))
-    uranium = rng.normal(-0.1, 0.37, 85)
-    level = 1.47 + 0.72 * uranium + rng.normal(0, 0.156, 85)
-    floor = rng.binomial(1, 0.17, len(county))
-    return pd.DataFrame(
-        {
-            "county_fips": county,
-            "floor": floor,
-            "log_uranium": uranium[county],
-            "log_radon": level[county] - 0.67 * floor + rng.normal(0, 0.758, len(county)),
-        }
-    )
-
-
-path = Path(os.environ.get("PFL_SKLEARN_DATA", ".")) / "radon_mn.csv.gz"
-if path.is_file():
-    houses, SOURCE = pd.read_csv(path), "radon in Minnesota"
-else:
-    houses, SOURCE = simulated_radon(), "SIMULATED houses, not radon"
-
+houses = load_radon("MN").frame
 log_radon, county = houses["log_radon"], houses["county_fips"]
 sizes = county.value_counts()
-print(f"data: {SOURCE}")
 print(f"{len(houses)} houses in {len(sizes)} counties, {sizes.min()} to {sizes.max()} each")
 
 # %%
@@ -74,7 +45,6 @@ plain.fit(houses[FLOOR], log_radon, groups=county)
 with_uranium = PersonalizedLinearRegression(random="intercept")
 with_uranium.fit(houses[BOTH], log_radon, groups=county)
 
-print(f"data: {SOURCE}")
 for name, model in {"floor": plain, "floor and uranium": with_uranium}.items():
     print(f"\n{name}: -2 log REML {-2 * model.log_likelihood_:.2f}")
     print(model.summary().round(3).to_string(na_rep=""))
@@ -93,7 +63,7 @@ for ax, model, title in zip(axes, [plain, with_uranium], ["floor", "floor, urani
     ax.set(xlabel="county, sorted", title=title)
 axes[1].set_ylabel("")
 axes[1].get_legend().remove()
-fig.suptitle(f"Intercepts of 85 counties: log level in the basement ({SOURCE})")
+fig.suptitle("Intercepts of 85 counties: log level in the basement")
 plt.show()
 
 # %%
@@ -128,7 +98,7 @@ ax.plot(counties, level, ".", color="#1f5fa8", label="personalized")
 ax.set(
     xlabel="logarithm of uranium in the county's soil (ppm)",
     ylabel="log level in the basement",
-    title=f"85 counties ({SOURCE})",
+    title="85 counties",
 )
 ax.spines[["top", "right"]].set_visible(False)
 ax.legend(frameon=False, fontsize="small", loc="lower right")
@@ -143,7 +113,6 @@ plt.show()
 # chi-squared: the usual p-value is on the safe side.)
 varying = PersonalizedLinearRegression(GaussianPrior(covariance_type="full"))
 varying.fit(houses[FLOOR], log_radon, groups=county)
-print(f"data: {SOURCE}")
 print(varying.summary().round(3).to_string(na_rep=""))
 gain = 2 * (varying.log_likelihood_ - plain.log_likelihood_)
 print(f"twice the gain in log restricted likelihood: {gain:.2f} for 2 parameters")
@@ -190,7 +159,6 @@ scores = pd.DataFrame(
         "inside 95 % interval": by_kind["inside"].mean(),
     }
 ).unstack()
-print(f"data: {SOURCE}")
 print(f"held-out houses, {splitter.get_n_splits()} splits")
 print(scores.round(3).to_string())
 
@@ -222,7 +190,7 @@ for ax, kind in zip(axes, ["known", "new"], strict=True):
     ax.set(title=f"{kind} counties", xlabel="squared error above the last one's")
     ax.spines[["top", "right"]].set_visible(False)
 axes[0].set(yticks=range(len(names)), yticklabels=names, ylim=(len(names) - 0.5, -0.5))
-fig.suptitle(f"Against personalized with uranium: 25 splits ({SOURCE})")
+fig.suptitle("Against personalized with uranium: 25 splits")
 plt.show()
 
 # %%
@@ -239,7 +207,6 @@ rows = pd.concat([nowhere, basement.loc[with_uranium.clients_ == largest]])
 ids = [0, 0, 0, largest] if 0 not in sizes.index else [-1, -1, -1, largest]
 with_uranium.set_params(unseen="population")
 mean, std = with_uranium.predict(rows, groups=ids, return_std=True)
-print(f"data: {SOURCE}")
 predictive = np.sqrt(std**2 + with_uranium.noise_variance_)
 print(
     pd.DataFrame(

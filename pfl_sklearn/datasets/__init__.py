@@ -2,7 +2,6 @@
 
 from pfl_sklearn.datasets._baseball import load_baseball
 from pfl_sklearn.datasets._digits import load_digits_clients
-from pfl_sklearn.datasets._elections import load_county_elections
 from pfl_sklearn.datasets._generators import (
     expand_counts,
     make_bernoulli_clients,
@@ -11,6 +10,12 @@ from pfl_sklearn.datasets._generators import (
 from pfl_sklearn.datasets._images import fetch_cifar10, fetch_femnist, fetch_mnist
 from pfl_sklearn.datasets._label_skew import make_dirichlet_clients, make_label_skew_clients
 from pfl_sklearn.datasets._regression import make_ppsgd_regression
+from pfl_sklearn.datasets._tables import (
+    load_county_elections,
+    load_heart_disease,
+    load_parkinsons,
+    load_radon,
+)
 
 __all__ = [
     "expand_counts",
@@ -20,6 +25,9 @@ __all__ = [
     "load_baseball",
     "load_county_elections",
     "load_digits_clients",
+    "load_heart_disease",
+    "load_parkinsons",
+    "load_radon",
     "make_bernoulli_clients",
     "make_dirichlet_clients",
     "make_gaussian_clients",

@@ -1,6 +1,6 @@
 """Tables, generators and loaders."""
 
-import gzip
+from importlib.resources import files
 
 import numpy as np
 import pandas as pd
@@ -12,9 +12,13 @@ from pfl_sklearn.datasets import (
     expand_counts,
     load_baseball,
     load_county_elections,
+    load_heart_disease,
+    load_parkinsons,
+    load_radon,
     make_bernoulli_clients,
     make_gaussian_clients,
 )
+from pfl_sklearn.linear_model import PersonalizedLinearRegression
 
 
 def squared_error(estimate, truth):
@@ -187,59 +191,11 @@ def test_expand_counts_refuses(successes, trials, groups, message):
         expand_counts(successes, trials, groups)
 
 
-FILE = "election_county_2000_2020.csv.gz"
-
-
-def write_elections(folder, drop=()):
-    """A small table of the same columns."""
-    table = pd.DataFrame(
-        {
-            "fips": ["01001", "01001", "02013"],
-            "state": ["Alabama", "Alabama", "Alaska"],
-            "county": ["Autauga", "Autauga", "Aleutians East"],
-            "year": [2000, 2004, 2000],
-            "rep_won": [1, 0, 1],
-            "in_panel": [1, 1, 0],
-        }
-    ).drop(columns=list(drop))
-    with gzip.open(folder / FILE, "wt") as file:
-        table.to_csv(file, index=False)
-
-
-def test_elections_that_are_not_there(tmp_path, monkeypatch):
-    monkeypatch.delenv("PFL_SKLEARN_DATA", raising=False)
-    with pytest.raises(FileNotFoundError, match=f"{FILE}.*data_home.*PFL_SKLEARN_DATA"):
-        load_county_elections()
-    with pytest.raises(FileNotFoundError, match=f"{FILE}.*{tmp_path}.*rep_won"):
-        load_county_elections(tmp_path)
-    monkeypatch.setenv("PFL_SKLEARN_DATA", str(tmp_path))
-    with pytest.raises(FileNotFoundError, match=f"{FILE}.*{tmp_path}"):
-        load_county_elections()
-
-
-def test_elections_of_another_table(tmp_path, monkeypatch):
-    write_elections(tmp_path)
-    with pytest.warns(UserWarning, match=f"{FILE}.*documentation"):
-        elections = load_county_elections(tmp_path)
-    assert elections.groups.tolist() == ["01001", "01001"]
-    assert elections.target.tolist() == [1, 0]
-    assert elections.data.columns.tolist() == ["year"]
-    assert elections.frame.columns.tolist() == ["fips", "state", "county", "year", "rep_won"]
-    monkeypatch.setenv("PFL_SKLEARN_DATA", str(tmp_path))
-    with pytest.warns(UserWarning, match=f"{FILE}.*documentation"):
-        assert load_county_elections().frame.equals(elections.frame)
-
-
-@pytest.mark.filterwarnings("ignore:.*documentation:UserWarning")
-def test_elections_without_a_column(tmp_path):
-    write_elections(tmp_path, drop=["rep_won", "in_panel"])
-    with pytest.raises(ValueError, match=f"{FILE}.*rep_won, in_panel"):
-        load_county_elections(tmp_path)
-
-
-def test_elections(data_home):
-    elections = load_county_elections(data_home)
-    assert elections.frame.shape == (18_666, 5)
+def test_elections():
+    elections = load_county_elections()
+    assert elections.frame.shape == (18_666, 7)
+    with pytest.warns(FutureWarning, match=r"data_home.*ships with the package"):
+        assert load_county_elections("/nowhere").frame.equals(elections.frame)
     assert len(np.unique(elections.groups)) == 3111
     wins = pd.Series(elections.target).groupby(elections.groups).sum()
     assert wins.value_counts().sort_index().tolist() == [349, 61, 167, 85, 147, 237, 2065]
@@ -250,3 +206,52 @@ def test_elections(data_home):
     model = BernoulliMean().fit(elections.data, elections.target, groups=elections.groups)
     assert len(model.clients_) == 3111
     assert model.predict(elections.data[:1], groups=["01001"]).tolist() == [1]
+
+
+def test_radon():
+    """Minnesota is the table of Gelman and Hill (2007)."""
+    radon = load_radon("MN")
+    assert radon.data.shape == (919, 2)
+    assert len(np.unique(radon.groups)) == 85
+    assert pd.Series(radon.groups).value_counts().iloc[[0, -1]].tolist() == [116, 1]
+    model = PersonalizedLinearRegression(random="intercept")
+    model.fit(radon.data, radon.target, groups=radon.groups)
+    # lme4: log_radon ~ floor + log_uranium + (1 | county)
+    assert model.population_intercept_ == pytest.approx(1.4658, abs=1e-3)
+    np.testing.assert_allclose(model.population_coef_, [-0.6682, 0.7202], atol=1e-3)
+    every = load_radon()
+    assert every.data.shape == (12_124, 2)
+    assert len(np.unique(every.groups)) == 463
+    assert np.isfinite(every.data).all(axis=None)
+    assert set(every.data["floor"]) == {0, 1}
+    with pytest.raises(ValueError, match=r"state must be one of AZ, .*got 'NY'"):
+        load_radon("NY")
+
+
+def test_heart_disease():
+    heart = load_heart_disease()
+    sizes = pd.Series(heart.groups).value_counts()
+    assert sizes.to_dict() == {"cleveland": 303, "hungarian": 261, "va": 130, "switzerland": 46}
+    assert heart.data.notna().all(axis=None)
+    every = load_heart_disease(complete=False)
+    assert every.data.shape == (920, 10)
+    ill = pd.Series(every.target).groupby(every.groups).sum()
+    assert ill.to_dict() == {"cleveland": 139, "hungarian": 106, "switzerland": 115, "va": 149}
+    assert (every.target == (every.frame["num"] > 0)).all()
+
+
+def test_parkinsons():
+    table = load_parkinsons()
+    assert table.data.shape == (5875, 19)
+    assert len(np.unique(table.groups)) == 42
+    assert table.data.columns[:3].tolist() == ["age", "sex", "test_time"]
+    assert np.isfinite(table.data).all(axis=None)
+    assert (table.target.min(), table.target.max()) == pytest.approx((7.0, 54.992))
+
+
+def test_licences_are_beside_the_tables():
+    folder = files("pfl_sklearn.datasets") / "data"
+    text = (folder / "LICENSES.md").read_text()
+    tables = [file.name for file in folder.iterdir() if file.name.endswith(".csv.gz")]
+    assert len(tables) == 4
+    assert all(f"`{name}`" in text for name in tables)

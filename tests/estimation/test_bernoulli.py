@@ -53,9 +53,9 @@ def test_published_gains_over_local(population, column):
     assert np.mean(gains) == pytest.approx(mean, abs=4 * spread * np.sqrt(1 / 8 + 1 / 20))
 
 
-def test_elections_match_the_reference(data_home):
+def test_elections_match_the_reference():
     """Leave one election out: gains over the local mean, and the mean of the folds."""
-    elections = load_county_elections(data_home)
+    elections = load_county_elections()
     frame = elections.frame.pivot(index="fips", columns="year", values="rep_won")
     expected = {
         "printed": (None, 1.0),

@@ -186,3 +186,12 @@ def test_the_summary_explains_itself(model):
     assert ("intercept, dose" in between.index) == (fitted.prior_.covariance[1, 1] > 0)
     known = clone(model).set_params(prior=GaussianPrior(covariance=1.0)).fit(X, y, groups=groups)
     assert "response at the features' means" not in known.summary().loc["between"].index
+
+
+@every
+def test_columns_of_zeros_alone(model):
+    """Nothing can vary, and nothing needs to."""
+    _, y, groups = make_rows(model)
+    fitted = clone(model).set_params(fit_intercept=False).fit(np.zeros((N, 2)), y, groups=groups)
+    assert not fitted.coef_.any()
+    assert np.isfinite(fitted.prior_.covariance).all()

@@ -745,7 +745,7 @@ BAD = {
         r"'one'.*random",
     ),
     "column of zeros": (
-        {**gaussian(covariance_type="diag"), "fit_intercept": False},
+        {**gaussian(covariance_type="diag", centered=False), "fit_intercept": False},
         (X * [1, 0], Y, CODES),
         r"'x1'.*random",
     ),

@@ -230,7 +230,9 @@ def _pooled(table, outcome, offset, first, penalty):
     """
     columns, intercept = table.columns[:, first:], table.intercept
     at = None if intercept is None or intercept < first else intercept - first
-    asked = weak_slopes(columns, table.weights, at, penalty)
+    asked = np.zeros(columns.shape[1])
+    if penalty and len(asked):
+        asked = weak_slopes(columns, table.weights, at, penalty)
     pooled = fit_pooled(columns, table, outcome, offset, asked)
     if not pooled.separated:
         return pooled, asked, ()
@@ -258,6 +260,7 @@ def _population(table, stacks, outcome, prior, mean, covariance, options):
         common = prior.covariance_type in ("spherical", "low_rank")
         scale = natural_scale(random, pooled.weight, table.n_clients, common)
         varies = varying_columns(table, prior)
+        varies = varies if varies.any() else None  # columns of zeros alone: any variance will do
         family = factor_of(prior.covariance_type, q, prior.rank, varies)
     factor = _root(covariance) if family is None else scale[:, None] * family.matrix(family.start)
     start = Maximum(population, factor, 0, False)

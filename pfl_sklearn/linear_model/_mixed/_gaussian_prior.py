@@ -49,6 +49,8 @@ def fit_gaussian_prior(table, prior, options):
         if table.n_clients == 1:
             return fit_without_pooling(table, prior, options, np.full((q, q), np.nan))
         check_variances_identified(table, prior, options.noise_variance)
+        if not varying_columns(table, prior).any():
+            covariance = np.zeros((q, q))
     elif np.isinf(covariance).any():
         return fit_without_pooling(table, prior, options, covariance)
     if is_known_with_few_rows(table, mean, covariance, options.noise_variance):

@@ -87,7 +87,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
             return None
         row = self._centre.copy()
         row[0] = 1.0
-        return row @ self._between @ row
+        return max(float(row @ self._between @ row), 0.0)
 
     def _predictors(self, X, codes):
         """Linear predictors (n,) or (n, K) of the rows' own clients."""

@@ -61,9 +61,9 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
             Indexed by part and term. The parts are "fixed", "between" (clients) and, for a linear
             model, "within" (clients); with K > 2 classes a fixed effect is called "class: term".
             The columns are estimate, std_error (of the fixed effects), sd and correlation (of the
-            variance components). All are in the units of the data. Under a prior with
-            ``centered=True`` slopes are independent of the response at the features' means, not of
-            the intercept: a row gives that response's variance between clients.
+            variance components). All are in the units of the data. Under a prior for
+            centred columns a row gives the variance between clients of the response at the
+            features' means; with "diag" slopes are independent of that, not of the intercept.
         """
         check_is_fitted(self)
         design, random = self._design.named(feature_names), self._design.random

@@ -38,7 +38,6 @@ NOT_RELEASED = (
     "clients_",
     "n_samples_per_client_",
     "n_clipped_",
-    "noise_variance_",
 )
 _LEAK = (
     "schedule='restricted' asks only those whose means seem equal, so whom an agent asks tells its "

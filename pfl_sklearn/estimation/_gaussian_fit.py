@@ -24,6 +24,7 @@ from pfl_sklearn.estimation._variance_components import (
     client_means,
     estimate_components,
 )
+from pfl_sklearn.estimation._variance_uncertainty import average_over_variances, joined
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, StochasticQuantizer
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._spending import UNPROTECTED
@@ -77,7 +78,7 @@ def fit(rows, prior, params):
     known = known_values(prior, params.noise_variance, rows.y.shape[1])
     if not releases(params):
         table = client_means(rows.y, codes, len(ids), rows.weights)
-        found = fit_exact(table, known, params.method, prior)
+        found = fit_exact(table, known, params.method, prior, params.uncertainty == "full")
         return table, found, open_report(len(ids), PRIVATE)
     table, centre = bounded_means(rows, params)
     if params.mechanism == "quantizer":
@@ -107,19 +108,20 @@ def shared_values(known):
     return Known(known.mean, *first)
 
 
-def fit_exact(table, known, method, prior):
-    """Population and clients from exact statistics."""
+def fit_exact(table, known, method, prior, averaged=False):
+    """Population and clients from exact statistics, their errors `averaged` over the variances."""
     d = table.means.shape[1]
     diagonal = prior.covariance_type == "diag"
     differ = any(values is not None and np.any(values != values[0]) for values in known[1:])
     blocks = [table.coordinate(k) for k in range(d)] if diagonal or differ else [table]
-    found = []
+    found, given = [], []
     for k, block in enumerate(blocks):
         mean, between, noise = known
         if len(blocks) > 1:
             mean = None if mean is None else mean[[k]]
         between, noise = (None if value is None else value[k] for value in (between, noise))
-        found.append(estimate_components(block, method, mean, between, noise))
+        given.append((mean, between, noise))
+        found.append(estimate_components(block, method, *given[-1]))
     width = d // len(found)
     mean = np.concatenate([part.mean for part in found])
     mean_variance, between, noise = (
@@ -127,7 +129,15 @@ def fit_exact(table, known, method, prior):
         for name in ("mean_variance", "between", "noise")
     )
     value = float(sum(part.log_likelihood for part in found))
-    return _shrunk(table, prior, mean, mean_variance, between, noise, value)
+    shrunk = _shrunk(table, prior, mean, mean_variance, between, noise, value)
+    if not averaged:
+        return shrunk
+    columns = np.split(np.arange(d), len(blocks))
+    parts = [
+        average_over_variances(*parts, shrunk.means[:, at])
+        for *parts, at in zip(blocks, given, found, columns, strict=True)
+    ]
+    return shrunk if None in parts else shrunk.with_averages(joined(parts))
 
 
 def _shrunk(table, prior, mean, mean_variance, between, noise, log_likelihood=math.nan):

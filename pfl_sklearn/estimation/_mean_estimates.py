@@ -9,6 +9,7 @@ from sklearn.utils import check_array
 
 from pfl_sklearn._clients import segment_sums
 from pfl_sklearn._squares import check_squares
+from pfl_sklearn._uncertainty import ClientIntervals
 from pfl_sklearn.estimation._variance_components import client_means
 from pfl_sklearn.privacy import (
     DiscreteGaussianMechanism,
@@ -46,6 +47,18 @@ class FittedMeans(NamedTuple):
     log_likelihood: float
     shared: bool  # `between` and `noise` are one number for all outputs
     responsibilities: np.ndarray | None = None  # (m, k)
+    new_variance: np.ndarray | None = None  # (d,), of a new client's mean; None: from the others
+    intervals: ClientIntervals | None = None  # None: normal, from `variances`
+
+    def with_averages(self, averages):
+        """The same estimates, with errors that are averaged over the variances."""
+        share = averages.share
+        return self._replace(
+            mean_variance=averages.beside("mean_variance", self.mean_variance),
+            variances=averages.beside("variances", self.variances),
+            new_variance=averages.beside("new_variance", self.between + self.mean_variance),
+            intervals=ClientIntervals(averages.mixture, share, self.means, np.sqrt(self.variances)),
+        )
 
 
 def known_noise(noise_variance, d):

@@ -10,8 +10,12 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import betaincinv
 
+from pfl_sklearn._uncertainty import averaging_share
+from pfl_sklearn.estimation._proportion_uncertainty import PlausiblePriors, plausible_priors
 from pfl_sklearn.priors import BetaPrior
 from pfl_sklearn.theory import beta_own_weight, beta_shrinkage
+
+_LEAST_TOTAL = 1e-2  # of a beta distribution; a larger spread around its mean is hardly possible
 
 
 class FittedProportions(NamedTuple):
@@ -25,6 +29,7 @@ class FittedProportions(NamedTuple):
     stds: np.ndarray  # (m,)
     shrinkage: np.ndarray  # (m,)
     exact: bool  # whether `means` and `stds` are those of the posterior under `prior`
+    priors: PlausiblePriors | None = None  # that stand for an estimated one in intervals
 
 
 def with_prior(table, prior):
@@ -33,6 +38,31 @@ def with_prior(table, prior):
     std = _population_std(table, mean, _intraclass_correlation(mean, variance))
     posterior = prior.posterior(table.successes, table.trials)
     return _describe(prior, mean, variance, std, table, posterior, exact=True)
+
+
+def with_estimated_prior(table, prior):
+    """The same under an estimated prior, with errors averaged over beta priors.
+
+    The distance of an estimate from the posterior under each of them counts as error.
+    """
+    found, share = with_prior(table, prior), averaging_share(table.n_clients)
+    pairs = table.successes, table.trials
+    beta = prior
+    if not isinstance(prior, BetaPrior):
+        beta = BetaPrior().fit_counts(*pairs, table.counts, "ml")
+    priors = PlausiblePriors(*np.array([[beta.alpha], [beta.beta], [1 - share]]))
+    mean_variance = (1 - share) * found.mean_std**2
+    if share:
+        averaged = plausible_priors(table, found.mean)
+        mean_variance += share * averaged.mean_variance(found.mean)
+        averaged = averaged._replace(weights=share * averaged.weights)
+        priors = PlausiblePriors(*map(np.append, averaged, priors))
+    variances = priors.variances(*pairs, prior.posterior(*pairs)[0])
+    return found._replace(
+        mean_std=math.sqrt(mean_variance),
+        stds=np.sqrt(table.per_client(variances)),
+        priors=None if prior is beta and not share else priors,
+    )
 
 
 def with_average(table, average):
@@ -125,7 +155,7 @@ def matched_quantiles(means, stds, tails):
     """Quantiles of the beta distributions with these means and deviations; NaN if unknown."""
     inner = (stds > 0) & (means > 0) & (means < 1)
     mean = np.where(inner, means, 0.5)
-    total = mean * (1 - mean) / np.where(inner, stds, 0.25) ** 2 - 1
+    total = np.maximum(mean * (1 - mean) / np.where(inner, stds, 0.25) ** 2 - 1, _LEAST_TOTAL)
     return tuple(
         np.where(inner, betaincinv(mean * total, (1 - mean) * total, tail), means + 0 * stds)
         for tail in tails

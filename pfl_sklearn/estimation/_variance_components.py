@@ -137,6 +137,14 @@ def estimate_components(table, method, mean=None, between=None, noise=None, extr
     return model.components(between, noise)
 
 
+def profile_in_units(table, mean=None, noise=None):
+    """Restricted likelihood of a table in a unit that makes the numbers near 1, and the unit."""
+    unit = _unit(table, noise)
+    if unit != 1:
+        table, mean = table.in_units(unit), None if mean is None else mean / unit
+    return _Profile(table, mean is None, mean, 0.0), unit
+
+
 def _unit(table, *variances):
     """Unit in which the numbers are near 1, or can do without."""
     known = [value for value in variances if value is not None and np.isfinite(value)]
@@ -176,6 +184,7 @@ class _Profile:
         self.unit, self.count, self.first, self.second = _by_weight(table, self.centre)
         self.within = table.within.sum()
         self.within_dof = table.degrees_of_freedom * self.d
+        self.n_free = self.within_dof + self.n_clients * self.d - (self.d if restricted else 0)
 
     def weighted(self, precision):
         """GLS mean (..., d), total precision and weighted squares (...,) around the mean.
@@ -215,9 +224,8 @@ class _Profile:
         """Best noise variance when between = ratio * noise, and the criterion there."""
         variance = np.asarray(ratio)[..., None] + self.unit
         _, total, square = self.weighted(1 / variance)
-        rows = self.within_dof + self.n_clients * self.d - (self.d if self.restricted else 0)
-        noise = (self.within + square) / rows
-        value = self.d * (np.log(variance) @ self.count) + rows * (np.log(noise) + 1)
+        noise = (self.within + square) / self.n_free
+        value = self.d * (np.log(variance) @ self.count) + self.n_free * (np.log(noise) + 1)
         return noise, value + self.d * np.log(total) if self.restricted else value
 
     def slope(self, between, noise, direction):

@@ -78,7 +78,7 @@ def test_gaussian_components_by_hand():
 
 def test_one_component_is_the_gaussian_prior():
     y, groups, _, _ = make_groups(200, spread=1.0)
-    plain = fit(y, groups, method="ml", noise_variance=1.0)
+    plain = fit(y, groups, method="ml", noise_variance=1.0, uncertainty="plug_in")
     one = fit(y, groups, GaussianMixturePrior(1), noise_variance=1.0)
     np.testing.assert_allclose(one.means_, plain.means_, atol=1e-4)
     np.testing.assert_allclose(one.shrinkage_, plain.shrinkage_, atol=1e-4)

@@ -17,7 +17,7 @@ SIMULATED = read_oracle("random_intercept")
 @pytest.mark.parametrize("method", ["reml", "ml"])
 def test_simulated_table_matches_statsmodels(method):
     y, groups = np.array(SIMULATED["y"]), np.array(SIMULATED["groups"])
-    model = GaussianMean(method=method).fit(y[:, None], y, groups=groups)
+    model = GaussianMean(method=method, uncertainty="plug_in").fit(y[:, None], y, groups=groups)
     expected = SIMULATED[method]
     assert model.population_mean_ == pytest.approx(expected["mean"], rel=1e-5)
     assert model.population_mean_std_ == pytest.approx(expected["se"], rel=1e-5)

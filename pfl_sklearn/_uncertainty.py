@@ -1,0 +1,116 @@
+"""Uncertainty of variances that were estimated from few clients.
+
+An interval that takes estimated variances as known is too short where clients are few. We average
+over the variances instead, with weights from the marginal likelihood and a weak prior: the share of
+a row's variance that lies between clients is Beta(1/2, 1/2). With tau^2 between clients and sigma^2
+within, that is a half-Cauchy distribution of tau / sigma.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import ndtr, ndtri, stdtr
+
+UNCERTAINTIES = {"full", "plug_in"}
+_FULL_UP_TO, _NONE_FROM = 100, 1000  # clients
+_COARSE, _NODES = 96, 57
+_FAR = 12.0  # nats below the maximum; what lies further counts nothing
+_HALVINGS = 45
+_NORMAL = 1e3  # degrees of freedom from which Student's distribution counts as normal
+
+
+def averaging_share(n_clients):
+    """Share of the averaged variances, beside the plug-in: 1 up to 100 clients, 0 from 1,000.
+
+    Between them, where the two hardly differ, it falls with the logarithm of the number.
+    """
+    distance = np.log(_NONE_FROM / n_clients) / np.log(_NONE_FROM / _FULL_UP_TO)
+    return float(np.clip(distance, 0.0, 1.0))
+
+
+class Nodes(NamedTuple):
+    """Points that stand for a posterior, and their weights."""
+
+    values: np.ndarray  # (k,)
+    weights: np.ndarray  # (k,)
+
+
+def ratio_nodes(log_likelihood, unit, scale):
+    """Nodes for the posterior of a ratio of variances, between clients over within.
+
+    Parameters
+    ----------
+    log_likelihood : callable
+        From ratios (k,) to their log-likelihoods (k,), restricted.
+    unit : float
+        What makes a ratio that of a row's variances, which has the prior.
+    scale : float
+        Likely size of the ratio, above 0.
+    """
+
+    def evaluate(angles):
+        squares = np.tan(angles) ** 2
+        ratios = scale * squares
+        prior = np.log1p(squares) - np.log1p(unit * ratios)
+        return ratios, np.nan_to_num(log_likelihood(ratios) + prior, nan=-np.inf)
+
+    step = np.pi / 2 / _COARSE
+    angles = step * (np.arange(_COARSE) + 0.5)
+    value = evaluate(angles)[1]
+    near = angles[value > value.max() - _FAR]
+    low, high = max(near[0] - step, 0.0), min(near[-1] + step, np.pi / 2)
+    ratios, value = evaluate(low + (high - low) / _NODES * (np.arange(_NODES) + 0.5))
+    weights = np.exp(value - value.max())
+    return Nodes(ratios, weights / weights.sum())
+
+
+class Mixture(NamedTuple):
+    """Posteriors of clients: mixtures of Student's distributions."""
+
+    weights: np.ndarray  # (..., k), the same for all clients
+    means: np.ndarray  # (m, ..., k)
+    scales: np.ndarray  # (m, ..., k)
+    dof: float
+
+    def of_clients(self, clients):
+        """The posteriors of some clients alone."""
+        return self._replace(means=self.means[clients], scales=self.scales[clients])
+
+    def quantiles(self, level):
+        """Quantiles (m, ...), by bisection."""
+        reach = 3.0 * np.abs(ndtri(level)) + 3.0
+        scales = np.maximum(self.scales, 1e-12 * np.abs(self.means))
+        low = np.min(self.means - reach * scales, axis=-1)
+        high = np.max(self.means + reach * scales, axis=-1)
+        scales = np.where(scales > 0, scales, 1.0)
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            below = self._cdf((middle[..., None] - self.means) / scales) < level
+            low, high = np.where(below, middle, low), np.where(below, high, middle)
+        return (low + high) / 2
+
+    def _cdf(self, z):
+        values = ndtr(z) if self.dof >= _NORMAL else stdtr(self.dof, z)
+        return np.sum(values * self.weights, axis=-1)
+
+
+class ClientIntervals(NamedTuple):
+    """Intervals of clients from mixtures, and for the rest of the share from normal posteriors."""
+
+    mixture: Mixture
+    share: float
+    means: np.ndarray  # (m, ...)
+    stds: np.ndarray  # (m, ...), of the plug-in
+
+    def of_clients(self, clients):
+        """The intervals of some clients alone."""
+        mixture = self.mixture.of_clients(clients)
+        return self._replace(mixture=mixture, means=self.means[clients], stds=self.stds[clients])
+
+    def central(self, level):
+        """Bounds (m, ...) of the central intervals."""
+        return tuple(
+            self.share * self.mixture.quantiles(tail)
+            + (1 - self.share) * (self.means + ndtri(tail) * self.stds)
+            for tail in ((1 - level) / 2, (1 + level) / 2)
+        )

@@ -8,6 +8,7 @@ from sklearn.utils import check_X_y
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
+from pfl_sklearn._uncertainty import UNCERTAINTIES
 from pfl_sklearn.base import ClientRegressorMixin, read_rows
 from pfl_sklearn.linear_model._base import (
     BasePersonalizedRegression,
@@ -20,6 +21,7 @@ from pfl_sklearn.linear_model._mixed._private_release import (
     ReleaseParameters,
     regression_events,
 )
+from pfl_sklearn.linear_model._population import PopulationErrors
 from pfl_sklearn.linear_model._table import Options, make_table
 from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
@@ -311,7 +313,14 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         "responsibilities_",
         "_posterior",
     )
-    _population_attributes = (*_POPULATION, "_between")
+    _population_attributes = (
+        "population_coef_",
+        "population_intercept_",
+        "prior_",
+        "noise_variance_",
+        "_between",
+        "_errors",
+    )
 
     _parameter_constraints = {
         "prior": "no_validation",
@@ -319,6 +328,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         "fit_intercept": ["boolean"],
         "method": [StrOptions({"reml", "ml", "printed"})],
         "noise_variance": [Interval(Real, 0, None, closed="neither"), None],
+        "uncertainty": [StrOptions(UNCERTAINTIES)],
         "solver": [StrOptions({"auto", "spectral", "quasi_newton", "gd"})],
         "max_iter": [Interval(Integral, 1, None, closed="left")],
         "tol": [Interval(Real, 0, None, closed="neither")],
@@ -344,6 +354,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         fit_intercept=True,
         method="reml",
         noise_variance=None,
+        uncertainty="full",
         solver="auto",
         max_iter=500,
         tol=1e-6,
@@ -365,6 +376,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         self.fit_intercept = fit_intercept
         self.method = method
         self.noise_variance = noise_variance
+        self.uncertainty = uncertainty
         self.solver = solver
         self.max_iter = max_iter
         self.tol = tol
@@ -433,6 +445,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
             self.learning_rate,
             self.variance_floor,
             self.n_jobs,
+            self.uncertainty,
         )
 
     def _store(self, X, design, clients, found, report, with_groups):
@@ -440,14 +453,15 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         back = np.argsort(design.order)
         self._design = design
         self._fitted_with_groups = with_groups
-        self.population_covariance_ = found.population_covariance[np.ix_(back, back)]
+        covariance = found.population_covariance[np.ix_(back, back)]
         self._between = design.embedded(found.covariance)
+        share = found.posterior.share if found.averages else 0.0
+        self._errors = PopulationErrors(
+            covariance, self._between, found.averages, share, design.order
+        )
         self._centre = None if found.centre is None else found.centre[back]
-        stds = np.sqrt(np.diag(self.population_covariance_))
         coef, intercept = design.coefficients(found.population[back])
         self.population_coef_, self.population_intercept_ = coef, float(intercept)
-        coef_std, intercept_std = design.coefficients(stds)
-        self.population_coef_std_, self.population_intercept_std_ = coef_std, float(intercept_std)
         self.coef_, self.intercept_ = design.coefficients(found.coefficients[:, back])
         for name in ("_posterior", "responsibilities_"):  # of an earlier fit
             self.__dict__.pop(name, None)
@@ -463,6 +477,21 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
             self.responsibilities_ = found.responsibilities
         validate_data(self, X, skip_check_array=True)
         self.privacy_ = report
+
+    @property
+    def population_covariance_(self):
+        """Covariance of the population coefficients."""
+        return self._errors.covariance
+
+    @property
+    def population_coef_std_(self):
+        """Standard errors of the population coefficients."""
+        return self._design.coefficients(np.sqrt(np.diag(self._errors.covariance)))[0]
+
+    @property
+    def population_intercept_std_(self):
+        """Standard error of the population's intercept."""
+        return float(self._design.coefficients(np.sqrt(np.diag(self._errors.covariance)))[1])
 
     def predict(self, X, *, groups=None, return_std=False):
         """Mean response of every row's client; the population's for unseen clients.
@@ -492,13 +521,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
 
     def _variances(self, x, codes):
         """Variance (n,) of the mean response for rows x (n, p) of the design."""
-        with np.errstate(invalid="ignore"):
-            spread = np.nan_to_num(self.population_covariance_, nan=0.0, posinf=np.inf)
-            spread = spread + self._between
-            variances = np.maximum(np.einsum("np,np->n", x @ spread, x), 0.0)
-        if np.isinf(spread).any():
-            variances = np.full(len(x), np.inf)
         known = codes >= 0
+        variances = np.empty(len(x))
+        variances[~known] = self._errors.new_variances(x[~known])
         if known.any():
             if not hasattr(self, "_posterior"):
                 raise ValueError(

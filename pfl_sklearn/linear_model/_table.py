@@ -58,6 +58,7 @@ class Options(NamedTuple):
     learning_rate: float | None
     variance_floor: float | None
     n_jobs: int | None
+    uncertainty: str = "plug_in"
 
 
 class Estimates(NamedTuple):
@@ -75,6 +76,7 @@ class Estimates(NamedTuple):
     converged: bool
     responsibilities: np.ndarray | None = None  # (m, k)
     centre: np.ndarray | None = None  # (p,), at which the covariance has its shape
+    averages: Any = None  # LazyAverages over the variances; None where they count as known
 
 
 def is_centred(table, prior):

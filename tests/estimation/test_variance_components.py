@@ -31,7 +31,7 @@ def test_public_tables_match_reml(name, data_home):
     expected = PUBLIC[name]
     table = pd.read_csv(data_home / name)
     y, groups = table[expected["y"]], table[expected["groups"]]
-    model = GaussianMean().fit(table, y, groups=groups)
+    model = GaussianMean(uncertainty="plug_in").fit(table, y, groups=groups)
     assert model.population_mean_ == pytest.approx(expected["mean"], abs=1e-5, rel=1e-7)
     assert model.population_mean_std_ == pytest.approx(expected["se"], abs=1e-5)
     assert model.prior_.covariance[0, 0] == pytest.approx(expected["between"], rel=1e-5)

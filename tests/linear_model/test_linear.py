@@ -99,6 +99,7 @@ def test_a_fit_is_the_conditional_of_the_joint_normal(
         problem.weights if weighted else None,
         method=method,
         noise_variance=float(np.exp(rng.normal())) if known[2] else None,
+        uncertainty="plug_in",
     )
     S = model.prior_.covariance
     if covariance is not None:
@@ -159,7 +160,10 @@ def test_the_mixed_model_of_statsmodels(method):
     design = np.column_stack([np.ones(len(y)), X])
     other = MixedLM(y, design, groups=codes, exog_re=design[:, :2]).fit(reml=method == "reml")
     model = PersonalizedLinearRegression(
-        GaussianPrior(covariance_type="full"), random=["intercept", 0], method=method
+        GaussianPrior(covariance_type="full"),
+        random=["intercept", 0],
+        method=method,
+        uncertainty="plug_in",
     ).fit(X, y, groups=codes)
     np.testing.assert_allclose(population_of(model), other.fe_params, rtol=1e-4)
     np.testing.assert_allclose(

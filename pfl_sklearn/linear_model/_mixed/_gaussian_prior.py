@@ -2,7 +2,14 @@
 
 import numpy as np
 
+from pfl_sklearn._uncertainty import averaging_share
 from pfl_sklearn.linear_model._algebra import factor_of
+from pfl_sklearn.linear_model._mixed._averaged import Case, Frame, LazyAverages, with_averages
+from pfl_sklearn.linear_model._mixed._few_rows import (
+    posterior_means,
+    rows_to_spare,
+    warn_of_few_rows,
+)
 from pfl_sklearn.linear_model._mixed._known_population import (
     fit_known_population,
     is_known_with_few_rows,
@@ -10,6 +17,7 @@ from pfl_sklearn.linear_model._mixed._known_population import (
 from pfl_sklearn.linear_model._mixed._no_pooling import fit_without_pooling
 from pfl_sklearn.linear_model._mixed._profile import Settings, client_deviations, open_coefficients
 from pfl_sklearn.linear_model._mixed._reduction import reduce_table
+from pfl_sklearn.linear_model._mixed._variance_points import Family, can_average
 from pfl_sklearn.linear_model._mixed._variance_search import (
     at_ratio,
     search_factor,
@@ -27,6 +35,9 @@ from pfl_sklearn.linear_model._table import (
 )
 
 _INFINITE = 1e12
+_NO_NOISE = 1e-5  # the same share, which is zero where no client has rows to spare
+_NEARLY_EXACT = 1e-10  # the same share, below which draws of a covariance lose their digits
+_EXACT = 1e-20  # noise variance over mean square of the targets, below which it is rounding
 
 
 def fit_gaussian_prior(table, prior, options):
@@ -66,8 +77,65 @@ def fit_gaussian_prior(table, prior, options):
     if covariance is not None and _is_as_good_as_infinite(reduced, covariance, options):
         return fit_without_pooling(given, prior, options, covariance)
     settings = Settings(options.method == "reml", 0 if mean is None else q, options.noise_variance)
+    around = offset, centre
+    unknown = covariance is None and options.noise_variance is None
+    few = unknown and len(table.y) > reduced.n_columns  # or else the population fits all rows
+    sparse = few and rows_to_spare(table, varies) == 0
+    family = None if covariance is not None else Family(prior.covariance_type, varies)
+    if sparse and family.shape == "full" and not family.has_one_ratio:
+        return _posterior_estimates(table, reduced, settings, prior, family, around, shaped)
     found = _search_variances(reduced, settings, prior, covariance, varies, spectral, options)
-    return _gaussian_estimates(table, reduced, found, prior, (offset, centre), mean is None, shaped)
+    if sparse and found.point.noise < _NO_NOISE * reduced.sum_of_squares / reduced.n_rows:
+        if can_average(family):
+            return _posterior_estimates(table, reduced, settings, prior, family, around, shaped)
+        warn_of_few_rows(table, averaged=False)
+    estimates = _gaussian_estimates(table, reduced, found, prior, around, mean is None, shaped)
+    if family is None or options.uncertainty == "plug_in":
+        return estimates
+    return _with_averages(estimates, table, reduced, settings, family, found, around)
+
+
+def _with_averages(estimates, table, reduced, settings, family, found, around):
+    """The same estimates, with errors that are averaged over the variances, where they may be."""
+    share, (offset, centre) = averaging_share(table.n_clients), around
+    least = _EXACT if family.has_one_ratio else _NEARLY_EXACT
+    exact = found.point.noise < least * reduced.sum_of_squares / reduced.n_rows
+    if share == 0 or exact or not can_average(family):
+        return estimates
+    population = np.zeros(reduced.n_columns)
+    population[settings.first :] = found.point.coefficients
+    deviations = client_deviations(reduced, found.whitened, found.point, found.ratio)
+    frame = Frame(reduced.scale, centre, table.intercept)
+    case = Case(reduced, settings, family, found.ratio, frame, population, deviations, offset)
+    return with_averages(estimates, share, LazyAverages(case))
+
+
+def _posterior_estimates(table, reduced, settings, prior, family, around, shaped):
+    """Posterior means, where restricted likelihood has no maximum with noise."""
+    warn_of_few_rows(table)
+    (offset, centre), q = around, table.n_random
+    frame = Frame(reduced.scale, centre, table.intercept)
+    none = np.zeros((q, q))
+    empty = np.zeros(reduced.n_columns), np.zeros((table.n_clients, q))
+    case, source, covariance, noise = posterior_means(
+        Case(reduced, settings, family, none, frame, *empty, offset)
+    )
+    found = at_ratio(reduced, settings._replace(noise=noise), covariance / noise)
+    estimates = _gaussian_estimates(
+        table, reduced, found, prior, around, settings.first == 0, shaped
+    )
+    population = offset + frame.back @ case.population
+    moved = case.deviations @ frame.back[:, :q].T
+    return with_averages(
+        estimates._replace(
+            population=population,
+            coefficients=population + moved,
+            prior=estimates.prior.with_values(population[:q], estimates.covariance),
+            log_likelihood=np.nan,
+        ),
+        1.0,
+        source,
+    )
 
 
 def _is_as_good_as_infinite(reduced, covariance, options):

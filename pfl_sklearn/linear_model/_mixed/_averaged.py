@@ -1,0 +1,259 @@
+"""Posteriors of clients and population, averaged over the variances of a linear mixed model.
+
+The averages may take a second, so they are computed when they are first asked for.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.special import chdtri
+
+from pfl_sklearn._uncertainty import ClientIntervals, Mixture
+from pfl_sklearn.linear_model._mixed._profile import client_deviations, profile, whiten
+from pfl_sklearn.linear_model._mixed._variance_points import find_points
+
+_SPREAD = (np.arange(200) + 0.5) / 200  # levels of the noise variance at a point
+
+
+class Frame(NamedTuple):
+    """What leads from centred, scaled columns back to those of the data."""
+
+    scale: np.ndarray  # (p,), that multiplied the columns
+    centre: np.ndarray  # (p,), that was subtracted from the columns before
+    intercept: int | None
+
+    def rows(self, x):
+        """Rows x (n, p) of the data, centred and scaled."""
+        if self.centre.any():
+            x = x - x[:, [self.intercept]] * self.centre
+        return x * self.scale
+
+    @property
+    def back(self):
+        """Matrix (p, p) from coefficients of centred, scaled columns to those of the data."""
+        matrix = np.diag(self.scale)
+        if self.centre.any():
+            matrix[self.intercept] -= self.centre * self.scale
+        return matrix
+
+
+class Case(NamedTuple):
+    """A fit whose errors are to be averaged; all but the frame is for scaled columns."""
+
+    reduced: Any
+    settings: Any
+    family: Any
+    ratio: np.ndarray  # (q, q), covariance between clients over the noise
+    frame: Frame
+    population: np.ndarray  # (p,), estimates without what was subtracted
+    deviations: np.ndarray  # (m, q)
+    offset: np.ndarray  # (p,), of the population's coefficients of the data's columns
+
+
+class Averages(NamedTuple):
+    """Posterior averaged over the variances; for the columns of the data unless it says scaled."""
+
+    frame: Frame
+    population_covariance: np.ndarray  # (p, p), around the estimates
+    new_covariance: np.ndarray  # (p, p), of the coefficients of a client that was not seen
+    population: Mixture  # (1, p, k)
+    components: np.ndarray  # (draws, q q + 1), covariance between clients and noise variance
+    component_weights: np.ndarray  # (draws,)
+    fixed: np.ndarray  # (p - q, p - q), scaled: covariance of the fixed coefficients
+    blocks: np.ndarray  # (m, q, p), scaled: of a client's random coefficients with all
+    clients: Mixture  # (m, q, k), of the random coefficients
+
+    def of_clients(self, clients):
+        """The averages of some clients alone."""
+        return self._replace(blocks=self.blocks[clients], clients=self.clients.of_clients(clients))
+
+    def variances(self, x, codes):
+        """Variance (n,) of x' theta for rows x (n, p) of known clients."""
+        rows, q = self.frame.rows(x), self.blocks.shape[1]
+        size = np.abs(rows).max(axis=1, initial=0.0)
+        rows = np.divide(rows, size[:, None], out=np.zeros_like(rows), where=size[:, None] > 0)
+        random, fixed = rows[:, :q], rows[:, q:]
+        doubled = np.hstack([random, 2 * fixed])
+        own = np.einsum("nq,nqp,np->n", random, self.blocks[codes], doubled, optimize=True)
+        shared = np.einsum("nf,nf->n", fixed @ self.fixed, fixed)
+        return np.maximum(own + shared, 0.0) * size**2
+
+    def coefficient_variances(self):
+        """Variances (m, p) of the coefficients."""
+        m, p = len(self.blocks), self.blocks.shape[2]
+        result = np.empty((m, p))
+        for j, row in enumerate(np.eye(p)):
+            result[:, j] = self.variances(np.tile(row, (m, 1)), np.arange(m))
+        return result
+
+    def component_quantiles(self, tail):
+        """Quantiles (q q + 1,) of the components."""
+        order = np.argsort(self.components, axis=0)
+        below = np.cumsum(self.component_weights[order], axis=0) - self.component_weights[order] / 2
+        values = np.take_along_axis(self.components, order, axis=0)
+        return np.array(
+            [np.interp(tail, below[:, j], values[:, j]) for j in range(values.shape[1])]
+        )
+
+
+class LazyAverages:
+    """Averages that are computed on first use."""
+
+    def __init__(self, case=None, averages=None):
+        self._case, self._averages = case, averages
+
+    def get(self):
+        """The averages."""
+        if self._averages is None:
+            self._averages = average(self._case)
+            self._case = None
+        return self._averages
+
+
+class AveragedPosterior:
+    """Posterior of clients: averaged over the variances, and for the rest of `share` plug-in."""
+
+    def __init__(self, plug_in, share, source, coefficients):
+        self.plug_in, self.share, self.source = plug_in, share, source
+        self.coefficients = coefficients  # (m, p)
+
+    def of_clients(self, clients):
+        """The posterior of some clients alone."""
+        own = LazyAverages(averages=self.source.get().of_clients(clients))
+        plug_in = self.plug_in.of_clients(clients)
+        return AveragedPosterior(plug_in, self.share, own, self.coefficients[clients])
+
+    def variances(self, x, codes):
+        """Variance (n,) of x' theta for rows x (n, p) of known clients."""
+        return self._beside(self.source.get().variances(x, codes), "variances", x, codes)
+
+    def coefficient_variances(self):
+        """Variances (m, p) of the coefficients."""
+        return self._beside(self.source.get().coefficient_variances(), "coefficient_variances")
+
+    def shrinkage(self):
+        """Posterior over prior variance (m, p) of the coefficients, given the population's."""
+        return self.plug_in.shrinkage()
+
+    def interval(self, level):
+        """Bounds (m, p) of the clients' coefficients."""
+        averages = self.source.get()
+        q = averages.blocks.shape[1]
+        stds = np.sqrt(self.plug_in.coefficient_variances())
+        own = ClientIntervals(
+            averages.clients, self.share, self.coefficients[:, :q], stds[:, :q]
+        ).central(level)
+        m = len(self.coefficients)
+        common = ClientIntervals(
+            averages.population, self.share, self.coefficients[:1], stds[:1]
+        ).central(level)
+        return tuple(
+            np.hstack([some, np.repeat(every[:, q:], m, axis=0)])
+            for some, every in zip(own, common, strict=True)
+        )
+
+    def _beside(self, averaged, name, *args):
+        if self.share == 1:
+            return averaged
+        return self.share * averaged + (1 - self.share) * getattr(self.plug_in, name)(*args)
+
+
+def with_averages(estimates, share, source):
+    """Estimates whose errors are averaged over the variances, in a share of the whole."""
+    posterior = AveragedPosterior(estimates.posterior, share, source, estimates.coefficients)
+    return estimates._replace(posterior=posterior, averages=source)
+
+
+def average(case, points=None):
+    """Averages of a Case, over given VariancePoints or those that it finds."""
+    points = find_points(*case[:4]) if points is None else points
+    frame, larger = case.frame, points.larger
+    back, (m, q), p = case.frame.back, case.deviations.shape, len(case.population)
+    covariance, new_covariance = np.zeros((p, p)), np.zeros((p, p))
+    blocks = np.zeros((m, q, p))
+    located, spread, centres, errors = [], [], [], []
+    for at, weight in zip(points.kept, points.kept_weights, strict=True):
+        point = solve(case, points.factors[at])
+        noise = points.noises[at]
+        root, off = point.root, point.population - case.population
+        covariance += weight * (larger * noise * root @ root.T + np.outer(off, off))
+        new_covariance[:q, :q] += weight * larger * noise * point.ratio
+        own = point.own + point.moved @ point.moved.transpose(0, 2, 1)
+        blocks[:, :, :q] += weight * larger * noise * own
+        blocks[:, :, q:] += weight * larger * noise * (point.moved @ root[q:].T)
+        wrong = point.deviations - case.deviations + off[:q]
+        blocks[:, :, :q] += weight * wrong[:, :, None] * wrong[:, None, :]
+        blocks[:, :, q:] += weight * wrong[:, :, None] * off[q:]
+        means, variances = _in_the_datas_columns(point, back)
+        located.append(means + case.offset[:q])
+        spread.append(np.sqrt(noise * variances))
+        centres.append(back @ point.population + case.offset)
+        errors.append(np.sqrt(noise * np.sum((back @ root) ** 2, axis=1)))
+    components, weights = _components(points, back[:q, :q])
+    new_covariance += covariance
+    at = points.kept_weights
+    return Averages(
+        frame,
+        back @ covariance @ back.T,
+        back @ new_covariance @ back.T,
+        Mixture(at, np.array(centres).T[None], np.array(errors).T[None], points.dof),
+        components,
+        weights,
+        covariance[q:, q:],
+        blocks,
+        Mixture(at, np.stack(located, axis=-1), np.stack(spread, axis=-1), points.dof),
+    )
+
+
+class _Solved(NamedTuple):
+    """Population and clients at one covariance, relative to the noise variance."""
+
+    population: np.ndarray  # (p,)
+    root: np.ndarray  # (p, rank), of the population's error
+    deviations: np.ndarray  # (m, q)
+    own: np.ndarray  # (m, q, q), covariance of the deviations, given the population
+    moved: np.ndarray  # (m, q, rank), what the population's error does to random coefficients
+    ratio: np.ndarray  # (q, q)
+
+
+def solve(case, factor):
+    """Population and clients at a factor (q, r) of the covariance over the noise."""
+    reduced, settings, m, q = case.reduced, case.settings, *case.deviations.shape
+    ratio, whitened = factor @ factor.T, whiten(reduced, factor)
+    point = profile(reduced, whitened, settings)
+    population = np.zeros(len(case.population))
+    root = np.zeros((len(population), point.root.shape[1]))
+    population[settings.first :], root[settings.first :] = point.coefficients, point.root
+    own, moved = np.empty((m, q, q)), np.empty((m, q, root.shape[1]))
+    for stack, rows in zip(reduced.stacks, whitened.rows, strict=True):
+        pulled = (rows[:, :, :q] @ ratio).transpose(0, 2, 1)
+        own[stack.clients] = ratio - pulled @ pulled.transpose(0, 2, 1)
+        moved[stack.clients] = root[:q] - pulled @ (rows[:, :, :-1] @ root)
+    deviations = client_deviations(reduced, whitened, point, ratio)
+    return _Solved(population, root, deviations, own, moved, ratio)
+
+
+def _in_the_datas_columns(point, back):
+    """Means and variances (m, q) of random coefficients of the data's columns.
+
+    Variances are relative to the noise variance.
+    """
+    q = point.deviations.shape[1]
+    random, fixed = back[:q, :q], back[:q, q:]
+    means = (point.deviations + point.population[:q]) @ random.T
+    means += fixed @ point.population[q:]
+    moved = random @ point.moved + fixed @ point.root[q:]
+    own = np.einsum("jq,mqr,jr->mj", random, point.own, random, optimize=True)
+    return means, np.maximum(own, 0.0) + np.sum(moved**2, axis=2)
+
+
+def _components(points, back):
+    """Draws (n, q q + 1) of the covariance between clients and the noise variance, and weights."""
+    ratios = back @ (points.factors @ points.factors.transpose(0, 2, 1)) @ back.T
+    noises, weights = points.noises[:, None], points.weights[:, None]
+    if np.isfinite(points.dof):
+        spread = points.dof / chdtri(points.dof, _SPREAD)
+        noises, weights = noises * spread, weights * np.full(len(spread), 1 / len(spread))
+    flat = ratios.reshape(len(ratios), 1, -1) * noises[:, :, None]
+    flat = np.concatenate([flat, noises[:, :, None]], axis=2)
+    return flat.reshape(-1, flat.shape[2]), weights.ravel()

@@ -1,0 +1,75 @@
+"""Fits of clients with so few rows that restricted likelihood has no maximum with noise.
+
+Let nu be the number of rows beyond those that the clients' own coefficients fit exactly, summed
+over the clients. With nu = 0 and a full covariance, restricted likelihood is largest at a noise
+variance of zero, if it is bounded at all; with simpler covariances it often is. We then take
+posterior means, under the prior that also serves to average errors over the variances.
+"""
+
+import numpy as np
+
+from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.linear_model._mixed._averaged import LazyAverages, average, solve
+from pfl_sklearn.linear_model._mixed._variance_points import find_points
+
+_MOST_NAMES = 6
+
+
+def rows_to_spare(table, varies):
+    """Rows that the clients' own coefficients do not fit exactly: sum of n_i - rank Z_i.
+
+    `varies` (q,) says which of the random columns belong to Z_i.
+    """
+    at = np.flatnonzero(varies)
+    sizes, q = np.bincount(table.codes, minlength=table.n_clients), len(at)
+    spare = len(table.y) - int(np.minimum(sizes, q).sum())
+    if spare:
+        return spare
+    order = np.argsort(table.codes, kind="stable")
+    starts = np.append(0, np.cumsum(sizes))
+    rows = np.zeros((table.n_clients, int(sizes.max()), q))
+    codes = table.codes[order]
+    rows[codes, np.arange(len(order)) - starts[codes]] = table.columns[order][:, at]
+    scale = np.abs(rows).max(axis=(0, 1))
+    return len(table.y) - int(np.linalg.matrix_rank(rows / np.where(scale > 0, scale, 1.0)).sum())
+
+
+def warn_of_few_rows(table, averaged=True):
+    """Say that there is no noise to be seen, and whether posterior means stand in."""
+    sizes, names = np.bincount(table.codes), table.names
+    listed = ", ".join(map(repr, names[:_MOST_NAMES]))
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    given = "The noise variance is estimated as 0, and standard deviations are too small."
+    if averaged:
+        given = "The estimates are posterior means under a weak prior instead."
+    warn_caller(
+        f"The {len(names)} coefficients that vary ({listed}{more}) fit the rows of every client "
+        f"exactly ({sizes.min()} to {sizes.max()} rows), so restricted likelihood cannot tell "
+        f"noise from differences between clients. {given} Let fewer coefficients vary (random), "
+        "or give noise_variance.",
+        UserWarning,
+    )
+
+
+def posterior_means(case):
+    """Case with posterior means as its estimates, its averages, and the mean variances.
+
+    Returns
+    -------
+    case : Case
+    source : LazyAverages
+    covariance : ndarray of shape (q, q)
+        Between clients, in the scale of the reduction.
+    noise : float
+    """
+    points = find_points(*case[:4])
+    population, deviations = 0.0, 0.0
+    for at, weight in zip(points.kept, points.kept_weights, strict=True):
+        found = solve(case, points.factors[at])
+        population = population + weight * found.population
+        deviations = deviations + weight * found.deviations
+    case = case._replace(population=population, deviations=deviations)
+    covariances = points.factors @ points.factors.transpose(0, 2, 1) * points.noises[:, None, None]
+    covariance = np.tensordot(points.weights, covariances, 1)
+    source = LazyAverages(averages=average(case, points))
+    return case, source, covariance, float(points.weights @ points.noises)

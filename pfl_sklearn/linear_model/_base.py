@@ -3,7 +3,7 @@
 import numpy as np
 import pandas as pd
 from scipy.sparse import issparse
-from scipy.special import expit, softmax
+from scipy.special import expit, ndtri, softmax
 from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted
@@ -45,6 +45,30 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
     def intercept_shrinkage_(self):
         """Posterior over prior variance of the clients' intercepts, as `intercept_`."""
         return self._design.coefficients(self._of_posterior("shrinkage"))[1]
+
+    def credible_interval(self, level=0.95):
+        """Central posterior intervals of the clients' coefficients.
+
+        Parameters
+        ----------
+        level : float in (0, 1), default=0.95
+            Posterior probability of the intervals.
+
+        Returns
+        -------
+        lower, upper : ndarrays of shape (n_clients, p)
+            The intercept (if fitted) first, then the features; of shape (n_clients, K, p) with
+            K > 2 classes. Quantiles of the posterior where it is averaged over the variances,
+            otherwise of a normal distribution.
+        """
+        check_level(level)
+        posterior = self._of_posterior("coefficient_variances") ** 0.5
+        means = self._design.vectors(self.coef_, self.intercept_)
+        if not hasattr(self._posterior, "interval"):
+            half = ndtri(0.5 + level / 2) * posterior
+            return means - half, means + half
+        back = np.argsort(self._design.order)
+        return tuple(bound[:, back] for bound in self._posterior.interval(level))
 
     def summary(self, feature_names=None):
         """Table of the population: fixed effects and variance components.
@@ -155,6 +179,12 @@ def likeliest_class(classes, logits):
     """Labels (n,) of the likeliest of `classes`, from logits as for `class_probabilities`."""
     chosen = logits.argmax(axis=1) if logits.ndim == 2 else (logits > 0).astype(np.intp)
     return classes[chosen]
+
+
+def check_level(level):
+    """Raise ValueError unless `level` is a probability."""
+    if not 0 < level < 1:
+        raise ValueError(f"level must be in (0, 1); got {level!r}.")
 
 
 def check_dense(X, estimator, instead):

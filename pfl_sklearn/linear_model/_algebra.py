@@ -134,11 +134,12 @@ def factor_of(covariance_type, q, rank=None, varies=None):
     Factor
     """
     diagonal = np.arange(q) * (q + 1)
-    if covariance_type == "spherical":
+    if covariance_type == "spherical" or q == 1:
         return Factor((q, q), diagonal, np.zeros(q, dtype=np.intp), np.ones(1))
     if covariance_type == "diag":
-        free = diagonal if varies is None else diagonal[varies]
-        return Factor((q, q), free, np.arange(len(free)), np.ones(len(free)))
+        at = np.arange(q) if varies is None else np.flatnonzero(varies)
+        free = np.arange(len(at))
+        return Factor((q, len(at)), at * len(at) + free, free, np.ones(len(at)))
     if covariance_type == "full":
         lower = np.flatnonzero(np.tril(np.ones((q, q))))
         return Factor((q, q), lower, np.arange(len(lower)), np.eye(q).ravel()[lower])

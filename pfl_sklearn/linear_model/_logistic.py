@@ -87,6 +87,11 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         estimates maximize the marginal likelihood less half of `population_penalty` times the sum
         of their squares. With few clients that keeps common slopes from fitting chance. It is 1 / C
         of scikit-learn's LogisticRegression on standardized features.
+    quadrature : {"auto", "laplace"} or int, >= 1, default="auto"
+        How a client's effects are integrated out: by adaptive Gauss-Hermite quadrature with that
+        many points, or by Laplace's approximation. "auto" takes 15 points where one coefficient
+        varies and there are two classes, and Laplace's approximation elsewhere. One point is
+        Laplace's approximation.
     max_iter : int, default=200
         Largest number of iterations of the search for the population and the covariance.
     tol : float, default=1e-6
@@ -258,6 +263,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         "random": [str, "array-like"],
         "fit_intercept": ["boolean"],
         "population_penalty": [Interval(Real, 0, None, closed="left")],
+        "quadrature": [Interval(Integral, 1, None, closed="left"), StrOptions({"auto", "laplace"})],
         "max_iter": [Interval(Integral, 1, None, closed="left")],
         "tol": [Interval(Real, 0, None, closed="neither")],
         "unseen": [StrOptions({"warn", "population", "error"})],
@@ -271,6 +277,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         random="all",
         fit_intercept=True,
         population_penalty=0.0,
+        quadrature="auto",
         max_iter=200,
         tol=1e-6,
         unseen="warn",
@@ -280,6 +287,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         self.random = random
         self.fit_intercept = fit_intercept
         self.population_penalty = population_penalty
+        self.quadrature = quadrature
         self.max_iter = max_iter
         self.tol = tol
         self.unseen = unseen
@@ -316,7 +324,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
             make_table(design, present, labels, rows),
             prior,
             outcome_of(len(classes)),
-            LogitOptions(self.population_penalty, self.max_iter, self.tol, self.n_jobs),
+            LogitOptions(
+                self.population_penalty, self.max_iter, self.tol, self.n_jobs, self.quadrature
+            ),
         )
         self._warn(found, len(classes), design)
         self._store(X, design, rows.clients, classes, found, groups is not None)

@@ -1,7 +1,7 @@
 """Logistic regressions of clients under a Gaussian prior: from a table of rows to estimates."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,7 @@ from pfl_sklearn.linear_model._glmm._likelihood import (
     whiten_information,
     whitened_rows,
 )
+from pfl_sklearn.linear_model._glmm._quadrature import evaluate_quadrature
 from pfl_sklearn.linear_model._glmm._search import (
     Maximum,
     WeakPriors,
@@ -41,6 +42,8 @@ from pfl_sklearn.linear_model._glmm._search import (
 from pfl_sklearn.linear_model._posterior import CovariancePosterior, RowPosterior
 from pfl_sklearn.linear_model._table import check_squares, is_centred, uncentred, varying_columns
 
+_POINTS = 15  # of the quadrature, where one coefficient varies
+_NOT_ZERO = 1e-2  # factor, in natural units, from which a second search may start
 _NEARER = 0.3  # start of the second search, in natural units, so that it skips no maximum
 
 
@@ -51,6 +54,7 @@ class LogitOptions(NamedTuple):
     max_iter: int
     tol: float
     n_jobs: int | None = None
+    quadrature: str | int = "auto"  # points, "laplace", or as many as go with the model
 
 
 class LogitEstimates(NamedTuple):
@@ -122,6 +126,13 @@ def fit_logistic(table, prior, outcome, options):
     stacks = stack_rows(table.columns, table.y, table.weights, table.codes, table.n_clients)
     found, weak = _population(table, stacks, outcome, prior, mean, covariance, options)
     summary = _client_modes(table, stacks, outcome, found, options.n_jobs)
+    n_points = _n_points(options.quadrature, outcome, found.factor)
+    if n_points > 1:
+        by_quadrature = partial(evaluate_quadrature, n_points=n_points)
+        criterion = MarginalLikelihood(
+            stacks, outcome, table.n_clients, options.n_jobs, by_quadrature
+        )
+        summary = summary._replace(log_likelihood=criterion(found.population, found.factor)[0])
     told = _estimable(summary.rows, outcome, weak, table.intercept, centre)
     error = _population_error(summary.rows, outcome.n_outputs, weak)
     return _logit_estimates(
@@ -266,10 +277,17 @@ def _population(table, stacks, outcome, prior, mean, covariance, options):
     start = Maximum(population, factor, 0, False)
     begun = _client_modes(table, stacks, outcome, start, options.n_jobs)
     root, _ = inverse_root(_information(begun.rows, a, first) + np.diag(np.tile(slopes, a)))
-    make = partial(MarginalLikelihood, stacks, outcome, table.n_clients, options.n_jobs)
-    _, max_iter, tol, _ = options
+    search = _Search(
+        partial(MarginalLikelihood, stacks, outcome, table.n_clients, options.n_jobs),
+        _n_points(options.quadrature, outcome, factor),
+        start,
+        root,
+        family,
+        scale,
+        options,
+    )
     weak = WeakPriors(slopes, spread, separating=separating)
-    found = maximize_marginal(make(), start, root, weak, max_iter, tol, family, scale)
+    found = search(weak)
     if family is None or spread.any():
         return found, weak
     size = partial(predictor_spread, table.columns[:, :q], table.weights)
@@ -277,9 +295,51 @@ def _population(table, stacks, outcome, prior, mean, covariance, options):
         return found, weak
     precision = weak_spread(table.columns[:, :q], table.weights, tight=True)
     tight = weak._replace(spread=precision, runaway=True)
-    held = maximize_marginal(make(), start, root, tight, max_iter, tol, family, scale, _NEARER)
+    held = search(tight, _NEARER)
     away = size(held.factor) < HELD * size(found.factor)
     return (held, tight) if away else (found, weak)
+
+
+class _Search(NamedTuple):
+    """Search for the population and the factor: by Laplace's approximation, then by quadrature."""
+
+    make: Any  # a MarginalLikelihood
+    n_points: int
+    start: Maximum
+    root: np.ndarray
+    family: Any
+    scale: np.ndarray | None
+    options: LogitOptions
+
+    def __call__(self, weak, begin=1.0):
+        _, max_iter, tol, *_ = self.options
+        limits = self.root, weak, max_iter, tol, self.family, self.scale
+        found = maximize_marginal(self.make(), self.start, *limits, begin)
+        if self.n_points == 1:
+            return found
+        if self.family is not None:
+            unit = self.scale[:, None] * self.family.matrix(self.family.start)
+            at = np.abs(found.factor).max() / np.abs(unit).max()
+            begin = at if at > _NOT_ZERO else _NEARER
+        by_quadrature = partial(evaluate_quadrature, n_points=self.n_points)
+        refined = maximize_marginal(self.make(evaluate=by_quadrature), found, *limits, begin)
+        return refined._replace(n_iter=found.n_iter + refined.n_iter)
+
+
+def _n_points(quadrature, outcome, factor):
+    """Points of the quadrature over a client's effect; 1 is Laplace's approximation."""
+    one = outcome.n_outputs == 1 and factor.shape[1] == 1
+    if quadrature == "laplace":
+        return 1
+    if quadrature == "auto":
+        return _POINTS if one else 1
+    if quadrature > 1 and not one:
+        raise ValueError(
+            f"quadrature={quadrature} needs two classes and one coefficient that varies; got "
+            f"{outcome.n_outputs + 1} classes and {factor.shape[1]} varying coefficients. Take "
+            "'auto' or 'laplace', or let one coefficient vary (random)."
+        )
+    return quadrature
 
 
 def _root(covariance):

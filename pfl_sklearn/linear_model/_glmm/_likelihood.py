@@ -286,9 +286,10 @@ class MarginalLikelihood:
     Each call starts its search for the modes from those of the call before.
     """
 
-    def __init__(self, stacks, outcome, n_clients, n_jobs=None):
+    def __init__(self, stacks, outcome, n_clients, n_jobs=None, evaluate=None):
         self.stacks, self.outcome = stacks, outcome
         self.n_clients, self.n_jobs = n_clients, n_jobs
+        self.evaluate = evaluate_stack if evaluate is None else evaluate
         self.states = None
         self.modes_found = True
 
@@ -297,7 +298,7 @@ class MarginalLikelihood:
         if self.states is None:
             self.states = [start_state(s, factor, self.outcome.n_outputs) for s in self.stacks]
         function = partial(
-            evaluate_stack, outcome=self.outcome, population=population, factor=factor
+            self.evaluate, outcome=self.outcome, population=population, factor=factor
         )
         batches = [(*s, state) for s, state in zip(self.stacks, self.states, strict=True)]
         parts = map_batches(function, batches, self.n_jobs)

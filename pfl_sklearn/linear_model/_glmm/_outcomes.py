@@ -38,6 +38,14 @@ class BinaryLogit:
         score = w * (y - second)
         return RowTerms(value, score[..., None], (w * larger * smaller)[..., None, None])
 
+    def row_values(self, u, y, w):
+        """Log-likelihood and slope in u of predictors (..., n), as RowTerms without weights."""
+        small = np.exp(-np.abs(u))
+        larger = 1 / (1 + small)
+        second = np.where(u >= 0, larger, small * larger)
+        value = w * (np.minimum(np.where(y > 0, u, -u), 0.0) + np.log(larger))
+        return RowTerms(value, w * (y - second), None)
+
     def roots(self, u, w):
         """Roots (..., n, 1, 1) of the weights."""
         small = np.exp(-np.abs(u[..., 0]))

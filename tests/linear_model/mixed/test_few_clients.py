@@ -84,8 +84,10 @@ def test_errors_do_not_depend_on_units_zeros_and_order(prior):
 
 def test_errors_are_the_same_in_every_process_and_copy():
     X, y, codes, _ = draw(8, 6, 3)
-    first = PersonalizedLinearRegression().fit(X, y, groups=codes)
-    second = pickle.loads(pickle.dumps(PersonalizedLinearRegression().fit(X, y, groups=codes)))
+    first, second = (
+        PersonalizedLinearRegression(unseen="population").fit(X, y, groups=codes) for _ in range(2)
+    )
+    second = pickle.loads(pickle.dumps(second))
     np.testing.assert_array_equal(first.coef_std_, second.coef_std_)
     own = first.for_client(2)
     np.testing.assert_allclose(own.coef_std_[0], first.coef_std_[2], rtol=1e-12)

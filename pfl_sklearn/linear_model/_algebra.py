@@ -6,6 +6,8 @@ import numpy as np
 
 _RANK = 1e-11  # share of the largest eigenvalue, below which an eigenvalue is rounding error
 _OUTSIDE = 1e-5  # share of a combination outside the row space, above which it is not estimable
+_OFF_DIAGONAL = 0.3  # typical entry of a random start, where the usual one is zero
+_DAMPING = 1e-6  # of correlations, before their inverse
 _SMALL = 16  # size of a system up to which one elimination serves all clients at once
 
 
@@ -82,41 +84,62 @@ class Factor(NamedTuple):
 
     A covariance is L L' with a factor L (q, r) whose entries are free parameters or zero: entry
     ``positions[k]`` of the flat factor is parameter ``owners[k]``. A variance of zero is an
-    ordinary point of the parameter space, so a search needs no bounds.
+    ordinary point of the parameter space, so a search needs no bounds. A `basis` (q, q) multiplies
+    the first `n_moved` columns of L: it changes no set of covariances, but the search.
     """
 
     shape: tuple
     positions: np.ndarray
     owners: np.ndarray
     start: np.ndarray  # (n_parameters,), a factor of the identity or near it
+    n_moved: int = 0
+    basis: np.ndarray | None = None
+    decades: np.ndarray | float = 0.0  # by which random starts of parameters reach further up
 
     @property
-    def starts(self):
-        """Several starts, none at a distance of 1 from zero.
+    def has_ridge(self):
+        """Whether a common ridge stands beside loadings ("low_rank")."""
+        return self.shape[1] > self.shape[0]
+
+    def starts(self, n_random):
+        """Starts (n_random + 3, n_parameters), none at a distance of 1 from zero.
 
         The first step of a quasi-Newton search has length 1, and zero is a stationary point.
         """
-        return [scale * self.start for scale in (0.7, 0.07, 7.0)]
+        rng = np.random.default_rng(0)
+        size = 10.0 ** rng.uniform(-1.5, 2.0 + self.decades, size=(n_random, len(self.start)))
+        turned = np.where(self.start < 1, rng.choice([-1.0, 1.0], size=size.shape), 1.0)
+        drawn = size * turned * np.maximum(self.start, _OFF_DIAGONAL)
+        return np.concatenate([np.multiply.outer([0.7, 0.07, 7.0], self.start), drawn])
 
     def row_scales(self, parameters):
         """Lengths (n_parameters,) of the rows of the factor that hold a parameter."""
-        rows = np.sqrt(np.sum(self.matrix(parameters) ** 2, axis=1))
+        rows = np.sqrt(np.sum(self._own(parameters) ** 2, axis=1))
         scales = np.zeros(len(self.start))
         np.maximum.at(scales, self.owners, rows[self.positions // self.shape[1]])
         return scales
 
     def matrix(self, parameters):
         """Factor (q, r) of parameters (n_parameters,)."""
+        own = self._own(parameters)
+        if self.basis is not None:
+            own[:, : self.n_moved] = self.basis @ own[:, : self.n_moved]
+        return own
+
+    def pull_back(self, gradient):
+        """Gradient (n_parameters,) from the gradient in the factor's entries (q, r)."""
+        if self.basis is not None:
+            moved = self.basis.T @ gradient[:, : self.n_moved]
+            gradient = np.concatenate([moved, gradient[:, self.n_moved :]], axis=1)
+        return np.bincount(self.owners, gradient.ravel()[self.positions], len(self.start))
+
+    def _own(self, parameters):
         flat = np.zeros(self.shape[0] * self.shape[1])
         flat[self.positions] = parameters[self.owners]
         return flat.reshape(self.shape)
 
-    def pull_back(self, gradient):
-        """Gradient (n_parameters,) from the gradient in the factor's entries (q, r)."""
-        return np.bincount(self.owners, gradient.ravel()[self.positions], len(self.start))
 
-
-def factor_of(covariance_type, q, rank=None, varies=None):
+def factor_of(covariance_type, q, rank=None, varies=None, basis=None):
     """Factor of a covariance of q coefficients.
 
     Parameters
@@ -128,6 +151,9 @@ def factor_of(covariance_type, q, rank=None, varies=None):
         For "low_rank"; None means 1.
     varies : ndarray of shape (q,), bool, default=None
         For "diag": which coefficients vary; the variances of the others are 0. None: all.
+    basis : ndarray of shape (q, q), default=None
+        For "full" and the loadings of "low_rank": the columns in which the search works, such as
+        those that make the random columns uncorrelated.
 
     Returns
     -------
@@ -142,11 +168,12 @@ def factor_of(covariance_type, q, rank=None, varies=None):
         return Factor((q, len(at)), at * len(at) + free, free, np.ones(len(at)))
     if covariance_type == "full":
         lower = np.flatnonzero(np.tril(np.ones((q, q))))
-        return Factor((q, q), lower, np.arange(len(lower)), np.eye(q).ravel()[lower])
-    return _low_rank(q, min(rank or 1, q))
+        start = np.eye(q).ravel()[lower]
+        return Factor((q, q), lower, np.arange(len(lower)), start, q, basis)
+    return _low_rank(q, min(rank or 1, q), basis)
 
 
-def _low_rank(q, rank):
+def _low_rank(q, rank, basis):
     """Factor (q, rank + q): lower triangular loadings beside a common ridge."""
     shape = (q, rank + q)
     at = np.arange(q * (rank + q)).reshape(shape)
@@ -154,7 +181,20 @@ def _low_rank(q, rank):
     ridge = at[np.arange(q), rank + np.arange(q)]
     owners = np.concatenate([np.arange(len(loadings)), np.full(q, len(loadings))])
     start = np.where(loadings // (rank + q) == loadings % (rank + q), 1.0, 0.3)
-    return Factor(shape, np.concatenate([loadings, ridge]), owners, np.append(start, 0.5))
+    decades = np.zeros(len(start) + 1)
+    if basis is not None:  # the ridge may be that of the shortest column
+        lengths = np.linalg.norm(basis, axis=1)
+        decades[-1] = np.log10(lengths.max() / lengths.min())
+    positions = np.concatenate([loadings, ridge])
+    return Factor(shape, positions, owners, np.append(start, 0.5), rank, basis, decades)
+
+
+def uncorrelating(moments):
+    """Inverse root (q, q) of second moments (q, q), lower triangular, damped where singular."""
+    lengths = _lengths(moments)
+    scaled = moments / lengths / lengths[:, None]
+    lower = np.linalg.cholesky(scaled + _DAMPING * np.eye(len(scaled)))
+    return np.linalg.inv(lower).T / lengths[:, None]
 
 
 def snapped_to_zero(parameters, small, objective, allowed):

@@ -79,9 +79,9 @@ def what_leaves(fit, X, y, groups, client):
         if hasattr(model, "credible_interval"):
             lower, upper = model.credible_interval()
             found["intervals of others"] = lower[kept], upper[kept]
-            found["summary of others"] = model.summary()[kept]
-        elif hasattr(model, "summary"):
-            found["summary"] = model.summary()
+        if hasattr(model, "summary"):
+            by_client = hasattr(model, "means_")
+            found["summary"] = model.summary()[kept] if by_client else model.summary()
     found["warnings"] = sorted({str(warning.message) for warning in caught})
     return {path: value for name, value in found.items() for path, value in _leaves(name, value)}
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from pfl_sklearn._uncertainty import averaging_share
-from pfl_sklearn.linear_model._algebra import factor_of
+from pfl_sklearn.linear_model._algebra import factor_of, uncorrelating
 from pfl_sklearn.linear_model._mixed._averaged import Case, Frame, LazyAverages, with_averages
 from pfl_sklearn.linear_model._mixed._few_rows import (
     posterior_means,
@@ -16,7 +16,7 @@ from pfl_sklearn.linear_model._mixed._known_population import (
 )
 from pfl_sklearn.linear_model._mixed._no_pooling import fit_without_pooling
 from pfl_sklearn.linear_model._mixed._profile import Settings, client_deviations, open_coefficients
-from pfl_sklearn.linear_model._mixed._reduction import reduce_table
+from pfl_sklearn.linear_model._mixed._reduction import random_moments, reduce_table
 from pfl_sklearn.linear_model._mixed._variance_points import Family, can_average
 from pfl_sklearn.linear_model._mixed._variance_search import (
     at_ratio,
@@ -180,7 +180,8 @@ def _search_variances(reduced, settings, prior, covariance, varies, spectral, op
     if covariance is None:
         if spectral:
             return search_ratio(reduced, settings, options.max_iter, options.tol)
-        factor = factor_of(prior.covariance_type, q, prior.rank, varies)
+        basis = uncorrelating(random_moments(reduced))
+        factor = factor_of(prior.covariance_type, q, prior.rank, varies, basis)
         return search_factor(reduced, settings, factor, options.max_iter, options.tol)
     scaled = covariance / np.multiply.outer(reduced.scale[:q], reduced.scale[:q])
     if spectral:

@@ -121,6 +121,13 @@ def reduce_table(table, *, spectral, common_scale=True, scale=None, n_jobs=None)
     )
 
 
+def random_moments(reduced):
+    """Mean second moments (q, q) of the clients' random columns."""
+    random = [stack.rows[:, :, : reduced.n_random].reshape(-1, reduced.n_random)
+              for stack in reduced.stacks]  # fmt: skip
+    return sum(rows.T @ rows for rows in random) / reduced.n_clients
+
+
 def flat_rows(rows):
     """Rows (b k, p + 1) of all clients of a stack, one below the other."""
     return rows.reshape(-1, rows.shape[2])

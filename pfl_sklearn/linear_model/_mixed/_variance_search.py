@@ -1,5 +1,6 @@
 """Searches for the variances of a linear mixed model, which maximize the profiled likelihood."""
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,10 @@ _START_CLIENTS, _START_STEPS, _START_TOL = 1000, 20, 3e-3
 _SMALLEST_START = 1e-6
 _HALF_RANGE = 1e-12, 1e12
 _FEW_CELLS = 1 << 12  # size of the reduced rows up to which we try several starts
+_N_TRIED, _N_STARTS, _MORE_STARTS = 48, 3, 10
+_FEW_ROWS = 15  # per parameter, below which the likelihood often has several maxima
+_SAME = 2e-3  # twice the nats by which searches may end apart at the same maximum
+_AWAY_FROM_ZERO = 0.1  # where a parameter of zero begins its second search
 _ROUNDS, _FAR_OFF = 6, 3.0  # rounds of quasi-Newton steps; how wrong the units of one may be
 _LARGEST_FACTOR = 1e7
 
@@ -143,16 +148,39 @@ def search_factor(reduced, settings, factor, max_iter, tol):
         slope = 2 * slope_matrix(reduced, whitened, point, settings) @ lower
         return point.criterion / reduced.n_clients, factor.pull_back(slope) / reduced.n_clients
 
-    n_cells = sum(stack.rows.size for stack in reduced.stacks)
-    starts = factor.starts if n_cells <= _FEW_CELLS else factor.starts[:1]
-    runs = [_quasi_newton(objective, factor, start, max_iter, tol) for start in starts]
-    result = min(runs, key=lambda run: (not run.success, run.fun))
+    search = partial(_quasi_newton, objective, factor, max_iter=max_iter, tol=tol)
+    runs = [search(start) for start in _starts(reduced, factor, objective)]
+    result = min(runs, key=_rank)
+    same = sum(run.fun < result.fun + _SAME / reduced.n_clients for run in runs)
+    doubtful = factor.has_ridge and same == 1 and len(runs) > _N_STARTS
+    zero = result.x**2 < 1e3 * _ZERO
+    if zero.any():  # a stationary point in any case; maybe no minimum
+        moved = np.where(zero, _AWAY_FROM_ZERO, result.x)
+        result = min(result, search(moved), key=_rank)
     small = result.x**2 < 1e3 * _ZERO
     parameters = snapped_to_zero(result.x, small, objective, lambda best: 1e-10 * abs(best))
     lower = factor.matrix(parameters)
     found = at_ratio(reduced, settings, lower @ lower.T)
     steep = np.abs(result.jac).max() > 100 * tol
-    return found._replace(n_iter=int(result.nit), converged=bool(result.success or not steep))
+    converged = bool(result.success or not steep) and not doubtful
+    return found._replace(n_iter=int(result.nit), converged=converged)
+
+
+def _rank(result):
+    return not result.success, result.fun
+
+
+def _starts(reduced, factor, objective):
+    """Starts of the search: the usual one, and with few rows the best of many others."""
+    if sum(stack.rows.size for stack in reduced.stacks) > _FEW_CELLS:
+        return factor.starts(0)[:1]
+    starts = factor.starts(_N_TRIED)
+    order = np.argsort([objective(start)[0] for start in starts], kind="stable")
+    best = [starts[0], *(starts[k] for k in order if k)][:_N_STARTS]
+    unlike = factor.has_ridge and np.max(factor.decades) > 1
+    if reduced.n_rows >= _FEW_ROWS * len(factor.start) and not unlike:
+        return best
+    return [*best, *starts[3 : 3 + (1 + 2 * factor.has_ridge) * _MORE_STARTS]]
 
 
 def _quasi_newton(objective, factor, start, max_iter, tol):

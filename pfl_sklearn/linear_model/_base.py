@@ -11,6 +11,7 @@ from sklearn.utils.validation import check_is_fitted
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin, client_values
 from pfl_sklearn.linear_model._algebra import row_slices
+from pfl_sklearn.linear_model._intervals import component_bounds, directions, intervals_table
 
 _CELLS = 1 << 20  # coefficients gathered at a time
 AT_CENTRE = "response at the features' means"
@@ -91,18 +92,102 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         """
         check_is_fitted(self)
         design, random = self._design.named(feature_names), self._design.random
-        names = design.names
-        if np.ndim(self.population_coef_) == 2:
-            names = [f"{label}: {name}" for label in self.classes_ for name in design.names]
+        names, estimates = self._population_terms(design)
         stds = self.population_coef_std_, self.population_intercept_std_
         return components_table(
             names,
-            design.vectors(self.population_coef_, self.population_intercept_).ravel(),
+            estimates,
             design.vectors(*stds).ravel(),
             design.random_names,
             self._between[np.ix_(random, random)],
             self._centre_variance(),
             getattr(self, "noise_variance_", None),
+        )
+
+    def conf_int(self, level=0.95, feature_names=None):
+        """Confidence intervals of population coefficients and variance components.
+
+        Where errors are averaged over the variances (`uncertainty` of the linear model), bounds are
+        quantiles of the averages. Otherwise they are normal, from the expected information, with
+        variances cut at 0 and the noise variance on the logarithmic scale; take those of a variance
+        near 0 with care.
+
+        Parameters
+        ----------
+        level : float in (0, 1), default=0.95
+            Nominal coverage.
+        feature_names : array-like of str, shape (d,), default=None
+            As for :meth:`summary`.
+
+        Returns
+        -------
+        DataFrame
+            Columns lower and upper, indexed by part and term as the :meth:`summary` is. Variances
+            that were given have no row. NaN for coefficients that are not identified, and for the
+            components of a low-rank covariance.
+
+        Raises
+        ------
+        ValueError
+            If this is a released model or that of one client, if the prior is not Gaussian, or
+            after a fit of one client.
+        """
+        check_is_fitted(self)
+        check_level(level)
+        if len(getattr(self, "clients_", ())) != self.privacy_.n_clients:
+            raise ValueError(
+                f"conf_int needs the fit of all clients; got the {type(self).__name__} that was "
+                "released or handed to one client. Call it before release() and for_client()."
+            )
+        if self._family is None:
+            raise ValueError(
+                "conf_int needs a GaussianPrior, fitted to several clients by likelihood; got "
+                f"prior={self.prior!r} and {len(self.clients_)} clients."
+            )
+        design, random = self._design.named(feature_names), self._design.random
+        names, estimates = self._population_terms(design)
+        fixed = self._population_bounds(estimates, level)
+        covariance, noise = self._component_bounds(level)
+        if covariance is not None:
+            covariance = tuple(bound.reshape(len(random), len(random)) for bound in covariance)
+        return intervals_table(names, fixed, design.random_names, covariance, noise)
+
+    def _population_terms(self, design):
+        """Names and values of the population coefficients, class by class."""
+        names = list(design.names)
+        if np.ndim(self.population_coef_) == 2:
+            names = [f"{label}: {name}" for label in self.classes_ for name in design.names]
+        return names, design.vectors(self.population_coef_, self.population_intercept_).ravel()
+
+    def _population_bounds(self, estimates, level):
+        stds = self._design.vectors(self.population_coef_std_, self.population_intercept_std_)
+        half = ndtri(0.5 + level / 2) * stds.ravel()
+        return estimates - half, estimates + half
+
+    def _component_bounds(self, level):
+        """Bounds of the covariance between clients and of the noise variance; None where given."""
+        shape, free_noise = self._family
+        random = self._design.random
+        covariance = self._between[np.ix_(random, random)]
+        if shape is None and not free_noise:
+            return None, None
+        q = len(random)
+        back = np.eye(q)
+        if getattr(self, "_centre", None) is not None and shape != "full":
+            back[0] -= self._centre[random]
+            back[0, 0] = 1.0
+        moved = directions(shape, covariance, back)
+        if shape == "low_rank" and q > 1:
+            unknown = np.full((q, q), np.nan)
+            return (unknown, unknown), None
+        return component_bounds(
+            getattr(self._posterior, "plug_in", self._posterior),
+            moved,
+            covariance,
+            self.noise_variance_ if free_noise else None,
+            int(np.sum(self.n_samples_per_client_)),
+            len(np.atleast_2d(self.population_coef_)),
+            level,
         )
 
     def _centre_variance(self):

@@ -23,6 +23,7 @@ from pfl_sklearn.linear_model._mixed._private_release import (
 )
 from pfl_sklearn.linear_model._population import PopulationErrors
 from pfl_sklearn.linear_model._table import Options, make_table
+from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._ledger import charge
@@ -428,8 +429,18 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         found, report = fit(table, prior, self._options())
         warn_not_converged(self, found, prior)
         self._store(X, design, rows.clients, found, report, groups is not None)
+        self._family = self._unknown_variances(prior)
         warn_once(report)
         return self
+
+    def _unknown_variances(self, prior):
+        """Shape of an estimated covariance, and whether the noise was; None without likelihood."""
+        by_likelihood = self.method in ("reml", "ml") and self.solver != "gd"
+        if type(prior) is not GaussianPrior or not by_likelihood or len(self.clients_) == 1:
+            return None
+        private = math.isfinite(self.epsilon)
+        shape = prior.covariance_type if prior.covariance is None else None
+        return shape, self.noise_variance is None and not private
 
     def _privacy_events(self):
         """Accounting events of a fit; () if it releases nothing."""
@@ -492,6 +503,18 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     def population_intercept_std_(self):
         """Standard error of the population's intercept."""
         return float(self._design.coefficients(np.sqrt(np.diag(self._errors.covariance)))[1])
+
+    def _population_bounds(self, estimates, level):
+        return self._errors.interval(estimates, level)
+
+    def _component_bounds(self, level):
+        shape, free_noise = self._family
+        found = self._errors.component_quantiles(level)
+        if found is None:
+            return super()._component_bounds(level)
+        lower, upper = found
+        noise = (lower[-1], upper[-1]) if free_noise else None
+        return None if shape is None else (lower[:-1], upper[:-1]), noise
 
     def predict(self, X, *, groups=None, return_std=False):
         """Mean response of every row's client; the population's for unseen clients.

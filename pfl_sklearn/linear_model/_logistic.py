@@ -400,6 +400,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         self.log_likelihood_ = found.log_likelihood
         self.n_iter_ = found.n_iter
         self._posterior = found.posterior
+        estimated = resolve_prior(self).covariance is None
+        shape = found.prior.covariance_type if estimated else None
+        self._family = (shape, False) if len(clients.ids) > 1 else None
         self._design = design
         self._fitted_with_groups = with_groups
         self.privacy_ = PrivacyReport.unprotected(

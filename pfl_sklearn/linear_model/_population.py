@@ -65,6 +65,17 @@ class PopulationErrors:
         bounds = ClientIntervals(mixture, self.share, estimates, stds).central(level)
         return tuple(bound + 0 * stds for bound in bounds)
 
+    def component_quantiles(self, level):
+        """Bounds (q q + 1,) of the covariance between clients and of the noise variance, or None.
+
+        Only averages over the variances know them. Those of the covariance are in the order of the
+        random columns.
+        """
+        if self._averages is None:
+            return None
+        averages = self._averages.get()
+        return [averages.component_quantiles(tail) for tail in ((1 - level) / 2, (1 + level) / 2)]
+
     def _ordered(self, matrix):
         at = np.argsort(self._order)
         return matrix[np.ix_(at, at)]

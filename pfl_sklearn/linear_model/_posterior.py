@@ -37,7 +37,7 @@ class RowPosterior(NamedTuple):
         lower = None if self.lower is None else self.lower[clients]
         return self._replace(rows=self.rows[clients], lower=lower)
 
-    def _whitened(self, clients):
+    def whitened(self, clients):
         """Whitened rows (b, k, p) of some clients."""
         rows = self.rows[clients]
         return rows if self.lower is None else np.linalg.solve(self.lower[clients], rows)
@@ -48,7 +48,7 @@ class RowPosterior(NamedTuple):
         size = np.abs(x).max(axis=1, initial=0.0)
         x = np.divide(x, size[:, None], out=np.zeros_like(x), where=size[:, None] > 0)
         for part in row_slices(len(x), self.rows[:1].size, _CELLS):
-            rows = self._whitened(codes[part])
+            rows = self.whitened(codes[part])
             spread = x[part] @ self.ratio
             pulled = (rows @ spread[..., None])[..., 0]
             moved = x[part] - (pulled[:, None, :] @ rows)[:, 0]
@@ -63,7 +63,7 @@ class RowPosterior(NamedTuple):
             error_root = square_root(self.population_covariance)
         result = np.empty((len(self.rows), self.rows.shape[2]))
         for part in row_slices(len(self.rows), self.rows.shape[2] ** 2, _CELLS):
-            rows = self._whitened(part)
+            rows = self.whitened(part)
             pulled = rows @ self.ratio
             moved = error_root - pulled.transpose(0, 2, 1) @ (rows @ error_root)
             result[part] = np.einsum("bpr,bpr->bp", moved, moved) + self.noise * self._own(pulled)
@@ -74,7 +74,7 @@ class RowPosterior(NamedTuple):
         prior = np.diag(self.ratio)
         result = np.ones((len(self.rows), self.rows.shape[2]))
         for part in row_slices(len(self.rows), self.rows[:1].size, _CELLS):
-            own = self._own(self._whitened(part) @ self.ratio)
+            own = self._own(self.whitened(part) @ self.ratio)
             np.divide(own, prior, out=result[part], where=prior > 0)
         return result
 

@@ -8,11 +8,13 @@ from typing import NamedTuple
 import numpy as np
 
 from pfl_sklearn._uncertainty import ratio_nodes
+from pfl_sklearn.linear_model._algebra import invert_lower
 from pfl_sklearn.linear_model._mixed._profile import profile, whiten
 
 _SMALL = 0.3  # ratio, in sampling variances of a client, below which it is as good as zero
-_SWEEPS, _FEWEST_SWEEPS, _SWEEPS_TIMES_CLIENTS = 1500, 150, 150_000
+_SWEEPS, _FEWEST_SWEEPS, _SWEEPS_TIMES_CLIENTS = 1500, 250, 300_000
 _FIRST_SWEEPS = 0.2  # share of the sweeps, on top, that finds the posterior
+_START = 1e-3  # least variance at the start, in squares of the prior's scale
 _KEPT = 150
 _MOST_VARYING = 20  # coefficients; with more, draws take too long
 _NEGLIGIBLE = 1e-7  # weight
@@ -150,9 +152,11 @@ class _Sampler:
         lengths = np.sqrt(np.einsum("mqq->q", self.within) / reduced.n_rows)
         wider = 2**0.5 if family.shape == "full" else 1.0
         self.width = wider * self.unit / lengths  # of the prior of the scales
-        variances = np.diag(found)[at] * self.noise
-        self.scales = np.sqrt(np.maximum(variances, 1e-4 * self.width**2))
-        self.root = np.eye(len(at))  # of the effects' covariance
+        covariance = found[np.ix_(at, at)] * self.noise
+        covariance += _START * np.diag(self.width**2)
+        self.scales = np.sqrt(np.diag(covariance))
+        correlation = covariance / self.scales / self.scales[:, None]
+        self.root = np.linalg.cholesky(correlation)  # of the effects' covariance
 
     def factor(self):
         """Root (q, r) of the covariance between clients."""
@@ -174,14 +178,14 @@ class _Sampler:
         system = factor.T @ self.within @ factor
         system[:, np.arange(len(factor)), np.arange(len(factor))] += 1.0
         lower = np.linalg.cholesky(system)
-        pulled = np.linalg.solve(lower, factor.T @ self.across) / np.sqrt(self.noise)
+        inverse = invert_lower(lower)
+        pulled = inverse @ (factor.T @ self.across) / np.sqrt(self.noise)
         flat = pulled.reshape(-1, pulled.shape[2])
         gram = self.gram / self.noise - flat.T @ flat
         population = self._draw_normal(gram[:-1, :-1], gram[:-1, -1])
         moved = pulled[:, :, -1] - pulled[:, :, :-1] @ population
         moved += self.rng.standard_normal(moved.shape)
-        effects = np.linalg.solve(lower.transpose(0, 2, 1), moved[..., None])[..., 0]
-        return effects @ self.root.T
+        return (moved[:, None, :] @ inverse)[:, 0] @ self.root.T
 
     def _draw_scales(self, effects):
         """Draw the scales together with the population; the residual square of all rows."""

@@ -1,0 +1,130 @@
+"""Confidence intervals of population coefficients and variance components."""
+
+import numpy as np
+import pytest
+
+from pfl_sklearn import PersonalizedLinearRegression, PersonalizedLogisticRegression
+from pfl_sklearn.linear_model._mixed._profile import Settings, profile, whiten
+from pfl_sklearn.linear_model._mixed._reduction import reduce_rows
+from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior
+
+
+def draw(m, n=6, seed=0):
+    rng = np.random.default_rng(seed)
+    codes, X = np.repeat(np.arange(m), n), rng.normal(size=(m * n, 1)) + 1.0
+    theta = rng.normal(size=(m, 2)) * [1.0, 0.5]
+    return X, theta[codes, 0] + X[:, 0] * (1 + theta[codes, 1]) + rng.normal(size=m * n), codes
+
+
+def linear(prior, m=40, **params):
+    X, y, codes = draw(m)
+    return PersonalizedLinearRegression(prior, **params).fit(X, y, groups=codes)
+
+
+@pytest.mark.parametrize("covariance_type", ["spherical", "diag", "full"])
+def test_quantiles_and_information_agree_where_clients_are_many(covariance_type):
+    prior = GaussianPrior(covariance_type=covariance_type)
+    full, plug_in = (
+        linear(prior, 600, uncertainty=kind).conf_int() for kind in ("full", "plug_in")
+    )
+    assert full.index.equals(plug_in.index)
+    width = plug_in["upper"] - plug_in["lower"]
+    assert np.all(width > 0)
+    np.testing.assert_allclose(full.div(width, axis=0), plug_in.div(width, axis=0), atol=0.25)
+
+
+def test_information_is_the_curvature_of_the_likelihood():
+    """A random intercept: two parameters, by differences of the profile's own criterion."""
+    rng = np.random.default_rng(0)
+    codes = np.repeat(np.arange(400), 5)
+    y = rng.normal(size=400)[codes] + rng.normal(size=2000)
+    X = rng.normal(size=(2000, 1))
+    model = PersonalizedLinearRegression(random="intercept", uncertainty="plug_in", method="ml")
+    model.fit(X, y, groups=codes)
+    table = model.conf_int(0.9)
+    columns = np.column_stack([np.ones(2000), X])
+    reduced = reduce_rows(columns, y, codes, 400, 1, spectral=False)
+
+    def criterion(between, noise):
+        ratio = between / noise / reduced.scale[0] ** 2
+        whitened = whiten(reduced, np.array([[np.sqrt(ratio)]]))
+        return profile(reduced, whitened, Settings(False, 0, noise)).criterion / 2
+
+    at, step = np.array([model.prior_.covariance[0, 0], model.noise_variance_]), 1e-3
+    curvature = np.empty((2, 2))
+    for j, a in enumerate(np.eye(2) * step):
+        for k, b in enumerate(np.eye(2) * step):
+            curvature[j, k] = (
+                criterion(*(at + a + b)) - criterion(*(at + a - b))
+                - criterion(*(at - a + b)) + criterion(*(at - a - b))
+            ) / (4 * step**2)  # fmt: skip
+    std = np.sqrt(np.linalg.inv(curvature)[0, 0])
+    lower, upper = table.loc[("between", "intercept")]
+    assert (upper - lower) / 2 == pytest.approx(1.645 * std, rel=0.05)
+
+
+def test_rows_are_those_of_the_summary():
+    model = linear(GaussianPrior(covariance_type="full"))
+    table = model.conf_int(feature_names=["dose"])
+    summary = model.summary(feature_names=["dose"])
+    assert set(table.index) <= set(summary.index)
+    assert ("between", "intercept, dose") in table.index
+    inside = summary.loc[table.index, "estimate"].between(table["lower"], table["upper"])
+    assert inside.all()
+
+
+def test_given_variances_have_no_row():
+    model = linear(GaussianPrior(covariance=0.5), noise_variance=1.0)
+    assert set(model.conf_int().index.get_level_values("part")) == {"fixed"}
+    model = linear(GaussianPrior(covariance=0.5))
+    assert set(model.conf_int().index.get_level_values("part")) == {"fixed", "within"}
+
+
+def test_low_rank_components_are_unknown():
+    table = linear(GaussianPrior(covariance_type="low_rank")).conf_int()
+    assert table.loc["between"].isna().all(axis=None)
+
+
+@pytest.mark.parametrize("n_classes", [2, 3])
+def test_logistic_components(n_classes):
+    X, y, codes = draw(300)
+    classes = np.digitize(y, np.quantile(y, np.arange(1, n_classes) / n_classes))
+    model = PersonalizedLogisticRegression(random="intercept").fit(X, classes, groups=codes)
+    lower, upper = model.conf_int().loc[("between", "intercept")]
+    assert 0 < lower < model.prior_.covariance[0, 0] < upper < 3 * model.prior_.covariance[0, 0]
+
+
+def test_the_level_counts():
+    model = linear(GaussianPrior())
+    narrow, wide = model.conf_int(0.5), model.conf_int(0.95)
+    assert np.all(wide["upper"] - wide["lower"] > narrow["upper"] - narrow["lower"])
+    for level in (0, 1, 95):
+        with pytest.raises(ValueError, match=rf"level must be in \(0, 1\); got {level}"):
+            model.conf_int(level)
+
+
+def test_models_without_all_clients_have_none():
+    model = linear(GaussianPrior())
+    with pytest.raises(ValueError, match=r"conf_int.*all clients"):
+        model.for_client(3).conf_int()
+    X, y, codes = draw(40)
+    private = PersonalizedLinearRegression(
+        GaussianPrior(covariance=0.5),
+        noise_variance=1.0,
+        epsilon=5.0,
+        feature_bound=6.0,
+        target_bound=10.0,
+    ).fit(X, y, groups=codes)
+    with pytest.raises(ValueError, match=r"conf_int.*released"):
+        private.release().conf_int()
+    assert set(private.conf_int().index.get_level_values("part")) == {"fixed"}
+
+
+def test_other_priors_and_single_clients_have_none():
+    X, y, codes = draw(40)
+    mixture = PersonalizedLinearRegression(GaussianMixturePrior(2)).fit(X, y, groups=codes)
+    with pytest.raises(ValueError, match=r"conf_int needs a GaussianPrior.*GaussianMixturePrior"):
+        mixture.conf_int()
+    alone = PersonalizedLinearRegression().fit(X, y, groups=np.zeros(len(y)))
+    with pytest.raises(ValueError, match=r"conf_int.*1 clients"):
+        alone.conf_int()

@@ -1,0 +1,147 @@
+"""Adaptive quadrature over a client's single effect, against numerical integration."""
+
+import numpy as np
+import pytest
+from scipy.integrate import quad
+
+from pfl_sklearn import PersonalizedLogisticRegression
+from pfl_sklearn.linear_model._glmm._likelihood import evaluate_stack, stack_rows, start_state
+from pfl_sklearn.linear_model._glmm._outcomes import BinaryLogit
+from pfl_sklearn.linear_model._glmm._quadrature import evaluate_quadrature
+from pfl_sklearn.priors import GaussianPrior
+
+OUTCOME = BinaryLogit()
+
+
+def draw(m, n, sd, seed=0):
+    rng = np.random.default_rng(seed)
+    codes, X = np.repeat(np.arange(m), n), rng.normal(size=(m * n, 1))
+    logits = X[:, 0] + sd * rng.normal(size=m)[codes]
+    return X, (rng.random(m * n) < 1 / (1 + np.exp(-logits))).astype(int), codes
+
+
+def fit(X, y, codes, **params):
+    model = PersonalizedLogisticRegression(**{"random": "intercept", **params})
+    return model.fit(X, y, groups=codes)
+
+
+def evaluate(stacks, population, factor, n_points=None):
+    """Value, gradient in the population and in the factor, summed over stacks."""
+    function, more = (evaluate_quadrature, {"n_points": n_points})
+    if n_points is None:
+        function, more = evaluate_stack, {}
+    parts = [
+        function(*stack, start_state(stack, factor, 1), outcome=OUTCOME, population=population,
+                 factor=factor, **more)
+        for stack in stacks
+    ]  # fmt: skip
+    return [sum(part[k] for part in parts) for k in range(3)]
+
+
+@pytest.fixture
+def problem():
+    rng = np.random.default_rng(0)
+    codes = np.repeat(np.arange(6), [4, 2, 3, 4, 5, 1])
+    columns = np.column_stack([np.ones(19), rng.normal(size=(19, 2))])
+    y, weights = rng.integers(0, 2, 19), rng.uniform(0.5, 2, 19)
+    return columns, y, weights, codes, np.array([[0.3, -0.5, 0.8]]), np.array([[1.7]])
+
+
+def test_values_are_integrals(problem):
+    columns, y, weights, codes, population, factor = problem
+    total = 0.0
+    for client in range(6):
+        rows = codes == client
+
+        def density(v, rows=rows):
+            u = columns[rows] @ population[0] + factor[0, 0] * v
+            value = weights[rows] @ (y[rows] * u - np.logaddexp(0, u))
+            return np.exp(value - v * v / 2) / np.sqrt(2 * np.pi)
+
+        total += np.log(quad(density, -12, 12, epsabs=1e-13)[0])
+    stacks = stack_rows(columns, y, weights, codes, 6)
+    errors = [abs(evaluate(stacks, population, factor, k)[0] - total) for k in (1, 5, 15, 61)]
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[2] < 1e-6
+    assert errors[3] < 1e-10
+
+
+def test_one_point_is_laplaces_approximation(problem):
+    columns, y, weights, codes, population, factor = problem
+    stacks = stack_rows(columns, y, weights, codes, 6)
+    laplace, one = evaluate(stacks, population, factor), evaluate(stacks, population, factor, 1)
+    for ours, theirs in zip(one, laplace, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-10)
+
+
+@pytest.mark.parametrize("n_points", [1, 2, 7, 15])
+def test_gradients_are_exact(problem, n_points):
+    columns, y, weights, codes, population, factor = problem
+    stacks, step = stack_rows(columns, y, weights, codes, 6), 1e-5
+    _, by_population, by_factor = evaluate(stacks, population, factor, n_points)
+    for k, unit in enumerate(np.eye(3)):
+        moved = [evaluate(stacks, population + s * step * unit, factor, n_points)[0]
+                 for s in (1, -1)]  # fmt: skip
+        assert by_population[0, k] == pytest.approx((moved[0] - moved[1]) / 2 / step, abs=1e-7)
+    moved = [evaluate(stacks, population, factor + s * step, n_points)[0] for s in (1, -1)]
+    assert by_factor[0, 0] == pytest.approx((moved[0] - moved[1]) / 2 / step, abs=1e-7)
+
+
+@pytest.mark.parametrize(("n", "sd"), [(2, 1.0), (10, 2.0), (2, 3.0)])
+def test_fifteen_points_are_enough(n, sd):
+    differences, estimates = [], []
+    for seed in range(4):
+        rows = draw(300, n, sd, seed)
+        few, many, laplace = (
+            fit(*rows, quadrature=kind).prior_.covariance[0, 0] ** 0.5
+            for kind in ("auto", 61, "laplace")
+        )
+        differences.append(few - many)
+        estimates.append((few, laplace))
+    assert abs(np.mean(differences)) < 0.005 * max(sd, 1)
+    few, laplace = np.mean(estimates, axis=0)
+    assert laplace < few - 0.03
+    assert few == pytest.approx(sd, rel=0.25)
+
+
+def test_a_slope_that_varies_is_integrated_too():
+    X, y, codes = draw(200, 5, 0.0)
+    auto, laplace = (fit(X, y, codes, random=[0], quadrature=kind) for kind in ("auto", "laplace"))
+    assert auto.log_likelihood_ != laplace.log_likelihood_
+    assert fit(X, y, codes, random=[0], quadrature=1).log_likelihood_ == laplace.log_likelihood_
+
+
+def test_a_column_that_stays_common_leaves_one():
+    """All may vary, but the feature is constant within clients."""
+    X, y, codes = draw(100, 5, 1.0)
+    X = X[codes * 5]
+    every = fit(X, y, codes, random="all")
+    one = fit(X, y, codes)
+    assert every.log_likelihood_ == pytest.approx(one.log_likelihood_, abs=1e-6)
+
+
+def test_a_known_variance_is_integrated_as_well():
+    X, y, codes = draw(100, 3, 1.0)
+    estimated = fit(X, y, codes)
+    known = fit(X, y, codes, prior=GaussianPrior(covariance=estimated.prior_.covariance))
+    assert known.log_likelihood_ == pytest.approx(estimated.log_likelihood_, abs=1e-6)
+    np.testing.assert_allclose(known.population_coef_, estimated.population_coef_, atol=1e-4)
+
+
+def test_several_coefficients_have_laplaces_approximation_only():
+    X, y, codes = draw(50, 10, 1.0)
+    with pytest.raises(ValueError, match=r"quadrature=15.*one coefficient.*2 varying"):
+        fit(X, y, codes, random="all", quadrature=15)
+    auto, laplace = (fit(X, y, codes, random="all", quadrature=k) for k in ("auto", "laplace"))
+    assert auto.log_likelihood_ == laplace.log_likelihood_
+    with pytest.raises(ValueError, match=r"quadrature=15.*3 classes"):
+        fit(X, np.arange(len(y)) % 3, codes, quadrature=15)
+
+
+def test_repeated_rows_are_weights():
+    X, y, codes = draw(60, 3, 1.0)
+    weights = np.random.default_rng(1).integers(0, 3, len(y))
+    model = PersonalizedLogisticRegression(random="intercept")
+    weighted = model.fit(X, y, groups=codes, sample_weight=weights).log_likelihood_
+    repeated = fit(*(np.repeat(values, weights, axis=0) for values in (X, y, codes)))
+    assert weighted == pytest.approx(repeated.log_likelihood_, abs=1e-6)

@@ -211,7 +211,7 @@ def test_published_fit_of_contraception(data_home):
     X, y, groups = contraception(data_home)
     children = X[["livch1", "livch2", "livch3+"]].sum(axis=1)
     X = X[["age", "age2", "urban"]].assign(ch=children)
-    model = fit((X, y, groups), random="intercept")
+    model = fit((X, y, groups), random="intercept", quadrature="laplace")
     assert -2 * model.log_likelihood_ == pytest.approx(2373.18581907321, abs=2e-4)
     assert model.prior_.covariance[0, 0] ** 0.5 == pytest.approx(0.473985228740739, rel=1e-4)
     coefficients = np.append(model.population_intercept_, model.population_coef_)
@@ -248,7 +248,7 @@ def quadrature(X, y, codes, coefficients, std, n_nodes):
 def test_laplace_against_adaptive_quadrature(data_home, table, close):
     """One node is Laplace; with 15 the standard deviation is larger by 0.7 % and 0.5 %."""
     X, y, groups = table(data_home)
-    model = fit((X, y, groups), random="intercept")
+    model = fit((X, y, groups), random="intercept", quadrature="laplace")
     X, y = np.asarray(X), (y == "Y").astype(float)
     codes = np.searchsorted(model.clients_, groups)
     coefficients = np.append(model.population_intercept_, model.population_coef_)
@@ -262,12 +262,19 @@ def test_laplace_against_adaptive_quadrature(data_home, table, close):
     )
     assert 0 < best.x / std - 1 < close
     assert 0 < -best.fun - laplace < 2.5
+    auto = fit((X, y, groups), random="intercept")
+    coefficients = np.append(auto.population_intercept_, auto.population_coef_)
+    std = auto.prior_.covariance[0, 0] ** 0.5
+    assert auto.log_likelihood_ == pytest.approx(
+        quadrature(X, y, codes, coefficients, std, 15), abs=1e-6
+    )
+    assert auto.log_likelihood_ > -best.fun
 
 
 def test_population_coefficients_against_adaptive_quadrature(data_home):
     """Full maximization: largest difference 0.005 standard errors."""
     X, y, groups = contraception(data_home)
-    model = fit((X, y, groups), random="intercept")
+    model = fit((X, y, groups), random="intercept", quadrature="laplace")
     codes = np.searchsorted(model.clients_, groups)
     y = (y == "Y").astype(float)
     start = np.append(model.population_intercept_, model.population_coef_)
@@ -304,7 +311,7 @@ def test_covariance_of_a_simulation_is_recovered():
 def test_the_estimate_is_the_maximum_and_does_not_drift_from_it():
     """EM on the same approximation leaves the maximum for smaller or larger variances."""
     X, y, groups = make_clients(200, 8, 1, seed=2)
-    model = fit((X, y, groups), random="intercept")
+    model = fit((X, y, groups), random="intercept", quadrature="laplace")
     best = model.prior_.covariance[0, 0]
     values = []
     for factor in (0.8, 0.95, 1.0, 1.05, 1.25):
@@ -634,7 +641,7 @@ def test_collinear_features_are_no_obstacle():
 
 def test_no_differences_between_clients_is_an_answer():
     X, y, groups = make_clients(between=0.0, m=20, n=40, seed=4)
-    model = fit((X, y, groups), random="intercept")
+    model = fit((X, y, groups), random="intercept", quadrature="laplace")
     assert model.prior_.covariance[0, 0] == 0.0
     peer = sklearn_fit(X, y, C=np.inf)
     np.testing.assert_allclose(model.coef_, np.tile(peer.coef_, (20, 1)), rtol=1e-5)
@@ -711,7 +718,7 @@ def test_clients_of_one_class_each():
     X, _, groups = make_clients()
     y = groups % 2
     with pytest.warns(SeparationWarning, match=r"two classes.*\b2\.5\b"):
-        model = fit((X, y, groups), random="intercept")
+        model = fit((X, y, groups), random="intercept", quadrature="laplace")
     assert 1 < model.prior_.covariance[0, 0] ** 0.5 < 20
     assert np.isfinite(model.coef_).all()
     with warnings.catch_warnings():

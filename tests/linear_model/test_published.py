@@ -74,7 +74,10 @@ PUBLISHED = {
 def fitted(data_home, file, group, target, features, random, covariance_type, **params):
     table = pd.read_csv(data_home / f"{file}.csv.gz")
     model = PersonalizedLinearRegression(
-        GaussianPrior(covariance_type=covariance_type, centered=False), random=random, **params
+        GaussianPrior(covariance_type=covariance_type, centered=False),
+        random=random,
+        uncertainty="plug_in",
+        **params,
     )
     X = table[features] if features else pd.DataFrame({"none": np.zeros(len(table))})
     return model.fit(X, table[target], groups=table[group]), X, table

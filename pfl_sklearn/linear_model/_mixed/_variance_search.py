@@ -31,6 +31,7 @@ _HALF_RANGE = 1e-12, 1e12
 _FEW_CELLS = 1 << 12  # size of the reduced rows up to which we try several starts
 _N_TRIED, _N_STARTS, _MORE_STARTS = 48, 3, 10
 _FEW_ROWS = 15  # per parameter, below which the likelihood often has several maxima
+_TOO_FEW_ROWS = 5  # per parameter, below which no search finds the maximum with a ridge for sure
 _SAME = 2e-3  # twice the nats by which searches may end apart at the same maximum
 _AWAY_FROM_ZERO = 0.1  # where a parameter of zero begins its second search
 _ROUNDS, _FAR_OFF = 6, 3.0  # rounds of quasi-Newton steps; how wrong the units of one may be
@@ -152,7 +153,9 @@ def search_factor(reduced, settings, factor, max_iter, tol):
     runs = [search(start) for start in _starts(reduced, factor, objective)]
     result = min(runs, key=_rank)
     same = sum(run.fun < result.fun + _SAME / reduced.n_clients for run in runs)
-    doubtful = factor.has_ridge and same == 1 and len(runs) > _N_STARTS
+    once = same == 1 and len(runs) > _N_STARTS
+    hopeless = reduced.n_rows < _TOO_FEW_ROWS * len(factor.start)
+    doubtful = factor.has_ridge and (once or hopeless)
     zero = result.x**2 < 1e3 * _ZERO
     if zero.any():  # a stationary point in any case; maybe no minimum
         moved = np.where(zero, _AWAY_FROM_ZERO, result.x)

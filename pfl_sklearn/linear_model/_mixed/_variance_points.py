@@ -12,7 +12,7 @@ from pfl_sklearn.linear_model._algebra import invert_lower
 from pfl_sklearn.linear_model._mixed._profile import profile, whiten
 
 _SMALL = 0.3  # ratio, in sampling variances of a client, below which it is as good as zero
-_SWEEPS, _FEWEST_SWEEPS, _SWEEPS_TIMES_CLIENTS = 1500, 250, 300_000
+_SWEEPS, _FEWEST_SWEEPS, _SWEEPS_TIMES_CLIENTS = 1000, 250, 200_000
 _FIRST_SWEEPS = 0.2  # share of the sweeps, on top, that finds the posterior
 _START = 1e-3  # least variance at the start, in squares of the prior's scale
 _KEPT = 150

@@ -95,6 +95,11 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         point estimates.
     noise_variance : float, > 0, or None, default=None
         Residual variance :math:`\sigma^2` of a row of weight 1. None: estimated.
+    uncertainty : {"full", "plug_in"}, default="full"
+        Whether standard deviations and intervals include that the variances were estimated. With
+        "full" they do, for up to 1,000 clients under a Gaussian prior that is not of low rank and
+        lets at most 20 coefficients vary. With "plug_in" the variances count as known, which makes
+        intervals of few clients too short. See Notes.
     solver : {"auto", "spectral", "quasi_newton", "gd"}, default="auto"
         For Gaussian priors.
 
@@ -160,9 +165,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     intercept_ : ndarray of shape (n_clients,)
     coef_std_, intercept_std_ : ndarrays of shape (n_clients, d) and (n_clients,)
         Posterior standard deviations. They include the uncertainty of the population coefficients
-        under a Gaussian prior and of the group under a mixture, but not that of the variances. Not
-        available under a Laplace prior and for the published algorithms. NaN where a released noise
-        variance is of no use.
+        under a Gaussian prior and of the group under a mixture, and that of the variances as
+        `uncertainty` says. Not available under a Laplace prior and for the published algorithms.
+        NaN where a released noise variance is of no use.
     shrinkage_, intercept_shrinkage_ : ndarrays of shape (n_clients, d) and (n_clients,)
         Posterior variance over prior variance of every coefficient, given the population: 0 where
         the client's own rows determine it, 1 where the population does. 1 also for coefficients
@@ -170,8 +175,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     population_coef_ : ndarray of shape (d,)
     population_intercept_ : float
     population_coef_std_, population_intercept_std_ : ndarray of shape (d,) and float
-        Standard errors, given the variances. NaN for coefficients that are not identified (a column
-        of zeros, one of two equal columns) and under priors other than the Gaussian.
+        Standard errors, with the uncertainty of the variances as `uncertainty` says. NaN for
+        coefficients that are not identified (a column of zeros, one of two equal columns) and under
+        priors other than the Gaussian.
     population_covariance_ : ndarray of shape (p, p)
         Covariance of the population coefficients, the intercept (if fitted) first.
     prior_ : prior
@@ -179,8 +185,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     noise_variance_ : float
     log_likelihood_ : float
         Maximum of the log-likelihood in nats, restricted for "reml" with a Gaussian prior. NaN
-        where several clients share nothing (infinite variances, or as good as that), under a
-        Laplace prior and for the published algorithms.
+        where several clients share nothing (infinite variances, or as good as that), where
+        posterior means stand in for the maximum (see Notes), under a Laplace prior and for the
+        published algorithms.
     responsibilities_ : ndarray of shape (n_clients, n_components)
         Posterior probabilities of the components, under mixture priors.
     n_iter_ : int
@@ -218,7 +225,11 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     Warns
     -----
     ConvergenceWarning
-        If the search reached `max_iter` before it converged.
+        If the search reached `max_iter` before it converged, or if a covariance of low rank has so
+        few rows that no search finds its maximum for sure.
+    UserWarning
+        If the coefficients that vary fit the rows of every client exactly, so that posterior means
+        stand in for the maximum of the likelihood (see Notes).
 
     See Also
     --------
@@ -248,6 +259,30 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     Sample weights are precision weights: a row of weight w has the variance
     :math:`\sigma^2 / w`, and a row of weight 0 is absent.
 
+    *Few clients.* Estimates are those of the best variances. With ``uncertainty="full"`` their
+    errors are averaged over other variances, weighted by the restricted likelihood and a weak
+    prior. An averaged variance adds the squared distance of the estimate from the posterior mean;
+    :meth:`credible_interval` gives quantiles.
+
+    - One ratio of variances (a random intercept, one slope, "spherical") is integrated by
+      quadrature, the noise variance in closed form. The prior is that of a row's variance: the
+      share between clients is Beta(1/2, 1/2).
+    - Several variances ("diag", "full") are drawn by Gibbs sampling. Standard deviations of what a
+      coefficient does to the response are half-Cauchy ("diag"), or half-t with 2 degrees of freedom
+      beside uniform correlations ("full": Huang and Wand, 2013), in units of the residual of the
+      pooled fit, and that of the noise is half-Cauchy. Draws come from a seed of their own, so the
+      same rows give the same errors.
+
+    The averages are computed when an error is first asked for, in about a second. They count in
+    full up to 100 clients, not at all from 1,000, and in between with a share that falls with the
+    logarithm of their number. Private fits and known covariances count their variances as known.
+
+    *Few rows.* If the coefficients that vary fit the rows of every client exactly, restricted
+    likelihood cannot tell noise from differences between clients. With "full" it is largest at a
+    noise variance of 0, if it is bounded at all, and with simpler shapes it often is. The estimates
+    are then posterior means under the same prior, with a warning; `prior_` and `noise_variance_`
+    hold the means of the variances.
+
     Private fits (`epsilon` finite) release the population once.
 
     - *Release.* We bound the second moments of the rows as described in
@@ -273,12 +308,16 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
 
     Memory beyond the input: a copy of the rows, reduced to at most q rows per client. With p
     columns, of which q vary, that is ``8 min(n_i, q) (p + 1)`` bytes per client, twice during the
-    fit and once after it.
+    fit and once after it. With up to 1,000 clients, errors need another ``8 q (p + 1)`` bytes per
+    client before they are computed, and ``8 q (p + 300)`` after that.
 
     References
     ----------
     Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
     personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
+
+    Huang, A. and Wand, M. P. (2013). Simple marginally noninformative prior distributions for
+    covariance matrices. Bayesian Analysis.
 
     Laird, N. M. and Ware, J. H. (1982). Random-effects models for longitudinal data. Biometrics.
 

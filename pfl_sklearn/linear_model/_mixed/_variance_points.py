@@ -191,7 +191,7 @@ class _Sampler:
         """Draw the scales together with the population; the residual square of all rows."""
         width = len(self.gram) - 1
         across = np.einsum("mqp,mq->qp", self.across, effects)
-        squares = np.einsum("mqr,mq,mr->qr", self.within, effects, effects, optimize=True)
+        squares = np.sum(self.within * (effects[:, :, None] * effects[:, None, :]), axis=0)
         precision = np.block(
             [
                 [self.gram[:-1, :-1], across[:, :-1].T],

@@ -1,0 +1,125 @@
+"""How often nominal 95 % intervals of clients cover, with few clients or few rows.
+
+Run with ``python benchmarks/coverage.py``; it prints a table. Variances are averaged over ("full")
+or count as known ("plug-in"); every line has the same simulated sets for both: 500, or 200 where
+draws of a covariance or 100 clients take long.
+"""
+
+import argparse
+import time
+import warnings
+
+import numpy as np
+from joblib import Parallel, delayed
+
+from pfl_sklearn.estimation import BernoulliMean, GaussianMean
+from pfl_sklearn.linear_model import PersonalizedLinearRegression
+from pfl_sklearn.priors import GaussianPrior
+
+FULL = GaussianPrior(covariance_type="full")
+Z = 1.959964
+NEW = 10**6  # an id that no fit has seen
+
+
+def bernoulli(rng, uncertainty, m, low, high, a, b):
+    """Hits of known clients, by standard deviations and by intervals."""
+    trials, truth = rng.integers(low, high + 1, size=m), rng.beta(a, b, size=m)
+    model = BernoulliMean(uncertainty=uncertainty).fit_counts(rng.binomial(trials, truth), trials)
+    lower, upper = model.credible_interval()
+    by_std = np.abs(model.means_ - truth) <= Z * model.stds_
+    return by_std, (lower <= truth) & (truth <= upper), None
+
+
+def gaussian(rng, uncertainty, m, n, between):
+    """The same for means of rows with variance 1, and for a new client."""
+    truth, codes = np.sqrt(between) * rng.normal(size=m + 1), np.repeat(np.arange(m), n)
+    y = truth[codes] + rng.normal(size=m * n)
+    model = GaussianMean(uncertainty=uncertainty, unseen="population")
+    model.fit(np.zeros((len(y), 1)), y, groups=codes)
+    lower, upper = model.credible_interval()
+    mean, std = model.predict(np.zeros((1, 1)), groups=[NEW], return_std=True)
+    known = truth[:m]
+    by_std = np.abs(model.means_ - known) <= Z * model.stds_
+    new = np.abs(mean - truth[m]) <= Z * std
+    return by_std, (lower <= known) & (known <= upper), new
+
+
+def regression(rng, uncertainty, prior, m, low, high, q, sd):
+    """The same for coefficients (the intercept alone, or q of them) and a new client's response."""
+    codes = np.repeat(np.arange(m), rng.integers(low, high + 1, size=m))
+    X = rng.normal(size=(len(codes), max(q - 1, 1)))
+    Z_rows = np.column_stack([np.ones(len(codes)), X])[:, :q]
+    truth = sd * rng.normal(size=(m + 1, q))
+    y = np.sum(Z_rows * truth[codes], axis=1) + rng.normal(size=len(codes))
+    model = PersonalizedLinearRegression(
+        prior,
+        random="all" if q > 1 else "intercept",
+        uncertainty=uncertainty,
+        unseen="population",
+    ).fit(X, y, groups=codes)
+    estimates = np.column_stack([model.intercept_, model.coef_])[:, :q]
+    stds = np.column_stack([model.intercept_std_, model.coef_std_])[:, :q]
+    lower, upper = (bound[:, :q] for bound in model.credible_interval())
+    row = rng.normal(size=(1, X.shape[1]))
+    mean, std = model.predict(row, groups=[NEW], return_std=True)
+    known = truth[:m]
+    expected = np.append(1.0, row[0])[:q] @ truth[m]
+    by_std = np.abs(estimates - known) <= Z * stds
+    return by_std, (lower <= known) & (known <= upper), np.abs(mean - expected) <= Z * std
+
+
+CASES = {
+    "proportions, 18 clients x 45, Beta(80, 220)": (bernoulli, 18, 45, 45, 80, 220),
+    "proportions, 10 clients x 5 to 20, Beta(4, 4)": (bernoulli, 10, 5, 20, 4, 4),
+    "proportions, 100 clients x 20, Beta(4, 4)": (bernoulli, 100, 20, 20, 4, 4),
+    "means, 10 clients x 10, tau^2 = .1": (gaussian, 10, 10, 0.1),
+    "means, 5 clients x 10, tau^2 = .3": (gaussian, 5, 10, 0.3),
+    "means, 100 clients x 10, tau^2 = .1": (gaussian, 100, 10, 0.1),
+    "random intercept, 5 clients x 5 to 20": (regression, "gaussian", 5, 5, 20, 1, 0.55),
+    "random intercept, 10 clients x 5 to 20": (regression, "gaussian", 10, 5, 20, 1, 0.55),
+    "2 coefficients, full, 8 clients x 10": (regression, FULL, 8, 10, 10, 2, 0.5),
+    "2 coefficients, full, 30 clients x 2 to 5": (regression, FULL, 30, 2, 5, 2, 0.7),
+    "2 coefficients, default, 8 clients x 10": (regression, "gaussian", 8, 10, 10, 2, 0.5),
+    "10 coefficients, full, 30 clients x 4": (regression, FULL, 30, 4, 4, 10, 1.0),
+    "8 coefficients, full, 15 clients x 3": (regression, FULL, 15, 3, 3, 8, 1.0),
+    "3 coefficients, full, 6 clients x 2": (regression, FULL, 6, 2, 2, 3, 1.0),
+}
+
+
+def one_set(simulate, arguments, seed):
+    """Shares of hits: for both kinds of uncertainty, by standard deviation, interval, new."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = [
+            simulate(np.random.default_rng(seed), uncertainty, *arguments)
+            for uncertainty in ("plug_in", "full")
+        ]
+    return [[np.nan if part is None else np.mean(part) for part in hits] for hits in found]
+
+
+def percent(values):
+    """Mean and standard error of shares (n,)."""
+    if np.isnan(values).any():
+        return "-"
+    return f".{1000 * values.mean():03.0f} ± .{1000 * values.std() / np.sqrt(len(values)):03.0f}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sets", type=int, default=500)
+    n_sets = parser.parse_args().sets
+    print("| case | plug-in: clients | new | full: clients | by interval | new | s |")
+    print("|---|---|---|---|---|---|---|")
+    for name, (simulate, *arguments) in CASES.items():
+        start = time.perf_counter()
+        slow = "100 clients" in name or "coefficients" in name
+        seeds = range(n_sets * 2 // 5 if slow else n_sets)
+        jobs = (delayed(one_set)(simulate, arguments, seed) for seed in seeds)
+        hits = np.array(Parallel(n_jobs=-1)(jobs))  # (sets, 2, 3)
+        cells = [hits[:, 0, 0], hits[:, 0, 2], *hits[:, 1].T]
+        seconds = time.perf_counter() - start
+        print(f"| {name} | {' | '.join(map(percent, cells))} | {seconds:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

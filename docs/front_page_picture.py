@@ -40,7 +40,7 @@ def main():
     sizes, own, personalized, lower, upper, population = levels()
     order = np.lexsort((personalized, sizes))
     at = np.arange(len(order))
-    fig, ax = plt.subplots(figsize=(8, 4), layout="constrained")
+    fig, ax = plt.subplots(figsize=(7, 3.9), layout="constrained")
     ax.axhline(population, color=POPULATION, lw=1, label="all counties")
     ax.vlines(
         at,
@@ -63,7 +63,9 @@ def main():
         xlim=(-1.5, len(at) + 0.5),
     )
     ax.spines[["top", "right"]].set_visible(False)
-    fig.legend(loc="outside upper center", ncols=4, frameon=False, fontsize="small")
+    fig.legend(
+        loc="outside upper center", ncols=4, frameon=False, columnspacing=1.2, handletextpad=0.4
+    )
     fig.savefig(PATH, dpi=150)
 
 

@@ -29,22 +29,17 @@ class BinaryLogit:
 
     def terms(self, u, y, w):
         """RowTerms of predictors (..., n, 1), labels (..., n) and weights (..., n)."""
-        u = u[..., 0]
-        small = np.exp(-np.abs(u))
+        sign = np.where(y > 0, 1.0, -1.0)
+        odds = u[..., 0] * sign
+        small = np.exp(-np.abs(odds))
         larger = 1 / (1 + small)
         smaller = small * larger
-        second = np.where(u >= 0, larger, smaller)
-        value = w * (np.minimum(np.where(y > 0, u, -u), 0.0) + np.log(larger))
-        score = w * (y - second)
-        return RowTerms(value, score[..., None], (w * larger * smaller)[..., None, None])
-
-    def row_values(self, u, y, w):
-        """Log-likelihood and slope in u of predictors (..., n), as RowTerms without weights."""
-        small = np.exp(-np.abs(u))
-        larger = 1 / (1 + small)
-        second = np.where(u >= 0, larger, small * larger)
-        value = w * (np.minimum(np.where(y > 0, u, -u), 0.0) + np.log(larger))
-        return RowTerms(value, w * (y - second), None)
+        value = w * (np.minimum(odds, 0.0) + np.log(larger))
+        sign *= w
+        score = np.where(odds >= 0, smaller, larger) * sign
+        smaller *= larger
+        smaller *= w
+        return RowTerms(value, score[..., None], smaller[..., None, None])
 
     def roots(self, u, w):
         """Roots (..., n, 1, 1) of the weights."""

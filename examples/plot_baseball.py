@@ -7,8 +7,8 @@ asked this of 18 players of 1970. Every player is a client with 45 trials of its
 answers are possible: his own average so far (local), one average for all (pooled), and the local
 average shrunk towards the pooled one (personalized).
 
-The rest of the season tells who was right. The second half of the example asks what is left of
-the gain when every player's record is protected by differential privacy.
+The rest of the season shows which is best. The second half of the example asks how much of the gain
+remains when differential privacy protects every player's record.
 """
 
 # %%
@@ -48,12 +48,13 @@ print(f"shrinkage: {model.shrinkage_[0]:.2f} of the way to the population mean")
 
 # %%
 # The local averages are by far the worst: 45 at-bats are few, and most of the spread between the
-# players is luck. Personalized estimates are slightly better than one average for all. Real
+# players is luck. Personalized estimates are slightly better than one average for all. The real
 # differences between these players are small, so the two are close.
 #
 # Rings are the local averages, dots the personalized ones with their 95 % intervals, crosses the
-# rest of the season. Far more crosses than one in twenty lie outside: a season has luck of its own,
-# and the intervals take the fitted population as certain, which 18 players do not make it.
+# rest of the season. One of the 18 crosses lies outside. The intervals are those of a player's
+# probability. They count that 18 players leave the population uncertain, but not the luck in the
+# rest of the season.
 display = ShrinkageDisplay.from_estimator(model, truth=truth, xlabel="batting average")
 display.ax_.set_title("18 players: 45 at-bats against the rest of the season")
 plt.show()
@@ -66,9 +67,9 @@ print(f"standard deviation of the luck of a rest of season: {season_luck.median(
 # %%
 # With privacy
 # ------------
-# Now nothing but a differentially private release of the players' records may be pooled. A player
-# still combines the pooled result with his own exact record. The report of a fit says what the
-# epsilon means: here the unit is one player with all his at-bats.
+# Now the fit pools only a differentially private release of the players' records. A player still
+# combines the pooled result with his own exact record. The report of a fit says what the epsilon
+# means: here the unit is one player with all his at-bats.
 #
 # With ``trust="local"`` every player randomizes his own report (delta is 0). With
 # ``trust="central"`` a trusted server adds Gaussian noise to the histogram of hits; it needs a
@@ -83,7 +84,7 @@ for way in ways.values():
     print(private.privacy_, end="\n\n")
 
 # %%
-# The noise differs from fit to fit, so each epsilon is tried a hundred times.
+# The noise differs from fit to fit, so we repeat each epsilon a hundred times.
 epsilons = [0.5, 1, 2, 4, 8]
 N_REPETITIONS = 100
 
@@ -112,10 +113,9 @@ print(f" central trust: delta = {DELTA}, adversary: all but the trusted server)"
 print(table.round(4).to_string())
 
 # %%
-# Eighteen clients are too few for privacy. At an epsilon of 1 most of what pooling gained is gone
-# under either kind of trust, and every repetition of the fit gives another answer. Where the
-# errors come near those without privacy, epsilon is 8: odds of e^8, about 3,000 to 1, which
-# protect nobody in any useful sense.
+# Eighteen clients are too few for privacy. At an epsilon of 1 most of the gain from pooling is lost
+# under either kind of trust, and repetitions of the fit differ widely. Errors come close to those
+# without privacy only at an epsilon of 8. Odds of e^8, about 3,000 to 1, are no useful protection.
 colors = {"local": "#1f5fa8", "central": "#c1440e"}
 fig, ax = plt.subplots(figsize=(7, 4.2), layout="constrained")
 for name, error in tried.items():
@@ -141,9 +141,9 @@ plt.show()
 # %%
 # How many clients would do?
 # --------------------------
-# The noise of a release is spread over all clients, so its price falls with their number. Leagues
-# of any size are simulated here from a beta population fitted to the 18 players by moments; the
-# error is now that of the true probabilities, relative to the local averages'.
+# All clients share the noise of a release, so its price falls with their number. Here we simulate
+# leagues of any size from a beta population fitted to the 18 players by moments. The error is now
+# that of the true probabilities, relative to that of the local averages.
 population = BernoulliMean(method="moments").fit_counts(hits, at_bats).prior_
 league_sizes = [18, 50, 150, 500, 1500, 5000]
 
@@ -187,4 +187,4 @@ plt.show()
 
 # %%
 # With a trusted server, 500 players get nearly all of the gain at an epsilon of 1. Where every
-# player randomizes his own report, 5,000 still leave a part of it on the table.
+# player randomizes his own report, even 5,000 players do not get all of it.

@@ -3,12 +3,12 @@ Batting averages, season by season
 ==================================
 
 Every season adds one batting average to the record of a player. What will the next one be? A
-player's own mean is a poor guess after two seasons, and the mean of all players ignores what there
-is. ``CollaborativeMean`` follows all players and lets each learn from those who bat alike.
+player's own mean is a poor guess after two seasons, and the mean of all players ignores his record.
+``CollaborativeMean`` follows all players and lets each learn from those who bat alike.
 
 The records are ``baseball_batting_2000_2024.csv.gz`` (Lahman's database, CC BY-SA 3.0) in the
-folder in ``PFL_SKLEARN_DATA``. Where that is absent, made-up players take their place, and
-everything printed and plotted says so.
+folder in ``PFL_SKLEARN_DATA``. Without it the example uses simulated players, and everything
+printed and plotted says so.
 """
 
 # %%
@@ -53,9 +53,9 @@ print(f"data: {SOURCE}; {len(seasons)} seasons of {seasons['player'].nunique()} 
 # %%
 # Predicting the next season
 # --------------------------
-# Every year each stream first predicts the averages of the players it has seen before, then gets to
-# know them. With privacy, an average in [.1, .4] gets noise before any other player hears of it.
-# Epsilon is for one season of one player, against all others together.
+# Every year each model first predicts the averages of the players that it has seen before, then
+# receives them. With privacy, an average in [.1, .4] gets noise before any other player receives
+# it. Epsilon is for one season of one player, against all others together.
 bounds = {"bounds": (0.1, 0.4), "horizon": 25}
 streams = {
     "with the others": CollaborativeMean(),
@@ -85,8 +85,8 @@ print(np.sqrt(found).round(4).to_string())
 print(streams["with the others, epsilon = 8"].privacy_)
 
 # %%
-# With an epsilon of 8 little is gained over a player's own mean, with 2 nothing is: half of the
-# players have four seasons or fewer, and so few values hardly stand out from the noise.
+# With an epsilon of 8 the gain over a player's own mean is small, with 2 there is none: half of the
+# players have four seasons or fewer, too few values to average out the noise.
 
 # %%
 # Over time

@@ -3,21 +3,21 @@ Choosing epsilon, and what the search costs
 ===========================================
 
 How much accuracy does a smaller epsilon cost, and how much of the model should be local? The usual
-way to find out is a grid search. Every fit of a grid search is a release of its own, and the scores
-that it compares are not private at all. This example searches all the same, reads the bill, sets a
-budget that refuses it, and ends with a search that stays within a stated epsilon.
+way to find out is a grid search. But every fit of a grid search is another release, and the scores
+that it compares are not private at all. This example runs the search anyway, computes its cost,
+sets a budget that refuses it, and ends with a search that stays within a stated epsilon.
 
-The table is scikit-learn's digits, dealt out so that each of 150 clients has three of the ten
-digits only. What is protected is what one client contributes with all its rows (zero-out), with a
-delta of 1e-5, against anyone who sees the released models, including all other clients together.
+The table is scikit-learn's digits, distributed so that each of 150 clients has only three of the
+ten digits. The unit of protection is what one client contributes with all its rows (zero-out), with
+a delta of 1e-5, against anyone who sees the released models, including all other clients together.
 """
 
 # %%
 # A grid search over a private model
 # ----------------------------------
 # Four values of epsilon and four of ``alpha``, given here by ``alpha * 150``: the ratio of the
-# global step to the local ones. The clip norm and the step size are constants that were settled
-# beforehand. Pixels are already divided by 16, the largest there can be.
+# global step to the local ones. The clip norm and the step size are constants that we chose
+# beforehand. Pixels are already divided by 16, their largest possible value.
 import tempfile
 import textwrap
 import warnings
@@ -73,8 +73,8 @@ for warning in caught:
     print(f"{warning.category.__name__}:", textwrap.fill(str(warning.message), 90))
 
 # %%
-# The warning comes once, before the first fit, with the number of fits that are to come. The curves
-# are what one fit spends against what it reaches. They rest on held-out rows without noise.
+# The warning comes once, before the first fit, and states the number of fits. The curves show the
+# score of one fit against its epsilon. The scores are of held-out rows, without noise.
 display = PrivacyAccuracyDisplay.from_search(search, line="alpha", score_name="held-out accuracy")
 labels = [f"alpha Q = {q}" for q in ("0 (local)", "3", "100", "infinity (global)")]
 display.ax_.legend(display.lines_, labels, frameon=False, fontsize="small")
@@ -84,10 +84,10 @@ plt.show()
 # %%
 # The bill
 # --------
-# The models of the search compose to far more than the epsilon of any of them, also of the one that
-# was chosen. (Local fits, with ``alpha = 0``, release nothing and are free.) The scores are another
-# matter: no epsilon covers them, nor the curves above. That is why there is no fit without privacy
-# in the grid: one of them would make the bill infinite.
+# Together the models of the search spend far more than the epsilon of any one of them, including
+# the chosen one. (Local fits, with ``alpha = 0``, release nothing and are free.) No epsilon covers
+# the scores, nor the curves above. The grid has no fit without privacy, because one of them would
+# make the total infinite.
 cost = search_cost(search)
 print("chosen:", {name: round(float(value), 4) for name, value in search.best_params_.items()})
 print(f"epsilon of all {cost.n_fits} fits together: {cost.epsilon:.1f}")
@@ -95,15 +95,15 @@ print(f"the scores are protected: {cost.scores_protected}\n")
 print("\n".join(str(cost).splitlines()[:8]))
 
 # %%
-# What epsilon means, and which one is bearable, does not depend on the table: settle it first. If
-# the curve is needed for that, draw it on public or simulated clients.
+# What epsilon means, and which one is acceptable, does not depend on the table: decide that first.
+# If you need the curve for it, draw it with public or simulated clients.
 #
 # A budget
 # --------
-# A ledger is a file that every fit is written to before it reads any data, in whatever process,
-# clone or search. With a budget it refuses. Here the budget is a total of 10, and the search breaks
-# off. (With scikit-learn's default, ``error_score=np.nan``, it would go on with the fits that are
-# refused left out. Local fits are entries too, which cost nothing.)
+# A ledger is a file in which every fit records its cost before it reads any data, in any process,
+# clone or search. With a budget it refuses fits that would exceed it. Here the budget is a total of
+# 10, and the search stops. (With scikit-learn's default, ``error_score=np.nan``, it would continue
+# without the refused fits. Local fits are entries too, which cost nothing.)
 folder = tempfile.TemporaryDirectory()
 ledger = PrivacyLedger(Path(folder.name) / "ledger.jsonl", budget=10.0, relation="zero_out")
 kept = clone(search).set_params(estimator__ledger=ledger, error_score="raise")
@@ -124,8 +124,8 @@ folder.cleanup()
 # more than a single fit (Papernot and Steinke, 2022). The total is stated beforehand, and the noise
 # of the trials follows from it. Epsilon itself is not searched: it is the promise.
 #
-# How good is that, for 150 clients of about nine rows? Eight repetitions, beside the local models,
-# which cost nothing, and beside one fit with the whole total and an ``alpha`` that was guessed.
+# How good is that, for 150 clients of about nine rows? We compare eight repetitions with the local
+# models, which cost nothing, and with one fit that spends the whole total on a guessed ``alpha``.
 N_REPETITIONS = 8
 candidates = {"alpha": [alpha_q / N_CLIENTS for alpha_q in (0.3, 1.0, 3.0, 10.0, 30.0, 100.0)]}
 accuracy = ClientScorer("accuracy")
@@ -176,12 +176,11 @@ print("held-out accuracy; unit: one client; relation: zero_out; delta = 1e-5")
 print(pd.DataFrame(results).round(3).to_string(index=False))
 
 # %%
-# A selection has to hold out rows of its own, to pay for noise on the scores, and to leave a part
-# of its epsilon for each trial. With so few clients of so few rows that is more than it gains at
-# small totals: local models, or a guess that happens to be as good as this one, do better. It is
-# the way to go where nothing sensible is known and bad parameters do great harm, or with thousands
-# of clients, which make all of this cheap.
+# A selection has to hold out rows, add noise to the scores, and divide its epsilon among the
+# trials. With so few clients of so few rows that costs more than it gains at small totals: local
+# models, or a guess as good as this one, do better. Use a selection if you have no good guess and
+# bad parameters do great harm, or with thousands of clients, which make all of this cheap.
 #
-# The account of one selection:
+# The privacy report of one selection:
 print(search_cost(chosen[-1][1]))
 sklearn.set_config(enable_metadata_routing=False)

@@ -2,20 +2,20 @@
 Groups of clients: when there is more than one population
 =========================================================
 
-Shrinkage moves every client towards the population's mean. Where clients come in kinds, that is a
-place where nobody lives. A mixture prior lets them be drawn to their own kind instead, though
-nobody says which client is of which kind, how many kinds there are, or where they lie.
+Shrinkage moves every client towards the population's mean. If clients belong to different kinds, no
+client may be near that mean. A mixture prior shrinks them towards their own kind instead. It is not
+known which client is of which kind, how many kinds there are, or where they lie.
 
-All tables here are simulated, so that errors can be computed. First means of two measurements, then
-regressions, in the end the same under differential privacy.
+All tables here are simulated, so that we can compute errors. We start with means of two
+measurements, then fit regressions, and end with means under differential privacy.
 """
 
 # %%
 # Three kinds of clients
 # ----------------------
 # 300 clients have four rows each, of two measurements. Half of the clients are of one kind, the
-# others of two more. Clients of a kind differ (standard deviation 0.4), and a client's mean of four
-# rows is off by 0.6 in each measurement.
+# others of two further kinds. Clients of a kind differ (standard deviation 0.4), and a client's
+# mean of four rows is off by 0.6 in each measurement.
 import warnings
 
 import matplotlib.pyplot as plt
@@ -59,8 +59,9 @@ priors = {
 models = {name: fitted(prior, rows, groups) for name, prior in priors.items()}
 
 # %%
-# ``n_components="bic"`` counts the kinds, and the mixture finds the three. The discrete prior takes
-# a fourth point: clients of a kind differ, and one point cannot say so.
+# ``n_components="bic"`` chooses the number of components, and the mixture finds the three kinds.
+# The discrete prior takes a fourth point: clients of a kind differ, and one point cannot represent
+# that.
 for name in ("DiscretePrior", "GaussianMixturePrior"):
     prior = models[name].prior_
     centres = getattr(prior, "points" if name == "DiscretePrior" else "means")
@@ -69,9 +70,9 @@ for name in ("DiscretePrior", "GaussianMixturePrior"):
 
 # %%
 # Every line goes from a client's own mean to its estimate, in the colour of its most probable
-# component. One Gaussian pulls all clients to the middle. A discrete prior pulls them onto points,
-# or in between where it is unclear to which they belong. The mixture pulls them towards their kind,
-# and leaves them some character.
+# component. One Gaussian shrinks all clients towards the middle. A discrete prior moves them onto
+# points, or between points where their kind is uncertain. The mixture shrinks them towards their
+# kind and keeps some of their differences.
 COLORS = ["#1f5fa8", "#c1440e", "#3a7d44", "#7b4fa3", "#b58900", "#008b8b", "#aa3377", "#555555"]
 
 
@@ -117,9 +118,9 @@ fig.suptitle(f"From own means (rings; error {local:.2f}) to estimates (dots); bl
 plt.show()
 
 # %%
-# ``responsibilities_`` are the probabilities of the components, client by client. They are meant as
-# such: of the clients whose most probable component has a probability of about .7, some 70 percent
-# should belong to it.
+# ``responsibilities_`` are the probabilities of the components, client by client. They should be
+# calibrated: of the clients whose most probable component has a probability of about .7, about 70
+# percent should belong to it.
 mixture = models["GaussianMixturePrior"]
 nearest = np.argmin(((mixture.prior_.means[:, None] - KINDS) ** 2).sum(axis=2), axis=1)
 guess = nearest[mixture.responsibilities_.argmax(axis=1)]
@@ -134,13 +135,13 @@ print(
 # %%
 # Regressions of two kinds
 # ------------------------
-# 400 clients have 20 coefficients and eight rows, so that nobody can solve for his own. Half of
-# them have coefficients near 0.5, half near -0.5: the population's mean is about 0, and shrinking
-# towards it is of no use. What a client's few rows do tell is its kind.
+# 400 clients have 20 coefficients and eight rows, so no client can estimate its own. Half of them
+# have coefficients near 0.5, half near -0.5: the population's mean is about 0, and shrinking
+# towards it does not help. But a client's few rows suffice to tell its kind.
 #
-# ``method="printed"`` is AdaMix as published, which clusters the clients' point estimates. Those
-# are mostly noise where rows are few, and so are the clusters. The mixture here is fitted to the
-# marginal likelihood, in which the coefficients are integrated out.
+# ``method="printed"`` is AdaMix as published, which clusters the clients' point estimates. With few
+# rows these are mostly noise, and so are the clusters. The mixture here is fitted to the marginal
+# likelihood, in which the coefficients are integrated out.
 rng = np.random.default_rng(1)
 m, d, n = 400, 20, 8
 sign = rng.choice([-0.5, 0.5], m)
@@ -171,11 +172,11 @@ print(pd.Series(errors).round(3).to_string())
 # %%
 # With privacy
 # ------------
-# Now 5,000 clients of the three kinds of above. What the server pools is released under
+# Now there are 5,000 clients of the same three kinds, and the server pools their means under
 # differential privacy: unit one client with all its rows, relation replace one, delta 1e-5.
-# ``trust="central"`` runs k-means and EM on noisy sums, under one budget, and in the end asks, in a
-# noisy sum as well, whether that does the clients any good. If not, they keep their own means, and
-# a warning says so. The noise variance and the bound are the user's.
+# ``trust="central"`` runs k-means and EM on noisy sums, under one budget. A last noisy sum
+# estimates whether the result helps the clients. If not, they keep their own means, and a warning
+# says so. We give the noise variance and the bound.
 N_CLIENTS, N_COMPONENTS, N_REPETITIONS = 5000, 3, 10
 rows, groups, truth, _ = simulated_clients(N_CLIENTS, seed=2)
 released = {"noise_variance": NOISE**2, "clip_norm": 3.0, "center": [1.0, 1.0]}
@@ -186,9 +187,9 @@ print(
 )
 
 # %%
-# Errors over ten releases for each epsilon, and how many of these fits fell back to local means.
-# The single Gaussian is released too. It needs three sums once, and so does with little epsilon,
-# but there is also less to gain.
+# The table shows errors over ten releases for each epsilon, and how many of these fits fell back to
+# local means. The single Gaussian is also released. It needs three sums only once, so a small
+# epsilon suffices, but it gains less.
 epsilons = [0.05, 0.1, 0.2, 0.4, 0.8, 1.6]
 
 
@@ -249,9 +250,9 @@ ax.legend(frameon=False, fontsize="small", loc="lower left")
 plt.show()
 
 # %%
-# With ``trust="local"`` every client adds noise to its own mean. Groups then show only if they are
-# further apart than that noise is wide, and many clients are needed; by BIC the fit finds out
-# whether they do. Here an epsilon of 2 is far too little.
+# With ``trust="local"`` every client adds noise to its own mean. Groups are then visible only if
+# their distance exceeds the width of that noise, and it takes many clients. The fit decides by BIC.
+# Here an epsilon of 2 is far too small.
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     fitted(DiscretePrior(3), rows, groups, epsilon=2.0, delta=1e-5, trust="local", **released)

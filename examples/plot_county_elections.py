@@ -33,13 +33,13 @@ print("counties by number of Republican wins, 0 to 6:", *wins.tolist())
 # %%
 # Six folds
 # ---------
-# scikit-learn's own splitter holds out one year after the other; the counties are the ``groups``
-# of the estimator. The competitors:
+# scikit-learn's own splitter holds out one year at a time; the counties are the ``groups`` of the
+# estimator. The competitors:
 #
 # - ``method="printed"``, equation (6) of Ozkara et al. (2023): the weight on the local share is
 #   :math:`n / (\mu (1 - \mu) / s^2 - 1 + n)`, with leave-one-out mean and variance of the shares;
 # - ``method="printed_eq32"``, equation (32) of its appendix, where the -1 is missing;
-# - ``method="moments"``, which first takes the sampling variance out of :math:`s^2`;
+# - ``method="moments"``, which first subtracts the sampling variance from :math:`s^2`;
 # - ``method="ml"``, the default: beta-binomial maximum likelihood.
 folds = list(LeaveOneGroupOut().split(X, won, groups=year))
 
@@ -95,12 +95,12 @@ print("\nmean over the folds")
 print(gains.mean().round(1).to_string())
 
 # %%
-# What the real table gives
-# -------------------------
+# What the table shows
+# --------------------
 # The means over the folds are +1.0 % for equation (6), -3.1 % for equation (32), +0.9 % for the
-# corrected moments and +1.0 % for maximum likelihood. The paper reports +10.7 %. That cannot be
-# reproduced as described: the best weight that there is, fitted to the held-out election itself,
-# reaches 3.3 % (mean of the folds), and no single weight towards the pooled share can do better.
+# corrected moments and +1.0 % for maximum likelihood. The paper reports +10.7 %. We cannot
+# reproduce that: even the best weight, fitted to the held-out election itself, reaches only 3.3 %
+# (mean of the folds), and no single weight towards the pooled share can do better.
 #
 # The gain is small because elections are not exchangeable: there is a trend, the best weight is
 # above 1 for 2008 and 2012, and any shrinkage hurts there.
@@ -134,17 +134,17 @@ plt.show()
 # %%
 # With privacy
 # ------------
-# Now counties report under local differential privacy: every county sends a random subset of the
-# possible numbers of wins, which holds the true one more often than by chance (subset selection),
-# and only these messages are pooled. The county itself still uses its exact share. All counties
-# have five elections, so this is what ``mechanism="auto"`` picks.
+# Now counties report under local differential privacy. Every county sends a random subset of the
+# possible numbers of wins, which contains the true one more often than by chance (subset
+# selection), and the fit pools only these messages. The county itself still uses its exact share.
+# All counties have five elections, so this is what ``mechanism="auto"`` picks.
 train, test = folds[0]
 private = BernoulliMean(epsilon=1.0).fit(X.iloc[train], won.iloc[train], groups=county.iloc[train])
 print(private.privacy_)
 
 # %%
 # Each epsilon is the price of *one* fit, for one county with its five elections. Six folds are six
-# fits on overlapping data: whoever published all of them would have spent six times as much.
+# fits on overlapping data, so publishing all of them would cost six times as much.
 epsilons = [0.5, 1, 2, 4]
 N_REPETITIONS = 10
 private_gains = np.array(
@@ -167,8 +167,8 @@ print(f"no privacy   {gains['ml (default)'].mean():+5.1f}")
 
 # %%
 # From an epsilon of 2 on, three thousand counties lose nothing to privacy. At 0.5 the messages say
-# too little: how far to shrink is guessed rather than estimated, and some guesses are worse than no
-# shrinkage. Every dot is one try at all six folds.
+# too little to estimate how far to shrink, and some results are worse than no shrinkage. Every dot
+# is one run of all six folds.
 fig, ax = plt.subplots(figsize=(7, 3.8), layout="constrained")
 for values in private_gains.T:
     ax.plot(epsilons, values, ".", color="#1f5fa8", alpha=0.4, ms=6)

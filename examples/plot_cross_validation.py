@@ -2,82 +2,52 @@
 Local, pooled or personalized? Cross-validation inside clients
 ==============================================================
 
-A table has one row per house and a column with the county. Should the mean of a county be
-estimated from its own houses, from all houses, or from both? Cross-validation answers such
-questions, if it is done inside clients: scikit-learn's group splitters hold whole groups out, and a
-model of a county that it has never seen can only be the population model.
+A table has one row per house and a column with the county. Should the mean of a county be estimated
+from its own houses, from all houses, or from both? Cross-validation answers such questions if it
+splits inside clients. scikit-learn's group splitters hold out whole groups, and for a county that
+was not in the training rows there is only the population model.
 
 :class:`~pfl_sklearn.model_selection.ClientKFold` keeps rows of every client on both sides, and
 client ids reach ``fit`` and ``predict`` in one of two ways: routed as ``groups``, or as a column of
-the table. Both are shown on log radon levels of Minnesota houses, from ``radon_mn.csv.gz`` in the
-folder in ``PFL_SKLEARN_DATA``; where that is absent, on a simulated stand-in of the same shape, and
-everything printed and plotted says so.
+the table. We show both with log radon levels of houses in Minnesota, from
+:func:`~pfl_sklearn.datasets.load_radon`.
 """
 
 # %%
 # The table
 # ---------
-import os
-from pathlib import Path
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import sklearn
-from scipy.special import ndtri
 from sklearn.model_selection import GridSearchCV, cross_val_score, cross_validate
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from pfl_sklearn.compose import ClientColumn
-from pfl_sklearn.datasets import make_gaussian_clients
+from pfl_sklearn.datasets import load_radon
 from pfl_sklearn.estimation import GaussianMean
 from pfl_sklearn.metrics import ClientScorer, client_scores
 from pfl_sklearn.model_selection import ClientKFold, ClientShuffleSplit
 from pfl_sklearn.priors import GaussianPrior
 
-
-def simulated_radon(seed=0):
-    """85 counties with sizes and variances much like those of the real table."""
-    spread = 1.2 * ndtri((np.arange(85) + 0.5) / 85)
-    sizes = np.clip(np.round(5 * np.exp(spread)), 1, 116).astype(int)
-    houses = make_gaussian_clients(
-        85, sizes, mean=1.3, between_std=0.31, noise_std=0.8, random_state=seed
-    )
-    rng = np.random.default_rng(seed)
-    return pd.DataFrame(
-        {
-            "county": houses.groups,
-            "floor": rng.binomial(1, 0.17, len(houses.target)),
-            "log_radon": houses.target,
-        }
-    )
-
-
-path = Path(os.environ.get("PFL_SKLEARN_DATA", ".")) / "radon_mn.csv.gz"
-if path.is_file():
-    houses, SOURCE = pd.read_csv(path), "radon in Minnesota"
-    houses = houses.rename(columns={"county": "name", "county_fips": "county"})
-else:
-    houses, SOURCE = simulated_radon(), "SIMULATED houses, not radon"
-
-X, y, county = houses[["floor"]], houses["log_radon"], houses["county"]
+houses = load_radon("MN").frame
+X, y, county = houses[["floor"]], houses["log_radon"], houses["county_fips"]
 sizes = county.value_counts()
-print(f"data: {SOURCE}")
 print(f"{len(houses)} houses in {len(sizes)} counties, {sizes.min()} to {sizes.max()} each")
 
 # %%
 # Routed groups
 # -------------
-# With metadata routing on, ``groups`` travel through pipelines and searches to every step that asks
-# for them; the estimators, splitters and scorers of this package ask by default. The scorer has to
-# be a :class:`~pfl_sklearn.metrics.ClientScorer`: scikit-learn's own do not hand groups to
-# ``predict``.
+# With metadata routing on, ``groups`` travel through pipelines and searches to every step that
+# requests them. The estimators, splitters and scorers of this package do so by default. The scorer
+# has to be a :class:`~pfl_sklearn.metrics.ClientScorer`, because scikit-learn's own do not pass
+# groups to ``predict``.
 #
-# :class:`~pfl_sklearn.estimation.GaussianMean` looks at no column of X: it is the baseline that a
-# model with covariates has to beat. The pipeline only shows that the ids get through. The three
-# competitors are one estimator with three priors. A huge between-client variance leaves every
-# county its own mean, zero leaves one mean for all, and None estimates it.
+# :class:`~pfl_sklearn.estimation.GaussianMean` uses no column of X: it is the baseline for a model
+# with covariates. The pipeline only shows that the ids pass through it. The three competitors are
+# one estimator with three priors. An infinite between-client variance gives every county its own
+# mean, zero gives one mean for all, and None estimates the variance.
 sklearn.set_config(enable_metadata_routing=True)
 
 priors = {
@@ -104,7 +74,6 @@ for name, prior in priors.items():
         errors = {average: -found[f"test_{average}"].mean() for average in scoring}
         rows.append({"estimate": name, "shuffle": seed, **errors})
 results = pd.DataFrame(rows)
-print(f"data: {SOURCE}")
 print("mean squared error of held-out houses, mean of 10 times 5 folds")
 print(results.groupby("estimate", sort=False)[list(scoring)].mean().round(3).to_string())
 for average in scoring:
@@ -113,12 +82,12 @@ for average in scoring:
     print(f"{average}: personalized is best in {wins} of {len(by_shuffle)} shuffles")
 
 # %%
-# "Per house" counts every house the same, "per county" every county: there, the many counties with
-# few houses weigh more, and local means do worst. Personalized estimates have the smallest error
-# under both.
+# "Per house" gives every house the same weight, "per county" every county. The latter gives more
+# weight to the many counties with few houses, and local means do worst. Personalized estimates have
+# the smallest error under both.
 #
-# Every dot is one shuffle of the folds, a bar their mean. Most of each error is the scatter of
-# houses inside a county, which no mean predicts: what can be gained is the small rest.
+# Every dot is one shuffle of the folds, a bar their mean. Most of each error is the variance of
+# houses within a county, which no mean predicts. Only the small rest can be gained.
 colors = {"local": "#8c8c8c", "pooled": "#c1440e", "personalized": "#1f5fa8"}
 fig, axes = plt.subplots(1, 2, figsize=(7.5, 3.2), layout="constrained", sharey=True)
 jitter = np.linspace(-0.15, 0.15, 10)
@@ -130,15 +99,15 @@ for ax, average in zip(axes, scoring, strict=True):
     ax.locator_params(axis="x", nbins=4)
     ax.spines[["top", "right"]].set_visible(False)
 axes[0].set(yticks=range(3), yticklabels=list(priors), ylim=(2.5, -0.5))
-fig.suptitle(f"ClientKFold: 10 shuffles of 5 folds ({SOURCE})")
+fig.suptitle("ClientKFold: 10 shuffles of 5 folds")
 plt.show()
 
 # %%
 # Searching the prior
 # -------------------
-# Parameters of the prior can be searched like any other. The error as a function of the
-# between-client variance has its valley between "pooled" on the left and "local" on the right; the
-# estimated variance (None in the grid) is found without a search.
+# A search can include parameters of the prior. As a function of the between-client variance, the
+# error has its minimum between "pooled" on the left and "local" on the right. The estimated
+# variance (None in the grid) needs no search.
 variances = [0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, None]
 search = GridSearchCV(
     make_pipeline(StandardScaler(), GaussianMean(GaussianPrior())),
@@ -154,7 +123,6 @@ tried = pd.DataFrame(search.cv_results_["params"])
 tried.columns = ["method", "covariance"]
 tried["error"] = -search.cv_results_["mean_test_score"]
 estimated = tried[tried["covariance"].isna()].set_index("method")["error"]
-print(f"data: {SOURCE}")
 print("best:", search.best_params_)
 print("estimated variance:", estimated.round(4).to_dict())
 
@@ -171,7 +139,7 @@ ax.set(
     xticklabels=["0 (pooled)", "0.01", "0.1", "1"],
     xlabel="between-county variance",
     ylabel="mean squared error per house",
-    title=f"GridSearchCV over the prior ({SOURCE})",
+    title="GridSearchCV over the prior",
 )
 ax.minorticks_off()
 ax.spines[["top", "right"]].set_visible(False)
@@ -179,11 +147,11 @@ ax.legend(frameon=False, fontsize="small")
 plt.show()
 
 # %%
-# New counties and old ones
-# -------------------------
-# ``ClientShuffleSplit(new_clients=...)`` also holds whole counties out. They get the population
-# model; ``ClientScorer(subset="new")`` scores them alone. The two numbers are of different houses,
-# so their difference is not what it costs to be new.
+# New and known counties
+# ----------------------
+# ``ClientShuffleSplit(new_clients=...)`` also holds out whole counties. They get the population
+# model; ``ClientScorer(subset="new")`` scores them alone. The two numbers are for different houses,
+# so their difference is not the price of being new.
 splitter = ClientShuffleSplit(20, new_clients=0.1, random_state=0)
 both = cross_validate(
     GaussianMean(),
@@ -196,7 +164,6 @@ both = cross_validate(
     cv=splitter,
     params={"groups": county},
 )
-print(f"data: {SOURCE}")
 print(f"mean squared error, known counties: {-both['test_known'].mean():.3f}")
 print(f"mean squared error, new counties:   {-both['test_new'].mean():.3f}")
 
@@ -204,28 +171,27 @@ print(f"mean squared error, new counties:   {-both['test_new'].mean():.3f}")
 # The id as a column
 # ------------------
 # :class:`~pfl_sklearn.compose.ClientColumn` takes the ids out of the table itself. It needs no
-# routing (switched off again here), and it works with string scorers and with everything in
-# scikit-learn that has no way to hand groups to ``predict``.
+# routing (switched off again here), and it works with string scorers and all other tools of
+# scikit-learn that cannot pass groups to ``predict``.
 sklearn.set_config(enable_metadata_routing=False)
 
-with_ids = houses[["county", "floor"]]
-wrapped = ClientColumn(make_pipeline(StandardScaler(), GaussianMean()), "county")
+with_ids = houses[["county_fips", "floor"]]
+wrapped = ClientColumn(make_pipeline(StandardScaler(), GaussianMean()), "county_fips")
 scores = cross_val_score(
     wrapped,
     with_ids,
     y,
-    cv=ClientKFold(5, client_column="county", random_state=0),
+    cv=ClientKFold(5, client_column="county_fips", random_state=0),
     scoring="neg_mean_squared_error",
 )
-print(f"data: {SOURCE}")
 print(f"ClientColumn: {-scores.mean():.6f}, routed: {estimated['reml']:.6f}")
 
 # %%
 # Who gains?
 # ----------
-# :func:`~pfl_sklearn.metrics.client_scores` has one row per county: its score, the score of the
-# population model on the same houses, and the difference. Not every county gains: some with few
-# houses would be better served by the population model. The table is made of held-out houses.
+# :func:`~pfl_sklearn.metrics.client_scores` returns one row per county, with its score on held-out
+# houses, the score of the population model on the same houses, and the difference. Not every county
+# gains: for some with few houses the population model is better.
 train, test = next(ClientKFold(2, random_state=0).split(X, groups=county))
 model = GaussianMean().fit(X.iloc[train], y.iloc[train], groups=county.iloc[train])
 per_county = client_scores(
@@ -235,6 +201,5 @@ per_county = client_scores(
     groups=county.iloc[test],
     scoring="neg_mean_squared_error",
 )
-print(f"data: {SOURCE}")
 print(per_county.sort_values("n_rows", ascending=False).head().round(3).to_string())
 print({name: round(value, 3) for name, value in per_county.attrs.items()})

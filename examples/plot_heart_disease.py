@@ -9,8 +9,8 @@ ill, of those in Switzerland nine in ten.
 
 One logistic regression for all ignores that. One for every hospital has little to learn from: in
 Switzerland there are eight healthy patients. In between, coefficients vary by hospital around those
-of a population of hospitals. Four are few for a population, so this is a hard case, and the example
-looks at what can and what cannot be had.
+of a population of hospitals. Four hospitals are few for a population, so this is a hard case. The
+example shows what is possible and what is not.
 
 The table comes with the package: :func:`~pfl_sklearn.datasets.load_heart_disease`.
 """
@@ -19,8 +19,8 @@ The table comes with the package: :func:`~pfl_sklearn.datasets.load_heart_diseas
 # The table
 # ---------
 # Cholesterol, fasting blood sugar and three more columns are left out, because some hospital hardly
-# recorded them (a cholesterol of 0 in all Swiss rows means that it is missing). Patients with a gap
-# in what remains are left out too. Numbers are scaled by constants, so that a coefficient is about
+# recorded them (a cholesterol of 0 in all Swiss rows means that it is missing). So are patients
+# with a gap in the other columns. Numbers are scaled by constants, so that a coefficient is about
 # the effect of one standard deviation.
 import matplotlib.pyplot as plt
 import numpy as np
@@ -59,7 +59,7 @@ print(table.groupby("hospital")["target"].agg(patients="size", ill="sum", share=
 # %%
 # What varies?
 # ------------
-# All coefficients may vary here, with a variance each: the table is to say which of them do.
+# Here all coefficients may vary, each with its own variance, and the data show which of them do.
 every = PersonalizedLogisticRegression(GaussianPrior(covariance_type="diag"))
 every.fit(X, ill, groups=hospital)
 between = every.summary().loc["between", "sd"]
@@ -67,13 +67,13 @@ print("standard deviation between hospitals, every coefficient on its own")
 print(between.round(2).to_string())
 
 # %%
-# In the real table the level varies most, and next to it the effects of two kinds of chest pain.
-# Most other variances are estimated as 0. With four hospitals that is no proof that these effects
-# are the same everywhere, but there is no sign of a difference.
+# The level varies most, followed by the effects of two kinds of chest pain. Most other variances
+# are estimated as 0. With four hospitals that is no proof that these effects are the same
+# everywhere, but there is no sign of a difference.
 #
-# The plot is of a smaller model, in which the level and two effects vary. Switzerland stands apart
-# in its level; the effects differ by less than their intervals. The band of the population's level
-# is wide: it is a mean of four.
+# The plot shows a smaller model, in which the level and two effects vary. Switzerland's level
+# differs from all others; the effects differ by less than their intervals. The band of the
+# population's level is wide, because it is a mean of four.
 few = PersonalizedLogisticRegression(
     GaussianPrior(covariance_type="diag"), random=["intercept", "ST depression", "heart rate"]
 )
@@ -88,9 +88,10 @@ plt.show()
 # Held-out patients
 # -----------------
 # Five folds inside every hospital, stratified by outcome, three shuffles. Local models are
-# scikit-learn's logistic regression for every hospital alone: of maximum likelihood, which breaks
-# down where a few patients separate the classes, and with its default ridge penalty, which shrinks
-# towards 0 what the personalized models shrink towards the population.
+# scikit-learn's logistic regressions for every hospital alone. One is maximum likelihood, which
+# breaks down where few patients separate the classes. The other has the default ridge penalty,
+# which shrinks coefficients towards 0, where personalized models shrink them towards the
+# population.
 
 
 class Local:
@@ -156,10 +157,10 @@ print("\nlog loss by hospital")
 print(by_hospital.T.round(3).to_string())
 
 # %%
-# In the real table a level per hospital and common effects do as well as anything with more
-# freedom. The pooled model is about as good in the other three, but it is wrong about Switzerland.
-# Local models without a penalty do worst everywhere. With scikit-learn's penalty they come close:
-# these hospitals are large enough for that, the smallest has about ten patients a coefficient.
+# A level per hospital and common effects do as well as any model with more freedom. The pooled
+# model is about as good in the other three hospitals, but it is wrong about Switzerland. Local
+# models without a penalty do worst everywhere. With scikit-learn's penalty they come close, because
+# these hospitals are large enough: the smallest has about ten patients per coefficient.
 colors = ["#8c8c8c", "#8c8c8c", "#c1440e", "#1f5fa8", "#1f5fa8", "#1f5fa8"]
 marks = ["o", "s", "o", "o", "s", "^"]
 fig, ax = plt.subplots(figsize=(7, 4), layout="constrained")
@@ -184,11 +185,10 @@ plt.show()
 # %%
 # A fifth hospital
 # ----------------
-# What if the patient is from a hospital that nobody has seen? One hospital after the other is held
-# out whole. A new client gets the population's model. Its level is unknown, and ``integrate=True``
-# averages the probabilities over what it may be, which makes them less extreme. In the real table
-# that helps on average; but the pooled model does a little better still. A population of hospitals
-# is here estimated from three of them.
+# What if a patient comes from a new hospital? We hold out each hospital in turn. A new client gets
+# the population's model. Its level is unknown, and ``integrate=True`` averages the probabilities
+# over the possible levels, which makes them less extreme. That helps on average, but the pooled
+# model does a little better still. Here three hospitals have to represent a population.
 #
 # ``unseen="population"`` says that new clients are expected; ``predict_proba`` would warn of them.
 level = PersonalizedLogisticRegression(random="intercept", unseen="population")

@@ -2,9 +2,9 @@
 Personal nets where clients differ in their labels
 ==================================================
 
-Twenty clients have three of the ten digits each, and few rows of them. What does a net for each
-client gain over one for all? Most of it, it turns out, is in the label frequencies, which Bayes'
-rule uses without training anything.
+Twenty clients have three of the ten digits each, and few rows. What does a net for each client gain
+over one for all? Most of the gain comes from the label frequencies, and Bayes' rule uses them
+without any training.
 """
 
 # %%
@@ -54,11 +54,11 @@ for name, model in models.items():
 print(pd.DataFrame(rows).T.round(3).to_string())
 
 # %%
-# With thirty rows of three digits a client alone does well, and what a net of many digits adds is
-# small. With half as many rows AdaPeD is ahead of it; see the user guide.
+# With thirty rows of three digits a client alone does well, and a net of many digits adds little.
+# With half as many rows AdaPeD is ahead of it; see the user guide.
 #
-# The net that is read through the clients' label frequencies is the plain FedAvg net: nothing was
-# trained on a client's own rows alone. A client that it serves better is above the line.
+# The net that is corrected by the clients' label frequencies is the plain FedAvg net: nothing is
+# trained on a client's own rows alone. Clients for which it is better are above the line.
 ClientGainDisplay.from_estimator(
     models["one net, label frequencies"], X[test], y[test], groups=who[test], scoring="accuracy"
 )
@@ -67,6 +67,6 @@ plt.show()
 # %%
 # How close personal nets stay
 # ----------------------------
-# AdaPeD learns how much personal nets are held to the global one: the smaller psi, the more.
+# AdaPeD learns how close personal nets stay to the global one: the smaller psi, the closer.
 ConvergenceDisplay.from_estimator(models["AdaPeD, as printed"], quantities=["loss", "psi"])
 plt.show()

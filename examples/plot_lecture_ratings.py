@@ -10,8 +10,8 @@ The question is whether to predict a student's next rating from that student's p
 everybody's (pooled), or from both (personalized), and how many coefficients should vary by student.
 
 The table is ``insteval.csv.gz`` (from the R package lme4) in the folder in ``PFL_SKLEARN_DATA``.
-Where that is absent, a simulated stand-in of the same size takes its place, and everything printed
-and plotted says so.
+Without it the example simulates a table of the same size, and everything printed and plotted says
+so.
 """
 
 # %%
@@ -80,7 +80,7 @@ print(f"ratings per student: {sizes.min()} to {sizes.max()}, median {sizes.media
 # Strict and generous students
 # ----------------------------
 # Two models: a level per student, and a level, an effect of service and one of the lecture's age
-# per student, with any covariance between the three. The departments' effects are everybody's.
+# per student, with any covariance between the three. The departments' effects are common to all.
 levels = PersonalizedLinearRegression(random="intercept")
 slopes = PersonalizedLinearRegression(
     GaussianPrior(covariance_type="full"), random=["intercept", "service", "lectage"]
@@ -95,9 +95,9 @@ for name, model in {"levels": levels, "levels and slopes": slopes}.items():
 
 # %%
 # All students, sorted by their level: dots with their 95 % intervals, and the students' own levels
-# (with effects in common) as a cloud. Students with few ratings are pulled in far. The strictest
-# and most generous by their own few ratings (the ends of the cloud) are not the ones at the ends
-# of the line.
+# (with effects in common) as a cloud. Students with few ratings are shrunk strongly. Those who look
+# strictest or most generous by their own few ratings (the ends of the cloud) are not the ones at
+# the ends of the line.
 own_levels = PersonalizedLinearRegression(GaussianPrior(covariance=np.inf), random="intercept")
 own_levels.fit(X, rating, groups=student)
 display = CoefficientDisplay.from_estimator(levels, local=own_levels)
@@ -105,10 +105,10 @@ display.ax_.set(xlabel="student, sorted", ylabel="level", title=f"Students ({SOU
 plt.show()
 
 # %%
-# The effect of service varies too, though little is known about any single student's. Own effects
-# are all over the place, up to several points of a scale that has five; personalized ones stay
-# close to the population's, as the flat cloud shows. (Students whose lectures were all of one kind
-# know nothing of the effect. Their own estimate is 0, the least-squares solution of minimum norm.)
+# The effect of service varies too, though the data say little about any single student. Own effects
+# scatter widely, up to several points on a scale of five. Personalized ones stay close to the
+# population's, as the flat cloud shows. (For students whose lectures were all of one kind the
+# effect is not identified. Their own estimate is 0, the least-squares solution of minimum norm.)
 own_slopes = PersonalizedLinearRegression(
     GaussianPrior(covariance=np.inf), random=["intercept", "service", "lectage"]
 )
@@ -120,8 +120,7 @@ plt.show()
 # %%
 # Held-out ratings
 # ----------------
-# Five folds inside every student. The last two competitors look at the table from the other side:
-# there, a *lecturer* is a client.
+# Five folds inside every student. In the last two competitors a *lecturer* is a client instead.
 LOCAL, POOLED = GaussianPrior(covariance=np.inf), GaussianPrior(covariance=0.0)
 SLOPES = ["intercept", "service", "lectage"]
 competitors = {
@@ -156,15 +155,16 @@ print(
 )
 
 # %%
-# In the real table, a personalized level per student lowers the error by 3.3 %, a local one by
-# 0.8 %. Slopes of one's own make local predictions far worse than none, and personalized ones a
-# trace better. What matters more is who gives the lecture: with lecturers as clients, the error is
-# lower than with students by more than all of this. A model with both at once (crossed effects)
-# would do better still; here there is one kind of client at a time.
+# In the real table, a personalized level per student lowers the error by 3.3 %, a local one by 0.8
+# %. Separate slopes make local predictions far worse and personalized ones slightly better. The
+# lecturer matters more: with lecturers as clients instead of students, the error falls by more than
+# all of this. A model with both at once (crossed effects) would do better still; this package has
+# one grouping.
 #
-# Where does the gain come from? Students by their number of ratings: with few, a level of one's own
-# is a bad guess, and the pooled model is nearly all there is; with many it makes no difference
-# whether one shrinks. Personalized levels are best, or as good as the best, all along.
+# Where does the gain come from? Sort students by their number of ratings. With few ratings a
+# student's own level is a bad guess, and the pooled model is nearly as good as any. With many
+# ratings shrinkage makes no difference. Personalized levels are best, or as good as the best,
+# everywhere.
 bins = [1, 5, 10, 15, 20, 30, 40, 60, sizes.max() + 1]
 size_of_row = pd.cut(sizes[student].to_numpy(), bins, right=False)
 by_size = squares.groupby(size_of_row, observed=True).mean()

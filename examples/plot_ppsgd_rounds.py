@@ -2,10 +2,10 @@
 How many rounds: until the held-out loss is flat
 ================================================
 
-PPSGD's local models have no penalty. Run for long enough, every client's model fits its own few
-rows and their noise. What keeps it from that is the number of rounds: the global model is learned
-first, local ones bit by bit. So without noise a part of every client's rows is held out, and
-``fit`` goes on until their loss is flat.
+PPSGD's local models have no penalty. After enough rounds every client's model overfits its own few
+rows. Only the number of rounds prevents that: the fit learns the global model first and the local
+ones slowly. So without noise ``fit`` holds out a part of every client's rows, and continues until
+their loss is flat.
 """
 
 # %%
@@ -47,8 +47,8 @@ print(f"  pooled ridge {error(pooled):.3f}")
 print(f"  true models  {root_mean_squared_error(y[test], np.sum(X * coef[who], axis=1)[test]):.3f}")
 
 # %%
-# A number of rounds that is given is run as it is, on all rows. The training loss keeps falling,
-# and the test error turns.
+# If you give the number of rounds, the fit runs as many, on all rows. The training loss keeps
+# falling, while the test error rises again.
 grid = np.unique(np.geomspace(1, 3000, 25).astype(int))
 longer = PPSGDRegressor(warm_start=True, random_state=0)
 errors = []
@@ -69,7 +69,7 @@ plt.show()
 # Who gains
 # ---------
 # Every client has four test rows, so its error is noisy, and so is the sign of its gain: little
-# more than half of the clients are below the line. Their mean says more.
+# more than half of the clients are below the line. The mean gain says more.
 display = ClientGainDisplay.from_estimator(
     model,
     X[test],
@@ -83,9 +83,9 @@ plt.show()
 # %%
 # With noise
 # ----------
-# The number of rounds is then a part of the mechanism: if it followed the data, it would reveal
-# something about them. ``n_rounds=None`` is 100 rounds there, and the learning rate has to be
-# given. The :ref:`user guide <ppsgd_rounds>` says how to choose them.
+# The number of rounds is then part of the mechanism: if it depended on the data, it would reveal
+# something about them. ``n_rounds=None`` means 100 rounds, and you have to give the learning rate.
+# The :ref:`user guide <ppsgd_rounds>` says how to choose them.
 private = PPSGDRegressor(
     learning_rate=0.1,
     alpha=0.02,
@@ -99,8 +99,8 @@ print(private.privacy_)
 print(f"root mean squared error of the test rows: {error(private, groups=who[test]):.3f}")
 
 # %%
-# The clipping bound starts too high and follows the median norm of the messages down. The last
-# panel has what the first rounds cost. Epsilon covers the global models alone, so a plot like this
-# one is for those who may see the data.
+# The clipping bound starts too high and falls with the median norm of the messages. The last panel
+# shows the epsilon spent up to each round. Epsilon covers only the global models, so show a plot
+# like this one only to people who may see the data.
 ConvergenceDisplay.from_estimator(private)
 plt.show()

@@ -3,24 +3,24 @@ Local or global: when privacy noise decides
 ===========================================
 
 Linear models of many clients agree in 95 of 100 coefficients and differ a little in the other five.
-Learning one global model is fast, because everybody's rows count. But its gradients are pooled, and
-pay for privacy with noise. Local models learn slowly and pay nothing. With enough noise and enough
-rows they win: the paper behind PPSGD (Bietti et al., 2022) shows that in its Figure 1a, for all
-shares of global learning in between.
+A global model learns fast, because it uses all rows. But its gradients are pooled, so privacy adds
+noise to them. Local models learn slowly, without noise. With enough noise and enough rows they win:
+the paper behind PPSGD (Bietti et al., 2022) shows that in its Figure 1a, for all shares of global
+learning in between.
 
-That figure takes 1,000 clients and 1,000 rounds, eight gigabytes of rows. Here are 200 clients and
-300 rounds, a coarser grid, and noise that is smaller by the same factor of five, so that as much of
-it is left in the average over the clients. The whole figure is what ``figure_ppsgd.py`` in the
-folder ``benchmarks`` draws, in twenty minutes; its numbers are below.
+That figure takes 1,000 clients and 1,000 rounds, eight gigabytes of rows. We simulate 200 clients
+and 300 rounds, with a coarser grid and a noise that is smaller by the same factor of five, so that
+the average over the clients has the same noise. ``figure_ppsgd.py`` in the folder ``benchmarks``
+draws the whole figure in twenty minutes; its numbers are below.
 """
 
 # %%
 # The setting
 # -----------
-# Ten fresh rows of every client in a round, everybody takes part, one pass, no intercept. Messages
-# are the clients' average gradients, clipped to a norm of 10. ``alpha * Q`` is the ratio of the
-# global step to the local ones, Q being the number of clients of a round: 0 is local learning and
-# infinity global learning. The paper's noise multipliers are 0, 10 and 100.
+# In every round all clients take part, with ten fresh rows each. There is one pass and no
+# intercept. Messages are the clients' average gradients, clipped to a norm of 10. ``alpha * Q`` is
+# the ratio of the global step to the local ones, Q being the number of clients of a round: 0 is
+# local learning and infinity global learning. The paper's noise multipliers are 0, 10 and 100.
 import warnings
 
 import matplotlib.pyplot as plt
@@ -68,9 +68,9 @@ models = {
 }
 
 # %%
-# All of them see the same rows, 25 rounds at a time: ``partial_fit`` goes on for a pass over new
-# rows. The excess risk is known in closed form,
-# :math:`\frac1N \sum_i \| w + \theta_i - \theta_i^* \|^2_\Sigma`.
+# All models see the same rows, in steps of 25 rounds: ``partial_fit`` makes a further pass over new
+# rows. The excess risk is known in closed form, :math:`\frac1N \sum_i \| w + \theta_i - \theta_i^*
+# \|^2_\Sigma`.
 rng = np.random.default_rng(1)
 risks = {}
 for _ in range(0, N_ROUNDS, AT_ONCE):
@@ -85,7 +85,7 @@ for _ in range(0, N_ROUNDS, AT_ONCE):
 # %%
 # The figure
 # ----------
-# As in the paper, the best of the step sizes at each number of rounds, by the risk itself.
+# As in the paper, the curves show the step size with the smallest risk at each number of rounds.
 table = pd.Series(risks).rename_axis(["alpha Q", "sigma", "step", "rounds"])
 best = table.groupby(["sigma", "alpha Q", "rounds"]).min().unstack("rounds")
 local = best.loc[(0, 0.0)]
@@ -122,8 +122,7 @@ for sigma in SIGMA[1:]:
 # ---------------
 # With 1,000 clients and all eleven steps of the paper local learning overtakes ``alpha * Q = 1`` at
 # sigma = 10 between 180 and 220 rounds, over ten seeds, and the global model between 160 and 170.
-# "After about 200 iterations" is what the paper says of the larger noise. The excess risks of one
-# seed:
+# The paper says "after about 200 iterations" for the larger noise. The excess risks of one seed:
 full = pd.DataFrame(
     {
         "local": [6.76, 0.406, 0.0291, 0.000264, 0.0000352],
@@ -141,7 +140,7 @@ print("1,000 clients: printed by benchmarks/figure_ppsgd.py, not computed on thi
 print(full.T.to_string(float_format="%.3g"))
 
 # %%
-# Without noise the global model is ahead all along, and stops at 5.0e-6: the part of the clients'
-# coefficients that they have in common with nobody. In the paper small alphas win in later
-# iterations without noise too. In 1,000 rounds they do not here, with a label noise of 0.01, which
-# the paper does not print.
+# Without noise the global model is always ahead, and stops at 5.0e-6, which is the part of the
+# clients' coefficients that differs between them. In the paper small alphas also win in later
+# iterations without noise. Here they do not within 1,000 rounds, with a label noise of 0.01 (the
+# paper does not state its own).

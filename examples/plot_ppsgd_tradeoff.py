@@ -2,35 +2,35 @@
 Accuracy and privacy: what a little local learning buys back
 =============================================================
 
-A global model of many clients has to pay for their privacy with noise. Models of their own cost
-nothing, and have a client's few rows to learn from. PPSGD learns both at a time, and its parameter
-``alpha`` says how much of the model is learned globally. How good can it be at a given epsilon,
-with the best ``alpha`` and step size, in comparison to the two extremes? (The paper's Figure 2.)
+A private global model gets noise. Local models need none, but have only a client's few rows to
+learn from. PPSGD learns both together, and its parameter ``alpha`` says how much of the model is
+learned globally. How good can it be at a given epsilon, with the best ``alpha`` and step size,
+compared with the two extremes? (This is the paper's Figure 2.)
 
-Four times: MovieLens ratings by user, with the film's genres as features; whether a lecture at ETH
-Zurich was rated 4 or better, by student and again by lecturer; and handwritten digits by writer.
+There are four tasks: MovieLens ratings by user, with the film's genres as features; whether a
+lecture at ETH Zurich was rated 4 or better, by student and again by lecturer; and handwritten
+digits by writer.
 
 Epsilon protects what a client contributes with all its rows, against anyone who sees the global
 models of all rounds, including all other clients together. In the neighbouring table its
 contribution is replaced by nothing (zero-out); delta is 1e-5.
 
-The best of each grid is picked by its score on held-out rows, as in the paper, and
-*that is not protected*: the curves show what could be reached by somebody who knew the best
-parameters, not what a private choice would cost. For that see
-:ref:`the next example <sphx_glr_auto_examples_plot_choosing_epsilon.py>`.
+As in the paper, we pick the best of each grid by its score on held-out rows. *That choice is not
+protected*: the curves show what is possible with the best parameters, not what a private choice
+would cost. For that see :ref:`the next example <sphx_glr_auto_examples_plot_choosing_epsilon.py>`.
 
 The tables (``movielens_small_ratings.csv.gz``, ``insteval.csv.gz``, ``femnist_206writers.npz``) are
-looked for in the folder in ``PFL_SKLEARN_DATA``. Without them, scikit-learn's digits dealt out to
-150 artificial clients take their place.
+read from the folder in ``PFL_SKLEARN_DATA``. Without them the example distributes scikit-learn's
+digits over 150 artificial clients.
 """
 
 # %%
 # The tables
 # ----------
-# Features are scaled by constants that were known before (the pixels' 255, terms of an academic
-# year), because constants from the table would leak. Of the writers' images only the middle is
-# kept, where this format has its digits, and pooled to 8 x 6 pixels. Clients with fewer than ten
-# rows are left out.
+# We scale features by constants that are known beforehand (the pixels' 255, terms of an academic
+# year), because constants from the table would leak. From the writers' images we keep only the
+# middle, where this format has its digits, pooled to 8 x 6 pixels. We leave out clients with fewer
+# than ten rows.
 import os
 import warnings
 from pathlib import Path
@@ -121,10 +121,10 @@ for name, task in tasks.items():
 # %%
 # Fits
 # ----
-# Everybody takes part in every round with ten rows. A fifth of every client's rows is held out.
-# ``alpha * Q`` is the ratio of the global step to the local ones, Q being the number of clients of
-# a round: 0 is local learning, which releases nothing and costs nothing; infinity is the global
-# model alone. Everything in between counts as personalized.
+# All clients take part in every round, with ten rows each. A fifth of every client's rows is held
+# out. ``alpha * Q`` is the ratio of the global step to the local ones, Q being the number of
+# clients of a round: 0 is local learning, which releases nothing and costs nothing; infinity is the
+# global model alone. Everything in between counts as personalized.
 BETWEEN = (0.1, 1, 3, 10, 100)
 
 
@@ -234,23 +234,23 @@ for ax, (name, table) in zip(axes.flat, found.items(), strict=False):
 plt.show()
 
 # %%
-# What the real tables say
-# ------------------------
+# What the real tables show
+# -------------------------
 # *MovieLens.* Personalization helps at every epsilon from 0.1 on, by 0.006 stars without privacy
 # and 0.0004 at 0.1. At 0.03 it does not: a little less global learning would be as good as none.
-# The global model alone is no use here, since what users like differs too much.
+# The global model alone does not help here, because users' tastes differ too much.
 #
 # *Lectures by student.* It helps at every epsilon tried, by 0.6 to 0.7 percentage points, and is as
-# good at an epsilon of 0.03 as without privacy, which 2,642 clients make cheap. That is two
-# standard errors, of the best of a grid.
+# good at an epsilon of 0.03 as without privacy, which is cheap with 2,642 clients. The gain is two
+# standard errors, for the best of a grid.
 #
 # *Lectures by lecturer.* Here it does not help. Lecturers have more ratings and differ more, so
-# that local learning is as good at every epsilon.
+# local learning is as good at every epsilon.
 #
-# *Digits.* It does not help either, beyond what a standard error covers. Local models are best, or
-# as good as the best, at an epsilon of 1 and below, and global ones from 3 on; the personalized
-# ones, with ``alpha`` chosen for it, go along with whatever is better. 198 writers are few: at an
-# epsilon of 1, noise costs the global model half of its accuracy.
+# *Digits.* Here it does not help by more than a standard error either. Local models are best, or as
+# good as the best, at an epsilon of 1 and below, and global ones from 3 on. Personalized models,
+# with the best ``alpha``, match the better of the two. 198 writers are few: at an epsilon of 1,
+# noise costs the global model half of its accuracy.
 #
-# So ``alpha`` need not gain anything over the better extreme. But which one that is depends on
-# epsilon, and the gap between the two extremes is large.
+# So the best ``alpha`` need not gain anything over the better extreme. But epsilon determines which
+# extreme that is, and the gap between the two is large.

@@ -2,22 +2,22 @@
 Private means: how much noise does a promise need?
 ==================================================
 
-Ten thousand clients have 15 rows each. Their means are spread with standard deviation 0.1, rows
-around them with 0.5: this is the setting of figure 1a of Ozkara et al. (2023). A client's own mean
-is noisy; shrinking it towards the population mean helps. To learn the population mean, a server
-has to hear from the clients, and what it hears is to be private.
+We simulate ten thousand clients with 15 rows each. The standard deviation is 0.1 between their
+means and 0.5 within a client, as in figure 1a of Ozkara et al. (2023). A client's own mean is
+noisy; shrinking it towards the population mean helps. To learn the population mean, a server needs
+messages from the clients, and these have to be private.
 
-Three ways to make it so are compared here: the noise printed in the paper, the noise that the same
-promise really needs (both with clients that trust nobody), and one dose of noise added by a
-trusted server. Unit of protection: one client with all its rows; neighbouring tables differ in one
-client's rows, replaced by any others; delta is 1e-4 throughout.
+We compare three ways: the noise printed in the paper, the noise that the same promise really needs
+(both with clients that trust nobody), and noise added once by a trusted server. Unit of protection:
+one client with all its rows; neighbouring tables differ in one client's rows, replaced by any
+others; delta is 1e-4 throughout.
 """
 
 # %%
 # Without privacy
 # ---------------
-# The two variances are taken as known, as in the paper: the between-client variance is a parameter
-# of the prior, the variance of a row one of the estimator.
+# The two variances are known, as in the paper. The between-client variance is a parameter of the
+# prior, the variance of a row one of the estimator.
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -59,8 +59,8 @@ print(f"MSE x 100: local {local:.3f}, personalized without privacy {personalized
 #    \sigma_q = \frac{b}{\epsilon_0} \sqrt{8 \log(2 / \delta)}, \qquad
 #    b = r + \Bigl(\sigma_\theta + \frac{\sigma_x}{\sqrt n}\Bigr) \sqrt{\log(m^2 n)},
 #
-# to its mean, with r = 0 here. Shrinking towards the average of the noisy means then has the
-# expected error that the theorem states, with a weight that knows of the noise.
+# to its mean, with r = 0 here. Shrinking towards the average of the noisy means, with a weight that
+# accounts for the noise, then has the expected error that the theorem states.
 
 
 def printed_mse(epsilon):
@@ -75,8 +75,8 @@ def printed_mse(epsilon):
 # %%
 # The noise that is needed
 # ------------------------
-# With ``trust="local"`` the estimator clips every client's mean to a ball that the user gives, and
-# adds the noise of the analytic Gaussian mechanism. The ball here is 3.5 standard deviations of a
+# With ``trust="local"`` the estimator clips every client's mean to a ball that you give, and adds
+# the noise of the analytic Gaussian mechanism. The ball here is 3.5 standard deviations of a
 # client's mean, computed from the known variances, not from the data: a handful of the 10,000
 # clients are clipped. With ``trust="central"`` the same messages are summed by a trusted server,
 # which adds noise once.
@@ -87,8 +87,8 @@ for trust in ("local", "central"):
     print(private.privacy_, end="\n\n")
 
 # %%
-# All clients shrink towards the same noisy mean, so a single fit may be lucky or not. Every epsilon
-# is tried a hundred times.
+# All clients shrink towards the same noisy mean, so a single fit may be lucky or unlucky. We repeat
+# every epsilon a hundred times.
 epsilons = np.arange(1, 9) / 10
 N_REPETITIONS = 100
 
@@ -126,11 +126,12 @@ print(results.round(3).to_string())
 
 # %%
 # The figure of the paper shows the private estimator joining the one without privacy as epsilon
-# grows to 0.8. Its printed noise does not do that: at 0.8 the error is still more than half as
-# large again. The reasons are the radius, 6.4 standard deviations of a client's mean, and a
-# calibration that is an upper bound where the exact one is to be had. With both tightened, local
-# privacy nearly gets there on average; single fits scatter, as the band shows. A trusted server
-# gets there at every epsilon, since ten thousand clients share one dose of noise.
+# grows to 0.8. The printed noise does not achieve that: at 0.8 the error is still more than half as
+# large again. There are two reasons: the radius, 6.4 standard deviations of a client's mean, and a
+# calibration that is only an upper bound, although the exact one is known. With both corrected,
+# local privacy nearly reaches that error on average; single fits scatter, as the band shows. With a
+# trusted server the error is that small at every epsilon, because ten thousand clients share the
+# noise.
 fig, ax = plt.subplots(figsize=(7, 4.4), layout="constrained")
 ax.axhline(local, color="#555555", lw=1, ls="--", label="local")
 ax.plot(epsilons, results["printed"], "s-", color="#8c8c8c", label="printed noise (Theorem 2)")
@@ -152,8 +153,8 @@ ax.legend(frameon=False, fontsize="small", loc="lower left", bbox_to_anchor=(0.0
 plt.show()
 
 # %%
-# The printed noise keeps its promise for one coordinate only. It is added to each coordinate on its
-# own; for a mean of 100 coordinates a claimed epsilon of 1 is in truth about 10, as
+# The printed noise keeps its promise for one coordinate only. It is calibrated for each coordinate
+# separately; for a mean of 100 coordinates a claimed epsilon of 1 is in truth about 10, as
 # :func:`~pfl_sklearn.privacy.epsilon_spent` finds. The estimator clips in L2 norm, so that its
 # promise does not depend on the number of coordinates.
 from pfl_sklearn.privacy import epsilon_spent

@@ -2,9 +2,9 @@
 Private nets: what noise takes from one net, and what it leaves to personal ones
 =================================================================================
 
-With differential privacy the global net gets noise in every round, and with sixty clients it is a
-lot. Nets of the clients' own are trained on their own rows, which costs no privacy. AdaPeD holds
-them to the global net only as far as that one is of use.
+With differential privacy the global net gets noise in every round, and with sixty clients the noise
+is large. Clients train their personal nets on their own rows, which costs no privacy. AdaPeD keeps
+these close to the global net only as far as that helps.
 """
 
 # %%
@@ -36,8 +36,9 @@ def accuracy(model):
 # %%
 # Methods
 # -------
-# A linear net for all, whose features are pixels from 0 to 1: with noise nobody looks at the data
-# to scale them. In each of 20 rounds every client takes five steps. Messages are clipped to .5.
+# All methods have a linear net, whose features are pixels from 0 to 1: with noise the fit does not
+# scale them by the data. In each of 20 rounds every client takes five steps. Messages are clipped
+# to .5.
 net = NeuralNetClassifier(
     MLP, module__hidden=(), criterion=nn.CrossEntropyLoss, lr=0.2, batch_size=10
 )
@@ -52,7 +53,7 @@ methods = {
 # %%
 # Privacy against accuracy
 # ------------------------
-# Noise differs from fit to fit; these are means of two. The last ticks have no noise, and clients
+# Noise differs from fit to fit; these are means of two. The last ticks are without noise. Clients
 # that train alone send nothing.
 rows = [
     {"method": name, "epsilon": epsilon, "accuracy": accuracy(model.set_params(epsilon=epsilon))}
@@ -81,8 +82,8 @@ plt.show()
 # %%
 # What is protected
 # -----------------
-# Each client's change of the global net and of psi is clipped and gets noise with those of the
-# others. Its own net never leaves it.
+# Each client's changes of the global net and of psi are clipped, and the sum over clients gets
+# noise. A client's own net never leaves it.
 print(report)
 
 # %%

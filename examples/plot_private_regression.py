@@ -2,20 +2,20 @@
 Private regression: one noisy release, and a posterior at every client
 ======================================================================
 
-Two thousand clients have eight rows each, and each client a regression of its own. What a server
-learns of the population is to be private: it gets the second moments of bounded rows, with noise,
-and nothing else. Every client then combines what was released with its own exact rows, at home.
+We simulate two thousand clients with eight rows each, and a separate regression for each client.
+What is released about the population has to be private: it is the second moments of bounded rows,
+with noise, and nothing else. Every client then combines the release with its own exact rows,
+locally.
 
-Two promises are compared, for one row (``unit="row"``) and for a whole client
-(``unit="client"``). The table is simulated, so that errors can be computed. Neighbouring tables
-differ in one unit that is replaced; delta is 1e-5 throughout.
+We compare two promises, for one row (``unit="row"``) and for a whole client (``unit="client"``).
+Neighbouring tables differ in one unit that is replaced; delta is 1e-5 throughout.
 """
 
 # %%
 # The table
 # ---------
-# Three features, and an intercept. Clients' coefficients scatter around the population's with a
-# standard deviation of 0.4, rows around their client's line with 1.
+# There are three features and an intercept. The standard deviation is 0.4 between the clients'
+# coefficients and 1 within a client. Because the table is simulated, we can compute errors.
 import warnings
 
 import matplotlib.pyplot as plt
@@ -35,14 +35,14 @@ X = rng.normal(size=(len(who), 3))
 y = theta[who, 0] + np.sum(X * theta[who, 1:], axis=1) + rng.normal(size=len(who))
 
 # %%
-# What has to be given
-# --------------------
-# The two bounds, of course: on the length of a row of X and on the absolute target. They come from
-# what is known of such tables, never from this one. Here features are known to be standardized in
-# the population (a length of about the root of 3) and targets to be within a few units.
+# What you have to give
+# ---------------------
+# You give two bounds, on the length of a row of X and on the absolute target. They come from what
+# is known about such tables, never from this one. Here features are known to be standardized in the
+# population (a length of about the root of 3) and targets to be within a few units.
 #
-# With several clients also the covariance between them: the moments that are released do not tell
-# it. The noise variance is found out in the same release.
+# With several clients you also give the covariance between them, which the released moments do not
+# contain. The same release estimates the noise variance.
 BOUNDS = {"feature_bound": 2.0, "target_bound": 6.0}
 prior = GaussianPrior(covariance=BETWEEN)
 
@@ -67,8 +67,8 @@ def errors(model):
 print(fitted(epsilon=1.0, delta=DELTA, unit="client", **BOUNDS).privacy_)
 
 # %%
-# ``summary()`` of a private fit has standard errors that count the noise of the release, which is
-# known, as well as the sampling. Those of a fit without privacy beside it:
+# The standard errors in ``summary()`` of a private fit count the sampling and the noise of the
+# release, whose variance is known. We compare them with those of a fit without privacy:
 tables = {
     "epsilon = 1, unit client": fitted(epsilon=1.0, delta=DELTA, unit="client", **BOUNDS),
     "without privacy": fitted(),
@@ -91,17 +91,17 @@ print(
 # %%
 # How much noise?
 # ---------------
-# Twenty releases for each epsilon and each unit. A row moves the sum over rows as far as a client
-# moves the sum over clients, and there are eight times as many rows: the same epsilon costs an
-# eighth of the error, and promises far less. Where noise is large a weak ridge, which the bounds
-# determine, keeps the population's coefficients within reason. Their standard errors say what they
-# are worth, and clients then rely on their own rows.
+# We draw twenty releases for each epsilon and each unit. A row moves the sum over rows as far as a
+# client moves the sum over clients, and there are eight times as many rows. So with rows as the
+# unit the same epsilon costs an eighth of the error, and promises far less. Where noise is large, a
+# weak ridge, which the bounds determine, keeps the population's coefficients finite. Their standard
+# errors are then large, and clients rely on their own rows.
 #
-# That takes a noise variance that is right. Below four standard deviations of its own privacy noise
-# it drowns, and every client keeps its own regression (the warning that says so is silenced here):
-# with clients as the unit that happens at the small epsilons. With ``noise_variance`` given clients
-# have something to rely on there too. (This is a single table: where a release comes out below the
-# level without privacy, that is luck.)
+# That requires a good estimate of the noise variance. Below four standard deviations of its own
+# privacy noise the estimate is useless, and every client keeps its own regression (we silence the
+# warning that says so). With clients as the unit that happens at small epsilons. With
+# ``noise_variance`` given clients can use the release there too. (This is a single table: where the
+# error of a release is below that without privacy, it is luck.)
 epsilons = [0.03, 0.1, 0.3, 1, 3, 10]
 N_REPETITIONS = 20
 promises = {
@@ -145,7 +145,7 @@ STYLES = {
     "client": {"color": "#c1440e", "ls": "-"},
     "client, noise variance given": {"color": "#3a7d44", "ls": "--"},
 }
-fig, axes = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
+fig, axes = plt.subplots(1, 2, figsize=(9, 4.6), layout="constrained")
 for k, ax in enumerate(axes):
     for name, style in STYLES.items():
         low, middle, high = np.quantile(found[name][:, :, k], [0.1, 0.5, 0.9], axis=1)
@@ -162,7 +162,8 @@ for ax, at in zip(axes, ticks, strict=True):
     ax.set(yticks=at, yticklabels=at)
 axes[0].set(title="population coefficients", ylabel="L2 error")
 axes[1].set(title="clients' coefficients", ylabel="mean squared error")
-axes[1].legend(frameon=False, fontsize="small")
+handles, labels = axes[1].get_legend_handles_labels()
+fig.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize="small")
 fig.suptitle(
     "2,000 clients of 8 rows: median and middle 80 % of 20 releases\n"
     "(replace one, delta = 1e-5, trusted server)"
@@ -172,12 +173,12 @@ plt.show()
 # %%
 # Which bounds?
 # -------------
-# Rows beyond ``feature_bound`` are scaled down, target and all: their factor depends on their
-# features alone, so that they count less but say nothing wrong. A bound that leaves out most rows
-# loses some of them, and no more. A ``target_bound`` that is too small is another matter. It
-# selects by the target, which pulls coefficients to 0, with or without noise. Both cost noise where
-# they are too wide. The right panel is the reason to be generous with the second one, the left to
-# be stingy with the first.
+# Rows beyond ``feature_bound`` are scaled down together with their target. The factor depends on
+# their features alone, so they count less but cause no bias. A bound that most rows exceed
+# therefore loses some information, and nothing else. A ``target_bound`` that is too small is
+# different. It selects by the target, which biases coefficients towards 0, with or without noise.
+# Both bounds cost noise if they are too wide. So choose a generous ``target_bound`` (right panel)
+# and a tight ``feature_bound`` (left panel).
 choices = {
     "feature_bound": [0.5, 1, 2, 4, 8],
     "target_bound": [1, 2, 4, 8, 16],
@@ -219,5 +220,5 @@ fig.suptitle(
 plt.show()
 
 # %%
-# This table is simulated, so that one may look:
+# The table is simulated, so we may look at the rows beyond the bounds:
 print(f"rows beyond feature_bound = 2: {beyond[0]:.0%}; beyond target_bound = 6: {beyond[1]:.2%}")

@@ -2,14 +2,14 @@
 Radon: counties, floors, and counties never measured
 ====================================================
 
-Radon seeps from the ground into houses. Of 919 houses in 85 counties of Minnesota the level is
-known, and whether it was taken in the basement or on the first floor. Most counties have few
-houses: half of them five or fewer. What is the level of a county, and what is to be expected in a
-county where nobody measured?
+Radon seeps from the ground into houses. For 919 houses in 85 counties of Minnesota we know the
+level, and whether it was measured in the basement or on the first floor. Most counties have few
+houses: half of them five or fewer. What is the level of a county, and what should we expect in a
+county without any measurement?
 
-The soil of a county helps: its uranium content is known everywhere. That is a feature of the
-client, not of the house, and it explains why counties differ. This is the example of the textbook
-of Gelman and Hill (2007).
+The soil of a county helps: its uranium content is known everywhere. It is a feature of the client,
+not of the house, and it explains much of the difference between counties. This is the example of
+the textbook of Gelman and Hill (2007).
 
 The table comes with the package: :func:`~pfl_sklearn.datasets.load_radon`.
 """
@@ -37,8 +37,8 @@ print(f"{len(houses)} houses in {len(sizes)} counties, {sizes.min()} to {sizes.m
 # Counties differ, and why
 # ------------------------
 # A level per county and one effect of the floor for all: ``random="intercept"``. The second model
-# has the county's uranium (in logarithms) besides. A feature that is constant within clients must
-# not vary by client, since no client alone can tell its coefficient; here it does not.
+# adds the county's uranium (its logarithm). The coefficient of a feature that is constant within
+# clients must not vary, because no client alone can identify it; here it does not.
 FLOOR, BOTH = ["floor"], ["floor", "log_uranium"]
 plain = PersonalizedLinearRegression(random="intercept")
 plain.fit(houses[FLOOR], log_radon, groups=county)
@@ -50,13 +50,13 @@ for name, model in {"floor": plain, "floor and uranium": with_uranium}.items():
     print(model.summary().round(3).to_string(na_rep=""))
 
 # %%
-# In the real table uranium halves the standard deviation between counties, from .33 to .16: most of
-# what distinguishes counties is in their soil. (Both models are those of lme4: ``floor + (1 |
-# county)`` and ``floor + log_uranium + (1 | county)``. Restricted likelihoods of models with
-# different features cannot be compared; the standard deviations can.)
+# Uranium halves the standard deviation between counties, from .33 to .16: the soil explains most of
+# the differences. (Both models are those of lme4: ``floor + (1 | county)`` and ``floor +
+# log_uranium + (1 | county)``. Restricted likelihoods of models with different features cannot be
+# compared; the standard deviations can.)
 #
-# The caterpillar plots show the same. What is left of the differences is hardly distinguishable
-# from none for any single county, though all together they are not zero.
+# The caterpillar plots show the same. The remaining differences can hardly be told from zero for
+# any single county, though together they are not zero.
 fig, axes = plt.subplots(1, 2, figsize=(7.5, 4.2), layout="constrained", sharey=True)
 for ax, model, title in zip(axes, [plain, with_uranium], ["floor", "floor, uranium"], strict=True):
     CoefficientDisplay.from_estimator(model, ax=ax)
@@ -70,7 +70,7 @@ plt.show()
 # A picture of the second model: a county's level against its uranium. The line is the population's
 # model, the band its standard error, and a dot is the county's personalized level with its 95 %
 # interval. Rings are the counties' own means (corrected for the floor). The fewer houses, the
-# closer a dot is to the line; the largest counties go where their houses are.
+# closer a dot is to the line. The dots of the largest counties are at their own means.
 counties = houses.groupby("county_fips")["log_uranium"].first()[with_uranium.clients_]
 basement = pd.DataFrame({"floor": 0.0, "log_uranium": counties.to_numpy()})
 level, level_std = with_uranium.predict(basement, groups=with_uranium.clients_, return_std=True)
@@ -108,9 +108,9 @@ plt.show()
 # Does the floor's effect vary?
 # -----------------------------
 # ``random="all"`` with a full covariance lets the effect of the floor vary by county. Two more
-# variance parameters raise the restricted likelihood only a little; the features are the same, so
-# that these can be compared. (A variance cannot be negative, so twice the gain is not quite
-# chi-squared: the usual p-value is on the safe side.)
+# variance parameters raise the restricted likelihood only a little. The features are the same, so
+# the likelihoods are comparable. (A variance cannot be negative, so twice the gain is not quite
+# chi-squared: the usual p-value is conservative.)
 varying = PersonalizedLinearRegression(GaussianPrior(covariance_type="full"))
 varying.fit(houses[FLOOR], log_radon, groups=county)
 print(varying.summary().round(3).to_string(na_rep=""))
@@ -122,11 +122,11 @@ print(f"twice the gain in log restricted likelihood: {gain:.2f} for 2 parameters
 # -------------------------------------
 # :class:`~pfl_sklearn.model_selection.ClientShuffleSplit` tests both kinds in one split: a fifth of
 # the houses of every county that stays, and all houses of a tenth of the counties. The two columns
-# are of different houses; compare down, not across.
+# are for different houses, so compare down, not across.
 #
-# Local models come in two kinds: every county for itself in everything, or a level of its own with
-# the floor's effect in common (what econometrics calls fixed effects). To a new county a local
-# model gives the mean of the counties' coefficients.
+# There are two local models: a separate regression per county, and a separate level with a common
+# effect of the floor ("fixed effects" in econometrics). For a new county a local model uses the
+# mean of the counties' coefficients.
 LOCAL, POOLED = GaussianPrior(covariance=np.inf), GaussianPrior(covariance=0.0)
 competitors = {
     "local": (PersonalizedLinearRegression(LOCAL), FLOOR),
@@ -163,17 +163,18 @@ print(f"held-out houses, {splitter.get_n_splits()} splits")
 print(scores.round(3).to_string())
 
 # %%
-# In the real table personalized levels are better than local and pooled ones for known counties,
-# and with uranium they are better still. The gain over *pooled with uranium* is small: what the
-# counties' own houses add to the soil is little. For new counties only the features count, and
-# uranium is all there is.
+# For known counties personalized levels are better than local and pooled ones, and better still
+# with uranium. The gain over *pooled with uranium* is small: the counties' own houses add little to
+# what the soil says. For new counties only the features count, and uranium is the only one that
+# differs.
 #
-# The last columns count how many held-out houses fall into their 95 % prediction intervals: mean
-# response and scatter of houses together. For a new county the spread between counties is in them.
-# A local model has nothing to say about one: its intervals are infinite, and hold everything.
+# The last columns give the share of held-out houses inside their 95 % prediction intervals, which
+# combine the uncertainty of the mean response and the variance of houses. For a new county they
+# include the variance between counties. A local model knows nothing about a new county: its
+# intervals are infinite and contain everything.
 #
-# The plot shows differences within splits; bars are two standard errors over the splits. Splits
-# overlap, so the bars are rather too short.
+# The plot shows differences within splits; bars are two standard errors over the splits. The splits
+# overlap, so the bars are somewhat too short.
 splits = tested.groupby(["model", "county", "fold"], sort=False)["square"].mean()
 splits = splits.unstack("fold")
 fig, axes = plt.subplots(1, 2, figsize=(7.5, 3.6), layout="constrained", sharey=True)
@@ -196,10 +197,9 @@ plt.show()
 # %%
 # A county never measured
 # -----------------------
-# All one needs to know of it is its uranium. ``predict`` gives an id that was not in ``fit`` the
-# population's model; ``unseen="population"`` says that new ids are expected. ``return_std`` counts
-# the uncertainty of its coefficients and the spread between counties. Radon levels themselves are
-# the exponentials.
+# We need only its uranium. ``predict`` gives an id that was not in ``fit`` the population's model;
+# ``unseen="population"`` says that new ids are expected. ``return_std`` counts the uncertainty of
+# its coefficients and the spread between counties. Radon levels themselves are the exponentials.
 uranium = np.log([0.5, 1.0, 1.6])
 nowhere = pd.DataFrame({"floor": 0.0, "log_uranium": uranium})
 largest = sizes.index[0]

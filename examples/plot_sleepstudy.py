@@ -2,16 +2,16 @@
 Sleep deprivation: every subject a line of its own
 ==================================================
 
-Eighteen subjects slept three hours a night, and every day their reaction time was measured
-(Belenky et al., 2003). On average a day costs ten milliseconds, but not everybody is average. Each
-subject is a client with ten rows, and the question is how much of a subject's own line to believe.
+Eighteen subjects slept three hours a night, and every day their reaction time was measured (Belenky
+et al., 2003). On average a day costs ten milliseconds, but not everybody is average. Each subject
+is a client with ten rows, and the question is how far to trust a subject's own line.
 
-This is the standard example of linear mixed models and of the R package lme4, so there are numbers
-in print to compare with. Four models are fitted here, and three of their uses are shown: which
-subjects differ, what to expect of them in the days to come, and of somebody new.
+This is the standard example of linear mixed models and of the R package lme4, so there are printed
+results to compare with. We fit four models and show three uses: which subjects differ, what to
+expect of them on later days, and what to expect of a new subject.
 
-The table is ``sleepstudy.csv.gz`` in the folder in ``PFL_SKLEARN_DATA``. Where that is absent, a
-simulated stand-in of the same shape takes its place, and everything printed and plotted says so.
+The table is ``sleepstudy.csv.gz`` in the folder in ``PFL_SKLEARN_DATA``. Without it the example
+simulates a table of the same shape, and everything printed and plotted says so.
 """
 
 # %%
@@ -61,15 +61,15 @@ print(f"{subject.nunique()} subjects, {len(table)} rows")
 # -------------------------------
 # ``random`` names the coefficients that vary by client, the prior says how. In lme4's words:
 #
-# - ``1 + (1 | subject)``: a mean per subject. The model is given a column of zeros, because a table
-#   has to have a column;
+# - ``1 + (1 | subject)``: a mean per subject. The table is a column of zeros, because it needs at
+#   least one column;
 # - ``days + (1 | subject)``: an intercept per subject, one slope for all;
 # - ``days + (days || subject)``: intercepts (at day 0) and slopes, independent of each other, which
 #   is ``centered=False``;
 # - ``days + (days | subject)``: the same with a correlation.
 #
-# The numbers on the right are printed by lme4 for the real table (Bates et al., 2015, and the
-# documentation of ``lmer``), those on the left are rounded to as many digits.
+# The numbers on the right are those that lme4 prints for the real table (Bates et al., 2015, and
+# the documentation of ``lmer``). Ours on the left are rounded to as many digits.
 zeros = pd.DataFrame({"nothing": np.zeros(len(table))})
 by_intercept = PersonalizedLinearRegression(random="intercept")
 independent = PersonalizedLinearRegression(GaussianPrior(covariance_type="diag", centered=False))
@@ -126,20 +126,20 @@ for formula, model in models.items():
             print(f"  {term:<35}{value:>10.{digits}f} {text:>10}")
 
 # %%
-# For the real table all of them agree but one, in its last digit: 24.740 or 24.741, by how soon the
-# search for the maximum stops. ``summary()`` has them as a data frame:
+# For the real table they all agree except one, in its last digit: 24.740 or 24.741, depending on
+# when the search for the maximum stops. ``summary()`` returns them as a data frame:
 print(f"data: {SOURCE}")
 print(correlated.summary().round(3).to_string(na_rep=""))
 
 # %%
 # Who differs?
 # ------------
-# The caterpillar plot: every subject's coefficients with their 95 % intervals, around the
-# population's line and its band. Rows are in the order of the intercepts in both panels. The rings
+# The caterpillar plot shows every subject's coefficients with their 95 % intervals, and the
+# population's with its band. Rows are in the order of the intercepts in both panels. The rings
 # below are the subjects' own least-squares lines: the same model with an infinite variance between
 # subjects.
 #
-# In the real table slopes differ by far more than the intervals are wide: from nothing at all to 20
+# In the real table the slopes differ by far more than the width of the intervals: from zero to 20
 # milliseconds a day.
 local = PersonalizedLinearRegression(GaussianPrior(covariance=np.inf))
 local.fit(X, reaction, groups=subject)
@@ -148,10 +148,10 @@ display.figure_.suptitle(f"Reaction time in ms: a line per subject ({SOURCE})")
 plt.show()
 
 # %%
-# Shrinkage of a line is a move in the plane. Every arrow goes from a subject's own line to the
-# personalized one. Lines far from the population's are moved most, and towards it along the
-# direction in which ten rows say least: a high intercept and a low slope predict much the same
-# middle.
+# Shrinkage moves a line in the plane of intercept and slope. Every arrow goes from a subject's own
+# line to the personalized one. Lines far from the population's move most, and mainly in the
+# direction in which ten rows say least: a line with a higher intercept and a lower slope passes
+# through nearly the same middle.
 fig, ax = plt.subplots(figsize=(7, 5), layout="constrained")
 start, end = [
     np.column_stack([model.intercept_, model.coef_[:, 0]]) for model in (local, correlated)
@@ -182,12 +182,12 @@ plt.show()
 # %%
 # The days to come
 # ----------------
-# Now only the first five days are known, and the others are predicted. Bands are the 95 % intervals
-# of a subject's mean (``return_std``), not of single rows.
+# Now we know only the first five days and predict the others. Bands are the 95 % intervals of a
+# subject's mean (``return_std``), not of single rows.
 #
-# Where five days point somewhere strange (a line that falls, for instance), the personalized line
-# does not follow all the way. It is still a line: subjects whose course bends leave the band, which
-# takes the model for granted.
+# Where five days point in an unusual direction (a falling line, for instance), the personalized
+# line follows only partly. It is still a line: subjects whose course bends leave the band, which
+# assumes that the model is right.
 early = table["days"] < 5
 priors = {
     "local": GaussianPrior(covariance=np.inf),
@@ -251,11 +251,11 @@ plt.show()
 # %%
 # Held-out errors
 # ---------------
-# Two questions. Days at random (five folds inside every subject, ten shuffles): the model fills
-# gaps. In the real table eight rows are enough for a line, and personalization gains little over
-# local lines. The last five days: a forecast from half of the rows, where the gain is larger.
-# Independent coefficients do as well as correlated ones, with a parameter less to estimate from 18
-# subjects.
+# There are two questions. If random days are held out (five folds inside every subject, ten
+# shuffles), the model fills gaps. In the real table eight rows are enough for a line, and
+# personalization gains little over local lines. If the last five days are held out, the model
+# forecasts from half of the rows, and the gain is larger. Independent coefficients do as well as
+# correlated ones, with one parameter less to estimate from 18 subjects.
 priors["personalized, correlated"] = GaussianPrior(covariance_type="full")
 
 
@@ -288,11 +288,11 @@ print("root mean squared error of held-out rows, in ms")
 print(np.sqrt(scores).T.round(1).to_string())
 
 # %%
-# Somebody new
-# ------------
+# A new subject
+# -------------
 # A subject who was not in the table gets the population's line, with the spread between subjects in
-# its standard deviation. For a single new row the scatter within subjects comes on top.
-# ``unseen="population"`` says that somebody new is expected.
+# its standard deviation. For a single new row add the variance within subjects.
+# ``unseen="population"`` says that new subjects are expected.
 correlated.set_params(unseen="population")
 days = pd.DataFrame({"days": [0, 4, 9, 0, 4, 9]})
 who = subject.iloc[0]

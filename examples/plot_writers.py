@@ -3,11 +3,11 @@ Handwriting: nets for writers who gave a few characters each
 ============================================================
 
 206 people wrote digits and letters. Each of them is a client with 2 to 35 images to train on, 14 in
-the median, of 62 classes. That is far too little for a net of one's own. What can a writer's own
-rows still add to a net that all of them trained?
+the median, of 62 classes. That is far too little for a separate net. What can a writer's own rows
+still add to a net trained by all of them?
 
-The images are ``femnist_206writers.npz`` in the folder in ``PFL_SKLEARN_DATA``. Where that is
-absent, digits that ship with the package take their place, dealt to made-up clients, and everything
+The images are ``femnist_206writers.npz`` in the folder in ``PFL_SKLEARN_DATA``. Without it the
+example distributes digits that ship with scikit-learn over artificial clients, and everything
 printed and plotted says so.
 """
 
@@ -43,11 +43,11 @@ print(f"training images a writer: {sizes.min()} to {sizes.max()}, median {np.med
 # %%
 # One net for all, and what a writer adds
 # ---------------------------------------
-# A net of 64 hidden units: in each of 80 rounds a fifth of the writers takes ten steps from it.
-# When the rounds are over, every writer does something on its own rows. It goes on for ten steps,
-# weighs the classes by its own label frequencies, or takes a last layer of its own, the mode of a
-# posterior around the global one. The same net serves them all: ``warm_start`` finds no round
-# missing. Writers who train alone take a hundred steps.
+# The net has 64 hidden units. In each of 80 rounds a fifth of the writers takes ten steps from it.
+# After the rounds every writer adapts it with its own rows: it takes ten more steps, weights the
+# classes by its own label frequencies, or fits its own last layer, the mode of a posterior around
+# the global one. All variants use the same net: with ``warm_start`` no round is left to run.
+# Writers who train alone take a hundred steps.
 net = FedAvgClassifier(n_rounds=80, client_fraction=0.2, warm_start=True, random_state=0)
 net.fit(X[train], y[train], groups=writer[train])
 
@@ -86,8 +86,8 @@ print(pd.DataFrame({name: scores(model) for name, model in models.items()}).T.ro
 # %%
 # Writer by writer
 # ----------------
-# Test images of each writer, read by the writer's own model and by the net of all. Above the line
-# the own model is better.
+# The plots show the accuracy for each writer's test images, with the writer's own model and with
+# the common net. Above the line the own model is better.
 for name in ("fine-tuned", "own last layer"):
     display = ClientGainDisplay.from_estimator(
         models[name], X[test], y[test], groups=writer[test], scoring="accuracy"
@@ -96,24 +96,26 @@ for name in ("fine-tuned", "own last layer"):
     plt.show()
 
 # %%
-# In the real handwriting, a net of one's own has 28 % of the images right, that of all 57.5 %.
+# With the real handwriting, separate nets have 28 % of the images right, the common net 57.5 %.
 #
-# - *Ten more steps* help writers whom the net of all serves badly, at the left of the first
-#   picture, and cost as much elsewhere. Accuracy stays as it was, the log loss gets worse, and 47
-#   writers gain where 76 lose.
-# - *Label frequencies* change next to nothing. Everybody writes the same characters, and 14 images
-#   say little about how often. Where clients do differ in their labels, these are most of the gain:
-#   see the :ref:`example on labels <sphx_glr_auto_examples_plot_label_skew.py>`.
-# - *A last layer of one's own* gains two points and has the best log loss: 47 writers gain, 17
-#   lose. Most predictions stay as they were, because a dozen images move it little.
+# - *Ten more steps* help writers for whom the common net is bad, at the left of the first picture,
+#   and cost as much elsewhere. Accuracy does not change, the log loss gets worse, and 47 writers
+#   gain while 76 lose.
+# - *Label frequencies* change almost nothing. Everybody writes the same characters, and 14 images
+#   say little about their frequencies. Where clients do differ in their labels, label frequencies
+#   bring most of the gain: see the :ref:`example on labels
+#   <sphx_glr_auto_examples_plot_label_skew.py>`.
+# - *A last layer per writer* gains two points and has the best log loss: 47 writers gain, 17 lose.
+#   Most predictions do not change, because a dozen images move it little.
 #
-# Half of the writers have 14 test images or fewer, for whom one image more moves a mark by .07.
+# Half of the writers have 14 test images or fewer; for these, one more correct image moves a mark
+# by .07.
 
 # %%
 # Are 80 rounds enough?
 # ---------------------
-# No: the loss still falls. With 120 rounds the net of all has 60 % of the images right, and 61 %
-# with a last layer of one's own.
+# No: the loss still falls. With 120 rounds the common net has 60 % of the images right, and 61 %
+# with a last layer per writer.
 display = ConvergenceDisplay.from_estimator(net, quantities=["loss"])
 display.axes_[0].set_title(f"Training images of a round's writers ({SOURCE})")
 plt.show()

@@ -82,7 +82,7 @@ display.ax_.set_title("Mean of four folds, and their standard deviation")
 plt.show()
 
 # %%
-# The bill
+# The cost
 # --------
 # Together the models of the search spend far more than the epsilon of any one of them, including
 # the chosen one. (Local fits, with ``alpha = 0``, release nothing and are free.) No epsilon covers

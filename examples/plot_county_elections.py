@@ -68,7 +68,7 @@ def personalized(**parameters):
 
 
 def best_weight(train, test):
-    """Weight on the local share fitted to the held-out election itself: nobody's to have."""
+    """Weight on the local share fitted to the held-out election itself."""
     own, everybody, held_out = local(train, test), pooled(train, test), won.iloc[test]
     distance = own - everybody
     weight = distance @ (held_out - everybody) / (distance @ distance)

@@ -95,7 +95,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         Laplace's approximation.
     max_iter : int, default=200
         Largest number of iterations of the search for the population and the covariance.
-    tol : float, default=1e-6
+    tol : float, default=1e-4
         The search ends when the gradient of the criterion is below `tol` nats per standard error in
         every direction. Estimates are then within about `tol` standard errors of the maximum.
     unseen : {"warn", "population", "error"}, default="warn"
@@ -284,7 +284,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         population_penalty=0.0,
         quadrature="auto",
         max_iter=200,
-        tol=1e-6,
+        tol=1e-4,
         unseen="warn",
         n_jobs=None,
     ):

@@ -31,7 +31,11 @@ from pfl_sklearn.linear_model._glmm._likelihood import (
     whiten_information,
     whitened_rows,
 )
-from pfl_sklearn.linear_model._glmm._quadrature import evaluate_quadrature
+from pfl_sklearn.linear_model._glmm._quadrature import (
+    evaluate_quadrature,
+    information_at_zero,
+    turned_stack,
+)
 from pfl_sklearn.linear_model._glmm._search import (
     Maximum,
     WeakPriors,
@@ -44,6 +48,7 @@ from pfl_sklearn.linear_model._table import check_squares, is_centred, uncentred
 
 _POINTS = 15  # of the quadrature, where one coefficient varies
 _NOT_ZERO = 1e-2  # factor, in natural units, from which a second search may start
+_NEAR = 1e-2  # nats per standard error, near enough for a search that quadrature goes on with
 _NEARER = 0.3  # start of the second search, in natural units, so that it skips no maximum
 
 
@@ -128,9 +133,8 @@ def fit_logistic(table, prior, outcome, options):
     summary = _client_modes(table, stacks, outcome, found, options.n_jobs)
     n_points = _n_points(options.quadrature, outcome, found.factor)
     if n_points > 1:
-        by_quadrature = partial(evaluate_quadrature, n_points=n_points)
-        criterion = MarginalLikelihood(
-            stacks, outcome, table.n_clients, options.n_jobs, by_quadrature
+        criterion = _criterion(
+            table, stacks, outcome, found.factor, options, n_points, found.states
         )
         summary = summary._replace(log_likelihood=criterion(found.population, found.factor)[0])
     told = _estimable(summary.rows, outcome, weak, table.intercept, centre)
@@ -275,10 +279,10 @@ def _population(table, stacks, outcome, prior, mean, covariance, options):
         family = factor_of(prior.covariance_type, q, prior.rank, varies)
     factor = _root(covariance) if family is None else scale[:, None] * family.matrix(family.start)
     start = Maximum(population, factor, 0, False)
-    begun = _client_modes(table, stacks, outcome, start, options.n_jobs)
-    root, _ = inverse_root(_information(begun.rows, a, first) + np.diag(np.tile(slopes, a)))
+    begun = _information_at(start, table, stacks, outcome, first, options.n_jobs)
+    root, _ = inverse_root(begun + np.diag(np.tile(slopes, a)))
     search = _Search(
-        partial(MarginalLikelihood, stacks, outcome, table.n_clients, options.n_jobs),
+        partial(_criterion, table, stacks, outcome, factor, options),
         _n_points(options.quadrature, outcome, factor),
         start,
         root,
@@ -303,7 +307,7 @@ def _population(table, stacks, outcome, prior, mean, covariance, options):
 class _Search(NamedTuple):
     """Search for the population and the factor: by Laplace's approximation, then by quadrature."""
 
-    make: Any  # a MarginalLikelihood
+    make: Any  # the MarginalLikelihood of a number of points
     n_points: int
     start: Maximum
     root: np.ndarray
@@ -312,23 +316,48 @@ class _Search(NamedTuple):
     options: LogitOptions
 
     def __call__(self, weak, begin=1.0):
-        _, max_iter, tol, *_ = self.options
-        limits = self.root, weak, max_iter, tol, self.family, self.scale
-        found = maximize_marginal(self.make(), self.start, *limits, begin)
         if self.n_points == 1:
-            return found
+            return self._maximum(1, self.start, weak, self.options.tol, begin)
+        found = self._maximum(1, self.start, weak, max(self.options.tol, _NEAR), begin)
         if self.family is not None:
             unit = self.scale[:, None] * self.family.matrix(self.family.start)
             at = np.abs(found.factor).max() / np.abs(unit).max()
             begin = at if at > _NOT_ZERO else _NEARER
-        by_quadrature = partial(evaluate_quadrature, n_points=self.n_points)
-        refined = maximize_marginal(self.make(evaluate=by_quadrature), found, *limits, begin)
+        refined = self._maximum(self.n_points, found, weak, self.options.tol, begin)
         return refined._replace(n_iter=found.n_iter + refined.n_iter)
+
+    def _maximum(self, n_points, start, weak, tol, begin):
+        return maximize_marginal(
+            self.make(n_points, start.states), start, self.root, weak, self.options.max_iter, tol,
+            self.family, self.scale, begin,
+        )  # fmt: skip
+
+
+def _information_at(start, table, stacks, outcome, first, n_jobs):
+    """Information (a f, a f) on the free coefficients, near the modes of a starting point."""
+    if _has_one_effect(outcome, start.factor):
+        turned = [turned_stack(stack) for stack in stacks]
+        return information_at_zero(turned, start.population, start.factor)[first:, first:]
+    begun = _client_modes(table, stacks, outcome, start, n_jobs)
+    return _information(begun.rows, outcome.n_outputs, first)
+
+
+def _criterion(table, stacks, outcome, factor, options, n_points, states=None):
+    """MarginalLikelihood for factors as `factor`, with so many points per client."""
+    evaluate = None
+    if _has_one_effect(outcome, factor):
+        stacks = [turned_stack(stack) for stack in stacks]
+        evaluate = partial(evaluate_quadrature, n_points=n_points)
+    return MarginalLikelihood(stacks, outcome, table.n_clients, options.n_jobs, evaluate, states)
+
+
+def _has_one_effect(outcome, factor):
+    return outcome.n_outputs == 1 and factor.shape[1] == 1
 
 
 def _n_points(quadrature, outcome, factor):
     """Points of the quadrature over a client's effect; 1 is Laplace's approximation."""
-    one = outcome.n_outputs == 1 and factor.shape[1] == 1
+    one = _has_one_effect(outcome, factor)
     if quadrature == "laplace":
         return 1
     if quadrature == "auto":
@@ -394,7 +423,8 @@ def _client_modes(table, stacks, outcome, found, n_jobs):
     """Modes, criterion and information of all clients at given population values."""
     a, factor = outcome.n_outputs, found.factor
     function = partial(_stack_modes, outcome=outcome, population=found.population, factor=factor)
-    batches = [(*stack, start_state(stack, factor, a)) for stack in stacks]
+    states = found.states or [start_state(stack, factor, a) for stack in stacks]
+    batches = [(*stack, state) for stack, state in zip(stacks, states, strict=True)]
     parts = map_batches(function, batches, n_jobs)
     m, q = table.n_clients, table.n_random
     deviations = np.empty((m, a, q))

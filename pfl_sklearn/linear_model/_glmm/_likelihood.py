@@ -26,10 +26,10 @@ from pfl_sklearn.linear_model._algebra import invert_lower, solve_systems
 
 _SIZES = 4  # stacked sizes differ by less than a share of 1 / 4
 _CELLS = 1 << 19  # numbers of a stack's columns; more clients make another stack
-_LAST_DECREMENT = 1e-13  # nats; the step with this squared Newton decrement is the last
+LAST_DECREMENT = 1e-13  # nats; the step with this squared Newton decrement is the last
 CLOSE_ENOUGH = 1e-8  # the same where no gradient depends on the mode: its error is about this
-_MAX_NEWTON = 100
-_SLACK = 1e-13  # relative decrease of a mode's criterion that counts as rounding
+MAX_NEWTON = 100
+SLACK = 1e-13  # relative decrease of a mode's criterion that counts as rounding
 
 
 class RowStack(NamedTuple):
@@ -226,13 +226,13 @@ def population_predictors(x, population):
     return (x.reshape(-1, x.shape[-1]) @ population.T).reshape(*x.shape[:-1], len(population))
 
 
-def find_mode(form, outcome, offset, stack, state, last_decrement=_LAST_DECREMENT):
+def find_mode(form, outcome, offset, stack, state, last_decrement=LAST_DECREMENT):
     """Modes by damped Newton steps; each client stops on its own."""
     deviation = form.deviation(state)
     terms = outcome.terms(offset + deviation, stack.y, stack.w)
     value = terms.value.sum(axis=1) - form.penalty(state, deviation)
     moving = np.ones(len(offset), dtype=bool)
-    for _ in range(_MAX_NEWTON):
+    for _ in range(MAX_NEWTON):
         residual = form.residual(terms.score, state)
         step = solve_systems(form.system(terms.weight), residual)
         moved = form.deviation(step)
@@ -243,7 +243,7 @@ def find_mode(form, outcome, offset, stack, state, last_decrement=_LAST_DECREMEN
             new_deviation = deviation + size[:, None, None] * moved
             terms = outcome.terms(offset + new_deviation, stack.y, stack.w)
             new_value = terms.value.sum(axis=1) - form.penalty(new_state, new_deviation)
-            worse = ~(new_value >= value - _SLACK * (1 + np.abs(value))) & (size > 1e-9)
+            worse = ~(new_value >= value - SLACK * (1 + np.abs(value))) & (size > 1e-9)
             if not worse.any():
                 break
             size[worse] /= 2
@@ -264,10 +264,11 @@ def evaluate_stack(clients, x, y, w, state, *, outcome, population, factor):
     """Summed criterion of the clients of a stack, its gradients, and the state at the mode.
 
     Returns the value, the gradient (a, p) in the population, the gradient (q, r) in the factor, the
-    state, and whether the search found all modes.
+    state, and whether the search found all modes. It starts at zero where `state` is None.
     """
     stack = RowStack(clients, x, y, w)
     form = form_of(x, factor)
+    state = start_state(stack, factor, len(population)) if state is None else state
     mode = find_mode(form, outcome, population_predictors(x, population), stack, state)
     system = form.system(mode.terms.weight)
     log_det = np.linalg.slogdet(system)[1]
@@ -286,20 +287,15 @@ class MarginalLikelihood:
     Each call starts its search for the modes from those of the call before.
     """
 
-    def __init__(self, stacks, outcome, n_clients, n_jobs=None, evaluate=None):
-        self.stacks, self.outcome = stacks, outcome
-        self.n_clients, self.n_jobs = n_clients, n_jobs
-        self.evaluate = evaluate_stack if evaluate is None else evaluate
-        self.states = None
+    def __init__(self, stacks, outcome, n_clients, n_jobs=None, evaluate=None, states=None):
+        self.stacks, self.n_clients, self.n_jobs = stacks, n_clients, n_jobs
+        self.evaluate = evaluate or partial(evaluate_stack, outcome=outcome)
+        self.states = states or [None] * len(stacks)
         self.modes_found = True
 
     def __call__(self, population, factor):
         """Value in nats, gradient (a, p) in the population and (q, r) in the factor."""
-        if self.states is None:
-            self.states = [start_state(s, factor, self.outcome.n_outputs) for s in self.stacks]
-        function = partial(
-            self.evaluate, outcome=self.outcome, population=population, factor=factor
-        )
+        function = partial(self.evaluate, population=population, factor=factor)
         batches = [(*s, state) for s, state in zip(self.stacks, self.states, strict=True)]
         parts = map_batches(function, batches, self.n_jobs)
         self.states = [part[3] for part in parts]

@@ -31,15 +31,18 @@ class BinaryLogit:
         """RowTerms of predictors (..., n, 1), labels (..., n) and weights (..., n)."""
         sign = np.where(y > 0, 1.0, -1.0)
         odds = u[..., 0] * sign
+        low = np.minimum(odds, 0.0)
         small = np.exp(-np.abs(odds))
-        larger = 1 / (1 + small)
-        smaller = small * larger
-        value = w * (np.minimum(odds, 0.0) + np.log(larger))
-        sign *= w
-        score = np.where(odds >= 0, smaller, larger) * sign
-        smaller *= larger
-        smaller *= w
-        return RowTerms(value, score[..., None], smaller[..., None, None])
+        total = 1 + small
+        value = low - np.log(total)
+        score = np.exp(low - odds)  # a second exponential is cheaper than a choice
+        score /= total
+        score *= sign
+        small /= total
+        small /= total
+        if not np.all(w == 1):
+            value, score, small = w * value, w * score, w * small
+        return RowTerms(value, score[..., None], small[..., None, None])
 
     def roots(self, u, w):
         """Roots (..., n, 1, 1) of the weights."""

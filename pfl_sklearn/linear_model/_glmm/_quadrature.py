@@ -6,23 +6,54 @@ distances of its standard deviation s there. With h(v) the log-likelihood minus 
     log I = log s + log sum_k w_k exp(h(mode + s x_k) + x_k^2 / 2).
 
 One point is Laplace's approximation. The gradients are those of the sum, nodes included.
+
+Arrays of rows have shape (n, b) here: clients come last, so that sums over rows add long vectors.
+Predictors are turned: they are the log odds of the row's own label, so that no label is left to ask
+for.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
 from pfl_sklearn.linear_model._algebra import row_slices
 from pfl_sklearn.linear_model._glmm._likelihood import (
     CLOSE_ENOUGH,
-    RowStack,
-    find_mode,
-    form_of,
-    population_predictors,
+    LAST_DECREMENT,
+    MAX_NEWTON,
+    SLACK,
 )
 
 _MANY = 7  # points from which the sum hardly depends on where its centre lies
-_CELLS = 1 << 18  # rows times nodes at a time: they fit the cache
+_CELLS = 1 << 17  # rows times nodes at a time: what belongs to them fits the cache
+_ROWS = 1 << 14  # rows at a time
+_FACTORS = 1000  # numbers below 2 whose product is finite for sure
+
+
+class TurnedStack(NamedTuple):
+    """Rows of clients of nearly equal size, as in RowStack, turned."""
+
+    clients: np.ndarray  # (b,)
+    columns: np.ndarray  # (p, n, b)
+    weights: np.ndarray | None  # (n, b); None if all are 1
+
+
+class _Rows(NamedTuple):
+    """Rows (n, b) of some clients, turned."""
+
+    features: np.ndarray  # slopes of the predictors in the effects
+    offset: np.ndarray  # predictors without effects
+    weights: np.ndarray | None  # None if all are 1
+
+
+class _Modes(NamedTuple):
+    """Modes of the effects of some clients."""
+
+    effects: np.ndarray  # (b,)
+    values: np.ndarray  # (b,), log-likelihoods less penalties
+    wrong: np.ndarray  # (n, b), probabilities of the labels that rows do not have
+    found: bool  # all of them
 
 
 @cache
@@ -32,84 +63,153 @@ def _nodes(n_points):
     return nodes, np.log(weights / weights.sum())
 
 
-def evaluate_quadrature(clients, x, y, w, state, *, outcome, population, factor, n_points):
-    """As `evaluate_stack`, for a factor (q, 1) and two classes, with `n_points` per client."""
-    stack = RowStack(clients, x, y, w)
-    form = form_of(x, factor)
-    offset = population_predictors(x, population)
-    close = (CLOSE_ENOUGH,) if n_points >= _MANY else ()
-    mode = find_mode(form, outcome, offset, stack, state, *close)
-    features = form.features[..., 0]
-    centre = form.effects(mode.state)[:, 0, 0]
-    value, score, across = 0.0, np.empty_like(features), np.empty_like(features)
-    for part in row_slices(len(x), features.shape[1] * n_points, _CELLS):
-        some = (features[part], offset[part, :, 0], y[part], w[part], centre[part])
-        at_mode = mode.predictors[part], mode.terms.score[part, :, 0]
-        weight = mode.terms.weight[part, :, 0, 0]
-        total, score[part], across[part] = _integrate(outcome, *some, *at_mode, weight, n_points)
-        value += total
-    columns = x.reshape(-1, x.shape[-1])
-    by_population = score.reshape(1, -1) @ columns
-    by_factor = columns[:, : len(factor)].T @ across.reshape(-1, 1)
-    return value, by_population, by_factor, mode.state, bool(mode.found.all())
+def turned_stack(stack):
+    """The TurnedStack of a RowStack with labels 0 and 1."""
+    columns = np.ascontiguousarray(stack.x.transpose(2, 1, 0))
+    columns *= np.where(stack.y.T > 0, 1.0, -1.0)
+    weights = None if np.all(stack.w == 1) else np.ascontiguousarray(stack.w.T)
+    return TurnedStack(stack.clients, columns, weights)
 
 
-def _integrate(outcome, features, offset, y, w, centre, predictors, score, weight, n_points):
-    """Summed log integrals of clients, and slopes (b, n) in their offsets and their features."""
+def evaluate_quadrature(clients, columns, weights, state, *, population, factor, n_points):
+    """As `evaluate_stack`, for a TurnedStack and a factor (q, 1), with `n_points` per client."""
+    _, n, b = columns.shape
+    flat = columns.reshape(len(columns), -1)
+    random = flat[: len(factor)]
+    offset = (population @ flat).reshape(n, b)
+    features = (factor.T @ random).reshape(n, b)
+    effects = np.zeros(b) if state is None else state[:, 0, 0].copy()
+    by_offset, by_features = np.empty((n, b)), np.empty((n, b))
+    value, found = 0.0, True
+    last_decrement = CLOSE_ENOUGH if n_points >= _MANY else LAST_DECREMENT
+    for part in row_slices(b, n, min(_ROWS, _CELLS // n_points)):
+        own = None if weights is None else weights[:, part]
+        rows = _Rows(features[:, part], offset[:, part], own)
+        modes = _find_modes(rows, effects[part], last_decrement)
+        total, by_offset[:, part], by_features[:, part] = _integrate(rows, modes, n_points)
+        effects[part] = modes.effects
+        value, found = value + total, found and modes.found
+    by_population = by_offset.reshape(1, -1) @ flat.T
+    by_factor = random @ by_features.reshape(-1, 1)
+    return value, by_population, by_factor, effects[:, None, None], found
+
+
+def information_at_zero(stacks, population, factor):
+    """Information (p, p) on the population where all effects are 0, summed over TurnedStacks."""
+    total = 0.0
+    for _, columns, weights in stacks:
+        flat = columns.reshape(len(columns), -1)
+        odds = (population @ flat).reshape(columns.shape[1:])
+        features = (factor.T @ flat[: len(factor)]).reshape(odds.shape)
+        rows = _Rows(features, odds, weights)
+        wrong = np.empty(odds.shape)
+        _log_likelihoods(rows, np.zeros(odds.shape[1]), wrong)
+        weight = _slopes(rows, wrong)[1]
+        pulled = weight * features
+        across = (columns * pulled).sum(axis=1)
+        total += (flat * weight.ravel()) @ flat.T
+        total -= (across / (1 + _over_rows(pulled, features))) @ across.T
+    return total
+
+
+def _find_modes(rows, effects, last_decrement):
+    """Modes of the effects, from effects (b,), by damped Newton steps."""
+    features, wrong = rows.features, np.empty(rows.features.shape)
+    values = _log_likelihoods(rows, effects, wrong) - effects**2 / 2
+    moving = np.ones(len(effects), dtype=bool)
+    for _ in range(MAX_NEWTON):
+        scores, information = _slopes(rows, wrong)
+        residual = _over_rows(features, scores) - effects
+        step = residual / (1 + _over_rows(features, features * information))
+        last = residual * step < last_decrement
+        step[~moving] = 0.0
+        while True:
+            moved = effects + step
+            new = _log_likelihoods(rows, moved, wrong) - moved**2 / 2
+            worse = ~(new >= values - SLACK * (1 + np.abs(values))) & (np.abs(step) > 1e-12)
+            if not worse.any():
+                break
+            step[worse] /= 2
+        effects, values = moved, new
+        moving &= ~last
+        if not moving.any():
+            break
+    return _Modes(effects, values, wrong, not moving.any())
+
+
+def _integrate(rows, modes, n_points):
+    """Summed log integrals of clients, and slopes (n, b) in their offsets and their features."""
+    features, centre = rows.features, modes.effects
     nodes, log_weights = _nodes(n_points)
-    curvature = 1 + np.einsum("bn,bn->b", weight, features**2)
+    scores_there, information = _slopes(rows, modes.wrong)
+    pulled = information * features
+    curvature = 1 + _over_rows(pulled, features)
     size = curvature**-0.5
     effects = centre + size * nodes[:, None]  # (k, b)
-    values, scores = _at_nodes(features, offset, y, w, effects)
-    slopes = np.einsum("knb,nb->kb", scores, features.T) - effects
-    logs = values + (log_weights + nodes**2 / 2)[:, None] - effects**2 / 2
+    if n_points == 1:
+        values, scores = modes.values[None], scores_there[None]
+    else:
+        values, scores = _at_nodes(rows, effects)
+    slopes = np.einsum("nb,knb->kb", features, scores) - effects
+    logs = values + (log_weights + nodes**2 / 2)[:, None]
     highest = logs.max(axis=0)
     share = np.exp(logs - highest)
     total = share.sum(axis=0)
     share /= total
     by_centre = np.sum(share * slopes, axis=0)
     by_size = 1 / size + np.sum(share * slopes * nodes[:, None], axis=0)
-    weight_slope = outcome.weight_slopes(predictors, w, np.ones((*w.shape, 1, 1)))[..., 0]
     by_curvature = -0.5 * by_size * size**3
-    bent = weight_slope * features**2 * by_curvature[:, None]
-    by_mode = (by_centre + np.einsum("bn,bn->b", bent, features)) / curvature
-    pulled = weight * features
-    by_offset = np.einsum("kb,knb->nb", share, scores).T + bent - by_mode[:, None] * pulled
-    by_features = np.einsum("kb,knb->nb", share * effects, scores).T
-    by_features = by_features + centre[:, None] * bent + 2 * by_curvature[:, None] * pulled
-    by_features += by_mode[:, None] * (score - centre[:, None] * pulled)
+    bent = pulled * features * (2 * modes.wrong - 1) * by_curvature  # p (1 - p) has slopes, too
+    by_mode = (by_centre + _over_rows(bent, features)) / curvature
+    by_offset, by_features = bent - by_mode * pulled, centre * bent + 2 * by_curvature * pulled
+    by_features += by_mode * (scores_there - centre * pulled)
+    by_offset += np.einsum("kb,knb->nb", share, scores)
+    by_features += np.einsum("kb,knb->nb", share * effects, scores)
     return float(np.sum(np.log(size * total) + highest)), by_offset, by_features
 
 
-def _at_nodes(features, offset, y, w, effects):
-    """Log-likelihoods (k, b) of clients at their nodes, and the rows' slopes (k, n, b) there.
-
-    Clients come last, so that sums over rows add long vectors. All work is done in place.
-    """
-    features, offset = np.ascontiguousarray(features.T), np.ascontiguousarray(offset.T)
-    sign = np.where(y.T > 0, 1.0, -1.0)
-    weights = None if np.all(w == 1) else np.ascontiguousarray(w.T)
-    signed = sign if weights is None else sign * weights
-    values, scores = np.empty(effects.shape), np.empty((len(effects), *features.shape))
-    small, right = np.empty_like(features), np.empty(features.shape, dtype=bool)
-    for k, effect in enumerate(effects):
-        wrong = scores[k]  # first the odds against a row's label, in the end its slope
-        odds = features * effect
-        odds += offset
-        odds *= sign
-        np.abs(odds, out=small)
-        np.negative(small, out=small)
-        np.exp(small, out=small)
-        np.greater_equal(odds, 0.0, out=right)
-        wrong.fill(1.0)
-        np.copyto(wrong, small, where=right)
-        small += 1.0
-        wrong /= small
-        wrong *= signed
-        np.log(small, out=small)
-        np.minimum(odds, 0.0, out=odds)
-        odds -= small
-        if weights is not None:
-            odds *= weights
-        odds.sum(axis=0, out=values[k])
+def _at_nodes(rows, effects):
+    """Log-likelihoods less penalties (k, b) at effects (k, b), and scores (k, n, b)."""
+    scores, values = np.empty((len(effects), *rows.features.shape)), -(effects**2) / 2
+    for value, effect, score in zip(values, effects, scores, strict=True):
+        value += _log_likelihoods(rows, effect, score)
+        if rows.weights is not None:
+            score *= rows.weights
     return values, scores
+
+
+def _log_likelihoods(rows, effects, wrong):
+    """Log-likelihoods (b,) at effects (b,); `wrong` (n, b) becomes what it is in _Modes."""
+    odds = rows.features * effects
+    odds += rows.offset
+    np.minimum(odds, 0.0, out=wrong)
+    value = wrong.sum(axis=0) if rows.weights is None else _over_rows(wrong, rows.weights)
+    wrong -= odds
+    np.exp(wrong, out=wrong)
+    np.abs(odds, out=odds)
+    np.negative(odds, out=odds)
+    np.exp(odds, out=odds)
+    odds += 1.0
+    wrong /= odds
+    if rows.weights is None:
+        return value - _log_product(odds)
+    return value - _over_rows(np.log(odds, out=odds), rows.weights)
+
+
+def _log_product(values):
+    """Logs (b,) of the products over rows of values (n, b) between 1 and 2."""
+    parts = [values[k : k + _FACTORS].prod(axis=0) for k in range(0, len(values), _FACTORS)]
+    return sum(np.log(part) for part in parts)
+
+
+def _slopes(rows, wrong):
+    """Slopes (n, b) of the rows' log-likelihoods in their predictors, and negative curvatures."""
+    scores, information = wrong, wrong - wrong**2
+    if rows.weights is not None:
+        scores, information = wrong * rows.weights, information * rows.weights
+    return scores, information
+
+
+def _over_rows(left, right):
+    """Sums (b,) of products over the rows."""
+    return (left * right).sum(axis=0)

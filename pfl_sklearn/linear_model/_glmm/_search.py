@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import minimize
+from scipy.optimize import LbfgsInvHessProduct, minimize
 
 from pfl_sklearn.linear_model._algebra import inverse_root, snapped_to_zero
 
@@ -12,6 +12,7 @@ _LAST_DECREMENT = 1e-13
 _SEPARATED = 1e-6  # share of the information at 0 below which a direction counts as separated
 _NO_SPREAD = 1e-8  # squared parameter of a factor, in natural units, that counts as zero
 _LOST = 1e-9  # nats
+_FLAT = 1e-3  # nats per standard error: rounding may end a search there
 
 
 class Pooled(NamedTuple):
@@ -43,6 +44,8 @@ class Maximum(NamedTuple):
     factor: np.ndarray  # (q, r)
     n_iter: int
     converged: bool
+    states: list | None = None  # of the criterion's clients, there or near there
+    metric: np.ndarray | None = None  # (k, k), root of an inverse Hessian of the criterion
 
 
 def fit_pooled(columns, table, outcome, offset, precision):
@@ -173,16 +176,42 @@ def maximize_marginal(
         return penalty - value, -np.concatenate(slope)
 
     factor_start = np.zeros(0) if family is None else begin * family.start / unit
+    first_point = np.concatenate([np.zeros(rank), factor_start])
+    first_value, slope = objective(first_point)
+    metric = np.eye(len(slope)) if start.metric is None else start.metric
+    length = np.linalg.norm(metric.T @ slope) or 1.0  # the first step of the search has length 1
+    metric = length * metric
+
+    def measured(step):
+        if not step.any():
+            return first_value, metric.T @ slope
+        value, gradient = objective(first_point + metric @ step)
+        return value, metric.T @ gradient
+
     result = minimize(
-        objective,
-        np.concatenate([np.zeros(rank), factor_start]),
+        measured,
+        np.zeros(len(slope)),
         jac=True,
         method="L-BFGS-B",
-        options={"maxiter": max_iter, "maxcor": 30, "ftol": 1e-16, "gtol": tol},
+        options={"maxiter": max_iter, "maxcor": 30, "ftol": 1e-16, "gtol": tol * length},
     )
-    spread = np.arange(len(result.x)) >= rank
-    small = spread & ((result.x * unit) ** 2 < _NO_SPREAD)
-    parameters = snapped_to_zero(result.x, small, objective, lambda best: _LOST * (1 + abs(best)))
-    steep = np.abs(result.jac).max() > 1e3 * tol
+    found = first_point + metric @ result.x
+    spread = np.arange(len(found)) >= rank
+    small = spread & ((found * unit) ** 2 < _NO_SPREAD)
+    parameters = snapped_to_zero(found, small, objective, lambda best: _LOST * (1 + abs(best)))
+    steep = np.abs(result.jac).max() > max(tol, _FLAT) * length
     converged = bool(result.success or not steep) and criterion.modes_found
-    return Maximum(*unpack(parameters), int(result.nit), converged)
+    return Maximum(
+        *unpack(parameters),
+        int(result.nit),
+        converged,
+        criterion.states,
+        metric @ _root_of(result.hess_inv, length) / length,
+    )
+
+
+def _root_of(learnt, length):
+    """Root (k, k) of the inverse Hessian that a search has learnt, for steps of unit length."""
+    inverse = LbfgsInvHessProduct(learnt.sk * length, learnt.yk / length).todense()
+    values, vectors = np.linalg.eigh(inverse)
+    return vectors * np.sqrt(values)

@@ -5,9 +5,9 @@ import pytest
 from scipy.integrate import quad
 
 from pfl_sklearn import PersonalizedLogisticRegression
-from pfl_sklearn.linear_model._glmm._likelihood import evaluate_stack, stack_rows, start_state
+from pfl_sklearn.linear_model._glmm._likelihood import evaluate_stack, stack_rows
 from pfl_sklearn.linear_model._glmm._outcomes import BinaryLogit
-from pfl_sklearn.linear_model._glmm._quadrature import evaluate_quadrature
+from pfl_sklearn.linear_model._glmm._quadrature import evaluate_quadrature, turned_stack
 from pfl_sklearn.priors import GaussianPrior
 
 OUTCOME = BinaryLogit()
@@ -27,14 +27,12 @@ def fit(X, y, codes, **params):
 
 def evaluate(stacks, population, factor, n_points=None):
     """Value, gradient in the population and in the factor, summed over stacks."""
-    function, more = (evaluate_quadrature, {"n_points": n_points})
+    common = {"population": population, "factor": factor}
     if n_points is None:
-        function, more = evaluate_stack, {}
-    parts = [
-        function(*stack, start_state(stack, factor, 1), outcome=OUTCOME, population=population,
-                 factor=factor, **more)
-        for stack in stacks
-    ]  # fmt: skip
+        parts = [evaluate_stack(*stack, None, outcome=OUTCOME, **common) for stack in stacks]
+    else:
+        turned = [turned_stack(stack) for stack in stacks]
+        parts = [evaluate_quadrature(*stack, None, n_points=n_points, **common) for stack in turned]
     return [sum(part[k] for part in parts) for k in range(3)]
 
 

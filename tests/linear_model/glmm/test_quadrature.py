@@ -72,6 +72,17 @@ def test_one_point_is_laplaces_approximation(problem):
         np.testing.assert_allclose(ours, theirs, rtol=1e-10)
 
 
+def test_clients_with_thousands_of_rows_are_no_different():
+    """Their likelihood is a product that no float can hold."""
+    rng = np.random.default_rng(1)
+    codes, columns = np.repeat([0, 1], [2500, 700]), np.ones((3200, 1))
+    y, population, factor = rng.integers(0, 2, 3200), np.array([[0.2]]), np.array([[0.8]])
+    stacks = stack_rows(columns, y, None, codes, 2)
+    laplace, one = evaluate(stacks, population, factor), evaluate(stacks, population, factor, 1)
+    for ours, theirs in zip(one, laplace, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-9)
+
+
 @pytest.mark.parametrize("n_points", [1, 2, 7, 15])
 def test_gradients_are_exact(problem, n_points):
     columns, y, weights, codes, population, factor = problem

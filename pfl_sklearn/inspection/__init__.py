@@ -4,6 +4,7 @@ from pfl_sklearn.inspection._client_gain import ClientGainDisplay
 from pfl_sklearn.inspection._coefficient_display import CoefficientDisplay
 from pfl_sklearn.inspection._convergence import ConvergenceDisplay
 from pfl_sklearn.inspection._privacy_accuracy import PrivacyAccuracyDisplay
+from pfl_sklearn.inspection._residuals import ResidualsDisplay
 from pfl_sklearn.inspection._shrinkage import ShrinkageDisplay
 from pfl_sklearn.inspection._stream import StreamDisplay
 
@@ -12,6 +13,7 @@ __all__ = [
     "CoefficientDisplay",
     "ConvergenceDisplay",
     "PrivacyAccuracyDisplay",
+    "ResidualsDisplay",
     "ShrinkageDisplay",
     "StreamDisplay",
 ]

@@ -63,12 +63,10 @@ def coefficients_of(estimator, feature, *, output=0, level=0.95):
     if not 0 < level < 1:
         raise ValueError(f"level must be in (0, 1); got {level!r}.")
     fitted._require_fitted("coef_")
-    names = feature_names_of(estimator) or [f"x{k}" for k in range(fitted.coef_.shape[-1])]
-    at = _feature_index(feature, names, fitted.fit_intercept)
+    at, label = find_feature(estimator, feature)
     half = ndtri(0.5 + level / 2)
     values, stds = _clients_of(fitted, at)
     population, population_std = _population_of(fitted, at)
-    label = _INTERCEPT if at is None else f"coefficient of {names[at]}"
     if values.ndim == 2:
         _check_output(output, values.shape[1])
         label = f"{label}, class {fitted.classes_[output]}"
@@ -84,6 +82,17 @@ def coefficients_of(estimator, feature, *, output=0, level=0.95):
         float(population - half * population_std),
         float(population + half * population_std),
     )
+
+
+def find_feature(estimator, feature):
+    """Index of a feature of a linear model (None: the intercept), and a label of its coefficient.
+
+    Parameters are those of `coefficients_of`; ValueError if there is no such coefficient.
+    """
+    fitted = innermost_estimator(estimator)
+    names = feature_names_of(estimator) or [f"x{k}" for k in range(fitted.coef_.shape[-1])]
+    at = _feature_index(feature, names, fitted.fit_intercept)
+    return at, _INTERCEPT if at is None else f"coefficient of {names[at]}"
 
 
 def aligned(found, others, parameter):

@@ -1,0 +1,353 @@
+"""Residuals of rows and standardized deviations of clients, for checks of a mixed model."""
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import ndtri
+from sklearn import config_context
+from sklearn.base import is_classifier
+from sklearn.compose import TransformedTargetRegressor
+from sklearn.frozen import FrozenEstimator
+from sklearn.pipeline import Pipeline
+from sklearn.utils import (
+    assert_all_finite,
+    check_array,
+    check_consistent_length,
+    check_random_state,
+    column_or_1d,
+)
+from sklearn.utils.validation import check_is_fitted
+
+from pfl_sklearn._clients import encode_clients
+from pfl_sklearn._compat import check_sample_weight, num_samples, safe_indexing
+from pfl_sklearn._nesting import inner_estimator, innermost_estimator, takes_groups
+from pfl_sklearn.base import client_values
+from pfl_sklearn.compose import ClientColumn
+from pfl_sklearn.estimation import GaussianMean
+from pfl_sklearn.inspection._coefficients import find_feature, is_linear_model
+from pfl_sklearn.linear_model import PersonalizedLinearRegression, PersonalizedLogisticRegression
+from pfl_sklearn.priors import GaussianPrior
+
+_MODELS = (PersonalizedLinearRegression, PersonalizedLogisticRegression, GaussianMean)
+_ROUNDING = 1e-9  # share of the noise variance, or of the prior variance, that counts as none
+_SAME, _SMALLEST = 1e-12, 1e-100  # relative standard deviation that counts as 0, and of what
+_TINY = 1e-300  # smallest tail probability of a residual
+
+
+class Residuals(NamedTuple):
+    """Residuals of n rows with positive weights, and what the model says about their variances."""
+
+    clients: np.ndarray  # (m,), of these rows
+    codes: np.ndarray  # (n,), positions in clients
+    fitted: np.ndarray  # (n,)
+    residuals: np.ndarray  # (n,), times the root of the weight
+    expected: np.ndarray | None  # (n,), mean of a residual given its prediction, if known
+    standardized: np.ndarray  # (n,), NaN where the model leaves no variance
+    variance_share: np.ndarray  # (n,), variance of a residual over that of the noise
+    fitted_label: str
+    label: str
+
+
+class Deviations(NamedTuple):
+    """Standardized deviations of the clients from the population, or why there are none."""
+
+    label: str
+    clients: np.ndarray  # (m,)
+    values: np.ndarray  # (m,)
+    missing: str | None  # why there are none
+
+
+class _Rows(NamedTuple):
+    """Rows as the innermost estimator gets them."""
+
+    X: object
+    y: object
+    groups: object
+    weights: np.ndarray | None
+
+
+def checked_model(estimator):
+    """The innermost estimator; TypeError or ValueError if it has no residuals of one dimension."""
+    check_is_fitted(estimator)
+    fitted = _unfrozen(innermost_estimator(estimator))
+    if not isinstance(fitted, _MODELS):
+        raise TypeError(
+            f"expected a fitted {', '.join(model.__name__ for model in _MODELS[:-1])} or "
+            f"{_MODELS[-1].__name__}, or a pipeline, ClientColumn or search around one; got "
+            f"{type(fitted).__name__}."
+        )
+    if is_classifier(fitted) and len(fitted.classes_) > 2:
+        raise ValueError(
+            f"residuals need two classes; this {type(fitted).__name__} has "
+            f"{len(fitted.classes_)}. Fit one model per class, against the others."
+        )
+    if np.ndim(getattr(fitted, "population_mean_", 0.0)):
+        raise ValueError(
+            f"residuals need one target; this {type(fitted).__name__} was fitted to "
+            f"{len(fitted.population_mean_)}. Fit it to one column at a time."
+        )
+    return fitted
+
+
+def residuals_of(estimator, X, y, groups, sample_weight, held_out, random_state):
+    """Residuals of the rows with positive weights.
+
+    Parameters
+    ----------
+    estimator : fitted estimator
+    X, y, groups, sample_weight : as for the estimator's ``fit``
+    held_out : bool
+        Whether fit did not see the rows.
+    random_state : int, RandomState instance or None
+        Of the residuals of classes.
+
+    Returns
+    -------
+    Residuals
+    """
+    fitted = checked_model(estimator)
+    rows = _rows_inside(estimator, _present_rows(X, y, groups, sample_weight))
+    if rows.groups is None:
+        ids, codes = encode_clients(np.zeros(num_samples(rows.X), dtype=int), num_samples(rows.X))
+    else:
+        ids, codes = encode_clients(rows.groups, num_samples(rows.X))
+    if is_classifier(fitted):
+        of_rows = _residuals_of_classes(fitted, rows, held_out, random_state)
+    else:
+        of_rows = _residuals_of_responses(fitted, rows, held_out)
+    return Residuals(ids, codes, *of_rows)
+
+
+def deviations_of(estimator, feature):
+    """Deviations of the clients' intercepts or slopes, each in its own standard deviation.
+
+    A posterior mean varies around the population by the prior variance minus its posterior
+    variance. Clients whose rows say nothing about the coefficient are left out.
+    """
+    fitted = checked_model(estimator)
+    label, missing = "deviation of the client", _without_deviations(fitted)
+    if missing is None and is_linear_model(fitted):
+        label, deviations, prior, share = _deviations_of_coefficients(estimator, fitted, feature)
+    elif missing is None and feature is not None:
+        raise ValueError(
+            f"feature={feature!r} belongs to linear models; {type(fitted).__name__} has one mean "
+            "per client."
+        )
+    elif missing is None:
+        deviations = fitted.means_ - fitted.population_mean_
+        prior, share = fitted.prior_.covariance[0, 0], fitted.shrinkage_
+    if missing is None:
+        missing = _without_variance(prior, share)
+    if missing is not None:
+        return Deviations(label, np.array([]), np.array([]), missing)
+    informed = share < 1 - _ROUNDING
+    values = deviations[informed] / np.sqrt(prior * (1 - share[informed]))
+    return Deviations(label, fitted.clients_[informed], values, None)
+
+
+def _without_deviations(fitted):
+    """Why a model has no standardized deviations of clients; None if it may have some."""
+    name = type(fitted).__name__
+    if not hasattr(fitted, "clients_"):
+        return f"this {name} is a released population model, without clients"
+    if len(fitted.clients_) < 2:
+        return "there is one client"
+    if type(fitted.prior_) is not GaussianPrior:
+        return f"the clients' prior is a {type(fitted.prior_).__name__}, not a normal distribution"
+    if is_linear_model(fitted) and not hasattr(fitted, "_posterior"):
+        return "the model has no posterior variances"
+    return None
+
+
+def _without_variance(prior, share):
+    """Why clients with these prior variances and shrinkages have no standardized deviations."""
+    if np.isnan(prior) or np.isnan(share).all():
+        return "the variance between clients, or that of a row, is unknown"
+    if np.isinf(prior):
+        return "clients share nothing: their prior variance is infinite"
+    if not prior > 0:
+        return "the variance between clients is 0"
+    if not np.any(share < 1 - _ROUNDING):
+        return "no client's rows say anything about its deviation"
+    return None
+
+
+def _deviations_of_coefficients(estimator, fitted, feature):
+    """Label, deviations (m,), prior variance and shrinkage (m,) of one coefficient."""
+    design = fitted._design
+    if feature is None:
+        first = int(design.random[0])
+        feature = first - 1 if design.fit_intercept and first > 0 else first
+        feature = "intercept" if design.fit_intercept and first == 0 else feature
+    index, label = find_feature(estimator, feature)
+    at = 0 if index is None else index + design.fit_intercept
+    own = design.vectors(fitted.coef_, fitted.intercept_)[:, at]
+    population = design.vectors(fitted.population_coef_, fitted.population_intercept_)[at]
+    share = design.vectors(fitted.shrinkage_, fitted.intercept_shrinkage_)[:, at]
+    return f"deviation of the {label}", own - population, _prior_covariance(fitted)[at, at], share
+
+
+def _prior_covariance(fitted):
+    """Covariance between clients (p, p) that the posterior used, in the order of the design."""
+    posterior = _plug_in(fitted)
+    if not hasattr(posterior, "ratio"):
+        return fitted._between
+    back = np.argsort(fitted._design.order)
+    scaled = posterior.noise * posterior.ratio * np.outer(posterior.scale, posterior.scale)
+    return scaled[np.ix_(back, back)]  # after a release, with the error of the release
+
+
+def _plug_in(fitted):
+    """Posterior of the clients given the variances, as a sampling variance is."""
+    return getattr(fitted._posterior, "plug_in", fitted._posterior)
+
+
+def _unfrozen(estimator):
+    """What a FrozenEstimator holds."""
+    while isinstance(estimator, FrozenEstimator):
+        estimator = estimator.estimator
+    return estimator
+
+
+def _present_rows(X, y, groups, sample_weight):
+    """Rows with positive weights, as the outermost estimator takes them."""
+    check_consistent_length(X, y)
+    if sample_weight is None:
+        return _Rows(X, y, groups, None)
+    weights = check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
+    at = np.flatnonzero(weights > 0)
+    if len(at) == len(weights):
+        return _Rows(X, y, groups, weights)
+    check_consistent_length(X, groups)
+    groups = None if groups is None else safe_indexing(groups, at)
+    return _Rows(safe_indexing(X, at), safe_indexing(y, at), groups, weights[at])
+
+
+def _rows_inside(estimator, rows):
+    """Rows as the innermost estimator gets them; TypeError for an unknown wrapper."""
+    while (inner := inner_estimator(estimator)) is not None:
+        estimator = _unfrozen(estimator)
+        if isinstance(estimator, Pipeline):
+            rows = rows._replace(X=_transformed(estimator, rows))
+        elif isinstance(estimator, ClientColumn):
+            params = {} if rows.groups is None else {"groups": rows.groups}
+            X, params = estimator._handed_on(rows.X, params)
+            rows = rows._replace(X=X, groups=params["groups"])
+        elif isinstance(estimator, TransformedTargetRegressor):
+            y = np.reshape(column_or_1d(rows.y), (-1, 1))
+            rows = rows._replace(y=estimator.transformer_.transform(y).ravel())
+        elif not hasattr(estimator, "best_estimator_"):
+            raise TypeError(
+                f"the rows inside {type(estimator).__name__} are unknown; give the "
+                f"{type(inner).__name__} in it, with the rows that this one takes."
+            )
+        estimator = inner
+    return rows
+
+
+def _transformed(pipeline, rows):
+    """X behind the steps of a pipeline before the last."""
+    if len(pipeline.steps) < 2:
+        return rows.X
+    steps = pipeline[:-1]
+    if rows.groups is None or not takes_groups(steps, "transform"):
+        return steps.transform(rows.X)
+    with config_context(enable_metadata_routing=True):
+        return steps.transform(rows.X, groups=rows.groups)
+
+
+def _residuals_of_responses(fitted, rows, held_out):
+    """The last seven fields of Residuals, for a model of means."""
+    y = column_or_1d(rows.y, dtype=np.float64)
+    assert_all_finite(y, input_name="y")
+    predicted = fitted.predict(rows.X, groups=rows.groups)
+    codes = fitted._encode_predict(rows.X, rows.groups)
+    weights = np.ones(len(y)) if rows.weights is None else rows.weights
+    population, variances, prior = _moments_of_predictions(fitted, rows.X, codes)
+    seen = (codes >= 0) & (not held_out)
+    noise = fitted.noise_variance_
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = np.nan_to_num(weights * variances / noise, nan=0.0, posinf=np.inf)
+        share = np.where(seen, np.maximum(1 - share, 0.0), 1 + share)
+        residuals = (y - predicted) * np.sqrt(weights)
+        standardized = residuals / np.sqrt(noise * share)
+    exact = noise <= (_SAME * max(np.abs(y).max(), _SMALLEST)) ** 2
+    standardized[exact | (share <= _ROUNDING) | ~np.isfinite(share)] = np.nan
+    expected = None
+    if prior is not None and seen.any():
+        expected = _pulled(predicted - population, variances, prior, seen) * np.sqrt(weights)
+    label = "residual" if np.all(weights == weights[0]) else "residual times root of weight"
+    label_x = "prediction of the client's model"
+    return predicted, residuals, expected, standardized, share, label_x, label
+
+
+def _pulled(deviations, variances, prior, seen):
+    """Mean (n,) of the residual of a row of fit, given its prediction.
+
+    A shrunken prediction is too close to the population's by a part that it predicts itself: with
+    the prior variance s and the posterior variance m of the row's mean, by m / (s - m) times its
+    distance.
+    """
+    known = seen & np.isfinite(prior) & (prior - variances > _ROUNDING * prior)
+    return deviations * np.divide(
+        variances, prior - variances, out=np.zeros(len(prior)), where=known
+    )
+
+
+def _moments_of_predictions(fitted, X, codes):
+    """Population's predictions (n,), variances (n,) of the clients', and their prior variances.
+
+    Variances are NaN without a posterior; prior variances are None unless the prior is normal.
+    """
+    normal = type(fitted.prior_) is GaussianPrior
+    if not is_linear_model(fitted):
+        population = np.full(len(codes), fitted.population_mean_)
+        return population, *_variances_of_means(fitted, codes, normal)
+    x, known = fitted._design.matrix(check_array(X, dtype=np.float64)), codes >= 0
+    population = x @ fitted._design.vectors(fitted.population_coef_, fitted.population_intercept_)
+    variances = np.full(len(x), np.nan)
+    if not known.all():
+        variances[~known] = fitted._variances(x[~known], codes[~known])
+    if not hasattr(fitted, "_posterior"):
+        return population, variances, None
+    ordered = x[known][:, fitted._design.order]
+    variances[known] = _plug_in(fitted).variances(ordered, codes[known])
+    prior = np.einsum("np,np->n", x @ _prior_covariance(fitted), x) if normal else None
+    return population, variances, prior
+
+
+def _variances_of_means(fitted, codes, normal):
+    """Variances (n,) of the clients' means and their prior variances, for a GaussianMean."""
+    new = fitted._new_client_std**2
+    if not normal:
+        return client_values(getattr(fitted, "stds_", None), new**0.5, codes) ** 2, None
+    prior = fitted.prior_.covariance[0, 0]
+    own = prior * fitted.shrinkage_ if hasattr(fitted, "shrinkage_") else None
+    return client_values(own, new, codes), np.full(len(codes), prior)
+
+
+def _residuals_of_classes(fitted, rows, held_out, random_state):
+    """The last seven fields of Residuals, for a model of two classes.
+
+    Randomized quantile residuals: for a label with the probability p we draw a uniform number
+    below p, and take its normal quantile, with a plus for the second class.
+    """
+    y = np.asarray(column_or_1d(rows.y))
+    unknown = ~np.isin(y, fitted.classes_)
+    if unknown.any():
+        raise ValueError(
+            f"y holds {y[unknown].tolist()[0]!r}, but the classes of fit are "
+            f"{fitted.classes_.tolist()}."
+        )
+    chances = fitted.predict_proba(rows.X, groups=rows.groups)
+    new = held_out | (fitted._encode_predict(rows.X, rows.groups) < 0)
+    if new.any() and not np.isnan(fitted._between).any():
+        averaged = fitted.predict_proba(rows.X, groups=rows.groups, integrate=True)
+        chances[new] = averaged[new]
+    second = y == fitted.classes_[1]
+    drawn = 1 - check_random_state(random_state).uniform(size=len(y))  # above 0
+    tail = np.maximum(drawn * chances[np.arange(len(y)), second.astype(int)], _TINY)
+    residuals = np.where(second, -1, 1) * ndtri(tail)
+    label = f"probability of {fitted.classes_[1]}"
+    what = "randomized quantile residual"
+    return chances[:, 1], residuals, None, residuals, np.ones(len(y)), label, what

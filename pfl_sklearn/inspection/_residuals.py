@@ -1,0 +1,491 @@
+"""Plots of residuals within clients and of clients' deviations: checks of a mixed model."""
+
+import numpy as np
+from scipy.special import betaincinv, chdtri, ndtri
+
+from pfl_sklearn._clients import row_counts, rows_by_client, segment_sums
+from pfl_sklearn.inspection._drawing import (
+    COLORS,
+    given_axes,
+    in_rows,
+    is_wide,
+    strip,
+)
+from pfl_sklearn.inspection._residual_values import deviations_of, residuals_of
+
+_PANELS = ("fitted", "clients", "residual_quantiles", "client_quantiles")
+_TAIL = 0.025  # outside a limit of 95 %, on each side
+_MOST_BINS, _ROWS_PER_BIN = 20, 20
+_MOST_POINTS = 5000
+_FEWEST_IN_A_BOX = 5
+_INCHES_PER_NAME = 0.11
+
+
+class ResidualsDisplay:
+    """Model checks: residuals within clients, and deviations of clients from the population.
+
+    - "fitted": residuals by the prediction of the row's own client. The line is their mean in up to
+      20 bins of equally many rows, with a band of one standard deviation. The dotted line is the
+      mean that the model expects.
+    - "clients": a box of residuals per client, ordered by the median, for up to 60 clients. Clients
+      with fewer than five rows show their rows. For more clients: root mean square of a client's
+      standardized residuals, by its degrees of freedom (its rows less what its coefficients use),
+      with 95 % limits.
+    - "residual_quantiles": standardized residuals over normal quantiles.
+    - "client_quantiles": standardized deviations of the clients over normal quantiles.
+
+    The quantile panels have pointwise 95 % limits, those of ordered independent normal values. If
+    the model holds, fewer than one point in twenty lies outside, because the variances are
+    estimated from the same rows.
+
+    Parameters
+    ----------
+    clients : ndarray of shape (n_clients,)
+        Ids of the clients of the rows.
+    codes : ndarray of shape (n_rows,)
+        Position of every row's client in `clients`.
+    fitted : ndarray of shape (n_rows,)
+        Predictions of the rows' own clients, or probabilities of the second class.
+    residuals : ndarray of shape (n_rows,)
+        Residuals, times the root of the row's weight.
+    standardized : ndarray of shape (n_rows,)
+        Residuals over their standard deviations; NaN for a row that its client fits exactly.
+    variance_share : ndarray of shape (n_rows,), default=None
+        Variance of a residual over that of the noise. None: 1.
+    expected : ndarray of shape (n_rows,), default=None
+        Mean of a residual given its prediction. None: not drawn.
+    deviation_clients : ndarray of shape (n_informed,), default=None
+        Ids of the clients of `deviations`.
+    deviations : ndarray of shape (n_informed,), default=None
+        Standardized deviations of clients from the population. None: there are none.
+    without_deviations : str, default=None
+        Why there are none.
+    fitted_label, residual_label, deviation_label : str
+        Labels of the axes.
+
+    Attributes
+    ----------
+    axes_ : ndarray of matplotlib Axes
+        The axes, one per panel.
+    ax_ : matplotlib Axes
+        The first of them.
+    figure_ : matplotlib Figure
+        The figure of the axes.
+
+    See Also
+    --------
+    ResidualsDisplay.from_estimator : The usual way to make one.
+    CoefficientDisplay : The coefficients themselves, with intervals.
+
+    Notes
+    -----
+    The plot shows the residuals of single rows, which no epsilon covers: keep it where the data
+    are.
+
+    *Residuals of rows* of a linear model with noise variance :math:`\\sigma^2`, weight w and
+    prediction variance m of the row's mean have the variance :math:`\\sigma^2 / w - m` if fit saw
+    the row, because the prediction has moved towards it, and :math:`\\sigma^2 / w + m` if it did
+    not. `standardized` divides by its root. Without a posterior (a Laplace prior) m counts as 0.
+    Variances are taken as known, and `held_out` says which case it is; clients that fit did not see
+    are always the second. Rows of weight 0 are left out.
+
+    A client's prediction is shrunken towards the population, so clients with high levels have
+    positive residuals on average: residuals of a model that holds rise with the prediction. The
+    dotted line says how much. With the prior variance s of a row's mean it is
+    :math:`m / (s - m)` times the distance of the prediction from the population's.
+
+    *Classes.* Residuals are randomized quantile residuals (Dunn and Smyth, 1996). For a row of the
+    first class, with probability p, we draw a uniform number between 0 and p, for one of the second
+    class between p and 1, and take its normal quantile. These residuals are standard normal if the
+    probabilities are right. Those of rows that fit saw vary a little less, by 6 percent in clients
+    with two to five rows. Rows that fit did not see use averaged probabilities
+    (``integrate=True``). A quantile plot of single labels finds little; look at the means by
+    probability first.
+
+    *Deviations of clients* are posterior means, which vary less than the clients do, and the less
+    the fewer rows a client has. With the prior variance :math:`\\tau^2` of the coefficient and the
+    client's shrinkage :math:`\\lambda` (posterior over prior variance) the deviation from the
+    population has the variance :math:`\\tau^2 (1 - \\lambda)`, by whose root we divide. Clients
+    whose rows say nothing about the coefficient (:math:`\\lambda = 1`) are left out, and so are
+    those that fit did not see. For logistic regression this is an approximation. It hides
+    departures from normality where clients have few rows: an estimate then is mostly noise, which
+    is normal.
+
+    References
+    ----------
+    Dunn, P. K. and Smyth, G. K. (1996). Randomized quantile residuals. Journal of Computational and
+    Graphical Statistics, 5, 236-244.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import load_radon
+    >>> from pfl_sklearn.inspection import ResidualsDisplay
+    >>> from pfl_sklearn.linear_model import PersonalizedLinearRegression
+    >>> houses = load_radon("MN").frame
+    >>> X, y, county = houses[["floor"]], houses["log_radon"], houses["county_fips"]
+    >>> model = PersonalizedLinearRegression(random="intercept").fit(X, y, groups=county)
+    >>> display = ResidualsDisplay.from_estimator(model, X, y, groups=county)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        *,
+        clients,
+        codes,
+        fitted,
+        residuals,
+        standardized,
+        variance_share=None,
+        expected=None,
+        deviation_clients=None,
+        deviations=None,
+        without_deviations=None,
+        fitted_label="prediction",
+        residual_label="residual",
+        deviation_label="deviation of the client",
+    ):
+        self.clients = clients
+        self.codes = codes
+        self.fitted = fitted
+        self.residuals = residuals
+        self.standardized = standardized
+        self.variance_share = variance_share
+        self.expected = expected
+        self.deviation_clients = deviation_clients
+        self.deviations = deviations
+        self.without_deviations = without_deviations
+        self.fitted_label = fitted_label
+        self.residual_label = residual_label
+        self.deviation_label = deviation_label
+
+    @classmethod
+    def from_estimator(
+        cls,
+        estimator,
+        X,
+        y,
+        *,
+        groups=None,
+        sample_weight=None,
+        feature=None,
+        held_out=False,
+        kind="all",
+        ax=None,
+        random_state=0,
+    ):
+        """Plot the residuals of a fitted estimator.
+
+        Parameters
+        ----------
+        estimator : fitted PersonalizedLinearRegression, PersonalizedLogisticRegression or \
+                GaussianMean, or a pipeline, ClientColumn or search around one
+            The model to check. Behind a ``TransformedTargetRegressor`` residuals are those of the
+            transformed target.
+        X : array-like of n_rows rows
+            Features, as the estimator's ``fit`` takes them. With a
+            :class:`~pfl_sklearn.compose.ClientColumn`, also the ids.
+        y : array-like of shape (n_rows,)
+            Responses, or labels of two classes.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row. Rows of clients that fit did not see get the population model.
+        sample_weight : array-like of shape (n_rows,), default=None
+            Weights, as in ``fit``; rows of weight 0 are left out.
+        feature : "intercept", or name or index of a feature, default=None
+            Coefficient of a linear model whose deviations are checked. None: the first that varies
+            by client, which is the intercept unless `random` leaves it out.
+        held_out : bool, default=False
+            Whether fit did not see the rows, although it saw their clients.
+        kind : "all", {"fitted", "clients", "residual_quantiles", "client_quantiles"}, or a list \
+                of these, default="all"
+            Which panels to draw.
+        ax : matplotlib Axes, or a sequence of one per panel, default=None
+            Where to draw. None: a new figure.
+        random_state : int, RandomState instance or None, default=0
+            Seed of the randomized residuals of classes.
+
+        Returns
+        -------
+        ResidualsDisplay
+
+        Raises
+        ------
+        TypeError
+            If `estimator` is another one.
+        ValueError
+            - If there are more than two classes or several targets.
+            - If `X`, `y`, `groups`, `sample_weight` or `feature` does not go with `estimator`.
+            - If `kind` names "client_quantiles" and the model has no deviations of clients: it is a
+              released one, has one client or no variance between clients, or a prior that is not
+              normal. (With "all", the panel says so.)
+        """
+        found = residuals_of(estimator, X, y, groups, sample_weight, held_out, random_state)
+        deviations = deviations_of(estimator, feature)
+        known = deviations.missing is None
+        display = cls(
+            clients=found.clients,
+            codes=found.codes,
+            fitted=found.fitted,
+            residuals=found.residuals,
+            standardized=found.standardized,
+            variance_share=found.variance_share,
+            expected=found.expected,
+            deviation_clients=deviations.clients if known else None,
+            deviations=deviations.values if known else None,
+            without_deviations=deviations.missing,
+            fitted_label=found.fitted_label,
+            residual_label=found.label,
+            deviation_label=deviations.label,
+        )
+        return display.plot(kind=kind, ax=ax)
+
+    def plot(self, *, kind="all", ax=None):
+        """Draw the display.
+
+        Parameters
+        ----------
+        kind : "all", {"fitted", "clients", "residual_quantiles", "client_quantiles"}, or a list \
+                of these, default="all"
+            Which panels to draw.
+        ax : matplotlib Axes, or a sequence of one per panel, default=None
+            Where to draw. None: a new figure.
+
+        Returns
+        -------
+        self
+
+        Raises
+        ------
+        ValueError
+            If `kind` names an unknown panel, or one that this model does not have, or if `ax` holds
+            another number of axes.
+        """
+        panels = _panels(kind)
+        if kind != "all" and "client_quantiles" in panels and self.deviations is None:
+            raise ValueError(f"there is nothing to draw in 'client_quantiles': {self._reason()}.")
+        axes = given_axes(ax, len(panels), "panel")
+        if axes is None:
+            axes = _new_axes(len(panels))
+        draw = {
+            "fitted": self._draw_fitted,
+            "clients": self._draw_clients,
+            "residual_quantiles": self._draw_residual_quantiles,
+            "client_quantiles": self._draw_client_quantiles,
+        }
+        for panel, each in zip(panels, axes, strict=True):
+            draw[panel](each)
+            strip(each)
+        self.axes_, self.ax_, self.figure_ = axes, axes[0], axes[0].figure
+        return self
+
+    def _draw_fitted(self, ax):
+        some = _thinned(len(self.fitted))
+        faint = float(np.clip(12 / np.sqrt(len(some)), 0.1, 0.6))
+        rows = {"color": COLORS["local"], "ms": 4, "alpha": faint, "rasterized": True}
+        ax.plot(self.fitted[some], self.residuals[some], ".", zorder=1, **rows)
+        ax.axhline(0, color="0.3", lw=0.8, zorder=1)
+        at, mean, std, expected = binned_residuals(self.fitted, self.residuals, self.expected)
+        color = COLORS["personalized"]
+        ax.fill_between(at, mean - std, mean + std, color=color, alpha=0.15, lw=0, label="± 1 sd")
+        ax.plot(at, mean, "o-", color=color, ms=3, lw=1.5, label="mean in bins")
+        if expected is not None:
+            style = {"color": COLORS["population"], "lw": 1.5, "ls": ":"}
+            ax.plot(at, expected, label="expected mean", **style)
+        ax.set(xlabel=self.fitted_label, ylabel=self.residual_label)
+        _draw_legend(ax)
+
+    def _draw_clients(self, ax):
+        if in_rows("auto", len(self.clients)):
+            self._draw_boxes(ax)
+        else:
+            self._draw_spreads(ax)
+
+    def _draw_boxes(self, ax):
+        order, offsets = rows_by_client(self.codes, len(self.clients))
+        by_client = np.split(self.residuals[order], offsets[1:-1])
+        ranked = np.argsort([np.median(values) for values in by_client], kind="stable")
+        ax.axhline(0, color=COLORS["population"], lw=1, zorder=1)
+        for at, client in enumerate(ranked):
+            _draw_box(ax, at, by_client[client])
+        ax.set(ylabel=self.residual_label, xlim=(-0.8, len(ranked) - 0.2))
+        width = ax.get_window_extent().width / ax.figure.dpi
+        if len(ranked) * _INCHES_PER_NAME <= width:
+            names = [str(name) for name in self.clients[ranked]]
+            looks = {"rotation": 90, "fontsize": "x-small", "parse_math": False}
+            ax.set_xticks(np.arange(len(ranked)), names, **looks)
+        else:
+            ax.set_xticks([])
+        ax.set_xlabel("client, by median residual")
+
+    def _draw_spreads(self, ax):
+        dof, spread = self._spreads()
+        drawn = dof > 0
+        dof, spread = dof[drawn], spread[drawn]
+        lower, upper = _spread_limits(dof)
+        outside = (spread < lower) | (spread > upper)
+        at = np.sort(dof)
+        for limit in _spread_limits(at):
+            ax.plot(at, limit, color="0.3", lw=1, ls="--")
+        ax.plot([], [], color="0.3", lw=1, ls="--", label="95 % limits of a client")
+        ax.axhline(1, color=COLORS["population"], lw=1, zorder=1)
+        color, share = COLORS["personalized"], f"{outside.sum()} of {len(dof)}"
+        ax.plot(dof[~outside], spread[~outside], ".", color=COLORS["local"], ms=5, alpha=0.6)
+        ax.plot(dof[outside], spread[outside], ".", color=color, ms=6, label=f"outside: {share}")
+        ax.set_xlabel("degrees of freedom of the client's residuals")
+        ax.set_ylabel("root mean square, standardized")
+        if is_wide(dof):
+            ax.set_xscale("log")
+        _draw_legend(ax)
+
+    def _spreads(self):
+        """Degrees of freedom (m,) of the clients, and root mean square residuals (m,)."""
+        share = np.ones(len(self.codes)) if self.variance_share is None else self.variance_share
+        usable, m = np.isfinite(self.standardized), len(self.clients)
+        share, codes = share[usable], self.codes[usable]
+        squares = segment_sums(self.standardized[usable] ** 2 * share, codes, m)
+        dof, total = segment_sums(np.minimum(share, 1), codes, m), segment_sums(share, codes, m)
+        return dof, np.sqrt(np.divide(squares, total, out=np.zeros(m), where=total > 0))
+
+    def _draw_residual_quantiles(self, ax):
+        values = self.standardized[np.isfinite(self.standardized)]
+        if not len(values):
+            _say(ax, "No standardized residuals: the model leaves no variance within clients.")
+            return
+        _draw_quantiles(ax, values)
+        same = np.array_equal(self.standardized, self.residuals)
+        ax.set_ylabel(self.residual_label if same else "standardized residual")
+
+    def _draw_client_quantiles(self, ax):
+        if self.deviations is None:
+            _say(ax, f"No deviations of clients: {self._reason()}.")
+            return
+        _draw_quantiles(ax, self.deviations)
+        ax.set_ylabel(f"standardized {self.deviation_label}")
+
+    def _reason(self):
+        return self.without_deviations or "none were given"
+
+
+def binned_residuals(fitted, residuals, expected=None):
+    """Means by fitted value, in bins of equally many rows.
+
+    Returns
+    -------
+    at, mean, std, expected : ndarrays of shape (n_bins,)
+        Mean fitted value, mean residual, standard deviation of residuals, and mean of `expected`
+        (None if that is None).
+    """
+    n_bins = int(np.clip(len(fitted) // _ROWS_PER_BIN, 1, _MOST_BINS))
+    edges = np.unique(np.quantile(fitted, np.linspace(0, 1, n_bins + 1)))
+    codes = np.searchsorted(edges[1:-1], fitted, side="right")
+    counts = row_counts(codes, max(len(edges) - 1, 1))
+    codes = (np.cumsum(counts > 0) - 1)[codes]
+    counts = counts[counts > 0]
+    at, mean = (segment_sums(each, codes, len(counts)) / counts for each in (fitted, residuals))
+    squares = segment_sums((residuals - mean[codes]) ** 2, codes, len(counts))
+    std = np.sqrt(squares / np.maximum(counts - 1, 1))
+    if expected is not None:
+        expected = segment_sums(expected, codes, len(counts)) / counts
+    return at, mean, std, expected
+
+
+def quantile_limits(n, ranks=None):
+    """Quantiles of the ordered values of n standard normal ones.
+
+    Parameters
+    ----------
+    n : int
+    ranks : ndarray of shape (k,), default=None
+        Which of them, from 1 to n. None: all.
+
+    Returns
+    -------
+    lower, median, upper : ndarrays of shape (k,)
+        At levels 2.5, 50 and 97.5 %: order statistics of uniform values are Beta(i, n + 1 - i).
+    """
+    ranks = np.arange(1, n + 1) if ranks is None else ranks
+    return tuple(ndtri(betaincinv(ranks, n + 1 - ranks, p)) for p in (_TAIL, 0.5, 1 - _TAIL))
+
+
+def _panels(kind):
+    """Names of the panels that a parameter `kind` asks for."""
+    if isinstance(kind, str):
+        panels = list(_PANELS) if kind == "all" else [kind]
+    else:
+        panels = list(kind)
+    if not panels or not set(panels) <= set(_PANELS):
+        names = ", ".join(map(repr, _PANELS))
+        raise ValueError(f"kind must be 'all', one of {names}, or a list of these; got {kind!r}.")
+    return panels
+
+
+def _new_axes(n_panels):
+    """Axes (n_panels,) of a new figure, four of them in two rows."""
+    import matplotlib.pyplot as plt
+
+    n_columns = 2 if n_panels == 4 else n_panels
+    n_rows = -(-n_panels // n_columns)
+    size = (7.0 if n_panels == 1 else 4.8 * n_columns, 4.6 if n_panels == 1 else 3.9 * n_rows)
+    _, axes = plt.subplots(n_rows, n_columns, figsize=size, layout="constrained", squeeze=False)
+    return axes.ravel()
+
+
+def _thinned(n):
+    """Positions of up to 5000 of n rows, evenly spread."""
+    return np.arange(n) if n <= _MOST_POINTS else np.linspace(0, n - 1, _MOST_POINTS).astype(int)
+
+
+def _thinned_ranks(n):
+    """Ranks of up to 5000 of n ordered values, with all that are far out."""
+    if n <= _MOST_POINTS:
+        return np.arange(1, n + 1)
+    ends = _MOST_POINTS // 10
+    inner = np.linspace(ends + 1, n - ends, _MOST_POINTS - 2 * ends).astype(int)
+    return np.unique(np.r_[np.arange(1, ends + 1), inner, np.arange(n - ends + 1, n + 1)])
+
+
+def _draw_quantiles(ax, values):
+    """Ordered values over the medians of those of a standard normal distribution."""
+    ranks = _thinned_ranks(len(values))
+    lower, median, upper = quantile_limits(len(values), ranks)
+    ax.fill_between(median, lower, upper, color="0.3", alpha=0.15, lw=0, label="95 % limits")
+    ax.plot(median, median, color="0.3", lw=1)
+    ordered = np.sort(values)[ranks - 1]
+    ax.plot(median, ordered, ".", color=COLORS["personalized"], ms=4, alpha=0.8, rasterized=True)
+    ax.set_xlabel("normal quantile")
+    _draw_legend(ax, "upper left")
+
+
+def _draw_box(ax, at, values):
+    """Box of a client's residuals, or the residuals if there are few."""
+    color = COLORS["personalized"]
+    if len(values) < _FEWEST_IN_A_BOX:
+        ax.plot(np.full(len(values), at), values, ".", color=color, ms=4)
+        return
+    line = {"color": color, "lw": 0.8}
+    ax.boxplot(
+        values,
+        positions=[at],
+        widths=0.6,
+        manage_ticks=False,
+        boxprops=line,
+        whiskerprops=line,
+        capprops={"lw": 0},
+        medianprops={"color": color, "lw": 2},
+        flierprops={"marker": ".", "ms": 3, "mfc": COLORS["local"], "mec": "none"},
+    )
+
+
+def _spread_limits(dof):
+    """95 % limits (m,) of the root mean square of normal values with these degrees of freedom."""
+    return tuple(np.sqrt(chdtri(dof, tail) / dof) for tail in (1 - _TAIL, _TAIL))
+
+
+def _draw_legend(ax, loc="best"):
+    ax.legend(frameon=False, fontsize="small", loc=loc)
+
+
+def _say(ax, text):
+    """Write why a panel is empty."""
+    looks = {"ha": "center", "va": "center", "fontsize": "small", "wrap": True}
+    ax.text(0.5, 0.5, text, transform=ax.transAxes, parse_math=False, **looks)
+    ax.set_axis_off()

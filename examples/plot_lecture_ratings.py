@@ -89,7 +89,7 @@ for model in (levels, slopes):
     model.fit(X, rating, groups=student)
 print(f"data: {SOURCE}")
 for name, model in {"levels": levels, "levels and slopes": slopes}.items():
-    between = model.summary().drop(index="fixed", level="part")
+    between = model.summary().loc[["between", "within"]]
     print(f"\n{name}: -2 log REML {-2 * model.log_likelihood_:.1f}")
     print(between[["sd", "correlation"]].round(3).to_string(na_rep=""))
 

@@ -55,6 +55,11 @@ def estimable(normal, combinations=None):
     return outside <= _OUTSIDE * np.linalg.norm(scaled, axis=1)
 
 
+def n_independent(normal):
+    """Rank (int) of a second-moment matrix (p, p), judged at columns of length 1."""
+    return int(_spectrum(normal)[3].sum()) if len(normal) else 0
+
+
 def _spectrum(normal):
     """Column lengths (p,), spectrum at columns of length 1, and which eigenvalues are not zero."""
     lengths = _lengths(normal)

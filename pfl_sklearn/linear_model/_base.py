@@ -11,11 +11,13 @@ from sklearn.utils.validation import check_is_fitted
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin, client_values
 from pfl_sklearn.linear_model._algebra import row_slices
+from pfl_sklearn.linear_model._evidence import variance_shares
 from pfl_sklearn.linear_model._intervals import component_bounds, directions, intervals_table
 
 _CELLS = 1 << 20  # coefficients gathered at a time
 AT_CENTRE = "response at the features' means"
 _COLUMNS = ["estimate", "std_error", "sd", "correlation"]
+_LOGISTIC_VARIANCE = np.pi**2 / 3
 
 
 class BasePersonalizedRegression(ClientMixin, BaseEstimator):
@@ -46,6 +48,54 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
     def intercept_shrinkage_(self):
         """Posterior over prior variance of the clients' intercepts, as `intercept_`."""
         return self._design.coefficients(self._of_posterior("shrinkage"))[1]
+
+    @property
+    def aic_(self):
+        """Akaike's information criterion: twice the parameters less twice `log_likelihood_`.
+
+        The parameters are the estimated population coefficients (as far as they are identified),
+        the free parameters of the covariance or the mixture, and an estimated noise variance. The
+        smaller value is better. As in lme4, the log-likelihood is the restricted one after fits by
+        REML; compare these only between models with the same population columns.
+        """
+        return 2.0 * (self._n_parameters("aic_") - self.log_likelihood_)
+
+    @property
+    def bic_(self):
+        """Bayesian information criterion: as `aic_`, with log(n) instead of 2 per parameter.
+
+        n is the number of rows of positive weight.
+        """
+        n_parameters = self._n_parameters("bic_")
+        return float(
+            np.log(self._evidence.moments.n_rows) * n_parameters - 2 * self.log_likelihood_
+        )
+
+    @property
+    def icc_(self):
+        """Intraclass correlation: share of the variance given the features between clients.
+
+        The variance between clients is averaged over the rows if slopes vary.
+        """
+        noise = self._variance_within("icc_")
+        return variance_shares(0.0, self._variance_between("icc_"), noise)[1]
+
+    @property
+    def marginal_r2_(self):
+        """Share of the response's variance that the population coefficients explain.
+
+        With two classes the response is the one on the latent scale, where a row's variance given
+        its client is pi^2 / 3.
+        """
+        return self._explained("marginal_r2_")[0]
+
+    @property
+    def conditional_r2_(self):
+        """Share of the response's variance that population and clients' coefficients explain.
+
+        With two classes on the latent scale, as :attr:`marginal_r2_`.
+        """
+        return self._explained("conditional_r2_")[1]
 
     def credible_interval(self, level=0.95):
         """Central posterior intervals of the clients' coefficients.
@@ -89,6 +139,8 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
             variance components). All are in the units of the data. Under a prior for
             centred columns a row gives the variance between clients of the response at the
             features' means; with "diag" slopes are independent of that, not of the intercept.
+            The part "fit" holds the marginal and the conditional R2; private models, those of one
+            client and those of K > 2 classes do not have it.
         """
         check_is_fitted(self)
         design, random = self._design.named(feature_names), self._design.random
@@ -102,6 +154,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
             self._between[np.ix_(random, random)],
             self._centre_variance(),
             getattr(self, "noise_variance_", None),
+            self._fit_rows(),
         )
 
     def conf_int(self, level=0.95, feature_names=None):
@@ -151,6 +204,61 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         if covariance is not None:
             covariance = tuple(bound.reshape(len(random), len(random)) for bound in covariance)
         return intervals_table(names, fixed, design.random_names, covariance, noise)
+
+    def _n_parameters(self, name):
+        """Number of estimated parameters, for the property `name`."""
+        n_parameters = self._evidence_for(name).n_parameters
+        if n_parameters is None:
+            raise AttributeError(
+                f"{name} needs a likelihood, and a fit with {self._given()} has none; take a "
+                "GaussianPrior or a mixture prior with method='reml' or 'ml'."
+            )
+        return n_parameters
+
+    def _evidence_for(self, name):
+        """What the fit kept to be compared with others, for the property `name`."""
+        check_is_fitted(self)
+        if not hasattr(self, "_evidence"):
+            raise AttributeError(
+                f"{name} needs a fit of all clients without privacy; got the "
+                f"{type(self).__name__} that a fit with a finite epsilon, release() or "
+                "for_client() gave."
+            )
+        return self._evidence
+
+    def _variance_within(self, name):
+        """Variance of a row given its client: of the noise, or of the logistic distribution."""
+        check_is_fitted(self)
+        if hasattr(self, "noise_variance_"):
+            return self.noise_variance_
+        if len(self.classes_) > 2:
+            raise AttributeError(
+                f"{name} needs two classes, whose log odds have one scale; got "
+                f"{len(self.classes_)} classes."
+            )
+        return _LOGISTIC_VARIANCE
+
+    def _variance_between(self, name):
+        """Mean over the rows of the variance between clients of their predictors."""
+        if self._design.fit_intercept and self._design.random.tolist() == [0]:
+            return float(self._between[0, 0])
+        return self._evidence_for(name).moments.mean_square(self._between)
+
+    def _explained(self, name):
+        """Marginal and conditional R2, for the property `name`."""
+        evidence, noise = self._evidence_for(name), self._variance_within(name)
+        population = self._design.vectors(self.population_coef_, self.population_intercept_)
+        fixed = evidence.moments.variance(population)
+        return variance_shares(fixed, self._variance_between(name), noise)
+
+    def _fit_rows(self):
+        """Names and values of what the summary says of the fit; {} if it says nothing."""
+        if not hasattr(self, "_evidence") or np.ndim(self.population_coef_) == 2:
+            return {}
+        marginal, conditional = self._explained("summary")
+        if not np.isfinite(marginal + conditional):
+            return {}
+        return {"marginal R2": marginal, "conditional R2": conditional}
 
     def _population_terms(self, design):
         """Names and values of the population coefficients, class by class."""
@@ -213,13 +321,17 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         """Values (n_clients, [K,] p) of the posterior, in the order of the design."""
         self._require_fitted("clients_")
         if not hasattr(self, "_posterior"):
-            given = [f"{name}={getattr(self, name)!r}" for name in ("prior", "method", "solver")]
             raise AttributeError(
                 "there is no posterior, hence no standard deviation and no shrinkage: a fit with "
-                f"{', '.join(given)} gives the clients' coefficients only."
+                f"{self._given()} gives the clients' coefficients only."
             )
         values = getattr(self._posterior, quantity)().reshape(*self.coef_.shape[:-1], -1)
         return values[..., np.argsort(self._design.order)]
+
+    def _given(self):
+        """The parameters that decide what a fit yields, for an error."""
+        names = ("prior", "method", "solver")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
 def client_predictors(X, codes, coef, intercept, population_coef, population_intercept):
@@ -297,7 +409,14 @@ def warn_not_converged(estimator, found, prior=None):
 
 
 def components_table(
-    names, coefficients, std_errors, random_names, covariance, at_centre=None, noise=None
+    names,
+    coefficients,
+    std_errors,
+    random_names,
+    covariance,
+    at_centre=None,
+    noise=None,
+    explained=None,
 ):
     """DataFrame of what a mixed model estimates for the population.
 
@@ -314,11 +433,13 @@ def components_table(
         Variance between clients of the response at the means of the features.
     noise : float or None
         Variance within clients, if the model has one.
+    explained : dict from str to float, or None
+        Shares of variance by name.
 
     Returns
     -------
     DataFrame
-        Indexed by part ("fixed", "between", "within") and term.
+        Indexed by part ("fixed", "between", "within", "fit") and term.
     """
     rows = [
         ("fixed", name, value, error, np.nan, np.nan)
@@ -335,5 +456,7 @@ def components_table(
         rows.append(("between", AT_CENTRE, at_centre, np.nan, np.sqrt(at_centre), np.nan))
     if noise is not None:
         rows.append(("within", "residual", noise, np.nan, np.sqrt(noise), np.nan))
+    for name, share in (explained or {}).items():
+        rows.append(("fit", name, share, np.nan, np.nan, np.nan))
     table = pd.DataFrame(rows, columns=["part", "term", *_COLUMNS])
     return table.set_index(["part", "term"])

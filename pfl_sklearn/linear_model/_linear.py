@@ -16,6 +16,12 @@ from pfl_sklearn.linear_model._base import (
     warn_not_converged,
 )
 from pfl_sklearn.linear_model._design import column_names, resolve_design
+from pfl_sklearn.linear_model._evidence import (
+    Evidence,
+    gaussian_evidence,
+    mixture_evidence,
+    row_moments,
+)
 from pfl_sklearn.linear_model._mixed._fit import find_fit, fit_with_report
 from pfl_sklearn.linear_model._mixed._private_release import (
     ReleaseParameters,
@@ -23,7 +29,7 @@ from pfl_sklearn.linear_model._mixed._private_release import (
 )
 from pfl_sklearn.linear_model._population import PopulationErrors
 from pfl_sklearn.linear_model._table import Options, make_table
-from pfl_sklearn.priors import GaussianPrior
+from pfl_sklearn.priors import GaussianPrior, LaplacePrior
 from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._ledger import charge
@@ -188,6 +194,17 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         where several clients share nothing (infinite variances, or as good as that), where
         posterior means stand in for the maximum (see Notes), under a Laplace prior and for the
         published algorithms.
+    aic_, bic_ : float
+        Information criteria; smaller is better. They count the estimated population coefficients
+        that are identified, the free parameters of the prior and an estimated noise variance; BIC
+        weighs each by the log of the number of rows of positive weight. After fits by REML they
+        compare only models with the same population columns. NaN where `log_likelihood_` is NaN.
+    icc_ : float
+        Intraclass correlation: the variance between clients (its mean over the rows, if slopes
+        vary) over that variance and `noise_variance_`.
+    marginal_r2_, conditional_r2_ : float
+        Share of the response's variance that the population coefficients explain, and that they
+        and the clients' coefficients explain.
     responsibilities_ : ndarray of shape (n_clients, n_components)
         Posterior probabilities of the components, under mixture priors.
     n_iter_ : int
@@ -306,6 +323,12 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
       these posteriors: client i may see its own (joint differential privacy), so hand it over with
       :meth:`for_client`. A single client keeps its own least-squares fit.
 
+    *Comparison.* `aic_`, `bic_` and R2 need a fit without privacy, which keeps the first and second
+    moments of all rows (8 p^2 bytes). Private models have none of them, and `icc_` only where the
+    intercept alone varies. A Laplace prior and the published algorithms have no likelihood, hence
+    no criteria. R2 are those of Nakagawa and Schielzeth (2013), and of Johnson (2014) where slopes
+    vary, for rows of weight 1.
+
     Memory beyond the input: a copy of the rows, reduced to at most q rows per client. With p
     columns, of which q vary, that is ``8 min(n_i, q) (p + 1)`` bytes per client, twice during the
     fit and once after it. With up to 1,000 clients, errors need another ``8 q (p + 1)`` bytes per
@@ -319,7 +342,13 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     Huang, A. and Wand, M. P. (2013). Simple marginally noninformative prior distributions for
     covariance matrices. Bayesian Analysis.
 
+    Johnson, P. C. D. (2014). Extension of Nakagawa & Schielzeth's R2_GLMM to random slopes models.
+    Methods in Ecology and Evolution.
+
     Laird, N. M. and Ware, J. H. (1982). Random-effects models for longitudinal data. Biometrics.
+
+    Nakagawa, S. and Schielzeth, H. (2013). A general and simple method for obtaining R2 from
+    generalized linear mixed-effects models. Methods in Ecology and Evolution.
 
     Patterson, H. D. and Thompson, R. (1971). Recovery of inter-block information when block sizes
     are unequal. Biometrika.
@@ -469,6 +498,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         warn_not_converged(self, found, prior)
         self._store(X, design, rows.clients, found, report, groups is not None)
         self._family = self._unknown_variances(prior)
+        if not math.isfinite(self.epsilon):
+            self._evidence = self._gather_evidence(table, design, prior, found)
         warn_once(report)
         return self
 
@@ -480,6 +511,14 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         private = math.isfinite(self.epsilon)
         shape = prior.covariance_type if prior.covariance is None else None
         return shape, self.noise_variance is None and not private
+
+    def _gather_evidence(self, table, design, prior, found):
+        """What a fit without privacy keeps to be compared with others."""
+        if self.method == "printed" or self.solver == "gd" or type(prior) is LaplacePrior:
+            return Evidence(row_moments(table, design.order), None, None)
+        if type(prior) is GaussianPrior:
+            return gaussian_evidence(table, design, prior, self.noise_variance, self.method)
+        return mixture_evidence(table, design, prior, found, self.noise_variance)
 
     def _privacy_events(self):
         """Accounting events of a fit; () if it releases nothing."""
@@ -513,7 +552,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         coef, intercept = design.coefficients(found.population[back])
         self.population_coef_, self.population_intercept_ = coef, float(intercept)
         self.coef_, self.intercept_ = design.coefficients(found.coefficients[:, back])
-        for name in ("_posterior", "responsibilities_"):  # of an earlier fit
+        for name in ("_posterior", "responsibilities_", "_evidence"):  # of an earlier fit
             self.__dict__.pop(name, None)
         if found.posterior is not None:
             self._posterior = found.posterior

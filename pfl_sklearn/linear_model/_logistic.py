@@ -1,5 +1,6 @@
 """Personalized logistic regression: one coefficient vector per client under a Gaussian prior."""
 
+from functools import partial
 from numbers import Integral, Real
 
 import numpy as np
@@ -20,7 +21,8 @@ from pfl_sklearn.linear_model._base import (
     warn_not_converged,
 )
 from pfl_sklearn.linear_model._design import column_names, resolve_design
-from pfl_sklearn.linear_model._glmm._fit import LogitOptions, fit_logistic
+from pfl_sklearn.linear_model._evidence import gaussian_evidence
+from pfl_sklearn.linear_model._glmm._fit import LogitOptions, _n_points, fit_logistic
 from pfl_sklearn.linear_model._glmm._outcomes import outcome_of
 from pfl_sklearn.linear_model._glmm._predictions import averaged_probabilities
 from pfl_sklearn.linear_model._table import make_table
@@ -137,6 +139,19 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         The prior with the mean and the covariance that the fit used.
     log_likelihood_ : float
         Approximate log marginal likelihood at the estimates, in nats, without penalties.
+    aic_, bic_ : float
+        Information criteria; smaller is better. They count the estimated population coefficients
+        that are identified (for K - 1 classes), also where a penalty shrinks them, and the free
+        parameters of the covariance. BIC weighs each by the log of the number of rows of positive
+        weight.
+    icc_ : float
+        Intraclass correlation of the log odds, for two classes: the variance between clients (its
+        mean over the rows, if slopes vary) over that variance and :math:`\pi^2 / 3`, the variance
+        of the logistic distribution.
+    marginal_r2_, conditional_r2_ : float
+        Share of the variance of the latent response that the population coefficients explain, and
+        that they and the clients' coefficients explain, for two classes (Nakagawa and Schielzeth,
+        2013; Johnson, 2014).
     n_iter_ : int
         Iterations of the search, or of Newton's method for a single client.
     n_features_in_ : int
@@ -237,6 +252,12 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
     Breslow, N. E. and Clayton, D. G. (1993). Approximate inference in generalized linear mixed
     models. JASA.
 
+    Johnson, P. C. D. (2014). Extension of Nakagawa & Schielzeth's R2_GLMM to random slopes models.
+    Methods in Ecology and Evolution.
+
+    Nakagawa, S. and Schielzeth, H. (2013). A general and simple method for obtaining R2 from
+    generalized linear mixed-effects models. Methods in Ecology and Evolution.
+
     Rasmussen, C. E. and Williams, C. K. I. (2006). Gaussian processes for machine learning,
     Section 3.4 (Newton's method in the rows). MIT Press.
 
@@ -325,16 +346,17 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         classes, labels = read_classes(y[rows.y], self)
         design = resolve_design(self.random, features.shape[1], self.fit_intercept, column_names(X))
         present = features if len(labels) == len(features) else features[rows.y]
-        found = fit_logistic(
-            make_table(design, present, labels, rows),
-            prior,
-            outcome_of(len(classes)),
-            LogitOptions(
-                self.population_penalty, self.max_iter, self.tol, self.n_jobs, self.quadrature
-            ),
+        table, outcome = make_table(design, present, labels, rows), outcome_of(len(classes))
+        options = LogitOptions(
+            self.population_penalty, self.max_iter, self.tol, self.n_jobs, self.quadrature
         )
+        found = fit_logistic(table, prior, outcome, options)
         self._warn(found, len(classes), design)
         self._store(X, design, rows.clients, classes, found, groups is not None)
+        integration = partial(_integration, self.quadrature, outcome)
+        self._evidence = gaussian_evidence(
+            table, design, prior, 0.0, integration, outcome.n_outputs
+        )
         return self
 
     def _warn(self, found, n_classes, design):
@@ -524,3 +546,11 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         between = np.einsum("np,np->n", x @ self._between, x) * (combination @ combination)
         rows = np.kron(combination, x)
         return between + np.einsum("np,np->n", rows @ self.population_covariance_, rows)
+
+
+def _integration(quadrature, outcome, shape, n_varying, rank):
+    """How the log-likelihood under a covariance of `n_varying` coefficients was computed."""
+    if shape == "zero":
+        return "exact"
+    n_points = _n_points(quadrature, outcome, np.empty((0, n_varying + rank)))
+    return "laplace" if n_points == 1 else f"quadrature with {n_points} points"

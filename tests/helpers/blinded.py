@@ -68,7 +68,8 @@ def what_leaves(fit, X, y, groups, client):
         for other in np.unique(groups[others])[:4]:
             found[f"model of {other}"] = model.for_client(other)
         for name in dir(model):
-            if name.startswith("population_") or name in ("prior_", "icc_", "noise_variance_"):
+            known = name.startswith("population_") or name in ("prior_", "icc_", "noise_variance_")
+            if known and hasattr(model, name):
                 found[name] = getattr(model, name)
         for method in ("predict", "predict_proba", "decision_function"):
             if hasattr(model, method):

@@ -1,0 +1,174 @@
+"""What a fit keeps to be compared with others: moments of its rows, and what it estimated.
+
+A private fit keeps none of it.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pfl_sklearn.linear_model._algebra import n_independent, row_slices
+from pfl_sklearn.linear_model._mixed._regression_em import MixtureModel
+from pfl_sklearn.linear_model._table import is_centred, varying_columns
+
+_CELLS = 1 << 16  # numbers of a block of rows, which fits the cache
+_CONSTANT = 1e-24  # variance over squared mean, up to which a column is constant but for rounding
+
+
+class RowMoments(NamedTuple):
+    """Weighted moments of the columns in the order of the design, with the response last."""
+
+    n_rows: int  # of positive weight
+    weight: float  # sum of the weights
+    means: np.ndarray  # (p + 1,)
+    covariance: np.ndarray  # (p + 1, p + 1)
+
+    def mean_square(self, matrix):
+        """Mean (float) of x' A x over the rows, for a matrix A (p, p)."""
+        means, covariance = self.means[:-1], self.covariance[:-1, :-1]
+        return max(float(np.sum(matrix * covariance) + means @ matrix @ means), 0.0)
+
+    def variance(self, coefficients):
+        """Variance (float) of x' beta over the rows, for coefficients (p,)."""
+        return max(float(coefficients @ self.covariance[:-1, :-1] @ coefficients), 0.0)
+
+
+class Form(NamedTuple):
+    """What a Gaussian model takes as known and what it estimates, in the order of the design."""
+
+    means: np.ndarray  # (c, p), given population coefficients of c outputs; NaN where estimated
+    varying: np.ndarray  # (v,), positions of the coefficients that vary by client
+    shape: str  # "zero", "given", "spherical", "diag", "low_rank" or "full"
+    rank: int  # of "low_rank"
+    covariance: np.ndarray | None  # (p, p), if the shape is "given"
+    centre: np.ndarray | None  # (p,), at which the covariance has its shape
+    noise: float | None  # given noise variance
+    criterion: str  # how the log-likelihood was computed
+
+
+class Evidence(NamedTuple):
+    """Moments of the rows, number of estimated parameters, and the form of a Gaussian model."""
+
+    moments: RowMoments
+    n_parameters: int | None  # None without a likelihood
+    form: Form | None
+    n_coefficients: int = 0  # those of the parameters that are population coefficients
+
+
+def row_moments(table, order):
+    """Moments of the rows of a table, whose columns are those of the design in `order`."""
+    n, p = table.columns.shape
+    weights = np.ones(n) if table.weights is None else table.weights
+    total = weights.sum()
+    means, mean = weights @ table.columns / total, weights @ table.y / total
+    roots = None if table.weights is None else np.sqrt(weights)
+    squares = np.zeros((p + 1, p + 1))
+    for part in row_slices(n, p, _CELLS):
+        x, y = table.columns[part] - means, table.y[part] - mean
+        if roots is not None:
+            x, y = x * roots[part, None], y * roots[part]
+        squares[:p, :p] += x.T @ x
+        squares[p, :p] += y @ x
+        squares[p, p] += y @ y
+    squares[:p, p] = squares[p, :p]
+    back = np.append(np.argsort(order), p)
+    return RowMoments(
+        n, float(total), np.append(means, mean)[back], squares[np.ix_(back, back)] / total
+    )
+
+
+def n_identified(moments, free, intercept):
+    """Rank (int) of the `free` (p,) columns; `intercept` is the position of the intercept or None.
+
+    Beside a free intercept it is that of the centred columns.
+    """
+    means, covariance = moments.means[:-1], moments.covariance[:-1, :-1]
+    if intercept is None or not free[intercept]:
+        seconds = covariance + np.multiply.outer(means, means)
+        return n_independent(seconds[np.ix_(free, free)])
+    kept = free & (np.diag(covariance) > _CONSTANT * means**2)
+    kept[intercept] = False
+    return 1 + n_independent(covariance[np.ix_(kept, kept)])
+
+
+def n_covariance_parameters(shape, q, rank=1):
+    """Free parameters of a covariance of q coefficients."""
+    if shape == "low_rank":
+        return q * rank - rank * (rank - 1) // 2 + 1
+    counts = {"spherical": min(q, 1), "diag": q, "full": q * (q + 1) // 2}
+    return counts.get(shape, 0)
+
+
+def gaussian_evidence(table, design, prior, noise, criterion, n_outputs=1):
+    """Evidence of a model under a Gaussian prior; `noise` is given, estimated (None) or absent (0).
+
+    `criterion` is a name, or a function from the form of the covariance to it.
+    """
+    moments, order, m = row_moments(table, design.order), design.order, table.n_clients
+    q, p = table.n_random, len(order)
+    n_classes = 1 if n_outputs == 1 else n_outputs + 1
+    mean, covariance = prior.known_mean(n_classes * q), prior.known_covariance(q)
+    means = np.full((n_classes, p), np.nan)
+    if mean is not None:
+        means[:, order[:q]] = mean.reshape(n_classes, q)
+    given, varying, shape, rank, centre = None, order[:q], "zero", 0, None
+    if covariance is not None:
+        given = design.embedded(covariance)
+        shape = "given" if covariance.any() else "zero"
+        varying = varying[np.diag(covariance) > 0]
+    elif m > 1:
+        varying = varying[varying_columns(table, prior)]
+        shape, rank = _free_shape(prior, len(varying))
+        centre = moments.means[:-1].copy() if is_centred(table, prior) else np.zeros(p)
+    form = Form(
+        means,
+        varying if shape != "zero" else varying[:0],
+        shape,
+        rank,
+        given if shape == "given" else None,
+        centre,
+        noise,
+        criterion if isinstance(criterion, str) else criterion(shape, len(varying), rank),
+    )
+    intercept = 0 if design.fit_intercept else None
+    free = np.isnan(means[0])
+    n_coefficients = n_outputs * n_identified(moments, free, intercept)
+    n_parameters = n_coefficients + n_covariance_parameters(shape, len(varying), rank)
+    return Evidence(moments, n_parameters + (noise is None), form, n_coefficients)
+
+
+def _free_shape(prior, q):
+    """Shape and rank of an estimated covariance of q coefficients, by the simplest equal name."""
+    rank = prior.rank or 1 if prior.covariance_type == "low_rank" else 0
+    if q == 0:
+        return "zero", 0
+    if q == 1 or rank >= q - 1 > 0:
+        return "full", 0
+    return prior.covariance_type, rank
+
+
+def mixture_evidence(table, design, prior, found, noise):
+    """Evidence of a linear model under a mixture prior, fitted as `found`."""
+    moments = row_moments(table, design.order)
+    free = np.zeros(len(design.order), dtype=bool)
+    free[design.fixed] = True
+    n_fixed = n_identified(moments, free, 0 if design.fit_intercept else None)
+    if prior.is_known:
+        return Evidence(moments, n_fixed + (noise is None), None)
+    model = MixtureModel(getattr(prior, "covariance_type", "zero"), noise)
+    n_components = found.responsibilities.shape[1]
+    return Evidence(moments, model.n_parameters(n_components, table.n_random, n_fixed), None)
+
+
+def variance_shares(fixed, between, noise):
+    """Marginal and conditional R2, from the variances of three parts of the response.
+
+    Parameters
+    ----------
+    fixed, between, noise : float
+        Variance of the population's predictors over the rows, mean variance between clients, and
+        variance within clients.
+    """
+    with np.errstate(invalid="ignore"):
+        shares = np.array([fixed, fixed + between]) / np.float64(fixed + between + noise)
+    return float(shares[0]), float(shares[1])

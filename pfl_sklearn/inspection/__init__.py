@@ -1,8 +1,9 @@
-"""Plots of client-aware estimators, their rounds and streams, and of accuracy against privacy."""
+"""Plots of client-aware estimators, their rounds and streams, and tests of nested regressions."""
 
 from pfl_sklearn.inspection._client_gain import ClientGainDisplay
 from pfl_sklearn.inspection._coefficient_display import CoefficientDisplay
 from pfl_sklearn.inspection._convergence import ConvergenceDisplay
+from pfl_sklearn.inspection._likelihood_ratio import likelihood_ratio_test
 from pfl_sklearn.inspection._privacy_accuracy import PrivacyAccuracyDisplay
 from pfl_sklearn.inspection._residuals import ResidualsDisplay
 from pfl_sklearn.inspection._shrinkage import ShrinkageDisplay
@@ -16,4 +17,5 @@ __all__ = [
     "ResidualsDisplay",
     "ShrinkageDisplay",
     "StreamDisplay",
+    "likelihood_ratio_test",
 ]

@@ -252,6 +252,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     --------
     PersonalizedLogisticRegression : The same model for class labels.
     pfl_sklearn.inspection.CoefficientDisplay : Plot of the clients' coefficients.
+    pfl_sklearn.inspection.likelihood_ratio_test : Test of what a larger model adds.
 
     Notes
     -----

@@ -198,6 +198,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
     --------
     PersonalizedLinearRegression : The same model for continuous responses.
     sklearn.linear_model.LogisticRegression : One model for all clients, or one for each alone.
+    pfl_sklearn.inspection.likelihood_ratio_test : Test of what a larger model adds.
 
     Notes
     -----

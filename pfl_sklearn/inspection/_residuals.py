@@ -1,9 +1,8 @@
 """Plots of residuals within clients and of clients' deviations: checks of a mixed model."""
 
 import numpy as np
-from scipy.special import betaincinv, chdtri, ndtri
 
-from pfl_sklearn._clients import row_counts, rows_by_client, segment_sums
+from pfl_sklearn._clients import rows_by_client
 from pfl_sklearn.inspection._drawing import (
     COLORS,
     given_axes,
@@ -11,11 +10,15 @@ from pfl_sklearn.inspection._drawing import (
     is_wide,
     strip,
 )
+from pfl_sklearn.inspection._residual_summaries import (
+    binned_residuals,
+    client_spreads,
+    quantile_limits,
+    spread_limits,
+)
 from pfl_sklearn.inspection._residual_values import deviations_of, residuals_of
 
 _PANELS = ("fitted", "clients", "residual_quantiles", "client_quantiles")
-_TAIL = 0.025  # outside a limit of 95 %, on each side
-_MOST_BINS, _ROWS_PER_BIN = 20, 20
 _MOST_POINTS = 5000
 _FEWEST_IN_A_BOX = 5
 _INCHES_PER_NAME = 0.11
@@ -35,8 +38,8 @@ class ResidualsDisplay:
     - "client_quantiles": standardized deviations of the clients over normal quantiles.
 
     The quantile panels have pointwise 95 % limits, those of ordered independent normal values. If
-    the model holds, fewer than one point in twenty lies outside, because the variances are
-    estimated from the same rows.
+    the model holds, fewer than one point in twenty lies outside, because the model was fitted to
+    the same rows. Of more than 5,000 rows we draw 5,000; lines and limits are those of all.
 
     Parameters
     ----------
@@ -317,13 +320,12 @@ class ResidualsDisplay:
         ax.set_xlabel("client, by median residual")
 
     def _draw_spreads(self, ax):
-        dof, spread = self._spreads()
-        drawn = dof > 0
-        dof, spread = dof[drawn], spread[drawn]
-        lower, upper = _spread_limits(dof)
+        share = np.ones(len(self.codes)) if self.variance_share is None else self.variance_share
+        dof, spread = client_spreads(self.standardized, share, self.codes, len(self.clients))
+        lower, upper = spread_limits(dof)
         outside = (spread < lower) | (spread > upper)
         at = np.sort(dof)
-        for limit in _spread_limits(at):
+        for limit in spread_limits(at):
             ax.plot(at, limit, color="0.3", lw=1, ls="--")
         ax.plot([], [], color="0.3", lw=1, ls="--", label="95 % limits of a client")
         ax.axhline(1, color=COLORS["population"], lw=1, zorder=1)
@@ -335,15 +337,6 @@ class ResidualsDisplay:
         if is_wide(dof):
             ax.set_xscale("log")
         _draw_legend(ax)
-
-    def _spreads(self):
-        """Degrees of freedom (m,) of the clients, and root mean square residuals (m,)."""
-        share = np.ones(len(self.codes)) if self.variance_share is None else self.variance_share
-        usable, m = np.isfinite(self.standardized), len(self.clients)
-        share, codes = share[usable], self.codes[usable]
-        squares = segment_sums(self.standardized[usable] ** 2 * share, codes, m)
-        dof, total = segment_sums(np.minimum(share, 1), codes, m), segment_sums(share, codes, m)
-        return dof, np.sqrt(np.divide(squares, total, out=np.zeros(m), where=total > 0))
 
     def _draw_residual_quantiles(self, ax):
         values = self.standardized[np.isfinite(self.standardized)]
@@ -363,47 +356,6 @@ class ResidualsDisplay:
 
     def _reason(self):
         return self.without_deviations or "none were given"
-
-
-def binned_residuals(fitted, residuals, expected=None):
-    """Means by fitted value, in bins of equally many rows.
-
-    Returns
-    -------
-    at, mean, std, expected : ndarrays of shape (n_bins,)
-        Mean fitted value, mean residual, standard deviation of residuals, and mean of `expected`
-        (None if that is None).
-    """
-    n_bins = int(np.clip(len(fitted) // _ROWS_PER_BIN, 1, _MOST_BINS))
-    edges = np.unique(np.quantile(fitted, np.linspace(0, 1, n_bins + 1)))
-    codes = np.searchsorted(edges[1:-1], fitted, side="right")
-    counts = row_counts(codes, max(len(edges) - 1, 1))
-    codes = (np.cumsum(counts > 0) - 1)[codes]
-    counts = counts[counts > 0]
-    at, mean = (segment_sums(each, codes, len(counts)) / counts for each in (fitted, residuals))
-    squares = segment_sums((residuals - mean[codes]) ** 2, codes, len(counts))
-    std = np.sqrt(squares / np.maximum(counts - 1, 1))
-    if expected is not None:
-        expected = segment_sums(expected, codes, len(counts)) / counts
-    return at, mean, std, expected
-
-
-def quantile_limits(n, ranks=None):
-    """Quantiles of the ordered values of n standard normal ones.
-
-    Parameters
-    ----------
-    n : int
-    ranks : ndarray of shape (k,), default=None
-        Which of them, from 1 to n. None: all.
-
-    Returns
-    -------
-    lower, median, upper : ndarrays of shape (k,)
-        At levels 2.5, 50 and 97.5 %: order statistics of uniform values are Beta(i, n + 1 - i).
-    """
-    ranks = np.arange(1, n + 1) if ranks is None else ranks
-    return tuple(ndtri(betaincinv(ranks, n + 1 - ranks, p)) for p in (_TAIL, 0.5, 1 - _TAIL))
 
 
 def _panels(kind):
@@ -430,8 +382,10 @@ def _new_axes(n_panels):
 
 
 def _thinned(n):
-    """Positions of up to 5000 of n rows, evenly spread."""
-    return np.arange(n) if n <= _MOST_POINTS else np.linspace(0, n - 1, _MOST_POINTS).astype(int)
+    """Positions of up to 5000 of n rows, at random: rows may be in some order within clients."""
+    if n <= _MOST_POINTS:
+        return np.arange(n)
+    return np.sort(np.random.default_rng(0).choice(n, _MOST_POINTS, replace=False))
 
 
 def _thinned_ranks(n):
@@ -471,13 +425,8 @@ def _draw_box(ax, at, values):
         whiskerprops=line,
         capprops={"lw": 0},
         medianprops={"color": color, "lw": 2},
-        flierprops={"marker": ".", "ms": 3, "mfc": COLORS["local"], "mec": "none"},
+        flierprops={"marker": ".", "ms": 5, "mfc": COLORS["local"], "mec": "none"},
     )
-
-
-def _spread_limits(dof):
-    """95 % limits (m,) of the root mean square of normal values with these degrees of freedom."""
-    return tuple(np.sqrt(chdtri(dof, tail) / dof) for tail in (1 - _TAIL, _TAIL))
 
 
 def _draw_legend(ax, loc="best"):

@@ -11,6 +11,7 @@ from sklearn import config_context
 from sklearn.base import clone
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.exceptions import NotFittedError
+from sklearn.feature_selection import RFE
 from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import Ridge
 from sklearn.model_selection import GridSearchCV
@@ -19,8 +20,8 @@ from sklearn.preprocessing import StandardScaler
 
 from pfl_sklearn import BernoulliMean, ClientColumn, GaussianMean, SingleClientWarning
 from pfl_sklearn.inspection import ResidualsDisplay
+from pfl_sklearn.inspection._residual_summaries import binned_residuals, quantile_limits
 from pfl_sklearn.inspection._residual_values import residuals_of
-from pfl_sklearn.inspection._residuals import binned_residuals, quantile_limits
 from pfl_sklearn.linear_model import PersonalizedLinearRegression, PersonalizedLogisticRegression
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
@@ -575,6 +576,38 @@ def test_bad_input(given, message):
     with pytest.raises(ValueError, match=message):
         ResidualsDisplay.from_estimator(model, arguments.pop("X"), arguments.pop("y"), **arguments)
     assert plt.get_fignums() == []
+
+
+def test_wrappers_that_change_rows_are_refused():
+    X, y, groups, _ = simulated()
+    table = np.column_stack([groups, X])
+    outer = RFE(ClientColumn(PersonalizedLinearRegression(random="intercept"), 0))
+    outer.estimator_ = ClientColumn(PersonalizedLinearRegression(random="intercept"), 0)
+    outer.estimator_.fit(table, y)
+    with pytest.raises(TypeError, match=r"rows inside RFE are unknown; give the ClientColumn"):
+        ResidualsDisplay.from_estimator(outer, table, y)
+
+
+def test_unseen_clients_of_classes_get_averaged_probabilities():
+    X, y, groups = labels()
+    model = PersonalizedLogisticRegression(random="intercept", unseen="population")
+    model.fit(X, y, groups=groups)
+    found = ResidualsDisplay.from_estimator(model, X, y, groups=groups + 30)
+    new = groups + 30 >= 60
+    for rows, integrate in ((new, True), (~new, False)):
+        chances = model.predict_proba(X, groups=groups + 30, integrate=integrate)
+        np.testing.assert_allclose(found.fitted[rows], chances[rows, 1])
+
+
+def test_one_clients_own_model_and_part_of_the_clients():
+    model, X, y, groups, _ = known_model()
+    for client, given in ((model.for_client(3), {}), (model, {"groups": groups[groups == 3]})):
+        own = groups == 3
+        display = ResidualsDisplay.from_estimator(client, X[own], y[own], **given)
+        expected = residuals_of(model, X, y, groups, None, False, 0)
+        np.testing.assert_allclose(display.standardized, expected.standardized[own])
+        assert len(display.clients) == 1
+        display.figure_.canvas.draw()
 
 
 def test_bad_labels_and_features_of_other_models():

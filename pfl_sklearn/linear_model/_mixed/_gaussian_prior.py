@@ -38,6 +38,7 @@ _INFINITE = 1e12
 _NO_NOISE = 1e-5  # the same share, which is zero where no client has rows to spare
 _NEARLY_EXACT = 1e-10  # the same share, below which draws of a covariance lose their digits
 _EXACT = 1e-20  # noise variance over mean square of the targets, below which it is rounding
+_NOTHING = 1e-250  # noise variance of a constant target, whose mean square is 0
 
 
 def fit_gaussian_prior(table, prior, options):
@@ -55,19 +56,19 @@ def fit_gaussian_prior(table, prior, options):
     Estimates
     """
     q = table.n_random
-    mean, covariance = prior.known_mean(q), prior.known_covariance(q)
+    mean, covariance, varies = prior.known_mean(q), prior.known_covariance(q), None
     if covariance is None:
         if table.n_clients == 1:
             return fit_without_pooling(table, prior, options, np.full((q, q), np.nan))
         check_variances_identified(table, prior, options.noise_variance)
-        if not varying_columns(table, prior).any():
+        varies = varying_columns(table, prior)
+        if not varies.any():
             covariance = np.zeros((q, q))
     elif np.isinf(covariance).any():
         return fit_without_pooling(table, prior, options, covariance)
     if is_known_with_few_rows(table, mean, covariance, options.noise_variance):
         return fit_known_population(table, prior, mean, covariance, options)
     given, shaped = table, covariance is None and is_centred(table, prior)
-    varies = varying_columns(table, prior) if covariance is None else None
     table, offset, centre = centred(table, mean, shaped)
     spectral = use_spectral(prior.covariance_type, covariance, options.solver)
     common_shape = covariance is None and prior.covariance_type in ("spherical", "low_rank")
@@ -99,7 +100,7 @@ def _with_averages(estimates, table, reduced, settings, family, found, around):
     """The same estimates, with errors that are averaged over the variances, where they may be."""
     share, (offset, centre) = averaging_share(table.n_clients), around
     least = _EXACT if family.has_one_ratio else _NEARLY_EXACT
-    exact = found.point.noise < least * reduced.sum_of_squares / reduced.n_rows
+    exact = found.point.noise < max(least * reduced.sum_of_squares / reduced.n_rows, _NOTHING)
     if share == 0 or exact or not can_average(family):
         return estimates
     population = np.zeros(reduced.n_columns)

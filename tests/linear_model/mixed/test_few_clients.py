@@ -116,6 +116,18 @@ def test_plug_in_counts_variances_as_known():
     np.testing.assert_array_equal(*pair)
 
 
+@pytest.mark.parametrize("random", ["all", "intercept"])
+def test_an_exact_fit_leaves_nothing_to_average(random):
+    """There is no noise; the averages' likelihoods would overflow."""
+    X, _, codes, _ = draw(8, 6, 3)
+    for y in (np.zeros(48), np.full(48, 3.0), 2 * X[:, 0] + 1):
+        model = PersonalizedLinearRegression(random=random, unseen="population")
+        model.fit(X, y, groups=codes)
+        mean, std = model.predict(X[:2], groups=[0, -1], return_std=True)
+        np.testing.assert_allclose(mean, y[:2], atol=1e-9)
+        assert (std < 1e-10).all()
+
+
 @pytest.mark.parametrize(("m", "share"), [(100, 1.0), (316, 0.5), (1000, None)])
 def test_the_averages_fade_out(m, share):
     X, y, codes, _ = draw(m, 3, 2)

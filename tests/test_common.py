@@ -736,7 +736,8 @@ TABLE_OF_COMPONENTS = {"summary.std_error", "summary.sd", "summary.correlation"}
 UNBOUNDED = {"history_.clip_norm", "history_.loss"}  # no bound, nobody took part, or overflow
 NOT_IDENTIFIED = {"population_coef_std_", "population_intercept_std_", "population_covariance_"}
 OF_ONE_CLIENT = {
-    *("icc_", "std of unseen", "summary.estimate", "log_likelihood_"),
+    *("icc_", "marginal_r2_", "conditional_r2_"),
+    *("std of unseen", "summary.estimate", "log_likelihood_"),
     *("prior_.covariance", "prior_.covariances", "prior_.weights"),
 }
 NO_OWN_VARIANCE = {  # of single rows, where the released noise variance is of no use
@@ -748,6 +749,7 @@ NO_MESSAGE = {"population_mean_", "population_mean_std_", "population_std_", "pr
 NO_MESSAGE |= {"std of unseen"}
 NO_STANDARD_ERRORS = LaplacePrior | GaussianMixturePrior | DiscretePrior
 NO_POOLING = {"prior_.covariance", "std of unseen", "summary.estimate"}
+NO_POOLING |= {"icc_", "marginal_r2_", "conditional_r2_"}
 
 
 def documented_exceptions(estimator, table):
@@ -770,6 +772,8 @@ def documented_exceptions(estimator, table):
         found |= NO_OWN_VARIANCE
     if estimator.get_params().get("prior__covariance") == math.inf:
         found |= NO_POOLING | NOT_IDENTIFIED | {"log_likelihood_"}
+    if "log_likelihood_" in found:
+        found |= {"aic_", "bic_"}
     return found
 
 

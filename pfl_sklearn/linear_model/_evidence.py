@@ -24,7 +24,9 @@ class RowMoments(NamedTuple):
     covariance: np.ndarray  # (p + 1, p + 1)
 
     def mean_square(self, matrix):
-        """Mean (float) of x' A x over the rows, for a matrix A (p, p)."""
+        """Mean (float) of x' A x over the rows, for a matrix A (p, p); NaN if A is not finite."""
+        if not np.isfinite(matrix).all():
+            return np.nan
         means, covariance = self.means[:-1], self.covariance[:-1, :-1]
         return max(float(np.sum(matrix * covariance) + means @ matrix @ means), 0.0)
 

@@ -196,8 +196,9 @@ def test_ordinary_regression_is_explained_as_usual():
 
 def test_an_unknown_likelihood_leaves_criteria_unknown():
     model = linear(GaussianPrior(covariance=np.inf))
-    assert np.isnan(model.aic_)
-    assert np.isnan(model.bic_)
+    for name in NAMES:
+        assert np.isnan(getattr(model, name))
+    assert "fit" not in model.summary().index.get_level_values("part")
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")

@@ -67,6 +67,23 @@ def test_criteria_of_a_random_intercept(method):
     assert model.bic_ == pytest.approx(deviance + 3 * np.log(len(y)), abs=1e-6)
 
 
+def test_published_criteria_of_sleep_deprivation(data_home):
+    """lme4's AIC and BIC of Reaction ~ Days + (1 | Subject) and of + (Days | Subject)."""
+    table = pd.read_csv(data_home / "sleepstudy.csv.gz")
+    full = GaussianPrior(covariance_type="full")
+    for prior, random, method, aic, bic in (
+        ("gaussian", "intercept", "ml", 1802.079, 1814.850),
+        (full, "all", "ml", 1763.939, 1783.097),
+        (full, "all", "reml", 1755.628, 1774.786),
+    ):
+        model = PersonalizedLinearRegression(prior, random=random, method=method)
+        model.fit(table[["days"]], table["reaction"], groups=table["subject"])
+        assert (model.aic_, model.bic_) == (
+            pytest.approx(aic, abs=1e-3),
+            pytest.approx(bic, abs=1e-3),
+        )
+
+
 @pytest.mark.parametrize("covariance_type", ["spherical", "diag", "full", "low_rank"])
 @pytest.mark.parametrize("q", [1, 2, 3])
 def test_parameters_of_a_covariance_are_counted(covariance_type, q):

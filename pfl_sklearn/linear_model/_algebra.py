@@ -8,6 +8,7 @@ _RANK = 1e-11  # share of the largest eigenvalue, below which an eigenvalue is r
 _OUTSIDE = 1e-5  # share of a combination outside the row space, above which it is not estimable
 _OFF_DIAGONAL = 0.3  # typical entry of a random start, where the usual one is zero
 _DAMPING = 1e-6  # of correlations, before their inverse
+_MOST_DECADES = 6.0  # between units of columns; beyond it products of a start lose all digits
 _SMALL = 16  # size of a system up to which one elimination serves all clients at once
 
 
@@ -189,7 +190,7 @@ def _low_rank(q, rank, basis):
     decades = np.zeros(len(start) + 1)
     if basis is not None:  # the ridge may be that of the shortest column
         lengths = np.linalg.norm(basis, axis=1)
-        decades[-1] = np.log10(lengths.max() / lengths.min())
+        decades[-1] = min(np.log10(lengths.max() / lengths.min()), _MOST_DECADES)
     positions = np.concatenate([loadings, ridge])
     return Factor(shape, positions, owners, np.append(start, 0.5), rank, basis, decades)
 

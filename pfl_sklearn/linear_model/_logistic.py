@@ -22,7 +22,7 @@ from pfl_sklearn.linear_model._base import (
 )
 from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._evidence import gaussian_evidence
-from pfl_sklearn.linear_model._glmm._fit import LogitOptions, _n_points, fit_logistic
+from pfl_sklearn.linear_model._glmm._fit import LogitOptions, fit_logistic, n_points_of
 from pfl_sklearn.linear_model._glmm._outcomes import outcome_of
 from pfl_sklearn.linear_model._glmm._predictions import averaged_probabilities
 from pfl_sklearn.linear_model._table import make_table
@@ -553,5 +553,5 @@ def _integration(quadrature, outcome, shape, n_varying, rank):
     """How the log-likelihood under a covariance of `n_varying` coefficients was computed."""
     if shape == "zero":
         return "exact"
-    n_points = _n_points(quadrature, outcome, np.empty((0, n_varying + rank)))
+    n_points = n_points_of(quadrature, outcome, np.empty((0, n_varying + rank)))
     return "laplace" if n_points == 1 else f"quadrature with {n_points} points"

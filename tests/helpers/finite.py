@@ -27,8 +27,11 @@ def _shown(model, X, groups):
         if has_std and (rows == "unseen" or hasattr(model, "stds_") or hasattr(model, "coef_std_")):
             yield f"std of {rows}", model.predict(X, groups=ids, return_std=True)[1]
     for method in ("credible_interval", "summary"):
-        if hasattr(model, method):
-            yield from _named(method, getattr(model, method)())
+        try:
+            table = getattr(model, method)()
+        except AttributeError:  # of another estimator or prior
+            continue
+        yield from _named(method, table)
 
 
 def _named(name, values):

@@ -131,7 +131,7 @@ def fit_logistic(table, prior, outcome, options):
     stacks = stack_rows(table.columns, table.y, table.weights, table.codes, table.n_clients)
     found, weak = _population(table, stacks, outcome, prior, mean, covariance, options)
     summary = _client_modes(table, stacks, outcome, found, options.n_jobs)
-    n_points = _n_points(options.quadrature, outcome, found.factor)
+    n_points = n_points_of(options.quadrature, outcome, found.factor)
     if n_points > 1:
         criterion = _criterion(
             table, stacks, outcome, found.factor, options, n_points, found.states
@@ -283,7 +283,7 @@ def _population(table, stacks, outcome, prior, mean, covariance, options):
     root, _ = inverse_root(begun + np.diag(np.tile(slopes, a)))
     search = _Search(
         partial(_criterion, table, stacks, outcome, factor, options),
-        _n_points(options.quadrature, outcome, factor),
+        n_points_of(options.quadrature, outcome, factor),
         start,
         root,
         family,
@@ -355,7 +355,7 @@ def _has_one_effect(outcome, factor):
     return outcome.n_outputs == 1 and factor.shape[1] == 1
 
 
-def _n_points(quadrature, outcome, factor):
+def n_points_of(quadrature, outcome, factor):
     """Points of the quadrature over a client's effect; 1 is Laplace's approximation."""
     one = _has_one_effect(outcome, factor)
     if quadrature == "laplace":

@@ -38,7 +38,6 @@ _INFINITE = 1e12
 _NO_NOISE = 1e-5  # the same share, which is zero where no client has rows to spare
 _NEARLY_EXACT = 1e-10  # the same share, below which draws of a covariance lose their digits
 _EXACT = 1e-20  # noise variance over mean square of the targets, below which it is rounding
-_NOTHING = 1e-250  # noise variance of a constant target, whose mean square is 0
 
 
 def fit_gaussian_prior(table, prior, options):
@@ -100,7 +99,8 @@ def _with_averages(estimates, table, reduced, settings, family, found, around):
     """The same estimates, with errors that are averaged over the variances, where they may be."""
     share, (offset, centre) = averaging_share(table.n_clients), around
     least = _EXACT if family.has_one_ratio else _NEARLY_EXACT
-    exact = found.point.noise < max(least * reduced.sum_of_squares / reduced.n_rows, _NOTHING)
+    exact = found.point.noise < least * reduced.sum_of_squares / reduced.n_rows
+    exact = exact or reduced.sum_of_squares == 0
     if share == 0 or exact or not can_average(family):
         return estimates
     population = np.zeros(reduced.n_columns)

@@ -882,3 +882,22 @@ def test_a_population_penalty_keeps_separated_slopes_finite():
         model = PersonalizedLogisticRegression(random="intercept", population_penalty=1.0)
         model.fit(X, X[:, 0] > 0, groups=np.arange(60) % 5)
     assert np.isfinite(model.population_coef_).all()
+
+
+@pytest.mark.parametrize("covariance_type", [None, "full"])
+def test_a_fitted_prior_goes_back_in_for_features_far_from_zero(covariance_type):
+    """Timestamps: intercepts and slopes are all but perfectly correlated."""
+    rng = np.random.default_rng(4)
+    codes, seconds = np.repeat(np.arange(15), 20), rng.uniform(1.6e9, 1.7e9, size=(300, 1))
+    years = (seconds[:, 0] - 1.65e9) / 2.9e7
+    odds = rng.normal(size=15)[codes] + years * (1 + 0.7 * rng.normal(size=15)[codes])
+    y = (rng.random(300) < 1 / (1 + np.exp(-odds))).astype(int)
+    model = PersonalizedLogisticRegression(GaussianPrior(covariance_type=covariance_type))
+    model.fit(seconds, y, groups=codes)
+    again = PersonalizedLogisticRegression(model.prior_).fit(seconds, y, groups=codes)
+    assert again.log_likelihood_ == pytest.approx(model.log_likelihood_, abs=1e-6)
+    np.testing.assert_allclose(
+        again.decision_function(seconds, groups=codes),
+        model.decision_function(seconds, groups=codes),
+        atol=1e-4,
+    )

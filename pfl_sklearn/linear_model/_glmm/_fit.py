@@ -46,7 +46,8 @@ from pfl_sklearn.linear_model._glmm._search import (
 from pfl_sklearn.linear_model._posterior import CovariancePosterior, RowPosterior
 from pfl_sklearn.linear_model._table import check_squares, is_centred, uncentred, varying_columns
 
-_POINTS = 15  # of the quadrature, where one coefficient varies
+_POINTS, _MANY_POINTS = 15, 61  # of the quadrature, where one coefficient varies
+_WIDE = 3.0  # logits, from which we take many points
 _NOT_ZERO = 1e-2  # factor, in natural units, from which a second search may start
 _NEAR = 1e-2  # nats per standard error, near enough for a search that quadrature goes on with
 _NEARER = 0.3  # start of the second search, in natural units, so that it skips no maximum
@@ -131,7 +132,8 @@ def fit_logistic(table, prior, outcome, options):
     stacks = stack_rows(table.columns, table.y, table.weights, table.codes, table.n_clients)
     found, weak = _population(table, stacks, outcome, prior, mean, covariance, options)
     summary = _client_modes(table, stacks, outcome, found, options.n_jobs)
-    n_points = n_points_of(options.quadrature, outcome, found.factor)
+    spread = predictor_spread(table.columns[:, :q], table.weights, found.factor)
+    n_points = n_points_of(options.quadrature, outcome, found.factor, spread)
     if n_points > 1:
         criterion = _criterion(
             table, stacks, outcome, found.factor, options, n_points, found.states
@@ -281,9 +283,11 @@ def _population(table, stacks, outcome, prior, mean, covariance, options):
     start = Maximum(population, factor, 0, False)
     begun = _information_at(start, table, stacks, outcome, first, options.n_jobs)
     root, _ = inverse_root(begun + np.diag(np.tile(slopes, a)))
+    size = partial(predictor_spread, table.columns[:, :q], table.weights)
     search = _Search(
         partial(_criterion, table, stacks, outcome, factor, options),
         n_points_of(options.quadrature, outcome, factor),
+        lambda factor: n_points_of(options.quadrature, outcome, factor, size(factor)),
         start,
         root,
         family,
@@ -294,7 +298,6 @@ def _population(table, stacks, outcome, prior, mean, covariance, options):
     found = search(weak)
     if family is None or spread.any():
         return found, weak
-    size = partial(predictor_spread, table.columns[:, :q], table.weights)
     if size(found.factor) <= AWAY:
         return found, weak
     precision = weak_spread(table.columns[:, :q], table.weights, tight=True)
@@ -309,6 +312,7 @@ class _Search(NamedTuple):
 
     make: Any  # the MarginalLikelihood of a number of points
     n_points: int
+    n_points_at: Any  # that number at a factor
     start: Maximum
     root: np.ndarray
     family: Any
@@ -319,11 +323,17 @@ class _Search(NamedTuple):
         if self.n_points == 1:
             return self._maximum(1, self.start, weak, self.options.tol, begin)
         found = self._maximum(1, self.start, weak, max(self.options.tol, _NEAR), begin)
+        refined = self._refined(self.n_points, found, weak)
+        n_points = self.n_points_at(refined.factor)
+        return refined if n_points == self.n_points else self._refined(n_points, refined, weak)
+
+    def _refined(self, n_points, found, weak):
+        begin = 1.0
         if self.family is not None:
             unit = self.scale[:, None] * self.family.matrix(self.family.start)
             at = np.abs(found.factor).max() / np.abs(unit).max()
             begin = at if at > _NOT_ZERO else _NEARER
-        refined = self._maximum(self.n_points, found, weak, self.options.tol, begin)
+        refined = self._maximum(n_points, found, weak, self.options.tol, begin)
         return refined._replace(n_iter=found.n_iter + refined.n_iter)
 
     def _maximum(self, n_points, start, weak, tol, begin):
@@ -355,13 +365,16 @@ def _has_one_effect(outcome, factor):
     return outcome.n_outputs == 1 and factor.shape[1] == 1
 
 
-def n_points_of(quadrature, outcome, factor):
-    """Points of the quadrature over a client's effect; 1 is Laplace's approximation."""
+def n_points_of(quadrature, outcome, factor, spread=0.0):
+    """Points of the quadrature over a client's effect; 1 is Laplace's approximation.
+
+    `spread` is the standard deviation between clients of the predictors.
+    """
     one = _has_one_effect(outcome, factor)
     if quadrature == "laplace":
         return 1
     if quadrature == "auto":
-        return _POINTS if one else 1
+        return (_POINTS if spread <= _WIDE else _MANY_POINTS) if one else 1
     if quadrature > 1 and not one:
         raise ValueError(
             f"quadrature={quadrature} needs two classes and one coefficient that varies; got "
@@ -379,9 +392,9 @@ def _root(covariance):
         return np.eye(len(variances))[:, kept if len(kept) else [0]] * np.sqrt(
             variances[kept if len(kept) else [0]]
         )
-    values, vectors = np.linalg.eigh(covariance)
-    kept = values > 1e-14 * values[-1]
-    return vectors[:, kept] * np.sqrt(values[kept])
+    root = square_root(covariance)
+    kept = root.any(axis=0)
+    return root[:, kept]
 
 
 def _information(rows, a, first):

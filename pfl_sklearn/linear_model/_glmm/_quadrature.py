@@ -65,8 +65,8 @@ def _nodes(n_points):
 
 def turned_stack(stack):
     """The TurnedStack of a RowStack with labels 0 and 1."""
-    columns = np.ascontiguousarray(stack.x.transpose(2, 1, 0))
-    columns *= np.where(stack.y.T > 0, 1.0, -1.0)
+    columns = stack.x.transpose(2, 1, 0) * np.where(stack.y.T > 0, 1.0, -1.0)
+    columns = np.ascontiguousarray(columns)
     weights = None if np.all(stack.w == 1) else np.ascontiguousarray(stack.w.T)
     return TurnedStack(stack.clients, columns, weights)
 

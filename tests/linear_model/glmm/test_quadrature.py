@@ -154,3 +154,50 @@ def test_repeated_rows_are_weights():
     weighted = model.fit(X, y, groups=codes, sample_weight=weights).log_likelihood_
     repeated = fit(*(np.repeat(values, weights, axis=0) for values in (X, y, codes)))
     assert weighted == pytest.approx(repeated.log_likelihood_, abs=1e-6)
+
+
+@pytest.mark.parametrize("quadrature", ["auto", "laplace"])
+def test_no_table_is_changed_and_labels_are_a_convention(quadrature):
+    """Stacks of one client and one column are views of the user's own array."""
+    rng = np.random.default_rng(3)
+    codes = np.repeat(np.arange(4), [10, 20, 30, 60])
+    X = rng.normal(size=(120, 1)) + 0.5
+    odds = X[:, 0] * np.array([-2.0, 0.0, 1.0, 2.0])[codes]
+    y = (rng.random(120) < 1 / (1 + np.exp(-odds))).astype(int)
+    before = X.copy()
+    for prior in ("gaussian", GaussianPrior(mean=[0.5], covariance=1.0)):
+        params = {"random": "all", "fit_intercept": False, "prior": prior, "quadrature": quadrature}
+        one = fit(X, y, codes, **params)
+        np.testing.assert_array_equal(X, before)
+        if prior == "gaussian":
+            other = fit(X, 1 - y, codes, **params)
+            np.testing.assert_allclose(other.coef_, -one.coef_, rtol=1e-3)
+            assert other.log_likelihood_ == pytest.approx(one.log_likelihood_, abs=1e-6)
+
+
+def test_a_single_row_of_the_first_class_counts_as_such():
+    X, y, codes = draw(20, 6, 1.0, seed=2)
+    X, y, codes = np.vstack([X, [[0.3]]]), np.append(y, 0), np.append(codes, 20)
+    model = fit(X, y, codes)
+    mirrored = fit(X, 1 - y, codes)
+    assert mirrored.log_likelihood_ == pytest.approx(model.log_likelihood_, abs=1e-6)
+    assert model.intercept_[-1] < model.population_intercept_
+    sd = model.prior_.covariance[0, 0] ** 0.5
+    total = 0.0
+    for client in range(21):
+        u = model.population_intercept_ + X[codes == client] @ model.population_coef_
+        own = y[codes == client]
+
+        def density(v, u=u, own=own):
+            value = own @ (u + sd * v) - np.logaddexp(0, u + sd * v).sum()
+            return np.exp(value - v * v / 2) / np.sqrt(2 * np.pi)
+
+        total += np.log(quad(density, -12, 12, epsabs=1e-13)[0])
+    assert model.log_likelihood_ == pytest.approx(total, abs=1e-5)
+
+
+def test_clients_far_apart_have_more_points():
+    X, y, codes = draw(60, 8, 6.0)
+    auto, few, many = (fit(X, y, codes, quadrature=kind) for kind in ("auto", 15, 100))
+    assert auto.log_likelihood_ == pytest.approx(many.log_likelihood_, abs=1e-4)
+    assert auto.log_likelihood_ != pytest.approx(few.log_likelihood_, abs=1e-4)

@@ -1,5 +1,7 @@
 """What the regressions with one coefficient vector per client have in common."""
 
+from numbers import Real
+
 import numpy as np
 import pandas as pd
 from scipy.sparse import issparse
@@ -182,8 +184,8 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         Raises
         ------
         ValueError
-            If this is a released model or that of one client, if the prior is not Gaussian, or
-            after a fit of one client.
+            If this is a released model or that of one client, if the prior is not Gaussian or has
+            infinite variances, or after a fit of one client.
         """
         check_is_fitted(self)
         check_level(level)
@@ -196,6 +198,11 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
             raise ValueError(
                 "conf_int needs a GaussianPrior, fitted to several clients by likelihood; got "
                 f"prior={self.prior!r} and {len(self.clients_)} clients."
+            )
+        if not hasattr(self._posterior, "whitened") and not hasattr(self._posterior, "plug_in"):
+            raise ValueError(
+                "conf_int needs clients that share a population; got "
+                f"prior={self.prior!r}, whose variances are infinite or as good as that."
             )
         design, random = self._design.named(feature_names), self._design.random
         names, estimates = self._population_terms(design)
@@ -380,8 +387,8 @@ def likeliest_class(classes, logits):
 
 def check_level(level):
     """Raise ValueError unless `level` is a probability."""
-    if not 0 < level < 1:
-        raise ValueError(f"level must be in (0, 1); got {level!r}.")
+    if not (isinstance(level, Real) and 0 < level < 1):
+        raise ValueError(f"level must be a number in (0, 1); got {level!r}.")
 
 
 def check_dense(X, estimator, instead):

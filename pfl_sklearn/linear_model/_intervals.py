@@ -76,7 +76,8 @@ def component_bounds(posterior, moved, covariance, noise, n_rows, n_outputs, lev
         Number of linear predictors, in which deviations are alike.
     level : float
     """
-    q, z = len(covariance), ndtri(0.5 + level / 2)
+    q, z, unit = len(covariance), ndtri(0.5 + level / 2), posterior.noise
+    covariance = covariance / unit  # an exact fit leaves a noise whose squares underflow
     steps = covariance[None] if moved is None else moved
     information = _information(posterior, steps, n_rows, n_outputs)
     if moved is None:  # the ratio to the noise variance falls as that rises
@@ -89,7 +90,7 @@ def component_bounds(posterior, moved, covariance, noise, n_rows, n_outputs, lev
     if noise is not None:
         gradient = np.column_stack([gradient, covariance.ravel()])
     stds = np.sqrt(np.maximum(np.einsum("ka,ab,kb->k", gradient, errors, gradient), 0.0))
-    lower, upper = (covariance + sign * z * stds.reshape(q, q) for sign in (-1, 1))
+    lower, upper = (unit * (covariance + sign * z * stds.reshape(q, q)) for sign in (-1, 1))
     np.fill_diagonal(lower, np.maximum(np.diag(lower), 0.0))
     return (lower, upper), None if noise is None else _around(noise, z * np.sqrt(errors[-1, -1]))
 
@@ -101,11 +102,11 @@ def _around(noise, half):
 def _information(posterior, moved, n_rows, n_outputs):
     """Expected information (a + 1, a + 1) on the directions and on the log of the noise variance.
 
-    The covariance is that over the noise, times the noise variance.
+    The directions are those of the covariance over the noise variance.
     """
     p, q = len(posterior.scale) // n_outputs, moved.shape[1]
     at = (np.arange(n_outputs)[:, None] * p + np.arange(q)).ravel()
-    scale = posterior.scale[at] * posterior.noise**0.5
+    scale = posterior.scale[at]
     steps = np.array([np.kron(np.eye(n_outputs), step) for step in moved])
     steps /= np.multiply.outer(scale, scale)
     a = len(steps)

@@ -99,7 +99,7 @@ def test_the_level_counts():
     narrow, wide = model.conf_int(0.5), model.conf_int(0.95)
     assert np.all(wide["upper"] - wide["lower"] > narrow["upper"] - narrow["lower"])
     for level in (0, 1, 95):
-        with pytest.raises(ValueError, match=rf"level must be in \(0, 1\); got {level}"):
+        with pytest.raises(ValueError, match=rf"level must be a number in \(0, 1\); got {level}"):
             model.conf_int(level)
 
 
@@ -128,3 +128,26 @@ def test_other_priors_and_single_clients_have_none():
     alone = PersonalizedLinearRegression().fit(X, y, groups=np.zeros(len(y)))
     with pytest.raises(ValueError, match=r"conf_int.*1 clients"):
         alone.conf_int()
+
+
+@pytest.mark.parametrize("covariance", [np.inf, 1e12])
+def test_clients_without_a_population_have_no_intervals(covariance):
+    model = linear(GaussianPrior(covariance=covariance))
+    with pytest.raises(ValueError, match="conf_int needs clients that share a population"):
+        model.conf_int()
+
+
+@pytest.mark.parametrize("uncertainty", ["full", "plug_in"])
+@pytest.mark.parametrize("random", ["all", "intercept"])
+def test_a_constant_response_has_intervals_of_no_length(random, uncertainty):
+    X, _, codes = draw(6, 10)
+    for value in (0.0, 1.0, 3.3):
+        model = PersonalizedLinearRegression(random=random, uncertainty=uncertainty)
+        table = model.fit(X, np.full(60, value), groups=codes).conf_int()
+        assert (table["upper"] - table["lower"]).max() < 1e-12
+
+
+@pytest.mark.parametrize("level", ["a", None, 1.0])
+def test_levels_are_numbers(level):
+    with pytest.raises(ValueError, match=r"level must be a number in \(0, 1\)"):
+        linear("gaussian").conf_int(level)

@@ -9,13 +9,14 @@ within, that is a half-Cauchy distribution of tau / sigma.
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import ndtr, ndtri, stdtr
+from scipy.optimize.elementwise import find_root
+from scipy.special import ndtr, ndtri, stdtr, stdtrit
 
 UNCERTAINTIES = {"full", "plug_in"}
 _FULL_UP_TO, _NONE_FROM = 100, 1000  # clients
 _COARSE, _NODES = 96, 57
 _FAR = 12.0  # nats below the maximum; what lies further counts nothing
-_HALVINGS = 45
+_CLOSE = 1e-10  # of a quantile, relative to the bounds between which it lies
 _NORMAL = 1e3  # degrees of freedom from which Student's distribution counts as normal
 
 
@@ -77,21 +78,43 @@ class Mixture(NamedTuple):
         return self._replace(means=self.means[clients], scales=self.scales[clients])
 
     def quantiles(self, level):
-        """Quantiles (m, ...), by bisection."""
-        reach = 3.0 * np.abs(ndtri(level)) + 3.0
+        """Quantiles (m, ...). They lie between those of the mixture's parts."""
         scales = np.maximum(self.scales, 1e-12 * np.abs(self.means))
-        low = np.min(self.means - reach * scales, axis=-1)
-        high = np.max(self.means + reach * scales, axis=-1)
+        reach = ndtri(level) if self.dof >= _NORMAL else stdtrit(self.dof, level)
+        parts = self.means + reach * scales
+        margin = 1e-3 * np.max(scales, axis=-1)
+        low, high = np.min(parts, axis=-1) - margin, np.max(parts, axis=-1) + margin
         scales = np.where(scales > 0, scales, 1.0)
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            below = self._cdf((middle[..., None] - self.means) / scales) < level
-            low, high = np.where(below, middle, low), np.where(below, high, middle)
-        return (low + high) / 2
+        means, scales, weights = (
+            np.broadcast_to(values, scales.shape).reshape(-1, scales.shape[-1])
+            for values in (self.means, scales, self.weights)
+        )
 
-    def _cdf(self, z):
-        values = ndtr(z) if self.dof >= _NORMAL else stdtr(self.dof, z)
-        return np.sum(values * self.weights, axis=-1)
+        def distribution(values, at):
+            z = (values[:, None] - means[at]) / scales[at]
+            values = ndtr(z) if self.dof >= _NORMAL else stdtr(self.dof, z)
+            return np.sum(weights[at] * values, axis=1)
+
+        return quantiles_between(distribution, low, high, level)
+
+
+def quantiles_between(distribution, low, high, level):
+    """Quantiles, of the shape of their bounds `low` and `high`.
+
+    `distribution` leads from values (k,) and positions (k,) among the flattened bounds to the
+    probabilities (k,) below.
+    """
+    start, width = low.ravel(), (high - low).ravel()
+
+    def distance(share, at):
+        at = at.astype(np.intp)
+        return distribution(start[at] + width[at] * share, at) - level
+
+    ends = np.zeros(len(start)), np.ones(len(start))
+    found = find_root(
+        distance, ends, args=(np.arange(len(start)),), tolerances={"xatol": _CLOSE, "xrtol": 0.0}
+    )
+    return (start + width * found.x).reshape(low.shape)
 
 
 class ClientIntervals(NamedTuple):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import betainc, betaincinv, betaln, logsumexp, xlog1py, xlogy
 
-from pfl_sklearn._uncertainty import ratio_nodes
+from pfl_sklearn._uncertainty import quantiles_between, ratio_nodes
 from pfl_sklearn.estimation._proportion_reports import log_marginals
 from pfl_sklearn.priors._beta import largest_concentration
 
@@ -16,7 +16,6 @@ _TRIED = np.geomspace(1e-6, 1e4, 61)  # ratios of variances, between clients ove
 _LARGEST_RATIO = 1e8
 _SMALL = 0.3  # ratio, in sampling variances of the largest client, below which it is as good as 0
 _NEGLIGIBLE = 1e-4  # weight, relative to the largest, where quantiles are concerned
-_HALVINGS = 30
 
 
 class PlausiblePriors(NamedTuple):
@@ -42,20 +41,17 @@ class PlausiblePriors(NamedTuple):
         return result
 
     def quantiles(self, successes, trials, tails):
-        """Quantiles (u,) of proportions given counts (u,), by bisection, for each of the tails."""
+        """Quantiles (u,) of proportions given counts (u,), for each of the tails."""
         kept = self.weights > _NEGLIGIBLE * self.weights.max()
         weights = self.weights[kept] / self.weights[kept].sum()
         alphas = successes[:, None] + self.alphas[kept]
         betas = (trials - successes)[:, None] + self.betas[kept]
-        found = []
-        for tail in tails:
-            low, high = np.zeros(len(trials)), np.ones(len(trials))
-            for _ in range(_HALVINGS):
-                middle = (low + high) / 2
-                below = betainc(alphas, betas, middle[:, None]) @ weights < tail
-                low, high = np.where(below, middle, low), np.where(below, high, middle)
-            found.append((low + high) / 2)
-        return found
+
+        def distribution(values, at):
+            return betainc(alphas[at], betas[at], values[:, None]) @ weights
+
+        ends = np.zeros(len(trials)), np.ones(len(trials))
+        return [quantiles_between(distribution, *ends, tail) for tail in tails]
 
 
 def plausible_priors(table, mean):

@@ -6,6 +6,7 @@ One variance ratio is integrated by quadrature, a covariance matrix by Gibbs sam
 from typing import NamedTuple
 
 import numpy as np
+from scipy.linalg.lapack import dpotrf, dtrtrs
 
 from pfl_sklearn._uncertainty import ratio_nodes
 from pfl_sklearn.linear_model._algebra import invert_lower
@@ -192,12 +193,10 @@ class _Sampler:
         width = len(self.gram) - 1
         across = np.einsum("mqp,mq->qp", self.across, effects)
         squares = np.sum(self.within * (effects[:, :, None] * effects[:, None, :]), axis=0)
-        precision = np.block(
-            [
-                [self.gram[:-1, :-1], across[:, :-1].T],
-                [across[:, :-1], squares + self.noise * np.diag(self.width**-2)],
-            ]
-        )
+        precision = np.empty((width + len(squares),) * 2)
+        precision[:width, :width], precision[:width, width:] = self.gram[:-1, :-1], across[:, :-1].T
+        precision[width:, :width] = across[:, :-1]
+        precision[width:, width:] = squares + self.noise * np.diag(self.width**-2)
         slope = np.append(self.gram[:-1, -1], across[:, -1])
         drawn = self._draw_normal(precision / self.noise, slope / self.noise)
         self.scales = drawn[width:]
@@ -212,12 +211,11 @@ class _Sampler:
             rate = 0.5 + 0.5 * np.sum(effects**2, axis=0)
             self.root = np.diag(np.sqrt(rate / self.rng.gamma(0.5 + 0.5 * m, size=r)))
             return
-        inverse = np.linalg.inv(np.eye(r) + effects.T @ effects)
+        lower = np.linalg.cholesky(np.eye(r) + effects.T @ effects)
         bartlett = np.tril(self.rng.standard_normal((r, r)), -1)
         shape = 0.5 * (r + 1 + m - np.arange(r))
         bartlett[np.arange(r), np.arange(r)] = np.sqrt(2 * self.rng.gamma(shape))
-        precision_root = np.linalg.cholesky((inverse + inverse.T) / 2) @ bartlett
-        self.root = np.linalg.inv(precision_root).T
+        self.root = dtrtrs(bartlett, lower.T, lower=1)[0].T
 
     def _draw_noise(self, square):
         mixing = (self.unit**-2 + 1 / self.noise) / self.rng.gamma(1.0)
@@ -227,15 +225,14 @@ class _Sampler:
     def _draw_normal(self, precision, slope):
         """Draw (p,) from a normal distribution; what is not identified is 0."""
         normal = self.rng.standard_normal(len(slope))
-        lengths = np.sqrt(np.maximum(np.diag(precision), 0.0))
+        lengths = np.sqrt(np.maximum(precision.diagonal(), 0.0))
         lengths[lengths == 0] = 1.0
         scaled = precision / lengths / lengths[:, None]
-        try:
-            lower = np.linalg.cholesky(scaled - _IDENTIFIED * np.eye(len(scaled)))
-        except np.linalg.LinAlgError:
+        lower, singular = dpotrf(scaled - _IDENTIFIED * np.eye(len(scaled)), lower=1)
+        if singular:
             values, vectors = np.linalg.eigh(scaled)
             kept = values > _IDENTIFIED
             root = vectors[:, kept] / np.sqrt(values[kept])
             return root @ (root.T @ (slope / lengths) + normal[kept]) / lengths
-        half = np.linalg.solve(lower, slope / lengths) + normal
-        return np.linalg.solve(lower.T, half) / lengths
+        half = dtrtrs(lower, slope / lengths, lower=1)[0] + normal
+        return dtrtrs(lower, half, lower=1, trans=1)[0] / lengths

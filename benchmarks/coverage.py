@@ -80,19 +80,21 @@ CASES = {
     "2 coefficients, full, 8 clients x 10": (regression, FULL, 8, 10, 10, 2, 0.5),
     "2 coefficients, full, 30 clients x 2 to 5": (regression, FULL, 30, 2, 5, 2, 0.7),
     "2 coefficients, default, 8 clients x 10": (regression, "gaussian", 8, 10, 10, 2, 0.5),
+}
+# No client has rows to spare: posterior means, whatever `uncertainty` is.
+SPARSE = {
     "10 coefficients, full, 30 clients x 4": (regression, FULL, 30, 4, 4, 10, 1.0),
     "8 coefficients, full, 15 clients x 3": (regression, FULL, 15, 3, 3, 8, 1.0),
     "3 coefficients, full, 6 clients x 2": (regression, FULL, 6, 2, 2, 3, 1.0),
 }
 
 
-def one_set(simulate, arguments, seed):
-    """Shares of hits: for both kinds of uncertainty, by standard deviation, interval, new."""
+def one_set(simulate, arguments, seed, kinds):
+    """Shares of hits: for these kinds of uncertainty, by standard deviation, interval, new."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = [
-            simulate(np.random.default_rng(seed), uncertainty, *arguments)
-            for uncertainty in ("plug_in", "full")
+            simulate(np.random.default_rng(seed), uncertainty, *arguments) for uncertainty in kinds
         ]
     return [[np.nan if part is None else np.mean(part) for part in hits] for hits in found]
 
@@ -101,7 +103,8 @@ def percent(values):
     """Mean and standard error of shares (n,)."""
     if np.isnan(values).any():
         return "-"
-    return f".{1000 * values.mean():03.0f} ± .{1000 * values.std() / np.sqrt(len(values)):03.0f}"
+    error = values.std() / np.sqrt(len(values))
+    return f"{values.mean():.3f} ± {error:.3f}".replace("0.", ".")
 
 
 def main():
@@ -110,15 +113,17 @@ def main():
     n_sets = parser.parse_args().sets
     print("| case | plug-in: clients | new | full: clients | by interval | new | s |")
     print("|---|---|---|---|---|---|---|")
-    for name, (simulate, *arguments) in CASES.items():
+    for name, (simulate, *arguments) in (CASES | SPARSE).items():
         start = time.perf_counter()
         slow = "100 clients" in name or "coefficients" in name
         seeds = range(n_sets * 2 // 5 if slow else n_sets)
-        jobs = (delayed(one_set)(simulate, arguments, seed) for seed in seeds)
-        hits = np.array(Parallel(n_jobs=-1)(jobs))  # (sets, 2, 3)
-        cells = [hits[:, 0, 0], hits[:, 0, 2], *hits[:, 1].T]
+        kinds = ("full",) if name in SPARSE else ("plug_in", "full")
+        jobs = (delayed(one_set)(simulate, arguments, seed, kinds) for seed in seeds)
+        hits = np.array(Parallel(n_jobs=-1)(jobs))  # (sets, kinds, 3)
+        cells = [*map(percent, hits[:, -1].T)]
+        plug_in = ["-"] * 2 if name in SPARSE else map(percent, hits[:, 0, ::2].T)
         seconds = time.perf_counter() - start
-        print(f"| {name} | {' | '.join(map(percent, cells))} | {seconds:.0f} |", flush=True)
+        print(f"| {name} | {' | '.join([*plug_in, *cells])} | {seconds:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

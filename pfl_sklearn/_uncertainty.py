@@ -79,7 +79,8 @@ class Mixture(NamedTuple):
 
     def quantiles(self, level):
         """Quantiles (m, ...). They lie between those of the mixture's parts."""
-        scales = np.maximum(self.scales, 1e-12 * np.abs(self.means))
+        size = np.maximum(np.abs(self.means), np.max(self.scales, axis=-1, keepdims=True))
+        scales = np.maximum(self.scales, 1e-12 * size)
         reach = ndtri(level) if self.dof >= _NORMAL else stdtrit(self.dof, level)
         parts = self.means + reach * scales
         margin = 1e-3 * np.max(scales, axis=-1)
@@ -99,7 +100,7 @@ class Mixture(NamedTuple):
 
 
 def quantiles_between(distribution, low, high, level):
-    """Quantiles, of the shape of their bounds `low` and `high`.
+    """Quantiles, of the shape of their bounds `low` and `high`, which may be the same.
 
     `distribution` leads from values (k,) and positions (k,) among the flattened bounds to the
     probabilities (k,) below.
@@ -114,7 +115,7 @@ def quantiles_between(distribution, low, high, level):
     found = find_root(
         distance, ends, args=(np.arange(len(start)),), tolerances={"xatol": _CLOSE, "xrtol": 0.0}
     )
-    return (start + width * found.x).reshape(low.shape)
+    return (start + np.where(width > 0, width * found.x, 0.0)).reshape(low.shape)
 
 
 class ClientIntervals(NamedTuple):

@@ -128,6 +128,15 @@ def test_an_exact_fit_leaves_nothing_to_average(random):
         assert (std < 1e-10).all()
 
 
+def test_coefficients_that_no_row_tells_of_have_intervals_of_one_point():
+    X, y, codes, _ = draw(8, 6, 2)
+    model = PersonalizedLinearRegression().fit(np.full_like(X, 3.0), y, groups=codes)
+    lower, upper = model.credible_interval()
+    assert (lower[:, 0] < upper[:, 0]).all()
+    np.testing.assert_array_equal(lower[:, 1:], model.coef_)
+    np.testing.assert_array_equal(upper[:, 1:], model.coef_)
+
+
 @pytest.mark.parametrize(("m", "share"), [(100, 1.0), (316, 0.5), (1000, None)])
 def test_the_averages_fade_out(m, share):
     X, y, codes, _ = draw(m, 3, 2)

@@ -4,6 +4,7 @@ import numpy as np
 
 LARGEST, SMALLEST = 1e150, 1e-140  # absolute values
 _SMALLEST_FOR_FOURTH_POWERS = 1e-60
+_ROWS = 64  # side by side, where we look for the bounds of columns
 
 
 def check_squares(name, values, heaviest=1.0, smallest=SMALLEST):
@@ -12,7 +13,8 @@ def check_squares(name, values, heaviest=1.0, smallest=SMALLEST):
     Zeros can. `heaviest` is the largest weight of a square, at least 1. A fit with privacy must not
     call this: the error would reveal a client's values.
     """
-    sizes = np.maximum(values.max(axis=0, initial=0.0), -values.min(axis=0, initial=0.0))
+    low, high = column_bounds(values)
+    sizes = np.maximum(np.maximum(high, -low), 0.0)
     if (sizes > LARGEST / np.sqrt(heaviest)).any():
         raise ValueError(
             f"{name} holds values too large to be squared (above about 1e150); rescale it."
@@ -21,6 +23,24 @@ def check_squares(name, values, heaviest=1.0, smallest=SMALLEST):
         raise ValueError(
             f"{name} holds values too small to be squared (below about 1e-140); rescale it."
         )
+
+
+def column_bounds(values):
+    """Smallest and largest of values (n,), or of every column of (n, p); 0 without rows.
+
+    Blocks of rows lie side by side, as NumPy goes through the rows of a narrow table one by one.
+    """
+    if not len(values):
+        return (np.zeros(values.shape[1:]),) * 2
+    whole = len(values) // _ROWS * _ROWS
+    blocks, rest = values[:whole].reshape(-1, _ROWS * values[:1].size), values[whole:]
+    bounds = []
+    for bound in (np.min, np.max):
+        parts = [bound(rest, axis=0)] if len(rest) else []
+        if whole:
+            parts.append(bound(bound(blocks, axis=0).reshape(_ROWS, *values.shape[1:]), axis=0))
+        bounds.append(bound(parts, axis=0))
+    return tuple(bounds)
 
 
 def unit_near(size):

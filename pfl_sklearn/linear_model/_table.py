@@ -166,7 +166,7 @@ def check_covariance_identified(table, prior):
             f"covariance_type='full' needs at least as many clients as random coefficients; got "
             f"{m} clients and {q} coefficients. Use 'diag' or 'spherical', or fewer in random."
         )
-    constant = np.ptp(table.columns[:, :q], axis=0) == 0
+    constant = np.equal(*_squares.column_bounds(table.columns[:, :q]))
     for k in np.flatnonzero(constant & varying_columns(table, prior)):
         if k == table.intercept or (not table.random_intercept and table.columns[0, k] != 0):
             continue

@@ -29,6 +29,7 @@ _CELLS = 1 << 19  # numbers of a stack's columns; more clients make another stac
 LAST_DECREMENT = 1e-13  # nats; the step with this squared Newton decrement is the last
 CLOSE_ENOUGH = 1e-8  # the same where no gradient depends on the mode: its error is about this
 MAX_NEWTON = 100
+_ROWS_PER_COLUMN = 3  # up to which a client's rows stay as many as they are
 SLACK = 1e-13  # relative decrease of a mode's criterion that counts as rounding
 
 
@@ -339,6 +340,8 @@ def whiten_information(form, roots, x):
     features = form.features
     b, n, a, c = roots.shape
     r, p = features.shape[2], x.shape[2]
+    if r * a == 1 and n <= _ROWS_PER_COLUMN * p:
+        return _less_one_effect(features * roots[..., 0], x * roots[..., 0])
     if n * c < r * a:
         system = np.einsum("bjac,bjk,bkad->bjckd", roots, form.gram(), roots)
         lower = np.linalg.cholesky(system.reshape(b, n * c, n * c) + np.eye(n * c))
@@ -353,3 +356,14 @@ def whiten_information(form, roots, x):
     triangle = np.linalg.qr(stacked, mode="r")
     log_det = 2 * np.log(np.abs(np.einsum("bkk->bk", triangle[:, : r * a, : r * a]))).sum()
     return triangle[:, r * a :, r * a :], log_det
+
+
+def _less_one_effect(effect, x):
+    """Rows T (b, n, p) with T'T = x' (I + f f')^-1 x, and the summed log det (1 + f'f).
+
+    f is the `effect` (b, n, 1) of the rows x (b, n, p), both times roots of the rows' weights.
+    """
+    square = np.sum(effect**2, axis=1, keepdims=True)
+    share = 1 / (1 + square + np.sqrt(1 + square))
+    along = effect.transpose(0, 2, 1) @ x
+    return x - (share * effect) * along, float(np.log1p(square).sum())

@@ -20,12 +20,12 @@ import numpy as np
 from pfl_sklearn.linear_model._algebra import row_slices
 from pfl_sklearn.linear_model._glmm._likelihood import (
     CLOSE_ENOUGH,
-    LAST_DECREMENT,
     MAX_NEWTON,
     SLACK,
 )
 
 _MANY = 7  # points from which the sum hardly depends on where its centre lies
+_LAST_DECREMENT = 1e-10  # nats, of the last step of one effect; the next one's is about its square
 _CELLS = 1 << 17  # rows times nodes at a time: what belongs to them fits the cache
 _ROWS = 1 << 14  # rows at a time
 _FACTORS = 1000  # numbers below 2 whose product is finite for sure
@@ -81,7 +81,7 @@ def evaluate_quadrature(clients, columns, weights, state, *, population, factor,
     effects = np.zeros(b) if state is None else state[:, 0, 0].copy()
     by_offset, by_features = np.empty((n, b)), np.empty((n, b))
     value, found = 0.0, True
-    last_decrement = CLOSE_ENOUGH if n_points >= _MANY else LAST_DECREMENT
+    last_decrement = CLOSE_ENOUGH if n_points >= _MANY else _LAST_DECREMENT
     for part in row_slices(b, n, min(_ROWS, _CELLS // n_points)):
         own = None if weights is None else weights[:, part]
         rows = _Rows(features[:, part], offset[:, part], own)

@@ -8,7 +8,7 @@ from scipy.optimize import LbfgsInvHessProduct, minimize
 from pfl_sklearn.linear_model._algebra import inverse_root, snapped_to_zero
 
 _MAX_NEWTON = 100
-_LAST_DECREMENT = 1e-13
+_LAST_DECREMENT = 1e-9  # nats; the step with this squared Newton decrement is the last
 _SEPARATED = 1e-6  # share of the information at 0 below which a direction counts as separated
 _NO_SPREAD = 1e-8  # squared parameter of a factor, in natural units, that counts as zero
 _LOST = 1e-9  # nats

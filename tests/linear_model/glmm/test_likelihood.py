@@ -144,9 +144,10 @@ def test_damped_steps_find_the_mode_from_afar(n_classes, scale):
 
 
 @pytest.mark.parametrize("n_classes", [2, 4])
-@pytest.mark.parametrize(("q", "largest"), [(2, 7), (5, 2)])
-def test_whitened_rows_carry_the_information(n_classes, q, largest):
-    columns, labels, weights, codes, population, factor = make_rows(1, n_classes, q, largest)
+@pytest.mark.parametrize(("q", "largest", "seed"), [(1, 7, 2), (1, 20, 2), (2, 7, 1), (5, 2, 1)])
+def test_whitened_rows_carry_the_information(n_classes, q, largest, seed):
+    """One effect goes a way of its own, where clients have few rows."""
+    columns, labels, weights, codes, population, factor = make_rows(seed, n_classes, q, largest)
     outcome = outcome_of(n_classes)
     a = outcome.n_outputs
     for stack in stack_rows(columns, labels, weights, codes, codes.max() + 1):

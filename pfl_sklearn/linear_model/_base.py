@@ -402,17 +402,24 @@ def check_dense(X, estimator, instead):
 
 
 def warn_not_converged(estimator, found, prior=None):
-    """Warn if the search of a fit ran out of iterations."""
+    """Warn if the search of a fit ran out of iterations, or is not sure of the maximum."""
     if found.converged:
         return
-    advice = ["Raise max_iter", "bring the features to similar scales"]
+    advice = ["Bring the features to similar scales"]
     if prior is None or "covariance_type" in prior.get_params(deep=False):
         advice += ["take a simpler covariance_type", "let fewer coefficients vary (random)"]
-    warn_caller(
-        f"{type(estimator).__name__} did not converge in {found.n_iter} iterations "
-        f"(max_iter={estimator.max_iter}, tol={estimator.tol}). {', or '.join(advice)}.",
-        ConvergenceWarning,
-    )
+    name = type(estimator).__name__
+    if found.n_iter < estimator.max_iter:
+        message = (
+            f"{name} may have missed the maximum: the likelihood is flat, or has several maxima, "
+            "and more iterations do not help."
+        )
+    else:
+        message = (
+            f"{name} did not converge in {found.n_iter} iterations (max_iter={estimator.max_iter}, "
+            f"tol={estimator.tol}). Raise max_iter."
+        )
+    warn_caller(f"{message} {', or '.join(advice)}.", ConvergenceWarning)
 
 
 def components_table(

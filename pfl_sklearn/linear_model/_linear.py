@@ -246,7 +246,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         few rows that no search finds its maximum for sure.
     UserWarning
         If the coefficients that vary fit the rows of every client exactly, so that posterior means
-        stand in for the maximum of the likelihood (see Notes).
+        stand in for the maximum of the likelihood (see Notes), or if the population's coefficients
+        alone fit all rows exactly, so that the variances mean nothing.
 
     See Also
     --------

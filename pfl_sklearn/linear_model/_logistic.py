@@ -168,6 +168,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         - NaN or infinity in `X`;
         - values above 1e150 in `X`, or only values below 1e-140 (and not 0) in a column of it;
         - a known covariance under which the predictors vary by more than 1e7 logits;
+        - a row's weight above 1e6, or weights that sum to less than 1e-3;
         - only one class;
         - unknown or ambiguous names in `random`;
         - a number of quadrature points, where several coefficients vary or K > 2;

@@ -13,6 +13,7 @@ from pfl_sklearn.linear_model._glmm._guards import (
     centred_columns,
     check_known_spread,
     check_spread_identified,
+    check_weights,
     is_unmixed,
     predictor_spread,
     separating_columns,
@@ -111,6 +112,7 @@ def fit_logistic(table, prior, outcome, options):
     q = table.n_random
     _check_fitted_to_several(prior)
     check_squares(table)
+    check_weights(table.weights)
     mean, covariance = coded_mean(prior, outcome, q), prior.known_covariance(q)
     if covariance is None:
         if table.n_clients == 1:

@@ -6,12 +6,14 @@ maximum, and columns far from zero.
 
 import numpy as np
 
+from pfl_sklearn._squares import column_bounds
 from pfl_sklearn.linear_model._table import check_covariance_identified
 
 _WEAK_SD = 2.5  # of the prior on separated slopes, in logits per standard deviation of a column
 _TIGHT_SD = 1.0  # of the prior on a factor that diverged, in logits per size of a column
 _MAIN = 0.2  # share of the largest contribution to a separating predictor that counts as main
 _LARGEST_SD = 1e7  # logits; with much more, likelihoods lose all their digits
+_HEAVIEST, _LIGHTEST = 1e6, 1e-3  # weight of a row, and of all rows together
 AWAY = 10.0  # logits; we check larger standard deviations of the predictors between clients
 HELD = 1 / 3  # if the tight prior leaves less than this share, the data do not support the rest
 
@@ -25,6 +27,18 @@ def check_spread_identified(table, prior):
             "between clients; give a prior with a known covariance."
         )
     check_covariance_identified(table, prior)
+
+
+def check_weights(weights):
+    """Raise ValueError if sample weights (n,) or None are outside what searches can follow."""
+    if weights is None:
+        return
+    if weights.max() > _HEAVIEST or weights.sum() < _LIGHTEST:
+        raise ValueError(
+            f"sample_weight must be at most {_HEAVIEST:g} for a row and at least {_LIGHTEST:g} in "
+            f"sum; got a largest weight of {weights.max():.3g} and a sum of {weights.sum():.3g}. A "
+            "weight says how often a row counts; rescale the weights."
+        )
 
 
 def is_unmixed(table):
@@ -99,8 +113,9 @@ def centred_columns(table, some):
     """
     columns = table.columns
     centre = np.zeros(columns.shape[1])
-    centre[some] = np.average(columns[:, some], axis=0, weights=table.weights)
-    same = np.ptp(columns, axis=0) == 0
+    weights = np.ones(len(columns)) if table.weights is None else table.weights
+    centre[some] = weights @ columns[:, some] / weights.sum()
+    same = np.equal(*column_bounds(columns))
     centre[some][same[some]] = columns[0, some][same[some]]
     centre[table.intercept] = 0.0
     return table._replace(columns=columns - centre), centre

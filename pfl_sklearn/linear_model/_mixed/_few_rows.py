@@ -51,6 +51,16 @@ def warn_of_few_rows(table, averaged=True):
     )
 
 
+def warn_of_no_rows_left(n_rows):
+    """Say that the population's coefficients leave no residuals."""
+    warn_caller(
+        f"The population's coefficients fit all {n_rows} rows exactly, so no residual tells of "
+        "noise or of differences between clients. Variances and standard deviations are "
+        "meaningless. Leave features out, or give noise_variance and the prior's covariance.",
+        UserWarning,
+    )
+
+
 def posterior_means(case):
     """Case with posterior means as its estimates, its averages, and the mean variances.
 

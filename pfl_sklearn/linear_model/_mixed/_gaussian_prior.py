@@ -9,6 +9,7 @@ from pfl_sklearn.linear_model._mixed._few_rows import (
     posterior_means,
     rows_to_spare,
     warn_of_few_rows,
+    warn_of_no_rows_left,
 )
 from pfl_sklearn.linear_model._mixed._known_population import (
     fit_known_population,
@@ -89,6 +90,9 @@ def fit_gaussian_prior(table, prior, options):
         if can_average(family):
             return _posterior_estimates(table, reduced, settings, prior, family, around, shaped)
         warn_of_few_rows(table, averaged=False)
+    if options.noise_variance is None and found.point.root.shape[1] == reduced.n_rows:
+        warn_of_no_rows_left(reduced.n_rows)
+        found = found._replace(converged=True)  # more iterations find nothing
     estimates = _gaussian_estimates(table, reduced, found, prior, around, mean is None, shaped)
     if family is None or options.uncertainty == "plug_in":
         return estimates

@@ -206,3 +206,21 @@ def test_a_constant_column_is_no_obstacle_to_one_common_variance():
     assert np.ptp(np.diag(model.prior_.covariance)) == 0
     with pytest.raises(ValueError, match=r"'x2'.*random"):
         fit((constant, y, groups), prior=GaussianPrior(covariance_type="low_rank"))
+
+
+def test_weights_that_no_search_can_follow_are_refused():
+    """With weights of 1e12 the standard deviation between clients came out as 0.2 for 6.7."""
+    X, y, groups = simulate(30, 8)
+    model = PersonalizedLogisticRegression(random="intercept")
+    for weights, named in (
+        (np.full(len(y), 1e-12), "sum of 2.4e-10"),
+        (np.where(groups == 3, 1e12, 1.0), "largest weight of 1e[+]12"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            model.fit(X, y, groups=groups, sample_weight=weights)
+        assert not hasattr(model, "coef_")
+    shares = np.random.default_rng(0).dirichlet(np.ones(len(y)))  # that sum to 1
+    model.fit(X, y, groups=groups, sample_weight=shares)
+    assert np.isfinite(model.coef_).all()
+    model.fit(X, y, groups=groups, sample_weight=np.where(np.arange(len(y)) == 0, 1e6, 1.0))
+    assert np.isfinite(model.coef_).all()

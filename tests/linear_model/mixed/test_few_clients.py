@@ -166,6 +166,21 @@ def test_few_rows_are_told_of_and_keep_their_noise(m, n, q, prior):
     assert n_told == 6 if prior is FULL else n_told > 0
 
 
+@pytest.mark.parametrize("shape", ["spherical", "diag", "low_rank"])
+@pytest.mark.parametrize("n_features", [11, 20])
+def test_a_population_that_fits_all_rows_is_told_of(shape, n_features):
+    rng = np.random.default_rng(0)
+    X, y, codes = rng.normal(size=(12, n_features)), rng.normal(size=12), np.repeat(range(4), 3)
+    prior = GaussianPrior(covariance_type=shape)
+    with pytest.warns(UserWarning, match="fit all 12 rows exactly") as caught:
+        PersonalizedLinearRegression(prior).fit(X, y, groups=codes)
+    assert len(caught) == 1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        PersonalizedLinearRegression(prior).fit(X[:, :5], y, groups=codes)
+    assert not any("fit all" in str(w.message) for w in caught)
+
+
 def test_posterior_means_go_back_in_as_known():
     X, y, codes, _ = draw(15, 3, 4)
     with pytest.warns(UserWarning, match="'intercept', 'x0', 'x1', 'x2'"):

@@ -1,11 +1,11 @@
 """Checks that every public estimator passes, from one registry."""
 
 import dataclasses
+import functools
 import math
 import pickle
 import re
 import warnings
-from functools import partial
 
 import joblib
 import numpy as np
@@ -227,9 +227,8 @@ every_mean = pytest.mark.parametrize("estimator", MEANS, ids=repr)
 every_repeatable = pytest.mark.parametrize(
     "estimator", [*ESTIMATORS, *VARIANTS, *RELEASING], ids=repr
 )
-every_configuration = pytest.mark.parametrize(
-    "estimator", [*ESTIMATORS, *VARIANTS, *RELEASING, *UNREPEATABLE], ids=repr
-)
+CONFIGURATIONS = [*ESTIMATORS, *VARIANTS, *RELEASING, *UNREPEATABLE]
+every_configuration = pytest.mark.parametrize("estimator", CONFIGURATIONS, ids=repr)
 
 
 def make_table(estimator, n_clients=12, seed=0):
@@ -255,6 +254,13 @@ def fit_quietly(estimator, X, y, **params):
         warnings.filterwarnings("ignore", "The released noise variance")
         warnings.filterwarnings("ignore", "The re(leased clusters|ports) do not")
         return clone(estimator).fit(X, y, **params)
+
+
+@functools.cache
+def plain_fit(estimator):
+    """A fit to its table that no test changes."""
+    X, y, groups = make_table(estimator)
+    return fit_quietly(estimator, X, y, groups=groups)
 
 
 def fit_as_it_is(estimator, X, y, groups):
@@ -302,12 +308,11 @@ def test_sklearn_checks_of_wrappers(estimator, check):
 
 @every_repeatable
 def test_row_order_does_not_matter(estimator):
-    X, y, groups = make_table(estimator)
+    (X, y, groups), first = make_table(estimator), plain_fit(estimator)
     order = np.random.default_rng(1).permutation(len(y))
     if hasattr(estimator, "n_rounds") or hasattr(estimator, "horizon"):
         # Batches and streams follow the order of a client's rows.
         order[np.argsort(groups[order], kind="stable")] = np.argsort(groups, kind="stable")
-    first = fit_quietly(estimator, X, y, groups=groups)
     second = fit_quietly(estimator, X[order], y[order], groups=groups[order])
     for one, other in zip(estimates(first), estimates(second), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-9)
@@ -315,9 +320,8 @@ def test_row_order_does_not_matter(estimator):
 
 @every_repeatable
 def test_order_preserving_renaming_of_clients_changes_nothing(estimator):
-    X, y, groups = make_table(estimator)
+    (X, y, groups), first = make_table(estimator), plain_fit(estimator)
     names = np.array([f"client {k:03d}" for k in range(groups.max() + 1)])
-    first = fit_quietly(estimator, X, y, groups=groups)
     second = fit_quietly(estimator, X, y, groups=names[groups])
     assert_same_estimates(first, second)
     np.testing.assert_array_equal(second.clients_, names[first.clients_])
@@ -338,8 +342,7 @@ def test_order_preserving_renaming_of_clients_changes_nothing(estimator):
     ids=["list", "str", "pandas", "categorical", "polars", "datetime", "float"],
 )
 def test_containers_and_types_of_ids(estimator, container):
-    X, y, groups = make_table(estimator)
-    plain = fit_quietly(estimator, X, y, groups=groups)
+    (X, y, groups), plain = make_table(estimator), plain_fit(estimator)
     other = fit_quietly(estimator, X, y, groups=container(groups))
     assert_same_estimates(plain, other)
     np.testing.assert_array_equal(response(plain, X, groups), response(other, X, container(groups)))
@@ -355,10 +358,10 @@ def test_containers_and_types_of_ids(estimator, container):
     ],
 )
 def test_containers_of_rows(estimator, frame):
-    X, y, groups = make_table(estimator)
+    (X, y, groups), plain = make_table(estimator), plain_fit(estimator)
     named = X if frame not in (pd.DataFrame, pl.DataFrame) else {"a": X[:, 0], "b": X[:, 1]}
     model = fit_quietly(estimator, frame(named), y, groups=groups)
-    assert_same_estimates(model, fit_quietly(estimator, X, y, groups=groups))
+    assert_same_estimates(model, plain)
     assert model.n_features_in_ == 2
 
 
@@ -414,8 +417,7 @@ def test_a_seed_does_not_repeat_noise_of_the_operating_system(estimator):
 @every_configuration
 @pytest.mark.parametrize("library", [pickle, joblib], ids=lambda library: library.__name__)
 def test_round_trips(estimator, library, tmp_path):
-    X, y, groups = make_table(estimator)
-    model = fit_quietly(estimator, X, y, groups=groups)
+    (X, _, groups), model = make_table(estimator), plain_fit(estimator)
     with open(tmp_path / "model", "wb") as file:
         library.dump(model, file)
     with open(tmp_path / "model", "rb") as file:
@@ -426,8 +428,7 @@ def test_round_trips(estimator, library, tmp_path):
 
 @every_configuration
 def test_for_client_predicts_alone(estimator):
-    X, y, groups = make_table(estimator)
-    model = fit_quietly(estimator, X, y, groups=groups)
+    (X, _, groups), model = make_table(estimator), plain_fit(estimator)
     rounding = 1e-12 if hasattr(model, "net_") else 0.0  # products depend on the place of a row
     for client in model.clients_:
         rows = groups == client
@@ -451,8 +452,7 @@ def _longest_array(model):
 
 @every_release
 def test_release_holds_no_client(estimator):
-    X, y, groups = make_table(estimator)
-    model = fit_quietly(estimator, X, y, groups=groups)
+    X, model = make_table(estimator)[0], plain_fit(estimator)
     released = model.release()
     assert not hasattr(released, "clients_")
     assert released.random_state is None
@@ -481,16 +481,14 @@ def test_release_holds_no_client(estimator):
 
 @every
 def test_release_is_refused_without_privacy(estimator):
-    X, y, groups = make_table(estimator)
-    model = fit_quietly(estimator, X, y, groups=groups)
+    model = plain_fit(estimator)
     with pytest.raises(ValueError, match=r"release.*epsilon"):
         model.release()
 
 
 @every_configuration
 def test_every_fit_reports_its_privacy(estimator):
-    X, y, groups = make_table(estimator)
-    report = fit_quietly(estimator, X, y, groups=groups).privacy_
+    report = plain_fit(estimator).privacy_
     asked = getattr(estimator, "epsilon", math.inf)
     if estimator in PRIVATE_ROUNDS:  # calibrated from below, or by the multiplier
         assert (0.995 * asked if math.isfinite(asked) else 0) < report.epsilon <= asked
@@ -552,10 +550,9 @@ BAD_ROWS = [
 
 @every
 def test_predict_says_what_is_missing(estimator):
-    X, y, groups = make_table(estimator)
+    (X, y, groups), model = make_table(estimator), plain_fit(estimator)
     with pytest.raises(NotFittedError):
         response(clone(estimator), X, groups)
-    model = fit_quietly(estimator, X, y, groups=groups)
     with pytest.raises(ValueError, match=r"groups=.*ClientColumn.*for_client"):
         response(model, X)
     with pytest.raises(ValueError, match=r"groups.*string.*'0'.*number.*\b0\b"):
@@ -667,8 +664,7 @@ def test_unsupported_priors_are_refused(estimator, prior):
 
 @every_mean
 def test_summary_has_a_row_per_client(estimator):
-    X, y, groups = make_table(estimator)
-    model = fit_quietly(estimator, X, y, groups=groups)
+    model = plain_fit(estimator)
     table = model.summary(level=0.9)
     assert list(table.index) == list(model.clients_)
     np.testing.assert_array_equal(table["mean"], model.means_)
@@ -788,9 +784,16 @@ TELLING = (
 )
 
 
-@every_configuration
 @pytest.mark.parametrize(
-    "names", [TELLING, pytest.param([*TABLES], marks=pytest.mark.slow)], ids=["telling", "all"]
+    ("estimator", "names"),
+    [
+        *((estimator, TELLING) for estimator in ESTIMATORS),
+        *(
+            pytest.param(estimator, [*TABLES], marks=pytest.mark.slow)
+            for estimator in CONFIGURATIONS
+        ),
+    ],
+    ids=lambda value: repr(value) if value in CONFIGURATIONS else f"{len(value)} tables",
 )
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.UnseenClientsWarning")
 def test_finite_tables_give_finite_answers(estimator, names):
@@ -848,7 +851,7 @@ def what_others_learn(estimator, n_tables, fit=fit_as_it_is, client=3):
     """Names of what leaves a fit and differs once a client has other rows; {} for all tables."""
     X, y, groups = make_table(estimator)
     own, rng = groups == client, np.random.default_rng(0)
-    fit = partial(fit, estimator)
+    fit = functools.partial(fit, estimator)
     first = what_leaves(fit, X, y, groups, client)
     for _ in range(n_tables):
         X[own], y[own] = replaced(estimator, y, own, rng)

@@ -32,6 +32,7 @@ def cluster():
             yield client
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "estimator",

@@ -139,6 +139,7 @@ def test_errors_come_through(n_jobs):
         map_batches(fail, [(np.array([4]),), (np.array([4]),)], n_jobs)
 
 
+@pytest.mark.slow
 def test_batches_of_clients_as_they_are_used():
     codes = np.random.default_rng(0).permutation(np.repeat(np.arange(30), np.arange(1, 31)))
     values = np.random.default_rng(1).normal(size=len(codes))

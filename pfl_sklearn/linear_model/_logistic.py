@@ -218,10 +218,12 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
     of 300 clients); quadrature with 15 points gave 0.98, the same as 61 points to seven digits.
     With many rows the two are close: Laplace's standard deviation is 0.7 % below that of quadrature
     for 60 districts of 2 to 118 women, and 0.5 % below for 316 persons with 24 answers each. Where
-    several coefficients vary there is Laplace's approximation alone. In simulations with 10 rows
-    per client it estimated a standard deviation of 1 as 1.01 with 2 random coefficients and as 0.95
-    with 3. With 10 random coefficients the estimate of 0.5 was 0.30, and with 50 the estimate of
-    0.3 was 0.07. In such cases give a covariance, and choose it by cross-validation.
+    several coefficients may vary there is Laplace's approximation alone, even if the search leaves
+    one variance above zero (its `prior_`, given as known, has one varying coefficient and gets
+    quadrature). In simulations with 10 rows per client it estimated a standard deviation of 1 as
+    1.01 with 2 random coefficients and as 0.95 with 3. With 10 random coefficients the estimate of
+    0.5 was 0.30, and with 50 the estimate of 0.3 was 0.07. In such cases give a covariance, and
+    choose it by cross-validation.
 
     *Divergence.* With fewer rows per client than random coefficients the error can go either way.
     The estimated variance is often too small, but the criterion may also keep rising with it. We

@@ -346,6 +346,7 @@ def test_calibration():
     np.testing.assert_allclose(got, platt.predict_proba(own[:, None])[:, 1], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_two_workers_as_one():
     grid = {"estimator__method": ["ml", "moments"]}
     found = [

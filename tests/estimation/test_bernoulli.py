@@ -162,6 +162,7 @@ def test_likelihood_is_at_its_maximum():
         assert log_likelihood(alpha * prior.alpha, beta * prior.beta) < best
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 def test_no_starting_point_finds_a_better_prior(seed):
@@ -203,6 +204,7 @@ def test_one_private_client_keeps_its_share():
     assert model.population_mean_ != 0.75
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 @pytest.mark.parametrize(
     "params", [{}, {"mechanism": "two_bit"}, {"trust": "central", "delta": 1e-3}], ids=repr

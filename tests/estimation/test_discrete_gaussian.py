@@ -55,6 +55,7 @@ def test_the_variance_of_noise_and_rounding_goes_into_the_shrinkage(n_bits):
     assert f"{each.bits} bits per message" in model.privacy_.mechanism
 
 
+@pytest.mark.slow
 def test_the_error_is_the_stated_one():
     """Two outputs and everything else known: the released mean scatters as its variance says."""
     clients = make_gaussian_clients(50, 5, n_outputs=2, random_state=0)
@@ -176,6 +177,7 @@ def attacked_mu():
     return gdp_lower_bound(*sides, alpha=1e-4)
 
 
+@pytest.mark.slow
 def test_releases_keep_their_promise_and_half_the_noise_does_not(monkeypatch):
     assert 0.5 < attacked_mu() <= 2.0
     draw = _discrete_gaussian.with_discrete_gaussian

@@ -45,6 +45,7 @@ def test_averages_match_brute_force_integration():
     assert std[0] ** 2 == pytest.approx(new / total, rel=2e-2)  # a long tail
 
 
+@pytest.mark.slow
 def test_proportions_match_brute_force_integration():
     successes, trials = np.array([1, 4, 6, 3]), np.array([8, 9, 10, 7])
     model = BernoulliMean().fit_counts(successes, trials)

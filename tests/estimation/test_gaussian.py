@@ -23,6 +23,7 @@ def mse(model, clients):
     return np.mean((model.means_ - clients.client_means) ** 2)
 
 
+@pytest.mark.slow
 def test_theorem_1():
     """MSE of equal n with known variances is s^2 ((1 - a) / m + a)."""
     m, n, between, noise = 8, 4, 0.3, 1.0

@@ -238,6 +238,7 @@ def noise_on_the_third_part(model, clients, monkeypatch, factor=1.0):
     return np.array(drawn) / model.privacy_.noise_std
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The released noise variance")
 @pytest.mark.parametrize(("factor", "right"), [(1.0, True), (0.5, False)])
 def test_noise_on_the_row_variances(factor, right, monkeypatch):

@@ -50,6 +50,7 @@ def quietly(*args, **params):
         return fit(*args, **params)
 
 
+@pytest.mark.slow
 def test_central_trust_at_small_epsilon():
     """10,000 clients, d = 10, three points, epsilon = .5: below .011 where local has .50."""
     errors = []
@@ -82,6 +83,7 @@ def test_a_thousand_clients_need_a_larger_epsilon(prior):
     np.testing.assert_allclose(model.stds_, math.sqrt(0.05), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_starts_are_selected(monkeypatch):
     """One start alone ends, now and then, with two groups in one cluster."""
     errors = {1: [], 32: []}
@@ -100,6 +102,7 @@ def test_starts_are_selected(monkeypatch):
     assert np.mean(errors[32]) < 0.5 * np.mean(errors[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trust", ["central", "local"])
 @pytest.mark.parametrize(
     "prior",
@@ -156,6 +159,7 @@ def test_spreads_are_estimated_or_kept(trust):
     assert is_local(given) is False
 
 
+@pytest.mark.slow
 def test_local_trust_with_enough_epsilon():
     y, groups, theta, noise = make_groups(20_000, 1, 2, sampling=0.2)
     prior = DiscretePrior(2)
@@ -176,6 +180,7 @@ def test_one_point_for_everybody_is_not_believed():
     assert is_local(model)
 
 
+@pytest.mark.slow
 def test_errors_of_the_means_are_those_over_many_reports():
     """Empirical variance of the fitted means of a noisy mixture against the stated one."""
     points, found, stated = np.array([[0.0, 0.0], [2.0, 1.0]]), [], []

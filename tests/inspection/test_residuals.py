@@ -453,7 +453,7 @@ def test_constant_response():
     X, _, groups, _ = simulated()
     linear = PersonalizedLinearRegression
     for model, value in itertools.product(
-        [GaussianMean(), linear(random="intercept"), linear()], [0.0, 0.1, 1.0]
+        [GaussianMean(), linear(random="intercept"), linear()], [0.0, 0.1]
     ):
         y = np.full(len(X), value)
         model.fit(X, y, groups=groups)

@@ -75,6 +75,7 @@ def table(m=30, seed=0, sd=(1.0, 0.7, 0.4), noise=0.8, sizes=None):
 # Oracles ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     seeds,
@@ -122,6 +123,7 @@ def test_a_fit_is_the_conditional_of_the_joint_normal(
     np.testing.assert_allclose(std**2, oracle[:, 1], atol=1e-7 * (1 + oracle[:, 1].max()))
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(seeds, shapes, st.sampled_from(["all", (0,), (1, 2)]))
 def test_standard_deviations_of_coefficients_are_those_of_predictions_at_unit_vectors(
@@ -698,7 +700,9 @@ def test_more_coefficients_than_rows_in_total(random, covariance_type):
     np.testing.assert_allclose(known.predict(X, groups=codes), y, atol=1e-8)
     model = PersonalizedLinearRegression(
         GaussianPrior(covariance_type=covariance_type), random=random, method="ml"
-    ).fit(X, y, groups=codes)
+    )
+    with pytest.warns(UserWarning, match="fit all 12 rows exactly"):
+        model.fit(X, y, groups=codes)
     np.testing.assert_allclose(model.predict(X, groups=codes), y, atol=1e-6)
     assert model.noise_variance_ < 1e-12
 

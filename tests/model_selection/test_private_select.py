@@ -379,6 +379,7 @@ def constant_clients(n=50, rows=4):
 KNOWN = GaussianMean(GaussianPrior(mean=0.0, covariance=1.0), noise_variance=1.0, clip_norm=1.0)
 
 
+@pytest.mark.slow
 def test_the_noise_on_scores():
     """Of a model that nothing is released for, so that the score is all that is random."""
     data, y, groups = constant_clients()
@@ -485,6 +486,7 @@ def test_scores_that_fail_are_the_lowest_and_leave_the_others_alone():
     assert not shares_of(model, data * np.nan, y, groups, strict, bounds).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scoring", ["roc_auc", strict])
 def test_nothing_is_told_of_private_rows_but_the_noisy_score(scoring):
     """Labels of one class, or a scorer that says what it saw: for some clients, or for all."""
@@ -620,6 +622,7 @@ class Recorded(GaussianMean):
 RECORDED = Recorded(noise_variance=1.0, clip_norm=1.0, random_state=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 5])
 def test_every_trial_has_noise_of_its_own(seed):
     """Even if the estimator has a seed; and one of the trials is what is released."""
@@ -630,6 +633,7 @@ def test_every_trial_has_noise_of_its_own(seed):
     assert model.best_estimator_.population_mean_ in Recorded.seen
 
 
+@pytest.mark.slow
 @some_distributions
 def test_fit_runs_that_many_trials(distribution):
     counts = []

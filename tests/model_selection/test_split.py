@@ -149,6 +149,7 @@ def test_stratified_shuffles_test_a_share_of_every_class(sizes, seed, data):
                 assert abs(rows[test].sum() - share * rows.sum()) < 1 + 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stratify", [False, True])
 def test_every_row_is_tested_equally_often(stratify):
     X, groups = rows_of([1, 2, 5, 12])

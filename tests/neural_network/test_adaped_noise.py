@@ -173,6 +173,7 @@ def test_other_rows_move_a_message_by_the_bounds_of_all_steps(size, decay, sent)
     assert abs(change[2, -1]) <= 2 * STEPS * 0.02 * PSI_RATE * (1 + 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1.0, 30.0, 1e20])
 @pytest.mark.parametrize("noise", ["per_round", "per_step"])
 def test_missed_rounds_widen_no_bound(size, noise, sent):
@@ -221,6 +222,7 @@ def test_noise_on_sums_clips_both_parts_of_a_message_together(psi_clip_norm, sen
     np.testing.assert_allclose(moved, kept.mean(axis=0), rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_noise_on_sums_is_in_the_units_of_its_parts():
     """Over rounds, whose noise outweighs everything else; psi is far from its floor."""
     X, y, groups = table()

@@ -60,6 +60,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_any_block_gives_the_same_bits(monkeypatch, name):
     make, n_features = CASES[name]

@@ -101,6 +101,7 @@ def test_epsilon_is_that_of_the_sum_and_the_rounds(epsilon, share, sampling):
     assert figures[native] == pytest.approx(epsilon, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relation", ["zero_out", "replace_one"])
 def test_epsilon_of_sampled_rounds_is_that_of_dp_accounting(relation):
     model = fit(epsilon=2.0, client_fraction=0.3)

@@ -142,6 +142,7 @@ BLOCKS = [  # sizes of layers, and rows of a batch
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("double", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sizes", BLOCKS)
 def test_large_blocks_of_classifiers(sizes, double):

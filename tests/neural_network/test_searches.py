@@ -175,6 +175,7 @@ def epsilon_of(n_rounds, rate=1.0, z=2.0, relation="zero_out"):
     return events_epsilon((event,), 1e-5, relation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [FedAvgClassifier, AdaPeDClassifier])
 def test_the_report_is_that_of_sampled_gaussian_sums(cls):
     """It survives JSON, and epsilon adds up over warm starts."""

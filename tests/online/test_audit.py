@@ -112,6 +112,7 @@ def test_squares_that_weigh_more_are_convicted(messages, monkeypatch):
     assert found_mu(sent, weights, np.array([0.0, 1.0])) > MU
 
 
+@pytest.mark.slow
 def test_all_recipients_together_learn_what_the_report_says(messages):
     """Every pair has noise of its own: together the others see mu times the root of their number.
 
@@ -141,6 +142,7 @@ def test_all_recipients_together_learn_what_the_report_says(messages):
     assert report.epsilon_per_recipient == pytest.approx(gdp_epsilon(0.5, DELTA))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mechanism", ["sqrt", "tree", "pm1", "pm2"])
 def test_lowest_bits_of_messages_tell_nothing(mechanism):
     """Noise that has grown large still covers the sums to the last bit of a message."""

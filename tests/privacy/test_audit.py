@@ -203,18 +203,21 @@ def fixed_seed(monkeypatch):
     )
 
 
+@pytest.mark.slow
 @every_release
 def test_releases_keep_their_promise(release, released):
     bound = lower_bound(release, released)
     assert 1.0 < bound <= 2.0
 
 
+@pytest.mark.slow
 @every_release
 def test_halved_noise_is_convicted(release, released, monkeypatch):
     half_sigma(monkeypatch)
     assert lower_bound(release, released) > 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutate", [noise_per_client_then_averaged, no_clip, fixed_seed])
 def test_mutants_of_the_central_release_are_convicted(mutate, monkeypatch, released):
     mutate(monkeypatch)
@@ -222,6 +225,7 @@ def test_mutants_of_the_central_release_are_convicted(mutate, monkeypatch, relea
     assert lower_bound(central, released) > 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "release",
     [central, pytest.param(central_with_variances, marks=pytest.mark.slow), local],
@@ -240,11 +244,13 @@ def rows_of_any_size(monkeypatch):
     monkeypatch.setattr(RegressionMoments, "scaled", scaled)
 
 
+@pytest.mark.slow
 def test_rows_that_are_not_scaled_are_convicted(monkeypatch, released):
     rows_of_any_size(monkeypatch)
     assert lower_bound(regression_rows, released) > 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trust", ["central", "local"])
 def test_noise_of_fits_is_calibrated_and_independent(trust):
     """Chi-square on the scale and correlation over 1,200 fits of the public attribute."""

@@ -82,6 +82,7 @@ class Rounds(RegressorMixin, BaseEstimator):
         return np.zeros(len(X))
 
 
+@pytest.mark.slow
 def test_the_example_of_nine_candidates_and_five_folds():
     """46 runs with noise multiplier 1, composed by dp-accounting: PLD, and RDP above it."""
     search = fitted(

@@ -146,7 +146,9 @@ def recorded(search, X, y, **params):
 
 
 @pytest.mark.parametrize("refit", [True, False])
-@pytest.mark.parametrize("backend", ["sequential", "threading", "loky"])
+@pytest.mark.parametrize(
+    "backend", ["sequential", "threading", pytest.param("loky", marks=pytest.mark.slow)]
+)
 def test_it_warns_the_caller_once_whatever_runs_the_fits(backend, refit, standard_error):
     with parallel_config(backend=backend, n_jobs=2):
         (found,), line = recorded(grid(refit=refit), X, Y, groups=GROUPS)

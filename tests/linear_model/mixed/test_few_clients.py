@@ -149,7 +149,9 @@ def test_the_averages_fade_out(m, share):
     np.testing.assert_allclose(model.coef_std_, plug_in.coef_std_, rtol=0.15)
 
 
-@pytest.mark.parametrize(("m", "n", "q"), [(15, 3, 8), (6, 2, 3)])
+@pytest.mark.parametrize(
+    ("m", "n", "q"), [pytest.param(15, 3, 8, marks=pytest.mark.slow), (6, 2, 3)]
+)
 @pytest.mark.parametrize("prior", [FULL, DIAG])
 def test_few_rows_are_told_of_and_keep_their_noise(m, n, q, prior):
     """Restricted likelihood ended at noise variances of 1e-13 to 1e-8 for 1."""

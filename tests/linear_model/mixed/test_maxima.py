@@ -21,7 +21,13 @@ def fuzz(monkeypatch):
 
 @pytest.mark.parametrize(
     ("covariance_type", "seed"),
-    [("diag", 38), ("diag", 47), ("full", 14), ("low_rank", 33), ("low_rank", 96)],
+    [
+        ("diag", 38),
+        ("diag", 47),
+        pytest.param("full", 14, marks=pytest.mark.slow),
+        pytest.param("low_rank", 33, marks=pytest.mark.slow),
+        pytest.param("low_rank", 96, marks=pytest.mark.slow),
+    ],
 )
 def test_the_largest_maximum_is_found(fuzz, covariance_type, seed):
     """Searches from one start, or without uncorrelated columns, ended .07 to 10 nats below."""

@@ -373,6 +373,7 @@ def squared_error(model, theta):
     return np.mean(np.sum((model.coef_ - theta) ** 2, axis=1))
 
 
+@pytest.mark.slow
 def test_the_published_setting():
     """Errors: 40.46 of local fits, 10.42 as published, .0489 of EM, .0471 of the known prior."""
     X, y, codes, theta = adamix(1000, 1)

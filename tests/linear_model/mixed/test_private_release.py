@@ -104,6 +104,7 @@ def test_a_tighter_feature_bound_buys_noise_without_bias():
     assert np.mean(exact) == pytest.approx(1.0, abs=0.004)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "m"),
     [

@@ -178,6 +178,7 @@ def test_slope_in_the_noise_under_a_known_covariance(seed, random, spherical, re
     assert slope == pytest.approx(numeric, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("covariance_type", SHAPES)
 @settings(max_examples=5, deadline=None)
 @given(seeds, st.sampled_from(["all", (0,), (1,)]), flags, flags, flags)

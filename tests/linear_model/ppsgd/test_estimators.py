@@ -345,6 +345,7 @@ def test_targets_whose_squares_vanish():
     np.testing.assert_allclose(1e-170 * tiny.population_coef_, plain.population_coef_, rtol=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),

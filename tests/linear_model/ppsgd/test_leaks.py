@@ -227,6 +227,7 @@ def test_with_noise_the_number_of_rounds_never_depends_on_rows():
         assert without.n_rounds_ == -(-np.unique(groups[rows], return_counts=True)[1].max() // 2)
 
 
+@pytest.mark.slow
 def test_nobody_is_told_how_many_took_part():
     """The number of clients of a round, in whatever is handed on."""
     X, y, groups = table()

@@ -123,6 +123,7 @@ def audit(sparse, noise_multiplier):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sparse", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_audit_acquits_the_fit_and_convicts_half_the_noise(sparse):
     """The claim is mu = sqrt(rounds) / z = 2."""
@@ -188,6 +189,7 @@ def test_what_the_report_says():
     assert report == type(report).from_dict(report.to_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sampling", "relation"), [("poisson", "zero_out"), ("fixed", "replace_one")]
 )
@@ -216,6 +218,7 @@ def test_epsilon_of_sampled_rounds(sampling, relation):
     assert report == type(report).from_dict(report.to_dict())
 
 
+@pytest.mark.slow
 def test_fixed_size_costs_far_more():
     """The figures that the documentation states."""
     poisson = events_epsilon([SampledGaussian(1.0, 2000, 0.02)], 1e-4, "zero_out")
@@ -244,7 +247,10 @@ CONFIGURATIONS = [
     {},
     pytest.param({"client_fraction": 0.5, "average": True}, marks=pytest.mark.slow),
     pytest.param({"clip_quantile": 0.4}, marks=pytest.mark.slow),
-    {"clip_quantile": 0.4, "client_fraction": 0.4, "sampling": "fixed", "average": True},
+    pytest.param(
+        {"clip_quantile": 0.4, "client_fraction": 0.4, "sampling": "fixed", "average": True},
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

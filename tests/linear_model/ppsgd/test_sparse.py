@@ -94,6 +94,7 @@ def test_classifiers_are_the_same_as_dense(n_classes, loss):
     )
 
 
+@pytest.mark.slow
 def test_several_outputs_and_workers():
     X, y, groups = table()
     y = np.column_stack([y, -y, y**2])
@@ -377,11 +378,13 @@ def shares_noise(self, settled, variance, rows, c, rng):
     return rng.standard_normal((1, c)) * due[:, None]
 
 
+@pytest.mark.slow
 def test_late_noise_has_the_distribution_of_noise_in_every_round():
     """Increments between views are independent, with the variance of the rounds between."""
     assert conviction(views(250)) < 4.2
 
 
+@pytest.mark.slow
 def test_noise_in_every_round_passes_the_same_test():
     found = views(100, lazy=False)
     gaps, values, previous = increments(found)
@@ -390,6 +393,7 @@ def test_noise_in_every_round_passes_the_same_test():
     assert abs(np.nanmean(values * previous)) * math.sqrt(len(values)) < 4.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", [forgets_the_rounds, settles_anew, shares_noise])
 def test_wrong_late_noise_is_convicted(mutant):
     assert conviction(views(150, forget=mutant)) > 6

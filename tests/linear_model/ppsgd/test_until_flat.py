@@ -235,6 +235,7 @@ def test_workers_and_blocks_change_no_bit(monkeypatch):
 SLOW = [pytest.param(t, marks=pytest.mark.slow) for t in (1, 47, 120)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [np.asarray, csr_array])
 @pytest.mark.parametrize("at", [20, *SLOW])
 def test_an_interrupted_fit_ends_in_the_same_bits(tmp_path, monkeypatch, form, at):

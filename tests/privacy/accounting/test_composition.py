@@ -76,6 +76,7 @@ def test_golden_values():
     assert events_epsilon([one], 1e-5, "replace_one") == pytest.approx(9.9973, abs=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rounds", "delta", "replaced", "zeroed", "outsiders"),
     [
@@ -152,6 +153,7 @@ def poisson_pairs(z, rate, relation):
     return [(mixture, other), (other, mixture)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relation", ["zero_out", "replace_one"])
 @pytest.mark.parametrize(
     ("z", "rate", "delta"), [(1.0, 0.1, 1e-3), pytest.param(0.4, 0.5, 1e-4, marks=pytest.mark.slow)]
@@ -165,6 +167,7 @@ def test_one_poisson_round_is_the_divergence_of_its_mixtures(z, rate, delta, rel
     assert deltas[0] <= delta * (1 + 1e-6) < deltas[1]
 
 
+@pytest.mark.slow
 def test_no_table_passes_the_profile_of_a_fixed_size():
     """All tables of 4 clients at -1, 0 or 1, samples of 2: one round, one client replaced."""
     z, n, k = 0.8, 4, 2
@@ -215,6 +218,7 @@ def simulated_delta(z, rate, n_rounds, relation, epsilon, n=60_000):
     return max(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "relation", ["zero_out", pytest.param("replace_one", marks=pytest.mark.slow)]
 )
@@ -279,6 +283,7 @@ def test_a_coarser_grid_never_answers_less():
         assert answers[1] < 1.01 * answers[0]
 
 
+@pytest.mark.slow
 def test_the_step_is_refined_for_small_losses():
     """Rate 1e-4: losses of 1e-4 nats; normal in the limit, with mu = q sqrt(T (e^(1/z^2) - 1))."""
     rate, n_rounds = 1e-4, 10**7
@@ -297,6 +302,7 @@ def test_small_losses_are_close_to_the_limit_of_many_rounds(z, kind):
     assert limit <= epsilon <= 1.03 * limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("z", [1e-6, 1e-3, 0.05])
 def test_next_to_no_noise_gets_a_finite_upper_bound(z):
     for kind, relation, mu in (("poisson", "zero_out", 1 / z), ("fixed", "replace_one", 2 / z)):
@@ -304,6 +310,7 @@ def test_next_to_no_noise_gets_a_finite_upper_bound(z):
         assert mu**2 / 2 < epsilon <= gdp_epsilon(mu * math.sqrt(50), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "relation"), [("poisson", "zero_out"), ("fixed", "replace_one")])
 def test_monotone(kind, relation):
     base = {"noise_multiplier": 1.5, "n_rounds": 200, "rate": 0.05, "sampling": kind}
@@ -422,6 +429,7 @@ def test_group_privacy_of_pairs():
     assert events_epsilon([PureEvent(800.0, 1e-9, "zero_out")], 1e-5, "replace_one") == math.inf
 
 
+@pytest.mark.slow
 def test_limits():
     for relation in RELATIONS:
         assert events_epsilon([], 1e-5, relation) == 0
@@ -491,6 +499,7 @@ def test_calibration_inverts_accounting(rounds, epsilon, delta):
     assert events_epsilon([less], delta, relation) > epsilon
 
 
+@pytest.mark.slow
 def test_calibration_of_a_known_epsilon():
     for z, rate, kind in ((0.8, 0.05, "poisson"), (3.0, 0.2, "fixed")):
         spent = events_epsilon([SampledGaussian(z, 400, rate, kind)], 1e-5, "replace_one")

@@ -304,6 +304,7 @@ def audited_epsilon(noise_multiplier, rate=RATE):
     return bound(best, slice(half, None))
 
 
+@pytest.mark.slow
 def test_sampled_rounds_keep_their_epsilon_and_mutants_are_convicted():
     """Poisson sampling end to end, by the best attack there is; halved noise, and no sampling."""
     claimed = events_epsilon([SampledGaussian(Z, N_ROUNDS, RATE)], DELTA, "zero_out")

@@ -241,6 +241,7 @@ def half_sigma(monkeypatch):
     monkeypatch.setattr(GaussianMechanism, "noise_std", halved)
 
 
+@pytest.mark.slow
 def test_fits_keep_their_promise(monkeypatch):
     assert 0.4 < lower_bound(monkeypatch, 300) <= 2.0
 
@@ -262,6 +263,7 @@ def test_one_budget_for_every_release_is_convicted(monkeypatch):
     assert lower_bound(monkeypatch, 200) > 2.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("halve", [False, True])
 def test_local_reports(halve, monkeypatch):
     """The client's own report, at opposite ends of the ball; what follows is post-processing."""

@@ -32,6 +32,7 @@ def message_of(shape, client):
     return shape.total(table[:, :-1], table[:, -1], np.full(len(table), share), share)
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(st.sampled_from(SHAPES), rows, rows)
 def test_sensitivity_is_never_exceeded(shape, first, second):

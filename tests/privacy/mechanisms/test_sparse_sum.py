@@ -81,6 +81,7 @@ def test_an_empty_round_owes_noise():
         assert got.clipped == 0
 
 
+@pytest.mark.slow
 def test_settled_noise_has_the_variance_that_was_due():
     """Rows seen after 1, 4 and 9 rounds: variances 1, 4, 9 (times 2), then what came since."""
     release, rng = SparseClippedSum(ClippedSum(1.0, 1.0)), np.random.default_rng(0)

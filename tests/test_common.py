@@ -56,6 +56,7 @@ from pfl_sklearn.priors import (
 from pfl_sklearn.privacy._spending import unit_of
 from tests.helpers.blinded import blind, what_leaves
 from tests.helpers.finite import not_finite
+from tests.helpers.slow import slow
 from tests.helpers.torch import WITHOUT_TORCH
 
 # Some labels are random, so that rounds which end by themselves may be of no use.
@@ -209,9 +210,20 @@ RELEASING = [
         mechanism="quantizer", n_bits=8, clip_norm=8.0, noise_variance=1.0, random_state=0
     ),
 ]
+
+
+def with_slow(estimators):
+    """All of them; slow are those after the first private one of a class, and other variants."""
+    fast = {id(estimator) for estimator in ESTIMATORS}
+    private = [estimator for estimator in estimators if estimator not in (*ESTIMATORS, *VARIANTS)]
+    fast |= {id(first) for first in {type(one): one for one in private[::-1]}.values()}
+    later = [estimator for estimator in estimators if id(estimator) not in fast]
+    return [*(one for one in estimators if id(one) in fast), *slow(later)]
+
+
 every = pytest.mark.parametrize("estimator", ESTIMATORS, ids=repr)
-every_private = pytest.mark.parametrize("estimator", PRIVATE, ids=repr)
-every_release = pytest.mark.parametrize("estimator", [*PRIVATE, *UNREPEATABLE], ids=repr)
+every_private = pytest.mark.parametrize("estimator", with_slow(PRIVATE), ids=repr)
+every_release = pytest.mark.parametrize("estimator", with_slow([*PRIVATE, *UNREPEATABLE]), ids=repr)
 every_weighted = pytest.mark.parametrize(
     "estimator", [e for e in ESTIMATORS if has_fit_parameter(e, "sample_weight")], ids=repr
 )
@@ -225,10 +237,10 @@ every_with_a_prior = pytest.mark.parametrize(
 )
 every_mean = pytest.mark.parametrize("estimator", MEANS, ids=repr)
 every_repeatable = pytest.mark.parametrize(
-    "estimator", [*ESTIMATORS, *VARIANTS, *RELEASING], ids=repr
+    "estimator", with_slow([*ESTIMATORS, *VARIANTS, *RELEASING]), ids=repr
 )
 CONFIGURATIONS = [*ESTIMATORS, *VARIANTS, *RELEASING, *UNREPEATABLE]
-every_configuration = pytest.mark.parametrize("estimator", CONFIGURATIONS, ids=repr)
+every_configuration = pytest.mark.parametrize("estimator", with_slow(CONFIGURATIONS), ids=repr)
 
 
 def make_table(estimator, n_clients=12, seed=0):
@@ -295,8 +307,16 @@ def response(model, X, groups=None):
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.SingleClientWarning")
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")  # separable classes
-@parametrize_with_checks(ESTIMATORS)
+@parametrize_with_checks([*MEANS, *REGRESSIONS, *STREAMS])
 def test_sklearn_checks(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.SingleClientWarning")
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+@parametrize_with_checks([*ROUNDS, *NEURAL])
+def test_sklearn_checks_of_rounds(estimator, check):
     check(estimator)
 
 
@@ -788,10 +808,7 @@ TELLING = (
     ("estimator", "names"),
     [
         *((estimator, TELLING) for estimator in ESTIMATORS),
-        *(
-            pytest.param(estimator, [*TABLES], marks=pytest.mark.slow)
-            for estimator in CONFIGURATIONS
-        ),
+        *slow((estimator, [*TABLES]) for estimator in CONFIGURATIONS),
     ],
     ids=lambda value: repr(value) if value in CONFIGURATIONS else f"{len(value)} tables",
 )
@@ -895,7 +912,9 @@ def test_nothing_of_a_client_leaves_where_nothing_is_released(estimator):
 
 
 @pytest.mark.parametrize("n_tables", [10, pytest.param(50, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("estimator", [*PRIVATE, *UNREPEATABLE, *SELECTIONS], ids=repr)
+@pytest.mark.parametrize(
+    "estimator", [*with_slow([*PRIVATE, *UNREPEATABLE]), *SELECTIONS], ids=repr
+)
 def test_the_mechanism_is_the_only_way_out_of_a_client(estimator, n_tables, monkeypatch):
     """With mechanisms that ignore their input, nobody learns what one client's rows hold."""
     blind(monkeypatch)

@@ -55,6 +55,7 @@ def test_a_cluster_gives_the_same_bits(estimator, cluster):
     assert _tasks(cluster) > before
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_eleven_fits_on_a_cluster_are_eleven_entries(cluster, tmp_path):
     ledger = PrivacyLedger(tmp_path / "ledger.jsonl")

@@ -55,6 +55,7 @@ def test_results_come_in_the_order_of_the_batches_with_the_same_bits(sizes, n_jo
         np.testing.assert_array_equal(products, rows @ rows.transpose(0, 2, 1))
 
 
+@pytest.mark.slow
 def test_processes_give_the_same_bits():
     given = batches([3, 40, 1, 7, 7])
     alone, together = (map_batches(squares, given, n_jobs) for n_jobs in (1, 2))

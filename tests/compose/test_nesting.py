@@ -101,6 +101,7 @@ HOLDING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", HOLDING)
 def test_what_the_model_inside_can_do_is_handed_on(case):
     holding, rest = HOLDING[case]

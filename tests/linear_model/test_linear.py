@@ -29,6 +29,7 @@ from tests.helpers.dense_mixed_model import (
     predict,
     solve,
 )
+from tests.helpers.slow import slow
 
 seeds = st.integers(0, 2**32 - 1)
 flags = st.booleans()
@@ -510,7 +511,9 @@ def test_shift_of_the_target(covariance_type, shift, random):
 
 
 @pytest.mark.parametrize("covariance_type", ["diag", "full"])
-@pytest.mark.parametrize("factors", [(1e6, 1e-6), (1e-3, 1e5)])
+@pytest.mark.parametrize(
+    "factors", [(1e6, 1e-6), pytest.param((1e-3, 1e5), marks=pytest.mark.slow)]
+)
 def test_scale_of_the_features(covariance_type, factors):
     X, y, codes, _ = table()
     prior = GaussianPrior(covariance_type=covariance_type)
@@ -524,7 +527,7 @@ def test_scale_of_the_features(covariance_type, factors):
 
 
 @every_shape
-@pytest.mark.parametrize("shift", [1e3, 1e6, 1e9])
+@pytest.mark.parametrize("shift", [*slow([1e3, 1e6]), 1e9])
 def test_shift_of_fixed_features(covariance_type, shift):
     """A fixed feature far from zero (a time stamp) is not taken for another intercept."""
     X, y, codes, _ = table()

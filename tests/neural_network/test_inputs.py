@@ -219,6 +219,7 @@ def test_criteria(module, criterion, options):
     np.testing.assert_allclose(population_weights(model), weights(expected), atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cls", "n_outputs"),
     [

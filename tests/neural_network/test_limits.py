@@ -37,6 +37,7 @@ from tests.helpers.nets import (  # noqa: E402
     trained,
     weights,
 )
+from tests.helpers.slow import slow  # noqa: E402
 
 SEED, RATE, CLOSE = 5, 0.6, 1e-7
 MANY = {"n_rounds": 6, "local_steps": 3, "client_fraction": RATE, "random_state": SEED}
@@ -277,9 +278,13 @@ ADAPED = [
     ("global_to_personal", 0.0, None, {}),
     ("personal_to_global", 0.0, None, {}),
     ("global_to_personal", 0.4, None, {"weight_decay": 0.03}),
-    ("personal_to_global", 0.4, 2, {}),
-    ("global_to_personal", 0.2, 5, {}),
-    ("global_to_personal", 0.0, None, {"momentum": 0.5, "nesterov": True}),
+    *slow(
+        [
+            ("personal_to_global", 0.4, 2, {}),
+            ("global_to_personal", 0.2, 5, {}),
+            ("global_to_personal", 0.0, None, {"momentum": 0.5, "nesterov": True}),
+        ]
+    ),
 ]
 
 
@@ -333,6 +338,7 @@ def test_a_warm_start_may_let_nets_that_started_from_the_global_one_go_on():
 NOISE = {"noise_multiplier": 1.0, "clip_norm": 1.0, "delta": 1e-3}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 @pytest.mark.parametrize(("given", "start"), [({}, "global"), (NOISE, "own")])
 def test_where_personal_nets_start_unless_told(given, start):

@@ -102,6 +102,7 @@ def test_a_classifier_resumes(tmp_path):
     assert_same_fit(clone(model).fit(X, labels, groups=groups), whole)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed(tmp_path):
     process = subprocess.Popen([sys.executable, "-m", SCRIPT, tmp_path], cwd=ROOT)
     deadline = time.monotonic() + 60

@@ -17,6 +17,7 @@ from pfl_sklearn._rounds.rows import ClientRows, InTurn
 from pfl_sklearn.linear_model._ppsgd._steps import step_sizes
 from pfl_sklearn.linear_model._ppsgd._updates import LOSSES, ppsgd
 from pfl_sklearn.privacy import ClippedSum
+from tests.helpers.slow import slow
 
 SIZES = np.array([1, 7, 2, 7, 5, 1, 12, 3])
 
@@ -196,7 +197,7 @@ def test_blocks_change_no_bit(monkeypatch, options):
         assert_same_state(run(client_rows(), PLAN, NOISY, **options), whole)
 
 
-@pytest.mark.parametrize("backend", ["threading", "loky"])
+@pytest.mark.parametrize("backend", ["threading", *slow(["loky"])])
 def test_workers_change_no_bit(backend):
     sizes = np.tile(SIZES, 6)
     rows = client_rows(sizes=sizes, d=40)

@@ -9,6 +9,7 @@ from scipy.integrate import quad_vec
 
 from pfl_sklearn import PersonalizedLinearRegression
 from pfl_sklearn.priors import GaussianPrior
+from tests.helpers.slow import slow
 
 FULL, DIAG = GaussianPrior(covariance_type="full"), GaussianPrior(covariance_type="diag")
 
@@ -82,6 +83,7 @@ def test_errors_do_not_depend_on_units_zeros_and_order(prior):
     np.testing.assert_allclose(shuffled.coef_std_, model.coef_std_, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_errors_are_the_same_in_every_process_and_copy():
     X, y, codes, _ = draw(8, 6, 3)
     first, second = (
@@ -168,8 +170,10 @@ def test_few_rows_are_told_of_and_keep_their_noise(m, n, q, prior):
     assert n_told == 6 if prior is FULL else n_told > 0
 
 
-@pytest.mark.parametrize("shape", ["spherical", "diag", "low_rank"])
-@pytest.mark.parametrize("n_features", [11, 20])
+@pytest.mark.parametrize(
+    ("shape", "n_features"),
+    [("spherical", 11), ("diag", 20), *slow([("diag", 11), ("low_rank", 11), ("low_rank", 20)])],
+)
 def test_a_population_that_fits_all_rows_is_told_of(shape, n_features):
     rng = np.random.default_rng(0)
     X, y, codes = rng.normal(size=(12, n_features)), rng.normal(size=12), np.repeat(range(4), 3)

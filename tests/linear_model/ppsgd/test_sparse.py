@@ -15,6 +15,7 @@ from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
 from tests.helpers.callbacks import StopAfter, scores_of
 from tests.helpers.frozen import assert_frozen, freeze
 from tests.helpers.ppsgd import SEED, SIZES
+from tests.helpers.slow import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
@@ -107,7 +108,8 @@ def test_several_outputs_and_workers():
     np.testing.assert_array_equal(parallel.local_coef_.indices, sparse.local_coef_.indices)
 
 
-@pytest.mark.parametrize("params", [{}, NOISE, {**NOISE, "clip_quantile": 0.5}], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("params", [*slow([{}, NOISE]), {**NOISE, "clip_quantile": 0.5}], ids=str)
 def test_workers_change_no_bit(params):
     X, y, groups = table(sizes=SIZES * 3)
     model = PPSGDRegressor(client_fraction=0.7, n_rounds=6, random_state=SEED, **params)

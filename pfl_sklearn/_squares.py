@@ -33,7 +33,8 @@ def column_bounds(values):
     if not len(values):
         return (np.zeros(values.shape[1:]),) * 2
     whole = len(values) // _ROWS * _ROWS
-    blocks, rest = values[:whole].reshape(-1, _ROWS * values[:1].size), values[whole:]
+    rest, width = values[whole:], values[:1].size
+    blocks = values[:whole].reshape(whole // _ROWS, _ROWS * width)
     bounds = []
     for bound in (np.min, np.max):
         parts = [bound(rest, axis=0)] if len(rest) else []

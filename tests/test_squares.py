@@ -6,11 +6,13 @@ import pytest
 from pfl_sklearn._squares import column_bounds
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (1, 3), (63, 2), (64, 5), (65, 1), (500, 4), (130,)])
+@pytest.mark.parametrize(
+    "shape", [(0, 3), (9, 0), (99, 0), (1, 3), (63, 2), (64, 5), (65, 1), (500, 4), (130,)]
+)
 def test_bounds_are_those_of_every_column(shape):
     values = np.random.default_rng(0).normal(size=shape) + 5.0
-    if not len(values):
-        np.testing.assert_array_equal(column_bounds(values), np.zeros((2, 3)))
+    if not values.size:
+        np.testing.assert_array_equal(column_bounds(values), np.zeros((2, shape[1])))
         return
     for k in (0, len(values) // 2, len(values) - 1):  # in the blocks and behind them
         for extreme in (-100.0, 100.0):

@@ -294,7 +294,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
 
     The averages are computed when an error is first asked for, which takes half a second for two
     coefficients and up to four for twenty. They count in full up to 100 clients, not at all from
-    1,000, and in between with a share that falls with the logarithm of their number. Private fits and known covariances count their variances as known.
+    1,000, and in between with a share that falls with the logarithm of their number. Private fits
+    and known covariances count their variances as known.
 
     *Few rows.* If the coefficients that vary fit the rows of every client exactly, restricted
     likelihood cannot tell noise from differences between clients. With "full" it is largest at a

@@ -59,11 +59,11 @@ def likelihood_ratio_test(smaller, larger):
 
     Parameters
     ----------
-    smaller, larger : fitted PersonalizedLinearRegression or PersonalizedLogisticRegression, or \
-            pipelines, wrappers or searches around one
-        Two models of the same rows under Gaussian priors. The smaller model must be a special case
-        of the larger one. A covariance of 0 (``GaussianPrior(covariance=0.0)``) is the model
-        without differences between clients.
+    smaller, larger : fitted estimators
+        Two models of the same rows under Gaussian priors: a ``PersonalizedLinearRegression`` or
+        ``PersonalizedLogisticRegression``, or a pipeline, wrapper or search around one. The smaller
+        model must be a special case of the larger one. A covariance of 0
+        (``GaussianPrior(covariance=0.0)``) is the model without differences between clients.
 
     Returns
     -------

@@ -81,12 +81,13 @@ def fit_gaussian_prior(table, prior, options):
     around = offset, centre
     unknown = covariance is None and options.noise_variance is None
     few = unknown and len(table.y) > reduced.n_columns  # or else the population fits all rows
-    sparse = few and rows_to_spare(table, varies) == 0
     family = None if covariance is not None else Family(prior.covariance_type, varies)
-    if sparse and family.shape == "full" and not family.has_one_ratio:
+    any_shape = few and family.shape == "full" and not family.has_one_ratio
+    if any_shape and rows_to_spare(table, varies) == 0:
         return _posterior_estimates(table, reduced, settings, prior, family, around, shaped)
     found = _search_variances(reduced, settings, prior, covariance, varies, spectral, options)
-    if sparse and found.point.noise < _NO_NOISE * reduced.sum_of_squares / reduced.n_rows:
+    no_noise = few and found.point.noise < _NO_NOISE * reduced.sum_of_squares / reduced.n_rows
+    if no_noise and rows_to_spare(table, varies) == 0:
         if can_average(family):
             return _posterior_estimates(table, reduced, settings, prior, family, around, shaped)
         warn_of_few_rows(table, averaged=False)

@@ -107,7 +107,7 @@ def shortfall(seed, covariance_type):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--designs", type=int, default=400)
+    parser.add_argument("--designs", type=int, default=300)
     n_designs = parser.parse_args().designs
     print("| covariance | designs | largest shortfall, nats | above 1e-3 | of these unwarned | s |")
     print("|---|---|---|---|---|---|")

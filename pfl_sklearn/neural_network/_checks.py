@@ -250,3 +250,21 @@ def check_plain_steps(recipe):
             f"optimizer={recipe.optimizer.__name__} with momentum={momentum!r}. Give "
             "torch.optim.SGD without momentum, or use noise='per_round'."
         )
+
+
+def check_n_components(n_components, n_clients):
+    """Raise ValueError if there are more components than clients."""
+    if n_components > n_clients:
+        raise ValueError(
+            f"n_components={n_components} is more than the number of clients, {n_clients}; "
+            "expected at most one component for each client."
+        )
+
+
+def check_same_components(n_components, n_before):
+    """Raise ValueError if the rounds before had another number of components."""
+    if n_components != n_before:
+        raise ValueError(
+            f"the rounds before had {n_before} components, and these would have {n_components}; "
+            "fit anew."
+        )

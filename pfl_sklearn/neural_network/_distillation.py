@@ -70,7 +70,7 @@ def adaped_update(setup, settings, averaging, server, t, batch, clients):
 
 def adaped_steps(setup, settings, averaging, server, t, block):
     """Local steps of Algorithm 2; each part of a step uses the newest values."""
-    (client, population), shared_rate = setup.engines, settings.global_rates[t]
+    (client, population), shared_rate = setup.engines.pair, settings.global_rates[t]
     *missed, block = block.rounds(setup.local_steps)
     kept, before = caught_up(setup, settings, t, missed, block.clients), None
     kept = started(settings, server, t, kept)
@@ -107,7 +107,7 @@ def personal_step(setup, settings, t, block, nets, psi, X, y):
 
     Losses (g,) of personal nets before it, outputs and log probabilities of the global ones.
     """
-    (client, population), (personal, shared) = setup.engines, nets
+    (client, population), (personal, shared) = setup.engines.pair, nets
     outputs, others = block.read(client, personal(X)), shared(X)
     losses = personal.losses(outputs, y)
     theirs = population.log_probabilities(block.read(population, others))
@@ -132,7 +132,7 @@ def caught_up(setup, settings, t, missed, clients):
     """
     if not missed:
         return clients
-    (client, population), n_clients = setup.engines, missed[0].n_clients
+    (client, population), n_clients = setup.engines.pair, missed[0].n_clients
     shared, values = population.models(clients["received"], n_clients), clients["personal"]
     for earlier, block in zip(range(t - len(missed), t), missed, strict=True):
         personal = client.models(values, n_clients)
@@ -159,7 +159,7 @@ def _left_update(setup, settings, server, t, batch, clients, own):
         done = caught_up(setup, settings, t, missed, block.clients)
         return Update({}, {"personal": done["personal"]}, np.zeros(block.n_clients))
 
-    client, population = setup.engines
+    client, population = setup.engines.pair
     done = client.run(local_steps, batch, {**clients, **own}, population)
     return done.clients, done.losses
 

@@ -98,10 +98,12 @@ class Engine:
         """Steps for stacked clients, where the net allows them."""
         net, self.chain, self._row_loss = self.net, None, None
         fixed = not (self.random or self.moving) and self.optimizer.is_sgd
-        if self._may_stack and fixed and reads_plainly(net) and _is_mean(net.criterion_):
+        if not (reads_plainly(net) and _is_mean(net.criterion_)):
+            return
+        self._row_loss = twin(net)
+        self._row_loss.criterion_.reduction = "none"
+        if self._may_stack and fixed:
             self.chain = chain_of(net.module_, self.row_shape, self.dtype, self.device)
-            self._row_loss = twin(net)
-            self._row_loss.criterion_.reduction = "none"
 
     def __getstate__(self):
         """Without the steps, which are found anew; the net's class may be a script's."""
@@ -144,15 +146,38 @@ class Engine:
         """Update of a block: see :func:`run_clients`; `others` are engines of further models."""
         return run_clients(local_steps, (self, *others), batch, clients)
 
-    def models(self, vectors, n_clients):
-        """Models of a block's clients, from one vector (p,) for all of them or from (g, p)."""
+    def models(self, vectors, n_clients, moving=None):
+        """Models of a block's clients, from one vector (p,) for all of them or from (g, p).
+
+        If only some parameters are `moving` (p,), steps leave the others as they are.
+        """
         start = torch.from_numpy(np.array(vectors, dtype=self.array_dtype)).to(self.device)
-        return (StackedModels if self.stacked else LoneModel)(self, start, n_clients)
+        return (StackedModels if self.stacked else LoneModel)(self, start, n_clients, moving)
 
     def row_losses(self, outputs, y):
         """Losses (g,) of outputs (g, b, ...) of a chain for targets (g, b, ...)."""
-        rows = self._row_loss.get_loss(outputs.flatten(0, 1), y.flatten(0, 1))
-        return rows.reshape(len(y), -1).mean(dim=1)
+        return self._losses_of_rows(outputs, y).reshape(len(y), -1).mean(dim=1)
+
+    def losses_by_row(self, outputs, y):
+        """Losses (g, b) of outputs (g, b, ...) for targets (g, b, ...), row by row.
+
+        Raises
+        ------
+        ValueError
+            If the criterion is no mean over rows.
+        """
+        if self._row_loss is None:
+            raise ValueError(
+                f"criterion={type(self.net.criterion_).__name__} of the net is not known to be a "
+                "mean of losses of rows, which every component weighs by itself; give "
+                "CrossEntropyLoss, NLLLoss, MSELoss or L1Loss, with reduction='mean' and without "
+                "class weights."
+            )
+        rows = self._losses_of_rows(outputs, y)
+        return rows.reshape(*y.shape[:2], -1).mean(dim=2)
+
+    def _losses_of_rows(self, outputs, y):
+        return self._row_loss.get_loss(outputs.flatten(0, 1), y.flatten(0, 1))
 
     def log_probabilities(self, outputs):
         """Logarithms (..., n_classes) of the probabilities that outputs stand for."""
@@ -247,6 +272,12 @@ class Block(NamedTuple):
     def read(self, engine, outputs):
         """Outputs (g, b, ...) as these clients read them, with their offsets."""
         return outputs if self.offsets is None else engine.shifted(outputs, self.offsets)
+
+    def cut(self, n_steps):
+        """Blocks of the same clients with the first so many steps, and with the others."""
+        X, y = self.X, self.y
+        first = self._replace(X=X[:, :n_steps], y=y[:, :n_steps])
+        return first, self._replace(X=X[:, n_steps:], y=y[:, n_steps:])
 
     def rounds(self, n_steps):
         """Blocks of the same clients with so many of the steps each, in order."""

@@ -39,7 +39,8 @@ def flat_rule(engine, nets, train, held, *, at_least, tol, n_jobs, advice):
     judged = held if held.n_clients else train
     here = np.searchsorted(train.clients, judged.clients)
     weights = np.diff(judged.offsets) / sizes[here]
-    rows = judged._replace(at_once=None if engine.stacked else 1)
+    lone = not engine.stacked
+    rows = judged._replace(at_once=1 if lone else None, seeded=judged.seeded or lone)
     loss = partial(mean_loss, engine, nets, rows, weights, n_jobs)
 
     def losses(state):

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from skorch import NeuralNetRegressor
 from torch import nn
 
 from pfl_sklearn.neural_network._chain import align
@@ -109,7 +110,12 @@ def _calls(net, layers, rows):
 
 
 def _are_logits(net, logits, outputs):
-    """Whether the probabilities that outputs stand for are the softmax of logits."""
+    """Whether the probabilities that outputs stand for are the softmax of logits.
+
+    A regression's outputs may have other units than its last layer's.
+    """
+    if isinstance(net, NeuralNetRegressor):
+        return logits.numel() == outputs.numel()
     expected = log_probabilities(net, outputs).exp()
     same = logits.shape == expected.shape
     return same and torch.allclose(torch.softmax(logits, dim=-1), expected, rtol=0, atol=_CLOSE)

@@ -1,5 +1,6 @@
 """Models of the clients of a block: their parameters, and the steps that change them."""
 
+import numpy as np
 import torch
 
 from pfl_sklearn.neural_network._chain import Chain, align, aligned
@@ -10,10 +11,29 @@ ROWS_AT_ONCE = 512  # of a prediction
 
 
 class _Models:
-    """Models of g clients of a block; ``values`` (g, p) are their parameters."""
+    """Models of g clients of a block; ``values`` (g, p) are their parameters.
+
+    ``tensors`` are those that are trained, clients first. What is done to them in place is done to
+    the models. If only some parameters are `moving`, their own steps leave the others as they are.
+    """
 
     def __init__(self, engine, start):
         self._start, self._optimizer, self._engine = start, engine.optimizer, engine
+
+    def copies(self):
+        """Tensors as they are now."""
+        return [values.clone() for values in self.tensors]
+
+    def parts(self, vectors):
+        """Tensors like those of the models, from an array (p,) or (g, p)."""
+        kind = self._engine.array_dtype
+        return self._cut(torch.from_numpy(np.array(vectors, dtype=kind)).to(self._start.device))
+
+    def pull(self, weight, towards=None):
+        """Implicit step on `weight` times half the squared distance from tensors, or the start."""
+        towards = self._starts if towards is None else towards
+        for values, start in zip(self.tensors, towards, strict=True):
+            values.lerp_(start.expand_as(values), 1 - 1 / (1 + weight))
 
     def array(self):
         """Parameters as an array (g, p)."""
@@ -27,25 +47,36 @@ class _Models:
 class StackedModels(_Models):
     """Models of clients whose net is a chain."""
 
-    def __init__(self, engine, start, n_clients):
+    def __init__(self, engine, start, n_clients, moving=None):
         super().__init__(engine, start)
-        self._starts = [start[..., part.place].unflatten(-1, part.shape) for part in engine.parts]
+        self._starts = self._cut(start)
         own = [aligned((n_clients, *part.shape), start) for part in engine.parts]
         for values, first in zip(own, self._starts, strict=True):
             values.copy_(first)
         self._chain, self._speed = Chain(engine.chain, own), None
+        self._still = () if moving is None else self._where(~moving)
+
+    def _where(self, chosen):
+        """Positions among the tensors of those that are `chosen` (p,)."""
+        return [k for k, part in enumerate(self._engine.parts) if chosen[part.place].all()]
 
     @property
     def values(self):
         return torch.cat([own.flatten(1) for own in self._chain.parameters], dim=1)
 
+    def take_buffers(self, other):
+        """Take what training moved in other models without a gradient: nothing in a chain."""
+
+    @property
+    def tensors(self):
+        return self._chain.parameters
+
+    def _cut(self, vectors):
+        parts = self._engine.parts
+        return [vectors[..., part.place].unflatten(-1, part.shape) for part in parts]
+
     def change(self):
         return array_of(self.values.sub_(self._start))
-
-    def pull(self, weight):
-        """Implicit step on `weight` times half the squared distance from the start."""
-        for values, start in zip(self._chain.parameters, self._starts, strict=True):
-            values.lerp_(start.expand_as(values), 1 - 1 / (1 + weight))
 
     def __call__(self, X):
         """Outputs (g, b, ...) of rows (g, b, ...), for :meth:`step` to follow."""
@@ -77,11 +108,16 @@ class StackedModels(_Models):
     def step(self, losses, rate):
         """One step of the net's optimizer, from losses (g,) of the latest outputs."""
         optimizer, chain = self._optimizer, self._chain
-        if not optimizer.momentum:
+        if optimizer.momentum:
+            slopes = chain.gradients(losses.sum())
+            self._speed = optimizer.step(chain.parameters, slopes, self._speed, rate)
+        else:
             chain.step(losses.sum(), rate, optimizer.weight_decay)
-            return
-        slopes = chain.gradients(losses.sum())
-        self._speed = optimizer.step(chain.parameters, slopes, self._speed, rate)
+        self._stand_still()
+
+    def _stand_still(self):
+        for k in self._still:
+            self.tensors[k].copy_(self._starts[k])
 
     def learn(self, outputs, y, rate):
         """One step of the net's optimizer on the losses of the latest outputs for targets."""
@@ -92,23 +128,39 @@ class StackedModels(_Models):
         slopes.scatter_add_(2, y.unsqueeze(2), slopes.new_tensor(-1.0).expand(*y.shape, 1))
         slopes /= y.shape[1]
         self._chain.follow(slopes, rate, self._optimizer.weight_decay)
+        self._stand_still()
 
 
 class LoneModel(_Models):
     """Model of one client, of any net."""
 
-    def __init__(self, engine, start, n_clients):
+    def __init__(self, engine, start, n_clients, moving=None):
         super().__init__(engine, start)
         self.values = start.expand(n_clients, engine.n_parameters).clone()
         self._trained = slice(engine.n_trained)
         self._net, self._memory = engine.fitted_net(self.values[0]), None
         self._outside = self.values.clone() if engine.noisy_steps else None
+        if moving is not None:
+            self._freeze(~moving)
         self._tensors = [p for p in self._net.module_.parameters() if p.requires_grad]
+        self._starts = self._cut(start)
 
-    def pull(self, weight):
-        """Implicit step on `weight` times half the squared distance from the start."""
-        start, trained = self._start[..., self._trained], self.values[:, self._trained]
-        trained.lerp_(start.expand_as(trained), 1 - 1 / (1 + weight))
+    def _freeze(self, still):
+        named = dict(self._net.module_.named_parameters())
+        for part in self._engine.parts:
+            if part.name in named and still[part.place].all():
+                named[part.name].requires_grad_(False)
+
+    def take_buffers(self, other):
+        """Take what training moved in another model without a gradient."""
+        self.values[:, self._trained.stop :] = other.values[:, self._trained.stop :]
+
+    @property
+    def tensors(self):
+        return [self.values[:, self._trained]]
+
+    def _cut(self, vectors):
+        return [vectors[..., self._trained]]
 
     def __call__(self, X):
         """Outputs (1, b, ...) of rows (1, b, ...), for :meth:`step` to follow."""
@@ -150,6 +202,8 @@ class LoneModel(_Models):
 
     def step(self, losses, rate):
         """One step of the net's optimizer, from losses (1,) of the latest outputs."""
+        if not self._tensors:
+            return
         slopes = self._slopes(losses)
         with torch.no_grad():
             if self._optimizer.is_sgd:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._rounds.loop import LastPhase, Update
+from pfl_sklearn._rounds.loop import LastPhase, Method, Update
 from pfl_sklearn._rounds.rows import Reshuffled
 from pfl_sklearn.neural_network._head import (
     VARIANCES,
@@ -26,6 +26,7 @@ class Averaging(NamedTuple):
 
     n_expected: float
     by_count: bool
+    rate: float = 1.0  # factor on the average
 
     def shapes(self, **parts):
         """Shape of each part of a message."""
@@ -41,23 +42,75 @@ class Averaging(NamedTuple):
     def server_update(self, server, total, t):
         """Server whose values moved by the average change of each part."""
         divisor = max(float(total["count"]), 1.0) if self.by_count else self.n_expected
+        divisor /= self.rate
         moved = {name: server[name] + total[name] / divisor for name in total if name != "count"}
         return {**server, **moved}
 
 
-def train(engine, block, start, rate, proximal=0.0, own=False):
+def train(engine, block, start, rate, proximal=0.0, own=False, towards=None, moving=None):
     """Models of a block after its steps from `start`, and the losses (g,) before them.
 
     Models that the clients keep as their `own` are read through the clients' label frequencies.
+    With `proximal` they are pulled `towards` a vector, by default their start. All parameters move,
+    or those that are `moving` (p,).
     """
-    models, before = engine.models(start, block.n_clients), None
+    models, before = engine.models(start, block.n_clients, moving), None
+    towards = None if towards is None else models.parts(towards)
     for X, y in block.steps():
         outputs = block.read(engine, models(X)) if own else models(X)
         before = models.losses(outputs, y).detach() if before is None else before
         models.learn(outputs, y, rate)
         if proximal and rate:  # the weight may be infinite
-            models.pull(rate * proximal)
-    return models, np.asarray(before.cpu(), dtype=np.float64)
+            models.pull(rate * proximal, towards)
+    return models, in_double(before)
+
+
+def in_double(values):
+    """Array of a tensor's values in double precision."""
+    return np.asarray(values.cpu(), dtype=np.float64)
+
+
+def averaged(setup, local_steps, clients=None, personal=False, last_phase=None, rate=1.0):
+    """The method of rounds in which clients change the global net and the server averages.
+
+    Parameters
+    ----------
+    setup : Setup
+    local_steps : callable
+        ``local_steps(server, t, block)`` gives a block's global nets after their steps, the arrays
+        that clients keep, and the losses (g,).
+    clients : dict of ndarrays, default=None
+        What clients keep at the start.
+    personal : bool, default=False
+        Whether they keep nets of their own, which start as the global one does.
+    last_phase : LastPhase, default=None
+    rate : float, default=1.0
+        Factor on the average change.
+    """
+    engine = setup.engines.client
+    averaging = Averaging(setup.n_expected, setup.divides_by_count, rate)
+
+    def init():
+        start, kept = engine.start(), dict(clients or {})
+        if personal:
+            kept["personal"] = np.tile(start.astype(engine.array_dtype), (setup.n_clients, 1))
+        return {"global": start}, kept
+
+    return Method(
+        init,
+        partial(_averaged_update, engine, averaging, local_steps),
+        averaging.server_update,
+        averaging.shapes(**{"global": (engine.n_parameters,)}),
+        last_phase,
+    )
+
+
+def _averaged_update(engine, averaging, local_steps, server, t, batch, clients):
+    def steps(block):
+        models, kept, losses = local_steps(server, t, block)
+        return Update(averaging.message(**{"global": models.change()}), kept, losses)
+
+    return engine.run(steps, batch, clients)
 
 
 class NoisyGradients:
@@ -74,25 +127,39 @@ class NoisyGradients:
 
 def fine_tuning(setup, n_steps):
     """Last phase in which every client trains the global net on its own rows."""
+
+    def local_steps(server, t, block):
+        start = block.clients["personal"]
+        return train(setup.engines.client, block, start, setup.rates[t], own=True)
+
+    return own_nets(setup, n_steps, local_steps)
+
+
+def own_nets(setup, n_steps, local_steps, start=None):
+    """Last phase in which every client makes a net of its own of the global one.
+
+    ``local_steps(server, t, block)`` gives a block's nets and losses after so many batches. A
+    client's "personal" net is ``start(server, personal)`` before, by default the global one.
+    """
     engine = setup.engines.client
 
     def init(server, clients):
-        return {
-            "personal": np.tile(server["global"].astype(engine.array_dtype), (setup.n_clients, 1))
-        }
+        if start is not None:
+            return {"personal": start(server, clients["personal"])}
+        shared = server["global"].astype(engine.array_dtype)
+        return {"personal": np.tile(shared, (setup.n_clients, 1))}
 
-    update = partial(_fine_tuned, engine, setup.rates)
+    update = partial(_own_nets_update, engine, local_steps)
     return LastPhase(init, update, Reshuffled(setup.batch_size, n_steps))
 
 
-def _fine_tuned(engine, rates, server, t, batch, clients, own):
-    done = engine.run(partial(_tuned_block, engine, rates[t]), batch, {**clients, **own})
+def _own_nets_update(engine, local_steps, server, t, batch, clients, own):
+    def steps(block):
+        models, losses = local_steps(server, t, block)
+        return Update({}, {"personal": models.array()}, losses)
+
+    done = engine.run(steps, batch, {**clients, **own})
     return done.clients, done.losses
-
-
-def _tuned_block(engine, rate, block):
-    models, losses = train(engine, block, block.clients["personal"], rate, own=True)
-    return Update({}, {"personal": models.array()}, losses)
 
 
 def bayes_heads(setup, head, private):

@@ -39,6 +39,7 @@ class LabelSums(NamedTuple):
 class NeuralClassifierMixin(ClientClassifierMixin):
     """Labels and probabilities of neural classifiers."""
 
+    label_prior = None  # of the methods that have no such parameter
     _is_classifier = True
     _population_attributes = ("_population", "label_prior_")
 

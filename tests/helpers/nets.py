@@ -11,8 +11,35 @@ from torch.nn import functional as F
 
 from pfl_sklearn._rounds.loop import Plan, Sampling
 from pfl_sklearn._rounds.rows import CatchingUp, ClientRows, Reshuffled
-from pfl_sklearn.neural_network import MLP
+from pfl_sklearn.neural_network import (
+    MLP,
+    AdaMixNetClassifier,
+    APFLClassifier,
+    DittoClassifier,
+    FedEMClassifier,
+    FedMutualClassifier,
+    FedPerClassifier,
+    FedRepClassifier,
+    PerFedAvgClassifier,
+    PFedMeClassifier,
+    PPSGDNetClassifier,
+    QuPeDClassifier,
+)
 
+# Methods that others are compared with.
+FIELD = [
+    AdaMixNetClassifier,
+    APFLClassifier,
+    DittoClassifier,
+    FedEMClassifier,
+    FedMutualClassifier,
+    FedPerClassifier,
+    FedRepClassifier,
+    PerFedAvgClassifier,
+    PFedMeClassifier,
+    PPSGDNetClassifier,
+    QuPeDClassifier,
+]
 SIZES = np.array([3, 9, 4, 9, 14, 3, 12, 5])  # rows of each client
 N_INPUTS, N_CLASSES = 7, 3
 

@@ -13,8 +13,16 @@ import numpy as np
 import pytest
 from sklearn.base import clone
 
-from pfl_sklearn.neural_network import AdaPeDClassifier, FedAvgClassifier
+from pfl_sklearn.neural_network import (
+    AdaMixNetClassifier,
+    AdaPeDClassifier,
+    FedAvgClassifier,
+    FedEMClassifier,
+    FedMutualClassifier,
+    PPSGDNetClassifier,
+)
 from pfl_sklearn.neural_network._base import BaseNeural
+from pfl_sklearn.neural_network._fedem import _FedEM
 from pfl_sklearn.priors import DirichletPrior
 from pfl_sklearn.privacy import gdp_epsilon
 from pfl_sklearn.privacy._mechanisms import _clipped_sum, _frequencies, _noisy_steps
@@ -48,6 +56,13 @@ def linear():
     return module
 
 
+class Layers(torch.nn.Sequential):
+    """Two layers of two units, whose weights are drawn."""
+
+    def __init__(self):
+        super().__init__(torch.nn.Linear(2, 2), torch.nn.Tanh(), torch.nn.Linear(2, 2))
+
+
 SETTINGS = {"n_rounds": 1, "local_steps": STEPS, "delta": DELTA, "clip_norm": BOUND}
 ADAPED = {"psi_init": PSI, "psi_clip_norm": PSI_BOUND, "psi_learning_rate": PSI_RATE}
 ADAPED |= {"global_loss": 0.0}  # both parts of a message then move by what the bounds allow
@@ -64,7 +79,18 @@ labels = FedAvgClassifier(
     label_prior_share=3.99 / (3.99 + 20.0**-2),
     **SETTINGS,
 )
+# One step: the gradients of both labels are opposite in every layer, and longer than the bound.
+ONE_STEP = {**SETTINGS, "noise_multiplier": 1.0, "local_steps": 1}
+FIELD = {
+    "fedem": FedEMClassifier(n_components=2, **ONE_STEP),
+    "fedmutual": FedMutualClassifier(**ONE_STEP),
+    "ppsgd_net": PPSGDNetClassifier(alpha=0.5, **ONE_STEP),
+    "adamix_net": AdaMixNetClassifier(n_components=2, proximal=0.0, **ONE_STEP),
+}
+N_HIDDEN, N_WEIGHTS = 6, 12  # parameters of the hidden layer, and of both
+PARTS = {"fedem": [N_WEIGHTS], "ppsgd_net": [N_HIDDEN], "adamix_net": [N_WEIGHTS, 2 * N_WEIGHTS]}
 RELEASES = {
+    **FIELD,
     "fedavg": fedavg,
     "fedavg_with_quantile": fedavg_with_quantile,
     "adaped": adaped,
@@ -78,23 +104,29 @@ sums = pytest.mark.parametrize("name", ["fedavg", "adaped"])
 @pytest.fixture(autouse=True)
 def one_engine(monkeypatch):
     """The same recipe and weights to start from in all fits, so they are looked at only once."""
-    made, make = [], BaseNeural._make_engines
+    made = []
+    for owner in (BaseNeural, _FedEM):
+        make = owner._make_engines
 
-    def engines(self, *given):
-        if not made:
-            made.append(make(self, *given))
-        return made[0]
+        def engines(self, *given, make=make):
+            if not made:
+                made.append(make(self, *given))
+            return made[0]
 
-    monkeypatch.setattr(BaseNeural, "_make_engines", engines)
+        monkeypatch.setattr(owner, "_make_engines", engines)
     for owner in (BaseNeural, AdaPeDClassifier):
         monkeypatch.setattr(owner, "_check_parameters", lambda self: None)
 
 
 @pytest.fixture
 def seen(monkeypatch):
-    """What clients send that add noise, and noise of gradients: of each step, part and client."""
-    found = {"messages": [], "noise": []}
+    """What clients send that add noise, noise of gradients, and sums that the server gets.
+
+    Noise is that of each step, part and client.
+    """
+    found = {"messages": [], "noise": [], "sums": []}
     drawn, release = _noisy_steps.gaussian_on_grid, NoisySteps.release
+    release_sum = _clipped_sum.ClippedSum.release
 
     def spy_on_noise(exact, std, rng):
         noisy = drawn(exact, std, rng)
@@ -105,6 +137,12 @@ def seen(monkeypatch):
         found["messages"].append(messages)
         return release(self, messages, *rest)
 
+    def spy_on_sums(self, *given, **settings):
+        released = release_sum(self, *given, **settings)
+        found["sums"].append(released.total.ravel())
+        return released
+
+    monkeypatch.setattr(_clipped_sum.ClippedSum, "release", spy_on_sums)
     monkeypatch.setattr(_noisy_steps, "gaussian_on_grid", spy_on_noise)
     monkeypatch.setattr(NoisySteps, "release", spy_on_messages)
     return found
@@ -146,14 +184,37 @@ def score_of_labels(estimator, seen, truth, seed):
     return fitted(estimator, truth, seed)._label_sums.frequencies @ [1.0, -1.0]
 
 
+def score_along(estimator, seen, truth, seed, direction):
+    """The released sum in the canary's direction, in units of the bound."""
+    return released_sum(estimator, seen, truth, seed) @ direction / BOUND
+
+
+def released_sum(estimator, seen, truth, seed):
+    seen["sums"].clear()
+    fitted(estimator, truth, seed)
+    return seen["sums"][0]
+
+
+def canary_direction(estimator, seen):
+    """Unit vector in which the sum moves with the canary's label, found without noise."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_clipped_sum, "gaussian_on_grid", lambda exact, std, rng: exact)
+        moved = np.subtract(*(released_sum(estimator, seen, truth, 0) for truth in (True, False)))
+    return moved / np.linalg.norm(moved)
+
+
 SCORES = {"adaped_per_step": score_of_message, "labels": score_of_labels}
 
 
 def lower_bound(name, seen, **given):
     """Lower confidence bound on mu of a release."""
-    net = skorch.NeuralNetClassifier(linear(), criterion=torch.nn.CrossEntropyLoss)
-    estimator = RELEASES[name].set_params(estimator=net.set_params(lr=RATE, batch_size=2))
+    module, rate = (Layers, 1e4) if name in FIELD else (linear(), RATE)
+    net = skorch.NeuralNetClassifier(module, criterion=torch.nn.CrossEntropyLoss)
+    estimator = RELEASES[name].set_params(estimator=net.set_params(lr=rate, batch_size=2))
     score = partial(SCORES.get(name, score_of_sum), estimator, seen, **given)
+    if name in FIELD:
+        estimator.set_params(random_state=0)
+        score = partial(score_along, *score.args, direction=canary_direction(estimator, seen))
     seeds = np.random.SeedSequence(0).generate_state(2 * N_FITS).tolist()
     with_canary = np.array([score(True, seed) for seed in seeds[:N_FITS]])
     without = np.array([score(False, seed) for seed in seeds[N_FITS:]])
@@ -169,7 +230,7 @@ def test_releases_keep_their_promise(name, seen):
     assert figures["replace_one"] == pytest.approx(gdp_epsilon(2.0, DELTA))
 
 
-@pytest.mark.parametrize("name", ["fedavg", "fedavg_with_quantile", "adaped", "labels"])
+@pytest.mark.parametrize("name", ["fedavg", "fedavg_with_quantile", "adaped", "labels", *FIELD])
 def test_halved_noise_is_convicted(name, seen, monkeypatch):
     full = _clipped_sum.gaussian_on_grid
     for module in (_clipped_sum, _frequencies):
@@ -213,6 +274,17 @@ def test_parts_that_are_clipped_apart_are_convicted(seen, monkeypatch):
 
     monkeypatch.setattr(_clipped_sum, "_clipped_sum", apart)
     assert lower_bound("adaped", seen, psi_share=1.0) > 2.0
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_nets_and_layers_that_are_clipped_apart_are_convicted(name, seen, monkeypatch):
+    def apart(messages, bound):
+        parts = np.split(messages.reshape(len(messages), -1), PARTS[name], axis=1)
+        kept = np.concatenate([clip_l2(part, bound) for part in parts], axis=1)
+        return kept.sum(axis=0).reshape(messages.shape[1:]), np.ones(len(messages), dtype=bool)
+
+    monkeypatch.setattr(_clipped_sum, "_clipped_sum", apart)
+    assert lower_bound(name, seen) > 2.0
 
 
 def test_noise_that_counts_every_step_is_convicted(seen, monkeypatch):

@@ -16,11 +16,17 @@ from torch import nn  # noqa: E402
 from pfl_sklearn.linear_model import DivergenceError  # noqa: E402
 from pfl_sklearn.neural_network import (  # noqa: E402
     MLP,
+    AdaMixNetClassifier,
     AdaPeDClassifier,
     FedAvgClassifier,
     FedAvgRegressor,
+    FedEMClassifier,
+    FedPerClassifier,
+    FedRepClassifier,
     LocalNetClassifier,
     LocalNetRegressor,
+    PerFedAvgClassifier,
+    PPSGDNetClassifier,
 )
 from pfl_sklearn.priors import DirichletPrior  # noqa: E402
 from pfl_sklearn.privacy import PrivacyLedger  # noqa: E402
@@ -352,3 +358,75 @@ def test_the_default_net_of_private_rounds_is_another_one():
     model = FedAvgClassifier(n_rounds=1, warm_start=True, clip_norm=1.0).fit(X, y, groups=groups)
     with pytest.raises(ValueError, match="other units with noise"):
         model.set_params(n_rounds=2, noise_multiplier=1.0).fit(X, y, groups=groups)
+
+
+# Methods with parts -------------------------------------------------------------------------------
+
+
+class Twofold(nn.Module):
+    """Logits that are a sum of two layers' outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Linear(7, 3), nn.Linear(7, 3)
+
+    def forward(self, X):
+        return self.one(X) + self.other(X.abs())
+
+
+@pytest.mark.parametrize("cls", [FedEMClassifier, AdaMixNetClassifier])
+def test_more_components_than_clients(cls):
+    words = "n_components=9 is more than the number of clients, 8; expected at most one"
+    refused(cls(net_of(), n_components=9, n_rounds=1), words)
+
+
+@pytest.mark.parametrize("cls", [FedRepClassifier, FedPerClassifier, PPSGDNetClassifier])
+def test_personal_layers_that_cannot_be_told(cls):
+    refused(
+        cls(recipe(Twofold), n_rounds=1),
+        r"personal_layers='last' needs a module that ends with .*one\.weight, .*other\.bias",
+    )
+    refused(
+        cls(recipe(Twofold), n_rounds=1, personal_layers=["head"]),
+        r"personal_layers has 'head', which is no .*one\.weight",
+    )
+    X, y, groups = table()
+    model = cls(recipe(Twofold), n_rounds=1, personal_layers=["other"]).fit(X, y, groups=groups)
+    assert np.ptp(model.parameters_, axis=0).max() > 0
+
+
+def test_clients_of_one_row_cannot_tell_how_well_a_net_adapts():
+    X, y, groups = table(sizes=[1, 5, 6, 1])
+    with pytest.warns(UserWarning, match=r"^2 of 4 clients have one row, .*needs two rows"):
+        PerFedAvgClassifier(net_of(), n_rounds=1).fit(X, y, groups=groups)
+
+
+def test_components_that_would_never_differ():
+    refused(FedEMClassifier(recipe(MLP(7, 3)), n_rounds=1), "same weights.*give the module's class")
+
+
+def test_losses_that_are_no_means_of_rows():
+    net = net_of(criterion__weight=torch.ones(3))
+    refused(FedEMClassifier(net, n_rounds=1), "criterion=CrossEntropyLoss .*mean of losses of rows")
+
+
+@pytest.mark.parametrize("cls", [FedRepClassifier, FedPerClassifier, PPSGDNetClassifier])
+def test_rounds_with_other_personal_layers(cls):
+    X, y, groups = table()
+    model = cls(recipe(Twofold), n_rounds=1, warm_start=True, personal_layers=["one"])
+    model.fit(X, y, groups=groups)
+    model.set_params(n_rounds=2).fit(X, y, groups=groups)
+    model.set_params(n_rounds=3, personal_layers=["other"])
+    with pytest.raises(
+        ValueError, match=r"^personal_layers=\['other'\] .* rounds before.*fit anew"
+    ):
+        model.fit(X, y, groups=groups)
+
+
+@pytest.mark.parametrize("cls", [FedEMClassifier, AdaMixNetClassifier])
+def test_rounds_with_other_components(cls):
+    X, y, groups = table()
+    model = cls(net_of(), n_rounds=1, warm_start=True).fit(X, y, groups=groups)
+    model.set_params(n_components=3, n_rounds=2)
+    with pytest.raises(ValueError, match="had 2 components, and these would have 3; fit anew"):
+        model.fit(X, y, groups=groups)

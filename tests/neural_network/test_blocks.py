@@ -16,6 +16,7 @@ from pfl_sklearn.neural_network import (  # noqa: E402
     _chain,
     _engine,
 )
+from tests.helpers.nets import FIELD  # noqa: E402
 
 N_CLIENTS, N_ROWS = 67, 50
 
@@ -54,6 +55,7 @@ CASES = {
     "momentum": (lambda: classifier(FedAvgClassifier, 5, 33, optimizer__momentum=0.9), 7),
     "adaped": (lambda: classifier(AdaPeDClassifier, 5, 33), 7),
     "unsampled": (unsampled, 7),
+    **{cls.__name__: (lambda cls=cls: classifier(cls, 5, 33), 7) for cls in FIELD},
     "one by one": (lambda: classifier(FedAvgClassifier, 5, 129), 7),
     "one output": (lambda: regressor((), 48), 13),
     "one feature": (lambda: regressor((48, 5), 41), 1),

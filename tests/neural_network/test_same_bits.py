@@ -28,7 +28,15 @@ from pfl_sklearn.neural_network import (  # noqa: E402
 from tests.helpers.checkpointed_net import checkpointed_net  # noqa: E402
 from tests.helpers.checkpointed_run import ROOT  # noqa: E402
 from tests.helpers.interruption import interrupt  # noqa: E402
-from tests.helpers.nets import Convolutions, Dropped, Normed, recipe, table  # noqa: E402
+from tests.helpers.nets import (  # noqa: E402
+    FIELD,
+    Convolutions,
+    Dropped,
+    Normed,
+    recipe,
+    table,
+)
+from tests.helpers.slow import slow  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
@@ -57,6 +65,8 @@ PAIRS = [
     for net in NETS
     if (method, net) != ("private", "batchnorm")
 ]
+METHODS |= {cls.__name__: lambda net, cls=cls: cls(net, **MANY) for cls in FIELD}
+PAIRS += slow((cls.__name__, net) for cls in FIELD for net in ("perceptron", "batchnorm"))
 every_pair = pytest.mark.parametrize(("method", "net"), PAIRS)
 
 

@@ -19,12 +19,13 @@ from pfl_sklearn.neural_network import (  # noqa: E402
     FedAvgRegressor,
     LocalNetClassifier,
 )
-from tests.helpers.nets import Embedded, recipe, table  # noqa: E402
+from tests.helpers.nets import FIELD, Embedded, recipe, table  # noqa: E402
+from tests.helpers.slow import slow  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 SHORT = {"n_rounds": 2, "local_steps": 2, "random_state": 0}
 NOISE = {"noise_multiplier": 1.0, "clip_norm": 0.3}
-METHODS = [FedAvgClassifier, LocalNetClassifier, AdaPeDClassifier]
+METHODS = [FedAvgClassifier, LocalNetClassifier, AdaPeDClassifier, *slow(FIELD)]
 
 
 def others_differ(cls, net, **params):

@@ -1,0 +1,248 @@
+"""AdaMix on nets: every client has a net near one of several centres."""
+
+import math
+from functools import partial
+from numbers import Integral, Real
+
+import numpy as np
+from scipy.special import softmax
+
+from pfl_sklearn._compat import Interval
+from pfl_sklearn._docs import fill_doc
+from pfl_sklearn._rounds.loop import Method, Update
+from pfl_sklearn.neural_network._base import BaseNeural, checks
+from pfl_sklearn.neural_network._docs import NEURAL
+from pfl_sklearn.neural_network._pieces import Averaging, train
+from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
+
+_SMALLEST = 1e-8  # share of a centre, from which it can come back
+
+
+def adamix(setup, n_components, proximal):
+    """The method: clients keep their nets, the server has the centres and their shares."""
+    engine = setup.engines.client
+    averaging = Averaging(setup.n_expected, setup.divides_by_count)
+    n, p = n_components, engine.n_parameters
+
+    def init():
+        start = engine.start()
+        kept = np.tile(start.astype(engine.array_dtype), (setup.n_clients, 1))
+        server = {"global": start, "centres": np.tile(start, (n, 1)), "shares": np.full(n, 1 / n)}
+        # The first centres differ because clients count for them by chance.
+        rng = np.random.default_rng(None if setup.order is None else (*setup.order, 1))
+        first = rng.dirichlet(np.ones(n), setup.n_clients)
+        clients = {"personal": kept, "belongs": first, "n_rows": setup.n_rows.astype(float)}
+        return server, clients
+
+    def server_update(server, total, t):
+        # Centres of less than a client, of which little or only noise is known, move little.
+        moved = server["centres"] + total["centres"] / np.maximum(total["belongs"], 1.0)[:, None]
+        shares = np.maximum(total["belongs"], _SMALLEST * setup.n_expected)
+        shares = shares / shares.sum()
+        return {"global": shares @ moved, "centres": moved, "shares": shares}
+
+    return Method(
+        init,
+        partial(adamix_update, setup, averaging, proximal),
+        server_update,
+        averaging.shapes(centres=(n, p), belongs=(n,)),
+    )
+
+
+def adamix_update(setup, averaging, proximal, server, t, batch, clients):
+    """Nets of a block's clients, and what the centres are to learn of them."""
+
+    def local_steps(block):
+        kept, engine = block.clients, setup.engines.client
+        centre = (kept["belongs"] @ server["centres"]).astype(engine.array_dtype)
+        models, losses = train(
+            engine, block, kept["personal"], setup.rates[t], proximal, own=True, towards=centre
+        )
+        nets = models.array()
+        away = nets[:, None] - server["centres"]
+        belongs = kept["belongs"] if t == 0 else shares_of(away, server, proximal, kept["n_rows"])
+        message = {"centres": belongs[:, :, None] * away, "belongs": belongs}
+        return Update(
+            averaging.message(**message), {**kept, "personal": nets, "belongs": belongs}, losses
+        )
+
+    return setup.engines.client.run(local_steps, batch, clients)
+
+
+def shares_of(away, server, proximal, n_rows):
+    """How much (g, M) clients belong to each centre, at differences (g, M, p) from them."""
+    square = np.einsum("gmp,gmp->gm", away, away)
+    return softmax(np.log(server["shares"]) - 0.5 * proximal * n_rows[:, None] * square, axis=1)
+
+
+class _AdaMixNet(BaseNeural):
+    _parameter_constraints = {
+        **BaseNeural._parameter_constraints,
+        "n_components": [Interval(Integral, 1, None, closed="left")],
+        "proximal": [Interval(Real, 0, None, closed="left")],
+    }
+
+    def __init__(
+        self,
+        estimator=None,
+        *,
+        n_rounds=100,
+        tol=1e-3,
+        max_rounds=1000,
+        validation_fraction=0.2,
+        local_steps=10,
+        n_components=2,
+        proximal=1.0,
+        client_fraction=1.0,
+        sampling="poisson",
+        epsilon=math.inf,
+        noise_multiplier=None,
+        delta=1e-5,
+        clip_norm=None,
+        clip_quantile=None,
+        ledger=None,
+        warm_start=False,
+        checkpoint=None,
+        checkpoint_every=10,
+        unseen="warn",
+        n_jobs=None,
+        random_state=None,
+    ):
+        self._keep(locals())
+
+    def _check_goes_on(self, earlier):
+        super()._check_goes_on(earlier)
+        checks().check_same_components(self.n_components, len(earlier.state.server["centres"]))
+
+    def _method(self, setup):
+        checks().check_n_components(self.n_components, setup.n_clients)
+        return adamix(setup, self.n_components, self.proximal)
+
+    @staticmethod
+    def _nets(server, clients):
+        return clients["personal"]
+
+
+ADAMIXNET = {
+    **NEURAL,
+    "adamix_net_parameters": """
+        n_components : int >= 1, default=2
+            Number of centres, at most that of the clients.
+        proximal : float >= 0, default=1.0
+            Weight of half the squared distance between a client's net and its centres in its mean
+            loss, by an implicit step. It is the precision of the prior over the number of rows.
+        """,
+    "adamix_net_notes": """
+        The prior of Section 3.1 of Ozkara et al. (2023), a mixture of Gaussian distributions of the
+        clients' parameters, on nets. The paper also estimates the variances of the mixture together
+        with the nets, and that joint density grows without bound where all nets of a component
+        agree: here `proximal` gives the variance, and centres and their shares are estimated. In
+        every round a sampled client trains its own net with a pull towards the mean of the centres
+        that it belongs to, finds how much it belongs to each, and sends its weighted differences
+        from the centres and these weights. In its first round the weights are drawn by chance, so
+        that the centres part. The population's net, that of clients which ``fit`` did not see, is
+        the weighted mean of the centres. With noise all centres are clipped together, as one
+        vector, and get noise once.
+
+        Memory: one vector of parameters for each client; a round needs M + 3 for each client of a
+        block, and two messages of M vectors for each sampled client.
+        """,
+    "adamix_net_references": """
+        Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
+        personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
+        """,
+}
+
+
+@fill_doc(ADAMIXNET)
+class AdaMixNetClassifier(NeuralClassifierMixin, _AdaMixNet):
+    r"""Classification by AdaMix: a net of its own for every client, near one of several centres.
+
+    Groups of clients form by themselves.
+
+    Parameters
+    ----------
+    %(recipe)s
+    %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
+    %(adamix_net_parameters)s
+    %(sampling)s
+    %(privacy)s
+    %(warm_start)s
+    %(checkpoint)s
+
+    Attributes
+    ----------
+    classes_ : ndarray of shape (n_classes,)
+        Sorted class labels.
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    FedEMClassifier : clients mix global nets instead.
+
+    Notes
+    -----
+    %(adamix_net_notes)s
+
+    %(common_notes)s
+
+    References
+    ----------
+    %(adamix_net_references)s
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import load_digits_clients
+    >>> from pfl_sklearn.neural_network import AdaMixNetClassifier
+    >>> digits = load_digits_clients(10, classes_per_client=3)
+    >>> model = AdaMixNetClassifier(n_rounds=10, random_state=0)
+    >>> model = model.fit(digits.data, digits.target, groups=digits.groups)
+    >>> model.score(digits.data, digits.target, groups=digits.groups) > 0.95
+    True
+    """
+
+
+@fill_doc(ADAMIXNET)
+class AdaMixNetRegressor(NeuralRegressorMixin, _AdaMixNet):
+    r"""Regression by AdaMix: a net of its own for every client, near one of several centres.
+
+    Groups of clients form by themselves.
+
+    Parameters
+    ----------
+    %(recipe)s
+    %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
+    %(adamix_net_parameters)s
+    %(sampling)s
+    %(privacy)s
+    %(warm_start)s
+    %(checkpoint)s
+
+    Attributes
+    ----------
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    FedEMRegressor : clients mix global nets instead.
+
+    Notes
+    -----
+    %(adamix_net_notes)s
+
+    %(common_notes)s
+
+    References
+    ----------
+    %(adamix_net_references)s
+    """

@@ -1,0 +1,228 @@
+"""APFL: every client mixes a net of its own with the global one."""
+
+import math
+from functools import partial
+from numbers import Real
+
+import numpy as np
+
+from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._docs import fill_doc
+from pfl_sklearn.neural_network._base import BaseNeural
+from pfl_sklearn.neural_network._docs import NEURAL
+from pfl_sklearn.neural_network._pieces import averaged, in_double
+from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
+
+_START = 0.5  # share of the own net where it is to adapt
+
+
+def apfl_steps(setup, adaptive, server, t, block):
+    """Global nets of a block after their steps, what clients keep, and losses of their mixtures."""
+    engine, rate, first = setup.engines.client, setup.rates[t], None
+    shared, mixed = (engine.models(server["global"], block.n_clients) for _ in range(2))
+    own = engine.models(block.clients["personal"], block.n_clients)
+    share = shared.values.new_tensor(block.clients["mixing"])
+    for X, y in block.steps():
+        mix(mixed.tensors, own.tensors, shared.tensors, share)
+        before, outputs = mixed.copies(), mixed(X)
+        losses = mixed.losses(outputs, y).detach()
+        mixed.learn(outputs, y, rate)
+        changes = [after - start for after, start in zip(mixed.tensors, before, strict=True)]
+        if adaptive and first is None:
+            share = adapted(share, own.tensors, shared.tensors, changes)
+        first = losses if first is None else first
+        for values, change in zip(own.tensors, changes, strict=True):
+            values.add_(beside(share, change) * change)
+        shared.learn(shared(X), y, rate)
+    own.take_buffers(mixed)
+    return shared, {"personal": own.array(), "mixing": in_double(share)}, in_double(first)
+
+
+def mix(mixed, own, shared, share):
+    """Set tensors to mixtures (g, ...) of the clients' own and shared ones."""
+    for values, one, other in zip(mixed, own, shared, strict=True):
+        weight = beside(share, values)
+        values.copy_(weight * one + (1 - weight) * other)
+
+
+def adapted(share, own, shared, changes):
+    """Shares (g,) after a gradient step, of which `changes` are the mixture's; they stay in [0, 1].
+
+    The mixture's change is minus the rate times its gradient, the slope of which along the share is
+    own less shared.
+    """
+    for one, other, change in zip(own, shared, changes, strict=True):
+        share = share + ((one - other) * change).flatten(1).sum(dim=1)
+    return share.clamp(0, 1)
+
+
+def beside(share, tensor):
+    """Shares (g,) in a shape that goes with a tensor (g, ...)."""
+    return share.view(-1, *(1,) * (tensor.ndim - 1))
+
+
+class _APFL(BaseNeural):
+    _parameter_constraints = {
+        **BaseNeural._parameter_constraints,
+        "mixing": [Interval(Real, 0, 1, closed="both"), StrOptions({"adaptive"})],
+    }
+
+    def __init__(
+        self,
+        estimator=None,
+        *,
+        n_rounds=100,
+        tol=1e-3,
+        max_rounds=1000,
+        validation_fraction=0.2,
+        local_steps=10,
+        mixing=0.5,
+        client_fraction=1.0,
+        sampling="poisson",
+        epsilon=math.inf,
+        noise_multiplier=None,
+        delta=1e-5,
+        clip_norm=None,
+        clip_quantile=None,
+        ledger=None,
+        warm_start=False,
+        checkpoint=None,
+        checkpoint_every=10,
+        unseen="warn",
+        n_jobs=None,
+        random_state=None,
+    ):
+        self._keep(locals())
+
+    def _method(self, setup):
+        adaptive = self.mixing == "adaptive"
+        shares = np.full(setup.n_clients, _START if adaptive else float(self.mixing))
+        steps = partial(apfl_steps, setup, adaptive)
+        return averaged(setup, steps, {"mixing": shares}, personal=True)
+
+    @staticmethod
+    def _nets(server, clients):
+        own = clients["personal"]
+        share = clients["mixing"][:, None].astype(own.dtype)
+        return share * own + (1 - share) * server["global"].astype(own.dtype)
+
+
+APFL = {
+    **NEURAL,
+    "apfl_parameters": """
+        mixing : float in [0, 1] or "adaptive", default=0.5
+            Share of a client's own net in its mixture with the global one. With 0 all clients have
+            the global net, with 1 each trains alone. "adaptive" starts from 0.5 and moves every
+            client's share along the gradient, once a round.
+        """,
+    "apfl_notes": """
+        Algorithm 1 of Deng et al. (2020), with all sampled clients synchronizing after
+        `local_steps` steps. A sampled client trains its copy w of the global net as in FedAvg, and
+        beside it a net v of its own by the gradient of the mixture's loss: :math:`v \\leftarrow v -
+        \\eta \\alpha \\nabla f(\\alpha v + (1 - \\alpha) w)`. It predicts with the mixture of v and
+        the latest global net. The own net starts as the global one does. An adaptive share takes
+        one gradient step a round, within [0, 1], with the rate of the net. With noise it is on the
+        global net alone, as in FedAvg.
+
+        Memory: one vector of parameters for each client; a round needs eight for each client of a
+        block, and two messages for each sampled client.
+        """,
+    "apfl_references": """
+        Deng, Y., Kamani, M. M. and Mahdavi, M. (2020). Adaptive personalized federated learning.
+        arXiv 2003.13461.
+        """,
+}
+
+
+@fill_doc(APFL)
+class APFLClassifier(NeuralClassifierMixin, _APFL):
+    r"""Classification by APFL: mixtures of own nets and a global one.
+
+    Every client predicts with a weighted mean of the parameters of both.
+
+    Parameters
+    ----------
+    %(recipe)s
+    %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
+    %(apfl_parameters)s
+    %(sampling)s
+    %(privacy)s
+    %(warm_start)s
+    %(checkpoint)s
+
+    Attributes
+    ----------
+    classes_ : ndarray of shape (n_classes,)
+        Sorted class labels.
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    DittoClassifier : nets that are pulled towards the global one.
+
+    Notes
+    -----
+    %(apfl_notes)s
+
+    %(common_notes)s
+
+    References
+    ----------
+    %(apfl_references)s
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import load_digits_clients
+    >>> from pfl_sklearn.neural_network import APFLClassifier
+    >>> digits = load_digits_clients(10, classes_per_client=3)
+    >>> model = APFLClassifier(n_rounds=10, random_state=0)
+    >>> model = model.fit(digits.data, digits.target, groups=digits.groups)
+    >>> model.score(digits.data, digits.target, groups=digits.groups) > 0.95
+    True
+    """
+
+
+@fill_doc(APFL)
+class APFLRegressor(NeuralRegressorMixin, _APFL):
+    r"""Regression by APFL: mixtures of own nets and a global one.
+
+    Every client predicts with a weighted mean of the parameters of both.
+
+    Parameters
+    ----------
+    %(recipe)s
+    %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
+    %(apfl_parameters)s
+    %(sampling)s
+    %(privacy)s
+    %(warm_start)s
+    %(checkpoint)s
+
+    Attributes
+    ----------
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    DittoRegressor : nets that are pulled towards the global one.
+
+    Notes
+    -----
+    %(apfl_notes)s
+
+    %(common_notes)s
+
+    References
+    ----------
+    %(apfl_references)s
+    """

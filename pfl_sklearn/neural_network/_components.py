@@ -1,0 +1,134 @@
+"""Mixtures of nets: predictions of several as those of one, and rounds that train them."""
+
+import copy
+from functools import partial
+
+import numpy as np
+import torch
+from skorch import NeuralNetRegressor
+from torch import nn
+
+from pfl_sklearn._rounds.loop import Method, Update
+from pfl_sklearn.neural_network._pieces import Averaging, in_double
+from pfl_sklearn.neural_network._recipe import initialized, log_probabilities, materialize, twin
+
+_SMALLEST = 1e-8  # weight of a component, from which it can come back
+
+
+class Mixture(nn.Module):
+    """Weighted means of what modules predict, as the criterion of the net takes it.
+
+    Its parameters are the weights (M,), then those of one module after the other.
+    """
+
+    def __init__(self, modules, net):
+        super().__init__()
+        first = next(modules[0].parameters())
+        self.weights = nn.Parameter(first.new_full((len(modules),), 1 / len(modules)))
+        self.components = nn.ModuleList(modules)
+        self._net = [net]  # in a list, so that torch does not look for its module
+
+    def forward(self, X):
+        outputs = torch.stack([component(X) for component in self.components], dim=-1)
+        net = self._net[0]
+        if isinstance(net, NeuralNetRegressor):
+            return (outputs * self.weights).sum(dim=-1)
+        log_p = log_probabilities(net, outputs.movedim(-1, 0)).movedim(0, -1)
+        log_p = torch.logsumexp(log_p + torch.log(self.weights), dim=-1)
+        if isinstance(net.criterion_, nn.NLLLoss):
+            return log_p.exp()
+        if isinstance(net.criterion_, nn.BCEWithLogitsLoss):
+            return log_p[..., 1] - log_p[..., 0]
+        return log_p
+
+
+def mixture_of(net, modules):
+    """Net whose module is the mixture of modules like that of a net."""
+    found = twin(net)
+    found.module_ = Mixture(modules, net)
+    return found
+
+
+def drawn_modules(recipe, engine, seeds, earlier=None):
+    """The module of an engine's net and others that the recipe gives from seeds; or earlier ones.
+
+    Raises
+    ------
+    ValueError
+        If they would all be the same.
+    """
+    if earlier is not None:
+        return [copy.deepcopy(module) for module in earlier.components]
+    modules, first = [engine.net.module_], list(engine.net.module_.parameters())
+    for seed in seeds:
+        other = initialized(recipe, seed)
+        materialize(other, engine.example, seed)
+        if all(map(torch.equal, other.module_.parameters(), first)):
+            raise ValueError(
+                "the recipe gives the same weights every time, as a module instance does, so its "
+                "components would never differ; give the module's class, or n_components=1."
+            )
+        modules.append(other.module_)
+    return modules
+
+
+def fedem(setup, n_components):
+    """The method; the vector of a mixture has its weights first, then one net after the other."""
+    engine, mixture = setup.engines.component, setup.engines.population
+    averaging = Averaging(setup.n_expected, setup.divides_by_count)
+    n, p, start = n_components, engine.n_parameters, mixture.start()
+
+    def init():
+        clients = {"weights": np.full((setup.n_clients, n), 1 / n)}
+        return {"global": start, "nets": start[n:].reshape(n, p)}, clients
+
+    def server_update(server, total, t):
+        sums = {name: values for name, values in total.items() if name != "weights"}
+        moved = averaging.server_update(server, sums, t)
+        weights = np.full(n, 1 / n)
+        if "weights" in total:
+            weights = total["weights"] / max(total["weights"].sum(), _SMALLEST)
+        vector = np.concatenate([weights, moved["nets"].ravel()])
+        return {"global": vector, "nets": moved["nets"]}
+
+    shapes = {"nets": (n, p)}
+    if setup.divides_by_count:
+        shapes["weights"] = (n,)
+    return Method(
+        init, partial(fedem_update, setup, averaging), server_update, averaging.shapes(**shapes)
+    )
+
+
+def fedem_update(setup, averaging, server, t, batch, clients):
+    """What a block's clients changed in every net, and their weights."""
+
+    def local_steps(block):
+        models, weights, losses = fedem_steps(setup, server, t, block)
+        message = {"nets": np.stack([each.change() for each in models], axis=1)}
+        if setup.divides_by_count:
+            message["weights"] = weights
+        return Update(averaging.message(**message), {"weights": weights}, losses)
+
+    return setup.engines.component.run(local_steps, batch, clients)
+
+
+def fedem_steps(setup, server, t, block):
+    """Nets of a block after their steps, the clients' weights (g, M), and losses before."""
+    engine, rate = setup.engines.component, setup.rates[t]
+    models = [engine.models(vector, block.n_clients) for vector in server["nets"]]
+    weights = models[0].values.new_tensor(np.maximum(block.clients["weights"], _SMALLEST))
+    losses = torch.stack(
+        [
+            torch.stack([engine.losses_by_row(model.evaluate(X), y) for model in models], dim=2)
+            for X, y in block.steps()
+        ],
+        dim=1,
+    )
+    odds = torch.log(weights)[:, None, None] - losses
+    before = -torch.logsumexp(odds - torch.logsumexp(torch.log(weights), 1)[:, None, None, None], 3)
+    shares = torch.softmax(odds, dim=3)  # (g, steps, rows, M)
+    for k, (X, y) in enumerate(block.steps()):
+        for c, model in enumerate(models):
+            values = engine.losses_by_row(model(X), y)
+            model.step((shares[:, k, :, c] * values).mean(dim=1), rate)
+    return models, in_double(shares.mean(dim=(1, 2))), in_double(before[:, 0].mean(dim=1))

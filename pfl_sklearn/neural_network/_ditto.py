@@ -1,0 +1,183 @@
+"""Ditto: personal nets that are pulled towards the global one."""
+
+import math
+from functools import partial
+from numbers import Real
+
+from pfl_sklearn._compat import Interval
+from pfl_sklearn._docs import fill_doc
+from pfl_sklearn.neural_network._base import BaseNeural
+from pfl_sklearn.neural_network._docs import NEURAL
+from pfl_sklearn.neural_network._pieces import averaged, train
+from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
+
+
+def ditto_steps(setup, proximal, server, t, block):
+    """Global nets of a block after their steps, what clients keep, and losses of personal nets."""
+    engine, rate, start = setup.engines.client, setup.rates[t], server["global"]
+    shared, _ = train(engine, block, start, rate)
+    kept = block.clients["personal"]
+    personal, losses = train(engine, block, kept, rate, proximal, own=True, towards=start)
+    return shared, {"personal": personal.array()}, losses
+
+
+class _Ditto(BaseNeural):
+    _parameter_constraints = {
+        **BaseNeural._parameter_constraints,
+        "proximal": [Interval(Real, 0, math.inf, closed="both")],
+    }
+
+    def __init__(
+        self,
+        estimator=None,
+        *,
+        n_rounds=100,
+        tol=1e-3,
+        max_rounds=1000,
+        validation_fraction=0.2,
+        local_steps=10,
+        proximal=1.0,
+        client_fraction=1.0,
+        sampling="poisson",
+        epsilon=math.inf,
+        noise_multiplier=None,
+        delta=1e-5,
+        clip_norm=None,
+        clip_quantile=None,
+        ledger=None,
+        warm_start=False,
+        checkpoint=None,
+        checkpoint_every=10,
+        unseen="warn",
+        n_jobs=None,
+        random_state=None,
+    ):
+        self._keep(locals())
+
+    def _method(self, setup):
+        return averaged(setup, partial(ditto_steps, setup, self.proximal), personal=True)
+
+    @staticmethod
+    def _nets(server, clients):
+        return clients["personal"]
+
+
+DITTO = {
+    **NEURAL,
+    "ditto_proximal": """
+        proximal : float >= 0, default=1.0
+            Weight of half the squared distance between a client's net and the global one, by an
+            implicit step. With 0 every client trains alone, with inf it has the global net of the
+            last round that it took part in.
+        """,
+    "ditto_notes": """
+        Algorithm 1 of Li et al. (2021), with a number of steps in place of epochs, and with equal
+        weights. In every round a sampled client takes the steps of FedAvg from the global net w and
+        sends what they changed; then it takes as many on its own net v, on the same batches:
+        :math:`v \\leftarrow (v - \\eta g + \\eta \\lambda w) / (1 + \\eta \\lambda)`, with
+        `proximal` as :math:`\\lambda`. The paper steps explicitly, which diverges for
+        :math:`\\eta \\lambda > 2`. Personal nets start as the global one does and go on from
+        round to round. With noise it is on the global net alone, as in FedAvg.
+
+        Memory: one vector of parameters for each client; a round needs six for each client of a
+        block, and two messages for each sampled client.
+        """,
+    "ditto_references": """
+        Li, T., Hu, S., Beirami, A. and Smith, V. (2021). Ditto: fair and robust federated learning
+        through personalization. ICML.
+        """,
+}
+
+
+@fill_doc(DITTO)
+class DittoClassifier(NeuralClassifierMixin, _Ditto):
+    r"""Classification by Ditto: a net for each client, pulled towards the global one.
+
+    The global net is that of FedAvg. Every client trains a net of its own beside it.
+
+    Parameters
+    ----------
+    %(recipe)s
+    %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
+    %(ditto_proximal)s
+    %(sampling)s
+    %(privacy)s
+    %(warm_start)s
+    %(checkpoint)s
+
+    Attributes
+    ----------
+    classes_ : ndarray of shape (n_classes,)
+        Sorted class labels.
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    FedAvgClassifier : one global net, fine-tuned by every client.
+
+    Notes
+    -----
+    %(ditto_notes)s
+
+    %(common_notes)s
+
+    References
+    ----------
+    %(ditto_references)s
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import load_digits_clients
+    >>> from pfl_sklearn.neural_network import DittoClassifier
+    >>> digits = load_digits_clients(10, classes_per_client=3)
+    >>> model = DittoClassifier(n_rounds=10, random_state=0)
+    >>> model = model.fit(digits.data, digits.target, groups=digits.groups)
+    >>> model.score(digits.data, digits.target, groups=digits.groups) > 0.95
+    True
+    """
+
+
+@fill_doc(DITTO)
+class DittoRegressor(NeuralRegressorMixin, _Ditto):
+    r"""Regression by Ditto: a net for each client, pulled towards the global one.
+
+    The global net is that of FedAvg. Every client trains a net of its own beside it.
+
+    Parameters
+    ----------
+    %(recipe)s
+    %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
+    %(ditto_proximal)s
+    %(sampling)s
+    %(privacy)s
+    %(warm_start)s
+    %(checkpoint)s
+
+    Attributes
+    ----------
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    FedAvgRegressor : one global net, fine-tuned by every client.
+
+    Notes
+    -----
+    %(ditto_notes)s
+
+    %(common_notes)s
+
+    References
+    ----------
+    %(ditto_references)s
+    """

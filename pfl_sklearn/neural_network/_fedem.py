@@ -1,0 +1,203 @@
+"""FedEM: clients mix the predictions of several global nets, each in its own proportions."""
+
+import math
+from numbers import Integral
+
+import numpy as np
+
+from pfl_sklearn._compat import Interval
+from pfl_sklearn._docs import fill_doc
+from pfl_sklearn._rounds.privacy import is_private
+from pfl_sklearn.neural_network._base import BaseNeural, Engines, backend, checks
+from pfl_sklearn.neural_network._docs import NEURAL
+from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
+
+
+class _FedEM(BaseNeural):
+    _parameter_constraints = {
+        **BaseNeural._parameter_constraints,
+        "n_components": [Interval(Integral, 1, None, closed="left")],
+    }
+
+    def __init__(
+        self,
+        estimator=None,
+        *,
+        n_rounds=100,
+        tol=1e-3,
+        max_rounds=1000,
+        validation_fraction=0.2,
+        local_steps=10,
+        n_components=2,
+        client_fraction=1.0,
+        sampling="poisson",
+        epsilon=math.inf,
+        noise_multiplier=None,
+        delta=1e-5,
+        clip_norm=None,
+        clip_quantile=None,
+        ledger=None,
+        warm_start=False,
+        checkpoint=None,
+        checkpoint_every=10,
+        unseen="warn",
+        n_jobs=None,
+        random_state=None,
+    ):
+        self._keep(locals())
+
+    def _make_engines(self, table, earlier, order, batch_size):
+        engines, recipes = backend()
+        from pfl_sklearn.neural_network._components import drawn_modules, mixture_of
+
+        before = None if earlier is None else earlier.layout
+        seeds = np.random.default_rng(order).integers(1 << 63, size=self.n_components).tolist()
+        looks, recipe = not is_private(self), self._recipe()
+        known = None if before is None else before.component
+        part = self._make_engine(recipe, table, known, seeds[0], batch_size, looks)
+        recipe = recipes.fitted_to(recipe, table, looks)
+        known = None if before is None else before.client.net.module_
+        net = mixture_of(part.net, drawn_modules(recipe, part, seeds[1:], known))
+        mixture = engines.Engine(net, part.example, batch_size, part.protected)
+        return Engines(mixture, mixture, part)
+
+    def _check_goes_on(self, earlier):
+        super()._check_goes_on(earlier)
+        checks().check_same_components(self.n_components, len(earlier.state.server["nets"]))
+
+    def _method(self, setup):
+        from pfl_sklearn.neural_network._components import fedem
+
+        checks().check_n_components(self.n_components, setup.n_clients)
+        return fedem(setup, self.n_components)
+
+    @staticmethod
+    def _nets(server, clients):
+        weights = clients["weights"]
+        nets = np.tile(server["nets"].ravel(), (len(weights), 1))
+        return np.hstack([weights, nets])
+
+
+FEDEM = {
+    **NEURAL,
+    "fedem_parameters": """
+        n_components : int >= 1, default=2
+            Number of nets that clients mix, at most that of the clients. With 1 this is FedAvg.
+        """,
+    "fedem_notes": """
+        Algorithm 1 of Marfoq et al. (2021), with steps on batches. In every round a sampled client
+        first finds how well each net explains its rows, :math:`q_{jc} \\propto \\pi_{ic}
+        \\exp(-\\ell_c(j))` for the rows j of the round's batches, and sets its weights to their
+        means, :math:`\\pi_{ic} = \\mathrm{mean}_j \\, q_{jc}`. Then it takes the steps of FedAvg
+        with each net, in which row j has the weight :math:`q_{jc}`, and sends what changed in all
+        of them. The paper takes all rows of a client for the first part; that is the same where
+        `local_steps` batches hold them all. A client predicts with the weighted mean of what the
+        nets predict: of probabilities for classes, of responses in regression. Nets start apart,
+        from random weights. A client that ``fit`` did not see gets the average weights of the
+        clients in the last round or, with `clip_norm`, equal ones: weights are not released. With
+        noise all nets are clipped together, as one vector, and get noise once.
+
+        A vector of parameters has the weights first, then those of one net after the other.
+
+        Memory: one such vector for each client; a round needs two for each client of a block, and
+        two messages of the size of all nets for each sampled client.
+        """,
+    "fedem_references": """
+        Marfoq, O., Neglia, G., Bellet, A., Kameni, L. and Vidal, R. (2021). Federated multi-task
+        learning under a mixture of distributions. NeurIPS.
+        """,
+}
+
+
+@fill_doc(FEDEM)
+class FedEMClassifier(NeuralClassifierMixin, _FedEM):
+    r"""Classification by FedEM: every client mixes several global nets.
+
+    Clients differ in how much of each net they take.
+
+    Parameters
+    ----------
+    %(recipe)s
+    %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
+    %(fedem_parameters)s
+    %(sampling)s
+    %(privacy)s
+    %(warm_start)s
+    %(checkpoint)s
+
+    Attributes
+    ----------
+    classes_ : ndarray of shape (n_classes,)
+        Sorted class labels.
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    FedAvgClassifier : the same with one net.
+
+    Notes
+    -----
+    %(fedem_notes)s
+
+    %(common_notes)s
+
+    References
+    ----------
+    %(fedem_references)s
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import load_digits_clients
+    >>> from pfl_sklearn.neural_network import FedEMClassifier
+    >>> digits = load_digits_clients(10, classes_per_client=3)
+    >>> model = FedEMClassifier(n_rounds=20, random_state=0)
+    >>> model = model.fit(digits.data, digits.target, groups=digits.groups)
+    >>> model.score(digits.data, digits.target, groups=digits.groups) > 0.95
+    True
+    """
+
+
+@fill_doc(FEDEM)
+class FedEMRegressor(NeuralRegressorMixin, _FedEM):
+    r"""Regression by FedEM: every client mixes several global nets.
+
+    Clients differ in how much of each net they take.
+
+    Parameters
+    ----------
+    %(recipe)s
+    %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
+    %(fedem_parameters)s
+    %(sampling)s
+    %(privacy)s
+    %(warm_start)s
+    %(checkpoint)s
+
+    Attributes
+    ----------
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    FedAvgRegressor : the same with one net.
+
+    Notes
+    -----
+    %(fedem_notes)s
+
+    %(common_notes)s
+
+    References
+    ----------
+    %(fedem_references)s
+    """

@@ -1,0 +1,209 @@
+"""FedRep: personal layers are fitted to the shared ones before these move."""
+
+import math
+from functools import partial
+from numbers import Integral
+
+from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._docs import fill_doc
+from pfl_sklearn._rounds.rows import Reshuffled
+from pfl_sklearn.neural_network._base import BaseNeural
+from pfl_sklearn.neural_network._docs import NEURAL
+from pfl_sklearn.neural_network._pieces import own_nets, train
+from pfl_sklearn.neural_network._split import own_layers, split, with_own
+from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
+
+
+def fedrep_steps(setup, own, head_steps, server, t, block):
+    """Nets of a block after their steps, and the losses (g,) before them.
+
+    The first `head_steps` move a client's `own` layers (p,) alone, the others the shared ones.
+    """
+    engine, rate = setup.engines.client, setup.rates[t]
+    first, others = block.cut(head_steps)
+    start = with_own(server, block.clients["personal"])
+    fitted, losses = train(engine, first, start, rate, own=True, moving=own)
+    shared, _ = train(engine, others, fitted.array(), rate, own=True, moving=~own)
+    return shared, losses
+
+
+def new_heads(setup, own, server, t, block):
+    """Nets of a block after steps of their own layers alone, and the losses (g,) before them."""
+    start = with_own(server, block.clients["personal"])
+    return train(setup.engines.client, block, start, setup.rates[t], own=True, moving=own)
+
+
+class _FedRep(BaseNeural):
+    _parameter_constraints = {
+        **BaseNeural._parameter_constraints,
+        "personal_layers": [StrOptions({"last"}), "array-like"],
+        "head_steps": [Interval(Integral, 1, None, closed="left")],
+    }
+
+    def __init__(
+        self,
+        estimator=None,
+        *,
+        n_rounds=100,
+        tol=1e-3,
+        max_rounds=1000,
+        validation_fraction=0.2,
+        local_steps=10,
+        personal_layers="last",
+        head_steps=10,
+        client_fraction=1.0,
+        sampling="poisson",
+        epsilon=math.inf,
+        noise_multiplier=None,
+        delta=1e-5,
+        clip_norm=None,
+        clip_quantile=None,
+        ledger=None,
+        warm_start=False,
+        checkpoint=None,
+        checkpoint_every=10,
+        unseen="warn",
+        n_jobs=None,
+        random_state=None,
+    ):
+        self._keep(locals())
+
+    def _method(self, setup):
+        own = own_layers(setup, self.personal_layers)
+        steps = partial(fedrep_steps, setup, own, self.head_steps)
+        fit_heads = partial(new_heads, setup, own)
+        after = own_nets(setup, self.head_steps, fit_heads, start=with_own)
+        return split(setup, own, steps, last_phase=after)
+
+    def _schedule(self, setup):
+        return Reshuffled(setup.batch_size, self.head_steps + setup.local_steps)
+
+    @staticmethod
+    def _nets(server, clients):
+        return with_own(server, clients["personal"])
+
+    def _personal_models(self, state):
+        return self._nets(state.server, {**state.clients, **state.own})
+
+
+FEDREP = {
+    **NEURAL,
+    "fedrep_parameters": """
+        personal_layers : "last" or sequence of str, default="last"
+            Modules or parameters of the net, by name, that every client keeps to itself, such as
+            ``["layers.4", "last"]``. "last" is the ``torch.nn.Linear`` that gives the logits.
+            Without any name all layers are shared.
+        head_steps : int, default=10
+            Gradient steps of the personal layers in a round, before `local_steps` of the shared
+            ones.
+        """,
+    "fedrep_notes": """
+        Algorithm 1 of Collins et al. (2021), with steps on batches. In every round a sampled client
+        fits its own layers to the shared ones by `head_steps` steps, then moves the shared ones by
+        `local_steps` steps and sends what changed. After the rounds all clients fit their own
+        layers to the final shared ones, by as many steps. A client that ``fit`` did not see gets
+        the personal layers that all clients started from, which know nothing: hand such clients a
+        net that is shared as a whole. With noise it is on the shared layers alone.
+
+        Memory: one vector of parameters for each client; a round needs five for each client of a
+        block, and two messages for each sampled client.
+        """,
+    "fedrep_references": """
+        Collins, L., Hassani, H., Mokhtari, A. and Shakkottai, S. (2021). Exploiting shared
+        representations for personalized federated learning. ICML.
+        """,
+}
+
+
+@fill_doc(FEDREP)
+class FedRepClassifier(NeuralClassifierMixin, _FedRep):
+    r"""Classification by FedRep: shared first layers and personal last ones.
+
+    In every round clients fit their own layers first, then the shared ones.
+
+    Parameters
+    ----------
+    %(recipe)s
+    %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
+    %(fedrep_parameters)s
+    %(sampling)s
+    %(privacy)s
+    %(warm_start)s
+    %(checkpoint)s
+
+    Attributes
+    ----------
+    classes_ : ndarray of shape (n_classes,)
+        Sorted class labels.
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    FedPerClassifier : the same, with all layers trained together.
+
+    Notes
+    -----
+    %(fedrep_notes)s
+
+    %(common_notes)s
+
+    References
+    ----------
+    %(fedrep_references)s
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import load_digits_clients
+    >>> from pfl_sklearn.neural_network import FedRepClassifier
+    >>> digits = load_digits_clients(10, classes_per_client=3)
+    >>> model = FedRepClassifier(n_rounds=10, random_state=0)
+    >>> model = model.fit(digits.data, digits.target, groups=digits.groups)
+    >>> model.score(digits.data, digits.target, groups=digits.groups) > 0.95
+    True
+    """
+
+
+@fill_doc(FEDREP)
+class FedRepRegressor(NeuralRegressorMixin, _FedRep):
+    r"""Regression by FedRep: shared first layers and personal last ones.
+
+    In every round clients fit their own layers first, then the shared ones.
+
+    Parameters
+    ----------
+    %(recipe)s
+    %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
+    %(fedrep_parameters)s
+    %(sampling)s
+    %(privacy)s
+    %(warm_start)s
+    %(checkpoint)s
+
+    Attributes
+    ----------
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    FedPerRegressor : the same, with all layers trained together.
+
+    Notes
+    -----
+    %(fedrep_notes)s
+
+    %(common_notes)s
+
+    References
+    ----------
+    %(fedrep_references)s
+    """

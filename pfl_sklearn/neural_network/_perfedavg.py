@@ -1,0 +1,211 @@
+"""Per-FedAvg: a global net from which one step leads to every client."""
+
+import math
+from functools import partial
+from numbers import Integral, Real
+
+import numpy as np
+
+from pfl_sklearn._compat import Interval
+from pfl_sklearn._docs import fill_doc
+from pfl_sklearn._rounds.privacy import is_private
+from pfl_sklearn._rounds.rows import Reshuffled
+from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.neural_network._base import BaseNeural
+from pfl_sklearn.neural_network._docs import NEURAL
+from pfl_sklearn.neural_network._pieces import averaged, fine_tuning, in_double
+from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
+
+
+def perfedavg_steps(setup, meta_rate, server, t, block):
+    """Global nets of a block after their steps, nothing to keep, and losses (g,) before them."""
+    models, first = setup.engines.client.models(server["global"], block.n_clients), None
+    batches = block.steps()
+    for (X, y), (other, target) in zip(batches, batches, strict=True):
+        start, outputs = models.copies(), models(X)
+        first = models.losses(outputs, y).detach() if first is None else first
+        models.learn(outputs, y, setup.rates[t])
+        adapted = models.copies()
+        models.learn(models(other), target, meta_rate)
+        for values, here, there in zip(models.tensors, start, adapted, strict=True):
+            values.add_(here - there)
+    return models, {}, in_double(first)
+
+
+class _PerFedAvg(BaseNeural):
+    _own_steps = True
+    _parameter_constraints = {
+        **BaseNeural._parameter_constraints,
+        "meta_learning_rate": [Interval(Real, 0, None, closed="neither")],
+        "adapt_steps": [Interval(Integral, 1, None, closed="left")],
+    }
+
+    def __init__(
+        self,
+        estimator=None,
+        *,
+        n_rounds=100,
+        tol=1e-3,
+        max_rounds=1000,
+        validation_fraction=0.2,
+        local_steps=10,
+        meta_learning_rate=0.1,
+        adapt_steps=1,
+        client_fraction=1.0,
+        sampling="poisson",
+        epsilon=math.inf,
+        noise_multiplier=None,
+        delta=1e-5,
+        clip_norm=None,
+        clip_quantile=None,
+        ledger=None,
+        warm_start=False,
+        checkpoint=None,
+        checkpoint_every=10,
+        unseen="warn",
+        n_jobs=None,
+        random_state=None,
+    ):
+        self._keep(locals())
+
+    def _method(self, setup):
+        n_single = int(np.sum(setup.n_rows == 1))
+        if n_single and not is_private(self):
+            warn_caller(
+                f"{n_single} of {setup.n_clients} clients have one row, on which they adapt the "
+                "net and measure what that did; PerFedAvg needs two rows of a client to tell a net "
+                "that adapts well from one that repeats its rows.",
+                UserWarning,
+            )
+        steps = partial(perfedavg_steps, setup, self.meta_learning_rate)
+        return averaged(setup, steps, last_phase=fine_tuning(setup, self.adapt_steps))
+
+    def _schedule(self, setup):
+        return Reshuffled(setup.batch_size, 2 * setup.local_steps)
+
+    def _personal_models(self, state):
+        return state.own.get("personal")
+
+
+PERFEDAVG = {
+    **NEURAL,
+    "perfedavg_parameters": """
+        meta_learning_rate : float > 0, default=0.1
+            Step of the global net, :math:`\\beta`. The ``lr`` of the net is that of a client's
+            adaptation, :math:`\\alpha`. Without the Hessian large ones may diverge: the paper on
+            AdaPeD has 0.0001, with 0.1 here.
+        adapt_steps : int, default=1
+            Gradient steps with which every client adapts the global net to its own rows after the
+            rounds.
+        """,
+    "perfedavg_notes": """
+        Algorithm 1 of Fallah et al. (2020) in its first-order form. In each of `local_steps` steps
+        a sampled client adapts its copy w on one batch, :math:`u = w - \\alpha \\nabla f(w)`, and
+        moves it along the gradient at u on the next batch: :math:`w \\leftarrow w - \\beta \\nabla
+        f(u)`. The Hessian in the exact gradient is left out. A round so takes two batches a step.
+        After the rounds every client adapts the global net on its own training rows. The authors'
+        code adapts on labelled test rows, which tells more than a client knows. With noise it is on
+        the global net alone, as in FedAvg.
+
+        Memory: one vector of parameters for each client; a round needs five for each client of a
+        block, and two messages for each sampled client.
+        """,
+    "perfedavg_references": """
+        Fallah, A., Mokhtari, A. and Ozdaglar, A. (2020). Personalized federated learning with
+        theoretical guarantees: a model-agnostic meta-learning approach. NeurIPS.
+        """,
+}
+
+
+@fill_doc(PERFEDAVG)
+class PerFedAvgClassifier(NeuralClassifierMixin, _PerFedAvg):
+    r"""Classification by Per-FedAvg: a global net that adapts in one step.
+
+    It is trained for what it becomes after a gradient step on the rows of a client.
+
+    Parameters
+    ----------
+    %(recipe)s
+    %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
+    %(perfedavg_parameters)s
+    %(sampling)s
+    %(privacy)s
+    %(warm_start)s
+    %(checkpoint)s
+
+    Attributes
+    ----------
+    classes_ : ndarray of shape (n_classes,)
+        Sorted class labels.
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    FedAvgClassifier : the same without looking ahead.
+
+    Notes
+    -----
+    %(perfedavg_notes)s
+
+    %(common_notes)s
+
+    References
+    ----------
+    %(perfedavg_references)s
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import load_digits_clients
+    >>> from pfl_sklearn.neural_network import PerFedAvgClassifier
+    >>> digits = load_digits_clients(10, classes_per_client=3)
+    >>> model = PerFedAvgClassifier(n_rounds=10, random_state=0)
+    >>> model = model.fit(digits.data, digits.target, groups=digits.groups)
+    >>> model.score(digits.data, digits.target, groups=digits.groups) > 0.95
+    True
+    """
+
+
+@fill_doc(PERFEDAVG)
+class PerFedAvgRegressor(NeuralRegressorMixin, _PerFedAvg):
+    r"""Regression by Per-FedAvg: a global net that adapts in one step.
+
+    It is trained for what it becomes after a gradient step on the rows of a client.
+
+    Parameters
+    ----------
+    %(recipe)s
+    %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
+    %(perfedavg_parameters)s
+    %(sampling)s
+    %(privacy)s
+    %(warm_start)s
+    %(checkpoint)s
+
+    Attributes
+    ----------
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    FedAvgRegressor : the same without looking ahead.
+
+    Notes
+    -----
+    %(perfedavg_notes)s
+
+    %(common_notes)s
+
+    References
+    ----------
+    %(perfedavg_references)s
+    """

@@ -1,0 +1,234 @@
+"""pFedMe: personal nets by proximal steps, and a global net that follows them."""
+
+import math
+from functools import partial
+from numbers import Integral, Real
+
+from pfl_sklearn._compat import Interval
+from pfl_sklearn._docs import fill_doc
+from pfl_sklearn.neural_network._base import BaseNeural
+from pfl_sklearn.neural_network._docs import NEURAL
+from pfl_sklearn.neural_network._pieces import averaged, in_double, own_nets
+from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
+
+
+def pfedme_steps(setup, settings, server, t, block):
+    """Global nets of a block after their steps, nothing to keep, and losses of personal nets."""
+    proximal, n_steps, rate = settings
+    engine, first = setup.engines.client, None
+    shared = engine.models(server["global"], block.n_clients)
+    personal = engine.models(server["global"], block.n_clients)
+    for X, y in block.steps():
+        before = proximal_steps(personal, X, y, setup.rates[t], proximal, shared.tensors, n_steps)
+        first = before if first is None else first
+        for values, target in zip(shared.tensors, personal.tensors, strict=True):
+            values.lerp_(target, rate * proximal)
+    shared.take_buffers(personal)
+    return shared, {}, in_double(first)
+
+
+def proximal_steps(models, X, y, rate, proximal, centre, n_steps):
+    """Take gradient steps on a loss plus `proximal` times half the squared distance from tensors.
+
+    Returns the losses (g,) before them.
+    """
+    first = None
+    for _ in range(n_steps):
+        outputs, before = models(X), models.copies()
+        first = models.losses(outputs, y).detach() if first is None else first
+        models.learn(outputs, y, rate)
+        for values, start, target in zip(models.tensors, before, centre, strict=True):
+            values.sub_(start - target, alpha=rate * proximal)
+    return first
+
+
+def near_the_global(setup, settings, server, t, block):
+    """Personal nets of a block around the global one, after the rounds, and their losses."""
+    proximal, n_steps, _ = settings
+    models, first = setup.engines.client.models(server["global"], block.n_clients), None
+    centre = models.copies()
+    for X, y in block.steps():
+        before = proximal_steps(models, X, y, setup.rates[t], proximal, centre, n_steps)
+        first = before if first is None else first
+    return models, in_double(first)
+
+
+class _PFedMe(BaseNeural):
+    _parameter_constraints = {
+        **BaseNeural._parameter_constraints,
+        "proximal": [Interval(Real, 0, None, closed="left")],
+        "personal_steps": [Interval(Integral, 1, None, closed="left")],
+        "local_learning_rate": [Interval(Real, 0, None, closed="neither")],
+        "server_learning_rate": [Interval(Real, 0, None, closed="neither")],
+    }
+
+    def __init__(
+        self,
+        estimator=None,
+        *,
+        n_rounds=100,
+        tol=1e-3,
+        max_rounds=1000,
+        validation_fraction=0.2,
+        local_steps=10,
+        proximal=1.0,
+        personal_steps=5,
+        local_learning_rate=0.1,
+        server_learning_rate=1.0,
+        client_fraction=1.0,
+        sampling="poisson",
+        epsilon=math.inf,
+        noise_multiplier=None,
+        delta=1e-5,
+        clip_norm=None,
+        clip_quantile=None,
+        ledger=None,
+        warm_start=False,
+        checkpoint=None,
+        checkpoint_every=10,
+        unseen="warn",
+        n_jobs=None,
+        random_state=None,
+    ):
+        self._keep(locals())
+
+    def _method(self, setup):
+        settings = self.proximal, self.personal_steps, self.local_learning_rate
+        return averaged(
+            setup,
+            partial(pfedme_steps, setup, settings),
+            last_phase=own_nets(setup, self.local_steps, partial(near_the_global, setup, settings)),
+            rate=self.server_learning_rate,
+        )
+
+    def _personal_models(self, state):
+        return state.own.get("personal")
+
+
+PFEDME = {
+    **NEURAL,
+    "pfedme_parameters": """
+        proximal : float >= 0, default=1.0
+            Weight of half the squared distance between a client's net and its copy of the global
+            one, :math:`\\lambda`. Steps are explicit: keep the net's ``lr`` times this below 2.
+        personal_steps : int, default=5
+            Gradient steps of a personal net for each step of the client's copy, on the same batch.
+        local_learning_rate : float > 0, default=0.1
+            Step of the copy towards the personal net, over `proximal`, :math:`\\eta`. The net's
+            ``lr`` is that of personal steps.
+        server_learning_rate : float > 0, default=1.0
+            Factor on the average change of the global net, :math:`\\beta`.
+        """,
+    "pfedme_notes": """
+        Algorithm 1 of Dinh et al. (2020). Of each of `local_steps` batches a sampled client takes
+        `personal_steps` steps :math:`\\theta \\leftarrow \\theta - \\eta_p (g + \\lambda (\\theta -
+        w))` with its personal net, whose step :math:`\\eta_p` is the ``lr`` of the net, and then
+        moves its copy w of the global net: :math:`w \\leftarrow w - \\eta \\lambda (w - \\theta)`.
+        The personal net starts from the global one in every round and goes on from batch to batch,
+        as in the authors' code, whose defaults are a `proximal` of 15 and a `local_learning_rate`
+        of 0.005. After the rounds every client takes the personal steps of one round around the
+        final global net, on its own rows; these are the nets of the clients. That reveals nothing
+        to others. With noise it is on the global net alone, as in FedAvg.
+
+        Memory: one vector of parameters for each client; a round needs six for each client of a
+        block, and two messages for each sampled client.
+        """,
+    "pfedme_references": """
+        Dinh, C. T., Tran, N. H. and Nguyen, T. D. (2020). Personalized federated learning with
+        Moreau envelopes. NeurIPS.
+        """,
+}
+
+
+@fill_doc(PFEDME)
+class PFedMeClassifier(NeuralClassifierMixin, _PFedMe):
+    r"""Classification by pFedMe: personal nets by proximal steps.
+
+    The global net follows the personal ones, which stay near it.
+
+    Parameters
+    ----------
+    %(recipe)s
+    %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
+    %(pfedme_parameters)s
+    %(sampling)s
+    %(privacy)s
+    %(warm_start)s
+    %(checkpoint)s
+
+    Attributes
+    ----------
+    classes_ : ndarray of shape (n_classes,)
+        Sorted class labels.
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    DittoClassifier : another pull towards a global net, which is that of FedAvg.
+
+    Notes
+    -----
+    %(pfedme_notes)s
+
+    %(common_notes)s
+
+    References
+    ----------
+    %(pfedme_references)s
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import load_digits_clients
+    >>> from pfl_sklearn.neural_network import PFedMeClassifier
+    >>> digits = load_digits_clients(10, classes_per_client=3)
+    >>> model = PFedMeClassifier(n_rounds=10, random_state=0)
+    >>> model = model.fit(digits.data, digits.target, groups=digits.groups)
+    >>> model.score(digits.data, digits.target, groups=digits.groups) > 0.95
+    True
+    """
+
+
+@fill_doc(PFEDME)
+class PFedMeRegressor(NeuralRegressorMixin, _PFedMe):
+    r"""Regression by pFedMe: personal nets by proximal steps.
+
+    The global net follows the personal ones, which stay near it.
+
+    Parameters
+    ----------
+    %(recipe)s
+    %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
+    %(pfedme_parameters)s
+    %(sampling)s
+    %(privacy)s
+    %(warm_start)s
+    %(checkpoint)s
+
+    Attributes
+    ----------
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    DittoRegressor : another pull towards a global net, which is that of FedAvg.
+
+    Notes
+    -----
+    %(pfedme_notes)s
+
+    %(common_notes)s
+
+    References
+    ----------
+    %(pfedme_references)s
+    """

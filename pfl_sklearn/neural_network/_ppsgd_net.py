@@ -1,0 +1,239 @@
+"""PPSGD on nets: a common representation, and heads that are sums of a common and an own one."""
+
+import math
+from functools import partial
+from numbers import Real
+
+import numpy as np
+
+from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._docs import fill_doc
+from pfl_sklearn._rounds.loop import Method, Update
+from pfl_sklearn.linear_model._ppsgd._steps import alpha_of, step_sizes
+from pfl_sklearn.neural_network._base import BaseNeural
+from pfl_sklearn.neural_network._docs import NEURAL
+from pfl_sklearn.neural_network._pieces import Averaging, in_double
+from pfl_sklearn.neural_network._split import own_layers
+from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
+
+
+def ppsgd_net(setup, alpha, head):
+    """The method; `head` (p,) says which parameters belong to the head."""
+    engine = setup.engines.client
+    averaging = Averaging(setup.n_expected, setup.divides_by_count)
+    steps = step_sizes(alpha_of(alpha, setup.n_expected), 1.0, setup.n_expected)
+
+    def init():
+        own = np.zeros((setup.n_clients, int(head.sum())), dtype=engine.array_dtype)
+        return {"global": engine.start(), "is_own": head}, {"deviation": own}
+
+    return Method(
+        init,
+        partial(ppsgd_update, setup, averaging, steps, head),
+        averaging.server_update,
+        averaging.shapes(**{"global": (engine.n_parameters,)}),
+    )
+
+
+def ppsgd_update(setup, averaging, steps, head, server, t, batch, clients):
+    """What a block's clients changed in the representation and the common head, and their own."""
+
+    def local_steps(block):
+        own = block.clients["deviation"]
+        models, losses = ppsgd_steps(setup, steps, head, with_deviation(server, own), t, block)
+        change = models.change()
+        moved = change[:, head] * (1 / (steps.population + steps.local))
+        change[:, head] = steps.population * moved
+        kept = {"deviation": own + (steps.local * moved).astype(own.dtype)}
+        return Update(averaging.message(**{"global": change}), kept, losses)
+
+    return setup.engines.client.run(local_steps, batch, clients)
+
+
+def ppsgd_steps(setup, steps, head, start, t, block):
+    """Nets of a block after their steps, the heads' by both steps together, and first losses."""
+    models, first = setup.engines.client.models(start, block.n_clients), None
+    factors = models.parts(np.where(head, steps.population + steps.local, 1.0))
+    for X, y in block.steps():
+        before, outputs = models.copies(), models(X)
+        first = models.losses(outputs, y).detach() if first is None else first
+        models.learn(outputs, y, setup.rates[t])
+        for values, old, factor in zip(models.tensors, before, factors, strict=True):
+            values.copy_(old + factor * (values - old))
+    return models, in_double(first)
+
+
+def with_deviation(server, deviation):
+    """Nets (g, p) of clients whose heads deviate from the common one."""
+    nets = np.tile(server["global"].astype(deviation.dtype), (len(deviation), 1))
+    nets[:, server["is_own"]] += deviation
+    return nets
+
+
+class _PPSGDNet(BaseNeural):
+    _own_steps = True
+    _parameter_constraints = {
+        **BaseNeural._parameter_constraints,
+        "alpha": [Interval(Real, 0, math.inf, closed="both"), StrOptions({"auto"})],
+        "personal_layers": [StrOptions({"last"}), "array-like"],
+    }
+
+    def __init__(
+        self,
+        estimator=None,
+        *,
+        n_rounds=100,
+        tol=1e-3,
+        max_rounds=1000,
+        validation_fraction=0.2,
+        local_steps=10,
+        alpha="auto",
+        personal_layers="last",
+        client_fraction=1.0,
+        sampling="poisson",
+        epsilon=math.inf,
+        noise_multiplier=None,
+        delta=1e-5,
+        clip_norm=None,
+        clip_quantile=None,
+        ledger=None,
+        warm_start=False,
+        checkpoint=None,
+        checkpoint_every=10,
+        unseen="warn",
+        n_jobs=None,
+        random_state=None,
+    ):
+        self._keep(locals())
+
+    def _method(self, setup):
+        return ppsgd_net(setup, self.alpha, own_layers(setup, self.personal_layers))
+
+    @staticmethod
+    def _nets(server, clients):
+        return with_deviation(server, clients["deviation"])
+
+
+PPSGDNET = {
+    **NEURAL,
+    "ppsgdnet_parameters": """
+        alpha : float in [0, inf] or "auto", default="auto"
+            Step of the common head over that of the clients' own, over the number of clients
+            expected in a round. With 0 heads are the clients' alone, with inf there is the common
+            one alone, which is FedAvg. "auto" is 30 over that number.
+        personal_layers : "last" or sequence of str, default="last"
+            Modules or parameters of the net, by name, that make the head, such as ``["layers.4",
+            "last"]``. "last" is the ``torch.nn.Linear`` that gives the logits.
+        """,
+    "ppsgdnet_notes": """
+        The model of Figure 1d of Bietti et al. (2022): client i has the head :math:`w + \\theta_i`
+        on a representation W that is common. In every round a sampled client steps along the
+        gradient of its net: with :math:`\\theta_i`, which it keeps, and with its copies of w and W,
+        whose change it sends. For one step a round this is Algorithm 3 of the paper, for nets. The
+        larger of the steps of w and :math:`\\theta_i` is the ``lr`` of the net, as in
+        :class:`~pfl_sklearn.PPSGDClassifier`, and so is the step of W, whatever `alpha` is. W and w
+        are clipped together and get noise once; :math:`\\theta_i` is neither clipped nor sent. Own
+        heads start at zero, so clients that ``fit`` did not see get the common one.
+
+        Memory: one vector of parameters for each client; a round needs five for each client of a
+        block, and two messages for each sampled client.
+        """,
+    "ppsgdnet_references": """
+        Bietti, A., Wei, C.-Y., Dudik, M., Langford, J. and Wu, S. (2022). Personalization improves
+        privacy-accuracy tradeoffs in federated learning. ICML.
+        """,
+}
+
+
+@fill_doc(PPSGDNET)
+class PPSGDNetClassifier(NeuralClassifierMixin, _PPSGDNet):
+    r"""Classification by PPSGD: a common representation and additive heads.
+
+    A client's head is the sum of a common one and one of its own.
+
+    Parameters
+    ----------
+    %(recipe)s
+    %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
+    %(ppsgdnet_parameters)s
+    %(sampling)s
+    %(privacy)s
+    %(warm_start)s
+    %(checkpoint)s
+
+    Attributes
+    ----------
+    classes_ : ndarray of shape (n_classes,)
+        Sorted class labels.
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    PPSGDClassifier : the same for linear models.
+
+    Notes
+    -----
+    %(ppsgdnet_notes)s
+
+    %(common_notes)s
+
+    References
+    ----------
+    %(ppsgdnet_references)s
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import load_digits_clients
+    >>> from pfl_sklearn.neural_network import PPSGDNetClassifier
+    >>> digits = load_digits_clients(10, classes_per_client=3)
+    >>> model = PPSGDNetClassifier(n_rounds=10, random_state=0)
+    >>> model = model.fit(digits.data, digits.target, groups=digits.groups)
+    >>> model.score(digits.data, digits.target, groups=digits.groups) > 0.95
+    True
+    """
+
+
+@fill_doc(PPSGDNET)
+class PPSGDNetRegressor(NeuralRegressorMixin, _PPSGDNet):
+    r"""Regression by PPSGD: a common representation and additive heads.
+
+    A client's head is the sum of a common one and one of its own.
+
+    Parameters
+    ----------
+    %(recipe)s
+    %(rounds)s
+    %(tol)s
+    %(max_rounds)s
+    %(validation_fraction)s
+    %(steps)s
+    %(ppsgdnet_parameters)s
+    %(sampling)s
+    %(privacy)s
+    %(warm_start)s
+    %(checkpoint)s
+
+    Attributes
+    ----------
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    PPSGDRegressor : the same for linear models.
+
+    Notes
+    -----
+    %(ppsgdnet_notes)s
+
+    %(common_notes)s
+
+    References
+    ----------
+    %(ppsgdnet_references)s
+    """

@@ -1,0 +1,261 @@
+"""Methods that AdaPeD is compared with: their limits, and exact numbers of others."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("skorch")
+
+from skorch import NeuralNetClassifier  # noqa: E402
+from torch import nn  # noqa: E402
+
+from pfl_sklearn import PPSGDClassifier  # noqa: E402
+from pfl_sklearn.neural_network import (  # noqa: E402
+    AdaMixNetClassifier,
+    APFLClassifier,
+    DittoClassifier,
+    FedAvgClassifier,
+    FedEMClassifier,
+    FedMutualClassifier,
+    FedPerClassifier,
+    FedRepClassifier,
+    LocalNetClassifier,
+    PerFedAvgClassifier,
+    PFedMeClassifier,
+    PPSGDNetClassifier,
+    QuPeDClassifier,
+    _engine,
+)
+from tests.helpers.nets import DoubleMLP, recipe, table  # noqa: E402
+from tests.helpers.oracles import read_oracle  # noqa: E402
+
+MANY = {"n_rounds": 6, "local_steps": 3, "client_fraction": 0.6, "random_state": 5}
+
+
+@pytest.fixture(params=["stacked", "one by one"])
+def stacking(request, monkeypatch):
+    """Clients of a block are trained at once, or one after another."""
+    if request.param == "one by one":
+        monkeypatch.setattr(_engine, "chain_of", lambda *given: None)
+
+
+def fitted(cls, **params):
+    X, y, groups = table()
+    return cls(recipe(DoubleMLP), **{**MANY, **params}).fit(X, y, groups=groups)
+
+
+def assert_same_nets(one, other, population=True):
+    np.testing.assert_allclose(one.parameters_, other.parameters_, rtol=0, atol=1e-12)
+    if population:
+        first, second = one.population_parameters_, other.population_parameters_
+        np.testing.assert_allclose(first, second, rtol=0, atol=1e-12)
+
+
+# Limits -------------------------------------------------------------------------------------------
+
+
+def test_ditto_without_a_pull_is_local(stacking):
+    ditto = fitted(DittoClassifier, proximal=0.0)
+    assert_same_nets(ditto, fitted(LocalNetClassifier), population=False)
+    global_net = fitted(FedAvgClassifier).population_parameters_
+    np.testing.assert_allclose(ditto.population_parameters_, global_net, rtol=0, atol=1e-12)
+
+
+def test_ditto_with_an_infinite_pull_has_the_latest_global_net(stacking):
+    ditto = fitted(DittoClassifier, proximal=np.inf, client_fraction=1.0)
+    before = fitted(FedAvgClassifier, n_rounds=5, client_fraction=1.0).population_parameters_
+    np.testing.assert_allclose(ditto.parameters_, np.tile(before, (8, 1)), rtol=0, atol=1e-12)
+
+
+def test_a_mixture_with_nothing_of_its_own_is_global(stacking):
+    assert_same_nets(fitted(APFLClassifier, mixing=0.0), fitted(FedAvgClassifier))
+
+
+def test_a_mixture_of_ones_own_net_alone_is_local(stacking):
+    mixed = fitted(APFLClassifier, mixing=1.0)
+    assert_same_nets(mixed, fitted(LocalNetClassifier), population=False)
+    global_net = fitted(FedAvgClassifier).population_parameters_
+    np.testing.assert_allclose(mixed.population_parameters_, global_net, rtol=0, atol=1e-12)
+
+
+def test_shares_adapt_towards_the_better_net(stacking):
+    """Shares fall where own nets are worse; they are steps along the gradient, within [0, 1]."""
+    model = fitted(APFLClassifier, mixing="adaptive", n_rounds=40, client_fraction=1.0)
+    shares = model._progress.state.clients["mixing"]
+    assert ((shares >= 0) & (shares <= 1)).all()
+    assert (shares != 0.5).all()
+    assert shares.std() > 1e-3
+
+
+def test_without_personal_layers_fedper_is_fedavg(stacking):
+    assert_same_nets(fitted(FedPerClassifier, personal_layers=()), fitted(FedAvgClassifier))
+
+
+def test_with_personal_layers_alone_fedper_is_local(stacking):
+    names = [name for name, _ in DoubleMLP().named_parameters()]
+    every = fitted(FedPerClassifier, personal_layers=names)
+    assert_same_nets(every, fitted(LocalNetClassifier))
+
+
+@pytest.mark.parametrize("cls", [FedPerClassifier, FedRepClassifier])
+def test_layers_are_shared_or_kept(cls, stacking):
+    model = fitted(cls, client_fraction=1.0)
+    (name,) = {name.rpartition(".")[0] for name in last_names()}
+    own = np.concatenate(
+        [
+            np.full(values.numel(), key.startswith(name))
+            for key, values in DoubleMLP().named_parameters()
+        ]
+    )
+    assert (np.ptp(model.parameters_[:, ~own], axis=0) == 0).all()
+    assert (np.ptp(model.parameters_[:, own], axis=0) > 0).all()
+    start = fitted(cls, n_rounds=1, client_fraction=1.0, epsilon=np.inf)._engines.client.start()
+    np.testing.assert_array_equal(model.population_parameters_[own], start[own])
+    np.testing.assert_array_equal(model.parameters_[0, ~own], model.population_parameters_[~own])
+
+
+def last_names():
+    return [name for name, _ in DoubleMLP().named_parameters()][-2:]
+
+
+def test_without_distillation_quped_is_local(stacking):
+    model = fitted(QuPeDClassifier, distillation=0.0)
+    assert_same_nets(model, fitted(LocalNetClassifier), population=False)
+    start = model._engines.client.start()
+    np.testing.assert_array_equal(model.population_parameters_, start)
+
+
+def test_without_teachers_mutual_learning_is_local_and_global(stacking):
+    model = fitted(FedMutualClassifier, personal_loss=1.0, global_loss=1.0)
+    assert_same_nets(model, fitted(LocalNetClassifier), population=False)
+    global_net = fitted(FedAvgClassifier).population_parameters_
+    np.testing.assert_allclose(model.population_parameters_, global_net, rtol=0, atol=1e-12)
+
+
+def test_ppsgd_with_a_common_head_alone_is_fedavg(stacking):
+    assert_same_nets(fitted(PPSGDNetClassifier, alpha=np.inf), fitted(FedAvgClassifier))
+
+
+def test_ppsgd_with_own_heads_alone_is_fedper(stacking):
+    given = {"client_fraction": 1.0}
+    own, common = fitted(PPSGDNetClassifier, alpha=0.0, **given), fitted(FedPerClassifier, **given)
+    assert_same_nets(own, common)
+
+
+class Identity(nn.Module):
+    """Logits of rows as they are; what is before the last layer does not move."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(7, 7), nn.Linear(7, 3)
+        self.double()
+        with torch.no_grad():
+            self.first.weight.copy_(torch.eye(7))
+            for values in (self.first.bias, self.last.weight, self.last.bias):
+                values.zero_()
+        self.first.requires_grad_(False)
+
+    def forward(self, X):
+        return self.last(self.first(X))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.1, 0.3, 2.0, np.inf])
+def test_ppsgd_on_the_rows_themselves_is_linear_ppsgd(stacking, alpha):
+    X, y, groups = table()
+    given = {"alpha": alpha, "n_rounds": 6, "client_fraction": 0.6, "random_state": 5}
+    net = NeuralNetClassifier(Identity, criterion=nn.CrossEntropyLoss, lr=0.1, batch_size=-1)
+    model = PPSGDNetClassifier(net, local_steps=1, clip_norm=1e9, **given).fit(X, y, groups=groups)
+    linear = PPSGDClassifier(
+        batch_size=None, weighting="clients", learning_rate=0.1, clip_norm=1e9, **given
+    ).fit(X, y, groups=groups)
+    np.testing.assert_allclose(
+        model.predict_proba(X, groups=groups), linear.predict_proba(X, groups=groups), atol=1e-12
+    )
+
+
+def test_one_component_is_fedavg(stacking):
+    one, plain = fitted(FedEMClassifier, n_components=1), fitted(FedAvgClassifier)
+    X, _, groups = table()
+    np.testing.assert_allclose(
+        one.predict_proba(X, groups=groups), plain.predict_proba(X, groups=groups), atol=1e-12
+    )
+    np.testing.assert_allclose(
+        one.population_parameters_[1:], plain.population_parameters_, atol=1e-12
+    )
+
+
+def test_centres_without_a_pull_leave_clients_alone(stacking):
+    model = fitted(AdaMixNetClassifier, proximal=0.0)
+    assert_same_nets(model, fitted(LocalNetClassifier), population=False)
+
+
+def test_one_centre_is_the_mean_of_the_clients(stacking):
+    model = fitted(AdaMixNetClassifier, n_components=1, client_fraction=1.0, proximal=1.0)
+    mean = model.parameters_.mean(axis=0)
+    np.testing.assert_allclose(model.population_parameters_, mean, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("cls", [AdaMixNetClassifier, FedEMClassifier])
+def test_groups_of_clients_are_found(cls):
+    """Half of the clients have the labels of the others the other way round."""
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(20), 30)
+    X = rng.normal(size=(len(groups), 7))
+    y = ((X[:, 0] + X[:, 1] > 0) == (groups % 2 == 0)).astype(int)
+    net = recipe(DoubleMLP, module__n_outputs=2, batch_size=10)
+    model = cls(net, n_rounds=60, random_state=0).fit(X, y, groups=groups)
+    clients = model._progress.state.clients
+    belongs = clients["belongs" if "belongs" in clients else "weights"].argmax(axis=1)
+    assert (belongs == belongs[np.arange(20) % 2]).all()
+    assert belongs[0] != belongs[1]
+
+
+# Numbers of others --------------------------------------------------------------------------------
+
+
+def oracle_net(rate, **params):
+    given = read_oracle("pfedme_exact")
+    linear = nn.Linear(4, 3).double()
+    with torch.no_grad():
+        linear.weight.copy_(torch.tensor(given["W0"], dtype=torch.float64))
+        linear.bias.copy_(torch.tensor(given["b0"], dtype=torch.float64))
+    net = NeuralNetClassifier(
+        nn.Sequential(linear), criterion=nn.CrossEntropyLoss, lr=rate, batch_size=-1, **params
+    )
+    X, y = np.array(given["X"]), np.array(given["y"])
+    return net, X, y, np.zeros(len(y), dtype=int), given["results"]
+
+
+def flat(arrays):
+    return np.concatenate([np.ravel(values) for values in arrays])
+
+
+def test_pfedme_matches_the_authors(stacking):
+    """Their optimizer has a weight decay of 1e-3."""
+    settings = read_oracle("pfedme_exact")["results"]["pFedMe"]
+    net, X, y, groups, _ = oracle_net(settings["personal_lr"], optimizer__weight_decay=1e-3)
+    model = PFedMeClassifier(
+        net,
+        n_rounds=1,
+        local_steps=settings["local_rounds"],
+        proximal=settings["lam"],
+        personal_steps=settings["K"],
+        local_learning_rate=settings["lr"],
+    ).fit(X, y, groups=groups)
+    expected = flat(settings["w_local_numpy"])
+    np.testing.assert_allclose(model.population_parameters_, expected, rtol=0, atol=1e-15)
+    np.testing.assert_allclose(expected, flat(settings["w_local_authors"]), rtol=0, atol=1e-6)
+
+
+def test_per_fedavg_matches_the_authors(stacking):
+    settings = read_oracle("pfedme_exact")["results"]["PerFedAvg_FO"]
+    net, X, y, groups, _ = oracle_net(settings["alpha"])
+    model = PerFedAvgClassifier(
+        net,
+        n_rounds=1,
+        local_steps=settings["local_rounds"],
+        meta_learning_rate=settings["beta"],
+    ).fit(X, y, groups=groups)
+    expected = flat(settings["numpy"])
+    np.testing.assert_allclose(model.population_parameters_, expected, rtol=0, atol=1e-15)
+    np.testing.assert_allclose(expected, flat(settings["authors"]), rtol=0, atol=1e-6)

@@ -9,17 +9,33 @@ import copy
 import os
 import warnings
 
+import net_loops
 import numpy as np
 import torch
 from joblib import parallel_config
+from net_loops import RATE, divergence
 from skorch import NeuralNetClassifier
 from timing import SHORT, compare, cpu_seconds, peak_above_input, per_round, seconds
 from torch import nn
 from torch.nn import functional as F
 
-from pfl_sklearn.neural_network import AdaPeDClassifier, FedAvgClassifier
+from pfl_sklearn.neural_network import (
+    AdaMixNetClassifier,
+    AdaPeDClassifier,
+    APFLClassifier,
+    DittoClassifier,
+    FedAvgClassifier,
+    FedEMClassifier,
+    FedMutualClassifier,
+    FedPerClassifier,
+    FedRepClassifier,
+    PerFedAvgClassifier,
+    PFedMeClassifier,
+    PPSGDNetClassifier,
+    QuPeDClassifier,
+)
 
-RATE, STEPS = 0.05, 10
+STEPS = 10
 PSI, PSI_RATE, PSI_MIN = 4.0, 0.05, 0.5  # of AdaPeD
 PRINTED = {"global_loss": 0.0, "personal_start": "own"}  # AdaPeD of the paper
 
@@ -50,18 +66,22 @@ class Job:
         """Function of a number of rounds."""
         return lambda n_rounds: self.fit(estimator, n_rounds, **params)
 
-    def peer(self, client_steps):
+    def peer(self, client_steps, n_steps=STEPS, n_nets=0):
         """Function of a number of rounds, in which ``client_steps(net, own, batches)`` changes
-        a copy of the global net and returns it, with what the client keeps."""
+        a copy of the global net and returns it, with what the client keeps.
+
+        Several nets go as one module.
+        """
         X, y = torch.from_numpy(self.X), torch.from_numpy(self.y)
+        make = net_loops.several(self.make, n_nets) if n_nets else self.make
 
         def run(n_rounds):
             torch.manual_seed(0)
-            net, rng, kept = self.make(), np.random.default_rng(0), {}
+            net, rng, kept = make(), np.random.default_rng(0), {}
             for _ in range(n_rounds):
                 changes = [torch.zeros_like(values) for values in net.parameters()]
                 for i in rng.choice(self.n_clients, self.n_sampled, replace=False).tolist():
-                    batches = self._batches(rng, X, y, i)
+                    batches = self._batches(rng, X, y, i, n_steps)
                     trained, kept[i] = client_steps(net, kept.get(i), batches)
                     with torch.no_grad():
                         for change, new, old in zip(
@@ -75,14 +95,14 @@ class Job:
 
         return run
 
-    def _batches(self, rng, X, y, i):
+    def _batches(self, rng, X, y, i, n_steps):
         order = np.concatenate(
             [
                 rng.permutation(self.n_rows)
-                for _ in range(-(-STEPS * self.batch_size // self.n_rows))
+                for _ in range(-(-n_steps * self.batch_size // self.n_rows))
             ]
         )
-        for k in range(STEPS):
+        for k in range(n_steps):
             rows = torch.from_numpy(
                 i * self.n_rows + order[k * self.batch_size : (k + 1) * self.batch_size]
             )
@@ -90,17 +110,6 @@ class Job:
 
 
 # Peers --------------------------------------------------------------------------------------------
-
-
-def bare(net, own, batches):
-    """FedAvg by gradients and steps in place, without an optimizer."""
-    net = copy.deepcopy(net)
-    parameters = list(net.parameters())
-    for X, y in batches:
-        slopes = torch.autograd.grad(F.cross_entropy(net(X), y), parameters)
-        with torch.no_grad():
-            torch._foreach_add_(parameters, slopes, alpha=-RATE)
-    return net, None
 
 
 def with_optimizer(net, own, batches):
@@ -112,16 +121,6 @@ def with_optimizer(net, own, batches):
         criterion(net(X), y).backward()
         optimizer.step()
     return net, None
-
-
-def divergence(first, second):
-    """Kullback-Leibler divergence of outputs, a mean over rows."""
-    return F.kl_div(
-        F.log_softmax(second, dim=1),
-        F.log_softmax(first, dim=1),
-        reduction="batchmean",
-        log_target=True,
-    )
 
 
 def adaped(net, personal, batches):
@@ -192,7 +191,7 @@ def against_loops():
     many = "a round of 200 of 1,000 clients x 10 batches of 10, linear 784 x 10"
     some = "a round of 100 clients x 10 batches of 10, MLP 784-128-10"
     ours, loop = FedAvgClassifier, "modules with optimizers"
-    against(images(), few, ours, ("bare torch", bare), ">= 0.91x", 4, pairs=9)
+    against(images(), few, ours, ("bare torch", net_loops.fedavg), ">= 0.91x", 4, pairs=9)
     against(vectors(linear, 1000, 200), many, ours, (loop, with_optimizer), ">= 5x", 3)
     against(vectors(perceptron, 100), some, ours, (loop, with_optimizer), ">= 3x", 4)
     ours, loop = AdaPeDClassifier, "modules with optimizers, 6 forward passes a step"
@@ -200,11 +199,38 @@ def against_loops():
     against(vectors(linear, 1000, 200), many, ours, (loop, adaped), ">= 5x", 2, **PRINTED)
 
 
-def against(job, name, estimator, peer, target, n_rounds, pairs=5, **params):
-    """Line of an estimator with parameters and a peer, its name and its client's steps."""
+# Methods, the loops that they are compared with, and what these need to know.
+FIELD = {
+    "ditto": (DittoClassifier, {}),
+    "pfedme": (PFedMeClassifier, {}),
+    "per_fedavg": (PerFedAvgClassifier, {"n_steps": 2 * STEPS}),
+    "quped": (QuPeDClassifier, {}),
+    "fml": (FedMutualClassifier, {}),
+    "apfl": (APFLClassifier, {}),
+    "fedper": (FedPerClassifier, {}),
+    "fedrep": (FedRepClassifier, {"n_steps": 2 * STEPS}),
+    "ppsgd": (PPSGDNetClassifier, {}),
+    "fedem": (FedEMClassifier, {"n_nets": 2}),
+    "adamix": (AdaMixNetClassifier, {"n_nets": 2}),
+}
+
+
+def field_against_loops():
+    """What a method does after its rounds takes as long for any number of them."""
+    name = "a round of 5 of 50 clients x 10 batches of 64, LeNet"
+    for loop, (estimator, given) in FIELD.items():
+        peer = "bare torch", getattr(net_loops, loop)
+        against(images(), name, estimator, peer, ">= 0.87x", 2, given=given)
+
+
+def against(job, name, estimator, peer, target, n_rounds, pairs=5, given=None, **params):
+    """Line of an estimator with parameters and a peer, its name and its client's steps.
+
+    What the peer is `given` is how many batches, or nets, it takes.
+    """
     compare(
         f"{estimator.__name__}, {name}; {peer[0]}, CPU",
-        (job.peer(peer[1]), n_rounds),
+        (job.peer(peer[1], **(given or {})), n_rounds),
         (job.ours(estimator, **params), 2 * n_rounds),
         target,
         pairs,
@@ -275,6 +301,7 @@ def main():
     warnings.simplefilter("ignore")
     start_up()
     against_loops()
+    field_against_loops()
     idle_clients()
     workers()
     memory()

@@ -355,7 +355,7 @@ def table_of(regime, by_method):
         cell = _row(method, cells)
         if regime.paper is not None:
             figure = regime.paper.get(method)
-            cell.append("" if figure is None else f"{figure:.2f}")
+            cell.append("" if figure is None else _percent(*figure))
         lines.append("   " + ", ".join(f'"{value}"' for value in cell))
     lines += ["", *_epsilons(by_method), *_differences(regime, by_method)]
     return "\n".join(lines)
@@ -367,13 +367,21 @@ def _row(method, cells):
     setting = cells[0]["setting"].items()
     return [
         method,
-        ", ".join(f"{name.split('__')[-1]}={value:g}" for name, value in setting),
-        f"{accuracy.mean():.1f}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{accuracy.std():.1f}",
+        ", ".join(f"{name.split('__')[-1]}={_short(value)}" for name, value in setting),
+        _percent(accuracy.mean(), accuracy.std()),
         f"{100 * means['accuracy_sd']:.1f}",
         f"{100 * means['worst_decile']:.1f}",
         f"{np.mean([cell['log_loss'] for cell in cells]):.3f}",
         f"{np.mean([cell['cpu_seconds'] for cell in cells]):.0f}",
     ]
+
+
+def _percent(mean, sd):
+    return f"{mean:.1f}\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}{sd:.1f}"
+
+
+def _short(value):
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _epsilons(by_method):
@@ -390,15 +398,16 @@ def _epsilons(by_method):
 
 
 def _differences(regime, by_method):
-    """A line on accuracies that are more than a point from the paper's."""
+    """A line on accuracies that are more than two standard deviations from the paper's."""
     if regime.paper is None:
         return []
     far = []
-    for method, theirs in regime.paper.items():
-        ours = 100 * np.mean([cell["accuracy"] for cell in by_method.get(method, ())] or np.nan)
-        if abs(ours - theirs) > 1:
-            far.append(f"{method} {ours:.1f} here, {theirs:.1f} there")
-    end = f": {'; '.join(far)}." if far else "; no accuracy is more than a point from its."
+    for method, (theirs, their_sd) in regime.paper.items():
+        ours = 100 * np.array([cell["accuracy"] for cell in by_method.get(method, ())] or [np.nan])
+        if abs(ours.mean() - theirs) > 2 * np.hypot(ours.std(), their_sd):
+            far.append(f"{method} {ours.mean():.1f} here, {theirs:.1f} there")
+    close = "; no accuracy is more than two standard deviations from its."
+    end = f": {'; '.join(far)}." if far else close
     return [f"The paper has {regime.differs}{end}", ""]
 
 

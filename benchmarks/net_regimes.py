@@ -1,6 +1,7 @@
 """What compare_nets.py compares: clients, nets and methods, and what the paper found.
 
-A method is one entry of ``METHODS`` or ``PRIVATE_METHODS``, a kind of clients one of ``REGIMES``.
+A method is one entry of ``METHODS`` or ``FIELD`` (with noise ``PRIVATE`` or ``PRIVATE_FIELD``), a
+kind of clients one of ``REGIMES``.
 """
 
 import copy
@@ -23,6 +24,19 @@ from pfl_sklearn.datasets import (
     fetch_mnist,
     make_dirichlet_clients,
     make_label_skew_clients,
+)
+from pfl_sklearn.neural_network import (
+    AdaMixNetClassifier,
+    APFLClassifier,
+    DittoClassifier,
+    FedEMClassifier,
+    FedMutualClassifier,
+    FedPerClassifier,
+    FedRepClassifier,
+    PerFedAvgClassifier,
+    PFedMeClassifier,
+    PPSGDNetClassifier,
+    QuPeDClassifier,
 )
 from pfl_sklearn.priors import DirichletPrior
 
@@ -94,8 +108,8 @@ class Regime(NamedTuple):
     Their title; ``clients(n_rows, seed)`` with so many rows each, or all there are for None; how
     many of them are training rows, None for all but the test rows; rounds; the share of clients in
     a round; and where this is a setting of the paper, the accuracies in percent that it reports,
-    and how its setting differs. With an epsilon as the paper would print it, methods get the
-    noise for it.
+    with their standard deviations, and how its setting differs. With an epsilon as the paper would
+    print it, methods get the noise for it. Some have the whole field of methods.
     """
 
     title: str
@@ -103,9 +117,10 @@ class Regime(NamedTuple):
     n_train: int | None
     n_rounds: int
     client_fraction: float = 0.1
-    paper: dict[str, float] | None = None
+    paper: dict[str, tuple[float, float]] | None = None
     differs: str = ""
     printed_epsilon: float | None = None
+    whole_field: bool = False
 
     @property
     def batch_size(self):
@@ -115,7 +130,8 @@ class Regime(NamedTuple):
     @property
     def methods(self):
         """Methods by name."""
-        return METHODS if self.printed_epsilon is None else PRIVATE_METHODS
+        few, others = (METHODS, FIELD) if self.printed_epsilon is None else (PRIVATE, PRIVATE_FIELD)
+        return few | others if self.whole_field else few
 
     def rows(self, seed):
         """Training and test rows."""
@@ -176,6 +192,12 @@ def distorted(n_rows, seed):
     return found._replace(X=X)
 
 
+def groups_of_meaning(n_rows, seed):
+    """Clients with all digits of MNIST, half of whom name them in reverse order."""
+    found = some_classes(fetch_mnist, 50, 10, n_rows, seed)
+    return found._replace(y=np.where(found.groups % 2 == 0, found.y, 9 - found.y))
+
+
 def writers(together, n_rows, seed):
     """Clients with all rows of so many of the 198 FEMNIST writers who have most."""
     X, y, writer = table(fetch_femnist)
@@ -215,21 +237,49 @@ REGIMES = {
         _regimes("MNIST, 50 clients with images of their own", distorted, (20,), 150),
     ),
     **_named(
+        "groups",
+        _regimes("MNIST, 50 clients in two groups", groups_of_meaning, (20,), 150),
+    ),
+    **_named(
         "dirichlet", _regimes("MNIST, 50 clients with Dirichlet(0.3) labels", _SKEWED, _FEWER, 150)
     ),
 }
 _PAPER = {
     "mnist-all": (
-        {"FedAvg": 92.93, "FedAvg, fine-tuned": 95.42, "AdaPeD, as printed": 98.53},
+        {
+            "FedAvg": (92.93, 0.09),
+            "FedAvg, fine-tuned": (95.42, 0.25),
+            "AdaPeD, as printed": (98.53, 0.11),
+            "pFedMe": (97.83, 0.04),
+            "Per-FedAvg": (95.88, 0.27),
+            "QuPeD": (98.14, 0.39),
+            "FML": (97.93, 0.33),
+        },
         "300 rounds rather than 150",
     ),
     "cifar-all": (
-        {"FedAvg": 53.92, "FedAvg, fine-tuned": 67.44, "AdaPeD, as printed": 73.86},
+        {
+            "FedAvg": (53.92, 0.94),
+            "FedAvg, fine-tuned": (67.44, 1.11),
+            "AdaPeD, as printed": (73.86, 0.39),
+            "pFedMe": (71.97, 0.09),
+            "Per-FedAvg": (64.09, 0.46),
+            "QuPeD": (73.21, 0.44),
+            "FML": (72.53, 0.36),
+        },
         "all 60,000 images rather than 10,000, a fifth of the clients in a round, and 1,000 rounds "
         "or more",
     ),
     "femnist-all": (
-        {"FedAvg": 92.18, "FedAvg, fine-tuned": 94.12, "AdaPeD, as printed": 96.55},
+        {
+            "FedAvg": (92.18, 0.13),
+            "FedAvg, fine-tuned": (94.12, 0.26),
+            "AdaPeD, as printed": (96.55, 0.32),
+            "pFedMe": (94.95, 0.55),
+            "Per-FedAvg": (93.51, 0.31),
+            "QuPeD": (95.99, 0.08),
+            "FML": (95.12, 0.18),
+        },
         "10 outputs rather than 62 classes, 203 to 336 training rows a client, 15 % of the clients "
         "in a round, and 480 rounds",
     ),
@@ -237,9 +287,9 @@ _PAPER = {
 for _name, (_figures, _differs) in _PAPER.items():
     REGIMES[_name] = REGIMES[_name]._replace(paper=_figures, differs=_differs)
 for _epsilon, _fedavg, _adaped in (
-    (3.35, 11.73, 93.32),
-    (13.16, 29.91, 98.51),
-    (27.3, 55.79, 99.01),
+    (3.35, (11.73, 0.85), (93.32, 1.18)),
+    (13.16, (29.91, 1.28), (98.51, 0.90)),
+    (27.3, (55.79, 0.29), (99.01, 0.65)),
 ):
     REGIMES[f"private-{_epsilon}"] = REGIMES["mnist-all"]._replace(
         title=f"MNIST, 50 clients with 3 classes, all rows each, noise of a printed epsilon of "
@@ -250,6 +300,9 @@ for _epsilon, _fedavg, _adaped in (
         differs="300 rounds, noise in every local step, and delta not stated",
         printed_epsilon=_epsilon,
     )
+_WHOLE_FIELD = ()  # those of which the results are complete
+for _name in _WHOLE_FIELD:
+    REGIMES[_name] = REGIMES[_name]._replace(whole_field=True)
 
 
 # Methods ------------------------------------------------------------------------------------------
@@ -364,9 +417,36 @@ METHODS = {
     },
 }
 
+
+def _method(estimator, grid, cost, **fixed):
+    return {"estimator": estimator, "fixed": fixed, "grid": grid, "cost": cost}
+
+
+_PULLS = [
+    {"proximal": (0.5,), "local_learning_rate": (0.2,)},  # the settings of AdaPeD's paper
+    {
+        "proximal": (15.0,),
+        "local_learning_rate": (0.005,),
+        "estimator__lr": (0.05,),
+    },  # the authors'
+]
+FIELD = {
+    "Ditto": _method(DittoClassifier, {"proximal": (0.1, 1.0)}, 2.0),
+    "pFedMe": _method(PFedMeClassifier, _PULLS, 3.5, personal_steps=3),
+    "Per-FedAvg": _method(PerFedAvgClassifier, {"estimator__lr": (1e-4, 0.01)}, 2.0),
+    "QuPeD": _method(QuPeDClassifier, _ADAPED, 2.3),
+    "FML": _method(FedMutualClassifier, _ADAPED, 2.3),
+    "FedEM": _method(FedEMClassifier, {"estimator__lr": (0.1, 0.2)}, 2.7),
+    "AdaMix": _method(AdaMixNetClassifier, {"proximal": (0.1, 1.0)}, 1.1),
+    "PPSGD": _method(PPSGDNetClassifier, _ADAPED, 1.1),
+    "FedRep": _method(FedRepClassifier, _ADAPED, 2.0),
+    "FedPer": _method(FedPerClassifier, _ADAPED, 1.1),
+    "APFL": _method(APFLClassifier, {"mixing": (0.5, "adaptive")}, 2.5),
+}
+
 # "noise" names the parameter that takes the noise multiplier; "prefix" stands before the names of
 # parameters that are set.
-PRIVATE_METHODS = {
+PRIVATE = {
     "Local": {
         "estimator": LocalNetClassifier,
         "fixed": {},
@@ -395,6 +475,16 @@ PRIVATE_METHODS = {
         "noise": "noise_multiplier",
         "cost": 3.7,
     },
+}
+_CLIPS = {"estimator__lr": (0.1,), "clip_norm": CLIP_NORMS}
+PRIVATE_FIELD = {
+    f"DP-{name}": {**_method(estimator, _CLIPS, cost), "noise": "noise_multiplier"}
+    for name, estimator, cost in (
+        ("Ditto", DittoClassifier, 2.0),
+        ("FedEM", FedEMClassifier, 2.7),
+        ("PPSGD", PPSGDNetClassifier, 1.1),
+        ("FedPer", FedPerClassifier, 1.1),
+    )
 }
 
 

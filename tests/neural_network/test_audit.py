@@ -3,7 +3,7 @@
 Every release is made for mu = 2 (Gaussian DP) under replacement of a client. A lower confidence
 bound on mu from 500 fits a side must stay below 2, and above 2 for every mutant. Seeds are fixed.
 Over seeds, a sound release is convicted with a probability of at most 1e-3, and a mutant escapes
-with one below 0.02, or 0.3 where parts are clipped apart (mu = 2.83).
+with one below 0.02, or 0.3 where two parts are clipped apart (mu = 2.83).
 """
 
 import math
@@ -80,15 +80,16 @@ labels = FedAvgClassifier(
     **SETTINGS,
 )
 # One step: the gradients of both labels are opposite in every layer, and longer than the bound.
+N_HIDDEN, N_WEIGHTS = 6, 12  # parameters of the hidden layer, and of both
 ONE_STEP = {**SETTINGS, "noise_multiplier": 1.0, "local_steps": 1}
 FIELD = {
-    "fedem": FedEMClassifier(n_components=2, **ONE_STEP),
+    "fedem": FedEMClassifier(n_components=3, **ONE_STEP),
     "fedmutual": FedMutualClassifier(**ONE_STEP),
     "ppsgd_net": PPSGDNetClassifier(alpha=0.5, **ONE_STEP),
     "adamix_net": AdaMixNetClassifier(n_components=2, proximal=0.0, **ONE_STEP),
 }
-N_HIDDEN, N_WEIGHTS = 6, 12  # parameters of the hidden layer, and of both
-PARTS = {"fedem": [N_WEIGHTS], "ppsgd_net": [N_HIDDEN], "adamix_net": [N_WEIGHTS, 2 * N_WEIGHTS]}
+TWO_NETS = [N_WEIGHTS, 2 * N_WEIGHTS]  # where they end
+PARTS = {"fedem": TWO_NETS, "ppsgd_net": [N_HIDDEN], "adamix_net": TWO_NETS}
 RELEASES = {
     **FIELD,
     "fedavg": fedavg,
@@ -200,6 +201,9 @@ def canary_direction(estimator, seen):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_clipped_sum, "gaussian_on_grid", lambda exact, std, rng: exact)
         moved = np.subtract(*(released_sum(estimator, seen, truth, 0) for truth in (True, False)))
+    if isinstance(estimator, AdaMixNetClassifier):  # weights of its nets differ from seed to seed
+        mean = moved[: TWO_NETS[1]].reshape(2, -1).mean(axis=0)
+        moved = np.concatenate([mean, mean, [0.0, 0.0]])
     return moved / np.linalg.norm(moved)
 
 

@@ -55,7 +55,7 @@ class Job:
         """Estimator after some rounds of a fixed number of clients."""
         torch.manual_seed(0)
         recipe = NeuralNetClassifier(
-            self.make(), criterion=nn.CrossEntropyLoss, lr=RATE, batch_size=self.batch_size
+            self.make, criterion=nn.CrossEntropyLoss, lr=RATE, batch_size=self.batch_size
         )
         fraction = self.n_sampled / self.n_clients
         params = {"sampling": "fixed", "client_fraction": fraction, "random_state": 0} | params

@@ -288,15 +288,9 @@ def in_field(estimator):
     return isinstance(estimator, tuple(map(type, FIELD)))
 
 
-def for_one_client(estimator):
-    """The estimator, if it has components with one of them: no client can have several."""
-    several = "n_components" in estimator.get_params(deep=False)
-    return clone(estimator).set_params(n_components=1) if several else estimator
-
-
 def for_sklearn(estimator):
-    """The estimator for one client, with rounds enough to learn."""
-    return for_one_client(clone(estimator).set_params(**SHORT))
+    """The estimator with rounds enough to learn."""
+    return clone(estimator).set_params(**SHORT)
 
 
 classifiers = [estimator for estimator in FIELD if is_classifier(estimator)]
@@ -669,7 +663,7 @@ def test_predict_says_what_is_missing(estimator):
     with pytest.raises(ValueError, match="unseen='error'"):
         response(model.set_params(unseen="error"), X, groups + 100)
     with pytest.warns(SingleClientWarning):
-        alone = clone(for_one_client(estimator)).fit(X, y)
+        alone = clone(estimator).fit(X, y)
     with pytest.raises(ValueError, match=r"groups=.*without groups"):
         response(alone, X, groups)
 

@@ -28,11 +28,11 @@ def adamix(setup, n_components, proximal):
         start = engine.start()
         kept = np.tile(start.astype(engine.array_dtype), (setup.n_clients, 1))
         server = {"global": start, "centres": np.tile(start, (n, 1)), "shares": np.full(n, 1 / n)}
-        # The first centres differ because clients count for them by chance.
+        # Centres come to differ because the clients of the first round belong to them by chance.
         rng = np.random.default_rng(None if setup.order is None else (*setup.order, 1))
-        first = rng.dirichlet(np.ones(n), setup.n_clients)
-        clients = {"personal": kept, "belongs": first, "n_rows": setup.n_rows.astype(float)}
-        return server, clients
+        chance = rng.dirichlet(np.ones(n), setup.n_clients)
+        equal, n_rows = np.full((setup.n_clients, n), 1 / n), setup.n_rows.astype(float)
+        return server, {"personal": kept, "belongs": equal, "chance": chance, "n_rows": n_rows}
 
     def server_update(server, total, t):
         # Centres of less than a client, of which little or only noise is known, move little.
@@ -54,13 +54,15 @@ def adamix_update(setup, averaging, proximal, server, t, batch, clients):
 
     def local_steps(block):
         kept, engine = block.clients, setup.engines.client
+        together = (server["centres"] == server["centres"][0]).all()
         centre = (kept["belongs"] @ server["centres"]).astype(engine.array_dtype)
         models, losses = train(
             engine, block, kept["personal"], setup.rates[t], proximal, own=True, towards=centre
         )
         nets = models.array()
         away = nets[:, None] - server["centres"]
-        belongs = kept["belongs"] if t == 0 else shares_of(away, server, proximal, kept["n_rows"])
+        near = shares_of(away, server, proximal, kept["n_rows"])
+        belongs = kept["chance"] if together else near
         message = {"centres": belongs[:, :, None] * away, "belongs": belongs}
         return Update(
             averaging.message(**message), {**kept, "personal": nets, "belongs": belongs}, losses
@@ -76,9 +78,11 @@ def shares_of(away, server, proximal, n_rows):
 
 
 class _AdaMixNet(BaseNeural):
+    _client_attributes = (*BaseNeural._client_attributes, "responsibilities_")
+    _kept_names = (*BaseNeural._kept_names, "responsibilities_")
     _parameter_constraints = {
         **BaseNeural._parameter_constraints,
-        "n_components": [Interval(Integral, 1, None, closed="left")],
+        "n_components": [Interval(Integral, 1, None, closed="left"), None],
         "proximal": [Interval(Real, 0, None, closed="left")],
     }
 
@@ -91,7 +95,7 @@ class _AdaMixNet(BaseNeural):
         max_rounds=1000,
         validation_fraction=0.2,
         local_steps=10,
-        n_components=2,
+        n_components=None,
         proximal=1.0,
         client_fraction=1.0,
         sampling="poisson",
@@ -110,13 +114,14 @@ class _AdaMixNet(BaseNeural):
     ):
         self._keep(locals())
 
-    def _check_goes_on(self, earlier):
-        super()._check_goes_on(earlier)
-        checks().check_same_components(self.n_components, len(earlier.state.server["centres"]))
-
     def _method(self, setup):
-        checks().check_n_components(self.n_components, setup.n_clients)
-        return adamix(setup, self.n_components, self.proximal)
+        n_before = None if setup.before is None else len(setup.before.server["centres"])
+        n_components = checks().n_components_for(self.n_components, setup.n_clients, n_before)
+        return adamix(setup, n_components, self.proximal)
+
+    def _models(self, state, ids, layout):
+        found = super()._models(state, ids, layout)
+        return {**found, "responsibilities_": state.clients["belongs"]}
 
     @staticmethod
     def _nets(server, clients):
@@ -126,8 +131,9 @@ class _AdaMixNet(BaseNeural):
 ADAMIXNET = {
     **NEURAL,
     "adamix_net_parameters": """
-        n_components : int >= 1, default=2
-            Number of centres, at most that of the clients.
+        n_components : int >= 1 or None, default=None
+            Number of centres, at most the number of clients. None: 2, but 1 for a single client,
+            and as many as before if the rounds go on.
         proximal : float >= 0, default=1.0
             Weight of half the squared distance between a client's net and its centres in its mean
             loss, by an implicit step. It is the precision of the prior over the number of rows.
@@ -180,6 +186,8 @@ class AdaMixNetClassifier(NeuralClassifierMixin, _AdaMixNet):
     classes_ : ndarray of shape (n_classes,)
         Sorted class labels.
     %(net_attributes)s
+    responsibilities_ : ndarray of shape (n_clients, n_components)
+        How much each client belongs to each centre; equally, if it never took part.
     %(rounds_attributes)s
 
     See Also
@@ -231,6 +239,8 @@ class AdaMixNetRegressor(NeuralRegressorMixin, _AdaMixNet):
     Attributes
     ----------
     %(net_attributes)s
+    responsibilities_ : ndarray of shape (n_clients, n_components)
+        How much each client belongs to each centre; equally, if it never took part.
     %(rounds_attributes)s
 
     See Also

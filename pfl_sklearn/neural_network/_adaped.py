@@ -166,7 +166,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     """
 
     _own_steps = True
-    _needs_probabilities = True
+    _distils = True
 
     _parameter_constraints = {
         **BaseNeural._parameter_constraints,
@@ -371,9 +371,9 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
         _, recipes = backend()
         return recipes.learning_rates(self.global_estimator, len(setup.rates) - 1)
 
-    def _make_engines(self, table, earlier, order, batch_size):
+    def _make_engines(self, table, earlier, order, batch_size, n_clients):
         if self.global_estimator is None:
-            return super()._make_engines(table, earlier, order, batch_size)
+            return super()._make_engines(table, earlier, order, batch_size, n_clients)
         _, recipes = backend()
         pair = self._recipe(), self.global_estimator
         looks = not is_private(self) and all(map(recipes.has_units, pair))

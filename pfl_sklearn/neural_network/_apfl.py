@@ -62,6 +62,8 @@ def beside(share, tensor):
 
 
 class _APFL(BaseNeural):
+    _client_attributes = (*BaseNeural._client_attributes, "mixing_")
+    _kept_names = (*BaseNeural._kept_names, "mixing_")
     _parameter_constraints = {
         **BaseNeural._parameter_constraints,
         "mixing": [Interval(Real, 0, 1, closed="both"), StrOptions({"adaptive"})],
@@ -94,11 +96,23 @@ class _APFL(BaseNeural):
     ):
         self._keep(locals())
 
+    def _check_goes_on(self, earlier):
+        super()._check_goes_on(earlier)
+        before = earlier.state.clients["mixing"]
+        if self.mixing != "adaptive" and np.any(before != self.mixing):
+            raise ValueError(
+                f"mixing={self.mixing!r} is not that of the rounds before, which these rounds "
+                "continue; fit anew."
+            )
+
     def _method(self, setup):
         adaptive = self.mixing == "adaptive"
         shares = np.full(setup.n_clients, _START if adaptive else float(self.mixing))
         steps = partial(apfl_steps, setup, adaptive)
         return averaged(setup, steps, {"mixing": shares}, personal=True)
+
+    def _models(self, state, ids, layout):
+        return {**super()._models(state, ids, layout), "mixing_": state.clients["mixing"]}
 
     @staticmethod
     def _nets(server, clients):
@@ -159,6 +173,8 @@ class APFLClassifier(NeuralClassifierMixin, _APFL):
     classes_ : ndarray of shape (n_classes,)
         Sorted class labels.
     %(net_attributes)s
+    mixing_ : ndarray of shape (n_clients,)
+        Share of each client's own net in its mixture.
     %(rounds_attributes)s
 
     See Also
@@ -210,6 +226,8 @@ class APFLRegressor(NeuralRegressorMixin, _APFL):
     Attributes
     ----------
     %(net_attributes)s
+    mixing_ : ndarray of shape (n_clients,)
+        Share of each client's own net in its mixture.
     %(rounds_attributes)s
 
     See Also

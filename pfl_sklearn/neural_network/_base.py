@@ -124,7 +124,8 @@ class BaseNeural(BaseRounds):
     _released_names = ("population_parameters_", "the population model of every round")
     _kept_names = ("parameters_", "history_", "clients_", "n_samples_per_client_")
     _own_steps = False  # whether the method needs plain gradient steps
-    _needs_probabilities = False  # whether it reads the probabilities of classes off the outputs
+    _needs_probabilities = False  # whether its parameters need the probabilities of classes
+    _distils = False  # whether the method needs them
 
     _parameter_constraints = {
         **BaseRounds._parameter_constraints,
@@ -201,7 +202,7 @@ class BaseNeural(BaseRounds):
         """Raise ValueError if the recipe that parameter `name` holds cannot be followed."""
         refusals = checks()
         refusals.check_recipe(recipe, self._is_classifier, self._own_steps, name)
-        if self._needs_probabilities:
+        if self._needs_probabilities or self._distils:
             refusals.check_probabilities(recipe)
         if is_private(self):
             refusals.check_no_statistics(recipe)
@@ -234,7 +235,7 @@ class BaseNeural(BaseRounds):
         by_client, first_rows = rows_by_client(clients.codes, len(clients.ids))
         codes = clients.codes[by_client]
         table = table._replace(features=table.features[by_client], y=table.y[by_client])
-        engines = self._make_engines(table, earlier, order, batch_size)
+        engines = self._make_engines(table, earlier, order, batch_size, len(roster.ids))
         sampling = sampling_of(self.sampling, self.client_fraction, len(roster.now))
         setup = Setup(
             engines=engines,
@@ -269,7 +270,7 @@ class BaseNeural(BaseRounds):
             release=JointSum(mechanism, method.messages, self._scales()),
             positions=roster.earlier,
             found=found,
-            constants=("offset",),
+            constants=("offset", "n_rows"),
             layout=engines,
             advice=_advice(net, setup.rates[0]),
         )
@@ -324,12 +325,17 @@ class BaseNeural(BaseRounds):
         """Rounds before which no loss counts as flat."""
         sizes = np.diff(rows.offsets)
         batch_sizes = np.minimum(sizes, rows.schedule.batch_size or sizes)
-        a_pass = np.mean(sizes / batch_sizes) / self.local_steps
+        a_pass = np.mean(sizes / batch_sizes) / self._batches
         return max(_FEWEST, max(a_pass, _PART) / self.client_fraction)
 
     def _schedule(self, setup):
         """Which rows come next."""
-        return Reshuffled(setup.batch_size, setup.local_steps)
+        return Reshuffled(setup.batch_size, self._batches)
+
+    @property
+    def _batches(self):
+        """Batches that a client takes in a round."""
+        return self.local_steps
 
     def _check_goes_on(self, earlier):
         """Raise ValueError if nets of the earlier rounds cannot be followed by these."""
@@ -348,7 +354,7 @@ class BaseNeural(BaseRounds):
                 "it elsewhere, so that no one report holds for both; fit anew."
             )
 
-    def _make_engines(self, table, earlier, order, batch_size):
+    def _make_engines(self, table, earlier, order, batch_size, n_clients):
         """Engines of nets whose weights are drawn from `order`, or which earlier rounds had."""
         before = None if earlier is None else earlier.layout.client
         seed = int(np.random.default_rng(order).integers(1 << 63))
@@ -385,7 +391,7 @@ class BaseNeural(BaseRounds):
         """Rounds in which every row is expected to be used once."""
         most, size = np.bincount(clients.codes).max(), self._recipe().batch_size
         n_batches = -(-most // size) if size > 0 else 1
-        return math.ceil(n_batches / (self.local_steps * self.client_fraction))
+        return math.ceil(n_batches / (self._batches * self.client_fraction))
 
     # From a run to predictions --------------------------------------------------------------------
 

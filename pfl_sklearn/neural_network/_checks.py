@@ -4,6 +4,7 @@ import inspect
 import math
 from numbers import Integral, Real
 
+import numpy as np
 import torch
 from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier, NeuralNetRegressor
 from skorch.callbacks import LRScheduler
@@ -15,7 +16,9 @@ from pfl_sklearn.neural_network._recipe import (
     WITHOUT,
     bare,
     initialized,
+    is_mean,
     is_readable,
+    reads_plainly,
     unknown_outputs,
 )
 
@@ -30,6 +33,10 @@ _OTHER_STEPS = {
 }
 _CLASS_WEIGHTS = ("criterion__weight", "criterion__pos_weight")
 _WEIGHTED = (_WeightedLoss, torch.nn.BCEWithLogitsLoss)
+
+
+class NoLastLayer(ValueError):
+    """The module of a net does not end with a linear layer."""
 
 
 def check_recipe(recipe, for_classifier, own_steps, name):
@@ -252,19 +259,80 @@ def check_plain_steps(recipe):
         )
 
 
-def check_n_components(n_components, n_clients):
-    """Raise ValueError if there are more components than clients."""
-    if n_components > n_clients:
+def check_layers(recipe, names):
+    """Raise ValueError if the module has no such layers; those of the default net depend on X."""
+    if recipe.module is not MLP:
+        module = initialized(recipe, 0).module_
+        parameters_in(names, [name for name, _ in module.named_parameters()])
+
+
+def parameters_in(names, known):
+    """Those of the known parameters' names that belong to layers, or parameters, with some names.
+
+    Raises
+    ------
+    ValueError
+        If there is none with a name.
+    """
+    found = []
+    for name in names if np.ndim(names) else [names]:
+        own = [each for each in known if f"{each}.".startswith(f"{name}.")]
+        if not own:
+            raise ValueError(
+                f"personal_layers has {name!r}, which is no trained layer or parameter of the "
+                f"module; its parameters are {', '.join(known)}."
+            )
+        found += own
+    return found
+
+
+def check_no_momentum(recipe):
+    """Raise ValueError if a step of the net would remember gradients of other nets."""
+    momentum = recipe.get_params().get("optimizer__momentum", 0.0)
+    if momentum:
         raise ValueError(
-            f"n_components={n_components} is more than the number of clients, {n_clients}; "
-            "expected at most one component for each client."
+            f"optimizer__momentum={momentum!r} of the net would mix the gradients of clients' "
+            "adapted nets with those of the global one; leave it out."
         )
 
 
-def check_same_components(n_components, n_before):
-    """Raise ValueError if the rounds before had another number of components."""
-    if n_components != n_before:
+def check_losses_of_rows(recipe):
+    """Raise ValueError if a recipe's loss is not known to be a mean of losses of rows."""
+    net = initialized(recipe, 0)
+    if not (reads_plainly(net) and is_mean(net.criterion_)):
         raise ValueError(
-            f"the rounds before had {n_before} components, and these would have {n_components}; "
-            "fit anew."
+            f"criterion={type(net.criterion_).__name__} of the net is not known to be a mean of "
+            "losses of rows, which every component weighs by itself; give CrossEntropyLoss, "
+            "NLLLoss, MSELoss or L1Loss, with reduction='mean' and without class weights."
         )
+
+
+def check_draws(recipe):
+    """Raise ValueError if a recipe gives the same weights every time."""
+    if isinstance(recipe.module, torch.nn.Module):
+        raise ValueError(
+            "module of the net is an instance, from which all components would start alike and "
+            "never differ; give the module's class, or n_components=1."
+        )
+
+
+def n_components_for(given, n_clients, n_before):
+    """Number of components: the one given, or that of the rounds before, or two of two clients.
+
+    Raises
+    ------
+    ValueError
+        If there are more components than clients, or the rounds before had another number.
+    """
+    if given is None:
+        return min(2, n_clients) if n_before is None else n_before
+    if given > n_clients:
+        raise ValueError(
+            f"n_components={given} is more than the number of clients, {n_clients}; expected at "
+            "most one component for each client."
+        )
+    if n_before not in (None, given):
+        raise ValueError(
+            f"the rounds before had {n_before} components, and these would have {given}; fit anew."
+        )
+    return given

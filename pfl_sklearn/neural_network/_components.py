@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,37 +16,39 @@ from pfl_sklearn.neural_network._recipe import initialized, log_probabilities, m
 _SMALLEST = 1e-8  # weight of a component, from which it can come back
 
 
+class Reading(NamedTuple):
+    """How outputs of a net are read: by which criterion, and as classes or responses."""
+
+    criterion_: nn.Module
+    is_regressor: bool
+
+
 class Mixture(nn.Module):
     """Weighted means of what modules predict, as the criterion of the net takes it.
 
-    Its parameters are the weights (M,), then those of one module after the other.
+    Its parameters are the weights (M,), then those of one module after the other; buffers follow.
     """
 
-    def __init__(self, modules, net):
+    def __init__(self, modules, reading):
         super().__init__()
         first = next(modules[0].parameters())
         self.weights = nn.Parameter(first.new_full((len(modules),), 1 / len(modules)))
         self.components = nn.ModuleList(modules)
-        self._net = [net]  # in a list, so that torch does not look for its module
+        self._reading = reading
 
     def forward(self, X):
         outputs = torch.stack([component(X) for component in self.components], dim=-1)
-        net = self._net[0]
-        if isinstance(net, NeuralNetRegressor):
+        if self._reading.is_regressor:
             return (outputs * self.weights).sum(dim=-1)
-        log_p = log_probabilities(net, outputs.movedim(-1, 0)).movedim(0, -1)
+        log_p = log_probabilities(self._reading, outputs.movedim(-1, 0)).movedim(0, -1)
         log_p = torch.logsumexp(log_p + torch.log(self.weights), dim=-1)
-        if isinstance(net.criterion_, nn.NLLLoss):
-            return log_p.exp()
-        if isinstance(net.criterion_, nn.BCEWithLogitsLoss):
-            return log_p[..., 1] - log_p[..., 0]
-        return log_p
+        return log_p.exp() if isinstance(self._reading.criterion_, nn.NLLLoss) else log_p
 
 
 def mixture_of(net, modules):
     """Net whose module is the mixture of modules like that of a net."""
     found = twin(net)
-    found.module_ = Mixture(modules, net)
+    found.module_ = Mixture(modules, Reading(net.criterion_, isinstance(net, NeuralNetRegressor)))
     return found
 
 
@@ -65,22 +68,23 @@ def drawn_modules(recipe, engine, seeds, earlier=None):
         materialize(other, engine.example, seed)
         if all(map(torch.equal, other.module_.parameters(), first)):
             raise ValueError(
-                "the recipe gives the same weights every time, as a module instance does, so its "
-                "components would never differ; give the module's class, or n_components=1."
+                "the module of the net starts from the same weights every time, so that components "
+                "would never differ; give one that draws them, or n_components=1."
             )
         modules.append(other.module_)
     return modules
 
 
 def fedem(setup, n_components):
-    """The method; the vector of a mixture has its weights first, then one net after the other."""
+    """The method; the vector of a mixture has its weights first."""
     engine, mixture = setup.engines.component, setup.engines.population
     averaging = Averaging(setup.n_expected, setup.divides_by_count)
     n, p, start = n_components, engine.n_parameters, mixture.start()
+    places = places_of(engine, mixture, n)
 
     def init():
         clients = {"weights": np.full((setup.n_clients, n), 1 / n)}
-        return {"global": start, "nets": start[n:].reshape(n, p)}, clients
+        return {"global": start, "nets": start[places]}, clients
 
     def server_update(server, total, t):
         sums = {name: values for name, values in total.items() if name != "weights"}
@@ -88,7 +92,8 @@ def fedem(setup, n_components):
         weights = np.full(n, 1 / n)
         if "weights" in total:
             weights = total["weights"] / max(total["weights"].sum(), _SMALLEST)
-        vector = np.concatenate([weights, moved["nets"].ravel()])
+        vector = np.empty_like(start)
+        vector[:n], vector[places] = weights, moved["nets"]
         return {"global": vector, "nets": moved["nets"]}
 
     shapes = {"nets": (n, p)}
@@ -96,6 +101,18 @@ def fedem(setup, n_components):
         shapes["weights"] = (n,)
     return Method(
         init, partial(fedem_update, setup, averaging), server_update, averaging.shapes(**shapes)
+    )
+
+
+def places_of(engine, mixture, n_components):
+    """Where the parameters (p,) of each component are among those of the mixture: (M, p)."""
+    where = {part.name: part.place for part in mixture.parts}
+    order = np.arange(mixture.n_parameters)
+    return np.array(
+        [
+            np.concatenate([order[where[f"components.{c}.{part.name}"]] for part in engine.parts])
+            for c in range(n_components)
+        ]
     )
 
 

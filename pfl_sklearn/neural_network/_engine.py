@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import numpy as np
 import torch
-from torch.nn import CrossEntropyLoss, L1Loss, MSELoss, NLLLoss
+from torch.nn import CrossEntropyLoss
 from torch.nn.modules.conv import _ConvNd
 
 from pfl_sklearn._rounds.loop import Update
@@ -25,6 +25,7 @@ from pfl_sklearn.neural_network._models import (
     StackedModels,
 )
 from pfl_sklearn.neural_network._recipe import (
+    is_mean,
     log_probabilities,
     optimizer_of,
     probe,
@@ -37,7 +38,6 @@ from pfl_sklearn.neural_network._recipe import (
 
 _STACKED = 1 << 20  # parameters of a block of stacked clients: they should stay in the cache
 _FEWEST, _MOST, _LONE = 4, 64, 1  # clients of a block
-_MEAN_LOSSES = (CrossEntropyLoss, NLLLoss, MSELoss, L1Loss)
 
 
 class Part(NamedTuple):
@@ -98,7 +98,7 @@ class Engine:
         """Steps for stacked clients, where the net allows them."""
         net, self.chain, self._row_loss = self.net, None, None
         fixed = not (self.random or self.moving) and self.optimizer.is_sgd
-        if not (reads_plainly(net) and _is_mean(net.criterion_)):
+        if not (reads_plainly(net) and is_mean(net.criterion_)):
             return
         self._row_loss = twin(net)
         self._row_loss.criterion_.reduction = "none"
@@ -161,18 +161,8 @@ class Engine:
     def losses_by_row(self, outputs, y):
         """Losses (g, b) of outputs (g, b, ...) for targets (g, b, ...), row by row.
 
-        Raises
-        ------
-        ValueError
-            If the criterion is no mean over rows.
+        The criterion must be a mean over rows.
         """
-        if self._row_loss is None:
-            raise ValueError(
-                f"criterion={type(self.net.criterion_).__name__} of the net is not known to be a "
-                "mean of losses of rows, which every component weighs by itself; give "
-                "CrossEntropyLoss, NLLLoss, MSELoss or L1Loss, with reduction='mean' and without "
-                "class weights."
-            )
         rows = self._losses_of_rows(outputs, y)
         return rows.reshape(*y.shape[:2], -1).mean(dim=2)
 
@@ -359,13 +349,6 @@ def _together(updates):
         for part, values in (("messages", first.messages), ("clients", first.clients))
     )
     return Update(messages, new, np.concatenate([each.losses for each in updates]))
-
-
-def _is_mean(criterion):
-    """Whether a client's loss is the mean of losses of its rows."""
-    weighted = getattr(criterion, "weight", None) is not None
-    known = type(criterion) in _MEAN_LOSSES and criterion.reduction == "mean"
-    return known and not weighted and getattr(criterion, "ignore_index", -100) == -100
 
 
 def _tensors_of(module):

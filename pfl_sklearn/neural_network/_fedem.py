@@ -14,9 +14,11 @@ from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralReg
 
 
 class _FedEM(BaseNeural):
+    _client_attributes = (*BaseNeural._client_attributes, "responsibilities_")
+    _kept_names = (*BaseNeural._kept_names, "responsibilities_")
     _parameter_constraints = {
         **BaseNeural._parameter_constraints,
-        "n_components": [Interval(Integral, 1, None, closed="left")],
+        "n_components": [Interval(Integral, 1, None, closed="left"), None],
     }
 
     def __init__(
@@ -28,7 +30,7 @@ class _FedEM(BaseNeural):
         max_rounds=1000,
         validation_fraction=0.2,
         local_steps=10,
-        n_components=2,
+        n_components=None,
         client_fraction=1.0,
         sampling="poisson",
         epsilon=math.inf,
@@ -46,12 +48,19 @@ class _FedEM(BaseNeural):
     ):
         self._keep(locals())
 
-    def _make_engines(self, table, earlier, order, batch_size):
+    def _check_recipe(self, recipe, name):
+        super()._check_recipe(recipe, name)
+        checks().check_losses_of_rows(recipe)
+        if self.n_components != 1:
+            checks().check_draws(recipe)
+
+    def _make_engines(self, table, earlier, order, batch_size, n_clients):
         engines, recipes = backend()
         from pfl_sklearn.neural_network._components import drawn_modules, mixture_of
 
         before = None if earlier is None else earlier.layout
-        seeds = np.random.default_rng(order).integers(1 << 63, size=self.n_components).tolist()
+        n_components = self._n_components_for(n_clients, earlier and earlier.state)
+        seeds = np.random.default_rng(order).integers(1 << 63, size=n_components).tolist()
         looks, recipe = not is_private(self), self._recipe()
         known = None if before is None else before.component
         part = self._make_engine(recipe, table, known, seeds[0], batch_size, looks)
@@ -61,28 +70,33 @@ class _FedEM(BaseNeural):
         mixture = engines.Engine(net, part.example, batch_size, part.protected)
         return Engines(mixture, mixture, part)
 
-    def _check_goes_on(self, earlier):
-        super()._check_goes_on(earlier)
-        checks().check_same_components(self.n_components, len(earlier.state.server["nets"]))
+    def _n_components_for(self, n_clients, before):
+        n_before = None if before is None else len(before.server["nets"])
+        return checks().n_components_for(self.n_components, n_clients, n_before)
 
     def _method(self, setup):
         from pfl_sklearn.neural_network._components import fedem
 
-        checks().check_n_components(self.n_components, setup.n_clients)
-        return fedem(setup, self.n_components)
+        return fedem(setup, self._n_components_for(setup.n_clients, setup.before))
+
+    def _models(self, state, ids, layout):
+        found = super()._models(state, ids, layout)
+        return {**found, "responsibilities_": state.clients["weights"]}
 
     @staticmethod
     def _nets(server, clients):
         weights = clients["weights"]
-        nets = np.tile(server["nets"].ravel(), (len(weights), 1))
-        return np.hstack([weights, nets])
+        nets = np.tile(server["global"], (len(weights), 1))
+        nets[:, : weights.shape[1]] = weights
+        return nets
 
 
 FEDEM = {
     **NEURAL,
     "fedem_parameters": """
-        n_components : int >= 1, default=2
-            Number of nets that clients mix, at most that of the clients. With 1 this is FedAvg.
+        n_components : int >= 1 or None, default=None
+            Number of nets that clients mix, at most the number of clients. With 1 this is FedAvg.
+            None: 2, but 1 for a single client, and as many as before if the rounds go on.
         """,
     "fedem_notes": """
         Algorithm 1 of Marfoq et al. (2021), with steps on batches. In every round a sampled client
@@ -134,6 +148,8 @@ class FedEMClassifier(NeuralClassifierMixin, _FedEM):
     classes_ : ndarray of shape (n_classes,)
         Sorted class labels.
     %(net_attributes)s
+    responsibilities_ : ndarray of shape (n_clients, n_components)
+        Weight of each net in each client's mixture.
     %(rounds_attributes)s
 
     See Also
@@ -185,6 +201,8 @@ class FedEMRegressor(NeuralRegressorMixin, _FedEM):
     Attributes
     ----------
     %(net_attributes)s
+    responsibilities_ : ndarray of shape (n_clients, n_components)
+        Weight of each net in each client's mixture.
     %(rounds_attributes)s
 
     See Also

@@ -3,12 +3,10 @@
 import math
 from functools import partial
 
-from pfl_sklearn._compat import StrOptions
 from pfl_sklearn._docs import fill_doc
-from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._pieces import train
-from pfl_sklearn.neural_network._split import own_layers, split, with_own
+from pfl_sklearn.neural_network._split import KeepsLayers, own_layers, split, with_own
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
@@ -18,12 +16,7 @@ def fedper_steps(setup, server, t, block):
     return train(setup.engines.client, block, start, setup.rates[t], own=True)
 
 
-class _FedPer(BaseNeural):
-    _parameter_constraints = {
-        **BaseNeural._parameter_constraints,
-        "personal_layers": [StrOptions({"last"}), "array-like"],
-    }
-
+class _FedPer(KeepsLayers):
     def __init__(
         self,
         estimator=None,

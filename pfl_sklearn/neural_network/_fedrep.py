@@ -4,13 +4,11 @@ import math
 from functools import partial
 from numbers import Integral
 
-from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._compat import Interval
 from pfl_sklearn._docs import fill_doc
-from pfl_sklearn._rounds.rows import Reshuffled
-from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._pieces import own_nets, train
-from pfl_sklearn.neural_network._split import own_layers, split, with_own
+from pfl_sklearn.neural_network._split import KeepsLayers, own_layers, split, with_own
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
@@ -33,10 +31,9 @@ def new_heads(setup, own, server, t, block):
     return train(setup.engines.client, block, start, setup.rates[t], own=True, moving=own)
 
 
-class _FedRep(BaseNeural):
+class _FedRep(KeepsLayers):
     _parameter_constraints = {
-        **BaseNeural._parameter_constraints,
-        "personal_layers": [StrOptions({"last"}), "array-like"],
+        **KeepsLayers._parameter_constraints,
         "head_steps": [Interval(Integral, 1, None, closed="left")],
     }
 
@@ -75,8 +72,9 @@ class _FedRep(BaseNeural):
         after = own_nets(setup, self.head_steps, fit_heads, start=with_own)
         return split(setup, own, steps, last_phase=after)
 
-    def _schedule(self, setup):
-        return Reshuffled(setup.batch_size, self.head_steps + setup.local_steps)
+    @property
+    def _batches(self):
+        return self.head_steps + self.local_steps
 
     @staticmethod
     def _nets(server, clients):

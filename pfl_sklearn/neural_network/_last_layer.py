@@ -8,6 +8,7 @@ from skorch import NeuralNetRegressor
 from torch import nn
 
 from pfl_sklearn.neural_network._chain import align
+from pfl_sklearn.neural_network._checks import NoLastLayer
 from pfl_sklearn.neural_network._mlp import evaluate
 from pfl_sklearn.neural_network._recipe import log_probabilities
 
@@ -84,7 +85,7 @@ def last_layer_of(engine):
         if once and places.keys() >= set(own):
             bias = places[own[1]] if len(own) > 1 else None
             return LastLayer(layers[layer], places[own[0]], bias, tuple(layer.weight.shape))
-    raise ValueError(
+    raise NoLastLayer(
         "head needs a module that ends with a trainable torch.nn.Linear, used once, whose outputs "
         "are the logits of the classes (followed by a softmax for NLLLoss); the module of the net "
         "has another end. Give another module, or head=None."

@@ -9,9 +9,8 @@ import numpy as np
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._docs import fill_doc
 from pfl_sklearn._rounds.privacy import is_private
-from pfl_sklearn._rounds.rows import Reshuffled
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.neural_network._base import BaseNeural
+from pfl_sklearn.neural_network._base import BaseNeural, checks
 from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._pieces import averaged, fine_tuning, in_double
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
@@ -68,6 +67,10 @@ class _PerFedAvg(BaseNeural):
     ):
         self._keep(locals())
 
+    def _check_recipe(self, recipe, name):
+        super()._check_recipe(recipe, name)
+        checks().check_no_momentum(recipe)
+
     def _method(self, setup):
         n_single = int(np.sum(setup.n_rows == 1))
         if n_single and not is_private(self):
@@ -80,8 +83,9 @@ class _PerFedAvg(BaseNeural):
         steps = partial(perfedavg_steps, setup, self.meta_learning_rate)
         return averaged(setup, steps, last_phase=fine_tuning(setup, self.adapt_steps))
 
-    def _schedule(self, setup):
-        return Reshuffled(setup.batch_size, 2 * setup.local_steps)
+    @property
+    def _batches(self):
+        return 2 * self.local_steps
 
     def _personal_models(self, state):
         return state.own.get("personal")
@@ -91,10 +95,10 @@ PERFEDAVG = {
     **NEURAL,
     "perfedavg_parameters": """
         meta_learning_rate : float > 0, default=0.1
-            Step of the global net, :math:`\\beta`. The ``lr`` of the net is that of a client's
-            adaptation, :math:`\\alpha`. Without the Hessian large ones may diverge: the paper on
-            AdaPeD has 0.0001, with 0.1 here.
-        adapt_steps : int, default=1
+            Learning rate of the global net, :math:`\\beta`. The ``lr`` of the net is that of a
+            client's adaptation, :math:`\\alpha`. Without the Hessian a large ``lr`` may diverge:
+            the AdaPeD paper uses :math:`\\alpha = 0.0001` with :math:`\\beta = 0.1`.
+        adapt_steps : int >= 1, default=1
             Gradient steps with which every client adapts the global net to its own rows after the
             rounds.
         """,
@@ -102,10 +106,14 @@ PERFEDAVG = {
         Algorithm 1 of Fallah et al. (2020) in its first-order form. In each of `local_steps` steps
         a sampled client adapts its copy w on one batch, :math:`u = w - \\alpha \\nabla f(w)`, and
         moves it along the gradient at u on the next batch: :math:`w \\leftarrow w - \\beta \\nabla
-        f(u)`. The Hessian in the exact gradient is left out. A round so takes two batches a step.
+        f(u)`. The Hessian in the exact gradient is left out. So each step takes two batches. They
+        have no row in common only if a client has at least twice ``batch_size`` rows; one with at
+        most ``batch_size`` rows adapts to all of them and measures on the same ones, so give small
+        clients small batches. Weight decay is part of both gradients, and momentum is refused.
         After the rounds every client adapts the global net on its own training rows. The authors'
-        code adapts on labelled test rows, which tells more than a client knows. With noise it is on
-        the global net alone, as in FedAvg.
+        code adapts on labelled test rows, which tells more than a client knows. With
+        ``n_rounds=None`` the loss is that of the global net before it adapts. Noise is added to the
+        global net alone, as in FedAvg.
 
         Memory: one vector of parameters for each client; a round needs five for each client of a
         block, and two messages for each sampled client.

@@ -10,10 +10,9 @@ from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._docs import fill_doc
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn.linear_model._ppsgd._steps import alpha_of, step_sizes
-from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._pieces import Averaging, in_double
-from pfl_sklearn.neural_network._split import own_layers
+from pfl_sklearn.neural_network._split import KeepsLayers, own_layers
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
@@ -70,12 +69,11 @@ def with_deviation(server, deviation):
     return nets
 
 
-class _PPSGDNet(BaseNeural):
+class _PPSGDNet(KeepsLayers):
     _own_steps = True
     _parameter_constraints = {
-        **BaseNeural._parameter_constraints,
+        **KeepsLayers._parameter_constraints,
         "alpha": [Interval(Real, 0, math.inf, closed="both"), StrOptions({"auto"})],
-        "personal_layers": [StrOptions({"last"}), "array-like"],
     }
 
     def __init__(

@@ -14,7 +14,7 @@ from pfl_sklearn.neural_network._targets import NeuralClassifierMixin
 
 
 class _QuPeD(BaseNeural):
-    _needs_probabilities = True
+    _distils = True
     _parameter_constraints = {
         **BaseNeural._parameter_constraints,
         "distillation": [Interval(Real, 0, 1, closed="both")],

@@ -15,12 +15,14 @@ import torch
 from sklearn.base import clone, is_classifier
 from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import is_parametrized
 
 from pfl_sklearn._squares import check_squares
 from pfl_sklearn.neural_network._mlp import MLP
 
 READABLE = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.BCEWithLogitsLoss)
+_MEANS = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.MSELoss, torch.nn.L1Loss)
 _ATOMS = (bool, int, float, str, type(None))
 _SHARED = ("module", "criterion", "optimizer", "optimizer_", "dataset", "history_", "callbacks")
 _SHARED += ("callbacks_", "iterator_train", "iterator_valid", "train_split")
@@ -342,10 +344,11 @@ def probe(net, example):
     trial.module_.train()
     before = {name: values.clone() for name, values in trial.module_.named_buffers()}
     outputs, random = _passed(trial, example, 0)
+    known = _running(trial.module_)
     moving = tuple(
         name
         for name, values in trial.module_.named_buffers()
-        if values.is_floating_point() and not torch.equal(values, before[name])
+        if values.is_floating_point() and (name in known or not torch.equal(values, before[name]))
     )
     if not isinstance(outputs, torch.Tensor):
         raise ValueError(
@@ -353,6 +356,16 @@ def probe(net, example):
         )
     _check_probabilities_of(net, outputs)
     return Probed(tuple(outputs.shape[1:]), random, moving)
+
+
+def _running(module):
+    """Names of running statistics; what the example moves depends on its values."""
+    return {
+        f"{name}.{buffer}" if name else buffer
+        for name, layer in module.named_modules()
+        if isinstance(layer, _NormBase) and layer.track_running_stats
+        for buffer, _ in layer.named_buffers(recurse=False)
+    }
 
 
 def _check_copies(net):
@@ -435,6 +448,13 @@ def reads_plainly(net):
     """Whether losses and outputs are skorch's own, so that rows of clients may be put together."""
     losses = (NeuralNet.get_loss, NeuralNetClassifier.get_loss)
     return type(net).infer is NeuralNet.infer and type(net).get_loss in losses
+
+
+def is_mean(criterion):
+    """Whether a client's loss is the mean of losses of its rows."""
+    weighted = getattr(criterion, "weight", None) is not None
+    known = type(criterion) in _MEANS and criterion.reduction == "mean"
+    return known and not weighted and getattr(criterion, "ignore_index", -100) == -100
 
 
 def readout(net, outputs):

@@ -4,8 +4,24 @@ from functools import partial
 
 import numpy as np
 
+from pfl_sklearn._compat import StrOptions
 from pfl_sklearn._rounds.loop import Method, Update
+from pfl_sklearn.neural_network._base import BaseNeural, checks
 from pfl_sklearn.neural_network._pieces import Averaging
+
+
+class KeepsLayers(BaseNeural):
+    """Methods in which some of the layers, `personal_layers`, belong to clients."""
+
+    _parameter_constraints = {
+        **BaseNeural._parameter_constraints,
+        "personal_layers": [StrOptions({"last"}), "array-like"],
+    }
+
+    def _check_recipe(self, recipe, name):
+        super()._check_recipe(recipe, name)
+        if not isinstance(self.personal_layers, str):
+            checks().check_layers(recipe, self.personal_layers)
 
 
 def own_layers(setup, names):
@@ -19,21 +35,13 @@ def own_layers(setup, names):
     """
     engine = setup.engines.client
     found = np.zeros(engine.n_parameters, dtype=bool)
-    if isinstance(names, str):
-        names = [_last_name(engine)]
-    known = [part.name for part in engine.parts]
-    for name in names:
-        parts = [part for part in engine.parts if f"{part.name}.".startswith(f"{name}.")]
-        if not parts:
-            raise ValueError(
-                f"personal_layers has {name!r}, which is no trained layer or parameter of the "
-                f"module; its parameters are {', '.join(known)}."
-            )
-        for part in parts:
-            found[part.place] = True
+    layers = [_last_name(engine)] if isinstance(names, str) else names
+    places = {part.name: part.place for part in engine.parts}
+    for name in checks().parameters_in(layers, places):
+        found[places[name]] = True
     if setup.before is not None and np.any(setup.before.server["is_own"] != found):
         raise ValueError(
-            f"personal_layers={names!r} are others than in the rounds before, which these rounds "
+            f"personal_layers={names!r} differ from those of the rounds before, which these rounds "
             "continue; fit anew."
         )
     return found
@@ -42,12 +50,17 @@ def own_layers(setup, names):
 def _last_name(engine):
     try:
         return engine.last_layer.name
-    except ValueError:
-        known = ", ".join(part.name for part in engine.parts)
+    except ValueError as error:
+        known, last = ", ".join(part.name for part in engine.parts), "personal_layers='last'"
+        why = f"{last} cannot tell which layer is the last: {error} Or name"
+        if isinstance(error, checks().NoLastLayer):
+            why = (
+                f"{last} needs a module that ends with a trainable torch.nn.Linear, used once, "
+                "whose outputs are the logits of the classes or the predictions; name"
+            )
         raise ValueError(
-            "personal_layers='last' needs a module that ends with a trainable torch.nn.Linear, "
-            "used once, whose outputs are the logits of the classes or the predictions; name the "
-            f"layers that clients keep, by personal_layers. The module's parameters are {known}."
+            f"{why} the layers that clients keep, by personal_layers. The module's parameters are "
+            f"{known}."
         ) from None
 
 
@@ -57,6 +70,11 @@ def split(setup, own, local_steps, last_phase=None):
     ``local_steps(server, t, block)`` gives a block's nets after their steps and the losses (g,).
     """
     engine, shared = setup.engines.client, ~own
+    if own.all() and not setup.divides_by_count:
+        raise ValueError(
+            "personal_layers names all layers, so that nothing is left to clip, and a budget would "
+            "be spent on nothing; name fewer, or train every client alone (LocalNet)."
+        )
     averaging = Averaging(setup.n_expected, setup.divides_by_count)
 
     def init():

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression
 
@@ -18,15 +19,18 @@ from pfl_sklearn.neural_network import (  # noqa: E402
     MLP,
     AdaMixNetClassifier,
     AdaPeDClassifier,
+    APFLClassifier,
     FedAvgClassifier,
     FedAvgRegressor,
     FedEMClassifier,
+    FedMutualClassifier,
     FedPerClassifier,
     FedRepClassifier,
     LocalNetClassifier,
     LocalNetRegressor,
     PerFedAvgClassifier,
     PPSGDNetClassifier,
+    QuPeDClassifier,
 )
 from pfl_sklearn.priors import DirichletPrior  # noqa: E402
 from pfl_sklearn.privacy import PrivacyLedger  # noqa: E402
@@ -272,7 +276,14 @@ def test_who_diverged_and_when(cls, module):
     X[groups == 2] *= 1e30
     units = {"module__center": [0.0] * 7, "module__scale": [1.0] * 7}  # not those of the data
     net = recipe(module, **(units if module is MLP else {}))
-    refused(cls(net, random_state=0), r"in round 0 .*, at client u: ", X, y, names, error=DivergenceError)
+    refused(
+        cls(net, random_state=0),
+        r"in round 0 .*, at client u: ",
+        X,
+        y,
+        names,
+        error=DivergenceError,
+    )
 
 
 @pytest.mark.parametrize("module", [MLP, Dropped])
@@ -401,8 +412,64 @@ def test_clients_of_one_row_cannot_tell_how_well_a_net_adapts():
         PerFedAvgClassifier(net_of(), n_rounds=1).fit(X, y, groups=groups)
 
 
+class Zeros(nn.Linear):
+    """Logits that are 0 at first."""
+
+    def __init__(self):
+        super().__init__(7, 3)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
 def test_components_that_would_never_differ():
-    refused(FedEMClassifier(recipe(MLP(7, 3)), n_rounds=1), "same weights.*give the module's class")
+    refused(
+        FedEMClassifier(recipe(MLP(7, 3)), n_rounds=1), "an instance, .*give the module's class"
+    )
+    refused(FedEMClassifier(recipe(Zeros), n_rounds=1), "same weights every time.*n_components=1")
+
+
+def test_momentum_would_mix_adapted_nets_with_the_global_one():
+    net = net_of(optimizer__momentum=0.9)
+    refused(PerFedAvgClassifier(net, n_rounds=1), r"^optimizer__momentum=0\.9 .*leave it out")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        FedPerClassifier(recipe(Twofold), personal_layers=["head"]),
+        FedEMClassifier(net_of(criterion=nn.MultiMarginLoss)),
+        QuPeDClassifier(net_of(criterion=nn.MultiMarginLoss)),
+        FedMutualClassifier(net_of(criterion=nn.MultiMarginLoss)),
+        PerFedAvgClassifier(net_of(optimizer__momentum=0.9)),
+    ],
+    ids=repr,
+)
+def test_what_is_refused_without_data_is_not_charged(model, tmp_path):
+    ledger = PrivacyLedger(tmp_path / "ledger.jsonl")
+    refused(clone(model).set_params(ledger=ledger, **NOISE), "criterion|personal_layers|momentum")
+    assert ledger.entries == []
+
+
+def test_nothing_that_is_shared():
+    names = [name for name, _ in Twofold().named_parameters()]
+    model = FedPerClassifier(recipe(Twofold), personal_layers=names, **NOISE)
+    refused(model, "personal_layers names all layers.*budget would be spent on nothing")
+
+
+@pytest.mark.parametrize("cls", [FedRepClassifier, FedPerClassifier, PPSGDNetClassifier])
+def test_a_last_layer_whose_outputs_nobody_can_read(cls):
+    net = recipe(MLP, criterion=nn.MultiMarginLoss)
+    refused(cls(net, n_rounds=1), "^personal_layers='last' cannot tell .*criterion=MultiMarginLoss")
+
+
+def test_rounds_with_other_mixtures():
+    X, y, groups = table()
+    model = APFLClassifier(net_of(), n_rounds=1, warm_start=True, mixing=0.5)
+    model.fit(X, y, groups=groups).set_params(n_rounds=2)
+    with pytest.raises(ValueError, match=r"^mixing=1\.0 is not that of the rounds before"):
+        model.set_params(mixing=1.0).fit(X, y, groups=groups)
+    shares = model.set_params(mixing="adaptive").fit(X, y, groups=groups).mixing_
+    assert (shares != 0.5).any()
 
 
 def test_losses_that_are_no_means_of_rows():

@@ -1,5 +1,7 @@
 """Methods that AdaPeD is compared with: their limits, and exact numbers of others."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -81,7 +83,7 @@ def test_a_mixture_of_ones_own_net_alone_is_local(stacking):
 def test_shares_adapt_towards_the_better_net(stacking):
     """Shares fall where own nets are worse; they are steps along the gradient, within [0, 1]."""
     model = fitted(APFLClassifier, mixing="adaptive", n_rounds=40, client_fraction=1.0)
-    shares = model._progress.state.clients["mixing"]
+    shares = model.mixing_
     assert ((shares >= 0) & (shares <= 1)).all()
     assert (shares != 0.5).all()
     assert shares.std() > 1e-3
@@ -204,10 +206,65 @@ def test_groups_of_clients_are_found(cls):
     y = ((X[:, 0] + X[:, 1] > 0) == (groups % 2 == 0)).astype(int)
     net = recipe(DoubleMLP, module__n_outputs=2, batch_size=10)
     model = cls(net, n_rounds=60, random_state=0).fit(X, y, groups=groups)
-    clients = model._progress.state.clients
-    belongs = clients["belongs" if "belongs" in clients else "weights"].argmax(axis=1)
+    belongs = model.responsibilities_.argmax(axis=1)
     assert (belongs == belongs[np.arange(20) % 2]).all()
     assert belongs[0] != belongs[1]
+    np.testing.assert_array_equal(
+        model.for_client(3).responsibilities_, model.responsibilities_[3:4]
+    )
+
+
+def test_centres_part_even_if_nobody_takes_part_in_the_first_round():
+    X, y, groups = table()
+    model = AdaMixNetClassifier(recipe(DoubleMLP), n_rounds=1, client_fraction=0.01, random_state=0)
+    model.set_params(warm_start=True).fit(X, y, groups=groups)
+    assert np.ptp(model._progress.state.server["centres"], axis=0).max() == 0
+    np.testing.assert_array_equal(model.responsibilities_, 0.5)
+    model.set_params(n_rounds=2, client_fraction=1.0).fit(X, y, groups=groups)
+    assert np.ptp(model._progress.state.server["centres"], axis=0).max() > 0
+
+
+@pytest.mark.parametrize("cls", [FedEMClassifier, AdaMixNetClassifier])
+def test_one_client_has_one_component(cls):
+    X, y, groups = table(sizes=[20])
+    model = cls(recipe(DoubleMLP), n_rounds=1).fit(X, y, groups=groups)
+    assert model.responsibilities_.shape == (1, 1)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_mixtures_of_nets_with_running_statistics(bias):
+    """Every component has its own, also where a row of zeros would not move them."""
+    X, y, groups = table(sizes=[20, 30])
+    model = FedEMClassifier(recipe(Running, module__bias=bias), n_rounds=3, random_state=0)
+    model.fit(X, y, groups=groups)
+    nets = [copy.deepcopy(net).eval() for net in model.net_.module_.components]
+    assert all(net.norm.running_mean.abs().min() > 0 for net in nets)
+    assert (nets[0].norm.running_mean != nets[1].norm.running_mean).all()
+    with torch.no_grad():
+        found = [torch.softmax(net(torch.from_numpy(X)), dim=1).numpy() for net in nets]
+    weights = model.responsibilities_[groups]
+    expected = weights[:, :1] * found[0] + weights[:, 1:] * found[1]
+    np.testing.assert_allclose(model.predict_proba(X, groups=groups), expected, atol=1e-12)
+
+
+class Running(nn.Module):
+    def __init__(self, bias):
+        super().__init__()
+        self.first, self.norm = nn.Linear(7, 5, bias=bias), nn.BatchNorm1d(5)
+        self.last = nn.Linear(5, 3)
+        self.double()
+
+    def forward(self, X):
+        return self.last(torch.relu(self.norm(self.first(X))))
+
+
+def test_a_pass_takes_every_row_once():
+    """Where steps take two batches, a pass has half as many rounds."""
+    X, y, groups = table(sizes=[40, 40])
+    given = {"local_steps": 2, "random_state": 0}
+    plain = FedAvgClassifier(recipe(DoubleMLP), **given).partial_fit(X, y, groups=groups)
+    meta = PerFedAvgClassifier(recipe(DoubleMLP), **given).partial_fit(X, y, groups=groups)
+    assert (plain.n_rounds_, meta.n_rounds_) == (5, 3)
 
 
 # Numbers of others --------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ each of these ways, and twelve methods train on about eighteen rows of each clie
 # Three kinds of clients
 # ----------------------
 # A fifth of every client's rows is for training. In the first table clients have three of the ten
-# digits each. In the others they have all digits. In the second every client turns its images and
-# may invert them; in the third half of the clients name the digits in reverse order.
+# digits each. In the others they have all digits. In the second every client turns its images, and
+# every second one inverts them; in the third half of the clients name the digits in reverse order.
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd

@@ -98,7 +98,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         Parameters
         ----------
         X : {array-like, sparse matrix} of shape (n_rows, d)
-            Features.
+            Features. Nets take rows of any shape, but no sparse matrices.
         y : array-like of shape (n_rows,) or (n_rows, n_outputs)
             Responses, or class labels.
         groups : array-like of shape (n_rows,), default=None

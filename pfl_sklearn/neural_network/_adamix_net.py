@@ -145,11 +145,13 @@ ADAMIXNET = {
         agree: here `proximal` gives the variance, and centres and their shares are estimated. In
         every round a sampled client trains its own net with a pull towards the mean of the centres
         that it belongs to, finds how much it belongs to each, and sends its weighted differences
-        from the centres and these weights. Weights are drawn by chance at first, so that the
-        centres part. A centre moves by the weighted mean of the differences, over one client at
-        least: one that hardly anybody belongs to hardly moves. The population's net, that of
-        clients which ``fit`` did not see, is the weighted mean of the centres. With noise the
-        differences and the weights are clipped together, as one vector, and get noise once.
+        from the centres and these weights. As long as the centres are equal, weights are drawn at
+        random, so that the centres separate. A centre moves by the weighted mean of the
+        differences, over a total weight of at least one client: one with few clients hardly moves.
+        How much a client belongs to a centre depends on the number of its rows in this call of
+        ``fit`` or ``partial_fit``. The population's net, that of clients which ``fit`` did not see,
+        is the weighted mean of the centres. With noise the differences and the weights are clipped
+        together, as one vector, and get noise once.
 
         Memory: one vector of parameters for each client; a round needs M + 3 for each client of a
         block, and two messages of M vectors for each sampled client.

@@ -135,7 +135,7 @@ APFL = {
         beside it a net v of its own by the gradient of the mixture's loss: :math:`v \\leftarrow v -
         \\eta \\alpha \\nabla f(\\alpha v + (1 - \\alpha) w)`. It predicts with the mixture of v and
         the latest global net. The own net starts as the global one does. An adaptive share takes
-        one gradient step a round, within [0, 1], with the rate of the net. With noise it is on the
+        one gradient step a round, within [0, 1], with the rate of the net. Noise is added to the
         global net alone, as in FedAvg.
 
         Memory: one vector of parameters for each client; a round needs eight for each client of a

@@ -75,9 +75,9 @@ DITTO = {
         weights. In every round a sampled client takes the steps of FedAvg from the global net w and
         sends what they changed; then it takes as many on its own net v, on the same batches:
         :math:`v \\leftarrow (v - \\eta g + \\eta \\lambda w) / (1 + \\eta \\lambda)`, with
-        `proximal` as :math:`\\lambda`. The paper steps explicitly, which diverges for
-        :math:`\\eta \\lambda > 2`. Personal nets start as the global one does and go on from
-        round to round. With noise it is on the global net alone, as in FedAvg.
+        `proximal` as :math:`\\lambda`. The paper steps explicitly, which diverges for :math:`\\eta
+        \\lambda > 2`. Personal nets start as the global one does and go on from round to round.
+        Noise is added to the global net alone, as in FedAvg.
 
         Memory: one vector of parameters for each client; a round needs six for each client of a
         block, and two messages for each sampled client.

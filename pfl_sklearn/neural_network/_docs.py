@@ -25,7 +25,7 @@ NEURAL = {
             Rounds after which ``fit`` ends with a ``ConvergenceWarning`` if the loss is not flat.
         """,
     "steps": """
-        local_steps : int, default=10
+        local_steps : int >= 1, default=10
             Gradient steps of a sampled client in a round, on batches of ``batch_size`` rows of the
             net, or all its rows if it has fewer. Momentum starts anew in every round.
         """,

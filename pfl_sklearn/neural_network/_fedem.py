@@ -105,13 +105,19 @@ FEDEM = {
         means, :math:`\\pi_{ic} = \\mathrm{mean}_j \\, q_{jc}`. Then it takes the steps of FedAvg
         with each net, in which row j has the weight :math:`q_{jc}`, and sends what changed in all
         of them. The paper takes all rows of a client for the first part; that is the same where
-        `local_steps` batches hold them all. A client predicts with the weighted mean of what the
-        nets predict: of probabilities for classes, of responses in regression. Nets start apart,
-        from random weights. A client that ``fit`` did not see gets the average weights of the
-        clients in the last round or, with `clip_norm`, equal ones: weights are not released. With
-        noise all nets are clipped together, as one vector, and get noise once.
+        `local_steps` batches hold them all. Nets are in training mode in both parts. In regression
+        :math:`\\ell_c` is the criterion itself, for which squared errors mean a variance of 1/2:
+        responses should be in standard units, as those of the default net are in a fit without
+        noise. The criterion has to be a mean over rows (``CrossEntropyLoss``, ``NLLLoss``,
+        ``MSELoss`` or ``L1Loss`` without class weights), and the module must be a class rather than
+        an instance, since its components are drawn one by one. A client predicts with the weighted
+        mean of what the nets predict: of probabilities for classes, of responses in regression.
+        Nets start apart, from random weights. A client that ``fit`` did not see gets the average
+        weights of the clients in the last round or, with `clip_norm`, equal ones: weights are not
+        released. With noise all nets are clipped together, as one vector, and get noise once.
 
-        A vector of parameters has the weights first, then those of one net after the other.
+        A vector of parameters has the weights first, then the parameters of one net after the
+        other, then buffers that training moves.
 
         Memory: one such vector for each client; a round needs two for each client of a block, and
         two messages of the size of all nets for each sampled client.
@@ -127,7 +133,7 @@ FEDEM = {
 class FedEMClassifier(NeuralClassifierMixin, _FedEM):
     r"""Classification by FedEM: every client mixes several global nets.
 
-    Clients differ in how much of each net they take.
+    Clients differ in the weights of the nets.
 
     Parameters
     ----------
@@ -182,7 +188,7 @@ class FedEMClassifier(NeuralClassifierMixin, _FedEM):
 class FedEMRegressor(NeuralRegressorMixin, _FedEM):
     r"""Regression by FedEM: every client mixes several global nets.
 
-    Clients differ in how much of each net they take.
+    Clients differ in the weights of the nets.
 
     Parameters
     ----------

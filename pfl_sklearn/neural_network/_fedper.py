@@ -65,8 +65,9 @@ FEDPER = {
         Algorithm 1 of Arivazhagan et al. (2019), with a number of steps in place of epochs, and
         with equal weights. In every round a sampled client trains the shared layers and its own
         together, keeps its own and sends what changed in the shared ones. A client that ``fit`` did
-        not see gets the personal layers that all clients started from, which know nothing: hand
-        such clients a net that is shared as a whole. With noise it is on the shared layers alone.
+        not see gets the personal layers that all clients started from, which nobody trained, so its
+        predictions are much worse, and so are those of a released model: use FedAvg or PPSGDNet for
+        such clients. Noise is added to the shared layers alone.
 
         Memory: one vector of parameters for each client; a round needs three for each client of a
         block, and two messages for each sampled client.

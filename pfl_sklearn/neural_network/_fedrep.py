@@ -91,17 +91,18 @@ FEDREP = {
             Modules or parameters of the net, by name, that every client keeps to itself, such as
             ``["layers.4", "last"]``. "last" is the ``torch.nn.Linear`` that gives the logits.
             Without any name all layers are shared.
-        head_steps : int, default=10
+        head_steps : int >= 1, default=10
             Gradient steps of the personal layers in a round, before `local_steps` of the shared
-            ones.
+            layers alone.
         """,
     "fedrep_notes": """
         Algorithm 1 of Collins et al. (2021), with steps on batches. In every round a sampled client
         fits its own layers to the shared ones by `head_steps` steps, then moves the shared ones by
         `local_steps` steps and sends what changed. After the rounds all clients fit their own
         layers to the final shared ones, by as many steps. A client that ``fit`` did not see gets
-        the personal layers that all clients started from, which know nothing: hand such clients a
-        net that is shared as a whole. With noise it is on the shared layers alone.
+        the personal layers that all clients started from, which nobody trained, so its predictions
+        are much worse, and so are those of a released model: use FedAvg or PPSGDNet for such
+        clients. Noise is added to the shared layers alone.
 
         Memory: one vector of parameters for each client; a round needs five for each client of a
         block, and two messages for each sampled client.

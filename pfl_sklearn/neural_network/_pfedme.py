@@ -111,11 +111,13 @@ PFEDME = {
         proximal : float >= 0, default=1.0
             Weight of half the squared distance between a client's net and its copy of the global
             one, :math:`\\lambda`. Steps are explicit: keep the net's ``lr`` times this below 2.
-        personal_steps : int, default=5
-            Gradient steps of a personal net for each step of the client's copy, on the same batch.
+        personal_steps : int >= 1, default=5
+            Gradient steps of a personal net for each step of the client's copy, on the same batch:
+            a round has `local_steps` times as many.
         local_learning_rate : float > 0, default=0.1
-            Step of the copy towards the personal net, over `proximal`, :math:`\\eta`. The net's
-            ``lr`` is that of personal steps.
+            Learning rate of the copy, :math:`\\eta`: in each step it moves towards the personal net
+            by `local_learning_rate` times `proximal` of the way, which should be at most 1. The
+            net's ``lr`` is the learning rate of personal steps.
         server_learning_rate : float > 0, default=1.0
             Factor on the average change of the global net, :math:`\\beta`.
         """,
@@ -128,7 +130,8 @@ PFEDME = {
         as in the authors' code, whose defaults are a `proximal` of 15 and a `local_learning_rate`
         of 0.005. After the rounds every client takes the personal steps of one round around the
         final global net, on its own rows; these are the nets of the clients. That reveals nothing
-        to others. With noise it is on the global net alone, as in FedAvg.
+        to others. With ``n_rounds=None`` the loss is that of the global net. Noise is added to the
+        global net alone, as in FedAvg.
 
         Memory: one vector of parameters for each client; a round needs six for each client of a
         block, and two messages for each sampled client.

@@ -116,8 +116,9 @@ PPSGDNET = {
     **NEURAL,
     "ppsgdnet_parameters": """
         alpha : float in [0, inf] or "auto", default="auto"
-            Step of the common head over that of the clients' own, over the number of clients
-            expected in a round. With 0 heads are the clients' alone, with inf there is the common
+            Ratio of the step of the common head to that of the clients' own heads, divided by the
+            number of clients expected in a round. With 0 heads are the clients' alone, and the
+            common one, which new clients get, stays as it was drawn; with inf there is the common
             one alone, which is FedAvg. "auto" is 30 over that number.
         personal_layers : "last" or sequence of str, default="last"
             Modules or parameters of the net, by name, that make the head, such as ``["layers.4",

@@ -70,8 +70,8 @@ QUPED = {
         + \\lambda \\, \\mathrm{KL}(p_w \\| p_\\theta)` with its own net, and then one on
         :math:`\\lambda \\, \\mathrm{KL}(p_w \\| p_\\theta)` with its copy w of the global net, at
         the new :math:`\\theta`. Divergences are means over the rows of a batch, without a
-        temperature. Own nets start as the global one does. With noise it is on the global net
-        alone, as in FedAvg.
+        temperature. Own nets start as the global one does. Noise is added to the global net alone,
+        as in FedAvg.
 
         Memory: one vector of parameters for each client; a round needs four for each client of a
         block, and two messages for each sampled client.

@@ -442,7 +442,7 @@ def test_momentum_would_mix_adapted_nets_with_the_global_one():
         FedMutualClassifier(net_of(criterion=nn.MultiMarginLoss)),
         PerFedAvgClassifier(net_of(optimizer__momentum=0.9)),
     ],
-    ids=repr,
+    ids=lambda model: type(model).__name__,
 )
 def test_what_is_refused_without_data_is_not_charged(model, tmp_path):
     ledger = PrivacyLedger(tmp_path / "ledger.jsonl")

@@ -10,7 +10,8 @@ each; the images come from PFL_SKLEARN_DATA.
     python benchmarks/compare_nets.py --budget-minutes 60            # go on for an hour
     python benchmarks/compare_nets.py --only mnist-20 private-3.35   # some of the clients
     python benchmarks/compare_nets.py --quick                        # a check, in seconds
-    python benchmarks/compare_nets.py --page docs/comparison.rst     # write what is complete
+    python benchmarks/compare_nets.py --page docs/comparison.rst \
+        --best docs/user_guide/best_methods.inc                      # write what is complete
 """
 
 import argparse
@@ -413,15 +414,49 @@ def _differences(regime, by_method):
 
 def page(plan, results, complete):
     """Page of all tables; of regimes whose methods all have results, if it is to be `complete`."""
-    parts, n_rounds = [], {r.n_rounds for r in plan.regimes.values() if r.printed_epsilon is None}
-    private = False
-    for name, by_method in tested(plan, results).items():
-        regime = plan.regimes[name]
-        if not complete or len(by_method) == len(plan.methods_of(regime)):
-            parts.append(table_of(regime, by_method))
-            private = private or regime.printed_epsilon is not None
+    n_rounds = {r.n_rounds for r in plan.regimes.values() if r.printed_epsilon is None}
+    found = tested(plan, results)
+    if complete:
+        found = completed(plan, found)
+    private = any(plan.regimes[name].printed_epsilon is not None for name in found)
+    parts = [table_of(plan.regimes[name], by_method) for name, by_method in found.items()]
     text = PAGE.format(smallest=SMALLEST, n_rounds=" or ".join(map(str, sorted(n_rounds))))
     return "\n".join([text, *[PRIVACY] * private, *parts])
+
+
+def completed(plan, found):
+    """Regimes whose methods all have results."""
+    sizes = {name: len(plan.methods_of(regime)) for name, regime in plan.regimes.items()}
+    return {name: some for name, some in found.items() if len(some) == sizes[name]}
+
+
+def best(plan, results):
+    """Table of the best methods of every complete regime, beside one net for all and nets alone."""
+    head = "Clients, Highest accuracy, One net for all, Each alone, Lowest log-loss"
+    lines = [".. Written by benchmarks/compare_nets.py.", "", ".. csv-table::"]
+    lines += ["   :header-rows: 1", "   :widths: 30 38 8 8 16", "", f"   {head}"]
+    for name, by_method in completed(plan, tested(plan, results)).items():
+        row = plan.regimes[name].title, *_best_of(by_method)
+        lines.append("   " + ", ".join(f'"{value}"' for value in row))
+    return "\n".join([*lines, ""])
+
+
+def _best_of(by_method):
+    """Up to three methods within a standard deviation of the best, and others beside them.
+
+    Of those whose figures are the same the first one stands for all.
+    """
+    seeds = {m: 100 * np.array([each["accuracy"] for each in by_method[m]]) for m in by_method}
+    accuracy = {method: values.mean() for method, values in seeds.items()}
+    loss = {m: np.mean([each["log_loss"] for each in by_method[m]]) for m in by_method}
+    ranked = sorted(accuracy, key=lambda method: -round(accuracy[method], 1))
+    floor = accuracy[ranked[0]] - seeds[ranked[0]].std()
+    figures = {f"{accuracy[m]:.1f}": m for m in reversed(ranked) if accuracy[m] >= floor}
+    close = [f"{method} {figure}" for figure, method in list(figures.items())[:-4:-1]]
+    common = accuracy.get("FedAvg", accuracy.get("DP-FedAvg"))
+    sharpest = min(loss, key=loss.get)
+    last = f"{sharpest} {loss[sharpest]:.3f}"
+    return "; ".join(close), f"{common:.1f}", f"{accuracy['Local']:.1f}", last
 
 
 def main():
@@ -433,6 +468,7 @@ def main():
     parser.add_argument("--budget-minutes", type=float, default=math.inf)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "compare_nets")
     parser.add_argument("--page", type=Path, help="write the page of complete tables here")
+    parser.add_argument("--best", type=Path, help="write the table of the best methods here")
     parser.add_argument("--plan", action="store_true", help="print what is left to do")
     parser.add_argument("--quick", action="store_true", help="a check on few rows")
     options = parser.parse_args()
@@ -444,8 +480,11 @@ def main():
         plan = Plan({name: REGIMES[name] for name in names}, options.methods)
     if options.plan:
         print_plan(plan, results)
-    elif options.page:
-        options.page.write_text(page(plan, results, complete=True), encoding="utf-8")
+    elif options.page or options.best:
+        if options.page:
+            options.page.write_text(page(plan, results, complete=True), encoding="utf-8")
+        if options.best:
+            options.best.write_text(best(plan, results), encoding="utf-8")
     else:
         run(plan, results, time.time() + 60 * options.budget_minutes)
         print(page(plan, results, complete=False))

@@ -188,6 +188,9 @@ def test_the_page_of_the_comparison_is_of_the_results(compare_nets, regimes):
     written = compare_nets.page(compare_nets.Plan(regimes.REGIMES), results, complete=True)
     page = BENCHMARKS.parent / "docs" / "comparison.rst"
     assert page.read_text(encoding="utf-8") == written
+    table = BENCHMARKS.parent / "docs" / "user_guide" / "best_methods.inc"
+    best = compare_nets.best(compare_nets.Plan(regimes.REGIMES), results)
+    assert table.read_text(encoding="utf-8") == best
     assert "MNIST, 50 clients with 3 classes, 20 rows each" in written
 
 

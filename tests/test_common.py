@@ -421,6 +421,7 @@ def test_order_preserving_renaming_of_clients_changes_nothing(estimator):
     np.testing.assert_array_equal(second.clients_, names[first.clients_])
 
 
+@pytest.mark.slow
 @every
 @pytest.mark.parametrize(
     "container",
@@ -442,6 +443,7 @@ def test_containers_and_types_of_ids(estimator, container):
     np.testing.assert_array_equal(response(plain, X, groups), response(other, X, container(groups)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("estimator", "frame"),
     [
@@ -879,6 +881,7 @@ TELLING = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("estimator", "names"),
     [

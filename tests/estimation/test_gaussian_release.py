@@ -91,6 +91,7 @@ def test_a_trusted_server_costs_next_to_nothing(epsilon):
         assert bought.noise_variance_ == pytest.approx(0.25, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("m", [3, 6])
 def test_bought_spread_is_unbiased_for_few_clients(m):
     """Next to no noise, and a floor far below: the estimated mean follows the clients."""

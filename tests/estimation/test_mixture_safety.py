@@ -62,6 +62,7 @@ def test_a_group_without_a_component(prior, epsilon, share, far, clip_norm):
         np.testing.assert_allclose(model.stds_[outside], math.sqrt(0.05))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params",
     [

@@ -85,6 +85,7 @@ def values_of(model, feature):
     return model.coef_[:, k], model.coef_std_[:, k], *population
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature", ["intercept", "dose", "age"])
 @pytest.mark.parametrize("extras", [False, True])
 def test_rows(feature, extras):

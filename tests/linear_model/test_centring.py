@@ -39,6 +39,7 @@ def predicted(model, X, groups):
     return model.predict(X, groups=groups)
 
 
+@pytest.mark.slow
 @every
 @pytest.mark.parametrize("covariance_type", ["diag", "full"])
 @pytest.mark.parametrize("mean", [False, True])

@@ -21,6 +21,7 @@ def linear(prior, m=40, **params):
     return PersonalizedLinearRegression(prior, **params).fit(X, y, groups=codes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("covariance_type", ["spherical", "diag", "full"])
 def test_quantiles_and_information_agree_where_clients_are_many(covariance_type):
     prior = GaussianPrior(covariance_type=covariance_type)

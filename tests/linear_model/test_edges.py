@@ -39,6 +39,7 @@ def test_sparse_deviations_do_not_depend_on_the_units(factor):
     np.testing.assert_allclose(moved.coef_ * units, plain.coef_, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [1e3, 1e5, 1e7])
 def test_a_full_covariance_does_not_depend_on_where_a_feature_is_zero(shift):
     X, y, groups = table(40, 10, 1)

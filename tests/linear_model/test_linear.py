@@ -548,6 +548,7 @@ def test_shift_of_fixed_features(covariance_type, shift):
         assert other.log_likelihood_ == pytest.approx(model.log_likelihood_, abs=1e-5)
 
 
+@pytest.mark.slow
 @every_shape
 def test_order_of_rows_and_names_of_clients(covariance_type):
     X, y, codes, _ = table()
@@ -564,6 +565,7 @@ def test_order_of_rows_and_names_of_clients(covariance_type):
     np.testing.assert_array_equal(other.clients_, names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "estimator",
     [

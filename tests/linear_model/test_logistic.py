@@ -589,6 +589,7 @@ def test_an_unseen_client_gets_the_population_model():
     np.testing.assert_allclose(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_classes", [2, 3])
 @pytest.mark.parametrize("prior", [GaussianPrior(), GaussianPrior(0.0, 1.0)], ids=["?", "known"])
 def test_results_do_not_depend_on_the_number_of_jobs(n_classes, prior):

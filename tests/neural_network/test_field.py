@@ -197,6 +197,7 @@ def test_one_centre_is_the_mean_of_the_clients(stacking):
     np.testing.assert_allclose(model.population_parameters_, mean, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [AdaMixNetClassifier, FedEMClassifier])
 def test_groups_of_clients_are_found(cls):
     """Half of the clients have the labels of the others the other way round."""

@@ -72,6 +72,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @every_method
 @pytest.mark.parametrize("kind", KINDS)
 def test_clients_nets(method, kind):

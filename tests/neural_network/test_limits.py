@@ -288,6 +288,7 @@ ADAPED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("direction", "global_loss", "start_round", "options"), ADAPED)
 def test_adaped_client_by_client(direction, global_loss, start_round, options):
     (X, y, groups), module = table(), module_of()

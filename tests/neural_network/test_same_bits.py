@@ -90,6 +90,7 @@ def assert_same_fit(one, other):
     assert one.privacy_ == other.privacy_
 
 
+@pytest.mark.slow
 @every_pair
 def test_threads_blocks_interruptions_and_warm_starts(tmp_path, monkeypatch, method, net):
     model, data = model_and_data(method, net)

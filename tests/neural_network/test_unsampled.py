@@ -114,6 +114,7 @@ class Listing:
         return [weights(own if begun else self.shared) for begun, own in pairs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [True, False])
 @pytest.mark.parametrize(
     ("most", "start_round", "options"),

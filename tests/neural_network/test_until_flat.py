@@ -222,6 +222,7 @@ def test_other_modules_are_judged_in_evaluation_mode(net, checks):
     assert loss == pytest.approx(weights @ -np.log(found) / weights.sum(), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tuned", "adaped", "local"])
 def test_the_same_bits(name, tmp_path, monkeypatch):
     model, data = MODELS[name]().set_params(max_rounds=7), table()

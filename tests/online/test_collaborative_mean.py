@@ -112,6 +112,7 @@ def test_cost_of_all_values_where_they_lie_between_two_messages(mechanism, horiz
     assert attained == pytest.approx(promised, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["blue", "last"])
 @pytest.mark.parametrize("mechanism", ["sqrt", "tree", "pm1", "pm2"])
 def test_messages_are_unbiased_with_the_stated_variance(mechanism, weights):

@@ -159,6 +159,7 @@ def test_known_divergences_at_twenty_rows(kind, dirichlet, sparse):
     assert found[2] > 2 * found[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["unequal", "mixed", *slow(["equal", "skewed", "around", "alike"])]
 )

@@ -54,6 +54,7 @@ def test_without_noise_it_is_sklearns_mixture(covariance_type):
     np.testing.assert_allclose(ours.weights, theirs.weights_[order], atol=2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("common", [True, False])
 @pytest.mark.parametrize("covariance_type", TYPES)
 def test_noisy_fits_are_stationary(covariance_type, common):

@@ -234,6 +234,7 @@ OLD_FILE = """\
 """
 
 
+@pytest.mark.slow
 def test_a_file_that_holds_sizes_of_samples_is_read(path):
     """Entries used to hold `n_sampled`, which no epsilon ever depended on."""
     path.write_text(OLD_FILE)

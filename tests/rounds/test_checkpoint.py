@@ -43,6 +43,7 @@ CONFIGURATIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("params", "sparse"), CONFIGURATIONS, ids=str)
 @pytest.mark.parametrize("at", [7, 29])
 def test_an_interrupted_fit_ends_in_the_same_bits(tmp_path, params, sparse, at):

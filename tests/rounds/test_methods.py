@@ -259,6 +259,7 @@ def test_a_client_cannot_write_the_servers_state():
         run_rounds(cheating, rows, start(method, rows, release), plan, release)
 
 
+@pytest.mark.slow
 def test_a_method_without_messages():
     """Every client by itself."""
 

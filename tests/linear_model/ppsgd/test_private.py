@@ -31,6 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 NOISE = {"noise_multiplier": 1.5, "clip_norm": 0.7, "learning_rate": 0.05}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighting", ["samples", "clients"])
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def known_epsilon(z, n_rounds, rate, delta, sensitivity):
 # Golden values ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_golden_values():
     assert poisson_epsilon(1.0, 2000, 0.02, 1e-4) == pytest.approx(4.84, abs=0.005)
     assert 31.0 <= fixed_epsilon(1.0, 2000, 0.02, 1e-4, adversary="outsiders") <= 37.9

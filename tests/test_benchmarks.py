@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -192,6 +193,17 @@ def test_the_page_of_the_comparison_is_of_the_results(compare_nets, regimes):
     best = compare_nets.best(compare_nets.Plan(regimes.REGIMES), results)
     assert table.read_text(encoding="utf-8") == best
     assert "MNIST, 50 clients with 3 classes, 20 rows each" in written
+
+
+def test_the_guide_quotes_the_comparison():
+    """Every figure with one decimal in the section on methods is one of the page's."""
+    docs = BENCHMARKS.parent / "docs"
+    guide = (docs / "user_guide" / "neural_networks.rst").read_text(encoding="utf-8")
+    section = guide.partition(".. _which_method:")[2].partition("\nPrivacy\n-------")[0]
+    quoted = set(re.findall(r"(?<![\d.])\d+\.\d(?!\d)", section))
+    known = set(re.findall(r"\d+\.\d+", (docs / "comparison.rst").read_text(encoding="utf-8")))
+    assert len(quoted) > 50
+    assert not quoted - known
 
 
 def test_settings_with_which_a_fit_diverges_give_way(compare_nets):

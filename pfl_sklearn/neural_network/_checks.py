@@ -4,7 +4,6 @@ import inspect
 import math
 from numbers import Integral, Real
 
-import numpy as np
 import torch
 from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier, NeuralNetRegressor
 from skorch.callbacks import LRScheduler
@@ -262,8 +261,14 @@ def check_plain_steps(recipe):
 def check_layers(recipe, names):
     """Raise ValueError if the module has no such layers; those of the default net depend on X."""
     if recipe.module is not MLP:
-        module = initialized(recipe, 0).module_
-        parameters_in(names, [name for name, _ in module.named_parameters()])
+        known = [name for name, _ in initialized(recipe, 0).module_.named_parameters()]
+        last = stands_for_last(names, known)
+        parameters_in([name for name in names if not last or name != "last"], known)
+
+
+def stands_for_last(names, known):
+    """Whether "last" among names means the last layer, since no parameter's name begins so."""
+    return "last" in names and not any(f"{each}.".startswith("last.") for each in known)
 
 
 def parameters_in(names, known):
@@ -275,7 +280,7 @@ def parameters_in(names, known):
         If there is none with a name.
     """
     found = []
-    for name in names if np.ndim(names) else [names]:
+    for name in names:
         own = [each for each in known if f"{each}.".startswith(f"{name}.")]
         if not own:
             raise ValueError(

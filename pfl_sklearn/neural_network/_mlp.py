@@ -1,5 +1,6 @@
 """The small net that estimators use where none is given."""
 
+from collections import OrderedDict
 from numbers import Integral
 
 import torch
@@ -98,16 +99,20 @@ class MLP(nn.Module):
     ):
         super().__init__()
         layers, width = [nn.Flatten()], n_inputs
-        if center is not None or scale is not None:
-            layers.append(Standardized(center or [0.0] * width, scale or [1.0] * width))
         for units in (hidden,) if isinstance(hidden, Integral) else hidden:
             layers += [nn.Linear(width, int(units)), nn.ReLU()]
             width = int(units)
         layers.append(nn.Linear(width, n_outputs))
+        named = {str(k): layer for k, layer in enumerate(layers)}  # whether there are units or not
+        first = {"0": named.pop("0")}
+        if center is not None or scale is not None:
+            width = n_inputs
+            first["inputs"] = Standardized(center or [0.0] * width, scale or [1.0] * width)
+        last = {}
         if output_center is not None or output_scale is not None:
             center = output_center or [0.0] * n_outputs
-            layers.append(Unstandardized(center, output_scale or [1.0] * n_outputs))
-        self.layers = nn.Sequential(*layers)
+            last["outputs"] = Unstandardized(center, output_scale or [1.0] * n_outputs)
+        self.layers = nn.Sequential(OrderedDict(first | named | last))
 
     def forward(self, X):
         """Outputs (n_rows, n_outputs) of rows (n_rows, ...)."""

@@ -11,30 +11,28 @@ from pfl_sklearn._docs import fill_doc
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn.linear_model._ppsgd._steps import alpha_of, step_sizes
 from pfl_sklearn.neural_network._docs import NEURAL
-from pfl_sklearn.neural_network._pieces import Averaging, in_double
-from pfl_sklearn.neural_network._split import KeepsLayers, own_layers
+from pfl_sklearn.neural_network._pieces import in_double
+from pfl_sklearn.neural_network._split import KeepsLayers, averaged_part, own_layers
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
 def ppsgd_net(setup, alpha, head):
     """The method; `head` (p,) says which parameters belong to the head."""
     engine = setup.engines.client
-    averaging = Averaging(setup.n_expected, setup.divides_by_count)
     steps = step_sizes(alpha_of(alpha, setup.n_expected), 1.0, setup.n_expected)
+    sends_head = steps.population or head.all()  # without one as PPSGDClassifier, if all is head
+    shared = np.ones_like(head) if sends_head else ~head
+    averaging, server_update, shapes = averaged_part(setup, shared)
 
     def init():
         own = np.zeros((setup.n_clients, int(head.sum())), dtype=engine.array_dtype)
         return {"global": engine.start(), "is_own": head}, {"deviation": own}
 
-    return Method(
-        init,
-        partial(ppsgd_update, setup, averaging, steps, head),
-        averaging.server_update,
-        averaging.shapes(**{"global": (engine.n_parameters,)}),
-    )
+    update = partial(ppsgd_update, setup, averaging, steps, head, shared)
+    return Method(init, update, server_update, shapes)
 
 
-def ppsgd_update(setup, averaging, steps, head, server, t, batch, clients):
+def ppsgd_update(setup, averaging, steps, head, shared, server, t, batch, clients):
     """What a block's clients changed in the representation and the common head, and their own."""
 
     def local_steps(block):
@@ -44,7 +42,7 @@ def ppsgd_update(setup, averaging, steps, head, server, t, batch, clients):
         moved = change[:, head] * (1 / (steps.population + steps.local))
         change[:, head] = steps.population * moved
         kept = {"deviation": own + (steps.local * moved).astype(own.dtype)}
-        return Update(averaging.message(**{"global": change}), kept, losses)
+        return Update(averaging.message(shared=change[:, shared]), kept, losses)
 
     return setup.engines.client.run(local_steps, batch, clients)
 
@@ -118,8 +116,9 @@ PPSGDNET = {
         alpha : float in [0, inf] or "auto", default="auto"
             Ratio of the step of the common head to that of the clients' own heads, divided by the
             number of clients expected in a round. With 0 heads are the clients' alone, and the
-            common one, which new clients get, stays as it was drawn; with inf there is the common
-            one alone, which is FedAvg. "auto" is 30 over that number.
+            common one, which new clients get, stays as it was drawn, unless the head is the whole
+            net, where noise moves it; with inf there is the common one alone, which is FedAvg.
+            "auto" is 30 over that number.
         personal_layers : "last" or sequence of str, default="last"
             Modules or parameters of the net, by name, that make the head, such as ``["layers.4",
             "last"]``. "last" is the ``torch.nn.Linear`` that gives the logits.

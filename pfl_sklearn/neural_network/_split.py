@@ -35,8 +35,12 @@ def own_layers(setup, names):
     """
     engine = setup.engines.client
     found = np.zeros(engine.n_parameters, dtype=bool)
-    layers = [_last_name(engine)] if isinstance(names, str) else names
     places = {part.name: part.place for part in engine.parts}
+    given = [names] if isinstance(names, str) else names
+    last = checks().stands_for_last(given, places)
+    layers = [*(name for name in given if not last or name != "last")]
+    if last:
+        layers.append(_last_name(engine))
     for name in checks().parameters_in(layers, places):
         found[places[name]] = True
     if setup.before is not None and np.any(setup.before.server["is_own"] != found):
@@ -70,38 +74,46 @@ def split(setup, own, local_steps, last_phase=None):
     ``local_steps(server, t, block)`` gives a block's nets after their steps and the losses (g,).
     """
     engine, shared = setup.engines.client, ~own
-    if own.all() and not setup.divides_by_count:
-        raise ValueError(
-            "personal_layers names all layers, so that nothing is left to clip, and a budget would "
-            "be spent on nothing; name fewer, or train every client alone (LocalNet)."
-        )
-    averaging = Averaging(setup.n_expected, setup.divides_by_count)
+    averaging, update, shapes = averaged_part(setup, shared)
 
     def init():
         start = engine.start()
         kept = np.tile(start.astype(engine.array_dtype), (setup.n_clients, 1))
         return {"global": start, "is_own": own}, {"personal": kept}
 
+    steps = partial(_split_update, engine, averaging, shared, local_steps)
+    return Method(init, steps, update, shapes, last_phase)
+
+
+def averaged_part(setup, shared):
+    """How the server averages the `shared` parameters (p,), its update, and shapes of a message.
+
+    Raises
+    ------
+    ValueError
+        If there are none, and a budget would be spent on them.
+    """
+    if not (shared.any() or setup.divides_by_count):
+        raise ValueError(
+            "personal_layers names all layers, so that nothing is left to clip, and a budget would "
+            "be spent on nothing; name fewer, or train every client alone (LocalNet)."
+        )
+    averaging = Averaging(setup.n_expected, setup.divides_by_count)
+
     def server_update(server, total, t):
-        part = {"shared": server["global"][shared]}
         moved = server["global"].copy()
-        moved[shared] = averaging.server_update(part, total, t)["shared"]
+        moved[shared] = averaging.server_update({"shared": moved[shared]}, total, t)["shared"]
         return {**server, "global": moved}
 
-    return Method(
-        init,
-        partial(_split_update, engine, averaging, shared, local_steps),
-        server_update,
-        averaging.shapes(shared=(int(shared.sum()),)),
-        last_phase,
-    )
+    return averaging, server_update, averaging.shapes(shared=(int(shared.sum()),))
 
 
 def _split_update(engine, averaging, shared, local_steps, server, t, batch, clients):
     def steps(block):
         models, losses = local_steps(server, t, block)
-        message = averaging.message(shared=models.change()[:, shared])
-        return Update(message, {"personal": models.array()}, losses)
+        nets = models.array()
+        start = server["global"][shared].astype(nets.dtype)  # of all phases
+        return Update(averaging.message(shared=nets[:, shared] - start), {"personal": nets}, losses)
 
     return engine.run(steps, batch, clients)
 

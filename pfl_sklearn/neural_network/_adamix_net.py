@@ -12,10 +12,16 @@ from pfl_sklearn._docs import fill_doc
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn.neural_network._base import BaseNeural, checks
 from pfl_sklearn.neural_network._docs import NEURAL
-from pfl_sklearn.neural_network._pieces import Averaging, train
+from pfl_sklearn.neural_network._pieces import (
+    Averaging,
+    own_or_global,
+    running_shares,
+    train,
+    untrained,
+)
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
-_SMALLEST = 1e-8  # share of a centre, from which it can come back
+_SMALLEST = 0.1  # clients in a centre, by its share: so few that others outweigh it at once
 
 
 def adamix(setup, n_components, proximal):
@@ -26,18 +32,20 @@ def adamix(setup, n_components, proximal):
 
     def init():
         start = engine.start()
-        kept = np.tile(start.astype(engine.array_dtype), (setup.n_clients, 1))
         server = {"global": start, "centres": np.tile(start, (n, 1)), "shares": np.full(n, 1 / n)}
         # Centres come to differ because the clients of the first round belong to them by chance.
         rng = np.random.default_rng(None if setup.order is None else (*setup.order, 1))
         chance = rng.dirichlet(np.ones(n), setup.n_clients)
         equal, n_rows = np.full((setup.n_clients, n), 1 / n), setup.n_rows.astype(float)
-        return server, {"personal": kept, "belongs": equal, "chance": chance, "n_rows": n_rows}
+        known = {"belongs": equal, "chance": chance, "n_rows": n_rows}
+        return server, {**untrained(setup), **known}
 
     def server_update(server, total, t):
         # Centres of less than a client, of which little or only noise is known, move little.
         moved = server["centres"] + total["centres"] / np.maximum(total["belongs"], 1.0)[:, None]
-        shares = np.maximum(total["belongs"], _SMALLEST * setup.n_expected)
+        counts = np.maximum(total["belongs"], 0.0)
+        shares = running_shares(server["shares"], counts, setup.n_clients)
+        shares = np.maximum(shares, _SMALLEST / setup.n_clients)
         shares = shares / shares.sum()
         return {"global": shares @ moved, "centres": moved, "shares": shares}
 
@@ -55,18 +63,20 @@ def adamix_update(setup, averaging, proximal, server, t, batch, clients):
     def local_steps(block):
         kept, engine = block.clients, setup.engines.client
         together = (server["centres"] == server["centres"][0]).all()
-        centre = (kept["belongs"] @ server["centres"]).astype(engine.array_dtype)
+        # Not a product of matrices, whose last bits depend on the block.
+        centre = np.einsum("gm,mp->gp", kept["belongs"], server["centres"])
+        centre = centre.astype(engine.array_dtype)
         models, losses = train(
             engine, block, kept["personal"], setup.rates[t], proximal, own=True, towards=centre
         )
         nets = models.array()
         away = nets[:, None] - server["centres"]
-        near = shares_of(away, server, proximal, kept["n_rows"])
+        near = shares_of(away[:, :, : engine.n_trained], server, proximal, kept["n_rows"])
         belongs = kept["chance"] if together else near
         message = {"centres": belongs[:, :, None] * away, "belongs": belongs}
-        return Update(
-            averaging.message(**message), {**kept, "personal": nets, "belongs": belongs}, losses
-        )
+        started = np.ones(block.n_clients, dtype=bool)
+        known = {**kept, "personal": nets, "started": started, "belongs": belongs}
+        return Update(averaging.message(**message), known, losses)
 
     return setup.engines.client.run(local_steps, batch, clients)
 
@@ -123,9 +133,7 @@ class _AdaMixNet(BaseNeural):
         found = super()._models(state, ids, layout)
         return {**found, "responsibilities_": state.clients["belongs"]}
 
-    @staticmethod
-    def _nets(server, clients):
-        return clients["personal"]
+    _nets = staticmethod(own_or_global)
 
 
 ADAMIXNET = {
@@ -148,10 +156,12 @@ ADAMIXNET = {
         from the centres and these weights. As long as the centres are equal, weights are drawn at
         random, so that the centres separate. A centre moves by the weighted mean of the
         differences, over a total weight of at least one client: one with few clients hardly moves.
-        How much a client belongs to a centre depends on the number of its rows in this call of
-        ``fit`` or ``partial_fit``. The population's net, that of clients which ``fit`` did not see,
-        is the weighted mean of the centres. With noise the differences and the weights are clipped
-        together, as one vector, and get noise once.
+        Shares are running averages, in which a round of a tenth of the clients counts a tenth; none
+        falls below a tenth of a client. A client that never took part has the global net, and one
+        that comes later starts from it. How much a client belongs to a centre depends on the number
+        of its rows in this call of ``fit`` or ``partial_fit``. The population's net, that of
+        clients which ``fit`` did not see, is the weighted mean of the centres. With noise the
+        differences and the weights are clipped together, as one vector, and get noise once.
 
         Memory: one vector of parameters for each client; a round needs M + 3 for each client of a
         block, and two messages of M vectors for each sampled client.

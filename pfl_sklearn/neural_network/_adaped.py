@@ -12,6 +12,7 @@ from pfl_sklearn._rounds.rows import CatchingUp
 from pfl_sklearn.neural_network._base import BaseNeural, Engines, backend, checks
 from pfl_sklearn.neural_network._distillation import Distillation, adaped, check_steps
 from pfl_sklearn.neural_network._docs import NEURAL
+from pfl_sklearn.neural_network._pieces import own_or_global
 from pfl_sklearn.neural_network._targets import LABEL_PRIOR, LABEL_SHARE, NeuralClassifierMixin
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
@@ -394,13 +395,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     def _personal_models(self, state):
         return self._nets(state.server, {**state.clients, **state.own})
 
-    @staticmethod
-    def _nets(server, clients):
-        personal, begun = clients["personal"], clients.get("started")
-        if begun is None or begun.all():
-            return personal
-        start = server["global"].astype(personal.dtype)
-        return np.where(begun[:, None], personal, start)
+    _nets = staticmethod(own_or_global)
 
     def _fewest_rounds(self, rows):
         fewest = super()._fewest_rounds(rows)

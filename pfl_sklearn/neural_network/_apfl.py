@@ -10,7 +10,7 @@ from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._docs import fill_doc
 from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._docs import NEURAL
-from pfl_sklearn.neural_network._pieces import averaged, in_double
+from pfl_sklearn.neural_network._pieces import averaged, in_double, own_or_global
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 _START = 0.5  # share of the own net where it is to adapt
@@ -28,14 +28,17 @@ def apfl_steps(setup, adaptive, server, t, block):
         losses = mixed.losses(outputs, y).detach()
         mixed.learn(outputs, y, rate)
         changes = [after - start for after, start in zip(mixed.tensors, before, strict=True)]
+        better = share
         if adaptive and first is None:
-            share = adapted(share, own.tensors, shared.tensors, changes)
+            better = adapted(share, own.tensors, shared.tensors, changes)
         first = losses if first is None else first
         for values, change in zip(own.tensors, changes, strict=True):
             values.add_(beside(share, change) * change)
+        share = better
         shared.learn(shared(X), y, rate)
     own.take_buffers(mixed)
-    return shared, {"personal": own.array(), "mixing": in_double(share)}, in_double(first)
+    shares = in_double(share) if adaptive else block.clients["mixing"]
+    return shared, {"personal": own.array(), "mixing": shares}, in_double(first)
 
 
 def mix(mixed, own, shared, share):
@@ -43,6 +46,16 @@ def mix(mixed, own, shared, share):
     for values, one, other in zip(mixed, own, shared, strict=True):
         weight = beside(share, values)
         values.copy_(weight * one + (1 - weight) * other)
+
+
+def mixtures(server, clients):
+    """Nets (g, p) of clients. What they keep of buffers is the mixture's already."""
+    own, share = clients["personal"], clients["mixing"][:, None]
+    shared, weight = server["global"].astype(own.dtype), share.astype(own.dtype)
+    found = weight * own + (1 - weight) * shared
+    if server["is_buffer"].any():
+        found = np.where(server["is_buffer"] & (share > 0), own, found)
+    return own_or_global(server, {**clients, "personal": found})
 
 
 def adapted(share, own, shared, changes):
@@ -108,17 +121,14 @@ class _APFL(BaseNeural):
     def _method(self, setup):
         adaptive = self.mixing == "adaptive"
         shares = np.full(setup.n_clients, _START if adaptive else float(self.mixing))
-        steps = partial(apfl_steps, setup, adaptive)
-        return averaged(setup, steps, {"mixing": shares}, personal=True)
+        steps, engine = partial(apfl_steps, setup, adaptive), setup.engines.client
+        known = {"is_buffer": np.arange(engine.n_parameters) >= engine.n_trained}
+        return averaged(setup, steps, {"mixing": shares}, personal=True, constants=known)
 
     def _models(self, state, ids, layout):
         return {**super()._models(state, ids, layout), "mixing_": state.clients["mixing"]}
 
-    @staticmethod
-    def _nets(server, clients):
-        own = clients["personal"]
-        share = clients["mixing"][:, None].astype(own.dtype)
-        return share * own + (1 - share) * server["global"].astype(own.dtype)
+    _nets = staticmethod(mixtures)
 
 
 APFL = {
@@ -134,9 +144,11 @@ APFL = {
         `local_steps` steps. A sampled client trains its copy w of the global net as in FedAvg, and
         beside it a net v of its own by the gradient of the mixture's loss: :math:`v \\leftarrow v -
         \\eta \\alpha \\nabla f(\\alpha v + (1 - \\alpha) w)`. It predicts with the mixture of v and
-        the latest global net. The own net starts as the global one does. An adaptive share takes
-        one gradient step a round, within [0, 1], with the rate of the net. Noise is added to the
-        global net alone, as in FedAvg.
+        the latest global net. The own net starts as the global one does. A client that never took
+        part has the global net, and one that comes later starts from it. Running statistics are
+        those of the mixture, through which the rows went. An adaptive share takes one gradient step
+        a round, within [0, 1], with the rate of the net. Noise is added to the global net alone, as
+        in FedAvg.
 
         Memory: one vector of parameters for each client; a round needs eight for each client of a
         block, and two messages for each sampled client.

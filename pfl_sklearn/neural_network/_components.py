@@ -10,7 +10,7 @@ from skorch import NeuralNetRegressor
 from torch import nn
 
 from pfl_sklearn._rounds.loop import Method, Update
-from pfl_sklearn.neural_network._pieces import Averaging, in_double
+from pfl_sklearn.neural_network._pieces import Averaging, in_double, running_shares
 from pfl_sklearn.neural_network._recipe import initialized, log_probabilities, materialize, twin
 
 _SMALLEST = 1e-8  # weight of a component, from which it can come back
@@ -89,11 +89,10 @@ def fedem(setup, n_components):
     def server_update(server, total, t):
         sums = {name: values for name, values in total.items() if name != "weights"}
         moved = averaging.server_update(server, sums, t)
-        weights = np.full(n, 1 / n)
+        vector = server["global"].copy()
+        vector[places] = moved["nets"]
         if "weights" in total:
-            weights = total["weights"] / max(total["weights"].sum(), _SMALLEST)
-        vector = np.empty_like(start)
-        vector[:n], vector[places] = weights, moved["nets"]
+            vector[:n] = running_shares(vector[:n], total["weights"], setup.n_clients)
         return {"global": vector, "nets": moved["nets"]}
 
     shapes = {"nets": (n, p)}

@@ -8,7 +8,7 @@ from pfl_sklearn._compat import Interval
 from pfl_sklearn._docs import fill_doc
 from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._docs import NEURAL
-from pfl_sklearn.neural_network._pieces import averaged, train
+from pfl_sklearn.neural_network._pieces import averaged, own_or_global, train
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
@@ -57,9 +57,7 @@ class _Ditto(BaseNeural):
     def _method(self, setup):
         return averaged(setup, partial(ditto_steps, setup, self.proximal), personal=True)
 
-    @staticmethod
-    def _nets(server, clients):
-        return clients["personal"]
+    _nets = staticmethod(own_or_global)
 
 
 DITTO = {
@@ -76,7 +74,8 @@ DITTO = {
         sends what they changed; then it takes as many on its own net v, on the same batches:
         :math:`v \\leftarrow (v - \\eta g + \\eta \\lambda w) / (1 + \\eta \\lambda)`, with
         `proximal` as :math:`\\lambda`. The paper steps explicitly, which diverges for :math:`\\eta
-        \\lambda > 2`. Personal nets start as the global one does and go on from round to round.
+        \\lambda > 2`. Personal nets start as the global one does and go on from round to round. A
+        client that never took part has the global net, and one that comes later starts from it.
         Noise is added to the global net alone, as in FedAvg.
 
         Memory: one vector of parameters for each client; a round needs six for each client of a

@@ -112,9 +112,10 @@ FEDEM = {
         ``MSELoss`` or ``L1Loss`` without class weights), and the module must be a class rather than
         an instance, since its components are drawn one by one. A client predicts with the weighted
         mean of what the nets predict: of probabilities for classes, of responses in regression.
-        Nets start apart, from random weights. A client that ``fit`` did not see gets the average
-        weights of the clients in the last round or, with `clip_norm`, equal ones: weights are not
-        released. With noise all nets are clipped together, as one vector, and get noise once.
+        Nets start apart, from random weights. A client that ``fit`` did not see gets the clients'
+        average weights, a running average in which a round of a tenth of the clients counts a
+        tenth; with `clip_norm` it gets equal ones, since weights are not released. With noise all
+        nets are clipped together, as one vector, and get noise once.
 
         A vector of parameters has the weights first, then the parameters of one net after the
         other, then buffers that training moves.

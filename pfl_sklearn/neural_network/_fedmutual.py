@@ -9,7 +9,7 @@ from pfl_sklearn._docs import fill_doc
 from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._mutual import Weights, mutual_steps
-from pfl_sklearn.neural_network._pieces import averaged
+from pfl_sklearn.neural_network._pieces import averaged, own_or_global
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin
 
 
@@ -59,9 +59,7 @@ class _FedMutual(BaseNeural):
         )
         return averaged(setup, partial(mutual_steps, setup, weights), personal=True)
 
-    @staticmethod
-    def _nets(server, clients):
-        return clients["personal"]
+    _nets = staticmethod(own_or_global)
 
 
 FEDMUTUAL = {
@@ -80,8 +78,9 @@ FEDMUTUAL = {
         :math:`\\alpha f(\\theta) + (1 - \\alpha) \\, \\mathrm{KL}(p_w \\| p_\\theta)` with its own
         net, and then one on :math:`\\beta f(w) + (1 - \\beta) \\, \\mathrm{KL}(p_\\theta \\| p_w)`
         with its copy w of the global net, at the new :math:`\\theta`. Divergences are means over
-        the rows of a batch, without a temperature. Own nets start as the global one does. With
-        noise it is on the global net alone, as in FedAvg.
+        the rows of a batch, without a temperature. Own nets start as the global one does. A client
+        that never took part has the global net, and one that comes later starts from it. With noise
+        it is on the global net alone, as in FedAvg.
 
         Memory: one vector of parameters for each client; a round needs four for each client of a
         block, and two messages for each sampled client.

@@ -40,5 +40,6 @@ def mutual_steps(setup, weights, server, t, block):
         loss = weights.global_pull * gap
         if weights.global_loss:
             loss = loss + weights.global_loss * shared.losses(others, y)
-        shared.step(loss, rate)
+        if weights.global_loss or weights.global_pull:  # else not even weight decay
+            shared.step(loss, rate)
     return shared, {"personal": own.array()}, in_double(first)

@@ -19,6 +19,8 @@ from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralReg
 def perfedavg_steps(setup, meta_rate, server, t, block):
     """Global nets of a block after their steps, nothing to keep, and losses (g,) before them."""
     models, first = setup.engines.client.models(server["global"], block.n_clients), None
+    if setup.rates[0]:  # both rates follow a scheduler
+        meta_rate = meta_rate * setup.rates[t] / setup.rates[0]
     batches = block.steps()
     for (X, y), (other, target) in zip(batches, batches, strict=True):
         start, outputs = models.copies(), models(X)
@@ -95,9 +97,10 @@ PERFEDAVG = {
     **NEURAL,
     "perfedavg_parameters": """
         meta_learning_rate : float > 0, default=0.1
-            Learning rate of the global net, :math:`\\beta`. The ``lr`` of the net is that of a
-            client's adaptation, :math:`\\alpha`. Without the Hessian a large ``lr`` may diverge:
-            the AdaPeD paper uses :math:`\\alpha = 0.0001` with :math:`\\beta = 0.1`.
+            Learning rate of the global net, :math:`\\beta`, which follows an ``LRScheduler`` as
+            ``lr`` does. The ``lr`` of the net is that of a client's adaptation, :math:`\\alpha`.
+            Without the Hessian a large ``lr`` may diverge: the AdaPeD paper uses :math:`\\alpha =
+            0.0001` with :math:`\\beta = 0.1`.
         adapt_steps : int >= 1, default=1
             Gradient steps with which every client adapts the global net to its own rows after the
             rounds.

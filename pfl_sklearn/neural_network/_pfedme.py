@@ -116,8 +116,9 @@ PFEDME = {
             a round has `local_steps` times as many.
         local_learning_rate : float > 0, default=0.1
             Learning rate of the copy, :math:`\\eta`: in each step it moves towards the personal net
-            by `local_learning_rate` times `proximal` of the way, which should be at most 1. The
-            net's ``lr`` is the learning rate of personal steps.
+            by `local_learning_rate` times `proximal` of the way, which should be at most 1. An
+            ``LRScheduler`` does not change it. The net's ``lr`` is the learning rate of personal
+            steps.
         server_learning_rate : float > 0, default=1.0
             Factor on the average change of the global net, :math:`\\beta`.
         """,

@@ -70,7 +70,9 @@ def in_double(values):
     return np.asarray(values.cpu(), dtype=np.float64)
 
 
-def averaged(setup, local_steps, clients=None, personal=False, last_phase=None, rate=1.0):
+def averaged(
+    setup, local_steps, clients=None, personal=False, last_phase=None, rate=1.0, constants=None
+):
     """The method of rounds in which clients change the global net and the server averages.
 
     Parameters
@@ -82,19 +84,20 @@ def averaged(setup, local_steps, clients=None, personal=False, last_phase=None, 
     clients : dict of ndarrays, default=None
         What clients keep at the start.
     personal : bool, default=False
-        Whether they keep nets of their own, which start as the global one does.
+        Whether they keep nets of their own, which start as the global one does, and whether they
+        "started" to train them: see :func:`own_or_global`.
     last_phase : LastPhase, default=None
     rate : float, default=1.0
         Factor on the average change.
+    constants : dict of ndarrays, default=None
+        What the server has besides.
     """
     engine = setup.engines.client
     averaging = Averaging(setup.n_expected, setup.divides_by_count, rate)
 
     def init():
         start, kept = engine.start(), dict(clients or {})
-        if personal:
-            kept["personal"] = np.tile(start.astype(engine.array_dtype), (setup.n_clients, 1))
-        return {"global": start}, kept
+        return {"global": start, **(constants or {})}, kept | (untrained(setup) if personal else {})
 
     return Method(
         init,
@@ -105,9 +108,36 @@ def averaged(setup, local_steps, clients=None, personal=False, last_phase=None, 
     )
 
 
+def untrained(setup):
+    """Nets (m, p) of clients who did not train any: the initial one, or the latest global one."""
+    engine = setup.engines.client
+    latest = engine.start() if setup.before is None else setup.before.server["global"]
+    nets = np.tile(latest.astype(engine.array_dtype), (setup.n_clients, 1))
+    return {"personal": nets, "started": np.zeros(setup.n_clients, dtype=bool)}
+
+
+def own_or_global(server, clients):
+    """Nets (g, p) of clients: their own or, where these were never trained, the global one."""
+    own, started = clients["personal"], clients.get("started")
+    if started is None or started.all():
+        return own
+    return np.where(started[:, None], own, server["global"].astype(own.dtype))
+
+
+def running_shares(shares, counts, n_clients):
+    """Shares (M,) of components over about all clients, after those with these counts (M,)."""
+    total = counts.sum()
+    if not total > 0:
+        return shares
+    weight = min(1.0, total / n_clients)
+    return (1 - weight) * shares + weight * counts / total
+
+
 def _averaged_update(engine, averaging, local_steps, server, t, batch, clients):
     def steps(block):
         models, kept, losses = local_steps(server, t, block)
+        if "started" in block.clients:
+            kept = {**kept, "started": np.ones(block.n_clients, dtype=bool)}
         return Update(averaging.message(**{"global": models.change()}), kept, losses)
 
     return engine.run(steps, batch, clients)

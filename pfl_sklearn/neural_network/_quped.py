@@ -9,7 +9,7 @@ from pfl_sklearn._docs import fill_doc
 from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._mutual import Weights, mutual_steps
-from pfl_sklearn.neural_network._pieces import averaged
+from pfl_sklearn.neural_network._pieces import averaged, own_or_global
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin
 
 
@@ -52,9 +52,7 @@ class _QuPeD(BaseNeural):
         weights = Weights(own_loss=1 - share, own_pull=share, global_loss=0.0, global_pull=share)
         return averaged(setup, partial(mutual_steps, setup, weights), personal=True)
 
-    @staticmethod
-    def _nets(server, clients):
-        return clients["personal"]
+    _nets = staticmethod(own_or_global)
 
 
 QUPED = {
@@ -70,7 +68,8 @@ QUPED = {
         + \\lambda \\, \\mathrm{KL}(p_w \\| p_\\theta)` with its own net, and then one on
         :math:`\\lambda \\, \\mathrm{KL}(p_w \\| p_\\theta)` with its copy w of the global net, at
         the new :math:`\\theta`. Divergences are means over the rows of a batch, without a
-        temperature. Own nets start as the global one does. Noise is added to the global net alone,
+        temperature. Own nets start as the global one does. A client that never took part has the
+        global net, and one that comes later starts from it. Noise is added to the global net alone,
         as in FedAvg.
 
         Memory: one vector of parameters for each client; a round needs four for each client of a

@@ -9,10 +9,12 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("skorch")
 
 from skorch import NeuralNetClassifier  # noqa: E402
+from skorch.callbacks import LRScheduler  # noqa: E402
 from torch import nn  # noqa: E402
 
 from pfl_sklearn import PPSGDClassifier  # noqa: E402
 from pfl_sklearn.neural_network import (  # noqa: E402
+    MLP,
     AdaMixNetClassifier,
     APFLClassifier,
     DittoClassifier,
@@ -230,6 +232,123 @@ def test_one_client_has_one_component(cls):
     X, y, groups = table(sizes=[20])
     model = cls(recipe(DoubleMLP), n_rounds=1).fit(X, y, groups=groups)
     assert model.responsibilities_.shape == (1, 1)
+
+
+@pytest.mark.parametrize("mixing", [0.3, 0.7])
+def test_a_fixed_share_stays(mixing):
+    X, y, groups = table()
+    model = APFLClassifier(recipe(MLP, module__n_inputs=7), n_rounds=2, mixing=mixing)
+    model.set_params(warm_start=True).fit(X, y, groups=groups).set_params(n_rounds=3).fit(
+        X, y, groups=groups
+    )
+    np.testing.assert_array_equal(model.partial_fit(X, y, groups=groups).mixing_, mixing)
+
+
+def test_the_first_step_of_a_mixture_takes_the_share_before_it():
+    """The share moves in the same round, which counts from the next step on."""
+    X, y, groups = table()
+    once = {"n_rounds": 1, "local_steps": 1, "warm_start": True, "mixing": "adaptive"}
+    model = APFLClassifier(recipe(DoubleMLP, batch_size=20), **once).fit(X, y, groups=groups)
+    before, shared = model._progress.state.clients["personal"], model.population_parameters_
+    model.set_params(n_rounds=2).fit(X, y, groups=groups)
+    change = model._progress.state.clients["personal"] - before
+    assert (model.mixing_ != 0.5).all()
+    for client, own in enumerate(before):
+        mine = groups == client
+        slope = gradient(0.5 * own + 0.5 * shared, X[mine], y[mine])
+        np.testing.assert_allclose(change[client], -0.1 * 0.5 * slope, rtol=0, atol=1e-12)
+
+
+def gradient(parameters, X, y):
+    """Gradient of the mean loss of rows."""
+    module = DoubleMLP()
+    nn.utils.vector_to_parameters(torch.tensor(parameters), module.parameters())
+    nn.functional.cross_entropy(module(torch.tensor(X)), torch.tensor(y)).backward()
+    return nn.utils.parameters_to_vector([p.grad for p in module.parameters()]).numpy()
+
+
+def test_running_statistics_of_a_mixture_are_its_own():
+    """Rows went through the mixture, not its parts; without a share it is the global net."""
+    X, y, groups = table(sizes=[20, 30])
+    for mixing in (0.0, 0.5):
+        model = APFLClassifier(recipe(Running, module__bias=True), n_rounds=2, mixing=mixing)
+        model.set_params(warm_start=True).fit(X, y, groups=groups)
+        buffers = np.arange(model.parameters_.shape[1]) >= model._engines.client.n_trained
+        own = model._progress.state.clients["personal"][:, buffers]
+        expected = own if mixing else model.population_parameters_[buffers]
+        assert np.ptp(own, axis=0).min() > 0
+        np.testing.assert_array_equal(
+            model.parameters_[:, buffers], np.broadcast_to(expected, own.shape)
+        )
+
+
+def test_running_statistics_count_in_both_phases_of_fedrep():
+    X, y, groups = table(sizes=[20])
+    net = recipe(Running, module__bias=True)
+    model = FedRepClassifier(net, n_rounds=1, warm_start=True).fit(X, y, groups=groups)
+    (alone,) = model._progress.state.clients["personal"]
+    shared = ~model._progress.state.server["is_own"]
+    found = model.population_parameters_[shared]
+    np.testing.assert_allclose(found, alone[shared], rtol=1e-12)
+    assert (found != model._engines.client.start()[shared])[-11:].all()  # statistics among them
+
+
+def test_running_statistics_do_not_tell_groups_apart():
+    """Without steps all nets are where the centres are, whatever rows went through them."""
+    X, y, groups = table()
+    net = recipe(Running, module__bias=True, lr=0.0)
+    model = AdaMixNetClassifier(net, n_rounds=4, random_state=0)
+    model.fit(X * (1 + groups[:, None]), y, groups=groups)
+    assert (np.ptp(model.responsibilities_, axis=0) == 0).all()
+
+
+def test_both_rates_of_per_fedavg_follow_a_scheduler():
+    """A rate of 0 from the second round on."""
+    X, y, groups = table()
+    nets = []
+    for n_rounds in (1, 3):
+        schedule = [("rates", LRScheduler("StepLR", step_size=1, gamma=0.0))]
+        net = recipe(DoubleMLP, callbacks=schedule)
+        model = PerFedAvgClassifier(net, n_rounds=n_rounds, local_steps=2, random_state=0)
+        nets.append(model.fit(X, y, groups=groups).population_parameters_)
+    np.testing.assert_array_equal(*nets)
+    assert (nets[0] != model._engines.client.start()).any()
+
+
+def test_a_global_net_that_learns_nothing_does_not_decay():
+    X, y, groups = table()
+    net = recipe(DoubleMLP, optimizer__weight_decay=0.1)
+    model = QuPeDClassifier(net, n_rounds=2, distillation=0.0).fit(X, y, groups=groups)
+    start = model._engines.client.start()
+    np.testing.assert_array_equal(model.population_parameters_, start)
+
+
+@pytest.mark.parametrize("cls", [FedPerClassifier, FedRepClassifier, PPSGDNetClassifier])
+def test_the_last_layer_among_others(cls):
+    X, y, groups = table()
+    own = []
+    for names in (["layers.1", "last"], ["layers.1", "layers.3"]):
+        model = cls(recipe(DoubleMLP), personal_layers=names, n_rounds=2, warm_start=True)
+        own.append(model.fit(X, y, groups=groups)._progress.state.server["is_own"])
+    np.testing.assert_array_equal(*own)
+    assert own[0].all()
+
+
+def test_layers_have_the_same_names_whether_rows_are_looked_at_or_not():
+    X, y, groups = table()
+    for noise in ({}, {"noise_multiplier": 1.0, "clip_norm": 0.3}):
+        model = FedPerClassifier(n_rounds=1, personal_layers=["layers.3"], **noise)
+        model.fit(X, y, groups=groups)
+        assert np.ptp(model.parameters_, axis=0).astype(bool).sum() == 64 * 3 + 3
+
+
+def test_a_common_head_that_does_not_move_gets_no_noise():
+    X, y, groups = table()
+    given = {"noise_multiplier": 1.0, "clip_norm": 0.3, "n_rounds": 2, "warm_start": True}
+    model = PPSGDNetClassifier(recipe(DoubleMLP), alpha=0.0, **given).fit(X, y, groups=groups)
+    head, start = model._progress.state.server["is_own"], model._engines.client.start()
+    moved = model.population_parameters_ != start
+    np.testing.assert_array_equal(moved, ~head)
 
 
 @pytest.mark.parametrize("bias", [True, False])

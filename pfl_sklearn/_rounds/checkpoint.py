@@ -1,5 +1,6 @@
 """Rounds on disk: a run that was killed goes on from its last checkpoint."""
 
+import glob
 import hashlib
 import json
 import os
@@ -79,9 +80,11 @@ class Checkpoint:
         return False
 
     def remove(self):
-        """Delete the file: the run has ended."""
-        if os.path.exists(self.path):
-            os.remove(self.path)
+        """Delete the file, and what a killed process left beside it: the run has ended."""
+        left = glob.glob(f"{glob.escape(self.path)}.*.partial")
+        for path in (self.path, *left):
+            if os.path.exists(path):
+                os.remove(path)
 
     def _check_writable(self):
         """Raise OSError now rather than after many rounds."""

@@ -125,6 +125,15 @@ def test_a_process_that_is_killed(tmp_path):
     assert len(total.entries) == 2
 
 
+def test_what_a_killed_process_left_half_written_goes(tmp_path):
+    X, y, groups = table()
+    path, other = tmp_path / "run [1]", tmp_path / "run 1.77.partial"
+    for half in (tmp_path / "run [1].77.partial", other):
+        half.write_bytes(b"half of a file")
+    PPSGDRegressor(n_rounds=2, checkpoint=path).fit(X, y, groups=groups)
+    assert os.listdir(tmp_path) == [other.name]
+
+
 def round_of(path):
     with np.load(path) as file:
         return json.loads(str(file["meta"]))["round"]

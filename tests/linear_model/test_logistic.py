@@ -505,6 +505,12 @@ def test_integrated_probabilities_of_two_classes():
     assert (np.abs(got - 0.5) < np.abs(plain - 0.5)).all()
 
 
+def test_integrated_probabilities_of_rounded_variances():
+    """Where features are far from zero, a variance of 0 may come out below it."""
+    found = averaged_probabilities(np.zeros((2, 1)), np.ones((1, 1)), lambda _: np.array([-1, 0.0]))
+    np.testing.assert_allclose(found, 0.5, atol=1e-12)
+
+
 def test_integrated_probabilities_of_several_classes():
     X, y, groups = make_clients(n_classes=3)
     prior = GaussianPrior(mean=0.0, covariance=1.5)

@@ -31,7 +31,7 @@ def averaged_probabilities(logits, contrasts, variances_of):
     """
     if logits.shape[1] == 1:
         second = np.empty(len(logits))
-        spread = np.sqrt(variances_of(np.ones(1)))
+        spread = np.sqrt(np.maximum(variances_of(np.ones(1)), 0.0))  # they may be rounded
         for part in row_slices(len(logits), len(_NODES), _CELLS):
             second[part] = expit(logits[part] + spread[part, None] * _NODES) @ _WEIGHTS
         return np.column_stack([1 - second, second])

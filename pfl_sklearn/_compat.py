@@ -11,6 +11,7 @@ from sklearn.model_selection import cross_validate
 from sklearn.model_selection._search import BaseSearchCV
 from sklearn.utils import _safe_indexing as safe_indexing
 from sklearn.utils._param_validation import HasMethods, Interval, StrOptions
+from sklearn.utils.metaestimators import _BaseComposition as BaseComposition
 from sklearn.utils.validation import _check_method_params as check_method_params
 from sklearn.utils.validation import _check_sample_weight as check_sample_weight
 from sklearn.utils.validation import _num_samples as num_samples
@@ -51,6 +52,7 @@ def response_methods(scorer):
 __all__ = [
     "FIT_OF_A_SEARCH",
     "VALIDATION_MODULE",
+    "BaseComposition",
     "BaseSearchCV",
     "HasMethods",
     "Interval",

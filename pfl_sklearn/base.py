@@ -239,10 +239,12 @@ class ClientMixin:
             public = [name for name in known if not name.startswith("_")]
             if len(public) < len(known):
                 public.insert(0, "the population model")
+            name = type(self).__name__
+            private = "epsilon" in self.get_params(deep=False)  # type: ignore[attr-defined]
+            way_out = "fit with a finite epsilon first" if private else f"{name} has no private fit"
             raise ValueError(
-                f"release() of this {type(self).__name__} would publish unprotected values "
-                f"({', '.join(public)}), because epsilon is infinite; "
-                "fit with a finite epsilon first."
+                f"release() of this {name} would publish unprotected values "
+                f"({', '.join(public)}), because epsilon is infinite; {way_out}."
             )
         return self._population_copy()
 

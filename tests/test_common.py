@@ -16,6 +16,7 @@ import sklearn
 from scipy.sparse import csr_array
 from scipy.special import expit
 from sklearn.base import clone, is_classifier
+from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
@@ -36,6 +37,11 @@ from pfl_sklearn import (
     SingleClientWarning,
 )
 from pfl_sklearn.base import ClientMixin, UnseenClientsWarning
+from pfl_sklearn.compose import (
+    ClientAsFeature,
+    PersonalizedStackingClassifier,
+    PersonalizedStackingRegressor,
+)
 from pfl_sklearn.linear_model import SeparationWarning
 from pfl_sklearn.model_selection import PrivateSelectCV
 from pfl_sklearn.neural_network import (
@@ -132,8 +138,15 @@ FIELD = (
     ]
 )
 STREAMS = [CollaborativeMean()]
+# Around others, most of which are scikit-learn's; their checks are slow.
+COMPOSED = [
+    ClientAsFeature(HistGradientBoostingRegressor(max_iter=10), random_state=0),
+    ClientAsFeature(HistGradientBoostingClassifier(max_iter=10), "target", random_state=0),
+    PersonalizedStackingRegressor(random_state=0),
+    PersonalizedStackingClassifier(random_state=0),
+]
 FAST = [*MEANS, *REGRESSIONS, *ROUNDS, *STREAMS, *NEURAL]
-ESTIMATORS = [*FAST, *FIELD]
+ESTIMATORS = [*FAST, *FIELD, *COMPOSED]
 # Other configurations, for our checks only.
 VARIANTS = [
     GaussianMean(noise_variance=1.0),
@@ -288,17 +301,24 @@ def in_field(estimator):
     return isinstance(estimator, tuple(map(type, FIELD)))
 
 
+def others(estimator):
+    """Whether an estimator is one of the field, or hands rows on to scikit-learn's boosting."""
+    return in_field(estimator) or estimator in COMPOSED
+
+
 def for_sklearn(estimator):
     """The estimator with rounds enough to learn."""
     return clone(estimator).set_params(**SHORT)
 
 
 classifiers = [estimator for estimator in FIELD if is_classifier(estimator)]
-every = pytest.mark.parametrize("estimator", [*FAST, *slow(classifiers)], ids=repr)
+every = pytest.mark.parametrize("estimator", [*FAST, *slow([*classifiers, *COMPOSED])], ids=repr)
 every_private = pytest.mark.parametrize("estimator", with_slow(PRIVATE), ids=repr)
 every_release = pytest.mark.parametrize("estimator", with_slow([*PRIVATE, *UNREPEATABLE]), ids=repr)
 every_weighted = pytest.mark.parametrize(
-    "estimator", [e for e in ESTIMATORS if has_fit_parameter(e, "sample_weight")], ids=repr
+    "estimator",
+    with_slow([e for e in ESTIMATORS if has_fit_parameter(e, "sample_weight")]),
+    ids=repr,
 )
 every_private_weighted = pytest.mark.parametrize(
     "estimator",
@@ -388,8 +408,16 @@ def test_sklearn_checks(estimator, check):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.SingleClientWarning")
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
-@parametrize_with_checks([*ROUNDS, *NEURAL, *map(for_sklearn, FIELD)])
+@parametrize_with_checks(
+    [*ROUNDS, *NEURAL, *map(for_sklearn, FIELD), *COMPOSED],
+    expected_failed_checks=lambda estimator: (
+        {"check_sample_weight_equivalence_on_dense_data": "its folds are other ones"}
+        if hasattr(estimator, "final_estimator")
+        else {}
+    ),
+)
 def test_sklearn_checks_of_rounds(estimator, check):
     check(estimator)
 
@@ -655,7 +683,8 @@ def test_predict_says_what_is_missing(estimator):
         response(model, X, groups.astype(str))
     with pytest.warns(UnseenClientsWarning):
         everybody = response(model, X[:1].repeat(len(X), axis=0), groups + 100)
-    same = 1e-12 if hasattr(model, "net_") else 0.0  # products depend on the place of a row
+    products = hasattr(model, "net_") or hasattr(model, "named_estimators_")
+    same = 1e-12 if products else 0.0  # products depend on the place of a row
     assert np.ptp(everybody, axis=0).max() <= same
     np.testing.assert_allclose(
         response(model.set_params(unseen="population"), X[:1], groups[:1] + 100),
@@ -887,7 +916,7 @@ TELLING = (
     [
         *((estimator, TELLING) for estimator in FAST),
         *slow((estimator, TELLING) for estimator in classifiers),
-        *slow((estimator, [*TABLES]) for estimator in CONFIGURATIONS if not in_field(estimator)),
+        *slow((estimator, [*TABLES]) for estimator in CONFIGURATIONS if not others(estimator)),
     ],
     ids=lambda value: repr(value) if value in CONFIGURATIONS else f"{len(value)} tables",
 )
@@ -1065,7 +1094,12 @@ def test_leaks_are_convicted(fit, monkeypatch):
 
 
 def test_the_registry_has_every_public_estimator():
-    modules = [pfl_sklearn.estimation, pfl_sklearn.linear_model, pfl_sklearn.online]
+    modules = [
+        pfl_sklearn.compose,
+        pfl_sklearn.estimation,
+        pfl_sklearn.linear_model,
+        pfl_sklearn.online,
+    ]
     if not WITHOUT_TORCH:
         modules.append(pfl_sklearn.neural_network)
     public = {

@@ -1,5 +1,15 @@
-"""Wrappers that make client-aware estimators work in scikit-learn's tools."""
+"""Estimators around others: client ids as a column or a feature, and combinations."""
 
 from pfl_sklearn.compose._client_column import ClientColumn
+from pfl_sklearn.compose._client_feature import ClientAsFeature
+from pfl_sklearn.compose._stacking import (
+    PersonalizedStackingClassifier,
+    PersonalizedStackingRegressor,
+)
 
-__all__ = ["ClientColumn"]
+__all__ = [
+    "ClientAsFeature",
+    "ClientColumn",
+    "PersonalizedStackingClassifier",
+    "PersonalizedStackingRegressor",
+]

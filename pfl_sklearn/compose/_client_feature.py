@@ -1,0 +1,290 @@
+"""The client of each row as one more feature of an estimator that knows no clients."""
+
+import itertools
+from numbers import Integral
+
+import narwhals as nw
+import numpy as np
+from sklearn import config_context
+from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone, is_classifier
+from sklearn.model_selection import KFold
+from sklearn.preprocessing import TargetEncoder
+from sklearn.utils import check_random_state, get_tags
+from sklearn.utils.metaestimators import available_if
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from pfl_sklearn._clients import row_counts
+from pfl_sklearn._compat import (
+    HasMethods,
+    StrOptions,
+    fit_context,
+)
+from pfl_sklearn._delegation import inner_has
+from pfl_sklearn._nesting import Wraps
+from pfl_sklearn.base import ClientMixin, client_values
+from pfl_sklearn.compose._rows import as_table, check_takes_weights, read_table
+from pfl_sklearn.metrics._responses import Responses
+from pfl_sklearn.privacy import PrivacyReport
+
+_MOST_CATEGORIES = 255  # that scikit-learn's histogram gradient boosting takes in a column
+
+
+class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
+    """Estimator that gets the client of each row as one more feature, behind the others.
+
+    It makes estimators that know no clients, such as boosted trees, learn what is special about
+    each of them.
+
+    Parameters
+    ----------
+    estimator : estimator
+        A classifier or regressor.
+    encoding : {"auto", "category", "target"}, default="auto"
+        What the estimator gets.
+
+        - "category": the position of the client in ``clients_``, declared as a category. The
+          estimator needs a parameter `categorical_features`, as scikit-learn's histogram gradient
+          boosting has, which takes up to 255 clients.
+        - "target": the client's mean target, shrunk to that of all rows, or its share of each
+          class, by :class:`~sklearn.preprocessing.TargetEncoder`. Rows of ``fit`` get means of
+          other rows of their client, so that the estimator does not take its own target for a
+          feature.
+        - "auto": "category" for scikit-learn's histogram gradient boosting with up to 255 clients,
+          else "target".
+    unseen : {"warn", "population", "error"}, default="warn"
+        What to do about clients that ``fit`` did not see. They count as missing in a category, and
+        get the mean of all rows for a target. "warn" warns if at least half of the rows are
+        theirs.
+    random_state : int, RandomState instance or None, default=None
+        Seed of the folds that rows of ``fit`` are encoded in.
+
+    Attributes
+    ----------
+    estimator_ : estimator
+        Fitted clone of `estimator`.
+    clients_ : ndarray of shape (n_clients,)
+        Sorted ids of the clients.
+    classes_ : ndarray of shape (n_classes,)
+        Class labels, if `estimator` is a classifier.
+    n_features_in_ : int
+        Number of columns of `X`.
+    feature_names_in_ : ndarray of shape (`n_features_in_`,)
+        Names of the columns of `X`, if it has any.
+    privacy_ : PrivacyReport
+        ``epsilon`` is infinite: nothing protects the fit.
+
+    Notes
+    -----
+    Trees memorize features that are constant within a client, too, such as its size. Their errors
+    for new clients are then far larger than for known ones; cross-validate both.
+
+    ``for_client`` keeps that client's encoding alone. The estimator was fitted to all clients, and
+    what it learned of the others stays in it.
+
+    Examples
+    --------
+    >>> from sklearn.ensemble import HistGradientBoostingRegressor
+    >>> from pfl_sklearn.compose import ClientAsFeature
+    >>> from pfl_sklearn.datasets import load_radon
+    >>> homes = load_radon("MN").frame
+    >>> model = ClientAsFeature(HistGradientBoostingRegressor(max_iter=20))
+    >>> model = model.fit(homes[["floor"]], homes["log_radon"], groups=homes["county"])
+    >>> model.predict(homes[["floor"]][:1], groups=["HENNEPIN"]).round(1)
+    array([0.8])
+    """
+
+    _wraps = Wraps("estimator", "estimator_", fits_once=False)
+    _population_attributes = ("estimator_", "_unseen_column")
+    _client_attributes = ("_columns",)
+    _state_attributes = ("_encoded",)
+
+    _parameter_constraints = {
+        "estimator": [HasMethods(["fit", "predict"])],
+        "encoding": [StrOptions({"auto", "category", "target"})],
+        "unseen": [StrOptions({"warn", "population", "error"})],
+        "random_state": ["random_state"],
+    }
+
+    def __init__(self, estimator, encoding="auto", *, unseen="warn", random_state=None):
+        self.estimator = estimator
+        self.encoding = encoding
+        self.unseen = unseen
+        self.random_state = random_state
+
+    @fit_context(prefer_skip_nested_validation=False)
+    def fit(self, X, y, *, groups=None, sample_weight=None):
+        """Fit a clone of the estimator to the features and the client of each row.
+
+        Parameters
+        ----------
+        X : dataframe or array-like of shape (n_rows, d)
+            Features, as the estimator takes them.
+        y : array-like of shape (n_rows,)
+            Targets or class labels.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; None: all rows are one client's.
+        sample_weight : array-like of shape (n_rows,), default=None
+            Weights of the rows, for an estimator that takes them. They do not count in the
+            encoding.
+
+        Returns
+        -------
+        self
+        """
+        fitted, given = clone(self.estimator), {}
+        if sample_weight is not None:
+            check_takes_weights(fitted)
+        table = read_table(self, X, y, groups, sample_weight, is_classifier(self.estimator))
+        if table.weights is not None:
+            given["sample_weight"] = table.weights
+        clients = table.clients
+        encoded = self._encoding_for(fitted, len(clients.ids))
+        if encoded == "category":
+            columns = np.arange(len(clients.ids), dtype=float)[:, None]
+            rows, unseen = columns[clients.codes], np.full(1, np.nan)
+            fitted.set_params(categorical_features=_categories_of(fitted, table.X))
+        else:
+            rng = check_random_state(self.random_state)
+            folds = KFold(min(5, len(table.y)), shuffle=True, random_state=rng)
+            encoder = TargetEncoder(cv=folds)
+            with config_context(enable_metadata_routing=False):  # else it demands groups of its own
+                rows = encoder.fit_transform(clients.codes[:, None], table.y)
+            columns = encoder.transform(np.arange(len(clients.ids))[:, None])
+            unseen = np.ravel(encoder.target_mean_)
+        fitted.fit(_beside(table.X, rows), table.y, **given)
+        validate_data(self, as_table(X), skip_check_array=True)
+        self.estimator_, self.clients_ = fitted, clients.ids
+        self.n_samples_per_client_ = row_counts(clients.codes, len(clients.ids))
+        self._columns, self._unseen_column, self._encoded = columns, unseen, encoded
+        self._fitted_with_groups = groups is not None
+        self.privacy_ = PrivacyReport.unprotected(
+            "ClientAsFeature has no private fit.",
+            not_released=("estimator_", "clients_"),
+            n_clients=len(clients.ids),
+        )
+        return self
+
+    def _encoding_for(self, estimator, n_clients):
+        """Kind of encoding, for so many clients."""
+        native = "categorical_features" in estimator.get_params(deep=False)
+        if self.encoding == "auto":
+            boosting = native and type(estimator).__module__.startswith("sklearn.")
+            return "category" if boosting and n_clients <= _MOST_CATEGORIES else "target"
+        if self.encoding == "category" and not native:
+            raise ValueError(
+                f"encoding='category' needs an estimator with a parameter categorical_features; "
+                f"{type(estimator).__name__} has none. Take encoding='target'."
+            )
+        return self.encoding
+
+    @available_if(inner_has("predict"))
+    def predict(self, X, *, groups=None):
+        """Predict with the fitted estimator.
+
+        Parameters
+        ----------
+        X : dataframe or array-like of shape (n_rows, d)
+            As in ``fit``.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+
+        Returns
+        -------
+        ndarray of shape (n_rows,)
+        """
+        rows = self._with_clients(X, groups)
+        return self.estimator_.predict(rows)
+
+    @available_if(inner_has("predict_proba"))
+    def predict_proba(self, X, *, groups=None):
+        """Class probabilities from the fitted estimator.
+
+        Parameters
+        ----------
+        X : dataframe or array-like of shape (n_rows, d)
+            As in ``fit``.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+
+        Returns
+        -------
+        ndarray of shape (n_rows, n_classes)
+        """
+        rows = self._with_clients(X, groups)
+        return self.estimator_.predict_proba(rows)
+
+    @available_if(inner_has("score"))
+    def score(self, X, y, *, groups=None, sample_weight=None):
+        """Score of the predictions, as the estimator's own ``score`` computes it.
+
+        Parameters
+        ----------
+        X : dataframe or array-like of shape (n_rows, d)
+            As in ``fit``.
+        y : array-like of shape (n_rows,)
+            True values.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+        sample_weight : array-like of shape (n_rows,), default=None
+            Weights of the rows in the score.
+
+        Returns
+        -------
+        float
+        """
+        check_is_fitted(self)
+        weights = {} if sample_weight is None else {"sample_weight": sample_weight}
+        own_score = type(self.estimator_).score
+        return own_score(Responses(self, X, groups), X, y, **weights)
+
+    @property
+    def classes_(self):
+        """Class labels, if the estimator is a classifier."""
+        return self.estimator_.classes_
+
+    def _with_clients(self, X, groups):
+        check_is_fitted(self)
+        rows = as_table(X)
+        validate_data(self, rows, reset=False, skip_check_array=True)
+        codes = self._encode_predict(rows, groups)
+        columns = getattr(self, "_columns", None)
+        return _beside(rows, client_values(columns, self._unseen_column, codes))
+
+    def __sklearn_tags__(self):
+        tags, inner = super().__sklearn_tags__(), get_tags(self.estimator)
+        for name in ("estimator_type", "classifier_tags", "regressor_tags", "target_tags"):
+            setattr(tags, name, getattr(inner, name))
+        tags.input_tags.allow_nan = inner.input_tags.allow_nan
+        return tags
+
+
+def _beside(X, columns):
+    """A table, and behind its columns others (n, k) of numbers."""
+    if not hasattr(X, "columns"):
+        return np.column_stack([X, columns])
+    frame, added = nw.from_native(X, eager_only=True), []
+    for name, values in zip(_new_names(X, columns.shape[1]), columns.T, strict=True):
+        backend = frame.implementation
+        added.append(nw.new_series(name, values, nw.Float64, backend=backend))
+    return frame.with_columns(added).to_native()
+
+
+def _new_names(X, n_names):
+    """Names of columns that the frame does not have."""
+    free = (f"client{'_' * k}" for k in itertools.count())
+    return list(itertools.islice((name for name in free if name not in X.columns), n_names))
+
+
+def _categories_of(estimator, X):
+    """Categorical features of the estimator, and the column behind those of `X`."""
+    given, framed = estimator.get_params(deep=False)["categorical_features"], hasattr(X, "columns")
+    if isinstance(given, str):  # by the types of a frame's columns
+        kinds = nw.from_native(X, eager_only=True).schema.values() if framed else ()
+        given = [kind in (nw.Categorical, nw.Enum) for kind in kinds]
+    known = np.asarray([] if given is None else given)
+    known = np.flatnonzero(known) if known.dtype == bool else known
+    if not framed:
+        return [*known, X.shape[1]]
+    names = list(X.columns)
+    known = [names[each] if isinstance(each, Integral) else each for each in known]
+    return [*known, *_new_names(X, 1)]

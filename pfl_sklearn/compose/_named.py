@@ -1,0 +1,84 @@
+"""Estimators that hold a list of others by name."""
+
+from sklearn.base import MetaEstimatorMixin, is_classifier, is_regressor
+
+from pfl_sklearn._compat import BaseComposition
+
+
+class NamedEstimators(MetaEstimatorMixin, BaseComposition):
+    """Base of estimators with a parameter `estimators`: a list of (name, estimator), or None.
+
+    A subclass says by ``_default_estimators`` what None stands for.
+    """
+
+    _reserved_names: tuple[str, ...] = ()
+
+    def get_params(self, deep=True):
+        """Parameters of this estimator and, if `deep`, of those inside it by name.
+
+        Parameters
+        ----------
+        deep : bool, default=True
+            Include them. Those that None stands for are not listed, but can be set.
+
+        Returns
+        -------
+        dict
+        """
+        return self._get_params("estimators", deep=deep)
+
+    def set_params(self, **params):
+        """Set the parameters of this estimator.
+
+        Parameters
+        ----------
+        **params : dict
+            Parameters by name; those of an estimator in `estimators` as ``<name>__<parameter>``.
+            An estimator that is set to "drop" is left out.
+
+        Returns
+        -------
+        self
+        """
+        before, defaults = self.estimators, self._default_estimators()
+        names = {name for name, _ in defaults or ()}
+        if before is None and any(name.partition("__")[0] in names for name in params):
+            self.estimators = defaults
+        try:
+            self._set_params("estimators", **params)
+        except Exception:
+            self.estimators = before
+            raise
+        return self
+
+    def _default_estimators(self):
+        return None
+
+    def _given_estimators(self):
+        return self._default_estimators() if self.estimators is None else self.estimators
+
+    def _checked_estimators(self):
+        """Names and estimators that are not dropped.
+
+        Raises
+        ------
+        ValueError
+            If they are no list of names and estimators of the right kind, or a name is taken.
+        """
+        given = self._given_estimators()
+        pairs = [each for each in given if isinstance(each, tuple | list) and len(each) == 2]
+        if len(pairs) < len(given) or not all(isinstance(name, str) for name, _ in pairs):
+            raise ValueError(f"estimators must be a list of (name, estimator); got {given!r}.")
+        names = [name for name, _ in pairs]
+        self._validate_names(names)
+        for name in set(self._reserved_names).intersection(names):
+            raise ValueError(f"estimators has the name {name!r}, which is that of another part.")
+        kind = "classifier" if is_classifier(self) else "regressor"
+        fits = is_classifier if is_classifier(self) else is_regressor
+        found = [(name, each) for name, each in pairs if not isinstance(each, str)]
+        for name, each in found:
+            if not fits(each):
+                raise ValueError(f"estimators has {name!r}, {each!r}; expected a {kind}.")
+        if not found:
+            raise ValueError("estimators must hold at least one that is not dropped; got none.")
+        return found

@@ -1,0 +1,248 @@
+"""Out-of-fold predictions of estimators, some of which take client ids, and their losses."""
+
+import itertools
+import warnings
+from inspect import signature
+from typing import Any, NamedTuple
+
+import numpy as np
+from sklearn import config_context
+from sklearn.base import clone
+from sklearn.model_selection import GroupKFold
+
+from pfl_sklearn._nesting import predicting_estimator, takes_groups
+from pfl_sklearn._parallel import map_batches
+from pfl_sklearn.compose._rows import as_groups
+
+SMALLEST = 1e-6  # probability that a loss or log odds are computed of, at least
+
+
+class Named(NamedTuple):
+    """An estimator and its name; for a classifier, the sorted classes of all rows."""
+
+    name: str
+    estimator: Any
+    classes: np.ndarray | None
+
+
+def prepared(estimator, seed):
+    """Clone that draws from a seed, unless it has its own, and gives new clients the population."""
+    found = clone(estimator)
+    rng, given = np.random.default_rng(seed), found.get_params()
+    for name in sorted(given):
+        last = name.rpartition("__")[2]
+        if last == "random_state" and given[name] is None:
+            found.set_params(**{name: int(rng.integers(2**31))})
+        if last == "unseen" and given[name] == "warn":
+            found.set_params(**{name: "population"})
+    return found
+
+
+def fit(named, table):
+    """Fitted clone of an estimator."""
+    given = {}
+    if table.weights is not None:
+        given["sample_weight"] = table.weights
+    with config_context(enable_metadata_routing=True):  # of pipelines and searches
+        if takes_groups(named.estimator, "fit"):
+            given["groups"] = as_groups(table.ids)
+        return clone(named.estimator).fit(table.X, table.y, **given)
+
+
+def outputs(named, fitted, X, ids):
+    """What a fitted estimator predicts: responses (n,), or probabilities (n, K) of the classes.
+
+    Raises
+    ------
+    ValueError
+        If it predicts NaN, or classes in another order.
+    """
+    predicting = predicting_estimator(fitted)
+    if named.classes is None:
+        found = np.asarray(_call(predicting, "predict", X, ids), dtype=np.float64).reshape(len(X))
+    else:
+        averaged = "integrate" in signature(predicting.predict_proba).parameters
+        given = {"integrate": True} if averaged else {}
+        found = _of_all_classes(
+            named, predicting, _call(predicting, "predict_proba", X, ids, given)
+        )
+    bad = ~np.isfinite(found.reshape(len(X), -1)).all(axis=1)
+    if bad.any():
+        raise ValueError(
+            f"{named.name!r} ({type(named.estimator).__name__}) predicted "
+            f"{np.asarray(found[bad][0]).tolist()!r} for {bad.sum()} of {len(X)} rows; expected "
+            "finite numbers."
+        )
+    return found
+
+
+def _call(estimator, method, X, ids, given=None):
+    with config_context(enable_metadata_routing=True):
+        groups = {"groups": as_groups(ids)} if takes_groups(estimator, method) else {}
+        return getattr(estimator, method)(X, **groups, **(given or {}))
+
+
+def _of_all_classes(named, fitted, probabilities):
+    """Probabilities (n, K) of all classes; those that a fold lacked have none."""
+    own = np.asarray(fitted.classes_)
+    where = np.searchsorted(named.classes, own).clip(max=len(named.classes) - 1)
+    if not np.array_equal(named.classes[where], own) or (np.diff(where) <= 0).any():
+        raise ValueError(
+            f"{named.name!r} ({type(named.estimator).__name__}) has classes_={own.tolist()}; "
+            f"expected those of y in sorted order, {named.classes.tolist()}."
+        )
+    found = np.zeros((len(probabilities), len(named.classes)))
+    found[:, where] = probabilities
+    return found
+
+
+def out_of_fold(named, tables, folds, n_jobs):
+    """Outputs of each estimator for the rows of its table, by fits to the other folds.
+
+    Warnings of the folds are left out: fits to all rows give them again.
+
+    Parameters
+    ----------
+    named : list of Named
+    tables : list of Table
+        One for each estimator, with the same rows.
+    folds : list of (train, test)
+        The test rows are a partition of all.
+    n_jobs : int or None
+
+    Returns
+    -------
+    list of ndarray of shape (n,) or (n, K)
+    """
+    tasks = [
+        (train, test, each, table)
+        for each, table in zip(named, tables, strict=True)
+        for train, test in folds
+    ]
+    parts = iter(map_batches(_test_outputs, tasks, n_jobs))
+    return [_in_order([next(parts) for _ in folds], [test for _, test in folds]) for _ in named]
+
+
+def out_of_two_folds(named, table, folds, n_jobs):
+    """Outputs of each estimator for the rows outside of one fold, by fits to the rest.
+
+    For each fold a, outputs for a row of another fold b are of fits to the rows of neither: what is
+    learned from them knows nothing of fold a.
+
+    Parameters
+    ----------
+    named : list of Named
+    table : Table
+    folds : list of (train, test)
+    n_jobs : int or None
+
+    Returns
+    -------
+    list of list of ndarray
+        For each fold and each estimator, outputs (n_train, ...) for the fold's training rows.
+    """
+    pairs = list(itertools.combinations(range(len(folds)), 2))
+    both = [np.sort(np.concatenate([folds[a][1], folds[b][1]])) for a, b in pairs]
+    tasks = [
+        (np.delete(np.arange(len(table.y)), rows), rows, each, table)
+        for each in named
+        for rows in both
+    ]
+    done = iter(map_batches(_test_outputs, tasks, n_jobs))
+    found = [[next(done) for _ in pairs] for _ in named]
+
+    def outside(k, parts):
+        values = np.empty((len(table.y), *parts[0].shape[1:]))
+        for pair, rows, part in zip(pairs, both, parts, strict=True):
+            if k in pair:
+                other = folds[sum(pair) - k][1]
+                values[other] = part[np.searchsorted(rows, other)]
+        return values[folds[k][0]]
+
+    return [[outside(k, parts) for parts in found] for k in range(len(folds))]
+
+
+def tested(named, pairs, folds, n_jobs):
+    """Outputs for the rows of each fold in turn, by a fit to its training table.
+
+    Parameters
+    ----------
+    named : Named
+    pairs : list of (Table, Table)
+        Training and test rows, by fold.
+    folds : list of (train, test)
+    n_jobs : int or None
+
+    Returns
+    -------
+    ndarray of shape (n,) or (n, K)
+    """
+    tasks = [(test.y, named, train, test) for train, test in pairs]
+    return _in_order(map_batches(_tested, tasks, n_jobs), [test for _, test in folds])
+
+
+def _tested(_, named, train, test):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if named.classes is not None and len(np.unique(train.y)) == 1:  # too few rows to learn from
+            return np.tile((named.classes == train.y[0]).astype(float), (len(test.y), 1))
+        try:
+            return outputs(named, fit(named, train), test.X, test.ids)
+        except ValueError as error:
+            raise ValueError(
+                f"in one of the folds {named.name!r} ({type(named.estimator).__name__}) failed on "
+                f"{len(train.y)} rows of {len(train.clients.ids)} clients: {error}"
+            ) from error
+
+
+def _in_order(parts, rows):
+    """Parts for some rows each, in the order of all of them."""
+    return np.concatenate(parts)[np.argsort(np.concatenate(rows))]
+
+
+def _test_outputs(train, test, named, table):
+    return _tested(None, named, table.take(train), table.take(test))
+
+
+def fit_all(named, tables, n_jobs):
+    """Fits of estimators to all rows of their tables."""
+    tasks = [(table.y, each, table) for each, table in zip(named, tables, strict=True)]
+    return map_batches(_fit_one, tasks, n_jobs)
+
+
+def _fit_one(_, named, table):
+    return fit(named, table)
+
+
+def log_odds(probabilities):
+    """Log odds (n, K - 1) of all classes but the first against the first."""
+    logs = np.log(np.maximum(probabilities, SMALLEST))
+    return logs[:, 1:] - logs[:, :1]
+
+
+def row_losses(found, y, classes):
+    """Squared errors (n,) of responses, or minus log probabilities of the true classes."""
+    if classes is None:
+        return (found - y) ** 2
+    own = found[np.arange(len(y)), np.searchsorted(classes, y)]
+    return -np.log(np.maximum(own, SMALLEST))
+
+
+def folds_within(cv, table, owner):
+    """Folds of a splitter as a list, whose test rows must be a partition."""
+    folds = list(cv.split(table.X, table.y, groups=as_groups(table.ids)))
+    times = np.bincount(np.concatenate([test for _, test in folds]), minlength=len(table.y))
+    wrong = np.count_nonzero(times != 1)
+    if wrong:
+        raise ValueError(
+            f"cv={cv!r} of {type(owner).__name__} tests {wrong} of {len(table.y)} rows never or "
+            "more than once; expected a partition, such as ClientKFold."
+        )
+    return folds
+
+
+def folds_of_clients(n_splits, codes, seed):
+    """Folds of whole clients, of which there are several."""
+    n_clients = codes.max() + 1
+    splitter = GroupKFold(min(n_splits, n_clients), shuffle=True, random_state=seed)
+    return list(splitter.split(codes[:, None], groups=codes))

@@ -1,0 +1,93 @@
+"""The columns of a table that the final estimator of a stack gets beside predictions."""
+
+from typing import Any, NamedTuple
+
+import narwhals as nw
+import numpy as np
+import pandas as pd
+from scipy.sparse import issparse
+from sklearn.base import clone
+
+
+class Passthrough(NamedTuple):
+    """Columns by name or position, with the names that they get, or a fitted transformer."""
+
+    columns: list
+    names: list[str]
+    transformer: Any = None
+
+    def frame(self, X):
+        """Columns of rows, as a frame of numbers.
+
+        Raises
+        ------
+        ValueError
+            If there are missing or infinite values.
+        """
+        if self.transformer is not None:
+            values = _dense(self.transformer.transform(X))
+        elif hasattr(X, "columns"):
+            values = _numbers(X, self.columns)
+        else:
+            values = np.asarray(X[:, self.columns], dtype=np.float64)
+        bad = ~np.isfinite(values).all(axis=0)
+        if bad.any():
+            name = self.names[int(np.flatnonzero(bad)[0])]
+            raise ValueError(
+                f"column {name!r} of X has missing or infinite values, and the final estimator "
+                "takes complete columns. It had none in fit: fill them as you would have there, or "
+                "give a passthrough that does (a transformer, such as a SimpleImputer)."
+            )
+        return pd.DataFrame(values, columns=self.names)
+
+
+def fitted_passthrough(given, X, y):
+    """What `passthrough`, a bool or a transformer, stands for in a table."""
+    if given is False:
+        return Passthrough([], [])
+    if given is not True:
+        transformer = clone(given)
+        width = _dense(transformer.fit_transform(X, y)).shape[1]
+        return Passthrough([], _names_of(transformer, width), transformer)
+    if hasattr(X, "columns"):
+        columns = _complete_numbers(X)
+        return Passthrough(columns, [str(name) for name in columns])
+    try:
+        values = np.asarray(X, dtype=np.float64)
+    except (TypeError, ValueError):  # words among the numbers
+        return Passthrough([], [])
+    columns = np.flatnonzero(np.isfinite(values).all(axis=0)).tolist()
+    return Passthrough(columns, [f"x{k}" for k in columns])
+
+
+def _complete_numbers(X):
+    """Names of a frame's columns of numbers or truth values without missing or infinite ones."""
+    frame = nw.from_native(X, eager_only=True)
+    kinds = frame.schema.items()
+    names = [name for name, kind in kinds if kind.is_numeric() or kind == nw.Boolean]
+    return [name for name in names if np.isfinite(_numbers(X, [name])).all()]
+
+
+def _numbers(X, names):
+    """Columns of a frame as an array of floats, missing values as NaN."""
+    if hasattr(X, "iloc"):
+        return X.loc[:, names].to_numpy(dtype=np.float64, na_value=np.nan)
+    frame = nw.from_native(X, eager_only=True)
+    found = [frame.get_column(name).cast(nw.Float64).to_numpy() for name in names]
+    return np.column_stack(found) if found else np.empty((len(frame), 0))
+
+
+def _dense(values):
+    """Output of a transformer as an array (n, k) of floats."""
+    if hasattr(values, "columns"):
+        return _numbers(values, list(values.columns))
+    values = values.toarray() if issparse(values) else np.asarray(values, dtype=np.float64)
+    return values.reshape(len(values), -1)
+
+
+def _names_of(transformer, width):
+    """Names of the columns that a transformer makes."""
+    try:
+        return [str(name) for name in transformer.get_feature_names_out()]
+    except (AttributeError, ValueError):  # it names none
+        return [f"x{k}" for k in range(width)]

@@ -1,0 +1,634 @@
+"""Boosted trees, and whatever else predicts, under a personalized linear model."""
+
+import copy
+from numbers import Integral
+
+import numpy as np
+import pandas as pd
+from sklearn.base import is_classifier
+from sklearn.model_selection import check_cv
+from sklearn.utils import Bunch, check_random_state, get_tags
+from sklearn.utils.metaestimators import available_if
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from pfl_sklearn._clients import encode_clients, row_counts
+from pfl_sklearn._compat import (
+    HasMethods,
+    StrOptions,
+    fit_context,
+    num_samples,
+    safe_indexing,
+)
+from pfl_sklearn._docs import fill_doc
+from pfl_sklearn._labels import check_several_classes
+from pfl_sklearn._nesting import hand_out, takes_groups
+from pfl_sklearn.base import ClientClassifierMixin, ClientMixin, ClientRegressorMixin
+from pfl_sklearn.compose._client_feature import ClientAsFeature
+from pfl_sklearn.compose._named import NamedEstimators
+from pfl_sklearn.compose._out_of_fold import (
+    SMALLEST,
+    Named,
+    folds_of_clients,
+    folds_within,
+    outputs,
+    prepared,
+)
+from pfl_sklearn.compose._parts import (
+    FINAL,
+    MEAN,
+    POOLED,
+    STACK,
+    fit_chosen,
+    parts_of,
+    stacked,
+    without_clients,
+)
+from pfl_sklearn.compose._passthrough import fitted_passthrough
+from pfl_sklearn.compose._rows import as_groups, as_table, check_takes_weights, read_table
+from pfl_sklearn.linear_model import (
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+)
+from pfl_sklearn.model_selection import ClientKFold
+from pfl_sklearn.privacy import PrivacyReport
+
+STACKING = {
+    "parameters": """
+        estimators : list of (str, estimator), default=None
+            Base estimators by name: any of scikit-learn's, and client-aware ones, which get the
+            client ids. None: histogram gradient boosting without the clients, named "hgb", and
+            with the client as a feature, named "hgb_client", see
+            :class:`~pfl_sklearn.compose.ClientAsFeature`. Parameters inside are set as
+            ``hgb__max_depth`` and ``hgb_client__estimator__max_depth``.
+        final_estimator : estimator, default=None
+            Personalized model of what the base estimators predict and of columns of `X`; None:
+            {final} with default parameters.
+        cv : int, splitter or iterable, default=5
+            Folds that the base estimators predict in: how many inside clients (at least 3), or a
+            splitter or splits that test each row once. Predictions for new clients are made with
+            as many folds of whole clients.
+        passthrough : bool or transformer, default=True
+            Columns that the final estimator gets beside predictions. True: those of numbers without
+            missing values. A transformer: what it makes of `X`, such as a ``ColumnTransformer``
+            that encodes categories; it is fitted to all rows.
+        fallback : bool, default=True
+            Let the simplest part predict that does about as well as the best, for known and for
+            new clients; see Notes. False: always all estimators together.
+        unseen : {{"warn", "population", "error"}}, default="warn"
+            What to do about clients that ``fit`` did not see. "warn" warns if at least half of the
+            rows are theirs.
+        n_jobs : int or None, default=None
+            Folds to fit at once. Results do not depend on it.
+        random_state : int, RandomState instance or None, default=None
+            Seed of the folds, and of the estimators that have none of their own.
+        """,
+    "attributes": """
+        known_part_, new_part_ : str
+            What predicts for known and for new clients: "stack" (all together), the name of a base
+            estimator alone, "final_estimator" (on columns of `X` alone) or, for new clients,
+            "pooled" (a linear model without clients) or "mean".
+        losses_ : DataFrame
+            Out-of-fold losses of these parts, {loss}, for known and for new clients: the smaller
+            the better. Empty with ``fallback=False``.
+        named_estimators_ : Bunch
+            Fitted base estimators that predictions need, by name.
+        final_estimator_, population_estimator_ : estimator or None
+            What is fitted behind the base estimators, for known and for new clients; None if one
+            of these predicts alone.
+        clients_ : ndarray of shape (n_clients,)
+            Sorted ids of the clients.
+        n_samples_per_client_ : ndarray of shape (n_clients,)
+            Rows of each client.
+        privacy_ : PrivacyReport
+            ``epsilon`` is infinite: nothing protects the fit.
+        n_features_in_ : int
+            Number of columns of `X`.
+        feature_names_in_ : ndarray of shape (`n_features_in_`,)
+            Names of the columns of `X`, if it has any.
+        """,
+    "notes": """
+        Base estimators see interactions that a linear model does not; the final one shrinks what is
+        special about each client, which they cannot. This is stacked generalization (Wolpert, 1992;
+        van der Laan et al., 2007) with folds for clients:
+
+        - Rows of the final estimator are predicted by fits to other rows of the same clients,
+          because it will predict for these clients.
+        - New clients have another final estimator, whose rows are predicted by fits to other
+          clients. Trees memorize columns that are constant within a client; how far their
+          predictions hold for new clients shows only on clients that they did not see. Of the final
+          estimator new clients get the population's coefficients.
+
+        With `fallback` every part is tested on rows, or on clients, that nothing in it has seen.
+        For the stack this needs fits to the rows outside of two folds: of a client with two rows
+        the prediction for one is made of the other, so that a final estimator that saw both could
+        tell the one from the other. The first part predicts that is not clearly worse than the
+        best one: a one-sided test of the mean difference at level 0.1, with errors clustered by
+        client, does not tell them apart. The order is pooled, mean, final estimator alone, base
+        estimators in their order, stack.
+
+        With k folds each base estimator is fitted k (k + 1) + 1 times for several clients, 31 times
+        by default, on three to four fifths of the rows. The final estimator is fitted 4 k + 2
+        times. ``fallback=False`` takes 2 k + 1 and 2 fits. Fits run on one thread each, so that
+        results do not depend on `n_jobs`.
+        """,
+    "references": """
+        Wolpert, D. H. (1992). Stacked generalization. Neural Networks.
+
+        van der Laan, M. J., Polley, E. C. and Hubbard, A. E. (2007). Super learner. Statistical
+        Applications in Genetics and Molecular Biology.
+        """,
+}
+
+
+def _texts(**words):
+    filled = {**STACKING}
+    for name in ("parameters", "attributes"):
+        filled[name] = filled[name].format(**words)
+    return filled
+
+
+def _final_has(method):
+    """Check for ``available_if``: the final estimator, given or default, has a method."""
+
+    def check(self):
+        getattr(self._given_final(), method)
+        return True
+
+    return check
+
+
+class _PersonalizedStacking(ClientMixin, NamedEstimators):
+    """What both have in common. A subclass has `_boosting`, a name, and `_default_final`."""
+
+    _reserved_names = (STACK, POOLED, MEAN)
+    _population_attributes = (
+        "named_estimators_",
+        "final_estimator_",
+        "population_estimator_",
+        "known_part_",
+        "new_part_",
+        "losses_",
+    )
+    _client_attributes = ("n_samples_per_client_",)
+    _state_attributes = ("classes_", "_passthrough")
+
+    _parameter_constraints = {
+        "estimators": [list, None],
+        "final_estimator": [HasMethods(["fit", "predict"]), None],
+        "cv": ["cv_object"],
+        "passthrough": ["boolean", HasMethods(["fit_transform", "transform"])],
+        "fallback": ["boolean"],
+        "unseen": [StrOptions({"warn", "population", "error"})],
+        "n_jobs": [Integral, None],
+        "random_state": ["random_state"],
+    }
+
+    def __init__(
+        self,
+        estimators=None,
+        final_estimator=None,
+        *,
+        cv=5,
+        passthrough=True,
+        fallback=True,
+        unseen="warn",
+        n_jobs=None,
+        random_state=None,
+    ):
+        self.estimators = estimators
+        self.final_estimator = final_estimator
+        self.cv = cv
+        self.passthrough = passthrough
+        self.fallback = fallback
+        self.unseen = unseen
+        self.n_jobs = n_jobs
+        self.random_state = random_state
+
+    def _default_estimators(self):
+        from sklearn import ensemble  # slow to import
+
+        boosting = getattr(ensemble, self._boosting)
+        return [("hgb", boosting()), ("hgb_client", ClientAsFeature(boosting()))]
+
+    def _given_final(self):
+        return self._default_final() if self.final_estimator is None else self.final_estimator
+
+    def _default_component(self, name, value):
+        return self._default_final() if name == "final_estimator" and value is None else None
+
+    @fit_context(prefer_skip_nested_validation=False)
+    def fit(self, X, y, *, groups=None, sample_weight=None):
+        """Fit base estimators in folds, then the final estimator to what they predict.
+
+        Parameters
+        ----------
+        X : dataframe or array-like of shape (n_rows, d)
+            Features, as the base estimators take them.
+        y : array-like of shape (n_rows,)
+            Responses or class labels.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; None: all rows are one client's.
+        sample_weight : array-like of shape (n_rows,), default=None
+            Weights of the rows. All estimators must take them.
+
+        Returns
+        -------
+        self
+        """
+        bases = self._checked_estimators()
+        table = read_table(self, X, y, groups, sample_weight, is_classifier(self))
+        clients, classes = table.clients, self._classes_of(table.y)
+        _check_rows(clients)
+        seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(bases) + 3)
+        named = [
+            Named(name, prepared(each, seed), classes)
+            for (name, each), seed in zip(bases, seeds[3:], strict=True)
+        ]
+        final = Named(FINAL, prepared(self._given_final(), seeds[2]), classes)
+        if table.weights is not None:
+            for each in (*named, final):
+                check_takes_weights(each.estimator)
+        columns = fitted_passthrough(self.passthrough, table.X, table.y)
+        own = table._replace(X=columns.frame(table.X))
+        _check_names(named, own.X)
+
+        folds = {"known": folds_within(self._splitter(classes, int(seeds[0])), table, self)}
+        if self.fallback and len(folds["known"]) < 3:
+            raise ValueError(
+                f"cv={self.cv!r} gives {len(folds['known'])} folds; expected at least 3, which it "
+                "takes to test what is stacked, or fallback=False."
+            )
+        plain = {"known": [], "new": without_clients(classes, own.X.shape[1])}
+        if len(clients.ids) > 1:
+            n_folds = len(folds["known"])
+            folds["new"] = folds_of_clients(n_folds, clients.codes, int(seeds[1]))
+        parts = {
+            kind: parts_of(
+                named, final, plain[kind], table, own, folds[kind], self.fallback, self.n_jobs
+            )
+            for kind in folds
+        }
+        chosen = {kind: each.chosen(clients.codes, table.weights) for kind, each in parts.items()}
+        fitted = fit_chosen(chosen, parts, named, table, self.n_jobs)
+
+        validate_data(self, as_table(X), skip_check_array=True)
+        self.named_estimators_ = Bunch(**fitted.bases)
+        self.known_part_, self.final_estimator_ = fitted.known
+        self.new_part_, self.population_estimator_ = fitted.new
+        means = {kind: each.means(table.weights) for kind, each in parts.items()}
+        self.losses_ = pd.DataFrame(means)
+        self._passthrough = columns
+        if classes is not None:
+            self.classes_ = classes
+        self.clients_ = clients.ids
+        self.n_samples_per_client_ = row_counts(clients.codes, len(clients.ids))
+        self._fitted_with_groups = groups is not None
+        self.privacy_ = PrivacyReport.unprotected(
+            f"{type(self).__name__} fits base estimators and folds without noise.",
+            not_released=("clients_", *self._population_attributes),
+            n_clients=len(clients.ids),
+        )
+        return self
+
+    def _splitter(self, classes, seed):
+        if not isinstance(self.cv, Integral):
+            return check_cv(self.cv)
+        return ClientKFold(self.cv, stratify=classes is not None, random_state=seed)
+
+    @property
+    def estimators_(self):
+        """Fitted base estimators that predictions need, in their order."""
+        return list(self.named_estimators_.values())
+
+    @available_if(_final_has("summary"))
+    def summary(self):
+        """Table of the final estimator of known clients, by its own ``summary``.
+
+        Returns
+        -------
+        DataFrame
+
+        Raises
+        ------
+        ValueError
+            If a base estimator alone predicts for known clients.
+        """
+        check_is_fitted(self)
+        if self.final_estimator_ is None:
+            raise ValueError(
+                f"known clients get the predictions of {self.known_part_!r} alone, so there is no "
+                "final estimator to summarize; see losses_, or set fallback=False."
+            )
+        return self.final_estimator_.summary()
+
+    def for_client(self, client_id):
+        """Model of one client alone: base estimators, and that client's final coefficients.
+
+        Base estimators are handed out as they are, unless they have a ``for_client`` of their own.
+        Trees keep averages of other clients' rows in their leaves; nothing protects these.
+
+        Parameters
+        ----------
+        client_id : int, str, ...
+            One of ``clients_``.
+
+        Returns
+        -------
+        estimator
+            Fitted estimator of the same class, with ``clients_ == [client_id]``.
+        """
+        model = super().for_client(client_id)
+        for name, fitted in self.named_estimators_.items():
+            model.named_estimators_[name] = _of_client(fitted, client_id)
+        for name in ("final_estimator_", "population_estimator_"):
+            setattr(model, name, _of_client(getattr(self, name), client_id))
+        return model
+
+    def release(self):
+        """Refused: base estimators and their folds have no noise.
+
+        Raises
+        ------
+        ValueError
+            Always. Trees memorize columns that are constant within a client, for example.
+        """
+        check_is_fitted(self)
+        raise ValueError(
+            f"release() of this {type(self).__name__} would publish base estimators, which were "
+            "fitted without noise: trees memorize columns that are constant within a client. Take "
+            "an estimator with an epsilon, such as PersonalizedLinearRegression or PPSGDClassifier."
+        )
+
+    def _outputs(self, X, groups):
+        """Responses (n,) or probabilities (n, K) of rows, each by its client's part."""
+        found = None
+        for rows, part, table, ids in self._by_part(X, groups):
+            each = self._of_part(part, table, ids)
+            if found is None:
+                found = np.empty((num_samples(X), *each.shape[1:]))
+            found[rows] = each
+        return found
+
+    def _by_part(self, X, groups):
+        """Rows of known and of new clients, their part, and their features and ids."""
+        check_is_fitted(self)
+        X = as_table(X)
+        validate_data(self, X, reset=False, skip_check_array=True)
+        codes = self._encode_predict(X, groups)
+        ids = self.clients_[codes]
+        if groups is not None:
+            given = encode_clients(groups, len(codes))
+            ids = given.ids[given.codes]
+        known = self.known_part_, self.final_estimator_
+        new = self.new_part_, self.population_estimator_
+        for rows, part in ((codes >= 0, known), (codes < 0, new)):
+            if rows.all():
+                yield slice(None), part, X, ids
+            elif rows.any():
+                yield rows, part, safe_indexing(X, np.flatnonzero(rows)), ids[rows]
+
+    def _of_part(self, part, X, ids):
+        """What a part predicts for rows."""
+        name, behind = part
+        if behind is None:
+            (base,) = [each for each in self._fitted_bases() if each.name == name]
+            return outputs(base, base.estimator, X, ids)
+        final = Named(name, behind, getattr(self, "classes_", None))
+        return outputs(final, behind, self._rows(name, X, ids), ids)
+
+    def _rows(self, name, X, ids):
+        """Rows as the estimator behind the base estimators takes them in a part."""
+        columns = self._passthrough.frame(X)
+        if name != STACK:
+            return columns
+        bases = self._fitted_bases()
+        return stacked(bases, [outputs(each, each.estimator, X, ids) for each in bases], columns)
+
+    def _fitted_bases(self):
+        classes = getattr(self, "classes_", None)
+        return [Named(name, each, classes) for name, each in self.named_estimators_.items()]
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        bases = [each for _, each in self._given_estimators() if hasattr(each, "fit")]
+        tags.input_tags.allow_nan = all(get_tags(each).input_tags.allow_nan for each in bases)
+        tags.input_tags.sparse = False
+        return tags
+
+
+def _check_rows(clients):
+    """Raise ValueError if no client has two rows."""
+    n_clients = len(clients.ids)
+    if row_counts(clients.codes, n_clients).max() == 1:
+        raise ValueError(
+            f"each of the {n_clients} clients has one row, so that no fold leaves a client a row "
+            "to learn from; take an estimator without clients."
+        )
+
+
+def _check_names(named, columns):
+    """Raise ValueError if a base estimator has the name of a column."""
+    taken = [each.name for each in named if each.name in columns.columns]
+    if taken:
+        raise ValueError(
+            f"estimators has the name {taken[0]!r}, which is also a column of X that the final "
+            "estimator gets; rename one of them."
+        )
+
+
+def _of_client(fitted, client_id):
+    """A fitted estimator's model of one client, if it has any."""
+    if fitted is not None and takes_groups(fitted, "predict"):
+        return hand_out(fitted, "for_client", client_id)
+    return copy.deepcopy(fitted)
+
+
+@fill_doc(_texts(final=":class:`~pfl_sklearn.PersonalizedLinearRegression`", loss="squared errors"))
+class PersonalizedStackingRegressor(ClientRegressorMixin, _PersonalizedStacking):
+    """Regression for tables whose rows belong to clients: trees under a personalized linear model.
+
+    Base estimators, by default boosted trees with and without the client, predict out of fold. A
+    personalized linear regression of these predictions and the numeric columns gives each client
+    its own coefficients. Where parts of this do as well, they predict alone.
+
+    Parameters
+    ----------
+    %(parameters)s
+
+    Attributes
+    ----------
+    %(attributes)s
+
+    See Also
+    --------
+    PersonalizedStackingClassifier : the same for classes.
+    sklearn.ensemble.StackingRegressor : stacking without clients.
+
+    Notes
+    -----
+    %(notes)s
+
+    References
+    ----------
+    %(references)s
+
+    Examples
+    --------
+    >>> from pfl_sklearn.compose import PersonalizedStackingRegressor
+    >>> from pfl_sklearn.datasets import load_parkinsons
+    >>> visits = load_parkinsons().frame.query("subject <= 8")
+    >>> X, y = visits[["test_time", "PPE", "DFA"]], visits["total_UPDRS"]
+    >>> model = PersonalizedStackingRegressor(cv=3, random_state=0)
+    >>> model = model.fit(X, y, groups=visits["subject"])
+    >>> model.losses_["known"].round(1)[["final_estimator", "hgb", "hgb_client"]]
+    final_estimator     0.6
+    hgb                50.7
+    hgb_client          0.1
+    Name: known, dtype: float64
+    """
+
+    _boosting = "HistGradientBoostingRegressor"
+    _default_final = PersonalizedLinearRegression
+
+    def _classes_of(self, y):
+        return None
+
+    def predict(self, X, *, groups=None, return_std=False):
+        """Response of every row's client; for new clients that of the population.
+
+        Parameters
+        ----------
+        X : dataframe or array-like of shape (n_rows, d)
+            As in ``fit``.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+        return_std : bool, default=False
+            Also return standard deviations, those of the final estimator: of a client's mean
+            response given the base estimators. Where a base estimator or a model without clients
+            predicts alone, it is the root mean squared error out of fold.
+
+        Returns
+        -------
+        y : ndarray of shape (n_rows,)
+        std : ndarray of shape (n_rows,)
+            If `return_std`.
+        """
+        if not return_std:
+            return self._outputs(X, groups)
+        mean, std = np.empty((2, num_samples(X)))
+        for rows, part, table, ids in self._by_part(X, groups):
+            name, behind = part
+            if name in (STACK, FINAL):
+                given = {"groups": as_groups(ids)} if takes_groups(behind, "predict") else {}
+                columns = self._rows(name, table, ids)
+                mean[rows], std[rows] = behind.predict(columns, return_std=True, **given)
+            else:
+                mean[rows] = self._of_part(part, table, ids)
+                kind = "known" if part == (self.known_part_, self.final_estimator_) else "new"
+                std[rows] = np.sqrt(self.losses_.loc[name, kind])
+        return mean, std
+
+
+@fill_doc(_texts(final=":class:`~pfl_sklearn.PersonalizedLogisticRegression`", loss="log-losses"))
+class PersonalizedStackingClassifier(ClientClassifierMixin, _PersonalizedStacking):
+    """Classification for tables whose rows belong to clients: trees under personalized logits.
+
+    Base estimators, by default boosted trees with and without the client, predict out of fold. A
+    personalized logistic regression of their log odds and the numeric columns gives each client its
+    own coefficients. Where parts of this do as well, they predict alone.
+
+    Parameters
+    ----------
+    %(parameters)s
+
+    Attributes
+    ----------
+    classes_ : ndarray of shape (n_classes,)
+        Sorted class labels.
+    %(attributes)s
+
+    See Also
+    --------
+    PersonalizedStackingRegressor : the same for responses.
+    sklearn.ensemble.StackingClassifier : stacking without clients.
+
+    Notes
+    -----
+    Probabilities of final estimators that can (by ``integrate=True``) are averages over a client's
+    posterior, or over the population for new clients. Log odds are of probabilities of at least
+    1e-6, and so are losses.
+
+    %(notes)s
+
+    References
+    ----------
+    %(references)s
+
+    Examples
+    --------
+    >>> from pfl_sklearn.compose import PersonalizedStackingClassifier
+    >>> from pfl_sklearn.datasets import load_radon
+    >>> homes = load_radon("MN").frame
+    >>> model = PersonalizedStackingClassifier(cv=3, random_state=0)
+    >>> model = model.fit(homes[["floor"]], homes["log_radon"] > 1.4, groups=homes["county"])
+    >>> model.known_part_, model.new_part_
+    ('final_estimator', 'pooled')
+    """
+
+    _boosting = "HistGradientBoostingClassifier"
+    _default_final = PersonalizedLogisticRegression
+
+    def _classes_of(self, y):
+        classes = np.unique(y)
+        check_several_classes(classes, self)
+        return classes
+
+    def predict_proba(self, X, *, groups=None):
+        """Class probabilities for every row's client; for new clients those of the population.
+
+        Parameters
+        ----------
+        X : dataframe or array-like of shape (n_rows, d)
+            As in ``fit``.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+
+        Returns
+        -------
+        ndarray of shape (n_rows, n_classes)
+            In the order of ``classes_``.
+        """
+        return self._outputs(X, groups)
+
+    def predict_log_proba(self, X, *, groups=None):
+        """Logarithms of :meth:`predict_proba`, of probabilities of at least 1e-6.
+
+        Parameters
+        ----------
+        X : dataframe or array-like of shape (n_rows, d)
+            As in ``fit``.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+
+        Returns
+        -------
+        ndarray of shape (n_rows, n_classes)
+        """
+        return np.log(np.maximum(self._outputs(X, groups), SMALLEST))
+
+    def predict(self, X, *, groups=None):
+        """Most likely class of every row.
+
+        Parameters
+        ----------
+        X : dataframe or array-like of shape (n_rows, d)
+            As in ``fit``.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+
+        Returns
+        -------
+        ndarray of shape (n_rows,)
+        """
+        best = self._outputs(X, groups).argmax(axis=1)
+        return self.classes_[best]

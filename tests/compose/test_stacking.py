@@ -1,0 +1,591 @@
+"""Base estimators under a personalized final one: what each is fitted to, and what predicts."""
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn import config_context
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
+from sklearn.compose import make_column_transformer
+from sklearn.dummy import DummyRegressor
+from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
+from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
+from sklearn.model_selection import GridSearchCV, KFold, cross_val_predict, cross_validate
+from sklearn.neighbors import KNeighborsRegressor
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder, StandardScaler
+
+from pfl_sklearn import (
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    SingleClientWarning,
+    UnseenClientsWarning,
+)
+from pfl_sklearn.compose import (
+    ClientAsFeature,
+    ClientColumn,
+    PersonalizedStackingClassifier,
+    PersonalizedStackingRegressor,
+)
+from pfl_sklearn.compose._out_of_fold import Named, out_of_fold, out_of_two_folds
+from pfl_sklearn.compose._parts import Parts
+from pfl_sklearn.compose._rows import Table
+from pfl_sklearn.model_selection import ClientKFold
+
+
+def boosting(**params):
+    return HistGradientBoostingRegressor(max_iter=10, random_state=0, **params)
+
+
+def steps_and_slopes(n_clients=12, n_rows=40, seed=0):
+    """Responses with a step that is common and slopes of the clients' own."""
+    rng = np.random.default_rng(seed)
+    groups = np.repeat(np.arange(n_clients), n_rows)
+    X = rng.uniform(-2, 2, size=(len(groups), 2))
+    slopes = rng.normal(size=n_clients)[groups]
+    y = 3 * (X[:, 0] > 0.3) * (X[:, 1] > 0) + slopes * X[:, 1] + 0.3 * rng.normal(size=len(groups))
+    return pd.DataFrame(X, columns=["a", "b"]), y, groups
+
+
+def folds_of(n_rows, n_splits=3):
+    return list(KFold(n_splits, shuffle=True, random_state=1).split(np.zeros(n_rows)))
+
+
+def final(**params):
+    return PersonalizedLinearRegression(unseen="population", **params)
+
+
+# What is fitted to what ---------------------------------------------------------------------------
+
+
+def test_rows_of_the_final_estimator_are_out_of_fold():
+    X, y, groups = steps_and_slopes()
+    folds = folds_of(len(y))
+    bases = [("trees", boosting()), ("line", LinearRegression())]
+    model = PersonalizedStackingRegressor(bases, cv=folds, fallback=False, unseen="population")
+    model.fit(X, y, groups=groups)
+    beside = pd.DataFrame({name: cross_val_predict(each, X, y, cv=folds) for name, each in bases})
+    peer = final().fit(beside.join(X), y, groups=groups)
+    np.testing.assert_allclose(model.final_estimator_.coef_, peer.coef_, rtol=1e-9)
+    assert model.final_estimator_.feature_names_in_.tolist() == ["trees", "line", "a", "b"]
+    full = pd.DataFrame({name: clone(each).fit(X, y).predict(X) for name, each in bases})
+    expected = peer.predict(full.join(X), groups=groups, return_std=True)
+    found = model.predict(X, groups=groups, return_std=True)
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    assert (model.known_part_, model.new_part_) == ("stack", "stack")
+    assert model.losses_.empty
+
+
+def test_new_clients_have_the_population_of_another_fit():
+    """Whose rows are predicted by fits to other clients."""
+    X, y, groups = steps_and_slopes()
+    bases = [("trees", boosting()), ("memory", ClientAsFeature(boosting(), random_state=0))]
+    model = PersonalizedStackingRegressor(bases, cv=4, fallback=False, random_state=0)
+    model.set_params(unseen="population").fit(X, y, groups=groups)
+    rows, new = X[:5], np.full(5, 99)
+    inside = pd.DataFrame(
+        {
+            "trees": model.named_estimators_["trees"].predict(rows),
+            "memory": model.named_estimators_["memory"].predict(rows, groups=new),
+        }
+    )
+    peer = model.population_estimator_
+    expected = peer.predict(inside.join(rows), groups=new, return_std=True)
+    np.testing.assert_array_equal(model.predict(rows, groups=new, return_std=True), expected)
+    assert np.abs(peer.coef_ - model.final_estimator_.coef_).max() > 0.01
+
+
+def test_what_is_constant_within_clients_is_not_trusted_for_new_ones():
+    """Trees tell the clients by it; the other columns say nothing."""
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(20), 15)
+    X = np.column_stack([rng.normal(size=20)[groups], rng.normal(size=len(groups))])
+    y = 3 * rng.normal(size=20)[groups] + 0.3 * rng.normal(size=len(groups))
+    model = PersonalizedStackingRegressor(random_state=0, unseen="population")
+    model.fit(X, y, groups=groups)
+    assert model.losses_.loc["hgb", "known"] < 2 < 5 < model.losses_.loc["hgb", "new"]
+    assert model.new_part_ == "mean"
+    np.testing.assert_allclose(model.predict(X[:3], groups=[-1, -1, -1]), y.mean())
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=3, max_size=6),
+    seed=st.integers(0, 100),
+)
+def test_fits_are_to_the_rows_outside_of_two_folds(sizes, seed):
+    """Means of training rows say which these were."""
+    rng = np.random.default_rng(seed)
+    fold = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
+    y = 2.0 ** np.arange(len(fold))
+    table = Table(np.zeros((len(y), 1)), y, fold, None)
+    mean = Named("mean", DummyRegressor(), None)
+    folds = [(np.flatnonzero(fold != k), np.flatnonzero(fold == k)) for k in range(len(sizes))]
+    (once,) = out_of_fold([mean], [table], folds, None)
+    np.testing.assert_allclose(once, [y[fold != k].mean() for k in fold], rtol=1e-12)
+    for k, (found,) in enumerate(out_of_two_folds([mean], table, folds, None)):
+        others = fold[folds[k][0]]
+        expected = [y[(fold != k) & (fold != other)].mean() for other in others]
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_the_loss_of_the_stack_is_of_rows_that_nothing_saw():
+    X, y, groups = steps_and_slopes(n_rows=8)
+    folds = folds_of(len(y), 4)
+    bases = [("trees", boosting(min_samples_leaf=5)), ("own", final())]
+    model = PersonalizedStackingRegressor(bases, cv=folds, random_state=0)
+    model.fit(X, y, groups=groups)
+    losses = []
+    for train, test in folds:
+        kept = X.iloc[train], y[train], groups[train]
+        inner = [(np.isin(train, a), np.isin(train, b)) for a, b in folds if b is not test]
+        columns = [np.empty(len(train)) for _ in bases]
+        for (_, each), column in zip(bases, columns, strict=True):
+            for _, out in inner:
+                column[out] = predictions(each, *(values[~out] for values in kept), *at(kept, out))
+        beside = pd.DataFrame(dict(zip(["trees", "own"], columns, strict=True)))
+        inside = beside.join(kept[0].reset_index(drop=True))
+        last = final().fit(inside, kept[1], groups=kept[2])
+        tested = X.iloc[test], y[test], groups[test]
+        new = {name: predictions(each, *kept, *at(tested)) for name, each in bases}
+        rows = pd.DataFrame(new).join(tested[0].reset_index(drop=True))
+        losses.append((last.predict(rows, groups=tested[2]) - tested[1]) ** 2)
+    expected = np.concatenate(losses).mean()
+    assert model.losses_.loc["stack", "known"] == pytest.approx(expected, rel=1e-6)
+
+
+def at(rows, chosen=slice(None)):
+    return rows[0][chosen], rows[2][chosen]
+
+
+def predictions(estimator, X, y, groups, X_new, groups_new):
+    if isinstance(estimator, PersonalizedLinearRegression):
+        return clone(estimator).fit(X, y, groups=groups).predict(X_new, groups=groups_new)
+    return clone(estimator).fit(X, y).predict(X_new)
+
+
+def test_clients_of_few_rows_do_not_give_away_what_is_to_be_predicted():
+    """A final estimator that saw predictions made of the tested rows would do twice as well."""
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(150), 4)
+    X = rng.normal(size=(len(groups), 1))
+    y = rng.normal(size=150)[groups] + rng.normal(size=len(groups))
+    folds = list(ClientKFold(4, random_state=0).split(X, groups=groups))
+    model = PersonalizedStackingRegressor([("own", final())], cv=folds).fit(X, y, groups=groups)
+    column = np.empty(len(y))
+    for train, test in folds:
+        column[test] = predictions(
+            final(), X[train], y[train], groups[train], X[test], groups[test]
+        )
+    rows, seen = np.column_stack([column, X]), np.empty(len(y))
+    for train, test in folds:
+        seen[test] = predictions(
+            final(), rows[train], y[train], groups[train], rows[test], groups[test]
+        )
+    losses = model.losses_["known"]
+    assert np.mean((seen - y) ** 2) < 0.7 * losses["own"]
+    assert losses["stack"] > 0.99 * losses["own"]
+    assert model.known_part_ == "final_estimator"
+
+
+# What predicts ------------------------------------------------------------------------------------
+
+
+def test_all_together_are_better_than_each():
+    X, y, groups = steps_and_slopes(n_clients=60, n_rows=12)
+    model = PersonalizedStackingRegressor(random_state=0).fit(X, y, groups=groups)
+    losses = model.losses_["known"].dropna()
+    assert model.known_part_ == "stack"
+    assert losses["stack"] < 0.8 * losses.drop("stack").min()
+    assert list(model.named_estimators_) == ["hgb", "hgb_client"]
+    assert model.summary().loc[("fixed", "hgb"), "estimate"] > 0.5
+
+
+def test_a_linear_table_falls_back_to_the_final_estimator():
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(15), 10)
+    X = rng.normal(size=(len(groups), 2))
+    y = X[:, 0] + rng.normal(size=15)[groups] + rng.normal(size=len(groups))
+    model = PersonalizedStackingRegressor(random_state=0, unseen="population")
+    model.fit(X, y, groups=groups)
+    alone = final().fit(X, y, groups=groups)
+    assert model.known_part_ == "final_estimator"
+    assert model.estimators_ == []
+    np.testing.assert_allclose(model.predict(X, groups=groups), alone.predict(X, groups=groups))
+
+
+def test_a_base_estimator_alone_has_the_error_of_its_folds():
+    X, y, groups = steps_and_slopes(n_rows=80)
+    y = np.where(X["a"] > 0, groups % 3, groups % 5)
+    bases = [("trees", ClientAsFeature(HistGradientBoostingRegressor(random_state=0)))]
+    model = PersonalizedStackingRegressor(bases, cv=3, random_state=0)
+    model.fit(X, y, groups=groups)
+    assert (model.known_part_, model.final_estimator_) == ("trees", None)
+    mean, std = model.predict(X, groups=groups, return_std=True)
+    np.testing.assert_array_equal(mean, model.estimators_[0].predict(X, groups=groups))
+    np.testing.assert_allclose(std**2, model.losses_.loc["trees", "known"])
+    with pytest.raises(ValueError, match=r"'trees' alone.*no final estimator.*fallback=False"):
+        model.summary()
+
+
+@pytest.mark.parametrize(
+    ("losses", "chosen"),
+    [
+        ({"simple": [2.0, 2, 2], "best": [1, 1, 1]}, "best"),  # for all of them
+        ({"simple": [1.0, 1, 2], "best": [1, 1, 1]}, "simple"),  # for one of three
+        ({"simple": [1.0, 2, 2], "best": [1, 1, 1]}, "best"),
+        ({"first": [1.0, 1, 1], "second": [1, 1, 1]}, "first"),
+        ({"bad": [9.0, 9, 9], "simple": [2, 2, 0.5], "best": [1, 1, 1]}, "simple"),
+    ],
+)
+def test_the_first_part_that_is_not_clearly_worse(losses, chosen):
+    """By clients, of which there are three, with two rows each."""
+    codes = np.repeat(np.arange(3), 2)
+    parts = Parts({}, {name: np.repeat(rows, 2) for name, rows in losses.items()})
+    assert parts.chosen(codes, None) == chosen
+    assert parts.chosen(codes, np.full(6, 2.0)) == chosen
+
+
+def test_two_clients_have_no_stack_for_new_ones():
+    X, y, groups = steps_and_slopes(n_clients=2)
+    model = PersonalizedStackingRegressor(random_state=0).fit(X, y, groups=groups)
+    assert "stack" in model.losses_["known"].dropna()
+    assert "stack" not in model.losses_["new"].dropna()
+
+
+def test_one_client_has_one_model():
+    X, y, _ = steps_and_slopes(n_clients=1, n_rows=120)
+    model = PersonalizedStackingRegressor([("trees", boosting())], random_state=0)
+    with pytest.warns(SingleClientWarning):
+        model.fit(X, y)
+    assert list(model.losses_) == ["known"]
+    assert (model.new_part_, model.population_estimator_) == (
+        model.known_part_,
+        model.final_estimator_,
+    )
+    assert np.mean((model.predict(X) - y) ** 2) < 0.5 * y.var()
+
+
+def labels(seed=0, n_classes=2):
+    X, y, groups = steps_and_slopes(seed=seed)
+    names = np.array(["high", "low", "middle"])
+    return X, names[np.digitize(y, [1.0] if n_classes == 2 else [-0.5, 1.5])], groups
+
+
+def test_a_classifier_stacks_log_odds():
+    X, y, groups = labels()
+    folds = folds_of(len(y), 4)
+    base = HistGradientBoostingClassifier(max_iter=10, random_state=0)
+    model = PersonalizedStackingClassifier([("trees", base)], cv=folds, fallback=False)
+    model.fit(X, y, groups=groups)
+    chances = cross_val_predict(base, X, y, cv=folds, method="predict_proba")
+    beside = pd.DataFrame({"trees": np.log(chances[:, 1] / chances[:, 0])}).join(X)
+    peer = PersonalizedLogisticRegression().fit(beside, y, groups=groups)
+    np.testing.assert_allclose(model.final_estimator_.coef_, peer.coef_, rtol=1e-6)
+    full = clone(base).fit(X, y).predict_proba(X)
+    rows = pd.DataFrame({"trees": np.log(full[:, 1] / full[:, 0])}).join(X)
+    expected = peer.predict_proba(rows, groups=groups, integrate=True)
+    found = model.predict_proba(X, groups=groups)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(np.exp(model.predict_log_proba(X, groups=groups)), found)
+    likeliest = model.classes_[found.argmax(axis=1)]
+    np.testing.assert_array_equal(model.predict(X, groups=groups), likeliest)
+    assert model.score(X, y, groups=groups) > 0.8
+
+
+def test_several_classes():
+    X, y, groups = labels(n_classes=3)
+    model = PersonalizedStackingClassifier(random_state=0, fallback=False).fit(X, y, groups=groups)
+    names = model.final_estimator_.feature_names_in_.tolist()
+    assert names[:2] == ["hgb: low", "hgb: middle"]
+    assert model.predict_proba(X, groups=groups).shape == (len(y), 3)
+    assert model.score(X, y, groups=groups) > 0.7
+
+
+def test_a_class_that_folds_lack():
+    """One client alone has it: fits to the others give it no chance."""
+    X, y, groups = labels()
+    y = np.where((groups == 3) & (y == "low"), "rare", y)
+    model = PersonalizedStackingClassifier(random_state=0, unseen="population")
+    model.set_params(estimators=[("line", LogisticRegression())]).fit(X, y, groups=groups)
+    assert model.classes_.tolist() == ["high", "low", "rare"]
+    assert np.isfinite(model.losses_.loc[["line", "stack"]]).all(axis=None)
+    assert np.isfinite(model.predict_proba(X, groups=groups + 100)).all()
+
+
+# With others --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A table with the column of clients, and a model of little work."""
+    X, y, groups = steps_and_slopes(n_clients=6, n_rows=15)
+    bases = [("trees", boosting(min_samples_leaf=5)), ("line", Ridge())]
+    model = PersonalizedStackingRegressor(bases, cv=3, random_state=0)
+    return X.assign(site=[f"s{k}" for k in groups]), y, model
+
+
+def test_in_tools_of_scikit_learn(small):
+    table, y, model = small
+    wrapped = ClientColumn(clone(model), "site")
+    inside = ClientKFold(3, client_column="site", random_state=0)
+    found = cross_val_predict(wrapped, table, y, cv=inside)
+    assert np.mean((found - y) ** 2) < y.var()
+    scores = cross_validate(wrapped, table, y, cv=inside, scoring="neg_mean_squared_error")
+    assert scores["test_score"].mean() == pytest.approx(-np.mean((found - y) ** 2))
+    grid = [
+        {"estimator__trees__max_depth": [1]},
+        {"estimator__final_estimator__prior__covariance_type": ["spherical"]},
+    ]
+    wrapped.set_params(estimator__fallback=False)
+    search = GridSearchCV(wrapped, grid, cv=inside).fit(table, y)
+    assert np.isfinite(search.cv_results_["mean_test_score"]).all()
+    assert search.predict(table).shape == y.shape
+
+
+def test_routed_through_a_pipeline(small):
+    table, y, model = small
+    X, groups = table[["a", "b"]], table["site"]
+    with config_context(enable_metadata_routing=True):
+        steps = make_pipeline(StandardScaler(), model).fit(X, y, groups=groups)
+        found = steps.predict(X, groups=groups)
+    scaled = StandardScaler().fit_transform(X)
+    expected = clone(model).fit(scaled, y, groups=groups).predict(scaled, groups=groups)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_parameters_inside_have_names():
+    model = PersonalizedStackingRegressor()
+    model.set_params(hgb__max_depth=3, hgb_client__estimator__max_iter=7)
+    inside = dict(model.estimators)
+    assert (inside["hgb"].max_depth, inside["hgb_client"].estimator.max_iter) == (3, 7)
+    assert clone(model).get_params()["hgb__max_depth"] == 3
+    model.set_params(hgb="drop", final_estimator__random="intercept")
+    assert dict(model.estimators)["hgb"] == "drop"
+    assert model.final_estimator.random == "intercept"
+    other = PersonalizedStackingRegressor()
+    with pytest.raises(ValueError, match="Invalid parameter 'depth'"):
+        other.set_params(hgb__depth=3)
+    assert other.estimators is None
+
+
+def test_dropped_estimators_are_left_out(small):
+    table, y, model = small
+    X, groups = table[["a", "b"]], table["site"]
+    rest = clone(model).set_params(line="drop", fallback=False).fit(X, y, groups=groups)
+    assert list(rest.named_estimators_) == ["trees"]
+
+
+def test_client_aware_estimators_get_the_clients(small):
+    table, y, _ = small
+    X, groups = table[["a", "b"]], table["site"]
+    bases = [
+        ("own", make_pipeline(StandardScaler(), PersonalizedLinearRegression())),
+        ("searched", search_inside()),
+        ("line", LinearRegression()),
+    ]
+    model = PersonalizedStackingRegressor(bases, cv=3, random_state=0, fallback=False)
+    model.fit(X, y, groups=groups)
+    assert len(model.named_estimators_["own"][-1].clients_) == 6
+    own = model.for_client("s2")
+    assert own.named_estimators_["own"][-1].clients_.tolist() == ["s2"]
+    mine = (groups == "s2").to_numpy()
+    expected = model.predict(X[mine], groups=groups[mine])
+    np.testing.assert_allclose(own.predict(X[mine]), expected, rtol=1e-12)
+
+
+def search_inside():
+    with config_context(enable_metadata_routing=True):
+        inner = PersonalizedLinearRegression().set_score_request(groups=True)
+        return GridSearchCV(inner, {"method": ["ml", "reml"]}, cv=ClientKFold(2, random_state=0))
+
+
+@pytest.mark.parametrize("n_jobs", [2, -1])
+def test_jobs_change_nothing(small, n_jobs):
+    table, y, model = small
+    X, groups = table[["a", "b"]], table["site"]
+    first = clone(model).fit(X, y, groups=groups)
+    other = clone(model).set_params(n_jobs=n_jobs).fit(X, y, groups=groups)
+    pd.testing.assert_frame_equal(first.losses_, other.losses_, check_exact=True)
+    np.testing.assert_array_equal(first.predict(X, groups=groups), other.predict(X, groups=groups))
+
+
+def test_weights_count_everywhere(small):
+    """A row of weight 0 is absent, and weights change what is learned."""
+    table, y, model = small
+    X, groups = table[["a", "b"]], table["site"].to_numpy()
+    weights = np.random.default_rng(0).integers(0, 3, len(y))
+    some = weights > 0
+    kept = {"groups": groups[some], "sample_weight": weights[some]}
+    first = clone(model).fit(X, y, groups=groups, sample_weight=weights)
+    second = clone(model).fit(X[some], y[some], **kept)
+    pd.testing.assert_frame_equal(first.losses_, second.losses_)
+    plain = clone(model).fit(X[some], y[some], groups=groups[some])
+    assert np.abs(plain.losses_ - second.losses_).max(axis=None) > 1e-3
+    near = clone(model).set_params(line=KNeighborsRegressor())
+    with pytest.raises(ValueError, match=r"sample_weight.*KNeighborsRegressor does not take it"):
+        near.fit(X, y, groups=groups, sample_weight=weights)
+
+
+def test_unseen_clients(small):
+    table, y, model = small
+    X, groups = table[["a", "b"]], table["site"]
+    model = clone(model).fit(X, y, groups=groups)
+    with pytest.warns(UnseenClientsWarning):
+        everybody = model.predict(X, groups=["new"] * len(X))
+    mixed = groups.where(groups != "s1", "new")
+    found = model.predict(X, groups=mixed)
+    new = (mixed == "new").to_numpy()
+    np.testing.assert_allclose(found[new], everybody[new], rtol=1e-12)
+    known = model.predict(X, groups=groups)
+    np.testing.assert_allclose(found[~new], known[~new], rtol=1e-12)
+
+
+# Columns ------------------------------------------------------------------------------------------
+
+
+def test_numbers_without_gaps_are_passed_through():
+    X, y, groups = steps_and_slopes()
+    X["gaps"] = X["a"].where(X["a"] > -1)
+    X["kind"] = pd.Categorical(np.where(X["b"] > 0, "up", "down"))
+    X["flag"] = X["a"] > 0
+    model = PersonalizedStackingRegressor([("trees", boosting())], cv=3, fallback=False)
+    model.fit(X, y, groups=groups)
+    assert model.final_estimator_.feature_names_in_.tolist() == ["trees", "a", "b", "flag"]
+    assert model.feature_names_in_.tolist() == list(X)
+    with pytest.raises(ValueError, match=r"column 'b' of X has missing or infinite values"):
+        model.predict(X.assign(b=np.nan), groups=groups)
+
+
+def test_other_frames_and_arrays():
+    X, y, groups = steps_and_slopes()
+    given = {"estimators": [("trees", boosting())], "cv": 3, "random_state": 0, "fallback": False}
+    found = [
+        PersonalizedStackingRegressor(**given)
+        .fit(rows, y, groups=groups)
+        .predict(rows, groups=groups)
+        for rows in (X, pl.DataFrame({name: X[name].to_numpy() for name in X}), X.to_numpy())
+    ]
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-12)
+    np.testing.assert_allclose(found[2], found[0], rtol=1e-12)
+
+
+def test_a_transformer_makes_the_columns():
+    X, y, groups = steps_and_slopes()
+    X["kind"] = np.where(X["b"] > 0, "up", "down")
+    made = make_column_transformer(
+        (OneHotEncoder(drop="first"), ["kind"]), (StandardScaler(), ["a"])
+    )
+    trees = make_pipeline(make_column_transformer(("passthrough", ["a", "b"])), boosting())
+    model = PersonalizedStackingRegressor(
+        [("trees", trees)], cv=3, passthrough=made, fallback=False
+    )
+    model.fit(X, y, groups=groups)
+    names = model.final_estimator_.feature_names_in_.tolist()
+    assert names == ["trees", "onehotencoder__kind_up", "standardscaler__a"]
+
+
+def test_without_columns_there_are_predictions_alone():
+    X, y, groups = steps_and_slopes()
+    model = PersonalizedStackingRegressor([("trees", boosting())], cv=3, passthrough=False)
+    model.fit(X, y, groups=groups)
+    assert list(model.losses_.index) == ["trees", "stack", "mean"]
+
+
+# Bad input ----------------------------------------------------------------------------------------
+
+
+class Odd(RegressorMixin, BaseEstimator):
+    """A regressor that predicts NaN for one row."""
+
+    def fit(self, X, y):
+        self.fitted_ = True
+        return self
+
+    def predict(self, X):
+        return np.append(np.zeros(len(X) - 1), np.nan)
+
+
+class Backwards(ClassifierMixin, BaseEstimator):
+    """A classifier with its classes in another order."""
+
+    def fit(self, X, y):
+        self.classes_ = np.unique(y)[::-1]
+        return self
+
+    def predict(self, X):
+        return np.full(len(X), self.classes_[0])
+
+    def predict_proba(self, X):
+        return np.full((len(X), len(self.classes_)), 1 / len(self.classes_))
+
+
+def refused(model, words, X, y, **given):
+    before = dict(vars(model))
+    with pytest.raises(ValueError, match=words):
+        model.fit(X, y, **given)
+    assert vars(model) == before
+
+
+def test_predictions_that_are_no_numbers():
+    X, y, groups = steps_and_slopes()
+    model = PersonalizedStackingRegressor([("odd", Odd())])
+    refused(
+        model,
+        r"'odd' \(Odd\) predicted nan for 1 of \d+ rows; expected finite",
+        X,
+        y,
+        groups=groups,
+    )
+
+
+def test_classes_in_another_order():
+    X, y, groups = labels()
+    model = PersonalizedStackingClassifier([("back", Backwards())])
+    words = r"'back' \(Backwards\) has classes_=\['low', 'high'\]; expected .* sorted order"
+    refused(model, words, X, y, groups=groups)
+
+
+def test_clients_of_one_row():
+    X, y, _ = steps_and_slopes()
+    words = "each of the 480 clients has one row"
+    refused(PersonalizedStackingRegressor(), words, X, y, groups=np.arange(len(y)))
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"estimators": []}, "must hold at least one that is not dropped"),
+        ({"estimators": [("a", "drop")]}, "must hold at least one that is not dropped"),
+        ({"estimators": [LinearRegression()]}, r"list of \(name, estimator\); got \[LinearReg"),
+        ({"estimators": [("a", LogisticRegression())]}, "'a', LogisticRegression.*a regressor"),
+        ({"estimators": [("stack", Ridge())]}, "the name 'stack', which is that of another part"),
+        ({"estimators": [("b", Ridge())]}, "the name 'b', which is also a column of X"),
+        ({"estimators": [("cv", Ridge())]}, "conflict with constructor arguments.*cv"),
+        ({"cv": 2}, "cv=2 gives 2 folds; expected at least 3.*or fallback=False"),
+        ({"cv": [([0, 1], [2, 3])]}, "tests 478 of 480 rows never or more than once"),
+        ({"passthrough": 3}, "'passthrough' parameter"),
+    ],
+)
+def test_bad_parameters(params, words):
+    X, y, groups = steps_and_slopes()
+    refused(PersonalizedStackingRegressor(**params), words, X, y, groups=groups)
+
+
+def test_folds_that_leave_too_few_rows():
+    """Outside of two of three folds clients of three rows have one."""
+    X, y, groups = steps_and_slopes(n_rows=3)
+    model = PersonalizedStackingRegressor([("own", final())], cv=3)
+    words = r"in one of the folds 'own' \(Pers.*\) failed on 12 rows of 12 clients: each of the 12"
+    refused(model, words, X, y, groups=groups)
+
+
+def test_release_is_refused():
+    X, y, groups = steps_and_slopes(n_clients=3)
+    model = PersonalizedStackingRegressor([("line", Ridge())], cv=3).fit(X, y, groups=groups)
+    with pytest.raises(ValueError, match=r"release\(\).*trees memorize.*an epsilon"):
+        model.release()
+    assert model.privacy_.epsilon == np.inf
+    assert "without noise" in model.privacy_.warnings[0]

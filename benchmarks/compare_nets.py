@@ -62,7 +62,8 @@ next best setting takes over.
 Accuracy is a mean over clients, in percent, with the standard deviation over seeds; "between
 clients" is its standard deviation over clients, and "lowest tenth" the accuracy that nine of ten
 clients exceed. Log-loss is over test rows, whose probabilities are at least {smallest:.1e}. Times
-are processor seconds of one fit.
+are processor seconds of one fit, on machines of which one was two to three times as fast as the
+others: compare them roughly.
 """
 
 PRIVACY = """\

@@ -302,7 +302,15 @@ for _epsilon, _fedavg, _adaped in (
         differs="300 rounds, noise in every local step, and delta not stated",
         printed_epsilon=_epsilon,
     )
-_WHOLE_FIELD = ("mnist-20", "groups-20", "mnist-60", "mnist-all", "distorted-20", "private-13.16")
+_WHOLE_FIELD = (
+    "mnist-20",
+    "groups-20",
+    "mnist-60",
+    "mnist-all",
+    "distorted-20",
+    "private-13.16",
+    "femnist-all",
+)
 for _name in _WHOLE_FIELD:
     REGIMES[_name] = REGIMES[_name]._replace(whole_field=True)
 

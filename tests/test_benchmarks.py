@@ -1,6 +1,7 @@
 """The comparison of neural methods: its clients, its noise, and that it goes on where it was."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.optimize import minimize_scalar
 from sklearn.base import BaseEstimator
@@ -16,6 +18,8 @@ from sklearn.metrics import log_loss
 
 pytest.importorskip("torch")
 pytest.importorskip("skorch")
+
+from pfl_sklearn import PersonalizedLinearRegression
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -224,3 +228,53 @@ def test_settings_with_which_a_fit_diverges_give_way(compare_nets):
     found |= {str(cell): {} for cell in tests} | {str(tests[1]): {"error": "diverged"}}
     again = [(cell.method, cell.setting["rate"], cell.seed) for cell in plan.missing("some", found)]
     assert again == [("first", 2, 1), ("first", 2, 2)]
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    """Module that compares predictions on tables, with a task that needs no file."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setenv("PFL_SKLEARN_DATA", ".")
+    import tables
+
+    def small(home):
+        rng = np.random.default_rng(0)
+        groups = np.repeat([f"site {k}" for k in range(10)], 20)
+        X = pd.DataFrame(rng.normal(size=(200, 2)), columns=["a", "b"])
+        y = X["a"].to_numpy() + np.repeat(rng.normal(size=10), 20) + rng.normal(size=200)
+        return tables.public_tasks.PublicTask(X, y, groups)
+
+    monkeypatch.setitem(tables.TASKS, "small", tables.Task(small, False))
+    return tables
+
+
+@pytest.mark.parametrize("kind", ["inside", "whole"])
+def test_a_cell_is_a_fit_to_its_split(tables, kind):
+    X, y, groups = tables.rows_of(tables.TASKS["small"])
+    train, test = tables.splits_of(kind, groups)[1]
+    shared = set(groups[train]) & set(groups[test])
+    assert len(shared) == (10 if kind == "inside" else 0)
+    found = tables.computed(tables.Cell("small", "random intercept", kind, 1), math.inf)
+    model = PersonalizedLinearRegression(random="intercept", unseen="population")
+    model.fit(X.iloc[train], y[train], groups=groups[train])
+    expected = np.mean((model.predict(X.iloc[test], groups=groups[test]) - y[test]) ** 2)
+    assert found["loss"] == pytest.approx(expected, rel=1e-9)
+    assert (found["n_train"], found["n_test"]) == (160, 40)
+
+
+def test_peers_are_tuned_and_may_not_be_possible(tables):
+    found = tables.computed(tables.Cell("small", "one-hot linear", "inside", 0), math.inf)
+    assert found["setting"]["penalty"] in [10.0**k for k in range(-2, 3)]
+    late = tables.computed(tables.Cell("small", "one-hot linear", "inside", 0), 0)
+    assert late is None
+    tables.TASKS["small"] = tables.TASKS["small"]._replace(has_classes=True)
+    found = tables.computed(tables.Cell("small", "merf", "inside", 0), math.inf)
+    assert found["not_possible"] == "no classes"
+
+
+def test_lines_of_tables_are_found_again(tables, tmp_path):
+    results, cell = tables.Results(tmp_path), tables.Cell("small", "default", "whole", 2)
+    line = {**cell._asdict(), "loss": 1.5}
+    results.add(line)
+    assert results.of("small") == {str(cell): line}
+    assert len(tables.cells_of("heart", ["default"])) == 9

@@ -1,6 +1,7 @@
 """The client of each row as one more feature of an estimator that knows no clients."""
 
 import itertools
+import math
 from numbers import Integral
 
 import narwhals as nw
@@ -26,8 +27,6 @@ from pfl_sklearn.compose._rows import as_table, check_takes_weights, read_table
 from pfl_sklearn.metrics._responses import Responses
 from pfl_sklearn.privacy import PrivacyReport
 
-_MOST_CATEGORIES = 255  # that scikit-learn's histogram gradient boosting takes in a column
-
 
 class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
     """Estimator that gets the client of each row as one more feature, behind the others.
@@ -44,13 +43,13 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
 
         - "category": the position of the client in ``clients_``, declared as a category. The
           estimator needs a parameter `categorical_features`, as scikit-learn's histogram gradient
-          boosting has, which takes up to 255 clients.
+          boosting has, which takes up to `max_bins` clients (255).
         - "target": the client's mean target, shrunk to that of all rows, or its share of each
           class, by :class:`~sklearn.preprocessing.TargetEncoder`. Rows of ``fit`` get means of
           other rows of their client, so that the estimator does not take its own target for a
           feature.
-        - "auto": "category" for scikit-learn's histogram gradient boosting with up to 255 clients,
-          else "target".
+        - "auto": "category" for scikit-learn's histogram gradient boosting as far as it takes so
+          many clients, else "target".
     unseen : {"warn", "population", "error"}, default="warn"
         What to do about clients that ``fit`` did not see. They count as missing in a category, and
         get the mean of all rows for a target. "warn" warns if at least half of the rows are
@@ -133,7 +132,7 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         """
         fitted, given = clone(self.estimator), {}
         if sample_weight is not None:
-            check_takes_weights(fitted)
+            check_takes_weights(fitted, "estimator")
         table = read_table(self, X, y, groups, sample_weight, is_classifier(self.estimator))
         if table.weights is not None:
             given["sample_weight"] = table.weights
@@ -146,7 +145,10 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         else:
             rng = check_random_state(self.random_state)
             folds = KFold(min(5, len(table.y)), shuffle=True, random_state=rng)
-            encoder = TargetEncoder(cv=folds)
+            kind = (
+                "auto" if is_classifier(self.estimator) else "continuous"
+            )  # counts are no classes
+            encoder = TargetEncoder(target_type=kind, cv=folds)
             with config_context(enable_metadata_routing=False):  # else it demands groups of its own
                 rows = encoder.fit_transform(clients.codes[:, None], table.y)
             columns = encoder.transform(np.arange(len(clients.ids))[:, None])
@@ -166,14 +168,21 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
 
     def _encoding_for(self, estimator, n_clients):
         """Kind of encoding, for so many clients."""
-        native = "categorical_features" in estimator.get_params(deep=False)
+        name, params = type(estimator).__name__, estimator.get_params(deep=False)
+        native = "categorical_features" in params
+        boosting = native and type(estimator).__module__.startswith("sklearn.")
+        most = params["max_bins"] if boosting else math.inf
         if self.encoding == "auto":
-            boosting = native and type(estimator).__module__.startswith("sklearn.")
-            return "category" if boosting and n_clients <= _MOST_CATEGORIES else "target"
+            return "category" if boosting and n_clients <= most else "target"
         if self.encoding == "category" and not native:
             raise ValueError(
                 f"encoding='category' needs an estimator with a parameter categorical_features; "
-                f"{type(estimator).__name__} has none. Take encoding='target'."
+                f"{name} has none. Take encoding='target'."
+            )
+        if self.encoding == "category" and n_clients > most:
+            raise ValueError(
+                f"encoding='category' got {n_clients} clients, and {name} takes at most "
+                f"max_bins={most} categories. Take encoding='target'."
             )
         return self.encoding
 

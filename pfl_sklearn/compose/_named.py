@@ -74,11 +74,23 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
         for name in set(self._reserved_names).intersection(names):
             raise ValueError(f"estimators has the name {name!r}, which is that of another part.")
         kind = "classifier" if is_classifier(self) else "regressor"
-        fits = is_classifier if is_classifier(self) else is_regressor
-        found = [(name, each) for name, each in pairs if not isinstance(each, str)]
+        found = [(name, each) for name, each in pairs if not is_dropped(each)]
         for name, each in found:
-            if not fits(each):
-                raise ValueError(f"estimators has {name!r}, {each!r}; expected a {kind}.")
+            check_kind(each, kind, f"estimators has {name!r}, {each!r}")
         if not found:
             raise ValueError("estimators must hold at least one that is not dropped; got none.")
         return found
+
+
+def is_dropped(estimator):
+    """Whether something in place of an estimator says that there is none."""
+    return isinstance(estimator, str) and estimator == "drop"
+
+
+def check_kind(estimator, kind, what):
+    """Raise ValueError if something is no estimator of a kind, or predicts no probabilities."""
+    fits = is_classifier if kind == "classifier" else is_regressor
+    if not hasattr(estimator, "fit") or not fits(estimator):
+        raise ValueError(f"{what}; expected a {kind}.")
+    if kind == "classifier" and not hasattr(estimator, "predict_proba"):
+        raise ValueError(f"{what}, which has no predict_proba; expected a classifier that has.")

@@ -59,7 +59,12 @@ def outputs(named, fitted, X, ids):
     """
     predicting = predicting_estimator(fitted)
     if named.classes is None:
-        found = np.asarray(_call(predicting, "predict", X, ids), dtype=np.float64).reshape(len(X))
+        found = np.asarray(_call(predicting, "predict", X, ids), dtype=np.float64)
+        if found.shape != (len(X),):
+            raise ValueError(
+                f"{named.name!r} ({type(named.estimator).__name__}) predicted an array of shape "
+                f"{found.shape}; expected {(len(X),)}."
+            )
     else:
         averaged = "integrate" in signature(predicting.predict_proba).parameters
         given = {"integrate": True} if averaged else {}
@@ -74,6 +79,24 @@ def outputs(named, fitted, X, ids):
             "finite numbers."
         )
     return found
+
+
+def with_std(fitted, X, ids):
+    """Predictions (n,) of a fitted estimator and their standard deviations (n,).
+
+    Raises
+    ------
+    ValueError
+        If it gives none.
+    """
+    predicting = predicting_estimator(fitted)
+    try:
+        return _call(predicting, "predict", X, ids, {"return_std": True})
+    except TypeError as error:
+        raise ValueError(
+            f"return_std=True needs a final estimator whose predict takes it; "
+            f"{type(fitted).__name__}.predict does not."
+        ) from error
 
 
 def _call(estimator, method, X, ids, given=None):
@@ -99,7 +122,7 @@ def _of_all_classes(named, fitted, probabilities):
 def out_of_fold(named, tables, folds, n_jobs):
     """Outputs of each estimator for the rows of its table, by fits to the other folds.
 
-    Warnings of the folds are left out: fits to all rows give them again.
+    Warnings of the folds are left out. Fits to all rows give them again, if there are any.
 
     Parameters
     ----------
@@ -143,10 +166,9 @@ def out_of_two_folds(named, table, folds, n_jobs):
     """
     pairs = list(itertools.combinations(range(len(folds)), 2))
     both = [np.sort(np.concatenate([folds[a][1], folds[b][1]])) for a, b in pairs]
+    rest = [np.intersect1d(folds[a][0], folds[b][0]) for a, b in pairs]
     tasks = [
-        (np.delete(np.arange(len(table.y)), rows), rows, each, table)
-        for each in named
-        for rows in both
+        (train, rows, each, table) for each in named for train, rows in zip(rest, both, strict=True)
     ]
     done = iter(map_batches(_test_outputs, tasks, n_jobs))
     found = [[next(done) for _ in pairs] for _ in named]
@@ -187,12 +209,13 @@ def _tested(_, named, train, test):
         if named.classes is not None and len(np.unique(train.y)) == 1:  # too few rows to learn from
             return np.tile((named.classes == train.y[0]).astype(float), (len(test.y), 1))
         try:
-            return outputs(named, fit(named, train), test.X, test.ids)
+            fitted = fit(named, train)
         except ValueError as error:
             raise ValueError(
                 f"in one of the folds {named.name!r} ({type(named.estimator).__name__}) failed on "
                 f"{len(train.y)} rows of {len(train.clients.ids)} clients: {error}"
             ) from error
+        return outputs(named, fitted, test.X, test.ids)
 
 
 def _in_order(parts, rows):

@@ -149,10 +149,15 @@ def stacked(named, found, columns):
         if each.classes is None:
             beside[each.name] = values
             continue
-        odds, others = log_odds(values), each.classes[1:]
-        own = [each.name] if len(others) == 1 else [f"{each.name}: {label}" for label in others]
-        beside |= dict(zip(own, odds.T, strict=True))
+        beside |= dict(zip(names_of(each), log_odds(values).T, strict=True))
     return pd.DataFrame(beside, index=columns.index).join(columns)
+
+
+def names_of(named):
+    """Names of the columns that an estimator's predictions make."""
+    if named.classes is None or len(named.classes) == 2:
+        return [named.name]
+    return [f"{named.name}: {label}" for label in named.classes[1:]]
 
 
 def fit_chosen(chosen, parts, named, table, n_jobs):

@@ -10,9 +10,9 @@ from sklearn.base import clone
 
 
 class Passthrough(NamedTuple):
-    """Columns by name or position, with the names that they get, or a fitted transformer."""
+    """Columns by position, with the names that they get, or a fitted transformer."""
 
-    columns: list
+    columns: list[int]
     names: list[str]
     transformer: Any = None
 
@@ -27,7 +27,7 @@ class Passthrough(NamedTuple):
         if self.transformer is not None:
             values = _dense(self.transformer.transform(X))
         elif hasattr(X, "columns"):
-            values = _numbers(X, self.columns)
+            values = _numbers(X, [X.columns[k] for k in self.columns])
         else:
             values = np.asarray(X[:, self.columns], dtype=np.float64)
         bad = ~np.isfinite(values).all(axis=0)
@@ -41,17 +41,29 @@ class Passthrough(NamedTuple):
         return pd.DataFrame(values, columns=self.names)
 
 
-def fitted_passthrough(given, X, y):
-    """What `passthrough`, a bool or a transformer, stands for in a table."""
+def fitted_passthrough(given, X):
+    """What `passthrough`, a bool or a transformer, stands for in a table.
+
+    Raises
+    ------
+    ValueError
+        If it is a transformer that looks at y, as it would at that of rows that are tested.
+    """
     if given is False:
         return Passthrough([], [])
     if given is not True:
         transformer = clone(given)
-        width = _dense(transformer.fit_transform(X, y)).shape[1]
+        try:
+            width = _dense(transformer.fit_transform(X)).shape[1]
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"passthrough={given!r} could not be fitted without y: {error} What needs y "
+                "belongs inside of an estimator, as a step of its pipeline."
+            ) from error
         return Passthrough([], _names_of(transformer, width), transformer)
     if hasattr(X, "columns"):
-        columns = _complete_numbers(X)
-        return Passthrough(columns, [str(name) for name in columns])
+        names = _complete_numbers(X)
+        return Passthrough([list(X.columns).index(name) for name in names], names)
     try:
         values = np.asarray(X, dtype=np.float64)
     except (TypeError, ValueError):  # words among the numbers

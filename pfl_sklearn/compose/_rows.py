@@ -77,14 +77,15 @@ def as_groups(ids):
     return pd.Categorical(ids) if ids.dtype.kind == "f" else ids
 
 
-def check_takes_weights(estimator):
-    """Raise ValueError if an estimator takes no sample_weight."""
+def check_takes_weights(estimator, name):
+    """Raise ValueError if an estimator, whose name this is, takes no sample_weight."""
     with config_context(enable_metadata_routing=True):
         routed = hasattr(estimator, "get_metadata_routing") and "sample_weight" in (
             get_routing_for_object(estimator).consumes("fit", ["sample_weight"])
         )
     if not (routed or has_fit_parameter(estimator, "sample_weight")):
         raise ValueError(
-            f"sample_weight was given, and {type(estimator).__name__} does not take it; leave one "
-            "of them out."
+            f"sample_weight was given, but {name!r} ({type(estimator).__name__}) does not take it. "
+            "A pipeline or a search takes it if what is inside requests it: "
+            "set_fit_request(sample_weight=True)."
         )

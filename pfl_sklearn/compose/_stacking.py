@@ -5,6 +5,7 @@ from numbers import Integral
 
 import numpy as np
 import pandas as pd
+from sklearn import config_context
 from sklearn.base import is_classifier
 from sklearn.model_selection import check_cv
 from sklearn.utils import Bunch, check_random_state, get_tags
@@ -21,10 +22,15 @@ from pfl_sklearn._compat import (
 )
 from pfl_sklearn._docs import fill_doc
 from pfl_sklearn._labels import check_several_classes
-from pfl_sklearn._nesting import hand_out, takes_groups
+from pfl_sklearn._nesting import (
+    final_estimator,
+    hand_out,
+    predicting_estimator,
+    takes_groups,
+)
 from pfl_sklearn.base import ClientClassifierMixin, ClientMixin, ClientRegressorMixin
 from pfl_sklearn.compose._client_feature import ClientAsFeature
-from pfl_sklearn.compose._named import NamedEstimators
+from pfl_sklearn.compose._named import NamedEstimators, check_kind
 from pfl_sklearn.compose._out_of_fold import (
     SMALLEST,
     Named,
@@ -32,6 +38,7 @@ from pfl_sklearn.compose._out_of_fold import (
     folds_within,
     outputs,
     prepared,
+    with_std,
 )
 from pfl_sklearn.compose._parts import (
     FINAL,
@@ -39,12 +46,13 @@ from pfl_sklearn.compose._parts import (
     POOLED,
     STACK,
     fit_chosen,
+    names_of,
     parts_of,
     stacked,
     without_clients,
 )
 from pfl_sklearn.compose._passthrough import fitted_passthrough
-from pfl_sklearn.compose._rows import as_groups, as_table, check_takes_weights, read_table
+from pfl_sklearn.compose._rows import as_table, check_takes_weights, read_table
 from pfl_sklearn.linear_model import (
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,
@@ -64,13 +72,13 @@ STACKING = {
             Personalized model of what the base estimators predict and of columns of `X`; None:
             {final} with default parameters.
         cv : int, splitter or iterable, default=5
-            Folds that the base estimators predict in: how many inside clients (at least 3), or a
-            splitter or splits that test each row once. Predictions for new clients are made with
-            as many folds of whole clients.
+            Folds that the base estimators predict in: how many inside clients, or a splitter or
+            splits that test each row once; at least 3 with `fallback`. Predictions for new clients
+            are made with as many folds of whole clients.
         passthrough : bool or transformer, default=True
             Columns that the final estimator gets beside predictions. True: those of numbers without
             missing values. A transformer: what it makes of `X`, such as a ``ColumnTransformer``
-            that encodes categories; it is fitted to all rows.
+            that encodes categories; it is fitted to all rows, without y.
         fallback : bool, default=True
             Let the simplest part predict that does about as well as the best, for known and for
             new clients; see Notes. False: always all estimators together.
@@ -114,22 +122,22 @@ STACKING = {
         - Rows of the final estimator are predicted by fits to other rows of the same clients,
           because it will predict for these clients.
         - New clients have another final estimator, whose rows are predicted by fits to other
-          clients. Trees memorize columns that are constant within a client; how far their
-          predictions hold for new clients shows only on clients that they did not see. Of the final
-          estimator new clients get the population's coefficients.
+          clients. Trees memorize columns that are constant within a client; how well they predict
+          for new clients can be seen only on clients left out. New clients get the population
+          coefficients of their final estimator.
 
         With `fallback` every part is tested on rows, or on clients, that nothing in it has seen.
         For the stack this needs fits to the rows outside of two folds: of a client with two rows
         the prediction for one is made of the other, so that a final estimator that saw both could
-        tell the one from the other. The first part predicts that is not clearly worse than the
-        best one: a one-sided test of the mean difference at level 0.1, with errors clustered by
-        client, does not tell them apart. The order is pooled, mean, final estimator alone, base
-        estimators in their order, stack.
+        tell the one from the other. The first part predicts that is not clearly worse than the best
+        one, by a one-sided test of the mean difference at level 0.1 with errors clustered by
+        client. The order is pooled, mean, final estimator alone, base estimators in their order,
+        stack. For new clients the stack takes part if there are at least three clients.
 
-        With k folds each base estimator is fitted k (k + 1) + 1 times for several clients, 31 times
-        by default, on three to four fifths of the rows. The final estimator is fitted 4 k + 2
-        times. ``fallback=False`` takes 2 k + 1 and 2 fits. Fits run on one thread each, so that
-        results do not depend on `n_jobs`.
+        With k folds each base estimator is fitted at most k (k + 1) + 1 times for several clients,
+        31 times by default, on three to four fifths of the rows. The final estimator is fitted at
+        most 4 k + 2 times. ``fallback=False`` takes 2 k + 1 and 2 fits. Fits run on one thread
+        each, so that results do not depend on `n_jobs`.
         """,
     "references": """
         Wolpert, D. H. (1992). Stacked generalization. Neural Networks.
@@ -151,7 +159,7 @@ def _final_has(method):
     """Check for ``available_if``: the final estimator, given or default, has a method."""
 
     def check(self):
-        getattr(self._given_final(), method)
+        getattr(final_estimator(self._given_final()), method)
         return True
 
     return check
@@ -244,19 +252,22 @@ class _PersonalizedStacking(ClientMixin, NamedEstimators):
             Named(name, prepared(each, seed), classes)
             for (name, each), seed in zip(bases, seeds[3:], strict=True)
         ]
+        kind = "regressor" if classes is None else "classifier"
+        check_kind(self._given_final(), kind, f"final_estimator={self._given_final()!r}")
         final = Named(FINAL, prepared(self._given_final(), seeds[2]), classes)
         if table.weights is not None:
             for each in (*named, final):
-                check_takes_weights(each.estimator)
-        columns = fitted_passthrough(self.passthrough, table.X, table.y)
+                check_takes_weights(each.estimator, each.name)
+            _check_splits(self.cv, table.weights, sample_weight)
+        columns = fitted_passthrough(self.passthrough, table.X)
         own = table._replace(X=columns.frame(table.X))
         _check_names(named, own.X)
 
         folds = {"known": folds_within(self._splitter(classes, int(seeds[0])), table, self)}
         if self.fallback and len(folds["known"]) < 3:
             raise ValueError(
-                f"cv={self.cv!r} gives {len(folds['known'])} folds; expected at least 3, which it "
-                "takes to test what is stacked, or fallback=False."
+                f"cv={self.cv!r} gives {len(folds['known'])} folds, but fallback=True needs at "
+                "least 3; take more folds, or fallback=False."
             )
         plain = {"known": [], "new": without_clients(classes, own.X.shape[1])}
         if len(clients.ids) > 1:
@@ -319,7 +330,7 @@ class _PersonalizedStacking(ClientMixin, NamedEstimators):
                 f"known clients get the predictions of {self.known_part_!r} alone, so there is no "
                 "final estimator to summarize; see losses_, or set fallback=False."
             )
-        return self.final_estimator_.summary()
+        return final_estimator(self.final_estimator_).summary()
 
     def for_client(self, client_id):
         """Model of one client alone: base estimators, and that client's final coefficients.
@@ -362,7 +373,7 @@ class _PersonalizedStacking(ClientMixin, NamedEstimators):
     def _outputs(self, X, groups):
         """Responses (n,) or probabilities (n, K) of rows, each by its client's part."""
         found = None
-        for rows, part, table, ids in self._by_part(X, groups):
+        for rows, _, part, table, ids in self._by_part(X, groups):
             each = self._of_part(part, table, ids)
             if found is None:
                 found = np.empty((num_samples(X), *each.shape[1:]))
@@ -370,7 +381,7 @@ class _PersonalizedStacking(ClientMixin, NamedEstimators):
         return found
 
     def _by_part(self, X, groups):
-        """Rows of known and of new clients, their part, and their features and ids."""
+        """Rows of known and of new clients, their kind and part, and their features and ids."""
         check_is_fitted(self)
         X = as_table(X)
         validate_data(self, X, reset=False, skip_check_array=True)
@@ -381,11 +392,11 @@ class _PersonalizedStacking(ClientMixin, NamedEstimators):
             ids = given.ids[given.codes]
         known = self.known_part_, self.final_estimator_
         new = self.new_part_, self.population_estimator_
-        for rows, part in ((codes >= 0, known), (codes < 0, new)):
+        for rows, kind, part in ((codes >= 0, "known", known), (codes < 0, "new", new)):
             if rows.all():
-                yield slice(None), part, X, ids
+                yield slice(None), kind, part, X, ids
             elif rows.any():
-                yield rows, part, safe_indexing(X, np.flatnonzero(rows)), ids[rows]
+                yield rows, kind, part, safe_indexing(X, np.flatnonzero(rows)), ids[rows]
 
     def _of_part(self, part, X, ids):
         """What a part predicts for rows."""
@@ -427,20 +438,37 @@ def _check_rows(clients):
 
 
 def _check_names(named, columns):
-    """Raise ValueError if a base estimator has the name of a column."""
-    taken = [each.name for each in named if each.name in columns.columns]
+    """Raise ValueError if what a base estimator predicts has the name of a column."""
+    names = [name for each in named for name in names_of(each)]
+    taken = [name for name in names if name in columns.columns]
     if taken:
         raise ValueError(
-            f"estimators has the name {taken[0]!r}, which is also a column of X that the final "
-            "estimator gets; rename one of them."
+            f"predictions have the name {taken[0]!r} in estimators, which is also a column of X "
+            "that the final estimator gets; rename one of them."
+        )
+
+
+def _check_splits(cv, kept, given):
+    """Raise ValueError if splits, given as a list, are of more rows than have a weight."""
+    if not isinstance(cv, Integral) and not hasattr(cv, "split") and len(kept) < len(given):
+        raise ValueError(
+            f"cv is a list of splits of {len(given)} rows, but only {len(kept)} have a positive "
+            "sample_weight; leave the others out before you make the splits, or give a splitter."
         )
 
 
 def _of_client(fitted, client_id):
-    """A fitted estimator's model of one client, if it has any."""
-    if fitted is not None and takes_groups(fitted, "predict"):
-        return hand_out(fitted, "for_client", client_id)
-    return copy.deepcopy(fitted)
+    """A fitted estimator's model of one client, or a copy if it knows no clients."""
+    fitted = None if fitted is None else predicting_estimator(fitted)
+    with config_context(enable_metadata_routing=True):
+        if fitted is None or not takes_groups(fitted, "predict"):
+            return copy.deepcopy(fitted)
+    if not hasattr(final_estimator(fitted), "for_client"):
+        raise ValueError(
+            f"for_client needs a model of one client alone, and {type(fitted).__name__}, which "
+            "knows all of them, has no for_client."
+        )
+    return hand_out(fitted, "for_client", client_id)
 
 
 @fill_doc(_texts(final=":class:`~pfl_sklearn.PersonalizedLinearRegression`", loss="squared errors"))
@@ -516,16 +544,13 @@ class PersonalizedStackingRegressor(ClientRegressorMixin, _PersonalizedStacking)
         if not return_std:
             return self._outputs(X, groups)
         mean, std = np.empty((2, num_samples(X)))
-        for rows, part, table, ids in self._by_part(X, groups):
+        for rows, kind, part, table, ids in self._by_part(X, groups):
             name, behind = part
             if name in (STACK, FINAL):
-                given = {"groups": as_groups(ids)} if takes_groups(behind, "predict") else {}
-                columns = self._rows(name, table, ids)
-                mean[rows], std[rows] = behind.predict(columns, return_std=True, **given)
+                mean[rows], std[rows] = with_std(behind, self._rows(name, table, ids), ids)
             else:
-                mean[rows] = self._of_part(part, table, ids)
-                kind = "known" if part == (self.known_part_, self.final_estimator_) else "new"
-                std[rows] = np.sqrt(self.losses_.loc[name, kind])
+                losses = self.losses_.get(kind, self.losses_["known"])
+                mean[rows], std[rows] = self._of_part(part, table, ids), np.sqrt(losses[name])
         return mean, std
 
 

@@ -79,6 +79,21 @@ def test_encodings_by_default():
     assert forest._encoded == "target"
 
 
+def test_counts_are_no_classes():
+    X, y, groups = table()
+    model = ClientAsFeature(LinearRegression(), random_state=0).fit(X, y.round(), groups=groups)
+    assert model.estimator_.n_features_in_ == 3
+
+
+def test_as_many_categories_as_bins():
+    X, y, groups = table()
+    model = ClientAsFeature(boosting(max_bins=5), random_state=0)
+    assert model.fit(X, y, groups=groups)._encoded == "target"
+    model.set_params(encoding="category")
+    with pytest.raises(ValueError, match=r"got 6 clients, .* at most max_bins=5 categories"):
+        model.fit(X, y, groups=groups)
+
+
 def frames(X):
     """The same rows in several containers, with a category of their own."""
     words = np.where(X[:, 1] > 0, "a", "b").tolist()
@@ -144,7 +159,7 @@ def test_weights_reach_the_estimator():
     np.testing.assert_allclose(again.predict(X, groups=groups), first)
     without = model.fit(X[some], y[some], groups=groups[some]).predict(X, groups=groups)
     assert np.abs(without - first).max() > 1e-6
-    with pytest.raises(ValueError, match=r"sample_weight was given, and KNeighborsRegressor"):
+    with pytest.raises(ValueError, match=r"'estimator' \(KNeighborsRegressor\) does not take it"):
         ClientAsFeature(KNeighborsRegressor()).fit(X, y, groups=groups, sample_weight=weights)
 
 

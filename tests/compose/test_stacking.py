@@ -8,14 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import config_context
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
-from sklearn.compose import make_column_transformer
+from sklearn.compose import TransformedTargetRegressor, make_column_transformer
 from sklearn.dummy import DummyRegressor
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
 from sklearn.model_selection import GridSearchCV, KFold, cross_val_predict, cross_validate
 from sklearn.neighbors import KNeighborsRegressor
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import OneHotEncoder, StandardScaler
+from sklearn.preprocessing import OneHotEncoder, StandardScaler, TargetEncoder
+from sklearn.svm import LinearSVC
 
 from pfl_sklearn import (
     PersonalizedLinearRegression,
@@ -129,6 +130,24 @@ def test_fits_are_to_the_rows_outside_of_two_folds(sizes, seed):
         others = fold[folds[k][0]]
         expected = [y[(fold != k) & (fold != other)].mean() for other in others]
         np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_rows_that_a_splitter_leaves_out_stay_out():
+    """Blocks of time, with a gap of a row before and after the one that is tested."""
+    time, y = np.arange(12), 2.0 ** np.arange(12)
+    folds = [
+        (np.flatnonzero((time < first - 1) | (time > first + 4)), np.arange(first, first + 4))
+        for first in (0, 4, 8)
+    ]
+    table = Table(np.zeros((12, 1)), y, np.repeat([0, 1], 6), None)
+    for (train, _), (found,) in zip(
+        folds,
+        out_of_two_folds([Named("mean", DummyRegressor(), None)], table, folds, None),
+        strict=True,
+    ):
+        for row, value in zip(train, found, strict=True):
+            own = next(kept for kept, test in folds if row in test)
+            assert value == pytest.approx(y[np.intersect1d(train, own)].mean())
 
 
 def test_the_loss_of_the_stack_is_of_rows_that_nothing_saw():
@@ -391,6 +410,7 @@ def test_client_aware_estimators_get_the_clients(small):
     assert len(model.named_estimators_["own"][-1].clients_) == 6
     own = model.for_client("s2")
     assert own.named_estimators_["own"][-1].clients_.tolist() == ["s2"]
+    assert own.named_estimators_["searched"].clients_.tolist() == ["s2"]
     mine = (groups == "s2").to_numpy()
     expected = model.predict(X[mine], groups=groups[mine])
     np.testing.assert_allclose(own.predict(X[mine]), expected, rtol=1e-12)
@@ -400,6 +420,40 @@ def search_inside():
     with config_context(enable_metadata_routing=True):
         inner = PersonalizedLinearRegression().set_score_request(groups=True)
         return GridSearchCV(inner, {"method": ["ml", "reml"]}, cv=ClientKFold(2, random_state=0))
+
+
+def test_a_search_at_the_end(small):
+    table, y, _ = small
+    X, groups = table[["a", "b"]], table["site"]
+    model = PersonalizedStackingRegressor(
+        [("line", Ridge())], search_inside(), cv=3, random_state=0, fallback=False
+    )
+    model.fit(X, y, groups=groups)
+    best = model.final_estimator_.best_estimator_
+    pd.testing.assert_frame_equal(model.summary(), best.summary())
+    mean, std = model.predict(X, groups=groups, return_std=True)
+    own = model.for_client("s2")
+    assert own.final_estimator_.coef_.shape == (1, 3)
+    mine = (groups == "s2").to_numpy()
+    found = own.predict(X[mine], return_std=True)
+    np.testing.assert_allclose(found, (mean[mine], std[mine]), rtol=1e-12)
+
+
+def test_errors_of_new_clients_are_their_own():
+    """One base estimator predicts for all, and knows the clients."""
+    X, y, groups = steps_and_slopes(n_rows=80)
+    y = groups * 1.0
+    bases = [("trees", ClientAsFeature(boosting()))]
+    model = PersonalizedStackingRegressor(bases, cv=3, passthrough=False, random_state=0)
+    model.set_params(unseen="population").fit(X, y, groups=groups)
+    model.known_part_, model.final_estimator_ = "trees", None
+    model.new_part_, model.population_estimator_ = "trees", None
+    model.named_estimators_["trees"] = clone(bases[0][1]).fit(X, y, groups=groups)
+    model.named_estimators_["trees"].set_params(unseen="population")
+    known, new = (model.predict(X[:1], groups=[k], return_std=True)[1][0] for k in (0, 99))
+    losses = model.losses_.loc["trees"]
+    np.testing.assert_allclose([known**2, new**2], losses[["known", "new"]])
+    assert new > 2 * known
 
 
 @pytest.mark.parametrize("n_jobs", [2, -1])
@@ -425,7 +479,7 @@ def test_weights_count_everywhere(small):
     plain = clone(model).fit(X[some], y[some], groups=groups[some])
     assert np.abs(plain.losses_ - second.losses_).max(axis=None) > 1e-3
     near = clone(model).set_params(line=KNeighborsRegressor())
-    with pytest.raises(ValueError, match=r"sample_weight.*KNeighborsRegressor does not take it"):
+    with pytest.raises(ValueError, match=r"'line' \(KNeighborsRegressor\) does not take it"):
         near.fit(X, y, groups=groups, sample_weight=weights)
 
 
@@ -462,14 +516,23 @@ def test_numbers_without_gaps_are_passed_through():
 def test_other_frames_and_arrays():
     X, y, groups = steps_and_slopes()
     given = {"estimators": [("trees", boosting())], "cv": 3, "random_state": 0, "fallback": False}
-    found = [
-        PersonalizedStackingRegressor(**given)
-        .fit(rows, y, groups=groups)
-        .predict(rows, groups=groups)
-        for rows in (X, pl.DataFrame({name: X[name].to_numpy() for name in X}), X.to_numpy())
-    ]
+    found, model = [], PersonalizedStackingRegressor(**given)
+    for rows in (X, pl.DataFrame({name: X[name].to_numpy() for name in X}), X.to_numpy()):
+        model.fit(rows, y, groups=groups)
+        found.append(model.predict(rows, groups=groups))
     np.testing.assert_allclose(found[1], found[0], rtol=1e-12)
     np.testing.assert_allclose(found[2], found[0], rtol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:X has feature names", "ignore:X does not have valid feature")
+def test_a_frame_in_place_of_an_array():
+    """And the other way round; scikit-learn warns of both."""
+    X, y, groups = steps_and_slopes()
+    model = PersonalizedStackingRegressor([("line", Ridge())], cv=3, random_state=0)
+    first = model.set_params(fallback=False).fit(X, y, groups=groups).predict(X, groups=groups)
+    np.testing.assert_allclose(model.predict(X.to_numpy(), groups=groups), first)
+    model.fit(X.to_numpy(), y, groups=groups)
+    np.testing.assert_allclose(model.predict(X, groups=groups), first)
 
 
 def test_a_transformer_makes_the_columns():
@@ -548,6 +611,60 @@ def test_classes_in_another_order():
     refused(model, words, X, y, groups=groups)
 
 
+class Wide(Odd):
+    """A regressor of two responses."""
+
+    def predict(self, X):
+        return np.zeros((len(X), 2))
+
+
+def test_predictions_of_another_shape():
+    X, y, groups = steps_and_slopes()
+    words = r"'wide' \(Wide\) predicted an array of shape \(96, 2\); expected \(96,\)"
+    refused(PersonalizedStackingRegressor([("wide", Wide())]), words, X, y, groups=groups)
+
+
+def test_classifiers_without_probabilities():
+    X, y, groups = labels()
+    words = "'plane', LinearSVC.*no predict_proba; expected a classifier that has"
+    refused(PersonalizedStackingClassifier([("plane", LinearSVC())]), words, X, y, groups=groups)
+
+
+def test_names_of_classes_that_are_columns():
+    X, y, groups = labels(n_classes=3)
+    model = PersonalizedStackingClassifier([("line", LogisticRegression())])
+    words = "the name 'line: low' in estimators"
+    refused(model, words, X.rename(columns={"b": "line: low"}), y, groups=groups)
+
+
+def test_lists_of_splits_of_rows_without_weight():
+    X, y, groups = steps_and_slopes()
+    weights = np.ones(len(y))
+    weights[:5] = 0
+    model = PersonalizedStackingRegressor([("line", Ridge())], cv=folds_of(len(y)))
+    words = "list of splits of 480 rows, but only 475 have a positive sample_weight"
+    refused(model, words, X, y, groups=groups, sample_weight=weights)
+
+
+def test_a_wrapper_that_cannot_hand_out_one_client(small):
+    table, y, _ = small
+    X, groups = table[["a", "b"]], table["site"]
+    wrapped = TransformedTargetRegressor(PersonalizedLinearRegression())
+    model = PersonalizedStackingRegressor([("own", wrapped)], cv=3, fallback=False)
+    model.fit(X, y, groups=groups)
+    with pytest.raises(ValueError, match=r"TransformedTargetRegressor, .* has no for_client"):
+        model.for_client("s2")
+
+
+def test_final_estimators_without_standard_deviations(small):
+    table, y, _ = small
+    X, groups = table[["a", "b"]], table["site"]
+    model = PersonalizedStackingRegressor([("line", Ridge())], Ridge(), cv=3, fallback=False)
+    model.fit(X, y, groups=groups)
+    with pytest.raises(ValueError, match=r"return_std=True needs .* Ridge\.predict does not"):
+        model.predict(X, groups=groups, return_std=True)
+
+
 def test_clients_of_one_row():
     X, y, _ = steps_and_slopes()
     words = "each of the 480 clients has one row"
@@ -562,11 +679,21 @@ def test_clients_of_one_row():
         ({"estimators": [LinearRegression()]}, r"list of \(name, estimator\); got \[LinearReg"),
         ({"estimators": [("a", LogisticRegression())]}, "'a', LogisticRegression.*a regressor"),
         ({"estimators": [("stack", Ridge())]}, "the name 'stack', which is that of another part"),
-        ({"estimators": [("b", Ridge())]}, "the name 'b', which is also a column of X"),
+        (
+            {"estimators": [("b", Ridge())]},
+            "the name 'b' in estimators, .* a column of X",
+        ),
         ({"estimators": [("cv", Ridge())]}, "conflict with constructor arguments.*cv"),
-        ({"cv": 2}, "cv=2 gives 2 folds; expected at least 3.*or fallback=False"),
+        ({"cv": 2}, "cv=2 gives 2 folds, but fallback=True needs at least 3"),
         ({"cv": [([0, 1], [2, 3])]}, "tests 478 of 480 rows never or more than once"),
         ({"passthrough": 3}, "'passthrough' parameter"),
+        ({"passthrough": TargetEncoder()}, "could not be fitted without y: .* inside of an esti"),
+        ({"estimators": [("a", "dropp"), ("c", Ridge())]}, "has 'a', 'dropp'; expected a regr"),
+        ({"estimators": [("a", None), ("c", Ridge())]}, "has 'a', None; expected a regressor"),
+        (
+            {"final_estimator": PersonalizedLogisticRegression()},
+            "final_estimator=PersonalizedLogisticRegression.*expected a regressor",
+        ),
     ],
 )
 def test_bad_parameters(params, words):

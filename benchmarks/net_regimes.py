@@ -310,6 +310,7 @@ _WHOLE_FIELD = (
     "distorted-20",
     "private-13.16",
     "femnist-all",
+    "cifar-all",
 )
 for _name in _WHOLE_FIELD:
     REGIMES[_name] = REGIMES[_name]._replace(whole_field=True)

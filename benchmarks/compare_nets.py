@@ -16,7 +16,6 @@ each; the images come from PFL_SKLEARN_DATA.
 
 import argparse
 import copy
-import json
 import math
 import multiprocessing
 import os
@@ -29,6 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from cells import Results
 from net_regimes import DELTA, REGIMES, Regime, digits, noise_for, recipe, some_classes
 from run import ONE_THREAD
 from sklearn.model_selection import ParameterGrid
@@ -91,27 +91,6 @@ class Cell(NamedTuple):
         setting = (f"{name}={value}" for name, value in sorted(self.setting.items()))
         words = (self.regime, self.method, *setting, "tuning" if self.tuning else "test")
         return " | ".join((*words, f"seed {self.seed}"))
-
-
-class Results(NamedTuple):
-    """Folder with a file of every regime, whose lines are what was found for its cells."""
-
-    folder: Path
-
-    def of(self, regime):
-        """What was found for a regime, by cell."""
-        path, found = self.folder / f"{regime}.jsonl", {}
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                each = json.loads(line)
-                found[str(Cell(*(each[name] for name in Cell._fields)))] = each
-        return found
-
-    def add(self, found):
-        """Append a line, in one piece."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"{found['regime']}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
 
 
 class Plan(NamedTuple):
@@ -473,7 +452,7 @@ def main():
     parser.add_argument("--plan", action="store_true", help="print what is left to do")
     parser.add_argument("--quick", action="store_true", help="a check on few rows")
     options = parser.parse_args()
-    results = Results(options.output)
+    results = Results(Cell, options.output)
     if options.quick:
         plan = Plan(QUICK, QUICK_METHODS, most_settings=2, seeds=SEEDS[:2])
     else:

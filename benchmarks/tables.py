@@ -13,7 +13,6 @@ PFL_SKLEARN_DATA.
 """
 
 import argparse
-import json
 import math
 import multiprocessing
 import os
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from cells import Results
 from run import ONE_THREAD
 from sklearn.model_selection import GroupKFold
 from table_models import METHODS, OURS, NotPossibleError, losses, tuned_fit
@@ -156,28 +156,7 @@ def _peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-# Results ------------------------------------------------------------------------------------------
-
-
-class Results(NamedTuple):
-    """Folder with a file of every task, whose lines are what was found for its cells."""
-
-    folder: Path
-
-    def of(self, task):
-        """What was found for a task, by cell."""
-        path, found = self.folder / f"{task}.jsonl", {}
-        if path.exists():
-            for line in path.read_text(encoding="utf-8").splitlines():
-                each = json.loads(line)
-                found[str(Cell(*(each[name] for name in Cell._fields)))] = each
-        return found
-
-    def add(self, found):
-        """Append a line, in one piece."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / f"{found['task']}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
+# Runs ---------------------------------------------------------------------------------------------
 
 
 def cells_of(task, methods):
@@ -213,7 +192,7 @@ def main():
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "tables")
     parser.add_argument("--plan", action="store_true", help="print how many cells are left")
     options = parser.parse_args()
-    results = Results(options.output)
+    results = Results(Cell, options.output)
     missing = []
     for task in options.only:
         found = results.of(task)

@@ -189,7 +189,7 @@ def test_a_comparison_goes_on_where_it_was(tmp_path):
 
 
 def test_the_page_of_the_comparison_is_of_the_results(compare_nets, regimes):
-    results = compare_nets.Results(BENCHMARKS / "compare_nets")
+    results = compare_nets.Results(compare_nets.Cell, BENCHMARKS / "compare_nets")
     written = compare_nets.page(compare_nets.Plan(regimes.REGIMES), results, complete=True)
     page = BENCHMARKS.parent / "docs" / "comparison.rst"
     assert page.read_text(encoding="utf-8") == written
@@ -273,7 +273,8 @@ def test_peers_are_tuned_and_may_not_be_possible(tables):
 
 
 def test_lines_of_tables_are_found_again(tables, tmp_path):
-    results, cell = tables.Results(tmp_path), tables.Cell("small", "default", "whole", 2)
+    cell = tables.Cell("small", "default", "whole", 2)
+    results = tables.Results(tables.Cell, tmp_path)
     line = {**cell._asdict(), "loss": 1.5}
     results.add(line)
     assert results.of("small") == {str(cell): line}

@@ -145,9 +145,8 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         else:
             rng = check_random_state(self.random_state)
             folds = KFold(min(5, len(table.y)), shuffle=True, random_state=rng)
-            kind = (
-                "auto" if is_classifier(self.estimator) else "continuous"
-            )  # counts are no classes
+            classes = is_classifier(self.estimator)
+            kind = "auto" if classes else "continuous"  # as counts are
             encoder = TargetEncoder(target_type=kind, cv=folds)
             with config_context(enable_metadata_routing=False):  # else it demands groups of its own
                 rows = encoder.fit_transform(clients.codes[:, None], table.y)

@@ -1,64 +1,26 @@
 """Boosted trees, and whatever else predicts, under a personalized linear model."""
 
-import copy
-from numbers import Integral
-
 import numpy as np
-import pandas as pd
-from sklearn import config_context
-from sklearn.base import is_classifier
-from sklearn.model_selection import check_cv
-from sklearn.utils import Bunch, check_random_state, get_tags
-from sklearn.utils.metaestimators import available_if
-from sklearn.utils.validation import check_is_fitted, validate_data
 
-from pfl_sklearn._clients import encode_clients, row_counts
 from pfl_sklearn._compat import (
-    HasMethods,
-    StrOptions,
-    fit_context,
     num_samples,
-    safe_indexing,
 )
 from pfl_sklearn._docs import fill_doc
 from pfl_sklearn._labels import check_several_classes
-from pfl_sklearn._nesting import (
-    final_estimator,
-    hand_out,
-    predicting_estimator,
-    takes_groups,
-)
-from pfl_sklearn.base import ClientClassifierMixin, ClientMixin, ClientRegressorMixin
-from pfl_sklearn.compose._client_feature import ClientAsFeature
-from pfl_sklearn.compose._named import NamedEstimators, check_kind
+from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
 from pfl_sklearn.compose._out_of_fold import (
     SMALLEST,
-    Named,
-    folds_of_clients,
-    folds_within,
-    outputs,
-    prepared,
     with_std,
 )
 from pfl_sklearn.compose._parts import (
     FINAL,
-    MEAN,
-    POOLED,
     STACK,
-    fit_chosen,
-    names_of,
-    parts_of,
-    stacked,
-    without_clients,
 )
-from pfl_sklearn.compose._passthrough import fitted_passthrough
-from pfl_sklearn.compose._rows import as_table, check_takes_weights, read_table
+from pfl_sklearn.compose._stack import PersonalizedStacking
 from pfl_sklearn.linear_model import (
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,
 )
-from pfl_sklearn.model_selection import ClientKFold
-from pfl_sklearn.privacy import PrivacyReport
 
 STACKING = {
     "parameters": """
@@ -155,324 +117,8 @@ def _texts(**words):
     return filled
 
 
-def _final_has(method):
-    """Check for ``available_if``: the final estimator, given or default, has a method."""
-
-    def check(self):
-        getattr(final_estimator(self._given_final()), method)
-        return True
-
-    return check
-
-
-class _PersonalizedStacking(ClientMixin, NamedEstimators):
-    """What both have in common. A subclass has `_boosting`, a name, and `_default_final`."""
-
-    _reserved_names = (STACK, POOLED, MEAN)
-    _population_attributes = (
-        "named_estimators_",
-        "final_estimator_",
-        "population_estimator_",
-        "known_part_",
-        "new_part_",
-        "losses_",
-    )
-    _client_attributes = ("n_samples_per_client_",)
-    _state_attributes = ("classes_", "_passthrough")
-
-    _parameter_constraints = {
-        "estimators": [list, None],
-        "final_estimator": [HasMethods(["fit", "predict"]), None],
-        "cv": ["cv_object"],
-        "passthrough": ["boolean", HasMethods(["fit_transform", "transform"])],
-        "fallback": ["boolean"],
-        "unseen": [StrOptions({"warn", "population", "error"})],
-        "n_jobs": [Integral, None],
-        "random_state": ["random_state"],
-    }
-
-    def __init__(
-        self,
-        estimators=None,
-        final_estimator=None,
-        *,
-        cv=5,
-        passthrough=True,
-        fallback=True,
-        unseen="warn",
-        n_jobs=None,
-        random_state=None,
-    ):
-        self.estimators = estimators
-        self.final_estimator = final_estimator
-        self.cv = cv
-        self.passthrough = passthrough
-        self.fallback = fallback
-        self.unseen = unseen
-        self.n_jobs = n_jobs
-        self.random_state = random_state
-
-    def _default_estimators(self):
-        from sklearn import ensemble  # slow to import
-
-        boosting = getattr(ensemble, self._boosting)
-        return [("hgb", boosting()), ("hgb_client", ClientAsFeature(boosting()))]
-
-    def _given_final(self):
-        return self._default_final() if self.final_estimator is None else self.final_estimator
-
-    def _default_component(self, name, value):
-        return self._default_final() if name == "final_estimator" and value is None else None
-
-    @fit_context(prefer_skip_nested_validation=False)
-    def fit(self, X, y, *, groups=None, sample_weight=None):
-        """Fit base estimators in folds, then the final estimator to what they predict.
-
-        Parameters
-        ----------
-        X : dataframe or array-like of shape (n_rows, d)
-            Features, as the base estimators take them.
-        y : array-like of shape (n_rows,)
-            Responses or class labels.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; None: all rows are one client's.
-        sample_weight : array-like of shape (n_rows,), default=None
-            Weights of the rows. All estimators must take them.
-
-        Returns
-        -------
-        self
-        """
-        bases = self._checked_estimators()
-        table = read_table(self, X, y, groups, sample_weight, is_classifier(self))
-        clients, classes = table.clients, self._classes_of(table.y)
-        _check_rows(clients)
-        seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(bases) + 3)
-        named = [
-            Named(name, prepared(each, seed), classes)
-            for (name, each), seed in zip(bases, seeds[3:], strict=True)
-        ]
-        kind = "regressor" if classes is None else "classifier"
-        check_kind(self._given_final(), kind, f"final_estimator={self._given_final()!r}")
-        final = Named(FINAL, prepared(self._given_final(), seeds[2]), classes)
-        if table.weights is not None:
-            for each in (*named, final):
-                check_takes_weights(each.estimator, each.name)
-            _check_splits(self.cv, table.weights, sample_weight)
-        columns = fitted_passthrough(self.passthrough, table.X)
-        own = table._replace(X=columns.frame(table.X))
-        _check_names(named, own.X)
-
-        folds = {"known": folds_within(self._splitter(classes, int(seeds[0])), table, self)}
-        if self.fallback and len(folds["known"]) < 3:
-            raise ValueError(
-                f"cv={self.cv!r} gives {len(folds['known'])} folds, but fallback=True needs at "
-                "least 3; take more folds, or fallback=False."
-            )
-        plain = {"known": [], "new": without_clients(classes, own.X.shape[1])}
-        if len(clients.ids) > 1:
-            n_folds = len(folds["known"])
-            folds["new"] = folds_of_clients(n_folds, clients.codes, int(seeds[1]))
-        parts = {
-            kind: parts_of(
-                named, final, plain[kind], table, own, folds[kind], self.fallback, self.n_jobs
-            )
-            for kind in folds
-        }
-        chosen = {kind: each.chosen(clients.codes, table.weights) for kind, each in parts.items()}
-        fitted = fit_chosen(chosen, parts, named, table, self.n_jobs)
-
-        validate_data(self, as_table(X), skip_check_array=True)
-        self.named_estimators_ = Bunch(**fitted.bases)
-        self.known_part_, self.final_estimator_ = fitted.known
-        self.new_part_, self.population_estimator_ = fitted.new
-        means = {kind: each.means(table.weights) for kind, each in parts.items()}
-        self.losses_ = pd.DataFrame(means)
-        self._passthrough = columns
-        if classes is not None:
-            self.classes_ = classes
-        self.clients_ = clients.ids
-        self.n_samples_per_client_ = row_counts(clients.codes, len(clients.ids))
-        self._fitted_with_groups = groups is not None
-        self.privacy_ = PrivacyReport.unprotected(
-            f"{type(self).__name__} fits base estimators and folds without noise.",
-            not_released=("clients_", *self._population_attributes),
-            n_clients=len(clients.ids),
-        )
-        return self
-
-    def _splitter(self, classes, seed):
-        if not isinstance(self.cv, Integral):
-            return check_cv(self.cv)
-        return ClientKFold(self.cv, stratify=classes is not None, random_state=seed)
-
-    @property
-    def estimators_(self):
-        """Fitted base estimators that predictions need, in their order."""
-        return list(self.named_estimators_.values())
-
-    @available_if(_final_has("summary"))
-    def summary(self):
-        """Table of the final estimator of known clients, by its own ``summary``.
-
-        Returns
-        -------
-        DataFrame
-
-        Raises
-        ------
-        ValueError
-            If a base estimator alone predicts for known clients.
-        """
-        check_is_fitted(self)
-        if self.final_estimator_ is None:
-            raise ValueError(
-                f"known clients get the predictions of {self.known_part_!r} alone, so there is no "
-                "final estimator to summarize; see losses_, or set fallback=False."
-            )
-        return final_estimator(self.final_estimator_).summary()
-
-    def for_client(self, client_id):
-        """Model of one client alone: base estimators, and that client's final coefficients.
-
-        Base estimators are handed out as they are, unless they have a ``for_client`` of their own.
-        Trees keep averages of other clients' rows in their leaves; nothing protects these.
-
-        Parameters
-        ----------
-        client_id : int, str, ...
-            One of ``clients_``.
-
-        Returns
-        -------
-        estimator
-            Fitted estimator of the same class, with ``clients_ == [client_id]``.
-        """
-        model = super().for_client(client_id)
-        for name, fitted in self.named_estimators_.items():
-            model.named_estimators_[name] = _of_client(fitted, client_id)
-        for name in ("final_estimator_", "population_estimator_"):
-            setattr(model, name, _of_client(getattr(self, name), client_id))
-        return model
-
-    def release(self):
-        """Refused: base estimators and their folds have no noise.
-
-        Raises
-        ------
-        ValueError
-            Always. Trees memorize columns that are constant within a client, for example.
-        """
-        check_is_fitted(self)
-        raise ValueError(
-            f"release() of this {type(self).__name__} would publish base estimators, which were "
-            "fitted without noise: trees memorize columns that are constant within a client. Take "
-            "an estimator with an epsilon, such as PersonalizedLinearRegression or PPSGDClassifier."
-        )
-
-    def _outputs(self, X, groups):
-        """Responses (n,) or probabilities (n, K) of rows, each by its client's part."""
-        found = None
-        for rows, _, part, table, ids in self._by_part(X, groups):
-            each = self._of_part(part, table, ids)
-            if found is None:
-                found = np.empty((num_samples(X), *each.shape[1:]))
-            found[rows] = each
-        return found
-
-    def _by_part(self, X, groups):
-        """Rows of known and of new clients, their kind and part, and their features and ids."""
-        check_is_fitted(self)
-        X = as_table(X)
-        validate_data(self, X, reset=False, skip_check_array=True)
-        codes = self._encode_predict(X, groups)
-        ids = self.clients_[codes]
-        if groups is not None:
-            given = encode_clients(groups, len(codes))
-            ids = given.ids[given.codes]
-        known = self.known_part_, self.final_estimator_
-        new = self.new_part_, self.population_estimator_
-        for rows, kind, part in ((codes >= 0, "known", known), (codes < 0, "new", new)):
-            if rows.all():
-                yield slice(None), kind, part, X, ids
-            elif rows.any():
-                yield rows, kind, part, safe_indexing(X, np.flatnonzero(rows)), ids[rows]
-
-    def _of_part(self, part, X, ids):
-        """What a part predicts for rows."""
-        name, behind = part
-        if behind is None:
-            (base,) = [each for each in self._fitted_bases() if each.name == name]
-            return outputs(base, base.estimator, X, ids)
-        final = Named(name, behind, getattr(self, "classes_", None))
-        return outputs(final, behind, self._rows(name, X, ids), ids)
-
-    def _rows(self, name, X, ids):
-        """Rows as the estimator behind the base estimators takes them in a part."""
-        columns = self._passthrough.frame(X)
-        if name != STACK:
-            return columns
-        bases = self._fitted_bases()
-        return stacked(bases, [outputs(each, each.estimator, X, ids) for each in bases], columns)
-
-    def _fitted_bases(self):
-        classes = getattr(self, "classes_", None)
-        return [Named(name, each, classes) for name, each in self.named_estimators_.items()]
-
-    def __sklearn_tags__(self):
-        tags = super().__sklearn_tags__()
-        bases = [each for _, each in self._given_estimators() if hasattr(each, "fit")]
-        tags.input_tags.allow_nan = all(get_tags(each).input_tags.allow_nan for each in bases)
-        tags.input_tags.sparse = False
-        return tags
-
-
-def _check_rows(clients):
-    """Raise ValueError if no client has two rows."""
-    n_clients = len(clients.ids)
-    if row_counts(clients.codes, n_clients).max() == 1:
-        raise ValueError(
-            f"each of the {n_clients} clients has one row, so that no fold leaves a client a row "
-            "to learn from; take an estimator without clients."
-        )
-
-
-def _check_names(named, columns):
-    """Raise ValueError if what a base estimator predicts has the name of a column."""
-    names = [name for each in named for name in names_of(each)]
-    taken = [name for name in names if name in columns.columns]
-    if taken:
-        raise ValueError(
-            f"predictions have the name {taken[0]!r} in estimators, which is also a column of X "
-            "that the final estimator gets; rename one of them."
-        )
-
-
-def _check_splits(cv, kept, given):
-    """Raise ValueError if splits, given as a list, are of more rows than have a weight."""
-    if not isinstance(cv, Integral) and not hasattr(cv, "split") and len(kept) < len(given):
-        raise ValueError(
-            f"cv is a list of splits of {len(given)} rows, but only {len(kept)} have a positive "
-            "sample_weight; leave the others out before you make the splits, or give a splitter."
-        )
-
-
-def _of_client(fitted, client_id):
-    """A fitted estimator's model of one client, or a copy if it knows no clients."""
-    fitted = None if fitted is None else predicting_estimator(fitted)
-    with config_context(enable_metadata_routing=True):
-        if fitted is None or not takes_groups(fitted, "predict"):
-            return copy.deepcopy(fitted)
-    if not hasattr(final_estimator(fitted), "for_client"):
-        raise ValueError(
-            f"for_client needs a model of one client alone, and {type(fitted).__name__}, which "
-            "knows all of them, has no for_client."
-        )
-    return hand_out(fitted, "for_client", client_id)
-
-
 @fill_doc(_texts(final=":class:`~pfl_sklearn.PersonalizedLinearRegression`", loss="squared errors"))
-class PersonalizedStackingRegressor(ClientRegressorMixin, _PersonalizedStacking):
+class PersonalizedStackingRegressor(ClientRegressorMixin, PersonalizedStacking):
     """Regression for tables whose rows belong to clients: trees under a personalized linear model.
 
     Base estimators, by default boosted trees with and without the client, predict out of fold. A
@@ -555,7 +201,7 @@ class PersonalizedStackingRegressor(ClientRegressorMixin, _PersonalizedStacking)
 
 
 @fill_doc(_texts(final=":class:`~pfl_sklearn.PersonalizedLogisticRegression`", loss="log-losses"))
-class PersonalizedStackingClassifier(ClientClassifierMixin, _PersonalizedStacking):
+class PersonalizedStackingClassifier(ClientClassifierMixin, PersonalizedStacking):
     """Classification for tables whose rows belong to clients: trees under personalized logits.
 
     Base estimators, by default boosted trees with and without the client, predict out of fold. A

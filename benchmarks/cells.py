@@ -1,0 +1,28 @@
+"""What benchmarks found of each cell, in files that a later run goes on from."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Results(NamedTuple):
+    """Folder with files of cells, one line each; a file has the name that a cell has first."""
+
+    cell: Any  # a class of named tuples
+    folder: Path
+
+    def of(self, name):
+        """What was found for the cells of a file, by cell."""
+        path, found = self.folder / f"{name}.jsonl", {}
+        if path.exists():
+            for line in path.read_text(encoding="utf-8").splitlines():
+                each = json.loads(line)
+                found[str(self.cell(*(each[field] for field in self.cell._fields)))] = each
+        return found
+
+    def add(self, found):
+        """Append a line, in one piece."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{found[self.cell._fields[0]]}.jsonl"
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")

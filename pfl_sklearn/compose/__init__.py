@@ -2,6 +2,7 @@
 
 from pfl_sklearn.compose._client_column import ClientColumn
 from pfl_sklearn.compose._client_feature import ClientAsFeature
+from pfl_sklearn.compose._selector import ClientSelector
 from pfl_sklearn.compose._stacking import (
     PersonalizedStackingClassifier,
     PersonalizedStackingRegressor,
@@ -10,6 +11,7 @@ from pfl_sklearn.compose._stacking import (
 __all__ = [
     "ClientAsFeature",
     "ClientColumn",
+    "ClientSelector",
     "PersonalizedStackingClassifier",
     "PersonalizedStackingRegressor",
 ]

@@ -1,8 +1,17 @@
 """Estimators that hold a list of others by name."""
 
+import copy
+
+from sklearn import config_context
 from sklearn.base import MetaEstimatorMixin, is_classifier, is_regressor
 
 from pfl_sklearn._compat import BaseComposition
+from pfl_sklearn._nesting import (
+    final_estimator,
+    hand_out,
+    predicting_estimator,
+    takes_groups,
+)
 
 
 class NamedEstimators(MetaEstimatorMixin, BaseComposition):
@@ -57,6 +66,12 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
     def _given_estimators(self):
         return self._default_estimators() if self.estimators is None else self.estimators
 
+    def _estimator_objects(self):
+        """Those of the given estimators that are some, before anything is checked."""
+        given = self._given_estimators()
+        pairs = [each for each in given if isinstance(each, tuple | list) and len(each) == 2]
+        return [each for _, each in pairs if hasattr(each, "fit") and not isinstance(each, type)]
+
     def _checked_estimators(self):
         """Names and estimators that are not dropped.
 
@@ -90,7 +105,22 @@ def is_dropped(estimator):
 def check_kind(estimator, kind, what):
     """Raise ValueError if something is no estimator of a kind, or predicts no probabilities."""
     fits = is_classifier if kind == "classifier" else is_regressor
-    if not hasattr(estimator, "fit") or not fits(estimator):
+    found = hasattr(estimator, "fit") and not isinstance(estimator, type)
+    if not found or not fits(estimator):
         raise ValueError(f"{what}; expected a {kind}.")
     if kind == "classifier" and not hasattr(estimator, "predict_proba"):
         raise ValueError(f"{what}, which has no predict_proba; expected a classifier that has.")
+
+
+def of_client(fitted, client_id):
+    """A fitted estimator's model of one client, or a copy if it knows no clients."""
+    fitted = None if fitted is None else predicting_estimator(fitted)
+    with config_context(enable_metadata_routing=True):
+        if fitted is None or not takes_groups(fitted, "predict"):
+            return copy.deepcopy(fitted)
+    if not hasattr(final_estimator(fitted), "for_client"):
+        raise ValueError(
+            f"for_client needs a model of one client alone, and {type(fitted).__name__}, which "
+            "knows all of them, has no for_client."
+        )
+    return hand_out(fitted, "for_client", client_id)

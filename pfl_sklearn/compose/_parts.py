@@ -42,24 +42,26 @@ class Parts(NamedTuple):
         return {name: np.average(rows, weights=weights) for name, rows in self.losses.items()}
 
     def chosen(self, codes, weights):
-        """Name of the first part that is not clearly worse than the best of all.
+        """Name of the part that predicts; the stack without losses."""
+        return first_as_good(self.losses, codes, weights) if self.losses else STACK
 
-        Clearly: a one-sided test of the mean difference at level 0.1 with errors clustered by
-        client, or by row if there is one client. The fewer the clients, the more the first parts
-        are preferred.
-        """
-        if not self.losses:
-            return STACK
-        means = self.means(weights)
-        best, n_clusters = min(means, key=means.__getitem__), codes.max() + 1
-        if n_clusters == 1:
-            codes, n_clusters = np.arange(len(codes)), len(codes)
-        quantile = stdtrit(n_clusters - 1, 1 - _LEVEL)
-        for name, rows in self.losses.items():
-            gap = means[name] - means[best]
-            if gap <= quantile * _clustered_error(rows - self.losses[best] - gap, codes, weights):
-                return name
-        return best
+
+def first_as_good(losses, codes, weights):
+    """Name of the first of some losses (n,) that is not clearly worse than the best of all.
+
+    Clearly: a one-sided test of the mean difference at level 0.1 with errors clustered by client,
+    or by row if there is one client. The fewer the clients, the more the first are preferred.
+    """
+    means = {name: np.average(rows, weights=weights) for name, rows in losses.items()}
+    best, n_clusters = min(means, key=means.__getitem__), codes.max() + 1
+    if n_clusters == 1:
+        codes, n_clusters = np.arange(len(codes)), len(codes)
+    quantile = stdtrit(n_clusters - 1, 1 - _LEVEL)
+    for name, rows in losses.items():
+        gap = means[name] - means[best]
+        if gap <= quantile * _clustered_error(rows - losses[best] - gap, codes, weights):
+            return name
+    return best
 
 
 def _clustered_error(residuals, codes, weights):

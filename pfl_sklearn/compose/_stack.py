@@ -1,18 +1,16 @@
 """What stacks of both kinds have in common: their fit, and which part predicts for whom."""
 
-import copy
 from numbers import Integral
 
 import numpy as np
 import pandas as pd
-from sklearn import config_context
 from sklearn.base import is_classifier
 from sklearn.model_selection import check_cv
 from sklearn.utils import Bunch, check_random_state, get_tags
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from pfl_sklearn._clients import encode_clients, row_counts
+from pfl_sklearn._clients import row_counts
 from pfl_sklearn._compat import (
     HasMethods,
     StrOptions,
@@ -22,13 +20,10 @@ from pfl_sklearn._compat import (
 )
 from pfl_sklearn._nesting import (
     final_estimator,
-    hand_out,
-    predicting_estimator,
-    takes_groups,
 )
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.compose._client_feature import ClientAsFeature
-from pfl_sklearn.compose._named import NamedEstimators, check_kind
+from pfl_sklearn.compose._named import NamedEstimators, check_kind, of_client
 from pfl_sklearn.compose._out_of_fold import (
     Named,
     folds_of_clients,
@@ -48,7 +43,7 @@ from pfl_sklearn.compose._parts import (
     without_clients,
 )
 from pfl_sklearn.compose._passthrough import fitted_passthrough
-from pfl_sklearn.compose._rows import as_table, check_takes_weights, read_table
+from pfl_sklearn.compose._rows import as_table, check_takes_weights, ids_of_rows, read_table
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.privacy import PrivacyReport
 
@@ -248,9 +243,9 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         """
         model = super().for_client(client_id)
         for name, fitted in self.named_estimators_.items():
-            model.named_estimators_[name] = _of_client(fitted, client_id)
+            model.named_estimators_[name] = of_client(fitted, client_id)
         for name in ("final_estimator_", "population_estimator_"):
-            setattr(model, name, _of_client(getattr(self, name), client_id))
+            setattr(model, name, of_client(getattr(self, name), client_id))
         return model
 
     def release(self):
@@ -284,10 +279,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         X = as_table(X)
         validate_data(self, X, reset=False, skip_check_array=True)
         codes = self._encode_predict(X, groups)
-        ids = self.clients_[codes]
-        if groups is not None:
-            given = encode_clients(groups, len(codes))
-            ids = given.ids[given.codes]
+        ids = ids_of_rows(self, groups, codes)
         known = self.known_part_, self.final_estimator_
         new = self.new_part_, self.population_estimator_
         for rows, kind, part in ((codes >= 0, "known", known), (codes < 0, "new", new)):
@@ -319,8 +311,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
-        bases = [each for _, each in self._given_estimators() if hasattr(each, "fit")]
-        tags.input_tags.allow_nan = all(get_tags(each).input_tags.allow_nan for each in bases)
+        inner = [get_tags(each) for each in self._estimator_objects()]
+        tags.input_tags.allow_nan = all(each.input_tags.allow_nan for each in inner)
         tags.input_tags.sparse = False
         return tags
 
@@ -353,17 +345,3 @@ def _check_splits(cv, kept, given):
             f"cv is a list of splits of {len(given)} rows, but only {len(kept)} have a positive "
             "sample_weight; leave the others out before you make the splits, or give a splitter."
         )
-
-
-def _of_client(fitted, client_id):
-    """A fitted estimator's model of one client, or a copy if it knows no clients."""
-    fitted = None if fitted is None else predicting_estimator(fitted)
-    with config_context(enable_metadata_routing=True):
-        if fitted is None or not takes_groups(fitted, "predict"):
-            return copy.deepcopy(fitted)
-    if not hasattr(final_estimator(fitted), "for_client"):
-        raise ValueError(
-            f"for_client needs a model of one client alone, and {type(fitted).__name__}, which "
-            "knows all of them, has no for_client."
-        )
-    return hand_out(fitted, "for_client", client_id)

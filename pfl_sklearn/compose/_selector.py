@@ -1,0 +1,533 @@
+"""Each client mixes candidate models, or picks one, by its own errors."""
+
+import math
+from numbers import Integral
+
+import numpy as np
+import pandas as pd
+from sklearn.base import is_classifier
+from sklearn.frozen import FrozenEstimator
+from sklearn.metrics import accuracy_score, r2_score
+from sklearn.model_selection import check_cv
+from sklearn.utils import Bunch, check_random_state, get_tags
+from sklearn.utils.metaestimators import available_if
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from pfl_sklearn._clients import row_counts
+from pfl_sklearn._compat import StrOptions, fit_context, num_samples, safe_indexing
+from pfl_sklearn._labels import check_several_classes
+from pfl_sklearn._nesting import final_estimator, hand_out
+from pfl_sklearn.base import ClientMixin, client_values
+from pfl_sklearn.compose._mixing import client_weights, errors_of, population_mean
+from pfl_sklearn.compose._named import NamedEstimators, of_client
+from pfl_sklearn.compose._out_of_fold import (
+    SMALLEST,
+    Named,
+    fit_all,
+    folds_of_clients,
+    folds_within,
+    out_of_fold,
+    out_of_two_folds,
+    outputs,
+    prepared,
+)
+from pfl_sklearn.compose._parts import first_as_good
+from pfl_sklearn.compose._rows import (
+    as_table,
+    check_takes_weights,
+    ids_of_rows,
+    read_table,
+    without_known_clients,
+)
+from pfl_sklearn.compose._selector_report import Candidate, report_of, unprotected
+from pfl_sklearn.model_selection import ClientKFold
+from pfl_sklearn.priors import DirichletPrior
+
+_SELECTOR = "selector"
+# Rows that the prior counts for; the last is that of clients that are all alike.
+_CONCENTRATIONS = (1e6, 3000.0, 1000.0, 300.0, 100.0, 30.0, 10.0, 3.0, 1.0)
+
+
+def _classifies(self):
+    return is_classifier(self)
+
+
+class ClientSelector(ClientMixin, NamedEstimators):
+    r"""Candidate models of which each client mixes its own, or picks one, by its own errors.
+
+    Candidates may be a model without clients, a personalized one and one of each client alone, or
+    models of different kinds. A client of few rows mostly follows the population.
+
+    Parameters
+    ----------
+    estimators : list of (str, estimator)
+        Candidates by name, all regressors or all classifiers; client-aware ones get the client ids.
+        A candidate in a :class:`~sklearn.frozen.FrozenEstimator` is not fitted again; give rows
+        that it has not seen, or its errors look smaller than they are.
+    how : {"weights", "best"}, default="weights"
+        "weights": predictions (for classes, probabilities) are averages of the candidates' with
+        weights of the client's own. "best": each client has one candidate.
+    prior : DirichletPrior or None, default=None
+        What clients without rows do, and how many rows that counts for. With ``how="best"``, the
+        mean says in which shares candidates would make a row. What is not given is learned.
+    cv : int, splitter or iterable, default=5
+        Folds that the candidates' errors are estimated in: how many inside clients, or a splitter
+        or splits that test each row once; at least 3 if the concentration of the prior is learned.
+        Errors for new clients are estimated in as many folds of whole clients.
+    unseen : {"warn", "population", "error"}, default="warn"
+        What to do about clients that ``fit`` did not see. "warn" warns if at least half of the rows
+        are theirs.
+    n_jobs : int or None, default=None
+        Folds to fit at once. Results do not depend on it.
+    random_state : int, RandomState instance or None, default=None
+        Seed of the folds, and of the candidates that have none of their own.
+
+    Attributes
+    ----------
+    weights_ : ndarray of shape (n_clients, n_candidates)
+        Weights of each client. Rows sum to 1; with ``how="best"`` one of them is 1.
+    new_weights_ : ndarray of shape (n_candidates,)
+        Weights for clients that ``fit`` did not see.
+    prior_ : DirichletPrior
+        The given prior, or with what was learned.
+    losses_ : DataFrame
+        Out-of-fold losses of the candidates, squared errors or log-losses, for known clients and,
+        if the mean of the prior is learned, for new ones; and of the selector for known clients, if
+        the concentration is learned. The smaller, the better.
+    named_estimators_ : Bunch
+        Fitted candidates by name.
+    clients_ : ndarray of shape (n_clients,)
+        Sorted ids of the clients.
+    n_samples_per_client_ : ndarray of shape (n_clients,)
+        Rows of each client.
+    classes_ : ndarray of shape (n_classes,)
+        Sorted class labels, if the candidates are classifiers.
+    privacy_ : PrivacyReport
+        What protects the fit; see Notes.
+    n_features_in_ : int
+        Number of columns of `X`.
+    feature_names_in_ : ndarray of shape (`n_features_in_`,)
+        Names of the columns of `X`, if it has any.
+
+    See Also
+    --------
+    PersonalizedStackingRegressor : One personalized linear model of the candidates' predictions.
+    pfl_sklearn.metrics.client_scores : Scores of one model, client by client.
+
+    Notes
+    -----
+    With weights w on the simplex, client i maximizes
+
+    .. math::
+
+        \sum_j \log p(y_{ij} \mid w) + c \sum_k \pi_k \log w_k
+
+    for a prior with mean :math:`\pi` and concentration c: a client without rows has the weights
+    :math:`\pi`, and c rows count as much as the client's own. For classes p is the mixture's
+    probability of the true class. For responses it is a normal density around the mixture's
+    prediction, with a variance of the client's own that is integrated out (three degrees of freedom
+    at the client's mean squared error under :math:`\pi`), so that noisy clients and outliers
+    decide little. With ``how="best"`` the client takes the candidate of the largest
+    :math:`\sum_j \log p_k(y_{ij}) + c \log \pi_k`.
+
+    The mean is learned from the rows of all clients as one. The concentration is the largest of 1
+    to 1,000,000 rows, with two a decade up to 3,000, that is not clearly worse than the best: a
+    one-sided test of the mean loss at level 0.1 with errors clustered by client. Weights are judged
+    on rows of which neither they nor the candidates behind them have seen anything, which takes
+    fits to the rows outside of two folds. With k folds each candidate is fitted
+    k (k + 3) / 2 + 1 times, 21 by default; with a given concentration 2 k + 1 times, with a given
+    prior k + 1 times.
+
+    **Privacy.** Weights are computed by each client from its own rows and stay with it. If the
+    prior is given, choosing costs no privacy: the promise is that of the candidates. Those may be
+    frozen ones that were released under a promise of their own, or public; or estimators of each
+    client's own rows, whose report has ``epsilon`` 0, such as ``PersonalizedLinearRegression`` with
+    a known prior and a finite epsilon. A promise of several candidates is the sum of theirs. A learned prior, and candidates that are fitted here to
+    the rows of all clients, are not protected: ``privacy_.epsilon`` is infinite and says why.
+
+    Deviation: the papers have no such method. It is the mixture of local and global models of
+    AdaMix and APFL for candidates of any kind, without rounds of training.
+
+    Examples
+    --------
+    >>> from sklearn.linear_model import LinearRegression
+    >>> from pfl_sklearn import PersonalizedLinearRegression
+    >>> from pfl_sklearn.compose import ClientSelector
+    >>> from pfl_sklearn.datasets import load_parkinsons
+    >>> visits = load_parkinsons().frame.query("subject <= 12")
+    >>> X, y = visits[["test_time", "PPE"]], visits["total_UPDRS"]
+    >>> candidates = [
+    ...     ("population", LinearRegression()),
+    ...     ("personal", PersonalizedLinearRegression()),
+    ... ]
+    >>> model = ClientSelector(candidates, how="best", random_state=0)
+    >>> model = model.fit(X, y, groups=visits["subject"])
+    >>> model.summary().head(2)
+       rows  population  personal
+    1   149         0.0       1.0
+    2   145         0.0       1.0
+    >>> model.new_weights_
+    array([1., 0.])
+    """
+
+    _reserved_names = (_SELECTOR,)
+    _population_attributes = ("named_estimators_", "prior_", "new_weights_")
+    _client_attributes = ("weights_", "n_samples_per_client_")
+    _state_attributes = ("classes_",)
+
+    _parameter_constraints = {
+        "estimators": [list],
+        "how": [StrOptions({"weights", "best"})],
+        "prior": [DirichletPrior, None],
+        "cv": ["cv_object"],
+        "unseen": [StrOptions({"warn", "population", "error"})],
+        "n_jobs": [Integral, None],
+        "random_state": ["random_state"],
+    }
+
+    def __init__(
+        self,
+        estimators,
+        *,
+        how="weights",
+        prior=None,
+        cv=5,
+        unseen="warn",
+        n_jobs=None,
+        random_state=None,
+    ):
+        self.estimators = estimators
+        self.how = how
+        self.prior = prior
+        self.cv = cv
+        self.unseen = unseen
+        self.n_jobs = n_jobs
+        self.random_state = random_state
+
+    def _default_component(self, name, value):
+        return DirichletPrior() if name == "prior" and value is None else None
+
+    @fit_context(prefer_skip_nested_validation=False)
+    def fit(self, X, y, *, groups=None, sample_weight=None):
+        """Fit candidates in folds and to all rows, and the weights of clients to their errors.
+
+        Parameters
+        ----------
+        X : dataframe or array-like of shape (n_rows, d)
+            Features, as the candidates take them.
+        y : array-like of shape (n_rows,)
+            Responses or class labels.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; None: all rows are one client's.
+        sample_weight : array-like of shape (n_rows,), default=None
+            Weights of the rows. All candidates must take them.
+
+        Returns
+        -------
+        self
+        """
+        bases, prior = self._checked_estimators(), self._checked_prior()
+        table = read_table(self, X, y, groups, sample_weight, is_classifier(self))
+        classes = None
+        if is_classifier(self):
+            classes = np.unique(table.y)
+            check_several_classes(classes, self)
+        seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(bases) + 2)
+        named = [
+            Named(name, prepared(each, seed), classes)
+            for (name, each), seed in zip(bases, seeds[2:], strict=True)
+        ]
+        for each in named:
+            if table.weights is not None and not _is_frozen(each):
+                check_takes_weights(each.estimator, each.name)
+        folds = self._folds(table, prior, classes, int(seeds[0]))
+        found = out_of_fold(named, [table] * len(named), folds, self.n_jobs)
+        clients = table.clients
+        errors = errors_of(found, table, clients, classes)
+        losses = {"known": _candidate_losses(named, errors)}
+
+        if prior.mean is None:
+            learned = population_mean(errors, self.how)
+            new_weights, losses["new"] = self._for_new(named, table, len(folds), int(seeds[1]))
+        else:
+            learned = np.asarray(prior.mean, dtype=float)
+            new_weights = learned if self.how == "weights" else _one_hot(learned)
+        concentration = prior.concentration
+        if concentration is None:
+            by_rows = self._judged(named, table, clients, folds, found, prior)
+            concentration = first_as_good(by_rows, clients.codes, table.weights)
+            judged = np.average(by_rows[concentration], weights=table.weights)
+            losses["known"][_SELECTOR] = judged
+        (weights,) = client_weights(errors, self.how, learned, [concentration])
+        fitted = fit_all(named, [table] * len(named), self.n_jobs)
+
+        validate_data(self, as_table(X), skip_check_array=True)
+        self.named_estimators_ = Bunch(
+            **{each.name: one for each, one in zip(named, fitted, strict=True)}
+        )
+        self.weights_, self.new_weights_ = weights, new_weights
+        self.prior_ = DirichletPrior(learned, float(concentration))
+        self.losses_ = pd.DataFrame(losses)
+        if classes is not None:
+            self.classes_ = classes
+        self.clients_ = clients.ids
+        self.n_samples_per_client_ = row_counts(clients.codes, len(clients.ids))
+        self._fitted_with_groups = groups is not None
+        self.privacy_ = self._report(named, prior)
+        return self
+
+    def _checked_prior(self):
+        prior = DirichletPrior() if self.prior is None else self.prior
+        prior._validate_params()
+        if prior.mean is not None:
+            mean, n_candidates = (
+                np.asarray(prior.mean, dtype=float),
+                len(self._checked_estimators()),
+            )
+            if mean.shape != (n_candidates,) or (mean <= 0).any() or abs(mean.sum() - 1) > 1e-8:
+                raise ValueError(
+                    f"mean of prior must have a positive number for each of the {n_candidates} "
+                    f"estimators, with sum 1; got {mean.tolist()}."
+                )
+        return prior
+
+    def _folds(self, table, prior, classes, seed):
+        cv = self.cv
+        splitter = check_cv(cv)
+        if isinstance(cv, Integral):
+            splitter = ClientKFold(cv, stratify=classes is not None, random_state=seed)
+        folds = folds_within(splitter, table, self)
+        if prior.concentration is None and len(folds) < 3:
+            raise ValueError(
+                f"cv={cv!r} gives {len(folds)} folds, but a concentration of the prior is learned "
+                "from at least 3; take more folds, or give prior=DirichletPrior(concentration=...)."
+            )
+        return folds
+
+    def _for_new(self, named, table, n_folds, seed):
+        """Weights (K,) for new clients, and the losses of the candidates for them."""
+        clients, classes = table.clients, named[0].classes
+        if len(clients.ids) == 1:  # nobody is new
+            folds = folds_within(ClientKFold(n_folds, random_state=seed), table, self)
+        else:
+            folds = folds_of_clients(n_folds, clients.codes, seed)
+        tables = [without_known_clients(table, each.estimator) for each in named]
+        found = out_of_fold(named, tables, folds, self.n_jobs)
+        errors = errors_of(found, table, clients, classes)
+        weights = population_mean(errors, self.how)
+        weights = weights if self.how == "weights" else _one_hot(weights)
+        return weights, _candidate_losses(named, errors)
+
+    def _judged(self, named, table, clients, folds, found, prior):
+        """Losses (n,) of the selector under priors of each concentration.
+
+        Weights come from rows outside of a fold, whose errors are of fits outside of it, too.
+        """
+        losses = {rows: np.empty(len(table.y)) for rows in _CONCENTRATIONS}
+
+        def errors(parts, rows):
+            own = clients._replace(codes=clients.codes[rows])
+            return errors_of(parts, table.take(rows), own, named[0].classes)
+
+        inside = out_of_two_folds(named, table, folds, self.n_jobs)
+        for (train, test), trained in zip(folds, inside, strict=True):
+            first, second = errors(trained, train), errors([each[test] for each in found], test)
+            mean = population_mean(first, self.how) if prior.mean is None else prior.mean
+            path = client_weights(first, self.how, np.asarray(mean, dtype=float), _CONCENTRATIONS)
+            for rows, weights in zip(_CONCENTRATIONS, path, strict=True):
+                losses[rows][test] = second.losses(weights[second.codes])
+        return losses
+
+    def _report(self, named, prior):
+        own = ("weights_", "losses_", "clients_", "n_samples_per_client_")
+        if not prior.is_known:
+            why = "the prior is learned from the rows of all clients without noise"
+            return unprotected(why, (*self._population_attributes, *own), len(self.clients_))
+        fitted = self.named_estimators_
+        candidates = [
+            Candidate.of(each.name, fitted[each.name], _is_frozen(each)) for each in named
+        ]
+        return report_of(candidates, self._population_attributes, own, len(self.clients_))
+
+    @available_if(_classifies)
+    def predict_proba(self, X, *, groups=None):
+        """Class probabilities for every row's client; for new clients by ``new_weights_``.
+
+        Parameters
+        ----------
+        X : dataframe or array-like of shape (n_rows, d)
+            As in ``fit``.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+
+        Returns
+        -------
+        ndarray of shape (n_rows, n_classes)
+            In the order of ``classes_``.
+        """
+        return self._outputs(X, groups)
+
+    @available_if(_classifies)
+    def predict_log_proba(self, X, *, groups=None):
+        """Logarithms of :meth:`predict_proba`, of probabilities of at least 1e-6.
+
+        Parameters
+        ----------
+        X : dataframe or array-like of shape (n_rows, d)
+            As in ``fit``.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+
+        Returns
+        -------
+        ndarray of shape (n_rows, n_classes)
+        """
+        return np.log(np.maximum(self._outputs(X, groups), SMALLEST))
+
+    def predict(self, X, *, groups=None):
+        """Response, or most likely class, of every row; for new clients by ``new_weights_``.
+
+        Parameters
+        ----------
+        X : dataframe or array-like of shape (n_rows, d)
+            As in ``fit``.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+
+        Returns
+        -------
+        ndarray of shape (n_rows,)
+        """
+        found = self._outputs(X, groups)
+        return self.classes_[found.argmax(axis=1)] if is_classifier(self) else found
+
+    def score(self, X, y, *, groups=None, sample_weight=None):
+        """R squared or accuracy of the predictions, each row by its own client's mixture.
+
+        Parameters
+        ----------
+        X : dataframe or array-like of shape (n_rows, d)
+            As in ``fit``.
+        y : array-like of shape (n_rows,)
+            True responses or labels.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+        sample_weight : array-like of shape (n_rows,), default=None
+            Weights of the rows in the score.
+
+        Returns
+        -------
+        float
+        """
+        score = accuracy_score if is_classifier(self) else r2_score
+        return float(score(y, self.predict(X, groups=groups), sample_weight=sample_weight))
+
+    def summary(self):
+        """Table of the clients' weights, and how many rows these rest on.
+
+        Returns
+        -------
+        DataFrame
+            Clients in the rows; columns "rows" and the names of the candidates.
+        """
+        check_is_fitted(self)
+        self._require_fitted("clients_")
+        table = pd.DataFrame(
+            self.weights_, index=pd.Index(self.clients_), columns=list(self.named_estimators_)
+        )
+        table.insert(0, "rows", self.n_samples_per_client_, allow_duplicates=True)
+        return table
+
+    def for_client(self, client_id):
+        """Model of one client alone: its weights, and its candidates.
+
+        Candidates are handed out as they are, unless they have a ``for_client`` of their own.
+
+        Parameters
+        ----------
+        client_id : int, str, ...
+            One of ``clients_``.
+
+        Returns
+        -------
+        estimator
+            Fitted estimator of the same class, with ``clients_ == [client_id]``.
+        """
+        model = super().for_client(client_id)
+        for name, fitted in self.named_estimators_.items():
+            model.named_estimators_[name] = of_client(fitted, client_id)
+        return model
+
+    def release(self):
+        """Candidates and weights for clients without rows: what ``privacy_`` covers.
+
+        Returns
+        -------
+        estimator
+            Fitted estimator of the same class. Candidates are released by their own ``release``.
+
+        Raises
+        ------
+        ValueError
+            If ``privacy_.epsilon`` is infinite.
+        """
+        check_is_fitted(self)
+        if not math.isfinite(self.privacy_.epsilon):
+            raise ValueError(
+                f"release() would publish unprotected values. {self.privacy_.warnings[0]} Give a "
+                "prior, and candidates that are public, released before, or each client's own."
+            )
+        model = super().release()
+        for name, fitted in self.named_estimators_.items():
+            if hasattr(final_estimator(fitted), "release"):
+                model.named_estimators_[name] = hand_out(fitted, "release")
+        return model
+
+    def _outputs(self, X, groups):
+        """Responses (n,) or probabilities (n, n_classes) of rows."""
+        check_is_fitted(self)
+        X = as_table(X)
+        validate_data(self, X, reset=False, skip_check_array=True)
+        codes = self._encode_predict(X, groups)
+        weights = client_values(getattr(self, "weights_", None), self.new_weights_, codes)
+        ids = ids_of_rows(self, groups, codes)
+        classes = getattr(self, "classes_", None)
+        found = np.zeros((num_samples(X), *(() if classes is None else (len(classes),))))
+        for (name, fitted), own in zip(self.named_estimators_.items(), weights.T, strict=True):
+            rows = np.flatnonzero(own)
+            if not len(rows):
+                continue
+            part = X if len(rows) == len(own) else safe_indexing(X, rows)
+            each = outputs(Named(name, fitted, classes), fitted, part, ids[rows])
+            found[rows] += own[rows].reshape(-1, *[1] * (found.ndim - 1)) * each
+        return found
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        inner = [get_tags(each) for each in self._estimator_objects()]
+        for name in ("estimator_type", "classifier_tags", "regressor_tags", "target_tags"):
+            if inner:
+                setattr(tags, name, getattr(inner[0], name))
+        tags.input_tags.allow_nan = all(each.input_tags.allow_nan for each in inner)
+        tags.input_tags.sparse = False
+        return tags
+
+
+def _candidate_losses(named, errors):
+    """Mean loss of each candidate, by name."""
+    alone = np.eye(len(named))
+    means = [
+        np.average(
+            errors.losses(np.broadcast_to(each, errors.values.shape)), weights=errors.weights
+        )
+        for each in alone
+    ]
+    return dict(zip([each.name for each in named], means, strict=True))
+
+
+def _one_hot(weights):
+    return np.eye(len(weights))[np.argmax(weights)]
+
+
+def _is_frozen(named):
+    return isinstance(named.estimator, FrozenEstimator)

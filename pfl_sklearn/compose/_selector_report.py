@@ -1,0 +1,116 @@
+"""What a choice among candidates promises: what they do, if it costs nothing itself."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+from pfl_sklearn._nesting import final_estimator, is_ours
+from pfl_sklearn.privacy import PrivacyReport
+from pfl_sklearn.privacy._vouching import report_of_fits
+
+_OWN = "each client computes its weights from its own rows, and keeps them"
+
+
+class Candidate(NamedTuple):
+    """A fitted candidate: its report (None: public), and why it is not protected, if so."""
+
+    name: str
+    report: PrivacyReport | None
+    reason: str | None
+
+    @classmethod
+    def of(cls, name, fitted, frozen):
+        """Candidate of this name, which was fitted here unless it is frozen."""
+        if frozen and not is_ours(final_estimator(fitted)):
+            return cls(name, None, None)
+        try:
+            report = report_of_fits(fitted)
+        except ValueError:  # it has none
+            report = None
+        if report is None or math.isinf(report.epsilon):
+            why = "" if report is None else f": {report.warnings[-1].rstrip('.')}"
+            how = "is frozen, but" if frozen else "is fitted to the rows of all clients, and"
+            return cls(name, report, f"candidate {name!r} {how} nothing protects it{why}")
+        if report.epsilon > 0 and not frozen:
+            return cls(
+                name,
+                report,
+                f"candidate {name!r} is fitted to several parts of the rows, and each fit costs "
+                f"epsilon = {report.epsilon:.4g}; fit it before, and give it in a FrozenEstimator",
+            )
+        return cls(name, report, None)
+
+
+def unprotected(reason, not_released, n_clients):
+    """Report of a selector that protects nobody."""
+    return PrivacyReport.unprotected(
+        f"ClientSelector is not protected, because {reason}.",
+        not_released=not_released,
+        n_clients=n_clients,
+    )
+
+
+def report_of(candidates, released, own, n_clients):
+    """Report of a selector with a given prior.
+
+    Its epsilon is the sum of the candidates' (basic composition), since weights cost nothing.
+
+    Parameters
+    ----------
+    candidates : list of Candidate
+    released, own : tuple of str
+        Attributes that the promise covers, and that stay with the clients.
+    n_clients : int
+
+    Returns
+    -------
+    PrivacyReport
+    """
+    for each in candidates:
+        if each.reason is not None:
+            return unprotected(each.reason, (*released, *own), n_clients)
+    report = PrivacyReport.of_known_population(released, own, n_clients)
+    assumed = [_OWN, *(_public(each.name) for each in candidates if each.report is None)]
+    private = [each for each in candidates if each.report is not None and each.report.epsilon > 0]
+    if not private:
+        assumptions = (*report.assumptions, *assumed)
+        return dataclasses.replace(report, assumptions=assumptions)
+    reports = [each.report for each in private]
+    if len({(each.unit, each.relation, each.trust) for each in reports}) > 1:
+        kinds = "; ".join(
+            f"{each.name!r}: {each.report.unit}, {each.report.relation}, {each.report.trust}"
+            for each in private
+        )
+        why = f"its candidates promise different things ({kinds}), which do not add up"
+        return unprotected(why, (*released, *own), n_clients)
+    told = [f"{each.name!r}: epsilon = {each.report.epsilon:.4g}" for each in private]
+    return dataclasses.replace(
+        reports[0],
+        epsilon=sum(each.epsilon for each in reports),
+        delta=sum(each.delta for each in reports),
+        mechanism="candidates released before; " + _unique(each.mechanism for each in reports),
+        adversary=_unique(each.adversary for each in reports),
+        accountant=f"sum of the candidates' promises ({', '.join(told)}); weights cost nothing",
+        noise_std=None,
+        sensitivity=None,
+        n_clients=n_clients,
+        epsilon_under=(),
+        epsilon_outsiders=None,
+        epsilon_per_recipient=None,
+        epsilon_whole_client=None,
+        released=released,
+        not_released=own,
+        assumptions=tuple(
+            dict.fromkeys([*(text for each in reports for text in each.assumptions), *assumed])
+        ),
+        warnings=tuple(dict.fromkeys(text for each in reports for text in each.warnings)),
+        noise_reproducible=any(each.noise_reproducible for each in reports),
+    )
+
+
+def _public(name):
+    return f"candidate {name!r} is public, or was released under a promise of its own"
+
+
+def _unique(texts):
+    return "; ".join(dict.fromkeys(texts))

@@ -1,0 +1,509 @@
+"""Clients that mix candidates: whose weights they are, what they cost, what is refused."""
+
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize
+from sklearn import config_context
+from sklearn.base import BaseEstimator, RegressorMixin
+from sklearn.dummy import DummyClassifier, DummyRegressor
+from sklearn.ensemble import HistGradientBoostingRegressor, RandomForestRegressor
+from sklearn.frozen import FrozenEstimator
+from sklearn.linear_model import LinearRegression, LogisticRegression
+from sklearn.model_selection import GridSearchCV, KFold, cross_val_predict, cross_validate
+from sklearn.neighbors import KNeighborsRegressor
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from pfl_sklearn import (
+    BernoulliMean,
+    PersonalizedLinearRegression,
+    PersonalizedLogisticRegression,
+    PPSGDRegressor,
+)
+from pfl_sklearn.compose import ClientAsFeature, ClientColumn, ClientSelector
+from pfl_sklearn.compose._mixing import Errors, client_weights, population_mean
+from pfl_sklearn.model_selection import ClientKFold
+from pfl_sklearn.priors import DirichletPrior, GaussianPrior
+from pfl_sklearn.privacy import PrivacyReport, privacy_of
+
+
+def local(**params):
+    """A model of each client alone, whose fit releases nothing."""
+    given = {"noise_variance": 1.0, "epsilon": 1.0, "feature_bound": 50.0, "target_bound": 50.0}
+    prior = GaussianPrior(mean=0.0, covariance=100.0)
+    return PersonalizedLinearRegression(prior, unseen="population", **(given | params))
+
+
+def constant(value):
+    return DummyRegressor(strategy="constant", constant=value)
+
+
+def two_kinds(n_clients=20, n_rows=30, seed=0):
+    """Half of the clients follow x, the others its opposite."""
+    rng = np.random.default_rng(seed)
+    groups = np.repeat(np.arange(n_clients), n_rows)
+    X = rng.normal(size=(len(groups), 1))
+    y = np.where(groups % 2, 1, -1) * X[:, 0] + 0.3 * rng.normal(size=len(groups))
+    return X, y, groups
+
+
+class Signed(RegressorMixin, BaseEstimator):
+    """Predicts the first column, with a sign; knows nothing of the rows of fit."""
+
+    def __init__(self, sign=1):
+        self.sign = sign
+
+    def fit(self, X, y, sample_weight=None):
+        self.n_features_in_ = np.shape(X)[1]
+        return self
+
+    def predict(self, X):
+        return self.sign * np.asarray(X)[:, 0]
+
+
+SIGNS = [("plus", Signed(1)), ("minus", Signed(-1))]
+
+
+# Weights ------------------------------------------------------------------------------------------
+
+
+def errors(values, codes, has_classes, weights=None):
+    codes = np.asarray(codes)
+    weights = np.ones(len(codes)) if weights is None else weights
+    return Errors(np.asarray(values, dtype=float), has_classes, codes, weights, codes.max() + 1)
+
+
+@pytest.mark.parametrize("has_classes", [False, True])
+@pytest.mark.parametrize("concentration", [0.5, 8.0, 300.0])
+def test_weights_maximize_what_the_docstring_says(has_classes, concentration):
+    """Against a search that knows neither gradients nor batches."""
+    rng = np.random.default_rng(0)
+    codes = np.repeat([0, 1, 2], [2, 9, 40])
+    values = rng.uniform(0.05, 0.95, (51, 3)) if has_classes else rng.normal(size=(51, 3)) + 0.5
+    rows, mean = rng.uniform(0.5, 2, 51), np.array([0.5, 0.3, 0.2])
+    (found,) = client_weights(
+        errors(values, codes, has_classes, rows), "weights", mean, [concentration]
+    )
+
+    def objective(point, client):
+        own, weight = values[codes == client], rows[codes == client]
+        mixture = np.append(point, 0.0)
+        mixture = np.exp(mixture - mixture.max())
+        mixture /= mixture.sum()
+        prior = concentration * mean @ np.log(mixture)
+        if has_classes:
+            return -weight @ np.log(own @ mixture) - prior
+        scale = 3 * (weight @ (own @ mean) ** 2) / weight.sum()
+        spread = weight @ (own @ mixture) ** 2 + scale
+        return (weight.sum() + 3) / 2 * np.log(spread) - prior
+
+    for client in range(3):
+        best = minimize(objective, np.zeros(2), (client,), "Nelder-Mead", options={"xatol": 1e-9})
+        expected = np.exp(np.append(best.x, 0.0))
+        np.testing.assert_allclose(found[client], expected / expected.sum(), atol=2e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n_candidates=st.integers(1, 5),
+    sizes=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    has_classes=st.booleans(),
+    how=st.sampled_from(["weights", "best"]),
+    spread=st.sampled_from([1e-3, 1.0, 1e3]),
+    seed=st.integers(0, 1000),
+)
+def test_weights_are_on_the_simplex_and_follow_the_prior(
+    n_candidates, sizes, has_classes, how, spread, seed
+):
+    rng = np.random.default_rng(seed)
+    codes = np.repeat(np.arange(len(sizes)), sizes)
+    shape = len(codes), n_candidates
+    values = rng.uniform(1e-6, 1, shape) if has_classes else spread * rng.normal(size=shape)
+    own = errors(values, codes, has_classes)._replace(n_clients=len(sizes) + 1)
+    mean = rng.dirichlet(np.full(n_candidates, 5.0))
+    strong, *_, weak = client_weights(own, how, mean, [1e6, 100.0, 1.0])
+    for weights in (strong, weak):
+        assert (weights >= 0).all()
+        np.testing.assert_allclose(weights.sum(axis=1), 1, rtol=1e-12)
+        expected = mean if how == "weights" else np.eye(n_candidates)[mean.argmax()]
+        np.testing.assert_allclose(weights[-1], expected, rtol=1e-9)  # a client without rows
+    if how == "weights":
+        np.testing.assert_allclose(strong, np.tile(mean, (len(strong), 1)), atol=1e-4)
+
+
+def test_population_mixture_is_the_best_one():
+    rng = np.random.default_rng(1)
+    truth = rng.normal(size=2000)
+    values = np.column_stack([truth, -0.5 * truth, 50 + truth]) + 0.1 * rng.normal(size=(2000, 3))
+    found = population_mean(errors(values, np.zeros(2000, dtype=int), False), "weights")
+    np.testing.assert_allclose(found, [1 / 3, 2 / 3, 0], atol=0.01)
+
+
+def test_clients_find_the_candidate_that_suits_them():
+    X, y, groups = two_kinds()
+    for how, least in (("weights", 0.9), ("best", 1.0)):
+        model = ClientSelector(SIGNS, how=how, random_state=0, unseen="population")
+        model.fit(X, y, groups=groups)
+        own = model.weights_[np.arange(20), np.where(np.arange(20) % 2, 0, 1)]
+        assert own.min() >= least
+        assert model.losses_.loc["selector", "known"] < 0.11 < 1 < model.losses_["known"].iloc[0]
+        table = model.summary()
+        assert table.columns.tolist() == ["rows", "plus", "minus"]
+        assert table.index.tolist() == list(range(20))
+        np.testing.assert_array_equal(table["rows"], 30)
+
+
+def test_a_client_of_few_rows_follows_the_population():
+    rng = np.random.default_rng(2)
+    sizes = np.r_[np.full(30, 40), 1]
+    groups = np.repeat(np.arange(31), sizes)
+    X = rng.normal(size=(len(groups), 1))
+    y = X[:, 0] + rng.normal(size=len(groups))
+    y[-1] = -X[-1, 0]  # the one row of the last client is the other candidate's
+    prior = DirichletPrior(concentration=20.0)
+    model = ClientSelector(SIGNS, prior=prior, random_state=0).fit(X, y, groups=groups)
+    assert model.weights_[-1, 0] > 0.9
+    assert model.prior_.concentration == 20.0
+
+
+def test_losses_are_out_of_fold():
+    X, y, groups = two_kinds()
+    folds = list(KFold(4, shuffle=True, random_state=0).split(X))
+    model = ClientSelector([("line", LinearRegression()), ("one", constant(1.0))], cv=folds)
+    model.fit(X, y, groups=groups)
+    expected = np.mean((cross_val_predict(LinearRegression(), X, y, cv=folds) - y) ** 2)
+    assert model.losses_.loc["line", "known"] == pytest.approx(expected, rel=1e-12)
+    assert model.losses_.loc["one", "new"] == pytest.approx(np.mean((y - 1) ** 2), rel=1e-12)
+
+
+def test_new_clients_do_not_get_what_remembers_the_known_ones():
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(20), 15)
+    X = np.column_stack([rng.normal(size=20)[groups], rng.normal(size=len(groups))])
+    y = 3 * rng.normal(size=20)[groups] + 0.3 * rng.normal(size=len(groups))
+    trees = HistGradientBoostingRegressor(max_iter=50, random_state=0)
+    model = ClientSelector([("mean", DummyRegressor()), ("trees", trees)], random_state=0)
+    model.set_params(unseen="population").fit(X, y, groups=groups)
+    assert model.weights_[:, 1].mean() > 0.8
+    assert model.new_weights_[0] > 0.6
+    line = model.new_weights_ @ [each.predict(X[:3]) for each in model.named_estimators_.values()]
+    np.testing.assert_allclose(model.predict(X[:3], groups=[-1, -1, -1]), line, rtol=1e-12)
+
+
+def test_weights_are_judged_on_rows_that_nothing_has_seen():
+    """Of two rows of a client each is predicted by the other, with the same error.
+
+    Judged by these errors a client's own mean would seem to suit just those whom it does suit.
+    """
+    rng = np.random.default_rng(3)
+    groups = np.repeat(np.arange(400), 3)
+    y = rng.normal(size=len(groups))
+    X = np.ones((len(groups), 1))
+    candidates = [
+        ("mean", DummyRegressor()),
+        ("own", PersonalizedLinearRegression(GaussianPrior(0.0, 1e6), noise_variance=1.0)),
+    ]
+    candidates[1][1].set_params(random="intercept")
+    model = ClientSelector(candidates, how="best", cv=3, random_state=0)
+    model.fit(X, y, groups=groups)
+    assert model.losses_.loc["selector", "known"] == pytest.approx(
+        model.losses_.loc["mean", "known"], rel=0.01
+    )
+    assert model.weights_[:, 0].mean() > 0.95
+
+
+def test_predictions_are_mixtures():
+    X, y, groups = two_kinds(6)
+    model = ClientSelector(SIGNS, random_state=0).fit(X, y, groups=groups)
+    expected = (model.weights_[groups] * np.column_stack([X[:, 0], -X[:, 0]])).sum(axis=1)
+    np.testing.assert_allclose(model.predict(X, groups=groups), expected, rtol=1e-12)
+    label = (y > 0).astype(int)
+    candidates = [("line", LogisticRegression()), ("share", DummyClassifier(strategy="prior"))]
+    model = ClientSelector(candidates, random_state=0).fit(X, label, groups=groups)
+    parts = [each.predict_proba(X) for each in model.named_estimators_.values()]
+    expected = np.einsum("nk,knc->nc", model.weights_[groups], parts)
+    np.testing.assert_allclose(model.predict_proba(X, groups=groups), expected, rtol=1e-12)
+    np.testing.assert_array_equal(model.predict(X, groups=groups), expected.argmax(axis=1))
+    logs = model.predict_log_proba(X, groups=groups)
+    np.testing.assert_allclose(logs, np.log(expected), rtol=1e-12)
+    accuracy = np.mean(expected.argmax(axis=1) == label)
+    assert model.score(X, label, groups=groups) == pytest.approx(accuracy)
+
+
+def test_a_regressor_has_no_probabilities():
+    assert not hasattr(ClientSelector(SIGNS), "predict_proba")
+    assert hasattr(ClientSelector([("line", LogisticRegression())]), "predict_proba")
+
+
+def test_jobs_do_not_change_results():
+    X, y, groups = two_kinds(6)
+    candidates = [("own", local()), *SIGNS]
+    one = ClientSelector(candidates, random_state=0).fit(X, y, groups=groups)
+    two = ClientSelector(candidates, random_state=0, n_jobs=2).fit(X, y, groups=groups)
+    np.testing.assert_array_equal(one.weights_, two.weights_)
+
+
+def test_row_weights_are_repetitions():
+    X, y, groups = two_kinds(4, 12)
+    twice = np.arange(len(y)) % 3 == 0
+    rows = np.sort(np.r_[np.arange(len(y)), np.flatnonzero(twice)])
+    prior = DirichletPrior([0.5, 0.5], 5.0)
+    candidates = [(name, FrozenEstimator(each.fit(X, y))) for name, each in SIGNS]
+    once = ClientSelector(candidates, prior=prior).fit(
+        X, y, groups=groups, sample_weight=1.0 + twice
+    )
+    repeated = ClientSelector(candidates, prior=prior).fit(X[rows], y[rows], groups=groups[rows])
+    np.testing.assert_allclose(once.weights_, repeated.weights_, rtol=1e-9)
+    assert once.losses_.loc["plus", "known"] == pytest.approx(
+        repeated.losses_.loc["plus", "known"], rel=1e-12
+    )
+
+
+# Inside scikit-learn's tools ----------------------------------------------------------------------
+
+
+def test_in_searches_and_pipelines():
+    X, y, groups = two_kinds(8)
+    table = pd.DataFrame(X, columns=["x"]).assign(client=groups)
+    inner = ClientSelector([("line", LinearRegression()), ("own", local())], random_state=0)
+    model = ClientColumn(make_pipeline(StandardScaler(), inner), column="client")
+    grid = {
+        "estimator__clientselector__how": ["weights", "best"],
+        "estimator__clientselector__prior__concentration": [1.0, 100.0],
+        "estimator__clientselector__line__fit_intercept": [False],
+    }
+    search = GridSearchCV(model, grid, cv=KFold(2, shuffle=True, random_state=0))
+    search.fit(table, y)
+    assert search.best_score_ > 0.8
+    fitted = search.best_estimator_.estimator_[-1]
+    assert not fitted.named_estimators_["line"].fit_intercept
+    with config_context(enable_metadata_routing=True):
+        found = cross_validate(
+            inner, X, y, cv=ClientKFold(2, random_state=0), params={"groups": groups}
+        )
+    assert found["test_score"].min() > 0.8
+
+
+def test_one_clients_model():
+    X, y, groups = two_kinds(6)
+    candidates = [("own", local()), ("line", LinearRegression())]
+    model = ClientSelector(candidates, random_state=0).fit(X, y, groups=groups)
+    alone = model.for_client(3)
+    np.testing.assert_allclose(
+        alone.predict(X[groups == 3]),
+        model.predict(X[groups == 3], groups=groups[groups == 3]),
+        rtol=1e-12,
+    )
+    assert alone.clients_.tolist() == [3]
+    assert alone.weights_.shape == (1, 2)
+    assert alone.named_estimators_["own"].clients_.tolist() == [3]
+    assert not hasattr(alone, "losses_")
+
+
+# Privacy ------------------------------------------------------------------------------------------
+
+
+def private(seed=0, **params):
+    given = {
+        "epsilon": 1.0,
+        "clip_norm": 1.0,
+        "client_fraction": 0.5,
+        "n_rounds": 3,
+        "learning_rate": 0.1,
+    }
+    return PPSGDRegressor(random_state=seed, unseen="population", **(given | params))
+
+
+EVEN = DirichletPrior([0.5, 0.5], 10.0)
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+def test_choosing_among_released_candidates_costs_nothing():
+    X, y, groups = two_kinds()
+    released = private().fit(X, y, groups=groups).release()
+    candidates = [("released", FrozenEstimator(released)), ("own", local())]
+    model = ClientSelector(candidates, prior=EVEN, random_state=0).fit(X, y, groups=groups)
+    report = model.privacy_
+    assert (report.epsilon, report.delta) == (released.privacy_.epsilon, released.privacy_.delta)
+    assert report.unit == released.privacy_.unit and report.relation == released.privacy_.relation
+    assert "weights cost nothing" in report.accountant
+    assert set(report.released) == {"named_estimators_", "prior_", "new_weights_"}
+    assert {"weights_", "losses_"} <= set(report.not_released)
+    assert privacy_of(model) == report
+    handed = model.release()
+    for name in ("weights_", "losses_", "clients_", "n_samples_per_client_"):
+        assert not hasattr(handed, name)
+    assert not hasattr(handed.named_estimators_["own"], "clients_")
+    expected = 0.5 * released.predict(X) + 0.5 * handed.named_estimators_["own"].predict(X)
+    np.testing.assert_allclose(handed.predict(X), expected, rtol=1e-12)
+    np.testing.assert_allclose(handed.predict(X, groups=groups), expected, rtol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+def test_promises_of_several_candidates_add_up():
+    X, y, groups = two_kinds()
+    first, second = (private(k, epsilon=e).fit(X, y, groups=groups) for k, e in ((0, 1), (1, 2)))
+    candidates = [("a", FrozenEstimator(first)), ("b", FrozenEstimator(second))]
+    model = ClientSelector(candidates, prior=EVEN).fit(X, y, groups=groups)
+    assert model.privacy_.epsilon == pytest.approx(3.0, rel=1e-3)
+    assert model.privacy_.delta == pytest.approx(2e-5)
+    assert not hasattr(model.release().named_estimators_["a"], "clients_")
+    other = private(sampling="fixed").fit(X, y, groups=groups)
+    candidates[1] = ("b", FrozenEstimator(other))
+    model = ClientSelector(candidates, prior=EVEN).fit(X, y, groups=groups)
+    assert math.isinf(model.privacy_.epsilon)
+    assert "promise different things" in model.privacy_.warnings[0]
+
+
+def test_nothing_is_released_of_the_clients_own():
+    X, y, groups = two_kinds()
+    public = FrozenEstimator(LinearRegression().fit([[0.0], [1.0]], [0.0, 1.0]))
+    candidates = [("public", public), ("own", local())]
+    model = ClientSelector(candidates, prior=EVEN, random_state=0).fit(X, y, groups=groups)
+    assert model.privacy_.epsilon == 0
+    assert "candidate 'public' is public" in " ".join(model.privacy_.assumptions)
+    assert PrivacyReport.from_dict(json.loads(model.privacy_.to_json())) == model.privacy_
+    X[0], y[0] = 5.0, -40.0  # another row of client 0 moves the weights of no other client
+    again = ClientSelector(candidates, prior=EVEN, random_state=0).fit(X, y, groups=groups)
+    np.testing.assert_array_equal(model.weights_[1:], again.weights_[1:])
+    assert (model.weights_[0] != again.weights_[0]).any()
+    one, other = model.release(), again.release()
+    np.testing.assert_array_equal(one.predict(X), other.predict(X))
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+@pytest.mark.parametrize(
+    ("candidate", "prior", "why"),
+    [
+        (LinearRegression(), EVEN, "'it' is fitted to the rows of all clients, and nothing"),
+        (make_pipeline(StandardScaler(), local()), EVEN, "StandardScaler"),
+        (private(), EVEN, "each fit costs epsilon = 0.9996"),
+        (local(), DirichletPrior(concentration=3.0), "the prior is learned"),
+        (local(), DirichletPrior([0.5, 0.5]), "the prior is learned"),
+    ],
+    ids=["linear", "scaled", "private", "mean", "concentration"],
+)
+def test_what_is_not_protected_says_why(candidate, prior, why):
+    X, y, groups = two_kinds()
+    candidates = [("it", candidate), ("own", local())]
+    model = ClientSelector(candidates, prior=prior, random_state=0).fit(X, y, groups=groups)
+    assert math.isinf(model.privacy_.epsilon)
+    assert why in model.privacy_.warnings[0]
+    with pytest.raises(ValueError, match="release\\(\\) would publish unprotected values"):
+        model.release()
+
+
+def test_frozen_candidates_of_an_unprotected_fit():
+    X, y, groups = two_kinds()
+    fitted = FrozenEstimator(PersonalizedLinearRegression().fit(X, y, groups=groups))
+    candidates = [("fitted", fitted), ("own", local())]
+    model = ClientSelector(candidates, prior=EVEN, random_state=0).fit(X, y, groups=groups)
+    assert "'fitted' is frozen, but nothing protects it" in model.privacy_.warnings[0]
+
+
+# Frozen candidates --------------------------------------------------------------------------------
+
+
+def test_frozen_candidates_are_not_fitted_again():
+    X, y, groups = two_kinds()
+    fitted = PersonalizedLinearRegression().fit(X, y, groups=groups)
+    forest = RandomForestRegressor(5, random_state=0).fit(X, y)
+    candidates = [("personal", FrozenEstimator(fitted)), ("forest", FrozenEstimator(forest))]
+    model = ClientSelector(candidates, unseen="population", random_state=0)
+    model.fit(X, -y, groups=groups)
+    np.testing.assert_array_equal(model.named_estimators_["personal"].coef_, fitted.coef_)
+    assert model.losses_.loc["forest", "known"] == pytest.approx(
+        np.mean((forest.predict(X) + y) ** 2), rel=1e-12
+    )
+    # For new clients it counts what it predicts for those whom it does not know.
+    stranger = fitted.set_params(unseen="population").predict(X, groups=np.full(len(y), 99))
+    assert model.losses_.loc["personal", "new"] == pytest.approx(
+        np.mean((stranger + y) ** 2), rel=1e-12
+    )
+
+
+# Bad input ----------------------------------------------------------------------------------------
+
+
+class NoNumbers(Signed):
+    def predict(self, X):
+        return np.full(len(X), np.nan)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"estimators": []}, "must hold at least one"),
+        ({"estimators": [("selector", LinearRegression())]}, "has the name 'selector'"),
+        ({"estimators": [*SIGNS, ("c", LogisticRegression())]}, "expected a regressor"),
+        ({"estimators": [*SIGNS, ("nan", NoNumbers())]}, "'nan' .* predicted nan"),
+        ({"prior": DirichletPrior([0.2, 0.3, 0.5])}, "each of the 2 estimators.*got .0.2, 0.3"),
+        ({"prior": DirichletPrior([1.0, 0.0])}, "mean of prior must have a positive number"),
+        ({"prior": DirichletPrior(concentration=-1.0)}, "'concentration' parameter"),
+        ({"prior": 3.0}, "'prior' parameter"),
+        ({"how": "mix"}, "'how' parameter"),
+        ({"cv": 2}, "cv=2 gives 2 folds.*at least 3"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_parameters(params, message):
+    X, y, groups = two_kinds(4, 6)
+    model = ClientSelector(SIGNS).set_params(**params)
+    with pytest.raises(ValueError, match=message):
+        model.fit(X, y, groups=groups)
+    assert not hasattr(model, "weights_")
+
+
+def test_a_candidate_that_takes_no_row_weights():
+    X, y, groups = two_kinds(4, 6)
+    model = ClientSelector([("near", KNeighborsRegressor())])
+    with pytest.raises(ValueError, match="'near' \\(KNeighborsRegressor\\) does not take it"):
+        model.fit(X, y, groups=groups, sample_weight=np.ones(len(y)))
+    assert not hasattr(model, "weights_")
+
+
+def test_clients_of_one_row():
+    """They have the population's weights, nearly; candidates must not need more rows."""
+    rng = np.random.default_rng(0)
+    X, groups = rng.normal(size=(40, 1)), np.arange(40)
+    model = ClientSelector(SIGNS, random_state=0).fit(X, X[:, 0], groups=groups)
+    assert model.weights_[:, 0].min() > 0.9
+
+
+def test_one_client():
+    X, y, _ = two_kinds(1)
+    model = ClientSelector(SIGNS, random_state=0)
+    with pytest.warns(UserWarning, match="got no groups"):
+        model.fit(X, y)
+    assert model.weights_.shape == (1, 2)
+    np.testing.assert_array_equal(model.predict(X).shape, y.shape)
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")
+def test_folds_that_lack_a_class():
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(6), 10)
+    X, y = rng.normal(size=(60, 1)), np.where(np.arange(60) < 2, "rare", "common")
+    y[30:50] = "other"
+    candidates = [("line", LogisticRegression()), ("personal", PersonalizedLogisticRegression())]
+    model = ClientSelector(candidates, random_state=0).fit(X, y, groups=groups)
+    assert model.predict_proba(X, groups=groups).shape == (60, 3)
+
+
+def test_proportions_are_no_candidates():
+    with pytest.raises(ValueError, match="expected a regressor"):
+        ClientSelector([("line", LinearRegression()), ("share", BernoulliMean)]).fit([[0]], [0])
+
+
+def test_client_as_feature_is_a_candidate():
+    X, y, groups = two_kinds(6)
+    trees = ClientAsFeature(HistGradientBoostingRegressor(max_iter=20, min_samples_leaf=5))
+    model = ClientSelector([("trees", trees), ("line", LinearRegression())], random_state=0)
+    model.fit(X, y, groups=groups)
+    assert model.weights_[:, 0].min() > 0.5

@@ -4,17 +4,20 @@ Every model has ``fit(X, y, groups)`` and ``outputs(X, groups)``, which gives re
 probability of the second class. Clients that a model did not see have id -1.
 """
 
+import copy
+
 import numpy as np
 import pandas as pd
 from sklearn.compose import make_column_transformer
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
-from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
 from pfl_sklearn import PersonalizedLinearRegression, PersonalizedLogisticRegression
 from pfl_sklearn.compose import (
     ClientAsFeature,
+    ClientSelector,
     PersonalizedStackingClassifier,
     PersonalizedStackingRegressor,
 )
@@ -55,8 +58,21 @@ class Ours:
     def outputs(self, X, groups):
         if not self.has_classes:
             return self.estimator.predict(X, groups=groups)
-        given = {} if hasattr(self.estimator, "final_estimator") else {"integrate": True}
+        averaged = isinstance(self.estimator, PersonalizedLogisticRegression)
+        given = {"integrate": True} if averaged else {}
         return self.estimator.predict_proba(X, groups=groups, **given)[:, 1]
+
+    def of_candidates(self, X, groups):
+        """Outputs of the selector's candidates alone, by name; none of other estimators."""
+        model, found = self.estimator, {}
+        for k, name in enumerate(getattr(model, "named_estimators_", {})):
+            if not hasattr(model, "weights_"):
+                break
+            alone = copy.copy(model)
+            alone.weights_ = np.eye(model.weights_.shape[1])[np.full(len(model.clients_), k)]
+            alone.new_weights_ = alone.weights_[0]
+            found[name] = Ours(alone, self.has_classes).outputs(X, groups)
+        return found
 
 
 def random_intercept(has_classes):
@@ -72,6 +88,23 @@ def default(has_classes):
 def stacking(has_classes):
     kind = PersonalizedStackingClassifier if has_classes else PersonalizedStackingRegressor
     return Ours(kind(unseen="population", random_state=0), has_classes)
+
+
+def selector(has_classes):
+    """A model without clients, a personalized one and a stack; three folds, to save time."""
+    if has_classes:
+        linear, stack = LogisticRegression(max_iter=500), PersonalizedStackingClassifier
+        personal = PersonalizedLogisticRegression(unseen="population")
+    else:
+        linear, stack = LinearRegression(), PersonalizedStackingRegressor
+        personal = PersonalizedLinearRegression(unseen="population")
+    candidates = [
+        ("population", make_pipeline(StandardScaler(), linear)),
+        ("personal", personal),
+        ("stack", stack(fallback=False, unseen="population", random_state=0)),
+    ]
+    model = ClientSelector(candidates, cv=3, unseen="population", random_state=0)
+    return Ours(model, has_classes)
 
 
 class Trees:
@@ -239,6 +272,7 @@ METHODS = {
     "random intercept": (random_intercept, {}),
     "default": (default, {}),
     "stacking": (stacking, {}),
+    "stacking + selector": (selector, {}),
     "MixedLM": (MixedLM, {}),
     "GPBoost mixed": (GPBoostMixed, {}),
     "GPBoost boosting": (GPBoostBoosting, {}),
@@ -247,7 +281,7 @@ METHODS = {
     "one-hot linear": (OneHot, {}),
     "merf": (MERF, {}),
 }
-OURS = ("random intercept", "default", "stacking")
+OURS = ("random intercept", "default", "stacking", "stacking + selector")
 
 
 def tuned_fit(name, has_classes, table, folds):

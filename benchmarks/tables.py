@@ -148,6 +148,12 @@ def computed(cell, results, deadline):
     outputs = model.outputs(X.iloc[test], np.where(known, groups[test], -1))
     loss = losses(np.asarray(outputs, dtype=float), y[test], task.has_classes).mean()
     parts = {name: getattr(getattr(model, "estimator", None), name, None) for name in _PARTS}
+    if cell.method == "stacking + selector":
+        alone = model.of_candidates(X.iloc[test], np.where(known, groups[test], -1))
+        parts["candidates"] = {
+            name: float(losses(each, y[test], task.has_classes).mean())
+            for name, each in alone.items()
+        }
     return {
         **found,
         "loss": float(loss),

@@ -18,6 +18,7 @@ from scipy.special import expit
 from sklearn.base import clone, is_classifier
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
+from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 from sklearn.utils import get_tags
@@ -39,6 +40,7 @@ from pfl_sklearn import (
 from pfl_sklearn.base import ClientMixin, UnseenClientsWarning
 from pfl_sklearn.compose import (
     ClientAsFeature,
+    ClientSelector,
     PersonalizedStackingClassifier,
     PersonalizedStackingRegressor,
 )
@@ -144,6 +146,15 @@ COMPOSED = [
     ClientAsFeature(HistGradientBoostingClassifier(max_iter=10), "target", random_state=0),
     PersonalizedStackingRegressor(random_state=0),
     PersonalizedStackingClassifier(random_state=0),
+    ClientSelector(
+        [("line", LinearRegression()), ("own", PersonalizedLinearRegression(unseen="population"))],
+        random_state=0,
+    ),
+    ClientSelector(
+        [("line", LogisticRegression()), ("own", PersonalizedLogisticRegression())],
+        how="best",
+        random_state=0,
+    ),
 ]
 FAST = [*MEANS, *REGRESSIONS, *ROUNDS, *STREAMS, *NEURAL]
 ESTIMATORS = [*FAST, *FIELD, *COMPOSED]
@@ -414,7 +425,7 @@ def test_sklearn_checks(estimator, check):
     [*ROUNDS, *NEURAL, *map(for_sklearn, FIELD), *COMPOSED],
     expected_failed_checks=lambda estimator: (
         {"check_sample_weight_equivalence_on_dense_data": "its folds are other ones"}
-        if hasattr(estimator, "final_estimator")
+        if hasattr(estimator, "estimators")
         else {}
     ),
 )

@@ -260,8 +260,9 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
 
     def __sklearn_tags__(self):
         tags, inner = super().__sklearn_tags__(), get_tags(self.estimator)
-        for name in ("estimator_type", "classifier_tags", "regressor_tags", "target_tags"):
+        for name in ("estimator_type", "classifier_tags", "regressor_tags"):
             setattr(tags, name, getattr(inner, name))
+        tags.target_tags.required = True
         tags.input_tags.allow_nan = inner.input_tags.allow_nan
         return tags
 

@@ -1,5 +1,6 @@
 """Tables that are handed on to estimators inside others: rows, targets, client ids and weights."""
 
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,6 +78,15 @@ def as_table(X):
 def as_groups(ids):
     """Ids as ``fit`` and ``predict`` take them: floats as categories, which are labels."""
     return pd.Categorical(ids) if ids.dtype.kind == "f" else ids
+
+
+def check_splits(cv, kept, given):
+    """Raise ValueError if splits, given as a list, are of more rows than have a weight."""
+    if not isinstance(cv, Integral) and not hasattr(cv, "split") and len(kept) < len(given):
+        raise ValueError(
+            f"cv is a list of splits of {len(given)} rows, but only {len(kept)} have a positive "
+            "sample_weight; leave the others out before you make the splits, or give a splitter."
+        )
 
 
 def check_takes_weights(estimator, name):

@@ -34,6 +34,7 @@ from pfl_sklearn.compose._out_of_fold import (
 from pfl_sklearn.compose._parts import first_as_good
 from pfl_sklearn.compose._rows import (
     as_table,
+    check_splits,
     check_takes_weights,
     ids_of_rows,
     read_table,
@@ -130,20 +131,23 @@ class ClientSelector(ClientMixin, NamedEstimators):
     decide little. With ``how="best"`` the client takes the candidate of the largest
     :math:`\sum_j \log p_k(y_{ij}) + c \log \pi_k`.
 
-    The mean is learned from the rows of all clients as one. The concentration is the largest of 1
-    to 1,000,000 rows, with two a decade up to 3,000, that is not clearly worse than the best: a
-    one-sided test of the mean loss at level 0.1 with errors clustered by client. Weights are judged
-    on rows of which neither they nor the candidates behind them have seen anything, which takes
-    fits to the rows outside of two folds. With k folds each candidate is fitted
-    k (k + 3) / 2 + 1 times, 21 by default; with a given concentration 2 k + 1 times, with a given
-    prior k + 1 times.
+    The mean is learned from the rows of all clients as one. New clients get the first candidate
+    that is not clearly worse than the best one, or than the best mixture, on rows of clients that
+    the candidates have not seen; so list simpler candidates first. The concentration is the largest
+    of 1 to 1,000,000 rows, with two a decade up to 3,000, that is not clearly worse than the best:
+    by a one-sided test of the mean loss at level 0.1 with errors clustered by client. Weights are
+    judged on rows of which neither they nor the candidates behind them have seen anything, which
+    takes fits to the rows outside of two folds. With k folds each candidate is fitted k (k + 3) / 2
+    + 1 times, 21 by default; with a given concentration 2 k + 1 times, with a given prior k + 1
+    times.
 
     **Privacy.** Weights are computed by each client from its own rows and stay with it. If the
     prior is given, choosing costs no privacy: the promise is that of the candidates. Those may be
     frozen ones that were released under a promise of their own, or public; or estimators of each
     client's own rows, whose report has ``epsilon`` 0, such as ``PersonalizedLinearRegression`` with
-    a known prior and a finite epsilon. A promise of several candidates is the sum of theirs. A learned prior, and candidates that are fitted here to
-    the rows of all clients, are not protected: ``privacy_.epsilon`` is infinite and says why.
+    a known prior and a finite epsilon. A promise of several candidates is the sum of theirs. A
+    learned prior, and candidates that are fitted here to the rows of all clients, are not
+    protected: ``privacy_.epsilon`` is infinite and says why.
 
     Deviation: the papers have no such method. It is the mixture of local and global models of
     AdaMix and APFL for candidates of any kind, without rounds of training.
@@ -240,6 +244,8 @@ class ClientSelector(ClientMixin, NamedEstimators):
         for each in named:
             if table.weights is not None and not _is_frozen(each):
                 check_takes_weights(each.estimator, each.name)
+        if table.weights is not None:
+            check_splits(self.cv, table.weights, sample_weight)
         folds = self._folds(table, prior, classes, int(seeds[0]))
         found = out_of_fold(named, [table] * len(named), folds, self.n_jobs)
         clients = table.clients
@@ -314,8 +320,13 @@ class ClientSelector(ClientMixin, NamedEstimators):
         tables = [without_known_clients(table, each.estimator) for each in named]
         found = out_of_fold(named, tables, folds, self.n_jobs)
         errors = errors_of(found, table, clients, classes)
-        weights = population_mean(errors, self.how)
-        weights = weights if self.how == "weights" else _one_hot(weights)
+        rows, (*alone, mixed) = {}, [*np.eye(len(named)), population_mean(errors, self.how)]
+        for each, weights in zip(named, alone, strict=True):
+            rows[each.name] = errors.losses(np.broadcast_to(weights, errors.values.shape))
+        if self.how == "weights":
+            rows[_SELECTOR] = errors.losses(np.broadcast_to(mixed, errors.values.shape))
+        found = first_as_good(rows, clients.codes, table.weights)
+        weights = dict(zip(rows, [*alone, mixed], strict=False))[found]
         return weights, _candidate_losses(named, errors)
 
     def _judged(self, named, table, clients, folds, found, prior):
@@ -474,8 +485,9 @@ class ClientSelector(ClientMixin, NamedEstimators):
         check_is_fitted(self)
         if not math.isfinite(self.privacy_.epsilon):
             raise ValueError(
-                f"release() would publish unprotected values. {self.privacy_.warnings[0]} Give a "
-                "prior, and candidates that are public, released before, or each client's own."
+                f"release() would publish unprotected values (epsilon is infinite). "
+                f"{self.privacy_.warnings[0]} Give a prior, and candidates that are public, "
+                "released before, or each client's own."
             )
         model = super().release()
         for name, fitted in self.named_estimators_.items():
@@ -505,9 +517,10 @@ class ClientSelector(ClientMixin, NamedEstimators):
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
         inner = [get_tags(each) for each in self._estimator_objects()]
-        for name in ("estimator_type", "classifier_tags", "regressor_tags", "target_tags"):
+        for name in ("estimator_type", "classifier_tags", "regressor_tags"):
             if inner:
                 setattr(tags, name, getattr(inner[0], name))
+        tags.target_tags.required = True
         tags.input_tags.allow_nan = all(each.input_tags.allow_nan for each in inner)
         tags.input_tags.sparse = False
         return tags

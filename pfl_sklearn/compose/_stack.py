@@ -43,7 +43,13 @@ from pfl_sklearn.compose._parts import (
     without_clients,
 )
 from pfl_sklearn.compose._passthrough import fitted_passthrough
-from pfl_sklearn.compose._rows import as_table, check_takes_weights, ids_of_rows, read_table
+from pfl_sklearn.compose._rows import (
+    as_table,
+    check_splits,
+    check_takes_weights,
+    ids_of_rows,
+    read_table,
+)
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.privacy import PrivacyReport
 
@@ -151,7 +157,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         if table.weights is not None:
             for each in (*named, final):
                 check_takes_weights(each.estimator, each.name)
-            _check_splits(self.cv, table.weights, sample_weight)
+            check_splits(self.cv, table.weights, sample_weight)
         columns = fitted_passthrough(self.passthrough, table.X)
         own = table._replace(X=columns.frame(table.X))
         _check_names(named, own.X)
@@ -335,13 +341,4 @@ def _check_names(named, columns):
         raise ValueError(
             f"predictions have the name {taken[0]!r} in estimators, which is also a column of X "
             "that the final estimator gets; rename one of them."
-        )
-
-
-def _check_splits(cv, kept, given):
-    """Raise ValueError if splits, given as a list, are of more rows than have a weight."""
-    if not isinstance(cv, Integral) and not hasattr(cv, "split") and len(kept) < len(given):
-        raise ValueError(
-            f"cv is a list of splits of {len(given)} rows, but only {len(kept)} have a positive "
-            "sample_weight; leave the others out before you make the splits, or give a splitter."
         )

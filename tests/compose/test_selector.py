@@ -191,9 +191,21 @@ def test_new_clients_do_not_get_what_remembers_the_known_ones():
     model = ClientSelector([("mean", DummyRegressor()), ("trees", trees)], random_state=0)
     model.set_params(unseen="population").fit(X, y, groups=groups)
     assert model.weights_[:, 1].mean() > 0.8
-    assert model.new_weights_[0] > 0.6
-    line = model.new_weights_ @ [each.predict(X[:3]) for each in model.named_estimators_.values()]
-    np.testing.assert_allclose(model.predict(X[:3], groups=[-1, -1, -1]), line, rtol=1e-12)
+    assert model.new_weights_.tolist() == [1.0, 0.0]
+    np.testing.assert_allclose(model.predict(X[:3], groups=[-1, -1, -1]), y.mean(), rtol=1e-12)
+
+
+def test_new_clients_get_a_mixture_if_it_is_clearly_better():
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(40), 10)
+    X = rng.normal(size=(400, 1))
+    y = 0.4 * X[:, 0] + 0.3 * rng.normal(size=400)  # .7 plus and .3 minus
+    model = ClientSelector(SIGNS, random_state=0, unseen="population").fit(X, y, groups=groups)
+    np.testing.assert_allclose(model.new_weights_, [0.7, 0.3], atol=0.05)
+    expected = model.new_weights_ @ [X[:3, 0], -X[:3, 0]]
+    np.testing.assert_allclose(model.predict(X[:3], groups=[99] * 3), expected, rtol=1e-12)
+    model.set_params(how="best").fit(X, y, groups=groups)
+    assert model.new_weights_.tolist() == [1.0, 0.0]
 
 
 def test_weights_are_judged_on_rows_that_nothing_has_seen():

@@ -130,6 +130,32 @@ class Trees:
         return self.model.predict_proba(X, groups=groups)[:, 1]
 
 
+def trees_alone(has_classes):
+    """Boosted trees without the client, as the stack has them."""
+    kind = HistGradientBoostingClassifier if has_classes else HistGradientBoostingRegressor
+    return NoClients(kind(random_state=0), has_classes)
+
+
+def trees_with_client(has_classes):
+    """Boosted trees with the client as a feature, as the stack has them."""
+    kind = HistGradientBoostingClassifier if has_classes else HistGradientBoostingRegressor
+    model = ClientAsFeature(kind(random_state=0), unseen="population", random_state=0)
+    return Ours(model, has_classes)
+
+
+class NoClients(Ours):
+    """An estimator that gets no client ids."""
+
+    def fit(self, X, y, groups):
+        self.estimator.fit(X, y)
+        return self
+
+    def outputs(self, X, groups):
+        if not self.has_classes:
+            return self.estimator.predict(X)
+        return self.estimator.predict_proba(X)[:, 1]
+
+
 class OneHot:
     """Ridge or penalized logistic regression of standardized columns and one column per client."""
 
@@ -280,6 +306,12 @@ METHODS = {
     "trees, category": (Trees, {"encoding": "category"}),
     "one-hot linear": (OneHot, {}),
     "merf": (MERF, {}),
+    "hgb": (trees_alone, {}),
+    "hgb_client": (trees_with_client, {}),
+}
+PARTS = {  # of the stack, at default parameters
+    "hgb": "trees of the stack, without the client",
+    "hgb_client": "trees of the stack, with the client",
 }
 OURS = ("random intercept", "default", "stacking", "stacking + selector")
 

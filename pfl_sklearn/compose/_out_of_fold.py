@@ -119,10 +119,10 @@ def _of_all_classes(named, fitted, probabilities):
     return found
 
 
-def out_of_fold(named, tables, folds, n_jobs):
+def out_of_fold(named, tables, folds, n_jobs, warned=None):
     """Outputs of each estimator for the rows of its table, by fits to the other folds.
 
-    Warnings of the folds are left out. Fits to all rows give them again, if there are any.
+    Warnings of the folds are kept back. Fits to all rows give them again, if there are any.
 
     Parameters
     ----------
@@ -132,6 +132,8 @@ def out_of_fold(named, tables, folds, n_jobs):
     folds : list of (train, test)
         The test rows are a partition of all.
     n_jobs : int or None
+    warned : dict or None
+        Gets, by the name of an estimator, its first warnings of each category that every fold gave.
 
     Returns
     -------
@@ -142,8 +144,15 @@ def out_of_fold(named, tables, folds, n_jobs):
         for each, table in zip(named, tables, strict=True)
         for train, test in folds
     ]
-    parts = iter(map_batches(_test_outputs, tasks, n_jobs))
-    return [_in_order([next(parts) for _ in folds], [test for _, test in folds]) for _ in named]
+    done, found = iter(map_batches(_test_outputs, tasks, n_jobs)), []
+    for each in named:
+        parts, told = zip(*[next(done) for _ in folds], strict=True)
+        found.append(_in_order(parts, [test for _, test in folds]))
+        if warned is not None:
+            always = set.intersection(*[{category for category, _ in fold} for fold in told])
+            first = dict(reversed(told[0]))
+            warned[each.name] = [(first[category], category) for category in always]
+    return found
 
 
 def out_of_two_folds(named, table, folds, n_jobs):
@@ -171,7 +180,7 @@ def out_of_two_folds(named, table, folds, n_jobs):
         (train, rows, each, table) for each in named for train, rows in zip(rest, both, strict=True)
     ]
     done = iter(map_batches(_test_outputs, tasks, n_jobs))
-    found = [[next(done) for _ in pairs] for _ in named]
+    found = [[next(done)[0] for _ in pairs] for _ in named]
 
     def outside(k, parts):
         values = np.empty((len(table.y), *parts[0].shape[1:]))
@@ -200,22 +209,30 @@ def tested(named, pairs, folds, n_jobs):
     ndarray of shape (n,) or (n, K)
     """
     tasks = [(test.y, named, train, test) for train, test in pairs]
-    return _in_order(map_batches(_tested, tasks, n_jobs), [test for _, test in folds])
+    parts = [part for part, _ in map_batches(_tested, tasks, n_jobs)]
+    return _in_order(parts, [test for _, test in folds])
 
 
 def _tested(_, named, train, test):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    """Outputs for the test rows, and the categories and texts of the warnings of the fit."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         if named.classes is not None and len(np.unique(train.y)) == 1:  # too few rows to learn from
-            return np.tile((named.classes == train.y[0]).astype(float), (len(test.y), 1))
-        try:
-            fitted = fit(named, train)
-        except ValueError as error:
-            raise ValueError(
-                f"in one of the folds {named.name!r} ({type(named.estimator).__name__}) failed on "
-                f"{len(train.y)} rows of {len(train.clients.ids)} clients: {error}"
-            ) from error
-        return outputs(named, fitted, test.X, test.ids)
+            found = np.tile((named.classes == train.y[0]).astype(float), (len(test.y), 1))
+        else:
+            found = _fitted_outputs(named, train, test)
+    return found, [(each.category, str(each.message)) for each in told]
+
+
+def _fitted_outputs(named, train, test):
+    try:
+        fitted = fit(named, train)
+    except ValueError as error:
+        raise ValueError(
+            f"in one of the folds {named.name!r} ({type(named.estimator).__name__}) failed on "
+            f"{len(train.y)} rows of {len(train.clients.ids)} clients: {error}"
+        ) from error
+    return outputs(named, fitted, test.X, test.ids)
 
 
 def _in_order(parts, rows):

@@ -31,11 +31,13 @@ _LEVEL = 0.1
 class Parts(NamedTuple):
     """Estimators behind the base estimators with their rows, and losses (n,), by name.
 
-    Parts with losses are in order of preference.
+    Parts with losses are in order of preference. `warned` has what base estimators warned of in
+    every fold, as texts and categories by name.
     """
 
     finals: dict[str, tuple[Named, Table]]
     losses: dict[str, np.ndarray]
+    warned: dict[str, list[tuple[str, type[Warning]]]] = {}
 
     def means(self, weights):
         """Mean loss of each part."""
@@ -113,10 +115,11 @@ def parts_of(named, final, plain, table, own, folds, fallback, n_jobs):
     -------
     Parts
     """
-    found = out_of_fold(named, [table] * len(named), folds, n_jobs)
+    warned = {}
+    found = out_of_fold(named, [table] * len(named), folds, n_jobs, warned)
     finals = {STACK: (final, own._replace(X=stacked(named, found, own.X)))}
     if not fallback:
-        return Parts(finals, {})
+        return Parts(finals, {}, warned)
     others = {each.name: (each, own) for each in plain}
     if own.X.shape[1]:
         others[FINAL] = final, own
@@ -126,7 +129,7 @@ def parts_of(named, final, plain, table, own, folds, fallback, n_jobs):
     if len(folds) > 2:  # else nothing is outside of two
         by_name[STACK] = _stack_outputs(named, final, table, own, found, folds, n_jobs)
     losses = {name: row_losses(part, table.y, final.classes) for name, part in by_name.items()}
-    return Parts(finals | others, losses)
+    return Parts(finals | others, losses, warned)
 
 
 def _stack_outputs(named, final, table, own, found, folds, n_jobs):

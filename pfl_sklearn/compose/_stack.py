@@ -21,6 +21,7 @@ from pfl_sklearn._compat import (
 from pfl_sklearn._nesting import (
     final_estimator,
 )
+from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.compose._client_feature import ClientAsFeature
 from pfl_sklearn.compose._named import NamedEstimators, check_kind, of_client
@@ -180,6 +181,9 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         }
         chosen = {kind: each.chosen(clients.codes, table.weights) for kind, each in parts.items()}
         fitted = fit_chosen(chosen, parts, named, table, self.n_jobs)
+        for name in parts["known"].warned.keys() - fitted.bases.keys():  # those fits did not warn
+            for text, category in parts["known"].warned[name]:
+                warn_caller(f"{name!r} in the folds: {text}", category)
 
         validate_data(self, as_table(X), skip_check_array=True)
         self.named_estimators_ = Bunch(**fitted.bases)

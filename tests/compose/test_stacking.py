@@ -11,9 +11,11 @@ from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
 from sklearn.compose import TransformedTargetRegressor, make_column_transformer
 from sklearn.dummy import DummyRegressor
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
 from sklearn.model_selection import GridSearchCV, KFold, cross_val_predict, cross_validate
 from sklearn.neighbors import KNeighborsRegressor
+from sklearn.neural_network import MLPRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler, TargetEncoder
 from sklearn.svm import LinearSVC
@@ -716,3 +718,16 @@ def test_release_is_refused():
         model.release()
     assert model.privacy_.epsilon == np.inf
     assert "without noise" in model.privacy_.warnings[0]
+
+
+@pytest.mark.parametrize("n_jobs", [None, 2])
+def test_what_a_loser_warned_of_is_told(n_jobs):
+    """It is not fitted to all rows, where it would warn again."""
+    X, _, groups = steps_and_slopes(6, 20)
+    y = X["a"] + 0.1 * np.random.default_rng(0).normal(size=len(groups))  # a line does
+    net = MLPRegressor(hidden_layer_sizes=(2,), max_iter=2, random_state=0)
+    model = PersonalizedStackingRegressor([("net", net)], cv=3, random_state=0, n_jobs=n_jobs)
+    with pytest.warns(ConvergenceWarning, match="'net' in the folds: Stochastic Opt") as told:
+        model.fit(X, y, groups=groups)
+    assert "net" not in model.named_estimators_
+    assert len(told) == 1

@@ -43,22 +43,23 @@ class Parts(NamedTuple):
         """Mean loss of each part."""
         return {name: np.average(rows, weights=weights) for name, rows in self.losses.items()}
 
-    def chosen(self, codes, weights):
+    def chosen(self, weights, codes=None):
         """Name of the part that predicts; the stack without losses."""
-        return first_as_good(self.losses, codes, weights) if self.losses else STACK
+        return first_as_good(self.losses, weights, codes) if self.losses else STACK
 
 
-def first_as_good(losses, codes, weights):
+def first_as_good(losses, weights, codes=None):
     """Name of the first of some losses (n,) that is not clearly worse than the best of all.
 
-    Clearly: a one-sided test of the mean difference at level 0.1 with errors clustered by client,
-    or by row if there is one client. The fewer the clients, the more the first are preferred.
+    Clearly: a one-sided test of the mean difference at level 0.1. Its errors are clustered by the
+    clients of the rows if `codes` (n,) are given, as is right for new clients. Known clients are
+    the ones that predictions are for: rows are drawn, not clients.
     """
     means = {name: np.average(rows, weights=weights) for name, rows in losses.items()}
-    best, n_clusters = min(means, key=means.__getitem__), codes.max() + 1
-    if n_clusters == 1:
-        codes, n_clusters = np.arange(len(codes)), len(codes)
-    quantile = stdtrit(n_clusters - 1, 1 - _LEVEL)
+    best = min(means, key=means.__getitem__)
+    if codes is None or codes.max() == 0:
+        codes = np.arange(len(losses[best]))
+    quantile = stdtrit(codes.max(), 1 - _LEVEL)
     for name, rows in losses.items():
         gap = means[name] - means[best]
         if gap <= quantile * _clustered_error(rows - losses[best] - gap, codes, weights):

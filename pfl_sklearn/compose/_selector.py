@@ -135,7 +135,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
     that is not clearly worse than the best one, or than the best mixture, on rows of clients that
     the candidates have not seen; so list simpler candidates first. The concentration is the largest
     of 1 to 1,000,000 rows, with two a decade up to 3,000, that is not clearly worse than the best:
-    by a one-sided test of the mean loss at level 0.1 with errors clustered by client. Weights are
+    by a one-sided test of the mean loss at level 0.1. Weights are
     judged on rows of which neither they nor the candidates behind them have seen anything, which
     takes fits to the rows outside of two folds. With k folds each candidate is fitted k (k + 3) / 2
     + 1 times, 21 by default; with a given concentration 2 k + 1 times, with a given prior k + 1
@@ -261,7 +261,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
         concentration = prior.concentration
         if concentration is None:
             by_rows = self._judged(named, table, clients, folds, found, prior)
-            concentration = first_as_good(by_rows, clients.codes, table.weights)
+            concentration = first_as_good(by_rows, table.weights)
             judged = np.average(by_rows[concentration], weights=table.weights)
             losses["known"][_SELECTOR] = judged
         (weights,) = client_weights(errors, self.how, learned, [concentration])
@@ -325,7 +325,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
             rows[each.name] = errors.losses(np.broadcast_to(weights, errors.values.shape))
         if self.how == "weights":
             rows[_SELECTOR] = errors.losses(np.broadcast_to(mixed, errors.values.shape))
-        found = first_as_good(rows, clients.codes, table.weights)
+        found = first_as_good(rows, table.weights, clients.codes)
         weights = dict(zip(rows, [*alone, mixed], strict=False))[found]
         return weights, _candidate_losses(named, errors)
 

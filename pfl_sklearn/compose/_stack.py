@@ -179,7 +179,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
             )
             for kind in folds
         }
-        chosen = {kind: each.chosen(clients.codes, table.weights) for kind, each in parts.items()}
+        drawn = {"known": None, "new": clients.codes}
+        chosen = {kind: each.chosen(table.weights, drawn[kind]) for kind, each in parts.items()}
         fitted = fit_chosen(chosen, parts, named, table, self.n_jobs)
         for name in parts["known"].warned.keys() - fitted.bases.keys():  # those fits did not warn
             for text, category in parts["known"].warned[name]:

@@ -92,9 +92,10 @@ STACKING = {
         For the stack this needs fits to the rows outside of two folds: of a client with two rows
         the prediction for one is made of the other, so that a final estimator that saw both could
         tell the one from the other. The first part predicts that is not clearly worse than the best
-        one, by a one-sided test of the mean difference at level 0.1 with errors clustered by
-        client. The order is pooled, mean, final estimator alone, base estimators in their order,
-        stack. For new clients the stack takes part if there are at least three clients.
+        one, by a one-sided test of the mean difference at level 0.1, for new clients with errors
+        clustered by client. The order is pooled, mean, final estimator alone, base estimators in
+        their order, stack. For new clients the stack takes part if there are at least three
+        clients.
 
         With k folds each base estimator is fitted at most k (k + 1) + 1 times for several clients,
         31 times by default, on three to four fifths of the rows. The final estimator is fitted at

@@ -190,7 +190,7 @@ def test_new_clients_do_not_get_what_remembers_the_known_ones():
     trees = HistGradientBoostingRegressor(max_iter=50, random_state=0)
     model = ClientSelector([("mean", DummyRegressor()), ("trees", trees)], random_state=0)
     model.set_params(unseen="population").fit(X, y, groups=groups)
-    assert model.weights_[:, 1].mean() > 0.8
+    assert model.weights_[:, 1].mean() > 0.7
     assert model.new_weights_.tolist() == [1.0, 0.0]
     np.testing.assert_allclose(model.predict(X[:3], groups=[-1, -1, -1]), y.mean(), rtol=1e-12)
 

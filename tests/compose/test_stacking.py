@@ -265,8 +265,16 @@ def test_the_first_part_that_is_not_clearly_worse(losses, chosen):
     """By clients, of which there are three, with two rows each."""
     codes = np.repeat(np.arange(3), 2)
     parts = Parts({}, {name: np.repeat(rows, 2) for name, rows in losses.items()})
-    assert parts.chosen(codes, None) == chosen
-    assert parts.chosen(codes, np.full(6, 2.0)) == chosen
+    assert parts.chosen(None, codes) == chosen
+    assert parts.chosen(np.full(6, 2.0), codes) == chosen
+
+
+def test_for_known_clients_rows_are_drawn():
+    """A part that is far better for one of three clients, in all of its many rows."""
+    codes = np.repeat(np.arange(3), 50)
+    noise = 0.1 * np.random.default_rng(0).random(150)
+    parts = Parts({}, {"simple": np.where(codes == 2, 2.0, 1.0) + noise, "best": np.ones(150)})
+    assert (parts.chosen(None), parts.chosen(None, codes)) == ("best", "simple")
 
 
 def test_two_clients_have_no_stack_for_new_ones():

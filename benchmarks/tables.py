@@ -165,7 +165,7 @@ def computed(cell, results, deadline):
 
 
 _PARTS = ("known_part_", "new_part_")
-_TOO_LONG = f"more than {LIMIT} minutes"
+_TOO_LONG = f"more than {LIMIT} minutes of the processor"
 
 
 def _too_slow(*_):

@@ -232,7 +232,7 @@ def test_settings_with_which_a_fit_diverges_give_way(compare_nets):
 
 @pytest.fixture
 def tables(monkeypatch):
-    """Module that compares predictions on tables, with a task that needs no file."""
+    """Module that compares predictions on tables, with a task that needs no file and no results."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setenv("PFL_SKLEARN_DATA", ".")
     import tables
@@ -248,13 +248,22 @@ def tables(monkeypatch):
     return tables
 
 
+@pytest.fixture
+def computed(tables, tmp_path):
+    """Function that computes a cell of the small task, given the earlier results in a folder."""
+    results = tables.Results(tables.Cell, tmp_path)
+    return lambda *cell, deadline=math.inf: tables.computed(
+        tables.Cell("small", *cell), results, deadline
+    )
+
+
 @pytest.mark.parametrize("kind", ["inside", "whole"])
-def test_a_cell_is_a_fit_to_its_split(tables, kind):
+def test_a_cell_is_a_fit_to_its_split(tables, computed, kind):
     X, y, groups = tables.rows_of(tables.TASKS["small"])
     train, test = tables.splits_of(kind, groups)[1]
     shared = set(groups[train]) & set(groups[test])
     assert len(shared) == (10 if kind == "inside" else 0)
-    found = tables.computed(tables.Cell("small", "random intercept", kind, 1), math.inf)
+    found = computed("random intercept", kind, 1)
     model = PersonalizedLinearRegression(random="intercept", unseen="population")
     model.fit(X.iloc[train], y[train], groups=groups[train])
     expected = np.mean((model.predict(X.iloc[test], groups=groups[test]) - y[test]) ** 2)
@@ -262,13 +271,20 @@ def test_a_cell_is_a_fit_to_its_split(tables, kind):
     assert (found["n_train"], found["n_test"]) == (160, 40)
 
 
-def test_peers_are_tuned_and_may_not_be_possible(tables):
-    found = tables.computed(tables.Cell("small", "one-hot linear", "inside", 0), math.inf)
+def test_peers_are_tuned_and_may_not_be_possible(tables, computed, tmp_path, monkeypatch):
+    found = computed("one-hot linear", "inside", 0)
     assert found["setting"]["penalty"] in [10.0**k for k in range(-2, 3)]
-    late = tables.computed(tables.Cell("small", "one-hot linear", "inside", 0), 0)
+    late = computed("one-hot linear", "inside", 0, deadline=0)
     assert late is None
+    monkeypatch.setattr(tables, "LIMIT", 1e-9)
+    line = computed("trees, target", "inside", 0)
+    assert line["not_possible"].startswith("more than")
+    tables.Results(tables.Cell, tmp_path).add(line)
+    monkeypatch.setattr(tables, "LIMIT", 10)
+    again = computed("trees, target", "whole", 0)  # once too slow, no other split is tried
+    assert again["not_possible"] == line["not_possible"]
     tables.TASKS["small"] = tables.TASKS["small"]._replace(has_classes=True)
-    found = tables.computed(tables.Cell("small", "merf", "inside", 0), math.inf)
+    found = computed("merf", "inside", 0)
     assert found["not_possible"] == "no classes"
 
 
@@ -279,3 +295,39 @@ def test_lines_of_tables_are_found_again(tables, tmp_path):
     results.add(line)
     assert results.of("small") == {str(cell): line}
     assert len(tables.cells_of("heart", ["default"])) == 9
+
+
+@pytest.fixture
+def tables_page(tables):
+    import tables_page
+
+    return tables_page
+
+
+def test_errors_of_peers_are_paired_and_corrected(tables, tables_page, tmp_path):
+    """For splits that share training rows, by Nadeau and Bengio's correction."""
+    results = tables.Results(tables.Cell, tmp_path)
+    own, other = np.array([1.0, 4.0, 9.0, 4.0, 1.0]), np.array([4.0, 9.0, 9.0, 4.0, 4.0])
+    for method, losses in (("stacking", own), ("one-hot linear", other), ("merf", own[:4])):
+        for split, loss in enumerate(losses):
+            facts = {"n_train": 80, "n_test": 20, "cpu_seconds": 2.0, "peak_mib": 3.0}
+            cell = tables.Cell("small", method, "inside", split)
+            results.add({**cell._asdict(), "loss": loss, **facts})
+    found = tables_page.summaries("small", "inside", results.of("small"))
+    assert list(found) == ["stacking", "one-hot linear"]  # merf has no line for one of the splits
+    gaps = np.sqrt(other) - np.sqrt(own)
+    expected = np.sqrt(np.var(gaps, ddof=1) * (1 / 5 + 20 / 80))
+    peer = found["one-hot linear"]
+    assert (peer.error, peer.excess) == (pytest.approx(2.4), pytest.approx(0.6))
+    assert peer.excess_se == pytest.approx(expected)
+    assert tables_page.best_peer(found)[0] == "one-hot linear"
+    assert not tables_page.is_complete("small", results.of("small"))
+
+
+def test_the_page_and_the_readme_are_of_the_results(tables_page):
+    results = tables_page.Results(tables_page.Cell, BENCHMARKS / "tables")
+    written = tables_page.page(results)
+    page = BENCHMARKS.parent / "docs" / "tables.rst"
+    assert page.read_text(encoding="utf-8") == written
+    table = tables_page.readme_table(results)
+    assert table in (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")

@@ -192,6 +192,8 @@ def _heading(text, line):
 
 
 def _csv(header, rows):
+    if not rows:
+        return "\nNo table is complete yet.\n"
     lines = ["", ".. csv-table::", "   :header-rows: 1", "", "   " + ", ".join(header)]
     lines += ["   " + ", ".join(f'"{cell}"' for cell in row) for row in rows]
     return "\n".join(lines) + "\n"

@@ -22,7 +22,7 @@ _WITHIN = 2  # standard errors
 TITLES = {"inside": "Rows of known clients", "whole": "New clients"}
 NAMES = {
     "chem97": ("A-level chemistry marks by school", "schools"),
-    "parkinsons": ("Parkinson's: motor score from speech", "patients"),
+    "parkinsons": ("Parkinson's: total UPDRS by patient", "patients"),
     "movielens": ("MovieLens ratings by user", "users"),
     "insteval": ("Lecture ratings by lecturer", "lecturers"),
     "radon": ("Radon in homes by county", "counties"),

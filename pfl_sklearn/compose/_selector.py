@@ -467,7 +467,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
         model = super().for_client(client_id)
         for name, fitted in self.named_estimators_.items():
             model.named_estimators_[name] = of_client(fitted, client_id)
-        return model
+        return _without_originals(model)
 
     def release(self):
         """Candidates and weights for clients without rows: what ``privacy_`` covers.
@@ -493,7 +493,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
         for name, fitted in self.named_estimators_.items():
             if hasattr(final_estimator(fitted), "release"):
                 model.named_estimators_[name] = hand_out(fitted, "release")
-        return model
+        return _without_originals(model)
 
     def _outputs(self, X, groups):
         """Responses (n,) or probabilities (n, n_classes) of rows."""
@@ -540,6 +540,17 @@ def _candidate_losses(named, errors):
 
 def _one_hot(weights):
     return np.eye(len(weights))[np.argmax(weights)]
+
+
+def _without_originals(model):
+    """The model with what it hands out as its parameters, too: frozen candidates know clients."""
+    model.estimators = [
+        (name, each if isinstance(each, FrozenEstimator) else FrozenEstimator(each))
+        for name, each in model.named_estimators_.items()
+    ]
+    if not isinstance(model.cv, Integral):  # splits are positions of all clients' rows
+        model.cv = 5
+    return model
 
 
 def _is_frozen(named):

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from pfl_sklearn._nesting import final_estimator, is_ours
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._vouching import report_of_fits
 
@@ -21,12 +20,12 @@ class Candidate(NamedTuple):
     @classmethod
     def of(cls, name, fitted, frozen):
         """Candidate of this name, which was fitted here unless it is frozen."""
-        if frozen and not is_ours(final_estimator(fitted)):
-            return cls(name, None, None)
         try:
             report = report_of_fits(fitted)
         except ValueError:  # it has none
             report = None
+        if report is None and frozen:  # nothing inside has a report to give
+            return cls(name, None, None)
         if report is None or math.isinf(report.epsilon):
             why = "" if report is None else f": {report.warnings[-1].rstrip('.')}"
             how = "is frozen, but" if frozen else "is fitted to the rows of all clients, and"
@@ -103,7 +102,9 @@ def report_of(candidates, released, own, n_clients):
         assumptions=tuple(
             dict.fromkeys([*(text for each in reports for text in each.assumptions), *assumed])
         ),
-        warnings=tuple(dict.fromkeys(text for each in reports for text in each.warnings)),
+        warnings=tuple(
+            dict.fromkeys(text for each in (report, *reports) for text in each.warnings)
+        ),
         noise_reproducible=any(each.noise_reproducible for each in reports),
     )
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import pickle
 
 import numpy as np
 import pandas as pd
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize
 from sklearn import config_context
 from sklearn.base import BaseEstimator, RegressorMixin
+from sklearn.compose import TransformedTargetRegressor
 from sklearn.dummy import DummyClassifier, DummyRegressor
 from sklearn.ensemble import HistGradientBoostingRegressor, RandomForestRegressor
 from sklearn.frozen import FrozenEstimator
@@ -371,6 +373,30 @@ def test_promises_of_several_candidates_add_up():
     model = ClientSelector(candidates, prior=EVEN).fit(X, y, groups=groups)
     assert math.isinf(model.privacy_.epsilon)
     assert "promise different things" in model.privacy_.warnings[0]
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+def test_what_is_handed_out_names_no_other_client():
+    """Not in parameters either: a clone of a frozen candidate is the candidate."""
+    X, y, groups = two_kinds(8)
+    ids = np.array([f"patient-{k}-secret" for k in groups], dtype=object)
+    fitted = FrozenEstimator(private().fit(X, y, groups=ids))
+    candidates = [("fitted", fitted), ("own", local())]
+    model = ClientSelector(candidates, prior=EVEN, random_state=0).fit(X, y, groups=ids)
+    assert b"secret" not in pickle.dumps(model.release())
+    found = pickle.dumps(model.for_client("patient-3-secret"))
+    assert b"patient-3-secret" in found
+    assert not any(f"patient-{k}-secret".encode() in found for k in range(8) if k != 3)
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+def test_a_frozen_wrapper_of_others_is_not_public():
+    X, y, groups = two_kinds(8)
+    with config_context(enable_metadata_routing=True):
+        wrapped = TransformedTargetRegressor(private()).fit(X, y, groups=groups)
+    candidates = [("wrapped", FrozenEstimator(wrapped)), ("own", local())]
+    model = ClientSelector(candidates, prior=EVEN, random_state=0).fit(X, y, groups=groups)
+    assert math.isinf(model.privacy_.epsilon)
 
 
 def test_nothing_is_released_of_the_clients_own():

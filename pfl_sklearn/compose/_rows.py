@@ -118,5 +118,7 @@ def without_known_clients(table, estimator):
         return table
     known = getattr(final_estimator(estimator), "clients_", table.ids)
     ids = table.ids if known.dtype.kind != table.ids.dtype.kind else np.append(table.ids, known)
+    wide = {"U": object, "u": np.int64, "i": np.int64}.get(ids.dtype.kind)
+    ids = ids if wide is None else ids.astype(wide)
     stranger = ids.max() + ("+" if isinstance(ids.max(), str) else 1)
     return table._replace(ids=np.full(len(table.ids), stranger))

@@ -276,6 +276,8 @@ class ClientSelector(ClientMixin, NamedEstimators):
         self.losses_ = pd.DataFrame(losses)
         if classes is not None:
             self.classes_ = classes
+        else:  # of an earlier fit
+            vars(self).pop("classes_", None)
         self.clients_ = clients.ids
         self.n_samples_per_client_ = row_counts(clients.codes, len(clients.ids))
         self._fitted_with_groups = groups is not None

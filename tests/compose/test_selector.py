@@ -466,6 +466,28 @@ def test_frozen_candidates_are_not_fitted_again():
     )
 
 
+@pytest.mark.parametrize("dtype", ["U3", np.uint8, np.int64, object])
+def test_new_clients_are_strangers_to_frozen_candidates(dtype):
+    X, y, groups = two_kinds(6, 10)
+    ids = (groups + 250).astype(dtype)
+    fitted = PersonalizedLinearRegression(unseen="population").fit(X, y, groups=ids)
+    candidates = [("frozen", FrozenEstimator(fitted)), ("line", LinearRegression())]
+    model = ClientSelector(candidates, random_state=0).fit(X, y, groups=ids)
+    expected = np.mean((fitted.predict(X, groups=["?"] * 60) - y) ** 2) if dtype == "U3" else None
+    if expected is not None:
+        assert model.losses_.loc["frozen", "new"] == pytest.approx(expected, rel=1e-9)
+    assert model.losses_.loc["frozen", "new"] > 2 * model.losses_.loc["frozen", "known"]
+
+
+def test_a_refit_as_a_regressor_forgets_the_classes():
+    X, y, groups = two_kinds(6)
+    model = ClientSelector([("line", LogisticRegression())], random_state=0)
+    model.fit(X, y > 0, groups=groups)
+    model.set_params(estimators=SIGNS).fit(X, y, groups=groups)
+    assert not hasattr(model, "classes_")
+    assert model.predict(X, groups=groups).dtype == float
+
+
 # Bad input ----------------------------------------------------------------------------------------
 
 

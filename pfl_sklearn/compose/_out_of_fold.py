@@ -173,44 +173,49 @@ def out_of_two_folds(named, table, folds, n_jobs):
     list of list of ndarray
         For each fold and each estimator, outputs (n_train, ...) for the fold's training rows.
     """
-    pairs = list(itertools.combinations(range(len(folds)), 2))
-    both = [np.sort(np.concatenate([folds[a][1], folds[b][1]])) for a, b in pairs]
-    rest = [np.intersect1d(folds[a][0], folds[b][0]) for a, b in pairs]
+    pairs = {}
+    fit_pairs(named, table, folds, range(len(folds)), pairs, n_jobs)
+    return [outside_of(k, folds, pairs, len(table.y)) for k in range(len(folds))]
+
+
+def fit_pairs(named, table, folds, wanted, pairs, n_jobs):
+    """Add to `pairs` what estimators say of the rows of two folds, by fits to the rest.
+
+    Those pairs are added that have one of the wanted folds and are not there yet. Each has a list
+    of outputs, by estimator, for the rows of both folds in ascending order.
+    """
+    every = itertools.combinations(range(len(folds)), 2)
+    new = [pair for pair in every if pair not in pairs and not set(wanted).isdisjoint(pair)]
     tasks = [
-        (train, rows, each, table) for each in named for train, rows in zip(rest, both, strict=True)
+        (np.intersect1d(folds[a][0], folds[b][0]), _rows_of_pair(folds, (a, b)), each, table)
+        for a, b in new
+        for each in named
     ]
     done = iter(map_batches(_test_outputs, tasks, n_jobs))
-    found = [[next(done)[0] for _ in pairs] for _ in named]
-
-    def outside(k, parts):
-        values = np.empty((len(table.y), *parts[0].shape[1:]))
-        for pair, rows, part in zip(pairs, both, parts, strict=True):
-            if k in pair:
-                other = folds[sum(pair) - k][1]
-                values[other] = part[np.searchsorted(rows, other)]
-        return values[folds[k][0]]
-
-    return [[outside(k, parts) for parts in found] for k in range(len(folds))]
+    pairs.update({pair: [next(done)[0] for _ in named] for pair in new})
 
 
-def tested(named, pairs, folds, n_jobs):
-    """Outputs for the rows of each fold in turn, by a fit to its training table.
+def outside_of(k, folds, pairs, n_rows):
+    """Outputs (n_train, ...) of each estimator for the training rows of a fold, from its pairs."""
+    found = []
+    own = {pair: parts for pair, parts in pairs.items() if k in pair}
+    for parts in zip(*own.values(), strict=True):
+        values = np.empty((n_rows, *parts[0].shape[1:]))
+        for pair, part in zip(own, parts, strict=True):
+            other = folds[sum(pair) - k][1]
+            values[other] = part[np.searchsorted(_rows_of_pair(folds, pair), other)]
+        found.append(values[folds[k][0]])
+    return found
 
-    Parameters
-    ----------
-    named : Named
-    pairs : list of (Table, Table)
-        Training and test rows, by fold.
-    folds : list of (train, test)
-    n_jobs : int or None
 
-    Returns
-    -------
-    ndarray of shape (n,) or (n, K)
-    """
+def _rows_of_pair(folds, pair):
+    return np.sort(np.concatenate([folds[k][1] for k in pair]))
+
+
+def tested(named, pairs, n_jobs):
+    """Outputs for test rows, by a fit to training rows, of each (training, test) pair of tables."""
     tasks = [(test.y, named, train, test) for train, test in pairs]
-    parts = [part for part, _ in map_batches(_tested, tasks, n_jobs)]
-    return _in_order(parts, [test for _, test in folds])
+    return [part for part, _ in map_batches(_tested, tasks, n_jobs)]
 
 
 def _tested(_, named, train, test):

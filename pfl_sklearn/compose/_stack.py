@@ -173,14 +173,17 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         if len(clients.ids) > 1:
             n_folds = len(folds["known"])
             folds["new"] = folds_of_clients(n_folds, clients.codes, int(seeds[1]))
+        drawn = {"known": None, "new": clients.codes}
         parts = {
             kind: parts_of(
-                named, final, plain[kind], table, own, folds[kind], self.fallback, self.n_jobs
+                *(named, final, plain[kind], table, own, folds[kind]),
+                drawn[kind],
+                self.fallback,
+                self.n_jobs,
             )
             for kind in folds
         }
-        drawn = {"known": None, "new": clients.codes}
-        chosen = {kind: each.chosen(table.weights, drawn[kind]) for kind, each in parts.items()}
+        chosen = {kind: each.chosen for kind, each in parts.items()}
         fitted = fit_chosen(chosen, parts, named, table, self.n_jobs)
         for name in parts["known"].warned.keys() - fitted.bases.keys():  # those fits did not warn
             for text, category in parts["known"].warned[name]:
@@ -190,8 +193,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         self.named_estimators_ = Bunch(**fitted.bases)
         self.known_part_, self.final_estimator_ = fitted.known
         self.new_part_, self.population_estimator_ = fitted.new
-        means = {kind: each.means(table.weights) for kind, each in parts.items()}
-        self.losses_ = pd.DataFrame(means)
+        self.losses_ = pd.DataFrame({kind: each.losses for kind, each in parts.items()})
         self._passthrough = columns
         if classes is not None:
             self.classes_ = classes

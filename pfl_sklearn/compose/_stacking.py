@@ -59,7 +59,9 @@ STACKING = {
             "pooled" (a linear model without clients) or "mean".
         losses_ : DataFrame
             Out-of-fold losses of these parts, {loss}, for known and for new clients: the smaller
-            the better. Empty with ``fallback=False``.
+            the better. That of a stack which the first fold decides on is the best other part's,
+            and the difference in this fold; NaN for a stack that a first look at new clients rules
+            out. Empty with ``fallback=False``.
         named_estimators_ : Bunch
             Fitted base estimators that predictions need, by name.
         final_estimator_, population_estimator_ : estimator or None
@@ -97,10 +99,15 @@ STACKING = {
         their order, stack. For new clients the stack takes part if there are at least three
         clients.
 
-        With k folds each base estimator is fitted at most k (k + 1) + 1 times for several clients,
-        31 times by default, on three to four fifths of the rows. The final estimator is fitted at
-        most 4 k + 2 times. ``fallback=False`` takes 2 k + 1 and 2 fits. Fits run on one thread
-        each, so that results do not depend on `n_jobs`.
+        The stack is tested on the first fold alone if that decides: if the stack is no better there
+        than the best other part, or clearly better than each at level 0.01. For new clients it is
+        first tested as if base estimators had not seen the others' clients, which flatters it, and
+        is out if it does not win by that.
+
+        With k folds each base estimator is fitted 3 k times if these first looks decide (15 times
+        by default), and at most k (k + 1) + 1 times, on three to four fifths of the rows. The final
+        estimator is fitted at most 5 k + 2 times. ``fallback=False`` takes 2 k + 1 and 2 fits. Fits
+        run on one thread each, so that results do not depend on `n_jobs`.
         """,
     "references": """
         Wolpert, D. H. (1992). Stacked generalization. Neural Networks.

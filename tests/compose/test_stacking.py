@@ -33,7 +33,7 @@ from pfl_sklearn.compose import (
     PersonalizedStackingRegressor,
 )
 from pfl_sklearn.compose._out_of_fold import Named, out_of_fold, out_of_two_folds
-from pfl_sklearn.compose._parts import Parts
+from pfl_sklearn.compose._parts import first_as_good
 from pfl_sklearn.compose._rows import Table
 from pfl_sklearn.model_selection import ClientKFold
 
@@ -152,13 +152,16 @@ def test_rows_that_a_splitter_leaves_out_stay_out():
             assert value == pytest.approx(y[np.intersect1d(train, own)].mean())
 
 
-def test_the_loss_of_the_stack_is_of_rows_that_nothing_saw():
+@pytest.mark.parametrize(("noise", "n_judged"), [(0.0, 4), (3.0, 1)])
+def test_the_loss_of_the_stack_is_of_rows_that_nothing_saw(noise, n_judged):
+    """One fold decides where there is no gain or a clear one; else all folds do."""
     X, y, groups = steps_and_slopes(n_rows=8)
+    y = y + noise * np.random.default_rng(1).normal(size=len(y))
     folds = folds_of(len(y), 4)
     bases = [("trees", boosting(min_samples_leaf=5)), ("own", final())]
     model = PersonalizedStackingRegressor(bases, cv=folds, random_state=0)
     model.fit(X, y, groups=groups)
-    losses = []
+    losses = pd.DataFrame(index=range(len(y)), columns=["trees", "own", "stack"], dtype=float)
     for train, test in folds:
         kept = X.iloc[train], y[train], groups[train]
         inner = [(np.isin(train, a), np.isin(train, b)) for a, b in folds if b is not test]
@@ -172,9 +175,13 @@ def test_the_loss_of_the_stack_is_of_rows_that_nothing_saw():
         tested = X.iloc[test], y[test], groups[test]
         new = {name: predictions(each, *kept, *at(tested)) for name, each in bases}
         rows = pd.DataFrame(new).join(tested[0].reset_index(drop=True))
-        losses.append((last.predict(rows, groups=tested[2]) - tested[1]) ** 2)
-    expected = np.concatenate(losses).mean()
+        new["stack"] = last.predict(rows, groups=tested[2])
+        losses.iloc[test] = (pd.DataFrame(new) - tested[1][:, None]) ** 2
+    best = losses[losses[["trees", "own"]].mean().idxmin()]
+    judged = np.concatenate([test for _, test in folds[:n_judged]])
+    expected = best.mean() + (losses["stack"] - best)[judged].mean()
     assert model.losses_.loc["stack", "known"] == pytest.approx(expected, rel=1e-6)
+    assert abs(losses["stack"].mean() - expected) > 1e-3 or n_judged == 4
 
 
 def at(rows, chosen=slice(None)):
@@ -264,17 +271,50 @@ def test_a_base_estimator_alone_has_the_error_of_its_folds():
 def test_the_first_part_that_is_not_clearly_worse(losses, chosen):
     """By clients, of which there are three, with two rows each."""
     codes = np.repeat(np.arange(3), 2)
-    parts = Parts({}, {name: np.repeat(rows, 2) for name, rows in losses.items()})
-    assert parts.chosen(None, codes) == chosen
-    assert parts.chosen(np.full(6, 2.0), codes) == chosen
+    rows = {name: np.repeat(each, 2) for name, each in losses.items()}
+    assert first_as_good(rows, None, codes) == chosen
+    assert first_as_good(rows, np.full(6, 2.0), codes) == chosen
+
+
+class Counted(RegressorMixin, BaseEstimator):
+    """Waves that say nothing, and how often they were fitted."""
+
+    n_fits = 0
+
+    def fit(self, X, y):
+        Counted.n_fits += 1
+        self.mean_, self.n_features_in_ = float(np.mean(y)), X.shape[1]
+        return self
+
+    def predict(self, X):
+        return self.mean_ + np.sin(9 * np.asarray(X)[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("seed", "n_fits"),
+    [
+        (0, 5 + 4 + 5),  # the stack is no better in the first fold, nor for new clients
+        (1, 5 + 10 + 5),  # a little better in the first fold, so that all decide
+        (3, 5 + 10 + 5 + 10),  # and for new clients, as long as it may see them
+    ],
+)
+def test_first_looks_save_fits_of_base_estimators(seed, n_fits):
+    X, y, groups = steps_and_slopes(n_clients=20, n_rows=15)
+    y = groups + X["a"] + X["b"] + np.random.default_rng(seed).normal(size=len(y))
+    model = PersonalizedStackingRegressor([("counted", Counted())], random_state=0)
+    before = Counted.n_fits
+    model.fit(X, y, groups=groups)
+    assert Counted.n_fits - before == n_fits
+    assert (model.known_part_, model.new_part_) == ("final_estimator", "final_estimator")
+    assert np.isnan(model.losses_.loc["stack", "new"]) == (n_fits < 30)
 
 
 def test_for_known_clients_rows_are_drawn():
     """A part that is far better for one of three clients, in all of its many rows."""
     codes = np.repeat(np.arange(3), 50)
     noise = 0.1 * np.random.default_rng(0).random(150)
-    parts = Parts({}, {"simple": np.where(codes == 2, 2.0, 1.0) + noise, "best": np.ones(150)})
-    assert (parts.chosen(None), parts.chosen(None, codes)) == ("best", "simple")
+    losses = {"simple": np.where(codes == 2, 2.0, 1.0) + noise, "best": np.ones(150)}
+    assert (first_as_good(losses, None), first_as_good(losses, None, codes)) == ("best", "simple")
 
 
 def test_two_clients_have_no_stack_for_new_ones():
@@ -340,7 +380,8 @@ def test_a_class_that_folds_lack():
     model = PersonalizedStackingClassifier(random_state=0, unseen="population")
     model.set_params(estimators=[("line", LogisticRegression())]).fit(X, y, groups=groups)
     assert model.classes_.tolist() == ["high", "low", "rare"]
-    assert np.isfinite(model.losses_.loc[["line", "stack"]]).all(axis=None)
+    assert np.isfinite(model.losses_.loc["line"]).all()
+    assert np.isfinite(model.losses_.loc["stack", "known"])
     assert np.isfinite(model.predict_proba(X, groups=groups + 100)).all()
 
 

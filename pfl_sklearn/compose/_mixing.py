@@ -8,6 +8,7 @@ from pfl_sklearn._clients import segment_sums
 from pfl_sklearn.compose._out_of_fold import SMALLEST
 
 _DEGREES = 3.0  # of freedom of the prior of a client's error variance
+_SMALLEST_SQUARE = 1e-12  # of its mode, for a largest error of 1
 _STEPS, _HALVINGS, _TOLERANCE = 100, 40, 1e-12
 
 
@@ -131,16 +132,20 @@ def _likelihood(errors, mean):
             )
 
         return terms
+    # In units of each client's largest error: likelihoods change by a constant.
+    largest = np.zeros(n_clients)
+    np.maximum.at(largest, codes, np.abs(values).max(axis=1))
+    values = values / np.where(largest > 0, largest, 1.0)[codes, None]
     products = values[:, :, None] * (weights[:, None] * values)[:, None]
     moments = segment_sums(products.reshape(-1, n_candidates**2), codes, n_clients)
     moments = moments.reshape(-1, n_candidates, n_candidates)
     rows = segment_sums(weights, codes, n_clients)
-    extra = _DEGREES * (mean @ moments @ mean) / np.maximum(rows, np.finfo(float).tiny)
+    typical = (mean @ moments @ mean) / np.maximum(rows, np.finfo(float).tiny)
+    extra = _DEGREES * np.maximum(typical, _SMALLEST_SQUARE)
 
     def terms(mixtures):
         slopes = np.einsum("mkl,ml->mk", moments, mixtures)
         squares = np.einsum("mk,mk->m", slopes, mixtures) + extra
-        squares = np.where(squares > 0, squares, 1.0)  # errors of 0 for all
         factors = (rows + _DEGREES) / squares
         return (
             (rows + _DEGREES) / 2 * np.log(squares),

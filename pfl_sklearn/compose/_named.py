@@ -4,6 +4,7 @@ import copy
 
 from sklearn import config_context
 from sklearn.base import MetaEstimatorMixin, is_classifier, is_regressor
+from sklearn.frozen import FrozenEstimator
 
 from pfl_sklearn._compat import BaseComposition
 from pfl_sklearn._nesting import (
@@ -12,6 +13,7 @@ from pfl_sklearn._nesting import (
     predicting_estimator,
     takes_groups,
 )
+from pfl_sklearn.compose._client_column import ClientColumn
 
 
 class NamedEstimators(MetaEstimatorMixin, BaseComposition):
@@ -81,9 +83,12 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
             If they are no list of names and estimators of the right kind, or a name is taken.
         """
         given = self._given_estimators()
-        pairs = [each for each in given if isinstance(each, tuple | list) and len(each) == 2]
-        if len(pairs) < len(given) or not all(isinstance(name, str) for name, _ in pairs):
-            raise ValueError(f"estimators must be a list of (name, estimator); got {given!r}.")
+        for each in given:
+            if not (isinstance(each, tuple | list) and len(each) == 2 and isinstance(each[0], str)):
+                raise ValueError(
+                    f"estimators must be a list of (name, estimator); got {each!r} in it."
+                )
+        pairs = given
         names = [name for name, _ in pairs]
         self._validate_names(names)
         for name in set(self._reserved_names).intersection(names):
@@ -92,6 +97,7 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
         found = [(name, each) for name, each in pairs if not is_dropped(each)]
         for name, each in found:
             check_kind(each, kind, f"estimators has {name!r}, {each!r}")
+            _check_parameters(each, name)
         if not found:
             raise ValueError("estimators must hold at least one that is not dropped; got none.")
         return found
@@ -110,6 +116,23 @@ def check_kind(estimator, kind, what):
         raise ValueError(f"{what}; expected a {kind}.")
     if kind == "classifier" and not hasattr(estimator, "predict_proba"):
         raise ValueError(f"{what}, which has no predict_proba; expected a classifier that has.")
+
+
+def _check_parameters(estimator, name):
+    """Raise ValueError if an estimator takes clients from a column, or folds would share a file."""
+    if isinstance(final_estimator(estimator), ClientColumn):
+        raise ValueError(
+            f"estimators has {name!r}, a ClientColumn, but here client ids are handed on as "
+            "groups=; give the estimator inside it, and wrap the whole in a ClientColumn."
+        )
+    if isinstance(estimator, FrozenEstimator):
+        return
+    for key, value in estimator.get_params().items():
+        if key.rpartition("__")[2] == "checkpoint" and value is not None:
+            raise ValueError(
+                f"estimators has {name!r} with {key}={value!r}, but it is fitted in several folds, "
+                "which cannot share a file; set it to None."
+            )
 
 
 def of_client(fitted, client_id):

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from sklearn import config_context
 from sklearn.base import clone
+from sklearn.frozen import FrozenEstimator
 from sklearn.model_selection import GroupKFold
 
 from pfl_sklearn._nesting import predicting_estimator, takes_groups
@@ -59,7 +60,7 @@ def outputs(named, fitted, X, ids):
     """
     predicting = predicting_estimator(fitted)
     if named.classes is None:
-        found = np.asarray(_call(predicting, "predict", X, ids), dtype=np.float64)
+        found = np.asarray(_call(named, predicting, "predict", X, ids), dtype=np.float64)
         if found.shape != (len(X),):
             raise ValueError(
                 f"{named.name!r} ({type(named.estimator).__name__}) predicted an array of shape "
@@ -69,7 +70,7 @@ def outputs(named, fitted, X, ids):
         averaged = "integrate" in signature(predicting.predict_proba).parameters
         given = {"integrate": True} if averaged else {}
         found = _of_all_classes(
-            named, predicting, _call(predicting, "predict_proba", X, ids, given)
+            named, predicting, _call(named, predicting, "predict_proba", X, ids, given)
         )
     bad = ~np.isfinite(found.reshape(len(X), -1)).all(axis=1)
     if bad.any():
@@ -91,7 +92,8 @@ def with_std(fitted, X, ids):
     """
     predicting = predicting_estimator(fitted)
     try:
-        return _call(predicting, "predict", X, ids, {"return_std": True})
+        named = Named("final_estimator", fitted, None)
+        return _call(named, predicting, "predict", X, ids, {"return_std": True})
     except TypeError as error:
         raise ValueError(
             f"return_std=True needs a final estimator whose predict takes it; "
@@ -99,10 +101,15 @@ def with_std(fitted, X, ids):
         ) from error
 
 
-def _call(estimator, method, X, ids, given=None):
+def _call(named, estimator, method, X, ids, given=None):
     with config_context(enable_metadata_routing=True):
         groups = {"groups": as_groups(ids)} if takes_groups(estimator, method) else {}
-        return getattr(estimator, method)(X, **groups, **(given or {}))
+        try:
+            return getattr(estimator, method)(X, **groups, **(given or {}))
+        except ValueError as error:
+            raise ValueError(
+                f"{named.name!r} ({type(estimator).__name__}) failed to predict: {error}"
+            ) from error
 
 
 def _of_all_classes(named, fitted, probabilities):
@@ -222,7 +229,8 @@ def _tested(_, named, train, test):
     """Outputs for the test rows, and the categories and texts of the warnings of the fit."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        if named.classes is not None and len(np.unique(train.y)) == 1:  # too few rows to learn from
+        frozen = isinstance(named.estimator, FrozenEstimator)
+        if named.classes is not None and not frozen and len(np.unique(train.y)) == 1:
             found = np.tile((named.classes == train.y[0]).astype(float), (len(test.y), 1))
         else:
             found = _fitted_outputs(named, train, test)
@@ -276,7 +284,8 @@ def row_losses(found, y, classes):
 def folds_within(cv, table, owner):
     """Folds of a splitter as a list, whose test rows must be a partition."""
     folds = list(cv.split(table.X, table.y, groups=as_groups(table.ids)))
-    times = np.bincount(np.concatenate([test for _, test in folds]), minlength=len(table.y))
+    tests = np.concatenate([np.empty(0, dtype=np.intp), *(test for _, test in folds)])
+    times = np.bincount(tests, minlength=len(table.y))
     wrong = np.count_nonzero(times != 1)
     if wrong:
         raise ValueError(

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 from sklearn import config_context
-from sklearn.frozen import FrozenEstimator
 from sklearn.utils import assert_all_finite, check_array, check_consistent_length
 from sklearn.utils.metadata_routing import get_routing_for_object
 from sklearn.utils.multiclass import check_classification_targets
@@ -14,7 +13,6 @@ from sklearn.utils.validation import column_or_1d, has_fit_parameter
 
 from pfl_sklearn._clients import encode_clients
 from pfl_sklearn._compat import check_sample_weight, num_samples, safe_indexing
-from pfl_sklearn._nesting import final_estimator
 
 
 class Table(NamedTuple):
@@ -110,15 +108,3 @@ def ids_of_rows(estimator, groups, codes):
         return given.ids[given.codes]
     known = getattr(estimator, "clients_", np.zeros(1, dtype=np.intp))  # a released model has none
     return known[codes]
-
-
-def without_known_clients(table, estimator):
-    """The table with an id in all rows that a frozen estimator does not know; else as it is."""
-    if not isinstance(estimator, FrozenEstimator):
-        return table
-    known = getattr(final_estimator(estimator), "clients_", table.ids)
-    ids = table.ids if known.dtype.kind != table.ids.dtype.kind else np.append(table.ids, known)
-    wide = {"U": object, "u": np.int64, "i": np.int64}.get(ids.dtype.kind)
-    ids = ids if wide is None else ids.astype(wide)
-    stranger = ids.max() + ("+" if isinstance(ids.max(), str) else 1)
-    return table._replace(ids=np.full(len(table.ids), stranger))

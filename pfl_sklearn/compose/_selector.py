@@ -38,7 +38,6 @@ from pfl_sklearn.compose._rows import (
     check_takes_weights,
     ids_of_rows,
     read_table,
-    without_known_clients,
 )
 from pfl_sklearn.compose._selector_report import Candidate, report_of, unprotected
 from pfl_sklearn.model_selection import ClientKFold
@@ -224,17 +223,21 @@ class ClientSelector(ClientMixin, NamedEstimators):
         groups : array-like of shape (n_rows,), default=None
             Client id of every row; None: all rows are one client's.
         sample_weight : array-like of shape (n_rows,), default=None
-            Weights of the rows. All candidates must take them.
+            Weights of the rows, which count as if they were there so many times. Candidates that
+            are fitted here must take them.
 
         Returns
         -------
         self
         """
-        bases, prior = self._checked_estimators(), self._checked_prior()
+        bases = self._checked_estimators()
+        prior = self._checked_prior(len(bases))
         table = read_table(self, X, y, groups, sample_weight, is_classifier(self))
+        if groups is None:
+            _check_strangers(bases)
         classes = None
         if is_classifier(self):
-            classes = np.unique(table.y)
+            classes = _all_classes(table.y, bases)
             check_several_classes(classes, self)
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(bases) + 2)
         named = [
@@ -266,6 +269,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
             losses["known"][_SELECTOR] = judged
         (weights,) = client_weights(errors, self.how, learned, [concentration])
         fitted = fit_all(named, [table] * len(named), self.n_jobs)
+        report = self._report(named, fitted, prior, len(clients.ids))
 
         validate_data(self, as_table(X), skip_check_array=True)
         self.named_estimators_ = Bunch(
@@ -281,18 +285,16 @@ class ClientSelector(ClientMixin, NamedEstimators):
         self.clients_ = clients.ids
         self.n_samples_per_client_ = row_counts(clients.codes, len(clients.ids))
         self._fitted_with_groups = groups is not None
-        self.privacy_ = self._report(named, prior)
+        self.privacy_ = report
         return self
 
-    def _checked_prior(self):
+    def _checked_prior(self, n_candidates):
         prior = DirichletPrior() if self.prior is None else self.prior
         prior._validate_params()
         if prior.mean is not None:
-            mean, n_candidates = (
-                np.asarray(prior.mean, dtype=float),
-                len(self._checked_estimators()),
-            )
-            if mean.shape != (n_candidates,) or (mean <= 0).any() or abs(mean.sum() - 1) > 1e-8:
+            mean = np.asarray(prior.mean, dtype=float)
+            positive = mean.shape == (n_candidates,) and (mean > 0).all()
+            if not positive or abs(mean.sum() - 1) > 1e-8:
                 raise ValueError(
                     f"mean of prior must have a positive number for each of the {n_candidates} "
                     f"estimators, with sum 1; got {mean.tolist()}."
@@ -319,8 +321,8 @@ class ClientSelector(ClientMixin, NamedEstimators):
             folds = folds_within(ClientKFold(n_folds, random_state=seed), table, self)
         else:
             folds = folds_of_clients(n_folds, clients.codes, seed)
-        tables = [without_known_clients(table, each.estimator) for each in named]
-        found = out_of_fold(named, tables, folds, self.n_jobs)
+        strangers = [_without_clients(each) for each in named]
+        found = out_of_fold(strangers, [table] * len(named), folds, self.n_jobs)
         errors = errors_of(found, table, clients, classes)
         rows, (*alone, mixed) = {}, [*np.eye(len(named)), population_mean(errors, self.how)]
         for each, weights in zip(named, alone, strict=True):
@@ -351,16 +353,19 @@ class ClientSelector(ClientMixin, NamedEstimators):
                 losses[rows][test] = second.losses(weights[second.codes])
         return losses
 
-    def _report(self, named, prior):
+    def _report(self, named, fitted, prior, n_clients):
         own = ("weights_", "losses_", "clients_", "n_samples_per_client_")
         if not prior.is_known:
             why = "the prior is learned from the rows of all clients without noise"
-            return unprotected(why, (*self._population_attributes, *own), len(self.clients_))
-        fitted = self.named_estimators_
+            return unprotected(why, (*self._population_attributes, *own), n_clients)
         candidates = [
-            Candidate.of(each.name, fitted[each.name], _is_frozen(each)) for each in named
+            Candidate.of(each.name, one, _is_frozen(each))
+            for each, one in zip(named, fitted, strict=True)
         ]
-        return report_of(candidates, self._population_attributes, own, len(self.clients_))
+        released = self._population_attributes
+        if is_classifier(self):
+            released = (*released, "classes_")
+        return report_of(candidates, released, own, n_clients)
 
     @available_if(_classifies)
     def predict_proba(self, X, *, groups=None):
@@ -557,3 +562,36 @@ def _without_originals(model):
 
 def _is_frozen(named):
     return isinstance(named.estimator, FrozenEstimator)
+
+
+def _all_classes(labels, candidates):
+    """Sorted classes of the labels and of frozen candidates, which may know more."""
+    classes = np.unique(labels)
+    for _, each in candidates:
+        own = getattr(each, "classes_", None) if isinstance(each, FrozenEstimator) else None
+        if own is not None and (own.dtype.kind in "OU") == (classes.dtype.kind in "OU"):
+            classes = np.union1d(classes, own)
+    return classes
+
+
+def _check_strangers(candidates):
+    """Raise ValueError if a frozen candidate knows clients, of which rows without ids say nothing.
+
+    Rows without ids are one client's, who would get its population model alone.
+    """
+    for name, each in candidates:
+        known = getattr(final_estimator(each), "clients_", ())
+        if isinstance(each, FrozenEstimator) and len(known) > 1:
+            raise ValueError(
+                f"estimators has {name!r}, a frozen model of {len(known)} clients, but fit got no "
+                "groups= and cannot know whose rows these are; give groups=, or freeze one "
+                "client's model (for_client)."
+            )
+
+
+def _without_clients(named):
+    """The same candidate as new clients see it: a frozen one forgets the clients that it knows."""
+    if not _is_frozen(named) or not hasattr(final_estimator(named.estimator), "_population_copy"):
+        return named
+    population = hand_out(named.estimator, "_population_copy")
+    return named._replace(estimator=FrozenEstimator(population))

@@ -69,11 +69,18 @@ def report_of(candidates, released, own, n_clients):
         if each.reason is not None:
             return unprotected(each.reason, (*released, *own), n_clients)
     report = PrivacyReport.of_known_population(released, own, n_clients)
-    assumed = [_OWN, *(_public(each.name) for each in candidates if each.report is None)]
+    public = [_public(each.name) for each in candidates if each.report is None]
+    labels = ["the class labels that occur are public"] if "classes_" in released else []
+    with_reports = [each.report for each in candidates if each.report is not None]
+    told = {
+        "assumptions": _once(
+            *(each.assumptions for each in with_reports or [report]), [_OWN, *labels, *public]
+        ),
+        "warnings": _once(*(each.warnings for each in (report, *with_reports))),
+    }
     private = [each for each in candidates if each.report is not None and each.report.epsilon > 0]
     if not private:
-        assumptions = (*report.assumptions, *assumed)
-        return dataclasses.replace(report, assumptions=assumptions)
+        return dataclasses.replace(report, **told)
     reports = [each.report for each in private]
     if len({(each.unit, each.relation, each.trust) for each in reports}) > 1:
         kinds = "; ".join(
@@ -82,14 +89,14 @@ def report_of(candidates, released, own, n_clients):
         )
         why = f"its candidates promise different things ({kinds}), which do not add up"
         return unprotected(why, (*released, *own), n_clients)
-    told = [f"{each.name!r}: epsilon = {each.report.epsilon:.4g}" for each in private]
+    promises = [f"{each.name!r}: epsilon = {each.report.epsilon:.4g}" for each in private]
     return dataclasses.replace(
         reports[0],
         epsilon=sum(each.epsilon for each in reports),
         delta=sum(each.delta for each in reports),
         mechanism="candidates released before; " + _unique(each.mechanism for each in reports),
         adversary=_unique(each.adversary for each in reports),
-        accountant=f"sum of the candidates' promises ({', '.join(told)}); weights cost nothing",
+        accountant=f"sum of the candidates' promises ({', '.join(promises)}); weights cost nothing",
         noise_std=None,
         sensitivity=None,
         n_clients=n_clients,
@@ -99,18 +106,21 @@ def report_of(candidates, released, own, n_clients):
         epsilon_whole_client=None,
         released=released,
         not_released=own,
-        assumptions=tuple(
-            dict.fromkeys([*(text for each in reports for text in each.assumptions), *assumed])
-        ),
-        warnings=tuple(
-            dict.fromkeys(text for each in (report, *reports) for text in each.warnings)
-        ),
+        sampling=_unique(each.sampling for each in reports),
+        sampling_rate=max(each.sampling_rate for each in reports),
+        rounds=sum(each.rounds for each in reports),
+        **told,
         noise_reproducible=any(each.noise_reproducible for each in reports),
     )
 
 
 def _public(name):
     return f"candidate {name!r} is public, or was released under a promise of its own"
+
+
+def _once(*lists):
+    """Texts of several lists, each once, in their order."""
+    return tuple(dict.fromkeys(text for texts in lists for text in texts))
 
 
 def _unique(texts):

@@ -139,6 +139,27 @@ def test_weights_are_on_the_simplex_and_follow_the_prior(
         np.testing.assert_allclose(strong, np.tile(mean, (len(strong), 1)), atol=1e-4)
 
 
+@pytest.mark.parametrize("scale", [1e-170, 1e-20, 1.0, 1e20, 1e150])
+@pytest.mark.parametrize("how", ["weights", "best"])
+def test_units_do_not_matter(scale, how):
+    rng = np.random.default_rng(0)
+    codes, values = np.repeat([0, 1], 20), rng.normal(size=(40, 2)) * [1, 0.5]
+    values[20:, 0] = 0.0  # the first candidate is perfect for the second client
+    found = [
+        client_weights(errors(each, codes, False), how, np.array([0.5, 0.5]), [3.0])[0]
+        for each in (values, scale * values)
+    ]
+    np.testing.assert_allclose(*found, atol=1e-9)
+    assert found[1][1, 0] > 0.9
+
+
+def test_candidates_that_cancel_are_mixed():
+    """One is too high by what the other is too low, in the only row of the client."""
+    own = errors([[1.0, -1.0]], [0], False)
+    (found,) = client_weights(own, "weights", np.array([0.5, 0.5]), [3.0])
+    np.testing.assert_allclose(found, [[0.5, 0.5]], atol=1e-6)
+
+
 def test_population_mixture_is_the_best_one():
     rng = np.random.default_rng(1)
     truth = rng.normal(size=2000)
@@ -399,6 +420,24 @@ def test_a_frozen_wrapper_of_others_is_not_public():
     assert math.isinf(model.privacy_.epsilon)
 
 
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+def test_assumptions_and_rounds_of_all_candidates_are_told():
+    X, y, groups = two_kinds()
+    first, second = (
+        private(k, n_rounds=n, client_fraction=q).fit(X, y, groups=groups)
+        for k, n, q in ((0, 3, 0.5), (1, 5, 0.25))
+    )
+    own = local()
+    candidates = [("a", FrozenEstimator(first)), ("b", FrozenEstimator(second)), ("own", own)]
+    prior = DirichletPrior([0.25, 0.25, 0.5], 10.0)
+    report = ClientSelector(candidates, prior=prior).fit(X, y, groups=groups).privacy_
+    assert (report.rounds, report.sampling_rate) == (8, 0.5)
+    alone = own.fit(X, y, groups=groups).privacy_
+    assert set(alone.assumptions) <= set(report.assumptions)
+    assert set(first.privacy_.assumptions) <= set(report.assumptions)
+    assert set(first.privacy_.warnings) <= set(report.warnings)
+
+
 def test_nothing_is_released_of_the_clients_own():
     X, y, groups = two_kinds()
     public = FrozenEstimator(LinearRegression().fit([[0.0], [1.0]], [0.0, 1.0]))
@@ -466,17 +505,48 @@ def test_frozen_candidates_are_not_fitted_again():
     )
 
 
-@pytest.mark.parametrize("dtype", ["U3", np.uint8, np.int64, object])
-def test_new_clients_are_strangers_to_frozen_candidates(dtype):
-    X, y, groups = two_kinds(6, 10)
-    ids = (groups + 250).astype(dtype)
-    fitted = PersonalizedLinearRegression(unseen="population").fit(X, y, groups=ids)
+@pytest.mark.parametrize("dtype", ["U3", np.uint8, np.int64, object, bool])
+@pytest.mark.parametrize("unseen", ["population", "error"])
+def test_new_clients_are_strangers_to_frozen_candidates(dtype, unseen):
+    """Whatever ids they have: with two truth values there is no other one."""
+    X, y, groups = two_kinds(2 if dtype is bool else 6, 10)
+    ids = (groups + (0 if dtype is bool else 250)).astype(dtype)
+    fitted = PersonalizedLinearRegression(unseen=unseen).fit(X, y, groups=ids)
     candidates = [("frozen", FrozenEstimator(fitted)), ("line", LinearRegression())]
     model = ClientSelector(candidates, random_state=0).fit(X, y, groups=ids)
-    expected = np.mean((fitted.predict(X, groups=["?"] * 60) - y) ** 2) if dtype == "U3" else None
-    if expected is not None:
-        assert model.losses_.loc["frozen", "new"] == pytest.approx(expected, rel=1e-9)
+    expected = np.mean((X @ fitted.population_coef_ + fitted.population_intercept_ - y) ** 2)
+    assert model.losses_.loc["frozen", "new"] == pytest.approx(expected, rel=1e-9)
     assert model.losses_.loc["frozen", "new"] > 2 * model.losses_.loc["frozen", "known"]
+
+
+def test_frozen_classifiers_may_know_more_classes():
+    """Theirs are public; what is released says which labels there are."""
+    rng = np.random.default_rng(0)
+    X, groups = rng.normal(size=(120, 1)), np.repeat(np.arange(6), 20)
+    y = np.where(X[:, 0] > 0, "high", "low")
+    public = LogisticRegression().fit(X, np.where(X[:, 0] > 1, "very high", y))
+    rates = DummyClassifier().fit(X, y)
+    candidates = [("public", FrozenEstimator(public)), ("rates", FrozenEstimator(rates))]
+    model = ClientSelector(candidates, prior=EVEN).fit(X, y, groups=groups)
+    assert model.classes_.tolist() == ["high", "low", "very high"]
+    assert "the class labels that occur are public" in model.privacy_.assumptions
+    assert "classes_" in model.privacy_.released
+    chances = model.release().predict_proba(X)
+    expected = public.predict_proba(X) / 2
+    expected[:, :2] += rates.predict_proba(X) / 2
+    np.testing.assert_allclose(chances, expected, rtol=1e-12)
+
+
+def test_frozen_classifiers_are_judged_in_folds_of_one_class():
+    """Nothing is fitted there, so nothing is missing."""
+    X = np.linspace(-1, 1, 40)[:, None]
+    y, groups = (np.arange(40) >= 20).astype(int), np.repeat(np.arange(4), 10)
+    frozen = FrozenEstimator(LogisticRegression().fit(X, y))
+    folds = [(np.arange(20), np.arange(20, 40)), (np.arange(20, 40), np.arange(20))]
+    model = ClientSelector([("frozen", frozen), ("own", DummyClassifier())], cv=folds, prior=EVEN)
+    model.fit(X, y, groups=groups)
+    expected = -np.log(frozen.predict_proba(X)[np.arange(40), y]).mean()
+    assert model.losses_.loc["frozen", "known"] == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_refit_as_a_regressor_forgets_the_classes():
@@ -496,6 +566,11 @@ class NoNumbers(Signed):
         return np.full(len(X), np.nan)
 
 
+def fitted_without_groups():
+    with pytest.warns(UserWarning, match="got no groups"):
+        return PersonalizedLinearRegression().fit([[0.0], [1.0], [2.0]], [0.0, 1.0, 1.0])
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
@@ -505,6 +580,21 @@ class NoNumbers(Signed):
         ({"estimators": [*SIGNS, ("nan", NoNumbers())]}, "'nan' .* predicted nan"),
         ({"prior": DirichletPrior([0.2, 0.3, 0.5])}, "each of the 2 estimators.*got .0.2, 0.3"),
         ({"prior": DirichletPrior([1.0, 0.0])}, "mean of prior must have a positive number"),
+        ({"prior": DirichletPrior([np.nan, 0.5])}, "a positive number.*got .nan, 0.5"),
+        ({"prior": EVEN, "cv": []}, "tests 24 of 24 rows never"),
+        ({"estimators": [*SIGNS, 3]}, r"list of \(name, estimator\); got 3 in it"),
+        (
+            {"estimators": [*SIGNS, ("column", ClientColumn(LinearRegression(), column=0))]},
+            "'column', a ClientColumn.*groups=",
+        ),
+        (
+            {"estimators": [*SIGNS, ("sgd", PPSGDRegressor(checkpoint="file"))]},
+            "'sgd' with checkpoint='file'.*in several folds",
+        ),
+        (
+            {"estimators": [*SIGNS, ("one", FrozenEstimator(fitted_without_groups()))]},
+            "'one' .FrozenEstimator. failed to predict.*fitted without groups",
+        ),
         ({"prior": DirichletPrior(concentration=-1.0)}, "'concentration' parameter"),
         ({"prior": 3.0}, "'prior' parameter"),
         ({"how": "mix"}, "'how' parameter"),
@@ -517,6 +607,16 @@ def test_bad_parameters(params, message):
     model = ClientSelector(SIGNS).set_params(**params)
     with pytest.raises(ValueError, match=message):
         model.fit(X, y, groups=groups)
+    assert not hasattr(model, "weights_")
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.SingleClientWarning")
+def test_frozen_models_of_many_clients_need_ids():
+    X, y, groups = two_kinds(4, 6)
+    fitted = PersonalizedLinearRegression().fit(X, y, groups=groups)
+    model = ClientSelector([("frozen", FrozenEstimator(fitted)), *SIGNS])
+    with pytest.raises(ValueError, match=r"'frozen', a frozen model of 4 clients.*no groups="):
+        model.fit(X, y)
     assert not hasattr(model, "weights_")
 
 

@@ -727,7 +727,7 @@ def test_clients_of_one_row():
     [
         ({"estimators": []}, "must hold at least one that is not dropped"),
         ({"estimators": [("a", "drop")]}, "must hold at least one that is not dropped"),
-        ({"estimators": [LinearRegression()]}, r"list of \(name, estimator\); got \[LinearReg"),
+        ({"estimators": [LinearRegression()]}, r"list of \(name, estimator\); got LinearReg"),
         ({"estimators": [("a", LogisticRegression())]}, "'a', LogisticRegression.*a regressor"),
         ({"estimators": [("stack", Ridge())]}, "the name 'stack', which is that of another part"),
         (

@@ -9,6 +9,7 @@ import copy
 import numpy as np
 import pandas as pd
 from sklearn.compose import make_column_transformer
+from sklearn.dummy import DummyClassifier, DummyRegressor
 from sklearn.ensemble import HistGradientBoostingClassifier, HistGradientBoostingRegressor
 from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
 from sklearn.pipeline import make_pipeline
@@ -141,6 +142,17 @@ def trees_with_client(has_classes):
     kind = HistGradientBoostingClassifier if has_classes else HistGradientBoostingRegressor
     model = ClientAsFeature(kind(random_state=0), unseen="population", random_state=0)
     return Ours(model, has_classes)
+
+
+def pooled(has_classes):
+    """A linear model without clients, as the stack has it for new ones."""
+    linear = LogisticRegression() if has_classes else LinearRegression()
+    return NoClients(make_pipeline(StandardScaler(), linear), has_classes)
+
+
+def mean(has_classes):
+    kind = DummyClassifier(strategy="prior") if has_classes else DummyRegressor()
+    return NoClients(kind, has_classes)
 
 
 class NoClients(Ours):
@@ -308,11 +320,16 @@ METHODS = {
     "merf": (MERF, {}),
     "hgb": (trees_alone, {}),
     "hgb_client": (trees_with_client, {}),
+    "pooled": (pooled, {}),
+    "mean": (mean, {}),
 }
 PARTS = {  # of the stack, at default parameters
     "hgb": "trees of the stack, without the client",
     "hgb_client": "trees of the stack, with the client",
+    "pooled": "linear model of the stack, without clients",
+    "mean": "mean",
 }
+FOR_NEW = ("pooled", "mean")  # parts for new clients alone
 OURS = ("random intercept", "default", "stacking", "stacking + selector")
 
 

@@ -31,7 +31,7 @@ import pandas as pd
 from cells import Results
 from run import ONE_THREAD
 from sklearn.model_selection import GroupKFold
-from table_models import METHODS, OURS, NotPossibleError, losses, tuned_fit
+from table_models import FOR_NEW, METHODS, OURS, NotPossibleError, losses, tuned_fit
 
 from pfl_sklearn.model_selection import ClientKFold, ClientShuffleSplit
 
@@ -187,6 +187,7 @@ def cells_of(task, methods):
         for kind in KINDS
         for split in range(SPLITS if kind == "inside" else n_whole)
         for method in methods
+        if kind == "whole" or method not in FOR_NEW
     ]
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 from cells import Results
-from table_models import METHODS, OURS, PARTS
+from table_models import FOR_NEW, METHODS, OURS, PARTS
 from tables import KINDS, TASKS, Cell, cells_of
 
 OWN = "stacking"
@@ -242,10 +242,14 @@ def bars(results):
                 continue
             own = each[OWN]
             within = peer.excess > 0 or -peer.excess <= _WITHIN * peer.excess_se
-            parts = {part: each[part].error for part in (*PARTS, "default") if part in each}
             alone = _candidates(task, kind, found)
-            if "stack" in alone:
+            # Inside, the best part is the bar; for new clients, what everybody could have.
+            of_kind = FOR_NEW if kind == "whole" else (*PARTS, "default")
+            parts = {part: each[part].error for part in of_kind if part in each}
+            if kind == "inside" and "stack" in alone:
                 parts["stack"] = alone["stack"]
+            if not parts:
+                continue
             least = min(parts, key=parts.get)
             line = (
                 f"{task} {kind}: stacking {own.error:.4f}; {name} {peer.excess:+.4f} "

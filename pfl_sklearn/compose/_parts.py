@@ -125,6 +125,8 @@ def parts_of(named, final, plain, table, own, folds, codes, fallback, n_jobs):
     by_name |= {each.name: part for each, part in zip(named, found, strict=True)}
     losses = {name: row_losses(part, table.y, final.classes) for name, part in by_name.items()}
     means = {name: np.average(rows, weights=table.weights) for name, rows in losses.items()}
+    plainest = sorted((each.name for each in plain), key=means.__getitem__)
+    losses = {name: losses[name] for name in (*plainest, *losses)}
     chosen = first_as_good(losses, table.weights, codes)
     if len(folds) > 2:  # else nothing is outside of two
         stack = _Stack(named, final, table, own, found, folds, {}, n_jobs)

@@ -95,9 +95,9 @@ STACKING = {
         the prediction for one is made of the other, so that a final estimator that saw both could
         tell the one from the other. The first part predicts that is not clearly worse than the best
         one, by a one-sided test of the mean difference at level 0.1, for new clients with errors
-        clustered by client. The order is pooled, mean, final estimator alone, base estimators in
-        their order, stack. For new clients the stack takes part if there are at least three
-        clients.
+        clustered by client. The order is pooled and mean, the better of them first, final estimator
+        alone, base estimators in their order, stack. For new clients the stack takes part if there
+        are at least three clients.
 
         The stack is tested on the first fold alone if that decides: if the stack is no better there
         than the best other part, or clearly better than each at level 0.01. For new clients it is

@@ -113,6 +113,19 @@ def test_what_is_constant_within_clients_is_not_trusted_for_new_ones():
     np.testing.assert_allclose(model.predict(X[:3], groups=[-1, -1, -1]), y.mean())
 
 
+@pytest.mark.parametrize(("slope", "part"), [(0.0, "mean"), (2.0, "pooled")])
+def test_the_better_of_mean_and_line_is_what_others_have_to_beat(slope, part):
+    """With ten clients a line through columns of theirs is never clearly worse than the mean."""
+    rng = np.random.default_rng(6)
+    groups = np.repeat(np.arange(10), 8)
+    X = rng.normal(size=(10, 2))[groups]
+    y = slope * X[:, 0] + rng.normal(size=10)[groups] + 0.1 * rng.normal(size=len(groups))
+    model = PersonalizedStackingRegressor([("trees", boosting())], random_state=0)
+    model.fit(X, y, groups=groups)
+    losses = model.losses_["new"]
+    assert model.new_part_ == part == losses[["pooled", "mean"]].idxmin()
+
+
 @settings(max_examples=50, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=3, max_size=6),

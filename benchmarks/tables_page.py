@@ -122,6 +122,16 @@ def _standard_error(values, overlap):
     return math.sqrt(values.var(ddof=1) * (1 / len(values) + overlap))
 
 
+def unexplained(results):
+    """Complete tasks and kinds where another is better by over a standard error, without a why."""
+    for task in TASKS:
+        if is_complete(task, found := results.of(task)):
+            for kind in KINDS:
+                _, peer = best_peer(summaries(task, kind, found))
+                if -peer.excess > peer.excess_se and (task, kind) not in WHY:
+                    yield task, kind
+
+
 def best_peer(found):
     """Name and summary of the best method that is not ours."""
     peers = {name: each for name, each in found.items() if name not in (*OURS, *PARTS)}
@@ -189,6 +199,13 @@ def _words(task, kind, found):
     }
     if missing:
         words.append("Left out: " + "; ".join(f"{k} ({v})" for k, v in missing.items()) + ".")
+    each = summaries(task, kind, found)
+    name, peer = best_peer(each)
+    if peer.excess < 0:
+        words.append(
+            f"{name} is better by {_shown(-peer.excess)}, "
+            f"{-peer.excess / peer.excess_se:.1f} standard errors of that difference."
+        )
     if (task, kind) in WHY:
         words.append(WHY[task, kind])
     return "\n" + " ".join(words) + "\n"
@@ -259,10 +276,18 @@ def bars(results):
             if "stacking + selector" in each:
                 mixed, least = each["stacking + selector"].error, min(alone, key=alone.get)
                 line += f"; selector {mixed:.4f}, {least} {100 * (mixed / alone[least] - 1):+.2f} %"
-            boosting = each.get("GPBoost boosting")
-            if boosting is not None:
-                line += f"; {own.seconds:.0f} s, GPBoost boosting {boosting.seconds:.0f} s"
-            yield line
+            seconds = [_seconds_of_folds(task, kind, each)]
+            if "GPBoost boosting" in each:
+                seconds.append(each["GPBoost boosting"].seconds)
+            line += f"; {own.seconds:.1f} s, {own.seconds / max(seconds):.2f} of the larger of "
+            yield line + ", ".join(f"{value:.1f} s" for value in seconds)
+
+
+def _seconds_of_folds(task, kind, found):
+    """Seconds of the base estimators in folds of both kinds and to all rows, and of a final fit."""
+    folds_of_clients = {"inside": 4, "whole": 3}[kind] if task == "heart" else 5
+    bases = found["hgb"].seconds + found["hgb_client"].seconds
+    return (5 + folds_of_clients + 1) * bases + found["default"].seconds
 
 
 def _candidates(task, kind, found):

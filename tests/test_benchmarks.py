@@ -331,3 +331,8 @@ def test_the_page_and_the_readme_are_of_the_results(tables_page):
     assert page.read_text(encoding="utf-8") == written
     table = tables_page.readme_table(results)
     assert table in (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
+
+
+def test_where_another_is_better_the_page_says_why(tables_page):
+    results = tables_page.Results(tables_page.Cell, BENCHMARKS / "tables")
+    assert list(tables_page.unexplained(results)) == []

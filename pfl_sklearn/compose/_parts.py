@@ -27,6 +27,7 @@ from pfl_sklearn.compose._rows import Table
 # The final estimator on all it gets, or on columns of X alone; models of these without clients.
 STACK, FINAL, POOLED, MEAN = "stack", "final_estimator", "pooled", "mean"
 _LEVEL, _EARLY_LEVEL = 0.1, 0.01
+_EARLY_ROWS = 30  # of the first fold, for it to decide
 
 
 class Parts(NamedTuple):
@@ -53,6 +54,8 @@ def first_as_good(losses, weights, codes=None, level=_LEVEL):
     best = min(means, key=means.__getitem__)
     if codes is None or codes.max() == 0:
         codes = np.arange(len(losses[best]))
+    if codes.max() == 0:  # one row: nothing is clear
+        return next(iter(losses))
     quantile = stdtrit(codes.max(), 1 - level)
     for name, rows in losses.items():
         gap = means[name] - means[best]
@@ -183,9 +186,9 @@ class _Stack(NamedTuple):
 def _judged_for_known(stack, losses, _):
     """Mean loss of the stack for known clients, and whether it predicts.
 
-    Losses (n,) are those of the other parts. The first fold decides if the stack is no better there
-    than the best of these, or clearly better than each at level 0.01. Its mean loss is then that of
-    the best, and the difference in this fold.
+    Losses (n,) are those of the other parts. A first fold of 30 rows decides if the stack is no
+    better there than the best of these, or clearly better than each at level 0.01. Its mean loss is
+    then that of the best, and the difference in this fold.
     """
     weights, rows = stack.table.weights, stack.folds[0][1]
     means = {name: np.average(each, weights=weights) for name, each in losses.items()}
@@ -195,7 +198,7 @@ def _judged_for_known(stack, losses, _):
     gain = np.average((losses[rival] - own)[rows], weights=some)
     first = {name: each[rows] for name, each in {**losses, STACK: own}.items()}
     wins = gain > 0 and first_as_good(first, some, level=_EARLY_LEVEL) == STACK
-    if gain <= 0 or wins:
+    if len(rows) >= _EARLY_ROWS and (gain <= 0 or wins):
         return means[rival] - gain, wins
     own = np.where(np.isnan(own), stack.losses(range(1, len(stack.folds))), own)
     wins = first_as_good({**losses, STACK: own}, weights) == STACK

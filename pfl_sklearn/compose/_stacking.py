@@ -99,10 +99,10 @@ STACKING = {
         alone, base estimators in their order, stack. For new clients the stack takes part if there
         are at least three clients.
 
-        The stack is tested on the first fold alone if that decides: if the stack is no better there
-        than the best other part, or clearly better than each at level 0.01. For new clients it is
-        first tested as if base estimators had not seen the others' clients, which flatters it, and
-        is out if it does not win by that.
+        The stack is tested on the first fold alone if that has 30 rows and decides: if the stack is
+        no better there than the best other part, or clearly better than each at level 0.01. For new
+        clients it is first tested with base estimators that have seen the tested clients, which
+        flatters it, and is out if it does not win by that.
 
         With k folds each base estimator is fitted 3 k times if these first looks decide (15 times
         by default), and at most k (k + 1) + 1 times, on three to four fifths of the rows. The final

@@ -165,10 +165,13 @@ def test_rows_that_a_splitter_leaves_out_stay_out():
             assert value == pytest.approx(y[np.intersect1d(train, own)].mean())
 
 
-@pytest.mark.parametrize(("noise", "n_judged"), [(0.0, 4), (3.0, 1)])
-def test_the_loss_of_the_stack_is_of_rows_that_nothing_saw(noise, n_judged):
-    """One fold decides where there is no gain or a clear one; else all folds do."""
-    X, y, groups = steps_and_slopes(n_rows=8)
+@pytest.mark.parametrize(
+    ("noise", "n_rows", "n_judged"),
+    [(3.0, 9, 4), (0.0, 20, 4), (0.0, 12, 1), (3.0, 16, 1)],
+)
+def test_the_loss_of_the_stack_is_of_rows_that_nothing_saw(noise, n_rows, n_judged):
+    """One fold of 30 rows decides where there is no gain or a clear one; else all folds do."""
+    X, y, groups = steps_and_slopes(n_rows=n_rows)
     y = y + noise * np.random.default_rng(1).normal(size=len(y))
     folds = folds_of(len(y), 4)
     bases = [("trees", boosting(min_samples_leaf=5)), ("own", final())]
@@ -320,6 +323,10 @@ def test_first_looks_save_fits_of_base_estimators(seed, n_fits):
     assert Counted.n_fits - before == n_fits
     assert (model.known_part_, model.new_part_) == ("final_estimator", "final_estimator")
     assert np.isnan(model.losses_.loc["stack", "new"]) == (n_fits < 30)
+
+
+def test_nothing_is_clear_in_one_row():
+    assert first_as_good({"simple": np.array([2.0]), "best": np.array([1.0])}, None) == "simple"
 
 
 def test_for_known_clients_rows_are_drawn():

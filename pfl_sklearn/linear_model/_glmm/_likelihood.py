@@ -11,7 +11,7 @@ The criterion of a client is
 
     log-likelihood - |V|^2 / 2 - log det(H) / 2,   H = I + sum_j W_j (x) L'z_j z_j'L,
 
-at the mode of V. We stack clients of nearly equal size and solve the smaller of two systems: in the
+at the mode of V. We stack clients of similar size and solve the smaller of two systems: in the
 r effects or, with V = Z L' alpha, in the n rows.
 """
 
@@ -24,7 +24,8 @@ from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._algebra import invert_lower, solve_systems
 
-_SIZES = 4  # stacked sizes differ by less than a share of 1 / 4
+_SIZES = 4  # stacked sizes differ by less than a share of 1 / 4,
+_PADDING = 1 << 10  # unless this many rows fill all gaps: a stack costs as much time by itself
 _CELLS = 1 << 19  # numbers of a stack's columns; more clients make another stack
 LAST_DECREMENT = 1e-13  # nats; the step with this squared Newton decrement is the last
 CLOSE_ENOUGH = 1e-8  # the same where no gradient depends on the mode: its error is about this
@@ -34,7 +35,7 @@ SLACK = 1e-13  # relative decrease of a mode's criterion that counts as rounding
 
 
 class RowStack(NamedTuple):
-    """Rows of clients of nearly equal size, padded with rows whose weight and columns are 0."""
+    """Rows of clients of similar size, padded with rows whose weight and columns are 0."""
 
     clients: np.ndarray  # (b,)
     x: np.ndarray  # (b, n, p), random columns first
@@ -182,15 +183,18 @@ def stack_rows(columns, labels, weights, codes, n_clients):
 
 
 def _of_similar_size(batches, cells):
-    """Lists of consecutive batches; each list makes one stack."""
-    joined, key, cost = [], None, 0
+    """Lists of consecutive batches, in ascending size; each list makes one stack."""
+    joined, key, longest, n_clients, padding, cost = [], None, 0, 0, 0, 0
     for batch in batches:
         b, n = batch.rows.shape
         step = 1 << max(n.bit_length() - _SIZES.bit_length(), 0)
-        cost += b * n
-        if key != (n - 1) // step * step or cost > cells:
+        similar = key == (n - 1) // step * step
+        added = n_clients * (n - longest)
+        padding, cost = padding + added, cost + added + b * n
+        if not joined or cost > cells or not (similar or padding <= _PADDING):
             joined.append([])
-            key, cost = (n - 1) // step * step, b * n
+            n_clients, padding, cost = 0, 0, b * n
+        key, longest, n_clients = (n - 1) // step * step, n, n_clients + b
         joined[-1].append(batch)
     return joined
 

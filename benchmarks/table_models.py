@@ -243,7 +243,12 @@ class GPBoostMixed:
 
 
 class GPBoostBoosting:
-    """GPBoost's boosted trees with a random intercept; the number of rounds is tuned as well."""
+    """GPBoost's boosted trees with a random intercept; the number of rounds is tuned as well.
+
+    Responses get a variance of 1 inside clients, since the size of its steps depends on that of the
+    noise: with shares of votes as they are its errors are several times as large and vary from one
+    number of rounds to the next.
+    """
 
     grid = _BOOSTING
 
@@ -258,7 +263,7 @@ class GPBoostBoosting:
 
         found = gpboost.cv(
             params=self.params,
-            train_set=gpboost.Dataset(X.to_numpy(), y),
+            train_set=gpboost.Dataset(X.to_numpy(), self._scaled(y, groups)),
             gp_model=gpboost.GPModel(group_data=groups, likelihood=_likelihood(self.has_classes)),
             num_boost_round=_ROUNDS,
             early_stopping_rounds=_STOP,
@@ -275,13 +280,21 @@ class GPBoostBoosting:
         import gpboost
 
         gp_model = gpboost.GPModel(group_data=groups, likelihood=_likelihood(self.has_classes))
-        rows = gpboost.Dataset(X.to_numpy(), y)
+        rows = gpboost.Dataset(X.to_numpy(), self._scaled(y, groups))
         self.model = gpboost.train(self.params, rows, gp_model=gp_model, num_boost_round=n_rounds)
         return self
 
     def outputs(self, X, groups):
         found = self.model.predict(X.to_numpy(), group_data_pred=groups, pred_latent=False)
-        return found["response_mean"]
+        return self.mean + self.scale * found["response_mean"]
+
+    def _scaled(self, y, groups):
+        self.mean, self.scale = 0.0, 1.0
+        if not self.has_classes:
+            of_client = pd.Series(y).groupby(groups)
+            within = (of_client.size() - 1).clip(lower=0) @ of_client.var().fillna(0.0)
+            self.mean, self.scale = y.mean(), np.sqrt(within / (len(y) - of_client.ngroups))
+        return (y - self.mean) / self.scale
 
 
 class MERF:

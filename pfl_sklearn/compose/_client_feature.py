@@ -15,11 +15,7 @@ from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import row_counts
-from pfl_sklearn._compat import (
-    HasMethods,
-    StrOptions,
-    fit_context,
-)
+from pfl_sklearn._compat import HasMethods, StrOptions, fit_context
 from pfl_sklearn._delegation import inner_has
 from pfl_sklearn._nesting import Wraps
 from pfl_sklearn.base import ClientMixin, client_values

@@ -2,18 +2,15 @@
 
 import copy
 
+import pandas as pd
 from sklearn import config_context
 from sklearn.base import MetaEstimatorMixin, is_classifier, is_regressor
-from sklearn.frozen import FrozenEstimator
 
+from pfl_sklearn._clients import match_clients
 from pfl_sklearn._compat import BaseComposition
-from pfl_sklearn._nesting import (
-    final_estimator,
-    hand_out,
-    predicting_estimator,
-    takes_groups,
-)
+from pfl_sklearn._nesting import final_estimator, hand_out, predicting_estimator, takes_groups
 from pfl_sklearn.compose._client_column import ClientColumn
+from pfl_sklearn.compose._frozen import is_frozen, population_of
 
 
 class NamedEstimators(MetaEstimatorMixin, BaseComposition):
@@ -97,7 +94,7 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
         found = [(name, each) for name, each in pairs if not is_dropped(each)]
         for name, each in found:
             check_kind(each, kind, f"estimators has {name!r}, {each!r}")
-            _check_parameters(each, name)
+            check_parameters(each, f"estimators has {name!r}")
         if not found:
             raise ValueError("estimators must hold at least one that is not dropped; got none.")
         return found
@@ -118,32 +115,36 @@ def check_kind(estimator, kind, what):
         raise ValueError(f"{what}, which has no predict_proba; expected a classifier that has.")
 
 
-def _check_parameters(estimator, name):
+def check_parameters(estimator, what):
     """Raise ValueError if an estimator takes clients from a column, or folds would share a file."""
     if isinstance(final_estimator(estimator), ClientColumn):
         raise ValueError(
-            f"estimators has {name!r}, a ClientColumn, but here client ids are handed on as "
-            "groups=; give the estimator inside it, and wrap the whole in a ClientColumn."
+            f"{what}, a ClientColumn, but here client ids are handed on as groups=; give the "
+            "estimator inside it, and wrap the whole in a ClientColumn."
         )
-    if isinstance(estimator, FrozenEstimator):
+    if is_frozen(estimator):
         return
     for key, value in estimator.get_params().items():
         if key.rpartition("__")[2] == "checkpoint" and value is not None:
             raise ValueError(
-                f"estimators has {name!r} with {key}={value!r}, but it is fitted in several folds, "
-                "which cannot share a file; set it to None."
+                f"{what} with {key}={value!r}, but it is fitted in several folds, which cannot "
+                "share a file; set it to None."
             )
 
 
 def of_client(fitted, client_id):
-    """A fitted estimator's model of one client, or a copy if it knows no clients."""
+    """A fitted estimator's model of one client, or of none if it does not know this one."""
     fitted = None if fitted is None else predicting_estimator(fitted)
     with config_context(enable_metadata_routing=True):
         if fitted is None or not takes_groups(fitted, "predict"):
             return copy.deepcopy(fitted)
-    if not hasattr(final_estimator(fitted), "for_client"):
+    core = final_estimator(fitted)
+    if not hasattr(core, "for_client"):
         raise ValueError(
             f"for_client needs a model of one client alone, and {type(fitted).__name__}, which "
             "knows all of them, has no for_client."
         )
+    known = getattr(core, "clients_", None)
+    if known is None or match_clients(pd.Categorical([client_id]), 1, known, "client_id")[0] < 0:
+        return population_of(fitted)  # of a release, or of other clients
     return hand_out(fitted, "for_client", client_id)

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from sklearn import config_context
 from sklearn.base import clone
-from sklearn.frozen import FrozenEstimator
 from sklearn.model_selection import GroupKFold
 
 from pfl_sklearn._nesting import predicting_estimator, takes_groups
 from pfl_sklearn._parallel import map_batches
+from pfl_sklearn.compose._frozen import is_frozen
 from pfl_sklearn.compose._rows import as_groups
 
 SMALLEST = 1e-6  # probability that a loss or log odds are computed of, at least
@@ -181,18 +181,19 @@ def out_of_two_folds(named, table, folds, n_jobs):
         For each fold and each estimator, outputs (n_train, ...) for the fold's training rows.
     """
     pairs = {}
-    fit_pairs(named, table, folds, range(len(folds)), pairs, n_jobs)
+    for k in range(len(folds)):
+        fit_pairs(named, table, folds, k, pairs, n_jobs)
     return [outside_of(k, folds, pairs, len(table.y)) for k in range(len(folds))]
 
 
-def fit_pairs(named, table, folds, wanted, pairs, n_jobs):
+def fit_pairs(named, table, folds, k, pairs, n_jobs):
     """Add to `pairs` what estimators say of the rows of two folds, by fits to the rest.
 
-    Those pairs are added that have one of the wanted folds and are not there yet. Each has a list
-    of outputs, by estimator, for the rows of both folds in ascending order.
+    Those pairs of fold k are added that are not there yet. Each has a list of outputs, by
+    estimator, for the rows of both folds in ascending order.
     """
     every = itertools.combinations(range(len(folds)), 2)
-    new = [pair for pair in every if pair not in pairs and not set(wanted).isdisjoint(pair)]
+    new = [pair for pair in every if k in pair and pair not in pairs]
     tasks = [
         (np.intersect1d(folds[a][0], folds[b][0]), _rows_of_pair(folds, (a, b)), each, table)
         for a, b in new
@@ -219,18 +220,17 @@ def _rows_of_pair(folds, pair):
     return np.sort(np.concatenate([folds[k][1] for k in pair]))
 
 
-def tested(named, pairs, n_jobs):
-    """Outputs for test rows, by a fit to training rows, of each (training, test) pair of tables."""
-    tasks = [(test.y, named, train, test) for train, test in pairs]
-    return [part for part, _ in map_batches(_tested, tasks, n_jobs)]
+def tested(named, train, test):
+    """Outputs for the rows of one table, by a fit to another."""
+    return map_batches(_tested, [(test.y, named, train, test)])[0][0]
 
 
 def _tested(_, named, train, test):
     """Outputs for the test rows, and the categories and texts of the warnings of the fit."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        frozen = isinstance(named.estimator, FrozenEstimator)
-        if named.classes is not None and not frozen and len(np.unique(train.y)) == 1:
+        one_class = named.classes is not None and len(np.unique(train.y)) == 1
+        if one_class and not is_frozen(named.estimator):  # too few rows to learn from
             found = np.tile((named.classes == train.y[0]).astype(float), (len(test.y), 1))
         else:
             found = _fitted_outputs(named, train, test)
@@ -282,17 +282,37 @@ def row_losses(found, y, classes):
 
 
 def folds_within(cv, table, owner):
-    """Folds of a splitter as a list, whose test rows must be a partition."""
-    folds = list(cv.split(table.X, table.y, groups=as_groups(table.ids)))
-    tests = np.concatenate([np.empty(0, dtype=np.intp), *(test for _, test in folds)])
-    times = np.bincount(tests, minlength=len(table.y))
-    wrong = np.count_nonzero(times != 1)
+    """Folds of a splitter as a list of row positions, whose test rows must be a partition."""
+    n_rows, folds = len(table.y), []
+    for k, pair in enumerate(cv.split(table.X, table.y, groups=as_groups(table.ids))):
+        train, test = (_positions(rows, n_rows) for rows in pair)
+        shared = np.intersect1d(train, test)
+        if not (len(train) and len(test)) or len(shared):
+            raise ValueError(
+                f"fold {k} of cv has {len(train)} rows to fit and {len(test)} to test, of which "
+                f"{len(shared)} are the same; expected some of each, and none in both."
+            )
+        folds.append((train, test))
+    times = np.bincount(np.concatenate([[], *(test for _, test in folds)]).astype(np.intp))
+    wrong = n_rows - np.count_nonzero(times == 1)
     if wrong:
         raise ValueError(
-            f"cv={cv!r} of {type(owner).__name__} tests {wrong} of {len(table.y)} rows never or "
-            "more than once; expected a partition, such as ClientKFold."
+            f"cv of {type(owner).__name__} tests {wrong} of {n_rows} rows never or more than "
+            "once; expected a partition, such as ClientKFold."
         )
     return folds
+
+
+def _positions(rows, n_rows):
+    """Positions of rows, which may be given as a mask."""
+    rows = np.asarray(rows)
+    rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.intp)
+    if rows.size and (rows.min() < 0 or rows.max() >= n_rows):
+        raise ValueError(
+            f"cv has row {rows.min() if rows.min() < 0 else rows.max()}; expected positions from 0 "
+            f"to {n_rows - 1}."
+        )
+    return rows
 
 
 def folds_of_clients(n_splits, codes, seed):

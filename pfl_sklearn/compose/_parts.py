@@ -1,17 +1,16 @@
 """Parts of a stack: what may predict for known and for new clients, and how well it does."""
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy.special import stdtrit
 from sklearn import config_context
 from sklearn.dummy import DummyClassifier, DummyRegressor
 from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
+from pfl_sklearn.compose._choice import first_as_good, judged, mean_losses
 from pfl_sklearn.compose._out_of_fold import (
     Named,
     fit_all,
@@ -26,14 +25,12 @@ from pfl_sklearn.compose._rows import Table
 
 # The final estimator on all it gets, or on columns of X alone; models of these without clients.
 STACK, FINAL, POOLED, MEAN = "stack", "final_estimator", "pooled", "mean"
-_LEVEL, _EARLY_LEVEL = 0.1, 0.01
-_EARLY_ROWS = 30  # of the first fold, for it to decide
 
 
 class Parts(NamedTuple):
     """Estimators behind the base estimators with their rows, by name, and what predicts.
 
-    `losses` are means, in order of preference; `chosen` is the name of the part that predicts.
+    `losses` are means; `chosen` is the name of the part that predicts.
     `warned` has what base estimators warned of in every fold, as texts and categories by name.
     """
 
@@ -41,34 +38,6 @@ class Parts(NamedTuple):
     losses: dict[str, float]
     chosen: str
     warned: dict[str, list[tuple[str, type[Warning]]]]
-
-
-def first_as_good(losses, weights, codes=None, level=_LEVEL):
-    """Name of the first of some losses (n,) that is not clearly worse than the best of all.
-
-    Clearly: a one-sided test of the mean difference at a level. Its errors are clustered by the
-    clients of the rows if `codes` (n,) are given, as is right for new clients. Known clients are
-    the ones that predictions are for: rows are drawn, not clients.
-    """
-    means = {name: np.average(rows, weights=weights) for name, rows in losses.items()}
-    best = min(means, key=means.__getitem__)
-    if codes is None or codes.max() == 0:
-        codes = np.arange(len(losses[best]))
-    if codes.max() == 0:  # one row: nothing is clear
-        return next(iter(losses))
-    quantile = stdtrit(codes.max(), 1 - level)
-    for name, rows in losses.items():
-        gap = means[name] - means[best]
-        if gap <= quantile * _clustered_error(rows - losses[best] - gap, codes, weights):
-            return name
-    return best
-
-
-def _clustered_error(residuals, codes, weights):
-    """Standard error of a mean, from residuals (n,) whose clusters these are."""
-    weights = np.ones(len(residuals)) if weights is None else weights
-    sums = np.bincount(codes, residuals * weights)
-    return np.linalg.norm(sums) / weights.sum() * math.sqrt(len(sums) / (len(sums) - 1))
 
 
 class Fitted(NamedTuple):
@@ -79,7 +48,7 @@ class Fitted(NamedTuple):
     new: tuple[str, Any]
 
 
-def without_clients(classes, n_columns):
+def plain_models(classes, n_columns):
     """Models of columns of `X` that know no clients; a linear one only if there are any."""
     plain = DummyRegressor() if classes is None else DummyClassifier(strategy="prior")
     found = []
@@ -127,14 +96,14 @@ def parts_of(named, final, plain, table, own, folds, codes, fallback, n_jobs):
     by_name = dict(zip(others, done, strict=True))
     by_name |= {each.name: part for each, part in zip(named, found, strict=True)}
     losses = {name: row_losses(part, table.y, final.classes) for name, part in by_name.items()}
-    means = {name: np.average(rows, weights=table.weights) for name, rows in losses.items()}
+    means = mean_losses(losses, table.weights)
     plainest = sorted((each.name for each in plain), key=means.__getitem__)
     losses = {name: losses[name] for name in (*plainest, *losses)}
     chosen = first_as_good(losses, table.weights, codes)
     if len(folds) > 2:  # else nothing is outside of two
         stack = _Stack(named, final, table, own, found, folds, {}, n_jobs)
-        judge = _judged_for_known if codes is None else _judged_for_new
-        means[STACK], wins = judge(stack, losses, codes)
+        tests = [test for _, test in folds]
+        means[STACK], wins = judged(STACK, stack.losses, losses, tests, table.weights, codes)
         chosen = STACK if wins else chosen
     return Parts(finals | others, means, chosen, warned)
 
@@ -151,72 +120,28 @@ class _Stack(NamedTuple):
     pairs: dict[tuple[int, int], list[np.ndarray]]
     n_jobs: int | None
 
-    def losses(self, tests, honest=True):
-        """Losses (n,) on the rows of some folds; NaN on others.
+    def losses(self, k, rough=False):
+        """Losses on the test rows of a fold.
 
-        The rows that the final estimator learns from come from fits that saw nothing of the fold it
-        is tested on. Otherwise (not `honest`) clients of few rows would give away what is to be
-        predicted: of a client with two rows, the prediction for one is made of the other.
+        The rows that the final estimator learns from come from fits that saw nothing of the fold.
+        Otherwise clients of few rows would give away what is to be predicted: of a client with two
+        rows, the prediction for one is made of the other. If it may be `rough`, they are taken
+        nevertheless, since they are there already.
         """
-        tables = []
-        if honest:
-            fit_pairs(self.named, self.table, self.folds, tests, self.pairs, self.n_jobs)
-        for k in tests:
-            train, test = self.folds[k]
-            known, new = self.own.take(train), self.own.take(test)
-            if honest:
-                inside = outside_of(k, self.folds, self.pairs, len(self.table.y))
-            else:
-                inside = [part[train] for part in self.found]
-            outside = [part[test] for part in self.found]
-            tables.append(
-                (
-                    known._replace(X=stacked(self.named, inside, known.X)),
-                    new._replace(X=stacked(self.named, outside, new.X)),
-                )
-            )
-        losses = np.full(len(self.table.y), np.nan)
-        parts = tested(self.final, tables, self.n_jobs)
-        for k, part in zip(tests, parts, strict=True):
-            rows = self.folds[k][1]
-            losses[rows] = row_losses(part, self.table.y[rows], self.final.classes)
-        return losses
-
-
-def _judged_for_known(stack, losses, _):
-    """Mean loss of the stack for known clients, and whether it predicts.
-
-    Losses (n,) are those of the other parts. A first fold of 30 rows decides if the stack is no
-    better there than the best of these, or clearly better than each at level 0.01. Its mean loss is
-    then that of the best, and the difference in this fold.
-    """
-    weights, rows = stack.table.weights, stack.folds[0][1]
-    means = {name: np.average(each, weights=weights) for name, each in losses.items()}
-    rival = min(means, key=means.__getitem__)
-    own = stack.losses([0])
-    some = None if weights is None else weights[rows]
-    gain = np.average((losses[rival] - own)[rows], weights=some)
-    first = {name: each[rows] for name, each in {**losses, STACK: own}.items()}
-    wins = gain > 0 and first_as_good(first, some, level=_EARLY_LEVEL) == STACK
-    if len(rows) >= _EARLY_ROWS and (gain <= 0 or wins):
-        return means[rival] - gain, wins
-    own = np.where(np.isnan(own), stack.losses(range(1, len(stack.folds))), own)
-    wins = first_as_good({**losses, STACK: own}, weights) == STACK
-    return np.average(own, weights=weights), wins
-
-
-def _judged_for_new(stack, losses, codes):
-    """Mean loss of the stack for new clients, of these `codes` (n,), and whether it predicts.
-
-    A first look takes the base estimators' fits as they are, which flatters the stack. Only if it
-    would win by that, it is tested on clients that nothing in it has seen; else its loss is NaN.
-    """
-    weights = stack.table.weights
-    for honest in (False, True):
-        own = stack.losses(range(len(stack.folds)), honest)
-        if first_as_good({**losses, STACK: own}, weights, codes) != STACK:
-            return np.average(own, weights=weights) if honest else np.nan, False
-    return np.average(own, weights=weights), True
+        train, test = self.folds[k]
+        if rough:
+            inside = [part[train] for part in self.found]
+        else:
+            fit_pairs(self.named, self.table, self.folds, k, self.pairs, self.n_jobs)
+            inside = outside_of(k, self.folds, self.pairs, len(self.table.y))
+        outside = [part[test] for part in self.found]
+        known, new = self.own.take(train), self.own.take(test)
+        found = tested(
+            self.final,
+            known._replace(X=stacked(self.named, inside, known.X)),
+            new._replace(X=stacked(self.named, outside, new.X)),
+        )
+        return row_losses(found, new.y, self.final.classes)
 
 
 def stacked(named, found, columns):

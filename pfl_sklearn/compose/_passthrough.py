@@ -57,8 +57,8 @@ def fitted_passthrough(given, X):
             width = _dense(transformer.fit_transform(X)).shape[1]
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"passthrough={given!r} could not be fitted without y: {error} What needs y "
-                "belongs inside of an estimator, as a step of its pipeline."
+                f"passthrough={given!r} could not be fitted without y: {str(error).rstrip('.')}. "
+                "What needs y belongs inside of an estimator, as a step of its pipeline."
             ) from error
         return Passthrough([], _names_of(transformer, width), transformer)
     if hasattr(X, "columns"):

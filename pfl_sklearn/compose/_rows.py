@@ -44,6 +44,8 @@ def read_table(estimator, X, y, groups, sample_weight, classes):
     """
     X, y = as_table(X), column_or_1d(y, warn=True)
     check_consistent_length(X, y)
+    if y.dtype.kind == "O" and pd.isna(y).any():
+        raise ValueError(f"Input y has {pd.isna(y).sum()} missing labels (None or NaN).")
     assert_all_finite(y, input_name="y")
     if classes:
         check_classification_targets(y)

@@ -6,7 +6,6 @@ from numbers import Integral
 import numpy as np
 import pandas as pd
 from sklearn.base import is_classifier
-from sklearn.frozen import FrozenEstimator
 from sklearn.metrics import accuracy_score, r2_score
 from sklearn.model_selection import check_cv
 from sklearn.utils import Bunch, check_random_state, get_tags
@@ -18,6 +17,13 @@ from pfl_sklearn._compat import StrOptions, fit_context, num_samples, safe_index
 from pfl_sklearn._labels import check_several_classes
 from pfl_sklearn._nesting import final_estimator, hand_out
 from pfl_sklearn.base import ClientMixin, client_values
+from pfl_sklearn.compose._choice import first_as_good
+from pfl_sklearn.compose._frozen import (
+    check_strangers,
+    is_frozen,
+    without_clients,
+    without_originals,
+)
 from pfl_sklearn.compose._mixing import client_weights, errors_of, population_mean
 from pfl_sklearn.compose._named import NamedEstimators, of_client
 from pfl_sklearn.compose._out_of_fold import (
@@ -31,7 +37,6 @@ from pfl_sklearn.compose._out_of_fold import (
     outputs,
     prepared,
 )
-from pfl_sklearn.compose._parts import first_as_good
 from pfl_sklearn.compose._rows import (
     as_table,
     check_splits,
@@ -49,6 +54,9 @@ _CONCENTRATIONS = (1e6, 3000.0, 1000.0, 300.0, 100.0, 30.0, 10.0, 3.0, 1.0)
 
 
 def _classifies(self):
+    """Whether the fit was one of classifiers; before the fit, whether it would be."""
+    if self.__sklearn_is_fitted__():
+        return hasattr(self, "classes_")
     return is_classifier(self)
 
 
@@ -234,7 +242,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
         prior = self._checked_prior(len(bases))
         table = read_table(self, X, y, groups, sample_weight, is_classifier(self))
         if groups is None:
-            _check_strangers(bases)
+            check_strangers(bases)
         classes = None
         if is_classifier(self):
             classes = _all_classes(table.y, bases)
@@ -245,7 +253,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
             for (name, each), seed in zip(bases, seeds[2:], strict=True)
         ]
         for each in named:
-            if table.weights is not None and not _is_frozen(each):
+            if table.weights is not None and not is_frozen(each.estimator):
                 check_takes_weights(each.estimator, each.name)
         if table.weights is not None:
             check_splits(self.cv, table.weights, sample_weight)
@@ -321,7 +329,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
             folds = folds_within(ClientKFold(n_folds, random_state=seed), table, self)
         else:
             folds = folds_of_clients(n_folds, clients.codes, seed)
-        strangers = [_without_clients(each) for each in named]
+        strangers = [without_clients(each) for each in named]
         found = out_of_fold(strangers, [table] * len(named), folds, self.n_jobs)
         errors = errors_of(found, table, clients, classes)
         rows, (*alone, mixed) = {}, [*np.eye(len(named)), population_mean(errors, self.how)]
@@ -359,7 +367,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
             why = "the prior is learned from the rows of all clients without noise"
             return unprotected(why, (*self._population_attributes, *own), n_clients)
         candidates = [
-            Candidate.of(each.name, one, _is_frozen(each))
+            Candidate.of(each.name, one, is_frozen(each.estimator))
             for each, one in zip(named, fitted, strict=True)
         ]
         released = self._population_attributes
@@ -417,7 +425,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
         ndarray of shape (n_rows,)
         """
         found = self._outputs(X, groups)
-        return self.classes_[found.argmax(axis=1)] if is_classifier(self) else found
+        return self.classes_[found.argmax(axis=1)] if _classifies(self) else found
 
     def score(self, X, y, *, groups=None, sample_weight=None):
         """R squared or accuracy of the predictions, each row by its own client's mixture.
@@ -437,7 +445,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
         -------
         float
         """
-        score = accuracy_score if is_classifier(self) else r2_score
+        score = accuracy_score if _classifies(self) else r2_score
         return float(score(y, self.predict(X, groups=groups), sample_weight=sample_weight))
 
     def summary(self):
@@ -460,6 +468,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
         """Model of one client alone: its weights, and its candidates.
 
         Candidates are handed out as they are, unless they have a ``for_client`` of their own.
+        Nothing protects what the others learned of all clients' rows, unless `privacy_` says so.
 
         Parameters
         ----------
@@ -474,7 +483,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
         model = super().for_client(client_id)
         for name, fitted in self.named_estimators_.items():
             model.named_estimators_[name] = of_client(fitted, client_id)
-        return _without_originals(model)
+        return without_originals(model)
 
     def release(self):
         """Candidates and weights for clients without rows: what ``privacy_`` covers.
@@ -500,7 +509,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
         for name, fitted in self.named_estimators_.items():
             if hasattr(final_estimator(fitted), "release"):
                 model.named_estimators_[name] = hand_out(fitted, "release")
-        return _without_originals(model)
+        return without_originals(model)
 
     def _outputs(self, X, groups):
         """Responses (n,) or probabilities (n, n_classes) of rows."""
@@ -549,49 +558,11 @@ def _one_hot(weights):
     return np.eye(len(weights))[np.argmax(weights)]
 
 
-def _without_originals(model):
-    """The model with what it hands out as its parameters, too: frozen candidates know clients."""
-    model.estimators = [
-        (name, each if isinstance(each, FrozenEstimator) else FrozenEstimator(each))
-        for name, each in model.named_estimators_.items()
-    ]
-    if not isinstance(model.cv, Integral):  # splits are positions of all clients' rows
-        model.cv = 5
-    return model
-
-
-def _is_frozen(named):
-    return isinstance(named.estimator, FrozenEstimator)
-
-
 def _all_classes(labels, candidates):
     """Sorted classes of the labels and of frozen candidates, which may know more."""
     classes = np.unique(labels)
     for _, each in candidates:
-        own = getattr(each, "classes_", None) if isinstance(each, FrozenEstimator) else None
+        own = getattr(each, "classes_", None) if is_frozen(each) else None
         if own is not None and (own.dtype.kind in "OU") == (classes.dtype.kind in "OU"):
             classes = np.union1d(classes, own)
     return classes
-
-
-def _check_strangers(candidates):
-    """Raise ValueError if a frozen candidate knows clients, of which rows without ids say nothing.
-
-    Rows without ids are one client's, who would get its population model alone.
-    """
-    for name, each in candidates:
-        known = getattr(final_estimator(each), "clients_", ())
-        if isinstance(each, FrozenEstimator) and len(known) > 1:
-            raise ValueError(
-                f"estimators has {name!r}, a frozen model of {len(known)} clients, but fit got no "
-                "groups= and cannot know whose rows these are; give groups=, or freeze one "
-                "client's model (for_client)."
-            )
-
-
-def _without_clients(named):
-    """The same candidate as new clients see it: a frozen one forgets the clients that it knows."""
-    if not _is_frozen(named) or not hasattr(final_estimator(named.estimator), "_population_copy"):
-        return named
-    population = hand_out(named.estimator, "_population_copy")
-    return named._replace(estimator=FrozenEstimator(population))

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
+from pfl_sklearn.compose._frozen import holds_ours
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._vouching import report_of_fits
 
@@ -20,12 +21,12 @@ class Candidate(NamedTuple):
     @classmethod
     def of(cls, name, fitted, frozen):
         """Candidate of this name, which was fitted here unless it is frozen."""
+        if frozen and not holds_ours(fitted):
+            return cls(name, None, None)
         try:
             report = report_of_fits(fitted)
         except ValueError:  # it has none
             report = None
-        if report is None and frozen:  # nothing inside has a report to give
-            return cls(name, None, None)
         if report is None or math.isinf(report.epsilon):
             why = "" if report is None else f": {report.warnings[-1].rstrip('.')}"
             how = "is frozen, but" if frozen else "is fitted to the rows of all clients, and"

@@ -18,13 +18,17 @@ from pfl_sklearn._compat import (
     num_samples,
     safe_indexing,
 )
-from pfl_sklearn._nesting import (
-    final_estimator,
-)
+from pfl_sklearn._nesting import final_estimator
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.compose._client_feature import ClientAsFeature
-from pfl_sklearn.compose._named import NamedEstimators, check_kind, of_client
+from pfl_sklearn.compose._frozen import (
+    check_strangers,
+    is_frozen,
+    without_clients,
+    without_originals,
+)
+from pfl_sklearn.compose._named import NamedEstimators, check_kind, check_parameters, of_client
 from pfl_sklearn.compose._out_of_fold import (
     Named,
     folds_of_clients,
@@ -40,8 +44,8 @@ from pfl_sklearn.compose._parts import (
     fit_chosen,
     names_of,
     parts_of,
+    plain_models,
     stacked,
-    without_clients,
 )
 from pfl_sklearn.compose._passthrough import fitted_passthrough
 from pfl_sklearn.compose._rows import (
@@ -145,6 +149,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         """
         bases = self._checked_estimators()
         table = read_table(self, X, y, groups, sample_weight, is_classifier(self))
+        if groups is None:
+            check_strangers([*bases, (FINAL, self._given_final())])
         clients, classes = table.clients, self._classes_of(table.y)
         _check_rows(clients)
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(bases) + 3)
@@ -154,10 +160,12 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         ]
         kind = "regressor" if classes is None else "classifier"
         check_kind(self._given_final(), kind, f"final_estimator={self._given_final()!r}")
+        check_parameters(self._given_final(), "final_estimator is given")
         final = Named(FINAL, prepared(self._given_final(), seeds[2]), classes)
         if table.weights is not None:
             for each in (*named, final):
-                check_takes_weights(each.estimator, each.name)
+                if not is_frozen(each.estimator):
+                    check_takes_weights(each.estimator, each.name)
             check_splits(self.cv, table.weights, sample_weight)
         columns = fitted_passthrough(self.passthrough, table.X)
         own = table._replace(X=columns.frame(table.X))
@@ -169,14 +177,16 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
                 f"cv={self.cv!r} gives {len(folds['known'])} folds, but fallback=True needs at "
                 "least 3; take more folds, or fallback=False."
             )
-        plain = {"known": [], "new": without_clients(classes, own.X.shape[1])}
+        plain = {"known": [], "new": plain_models(classes, own.X.shape[1])}
         if len(clients.ids) > 1:
             n_folds = len(folds["known"])
             folds["new"] = folds_of_clients(n_folds, clients.codes, int(seeds[1]))
         drawn = {"known": None, "new": clients.codes}
+        strangers = [without_clients(each) for each in named]
+        seen = {"known": (named, final), "new": (strangers, without_clients(final))}
         parts = {
             kind: parts_of(
-                *(named, final, plain[kind], table, own, folds[kind]),
+                *(*seen[kind], plain[kind], table, own, folds[kind]),
                 drawn[kind],
                 self.fallback,
                 self.n_jobs,
@@ -259,7 +269,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
             model.named_estimators_[name] = of_client(fitted, client_id)
         for name in ("final_estimator_", "population_estimator_"):
             setattr(model, name, of_client(getattr(self, name), client_id))
-        return model
+        return without_originals(model)
 
     def release(self):
         """Refused: base estimators and their folds have no noise.

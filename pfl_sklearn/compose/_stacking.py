@@ -2,20 +2,12 @@
 
 import numpy as np
 
-from pfl_sklearn._compat import (
-    num_samples,
-)
+from pfl_sklearn._compat import num_samples
 from pfl_sklearn._docs import fill_doc
 from pfl_sklearn._labels import check_several_classes
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
-from pfl_sklearn.compose._out_of_fold import (
-    SMALLEST,
-    with_std,
-)
-from pfl_sklearn.compose._parts import (
-    FINAL,
-    STACK,
-)
+from pfl_sklearn.compose._out_of_fold import SMALLEST, with_std
+from pfl_sklearn.compose._parts import FINAL, STACK
 from pfl_sklearn.compose._stack import PersonalizedStacking
 from pfl_sklearn.linear_model import (
     PersonalizedLinearRegression,
@@ -59,9 +51,9 @@ STACKING = {
             "pooled" (a linear model without clients) or "mean".
         losses_ : DataFrame
             Out-of-fold losses of these parts, {loss}, for known and for new clients: the smaller
-            the better. That of a stack which the first fold decides on is the best other part's,
-            and the difference in this fold; NaN for a stack that a first look at new clients rules
-            out. Empty with ``fallback=False``.
+            the better; NaN for what is no part for these clients. Where the first folds decide on
+            the stack, its loss is that of the best other part times the ratio of the two in these
+            folds, which is rough if a rough look decides. Empty with ``fallback=False``.
         named_estimators_ : Bunch
             Fitted base estimators that predictions need, by name.
         final_estimator_, population_estimator_ : estimator or None
@@ -99,15 +91,18 @@ STACKING = {
         alone, base estimators in their order, stack. For new clients the stack takes part if there
         are at least three clients.
 
-        The stack is tested on the first fold alone if that has 30 rows and decides: if the stack is
-        no better there than the best other part, or clearly better than each at level 0.01. For new
-        clients it is first tested with base estimators that have seen the tested clients, which
-        flatters it, and is out if it does not win by that.
+        The stack is tested fold after fold until it is clear. It is in if it is clearly better than
+        each other part at level 0.01; it is out if it is clearly worse than the best of them at
+        level 0.1, or no better in the first two folds or more. Both takes at least 30 rows. Before
+        that, it may be out by the same rules at a rough look at two folds, which needs no more fits
+        of base estimators: it takes the predictions that there are, although those for the final
+        estimator's rows have seen the tested ones.
 
-        With k folds each base estimator is fitted 3 k times if these first looks decide (15 times
-        by default), and at most k (k + 1) + 1 times, on three to four fifths of the rows. The final
-        estimator is fitted at most 5 k + 2 times. ``fallback=False`` takes 2 k + 1 and 2 fits. Fits
-        run on one thread each, so that results do not depend on `n_jobs`.
+        With k folds each base estimator is fitted 2 k times for several clients if the stack is out
+        at the rough look (10 times by default), 3 k times if it is in after one more fold for one
+        kind of clients (15 times), and at most k (k + 1) + 1 times, on three to four fifths of the
+        rows. The final estimator is fitted at most 4 k + 6 times. ``fallback=False`` takes 2 k + 1
+        and 2 fits. Fits run on one thread each, so that results do not depend on `n_jobs`.
         """,
     "references": """
         Wolpert, D. H. (1992). Stacked generalization. Neural Networks.

@@ -615,7 +615,7 @@ def test_frozen_models_of_many_clients_need_ids():
     X, y, groups = two_kinds(4, 6)
     fitted = PersonalizedLinearRegression().fit(X, y, groups=groups)
     model = ClientSelector([("frozen", FrozenEstimator(fitted)), *SIGNS])
-    with pytest.raises(ValueError, match=r"'frozen', a frozen model of 4 clients.*no groups="):
+    with pytest.raises(ValueError, match=r"'frozen' is a frozen model of 4 clients.*no groups="):
         model.fit(X, y)
     assert not hasattr(model, "weights_")
 

@@ -92,11 +92,11 @@ STACKING = {
         are at least three clients.
 
         The stack is tested fold after fold until it is clear. It is in if it is clearly better than
-        each other part at level 0.01; it is out if it is clearly worse than the best of them at
-        level 0.1, or no better in the first two folds or more. Both takes at least 30 rows. Before
-        that, it may be out by the same rules at a rough look at two folds, which needs no more fits
-        of base estimators: it takes the predictions that there are, although those for the final
-        estimator's rows have seen the tested ones.
+        each other part at level 0.025; it is out if it is clearly worse than the best of them at
+        level 0.1, or worse than one of them in the first two folds or more. Both takes at least 30
+        rows. Before that, it may be out by the same rules at a rough look at two folds, which needs
+        no more fits of base estimators: it takes the predictions that there are, although those for
+        the final estimator's rows have seen the tested ones.
 
         With k folds each base estimator is fitted 2 k times for several clients if the stack is out
         at the rough look (10 times by default), 3 k times if it is in after one more fold for one

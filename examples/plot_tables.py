@@ -165,14 +165,10 @@ print(selector.summary().round(2).head(5).to_string())
 # measured? There are 12,124 homes in the table, from 386 counties of nine states; two features, the
 # floor and the uranium of the soil.
 homes = load_radon().frame
-features, above, county = (
-    homes[["floor", "log_uranium"]],
-    homes["log_radon"] > np.log(4),
-    (homes["county_fips"]),
-)
-((train, test),) = ClientShuffleSplit(1, test_size=0.2, random_state=0).split(
-    features, groups=county
-)
+features, county = homes[["floor", "log_uranium"]], homes["county_fips"]
+above = homes["log_radon"] > np.log(4)
+splitter = ClientShuffleSplit(1, test_size=0.2, random_state=0)
+((train, test),) = splitter.split(features, groups=county)
 candidates = {
     "personalized logistic": PersonalizedLogisticRegression(unseen="population"),
     "stack": PersonalizedStackingClassifier(unseen="population", random_state=0),

@@ -59,6 +59,8 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         Fitted clone of `estimator`.
     clients_ : ndarray of shape (n_clients,)
         Sorted ids of the clients.
+    n_samples_per_client_ : ndarray of shape (n_clients,)
+        Rows of each client.
     classes_ : ndarray of shape (n_classes,)
         Class labels, if `estimator` is a classifier.
     n_features_in_ : int
@@ -90,7 +92,7 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
 
     _wraps = Wraps("estimator", "estimator_", fits_once=False)
     _population_attributes = ("estimator_", "_unseen_column")
-    _client_attributes = ("_columns",)
+    _client_attributes = ("_columns", "n_samples_per_client_")
     _state_attributes = ("_encoded",)
 
     _parameter_constraints = {
@@ -156,7 +158,7 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         self._fitted_with_groups = groups is not None
         self.privacy_ = PrivacyReport.unprotected(
             "ClientAsFeature has no private fit.",
-            not_released=("estimator_", "clients_"),
+            not_released=("estimator_", "clients_", "n_samples_per_client_"),
             n_clients=len(clients.ids),
         )
         return self

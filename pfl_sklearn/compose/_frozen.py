@@ -1,11 +1,15 @@
 """Frozen estimators among those that are given: they know clients of their own."""
 
+import copy
+from functools import partial
 from numbers import Integral
+from types import ModuleType
 
-from sklearn.base import BaseEstimator
+import numpy as np
 from sklearn.frozen import FrozenEstimator
 
 from pfl_sklearn._nesting import final_estimator, hand_out, is_ours
+from pfl_sklearn.base import ClientMixin
 
 
 def is_frozen(estimator):
@@ -42,17 +46,33 @@ def check_strangers(pairs):
             )
 
 
+def own_copy(frozen):
+    """Copy of a frozen estimator, which a later fit of the original leaves as it is.
+
+    What becomes of clients that it does not know is for the estimator that holds it to say.
+    """
+    inner = copy.deepcopy(frozen.estimator)
+    core = final_estimator(inner)
+    if hasattr(core, "unseen"):
+        core.unseen = "population"
+    return FrozenEstimator(inner)
+
+
+def for_new_clients(fitted):
+    """What predicts for new clients: a frozen estimator forgets those that it knows."""
+    return FrozenEstimator(population_of(fitted)) if is_frozen(fitted) else fitted
+
+
 def without_originals(model):
     """A model that is handed out, with what it hands out as its parameters, too.
 
-    Frozen estimators among its parameters know all their clients, and splits are positions of all
-    clients' rows.
+    Given estimators may know all their clients or hold seeds, callbacks and ledgers, and splits are
+    positions of all clients' rows.
     """
     if model.estimators is not None:
         handed = {name: _frozen(each) for name, each in model.named_estimators_.items()}
         model.estimators = [(name, handed.get(name, "drop")) for name, _ in model.estimators]
-    final = getattr(model, "final_estimator", None)
-    if is_frozen(final):
+    if getattr(model, "final_estimator", None) is not None:
         fitted = model.final_estimator_
         model.final_estimator = None if fitted is None else _frozen(fitted)
     if not isinstance(model.cv, Integral):
@@ -65,11 +85,32 @@ def _frozen(estimator):
 
 
 def holds_ours(value):
-    """Whether an estimator of this package is inside of something, at any depth."""
+    """Whether an estimator of this package, or a subclass, is inside of something, at any depth.
+
+    We look into attributes, containers, arrays of objects, bound methods and closures.
+    """
+    left, seen = [value], set()
+    while left:
+        each = left.pop()
+        if isinstance(each, type | ModuleType | str | bytes | int | float) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if is_ours(each) or isinstance(each, ClientMixin):
+            return True
+        left += _inside(each)
+    return False
+
+
+def _inside(value):
+    """What an object holds."""
     if isinstance(value, dict):
-        return any(map(holds_ours, value.values()))
-    if isinstance(value, list | tuple | set):
-        return any(map(holds_ours, value))
-    if isinstance(value, type) or not isinstance(value, BaseEstimator):
-        return False
-    return is_ours(value) or holds_ours(vars(value))
+        return [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(value)
+    if isinstance(value, np.ndarray):
+        return value.ravel().tolist() if value.dtype == object else []
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    found = [getattr(value, "__self__", None), *getattr(value, "__dict__", {}).values()]
+    cells = getattr(value, "__closure__", None) or ()
+    return [*found, *(cell.cell_contents for cell in cells)]

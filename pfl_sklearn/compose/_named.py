@@ -50,8 +50,9 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
         """
         before, defaults = self.estimators, self._default_estimators()
         names = {name for name, _ in defaults or ()}
-        if before is None and any(name.partition("__")[0] in names for name in params):
-            self.estimators = defaults
+        default = params.get("estimators", before) is None
+        if default and any(name.partition("__")[0] in names for name in params):
+            params["estimators"] = defaults
         try:
             self._set_params("estimators", **params)
         except Exception:
@@ -117,10 +118,13 @@ def check_kind(estimator, kind, what):
 
 def check_parameters(estimator, what):
     """Raise ValueError if an estimator takes clients from a column, or folds would share a file."""
-    if isinstance(final_estimator(estimator), ClientColumn):
+    core = final_estimator(estimator)
+    inside = [core, *(core.get_params().values() if hasattr(core, "get_params") else ())]
+    if any(isinstance(each, ClientColumn) for each in inside):
+        kind = "a ClientColumn" if isinstance(core, ClientColumn) else "which holds a ClientColumn"
         raise ValueError(
-            f"{what}, a ClientColumn, but here client ids are handed on as groups=; give the "
-            "estimator inside it, and wrap the whole in a ClientColumn."
+            f"{what}, {kind}, but here client ids are handed on as groups=; give the estimator "
+            "inside it, and wrap the whole in a ClientColumn."
         )
     if is_frozen(estimator):
         return

@@ -1,21 +1,25 @@
 """Out-of-fold predictions of estimators, some of which take client ids, and their losses."""
 
 import itertools
+import math
 import warnings
 from inspect import signature
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
 from sklearn import config_context
 from sklearn.base import clone
-from sklearn.model_selection import GroupKFold
+from sklearn.model_selection import GroupKFold, check_cv
 
-from pfl_sklearn._nesting import predicting_estimator, takes_groups
+from pfl_sklearn._nesting import final_estimator, predicting_estimator, takes_groups
 from pfl_sklearn._parallel import map_batches
-from pfl_sklearn.compose._frozen import is_frozen
+from pfl_sklearn.compose._frozen import is_frozen, own_copy
 from pfl_sklearn.compose._rows import as_groups
+from pfl_sklearn.model_selection import ClientKFold
 
 SMALLEST = 1e-6  # probability that a loss or log odds are computed of, at least
+_SLACK = 1e-3  # of a sum of probabilities, which may be of single precision
 
 
 class Named(NamedTuple):
@@ -27,16 +31,28 @@ class Named(NamedTuple):
 
 
 def prepared(estimator, seed):
-    """Clone that draws from a seed, unless it has its own, and gives new clients the population."""
+    """Clone that draws from a seed, unless it has its own, and gives new clients the population.
+
+    Private estimators get no seed, with which anyone could remove their noise.
+    """
+    if is_frozen(estimator):
+        return own_copy(estimator)
     found = clone(estimator)
     rng, given = np.random.default_rng(seed), found.get_params()
     for name in sorted(given):
-        last = name.rpartition("__")[2]
-        if last == "random_state" and given[name] is None:
+        prefix, _, last = name.rpartition("__")
+        if last == "random_state" and given[name] is None and not _is_private(prefix, given):
             found.set_params(**{name: int(rng.integers(2**31))})
-        if last == "unseen" and given[name] == "warn":
+        if last == "unseen":
             found.set_params(**{name: "population"})
     return found
+
+
+def _is_private(prefix, params):
+    """Whether the parameters behind a prefix ask for noise."""
+    at = f"{prefix}__" if prefix else ""
+    epsilon = params.get(f"{at}epsilon", math.inf)
+    return epsilon != math.inf or params.get(f"{at}noise_multiplier") is not None
 
 
 def fit(named, table):
@@ -56,27 +72,42 @@ def outputs(named, fitted, X, ids):
     Raises
     ------
     ValueError
-        If it predicts NaN, or classes in another order.
+        If it predicts NaN, no probabilities, or classes in another order.
     """
     predicting = predicting_estimator(fitted)
     if named.classes is None:
-        found = np.asarray(_call(named, predicting, "predict", X, ids), dtype=np.float64)
-        if found.shape != (len(X),):
-            raise ValueError(
-                f"{named.name!r} ({type(named.estimator).__name__}) predicted an array of shape "
-                f"{found.shape}; expected {(len(X),)}."
-            )
+        found = _numbers(named, _call(named, predicting, "predict", X, ids), (len(X),))
     else:
-        averaged = "integrate" in signature(predicting.predict_proba).parameters
-        given = {"integrate": True} if averaged else {}
-        found = _of_all_classes(
-            named, predicting, _call(named, predicting, "predict_proba", X, ids, given)
-        )
-    bad = ~np.isfinite(found.reshape(len(X), -1)).all(axis=1)
+        given = {"integrate": True} if _averages(predicting) else {}
+        made = _call(named, predicting, "predict_proba", X, ids, given)
+        found = _of_all_classes(named, predicting, made, len(X))
+    return found
+
+
+def _averages(fitted):
+    """Whether probabilities can be averages over what is not known of a client."""
+    if "integrate" not in signature(fitted.predict_proba).parameters:
+        return False
+    return not np.isnan(final_estimator(fitted).prior_.covariance).any()  # as after one client
+
+
+def _numbers(named, found, shape):
+    """Finite numbers of this shape."""
+    what = f"{named.name!r} ({type(named.estimator).__name__}) predicted"
+    found = np.asarray(found)
+    if found.shape != shape:
+        raise ValueError(f"{what} an array of shape {found.shape}; expected {shape}.")
+    if found.dtype.kind not in "biuf":
+        try:
+            found = found.astype(
+                np.float64, casting="safe" if found.dtype.kind == "c" else "unsafe"
+            )
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{what} {found.ravel()[0]!r}; expected real numbers.") from error
+    bad = ~np.isfinite(found.reshape(len(found), -1)).all(axis=1)
     if bad.any():
         raise ValueError(
-            f"{named.name!r} ({type(named.estimator).__name__}) predicted "
-            f"{np.asarray(found[bad][0]).tolist()!r} for {bad.sum()} of {len(X)} rows; expected "
+            f"{what} {found[bad][0].tolist()!r} for {bad.sum()} of {len(found)} rows; expected "
             "finite numbers."
         )
     return found
@@ -93,7 +124,7 @@ def with_std(fitted, X, ids):
     predicting = predicting_estimator(fitted)
     try:
         named = Named("final_estimator", fitted, None)
-        return _call(named, predicting, "predict", X, ids, {"return_std": True})
+        return _call(named, predicting, "predict", X, ids, {"return_std": True}, ValueError)
     except TypeError as error:
         raise ValueError(
             f"return_std=True needs a final estimator whose predict takes it; "
@@ -101,27 +132,40 @@ def with_std(fitted, X, ids):
         ) from error
 
 
-def _call(named, estimator, method, X, ids, given=None):
+def _call(named, estimator, method, X, ids, given=None, caught=(TypeError, ValueError)):
     with config_context(enable_metadata_routing=True):
         groups = {"groups": as_groups(ids)} if takes_groups(estimator, method) else {}
         try:
             return getattr(estimator, method)(X, **groups, **(given or {}))
-        except ValueError as error:
+        except caught as error:
             raise ValueError(
                 f"{named.name!r} ({type(estimator).__name__}) failed to predict: {error}"
             ) from error
 
 
-def _of_all_classes(named, fitted, probabilities):
+def _of_all_classes(named, fitted, probabilities, n_rows):
     """Probabilities (n, K) of all classes; those that a fold lacked have none."""
-    own = np.asarray(fitted.classes_)
+    own = np.asarray(getattr(fitted, "classes_", ()))
+    if not len(own):
+        raise ValueError(
+            f"{named.name!r} ({type(named.estimator).__name__}) has no classes_; expected a "
+            "classifier that says which class each probability is of."
+        )
     where = np.searchsorted(named.classes, own).clip(max=len(named.classes) - 1)
     if not np.array_equal(named.classes[where], own) or (np.diff(where) <= 0).any():
         raise ValueError(
             f"{named.name!r} ({type(named.estimator).__name__}) has classes_={own.tolist()}; "
             f"expected those of y in sorted order, {named.classes.tolist()}."
         )
-    found = np.zeros((len(probabilities), len(named.classes)))
+    probabilities = _numbers(named, probabilities, (n_rows, len(own)))
+    off = (probabilities < -_SLACK).any(axis=1) | (np.abs(probabilities.sum(axis=1) - 1) > _SLACK)
+    if off.any():
+        raise ValueError(
+            f"{named.name!r} ({type(named.estimator).__name__}) predicted probabilities "
+            f"{probabilities[off][0].tolist()!r} for {off.sum()} of {n_rows} rows; expected "
+            "numbers from 0 on with sum 1."
+        )
+    found = np.zeros((n_rows, len(named.classes)))
     found[:, where] = probabilities
     return found
 
@@ -240,7 +284,7 @@ def _tested(_, named, train, test):
 def _fitted_outputs(named, train, test):
     try:
         fitted = fit(named, train)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(
             f"in one of the folds {named.name!r} ({type(named.estimator).__name__}) failed on "
             f"{len(train.y)} rows of {len(train.clients.ids)} clients: {error}"
@@ -281,6 +325,23 @@ def row_losses(found, y, classes):
     return -np.log(np.maximum(own, SMALLEST))
 
 
+def splitter_of(cv, has_classes, seed):
+    """Splitter that `cv` stands for; of a number of folds, or None for five, inside clients."""
+    cv = 5 if cv is None else cv
+    if isinstance(cv, Integral):
+        return ClientKFold(cv, stratify=has_classes, random_state=seed)
+    if hasattr(cv, "__next__"):
+        raise ValueError(
+            f"cv={cv!r} is used up after one fit; expected a number of folds, a splitter or a list."
+        )
+    for k, parts in enumerate([] if hasattr(cv, "split") else cv):
+        if len(parts) != 2:
+            raise ValueError(
+                f"fold {k} of cv has {len(parts)} parts; expected the rows to fit and to test."
+            )
+    return check_cv(cv)
+
+
 def folds_within(cv, table, owner):
     """Folds of a splitter as a list of row positions, whose test rows must be a partition."""
     n_rows, folds = len(table.y), []
@@ -306,13 +367,27 @@ def folds_within(cv, table, owner):
 def _positions(rows, n_rows):
     """Positions of rows, which may be given as a mask."""
     rows = np.asarray(rows)
-    rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.intp)
+    if rows.dtype == bool and len(rows) == n_rows:
+        return np.flatnonzero(rows)
+    if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
+        raise ValueError(
+            f"cv has rows of type {rows.dtype} and shape {rows.shape}; expected positions from 0 "
+            f"to {n_rows - 1}, or a mask of {n_rows} rows."
+        )
+    rows = rows.astype(np.intp)
+    if len(np.unique(rows)) < len(rows):
+        raise ValueError(f"cv has row {_repeated(rows)} more than once in a part of a fold.")
     if rows.size and (rows.min() < 0 or rows.max() >= n_rows):
         raise ValueError(
             f"cv has row {rows.min() if rows.min() < 0 else rows.max()}; expected positions from 0 "
             f"to {n_rows - 1}."
         )
     return rows
+
+
+def _repeated(rows):
+    found, times = np.unique(rows, return_counts=True)
+    return found[times > 1][0]
 
 
 def folds_of_clients(n_splits, codes, seed):

@@ -7,7 +7,6 @@ import numpy as np
 import pandas as pd
 from sklearn.base import is_classifier
 from sklearn.metrics import accuracy_score, r2_score
-from sklearn.model_selection import check_cv
 from sklearn.utils import Bunch, check_random_state, get_tags
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -20,6 +19,7 @@ from pfl_sklearn.base import ClientMixin, client_values
 from pfl_sklearn.compose._choice import first_as_good
 from pfl_sklearn.compose._frozen import (
     check_strangers,
+    for_new_clients,
     is_frozen,
     without_clients,
     without_originals,
@@ -36,6 +36,7 @@ from pfl_sklearn.compose._out_of_fold import (
     out_of_two_folds,
     outputs,
     prepared,
+    splitter_of,
 )
 from pfl_sklearn.compose._rows import (
     as_table,
@@ -78,9 +79,10 @@ class ClientSelector(ClientMixin, NamedEstimators):
     prior : DirichletPrior or None, default=None
         What clients without rows do, and how many rows that counts for. With ``how="best"``, the
         mean says in which shares candidates would make a row. What is not given is learned.
-    cv : int, splitter or iterable, default=5
-        Folds that the candidates' errors are estimated in: how many inside clients, or a splitter
-        or splits that test each row once; at least 3 if the concentration of the prior is learned.
+    cv : int, splitter or list, default=5
+        Folds that the candidates' errors are estimated in: how many inside clients (None: 5), or a
+        splitter or splits that test each row once; at least 3 if the concentration of the prior is
+        learned.
         Errors for new clients are estimated in as many folds of whole clients.
     unseen : {"warn", "population", "error"}, default="warn"
         What to do about clients that ``fit`` did not see. "warn" warns if at least half of the rows
@@ -145,8 +147,8 @@ class ClientSelector(ClientMixin, NamedEstimators):
     by a one-sided test of the mean loss at level 0.1. Weights are
     judged on rows of which neither they nor the candidates behind them have seen anything, which
     takes fits to the rows outside of two folds. With k folds each candidate is fitted k (k + 3) / 2
-    + 1 times, 21 by default; with a given concentration 2 k + 1 times, with a given prior k + 1
-    times.
+    + 1 times, 21 by default; with a given mean k (k + 1) / 2 + 1 times, with a given concentration
+    2 k + 1 times, with both k + 1 times.
 
     **Privacy.** Weights are computed by each client from its own rows and stay with it. If the
     prior is given, choosing costs no privacy: the promise is that of the candidates. Those may be
@@ -310,15 +312,12 @@ class ClientSelector(ClientMixin, NamedEstimators):
         return prior
 
     def _folds(self, table, prior, classes, seed):
-        cv = self.cv
-        splitter = check_cv(cv)
-        if isinstance(cv, Integral):
-            splitter = ClientKFold(cv, stratify=classes is not None, random_state=seed)
-        folds = folds_within(splitter, table, self)
+        folds = folds_within(splitter_of(self.cv, classes is not None, seed), table, self)
         if prior.concentration is None and len(folds) < 3:
             raise ValueError(
-                f"cv={cv!r} gives {len(folds)} folds, but a concentration of the prior is learned "
-                "from at least 3; take more folds, or give prior=DirichletPrior(concentration=...)."
+                f"cv={self.cv!r} gives {len(folds)} folds, but a concentration of the prior is "
+                "learned from at least 3; take more folds, or give "
+                "prior=DirichletPrior(concentration=...)."
             )
         return folds
 
@@ -522,12 +521,14 @@ class ClientSelector(ClientMixin, NamedEstimators):
         classes = getattr(self, "classes_", None)
         found = np.zeros((num_samples(X), *(() if classes is None else (len(classes),))))
         for (name, fitted), own in zip(self.named_estimators_.items(), weights.T, strict=True):
-            rows = np.flatnonzero(own)
-            if not len(rows):
-                continue
-            part = X if len(rows) == len(own) else safe_indexing(X, rows)
-            each = outputs(Named(name, fitted, classes), fitted, part, ids[rows])
-            found[rows] += own[rows].reshape(-1, *[1] * (found.ndim - 1)) * each
+            for new in (False, True):
+                rows = np.flatnonzero(own * ((codes < 0) == new))
+                if not len(rows):
+                    continue
+                each = for_new_clients(fitted) if new else fitted
+                part = X if len(rows) == len(own) else safe_indexing(X, rows)
+                made = outputs(Named(name, each, classes), each, part, ids[rows])
+                found[rows] += own[rows].reshape(-1, *[1] * (found.ndim - 1)) * made
         return found
 
     def __sklearn_tags__(self):

@@ -6,9 +6,14 @@ from typing import NamedTuple
 
 from pfl_sklearn.compose._frozen import holds_ours
 from pfl_sklearn.privacy import PrivacyReport
+from pfl_sklearn.privacy._report import large_delta
 from pfl_sklearn.privacy._vouching import report_of_fits
 
-_OWN = "each client computes its weights from its own rows, and keeps them"
+_OWN = (
+    "each client computes its weights from its own rows, in folds that depend on nobody else's "
+    "labels, and keeps them"
+)
+_HANDED = "named_estimators_, as release() hands them out"
 
 
 class Candidate(NamedTuple):
@@ -73,11 +78,16 @@ def report_of(candidates, released, own, n_clients):
     public = [_public(each.name) for each in candidates if each.report is None]
     labels = ["the class labels that occur are public"] if "classes_" in released else []
     with_reports = [each.report for each in candidates if each.report is not None]
+    delta = sum(each.delta for each in with_reports)
     told = {
         "assumptions": _once(
             *(each.assumptions for each in with_reports or [report]), [_OWN, *labels, *public]
         ),
-        "warnings": _once(*(each.warnings for each in (report, *with_reports))),
+        "warnings": _once(
+            *(each.warnings for each in (report, *with_reports)), large_delta(delta, n_clients)
+        ),
+        "released": tuple(_HANDED if name == "named_estimators_" else name for name in released),
+        "not_released": (*own, *_not_released(candidates)),
     }
     private = [each for each in candidates if each.report is not None and each.report.epsilon > 0]
     if not private:
@@ -94,7 +104,7 @@ def report_of(candidates, released, own, n_clients):
     return dataclasses.replace(
         reports[0],
         epsilon=sum(each.epsilon for each in reports),
-        delta=sum(each.delta for each in reports),
+        delta=delta,
         mechanism="candidates released before; " + _unique(each.mechanism for each in reports),
         adversary=_unique(each.adversary for each in reports),
         accountant=f"sum of the candidates' promises ({', '.join(promises)}); weights cost nothing",
@@ -105,14 +115,20 @@ def report_of(candidates, released, own, n_clients):
         epsilon_outsiders=None,
         epsilon_per_recipient=None,
         epsilon_whole_client=None,
-        released=released,
-        not_released=own,
         sampling=_unique(each.sampling for each in reports),
         sampling_rate=max(each.sampling_rate for each in reports),
         rounds=sum(each.rounds for each in reports),
         **told,
         noise_reproducible=any(each.noise_reproducible for each in reports),
     )
+
+
+def _not_released(candidates):
+    """What candidates themselves keep, by name."""
+    for each in candidates:
+        if each.report is not None:
+            for name in each.report.not_released:
+                yield f"named_estimators_[{each.name!r}].{name}"
 
 
 def _public(name):

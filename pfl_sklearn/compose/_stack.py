@@ -5,7 +5,6 @@ from numbers import Integral
 import numpy as np
 import pandas as pd
 from sklearn.base import is_classifier
-from sklearn.model_selection import check_cv
 from sklearn.utils import Bunch, check_random_state, get_tags
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -24,6 +23,7 @@ from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.compose._client_feature import ClientAsFeature
 from pfl_sklearn.compose._frozen import (
     check_strangers,
+    for_new_clients,
     is_frozen,
     without_clients,
     without_originals,
@@ -35,6 +35,7 @@ from pfl_sklearn.compose._out_of_fold import (
     folds_within,
     outputs,
     prepared,
+    splitter_of,
 )
 from pfl_sklearn.compose._parts import (
     FINAL,
@@ -55,7 +56,6 @@ from pfl_sklearn.compose._rows import (
     ids_of_rows,
     read_table,
 )
-from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.privacy import PrivacyReport
 
 
@@ -171,7 +171,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         own = table._replace(X=columns.frame(table.X))
         _check_names(named, own.X)
 
-        folds = {"known": folds_within(self._splitter(classes, int(seeds[0])), table, self)}
+        splitter = splitter_of(self.cv, classes is not None, int(seeds[0]))
+        folds = {"known": folds_within(splitter, table, self)}
         if self.fallback and len(folds["known"]) < 3:
             raise ValueError(
                 f"cv={self.cv!r} gives {len(folds['known'])} folds, but fallback=True needs at "
@@ -217,11 +218,6 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         )
         return self
 
-    def _splitter(self, classes, seed):
-        if not isinstance(self.cv, Integral):
-            return check_cv(self.cv)
-        return ClientKFold(self.cv, stratify=classes is not None, random_state=seed)
-
     @property
     def estimators_(self):
         """Fitted base estimators that predictions need, in their order."""
@@ -251,8 +247,9 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     def for_client(self, client_id):
         """Model of one client alone: base estimators, and that client's final coefficients.
 
-        Base estimators are handed out as they are, unless they have a ``for_client`` of their own.
-        Trees keep averages of other clients' rows in their leaves; nothing protects these.
+        Base estimators and a `passthrough` are handed out as they are, unless they have a
+        ``for_client`` of their own. Trees keep averages of other clients' rows in their leaves, a
+        nearest-neighbour imputer keeps rows; nothing protects these.
 
         Parameters
         ----------
@@ -289,8 +286,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     def _outputs(self, X, groups):
         """Responses (n,) or probabilities (n, K) of rows, each by its client's part."""
         found = None
-        for rows, _, part, table, ids in self._by_part(X, groups):
-            each = self._of_part(part, table, ids)
+        for rows, kind, part, table, ids in self._by_part(X, groups):
+            each = self._of_part(kind, part, table, ids)
             if found is None:
                 found = np.empty((num_samples(X), *each.shape[1:]))
             found[rows] = each
@@ -311,26 +308,28 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
             elif rows.any():
                 yield rows, kind, part, safe_indexing(X, np.flatnonzero(rows)), ids[rows]
 
-    def _of_part(self, part, X, ids):
-        """What a part predicts for rows."""
+    def _of_part(self, kind, part, X, ids):
+        """What a part predicts for rows of known or new clients."""
         name, behind = part
         if behind is None:
-            (base,) = [each for each in self._fitted_bases() if each.name == name]
+            (base,) = [each for each in self._fitted_bases(kind) if each.name == name]
             return outputs(base, base.estimator, X, ids)
         final = Named(name, behind, getattr(self, "classes_", None))
-        return outputs(final, behind, self._rows(name, X, ids), ids)
+        return outputs(final, behind, self._rows(kind, name, X, ids), ids)
 
-    def _rows(self, name, X, ids):
+    def _rows(self, kind, name, X, ids):
         """Rows as the estimator behind the base estimators takes them in a part."""
         columns = self._passthrough.frame(X)
         if name != STACK:
             return columns
-        bases = self._fitted_bases()
+        bases = self._fitted_bases(kind)
         return stacked(bases, [outputs(each, each.estimator, X, ids) for each in bases], columns)
 
-    def _fitted_bases(self):
-        classes = getattr(self, "classes_", None)
-        return [Named(name, each, classes) for name, each in self.named_estimators_.items()]
+    def _fitted_bases(self, kind):
+        classes, found = getattr(self, "classes_", None), self.named_estimators_
+        if kind == "new":
+            found = {name: for_new_clients(each) for name, each in found.items()}
+        return [Named(name, each, classes) for name, each in found.items()]
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()

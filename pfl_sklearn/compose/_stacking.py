@@ -25,10 +25,10 @@ STACKING = {
         final_estimator : estimator, default=None
             Personalized model of what the base estimators predict and of columns of `X`; None:
             {final} with default parameters.
-        cv : int, splitter or iterable, default=5
-            Folds that the base estimators predict in: how many inside clients, or a splitter or
-            splits that test each row once; at least 3 with `fallback`. Predictions for new clients
-            are made with as many folds of whole clients.
+        cv : int, splitter or list, default=5
+            Folds that the base estimators predict in: how many inside clients (None: 5), or a
+            splitter or splits that test each row once; at least 3 with `fallback`. Predictions for
+            new clients are made with as many folds of whole clients.
         passthrough : bool or transformer, default=True
             Columns that the final estimator gets beside predictions. True: those of numbers without
             missing values. A transformer: what it makes of `X`, such as a ``ColumnTransformer``
@@ -82,27 +82,28 @@ STACKING = {
           for new clients can be seen only on clients left out. New clients get the population
           coefficients of their final estimator.
 
-        With `fallback` every part is tested on rows, or on clients, that nothing in it has seen.
-        For the stack this needs fits to the rows outside of two folds: of a client with two rows
-        the prediction for one is made of the other, so that a final estimator that saw both could
-        tell the one from the other. The first part predicts that is not clearly worse than the best
-        one, by a one-sided test of the mean difference at level 0.1, for new clients with errors
-        clustered by client. The order is pooled and mean, the better of them first, final estimator
-        alone, base estimators in their order, stack. For new clients the stack takes part if there
-        are at least three clients.
+        With `fallback` a part predicts only after a test on rows, or on clients, that nothing in it
+        has seen. For the stack this needs fits to the rows outside of two folds: of a client with
+        two rows the prediction for one is made of the other, so that a final estimator that saw
+        both could tell the one from the other. The first part predicts that is not clearly worse
+        than the best one, by a one-sided test of the mean difference at level 0.1, for new clients
+        with errors clustered by client. The order is pooled and mean, the better of them first,
+        final estimator alone, base estimators in their order, stack. For new clients the stack
+        takes part if there are at least three clients.
 
         The stack is tested fold after fold until it is clear. It is in if it is clearly better than
         each other part at level 0.025; it is out if it is clearly worse than the best of them at
-        level 0.1, or worse than one of them in the first two folds or more. Both takes at least 30
+        level 0.1, or worse than one of them in the first two folds or more. Both take at least 30
         rows. Before that, it may be out by the same rules at a rough look at two folds, which needs
         no more fits of base estimators: it takes the predictions that there are, although those for
         the final estimator's rows have seen the tested ones.
 
         With k folds each base estimator is fitted 2 k times for several clients if the stack is out
         at the rough look (10 times by default), 3 k times if it is in after one more fold for one
-        kind of clients (15 times), and at most k (k + 1) + 1 times, on three to four fifths of the
-        rows. The final estimator is fitted at most 4 k + 6 times. ``fallback=False`` takes 2 k + 1
-        and 2 fits. Fits run on one thread each, so that results do not depend on `n_jobs`.
+        kind of clients (15 times), and at most k (k + 1) times, on three to four fifths of the
+        rows; and once to all rows if it predicts. The final estimator is fitted at most 4 k + 6
+        times. ``fallback=False`` takes 2 k + 1 and 2 fits. Fits run on one thread each, so that
+        results do not depend on `n_jobs`.
         """,
     "references": """
         Wolpert, D. H. (1992). Stacked generalization. Neural Networks.
@@ -164,6 +165,7 @@ class PersonalizedStackingRegressor(ClientRegressorMixin, PersonalizedStacking):
     Name: known, dtype: float64
     """
 
+    __metadata_request__predict = {"groups": True, "return_std": True}
     _boosting = "HistGradientBoostingRegressor"
     _default_final = PersonalizedLinearRegression
 
@@ -196,10 +198,10 @@ class PersonalizedStackingRegressor(ClientRegressorMixin, PersonalizedStacking):
         for rows, kind, part, table, ids in self._by_part(X, groups):
             name, behind = part
             if name in (STACK, FINAL):
-                mean[rows], std[rows] = with_std(behind, self._rows(name, table, ids), ids)
+                mean[rows], std[rows] = with_std(behind, self._rows(kind, name, table, ids), ids)
             else:
                 losses = self.losses_.get(kind, self.losses_["known"])
-                mean[rows], std[rows] = self._of_part(part, table, ids), np.sqrt(losses[name])
+                mean[rows], std[rows] = self._of_part(kind, part, table, ids), np.sqrt(losses[name])
         return mean, std
 
 

@@ -347,6 +347,16 @@ def _is_one_of_many() -> bool:
     return any(frame.f_code is FIT_OF_A_SEARCH for frame in callers())
 
 
+def large_delta(delta: float, n_clients: int) -> list[str]:
+    """Warning of a delta that allows publishing a client, if it does."""
+    if delta <= 1 / n_clients:
+        return []
+    return [
+        f"delta = {delta:.3g} is above 1 / n_clients = {1 / n_clients:.3g}, which allows "
+        "publishing a client outright; choose a smaller delta."
+    ]
+
+
 def private_report(
     facts: dict[str, Any],
     *,
@@ -367,11 +377,7 @@ def private_report(
             "it, and two fits with the same seed reveal their difference without noise to "
             "everyone; use random_state=None for a release."
         )
-    if facts["delta"] > 1 / n_clients:
-        found.append(
-            f"delta = {facts['delta']:.3g} is above 1 / n_clients = {1 / n_clients:.3g}, which "
-            "allows publishing a client outright; choose a smaller delta."
-        )
+    found += large_delta(facts["delta"], n_clients)
     assumptions = (
         "the number of clients and of rows of each client are public",
         VALID_TABLES,

@@ -1,5 +1,6 @@
 """Clients that mix candidates: whose weights they are, what they cost, what is refused."""
 
+import functools
 import json
 import math
 import pickle
@@ -14,7 +15,11 @@ from sklearn import config_context
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.dummy import DummyClassifier, DummyRegressor
-from sklearn.ensemble import HistGradientBoostingRegressor, RandomForestRegressor
+from sklearn.ensemble import (
+    HistGradientBoostingRegressor,
+    RandomForestRegressor,
+    VotingRegressor,
+)
 from sklearn.frozen import FrozenEstimator
 from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.model_selection import GridSearchCV, KFold, cross_val_predict, cross_validate
@@ -368,8 +373,10 @@ def test_choosing_among_released_candidates_costs_nothing():
     assert (report.epsilon, report.delta) == (released.privacy_.epsilon, released.privacy_.delta)
     assert report.unit == released.privacy_.unit and report.relation == released.privacy_.relation
     assert "weights cost nothing" in report.accountant
-    assert set(report.released) == {"named_estimators_", "prior_", "new_weights_"}
-    assert {"weights_", "losses_"} <= set(report.not_released)
+    handed = "named_estimators_, as release() hands them out"
+    assert set(report.released) == {handed, "prior_", "new_weights_"}
+    kept = {"weights_", "losses_", "named_estimators_['own'].coef_"}
+    assert kept <= set(report.not_released)
     assert privacy_of(model) == report
     handed = model.release()
     for name in ("weights_", "losses_", "clients_", "n_samples_per_client_"):
@@ -418,6 +425,84 @@ def test_a_frozen_wrapper_of_others_is_not_public():
     candidates = [("wrapped", FrozenEstimator(wrapped)), ("own", local())]
     model = ClientSelector(candidates, prior=EVEN, random_state=0).fit(X, y, groups=groups)
     assert math.isinf(model.privacy_.epsilon)
+
+
+class OwnKind(PPSGDRegressor):
+    """Not of this package, but what it learns of clients is all the same."""
+
+
+class Holder(RegressorMixin, BaseEstimator):
+    """A wrapper of another package that hides what it holds."""
+
+    def __init__(self, hide=None):
+        self.hide = hide
+
+    def fit(self, X, y):
+        self.inside_ = self.hide
+        return self
+
+    def predict(self, X):
+        return np.zeros(len(X))
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+@pytest.mark.parametrize(
+    "hide",
+    [
+        lambda fitted: fitted.predict,
+        lambda fitted: lambda X: fitted.predict(X),
+        lambda fitted: np.array([fitted, None], dtype=object),
+        lambda fitted: {"models": [(fitted,)]},
+        lambda fitted: functools.partial(print, fitted),
+    ],
+    ids=["method", "closure", "array", "containers", "partial"],
+)
+def test_what_others_hide_is_not_public(hide):
+    X, y, groups = two_kinds(8)
+    held = Holder(hide(PersonalizedLinearRegression().fit(X, y, groups=groups))).fit(X, y)
+    own = OwnKind(n_rounds=1, alpha=0.5, learning_rate=0.1).fit(X, y, groups=groups)
+    for fitted in (held, own):
+        candidates = [("it", FrozenEstimator(fitted)), ("zero", FrozenEstimator(constant(0.0)))]
+        candidates[1][1].estimator.fit(X, y)
+        model = ClientSelector(candidates, prior=EVEN).fit(X, y, groups=groups)
+        assert math.isinf(model.privacy_.epsilon)
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+def test_a_later_fit_of_a_frozen_candidate_changes_nothing():
+    X, y, groups = two_kinds(8)
+    fitted = private().fit(X, y, groups=groups)
+    candidates = [("it", FrozenEstimator(fitted)), ("own", local())]
+    model = ClientSelector(candidates, prior=EVEN, random_state=0).fit(X, y, groups=groups)
+    before = model.release()
+    fitted.set_params(epsilon=50.0).fit(X, -y, groups=groups)
+    after = model.release()
+    assert after.named_estimators_["it"].privacy_.epsilon <= 1.0 == round(model.privacy_.epsilon, 2)
+    np.testing.assert_array_equal(before.predict(X), after.predict(X))
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+def test_deltas_that_add_up_to_too_much():
+    X, y, groups = two_kinds(40, 5)
+    fitted = [private(k, delta=0.02).fit(X, y, groups=groups) for k in (0, 1)]
+    candidates = [(name, FrozenEstimator(each)) for name, each in zip("ab", fitted, strict=True)]
+    report = ClientSelector(candidates, prior=EVEN, cv=3).fit(X, y, groups=groups).privacy_
+    assert report.delta == pytest.approx(0.04)
+    assert "delta = 0.04 is above 1 / n_clients = 0.025" in " ".join(report.warnings)
+
+
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
+def test_private_candidates_get_no_seed():
+    """With which their noise could be removed."""
+    X, y, groups = two_kinds(8)
+    candidates = [("private", private(None)), ("trees", RandomForestRegressor(2))]
+    found = []
+    for _ in range(2):
+        model = ClientSelector(candidates, cv=3, random_state=0).fit(X, y, groups=groups)
+        found.append(model.named_estimators_["private"].population_coef_)
+        assert model.named_estimators_["private"].random_state is None
+    assert (found[0] != found[1]).any()
+    assert isinstance(model.named_estimators_["trees"].random_state, int)
 
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
@@ -519,6 +604,28 @@ def test_new_clients_are_strangers_to_frozen_candidates(dtype, unseen):
     assert model.losses_.loc["frozen", "new"] > 2 * model.losses_.loc["frozen", "known"]
 
 
+@pytest.mark.parametrize("unseen", ["error", "warn"])
+def test_the_selector_says_what_becomes_of_unseen_clients(unseen):
+    """A frozen candidate may know clients that the selector does not; it is judged without them."""
+    X, y, groups = two_kinds(8)
+    fitted = PersonalizedLinearRegression(unseen=unseen).fit(X, y, groups=groups)
+    candidates = [
+        ("frozen", FrozenEstimator(fitted)),
+        ("own", PersonalizedLinearRegression(unseen=unseen)),
+    ]
+    some = groups < 4
+    prior = DirichletPrior([0.9, 0.1], 10.0)
+    model = ClientSelector(candidates, prior=prior, unseen="population", random_state=0)
+    model.fit(X[some], y[some], groups=groups[some])
+    for ids in (groups, groups + 100):
+        mixed = 0.9 * (fitted.population_intercept_ + X @ fitted.population_coef_)
+        own = model.named_estimators_["own"]
+        mixed += 0.1 * (own.population_intercept_ + X @ own.population_coef_)
+        found = model.predict(X[~some], groups=ids[~some])
+        np.testing.assert_allclose(found, mixed[~some], rtol=1e-9)
+    assert fitted.unseen == unseen
+
+
 def test_frozen_classifiers_may_know_more_classes():
     """Theirs are public; what is released says which labels there are."""
     rng = np.random.default_rng(0)
@@ -599,6 +706,15 @@ def fitted_without_groups():
         ({"prior": 3.0}, "'prior' parameter"),
         ({"how": "mix"}, "'how' parameter"),
         ({"cv": 2}, "cv=2 gives 2 folds.*at least 3"),
+        ({"cv": iter([([0], [1])])}, "cv=.* is used up after one fit"),
+        (
+            {
+                "estimators": [
+                    ("votes", VotingRegressor([("c", ClientColumn(LinearRegression(), 0))]))
+                ]
+            },
+            "'votes', which holds a ClientColumn, but",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -643,6 +759,26 @@ def test_one_client():
         model.fit(X, y)
     assert model.weights_.shape == (1, 2)
     np.testing.assert_array_equal(model.predict(X).shape, y.shape)
+
+
+@pytest.mark.parametrize("n_clients", [2, 3, 4])
+def test_a_few_clients_of_classes(n_clients):
+    """Folds may leave one client, whose fit knows no variance between clients."""
+    X, y, groups = two_kinds(n_clients)
+    candidates = [("line", LogisticRegression()), ("own", PersonalizedLogisticRegression())]
+    model = ClientSelector(candidates, cv=3, unseen="population", random_state=0)
+    model.fit(X, y > 0, groups=groups)
+    assert np.isfinite(model.losses_.to_numpy()[:2]).all()
+    assert np.isfinite(model.predict_proba(X[:3], groups=[9, 9, 9])).all()
+
+
+def test_no_folds_are_five_inside_clients():
+    """Not scikit-learn's, which would hold whole clients out of a sorted table."""
+    X, y, groups = two_kinds(6)
+    five, none = (
+        ClientSelector(SIGNS, cv=cv, random_state=0).fit(X, y, groups=groups) for cv in (5, None)
+    )
+    np.testing.assert_array_equal(five.weights_, none.weights_)
 
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")

@@ -22,6 +22,7 @@ from sklearn.neural_network import MLPRegressor
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OneHotEncoder, StandardScaler, TargetEncoder
 from sklearn.svm import LinearSVC
+from sklearn.tree import DecisionTreeClassifier
 
 from pfl_sklearn import (
     PersonalizedLinearRegression,
@@ -40,6 +41,7 @@ from pfl_sklearn.compose._choice import first_as_good, judged
 from pfl_sklearn.compose._out_of_fold import Named, out_of_fold, out_of_two_folds
 from pfl_sklearn.compose._rows import Table
 from pfl_sklearn.model_selection import ClientKFold
+from pfl_sklearn.priors import GaussianPrior
 
 
 def boosting(**params):
@@ -380,6 +382,18 @@ def test_choices_take_as_many_folds_as_it_takes():
     assert loss == pytest.approx(other.mean() * 0.4 / other[:100].mean())
 
 
+def test_losses_of_zero():
+    """Trees that are always right cannot be beaten."""
+    zero, own = np.zeros(500), np.full(500, 0.1)
+    assert folds_seen(own, zero) == (1, 0, False, pytest.approx(0.1))
+    assert folds_seen(zero, zero)[2:] == (False, 0.0)
+    X, _, groups = steps_and_slopes(6, 40)
+    X = X + 0.5 * np.sign(X)
+    model = PersonalizedStackingClassifier([("tree", DecisionTreeClassifier())], cv=3)
+    model.set_params(random_state=0).fit(X, X["a"] > 0, groups=groups)
+    assert (model.known_part_, model.losses_.loc["tree", "known"]) == ("tree", 0.0)
+
+
 def test_nothing_is_clear_in_one_row():
     assert first_as_good({"simple": np.array([2.0]), "best": np.array([1.0])}, None) == "simple"
 
@@ -446,6 +460,19 @@ def test_several_classes():
     assert names[:2] == ["hgb: low", "hgb: middle"]
     assert model.predict_proba(X, groups=groups).shape == (len(y), 3)
     assert model.score(X, y, groups=groups) > 0.7
+
+
+@pytest.mark.parametrize("n_clients", [1, 2, 3, 4])
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.UnseenClientsWarning")
+@pytest.mark.filterwarnings("ignore::pfl_sklearn.linear_model.SeparationWarning")
+def test_a_few_clients_of_classes(n_clients):
+    """Folds may leave one client, whose fit knows no variance between clients."""
+    X, y, groups = steps_and_slopes(n_clients, 30)
+    bases = [("own", PersonalizedLogisticRegression()), ("line", LogisticRegression())]
+    model = PersonalizedStackingClassifier(bases, cv=3, random_state=0)
+    model.fit(X, y > 0.5, groups=groups)
+    assert np.isfinite(model.losses_["known"].dropna()).all()
+    assert np.isfinite(model.predict_proba(X[:3], groups=[9, 9, 9])).all()
 
 
 def test_a_class_that_folds_lack():
@@ -516,6 +543,24 @@ def test_parameters_inside_have_names():
     assert other.estimators is None
 
 
+def test_parameters_inside_the_default_estimators_after_others():
+    model = PersonalizedStackingRegressor([("line", Ridge())])
+    model.set_params(estimators=None, hgb__max_depth=3)
+    assert dict(model.estimators)["hgb"].max_depth == 3
+    with pytest.raises(ValueError, match="nothing"):
+        model.set_params(estimators=None, hgb__nothing=3)
+    assert dict(model.estimators)["hgb"].max_depth == 3
+
+
+def test_standard_deviations_behind_a_routed_pipeline(small):
+    table, y, model = small
+    piped = ClientColumn(make_pipeline(StandardScaler(), clone(model)), column="site")
+    piped.fit(table, y)
+    mean, std = piped.predict(table, return_std=True)
+    np.testing.assert_array_equal(mean, piped.predict(table))
+    assert (std > 0).all()
+
+
 def test_dropped_estimators_are_left_out(small):
     table, y, model = small
     X, groups = table[["a", "b"]], table["site"]
@@ -577,6 +622,18 @@ def test_frozen_estimators_are_not_fitted_again():
     loss = (own.predict(X, groups=np.full(len(y), 99)) - y - 5 * groups) ** 2
     assert model.losses_.loc["own", "new"] == pytest.approx(loss.mean(), rel=1e-12)
     assert model.losses_.loc["own", "new"] > 10 * model.losses_.loc["own", "known"]
+
+
+def test_what_is_handed_out_holds_no_seed_of_the_server(small):
+    table, y, _ = small
+    X, groups = table[["a", "b"]], table["site"]
+    last = final(epsilon=1.0, noise_variance=1.0, feature_bound=9.0, target_bound=9.0)
+    last.set_params(prior=GaussianPrior(mean=0.0, covariance=1.0), random_state=7)
+    model = PersonalizedStackingRegressor([("line", Ridge())], last, cv=3, fallback=False)
+    model.fit(X, y, groups=groups)
+    one = model.for_client("s2")
+    assert one.final_estimator.estimator.random_state is None
+    np.testing.assert_array_equal(one.predict(X[:3]), model.predict(X[:3], groups=["s2"] * 3))
 
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.SingleClientWarning")
@@ -810,6 +867,69 @@ def test_predictions_of_another_shape():
     refused(PersonalizedStackingRegressor([("wide", Wide())]), words, X, y, groups=groups)
 
 
+class Words(Odd):
+    """A regressor that predicts what it should not."""
+
+    def __init__(self, value="word"):
+        self.value = value
+
+    def predict(self, X):
+        return np.full(len(X), self.value)
+
+
+@pytest.mark.parametrize("value", ["word", 1j])
+def test_predictions_that_have_no_order(value):
+    X, y, groups = steps_and_slopes()
+    words = rf"'odd' \(Words\) predicted .*{value}.*; expected real numbers"
+    refused(PersonalizedStackingRegressor([("odd", Words(value))]), words, X, y, groups=groups)
+
+
+class Chances(Backwards):
+    """A classifier whose probabilities are none."""
+
+    def __init__(self, columns=(0.5, 0.5)):
+        self.columns = columns
+
+    def fit(self, X, y):
+        super().fit(X, y)
+        self.classes_ = self.classes_[::-1]
+        return self
+
+    def predict_proba(self, X):
+        return np.tile(self.columns, (len(X), 1))
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ((1.5, 1.5), r"predicted probabilities \[1.5, 1.5\] for 96 of 96 rows; expected"),
+        ((1.5, -0.5), r"predicted probabilities \[1.5, -0.5\] for 96 of 96 rows; expected"),
+        ((0.5, 0.3, 0.2), r"predicted an array of shape \(96, 3\); expected \(96, 2\)"),
+    ],
+)
+def test_probabilities_that_are_none(columns, words):
+    X, y, groups = labels()
+    model = PersonalizedStackingClassifier([("it", Chances(columns))])
+    refused(model, rf"'it' \(Chances\) {words}", X, y, groups=groups)
+
+
+class Needy(RegressorMixin, BaseEstimator):
+    """A regressor that needs client ids, but does not say so."""
+
+    def fit(self, X, y, groups):
+        return self
+
+    def predict(self, X):
+        return np.zeros(len(X))
+
+
+def test_estimators_that_need_ids_but_do_not_request_them():
+    X, y, groups = steps_and_slopes()
+    model = PersonalizedStackingRegressor([("needy", Needy()), ("line", Ridge())])
+    words = r"in one of the folds 'needy' \(Needy\) failed on .*argument: 'groups'"
+    refused(model, words, X, y, groups=groups)
+
+
 def test_classifiers_without_probabilities():
     X, y, groups = labels()
     words = "'plane', LinearSVC.*no predict_proba; expected a classifier that has"
@@ -876,6 +996,11 @@ def test_clients_of_one_row():
         ({"cv": [([], [1, 2])]}, "fold 0 of cv has 0 rows to fit and 2 to test"),
         ({"cv": [([0, 1], [2, 480])]}, "cv has row 480; expected positions from 0 to 479"),
         ({"cv": [([0, 1], [-1])]}, "cv has row -1; expected positions from 0 to 479"),
+        ({"cv": [([0, 1], [2], [3])]}, "fold 0 of cv has 3 parts; expected the rows to fit and"),
+        ({"cv": [([True, False], [2])]}, "type bool and shape .2,.; expected .* mask of 480"),
+        ({"cv": [([0.5, 1], [2])]}, "type float64 and shape .2,.; expected positions"),
+        ({"cv": [([1, 1], [2])]}, "cv has row 1 more than once"),
+        ({"cv": (fold for fold in ())}, "cv=<generator .* is used up after one fit"),
         ({"passthrough": 3}, "'passthrough' parameter"),
         ({"passthrough": TargetEncoder()}, "could not be fitted without y: .* inside of an esti"),
         ({"estimators": [("a", "dropp"), ("c", Ridge())]}, "has 'a', 'dropp'; expected a regr"),

@@ -25,6 +25,7 @@ from pfl_sklearn.compose._rows import Table
 
 # The final estimator on all it gets, or on columns of X alone; models of these without clients.
 STACK, FINAL, POOLED, MEAN = "stack", "final_estimator", "pooled", "mean"
+_FEWEST_CLIENTS = 10  # whose losses say which of the plain models is better
 
 
 class Parts(NamedTuple):
@@ -97,7 +98,9 @@ def parts_of(named, final, plain, table, own, folds, codes, fallback, n_jobs):
     by_name |= {each.name: part for each, part in zip(named, found, strict=True)}
     losses = {name: row_losses(part, table.y, final.classes) for name, part in by_name.items()}
     means = mean_losses(losses, table.weights)
-    plainest = sorted((each.name for each in plain), key=means.__getitem__)
+    plainest = [each.name for each in plain]
+    if codes is not None and codes.max() + 1 >= _FEWEST_CLIENTS:
+        plainest.sort(key=means.__getitem__)
     losses = {name: losses[name] for name in (*plainest, *losses)}
     chosen = first_as_good(losses, table.weights, codes)
     if len(folds) > 2:  # else nothing is outside of two

@@ -87,9 +87,9 @@ STACKING = {
         two rows the prediction for one is made of the other, so that a final estimator that saw
         both could tell the one from the other. The first part predicts that is not clearly worse
         than the best one, by a one-sided test of the mean difference at level 0.1, for new clients
-        with errors clustered by client. The order is pooled and mean, the better of them first,
-        final estimator alone, base estimators in their order, stack. For new clients the stack
-        takes part if there are at least three clients.
+        with errors clustered by client. The order is pooled and mean, the better of them first if
+        there are ten clients, final estimator alone, base estimators in their order, stack. For new
+        clients the stack takes part if there are at least three clients.
 
         The stack is tested fold after fold until it is clear. It is in if it is clearly better than
         each other part at level 0.025; it is out if it is clearly worse than the best of them at

@@ -78,17 +78,23 @@ def outputs(named, fitted, X, ids):
     if named.classes is None:
         found = _numbers(named, _call(named, predicting, "predict", X, ids), (len(X),))
     else:
-        given = {"integrate": True} if _averages(predicting) else {}
+        given = {"integrate": True} if _averages(predicting, ids) else {}
         made = _call(named, predicting, "predict_proba", X, ids, given)
         found = _of_all_classes(named, predicting, made, len(X))
     return found
 
 
-def _averages(fitted):
-    """Whether probabilities can be averages over what is not known of a client."""
+def _averages(fitted, ids):
+    """Whether probabilities can be averages over what is not known of the rows' clients.
+
+    After a fit of one client nothing is known of how new ones differ.
+    """
     if "integrate" not in signature(fitted.predict_proba).parameters:
         return False
-    return not np.isnan(final_estimator(fitted).prior_.covariance).any()  # as after one client
+    core = final_estimator(fitted)
+    if not np.isnan(core.prior_.covariance).any():
+        return True
+    return bool(np.isin(ids, getattr(core, "clients_", ())).all())
 
 
 def _numbers(named, found, shape):
@@ -138,9 +144,13 @@ def _call(named, estimator, method, X, ids, given=None, caught=(TypeError, Value
         try:
             return getattr(estimator, method)(X, **groups, **(given or {}))
         except caught as error:
-            raise ValueError(
+            raise _kind_of(error)(
                 f"{named.name!r} ({type(estimator).__name__}) failed to predict: {error}"
             ) from error
+
+
+def _kind_of(error):
+    return TypeError if isinstance(error, TypeError) else ValueError
 
 
 def _of_all_classes(named, fitted, probabilities, n_rows):
@@ -285,7 +295,7 @@ def _fitted_outputs(named, train, test):
     try:
         fitted = fit(named, train)
     except (TypeError, ValueError) as error:
-        raise ValueError(
+        raise _kind_of(error)(
             f"in one of the folds {named.name!r} ({type(named.estimator).__name__}) failed on "
             f"{len(train.y)} rows of {len(train.clients.ids)} clients: {error}"
         ) from error

@@ -46,6 +46,16 @@ def check_strangers(pairs):
             )
 
 
+def all_classes(labels, pairs):
+    """Sorted classes of the labels and of frozen estimators, which may know more."""
+    classes = np.unique(labels)
+    for _, each in pairs:
+        own = getattr(each, "classes_", None) if is_frozen(each) else None
+        if own is not None and (own.dtype.kind in "OU") == (classes.dtype.kind in "OU"):
+            classes = np.union1d(classes, own)
+    return classes
+
+
 def own_copy(frozen):
     """Copy of a frozen estimator, which a later fit of the original leaves as it is.
 

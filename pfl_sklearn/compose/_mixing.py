@@ -30,6 +30,12 @@ class Errors(NamedTuple):
         mixed = np.einsum("nk,nk->n", self.values, mixtures)
         return -np.log(np.maximum(mixed, SMALLEST)) if self.has_classes else mixed**2
 
+    def of_candidates(self):
+        """Mean losses (K,) of the candidates alone."""
+        shape, alone = self.values.shape, np.eye(self.values.shape[1])
+        losses = np.array([self.losses(np.broadcast_to(each, shape)) for each in alone])
+        return np.average(losses, axis=1, weights=self.weights)
+
     def pooled(self):
         """The same rows as those of one client."""
         return self._replace(codes=np.zeros_like(self.codes), n_clients=1)

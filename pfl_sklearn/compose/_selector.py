@@ -18,6 +18,7 @@ from pfl_sklearn._nesting import final_estimator, hand_out
 from pfl_sklearn.base import ClientMixin, client_values
 from pfl_sklearn.compose._choice import first_as_good
 from pfl_sklearn.compose._frozen import (
+    all_classes,
     check_strangers,
     for_new_clients,
     is_frozen,
@@ -247,7 +248,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
             check_strangers(bases)
         classes = None
         if is_classifier(self):
-            classes = _all_classes(table.y, bases)
+            classes = all_classes(table.y, bases)
             check_several_classes(classes, self)
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(bases) + 2)
         named = [
@@ -545,25 +546,8 @@ class ClientSelector(ClientMixin, NamedEstimators):
 
 def _candidate_losses(named, errors):
     """Mean loss of each candidate, by name."""
-    alone = np.eye(len(named))
-    means = [
-        np.average(
-            errors.losses(np.broadcast_to(each, errors.values.shape)), weights=errors.weights
-        )
-        for each in alone
-    ]
-    return dict(zip([each.name for each in named], means, strict=True))
+    return dict(zip([each.name for each in named], errors.of_candidates(), strict=True))
 
 
 def _one_hot(weights):
     return np.eye(len(weights))[np.argmax(weights)]
-
-
-def _all_classes(labels, candidates):
-    """Sorted classes of the labels and of frozen candidates, which may know more."""
-    classes = np.unique(labels)
-    for _, each in candidates:
-        own = getattr(each, "classes_", None) if is_frozen(each) else None
-        if own is not None and (own.dtype.kind in "OU") == (classes.dtype.kind in "OU"):
-            classes = np.union1d(classes, own)
-    return classes

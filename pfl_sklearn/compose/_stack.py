@@ -154,18 +154,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         clients, classes = table.clients, self._classes_of(table.y)
         _check_rows(clients)
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(bases) + 3)
-        named = [
-            Named(name, prepared(each, seed), classes)
-            for (name, each), seed in zip(bases, seeds[3:], strict=True)
-        ]
-        kind = "regressor" if classes is None else "classifier"
-        check_kind(self._given_final(), kind, f"final_estimator={self._given_final()!r}")
-        check_parameters(self._given_final(), "final_estimator is given")
-        final = Named(FINAL, prepared(self._given_final(), seeds[2]), classes)
+        named, final = self._prepared(bases, classes, seeds[2:], table.weights is not None)
         if table.weights is not None:
-            for each in (*named, final):
-                if not is_frozen(each.estimator):
-                    check_takes_weights(each.estimator, each.name)
             check_splits(self.cv, table.weights, sample_weight)
         columns = fitted_passthrough(self.passthrough, table.X)
         own = table._replace(X=columns.frame(table.X))
@@ -217,6 +207,21 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
             n_clients=len(clients.ids),
         )
         return self
+
+    def _prepared(self, bases, classes, seeds, weighted):
+        """Base estimators and the final one, ready to be fitted to rows with weights or without."""
+        last = self._given_final()
+        kind = "regressor" if classes is None else "classifier"
+        check_kind(last, kind, f"final_estimator={last!r}")
+        check_parameters(last, "final_estimator is given")
+        final, *named = (
+            Named(name, prepared(each, seed), classes)
+            for (name, each), seed in zip([(FINAL, last), *bases], seeds, strict=True)
+        )
+        for each in (*named, final):
+            if weighted and not is_frozen(each.estimator):
+                check_takes_weights(each.estimator, each.name)
+        return named, final
 
     @property
     def estimators_(self):

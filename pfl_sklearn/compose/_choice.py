@@ -48,7 +48,7 @@ def judged(name, losses_in, losses, tests, weights, codes=None):
 
     The part is in before the last fold if it is clearly better than each of the others at level
     0.025, of which four looks make 0.1. It is out if it is clearly worse than the best of them at
-    level 0.1 or, after two folds, no better than each. Both take 30 rows, and several clients if
+    level 0.1 or, after two folds, worse than one of them. Both take 30 rows, and several clients if
     these are drawn. All folds decide by :func:`first_as_good`. Before that, a rough look at two
     folds may rule the part out.
 

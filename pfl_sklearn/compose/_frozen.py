@@ -1,6 +1,7 @@
 """Frozen estimators among those that are given: they know clients of their own."""
 
 import copy
+from contextlib import suppress
 from functools import partial
 from numbers import Integral
 from types import ModuleType
@@ -18,10 +19,8 @@ def is_frozen(estimator):
 
 
 def without_clients(named):
-    """The same estimator as new clients see it: a frozen one forgets the clients that it knows."""
-    if not is_frozen(named.estimator):
-        return named
-    return named._replace(estimator=FrozenEstimator(population_of(named.estimator)))
+    """The same estimator as new clients see it."""
+    return named._replace(estimator=for_new_clients(named.estimator))
 
 
 def population_of(fitted):
@@ -122,5 +121,7 @@ def _inside(value):
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
     found = [getattr(value, "__self__", None), *getattr(value, "__dict__", {}).values()]
-    cells = getattr(value, "__closure__", None) or ()
-    return [*found, *(cell.cell_contents for cell in cells)]
+    for cell in getattr(value, "__closure__", None) or ():
+        with suppress(ValueError):  # that is empty
+            found.append(cell.cell_contents)
+    return found

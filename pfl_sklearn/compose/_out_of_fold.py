@@ -103,13 +103,11 @@ def _numbers(named, found, shape):
     found = np.asarray(found)
     if found.shape != shape:
         raise ValueError(f"{what} an array of shape {found.shape}; expected {shape}.")
-    if found.dtype.kind not in "biuf":
-        try:
-            found = found.astype(
-                np.float64, casting="safe" if found.dtype.kind == "c" else "unsafe"
-            )
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{what} {found.ravel()[0]!r}; expected real numbers.") from error
+    casting = "safe" if found.dtype.kind == "c" else "unsafe"  # complex numbers have no order
+    try:
+        found = found.astype(np.float64, casting=casting, copy=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{what} {found.ravel()[0]!r}; expected real numbers.") from error
     bad = ~np.isfinite(found.reshape(len(found), -1)).all(axis=1)
     if bad.any():
         raise ValueError(

@@ -427,6 +427,17 @@ def test_a_frozen_wrapper_of_others_is_not_public():
     assert math.isinf(model.privacy_.epsilon)
 
 
+def recursive(fitted):
+    """A function beside one whose closure has no contents yet."""
+
+    def never():
+        return later
+
+    held = (never, fitted)
+    return lambda: held
+    later = None
+
+
 class OwnKind(PPSGDRegressor):
     """Not of this package, but what it learns of clients is all the same."""
 
@@ -453,9 +464,10 @@ class Holder(RegressorMixin, BaseEstimator):
         lambda fitted: lambda X: fitted.predict(X),
         lambda fitted: np.array([fitted, None], dtype=object),
         lambda fitted: {"models": [(fitted,)]},
+        lambda fitted: recursive(fitted),
         lambda fitted: functools.partial(print, fitted),
     ],
-    ids=["method", "closure", "array", "containers", "partial"],
+    ids=["method", "closure", "array", "containers", "recursion", "partial"],
 )
 def test_what_others_hide_is_not_public(hide):
     X, y, groups = two_kinds(8)

@@ -1029,9 +1029,12 @@ def test_bad_parameters(params, words):
 
 def test_folds_that_leave_too_few_rows():
     """Outside of two of three folds clients of three rows have one; a good stack needs that."""
-    X, y, groups = steps_and_slopes(n_clients=60, n_rows=3)
-    model = PersonalizedStackingRegressor([("trees", boosting()), ("own", final())], cv=3)
-    words = r"in one of the folds 'own' \(Pers.*\) failed on 60 rows of 60 clients: each of the 60"
+    X, y, groups = steps_and_slopes(n_clients=200, n_rows=3)
+    bases = [("trees", boosting()), ("own", final())]
+    model = PersonalizedStackingRegressor(bases, cv=3, random_state=0)
+    words = (
+        r"in one of the folds 'own' \(Pers.*\) failed on 200 rows of 200 clients: each of the 200"
+    )
     refused(model, words, X, y, groups=groups)
 
 

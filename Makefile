@@ -1,5 +1,5 @@
-# make demo | test | test-slow | test-tables | test-without-torch | lint | docs | bench; each sets up
-# .venv first if it has to.
+# make demo | test | test-slow | test-tables | test-other-kernels | test-without-torch | lint | docs |
+# bench; each sets up .venv first if it has to.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 INPUTS = setup.cfg pyproject.toml constraints.txt
 
-.PHONY: demo test test-slow test-tables test-without-torch lint docs bench clean
+.PHONY: demo test test-slow test-tables test-other-kernels test-without-torch lint docs bench clean
 .DELETE_ON_ERROR:
 
 # One stamp per set of extras: make -s demo needs matplotlib only.
@@ -23,11 +23,16 @@ test: $(VENV)/.test.stamp
 	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.test.stamp
-	$(PYTEST) -m slow tests
+	$(PYTEST) -m slow
 
 # Only what reads the folder that PFL_SKLEARN_DATA names; `make test` skips it where there is none.
 test-tables: $(VENV)/.test.stamp
 	$(PYTEST) -m tables tests
+
+# Other processors round otherwise: the numerical tests on the kernels of an old one.
+test-other-kernels: $(VENV)/.test.stamp
+	OPENBLAS_CORETYPE=Nehalem ATEN_CPU_CAPABILITY=default $(PYTEST) -m "not slow" tests/linear_model \
+		tests/estimation tests/priors tests/neural_network tests/online
 
 # A short pass as if PyTorch and skorch were not installed.
 test-without-torch: $(VENV)/.test.stamp

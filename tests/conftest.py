@@ -24,8 +24,14 @@ def data_home():
     return Path(folder)
 
 
+# Chapters of the user guide whose examples take seconds.
+SLOW_CHAPTERS = {"neural_networks.rst", "tables.rst", "workflow.rst"}
+
+
 @pytest.hookimpl(tryfirst=True)  # before markers select
 def pytest_collection_modifyitems(items):
     for item in items:
+        if item.path.name in SLOW_CHAPTERS:
+            item.add_marker("slow")
         if "data_home" in getattr(item, "fixturenames", ()):
             item.add_marker("tables")

@@ -1038,7 +1038,7 @@ def test_nothing_of_a_client_leaves_where_nothing_is_released(estimator):
 def test_the_mechanism_is_the_only_way_out_of_a_client(estimator, monkeypatch):
     """With mechanisms that ignore their input, nobody learns what one client's rows hold."""
     blind(monkeypatch)
-    assert not what_others_learn(estimator, 10)
+    assert not what_others_learn(estimator, 4)
 
 
 @pytest.mark.slow

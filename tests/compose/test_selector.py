@@ -281,6 +281,7 @@ def test_a_regressor_has_no_probabilities():
     assert hasattr(ClientSelector([("line", LogisticRegression())]), "predict_proba")
 
 
+@pytest.mark.slow
 def test_jobs_do_not_change_results():
     X, y, groups = two_kinds(6)
     candidates = [("own", local()), *SIGNS]

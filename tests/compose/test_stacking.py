@@ -42,6 +42,7 @@ from pfl_sklearn.compose._out_of_fold import Named, out_of_fold, out_of_two_fold
 from pfl_sklearn.compose._rows import Table
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior
+from tests.helpers.slow import slow
 
 
 def boosting(**params):
@@ -186,7 +187,7 @@ def test_rows_that_a_splitter_leaves_out_stay_out():
 
 @pytest.mark.parametrize(
     ("noise", "stack", "n_judged"),
-    [(0.0, "stack", 1), (1.0, "stack", 4), (4.0, "rough", 1), (1.5, "rough", 2)],
+    [*slow([(0.0, "stack", 1), (1.0, "stack", 4), (1.5, "rough", 2)]), (4.0, "rough", 1)],
 )
 def test_the_loss_of_the_stack_is_of_rows_that_nothing_saw(noise, stack, n_judged):
     """It is tested in as many folds as it takes; a rough look may rule it out before."""
@@ -264,6 +265,7 @@ def test_clients_of_few_rows_do_not_give_away_what_is_to_be_predicted():
 # What predicts ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_all_together_are_better_than_each():
     X, y, groups = steps_and_slopes(n_clients=60, n_rows=12)
     model = PersonalizedStackingRegressor(random_state=0).fit(X, y, groups=groups)
@@ -456,6 +458,7 @@ def test_a_classifier_stacks_log_odds():
     assert model.score(X, y, groups=groups) > 0.8
 
 
+@pytest.mark.slow
 def test_several_classes():
     X, y, groups = labels(n_classes=3)
     model = PersonalizedStackingClassifier(random_state=0, fallback=False).fit(X, y, groups=groups)
@@ -502,6 +505,7 @@ def small():
     return X.assign(site=[f"s{k}" for k in groups]), y, model
 
 
+@pytest.mark.slow
 def test_in_tools_of_scikit_learn(small):
     table, y, model = small
     wrapped = ClientColumn(clone(model), "site")
@@ -555,6 +559,7 @@ def test_parameters_inside_the_default_estimators_after_others():
     assert dict(model.estimators)["hgb"].max_depth == 3
 
 
+@pytest.mark.slow
 def test_standard_deviations_behind_a_routed_pipeline(small):
     table, y, model = small
     piped = ClientColumn(make_pipeline(StandardScaler(), clone(model)), column="site")
@@ -571,6 +576,7 @@ def test_dropped_estimators_are_left_out(small):
     assert list(rest.named_estimators_) == ["trees"]
 
 
+@pytest.mark.slow
 def test_client_aware_estimators_get_the_clients(small):
     table, y, _ = small
     X, groups = table[["a", "b"]], table["site"]
@@ -596,6 +602,7 @@ def search_inside():
         return GridSearchCV(inner, {"method": ["ml", "reml"]}, cv=ClientKFold(2, random_state=0))
 
 
+@pytest.mark.slow
 def test_a_search_at_the_end(small):
     table, y, _ = small
     X, groups = table[["a", "b"]], table["site"]
@@ -655,6 +662,7 @@ def test_a_frozen_final_estimator_knows_no_new_clients():
         clone(model).fit(X, y)
 
 
+@pytest.mark.slow
 def test_what_is_handed_out_of_frozen_estimators_names_no_other_client():
     """A clone of a frozen one is itself; one that never knew this client has its population."""
     X, y, groups = steps_and_slopes(n_clients=6, n_rows=15)
@@ -694,6 +702,7 @@ def test_errors_of_new_clients_are_their_own():
     assert new > 2 * known
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_jobs", [2, -1])
 def test_jobs_change_nothing(small, n_jobs):
     table, y, model = small
@@ -704,6 +713,7 @@ def test_jobs_change_nothing(small, n_jobs):
     np.testing.assert_array_equal(first.predict(X, groups=groups), other.predict(X, groups=groups))
 
 
+@pytest.mark.slow
 def test_weights_count_everywhere(small):
     """A row of weight 0 is absent, and weights change what is learned."""
     table, y, model = small

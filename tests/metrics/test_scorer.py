@@ -279,6 +279,7 @@ def test_with_a_client_column(routed):
     )
 
 
+@pytest.mark.slow
 def test_two_workers_as_one():
     found = []
     for n_jobs in (1, 2):

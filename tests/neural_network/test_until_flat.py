@@ -43,6 +43,7 @@ from tests.helpers.nets import (  # noqa: E402
     recipe,
     table,
 )
+from tests.helpers.slow import slow  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 FLAT = {"n_rounds": None, "tol": 0.02, "max_rounds": 40, "local_steps": 3, "random_state": 3}
@@ -57,7 +58,9 @@ MODELS = {
         recipe(), label_prior=PRIOR, personal_start="global", personal_start_round=6, **FLAT
     ),
 }
-every = pytest.mark.parametrize("name", MODELS)
+every = pytest.mark.parametrize(
+    "name", ["fedavg", *slow(["labels", "tuned", "head"]), "local", *slow(["adaped"])]
+)
 
 
 def fitted(model, data):
@@ -173,7 +176,7 @@ def test_without_rows_held_out_the_training_loss_is_judged(checks):
     assert len(checks[0][0].schedule["order"]) == len(y)
 
 
-@pytest.mark.parametrize("name", ["tuned", "head"])
+@pytest.mark.parametrize("name", ["tuned", *slow(["head"])])
 def test_the_last_phase_has_all_rows(name):
     """It follows held-out rows, and labels as all rows have them."""
     X, y, groups = table()
@@ -255,6 +258,7 @@ def test_callbacks_warm_starts_and_partial_fits():
     assert plain.n_rounds_ == before + 23  # 14 rows, three times four of 60 percent in a round
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 def test_with_noise_the_data_have_no_say():
     """As many rounds for any data, known from the parameters alone, and no row held out."""
@@ -270,6 +274,7 @@ def test_with_noise_the_data_have_no_say():
     np.testing.assert_equal(state_of(found), state_of(asked))
 
 
+@pytest.mark.slow
 def test_personal_nets_start_early_where_nobody_knows_how_many_rounds_there_will_be():
     given = {**FLAT, "max_rounds": 12}
     default, told, later = (
@@ -306,6 +311,7 @@ def test_personal_nets_have_their_turn(checks):
     assert checks[-1][0].clients["started"].all()
 
 
+@pytest.mark.slow
 def test_personal_nets_make_up_for_missed_rounds_on_all_rows(monkeypatch):
     """After the rounds, in which some rows were held out."""
     X, y, groups = table()
@@ -345,7 +351,7 @@ def test_rounds_that_diverge(rate):
 
 
 @pytest.mark.parametrize("cls", [FedAvgRegressor, LocalNetRegressor])
-@pytest.mark.parametrize("criterion", [nn.MSELoss, nn.L1Loss])
+@pytest.mark.parametrize("criterion", [nn.MSELoss, *slow([nn.L1Loss])])
 def test_regressors(cls, criterion):
     X, _, groups = table(sizes=np.full(6, 30))
     y = 1e3 * (np.column_stack([X[:, 0], np.abs(X[:, 1])]) + 5)

@@ -38,7 +38,8 @@ assert {package!r} not in sys.modules
 """
 
 
-@pytest.mark.parametrize("package", ["torch", pytest.param("skorch", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["torch", "skorch"])
 def test_without(package):
     given = [sys.executable, "-W", "error", "-c", CODE.format(package=package)]
     done = subprocess.run(given, capture_output=True, text=True)

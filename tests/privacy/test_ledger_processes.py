@@ -194,6 +194,7 @@ def test_a_budget_holds_between_threads_and_processes(path):
 # Kills and broken lines.
 
 
+@pytest.mark.slow
 def test_killed_processes_lose_no_entry(path):
     """Whoever was told that its entry is written finds it there, and at most one more."""
     ledger = PrivacyLedger(path)

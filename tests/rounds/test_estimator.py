@@ -12,6 +12,7 @@ from pfl_sklearn.privacy import PrivacyLedger
 from tests.helpers.callbacks import StopAfter
 from tests.helpers.fedavg_estimator import FedAvgRegressor, Recipe
 from tests.helpers.interruption import interrupt
+from tests.helpers.slow import slow
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
@@ -36,7 +37,9 @@ def assert_same_fit(one, other):
     assert one.privacy_ == other.privacy_
 
 
-@pytest.mark.parametrize("params", [{}, PRIVATE, {**PRIVATE, "clip_quantile": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "params", [*slow([{}, PRIVATE]), {**PRIVATE, "clip_quantile": 0.5}], ids=str
+)
 def test_warm_start_and_resumed_fits_are_the_same_bits(tmp_path, params):
     data = X, y, groups = table()
     whole = model_of(n_rounds=8, **params).fit(X, y, groups=groups)

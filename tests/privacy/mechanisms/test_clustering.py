@@ -66,7 +66,7 @@ def messages(mechanism, vector, share, gain, centres):
     }
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(vectors, vectors, shares, shares, values, values, st.booleans(), st.integers(0, 99))
 def test_sensitivities_are_never_exceeded(first, other, one, two, gain, loss, squares, seed):
     mechanism = clustering(squares=squares, n_candidates=4)

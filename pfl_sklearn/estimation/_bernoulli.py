@@ -172,7 +172,9 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
 
     - Numbers of trials may differ.
     - The default maximizes the beta-binomial likelihood. The printed weights use the variance of
-      the shares as that of the probabilities.
+      the shares as that of the probabilities. The paper subtracts :math:`\hat\mu_l` from the share
+      of client l in client i's leave-one-out variance; we take this for a typo and subtract
+      :math:`\hat\mu_i`, the centre of the shares that are summed, as in equation (32).
     - The printed private mechanism (equation 7) sends two-valued messages, which carry no
       information on the prior's variance. Subset selection (Ye and Barg, 2018) and the two-bit
       scheme do. Estimates are averaged over a grid of beta priors, weighted by the likelihood of

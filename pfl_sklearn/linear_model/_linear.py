@@ -125,7 +125,10 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         - Mixtures: gain in nats per client.
         - "laplace" and "gd": change of a coefficient, relative to the largest one.
     learning_rate : float, > 0, or None, default=None
-        Step size of "gd" and of ``method="printed"``. None: computed from the largest curvature.
+        Step size of "gd" and of ``method="printed"`` with a Gaussian mixture. None: computed from
+        the largest curvature. In each round of the latter it is at most one over the largest
+        curvature, to which the smallest variance of a component contributes; a given step that is
+        longer is cut, with a warning.
     variance_floor : float, > 0, or None, default=None
         Smallest variance that "gd" may estimate. Its objective has no minimum without one.
     epsilon : float in (0, inf], default=inf

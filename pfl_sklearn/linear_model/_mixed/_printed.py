@@ -206,20 +206,36 @@ def fit_clustered(table, prior, options):
     start = _unpooled_coefficients(table, prior, options, noise)
     spread = "covariances" in prior.get_params(deep=False)
     step = _step_of_mixture if spread else _step_of_points
-    rate = options.learning_rate or 1 / (grams.curvature() / noise + 1.0)
-    theta, state, n_iter, change = start, None, 0, np.inf
+    sharpest = grams.curvature() / noise
+    rate = options.learning_rate or 1 / (sharpest + 1.0)
+    theta, state, n_iter, change, smallest = start, None, 0, np.inf, rate
     while n_iter < options.max_iter and change > options.tol:
         n_iter += 1
         state = _cluster(theta, prior, state)
-        new, shares = step(grams, theta, state, noise, rate)
+        # A longer step overshoots where a cluster is narrower than it was in earlier rounds.
+        used = min(rate, 1 / (sharpest + 1 / state[1].min())) if spread else rate
+        smallest = min(smallest, used)
+        new, shares = step(grams, theta, state, noise, used)
         change = np.abs(new - theta).max() / max(np.abs(new).max(), 1e-300)
         theta = new
+    if options.learning_rate and smallest < rate:
+        _explain_cap(rate, smallest)
     means, variances, weights = state
     covariances = variances[:, None, None] * np.eye(len(offset))
     fitted = prior.with_mixture(means + offset, covariances, weights)
     mean, covariance = fitted.moments()
     done = bool(change <= options.tol)
     return point_estimates(mean, theta + offset, fitted, covariance, noise, n_iter, done, shares)
+
+
+def _explain_cap(rate, smallest):
+    """Warn that a given learning rate was not used as given."""
+    warn_caller(
+        f"learning_rate={rate:g} of method='printed' was cut to {smallest:.3g} in at least one "
+        "round: a longer step may diverge where a component's variance is small. The fit differs "
+        "from the published algorithm at that rate; give a learning_rate no larger than this.",
+        UserWarning,
+    )
 
 
 def _unpooled_coefficients(table, prior, options, noise):
@@ -263,8 +279,7 @@ def _step_of_mixture(grams, theta, state, noise, rate):
     shares = np.exp(joint - joint.max(axis=1, keepdims=True))
     shares /= shares.sum(axis=1, keepdims=True)
     pull = np.einsum("mk,mkq->mq", shares / variances, apart)
-    bounded = min(rate, 1 / (grams.curvature() / noise + 1 / variances.min()))
-    return theta - bounded * (grams.gradient(theta) / noise + pull), shares
+    return theta - rate * (grams.gradient(theta) / noise + pull), shares
 
 
 def _step_of_points(grams, theta, state, noise, rate):

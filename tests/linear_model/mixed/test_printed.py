@@ -1,5 +1,7 @@
 """The published algorithms for linear regression, against plain loops over clients."""
 
+import re
+
 import numpy as np
 import pytest
 from sklearn.base import clone
@@ -268,6 +270,29 @@ def test_clustering_is_the_listing(discrete, n_steps):
     np.testing.assert_allclose(found[2], weights, atol=1e-8)
     assert model.responsibilities_.shape == (14, 2)
     np.testing.assert_allclose(model.responsibilities_.sum(axis=1), 1.0)
+
+
+def test_a_capped_learning_rate_is_said_with_both_numbers():
+    """The cap is one over the largest curvature, at the smallest variance of a component."""
+    X, y, codes = table(14, groups=True)
+    model = PersonalizedLinearRegression(
+        GaussianMixturePrior(2),
+        fit_intercept=False,
+        method="printed",
+        noise_variance=2.0,
+        learning_rate=0.5,
+        max_iter=1,
+        tol=1e9,
+    )
+    own = [X[codes == i] for i in range(codes.max() + 1)]
+    start = [np.linalg.pinv(X[codes == i]) @ y[codes == i] for i in range(len(own))]
+    clusters = GaussianMixture(2, covariance_type="spherical", random_state=0).fit(start)
+    sharpest = max(np.linalg.eigvalsh(rows.T @ rows)[-1] for rows in own) / 2.0
+    used = 1 / (sharpest + 1 / clusters.covariances_.min())
+    with pytest.warns(UserWarning, match=rf"learning_rate=0\.5\b.*{re.escape(f'{used:.3g}')}"):
+        model.fit(X, y, groups=codes)
+    model.set_params(learning_rate=0.99 * used).fit(X, y, groups=codes)  # no warning
+    model.set_params(learning_rate=None).fit(X, y, groups=codes)  # ours to choose
 
 
 @pytest.mark.parametrize("prior", [GaussianMixturePrior(2), DiscretePrior(2)], ids=str)

@@ -4,11 +4,13 @@ The functions take what a theorem takes (variances, norms, numbers of clients), 
 printed result does not hold, the default is the corrected one.
 """
 
+from pfl_sklearn.theory._adaped import printed_adaped_rdp
 from pfl_sklearn.theory._means import (
     WeightAndRisk,
     local_noise_std,
     mean_half_width,
     mean_risk,
+    mixture_mean_radius,
     own_weight,
     quantizer_variance,
     released_mean_risk,
@@ -33,6 +35,7 @@ from pfl_sklearn.theory._proportions import (
     beta_own_weight,
     beta_parameters,
     beta_risk,
+    beta_risk_bound,
     beta_shrinkage,
     debiased_share_variance,
 )
@@ -45,6 +48,7 @@ __all__ = [
     "beta_own_weight",
     "beta_parameters",
     "beta_risk",
+    "beta_risk_bound",
     "beta_shrinkage",
     "debiased_share_variance",
     "linear_excess_risk",
@@ -52,12 +56,14 @@ __all__ = [
     "mean_half_width",
     "mean_risk",
     "minimal_norm_solution",
+    "mixture_mean_radius",
     "own_weight",
     "personalization_threshold",
     "ppsgd_bound",
     "ppsgd_learning_rate",
     "ppsgd_noise_std",
     "ppsgd_private_bound",
+    "printed_adaped_rdp",
     "quantizer_variance",
     "released_mean_risk",
     "smoothness_alpha",

@@ -239,6 +239,58 @@ def mean_half_width(
     return mean_bound + spread * math.sqrt(logs[version])
 
 
+def mixture_mean_radius(
+    n_clients, n_rows, noise_std, *, n_features=1, point_bound=0.0, version="sound"
+):
+    r"""Radius of a ball around 0 that holds every client's mean, under a discrete prior.
+
+    .. math:: r + \frac{\sigma_x}{\sqrt n} \Bigl(\sqrt d + \sqrt{2 \log(m^2 n)}\Bigr)
+
+    Parameters
+    ----------
+    n_clients : int
+        m.
+    n_rows : int
+        Rows n of every client.
+    noise_std : float, >= 0
+        Standard deviation :math:`\sigma_x` of a coordinate of a row around its client.
+    n_features : int, default=1
+        d.
+    point_bound : float, >= 0, default=0.0
+        Bound r on the L2 norms of the prior's points.
+    version : {"sound", "printed"}, default="sound"
+        "printed" is :math:`r + (\sigma_x / \sqrt n) (4 \sqrt d + 2 \sqrt{\log(m^2 n)})`. It holds
+        too, but is up to four times as large as it need be.
+
+    Returns
+    -------
+    float
+        With probability at least 1 - 1 / (m n), every client's mean lies inside. It may serve as
+        `clip_norm`, if its arguments are known without the data.
+
+    Notes
+    -----
+    Lemma 1 of the long version of Ozkara et al. (2023). For private and quantized fits of
+    Algorithm 1 the paper clips to the printed radius.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.theory import mixture_mean_radius
+    >>> for version in ("sound", "printed"):
+    ...     radius = mixture_mean_radius(1000, 10, 1.0, n_features=10, version=version)
+    ...     print(version, round(radius, 2))
+    sound 2.8
+    printed 6.54
+    """
+    log = math.log(n_clients**2 * n_rows)
+    factors = {
+        "sound": math.sqrt(n_features) + math.sqrt(2 * log),
+        "printed": 4 * math.sqrt(n_features) + 2 * math.sqrt(log),
+    }
+    _check_version(version, factors)
+    return point_bound + noise_std / math.sqrt(n_rows) * factors[version]
+
+
 def quantizer_variance(half_width, n_bits):
     r"""Largest variance of stochastic rounding to :math:`2^k` levels on [-b, b].
 

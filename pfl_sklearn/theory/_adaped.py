@@ -1,0 +1,82 @@
+"""The privacy that the paper states for DP-AdaPeD, which does not hold."""
+
+from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.privacy import PrivacyWarning
+
+
+def printed_adaped_rdp(
+    order, n_rounds, n_clients, n_sampled, clip_norm, noise_std, psi_clip_norm, psi_noise_std
+):
+    r"""Rényi divergence that the paper states for DP-AdaPeD. It is not a valid bound.
+
+    .. math::
+
+       \epsilon(\alpha) = \Bigl( \frac{K}{m} \Bigr)^2 \, 6 \, \frac{T}{\tau} \, \alpha
+       \Bigl( \frac{C_1^2}{K \sigma_1^2} + \frac{C_2^2}{K \sigma_2^2} \Bigr)
+
+    Parameters
+    ----------
+    order : float, > 1
+        Order :math:`\alpha` of the divergence.
+    n_rounds : int
+        Rounds :math:`T / \tau`, each of :math:`\tau` local steps.
+    n_clients, n_sampled : int
+        All clients m, and those of a round, K.
+    clip_norm, psi_clip_norm : float, > 0
+        Bounds :math:`C_1` and :math:`C_2` on the gradients of the global net and of psi.
+    noise_std, psi_noise_std : float, > 0
+        Standard deviations :math:`\sigma_1` and :math:`\sigma_2` of the noise on these gradients,
+        in the same units as their bounds.
+
+    Returns
+    -------
+    float
+        In nats.
+
+    Warns
+    -----
+    PrivacyWarning
+        Always: published figures may be compared with it, and nobody protected by it.
+
+    See Also
+    --------
+    pfl_sklearn.AdaPeDClassifier : With ``noise="per_step"`` it states an epsilon that holds.
+
+    Notes
+    -----
+    Theorem 5 of Ozkara et al. (2023), 7 of the long version. It fails for four reasons:
+
+    - The gradients of a client's :math:`\tau` steps count as one; their sum moves :math:`\tau`
+      times as far, and the noise grows with :math:`\sqrt \tau` alone.
+    - A fixed number of clients is accounted as if each took part independently.
+    - The constant 6 needs more noise than is used in practice.
+    - Noise that is fed back in later local steps can be undone there.
+
+    Where all clients take part and gradients are as large as they may be, the divergence between a
+    client's data and their replacement by the opposite is
+    :math:`2 (T / \tau) \tau \alpha (C_1^2 / (K \sigma_1^2) + C_2^2 / (K \sigma_2^2))`: more than is
+    stated from :math:`\tau = 4` on.
+
+    References
+    ----------
+    Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
+    personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
+
+    Examples
+    --------
+    >>> import warnings
+    >>> from pfl_sklearn.theory import printed_adaped_rdp
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore")
+    ...     stated = printed_adaped_rdp(2.0, 100, 50, 10, clip_norm=1.0, noise_std=4.0,
+    ...                                 psi_clip_norm=0.1, psi_noise_std=0.4)
+    >>> round(stated, 6)
+    0.6
+    """
+    warn_caller(
+        "printed_adaped_rdp is the figure that the paper states for DP-AdaPeD. It does not bound "
+        "the privacy loss; AdaPeDClassifier(noise='per_step') reports an epsilon that does.",
+        PrivacyWarning,
+    )
+    loss = (clip_norm / noise_std) ** 2 + (psi_clip_norm / psi_noise_std) ** 2
+    return (n_sampled / n_clients) ** 2 * 6 * n_rounds * order * loss / n_sampled

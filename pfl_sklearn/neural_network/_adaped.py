@@ -99,14 +99,14 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     Notes
     -----
     This is Algorithm 2 of Ozkara et al. (2023). In each local step, with the newest values of all
-    others, the personal net follows its loss plus
-    :math:`\mathrm{KL}(p_\mu \| p_\theta) / (2 \psi)`, the client's copy of the global net follows
-    the second term, and psi follows :math:`\log(\psi) / 2` plus the second term. Divergences are
-    means over the rows of a batch. The paper's experiments sometimes multiply the second term of
-    psi's gradient by 5 (Appendix K.1), which is not in its algorithm; ours never do. The listing
-    has clients send the values before their last step; ours send those after it. `global_loss` and `personal_start` are not in the paper; the printed
-    algorithm is ``global_loss=0, personal_start="own"``. With few rows a client and few rounds its
-    global net learns too late to help.
+    others, the personal net follows its loss plus :math:`\mathrm{KL}(p_\mu \| p_\theta) / (2
+    \psi)`, the client's copy of the global net follows the second term, and psi follows
+    :math:`\log(\psi) / 2` plus the second term. Divergences are means over the rows of a batch. The
+    paper's experiments sometimes multiply the second term of psi's gradient by 5 (Appendix K.1),
+    which is not in its algorithm; ours never do. The listing has clients send the values before
+    their last step; ours send those after it. `global_loss` and `personal_start` are not in the
+    paper; the printed algorithm is ``global_loss=0, personal_start="own"``. With few rows a client
+    and few rounds its global net learns too late to help.
 
     With `train_unsampled` this is Algorithm 7. In a round without it, a client takes `local_steps`
     steps of its personal net alone, on its next batches and at the learning rate of that round:

@@ -21,8 +21,9 @@ from pfl_sklearn.privacy._search_warning import warn_of_search
 __all__ = ["ClientMixin", "SingleClientWarning", "UnseenClientsWarning"]
 
 
-# Parameters that stay with the server: seeds reproduce the noise, files list other fits.
-_SERVER_ONLY = ("random_state", "ledger", "checkpoint")
+# Parameters that stay with the server: seeds reproduce the noise, files list other fits,
+# participants are ids of clients.
+_SERVER_ONLY = ("random_state", "ledger", "checkpoint", "participants")
 
 _UNSEEN = (
     "At least half of the rows belong to clients that fit did not see; they get the population "

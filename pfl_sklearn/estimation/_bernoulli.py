@@ -19,7 +19,7 @@ from pfl_sklearn.estimation._counts import (
     count_table,
     encode_labels,
 )
-from pfl_sklearn.estimation._mean_estimates import client_summary
+from pfl_sklearn.estimation._mean_estimates import client_summary, participation, taking_part
 from pfl_sklearn.estimation._proportion_estimates import (
     keep_own,
     matched_quantiles,
@@ -110,6 +110,11 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         How reports are randomized. Under central trust "auto" is "gaussian". Under local trust it
         is subset selection if all clients have the same number of trials, at most 500, and
         otherwise two bits.
+    participants : array-like of client ids or None, default=None
+        Clients that take part in estimating the prior, at least two; None: all. The others send
+        nothing, receive the prior, and update it with their own trials. Choose them without looking
+        at the data: who takes part is public. Ids that the table lacks are passed over. The printed
+        methods do not support it.
     ledger : PrivacyLedger or None, default=None
         File that records every fit before it reads any data, and refuses a fit beyond its budget.
     unseen : {"warn", "population", "error"}, default="warn"
@@ -160,6 +165,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         - If weights are fractional.
         - If every client has one trial while the prior is unknown.
         - If prior, method and mechanism do not go together.
+        - If `participants` is given with a printed method, or fewer than two clients take part.
 
     See Also
     --------
@@ -188,14 +194,17 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
       with a share that falls with the logarithm of their number. An estimated grid prior has a few
       spikes and knows no error of its own, so its errors are those under beta priors for any number
       of clients. After a release of a grid prior they are not averaged.
-    - The client's own report is among those that are pooled. The effect is of the order of one over
-      the number of clients.
+    - The client's own report is among those that are pooled, if it takes part. The effect is of the
+      order of one over the number of clients.
+    - If only some clients take part (Remark 7), sums and the number of clients in them are those of
+      `participants`; only their numbers of trials decide how reports are randomized. The others
+      send nothing, and their epsilon is 0.
 
     The privacy promise does not cover the clients' own estimates: client i may see its own (joint
     differential privacy). Hand it over with :meth:`for_client`. Random bits are compared as
     integers with a fixed-point threshold.
 
-    Memory beyond the input: 28 bytes per row and 60 per client. Subset selection needs another
+    Memory beyond the input: 28 bytes per row and 60 per client (80 with `participants`). Subset selection needs another
     ``17 (n + 1)`` bytes per client while it draws.
 
     References
@@ -233,6 +242,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         "delta": [Interval(Real, 0, 1, closed="left")],
         "trust": [StrOptions({"local", "central"})],
         "mechanism": [StrOptions({"auto", "subset_selection", "two_bit", "one_bit", "gaussian"})],
+        "participants": ["array-like", None],
         "ledger": [PrivacyLedger, None],
         "unseen": [StrOptions({"warn", "population", "error"})],
         "random_state": ["random_state"],
@@ -248,6 +258,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         delta=0.0,
         trust="local",
         mechanism="auto",
+        participants=None,
         ledger=None,
         unseen="warn",
         random_state=None,
@@ -259,6 +270,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         self.delta = delta
         self.trust = trust
         self.mechanism = mechanism
+        self.participants = participants
         self.ledger = ledger
         self.unseen = unseen
         self.random_state = random_state
@@ -296,8 +308,8 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
             check_whole("sample_weight", rows.weights)
             trials = segment_sums(rows.weights, codes, len(ids))
             successes = segment_sums(rows.weights * rows.y, codes, len(ids))
-        table = count_table(successes.astype(np.int64), trials.astype(np.int64))
-        found = self._fit_table(table, prior)
+        table, told = self._count_tables(ids, successes, trials)
+        found = self._fit_tables(table, told, prior)
         validate_data(self, X, skip_check_array=True)
         return self._store(ids, classes, table, found, groups is not None)
 
@@ -331,8 +343,8 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
             ids, codes = encode_clients(groups, len(trials))
             successes = segment_sums(successes, codes, len(ids))
             trials = segment_sums(trials, codes, len(ids))
-        table = count_table(successes.astype(np.int64), trials.astype(np.int64))
-        found = self._fit_table(table, prior)
+        table, told = self._count_tables(ids, successes, trials)
+        found = self._fit_tables(table, told, prior)
         for name in ("n_features_in_", "feature_names_in_"):
             self.__dict__.pop(name, None)
         return self._store(ids, np.array([0, 1]), table, found, True)
@@ -463,6 +475,11 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
             raise ValueError("sample_weight is not supported with a finite epsilon.")
         if releases:
             _check_trust(self)
+        if self.participants is not None and self.method in _PRINTED:
+            raise ValueError(
+                f"participants does not go with method={self.method!r}, whose weights need every "
+                "client's message; leave it None, or use method='ml'."
+            )
         way = "none"
         if releases:
             way = self.mechanism if self.trust == "local" else "gaussian"
@@ -475,18 +492,24 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
             )
         return prior
 
-    def _fit_table(self, table, prior):
-        """Fitted proportions and privacy report of a CountTable."""
+    def _count_tables(self, ids, successes, trials):
+        """CountTables of all clients, and of those that take part."""
+        successes, trials = successes.astype(np.int64), trials.astype(np.int64)
+        table, sends = count_table(successes, trials), taking_part(self.participants, ids)
+        return table, table if sends.all() else count_table(successes[sends], trials[sends])
+
+    def _fit_tables(self, table, told, prior):
+        """Fitted proportions and privacy report; `told` is the table of those that take part."""
         private = math.isfinite(self.epsilon)
         if private and not prior.is_known:
-            return self._fit_released(table, prior)
+            return self._fit_released(table, told, prior)
         report = (
             PrivacyReport.of_known_population(_RELEASED, _PRIVATE, table.n_clients)
             if private
             else PrivacyReport.unprotected(
                 "epsilon=inf was asked for.",
                 not_released=_RELEASED + _PRIVATE,
-                n_clients=table.n_clients,
+                n_clients=told.n_clients,
             )
         )
         if table.n_clients == 1 and not prior.is_known:
@@ -495,22 +518,22 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
             shares = table.per_client(table.successes / table.trials)
             return with_printed_weights(table, shares, self.method == "printed"), report
         if prior.is_known:
-            return with_prior(table, prior)._replace(mean_std=0.0), report
-        _check_spread_is_identified(table)
-        prior = prior.fit_counts(table.successes, table.trials, table.counts, self.method)
+            return with_prior(table, prior, told)._replace(mean_std=0.0), report
+        _check_spread_is_identified(told)
+        prior = prior.fit_counts(told.successes, told.trials, told.counts, self.method)
         averaged = self.uncertainty == "full"
-        return (with_estimated_prior if averaged else with_prior)(table, prior), report
+        return (with_estimated_prior if averaged else with_prior)(table, prior, told), report
 
-    def _fit_released(self, table, prior):
-        """Fitted proportions and privacy report from what the clients release."""
-        if table.n_clients > 1 and self.mechanism != "one_bit":
-            _check_spread_is_identified(table)
+    def _fit_released(self, table, told, prior):
+        """Fitted proportions and privacy report from what the clients of `told` release."""
+        if told.n_clients > 1 and self.mechanism != "one_bit":
+            _check_spread_is_identified(told)
         rng, seeded = noise_generator(self.random_state)
-        way = self._choose_mechanism(table, prior)
-        release = RELEASES[way](table, self.epsilon, self.delta, rng)
+        way = self._choose_mechanism(told, prior)
+        release = RELEASES[way](told, self.epsilon, self.delta, rng)
         report = private_report(
             release.mechanism.facts(),
-            n_clients=table.n_clients,
+            n_clients=told.n_clients,
             seeded=seeded,
             caveats=(_ONE_BIT_CAVEAT,) if way == "one_bit" else (),
             epsilon_under=release.epsilon_under,
@@ -518,12 +541,13 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
             not_released=_PRIVATE,
             assumptions=(
                 "the two class labels are public, and that both occur unless they are 0 and 1",
+                *participation(told.n_clients, table.n_clients),
             ),
         )
         if way == "one_bit":
             minus_one = self.method == "printed"
             return with_printed_weights(table, release.messages, minus_one, cut=False), report
-        found = _FROM_REPORTS[type(prior)](table, prior, release)
+        found = _FROM_REPORTS[type(prior)](table, prior, release, told)
         return (keep_own(found, table) if table.n_clients == 1 else found), report
 
     def _choose_mechanism(self, table, prior):
@@ -573,13 +597,13 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         return self
 
 
-def _average_beta(table, prior, release):
+def _average_beta(table, prior, release, told):
     return with_average(table, average_priors(release.log_likelihood))
 
 
-def _refine_grid(table, prior, release):
+def _refine_grid(table, prior, release, told):
     average = average_priors(release.log_likelihood)
-    found = with_prior(table, refine_on_grid(prior, average, release, table.common_trials))
+    found = with_prior(table, refine_on_grid(prior, average, release, told.common_trials), told)
     return found._replace(mean_std=average.mean()[1])
 
 

@@ -16,15 +16,22 @@ from pfl_sklearn.estimation._mean_estimates import (
     local_mechanism,
     noisy_report,
     open_report,
+    participation,
     release_events,
     releases,
+    rows_of,
+    taking_part,
 )
 from pfl_sklearn.estimation._variance_components import (
     check_noise_is_identified,
     client_means,
     estimate_components,
 )
-from pfl_sklearn.estimation._variance_uncertainty import average_over_variances, joined
+from pfl_sklearn.estimation._variance_uncertainty import (
+    Everyone,
+    average_over_variances,
+    joined,
+)
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, StochasticQuantizer
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._spending import UNPROTECTED
@@ -76,18 +83,29 @@ def fit(rows, prior, params):
     """Client statistics, fitted population and report, for rows of `y` (n, d)."""
     ids, codes = rows.clients
     known = known_values(prior, params.noise_variance, rows.y.shape[1])
+    sends = taking_part(params.participants, ids)
+    sent = rows_of(rows, sends)
     if not releases(params):
-        table = client_means(rows.y, codes, len(ids), rows.weights)
-        found = fit_exact(table, known, params.method, prior, params.uncertainty == "full")
-        return table, found, open_report(len(ids), PRIVATE)
+        table = _of_rows(rows)
+        told = table if sent is rows else _of_rows(sent)
+        averaged = params.uncertainty == "full"
+        found = fit_exact(told, known, params.method, prior, averaged, Everyone(table, sends))
+        return table, found, open_report(len(told.means), PRIVATE)
     table, centre = bounded_means(rows, params)
+    told, variances = table if sent is rows else bounded_means(sent, params)[0], None
     if params.mechanism == "quantizer":
-        return table, *_fit_quantized(table, centre, prior, params, shared_values(known))
-    if all(values is not None for values in known):
-        found = _shrunk(table, prior, known.mean, 0.0 * known.mean, known.between, known.noise)
+        found, report = _fit_quantized(told, centre, params, shared_values(known))
+    elif all(values is not None for values in known):
+        everyone = Everyone(table, sends)
+        found = _shrunk(everyone, prior, known.mean, 0.0 * known.mean, known.between, known.noise)
         return table, found, PrivacyReport.of_known_population(RELEASED, PRIVATE, len(ids))
-    variances = release.row_variances(rows.y, codes, table)
-    return table, *_fit_private(table, variances, centre, prior, params, shared_values(known))
+    else:
+        variances = release.row_variances(rows.y, codes, table)
+        found, report = _fit_private(
+            told, variances[sends], centre, params, shared_values(known), len(ids)
+        )
+    with np.errstate(over="ignore", invalid="ignore"):
+        return table, shrink_releases(table, found.for_all(sends), prior, variances), report
 
 
 def known_values(prior, noise_variance, d):
@@ -108,8 +126,17 @@ def shared_values(known):
     return Known(known.mean, *first)
 
 
-def fit_exact(table, known, method, prior, averaged=False):
-    """Population and clients from exact statistics, their errors `averaged` over the variances."""
+def _of_rows(rows):
+    """Statistics of the clients of exact rows."""
+    ids, codes = rows.clients
+    return client_means(rows.y, codes, len(ids), rows.weights)
+
+
+def fit_exact(table, known, method, prior, averaged, everyone):
+    """Population from exact statistics of those that send, and all clients around it.
+
+    Errors are `averaged` over the variances.
+    """
     d = table.means.shape[1]
     diagonal = prior.covariance_type == "diag"
     differ = any(values is not None and np.any(values != values[0]) for values in known[1:])
@@ -129,22 +156,30 @@ def fit_exact(table, known, method, prior, averaged=False):
         for name in ("mean_variance", "between", "noise")
     )
     value = float(sum(part.log_likelihood for part in found))
-    shrunk = _shrunk(table, prior, mean, mean_variance, between, noise, value)
+    shrunk = _shrunk(everyone, prior, mean, mean_variance, between, noise, value)
     if not averaged:
         return shrunk
     columns = np.split(np.arange(d), len(blocks))
     parts = [
-        average_over_variances(*parts, shrunk.means[:, at])
+        average_over_variances(*parts, everyone.outputs(at), shrunk.means[:, at])
         for *parts, at in zip(blocks, given, found, columns, strict=True)
     ]
     return shrunk if None in parts else shrunk.with_averages(joined(parts))
 
 
-def _shrunk(table, prior, mean, mean_variance, between, noise, log_likelihood=math.nan):
-    """Every client's posterior around a population, from its own exact mean."""
+def _shrunk(everyone, prior, mean, mean_variance, between, noise, log_likelihood=math.nan):
+    """Every client's posterior around a population, from its own exact mean.
+
+    The population mean is independent of clients that it was not estimated from, so for them its
+    variance adds to `between`. The others' own means are part of it: their weights are those of
+    Theorem 1.
+    """
+    table, sends = everyone.table, everyone.sends[:, None]
     sampling = noise / table.weights[:, None]
-    own = np.where(np.isnan(between), 1.0, own_weight(between, sampling))
-    borrowed = np.where(own < 1, (1 - own) ** 2, 0.0) * np.where(own < 1, mean_variance, 0.0)
+    around = between + np.where(sends, 0.0, mean_variance)
+    own = np.where(np.isnan(between), 1.0, own_weight(around, sampling))
+    shared = (own < 1) & sends
+    borrowed = np.where(shared, (1 - own) ** 2, 0.0) * np.where(shared, mean_variance, 0.0)
     return FittedMeans(
         prior.with_values(mean, between),
         mean,
@@ -198,8 +233,8 @@ def _client_moments(known, params):
     )
 
 
-def _fit_private(table, variances, centre, prior, params, known):
-    """Fitted population and report of noisy means or sums."""
+def _fit_private(table, variances, centre, params, known, n_clients):
+    """Released population and report of noisy means or sums of the clients that send some."""
     moments = _client_moments(known, params)
     if known.noise is None:
         check_noise_is_identified(table)
@@ -223,10 +258,9 @@ def _fit_private(table, variances, centre, prior, params, known):
         PRIVATE,
         n_clients=len(table.means),
         epsilon_under=under,
-        bounds=_bounds(moments, params),
+        bounds=(*_bounds(moments, params), *participation(len(table.means), n_clients)),
     )
-    with np.errstate(over="ignore", invalid="ignore"):
-        return shrink_releases(table, found, prior, variances), report
+    return found, report
 
 
 def _warn_of_noise(noise, bound, d):
@@ -249,8 +283,8 @@ def _bounds(moments, params):
     )
 
 
-def _fit_quantized(table, centre, prior, params, known):
-    """Fitted population and report of quantized means."""
+def _fit_quantized(table, centre, params, known):
+    """Released population and report of quantized means."""
     quantizer = StochasticQuantizer(params.n_bits, params.clip_norm)
     if known.between is None:
         _check_fine(quantizer, table, known.noise)
@@ -258,8 +292,7 @@ def _fit_quantized(table, centre, prior, params, known):
     found = release.means_from_quantized_reports(
         table, quantizer, centre, known, params.method, rng
     )
-    report = open_report(len(table.means), PRIVATE, quantizer.facts())
-    return shrink_releases(table, found, prior), report
+    return found, open_report(len(table.means), PRIVATE, quantizer.facts())
 
 
 def _check_fine(quantizer, table, noise):

@@ -36,6 +36,13 @@ class ReleasedMeans(NamedTuple):
     others: np.ndarray  # (m, d), population mean without the client's own release
     others_variance: np.ndarray  # (m,), of every coordinate of `others`
 
+    def for_all(self, sends):
+        """The same for all clients, of whom those that sent nothing have nothing to leave out."""
+        others = np.tile(self.mean, (len(sends), 1))
+        variance = np.full(len(sends), float(self.mean_variance))
+        others[sends], variance[sends] = self.others, self.others_variance
+        return self._replace(others=others, others_variance=variance)
+
 
 class Known(NamedTuple):
     """Parameters that the user gave; None is unknown."""

@@ -7,9 +7,11 @@ import numpy as np
 import pandas as pd
 from sklearn.utils import check_array
 
-from pfl_sklearn._clients import segment_sums
+from pfl_sklearn._clients import EncodedClients, match_clients, segment_sums
+from pfl_sklearn._compat import num_samples
 from pfl_sklearn._squares import check_squares
 from pfl_sklearn._uncertainty import ClientIntervals
+from pfl_sklearn.base import FitRows
 from pfl_sklearn.estimation._variance_components import client_means
 from pfl_sklearn.privacy import (
     DiscreteGaussianMechanism,
@@ -84,6 +86,44 @@ def intraclass_correlation(between, noise):
 def releases(params):
     """Whether clients release their means, privately or quantized."""
     return math.isfinite(params.epsilon) or params.mechanism == "quantizer"
+
+
+def taking_part(participants, ids):
+    """Which clients (m,) send something: those named by `participants`, or all for None.
+
+    Ids that the table lacks are passed over, as a fold may lack clients.
+    """
+    if participants is None:
+        return np.ones(len(ids), dtype=bool)
+    found = match_clients(participants, num_samples(participants), ids, "participants")
+    sends = np.zeros(len(ids), dtype=bool)
+    sends[found[found >= 0]] = True
+    if sends.sum() < 2:  # a single one tells nothing of the spread between clients
+        raise ValueError(
+            f"participants must name at least two clients of the table; got {sends.sum()} of "
+            f"{len(ids)}. Give ids as in groups=, or participants=None for all clients."
+        )
+    return sends
+
+
+def rows_of(rows, sends):
+    """The rows of the clients that send something."""
+    if sends.all():
+        return rows
+    ids, codes = rows.clients
+    kept = sends[codes]
+    clients = EncodedClients(ids[sends], (np.cumsum(sends) - 1)[codes[kept]])
+    return FitRows(rows.y[kept], clients, None if rows.weights is None else rows.weights[kept])
+
+
+def participation(n_participants, n_clients):
+    """What a report assumes where only some clients take part."""
+    if n_participants == n_clients:
+        return ()
+    return (
+        f"{n_participants} of {n_clients} clients take part, a public choice made without the "
+        "data; the others send nothing, and their epsilon is 0",
+    )
 
 
 def check_release(params, sample_weight):

@@ -38,6 +38,10 @@ _MOST_LLOYD_STEPS = 300
 
 def check(prior, params):
     """Refuse what a mixture prior cannot do, before any data is touched."""
+    if params.participants is not None:
+        raise ValueError(
+            f"participants goes with GaussianPrior alone; got {type(prior).__name__}. Leave it out."
+        )
     methods = METHODS[type(prior)]
     if params.method not in methods:
         raise ValueError(

@@ -32,28 +32,28 @@ class FittedProportions(NamedTuple):
     priors: PlausiblePriors | None = None  # that stand for an estimated one in intervals
 
 
-def with_prior(table, prior):
-    """Posterior of the clients of a CountTable under a known prior."""
+def with_prior(table, prior, told):
+    """Posterior of the clients of a CountTable under a prior that those of `told` gave."""
     mean, variance = prior.moments()
-    std = _population_std(table, mean, _intraclass_correlation(mean, variance))
+    std = _population_std(told, mean, _intraclass_correlation(mean, variance))
     posterior = prior.posterior(table.successes, table.trials)
     return _describe(prior, mean, variance, std, table, posterior, exact=True)
 
 
-def with_estimated_prior(table, prior):
+def with_estimated_prior(table, prior, told):
     """The same under an estimated prior, with errors averaged over beta priors.
 
     The distance of an estimate from the posterior under each of them counts as error.
     """
-    found, share = with_prior(table, prior), averaging_share(table.n_clients)
+    found, share = with_prior(table, prior, told), averaging_share(told.n_clients)
     pairs = table.successes, table.trials
     beta = prior
     if not isinstance(prior, BetaPrior):
-        beta = BetaPrior().fit_counts(*pairs, table.counts, "ml")
+        beta = BetaPrior().fit_counts(told.successes, told.trials, told.counts, "ml")
     priors = PlausiblePriors(*np.array([[beta.alpha], [beta.beta], [1 - share]]))
     mean_variance = (1 - share) * found.mean_std**2
     if share:
-        averaged = plausible_priors(table, found.mean)
+        averaged = plausible_priors(told, found.mean)
         mean_variance += share * averaged.mean_variance(found.mean)
         averaged = averaged._replace(weights=share * averaged.weights)
         priors = PlausiblePriors(*map(np.append, averaged, priors))

@@ -5,9 +5,20 @@ from typing import NamedTuple
 import numpy as np
 
 from pfl_sklearn._uncertainty import Mixture, averaging_share, ratio_nodes
-from pfl_sklearn.estimation._variance_components import profile_in_units
+from pfl_sklearn.estimation._variance_components import ClientMeans, profile_in_units
 
 _SMALL = 0.3  # ratio, in sampling variances of the largest client, below which it is as good as 0
+
+
+class Everyone(NamedTuple):
+    """All clients, and which of them the population was estimated from."""
+
+    table: ClientMeans
+    sends: np.ndarray  # (m,)
+
+    def outputs(self, at):
+        """The same for some of the outputs."""
+        return self._replace(table=self.table._replace(means=self.table.means[:, at]))
 
 
 class AveragedMeans(NamedTuple):
@@ -24,16 +35,18 @@ class AveragedMeans(NamedTuple):
         return self.share * getattr(self, name) + (1 - self.share) * plug_in
 
 
-def average_over_variances(table, known, found, estimates):
+def average_over_variances(table, known, found, everyone, estimates):
     """AveragedMeans of d outputs that share their variances; None without anything to average.
 
     Parameters
     ----------
     table : ClientMeans
+        Of the clients that the population was estimated from.
     known : tuple
         Population mean (d,), variance between clients and noise variance; None where estimated.
     found : Components
         The population with its estimates.
+    everyone : Everyone
     estimates : ndarray of shape (m, d)
         The clients' estimates: their distance from the posterior counts as error.
     """
@@ -50,10 +63,12 @@ def average_over_variances(table, known, found, estimates):
     centre, total, _ = model.weighted(1 / (ratios[:, None] + model.unit))
     centre = np.broadcast_to(centre, (len(ratios), d)) + model.centre
     error = scale * (0.0 if known_mean is not None else 1 / total)
-    sampling = 1 / table.weights[:, None, None]
-    own = ratios / (ratios + sampling)  # (m, 1, k)
-    located = own * model.table.means[..., None] + (1 - own) * centre.T
-    spread = np.broadcast_to(own * sampling * scale + (1 - own) ** 2 * error, located.shape)
+    sampling, sends = 1 / everyone.table.weights[:, None, None], everyone.sends[:, None, None]
+    around = ratios + np.where(sends, 0.0, error / scale)  # the centre is independent of the rest
+    own = around / (around + sampling)  # (m, 1, k)
+    located = own * everyone.table.means[..., None] / unit + (1 - own) * centre.T
+    borrowed = np.where(sends, (1 - own) ** 2 * error, 0.0)
+    spread = np.broadcast_to(own * sampling * scale + borrowed, located.shape)
     squares = larger * spread + (located - estimates[..., None] / unit) ** 2
     off = (centre - found.mean / unit) ** 2
     return AveragedMeans(

@@ -204,8 +204,8 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
     differential privacy). Hand it over with :meth:`for_client`. Random bits are compared as
     integers with a fixed-point threshold.
 
-    Memory beyond the input: 28 bytes per row and 60 per client (80 with `participants`). Subset selection needs another
-    ``17 (n + 1)`` bytes per client while it draws.
+    Memory beyond the input: 28 bytes per row and 60 per client (80 with `participants`). Subset
+    selection needs another ``17 (n + 1)`` bytes per client while it draws.
 
     References
     ----------

@@ -61,7 +61,7 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         - "blue": the linear combination with the least noise.
 
         "auto" is "blue" for "sqrt" and "tree", "last" for "pm1" and "wmom" for "pm2". Without noise
-        it is always "last".
+        "auto" and "blue" are "last", which has the least variance then.
     schedule : {"auto", "round_robin", "restricted", "broadcast"}, default="auto"
         Who hears what: at each of its steps an agent sends one message to everybody ("broadcast"),
         or asks one other in turn ("round_robin"), or one of those that it takes for its class

@@ -66,6 +66,13 @@ def chosen(name, value, table, mechanism):
     return value
 
 
+def weights_of(model):
+    """What recipients make of messages; without noise the last mean is the best one."""
+    weights = chosen("weights", model.weights, WEIGHTS, model.mechanism)
+    asked = model.weights not in ("auto", "blue")
+    return weights if asked or math.isfinite(model.epsilon) else "last"
+
+
 def is_pairwise(model):
     """Whether every pair of agents has messages of its own."""
     return chosen("schedule", model.schedule, SCHEDULES, model.mechanism) != "broadcast"
@@ -73,7 +80,7 @@ def is_pairwise(model):
 
 def check_privacy(model):
     """Refuse parameters that contradict one another, before any data is read."""
-    chosen("weights", model.weights, WEIGHTS, model.mechanism)
+    weights_of(model)
     pairwise = is_pairwise(model)
     if pairwise and model.noise_variance is None:
         raise ValueError(

@@ -93,7 +93,8 @@ class MeanOfMeans(Statistic):
         self.sums = sums  # of the messages' means
         self.count = np.zeros(n_streams, np.int32)  # of these means
         self.data = np.zeros((2, n_streams))
-        self.noise = _NOISE_OF_MEANS[type(mechanism)](mechanism, n_streams)
+        is_tree = isinstance(mechanism, BinaryTree)
+        self.noise = (_TreeNoiseOfMeans if is_tree else _BlockNoiseOfMeans)(mechanism, n_streams)
 
     def hear(self, heard):
         """Take in the messages of a release."""
@@ -124,7 +125,7 @@ def _with_release(moments, variance, rows):
 
 
 class _BlockNoiseOfMeans(Statistic):
-    """Variance of the noise in a sum of running means, from noise of single blocks."""
+    """Variance of the noise in a sum of running means, from noise of single blocks or none."""
 
     def __init__(self, mechanism, n_streams):
         self.mechanism = mechanism
@@ -165,9 +166,6 @@ class _TreeNoiseOfMeans(Statistic):
 
     def variance(self):
         return self.total
-
-
-_NOISE_OF_MEANS = {PartialSums: _BlockNoiseOfMeans, BinaryTree: _TreeNoiseOfMeans}
 
 
 def with_levels(registers, n_releases):

@@ -255,13 +255,10 @@ class Stream:
         if self.senders is None:
             rng, _ = noise_generator(model.random_state)
             kind = _privacy.chosen("schedule", model.schedule, _privacy.SCHEDULES, model.mechanism)
-            weights = _privacy.chosen("weights", model.weights, _privacy.WEIGHTS, model.mechanism)
             mechanism = _privacy.mechanism_of(model, len(newcomers.ids))
             n_coordinates = 2 if model.noise_variance is None else 1
-            exact = math.isinf(model.epsilon)
-            self.senders = _privacy.SENDERS[kind](
-                mechanism, "last" if exact else weights, n_coordinates, rng
-            )
+            weights = _privacy.weights_of(model)
+            self.senders = _privacy.SENDERS[kind](mechanism, weights, n_coordinates, rng)
         names = Newcomers._fields
         self.agents = Newcomers(*(self._joined(name, newcomers) for name in names))
         self.by_id = np.argsort(self.agents.ids, kind="stable")

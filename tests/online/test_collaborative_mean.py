@@ -1,5 +1,6 @@
 """CollaborativeMean against the paper's figures, and as a stream."""
 
+import itertools
 import math
 import pickle
 
@@ -198,6 +199,41 @@ def test_without_privacy_messages_are_exact():
     model = CollaborativeMean().fit(X, y, groups=groups)
     np.testing.assert_allclose(model.heard_means_, model.local_means_, rtol=1e-12)
     assert model.privacy_.epsilon == math.inf
+
+
+@pytest.mark.parametrize("weights", ["last", "mom", "wmom", "blue"])
+@pytest.mark.parametrize("schedule", ["broadcast", "round_robin"])
+def test_weights_without_noise_are_those_asked_for(weights, schedule):
+    """Equations (1) and (2) of the paper by a loop; without noise the last mean is the best one."""
+    n, n_steps = 4, 20
+    X, y, groups, _ = stream(n_steps, np.arange(n) % 3)
+    model = CollaborativeMean(
+        mechanism="pm1", weights=weights, schedule=schedule, noise_variance=0.25, decision="test"
+    ).fit(X, y, groups=groups)
+    rows, everybody = y.reshape(n_steps, n), np.arange(1, n_steps + 1)
+    for recipient, sender in itertools.permutations(range(n), 2):
+        turn = sender - (sender > recipient)
+        times = everybody if schedule == "broadcast" else everybody[turn :: n - 1]
+        heard = (..., sender) if schedule == "broadcast" else (recipient, sender)
+        k = len(times)
+        first = {"mom": 1, "wmom": 2 ** int(math.log2(k))}.get(weights, k)
+        share = [1 / (k - first + 1) if j >= first else 0.0 for j in range(1, k + 1)]
+        mean, variance = 0.0, 0.0
+        for i, t in enumerate(times):
+            mean += share[i] * rows[:t, sender].mean()
+            later = sum(w / t_j for w, t_j in zip(share[i:], times[i:], strict=True))
+            variance += 0.25 * (t - (times[i - 1] if i else 0)) * later**2
+        precision = 1e-12 if schedule == "broadcast" else 1e-6  # pairs hold single precision
+        assert model.heard_means_[heard] == pytest.approx(mean, rel=precision)
+        assert model.heard_stds_[heard] == pytest.approx(math.sqrt(variance), rel=precision)
+
+
+@pytest.mark.parametrize("mechanism", ["sqrt", "tree", "pm1", "pm2"])
+def test_automatic_weights_without_noise_are_the_last_ones(mechanism):
+    X, y, groups, _ = stream(20, np.repeat([0, 1], 6))
+    params = {"mechanism": mechanism, "schedule": "broadcast"}
+    model = CollaborativeMean(**params).fit(X, y, groups=groups)
+    np.testing.assert_allclose(model.heard_means_, model.local_means_, rtol=1e-12)
 
 
 def test_the_default_finds_the_classes_of_the_paper():

@@ -9,6 +9,7 @@ from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._partial_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
 from pfl_sklearn.privacy._report import leaking, private_report
+from pfl_sklearn.theory import partial_sum_variance
 
 # Schedules and weights of every mechanism, those of "auto" first.
 SCHEDULES = {
@@ -138,16 +139,17 @@ def mechanism_of(model, n_agents):
     if model.mechanism == "sqrt":
         return SquareRootSums(mu, model.horizon)
     if model.mechanism == "pm1":
-        return PartialSums(mu if model.accounting == "exact" else 1 / _printed_std(model, 1))
+        return PartialSums(mu if model.accounting == "exact" else _printed_mu(model, 1))
     if model.accounting == "exact":
         return BinaryTree(mu, releases)
-    std = _printed_std(model, model.horizon.bit_length())
-    return BinaryTree(math.sqrt(releases.bit_length()) / std, releases)
+    mu = _printed_mu(model, model.horizon.bit_length()) * math.sqrt(releases.bit_length())
+    return BinaryTree(mu, releases)
 
 
-def _printed_std(model, levels):
-    """Noise on a sum by Lemma 1 of the paper; budgets of the levels of a tree add up."""
-    return math.sqrt(2 * math.log(1.25 * levels / model.delta)) * levels / model.epsilon
+def _printed_mu(model, levels):
+    """Gaussian-DP parameter of one sum with the paper's noise, in a range of length 1."""
+    promise = model.epsilon, model.delta
+    return partial_sum_variance(0.5, *promise, levels=levels, version="printed") ** -0.5
 
 
 def report(model, senders, n_clients):

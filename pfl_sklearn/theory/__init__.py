@@ -39,6 +39,11 @@ from pfl_sklearn.theory._proportions import (
     beta_shrinkage,
     debiased_share_variance,
 )
+from pfl_sklearn.theory._streams import (
+    heard_mean_variance,
+    partial_sum_variance,
+    stream_error,
+)
 
 __all__ = [
     "RiskBound",
@@ -51,6 +56,7 @@ __all__ = [
     "beta_risk_bound",
     "beta_shrinkage",
     "debiased_share_variance",
+    "heard_mean_variance",
     "linear_excess_risk",
     "local_noise_std",
     "mean_half_width",
@@ -58,6 +64,7 @@ __all__ = [
     "minimal_norm_solution",
     "mixture_mean_radius",
     "own_weight",
+    "partial_sum_variance",
     "personalization_threshold",
     "ppsgd_bound",
     "ppsgd_learning_rate",
@@ -67,5 +74,6 @@ __all__ = [
     "quantizer_variance",
     "released_mean_risk",
     "smoothness_alpha",
+    "stream_error",
     "total_gradient_variance",
 ]

@@ -1,0 +1,178 @@
+r"""Means of agents who receive values one at a time: their errors, and what a noisy mean is worth.
+
+Agent a has t rows with variance :math:`\sigma_a^2`, all in a range of length 2 L. Recipients hear
+its noisy mean at the times :math:`t_1 < \dots < t_k`. Its noise is a sum of noises of single sums
+of rows ("partial sums"), which have the variance :math:`s^2`.
+"""
+
+import math
+
+import numpy as np
+
+from pfl_sklearn.privacy import calibrate_noise
+from pfl_sklearn.theory._means import _check_version
+
+
+def stream_error(n_rows, noise_variance, class_size=1):
+    r"""Mean squared error of agents who know all rows of their class, averaged over the agents.
+
+    .. math:: \frac{1}{M t} \sum_{a=1}^M \frac{\sigma_a^2}{|C_a|}
+
+    Parameters
+    ----------
+    n_rows : int or ndarray
+        Rows t of every agent.
+    noise_variance : float or array-like of shape (n_agents,)
+        Variance :math:`\sigma_a^2` of an agent's rows.
+    class_size : int or array-like of shape (n_agents,), default=1
+        Agents :math:`|C_a|` in the class of an agent, itself included. 1: every agent works alone.
+
+    Returns
+    -------
+    float or ndarray
+        Of the shape of `n_rows`.
+
+    Notes
+    -----
+    Section V of Yakimenka et al. (2024). With a `class_size` of 1 it is Proposition 1, the local
+    error. With the true sizes it is the ideal one, which no method can beat: all data are public
+    and the classes known.
+
+    References
+    ----------
+    Yakimenka, Y., Weng, C.-W., Lin, H.-Y., Rosnes, E. and Kliewer, J. (2024).
+    Differentially-private collaborative online personalized mean estimation. arXiv:2411.07094.
+
+    Examples
+    --------
+    Three agents with 50 rows each, of whom the first two are of one class:
+
+    >>> from pfl_sklearn.theory import stream_error
+    >>> stream_error(50, 0.25), round(stream_error(50, 0.25, class_size=[2, 2, 1]), 5)
+    (0.005, 0.00333)
+    """
+    error = np.mean(np.asarray(noise_variance) / np.asarray(class_size)) / n_rows
+    return error if np.ndim(n_rows) else float(error)
+
+
+def heard_mean_variance(
+    times, noise_variance, release_variance, *, mechanism="pm1", weights="last"
+):
+    r"""Variance of a weighted sum T of the noisy means that a recipient heard of one sender.
+
+    .. math:: \mathrm{Var}\, T = \sigma^2 \sum_{i=1}^k (t_i - t_{i-1}) c_{i,k}^2
+              + s^2 \sum_{(i, j)} c_{i,j}^2, \qquad c_{i,j} = \sum_{l=i}^{j} \frac{w_l}{t_l},
+
+    with :math:`t_0 = 0`. The second sum has a term for every partial sum: it gets its noise with
+    message i and keeps it until message j.
+
+    Parameters
+    ----------
+    times : array-like of shape (n_messages,)
+        Rows :math:`t_i` that the sender had at each message: increasing, from 1 on.
+    noise_variance : float, >= 0
+        Variance :math:`\sigma^2` of the sender's rows.
+    release_variance : float, >= 0
+        Variance :math:`s^2` of the noise on a partial sum, see :func:`partial_sum_variance`.
+    mechanism : {"pm1", "pm2"}, default="pm1"
+        Partial sums lie between two messages ("pm1"), or are those of a binary tree over these
+        ("pm2").
+    weights : {"last", "mom", "wmom"} or array-like of shape (n_messages,), default="last"
+        Weights :math:`w_i` of the means: all on the last one, equal ("mom"), equal from the last
+        message on whose number is a power of two ("wmom"), or any others.
+
+    Returns
+    -------
+    float
+
+    Raises
+    ------
+    ValueError
+        If `mechanism` or `weights` is unknown, or `times` do not increase from 1 on.
+
+    Notes
+    -----
+    Equation (2) of Yakimenka et al. (2024), with the noise of Section IV, for which they leave the
+    formula out. :class:`~pfl_sklearn.CollaborativeMean` updates the same variance from message to
+    message.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.theory import heard_mean_variance
+    >>> heard_mean_variance([5, 10, 15], 0.0, 9.0)  # 9 * 3 / 15 ** 2
+    0.12
+    >>> round(heard_mean_variance([5, 10, 15], 0.0, 9.0, mechanism="pm2"), 3)
+    0.08
+    """
+    steps = np.diff(times, prepend=0)
+    if not (len(steps) and (steps > 0).all()):
+        raise ValueError(f"times must increase, from 1 on; got {times!r}.")
+    k = len(steps)
+    until = np.concatenate([[0.0], np.cumsum(_message_weights(weights, k) / np.asarray(times))])
+    first = np.arange(1, k + 1)  # message that first has the noise of a partial sum
+    data = noise_variance * steps @ (until[k] - until[first - 1]) ** 2
+    if mechanism == "pm1":
+        last = np.full(k, k)
+    elif mechanism == "pm2":  # it is as long as the lowest power of two in its number
+        last = np.minimum(first + (first & -first) - 1, k)
+    else:
+        raise ValueError(f"mechanism must be 'pm1' or 'pm2'; got {mechanism!r}.")
+    return float(data + release_variance * np.sum((until[last] - until[first - 1]) ** 2))
+
+
+def _message_weights(weights, k):
+    """Weights (k,) of messages, by name or as they are."""
+    if not isinstance(weights, str):
+        return np.asarray(weights, dtype=float)
+    since = {"last": k, "mom": 1, "wmom": 1 << (k.bit_length() - 1)}
+    if weights not in since:
+        raise ValueError(f"weights must be one of {', '.join(since)}, or numbers; got {weights!r}.")
+    return np.where(np.arange(1, k + 1) >= since[weights], 1 / (k - since[weights] + 1), 0.0)
+
+
+def partial_sum_variance(half_width, epsilon, delta, *, levels=1, version="sound"):
+    r"""Variance of the noise on a partial sum of rows, so that all messages keep one promise.
+
+    .. math:: s^2 = \ell \Bigl( \frac{2 L}{\mu} \Bigr)^2,
+
+    where :math:`\mu` is the Gaussian-DP parameter of (epsilon, delta).
+
+    Parameters
+    ----------
+    half_width : float, > 0
+        Half the length of the range that every row is in, L.
+    epsilon : float, > 0
+        Privacy of a single row against one recipient, over all messages.
+    delta : float in (0, 1)
+        Probability with which the guarantee may fail.
+    levels : int, >= 1, default=1
+        Partial sums :math:`\ell` that a row is in: 1 with PM-I,
+        :math:`\lfloor \log_2 k \rfloor + 1` with PM-II and k messages.
+    version : {"sound", "printed"}, default="sound"
+        "printed" is :math:`8 L^2 \ell^2 \log(1.25\, \ell / \delta) / \epsilon^2`, which holds for
+        an epsilon of up to 1. It divides epsilon and delta by the number of levels, where
+        the squares of :math:`\mu` add up.
+
+    Returns
+    -------
+    float
+
+    Notes
+    -----
+    Lemma 1 and Section IV of Yakimenka et al. (2024).
+
+    Examples
+    --------
+    The paper's setting: a standard deviation of .5, an epsilon of 1, and 15 levels of PM-II.
+
+    >>> from pfl_sklearn.theory import partial_sum_variance
+    >>> promise = {"half_width": 0.75**0.5, "epsilon": 1.0, "delta": 1e-6}
+    >>> [round(partial_sum_variance(**promise, version=v), 1) for v in ("sound", "printed")]
+    [53.5, 84.2]
+    >>> [round(partial_sum_variance(**promise, levels=15, version=v)) for v in ("sound", "printed")]
+    [803, 22608]
+    """
+    _check_version(version, ("sound", "printed"))
+    if version == "printed":
+        return 8 * (half_width * levels / epsilon) ** 2 * math.log(1.25 * levels / delta)
+    return calibrate_noise(epsilon, delta, 2 * half_width, n_releases=levels) ** 2

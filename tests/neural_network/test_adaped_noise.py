@@ -11,6 +11,7 @@ from scipy.stats import binom
 from pfl_sklearn._rounds.loop import Plan, Sampling
 from pfl_sklearn.neural_network import AdaPeDClassifier
 from pfl_sklearn.privacy import PrivacyLedger, gdp_delta, gdp_epsilon
+from pfl_sklearn.privacy._mechanisms import _clipped_sum
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
@@ -207,19 +208,20 @@ def test_missed_rounds_widen_no_bound(size, noise, sent):
 
 
 @pytest.mark.parametrize("psi_clip_norm", [1e-3, 0.05, 1.0])
-def test_noise_on_sums_clips_both_parts_of_a_message_together(psi_clip_norm, sent):
-    """In units of their bounds, and without a count of clients."""
+def test_noise_on_sums_treats_both_parts_of_a_message_alike(psi_clip_norm, sent, monkeypatch):
+    """Clipped together in units of their bounds, without a count of clients; every draw is 1."""
+    monkeypatch.setattr(_clipped_sum, "gaussian_on_grid", lambda exact, std, rng: exact + std)
     X, y, groups = table()
     X[groups == 2] *= 30
-    model = adaped(n_rounds=1, noise_multiplier=1e-9, psi_clip_norm=psi_clip_norm, psi_init=1.0)
+    model = adaped(n_rounds=1, noise_multiplier=2.0, psi_clip_norm=psi_clip_norm, psi_init=1.0)
     model.fit(X, y, groups=groups)
     scales = np.array([1.0] * 6 + [psi_clip_norm / 0.3])
     assert model._progress.state.server.keys() == {"global", "psi"}
     lengths = np.linalg.norm(sent[0], axis=1)  # in units of clip_norm
     assert (lengths > 0.3).any()
-    kept = sent[0] * np.minimum(1, 0.3 / lengths)[:, None] * scales
+    kept = np.minimum(1, 0.3 / lengths) @ sent[0]
     moved = [*(model._population - model._engines.client.start()), model.history_["psi"][0] - 1.0]
-    np.testing.assert_allclose(moved, kept.mean(axis=0), rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose(moved, (kept + 2.0 * 0.3) * scales / 5, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import pytest
 
 from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn.privacy import ClippedSum
+from tests.helpers.draws import ROUNDING, Ones
 
 SHAPES = {"weights": (4, 2), "scale": ()}
 
@@ -83,6 +84,16 @@ def test_the_noise_is_that_of_one_release():
     )
     np.testing.assert_allclose(drawn.std(axis=0), 2.0, rtol=0.06)
     assert np.abs(np.corrcoef(drawn.T) - np.eye(9)).max() < 0.08
+
+
+def test_the_noise_of_every_part_is_exactly_what_is_stated():
+    """Every draw is 1, in units of the part's scale."""
+    scales = {"weights": 0.3, "scale": 5.0}
+    release = JointSum(ClippedSum(1.0, 2.0), SHAPES, scales)
+    nothing = {name: np.zeros((3, *shape)) for name, shape in SHAPES.items()}
+    total = release.release(nothing, 1.0, 3, Ones()).total
+    for name, scale in scales.items():
+        np.testing.assert_allclose(total[name], 2.0 * scale, rtol=ROUNDING)
 
 
 @pytest.mark.parametrize("mechanism", [ClippedSum(None), ClippedSum(1.0), ClippedSum(1.0, 1.0)])

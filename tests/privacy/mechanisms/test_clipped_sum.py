@@ -13,6 +13,7 @@ from pfl_sklearn.privacy import ClippedSum, PrivacyReport, SampledGaussian, audi
 from pfl_sklearn.privacy._mechanisms import _clipped_sum as round_sum
 from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 from pfl_sklearn.privacy.auditing import gdp_lower_bound
+from tests.helpers.draws import ROUNDING, Ones
 
 SMALLEST_P = 1e-6
 EXTREMES = [math.nan, math.inf, -math.inf, 1e308, -1e308, 1e200, -1e160, 1e-160, 1e-308, 5e-324]
@@ -134,6 +135,19 @@ def test_noise_of_the_sum(n_clients, quantile):
     assert released.clipped == 0
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("quantile", [None, 0.5])
+def test_noise_is_exactly_what_is_stated(quantile, dtype):
+    """Every draw is 1: the sum and, with a quantile, the bits are their deviations away."""
+    mechanism = ClippedSum(3.0, 0.7, quantile, bits_noise_multiplier=1.5, clip_learning_rate=0.1)
+    table = np.array([[0.5, 0.5], [2.0, 0.0]], dtype=dtype)  # one of them within 1.5
+    released = mechanism.release(table, 1.5, 100, Ones())
+    std = 0.7 * 1.5 * (1 if quantile is None else 1 / math.sqrt(1 - 1 / 9))
+    np.testing.assert_allclose(released.total - [2.0, 0.5], std, rtol=ROUNDING)
+    moved = -math.log(released.bound_next / 1.5) / 0.1 * 100
+    assert moved == pytest.approx(0 if quantile is None else 1.5 * 0.7, rel=ROUNDING, abs=1e-12)
+
+
 def test_noise_of_the_bits():
     """Read back from the next bound, of rounds in which just as many are within as above."""
     mechanism = ClippedSum(1.0, 0.4, 0.5, bits_noise_multiplier=3.0, clip_learning_rate=0.1)
@@ -200,6 +214,7 @@ def test_bound_moves_by_the_formula():
     released = mechanism.release(table, 2.0, 4, np.random.default_rng(0))
     assert released.bound_next == pytest.approx(2.0 * math.exp(-0.5 * (0.5 - 0.3)))
     assert released.clipped == 0.5
+    assert mechanism.release(np.array([[3.0, 4.0]]), 5.0, 4, None).clipped == 0  # at the bound
     # Poisson sampling: bits are centred, so that a round with fewer clients says less.
     released = mechanism.release(table[:1], 2.0, 4, np.random.default_rng(0))
     assert released.bound_next == pytest.approx(2.0 * math.exp(-0.5 * (0.5 + 0.5 / 4 - 0.3)))

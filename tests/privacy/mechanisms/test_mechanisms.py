@@ -26,11 +26,13 @@ from pfl_sklearn.privacy import (
     StochasticQuantizer,
     SubsetSelection,
     TwoBit,
+    gdp_delta,
 )
 from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 from pfl_sklearn.privacy._mechanisms._noise import bernoulli, noise_generator
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum, SparseMessages
 from pfl_sklearn.privacy.auditing import odds_lower_bound
+from tests.helpers.draws import ROUNDING, Ones
 
 MECHANISMS = [
     GaussianMechanism(sensitivity=2.0, epsilon=1.0, delta=1e-5),
@@ -88,6 +90,17 @@ def test_noise_scale(trust):
     assert not noise_is_calibrated(draws / 2, mechanism.noise_std)
     assert not noise_is_calibrated(draws * 2, mechanism.noise_std)
     assert not noise_is_calibrated(np.zeros(4000), mechanism.noise_std)
+
+
+@pytest.mark.parametrize("trust", ["central", "local"])
+def test_noise_is_exactly_what_is_stated(trust):
+    """Every draw is 1: a release is one standard deviation away from what is exact."""
+    mechanism = GaussianMechanism(sensitivity=2.0, epsilon=1.0, delta=1e-5, trust=trust)
+    messages = np.array([[1.0, -2.0], [3.0, 4.0]])
+    exact = messages if trust == "local" else messages.sum(axis=0)
+    noise = mechanism.privatize(messages, Ones()) - exact
+    np.testing.assert_allclose(noise, mechanism.noise_std, rtol=ROUNDING)
+    assert gdp_delta(2.0 / mechanism.noise_std, 1.0) == pytest.approx(1e-5, rel=1e-9)
 
 
 def test_local_noise_is_not_shared_and_not_repeated():

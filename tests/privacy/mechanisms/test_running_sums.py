@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._partial_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
+from tests.helpers.draws import ROUNDING
 
 N = 24
 MECHANISMS = [
@@ -64,6 +65,28 @@ def test_variance_is_that_of_the_noise(mechanism):
 
 
 @every
+def test_releases_are_the_sums_and_this_noise(mechanism):
+    """To the rounding of the grid, which is that of the noise of a single value."""
+    registers, rng = np.zeros((mechanism.n_registers(N), N)), OneAtATime()
+    for k, noise in enumerate(noise_matrix(mechanism), 1):
+        sums = np.full(N, k / 3)
+        released = mechanism.privatize(sums, registers, k, rng)
+        np.testing.assert_allclose(released - sums, noise, rtol=0, atol=ROUNDING / 0.7)
+
+
+@pytest.mark.parametrize("mechanism", [m for m in MECHANISMS if m.horizon is not None], ids=repr)
+def test_a_step_past_the_horizon_is_refused_before_any_noise_is_drawn(mechanism):
+    registers, rng = np.ones((mechanism.n_registers(N), 2)), np.random.default_rng(0)
+    before = rng.bit_generator.state
+    late = np.array([1, mechanism.horizon + 1])  # one stream of two
+    with pytest.raises(ValueError, match=f"horizon is {mechanism.horizon}; .*{late[1]}"):
+        mechanism.privatize(np.zeros(2), registers, late, rng)
+    assert rng.bit_generator.state == before
+    np.testing.assert_array_equal(registers, 1)
+    mechanism.privatize(np.zeros(2), registers, late - 1, rng)  # the last one
+
+
+@every
 def test_drawn_noise_has_the_stated_variance(mechanism):
     rng, registers = np.random.default_rng(0), np.zeros((mechanism.n_registers(N), 20_000))
     for k in range(1, N + 1):
@@ -76,6 +99,31 @@ def test_cost_of_replacing_all_values(mechanism):
     sums = np.arange(1.0, N + 1)
     expected = np.linalg.norm(np.linalg.solve(noise_matrix(mechanism), sums))
     assert mechanism.whole_mu(N) == pytest.approx(expected)
+
+
+def test_no_value_costs_more_than_promised_however_long_the_stream_is():
+    """The first column of C, far beyond what fits into a matrix, and its squares without end."""
+    mechanism, steps = SquareRootSums(0.7), np.arange(1_000_000)
+    gaps, weights = mechanism.encoder
+    terms = zip(gaps, weights, strict=True)
+    column = sum(weight * np.exp(steps * np.log1p(-gap)) for gap, weight in terms)
+    spent = np.sqrt(np.cumsum(column**2)) / mechanism.noise_std
+    assert spent[9_999] < 0.9 * 0.7  # there is much to come
+    assert spent[-1] <= 0.7
+    # Products of two exponentials are geometric sequences.
+    series = np.outer(weights, weights) / (gaps[:, None] + gaps - np.outer(gaps, gaps))
+    assert math.sqrt(math.fsum(series.ravel())) == pytest.approx(0.7 * mechanism.noise_std)
+    at = np.array([1e5, 1e6, 1e7])  # they follow the power that they stand for
+    found = np.exp(np.outer(at, np.log1p(-gaps))) @ weights
+    np.testing.assert_allclose(found * at**0.55 * math.gamma(0.45), 1, rtol=0.05)
+
+
+def test_blocks_of_all_lengths_together_cost_what_is_promised():
+    """Squares of mu, of which the lengths beyond S take 6 / pi**2 / S to first order."""
+    tree, n = BinaryTree(0.7), 10_000
+    spent = math.fsum(tree.noise_std(level) ** -2 for level in range(n))
+    assert spent < 0.7**2
+    assert spent + 0.7**2 * 6 / math.pi**2 / n == pytest.approx(0.7**2, rel=1e-7)
 
 
 @given(horizon=st.integers(1, 200), mu=st.floats(0.01, 10))

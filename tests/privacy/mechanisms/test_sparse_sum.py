@@ -7,6 +7,7 @@ import pytest
 
 from pfl_sklearn.privacy import ClippedSum
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum, SparseMessages
+from tests.helpers.draws import Ones
 
 D, C = 7, 2
 
@@ -100,6 +101,16 @@ def test_settled_noise_has_the_variance_that_was_due():
     assert (np.abs(both.var(axis=0) - due) < 4.5 * spread_of_variance).all()
     correlations = np.corrcoef(both.T)[np.triu_indices(6, 1)]
     assert np.abs(correlations).max() < 4.5 / math.sqrt(n)
+
+
+def test_settled_noise_is_exactly_what_was_due():
+    """Every draw is 1: a row's noise is the root of the variance that came since it was seen."""
+    release, settled = SparseClippedSum(ClippedSum(1.0, 1.0)), np.zeros(3)
+    found = release.settle(settled, 4.0, np.array([1]), C, Ones())
+    np.testing.assert_array_equal(found, [[2.0, 2.0]])
+    found = release.settle(settled, 9.0, np.array([0, 1]), C, Ones())
+    np.testing.assert_array_equal(found[:, 0], [3.0, math.sqrt(5)])
+    assert settled.tolist() == [9.0, 9.0, 0.0]
 
 
 def test_nothing_is_due_twice():

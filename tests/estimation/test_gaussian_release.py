@@ -18,6 +18,7 @@ from pfl_sklearn.privacy import (
     calibrate_noise,
     epsilon_spent,
 )
+from tests.helpers.draws import ROUNDING, Ones
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 KNOWN = {"prior": GaussianPrior(covariance=0.01), "noise_variance": 0.25}
@@ -429,16 +430,16 @@ def test_coarse_rounding_hides_the_spread(n_bits):
 
 
 def test_the_report_states_the_noise_that_was_drawn(monkeypatch):
+    """Where every draw is 1, and the sum of 20 means is off by one standard deviation."""
     drawn = []
     privatize = GaussianMechanism.privatize
 
     def spy(self, messages, rng):
-        released = privatize(self, messages, rng)
-        drawn.append(released - messages.sum(axis=0))
-        return released
+        drawn.append(privatize(self, messages, Ones()) - messages.sum(axis=0))
+        return privatize(self, messages, rng)
 
     monkeypatch.setattr(GaussianMechanism, "privatize", spy)
-    clients = make_gaussian_clients(20, 3, n_outputs=2000, random_state=0)
+    clients = make_gaussian_clients(20, 3, n_outputs=2, random_state=0)
     model = fit(
         clients,
         prior=GaussianPrior(covariance=1.0),
@@ -446,4 +447,7 @@ def test_the_report_states_the_noise_that_was_drawn(monkeypatch):
         epsilon=1.0,
         clip_norm=100.0,
     )
-    assert np.std(drawn[0]) == pytest.approx(model.privacy_.noise_std, rel=0.05)
+    std = model.privacy_.noise_std
+    np.testing.assert_allclose(drawn, [[std, std]], rtol=ROUNDING)
+    of_sum = 20 * (1 + 1 / 3) + (100 * std) ** 2
+    assert model.population_mean_std_ == pytest.approx(math.sqrt(of_sum) / 20)

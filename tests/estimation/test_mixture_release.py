@@ -9,7 +9,13 @@ import pytest
 from pfl_sklearn import GaussianMean, privacy_of
 from pfl_sklearn.estimation import _mixture_release as release
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior
-from pfl_sklearn.privacy import GaussianMechanism, PrivateClustering, gdp_epsilon
+from pfl_sklearn.privacy import (
+    GaussianMechanism,
+    PrivateClustering,
+    calibrate_noise,
+    gdp_epsilon,
+)
+from tests.helpers.draws import ROUNDING, Ones
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
@@ -251,27 +257,37 @@ def test_reports(trust):
 
 
 def test_the_noise_that_is_drawn_spends_the_budget(monkeypatch):
-    """Noise over sensitivity of all releases, measured in the fit, composes to epsilon."""
+    """Noise over sensitivity of all releases composes to epsilon; every draw is 1."""
     drawn, privatize = [], GaussianMechanism.privatize
 
     def spy(self, messages, rng):
-        released = privatize(self, messages, rng)
-        drawn.append((released - messages).ravel())
-        return released
+        drawn.append((privatize(self, messages, Ones()) - messages).mean())
+        return privatize(self, messages, rng)
 
     monkeypatch.setattr(GaussianMechanism, "privatize", spy)
-    y, groups, _, noise = make_groups(2000, 60, seed=2)
-    prior = GaussianMixturePrior(3)
-    model = fit(y, groups, prior, noise, epsilon=2.0, clip_norm=2.0)
+    y, groups, _, noise = make_groups(2000, 10, seed=2)
+    model = fit(y, groups, GaussianMixturePrior(3), noise, epsilon=2.0, clip_norm=2.0)
     q = 0.5
-    sensitivities = [math.sqrt(4.5), math.sqrt(32), *[math.sqrt(4 + 2 * q**2)] * 5]
-    mu = math.sqrt(
-        sum((s / np.std(noise)) ** 2 for s, noise in zip(sensitivities, drawn[:-1], strict=True))
-        / 0.95
-    )
-    assert gdp_epsilon(mu, 1e-5) == pytest.approx(2.0, rel=0.1)
-    assert model.privacy_.noise_std == pytest.approx(np.std(drawn[-2]), rel=0.2)
-    assert len(drawn[-1]) == 1
+    sensitivities = [math.sqrt(4.5), math.sqrt(32), *[math.sqrt(4 + 2 * q**2)] * 5, 1.0]
+    mu = np.linalg.norm(np.array(sensitivities) / drawn)
+    assert gdp_epsilon(mu, 1e-5) == pytest.approx(2.0, rel=1e-5)
+    assert model.privacy_.noise_std == pytest.approx(drawn[-2], rel=ROUNDING)
+
+
+def test_messages_of_local_trust_are_clipped_and_paid_for(monkeypatch):
+    """Two vectors in the unit ball are at most 2 apart."""
+    sent, privatize = [], GaussianMechanism.privatize
+
+    def spy(self, messages, rng):
+        sent.append(np.linalg.norm(messages, axis=1).max())
+        return privatize(self, messages, rng)
+
+    monkeypatch.setattr(GaussianMechanism, "privatize", spy)
+    y, groups, _, noise = make_groups(50, 2)
+    how = {"epsilon": 3.0, "clip_norm": 0.5, "trust": "local"}
+    report = quietly(y, groups, DiscretePrior(3), noise, **how).privacy_
+    assert sent == [pytest.approx(1.0)]
+    assert report.noise_std == pytest.approx(calibrate_noise(3.0, 1e-5, 2.0))
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,21 @@ def test_noise_scale(each, monkeypatch):
     assert not has_the_stated_scale(each)
 
 
+@pytest.mark.parametrize("each", [mechanism(), mechanism(3, 4.0, n_bits=9)])
+def test_the_noise_is_drawn_with_exactly_what_is_stated(each, monkeypatch):
+    """Parameter of whole numbers, times the grid; over the sensitivity it spends the budget."""
+    scales = []
+    monkeypatch.setattr(
+        _discrete_gaussian,
+        "with_discrete_gaussian",
+        lambda values, scale: scales.append(scale) or values,
+    )
+    each.privatize(np.zeros((2, each.n_coordinates)), np.random.default_rng(0))
+    assert scales == [pytest.approx(each.noise_std / each.grid, rel=1e-12)]
+    rho = (each.sensitivity / each.noise_std) ** 2 / 2
+    assert zcdp_delta(rho, each.epsilon) == pytest.approx(DELTA, rel=1e-6)
+
+
 def test_noise_is_independent_and_not_repeated():
     each = mechanism(2)
     first, second = (

@@ -10,6 +10,7 @@ from scipy import stats
 
 from pfl_sklearn.privacy import SampledGaussian, gdp_epsilon
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
+from tests.helpers.draws import ROUNDING, Ones
 
 values = st.one_of(st.floats(-5, 5), st.sampled_from([math.nan, math.inf, 1e307, -1e200, 1e-200]))
 rows = st.lists(st.lists(values, min_size=3, max_size=3), min_size=1, max_size=4)
@@ -34,6 +35,15 @@ def test_noise_has_the_size_of_its_part(part, std):
     assert 2 * min(below, 1 - below) > 1e-6
     correlation = np.corrcoef(found)[~np.eye(40, dtype=bool)]
     assert np.abs(correlation).max() < 6 / math.sqrt(500)
+
+
+@pytest.mark.parametrize(("part", "std"), [(0, 3.0), (1, 0.15)])
+def test_noise_is_exactly_what_is_stated(part, std):
+    """Every draw is 1, of both clients: a gradient is one standard deviation away."""
+    steps = NoisySteps((2.0, 0.1), 5, noise_multiplier=1.5)
+    found = steps.privatize(np.array([[3.0, 4.0], [0.0, 0.0]]), part, [Ones(), Ones()])
+    clipped = np.array([[0.6, 0.8], [0.0, 0.0]]) * steps.clip_norms[part]
+    np.testing.assert_allclose(found - clipped, std, rtol=ROUNDING)
 
 
 def test_noise_is_that_of_a_client_and_new_in_every_step():

@@ -235,6 +235,20 @@ def test_an_empty_round_is_noise():
     assert np.isfinite(np.array(states[-1].history["loss"])[taken > 0]).all()
 
 
+def test_releases_are_told_the_expected_number_of_clients(monkeypatch):
+    """A constant. How many take part is a secret that moving bounds would tell."""
+    seen, release = [], JointSum.release
+
+    def spy(self, messages, bound, n_expected, rng):
+        seen.append(n_expected)
+        return release(self, messages, bound, n_expected, rng)
+
+    monkeypatch.setattr(JointSum, "release", spy)
+    state = run(client_rows(), Plan(20, Sampling(0.4), (0,)))
+    assert seen == [0.4 * len(SIZES)] * 20
+    assert len(set(state.history["n_clients"])) > 2
+
+
 def test_noise_of_a_round_does_not_depend_on_the_clients():
     """With nobody's message different from 0 the noise is left, the same for any rows."""
     plan = Plan(1, Sampling(1.0), (4,))

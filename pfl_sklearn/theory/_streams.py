@@ -93,7 +93,7 @@ def heard_mean_variance(
     Notes
     -----
     Equation (2) of Yakimenka et al. (2024), with the noise of Section IV, for which they leave the
-    formula out. :class:`~pfl_sklearn.CollaborativeMean` updates the same variance from message to
+    formula out. :class:`~pfl_sklearn.online.CollaborativeMean` updates this variance from message to
     message.
 
     Examples

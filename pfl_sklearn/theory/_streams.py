@@ -93,8 +93,8 @@ def heard_mean_variance(
     Notes
     -----
     Equation (2) of Yakimenka et al. (2024), with the noise of Section IV, for which they leave the
-    formula out. :class:`~pfl_sklearn.online.CollaborativeMean` updates this variance from message to
-    message.
+    formula out. :class:`~pfl_sklearn.online.CollaborativeMean` updates this variance from one
+    message to the next.
 
     Examples
     --------

@@ -103,6 +103,13 @@ def test_noise_is_exactly_what_is_stated(trust):
     assert gdp_delta(2.0 / mechanism.noise_std, 1.0) == pytest.approx(1e-5, rel=1e-9)
 
 
+def test_epsilon_under_zero_out_is_that_of_the_same_noise():
+    mechanism = GaussianMechanism(sensitivity=2.0, epsilon=1.0, delta=1e-5)
+    ((relation, epsilon),) = mechanism.under_zero_out(1.0)
+    assert relation == "zero_out"
+    assert gdp_delta(1.0 / mechanism.noise_std, epsilon) == pytest.approx(1e-5, rel=1e-9)
+
+
 def test_local_noise_is_not_shared_and_not_repeated():
     mechanism = GaussianMechanism(sensitivity=1.0, epsilon=1.0, delta=1e-5, trust="local")
     rng = np.random.default_rng(0)

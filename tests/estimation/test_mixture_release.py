@@ -15,6 +15,7 @@ from pfl_sklearn.privacy import (
     calibrate_noise,
     gdp_epsilon,
 )
+from tests.helpers.blinded import blind, what_leaves
 from tests.helpers.draws import ROUNDING, Ones
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
@@ -272,6 +273,24 @@ def test_the_noise_that_is_drawn_spends_the_budget(monkeypatch):
     mu = np.linalg.norm(np.array(sensitivities) / drawn)
     assert gdp_epsilon(mu, 1e-5) == pytest.approx(2.0, rel=1e-5)
     assert model.privacy_.noise_std == pytest.approx(drawn[-2], rel=ROUNDING)
+
+
+@pytest.mark.parametrize("trust", ["central", "local"])
+@pytest.mark.parametrize("prior", [DiscretePrior(2), GaussianMixturePrior(2)], ids=repr)
+def test_the_mechanism_is_the_only_way_out_of_a_client(prior, trust, monkeypatch):
+    """With mechanisms that ignore their input, nobody learns what one client's rows hold."""
+    blind(monkeypatch)
+    y, groups, _, noise = make_groups(40, 1)
+    how = {"epsilon": 8.0, "clip_norm": 2.0, "trust": trust}
+
+    def private(X, y, groups):
+        return fit(y, groups, prior, noise, **how)
+
+    found = []
+    for value in (0.0, 1.0, -30.0, 1e200):
+        y[groups == 3] = value
+        found.append(what_leaves(private, np.zeros((len(y), 1)), y, groups, 3))
+    assert found[1:] == found[:1] * 3
 
 
 def test_messages_of_local_trust_are_clipped_and_paid_for(monkeypatch):

@@ -142,6 +142,14 @@ def test_pairs_hear_unbiased_means_with_the_stated_variance(mechanism):
     assert errors.var() == pytest.approx(1, abs=0.1)
 
 
+def test_pairs_plan_for_a_last_turn_that_is_not_full():
+    """Each of eight agents asks the seven others twice in 14 steps, and one of them once more."""
+    X, y, groups, _ = stream(15, np.arange(8) % 3)
+    params = {**PRIVATE, "horizon": 15, "mechanism": "pm2", "noise_variance": 0.25}
+    senders = CollaborativeMean(**params).fit(X, y, groups=groups)._stream.senders
+    assert senders.mechanism.horizon == senders.index.max() == 3
+
+
 SETTINGS = [
     {},
     {"decision": "test"},

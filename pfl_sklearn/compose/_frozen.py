@@ -1,14 +1,12 @@
 """Frozen estimators among those that are given: they know clients of their own."""
 
 import copy
-from contextlib import suppress
-from functools import partial
 from numbers import Integral
-from types import ModuleType
 
 import numpy as np
 from sklearn.frozen import FrozenEstimator
 
+from pfl_sklearn._contents import everything_in
 from pfl_sklearn._nesting import final_estimator, hand_out, is_ours
 from pfl_sklearn.base import ClientMixin
 
@@ -94,34 +92,5 @@ def _frozen(estimator):
 
 
 def holds_ours(value):
-    """Whether an estimator of this package, or a subclass, is inside of something, at any depth.
-
-    We look into attributes, containers, arrays of objects, bound methods and closures.
-    """
-    left, seen = [value], set()
-    while left:
-        each = left.pop()
-        if isinstance(each, type | ModuleType | str | bytes | int | float) or id(each) in seen:
-            continue
-        seen.add(id(each))
-        if is_ours(each) or isinstance(each, ClientMixin):
-            return True
-        left += _inside(each)
-    return False
-
-
-def _inside(value):
-    """What an object holds."""
-    if isinstance(value, dict):
-        return [*value.keys(), *value.values()]
-    if isinstance(value, list | tuple | set | frozenset):
-        return list(value)
-    if isinstance(value, np.ndarray):
-        return value.ravel().tolist() if value.dtype == object else []
-    if isinstance(value, partial):
-        return [value.func, value.args, value.keywords]
-    found = [getattr(value, "__self__", None), *getattr(value, "__dict__", {}).values()]
-    for cell in getattr(value, "__closure__", None) or ():
-        with suppress(ValueError):  # that is empty
-            found.append(cell.cell_contents)
-    return found
+    """Whether an estimator of this package, or a subclass, is inside of something, at any depth."""
+    return any(is_ours(each) or isinstance(each, ClientMixin) for each in everything_in(value))

@@ -23,7 +23,7 @@ from pfl_sklearn.privacy._accounting._calibration import largest_within
 from pfl_sklearn.privacy._accounting._selection import check_distribution
 from pfl_sklearn.privacy._report import ADVERSARIES
 from pfl_sklearn.privacy._spending import relation_of, stated_cost, unit_of, with_params
-from pfl_sklearn.privacy._vouching import learns, report_of_fits
+from pfl_sklearn.privacy._vouching import leak_of, report_of_fits
 
 # Parameters of a private estimator that the selection sets, or that would break its promise.
 _RESERVED = ("epsilon", "noise_multiplier", "delta", "ledger", "checkpoint", "random_state")
@@ -227,10 +227,10 @@ def _check_private(select, core, steps, names, bounds):
             f"epsilon={select.epsilon!r}."
         )
     for name, step in steps:
-        if learns(step):
+        if leak := leak_of(name, step):
             raise ValueError(
-                f"step {name!r} ({type(step).__name__}) learns from the data without noise, which "
-                f"no epsilon covers; got epsilon={select.epsilon!r}. Use your own constants."
+                f"{leak}: no epsilon covers that; got epsilon={select.epsilon!r}. Use your own "
+                "constants."
             )
     if select.delta == 0:
         raise ValueError("delta must be above 0 when epsilon is finite; got 0.")

@@ -25,7 +25,7 @@ from pfl_sklearn.privacy._spending import (
     total_epsilon,
     with_params,
 )
-from pfl_sklearn.privacy._vouching import learns
+from pfl_sklearn.privacy._vouching import leak_of
 
 __all__ = ["FitCost", "SearchCost", "search_cost"]
 
@@ -284,8 +284,8 @@ def _find_search(estimator: Any) -> tuple[Any, list[str]]:
         if hasattr(found, "cv_results_") or hasattr(found, "trial_params_"):
             return found, leaks
         for name, step in getattr(found, "steps", [])[:-1]:
-            if learns(step):
-                leaks.append(f"step {name!r} ({type(step).__name__}) learnt without noise")
+            if leak := leak_of(name, step):
+                leaks.append(leak)
         if not is_transparent(found):
             leaks.append(f"{type(found).__name__} around the search states no privacy")
         found = inner_estimator(found)

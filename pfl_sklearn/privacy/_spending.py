@@ -29,7 +29,7 @@ from pfl_sklearn._nesting import releasing_core
 from pfl_sklearn.privacy._accounting._composition import events_epsilon
 from pfl_sklearn.privacy._accounting._events import Event, GaussianEvent, PureEvent
 from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_mu
-from pfl_sklearn.privacy._vouching import learns
+from pfl_sklearn.privacy._vouching import leak_of
 
 # The events of a fit that protects nobody.
 UNPROTECTED: tuple[Event, ...] = (PureEvent(math.inf, 0.0, "replace_one"),)
@@ -61,9 +61,8 @@ def stated_cost(estimator: Any) -> Stated:
     core, _, steps = releasing_core(estimator)
     stated = _of_grid(core) if type(core) is GridSearchCV else _of_core(core)
     for name, step in steps:
-        if learns(step):
-            reason = f"step {name!r} ({type(step).__name__}) learns without noise"
-            return stated._replace(events=None, reason=reason)
+        if leak := leak_of(name, step):
+            return stated._replace(events=None, reason=leak)
     return stated
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import FunctionType
 from typing import Any
 
 from sklearn.base import BaseEstimator
+from sklearn.feature_extraction import FeatureHasher
+from sklearn.feature_extraction.text import HashingVectorizer
 from sklearn.frozen import FrozenEstimator
+from sklearn.kernel_approximation import AdditiveChi2Sampler
 from sklearn.pipeline import Pipeline
-from sklearn.utils import get_tags
+from sklearn.preprocessing import Binarizer, FunctionTransformer, Normalizer
 from sklearn.utils.validation import check_is_fitted
 
+from pfl_sklearn._contents import codes_of, everything_in
 from pfl_sklearn._nesting import inner_estimator, is_ours, is_transparent
 from pfl_sklearn.privacy._report import CHOSEN, PrivacyReport, leaking
 
@@ -27,12 +32,23 @@ _NESTED = (
     "regressor",
     "regressor_",
 )
+# Transformers whose fit keeps nothing of the rows. A subclass may, and so may one that merely says
+# that it needs no fit (the tag ``requires_fit``).
+_STATELESS = (
+    AdditiveChi2Sampler,
+    Binarizer,
+    FeatureHasher,
+    FunctionTransformer,
+    HashingVectorizer,
+    Normalizer,
+)
+_FUNCTIONS = ("func", "preprocessor", "tokenizer", "analyzer")  # of theirs, which users write
 
 
 def privacy_of(estimator: Any) -> PrivacyReport:
     """Privacy report of a fitted estimator, pipeline, wrapper or search as a whole.
 
-    A pipeline protects no better than its worst step. A step that was fitted on the same data
+    A pipeline protects no better than its worst step. A step that was fitted to the same data
     without noise, such as a ``StandardScaler``, leaks. So do a search that chose by scores without
     noise and the model that it chose. In these cases ``epsilon`` is infinite, and the report names
     the culprit.
@@ -55,12 +71,21 @@ def privacy_of(estimator: Any) -> PrivacyReport:
 
     Notes
     -----
-    ``privacy_`` of a private estimator is a statement about its own fit. If one of scikit-learn's
-    searches refitted it, or if ``cross_validate``, ``validation_curve``, ``learning_curve``,
-    ``permutation_test_score`` or the like scored it, ``privacy_.epsilon`` stays that of the fit,
-    and ``privacy_.warnings`` say that the choice or the scores are not covered. Tools of other
-    packages leave no such trace, and neither does a choice that you carry on by hand: a new fit
-    with the parameters that a search found.
+    *Steps.* We vouch for the steps of scikit-learn that learn nothing: ``FunctionTransformer``,
+    ``Normalizer``, ``Binarizer``, ``AdditiveChi2Sampler``, ``FeatureHasher`` and
+    ``HashingVectorizer``, but not for their subclasses, for other people's classes, or for unions
+    of steps. The functions of such a step are searched: defaults, closures, arguments, and the
+    globals that their code names, through all that they call outside of well-known libraries. If
+    there is an estimator among them, or a call of ``fit``, ``epsilon`` is infinite. Numbers and
+    arrays say nothing of where they come from. The report therefore assumes that they do not come
+    from these data, and that the function treats every row separately.
+
+    *Fits.* ``privacy_`` of a private estimator is a statement about its own fit. If one of
+    scikit-learn's searches refitted it, or if ``cross_validate``, ``validation_curve``,
+    ``learning_curve``, ``permutation_test_score`` or the like scored it, ``privacy_.epsilon`` stays
+    that of the fit, and ``privacy_.warnings`` say that the choice or the scores are not covered.
+    Tools of other packages leave no such trace, and neither does a choice that you carry on by
+    hand: a new fit with the parameters that a search found.
 
     Examples
     --------
@@ -119,20 +144,52 @@ def _pipeline_report(pipeline: Pipeline) -> PrivacyReport:
     """Report of the last step, unless another step learnt something without noise."""
     report = report_of_fits(pipeline.steps[-1][1])
     for name, step in pipeline.steps[:-1]:
-        if learns(step):
-            return leaking(
-                report,
-                f"step {name!r} ({type(step).__name__}) was fitted on the same data without noise; "
-                "replace it by constants of your own or by a step that learns nothing",
+        if leak := leak_of(name, step):
+            advice = "replace it by a FunctionTransformer with constants of your own"
+            return leaking(report, f"{leak}; {advice}")
+        if any(callable(getattr(step, each, None)) for each in _FUNCTIONS):
+            assumed = (
+                f"step {name!r} treats every row separately, and the constants of its function do "
+                "not come from these data"
             )
-        if getattr(step, "func", None) is not None:
-            assumed = f"step {name!r} treats every row separately"
             report = dataclasses.replace(report, assumptions=(*report.assumptions, assumed))
     return report
 
 
-def learns(step: Any) -> bool:
-    """Whether a transformer keeps anything about the data it was fitted on."""
+def leak_of(name: str, step: Any) -> str | None:
+    """Sentence about what a step of a pipeline learns without noise; None if it learns nothing.
+
+    We vouch for a few transformers of scikit-learn, unless they hold an estimator or fit one.
+    """
     if step is None or isinstance(step, str):
-        return False
-    return not isinstance(step, BaseEstimator) or get_tags(step).requires_fit
+        return None
+    if isinstance(step, FrozenEstimator):
+        return leak_of(name, step.estimator)
+    stateless = type(step) in _STATELESS
+    how = _way_to_learn(step) if stateless else "is fitted to the same data without noise"
+    return how and f"step {name!r} ({type(step).__name__}) {how}"
+
+
+def _way_to_learn(step: Any) -> str | None:
+    """How the functions of a stateless step learn from the data, as far as that can be seen."""
+    held = list(everything_in(step))
+    for each in held:
+        if _is_estimator(each) and type(each) not in _STATELESS:
+            kind = type(each).__name__
+            return f"holds a {kind}, which may have learnt from the same data without noise"
+    for each in held:
+        codes = codes_of(each) if isinstance(each, FunctionType) else []
+        for called in sorted(name for code in codes for name in code.co_names if _fits(name)):
+            return f"learns from the data without noise: {each.__qualname__} calls {called}"
+    return None
+
+
+def _is_estimator(value: Any) -> bool:
+    cls = type(value)
+    predicts = hasattr(cls, "predict") or hasattr(cls, "transform")
+    return isinstance(value, BaseEstimator) or (hasattr(cls, "fit") and predicts)
+
+
+def _fits(name: str) -> bool:
+    """Whether a method of this name fits an estimator."""
+    return name in ("fit", "partial_fit") or name.startswith("fit_")

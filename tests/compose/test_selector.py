@@ -467,8 +467,13 @@ class Holder(RegressorMixin, BaseEstimator):
         lambda fitted: {"models": [(fitted,)]},
         lambda fitted: recursive(fitted),
         lambda fitted: functools.partial(print, fitted),
+        lambda fitted: lambda X, model=fitted: model.predict(X),
+        lambda fitted: lambda X, *, model=fitted: model.predict(X),
     ],
-    ids=["method", "closure", "array", "containers", "recursion", "partial"],
+    ids=[
+        *("method", "closure", "array", "containers", "recursion", "partial"),
+        *("default", "keyword default"),
+    ],
 )
 def test_what_others_hide_is_not_public(hide):
     X, y, groups = two_kinds(8)

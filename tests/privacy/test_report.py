@@ -200,7 +200,7 @@ def test_functions_are_taken_to_treat_rows_alone():
     with sklearn.config_context(enable_metadata_routing=True):
         report = privacy_of(pipeline.fit(CLIENTS.data, CLIENTS.target, **ROWS))
     assert report.epsilon == 1.0
-    assert "step 'functiontransformer' treats every row separately" in report.assumptions
+    assert any("'functiontransformer' treats every row" in text for text in report.assumptions)
 
 
 @pytest.mark.parametrize("epsilon", [np.int64(1), np.float32(1), np.float64(1)])

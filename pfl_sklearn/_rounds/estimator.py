@@ -270,7 +270,8 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         check_converged(state, run.advice, is_private(self), ids)
         end()
         mechanism = mechanism_of(self, events)
-        progress = progress_after(task, state, events, last, mechanism.noise_multiplier)
+        noise, seeded = mechanism.noise_multiplier, self.random_state is not None
+        progress = progress_after(task, state, events, last, noise, seeded)
         report = report_of(self, progress)
         if task.earlier is not None:
             report = going_on_from(self.privacy_, report)

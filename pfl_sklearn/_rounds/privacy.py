@@ -175,7 +175,8 @@ def report_of(model, progress):
     report = private_report(
         {**_facts(model, spent, relation), "epsilon": epsilon},
         n_clients=n_clients,
-        seeded=model.random_state is not None,
+        seeded=bool(progress.seeded),
+        seeded_part=_seeded_part(progress),
         caveats=_round_caveats(model, epsilon, spent),
         rounds=sum(event.n_rounds for event in rounds),
         epsilon_under=((other, elsewhere),),
@@ -193,6 +194,22 @@ def report_of(model, progress):
         ),
     )
     return leaking(report, _STOPPED) if progress.stopped else report
+
+
+def _seeded_part(progress):
+    """Words for the rounds whose noise has a seed; none if these are all rounds."""
+    n_rounds = progress.state.round
+    if progress.seeded == ((0, n_rounds),):
+        return ""
+    parts = " and ".join(_in_words(first, end) for first, end in progress.seeded)
+    return f" for rounds {parts}, of {n_rounds} rounds counted from 0"
+
+
+def _in_words(first, end):
+    """Words for a range of rounds; if it is empty, for the sums that were released before one."""
+    if first == end:
+        return f"before {first}"
+    return str(first) if end == first + 1 else f"{first} to {end - 1}"
 
 
 def _facts(model, spent, relation):

@@ -69,7 +69,10 @@ class Run(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """Where an estimator's rounds are, so that they can go on."""
+    """Where an estimator's rounds are, so that they can go on.
+
+    `seeded` are the ranges (first, end) of the rounds whose noise came from a `random_state`.
+    """
 
     state: State
     clients: np.ndarray
@@ -79,6 +82,7 @@ class Progress(NamedTuple):
     stopped: bool
     layout: Any
     noise_multiplier: float
+    seeded: tuple[tuple[int, int], ...] = ()
 
 
 class Task(NamedTuple):
@@ -165,18 +169,31 @@ def first_state(task, clip_quantile):
     return replace(old, clients=state.clients, schedule=schedule, bound=bound, own=own)
 
 
-def progress_after(task, state, events, last, noise_multiplier):
-    """Progress of rounds that were to go on to `last`, spending events with so much noise."""
+def progress_after(task, state, events, last, noise_multiplier, seeded):
+    """Progress of rounds that were to go on to `last`, spending events with so much noise.
+
+    The noise can be drawn again if it is `seeded`, now or in the earlier rounds.
+    """
     earlier, roster = task.earlier, task.roster
     n_rows = np.zeros(len(roster.ids), dtype=np.int64)
-    spent, stopped = (), state.round < last
+    spent, stopped, ranges, before = (), state.round < last, (), 0
     if earlier is not None:
         n_rows[roster.earlier] = earlier.n_rows
         spent, stopped = earlier.spent, stopped or earlier.stopped
+        ranges, before = earlier.seeded, earlier.state.round
     n_rows[roster.now] += np.bincount(task.clients.codes)
     spent = None if events is None or spent is None else (*spent, *events)
     noise = earlier.noise_multiplier if earlier is not None and last == earlier.state.round else 0.0
     if noise_multiplier:
         noise = noise_multiplier
+    if events and seeded:
+        ranges = _with_range(ranges, before, state.round)
     run = task.run
-    return Progress(state, roster.ids, n_rows, spent, run.found, stopped, run.layout, noise)
+    return Progress(state, roster.ids, n_rows, spent, run.found, stopped, run.layout, noise, ranges)
+
+
+def _with_range(ranges, first, end):
+    """Ranges of rounds with another one, which goes on from the last if nothing is between them."""
+    if ranges and ranges[-1][1] == first:
+        return (*ranges[:-1], (ranges[-1][0], end))
+    return (*ranges, (first, end))

@@ -103,7 +103,8 @@ class PrivacyReport:
     warnings : tuple of str
         Weaknesses of the promise.
     noise_reproducible : bool
-        True if a seed was given. Anyone who knows the seed can remove the noise.
+        True if a seed was given, be it for some of the rounds; `warnings` then say for which.
+        Anyone who knows the seed can remove the noise.
     schema_version : int
         Version of the fields of this report.
     package_version : str
@@ -362,20 +363,22 @@ def private_report(
     *,
     n_clients: int,
     seeded: bool,
+    seeded_part: str = "",
     caveats: tuple[str, ...] = (),
     arithmetic: str = "",
     **more: Any,
 ) -> PrivacyReport:
     """Report of one private release, with the warnings that its facts imply.
 
+    `seeded_part` are words for what `random_state` was given for, if that is not all of the noise.
     `arithmetic` is what the noise rests on; by default it is floating-point numbers, or bits.
     """
     found = list(caveats)
     if seeded:
         found.append(
-            "random_state was given: anyone who knows the seed can reproduce the noise and remove "
-            "it, and two fits with the same seed reveal their difference without noise to "
-            "everyone; use random_state=None for a release."
+            f"random_state was given{seeded_part}: anyone who knows the seed can reproduce the "
+            "noise and remove it, and two fits with the same seed reveal their difference without "
+            "noise to everyone; use random_state=None for a release."
         )
     found += large_delta(facts["delta"], n_clients)
     assumptions = (

@@ -1,11 +1,13 @@
 """The life of an estimator on rounds that is not PPSGD: FedAvg with a last phase."""
 
 import math
+import pickle
 
 import numpy as np
 import pytest
 from sklearn.base import clone
 
+from pfl_sklearn import PPSGDRegressor
 from pfl_sklearn._rounds.checkpoint import described
 from pfl_sklearn.linear_model import DivergenceError
 from pfl_sklearn.privacy import PrivacyLedger
@@ -173,3 +175,85 @@ def test_arguments_that_are_not_known(method):
         run(X, y, groups=groups, sample_weight=np.ones(len(y)))
     with pytest.raises(TypeError, match=rf"^FedAvgRegressor\.{method}\(\) "):
         run(X, y, groups)
+
+
+def ppsgd(**params):
+    return PPSGDRegressor(learning_rate=0.1, **params)
+
+
+def fedavg(**params):
+    return FedAvgRegressor(Recipe(0.1), **params)
+
+
+def net(**params):
+    """Made when needed, as it needs torch."""
+    pytest.importorskip("torch")
+    from pfl_sklearn import FedAvgRegressor as NetFedAvgRegressor
+
+    return NetFedAvgRegressor(**params)
+
+
+ON_ROUNDS = {"ppsgd": ppsgd, "fedavg": fedavg, "net": net}
+
+
+def seeded_in_part(kind, seeds):
+    """A model whose first three rounds have the first seed, and one round more each other seed."""
+    X, y, groups = table()
+    model = ON_ROUNDS[kind](
+        n_rounds=3, noise_multiplier=1.0, clip_norm=0.5, warm_start=True, random_state=seeds[0]
+    ).fit(X, y, groups=groups)
+    for number, seed in enumerate(seeds[1:]):
+        model = pickle.loads(pickle.dumps(model))
+        model.set_params(random_state=seed, n_rounds=4 + number).fit(X, y, groups=groups)
+    return model
+
+
+def seeds_said(model):
+    return [text for text in model.privacy_.warnings if text.startswith("random_state was given")]
+
+
+@pytest.mark.parametrize("kind", ON_ROUNDS)
+def test_the_report_remembers_that_earlier_rounds_had_a_seed(kind):
+    model = seeded_in_part(kind, [0, None])
+    assert model.privacy_.noise_reproducible
+    assert [" 0 to 2, of 4 rounds" in text for text in seeds_said(model)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "said"),
+    [
+        ([None, None], []),
+        ([0, 0], ["given: anyone"]),
+        ([0, 1, np.random.RandomState(2)], ["given: anyone"]),
+        ([None, 0], [" 3, of 4 "]),
+        ([0, None, None], [" 0 to 2, of 5 "]),
+        ([0, None, 0], [" 0 to 2 and 4, of 5 "]),
+    ],
+    ids=["none", "one seed", "three seeds", "later", "earlier", "between"],
+)
+def test_the_report_says_which_rounds_had_a_seed(seeds, said):
+    model = seeded_in_part("ppsgd", seeds)
+    assert model.privacy_.noise_reproducible == bool(said)
+    assert len(seeds_said(model)) == len(said)
+    assert all(part in text for part, text in zip(said, seeds_said(model), strict=True))
+
+
+def test_a_partial_fit_and_a_resumed_fit_remember_the_seed(tmp_path):
+    data = X, y, groups = table()
+    model = seeded_in_part("ppsgd", [0])
+    more = pickle.loads(pickle.dumps(model)).set_params(random_state=None, n_rounds=1)
+    more.partial_fit(X, y, groups=groups)
+    model.set_params(random_state=None, n_rounds=9, checkpoint=tmp_path / "run", checkpoint_every=2)
+    interrupt(model, data, 6)
+    model.fit(X, y, groups=groups)
+    for each, n_rounds in ((more, 4), (model, 9)):
+        assert each.privacy_.noise_reproducible
+        assert f" 0 to 2, of {n_rounds} rounds" in seeds_said(each)[0]
+
+
+def test_a_seed_of_no_round_is_no_seed():
+    X, y, groups = table()
+    model = seeded_in_part("ppsgd", [None])
+    model.set_params(random_state=0).fit(X, y, groups=groups)  # all rounds were run before
+    assert not model.privacy_.noise_reproducible
+    assert seeds_said(model) == []

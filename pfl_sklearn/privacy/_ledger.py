@@ -21,7 +21,7 @@ from pfl_sklearn.privacy._spending import (
     UNPROTECTED,
     noise_seed,
     protect,
-    seed_tag,
+    seed_tags,
     sum_of_deltas,
     unit_of,
 )
@@ -120,9 +120,10 @@ class PrivacyLedger:
 
     *Seeds.* Two fits with the same `random_state` have the same noise, which cancels in their
     difference. Therefore a private fit with a seed leaves a digest of the seed, and a later fit
-    with the same seed counts as one with ``epsilon=inf``. Rounds that continue an earlier fit have
-    noise of their own and leave another digest. Anyone who can read the file can find the seed
-    by trying all seeds. Keep the file as secret as the seed, or use ``random_state=None``.
+    with the same seed counts as one with ``epsilon=inf``. Every round has noise of its own. Fits
+    that run rounds therefore count like that only if they have rounds of one number in common: not
+    if one ends where the other goes on. Anyone who can read the file can find the seed by trying
+    all seeds. Keep the file as secret as the seed, or use ``random_state=None``.
 
     *Safety.* Checking the budget and writing the entry is one step under a lock on the file
     (``flock``: POSIX systems, and file systems that honour it). The entry is on the disk before
@@ -209,9 +210,12 @@ class PrivacyLedger:
             What the events protect.
         seed : int, RandomState instance or None, default=None
             Seed of the noise. None means that the operating system provides it. If an earlier
-            entry has the same seed, the noise of both cancels and the fit counts as unprotected.
+            entry has the same seed and a round of the same number, the noise of both cancels and
+            the fit counts as unprotected.
         first_round : int, default=0
-            Number of earlier rounds with the same seed. Later rounds have noise of their own.
+            Number of rounds before. Every round has noise of its own, so the noise of two fits with
+            the same seed cancels only in rounds that both have: those from `first_round` on, as
+            many as the events have.
 
         Raises
         ------
@@ -235,9 +239,11 @@ class PrivacyLedger:
             "events": [event.to_dict() for event in events],
             "process": os.getpid(),
         }
+        tags: list[str] = []
         if seed is not None and events and protect(events):
-            entry["seed"] = seed_tag(seed, f"{self._id} {first_round}")
-        _ledger_file.add(self.path, self._id, partial(self._allowed, entry))
+            tags = seed_tags(seed, self._id, first_round + _n_rounds(entry))
+            entry["seed"] = tags[first_round]
+        _ledger_file.add(self.path, self._id, partial(self._allowed, entry, tags))
 
     def total(self) -> float:
         """Epsilon of all entries together, at `delta` and under `relation`.
@@ -265,7 +271,7 @@ class PrivacyLedger:
         "process" (its id) and "previous" (the SHA-256, in hexadecimal, of the line before it in the
         file without its newline; if that is an entry without a hash, of everything before it).
         Entries of earlier versions have no "previous". A seeded fit also has "seed" (a digest) and,
-        if an earlier entry has the same seed, "seed_of" (the number of that entry).
+        if an earlier entry has the same noise, "seed_of" (the number of that entry).
         """
         return _ledger_file.read(self.path, self._id)
 
@@ -333,9 +339,11 @@ class PrivacyLedger:
     def _epsilon(self, events: Sequence[Event]) -> float:
         return float(events_epsilon(events, self.delta, _COUNTED[self.relation]))
 
-    def _allowed(self, entry: dict[str, Any], entries: list[dict[str, Any]]) -> dict[str, Any]:
+    def _allowed(
+        self, entry: dict[str, Any], tags: list[str], entries: list[dict[str, Any]]
+    ) -> dict[str, Any]:
         """The entry to write after `entries`, unless it is refused."""
-        entry = _with_repeated_seed(entry, entries)
+        entry = _with_repeated_seed(entry, tags, entries)
         if self.budget is not None and entry["events"]:
             self._check_budget(entry, entries, self.budget[0])
         return entry
@@ -437,14 +445,26 @@ def charge_events(
         )
 
 
-def _with_repeated_seed(entry: dict[str, Any], entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """The entry; if an earlier entry has its seed, as one that protects nobody."""
-    tag = entry.get("seed")
+def _with_repeated_seed(
+    entry: dict[str, Any], tags: list[str], entries: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The entry; if an earlier entry has noise of its seed and rounds, as one that protects nobody.
+
+    An entry holds the tag of its first round alone. `tags` are those of the rounds up to the last
+    one of the new entry, and so tell in which round an earlier entry with the same seed began.
+    """
+    rounds = {tag: number for number, tag in enumerate(tags)}
     for earlier in entries:
-        if tag is not None and earlier.get("seed") == tag:
+        began = rounds.get(earlier.get("seed", ""))
+        if began is not None and began + _n_rounds(earlier) > rounds[entry["seed"]]:
             events = [*entry["events"], *(event.to_dict() for event in UNPROTECTED)]
             return {**entry, "events": events, "seed_of": earlier["entry"]}
     return entry
+
+
+def _n_rounds(entry: dict[str, Any]) -> int:
+    """Number of rounds of an entry, whose noise differs; anything else counts as one."""
+    return max(1, sum(event.get("n_rounds", 0) for event in entry["events"]))
 
 
 def _events(entries: list[dict[str, Any]], path: str) -> tuple[Event, ...]:

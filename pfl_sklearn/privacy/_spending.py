@@ -180,14 +180,15 @@ def repeated(events: Iterable[Any], n_fits: int = 1) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def seed_tag(seed: Any, salt: str) -> str:
-    """Short text that is equal for seeds that give the same noise."""
+def seed_tags(seed: Any, salt: str, end: int) -> list[str]:
+    """Short texts for the rounds before `end`, equal for seeds that give them the same noise."""
     if isinstance(seed, Integral):
         words: Any = int(seed)
     else:
         # The words that the fit will draw: states may differ without changing the noise.
         words = copy.deepcopy(check_random_state(seed)).randint(0, 2**31 - 1, size=4).tolist()
-    return hashlib.blake2b(f"{salt} {words}".encode(), digest_size=8).hexdigest()
+    texts = (f"{salt} {number} {words}" for number in range(end))
+    return [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts]
 
 
 def gaussian_events(

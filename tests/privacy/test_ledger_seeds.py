@@ -1,6 +1,7 @@
 """Fits with the same seed have the same noise, which a privacy ledger counts as none."""
 
 import copy
+import hashlib
 import json
 import math
 import re
@@ -12,7 +13,7 @@ import pytest
 from pfl_sklearn import GaussianMean, PPSGDRegressor, PrivacyWarning
 from pfl_sklearn.datasets import make_gaussian_clients
 from pfl_sklearn.privacy import BudgetExceeded, PrivacyLedger
-from pfl_sklearn.privacy._accounting._events import GaussianEvent, PureEvent
+from pfl_sklearn.privacy._accounting._events import GaussianEvent, PureEvent, SampledGaussian
 from pfl_sklearn.privacy._ledger import charge_events
 from pfl_sklearn.privacy._spending import UNPROTECTED
 
@@ -154,6 +155,62 @@ def test_rounds_that_go_on_have_other_noise(path):
     for first_round in (0, 7, 9):
         with pytest.raises(BudgetExceeded, match=r"random_state.*entry \d.*random_state=None"):
             charge_events(rounds, (GAUSSIAN,), first_round=first_round)
+
+
+def rounds(number):
+    return (SampledGaussian(5.0, number),)
+
+
+@pytest.mark.parametrize(
+    ("spans", "repeats"),
+    [
+        ([(0, 6), (1, 5)], [2]),  # a warm start from round 1 on
+        ([(1, 5), (0, 6)], [2]),
+        ([(0, 6), (5, 1)], [2]),
+        ([(0, 6), (2, 2)], [2]),
+        ([(2, 2), (0, 6)], [2]),
+        ([(0, 6), (6, 4)], []),
+        ([(6, 4), (0, 6)], []),
+        ([(0, 3), (6, 3), (3, 3), (8, 3)], [4]),
+        ([(0, 1), (0, 6)], [2]),
+    ],
+    ids=str,
+)
+def test_rounds_that_two_fits_have_in_common_have_the_same_noise(path, spans, repeats):
+    """Whichever was first: of their sums in these rounds, the difference has no noise."""
+    ledger = PrivacyLedger(path, relation="zero_out")
+    for first_round, number in spans:
+        ledger.spend(rounds(number), what="Rounds", seed=0, first_round=first_round)
+        ledger.spend(rounds(number), what="Rounds", seed=1 + first_round + 100 * number)
+        ledger.spend(rounds(number), what="Rounds", first_round=first_round)
+    seeds = [entry for entry in ledger.entries if entry["entry"] % 3 == 1]
+    found = [number for number, entry in enumerate(seeds, 1) if "seed_of" in entry]
+    assert found == repeats
+    assert np.isinf(ledger.to_frame()["epsilon"]).sum() == len(repeats)
+
+
+@seeded
+def test_a_warm_start_into_rounds_that_another_fit_ran_with_its_seed(path):
+    X, groups = np.eye(6), np.arange(6) // 2
+    ledger = PrivacyLedger(path, budget=(50.0, DELTA), relation="zero_out")
+    params = {"noise_multiplier": 5.0, "clip_norm": 1.0, "learning_rate": 0.1, "ledger": ledger}
+    one = PPSGDRegressor(random_state=0, n_rounds=6, **params)
+    one.fit(X, X[:, 0], groups=groups)
+    other = PPSGDRegressor(n_rounds=1, warm_start=True, **params).fit(X, X[:, 0], groups=groups)
+    other.set_params(random_state=0, n_rounds=6)
+    with pytest.raises(BudgetExceeded, match=rf"PPSGDRegressor.*epsilon = inf\b.*{REASON}"):
+        other.fit(X, X[:, 0], groups=groups)
+    assert other.set_params(random_state=1).fit(X, X[:, 0], groups=groups).n_rounds_ == 6
+    assert ledger.total() < 50.0
+
+
+def test_digests_of_earlier_versions_count(path):
+    """Of the round that an entry began with, whose number they hold."""
+    ledger = PrivacyLedger(path, relation="zero_out")
+    ledger.spend(rounds(4), what="Rounds", seed=7, first_round=3)
+    identity = json.loads(path.read_text().split("\n")[0])["id"]
+    digest = hashlib.blake2b(f"{identity} 3 7".encode(), digest_size=8).hexdigest()
+    assert [entry["seed"] for entry in ledger.entries] == [digest]
 
 
 @seeded

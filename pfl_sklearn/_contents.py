@@ -8,7 +8,7 @@ do not follow the globals of its functions, and we do not look into its classes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from types import CodeType, FunctionType, ModuleType
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["codes_of", "everything_in", "is_of_library", "named_globals"]
+__all__ = ["codes_of", "everything_in", "held_by", "is_of_library", "named_globals"]
 
 _PLAIN = ModuleType | str | bytes | int | float | complex | None
 _LIBRARIES = sys.stdlib_module_names | {
@@ -25,16 +25,16 @@ _LIBRARIES = sys.stdlib_module_names | {
 }
 
 
-def everything_in(value: Any) -> Iterator[Any]:
+def everything_in(value: Any, enters: Callable[[Any], bool] = lambda each: True) -> Iterator[Any]:
     """Every object inside of something, at any depth and each once; first of all itself.
 
     We look into attributes, containers, arrays of objects, bound methods, partial functions, and
-    into functions and classes.
+    into functions and classes. Objects that `enters` is false for are left out.
     """
     left, seen = [value], dict[int, Any]()
     while left:
         each = left.pop()
-        if isinstance(each, _PLAIN) or id(each) in seen:
+        if isinstance(each, _PLAIN) or id(each) in seen or not enters(each):
             continue
         seen[id(each)] = each  # which keeps it, so that no other object gets its id
         yield each
@@ -64,11 +64,19 @@ def _inside(value: Any) -> list[Any]:
 
 def _of_function(function: FunctionType) -> list[Any]:
     """What a function holds, and the globals that it names."""
-    held = [vars(function), function.__defaults__, function.__kwdefaults__]
+    held = [vars(function), *held_by(function)]
+    if is_of_library(function):
+        return held
+    return [*held, *(named for _, named in named_globals(function))]
+
+
+def held_by(function: FunctionType) -> list[Any]:
+    """Defaults of a function and the contents of its closure."""
+    held: list[Any] = [function.__defaults__, function.__kwdefaults__]
     for cell in function.__closure__ or ():
         with suppress(ValueError):  # that is empty
             held.append(cell.cell_contents)
-    return held if is_of_library(function) else [*held, *named_globals(function)]
+    return held
 
 
 def _in_slots(value: Any) -> list[Any]:
@@ -78,13 +86,13 @@ def _in_slots(value: Any) -> list[Any]:
     return [getattr(value, name) for name in names if hasattr(value, name)]
 
 
-def named_globals(function: FunctionType) -> list[Any]:
-    """Values of the globals that the code of a function names, alone or in modules.
+def named_globals(function: FunctionType) -> list[tuple[str, Any]]:
+    """Names and values of the globals that the code of a function names, alone or in modules.
 
     A name may be that of a module that the function itself imports.
     """
     names = {name for code in codes_of(function) for name in code.co_names}
-    found: list[Any] = []
+    found: list[tuple[str, Any]] = []
     modules: list[Any] = [function.__globals__]
     modules += [vars(sys.modules[name]) for name in names if sys.modules.get(name) is not None]
     seen = set()
@@ -93,9 +101,9 @@ def named_globals(function: FunctionType) -> list[Any]:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        values = [module[name] for name in names if name in module]
-        modules += [vars(each) for each in values if isinstance(each, ModuleType)]
-        found += values
+        named = [(name, module[name]) for name in names if name in module]
+        modules += [vars(each) for _, each in named if isinstance(each, ModuleType)]
+        found += named
     return found
 
 

@@ -53,8 +53,9 @@ ROUNDS = {
     "checkpoint": """
         checkpoint : path or None, default=None
             File that ``fit`` writes its state to. If the file exists, ``fit`` continues from it; it
-            is removed when the fit ends. It holds every client's model and the entropy of the
-            noise, so protect it. Use one file for one fit.
+            is removed when the fit ends. Parameters, rows and the code of your own modules, classes
+            and functions have to be the same, in the same version of Python. The file holds every
+            client's model and the entropy of the noise, so protect it. Use one file for one fit.
         checkpoint_every : int, default=10
             Rounds between two writes.
         unseen : {"warn", "population", "error"}, default="warn"

@@ -6,17 +6,33 @@ import json
 import os
 import zipfile
 from dataclasses import replace
-from types import CodeType, FunctionType
+from functools import partial
+from numbers import Number
+from pickle import PicklingError
+from types import CodeType, FunctionType, MethodType
 
 import joblib
 import numpy as np
 from scipy.sparse import issparse
+
+from pfl_sklearn._contents import (
+    codes_of,
+    everything_in,
+    held_by,
+    is_of_library,
+    named_globals,
+)
 
 _FORMAT = 2  # 1: parameters by their repr, and no schedule of rows
 _MEMORY = "memory."
 # What a run may change from one start to the next.
 _UNRELATED = ("n_jobs", "ledger", "checkpoint", "checkpoint_every", "unseen", "random_state")
 _SHOWN = 60  # characters of a value in a message
+_CODE = FunctionType | type
+# What leads from code to more code. Other objects may change while a run goes on.
+_MADE_OF = (
+    _CODE | MethodType | staticmethod | classmethod | property | partial | dict | list | tuple
+)
 
 
 class Checkpoint:
@@ -140,9 +156,12 @@ class Checkpoint:
         for name in {**self.parameters, **written}:
             then, now = (values.get(name, ["", "-"]) for values in (written, self.parameters))
             if then[0] != now[0]:
+                how = f"{name}={then[1]}, not {now[1]}"
+                if then[1] == now[1]:  # by name
+                    how = f"another {name}={now[1]}, whose code or values differ"
                 raise ValueError(
-                    f"checkpoint {self.path!r} belongs to a run with {name}={then[1]}, not "
-                    f"{now[1]}; remove it to start anew."
+                    f"checkpoint {self.path!r} belongs to a run with {how}; remove it to start "
+                    "anew."
                 )
 
 
@@ -157,29 +176,65 @@ def described(estimator, /, **more):
     return {name: (_value_digest(value), _text(value)) for name, value in related.items()}
 
 
-def _value_digest(value):
+def _value_digest(value, with_code=True):
     """Digest of a parameter; of an estimator that of its class, since its parameters follow."""
     if hasattr(value, "get_params") and not isinstance(value, type):
         value = type(value)
-    if isinstance(value, FunctionType):
-        return _function_digest(value)
+    if with_code and isinstance(value, FunctionType | type) and not is_of_library(value):
+        return _code_digest(value)
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, partial):
+        value = [value.func, value.args, value.keywords]
     if isinstance(value, dict | list | tuple):
         parts = value.items() if isinstance(value, dict) else value
-        return joblib.hash([type(value).__name__, *(_value_digest(part) for part in parts)])
-    return joblib.hash(value)
+        digests = [_value_digest(part, with_code) for part in parts]
+        return joblib.hash([type(value).__name__, *digests])
+    inside = everything_in(value, lambda each: not isinstance(each, _CODE)) if with_code else ()
+    classes = {type(each) for each in inside}
+    codes = sorted(_code_digest(each) for each in classes if not is_of_library(each))
+    return joblib.hash([joblib.hash(value), codes]) if codes else joblib.hash(value)
 
 
-def _function_digest(function):
-    """Digest of a function by its name, its code and the values that it holds."""
-    code = function.__code__
-    constants = [const for const in code.co_consts if not isinstance(const, CodeType)]
-    inner = [const.co_code for const in code.co_consts if isinstance(const, CodeType)]
-    held = [_value_digest(cell.cell_contents) for cell in function.__closure__ or ()]
-    given = [_value_digest(value) for value in function.__defaults__ or ()]
-    name = f"{function.__module__}.{function.__qualname__}"
-    return joblib.hash([name, code.co_code, code.co_names, constants, inner, held, given])
+def _code_digest(value):
+    """Digest of a function or class that is not of a library: of all code that it is made of.
+
+    That is also the code of other functions and classes that it names, and the constants that these
+    use. We compare compiled code: a notebook has no source to read, and a file may have been edited
+    since it was imported.
+    """
+    parts = everything_in(value, lambda each: isinstance(each, _MADE_OF))
+    own = [each for each in parts if isinstance(each, _CODE) and not is_of_library(each)]
+    name = f"{value.__module__}.{value.__qualname__}"
+    return joblib.hash([name, sorted(_part_digest(each) for each in own)])
+
+
+def _part_digest(part):
+    """Digest of one function or class by its name, its own code and the constants that it uses."""
+    codes, held = [], []
+    if isinstance(part, type):
+        named = [pair for pair in vars(part).items() if not pair[0].startswith("__")]
+    else:
+        held = [_constant_digest(value) for value in held_by(part)]
+        named = named_globals(part)
+        for code in codes_of(part):
+            constants = [const for const in code.co_consts if not isinstance(const, CodeType)]
+            codes.append([code.co_code, code.co_names, constants])
+    used = sorted((name, _constant_digest(value)) for name, value in named if _is_constant(value))
+    return joblib.hash([f"{part.__module__}.{part.__qualname__}", codes, held, used])
+
+
+def _is_constant(value):
+    """Whether a global or an attribute of a class counts as part of the code that names it."""
+    return isinstance(value, Number | str | bytes | tuple | list | dict | np.ndarray)
+
+
+def _constant_digest(value):
+    """Digest of a value that code uses; of one that cannot be pickled, its class."""
+    try:
+        return _value_digest(value, with_code=False)
+    except (PicklingError, TypeError, AttributeError):
+        return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _text(value):

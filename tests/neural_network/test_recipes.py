@@ -26,7 +26,16 @@ from pfl_sklearn.neural_network import (  # noqa: E402
 )
 from pfl_sklearn.privacy import PrivacyLedger  # noqa: E402
 from tests.helpers.interruption import interrupt  # noqa: E402
-from tests.helpers.nets import Dropped, Logit, Normed, recipe, refused, table  # noqa: E402
+from tests.helpers.nets import (  # noqa: E402
+    N_CLASSES,
+    N_INPUTS,
+    Dropped,
+    Logit,
+    Normed,
+    recipe,
+    refused,
+    table,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
@@ -450,6 +459,29 @@ def test_a_checkpoint_of_another_learning_rate(tmp_path, given):
     model.fit(X, y, groups=groups)
     whole = FedAvgClassifier(given, **SHORT).fit(X, y, groups=groups)
     np.testing.assert_array_equal(model.population_parameters_, whole.population_parameters_)
+
+
+def multiplied(by):
+    class Multiplied(nn.Linear):
+        def __init__(self):
+            super().__init__(N_INPUTS, N_CLASSES)
+
+        def forward(self, X):
+            return by * super().forward(X)
+
+    return Multiplied
+
+
+def test_a_checkpoint_of_an_edited_module(tmp_path):
+    """With the same noise on other sums, two runs from one file would have none together."""
+    data = X, y, groups = table()
+    given = {**SHORT, **NOISE, "checkpoint": tmp_path / "run", "checkpoint_every": 1}
+    model = FedAvgClassifier(recipe(multiplied(2.0), lr=0.1, batch_size=20), **given)
+    interrupt(model, data, 1)
+    model.set_params(estimator=recipe(multiplied(3.0), lr=0.1, batch_size=20))
+    refused(model, r"checkpoint .* another estimator__module=.*Multiplied.* code")
+    model.set_params(estimator=recipe(multiplied(2.0), lr=0.1, batch_size=20))
+    assert model.fit(X, y, groups=groups).n_rounds_ == 2
 
 
 class Noted(nn.Module):

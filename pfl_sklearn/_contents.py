@@ -8,10 +8,11 @@ do not follow the globals of its functions, and we do not look into its classes.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,14 @@ _LIBRARIES = sys.stdlib_module_names | {
 }
 
 
-def everything_in(value: Any, enters: Callable[[Any], bool] = lambda each: True) -> Iterator[Any]:
+def everything_in(
+    value: Any, enters: Callable[[Any], bool] = lambda each: True, imports: bool = True
+) -> Iterator[Any]:
     """Every object inside of something, at any depth and each once; first of all itself.
 
     We look into attributes, containers, arrays of objects, bound methods, partial functions, and
-    into functions and classes. Objects that `enters` is false for are left out.
+    into functions and classes. Objects that `enters` is false for are left out. Modules that a
+    function `imports` when it is called count once they are loaded.
     """
     left, seen = [value], dict[int, Any]()
     while left:
@@ -38,36 +42,37 @@ def everything_in(value: Any, enters: Callable[[Any], bool] = lambda each: True)
             continue
         seen[id(each)] = each  # which keeps it, so that no other object gets its id
         yield each
-        left += _inside(each)
+        if isinstance(each, FunctionType):
+            left += _of_function(each, imports)
+        else:
+            left += _inside(each)
 
 
 def _inside(value: Any) -> list[Any]:
-    """What an object holds."""
-    if isinstance(value, dict):
-        return [*value.keys(), *value.values()]
-    if isinstance(value, list | tuple | set | frozenset):
-        return list(value)
-    if isinstance(value, np.ndarray):
-        return value.ravel().tolist() if value.dtype == object else []
-    if isinstance(value, partial):
-        return [value.func, value.args, value.keywords, vars(value)]
-    if isinstance(value, FunctionType):
-        return _of_function(value)
+    """What an object that is no function holds."""
     if isinstance(value, type):
         return [] if is_of_library(value) else [*vars(value).values(), *value.__bases__]
     held = [type(value), *getattr(value, "__dict__", {}).values(), *_in_slots(value)]
+    if isinstance(value, dict | MappingProxyType):
+        held += [*value.keys(), *value.values()]
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        held += value
+    elif isinstance(value, np.ndarray):
+        held += value.ravel().tolist() if value.dtype == object else []
+    elif isinstance(value, partial):
+        held += [value.func, value.args, value.keywords]
     for name in ("__self__", "__func__", "fget"):  # methods, static ones too, and properties
         if hasattr(type(value), name):  # asked of the class: an object may answer to any name
             held.append(getattr(value, name, None))
     return held
 
 
-def _of_function(function: FunctionType) -> list[Any]:
+def _of_function(function: FunctionType, imports: bool) -> list[Any]:
     """What a function holds, and the globals that it names."""
     held = [vars(function), *held_by(function)]
     if is_of_library(function):
         return held
-    return [*held, *(named for _, named in named_globals(function))]
+    return [*held, *(named for _, named in named_globals(function, imports))]
 
 
 def held_by(function: FunctionType) -> list[Any]:
@@ -86,15 +91,16 @@ def _in_slots(value: Any) -> list[Any]:
     return [getattr(value, name) for name in names if hasattr(value, name)]
 
 
-def named_globals(function: FunctionType) -> list[tuple[str, Any]]:
+def named_globals(function: FunctionType, imports: bool = False) -> list[tuple[str, Any]]:
     """Names and values of the globals that the code of a function names, alone or in modules.
 
-    A name may be that of a module that the function itself imports.
+    With `imports` also in modules that the function itself imports.
     """
     names = {name for code in codes_of(function) for name in code.co_names}
     found: list[tuple[str, Any]] = []
     modules: list[Any] = [function.__globals__]
-    modules += [vars(sys.modules[name]) for name in names if sys.modules.get(name) is not None]
+    if imports:
+        modules += [vars(sys.modules[name]) for name in names if sys.modules.get(name)]
     seen = set()
     while modules:
         module = modules.pop()

@@ -203,7 +203,8 @@ def _code_digest(value):
     use. We compare compiled code: a notebook has no source to read, and a file may have been edited
     since it was imported.
     """
-    parts = everything_in(value, lambda each: isinstance(each, _MADE_OF))
+    # What a function imports when it is called is not there yet when the first run begins.
+    parts = everything_in(value, lambda each: isinstance(each, _MADE_OF), imports=False)
     own = [each for each in parts if isinstance(each, _CODE) and not is_of_library(each)]
     name = f"{value.__module__}.{value.__qualname__}"
     return joblib.hash([name, sorted(_part_digest(each) for each in own)])

@@ -6,6 +6,7 @@ import operator
 import re
 import sys
 import types
+from collections import deque
 
 import numpy as np
 import pytest
@@ -110,6 +111,11 @@ class Slotted(Called):
     __slots__ = ("scaler",)
 
 
+class Attributed(dict):
+    def __init__(self, scaler):
+        self.scaler = scaler
+
+
 class Methods:
     scaler = SCALER
 
@@ -170,6 +176,9 @@ LEARNING_FUNCTIONS = {
     "slotted": Slotted(SCALER),
     "static method": Methods.static,
     "class method": Methods.of_class,
+    "queue": functools.partial(print, deque([SCALER])),
+    "read-only": functools.partial(print, types.MappingProxyType({"scaler": SCALER})),
+    "own kind of dict": functools.partial(print, Attributed(SCALER)),
     "class attribute": lambda X: Methods.scaler.transform(X),
 }
 FITTING_FUNCTIONS = {

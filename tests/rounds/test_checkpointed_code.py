@@ -154,6 +154,21 @@ def test_code_that_names_itself_and_values_that_cannot_be_pickled():
     assert digest(one) == digest(one)
 
 
+def test_what_a_function_imports_when_it_is_called_is_not_compared(monkeypatch):
+    """It would make the same code another one as soon as it has run."""
+
+    def lazy(X):
+        from shelf_of_a_user import SCALE, scaled
+
+        return SCALE * scaled(X)
+
+    before = digest(lazy)
+    shelf = compiled()
+    shelf.SCALE = 2.0
+    monkeypatch.setitem(sys.modules, "shelf_of_a_user", shelf)
+    assert digest(lazy) == before
+
+
 @pytest.mark.slow
 def test_another_process_finds_the_same_digest(tmp_path):
     """Whatever order its sets have."""

@@ -16,13 +16,14 @@ r effects or, with V = Z L' alpha, in the n rows.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._algebra import invert_lower, solve_systems
+from pfl_sklearn.linear_model._glmm._outcomes import RowTerms
 
 _SIZES = 4  # stacked sizes differ by less than a share of 1 / 4,
 _PADDING = 1 << 10  # unless this many rows fill all gaps: a stack costs as much time by itself
@@ -30,6 +31,9 @@ _CELLS = 1 << 19  # numbers of a stack's columns; more clients make another stac
 LAST_DECREMENT = 1e-13  # nats; the step with this squared Newton decrement is the last
 CLOSE_ENOUGH = 1e-8  # the same where no gradient depends on the mode: its error is about this
 MAX_NEWTON = 100
+_PATIENCE = 40  # steps after which a search starts anew, from a smoother problem
+_COOLING = 4.0  # from one smoothed problem to the next; with 10, modes at 1e7 logits were missed
+_ROUGHLY = 1e-2  # decrement that ends the search of a smoothed problem, per unit of its heat
 _ROWS_PER_COLUMN = 3  # up to which a client's rows stay as many as they are
 SLACK = 1e-13  # relative decrease of a mode's criterion that counts as rounding
 
@@ -231,13 +235,55 @@ def population_predictors(x, population):
     return (x.reshape(-1, x.shape[-1]) @ population.T).reshape(*x.shape[:-1], len(population))
 
 
+class _Smoothed(NamedTuple):
+    """An outcome whose log-likelihood at predictors u is `heat` times the original's at u / heat.
+
+    The higher the heat, the smoother the kinks of rows with large predictors.
+    """
+
+    outcome: Any
+    heat: float
+
+    def terms(self, u, y, w):
+        value, score, weight = self.outcome.terms(u / self.heat, y, w)
+        return RowTerms(self.heat * value, score, weight / self.heat)
+
+
 def find_mode(form, outcome, offset, stack, state, last_decrement=LAST_DECREMENT):
-    """Modes by damped Newton steps; each client stops on its own."""
+    """Modes by damped Newton steps; each client stops on its own.
+
+    Where predictors reach hundreds, a client's log-likelihood is linear but for kinks, and steps
+    stop short at each of them. Clients that take too many start anew, from zero, and through a
+    sequence of smoothed problems, each of which begins at the mode of the one before.
+    """
+    mode = _climb(form, outcome, offset, stack, state, last_decrement, _PATIENCE)
+    if mode.found.all():
+        return mode
+    size = np.maximum(np.abs(offset).max(axis=(1, 2)), np.abs(form.features).max(axis=(1, 2)))
+    lost = ~mode.found & np.isfinite(size)
+    form, stack = type(form)(*(each[lost] for each in form)), RowStack(*(s[lost] for s in stack))
+    heat, state = max(size[lost].max(initial=1.0), 1.0), np.zeros_like(state[lost])
+    while heat > 1:
+        last, smoothed = _ROUGHLY * heat, _Smoothed(outcome, heat)
+        state = _climb(form, smoothed, offset[lost], stack, state, last, MAX_NEWTON).state
+        heat /= _COOLING
+    again = _climb(form, outcome, offset[lost], stack, state, last_decrement, MAX_NEWTON)
+    for values, part in zip(_arrays(mode), _arrays(again), strict=True):
+        values[lost] = part
+    return mode
+
+
+def _arrays(mode):
+    return mode.state, mode.predictors, *mode.terms, mode.value, mode.found
+
+
+def _climb(form, outcome, offset, stack, state, last_decrement, max_steps):
+    """Modes after damped Newton steps from a state, as far as so many steps reach them."""
     deviation = form.deviation(state)
     terms = outcome.terms(offset + deviation, stack.y, stack.w)
     value = terms.value.sum(axis=1) - form.penalty(state, deviation)
     moving = np.ones(len(offset), dtype=bool)
-    for _ in range(MAX_NEWTON):
+    for _ in range(max_steps):
         residual = form.residual(terms.score, state)
         step = solve_systems(form.system(terms.weight), residual)
         moved = form.deviation(step)

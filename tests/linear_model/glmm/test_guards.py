@@ -10,6 +10,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss
 
 from pfl_sklearn.linear_model import PersonalizedLogisticRegression, SeparationWarning
+from pfl_sklearn.linear_model._glmm import _likelihood as likelihood
 from pfl_sklearn.priors import GaussianPrior
 
 FULL = GaussianPrior(covariance_type="full")
@@ -173,12 +174,21 @@ def test_what_is_not_identified_has_no_standard_error(n_classes, one_client):
     )
 
 
-def test_advice_on_rounding_is_not_to_iterate():
+def test_advice_on_rounding_is_not_to_iterate(monkeypatch):
+    for limit in ("_PATIENCE", "MAX_NEWTON"):  # no table is known whose modes are not found
+        monkeypatch.setattr(likelihood, limit, 2)
     with pytest.warns(
         ConvergenceWarning, match=r"PersonalizedLogisticRegression.*rounding.*covariance"
     ) as caught:
-        fit(simulate(30, 10), prior=GaussianPrior(covariance=1e12))
+        fit(simulate(30, 10), prior=GaussianPrior(covariance=1e4))
     assert not any("max_iter" in str(each.message) for each in caught)
+
+
+def test_a_step_from_afar_loses_no_modes():
+    """The log-likelihood came out as -8e6: the search for modes stopped halfway."""
+    with pytest.warns(ConvergenceWarning, match="max_iter"):
+        model = fit(simulate(30, 10), prior=GaussianPrior(covariance=1e10), max_iter=1)
+    assert model.log_likelihood_ > -700
 
 
 def test_the_prior_of_a_single_client_is_refused_with_the_reason():

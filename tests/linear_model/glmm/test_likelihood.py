@@ -129,18 +129,35 @@ def test_both_systems_give_the_same(seed, n_classes, q, largest):
             np.testing.assert_allclose(first, second, atol=1e-8)
 
 
-@pytest.mark.parametrize("n_classes", [2, 3])
+@pytest.mark.parametrize("n_classes", [2, 3, 5])
 @pytest.mark.parametrize("scale", [1.0, 30.0, 1e3])
 def test_damped_steps_find_the_mode_from_afar(n_classes, scale):
+    """With 5 classes 3 of 6 modes were given up at 1e3, on every processor."""
     columns, labels, _, codes, population, factor = make_rows(3, n_classes, 3, 8)
     outcome = outcome_of(n_classes)
     for stack in stack_rows(columns, labels, None, codes, codes.max() + 1):
         form = form_of(stack.x, scale * factor)
         start = start_state(stack, factor, outcome.n_outputs)
-        for state in (start, start + 5.0):
+        for state in (start, start + 5.0, start + 50.0):
             mode = find_mode(form, outcome, scale * stack.x @ population.T, stack, state)
             assert mode.found.all()
             np.testing.assert_allclose(form.residual(mode.terms.score, mode.state), 0, atol=1e-7)
+
+
+@pytest.mark.parametrize("n_classes", [2, 3])
+def test_no_mode_counts_as_found_that_is_not(n_classes, monkeypatch):
+    columns, labels, _, codes, population, factor = make_rows(3, n_classes, 3, 8)
+    outcome = outcome_of(n_classes)
+    (stack,) = stack_rows(columns, labels, None, codes, codes.max() + 1)
+    form, offset = form_of(stack.x, 1e3 * factor), 1e3 * stack.x @ population.T
+    start = start_state(stack, factor, outcome.n_outputs)
+    offset[2] = np.nan
+    found = find_mode(form, outcome, offset, stack, start).found
+    np.testing.assert_array_equal(found, np.arange(6) != 2)
+    offset[2] = 0.0
+    monkeypatch.setattr(likelihood, "_PATIENCE", 2)
+    monkeypatch.setattr(likelihood, "MAX_NEWTON", 2)
+    assert not find_mode(form, outcome, offset, stack, start + 5.0).found.all()
 
 
 @pytest.mark.parametrize("n_classes", [2, 4])

@@ -33,6 +33,7 @@ from pfl_sklearn.linear_model._glmm._likelihood import (
     whitened_rows,
 )
 from pfl_sklearn.linear_model._glmm._quadrature import (
+    DENSE,
     evaluate_quadrature,
     information_at_zero,
     turned_stack,
@@ -48,7 +49,9 @@ from pfl_sklearn.linear_model._posterior import CovariancePosterior, RowPosterio
 from pfl_sklearn.linear_model._table import check_squares, is_centred, uncentred, varying_columns
 
 _POINTS, _MANY_POINTS = 15, 61  # of the quadrature, where one coefficient varies
-_WIDE = 3.0  # logits, from which we take many points
+_WIDE = 3.0  # logits, from which we take many points; from AWAY we take DENSE ones
+_FAR = 10.0  # times the spread between clients, at which the likelihood must have fallen
+_FALL = 1.92  # nats, to the end of a 95 % interval
 _NOT_ZERO = 1e-2  # factor, in natural units, from which a second search may start
 _NEAR = 1e-2  # nats per standard error, near enough for a search that quadrature goes on with
 _NEARER = 0.3  # start of the second search, in natural units, so that it skips no maximum
@@ -300,7 +303,7 @@ def _population(table, stacks, outcome, prior, mean, covariance, options):
     found = search(weak)
     if family is None or spread.any():
         return found, weak
-    if size(found.factor) <= AWAY:
+    if size(found.factor) <= AWAY or search.falls_beyond(found, weak):
         return found, weak
     precision = weak_spread(table.columns[:, :q], table.weights, tight=True)
     tight = weak._replace(spread=precision, runaway=True)
@@ -325,9 +328,30 @@ class _Search(NamedTuple):
         if self.n_points == 1:
             return self._maximum(1, self.start, weak, self.options.tol, begin)
         found = self._maximum(1, self.start, weak, max(self.options.tol, _NEAR), begin)
-        refined = self._refined(self.n_points, found, weak)
-        n_points = self.n_points_at(refined.factor)
-        return refined if n_points == self.n_points else self._refined(n_points, refined, weak)
+        n_points, needed = 1, self.n_points
+        while needed > n_points:
+            n_points, found = needed, self._refined(needed, found, weak)
+            needed = self.n_points_at(found.factor)
+        return found
+
+    def falls_beyond(self, found, weak):
+        """Whether the integrated likelihood falls where clients differ much more than found.
+
+        Laplace's approximation is no judge of that: with few rows it may rise without end, or to a
+        false maximum far away.
+        """
+        if self.n_points == 1:
+            return False
+        near, far = (self._value_at(times * found.factor, found, weak) for times in (1.0, _FAR))
+        return near - far > _FALL
+
+    def _value_at(self, factor, found, weak):
+        """Integrated likelihood, less penalties, of the best population at a factor."""
+        start, options = found._replace(factor=factor, metric=None), self.options
+        criterion = self.make(DENSE, found.states)
+        return maximize_marginal(
+            criterion, start, self.root, weak, options.max_iter, options.tol
+        ).value
 
     def _refined(self, n_points, found, weak):
         begin = 1.0
@@ -376,7 +400,9 @@ def n_points_of(quadrature, outcome, factor, spread=0.0):
     if quadrature == "laplace":
         return 1
     if quadrature == "auto":
-        return (_POINTS if spread <= _WIDE else _MANY_POINTS) if one else 1
+        if not one:
+            return 1
+        return _POINTS if spread <= _WIDE else _MANY_POINTS if spread <= AWAY else DENSE
     if quadrature > 1 and not one:
         raise ValueError(
             f"quadrature={quadrature} needs two classes and one coefficient that varies; got "

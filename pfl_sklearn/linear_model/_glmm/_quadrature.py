@@ -7,6 +7,12 @@ distances of its standard deviation s there. With h(v) the log-likelihood minus 
 
 One point is Laplace's approximation. The gradients are those of the sum, nodes included.
 
+A client whose rows have one class tells only that its effect lies on one side. Far apart from the
+others, its effect has half a normal density, with an edge much sharper than s. Gauss-Hermite nodes
+miss the edge: at 15 logits between clients, 61 of them err by up to 1.5e-3 nats per client, and at
+50 logits by 2e-2. So `DENSE` points crowd around the mode instead, as a trapezoidal rule in t with
+x = c sinh(t); their error is below 1e-8 and 1e-7.
+
 Arrays of rows have shape (n, b) here: clients come last, so that sums over rows add long vectors.
 Predictors are turned: they are the log odds of the row's own label, so that no label is left to ask
 for.
@@ -28,6 +34,9 @@ _MANY = 7  # points from which the sum hardly depends on where its centre lies
 _LAST_DECREMENT = 1e-10  # nats, of the last step of one effect; the next one's is about its square
 _CELLS = 1 << 17  # rows times nodes at a time: what belongs to them fits the cache
 _ROWS = 1 << 14  # rows at a time
+DENSE = 121  # points that crowd around the mode
+_GAUSS = 100  # points up to which they are those of Gauss and Hermite
+_CROWDED, _REACH = 0.1, 40.0  # c, and the last x: pure clients have s above 0.18, so it is > 7 sds
 _FACTORS = 1000  # numbers below 2 whose product is finite for sure
 
 
@@ -58,9 +67,14 @@ class _Modes(NamedTuple):
 
 @cache
 def _nodes(n_points):
-    """Nodes and log weights of Gauss-Hermite quadrature for the standard normal density."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(n_points)
-    return nodes, np.log(weights / weights.sum())
+    """Nodes and log weights of quadrature for the standard normal density."""
+    if n_points <= _GAUSS:
+        nodes, weights = np.polynomial.hermite_e.hermegauss(n_points)
+        return nodes, np.log(weights / weights.sum())
+    last = np.arcsinh(_REACH / _CROWDED)
+    t, apart = np.linspace(-last, last, n_points, retstep=True)
+    nodes, slopes = _CROWDED * np.sinh(t), _CROWDED * np.cosh(t)
+    return nodes, np.log(apart * slopes / np.sqrt(2 * np.pi)) - nodes**2 / 2
 
 
 def turned_stack(stack):

@@ -46,6 +46,7 @@ class Maximum(NamedTuple):
     converged: bool
     states: list | None = None  # of the criterion's clients, there or near there
     metric: np.ndarray | None = None  # (k, k), root of an inverse Hessian of the criterion
+    value: float | None = None  # of the criterion, less penalties
 
 
 def fit_pooled(columns, table, outcome, offset, precision):
@@ -207,6 +208,7 @@ def maximize_marginal(
         converged,
         criterion.states,
         metric @ _root_of(result.hess_inv, length) / length,
+        -float(result.fun),
     )
 
 

@@ -1,13 +1,20 @@
 """Adaptive quadrature over a client's single effect, against numerical integration."""
 
+import warnings
+
 import numpy as np
 import pytest
 from scipy.integrate import quad
 
 from pfl_sklearn import PersonalizedLogisticRegression
+from pfl_sklearn.linear_model import SeparationWarning
 from pfl_sklearn.linear_model._glmm._likelihood import evaluate_stack, stack_rows
 from pfl_sklearn.linear_model._glmm._outcomes import BinaryLogit
-from pfl_sklearn.linear_model._glmm._quadrature import evaluate_quadrature, turned_stack
+from pfl_sklearn.linear_model._glmm._quadrature import (
+    DENSE,
+    evaluate_quadrature,
+    turned_stack,
+)
 from pfl_sklearn.priors import GaussianPrior
 
 OUTCOME = BinaryLogit()
@@ -83,7 +90,7 @@ def test_clients_with_thousands_of_rows_are_no_different():
         np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-9)
 
 
-@pytest.mark.parametrize("n_points", [1, 2, 7, 15])
+@pytest.mark.parametrize("n_points", [1, 2, 7, 15, DENSE])
 def test_gradients_are_exact(problem, n_points):
     columns, y, weights, codes, population, factor = problem
     stacks, step = stack_rows(columns, y, weights, codes, 6), 1e-5
@@ -201,3 +208,82 @@ def test_clients_far_apart_have_more_points():
     auto, few, many = (fit(X, y, codes, quadrature=kind) for kind in ("auto", 15, 100))
     assert auto.log_likelihood_ == pytest.approx(many.log_likelihood_, abs=1e-4)
     assert auto.log_likelihood_ != pytest.approx(few.log_likelihood_, abs=1e-4)
+
+
+def integrated(columns, y, codes, population, sd):
+    """Log-likelihood of a random intercept by brute force: a sum over a fine grid of effects."""
+    v = np.linspace(-9, 9, 5_001)
+    total = 0.0
+    for client in np.unique(codes):
+        own = codes == client
+        turned = np.where(y[own] > 0, 1.0, -1.0)[:, None]
+        odds = turned * ((columns[own] @ population)[:, None] + sd * v)
+        density = np.exp(-np.logaddexp(0, -odds).sum(axis=0) - v * v / 2)
+        total += np.log(density.sum() * (v[1] - v[0]) / np.sqrt(2 * np.pi))
+    return total
+
+
+@pytest.mark.parametrize("sd", [12.0, 50.0])
+def test_dense_points_see_the_edge_of_a_pure_client(sd):
+    """61 points of Gauss and Hermite do not, which is why the dense ones exist."""
+    columns, y, codes = np.ones((24, 1)), np.repeat([1, 0], 12), np.repeat([0, 1], 12)
+    y[-1] = 1
+    exact = integrated(columns, y, codes, np.array([0.3]), sd)
+    stacks = stack_rows(columns, y, None, codes, 2)
+    population, factor = np.array([[0.3]]), np.array([[sd]])
+    assert evaluate(stacks, population, factor, DENSE)[0] == pytest.approx(exact, abs=1e-6)
+    assert abs(evaluate(stacks, population, factor, 61)[0] - exact) > 1e-4
+
+
+def mostly_pure(*mixed):
+    """30 clients of 12 rows: pure ones of the two classes in turn, then those given."""
+    labels = [12 * str((k + 1) % 2) for k in range(30 - len(mixed))]
+    y = np.array([int(label) for label in "".join([*labels, *mixed])])
+    X = np.random.default_rng(0).normal(size=(360, 2)).round(6)
+    return X, y, np.repeat(np.arange(30), 12)
+
+
+def test_separation_is_not_divergence():
+    """25 of 30 clients are pure, and yet the likelihood has a maximum; it was held at 17.
+
+    glmer with nAGQ = 25 has a variance of 198 and a log-likelihood of -67.3, as do 25 points of
+    ours. That is above the exact maximum, -67.444 at 230.6: 25 points err by .1 nats here.
+    """
+    X, y, codes = mostly_pure(
+        "000010000100", "110011010001", "011100010100", "111111110111", "010001001011"
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = fit(X, y, codes)
+        glmer = fit(X, y, codes, quadrature=25)
+    assert glmer.prior_.covariance[0, 0] == pytest.approx(198, abs=0.5)
+    assert glmer.log_likelihood_ == pytest.approx(-67.3, abs=0.05)
+    columns = np.column_stack([np.ones(360), X])
+
+    def exact(found, times=1.0):
+        population = np.append(found.population_intercept_, found.population_coef_)
+        sd = found.prior_.covariance[0, 0] ** 0.5
+        return integrated(columns, y, codes, population, times * sd)
+
+    assert model.log_likelihood_ == pytest.approx(exact(model), abs=1e-5)
+    assert model.log_likelihood_ == pytest.approx(-67.44431, abs=1e-5)
+    assert model.prior_.covariance[0, 0] == pytest.approx(230.61, abs=0.1)
+    assert max(exact(model, 0.97), exact(model, 1.03), exact(glmer)) < model.log_likelihood_
+
+
+def test_what_diverges_is_still_said_to():
+    """Thresholds that differ by client: slope and differences grow together without end."""
+    X, _, codes = mostly_pure()
+    thresholds = 1.5 * np.random.default_rng(1).normal(size=30)
+    with pytest.warns(SeparationWarning, match=r"\b10 logits.*\b1\b"):
+        fit(X[:, :1], (X[:, 0] > thresholds[codes]).astype(int), codes)
+
+
+def test_one_mixed_client_bounds_no_spread_but_two_do():
+    """Ten times the spread costs at most 1.4 nats for each client with rows of two classes."""
+    two = mostly_pure("000010000100", "110011010001")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fit(*two).prior_.covariance[0, 0] ** 0.5 > 20
+    with pytest.warns(SeparationWarning, match=r"\b10 logits.*\b1\b"):
+        assert fit(*mostly_pure("110011010001")).prior_.covariance[0, 0] ** 0.5 < 6

@@ -3,6 +3,11 @@
 import numpy as np
 from sklearn.utils.validation import column_or_1d
 
+from pfl_sklearn._rounds.privacy import is_private
+from pfl_sklearn._warnings import warn_caller
+
+_MANY = 20  # classes; more than digits, ratings and months have
+
 
 def check_several_classes(classes, estimator):
     """Raise ValueError if there is only one class."""
@@ -13,11 +18,31 @@ def check_several_classes(classes, estimator):
         )
 
 
-def read_classes(y, estimator):
-    """Sorted classes, and the position of every row's label among them."""
-    classes, labels = np.unique(y, return_inverse=True)
+def read_classes(y, estimator, private=False):
+    """Sorted classes, and the position of every row's label among them.
+
+    Warns if the classes look like counts. A private fit says nothing that single rows decide.
+    """
+    classes, labels, sizes = np.unique(y, return_inverse=True, return_counts=True)
     check_several_classes(classes, estimator)
+    if not private and _look_like_counts(classes, sizes):
+        warn_caller(
+            f"{type(estimator).__name__} got {len(classes)} classes that are whole numbers from "
+            f"{classes[0]:.0f} to {classes[-1]:.0f}, {np.sum(sizes == 1)} of them with a single "
+            "row; if they are counts, fit a regressor instead, such as "
+            "PersonalizedLinearRegression to numpy.log1p(y).",
+            UserWarning,
+        )
     return classes, labels
+
+
+def _look_like_counts(classes, sizes):
+    """Whether sorted classes with so many rows each are more likely counts than codes.
+
+    Large counts are rare, so that some occur once. Nobody means to learn a class from one row.
+    """
+    many_numbers = len(classes) > _MANY and classes.dtype.kind in "iuf"
+    return many_numbers and classes[0] >= 0 and bool(np.any(sizes == 1))
 
 
 def read_known_classes(y, known, classes, estimator):
@@ -33,7 +58,7 @@ def read_known_classes(y, known, classes, estimator):
     estimator : estimator
     """
     if known is None and classes is None:
-        return read_classes(y, estimator)
+        return read_classes(y, estimator, is_private(estimator))
     known = np.unique(column_or_1d(classes)) if known is None else known
     if classes is not None and not np.array_equal(np.unique(classes), known):
         raise ValueError(f"got classes={classes!r}; the first call had {known.tolist()}.")

@@ -195,6 +195,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
     ConvergenceWarning
         If `max_iter` was too small, or if rounding stopped the search. More iterations do not help
         in the second case.
+    UserWarning
+        If the labels look like counts: more than 20 classes that are whole numbers, one of which
+        has a single row.
 
     See Also
     --------

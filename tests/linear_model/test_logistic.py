@@ -18,7 +18,11 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from pfl_sklearn import SingleClientWarning, UnseenClientsWarning
-from pfl_sklearn.linear_model import PersonalizedLogisticRegression, SeparationWarning
+from pfl_sklearn.linear_model import (
+    PersonalizedLogisticRegression,
+    PPSGDClassifier,
+    SeparationWarning,
+)
 from pfl_sklearn.linear_model._glmm._outcomes import helmert_contrasts
 from pfl_sklearn.linear_model._glmm._predictions import averaged_probabilities
 from pfl_sklearn.metrics import ClientScorer
@@ -908,3 +912,47 @@ def test_a_fitted_prior_goes_back_in_for_features_far_from_zero(covariance_type)
         model.decision_function(seconds, groups=codes),
         atol=1e-4,
     )
+
+
+def counts(n=240):
+    """Rows, their counts of 0 to 66 (52 values, of which 11 occur once), and their clients."""
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(n, 1)), rng.negative_binomial(2, 0.1, n), np.repeat(np.arange(12), 20)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        PersonalizedLogisticRegression(random="intercept", max_iter=1),
+        PPSGDClassifier(n_rounds=1, random_state=0),
+    ],
+    ids=["logistic", "ppsgd"],
+)
+def test_counts_are_not_taken_for_classes_in_silence(model):
+    X, y, groups = counts()
+    values, sizes = np.unique(y, return_counts=True)
+    said = rf"{type(model).__name__}.* {len(values)} .* {values[-1]}\b.* {np.sum(sizes == 1)} .*"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        with pytest.warns(UserWarning, match=said + "PersonalizedLinearRegression"):
+            model.fit(X, y, groups=groups)
+
+
+@pytest.mark.parametrize(
+    "labels",
+    [
+        lambda y: np.minimum(y, 20),  # few enough to be digits, ratings or months
+        lambda y: np.arange(len(y)) % 60,  # codes, each with several rows
+        lambda y: y.astype(str),
+    ],
+    ids=["few", "codes", "names"],
+)
+def test_classes_are_not_taken_for_counts(labels):
+    X, y, groups = counts()
+    PPSGDClassifier(n_rounds=1, random_state=0).fit(X, labels(y), groups=groups)
+
+
+def test_a_private_fit_says_nothing_of_single_rows():
+    X, y, groups = counts()
+    noise = {"epsilon": 1.0, "clip_norm": 1.0, "learning_rate": 0.1}
+    PPSGDClassifier(n_rounds=1, **noise).fit(X, y, groups=groups)

@@ -1,9 +1,11 @@
 """Rounds on disk: a run that was killed goes on from its last checkpoint."""
 
+import contextlib
 import glob
 import hashlib
 import json
 import os
+import uuid
 import zipfile
 from dataclasses import replace
 from functools import partial
@@ -22,6 +24,11 @@ from pfl_sklearn._contents import (
     is_of_library,
     named_globals,
 )
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None
 
 _FORMAT = 2  # 1: parameters by their repr, and no schedule of rows
 _MEMORY = "memory."
@@ -59,10 +66,14 @@ class Checkpoint:
 
     def __init__(self, path, every, parameters):
         self.path, self.every = os.fspath(path), every
+        # Written first; then it takes the place of the checkpoint. Its name is unique, because the
+        # numbers of processes are given again, and hosts that share a disk have the same ones.
+        self._partial = f"{self.path}.{uuid.uuid4().hex}.partial"
         self.parameters = json.loads(json.dumps(parameters))
         self.data = None
         self._found = self._read()
         self._check_writable()
+        self.round = self._found[0]["round"] if self.resumes else None  # of the file
         drawn = np.random.SeedSequence().entropy
         self.entropy = self._found[0]["entropy"] if self.resumes else drawn
 
@@ -96,28 +107,33 @@ class Checkpoint:
         return False
 
     def remove(self):
-        """Delete the file, and what a killed process left beside it: the run has ended."""
-        left = glob.glob(f"{glob.escape(self.path)}.*.partial")
-        for path in (self.path, *left):
-            if os.path.exists(path):
-                os.remove(path)
+        """Delete the file, and what killed processes left beside it: the run has ended."""
+        for left in glob.glob(f"{glob.escape(self.path)}.*.partial"):
+            if _is_abandoned(left):
+                with contextlib.suppress(OSError):  # another process was faster
+                    os.remove(left)
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(self.path)
 
     def _check_writable(self):
         """Raise OSError now rather than after many rounds."""
         try:
-            with open(self._partial, "wb"):
+            with _being_written(self._partial):
                 pass
-            os.remove(self._partial)
         except OSError as error:
-            raise OSError(f"checkpoint {self.path!r} cannot be written: {error}.") from error
-
-    @property
-    def _partial(self):
-        """File that is written first and then takes the place of the checkpoint."""
-        return f"{self.path}.{os.getpid()}.partial"
+            raise OSError(
+                f"checkpoint {self.path!r} cannot be written: {error}. Give a path in an existing "
+                "folder that can be written to."
+            ) from error
 
     def _write(self, state):
-        """Replace the file as a whole, so that a killed process leaves the one before."""
+        """Replace the file as a whole, so that a killed process leaves the one before.
+
+        Raises
+        ------
+        OSError
+            If the disk is full, say. The file from before stays as it was.
+        """
         meta = {
             "format": _FORMAT,
             "parameters": self.parameters,
@@ -126,11 +142,20 @@ class Checkpoint:
             "round": state.round,
         }
         memory = {f"{_MEMORY}{name}": values for name, values in state.memory.items()}
-        with open(self._partial, "wb") as file:
-            np.savez(file, meta=json.dumps(meta), **state.packed(), **memory)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(self._partial, self.path)
+        try:
+            with _being_written(self._partial):
+                with open(self._partial, "wb") as file:
+                    np.savez(file, meta=json.dumps(meta), **state.packed(), **memory)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(self._partial, self.path)
+        except OSError as error:
+            after = "starts anew" if self.round is None else f"goes on after round {self.round}"
+            raise OSError(
+                f"checkpoint {self.path!r} cannot be written after round {state.round}: {error}. "
+                f"Make room on its disk and call fit again, which {after}."
+            ) from error
+        self.round = state.round
 
     def _read(self):
         """Facts and arrays of the file; None if there is none."""
@@ -163,6 +188,40 @@ class Checkpoint:
                     f"checkpoint {self.path!r} belongs to a run with {how}; remove it to start "
                     "anew."
                 )
+
+
+@contextlib.contextmanager
+def _being_written(path):
+    """Keep other processes from deleting a file; it is gone at the end unless it was renamed.
+
+    A lock says that the writer lives: the system drops it when a process dies.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.callback(_remove_if_there, path)
+        if fcntl is None:
+            open(path, "wb").close()  # such systems let nobody delete an open file
+        else:
+            file = stack.enter_context(open(path, "wb"))
+            with contextlib.suppress(OSError):  # of a disk without locks: _is_abandoned is false
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+
+
+def _remove_if_there(path):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.remove(path)
+
+
+def _is_abandoned(path):
+    """Whether no process writes a file, on this host or on another one that shares the disk."""
+    if fcntl is None:
+        return True
+    try:
+        with open(path, "r+b") as file:  # network disks lock only what is open for writing
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def described(estimator, /, **more):

@@ -1,5 +1,7 @@
 """Rounds on disk: killed and resumed, and files that are not what they should be."""
 
+import errno
+import itertools
 import json
 import math
 import os
@@ -14,6 +16,8 @@ import pytest
 from sklearn.base import clone
 
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
+from pfl_sklearn._rounds.checkpoint import Checkpoint
+from pfl_sklearn._rounds.loop import State
 from pfl_sklearn.privacy import PrivacyLedger
 from tests.helpers.checkpointed_run import PRIVATE, ROOT, checkpointed_run, table
 from tests.helpers.interruption import interrupt
@@ -308,3 +312,137 @@ def test_no_file_is_left_behind_and_none_holds_code(tmp_path):
     assert os.listdir(tmp_path) == ["run"]
     with np.load(tmp_path / "run", allow_pickle=False) as file:
         assert all(file[name].dtype.kind in "fiuU" for name in file.files)
+
+
+@pytest.fixture
+def full_after(monkeypatch):
+    """A disk that takes so many checkpoints, and is full in the middle of the next one."""
+
+    def set_up(n_files, error=errno.ENOSPC):
+        fsync, calls = os.fsync, itertools.count(1)
+
+        def until_full(file):
+            if next(calls) > n_files:
+                raise OSError(error, os.strerror(error))
+            fsync(file)
+
+        monkeypatch.setattr(os, "fsync", until_full)
+
+    return set_up
+
+
+@pytest.mark.parametrize(("n_files", "after"), [(0, "starts anew"), (2, "goes on after round 8")])
+def test_a_full_disk_ends_in_one_sentence_and_leaves_the_file_before(
+    tmp_path, monkeypatch, full_after, n_files, after
+):
+    X, y, groups = table()
+    model = PPSGDRegressor(
+        n_rounds=20, random_state=3, checkpoint=tmp_path / "run", checkpoint_every=4, **PRIVATE
+    )
+    whole = clone(model).fit(X, y, groups=groups)
+    full_after(n_files)
+    before, written = dict(vars(model)), 4 * (n_files + 1)
+    with pytest.raises(
+        OSError, match=rf"checkpoint '.*run'.*after round {written}.*Errno 28.*fit again.*{after}"
+    ):
+        model.fit(X, y, groups=groups)
+    assert vars(model) == before
+    assert os.listdir(tmp_path) == ["run"] * (n_files > 0)
+    monkeypatch.undo()
+    assert_same_fit(model.fit(X, y, groups=groups), whole)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_beyond_the_limit_of_its_size_leaves_nothing(tmp_path):
+    """The system's own error, in the middle of an array."""
+    resource = pytest.importorskip("resource")
+    X, y, groups = table()
+    model = PPSGDRegressor(n_rounds=4, checkpoint=tmp_path / "run", checkpoint_every=2)
+    before, limits = dict(vars(model)), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"checkpoint '.*run'.*after round 2.*Errno 27") as caught:
+            model.fit(X, y, groups=groups)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert vars(model) == before
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_interruption_while_a_file_is_written_leaves_the_file_before(tmp_path, monkeypatch):
+    X, y, groups = table()
+    model = PPSGDRegressor(n_rounds=9, random_state=3, checkpoint=tmp_path / "run")
+    whole = clone(model).fit(X, y, groups=groups)
+    replace, calls = os.replace, itertools.count(1)
+
+    def interrupted(*paths):
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        replace(*paths)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.set_params(checkpoint_every=2).fit(X, y, groups=groups)
+    assert os.listdir(tmp_path) == ["run"]
+    assert round_of(tmp_path / "run") == 4
+    assert_same_fit(model.fit(X, y, groups=groups), whole)
+
+
+def test_what_another_run_is_writing_stays(tmp_path, monkeypatch):
+    """Two runs with one path; the first ends while the second writes."""
+    pytest.importorskip("fcntl")
+    X, y, groups = table()
+    path, seen = tmp_path / "run", []
+    other, fsync = Checkpoint(path, 1, {}), os.fsync
+
+    def meanwhile(file):
+        fsync(file)
+        monkeypatch.setattr(os, "fsync", fsync)
+        written = os.listdir(tmp_path)
+        PPSGDRegressor(n_rounds=2, checkpoint=path).fit(X, y, groups=groups)
+        seen.append((written, os.listdir(tmp_path)))
+
+    monkeypatch.setattr(os, "fsync", meanwhile)
+    other.observe(State({}, {}, {}, 1.0, round=1))
+    ((before, after),) = seen
+    assert after == before
+    assert len(before) == 1
+    assert os.listdir(tmp_path) == ["run"]
+
+
+@pytest.mark.slow
+def test_what_another_process_is_writing_stays_while_it_lives(tmp_path):
+    pytest.importorskip("fcntl")
+    X, y, groups = table()
+    path = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITING, path], stdout=subprocess.PIPE, cwd=ROOT, text=True
+    )
+    try:
+        assert process.stdout.readline() == "writing\n"
+        written = os.listdir(tmp_path)
+        PPSGDRegressor(n_rounds=2, checkpoint=path).fit(X, y, groups=groups)
+        assert os.listdir(tmp_path) == written
+        assert len(written) == 1
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    PPSGDRegressor(n_rounds=2, checkpoint=path).fit(X, y, groups=groups)
+    assert os.listdir(tmp_path) == []
+
+
+# A process in the middle of a checkpoint, which waits to be killed.
+WRITING = """
+import os, signal, sys
+from pfl_sklearn._rounds import checkpoint, loop
+
+def wait(file):
+    print("writing", flush=True)
+    signal.pause()
+
+os.fsync = wait
+state = loop.State({}, {}, {}, 1.0, round=1)
+checkpoint.Checkpoint(sys.argv[1], 1, {}).observe(state)
+"""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -261,6 +262,14 @@ class ClientMixin:
             if hasattr(self, name):
                 setattr(model, name, copy.deepcopy(getattr(self, name)))
         return model
+
+    def _set_fitted(self, found: dict[str, Any], dropped: Collection[str] = ()) -> None:
+        """Set fitted attributes, and drop those of an earlier fit that are not found again.
+
+        In one step: an interruption leaves the model from before or the new one, not parts of both.
+        """
+        kept = {name: value for name, value in vars(self).items() if name not in dropped}
+        self.__dict__ = {**kept, **found}
 
     def _require_fitted(self, attribute: str) -> None:
         """Raise NotFittedError before a fit, and where a released population model lacks it."""

@@ -63,11 +63,13 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
     - `_assumptions`: what the privacy of a fit rests on besides;
     - `tol`, `max_rounds` and `validation_fraction` among its parameters, if `n_rounds` may be None:
       without noise ``_make_run`` then takes `until_flat` and gives a run with a rule;
+    - `_optional_names`: fitted attributes that not every fit has;
     - `_released_names` and `_kept_names`: what the privacy report covers and what it does not.
     """
 
     _released_names: tuple[str, ...] = ()
     _kept_names: tuple[str, ...] = ()
+    _optional_names: tuple[str, ...] = ()
 
     _parameter_constraints = {
         "n_rounds": [Interval(Integral, 1, None, closed="left"), None],
@@ -275,12 +277,13 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         report = report_of(self, progress)
         if task.earlier is not None:
             report = going_on_from(self.privacy_, report)
-        self._store(shared, progress, report)
-        if checkpoint is not None:
-            checkpoint.remove()
-        warn_once(self.privacy_)
+        # Warnings come first: where they are errors, the estimator stays as it was.
+        warn_once(report)
         if run.rule is not None:
             self._warn_of_end(state.round, flat)
+        self._store(shared, progress, report, anew=task.earlier is None)
+        if checkpoint is not None:
+            checkpoint.remove()
         return self
 
     def _warn_of_end(self, n_rounds, flat):
@@ -314,8 +317,14 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
             state.own = run_last_phase(run.method.last_phase, rows, state, plan)
         return state, flat
 
-    def _store(self, shared, progress, report):
-        """Set all fitted attributes."""
+    def _store(self, shared, progress, report, anew):
+        """Set all fitted attributes; rounds begun `anew` keep no names of an earlier fit's columns.
+
+        Releases of a call that is interrupted before have been charged to the ledger. They are not
+        in `privacy_`, since nothing that they went into is in the model: the next call goes on from
+        the rounds before. Its rounds have noise of their own; with a seed the same noise again, and
+        the ledger counts a seed that comes again as no protection.
+        """
         state = progress.state
         found = {
             **shared,
@@ -327,8 +336,8 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
             "privacy_": report,
             "_progress": progress,
         }
-        for name, value in found.items():
-            setattr(self, name, value)
+        names = ("feature_names_in_",) if anew else ()
+        self._set_fitted(found, (*names, *self._optional_names))
 
     def _inputs(self, X):
         """Attributes of the input's columns."""

@@ -22,8 +22,6 @@ from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import client_values
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
-_OPTIONAL = ("_personal", "_heads", "head_variances_")  # not every fit leaves them
-_OPTIONAL += ("_offsets", "_label_counts", "_label_sums", "label_prior_")
 _FEWEST = 30  # rounds before the loss may count as flat: AdaPeD's global net lags behind
 _PART = 10  # of them that a client takes part in
 _ADVICE = "lower the learning rate of the net (lr={rate:.4g}){scale}."
@@ -123,6 +121,8 @@ class BaseNeural(BaseRounds):
     )
     _released_names = ("population_parameters_", "the population model of every round")
     _kept_names = ("parameters_", "history_", "clients_", "n_samples_per_client_")
+    _optional_names = ("_personal", "_heads", "head_variances_", "_offsets", "_label_counts")
+    _optional_names += ("_label_sums", "label_prior_")
     _own_steps = False  # whether the method needs plain gradient steps
     _needs_probabilities = False  # whether its parameters need the probabilities of classes
     _distils = False  # whether the method needs them
@@ -408,11 +408,6 @@ class BaseNeural(BaseRounds):
     @staticmethod
     def _nets(server, clients):
         return server["global"]
-
-    def _store(self, shared, progress, report):
-        for name in _OPTIONAL:  # of an earlier fit with other parameters
-            vars(self).pop(name, None)
-        super()._store(shared, progress, report)
 
     def _outputs(self, X, groups):
         """What the clients' nets give for their rows (n, ...), and the clients' codes (n,)."""

@@ -1,5 +1,6 @@
 """Means of many agents who receive values one at a time and help one another."""
 
+import copy
 import math
 from numbers import Integral, Real
 
@@ -177,7 +178,8 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     Memory per client, and for each coordinate (two without `noise_variance`): 8 (2 d + 3) bytes for
     "sqrt", where d is 8 for a horizon of 1,000, 11 for 30,000 and 16 without one; 8 (4 levels + 3)
     for "tree", with 11 levels for 1,000 steps. Messages between pairs with ``weights="last"`` take
-    16 bytes for every pair of clients ("pm1", up to 65,535 values).
+    16 bytes for every pair of clients ("pm1", up to 65,535 values). A call takes them twice: it
+    works on a copy, so that one that is interrupted or fails leaves the stream as it was.
 
     References
     ----------
@@ -441,7 +443,6 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     def _open_stream(self):
         """The stream; raise NotFittedError without one."""
         self._require_fitted("_stream")
-        self._stream.check_finished()
         return self._stream
 
     def _receive(self, stream, X, y, groups, labels):
@@ -453,14 +454,18 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
             charge(self)
         else:
             stream.check(self, groups is not None)
+            stream = stream.copy(redraws=self.random_state is not None)
         y = _values(self, X, y)
         arrivals = stream.read(self, self._encode(groups, len(y), begins), y, labels)
-        validate_data(self, X, skip_check_array=True, reset=begins)
+        inputs = copy.copy(self)
+        validate_data(inputs, X, skip_check_array=True, reset=begins)
         stream.take(self, arrivals)
-        self._store(stream)
-        stream.unfinished = False
-        if begins:
-            _warn(self.privacy_, self.schedule)
+        found = self._found(stream)
+        if begins:  # where warnings are errors, the model stays as it was
+            _warn(found["privacy_"], self.schedule)
+        names = ("n_features_in_", "feature_names_in_")
+        found |= {name: getattr(inputs, name) for name in names if hasattr(inputs, name)}
+        self._set_fitted(found, dropped=names)
         return self
 
     def _encode(self, groups, n_rows, begins):
@@ -469,20 +474,26 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
             return EncodedClients(np.zeros(1, dtype=np.intp), np.zeros(n_rows, dtype=np.intp))
         return self._encode_fit(groups, n_rows)
 
-    def _store(self, stream):
-        """Set the fitted attributes, all at once."""
+    def _found(self, stream):
+        """Fitted attributes that a stream gives."""
         order = stream.by_id
         means, variances, freedom, local = stream.estimates(self)
-        population = stream.population()
-        self._stream = stream
-        self._fitted_with_groups = stream.with_groups
-        self.clients_ = stream.agents.ids[order]
-        self.n_samples_per_client_ = stream.senders.rows[order]
-        self.n_clipped_ = int(stream.n_clipped.sum())
-        self.means_, self.stds_, self.local_means_ = means, np.sqrt(variances), local
-        self._freedom = freedom
-        self.population_mean_, self.population_mean_std_, self.population_std_ = population
-        self.privacy_ = _privacy.report(self, stream.senders, len(order))
+        mean, mean_std, std = stream.population()
+        return {
+            "_stream": stream,
+            "_fitted_with_groups": stream.with_groups,
+            "clients_": stream.agents.ids[order],
+            "n_samples_per_client_": stream.senders.rows[order],
+            "n_clipped_": int(stream.n_clipped.sum()),
+            "means_": means,
+            "stds_": np.sqrt(variances),
+            "local_means_": local,
+            "_freedom": freedom,
+            "population_mean_": mean,
+            "population_mean_std_": mean_std,
+            "population_std_": std,
+            "privacy_": _privacy.report(self, stream.senders, len(order)),
+        }
 
 
 def _values(model, X, y):

@@ -1,5 +1,6 @@
 """The state of a collaborative mean between two calls, and what its agents make of it."""
 
+import copy
 import math
 from numbers import Real
 from typing import NamedTuple
@@ -82,7 +83,24 @@ class Stream:
         self.n_clipped = np.zeros(0, int)
         self.senders = None
         self.decision = None
-        self.unfinished = False
+
+    def copy(self, redraws):
+        """A stream to go on with, while this one stays as it is; `redraws` tells of a seed.
+
+        Messages of a call that does not end are nobody's: the model shows a stream only once the
+        call has ended. So they are no releases, and to go on from before them costs no privacy.
+        Nevertheless their noise is not to hide other rows later on, for whoever saw both would
+        see the difference of the rows: copies share one generator, which never goes back. Where a
+        seed makes noise that can be drawn again anyway, it does go back, and the call that is
+        repeated gives the same.
+        """
+        senders = self.senders
+        shared = [senders.mechanism] if redraws else [senders.mechanism, senders.rng]
+        new = copy.copy(self)
+        known = {id(self): new, **{id(one): one for one in shared}}  # what deepcopy takes for done
+        new.senders = copy.deepcopy(senders, known)
+        new.decision = copy.copy(self.decision)  # its classes are replaced, never changed
+        return new
 
     def check(self, model, with_groups):
         """Raise ValueError if this stream cannot go on with a call of the model."""
@@ -102,14 +120,6 @@ class Stream:
         if with_groups != self.with_groups:
             began = "with" if self.with_groups else "without"
             raise ValueError(f"this stream began {began} groups=; go on like that, or call fit.")
-        self.check_finished()
-
-    def check_finished(self):
-        """Raise ValueError if a call was interrupted."""
-        if self.unfinished:
-            raise ValueError(
-                "a call was interrupted in the middle of a step; call fit to begin anew."
-            )
 
     def read(self, model, encoded, y, labels):
         """Rows of a call, all of them valid; nothing of this stream changes."""
@@ -137,11 +147,7 @@ class Stream:
         return Arrivals(newcomers, agents, units, clipped)
 
     def take(self, model, arrivals):
-        """Let the agents receive the rows, and send their messages.
-
-        The stream is unfinished until somebody has stored what it tells.
-        """
-        self.unfinished = True
+        """Let the agents receive the rows, and send their messages."""
         self.params = _lasting(model)
         self._join(model, arrivals.newcomers)
         agents = arrivals.agents

@@ -1,10 +1,14 @@
-"""Fits that end without a clean-up, as if their process had been killed."""
+"""Fits that end without a clean-up, as if their process had been killed, and interrupted calls."""
 
+import math
 import os
+import sys
 
 import pytest
 
+import pfl_sklearn
 from pfl_sklearn._rounds import checkpoint as _checkpoint
+from pfl_sklearn.base import ClientMixin
 
 
 class Killed(BaseException):
@@ -27,3 +31,50 @@ def interrupt(model, data, at):
             model.fit(X, y, groups=groups)
     assert os.path.exists(model.checkpoint)
     return model
+
+
+def interrupt_everywhere(act, every=1):
+    """Run a fit again and again, interrupted at one call of our functions after the other.
+
+    The last 20 calls before it sets fitted attributes are all among them, the others only if their
+    numbers divide by `every`. It never comes to its end.
+
+    Returns
+    -------
+    int
+        How many times it was interrupted.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ClientMixin, "_set_fitted", _interrupt)
+        for _ in range(2):  # the second one without what is done once and kept
+            n_calls = _run_until(act, math.inf) + 1
+    places = [k for k in range(1, n_calls + 1) if k % every == 0 or k > n_calls - 20]
+    for place in places:
+        assert _run_until(act, place) == place
+    return len(places)
+
+
+def _interrupt(*args, **params):
+    raise KeyboardInterrupt
+
+
+def _run_until(act, place):
+    """Number of calls of this package's functions; the one at `place` is interrupted."""
+    folder, n_calls = os.path.dirname(pfl_sklearn.__file__), 0
+
+    def watch(frame, event, _):
+        nonlocal n_calls
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            n_calls += 1
+            if n_calls == place:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            act()
+    finally:
+        sys.setprofile(before)
+    return n_calls

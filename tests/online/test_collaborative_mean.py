@@ -1,8 +1,10 @@
 """CollaborativeMean against the paper's figures, and as a stream."""
 
+import copy
 import itertools
 import math
 import pickle
+import warnings
 
 import numpy as np
 import pandas as pd
@@ -18,8 +20,10 @@ import pfl_sklearn
 from pfl_sklearn.compose import ClientColumn
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
-from pfl_sklearn.online import CollaborativeMean, _mixture
+from pfl_sklearn.online import CollaborativeMean
 from pfl_sklearn.privacy import PrivacyLedger, gdp_epsilon, gdp_mu, search_cost
+from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
+from tests.helpers.interruption import interrupt_everywhere
 from tests.helpers.oracles import read_oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
@@ -379,25 +383,76 @@ def test_dicts_may_grow_but_not_change():
         model.partial_fit(X[:1], [0.1], groups=["a"])
 
 
-def test_an_interrupted_call_does_not_go_on(monkeypatch):
-    """Rows of a call that was interrupted are not counted a second time."""
+SHARES = ("means_", "stds_", "local_means_", "heard_means_", "n_samples_per_client_", "clients_")
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"mechanism": "tree", "weights": "wmom"},
+        {"mechanism": "pm1", "noise_variance": 0.25, "schedule": "restricted", "decision": "test"},
+    ],
+    ids=str,
+)
+def test_an_interrupted_call_leaves_the_stream_as_it_was(params):
+    """Whatever the step: the next call is as if there had been no interruption."""
     X, y, groups, _ = stream(3, np.repeat([0, 1], 2))
-    model = CollaborativeMean(**PRIVATE).fit(X, y, groups=groups)
-    means = model.means_
+    late = np.where(groups == 3, 7, groups)  # one falls silent, another one joins
+    model = CollaborativeMean(**{**PRIVATE, **params}).fit(X, y, groups=groups)
+    whole = copy.deepcopy(model).partial_fit(X, y, groups=late)
+    before, state = dict(vars(model)), pickle.dumps(model)
+    assert interrupt_everywhere(lambda: model.partial_fit(X, y, groups=late), every=9) > 40
+    assert vars(model) == before
+    assert pickle.dumps(pickle.loads(state)) == pickle.dumps(pickle.loads(pickle.dumps(model)))
+    model.partial_fit(X, y, groups=late)
+    for name in SHARES:
+        np.testing.assert_array_equal(getattr(model, name), getattr(whole, name))
+    assert model.privacy_ == whole.privacy_
 
-    def interrupt(*args):
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(_mixture, "combine", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        model.partial_fit(X, y, groups=groups)
-    monkeypatch.undo()
-    assert model.means_ is means
-    with pytest.raises(ValueError, match="interrupted"):
-        model.heard_means_  # noqa: B018
-    with pytest.raises(ValueError, match=r"interrupted.*call fit to begin anew"):
-        model.partial_fit(X, y, groups=groups)
-    assert model.fit(X, y, groups=groups).n_samples_per_client_.tolist() == [3] * 4
+def test_an_interrupted_first_call_leaves_the_model_before():
+    X, y, groups, _ = stream(3, np.repeat([0, 1], 2))
+    named = pd.DataFrame(X, columns=["day"])
+    model = CollaborativeMean(**PRIVATE).fit(named, y, groups=groups)
+    before = dict(vars(model))
+    interrupt_everywhere(lambda: model.fit(np.zeros((12, 2)), y, groups=groups), every=30)
+    assert vars(model) == before
+    assert model.fit(X, y, groups=groups).n_features_in_ == 1
+    assert not hasattr(model, "feature_names_in_")
+
+
+@pytest.mark.parametrize("seed", [0, None])
+def test_noise_of_an_interrupted_call(seed):
+    """Without a seed it is never drawn again; with one it is, so that the call can be repeated."""
+    X, y, groups, _ = stream(1, np.repeat([0, 1], 2))
+    model = CollaborativeMean(**{**PRIVATE, "random_state": seed}).fit(X, y, groups=groups)
+    drawn, draw = [], SquareRootSums.advance
+
+    def drawing(mechanism, registers, index, rng):
+        drawn.append(draw(mechanism, registers, index, rng))
+        if len(drawn) == 1:
+            raise KeyboardInterrupt
+        return drawn[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SquareRootSums, "advance", drawing)
+        with pytest.raises(KeyboardInterrupt):
+            model.partial_fit(X, y, groups=groups)
+        model.partial_fit(X, 1 - y, groups=groups)
+    interrupted, released = drawn
+    assert (interrupted == released).all() == (seed is not None)
+
+
+def test_a_warning_that_is_an_error_leaves_the_model_before():
+    X, y, groups, _ = stream(1, np.repeat([0, 1], 2))
+    model = CollaborativeMean(**PRIVATE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(pfl_sklearn.PrivacyWarning):
+            model.fit(X, y, groups=groups)
+    assert not hasattr(model, "means_")
+    assert model.partial_fit(X, y, groups=groups).n_samples_per_client_.tolist() == [1] * 4
 
 
 @pytest.mark.parametrize("noise_variance", [None, 400.0])

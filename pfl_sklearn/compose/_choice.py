@@ -6,6 +6,8 @@ from functools import partial
 import numpy as np
 from scipy.special import stdtrit
 
+from pfl_sklearn._squares import unit_near
+
 _LEVEL, _EARLY_LEVEL = 0.1, 0.025
 _FEWEST_ROWS = 30  # that decide before the last fold
 
@@ -26,6 +28,8 @@ def first_as_good(losses, weights, codes=None, level=_LEVEL):
     quantile = stdtrit(codes.max(), 1 - level)
     for name, rows in losses.items():
         gap = means[name] - means[best]
+        if not math.isfinite(gap):  # squares of a candidate that is far off are infinite
+            continue
         if gap <= quantile * _clustered_error(rows - losses[best] - gap, codes, weights):
             return name
     return best
@@ -33,14 +37,17 @@ def first_as_good(losses, weights, codes=None, level=_LEVEL):
 
 def mean_losses(losses, weights):
     """Mean of each of some losses (n,), by name."""
-    return {name: float(np.average(rows, weights=weights)) for name, rows in losses.items()}
+    with np.errstate(over="ignore"):  # a candidate may be far off
+        return {name: float(np.average(rows, weights=weights)) for name, rows in losses.items()}
 
 
 def _clustered_error(residuals, codes, weights):
     """Standard error of a mean, from residuals (n,) whose clusters these are."""
     weights = np.ones(len(residuals)) if weights is None else weights
     sums = np.bincount(codes, residuals * weights)
-    return np.linalg.norm(sums) / weights.sum() * math.sqrt(len(sums) / (len(sums) - 1))
+    unit = unit_near(np.abs(sums).max())  # losses are squares already
+    size = unit * np.linalg.norm(sums / unit)
+    return size / weights.sum() * math.sqrt(len(sums) / (len(sums) - 1))
 
 
 def judged(name, losses_in, losses, tests, weights, codes=None):

@@ -28,13 +28,17 @@ class Errors(NamedTuple):
     def losses(self, mixtures):
         """Squared errors (n,) or log-losses of mixtures, whose weights (n, K) these are."""
         mixed = np.einsum("nk,nk->n", self.values, mixtures)
-        return -np.log(np.maximum(mixed, SMALLEST)) if self.has_classes else mixed**2
+        if self.has_classes:
+            return -np.log(np.maximum(mixed, SMALLEST))
+        with np.errstate(over="ignore"):  # a warning would tell of one client's row
+            return mixed**2
 
     def of_candidates(self):
-        """Mean losses (K,) of the candidates alone."""
+        """Mean losses (K,) of the candidates alone; infinite if squares are."""
         shape, alone = self.values.shape, np.eye(self.values.shape[1])
         losses = np.array([self.losses(np.broadcast_to(each, shape)) for each in alone])
-        return np.average(losses, axis=1, weights=self.weights)
+        with np.errstate(over="ignore"):
+            return np.average(losses, axis=1, weights=self.weights)
 
     def pooled(self):
         """The same rows as those of one client."""

@@ -328,7 +328,8 @@ def log_odds(probabilities):
 def row_losses(found, y, classes):
     """Squared errors (n,) of responses, or minus log probabilities of the true classes."""
     if classes is None:
-        return (found - y) ** 2
+        with np.errstate(over="ignore"):  # one row may carry a prediction away
+            return (found - y) ** 2
     own = found[np.arange(len(y)), np.searchsorted(classes, y)]
     return -np.log(np.maximum(own, SMALLEST))
 

@@ -13,6 +13,7 @@ from sklearn.utils.validation import column_or_1d, has_fit_parameter
 
 from pfl_sklearn._clients import encode_clients
 from pfl_sklearn._compat import check_sample_weight, num_samples, safe_indexing
+from pfl_sklearn._squares import check_squares
 
 
 class Table(NamedTuple):
@@ -64,6 +65,15 @@ def read_table(estimator, X, y, groups, sample_weight, classes):
             f"{type(estimator).__name__}."
         )
     return table
+
+
+def check_responses(table):
+    """Raise ValueError if responses are too large or too small to be squared.
+
+    A fit that may promise privacy must not call this: the error would reveal a client's values.
+    """
+    heaviest = 1.0 if table.weights is None else max(table.weights.max(), 1.0)
+    check_squares("y", table.y, heaviest)
 
 
 def as_table(X):

@@ -41,6 +41,7 @@ from pfl_sklearn.compose._out_of_fold import (
 )
 from pfl_sklearn.compose._rows import (
     as_table,
+    check_responses,
     check_splits,
     check_takes_weights,
     ids_of_rows,
@@ -244,6 +245,8 @@ class ClientSelector(ClientMixin, NamedEstimators):
         bases = self._checked_estimators()
         prior = self._checked_prior(len(bases))
         table = read_table(self, X, y, groups, sample_weight, is_classifier(self))
+        if not (is_classifier(self) or prior.is_known):  # else nothing may tell of a client's rows
+            check_responses(table)
         if groups is None:
             check_strangers(bases)
         classes = None

@@ -51,6 +51,7 @@ from pfl_sklearn.compose._parts import (
 from pfl_sklearn.compose._passthrough import fitted_passthrough
 from pfl_sklearn.compose._rows import (
     as_table,
+    check_responses,
     check_splits,
     check_takes_weights,
     ids_of_rows,
@@ -149,6 +150,8 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         """
         bases = self._checked_estimators()
         table = read_table(self, X, y, groups, sample_weight, is_classifier(self))
+        if not is_classifier(self):
+            check_responses(table)
         if groups is None:
             check_strangers([*bases, (FINAL, self._given_final())])
         clients, classes = table.clients, self._classes_of(table.y)

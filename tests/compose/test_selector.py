@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 from sklearn import config_context
-from sklearn.base import BaseEstimator, RegressorMixin
+from sklearn.base import BaseEstimator, RegressorMixin, clone
 from sklearn.compose import TransformedTargetRegressor
 from sklearn.dummy import DummyClassifier, DummyRegressor
 from sklearn.ensemble import (
@@ -347,6 +347,38 @@ def test_one_clients_model():
     assert not hasattr(alone, "losses_")
 
 
+@pytest.mark.parametrize("how", ["weights", "best"])
+def test_units_of_the_response_do_not_matter(how):
+    """Squares of squares are beyond all numbers at 1e100."""
+    X, y, groups = two_kinds()
+    candidates = [("line", LinearRegression()), ("mean", DummyRegressor())]
+    model = ClientSelector(candidates, how=how, random_state=0)
+    plain, huge = (clone(model).fit(X, unit * y, groups=groups) for unit in (1.0, 1e100))
+    np.testing.assert_allclose(huge.weights_, plain.weights_, atol=1e-6)
+    np.testing.assert_allclose(huge.new_weights_, plain.new_weights_, atol=1e-6)
+    np.testing.assert_allclose(huge.losses_ / 1e200, plain.losses_, rtol=1e-6)
+
+
+def test_responses_that_cannot_be_squared():
+    X, y, groups = two_kinds()
+    model = ClientSelector([("line", LinearRegression()), ("mean", DummyRegressor())])
+    for unit, limit in ((1e155, "1e150"), (1e-200, "1e-140")):
+        with pytest.raises(ValueError, match=rf"^y\b.*{limit}"):
+            model.fit(X, unit * y, groups=groups)
+    assert not hasattr(model, "clients_")
+
+
+def test_a_candidate_that_one_row_carries_away_has_an_infinite_loss():
+    X, y, groups = two_kinds()
+    X[7] = 1e200
+    candidates = [("line", FrozenEstimator(LinearRegression().fit(X[10:], y[10:])))]
+    candidates += [("mean", DummyRegressor()), ("zero", constant(0.0))]
+    model = ClientSelector(candidates, how="best", random_state=0).fit(X, y, groups=groups)
+    assert np.isinf(model.losses_.loc["line"]).all()
+    np.testing.assert_array_equal(model.weights_[groups[7], 0], 0.0)
+    assert model.new_weights_[0] == 0
+
+
 # Privacy ------------------------------------------------------------------------------------------
 
 
@@ -386,6 +418,18 @@ def test_choosing_among_released_candidates_costs_nothing():
     expected = 0.5 * released.predict(X) + 0.5 * handed.named_estimators_["own"].predict(X)
     np.testing.assert_allclose(handed.predict(X), expected, rtol=1e-12)
     np.testing.assert_allclose(handed.predict(X, groups=groups), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("value", [1e155, 1e300])
+def test_no_warning_and_no_error_tells_of_a_value_under_a_known_prior(value):
+    """The losses are the clients' own."""
+    X, y, groups = two_kinds()
+    y[7] = value
+    candidates = [("one", FrozenEstimator(constant(1.0).fit(X, y))), ("own", local())]
+    model = ClientSelector(candidates, prior=EVEN, random_state=0).fit(X, y, groups=groups)
+    assert model.privacy_.epsilon == 0
+    assert np.isinf(model.losses_["known"]).all()
+    assert np.isfinite(model.weights_).all()
 
 
 @pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")

@@ -1068,3 +1068,15 @@ def test_what_a_loser_warned_of_is_told(n_jobs):
         model.fit(X, y, groups=groups)
     assert "net" not in model.named_estimators_
     assert len(told) == 1
+
+
+def test_units_of_the_response_do_not_matter():
+    """Squares of squares are beyond all numbers at 1e100; squares at 1e155."""
+    X, y, groups = steps_and_slopes()
+    last = make_pipeline(StandardScaler(), LinearRegression())
+    model = PersonalizedStackingRegressor([("line", Ridge())], last, random_state=0)
+    plain, huge = (clone(model).fit(X, unit * y, groups=groups) for unit in (1.0, 1e100))
+    assert (huge.known_part_, huge.new_part_) == (plain.known_part_, plain.new_part_)
+    np.testing.assert_allclose(huge.losses_ / 1e200, plain.losses_, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"^y\b.*1e150"):
+        model.fit(X, 1e155 * y, groups=groups)

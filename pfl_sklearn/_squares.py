@@ -12,6 +12,11 @@ def check_squares(name, values, heaviest=1.0, smallest=SMALLEST):
 
     Zeros can. `heaviest` is the largest weight of a square, at least 1. A fit with privacy must not
     call this: the error would reveal a client's values.
+
+    Returns
+    -------
+    float or ndarray of shape (p,)
+        Largest absolute values.
     """
     low, high = column_bounds(values)
     sizes = np.maximum(np.maximum(high, -low), 0.0)
@@ -23,6 +28,7 @@ def check_squares(name, values, heaviest=1.0, smallest=SMALLEST):
         raise ValueError(
             f"{name} holds values too small to be squared (below about 1e-140); rescale it."
         )
+    return sizes
 
 
 def column_bounds(values):

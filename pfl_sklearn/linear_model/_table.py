@@ -147,13 +147,22 @@ def uncentred(vectors, intercept, centre):
 
 
 def check_squares(table):
-    """Raise ValueError if values are too large or too small to be squared.
+    """Raise ValueError if values or coefficients are too large or too small to be squared.
 
     A fit with privacy must not call this: the error would reveal a client's values.
     """
     heaviest = 1.0 if table.weights is None else max(table.weights.max(), 1.0)
-    for name, values in (("X", table.columns), ("y", table.y)):
+    sizes, target = (
         _squares.check_squares(name, values, heaviest)
+        for name, values in (("X", table.columns), ("y", table.y))
+    )
+    sizes = sizes[sizes > 0]
+    far = (target / _squares.LARGEST > sizes) | (sizes / _squares.LARGEST > target)
+    if target > 0 and far.any():
+        raise ValueError(
+            f"y is of size {target:.1e} and a column of X of size {sizes[far][0]:.1e}, a ratio "
+            "beyond 1e150, so that its coefficients cannot be squared; rescale one of them."
+        )
 
 
 def check_covariance_identified(table, prior):

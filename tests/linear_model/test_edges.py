@@ -144,6 +144,28 @@ def test_values_that_cannot_be_squared(prior):
         PersonalizedLogisticRegression().fit(1e200 * X, [0, 1, 0, 1], groups=groups)
 
 
+@pytest.mark.parametrize("prior", ["gaussian", "laplace", "gaussian_mixture", "discrete"])
+@pytest.mark.parametrize(("of_x", "of_y"), [(1e-100, 1e100), (1e100, 1e-100)])
+def test_coefficients_that_cannot_be_squared(prior, of_x, of_y):
+    """Their variances would be infinite, or nothing."""
+    ratio = r"y .*e[+-]?\d+.*X.*e[+-]?\d+.*1e150"
+    with pytest.raises(ValueError, match=ratio):
+        PersonalizedLinearRegression(prior).fit(of_x * X, of_y * Y, groups=GROUPS)
+
+
+@pytest.mark.parametrize("random", ["all", "intercept"])
+@pytest.mark.parametrize("size", [1e100, 1e148])
+def test_sparse_deviations_of_large_targets(random, size):
+    """Clients that are alike get an infinite penalty, and no warning."""
+    model = PersonalizedLinearRegression("laplace", random=random)
+    alike = X @ [1.0, 2.0] + np.random.default_rng(1).normal(size=len(X))
+    for y in (Y, alike):
+        plain, huge = (clone(model).fit(X, unit * y, groups=GROUPS) for unit in (1.0, size))
+        np.testing.assert_allclose(huge.coef_ / size, plain.coef_, rtol=1e-5, atol=1e-7)
+    outlier = np.where(np.arange(len(Y)) == 5, size, Y)
+    assert np.isfinite(model.fit(X, outlier, groups=GROUPS).coef_).all()
+
+
 def test_the_smallest_values_that_can_be_squared():
     plain = PersonalizedLinearRegression().fit(X, Y, groups=GROUPS)
     tiny = PersonalizedLinearRegression().fit(X, 1e-140 * Y, groups=GROUPS)

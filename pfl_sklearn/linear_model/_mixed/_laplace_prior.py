@@ -35,7 +35,8 @@ def fit_laplace_prior(table, prior, options):
     scale, noise = _scale_and_noise(table, prior, options)
     reduced = reduce_table(table, spectral=True, common_scale=False, n_jobs=options.n_jobs)
     first = 0 if location is None else q
-    penalty = noise * np.abs(reduced.scale[:q]) / scale
+    with np.errstate(over="ignore"):  # an infinite penalty leaves no deviations, as it should
+        penalty = noise / scale * np.abs(reduced.scale[:q])
     population, deviations, n_iter, converged = minimize_deviations(
         reduced, penalty, first, options.max_iter, options.tol
     )

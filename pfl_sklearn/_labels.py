@@ -1,12 +1,25 @@
 """Class labels as positions among the sorted classes."""
 
 import numpy as np
+from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._warnings import warn_caller
 
 _MANY = 20  # classes; more than digits, ratings and months have
+_LARGEST = 2**53  # up to it, floats tell whole numbers apart
+
+
+def check_labels(y):
+    """Raise ValueError if y (n,) holds no class labels, but numbers that vary."""
+    y = np.asarray(y)
+    if y.dtype.kind == "f" and (np.isfinite(y) & (np.abs(y) > _LARGEST)).any():
+        raise ValueError(
+            "Unknown label type: y holds floats beyond 2**53, which do not tell whole numbers "
+            "apart; expected class labels, such as smaller whole numbers, or strings."
+        )
+    check_classification_targets(y)
 
 
 def check_several_classes(classes, estimator):

@@ -8,11 +8,11 @@ import pandas as pd
 from sklearn import config_context
 from sklearn.utils import assert_all_finite, check_array, check_consistent_length
 from sklearn.utils.metadata_routing import get_routing_for_object
-from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d, has_fit_parameter
 
 from pfl_sklearn._clients import encode_clients
 from pfl_sklearn._compat import check_sample_weight, num_samples, safe_indexing
+from pfl_sklearn._labels import check_labels
 from pfl_sklearn._squares import check_squares
 
 
@@ -49,7 +49,7 @@ def read_table(estimator, X, y, groups, sample_weight, classes):
         raise ValueError(f"Input y has {pd.isna(y).sum()} missing labels (None or NaN).")
     assert_all_finite(y, input_name="y")
     if classes:
-        check_classification_targets(y)
+        check_labels(y)
     else:
         y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
     clients = estimator._encode_fit(groups, num_samples(X))

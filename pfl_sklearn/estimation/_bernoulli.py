@@ -494,7 +494,6 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
 
     def _count_tables(self, ids, successes, trials):
         """CountTables of all clients, and of those that take part."""
-        successes, trials = successes.astype(np.int64), trials.astype(np.int64)
         table, sends = count_table(successes, trials), taking_part(self.participants, ids)
         return table, table if sends.all() else count_table(successes[sends], trials[sends])
 

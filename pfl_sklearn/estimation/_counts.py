@@ -5,7 +5,8 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 from sklearn.utils import column_or_1d
-from sklearn.utils.multiclass import check_classification_targets
+
+from pfl_sklearn._labels import check_labels
 
 
 class CountTable(NamedTuple):
@@ -32,6 +33,11 @@ class CountTable(NamedTuple):
 
 def count_table(successes, trials):
     """Compress whole-number `successes` and `trials` (m,) of the clients."""
+    if trials.max() > 2**53:  # floats of sums do not tell larger ones apart
+        raise ValueError(
+            f"trials of a client must be at most 2**53 together; got {trials.max():g}."
+        )
+    successes, trials = successes.astype(np.int64), trials.astype(np.int64)
     base = int(trials.max()) + 1
     if base < 2**31:
         key = trials * base + successes
@@ -62,13 +68,13 @@ def encode_labels(y, both=False):
     if (codes < 0).any():
         raise ValueError("Input y contains NaN.")
     if len(found) > 2:
-        check_classification_targets(y)
+        check_labels(y)
         raise ValueError(
             "Only binary classification is supported. The type of the target is multiclass: "
             f"y has {len(found)} classes."
         )
     if len(found):
-        check_classification_targets(found)
+        check_labels(found)
     if both and len(found) == 1 and found[0] in (0, 1):
         return np.array([0, 1]).astype(found.dtype), np.full(len(y), float(found[0]))
     order = np.argsort(found, kind="stable")

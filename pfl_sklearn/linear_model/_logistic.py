@@ -6,11 +6,10 @@ from numbers import Integral, Real
 import numpy as np
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_X_y
-from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
-from pfl_sklearn._labels import read_classes
+from pfl_sklearn._labels import check_labels, read_classes
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientClassifierMixin, read_rows
 from pfl_sklearn.linear_model._base import (
@@ -355,7 +354,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         prior = resolve_prior(self)
         check_dense(X, self, "PPSGDClassifier")
         features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
-        check_classification_targets(y)
+        check_labels(y)
         rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)
         classes, labels = read_classes(y[rows.y], self)
         design = resolve_design(self.random, features.shape[1], self.fit_intercept, column_names(X))

@@ -7,11 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from sklearn.callback import with_callbacks
 from sklearn.utils import assert_all_finite, check_array, check_consistent_length
-from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 
 from pfl_sklearn._compat import HasMethods, Interval, StrOptions, fit_context
-from pfl_sklearn._labels import read_known_classes
+from pfl_sklearn._labels import check_labels, read_known_classes
 from pfl_sklearn._rounds.privacy import LABEL_SUMS, is_private, label_event, label_noise_std
 from pfl_sklearn._rounds.task import CheckedTable
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
@@ -184,7 +183,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         y = column_or_1d(y, warn=True)
         assert_all_finite(y, input_name="y", estimator_name=type(self).__name__)
         check_consistent_length(features, y)
-        check_classification_targets(y)
+        check_labels(y)
         known = None if earlier is None else self.classes_
         classes, labels = read_known_classes(y, known, classes, self)
         return CheckedTable(features, labels, {**attributes, "classes_": classes}, len(classes))

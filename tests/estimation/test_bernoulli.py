@@ -443,3 +443,13 @@ def test_fractional_weights_and_unequal_trials():
     with pytest.raises(ValueError, match=r"\b500\b.*\b2\b.*\b3\b.*'two_bit'"):
         unequal.fit_counts([1, 2], [2, 3])
     assert not hasattr(clone(unequal), "clients_")
+
+
+@pytest.mark.parametrize("weights", [np.full(8, 1e19), np.tile([1.0, 2.0**52], 4)], ids=str)
+def test_trials_beyond_whole_numbers(weights):
+    """Also where only the sum of a client's is too large."""
+    y, groups = np.tile([0, 1], 4), np.zeros(8, int)
+    with pytest.raises(ValueError, match=r"trials.*2\*\*53.*e\+1\d"):
+        BernoulliMean().fit(np.zeros((8, 1)), y, groups=groups, sample_weight=weights)
+    with pytest.raises(ValueError, match=r"trials.*2\*\*53.*e\+1\d"):
+        BernoulliMean().fit_counts(np.ones(8), weights, groups=groups)

@@ -7,12 +7,11 @@ from scipy.special import log_softmax
 from sklearn.callback import with_callbacks
 from sklearn.utils import check_X_y
 from sklearn.utils.metaestimators import available_if
-from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._docs import ROUNDS, fill_doc
-from pfl_sklearn._labels import read_known_classes
+from pfl_sklearn._labels import check_labels, read_known_classes
 from pfl_sklearn._rounds.task import CheckedTable
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
 from pfl_sklearn.linear_model._base import (
@@ -469,7 +468,7 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         features, y = check_X_y(
             X, y, accept_sparse="csr", dtype=np.float64, order="C", estimator=self
         )
-        check_classification_targets(y)
+        check_labels(y)
         if earlier is not None:
             validate_data(self, X, reset=False, skip_check_array=True)
         known = None if earlier is None else self.classes_

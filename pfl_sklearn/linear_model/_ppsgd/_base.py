@@ -175,7 +175,7 @@ class BasePPSGD(BaseRounds):
         sampling = sampling_of(self.sampling, self.client_fraction, len(clients.ids))
         n_expected = sampling.rate * len(clients.ids)
         alpha = alpha_of(self.alpha, n_expected)
-        design, coordinates = self._design(table.features, earlier)
+        design, coordinates = self._design(table, earlier)
         train, held = self._parts(design, table.y, clients, order, until_flat)
         rows = self._client_rows(train, roster, earlier)
         rate, own = self._learning_rate(rows, loss, alpha, n_expected, earlier)
@@ -250,15 +250,16 @@ class BasePPSGD(BaseRounds):
         watched = bool(getattr(self, "_skl_callbacks", []))
         return self.average or self.warm_start or watched
 
-    def _design(self, features, earlier):
+    def _design(self, table, earlier):
         """Rows of the design, and the coordinates that they are in; None: the features'."""
-        design = with_intercept(features, self.fit_intercept)
+        design = with_intercept(table.features, self.fit_intercept)
         if self.learning_rate != "auto":
             return design, None
         if earlier is not None:
             coordinates = coordinates_in(earlier.state.server)
         elif self.clip_norm is None:
-            coordinates = standard_coordinates(design, self.fit_intercept)
+            target = np.abs(table.y).max() if table.y.dtype.kind == "f" else 1.0
+            coordinates = standard_coordinates(design, self.fit_intercept, target)
         else:  # messages are clipped as they are
             coordinates = Coordinates(np.zeros(design.shape[1]), np.ones(design.shape[1]))
         return coordinates.of(design), coordinates

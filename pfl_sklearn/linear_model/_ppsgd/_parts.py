@@ -7,6 +7,8 @@ from scipy.sparse import csr_array, hstack, issparse
 
 from pfl_sklearn.linear_model._base import client_predictors
 
+_SMALLEST_SHARE = 1e-150  # its square is the smallest ratio of a feature's size to the targets'
+
 
 class Part(NamedTuple):
     """Rows of a design (n, p), dense or CSR, with targets; codes (n,) of clients are sorted."""
@@ -54,13 +56,18 @@ def coordinates_in(server):
     return Coordinates(server["center"], server["scale"]) if "center" in server else None
 
 
-def standard_coordinates(design, fit_intercept):
+def standard_coordinates(design, fit_intercept, target=1.0):
     """Features of rows (n, p) less their means, over the fourth root of their mean fourth power.
 
     That is 1.3 standard deviations of normal features, but three of an indicator that is 1 in one
     of a hundred rows: clients would overfit what they hardly see if it were in units of its
     standard deviation. Sparse rows are not centred, nor are any without an intercept. It looks at
     the data.
+
+    Raises
+    ------
+    ValueError
+        If features are so small that coefficients, for targets of size `target`, overflow.
     """
     center = np.zeros(design.shape[1])
     if issparse(design):
@@ -68,7 +75,8 @@ def standard_coordinates(design, fit_intercept):
         design.sum_duplicates()
         size = np.asarray(abs(design).max(axis=0).todense()).ravel()
         size = np.where(size > 0, size, 1.0)
-        powers = np.asarray(design.multiply(1 / size).power(4).sum(axis=0)).ravel()
+        shares = design.data / size[design.indices]  # one over the size may be infinite
+        powers = np.bincount(design.indices, shares**4, design.shape[1])
     else:
         if fit_intercept:
             center[:-1] = design[:, :-1].mean(axis=0)
@@ -79,6 +87,12 @@ def standard_coordinates(design, fit_intercept):
         powers = np.einsum("np,np->p", squares, squares)
     scale = size * (powers / design.shape[0]) ** 0.25
     constant = scale <= 1e-12 * np.abs(center)
+    tiny = ~constant & (scale / _SMALLEST_SHARE < target * _SMALLEST_SHARE)
+    if tiny.any():
+        raise ValueError(
+            f"X has a column of size {scale[tiny][0]:.1e} and the target is of size {target:.1e}, "
+            "so that coefficients are too large for floats; rescale X."
+        )
     return Coordinates(center, np.where(constant, 1.0, scale))
 
 

@@ -337,6 +337,20 @@ def test_features_whose_squares_overflow():
     assert not hasattr(model, "coef_")
 
 
+@pytest.mark.parametrize("kind", [np.asarray, csr_array])
+@pytest.mark.parametrize(("unit", "size"), [(1e-310, 1.0), (1e-250, 1e100)])
+def test_features_too_small_for_their_coefficients(kind, unit, size):
+    rng = np.random.default_rng(0)
+    X, groups = rng.normal(size=(40, 2)), np.repeat(range(5), 8)
+    y = X.sum(axis=1)
+    model = PPSGDRegressor(n_rounds=5, random_state=0)
+    with pytest.raises(ValueError, match=r"\bX\b.*e-\d+.*target.*e.\d+.*rescale"):
+        model.fit(kind(X * [1, unit]), size * y, groups=groups)
+    fitted = model.fit(kind(X * [1, 1e-250]), y, groups=groups)
+    assert np.isfinite(fitted.predict(kind(X * [1, 1e-250]), groups=groups)).all()
+    assert np.isfinite(fitted.population_coef_).all()
+
+
 def test_targets_whose_squares_vanish():
     X, y, groups = table()
     with pytest.raises(ValueError, match=r"\by\b.*too small to be squared.*1e-140"):

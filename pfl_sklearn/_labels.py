@@ -4,7 +4,6 @@ import numpy as np
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
-from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._warnings import warn_caller
 
 _MANY = 20  # classes; more than digits, ratings and months have
@@ -58,7 +57,7 @@ def _look_like_counts(classes, sizes):
     return many_numbers and classes[0] >= 0 and bool(np.any(sizes == 1))
 
 
-def read_known_classes(y, known, classes, estimator):
+def read_known_classes(y, known, classes, estimator, private):
     """Sorted classes and positions, where classes may be known before the rows are.
 
     Parameters
@@ -69,9 +68,11 @@ def read_known_classes(y, known, classes, estimator):
     classes : array-like or None
         Those that the user lists; they must be the `known` ones.
     estimator : estimator
+    private : bool
+        As of :func:`read_classes`.
     """
     if known is None and classes is None:
-        return read_classes(y, estimator, is_private(estimator))
+        return read_classes(y, estimator, private)
     known = np.unique(column_or_1d(classes)) if known is None else known
     if classes is not None and not np.array_equal(np.unique(classes), known):
         raise ValueError(f"got classes={classes!r}; the first call had {known.tolist()}.")

@@ -185,7 +185,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         check_consistent_length(features, y)
         check_labels(y)
         known = None if earlier is None else self.classes_
-        classes, labels = read_known_classes(y, known, classes, self)
+        classes, labels = read_known_classes(y, known, classes, self, is_private(self))
         return CheckedTable(features, labels, {**attributes, "classes_": classes}, len(classes))
 
     def predict_proba(self, X, *, groups=None):

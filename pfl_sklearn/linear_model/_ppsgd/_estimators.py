@@ -12,6 +12,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._docs import ROUNDS, fill_doc
 from pfl_sklearn._labels import check_labels, read_known_classes
+from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.task import CheckedTable
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
 from pfl_sklearn.linear_model._base import (
@@ -472,7 +473,7 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         if earlier is not None:
             validate_data(self, X, reset=False, skip_check_array=True)
         known = None if earlier is None else self.classes_
-        classes, labels = read_known_classes(y, known, classes, self)
+        classes, labels = read_known_classes(y, known, classes, self, is_private(self))
         n_outputs = 1 if len(classes) == 2 else len(classes)
         attributes = {**self._inputs(X), "classes_": classes, "_single": n_outputs == 1}
         loss = "one_versus_all" if self.loss == "squared_error" else "log_loss"

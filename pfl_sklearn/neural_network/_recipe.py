@@ -24,8 +24,6 @@ from pfl_sklearn.neural_network._mlp import MLP
 READABLE = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.BCEWithLogitsLoss)
 _MEANS = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.MSELoss, torch.nn.L1Loss)
 _ATOMS = (bool, int, float, str, type(None))
-_SHARED = ("module", "criterion", "optimizer", "optimizer_", "dataset", "history_", "callbacks")
-_SHARED += ("callbacks_", "iterator_train", "iterator_valid", "train_split")
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _RANDOM = threading.Lock()  # torch's global generator serves one thread at a time
 WITHOUT = {"train_split": None, "verbose": 0, "callbacks": "disable"}  # what rounds do
@@ -212,13 +210,14 @@ def take_over(net, earlier):
 
 
 def twin(net):
-    """A net of its own: whatever its module, its criterion or itself remember stays with it.
+    """A net of its own: whatever it remembers, in whatever it holds, stays with it.
 
-    skorch's copies go through a pickle. What rounds do not use is shared.
+    Its history, too: a loss that is the user's may write a client's labels there. skorch's copies
+    go through a pickle.
     """
-    found, memo = object.__new__(type(net)), {}
-    own = {name: value for name, value in vars(net).items() if name not in _SHARED}
-    vars(found).update(vars(net) | {name: copied(value, memo) for name, value in own.items()})
+    found = object.__new__(type(net))
+    memo = {id(net): found}
+    vars(found).update({name: copied(value, memo) for name, value in vars(net).items()})
     return found
 
 

@@ -12,11 +12,13 @@ from skorch import NeuralNetClassifier, NeuralNetRegressor  # noqa: E402
 from skorch.callbacks import LRScheduler  # noqa: E402
 from torch import nn  # noqa: E402
 
+from pfl_sklearn._rounds.release import JointSum  # noqa: E402
 from pfl_sklearn.neural_network import (  # noqa: E402
     MLP,
     AdaPeDClassifier,
     FedAvgClassifier,
     FedAvgRegressor,
+    FedEMClassifier,
     LocalNetClassifier,
 )
 from tests.helpers.nets import FIELD, Embedded, recipe, table  # noqa: E402
@@ -61,6 +63,25 @@ class Lasso(NeuralNetClassifier):
         loss = super().get_loss(y_pred, y_true, *args, **kwargs)
         self.latest_ = loss.item()
         return loss + 10.0 * sum(w.abs().sum() for w in self.module_.parameters())
+
+
+class Telling(NeuralNetClassifier):
+    """A net that notes its losses wherever it can, and whose loss follows what was noted."""
+
+    def get_loss(self, y_pred, y_true, *args, **kwargs):
+        loss = super().get_loss(y_pred, y_true, *args, **kwargs)
+        holders = (self, self.module, self.module_, self.criterion, self.criterion_)
+        own = [vars(each) for each in holders] + [self.optimizer_.defaults]
+        notes = [self.history, self.callbacks_, *(each.setdefault("notes", []) for each in own)]
+        told = sum(float(note.removeprefix("taint ")) for place in notes for note in place)
+        for place in notes:
+            place.append(f"taint {loss.item()}")
+        return loss * (1 + told)
+
+
+def telling():
+    """Its module and its criterion are instances, which the net holds twice."""
+    return Telling(MLP(7, 3, 4), criterion=nn.CrossEntropyLoss(), lr=0.01, batch_size=4)
 
 
 class SometimesDropped(nn.Module):
@@ -116,8 +137,9 @@ class Renormed(nn.Module):
         recipe(SometimesDropped),
         recipe(Mixing),
         Lasso(MLP, criterion=nn.CrossEntropyLoss, lr=0.01, batch_size=4),
+        telling(),
     ],
-    ids=["criterion", "dropout", "mixing", "net"],
+    ids=["criterion", "dropout", "mixing", "net", "history"],
 )
 def test_clients_that_train_alone_do_not_hear_of_one_another(net):
     torch.manual_seed(5)
@@ -129,6 +151,37 @@ def test_what_a_net_notes_of_a_client_is_not_handed_out():
     net = Lasso(MLP, criterion=nn.CrossEntropyLoss, lr=0.01, batch_size=4)
     model = FedAvgClassifier(net, **SHORT, **NOISE).fit(X, y, groups=groups)
     assert not hasattr(model.release()._engines.population.net, "latest_")
+
+
+NET_METHODS = [FedAvgClassifier, AdaPeDClassifier, *slow(cls for cls in FIELD if cls is not FedEMClassifier)]
+
+
+@pytest.mark.parametrize("cls", NET_METHODS)
+@pytest.mark.parametrize("net", [recipe(MLP), telling()], ids=["stacked", "one by one"])
+def test_labels_of_a_client_change_its_own_messages_alone(cls, net, monkeypatch):
+    X, y, groups = table()
+    sent, release = [], JointSum.release
+
+    def noting(self, messages, *given):
+        sent.append({name: np.array(part) for name, part in messages.items()})
+        return release(self, messages, *given)
+
+    monkeypatch.setattr(JointSum, "release", noting)
+    for labels in (y, np.where(groups == 0, (y + 1) % 3, y)):
+        model = cls(net, **{**SHORT, "n_rounds": 1}, **NOISE).fit(X, labels, groups=groups)
+        assert model._engines.client.stacked == (type(net) is not Telling)
+    first, second = sent
+    assert any(np.any(first[name][0] != second[name][0]) for name in first)
+    for name in first:
+        np.testing.assert_array_equal(first[name][1:], second[name][1:])
+
+
+@pytest.mark.parametrize("cls", [*NET_METHODS, LocalNetClassifier])
+def test_what_a_net_notes_of_clients_is_in_no_model_that_is_handed_out(cls):
+    X, y, groups = table()
+    model = cls(telling(), epsilon=5.0, clip_norm=0.3, **SHORT).fit(X, y, groups=groups)
+    for handed_out in (model.release(), model.for_client(1)):
+        assert b"taint" not in pickle.dumps(handed_out)
 
 
 def test_a_penalty_is_on_the_net_that_is_trained():

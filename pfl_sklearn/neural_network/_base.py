@@ -24,6 +24,10 @@ from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
 _FEWEST = 30  # rounds before the loss may count as flat: AdaPeD's global net lags behind
 _PART = 10  # of them that a client takes part in
+_NOT_COPIED = (
+    "hooks, class attributes and global variables of the net's code keep nothing of a client: every "
+    "client trains a copy of the net, but all copies share these"
+)
 _ADVICE = "lower the learning rate of the net (lr={rate:.4g}){scale}."
 
 
@@ -206,6 +210,11 @@ class BaseNeural(BaseRounds):
             refusals.check_probabilities(recipe)
         if is_private(self):
             refusals.check_no_statistics(recipe)
+
+    @property
+    def _assumptions(self):
+        nets = self.estimator, getattr(self, "global_estimator", None)
+        return () if nets == (None, None) else (_NOT_COPIED,)
 
     # From rows to a run --------------------------------------------------------------------------
 

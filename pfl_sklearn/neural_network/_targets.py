@@ -108,11 +108,12 @@ class NeuralClassifierMixin(ClientClassifierMixin):
 
     @property
     def _assumptions(self):
+        known = super()._assumptions
         if self.label_prior is None or isinstance(self.label_prior, str):
-            return ()
+            return known
         if all(value is None for value in vars(self.label_prior).values()):
-            return ()
-        return ("what label_prior gives is the user's: it was not computed from these data",)
+            return known
+        return (*known, "what label_prior gives is the user's: it was not computed from these data")
 
     def _label_prior(self, counts, sums):
         """Fitted prior of label frequencies: from counts (m, K), or with noise from their sums."""

@@ -184,6 +184,13 @@ def test_what_a_net_notes_of_clients_is_in_no_model_that_is_handed_out(cls):
         assert b"taint" not in pickle.dumps(handed_out)
 
 
+@pytest.mark.parametrize("net", [None, recipe(MLP)], ids=["default", "given"])
+def test_the_report_says_what_the_clients_nets_share(net):
+    X, y, groups = table()
+    report = FedAvgClassifier(net, **SHORT, **NOISE).fit(X, y, groups=groups).privacy_
+    assert any("hooks" in text for text in report.assumptions) == (net is not None)
+
+
 def test_a_penalty_is_on_the_net_that_is_trained():
     X, y, groups = table()
     sizes = []

@@ -25,8 +25,8 @@ from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 _FEWEST = 30  # rounds before the loss may count as flat: AdaPeD's global net lags behind
 _PART = 10  # of them that a client takes part in
 _NOT_COPIED = (
-    "hooks, class attributes and global variables of the net's code keep nothing of a client: every "
-    "client trains a copy of the net, but all copies share these"
+    "hooks, class attributes and global variables of the net's code keep nothing of a client: "
+    "every client trains a copy of the net, but all copies share these"
 )
 _ADVICE = "lower the learning rate of the net (lr={rate:.4g}){scale}."
 

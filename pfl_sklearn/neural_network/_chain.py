@@ -8,32 +8,22 @@ client's matrices start at a boundary in memory: elsewhere products round differ
 
 import copy
 import math
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from pfl_sklearn.neural_network._mlp import Standardized, Unstandardized
-
-_OURS = (Standardized, Unstandardized)
-_MODULES = (nn.ReLU, nn.LeakyReLU, nn.Tanh, nn.Softmax, nn.LogSoftmax, nn.Flatten, nn.Identity)
-_MODULES += _OURS
-_FUNCTIONS = (
-    torch.relu,
-    torch.tanh,
-    torch.softmax,
-    torch.log_softmax,
-    torch.flatten,
-    F.relu,
-    F.leaky_relu,
-    F.tanh,
-    F.softmax,
-    F.log_softmax,
-)
-_METHODS = ("relu", "tanh", "softmax", "log_softmax", "flatten")
+_RECTIFIERS = {torch.relu, Tensor.relu, F.relu}
+_FUNCTIONS = {
+    *_RECTIFIERS,
+    *(torch.tanh, Tensor.tanh, F.leaky_relu),
+    *(torch.softmax, Tensor.softmax, F.softmax),
+    *(torch.log_softmax, Tensor.log_softmax, F.log_softmax),
+    *(torch.flatten, Tensor.flatten),
+}
 _BOUNDARY = 64  # bytes
 
 
@@ -45,10 +35,18 @@ class Linear(NamedTuple):
 
 
 class RowFunction(NamedTuple):
-    """Function of single rows, and whether it is a rectifier."""
+    """Function of single rows, and what it is given besides."""
 
     function: Any
-    rectifies: bool
+    args: tuple
+    given: dict[str, Any]
+
+    @property
+    def rectifies(self):
+        return self.function in _RECTIFIERS
+
+    def __call__(self, rows):
+        return self.function(rows, *self.args, **self.given)
 
 
 def chain_of(module, shape, dtype, device):
@@ -60,61 +58,57 @@ def chain_of(module, shape, dtype, device):
     if not all(values.requires_grad for values in module.parameters()):
         return None
     module = copy.deepcopy(module)  # its program runs, and may change it
-    within = nn.Sequential(module)  # a linear layer alone is a layer, too
-    names = [name for name, _ in within.named_parameters()]
-    try:
-        steps = _steps(_Tracer().trace(within), dict(within.named_modules()), names)
-    except Exception:  # whatever tracing a module with a program of its own may raise
+    recorder = _Recorder(torch.zeros((2, *shape), dtype=dtype, device=device), module)
+    with torch.enable_grad(), recorder:
+        outputs = module(recorder.rows)
+    steps = recorder.steps
+    if None in steps or outputs is not recorder.rows:
         return None
-    if steps is None or not _agrees(steps, module, shape, dtype, device):
+    used = [place for step in steps if isinstance(step, Linear) for place in step]
+    used = [place for place in used if place is not None]
+    if sorted(used) != list(range(len(list(module.parameters())))):
         return None
-    return steps
+    return steps if _agrees(steps, module, shape, dtype, device) else None
 
 
-class _Tracer(torch.fx.Tracer):
-    """Tracer that does not look into our own layers."""
+class _Recorder(TorchFunctionMode):
+    """Notes what a module does to rows (n, ...), step by step; None for what no chain does.
 
-    def is_leaf_module(self, layer, name):
-        return isinstance(layer, _OURS) or super().is_leaf_module(layer, name)
+    It sees what its own thread computes, and nothing else: nets may be fitted in others meanwhile.
+    """
 
+    def __init__(self, rows, module):
+        super().__init__()
+        self.rows, self.steps = rows, []
+        self._places = {id(values): k for k, values in enumerate(module.parameters())}
 
-def _steps(graph, modules, names):
-    """Steps of a traced module, or None."""
-    nodes, steps, used = list(graph.nodes), [], []
-    if nodes[0].op != "placeholder" or nodes[-1].op != "output":
-        return None
-    for before, node in pairwise(nodes):
-        if node.all_input_nodes != [before]:
-            return None
-        if node.op == "output":
-            return steps if node.args == (before,) and sorted(used) == sorted(names) else None
-        layer = modules.get(node.target) if node.op == "call_module" else None
-        if type(layer) is nn.Linear:
-            own = [f"{node.target}.{name}" for name, _ in layer.named_parameters()]
-            used += own
-            places = [names.index(name) for name in own]
-            steps.append(Linear(places[0], places[1] if len(places) > 1 else None))
-        elif (function := _row_function(node, layer)) is not None:
-            steps.append(function)
-        else:
-            return None
-    return None
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        given = kwargs or {}
+        result = function(*args, **given)
+        # Gradients that are the module's own are written where torch's are off.
+        known = bool(args) and args[0] is self.rows and torch.is_grad_enabled()
+        step = self._step(function, args[1:], given) if known else None
+        self.steps.append(step if self._keeps_rows(result) else None)
+        self.rows = result
+        return result
 
+    def _step(self, function, args, given):
+        """Step that a call with the rows is, or None."""
+        if function is F.linear:
+            return self._linear(*args) if self.rows.ndim == 2 and len(args) == 2 else None
+        tensors = any(isinstance(value, Tensor) for value in (*args, *given.values()))
+        return None if tensors or function not in _FUNCTIONS else RowFunction(function, args, given)
 
-def _row_function(node, layer):
-    """Row function of a node, or None if it is none that we know."""
-    if node.args[0] is not node.all_input_nodes[0]:
-        return None
-    if layer is not None and type(layer) in _MODULES:
-        return RowFunction(layer, type(layer) is nn.ReLU)
-    rest, given = node.args[1:], node.kwargs
-    if node.op == "call_function" and node.target in _FUNCTIONS:
-        rectifies = node.target in (torch.relu, F.relu)
-        return RowFunction(lambda x, f=node.target: f(x, *rest, **given), rectifies)
-    if node.op == "call_method" and node.target in _METHODS:
-        name = node.target
-        return RowFunction(lambda x: getattr(x, name)(*rest, **given), name == "relu")
-    return None
+    def _linear(self, weight, bias):
+        places = self._places.get(id(weight)), self._places.get(id(bias))
+        missing = places[0] is None or (places[1] is None and bias is not None)
+        return None if missing else Linear(*places)
+
+    def _keeps_rows(self, result):
+        """Whether a result has as many rows, of the same type, as what it was computed from."""
+        if not (isinstance(result, Tensor) and isinstance(self.rows, Tensor)):
+            return False
+        return result.dtype == self.rows.dtype and result.shape[:1] == self.rows.shape[:1]
 
 
 def _agrees(steps, module, shape, dtype, device):
@@ -127,13 +121,10 @@ def _agrees(steps, module, shape, dtype, device):
         for factor in (1.0, 0.5, -2.0)
     ]
     stacked = [torch.stack([own[name] for own in clients]) for name in parameters]
-    try:
-        with torch.no_grad():
-            pairs = zip(clients, rows, strict=True)
-            expected = torch.stack([functional_call(module, own, (X,)) for own, X in pairs])
-            found = Chain(steps, [align(values) for values in stacked]).evaluate(rows)
-    except Exception:  # whatever a module may raise that means something else than its trace
-        return False
+    with torch.no_grad():
+        pairs = zip(clients, rows, strict=True)
+        expected = torch.stack([functional_call(module, own, (X,)) for own, X in pairs])
+        found = Chain(steps, [align(values) for values in stacked]).evaluate(rows)
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -202,13 +193,13 @@ class Chain:
                 rows = self._linear(step, entry)
             elif tape is None or not any_layer:
                 with torch.no_grad():
-                    rows, entry = _by_client(step.function(rows.flatten(0, 1)), g), None
+                    rows, entry = _by_client(step(rows.flatten(0, 1)), g), None
             elif step.rectifies:
                 rows = entry = torch.clamp_min(rows, 0, out=aligned(rows.shape, rows))
             else:
                 leaf = rows.flatten(0, 1).requires_grad_()
                 with torch.enable_grad():
-                    values = step.function(leaf.clone())  # some functions work in place
+                    values = step(leaf.clone())  # some functions work in place
                 rows, entry = _by_client(values.detach(), g), (leaf, values)
             if tape is not None and any_layer:
                 tape.append((step, entry))

@@ -91,31 +91,28 @@ class Engine:
         self.array_dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
         self.example, self.row_shape = example, example.shape[1:]
         self.whole = example.dtype.kind in "iu"
-        self._may_stack = batch_size is not None and batch_size <= LARGEST_STACKED_BATCH
-        self._prepare()
+        self.chain = self._chain(batch_size)
 
-    def _prepare(self):
-        """Steps for stacked clients, where the net allows them."""
-        net, self.chain, self._row_loss = self.net, None, None
-        fixed = not (self.random or self.moving) and self.optimizer.is_sgd
-        if not (reads_plainly(net) and is_mean(net.criterion_)):
-            return
-        self._row_loss = twin(net)
-        self._row_loss.criterion_.reduction = "none"
-        if self._may_stack and fixed:
-            self.chain = chain_of(net.module_, self.row_shape, self.dtype, self.device)
+    def _chain(self, batch_size):
+        """Steps for stacked clients, where the net allows them; else None."""
+        net = self.net
+        if batch_size is None or batch_size > LARGEST_STACKED_BATCH:
+            return None
+        fixed = not (self.random or self.moving or self.whole) and self.optimizer.is_sgd
+        if not (fixed and reads_plainly(net) and is_mean(net.criterion_)):
+            return None
+        return chain_of(net.module_, self.row_shape, self.dtype, self.device)
 
     def __getstate__(self):
-        """Without the steps, which are found anew; the net's class may be a script's."""
+        """With the net by value: its class may be a script's."""
         net = cloudpickle.dumps((type(self.net), vars(self.net)))
-        return {**vars(self), "chain": None, "_row_loss": None, "net": net}
+        return {k: v for k, v in vars(self).items() if k != "_row_loss"} | {"net": net}
 
     def __setstate__(self, state):
         kind, attributes = cloudpickle.loads(state["net"])
         net = object.__new__(kind)
         vars(net).update(attributes)
         vars(self).update(state, net=net)
-        self._prepare()
 
     @property
     def _convolves(self):
@@ -135,6 +132,13 @@ class Engine:
     def last_layer(self):
         """The layer that gives the logits; ValueError if there is none."""
         return last_layer_of(self)
+
+    @cached_property
+    def _row_loss(self):
+        """Net whose criterion, a mean, gives the losses of rows."""
+        net = twin(self.net)
+        net.criterion_.reduction = "none"
+        return net
 
     def start(self):
         """Vector (p,) of the weights that training starts from, in double precision."""

@@ -153,7 +153,11 @@ def test_what_a_net_notes_of_a_client_is_not_handed_out():
     assert not hasattr(model.release()._engines.population.net, "latest_")
 
 
-NET_METHODS = [FedAvgClassifier, AdaPeDClassifier, *slow(cls for cls in FIELD if cls is not FedEMClassifier)]
+NET_METHODS = [
+    FedAvgClassifier,
+    AdaPeDClassifier,
+    *slow(cls for cls in FIELD if cls is not FedEMClassifier),
+]
 
 
 @pytest.mark.parametrize("cls", NET_METHODS)

@@ -85,7 +85,7 @@ class _Recorder(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         given = kwargs or {}
         result = function(*args, **given)
-        # Gradients that are the module's own are written where torch's are off.
+        # A torch.autograd.Function, too, runs without gradients: its way back is its own.
         known = bool(args) and args[0] is self.rows and torch.is_grad_enabled()
         step = self._step(function, args[1:], given) if known else None
         self.steps.append(step if self._keeps_rows(result) else None)

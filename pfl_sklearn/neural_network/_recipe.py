@@ -3,7 +3,6 @@
 import copy
 import math
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -162,26 +161,29 @@ def check_outputs(shape, n_outputs, net):
 def check_loss(net, shape, y):
     """Raise ValueError if the criterion gives no number for outputs of a `shape` and targets y.
 
-    Two targets (2, ...) are enough; their values do not matter.
+    Targets (n, ...) are enough whose values do not matter; the first of them stands for all.
     """
     trial, device = twin(net), torch.device(net.device)
-    kind = type(net.criterion_).__name__
-    outputs = torch.zeros((2, *shape), dtype=next(net.module_.parameters()).dtype, device=device)
-    with seeded(0, device), warnings.catch_warnings():
-        warnings.filterwarnings("error", message="Using a target size")  # they would be broadcast
+    kind, n_rows = type(net.criterion_).__name__, 3 if shape == (2,) else 2
+    y = y[:1].repeat(n_rows, axis=0)  # as many targets as outputs of a row would be broadcast
+    outputs = torch.zeros(
+        (n_rows, *shape), dtype=next(net.module_.parameters()).dtype, device=device
+    )
+    with seeded(0, device):
         try:
             targets = torch.from_numpy(y).to(device)
             loss = trial.get_loss(outputs, targets, X=None, training=True)
         except Exception as error:
             raise ValueError(
-                f"criterion={kind} of the net does not take outputs of shape {(2, *shape)} with "
-                f"targets of shape {y.shape} and type {y.dtype}: {_first_line(error)}"
+                f"criterion={kind} of the net does not take outputs of shape "
+                f"{tuple(outputs.shape)} with targets of shape {y.shape} and type {y.dtype}: "
+                f"{_first_line(error)}"
             ) from error
     if not isinstance(loss, torch.Tensor) or loss.ndim:
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
         raise ValueError(
-            f"criterion={kind} of the net gives a loss of {found} for two rows; expected one "
-            "number, as reduction='mean' gives."
+            f"criterion={kind} of the net gives a loss of {found} for {n_rows} rows; expected "
+            "one number, as reduction='mean' gives."
         )
 
 

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("skorch")
 
-from pfl_sklearn.neural_network import AdaPeDClassifier, _engine
+from torch import nn
+
+from pfl_sklearn.neural_network import AdaPeDClassifier, FedAvgClassifier, _engine
 from tests.helpers.nets import Dropped, recipe, table
 from tests.helpers.slow import slow
 
@@ -41,6 +44,21 @@ def test_fits_in_threads_give_the_same_bits(busy, net):
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(fitted, seeds))
     np.testing.assert_array_equal(found, expected)
+
+
+def test_filters_of_warnings_stay_as_they_are():
+    """They are the process's: a thread that puts them back may put back another one's."""
+    X, y, groups = table()
+    seen = []
+
+    class Looking(nn.CrossEntropyLoss):
+        def forward(self, outputs, y):
+            seen.append(list(warnings.filters))
+            return super().forward(outputs, y)
+
+    FedAvgClassifier(recipe(criterion=Looking), **SHORT).fit(X, y, groups=groups)
+    assert seen
+    assert all(filters == warnings.filters for filters in seen)
 
 
 def test_copies_of_a_model_are_made_without_another_look_at_its_net(monkeypatch):

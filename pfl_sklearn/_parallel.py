@@ -4,11 +4,12 @@ import os
 import sys
 from contextlib import contextmanager
 from functools import cache, partial
+from threading import Lock
 
 import numpy as np
 from joblib import effective_n_jobs
 from sklearn.utils.parallel import Parallel, delayed
-from threadpoolctl import ThreadpoolController
+from threadpoolctl import OpenBLASController, ThreadpoolController
 
 _CHUNKS_PER_JOB = 4
 
@@ -75,23 +76,60 @@ def _run(function, batches, parent):
         return _in_order(function, batches)
 
 
+class _ProcessLimits:
+    """Limits that are the process's: its first thread to come sets them, its last one ends them."""
+
+    def __init__(self):
+        self._lock, self._users, self._blas, self._threads_of_torch = Lock(), 0, None, None
+
+    @contextmanager
+    def held(self, blas, torch):
+        """The pools of a controller, and torch if it is not None, on one thread."""
+        with self._lock:
+            if not self._users:
+                self._blas = blas.limit(limits=1)
+                _let_go()
+            if torch is not None and self._threads_of_torch is None:
+                self._threads_of_torch = torch.get_num_threads()
+                torch.set_num_threads(1)
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if not self._users:
+                    self._end()
+
+    def _end(self):
+        self._blas.restore_original_limits()
+        _let_go()
+        if self._threads_of_torch is not None:
+            sys.modules["torch"].set_num_threads(self._threads_of_torch)
+            self._threads_of_torch = None
+
+
+_PROCESS_LIMITS = _ProcessLimits()
+
+
+def _let_go():
+    """Let other threads set the pools: newer threadpoolctl keeps OpenBLAS's to one of them."""
+    clear = getattr(OpenBLASController, "clear_controlling_thread", None)
+    if clear is not None:
+        clear()
+
+
 @contextmanager
 def _one_thread():
     """Hold linear algebra to one thread, torch's own included if it is loaded."""
     torch = sys.modules.get("torch")
-    with _controller(torch is not None).limit(limits=1):
-        if torch is None:
-            yield
-            return
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+    blas, openmp = _controllers(torch is not None)
+    with _PROCESS_LIMITS.held(blas, torch), openmp.limit(limits=1):  # OpenMP's: of this thread
+        yield
 
 
 @cache
-def _controller(with_torch):
-    """Controller of the thread pools; one that was made before torch was loaded misses torch's."""
-    return ThreadpoolController()
+def _controllers(with_torch):
+    """Controllers of pools of BLAS and OpenMP; any made before torch was loaded miss torch's."""
+    found = ThreadpoolController()
+    return found.select(user_api="blas"), found.select(user_api="openmp")

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -96,6 +97,40 @@ def test_threads_as_workers_leave_the_linear_algebra_as_it_was():
         after = threads(None)
     assert all(count == 1 for counts in found for count in counts)
     assert after == before
+
+
+def test_calls_from_several_threads_may_end_in_any_order(monkeypatch):
+    """The second one must keep its limit when the first one ends, and leave nothing behind."""
+    torch, events = FakeTorch(), [threading.Event() for _ in range(3)]
+    first_began, second_began, first_ended = events
+    monkeypatch.setitem(sys.modules, "torch", torch)
+
+    def first(clients):
+        first_began.set()
+        assert second_began.wait(timeout=30)
+
+    def second(clients):
+        second_began.set()
+        assert first_ended.wait(timeout=30)
+        return [*threads(None), torch.threads]
+
+    def call_first():
+        map_batches(first, [(np.zeros(1),)])
+        first_ended.set()
+
+    with ThreadPoolExecutor(1) as other:
+        limits = other.submit(threadpool_limits, 2, "blas").result()
+        before = threads(None)
+        call = other.submit(call_first)
+        assert first_began.wait(timeout=30)
+        (found,) = map_batches(second, [(np.zeros(1),)])
+        call.result()
+        after = threads(None)
+        other.submit(limits.restore_original_limits).result()
+    assert set(found) == {1}
+    assert set(before) == {2}
+    assert after == before
+    assert torch.threads == 2
 
 
 def test_the_number_of_jobs_of_joblib_is_taken_over():

@@ -279,6 +279,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
             report = going_on_from(self.privacy_, report)
         # Warnings come first: where they are errors, the estimator stays as it was.
         warn_once(report)
+        self._warn_of_failures(state.failures)
         if run.rule is not None:
             self._warn_of_end(state.round, flat)
         self._store(shared, progress, report, anew=task.earlier is None)
@@ -294,6 +295,21 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
                 f"that the loss is flat; it was lowest after {n_rounds}, and these are the models. "
                 "Raise max_rounds, or tol if they are good enough.",
                 ConvergenceWarning,
+            )
+
+    def _warn_of_failures(self, kinds):
+        """Warn of exceptions that did not end a fit with noise, by their classes alone.
+
+        Which clients they were, how many and in which round would say more about them, and so might
+        the text of an exception.
+        """
+        if kinds:
+            warn_caller(
+                f"In this {type(self).__name__} with noise, training failed on rows of some client "
+                f"({', '.join(sorted(kinds))}). Such a client counts as 0 and keeps the model that "
+                "it had. To see the error, fit rows that you may look at without noise. The noise "
+                "does not cover this warning: do not publish it.",
+                RuntimeWarning,
             )
 
     def _run(self, run, state, last, entropy, observe):

@@ -36,21 +36,25 @@ class DivergenceError(ArithmeticError, ValueError):
 
 
 class Update(NamedTuple):
-    """What a block of g clients computed: messages and new arrays, (g, ...) each, losses (g,)."""
+    """What a block of g clients computed: messages and new arrays, (g, ...) each, losses (g,).
+
+    `failures` are names of the classes of exceptions that did not end a protected run.
+    """
 
     messages: Any
     clients: dict[str, np.ndarray]
     losses: np.ndarray
+    failures: frozenset[str] = frozenset()
 
 
 class LastPhase(NamedTuple):
     """What every client does on its own rows after the rounds. It sends nothing.
 
     ``init(server, clients)`` gives the phase's arrays of all clients, clients first;
-    ``update(server, t, batch, clients, own)`` gives their new values and losses for a block after t
-    rounds. They are arrays of their own: rounds that go on later never see them. `schedule` picks
-    the rows, from the state that its ``after_rounds`` gives. Clients without rows keep what an
-    earlier last phase left.
+    ``update(server, t, batch, clients, own)`` gives the :class:`Update` of a block after t rounds,
+    which has their new values and no messages. They are arrays of their own: rounds that go on
+    later never see them. `schedule` picks the rows, from the state that its ``after_rounds`` gives.
+    Clients without rows keep what an earlier last phase left.
 
     A phase may come `after` another one, whose arrays ``init`` then gets among the clients'.
     """
@@ -141,6 +145,7 @@ class State:
     )
     memory: dict[str, Any] = field(default_factory=dict)  # of who decides when rounds are over
     diverged: Any = ()  # positions of the clients whose losses ended the rounds
+    failures: frozenset[str] = frozenset()  # classes of exceptions that did not end the run
 
     def packed(self):
         """Copies of what rounds change, as a flat dict of arrays."""
@@ -226,7 +231,7 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
     sampled clients cost.
     """
     generators, n_expected = plan.generators(state.round), plan.sampling.rate * rows.n_clients
-    left, state.own = state.own, {}
+    left, state.own, state.failures = state.own, {}, frozenset()
     with batch_mapper(plan.n_jobs) as (run, workers):
         for t in range(state.round, plan.n_rounds):
             rng = next(generators)
@@ -235,9 +240,8 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
             state.server = release.before_update(state.server, blocks, t, rng)
             update = partial(method.client_update, _views(state.server), t)
             done = run(update, ((block.batch, block.states(state.clients)) for block in blocks))
-            for block, (_, new, losses) in zip(blocks, done, strict=True):
-                fine = block.finite(new, losses) if protected else None
-                block.keep(state.clients, new, fine)
+            for block, each in zip(blocks, done, strict=True):
+                _keep(state, state.clients, block, each, protected)
             messages, losses = rows.collect(blocks, done, method.messages)
             del done  # it holds another copy of the messages
             loss = float(losses.sum())
@@ -349,6 +353,13 @@ def _run_phase(phase, rows, state, left, rng, run, protected):
         some = everyone[first : first + _AT_ONCE]
         blocks = rows.blocks(some, schedule, state.round, rng)
         tasks = ((block.batch, block.states(state.clients), block.states(own)) for block in blocks)
-        for block, (new, losses) in zip(blocks, run(update, tasks), strict=True):
-            block.keep(own, new, block.finite(new, losses) if protected else None)
+        for block, each in zip(blocks, run(update, tasks), strict=True):
+            _keep(state, own, block, each, protected)
     return {**before, **own}
+
+
+def _keep(state, arrays, block, update, protected):
+    """Put what a block's clients computed into arrays of all clients."""
+    fine = block.finite(update.clients, update.losses) if protected else None
+    block.keep(arrays, update.clients, fine)
+    state.failures |= update.failures

@@ -160,8 +160,7 @@ def _left_update(setup, settings, server, t, batch, clients, own):
         return Update({}, {"personal": done["personal"]}, np.zeros(block.n_clients))
 
     client, population = setup.engines.pair
-    done = client.run(local_steps, batch, {**clients, **own}, population)
-    return done.clients, done.losses
+    return client.run(local_steps, batch, {**clients, **own}, population)
 
 
 def _steps_of(noisy_steps, shared, block):

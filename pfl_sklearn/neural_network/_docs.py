@@ -128,6 +128,11 @@ NEURAL = {
         counts equally, whatever its number of rows. Without `clip_norm` the server divides by the
         number of clients that took part, with it by the expected number.
 
+        In a fit with noise no exception that the net raises on the rows of a client ends the fit:
+        the client counts as 0 and keeps the net that it had. A ``RuntimeWarning`` at the end names
+        the classes of such exceptions, but neither clients nor values. The noise does not cover
+        this warning, so do not publish it.
+
         With ``n_rounds=None`` the loss is that of the recipe's criterion, on the held-out rows of
         each client, for the net that the client would predict with; under `label_prior` with the
         label frequencies of its other rows. It is looked at whenever the rounds have grown by a

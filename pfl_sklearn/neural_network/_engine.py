@@ -326,15 +326,17 @@ def _steps_of_one(local_steps, block, engine):
     """
     try:
         return local_steps(block)
-    except Exception:
+    except Exception as error:
         if not engine.protected:
             raise
+        failures = frozenset({type(error).__name__})
         zeros = block._replace(X=torch.zeros_like(block.X), y=torch.zeros_like(block.y))
         update = local_steps(zeros)
         messages = update.messages
         if not engine.noisy_steps:
             messages = {name: np.full_like(part, np.nan) for name, part in messages.items()}
-        return update._replace(messages=messages, losses=np.full_like(update.losses, np.nan))
+        losses = np.full_like(update.losses, np.nan)
+        return update._replace(messages=messages, losses=losses, failures=failures)
 
 
 def _judged(update):
@@ -352,7 +354,8 @@ def _together(updates):
         {name: np.concatenate([getattr(each, part)[name] for each in updates]) for name in values}
         for part, values in (("messages", first.messages), ("clients", first.clients))
     )
-    return Update(messages, new, np.concatenate([each.losses for each in updates]))
+    losses = np.concatenate([each.losses for each in updates])
+    return Update(messages, new, losses, frozenset().union(*(each.failures for each in updates)))
 
 
 def _tensors_of(module):

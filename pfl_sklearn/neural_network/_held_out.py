@@ -70,7 +70,7 @@ def _no_losses(n_clients, server, clients):
 def _losses(engine, nets, server, t, batch, clients, own):
     """Losses of a block's clients."""
     losses = engine.run(partial(_block_losses, engine, nets, server), batch, clients).losses
-    return {"loss": losses}, losses
+    return Update({}, {"loss": losses}, losses)
 
 
 def _block_losses(engine, nets, server, block):

@@ -40,23 +40,25 @@ class LastLayer(NamedTuple):
         """What the layer reads (g, n, d) and gives (g, n, K) for rows (g, n, ...) of clients.
 
         The net is in evaluation mode, and rows are as training takes them. In a protected fit a
-        client whose rows the net refuses gets NaN, and does not end the fit.
+        client whose rows the net refuses gets NaN, and does not end the fit. The third value are
+        the names of the classes of such exceptions.
         """
         found = [self._passed_by_one(engine, vector, rows) for rows in X]
-        return tuple(np.stack(values) for values in zip(*found, strict=True))
+        inputs, outputs, failures = zip(*found, strict=True)
+        return np.stack(inputs), np.stack(outputs), frozenset().union(*failures)
 
     def _passed_by_one(self, engine, vector, rows):
         """What the layer of one client's net, which may remember its rows, reads and gives."""
         net, rows = _evaluating(engine, vector, rows)
         try:
             calls, _ = _calls(net, [net.module_.get_submodule(self.name)], rows)
-        except Exception:
+        except Exception as error:
             if not engine.protected:
                 raise
-            n_outputs, n_inputs = self.shape
-            return np.full((len(rows), n_inputs), np.nan), np.full((len(rows), n_outputs), np.nan)
+            nothing = (np.full((len(rows), n), np.nan) for n in reversed(self.shape))
+            return *nothing, {type(error).__name__}
         ((_, (inputs,), outputs),) = calls
-        return _double(inputs), _double(outputs)
+        return _double(inputs), _double(outputs), set()
 
 
 def last_layer_of(engine):

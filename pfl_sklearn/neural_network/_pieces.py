@@ -188,8 +188,7 @@ def _own_nets_update(engine, local_steps, server, t, batch, clients, own):
         models, losses = local_steps(server, t, block)
         return Update({}, {"personal": models.array()}, losses)
 
-    done = engine.run(steps, batch, {**clients, **own})
-    return done.clients, done.losses
+    return engine.run(steps, batch, {**clients, **own})
 
 
 def bayes_heads(setup, head, private):
@@ -222,26 +221,31 @@ def bayes_heads(setup, head, private):
 
 def _evidence(engine, server, t, batch, clients, own):
     """Evidence of a block's clients at each prior variance."""
-    x, _, logits, labels = _head_rows(engine, server, batch, clients)
+    x, _, logits, labels, failures = _head_rows(engine, server, batch, clients)
     with np.errstate(over="ignore", invalid="ignore"):  # of nets that diverge
-        return {"evidence": evidence_curves(x, logits, labels)}, np.zeros(len(x))
+        evidence = evidence_curves(x, logits, labels)
+    return Update({}, {"evidence": evidence}, np.zeros(len(x)), failures)
 
 
 def _heads(engine, server, t, batch, clients, own):
     """How last layers of a block's clients deviate from the global one."""
-    x, units, logits, labels = _head_rows(engine, server, batch, clients)
+    x, units, logits, labels, failures = _head_rows(engine, server, batch, clients)
     variances = own["head_variance"]
     with np.errstate(over="ignore", invalid="ignore"):
         found = head_modes(x, logits, labels, variances / x.shape[2]).deviations
         found[:, : engine.last_layer.shape[1]] /= units[:, None, None]
         heads = found.transpose(0, 2, 1).astype(engine.array_dtype)
-    return {"head": heads, "head_variance": variances}, np.zeros(len(x))
+    kept = {"head": heads, "head_variance": variances}
+    return Update({}, kept, np.zeros(len(x)), failures)
 
 
 def _head_rows(engine, server, batch, clients):
-    """Columns (g, n, r) of the last layer, units (g,), logits (g, n, K) and labels (g, n)."""
+    """Columns (g, n, r) of the last layer, units (g,), logits (g, n, K), labels (g, n).
+
+    The fifth value are the names of the classes of exceptions that did not end the fit.
+    """
     layer = engine.last_layer
-    inputs, logits = layer.passed(engine, server["global"], batch.X[:, 0])
+    inputs, logits, failures = layer.passed(engine, server["global"], batch.X[:, 0])
     if "offset" in clients:
         logits = logits + clients["offset"][:, None]
-    return *head_columns(inputs, layer.bias is not None), logits, batch.y[:, 0]
+    return *head_columns(inputs, layer.bias is not None), logits, batch.y[:, 0], failures

@@ -41,7 +41,7 @@ def fedavg(n_clients, d, step, n_expected, fine_tuning=None):
 
     def last_update(server, t, batch, clients, own):
         weights, losses = local_steps(own["tuned"], batch)
-        return {"tuned": weights}, losses
+        return Update({}, {"tuned": weights}, losses)
 
     def last_start(server, clients):
         return {"tuned": np.repeat(server["global"][None], n_clients, axis=0)}

@@ -1,6 +1,8 @@
 """Nets, criteria and modules that remember, draw or fail: what they do stays with their client."""
 
 import pickle
+import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -211,8 +213,47 @@ def test_a_module_may_refuse_the_rows_of_a_client_under_noise(cls):
     X[groups == 2] *= 1e7
     with pytest.raises(AssertionError, match="too large"):
         cls(recipe(Picky), **SHORT).fit(X, y, groups=groups)
-    model = cls(recipe(Picky), **SHORT, **NOISE).fit(X, y, groups=groups)
+    with pytest.warns(RuntimeWarning, match="AssertionError"):
+        model = cls(recipe(Picky), **SHORT, **NOISE).fit(X, y, groups=groups)
     assert np.isfinite(model.population_parameters_).all()
+
+
+class PickyLater(Picky):
+    """It refuses large rows where it is not trained."""
+
+    def forward(self, X):
+        return self.last(torch.relu(self.first(X))) if self.training else super().forward(X)
+
+
+FAILURES = {
+    "rounds": (FedAvgClassifier, Picky, {}),
+    "last phase": (FedAvgClassifier, Picky, {"fine_tune_steps": 1, "client_fraction": 1e-6}),
+    "head": (FedAvgClassifier, PickyLater, {"head": "bayes"}),
+    "known prior": (FedAvgClassifier, PickyLater, {"head": 1.0}),
+    "noisy steps": (AdaPeDClassifier, Picky, {"noise": "per_step"}),
+}
+
+
+@pytest.mark.parametrize("n_jobs", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_under_noise_is_told_by_its_class_alone(name, n_jobs):
+    """Neither the values that it names, nor whose they are, nor how many clients failed."""
+    X, y, groups = table()
+    cls, module, params = FAILURES[name]
+    model, texts = cls(recipe(module), n_jobs=n_jobs, **SHORT, **NOISE, **params), set()
+    for failing in ([2], [3, 5]):
+        spoilt = np.where(np.isin(groups, failing)[:, None], 1e7, X)
+        with pytest.warns(RuntimeWarning) as record:
+            model.fit(spoilt, y, groups=groups)
+        (warning,) = (each for each in record if each.category is RuntimeWarning)
+        texts.add(str(warning.message))
+    (text,) = texts
+    assert "AssertionError" in text
+    assert "too large" not in text
+    assert not any(character.isdigit() and character != "0" for character in text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        model.set_params(n_jobs=1).fit(X, y, groups=groups)  # what failed before is forgotten
 
 
 @pytest.mark.parametrize("head", ["bayes", 1.0])
@@ -220,9 +261,10 @@ def test_a_client_whose_rows_are_refused_keeps_the_global_last_layer(head):
     X, y, groups = table()
     spoilt = np.where((groups == 2)[:, None], 1e7, X)
     found = []
-    for rows in (X, spoilt):
+    for rows, warned in ((X, nullcontext()), (spoilt, pytest.warns(RuntimeWarning))):
         model = FedAvgClassifier(recipe(Picky), head=head, **SHORT, **NOISE)
-        model.fit(rows, y, groups=groups)
+        with warned:
+            model.fit(rows, y, groups=groups)
         found.append(model.parameters_ - model.population_parameters_)
     at = model.clients_ == 2
     assert np.all(found[1][at] == 0)
@@ -237,7 +279,9 @@ def test_a_criterion_may_refuse_the_targets_of_a_client_under_noise():
     y[0] = 1.01
     module = nn.Sequential(nn.Linear(7, 1), nn.Sigmoid())
     net = NeuralNetRegressor(module, criterion=nn.BCELoss, lr=0.1, batch_size=4)
-    model = FedAvgRegressor(net, **SHORT, **NOISE).fit(X, y, groups=groups)
+    model = FedAvgRegressor(net, **SHORT, **NOISE)
+    with pytest.warns(RuntimeWarning, match="RuntimeError"):
+        model.fit(X, y, groups=groups)
     assert np.isfinite(model.population_parameters_).all()
 
 
@@ -256,7 +300,8 @@ def test_steps_with_noise_hide_who_fails():
     X = np.random.default_rng(0).integers(0, 10, (len(y), 2))
     X[groups == 2, 0] = 10
     model = AdaPeDClassifier(recipe(Embedded), noise="per_step", **SHORT, **NOISE)
-    model.fit(X, y, groups=groups)
+    with pytest.warns(RuntimeWarning, match="IndexError"):
+        model.fit(X, y, groups=groups)
     assert np.isfinite(model.population_parameters_).all()
 
 

@@ -191,7 +191,8 @@ def test_a_last_phase_that_starts_from_the_clients_arrays_leaves_them_alone():
 
     def update(server, t, batch, clients, own):
         assert t in (4, 9)
-        return {name: values + 1 for name, values in own.items()}, np.zeros(len(batch.X))
+        more = {name: values + 1 for name, values in own.items()}
+        return Update({}, more, np.zeros(len(batch.X)))
 
     method = plain._replace(last_phase=LastPhase(first, update, Reshuffled(4, 1)))
     release, states = JointSum(ClippedSum(None), plain.messages), []
@@ -214,14 +215,15 @@ def test_a_last_phase_after_another_one_knows_what_that_one_left(earlier):
     plain, rows = METHODS["fedavg"](), table()
 
     def count(server, t, batch, clients, own):
-        return {"size": np.full(len(batch.X), float(batch.X.shape[2]))}, np.zeros(len(batch.X))
+        sizes = np.full(len(batch.X), float(batch.X.shape[2]))
+        return Update({}, {"size": sizes}, np.zeros(len(batch.X)))
 
     def compare(server, clients):
         return {"share": clients["size"] / clients["size"].sum()}
 
     def halve(server, t, batch, clients, own):
         assert own.keys() == {"share"}
-        return {"share": own["share"] / 2}, np.zeros(len(batch.X))
+        return Update({}, {"share": own["share"] / 2}, np.zeros(len(batch.X)))
 
     first = LastPhase(lambda *_: {"size": np.zeros(N)}, count, Reshuffled(None, 1))
     second = LastPhase(compare, halve, Reshuffled(4, 1), after=first)

@@ -9,7 +9,7 @@ import pytest
 import sklearn
 from sklearn.model_selection import GridSearchCV
 
-from pfl_sklearn import GaussianMean, PersonalizedLinearRegression
+from pfl_sklearn import GaussianMean, PersonalizedLinearRegression, neural_network
 from pfl_sklearn.datasets import make_gaussian_clients
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
@@ -25,7 +25,7 @@ def cluster():
         warnings.simplefilter("ignore")  # of dask's own, while it starts and stops
         with (
             distributed.LocalCluster(
-                n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None
+                n_workers=2, threads_per_worker=4, processes=True, dashboard_address=None
             ) as cluster,
             distributed.Client(cluster) as client,
         ):
@@ -74,6 +74,45 @@ def test_eleven_fits_on_a_cluster_are_eleven_entries(cluster, tmp_path):
     assert [entry["entry"] for entry in ledger.entries] == list(range(1, 12))
     assert {entry["process"] for entry in ledger.entries[:10]}.isdisjoint({os.getpid()})
     assert ledger.entries[10]["process"] == os.getpid()  # the refit
+
+
+@pytest.fixture(scope="module")
+def threads():
+    """A cluster whose workers are threads of this process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with distributed.Client(
+            processes=False, n_workers=1, threads_per_worker=4, dashboard_address=None
+        ) as client:
+            yield client
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_nets_in_threads_of_a_cluster_give_the_same_bits(threads):
+    _check_net("AdaPeDClassifier", threads)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in neural_network.__all__ if name != "MLP"])
+def test_nets_on_a_cluster_give_the_same_bits(name, cluster):
+    _check_net(name, cluster)
+
+
+def _check_net(name, client):
+    pytest.importorskip("torch")
+    pytest.importorskip("skorch")
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(40), 9)
+    X = rng.normal(size=(360, 7))
+    y = X[:, :3].argmax(axis=1) if name.endswith("Classifier") else X[:, :2] + X[:, 2:4]
+    model = getattr(neural_network, name)(n_rounds=2, local_steps=2, random_state=0)
+    alone = model.fit(X, y, groups=groups).parameters_.copy()
+    before = _tasks(client)
+    with joblib.parallel_config(backend="dask"):
+        together = model.fit(X, y, groups=groups).parameters_
+    np.testing.assert_array_equal(alone, together)
+    assert _tasks(client) > before
 
 
 def _tasks(client):

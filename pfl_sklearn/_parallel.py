@@ -1,10 +1,9 @@
 """Independent clients in parallel: chunks of batches through joblib."""
 
-import os
 import sys
 from contextlib import contextmanager
 from functools import cache, partial
-from threading import Lock
+from threading import Lock, local
 
 import numpy as np
 from joblib import effective_n_jobs
@@ -42,7 +41,7 @@ def batch_mapper(n_jobs=None):
 
     For many calls: threads are limited once.
     """
-    with _one_thread():  # here once: workers may be threads of this process
+    with _one_thread():
         workers = effective_n_jobs(n_jobs)
         if workers == 1:
             yield _in_order, workers
@@ -64,52 +63,66 @@ def _in_chunks(function, batches, n_jobs, workers):
     ends = [*starts[1:], len(batches)]
     chunks = [batches[start:end] for start, end in zip(starts, ends, strict=True)]
     run = delayed(_run)
-    done = Parallel(n_jobs=n_jobs)(run(function, chunk, os.getpid()) for chunk in chunks)
+    done = Parallel(n_jobs=n_jobs)(run(function, chunk) for chunk in chunks)
     return [result for results in done for result in results]
 
 
-def _run(function, batches, parent):
-    """Results of a chunk; a process of its own limits its own threads."""
-    if os.getpid() == parent:
-        return _in_order(function, batches)
+def _run(function, batches):
+    """Results of a chunk; other processes, and other threads of this one, limit their own."""
     with _one_thread():
         return _in_order(function, batches)
 
 
 class _ProcessLimits:
-    """Limits that are the process's: its first thread to come sets them, its last one ends them."""
+    """Limits that are the process's: its first thread to come sets them, its last one ends them.
+
+    OpenMP counts threads for each thread of Python, torch partly so: it has an MKL of its own.
+    """
 
     def __init__(self):
-        self._lock, self._users, self._blas, self._threads_of_torch = Lock(), 0, None, None
+        self._lock, self._here, self._users = Lock(), local(), 0
+        self._blas = self._threads_of_torch = None
 
     @contextmanager
-    def held(self, blas, torch):
-        """The pools of a controller, and torch if it is not None, on one thread."""
+    def held(self, torch):
+        """Hold this thread to one thread of linear algebra; torch is None if it is not loaded."""
+        if getattr(self._here, "held", False):
+            yield
+            return
+        blas, openmp = _controllers(torch is not None)
+        self._begin(blas, torch)
+        self._here.held = True
+        try:
+            with openmp.limit(limits=1):
+                yield
+        finally:
+            self._here.held = False
+            self._end()
+
+    def _begin(self, blas, torch):
         with self._lock:
             if not self._users:
                 self._blas = blas.limit(limits=1)
                 _let_go()
-            if torch is not None and self._threads_of_torch is None:
-                self._threads_of_torch = torch.get_num_threads()
+            if torch is not None:
+                if self._threads_of_torch is None:
+                    self._threads_of_torch = torch.get_num_threads()
                 torch.set_num_threads(1)
             self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    self._end()
 
     def _end(self):
-        self._blas.restore_original_limits()
-        _let_go()
-        if self._threads_of_torch is not None:
-            sys.modules["torch"].set_num_threads(self._threads_of_torch)
-            self._threads_of_torch = None
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+            self._blas.restore_original_limits()
+            _let_go()
+            if self._threads_of_torch is not None:
+                sys.modules["torch"].set_num_threads(self._threads_of_torch)
+                self._threads_of_torch = None
 
 
-_PROCESS_LIMITS = _ProcessLimits()
+_LIMITS = _ProcessLimits()
 
 
 def _let_go():
@@ -119,13 +132,9 @@ def _let_go():
         clear()
 
 
-@contextmanager
 def _one_thread():
     """Hold linear algebra to one thread, torch's own included if it is loaded."""
-    torch = sys.modules.get("torch")
-    blas, openmp = _controllers(torch is not None)
-    with _PROCESS_LIMITS.held(blas, torch), openmp.limit(limits=1):  # OpenMP's: of this thread
-        yield
+    return _LIMITS.held(sys.modules.get("torch"))
 
 
 @cache

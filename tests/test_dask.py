@@ -76,7 +76,7 @@ def test_eleven_fits_on_a_cluster_are_eleven_entries(cluster, tmp_path):
     assert ledger.entries[10]["process"] == os.getpid()  # the refit
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def threads():
     """A cluster whose workers are threads of this process."""
     with warnings.catch_warnings():

@@ -106,7 +106,9 @@ class Engine:
     def __getstate__(self):
         """With the net by value: its class may be a script's."""
         net = cloudpickle.dumps((type(self.net), vars(self.net)))
-        return {k: v for k, v in vars(self).items() if k != "_row_loss"} | {"net": net}
+        state = {**vars(self), "net": net}  # a copy: other threads may add what is cached
+        state.pop("_row_loss", None)
+        return state
 
     def __setstate__(self, state):
         kind, attributes = cloudpickle.loads(state["net"])

@@ -108,9 +108,7 @@ def _check_unused(recipe):
 def _default(recipe, name):
     """Default of a parameter in the signatures of a net's class."""
     for kind in type(recipe).__mro__:
-        if not inspect.isfunction(
-            kind.__init__
-        ):  # a text to parse, of object
+        if not inspect.isfunction(kind.__init__):  # a text to parse, of object
             continue
         found = inspect.signature(kind.__init__).parameters.get(name)
         if found is not None and found.default is not found.empty:

@@ -92,8 +92,8 @@ def fit_by_gradient(table, prior, options):
         n_iter, before = n_iter + 1, state
         with np.errstate(over="ignore", invalid="ignore"):
             state, loss = _gradient_step(grams, state, rate, free, options.variance_floor)
-        if bounds.exceeded(state, loss):
-            _explain_divergence(n_iter, rate, grams, before)
+        if bounds.exceeded(before, state, loss):
+            _explain_divergence(n_iter, rate, grams, before, free[0])
         change = np.abs(state.theta - before.theta).max()
         done = n_iter > 1 and change <= options.tol * max(np.abs(state.theta).max(), 1e-300)
     _explain_floor(state, free, options.variance_floor)
@@ -115,27 +115,29 @@ class _DivergenceBounds(NamedTuple):
     loss: float
     noise: float
 
-    def exceeded(self, state, loss):
-        between = _ASTRAY * max(1.0, float(np.max(state.theta**2)))
+    def exceeded(self, before, state, loss):
+        between = _ASTRAY * max(1.0, float(np.max(before.theta**2)))  # of which it was computed
         return not (loss < self.loss and state.noise <= self.noise and state.between <= between)
 
 
 def _gradient_step(grams, state, rate, free, floor):
-    """One step of all parameters, in the order of the listing, and the loss after it."""
+    """One step of all parameters, and the loss before it.
+
+    As in the listing, every update reads the values before the step, so their order is of no
+    account.
+    """
     theta, mu, noise, between = state
-    q = theta.shape[1]
-    theta = theta - rate * (grams.gradient(theta) / noise + (theta - mu) / between)
+    q, apart = theta.shape[1], theta - mu
+    residual_squares, squares = grams.residual_squares(theta), np.sum(apart**2, axis=1)
+    loss = residual_squares.sum() / noise + squares.sum() / between
+    moved = theta - rate * (grams.gradient(theta) / noise + apart / between)
     if free[0]:
-        mu = mu - rate * np.mean(mu - theta, axis=0) / between
-    squares, apart = grams.residual_squares(theta), np.sum((theta - mu) ** 2, axis=1)
-    loss = squares.sum() / noise + apart.sum() / between
-    if free[1]:
-        slope = np.mean(grams.n_rows / (2 * noise) - squares / (2 * noise**2))
-        noise = max(noise - rate * slope, floor)
-    if free[2]:
-        slope = np.mean(q / (2 * between) - apart / (2 * between**2))
-        between = max(between - rate * slope, floor)
-    return Descent(theta, mu, noise, between), loss
+        mu = mu + rate * np.mean(apart, axis=0) / between
+    slope = np.mean(grams.n_rows / (2 * noise) - residual_squares / (2 * noise**2))
+    new_noise = max(noise - rate * slope, floor) if free[1] else noise
+    slope = np.mean(q / (2 * between) - squares / (2 * between**2))
+    new_between = max(between - rate * slope, floor) if free[2] else between
+    return Descent(moved, mu, new_noise, new_between), loss
 
 
 def _check_descent(prior, covariance, options):
@@ -159,12 +161,14 @@ def _check_descent(prior, covariance, options):
         )
 
 
-def _explain_divergence(n_iter, rate, grams, state):
-    """Raise ValueError with the largest learning rate that would have been stable."""
-    largest = 2 / (grams.curvature() / state.noise + 1 / state.between)
+def _explain_divergence(n_iter, rate, grams, state, free_mean):
+    """Raise ValueError with a learning rate below which the descent is stable."""
+    # The pull towards a mean that moves at the same time has at most twice the curvature.
+    pull = (2 if free_mean else 1) / state.between
+    largest = 2 / (grams.curvature() / state.noise + pull)
     raise ValueError(
         f"solver='gd' diverged after {n_iter} iterations at learning_rate={rate:.3g}. At the last "
-        f"variances (noise {state.noise:.3g}, between clients {state.between:.3g}) it must be "
+        f"variances (noise {state.noise:.3g}, between clients {state.between:.3g}) it is stable "
         f"below {largest:.3g}, and steps of unknown variances must be small compared with the "
         "variances. Lower learning_rate, raise variance_floor, or use solver='auto'."
     )

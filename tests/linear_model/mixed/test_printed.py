@@ -33,28 +33,30 @@ def fit(X, y, codes, prior, sample_weight=None, **params):
     return model.fit(X, y, groups=codes, sample_weight=sample_weight)
 
 
-def descend(X, y, codes, n_steps, rate, between, noise, known=(False, True, True), floor=None):
-    """The listing of the gradient descent, client by client."""
+def listing(X, y, codes, n_steps, rate, between, noise, known=(False, True, True), floor=None):
+    """Algorithm 2 of the long version (4 of the conference version), by the numbers of its lines.
+
+    Every line reads theta, mu and the variances of t - 1. What is `known` (the mean, the noise
+    variance, the variance between clients) keeps its value, and the others stop at the `floor`.
+    """
     m, d = codes.max() + 1, X.shape[1]
-    theta, mu = np.zeros((m, d)), np.zeros(d)
-    for _ in range(n_steps):
-        mus, noises, betweens = [], [], []
-        for i in range(m):
-            own, target = X[codes == i], y[codes == i]
-            residual = target - own @ theta[i]
-            theta[i] = theta[i] + rate * (own.T @ residual / noise + (mu - theta[i]) / between)
-            mus.append(mu - rate * (mu - theta[i]) / between)
-        for i in range(m):
-            residual = y[codes == i] - X[codes == i] @ theta[i]
-            n, square = len(residual), residual @ residual
-            noises.append(noise - rate * (n / (2 * noise) - square / (2 * noise**2)))
-            apart = np.mean(mus, axis=0) if not known[0] else mu
-            square = np.sum((apart - theta[i]) ** 2)
-            betweens.append(between - rate * (d / (2 * between) - square / (2 * between**2)))
-        mu = mu if known[0] else np.mean(mus, axis=0)
-        noise = noise if known[1] else max(np.mean(noises), floor)
-        between = between if known[2] else max(np.mean(betweens), floor)
-    return theta, mu, noise, between
+    rows = [(X[codes == i], y[codes == i]) for i in range(m)]
+    theta, mu = [np.zeros(d)] * m, np.zeros(d)  # line 1
+    for _ in range(n_steps):  # line 2
+        thetas, mus, noises, betweens = [], [], [], []
+        for i, (own, target) in enumerate(rows):  # lines 4 and 5
+            residual, apart = target - own @ theta[i], mu - theta[i]
+            thetas.append(theta[i] + rate * (own.T @ residual / noise + apart / between))  # 6
+            mus.append(mu - rate * apart / between)  # 7
+            n, square = len(target), residual @ residual
+            noises.append(noise - rate * (n / (2 * noise) - square / (2 * noise**2)))  # 8
+            square = apart @ apart
+            betweens.append(between - rate * (d / (2 * between) - square / (2 * between**2)))  # 9
+        theta = thetas
+        mu = mu if known[0] else np.mean(mus, axis=0)  # 12
+        between = between if known[2] else max(np.mean(betweens), floor)  # 13
+        noise = noise if known[1] else max(np.mean(noises), floor)  # 14
+    return np.array(theta), mu, noise, between
 
 
 @pytest.mark.parametrize("n_steps", [1, 2, 7])
@@ -70,7 +72,7 @@ def test_descent_is_the_listing(n_steps):
     )
     with pytest.warns(ConvergenceWarning):
         model.fit(X, y, groups=codes)
-    theta, mu, _, _ = descend(X, y, codes, n_steps, 0.01, 0.4, 0.5)
+    theta, mu, _, _ = listing(X, y, codes, n_steps, 0.01, 0.4, 0.5)
     np.testing.assert_allclose(model.coef_, theta, atol=1e-12)
     np.testing.assert_allclose(model.population_coef_, mu, atol=1e-12)
     assert model.n_iter_ == n_steps
@@ -83,7 +85,7 @@ def test_descent_of_unknown_variances_is_the_listing():
     with pytest.warns(ConvergenceWarning):
         model.fit(X, y, groups=codes)
     start = y @ y / len(y)
-    theta, mu, noise, between = descend(
+    theta, mu, noise, between = listing(
         X, y, codes, 9, 0.002, 1.0, start, known=(False, False, False), floor=1e-3
     )
     np.testing.assert_allclose(model.coef_, theta, atol=1e-12)
@@ -155,6 +157,24 @@ def test_a_step_too_long_is_explained():
     slow = clone(model).set_params(learning_rate=0.95 * largest, tol=1e-9).fit(X, y, groups=codes)
     best = fit(X, y, codes, GaussianPrior(0.0, 0.4), noise_variance=0.5)
     np.testing.assert_allclose(slow.coef_, best.coef_, atol=1e-5)
+
+
+def test_a_mean_that_moves_with_its_clients_halves_the_longest_step():
+    X, y, codes = table()
+    curvature = max(np.linalg.eigvalsh(X[codes == k].T @ X[codes == k])[-1] for k in range(8))
+    largest = 2 / (curvature + 2 / 0.01)
+    model = PersonalizedLinearRegression(
+        GaussianPrior(covariance=0.01),
+        fit_intercept=False,
+        noise_variance=1.0,
+        solver="gd",
+        max_iter=5000,
+        learning_rate=1.5 * largest,
+    )
+    with pytest.raises(ValueError, match=rf"stable below {largest:.3g}\b"):
+        model.fit(X, y, groups=codes)
+    slow = model.set_params(learning_rate=0.99 * largest, tol=1e-10).fit(X, y, groups=codes)
+    np.testing.assert_allclose(slow.population_coef_, slow.coef_.mean(axis=0), atol=1e-6)
 
 
 @pytest.mark.parametrize(

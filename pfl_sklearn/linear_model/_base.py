@@ -163,9 +163,10 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         """Confidence intervals of population coefficients and variance components.
 
         Where errors are averaged over the variances (`uncertainty` of the linear model), bounds are
-        quantiles of the averages. Otherwise they are normal, from the expected information, with
-        variances cut at 0 and the noise variance on the logarithmic scale; take those of a variance
-        near 0 with care.
+        quantiles of the averages, moved to the estimate where that lies outside. They are above 0
+        whatever the data, so a variance that a likelihood ratio test at 1 - `level` does not tell
+        from 0 has the lower bound 0. Otherwise bounds are normal, from the expected information,
+        with variances cut at 0 and the noise variance on the logarithmic scale.
 
         Parameters
         ----------

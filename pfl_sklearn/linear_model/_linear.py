@@ -338,7 +338,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     Memory beyond the input: a copy of the rows, reduced to at most q rows per client. With p
     columns, of which q vary, that is ``8 min(n_i, q) (p + 1)`` bytes per client, twice during the
     fit and once after it. With up to 1,000 clients, errors need another ``8 q (p + 1)`` bytes per
-    client before they are computed, and ``8 q (p + 300)`` after that.
+    client, and ``8 q (p + 300)`` more once they are computed.
 
     References
     ----------
@@ -593,7 +593,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
 
     def _component_bounds(self, level):
         shape, free_noise = self._family
-        found = self._errors.component_quantiles(level)
+        random = self._design.random
+        between = self._between[np.ix_(random, random)]
+        found = self._errors.component_bounds(level, between, self.noise_variance_)
         if found is None:
             return super()._component_bounds(level)
         lower, upper = found

@@ -65,16 +65,20 @@ class PopulationErrors:
         bounds = ClientIntervals(mixture, self.share, estimates, stds).central(level)
         return tuple(bound + 0 * stds for bound in bounds)
 
-    def component_quantiles(self, level):
-        """Bounds (q q + 1,) of the covariance between clients and of the noise variance, or None.
+    def component_bounds(self, level, covariance, noise):
+        """Bounds (q q + 1,) around a covariance between clients (q, q) and a noise variance.
 
-        Only averages over the variances know them. Those of the covariance are in the order of the
-        random columns.
+        They are quantiles, moved to the estimate where that lies outside, and 0 for a variance that
+        a likelihood ratio test at 1 - level does not tell from 0. None without averages.
         """
         if self._averages is None:
             return None
-        averages = self._averages.get()
-        return [averages.component_quantiles(tail) for tail in ((1 - level) / 2, (1 + level) / 2)]
+        averages, estimates = self._averages.get(), np.append(covariance, noise)
+        lower = np.minimum(averages.component_quantiles((1 - level) / 2), estimates)
+        upper = np.maximum(averages.component_quantiles((1 + level) / 2), estimates)
+        variances = np.arange(len(covariance)) * (len(covariance) + 1)
+        lower[variances[self._averages.zero_p_values() > 1 - level]] = 0.0
+        return lower, upper
 
     def _ordered(self, matrix):
         at = np.argsort(self._order)

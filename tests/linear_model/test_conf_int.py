@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from pfl_sklearn import PersonalizedLinearRegression, PersonalizedLogisticRegression
+from pfl_sklearn.inspection import likelihood_ratio_test
 from pfl_sklearn.linear_model._mixed._profile import Settings, profile, whiten
 from pfl_sklearn.linear_model._mixed._reduction import reduce_rows
 from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior
@@ -152,3 +153,76 @@ def test_a_constant_response_has_intervals_of_no_length(random, uncertainty):
 def test_levels_are_numbers(level):
     with pytest.raises(ValueError, match=r"level must be a number in \(0, 1\)"):
         linear("gaussian").conf_int(level)
+
+
+def null_tables(n_tables, m=10, n=10, seed=3):
+    """Tables of clients that are alike: the variance between them is 0."""
+    rng, codes = np.random.default_rng(seed), np.repeat(np.arange(m), n)
+    for _ in range(n_tables):
+        yield rng.normal(size=(m * n, 1)), rng.normal(size=m * n), codes
+
+
+@pytest.mark.parametrize("uncertainty", ["full", "plug_in"])
+@pytest.mark.parametrize("random", ["all", "intercept"])
+def test_an_interval_contains_its_estimate(random, uncertainty):
+    n_zeros = 0
+    for X, y, codes in null_tables(3):
+        model = PersonalizedLinearRegression(random=random, uncertainty=uncertainty)
+        table = model.fit(X, y, groups=codes).conf_int()
+        estimates = model.summary()["estimate"].reindex(table.index).fillna(0.0)
+        assert np.all(table["lower"] <= estimates)
+        assert np.all(estimates <= table["upper"])
+        for term in ("intercept", "x0")[: len(estimates["between"])]:
+            if estimates["between", term] == 0:
+                n_zeros += 1
+                assert table.loc[("between", term), "lower"] == 0
+    assert n_zeros > 0
+
+
+@pytest.mark.slow
+def test_intervals_contain_a_true_variance_of_zero():
+    """The seed is fixed. At a rate of .95 fewer than 82 of 100 have a probability below 1e-6."""
+    bounds = [
+        PersonalizedLinearRegression(random="intercept")
+        .fit(X, y, groups=codes)
+        .conf_int()
+        .loc[("between", "intercept"), "lower"]
+        for X, y, codes in null_tables(100)
+    ]
+    assert np.sum(np.array(bounds) == 0) >= 82
+
+
+def nested(X, y, codes, kind):
+    """A model, the one in which a coefficient does not vary, and the name of that coefficient."""
+    full, diag = (GaussianPrior(covariance_type=kind) for kind in ("full", "diag"))
+    pooled = GaussianPrior(covariance=0.0)
+    larger, smaller, term = {
+        "intercept": ((diag, "intercept"), (pooled, "all"), "intercept"),
+        "spherical": ((GaussianPrior(covariance_type="spherical"), "all"), (pooled, "all"), "x0"),
+        "diag, slope": ((diag, "all"), (diag, "intercept"), "x0"),
+        "diag, intercept": ((diag, "all"), (pooled, "all"), "intercept"),
+        "full, slope": ((full, "all"), (full, "intercept"), "x0"),
+        "full, intercept": ((full, "all"), (full, [0]), "intercept"),
+    }[kind]
+    models = [
+        PersonalizedLinearRegression(prior, random=random).fit(X, y, groups=codes)
+        for prior, random in (larger, smaller)
+    ]
+    return *models, term
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["intercept", "spherical", "diag, slope", "diag, intercept", "full, slope", "full, intercept"],
+)
+def test_an_interval_starts_at_zero_where_the_likelihood_ratio_does_not_reject_zero(kind):
+    rng = np.random.default_rng(2)
+    codes, X = np.repeat(np.arange(12), 6), rng.normal(size=(72, 1)) + 0.5
+    theta = rng.normal(size=(12, 2)) * [0.9, 0.54]
+    y = theta[codes, 0] + theta[codes, 1] * X[:, 0] + rng.normal(size=72)
+    larger, smaller, term = nested(X, y, codes, kind)
+    p_value = likelihood_ratio_test(smaller, larger).p_value
+    assert 1e-3 < p_value < 0.3
+    for level, at_zero in ((1 - 1.01 * p_value, False), (1 - 0.99 * p_value, True)):
+        lower = larger.conf_int(level).loc[("between", term), "lower"]
+        assert (lower == 0) == at_zero

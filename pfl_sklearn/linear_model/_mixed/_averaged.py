@@ -11,6 +11,7 @@ from scipy.special import chdtri
 from pfl_sklearn._uncertainty import ClientIntervals, Mixture
 from pfl_sklearn.linear_model._mixed._profile import client_deviations, profile, whiten
 from pfl_sklearn.linear_model._mixed._variance_points import find_points
+from pfl_sklearn.linear_model._mixed._zero_variances import zero_p_values
 
 _SPREAD = (np.arange(200) + 0.5) / 200  # levels of the noise variance at a point
 
@@ -100,14 +101,21 @@ class LazyAverages:
     """Averages that are computed on first use."""
 
     def __init__(self, case=None, averages=None):
-        self._case, self._averages = case, averages
+        self._case, self._averages, self._p_values = case, averages, None
 
     def get(self):
         """The averages."""
         if self._averages is None:
             self._averages = average(self._case)
-            self._case = None
         return self._averages
+
+    def zero_p_values(self):
+        """P-values (q,) of variances of zero; those of estimates without a likelihood are zero."""
+        if self._case is None:
+            return np.zeros(self.get().blocks.shape[1])
+        if self._p_values is None:
+            self._p_values = zero_p_values(self._case)
+        return self._p_values
 
 
 class AveragedPosterior:

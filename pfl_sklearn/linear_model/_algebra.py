@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 _RANK = 1e-11  # share of the largest eigenvalue, below which an eigenvalue is rounding error
+_MARGIN = 10.0
 _OUTSIDE = 1e-5  # share of a combination outside the row space, above which it is not estimable
 _OFF_DIAGONAL = 0.3  # typical entry of a random start, where the usual one is zero
 _DAMPING = 1e-6  # of correlations, before their inverse
@@ -54,6 +55,15 @@ def estimable(normal, combinations=None):
     scaled = scaled / lengths
     outside = np.linalg.norm(scaled @ vectors[:, ~kept], axis=1)
     return outside <= _OUTSIDE * np.linalg.norm(scaled, axis=1)
+
+
+def near_combinations(normal):
+    """Directions (p, k) at columns of length 1 in which a normal matrix has next to nothing.
+
+    Returns them and the lengths (p,) of the columns. A margin makes up for other weights.
+    """
+    lengths, values, vectors, _ = _spectrum(normal)
+    return vectors[:, values < _MARGIN * _RANK * values.max(initial=0.0)], lengths
 
 
 def n_independent(normal):

@@ -205,12 +205,10 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
                 "conf_int needs clients that share a population; got "
                 f"prior={self.prior!r}, whose variances are infinite or as good as that."
             )
-        design, random = self._design.named(feature_names), self._design.random
+        design = self._design.named(feature_names)
         names, estimates = self._population_terms(design)
         fixed = self._population_bounds(estimates, level)
         covariance, noise = self._component_bounds(level)
-        if covariance is not None:
-            covariance = tuple(bound.reshape(len(random), len(random)) for bound in covariance)
         return intervals_table(names, fixed, design.random_names, covariance, noise)
 
     def _n_parameters(self, name):

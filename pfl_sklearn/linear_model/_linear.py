@@ -186,7 +186,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     population_coef_std_, population_intercept_std_ : ndarray of shape (d,) and float
         Standard errors, with the uncertainty of the variances as `uncertainty` says. NaN for
         coefficients that are not identified (a column of zeros, one of two equal columns) and under
-        priors other than the Gaussian.
+        priors other than the Gaussian. A warning names columns that are nearly such.
     population_covariance_ : ndarray of shape (p, p)
         Covariance of the population coefficients, the intercept (if fitted) first.
     prior_ : prior
@@ -248,9 +248,19 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         If the search reached `max_iter` before it converged, or if a covariance of low rank has so
         few rows that no search finds its maximum for sure.
     UserWarning
-        If the coefficients that vary fit the rows of every client exactly, so that posterior means
-        stand in for the maximum of the likelihood (see Notes), or if the population's coefficients
-        alone fit all rows exactly, so that the variances mean nothing.
+        With several clients and an unknown noise variance,
+
+        - if the population's coefficients alone fit all rows exactly (a constant `y`, an exact
+          line), so that the variances mean nothing;
+        - if the clients' coefficients do (exact client levels), so that the noise variance is
+          rounding error; where no client has rows to spare, posterior means stand in for the
+          maximum of the likelihood (see Notes).
+
+        Under a Gaussian prior also,
+
+        - if the data say nothing about a variance between clients (see Notes);
+        - if columns are nearly, but not exactly, combinations of others, so that their standard
+          errors are NaN.
 
     See Also
     --------
@@ -305,6 +315,15 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     noise variance of 0, if it is bounded at all, and with simpler shapes it often is. The estimates
     are then posterior means under the same prior, with a warning; `prior_` and `noise_variance_`
     hold the means of the variances.
+
+    *Flat likelihood.* Restricted likelihood is that of contrasts K'y with K'X = 0. Where the
+    population's columns span a coefficient's column of every client (three hospital-level columns
+    and an intercept span the levels of four hospitals), it does not depend on the variance of that
+    coefficient. The variance is then 0, with a warning: it is the answer of full likelihood, any
+    other would be that of the search's start, and the predictions for the clients of the fit are
+    the same under every value. Errors are averaged over the prior alone, and :meth:`conf_int` says
+    0 to infinity. "spherical" and "low_rank" share a variance and are flat only if all their
+    coefficients are.
 
     Private fits (`epsilon` finite) release the population once.
 
@@ -555,6 +574,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
             covariance, self._between, found.averages, share, design.order
         )
         self._centre = None if found.centre is None else found.centre[back]
+        self._unbounded = found.unbounded
         coef, intercept = design.coefficients(found.population[back])
         self.population_coef_, self.population_intercept_ = coef, float(intercept)
         self.coef_, self.intercept_ = design.coefficients(found.coefficients[:, back])
@@ -597,10 +617,16 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         between = self._between[np.ix_(random, random)]
         found = self._errors.component_bounds(level, between, self.noise_variance_)
         if found is None:
-            return super()._component_bounds(level)
-        lower, upper = found
-        noise = (lower[-1], upper[-1]) if free_noise else None
-        return None if shape is None else (lower[:-1], upper[:-1]), noise
+            covariance, noise = super()._component_bounds(level)
+        else:
+            lower, upper = found
+            noise = (lower[-1], upper[-1]) if free_noise else None
+            covariance = None
+            if shape is not None:
+                covariance = lower[:-1].reshape(between.shape), upper[:-1].reshape(between.shape)
+        if self._unbounded is not None:
+            covariance[1][self._unbounded, self._unbounded] = np.inf
+        return covariance, noise
 
     def predict(self, X, *, groups=None, return_std=False):
         """Mean response of every row's client; the population's for unseen clients.

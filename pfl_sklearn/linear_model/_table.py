@@ -20,7 +20,7 @@ class Table(NamedTuple):
     weights: np.ndarray | None  # (n,), precision
     n_random: int
     intercept: int | None  # position of the intercept among the columns
-    names: list  # names of the random columns
+    names: list  # names of the columns
     all_random: bool  # whether all columns were asked to vary, and not certain ones
 
     @property
@@ -42,7 +42,7 @@ def make_table(design, features, y, rows):
         rows.weights,
         len(design.random),
         int(np.argmin(design.order)) if design.fit_intercept else None,
-        design.random_names,
+        [design.names[k] for k in design.order],
         design.all_random,
     )
 
@@ -77,6 +77,7 @@ class Estimates(NamedTuple):
     responsibilities: np.ndarray | None = None  # (m, k)
     centre: np.ndarray | None = None  # (p,), at which the covariance has its shape
     averages: Any = None  # LazyAverages over the variances; None where they count as known
+    unbounded: np.ndarray | None = None  # (q,), variances that the data do not bound
 
 
 def is_centred(table, prior):

@@ -458,7 +458,8 @@ def test_names_of_features_survive_the_steps_before(inside, final):
         sparse_threshold=0,
     )
     names = ["onehot__sex_f", "onehot__sex_m", "scaled__age"]
-    pipeline, target = make_pipeline(columns, final), Y if not is_classifier(final) else Y > 4
+    noisy = Y + np.random.default_rng(0).normal(size=len(Y))
+    pipeline, target = make_pipeline(columns, final), Y > 4 if is_classifier(final) else noisy
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SeparationWarning)
         if inside:

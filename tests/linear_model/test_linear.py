@@ -1,6 +1,7 @@
 """PersonalizedLinearRegression under a Gaussian prior: oracles, limits, equivariance, bad input."""
 
 import warnings
+from contextlib import nullcontext
 
 import numpy as np
 import pandas as pd
@@ -616,7 +617,8 @@ def test_an_exact_fit(covariance_type, method, covariance):
     model = PersonalizedLinearRegression(prior, method=method)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # it says so, or ends at a bound
-        model.fit(X, y, groups=codes)
+        with pytest.warns(UserWarning, match=f"clients' coefficients fit all {len(X)} rows"):
+            model.fit(X, y, groups=codes)
     assert 0 <= model.noise_variance_ < 1e-8
     np.testing.assert_allclose(columns_of(model), theta, atol=1e-3)
     mean, std = model.predict(X, groups=codes, return_std=True)
@@ -633,7 +635,10 @@ def test_a_constant_target(covariance_type, fit_intercept, value):
     X, _, codes, _ = table()
     model = PersonalizedLinearRegression(
         GaussianPrior(covariance_type=covariance_type), fit_intercept=fit_intercept
-    ).fit(X, np.full(len(X), value), groups=codes)
+    )
+    exact = pytest.warns(UserWarning, match=f"population's coefficients fit all {len(X)} rows")
+    with exact if fit_intercept or value == 0 else nullcontext():
+        model.fit(X, np.full(len(X), value), groups=codes)
     if fit_intercept or value == 0:
         np.testing.assert_allclose(model.predict(X, groups=codes), value, rtol=1e-7)
         np.testing.assert_allclose(model.coef_, 0.0, atol=1e-7 * value)
@@ -641,7 +646,8 @@ def test_a_constant_target(covariance_type, fit_intercept, value):
         assert np.abs(model.prior_.covariance).max() <= 1e-14 * value**2
     assert np.isfinite(model.log_likelihood_)
     known = GaussianPrior(0.0, 1.0)
-    model.set_params(prior=known).fit(X, np.zeros(len(X)), groups=codes)
+    with exact:
+        model.set_params(prior=known).fit(X, np.zeros(len(X)), groups=codes)
     np.testing.assert_array_equal(columns_of(model), 0.0)
 
 

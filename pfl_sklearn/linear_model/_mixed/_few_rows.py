@@ -36,7 +36,7 @@ def rows_to_spare(table, varies):
 
 def warn_of_few_rows(table, averaged=True):
     """Say that there is no noise to be seen, and whether posterior means stand in."""
-    sizes, names = np.bincount(table.codes), table.names
+    sizes, names = np.bincount(table.codes), table.names[: table.n_random]
     listed = ", ".join(map(repr, names[:_MOST_NAMES]))
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     given = "The noise variance is estimated as 0, and standard deviations are too small."
@@ -47,16 +47,6 @@ def warn_of_few_rows(table, averaged=True):
         f"exactly ({sizes.min()} to {sizes.max()} rows), so restricted likelihood cannot tell "
         f"noise from differences between clients. {given} Let fewer coefficients vary (random), "
         "or give noise_variance.",
-        UserWarning,
-    )
-
-
-def warn_of_no_rows_left(n_rows):
-    """Say that the population's coefficients leave no residuals."""
-    warn_caller(
-        f"The population's coefficients fit all {n_rows} rows exactly, so no residual tells of "
-        "noise or of differences between clients. Variances and standard deviations are "
-        "meaningless. Leave features out, or give noise_variance and the prior's covariance.",
         UserWarning,
     )
 

@@ -4,6 +4,7 @@ import math
 from functools import partial
 
 from pfl_sklearn.linear_model._mixed._gaussian_prior import fit_gaussian_prior
+from pfl_sklearn.linear_model._mixed._identified import warn_of_what_is_open
 from pfl_sklearn.linear_model._mixed._laplace_prior import fit_laplace_prior
 from pfl_sklearn.linear_model._mixed._mixture_prior import fit_mixture_prior
 from pfl_sklearn.linear_model._mixed._printed import fit_by_gradient, fit_clustered
@@ -70,9 +71,11 @@ def fit_with_report(fit, prior, release, sample_weight, names):
 def _fit_openly(fit, names, table, prior, options):
     """Estimates, and a report which says that nothing protects them."""
     check_squares(table)
+    found = fit(table, prior, options)
+    warn_of_what_is_open(table, found, options)
     report = PrivacyReport.unprotected(
         "epsilon=inf was asked for.",
         not_released=(*names[0], *names[1]),
         n_clients=table.n_clients,
     )
-    return fit(table, prior, options), report
+    return found, report

@@ -9,8 +9,8 @@ from pfl_sklearn.linear_model._mixed._few_rows import (
     posterior_means,
     rows_to_spare,
     warn_of_few_rows,
-    warn_of_no_rows_left,
 )
+from pfl_sklearn.linear_model._mixed._identified import flat_variances, warn_of_flat_variances
 from pfl_sklearn.linear_model._mixed._known_population import (
     fit_known_population,
     is_known_with_few_rows,
@@ -91,13 +91,35 @@ def fit_gaussian_prior(table, prior, options):
         if can_average(family):
             return _posterior_estimates(table, reduced, settings, prior, family, around, shaped)
         warn_of_few_rows(table, averaged=False)
+    unbounded = None
     if options.noise_variance is None and found.point.root.shape[1] == reduced.n_rows:
-        warn_of_no_rows_left(reduced.n_rows)
         found = found._replace(converged=True)  # more iterations find nothing
+    elif family is not None:
+        found, unbounded = _zero_where_flat(table, reduced, settings, family, found, centre)
     estimates = _gaussian_estimates(table, reduced, found, prior, around, mean is None, shaped)
+    estimates = estimates._replace(unbounded=unbounded)
     if family is None or options.uncertainty == "plug_in":
         return estimates
     return _with_averages(estimates, table, reduced, settings, family, found, around)
+
+
+def _zero_where_flat(table, reduced, settings, family, found, centre):
+    """Variances that are 0 where the data say nothing of them, and which (q,) have no upper bound.
+
+    A search leaves a flat variance wherever it started. 0 is what full likelihood says, and the
+    clients' coefficients are the same under every value.
+    """
+    flat, spanning = flat_variances(reduced, settings.first)
+    flat &= family.varies
+    if family.shape in ("spherical", "low_rank") and not flat[family.varies].all():
+        flat[:] = False  # the coefficients share a variance, of which the others tell
+    if not flat.any():
+        return found, None
+    warn_of_flat_variances(table, flat, spanning)
+    ratio = np.where(flat[:, None] | flat, 0.0, found.ratio)
+    moved = at_ratio(reduced, settings, ratio)
+    back = Frame(reduced.scale, centre, table.intercept).back[: len(flat), : len(flat)]
+    return moved._replace(n_iter=found.n_iter, converged=found.converged), (back != 0) @ flat
 
 
 def _with_averages(estimates, table, reduced, settings, family, found, around):

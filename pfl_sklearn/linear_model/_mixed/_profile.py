@@ -74,9 +74,7 @@ def whiten(reduced, factor):
 def profile(reduced, whitened, settings):
     """Population coefficients, noise variance and criterion under whitened rows."""
     first = settings.first
-    gram = sum(_gram(rows) for rows in whitened.rows)
-    gram[reduced.n_random :, reduced.n_random :] += reduced.remainder
-    gram = gram[first:, first:]
+    gram = normal_matrix(reduced, whitened.rows)[first:, first:]
     root, log_det = inverse_root(gram[:-1, :-1], reduced.scale[first:])
     coefficients = root @ (root.T @ gram[:-1, -1])
     residuals, square = _residuals(reduced, whitened, coefficients, first)
@@ -95,9 +93,15 @@ def open_coefficients(reduced, whitened, point, first):
     """Positions of the population coefficients (p_free,) that are not identified."""
     if point.root.shape[1] == len(point.root):
         return np.zeros(0, dtype=np.intp)
-    gram = sum(_gram(rows) for rows in whitened.rows)
+    gram = normal_matrix(reduced, whitened.rows)[first:-1, first:-1]
+    return np.flatnonzero(~estimable(gram))
+
+
+def normal_matrix(reduced, rows):
+    """Gram matrix (p + 1, p + 1) of all rows; `rows` are those of every stack, whitened or not."""
+    gram = sum(_gram(stacked) for stacked in rows)
     gram[reduced.n_random :, reduced.n_random :] += reduced.remainder
-    return np.flatnonzero(~estimable(gram[first:-1, first:-1]))
+    return gram
 
 
 def refined(reduced, whitened, settings, point):

@@ -125,7 +125,8 @@ def test_an_exact_fit_leaves_nothing_to_average(random):
     X, _, codes, _ = draw(8, 6, 3)
     for y in (np.zeros(48), np.full(48, 3.0), 2 * X[:, 0] + 1):
         model = PersonalizedLinearRegression(random=random, unseen="population")
-        model.fit(X, y, groups=codes)
+        with pytest.warns(UserWarning, match="population's coefficients fit all 48 rows exactly"):
+            model.fit(X, y, groups=codes)
         mean, std = model.predict(X[:2], groups=[0, -1], return_std=True)
         np.testing.assert_allclose(mean, y[:2], atol=1e-9)
         assert (std < 2 * np.sqrt(np.finfo(float).eps)).all()  # residuals of rounding, squared

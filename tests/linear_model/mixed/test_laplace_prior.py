@@ -234,9 +234,13 @@ def test_a_constant_target_and_an_exact_fit(target):
     if target == "exact":
         y = theta[codes, 0] + np.einsum("nd,nd->n", X, theta[codes, 1:])
     model = PersonalizedLinearRegression(LaplacePrior(), max_iter=20000)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         model.fit(X, y, groups=codes)
+    told = [str(w.message) for w in caught if w.category is UserWarning]
+    assert ["population" in text and "all 60 rows" in text for text in told] == (
+        [True] if target == "constant" else []
+    )
     np.testing.assert_allclose(model.predict(X, groups=codes), y, atol=1e-2)
 
 

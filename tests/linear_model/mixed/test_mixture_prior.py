@@ -471,9 +471,11 @@ def test_mixtures_have_no_other_solver(name):
 def test_a_constant_target_and_an_exact_fit(name):
     X, _, codes, theta, labels = table(spread=0.0, noise=0.0)
     model = PersonalizedLinearRegression(PRIORS[name])
-    model.fit(X, np.full(len(X), 5.0), groups=codes)
+    with pytest.warns(UserWarning, match=f"population's coefficients fit all {len(X)} rows"):
+        model.fit(X, np.full(len(X), 5.0), groups=codes)
     np.testing.assert_allclose(model.predict(X, groups=codes), 5.0)
     exact = theta[codes, 0] + np.einsum("nd,nd->n", X, theta[codes, 1:])
-    model.fit(X, exact, groups=codes)
+    with pytest.warns(UserWarning, match=f"clients' coefficients fit all {len(X)} rows"):
+        model.fit(X, exact, groups=codes)
     np.testing.assert_allclose(columns_of(model), theta, atol=1e-3)
     assert np.mean(model.responsibilities_.argmax(axis=1) == labels) in (0.0, 1.0)

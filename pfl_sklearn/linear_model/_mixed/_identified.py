@@ -1,0 +1,143 @@
+"""What the rows of a linear model leave open, for the warnings that name the columns.
+
+A variance between clients of which the likelihood knows nothing, coefficients of the population
+that are not identified, and rows that are fitted exactly.
+"""
+
+import numpy as np
+
+from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.linear_model._algebra import inverse_root, near_combinations
+from pfl_sklearn.linear_model._mixed._profile import normal_matrix
+
+_MOST_NAMES = 6
+_SPANNED = 1e-8  # share of a client's column outside the population's that counts as rounding
+_NO_PART = 1e-6  # coefficient, at columns of like length, of a column that is no part of another
+_EXACT_COMBINATION = 1e-12  # length of a combination of columns of length 1 that counts as rounding
+_NEARLY_EXACT = 1e-10  # noise variance over mean square of the targets, to look at the residuals
+_SMALLEST = 1e-270
+_EXACT = 1e-9  # residual over standard deviation of the targets that counts as none
+_ROUNDING = 8 * np.finfo(float).eps
+
+
+def flat_variances(reduced, first):
+    """Variances (q,) that the restricted likelihood does not know, and columns (p,) that cause it.
+
+    Restricted likelihood is that of contrasts K'y with K'X = 0. Where the population's columns span
+    a coefficient's column of every client (its values there, 0 elsewhere), these have no part in
+    any contrast: hospital-level columns, one fewer than hospitals, span the hospitals' levels. The
+    columns from `first` on have a free population coefficient.
+    """
+    q, p = reduced.n_random, reduced.n_columns
+    squares = np.concatenate(
+        [
+            np.einsum("bkq,bkq->bq", stack.rows[..., :q], stack.rows[..., :q])
+            for stack in reduced.stacks
+        ]
+    )
+    n_needed = np.sum(squares > 0, axis=0)
+    flat, spanning = np.zeros(q, dtype=bool), np.zeros(p, dtype=bool)
+    possible = (n_needed > 0) & (n_needed <= p - first)  # no more clients than columns
+    if not possible.any():
+        return flat, spanning
+    gram = normal_matrix(reduced, [stack.rows for stack in reduced.stacks])[first:-1, first:-1]
+    root = inverse_root(gram)[0]
+    for k in np.flatnonzero(possible):
+        across = np.concatenate(
+            [
+                np.einsum("bk,bkp->bp", stack.rows[..., k], stack.rows[..., first:-1])
+                for stack in reduced.stacks
+            ]
+        )
+        inside = np.sum((across @ root) ** 2, axis=1)
+        if np.all(squares[:, k] - inside <= _SPANNED * squares[:, k]):
+            flat[k] = True
+            spanning[first:] |= np.abs(root @ (root.T @ across.T)).max(axis=1) > _NO_PART
+    return flat, spanning
+
+
+def warn_of_flat_variances(table, flat, spanning):
+    """Name the coefficients whose variance is set to 0 for want of any information."""
+    coefficients = _listed(table.names[k] for k in np.flatnonzero(flat))
+    columns = _listed(table.names[k] for k in np.flatnonzero(spanning))
+    warn_caller(
+        f"The data say nothing about the variance between clients of {coefficients}, because the "
+        f"population's columns {columns} already give each of the {table.n_clients} clients a "
+        "value of its own. The variance is set to 0: that changes no prediction for these clients, "
+        "but standard errors and predictions for new clients depend on it. Leave columns out, or "
+        "give the prior's covariance.",
+        UserWarning,
+    )
+
+
+def warn_of_what_is_open(table, estimates, options):
+    """Name columns too close to each other for standard errors, and say if the fit is exact."""
+    left_open = np.isnan(np.diag(estimates.population_covariance))
+    if left_open.any() and not left_open.all():
+        _warn_of_near_combinations(table, np.flatnonzero(left_open))
+    if options.noise_variance is None and table.n_clients > 1:  # one client: least squares
+        _warn_of_exact_fit(table, estimates)
+
+
+def _warn_of_near_combinations(table, at):
+    """Name those of the columns `at` that are nearly, but not exactly, combinations of others.
+
+    Exact ones are the analyst's own (a column of zeros, a full set of indicators). Others look
+    like features with coefficients of their own, until their standard errors are NaN.
+    """
+    columns = table.columns[:, at]
+    if table.intercept is not None:
+        columns = columns - columns.mean(axis=0)
+    vectors, lengths = near_combinations(columns.T @ columns)
+    left = np.linalg.norm(columns @ (vectors / lengths[:, None]), axis=0)
+    near = left > _EXACT_COMBINATION
+    if not near.any():
+        return
+    involved = np.abs(vectors[:, near]).max(axis=1) > _NO_PART
+    names = _listed(table.names[k] for k in at[involved])
+    warn_caller(
+        f"The standard errors of the population's coefficients of {names} are NaN: one of these "
+        f"columns is a combination of the others up to a relative {left.max():.0e}, which leaves "
+        "too few digits to tell their coefficients apart. Leave it out, or replace it by its "
+        "difference from that combination.",
+        UserWarning,
+    )
+
+
+def _warn_of_exact_fit(table, estimates):
+    """Say that no residual is left but rounding errors."""
+    n, near = len(table.y), _NEARLY_EXACT * np.mean(table.y**2)
+    if not estimates.noise <= near + _SMALLEST:
+        return
+    if _fits(table, np.broadcast_to(estimates.population, table.columns.shape)):
+        warn_caller(
+            f"The population's coefficients fit all {n} rows exactly, so no residual tells of "
+            "noise or of differences between clients. Variances and standard deviations are "
+            "meaningless. Leave features out, or give noise_variance and the prior's covariance.",
+            UserWarning,
+        )
+    elif np.bincount(table.codes).max() > table.n_random and _fits(
+        table, estimates.coefficients[table.codes]
+    ):
+        warn_caller(
+            f"The clients' coefficients fit all {n} rows exactly, so no residual tells of noise. "
+            "The noise variance and the standard deviations of clients are rounding errors. Let "
+            "fewer coefficients vary (random), or give noise_variance.",
+            UserWarning,
+        )
+
+
+def _fits(table, coefficients):
+    """Whether coefficients (n, p) leave residuals of rounding errors only."""
+    residuals = table.y - np.einsum("np,np->n", table.columns, coefficients)
+    size = (
+        np.abs(table.y).max()
+        + np.einsum("np,np->n", np.abs(table.columns), np.abs(coefficients)).max()
+    )
+    return np.sqrt(np.mean(residuals**2)) <= _EXACT * np.std(table.y) + _ROUNDING * size
+
+
+def _listed(names):
+    names = list(names)
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(map(repr, names[:_MOST_NAMES])) + more

@@ -604,7 +604,7 @@ def test_a_seed_repeats_and_is_warned_of():
         other = fitted(search.set_params(random_state=4))
     assert other.best_score_ != first.best_score_
     unseeded = [fitted(search.set_params(random_state=None)).best_score_ for _ in range(2)]
-    assert unseeded[0] != unseeded[1]
+    assert unseeded[0] != unseeded[1]  # on a grid: the same by chance 3e-7 of times
 
 
 class Recorded(GaussianMean):

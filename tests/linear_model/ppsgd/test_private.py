@@ -29,6 +29,9 @@ from tests.helpers.ppsgd import SEED, assert_same_fit, table
 pytestmark = pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning")
 
 NOISE = {"noise_multiplier": 1.5, "clip_norm": 0.7, "learning_rate": 0.05}
+# Noise without a seed is measured to six standard deviations: a test with up to three such
+# figures fails by chance in fewer than 1 of 1e8 runs.
+FAR = 6
 
 
 @pytest.mark.slow
@@ -57,8 +60,8 @@ def test_the_noise_on_w_is_that_of_the_paper(weighting, sparse, q, sampling, alp
     eta = 0.05 / max(alpha, 1 / (6 * q)) if math.isfinite(alpha) else None
     step = 0.05 if eta is None else alpha * eta
     expected = math.sqrt(T) * step * std
-    assert model.population_coef_.std() == pytest.approx(expected, rel=5 / math.sqrt(2 * d))
-    assert abs(model.population_coef_.mean()) < 5 * expected / math.sqrt(d)
+    assert model.population_coef_.std() == pytest.approx(expected, rel=FAR / math.sqrt(2 * d))
+    assert abs(model.population_coef_.mean()) < FAR * expected / math.sqrt(d)
     assert not model.local_coef_.nnz if sparse else not model.local_coef_.any()
 
 
@@ -70,7 +73,7 @@ def test_the_noise_on_the_average_iterate(sparse):
     model.fit(csr_array(X) if sparse else X, np.ones(5), groups=np.arange(5))
     share = np.arange(T) / T
     expected = 0.05 * 1.5 * 0.7 / 5 * math.sqrt(np.sum(share**2))
-    assert model.population_coef_.std() == pytest.approx(expected, rel=5 / math.sqrt(2 * d))
+    assert model.population_coef_.std() == pytest.approx(expected, rel=FAR / math.sqrt(2 * d))
 
 
 @pytest.mark.parametrize("sparse", [False, True])
@@ -90,7 +93,7 @@ def test_the_noise_of_a_moving_bound_follows_it(sparse):
     z = ClippedSum(0.7, 1.5, 0.1).sum_noise_multiplier
     assert z > 1.5
     expected = 0.05 * z * np.sqrt(np.sum(bounds**2)) / 12
-    assert model.population_coef_.std() == pytest.approx(expected, rel=5 / math.sqrt(8000))
+    assert model.population_coef_.std() == pytest.approx(expected, rel=FAR / math.sqrt(8000))
 
 
 N_FITS, ROUNDS = 300, 4
@@ -321,7 +324,7 @@ def test_new_bounds_and_multipliers_hold_from_then_on(sparse):
         model.set_params(noise_multiplier=z, clip_norm=bound, n_rounds=1)
         model.partial_fit(X, np.ones(8), groups=groups)
         added = (model.population_coef_ - before).std()
-        assert added == pytest.approx(z * bound / 8, rel=5 / math.sqrt(8000))
+        assert added == pytest.approx(z * bound / 8, rel=FAR / math.sqrt(8000))
         assert model.history_["clip_norm"][-1] == bound
 
 

@@ -5,8 +5,12 @@ from pathlib import Path
 
 import matplotlib
 import pytest
+from hypothesis import settings
 
 matplotlib.use("Agg")
+# The same examples in every run, on which a green suite depends; --hypothesis-profile=default draws
+# others.
+settings.load_profile("ci")
 pytest.register_assert_rewrite("tests.helpers")
 
 if "PFL_SKLEARN_WITHOUT_TORCH" in os.environ:

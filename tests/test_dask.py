@@ -1,4 +1,7 @@
-"""A local dask cluster runs the same fits as one process."""
+"""A local dask cluster runs the same fits as one process.
+
+To the bit, as its workers are on the same machine and have the same kernel of the linear algebra.
+"""
 
 import os
 import warnings

@@ -1,4 +1,7 @@
-"""Batches in parallel: order, chunks, backends, threads of the linear algebra."""
+"""Batches in parallel: order, chunks, backends, threads of the linear algebra.
+
+The same bits are those of workers on one machine, with the same kernel of the linear algebra.
+"""
 
 import subprocess
 import sys

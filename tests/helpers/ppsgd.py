@@ -17,6 +17,7 @@ def table(sizes=SIZES, d=3, seed=0, n_outputs=None):
 
 
 def assert_same_fit(one, other):
+    """The same bits: both fits are of one machine and kernel of the linear algebra."""
     np.testing.assert_array_equal(one.coef_, other.coef_)
     np.testing.assert_array_equal(one.population_coef_, other.population_coef_)
     np.testing.assert_array_equal(one.population_intercept_, other.population_intercept_)

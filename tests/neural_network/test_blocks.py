@@ -1,4 +1,7 @@
-"""What a client computes does not depend, to the bit, on who else is in its block."""
+"""What a client computes does not depend, to the bit, on who else is in its block.
+
+That holds between fits on one machine and kernel of the linear algebra, not between machines.
+"""
 
 import numpy as np
 import pytest

@@ -1,7 +1,7 @@
 """The same seed gives the same bits, and nothing global changes.
 
 Two fits are compared, both of this run: on one machine, with one build of torch and one kernel of
-the linear algebra. Other machines give other last bits, and nothing here is compared to stored ones.
+the linear algebra. Other machines give other last bits. Nothing here is compared to stored ones.
 """
 
 import copy

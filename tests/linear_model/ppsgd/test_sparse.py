@@ -172,7 +172,7 @@ def test_a_feature_that_nobody_has_gets_noise_alone():
     assert without.population_coef_[4] == 0
     model = PPSGDRegressor(**NOISE)
     values = [model.fit(csr_array(X), y, groups=groups).population_coef_[4] for _ in range(3)]
-    assert len(set(values)) == 3
+    assert len(set(values)) == 3  # on a grid: two of them are the same by chance 2e-7 of times
 
 
 @pytest.mark.parametrize("alpha", [0.3, math.inf])

@@ -256,7 +256,7 @@ def test_a_function_that_fits_leaks(function, call):
         {"inv_kw_args": {"scalers": np.array([SCALER, None], dtype=object)}},
         {"feature_names_out": from_a_default},
     ],
-    ids=str,
+    ids=lambda params: next(iter(params)),
 )
 def test_an_estimator_among_the_arguments_of_a_function_leaks(params):
     """What release() would publish, whether or not the fit used it."""

@@ -475,7 +475,8 @@ def test_coefficients_predict():
     np.testing.assert_allclose(model.coef_, model.population_coef_ + model.local_coef_, rtol=1e-15)
     new = model.predict(X, groups=np.where(groups == 3, 1000, groups))
     known = groups != 3
-    np.testing.assert_array_equal(new[known], model.predict(X[known], groups=groups[known]))
+    # To the bit only where the rows keep their places: some kernels sum the last ones differently.
+    np.testing.assert_array_equal(new[known], model.predict(X, groups=groups)[known])
     population = X[~known] @ model.population_coef_ + model.population_intercept_
     np.testing.assert_allclose(new[~known], population, rtol=1e-12)
 

@@ -342,13 +342,17 @@ class _Search(NamedTuple):
         """
         if self.n_points == 1:
             return False
-        near, far = (self._value_at(times * found.factor, found, weak) for times in (1.0, _FAR))
-        return near - far > _FALL
+        far = found._replace(factor=_FAR * found.factor)
+        scaled = found.population.copy()  # it grows with the spread where the likelihood is flat
+        scaled[:, scaled.shape[1] - len(weak.slopes) :] *= _FAR
+        least = self._value_at(found, weak) - _FALL
+        starts = (far._replace(population=scaled), far)
+        return all(self._value_at(start, weak) < least for start in starts)
 
-    def _value_at(self, factor, found, weak):
-        """Integrated likelihood, less penalties, of the best population at a factor."""
-        start, options = found._replace(factor=factor, metric=None), self.options
-        criterion = self.make(DENSE, found.states)
+    def _value_at(self, start, weak):
+        """Integrated likelihood, less penalties, of the best population at the factor of a start."""
+        start, options = start._replace(metric=None), self.options
+        criterion = self.make(DENSE, start.states)
         return maximize_marginal(
             criterion, start, self.root, weak, options.max_iter, options.tol
         ).value

@@ -279,6 +279,18 @@ def test_what_diverges_is_still_said_to():
         fit(X[:, :1], (X[:, 0] > thresholds[codes]).astype(int), codes)
 
 
+@pytest.mark.parametrize(("seed", "pure"), [(3, 7), (5, 0)])
+def test_a_likelihood_that_is_flat_far_away_has_no_maximum_there(seed, pure):
+    """Standard deviations of 479 and 300 stood: ten times as far the search lost the population."""
+    rng = np.random.default_rng(seed)
+    x, codes = rng.normal(size=40).round(2), np.repeat(np.arange(8), 5)
+    thresholds = 1.5 * rng.normal(size=8)
+    thresholds[8 - pure :] = -np.inf
+    with pytest.warns(SeparationWarning, match=r"\b10 logits.*\b1\b"):
+        model = fit(x[:, None], (x > thresholds[codes]).astype(int), codes)
+    assert model.prior_.covariance[0, 0] ** 0.5 < 5
+
+
 def test_one_mixed_client_bounds_no_spread_but_two_do():
     """Ten times the spread costs at most 1.4 nats for each client with rows of two classes."""
     two = mostly_pure("000010000100", "110011010001")

@@ -350,7 +350,7 @@ class _Search(NamedTuple):
         return all(self._value_at(start, weak) < least for start in starts)
 
     def _value_at(self, start, weak):
-        """Integrated likelihood, less penalties, of the best population at the factor of a start."""
+        """Integrated likelihood, less penalties, of the best population at a start's factor."""
         start, options = start._replace(metric=None), self.options
         criterion = self.make(DENSE, start.states)
         return maximize_marginal(

@@ -51,10 +51,10 @@ def read_classes(y, estimator, private=False):
 def _look_like_counts(classes, sizes):
     """Whether sorted classes with so many rows each are more likely counts than codes.
 
-    Large counts are rare, so that some occur once. Nobody means to learn a class from one row.
+    The largest count is rare, and mostly occurs once. That of codes is as frequent as any other.
     """
     many_numbers = len(classes) > _MANY and classes.dtype.kind in "iuf"
-    return many_numbers and classes[0] >= 0 and bool(np.any(sizes == 1))
+    return bool(many_numbers and classes[0] >= 0 and sizes[-1] == 1)
 
 
 def read_known_classes(y, known, classes, estimator, private):

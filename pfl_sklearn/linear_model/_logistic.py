@@ -195,8 +195,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         If `max_iter` was too small, or if rounding stopped the search. More iterations do not help
         in the second case.
     UserWarning
-        If the labels look like counts: more than 20 classes that are whole numbers, one of which
-        has a single row.
+        If the labels look like counts: more than 20 classes that are whole numbers, the largest of
+        which has a single row.
 
     See Also
     --------

@@ -943,9 +943,10 @@ def test_counts_are_not_taken_for_classes_in_silence(model):
     [
         lambda y: np.minimum(y, 20),  # few enough to be digits, ratings or months
         lambda y: np.arange(len(y)) % 60,  # codes, each with several rows
+        lambda y: np.maximum(np.arange(len(y)) % 60, [7] + [8] * (len(y) - 1)),  # 7 has one row
         lambda y: y.astype(str),
     ],
-    ids=["few", "codes", "names"],
+    ids=["few", "codes", "rare code", "names"],
 )
 def test_classes_are_not_taken_for_counts(labels):
     X, y, groups = counts()

@@ -235,6 +235,20 @@ def test_dense_points_see_the_edge_of_a_pure_client(sd):
     assert abs(evaluate(stacks, population, factor, 61)[0] - exact) > 1e-4
 
 
+@pytest.mark.parametrize(("sd", "error"), [(12.0, 3e-4), (50.0, 5e-3)])
+def test_dense_points_where_the_edge_is_away_from_the_mode(sd, error):
+    """The population predicts the class of all 12 rows of a client, more and more surely."""
+    columns, y, codes = np.ones((12, 1)), np.ones(12), np.zeros(12, int)
+    stacks, worst = stack_rows(columns, y, None, codes, 1), {DENSE: 0.0, 61: 0.0}
+    for off in sd * np.linspace(-1, 3, 33):
+        exact = integrated(columns, y, codes, np.array([off]), sd)
+        for n_points in worst:
+            found = evaluate(stacks, np.array([[off]]), np.array([[sd]]), n_points)[0]
+            worst[n_points] = max(worst[n_points], abs(found - exact))
+    assert worst[DENSE] < error
+    assert worst[61] > 10 * error
+
+
 def mostly_pure(*mixed):
     """30 clients of 12 rows: pure ones of the two classes in turn, then those given."""
     labels = [12 * str((k + 1) % 2) for k in range(30 - len(mixed))]

@@ -259,7 +259,7 @@ def beta_risk_bound(alpha, beta, trials, n_clients, weight, *, epsilon=math.inf,
     Raises
     ------
     ValueError
-        - If there are fewer than 2 clients.
+        - If there are fewer than 2 clients, or epsilon is not above 0.
         - If the version is unknown.
 
     Notes
@@ -278,6 +278,8 @@ def beta_risk_bound(alpha, beta, trials, n_clients, weight, *, epsilon=math.inf,
     """
     if n_clients < 2:
         raise ValueError(f"n_clients must be at least 2; got {n_clients!r}.")
+    if not epsilon > 0:
+        raise ValueError(f"epsilon must be above 0; got {epsilon!r}.")
     width = 1.0 if math.isinf(epsilon) else 1 / math.tanh(epsilon / 2)
     calls = n_clients**2 * trials
     limits = {

@@ -88,7 +88,8 @@ def heard_mean_variance(
     Raises
     ------
     ValueError
-        If `mechanism` or `weights` is unknown, or `times` do not increase from 1 on.
+        If `mechanism` or `weights` is unknown, `times` do not increase from 1 on, or weights are
+        not one a message.
 
     Notes
     -----
@@ -123,7 +124,10 @@ def heard_mean_variance(
 def _message_weights(weights, k):
     """Weights (k,) of messages, by name or as they are."""
     if not isinstance(weights, str):
-        return np.asarray(weights, dtype=float)
+        weights = np.asarray(weights, dtype=float)
+        if weights.shape != (k,):
+            raise ValueError(f"weights must be {k}, one a message; got shape {weights.shape}.")
+        return weights
     since = {"last": k, "mom": 1, "wmom": 1 << (k.bit_length() - 1)}
     if weights not in since:
         raise ValueError(f"weights must be one of {', '.join(since)}, or numbers; got {weights!r}.")

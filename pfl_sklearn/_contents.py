@@ -7,19 +7,18 @@ do not follow the globals of its functions, and we do not look into its classes.
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from functools import partial
-from types import CodeType, FunctionType, MappingProxyType, ModuleType
+from types import CodeType, FrameType, FunctionType, ModuleType, NoneType
 from typing import Any
 
 import numpy as np
 
 __all__ = ["codes_of", "everything_in", "held_by", "is_of_library", "named_globals"]
 
-_PLAIN = ModuleType | str | bytes | int | float | complex | None
+_PLAIN = (str, bytes, int, float, complex, bool, NoneType)  # not their subclasses: these may hold
 _LIBRARIES = sys.stdlib_module_names | {
     *("numpy", "scipy", "pandas", "polars", "pyarrow", "joblib"),
     *("sklearn", "torch", "skorch", "pfl_sklearn"),
@@ -32,38 +31,37 @@ def everything_in(
     """Every object inside of something, at any depth and each once; first of all itself.
 
     We look into attributes, containers, arrays of objects, bound methods, partial functions, and
-    into functions and classes. Objects that `enters` is false for are left out. Modules that a
-    function `imports` when it is called count once they are loaded.
+    into functions and classes, but not into modules, nor frames, which lead to whatever ran when an
+    exception was raised. Objects that `enters` is false for are left out. Modules that a function
+    `imports` when it is called count once they are loaded.
     """
     left, seen = [value], dict[int, Any]()
     while left:
         each = left.pop()
-        if isinstance(each, _PLAIN) or id(each) in seen or not enters(each):
+        if issubclass(type(each), ModuleType | FrameType) or type(each) in _PLAIN:
+            continue
+        if id(each) in seen or not enters(each):
             continue
         seen[id(each)] = each  # which keeps it, so that no other object gets its id
         yield each
-        if isinstance(each, FunctionType):
+        if type(each) is FunctionType:
             left += _of_function(each, imports)
         else:
             left += _inside(each)
 
 
 def _inside(value: Any) -> list[Any]:
-    """What an object that is no function holds."""
-    if isinstance(value, type):
-        return [] if is_of_library(value) else [*vars(value).values(), *value.__bases__]
-    held = [type(value), *getattr(value, "__dict__", {}).values(), *_in_slots(value)]
-    if isinstance(value, dict | MappingProxyType):
-        held += [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple | set | frozenset | deque):
-        held += value
-    elif isinstance(value, np.ndarray):
-        held += value.ravel().tolist() if value.dtype == object else []
-    elif isinstance(value, partial):
-        held += [value.func, value.args, value.keywords]
-    for name in ("__self__", "__func__", "fget"):  # methods, static ones too, and properties
-        if hasattr(type(value), name):  # asked of the class: an object may answer to any name
-            held.append(getattr(value, name, None))
+    """What an object that is no function holds.
+
+    We ask Python's garbage collector, which also knows what objects of C code hold: iterators, data
+    frames, slots. It runs no code of the object, which may answer to any name or to none.
+    """
+    cls = type(value)
+    if issubclass(cls, type):
+        return [] if is_of_library(value) else [cls, *vars(value).values(), *value.__bases__]
+    held = [cls, *gc.get_referents(value)]
+    if issubclass(cls, np.ndarray) and value.dtype.hasobject:  # numpy does not tell it
+        held += value.ravel().tolist()
     return held
 
 
@@ -84,33 +82,37 @@ def held_by(function: FunctionType) -> list[Any]:
     return held
 
 
-def _in_slots(value: Any) -> list[Any]:
-    """Values of an object's slots."""
-    slots = [vars(cls).get("__slots__", ()) for cls in type(value).__mro__]
-    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
-    return [getattr(value, name) for name in names if hasattr(value, name)]
-
-
 def named_globals(function: FunctionType, imports: bool = False) -> list[tuple[str, Any]]:
     """Names and values of the globals that the code of a function names, alone or in modules.
 
-    With `imports` also in modules that the function itself imports.
+    These are modules among the globals, defaults and the contents of the closure; with `imports`
+    also those that the function itself imports.
     """
     names = {name for code in codes_of(function) for name in code.co_names}
     found: list[tuple[str, Any]] = []
-    modules: list[Any] = [function.__globals__]
+    defaults, by_name, *cells = held_by(function)
+    left: list[Any] = [*(defaults or ()), *(by_name or {}).values(), *cells]
     if imports:
-        modules += [vars(sys.modules[name]) for name in names if sys.modules.get(name)]
+        left += _imported(names, function.__globals__.get("__package__") or "")
+    spaces = [function.__globals__]
     seen = set()
-    while modules:
-        module = modules.pop()
-        if id(module) in seen:
+    while spaces:
+        space = spaces.pop()
+        if id(space) in seen:
             continue
-        seen.add(id(module))
-        named = [(name, module[name]) for name in names if name in module]
-        modules += [vars(each) for _, each in named if isinstance(each, ModuleType)]
+        seen.add(id(space))
+        named = [(name, space[name]) for name in names if name in space]
+        left += [each for _, each in named]
         found += named
+        spaces += [vars(each) for each in left if issubclass(type(each), ModuleType)]
     return found
+
+
+def _imported(names: set[str], package: str) -> list[Any]:
+    """Loaded modules with these names, also relative to a package."""
+    parts = package.split(".")
+    above = ["", *(".".join(parts[:end]) + "." for end in range(1, len(parts) + 1))]
+    return [sys.modules.get(f"{each}{name}") for each in above for name in names]
 
 
 def codes_of(function: FunctionType) -> list[CodeType]:

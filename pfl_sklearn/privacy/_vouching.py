@@ -178,16 +178,16 @@ def _way_to_learn(step: Any) -> str | None:
             kind = type(each).__name__
             return f"holds a {kind}, which may have learnt from the same data without noise"
     for each in held:
-        codes = codes_of(each) if isinstance(each, FunctionType) else []
+        codes = codes_of(each) if type(each) is FunctionType else []
         for called in sorted(name for code in codes for name in code.co_names if _fits(name)):
             return f"learns from the data without noise: {each.__qualname__} calls {called}"
     return None
 
 
 def _is_estimator(value: Any) -> bool:
-    cls = type(value)
+    cls = type(value)  # an object may say that it is of another class
     predicts = hasattr(cls, "predict") or hasattr(cls, "transform")
-    return isinstance(value, BaseEstimator) or (hasattr(cls, "fit") and predicts)
+    return issubclass(cls, BaseEstimator) or (hasattr(cls, "fit") and predicts)
 
 
 def _fits(name: str) -> bool:

@@ -1,14 +1,17 @@
 """Steps of a pipeline that learn from the data, openly or inside their functions."""
 
 import functools
+import itertools
 import math
 import operator
 import re
 import sys
 import types
 from collections import deque
+from unittest.mock import Mock
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.special
 import scipy.stats
@@ -111,9 +114,52 @@ class Slotted(Called):
     __slots__ = ("scaler",)
 
 
+class Private:
+    __slots__ = ("__scaler",)
+
+    def __init__(self, scaler):
+        self.__scaler = scaler
+
+
+class Number(float):
+    """A number that carries an estimator."""
+
+
 class Attributed(dict):
     def __init__(self, scaler):
         self.scaler = scaler
+
+
+class Answering:
+    """Answers to any name, but holds nothing."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        return 5
+
+    def __call__(self, X):
+        return X
+
+
+class Refusing(Answering):
+    __slots__ = ()
+
+    @property
+    def __class__(self):
+        raise RuntimeError("nobody may ask")
+
+    @property
+    def __self__(self):
+        raise RuntimeError("nobody may ask")
+
+
+class Kind(type):
+    shared = [SCALER]
+
+
+class OfKind(metaclass=Kind):
+    """A class whose own class holds an estimator."""
 
 
 class Methods:
@@ -158,6 +204,12 @@ class Untagged(TransformerMixin, BaseEstimator):
         return tags
 
 
+def numbered():
+    number = Number(1.0)
+    number.scaler = SCALER
+    return number
+
+
 LEARNING_FUNCTIONS = {
     "bound fit": StandardScaler().fit_transform,
     "bound": SCALER.transform,
@@ -178,7 +230,17 @@ LEARNING_FUNCTIONS = {
     "class method": Methods.of_class,
     "queue": functools.partial(print, deque([SCALER])),
     "read-only": functools.partial(print, types.MappingProxyType({"scaler": SCALER})),
+    "series": functools.partial(print, pd.Series([SCALER])),
+    "frame": functools.partial(print, pd.DataFrame({"scaler": [SCALER]})),
+    "records": functools.partial(print, np.array([(SCALER,)], dtype=[("scaler", object)])),
+    "iterator": functools.partial(next, itertools.cycle([SCALER])),
+    "generator": functools.partial(next, (each for each in [SCALER])),
+    "map": functools.partial(next, map(SCALER.transform, [CLIENTS.data])),
+    "ufunc of Python": np.frompyfunc(SCALER.transform, 1, 1),
+    "private slot": functools.partial(print, Private(SCALER)),
+    "own kind of number": functools.partial(print, numbered()),
     "own kind of dict": functools.partial(print, Attributed(SCALER)),
+    "class of a class": lambda X: OfKind.shared[0].transform(X),
     "class attribute": lambda X: Methods.scaler.transform(X),
 }
 FITTING_FUNCTIONS = {
@@ -187,6 +249,17 @@ FITTING_FUNCTIONS = {
     "of scikit-learn": (robust_scale, "fit_transform"),
     "of scikit-learn, named": (lambda X: robust_scale(X), "fit_transform"),
 }
+
+
+def caught():
+    """An exception, whose traceback leads to what was there when it was raised."""
+    scaler = SCALER
+    try:
+        return int(scaler.__class__.__name__)
+    except ValueError as error:
+        return error
+
+
 HARMLESS_FUNCTIONS = {
     "ufunc": np.log1p,
     "none": None,
@@ -199,6 +272,10 @@ HARMLESS_FUNCTIONS = {
     "call of a method": operator.methodcaller("clip", 0, 1),
     "stateless": Normalizer().transform,
     "endless": lambda X: endless(X),
+    "mock": Mock(spec=dict),
+    "any name": Answering(),
+    "refusing": functools.partial(print, Refusing()),
+    "caught": functools.partial(print, caught()),
 }
 
 
@@ -238,8 +315,18 @@ def test_an_estimator_in_a_module_leaks(monkeypatch):
 
         return shop.shelf.scaler.transform(X)
 
-    leaks(FunctionTransformer(imports), "holds a StandardScaler")
-    leaks(FunctionTransformer(reaches), "holds a StandardScaler")
+    def around():
+        import shop
+
+        return lambda X: shop.shelf.scaler.transform(X)
+
+    def given(X, shop=shop, *, shelf=shop.shelf):
+        return (shop or shelf).scaler.transform(X)
+
+    namespace = {"__name__": "shop.tools", "__package__": "shop"}
+    exec("def relative(X):\n    from .shelf import scaler\n    return scaler", namespace)
+    for function in (imports, reaches, around(), given, namespace["relative"]):
+        leaks(FunctionTransformer(function), "holds a StandardScaler")
 
 
 @pytest.mark.parametrize(("function", "call"), FITTING_FUNCTIONS.values(), ids=FITTING_FUNCTIONS)

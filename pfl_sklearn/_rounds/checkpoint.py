@@ -13,8 +13,8 @@ from numbers import Number
 from pickle import PicklingError
 from types import CodeType, FunctionType, MethodType
 
-import joblib
 import numpy as np
+from joblib.hashing import NumpyHasher
 from scipy.sparse import issparse
 
 from pfl_sklearn._contents import (
@@ -235,6 +235,20 @@ def described(estimator, /, **more):
     return {name: (_value_digest(value), _text(value)) for name, value in related.items()}
 
 
+class _Hasher(NumpyHasher):
+    """That of joblib, but for sets: their order, and that of frozensets, differs by process."""
+
+    def save_any_set(self, values):
+        self.save(["set", sorted(map(_hash, values))])
+
+    dispatch = {**NumpyHasher.dispatch, set: save_any_set, frozenset: save_any_set}
+
+
+def _hash(value):
+    """Digest of a value that can be pickled, equal in every process."""
+    return _Hasher().hash(value)
+
+
 def _value_digest(value, with_code=True):
     """Digest of a parameter; of an estimator that of its class, since its parameters follow."""
     if hasattr(value, "get_params") and not isinstance(value, type):
@@ -248,11 +262,11 @@ def _value_digest(value, with_code=True):
     if isinstance(value, dict | list | tuple):
         parts = value.items() if isinstance(value, dict) else value
         digests = [_value_digest(part, with_code) for part in parts]
-        return joblib.hash([type(value).__name__, *digests])
+        return _hash([type(value).__name__, *digests])
     inside = everything_in(value, lambda each: not isinstance(each, _CODE)) if with_code else ()
     classes = {type(each) for each in inside}
     codes = sorted(_code_digest(each) for each in classes if not is_of_library(each))
-    return joblib.hash([joblib.hash(value), codes]) if codes else joblib.hash(value)
+    return _hash([_hash(value), codes]) if codes else _hash(value)
 
 
 def _code_digest(value):
@@ -266,7 +280,7 @@ def _code_digest(value):
     parts = everything_in(value, lambda each: isinstance(each, _MADE_OF), imports=False)
     own = [each for each in parts if isinstance(each, _CODE) and not is_of_library(each)]
     name = f"{value.__module__}.{value.__qualname__}"
-    return joblib.hash([name, sorted(_part_digest(each) for each in own)])
+    return _hash([name, sorted(_part_digest(each) for each in own)])
 
 
 def _part_digest(part):
@@ -279,9 +293,10 @@ def _part_digest(part):
         named = named_globals(part)
         for code in codes_of(part):
             constants = [const for const in code.co_consts if not isinstance(const, CodeType)]
-            codes.append([code.co_code, code.co_names, constants])
+            # One by one: a digest tells equal tuples from one tuple that occurs twice.
+            codes.append([code.co_code, *map(_hash, (code.co_names, *constants))])
     used = sorted((name, _constant_digest(value)) for name, value in named if _is_constant(value))
-    return joblib.hash([f"{part.__module__}.{part.__qualname__}", codes, held, used])
+    return _hash([f"{part.__module__}.{part.__qualname__}", codes, held, used])
 
 
 def _is_constant(value):

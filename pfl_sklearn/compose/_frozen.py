@@ -93,4 +93,6 @@ def _frozen(estimator):
 
 def holds_ours(value):
     """Whether an estimator of this package, or a subclass, is inside of something, at any depth."""
-    return any(is_ours(each) or issubclass(type(each), ClientMixin) for each in everything_in(value))
+    return any(
+        is_ours(each) or issubclass(type(each), ClientMixin) for each in everything_in(value)
+    )

@@ -454,7 +454,7 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
             charge(self)
         else:
             stream.check(self, groups is not None)
-            stream = stream.copy(redraws=self.random_state is not None)
+            stream = stream.copy()
         y = _values(self, X, y)
         arrivals = stream.read(self, self._encode(groups, len(y), begins), y, labels)
         inputs = copy.copy(self)

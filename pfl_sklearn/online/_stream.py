@@ -29,7 +29,6 @@ from pfl_sklearn.online._variances import (
     shared_variance,
     with_doubt,
 )
-from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._mechanisms._running_sums import bounded
 
 _FREE = ("ledger", "n_jobs", "unseen")  # parameters that may change while a stream goes on
@@ -84,21 +83,17 @@ class Stream:
         self.senders = None
         self.decision = None
 
-    def copy(self, redraws):
-        """A stream to go on with, while this one stays as it is; `redraws` tells of a seed.
+    def copy(self):
+        """A stream to go on with, while this one stays as it is.
 
         Messages of a call that does not end are nobody's: the model shows a stream only once the
         call has ended. So they are no releases, and to go on from before them costs no privacy.
-        Nevertheless their noise is not to hide other rows later on, for whoever saw both would
-        see the difference of the rows: copies share one generator, which never goes back. Where a
-        seed makes noise that can be drawn again anyway, it does go back, and the call that is
-        repeated gives the same.
+        Nevertheless their noise does not hide other rows later on, since a copy has noise of its
+        own. With a seed it is the same noise, and the call that is repeated gives the same.
         """
-        senders = self.senders
-        shared = [senders.mechanism] if redraws else [senders.mechanism, senders.rng]
-        new = copy.copy(self)
-        known = {id(self): new, **{id(one): one for one in shared}}  # what deepcopy takes for done
-        new.senders = copy.deepcopy(senders, known)
+        new, mechanism = copy.copy(self), self.senders.mechanism
+        known = {id(self): new, id(mechanism): mechanism}  # what deepcopy takes for done
+        new.senders = copy.deepcopy(self.senders, known)
         new.decision = copy.copy(self.decision)  # its classes are replaced, never changed
         return new
 
@@ -259,12 +254,13 @@ class Stream:
     def _join(self, model, newcomers):
         """Take in new agents, who have no rows yet."""
         if self.senders is None:
-            rng, _ = noise_generator(model.random_state)
             kind = _privacy.chosen("schedule", model.schedule, _privacy.SCHEDULES, model.mechanism)
             mechanism = _privacy.mechanism_of(model, len(newcomers.ids))
             n_coordinates = 2 if model.noise_variance is None else 1
             weights = _privacy.weights_of(model)
-            self.senders = _privacy.SENDERS[kind](mechanism, weights, n_coordinates, rng)
+            self.senders = _privacy.SENDERS[kind](
+                mechanism, weights, n_coordinates, model.random_state
+            )
         names = Newcomers._fields
         self.agents = Newcomers(*(self._joined(name, newcomers) for name in names))
         self.by_id = np.argsort(self.agents.ids, kind="stable")

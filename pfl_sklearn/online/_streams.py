@@ -10,6 +10,7 @@ import numpy as np
 
 from pfl_sklearn._clients import rows_by_client
 from pfl_sklearn.online._statistics import Heard, moved, statistic, with_room
+from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 
 _BATCH = 1 << 20  # rows of a batch of steps
 
@@ -45,15 +46,28 @@ class Senders:
 
     _dtype = np.float64
 
-    def __init__(self, mechanism, weights, n_coordinates, rng):
+    def __init__(self, mechanism, weights, n_coordinates, random_state):
         self.mechanism = mechanism
         self.weights = weights
-        self.rng = rng
+        self.rng, self._seeded = noise_generator(random_state)
         self.rows = np.zeros(0, np.int64)
         self.sums = np.zeros((n_coordinates, 0))
         self.index = np.zeros(0, np.uint16)  # releases of each stream
         self.registers = np.zeros((0, n_coordinates, 0))
         self.heard = None
+
+    def __getstate__(self):
+        """For copies and pickles: a generator stays behind, unless its noise has a seed anyway.
+
+        Otherwise the rows of two copies would be hidden by the same noise, and whoever saw both
+        would see the difference of the rows.
+        """
+        return {**vars(self), "rng": self.rng if self._seeded else None}
+
+    def __setstate__(self, state):
+        vars(self).update(state)
+        if self.rng is None:
+            self.rng, _ = noise_generator(None)
 
     def join(self, n_new):
         """Take in new agents, who have no rows yet."""

@@ -422,6 +422,17 @@ def test_an_interrupted_first_call_leaves_the_model_before():
     assert not hasattr(model, "feature_names_in_")
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("seed", [0, None])
+def test_noise_of_copies(copied, seed):
+    """Without a seed a copy draws its own: equal noise would show the difference of their rows."""
+    X, y, groups, _ = stream(2, np.repeat([0, 1], 2))
+    model = CollaborativeMean(**{**PRIVATE, "random_state": seed}).fit(X, y, groups=groups)
+    one, other = (copied(model).partial_fit(X, y, groups=groups) for _ in range(2))
+    assert (one.heard_means_ == other.heard_means_).all() == (seed is not None)
+    assert (one.heard_means_ == other.heard_means_).any() == (seed is not None)
+
+
 @pytest.mark.parametrize("seed", [0, None])
 def test_noise_of_an_interrupted_call(seed):
     """Without a seed it is never drawn again; with one it is, so that the call can be repeated."""

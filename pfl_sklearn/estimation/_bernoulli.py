@@ -198,7 +198,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
       order of one over the number of clients.
     - If only some clients take part (Remark 7), sums and the number of clients in them are those of
       `participants`; only their numbers of trials decide how reports are randomized. The others
-      send nothing, and their epsilon is 0.
+      send nothing, and their epsilon is 0, unless scores of their rows choose parameters.
 
     The privacy promise does not cover the clients' own estimates: client i may see its own (joint
     differential privacy). Hand it over with :meth:`for_client`. Random bits are compared as

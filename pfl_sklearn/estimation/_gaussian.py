@@ -214,9 +214,10 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     clients that take part. A client that does not has no release to leave out. It shrinks towards
     the mean over all participants, whose variance V adds to that between clients: its weight on its
     own mean is :math:`(\sigma_\theta^2 + V) / (\sigma_\theta^2 + V + s_i^2)`. It sends nothing, so
-    its own epsilon is 0, whatever the report states for the participants. Who takes part is a
-    parameter, as the choice is public, must not depend on the data, and is the same in all folds of
-    a search. A random choice does not lower the epsilon that is reported.
+    its own epsilon is 0, whatever the report states for the participants, unless scores of its rows
+    choose parameters. Who takes part is a parameter, as the choice is public, must not depend on
+    the data, and is the same in all folds of a search. A random choice does not lower the epsilon
+    that is reported.
 
     *Discrete Gaussian noise* (Remark 4 of the paper) is 7 to 11 % larger at a delta of 1e-5 and
     an epsilon from 8 down to 0.1, mostly because its accounting is less tight

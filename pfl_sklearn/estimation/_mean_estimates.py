@@ -121,8 +121,8 @@ def participation(n_participants, n_clients):
     if n_participants == n_clients:
         return ()
     return (
-        f"{n_participants} of {n_clients} clients take part, a public choice made without the "
-        "data; the others send nothing, and their epsilon is 0",
+        f"{n_participants} of {n_clients} clients take part in the fit, a public choice made "
+        "without the data; the others send nothing for it",
     )
 
 

@@ -10,6 +10,7 @@ from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV, GroupKFold
 
 from pfl_sklearn import BernoulliMean, GaussianMean
+from pfl_sklearn.model_selection import PrivateSelectCV
 from pfl_sklearn.priors import BetaPrior, GaussianMixturePrior, GaussianPrior
 from pfl_sklearn.theory import released_mean_risk
 
@@ -237,6 +238,18 @@ def test_folds_may_lack_participants():
         search = GridSearchCV(model, grid, cv=GroupKFold(3), error_score="raise")
         search.fit(np.zeros((len(y), 1)), y, groups=groups)
     assert len(search.cv_results_["params"]) == 2
+
+
+def test_a_selection_by_scores_of_all_clients_costs_all_of_them():
+    """What the others spend on the fit is not what they spend on the scores of their rows."""
+    y, groups, ids = gaussian_rows()
+    model = GaussianMean(clip_norm=9.0, noise_variance=1.5, participants=ids[SENDS])
+    chosen = PrivateSelectCV(
+        model, {"clip_norm": [9.0]}, epsilon=1.0, score_range=(-9, 0), random_state=0
+    ).fit(np.zeros((len(y), 1)), y, groups=groups)
+    (stated,) = (each for each in chosen.privacy_.assumptions if "16 of 24 clients" in each)
+    assert "in the fit" in stated
+    assert "epsilon" not in stated
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import zipfile
 from dataclasses import replace
 from functools import partial
 from numbers import Number
-from pickle import PicklingError
 from types import CodeType, FunctionType, MethodType
 
 import numpy as np
@@ -308,7 +307,7 @@ def _constant_digest(value):
     """Digest of a value that code uses; of one that cannot be pickled, its class."""
     try:
         return _value_digest(value, with_code=False)
-    except (PicklingError, TypeError, AttributeError):
+    except Exception:  # objects decide what they raise, and cycles end in a RecursionError
         return f"{type(value).__module__}.{type(value).__qualname__}"
 
 

@@ -65,6 +65,16 @@ class Net(Base):
         return block()(inmost(X))
 '''
 LOCK = threading.Lock()
+TREE = {"name": "root"}
+TREE["parent"] = TREE
+
+
+class Stubborn:
+    def __reduce__(self):
+        raise RuntimeError("cannot be pickled")
+
+
+STUBBORN = Stubborn()
 EDITS = {
     "method": ("self.inner(scaled(X), Block)", "self.inner(scaled(-X), Block)"),
     "another method": ("sorted(Z,", "reversed(Z,"),
@@ -150,8 +160,12 @@ def test_code_that_names_itself_and_values_that_cannot_be_pickled():
     def two(X):
         return one(X)
 
+    def cyclic(X, stubborn=STUBBORN):
+        return TREE
+
     one.__defaults__ = (one.__defaults__[0], one)
     assert digest(one) == digest(one)
+    assert digest(cyclic) == digest(cyclic)
 
 
 def test_what_a_function_imports_when_it_is_called_is_not_compared(monkeypatch):

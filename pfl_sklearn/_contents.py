@@ -59,6 +59,8 @@ def _inside(value: Any) -> list[Any]:
     cls = type(value)
     if issubclass(cls, type):
         return [] if is_of_library(value) else [cls, *vars(value).values(), *value.__bases__]
+    if hasattr(cls, "__globals__") and is_of_library(value):  # a function that Cython compiled
+        return []
     held = [cls, *gc.get_referents(value)]
     if issubclass(cls, np.ndarray) and value.dtype.hasobject:  # numpy does not tell it
         held += value.ravel().tolist()
@@ -128,5 +130,6 @@ def is_of_library(value: Any) -> bool:
 
     A decorated function names the module of the function inside, so its globals decide.
     """
-    named = getattr(value, "__globals__", {}).get("__name__") or value.__module__
+    space = {} if isinstance(value, type) else value.__globals__
+    named = space.get("__name__") or value.__module__
     return str(named).partition(".")[0] in _LIBRARIES

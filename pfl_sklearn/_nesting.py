@@ -138,7 +138,7 @@ def releasing_core(estimator: Any) -> Core:
     """
     prefix, steps = "", list[tuple[str, Any]]()
     while is_transparent(estimator):
-        if isinstance(estimator, Pipeline):
+        if type(estimator) is Pipeline:
             steps += estimator.steps[:-1]
             name, estimator = estimator.steps[-1]
         else:
@@ -151,7 +151,7 @@ def releasing_core(estimator: Any) -> Core:
 
 def is_transparent(estimator: Any) -> bool:
     """Whether an estimator fits what it holds once, and learns nothing else except in its steps."""
-    if isinstance(estimator, Pipeline | FrozenEstimator):
+    if type(estimator) in (Pipeline, FrozenEstimator):  # a subclass may learn something itself
         return True
     declared = _declared(estimator)
     return declared is not None and declared.fits_once and is_ours(estimator)

@@ -80,7 +80,7 @@ def with_params(estimator: Any, params: dict[str, Any]) -> Any:
 
 def _of_core(core: Any) -> Stated:
     name = type(core).__name__
-    if not hasattr(core, "_privacy_events"):
+    if not hasattr(type(core), "_privacy_events"):  # frozen estimators answer for what they hold
         return Stated(name, None, "client", "replace_one", 0.0, f"{name} states no privacy")
     seeded = noise_seed(core) is not None
     promise = unit_of(core), relation_of(core), float(core.delta)

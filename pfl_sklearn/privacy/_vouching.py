@@ -109,9 +109,9 @@ def privacy_of(estimator: Any) -> PrivacyReport:
 def report_of_fits(estimator: Any) -> PrivacyReport:
     """The same as ``privacy_of`` of a fitted estimator, whether or not a search chose it."""
     check_is_fitted(estimator)
-    if isinstance(estimator, Pipeline):
+    if type(estimator) is Pipeline:
         return _pipeline_report(estimator)
-    if isinstance(estimator, FrozenEstimator):
+    if type(estimator) is FrozenEstimator:
         return report_of_fits(estimator.estimator)
     if is_ours(estimator):
         inner = inner_estimator(estimator) if is_transparent(estimator) else None
@@ -125,6 +125,10 @@ def report_of_fits(estimator: Any) -> PrivacyReport:
             "cv_results_; only the models themselves are private"
         )
         return leaking(report_of_fits(estimator.best_estimator_), reason)
+    if isinstance(estimator, Pipeline | FrozenEstimator):
+        return PrivacyReport.unprotected(
+            f"{type(estimator).__name__} is a subclass, which may learn something of its own"
+        )
     if hasattr(estimator, "privacy_"):
         return PrivacyReport.unprotected(
             f"{type(estimator).__name__} is not part of pfl_sklearn, which does not vouch for its "
@@ -163,7 +167,7 @@ def leak_of(name: str, step: Any) -> str | None:
     """
     if step is None or isinstance(step, str):
         return None
-    if isinstance(step, FrozenEstimator):
+    if type(step) is FrozenEstimator:
         return leak_of(name, step.estimator)
     stateless = type(step) in _STATELESS
     how = _way_to_learn(step) if stateless else "is fitted to the same data without noise"

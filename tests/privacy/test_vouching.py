@@ -23,7 +23,7 @@ from sklearn.frozen import FrozenEstimator
 from sklearn.kernel_approximation import AdditiveChi2Sampler
 from sklearn.linear_model import Ridge
 from sklearn.model_selection import GridSearchCV
-from sklearn.pipeline import make_pipeline, make_union
+from sklearn.pipeline import Pipeline, make_pipeline, make_union
 from sklearn.preprocessing import (
     Binarizer,
     FunctionTransformer,
@@ -39,6 +39,7 @@ from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold, PrivateSelectCV
 from pfl_sklearn.priors import DirichletPrior
 from pfl_sklearn.privacy import search_cost
+from pfl_sklearn.privacy._spending import stated_cost
 
 CLIENTS = make_gaussian_clients(200, 8, random_state=0)
 TABLE = np.column_stack([CLIENTS.groups, CLIENTS.data])
@@ -358,6 +359,29 @@ def test_an_estimator_among_the_arguments_of_a_function_leaks(params):
 @pytest.mark.parametrize("step", [Storing(), Untagged(), make_union(FunctionTransformer())])
 def test_only_known_classes_are_vouched_for(step):
     leaks(step, "is fitted to the same data without noise")
+
+
+class Shifting(Pipeline):
+    """A pipeline that keeps something of the data itself."""
+
+    def fit(self, X, y=None, **params):
+        self.mean_ = np.mean(X)
+        return super().fit(X, y, **params)
+
+
+class Thawing(FrozenEstimator):
+    """The same of a frozen estimator."""
+
+
+@pytest.mark.parametrize(
+    "wrapper", [Shifting([("mean", FrozenEstimator(FITTED))]), Thawing(FITTED)]
+)
+def test_only_known_wrappers_are_vouched_for(wrapper):
+    report = privacy_of(wrapper)
+    assert report.epsilon == math.inf
+    assert type(wrapper).__name__ in report.warnings[-1]
+    assert stated_cost(wrapper).events is None
+    leaks(Thawing(FunctionTransformer()), "is fitted to the same data without noise")
 
 
 @pytest.mark.parametrize("function", HARMLESS_FUNCTIONS.values(), ids=HARMLESS_FUNCTIONS)

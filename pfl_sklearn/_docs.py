@@ -54,8 +54,9 @@ ROUNDS = {
         checkpoint : path or None, default=None
             File that ``fit`` writes its state to. If the file exists, ``fit`` continues from it; it
             is removed when the fit ends. Parameters, rows and the code of your own modules, classes
-            and functions have to be the same, in the same version of Python. The file holds every
-            client's model and the entropy of the noise, so protect it. Use one file for one fit.
+            and functions have to be the same, with the constants, lists and dicts that it names, in
+            the same version of Python. The file holds every client's model and the entropy of the
+            noise, so protect it. Use one file for one fit.
         checkpoint_every : int, default=10
             Rounds between two writes.
         unseen : {"warn", "population", "error"}, default="warn"

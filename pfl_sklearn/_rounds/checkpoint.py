@@ -1,6 +1,7 @@
 """Rounds on disk: a run that was killed goes on from its last checkpoint."""
 
 import contextlib
+import dis
 import glob
 import hashlib
 import json
@@ -279,17 +280,28 @@ def _code_digest(value):
     parts = everything_in(value, lambda each: isinstance(each, _MADE_OF), imports=False)
     own = [each for each in parts if isinstance(each, _CODE) and not is_of_library(each)]
     name = f"{value.__module__}.{value.__qualname__}"
-    return _hash([name, sorted(_part_digest(each) for each in own)])
+    # What a ``global`` statement is for changes while the code runs.
+    changing = {name for each in own if isinstance(each, FunctionType) for name in _sets(each)}
+    return _hash([name, sorted(_part_digest(each, changing) for each in own)])
 
 
-def _part_digest(part):
-    """Digest of one function or class by its name, its own code and the constants that it uses."""
+def _sets(function):
+    """Names of the globals that a function sets."""
+    steps = (step for code in codes_of(function) for step in dis.get_instructions(code))
+    return {step.argval for step in steps if step.opname == "STORE_GLOBAL"}
+
+
+def _part_digest(part, changing):
+    """Digest of one function or class by its name, its own code and the constants that it uses.
+
+    Globals with names among the `changing` ones are no constants.
+    """
     codes, held = [], []
     if isinstance(part, type):
         named = [pair for pair in vars(part).items() if not pair[0].startswith("__")]
     else:
         held = [_constant_digest(value) for value in held_by(part)]
-        named = named_globals(part)
+        named = [pair for pair in named_globals(part) if pair[0] not in changing]
         for code in codes_of(part):
             constants = [const for const in code.co_consts if not isinstance(const, CodeType)]
             # One by one: a digest tells equal tuples from one tuple that occurs twice.

@@ -26,9 +26,12 @@ WIDTH, DEPTH = 3, 5
 SIZES = {"hidden": [4, 8], "kinds": frozenset({"wide", "deep", "flat"})}
 TABLE = np.arange(3.0)
 calls = set()
+n_calls = 0
 
 def scaled(X, by=2.0, *, shift=0.0):
-    calls.add(len(X))  # what code counts is no part of it
+    global n_calls
+    n_calls += 1  # what code counts is no part of it
+    calls.add(len(X))
     return by * X * WIDTH + DEPTH + SIZES["hidden"][0] + TABLE[0] + shift
 
 def kept(function):
@@ -51,7 +54,7 @@ class Base(Recipe):
         return 2 * self.lr
     @staticmethod
     def half(X):
-        return X / 4
+        return X / 4 + 0 * n_calls
 
 class Net(Base):
     def forward(self, X):
@@ -99,6 +102,7 @@ NO_EDITS = {
     "remark": ("# A remark.", "# Another remark."),
     "lines": ("class Block:", "\n\n\nclass Block:"),
     "counts": ("calls = set()", "calls = {1, 2}"),
+    "count": ("n_calls = 0", "n_calls = 7"),
     "what nothing names": ("import math\n", "import math\nUNUSED = 3\n"),
 }
 FORMS = {

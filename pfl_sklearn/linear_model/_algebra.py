@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 _RANK = 1e-11  # share of the largest eigenvalue, below which an eigenvalue is rounding error
-_MARGIN = 10.0
+_MARGIN = 10.0  # on that share, where rows have other weights than in the fit
 _OUTSIDE = 1e-5  # share of a combination outside the row space, above which it is not estimable
 _OFF_DIAGONAL = 0.3  # typical entry of a random start, where the usual one is zero
 _DAMPING = 1e-6  # of correlations, before their inverse

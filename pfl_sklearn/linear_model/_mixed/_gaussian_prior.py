@@ -91,16 +91,22 @@ def fit_gaussian_prior(table, prior, options):
         if can_average(family):
             return _posterior_estimates(table, reduced, settings, prior, family, around, shaped)
         warn_of_few_rows(table, averaged=False)
-    unbounded = None
-    if options.noise_variance is None and found.point.root.shape[1] == reduced.n_rows:
+    unbounded, all_fitted = None, found.point.root.shape[1] == reduced.n_rows
+    if options.noise_variance is None and (all_fitted or _is_exact(found, reduced, _EXACT)):
         found = found._replace(converged=True)  # more iterations find nothing
-    elif family is not None:
+    if family is not None and not all_fitted:
         found, unbounded = _zero_where_flat(table, reduced, settings, family, found, centre)
     estimates = _gaussian_estimates(table, reduced, found, prior, around, mean is None, shaped)
     estimates = estimates._replace(unbounded=unbounded)
     if family is None or options.uncertainty == "plug_in":
         return estimates
     return _with_averages(estimates, table, reduced, settings, family, found, around)
+
+
+def _is_exact(found, reduced, least):
+    """Whether the noise variance is less than a share `least` of the targets' mean square."""
+    mean_square = reduced.sum_of_squares / reduced.n_rows
+    return mean_square == 0 or found.point.noise < least * mean_square
 
 
 def _zero_where_flat(table, reduced, settings, family, found, centre):
@@ -126,9 +132,7 @@ def _with_averages(estimates, table, reduced, settings, family, found, around):
     """The same estimates, with errors that are averaged over the variances, where they may be."""
     share, (offset, centre) = averaging_share(table.n_clients), around
     least = _EXACT if family.has_one_ratio else _NEARLY_EXACT
-    exact = found.point.noise < least * reduced.sum_of_squares / reduced.n_rows
-    exact = exact or reduced.sum_of_squares == 0
-    if share == 0 or exact or not can_average(family):
+    if share == 0 or _is_exact(found, reduced, least) or not can_average(family):
         return estimates
     population = np.zeros(reduced.n_columns)
     population[settings.first :] = found.point.coefficients

@@ -1,6 +1,7 @@
 """Parts that all fits of client means share: result, checks, report and table of clients."""
 
 import math
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,6 +96,8 @@ def taking_part(participants, ids):
     """
     if participants is None:
         return np.ones(len(ids), dtype=bool)
+    if isinstance(participants, Set | Mapping):  # whose order does not matter here
+        participants = list(participants)
     found = match_clients(participants, num_samples(participants), ids, "participants")
     sends = np.zeros(len(ids), dtype=bool)
     sends[found[found >= 0]] = True

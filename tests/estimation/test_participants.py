@@ -3,6 +3,7 @@
 from itertools import product
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy.integrate import quad_vec
 from sklearn import config_context
@@ -228,6 +229,13 @@ def test_copies_do_not_hold_the_ids():
     own = model.for_client(ids[0])
     assert own.participants is None
     assert own.means_[0] == model.means_[0]
+
+
+@pytest.mark.parametrize("kind", [set, dict.fromkeys, pd.Index])
+def test_collections_of_ids(kind):
+    y, groups, ids = gaussian_rows()
+    model, listed = (fit(y, groups, participants=each(ids[SENDS])) for each in (kind, list))
+    np.testing.assert_array_equal(model.means_, listed.means_)
 
 
 def test_folds_may_lack_participants():

@@ -1,5 +1,6 @@
 """Fits that end without a clean-up, as if their process had been killed, and interrupted calls."""
 
+import inspect
 import math
 import os
 import sys
@@ -63,12 +64,19 @@ def _interrupt(*args, **params):
 
 
 def _run_until(act, place):
-    """Number of calls of this package's functions; the one at `place` is interrupted."""
+    """Number of calls of this package's functions; the one at `place` is interrupted.
+
+    Generators do not count: one that is thrown away is called again, where Python ignores what is
+    raised.
+    """
     folder, n_calls = os.path.dirname(pfl_sklearn.__file__), 0
 
     def watch(frame, event, _):
         nonlocal n_calls
-        if event == "call" and frame.f_code.co_filename.startswith(folder):
+        code = frame.f_code
+        if code.co_flags & inspect.CO_GENERATOR:
+            return
+        if event == "call" and code.co_filename.startswith(folder):
             n_calls += 1
             if n_calls == place:
                 sys.setprofile(None)

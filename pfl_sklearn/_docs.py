@@ -64,9 +64,10 @@ ROUNDS = {
             population model; "warn" says so when they have at least half of the rows. "error"
             raises an error.
         n_jobs : int or None, default=None
-            Workers for the blocks of clients of a round. Results are the same bits for any number.
-            Processes send every client's model back and forth in each round, so they pay only with
-            large batches; threads (``joblib.parallel_config("threading")``) about break even.
+            Workers for the blocks of clients of a round. On one machine, results are the same bits
+            for any number. Processes send every client's model back and forth in each round, so
+            they pay only with large batches; threads (``joblib.parallel_config("threading")``)
+            about break even.
         random_state : int, RandomState instance or None, default=None
             Source of the order of rows, of sampling and of noise. None draws from the operating
             system. Anybody who knows a seed can subtract the noise, and the report says so.

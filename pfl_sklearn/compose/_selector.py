@@ -245,8 +245,8 @@ class ClientSelector(ClientMixin, NamedEstimators):
         bases = self._checked_estimators()
         prior = self._checked_prior(len(bases))
         table = read_table(self, X, y, groups, sample_weight, is_classifier(self))
-        if not (is_classifier(self) or prior.is_known):  # else nothing may tell of a client's rows
-            check_responses(table)
+        if not prior.is_known:  # else nothing may tell of a client's rows
+            check_responses(self, table)
         if groups is None:
             check_strangers(bases)
         classes = None

@@ -150,8 +150,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         """
         bases = self._checked_estimators()
         table = read_table(self, X, y, groups, sample_weight, is_classifier(self))
-        if not is_classifier(self):
-            check_responses(table)
+        check_responses(self, table)
         if groups is None:
             check_strangers([*bases, (FINAL, self._given_final())])
         clients, classes = table.clients, self._classes_of(table.y)
@@ -173,8 +172,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
             )
         plain = {"known": [], "new": plain_models(classes, own.X.shape[1])}
         if len(clients.ids) > 1:
-            n_folds = len(folds["known"])
-            folds["new"] = folds_of_clients(n_folds, clients.codes, int(seeds[1]))
+            folds["new"] = folds_of_clients(len(folds["known"]), clients.codes, int(seeds[1]))
         drawn = {"known": None, "new": clients.codes}
         strangers = [without_clients(each) for each in named]
         seen = {"known": (named, final), "new": (strangers, without_clients(final))}

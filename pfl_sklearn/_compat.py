@@ -1,17 +1,20 @@
-"""The one place that imports scikit-learn's private names.
+"""The one place that imports scikit-learn's private names, and types of its decorators.
 
-They have no deprecation promise. When a release moves one, this module is what changes.
+Private names have no deprecation promise. When a release moves one, this module is what changes.
 """
 
-import functools
 import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 from sklearn.base import _fit_context
+from sklearn.callback import with_callbacks as _with_callbacks
 from sklearn.model_selection import cross_validate
 from sklearn.model_selection._search import BaseSearchCV
 from sklearn.utils import _safe_indexing as safe_indexing
 from sklearn.utils._param_validation import HasMethods, Interval, StrOptions
 from sklearn.utils.metaestimators import _BaseComposition as BaseComposition
+from sklearn.utils.metaestimators import available_if as _available_if
 from sklearn.utils.validation import _check_method_params as check_method_params
 from sklearn.utils.validation import _check_sample_weight as check_sample_weight
 from sklearn.utils.validation import _num_samples as num_samples
@@ -19,31 +22,28 @@ from sklearn.utils.validation import _num_samples as num_samples
 FIT_OF_A_SEARCH = inspect.unwrap(BaseSearchCV.fit).__code__
 VALIDATION_MODULE = cross_validate.__module__
 
-
-def fit_context(*, prefer_skip_nested_validation):
-    """Decorator of ``fit``: scikit-learn's, but unknown arguments are an error of the estimator's.
-
-    Without it the message names the class that defines the method, which may be a private one.
-    """
-
-    def decorate(method):
-        signature = inspect.signature(method)
-
-        @functools.wraps(method)
-        def checked(estimator, *args, **kwargs):
-            try:
-                signature.bind(estimator, *args, **kwargs)
-            except TypeError as error:
-                name = f"{type(estimator).__name__}.{method.__name__}"
-                raise TypeError(f"{name}() {error}") from None
-            return method(estimator, *args, **kwargs)
-
-        return _fit_context(prefer_skip_nested_validation=prefer_skip_nested_validation)(checked)
-
-    return decorate
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def response_methods(scorer):
+def fit_context(
+    *, prefer_skip_nested_validation: bool
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """scikit-learn's decorator of ``fit``, which hides no type of the method."""
+    return _fit_context(prefer_skip_nested_validation=prefer_skip_nested_validation)
+
+
+def with_callbacks(method: Callable[P, R]) -> Callable[P, R]:
+    """scikit-learn's decorator of methods that call callbacks, which hides no type."""
+    return _with_callbacks(method)
+
+
+def available_if(check: Callable[[Any], bool]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """scikit-learn's decorator of methods that not every instance has, which hides no type."""
+    return _available_if(check)
+
+
+def response_methods(scorer: Any) -> tuple[str, ...]:
     """Names of the methods of which a scorer needs one; () if that is unknown."""
     found = getattr(scorer, "_response_method", None) or ()
     return (found,) if isinstance(found, str) else tuple(found)
@@ -57,10 +57,12 @@ __all__ = [
     "HasMethods",
     "Interval",
     "StrOptions",
+    "available_if",
     "check_method_params",
     "check_sample_weight",
     "fit_context",
     "num_samples",
     "response_methods",
     "safe_indexing",
+    "with_callbacks",
 ]

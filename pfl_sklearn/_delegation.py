@@ -5,9 +5,9 @@ import math
 from sklearn import config_context
 from sklearn.utils import get_tags
 from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping
-from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 
+from pfl_sklearn._compat import available_if
 from pfl_sklearn._nesting import (
     final_estimator,
     hand_out,
@@ -16,7 +16,7 @@ from pfl_sklearn._nesting import (
 )
 from pfl_sklearn.metrics._clients import known_clients
 from pfl_sklearn.metrics._responses import Responses
-from pfl_sklearn.privacy._vouching import report_of_fits
+from pfl_sklearn.privacy._pipeline_report import report_of_fits
 
 _ROUTED = (
     "fit",

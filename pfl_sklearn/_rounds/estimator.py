@@ -10,11 +10,11 @@ from os import PathLike
 
 import numpy as np
 from sklearn.base import BaseEstimator, clone
-from sklearn.callback import CallbackSupportMixin, with_callbacks
+from sklearn.callback import CallbackSupportMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import validate_data
 
-from pfl_sklearn._compat import Interval, StrOptions, fit_context, num_samples
+from pfl_sklearn._compat import Interval, StrOptions, fit_context, num_samples, with_callbacks
 from pfl_sklearn._rounds.callbacks import both, observer
 from pfl_sklearn._rounds.checkpoint import Checkpoint, described
 from pfl_sklearn._rounds.loop import Plan, check_converged, run_last_phase, run_rounds

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 from scipy.special import stdtrit
 
-from pfl_sklearn._squares import unit_near
+from pfl_sklearn._float_range import unit_near
 
 _LEVEL, _EARLY_LEVEL = 0.1, 0.025
 _FEWEST_ROWS = 30  # that decide before the last fold

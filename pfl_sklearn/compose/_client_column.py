@@ -11,15 +11,14 @@ from sklearn.base import (
     is_classifier,
     is_regressor,
 )
-from sklearn.callback import CallbackSupportMixin, with_callbacks
+from sklearn.callback import CallbackSupportMixin
 from sklearn.feature_selection import RFECV
 from sklearn.linear_model import RANSACRegressor
 from sklearn.utils import InputTags, check_array, get_tags
-from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import check_same_ids, split_client_column
-from pfl_sklearn._compat import HasMethods, fit_context
+from pfl_sklearn._compat import HasMethods, available_if, fit_context, with_callbacks
 from pfl_sklearn._delegation import DelegationMixin, inner_has, model_has
 from pfl_sklearn._nesting import (
     Wraps,
@@ -29,7 +28,7 @@ from pfl_sklearn._nesting import (
     predicting_estimator,
     takes_groups,
 )
-from pfl_sklearn.privacy._vouching import report_of_fits
+from pfl_sklearn.privacy._pipeline_report import report_of_fits
 
 
 class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, BaseEstimator):

@@ -11,11 +11,10 @@ from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone, is_classifier
 from sklearn.model_selection import KFold
 from sklearn.preprocessing import TargetEncoder
 from sklearn.utils import check_random_state, get_tags
-from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import row_counts
-from pfl_sklearn._compat import HasMethods, StrOptions, fit_context
+from pfl_sklearn._compat import HasMethods, StrOptions, available_if, fit_context
 from pfl_sklearn._delegation import inner_has
 from pfl_sklearn._nesting import Wraps
 from pfl_sklearn.base import ClientMixin, client_values

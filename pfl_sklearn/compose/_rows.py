@@ -13,8 +13,8 @@ from sklearn.utils.validation import column_or_1d, has_fit_parameter
 
 from pfl_sklearn._clients import encode_clients
 from pfl_sklearn._compat import check_sample_weight, num_samples, safe_indexing
+from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._labels import check_labels
-from pfl_sklearn._squares import check_squares
 
 
 class Table(NamedTuple):
@@ -76,7 +76,7 @@ def check_responses(estimator, table):
     if is_classifier(estimator):
         return
     heaviest = 1.0 if table.weights is None else max(table.weights.max(), 1.0)
-    check_squares("y", table.y, heaviest)
+    check_float_range("y", table.y, heaviest)
 
 
 def as_table(X):

@@ -8,11 +8,10 @@ import pandas as pd
 from sklearn.base import is_classifier
 from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import Bunch, check_random_state, get_tags
-from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import row_counts
-from pfl_sklearn._compat import StrOptions, fit_context, num_samples, safe_indexing
+from pfl_sklearn._compat import StrOptions, available_if, fit_context, num_samples, safe_indexing
 from pfl_sklearn._labels import check_several_classes
 from pfl_sklearn._nesting import final_estimator, hand_out
 from pfl_sklearn.base import ClientMixin, client_values

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from pfl_sklearn.compose._frozen import holds_ours
 from pfl_sklearn.privacy import PrivacyReport
+from pfl_sklearn.privacy._pipeline_report import report_of_fits
 from pfl_sklearn.privacy._report import large_delta
-from pfl_sklearn.privacy._vouching import report_of_fits
 
 _OWN = (
     "each client computes its weights from its own rows, in folds that depend on nobody else's "

@@ -6,13 +6,13 @@ import numpy as np
 import pandas as pd
 from sklearn.base import is_classifier
 from sklearn.utils import Bunch, check_random_state, get_tags
-from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import row_counts
 from pfl_sklearn._compat import (
     HasMethods,
     StrOptions,
+    available_if,
     fit_context,
     num_samples,
     safe_indexing,

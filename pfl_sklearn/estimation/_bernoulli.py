@@ -10,7 +10,7 @@ from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._clients import encode_clients, row_counts, segment_sums
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
-from pfl_sklearn._uncertainty import UNCERTAINTIES
+from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientClassifierMixin, ClientMixin, client_values, read_rows
 from pfl_sklearn.estimation._counts import (
     check_counts,

@@ -9,7 +9,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
-from pfl_sklearn._uncertainty import UNCERTAINTIES
+from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, client_values, read_rows
 from pfl_sklearn.estimation import _gaussian_fit, _mixture_means
 from pfl_sklearn.estimation._mean_estimates import (

@@ -10,8 +10,8 @@ from sklearn.utils import check_array
 
 from pfl_sklearn._clients import EncodedClients, match_clients, segment_sums
 from pfl_sklearn._compat import num_samples
-from pfl_sklearn._squares import check_squares
-from pfl_sklearn._uncertainty import ClientIntervals
+from pfl_sklearn._float_range import check_float_range
+from pfl_sklearn._variance_averaging import ClientIntervals
 from pfl_sklearn.base import FitRows
 from pfl_sklearn.estimation._variance_components import client_means
 from pfl_sklearn.privacy import (
@@ -159,7 +159,7 @@ def check_targets(estimator, y):
     with np.errstate(over="ignore", invalid="ignore"):  # it sums everything
         y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0)
     if not releases(estimator):
-        check_squares("y", y.ravel())
+        check_float_range("y", y.ravel())
     return y
 
 

@@ -5,7 +5,7 @@ from numbers import Integral
 
 import numpy as np
 
-from pfl_sklearn._squares import LARGEST
+from pfl_sklearn._float_range import LARGEST
 from pfl_sklearn.estimation import _mixture_release as release
 from pfl_sklearn.estimation._mean_estimates import (
     PRIVATE,

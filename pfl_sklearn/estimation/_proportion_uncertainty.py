@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import betainc, betaincinv, betaln, logsumexp, xlog1py, xlogy
 
-from pfl_sklearn._uncertainty import quantiles_between, ratio_nodes
+from pfl_sklearn._variance_averaging import quantiles_between, ratio_nodes
 from pfl_sklearn.estimation._proportion_reports import log_marginals
 from pfl_sklearn.priors._beta import largest_concentration
 

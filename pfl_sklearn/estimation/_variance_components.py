@@ -11,7 +11,7 @@ import numpy as np
 from scipy.optimize import brentq
 
 from pfl_sklearn._clients import row_counts, segment_sums
-from pfl_sklearn._squares import unit_near
+from pfl_sklearn._float_range import unit_near
 
 _GRID_POINTS = 48
 _CELLS = 1 << 20

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._uncertainty import Mixture, averaging_share, ratio_nodes
+from pfl_sklearn._variance_averaging import Mixture, averaging_share, ratio_nodes
 from pfl_sklearn.estimation._variance_components import ClientMeans, profile_in_units
 
 _SMALL = 0.3  # ratio, in sampling variances of the largest client, below which it is as good as 0

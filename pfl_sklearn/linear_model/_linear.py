@@ -8,7 +8,7 @@ from sklearn.utils import check_X_y
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
-from pfl_sklearn._uncertainty import UNCERTAINTIES
+from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientRegressorMixin, read_rows
 from pfl_sklearn.linear_model._base import (
     BasePersonalizedRegression,

@@ -3,7 +3,7 @@
 import numpy as np
 from scipy.special import ndtri
 
-from pfl_sklearn._uncertainty import ClientIntervals
+from pfl_sklearn._variance_averaging import ClientIntervals
 from pfl_sklearn.linear_model._mixed._averaged import LazyAverages
 
 

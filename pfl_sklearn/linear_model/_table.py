@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pfl_sklearn import _squares
+from pfl_sklearn import _float_range
 
 
 class Table(NamedTuple):
@@ -154,11 +154,11 @@ def check_squares(table):
     """
     heaviest = 1.0 if table.weights is None else max(table.weights.max(), 1.0)
     sizes, target = (
-        _squares.check_squares(name, values, heaviest)
+        _float_range.check_float_range(name, values, heaviest)
         for name, values in (("X", table.columns), ("y", table.y))
     )
     sizes = sizes[sizes > 0]
-    far = (target / _squares.LARGEST > sizes) | (sizes / _squares.LARGEST > target)
+    far = (target / _float_range.LARGEST > sizes) | (sizes / _float_range.LARGEST > target)
     if target > 0 and far.any():
         raise ValueError(
             f"y is of size {target:.1e} and a column of X of size {sizes[far][0]:.1e}, a ratio "
@@ -176,7 +176,7 @@ def check_covariance_identified(table, prior):
             f"covariance_type='full' needs at least as many clients as random coefficients; got "
             f"{m} clients and {q} coefficients. Use 'diag' or 'spherical', or fewer in random."
         )
-    constant = np.equal(*_squares.column_bounds(table.columns[:, :q]))
+    constant = np.equal(*_float_range.column_bounds(table.columns[:, :q]))
     for k in np.flatnonzero(constant & varying_columns(table, prior)):
         if k == table.intercept or (not table.random_intercept and table.columns[0, k] != 0):
             continue

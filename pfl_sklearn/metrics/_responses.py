@@ -7,8 +7,8 @@ from sklearn.base import BaseEstimator
 from sklearn.exceptions import UndefinedMetricWarning
 from sklearn.metrics import get_scorer, log_loss, make_scorer
 from sklearn.utils import get_tags
-from sklearn.utils.metaestimators import available_if
 
+from pfl_sklearn._compat import available_if
 from pfl_sklearn._nesting import takes_groups
 
 

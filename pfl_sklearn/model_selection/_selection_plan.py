@@ -21,9 +21,9 @@ from pfl_sklearn.privacy import (
 )
 from pfl_sklearn.privacy._accounting._calibration import largest_within
 from pfl_sklearn.privacy._accounting._selection import check_distribution
+from pfl_sklearn.privacy._pipeline_report import leak_of, report_of_fits
 from pfl_sklearn.privacy._report import ADVERSARIES
 from pfl_sklearn.privacy._spending import relation_of, stated_cost, unit_of, with_params
-from pfl_sklearn.privacy._vouching import leak_of, report_of_fits
 
 # Parameters of a private estimator that the selection sets, or that would break its promise.
 _RESERVED = ("epsilon", "noise_multiplier", "delta", "ledger", "checkpoint", "random_state")

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import is_parametrized
 
-from pfl_sklearn._squares import check_squares
+from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn.neural_network._mlp import MLP
 
 READABLE = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.BCEWithLogitsLoss)
@@ -86,7 +86,7 @@ def fitted_to(recipe, table, looks):
 def standard_units(name, values):
     """Means and standard deviations of columns of an array (n, ...), as tuples; 1 for constants."""
     values = values.astype(np.float64)
-    check_squares(name, values, smallest=0.0)
+    check_float_range(name, values, smallest=0.0)
     flat = values.reshape(len(values), -1)
     center, scale = flat.mean(axis=0), flat.std(axis=0)
     scale[scale <= 1e-12 * np.abs(center)] = 1.0

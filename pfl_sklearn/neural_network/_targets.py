@@ -5,11 +5,10 @@ from numbers import Real
 from typing import NamedTuple
 
 import numpy as np
-from sklearn.callback import with_callbacks
 from sklearn.utils import assert_all_finite, check_array, check_consistent_length
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 
-from pfl_sklearn._compat import HasMethods, Interval, StrOptions, fit_context
+from pfl_sklearn._compat import HasMethods, Interval, StrOptions, fit_context, with_callbacks
 from pfl_sklearn._labels import check_labels, read_known_classes
 from pfl_sklearn._rounds.privacy import LABEL_SUMS, is_private, label_event, label_noise_std
 from pfl_sklearn._rounds.task import CheckedTable

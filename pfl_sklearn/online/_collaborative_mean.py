@@ -12,7 +12,7 @@ from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._clients import EncodedClients
 from pfl_sklearn._compat import Interval, StrOptions, fit_context, num_samples
-from pfl_sklearn._squares import check_squares
+from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, client_values
 from pfl_sklearn.online import _privacy
@@ -512,7 +512,7 @@ def _values(model, X, y):
     y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y")
     check_consistent_length(X, y)
     if math.isinf(model.epsilon):
-        check_squares("y", y)
+        check_float_range("y", y)
     return y
 
 

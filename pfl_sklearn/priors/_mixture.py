@@ -8,7 +8,7 @@ from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
-from pfl_sklearn._squares import unit_near
+from pfl_sklearn._float_range import unit_near
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.priors._mixture_fit import Mixture, fit_mixture, in_order, select_components
 from pfl_sklearn.priors._normal import (

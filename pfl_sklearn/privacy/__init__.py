@@ -21,9 +21,9 @@ from pfl_sklearn.privacy._mechanisms._gaussian import ClientMoments, GaussianMec
 from pfl_sklearn.privacy._mechanisms._quantizer import StochasticQuantizer
 from pfl_sklearn.privacy._mechanisms._randomizers import OneBit, SubsetSelection, TwoBit
 from pfl_sklearn.privacy._mechanisms._regression import RegressionMoments
+from pfl_sklearn.privacy._pipeline_report import privacy_of
 from pfl_sklearn.privacy._report import PrivacyReport, PrivacyWarning
 from pfl_sklearn.privacy._search_cost import FitCost, SearchCost, search_cost
-from pfl_sklearn.privacy._vouching import privacy_of
 
 __all__ = [
     "BudgetExceeded",

@@ -14,6 +14,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._nesting import inner_estimator, is_transparent
 from pfl_sklearn._version import __version__
+from pfl_sklearn.privacy._pipeline_report import leak_of
 from pfl_sklearn.privacy._report import as_json, report_lines
 from pfl_sklearn.privacy._spending import (
     Stated,
@@ -25,7 +26,6 @@ from pfl_sklearn.privacy._spending import (
     total_epsilon,
     with_params,
 )
-from pfl_sklearn.privacy._vouching import leak_of
 
 __all__ = ["FitCost", "SearchCost", "search_cost"]
 

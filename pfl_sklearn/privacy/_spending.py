@@ -29,7 +29,7 @@ from pfl_sklearn._nesting import releasing_core
 from pfl_sklearn.privacy._accounting._composition import events_epsilon
 from pfl_sklearn.privacy._accounting._events import Event, GaussianEvent, PureEvent
 from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_mu
-from pfl_sklearn.privacy._vouching import leak_of
+from pfl_sklearn.privacy._pipeline_report import leak_of
 
 # The events of a fit that protects nobody.
 UNPROTECTED: tuple[Event, ...] = (PureEvent(math.inf, 0.0, "replace_one"),)

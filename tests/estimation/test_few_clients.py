@@ -6,7 +6,7 @@ from scipy.integrate import quad_vec
 from scipy.special import betainc, betaln
 
 from pfl_sklearn import BernoulliMean, GaussianMean
-from pfl_sklearn._uncertainty import Mixture, averaging_share
+from pfl_sklearn._variance_averaging import Mixture, averaging_share
 from pfl_sklearn.priors import BetaPrior, GaussianPrior
 
 

@@ -166,17 +166,6 @@ def test_the_round_and_the_client_that_diverged_are_named():
             slow.fit(*table()[:2], groups=groups)
 
 
-@pytest.mark.parametrize("method", ["fit", "partial_fit"])
-def test_arguments_that_are_not_known(method):
-    """The estimator is named, not the class that has the method."""
-    X, y, groups = table()
-    run = getattr(model_of(), method)
-    with pytest.raises(TypeError, match=rf"^FedAvgRegressor\.{method}\(\) .*'sample_weight'"):
-        run(X, y, groups=groups, sample_weight=np.ones(len(y)))
-    with pytest.raises(TypeError, match=rf"^FedAvgRegressor\.{method}\(\) "):
-        run(X, y, groups)
-
-
 def ppsgd(**params):
     return PPSGDRegressor(learning_rate=0.1, **params)
 

@@ -6,7 +6,7 @@ maximum, and columns far from zero.
 
 import numpy as np
 
-from pfl_sklearn._squares import column_bounds
+from pfl_sklearn._float_range import column_bounds
 from pfl_sklearn.linear_model._table import check_covariance_identified
 
 _WEAK_SD = 2.5  # of the prior on separated slopes, in logits per standard deviation of a column

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import chdtri
 
-from pfl_sklearn._uncertainty import ClientIntervals, Mixture
+from pfl_sklearn._variance_averaging import ClientIntervals, Mixture
 from pfl_sklearn.linear_model._mixed._profile import client_deviations, profile, whiten
 from pfl_sklearn.linear_model._mixed._variance_points import find_points
 from pfl_sklearn.linear_model._mixed._zero_variances import zero_p_values

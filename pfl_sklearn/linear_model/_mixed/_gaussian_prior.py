@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from pfl_sklearn._uncertainty import averaging_share
+from pfl_sklearn._variance_averaging import averaging_share
 from pfl_sklearn.linear_model._algebra import factor_of, uncorrelating
 from pfl_sklearn.linear_model._mixed._averaged import Case, Frame, LazyAverages, with_averages
 from pfl_sklearn.linear_model._mixed._few_rows import (

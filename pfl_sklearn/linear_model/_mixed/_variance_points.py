@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.linalg.lapack import dpotrf, dtrtrs
 
-from pfl_sklearn._uncertainty import ratio_nodes
+from pfl_sklearn._variance_averaging import ratio_nodes
 from pfl_sklearn.linear_model._algebra import invert_lower
 from pfl_sklearn.linear_model._mixed._profile import profile, whiten
 

@@ -4,12 +4,10 @@ import math
 
 import numpy as np
 from scipy.special import log_softmax
-from sklearn.callback import with_callbacks
 from sklearn.utils import check_X_y
-from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from pfl_sklearn._compat import StrOptions, fit_context
+from pfl_sklearn._compat import StrOptions, available_if, fit_context, with_callbacks
 from pfl_sklearn._docs import ROUNDS, fill_doc
 from pfl_sklearn._labels import check_labels, read_known_classes
 from pfl_sklearn._rounds.privacy import is_private

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.sparse import issparse
 
-from pfl_sklearn import _squares
+from pfl_sklearn import _float_range
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.rows import count_within
 from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha
@@ -118,9 +118,9 @@ def check_squares(table):
     We scale columns inside, so they may be small.
     """
     features = table.features.data if issparse(table.features) else table.features
-    _squares.check_squares("X", features, smallest=0.0)
+    _float_range.check_float_range("X", features, smallest=0.0)
     if table.y.dtype.kind == "f":
-        _squares.check_squares("y", table.y)
+        _float_range.check_float_range("y", table.y)
 
 
 def divergence_advice(table, learning_rate, private):
@@ -128,7 +128,7 @@ def divergence_advice(table, learning_rate, private):
     found = f"learning_rate={learning_rate:.4g} is too large"
     if private:
         return f"{found} for these features. Lower it, or scale the features."
-    if table.y.dtype.kind == "f" and np.abs(table.y).max(initial=0.0) > _squares.LARGEST:
+    if table.y.dtype.kind == "f" and np.abs(table.y).max(initial=0.0) > _float_range.LARGEST:
         return "y holds values too large to be squared (above about 1e150). Rescale it."
     if _largest_size(table.features) > _UNIT_SCALE:
         return f"{found} for these features. Scale them, or lower it."

@@ -7,7 +7,7 @@ _SMALLEST_FOR_FOURTH_POWERS = 1e-60
 _ROWS = 64  # side by side, where we look for the bounds of columns
 
 
-def check_squares(name, values, heaviest=1.0, smallest=SMALLEST):
+def check_float_range(name, values, heaviest=1.0, smallest=SMALLEST):
     """Raise ValueError if values (n,), or a column of (n, p), cannot be squared and summed.
 
     Zeros can. `heaviest` is the largest weight of a square, at least 1. A fit with privacy must not

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from sklearn.base import _fit_context
-from sklearn.callback import with_callbacks as _with_callbacks
 from sklearn.model_selection import cross_validate
 from sklearn.model_selection._search import BaseSearchCV
 from sklearn.utils import _safe_indexing as safe_indexing
@@ -35,7 +34,9 @@ def fit_context(
 
 def with_callbacks(method: Callable[P, R]) -> Callable[P, R]:
     """scikit-learn's decorator of methods that call callbacks, which hides no type."""
-    return _with_callbacks(method)
+    from sklearn.callback import with_callbacks  # imports rich, which only rounds need
+
+    return with_callbacks(method)
 
 
 def available_if(check: Callable[[Any], bool]) -> Callable[[Callable[P, R]], Callable[P, R]]:

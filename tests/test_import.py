@@ -1,9 +1,15 @@
 """What importing the package pulls in, and what tests may import."""
 
+import ast
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+import pfl_sklearn
+from tests.helpers.public_interface import exported
 
 HEAVY = ("torch", "skorch", "dp_accounting", "matplotlib", "statsmodels")
 
@@ -19,3 +25,49 @@ def test_import_leaves_heavy_packages_alone():
 def test_no_test_imports_another_test():
     for path in Path(__file__).parent.rglob("*.py"):
         assert not re.search(r"^\s*(from|import) (\S+\.)?test_", path.read_text(), re.M), path
+
+
+def printed(code):
+    """What a new interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_submodules_load_when_they_are_first_used():
+    code = (
+        "import sys, pfl_sklearn; loaded = lambda: [m for m in sys.modules if m.count('.') == 1 and"
+        " m.startswith('pfl_sklearn.')]; print(*loaded()); pfl_sklearn.theory; print(*loaded());"
+        "print('sklearn' in sys.modules)"
+    )
+    first, *others = printed(code)
+    assert first == "pfl_sklearn._version"
+    assert "pfl_sklearn.theory" in others
+    assert "sklearn" not in printed("import sys, pfl_sklearn; print(*sys.modules)")
+
+
+def test_every_top_level_name_can_be_completed_and_found():
+    assert set(pfl_sklearn.__all__) <= set(dir(pfl_sklearn))
+    assert all(getattr(pfl_sklearn, name) is not None for name in pfl_sklearn.__all__)
+    with pytest.raises(AttributeError, match=r"'pfl_sklearn' has no attribute 'Gaussian'"):
+        pfl_sklearn.Gaussian  # noqa: B018
+
+
+def test_type_checkers_know_the_same_top_level_names():
+    tree = ast.parse(Path(pfl_sklearn.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    seen = {
+        alias.name: node.module.removeprefix("pfl_sklearn.")
+        for node in block.body
+        for alias in node.names
+    }
+    assert seen == pfl_sklearn._MODULE_OF
+
+
+def test_every_estimator_that_the_readme_names_is_at_the_top_level():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    table = readme[readme.index("## Methods") : readme.index("A client's own model")]
+    names = set(re.findall(r"`(\w+(?:Regressor|Classifier|Regression|Mean|Selector))`", table))
+    assert len(names) > 15
+    assert names - set(pfl_sklearn.__all__) == set()
+    nets = exported("pfl_sklearn.neural_network").keys() - {"MLP"}
+    assert nets - set(pfl_sklearn.__all__) == set()

@@ -19,7 +19,7 @@ from scipy.sparse import csc_matrix
 Array = npt.NDArray[Any]
 Codes = npt.NDArray[np.intp]
 
-_KINDS = {
+_ID_KINDS = {
     "b": "boolean",
     "i": "number",
     "u": "number",
@@ -32,8 +32,8 @@ _KINDS = {
 _OBJECT_KINDS = {"string": "string", "bytes": "bytes", "decimal": "decimal"}
 _CASTABLE = ("iu", "UO", "SO")  # kinds of arrays whose ids can be compared after a cast
 _BISECTED = 20  # known ids for each that is looked for, from which on bisection is faster
-_BLOCK = 1 << 19
-_EXACT_FLOAT = 2.0**53
+_ROWS_AT_ONCE = 1 << 19  # of an indicator matrix, which is as large as 1.5 columns of them
+_EXACT_FLOAT = 2.0**53  # beyond it neighbouring whole numbers are one float
 
 
 class EncodedClients(NamedTuple):
@@ -72,10 +72,12 @@ def encode_clients(groups: Any, n_rows: int, name: str = "groups") -> EncodedCli
     ids = _checked_ids(groups, n_rows, name)
     if ids.dtype.kind in "iu" and ids.size:
         low, high = int(ids.min()), int(ids.max())
+        # Four entries of the table for each row: less memory than hashes, and no sort.
         if high - low <= 4 * ids.size + 1024:
             return _encode_dense(ids, low, high)
-    codes, found = pd.factorize(ids, sort=False)
-    return _sort_ids(np.asarray(found).astype(ids.dtype, copy=False), codes)
+    codes, uniques = pd.factorize(ids, sort=False)
+    # factorize may widen the type of the ids, and clients_ has that of the table.
+    return _sort_ids(np.asarray(uniques).astype(ids.dtype, copy=False), codes)
 
 
 def match_clients(groups: Any, n_rows: int, known: Array, name: str = "groups") -> Codes:
@@ -93,10 +95,10 @@ def match_clients(groups: Any, n_rows: int, known: Array, name: str = "groups") 
             f"{name} holds {kind} ids (such as {_shown(new.ids[0])}), but the clients seen in fit "
             f"have {known_kind} ids (such as {_shown(known[0])}); give them in the same type."
         )
-    return _positions(new.ids, known)[new.codes]
+    return _positions_of_ids(new.ids, known)[new.codes]
 
 
-def _positions(ids: Array, known: Array) -> Codes:
+def _positions_of_ids(ids: Array, known: Array) -> Codes:
     """Position of every id in the sorted array `known`; -1 where it is not there.
 
     A few ids are looked up by bisection, which needs no hash table of all known ones. They take the
@@ -104,15 +106,15 @@ def _positions(ids: Array, known: Array) -> Codes:
     cannot hold is not there. Types between which that comparison is not exact are hashed.
     """
     kinds = {ids.dtype.kind, known.dtype.kind}
-    exact = ids.dtype == known.dtype or any(kinds <= set(some) for some in _CASTABLE)
+    exact = ids.dtype == known.dtype or any(kinds <= set(pair) for pair in _CASTABLE)
     if not exact:
         return pd.Index(known).get_indexer(pd.Index(ids))
     wanted = ids.astype(known.dtype)
     fits = np.asarray(wanted == ids, dtype=bool)  # in a narrow type 260 may become 4
     if _BISECTED * len(ids) > len(known):
         return np.where(fits, pd.Index(known).get_indexer(pd.Index(wanted)), -1)
-    found = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-    return np.where(fits & np.asarray(known[found] == wanted, dtype=bool), found, -1)
+    nearest = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+    return np.where(fits & np.asarray(known[nearest] == wanted, dtype=bool), nearest, -1)
 
 
 def row_counts(codes: Codes, n_clients: int) -> npt.NDArray[np.int64]:
@@ -123,17 +125,17 @@ def row_counts(codes: Codes, n_clients: int) -> npt.NDArray[np.int64]:
 def segment_sums(values: Array, codes: Codes, n_clients: int) -> npt.NDArray[np.float64]:
     """Sum of `values` (n_rows,) or (n_rows, d) over the rows of every client."""
     values = np.asarray(values, dtype=np.float64)
-    if values.ndim == 1:
+    if values.ndim == 1:  # bincount is faster than a product with a sparse matrix
         return np.asarray(np.bincount(codes, values, n_clients), dtype=np.float64)
     if values.shape[1] == 1:
         return segment_sums(values[:, 0], codes, n_clients)[:, None]
     sums = np.zeros((n_clients, values.shape[1]))
-    for start in range(0, len(codes), _BLOCK):
-        block = codes[start : start + _BLOCK]
+    for start in range(0, len(codes), _ROWS_AT_ONCE):
+        block = codes[start : start + _ROWS_AT_ONCE]
         indicator = csc_matrix(
             (np.ones(len(block)), block, np.arange(len(block) + 1)), (n_clients, len(block))
         )
-        sums += indicator @ values[start : start + _BLOCK]
+        sums += indicator @ values[start : start + _ROWS_AT_ONCE]
     return sums
 
 
@@ -144,6 +146,7 @@ def rows_by_client(codes: Codes, n_clients: int) -> tuple[Codes, Codes]:
     ``order[offsets[i]:offsets[i + 1]]``.
     """
     n_rows = len(codes)
+    # From columns to rows of a sparse matrix is a counting sort: linear in the rows, and stable.
     by_row = csc_matrix(
         (np.ones(n_rows, dtype=np.int8), codes, np.arange(n_rows + 1)), (n_clients, n_rows)
     )
@@ -167,9 +170,9 @@ def client_batches(codes: Codes, n_clients: int, max_rows: int = 1 << 16) -> lis
     order, offsets = rows_by_client(codes, n_clients)
     sizes = np.diff(offsets)
     by_size = np.argsort(sizes, kind="stable")
-    found, starts = np.unique(sizes[by_size], return_index=True)
+    distinct, starts = np.unique(sizes[by_size], return_index=True)
     batches = []
-    for size, members in zip(found.tolist(), np.split(by_size, starts[1:]), strict=True):
+    for size, members in zip(distinct.tolist(), np.split(by_size, starts[1:]), strict=True):
         step = max(max_rows // max(size, 1), 1)
         for start in range(0, len(members), step):
             clients = members[start : start + step]
@@ -191,10 +194,10 @@ def _checked_ids(groups: Any, n_rows: int, name: str) -> Array:
     if ids.dtype.kind in "OT":
         ids = _typed_objects(ids.astype(object, copy=False), name)
     if ids.dtype.kind == "f":
-        return _whole_numbers(ids, name)
+        return _ids_from_floats(ids, name)
     if ids.dtype.kind in "mM" and np.isnat(ids).any():
         raise _missing(name, int(np.flatnonzero(np.isnat(ids))[0]))
-    if ids.dtype.kind not in _KINDS and ids.dtype.kind != "O":
+    if ids.dtype.kind not in _ID_KINDS and ids.dtype.kind != "O":
         raise ValueError(f"{name} must hold integers, strings, booleans or dates; got {ids.dtype}.")
     return ids
 
@@ -204,6 +207,7 @@ def _as_numpy(groups: Any, name: str) -> Array:
     if isinstance(groups, np.ndarray):
         if np.ma.is_masked(groups):
             raise _missing(name, int(np.flatnonzero(np.ma.getmaskarray(groups))[0]))
+        # pandas hashes numbers in the byte order of the machine alone.
         native = groups.dtype if groups.dtype.isnative else groups.dtype.newbyteorder()
         return np.asarray(groups, dtype=native)
     series = nw.from_native(groups, allow_series=True, pass_through=True)
@@ -250,12 +254,12 @@ def _typed_dates(ids: Array, name: str) -> Array:
     with_zone = {getattr(value, "tzinfo", None) is not None for value in ids}
     if len(days) > 1 or len(with_zone) > 1:
         raise _wrong_types(ids, name)
-    if days == {True}:
+    if days == {True}:  # kept apart from times, so that clients_ shows dates
         return ids.astype("datetime64[D]")
     return pd.to_datetime(ids, utc=True).tz_localize(None).to_numpy()
 
 
-def _whole_numbers(ids: Array, name: str) -> Array:
+def _ids_from_floats(ids: Array, name: str) -> Array:
     """Float ids as integers."""
     if not np.isfinite(ids).all():
         raise _missing(name, int(np.flatnonzero(~np.isfinite(ids))[0]), "NaN or infinity")
@@ -271,19 +275,19 @@ def _whole_numbers(ids: Array, name: str) -> Array:
 
 def _encode_dense(ids: Array, low: int, high: int) -> EncodedClients:
     """Integer ids of a small range: a look-up table instead of hashing."""
-    if ids.dtype == np.uint64:
+    if ids.dtype == np.uint64:  # subtract first: a signed type cannot hold the largest ids
         shifted = (ids - np.uint64(low)).astype(np.intp)
     else:
         shifted = ids.astype(np.intp, copy=False) - low
     present = np.zeros(high - low + 1, dtype=bool)
     present[shifted] = True
-    found = np.flatnonzero(present)
-    if len(found) == len(present):
+    occurring = np.flatnonzero(present)
+    if len(occurring) == len(present):  # no gaps: ids less the smallest are the codes
         codes = shifted
     else:
         codes = (np.cumsum(present) - 1)[shifted]
     as_seen = np.uint64 if ids.dtype == np.uint64 else np.intp
-    return EncodedClients((found.astype(as_seen) + as_seen(low)).astype(ids.dtype), codes)
+    return EncodedClients((occurring.astype(as_seen) + as_seen(low)).astype(ids.dtype), codes)
 
 
 def _encode_categorical(groups: Any, n_rows: int, name: str) -> EncodedClients:
@@ -291,11 +295,13 @@ def _encode_categorical(groups: Any, n_rows: int, name: str) -> EncodedClients:
     values = groups.array if hasattr(groups, "array") else groups
     _check_length(len(values), n_rows, name)
     codes = np.asarray(values.codes, dtype=np.intp)
+    # pandas writes missing values as the code -1.
     if (codes < 0).any():
         raise _missing(name, int(np.flatnonzero(codes < 0)[0]))
     used = np.bincount(codes, minlength=len(values.categories)) > 0
     codes = (np.cumsum(used) - 1)[codes]
     ids = _as_numpy(values.categories[used], name)
+    # A categorical declares its values to be labels, so float categories keep their exact values.
     if ids.dtype.kind != "f":
         ids = _checked_ids(ids, len(ids), name)
     elif not np.isfinite(ids).all():
@@ -303,20 +309,20 @@ def _encode_categorical(groups: Any, n_rows: int, name: str) -> EncodedClients:
     return _sort_ids(ids, codes)
 
 
-def _sort_ids(found: Array, codes: Codes) -> EncodedClients:
+def _sort_ids(ids: Array, codes: Codes) -> EncodedClients:
     """Ids in order of appearance, made sorted."""
-    if len(found) < 2 or np.all(found[:-1] < found[1:]):
-        return EncodedClients(found, codes)
-    order = np.argsort(found, kind="stable")
+    if len(ids) < 2 or np.all(ids[:-1] < ids[1:]):
+        return EncodedClients(ids, codes)
+    order = np.argsort(ids, kind="stable")
     rank = np.empty(len(order), dtype=np.intp)
     rank[order] = np.arange(len(order))
-    return EncodedClients(found[order], rank[codes])
+    return EncodedClients(ids[order], rank[codes])
 
 
 def _kind(ids: Array) -> str:
     """Kind of ids that can be compared with one another."""
     if ids.dtype.kind != "O":
-        return _KINDS.get(ids.dtype.kind, str(ids.dtype))
+        return _ID_KINDS.get(ids.dtype.kind, str(ids.dtype))
     return _OBJECT_KINDS.get(pd.api.types.infer_dtype(ids, skipna=False), "object")
 
 
@@ -371,6 +377,7 @@ def split_client_column(X: Any, column: int | str) -> tuple[Any, Any]:
         rest, ids = _split_frame(X, column)
     else:
         rest, ids = _split_array(X, column)
+    # scikit-learn makes one float array of a table; ids in it need not be whole numbers.
     floats = getattr(getattr(ids, "dtype", None), "kind", "") == "f"
     missing = ~np.isfinite(ids) if floats else np.asarray(pd.isna(ids))
     if missing.any():

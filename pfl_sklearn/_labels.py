@@ -1,19 +1,23 @@
 """Class labels as positions among the sorted classes."""
 
+from typing import Any
+
 import numpy as np
+from sklearn.base import BaseEstimator
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
+from pfl_sklearn._clients import Array, Codes
 from pfl_sklearn._warnings import warn_caller
 
-_MANY = 20  # classes; more than digits, ratings and months have
-_LARGEST = 2**53  # up to it, floats tell whole numbers apart
+_MANY_CLASSES = 20  # classes; more than digits, ratings and months have
+_LARGEST_EXACT = 2**53  # up to it, floats tell whole numbers apart
 
 
-def check_labels(y):
+def check_labels(y: Any) -> None:
     """Raise ValueError if y (n,) holds no class labels, but numbers that vary."""
     y = np.asarray(y)
-    if y.dtype.kind == "f" and (np.isfinite(y) & (np.abs(y) > _LARGEST)).any():
+    if y.dtype.kind == "f" and (np.isfinite(y) & (np.abs(y) > _LARGEST_EXACT)).any():
         raise ValueError(
             "Unknown label type: y holds floats beyond 2**53, which do not tell whole numbers "
             "apart; expected class labels, such as smaller whole numbers, or strings."
@@ -21,7 +25,7 @@ def check_labels(y):
     check_classification_targets(y)
 
 
-def check_several_classes(classes, estimator):
+def check_several_classes(classes: Array, estimator: BaseEstimator) -> None:
     """Raise ValueError if there is only one class."""
     if len(classes) < 2:
         raise ValueError(
@@ -30,7 +34,7 @@ def check_several_classes(classes, estimator):
         )
 
 
-def read_classes(y, estimator, private=False):
+def read_classes(y: Array, estimator: BaseEstimator, private: bool = False) -> tuple[Array, Codes]:
     """Sorted classes, and the position of every row's label among them.
 
     Warns if the classes look like counts. A private fit says nothing that single rows decide.
@@ -53,11 +57,14 @@ def _look_like_counts(classes, sizes):
 
     The largest count is rare, and mostly occurs once. That of codes is as frequent as any other.
     """
-    many_numbers = len(classes) > _MANY and classes.dtype.kind in "iuf"
+    # Codes of strings or dates are no counts, nor are negative ones.
+    many_numbers = len(classes) > _MANY_CLASSES and classes.dtype.kind in "iuf"
     return bool(many_numbers and classes[0] >= 0 and sizes[-1] == 1)
 
 
-def read_known_classes(y, known, classes, estimator, private):
+def read_known_classes(
+    y: Array, known: Array | None, classes: Any, estimator: BaseEstimator, private: bool
+) -> tuple[Array, Codes]:
     """Sorted classes and positions, where classes may be known before the rows are.
 
     Parameters
@@ -76,12 +83,12 @@ def read_known_classes(y, known, classes, estimator, private):
     known = np.unique(column_or_1d(classes)) if known is None else known
     if classes is not None and not np.array_equal(np.unique(classes), known):
         raise ValueError(f"got classes={classes!r}; the first call had {known.tolist()}.")
-    found, labels = np.unique(y, return_inverse=True)
-    missing = np.setdiff1d(found, known)
+    seen, labels = np.unique(y, return_inverse=True)
+    missing = np.setdiff1d(seen, known)
     if len(missing):
         raise ValueError(
             f"y holds the label {missing[:1].tolist()[0]!r}, which is not one of the "
             f"{len(known)} classes given before."
         )
     check_several_classes(known, estimator)
-    return known, np.searchsorted(known, found)[labels]
+    return known, np.searchsorted(known, seen)[labels]

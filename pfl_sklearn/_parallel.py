@@ -1,19 +1,23 @@
 """Independent clients in parallel: chunks of batches through joblib."""
 
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from threading import Lock, local
+from typing import Any
 
 import numpy as np
 from joblib import effective_n_jobs
 from sklearn.utils.parallel import Parallel, delayed
 from threadpoolctl import OpenBLASController, ThreadpoolController
 
-_CHUNKS_PER_JOB = 4
+_CHUNKS_PER_JOB = 4  # clients differ in cost, so workers that are done early take another chunk
 
 
-def map_batches(function, batches, n_jobs=None):
+def map_batches(
+    function: Callable[..., Any], batches: Iterable[tuple[Any, ...]], n_jobs: int | None = None
+) -> list[Any]:
     """Results of ``function(*arguments)`` for every tuple of arguments, in their order.
 
     Linear algebra runs on one thread, here as in the workers: the results are the same bits.
@@ -36,7 +40,7 @@ def map_batches(function, batches, n_jobs=None):
 
 
 @contextmanager
-def batch_mapper(n_jobs=None):
+def batch_mapper(n_jobs: int | None = None) -> Iterator[tuple[Callable[..., list[Any]], int]]:
     """Function ``run(function, batches)`` that is :func:`map_batches`, and the number of workers.
 
     For many calls: threads are limited once.
@@ -44,19 +48,20 @@ def batch_mapper(n_jobs=None):
     with _one_thread():
         workers = effective_n_jobs(n_jobs)
         if workers == 1:
-            yield _in_order, workers
+            yield _run_in_order, workers
         else:
-            yield partial(_in_chunks, n_jobs=n_jobs, workers=workers), workers
+            yield partial(_run_in_chunks, n_jobs=n_jobs, workers=workers), workers
 
 
-def _in_order(function, batches):
+def _run_in_order(function, batches):
     return [function(*batch) for batch in batches]
 
 
-def _in_chunks(function, batches, n_jobs, workers):
+def _run_in_chunks(function, batches, n_jobs, workers):
     batches = list(batches)
     if len(batches) < 2:
-        return _in_order(function, batches)
+        return _run_in_order(function, batches)
+    # Chunks end where equal shares of the numbers in the first arguments do.
     cost = np.cumsum([batch[0].size for batch in batches])
     chunk = (cost - 1) * _CHUNKS_PER_JOB * workers // cost[-1]
     starts = np.flatnonzero(np.diff(chunk, prepend=-1))
@@ -70,7 +75,7 @@ def _in_chunks(function, batches, n_jobs, workers):
 def _run(function, batches):
     """Results of a chunk; other processes, and other threads of this one, limit their own."""
     with _one_thread():
-        return _in_order(function, batches)
+        return _run_in_order(function, batches)
 
 
 class _ProcessLimits:
@@ -81,7 +86,8 @@ class _ProcessLimits:
 
     def __init__(self):
         self._lock, self._here, self._users = Lock(), local(), 0
-        self._blas = self._threads_of_torch = None
+        self._blas: Any = None  # limits of the BLAS in force, while there are users
+        self._threads_of_torch: int | None = None
 
     @contextmanager
     def held(self, torch):
@@ -101,7 +107,7 @@ class _ProcessLimits:
 
     def _begin(self, blas, torch):
         with self._lock:
-            if not self._users:
+            if not self._users:  # BLAS has one number of threads for the whole process
                 self._blas = blas.limit(limits=1)
                 _let_go()
             if torch is not None:
@@ -113,7 +119,7 @@ class _ProcessLimits:
     def _end(self):
         with self._lock:
             self._users -= 1
-            if self._users:
+            if self._users:  # another fit goes on; the last one restores the limits
                 return
             self._blas.restore_original_limits()
             _let_go()
@@ -140,5 +146,5 @@ def _one_thread():
 @cache
 def _controllers(with_torch):
     """Controllers of pools of BLAS and OpenMP; any made before torch was loaded miss torch's."""
-    found = ThreadpoolController()
-    return found.select(user_api="blas"), found.select(user_api="openmp")
+    pools = ThreadpoolController()
+    return pools.select(user_api="blas"), pools.select(user_api="openmp")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 _OURS = ("pfl_sklearn", "sklearn", "joblib")
-_SHOWN = "__pfl_sklearn_shown__"  # local variable that holds the texts of warnings
+_SHOWN_TEXTS = "__pfl_sklearn_shown__"  # local variable that holds the texts of warnings
 
 
 def warn_caller(message: str, category: type[Warning], once: bool = False) -> None:
@@ -18,9 +18,10 @@ def warn_caller(message: str, category: type[Warning], once: bool = False) -> No
     resets the filters for every task of ``Parallel``, and Python then forgets what it has shown.
     """
     entered, level = sys._getframe(), 1
+    # The outermost frame of ours was entered by the caller, whose line the warning is to show.
     while entered.f_back is not None and _is_ours(entered.f_back):
         entered, level = entered.f_back, level + 1
-    shown = entered.f_locals.setdefault(_SHOWN, set())  # lives as long as the call
+    shown = entered.f_locals.setdefault(_SHOWN_TEXTS, set())  # lives as long as the call
     if not (once and message in shown):
         warnings.warn(message, category, stacklevel=level + 1)
         shown.add(message)

@@ -98,11 +98,11 @@ class ClientMixin:
         """
         before = self.get_params(deep=False)  # type: ignore[attr-defined]
         nested = {name.partition("__")[0] for name in params if "__" in name}
-        found = {name: params.get(name, before[name]) for name in nested & before.keys()}
-        components = {name: self._component(name, value) for name, value in found.items()}
+        values = {name: params.get(name, before[name]) for name in nested & before.keys()}
+        components = {name: self._component(name, value) for name, value in values.items()}
         try:
             return super().set_params(**{**params, **components})  # type: ignore[misc]
-        except Exception:
+        except Exception:  # a grid with one bad value leaves the estimator as it was
             vars(self).update(before)
             raise
 
@@ -142,7 +142,7 @@ class ClientMixin:
         check_is_fitted(self)
         n_rows = num_samples(X)
         known = getattr(self, "clients_", None)
-        if known is None:
+        if known is None:  # a released population model knows no clients
             return np.full(n_rows, -1, dtype=np.intp)
         if groups is None:
             return self._without_groups(n_rows, known)
@@ -206,8 +206,9 @@ class ClientMixin:
         clients = self.clients_  # type: ignore[attr-defined]
         if not np.isscalar(client_id) and np.ndim(client_id):
             raise ValueError(f"client_id must be one id; got {client_id!r}.")
-        found = match_clients(pd.Categorical([client_id]), 1, clients, "client_id")
-        if found[0] < 0:
+        # A categorical, so that a float id is matched by its exact value.
+        position = match_clients(pd.Categorical([client_id]), 1, clients, "client_id")
+        if position[0] < 0:
             raise ValueError(
                 f"client_id={client_id!r} is not one of the {len(clients)} clients of fit."
             )
@@ -215,7 +216,7 @@ class ClientMixin:
         model._fitted_with_groups = self._fitted_with_groups  # type: ignore[attr-defined]
         for name in ("clients_", *self._client_attributes):
             if hasattr(self, name):
-                setattr(model, name, _of_clients(getattr(self, name), found))
+                setattr(model, name, _of_clients(getattr(self, name), position))
         return model
 
     def release(self) -> Self:
@@ -237,9 +238,9 @@ class ClientMixin:
         check_is_fitted(self)
         report = self.privacy_  # type: ignore[attr-defined]
         if not np.isfinite(report.epsilon):
-            known = [name for name in self._population_attributes if hasattr(self, name)]
-            public = [name for name in known if not name.startswith("_")]
-            if len(public) < len(known):
+            fitted = [name for name in self._population_attributes if hasattr(self, name)]
+            public = [name for name in fitted if not name.startswith("_")]
+            if len(public) < len(fitted):
                 public.insert(0, "the population model")
             name = type(self).__name__
             private = "epsilon" in self.get_params(deep=False)  # type: ignore[attr-defined]
@@ -263,13 +264,13 @@ class ClientMixin:
                 setattr(model, name, copy.deepcopy(getattr(self, name)))
         return model
 
-    def _set_fitted(self, found: dict[str, Any], dropped: Collection[str] = ()) -> None:
-        """Set fitted attributes, and drop those of an earlier fit that are not found again.
+    def _set_fitted(self, attributes: dict[str, Any], dropped: Collection[str] = ()) -> None:
+        """Set fitted attributes, and drop those of an earlier fit that this one did not set.
 
         In one step: an interruption leaves the model from before or the new one, not parts of both.
         """
-        kept = {name: value for name, value in vars(self).items() if name not in dropped}
-        self.__dict__ = {**kept, **found}
+        others = {name: value for name, value in vars(self).items() if name not in dropped}
+        self.__dict__ = {**others, **attributes}
 
     def _require_fitted(self, attribute: str) -> None:
         """Raise NotFittedError before a fit, and where a released population model lacks it."""
@@ -359,7 +360,7 @@ def read_rows(estimator: ClientMixin, X: Any, y: Array, groups: Any, sample_weig
     if sample_weight is None:
         return FitRows(y, EncodedClients(ids, codes), None)
     weights = check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
-    present = weights > 0
+    present = weights > 0  # weight 0 is absence everywhere, so no client is known by it alone
     if present.all():
         return FitRows(y, EncodedClients(ids, codes), weights)
     used = np.bincount(codes[present], minlength=len(ids)) > 0

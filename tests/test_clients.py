@@ -374,7 +374,7 @@ def test_segment_sums_of_several_blocks(monkeypatch):
     rng = np.random.default_rng(0)
     codes, values = rng.integers(0, 5, 50), rng.normal(size=(50, 2))
     whole = segment_sums(values, codes, 5)
-    monkeypatch.setattr(_clients, "_BLOCK", 7)
+    monkeypatch.setattr(_clients, "_ROWS_AT_ONCE", 7)
     np.testing.assert_allclose(segment_sums(values, codes, 5), whole, rtol=1e-13)
     assert segment_sums(np.ones(50, dtype=bool), codes, 5).tolist() == row_counts(codes, 5).tolist()
 

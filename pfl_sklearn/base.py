@@ -17,6 +17,7 @@ from sklearn.utils.validation import check_is_fitted
 from pfl_sklearn._clients import Array, Codes, EncodedClients, encode_clients, match_clients
 from pfl_sklearn._compat import check_sample_weight, num_samples
 from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.privacy._report import PrivacyReport
 from pfl_sklearn.privacy._search_warning import warn_of_search
 
 __all__ = ["ClientMixin", "SingleClientWarning", "UnseenClientsWarning"]
@@ -70,6 +71,12 @@ class ClientMixin:
     _client_attributes: tuple[str, ...] = ()
     _population_attributes: tuple[str, ...] = ()
     _state_attributes: tuple[str, ...] = ()
+
+    # Set by fit; these are no defaults.
+    clients_: Array
+    privacy_: PrivacyReport
+    unseen: str
+    _fitted_with_groups: bool
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "privacy_")
@@ -146,7 +153,7 @@ class ClientMixin:
             return np.full(n_rows, -1, dtype=np.intp)
         if groups is None:
             return self._without_groups(n_rows, known)
-        if not self._fitted_with_groups:  # type: ignore[attr-defined]
+        if not self._fitted_with_groups:
             raise ValueError(
                 f"groups= was given, but this {type(self).__name__} was fitted without groups, as "
                 "one client; fit it with groups=, or predict without them."
@@ -168,7 +175,7 @@ class ClientMixin:
         return np.zeros(n_rows, dtype=np.intp)
 
     def _check_unseen(self, codes: Codes, groups: Any) -> None:
-        unseen, n_rows, answer = codes < 0, len(codes), self.unseen  # type: ignore[attr-defined]
+        unseen, n_rows, answer = codes < 0, len(codes), self.unseen
         n_unseen = int(unseen.sum())
         if not n_unseen or answer == "population" or (answer == "warn" and 2 * n_unseen < n_rows):
             return
@@ -203,7 +210,7 @@ class ClientMixin:
         """
         check_is_fitted(self)
         self._require_fitted("clients_")
-        clients = self.clients_  # type: ignore[attr-defined]
+        clients = self.clients_
         if not np.isscalar(client_id) and np.ndim(client_id):
             raise ValueError(f"client_id must be one id; got {client_id!r}.")
         # A categorical, so that a float id is matched by its exact value.
@@ -213,7 +220,7 @@ class ClientMixin:
                 f"client_id={client_id!r} is not one of the {len(clients)} clients of fit."
             )
         model = self._population_copy()
-        model._fitted_with_groups = self._fitted_with_groups  # type: ignore[attr-defined]
+        model._fitted_with_groups = self._fitted_with_groups
         for name in ("clients_", *self._client_attributes):
             if hasattr(self, name):
                 setattr(model, name, _of_clients(getattr(self, name), position))
@@ -236,7 +243,7 @@ class ClientMixin:
             If ``privacy_.epsilon`` is infinite: nothing protects the population model then.
         """
         check_is_fitted(self)
-        report = self.privacy_  # type: ignore[attr-defined]
+        report = self.privacy_
         if not np.isfinite(report.epsilon):
             fitted = [name for name in self._population_attributes if hasattr(self, name)]
             public = [name for name in fitted if not name.startswith("_")]

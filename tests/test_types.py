@@ -1,0 +1,87 @@
+"""What a type checker says of a user's script: types are known, and mistakes are found."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.public_interface import PACKAGES, exported, is_ours, methods_of, properties_of
+
+RIGHT = """
+import numpy as np
+import pandas as pd
+from typing import assert_type
+
+from pfl_sklearn import BernoulliMean, ClientColumn, GaussianMean, PersonalizedLinearRegression
+from pfl_sklearn import DittoRegressor, PPSGDRegressor, privacy_of
+from pfl_sklearn.privacy import PrivacyReport
+
+X, y, groups = np.ones((4, 1)), np.arange(4.0), ["a", "a", "b", "b"]
+assert_type(GaussianMean(epsilon=1.0).fit(X, y, groups=groups), GaussianMean)
+linear = PersonalizedLinearRegression(random="intercept").fit(X, y, groups=groups)
+assert_type(linear, PersonalizedLinearRegression)
+assert_type(linear.privacy_, PrivacyReport)
+assert_type(linear.privacy_.epsilon, float)
+assert_type(linear.summary(), pd.DataFrame)
+assert_type(linear.for_client("a"), PersonalizedLinearRegression)
+assert_type(PPSGDRegressor(alpha=1.0, n_rounds=5).fit(X, y, groups=groups), PPSGDRegressor)
+assert_type(DittoRegressor(proximal=0.5).fit(X, y, groups=groups), DittoRegressor)
+assert_type(BernoulliMean().fit(X, y > 1, groups=groups).score(X, y > 1, groups=groups), float)
+assert_type(ClientColumn(linear, 0).fit(X, y), ClientColumn)
+assert_type(privacy_of(linear), PrivacyReport)
+"""
+
+WRONG = {
+    "GaussianMean(epsilno=1.0)": "call-arg",
+    "GaussianMean().fit([[0.0]], [1.0], client=['a'])": "call-arg",
+    "GaussianMean().privacy_.epsilonn": "attr-defined",
+    "PersonalizedLinearRegression().predcit([[0.0]])": "attr-defined",
+    "PPSGDRegressor(n_round=5)": "call-arg",
+    "DittoRegressor(local_steps='ten')": "arg-type",
+    "DittoRegressor(None, 5)": "call-arg|misc",
+    "privacy_of()": "call-arg",
+}
+
+
+def errors_of(script, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    command = [sys.executable, "-m", "mypy", "--config-file=", "--ignore-missing-imports"]
+    command += ["--follow-imports=silent", f"--cache-dir={tmp_path}", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return [line for line in done.stdout.splitlines() if ": error:" in line]
+
+
+@pytest.mark.slow
+def test_a_users_script(tmp_path):
+    assert errors_of(RIGHT, tmp_path) == []
+    imports = "from pfl_sklearn import *\n"
+    errors = errors_of(imports + "\n".join(WRONG), tmp_path)
+    lines = {int(line.split(":")[1]) - 2: line for line in errors}
+    missed = [call for k, call in enumerate(WRONG) if k not in lines]
+    assert missed == []
+    for k, code in enumerate(WRONG.values()):
+        assert any(f"[{each}]" in lines[k] for each in code.split("|")), lines[k]
+
+
+def sources(package):
+    """Functions of a package, and methods and properties of its classes, by name."""
+    for name, value in exported(package).items():
+        if inspect.isclass(value) and is_ours(value):
+            yield from ((f"{name}.{key}", each) for key, each in methods_of(value).items())
+            for key, each in properties_of(value).items():
+                yield f"{name}.{key}", getattr(each, "fget", None) or each.func
+        elif is_ours(value) and callable(value):
+            yield name, value
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_functions_are_annotated(package):
+    bare = []
+    for name, function in sources(package):
+        signature = inspect.signature(inspect.unwrap(getattr(function, "__func__", function)))
+        types = [each.annotation for each in signature.parameters.values() if each.name != "self"]
+        if inspect.Signature.empty in (*types, signature.return_annotation):
+            bare.append(name)
+    assert sorted(bare) == []

@@ -2,18 +2,23 @@
 
 import inspect
 import math
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Integral, Real
+from operator import not_
+from typing import Any, TypeAlias
 
 import torch
 from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier, NeuralNetRegressor
 from skorch.callbacks import LRScheduler
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.loss import _WeightedLoss
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pfl_sklearn.neural_network._mlp import MLP
 from pfl_sklearn.neural_network._recipe import (
     WITHOUT,
     bare,
+    first_line,
     initialized,
     is_mean,
     is_readable,
@@ -21,24 +26,198 @@ from pfl_sklearn.neural_network._recipe import (
     unknown_outputs,
 )
 
-_UNUSED = ("max_epochs", "verbose", "train_split", "warm_start", "compile", "dataset")
-_UNUSED += ("iterator_train", "iterator_valid", "threshold")  # the last one of binary nets
-_ITERATORS = ("iterator_train__", "iterator_valid__", "dataset__", "optimizer__param_groups")
-_NOT_CALLED = ("train_step", "train_step_single", "run_single_epoch", "fit_loop")
-_NOT_CALLED += ("evaluation_step", "predict_proba")
-_OTHER_STEPS = {
-    torch.optim.LBFGS: "computes the loss several times in a step",
-    torch.optim.SparseAdam: "takes sparse gradients only",
-}
-_CLASS_WEIGHTS = ("criterion__weight", "criterion__pos_weight")
+# skorch runs these in its own loop; rounds have another, so an override would silently do nothing.
+_NOT_CALLED = ["train_step", "train_step_single", "run_single_epoch", "fit_loop"]
+_NOT_CALLED += ["evaluation_step", "predict_proba"]
 _WEIGHTED = (_WeightedLoss, torch.nn.BCEWithLogitsLoss)
+_SHOWN_OPTION = 60  # characters of a value in a message: modules print a page
+_NO_EFFECT = "has no effect on rounds, so it is refused; leave its default"
+_UNUSED = ["max_epochs", "verbose", "train_split", "warm_start", "compile", "dataset"]
+_UNUSED += ["iterator_train", "iterator_valid", "threshold"]  # the last one of binary nets
 
 
 class NoLastLayer(ValueError):
     """The module of a net does not end with a linear layer."""
 
 
-def check_recipe(recipe, for_classifier, own_steps, name):
+# An option's name, which values rounds accept, and what to do instead. A name that ends with "__"
+# stands for all options that begin with it.
+Option: TypeAlias = tuple[str, Callable[[Any], bool], str]
+
+
+def _never(value: Any) -> bool:
+    return False
+
+
+def _is_rate(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < math.inf
+
+
+def _is_size(value: Any) -> bool:
+    number = isinstance(value, Integral) and not isinstance(value, bool)
+    return number and (value >= 1 or value == -1)
+
+
+def _is_here(device: Any) -> bool:
+    return torch.empty(0, device=device) is not None  # torch raises if this machine lacks it
+
+
+def _is_class(module: Any) -> bool:
+    return not isinstance(module, torch.nn.Module)
+
+
+def _is_device(value: Any) -> bool:
+    return isinstance(value, str | torch.device)
+
+
+def _is_optimizer(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+
+
+def _is_sgd(optimizer: type) -> bool:
+    return issubclass(optimizer, torch.optim.SGD)
+
+
+def _is_plain(optimizer: type) -> bool:
+    return optimizer is torch.optim.SGD
+
+
+def _is_dense(optimizer: type) -> bool:
+    return not issubclass(optimizer, torch.optim.SparseAdam)
+
+
+def _looks_once(optimizer: type) -> bool:
+    return not issubclass(optimizer, torch.optim.LBFGS)
+
+
+def _is_scheduler(callback: Any) -> bool:
+    return isinstance(callback, LRScheduler)
+
+
+def _is_by_round(step_every: Any) -> bool:
+    return step_every == "epoch"
+
+
+def _is_tensor(value: Any) -> bool:
+    return value is None or isinstance(value, torch.Tensor)
+
+
+def _needs_no_score(policy: Any) -> bool:
+    return policy not in ("ReduceLROnPlateau", ReduceLROnPlateau)
+
+
+_GIVE_SGD = "give torch.optim.SGD or torch.optim.Adam"
+_WEIGHTS = "must be a tensor, such as torch.tensor([1.0, 2.0]), with classes in sorted order"
+_SCHEDULER = (
+    "is not called by rounds, which follow LRScheduler alone; set_callbacks of the estimator takes "
+    "scikit-learn's callbacks"
+)
+_NOT_PLAIN = (
+    "is no plain gradient step, for which noise='per_step' is certified; give torch.optim.SGD "
+    "without momentum, or use noise='per_round'"
+)
+_ALIKE = (
+    "is an instance, from which all components would start alike and never differ; give the "
+    "module's class, or n_components=1"
+)
+_MIXED = "would mix gradients of clients' adapted nets with those of the global one; leave it out"
+
+# A later row may rely on an earlier one: an optimizer is a class before it is a subclass.
+_OPTIONS: tuple[Option, ...] = (
+    ("iterator_train__", _never, _NO_EFFECT),
+    ("iterator_valid__", _never, _NO_EFFECT),
+    ("dataset__", _never, _NO_EFFECT),
+    ("optimizer__param_groups", _never, _NO_EFFECT),
+    ("optimizer__maximize", not_, "would raise the loss; leave it out"),
+    ("callbacks", _is_scheduler, _SCHEDULER),
+    ("callbacks__policy", _needs_no_score, "follows a score, and rounds have none; give another"),
+    ("callbacks__step_every", _is_by_round, "is not followed: it steps once a round; give 'epoch'"),
+    ("device", _is_device, "must be a torch.device or the name of one, such as 'cuda'"),
+    ("device", _is_here, "cannot be used"),
+    ("lr", _is_rate, "must be a finite number that is not negative"),
+    ("optimizer__lr", _is_rate, "must be a finite number that is not negative"),
+    ("batch_size", _is_size, "must be a whole number above 0, or -1 for all rows of a client"),
+    ("optimizer", _is_optimizer, "must be a class of torch.optim, such as torch.optim.SGD"),
+    ("optimizer", _looks_once, f"computes the loss several times in a step; {_GIVE_SGD}"),
+    ("optimizer", _is_dense, f"takes sparse gradients only; {_GIVE_SGD}"),
+)
+# Further rows if the criterion is torch's: one of the user's may take anything under these names.
+_CLASS_WEIGHTS: tuple[Option, ...] = (
+    ("criterion__weight", _is_tensor, _WEIGHTS),
+    ("criterion__pos_weight", _is_tensor, _WEIGHTS),
+)
+# Methods that update parameters by themselves take no steps of the net's optimizer.
+_OWN_STEPS: tuple[Option, ...] = (
+    ("optimizer", _is_sgd, "is not used: the method takes its own steps; give torch.optim.SGD"),
+)
+# Momentum carries a gradient on into steps in which it is not clipped.
+_PLAIN_STEPS: tuple[Option, ...] = (
+    ("optimizer", _is_plain, _NOT_PLAIN),
+    ("optimizer__momentum", not_, _NOT_PLAIN),
+)
+
+
+def _check_options(recipe: NeuralNet, options: Sequence[Option]) -> None:
+    """Raise ValueError if a value of a net is not among those that a table of options accepts."""
+    values = list(_values(recipe))
+    for option, accepts, advice in options:
+        for name, value in values:
+            if name != option and not (option.endswith("__") and name.startswith(option)):
+                continue
+            reason = ""
+            try:
+                if accepts(value):
+                    continue
+            except (RuntimeError, AssertionError) as error:  # the latter without support for CUDA
+                reason = f": {first_line(error)}"
+            raise ValueError(f"{name}={_shown(value)} of the net {advice}{reason}.")
+
+
+def _values(recipe: NeuralNet) -> Iterator[tuple[str, Any]]:
+    """Names and values of what was given to a net, callbacks one by one."""
+    params = recipe.get_params(deep=False)
+    callbacks = params.pop("callbacks", None)
+    yield from params.items()
+    for callback in () if callbacks in (None, "disable") else bare(callbacks):
+        yield "callbacks", callback
+        if isinstance(callback, LRScheduler):
+            yield "callbacks__policy", callback.policy
+            yield "callbacks__step_every", callback.step_every
+
+
+def _shown(value: Any) -> str:
+    """Short text of a value: a class by its name, what prints too much by that of its class."""
+    text = getattr(value, "__name__", None) or repr(value)
+    return text if len(text) <= _SHOWN_OPTION else type(value).__name__
+
+
+def _check_defaults(recipe: NeuralNet) -> None:
+    """Raise ValueError if an option that rounds have no use for was set, but to what they do."""
+    params = recipe.get_params(deep=False)
+    for name in params.keys() & set(_UNUSED):
+        value, default = params[name], _default(recipe, name)
+        if not (_same(value, default) or _same(value, WITHOUT.get(name, default))):
+            raise ValueError(f"{name}={_shown(value)} of the net {_NO_EFFECT}.")
+
+
+def _default(recipe: NeuralNet, name: str) -> Any:
+    """Default of a parameter in the signatures of a net's class and its bases."""
+    for kind in type(recipe).__mro__:
+        own = vars(kind).get("__init__")
+        parameter = own and inspect.signature(own).parameters.get(name)
+        if parameter is not None and parameter.default is not parameter.empty:
+            return parameter.default
+    return None
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Whether two values are equal, or one is a copy of the other: clones copy the defaults."""
+    if type(value) is not type(default):
+        return False
+    return bool(value == default) or (hasattr(value, "__dict__") and vars(value) == vars(default))
+
+
+def check_recipe(recipe: Any, for_classifier: bool, own_steps: bool, name: str) -> None:
     """Raise ValueError if an estimator cannot follow a recipe.
 
     Parameters
@@ -66,179 +245,61 @@ def check_recipe(recipe, for_classifier, own_steps, name):
             "its weights would not be used. Give a new net. To start from certain weights, pass a "
             "module instance that has them."
         )
-    _check_methods(recipe)
-    _check_unused(recipe)
-    _check_callbacks(recipe)
-    _check_device(recipe)
-    _check_numbers(recipe)
-    _check_optimizer(recipe, own_steps)
-    _check_class_weights(recipe)
+    for method in _NOT_CALLED:
+        if not getattr(type(recipe), method).__module__.startswith("skorch."):
+            raise ValueError(
+                f"{type(recipe).__name__} has a {method} of its own, which rounds do not call; "
+                "override get_loss or infer, or put it into the module or the criterion."
+            )
+    _check_defaults(recipe)
+    _check_options(recipe, _OPTIONS)
+    if own_steps:
+        _check_options(recipe, _OWN_STEPS)
+    if issubclass(_class_of(recipe.criterion), _WEIGHTED):
+        _check_options(recipe, _CLASS_WEIGHTS)
     if isinstance(recipe, NeuralNetBinaryClassifier):  # not even predict knows how to read others
         check_readable(recipe)
 
 
-def _check_methods(recipe):
-    """Raise ValueError if the net's class has a training or a prediction of its own."""
-    kind = type(recipe)
-    for name in _NOT_CALLED:
-        if not getattr(kind, name).__module__.startswith("skorch."):
-            raise ValueError(
-                f"{kind.__name__} has a {name} of its own, which rounds do not call; override "
-                "get_loss or infer, or put it into the module or the criterion."
-            )
-
-
-def _check_unused(recipe):
-    """Raise ValueError if a parameter that rounds have no use for was set."""
-    given = recipe.get_params(deep=False)
-    for name in given.keys() & set(_UNUSED):
-        value, default = given[name], _default(recipe, name)
-        if not (_same(value, default) or (name in WITHOUT and _same(value, WITHOUT[name]))):
-            raise ValueError(
-                f"{name}={value!r} of the net has no effect on rounds, so it is refused; leave its "
-                "default."
-            )
-    for name in given:
-        if name.startswith(_ITERATORS):
-            raise ValueError(f"{name} of the net has no effect on rounds, so it is refused.")
-    if given.get("optimizer__maximize", False):
-        raise ValueError("optimizer__maximize=True of the net would raise the loss; leave it out.")
-
-
-def _default(recipe, name):
-    """Default of a parameter in the signatures of a net's class."""
-    for kind in type(recipe).__mro__:
-        if not inspect.isfunction(kind.__init__):  # a text to parse, of object
-            continue
-        found = inspect.signature(kind.__init__).parameters.get(name)
-        if found is not None and found.default is not found.empty:
-            return found.default
-    return None
-
-
-def _same(value, default):
-    """Whether a parameter has its default value; copies of an object are the same."""
-    if type(value) is not type(default):
-        return False
-    if value is default or isinstance(value, str | int | float | bool):
-        return bool(value == default)
-    return hasattr(value, "__dict__") and vars(value) == vars(default)
-
-
-def _check_callbacks(recipe):
-    callbacks = recipe.callbacks
-    if callbacks is None or (isinstance(callbacks, str) and callbacks == "disable"):
-        return
-    for callback in bare(callbacks):
-        if not isinstance(callback, LRScheduler):
-            raise ValueError(
-                f"callbacks of the net holds {type(callback).__name__}, which rounds do not call; "
-                "LRScheduler is the only one that they follow, and scikit-learn's callbacks go on "
-                "the estimator itself (set_callbacks)."
-            )
-        if callback.policy in ("ReduceLROnPlateau", torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise ValueError(
-                "the LRScheduler of the net has policy='ReduceLROnPlateau', which follows a score; "
-                "rounds have none. Give a policy that depends on the number of rounds alone."
-            )
-        if callback.step_every != "epoch":
-            raise ValueError(
-                f"the LRScheduler of the net has step_every={callback.step_every!r}, but it is "
-                "stepped once a round; leave the default, 'epoch', and count its steps in rounds."
-            )
-
-
-def _check_device(recipe):
-    if not isinstance(recipe.device, str | torch.device):
-        raise ValueError(
-            f"device={recipe.device!r} of the net must be the name of a device, such as 'cpu' or "
-            "'cuda', or a torch.device."
-        )
-    try:
-        torch.empty(0, device=recipe.device)
-    except (RuntimeError, AssertionError) as error:  # the latter without support for CUDA
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"device={recipe.device!r} of the net cannot be used: {reason}") from error
-
-
-def _check_numbers(recipe):
-    """Raise ValueError if the learning rate or the size of a batch is out of range."""
-    given = recipe.get_params(deep=False)
-    for name in ("lr", "optimizer__lr"):
-        rate = given.get(name, 0.0)
-        if not _is_number(rate, Real) or not 0 <= rate < math.inf:
-            raise ValueError(
-                f"{name}={rate!r} of the net must be a finite number that is not negative."
-            )
-    size = recipe.batch_size
-    if not _is_number(size, Integral) or (size < 1 and size != -1):
-        raise ValueError(
-            f"batch_size={size!r} of the net must be a whole number above 0, or -1 for all rows of "
-            "a client."
-        )
-
-
-def _is_number(value, kind):
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
-def _check_optimizer(recipe, own_steps):
-    optimizer = recipe.optimizer
-    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
-        raise ValueError(
-            f"optimizer={optimizer!r} of the net must be a class of torch.optim, such as "
-            "torch.optim.SGD."
-        )
-    if own_steps and not issubclass(optimizer, torch.optim.SGD):
-        raise ValueError(
-            f"optimizer={optimizer.__name__} of the net is not used: this method takes its "
-            "own gradient steps. Give torch.optim.SGD."
-        )
-    for kind, what in _OTHER_STEPS.items():
-        if issubclass(optimizer, kind):
-            raise ValueError(
-                f"optimizer={optimizer.__name__} of the net {what}, which rounds do not do; give "
-                "torch.optim.SGD or torch.optim.Adam."
-            )
-
-
-def _check_class_weights(recipe):
-    """Raise ValueError if weights of a criterion of torch are no tensor."""
-    if not issubclass(_kind_of(recipe.criterion), _WEIGHTED):
-        return
-    given = recipe.get_params(deep=False)
-    for name in _CLASS_WEIGHTS:
-        value = given.get(name)
-        if not (value is None or isinstance(value, torch.Tensor)):
-            raise ValueError(
-                f"{name} of the net must be a tensor, such as torch.tensor([1.0, 2.0]), with "
-                f"classes in sorted order; got {value!r}."
-            )
-
-
-def check_probabilities(recipe):
+def check_probabilities(recipe: NeuralNet) -> None:
     """Raise ValueError if the criterion does not say what a net's outputs are."""
-    if not is_readable(_kind_of(recipe.criterion)):
-        raise unknown_outputs(_kind_of(recipe.criterion))
+    if not is_readable(_class_of(recipe.criterion)):
+        raise unknown_outputs(_class_of(recipe.criterion))
 
 
-def check_readable(recipe):
+def check_readable(recipe: NeuralNet) -> None:
     """Raise ValueError if nothing says how probabilities are read off a net's outputs."""
     how = recipe.predict_nonlinearity
     by_criterion = isinstance(how, str) and how == "auto"
-    if by_criterion and not issubclass(_kind_of(recipe.criterion), torch.nn.BCELoss):
+    # With BCELoss skorch takes the outputs for probabilities as they are.
+    if by_criterion and not issubclass(_class_of(recipe.criterion), torch.nn.BCELoss):
         check_probabilities(recipe)
 
 
-def _kind_of(criterion):
+def _class_of(criterion: Any) -> type:
     """Class of a criterion, which may be given as one."""
     return criterion if isinstance(criterion, type) else type(criterion)
 
 
-def check_no_statistics(recipe):
+def check_plain_steps(recipe: NeuralNet) -> None:
+    """Raise ValueError if a step of the net may add up gradients of several."""
+    _check_options(recipe, _PLAIN_STEPS)
+
+
+def check_no_momentum(recipe: NeuralNet) -> None:
+    """Raise ValueError if a step of the net would remember gradients of other nets."""
+    _check_options(recipe, [("optimizer__momentum", not_, _MIXED)])
+
+
+def check_draws(recipe: NeuralNet) -> None:
+    """Raise ValueError if a recipe gives the same weights every time."""
+    _check_options(recipe, [("module", _is_class, _ALIKE)])
+
+
+def check_no_statistics(recipe: NeuralNet) -> None:
     """Raise ValueError if the module keeps statistics of rows, which noise does not cover."""
     if recipe.module is MLP:
-        return
+        return  # it keeps none, and may still lack its sizes
     net = initialized(recipe, 0)
     for layer in net.module_.modules():
         if isinstance(layer, _NormBase) and layer.track_running_stats:
@@ -249,18 +310,7 @@ def check_no_statistics(recipe):
             )
 
 
-def check_plain_steps(recipe):
-    """Raise ValueError if a step of the net may add up gradients of several."""
-    momentum = recipe.get_params().get("optimizer__momentum", 0.0)
-    if recipe.optimizer is not torch.optim.SGD or momentum:
-        raise ValueError(
-            "noise='per_step' is certified for plain gradient steps; the net has "
-            f"optimizer={recipe.optimizer.__name__} with momentum={momentum!r}. Give "
-            "torch.optim.SGD without momentum, or use noise='per_round'."
-        )
-
-
-def check_layers(recipe, names):
+def check_layers(recipe: NeuralNet, names: Sequence[str]) -> None:
     """Raise ValueError if the module has no such layers; those of the default net depend on X."""
     if recipe.module is not MLP:
         known = [name for name, _ in initialized(recipe, 0).module_.named_parameters()]
@@ -268,42 +318,33 @@ def check_layers(recipe, names):
         parameters_in([name for name in names if not last or name != "last"], known)
 
 
-def stands_for_last(names, known):
+def stands_for_last(names: Sequence[str], known: Sequence[str]) -> bool:
     """Whether "last" among names means the last layer, since no parameter's name begins so."""
     return "last" in names and not any(f"{each}.".startswith("last.") for each in known)
 
 
-def parameters_in(names, known):
-    """Those of the known parameters' names that belong to layers, or parameters, with some names.
+def parameters_in(names: Sequence[str], known: Sequence[str]) -> list[str]:
+    """Names, among the `known` ones, of the parameters in the layers `names`.
 
     Raises
     ------
     ValueError
-        If there is none with a name.
+        If a layer has none.
     """
-    found = []
+    chosen = []
     for name in names:
+        # With the dot, layer "1" does not take the parameters of layer "10".
         own = [each for each in known if f"{each}.".startswith(f"{name}.")]
         if not own:
             raise ValueError(
                 f"personal_layers has {name!r}, which is no trained layer or parameter of the "
                 f"module; its parameters are {', '.join(known)}."
             )
-        found += own
-    return found
+        chosen += own
+    return chosen
 
 
-def check_no_momentum(recipe):
-    """Raise ValueError if a step of the net would remember gradients of other nets."""
-    momentum = recipe.get_params().get("optimizer__momentum", 0.0)
-    if momentum:
-        raise ValueError(
-            f"optimizer__momentum={momentum!r} of the net would mix the gradients of clients' "
-            "adapted nets with those of the global one; leave it out."
-        )
-
-
-def check_losses_of_rows(recipe):
+def check_losses_of_rows(recipe: NeuralNet) -> None:
     """Raise ValueError if a recipe's loss is not known to be a mean of losses of rows."""
     net = initialized(recipe, 0)
     if not (reads_plainly(net) and is_mean(net.criterion_)):
@@ -314,16 +355,7 @@ def check_losses_of_rows(recipe):
         )
 
 
-def check_draws(recipe):
-    """Raise ValueError if a recipe gives the same weights every time."""
-    if isinstance(recipe.module, torch.nn.Module):
-        raise ValueError(
-            "module of the net is an instance, from which all components would start alike and "
-            "never differ; give the module's class, or n_components=1."
-        )
-
-
-def n_components_for(given, n_clients, n_before):
+def n_components_for(given: int | None, n_clients: int, n_before: int | None) -> int:
     """Number of components: the one given, or that of the rounds before, or two of two clients.
 
     Raises

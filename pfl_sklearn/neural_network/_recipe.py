@@ -1,13 +1,13 @@
 """skorch nets as recipes: what is taken from them, and how outputs are read."""
 
+from __future__ import annotations
+
 import copy
 import math
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,23 +18,29 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import is_parametrized
 
 from pfl_sklearn._float_range import check_float_range
+from pfl_sklearn._typing import Floats
 from pfl_sklearn.neural_network._mlp import MLP
+
+if TYPE_CHECKING:
+    from pfl_sklearn._rounds.task import CheckedTable
+    from pfl_sklearn.neural_network._engine import Engine
 
 READABLE = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.BCEWithLogitsLoss)
 _MEANS = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.MSELoss, torch.nn.L1Loss)
-_ATOMS = (bool, int, float, str, type(None))
+_NOT_ONE = 1e-3  # sums of half-precision probabilities round by less
+_CONSTANT = 1e-12  # of its mean: a smaller standard deviation is rounding, not spread
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _RANDOM = threading.Lock()  # torch's global generator serves one thread at a time
-WITHOUT = {"train_split": None, "verbose": 0, "callbacks": "disable"}  # what rounds do
+WITHOUT: dict[str, Any] = {"train_split": None, "verbose": 0, "callbacks": "disable"}  # in rounds
 
 
-def bare(callbacks):
+def bare(callbacks: Any) -> list[Any]:
     """Callbacks without their names."""
-    given = callbacks if isinstance(callbacks, Sequence) else [callbacks]
-    return [each[1] if isinstance(each, tuple) else each for each in given]
+    several = callbacks if isinstance(callbacks, Sequence) else [callbacks]
+    return [each[1] if isinstance(each, tuple) else each for each in several]
 
 
-def learning_rates(recipe, n_rounds):
+def learning_rates(recipe: NeuralNet, n_rounds: int) -> Floats:
     """Learning rate of every round (n_rounds + 1,), the last one for what follows the rounds."""
     rate = recipe.get_params().get("optimizer__lr", recipe.lr)
     rates = np.full(n_rounds + 1, float(rate))
@@ -49,8 +55,8 @@ def learning_rates(recipe, n_rounds):
 
 
 @contextmanager
-def seeded(seed, device):
-    """Draws of torch from a seed; its global generators are left as they were."""
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw what torch draws inside from a seed; its global generators stay as they were."""
     on_gpu = device.type == "cuda"
     with _RANDOM, torch.random.fork_rng([device] if on_gpu else []):
         if on_gpu:
@@ -60,12 +66,12 @@ def seeded(seed, device):
         yield
 
 
-def has_units(recipe):
+def has_units(recipe: NeuralNet) -> bool:
     """Whether the net of a recipe can take units from the data."""
     return recipe.module is MLP
 
 
-def fitted_to(recipe, table, looks):
+def fitted_to(recipe: NeuralNet, table: CheckedTable, looks: bool) -> NeuralNet:
     """The recipe, with what its :class:`MLP` is to take from the data if it is not given.
 
     That is the sizes and, where it `looks` at the data, the units.
@@ -73,27 +79,27 @@ def fitted_to(recipe, table, looks):
     if not has_units(recipe):
         return recipe
     X, y = table.features, table.y
-    found = {"n_inputs": math.prod(X.shape[1:]), "n_outputs": table.details}
-    if looks:
-        found["center"], found["scale"] = standard_units("X", X)
+    params = {"n_inputs": math.prod(X.shape[1:]), "n_outputs": table.details}
+    if looks:  # never with noise: means and standard deviations are of the clients' rows
+        params["center"], params["scale"] = standard_units("X", X)
         if y.dtype.kind == "f":
-            found["output_center"], found["output_scale"] = standard_units("y", y)
-    given = recipe.get_params(deep=False)
-    missing = {f"module__{name}": value for name, value in found.items()}
-    return clone(recipe).set_params(**{k: v for k, v in missing.items() if k not in given})
+            params["output_center"], params["output_scale"] = standard_units("y", y)
+    users = recipe.get_params(deep=False)
+    params = {f"module__{name}": value for name, value in params.items()}
+    return clone(recipe).set_params(**{k: v for k, v in params.items() if k not in users})
 
 
-def standard_units(name, values):
+def standard_units(name: str, values: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Means and standard deviations of columns of an array (n, ...), as tuples; 1 for constants."""
     values = values.astype(np.float64)
     check_float_range(name, values, smallest=0.0)
     flat = values.reshape(len(values), -1)
     center, scale = flat.mean(axis=0), flat.std(axis=0)
-    scale[scale <= 1e-12 * np.abs(center)] = 1.0
+    scale[scale <= _CONSTANT * np.abs(center)] = 1.0
     return tuple(center.tolist()), tuple(np.where(scale > 0, scale, 1.0).tolist())
 
 
-def as_input(net, features, private):
+def as_input(net: NeuralNet, features: np.ndarray, private: bool) -> np.ndarray:
     """Rows in the type that training takes: the parameters', or integers for embeddings.
 
     Raises
@@ -104,12 +110,12 @@ def as_input(net, features, private):
     """
     if isinstance(net.module_, MLP):
         features = net.module_.standardized_inputs(features)
-    if features.dtype.kind in "iu" and embeds(net):
+    if features.dtype.kind in "iu" and _embeds(net):
         return np.ascontiguousarray(features, dtype=np.int64)
     return _in_range("X", features, _type_of(net), private)
 
 
-def as_targets(net, y, private, shape):
+def as_targets(net: NeuralNet, y: np.ndarray, private: bool, shape: tuple[int, ...]) -> np.ndarray:
     """Targets in the type that the criterion takes.
 
     Columns of responses are as outputs of a row, of a `shape`, have them: () if there is one.
@@ -123,17 +129,17 @@ def as_targets(net, y, private, shape):
     return y.astype(np.int64)
 
 
-def embeds(net):
-    """Whether integers stay integers."""
+def _embeds(net: NeuralNet) -> bool:
+    """Whether a net looks up integers, which then stay integers."""
     return any(isinstance(layer, _EMBEDDINGS) for layer in net.module_.modules())
 
 
 def _in_range(name, values, kind, private):
     """Values as a contiguous array of a floating-point type."""
-    most = np.finfo(kind).max
-    if private:
-        values = np.clip(values, -most, most)
-    elif np.abs(values).max(initial=0) > most:
+    largest = np.finfo(kind).max
+    if private:  # an error would reveal that some client has such a value
+        values = np.clip(values, -largest, largest)
+    elif np.abs(values).max(initial=0) > largest:
         raise ValueError(f"{name} holds values that are too large for the net's type, {kind}.")
     return np.ascontiguousarray(values, dtype=kind)
 
@@ -143,32 +149,29 @@ def _type_of(net):
     return torch.empty(0, dtype=next(net.module_.parameters()).dtype).numpy().dtype
 
 
-def check_outputs(shape, n_outputs, net):
+def check_outputs(shape: tuple[int, ...], n_outputs: int, net: NeuralNet) -> None:
     """Raise ValueError if a row's output (a shape) does not go with the targets."""
     binary = isinstance(net, NeuralNetBinaryClassifier)
     if binary and n_outputs != 2:
         raise ValueError(f"NeuralNetBinaryClassifier has two classes; y has {n_outputs}.")
-    allowed = {()} if binary else {(n_outputs,)}
-    if n_outputs == 1 and not is_classifier(net):
-        allowed.add(())
-    if shape not in allowed:
+    single = binary or (n_outputs == 1 and not is_classifier(net))
+    if shape != (n_outputs,) * (not binary) and not (single and shape == ()):
         raise ValueError(
             f"the module of the net gives an output of shape {shape} for a row; y needs "
             f"{n_outputs} outputs ({'classes' if is_classifier(net) else 'columns'})."
         )
 
 
-def check_loss(net, shape, y):
+def check_loss(net: NeuralNet, shape: tuple[int, ...], y: np.ndarray) -> None:
     """Raise ValueError if the criterion gives no number for outputs of a `shape` and targets y.
 
     Targets (n, ...) are enough whose values do not matter; the first of them stands for all.
     """
     trial, device = twin(net), torch.device(net.device)
+    # As many targets as outputs of a row would be broadcast, so that a wrong shape would pass.
     kind, n_rows = type(net.criterion_).__name__, 3 if shape == (2,) else 2
-    y = y[:1].repeat(n_rows, axis=0)  # as many targets as outputs of a row would be broadcast
-    outputs = torch.zeros(
-        (n_rows, *shape), dtype=next(net.module_.parameters()).dtype, device=device
-    )
+    y = y[:1].repeat(n_rows, axis=0)
+    outputs = next(net.module_.parameters()).new_zeros((n_rows, *shape)).detach()
     with seeded(0, device):
         try:
             targets = torch.from_numpy(y).to(device)
@@ -177,22 +180,23 @@ def check_loss(net, shape, y):
             raise ValueError(
                 f"criterion={kind} of the net does not take outputs of shape "
                 f"{tuple(outputs.shape)} with targets of shape {y.shape} and type {y.dtype}: "
-                f"{_first_line(error)}"
+                f"{first_line(error)}"
             ) from error
     if not isinstance(loss, torch.Tensor) or loss.ndim:
-        found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+        got = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
         raise ValueError(
-            f"criterion={kind} of the net gives a loss of {found} for {n_rows} rows; expected "
+            f"criterion={kind} of the net gives a loss of {got} for {n_rows} rows; expected "
             "one number, as reduction='mean' gives."
         )
 
 
-def _first_line(error):
+def first_line(error: BaseException | None) -> str:
+    """First line of an exception's text: torch's texts go on for pages."""
     return str(error).partition("\n")[0]
 
 
-def take_over(net, earlier):
-    """Give a net what the net of earlier rounds had and rounds do not change.
+def take_over(net: NeuralNet, earlier: NeuralNet) -> None:
+    """Give a net the parameters and buffers of the net of earlier rounds.
 
     Raises
     ------
@@ -211,56 +215,19 @@ def take_over(net, earlier):
     net.module_.load_state_dict(earlier.module_.state_dict())
 
 
-def twin(net):
-    """A net of its own: whatever it remembers, in whatever it holds, stays with it.
+def twin(net: NeuralNet) -> NeuralNet:
+    """A copy of a net that shares nothing with it, so that nothing of one client is seen by others.
 
-    Its history, too: a loss that is the user's may write a client's labels there. skorch's copies
-    go through a pickle.
+    Not even the history: a loss of the user's may write a client's labels there.
     """
-    found = object.__new__(type(net))
-    memo = {id(net): found}
-    vars(found).update({name: copied(value, memo) for name, value in vars(net).items()})
-    return found
+    other = object.__new__(type(net))
+    # skorch's own copies go through a pickle, which a class of a script may not survive.
+    vars(other).update(copy.deepcopy(vars(net), {id(net): other}))
+    return other
 
 
-def copied(value, memo):
-    """What ``copy.deepcopy(value, memo)`` gives, three times as fast for modules.
-
-    Most of a module's attributes are empty dictionaries of hooks.
-    """
-    kind = type(value)
-    if kind in _ATOMS or (kind is tuple and all(type(each) in _ATOMS for each in value)):
-        return value
-    if id(value) in memo:
-        return memo[id(value)]
-    if kind in (dict, OrderedDict, set):
-        memo[id(value)] = found = kind()
-        if kind is set:
-            found.update(copied(each, memo) for each in value)
-        elif value:
-            found.update((copied(key, memo), copied(each, memo)) for key, each in value.items())
-        return found
-    if not (isinstance(value, torch.nn.Module) and _copies_plainly(kind)):
-        return copy.deepcopy(value, memo)
-    memo[id(value)] = found = object.__new__(kind)
-    vars(found).update({name: copied(each, memo) for name, each in vars(value).items()})
-    return found
-
-
-@lru_cache(maxsize=1024)
-def _copies_plainly(kind):
-    """Whether copies of modules of a class are those of their attributes.
-
-    What torch's own layers do when they are copied is for pickles of its earlier versions.
-    """
-    given = {name: getattr(kind, name) for name in ("__reduce__", "__reduce_ex__", "__getstate__")}
-    same = all(method is getattr(torch.nn.Module, name) for name, method in given.items())
-    said = any("__deepcopy__" in vars(base) for base in kind.__mro__)
-    return same and not said and kind.__setstate__.__module__.startswith("torch.nn.modules.")
-
-
-def as_fitted(engine, vector, classes):
-    """Net with a vector of parameters, as skorch leaves it after a fit."""
+def as_fitted(engine: Engine, vector: np.ndarray, classes: np.ndarray | None) -> NeuralNet:
+    """Net with parameters (p,), as skorch leaves it after a fit."""
     net = engine.fitted_net(engine.models(vector, 1).values[0])
     if classes is not None:
         net.classes_inferred_ = np.arange(len(classes))
@@ -270,8 +237,8 @@ def as_fitted(engine, vector, classes):
     return net
 
 
-def initialized(recipe, seed):
-    """Net with weights drawn from a seed (a module instance keeps its own); the recipe stays."""
+def initialized(recipe: NeuralNet, seed: int) -> NeuralNet:
+    """Net of a recipe with weights drawn from a seed; an instance of a module keeps its own."""
     net = clone(recipe)
     vars(net).update(WITHOUT)  # skorch's set_params fails on callbacks that are disabled already
     with seeded(seed, torch.device(net.device)):
@@ -280,22 +247,22 @@ def initialized(recipe, seed):
     return net
 
 
-def materialize(net, example, seed):
-    """Settle the shapes of lazy layers on rows (2, ...), and draw their weights from a seed."""
+def materialize(net: NeuralNet, example: np.ndarray, seed: int) -> None:
+    """Let lazy layers take their shapes from rows (2, ...), and draw their weights from a seed."""
     if any(map(torch.nn.parameter.is_lazy, net.module_.parameters())):
-        net.module_.eval()
+        net.module_.eval()  # or the rows would move running statistics
         _passed(net, example, seed)
         net.module_.train()
 
 
-def refusal_of_one_row(net, example):
+def refusal_of_one_row(net: NeuralNet, example: np.ndarray) -> str:
     """Why a net cannot be trained on one row, the first of an `example`; "" if it can."""
     trial = twin(net)
     trial.module_.train()
     try:
         _passed(trial, example[:1], 0)
     except ValueError as error:
-        return _first_line(error.__cause__)
+        return first_line(error.__cause__)
     return ""
 
 
@@ -332,8 +299,8 @@ class Probed(NamedTuple):
     moving: tuple[str, ...]
 
 
-def probe(net, example):
-    """Pass rows (2, ...) through a copy of an initialized net.
+def probe(net: NeuralNet, example: np.ndarray) -> Probed:
+    """Pass rows (2, ...) through a copy of an initialized net, and note what happens.
 
     Raises
     ------
@@ -345,11 +312,12 @@ def probe(net, example):
     trial.module_.train()
     before = {name: values.clone() for name, values in trial.module_.named_buffers()}
     outputs, random = _passed(trial, example, 0)
-    known = _running(trial.module_)
-    moving = tuple(
+    statistics = _running(trial.module_)
+    moving = tuple(  # counters of batches are integers: averages of them mean nothing
         name
         for name, values in trial.module_.named_buffers()
-        if values.is_floating_point() and (name in known or not torch.equal(values, before[name]))
+        if values.is_floating_point()
+        and (name in statistics or not torch.equal(values, before[name]))
     )
     if not isinstance(outputs, torch.Tensor):
         raise ValueError(
@@ -360,7 +328,7 @@ def probe(net, example):
 
 
 def _running(module):
-    """Names of running statistics; what the example moves depends on its values."""
+    """Names of running statistics: an example of zeros may leave them where they are."""
     return {
         f"{name}.{buffer}" if name else buffer
         for name, layer in module.named_modules()
@@ -372,7 +340,7 @@ def _running(module):
 def _check_copies(net):
     """Raise ValueError if the module cannot be copied or pickled, as every client's has to be."""
     for name, layer in net.module_.named_modules():
-        if is_parametrized(layer):
+        if is_parametrized(layer):  # such modules can be copied, but no worker could get one
             raise ValueError(
                 f"the module of the net has parametrizations, such as weight_norm, in its layer "
                 f"{name!r}, and torch cannot pickle such modules. Give a module without them."
@@ -382,7 +350,7 @@ def _check_copies(net):
     except Exception as error:
         raise ValueError(
             "the module of the net cannot be copied, and every client has to have its own (the "
-            f"old torch.nn.utils.weight_norm is one reason): {_first_line(error)}"
+            f"old torch.nn.utils.weight_norm is one reason): {first_line(error)}"
         ) from error
 
 
@@ -390,7 +358,8 @@ def _check_probabilities_of(net, outputs):
     """Raise ValueError if the criterion takes outputs (2, n_classes) for what they are not."""
     if not isinstance(net.criterion_, torch.nn.NLLLoss) or outputs.ndim != 2:
         return
-    if (outputs < 0).any() or ((outputs.sum(dim=1) - 1).abs() > 1e-3).any():
+    # skorch takes the logarithm itself, so the usual LogSoftmax before an NLLLoss is wrong here.
+    if (outputs < 0).any() or ((outputs.sum(dim=1) - 1).abs() > _NOT_ONE).any():
         first = [round(value, 3) for value in outputs[0].tolist()]
         raise ValueError(
             "criterion=NLLLoss of the net takes the module's outputs for probabilities, but those "
@@ -403,22 +372,35 @@ class Optimizer(NamedTuple):
     """The net's optimizer: its class, and its parameters besides the learning rate."""
 
     kind: type
-    given: dict[str, Any]
+    params: dict[str, Any]
 
     @property
-    def is_sgd(self):
+    def is_sgd(self) -> bool:
+        """Whether it is torch's stochastic gradient descent: a subclass may step otherwise."""
         return self.kind is torch.optim.SGD
 
     @property
-    def weight_decay(self):
-        return self.given.get("weight_decay", 0.0)
+    def weight_decay(self) -> float:
+        """Multiple of the parameters that is added to their gradient."""
+        return self.params.get("weight_decay", 0.0)
 
     @property
-    def momentum(self):
-        return self.given.get("momentum", 0.0)
+    def momentum(self) -> float:
+        """Share of the last step that goes on in the next one."""
+        return self.params.get("momentum", 0.0)
 
-    def step(self, parameters, slopes, speed, rate):
-        """Step of stochastic gradient descent, in place; returns what it remembers."""
+    def step(
+        self,
+        parameters: list[torch.Tensor],
+        slopes: Sequence[torch.Tensor],
+        speed: list[torch.Tensor] | None,
+        rate: float,
+    ) -> list[torch.Tensor] | None:
+        """Step of stochastic gradient descent, in place; returns the speed for the next one.
+
+        An optimizer of torch takes longer to make than such a step, and every client needs a new
+        one in every round.
+        """
         slopes = list(slopes)
         if self.weight_decay:
             torch._foreach_add_(slopes, parameters, alpha=self.weight_decay)
@@ -427,8 +409,8 @@ class Optimizer(NamedTuple):
                 speed = [values.clone() for values in slopes]
             else:
                 torch._foreach_mul_(speed, self.momentum)
-                torch._foreach_add_(speed, slopes, alpha=1 - self.given.get("dampening", 0.0))
-            if self.given.get("nesterov", False):
+                torch._foreach_add_(speed, slopes, alpha=1 - self.params.get("dampening", 0.0))
+            if self.params.get("nesterov", False):
                 torch._foreach_add_(slopes, speed, alpha=self.momentum)
             else:
                 slopes = speed
@@ -436,34 +418,38 @@ class Optimizer(NamedTuple):
         return speed
 
 
-def optimizer_of(net):
+def optimizer_of(net: NeuralNet) -> Optimizer:
     """Optimizer of an initialized net."""
-    _, given = net.get_params_for_optimizer("optimizer", net.module_.named_parameters())
-    return Optimizer(net.optimizer, {name: v for name, v in given.items() if name != "lr"})
+    _, params = net.get_params_for_optimizer("optimizer", net.module_.named_parameters())
+    params.pop("lr", None)  # each round has its own
+    return Optimizer(net.optimizer, params)
 
 
 # How outputs are read -----------------------------------------------------------------------------
 
 
-def reads_plainly(net):
+def reads_plainly(net: NeuralNet) -> bool:
     """Whether losses and outputs are skorch's own, so that rows of clients may be put together."""
     losses = (NeuralNet.get_loss, NeuralNetClassifier.get_loss)
     return type(net).infer is NeuralNet.infer and type(net).get_loss in losses
 
 
-def is_mean(criterion):
-    """Whether a client's loss is the mean of losses of its rows."""
+def is_mean(criterion: torch.nn.Module) -> bool:
+    """Whether a client's loss is the mean of losses of its rows.
+
+    With class weights or rows that are ignored, torch divides by what is left of the batch.
+    """
     weighted = getattr(criterion, "weight", None) is not None
     known = type(criterion) in _MEANS and criterion.reduction == "mean"
     return known and not weighted and getattr(criterion, "ignore_index", -100) == -100
 
 
-def readout(net, outputs):
+def readout(net: NeuralNet, outputs: torch.Tensor) -> torch.Tensor:
     """What skorch's ``predict_proba`` makes of outputs."""
     return net._get_predict_nonlinearity()(outputs.double())
 
 
-def shifted(net, outputs, offsets):
+def shifted(net: NeuralNet, outputs: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Outputs (..., n_classes) whose log probabilities, up to a constant, are moved by `offsets`.
 
     Raises
@@ -480,7 +466,7 @@ def shifted(net, outputs, offsets):
     raise unknown_outputs(type(net.criterion_))
 
 
-def log_probabilities(net, outputs):
+def log_probabilities(net: Any, outputs: torch.Tensor) -> torch.Tensor:
     """Logarithms (..., n_classes) of the probabilities that outputs (..., n_classes) stand for.
 
     Raises
@@ -492,13 +478,14 @@ def log_probabilities(net, outputs):
     if isinstance(criterion, torch.nn.CrossEntropyLoss):
         return F.log_softmax(outputs, dim=-1)
     if isinstance(criterion, torch.nn.NLLLoss):
-        return torch.log(outputs + torch.finfo(outputs.dtype).eps)
+        return torch.log(outputs + torch.finfo(outputs.dtype).eps)  # as skorch does
     if isinstance(criterion, torch.nn.BCEWithLogitsLoss):
         return F.logsigmoid(torch.stack([-outputs, outputs], dim=-1))
     raise unknown_outputs(type(net.criterion_))
 
 
-def unknown_outputs(criterion):
+def unknown_outputs(criterion: type) -> ValueError:
+    """The error to raise for a criterion whose class does not say what outputs are."""
     return ValueError(
         f"criterion={criterion.__name__} of the net does not say what probabilities its outputs "
         "stand for; give CrossEntropyLoss (logits), NLLLoss (probabilities) or BCEWithLogitsLoss "
@@ -506,6 +493,6 @@ def unknown_outputs(criterion):
     )
 
 
-def is_readable(kind):
+def is_readable(kind: type) -> bool:
     """Whether a criterion's class says what a net's outputs are."""
     return issubclass(kind, READABLE)

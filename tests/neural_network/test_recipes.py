@@ -1,6 +1,5 @@
 """What a skorch net may say, and what is refused in it by name rather than ignored."""
 
-import copy
 import math
 import pickle
 
@@ -22,7 +21,6 @@ from pfl_sklearn.neural_network import (  # noqa: E402
     FedAvgRegressor,
     LocalNetClassifier,
     LocalNetRegressor,
-    _recipe,
 )
 from pfl_sklearn.privacy import PrivacyLedger  # noqa: E402
 from tests.helpers.interruption import interrupt  # noqa: E402
@@ -482,57 +480,3 @@ def test_a_checkpoint_of_an_edited_module(tmp_path):
     refused(model, r"checkpoint .* another estimator__module=.*Multiplied.* code")
     model.set_params(estimator=recipe(multiplied(2.0), lr=0.1, batch_size=20))
     assert model.fit(X, y, groups=groups).n_rounds_ == 2
-
-
-class Noted(nn.Module):
-    """A module with all that a copy has to look after."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.last.weight = self.first.weight
-        self.norm, self.same = nn.BatchNorm1d(3), self.first
-        self.notes, self.within = [1, {"a": torch.ones(2)}], {"first": self.first}
-        self.first.register_forward_hook(self.note)
-
-    def note(self, module, given, output):
-        self.notes.append(len(output))
-
-    def forward(self, X):
-        return self.norm(self.last(self.first(X)))
-
-
-class CopiesItself(nn.Linear):
-    """A module with copies of its own making."""
-
-    def __deepcopy__(self, memo):
-        return self
-
-
-@pytest.mark.parametrize("make", [Noted, lambda: nn.Sequential(Noted(), CopiesItself(3, 3))])
-def test_copies_are_deep(make):
-    module = make()
-    found = _recipe.copied(module, {})
-    expected = copy.deepcopy(module)
-    assert list(found.state_dict()) == list(expected.state_dict())
-    own = {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
-    shared = {
-        id(part)
-        for part in (*found.modules(), *found.parameters(), *found.buffers())
-        if id(part) in own
-    }
-    assert shared == {
-        id(part)
-        for part in (*expected.modules(), *expected.parameters(), *expected.buffers())
-        if id(part) in own
-    }
-    noted = found if isinstance(found, Noted) else found[0]
-    assert noted.same is noted.first is noted.within["first"]
-    assert noted.last.weight is noted.first.weight
-    noted(torch.ones(4, 3))
-    assert noted.notes[-1] == 4
-    noted.notes[1]["a"] += 1
-    before = module if isinstance(module, Noted) else module[0]
-    assert before.notes[0] == 1
-    assert len(before.notes) == 2
-    assert before.notes[1]["a"].sum() == 2

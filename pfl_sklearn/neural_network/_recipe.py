@@ -389,13 +389,7 @@ class Optimizer(NamedTuple):
         """Share of the last step that goes on in the next one."""
         return self.params.get("momentum", 0.0)
 
-    def step(
-        self,
-        parameters: list[torch.Tensor],
-        slopes: Sequence[torch.Tensor],
-        speed: list[torch.Tensor] | None,
-        rate: float,
-    ) -> list[torch.Tensor] | None:
+    def step(self, parameters, slopes, speed, rate) -> list[torch.Tensor] | None:
         """Step of stochastic gradient descent, in place; returns the speed for the next one.
 
         An optimizer of torch takes longer to make than such a step, and every client needs a new

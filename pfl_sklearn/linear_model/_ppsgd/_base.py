@@ -14,7 +14,7 @@ from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, InTurn
 from pfl_sklearn._rounds.stopping import FlatRule, split_rows
 from pfl_sklearn._rounds.task import Run, sampling_of
-from pfl_sklearn.linear_model._ppsgd._parts import (
+from pfl_sklearn.linear_model._ppsgd._coordinates import (
     Coordinates,
     Part,
     additive_predictors,

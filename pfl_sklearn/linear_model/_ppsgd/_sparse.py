@@ -5,83 +5,86 @@ values (n_pairs, c) on them. A round touches the pairs in the batches of the sam
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_array
 
-from pfl_sklearn._rounds.loop import Method, Update
+from pfl_sklearn._rounds.loop import Method, Plan, Update
 from pfl_sklearn._rounds.rows import ClientRows, count_within
-from pfl_sklearn.linear_model._ppsgd._updates import paced
+from pfl_sklearn._rounds.task import Roster
+from pfl_sklearn._typing import Bools, Floats, Integers
+from pfl_sklearn.linear_model._ppsgd._updates import moved_models, paced, zeros
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum, SparseMessages
 
 
-class Pairs(NamedTuple):
+class FeaturePairs(NamedTuple):
     """Sorted keys ``client * n_features + feature`` of the pairs."""
 
-    keys: np.ndarray
+    keys: Integers
     n_features: int
 
     @property
-    def features(self):
+    def features(self) -> Integers:
         """Features (n_pairs,)."""
         return self.keys % self.n_features
 
-    def find(self, keys):
+    def find(self, keys: Integers) -> Integers:
         """Positions of keys among the pairs; -1 where there is none."""
         if not len(self.keys):
             return np.full(len(keys), -1)
         where = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         return np.where(self.keys[where] == keys, where, -1)
 
-    def among(self, clients):
-        """These pairs when the i-th client becomes number `clients[i]`."""
+    def among(self, clients: Integers) -> "FeaturePairs":
+        """These pairs when the i-th client becomes number `clients[i]`; the order stays."""
         owner, features = np.divmod(self.keys, self.n_features)
-        return Pairs(clients[owner] * self.n_features + features, self.n_features)
+        return FeaturePairs(clients[owner] * self.n_features + features, self.n_features)
 
-    def union(self, other):
+    def union(self, other: "FeaturePairs") -> "FeaturePairs":
         """Pairs of both."""
-        return Pairs(np.union1d(self.keys, other.keys), self.n_features)
+        return FeaturePairs(np.union1d(self.keys, other.keys), self.n_features)
 
 
-def keys_of(X, owners):
+def keys_of(X: csr_array, owners: Integers) -> Integers:
     """Keys (nnz,) of the entries of rows X (CSR) of `owners` (n_rows,)."""
     return np.repeat(owners, np.diff(X.indptr)).astype(np.int64) * X.shape[1] + X.indices
 
 
-def pairs_of(X, owners):
+def pairs_of(X: csr_array, owners: Integers) -> FeaturePairs:
     """Pairs that occur in rows X (CSR) of `owners` (n_rows,)."""
-    return Pairs(np.unique(keys_of(X, owners)), X.shape[1])
+    return FeaturePairs(np.unique(keys_of(X, owners)), X.shape[1])
 
 
 class LocalModels(NamedTuple):
     """Local models: values (n_pairs, c) on pairs of `n_clients` clients."""
 
-    pairs: Pairs
-    values: np.ndarray
+    pairs: FeaturePairs
+    values: Floats
     n_clients: int
 
-    def of_clients(self, positions):
-        """Models of some clients alone."""
+    def of_clients(self, positions: Integers) -> "LocalModels":
+        """Models of the clients at positions alone."""
         owner, features = np.divmod(self.pairs.keys, self.pairs.n_features)
         number = np.full(self.n_clients, -1)
         number[positions] = np.arange(len(positions))
-        kept = number[owner] >= 0
-        keys = number[owner[kept]] * self.pairs.n_features + features[kept]
-        order = np.argsort(keys)
-        pairs = Pairs(keys[order], self.pairs.n_features)
-        return LocalModels(pairs, self.values[kept][order], len(positions))
+        chosen = number[owner] >= 0
+        keys = number[owner[chosen]] * self.pairs.n_features + features[chosen]
+        order = np.argsort(keys)  # the positions may be in any order, and pairs are sorted
+        pairs = FeaturePairs(keys[order], self.pairs.n_features)
+        return LocalModels(pairs, self.values[chosen][order], len(positions))
 
-    def predictors(self, X, codes):
+    def predictors(self, X: csr_array, codes: Integers) -> Floats:
         """Predictors (n, c) of rows X (CSR) of known clients `codes` (n,)."""
         where = self.pairs.find(keys_of(X, codes))
+        # A feature that the client's rows did not have counts as 0, at whichever pair: the first
+        # one, or a row of zeros if there are no pairs at all.
         data = np.where(where >= 0, X.data, 0.0)
-        shape = (X.shape[0], max(len(self.values), 1))
-        found = csr_array((data, np.maximum(where, 0), X.indptr), shape=shape)
         values = self.values if len(self.values) else np.zeros((1, self.values.shape[1]))
-        return found @ values
+        entries = (data, np.maximum(where, 0), X.indptr)
+        return csr_array(entries, shape=(X.shape[0], len(values))) @ values
 
-    def matrix(self):
+    def matrix(self) -> csr_array:
         """Models as a sparse matrix (n_clients * c, n_features), a client's outputs in turn."""
         owner, features = np.divmod(self.pairs.keys, self.pairs.n_features)
         c = self.values.shape[1]
@@ -90,12 +93,12 @@ class LocalModels(NamedTuple):
         shape = (self.n_clients * c, self.pairs.n_features)
         return csr_array((self.values.ravel(), (rows.ravel(), columns.ravel())), shape=shape)
 
-    def dense(self):
+    def dense(self) -> Floats:
         """Models as an array (n_clients, n_features, c)."""
         c = self.values.shape[1]
-        found = np.zeros((self.n_clients * self.pairs.n_features, c))
-        found[self.pairs.keys] = self.values
-        return found.reshape(self.n_clients, self.pairs.n_features, c)
+        models = np.zeros((self.n_clients * self.pairs.n_features, c))
+        models[self.pairs.keys] = self.values
+        return models.reshape(self.n_clients, self.pairs.n_features, c)
 
 
 class SparseBatch(NamedTuple):
@@ -106,12 +109,12 @@ class SparseBatch(NamedTuple):
 
     X: csr_array
     y: np.ndarray
-    features: np.ndarray
-    owner: np.ndarray
-    sizes: np.ndarray
+    features: Integers
+    owner: Integers
+    sizes: Integers
 
     @property
-    def size(self):
+    def size(self) -> int:
         """Numbers in X, which is what a batch costs."""
         return self.X.size
 
@@ -119,23 +122,23 @@ class SparseBatch(NamedTuple):
 class SparseBlock(NamedTuple):
     """Sampled clients: the pairs (n,) that occur in their next rows, and the rows."""
 
-    pairs: np.ndarray
+    pairs: Integers
     batch: SparseBatch
 
-    def states(self, clients):
+    def states(self, clients: dict[str, Floats]) -> dict[str, Floats]:
         """These clients' part of arrays with all pairs first."""
         return {name: values.take(self.pairs, axis=0) for name, values in clients.items()}
 
-    def finite(self, new, losses):
+    def finite(self, new: dict[str, Floats], losses: Floats) -> Bools:
         """Which clients (k,) have a finite loss and finite new values."""
         fine = np.isfinite(losses)
         for values in new.values():
             fine[self.batch.owner[~np.isfinite(values).all(axis=1)]] = False
         return fine
 
-    def keep(self, clients, new, fine=None):
+    def keep(self, clients, new, fine=None) -> None:
         """Store new values of all clients of the block, or of those that are `fine` (k,)."""
-        chosen = slice(None) if fine is None else fine[self.batch.owner]
+        chosen: Any = slice(None) if fine is None else fine[self.batch.owner]
         for name, values in new.items():
             clients[name][self.pairs[chosen]] = values[chosen]
 
@@ -147,31 +150,27 @@ class SparseRows(NamedTuple):
     """
 
     rows: ClientRows
-    pairs: Pairs
-    where: np.ndarray
+    pairs: FeaturePairs
+    where: Integers
 
     @property
-    def n_clients(self):
+    def n_clients(self) -> int:
         """Clients with rows."""
         return self.rows.n_clients
 
     @property
-    def clients(self):
+    def clients(self) -> Integers:
         """Positions of these clients among all."""
         return self.rows.clients
 
     @property
-    def schedule(self):
+    def schedule(self) -> Any:
         """Which rows a round uses."""
         return self.rows.schedule
 
-    def with_schedule(self, schedule):
-        """The same rows under another schedule, which has to give ragged draws."""
-        return self._replace(rows=self.rows.with_schedule(schedule))
-
-    def blocks(self, sampled, state, t, rng, workers=1):
+    def blocks(self, sampled, state, t, rng, workers=1) -> list[SparseBlock]:
         """Blocks of the sampled clients, in their order, with their next rows."""
-        step = max(-(-len(sampled) // workers), 1)
+        step = max(-(-len(sampled) // workers), 1)  # one block each: ragged rows need no stacking
         parts = [sampled[start : start + step] for start in range(0, len(sampled), step)]
         return [self._block(part, state) for part in parts]
 
@@ -181,6 +180,7 @@ class SparseRows(NamedTuple):
         start = X.indptr.take(rows)
         lengths = X.indptr.take(rows + 1) - start
         entries = np.repeat(start, lengths) + count_within(lengths)
+        # Columns of the batch alone, so that a round costs its batches and not all features.
         pairs, columns = np.unique(self.where.take(entries), return_inverse=True)
         indptr = np.concatenate([[0], np.cumsum(lengths)])
         chosen = csr_array((X.data.take(entries), columns, indptr), shape=(len(rows), len(pairs)))
@@ -188,12 +188,12 @@ class SparseRows(NamedTuple):
         owner = np.searchsorted(self.rows.clients.take(sampled), owner)
         return SparseBlock(pairs, SparseBatch(chosen, y.take(rows, axis=0), features, owner, sizes))
 
-    def collect(self, blocks, done, shapes):
+    def collect(self, blocks, done, shapes) -> tuple[SparseMessages, Floats]:
         """Messages and losses (k,) in the order of the sampled clients."""
-        if not done:
+        if not done:  # nobody takes part in a round under Poisson sampling
             none, n_outputs = np.zeros(0, dtype=np.intp), shapes["coef"][1]
             return SparseMessages(np.zeros((0, n_outputs)), none, none, 0), np.zeros(0)
-        if len(done) == 1:
+        if len(done) == 1:  # without copies
             return done[0].messages, done[0].losses
         first = np.cumsum([0, *(len(block.batch.sizes) for block in blocks)])
         owners = [block.batch.owner + n for block, n in zip(blocks, first, strict=False)]
@@ -206,16 +206,16 @@ class SparseRows(NamedTuple):
         return messages, np.concatenate([update.losses for update in done])
 
 
-def steps_of_roster(own, rows, roster):
+def steps_of_roster(own: Floats, rows: Any, roster: Roster) -> Floats:
     """Local steps of all clients, or of all pairs, from those (m,) of the clients with rows.
 
     Clients without rows take none; those of earlier rounds keep what they had.
     """
-    found = np.zeros(len(roster.ids))
-    found[roster.now] = own
+    steps = np.zeros(len(roster.ids))
+    steps[roster.now] = own
     if not isinstance(rows, SparseRows):
-        return found
-    return found[rows.pairs.keys // rows.pairs.n_features]
+        return steps
+    return steps[rows.pairs.keys // rows.pairs.n_features]
 
 
 class LateNoise(NamedTuple):
@@ -234,33 +234,35 @@ class LateNoise(NamedTuple):
     step: float
     lazy: bool
 
-    def start(self):
+    def start(self) -> float:
         """Clipping bound of the first round."""
         return self.mechanism.start()
 
-    def before_update(self, server, blocks, t, rng):
+    def before_update(self, server, blocks, t, rng) -> dict:
         """Draw the noise that is due in what the clients of `blocks` are about to see."""
         if not self.lazy or not blocks:
             return server
         features = np.unique(np.concatenate([block.batch.features for block in blocks]))
         return self._settled(server, features, t, rng)
 
-    def release(self, messages, bound, n_expected, rng):
+    def release(self, messages, bound, n_expected, rng) -> Any:
         """Exact sparse sum of a round, and the variance of the noise that is due on it."""
         return self.mechanism.release(messages, bound, n_expected, rng)
 
-    def after_update(self, server, t, rng):
+    def after_update(self, server: dict, t: int, rng: np.random.Generator) -> dict:
         """Draw all noise of the round, unless it may wait."""
         return server if self.lazy else self._settled(server, None, t + 1, rng)
 
-    def finish(self, server, n_rounds, plan):
-        """Draw the noise that still waits."""
+    def finish(self, server: dict, n_rounds: int, plan: Plan) -> dict:
+        """Draw the noise that still waits: nobody sees the model before."""
         if not self.lazy:
             return server
         return self._settled(server, None, n_rounds, plan.late_generator(n_rounds))
 
     def _settled(self, server, features, t, rng):
         """Server's state with the noise that is due in some features, or with None in all."""
+        # Of all rounds so far. A feature is due what came since it was settled: sums of Gaussians
+        # are Gaussian, so one draw stands for those of all rounds in which nobody saw it.
         variance = float(server["variance"][0])
         if not self.mechanism.noisy or variance == 0 or self.step == 0:
             return server
@@ -268,25 +270,22 @@ class LateNoise(NamedTuple):
         features = np.arange(len(coef)) if features is None else features
         noise = self.mechanism.settle(server["settled"], variance, features, coef.shape[1], rng)
         change = -self.step * noise
+        # On the mechanism's grid, or low bits of floats would tell the sum from its noise.
         coef[features] = self.mechanism.rounded(coef[features] + change, self.step)
-        if "moment" in server:
+        if "moment" in server:  # averages need all of it in every round, so nothing has waited
             server["moment"][features] += t * change
         return server
 
 
-def sparse_ppsgd(pairs, shape, loss, steps, divisor, mean_batch, average):
+def sparse_ppsgd(pairs, shape, loss, steps, divisor, mean_batch, average) -> Method:
     """The method on pairs, for coefficients of a `shape` (d, c).
 
     The parameters are those of :func:`~pfl_sklearn.linear_model._ppsgd._updates.ppsgd`.
     """
-    names = ("local", "local_moment") if average else ("local",)
-    population = ("coef", "moment") if average else ("coef",)
 
     def init():
-        server = {name: np.zeros(shape) for name in population}
-        server["settled"], server["variance"] = np.zeros(shape[0]), np.zeros(1)
-        values = (len(pairs.keys), shape[1])
-        return server, {name: np.zeros(values) for name in names}
+        server, clients = zeros(shape, (len(pairs.keys), shape[1]), average)
+        return {**server, "settled": np.zeros(shape[0]), "variance": np.zeros(1)}, clients
 
     return Method(
         init,
@@ -296,30 +295,26 @@ def sparse_ppsgd(pairs, shape, loss, steps, divisor, mean_batch, average):
     )
 
 
-def sparse_update(server, t, batch, clients, *, loss, step, mean_batch):
+def sparse_update(server, t, batch, clients, *, loss, step, mean_batch) -> Update:
     """Messages, new local values (n_pairs, c) and losses of the clients of a batch."""
-    X, y, features, owner, sizes = batch
-    local, moment, own = clients["local"], clients.get("local_moment"), clients.get("step")
-    with np.errstate(over="ignore", invalid="ignore"):
-        predictors = X @ (server["coef"].take(features, axis=0) + local)
+    (X, y, features, owner, sizes), own = batch, clients.get("step")
+    with np.errstate(over="ignore", invalid="ignore"):  # the loop judges what is not finite
+        predictors = X @ (server["coef"].take(features, axis=0) + clients["local"])
         residuals, losses = loss(predictors[None], y[None])
         residuals = residuals[0]
         if mean_batch is None:
             residuals = residuals / np.repeat(sizes, sizes)[:, None]
         gradients = X.T @ residuals
-        if step:
-            rate = step if own is None else own[:, None] * server["pace"]
-            change = (-rate / (mean_batch or 1.0)) * gradients
-            local = local + change
-            moment = None if moment is None else moment + (t + 1) * change
-    new = {"local": local} if moment is None else {"local": local, "local_moment": moment}
+        rate = step if own is None else own[:, None] * server["pace"]
+        change = (-rate / (mean_batch or 1.0)) * gradients if step else None
+        new = moved_models(clients, change, t)
     client = np.repeat(np.arange(len(sizes)), sizes)
     losses = np.bincount(client, losses[0], len(sizes)) / sizes
     return Update(SparseMessages(gradients, features, owner, len(sizes)), new, losses)
 
 
-def sparse_server_update(server, total, t, *, step):
-    """Population model after a round, in place; its noise is still to come."""
+def sparse_server_update(server: dict, total: Any, t: int, *, step: float) -> dict:
+    """Population model after a round, in place, since most features stay; its noise is to come."""
     change = -paced(step, server) * total.values
     server["coef"][total.rows] += change
     if "moment" in server:

@@ -3,15 +3,17 @@
 Coefficients are (d, c) for d features and c outputs.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import expit
 
-from pfl_sklearn._rounds.loop import Method, Update
+from pfl_sklearn._rounds.loop import Method, State, Update
+from pfl_sklearn._typing import Floats
 
-_STEPS = 20  # of which the squared loss needs one
+_CONSTANT_STEPS = 20  # towards the best constant, of which the squared loss needs one
 
 
 class Loss(NamedTuple):
@@ -20,34 +22,33 @@ class Loss(NamedTuple):
     Residuals are the derivative by the predictors. `curvature` bounds the second derivative.
     """
 
-    function: object
+    function: Callable[[Floats, np.ndarray], tuple[Floats, Floats]]
     curvature: float
 
 
-def squared_error(predictors, y):
+def squared_error(predictors: Floats, y: Floats) -> tuple[Floats, Floats]:
     """Half squared error; targets (g, b, c)."""
     residuals = predictors - y
     return residuals, 0.5 * np.vecdot(residuals, residuals)
 
 
-def log_loss(predictors, y):
+def log_loss(predictors: Floats, y: np.ndarray) -> tuple[Floats, Floats]:
     """Logistic loss of one predictor (g, b, 1), or softmax loss of several; labels (g, b)."""
     if predictors.shape[-1] == 1:
+        # Of the margin, whose exponential cannot overflow in logaddexp and expit.
         signed = np.where(y == 1, predictors[..., 0], -predictors[..., 0])
         residuals = np.where(y == 1, -expit(-signed), expit(-signed))[..., None]
         return residuals, np.logaddexp(0.0, -signed)
-    shifted = predictors - predictors.max(axis=-1, keepdims=True)
+    shifted = predictors - predictors.max(axis=-1, keepdims=True)  # exp of large ones overflows
     odds = np.exp(shifted)
     total = odds.sum(axis=-1, keepdims=True)
-    residuals = odds / total
-    chosen = np.take_along_axis(shifted, y[..., None], axis=-1)[..., 0]
-    np.put_along_axis(
-        residuals, y[..., None], np.take_along_axis(residuals, y[..., None], -1) - 1.0, axis=-1
-    )
+    residuals, own = odds / total, y[..., None]
+    chosen = np.take_along_axis(shifted, own, axis=-1)[..., 0]
+    np.put_along_axis(residuals, own, np.take_along_axis(residuals, own, axis=-1) - 1.0, axis=-1)
     return residuals, np.log(total[..., 0]) - chosen
 
 
-def one_versus_all(predictors, y):
+def one_versus_all(predictors: Floats, y: np.ndarray) -> tuple[Floats, Floats]:
     """Half squared error of the indicators of classes, less their mean; labels (g, b)."""
     n_classes = predictors.shape[-1]
     if n_classes == 1:
@@ -59,22 +60,23 @@ def one_versus_all(predictors, y):
 
 LOSSES = {
     "squared_error": Loss(squared_error, 1.0),
+    # The softmax's Hessian diag(p) - p p' has eigenvalues up to 1/2, that of one logit 1/4.
     "log_loss": Loss(log_loss, 0.5),
     "one_versus_all": Loss(one_versus_all, 1.0),
 }
 
 
-def best_constant(loss, y, n_outputs):
+def best_constant(loss: Loss, y: np.ndarray, n_outputs: int) -> tuple[Floats, float]:
     """Constant predictors (c,) that are nearly best for targets, and their mean loss."""
     constant = np.zeros(n_outputs)
-    for _ in range(_STEPS):
+    for _ in range(_CONSTANT_STEPS):  # each of one over the curvature, which cannot overshoot
         residuals, _ = loss.function(np.tile(constant, (1, len(y), 1)), y[None])
         constant -= residuals.mean(axis=(0, 1)) / loss.curvature
     _, losses = loss.function(np.tile(constant, (1, len(y), 1)), y[None])
     return constant, float(losses.mean())
 
 
-def ppsgd(n_clients, shape, loss, steps, divisor, mean_batch, average):
+def ppsgd(n_clients, shape, loss, steps, divisor, mean_batch, average) -> Method:
     """The method, for coefficients of a `shape` (d, c).
 
     Parameters
@@ -90,47 +92,53 @@ def ppsgd(n_clients, shape, loss, steps, divisor, mean_batch, average):
     average : bool
         Whether to follow the average iterate.
     """
-    names = ("local", "local_moment") if average else ("local",)
-    population = ("coef", "moment") if average else ("coef",)
-
-    def init():
-        server = {name: np.zeros(shape) for name in population}
-        return server, {name: np.zeros((n_clients, *shape)) for name in names}
-
     return Method(
-        init,
+        partial(zeros, shape, (n_clients, *shape), average),
         partial(dense_update, loss=loss.function, step=steps.local, mean_batch=mean_batch),
         partial(dense_server_update, step=steps.population / divisor),
         {"coef": shape},
     )
 
 
-def dense_update(server, t, batch, clients, *, loss, step, mean_batch):
-    """Messages, new local models and losses of clients with rows X (g, b, d).
+def zeros(shape: tuple[int, int], local_shape: tuple[int, ...], average: bool) -> Any:
+    """Arrays of the server and of the clients before the first round, with their moments."""
+    names = ("coef", "moment")[: 1 + average], ("local", "local_moment")[: 1 + average]
+    shapes = zip(names, (shape, local_shape), strict=True)
+    server, clients = ({name: np.zeros(size) for name in group} for group, size in shapes)
+    return server, clients
 
-    The moment of the local model is the sum of its increments times the numbers of their rounds,
-    from 1: the average iterate is the last one less the moment over the number of rounds.
-    """
-    X, y = batch.X, batch.y
-    local, moment, n_rows = clients["local"], clients.get("local_moment"), X.shape[1]
-    own = clients.get("step")
-    with np.errstate(over="ignore", invalid="ignore"):
-        coef = server["coef"] + local
-        residuals, losses = loss(X @ coef, y)
-        if mean_batch is None:
+
+def dense_update(server, t, batch, clients, *, loss, step, mean_batch) -> Update:
+    """Messages, new local models and losses of clients with rows X (g, b, d)."""
+    X, own, n_rows = batch.X, clients.get("step"), batch.X.shape[1]
+    with np.errstate(over="ignore", invalid="ignore"):  # the loop judges what is not finite
+        residuals, losses = loss(X @ (server["coef"] + clients["local"]), batch.y)
+        if mean_batch is None:  # clients count equally, however many rows they have
             residuals /= n_rows
         gradients = X.transpose(0, 2, 1) @ residuals
-        if step:
-            rate = step if own is None else own[:, None, None] * server["pace"]
-            change = np.multiply(gradients, -rate / (mean_batch or 1.0), out=coef)
-            moment = None if moment is None else moment + (t + 1) * change
-            local = np.add(local, change, out=coef)
+        rate = step if own is None else own[:, None, None] * server["pace"]
+        change = gradients * (-rate / (mean_batch or 1.0)) if step else None
+        new = moved_models(clients, change, t)
         losses = losses.sum(axis=1) / n_rows
-    new = {"local": local} if moment is None else {"local": local, "local_moment": moment}
     return Update({"coef": gradients}, new, losses)
 
 
-def dense_server_update(server, total, t, *, step):
+def moved_models(clients: dict[str, Floats], change: Floats | None, t: int) -> dict[str, Floats]:
+    """Local models after a change in round t, None for no step, and their moments.
+
+    A moment is the sum of a model's changes times the numbers of their rounds, from 1: the average
+    iterate is the last one less the moment over the number of rounds. So no round looks at models
+    of clients that do not take part.
+    """
+    new = {name: clients[name] for name in ("local", "local_moment") if name in clients}
+    if change is not None:
+        new["local"] = new["local"] + change
+        if "local_moment" in new:
+            new["local_moment"] = new["local_moment"] + (t + 1) * change
+    return new
+
+
+def dense_server_update(server: dict, total: dict, t: int, *, step: float) -> dict:
     """New population model."""
     change = -paced(step, server) * total["coef"]
     new = {**server, "coef": server["coef"] + change}
@@ -139,12 +147,12 @@ def dense_server_update(server, total, t, *, step):
     return new
 
 
-def paced(step, server):
-    """Step at the pace that the server has come down to."""
+def paced(step: float, server: dict[str, Floats]) -> float:
+    """Step, less what it was halved by each time that the training loss rose."""
     return step * server["pace"][0] if "pace" in server else step
 
 
-def with_own_steps(method, coordinates, steps, intercept):
+def with_own_steps(method, coordinates, steps, intercept) -> Method:
     """The method in coordinates of its own, with a local step for each client, clients first.
 
     The server's `pace` is a factor on all steps. The population model starts at an intercept (c,),
@@ -161,17 +169,10 @@ def with_own_steps(method, coordinates, steps, intercept):
     return method._replace(init=init)
 
 
-def averaged(last, moment, n_rounds):
-    """Average over the rounds of an iterate that started at 0, before each of their updates."""
-    return last - moment / n_rounds
-
-
-def iterates(state):
+def iterates(state: State) -> tuple[Floats, Floats]:
     """Population and local models of a state, or their averages over the rounds."""
     population, local = state.server["coef"], state.clients["local"]
-    if "moment" not in state.server or not state.round:
-        return population, local
-    return (
-        averaged(population, state.server["moment"], state.round),
-        averaged(local, state.clients["local_moment"], state.round),
-    )
+    if "moment" in state.server and state.round:  # see `moved_models`
+        population = population - state.server["moment"] / state.round
+        local = local - state.clients["local_moment"] / state.round
+    return population, local

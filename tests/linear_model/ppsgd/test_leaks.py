@@ -286,7 +286,5 @@ def test_advice_on_divergence_is_for_this_table(form):
         fit(form(X), y, groups=groups)
     with pytest.raises(DivergenceError, match=r"learning_rate=1000 .*these features.*[Ss]cale"):
         fit(form(1e4 * X), y, groups=groups)
-    with pytest.raises(DivergenceError, match=r"\by holds values.*1e150"):
-        fit(form(X), 1e160 * y, groups=groups)
     loud = SimpleNamespace(features=1e4 * X, y=y), SimpleNamespace(features=X, y=y)
     assert len({divergence_advice(rows, 0.1, private=True) for rows in loud}) == 1

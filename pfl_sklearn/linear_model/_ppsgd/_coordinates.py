@@ -5,9 +5,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.sparse import csr_array, hstack, issparse
 
+from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.linear_model._base import client_predictors
 
-_SMALLEST_SHARE = 1e-304  # smallest feature per target: coefficients of 1e304 leave room for steps
+_SMALLEST_FEATURE = 1e-304  # per target: coefficients of 1e304 leave room for steps
+_CONSTANT_COLUMN = 1e-12  # of its mean: a smaller spread is rounding, and its inverse is noise
 
 
 class Part(NamedTuple):
@@ -15,17 +17,17 @@ class Part(NamedTuple):
 
     design: Any
     y: np.ndarray
-    codes: np.ndarray
+    codes: Integers
 
     @property
-    def offsets(self):
+    def offsets(self) -> Integers:
         """Where each client's rows start (m + 1,), if every client has some."""
         return np.concatenate([[0], np.cumsum(np.bincount(self.codes))])
 
-    def loss(self, loss, where, population, local, weights):
-        """Mean loss of the rows of clients at positions `where` (m,) and with `weights` (m,)."""
+    def loss(self, loss, where, population, local, weights) -> float:
+        """Mean loss of rows whose clients are at positions `where` (m,), with `weights` (m,)."""
         predictors = additive_predictors(self.design, where[self.codes], population, local)
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):  # whoever asks judges what is infinite
             losses = loss(predictors[None], self.y[None])[1][0]
         weights = weights[self.codes]
         return float(weights @ losses / weights.sum())
@@ -34,29 +36,29 @@ class Part(NamedTuple):
 class Coordinates(NamedTuple):
     """Features in which steps are taken: x becomes (x - center) / scale; both (p,)."""
 
-    center: np.ndarray
-    scale: np.ndarray
+    center: Floats
+    scale: Floats
 
-    def of(self, design):
+    def of(self, design: Any) -> Any:
         """Rows (n, p), dense or CSR, in these coordinates."""
-        if issparse(design):
+        if issparse(design):  # the centre is 0: rows less a centre would be dense
             return csr_array(design.multiply(1 / self.scale))
         return (design - self.center) / self.scale
 
-    def back(self, values):
+    def back(self, values: Floats) -> Floats:
         """Coefficients (..., p, c) of the features as they were; the intercept is the last."""
-        found = values / self.scale[:, None]
+        coef = values / self.scale[:, None]
         if self.center.any():
-            found[..., -1, :] -= np.einsum("...pc,p->...c", found, self.center)
-        return found
+            coef[..., -1, :] -= np.einsum("...pc,p->...c", coef, self.center)
+        return coef
 
 
-def coordinates_in(server):
-    """Coordinates of a server's state; None: the features'."""
+def coordinates_in(server: dict[str, Floats]) -> Coordinates | None:
+    """Coordinates that a server's state keeps; None if steps are taken in the features as given."""
     return Coordinates(server["center"], server["scale"]) if "center" in server else None
 
 
-def standard_coordinates(design, fit_intercept, target=1.0):
+def standard_coordinates(design: Any, fit_intercept: bool, target: float = 1.0) -> Coordinates:
     """Features of rows (n, p) less their means, over the fourth root of their mean fourth power.
 
     That is 1.3 standard deviations of normal features, but three of an indicator that is 1 in one
@@ -75,19 +77,20 @@ def standard_coordinates(design, fit_intercept, target=1.0):
         design.sum_duplicates()
         size = np.asarray(abs(design).max(axis=0).todense()).ravel()
         size = np.where(size > 0, size, 1.0)
-        shares = design.data / size[design.indices]  # one over the size may be infinite
+        # Divided, since one over the size may be infinite.
+        shares = design.data / size[design.indices]
         powers = np.bincount(design.indices, shares**4, design.shape[1])
     else:
-        if fit_intercept:
+        if fit_intercept:  # it takes up what the centre moves; without one, it would be lost
             center[:-1] = design[:, :-1].mean(axis=0)
         moved = design - center
         size = np.abs(moved).max(axis=0)
-        size = np.where(size > 0, size, 1.0)
+        size = np.where(size > 0, size, 1.0)  # before fourth powers, which overflow beyond 1e77
         squares = (moved / size) ** 2
         powers = np.einsum("np,np->p", squares, squares)
     scale = size * (powers / design.shape[0]) ** 0.25
-    constant = scale <= 1e-12 * np.abs(center)
-    tiny = ~constant & (scale < target * _SMALLEST_SHARE)
+    constant = scale <= _CONSTANT_COLUMN * np.abs(center)
+    tiny = ~constant & (scale < target * _SMALLEST_FEATURE)
     if tiny.any():
         raise ValueError(
             f"X has a column of size {scale[tiny][0]:.1e} and the target is of size {target:.1e}, "
@@ -96,7 +99,7 @@ def standard_coordinates(design, fit_intercept, target=1.0):
     return Coordinates(center, np.where(constant, 1.0, scale))
 
 
-def with_intercept(features, fit_intercept):
+def with_intercept(features: Any, fit_intercept: bool) -> Any:
     """Columns of the design: the features, and ones last."""
     if not fit_intercept:
         return features
@@ -105,18 +108,18 @@ def with_intercept(features, fit_intercept):
     return np.concatenate([features, np.ones((len(features), 1))], axis=1)
 
 
-def additive_predictors(design, codes, population, local):
+def additive_predictors(design: Any, codes: Integers, population: Floats, local: Any) -> Floats:
     """Predictors (n, c) of rows (n, p) of clients; of the population where codes are -1.
 
     `local` are models (m, p, c) or :class:`LocalModels`, or None if no client is known.
     """
-    found = design @ population
+    predictors = design @ population
     if local is None:
-        return found
+        return predictors
     if hasattr(local, "predictors"):
         known = np.flatnonzero(codes >= 0)
-        found[known] += local.predictors(csr_array(design[known]), codes[known])
-        return found
-    nobody = np.zeros(population.shape[::-1])
+        predictors[known] += local.predictors(csr_array(design[known]), codes[known])
+        return predictors
+    unseen = np.zeros(population.shape[::-1])  # a client that fit did not see adds nothing
     coef = local.swapaxes(-1, -2)
-    return found + client_predictors(design, codes, coef, None, nobody, nobody[:, 0])
+    return predictors + client_predictors(design, codes, coef, None, unseen, unseen[:, 0])

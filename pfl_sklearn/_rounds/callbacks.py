@@ -1,7 +1,9 @@
 """Rounds under scikit-learn's callbacks, and observers of rounds in general."""
 
+from collections.abc import Callable
 from typing import Any
 
+from pfl_sklearn._rounds.loop import State
 from pfl_sklearn.privacy import PrivacyReport
 
 _UNFINISHED = "The fit has not ended."
@@ -38,6 +40,7 @@ def observer(estimator, X, y, groups, n_rounds, attributes):
 
     def observe(state):
         def visible():
+            # Rounds that go on may still leak, so nothing is promised yet.
             unfinished = PrivacyReport.unprotected(_UNFINISHED)
             return {"privacy_": unfinished, **attributes(state.view())}
 
@@ -48,13 +51,13 @@ def observer(estimator, X, y, groups, n_rounds, attributes):
     return observe, lambda: context.call_on_fit_task_end(**shared)
 
 
-def both(first, second):
+def both(first: Callable[[State], bool] | None, second: Callable[[State], bool]) -> Any:
     """Observer that calls two, of which the first may be None; either of them ends the run."""
     if first is None:
         return second
 
     def observe(state):
-        stop = first(state)
+        stop = first(state)  # both are called, whatever the first says
         return second(state) or stop
 
     return observe

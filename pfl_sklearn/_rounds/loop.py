@@ -14,7 +14,7 @@ for a client must not depend on the other clients of its block.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,13 +22,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn._parallel import batch_mapper
+from pfl_sklearn._rounds.rows import Arrays, finite_clients
+from pfl_sklearn._typing import Integers
 
 # Where in a round's stream late draws start: far beyond those of the round itself.
-_LATE = 1 << 100
-_LAST_PHASE = 1 << 101
+_LATE_DRAWS = 1 << 100
+_LAST_PHASE_DRAWS = 1 << 101
 _JUMP = 0x9E3779B97F4A7C15F39CC0605CEDC835  # between streams: that of PCG64.jumped
-_GROUPS = ("server", "clients", "schedule", "history")
-_AT_ONCE = 512  # clients of the last phase whose rows are gathered together
+_PACKED = ("server", "clients", "schedule", "history")  # what a checkpoint has of a state
+_CLIENTS_AT_ONCE = 512  # in the last phase: their rows are gathered together
 
 
 class DivergenceError(ArithmeticError, ValueError):
@@ -42,7 +44,7 @@ class Update(NamedTuple):
     """
 
     messages: Any
-    clients: dict[str, np.ndarray]
+    clients: Arrays
     losses: np.ndarray
     failures: frozenset[str] = frozenset()
 
@@ -90,13 +92,14 @@ class Sampling(NamedTuple):
     rate: float
     n_fixed: int | None = None
 
-    def draw(self, rng, n_clients):
+    def draw(self, rng: np.random.Generator, n_clients: int) -> Integers:
         """Sorted positions of a round's clients, at the cost of these clients alone."""
         if self.n_fixed is not None:
             n_sampled = self.n_fixed
         elif self.rate == 1:
             return np.arange(n_clients)
         else:
+            # A binomial number, then that many of all: Poisson sampling without a draw for each.
             n_sampled = rng.binomial(n_clients, self.rate)
         sampled = rng.choice(n_clients, n_sampled, replace=False, shuffle=False)
         sampled.sort()
@@ -111,7 +114,7 @@ class Plan(NamedTuple):
     entropy: tuple[int, ...] | None
     n_jobs: int | None = None
 
-    def generators(self, first):
+    def generators(self, first: int) -> Iterator[np.random.Generator]:
         """Generators of the rounds from `first` on: one object, moved to each round's stream."""
         rng = np.random.default_rng()
         if self.entropy is None:
@@ -121,12 +124,12 @@ class Plan(NamedTuple):
         while True:
             rng.bit_generator.state = stream.state
             yield rng
-            stream.advance(_JUMP)
+            stream.advance(_JUMP)  # far faster than a new generator for each round
 
-    def late_generator(self, t, where=_LATE):
+    def late_generator(self, t: int, where: int = _LATE_DRAWS) -> np.random.Generator:
         """Generator of draws after the last round `t`, which share nothing with round t."""
         rng = next(self.generators(t))
-        rng.bit_generator.advance(where)
+        rng.bit_generator.advance(where)  # type: ignore[attr-defined]  # PCG64 has it
         return rng
 
 
@@ -134,11 +137,11 @@ class Plan(NamedTuple):
 class State:
     """Where a run is: what the server knows, what clients keep, and what was observed."""
 
-    server: dict[str, np.ndarray]
-    clients: dict[str, np.ndarray]
-    schedule: dict[str, np.ndarray]
+    server: Arrays
+    clients: Arrays
+    schedule: Arrays
     bound: float  # norm that messages are clipped to
-    own: dict[str, np.ndarray] = field(default_factory=dict)  # of the last phase, clients first
+    own: Arrays = field(default_factory=dict)  # of the last phase, clients first
     round: int = 0
     history: dict[str, list] = field(
         default_factory=lambda: {"n_clients": [], "loss": [], "clipped": [], "clip_norm": []}
@@ -147,18 +150,18 @@ class State:
     diverged: Any = ()  # positions of the clients whose losses ended the rounds
     failures: frozenset[str] = frozenset()  # classes of exceptions that did not end the run
 
-    def packed(self):
+    def packed(self) -> Arrays:
         """Copies of what rounds change, as a flat dict of arrays."""
-        found = {
+        arrays = {
             f"{group}.{name}": np.array(values)
-            for group in _GROUPS
+            for group in _PACKED
             for name, values in getattr(self, group).items()
         }
-        return {**found, "bound": np.array(self.bound), "round": np.array(self.round)}
+        return {**arrays, "bound": np.array(self.bound), "round": np.array(self.round)}
 
-    def restored(self, arrays):
+    def restored(self, arrays: Mapping[str, Any]) -> "State":
         """This state with what was packed, among other arrays."""
-        parts = {group: {} for group in _GROUPS}
+        parts: dict[str, Any] = {group: {} for group in _PACKED}
         for name, values in arrays.items():
             group, _, key = name.partition(".")
             if group in parts:
@@ -167,17 +170,17 @@ class State:
         bound, rounds = float(arrays["bound"]), int(arrays["round"])
         return replace(self, **parts, bound=bound, round=rounds, memory={})
 
-    def copy(self):
+    def copy(self) -> "State":
         """State to run on while this one stays as it is."""
         return self._mapped(np.copy, {name: list(seen) for name, seen in self.history.items()})
 
-    def view(self):
+    def view(self) -> "State":
         """The same arrays, which cannot be written through it."""
         return self._mapped(_read_only, self.history)
 
     def _mapped(self, function, history):
         groups = ("server", "clients", "schedule", "own")
-        mapped = {
+        mapped: dict[str, Any] = {
             group: {name: function(values) for name, values in getattr(self, group).items()}
             for group in groups
         }
@@ -196,7 +199,7 @@ def _views(arrays):
     return {name: _read_only(values) for name, values in arrays.items()}
 
 
-def start(method, rows, release, n_clients=None):
+def start(method: Method, rows: Any, release: Any, n_clients: int | None = None) -> State:
     """State before the first round of `n_clients` clients, by default those with rows."""
     server, clients = method.init()
     n_clients = rows.n_clients if n_clients is None else n_clients
@@ -235,7 +238,7 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
     with batch_mapper(plan.n_jobs) as (run, workers):
         for t in range(state.round, plan.n_rounds):
             rng = next(generators)
-            sampled = plan.sampling.draw(rng, rows.n_clients)
+            sampled = plan.sampling.draw(rng, rows.n_clients)  # first, so that it is as planned
             blocks = rows.blocks(sampled, state.schedule, t, rng, workers)
             state.server = release.before_update(state.server, blocks, t, rng)
             update = partial(method.client_update, _views(state.server), t)
@@ -245,6 +248,7 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
             messages, losses = rows.collect(blocks, done, method.messages)
             del done  # it holds another copy of the messages
             loss = float(losses.sum())
+            # Under noise the rounds go on: their number would tell what a client's rows did.
             if not (protected or math.isfinite(loss)):  # check_converged finds it in the history
                 state.history["loss"].append(loss)
                 state.diverged = rows.clients[sampled[~np.isfinite(losses)]]
@@ -256,23 +260,23 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
             if observe is not None and observe(state):
                 break
         state.server = release.finish(state.server, state.round, plan)
-        if method.last_phase is None:
-            state.own = {}
-        else:
-            state.own = _last_phase(method.last_phase, rows, state, left, plan, run, protected)
+        if method.last_phase is not None:
+            rng = plan.late_generator(state.round, _LAST_PHASE_DRAWS)
+            state.own = _run_phase(method.last_phase, rows, state, left, rng, run, protected)
     return state
 
 
-def run_last_phase(phase, rows, state, plan, protected=False):
+def run_last_phase(phase: LastPhase, rows: Any, state: State, plan: Plan) -> Arrays:
     """Arrays that a last phase leaves after the rounds of a state, which stays as it is.
 
-    For rounds that were run without one; see :func:`run_rounds`.
+    For rounds without noise that were run without one; see :func:`run_rounds`.
     """
     with batch_mapper(plan.n_jobs) as (run, _):
-        return _last_phase(phase, rows, state, {}, plan, run, protected)
+        rng = plan.late_generator(state.round, _LAST_PHASE_DRAWS)
+        return _run_phase(phase, rows, state, {}, rng, run, protected=False)
 
 
-def check_converged(state, advice, protected, ids):
+def check_converged(state: State, advice: str, protected: bool, ids: np.ndarray) -> None:
     """Raise DivergenceError if the rounds diverged: if `protected`, by what is released alone.
 
     Otherwise the message names the round, counted from 0, and the clients, by their `ids`.
@@ -288,23 +292,17 @@ def check_converged(state, advice, protected, ids):
 
 def _where_diverged(state, ids):
     """Words for the round and the clients at which rounds diverged, as far as they are known."""
-    found = state.diverged
+    diverged = state.diverged
     when = f" in round {state.round} (counted from 0)"
-    if not len(found):
+    if not len(diverged):  # the losses were finite, and the steps after them were not
         when = f" after {state.round} rounds"
-        broken = [_not_finite(values) for values in (state.clients | state.own).values()]
-        found = np.flatnonzero(np.any(broken, axis=0)) if broken else found
-    if not len(found):
+        diverged = np.flatnonzero(~finite_clients((state.clients | state.own).values()))
+    if not len(diverged):  # the server's arrays alone
         return when
-    who = f"client {ids[found[0]]}"
-    if len(found) > 1:
-        who = f"{len(found)} clients, the first of them {ids[found[0]]}"
-    return f"{when}, at {who}"
-
-
-def _not_finite(values):
-    """Whether anything in the rows of an array (n, ...) is not finite."""
-    return ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
+    clients = f"client {ids[diverged[0]]}"
+    if len(diverged) > 1:
+        clients = f"{len(diverged)} clients, the first of them {ids[diverged[0]]}"
+    return f"{when}, at {clients}"
 
 
 def _all_finite(arrays):
@@ -313,11 +311,11 @@ def _all_finite(arrays):
     return bool(np.isfinite(ends).all())
 
 
-def _record(state, n_sampled, loss, released, more):
-    """Count the round, and keep what was seen in it."""
+def _record(state, n_sampled, loss, released, recorded):
+    """Count the round, and add its numbers to the history; a method has some of its own."""
     state.round += 1
     history = state.history
-    for name, value in more.items():
+    for name, value in recorded.items():
         history.setdefault(name, []).append(value)
     history["n_clients"].append(n_sampled)
     history["loss"].append(loss / n_sampled if n_sampled else np.nan)
@@ -326,18 +324,12 @@ def _record(state, n_sampled, loss, released, more):
     state.bound = released.bound_next
 
 
-def _last_phase(phase, rows, state, left, plan, run, protected):
-    """Arrays that the last phase leaves, if an earlier one `left` others.
-
-    Those of the phase that it comes after are not among them.
-    """
-    rng = plan.late_generator(state.round, _LAST_PHASE)
-    return _run_phase(phase, rows, state, left, rng, run, protected)
-
-
 def _run_phase(phase, rows, state, left, rng, run, protected):
-    """Arrays that a phase leaves; a client whose result is not finite keeps the initial ones."""
-    before = {}
+    """Arrays that a phase and those before it leave; an earlier call `left` others.
+
+    A client whose result is not finite keeps the initial arrays, one without rows what was left.
+    """
+    before: Arrays = {}
     if phase.after is not None:
         before = _run_phase(phase.after, rows, state, left, rng, run, protected)
     server, clients = _views(state.server), _views({**state.clients, **before})
@@ -349,9 +341,9 @@ def _run_phase(phase, rows, state, left, rng, run, protected):
     schedule = phase.schedule.after_rounds(rows, state.schedule)
     update = partial(phase.update, server, state.round)
     everyone = np.arange(rows.n_clients)
-    for first in range(0, len(everyone), _AT_ONCE):
-        some = everyone[first : first + _AT_ONCE]
-        blocks = rows.blocks(some, schedule, state.round, rng)
+    for first in range(0, len(everyone), _CLIENTS_AT_ONCE):
+        group = everyone[first : first + _CLIENTS_AT_ONCE]
+        blocks = rows.blocks(group, schedule, state.round, rng)
         tasks = ((block.batch, block.states(state.clients), block.states(own)) for block in blocks)
         for block, each in zip(blocks, run(update, tasks), strict=True):
             _keep(state, own, block, each, protected)

@@ -1,7 +1,11 @@
 """What private rounds spend, the mechanism that they release through, and their report."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pfl_sklearn.privacy import (
     FrequencyMoments,
@@ -16,32 +20,37 @@ from pfl_sklearn.privacy._accounting._calibration import usual_mu
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
 from pfl_sklearn.privacy._report import VALID_TABLES, leaking, private_report
 
+if TYPE_CHECKING:
+    from pfl_sklearn._rounds.task import Progress
+
 _STOPPED = (
     "a callback ended the rounds early: unless it looked at public data alone, the number of "
     "rounds reveals what the scores without noise were"
 )
 # A sum over all clients before the rounds; replacing a client moves it as far as zeroing one out.
 LABEL_SUMS = FrequencyMoments()
-_RELATIONS = {"poisson": "zero_out", "fixed": "replace_one"}
-_LABELS = "the sum of all clients' label frequencies and their squared length"
-_OTHER = {"zero_out": "replace_one", "replace_one": "zero_out"}
+# A sample of fixed size cannot lose a client: only replacing one has an accountant.
+_RELATION_OF_SAMPLING = {"poisson": "zero_out", "fixed": "replace_one"}
+_LABEL_SUM = "the sum of all clients' label frequencies and their squared length"
+_OTHER_RELATION = {"zero_out": "replace_one", "replace_one": "zero_out"}
+_ROUNDING_OF_EPSILON = 1e-6  # relative: calibrated noise may miss epsilon by less
 _SECRET_NUMBER = (
     "nobody but the server learns how many clients take part in a round: the number is in no "
     "release, and neither messages nor the time of a round may show it to other clients"
 )
 
 
-def relation_of_rounds(model):
+def relation_of_rounds(model: Any) -> str:
     """Neighbouring relation that the rounds are accounted under."""
-    return _RELATIONS[_accounted(model)[0]]
+    return _RELATION_OF_SAMPLING[_accounted(model)[0]]
 
 
-def is_private(model):
+def is_private(model: Any) -> bool:
     """Whether noise is asked for."""
     return math.isfinite(model.epsilon) or bool(model.noise_multiplier)
 
 
-def check_privacy(model):
+def check_privacy(model: Any) -> None:
     """Raise ValueError if privacy parameters contradict one another."""
     if math.isfinite(model.epsilon) and model.noise_multiplier is not None:
         raise ValueError(
@@ -54,7 +63,7 @@ def check_privacy(model):
             "bound of the first round."
         )
     if not (is_private(model) and model._communicates):
-        return
+        return  # nothing is clipped or noised, since nothing leaves a client
     if model.clip_norm is None:
         raise ValueError(
             "got clip_norm=None with noise (a finite epsilon, or noise_multiplier); give the L2 "
@@ -64,7 +73,7 @@ def check_privacy(model):
         raise ValueError("got delta=0; Gaussian noise needs delta above 0.")
 
 
-def fit_events(model, n_rounds, earlier=None, spent=()):
+def fit_events(model: Any, n_rounds: int, earlier: Progress | None = None, spent: Any = ()) -> Any:
     """Accounting events of `n_rounds` rounds, and of a sum of label frequencies before them.
 
     () if nothing is released, None without noise. They follow from the parameters alone, and from
@@ -75,29 +84,29 @@ def fit_events(model, n_rounds, earlier=None, spent=()):
     return None if rounds is None else (*before, *rounds)
 
 
-def label_event(model):
+def label_event(model: Any) -> GaussianEvent:
     """Accounting event of the sum of label frequencies.
 
     Its share is one of squared Gaussian-DP parameters, which add up. Where no epsilon is given, it
     is a share of what the sum and `n_rounds` rounds spend together, in the limit of many rounds.
     """
     share = model._label_share
-    if model.noise_multiplier is None:
+    if model.noise_multiplier is None:  # epsilon is given: the rounds get what is left of it
         mu = math.sqrt(share) * gdp_mu(model.epsilon, model.delta)
-    elif not model._communicates:
+    elif not model._communicates:  # the sum is the only release
         mu = 1 / model.noise_multiplier
-    else:
+    else:  # the rounds' noise is given: the sum comes on top, in proportion to its share
         (rounds,) = round_events(model, model._last_round(0))
         mu = math.sqrt(share / (1 - share)) * usual_mu(rounds, relation_of_rounds(model))
     return GaussianEvent(None, mu, mu_zero_out=mu)
 
 
-def label_noise_std(event):
+def label_noise_std(event: GaussianEvent) -> float:
     """Standard deviation of the noise on the sum of label frequencies."""
     return LABEL_SUMS.sensitivity / event.mu_replace_one
 
 
-def round_events(model, n_rounds, spent=(), besides=None):
+def round_events(model: Any, n_rounds: int, spent: Any = (), besides: Any = None) -> Any:
     """Accounting events of `n_rounds` rounds; () if they release nothing, None without noise.
 
     They follow from the parameters alone. The noise is that of the rounds `spent`, if there are
@@ -111,7 +120,7 @@ def round_events(model, n_rounds, spent=(), besides=None):
     sampling, reach = _accounted(model)
     if model.noise_multiplier is not None:
         z = model.noise_multiplier / reach
-    elif spent:
+    elif spent:  # missing rounds of a fit that was planned as a whole
         z = spent[-1].noise_multiplier
     else:
         z = calibrate_rounds(
@@ -125,21 +134,22 @@ def round_events(model, n_rounds, spent=(), besides=None):
     return (SampledGaussian(float(z), n_rounds, model.client_fraction, sampling),)
 
 
-def rounds_of(spent):
+def rounds_of(spent: Iterable[Any] | None) -> tuple[SampledGaussian, ...]:
     """Events of rounds, among those `spent`."""
     return tuple(event for event in spent or () if isinstance(event, SampledGaussian))
 
 
 def _accounted(model):
-    """Sampling that rounds are accounted for as, and how many bounds long a message may be.
+    """Sampling that the accountant assumes, and the length of a message in bounds, at most.
 
-    Clients that add noise themselves add none where they do not take part, which shows.
+    Clients that add noise themselves add none in rounds that they miss, so whoever sees the
+    messages sees who takes part. Poisson sampling then hides nobody.
     """
     steps = model._noisy_steps
     return (model.sampling, 1.0) if steps is None else ("fixed", steps.reach)
 
 
-def mechanism_of(model, events):
+def mechanism_of(model: Any, events: Sequence[Any] | None) -> Any:
     """Mechanism of a round."""
     rounds = rounds_of(events)
     z = rounds[-1].noise_multiplier if rounds else 0.0
@@ -149,29 +159,33 @@ def mechanism_of(model, events):
     return ClippedSum(model.clip_norm, z, quantile)
 
 
-def report_of(model, progress):
+def report_of(model: Any, progress: Progress) -> PrivacyReport:
     """Privacy report of all rounds so far."""
-    released, kept = model._released_names, model._kept_names
+    released, private = model._released_names, model._kept_names
     if getattr(model, "_skl_callbacks", []):
-        kept = (*kept, "what callbacks recorded, such as scores")
+        private = (*private, "what callbacks recorded, such as scores")
     n_clients, spent = len(progress.clients), progress.spent
     if spent is None:
         earlier = "Rounds before these had no noise."
         return PrivacyReport.unprotected(
             earlier if is_private(model) else "epsilon=inf was asked for.",
-            not_released=(*released, *kept),
+            not_released=(*released, *private),
             n_clients=n_clients,
         )
     if not spent:
         report = dataclasses.replace(
-            PrivacyReport.of_known_population(released, kept, n_clients),
+            PrivacyReport.of_known_population(released, private, n_clients),
             mechanism="nothing is released: no round of a global model was run",
             assumptions=("the number of clients is public", VALID_TABLES, *model._assumptions),
         )
         return leaking(report, _STOPPED) if progress.stopped else report
     relation, rounds = relation_of_rounds(model), rounds_of(spent)
-    other = _OTHER[relation]
-    epsilon, elsewhere = (events_epsilon(spent, model.delta, name) for name in (relation, other))
+    other = _OTHER_RELATION[relation]
+    epsilon, other_epsilon = (
+        events_epsilon(spent, model.delta, name) for name in (relation, other)
+    )
+    # Poisson sampling protects only while the number of clients in a round is secret.
+    secret = any(event.sampling == "poisson" and event.rate < 1 for event in rounds)
     report = private_report(
         {**_facts(model, spent, relation), "epsilon": epsilon},
         n_clients=n_clients,
@@ -179,14 +193,14 @@ def report_of(model, progress):
         seeded_part=_seeded_part(progress),
         caveats=_round_caveats(model, epsilon, spent),
         rounds=sum(event.n_rounds for event in rounds),
-        epsilon_under=((other, elsewhere),),
+        epsilon_under=((other, other_epsilon),),
         epsilon_outsiders=_against_outsiders(model, relation, spent),
         released=released if rounds == spent else ("label_prior_", *released),
-        not_released=kept,
+        not_released=private,
         assumptions=(
             "the labels that occur and the number of rounds are public, and the numbers of clients "
             "and rows that sums are divided by are constants",
-            *((_SECRET_NUMBER,) if _hidden(rounds) else ()),
+            *((_SECRET_NUMBER,) if secret else ()),
             "clip_norm, learning_rate and the other parameters are the user's, not the data's",
             *model._assumptions,
             "joint differential privacy: what a client computes from the released models and its "
@@ -218,7 +232,7 @@ def _facts(model, spent, relation):
     labels = [label_noise_std(event) for event in spent if event not in rounds]
     if not rounds:
         return {
-            "mechanism": f"Gaussian noise on {_LABELS}, rounded to a grid",
+            "mechanism": f"Gaussian noise on {_LABEL_SUM}, rounded to a grid",
             "delta": model.delta,
             "relation": relation,
             "noise_std": labels[0],
@@ -226,16 +240,16 @@ def _facts(model, spent, relation):
             "trust": "central",
             "accountant": "exact (Gaussian differential privacy)",
         }
-    found = mechanism_of(model, rounds[-1:]).facts(rounds[-1], model.delta, relation)
+    facts = mechanism_of(model, rounds[-1:]).facts(rounds[-1], model.delta, relation)
     for std in labels:
-        found["mechanism"] = (
-            f"before the rounds, Gaussian noise of sd {std:.4g} on {_LABELS}, of L2 sensitivity "
-            f"{LABEL_SUMS.sensitivity:.4g}; then {found['mechanism']}"
+        facts["mechanism"] = (
+            f"before the rounds, Gaussian noise of sd {std:.4g} on {_LABEL_SUM}, of L2 sensitivity "
+            f"{LABEL_SUMS.sensitivity:.4g}; then {facts['mechanism']}"
         )
-    return found
+    return facts
 
 
-def epsilon_by_round(spent, delta, relation, rounds):
+def epsilon_by_round(spent: Any, delta: float, relation: str, rounds: Iterable[int]) -> list[float]:
     """Epsilon of the first k rounds of those `spent`, for every k of `rounds`."""
     return [events_epsilon(_first_rounds(spent, k), delta, relation) for k in rounds]
 
@@ -244,23 +258,21 @@ def _first_rounds(spent, k):
     """Events of the first k rounds, and of what was released before one of them."""
     if k >= sum(event.n_rounds for event in rounds_of(spent)):
         return spent  # with what was released after them
-    found = []
+    first = []
     for event in spent:
         if k > 0 and not rounds_of([event]):
-            found.append(event)
+            first.append(event)
         elif k > 0:
-            found.append(dataclasses.replace(event, n_rounds=min(int(k), event.n_rounds)))
-            k -= found[-1].n_rounds
-    return found
-
-
-def _hidden(rounds):
-    """Whether the promise needs the number of clients in a round to be secret."""
-    return any(event.sampling == "poisson" and event.rate < 1 for event in rounds)
+            first.append(dataclasses.replace(event, n_rounds=min(int(k), event.n_rounds)))
+            k -= first[-1].n_rounds
+    return first
 
 
 def _against_outsiders(model, relation, spent):
-    """Epsilon against all but the clients, if it is another one."""
+    """Epsilon against all but the clients; None if it is the same.
+
+    Clients of a fixed-size sample know that they take part, which outsiders do not.
+    """
     if model._noisy_steps is not None:  # every message is seen
         return None
     if all(event.sampling == "poisson" or event.rate == 1 for event in rounds_of(spent)):
@@ -270,18 +282,19 @@ def _against_outsiders(model, relation, spent):
 
 def _round_caveats(model, epsilon, spent):
     """Warnings of a report of rounds."""
-    found = []
-    if epsilon > model.epsilon * (1 + 1e-6):
-        found.append(
+    caveats = []
+    if epsilon > model.epsilon * (1 + _ROUNDING_OF_EPSILON):
+        caveats.append(
             f"epsilon = {model.epsilon:.4g} was asked for each fit; with the rounds before, the "
             f"total is {epsilon:.4g}."
         )
     rounds = rounds_of(spent)
     taking_part = sum(event.n_rounds * event.rate for event in rounds)
+    # Delta may then be spent on revealing all that such a client sends.
     if rounds and taking_part <= model.delta:
-        found.append(
+        caveats.append(
             f"A client takes part in {taking_part:.3g} rounds on average, which is at most delta: "
             "clients are protected only because they rarely take part, and those that do are not "
             "protected at all."
         )
-    return tuple(found)
+    return tuple(caveats)

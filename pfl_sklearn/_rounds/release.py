@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from pfl_sklearn._rounds.rows import Arrays
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum, Released
 
 
@@ -28,30 +30,29 @@ class JointSum:
     shapes: dict[str, tuple[int, ...]]
     scales: dict[str, float] | None = None
 
-    def __post_init__(self):
-        if self.scales is not None and self.scales.keys() != self.shapes.keys():
+    def __post_init__(self) -> None:
+        scales = self.scales or {}
+        if self.scales is not None and scales.keys() != self.shapes.keys():
             raise ValueError(
-                f"scales names the parts {sorted(self.scales)}; a message has "
-                f"{sorted(self.shapes)}."
+                f"scales names the parts {sorted(scales)}; a message has {sorted(self.shapes)}."
             )
-        for name in self.scales or ():
-            if not 0 < self.scales[name] < math.inf:
-                raise ValueError(
-                    f"scales[{name!r}] must be positive and finite; got {self.scales[name]!r}."
-                )
+        for name, scale in scales.items():
+            if not 0 < scale < math.inf:
+                raise ValueError(f"scales[{name!r}] must be positive and finite; got {scale!r}.")
 
-    def start(self):
+    def start(self) -> float:
         """Clipping bound of the first round."""
         return self.mechanism.start()
 
-    def before_update(self, server, blocks, t, rng):
+    def before_update(self, server: Arrays, blocks: Any, t: int, rng: Any) -> Arrays:
         """Server's state that the clients of `blocks` are to see in round t."""
         return server
 
-    def release(self, messages, bound, n_expected, rng):
+    def release(self, messages: Any, bound: float, n_expected: float, rng: Any) -> Released:
         """Release of a round; its total is a dict of arrays of the shapes of one message."""
         for name, shape in self.shapes.items():
-            if any(found != shape for found in _shapes_of(messages[name])):
+            # A longer message than stated would be split into the wrong parts.
+            if any(sent != shape for sent in _shapes_of(messages[name])):
                 raise ValueError(
                     f"the part {name!r} of a message has shape {_shapes_of(messages[name])[0]}; "
                     f"the method states {shape}."
@@ -69,11 +70,11 @@ class JointSum:
         released = self.mechanism.release(flat, bound, n_expected, rng)
         return released._replace(total=self._split(released.total))
 
-    def after_update(self, server, t, rng):
+    def after_update(self, server: Arrays, t: int, rng: Any) -> Arrays:
         """Server's state after round t, as anybody may see it."""
         return server
 
-    def finish(self, server, n_rounds, plan):
+    def finish(self, server: Arrays, n_rounds: int, plan: Any) -> Arrays:
         """Server's state after the last round."""
         return server
 

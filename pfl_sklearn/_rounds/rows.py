@@ -4,13 +4,17 @@ A schedule says which rows come next. Its state, a dict of arrays, is part of th
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from scipy.sparse import issparse
 
-_BLOCK = 1 << 17  # numbers in the rows of a block: it should stay in the processor's cache
-_LARGE = 1 << 14  # numbers in a part of a message that is not copied
+from pfl_sklearn._typing import Bools, Floats, Integers
+
+_NUMBERS_OF_A_BLOCK = 1 << 17  # in its rows: they should stay in the processor's cache
+_NOT_COPIED = 1 << 14  # numbers in a part of a message from which on a copy costs more than the sum
+
+Arrays: TypeAlias = dict[str, np.ndarray]
 
 
 class Batch(NamedTuple):
@@ -21,10 +25,10 @@ class Batch(NamedTuple):
 
     X: np.ndarray
     y: np.ndarray
-    seeds: np.ndarray | None = None
+    seeds: Integers | None = None
 
     @property
-    def size(self):
+    def size(self) -> int:
         """Numbers in X, which is what a batch costs."""
         return self.X.size
 
@@ -36,34 +40,37 @@ class Block(NamedTuple):
     so that a round does not hold the batches of all its clients.
     """
 
-    members: np.ndarray
-    clients: np.ndarray
+    members: Integers
+    clients: Integers
     rows: "ClientRows"
-    chosen: np.ndarray
-    seeds: np.ndarray | None
+    chosen: Integers
+    seeds: Integers | None
 
     @property
-    def batch(self):
+    def batch(self) -> Batch:
         """The rows themselves, anew each time."""
         X, y = _taken(self.rows.X, self.chosen), self.rows.y.take(self.chosen, axis=0)
         return Batch(X, y, self.seeds)
 
-    def states(self, clients):
+    def states(self, clients: Arrays) -> Arrays:
         """These clients' part of a dict of arrays with all clients first."""
         return {name: values.take(self.clients, axis=0) for name, values in clients.items()}
 
-    def finite(self, new, losses):
+    def finite(self, new: Arrays, losses: Floats) -> Bools:
         """Which clients (g,) have a finite loss and finite new arrays."""
-        fine = np.isfinite(losses)
-        for values in new.values():
-            fine &= np.isfinite(values.reshape(len(values), -1)).all(axis=1)
-        return fine
+        return np.isfinite(losses) & finite_clients(new.values())
 
-    def keep(self, clients, new, fine=None):
+    def keep(self, clients: Arrays, new: Arrays, fine: Bools | None = None) -> None:
         """Store new arrays of all clients of the block, or of those that are `fine` (g,)."""
         where = self.clients if fine is None else self.clients[fine]
         for name, values in new.items():
             clients[name][where] = values if fine is None else values[fine]
+
+
+def finite_clients(arrays: Any) -> Any:
+    """Which clients (g,) have only finite numbers in arrays (g, ...); True without any."""
+    flat = (values.reshape(len(values), -1) for values in arrays)
+    return np.logical_and.reduce([np.isfinite(values).all(axis=1) for values in flat], axis=0)
 
 
 class InTurn(NamedTuple):
@@ -73,13 +80,13 @@ class InTurn(NamedTuple):
     has used, ``used`` (n_clients,).
     """
 
-    batch_sizes: np.ndarray
+    batch_sizes: Integers
 
-    def start(self, rows, n_clients):
+    def start(self, rows: "ClientRows", n_clients: int) -> Arrays:
         """State before the first round of `n_clients` clients, of which `rows` has some."""
         return {"used": np.zeros(n_clients, dtype=np.intp)}
 
-    def resume(self, rows, n_clients, earlier, where):
+    def resume(self, rows: "ClientRows", n_clients: int, earlier: Arrays, where: Any) -> Arrays:
         """State that goes on from an earlier one, whose clients are now at positions `where`."""
         state = self.start(rows, n_clients)
         state["used"][where] = earlier["used"]
@@ -87,17 +94,12 @@ class InTurn(NamedTuple):
 
     def draw(self, rows, sampled, state, t, rng):
         """Next rows: a list of members (g,) of the sample and the numbers (g, b) of their rows."""
-        sizes, used = self.batch_sizes.take(sampled), state["used"]
-        found = []
+        numbers, sizes = self.draw_ragged(rows, sampled, state)
+        first, groups = np.cumsum(sizes) - sizes, []
         for size in _distinct(sizes):
             (members,) = (sizes == size).nonzero()
-            chosen = sampled.take(members)
-            first = rows.offsets.take(chosen)
-            length = rows.offsets.take(chosen + 1) - first
-            position = used.take(rows.clients.take(chosen))[:, None] + np.arange(size)
-            found.append((members, first[:, None] + position % length[:, None]))
-        used[rows.clients.take(sampled)] += sizes
-        return found
+            groups.append((members, numbers[first[members, None] + np.arange(size)]))
+        return groups
 
     def draw_ragged(self, rows, sampled, state):
         """Numbers of the next rows, client by client, and how many each client has (k,)."""
@@ -110,7 +112,7 @@ class InTurn(NamedTuple):
 
 
 class Reshuffled(NamedTuple):
-    """Several batches a round, from rows that are put in a new random order for every pass.
+    """Several batches a round, from rows that are put into a new random order for every pass.
 
     A batch has `batch_size` rows, or all rows of a client that has fewer, or of any client if
     `batch_size` is None. Passes follow one another without a gap, so a batch may hold the end of
@@ -123,7 +125,7 @@ class Reshuffled(NamedTuple):
     batch_size: int | None
     n_batches: int
 
-    def start(self, rows, n_clients):
+    def start(self, rows: "ClientRows", n_clients: int) -> Arrays:
         """State before the first round: every client is at the end of a pass."""
         sizes = np.diff(rows.offsets)
         return {
@@ -133,14 +135,15 @@ class Reshuffled(NamedTuple):
             "clients": rows.clients.copy(),
         }
 
-    def after_rounds(self, rows, earlier):
+    def after_rounds(self, rows: "ClientRows", earlier: Arrays) -> Arrays:
         """State of a phase after rounds, whose own was `earlier`: every client starts anew."""
         return self.start(rows, rows.n_clients)
 
-    def resume(self, rows, n_clients, earlier, where):
+    def resume(self, rows: "ClientRows", n_clients: int, earlier: Arrays, where: Any) -> Arrays:
         """State in which clients with as many rows as before go on with their pass."""
         state = self.start(rows, n_clients)
         _, now, then = np.intersect1d(rows.clients, where[earlier["clients"]], return_indices=True)
+        # With other numbers of rows they are other rows, and a pass over them starts anew.
         same = state["sizes"][now] == earlier["sizes"][then]
         now, then = now[same], then[same]
         sizes, first = state["sizes"][now], rows.offsets[now]
@@ -155,19 +158,20 @@ class Reshuffled(NamedTuple):
         """Next rows: a list of members (g,) and the numbers (g, n_batches, b) of their rows."""
         first = rows.offsets.take(sampled)
         lengths = rows.offsets.take(sampled + 1) - first
-        found = []
+        groups = []
         for length in _distinct(lengths):
             (members,) = (lengths == length).nonzero()
             size = length if self.batch_size is None else min(self.batch_size, length)
             taken = np.empty((len(members), self.n_batches * size), dtype=np.intp)
             position, steps = state["position"].take(sampled.take(members)), taken.shape[1]
+            # Only who comes to the end of a pass pays for a new order of all its rows.
             short = position + steps > length
-            for some, advance in ((~short, _go_on), (short, _reshuffle)):
-                if some.any():
-                    clients = sampled.take(members[some])
-                    taken[some] = advance(state, clients, first.take(members[some]), steps, rng)
-            found.append((members, taken.reshape(len(members), self.n_batches, size)))
-        return found
+            for group, advance in ((~short, _go_on), (short, _reshuffle)):
+                if group.any():
+                    clients = sampled.take(members[group])
+                    taken[group] = advance(state, clients, first.take(members[group]), steps, rng)
+            groups.append((members, taken.reshape(len(members), self.n_batches, size)))
+        return groups
 
 
 class CatchingUp(NamedTuple):
@@ -187,16 +191,16 @@ class CatchingUp(NamedTuple):
     now: bool = True
 
     @property
-    def batch_size(self):
+    def batch_size(self) -> int | None:
         """Rows of a batch, or None for all of a client."""
         return self.plain.batch_size
 
-    def start(self, rows, n_clients):
+    def start(self, rows: "ClientRows", n_clients: int) -> Arrays:
         """State before the first round of clients that are new."""
         plain = self.plain.start(rows, n_clients)
         return {**plain, "following": np.full(n_clients, self.joined)}
 
-    def after_rounds(self, rows, earlier):
+    def after_rounds(self, rows: "ClientRows", earlier: Arrays) -> Arrays:
         """State of a phase after rounds, in which clients go on where the rounds left them.
 
         Those who have other rows than in the rounds, some of which were held out, start anew.
@@ -205,7 +209,7 @@ class CatchingUp(NamedTuple):
             return {name: np.copy(values) for name, values in earlier.items()}
         return {**self.start(rows, rows.n_clients), "following": earlier["following"].copy()}
 
-    def resume(self, rows, n_clients, earlier, where):
+    def resume(self, rows: "ClientRows", n_clients: int, earlier: Arrays, where: Any) -> Arrays:
         """State in which clients go on, also those without rows."""
         following = np.full(n_clients, self.joined)
         following[where] = earlier["following"]
@@ -217,7 +221,7 @@ class CatchingUp(NamedTuple):
 
         Members have missed equally many rounds; those who have nothing to do are left out.
         """
-        clients, found = rows.clients.take(sampled), []
+        clients, groups = rows.clients.take(sampled), []
         following = state["following"].take(clients)
         rounds = np.where(following > self.since, np.minimum(t - following, self.most), 0)
         rounds += self.now
@@ -225,9 +229,9 @@ class CatchingUp(NamedTuple):
             (members,) = (rounds == count).nonzero()
             steps = self.plain._replace(n_batches=count * self.plain.n_batches)
             drawn = steps.draw(rows, sampled.take(members), state, t, rng)
-            found += [(members.take(part), numbers) for part, numbers in drawn]
+            groups += [(members.take(part), numbers) for part, numbers in drawn]
         state["following"][clients] = t + 1
-        return found
+        return groups
 
 
 def _go_on(state, clients, first, steps, rng):
@@ -241,10 +245,12 @@ def _reshuffle(state, clients, first, steps, rng):
     """Next rows (g, steps) of clients with equally many, whose pass ends among them."""
     position, length = state["position"].take(clients), int(state["sizes"][clients[0]])
     at, end = first[:, None] + np.arange(length), position + steps
+    # The rest of this pass, then as many new orders as the steps may reach into.
     orders = [state["order"][at]]
     orders += [rng.permuted(at, axis=1) for _ in range(-(-steps // length))]
     stream = np.concatenate(orders, axis=1)
     taken = np.take_along_axis(stream, position[:, None] + np.arange(steps), axis=1)
+    # The order to keep is that of the last row taken, even if the pass ended with it.
     done = (end - 1) // length
     last = done[:, None] * length + np.arange(length)
     state["order"][at] = np.take_along_axis(stream, last, axis=1)
@@ -261,38 +267,39 @@ class ClientRows(NamedTuple):
     their rows allow. With `seeded` every client gets a seed in each round.
     """
 
-    X: np.ndarray
+    X: Any
     y: np.ndarray
-    offsets: np.ndarray
-    clients: np.ndarray
+    offsets: Integers
+    clients: Integers
     schedule: InTurn | Reshuffled | CatchingUp
     at_once: int | None = None
     seeded: bool = False
 
     @property
-    def n_clients(self):
+    def n_clients(self) -> int:
         """Clients with rows."""
         return len(self.clients)
 
-    def with_schedule(self, schedule):
+    def with_schedule(self, schedule: InTurn | Reshuffled | CatchingUp) -> "ClientRows":
         """The same rows under another schedule."""
         return self._replace(schedule=schedule)
 
-    def only(self, chosen):
-        """Some of the rows, in client order, and the clients that have any of them."""
+    def only(self, chosen: Integers) -> "ClientRows":
+        """The chosen rows, in client order, and the clients that have any of them."""
         codes = np.repeat(np.arange(self.n_clients), np.diff(self.offsets))
         counts = np.bincount(codes[chosen], minlength=self.n_clients)
-        some = counts > 0
+        present = counts > 0
         return self._replace(
             X=self.X[chosen],
             y=self.y[chosen],
-            offsets=np.concatenate([[0], np.cumsum(counts[some])]),
-            clients=self.clients[some],
+            offsets=np.concatenate([[0], np.cumsum(counts[present])]),
+            clients=self.clients[present],
         )
 
     def blocks(self, sampled, state, t, rng, workers=1):
         """Blocks of the sampled clients with their next rows; the schedule's state moves on."""
-        found, drawn = [], self.schedule.draw(self, sampled, state, t, rng)
+        blocks, drawn = [], self.schedule.draw(self, sampled, state, t, rng)
+        # For all clients at once, so that a client's does not depend on how blocks are cut.
         seeds = rng.integers(1 << 63, size=len(sampled)) if self.seeded else None
         for members, rows in drawn:
             step = min(self._clients_of_a_block(rows), -(-len(members) // workers))
@@ -300,15 +307,15 @@ class ClientRows(NamedTuple):
                 part, chosen = members[start : start + step], rows[start : start + step]
                 own = None if seeds is None else seeds[part]
                 clients = self.clients.take(sampled.take(part))
-                found.append(Block(part, clients, self, chosen, own))
-        return found
+                blocks.append(Block(part, clients, self, chosen, own))
+        return blocks
 
     def _clients_of_a_block(self, rows):
         """How many clients whose rows (k, ...) stack come into one block, at most."""
         if self.at_once is not None:
             return self.at_once
         width = max(math.prod(self.X.shape[1:]), 1)
-        return max(_BLOCK // (math.prod(rows.shape[1:]) * width), 1)
+        return max(_NUMBERS_OF_A_BLOCK // (math.prod(rows.shape[1:]) * width), 1)
 
     def collect(self, blocks, done, shapes):
         """Messages and losses (k,) in the order of the sampled clients.
@@ -331,21 +338,21 @@ def _gathered(blocks, parts, shape, n_sampled):
 
     An array (k, ...), or a list of k views if it is large: a copy would take longer than a sum.
     """
-    if math.prod(shape) >= _LARGE:
-        views = [None] * n_sampled
+    if math.prod(shape) >= _NOT_COPIED:
+        views: list[Any] = [None] * n_sampled
         for block, values in zip(blocks, parts, strict=True):
             for member, own in zip(block.members, values, strict=True):
                 views[member] = own
         return views
     if len(parts) == 1:
         return parts[0]
-    found = np.empty((n_sampled, *shape), dtype=parts[0].dtype if parts else float)
+    gathered = np.empty((n_sampled, *shape), dtype=parts[0].dtype if parts else float)
     for block, values in zip(blocks, parts, strict=True):
-        found[block.members] = values
-    return found
+        gathered[block.members] = values
+    return gathered
 
 
-def count_within(lengths):
+def count_within(lengths: Integers) -> Integers:
     """0, 1, ... anew for each of the lengths."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)

@@ -5,17 +5,19 @@ Only where nothing is private: the number of rounds and the steps follow the dat
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pfl_sklearn._clients import rows_by_client
-from pfl_sklearn._rounds.loop import DivergenceError
+from pfl_sklearn._rounds.loop import DivergenceError, State
 from pfl_sklearn._rounds.rows import count_within
+from pfl_sklearn._typing import Bools, Integers
 
 _FINER = 4  # a check is due whenever the rounds have grown by a quarter
 _RISEN = 1.1  # times the training loss before: less is the noise of batches
-_DIVERGED = 2.0  # times the training loss at the start, or of the best constant
+_FAR_RISEN = 2.0  # times the training loss at the start, or of the best constant
+_WHOLE = 1e-9  # rows short of a whole number that are rounding
 
 
 class FlatRule(NamedTuple):
@@ -44,22 +46,25 @@ class FlatRule(NamedTuple):
     paced: bool
     advice: str
 
-    def gains(self, loss, memory):
+    def gains(self, loss: float, memory: dict[str, Any]) -> bool:
         """Whether a loss is clearly less than the one that counted last."""
         return loss < float(memory["reference"]) - self._least(memory)
 
-    def rises(self, loss, memory):
-        """Whether a training loss has risen, or risen so far that fixed steps diverge."""
+    def rises(self, loss: float, memory: dict[str, Any]) -> bool:
+        """Whether a training loss has risen, or risen so far that fixed steps diverge.
+
+        It has if it is NaN.
+        """
         if self.paced:
             return not loss <= _RISEN * float(memory["trained"]) + self._least(memory)
-        return not loss <= _DIVERGED * max(float(memory["first"]), self.unit)
+        return not loss <= _FAR_RISEN * max(float(memory["first"]), self.unit)
 
     def _least(self, memory):
         """Difference that counts; the loss at the start takes part where a constant is perfect."""
         return self.tol * (self.unit + self.tol * float(memory["first"]))
 
 
-def run_until_flat(run, state, n_rounds, rule):
+def run_until_flat(run, state, n_rounds, rule) -> tuple[State, bool]:
     """State of the lowest held-out loss, of at most `n_rounds` rounds, and whether it is flat.
 
     ``run(state, until)`` runs rounds in place, and is true if somebody else ended them. What was
@@ -82,26 +87,27 @@ def _begin(state, n_rounds, rule):
         "first": trained,
         "reference": held_out,
         "gained": state.round,
-        **_kept(state, trained, held_out),
+        **_best(state, trained, held_out),
         **_ahead(state.round, trained, n_rounds),
     }
 
 
 def _check(state, rule):
-    """State to go on from, and whether the loss is flat."""
+    """Judge the rounds since the last check: the state to go on from, and whether it is flat."""
     memory, left = state.memory, int(state.memory["left"])
     finite = len(state.history["loss"]) == state.round
     trained, held_out = rule.losses(state) if finite else (math.inf, math.inf)
     if rule.rises(trained, memory):
         if not rule.paced:
             raise DivergenceError(f"The rounds diverged: {rule.advice}")
+        # Back to the best models, from which smaller steps go on.
         pace = state.server["pace"] / 2
         state = state.restored(memory)
         state.server["pace"] = pace
         state.memory = {**memory, **_ahead(state.round, memory["best_trained"], left)}
         return state, False
     if held_out < memory["best"]:
-        memory |= _kept(state, trained, held_out)
+        memory |= _best(state, trained, held_out)
     if rule.gains(held_out, memory):
         memory |= {"reference": held_out, "gained": state.round}
     memory |= _ahead(state.round, trained, left)
@@ -110,16 +116,16 @@ def _check(state, rule):
 
 def _ahead(t, trained, left):
     """What is known before the rounds up to the next check, with so many rounds left."""
-    step = min(max(t // _FINER, 1), left)
+    step = min(max(t // _FINER, 1), left)  # checks cost a share of the rounds, however many
     return {"trained": trained, "until": t + step, "left": left - step}
 
 
-def _kept(state, trained, held_out):
-    """The best models so far."""
+def _best(state, trained, held_out):
+    """The models of a state as the best ones so far, and their losses."""
     return {"best": held_out, "best_trained": trained, **state.packed()}
 
 
-def split_rows(codes, n_clients, fraction=0.0, rng=None):
+def split_rows(codes, n_clients, fraction=0.0, rng=None) -> tuple[Integers, Integers]:
     """Positions of rows to train on and of rows held out, both in client order.
 
     A generator puts each client's rows in random order first, so that any of them may be held out.
@@ -127,15 +133,15 @@ def split_rows(codes, n_clients, fraction=0.0, rng=None):
     by_client, _ = rows_by_client(codes, n_clients)
     if rng is not None:
         by_client = by_client[np.lexsort((rng.random(len(by_client)), codes[by_client]))]
-    apart = held_out(np.bincount(codes), fraction)
-    return by_client[~apart], by_client[apart]
+    held = rows_held_out(np.bincount(codes), fraction)
+    return by_client[~held], by_client[held]
 
 
-def held_out(sizes, fraction):
+def rows_held_out(sizes: Integers, fraction: float) -> Bools:
     """Which rows in client order are held out: of each client its last, but never all.
 
     A client of few rows has some of them held out as often as makes up the fraction of all rows.
     """
-    due = np.floor(np.cumsum(sizes) * fraction + 1e-9).astype(np.intp)
+    due = np.floor(np.cumsum(sizes) * fraction + _WHOLE).astype(np.intp)
     counts = np.minimum(np.diff(due, prepend=0), sizes - 1)
     return count_within(sizes) >= np.repeat(sizes - counts, sizes)

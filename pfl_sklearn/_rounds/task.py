@@ -10,7 +10,11 @@ from sklearn.utils import check_random_state
 
 from pfl_sklearn._clients import EncodedClients, match_clients
 from pfl_sklearn._rounds.loop import Method, Sampling, State, start
+from pfl_sklearn._rounds.rows import Arrays
 from pfl_sklearn._rounds.stopping import FlatRule
+from pfl_sklearn._typing import Integers, RandomState
+
+_SHORT_OF_WHOLE = 1e-12  # relative: 0.29 of 100 clients, which is 28.999..., counts as 29
 
 
 class CheckedTable(NamedTuple):
@@ -20,7 +24,7 @@ class CheckedTable(NamedTuple):
     """
 
     features: Any
-    y: np.ndarray
+    y: Any
     attributes: dict[str, Any]
     details: Any = None
 
@@ -29,8 +33,8 @@ class Roster(NamedTuple):
     """Ids of all clients, positions of the earlier ones and of those with rows now, last round."""
 
     ids: np.ndarray
-    earlier: np.ndarray
-    now: np.ndarray
+    earlier: Integers
+    now: Integers
     last: int
 
 
@@ -41,25 +45,27 @@ class AllRows(NamedTuple):
     """
 
     rows: Any
-    clients: dict[str, np.ndarray]
+    clients: Arrays
 
 
 class Run(NamedTuple):
     """What rounds need besides a state.
 
-    `release` is that of a round. `positions` are those of the earlier rounds' client arrays in the
-    new ones. `found` are fitted attributes that the first
-    rounds settled, `layout` is what the family needs to read client arrays, and `advice` is the
-    sentence to give if the rounds diverge. With a `rule` they end when it says so.
-    `constants` are client arrays that no round changes: those of earlier rounds do not count.
-    With `all_rows` the last phase has rows that the rounds have not.
+    - `release`: that of a round.
+    - `positions`: where the arrays of the earlier rounds' clients are in the new ones.
+    - `found`: fitted attributes that the first rounds settled.
+    - `layout`: what the family needs to read client arrays.
+    - `advice`: the sentence to give if the rounds diverge.
+    - `rule`: when the rounds end, if the data decide.
+    - `constants`: client arrays that no round changes, so those of earlier rounds do not count.
+    - `all_rows`: those of the last phase, if the rounds have only some of them.
     """
 
     method: Method
     rows: Any
     sampling: Sampling
     release: Any
-    positions: np.ndarray
+    positions: Integers
     found: dict[str, Any]
     layout: Any = None
     advice: str = ""
@@ -76,7 +82,7 @@ class Progress(NamedTuple):
 
     state: State
     clients: np.ndarray
-    n_rows: np.ndarray
+    n_rows: Integers
     spent: tuple | None
     found: dict[str, Any]
     stopped: bool
@@ -96,7 +102,7 @@ class Task(NamedTuple):
     entropy: tuple[int, ...] | None
 
 
-def seeds(random_state):
+def seeds(random_state: RandomState) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """Entropy of what is drawn before the rounds, and of the rounds; None twice without a seed."""
     if random_state is None:
         return None, None
@@ -104,10 +110,11 @@ def seeds(random_state):
         words = (int(random_state),)
     else:
         words = tuple(check_random_state(random_state).randint(0, 2**31 - 1, size=4).tolist())
+    # Apart, so that rounds draw the same whether or not rows were shuffled before.
     return (*words, 0), (*words, 1)
 
 
-def sampling_of(kind, client_fraction, n_clients):
+def sampling_of(kind: str, client_fraction: float, n_clients: int) -> Sampling:
     """How clients are sampled.
 
     Raises
@@ -117,7 +124,7 @@ def sampling_of(kind, client_fraction, n_clients):
     """
     if kind == "poisson":
         return Sampling(client_fraction)
-    n_fixed = math.floor(client_fraction * n_clients * (1 + 1e-12))
+    n_fixed = math.floor(client_fraction * n_clients * (1 + _SHORT_OF_WHOLE))
     if not n_fixed:
         raise ValueError(
             f"client_fraction={client_fraction!r} of {n_clients} clients is less than one client; "
@@ -126,24 +133,24 @@ def sampling_of(kind, client_fraction, n_clients):
     return Sampling(n_fixed / n_clients, n_fixed)
 
 
-def roster_of(earlier, ids, last):
+def roster_of(earlier: Progress | None, ids: np.ndarray, last: int) -> Roster:
     """Clients of earlier rounds and of those that are to go on to the round `last`."""
     if earlier is None:
         return Roster(ids, np.zeros(0, dtype=np.intp), np.arange(len(ids)), last)
     match_clients(ids, len(ids), earlier.clients)
-    both_ids = np.union1d(earlier.clients, ids)
-    positions = (np.searchsorted(both_ids, some) for some in (earlier.clients, ids))
-    return Roster(both_ids, *positions, last)
+    everyone = np.union1d(earlier.clients, ids)
+    before, now = (np.searchsorted(everyone, group) for group in (earlier.clients, ids))
+    return Roster(everyone, before, now, last)
 
 
-def rounds_before(earlier):
+def rounds_before(earlier: Progress | None) -> tuple[np.ndarray, ...]:
     """Arrays that tell earlier rounds from others, by what they left and what they spent."""
     if earlier is None:
         return ()
     return (*earlier.state.packed().values(), np.array(repr(earlier.spent)))
 
 
-def first_state(task, clip_quantile):
+def first_state(task: Task, clip_quantile: float | None) -> State:
     """State that rounds start from; what earlier rounds left stays as it is.
 
     A bound that follows a quantile goes on from where it was. Arrays that the method has no use for
@@ -156,7 +163,7 @@ def first_state(task, clip_quantile):
     old = task.earlier.state.copy()
     for name in (old.clients.keys() & state.clients.keys()) - set(run.constants):
         state.clients[name][run.positions] = old.clients[name]
-    own = {}
+    own: Arrays = {}
     for name, values in old.own.items():
         own[name] = np.zeros((n_clients, *values.shape[1:]), dtype=values.dtype)
         own[name][task.roster.earlier] = values
@@ -164,6 +171,7 @@ def first_state(task, clip_quantile):
     if schedule.keys() == old.schedule.keys():  # else another kind, which starts anew
         resume = run.rows.schedule.resume
         schedule = resume(run.rows, n_clients, old.schedule, task.roster.earlier)
+    # An infinite bound is of rounds that clipped nothing: there is nothing to go on from.
     moving = clip_quantile is not None and math.isfinite(old.bound)
     bound = old.bound if moving else state.bound
     return replace(old, clients=state.clients, schedule=schedule, bound=bound, own=own)
@@ -176,24 +184,19 @@ def progress_after(task, state, events, last, noise_multiplier, seeded):
     """
     earlier, roster = task.earlier, task.roster
     n_rows = np.zeros(len(roster.ids), dtype=np.int64)
-    spent, stopped, ranges, before = (), state.round < last, (), 0
+    n_rows[roster.now] = np.bincount(task.clients.codes)
+    spent, stopped, ranges = events, state.round < last, ()
+    first, noise = 0, noise_multiplier
     if earlier is not None:
-        n_rows[roster.earlier] = earlier.n_rows
-        spent, stopped = earlier.spent, stopped or earlier.stopped
-        ranges, before = earlier.seeded, earlier.state.round
-    n_rows[roster.now] += np.bincount(task.clients.codes)
-    spent = None if events is None or spent is None else (*spent, *events)
-    noise = earlier.noise_multiplier if earlier is not None and last == earlier.state.round else 0.0
-    if noise_multiplier:
-        noise = noise_multiplier
+        n_rows[roster.earlier] += earlier.n_rows
+        # Once without noise, no later noise protects: the rounds together spend what is infinite.
+        spent = None if None in (events, earlier.spent) else (*earlier.spent, *events)
+        stopped, ranges, first = stopped or earlier.stopped, earlier.seeded, earlier.state.round
+        if last == first:  # no round was missing, so the noise is that of the rounds before
+            noise = noise_multiplier or earlier.noise_multiplier
     if events and seeded:
-        ranges = _with_range(ranges, before, state.round)
+        if ranges and ranges[-1][1] == first:  # the last range goes on
+            *ranges, (first, _) = ranges
+        ranges = (*ranges, (first, state.round))
     run = task.run
     return Progress(state, roster.ids, n_rows, spent, run.found, stopped, run.layout, noise, ranges)
-
-
-def _with_range(ranges, first, end):
-    """Ranges of rounds with another one, which goes on from the last if nothing is between them."""
-    if ranges and ranges[-1][1] == first:
-        return (*ranges[:-1], (ranges[-1][0], end))
-    return (*ranges, (first, end))

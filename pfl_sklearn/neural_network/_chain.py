@@ -8,6 +8,7 @@ client's matrices start at a boundary in memory: elsewhere products round differ
 
 import copy
 import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +18,16 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 _RECTIFIERS = {torch.relu, Tensor.relu, F.relu}
-_FUNCTIONS = {
+# A list of what is known, not of what is not: a function that mixes rows, or rounds by how many
+# there are, would let one client's numbers depend on another's.
+_ROW_FUNCTIONS = {
     *_RECTIFIERS,
     *(torch.tanh, Tensor.tanh, F.leaky_relu),
     *(torch.softmax, Tensor.softmax, F.softmax),
     *(torch.log_softmax, Tensor.log_softmax, F.log_softmax),
     *(torch.flatten, Tensor.flatten),
 }
-_BOUNDARY = 64  # bytes
+_BOUNDARY = 64  # bytes, a line of the cache and the widest vector register
 
 
 class Linear(NamedTuple):
@@ -35,28 +38,29 @@ class Linear(NamedTuple):
 
 
 class RowFunction(NamedTuple):
-    """Function of single rows, and what it is given besides."""
+    """Function of single rows, and its other arguments."""
 
-    function: Any
+    function: Callable[..., Tensor]
     args: tuple
-    given: dict[str, Any]
+    kwargs: dict[str, Any]
 
     @property
-    def rectifies(self):
+    def rectifies(self) -> bool:
+        """Whether it sets what is negative to 0, whose way back needs the outputs alone."""
         return self.function in _RECTIFIERS
 
-    def __call__(self, rows):
-        return self.function(rows, *self.args, **self.given)
+    def __call__(self, rows: Tensor) -> Tensor:
+        return self.function(rows, *self.args, **self.kwargs)
 
 
-def chain_of(module, shape, dtype, device):
+def chain_of(module, shape, dtype, device) -> list[Any] | None:
     """Steps of a module on rows of a `shape`, or None if it is no chain.
 
     A chain passes its input through linear layers, each of them once, and through row functions
     that are known to treat every row alike.
     """
     if not all(values.requires_grad for values in module.parameters()):
-        return None
+        return None  # a step changes all parameters
     module = copy.deepcopy(module)  # its program runs, and may change it
     recorder = _Recorder(torch.zeros((2, *shape), dtype=dtype, device=device), module)
     with torch.enable_grad(), recorder:
@@ -64,9 +68,10 @@ def chain_of(module, shape, dtype, device):
     steps = recorder.steps
     if None in steps or outputs is not recorder.rows:
         return None
-    used = [place for step in steps if isinstance(step, Linear) for place in step]
-    used = [place for place in used if place is not None]
-    if sorted(used) != list(range(len(list(module.parameters())))):
+    places = [place for step in steps if isinstance(step, Linear) for place in step]
+    used = sorted(place for place in places if place is not None)
+    # Each once: the way back puts a layer's gradient where it is and adds up none.
+    if used != list(range(len(list(module.parameters())))):
         return None
     return steps if _agrees(steps, module, shape, dtype, device) else None
 
@@ -83,26 +88,28 @@ class _Recorder(TorchFunctionMode):
         self._places = {id(values): k for k, values in enumerate(module.parameters())}
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        given = kwargs or {}
-        result = function(*args, **given)
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
         # A torch.autograd.Function, too, runs without gradients: its way back is its own.
-        known = bool(args) and args[0] is self.rows and torch.is_grad_enabled()
-        step = self._step(function, args[1:], given) if known else None
+        on_rows = bool(args) and args[0] is self.rows and torch.is_grad_enabled()
+        step = self._step(function, args[1:], kwargs) if on_rows else None
         self.steps.append(step if self._keeps_rows(result) else None)
         self.rows = result
         return result
 
-    def _step(self, function, args, given):
+    def _step(self, function, args, kwargs):
         """Step that a call with the rows is, or None."""
         if function is F.linear:
             return self._linear(*args) if self.rows.ndim == 2 and len(args) == 2 else None
-        tensors = any(isinstance(value, Tensor) for value in (*args, *given.values()))
-        return None if tensors or function not in _FUNCTIONS else RowFunction(function, args, given)
+        # Another tensor among the arguments may be another row's.
+        tensors = any(isinstance(value, Tensor) for value in (*args, *kwargs.values()))
+        known = function in _ROW_FUNCTIONS and not tensors
+        return RowFunction(function, args, kwargs) if known else None
 
     def _linear(self, weight, bias):
-        places = self._places.get(id(weight)), self._places.get(id(bias))
-        missing = places[0] is None or (places[1] is None and bias is not None)
-        return None if missing else Linear(*places)
+        at, bias_at = self._places.get(id(weight)), self._places.get(id(bias))
+        missing = at is None or (bias_at is None and bias is not None)
+        return None if missing else Linear(at, bias_at)
 
     def _keeps_rows(self, result):
         """Whether a result has as many rows, of the same type, as what it was computed from."""
@@ -124,64 +131,66 @@ def _agrees(steps, module, shape, dtype, device):
     with torch.no_grad():
         pairs = zip(clients, rows, strict=True)
         expected = torch.stack([functional_call(module, own, (X,)) for own, X in pairs])
-        found = Chain(steps, [align(values) for values in stacked]).evaluate(rows)
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+        outputs = Chain(steps, [align(values) for values in stacked]).evaluate(rows)
+    # To single precision: a wrong step is off by far more.
+    same = outputs.shape == expected.shape
+    return same and torch.allclose(outputs, expected, rtol=1e-4, atol=1e-6)
 
 
-def aligned(shape, like):
+def empty_aligned(shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Empty tensor of a `shape` (g, ...) in which every client's part starts at a boundary."""
     size, unit = math.prod(shape[1:]), _BOUNDARY // like.element_size()
     return like.new_empty(shape[0], -(-size // unit) * unit)[:, :size].view(shape)
 
 
-def align(values):
+def align(values: Tensor) -> Tensor:
     """The same values (g, ...), moved if a client's part starts elsewhere."""
     step, size = values.element_size(), math.prod(values.shape[1:])
     starts = values.data_ptr() | (values.stride(0) * step if len(values) > 1 else 0)
     if starts % _BOUNDARY == 0 and (size == 0 or values[0].is_contiguous()):
         return values
-    return aligned(values.shape, values).copy_(values)
+    return empty_aligned(values.shape, values).copy_(values)
 
 
 class Chain:
     """A chain with the parameters of g clients, tensors (g, ...) that steps change in place.
 
-    The tensors are :func:`aligned`.
+    The tensors are :func:`aligned <empty_aligned>`.
     """
 
-    def __init__(self, steps, parameters):
+    def __init__(self, steps: list[Any], parameters: list[Tensor]) -> None:
         self.steps, self.parameters = steps, parameters
-        self._tape, self._outputs = [], None
+        self._tape: list[tuple[Any, Any]] = []
 
-    def __call__(self, X):
+    def __call__(self, X: Tensor) -> Tensor:
         """Outputs (g, b, ...) of rows X (g, b, ...); a step follows the gradient that they get."""
         self._tape = []
         self._outputs = self._forward(X, self._tape).requires_grad_()
         return self._outputs
 
-    def evaluate(self, X):
+    def evaluate(self, X: Tensor) -> Tensor:
         """Outputs (g, b, ...) alone."""
         return self._forward(X, None)
 
-    def step(self, loss, rate, weight_decay):
+    def step(self, loss: Tensor, rate: float, weight_decay: float) -> None:
         """Take a gradient step on the sum of losses of the latest outputs."""
         (slope,) = torch.autograd.grad(loss, self._outputs)
         self.follow(slope, rate, weight_decay)
 
-    def follow(self, slope, rate, weight_decay):
+    def follow(self, slope: Tensor, rate: float, weight_decay: float) -> None:
         """Take a step against the slopes (g, b, ...) of a loss by the latest outputs."""
         with torch.no_grad():
             for change in self._backward(slope):
                 change(rate, weight_decay)
 
-    def gradients(self, loss):
+    def gradients(self, loss: Tensor) -> list[Tensor]:
         """Gradients (g, ...) of the sum of losses of the latest outputs, one per parameter."""
         (slope,) = torch.autograd.grad(loss, self._outputs)
-        found = [None] * len(self.parameters)
+        gradients: list[Any] = [None] * len(self.parameters)
         with torch.no_grad():
             for change in self._backward(slope):
-                change.collect(found)
-        return found
+                change.collect(gradients)
+        return gradients
 
     def _forward(self, X, tape):
         """Outputs of rows; what the way back needs goes on the tape, from the first layer on."""
@@ -191,16 +200,16 @@ class Chain:
             if isinstance(step, Linear):
                 entry, any_layer = align(rows.reshape(g, b, -1)), True
                 rows = self._linear(step, entry)
-            elif tape is None or not any_layer:
+            elif tape is None or not any_layer:  # no parameter comes before, so no way back either
                 with torch.no_grad():
-                    rows, entry = _by_client(step(rows.flatten(0, 1)), g), None
-            elif step.rectifies:
-                rows = entry = torch.clamp_min(rows, 0, out=aligned(rows.shape, rows))
+                    rows, entry = _unflattened(step(rows.flatten(0, 1)), g), None
+            elif step.rectifies:  # without a tape of torch, as it is most nets' only function
+                rows = entry = torch.clamp_min(rows, 0, out=empty_aligned(rows.shape, rows))
             else:
                 leaf = rows.flatten(0, 1).requires_grad_()
                 with torch.enable_grad():
                     values = step(leaf.clone())  # some functions work in place
-                rows, entry = _by_client(values.detach(), g), (leaf, values)
+                rows, entry = _unflattened(values.detach(), g), (leaf, values)
             if tape is not None and any_layer:
                 tape.append((step, entry))
         return rows
@@ -210,7 +219,7 @@ class Chain:
         bias = None if step.bias is None else self.parameters[step.bias].unsqueeze(1)
         return _product(inputs, weight, bias)
 
-    def _backward(self, slope):
+    def _backward(self, slope: Tensor) -> "Iterator[_LayerChange]":
         """What each layer's parameters are to do, from the last layer to the first.
 
         The slope passes a layer before its parameters change.
@@ -221,11 +230,11 @@ class Chain:
             step, entry = self._tape.pop()
             if isinstance(step, Linear):
                 here = align(slope)
-                if self._tape:
+                if self._tape:  # a layer before this one needs the slope of its outputs
                     slope = _product(here, self.parameters[step.weight])
                 yield _LayerChange(self.parameters, step, entry, here)
             elif step.rectifies:
-                slope = torch.mul(slope, entry > 0, out=aligned(entry.shape, entry))
+                slope = torch.mul(slope, entry > 0, out=empty_aligned(entry.shape, entry))
             else:
                 leaf, values = entry
                 (slope,) = torch.autograd.grad(values, leaf, slope.reshape(values.shape))
@@ -234,10 +243,10 @@ class Chain:
 
 def _product(rows, matrix, bias=None):
     """Products (g, b, c) of rows (g, b, d) and matrices (g, d, c), plus a bias (g, 1, c)."""
-    if _is_thin(rows, matrix):
+    if _is_thin(rows, matrix):  # twice the same client, so that it is a batch
         bias = None if bias is None else bias.expand(2, -1, -1)
         return _product(rows.expand(2, -1, -1), matrix.expand(2, -1, -1), bias)[:1]
-    products = aligned((*rows.shape[:2], matrix.shape[2]), rows)
+    products = empty_aligned((*rows.shape[:2], matrix.shape[2]), rows)
     if bias is None:
         return torch.bmm(rows, matrix, out=products)
     return torch.baddbmm(bias, rows, matrix, out=products)
@@ -251,7 +260,7 @@ def _is_thin(rows, matrix):
     return len(rows) == 1 and 1 in (*rows.shape[1:], matrix.shape[2])
 
 
-def _by_client(rows, n_clients):
+def _unflattened(rows, n_clients):
     """Rows (g, b, ...) of g clients, from (g * b, ...)."""
     return rows.unflatten(0, (n_clients, -1))
 
@@ -267,26 +276,27 @@ class _LayerChange(NamedTuple):
     def __call__(self, rate, weight_decay):
         """Step of plain stochastic gradient descent, in place."""
         weight, keep = self.parameters[self.layer.weight], 1 - rate * weight_decay
-        factors = self.slopes.transpose(1, 2), self.inputs
+        factors = (self.slopes.transpose(1, 2), self.inputs)
+        # Three ways to one result: the kernels for vectors round by the number of clients.
         if weight.shape[2] == 1:
             weight.mul_(keep).sub_(self._of_weight(), alpha=rate)
         elif _is_thin(*factors):
-            both = aligned((2, *weight.shape[1:]), weight).copy_(weight)
-            factors = (values.expand(2, -1, -1) for values in factors)
-            weight.copy_(both.baddbmm_(*factors, beta=keep, alpha=-rate)[:1])
+            twice = empty_aligned((2, *weight.shape[1:]), weight).copy_(weight)
+            slopes, inputs = (values.expand(2, -1, -1) for values in factors)
+            weight.copy_(twice.baddbmm_(slopes, inputs, beta=keep, alpha=-rate)[:1])
         else:
             weight.baddbmm_(*factors, beta=keep, alpha=-rate)
         if self.layer.bias is not None:
             bias = self.parameters[self.layer.bias]
-            if weight_decay:
+            if weight_decay:  # else one pass less
                 bias.mul_(keep)
             bias.sub_(self.slopes.sum(dim=1), alpha=rate)
 
-    def collect(self, found):
-        """Gradients, put at the positions of the parameters."""
-        found[self.layer.weight] = self._of_weight()
+    def collect(self, gradients):
+        """Put the gradients at the positions of the parameters."""
+        gradients[self.layer.weight] = self._of_weight()
         if self.layer.bias is not None:
-            found[self.layer.bias] = self.slopes.sum(dim=1)
+            gradients[self.layer.bias] = self.slopes.sum(dim=1)
 
     def _of_weight(self):
         return _product(self.slopes.transpose(1, 2), self.inputs)

@@ -6,6 +6,7 @@ clients of the block at once. Any other module runs them client by client: stack
 slower, and their bits would depend on the block. Which of the two follows from the net alone.
 """
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,8 +17,10 @@ from torch.nn import CrossEntropyLoss
 from torch.nn.modules.conv import _ConvNd
 
 from pfl_sklearn._rounds.loop import Update
+from pfl_sklearn._rounds.rows import finite_clients
+from pfl_sklearn._typing import Floats
 from pfl_sklearn.neural_network._chain import align, chain_of
-from pfl_sklearn.neural_network._last_layer import last_layer_of
+from pfl_sklearn.neural_network._last_layer import LastLayer, last_layer_of
 from pfl_sklearn.neural_network._models import (
     LARGEST_STACKED_BATCH,
     ROWS_AT_ONCE,
@@ -36,11 +39,12 @@ from pfl_sklearn.neural_network._recipe import (
     twin,
 )
 
-_STACKED = 1 << 20  # parameters of a block of stacked clients: they should stay in the cache
-_FEWEST, _MOST, _LONE = 4, 64, 1  # clients of a block
+_PARAMETERS_AT_ONCE = 1 << 20  # of a block of stacked clients: they should stay in the cache
+_FEWEST_STACKED, _MOST_STACKED = 4, 64  # clients of a block, of large nets and of small ones
+_ALONE = 1  # clients of a block that are trained one by one: workers share them evenly
 
 
-class Part(NamedTuple):
+class ParameterPlace(NamedTuple):
     """A tensor among a vector of parameters: its name, shape, and place."""
 
     name: str
@@ -72,8 +76,8 @@ class Engine:
         How many of them are parameters.
     whole : bool
         Whether rows stay integers.
-    stacked : bool
-        Whether clients of a block are trained at once.
+    chain : list or None
+        Steps for stacked clients, where the net allows them.
     """
 
     def __init__(self, net, example, batch_size, protected=False, noisy_steps=False):
@@ -85,7 +89,12 @@ class Engine:
         if not trained:
             raise ValueError("the module of the net has no parameter that can be trained.")
         buffers = dict(net.module_.named_buffers())
-        self.parts = _parts_of([*trained, *((name, buffers[name]) for name in self.moving)])
+        tensors = [*trained, *((name, buffers[name]) for name in self.moving)]
+        ends = np.cumsum([values.numel() for _, values in tensors]).tolist()
+        self.parts = [
+            ParameterPlace(name, tuple(values.shape), slice(end - values.numel(), end))
+            for (name, values), end in zip(tensors, ends, strict=True)
+        ]
         self.n_trained = sum(values.numel() for _, values in trained)
         self.n_parameters, self.dtype = self.parts[-1].place.stop, trained[0][1].dtype
         self.array_dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
@@ -98,40 +107,38 @@ class Engine:
         net = self.net
         if batch_size is None or batch_size > LARGEST_STACKED_BATCH:
             return None
+        # What is drawn, or moves besides the parameters, would be shared by the block's clients.
         fixed = not (self.random or self.moving or self.whole) and self.optimizer.is_sgd
         if not (fixed and reads_plainly(net) and is_mean(net.criterion_)):
             return None
         return chain_of(net.module_, self.row_shape, self.dtype, self.device)
 
-    def __getstate__(self):
-        """With the net by value: its class may be a script's."""
+    def __getstate__(self) -> dict[str, Any]:
+        """With the net by value: its class may be a script's, which no worker can import."""
         net = cloudpickle.dumps((type(self.net), vars(self.net)))
         state = {**vars(self), "net": net}  # a copy: other threads may add what is cached
         state.pop("_row_loss", None)
         return state
 
-    def __setstate__(self, state):
+    def __setstate__(self, state: dict[str, Any]) -> None:
         kind, attributes = cloudpickle.loads(state["net"])
         net = object.__new__(kind)
         vars(net).update(attributes)
         vars(self).update(state, net=net)
 
     @property
-    def _convolves(self):
-        return any(isinstance(layer, _ConvNd) for layer in self.net.module_.modules())
-
-    @property
-    def stacked(self):
+    def stacked(self) -> bool:
         """Whether clients of a block are trained at once."""
         return self.chain is not None
 
     @property
-    def clients_at_once(self):
+    def clients_at_once(self) -> int:
         """Clients of a block, at most."""
-        return min(max(_STACKED // self.n_parameters, _FEWEST), _MOST) if self.stacked else _LONE
+        most = _PARAMETERS_AT_ONCE // self.n_parameters
+        return min(max(most, _FEWEST_STACKED), _MOST_STACKED) if self.stacked else _ALONE
 
     @cached_property
-    def last_layer(self):
+    def last_layer(self) -> LastLayer:
         """The layer that gives the logits; ValueError if there is none."""
         return last_layer_of(self)
 
@@ -142,17 +149,17 @@ class Engine:
         net.criterion_.reduction = "none"
         return net
 
-    def start(self):
+    def start(self) -> Floats:
         """Vector (p,) of the weights that training starts from, in double precision."""
         tensors = _tensors_of(self.net.module_)
         flat = [tensors[part.name].detach().double().cpu().reshape(-1) for part in self.parts]
         return torch.cat(flat).numpy()
 
-    def run(self, local_steps, batch, clients, *others):
+    def run(self, local_steps: Any, batch: Any, clients: Any, *others: "Engine") -> Update:
         """Update of a block: see :func:`run_clients`; `others` are engines of further models."""
         return run_clients(local_steps, (self, *others), batch, clients)
 
-    def models(self, vectors, n_clients, moving=None):
+    def models(self, vectors: Floats, n_clients: int, moving: Any = None) -> Any:
         """Models of a block's clients, from one vector (p,) for all of them or from (g, p).
 
         If only some parameters are `moving` (p,), steps leave the others as they are.
@@ -160,94 +167,85 @@ class Engine:
         start = torch.from_numpy(np.array(vectors, dtype=self.array_dtype)).to(self.device)
         return (StackedModels if self.stacked else LoneModel)(self, start, n_clients, moving)
 
-    def row_losses(self, outputs, y):
-        """Losses (g,) of outputs (g, b, ...) of a chain for targets (g, b, ...)."""
-        return self._losses_of_rows(outputs, y).reshape(len(y), -1).mean(dim=1)
-
-    def losses_by_row(self, outputs, y):
-        """Losses (g, b) of outputs (g, b, ...) for targets (g, b, ...), row by row.
+    def row_losses(self, outputs: torch.Tensor, y: torch.Tensor, by: int = 1) -> torch.Tensor:
+        """Losses (g,) of outputs (g, b, ...) for targets (g, b, ...); with `by` 2 (g, b), of rows.
 
         The criterion must be a mean over rows.
         """
-        rows = self._losses_of_rows(outputs, y)
-        return rows.reshape(*y.shape[:2], -1).mean(dim=2)
+        losses = self._row_loss.get_loss(outputs.flatten(0, 1), y.flatten(0, 1))
+        return losses.reshape(*y.shape[:by], -1).mean(dim=by)
 
-    def _losses_of_rows(self, outputs, y):
-        return self._row_loss.get_loss(outputs.flatten(0, 1), y.flatten(0, 1))
-
-    def log_probabilities(self, outputs):
+    def log_probabilities(self, outputs: torch.Tensor) -> torch.Tensor:
         """Logarithms (..., n_classes) of the probabilities that outputs stand for."""
         return log_probabilities(self.net, outputs)
 
     @property
-    def reads_logits(self):
+    def reads_logits(self) -> bool:
         """Whether outputs of a chain are logits, whose loss is the plain cross-entropy."""
         loss = self.net.criterion_
         return self.stacked and type(loss) is CrossEntropyLoss and not loss.label_smoothing
 
     @staticmethod
-    def divergence(first, second, from_first=True):
+    def divergence(first, second, from_first=True) -> torch.Tensor:
         """Kullback-Leibler divergences (g,), means over rows (g, b, c) of log probabilities.
 
-        From `first` to `second`, in which the first is the truth, or the other way round.
+        They go from `first`, the truth, to `second`, or the other way round.
         """
         truth, other = (first, second) if from_first else (second, first)
         return (truth.exp() * (truth - other)).sum(dim=-1).mean(dim=-1)
 
-    def shifted(self, outputs, offsets):
+    def shifted(self, outputs: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Outputs (..., n_classes) whose log probabilities are moved by `offsets`."""
         return shifted(self.net, outputs, offsets)
 
-    def outputs(self, vector, X, offsets=None):
+    def outputs(self, vector: Floats, X: np.ndarray, offsets: Floats | None = None) -> np.ndarray:
         """What the net with these parameters gives for rows: an array (n, ...).
 
-        Log probabilities are moved by offsets (n, n_classes), if there are any.
-
-        For classifiers these are probabilities, as skorch reads them off the outputs. They are
-        computed in double precision where that is cheap, so that a row's hardly depend on others.
+        For classifiers these are probabilities, as skorch reads them off the outputs. Offsets
+        (n, n_classes) move their logarithms. They are computed in double precision where that is
+        cheap, so that a row's hardly depend on others.
         """
         net, kind = self.evaluating(vector)
         if self.whole and not np.array_equal(X, np.trunc(X)):
             raise ValueError("X must hold whole numbers, as in fit; got fractions.")
-        found = []
-        with torch.no_grad(), np.errstate(over="ignore"):
+        parts = []
+        with torch.no_grad(), np.errstate(over="ignore"):  # infinite is what single precision has
             for first in range(0, len(X), ROWS_AT_ONCE):
                 rows = np.array(X[first : first + ROWS_AT_ONCE], dtype=kind, order="C")
                 outputs = net.infer(torch.from_numpy(rows).to(self.device))
                 if offsets is not None:
                     own = torch.from_numpy(offsets[first : first + ROWS_AT_ONCE])
                     outputs = shifted(net, outputs, own.to(outputs.device))
-                found.append(readout(net, outputs).cpu().numpy())
-        return np.concatenate(found)
+                parts.append(readout(net, outputs).cpu().numpy())
+        return np.concatenate(parts)
 
-    def evaluating(self, vector):
+    def evaluating(self, vector: Floats) -> tuple[Any, np.dtype]:
         """A net with these parameters (p,) in evaluation mode, and its type for rows.
 
         It computes in double precision where that is cheap.
         """
         net, kind = self.fitted_net(self.models(vector, 1).values[0]), self.array_dtype
         net.module_.eval()
-        if not self._convolves and self.device.type == "cpu":
+        convolves = any(isinstance(layer, _ConvNd) for layer in net.module_.modules())
+        # Double precision takes convolutions several times as long, and graphics cards even more.
+        if not convolves and self.device.type == "cpu":
             net.module_.double()
-            kind = np.float64
-        return net, np.int64 if self.whole else kind
+            kind = np.dtype(np.float64)
+        return net, np.dtype(np.int64) if self.whole else kind
 
-    def fitted_net(self, vector):
+    def fitted_net(self, vector: torch.Tensor) -> Any:
         """A net with these parameters, a tensor (p,), as skorch leaves it after a fit.
 
         They are views of the vector: what changes one changes the other.
         """
         net = twin(self.net)
-        self._load(net.module_, vector)
-        return net
-
-    def _load(self, module, vector):
-        tensors = _tensors_of(module)
+        tensors = _tensors_of(net.module_)
         for part in self.parts:
             tensors[part.name].data = vector[part.place].view(part.shape)
+        return net
 
 
-class Block(NamedTuple):
+class BlockSteps(NamedTuple):
     """Clients that take their steps together.
 
     Rows X (g, s, b, ...) and targets y (g, s, b, ...) of their s steps, as tensors, and what these
@@ -262,26 +260,27 @@ class Block(NamedTuple):
     seeds: np.ndarray | None = None
 
     @property
-    def n_clients(self):
+    def n_clients(self) -> int:
+        """Clients g of the block."""
         return len(self.X)
 
-    def read(self, engine, outputs):
+    def read(self, engine: Engine, outputs: torch.Tensor) -> torch.Tensor:
         """Outputs (g, b, ...) as these clients read them, with their offsets."""
         return outputs if self.offsets is None else engine.shifted(outputs, self.offsets)
 
-    def cut(self, n_steps):
+    def cut(self, n_steps: int) -> tuple["BlockSteps", "BlockSteps"]:
         """Blocks of the same clients with the first so many steps, and with the others."""
         X, y = self.X, self.y
         first = self._replace(X=X[:, :n_steps], y=y[:, :n_steps])
         return first, self._replace(X=X[:, n_steps:], y=y[:, n_steps:])
 
-    def rounds(self, n_steps):
+    def rounds(self, n_steps: int) -> Iterator["BlockSteps"]:
         """Blocks of the same clients with so many of the steps each, in order."""
         for first in range(0, self.X.shape[1], n_steps):
             here = slice(first, first + n_steps)
             yield self._replace(X=self.X[:, here], y=self.y[:, here])
 
-    def steps(self):
+    def steps(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Rows (g, b, ...) and targets (g, b, ...) of each step."""
         for k in range(self.X.shape[1]):
             yield align(self.X[:, k]), self.y[:, k]
@@ -293,7 +292,7 @@ def run_clients(local_steps, engines, batch, clients):
     Parameters
     ----------
     local_steps : callable
-        From a :class:`Block` to an :class:`~pfl_sklearn._rounds.loop.Update` of arrays.
+        From a :class:`BlockSteps` to an :class:`~pfl_sklearn._rounds.loop.Update` of arrays.
     engines : sequence of Engine
         Those whose models the steps are about.
     batch : Batch
@@ -306,17 +305,17 @@ def run_clients(local_steps, engines, batch, clients):
         offsets = torch.from_numpy(offsets).to(device, engines[0].dtype).unsqueeze(1)
     protected = engines[0].protected
     if all(engine.stacked for engine in engines):
-        update = local_steps(Block(X, y, clients, offsets, batch.seeds))
+        update = local_steps(BlockSteps(X, y, clients, offsets, batch.seeds))
         return update if protected else _judged(update)
-    done = []
+    updates = []
     for i in range(len(X)):
         here = slice(i, i + 1)
         own = {name: values[here] for name, values in clients.items()}
         moved = None if offsets is None else offsets[here]
-        block = Block(X[here], y[here], own, moved, batch.seeds[here])
+        block = BlockSteps(X[here], y[here], own, moved, batch.seeds[here])
         with seeded(int(batch.seeds[i]), device):  # whatever draws in the module or the criterion
-            done.append(_steps_of_one(local_steps, block, engines[0]))
-    return _together(done) if protected else _judged(_together(done))
+            updates.append(_steps_of_one(local_steps, block, engines[0]))
+    return _joined(updates) if protected else _judged(_joined(updates))
 
 
 def _steps_of_one(local_steps, block, engine):
@@ -328,9 +327,10 @@ def _steps_of_one(local_steps, block, engine):
     """
     try:
         return local_steps(block)
-    except Exception as error:
+    except Exception as error:  # modules are the user's: they raise what they like
         if not engine.protected:
             raise
+        # The class alone: the text of an exception may have the client's values.
         failures = frozenset({type(error).__name__})
         zeros = block._replace(X=torch.zeros_like(block.X), y=torch.zeros_like(block.y))
         update = local_steps(zeros)
@@ -342,14 +342,15 @@ def _steps_of_one(local_steps, block, engine):
 
 
 def _judged(update):
-    """Update in which a client whose arrays are not finite has no finite loss either."""
-    fine = np.ones(len(update.losses), dtype=bool)
-    for part in (*update.messages.values(), *update.clients.values()):
-        fine &= np.isfinite(part.reshape(len(part), -1)).all(axis=1)
+    """Update in which a client whose arrays are not finite has no finite loss either.
+
+    Fits without noise then name the client; those with noise leave out what is not finite.
+    """
+    fine = finite_clients((*update.messages.values(), *update.clients.values()))
     return update._replace(losses=np.where(fine, update.losses, np.nan))
 
 
-def _together(updates):
+def _joined(updates):
     """One update of clients that took their steps one by one."""
     first = updates[0]
     messages, new = (
@@ -363,13 +364,3 @@ def _together(updates):
 def _tensors_of(module):
     """Parameters and buffers of a module by name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def _parts_of(tensors):
-    """Parts that tensors, by name, have of a vector."""
-    parts, first = [], 0
-    for name, values in tensors:
-        last = first + values.numel()
-        parts.append(Part(name, tuple(values.shape), slice(first, last)))
-        first = last
-    return parts

@@ -11,38 +11,43 @@ Clients with equally many rows n go together. We solve the cheaper of two system
 of n for every class (Rasmussen and Williams, 2006, Algorithm 3.3), or in the r K weights.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import log_softmax
 
+from pfl_sklearn._typing import Floats, Integers
+
 # Prior variances of a row's logit, on average over rows, among which one is chosen.
 _RATIO = 8.0
 VARIANCES = np.concatenate([[0.0], _RATIO ** np.arange(-3, 5)])
-_SPREAD = 1.5  # of the logarithm of a variance that a client chooses alone
-_LAST_DECREMENT = 1e-10  # nats; the step with this squared Newton decrement is the last
+_LOG_VARIANCE_SD = 1.5  # of the logarithm of a variance that a client chooses alone
+_LAST_STEP = 1e-10  # nats; the step with this squared Newton decrement is the last
 _CLOSE_ENOUGH = 1e-6  # the same where only the evidence is wanted: its error is about this
-_FAR = 1e4  # variances of a row's logit beyond which the systems in the rows lose their digits
-_ROWS = 128  # of a client that its evidence is about, at most
-_MAX_NEWTON = 100
-_SLACK = 1e-13  # relative decrease of the criterion that counts as rounding
-_CELLS = 1 << 20  # numbers in the systems of clients that go together
-_TIE = 1e-9  # nats
+_LARGEST_BY_ROWS = (
+    1e4  # variances of a row's logit beyond which the systems in the rows lose their digits
+)
+_ROWS_OF_EVIDENCE = 128  # of a client that its evidence is about, at most
+_MOST_NEWTON_STEPS = 100  # a dozen are usual
+_SMALLEST_STEP = 1e-9  # of Newton's: if even that is worse, the criterion is at its rounding
+_DECREASE_BY_ROUNDING = 1e-13  # of the criterion, relative
+_SYSTEM_NUMBERS = 1 << 20  # of clients that go together
+_EQUAL_EVIDENCE = 1e-9  # nats
 
 
 class Modes(NamedTuple):
     """Deviations (g, r, K), and the evidence (g,) in nats."""
 
-    deviations: np.ndarray
-    evidence: np.ndarray
+    deviations: Floats
+    evidence: Floats
 
 
-class _Rows(NamedTuple):
+class _ByRows(NamedTuple):
     """Deviations X' state, with a state (g, n, K)."""
 
-    x: np.ndarray  # (g, n, r)
-    kernel: np.ndarray  # (g, n, n), X X'
-    variances: np.ndarray  # (g, 1, 1)
+    x: Floats  # (g, n, r)
+    kernel: Floats  # (g, n, n), X X'
+    variances: Any  # (g, 1, 1)
 
     def shift(self, state):
         """What a state adds to the logits (g, n, K)."""
@@ -78,11 +83,12 @@ class _Rows(NamedTuple):
         """
         p, (_, n, r) = np.ascontiguousarray(p.transpose(0, 2, 1)), self.x.shape
         s = self.variances[:, None]
-        if n <= r:
+        if n <= r:  # systems of n, symmetric and well conditioned
             root = np.sqrt(p)
             outer = root[..., :, None] * root[..., None, :]
             systems = outer * (s * self.kernel[:, None]) + np.eye(n)
             return outer * np.linalg.inv(systems), systems
+        # By Woodbury's identity, from systems of r.
         weighted = p[..., None] * self.x[:, None]
         across = weighted.transpose(0, 1, 3, 2)
         systems = s * (across @ self.x[:, None]) + np.eye(r)
@@ -97,11 +103,11 @@ class _Rows(NamedTuple):
         return (matrices @ columns)[..., 0].transpose(0, 2, 1)
 
 
-class _Weights(NamedTuple):
+class _ByWeights(NamedTuple):
     """Deviations that are the state (g, r, K) itself."""
 
-    x: np.ndarray  # (g, n, r)
-    variances: np.ndarray  # (g, 1, 1)
+    x: Floats  # (g, n, r)
+    variances: Any  # (g, 1, 1)
 
     def shift(self, state):
         """What a state adds to the logits (g, n, K)."""
@@ -141,15 +147,15 @@ class _Weights(NamedTuple):
         return systems + np.eye(r * n_classes)
 
 
-def head_columns(features, has_bias):
+def head_columns(features: Floats, has_bias: bool) -> tuple[Floats, Floats]:
     """Columns (g, n, r) of inputs of the last layer (g, n, d), and their units (g,)."""
     units = np.sqrt(np.mean(features**2, axis=(1, 2)))
-    units[units == 0] = 1.0
+    units[units == 0] = 1.0  # a client whose last hidden layer is silent
     x = features / units[:, None, None]
     return (np.concatenate([x, np.ones((*x.shape[:2], 1))], axis=2) if has_bias else x), units
 
 
-def head_modes(x, logits, labels, variances):
+def head_modes(x: Floats, logits: Floats, labels: Integers, variances: Floats) -> Modes:
     """Modes of clients with equally many rows.
 
     Parameters
@@ -168,34 +174,35 @@ def head_modes(x, logits, labels, variances):
     """
     parts = [
         _modes_at(x[here], logits[here], labels[here], variances[None, here])
-        for here in _together(x, logits, variances)
+        for here in _solved_together(x, logits, variances)
     ]
     deviations, evidence = (np.concatenate(values) for values in zip(*parts, strict=True))
     return Modes(deviations, evidence[:, 0])
 
 
-def evidence_curves(x, logits, labels):
+def evidence_curves(x: Floats, logits: Floats, labels: Integers) -> Floats:
     """Evidence (g, V) of clients at each of `VARIANCES` of a row's logit; see `head_modes`.
 
     Of clients with many rows the first 128 are used, which tell enough.
     """
-    x, logits, labels = x[:, :_ROWS], logits[:, :_ROWS], labels[:, :_ROWS]
+    x, logits, labels = (values[:, :_ROWS_OF_EVIDENCE] for values in (x, logits, labels))
     variances = np.repeat(VARIANCES[:, None] / x.shape[2], len(x), axis=1)
     parts = [
         _modes_at(x[here], logits[here], labels[here], variances[:, here], _CLOSE_ENOUGH)[1]
-        for here in _together(x, logits, variances)
+        for here in _solved_together(x, logits, variances)
     ]
     return np.concatenate(parts)
 
 
-def best_variances(curves):
+def best_variances(curves: Floats) -> Floats:
     """Variances (g,) of largest evidence, from evidence (g, V) at `VARIANCES`.
 
     Between neighbours that are not the best, a parabola in the logarithm says where it is. Of equal
     values the smallest variance is taken.
     """
     top = curves.max(axis=1, keepdims=True)
-    at = np.argmax(curves >= top - _TIE, axis=1)
+    at = np.argmax(curves >= top - _EQUAL_EVIDENCE, axis=1)
+    # Not with the variance 0 as a neighbour, whose logarithm is infinite.
     inside = np.clip(at, 2, len(VARIANCES) - 2)
     rows = np.arange(len(curves))
     left, mid, right = (curves[rows, inside + k] for k in (-1, 0, 1))
@@ -205,18 +212,18 @@ def best_variances(curves):
     return VARIANCES[at] * _RATIO ** np.where(fine, move, 0.0)
 
 
-def log_prior():
+def log_prior() -> Floats:
     """Log prior density (V,) at `VARIANCES`, up to a constant: log-normal around 1; 0 has none."""
     logs = np.log(VARIANCES, out=np.full(len(VARIANCES), -np.inf), where=VARIANCES > 0)
-    return -0.5 * (logs / _SPREAD) ** 2
+    return -0.5 * (logs / _LOG_VARIANCE_SD) ** 2
 
 
-def _together(x, logits, variances):
+def _solved_together(x, logits, variances):
     """Slices of clients whose systems are solved at once."""
     (g, n, r), n_classes = x.shape, logits.shape[2]
     by_rows = _by_rows(x, logits, variances)
-    cells = n_classes * n * (n + r) if by_rows else (r * n_classes) ** 2
-    size = max(_CELLS // cells, 1)
+    numbers = n_classes * n * (n + r) if by_rows else (r * n_classes) ** 2
+    size = max(_SYSTEM_NUMBERS // numbers, 1)
     return [slice(first, first + size) for first in range(0, g, size)]
 
 
@@ -224,21 +231,22 @@ def _by_rows(x, logits, variances):
     """Whether K systems of n, of rank r at most, are exact enough and cheaper than one of r K."""
     (_, n, r), n_classes = x.shape, logits.shape[2]
     rank = min(n, r)
+    # Multiplications of a Newton step, up to a common factor.
     by_rows = 2 * n_classes * n * rank * (n + rank) + n**3
     by_weights = (r * n_classes) ** 2 * (2 * r * n_classes / 3 + n / 2)
-    return variances.max() * r <= _FAR and by_rows <= by_weights
+    return variances.max() * r <= _LARGEST_BY_ROWS and by_rows <= by_weights
 
 
-def _modes_at(x, logits, labels, variances, last=_LAST_DECREMENT):
+def _modes_at(x, logits, labels, variances, last=_LAST_STEP):
     """Deviations (g, r, K) at the last of the variances (V, g), and the evidence (g, V) at all.
 
     The search for a mode starts from the one before.
     """
     g, _, r = x.shape
+    form: Any = _ByWeights(x, None)
+    state = np.zeros((g, r, logits.shape[2]))
     if _by_rows(x, logits, variances):
-        form, state = _Rows(x, x @ x.transpose(0, 2, 1), None), np.zeros_like(logits)
-    else:
-        form, state = _Weights(x, None), np.zeros((g, r, logits.shape[2]))
+        form, state = _ByRows(x, x @ x.transpose(0, 2, 1), None), np.zeros_like(logits)
     evidence = np.empty((g, len(variances)))
     for at, each in enumerate(variances):
         form = form._replace(variances=each[:, None, None])
@@ -253,19 +261,21 @@ def _newton(form, logits, labels, state, last):
     The steps are damped, and each client stops on its own.
     """
     s = form.variances[:, 0, 0]
+    # Variance 0 has no penalty to compute: the deviation stays at 0.
     precision = np.divide(1.0, s, out=np.zeros(len(s)), where=s > 0)
     chosen = np.eye(logits.shape[2])[labels]
     shift, moving = form.shift(state), np.ones(len(s), dtype=bool)
-    log_p, value = _criterion(form, precision, logits + shift, chosen, state, shift)
-    for _ in range(_MAX_NEWTON):
+    log_p, value = _penalized(form, precision, logits + shift, chosen, state, shift)
+    for _ in range(_MOST_NEWTON_STEPS):
         score = chosen - np.exp(log_p)
         step = form.step(np.exp(log_p), form.residual(score, state))
         moved, size = form.shift(step), moving.astype(float)[:, None, None]
         decrement = _sums(score * moved) - precision * form.inner(state, step, moved)
         while True:
             new, new_shift = state + size * step, shift + size * moved
-            log_p, reached = _criterion(form, precision, logits + new_shift, chosen, new, new_shift)
-            worse = ~(reached >= value - _SLACK * (1 + np.abs(value))) & (size[:, 0, 0] > 1e-9)
+            log_p, reached = _penalized(form, precision, logits + new_shift, chosen, new, new_shift)
+            allowed = value - _DECREASE_BY_ROUNDING * (1 + np.abs(value))
+            worse = ~(reached >= allowed) & (size[:, 0, 0] > _SMALLEST_STEP)  # NaN is worse
             if not worse.any():
                 break
             size[worse] /= 2
@@ -276,7 +286,7 @@ def _newton(form, logits, labels, state, last):
     return state, np.exp(log_p), value
 
 
-def _criterion(form, precision, logits, chosen, state, shift):
+def _penalized(form, precision, logits, chosen, state, shift):
     """Log probabilities (g, n, K), and log-likelihood less penalty (g,)."""
     log_p = log_softmax(logits, axis=2)
     return log_p, _sums(chosen * log_p) - 0.5 * precision * form.inner(state, state, shift)

@@ -1,6 +1,7 @@
 """Losses of held-out rows under the nets that clients would predict with; when they are flat."""
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 from torch.nn import L1Loss, MSELoss
@@ -8,6 +9,7 @@ from torch.nn import L1Loss, MSELoss
 from pfl_sklearn._rounds.loop import LastPhase, Plan, Sampling, Update, run_last_phase
 from pfl_sklearn._rounds.rows import Reshuffled
 from pfl_sklearn._rounds.stopping import FlatRule
+from pfl_sklearn._typing import Floats
 from pfl_sklearn.neural_network._recipe import is_readable
 
 _LATEST = 5  # rounds, in one of which the training loss of rounds that do not diverge is low
@@ -40,22 +42,25 @@ def flat_rule(engine, nets, train, held, *, at_least, tol, n_jobs, advice):
     here = np.searchsorted(train.clients, judged.clients)
     weights = np.diff(judged.offsets) / sizes[here]
     lone = not engine.stacked
+    # Nets that are trained one by one are tested so: a module may mix the rows of a batch.
     rows = judged._replace(at_once=1 if lone else None, seeded=judged.seeded or lone)
     loss = partial(mean_loss, engine, nets, rows, weights, n_jobs)
 
     def losses(state):
-        found = loss(state)
-        return np.fmin.reduce([found, *state.history["loss"][-_LATEST:]]), found
+        held_out = loss(state)
+        return np.fmin.reduce([held_out, *state.history["loss"][-_LATEST:]]), held_out
 
     unit = constant_loss(engine.net.criterion_, train.y, np.repeat(1 / sizes, sizes))
     return FlatRule(losses, tol, unit, at_least, False, advice)
 
 
-def mean_loss(engine, nets, rows, weights, n_jobs, state):
+def mean_loss(engine: Any, nets: Any, rows: Any, weights: Floats, n_jobs: Any, state: Any) -> float:
     """Mean loss of clients with `weights` (m,), each the mean of its rows."""
+    n_clients = 1 + int(rows.clients.max())
+    # Rounds' own way to take blocks of clients to workers: a phase that keeps losses, not models.
     phase = LastPhase(
-        partial(_no_losses, 1 + int(rows.clients.max())),
-        partial(_losses, engine, nets),
+        lambda server, clients: {"loss": np.zeros(n_clients)},
+        partial(_losses_of_block, engine, nets),
         Reshuffled(None, 1),
     )
     plan = Plan(state.round, Sampling(1.0), (0,), n_jobs)
@@ -63,25 +68,24 @@ def mean_loss(engine, nets, rows, weights, n_jobs, state):
     return float(weights @ losses / weights.sum())
 
 
-def _no_losses(n_clients, server, clients):
-    return {"loss": np.zeros(n_clients)}
+def _losses_of_block(engine, nets, server, t, batch, clients, own):
+    """Losses of a block's clients under their nets."""
 
+    def tested(block):
+        models = engine.models(nets(server, block.clients), block.n_clients)
+        ((X, y),) = block.steps()
+        losses = models.losses(block.read(engine, models.test(X)), y)
+        return Update({}, {}, np.asarray(losses.detach().cpu(), dtype=np.float64))
 
-def _losses(engine, nets, server, t, batch, clients, own):
-    """Losses of a block's clients."""
-    losses = engine.run(partial(_block_losses, engine, nets, server), batch, clients).losses
+    losses = engine.run(tested, batch, clients).losses
     return Update({}, {"loss": losses}, losses)
 
 
-def _block_losses(engine, nets, server, block):
-    models = engine.models(nets(server, block.clients), block.n_clients)
-    ((X, y),) = block.steps()
-    losses = models.losses(block.read(engine, models.test(X)), y)
-    return Update({}, {}, np.asarray(losses.detach().cpu(), dtype=np.float64))
+def constant_loss(criterion: Any, y: np.ndarray, weights: Floats) -> float:
+    """Loss of the best constant for targets (n, ...) with weights (n,); 0 if it is not known.
 
-
-def constant_loss(criterion, y, weights):
-    """Loss of the best constant for targets (n, ...) with weights (n,); 0 if it is not known."""
+    With 0, gains are seen on the loss at the start alone.
+    """
     shares = weights / weights.sum()
     if isinstance(criterion, MSELoss):
         return float(np.mean(shares @ (y - shares @ y) ** 2))

@@ -1,18 +1,19 @@
 """The last linear layer of a net: where its parameters are, and what it reads and gives."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from skorch import NeuralNetRegressor
 from torch import nn
 
+from pfl_sklearn._typing import Floats
 from pfl_sklearn.neural_network._chain import align
 from pfl_sklearn.neural_network._checks import NoLastLayer
 from pfl_sklearn.neural_network._mlp import evaluate
 from pfl_sklearn.neural_network._recipe import log_probabilities
 
-_CLOSE = 1e-5
+_SAME_PROBABILITY = 1e-5  # in single precision; another readout is off by far more
 
 
 class LastLayer(NamedTuple):
@@ -24,27 +25,27 @@ class LastLayer(NamedTuple):
     shape: tuple[int, int]  # (K, d)
 
     @property
-    def head_shape(self):
+    def head_shape(self) -> tuple[int, int]:
         """Shape (K, d) or, with a bias, (K, d + 1) of the layer's parameters; the bias is last."""
         return self.shape[0], self.shape[1] + (self.bias is not None)
 
-    def moved(self, vector, deviation):
+    def moved(self, vector: Floats, deviation: Floats) -> Floats:
         """Vector (p,) in which the layer's parameters differ by a deviation of `head_shape`."""
-        found = vector.copy()
-        found[self.weight] += deviation[:, : self.shape[1]].ravel()
+        moved = vector.copy()
+        moved[self.weight] += deviation[:, : self.shape[1]].ravel()
         if self.bias is not None:
-            found[self.bias] += deviation[:, -1]
-        return found
+            moved[self.bias] += deviation[:, -1]
+        return moved
 
-    def passed(self, engine, vector, X):
+    def passed(self, engine: Any, vector: Floats, X: Any) -> tuple[Floats, Floats, frozenset[str]]:
         """What the layer reads (g, n, d) and gives (g, n, K) for rows (g, n, ...) of clients.
 
         The net is in evaluation mode, and rows are as training takes them. In a protected fit a
-        client whose rows the net refuses gets NaN, and does not end the fit. The third value are
+        client whose rows the net refuses gets NaN, and does not end the fit. The third value holds
         the names of the classes of such exceptions.
         """
-        found = [self._passed_by_one(engine, vector, rows) for rows in X]
-        inputs, outputs, failures = zip(*found, strict=True)
+        passes = [self._passed_by_one(engine, vector, rows) for rows in X]
+        inputs, outputs, failures = zip(*passes, strict=True)
         return np.stack(inputs), np.stack(outputs), frozenset().union(*failures)
 
     def _passed_by_one(self, engine, vector, rows):
@@ -61,7 +62,7 @@ class LastLayer(NamedTuple):
         return _double(inputs), _double(outputs), set()
 
 
-def last_layer_of(engine):
+def last_layer_of(engine: Any) -> LastLayer:
     """The linear layer whose outputs are the logits of an engine's net.
 
     Raises
@@ -70,9 +71,10 @@ def last_layer_of(engine):
         If there is none.
     """
     start = engine.start()
-    start[: engine.n_trained] += 0.1 * np.cos(np.arange(engine.n_trained))  # they may be zero
+    # Other weights than a net of zeros has, and rows that differ: all logits would look the same.
+    start[: engine.n_trained] += 0.1 * np.cos(np.arange(engine.n_trained))
     rows = engine.example
-    if not engine.whole:
+    if not engine.whole:  # codes of an embedding have to stay codes
         rows = rows + np.cos(np.arange(rows.size)).reshape(rows.shape)
     net, rows = _evaluating(engine, start, rows)
     layers = {
@@ -121,7 +123,9 @@ def _are_logits(net, logits, outputs):
         return logits.numel() == outputs.numel()
     expected = log_probabilities(net, outputs).exp()
     same = logits.shape == expected.shape
-    return same and torch.allclose(torch.softmax(logits, dim=-1), expected, rtol=0, atol=_CLOSE)
+    return same and torch.allclose(
+        torch.softmax(logits, dim=-1), expected, rtol=0, atol=_SAME_PROBABILITY
+    )
 
 
 def _shared(module, layer):

@@ -1,29 +1,36 @@
 """The small net that estimators use where none is given."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import pairwise
 from numbers import Integral
 
+import numpy as np
 import torch
-from skorch import NeuralNetClassifier, NeuralNetRegressor
+from skorch import NeuralNet, NeuralNetClassifier, NeuralNetRegressor
 from torch import nn
 
 
 class Units(nn.Module):
     """What rows (n, d) are in: standard units while the net is trained, their own afterwards."""
 
-    def __init__(self, center, scale):
+    center: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, center: Sequence[float], scale: Sequence[float]) -> None:
         super().__init__()
+        # In double precision, or a large centre would cost the features their digits.
         self.register_buffer("center", torch.tensor(center, dtype=torch.float64))
         self.register_buffer("scale", torch.tensor(scale, dtype=torch.float64))
 
-    def standardized(self, values):
+    def standardized(self, values: np.ndarray) -> np.ndarray:
         """Array (n, ...) in standard units."""
         flat = values.reshape(len(values), -1)
-        found = (flat - self.center.numpy(force=True)) / self.scale.numpy(force=True)
-        return found.reshape(values.shape)
+        flat = (flat - self.center.numpy(force=True)) / self.scale.numpy(force=True)
+        return flat.reshape(values.shape)
 
 
-def evaluate(module):
+def evaluate(module: nn.Module) -> None:
     """Put a module in evaluation mode, but for units: rows stay in those of training."""
     module.eval()
     for layer in module.modules():
@@ -34,7 +41,7 @@ def evaluate(module):
 class Standardized(Units):
     """Inputs, brought to standard units."""
 
-    def forward(self, X):
+    def forward(self, X: torch.Tensor) -> torch.Tensor:
         """Inputs in standard units."""
         return X if self.training else ((X - self.center) / self.scale).to(X.dtype)
 
@@ -42,7 +49,7 @@ class Standardized(Units):
 class Unstandardized(Units):
     """Outputs, brought back from standard units."""
 
-    def forward(self, X):
+    def forward(self, X: torch.Tensor) -> torch.Tensor:
         """Outputs in the units of the mode."""
         return X if self.training else X * self.scale + self.center
 
@@ -89,40 +96,39 @@ class MLP(nn.Module):
 
     def __init__(
         self,
-        n_inputs=1,
-        n_outputs=1,
-        hidden=64,
-        center=None,
-        scale=None,
-        output_center=None,
-        output_scale=None,
-    ):
+        n_inputs: int = 1,
+        n_outputs: int = 1,
+        hidden: int | Sequence[int] = 64,
+        center: Sequence[float] | None = None,
+        scale: Sequence[float] | None = None,
+        output_center: Sequence[float] | None = None,
+        output_scale: Sequence[float] | None = None,
+    ) -> None:
         super().__init__()
-        layers, width = [nn.Flatten()], n_inputs
-        for units in (hidden,) if isinstance(hidden, Integral) else hidden:
-            layers += [nn.Linear(width, int(units)), nn.ReLU()]
-            width = int(units)
-        layers.append(nn.Linear(width, n_outputs))
-        named = {str(k): layer for k, layer in enumerate(layers)}  # whether there are units or not
-        first = {"0": named.pop("0")}
+        widths = [hidden] if isinstance(hidden, Integral) else list(hidden)
+        widths = [n_inputs, *map(int, widths)]
+        # Numbers name the layers whether or not there are units, so that parameters' names are the
+        # same with noise and without.
+        layers: OrderedDict[str, nn.Module] = OrderedDict({"0": nn.Flatten()})
         if center is not None or scale is not None:
-            width = n_inputs
-            first["inputs"] = Standardized(center or [0.0] * width, scale or [1.0] * width)
-        last = {}
+            layers["inputs"] = Standardized(center or [0.0] * n_inputs, scale or [1.0] * n_inputs)
+        for k, (before, after) in enumerate(pairwise(widths)):
+            layers |= {f"{2 * k + 1}": nn.Linear(before, after), f"{2 * k + 2}": nn.ReLU()}
+        layers[f"{2 * len(widths) - 1}"] = nn.Linear(widths[-1], n_outputs)
         if output_center is not None or output_scale is not None:
             center = output_center or [0.0] * n_outputs
-            last["outputs"] = Unstandardized(center, output_scale or [1.0] * n_outputs)
-        self.layers = nn.Sequential(OrderedDict(first | named | last))
+            layers["outputs"] = Unstandardized(center, output_scale or [1.0] * n_outputs)
+        self.layers = nn.Sequential(layers)
 
-    def forward(self, X):
+    def forward(self, X: torch.Tensor) -> torch.Tensor:
         """Outputs (n_rows, n_outputs) of rows (n_rows, ...)."""
         return self.layers(X)
 
-    def standardized_inputs(self, X):
+    def standardized_inputs(self, X: np.ndarray) -> np.ndarray:
         """Features, an array (n_rows, ...), as the net is trained on them."""
         return self._standardized(X, Standardized)
 
-    def standardized_outputs(self, y):
+    def standardized_outputs(self, y: np.ndarray) -> np.ndarray:
         """Responses, an array (n_rows, n_outputs), as the net is trained on them."""
         return self._standardized(y, Unstandardized)
 
@@ -133,7 +139,7 @@ class MLP(nn.Module):
         return values
 
 
-def default_recipe(is_classifier):
+def default_recipe(is_classifier: bool) -> NeuralNet:
     """Recipe of an estimator that was given none."""
     if is_classifier:
         return NeuralNetClassifier(MLP, criterion=nn.CrossEntropyLoss, lr=0.1, batch_size=20)

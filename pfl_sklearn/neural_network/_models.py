@@ -1,9 +1,13 @@
 """Models of the clients of a block: their parameters, and the steps that change them."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
+from torch import Tensor
 
-from pfl_sklearn.neural_network._chain import Chain, align, aligned
+from pfl_sklearn.neural_network._chain import Chain, align, empty_aligned
 from pfl_sklearn.neural_network._mlp import evaluate
 
 LARGEST_STACKED_BATCH = 128  # rows: products of a client alone are large enough beyond it
@@ -17,29 +21,37 @@ class _Models:
     the models. If only some parameters are `moving`, their own steps leave the others as they are.
     """
 
-    def __init__(self, engine, start):
+    values: Any
+    tensors: Any
+    _cut: Callable[[Tensor], list[Tensor]]
+    _starts: list[Tensor]
+
+    def __init__(self, engine: Any, start: Tensor) -> None:
         self._start, self._optimizer, self._engine = start, engine.optimizer, engine
 
-    def copies(self):
+    def copies(self) -> list[Tensor]:
         """Tensors as they are now."""
         return [values.clone() for values in self.tensors]
 
-    def parts(self, vectors):
+    def parts(self, vectors: np.ndarray) -> list[Tensor]:
         """Tensors like those of the models, from an array (p,) or (g, p)."""
         kind = self._engine.array_dtype
         return self._cut(torch.from_numpy(np.array(vectors, dtype=kind)).to(self._start.device))
 
-    def pull(self, weight, towards=None):
-        """Implicit step on `weight` times half the squared distance from tensors, or the start."""
+    def pull(self, weight: float, towards: list[Tensor] | None = None) -> None:
+        """Implicit step on `weight` times half the squared distance from tensors, or the start.
+
+        Unlike an explicit one, it does not diverge, however large the weight.
+        """
         towards = self._starts if towards is None else towards
         for values, start in zip(self.tensors, towards, strict=True):
             values.lerp_(start.expand_as(values), 1 - 1 / (1 + weight))
 
-    def array(self):
+    def array(self) -> np.ndarray:
         """Parameters as an array (g, p)."""
         return array_of(self.values)
 
-    def change(self):
+    def change(self) -> np.ndarray:
         """Array (g, p): parameters less those that they started from."""
         return array_of(self.values - self._start)
 
@@ -50,52 +62,48 @@ class StackedModels(_Models):
     def __init__(self, engine, start, n_clients, moving=None):
         super().__init__(engine, start)
         self._starts = self._cut(start)
-        own = [aligned((n_clients, *part.shape), start) for part in engine.parts]
+        own = [empty_aligned((n_clients, *part.shape), start) for part in engine.parts]
         for values, first in zip(own, self._starts, strict=True):
             values.copy_(first)
         self._chain, self._speed = Chain(engine.chain, own), None
-        self._still = () if moving is None else self._where(~moving)
-
-    def _where(self, chosen):
-        """Positions among the tensors of those that are `chosen` (p,)."""
-        return [k for k, part in enumerate(self._engine.parts) if chosen[part.place].all()]
+        places = [] if moving is None else [part.place for part in engine.parts]
+        self._still = [k for k, place in enumerate(places) if not moving[place].any()]
 
     @property
-    def values(self):
+    def values(self) -> Tensor:
+        """Parameters (g, p), copied together."""
         return torch.cat([own.flatten(1) for own in self._chain.parameters], dim=1)
 
-    def take_buffers(self, other):
+    def take_buffers(self, other: "StackedModels") -> None:
         """Take what training moved in other models without a gradient: nothing in a chain."""
 
     @property
-    def tensors(self):
+    def tensors(self) -> list[Tensor]:
+        """Parameters of the chain, (g, ...) each."""
         return self._chain.parameters
 
     def _cut(self, vectors):
         parts = self._engine.parts
         return [vectors[..., part.place].unflatten(-1, part.shape) for part in parts]
 
-    def change(self):
-        return array_of(self.values.sub_(self._start))
-
-    def __call__(self, X):
+    def __call__(self, X: Tensor) -> Tensor:
         """Outputs (g, b, ...) of rows (g, b, ...), for :meth:`step` to follow."""
         return self._chain(X)
 
-    def losses(self, outputs, y):
+    def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Losses (g,) of outputs (g, b, ...) for targets (g, b, ...)."""
         return self._engine.row_losses(outputs, y)
 
-    def evaluate(self, X):
+    def evaluate(self, X: Tensor) -> Tensor:
         """Outputs (g, b, ...) alone."""
         return self._chain.evaluate(X)
 
-    def test(self, X):
+    def test(self, X: Tensor) -> Tensor:
         """Outputs (g, n, ...) of rows that nobody trains on, a batch of them at a time."""
         parts = [self.evaluate(align(rows)) for rows in X.split(LARGEST_STACKED_BATCH, dim=1)]
         return torch.cat(parts, dim=1)
 
-    def step_through(self, privatize, losses, rate):
+    def step_through(self, privatize: Callable, losses: Tensor, rate: float) -> None:
         """Step along the gradients (g, p) of losses (g,) that `privatize` makes of theirs."""
         tensors = self._chain.parameters
         slopes = self._chain.gradients(losses.sum())
@@ -105,7 +113,7 @@ class StackedModels(_Models):
             values.mul_(1 - rate * self._optimizer.weight_decay)
             values.sub_(change.view(values.shape), alpha=rate)
 
-    def step(self, losses, rate):
+    def step(self, losses: Tensor, rate: float) -> None:
         """One step of the net's optimizer, from losses (g,) of the latest outputs."""
         optimizer, chain = self._optimizer, self._chain
         if optimizer.momentum:
@@ -119,11 +127,12 @@ class StackedModels(_Models):
         for k in self._still:
             self.tensors[k].copy_(self._starts[k])
 
-    def learn(self, outputs, y, rate):
+    def learn(self, outputs: Tensor, y: Tensor, rate: float) -> None:
         """One step of the net's optimizer on the losses of the latest outputs for targets."""
         if self._optimizer.momentum or outputs.ndim != 3 or not self._engine.reads_logits:
             self.step(self.losses(outputs, y), rate)
             return
+        # The slope of the cross-entropy is the softmax less indicators, which needs no tape.
         slopes = outputs.detach().softmax(dim=2)
         slopes.scatter_add_(2, y.unsqueeze(2), slopes.new_tensor(-1.0).expand(*y.shape, 1))
         slopes /= y.shape[1]
@@ -139,6 +148,7 @@ class LoneModel(_Models):
         self.values = start.expand(n_clients, engine.n_parameters).clone()
         self._trained = slice(engine.n_trained)
         self._net, self._memory = engine.fitted_net(self.values[0]), None
+        # With noise in the steps, what is sent must not depend on what a forward pass changes.
         self._outside = self.values.clone() if engine.noisy_steps else None
         if moving is not None:
             self._freeze(~moving)
@@ -151,40 +161,42 @@ class LoneModel(_Models):
             if part.name in named and still[part.place].all():
                 named[part.name].requires_grad_(False)
 
-    def take_buffers(self, other):
+    def take_buffers(self, other: "LoneModel") -> None:
         """Take what training moved in another model without a gradient."""
         self.values[:, self._trained.stop :] = other.values[:, self._trained.stop :]
 
     @property
-    def tensors(self):
+    def tensors(self) -> list[Tensor]:
+        """All that is trained, as one tensor (1, p)."""
         return [self.values[:, self._trained]]
 
     def _cut(self, vectors):
         return [vectors[..., self._trained]]
 
-    def __call__(self, X):
+    def __call__(self, X: Tensor) -> Tensor:
         """Outputs (1, b, ...) of rows (1, b, ...), for :meth:`step` to follow."""
         return self._net.infer(X[0])[None]
 
-    def losses(self, outputs, y):
+    def losses(self, outputs: Tensor, y: Tensor) -> Tensor:
         """Losses (1,) of outputs (1, b, ...) for targets (1, b, ...)."""
         return self._net.get_loss(outputs[0], y[0], X=None, training=True)[None]
 
-    def evaluate(self, X):
+    def evaluate(self, X: Tensor) -> Tensor:
         """Outputs (1, b, ...) alone."""
         with torch.no_grad():
             return self(X)
 
-    def test(self, X):
+    def test(self, X: Tensor) -> Tensor:
         """Outputs (1, n, ...) in evaluation mode, which the model keeps."""
         evaluate(self._net.module_)
         return torch.cat([self.evaluate(rows) for rows in X.split(ROWS_AT_ONCE, dim=1)], dim=1)
 
-    def change(self):
+    def change(self) -> np.ndarray:
+        """Array (1, p): parameters less those that they started from."""
         values = self.values if self._outside is None else self._outside
         return array_of(values - self._start)
 
-    def step_through(self, privatize, losses, rate):
+    def step_through(self, privatize: Callable, losses: Tensor, rate: float) -> None:
         """Step along the gradients (1, p) of losses (1,) that `privatize` makes of theirs.
 
         The parameters that count are not the module's, which it may change in its forward pass.
@@ -200,9 +212,9 @@ class LoneModel(_Models):
             losses.sum(), self._tensors, allow_unused=True, materialize_grads=True
         )
 
-    def step(self, losses, rate):
+    def step(self, losses: Tensor, rate: float) -> None:
         """One step of the net's optimizer, from losses (1,) of the latest outputs."""
-        if not self._tensors:
+        if not self._tensors:  # all layers stand still in this part of a round
             return
         slopes = self._slopes(losses)
         with torch.no_grad():
@@ -212,20 +224,20 @@ class LoneModel(_Models):
             else:
                 self._step_by(slopes, rate)
 
-    def learn(self, outputs, y, rate):
+    def learn(self, outputs: Tensor, y: Tensor, rate: float) -> None:
         """One step of the net's optimizer on the loss of the latest outputs for targets."""
         self.step(self.losses(outputs, y), rate)
 
     def _step_by(self, slopes, rate):
         """Step of an optimizer of torch, which remembers what it wants."""
-        if self._memory is None:
-            kind, given = self._optimizer
-            self._memory = kind(self._tensors, lr=rate, **given)
+        if self._memory is None:  # the rate is that of the round, in which the memory ends
+            kind, params = self._optimizer
+            self._memory = kind(self._tensors, lr=rate, **params)
         for parameter, slope in zip(self._tensors, slopes, strict=True):
             parameter.grad = slope
         self._memory.step()
 
 
-def array_of(tensor):
+def array_of(tensor: Tensor) -> np.ndarray:
     """Array of a tensor's values."""
     return tensor.detach().cpu().numpy()

@@ -75,7 +75,7 @@ def test_any_block_gives_the_same_bits(monkeypatch, name):
     y = rng.integers(0, 3, len(X)) if is_classifier else rng.normal(size=len(X))
     found = []
     for at_once in (64, 3, 2, 1):
-        for limit in ("_MOST", "_LONE", "_FEWEST"):
+        for limit in ("_MOST_STACKED", "_ALONE", "_FEWEST_STACKED"):
             monkeypatch.setattr(_engine, limit, at_once)
         found.append(model.fit(X, y, groups=groups)._progress.state)
     for state in found[1:]:
@@ -98,7 +98,9 @@ def test_a_layer_alone_is_that_among_others(n_rows, n_inputs, n_outputs):
         parts = []
         for first in range(0, 6, at_once):
             *own, X, slopes = (
-                _chain.aligned((at_once, *values.shape[1:]), values).copy_(values[first:][:at_once])
+                _chain.empty_aligned((at_once, *values.shape[1:]), values).copy_(
+                    values[first:][:at_once]
+                )
                 for values in given
             )
             chain = _chain.Chain([_chain.Linear(0, 1)], own)

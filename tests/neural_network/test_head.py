@@ -355,7 +355,7 @@ def test_jobs_and_blocks_do_not_matter(private, monkeypatch):
     first = fitted(**given)
     with joblib.parallel_config(backend="threading"):
         jobs = fitted(n_jobs=2, **given)
-    monkeypatch.setattr(_engine, "_MOST", 1)
+    monkeypatch.setattr(_engine, "_MOST_STACKED", 1)
     alone = fitted(**given)
     for other in (jobs, alone):
         np.testing.assert_array_equal(first._heads, other._heads)

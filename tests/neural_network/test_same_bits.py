@@ -108,7 +108,7 @@ def test_threads_blocks_interruptions_and_warm_starts(tmp_path, monkeypatch, met
     warm.set_params(n_rounds=5)
     if method != "adaped":  # its default round of the start depends on n_rounds
         np.testing.assert_equal(state_of(fitted(warm, *data)), state_of(whole))
-    for name in ("_MOST", "_LONE", "_FEWEST"):
+    for name in ("_MOST_STACKED", "_ALONE", "_FEWEST_STACKED"):
         monkeypatch.setattr(_engine, name, 1)
     assert_same_fit(fitted(clone(model), *data), whole)
 
@@ -190,8 +190,8 @@ def check_blocks(model, X, y, groups):
     assert whole._engines.client.stacked
     for most in (1, 2, 13):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_engine, "_FEWEST", 1)
-            patch.setattr(_engine, "_MOST", most)
+            patch.setattr(_engine, "_FEWEST_STACKED", 1)
+            patch.setattr(_engine, "_MOST_STACKED", most)
             part = fitted(clone(model), X, y, groups)
             assert part._engines.client.clients_at_once == most
         assert_same_fit(part, whole)

@@ -16,7 +16,7 @@ from sklearn.preprocessing import StandardScaler
 
 from pfl_sklearn import PPSGDClassifier, PPSGDRegressor
 from pfl_sklearn._rounds.checkpoint import Checkpoint
-from pfl_sklearn._rounds.stopping import held_out
+from pfl_sklearn._rounds.stopping import rows_held_out
 from pfl_sklearn.linear_model import DivergenceError
 from pfl_sklearn.linear_model._ppsgd import _base
 from pfl_sklearn.model_selection import ClientKFold
@@ -108,13 +108,13 @@ def test_the_models_are_those_of_the_lowest_loss():
 def test_clients_keep_rows_and_the_share_holds():
     rng = np.random.default_rng(0)
     for sizes in (np.ones(7, int), rng.integers(1, 4, 1000), rng.integers(1, 99, 50)):
-        apart = held_out(sizes, 0.2)
+        apart = rows_held_out(sizes, 0.2)
         counts = np.add.reduceat(apart, np.cumsum(sizes) - sizes)
         assert (counts < sizes).all()
         assert (counts <= np.ceil(0.2 * sizes)).all()
         if sizes.max() > 1:
             assert 0.15 * sizes.sum() < apart.sum() <= 0.2 * sizes.sum()
-    assert not held_out(sizes, 0).any()
+    assert not rows_held_out(sizes, 0).any()
 
 
 @pytest.mark.parametrize("weighting", ["samples", "clients"])
@@ -193,7 +193,7 @@ def test_a_number_goes_on_until_the_loss_is_flat():
     X, y, groups = table(SIZES)
     model = PPSGDRegressor(learning_rate=0.05, random_state=0).fit(X, y, groups=groups)
     assert "pace" not in model._progress.state.server
-    held = held_out(np.array(SIZES), 0.2)
+    held = rows_held_out(np.array(SIZES), 0.2)
     assert model.learning_rate_ == 0.05 and held.any()
     assert model.score(X, y, groups=groups) > 0.5
 
@@ -228,7 +228,7 @@ def test_workers_and_blocks_change_no_bit(monkeypatch):
     whole = clone(model).fit(X, y, groups=groups)
     with parallel_config("threading"):
         assert_same_fit(clone(model).set_params(n_jobs=2).fit(X, y, groups=groups), whole)
-    monkeypatch.setattr("pfl_sklearn._rounds.rows._BLOCK", 100)
+    monkeypatch.setattr("pfl_sklearn._rounds.rows._NUMBERS_OF_A_BLOCK", 100)
     assert_same_fit(clone(model).fit(X, y, groups=groups), whole)
 
 

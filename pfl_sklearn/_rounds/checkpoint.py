@@ -1,5 +1,7 @@
 """Rounds on disk: a run that was killed goes on from its last checkpoint."""
 
+from __future__ import annotations
+
 import contextlib
 import dis
 import glob
@@ -8,10 +10,13 @@ import json
 import os
 import uuid
 import zipfile
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from numbers import Number
+from pathlib import Path
 from types import CodeType, FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from joblib.hashing import NumpyHasher
@@ -25,16 +30,21 @@ from pfl_sklearn._contents import (
     named_globals,
 )
 
+if TYPE_CHECKING:
+    from pfl_sklearn._rounds.loop import State
+
 try:
     import fcntl
 except ImportError:  # not a POSIX system
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]  # a module or nothing
 
-_FORMAT = 2  # 1: parameters by their repr, and no schedule of rows
+_CHECKPOINT_FORMAT = 2  # 1: parameters by their repr, and no schedule of rows
 _MEMORY = "memory."
 # What a run may change from one start to the next.
 _UNRELATED = ("n_jobs", "ledger", "checkpoint", "checkpoint_every", "unseen", "random_state")
-_SHOWN = 60  # characters of a value in a message
+_SHOWN_PARAMETER = 60  # characters of a value in a message
+# Globals and attributes of a class of these types count as part of the code that names them.
+_DATA = Number | str | bytes | tuple | list | dict | np.ndarray
 _CODE = FunctionType | type
 # What leads from code to more code. Other objects may change while a run goes on.
 _MADE_OF = (
@@ -64,30 +74,31 @@ class Checkpoint:
         If the file cannot be written.
     """
 
-    def __init__(self, path, every, parameters):
+    def __init__(self, path: Any, every: int, parameters: dict[str, Any]) -> None:
         self.path, self.every = os.fspath(path), every
         # Written first; then it takes the place of the checkpoint. Its name is unique, because the
         # numbers of processes are given again, and hosts that share a disk have the same ones.
         self._partial = f"{self.path}.{uuid.uuid4().hex}.partial"
-        self.parameters = json.loads(json.dumps(parameters))
-        self.data = None
-        self._found = self._read()
+        self.parameters = json.loads(json.dumps(parameters))  # as the file has them
+        self.data: str | None = None
+        self._saved = self._read()
         self._check_writable()
-        self.round = self._found[0]["round"] if self.resumes else None  # of the file
-        drawn = np.random.SeedSequence().entropy
-        self.entropy = self._found[0]["entropy"] if self.resumes else drawn
+        # The noise of a run that goes on is what it would have been: drawn again, it would be new.
+        meta = {"round": None, "entropy": np.random.SeedSequence().entropy}
+        meta = meta if self._saved is None else self._saved[0]
+        self.round, self.entropy = meta["round"], meta["entropy"]
 
     @property
-    def resumes(self):
+    def resumes(self) -> bool:
         """Whether the file has a run to continue."""
-        return self._found is not None
+        return self._saved is not None
 
-    def restore(self, state, data):
+    def restore(self, state: State, data: Iterable[Any]) -> State:
         """State in the file, or `state` if there is none; `data` are the run's arrays."""
         self.data = _digest(data)
-        if self._found is None:
+        if self._saved is None:
             return state
-        meta, arrays = self._found
+        meta, arrays = self._saved
         if meta["data"] != self.data:
             raise ValueError(
                 f"checkpoint {self.path!r} was written with other rows of X, y or groups, with "
@@ -100,20 +111,19 @@ class Checkpoint:
         }
         return replace(state.restored(arrays), memory=memory)
 
-    def observe(self, state):
+    def observe(self, state: State) -> bool:
         """Write the file if it is due. This never ends a run."""
         if state.round % self.every == 0:
             self._write(state)
         return False
 
-    def remove(self):
+    def remove(self) -> None:
         """Delete the file, and what killed processes left beside it: the run has ended."""
         for left in glob.glob(f"{glob.escape(self.path)}.*.partial"):
             if _is_abandoned(left):
                 with contextlib.suppress(OSError):  # another process was faster
                     os.remove(left)
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(self.path)
+        Path(self.path).unlink(missing_ok=True)
 
     def _check_writable(self):
         """Raise OSError now rather than after many rounds."""
@@ -135,7 +145,7 @@ class Checkpoint:
             If the disk is full, say. The file from before stays as it was.
         """
         meta = {
-            "format": _FORMAT,
+            "format": _CHECKPOINT_FORMAT,
             "parameters": self.parameters,
             "data": self.data,
             "entropy": self.entropy,
@@ -168,10 +178,10 @@ class Checkpoint:
             written = meta["format"]
         except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
             raise ValueError(f"checkpoint {self.path!r} is not a checkpoint file.") from error
-        if written != _FORMAT:
+        if written != _CHECKPOINT_FORMAT:
             raise ValueError(
-                f"checkpoint {self.path!r} has format {written!r}; expected {_FORMAT}. Remove it "
-                "to start anew."
+                f"checkpoint {self.path!r} has format {written!r}; expected {_CHECKPOINT_FORMAT}. "
+                "Remove it to start anew."
             )
         self._check_parameters(meta["parameters"])
         return meta, arrays
@@ -197,19 +207,14 @@ def _being_written(path):
     A lock says that the writer lives: the system drops it when a process dies.
     """
     with contextlib.ExitStack() as stack:
-        stack.callback(_remove_if_there, path)
+        stack.callback(Path(path).unlink, missing_ok=True)
+        file = stack.enter_context(open(path, "wb"))
         if fcntl is None:
-            open(path, "wb").close()  # such systems let nobody delete an open file
+            file.close()  # such systems let nobody delete an open file
         else:
-            file = stack.enter_context(open(path, "wb"))
             with contextlib.suppress(OSError):  # of a disk without locks: _is_abandoned is false
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
-
-
-def _remove_if_there(path):
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        os.remove(path)
 
 
 def _is_abandoned(path):
@@ -224,7 +229,7 @@ def _is_abandoned(path):
     return True
 
 
-def described(estimator, /, **more):
+def described(estimator: Any, /, **more: Any) -> dict[str, tuple[str, str]]:
     """Parameters that a run depends on, nested ones included: digest and text of each.
 
     Values are compared by digest, since the text of a neural net, say, hides its learning rate.
@@ -280,15 +285,11 @@ def _code_digest(value):
     parts = everything_in(value, lambda each: isinstance(each, _MADE_OF), imports=False)
     own = [each for each in parts if isinstance(each, _CODE) and not is_of_library(each)]
     name = f"{value.__module__}.{value.__qualname__}"
+    codes = (code for each in own if isinstance(each, FunctionType) for code in codes_of(each))
+    steps = (step for code in codes for step in dis.get_instructions(code))
     # What a ``global`` statement is for changes while the code runs.
-    changing = {name for each in own if isinstance(each, FunctionType) for name in _sets(each)}
+    changing = {step.argval for step in steps if step.opname == "STORE_GLOBAL"}
     return _hash([name, sorted(_part_digest(each, changing) for each in own)])
-
-
-def _sets(function):
-    """Names of the globals that a function sets."""
-    steps = (step for code in codes_of(function) for step in dis.get_instructions(code))
-    return {step.argval for step in steps if step.opname == "STORE_GLOBAL"}
 
 
 def _part_digest(part, changing):
@@ -306,13 +307,10 @@ def _part_digest(part, changing):
             constants = [const for const in code.co_consts if not isinstance(const, CodeType)]
             # One by one: a digest tells equal tuples from one tuple that occurs twice.
             codes.append([code.co_code, *map(_hash, (code.co_names, *constants))])
-    used = sorted((name, _constant_digest(value)) for name, value in named if _is_constant(value))
+    used = sorted(
+        (key, _constant_digest(value)) for key, value in named if isinstance(value, _DATA)
+    )
     return _hash([f"{part.__module__}.{part.__qualname__}", codes, held, used])
-
-
-def _is_constant(value):
-    """Whether a global or an attribute of a class counts as part of the code that names it."""
-    return isinstance(value, Number | str | bytes | tuple | list | dict | np.ndarray)
 
 
 def _constant_digest(value):
@@ -324,13 +322,13 @@ def _constant_digest(value):
 
 
 def _text(value):
-    """Short text of a parameter, for messages."""
+    """Text of a parameter for messages, cut short; checkpoints have it, so it stays as it is."""
     shown = getattr(value, "__qualname__", None) or repr(value)
-    return shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + "..."
+    return shown if len(shown) <= _SHOWN_PARAMETER else shown[: _SHOWN_PARAMETER - 3] + "..."
 
 
 def _digest(data):
-    """Hash of arrays, sparse or not."""
+    """Hash of arrays, sparse or not; objects by their texts, since their bytes are addresses."""
     digest = hashlib.blake2b(digest_size=16)
     for values in data:
         parts = (values.data, values.indices, values.indptr) if issparse(values) else (values,)

@@ -16,6 +16,7 @@ from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import is_parametrized
+from torch.optim.sgd import sgd
 
 from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._typing import Floats
@@ -395,20 +396,10 @@ class Optimizer(NamedTuple):
         An optimizer of torch takes longer to make than such a step, and every client needs a new
         one in every round.
         """
-        slopes = list(slopes)
-        if self.weight_decay:
-            torch._foreach_add_(slopes, parameters, alpha=self.weight_decay)
-        if self.momentum:
-            if speed is None:
-                speed = [values.clone() for values in slopes]
-            else:
-                torch._foreach_mul_(speed, self.momentum)
-                torch._foreach_add_(speed, slopes, alpha=1 - self.params.get("dampening", 0.0))
-            if self.params.get("nesterov", False):
-                torch._foreach_add_(slopes, speed, alpha=self.momentum)
-            else:
-                slopes = speed
-        torch._foreach_add_(parameters, slopes, alpha=-rate)
+        speed = speed or [None] * len(parameters)
+        names = ("weight_decay", "momentum", "dampening", "nesterov")
+        options = {name: self.params.get(name, 0) for name in names}
+        sgd(parameters, list(slopes), speed, foreach=True, lr=rate, maximize=False, **options)
         return speed
 
 

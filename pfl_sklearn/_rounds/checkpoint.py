@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from joblib.hashing import NumpyHasher
-from scipy.sparse import issparse
 
 from pfl_sklearn._contents import (
     codes_of,
@@ -29,6 +28,7 @@ from pfl_sklearn._contents import (
     is_of_library,
     named_globals,
 )
+from pfl_sklearn._rounds.rows import is_sparse
 
 if TYPE_CHECKING:
     from pfl_sklearn._rounds.loop import State
@@ -331,9 +331,9 @@ def _digest(data):
     """Hash of arrays, sparse or not; objects by their texts, since their bytes are addresses."""
     digest = hashlib.blake2b(digest_size=16)
     for values in data:
-        parts = (values.data, values.indices, values.indptr) if issparse(values) else (values,)
+        parts = (values.data, values.indices, values.indptr) if is_sparse(values) else (values,)
         for part in parts:
             digest.update(f"{part.dtype.str} {part.shape}".encode())
             plain = part.astype("U") if part.dtype.kind == "O" else part
-            digest.update(np.ascontiguousarray(plain).view(np.uint8))
+            digest.update(np.ascontiguousarray(plain).view(np.uint8).data)
     return digest.hexdigest()

@@ -101,7 +101,7 @@ def label_event(model: Any) -> GaussianEvent:
     return GaussianEvent(None, mu, mu_zero_out=mu)
 
 
-def label_noise_std(event: GaussianEvent) -> float:
+def label_noise_std(event: Any) -> float:
     """Standard deviation of the noise on the sum of label frequencies."""
     return LABEL_SUMS.sensitivity / event.mu_replace_one
 

@@ -4,6 +4,7 @@ A schedule says which rows come next. Its state, a dict of arrays, is part of th
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,6 +16,8 @@ _NUMBERS_OF_A_BLOCK = 1 << 17  # in its rows: they should stay in the processor'
 _NOT_COPIED = 1 << 14  # numbers in a part of a message from which on a copy costs more than the sum
 
 Arrays: TypeAlias = dict[str, np.ndarray]
+# scipy's own narrows to an abstract class, which type checkers find to have no methods.
+is_sparse: Callable[[Any], bool] = issparse
 
 
 class Batch(NamedTuple):
@@ -49,8 +52,11 @@ class Block(NamedTuple):
     @property
     def batch(self) -> Batch:
         """The rows themselves, anew each time."""
-        X, y = _taken(self.rows.X, self.chosen), self.rows.y.take(self.chosen, axis=0)
-        return Batch(X, y, self.seeds)
+        X, y, chosen = self.rows.X, self.rows.y.take(self.chosen, axis=0), self.chosen
+        if is_sparse(X):
+            dense = X[chosen.ravel()].toarray().reshape(*chosen.shape, X.shape[1])
+            return Batch(dense, y, self.seeds)
+        return Batch(X.take(chosen, axis=0), y, self.seeds)
 
     def states(self, clients: Arrays) -> Arrays:
         """These clients' part of a dict of arrays with all clients first."""
@@ -356,13 +362,6 @@ def count_within(lengths: Integers) -> Integers:
     """0, 1, ... anew for each of the lengths."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
-
-
-def _taken(X, rows):
-    """Rows of X at an array of numbers, dense."""
-    if issparse(X):
-        return X[rows.ravel()].toarray().reshape(*rows.shape, X.shape[1])
-    return X.take(rows, axis=0)
 
 
 def _distinct(sizes):

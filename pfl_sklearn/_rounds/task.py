@@ -185,8 +185,8 @@ def progress_after(task, state, events, last, noise_multiplier, seeded):
     earlier, roster = task.earlier, task.roster
     n_rows = np.zeros(len(roster.ids), dtype=np.int64)
     n_rows[roster.now] = np.bincount(task.clients.codes)
-    spent, stopped, ranges = events, state.round < last, ()
-    first, noise = 0, noise_multiplier
+    spent, stopped, first, noise = events, state.round < last, 0, noise_multiplier
+    ranges: Any = ()
     if earlier is not None:
         n_rows[roster.earlier] += earlier.n_rows
         # Once without noise, no later noise protects: the rounds together spend what is infinite.

@@ -108,8 +108,9 @@ class _Recorder(TorchFunctionMode):
 
     def _linear(self, weight, bias):
         at, bias_at = self._places.get(id(weight)), self._places.get(id(bias))
-        missing = at is None or (bias_at is None and bias is not None)
-        return None if missing else Linear(at, bias_at)
+        if at is None or (bias_at is None and bias is not None):
+            return None  # computed, not a parameter
+        return Linear(at, bias_at)
 
     def _keeps_rows(self, result):
         """Whether a result has as many rows, of the same type, as what it was computed from."""
@@ -196,6 +197,7 @@ class Chain:
         """Outputs of rows; what the way back needs goes on the tape, from the first layer on."""
         g, b = X.shape[:2]
         rows, any_layer = X, False
+        entry: Any
         for step in self.steps:
             if isinstance(step, Linear):
                 entry, any_layer = align(rows.reshape(g, b, -1)), True

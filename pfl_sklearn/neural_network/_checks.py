@@ -62,51 +62,18 @@ def _is_here(device: Any) -> bool:
     return torch.empty(0, device=device) is not None  # torch raises if this machine lacks it
 
 
-def _is_class(module: Any) -> bool:
-    return not isinstance(module, torch.nn.Module)
-
-
-def _is_device(value: Any) -> bool:
-    return isinstance(value, str | torch.device)
-
-
-def _is_optimizer(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
-
-
-def _is_sgd(optimizer: type) -> bool:
-    return issubclass(optimizer, torch.optim.SGD)
-
-
-def _is_plain(optimizer: type) -> bool:
-    return optimizer is torch.optim.SGD
-
-
-def _is_dense(optimizer: type) -> bool:
-    return not issubclass(optimizer, torch.optim.SparseAdam)
-
-
-def _looks_once(optimizer: type) -> bool:
-    return not issubclass(optimizer, torch.optim.LBFGS)
-
-
-def _is_scheduler(callback: Any) -> bool:
-    return isinstance(callback, LRScheduler)
-
-
-def _is_by_round(step_every: Any) -> bool:
-    return step_every == "epoch"
-
-
 def _is_tensor(value: Any) -> bool:
     return value is None or isinstance(value, torch.Tensor)
 
 
-def _needs_no_score(policy: Any) -> bool:
-    return policy not in ("ReduceLROnPlateau", ReduceLROnPlateau)
-
-
-_GIVE_SGD = "give torch.optim.SGD or torch.optim.Adam"
+_BY_SCORE = ("ReduceLROnPlateau", ReduceLROnPlateau)
+_NO_SCORE = "follows a score, and rounds have none; give one that depends on the round alone"
+_ONCE_A_ROUND = "is not followed: it is stepped once a round; leave 'epoch', and count in rounds"
+_DEVICE = "must be a torch.device or the name of one, such as 'cpu' or 'cuda'"
+_OPTIMIZER = "must be a class of torch.optim, such as torch.optim.SGD"
+_SEVERAL = "computes the loss several times in a step; give torch.optim.SGD or torch.optim.Adam"
+_SPARSE = "takes sparse gradients only; give torch.optim.SGD or torch.optim.Adam"
+_OWN = "is not used: the method takes its own gradient steps; give torch.optim.SGD"
 _WEIGHTS = "must be a tensor, such as torch.tensor([1.0, 2.0]), with classes in sorted order"
 _SCHEDULER = (
     "is not called by rounds, which follow LRScheduler alone; set_callbacks of the estimator takes "
@@ -129,17 +96,18 @@ _OPTIONS: tuple[Option, ...] = (
     ("dataset__", _never, _NO_EFFECT),
     ("optimizer__param_groups", _never, _NO_EFFECT),
     ("optimizer__maximize", not_, "would raise the loss; leave it out"),
-    ("callbacks", _is_scheduler, _SCHEDULER),
-    ("callbacks__policy", _needs_no_score, "follows a score, and rounds have none; give another"),
-    ("callbacks__step_every", _is_by_round, "is not followed: it steps once a round; give 'epoch'"),
-    ("device", _is_device, "must be a torch.device or the name of one, such as 'cuda'"),
+    ("callbacks", lambda value: isinstance(value, LRScheduler), _SCHEDULER),
+    ("callbacks__policy", lambda value: value not in _BY_SCORE, _NO_SCORE),
+    ("callbacks__step_every", lambda value: value == "epoch", _ONCE_A_ROUND),
+    ("device", lambda value: isinstance(value, str | torch.device), _DEVICE),
     ("device", _is_here, "cannot be used"),
     ("lr", _is_rate, "must be a finite number that is not negative"),
     ("optimizer__lr", _is_rate, "must be a finite number that is not negative"),
     ("batch_size", _is_size, "must be a whole number above 0, or -1 for all rows of a client"),
-    ("optimizer", _is_optimizer, "must be a class of torch.optim, such as torch.optim.SGD"),
-    ("optimizer", _looks_once, f"computes the loss several times in a step; {_GIVE_SGD}"),
-    ("optimizer", _is_dense, f"takes sparse gradients only; {_GIVE_SGD}"),
+    ("optimizer", lambda value: isinstance(value, type), _OPTIMIZER),
+    ("optimizer", lambda kind: issubclass(kind, torch.optim.Optimizer), _OPTIMIZER),
+    ("optimizer", lambda kind: not issubclass(kind, torch.optim.LBFGS), _SEVERAL),
+    ("optimizer", lambda kind: not issubclass(kind, torch.optim.SparseAdam), _SPARSE),
 )
 # Further rows if the criterion is torch's: one of the user's may take anything under these names.
 _CLASS_WEIGHTS: tuple[Option, ...] = (
@@ -148,11 +116,11 @@ _CLASS_WEIGHTS: tuple[Option, ...] = (
 )
 # Methods that update parameters by themselves take no steps of the net's optimizer.
 _OWN_STEPS: tuple[Option, ...] = (
-    ("optimizer", _is_sgd, "is not used: the method takes its own steps; give torch.optim.SGD"),
+    ("optimizer", lambda kind: issubclass(kind, torch.optim.SGD), _OWN),
 )
 # Momentum carries a gradient on into steps in which it is not clipped.
 _PLAIN_STEPS: tuple[Option, ...] = (
-    ("optimizer", _is_plain, _NOT_PLAIN),
+    ("optimizer", lambda kind: kind is torch.optim.SGD, _NOT_PLAIN),
     ("optimizer__momentum", not_, _NOT_PLAIN),
 )
 
@@ -293,7 +261,9 @@ def check_no_momentum(recipe: NeuralNet) -> None:
 
 def check_draws(recipe: NeuralNet) -> None:
     """Raise ValueError if a recipe gives the same weights every time."""
-    _check_options(recipe, [("module", _is_class, _ALIKE)])
+    _check_options(
+        recipe, [("module", lambda value: not isinstance(value, torch.nn.Module), _ALIKE)]
+    )
 
 
 def check_no_statistics(recipe: NeuralNet) -> None:

@@ -85,8 +85,12 @@ def last_layer_of(engine: Any) -> LastLayer:
     if calls and _are_logits(net, calls[-1][2], outputs):
         layer = calls[-1][0]
         own = [f"{layers[layer]}.{name}" for name, _ in layer.named_parameters()]
-        once = sum(call[0] is layer for call in calls) == 1 and not _shared(net.module_, layer)
-        if once and places.keys() >= set(own):
+        once = sum(call[0] is layer for call in calls) == 1
+        # Tied weights would move the layer that shares them, too.
+        all_named = net.module_.named_parameters(remove_duplicate=False)
+        used = [id(values) for _, values in all_named]
+        tied = any(used.count(id(values)) > 1 for values in layer.parameters())
+        if once and not tied and places.keys() >= set(own):
             bias = places[own[1]] if len(own) > 1 else None
             return LastLayer(layers[layer], places[own[0]], bias, tuple(layer.weight.shape))
     raise NoLastLayer(
@@ -126,12 +130,6 @@ def _are_logits(net, logits, outputs):
     return same and torch.allclose(
         torch.softmax(logits, dim=-1), expected, rtol=0, atol=_SAME_PROBABILITY
     )
-
-
-def _shared(module, layer):
-    """Whether another layer uses parameters of this one."""
-    used = [id(values) for _, values in module.named_parameters(remove_duplicate=False)]
-    return any(used.count(id(values)) > 1 for values in layer.parameters())
 
 
 def _double(tensor):

@@ -105,8 +105,8 @@ class MLP(nn.Module):
         output_scale: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        widths = [hidden] if isinstance(hidden, Integral) else list(hidden)
-        widths = [n_inputs, *map(int, widths)]
+        hidden = (hidden,) if isinstance(hidden, int | Integral) else hidden
+        widths = [n_inputs, *map(int, hidden)]
         # Numbers name the layers whether or not there are units, so that parameters' names are the
         # same with noise and without.
         layers: OrderedDict[str, nn.Module] = OrderedDict({"0": nn.Flatten()})

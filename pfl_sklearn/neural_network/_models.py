@@ -149,7 +149,7 @@ class LoneModel(_Models):
         self._trained = slice(engine.n_trained)
         self._net, self._memory = engine.fitted_net(self.values[0]), None
         # With noise in the steps, what is sent must not depend on what a forward pass changes.
-        self._outside = self.values.clone() if engine.noisy_steps else None
+        self._outside: Any = self.values.clone() if engine.noisy_steps else None
         if moving is not None:
             self._freeze(~moving)
         self._tensors = [p for p in self._net.module_.parameters() if p.requires_grad]

@@ -111,7 +111,8 @@ def as_input(net: NeuralNet, features: np.ndarray, private: bool) -> np.ndarray:
     """
     if isinstance(net.module_, MLP):
         features = net.module_.standardized_inputs(features)
-    if features.dtype.kind in "iu" and _embeds(net):
+    embeds = any(isinstance(layer, _EMBEDDINGS) for layer in net.module_.modules())
+    if features.dtype.kind in "iu" and embeds:
         return np.ascontiguousarray(features, dtype=np.int64)
     return _in_range("X", features, _type_of(net), private)
 
@@ -128,11 +129,6 @@ def as_targets(net: NeuralNet, y: np.ndarray, private: bool, shape: tuple[int, .
     if y.dtype.kind == "f" or isinstance(net, NeuralNetBinaryClassifier):
         return _in_range("y", y, _type_of(net), private)
     return y.astype(np.int64)
-
-
-def _embeds(net: NeuralNet) -> bool:
-    """Whether a net looks up integers, which then stay integers."""
-    return any(isinstance(layer, _EMBEDDINGS) for layer in net.module_.modules())
 
 
 def _in_range(name, values, kind, private):

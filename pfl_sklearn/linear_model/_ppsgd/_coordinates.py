@@ -3,8 +3,9 @@
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.sparse import csr_array, hstack, issparse
+from scipy.sparse import csr_array, hstack
 
+from pfl_sklearn._rounds.rows import is_sparse
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.linear_model._base import client_predictors
 
@@ -41,7 +42,7 @@ class Coordinates(NamedTuple):
 
     def of(self, design: Any) -> Any:
         """Rows (n, p), dense or CSR, in these coordinates."""
-        if issparse(design):  # the centre is 0: rows less a centre would be dense
+        if is_sparse(design):  # the centre is 0: rows less a centre would be dense
             return csr_array(design.multiply(1 / self.scale))
         return (design - self.center) / self.scale
 
@@ -72,7 +73,7 @@ def standard_coordinates(design: Any, fit_intercept: bool, target: float = 1.0) 
         If features are so small that coefficients, for targets of size `target`, overflow.
     """
     center = np.zeros(design.shape[1])
-    if issparse(design):
+    if is_sparse(design):
         design = csr_array(design, copy=True)  # the arrays may be the caller's
         design.sum_duplicates()
         size = np.asarray(abs(design).max(axis=0).todense()).ravel()
@@ -103,8 +104,9 @@ def with_intercept(features: Any, fit_intercept: bool) -> Any:
     """Columns of the design: the features, and ones last."""
     if not fit_intercept:
         return features
-    if issparse(features):
-        return hstack([features, np.ones((features.shape[0], 1))], format="csr")
+    if is_sparse(features):
+        ones: Any = np.ones((features.shape[0], 1))
+        return hstack([features, ones], format="csr")
     return np.concatenate([features, np.ones((len(features), 1))], axis=1)
 
 

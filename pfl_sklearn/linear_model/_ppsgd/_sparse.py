@@ -176,7 +176,7 @@ class SparseRows(NamedTuple):
 
     def _block(self, sampled, state):
         X, y = self.rows.X, self.rows.y
-        rows, sizes = self.rows.schedule.draw_ragged(self.rows, sampled, state)
+        rows, sizes = self.schedule.draw_ragged(self.rows, sampled, state)
         start = X.indptr.take(rows)
         lengths = X.indptr.take(rows + 1) - start
         entries = np.repeat(start, lengths) + count_within(lengths)

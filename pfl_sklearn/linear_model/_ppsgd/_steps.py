@@ -6,11 +6,10 @@ import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from scipy.sparse import issparse
 
 from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._rounds.privacy import is_private
-from pfl_sklearn._rounds.rows import count_within
+from pfl_sklearn._rounds.rows import count_within, is_sparse
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.theory import ppsgd_learning_rate, smoothness_alpha
 
@@ -124,7 +123,7 @@ def check_squares(table: CheckedTable) -> None:
 
     We scale columns inside, so they may be small.
     """
-    features = table.features.data if issparse(table.features) else table.features
+    features = table.features.data if is_sparse(table.features) else table.features
     check_float_range("X", features, smallest=0.0)
     if table.y.dtype.kind == "f":
         check_float_range("y", table.y)
@@ -146,7 +145,7 @@ def _largest_size(X):
     Methods of a sparse X may add up its duplicates in place, and its arrays are the caller's.
     """
     with np.errstate(over="ignore"):
-        if issparse(X):
+        if is_sparse(X):
             squares = np.bincount(X.indices, X.data**2, X.shape[1])
         else:
             squares = np.einsum("nd,nd->d", X, X)
@@ -159,7 +158,7 @@ def batch_curvatures(X: Any, offsets: Integers, batch_sizes: Integers) -> Floats
     They are the largest mean squared norms of so many rows that follow one another, of rows X
     (dense or CSR) in client order.
     """
-    squares = X.power(2).sum(axis=1) if issparse(X) else np.einsum("nd,nd->n", X, X)
+    squares = X.power(2).sum(axis=1) if is_sparse(X) else np.einsum("nd,nd->n", X, X)
     total = np.concatenate([[0.0], np.cumsum(np.asarray(squares).ravel())])
     counts = -(-np.diff(offsets) // batch_sizes)
     first = np.repeat(offsets[:-1], counts) + count_within(counts) * np.repeat(batch_sizes, counts)

@@ -130,7 +130,8 @@ def moved_models(clients: dict[str, Floats], change: Floats | None, t: int) -> d
     iterate is the last one less the moment over the number of rounds. So no round looks at models
     of clients that do not take part.
     """
-    new = {name: clients[name] for name in ("local", "local_moment") if name in clients}
+    names: tuple[str, ...] = ("local", "local_moment")
+    new = {name: clients[name] for name in names if name in clients}
     if change is not None:
         new["local"] = new["local"] + change
         if "local_moment" in new:

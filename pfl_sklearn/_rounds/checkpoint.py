@@ -237,7 +237,7 @@ def described(estimator: Any, /, **more: Any) -> dict[str, tuple[str, str]]:
     params = estimator.get_params(deep=True)
     related = {name: value for name, value in params.items() if name not in _UNRELATED}
     related = {"class": type(estimator), **related, **more}
-    return {name: (_value_digest(value), _text(value)) for name, value in related.items()}
+    return {name: (_value_digest(value), _parameter_text(value)) for name, value in related.items()}
 
 
 class _Hasher(NumpyHasher):
@@ -321,7 +321,7 @@ def _constant_digest(value):
         return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _text(value):
+def _parameter_text(value):
     """Text of a parameter for messages, cut short; checkpoints have it, so it stays as it is."""
     shown = getattr(value, "__qualname__", None) or repr(value)
     return shown if len(shown) <= _SHOWN_PARAMETER else shown[: _SHOWN_PARAMETER - 3] + "..."

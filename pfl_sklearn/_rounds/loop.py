@@ -238,7 +238,7 @@ def run_rounds(method, rows, state, plan, release, observe=None, protected=False
     with batch_mapper(plan.n_jobs) as (run, workers):
         for t in range(state.round, plan.n_rounds):
             rng = next(generators)
-            sampled = plan.sampling.draw(rng, rows.n_clients)  # first, so that it is as planned
+            sampled = plan.sampling.draw(rng, rows.n_clients)  # before all else
             blocks = rows.blocks(sampled, state.schedule, t, rng, workers)
             state.server = release.before_update(state.server, blocks, t, rng)
             update = partial(method.client_update, _views(state.server), t)

@@ -13,7 +13,9 @@ from scipy.sparse import issparse
 from pfl_sklearn._typing import Bools, Floats, Integers
 
 _NUMBERS_OF_A_BLOCK = 1 << 17  # in its rows: they should stay in the processor's cache
-_NOT_COPIED = 1 << 14  # numbers in a part of a message from which on a copy costs more than the sum
+_NOT_GATHERED = (
+    1 << 14
+)  # numbers in a part of a message from which on a copy costs more than the sum
 
 Arrays: TypeAlias = dict[str, np.ndarray]
 # scipy's own narrows to an abstract class, which type checkers find to have no methods.
@@ -344,7 +346,7 @@ def _gathered(blocks, parts, shape, n_sampled):
 
     An array (k, ...), or a list of k views if it is large: a copy would take longer than a sum.
     """
-    if math.prod(shape) >= _NOT_COPIED:
+    if math.prod(shape) >= _NOT_GATHERED:
         views: list[Any] = [None] * n_sampled
         for block, values in zip(blocks, parts, strict=True):
             for member, own in zip(block.members, values, strict=True):

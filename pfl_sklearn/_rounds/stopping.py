@@ -17,7 +17,7 @@ from pfl_sklearn._typing import Bools, Integers
 _FINER = 4  # a check is due whenever the rounds have grown by a quarter
 _RISEN = 1.1  # times the training loss before: less is the noise of batches
 _FAR_RISEN = 2.0  # times the training loss at the start, or of the best constant
-_WHOLE = 1e-9  # rows short of a whole number that are rounding
+_ROUNDING_OF_ROWS = 1e-9  # rows short of a whole number that are rounding
 
 
 class FlatRule(NamedTuple):
@@ -87,7 +87,7 @@ def _begin(state, n_rounds, rule):
         "first": trained,
         "reference": held_out,
         "gained": state.round,
-        **_best(state, trained, held_out),
+        **_best_so_far(state, trained, held_out),
         **_ahead(state.round, trained, n_rounds),
     }
 
@@ -107,7 +107,7 @@ def _check(state, rule):
         state.memory = {**memory, **_ahead(state.round, memory["best_trained"], left)}
         return state, False
     if held_out < memory["best"]:
-        memory |= _best(state, trained, held_out)
+        memory |= _best_so_far(state, trained, held_out)
     if rule.gains(held_out, memory):
         memory |= {"reference": held_out, "gained": state.round}
     memory |= _ahead(state.round, trained, left)
@@ -120,7 +120,7 @@ def _ahead(t, trained, left):
     return {"trained": trained, "until": t + step, "left": left - step}
 
 
-def _best(state, trained, held_out):
+def _best_so_far(state, trained, held_out):
     """The models of a state as the best ones so far, and their losses."""
     return {"best": held_out, "best_trained": trained, **state.packed()}
 
@@ -142,6 +142,6 @@ def rows_held_out(sizes: Integers, fraction: float) -> Bools:
 
     A client of few rows has some of them held out as often as makes up the fraction of all rows.
     """
-    due = np.floor(np.cumsum(sizes) * fraction + _WHOLE).astype(np.intp)
+    due = np.floor(np.cumsum(sizes) * fraction + _ROUNDING_OF_ROWS).astype(np.intp)
     counts = np.minimum(np.diff(due, prepend=0), sizes - 1)
     return count_within(sizes) >= np.repeat(sizes - counts, sizes)

@@ -73,8 +73,8 @@ _DEVICE = "must be a torch.device or the name of one, such as 'cpu' or 'cuda'"
 _OPTIMIZER = "must be a class of torch.optim, such as torch.optim.SGD"
 _SEVERAL = "computes the loss several times in a step; give torch.optim.SGD or torch.optim.Adam"
 _SPARSE = "takes sparse gradients only; give torch.optim.SGD or torch.optim.Adam"
-_OWN = "is not used: the method takes its own gradient steps; give torch.optim.SGD"
-_WEIGHTS = "must be a tensor, such as torch.tensor([1.0, 2.0]), with classes in sorted order"
+_OWN_GRADIENTS = "is not used: the method takes its own gradient steps; give torch.optim.SGD"
+_TENSOR_WEIGHTS = "must be a tensor, such as torch.tensor([1.0, 2.0]), with classes in sorted order"
 _SCHEDULER = (
     "is not called by rounds, which follow LRScheduler alone; set_callbacks of the estimator takes "
     "scikit-learn's callbacks"
@@ -83,7 +83,7 @@ _NOT_PLAIN = (
     "is no plain gradient step, for which noise='per_step' is certified; give torch.optim.SGD "
     "without momentum, or use noise='per_round'"
 )
-_ALIKE = (
+_WOULD_START_ALIKE = (
     "is an instance, from which all components would start alike and never differ; give the "
     "module's class, or n_components=1"
 )
@@ -111,12 +111,12 @@ _OPTIONS: tuple[Option, ...] = (
 )
 # Further rows if the criterion is torch's: one of the user's may take anything under these names.
 _CLASS_WEIGHTS: tuple[Option, ...] = (
-    ("criterion__weight", _is_tensor, _WEIGHTS),
-    ("criterion__pos_weight", _is_tensor, _WEIGHTS),
+    ("criterion__weight", _is_tensor, _TENSOR_WEIGHTS),
+    ("criterion__pos_weight", _is_tensor, _TENSOR_WEIGHTS),
 )
 # Methods that update parameters by themselves take no steps of the net's optimizer.
 _OWN_STEPS: tuple[Option, ...] = (
-    ("optimizer", lambda kind: issubclass(kind, torch.optim.SGD), _OWN),
+    ("optimizer", lambda kind: issubclass(kind, torch.optim.SGD), _OWN_GRADIENTS),
 )
 # Momentum carries a gradient on into steps in which it is not clipped.
 _PLAIN_STEPS: tuple[Option, ...] = (
@@ -127,7 +127,7 @@ _PLAIN_STEPS: tuple[Option, ...] = (
 
 def _check_options(recipe: NeuralNet, options: Sequence[Option]) -> None:
     """Raise ValueError if a value of a net is not among those that a table of options accepts."""
-    values = list(_values(recipe))
+    values = list(_option_values(recipe))
     for option, accepts, advice in options:
         for name, value in values:
             if name != option and not (option.endswith("__") and name.startswith(option)):
@@ -138,10 +138,10 @@ def _check_options(recipe: NeuralNet, options: Sequence[Option]) -> None:
                     continue
             except (RuntimeError, AssertionError) as error:  # the latter without support for CUDA
                 reason = f": {first_line(error)}"
-            raise ValueError(f"{name}={_shown(value)} of the net {advice}{reason}.")
+            raise ValueError(f"{name}={_option_text(value)} of the net {advice}{reason}.")
 
 
-def _values(recipe: NeuralNet) -> Iterator[tuple[str, Any]]:
+def _option_values(recipe: NeuralNet) -> Iterator[tuple[str, Any]]:
     """Names and values of what was given to a net, callbacks one by one."""
     params = recipe.get_params(deep=False)
     callbacks = params.pop("callbacks", None)
@@ -153,7 +153,7 @@ def _values(recipe: NeuralNet) -> Iterator[tuple[str, Any]]:
             yield "callbacks__step_every", callback.step_every
 
 
-def _shown(value: Any) -> str:
+def _option_text(value: Any) -> str:
     """Short text of a value: a class by its name, what prints too much by that of its class."""
     text = getattr(value, "__name__", None) or repr(value)
     return text if len(text) <= _SHOWN_OPTION else type(value).__name__
@@ -165,7 +165,7 @@ def _check_defaults(recipe: NeuralNet) -> None:
     for name in params.keys() & set(_UNUSED):
         value, default = params[name], _default(recipe, name)
         if not (_same(value, default) or _same(value, WITHOUT.get(name, default))):
-            raise ValueError(f"{name}={_shown(value)} of the net {_NO_EFFECT}.")
+            raise ValueError(f"{name}={_option_text(value)} of the net {_NO_EFFECT}.")
 
 
 def _default(recipe: NeuralNet, name: str) -> Any:
@@ -262,7 +262,8 @@ def check_no_momentum(recipe: NeuralNet) -> None:
 def check_draws(recipe: NeuralNet) -> None:
     """Raise ValueError if a recipe gives the same weights every time."""
     _check_options(
-        recipe, [("module", lambda value: not isinstance(value, torch.nn.Module), _ALIKE)]
+        recipe,
+        [("module", lambda value: not isinstance(value, torch.nn.Module), _WOULD_START_ALIKE)],
     )
 
 

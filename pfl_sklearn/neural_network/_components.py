@@ -94,7 +94,7 @@ def fedem(setup: Any, n_components: int) -> Method:
         moved = averaging.server_update(server, sums, t)
         vector = server["global"].copy()
         vector[places] = moved["nets"]
-        # With a bound on messages weights are not sent, and a new client starts with equal ones.
+        # With a bound on messages weights are not sent, and the population's stay equal.
         if "weights" in total:
             vector[:n] = running_shares(vector[:n], total["weights"], setup.n_clients)
         return {"global": vector, "nets": moved["nets"]}

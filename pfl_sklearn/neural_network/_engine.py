@@ -41,7 +41,7 @@ from pfl_sklearn.neural_network._recipe import (
 
 _PARAMETERS_AT_ONCE = 1 << 20  # of a block of stacked clients: they should stay in the cache
 _FEWEST_STACKED, _MOST_STACKED = 4, 64  # clients of a block, of large nets and of small ones
-_ALONE = 1  # clients of a block that are trained one by one: workers share them evenly
+_CLIENTS_ALONE = 1  # clients of a block that are trained one by one: workers share them evenly
 
 
 class ParameterPlace(NamedTuple):
@@ -135,7 +135,7 @@ class Engine:
     def clients_at_once(self) -> int:
         """Clients of a block, at most."""
         most = _PARAMETERS_AT_ONCE // self.n_parameters
-        return min(max(most, _FEWEST_STACKED), _MOST_STACKED) if self.stacked else _ALONE
+        return min(max(most, _FEWEST_STACKED), _MOST_STACKED) if self.stacked else _CLIENTS_ALONE
 
     @cached_property
     def last_layer(self) -> LastLayer:

@@ -28,7 +28,7 @@ _LARGEST_BY_ROWS = (
     1e4  # variances of a row's logit beyond which the systems in the rows lose their digits
 )
 _ROWS_OF_EVIDENCE = 128  # of a client that its evidence is about, at most
-_MOST_NEWTON_STEPS = 100  # a dozen are usual
+_MOST_NEWTON_STEPS = 100  # a bound: damped steps get there long before
 _SMALLEST_STEP = 1e-9  # of Newton's: if even that is worse, the criterion is at its rounding
 _DECREASE_BY_ROUNDING = 1e-13  # of the criterion, relative
 _SYSTEM_NUMBERS = 1 << 20  # of clients that go together

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 READABLE = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.BCEWithLogitsLoss)
 _MEANS = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.MSELoss, torch.nn.L1Loss)
-_NOT_ONE = 1e-3  # sums of half-precision probabilities round by less
-_CONSTANT = 1e-12  # of its mean: a smaller standard deviation is rounding, not spread
+_NOT_ONE = 1e-3  # distance of a sum of probabilities from 1 that is no rounding
+_CONSTANT_FEATURE = 1e-12  # of its mean: a smaller standard deviation is rounding, not spread
 _EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
 _RANDOM = threading.Lock()  # torch's global generator serves one thread at a time
 WITHOUT: dict[str, Any] = {"train_split": None, "verbose": 0, "callbacks": "disable"}  # in rounds
@@ -96,7 +96,7 @@ def standard_units(name: str, values: np.ndarray) -> tuple[tuple[float, ...], tu
     check_float_range(name, values, smallest=0.0)
     flat = values.reshape(len(values), -1)
     center, scale = flat.mean(axis=0), flat.std(axis=0)
-    scale[scale <= _CONSTANT * np.abs(center)] = 1.0
+    scale[scale <= _CONSTANT_FEATURE * np.abs(center)] = 1.0
     return tuple(center.tolist()), tuple(np.where(scale > 0, scale, 1.0).tolist())
 
 
@@ -284,20 +284,11 @@ def _passed(net, rows, seed):
         return outputs, not torch.equal(state, torch.random.get_rng_state())
 
 
-class Probed(NamedTuple):
-    """What one forward pass of a net shows.
-
-    The shape of a row's output, whether training draws random numbers, and the names of the buffers
-    that training moves.
-    """
-
-    output_shape: tuple[int, ...]
-    random: bool
-    moving: tuple[str, ...]
-
-
-def probe(net: NeuralNet, example: np.ndarray) -> Probed:
+def probe(net: NeuralNet, example: np.ndarray) -> tuple[tuple[int, ...], bool, tuple[str, ...]]:
     """Pass rows (2, ...) through a copy of an initialized net, and note what happens.
+
+    Returns the shape of a row's output, whether training draws random numbers, and the names of the
+    buffers that training moves.
 
     Raises
     ------
@@ -321,7 +312,7 @@ def probe(net: NeuralNet, example: np.ndarray) -> Probed:
             f"the module of the net gives a {type(outputs).__name__}; expected one tensor."
         )
     _check_probabilities_of(net, outputs)
-    return Probed(tuple(outputs.shape[1:]), random, moving)
+    return tuple(outputs.shape[1:]), random, moving
 
 
 def _running(module):
@@ -389,8 +380,7 @@ class Optimizer(NamedTuple):
     def step(self, parameters, slopes, speed, rate) -> list[torch.Tensor] | None:
         """Step of stochastic gradient descent, in place; returns the speed for the next one.
 
-        An optimizer of torch takes longer to make than such a step, and every client needs a new
-        one in every round.
+        Every client starts with a new memory in every round, and this needs no new optimizer.
         """
         speed = speed or [None] * len(parameters)
         names = ("weight_decay", "momentum", "dampening", "nesterov")

@@ -75,7 +75,7 @@ def test_any_block_gives_the_same_bits(monkeypatch, name):
     y = rng.integers(0, 3, len(X)) if is_classifier else rng.normal(size=len(X))
     found = []
     for at_once in (64, 3, 2, 1):
-        for limit in ("_MOST_STACKED", "_ALONE", "_FEWEST_STACKED"):
+        for limit in ("_MOST_STACKED", "_CLIENTS_ALONE", "_FEWEST_STACKED"):
             monkeypatch.setattr(_engine, limit, at_once)
         found.append(model.fit(X, y, groups=groups)._progress.state)
     for state in found[1:]:

@@ -108,7 +108,7 @@ def test_threads_blocks_interruptions_and_warm_starts(tmp_path, monkeypatch, met
     warm.set_params(n_rounds=5)
     if method != "adaped":  # its default round of the start depends on n_rounds
         np.testing.assert_equal(state_of(fitted(warm, *data)), state_of(whole))
-    for name in ("_MOST_STACKED", "_ALONE", "_FEWEST_STACKED"):
+    for name in ("_MOST_STACKED", "_CLIENTS_ALONE", "_FEWEST_STACKED"):
         monkeypatch.setattr(_engine, name, 1)
     assert_same_fit(fitted(clone(model), *data), whole)
 

@@ -14,7 +14,7 @@ from pfl_sklearn._nesting import (
     predicting_estimator,
     takes_groups,
 )
-from pfl_sklearn.metrics._clients import known_clients
+from pfl_sklearn.metrics._client_scores import known_clients
 from pfl_sklearn.metrics._responses import Responses
 from pfl_sklearn.privacy._pipeline_report import report_of_fits
 

@@ -18,7 +18,7 @@ from pfl_sklearn._compat import HasMethods, StrOptions, available_if, fit_contex
 from pfl_sklearn._delegation import inner_has
 from pfl_sklearn._nesting import Wraps
 from pfl_sklearn.base import ClientMixin, client_values
-from pfl_sklearn.compose._rows import as_table, check_takes_weights, read_table
+from pfl_sklearn.compose._inner_tables import as_table, check_takes_weights, read_table
 from pfl_sklearn.metrics._responses import Responses
 from pfl_sklearn.privacy import PrivacyReport
 

@@ -14,8 +14,8 @@ from sklearn.model_selection import GroupKFold, check_cv
 
 from pfl_sklearn._nesting import final_estimator, predicting_estimator, takes_groups
 from pfl_sklearn._parallel import map_batches
-from pfl_sklearn.compose._frozen import is_frozen, own_copy
-from pfl_sklearn.compose._rows import as_groups
+from pfl_sklearn.compose._frozen_estimators import is_frozen, own_copy
+from pfl_sklearn.compose._inner_tables import as_groups
 from pfl_sklearn.model_selection import ClientKFold
 
 SMALLEST = 1e-6  # probability that a loss or log odds are computed of, at least

@@ -15,8 +15,8 @@ from pfl_sklearn._compat import StrOptions, available_if, fit_context, num_sampl
 from pfl_sklearn._labels import check_several_classes
 from pfl_sklearn._nesting import final_estimator, hand_out
 from pfl_sklearn.base import ClientMixin, client_values
-from pfl_sklearn.compose._choice import first_as_good
-from pfl_sklearn.compose._frozen import (
+from pfl_sklearn.compose._client_mixtures import client_weights, errors_of, population_mean
+from pfl_sklearn.compose._frozen_estimators import (
     all_classes,
     check_strangers,
     for_new_clients,
@@ -24,8 +24,16 @@ from pfl_sklearn.compose._frozen import (
     without_clients,
     without_originals,
 )
-from pfl_sklearn.compose._mixing import client_weights, errors_of, population_mean
-from pfl_sklearn.compose._named import NamedEstimators, of_client
+from pfl_sklearn.compose._inner_tables import (
+    as_table,
+    check_responses,
+    check_splits,
+    check_takes_weights,
+    ids_of_rows,
+    read_table,
+)
+from pfl_sklearn.compose._loss_comparison import first_as_good
+from pfl_sklearn.compose._named_estimators import NamedEstimators, of_client
 from pfl_sklearn.compose._out_of_fold import (
     SMALLEST,
     Named,
@@ -37,14 +45,6 @@ from pfl_sklearn.compose._out_of_fold import (
     outputs,
     prepared,
     splitter_of,
-)
-from pfl_sklearn.compose._rows import (
-    as_table,
-    check_responses,
-    check_splits,
-    check_takes_weights,
-    ids_of_rows,
-    read_table,
 )
 from pfl_sklearn.compose._selector_report import Candidate, report_of, unprotected
 from pfl_sklearn.model_selection import ClientKFold

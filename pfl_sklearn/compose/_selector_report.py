@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-from pfl_sklearn.compose._frozen import holds_ours
+from pfl_sklearn.compose._frozen_estimators import holds_ours
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._pipeline_report import report_of_fits
 from pfl_sklearn.privacy._report import large_delta

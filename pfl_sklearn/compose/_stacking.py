@@ -6,9 +6,9 @@ from pfl_sklearn._compat import num_samples
 from pfl_sklearn._docs import fill_doc
 from pfl_sklearn._labels import check_several_classes
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
+from pfl_sklearn.compose._base_stacking import PersonalizedStacking
 from pfl_sklearn.compose._out_of_fold import SMALLEST, with_std
-from pfl_sklearn.compose._parts import FINAL, STACK
-from pfl_sklearn.compose._stack import PersonalizedStacking
+from pfl_sklearn.compose._stack_candidates import FINAL, STACK
 from pfl_sklearn.linear_model import (
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,

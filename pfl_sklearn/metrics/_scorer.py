@@ -11,7 +11,7 @@ from pfl_sklearn._clients import encode_clients, ids_of_rows, match_clients, row
 from pfl_sklearn._compat import num_samples
 from pfl_sklearn._nesting import predicting_estimator
 from pfl_sklearn.base import UnseenClientsWarning
-from pfl_sklearn.metrics._clients import known_clients
+from pfl_sklearn.metrics._client_scores import known_clients
 from pfl_sklearn.metrics._responses import Responses, score_clients, scorer_for
 
 _SUBSETS = ("all", "known", "new")

@@ -16,7 +16,7 @@ from pfl_sklearn._clients import encode_clients, row_counts, rows_by_client, spl
 from pfl_sklearn._compat import check_method_params, num_samples, safe_indexing
 from pfl_sklearn._nesting import innermost_estimator, predicting_estimator
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.metrics._clients import population_model
+from pfl_sklearn.metrics._client_scores import population_model
 from pfl_sklearn.metrics._responses import ROW_SCORES, Responses, scorer_for
 from pfl_sklearn.model_selection._selection_plan import (
     check_candidate,

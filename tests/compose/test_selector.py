@@ -34,7 +34,7 @@ from pfl_sklearn import (
     PPSGDRegressor,
 )
 from pfl_sklearn.compose import ClientAsFeature, ClientColumn, ClientSelector
-from pfl_sklearn.compose._mixing import Errors, client_weights, population_mean
+from pfl_sklearn.compose._client_mixtures import Errors, client_weights, population_mean
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import DirichletPrior, GaussianPrior
 from pfl_sklearn.privacy import PrivacyReport, privacy_of

@@ -37,9 +37,9 @@ from pfl_sklearn.compose import (
     PersonalizedStackingClassifier,
     PersonalizedStackingRegressor,
 )
-from pfl_sklearn.compose._choice import first_as_good, judged
+from pfl_sklearn.compose._inner_tables import Table
+from pfl_sklearn.compose._loss_comparison import first_as_good, judged
 from pfl_sklearn.compose._out_of_fold import Named, out_of_fold, out_of_two_folds
-from pfl_sklearn.compose._rows import Table
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianPrior
 from tests.helpers.slow import slow

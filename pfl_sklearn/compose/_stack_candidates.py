@@ -10,7 +10,8 @@ from sklearn.linear_model import LinearRegression, LogisticRegression
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from pfl_sklearn.compose._choice import first_as_good, judged, mean_losses
+from pfl_sklearn.compose._inner_tables import Table
+from pfl_sklearn.compose._loss_comparison import first_as_good, judged, mean_losses
 from pfl_sklearn.compose._out_of_fold import (
     Named,
     fit_all,
@@ -21,7 +22,6 @@ from pfl_sklearn.compose._out_of_fold import (
     row_losses,
     tested,
 )
-from pfl_sklearn.compose._rows import Table
 
 # The final estimator on all it gets, or on columns of X alone; models of these without clients.
 STACK, FINAL, POOLED, MEAN = "stack", "final_estimator", "pooled", "mean"

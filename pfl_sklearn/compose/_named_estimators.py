@@ -10,7 +10,7 @@ from pfl_sklearn._clients import match_clients
 from pfl_sklearn._compat import BaseComposition
 from pfl_sklearn._nesting import final_estimator, hand_out, predicting_estimator, takes_groups
 from pfl_sklearn.compose._client_column import ClientColumn
-from pfl_sklearn.compose._frozen import is_frozen, population_of
+from pfl_sklearn.compose._frozen_estimators import is_frozen, population_of
 
 
 class NamedEstimators(MetaEstimatorMixin, BaseComposition):

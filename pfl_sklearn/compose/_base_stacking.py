@@ -21,14 +21,27 @@ from pfl_sklearn._nesting import final_estimator
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.compose._client_feature import ClientAsFeature
-from pfl_sklearn.compose._frozen import (
+from pfl_sklearn.compose._frozen_estimators import (
     check_strangers,
     for_new_clients,
     is_frozen,
     without_clients,
     without_originals,
 )
-from pfl_sklearn.compose._named import NamedEstimators, check_kind, check_parameters, of_client
+from pfl_sklearn.compose._inner_tables import (
+    as_table,
+    check_responses,
+    check_splits,
+    check_takes_weights,
+    ids_of_rows,
+    read_table,
+)
+from pfl_sklearn.compose._named_estimators import (
+    NamedEstimators,
+    check_kind,
+    check_parameters,
+    of_client,
+)
 from pfl_sklearn.compose._out_of_fold import (
     Named,
     folds_of_clients,
@@ -37,7 +50,8 @@ from pfl_sklearn.compose._out_of_fold import (
     prepared,
     splitter_of,
 )
-from pfl_sklearn.compose._parts import (
+from pfl_sklearn.compose._passthrough import fitted_passthrough
+from pfl_sklearn.compose._stack_candidates import (
     FINAL,
     MEAN,
     POOLED,
@@ -47,15 +61,6 @@ from pfl_sklearn.compose._parts import (
     parts_of,
     plain_models,
     stacked,
-)
-from pfl_sklearn.compose._passthrough import fitted_passthrough
-from pfl_sklearn.compose._rows import (
-    as_table,
-    check_responses,
-    check_splits,
-    check_takes_weights,
-    ids_of_rows,
-    read_table,
 )
 from pfl_sklearn.privacy import PrivacyReport
 

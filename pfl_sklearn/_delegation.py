@@ -1,19 +1,27 @@
 """What estimators hand on to the one estimator that they fit."""
 
-import math
+from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
 from sklearn import config_context
-from sklearn.utils import get_tags
+from sklearn.utils import Tags, get_tags
 from sklearn.utils.metadata_routing import MetadataRouter, MethodMapping
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._compat import available_if
 from pfl_sklearn._nesting import (
+    Wraps,
     final_estimator,
     hand_out,
+    has_method,
     predicting_estimator,
     takes_groups,
 )
+from pfl_sklearn._typing import TableLike
 from pfl_sklearn.metrics._client_scores import known_clients
 from pfl_sklearn.metrics._responses import Responses
 from pfl_sklearn.privacy._pipeline_report import report_of_fits
@@ -39,24 +47,18 @@ _INHERITED_TAGS = (
 )
 
 
-def inner_has(method):
+def inner_has(method: str) -> Callable[[Any], bool]:
     """Check for ``available_if``: the fitted estimator, or else the given one, has a method."""
-
-    def check(self):
-        getattr(getattr(self, self._wraps.fitted, self.estimator), method)
-        return True
-
-    return check
+    return has_method(_inner, method)
 
 
-def model_has(method):
+def model_has(method: str) -> Callable[[Any], bool]:
     """Check for ``available_if``: the model at the end of all steps has a method."""
+    return has_method(lambda estimator: final_estimator(_inner(estimator)), method)
 
-    def check(self):
-        getattr(final_estimator(getattr(self, self._wraps.fitted, self.estimator)), method)
-        return True
 
-    return check
+def _inner(estimator: Any) -> Any:
+    return getattr(estimator, estimator._wraps.fitted, estimator.estimator)
 
 
 class DelegationMixin:
@@ -66,8 +68,11 @@ class DelegationMixin:
     to the rows before they are handed on is in ``_handed_on``.
     """
 
+    estimator: Any
+    _wraps: ClassVar[Wraps]
+
     @available_if(inner_has("predict"))
-    def predict(self, X, **params):
+    def predict(self, X: TableLike, **params: Any) -> Any:
         """Predict with the fitted estimator.
 
         Parameters
@@ -84,7 +89,7 @@ class DelegationMixin:
         return self._call("predict", X, **params)
 
     @available_if(inner_has("predict_proba"))
-    def predict_proba(self, X, **params):
+    def predict_proba(self, X: TableLike, **params: Any) -> Any:
         """Class probabilities from the fitted estimator.
 
         Parameters
@@ -101,7 +106,7 @@ class DelegationMixin:
         return self._call("predict_proba", X, **params)
 
     @available_if(inner_has("predict_log_proba"))
-    def predict_log_proba(self, X, **params):
+    def predict_log_proba(self, X: TableLike, **params: Any) -> Any:
         """Logarithms of the class probabilities from the fitted estimator.
 
         Parameters
@@ -118,7 +123,7 @@ class DelegationMixin:
         return self._call("predict_log_proba", X, **params)
 
     @available_if(inner_has("decision_function"))
-    def decision_function(self, X, **params):
+    def decision_function(self, X: TableLike, **params: Any) -> Any:
         """Decision function of the fitted estimator.
 
         Parameters
@@ -135,7 +140,7 @@ class DelegationMixin:
         return self._call("decision_function", X, **params)
 
     @available_if(inner_has("transform"))
-    def transform(self, X, **params):
+    def transform(self, X: TableLike, **params: Any) -> Any:
         """Transform the rows with the fitted estimator.
 
         Parameters
@@ -152,7 +157,7 @@ class DelegationMixin:
         return self._call("transform", X, **params)
 
     @available_if(inner_has("score"))
-    def score(self, X, y=None, **params):
+    def score(self, X: TableLike, y: TableLike = None, **params: Any) -> Any:
         """Score of the fitted estimator by its own ``score``.
 
         Parameters
@@ -171,7 +176,7 @@ class DelegationMixin:
         return self._call("score", X, y, **params)
 
     @available_if(model_has("release"))
-    def release(self):
+    def release(self) -> Any:
         """Population model of the fitted estimator: what its privacy statement covers.
 
         Returns
@@ -184,8 +189,8 @@ class DelegationMixin:
         ValueError
             If nothing protects the model, or a step that was fitted on the same data.
         """
-        check_is_fitted(self)
         released, report = hand_out(self._fitted, "release"), report_of_fits(self._fitted)
+        # The model may promise privacy while a step before it, fitted on the same data, does not.
         if not math.isfinite(report.epsilon):
             raise ValueError(
                 f"release() of this {type(self).__name__} would publish unprotected values: "
@@ -194,7 +199,7 @@ class DelegationMixin:
         return released
 
     @available_if(model_has("for_client"))
-    def for_client(self, client_id):
+    def for_client(self, client_id: Any) -> Any:
         """Model of one client alone, to hand to that client.
 
         Steps before the model are included as they were fitted. Check what they keep of the other
@@ -210,11 +215,10 @@ class DelegationMixin:
         estimator
             What the model's own ``for_client`` returns. It takes rows without client ids.
         """
-        check_is_fitted(self)
         return hand_out(self._fitted, "for_client", client_id)
 
     @property
-    def clients_(self):
+    def clients_(self) -> np.ndarray:
         """Sorted ids of the fitted clients."""
         fitted = self._fitted
         try:
@@ -223,11 +227,11 @@ class DelegationMixin:
             raise AttributeError(str(error)) from error
 
     @property
-    def classes_(self):
+    def classes_(self) -> Any:
         """Class labels of the fitted estimator."""
         return self._fitted.classes_
 
-    def get_metadata_routing(self):
+    def get_metadata_routing(self) -> MetadataRouter:
         """Routing of the metadata to the estimator.
 
         Returns
@@ -239,28 +243,29 @@ class DelegationMixin:
             mapping.add(caller=method, callee=method)
         return MetadataRouter(owner=self).add(estimator=self.estimator, method_mapping=mapping)
 
-    def __sklearn_is_fitted__(self):
+    def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, self._wraps.fitted)
 
-    def __sklearn_tags__(self):
-        tags = super().__sklearn_tags__()
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()  # type: ignore[misc]  # of the estimator mixed in
         inner = get_tags(self.estimator)
         for name in _INHERITED_TAGS:
             setattr(tags, name, getattr(inner, name))
         return tags
 
     @property
-    def _fitted(self):
+    def _fitted(self) -> Any:
         """The fitted estimator."""
         check_is_fitted(self)
         return getattr(self, self._wraps.fitted)
 
     def _call(self, method, X, *y, **params):
         """Result of a method of the fitted estimator; a search predicts with its best one."""
-        check_is_fitted(self)
+        fitted = self._fitted
         X, params = self._handed_on(X, params)
-        predicting = predicting_estimator(self._fitted)
-        estimator = self._fitted if method == "score" else predicting
+        # The predict of a search takes no client ids. Its score is its own, by its `scoring`.
+        predicting = predicting_estimator(fitted)
+        estimator = fitted if method == "score" else predicting
         with config_context(enable_metadata_routing=True):
             groups = None if takes_groups(estimator, method) else params.pop("groups", None)
             if method == "score" and groups is not None:  # by predictions, which do take groups
@@ -268,6 +273,6 @@ class DelegationMixin:
                 return own_score(Responses(predicting, X, groups), X, *y, **params)
             return getattr(estimator, method)(X, *y, **params)
 
-    def _handed_on(self, X, params):
+    def _handed_on(self, X: TableLike, params: dict[str, Any]) -> tuple[TableLike, dict[str, Any]]:
         """Rows and parameters as the fitted estimator takes them."""
         return X, params

@@ -7,6 +7,7 @@ parameter called ``estimator`` alone means nothing: it may be a recipe that the 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sklearn.exceptions import NotFittedError
@@ -16,6 +17,16 @@ from sklearn.utils.metadata_routing import get_routing_for_object
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._compat import BaseSearchCV
+
+
+def has_method(find: Callable[[Any], Any], method: str) -> Callable[[Any], bool]:
+    """Check for ``available_if``: what `find` finds inside an estimator has a method."""
+
+    def check(estimator: Any) -> bool:
+        getattr(find(estimator), method)  # whose error says more than False does
+        return True
+
+    return check
 
 
 class Wraps(NamedTuple):

@@ -2,7 +2,9 @@
 
 from inspect import signature
 from numbers import Integral
+from typing import Any, Self
 
+import pandas as pd
 from sklearn import config_context
 from sklearn.base import (
     BaseEstimator,
@@ -15,7 +17,7 @@ from sklearn.callback import CallbackSupportMixin
 from sklearn.feature_selection import RFECV
 from sklearn.linear_model import RANSACRegressor
 from sklearn.utils import InputTags, check_array, get_tags
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._clients import check_same_ids, split_client_column
 from pfl_sklearn._compat import HasMethods, available_if, fit_context, with_callbacks
@@ -28,7 +30,12 @@ from pfl_sklearn._nesting import (
     predicting_estimator,
     takes_groups,
 )
+from pfl_sklearn._typing import TableLike
+from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._pipeline_report import report_of_fits
+
+# The inner estimator checks the other columns, whose values may be words, missing or sparse.
+_ANY_VALUES = {"dtype": None, "accept_sparse": True, "ensure_all_finite": False}
 
 
 class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, BaseEstimator):
@@ -103,13 +110,13 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         "column": [str, Integral],
     }
 
-    def __init__(self, estimator, column):
+    def __init__(self, estimator: Any, column: str | int) -> None:
         self.estimator = estimator
         self.column = column
 
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=False)
-    def fit(self, X, y=None, **params):
+    def fit(self, X: TableLike, y: TableLike = None, **params: Any) -> Self:
         """Fit a clone of the estimator to the other columns.
 
         Parameters
@@ -129,14 +136,7 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         with config_context(enable_metadata_routing=True):
             _check_ids_are_read(fitted, self.column)
         if not hasattr(X, "columns"):
-            X = check_array(
-                X,
-                dtype=None,
-                accept_sparse=True,
-                ensure_all_finite=False,
-                ensure_min_features=2,
-                estimator=self,
-            )
+            X = check_array(X, **_ANY_VALUES, ensure_min_features=2, estimator=self)
         rest, params = self._split(X, params)
         if not rest.shape[1] and not get_tags(fitted).no_validation:
             raise ValueError(
@@ -156,7 +156,7 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         return self
 
     @available_if(model_has("summary"))
-    def summary(self, **params):
+    def summary(self, **params: Any) -> pd.DataFrame:
         """Table of the fitted model, by its own ``summary``.
 
         Parameters
@@ -169,14 +169,13 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         -------
         DataFrame
         """
-        check_is_fitted(self)
-        summary = final_estimator(self.estimator_).summary
+        summary = final_estimator(self._fitted).summary
         if "feature_names" in signature(summary).parameters:
             params = {"feature_names": feature_names_of(self.estimator_), **params}
         return summary(**params)
 
     @available_if(inner_has("set_output"))
-    def set_output(self, *, transform=None):
+    def set_output(self, *, transform: str | None = None) -> Self:
         """Set the container that the estimator's steps hand on, by its own ``set_output``.
 
         With "pandas" or "polars", the steps of a pipeline name the columns that its model gets.
@@ -195,12 +194,12 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         return self
 
     @property
-    def privacy_(self):
+    def privacy_(self) -> PrivacyReport:
         """Privacy report of the fitted estimator, with the steps around it.
 
         As for the estimator itself, it is about the fit: if a search chose it, a warning says so.
         """
-        fitted = self._fitted
+        fitted = self._fitted  # outside of the try: a NotFittedError is a ValueError, too
         try:
             return report_of_fits(fitted)
         except ValueError as error:  # it reads client ids, but is not of this package
@@ -217,9 +216,7 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         if hasattr(X, "columns"):
             validate_data(self, X, reset=False, skip_check_array=True)
         else:
-            X = validate_data(
-                self, X, reset=False, dtype=None, accept_sparse=True, ensure_all_finite=False
-            )
+            X = validate_data(self, X, reset=False, **_ANY_VALUES)
         return self._split(X, params)
 
     def _split(self, X, params):
@@ -232,7 +229,7 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
 def _check_ids_are_read(estimator, column):
     """Refuse an estimator that does not hand the ids on to all that need them."""
     predicting = predicting_estimator(estimator)
-    if not any(takes_groups(each, "fit") for each in _inside(predicting)):
+    if not any(takes_groups(each, "fit") for each in _all_inside(predicting)):
         raise ValueError(
             f"Nothing inside {type(estimator).__name__} reads client ids; expected a client-aware "
             "estimator, or something around one. For a model that ignores the clients, drop the "
@@ -241,13 +238,14 @@ def _check_ids_are_read(estimator, column):
     predicts = (
         hasattr(predicting, "predict") or is_classifier(predicting) or is_regressor(predicting)
     )
+    # One that reads ids in fit alone would give every client the population's predictions.
     for method in ("fit", "predict") if predicts else ("fit",):
         if not takes_groups(predicting, method):
             last = final_estimator(estimator)
             raise _closed(estimator if takes_groups(last, method) else last, method, column)
-    for each in _inside(estimator):
+    for each in _all_inside(estimator):
         if isinstance(each, RANSACRegressor) and takes_groups(each, "fit"):
-            raise _closed(each, "fit", column)  # which predicts
+            raise _closed(each, "fit", column)  # its fit predicts the inliers, without ids
     _check_scoring(estimator)
 
 
@@ -262,7 +260,7 @@ def _closed(estimator, method, column):
 
 def _check_scoring(estimator):
     """Refuse what scores client-aware estimators with a scorer that does not pass ids."""
-    for each in _inside(estimator):
+    for each in _all_inside(estimator):
         scores = (is_search(each) or isinstance(each, RFECV)) and takes_groups(
             each.estimator, "fit"
         )
@@ -275,6 +273,6 @@ def _check_scoring(estimator):
             )
 
 
-def _inside(estimator):
+def _all_inside(estimator):
     """An estimator and those that it holds, at any depth."""
     return [each for each in (estimator, *estimator.get_params().values()) if hasattr(each, "fit")]

@@ -3,6 +3,7 @@
 import itertools
 import math
 from numbers import Integral
+from typing import Any, Self
 
 import narwhals as nw
 import numpy as np
@@ -17,8 +18,14 @@ from pfl_sklearn._clients import row_counts
 from pfl_sklearn._compat import HasMethods, StrOptions, available_if, fit_context
 from pfl_sklearn._delegation import inner_has
 from pfl_sklearn._nesting import Wraps
+from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.base import ClientMixin, client_values
-from pfl_sklearn.compose._inner_tables import as_table, check_takes_weights, read_table
+from pfl_sklearn.compose._inner_tables import (
+    as_table,
+    check_takes_weights,
+    read_inner_table,
+    rows_to_predict,
+)
 from pfl_sklearn.metrics._responses import Responses
 from pfl_sklearn.privacy import PrivacyReport
 
@@ -101,14 +108,23 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         "random_state": ["random_state"],
     }
 
-    def __init__(self, estimator, encoding="auto", *, unseen="warn", random_state=None):
+    def __init__(
+        self,
+        estimator: Any,
+        encoding: str = "auto",
+        *,
+        unseen: str = "warn",
+        random_state: RandomState = None,
+    ) -> None:
         self.estimator = estimator
         self.encoding = encoding
         self.unseen = unseen
         self.random_state = random_state
 
     @fit_context(prefer_skip_nested_validation=False)
-    def fit(self, X, y, *, groups=None, sample_weight=None):
+    def fit(
+        self, X: TableLike, y: TableLike, *, groups: TableLike = None, sample_weight: Any = None
+    ) -> Self:
         """Fit a clone of the estimator to the features and the client of each row.
 
         Parameters
@@ -127,12 +143,11 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         -------
         self
         """
-        fitted, given = clone(self.estimator), {}
+        fitted, has_classes = clone(self.estimator), is_classifier(self.estimator)
         if sample_weight is not None:
             check_takes_weights(fitted, "estimator")
-        table = read_table(self, X, y, groups, sample_weight, is_classifier(self.estimator))
-        if table.weights is not None:
-            given["sample_weight"] = table.weights
+        table = read_inner_table(self, X, y, groups, sample_weight, has_classes)
+        weights = {} if table.weights is None else {"sample_weight": table.weights}
         clients = table.clients
         encoded = self._encoding_for(fitted, len(clients.ids))
         if encoded == "category":
@@ -141,15 +156,15 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
             fitted.set_params(categorical_features=_categories_of(fitted, table.X))
         else:
             rng = check_random_state(self.random_state)
-            folds = KFold(min(5, len(table.y)), shuffle=True, random_state=rng)
-            classes = is_classifier(self.estimator)
-            kind = "auto" if classes else "continuous"  # as counts are
-            encoder = TargetEncoder(target_type=kind, cv=folds)
+            encoder = TargetEncoder(
+                target_type="auto" if has_classes else "continuous",  # counts are no classes
+                cv=KFold(min(5, len(table.y)), shuffle=True, random_state=rng),
+            )
             with config_context(enable_metadata_routing=False):  # else it demands groups of its own
                 rows = encoder.fit_transform(clients.codes[:, None], table.y)
             columns = encoder.transform(np.arange(len(clients.ids))[:, None])
             unseen = np.ravel(encoder.target_mean_)
-        fitted.fit(_beside(table.X, rows), table.y, **given)
+        fitted.fit(_beside(table.X, rows), table.y, **weights)
         validate_data(self, as_table(X), skip_check_array=True)
         self.estimator_, self.clients_ = fitted, clients.ids
         self.n_samples_per_client_ = row_counts(clients.codes, len(clients.ids))
@@ -166,8 +181,9 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         """Kind of encoding, for so many clients."""
         name, params = type(estimator).__name__, estimator.get_params(deep=False)
         native = "categorical_features" in params
+        # What other packages mean by such a parameter is for the user to know, who asks for it.
         boosting = native and type(estimator).__module__.startswith("sklearn.")
-        most = params["max_bins"] if boosting else math.inf
+        most = params["max_bins"] if boosting else math.inf  # a category takes a bin of its own
         if self.encoding == "auto":
             return "category" if boosting and n_clients <= most else "target"
         if self.encoding == "category" and not native:
@@ -183,7 +199,7 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         return self.encoding
 
     @available_if(inner_has("predict"))
-    def predict(self, X, *, groups=None):
+    def predict(self, X: TableLike, *, groups: TableLike = None) -> np.ndarray:
         """Predict with the fitted estimator.
 
         Parameters
@@ -197,11 +213,10 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         -------
         ndarray of shape (n_rows,)
         """
-        rows = self._with_clients(X, groups)
-        return self.estimator_.predict(rows)
+        return self.estimator_.predict(self._with_clients(X, groups))
 
     @available_if(inner_has("predict_proba"))
-    def predict_proba(self, X, *, groups=None):
+    def predict_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
         """Class probabilities from the fitted estimator.
 
         Parameters
@@ -215,11 +230,12 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         -------
         ndarray of shape (n_rows, n_classes)
         """
-        rows = self._with_clients(X, groups)
-        return self.estimator_.predict_proba(rows)
+        return self.estimator_.predict_proba(self._with_clients(X, groups))
 
     @available_if(inner_has("score"))
-    def score(self, X, y, *, groups=None, sample_weight=None):
+    def score(
+        self, X: TableLike, y: TableLike, *, groups: TableLike = None, sample_weight: Any = None
+    ) -> float:
         """Score of the predictions, as the estimator's own ``score`` computes it.
 
         Parameters
@@ -243,16 +259,13 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         return own_score(Responses(self, X, groups), X, y, **weights)
 
     @property
-    def classes_(self):
+    def classes_(self) -> np.ndarray:
         """Class labels, if the estimator is a classifier."""
         return self.estimator_.classes_
 
     def _with_clients(self, X, groups):
-        check_is_fitted(self)
-        rows = as_table(X)
-        validate_data(self, rows, reset=False, skip_check_array=True)
-        codes = self._encode_predict(rows, groups)
-        columns = getattr(self, "_columns", None)
+        rows, codes = rows_to_predict(self, X, groups)
+        columns = getattr(self, "_columns", None)  # a released model has none
         return _beside(rows, client_values(columns, self._unseen_column, codes))
 
     def __sklearn_tags__(self):
@@ -283,14 +296,14 @@ def _new_names(X, n_names):
 
 def _categories_of(estimator, X):
     """Categorical features of the estimator, and the column behind those of `X`."""
-    given, framed = estimator.get_params(deep=False)["categorical_features"], hasattr(X, "columns")
-    if isinstance(given, str):  # by the types of a frame's columns
+    asked, framed = estimator.get_params(deep=False)["categorical_features"], hasattr(X, "columns")
+    if isinstance(asked, str):  # by the types of a frame's columns
         kinds = nw.from_native(X, eager_only=True).schema.values() if framed else ()
-        given = [kind in (nw.Categorical, nw.Enum) for kind in kinds]
-    known = np.asarray([] if given is None else given)
-    known = np.flatnonzero(known) if known.dtype == bool else known
+        asked = [kind in (nw.Categorical, nw.Enum) for kind in kinds]
+    features = np.asarray([] if asked is None else asked)
+    features = np.flatnonzero(features) if features.dtype == bool else features
     if not framed:
-        return [*known, X.shape[1]]
-    names = list(X.columns)
-    known = [names[each] if isinstance(each, Integral) else each for each in known]
-    return [*known, *_new_names(X, 1)]
+        return [*features, X.shape[1]]
+    names = list(X.columns)  # a list may not mix names and positions, and the new column has a name
+    named = [names[each] if isinstance(each, Integral) else each for each in features]
+    return [*named, *_new_names(X, 1)]

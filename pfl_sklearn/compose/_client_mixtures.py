@@ -1,15 +1,21 @@
 """Weights by which each client mixes candidates, or picks one: its own errors, and a prior."""
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from pfl_sklearn._clients import segment_sums
+from pfl_sklearn._typing import Floats
 from pfl_sklearn.compose._out_of_fold import SMALLEST
 
-_DEGREES = 3.0  # of freedom of the prior of a client's error variance
-_SMALLEST_SQUARE = 1e-12  # of its mode, for a largest error of 1
-_STEPS, _HALVINGS, _TOLERANCE = 100, 40, 1e-12
+# Degrees of freedom of the prior of a client's error variance. Without it, candidates that cancel
+# in the only row of a client have an error of 0, whose likelihood is infinite.
+_VARIANCE_PRIOR_DF = 3.0
+_SMALLEST_TYPICAL = 1e-12  # mean squared error of a client whose largest error is 1
+# Each step lowers the objective; the bounds end what rounding errors keep from converging.
+_MAX_NEWTON_STEPS, _MAX_STEP_HALVINGS, _NEWTON_TOLERANCE = 100, 40, 1e-12
+_MOST_NATS = 30.0  # between the shares of candidates: 1e-13, so that no prior mean is 0
 
 
 class Errors(NamedTuple):
@@ -25,34 +31,33 @@ class Errors(NamedTuple):
     weights: np.ndarray
     n_clients: int
 
-    def losses(self, mixtures):
-        """Squared errors (n,) or log-losses of mixtures, whose weights (n, K) these are."""
-        mixed = np.einsum("nk,nk->n", self.values, mixtures)
+    def losses(self, mixtures: Floats) -> Floats:
+        """Squared errors (n,) or log-losses of mixtures (n, K) of the rows, or of one (K,)."""
+        mixed = np.einsum("nk,nk->n", self.values, np.broadcast_to(mixtures, self.values.shape))
         if self.has_classes:
             return -np.log(np.maximum(mixed, SMALLEST))
         with np.errstate(over="ignore"):  # a warning would tell of one client's row
             return mixed**2
 
-    def of_candidates(self):
+    def of_candidates(self) -> Floats:
         """Mean losses (K,) of the candidates alone; infinite if squares are."""
-        shape, alone = self.values.shape, np.eye(self.values.shape[1])
-        losses = np.array([self.losses(np.broadcast_to(each, shape)) for each in alone])
+        losses = np.array([self.losses(alone) for alone in np.eye(self.values.shape[1])])
         with np.errstate(over="ignore"):
             return np.average(losses, axis=1, weights=self.weights)
 
-    def pooled(self):
+    def pooled(self) -> "Errors":
         """The same rows as those of one client."""
         return self._replace(codes=np.zeros_like(self.codes), n_clients=1)
 
 
-def errors_of(found, table, clients, classes):
+def errors_of(predicted, table, clients, classes):
     """Errors of candidates.
 
     Parameters
     ----------
-    found : list of ndarray of shape (n,) or (n, n_classes)
+    predicted : list of ndarray of shape (n,) or (n, n_classes)
         Responses or probabilities of each candidate.
-    table : Table
+    table : InnerTable
     clients : EncodedClients
     classes : ndarray or None
         Sorted classes, of a classifier.
@@ -63,10 +68,10 @@ def errors_of(found, table, clients, classes):
     """
     weights = np.ones(len(table.y)) if table.weights is None else table.weights
     if classes is None:
-        values = np.column_stack(found) - table.y[:, None]
+        values = np.column_stack(predicted) - table.y[:, None]
     else:
         true = np.searchsorted(classes, table.y)
-        values = np.column_stack([each[np.arange(len(true)), true] for each in found])
+        values = np.column_stack([each[np.arange(len(true)), true] for each in predicted])
         values = np.maximum(values, SMALLEST)
     return Errors(values, classes is not None, clients.codes, weights, len(clients.ids))
 
@@ -81,8 +86,9 @@ def population_mean(errors, how):
     even = np.full(n_candidates, 1 / n_candidates)
     if how == "weights":
         return _mixtures(pooled, even, [n_candidates])[0][0]
-    each = _of_vertices(_likelihood(pooled, even), 1, n_candidates)[0] / errors.weights.sum()
-    shares = np.exp(-np.minimum(each - each.min(), 30.0))
+    totals = _of_vertices(_client_likelihoods(pooled, even), 1, n_candidates)[0]
+    nats = totals / errors.weights.sum()
+    shares = np.exp(-np.minimum(nats - nats.min(), _MOST_NATS))
     return shares / shares.sum()
 
 
@@ -93,8 +99,8 @@ def client_weights(errors, how, mean, concentrations):
     """
     if how == "weights":
         return _mixtures(errors, mean, concentrations)
-    each = _of_vertices(_likelihood(errors, mean), errors.n_clients, len(mean))
-    picked = [np.argmin(each - rows * np.log(mean), axis=1) for rows in concentrations]
+    nats = _of_vertices(_client_likelihoods(errors, mean), errors.n_clients, len(mean))
+    picked = [np.argmin(nats - rows * np.log(mean), axis=1) for rows in concentrations]
     return [np.eye(len(mean))[best] for best in picked]
 
 
@@ -103,12 +109,12 @@ def _mixtures(errors, mean, concentrations):
 
     The density is that of a Dirichlet distribution with `mean` as its mode.
     """
-    terms, found = _likelihood(errors, mean), []
+    terms, path = _client_likelihoods(errors, mean), []
     weights = np.tile(mean, (errors.n_clients, 1))
-    for rows in concentrations:
+    for rows in concentrations:  # each starts where a stronger prior ended, which is near
         weights = _minimum(terms, weights, rows * mean)
-        found.append(weights)
-    return found
+        path.append(weights)
+    return path
 
 
 def _of_vertices(terms, n_clients, n_candidates):
@@ -117,7 +123,7 @@ def _of_vertices(terms, n_clients, n_candidates):
     return np.column_stack([terms(np.tile(each, (n_clients, 1)))[0] for each in alone])
 
 
-def _likelihood(errors, mean):
+def _client_likelihoods(errors, mean):
     """Function of weights (m, K): minus log likelihoods (m,), gradients and curvatures (m, K, K).
 
     With classes the likelihood is the mixture's probability of the true ones. A response has a
@@ -125,45 +131,51 @@ def _likelihood(errors, mean):
     degrees of freedom at the client's mean squared error under the mixture `mean`. So the mixtures
     of a client with few rows differ by few nats, however good its errors look.
     """
-    values, _, codes, weights, n_clients = errors
-    n_candidates = values.shape[1]
     if errors.has_classes:
-
-        def terms(mixtures):
-            chances = np.einsum("nk,nk->n", values, mixtures[codes])
-            ratios = values / chances[:, None]
-            squares = (ratios[:, :, None] * (weights[:, None] * ratios)[:, None]).reshape(
-                -1, n_candidates**2
-            )
-            return (
-                -segment_sums(weights * np.log(chances), codes, n_clients),
-                -segment_sums(weights[:, None] * ratios, codes, n_clients),
-                segment_sums(squares, codes, n_clients).reshape(-1, n_candidates, n_candidates),
-            )
-
-        return terms
-    # In units of each client's largest error: likelihoods change by a constant.
+        return partial(_class_terms, errors)
+    values, _, codes, weights, n_clients = errors
+    # In units of each client's largest error: likelihoods change by a constant, and squares of huge
+    # or tiny responses stay in range.
     largest = np.zeros(n_clients)
     np.maximum.at(largest, codes, np.abs(values).max(axis=1))
     values = values / np.where(largest > 0, largest, 1.0)[codes, None]
-    products = values[:, :, None] * (weights[:, None] * values)[:, None]
-    moments = segment_sums(products.reshape(-1, n_candidates**2), codes, n_clients)
-    moments = moments.reshape(-1, n_candidates, n_candidates)
+    moments = _products(values, weights, codes, n_clients)
     rows = segment_sums(weights, codes, n_clients)
     typical = (mean @ moments @ mean) / np.maximum(rows, np.finfo(float).tiny)
-    extra = _DEGREES * np.maximum(typical, _SMALLEST_SQUARE)
+    extra = _VARIANCE_PRIOR_DF * np.maximum(typical, _SMALLEST_TYPICAL)
+    return partial(_response_terms, moments, rows + _VARIANCE_PRIOR_DF, extra)
 
-    def terms(mixtures):
-        slopes = np.einsum("mkl,ml->mk", moments, mixtures)
-        squares = np.einsum("mk,mk->m", slopes, mixtures) + extra
-        factors = (rows + _DEGREES) / squares
-        return (
-            (rows + _DEGREES) / 2 * np.log(squares),
-            factors[:, None] * slopes,
-            factors[:, None, None] * moments,  # at least the curvature, as the logarithm is concave
-        )
 
-    return terms
+def _class_terms(errors, mixtures):
+    """Terms of :func:`_client_likelihoods` of probabilities of the true classes."""
+    values, _, codes, weights, n_clients = errors
+    chances = np.einsum("nk,nk->n", values, mixtures[codes])
+    ratios = values / chances[:, None]
+    return (
+        -segment_sums(weights * np.log(chances), codes, n_clients),
+        -segment_sums(weights[:, None] * ratios, codes, n_clients),
+        _products(ratios, weights, codes, n_clients),
+    )
+
+
+def _response_terms(moments, degrees, extra, mixtures):
+    """Terms of :func:`_client_likelihoods` of errors with these second moments (m, K, K)."""
+    slopes = np.einsum("mkl,ml->mk", moments, mixtures)
+    squares = np.einsum("mk,mk->m", slopes, mixtures) + extra
+    factors = degrees / squares
+    return (
+        degrees / 2 * np.log(squares),
+        factors[:, None] * slopes,
+        factors[:, None, None] * moments,  # at least the curvature, as the logarithm is concave
+    )
+
+
+def _products(values, weights, codes, n_clients):
+    """Weighted sums (m, K, K) over each client's rows of products of values (n, K)."""
+    n_candidates = values.shape[1]
+    products = values[:, :, None] * (weights[:, None] * values)[:, None]
+    sums = segment_sums(products.reshape(-1, n_candidates**2), codes, n_clients)
+    return sums.reshape(-1, n_candidates, n_candidates)
 
 
 def _minimum(terms, start, prior):
@@ -175,26 +187,30 @@ def _minimum(terms, start, prior):
         return value - np.log(mixtures) @ prior, gradient, curvature
 
     value, gradient, curvature = objective(weights)
-    for _ in range(_STEPS):
+    for _ in range(_MAX_NEWTON_STEPS):
         # in units of the weights, which may be tiny
         slopes = weights * gradient - prior
         systems = weights[:, :, None] * curvature * weights[:, None]
         systems[:, diagonal, diagonal] += prior
         solved = np.linalg.solve(systems, np.stack([slopes, weights], axis=2))
+        # The multiplier of the constraint that weights sum to 1.
         level = (weights * solved[..., 0]).sum(axis=1) / (weights * solved[..., 1]).sum(axis=1)
         step = level[:, None] * solved[..., 1] - solved[..., 0]
         gain = -(slopes * step).sum(axis=1)
-        open_ = gain > _TOLERANCE * (1 + prior.sum())
-        if not open_.any():
+        is_open = gain > _NEWTON_TOLERANCE * (1 + prior.sum())
+        if not is_open.any():
             break
-        length = np.where(open_, np.minimum(1.0, 0.99 / np.maximum(-step.min(axis=1), 0.99)), 0.0)
-        for _ in range(_HALVINGS):
+        # At most 99 % of the way to the edge, where the logarithm is infinite.
+        length = np.where(is_open, np.minimum(1.0, 0.99 / np.maximum(-step.min(axis=1), 0.99)), 0.0)
+        for _ in range(_MAX_STEP_HALVINGS):
             moved = weights * (1 + length[:, None] * step)
-            found = objective(moved / moved.sum(axis=1, keepdims=True))
-            worse = found[0] > value - 1e-4 * length * gain + 1e-13 * np.abs(value)
-            if not (worse & open_).any():
+            terms_there = objective(moved / moved.sum(axis=1, keepdims=True))
+            # Armijo's rule; the last term is the rounding error of the values.
+            largest = value - 1e-4 * length * gain + 1e-13 * np.abs(value)
+            worse = terms_there[0] > largest
+            if not (worse & is_open).any():
                 break
             length = np.where(worse, length / 2, length)
         weights = moved / moved.sum(axis=1, keepdims=True)
-        value, gradient, curvature = found
+        value, gradient, curvature = terms_there
     return weights

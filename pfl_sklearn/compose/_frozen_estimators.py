@@ -4,9 +4,11 @@ import copy
 from numbers import Integral
 
 import numpy as np
+from sklearn.base import is_classifier
 from sklearn.frozen import FrozenEstimator
 
 from pfl_sklearn._contents import everything_in
+from pfl_sklearn._labels import check_several_classes
 from pfl_sklearn._nesting import final_estimator, hand_out, is_ours
 from pfl_sklearn.base import ClientMixin
 
@@ -28,39 +30,43 @@ def population_of(fitted):
     return hand_out(fitted, "_population_copy")
 
 
-def check_strangers(pairs):
+def check_strangers(pairs, groups):
     """Raise ValueError if a frozen estimator knows several clients, but fit got no ids.
 
     Rows without ids are one client's, who would get its population model alone.
     """
-    for name, each in pairs:
-        known = getattr(final_estimator(each), "clients_", ())
-        if is_frozen(each) and len(known) > 1:
+    for name, each in pairs if groups is None else ():
+        clients = getattr(final_estimator(each), "clients_", ())
+        if is_frozen(each) and len(clients) > 1:
             raise ValueError(
-                f"{name!r} is a frozen model of {len(known)} clients, but fit got no groups= and "
+                f"{name!r} is a frozen model of {len(clients)} clients, but fit got no groups= and "
                 "cannot know whose rows these are; give groups=, or freeze one client's model "
                 "(for_client)."
             )
 
 
-def all_classes(labels, pairs):
-    """Sorted classes of the labels and of frozen estimators, which may know more."""
+def classes_of(estimator, labels, pairs=()):
+    """Sorted classes of the labels and of frozen estimators; None if they are responses.
+
+    A frozen classifier may know classes that none of the rows has, and gives them probabilities.
+    """
+    if not is_classifier(estimator):
+        return None
     classes = np.unique(labels)
     for _, each in pairs:
         own = getattr(each, "classes_", None) if is_frozen(each) else None
+        # Words and numbers have no common order; outputs of that estimator are refused by name.
         if own is not None and (own.dtype.kind in "OU") == (classes.dtype.kind in "OU"):
             classes = np.union1d(classes, own)
+    check_several_classes(classes, estimator)
     return classes
 
 
 def own_copy(frozen):
-    """Copy of a frozen estimator, which a later fit of the original leaves as it is.
-
-    What becomes of clients that it does not know is for the estimator that holds it to say.
-    """
+    """Copy of a frozen estimator, which a later fit of the original leaves as it is."""
     inner = copy.deepcopy(frozen.estimator)
     core = final_estimator(inner)
-    if hasattr(core, "unseen"):
+    if hasattr(core, "unseen"):  # what becomes of new clients is for the outer estimator to say
         core.unseen = "population"
     return FrozenEstimator(inner)
 
@@ -83,7 +89,7 @@ def without_originals(model):
         fitted = model.final_estimator_
         model.final_estimator = None if fitted is None else _frozen(fitted)
     if not isinstance(model.cv, Integral):
-        model.cv = 5
+        model.cv = 5  # the default
     return model
 
 

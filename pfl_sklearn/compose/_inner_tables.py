@@ -9,15 +9,21 @@ from sklearn import config_context
 from sklearn.base import is_classifier
 from sklearn.utils import assert_all_finite, check_array, check_consistent_length
 from sklearn.utils.metadata_routing import get_routing_for_object
-from sklearn.utils.validation import column_or_1d, has_fit_parameter
+from sklearn.utils.validation import (
+    check_is_fitted,
+    column_or_1d,
+    has_fit_parameter,
+    validate_data,
+)
 
-from pfl_sklearn._clients import encode_clients
+from pfl_sklearn._clients import EncodedClients, encode_clients
 from pfl_sklearn._compat import check_sample_weight, num_samples, safe_indexing
 from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._labels import check_labels
+from pfl_sklearn._typing import Integers
 
 
-class Table(NamedTuple):
+class InnerTable(NamedTuple):
     """Rows X (n, ...), targets or labels y (n,), client ids (n,), and weights (n,) or None."""
 
     X: Any
@@ -25,19 +31,19 @@ class Table(NamedTuple):
     ids: np.ndarray
     weights: np.ndarray | None
 
-    def take(self, rows):
-        """Some of the rows."""
+    def take(self, rows: Integers) -> "InnerTable":
+        """The table of these rows alone."""
         weights = None if self.weights is None else self.weights[rows]
-        return Table(safe_indexing(self.X, rows), self.y[rows], self.ids[rows], weights)
+        return InnerTable(safe_indexing(self.X, rows), self.y[rows], self.ids[rows], weights)
 
     @property
-    def clients(self):
+    def clients(self) -> EncodedClients:
         """Sorted ids of the clients, and the position of each row's."""
         return encode_clients(as_groups(self.ids), len(self.y))
 
 
-def read_table(estimator, X, y, groups, sample_weight, classes):
-    """Table of the rows of ``fit`` that have a positive weight; `classes` says whether y has them.
+def read_inner_table(estimator, X, y, groups, sample_weight, has_classes):
+    """Table of the rows of ``fit`` that have a positive weight.
 
     Raises
     ------
@@ -49,16 +55,16 @@ def read_table(estimator, X, y, groups, sample_weight, classes):
     if y.dtype.kind == "O" and pd.isna(y).any():
         raise ValueError(f"Input y has {pd.isna(y).sum()} missing labels (None or NaN).")
     assert_all_finite(y, input_name="y")
-    if classes:
+    if has_classes:
         check_labels(y)
     else:
         y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y")
     clients = estimator._encode_fit(groups, num_samples(X))
-    table = Table(X, y, clients.ids[clients.codes], None)
+    table = InnerTable(X, y, clients.ids[clients.codes], None)
     if sample_weight is not None:
         weights = check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
         table = table._replace(weights=weights)
-        if not weights.all():
+        if not weights.all():  # a row of weight 0 is absent, from folds and from counts, too
             table = table.take(np.flatnonzero(weights))
     if len(table.y) < 2:
         raise ValueError(
@@ -75,6 +81,7 @@ def check_responses(estimator, table):
     """
     if is_classifier(estimator):
         return
+    # Weighted sums of squares have to stay finite, whether weights are given or are ones.
     heaviest = 1.0 if table.weights is None else max(table.weights.max(), 1.0)
     check_float_range("y", table.y, heaviest)
 
@@ -93,11 +100,12 @@ def as_groups(ids):
     return pd.Categorical(ids) if ids.dtype.kind == "f" else ids
 
 
-def check_splits(cv, kept, given):
+def check_splits(cv, n_rows, n_given):
     """Raise ValueError if splits, given as a list, are of more rows than have a weight."""
-    if not isinstance(cv, Integral) and not hasattr(cv, "split") and len(kept) < len(given):
+    is_list = not (cv is None or isinstance(cv, Integral) or hasattr(cv, "split"))
+    if is_list and n_rows < n_given:  # positions would be those of other rows
         raise ValueError(
-            f"cv is a list of splits of {len(given)} rows, but only {len(kept)} have a positive "
+            f"cv is a list of splits of {n_given} rows, but only {n_rows} have a positive "
             "sample_weight; leave the others out before you make the splits, or give a splitter."
         )
 
@@ -116,10 +124,23 @@ def check_takes_weights(estimator, name):
         )
 
 
-def ids_of_rows(estimator, groups, codes):
+def rows_to_predict(estimator, X, groups):
+    """Rows as the inner estimators take them, and positions (n,) of their clients (-1: new)."""
+    check_is_fitted(estimator)
+    X = as_table(X)
+    validate_data(estimator, X, reset=False, skip_check_array=True)
+    return X, estimator._encode_predict(X, groups)
+
+
+def row_ids(estimator, groups, codes):
     """Ids (n,) of the clients of rows, whose positions in ``clients_`` these are."""
     if groups is not None:
-        given = encode_clients(groups, len(codes))
-        return given.ids[given.codes]
-    known = getattr(estimator, "clients_", np.zeros(1, dtype=np.intp))  # a released model has none
-    return known[codes]
+        clients = encode_clients(groups, len(codes))
+        return clients.ids[clients.codes]
+    ids = getattr(estimator, "clients_", np.zeros(1, dtype=np.intp))  # a released model has none
+    return ids[codes]
+
+
+def rows_at(X, positions):
+    """Rows at these positions; a table of all rows in their order is not copied."""
+    return X if len(positions) == num_samples(X) else safe_indexing(X, positions)

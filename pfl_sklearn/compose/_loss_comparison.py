@@ -1,19 +1,28 @@
-"""Choices by out-of-fold losses: which parts are clearly worse, and when that is clear."""
+"""Comparison of out-of-fold losses: which candidates are clearly worse, and when that is clear."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 from scipy.special import stdtrit
 
 from pfl_sklearn._float_range import unit_near
+from pfl_sklearn._typing import Floats, Integers
 
-_LEVEL, _EARLY_LEVEL = 0.1, 0.025
-_FEWEST_ROWS = 30  # that decide before the last fold
+_LEVEL = 0.1  # one-sided: a candidate gives way to a later one that is better at this level
+# By which a candidate may be in before the last fold. With five folds there are four such looks;
+# by Bonferroni their chances of a false alarm add up to at most 0.1.
+_EARLY_LEVEL = 0.025
+_FEWEST_ROWS = 30  # before the last fold; squared errors are too skew for a t test of fewer
+
+Losses = dict[str, Floats]
 
 
-def first_as_good(losses, weights, codes=None, level=_LEVEL):
-    """Name of the first of some losses (n,) that is not clearly worse than the best of all.
+def first_as_good(
+    losses: Losses, weights: Floats | None, codes: Integers | None = None, level: float = _LEVEL
+) -> str:
+    """Name of the first candidate whose losses (n,) are not clearly worse than the best one's.
 
     Clearly: a one-sided test of the mean difference at a level. Its errors are clustered by the
     clients of the rows if `codes` (n,) are given, as is right for new clients. Known clients are
@@ -21,11 +30,11 @@ def first_as_good(losses, weights, codes=None, level=_LEVEL):
     """
     means = mean_losses(losses, weights)
     best = min(means, key=means.__getitem__)
-    if codes is None or codes.max() == 0:
+    if codes is None or codes.max() == 0:  # rows of one client are clusters of their own
         codes = np.arange(len(losses[best]))
     if codes.max() == 0:  # one row: nothing is clear
         return next(iter(losses))
-    quantile = stdtrit(codes.max(), 1 - level)
+    quantile = stdtrit(codes.max(), 1 - level)  # as many degrees of freedom as clusters less one
     for name, rows in losses.items():
         gap = means[name] - means[best]
         if not math.isfinite(gap):  # squares of a candidate that is far off are infinite
@@ -35,37 +44,45 @@ def first_as_good(losses, weights, codes=None, level=_LEVEL):
     return best
 
 
-def mean_losses(losses, weights):
-    """Mean of each of some losses (n,), by name."""
+def mean_losses(losses: Losses, weights: Floats | None) -> dict[str, float]:
+    """Mean of each candidate's losses (n,), by name."""
     with np.errstate(over="ignore"):  # a candidate may be far off
         return {name: float(np.average(rows, weights=weights)) for name, rows in losses.items()}
 
 
 def _clustered_error(residuals, codes, weights):
-    """Standard error of a mean, from residuals (n,) whose clusters these are."""
+    """Standard error of a mean, from residuals (n,) in clusters (CR1)."""
     weights = np.ones(len(residuals)) if weights is None else weights
     sums = np.bincount(codes, residuals * weights)
-    unit = unit_near(np.abs(sums).max())  # losses are squares already
+    unit = unit_near(np.abs(sums).max())  # losses are squares already, and are squared again here
     size = unit * np.linalg.norm(sums / unit)
     return size / weights.sum() * math.sqrt(len(sums) / (len(sums) - 1))
 
 
-def judged(name, losses_in, losses, tests, weights, codes=None):
-    """Whether one more part is clearly better than others, tested fold after fold until that shows.
+def judged(
+    name: str,
+    losses_in: Callable[..., Floats],
+    losses: Losses,
+    tests: list[Integers],
+    weights: Floats | None,
+    codes: Integers | None = None,
+) -> tuple[float, bool]:
+    """Whether one more candidate is clearly better than others, tested fold by fold until clear.
 
-    The part is in before the last fold if it is clearly better than each of the others at level
-    0.025, of which four looks make 0.1. It is out if it is clearly worse than the best of them at
-    level 0.1 or, after two folds, worse than one of them. Both take 30 rows, and several clients if
+    It is in before the last fold if it is clearly better than each of the others at level 0.025,
+    of which four looks make 0.1. It is out if it is clearly worse than the best of them at level
+    0.1 or, after two folds, worse than one of them. Both take 30 rows, and several clients if
     these are drawn. All folds decide by :func:`first_as_good`. Before that, a rough look at two
-    folds may rule the part out.
+    folds may rule it out, which needs no more fits of base estimators. On radon and contraception,
+    where it does, all folds would take 1.8 to 2.8 times as long.
 
     Parameters
     ----------
     name : str
-        Of the part, which comes after all others.
+        Of the candidate, which comes after all others.
     losses_in : callable
-        Losses of the part on the test rows of a fold, whose position it gets. With ``rough=True``
-        they may be off, but cheap to have.
+        Its losses on the test rows of a fold, whose position it gets. With ``rough=True`` they may
+        be off, but cheap to have.
     losses : dict of str to ndarray of shape (n,)
         Losses of the others, in order of preference.
     tests : list of ndarray
@@ -77,14 +94,14 @@ def judged(name, losses_in, losses, tests, weights, codes=None):
     Returns
     -------
     loss : float
-        Mean loss of the part. Where some folds decided, that of the best other one times the ratio
-        of the two in these folds.
+        Its mean loss. Where some folds decided, that of the best other one times the ratio of the
+        two in these folds.
     wins : bool
     """
-    given = losses, weights, codes
-    _, loss, wins = _until_clear(name, partial(losses_in, rough=True), tests[:2], *given)
-    if wins is not False:
-        own, loss, wins = _until_clear(name, losses_in, tests[:-1], *given)
+    data = losses, weights, codes
+    _, loss, wins = _until_clear(name, partial(losses_in, rough=True), tests[:2], *data)
+    if wins is not False:  # what has seen the tested rows may rule a candidate out, but not in
+        own, loss, wins = _until_clear(name, losses_in, tests[:-1], *data)
     if wins is None:
         own[tests[-1]] = losses_in(len(tests) - 1)
         loss = float(np.average(own, weights=weights))
@@ -93,27 +110,29 @@ def judged(name, losses_in, losses, tests, weights, codes=None):
 
 
 def _until_clear(name, losses_in, tests, losses, weights, codes):
-    """Losses (n,) of a part in folds until it is in or out; its mean loss; and which, or None."""
+    """Losses (n,) of a candidate in folds until it is in or out; its mean loss; which, or None."""
     means = mean_losses(losses, weights)
     rival = min(means, key=means.__getitem__)
     own = np.full(len(losses[rival]), np.nan)
     for k, test in enumerate(tests):
         own[test] = losses_in(k)
         rows = np.flatnonzero(~np.isnan(own))
-        some = {each: values[rows] for each, values in {**losses, name: own}.items()}
-        drawn = None if codes is None else np.unique(codes[rows], return_inverse=True)[1]
-        given = None if weights is None else weights[rows]
-        one_client = drawn is not None and not drawn.any()
-        if _effective_rows(given, len(rows)) < _FEWEST_ROWS or one_client:
+        here = {each: values[rows] for each, values in {**losses, name: own}.items()}
+        clients = None if codes is None else np.unique(codes[rows], return_inverse=True)[1]
+        row_weights = None if weights is None else weights[rows]
+        one_client = clients is not None and not clients.any()  # a cluster has no standard error
+        if _effective_rows(row_weights, len(rows)) < _FEWEST_ROWS or one_client:
             continue
-        here = mean_losses(some, given)
-        pair = {name: some[name], rival: some[rival]}
-        wins = first_as_good(some, given, drawn, _EARLY_LEVEL) == name
-        worse = first_as_good(pair, given, drawn) == rival
-        if wins or worse or (k > 0 and here[name] > min(here.values())):
-            loss = here[name]
-            if here[rival]:
-                loss *= means[rival] / here[rival]
+        means_here = mean_losses(here, row_weights)
+        wins = first_as_good(here, row_weights, clients, _EARLY_LEVEL) == name
+        pair = {name: here[name], rival: here[rival]}
+        worse = first_as_good(pair, row_weights, clients) == rival
+        # One that is behind after two folds would have to be clearly ahead of all in the end.
+        if wins or worse or (k > 0 and means_here[name] > min(means_here.values())):
+            loss = means_here[name]
+            if means_here[rival]:  # else both are 0, or no ratio says anything
+                # Folds differ in how hard they are; the rival's loss in all of them is known.
+                loss *= means[rival] / means_here[rival]
             return own, loss, wins
     return own, None, None
 

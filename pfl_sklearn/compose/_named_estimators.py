@@ -1,10 +1,12 @@
 """Estimators that hold a list of others by name."""
 
 import copy
+from typing import Any, Self
 
 import pandas as pd
 from sklearn import config_context
 from sklearn.base import MetaEstimatorMixin, is_classifier, is_regressor
+from sklearn.utils import get_tags
 
 from pfl_sklearn._clients import match_clients
 from pfl_sklearn._compat import BaseComposition
@@ -19,9 +21,10 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
     A subclass says by ``_default_estimators`` what None stands for.
     """
 
+    estimators: list[tuple[str, Any]] | None
     _reserved_names: tuple[str, ...] = ()
 
-    def get_params(self, deep=True):
+    def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Parameters of this estimator and, if `deep`, of those inside it by name.
 
         Parameters
@@ -35,7 +38,7 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
         """
         return self._get_params("estimators", deep=deep)
 
-    def set_params(self, **params):
+    def set_params(self, **params: Any) -> Self:
         """Set the parameters of this estimator.
 
         Parameters
@@ -52,7 +55,7 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
         names = {name for name, _ in defaults or ()}
         default = params.get("estimators", before) is None
         if default and any(name.partition("__")[0] in names for name in params):
-            params["estimators"] = defaults
+            params["estimators"] = defaults  # the objects that None stands for, to be changed
         try:
             self._set_params("estimators", **params)
         except Exception:
@@ -60,17 +63,16 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
             raise
         return self
 
-    def _default_estimators(self):
+    def _default_estimators(self) -> list[tuple[str, Any]] | None:
         return None
 
     def _given_estimators(self):
         return self._default_estimators() if self.estimators is None else self.estimators
 
     def _estimator_objects(self):
-        """Those of the given estimators that are some, before anything is checked."""
-        given = self._given_estimators()
-        pairs = [each for each in given if isinstance(each, tuple | list) and len(each) == 2]
-        return [each for _, each in pairs if hasattr(each, "fit") and not isinstance(each, type)]
+        """Estimators among the given ones; nothing is checked yet, as tags are asked for before."""
+        pairs = [each for each in self._given_estimators() if _is_pair(each)]
+        return [each for _, each in pairs if _is_estimator_object(each)]
 
     def _checked_estimators(self):
         """Names and estimators that are not dropped.
@@ -80,25 +82,40 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
         ValueError
             If they are no list of names and estimators of the right kind, or a name is taken.
         """
-        given = self._given_estimators()
-        for each in given:
-            if not (isinstance(each, tuple | list) and len(each) == 2 and isinstance(each[0], str)):
+        pairs = self._given_estimators()
+        for each in pairs:
+            if not (_is_pair(each) and isinstance(each[0], str)):
                 raise ValueError(
                     f"estimators must be a list of (name, estimator); got {each!r} in it."
                 )
-        pairs = given
         names = [name for name, _ in pairs]
         self._validate_names(names)
         for name in set(self._reserved_names).intersection(names):
             raise ValueError(f"estimators has the name {name!r}, which is that of another part.")
         kind = "classifier" if is_classifier(self) else "regressor"
-        found = [(name, each) for name, each in pairs if not is_dropped(each)]
-        for name, each in found:
+        present = [(name, each) for name, each in pairs if not is_dropped(each)]
+        for name, each in present:
             check_kind(each, kind, f"estimators has {name!r}, {each!r}")
             check_parameters(each, f"estimators has {name!r}")
-        if not found:
+        if not present:
             raise ValueError("estimators must hold at least one that is not dropped; got none.")
-        return found
+        return present
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        inner = [get_tags(each) for each in self._estimator_objects()]
+        tags.input_tags.allow_nan = all(each.input_tags.allow_nan for each in inner)
+        tags.input_tags.sparse = False
+        return tags
+
+
+def _is_pair(value):
+    return isinstance(value, tuple | list) and len(value) == 2
+
+
+def _is_estimator_object(value):
+    """Whether something is an estimator and not its class."""
+    return hasattr(value, "fit") and not isinstance(value, type)
 
 
 def is_dropped(estimator):
@@ -108,9 +125,8 @@ def is_dropped(estimator):
 
 def check_kind(estimator, kind, what):
     """Raise ValueError if something is no estimator of a kind, or predicts no probabilities."""
-    fits = is_classifier if kind == "classifier" else is_regressor
-    found = hasattr(estimator, "fit") and not isinstance(estimator, type)
-    if not found or not fits(estimator):
+    is_of_kind = is_classifier if kind == "classifier" else is_regressor
+    if not (_is_estimator_object(estimator) and is_of_kind(estimator)):
         raise ValueError(f"{what}; expected a {kind}.")
     if kind == "classifier" and not hasattr(estimator, "predict_proba"):
         raise ValueError(f"{what}, which has no predict_proba; expected a classifier that has.")
@@ -120,6 +136,7 @@ def check_parameters(estimator, what):
     """Raise ValueError if an estimator takes clients from a column, or folds would share a file."""
     core = final_estimator(estimator)
     inside = [core, *(core.get_params().values() if hasattr(core, "get_params") else ())]
+    # A column of ids would not be in X, or be a feature of the other estimators, too.
     if any(isinstance(each, ClientColumn) for each in inside):
         kind = "a ClientColumn" if isinstance(core, ClientColumn) else "which holds a ClientColumn"
         raise ValueError(
@@ -138,9 +155,11 @@ def check_parameters(estimator, what):
 
 def of_client(fitted, client_id):
     """A fitted estimator's model of one client, or of none if it does not know this one."""
-    fitted = None if fitted is None else predicting_estimator(fitted)
+    if fitted is None:  # nothing is behind the base estimators
+        return None
+    fitted = predicting_estimator(fitted)
     with config_context(enable_metadata_routing=True):
-        if fitted is None or not takes_groups(fitted, "predict"):
+        if not takes_groups(fitted, "predict"):  # it has one model for all
             return copy.deepcopy(fitted)
     core = final_estimator(fitted)
     if not hasattr(core, "for_client"):
@@ -148,7 +167,8 @@ def of_client(fitted, client_id):
             f"for_client needs a model of one client alone, and {type(fitted).__name__}, which "
             "knows all of them, has no for_client."
         )
-    known = getattr(core, "clients_", None)
-    if known is None or match_clients(pd.Categorical([client_id]), 1, known, "client_id")[0] < 0:
+    clients = getattr(core, "clients_", None)
+    ids = pd.Categorical([client_id])
+    if clients is None or match_clients(ids, 1, clients, "client_id")[0] < 0:
         return population_of(fitted)  # of a release, or of other clients
     return hand_out(fitted, "for_client", client_id)

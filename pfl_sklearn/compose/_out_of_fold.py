@@ -1,11 +1,10 @@
 """Out-of-fold predictions of estimators, some of which take client ids, and their losses."""
 
-import itertools
 import math
 import warnings
 from inspect import signature
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from sklearn import config_context
@@ -14,12 +13,19 @@ from sklearn.model_selection import GroupKFold, check_cv
 
 from pfl_sklearn._nesting import final_estimator, predicting_estimator, takes_groups
 from pfl_sklearn._parallel import map_batches
+from pfl_sklearn._typing import Integers
 from pfl_sklearn.compose._frozen_estimators import is_frozen, own_copy
-from pfl_sklearn.compose._inner_tables import as_groups
+from pfl_sklearn.compose._inner_tables import as_groups, check_takes_weights
 from pfl_sklearn.model_selection import ClientKFold
 
-SMALLEST = 1e-6  # probability that a loss or log odds are computed of, at least
-_SLACK = 1e-3  # of a sum of probabilities, which may be of single precision
+# Probabilities are at least this in losses and log odds: a leaf of one class says 0, and a single
+# row of another class would then make the loss of a whole table infinite.
+SMALLEST = 1e-6
+_SUM_TOLERANCE = 1e-3  # probabilities may be of single precision, or rounded by the estimator
+
+Fold: TypeAlias = tuple[Integers, Integers]  # positions of the rows to fit and to test
+# Outputs of each estimator for the rows of two folds, by fits to the rest.
+PairOutputs: TypeAlias = dict[tuple[int, int], list[np.ndarray]]
 
 
 class Named(NamedTuple):
@@ -29,23 +35,44 @@ class Named(NamedTuple):
     estimator: Any
     classes: np.ndarray | None
 
+    @property
+    def title(self) -> str:
+        """Name and class, for messages."""
+        return f"{self.name!r} ({type(self.estimator).__name__})"
 
-def prepared(estimator, seed):
-    """Clone that draws from a seed, unless it has its own, and gives new clients the population.
 
-    Private estimators get no seed, with which anyone could remove their noise.
+def prepared(pairs, classes, seeds, weighted):
+    """Estimators by name, ready to be fitted to rows with weights or without.
+
+    Raises
+    ------
+    ValueError
+        If rows have weights that an estimator does not take.
     """
+    named = [
+        Named(name, _seeded(each, seed), classes)
+        for (name, each), seed in zip(pairs, seeds, strict=True)
+    ]
+    for each in named:
+        if weighted and not is_frozen(each.estimator):  # a frozen one is fitted to no rows
+            check_takes_weights(each.estimator, each.name)
+    return named
+
+
+def _seeded(estimator, seed):
+    """Clone that draws from a seed unless it has its own, and gives new clients the population."""
     if is_frozen(estimator):
         return own_copy(estimator)
-    found = clone(estimator)
-    rng, given = np.random.default_rng(seed), found.get_params()
-    for name in sorted(given):
+    seeded = clone(estimator)
+    rng, params = np.random.default_rng(seed), seeded.get_params()
+    for name in sorted(params):  # so that seeds do not depend on the order of parameters
         prefix, _, last = name.rpartition("__")
-        if last == "random_state" and given[name] is None and not _is_private(prefix, given):
-            found.set_params(**{name: int(rng.integers(2**31))})
-        if last == "unseen":
-            found.set_params(**{name: "population"})
-    return found
+        # Anyone who knows the seed of a private estimator can subtract its noise.
+        if last == "random_state" and params[name] is None and not _is_private(prefix, params):
+            seeded.set_params(**{name: int(rng.integers(2**31))})
+        if last == "unseen":  # folds of whole clients are unseen on purpose
+            seeded.set_params(**{name: "population"})
+    return seeded
 
 
 def _is_private(prefix, params):
@@ -55,66 +82,65 @@ def _is_private(prefix, params):
     return epsilon != math.inf or params.get(f"{at}noise_multiplier") is not None
 
 
-def fit(named, table):
+def fit_named(named, table):
     """Fitted clone of an estimator."""
-    given = {}
-    if table.weights is not None:
-        given["sample_weight"] = table.weights
+    metadata = {} if table.weights is None else {"sample_weight": table.weights}
     with config_context(enable_metadata_routing=True):  # of pipelines and searches
         if takes_groups(named.estimator, "fit"):
-            given["groups"] = as_groups(table.ids)
-        return clone(named.estimator).fit(table.X, table.y, **given)
+            metadata["groups"] = as_groups(table.ids)
+        return clone(named.estimator).fit(table.X, table.y, **metadata)
 
 
 def outputs(named, fitted, X, ids):
-    """What a fitted estimator predicts: responses (n,), or probabilities (n, K) of the classes.
+    """Predictions of a fitted estimator: responses (n,), or probabilities (n, K) of the classes.
 
     Raises
     ------
     ValueError
         If it predicts NaN, no probabilities, or classes in another order.
     """
-    predicting = predicting_estimator(fitted)
+    predicting = predicting_estimator(fitted)  # a search hands no client ids on
     if named.classes is None:
-        found = _numbers(named, _call(named, predicting, "predict", X, ids), (len(X),))
-    else:
-        given = {"integrate": True} if _averages(predicting, ids) else {}
-        made = _call(named, predicting, "predict_proba", X, ids, given)
-        found = _of_all_classes(named, predicting, made, len(X))
-    return found
+        return _finite_numbers(named, _call(named, predicting, "predict", X, ids), (len(X),))
+    params = {"integrate": True} if _averages(predicting, ids) else {}
+    probabilities = _call(named, predicting, "predict_proba", X, ids, params)
+    return _of_all_classes(named, predicting, probabilities, len(X))
 
 
 def _averages(fitted, ids):
-    """Whether probabilities can be averages over what is not known of the rows' clients.
+    """Whether probabilities can be averages over a posterior of the rows' clients.
 
-    After a fit of one client nothing is known of how new ones differ.
+    Averages are never clearly worse than probabilities at the mode, and far better for new clients
+    and for clients of few rows.
     """
     if "integrate" not in signature(fitted.predict_proba).parameters:
         return False
     core = final_estimator(fitted)
     if not np.isnan(core.prior_.covariance).any():
         return True
+    # After a fit of one client the variance between clients is unknown: only that client's own
+    # posterior is.
     return bool(np.isin(ids, getattr(core, "clients_", ())).all())
 
 
-def _numbers(named, found, shape):
-    """Finite numbers of this shape."""
-    what = f"{named.name!r} ({type(named.estimator).__name__}) predicted"
-    found = np.asarray(found)
-    if found.shape != shape:
-        raise ValueError(f"{what} an array of shape {found.shape}; expected {shape}.")
-    casting = "safe" if found.dtype.kind == "c" else "unsafe"  # complex numbers have no order
+def _finite_numbers(named, values, shape):
+    """Values as finite floats of this shape."""
+    what = f"{named.title} predicted"
+    values = np.asarray(values)
+    if values.shape != shape:
+        raise ValueError(f"{what} an array of shape {values.shape}; expected {shape}.")
+    casting = "safe" if values.dtype.kind == "c" else "unsafe"  # complex numbers have no order
     try:
-        found = found.astype(np.float64, casting=casting, copy=False)
+        values = values.astype(np.float64, casting=casting, copy=False)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{what} {found.ravel()[0]!r}; expected real numbers.") from error
-    bad = ~np.isfinite(found.reshape(len(found), -1)).all(axis=1)
+        raise ValueError(f"{what} {values.ravel()[0]!r}; expected real numbers.") from error
+    bad = ~np.isfinite(values.reshape(len(values), -1)).all(axis=1)
     if bad.any():
         raise ValueError(
-            f"{what} {found[bad][0].tolist()!r} for {bad.sum()} of {len(found)} rows; expected "
+            f"{what} {values[bad][0].tolist()!r} for {bad.sum()} of {len(values)} rows; expected "
             "finite numbers."
         )
-    return found
+    return values
 
 
 def with_std(fitted, X, ids):
@@ -125,9 +151,9 @@ def with_std(fitted, X, ids):
     ValueError
         If it gives none.
     """
+    named = Named("final_estimator", fitted, None)
     predicting = predicting_estimator(fitted)
     try:
-        named = Named("final_estimator", fitted, None)
         return _call(named, predicting, "predict", X, ids, {"return_std": True}, ValueError)
     except TypeError as error:
         raise ValueError(
@@ -136,19 +162,20 @@ def with_std(fitted, X, ids):
         ) from error
 
 
-def _call(named, estimator, method, X, ids, given=None, caught=(TypeError, ValueError)):
+def _call(named, estimator, method, X, ids, params=None, caught=(TypeError, ValueError)):
+    """What a method of a fitted estimator returns; its errors say whose they are."""
     with config_context(enable_metadata_routing=True):
         groups = {"groups": as_groups(ids)} if takes_groups(estimator, method) else {}
         try:
-            return getattr(estimator, method)(X, **groups, **(given or {}))
+            return getattr(estimator, method)(X, **groups, **(params or {}))
         except caught as error:
-            raise _kind_of(error)(
-                f"{named.name!r} ({type(estimator).__name__}) failed to predict: {error}"
-            ) from error
+            name = f"{named.name!r} ({type(estimator).__name__})"
+            raise _retold(error, f"{name} failed to predict: {error}") from error
 
 
-def _kind_of(error):
-    return TypeError if isinstance(error, TypeError) else ValueError
+def _retold(error, message):
+    """Error of the same kind, one of two, with another message."""
+    return TypeError(message) if isinstance(error, TypeError) else ValueError(message)
 
 
 def _of_all_classes(named, fitted, probabilities, n_rows):
@@ -156,38 +183,37 @@ def _of_all_classes(named, fitted, probabilities, n_rows):
     own = np.asarray(getattr(fitted, "classes_", ()))
     if not len(own):
         raise ValueError(
-            f"{named.name!r} ({type(named.estimator).__name__}) has no classes_; expected a "
-            "classifier that says which class each probability is of."
+            f"{named.title} has no classes_; expected a classifier that says which class each "
+            "probability is of."
         )
     where = np.searchsorted(named.classes, own).clip(max=len(named.classes) - 1)
     if not np.array_equal(named.classes[where], own) or (np.diff(where) <= 0).any():
         raise ValueError(
-            f"{named.name!r} ({type(named.estimator).__name__}) has classes_={own.tolist()}; "
-            f"expected those of y in sorted order, {named.classes.tolist()}."
+            f"{named.title} has classes_={own.tolist()}; expected those of y in sorted order, "
+            f"{named.classes.tolist()}."
         )
-    probabilities = _numbers(named, probabilities, (n_rows, len(own)))
-    off = (probabilities < -_SLACK).any(axis=1) | (np.abs(probabilities.sum(axis=1) - 1) > _SLACK)
+    probabilities = _finite_numbers(named, probabilities, (n_rows, len(own)))
+    sums = probabilities.sum(axis=1)
+    off = (probabilities < -_SUM_TOLERANCE).any(axis=1) | (np.abs(sums - 1) > _SUM_TOLERANCE)
     if off.any():
         raise ValueError(
-            f"{named.name!r} ({type(named.estimator).__name__}) predicted probabilities "
-            f"{probabilities[off][0].tolist()!r} for {off.sum()} of {n_rows} rows; expected "
-            "numbers from 0 on with sum 1."
+            f"{named.title} predicted probabilities {probabilities[off][0].tolist()!r} for "
+            f"{off.sum()} of {n_rows} rows; expected numbers from 0 on with sum 1."
         )
-    found = np.zeros((n_rows, len(named.classes)))
-    found[:, where] = probabilities
-    return found
+    of_all = np.zeros((n_rows, len(named.classes)))
+    of_all[:, where] = probabilities
+    return of_all
 
 
-def out_of_fold(named, tables, folds, n_jobs, warned=None):
+def out_of_fold(pairs, folds, n_jobs, warned=None):
     """Outputs of each estimator for the rows of its table, by fits to the other folds.
 
     Warnings of the folds are kept back. Fits to all rows give them again, if there are any.
 
     Parameters
     ----------
-    named : list of Named
-    tables : list of Table
-        One for each estimator, with the same rows.
+    pairs : list of (Named, InnerTable)
+        Tables have the same rows.
     folds : list of (train, test)
         The test rows are a partition of all.
     n_jobs : int or None
@@ -198,20 +224,18 @@ def out_of_fold(named, tables, folds, n_jobs, warned=None):
     -------
     list of ndarray of shape (n,) or (n, K)
     """
-    tasks = [
-        (train, test, each, table)
-        for each, table in zip(named, tables, strict=True)
-        for train, test in folds
-    ]
-    done, found = iter(map_batches(_test_outputs, tasks, n_jobs)), []
-    for each in named:
-        parts, told = zip(*[next(done) for _ in folds], strict=True)
-        found.append(_in_order(parts, [test for _, test in folds]))
+    tasks = [(train, test, *pair) for pair in pairs for train, test in folds]
+    results, out = iter(map_batches(_test_outputs, tasks, n_jobs)), []
+    by_row = np.argsort(np.concatenate([test for _, test in folds]))
+    for named, _ in pairs:
+        parts, caught = zip(*[next(results) for _ in folds], strict=True)
+        out.append(np.concatenate(parts)[by_row])
         if warned is not None:
-            always = set.intersection(*[{category for category, _ in fold} for fold in told])
-            first = dict(reversed(told[0]))
-            warned[each.name] = [(first[category], category) for category in always]
-    return found
+            # One fold may warn because it is small; what all warn of is the estimator's own.
+            always = set.intersection(*[{category for category, _ in fold} for fold in caught])
+            first = dict(reversed(caught[0]))
+            warned[named.name] = [(first[category], category) for category in always]
+    return out
 
 
 def out_of_two_folds(named, table, folds, n_jobs):
@@ -223,7 +247,7 @@ def out_of_two_folds(named, table, folds, n_jobs):
     Parameters
     ----------
     named : list of Named
-    table : Table
+    table : InnerTable
     folds : list of (train, test)
     n_jobs : int or None
 
@@ -232,40 +256,36 @@ def out_of_two_folds(named, table, folds, n_jobs):
     list of list of ndarray
         For each fold and each estimator, outputs (n_train, ...) for the fold's training rows.
     """
-    pairs = {}
-    for k in range(len(folds)):
-        fit_pairs(named, table, folds, k, pairs, n_jobs)
-    return [outside_of(k, folds, pairs, len(table.y)) for k in range(len(folds))]
+    pairs: PairOutputs = {}
+    return [outside_of(k, named, table, folds, pairs, n_jobs) for k in range(len(folds))]
 
 
-def fit_pairs(named, table, folds, k, pairs, n_jobs):
-    """Add to `pairs` what estimators say of the rows of two folds, by fits to the rest.
+def outside_of(k, named, table, folds, pairs, n_jobs):
+    """Outputs (n_train, ...) of each estimator for the training rows of fold k.
 
-    Those pairs of fold k are added that are not there yet. Each has a list of outputs, by
-    estimator, for the rows of both folds in ascending order.
+    Those for another fold's rows are of fits to the rows of neither. `pairs` keeps them for the
+    other fold's turn; a pair's outputs are of the rows of both folds, in ascending order.
     """
-    every = itertools.combinations(range(len(folds)), 2)
-    new = [pair for pair in every if k in pair and pair not in pairs]
+    others = [(min(k, each), max(k, each)) for each in range(len(folds)) if each != k]
+    new = [pair for pair in others if pair not in pairs]
     tasks = [
         (np.intersect1d(folds[a][0], folds[b][0]), _rows_of_pair(folds, (a, b)), each, table)
         for a, b in new
         for each in named
     ]
-    done = iter(map_batches(_test_outputs, tasks, n_jobs))
-    pairs.update({pair: [next(done)[0] for _ in named] for pair in new})
+    results = iter(map_batches(_test_outputs, tasks, n_jobs))
+    pairs.update({pair: [next(results)[0] for _ in named] for pair in new})
+    by_estimator = zip(*[pairs[pair] for pair in others], strict=True)
+    return [_of_training_rows(k, folds, others, parts) for parts in by_estimator]
 
 
-def outside_of(k, folds, pairs, n_rows):
-    """Outputs (n_train, ...) of each estimator for the training rows of a fold, from its pairs."""
-    found = []
-    own = {pair: parts for pair, parts in pairs.items() if k in pair}
-    for parts in zip(*own.values(), strict=True):
-        values = np.empty((n_rows, *parts[0].shape[1:]))
-        for pair, part in zip(own, parts, strict=True):
-            other = folds[sum(pair) - k][1]
-            values[other] = part[np.searchsorted(_rows_of_pair(folds, pair), other)]
-        found.append(values[folds[k][0]])
-    return found
+def _of_training_rows(k, folds, pairs, parts):
+    """Outputs (n_train, ...) of one estimator for the training rows of fold k, from its pairs."""
+    values = np.empty((sum(len(test) for _, test in folds), *parts[0].shape[1:]))
+    for pair, part in zip(pairs, parts, strict=True):
+        other = folds[sum(pair) - k][1]
+        values[other] = part[np.searchsorted(_rows_of_pair(folds, pair), other)]
+    return values[folds[k][0]]
 
 
 def _rows_of_pair(folds, pair):
@@ -279,44 +299,40 @@ def tested(named, train, test):
 
 def _tested(_, named, train, test):
     """Outputs for the test rows, and the categories and texts of the warnings of the fit."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         one_class = named.classes is not None and len(np.unique(train.y)) == 1
-        if one_class and not is_frozen(named.estimator):  # too few rows to learn from
-            found = np.tile((named.classes == train.y[0]).astype(float), (len(test.y), 1))
+        if one_class and not is_frozen(named.estimator):  # many classifiers refuse one class
+            probabilities = (named.classes == train.y[0]).astype(float)
+            predicted = np.tile(probabilities, (len(test.y), 1))
         else:
-            found = _fitted_outputs(named, train, test)
-    return found, [(each.category, str(each.message)) for each in told]
+            predicted = _fitted_outputs(named, train, test)
+    return predicted, [(each.category, str(each.message)) for each in caught]
 
 
 def _fitted_outputs(named, train, test):
     try:
-        fitted = fit(named, train)
+        fitted = fit_named(named, train)
     except (TypeError, ValueError) as error:
-        raise _kind_of(error)(
-            f"in one of the folds {named.name!r} ({type(named.estimator).__name__}) failed on "
-            f"{len(train.y)} rows of {len(train.clients.ids)} clients: {error}"
-        ) from error
+        message = (
+            f"in one of the folds {named.title} failed on {len(train.y)} rows of "
+            f"{len(train.clients.ids)} clients: {error}"
+        )
+        raise _retold(error, message) from error
     return outputs(named, fitted, test.X, test.ids)
-
-
-def _in_order(parts, rows):
-    """Parts for some rows each, in the order of all of them."""
-    return np.concatenate(parts)[np.argsort(np.concatenate(rows))]
 
 
 def _test_outputs(train, test, named, table):
     return _tested(None, named, table.take(train), table.take(test))
 
 
-def fit_all(named, tables, n_jobs):
-    """Fits of estimators to all rows of their tables."""
-    tasks = [(table.y, each, table) for each, table in zip(named, tables, strict=True)]
-    return map_batches(_fit_one, tasks, n_jobs)
+def fit_all(pairs, n_jobs):
+    """Fits of estimators to all rows of their tables; `pairs` as in :func:`out_of_fold`."""
+    return map_batches(_fit_one, [(table.y, named, table) for named, table in pairs], n_jobs)
 
 
 def _fit_one(_, named, table):
-    return fit(named, table)
+    return fit_named(named, table)
 
 
 def log_odds(probabilities):
@@ -325,37 +341,40 @@ def log_odds(probabilities):
     return logs[:, 1:] - logs[:, :1]
 
 
-def row_losses(found, y, classes):
+def row_losses(predicted, y, classes):
     """Squared errors (n,) of responses, or minus log probabilities of the true classes."""
     if classes is None:
         with np.errstate(over="ignore"):  # one row may carry a prediction away
-            return (found - y) ** 2
-    own = found[np.arange(len(y)), np.searchsorted(classes, y)]
+            return (predicted - y) ** 2
+    own = predicted[np.arange(len(y)), np.searchsorted(classes, y)]
     return -np.log(np.maximum(own, SMALLEST))
 
 
 def splitter_of(cv, has_classes, seed):
     """Splitter that `cv` stands for; of a number of folds, or None for five, inside clients."""
-    cv = 5 if cv is None else cv
-    if isinstance(cv, Integral):
-        return ClientKFold(cv, stratify=has_classes, random_state=seed)
+    if cv is None or isinstance(cv, Integral):
+        # Not scikit-learn's, which would hold whole clients out of a sorted table.
+        return ClientKFold(5 if cv is None else cv, stratify=has_classes, random_state=seed)
     if hasattr(cv, "__next__"):
         raise ValueError(
             f"cv={cv!r} is used up after one fit; expected a number of folds, a splitter or a list."
         )
-    for k, parts in enumerate([] if hasattr(cv, "split") else cv):
-        if len(parts) != 2:
+    for k, fold in enumerate([] if hasattr(cv, "split") else cv):
+        if len(fold) != 2:
             raise ValueError(
-                f"fold {k} of cv has {len(parts)} parts; expected the rows to fit and to test."
+                f"fold {k} of cv has {len(fold)} parts; expected the rows to fit and to test."
             )
     return check_cv(cv)
 
 
 def folds_within(cv, table, owner):
-    """Folds of a splitter as a list of row positions, whose test rows must be a partition."""
+    """Folds of a splitter as a list of row positions, whose test rows must be a partition.
+
+    A row that no fold tests would have no prediction for the final estimator to learn from.
+    """
     n_rows, folds = len(table.y), []
     for k, pair in enumerate(cv.split(table.X, table.y, groups=as_groups(table.ids))):
-        train, test = (_positions(rows, n_rows) for rows in pair)
+        train, test = (_row_positions(rows, n_rows) for rows in pair)
         shared = np.intersect1d(train, test)
         if not (len(train) and len(test)) or len(shared):
             raise ValueError(
@@ -373,7 +392,7 @@ def folds_within(cv, table, owner):
     return folds
 
 
-def _positions(rows, n_rows):
+def _row_positions(rows, n_rows):
     """Positions of rows, which may be given as a mask."""
     rows = np.asarray(rows)
     if rows.dtype == bool and len(rows) == n_rows:
@@ -384,19 +403,13 @@ def _positions(rows, n_rows):
             f"to {n_rows - 1}, or a mask of {n_rows} rows."
         )
     rows = rows.astype(np.intp)
-    if len(np.unique(rows)) < len(rows):
-        raise ValueError(f"cv has row {_repeated(rows)} more than once in a part of a fold.")
-    if rows.size and (rows.min() < 0 or rows.max() >= n_rows):
-        raise ValueError(
-            f"cv has row {rows.min() if rows.min() < 0 else rows.max()}; expected positions from 0 "
-            f"to {n_rows - 1}."
-        )
+    values, times = np.unique(rows, return_counts=True)
+    if (times > 1).any():
+        raise ValueError(f"cv has row {values[times > 1][0]} more than once in a part of a fold.")
+    outside = values[(values < 0) | (values >= n_rows)]  # negative ones would count from the end
+    if len(outside):
+        raise ValueError(f"cv has row {outside[0]}; expected positions from 0 to {n_rows - 1}.")
     return rows
-
-
-def _repeated(rows):
-    found, times = np.unique(rows, return_counts=True)
-    return found[times > 1][0]
 
 
 def folds_of_clients(n_splits, codes, seed):

@@ -2,6 +2,7 @@
 
 import math
 from numbers import Integral
+from typing import Any, Self
 
 import numpy as np
 import pandas as pd
@@ -11,14 +12,14 @@ from sklearn.utils import Bunch, check_random_state, get_tags
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import row_counts
-from pfl_sklearn._compat import StrOptions, available_if, fit_context, num_samples, safe_indexing
-from pfl_sklearn._labels import check_several_classes
+from pfl_sklearn._compat import StrOptions, available_if, fit_context, num_samples
 from pfl_sklearn._nesting import final_estimator, hand_out
+from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.base import ClientMixin, client_values
 from pfl_sklearn.compose._client_mixtures import client_weights, errors_of, population_mean
 from pfl_sklearn.compose._frozen_estimators import (
-    all_classes,
     check_strangers,
+    classes_of,
     for_new_clients,
     is_frozen,
     without_clients,
@@ -28,9 +29,10 @@ from pfl_sklearn.compose._inner_tables import (
     as_table,
     check_responses,
     check_splits,
-    check_takes_weights,
-    ids_of_rows,
-    read_table,
+    read_inner_table,
+    row_ids,
+    rows_at,
+    rows_to_predict,
 )
 from pfl_sklearn.compose._loss_comparison import first_as_good
 from pfl_sklearn.compose._named_estimators import NamedEstimators, of_client
@@ -46,12 +48,13 @@ from pfl_sklearn.compose._out_of_fold import (
     prepared,
     splitter_of,
 )
-from pfl_sklearn.compose._selector_report import Candidate, report_of, unprotected
+from pfl_sklearn.compose._selector_report import Candidate, selector_report, unprotected
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import DirichletPrior
 
 _SELECTOR = "selector"
-# Rows that the prior counts for; the last is that of clients that are all alike.
+# Rows that the prior counts for, the strongest prior first: it keeps its place unless a weaker one
+# is clearly better. With the first, clients are all alike.
 _CONCENTRATIONS = (1e6, 3000.0, 1000.0, 300.0, 100.0, 30.0, 10.0, 3.0, 1.0)
 
 
@@ -201,15 +204,15 @@ class ClientSelector(ClientMixin, NamedEstimators):
 
     def __init__(
         self,
-        estimators,
+        estimators: list[tuple[str, Any]],
         *,
-        how="weights",
-        prior=None,
-        cv=5,
-        unseen="warn",
-        n_jobs=None,
-        random_state=None,
-    ):
+        how: str = "weights",
+        prior: DirichletPrior | None = None,
+        cv: Any = 5,
+        unseen: str = "warn",
+        n_jobs: int | None = None,
+        random_state: RandomState = None,
+    ) -> None:
         self.estimators = estimators
         self.how = how
         self.prior = prior
@@ -218,11 +221,13 @@ class ClientSelector(ClientMixin, NamedEstimators):
         self.n_jobs = n_jobs
         self.random_state = random_state
 
-    def _default_component(self, name, value):
+    def _default_component(self, name: str, value: Any) -> Any:
         return DirichletPrior() if name == "prior" and value is None else None
 
     @fit_context(prefer_skip_nested_validation=False)
-    def fit(self, X, y, *, groups=None, sample_weight=None):
+    def fit(
+        self, X: TableLike, y: TableLike, *, groups: TableLike = None, sample_weight: Any = None
+    ) -> Self:
         """Fit candidates in folds and to all rows, and the weights of clients to their errors.
 
         Parameters
@@ -241,60 +246,46 @@ class ClientSelector(ClientMixin, NamedEstimators):
         -------
         self
         """
-        bases = self._checked_estimators()
-        prior = self._checked_prior(len(bases))
-        table = read_table(self, X, y, groups, sample_weight, is_classifier(self))
-        if not prior.is_known:  # else nothing may tell of a client's rows
+        pairs = self._checked_estimators()
+        prior = self._checked_prior(len(pairs))
+        table = read_inner_table(self, X, y, groups, sample_weight, is_classifier(self))
+        if not prior.is_known:  # else the fit may promise privacy, and an error would show a row
             check_responses(self, table)
-        if groups is None:
-            check_strangers(bases)
-        classes = None
-        if is_classifier(self):
-            classes = all_classes(table.y, bases)
-            check_several_classes(classes, self)
-        seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(bases) + 2)
-        named = [
-            Named(name, prepared(each, seed), classes)
-            for (name, each), seed in zip(bases, seeds[2:], strict=True)
-        ]
-        for each in named:
-            if table.weights is not None and not is_frozen(each.estimator):
-                check_takes_weights(each.estimator, each.name)
-        if table.weights is not None:
-            check_splits(self.cv, table.weights, sample_weight)
+        check_strangers(pairs, groups)
+        check_splits(self.cv, len(table.y), num_samples(X))
+        clients, classes = table.clients, classes_of(self, table.y, pairs)
+        seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(pairs) + 2)
+        named = prepared(pairs, classes, seeds[2:], table.weights is not None)
         folds = self._folds(table, prior, classes, int(seeds[0]))
-        found = out_of_fold(named, [table] * len(named), folds, self.n_jobs)
-        clients = table.clients
-        errors = errors_of(found, table, clients, classes)
+        predicted = out_of_fold([(each, table) for each in named], folds, self.n_jobs)
+        errors = errors_of(predicted, table, clients, classes)
         losses = {"known": _candidate_losses(named, errors)}
 
         if prior.mean is None:
-            learned = population_mean(errors, self.how)
+            mean = population_mean(errors, self.how)
             new_weights, losses["new"] = self._for_new(named, table, len(folds), int(seeds[1]))
         else:
-            learned = np.asarray(prior.mean, dtype=float)
-            new_weights = learned if self.how == "weights" else _one_hot(learned)
+            mean = np.asarray(prior.mean, dtype=float)
+            new_weights = mean if self.how == "weights" else np.eye(len(mean))[np.argmax(mean)]
         concentration = prior.concentration
         if concentration is None:
-            by_rows = self._judged(named, table, clients, folds, found, prior)
+            by_rows = self._judged(named, table, clients, folds, predicted, prior)
             concentration = first_as_good(by_rows, table.weights)
-            judged = np.average(by_rows[concentration], weights=table.weights)
-            losses["known"][_SELECTOR] = judged
-        (weights,) = client_weights(errors, self.how, learned, [concentration])
-        fitted = fit_all(named, [table] * len(named), self.n_jobs)
+            own = np.average(by_rows[concentration], weights=table.weights)
+            losses["known"][_SELECTOR] = own
+        (weights,) = client_weights(errors, self.how, mean, [concentration])
+        fitted = fit_all([(each, table) for each in named], self.n_jobs)
         report = self._report(named, fitted, prior, len(clients.ids))
 
         validate_data(self, as_table(X), skip_check_array=True)
-        self.named_estimators_ = Bunch(
-            **{each.name: one for each, one in zip(named, fitted, strict=True)}
-        )
+        names = [each.name for each in named]
+        self.named_estimators_ = Bunch(**dict(zip(names, fitted, strict=True)))
         self.weights_, self.new_weights_ = weights, new_weights
-        self.prior_ = DirichletPrior(learned, float(concentration))
+        self.prior_ = DirichletPrior(mean, float(concentration))
         self.losses_ = pd.DataFrame(losses)
+        self.__dict__.pop("classes_", None)  # of an earlier fit, of classifiers
         if classes is not None:
             self.classes_ = classes
-        else:  # of an earlier fit
-            vars(self).pop("classes_", None)
         self.clients_ = clients.ids
         self.n_samples_per_client_ = row_counts(clients.codes, len(clients.ids))
         self._fitted_with_groups = groups is not None
@@ -306,8 +297,9 @@ class ClientSelector(ClientMixin, NamedEstimators):
         prior._validate_params()
         if prior.mean is not None:
             mean = np.asarray(prior.mean, dtype=float)
+            # The logarithm of the mean enters, and Newton's steps are in units of the weights.
             positive = mean.shape == (n_candidates,) and (mean > 0).all()
-            if not positive or abs(mean.sum() - 1) > 1e-8:
+            if not positive or abs(mean.sum() - 1) > 1e-8:  # as typed decimals, not exactly 1
                 raise ValueError(
                     f"mean of prior must have a positive number for each of the {n_candidates} "
                     f"estimators, with sum 1; got {mean.tolist()}."
@@ -315,6 +307,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
         return prior
 
     def _folds(self, table, prior, classes, seed):
+        """Folds inside clients; a concentration is judged outside of two."""
         folds = folds_within(splitter_of(self.cv, classes is not None, seed), table, self)
         if prior.concentration is None and len(folds) < 3:
             raise ValueError(
@@ -326,37 +319,35 @@ class ClientSelector(ClientMixin, NamedEstimators):
 
     def _for_new(self, named, table, n_folds, seed):
         """Weights (K,) for new clients, and the losses of the candidates for them."""
-        clients, classes = table.clients, named[0].classes
+        clients = table.clients
         if len(clients.ids) == 1:  # nobody is new
             folds = folds_within(ClientKFold(n_folds, random_state=seed), table, self)
         else:
             folds = folds_of_clients(n_folds, clients.codes, seed)
         strangers = [without_clients(each) for each in named]
-        found = out_of_fold(strangers, [table] * len(named), folds, self.n_jobs)
-        errors = errors_of(found, table, clients, classes)
-        rows, (*alone, mixed) = {}, [*np.eye(len(named)), population_mean(errors, self.how)]
-        for each, weights in zip(named, alone, strict=True):
-            rows[each.name] = errors.losses(np.broadcast_to(weights, errors.values.shape))
-        if self.how == "weights":
-            rows[_SELECTOR] = errors.losses(np.broadcast_to(mixed, errors.values.shape))
-        found = first_as_good(rows, table.weights, clients.codes)
-        weights = dict(zip(rows, [*alone, mixed], strict=False))[found]
-        return weights, _candidate_losses(named, errors)
+        predicted = out_of_fold([(each, table) for each in strangers], folds, self.n_jobs)
+        errors = errors_of(predicted, table, clients, named[0].classes)
+        mixtures = dict(zip([each.name for each in named], np.eye(len(named)), strict=True))
+        if self.how == "weights":  # last, so that single candidates, which are simpler, go before
+            mixtures[_SELECTOR] = population_mean(errors, self.how)
+        losses = {name: errors.losses(weights) for name, weights in mixtures.items()}
+        best = first_as_good(losses, table.weights, clients.codes)
+        return mixtures[best], _candidate_losses(named, errors)
 
-    def _judged(self, named, table, clients, folds, found, prior):
+    def _judged(self, named, table, clients, folds, predicted, prior):
         """Losses (n,) of the selector under priors of each concentration.
 
         Weights come from rows outside of a fold, whose errors are of fits outside of it, too.
         """
         losses = {rows: np.empty(len(table.y)) for rows in _CONCENTRATIONS}
 
-        def errors(parts, rows):
+        def errors(values, rows):
             own = clients._replace(codes=clients.codes[rows])
-            return errors_of(parts, table.take(rows), own, named[0].classes)
+            return errors_of(values, table.take(rows), own, named[0].classes)
 
         inside = out_of_two_folds(named, table, folds, self.n_jobs)
         for (train, test), trained in zip(folds, inside, strict=True):
-            first, second = errors(trained, train), errors([each[test] for each in found], test)
+            first, second = errors(trained, train), errors([each[test] for each in predicted], test)
             mean = population_mean(first, self.how) if prior.mean is None else prior.mean
             path = client_weights(first, self.how, np.asarray(mean, dtype=float), _CONCENTRATIONS)
             for rows, weights in zip(_CONCENTRATIONS, path, strict=True):
@@ -364,21 +355,21 @@ class ClientSelector(ClientMixin, NamedEstimators):
         return losses
 
     def _report(self, named, fitted, prior, n_clients):
+        """What the fit promises: nothing with a learned prior, else what the candidates do."""
+        released = self._population_attributes
         own = ("weights_", "losses_", "clients_", "n_samples_per_client_")
         if not prior.is_known:
             why = "the prior is learned from the rows of all clients without noise"
-            return unprotected(why, (*self._population_attributes, *own), n_clients)
+            return unprotected(why, (*released, *own), n_clients)
         candidates = [
             Candidate.of(each.name, one, is_frozen(each.estimator))
             for each, one in zip(named, fitted, strict=True)
         ]
-        released = self._population_attributes
-        if is_classifier(self):
-            released = (*released, "classes_")
-        return report_of(candidates, released, own, n_clients)
+        labels = ("classes_",) if is_classifier(self) else ()
+        return selector_report(candidates, (*released, *labels), own, n_clients)
 
     @available_if(_classifies)
-    def predict_proba(self, X, *, groups=None):
+    def predict_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
         """Class probabilities for every row's client; for new clients by ``new_weights_``.
 
         Parameters
@@ -396,7 +387,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
         return self._outputs(X, groups)
 
     @available_if(_classifies)
-    def predict_log_proba(self, X, *, groups=None):
+    def predict_log_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
         """Logarithms of :meth:`predict_proba`, of probabilities of at least 1e-6.
 
         Parameters
@@ -412,7 +403,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
         """
         return np.log(np.maximum(self._outputs(X, groups), SMALLEST))
 
-    def predict(self, X, *, groups=None):
+    def predict(self, X: TableLike, *, groups: TableLike = None) -> np.ndarray:
         """Response, or most likely class, of every row; for new clients by ``new_weights_``.
 
         Parameters
@@ -426,10 +417,12 @@ class ClientSelector(ClientMixin, NamedEstimators):
         -------
         ndarray of shape (n_rows,)
         """
-        found = self._outputs(X, groups)
-        return self.classes_[found.argmax(axis=1)] if _classifies(self) else found
+        predicted = self._outputs(X, groups)
+        return self.classes_[predicted.argmax(axis=1)] if _classifies(self) else predicted
 
-    def score(self, X, y, *, groups=None, sample_weight=None):
+    def score(
+        self, X: TableLike, y: TableLike, *, groups: TableLike = None, sample_weight: Any = None
+    ) -> float:
         """R squared or accuracy of the predictions, each row by its own client's mixture.
 
         Parameters
@@ -450,7 +443,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
         score = accuracy_score if _classifies(self) else r2_score
         return float(score(y, self.predict(X, groups=groups), sample_weight=sample_weight))
 
-    def summary(self):
+    def summary(self) -> pd.DataFrame:
         """Table of the clients' weights, and how many rows these rest on.
 
         Returns
@@ -458,7 +451,6 @@ class ClientSelector(ClientMixin, NamedEstimators):
         DataFrame
             Clients in the rows; columns "rows" and the names of the candidates.
         """
-        check_is_fitted(self)
         self._require_fitted("clients_")
         table = pd.DataFrame(
             self.weights_, index=pd.Index(self.clients_), columns=list(self.named_estimators_)
@@ -466,7 +458,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
         table.insert(0, "rows", self.n_samples_per_client_, allow_duplicates=True)
         return table
 
-    def for_client(self, client_id):
+    def for_client(self, client_id: Any) -> Self:
         """Model of one client alone: its weights, and its candidates.
 
         Candidates are handed out as they are, unless they have a ``for_client`` of their own.
@@ -487,7 +479,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
             model.named_estimators_[name] = of_client(fitted, client_id)
         return without_originals(model)
 
-    def release(self):
+    def release(self) -> Self:
         """Candidates and weights for clients without rows: what ``privacy_`` covers.
 
         Returns
@@ -515,41 +507,30 @@ class ClientSelector(ClientMixin, NamedEstimators):
 
     def _outputs(self, X, groups):
         """Responses (n,) or probabilities (n, n_classes) of rows."""
-        check_is_fitted(self)
-        X = as_table(X)
-        validate_data(self, X, reset=False, skip_check_array=True)
-        codes = self._encode_predict(X, groups)
+        X, codes = rows_to_predict(self, X, groups)
+        # A released model has no weights of clients, and mixes for everybody as for new ones.
         weights = client_values(getattr(self, "weights_", None), self.new_weights_, codes)
-        ids = ids_of_rows(self, groups, codes)
-        classes = getattr(self, "classes_", None)
-        found = np.zeros((num_samples(X), *(() if classes is None else (len(classes),))))
+        ids, classes = row_ids(self, groups, codes), getattr(self, "classes_", None)
+        mixed = np.zeros((len(codes), *np.shape(0 if classes is None else classes)))
         for (name, fitted), own in zip(self.named_estimators_.items(), weights.T, strict=True):
-            for new in (False, True):
-                rows = np.flatnonzero(own * ((codes < 0) == new))
+            for is_new in (False, True):
+                # Rows that give a candidate no weight do not need what it may fail to predict.
+                rows = np.flatnonzero(own * ((codes < 0) == is_new))
                 if not len(rows):
                     continue
-                each = for_new_clients(fitted) if new else fitted
-                part = X if len(rows) == len(own) else safe_indexing(X, rows)
-                made = outputs(Named(name, each, classes), each, part, ids[rows])
-                found[rows] += own[rows].reshape(-1, *[1] * (found.ndim - 1)) * made
-        return found
+                each = for_new_clients(fitted) if is_new else fitted
+                predicted = outputs(Named(name, each, classes), each, rows_at(X, rows), ids[rows])
+                mixed[rows] += (own[rows] * predicted.T).T
+        return mixed
 
     def __sklearn_tags__(self):
-        tags = super().__sklearn_tags__()
-        inner = [get_tags(each) for each in self._estimator_objects()]
-        for name in ("estimator_type", "classifier_tags", "regressor_tags"):
-            if inner:
-                setattr(tags, name, getattr(inner[0], name))
+        tags, inner = super().__sklearn_tags__(), self._estimator_objects()
+        for name in ("estimator_type", "classifier_tags", "regressor_tags") if inner else ():
+            setattr(tags, name, getattr(get_tags(inner[0]), name))
         tags.target_tags.required = True
-        tags.input_tags.allow_nan = all(each.input_tags.allow_nan for each in inner)
-        tags.input_tags.sparse = False
         return tags
 
 
 def _candidate_losses(named, errors):
     """Mean loss of each candidate, by name."""
     return dict(zip([each.name for each in named], errors.of_candidates(), strict=True))
-
-
-def _one_hot(weights):
-    return np.eye(len(weights))[np.argmax(weights)]

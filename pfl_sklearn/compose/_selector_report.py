@@ -55,7 +55,7 @@ def unprotected(reason, not_released, n_clients):
     )
 
 
-def report_of(candidates, released, own, n_clients):
+def selector_report(candidates, released, own, n_clients):
     """Report of a selector with a given prior.
 
     Its epsilon is the sum of the candidates' (basic composition), since weights cost nothing.

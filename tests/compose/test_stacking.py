@@ -37,7 +37,7 @@ from pfl_sklearn.compose import (
     PersonalizedStackingClassifier,
     PersonalizedStackingRegressor,
 )
-from pfl_sklearn.compose._inner_tables import Table
+from pfl_sklearn.compose._inner_tables import InnerTable
 from pfl_sklearn.compose._loss_comparison import first_as_good, judged
 from pfl_sklearn.compose._out_of_fold import Named, out_of_fold, out_of_two_folds
 from pfl_sklearn.model_selection import ClientKFold
@@ -146,10 +146,10 @@ def test_fits_are_to_the_rows_outside_of_two_folds(sizes, seed):
     rng = np.random.default_rng(seed)
     fold = rng.permutation(np.repeat(np.arange(len(sizes)), sizes))
     y = 2.0 ** np.arange(len(fold))
-    table = Table(np.zeros((len(y), 1)), y, fold, None)
+    table = InnerTable(np.zeros((len(y), 1)), y, fold, None)
     mean = Named("mean", DummyRegressor(), None)
     folds = [(np.flatnonzero(fold != k), np.flatnonzero(fold == k)) for k in range(len(sizes))]
-    (once,) = out_of_fold([mean], [table], folds, None)
+    (once,) = out_of_fold([(mean, table)], folds, None)
     np.testing.assert_allclose(once, [y[fold != k].mean() for k in fold], rtol=1e-12)
     for k, (found,) in enumerate(out_of_two_folds([mean], table, folds, None)):
         others = fold[folds[k][0]]
@@ -174,7 +174,7 @@ def test_rows_that_a_splitter_leaves_out_stay_out():
         (np.flatnonzero((time < first - 1) | (time > first + 4)), np.arange(first, first + 4))
         for first in (0, 4, 8)
     ]
-    table = Table(np.zeros((12, 1)), y, np.repeat([0, 1], 6), None)
+    table = InnerTable(np.zeros((12, 1)), y, np.repeat([0, 1], 6), None)
     for (train, _), (found,) in zip(
         folds,
         out_of_two_folds([Named("mean", DummyRegressor(), None)], table, folds, None),
@@ -963,6 +963,19 @@ def test_lists_of_splits_of_rows_without_weight():
     model = PersonalizedStackingRegressor([("line", Ridge())], cv=folds_of(len(y)))
     words = "list of splits of 480 rows, but only 475 have a positive sample_weight"
     refused(model, words, X, y, groups=groups, sample_weight=weights)
+
+
+def test_no_folds_and_rows_without_weight():
+    """None stands for five folds, not for a list of splits."""
+    X, y, groups = steps_and_slopes(n_clients=6, n_rows=15)
+    weights = np.ones(len(y))
+    weights[:5] = 0
+    model = PersonalizedStackingRegressor([("line", Ridge())], fallback=False, random_state=0)
+    five, none = (
+        clone(model).set_params(cv=cv).fit(X, y, groups=groups, sample_weight=weights)
+        for cv in (5, None)
+    )
+    np.testing.assert_array_equal(none.predict(X, groups=groups), five.predict(X, groups=groups))
 
 
 def test_a_wrapper_that_cannot_hand_out_one_client(small):

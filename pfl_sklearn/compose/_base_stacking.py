@@ -1,16 +1,14 @@
 """What stacks of both kinds have in common: their fit, and which part predicts for whom."""
 
-from numbers import Integral
 from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 import pandas as pd
 from sklearn.base import is_classifier
 from sklearn.utils import Bunch, check_random_state
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._clients import row_counts
-from pfl_sklearn._compat import HasMethods, StrOptions, available_if, fit_context, num_samples
+from pfl_sklearn._compat import HasMethods, available_if, fit_context, num_samples
 from pfl_sklearn._nesting import final_estimator, has_method
 from pfl_sklearn._typing import RandomState, TableLike
 from pfl_sklearn._warnings import warn_caller
@@ -24,13 +22,13 @@ from pfl_sklearn.compose._frozen_estimators import (
     without_originals,
 )
 from pfl_sklearn.compose._inner_tables import (
-    as_table,
     check_responses,
     check_splits,
     read_inner_table,
     row_ids,
     rows_at,
     rows_to_predict,
+    set_clients,
 )
 from pfl_sklearn.compose._named_estimators import (
     NamedEstimators,
@@ -184,14 +182,11 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     _default_final: ClassVar[type]
 
     _parameter_constraints = {
+        **NamedEstimators._parameter_constraints,
         "estimators": [list, None],
         "final_estimator": [HasMethods(["fit", "predict"]), None],
-        "cv": ["cv_object"],
         "passthrough": ["boolean", HasMethods(["fit_transform", "transform"])],
         "fallback": ["boolean"],
-        "unseen": [StrOptions({"warn", "population", "error"})],
-        "n_jobs": [Integral, None],
-        "random_state": ["random_state"],
     }
 
     def __init__(
@@ -284,7 +279,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
             for text, category in warned[name]:
                 warn_caller(f"{name!r} in the folds: {text}", category)
 
-        validate_data(self, as_table(X), skip_check_array=True)
+        set_clients(self, X, clients, groups)
         self.named_estimators_ = Bunch(**fitted.bases)
         self.known_part_, self.final_estimator_ = fitted.known
         self.new_part_, self.population_estimator_ = fitted.new
@@ -292,9 +287,6 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         self._passthrough = passthrough
         if classes is not None:
             self.classes_ = classes
-        self.clients_ = clients.ids
-        self.n_samples_per_client_ = row_counts(clients.codes, len(clients.ids))
-        self._fitted_with_groups = groups is not None
         self.privacy_ = PrivacyReport.unprotected(
             f"{type(self).__name__} fits base estimators and folds without noise.",
             not_released=("clients_", *self._population_attributes),
@@ -423,11 +415,10 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
 
 def _check_rows(clients):
     """Raise ValueError if no client has two rows."""
-    n_clients = len(clients.ids)
-    if row_counts(clients.codes, n_clients).max() == 1:
+    if len(clients.codes) == len(clients.ids):
         raise ValueError(
-            f"each of the {n_clients} clients has one row, so that no fold leaves a client a row "
-            "to learn from; take an estimator without clients."
+            f"each of the {len(clients.ids)} clients has one row, so that no fold leaves a client "
+            "a row to learn from; take an estimator without clients."
         )
 
 

@@ -12,19 +12,18 @@ from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone, is_classifier
 from sklearn.model_selection import KFold
 from sklearn.preprocessing import TargetEncoder
 from sklearn.utils import check_random_state, get_tags
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._clients import row_counts
 from pfl_sklearn._compat import HasMethods, StrOptions, available_if, fit_context
 from pfl_sklearn._delegation import inner_has
 from pfl_sklearn._nesting import Wraps
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.base import ClientMixin, client_values
 from pfl_sklearn.compose._inner_tables import (
-    as_table,
     check_takes_weights,
     read_inner_table,
     rows_to_predict,
+    set_clients,
 )
 from pfl_sklearn.metrics._responses import Responses
 from pfl_sklearn.privacy import PrivacyReport
@@ -165,11 +164,9 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
             columns = encoder.transform(np.arange(len(clients.ids))[:, None])
             unseen = np.ravel(encoder.target_mean_)
         fitted.fit(_beside(table.X, rows), table.y, **weights)
-        validate_data(self, as_table(X), skip_check_array=True)
-        self.estimator_, self.clients_ = fitted, clients.ids
-        self.n_samples_per_client_ = row_counts(clients.codes, len(clients.ids))
+        set_clients(self, X, clients, groups)
+        self.estimator_ = fitted
         self._columns, self._unseen_column, self._encoded = columns, unseen, encoded
-        self._fitted_with_groups = groups is not None
         self.privacy_ = PrivacyReport.unprotected(
             "ClientAsFeature has no private fit.",
             not_released=("estimator_", "clients_", "n_samples_per_client_"),

@@ -16,7 +16,7 @@ from sklearn.utils.validation import (
     validate_data,
 )
 
-from pfl_sklearn._clients import EncodedClients, encode_clients
+from pfl_sklearn._clients import EncodedClients, encode_clients, row_counts
 from pfl_sklearn._compat import check_sample_weight, num_samples, safe_indexing
 from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._labels import check_labels
@@ -72,6 +72,14 @@ def read_inner_table(estimator, X, y, groups, sample_weight, has_classes):
             f"{type(estimator).__name__}."
         )
     return table
+
+
+def set_clients(estimator, X, clients, groups):
+    """Set the fitted attributes that say which columns and whose rows ``fit`` got."""
+    validate_data(estimator, as_table(X), skip_check_array=True)
+    estimator.clients_ = clients.ids
+    estimator.n_samples_per_client_ = row_counts(clients.codes, len(clients.ids))
+    estimator._fitted_with_groups = groups is not None
 
 
 def check_responses(estimator, table):

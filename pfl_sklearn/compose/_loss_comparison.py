@@ -1,14 +1,12 @@
 """Comparison of out-of-fold losses: which candidates are clearly worse, and when that is clear."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 from scipy.special import stdtrit
 
 from pfl_sklearn._float_range import unit_near
-from pfl_sklearn._typing import Floats, Integers
 
 _LEVEL = 0.1  # one-sided: a candidate gives way to a later one that is better at this level
 # By which a candidate may be in before the last fold. With five folds there are four such looks;
@@ -16,12 +14,8 @@ _LEVEL = 0.1  # one-sided: a candidate gives way to a later one that is better a
 _EARLY_LEVEL = 0.025
 _FEWEST_ROWS = 30  # before the last fold; squared errors are too skew for a t test of fewer
 
-Losses = dict[str, Floats]
 
-
-def first_as_good(
-    losses: Losses, weights: Floats | None, codes: Integers | None = None, level: float = _LEVEL
-) -> str:
+def first_as_good(losses, weights, codes=None, level=_LEVEL):
     """Name of the first candidate whose losses (n,) are not clearly worse than the best one's.
 
     Clearly: a one-sided test of the mean difference at a level. Its errors are clustered by the
@@ -44,7 +38,7 @@ def first_as_good(
     return best
 
 
-def mean_losses(losses: Losses, weights: Floats | None) -> dict[str, float]:
+def mean_losses(losses, weights):
     """Mean of each candidate's losses (n,), by name."""
     with np.errstate(over="ignore"):  # a candidate may be far off
         return {name: float(np.average(rows, weights=weights)) for name, rows in losses.items()}
@@ -59,14 +53,7 @@ def _clustered_error(residuals, codes, weights):
     return size / weights.sum() * math.sqrt(len(sums) / (len(sums) - 1))
 
 
-def judged(
-    name: str,
-    losses_in: Callable[..., Floats],
-    losses: Losses,
-    tests: list[Integers],
-    weights: Floats | None,
-    codes: Integers | None = None,
-) -> tuple[float, bool]:
+def judged(name, losses_in, losses, tests, weights, codes=None):
     """Whether one more candidate is clearly better than others, tested fold by fold until clear.
 
     It is in before the last fold if it is clearly better than each of the others at level 0.025,

@@ -1,6 +1,7 @@
 """Estimators that hold a list of others by name."""
 
 import copy
+from numbers import Integral
 from typing import Any, Self
 
 import pandas as pd
@@ -9,7 +10,7 @@ from sklearn.base import MetaEstimatorMixin, is_classifier, is_regressor
 from sklearn.utils import get_tags
 
 from pfl_sklearn._clients import match_clients
-from pfl_sklearn._compat import BaseComposition
+from pfl_sklearn._compat import BaseComposition, StrOptions
 from pfl_sklearn._nesting import final_estimator, hand_out, predicting_estimator, takes_groups
 from pfl_sklearn.compose._client_column import ClientColumn
 from pfl_sklearn.compose._frozen_estimators import is_frozen, population_of
@@ -23,6 +24,13 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
 
     estimators: list[tuple[str, Any]] | None
     _reserved_names: tuple[str, ...] = ()
+    _parameter_constraints: dict[str, Any] = {
+        "estimators": [list],
+        "cv": ["cv_object"],
+        "unseen": [StrOptions({"warn", "population", "error"})],
+        "n_jobs": [Integral, None],
+        "random_state": ["random_state"],
+    }
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Parameters of this estimator and, if `deep`, of those inside it by name.

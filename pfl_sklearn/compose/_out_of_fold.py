@@ -354,7 +354,7 @@ def splitter_of(cv, has_classes, seed):
     """Splitter that `cv` stands for; of a number of folds, or None for five, inside clients."""
     if cv is None or isinstance(cv, Integral):
         # Not scikit-learn's, which would hold whole clients out of a sorted table.
-        return ClientKFold(5 if cv is None else cv, stratify=has_classes, random_state=seed)
+        return ClientKFold(5 if cv is None else int(cv), stratify=has_classes, random_state=seed)
     if hasattr(cv, "__next__"):
         raise ValueError(
             f"cv={cv!r} is used up after one fit; expected a number of folds, a splitter or a list."

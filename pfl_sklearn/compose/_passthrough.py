@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 import narwhals as nw
 import numpy as np
 import pandas as pd
-from scipy.sparse import issparse
 from sklearn.base import clone
+
+from pfl_sklearn._typing import TableLike
 
 
 class Passthrough(NamedTuple):
@@ -16,7 +17,7 @@ class Passthrough(NamedTuple):
     names: list[str]
     transformer: Any = None
 
-    def frame(self, X):
+    def frame(self, X: TableLike) -> pd.DataFrame:
         """Columns of rows, as a frame of numbers.
 
         Raises
@@ -27,7 +28,7 @@ class Passthrough(NamedTuple):
         if self.transformer is not None:
             values = _dense(self.transformer.transform(X))
         elif hasattr(X, "columns"):
-            values = _numbers(X, [X.columns[k] for k in self.columns])
+            values = _float_columns(X, [X.columns[k] for k in self.columns])
         else:
             values = np.asarray(X[:, self.columns], dtype=np.float64)
         bad = ~np.isfinite(values).all(axis=0)
@@ -41,28 +42,29 @@ class Passthrough(NamedTuple):
         return pd.DataFrame(values, columns=self.names)
 
 
-def fitted_passthrough(given, X):
-    """What `passthrough`, a bool or a transformer, stands for in a table.
+def fitted_passthrough(passthrough, X):
+    """Columns of a table that `passthrough`, a bool or a transformer, stands for.
 
     Raises
     ------
     ValueError
         If it is a transformer that looks at y, as it would at that of rows that are tested.
     """
-    if given is False:
+    if passthrough is False:
         return Passthrough([], [])
-    if given is not True:
-        transformer = clone(given)
+    if passthrough is not True:
+        transformer = clone(passthrough)
         try:
+            # Once for all folds: what sees no y tells a test row nothing of its response.
             width = _dense(transformer.fit_transform(X)).shape[1]
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"passthrough={given!r} could not be fitted without y: {str(error).rstrip('.')}. "
+                f"passthrough={passthrough!r} could not be fitted without y: {str(error).rstrip('.')}. "
                 "What needs y belongs inside of an estimator, as a step of its pipeline."
             ) from error
         return Passthrough([], _names_of(transformer, width), transformer)
     if hasattr(X, "columns"):
-        names = _complete_numbers(X)
+        names = _complete_float_columns(X)
         return Passthrough([list(X.columns).index(name) for name in names], names)
     try:
         values = np.asarray(X, dtype=np.float64)
@@ -72,28 +74,30 @@ def fitted_passthrough(given, X):
     return Passthrough(columns, [f"x{k}" for k in columns])
 
 
-def _complete_numbers(X):
+def _complete_float_columns(X):
     """Names of a frame's columns of numbers or truth values without missing or infinite ones."""
     frame = nw.from_native(X, eager_only=True)
     kinds = frame.schema.items()
     names = [name for name, kind in kinds if kind.is_numeric() or kind == nw.Boolean]
-    return [name for name in names if np.isfinite(_numbers(X, [name])).all()]
+    return [name for name in names if np.isfinite(_float_columns(X, [name])).all()]
 
 
-def _numbers(X, names):
+def _float_columns(X, names):
     """Columns of a frame as an array of floats, missing values as NaN."""
-    if hasattr(X, "iloc"):
+    if hasattr(X, "iloc"):  # pandas' own missing values in columns of integers
         return X.loc[:, names].to_numpy(dtype=np.float64, na_value=np.nan)
     frame = nw.from_native(X, eager_only=True)
-    found = [frame.get_column(name).cast(nw.Float64).to_numpy() for name in names]
-    return np.column_stack(found) if found else np.empty((len(frame), 0))
+    columns = [frame.get_column(name).cast(nw.Float64).to_numpy() for name in names]
+    return np.column_stack(columns) if columns else np.empty((len(frame), 0))
 
 
 def _dense(values):
     """Output of a transformer as an array (n, k) of floats."""
     if hasattr(values, "columns"):
-        return _numbers(values, list(values.columns))
-    values = values.toarray() if issparse(values) else np.asarray(values, dtype=np.float64)
+        return _float_columns(values, list(values.columns))
+    if hasattr(values, "toarray"):  # sparse, as of an encoder with its defaults
+        values = values.toarray()
+    values = np.asarray(values, dtype=np.float64)
     return values.reshape(len(values), -1)
 
 

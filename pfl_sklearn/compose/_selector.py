@@ -1,7 +1,6 @@
 """Each client mixes candidate models, or picks one, by its own errors."""
 
 import math
-from numbers import Integral
 from typing import Any, Self
 
 import numpy as np
@@ -9,9 +8,8 @@ import pandas as pd
 from sklearn.base import is_classifier
 from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import Bunch, check_random_state, get_tags
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._clients import row_counts
 from pfl_sklearn._compat import StrOptions, available_if, fit_context, num_samples
 from pfl_sklearn._nesting import final_estimator, hand_out
 from pfl_sklearn._typing import Floats, RandomState, TableLike
@@ -26,13 +24,13 @@ from pfl_sklearn.compose._frozen_estimators import (
     without_originals,
 )
 from pfl_sklearn.compose._inner_tables import (
-    as_table,
     check_responses,
     check_splits,
     read_inner_table,
     row_ids,
     rows_at,
     rows_to_predict,
+    set_clients,
 )
 from pfl_sklearn.compose._loss_comparison import first_as_good
 from pfl_sklearn.compose._named_estimators import NamedEstimators, of_client
@@ -193,13 +191,9 @@ class ClientSelector(ClientMixin, NamedEstimators):
     _state_attributes = ("classes_",)
 
     _parameter_constraints = {
-        "estimators": [list],
+        **NamedEstimators._parameter_constraints,
         "how": [StrOptions({"weights", "best"})],
         "prior": [DirichletPrior, None],
-        "cv": ["cv_object"],
-        "unseen": [StrOptions({"warn", "population", "error"})],
-        "n_jobs": [Integral, None],
-        "random_state": ["random_state"],
     }
 
     def __init__(
@@ -277,7 +271,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
         fitted = fit_all([(each, table) for each in named], self.n_jobs)
         report = self._report(named, fitted, prior, len(clients.ids))
 
-        validate_data(self, as_table(X), skip_check_array=True)
+        set_clients(self, X, clients, groups)
         names = [each.name for each in named]
         self.named_estimators_ = Bunch(**dict(zip(names, fitted, strict=True)))
         self.weights_, self.new_weights_ = weights, new_weights
@@ -286,9 +280,6 @@ class ClientSelector(ClientMixin, NamedEstimators):
         self.__dict__.pop("classes_", None)  # of an earlier fit, of classifiers
         if classes is not None:
             self.classes_ = classes
-        self.clients_ = clients.ids
-        self.n_samples_per_client_ = row_counts(clients.codes, len(clients.ids))
-        self._fitted_with_groups = groups is not None
         self.privacy_ = report
         return self
 

@@ -30,12 +30,13 @@ class Candidate(NamedTuple):
             return cls(name, None, None)
         try:
             report = report_of_fits(fitted)
-        except ValueError:  # it has none
+        except ValueError:  # it has none, as estimators of other packages
             report = None
         if report is None or math.isinf(report.epsilon):
             why = "" if report is None else f": {report.warnings[-1].rstrip('.')}"
             how = "is frozen, but" if frozen else "is fitted to the rows of all clients, and"
             return cls(name, report, f"candidate {name!r} {how} nothing protects it{why}")
+        # Each of the k (k + 3) / 2 + 1 fits in folds would spend it.
         if report.epsilon > 0 and not frozen:
             return cls(
                 name,
@@ -79,20 +80,19 @@ def selector_report(candidates, released, own, n_clients):
     labels = ["the class labels that occur are public"] if "classes_" in released else []
     with_reports = [each.report for each in candidates if each.report is not None]
     delta = sum(each.delta for each in with_reports)
-    told = {
-        "assumptions": _once(
-            *(each.assumptions for each in with_reports or [report]), [_OWN, *labels, *public]
-        ),
-        "warnings": _once(
-            *(each.warnings for each in (report, *with_reports)), large_delta(delta, n_clients)
-        ),
+    assumptions = [each.assumptions for each in with_reports or [report]]
+    warnings = [each.warnings for each in (report, *with_reports)]
+    statements = {
+        "assumptions": _once(*assumptions, [_OWN, *labels, *public]),
+        "warnings": _once(*warnings, large_delta(delta, n_clients)),
         "released": tuple(_HANDED if name == "named_estimators_" else name for name in released),
         "not_released": (*own, *_not_released(candidates)),
     }
     private = [each for each in candidates if each.report is not None and each.report.epsilon > 0]
-    if not private:
-        return dataclasses.replace(report, **told)
+    if not private:  # weights stay with the clients, so the choice releases nothing either
+        return dataclasses.replace(report, **statements)
     reports = [each.report for each in private]
+    # Basic composition adds promises about the same neighbours, under the same trust.
     if len({(each.unit, each.relation, each.trust) for each in reports}) > 1:
         kinds = "; ".join(
             f"{each.name!r}: {each.report.unit}, {each.report.relation}, {each.report.trust}"
@@ -118,7 +118,7 @@ def selector_report(candidates, released, own, n_clients):
         sampling=_unique(each.sampling for each in reports),
         sampling_rate=max(each.sampling_rate for each in reports),
         rounds=sum(each.rounds for each in reports),
-        **told,
+        **statements,
         noise_reproducible=any(each.noise_reproducible for each in reports),
     )
 

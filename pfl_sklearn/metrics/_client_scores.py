@@ -1,6 +1,7 @@
 """Clients that an estimator knows, and its score for each."""
 
 import copy
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,10 +16,11 @@ from pfl_sklearn._nesting import (
     innermost_estimator,
     predicting_estimator,
 )
+from pfl_sklearn._typing import TableLike
 from pfl_sklearn.metrics._responses import Responses, score_clients, scorer_for
 
 
-def known_clients(estimator):
+def known_clients(estimator: Any) -> np.ndarray:
     """Sorted ids of the clients that a fitted estimator saw.
 
     Parameters
@@ -53,7 +55,15 @@ def known_clients(estimator):
     )
 
 
-def client_scores(estimator, X, y, *, groups=None, scoring, client_column=None):
+def client_scores(
+    estimator: Any,
+    X: TableLike,
+    y: TableLike,
+    *,
+    groups: TableLike = None,
+    scoring: Any,
+    client_column: str | int | None = None,
+) -> pd.DataFrame:
     """Score of every client, and its gain from personalization.
 
     Parameters
@@ -106,10 +116,10 @@ def client_scores(estimator, X, y, *, groups=None, scoring, client_column=None):
     """
     check_consistent_length(X, y)
     known, estimator = known_clients(estimator), predicting_estimator(estimator)
-    named = ids_of_rows(X, groups, client_column)
-    if named is None:
+    row_ids = ids_of_rows(X, groups, client_column)
+    if row_ids is None:
         raise ValueError("client_scores got no client ids; give groups= or client_column=.")
-    ids, codes = encode_clients(named, num_samples(X))
+    ids, codes = encode_clients(row_ids, num_samples(X))
     order, offsets = rows_by_client(codes, len(ids))
     scorer = scorer_for(scoring, estimator)
     scores = score_clients(scoring, scorer, Responses(estimator, X, groups), y, order, offsets)
@@ -133,7 +143,7 @@ def client_scores(estimator, X, y, *, groups=None, scoring, client_column=None):
 def _summaries(scores, gain):
     """Mean of the worst decile, mean gain, and share of clients with a positive gain."""
     scores, gain = np.sort(scores[np.isfinite(scores)]), gain[np.isfinite(gain)]
-    worst = scores[: max(1, len(scores) // 10)]
+    worst = scores[: max(1, len(scores) // 10)]  # at least one of fewer than ten clients
     return {
         "worst_decile": float(worst.mean()) if len(worst) else np.nan,
         "mean_gain": float(gain.mean()) if len(gain) else np.nan,
@@ -141,18 +151,18 @@ def _summaries(scores, gain):
     }
 
 
-def population_model(estimator):
+def population_model(estimator: Any) -> Any:
     """Copy of a fitted estimator that predicts every row with the population model."""
     inner = inner_estimator(estimator)
     if inner is None:
         return estimator._population_copy()
     if hasattr(estimator, "best_estimator_"):
         return population_model(inner)
-    outer = copy.copy(estimator)
-    if isinstance(estimator, FrozenEstimator):
+    outer, name = copy.copy(estimator), fitted_attribute(estimator)
+    if isinstance(estimator, FrozenEstimator):  # whose attributes are those of what it holds
         outer.estimator = population_model(estimator.estimator)
-    elif hasattr(estimator, "steps"):
-        outer.steps = [*estimator.steps[:-1], (estimator.steps[-1][0], population_model(inner))]
+    elif name is not None:
+        setattr(outer, name, population_model(inner))
     else:
-        setattr(outer, fitted_attribute(estimator), population_model(inner))
+        outer.steps = [*estimator.steps[:-1], (estimator.steps[-1][0], population_model(inner))]
     return outer

@@ -1,6 +1,9 @@
 """Responses of a fitted estimator, computed once for all rows and scored by subsets of rows."""
 
 import warnings
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from sklearn.base import BaseEstimator
@@ -9,18 +12,17 @@ from sklearn.metrics import get_scorer, log_loss, make_scorer
 from sklearn.utils import get_tags
 
 from pfl_sklearn._compat import available_if
-from pfl_sklearn._nesting import takes_groups
+from pfl_sklearn._nesting import has_method, takes_groups
+from pfl_sklearn._typing import Floats, Integers, TableLike
+
+# Scores that are means over rows, computed for all clients at once.
+ROW_SCORES: dict[str, Callable[[Floats, Floats], Floats]] = {
+    "neg_mean_squared_error": lambda y, predicted: -((y - predicted) ** 2),
+    "neg_mean_absolute_error": lambda y, predicted: -np.abs(y - predicted),
+}
 
 
-def _estimator_has(method):
-    def check(self):
-        getattr(self.estimator, method)
-        return True
-
-    return check
-
-
-def scorer_for(scoring, estimator):
+def scorer_for(scoring: Any, estimator: Any) -> Callable[..., float]:
     """Scorer of `scoring`. The log loss gets all classes, because a client may lack some."""
     if isinstance(scoring, str) and scoring == "neg_log_loss":
         return make_scorer(
@@ -32,42 +34,45 @@ def scorer_for(scoring, estimator):
     return get_scorer(scoring)
 
 
+_ESTIMATOR = attrgetter("estimator")
+
+
 class Responses(BaseEstimator):
     """Stand-in for `estimator` whose predictions for `X` are made once, with groups.
 
     scikit-learn's scorers treat it as an estimator; :meth:`only` restricts it to some rows.
     """
 
-    def __init__(self, estimator, X, groups):
+    def __init__(self, estimator: Any, X: TableLike, groups: TableLike) -> None:
         self.estimator = estimator
         self.X = X
         self.groups = groups
-        self._made = {}
-        self._rows = slice(None)
+        self._made: dict[str, np.ndarray] = {}
+        self._rows: Any = slice(None)
 
-    def only(self, rows):
+    def only(self, rows: Integers) -> "Responses":
         """The same responses, for these rows alone."""
         narrowed = Responses(self.estimator, self.X, self.groups)
         narrowed._made, narrowed._rows = self._made, rows
         return narrowed
 
-    @available_if(_estimator_has("predict"))
-    def predict(self, X):
+    @available_if(has_method(_ESTIMATOR, "predict"))
+    def predict(self, X: object) -> np.ndarray:
         """Predictions for the rows; `X` is ignored."""
         return self._response("predict")
 
-    @available_if(_estimator_has("predict_proba"))
-    def predict_proba(self, X):
+    @available_if(has_method(_ESTIMATOR, "predict_proba"))
+    def predict_proba(self, X: object) -> np.ndarray:
         """Class probabilities for the rows; `X` is ignored."""
         return self._response("predict_proba")
 
-    @available_if(_estimator_has("decision_function"))
-    def decision_function(self, X):
+    @available_if(has_method(_ESTIMATOR, "decision_function"))
+    def decision_function(self, X: object) -> np.ndarray:
         """Decision function for the rows; `X` is ignored."""
         return self._response("decision_function")
 
     @property
-    def classes_(self):
+    def classes_(self) -> np.ndarray:
         """Class labels of the estimator."""
         return self.estimator.classes_
 
@@ -89,11 +94,19 @@ class Responses(BaseEstimator):
         return {"groups": self.groups}
 
 
-# Scores that are means over rows, computed for all clients at once.
-ROW_SCORES = {
-    "neg_mean_squared_error": lambda y, predicted: -((y - predicted) ** 2),
-    "neg_mean_absolute_error": lambda y, predicted: -np.abs(y - predicted),
-}
+def row_scores(scoring: Any, y: np.ndarray, responses: Responses) -> Floats | None:
+    """Scores (n,) of rows of which a client's score is the mean; None if it is something else."""
+    if not isinstance(scoring, str) or scoring not in ROW_SCORES or y.ndim > 1:
+        return None
+    predicted = np.asarray(responses.predict(None))
+    if predicted.shape != y.shape or not {y.dtype.kind, predicted.dtype.kind} <= set("fiub"):
+        return None  # scikit-learn's scorer says what is wrong
+    return ROW_SCORES[scoring](y.astype(float), predicted.astype(float))
+
+
+def mean_row_scores(rows: Floats, order: Integers, offsets: Integers) -> Floats:
+    """Means (m,) over the clients' rows; each client has some."""
+    return np.add.reduceat(rows[order], offsets[:-1]) / np.diff(offsets)
 
 
 def score_clients(scoring, scorer, responses, y, order, offsets):
@@ -102,12 +115,10 @@ def score_clients(scoring, scorer, responses, y, order, offsets):
     `scorer` is the one that `scoring` names. Every client must have rows.
     """
     y = np.asarray(y)
-    if isinstance(scoring, str) and scoring in ROW_SCORES and y.ndim == 1:
-        predicted = np.asarray(responses.predict(None))
-        if predicted.shape == y.shape and {y.dtype.kind, predicted.dtype.kind} <= set("fiub"):
-            rows = ROW_SCORES[scoring](y.astype(float), predicted.astype(float))[order]
-            if np.isfinite(rows).all():
-                return np.add.reduceat(rows, offsets[:-1]) / np.diff(offsets)
+    rows = row_scores(scoring, y, responses)
+    # A row that is not finite is one for the scorer, which refuses it by name.
+    if rows is not None and np.isfinite(rows[order]).all():
+        return mean_row_scores(rows, order, offsets)
     return _score_one_by_one(scorer, responses, y, order, offsets)
 
 
@@ -121,6 +132,7 @@ def _score_one_by_one(scorer, responses, y, order, offsets):
             try:
                 scores[i] = scorer(responses.only(rows), rows, y[rows])
             except ValueError as error:
+                # Some scorers refuse a client that lacks a class; any other error is the user's.
                 lacks_class = len(np.unique(y[rows])) < len(np.unique(y))
                 if "class" not in str(error) or not lacks_class:
                     raise

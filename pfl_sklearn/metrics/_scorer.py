@@ -1,6 +1,8 @@
 """A scorer that passes client ids to predict and averages over clients."""
 
 import warnings
+from collections.abc import Callable
+from typing import Any, Self
 
 import numpy as np
 from sklearn.metrics import get_scorer
@@ -10,6 +12,7 @@ from sklearn.utils.metadata_routing import MetadataRequest, get_routing_for_obje
 from pfl_sklearn._clients import encode_clients, ids_of_rows, match_clients, rows_by_client
 from pfl_sklearn._compat import num_samples
 from pfl_sklearn._nesting import predicting_estimator
+from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import UnseenClientsWarning
 from pfl_sklearn.metrics._client_scores import known_clients
 from pfl_sklearn.metrics._responses import Responses, score_clients, scorer_for
@@ -57,7 +60,14 @@ class ClientScorer:
     -0.67
     """
 
-    def __init__(self, scoring, *, average="micro", subset="all", client_column=None):
+    def __init__(
+        self,
+        scoring: Any,
+        *,
+        average: str | Callable[[Floats], float] | None = "micro",
+        subset: str = "all",
+        client_column: str | int | None = None,
+    ) -> None:
         if average not in ("micro", "macro", None) and not callable(average):
             raise ValueError(
                 f"average must be 'micro', 'macro', a callable or None; got {average!r}."
@@ -73,7 +83,7 @@ class ClientScorer:
         self._metadata_request.score.add_request(param="groups", alias=True)
         self._metadata_request.score.add_request(param="sample_weight", alias=None)
 
-    def set_score_request(self, **requests):
+    def set_score_request(self, **requests: Any) -> Self:
         """Set the metadata that the scorer requests; it requests ``groups`` by default.
 
         Parameters
@@ -89,11 +99,19 @@ class ClientScorer:
             self._metadata_request.score.add_request(param=name, alias=alias)
         return self
 
-    def get_metadata_routing(self):
+    def get_metadata_routing(self) -> MetadataRequest:
         """Metadata that the scorer requests."""
         return get_routing_for_object(self._metadata_request)
 
-    def __call__(self, estimator, X, y, *, groups=None, sample_weight=None):
+    def __call__(
+        self,
+        estimator: Any,
+        X: TableLike,
+        y: TableLike,
+        *,
+        groups: TableLike = None,
+        sample_weight: Any = None,
+    ) -> Any:
         """Score of a fitted estimator.
 
         Parameters
@@ -157,9 +175,10 @@ class ClientScorer:
         scorer = scorer_for(self.scoring, estimator)
         if self.average != "micro":
             return self._average(scorer, responses, y, ids, rows, sample_weight)
-        weights = (
-            {} if sample_weight is None else {"sample_weight": np.asarray(sample_weight)[rows]}
-        )
+        # A scorer that takes no weights must not get None either.
+        weights = {}
+        if sample_weight is not None:
+            weights["sample_weight"] = np.asarray(sample_weight)[rows]
         return float(scorer(responses.only(rows), rows, np.asarray(y)[rows], **weights))
 
     def _average(self, scorer, responses, y, ids, rows, sample_weight):
@@ -168,15 +187,13 @@ class ClientScorer:
                 f"sample_weight is supported for average='micro' only; got {self.average!r}."
             )
         clients, codes = encode_clients(ids, num_samples(responses.X))
-        codes = codes[rows]
-        order, offsets = rows_by_client(codes, int(codes.max()) + 1)
-        present = np.append(np.diff(offsets) > 0, False)
-        bounds = np.append(offsets[:-1][present[:-1]], offsets[-1])
-        scores = score_clients(self.scoring, scorer, responses, y, rows[order], bounds)
+        present, codes = np.unique(codes[rows], return_inverse=True)
+        order, offsets = rows_by_client(codes, len(present))
+        scores = score_clients(self.scoring, scorer, responses, y, rows[order], offsets)
         if self.average is None:
-            here = clients[np.flatnonzero(present[:-1])]
-            return {str(name): float(one) for name, one in zip(here, scores, strict=True)}
+            names = clients[present]
+            return {str(name): float(one) for name, one in zip(names, scores, strict=True)}
         scores = scores[np.isfinite(scores)]
         if not len(scores):
             raise ValueError(f"{self!r}: the score is not defined for any client.")
-        return float(np.mean(scores) if self.average == "macro" else self.average(scores))
+        return float(self.average(scores) if callable(self.average) else np.mean(scores))

@@ -2,12 +2,15 @@
 
 import math
 from numbers import Integral, Real
+from typing import Any, Self
 
+import numpy as np
 from sklearn.base import BaseEstimator, MetaEstimatorMixin
 
 from pfl_sklearn._compat import HasMethods, Interval, StrOptions, fit_context
 from pfl_sklearn._delegation import DelegationMixin
 from pfl_sklearn._nesting import Wraps, innermost_estimator, releasing_core
+from pfl_sklearn._typing import RandomState, TableLike
 from pfl_sklearn.model_selection._selection_plan import plan_selection, selection_report
 from pfl_sklearn.model_selection._trials import (
     best_trial,
@@ -194,22 +197,22 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
 
     def __init__(
         self,
-        estimator,
-        param_distributions,
+        estimator: Any,
+        param_distributions: Any,
         *,
-        expected_trials=10,
-        distribution="geometric",
-        epsilon=math.inf,
-        delta=1e-5,
-        scoring=None,
-        holdout=None,
-        score_range=None,
-        score_share=0.2,
-        test_size=0.25,
-        client_column=None,
-        ledger=None,
-        random_state=None,
-    ):
+        expected_trials: float = 10,
+        distribution: str = "geometric",
+        epsilon: float = math.inf,
+        delta: float = 1e-5,
+        scoring: Any = None,
+        holdout: tuple[TableLike, ...] | None = None,
+        score_range: tuple[float, float] | None = None,
+        score_share: float = 0.2,
+        test_size: float = 0.25,
+        client_column: str | int | None = None,
+        ledger: PrivacyLedger | None = None,
+        random_state: RandomState = None,
+    ) -> None:
         self.estimator = estimator
         self.param_distributions = param_distributions
         self.expected_trials = expected_trials
@@ -226,7 +229,7 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
         self.random_state = random_state
 
     @fit_context(prefer_skip_nested_validation=False)
-    def fit(self, X, y=None, **params):
+    def fit(self, X: TableLike, y: TableLike = None, **params: Any) -> Self:
         """Fit a random number of trials and keep the best.
 
         Parameters
@@ -243,12 +246,13 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
         self
         """
         plan = plan_selection(self)
-        charge(self)
+        charge(self)  # before anything is read, so that an error cannot make a look free
         rng, seeded = noise_generator(self.random_state)
         candidates = draw_candidates(self, plan, rng)
         rows, score = read_data(self, plan, X, y, params, rng)
         best = best_trial(self, plan, candidates, rows, score, rng, seeded)
         report = selection_report(self, plan, best.model)
+        # The model states what the whole selection cost, not what one trial would have.
         released = innermost_estimator(best.model)
         released.privacy_ = report
         released.__dict__.pop("_progress", None)  # further rounds would not count the selection
@@ -262,15 +266,16 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
         return self
 
     @property
-    def n_features_in_(self):
+    def n_features_in_(self) -> int:
         """Number of columns of `X`."""
         return self.best_estimator_.n_features_in_
 
     @property
-    def feature_names_in_(self):
+    def feature_names_in_(self) -> np.ndarray:
         """Names of the columns of `X`."""
         return self.best_estimator_.feature_names_in_
 
+    # What scikit-learn's searches around a selection, and the ledger, read of its cost.
     @property
     def _privacy_relation(self):
         return relation_of(releasing_core(self.estimator).estimator)

@@ -11,7 +11,7 @@ from sklearn.model_selection import ParameterGrid
 from sklearn.utils import check_consistent_length
 
 from pfl_sklearn._compat import response_methods
-from pfl_sklearn._nesting import innermost_estimator, releasing_core
+from pfl_sklearn._nesting import innermost_estimator, is_ours, releasing_core
 from pfl_sklearn.privacy import (
     GaussianEvent,
     GaussianMechanism,
@@ -27,11 +27,12 @@ from pfl_sklearn.privacy._spending import relation_of, stated_cost, unit_of, wit
 
 # Parameters of a private estimator that the selection sets, or that would break its promise.
 _RESERVED = ("epsilon", "noise_multiplier", "delta", "ledger", "checkpoint", "random_state")
-_SMALLEST_SHARE = 1e-4  # smallest epsilon of a trial, over the total
-_RATES = 1e-4, 50.0  # inverse noise multipliers
-_MOST_POINTS = 500  # size of a grid up to which all candidates are checked in advance
-_PACKAGE = "pfl_sklearn."
-_CHOSEN = ("best_params_", "best_score_")
+# Where the search for a trial's epsilon starts, over the total. If a selection costs too much even
+# there, as the log of the number of trials may, no trial of any use fits.
+_SMALLEST_TRIAL_SHARE = 1e-4
+_RATES = 1e-4, 50.0  # inverse noise multipliers between which a trial's is searched
+_MOST_CHECKED = 500  # candidates of a grid up to which all are checked in advance
+_CHOSEN = ("best_params_", "best_score_")  # what a selection releases besides the model
 _OTHER_TRIALS = "the other trials, their scores, their number and so the running time"
 # Scores that always lie in a range.
 _RANGES = dict.fromkeys(("accuracy", "balanced_accuracy", "f1", "roc_auc"), (0.0, 1.0))
@@ -66,18 +67,21 @@ def plan_selection(select):
     _check_searched(select, prefix, names)
     seed_name = f"{prefix}random_state" if "random_state" in names else None
     unit, relation, bounds = unit_of(core), relation_of(core), _range_of(select)
-    if math.isinf(select.epsilon):
-        return SelectionPlan({}, math.inf, unit, relation, bounds, None, (), (), seed_name)
+    plan = SelectionPlan({}, math.inf, unit, relation, bounds, None, (), (), seed_name)
+    if math.isinf(select.epsilon):  # a random search, whose trials keep their own epsilon
+        return plan
     _check_private(select, core, steps, names, bounds)
     mechanism = None
-    if select.holdout is None:
+    if select.holdout is None:  # public rows need no noise on their scores
+        # Clients send scores from 0 to 1, so one of them moves the sum by 1 at most.
         mechanism = GaussianMechanism(1.0, select.score_share * select.epsilon, select.delta)
+    # An estimator that takes its noise directly need not calibrate it anew for each guess.
     by_noise = "noise_multiplier" in names
     point, spending = _costly_point(select, prefix, by_noise, unit, relation)
     params, events, total = _calibrate(select, prefix, by_noise, point, mechanism, relation)
     spending = spending and spending_of(select, {**point, **params}, relation)
-    return SelectionPlan(
-        params, total, unit, relation, bounds, mechanism, spending, events, seed_name
+    return plan._replace(
+        params=params, total=total, mechanism=mechanism, spending=spending, events=events
     )
 
 
@@ -94,8 +98,8 @@ def spending_of(select, params, relation):
 
 def distributions_of(select):
     """Dicts of lists and distributions to draw from, with equal probability."""
-    given = select.param_distributions
-    return [given] if hasattr(given, "items") else list(given)
+    spaces = select.param_distributions
+    return [spaces] if hasattr(spaces, "items") else list(spaces)
 
 
 def _check_holdout(select):
@@ -119,17 +123,15 @@ def _check_holdout(select):
 
 def _check_searched(select, prefix, names):
     """Refuse empty lists and parameters that may not be varied."""
-    if getattr(select.estimator, "get_params", None) is None:
-        raise ValueError(f"estimator must be a scikit-learn estimator; got {select.estimator!r}.")
-    known = select.estimator.get_params()
-    for given in distributions_of(select):
-        if not hasattr(given, "items"):
+    params = select.estimator.get_params()
+    for space in distributions_of(select):
+        if not hasattr(space, "items"):
             raise ValueError(
                 "param_distributions must be a dict of lists and distributions, or a list of such "
                 f"dicts; got {select.param_distributions!r}."
             )
-        for name, values in given.items():
-            if name not in known and not _is_of_named(known, name):
+        for name, values in space.items():
+            if name not in params and not _is_of_named(params, name):
                 raise ValueError(
                     f"param_distributions names {name!r}, which is no parameter of "
                     f"{type(select.estimator).__name__}."
@@ -147,13 +149,13 @@ def _check_searched(select, prefix, names):
     _check_alone(names)
 
 
-def _is_of_named(known, name):
+def _is_of_named(params, name):
     """Whether a nested parameter belongs to a component that is given by name, or None.
 
     ``set_params`` creates the component, and refuses parameters that it does not have.
     """
     outer = name.rpartition("__")[0]
-    return outer in known and (known[outer] is None or isinstance(known[outer], str))
+    return outer in params and (params[outer] is None or isinstance(params[outer], str))
 
 
 def _names(core):
@@ -185,8 +187,8 @@ def check_candidate(select, params):
         - If ``fit`` would refuse the parameters.
     """
     model = with_params(select.estimator, params)
-    parts = [model, *model.get_params().values()]
-    if any(getattr(part, "_skl_callbacks", None) for part in parts):
+    parts = [model, *model.get_params().values()]  # at any depth
+    if any(getattr(each, "_skl_callbacks", None) for each in parts):
         raise ValueError(
             "callbacks of the estimator would see, keep and could stop all trials, which no "
             f"epsilon covers; remove them with set_callbacks(); got epsilon={select.epsilon!r}."
@@ -199,7 +201,9 @@ def check_candidate(select, params):
         )
     core = releasing_core(model).estimator
     _check_alone(_names(core))
-    if type(core).__module__.startswith(_PACKAGE) and hasattr(core, "ledger"):
+    # Which of our fits refuse parameters is known before the epsilon is charged, and before a drawn
+    # candidate raises: an error of one trial would tell of the others. Foreign code may read data.
+    if is_ours(core) and hasattr(core, "ledger"):
         with contextlib.suppress(_Reached, ArithmeticError):
             core.set_params(ledger=_Gate()).fit(None, None)
 
@@ -220,11 +224,11 @@ class _Gate(PrivacyLedger):
 
 def _check_private(select, core, steps, names, bounds):
     """Refuse, at a finite epsilon, a selection that cannot keep it."""
+    # What does not state its cost as events cannot be calibrated, whatever it promises.
     if not hasattr(core, "_privacy_events") or not {"epsilon", "delta"} <= set(names):
         raise ValueError(
             f"{type(core).__name__} has no parameters epsilon and delta that a selection could "
-            "set, so epsilon must be inf; got "
-            f"epsilon={select.epsilon!r}."
+            f"set, so epsilon must be inf; got epsilon={select.epsilon!r}."
         )
     for name, step in steps:
         if leak := leak_of(name, step):
@@ -232,7 +236,7 @@ def _check_private(select, core, steps, names, bounds):
                 f"{leak}: no epsilon covers that; got epsilon={select.epsilon!r}. Use your own "
                 "constants."
             )
-    if select.delta == 0:
+    if select.delta == 0:  # Renyi divergences give an epsilon at deltas above 0 alone
         raise ValueError("delta must be above 0 when epsilon is finite; got 0.")
     if select.holdout is None and bounds is None:
         raise ValueError(
@@ -276,7 +280,7 @@ def _settings(select, prefix, by_noise, rate):
 
 
 def _rates(select, by_noise):
-    return _RATES if by_noise else (_SMALLEST_SHARE * select.epsilon, select.epsilon)
+    return _RATES if by_noise else (_SMALLEST_TRIAL_SHARE * select.epsilon, select.epsilon)
 
 
 def _costly_point(select, prefix, by_noise, unit, relation):
@@ -285,18 +289,18 @@ def _costly_point(select, prefix, by_noise, unit, relation):
     All candidates must cost the same, or nothing.
     """
     fixed = _settings(select, prefix, by_noise, _rates(select, by_noise)[1])
-    found = None
+    costly, cost = None, ()
     for point in _points(select):
         check_candidate(select, {**point, **fixed})
         core = releasing_core(with_params(select.estimator, point)).estimator
-        same = (unit_of(core), relation_of(core)) == (unit, relation)
         spending = spending_of(select, {**point, **fixed}, relation)
-        if same and (not spending or (found and spending == found[1])):
-            continue
-        if found is not None or not same:
+        # The account is of equal trials: which of them was best must not show what was spent.
+        differs = (unit_of(core), relation_of(core)) != (unit, relation)
+        if differs or (spending and costly is not None and spending != cost):
             raise different_costs(point)
-        found = point, spending
-    return found or (next(iter(_points(select))), ())
+        if spending and costly is None:
+            costly, cost = point, spending
+    return costly or next(iter(_points(select))), cost
 
 
 def different_costs(point):
@@ -313,12 +317,12 @@ def _points(select):
 
     From a large grid only the first candidate, and those that differ from it in one value.
     """
-    for given in distributions_of(select):
+    for space in distributions_of(select):
         listed = {
             name: [values.rvs(random_state=0)] if hasattr(values, "rvs") else list(values)
-            for name, values in given.items()
+            for name, values in space.items()
         }
-        if len(grid := ParameterGrid(listed)) <= _MOST_POINTS:
+        if len(grid := ParameterGrid(listed)) <= _MOST_CHECKED:
             yield from grid
             continue
         first = {name: values[0] for name, values in listed.items()}
@@ -329,8 +333,8 @@ def _points(select):
 
 def _calibrate(select, prefix, by_noise, point, mechanism, relation):
     """Parameters of a trial within the total, its events, and the cost of the whole."""
-    scores = ()
-    if mechanism is not None:
+    scores: tuple[GaussianEvent, ...] = ()
+    if mechanism is not None:  # one client's score moves the sum by 1, replaced or zeroed out
         mu = 1 / mechanism.noise_std
         scores = (GaussianEvent(None, mu, mu_zero_out=mu),)
 
@@ -348,8 +352,9 @@ def _calibrate(select, prefix, by_noise, point, mechanism, relation):
         )
 
     low, high = _rates(select, by_noise)
-    guess = 1.0 if by_noise else 0.4 * select.epsilon
+    guess = 1.0 if by_noise else 0.4 * select.epsilon  # a start only
     rate = largest_within(select.epsilon, spent, low, high, guess)
+    # Selections are accounted by Renyi divergences alone (Papernot and Steinke, 2022).
     if rate is None and math.isinf(spent(low)):
         raise ValueError(
             f"what a trial spends has no bound on its Renyi divergence ({relation}), so the best "
@@ -382,6 +387,7 @@ def selection_report(select, plan, model):
         unit=plan.unit,
         relation=plan.relation,
         trust="central",
+        # Whoever adds the noise of a trial: the server sees all trials to take the best.
         adversary=ADVERSARIES["central"],
         mechanism=f"best of a random number of trials ({select.distribution}, "
         f"{select.expected_trials:g} expected), of each: {trial.mechanism}",

@@ -1,13 +1,18 @@
 """Cross-validation inside clients."""
 
+from collections.abc import Iterator
 from numbers import Integral, Real
+from typing import TypeAlias
 
 import numpy as np
 from sklearn.model_selection import BaseCrossValidator
 from sklearn.utils import check_consistent_length, check_random_state, column_or_1d
 
 from pfl_sklearn._clients import encode_clients, ids_of_rows, row_counts, rows_by_client
-from pfl_sklearn._compat import num_samples
+from pfl_sklearn._compat import Interval, num_samples
+from pfl_sklearn._typing import Integers, RandomState, TableLike
+
+Splits: TypeAlias = Iterator[tuple[Integers, Integers]]
 
 
 class _ClientSplitter(BaseCrossValidator):
@@ -15,7 +20,14 @@ class _ClientSplitter(BaseCrossValidator):
 
     __metadata_request__split = {"groups": True}
 
-    def get_n_splits(self, X=None, y=None, groups=None):
+    n_splits: int
+    stratify: bool
+    client_column: str | int | None
+    random_state: RandomState
+
+    def get_n_splits(
+        self, X: TableLike = None, y: TableLike = None, groups: TableLike = None
+    ) -> int:
         """Number of splits.
 
         Parameters
@@ -59,9 +71,9 @@ class _ClientSplitter(BaseCrossValidator):
         return ranks
 
     def _generator(self):
-        return np.random.default_rng(
-            check_random_state(self.random_state).randint(2**31 - 1, size=4)
-        )
+        # As in scikit-learn, an int gives equal splits at each call and a RandomState others.
+        seeds = check_random_state(self.random_state).randint(2**31 - 1, size=4)
+        return np.random.default_rng(seeds)
 
 
 class ClientKFold(_ClientSplitter):
@@ -96,13 +108,20 @@ class ClientKFold(_ClientSplitter):
     a b | a b
     """
 
-    def __init__(self, n_splits=5, *, stratify=False, client_column=None, random_state=None):
+    def __init__(
+        self,
+        n_splits: int = 5,
+        *,
+        stratify: bool = False,
+        client_column: str | int | None = None,
+        random_state: RandomState = None,
+    ) -> None:
         self.n_splits = n_splits
         self.stratify = stratify
         self.client_column = client_column
         self.random_state = random_state
 
-    def split(self, X, y=None, groups=None):
+    def split(self, X: TableLike, y: TableLike = None, groups: TableLike = None) -> Splits:
         """Generate training and test positions.
 
         Parameters
@@ -118,9 +137,9 @@ class ClientKFold(_ClientSplitter):
         ------
         train, test : ndarrays of int
         """
-        _check_int("n_splits", self.n_splits, 2)
+        _check_range("n_splits", self.n_splits, Interval(Integral, 2, None, closed="left"))
         codes, sizes = self._codes(X, groups)
-        if self.n_splits > len(codes):
+        if self.n_splits > len(codes):  # a fold would test nothing
             raise ValueError(f"n_splits={self.n_splits} is above the number of rows, {len(codes)}.")
         rng = self._generator()
         ranks = self._ranks(codes, sizes, y, rng)
@@ -170,14 +189,14 @@ class ClientShuffleSplit(_ClientSplitter):
 
     def __init__(
         self,
-        n_splits=10,
+        n_splits: int = 10,
         *,
-        test_size=0.2,
-        new_clients=0.0,
-        stratify=False,
-        client_column=None,
-        random_state=None,
-    ):
+        test_size: float = 0.2,
+        new_clients: float = 0.0,
+        stratify: bool = False,
+        client_column: str | int | None = None,
+        random_state: RandomState = None,
+    ) -> None:
         self.n_splits = n_splits
         self.test_size = test_size
         self.new_clients = new_clients
@@ -185,7 +204,7 @@ class ClientShuffleSplit(_ClientSplitter):
         self.client_column = client_column
         self.random_state = random_state
 
-    def split(self, X, y=None, groups=None):
+    def split(self, X: TableLike, y: TableLike = None, groups: TableLike = None) -> Splits:
         """Generate training and test positions.
 
         Parameters
@@ -201,9 +220,9 @@ class ClientShuffleSplit(_ClientSplitter):
         ------
         train, test : ndarrays of int
         """
-        _check_int("n_splits", self.n_splits, 1)
-        _check_share("test_size", self.test_size, "(0, 1)")
-        _check_share("new_clients", self.new_clients, "[0, 1)")
+        _check_range("n_splits", self.n_splits, Interval(Integral, 1, None, closed="left"))
+        _check_range("test_size", self.test_size, Interval(Real, 0, 1, closed="neither"))
+        _check_range("new_clients", self.new_clients, Interval(Real, 0, 1, closed="left"))
         codes, sizes = self._codes(X, groups)
         n_new = self._n_new(sizes)
         rng = self._generator()
@@ -246,12 +265,6 @@ def _rounded(wanted, rng):
     return rounded
 
 
-def _check_int(name, value, lowest):
-    if not isinstance(value, Integral) or value < lowest:
-        raise ValueError(f"{name} must be a whole number of at least {lowest}; got {value!r}.")
-
-
-def _check_share(name, value, interval):
-    inside = isinstance(value, Real) and 0 <= value < 1
-    if not inside or (interval == "(0, 1)" and value == 0):
-        raise ValueError(f"{name} must be in {interval}; got {value!r}.")
+def _check_range(name, value, interval):
+    if not interval.is_satisfied_by(value):
+        raise ValueError(f"{name} must be {interval}; got {value!r}.")

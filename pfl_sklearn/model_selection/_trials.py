@@ -15,9 +15,10 @@ from sklearn.utils.metadata_routing import get_routing_for_object
 from pfl_sklearn._clients import encode_clients, row_counts, rows_by_client, split_client_column
 from pfl_sklearn._compat import check_method_params, num_samples, safe_indexing
 from pfl_sklearn._nesting import innermost_estimator, predicting_estimator
+from pfl_sklearn._typing import Integers
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.metrics._client_scores import population_model
-from pfl_sklearn.metrics._responses import ROW_SCORES, Responses, scorer_for
+from pfl_sklearn.metrics._responses import Responses, mean_row_scores, row_scores, scorer_for
 from pfl_sklearn.model_selection._selection_plan import (
     check_candidate,
     client_scoring,
@@ -48,8 +49,8 @@ class RoutedRows(NamedTuple):
     y: Any
     fit_params: dict[str, Any]
 
-    def take(self, indices):
-        """Some of the rows."""
+    def take(self, indices: Integers) -> "RoutedRows":
+        """The rows at these positions, with their metadata."""
         return RoutedRows(
             safe_indexing(self.X, indices),
             None if self.y is None else safe_indexing(self.y, indices),
@@ -94,9 +95,10 @@ class HeldOutScore:
         model = predicting_estimator(model)
         scores = self._of_clients(model) if self.mechanism is None else self._silently(model)
         if self.bounds is None:
-            known = scores[np.isfinite(scores)]
-            return float(np.mean(known)) if len(known) else math.nan
+            defined = scores[np.isfinite(scores)]
+            return float(np.mean(defined)) if len(defined) else math.nan
         low, high = self.bounds
+        # Without a score a client sends the lowest: to send nothing would tell of its rows.
         bounded = np.clip(np.where(np.isnan(scores), low, scores), low, high)
         shares = (bounded - low) / (high - low)
         if self.mechanism is None:
@@ -132,7 +134,7 @@ class HeldOutScore:
         with np.errstate(all="ignore"):
             rows = _row_scores(self.scoring, y, strange, responses)
             if rows is not None:
-                return np.add.reduceat(rows[self.order], self.offsets[:-1]) / np.diff(self.offsets)
+                return mean_row_scores(rows, self.order, self.offsets)
             scorer = scorer_for(self.scoring, model)
             scores = [
                 math.nan if strange[rows].any() else _score_one(scorer, responses, y, rows)
@@ -166,15 +168,11 @@ def _row_scores(scoring, y, strange, responses):
 
     A label that is none of the model's counts as missed; a target that is no number has no score.
     """
-    if not isinstance(scoring, str) or y.ndim > 1 or scoring not in (*ROW_SCORES, "accuracy"):
-        return None
-    predicted = np.asarray(responses.predict(None))
-    if predicted.shape != y.shape:
-        return None
-    if scoring == "accuracy":
-        return (~strange & (y == predicted)).astype(float)
-    numeric = {y.dtype.kind, predicted.dtype.kind} <= set("fiub")
-    return ROW_SCORES[scoring](y.astype(float), predicted.astype(float)) if numeric else None
+    if isinstance(scoring, str) and scoring == "accuracy" and y.ndim == 1:
+        predicted = np.asarray(responses.predict(None))
+        same_shape = predicted.shape == y.shape
+        return (~strange & (y == predicted)).astype(float) if same_shape else None
+    return row_scores(scoring, y, responses)
 
 
 def _score_one(scorer, responses, y, rows):
@@ -204,9 +202,9 @@ def draw_candidates(select, plan, rng):
             "covers this outcome, so the epsilon counts as spent. distribution='geometric' and "
             "'logarithmic' have at least one trial."
         )
-    given = distributions_of(select)
-    candidates = [_draw(given[rng.integers(len(given))], rng) for _ in range(n_trials)]
-    if plan.params:
+    spaces = distributions_of(select)
+    candidates = [_draw(spaces[rng.integers(len(spaces))], rng) for _ in range(n_trials)]
+    if plan.params:  # values from a distribution, and most of a large grid, were not checked before
         for candidate in candidates:
             params = {**candidate, **plan.params}
             check_candidate(select, params)
@@ -216,12 +214,12 @@ def draw_candidates(select, plan, rng):
     return candidates
 
 
-def _draw(given, rng):
+def _draw(space, rng):
     return {
         name: values.rvs(random_state=rng)
         if hasattr(values, "rvs")
         else values[rng.integers(len(values))]
-        for name, values in sorted(given.items())
+        for name, values in sorted(space.items())  # a seed draws the same from any order
     }
 
 
@@ -231,15 +229,15 @@ def read_data(select, plan, X, y, params, rng):
     X, y = indexable(X, y)
     n_rows = num_samples(X)
     params = check_method_params(X, params=params)
-    if select.holdout is not None:
+    if select.holdout is not None:  # all of the clients' rows are fitted
         return RoutedRows(X, y, params), PublicScore(select.holdout, select.scoring or scoring)
     column = select.client_column
     if column is None:
         column = getattr(select.estimator, "column", None)  # of a ClientColumn
     if y is not None:
         assert_all_finite(y, input_name="y")
-    codes, sizes = _clients(X, params.get("groups"), column, n_rows)
-    tested = held_out(codes, sizes, select.test_size, rng)
+    codes, sizes = _client_codes(X, params.get("groups"), column, n_rows)
+    tested = held_out_rows(codes, sizes, select.test_size, rng)
     if not tested.any():
         raise ValueError(
             f"no client has two rows, so no row can be held out (found {n_rows} sample(s) of "
@@ -251,7 +249,7 @@ def read_data(select, plan, X, y, params, rng):
     return train, HeldOutScore(test, codes[tested], scoring, plan.score_range, plan.mechanism)
 
 
-def held_out(codes, sizes, test_size, rng):
+def held_out_rows(codes, sizes, test_size, rng):
     """Mask (n,) of rows to score, drawn for each client separately.
 
     Of each client's rows the share `test_size` is held out, rounded, at least one; the client keeps
@@ -275,13 +273,15 @@ def best_trial(select, plan, candidates, rows, score, rng, seeded):
     ArithmeticError
         If all trials diverged: the error of the first.
     """
-    best = None
-    for candidate in candidates:
+
+    def run(candidate):
         seed = int(rng.integers(2**31 - 1)) if seeded else None
-        trial = _run_trial(select, plan, candidate, rows, score, seed)
-        failed = best is not None and isinstance(best.model, ArithmeticError)
-        if best is None or trial.score > best.score or (failed and trial.score == best.score):
-            best = trial
+        return _run_trial(select, plan, candidate, rows, score, seed)
+
+    def rank(trial):  # one that diverged loses to one whose score is not defined
+        return trial.score, not isinstance(trial.model, ArithmeticError)
+
+    best = max(map(run, candidates), key=rank)  # one by one: the losers may not be kept
     if isinstance(best.model, ArithmeticError):
         raise best.model
     return best
@@ -298,6 +298,7 @@ def _run_trial(select, plan, candidate, rows, score, seed):
     model = clone(select.estimator).set_params(**clone(candidate, safe=False), **plan.params)
     if plan.seed_name is not None:
         model.set_params(**{plan.seed_name: seed})
+    # Not the seed of the fit, whose noise would be the same draws.
     noise = np.random.default_rng(None if seed is None else [seed, 1])
     with (
         config_context(enable_metadata_routing=True),
@@ -308,11 +309,11 @@ def _run_trial(select, plan, candidate, rows, score, seed):
             model.fit(rows.X, rows.y, **rows.fit_params)
         except ArithmeticError as error:  # rounds that diverge
             return Trial(-math.inf, error, candidate, [])
-        found = score(model, noise)
-    return Trial(-math.inf if math.isnan(found) else found, model, candidate, list(warned))
+        value = score(model, noise)
+    return Trial(-math.inf if math.isnan(value) else value, model, candidate, list(warned))
 
 
-def _clients(X, groups, column, n_rows):
+def _client_codes(X, groups, column, n_rows):
     """Codes (n,) of the rows' clients, and numbers of rows (m,); one client without ids."""
     if column is not None:
         groups = split_client_column(X, column)[1]

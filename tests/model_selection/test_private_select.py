@@ -35,7 +35,7 @@ from pfl_sklearn import (
 )
 from pfl_sklearn.metrics import ClientScorer, known_clients
 from pfl_sklearn.model_selection import ClientKFold, PrivateSelectCV
-from pfl_sklearn.model_selection._trials import draw_candidates, held_out
+from pfl_sklearn.model_selection._trials import best_trial, draw_candidates, held_out_rows
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import (
     BudgetExceeded,
@@ -360,12 +360,13 @@ def test_candidates_are_drawn_with_replacement():
 def test_held_out_rows():
     sizes = np.array([1, 2, 3, 4, 8, 100])
     codes = np.random.default_rng(0).permutation(np.repeat(np.arange(6), sizes))
-    tested = held_out(codes, sizes, 0.25, np.random.default_rng(1))
+    tested = held_out_rows(codes, sizes, 0.25, np.random.default_rng(1))
     assert np.bincount(codes[tested], minlength=6).tolist() == [0, 1, 1, 1, 2, 25]
-    others = held_out(codes, sizes, 0.25, np.random.default_rng(2))
+    others = held_out_rows(codes, sizes, 0.25, np.random.default_rng(2))
     assert (tested != others).any()
     shares = np.mean(
-        [held_out(codes, sizes, 0.5, np.random.default_rng(seed)) for seed in range(400)], axis=0
+        [held_out_rows(codes, sizes, 0.5, np.random.default_rng(seed)) for seed in range(400)],
+        axis=0,
     )
     np.testing.assert_allclose(shares[sizes[codes] == 100], 0.5, atol=0.13)
 
@@ -1028,7 +1029,7 @@ class Diverging(GaussianMean):
 
     def fit(self, X, y=None, *, groups=None, sample_weight=None):
         if self.clip_norm > 10:
-            raise FloatingPointError("The rounds diverged.")
+            raise FloatingPointError(f"The rounds diverged at {self.clip_norm}.")
         return super().fit(X, y, groups=groups)
 
 
@@ -1041,6 +1042,15 @@ def test_trials_that_diverge_lose():
     with pytest.raises(FloatingPointError, match="diverged"):
         fitted(model)
     assert not [name for name in vars(model) if name.endswith("_")]
+
+
+def test_if_all_trials_diverge_the_error_is_the_first_ones():
+    estimator, rows = Diverging(), SimpleNamespace(X=X, y=Y, fit_params={"groups": GROUPS})
+    plan = SimpleNamespace(params={}, seed_name=None)
+    candidates = [{"clip_norm": bound} for bound in (20.0, 30.0, 40.0)]
+    rng = np.random.default_rng(0)
+    with pytest.raises(FloatingPointError, match=r"diverged at 20\.0"):
+        best_trial(select(estimator), plan, candidates, rows, None, rng, False)
 
 
 def test_one_release_is_no_more_than_its_trial():

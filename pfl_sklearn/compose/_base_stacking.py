@@ -54,7 +54,6 @@ from pfl_sklearn.compose._stack_candidates import (
     choose,
     fit_chosen,
     names_of,
-    plain_models,
     stacked,
 )
 from pfl_sklearn.privacy import PrivacyReport
@@ -261,7 +260,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
 
         folds = self._folds(table, classes, int(seeds[0]))
         stack = Stack(named, final, table, columns, folds, None, self.n_jobs)
-        choices = {"known": choose(stack, [], self.fallback)}
+        choices = {"known": choose(stack, self.fallback)}
         if len(clients.ids) > 1:  # with one, there is nobody to leave out
             # Trees know clients by columns that are constant within them. How well anything does
             # for new clients shows only on clients that nothing in it has seen.
@@ -271,8 +270,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
                 folds=folds_of_clients(len(folds), clients.codes, int(seeds[1])),
                 codes=clients.codes,
             )
-            plain = plain_models(classes, columns.X.shape[1])
-            choices["new"] = choose(stack, plain, self.fallback)
+            choices["new"] = choose(stack, self.fallback)
         fitted = fit_chosen(choices, named, table, self.n_jobs)
         warned = choices["known"].warned
         for name in warned.keys() - fitted.bases.keys():  # those fits to all rows did not warn

@@ -59,7 +59,8 @@ def fitted_passthrough(passthrough, X):
             width = _dense(transformer.fit_transform(X)).shape[1]
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"passthrough={passthrough!r} could not be fitted without y: {str(error).rstrip('.')}. "
+                f"passthrough={passthrough!r} could not be fitted without y: "
+                f"{str(error).rstrip('.')}. "
                 "What needs y belongs inside of an estimator, as a step of its pipeline."
             ) from error
         return Passthrough([], _names_of(transformer, width), transformer)

@@ -76,7 +76,16 @@ def selector_report(candidates, released, own, n_clients):
         if each.reason is not None:
             return unprotected(each.reason, (*released, *own), n_clients)
     report = PrivacyReport.of_known_population(released, own, n_clients)
-    public = [_public(each.name) for each in candidates if each.report is None]
+    public = [
+        f"candidate {each.name!r} is public, or was released under a promise of its own"
+        for each in candidates
+        if each.report is None
+    ]
+    kept_inside = [
+        f"named_estimators_[{each.name!r}].{name}"
+        for each in candidates
+        for name in (each.report.not_released if each.report else ())
+    ]
     labels = ["the class labels that occur are public"] if "classes_" in released else []
     with_reports = [each.report for each in candidates if each.report is not None]
     delta = sum(each.delta for each in with_reports)
@@ -86,7 +95,7 @@ def selector_report(candidates, released, own, n_clients):
         "assumptions": _once(*assumptions, [_OWN, *labels, *public]),
         "warnings": _once(*warnings, large_delta(delta, n_clients)),
         "released": tuple(_HANDED if name == "named_estimators_" else name for name in released),
-        "not_released": (*own, *_not_released(candidates)),
+        "not_released": (*own, *kept_inside),
     }
     private = [each for each in candidates if each.report is not None and each.report.epsilon > 0]
     if not private:  # weights stay with the clients, so the choice releases nothing either
@@ -121,18 +130,6 @@ def selector_report(candidates, released, own, n_clients):
         **statements,
         noise_reproducible=any(each.noise_reproducible for each in reports),
     )
-
-
-def _not_released(candidates):
-    """What candidates themselves keep, by name."""
-    for each in candidates:
-        if each.report is not None:
-            for name in each.report.not_released:
-                yield f"named_estimators_[{each.name!r}].{name}"
-
-
-def _public(name):
-    return f"candidate {name!r} is public, or was released under a promise of its own"
 
 
 def _once(*lists):

@@ -64,7 +64,7 @@ class Fitted(NamedTuple):
     new: tuple[str, Any]
 
 
-def plain_models(classes, n_columns):
+def _plain_models(classes, n_columns):
     """Models of columns of `X` that know no clients; a linear one only if there are any."""
     plain = DummyRegressor() if classes is None else DummyClassifier(strategy="prior")
     mean = Named(MEAN, plain, classes)
@@ -77,14 +77,12 @@ def plain_models(classes, n_columns):
     return [Named(POOLED, make_pipeline(scaler, linear), classes), mean]
 
 
-def choose(stack, plain, fallback):
+def choose(stack, fallback):
     """What predicts for the clients whose folds a stack has.
 
     Parameters
     ----------
     stack : Stack
-    plain : list of Named
-        Models that know no clients.
     fallback : bool
         Whether something simpler than the stack may predict.
 
@@ -98,6 +96,8 @@ def choose(stack, plain, fallback):
     finals = {STACK: (final, columns._replace(X=stacked(named, predicted, columns.X)))}
     if not fallback:
         return Choice(STACK, finals, {}, warned)
+    # For known clients the final estimator alone is the plainest.
+    plain = [] if codes is None else _plain_models(final.classes, columns.X.shape[1])
     simpler = {each.name: (each, columns) for each in plain}
     if columns.X.shape[1]:
         simpler[FINAL] = final, columns
@@ -107,7 +107,7 @@ def choose(stack, plain, fallback):
     means = mean_losses(losses, table.weights)
     # In order of preference: what is simpler stands first and need only be as good.
     plainest = [each.name for each in plain]
-    if codes is not None and codes.max() + 1 >= _FEWEST_CLIENTS:
+    if plain and codes.max() + 1 >= _FEWEST_CLIENTS:
         plainest.sort(key=means.__getitem__)
     losses = {name: losses[name] for name in (*plainest, *losses)}
     chosen = first_as_good(losses, table.weights, codes)

@@ -21,9 +21,6 @@ class _ClientSplitter(BaseCrossValidator):
     __metadata_request__split = {"groups": True}
 
     n_splits: int
-    stratify: bool
-    client_column: str | int | None
-    random_state: RandomState
 
     def get_n_splits(
         self, X: TableLike = None, y: TableLike = None, groups: TableLike = None

@@ -880,23 +880,6 @@ def test_predictions_of_another_shape():
     refused(PersonalizedStackingRegressor([("wide", Wide())]), words, X, y, groups=groups)
 
 
-class Words(Odd):
-    """A regressor that predicts what it should not."""
-
-    def __init__(self, value="word"):
-        self.value = value
-
-    def predict(self, X):
-        return np.full(len(X), self.value)
-
-
-@pytest.mark.parametrize("value", ["word", 1j])
-def test_predictions_that_have_no_order(value):
-    X, y, groups = steps_and_slopes()
-    words = rf"'odd' \(Words\) predicted .*{value}.*; expected real numbers"
-    refused(PersonalizedStackingRegressor([("odd", Words(value))]), words, X, y, groups=groups)
-
-
 class Chances(Backwards):
     """A classifier whose probabilities are none."""
 

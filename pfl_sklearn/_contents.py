@@ -91,7 +91,7 @@ def named_globals(function: FunctionType, imports: bool = False) -> list[tuple[s
     also those that the function itself imports.
     """
     names = {name for code in codes_of(function) for name in code.co_names}
-    found: list[tuple[str, Any]] = []
+    values: list[tuple[str, Any]] = []
     defaults, by_name, *cells = held_by(function)
     left: list[Any] = [*(defaults or ()), *(by_name or {}).values(), *cells]
     if imports:
@@ -105,9 +105,9 @@ def named_globals(function: FunctionType, imports: bool = False) -> list[tuple[s
         seen.add(id(space))
         named = [(name, space[name]) for name in names if name in space]
         left += [each for _, each in named]
-        found += named
+        values += named
         spaces += [vars(each) for each in left if issubclass(type(each), ModuleType)]
-    return found
+    return values
 
 
 def _imported(names: set[str], package: str) -> list[Any]:

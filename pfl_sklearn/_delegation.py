@@ -27,6 +27,7 @@ from pfl_sklearn.metrics._client_scores import known_clients
 from pfl_sklearn.metrics._responses import Responses
 from pfl_sklearn.privacy._pipeline_report import report_of_fits
 
+# Without partial_fit: every fit of a wrapper is one of a new clone.
 _ROUTED = (
     "fit",
     "predict",
@@ -214,7 +215,7 @@ class DelegationMixin:
         fitted = self._fitted
         try:
             return known_clients(fitted)
-        except ValueError as error:
+        except ValueError as error:  # as of an ensemble; hasattr has to say no
             raise AttributeError(str(error)) from error
 
     @property

@@ -151,6 +151,7 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         encoded = self._encoding_for(fitted, len(clients.ids))
         if encoded == "category":
             columns = np.arange(len(clients.ids), dtype=float)[:, None]
+            # As missing, an unseen client goes where most rows of a tree's node went.
             rows, unseen = columns[clients.codes], np.full(1, np.nan)
             fitted.set_params(categorical_features=_categories_of(fitted, table.X))
         else:
@@ -160,6 +161,7 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
                 cv=KFold(min(5, len(table.y)), shuffle=True, random_state=rng),
             )
             with config_context(enable_metadata_routing=False):  # else it demands groups of its own
+                # By other folds: means with a row's own target would give that away.
                 rows = encoder.fit_transform(clients.codes[:, None], table.y)
             columns = encoder.transform(np.arange(len(clients.ids))[:, None])
             unseen = np.ravel(encoder.target_mean_)

@@ -25,7 +25,7 @@ def without_clients(named):
 
 def population_of(fitted):
     """A fitted estimator that knows no clients; as it is, if none of this package is inside."""
-    if not hasattr(final_estimator(fitted), "_population_copy"):
+    if not hasattr(final_estimator(fitted), "_population_copy"):  # it has one model for all
         return fitted
     return hand_out(fitted, "_population_copy")
 

@@ -52,7 +52,7 @@ def read_inner_table(estimator, X, y, groups, sample_weight, has_classes):
     """
     X, y = as_table(X), column_or_1d(y, warn=True)
     check_consistent_length(X, y)
-    if y.dtype.kind == "O" and pd.isna(y).any():
+    if y.dtype.kind == "O" and pd.isna(y).any():  # None would pass as a label
         raise ValueError(f"Input y has {pd.isna(y).sum()} missing labels (None or NaN).")
     assert_all_finite(y, input_name="y")
     if has_classes:
@@ -66,7 +66,7 @@ def read_inner_table(estimator, X, y, groups, sample_weight, has_classes):
         table = table._replace(weights=weights)
         if not weights.all():  # a row of weight 0 is absent, from folds and from counts, too
             table = table.take(np.flatnonzero(weights))
-    if len(table.y) < 2:
+    if len(table.y) < 2:  # no fold can have rows on both sides
         raise ValueError(
             f"Found array with {len(table.y)} sample(s) while a minimum of 2 is required by "
             f"{type(estimator).__name__}."
@@ -98,6 +98,7 @@ def as_table(X):
     """A data frame with names as strings, or an array of two axes."""
     if not hasattr(X, "columns"):
         return check_array(X, dtype=None, ensure_all_finite=False)
+    # scikit-learn refuses names of several types, and predictions get names beside them.
     if hasattr(X, "iloc") and not all(isinstance(name, str) for name in X.columns):
         return X.set_axis([str(name) for name in X.columns], axis=1)
     return X

@@ -151,7 +151,7 @@ def check_parameters(estimator, what):
             f"{what}, {kind}, but here client ids are handed on as groups=; give the estimator "
             "inside it, and wrap the whole in a ClientColumn."
         )
-    if is_frozen(estimator):
+    if is_frozen(estimator):  # it is not fitted again
         return
     for key, value in estimator.get_params().items():
         if key.rpartition("__")[2] == "checkpoint" and value is not None:

@@ -264,6 +264,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
         concentration = prior.concentration
         if concentration is None:
             by_rows = self._judged(named, table, clients, folds, predicted, prior)
+            # By rows, not clients: predictions are for these clients, not for a draw of them.
             concentration = first_as_good(by_rows, table.weights)
             own = np.average(by_rows[concentration], weights=table.weights)
             losses["known"][_SELECTOR] = own

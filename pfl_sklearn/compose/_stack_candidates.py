@@ -133,14 +133,14 @@ def _stack_losses(stack, predicted, pairs, k, rough=False):
         inside = [each[train] for each in predicted]
     else:
         inside = outside_of(k, stack.named, stack.table, stack.folds, pairs, stack.n_jobs)
-    known, new = stack.columns.take(train), stack.columns.take(test)
+    to_fit, to_test = stack.columns.take(train), stack.columns.take(test)
     outside = [each[test] for each in predicted]
     final_outputs = tested(
         stack.final,
-        known._replace(X=stacked(stack.named, inside, known.X)),
-        new._replace(X=stacked(stack.named, outside, new.X)),
+        to_fit._replace(X=stacked(stack.named, inside, to_fit.X)),
+        to_test._replace(X=stacked(stack.named, outside, to_test.X)),
     )
-    return row_losses(final_outputs, new.y, stack.final.classes)
+    return row_losses(final_outputs, to_test.y, stack.final.classes)
 
 
 def stacked(named, predicted, columns):

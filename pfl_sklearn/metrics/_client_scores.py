@@ -115,7 +115,8 @@ def client_scores(
     True
     """
     check_consistent_length(X, y)
-    known, estimator = known_clients(estimator), predicting_estimator(estimator)
+    # The predict of a search takes no client ids; that of its best estimator does.
+    clients, estimator = known_clients(estimator), predicting_estimator(estimator)
     row_ids = ids_of_rows(X, groups, client_column)
     if row_ids is None:
         raise ValueError("client_scores got no client ids; give groups= or client_column=.")
@@ -123,6 +124,7 @@ def client_scores(
     order, offsets = rows_by_client(codes, len(ids))
     scorer = scorer_for(scoring, estimator)
     scores = score_clients(scoring, scorer, Responses(estimator, X, groups), y, order, offsets)
+    # The model of the population knows no clients, so it needs no ids.
     population = Responses(population_model(estimator), X, None)
     baseline = score_clients(scoring, scorer, population, y, order, offsets)
     gain = scores - baseline
@@ -130,7 +132,7 @@ def client_scores(
         {
             "n_rows": np.diff(offsets),
             "score": scores,
-            "known": np.isin(ids, known),
+            "known": np.isin(ids, clients),
             "population_score": baseline,
             "gain": gain,
         },
@@ -142,6 +144,7 @@ def client_scores(
 
 def _summaries(scores, gain):
     """Mean of the worst decile, mean gain, and share of clients with a positive gain."""
+    # A score that is not defined, as of one class, says nothing about how a client fares.
     scores, gain = np.sort(scores[np.isfinite(scores)]), gain[np.isfinite(gain)]
     worst = scores[: max(1, len(scores) // 10)]  # at least one of fewer than ten clients
     return {

@@ -80,6 +80,7 @@ class ClientScorer:
         self.client_column = client_column
         get_scorer(scoring)  # raises if there is no such scorer
         self._metadata_request = MetadataRequest(owner=self)
+        # Without being asked, unlike scikit-learn's scorers: ids are what this one is for.
         self._metadata_request.score.add_request(param="groups", alias=True)
         self._metadata_request.score.add_request(param="sample_weight", alias=None)
 
@@ -150,6 +151,7 @@ class ClientScorer:
             f"client_column={self.client_column!r})"
         )
 
+    # scikit-learn's tools ask these of a scorer.
     def _accept_sample_weight(self):
         return self.average == "micro"
 
@@ -182,7 +184,7 @@ class ClientScorer:
         return float(scorer(responses.only(rows), rows, np.asarray(y)[rows], **weights))
 
     def _average(self, scorer, responses, y, ids, rows, sample_weight):
-        if sample_weight is not None:
+        if sample_weight is not None:  # of rows, but clients are averaged
             raise ValueError(
                 f"sample_weight is supported for average='micro' only; got {self.average!r}."
             )

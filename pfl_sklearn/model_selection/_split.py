@@ -60,6 +60,8 @@ class _ClientSplitter(BaseCrossValidator):
                 raise ValueError("stratify=True needs y; got None.")
             check_consistent_length(codes, y)
             _, labels = np.unique(column_or_1d(y), return_inverse=True)
+            # Rows of a class follow one another, in random order, so that equal steps through the
+            # ranks of a client take the same share of each.
             by_class, _ = rows_by_client(labels[shuffled], labels.max() + 1)
             shuffled = shuffled[by_class]
         order, offsets = rows_by_client(codes[shuffled], len(sizes))
@@ -245,6 +247,7 @@ class ClientShuffleSplit(_ClientSplitter):
 
     def _inside(self, codes, sizes, y, rng):
         """Test rows (n,) of every client: evenly spaced ranks from a random start."""
+        # One row of each client stays to fit, also after rounding up.
         wanted = np.minimum(self.test_size * sizes, sizes - 1)
         n_test = np.minimum(_rounded(wanted, rng), sizes - 1)
         ranks = self._ranks(codes, sizes, y, rng)
@@ -255,6 +258,7 @@ class ClientShuffleSplit(_ClientSplitter):
 
 def _rounded(wanted, rng):
     """Numbers (m,) rounded up or down at random, so that their total is rounded too."""
+    # In random order, or neighbours in the list would be rounded against each other.
     order = rng.permutation(len(wanted))
     total = np.floor(np.cumsum(wanted[order]) + rng.random())
     rounded = np.empty(len(wanted), dtype=np.intp)

@@ -73,6 +73,7 @@ class PublicScore:
         self.metadata = {"groups": groups} if groups is not None and asks else {}
 
     def __call__(self, model, rng):
+        # The promise does not cover the clients' own models, and their scores would reveal them.
         if hasattr(innermost_estimator(model), "_population_copy"):
             model = population_model(model)
         return float(self.scorer(model, self.X, self.y, **self.metadata))
@@ -137,6 +138,7 @@ class HeldOutScore:
                 return mean_row_scores(rows, self.order, self.offsets)
             scorer = scorer_for(self.scoring, model)
             scores = [
+                # A label that the model does not know has a stand-in, which may not be scored.
                 math.nan if strange[rows].any() else _score_one(scorer, responses, y, rows)
                 for rows in self._clients()
             ]
@@ -232,7 +234,7 @@ def read_data(select, plan, X, y, params, rng):
     if select.holdout is not None:  # all of the clients' rows are fitted
         return RoutedRows(X, y, params), PublicScore(select.holdout, select.scoring or scoring)
     column = select.client_column
-    if column is None:
+    if column is None:  # the ids must be known to hold rows of each client out
         column = getattr(select.estimator, "column", None)  # of a ClientColumn
     if y is not None:
         assert_all_finite(y, input_name="y")

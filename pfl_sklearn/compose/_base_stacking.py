@@ -251,6 +251,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         check_kind(last, "regressor" if classes is None else "classifier", f"{FINAL}={last!r}")
         check_parameters(last, f"{FINAL} is given")
         check_splits(self.cv, len(table.y), num_samples(X))
+        # Of the folds inside clients, of those of whole clients, and of each estimator.
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(bases) + 3)
         estimators = [(FINAL, last), *bases]
         final, *named = prepared(estimators, classes, seeds[2:], table.weights is not None)

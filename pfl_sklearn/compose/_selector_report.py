@@ -100,34 +100,37 @@ def selector_report(candidates, released, own, n_clients):
     private = [each for each in candidates if each.report is not None and each.report.epsilon > 0]
     if not private:  # weights stay with the clients, so the choice releases nothing either
         return dataclasses.replace(report, **statements)
-    reports = [each.report for each in private]
     # Basic composition adds promises about the same neighbours, under the same trust.
-    if len({(each.unit, each.relation, each.trust) for each in reports}) > 1:
+    promised = {(each.report.unit, each.report.relation, each.report.trust) for each in private}
+    if len(promised) > 1:
         kinds = "; ".join(
             f"{each.name!r}: {each.report.unit}, {each.report.relation}, {each.report.trust}"
             for each in private
         )
         why = f"its candidates promise different things ({kinds}), which do not add up"
         return unprotected(why, (*released, *own), n_clients)
+    return dataclasses.replace(_sum_of_promises(private, delta), **statements, n_clients=n_clients)
+
+
+def _sum_of_promises(private, delta):
+    """Report of the candidates that cost something, all of one unit, relation and trust.
+
+    Noise, sensitivity and promises to single parties are each candidate's own: they have no sum.
+    """
+    reports = [each.report for each in private]
     promises = [f"{each.name!r}: epsilon = {each.report.epsilon:.4g}" for each in private]
-    return dataclasses.replace(
-        reports[0],
+    return PrivacyReport(
         epsilon=sum(each.epsilon for each in reports),
         delta=delta,
         mechanism="candidates released before; " + _unique(each.mechanism for each in reports),
+        unit=reports[0].unit,
+        relation=reports[0].relation,
+        trust=reports[0].trust,
         adversary=_unique(each.adversary for each in reports),
         accountant=f"sum of the candidates' promises ({', '.join(promises)}); weights cost nothing",
-        noise_std=None,
-        sensitivity=None,
-        n_clients=n_clients,
-        epsilon_under=(),
-        epsilon_outsiders=None,
-        epsilon_per_recipient=None,
-        epsilon_whole_client=None,
         sampling=_unique(each.sampling for each in reports),
         sampling_rate=max(each.sampling_rate for each in reports),
         rounds=sum(each.rounds for each in reports),
-        **statements,
         noise_reproducible=any(each.noise_reproducible for each in reports),
     )
 

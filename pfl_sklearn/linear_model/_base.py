@@ -1,58 +1,135 @@
 """What the regressions with one coefficient vector per client have in common."""
 
-from numbers import Real
+from __future__ import annotations
+
+from numbers import Integral, Real
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 from scipy.sparse import issparse
 from scipy.special import expit, ndtri, softmax
 from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.utils.validation import check_is_fitted
+from sklearn.utils.validation import check_is_fitted, validate_data
 
+from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.base import ClientMixin, client_values
+from pfl_sklearn.base import ClientMixin, client_values, read_rows
 from pfl_sklearn.linear_model._algebra import row_slices
+from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._evidence import variance_shares
-from pfl_sklearn.linear_model._intervals import component_bounds, directions, intervals_table
+from pfl_sklearn.linear_model._summary_tables import (
+    component_bounds,
+    components_table,
+    directions,
+    intervals_table,
+)
+from pfl_sklearn.linear_model._table import make_table
+from pfl_sklearn.priors._support import default_prior
 
-_CELLS = 1 << 20  # coefficients gathered at a time
-AT_CENTRE = "response at the features' means"
-_COLUMNS = ["estimate", "std_error", "sd", "correlation"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pandas import DataFrame
+
+    from pfl_sklearn._typing import Floats
+
+# Fitted attributes that a release covers, and those that no promise of a private fit covers.
+POPULATION = (
+    "population_coef_",
+    "population_intercept_",
+    "population_coef_std_",
+    "population_intercept_std_",
+    "population_covariance_",
+    "prior_",
+)
+CLIENTS = (
+    "coef_",
+    "intercept_",
+    "coef_std_",
+    "intercept_std_",
+    "shrinkage_",
+    "intercept_shrinkage_",
+    "clients_",
+    "n_samples_per_client_",
+    "log_likelihood_",  # exact, so it tells of every row
+)
+_GATHERED_COEFFICIENTS = 1 << 20  # at a time, or every row would hold a copy of its client's
 _LOGISTIC_VARIANCE = np.pi**2 / 3
+_ONE_PREDICTOR = np.ones(1)
 
 
 class BasePersonalizedRegression(ClientMixin, BaseEstimator):
-    """Base of the mixed models: posterior properties and the table of the population.
+    """Base of the mixed models: rows in, predictors and posterior out, tables of the population.
 
-    A subclass sets `_design`, `_between` (covariance between clients, in the order of the design)
-    and, if its fit has one, `_posterior`.
+    The fit of a subclass calls ``_make_table`` and ``_store``. It sets
+
+    - `_posterior`, if it has one, with a method ``interval(level)`` if that is not normal;
+    - `_family`: the shape of an estimated covariance (None: given) and whether the noise variance
+      was estimated; None where the estimates maximize no likelihood;
+    - `_evidence`, unless the fit is private: what later comparisons need.
     """
 
+    _default_component = default_prior
     _state_attributes = ("_design",)
+    _parameter_constraints = {
+        "prior": "no_validation",
+        "random": [str, "array-like"],
+        "fit_intercept": ["boolean"],
+        "max_iter": [Interval(Integral, 1, None, closed="left")],
+        "tol": [Interval(Real, 0, None, closed="neither")],
+        "unseen": [StrOptions({"warn", "population", "error"})],
+        "n_jobs": [Integral, None],
+    }
+
+    def _make_table(self, X, features, y, groups, sample_weight):
+        """Table of the rows of positive weight, its design, and the ids of the clients.
+
+        Column names are those of `X`; values are those of the checked `features` and `y`.
+        """
+        rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)
+        design = resolve_design(self.random, features.shape[1], self.fit_intercept, column_names(X))
+        if len(rows.y) < len(y):
+            features, y = features[rows.y], y[rows.y]
+        return make_table(design, features, y, rows), design, rows.clients.ids
+
+    def _store(self, X, design, ids, table, estimates, with_groups):
+        """Set the fitted attributes of both regressions, in the order of the features."""
+        back = np.argsort(design.order)
+        validate_data(self, X, skip_check_array=True)
+        self._design, self._fitted_with_groups = design, with_groups
+        self._between = design.embedded(estimates.covariance)
+        self._centre = None if estimates.centre is None else estimates.centre[back]
+        self.coef_, self.intercept_ = design.coefficients(estimates.coefficients[..., back])
+        population = design.coefficients(estimates.population[..., back])
+        self.population_coef_, self.population_intercept_ = population
+        self.prior_ = estimates.prior
+        self.log_likelihood_ = estimates.log_likelihood
+        self.n_iter_ = estimates.n_iter
+        self.clients_, self.n_samples_per_client_ = ids, np.bincount(table.codes)
 
     @property
-    def coef_std_(self):
+    def coef_std_(self) -> Floats:
         """Posterior standard deviations of the clients' coefficients, as `coef_`."""
         return self._design.coefficients(self._of_posterior("coefficient_variances") ** 0.5)[0]
 
     @property
-    def intercept_std_(self):
+    def intercept_std_(self) -> Floats:
         """Posterior standard deviations of the clients' intercepts, as `intercept_`."""
         return self._design.coefficients(self._of_posterior("coefficient_variances") ** 0.5)[1]
 
     @property
-    def shrinkage_(self):
+    def shrinkage_(self) -> Floats:
         """Posterior over prior variance of the clients' coefficients, as `coef_`."""
         return self._design.coefficients(self._of_posterior("shrinkage"))[0]
 
     @property
-    def intercept_shrinkage_(self):
+    def intercept_shrinkage_(self) -> Floats:
         """Posterior over prior variance of the clients' intercepts, as `intercept_`."""
         return self._design.coefficients(self._of_posterior("shrinkage"))[1]
 
     @property
-    def aic_(self):
+    def aic_(self) -> float:
         """Akaike's information criterion: twice the parameters less twice `log_likelihood_`.
 
         The parameters are the estimated population coefficients (as far as they are identified),
@@ -63,7 +140,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         return 2.0 * (self._n_parameters("aic_") - self.log_likelihood_)
 
     @property
-    def bic_(self):
+    def bic_(self) -> float:
         """Bayesian information criterion: as `aic_`, with log(n) instead of 2 per parameter.
 
         n is the number of rows of positive weight.
@@ -74,7 +151,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         )
 
     @property
-    def icc_(self):
+    def icc_(self) -> float:
         """Intraclass correlation: share of the variance given the features between clients.
 
         The variance between clients is averaged over the rows if slopes vary.
@@ -83,7 +160,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         return variance_shares(0.0, self._variance_between("icc_"), noise)[1]
 
     @property
-    def marginal_r2_(self):
+    def marginal_r2_(self) -> float:
         """Share of the response's variance that the population coefficients explain.
 
         With two classes the response is the one on the latent scale, where a row's variance given
@@ -92,14 +169,14 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         return self._explained("marginal_r2_")[0]
 
     @property
-    def conditional_r2_(self):
+    def conditional_r2_(self) -> float:
         """Share of the response's variance that population and clients' coefficients explain.
 
         With two classes on the latent scale, as :attr:`marginal_r2_`.
         """
         return self._explained("conditional_r2_")[1]
 
-    def credible_interval(self, level=0.95):
+    def credible_interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
         """Central posterior intervals of the clients' coefficients.
 
         Parameters
@@ -123,7 +200,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         back = np.argsort(self._design.order)
         return tuple(bound[:, back] for bound in self._posterior.interval(level))
 
-    def summary(self, feature_names=None):
+    def summary(self, feature_names: Sequence[str] | None = None) -> DataFrame:
         """Table of the population: fixed effects and variance components.
 
         Parameters
@@ -159,7 +236,9 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
             self._fit_rows(),
         )
 
-    def conf_int(self, level=0.95, feature_names=None):
+    def conf_int(
+        self, level: float = 0.95, feature_names: Sequence[str] | None = None
+    ) -> DataFrame:
         """Confidence intervals of population coefficients and variance components.
 
         Where errors are averaged over the variances (`uncertainty` of the linear model), bounds are
@@ -312,9 +391,11 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         row[0] = 1.0
         return max(float(row @ self._between @ row), 0.0)
 
-    def _predictors(self, X, codes):
-        """Linear predictors (n,) or (n, K) of the rows' own clients."""
-        return client_predictors(
+    def _predictors(self, X, groups):
+        """Linear predictors (n,) or (n, K) of rows, the checked rows, and their clients' codes."""
+        codes = self._encode_predict(X, groups)
+        X = validate_data(self, X, reset=False, dtype=np.float64)
+        predictors = client_predictors(
             X,
             codes,
             getattr(self, "coef_", None),
@@ -322,6 +403,23 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
             self.population_coef_,
             self.population_intercept_,
         )
+        return predictors, X, codes
+
+    def _variances(self, x, codes, combination=_ONE_PREDICTOR):
+        """Variance (n,) of a combination (c,) of the predictors of rows x (n, p) of the design."""
+        seen = codes >= 0
+        variances = np.empty(len(x))
+        if not seen.all():
+            variances[~seen] = self._new_variances(x[~seen], combination)
+        if seen.any():
+            if not hasattr(self, "_posterior"):
+                raise ValueError(
+                    f"return_std=True needs a posterior, and a fit with {self._given()} gives its "
+                    "mode only."
+                )
+            ordered = np.kron(combination, x[seen][:, self._design.order])
+            variances[seen] = self._posterior.variances(ordered, codes[seen])
+        return variances
 
     def _of_posterior(self, quantity):
         """Values (n_clients, [K,] p) of the posterior, in the order of the design."""
@@ -363,7 +461,7 @@ def client_predictors(X, codes, coef, intercept, population_coef, population_int
     shape = np.shape(population_coef)
     predictors = np.empty((X.shape[0], *shape[:-1]))
     terms = "nd,nd->n" if len(shape) == 1 else "nd,ncd->nc"
-    for part in row_slices(X.shape[0], np.size(population_coef), _CELLS):
+    for part in row_slices(X.shape[0], np.size(population_coef), _GATHERED_COEFFICIENTS):
         rows = X[part].toarray() if issparse(X) else X[part]
         own = client_values(coef, population_coef, codes[part])
         predictors[part] = np.einsum(terms, rows, own)
@@ -419,57 +517,3 @@ def warn_not_converged(estimator, found, prior=None):
             f"tol={estimator.tol}). Raise max_iter."
         )
     warn_caller(f"{message} {', or '.join(advice)}.", ConvergenceWarning)
-
-
-def components_table(
-    names,
-    coefficients,
-    std_errors,
-    random_names,
-    covariance,
-    at_centre=None,
-    noise=None,
-    explained=None,
-):
-    """DataFrame of what a mixed model estimates for the population.
-
-    Parameters
-    ----------
-    names : list of str
-        Names of the population coefficients (p,).
-    coefficients, std_errors : ndarrays of shape (p,)
-    random_names : list of str
-        Names of the coefficients that vary by client (q,).
-    covariance : ndarray of shape (q, q)
-        Covariance between clients.
-    at_centre : float or None
-        Variance between clients of the response at the means of the features.
-    noise : float or None
-        Variance within clients, if the model has one.
-    explained : dict from str to float, or None
-        Shares of variance by name.
-
-    Returns
-    -------
-    DataFrame
-        Indexed by part ("fixed", "between", "within", "fit") and term.
-    """
-    rows = [
-        ("fixed", name, value, error, np.nan, np.nan)
-        for name, value, error in zip(names, coefficients, std_errors, strict=True)
-    ]
-    sds = np.sqrt(np.diag(covariance))
-    for j, name in enumerate(random_names):
-        rows.append(("between", name, covariance[j, j], np.nan, sds[j], np.nan))
-        for k in np.flatnonzero(covariance[j, :j]):
-            correlation = covariance[j, k] / (sds[j] * sds[k]) if sds[j] * sds[k] > 0 else np.nan
-            term = f"{random_names[k]}, {name}"
-            rows.append(("between", term, covariance[j, k], np.nan, np.nan, correlation))
-    if at_centre is not None:
-        rows.append(("between", AT_CENTRE, at_centre, np.nan, np.sqrt(at_centre), np.nan))
-    if noise is not None:
-        rows.append(("within", "residual", noise, np.nan, np.sqrt(noise), np.nan))
-    for name, share in (explained or {}).items():
-        rows.append(("fit", name, share, np.nan, np.nan, np.nan))
-    table = pd.DataFrame(rows, columns=["part", "term", *_COLUMNS])
-    return table.set_index(["part", "term"])

@@ -1,21 +1,24 @@
 """Personalized linear regression: one coefficient vector per client under a population prior."""
 
+from __future__ import annotations
+
 import math
-from numbers import Integral, Real
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import numpy as np
 from sklearn.utils import check_X_y
-from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
-from pfl_sklearn.base import ClientRegressorMixin, read_rows
+from pfl_sklearn.base import ClientRegressorMixin
 from pfl_sklearn.linear_model._base import (
+    CLIENTS,
+    POPULATION,
     BasePersonalizedRegression,
     check_dense,
     warn_not_converged,
 )
-from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._evidence import (
     Evidence,
     gaussian_evidence,
@@ -28,34 +31,20 @@ from pfl_sklearn.linear_model._mixed._private_release import (
     regression_events,
 )
 from pfl_sklearn.linear_model._population import PopulationErrors
-from pfl_sklearn.linear_model._table import Options, make_table
+from pfl_sklearn.linear_model._table import Options
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
-from pfl_sklearn.priors._support import default_prior, resolve_prior
+from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import warn_once
 
-_POPULATION = (
-    "population_coef_",
-    "population_intercept_",
-    "population_coef_std_",
-    "population_intercept_std_",
-    "prior_",
-    "noise_variance_",
-    "population_covariance_",
-)
-_CLIENTS = (
-    "coef_",
-    "intercept_",
-    "coef_std_",
-    "intercept_std_",
-    "shrinkage_",
-    "intercept_shrinkage_",
-    "responsibilities_",
-    "clients_",
-    "n_samples_per_client_",
-    "log_likelihood_",
-)
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import ArrayLike
+    from sklearn.base import BaseEstimator
+
+    from pfl_sklearn._typing import Floats, RandomState, TableLike
 
 
 class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegression):
@@ -399,7 +388,6 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     __metadata_request__predict = {"groups": True, "return_std": True}
 
     _likelihood = "linear"
-    _default_component = default_prior
     _client_attributes = (
         "n_samples_per_client_",
         "coef_",
@@ -417,15 +405,11 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     )
 
     _parameter_constraints = {
-        "prior": "no_validation",
-        "random": [str, "array-like"],
-        "fit_intercept": ["boolean"],
+        **BasePersonalizedRegression._parameter_constraints,
         "method": [StrOptions({"reml", "ml", "printed"})],
         "noise_variance": [Interval(Real, 0, None, closed="neither"), None],
         "uncertainty": [StrOptions(UNCERTAINTIES)],
         "solver": [StrOptions({"auto", "spectral", "quasi_newton", "gd"})],
-        "max_iter": [Interval(Integral, 1, None, closed="left")],
-        "tol": [Interval(Real, 0, None, closed="neither")],
         "learning_rate": [Interval(Real, 0, None, closed="neither"), None],
         "variance_floor": [Interval(Real, 0, None, closed="neither"), None],
         "epsilon": [Interval(Real, 0, math.inf, closed="right")],
@@ -435,35 +419,33 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         "unit": [StrOptions({"client", "row"})],
         "relation": [StrOptions({"replace_one", "add_remove"})],
         "ledger": [PrivacyLedger, None],
-        "unseen": [StrOptions({"warn", "population", "error"})],
-        "n_jobs": [Integral, None],
         "random_state": ["random_state"],
     }
 
     def __init__(
         self,
-        prior="gaussian",
+        prior: str | BaseEstimator = "gaussian",
         *,
-        random="all",
-        fit_intercept=True,
-        method="reml",
-        noise_variance=None,
-        uncertainty="full",
-        solver="auto",
-        max_iter=500,
-        tol=1e-6,
-        learning_rate=None,
-        variance_floor=None,
-        epsilon=math.inf,
-        delta=1e-5,
-        feature_bound=None,
-        target_bound=None,
-        unit="client",
-        relation="replace_one",
-        ledger=None,
-        unseen="warn",
-        n_jobs=None,
-        random_state=None,
+        random: str | Sequence[str | int] = "all",
+        fit_intercept: bool = True,
+        method: str = "reml",
+        noise_variance: float | None = None,
+        uncertainty: str = "full",
+        solver: str = "auto",
+        max_iter: int = 500,
+        tol: float = 1e-6,
+        learning_rate: float | None = None,
+        variance_floor: float | None = None,
+        epsilon: float = math.inf,
+        delta: float = 1e-5,
+        feature_bound: float | None = None,
+        target_bound: float | None = None,
+        unit: str = "client",
+        relation: str = "replace_one",
+        ledger: PrivacyLedger | None = None,
+        unseen: str = "warn",
+        n_jobs: int | None = None,
+        random_state: RandomState = None,
     ):
         self.prior = prior
         self.random = random
@@ -488,7 +470,14 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         self.random_state = random_state
 
     @fit_context(prefer_skip_nested_validation=True)
-    def fit(self, X, y, *, groups=None, sample_weight=None):
+    def fit(
+        self,
+        X: TableLike,
+        y: ArrayLike,
+        *,
+        groups: TableLike = None,
+        sample_weight: ArrayLike | None = None,
+    ) -> Self:
         """Estimate the population and every client's coefficients.
 
         Parameters
@@ -508,25 +497,30 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         """
         prior = resolve_prior(self)
         fit = find_fit(prior, self.method, self.solver)
-        release = ReleaseParameters(*(getattr(self, name) for name in ReleaseParameters._fields))
-        fit = fit_with_report(fit, prior, release, sample_weight, (_POPULATION, _CLIENTS))
+        release = self._parameters_of(ReleaseParameters)
+        names = (*POPULATION, "noise_variance_"), (*CLIENTS, "responsibilities_")
+        fit = fit_with_report(fit, prior, release, sample_weight, names)
         check_dense(X, self, "PPSGDRegressor")
+        # The ledger may refuse the fit. It does so before any value is read, and an error in the
+        # values (which may tell of a client) is paid for.
         charge(self)
         features, y = check_X_y(X, y, dtype=np.float64, order="C", y_numeric=True, estimator=self)
         y = y.astype(np.float64, copy=False)
-        rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)
-        design = resolve_design(self.random, features.shape[1], self.fit_intercept, column_names(X))
-        if rows.weights is not None:
-            features, y = features[rows.y], y[rows.y]
-        table = make_table(design, features, y, rows)
-        found, report = fit(table, prior, self._options())
-        warn_not_converged(self, found, prior)
-        self._store(X, design, rows.clients, found, report, groups is not None)
+        table, design, ids = self._make_table(X, features, y, groups, sample_weight)
+        estimates, report = fit(table, prior, self._parameters_of(Options))
+        warn_not_converged(self, estimates, prior)
+        self._store(X, design, ids, table, estimates, groups is not None)
         self._family = self._unknown_variances(prior)
+        # The moments of the rows are exact, so a private model must not keep them.
         if not math.isfinite(self.epsilon):
-            self._evidence = self._gather_evidence(table, design, prior, found)
+            self._evidence = self._gather_evidence(table, design, prior, estimates)
+        self.privacy_ = report
         warn_once(report)
         return self
+
+    def _parameters_of(self, fields: Any) -> Any:
+        """The parameters that a NamedTuple lists, as that tuple."""
+        return fields(*(getattr(self, name) for name in fields._fields))
 
     def _unknown_variances(self, prior):
         """Shape of an estimated covariance, and whether the noise was; None without likelihood."""
@@ -537,74 +531,52 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         shape = prior.covariance_type if prior.covariance is None else None
         return shape, self.noise_variance is None and not private
 
-    def _gather_evidence(self, table, design, prior, found):
+    def _gather_evidence(self, table, design, prior, estimates):
         """What a fit without privacy keeps to be compared with others."""
         if self.method == "printed" or self.solver == "gd" or type(prior) is LaplacePrior:
             return Evidence(row_moments(table, design.order), None, None)
         if type(prior) is GaussianPrior:
             return gaussian_evidence(table, design, prior, self.noise_variance, self.method)
-        return mixture_evidence(table, design, prior, found, self.noise_variance)
+        return mixture_evidence(table, design, prior, estimates, self.noise_variance)
 
     def _privacy_events(self):
         """Accounting events of a fit; () if it releases nothing."""
         return regression_events(resolve_prior(self), self)
 
-    def _options(self):
-        return Options(
-            self.method,
-            self.noise_variance,
-            self.solver,
-            self.max_iter,
-            self.tol,
-            self.learning_rate,
-            self.variance_floor,
-            self.n_jobs,
-            self.uncertainty,
-        )
-
-    def _store(self, X, design, clients, found, report, with_groups):
-        """Set all fitted attributes, in the order of the features."""
-        back = np.argsort(design.order)
-        self._design = design
-        self._fitted_with_groups = with_groups
-        covariance = found.population_covariance[np.ix_(back, back)]
-        self._between = design.embedded(found.covariance)
-        share = found.posterior.share if found.averages else 0.0
-        self._errors = PopulationErrors(
-            covariance, self._between, found.averages, share, design.order
-        )
-        self._centre = None if found.centre is None else found.centre[back]
-        self._unbounded = found.unbounded
-        coef, intercept = design.coefficients(found.population[back])
-        self.population_coef_, self.population_intercept_ = coef, float(intercept)
-        self.coef_, self.intercept_ = design.coefficients(found.coefficients[:, back])
+    def _store(self, X, design, ids, table, estimates, with_groups):
+        """Set the fitted attributes, in the order of the features."""
         for name in ("_posterior", "responsibilities_", "_evidence"):  # of an earlier fit
             self.__dict__.pop(name, None)
-        if found.posterior is not None:
-            self._posterior = found.posterior
-        self.prior_ = found.prior
-        self.noise_variance_ = found.noise
-        self.log_likelihood_ = found.log_likelihood
-        self.n_iter_ = found.n_iter
-        self.clients_ = clients.ids
-        self.n_samples_per_client_ = np.bincount(clients.codes)
-        if found.responsibilities is not None:
-            self.responsibilities_ = found.responsibilities
-        validate_data(self, X, skip_check_array=True)
-        self.privacy_ = report
+        super()._store(X, design, ids, table, estimates, with_groups)
+        self.population_intercept_ = float(self.population_intercept_)
+        self.noise_variance_ = estimates.noise
+        back = np.argsort(design.order)
+        self._errors = PopulationErrors(
+            estimates.population_covariance[np.ix_(back, back)],
+            self._between,
+            estimates.averages,
+            estimates.posterior.share if estimates.averages else 0.0,
+            design.order,
+        )
+        self._unbounded = estimates.unbounded
+        # A Laplace prior and the published algorithms give modes alone.
+        if estimates.posterior is not None:
+            self._posterior = estimates.posterior
+        if estimates.responsibilities is not None:
+            self.responsibilities_ = estimates.responsibilities
 
     @property
-    def population_covariance_(self):
+    def population_covariance_(self) -> Floats:
         """Covariance of the population coefficients."""
         return self._errors.covariance
 
     @property
-    def population_coef_std_(self):
+    def population_coef_std_(self) -> Floats:
         """Standard errors of the population coefficients."""
         return self._design.coefficients(np.sqrt(np.diag(self._errors.covariance)))[0]
 
     @property
-    def population_intercept_std_(self):
+    def population_intercept_std_(self) -> float:
         """Standard error of the population's intercept."""
         return float(self._design.coefficients(np.sqrt(np.diag(self._errors.covariance)))[1])
 
@@ -615,20 +587,31 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         shape, free_noise = self._family
         random = self._design.random
         between = self._between[np.ix_(random, random)]
-        found = self._errors.component_bounds(level, between, self.noise_variance_)
-        if found is None:
+        bounds = self._errors.component_bounds(level, between, self.noise_variance_)
+        if bounds is None:  # the variances count as known, so there is nothing to average
             covariance, noise = super()._component_bounds(level)
         else:
-            lower, upper = found
+            lower, upper = bounds
             noise = (lower[-1], upper[-1]) if free_noise else None
             covariance = None
             if shape is not None:
                 covariance = lower[:-1].reshape(between.shape), upper[:-1].reshape(between.shape)
+        # The restricted likelihood is flat in these variances: the data do not bound them.
         if self._unbounded is not None:
             covariance[1][self._unbounded, self._unbounded] = np.inf
         return covariance, noise
 
-    def predict(self, X, *, groups=None, return_std=False):
+    @overload
+    def predict(
+        self, X: TableLike, *, groups: TableLike = None, return_std: Literal[False] = False
+    ) -> Floats: ...
+    @overload
+    def predict(
+        self, X: TableLike, *, groups: TableLike = None, return_std: Literal[True]
+    ) -> tuple[Floats, Floats]: ...
+    def predict(
+        self, X: TableLike, *, groups: TableLike = None, return_std: bool = False
+    ) -> Floats | tuple[Floats, Floats]:
         """Mean response of every row's client; the population's for unseen clients.
 
         Parameters
@@ -647,24 +630,10 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         std : ndarray of shape (n_rows,)
             If `return_std`.
         """
-        codes = self._encode_predict(X, groups)
-        X = validate_data(self, X, reset=False, dtype=np.float64)
-        mean = self._predictors(X, codes)
+        mean, X, codes = self._predictors(X, groups)
         if not return_std:
             return mean
         return mean, np.sqrt(self._variances(self._design.matrix(X), codes))
 
-    def _variances(self, x, codes):
-        """Variance (n,) of the mean response for rows x (n, p) of the design."""
-        known = codes >= 0
-        variances = np.empty(len(x))
-        variances[~known] = self._errors.new_variances(x[~known])
-        if known.any():
-            if not hasattr(self, "_posterior"):
-                raise ValueError(
-                    f"return_std=True needs a posterior, and a fit with prior={self.prior!r} and "
-                    f"method={self.method!r} gives its mode only."
-                )
-            ordered = x[known][:, self._design.order]
-            variances[known] = self._posterior.variances(ordered, codes[known])
-        return variances
+    def _new_variances(self, x, combination):
+        return self._errors.new_variances(x)

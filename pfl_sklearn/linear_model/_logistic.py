@@ -1,54 +1,44 @@
 """Personalized logistic regression: one coefficient vector per client under a Gaussian prior."""
 
+from __future__ import annotations
+
 from functools import partial
 from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_X_y
-from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._labels import check_labels, read_classes
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.base import ClientClassifierMixin, read_rows
+from pfl_sklearn.base import ClientClassifierMixin
 from pfl_sklearn.linear_model._base import (
+    CLIENTS,
+    POPULATION,
     BasePersonalizedRegression,
     check_dense,
     class_probabilities,
     likeliest_class,
     warn_not_converged,
 )
-from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._evidence import gaussian_evidence
 from pfl_sklearn.linear_model._glmm._fit import LogitOptions, fit_logistic, n_points_of
 from pfl_sklearn.linear_model._glmm._outcomes import outcome_of
 from pfl_sklearn.linear_model._glmm._predictions import averaged_probabilities
-from pfl_sklearn.linear_model._table import make_table
-from pfl_sklearn.priors._support import default_prior, resolve_prior
+from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyReport
 
-_POPULATION = (
-    "population_coef_",
-    "population_intercept_",
-    "population_coef_std_",
-    "population_intercept_std_",
-    "population_covariance_",
-    "prior_",
-)
-_CLIENTS = (
-    "coef_",
-    "intercept_",
-    "coef_std_",
-    "intercept_std_",
-    "shrinkage_",
-    "intercept_shrinkage_",
-    "clients_",
-    "n_samples_per_client_",
-    "log_likelihood_",
-)
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
-_MOST_NAMES = 10  # of features in a warning
+    from numpy.typing import ArrayLike, NDArray
+
+    from pfl_sklearn._typing import Floats, TableLike
+    from pfl_sklearn.priors import GaussianPrior
+
+_MOST_NAMED = 10  # features that a warning names
 
 
 class SeparationWarning(UserWarning):
@@ -293,34 +283,28 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
     __metadata_request__predict_log_proba = {"groups": True, "integrate": True}
 
     _likelihood = "logistic"
-    _default_component = default_prior
     _client_attributes = ("n_samples_per_client_", "coef_", "intercept_", "_posterior")
-    _population_attributes = (*_POPULATION, "classes_", "_between")
+    _population_attributes = (*POPULATION, "classes_", "_between")
 
     _parameter_constraints = {
-        "prior": "no_validation",
-        "random": [str, "array-like"],
-        "fit_intercept": ["boolean"],
+        **BasePersonalizedRegression._parameter_constraints,
         "population_penalty": [Interval(Real, 0, None, closed="left")],
+        # NumPy's Gauss-Hermite nodes are accurate up to 100 points.
         "quadrature": [Interval(Integral, 1, 100, closed="both"), StrOptions({"auto", "laplace"})],
-        "max_iter": [Interval(Integral, 1, None, closed="left")],
-        "tol": [Interval(Real, 0, None, closed="neither")],
-        "unseen": [StrOptions({"warn", "population", "error"})],
-        "n_jobs": [Integral, None],
     }
 
     def __init__(
         self,
-        prior="gaussian",
+        prior: str | GaussianPrior = "gaussian",
         *,
-        random="all",
-        fit_intercept=True,
-        population_penalty=0.0,
-        quadrature="auto",
-        max_iter=200,
-        tol=1e-4,
-        unseen="warn",
-        n_jobs=None,
+        random: str | Sequence[str | int] = "all",
+        fit_intercept: bool = True,
+        population_penalty: float = 0.0,
+        quadrature: str | int = "auto",
+        max_iter: int = 200,
+        tol: float = 1e-4,
+        unseen: str = "warn",
+        n_jobs: int | None = None,
     ):
         self.prior = prior
         self.random = random
@@ -333,7 +317,14 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         self.n_jobs = n_jobs
 
     @fit_context(prefer_skip_nested_validation=True)
-    def fit(self, X, y, *, groups=None, sample_weight=None):
+    def fit(
+        self,
+        X: TableLike,
+        y: ArrayLike,
+        *,
+        groups: TableLike = None,
+        sample_weight: ArrayLike | None = None,
+    ) -> Self:
         """Estimate the population and every client's coefficients.
 
         Parameters
@@ -355,30 +346,37 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         check_dense(X, self, "PPSGDClassifier")
         features, y = check_X_y(X, y, dtype=np.float64, order="C", estimator=self)
         check_labels(y)
-        rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)
-        classes, labels = read_classes(y[rows.y], self)
-        design = resolve_design(self.random, features.shape[1], self.fit_intercept, column_names(X))
-        present = features if len(labels) == len(features) else features[rows.y]
-        table, outcome = make_table(design, present, labels, rows), outcome_of(len(classes))
+        table, design, ids = self._make_table(X, features, y, groups, sample_weight)
+        # Classes that only rows of weight 0 have are absent, as these rows are.
+        classes, labels = read_classes(table.y, self)
+        table, outcome = table._replace(y=labels), outcome_of(len(classes))
         options = LogitOptions(
             self.population_penalty, self.max_iter, self.tol, self.n_jobs, self.quadrature
         )
-        found = fit_logistic(table, prior, outcome, options)
-        self._warn(found, len(classes), design)
-        self._store(X, design, rows.clients, classes, found, groups is not None)
+        estimates = fit_logistic(table, prior, outcome, options)
+        self._warn(estimates, len(classes), design)
+        self.classes_ = classes
+        self._store(X, design, ids, table, estimates, groups is not None)
         integration = partial(_integration, self.quadrature, outcome)
         self._evidence = gaussian_evidence(
             table, design, prior, 0.0, integration, outcome.n_outputs
+        )
+        shape = prior.covariance_type if prior.covariance is None else None
+        self._family = (shape, False) if len(ids) > 1 else None
+        self.privacy_ = PrivacyReport.unprotected(
+            "PersonalizedLogisticRegression has no private fit.",
+            not_released=(*POPULATION, *CLIENTS),
+            n_clients=len(ids),
         )
         return self
 
     def _warn(self, found, n_classes, design):
         if found.separating:
             names = [repr(design.names[design.order[k]]) for k in found.separating]
-            n_more = len(names) - _MOST_NAMES
+            n_more = len(names) - _MOST_NAMED
             more = f" and {n_more} more" if n_more > 0 else ""
             warn_caller(
-                f"A combination of the features, mainly {', '.join(names[:_MOST_NAMES])}{more}, "
+                f"A combination of the features, mainly {', '.join(names[:_MOST_NAMED])}{more}, "
                 "separates the classes, so the likelihood has no finite maximum. The population "
                 "slopes got a normal prior with standard deviation 2.5 per standard deviation of "
                 "their feature.",
@@ -416,42 +414,24 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
                 ConvergenceWarning,
             )
 
-    def _store(self, X, design, clients, classes, found, with_groups):
-        """Set all fitted attributes, in the order of the features."""
-        validate_data(self, X, skip_check_array=True)
-        n_outputs, p = found.population.shape
+    def _store(self, X, design, ids, table, estimates, with_groups):
+        """Set the fitted attributes, in the order of the features; two classes have no axis."""
+        n_outputs, p = estimates.population.shape
         back = np.argsort(design.order)
-        flat = (lambda values: values[..., 0, :]) if n_outputs == 1 else (lambda values: values)
         at = (np.arange(n_outputs)[:, None] * p + back).ravel()
-        self.classes_ = classes
-        self.clients_ = clients.ids
-        self.n_samples_per_client_ = np.bincount(clients.codes)
-        coefficients = design.coefficients(flat(found.coefficients[..., back]))
-        self.coef_, self.intercept_ = coefficients
-        population = design.coefficients(flat(found.population[:, back]))
-        self.population_coef_, self.population_intercept_ = population
-        self.population_covariance_ = found.population_covariance[np.ix_(at, at)]
+        self.population_covariance_ = estimates.population_covariance[np.ix_(at, at)]
         stds = np.sqrt(np.diag(self.population_covariance_)).reshape(n_outputs, p)
-        stds[~found.estimable[:, back]] = np.nan
-        self.population_coef_std_, self.population_intercept_std_ = design.coefficients(flat(stds))
-        self._between = design.embedded(found.covariance)
-        self._centre = None if found.centre is None else found.centre[back]
-        self.prior_ = found.prior
-        self.log_likelihood_ = found.log_likelihood
-        self.n_iter_ = found.n_iter
-        self._posterior = found.posterior
-        estimated = resolve_prior(self).covariance is None
-        shape = found.prior.covariance_type if estimated else None
-        self._family = (shape, False) if len(clients.ids) > 1 else None
-        self._design = design
-        self._fitted_with_groups = with_groups
-        self.privacy_ = PrivacyReport.unprotected(
-            "PersonalizedLogisticRegression has no private fit.",
-            not_released=(*_POPULATION, *_CLIENTS),
-            n_clients=len(clients.ids),
-        )
+        # The covariance is a pseudo-inverse, which says nothing of what the data leave open.
+        stds[~estimates.estimable[:, back]] = np.nan
+        if n_outputs == 1:
+            population, coefficients = estimates.population[0], estimates.coefficients[:, 0]
+            estimates = estimates._replace(population=population, coefficients=coefficients)
+            stds = stds[0]
+        self.population_coef_std_, self.population_intercept_std_ = design.coefficients(stds)
+        super()._store(X, design, ids, table, estimates, with_groups)
+        self._posterior = estimates.posterior
 
-    def decision_function(self, X, *, groups=None):
+    def decision_function(self, X: TableLike, *, groups: TableLike = None) -> Floats:
         """Log odds of the second class, or logits of all K > 2 classes, which sum to 0.
 
         Parameters
@@ -465,9 +445,11 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         -------
         ndarray of shape (n_rows,) or (n_rows, K)
         """
-        return self._logits(X, groups)[0]
+        return self._predictors(X, groups)[0]
 
-    def predict_proba(self, X, *, groups=None, integrate=False):
+    def predict_proba(
+        self, X: TableLike, *, groups: TableLike = None, integrate: bool = False
+    ) -> Floats:
         """Class probabilities of rows under their client's coefficients.
 
         Parameters
@@ -487,7 +469,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         ndarray of shape (n_rows, K)
             In the order of ``classes_``.
         """
-        logits, X, codes = self._logits(X, groups)
+        logits, X, codes = self._predictors(X, groups)
         if not integrate:
             return class_probabilities(logits)
         x = self._design.matrix(X)
@@ -495,7 +477,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         logits = logits.reshape(len(x), -1)
         return averaged_probabilities(logits, contrasts, lambda g: self._variances(x, codes, g))
 
-    def predict_log_proba(self, X, *, groups=None, integrate=False):
+    def predict_log_proba(
+        self, X: TableLike, *, groups: TableLike = None, integrate: bool = False
+    ) -> Floats:
         """Logarithms of :meth:`predict_proba`; minus infinity where a probability is 0.
 
         Parameters
@@ -515,7 +499,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X, groups=groups, integrate=integrate))
 
-    def predict(self, X, *, groups=None):
+    def predict(self, X: TableLike, *, groups: TableLike = None) -> NDArray[Any]:
         """Most likely class of rows under their client's coefficients.
 
         Parameters
@@ -529,33 +513,17 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         -------
         ndarray of shape (n_rows,)
         """
-        logits = self._logits(X, groups)[0]
+        logits = self._predictors(X, groups)[0]
         return likeliest_class(self.classes_, logits)
 
-    def _logits(self, X, groups):
-        """Logits (n,) or (n, K), the validated rows, and the positions of their clients."""
-        codes = self._encode_predict(X, groups)
-        X = validate_data(self, X, reset=False, dtype=np.float64)
-        return self._predictors(X, codes), X, codes
-
-    def _variances(self, x, codes, combination):
-        """Variance (n,) of a combination (c,) of the logits of rows x (n, p) of the design."""
-        known = codes >= 0
-        variances = np.empty(len(x))
-        if not known.all():
-            if np.isnan(self._between).any():
-                raise ValueError(
-                    "integrate=True needs the variance between clients for a client that fit did "
-                    "not see, and a fit of one client cannot estimate it."
-                )
-            variances[~known] = self._prior_variances(x[~known], combination)
-        if known.any():
-            ordered = np.kron(combination, x[known][:, self._design.order])
-            variances[known] = self._posterior.variances(ordered, codes[known])
-        return variances
-
-    def _prior_variances(self, x, combination):
-        """The same (n,) for clients that were not seen."""
+    def _new_variances(self, x, combination):
+        """Variance (n,) of a combination of the logits of clients that fit did not see."""
+        if np.isnan(self._between).any():
+            raise ValueError(
+                "integrate=True needs the variance between clients for a client that fit did "
+                "not see, and a fit of one client cannot estimate it."
+            )
+        # Deviations of the classes are independent and have one covariance.
         between = np.einsum("np,np->n", x @ self._between, x) * (combination @ combination)
         rows = np.kron(combination, x)
         return between + np.einsum("np,np->n", rows @ self.population_covariance_, rows)

@@ -1,4 +1,4 @@
-"""Confidence intervals of what a mixed model says of the population."""
+"""Tables of the population of a mixed model, and confidence intervals of its components."""
 
 import numpy as np
 import pandas as pd
@@ -6,7 +6,62 @@ from scipy.special import ndtri
 
 from pfl_sklearn.linear_model._algebra import row_slices
 
-_CELLS = 1 << 22
+_BLOCK_CELLS = 1 << 22  # numbers of a block of clients, whose products are a few times as many
+_AT_CENTRE = "response at the features' means"
+
+
+def components_table(
+    names,
+    coefficients,
+    std_errors,
+    random_names,
+    covariance,
+    at_centre=None,
+    noise=None,
+    explained=None,
+):
+    """DataFrame of what a mixed model estimates for the population.
+
+    Parameters
+    ----------
+    names : list of str
+        Names of the population coefficients (p,).
+    coefficients, std_errors : ndarrays of shape (p,)
+    random_names : list of str
+        Names of the coefficients that vary by client (q,).
+    covariance : ndarray of shape (q, q)
+        Covariance between clients.
+    at_centre : float or None
+        Variance between clients of the response at the means of the features.
+    noise : float or None
+        Variance within clients, if the model has one.
+    explained : dict from str to float, or None
+        Shares of variance by name.
+
+    Returns
+    -------
+    DataFrame
+        Indexed by part ("fixed", "between", "within", "fit") and term.
+    """
+    rows = [
+        ("fixed", name, value, error, np.nan, np.nan)
+        for name, value, error in zip(names, coefficients, std_errors, strict=True)
+    ]
+    sds = np.sqrt(np.diag(covariance))
+    for j, name in enumerate(random_names):
+        rows.append(("between", name, covariance[j, j], np.nan, sds[j], np.nan))
+        for k in np.flatnonzero(covariance[j, :j]):
+            correlation = covariance[j, k] / (sds[j] * sds[k]) if sds[j] * sds[k] > 0 else np.nan
+            term = f"{random_names[k]}, {name}"
+            rows.append(("between", term, covariance[j, k], np.nan, np.nan, correlation))
+    if at_centre is not None:
+        rows.append(("between", _AT_CENTRE, at_centre, np.nan, np.sqrt(at_centre), np.nan))
+    if noise is not None:
+        rows.append(("within", "residual", noise, np.nan, np.sqrt(noise), np.nan))
+    for name, share in (explained or {}).items():
+        rows.append(("fit", name, share, np.nan, np.nan, np.nan))
+    columns = ["part", "term", "estimate", "std_error", "sd", "correlation"]
+    return pd.DataFrame(rows, columns=columns).set_index(["part", "term"])
 
 
 def intervals_table(names, fixed, random_names, components, noise):
@@ -112,7 +167,7 @@ def _information(posterior, moved, n_rows, n_outputs):
     a = len(steps)
     information = np.zeros((a + 1, a + 1))
     information[a, a] = n_rows / 2
-    for part in row_slices(len(posterior.rows), len(at) ** 2 * a, _CELLS):
+    for part in row_slices(len(posterior.rows), len(at) ** 2 * a, _BLOCK_CELLS):
         rows = posterior.whitened(part)[:, :, at]
         pulled = np.einsum("bij,ajk->abik", rows.transpose(0, 2, 1) @ rows, steps)
         information[a, :a] += 0.5 * np.einsum("abii->a", pulled)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Integral, Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy.sparse import issparse
@@ -81,6 +81,10 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         "unseen": [StrOptions({"warn", "population", "error"})],
         "n_jobs": [Integral, None],
     }
+
+    def _parameters_of(self, fields: Any) -> Any:
+        """The parameters that a NamedTuple lists, as that tuple."""
+        return fields(*(getattr(self, name) for name in fields._fields))
 
     def _make_table(self, X, features, y, groups, sample_weight):
         """Table of the rows of positive weight, its design, and the ids of the clients.

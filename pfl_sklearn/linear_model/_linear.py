@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, Self, overload
+from typing import TYPE_CHECKING, Literal, Self, overload
 
 import numpy as np
 from sklearn.utils import check_X_y
@@ -517,10 +517,6 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         self.privacy_ = report
         warn_once(report)
         return self
-
-    def _parameters_of(self, fields: Any) -> Any:
-        """The parameters that a NamedTuple lists, as that tuple."""
-        return fields(*(getattr(self, name) for name in fields._fields))
 
     def _unknown_variances(self, prior):
         """Shape of an estimated covariance, and whether the noise was; None without likelihood."""

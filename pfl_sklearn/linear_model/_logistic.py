@@ -24,8 +24,9 @@ from pfl_sklearn.linear_model._base import (
     warn_not_converged,
 )
 from pfl_sklearn.linear_model._evidence import gaussian_evidence
-from pfl_sklearn.linear_model._glmm._fit import LogitOptions, fit_logistic, n_points_of
+from pfl_sklearn.linear_model._glmm._fit import fit_logistic
 from pfl_sklearn.linear_model._glmm._outcomes import outcome_of
+from pfl_sklearn.linear_model._glmm._population_search import LogitOptions, n_points_of
 from pfl_sklearn.linear_model._glmm._predictions import averaged_probabilities
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyReport
@@ -350,10 +351,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         # Classes that only rows of weight 0 have are absent, as these rows are.
         classes, labels = read_classes(table.y, self)
         table, outcome = table._replace(y=labels), outcome_of(len(classes))
-        options = LogitOptions(
-            self.population_penalty, self.max_iter, self.tol, self.n_jobs, self.quadrature
-        )
-        estimates = fit_logistic(table, prior, outcome, options)
+        estimates = fit_logistic(table, prior, outcome, self._parameters_of(LogitOptions))
         self._warn(estimates, len(classes), design)
         self.classes_ = classes
         self._store(X, design, ids, table, estimates, groups is not None)

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pfl_sklearn import _float_range
+from pfl_sklearn._float_range import check_float_range, column_bounds
 
 
-class Table(NamedTuple):
+class RegressionTable(NamedTuple):
     """Rows of m clients."""
 
     columns: np.ndarray  # (n, p), the q random columns first
@@ -34,7 +34,7 @@ def make_table(design, features, y, rows):
     columns = design.matrix(features)
     if np.any(np.diff(design.order) != 1):
         columns = columns[:, design.order]
-    return Table(
+    return RegressionTable(
         columns,
         y,
         rows.clients.codes,
@@ -97,11 +97,17 @@ def varying_columns(table, prior):
         return np.ones(table.n_random, dtype=bool)
     if not table.random_intercept:
         return random.any(axis=0)
-    some = np.empty((table.n_clients, table.n_random))
-    some[table.codes] = random
-    varies = np.any(some[table.codes] != random, axis=0)
+    varies = varies_within_clients(random, table.codes, table.n_clients)
     varies[table.intercept] = True
     return varies
+
+
+def varies_within_clients(values, codes, n_clients):
+    """Whether values (n, ...) differ between rows of some client; an array (...)."""
+    # One row stands for its client, whichever was written last.
+    representative = np.empty((n_clients, *values.shape[1:]), dtype=values.dtype)
+    representative[codes] = values
+    return np.any(representative[codes] != values, axis=0)
 
 
 def centred(table, known_mean, random_too=False):
@@ -113,7 +119,7 @@ def centred(table, known_mean, random_too=False):
 
     Returns
     -------
-    table : Table
+    table : RegressionTable
     offset : ndarray of shape (p,)
         Added to the population afterwards.
     centre : ndarray of shape (p,)
@@ -148,22 +154,13 @@ def uncentred(vectors, intercept, centre):
 
 
 def check_squares(table):
-    """Raise ValueError if values or coefficients are too large or too small to be squared.
+    """Raise ValueError if values are too large or too small to be squared.
 
     A fit with privacy must not call this: the error would reveal a client's values.
     """
     heaviest = 1.0 if table.weights is None else max(table.weights.max(), 1.0)
-    sizes, target = (
-        _float_range.check_float_range(name, values, heaviest)
-        for name, values in (("X", table.columns), ("y", table.y))
-    )
-    sizes = sizes[sizes > 0]
-    far = (target / _float_range.LARGEST > sizes) | (sizes / _float_range.LARGEST > target)
-    if target > 0 and far.any():
-        raise ValueError(
-            f"y is of size {target:.1e} and a column of X of size {sizes[far][0]:.1e}, a ratio "
-            "beyond 1e150, so that its coefficients cannot be squared; rescale one of them."
-        )
+    for name, values in (("X", table.columns), ("y", table.y)):
+        check_float_range(name, values, heaviest)
 
 
 def check_covariance_identified(table, prior):
@@ -176,7 +173,7 @@ def check_covariance_identified(table, prior):
             f"covariance_type='full' needs at least as many clients as random coefficients; got "
             f"{m} clients and {q} coefficients. Use 'diag' or 'spherical', or fewer in random."
         )
-    constant = np.equal(*_float_range.column_bounds(table.columns[:, :q]))
+    constant = np.equal(*column_bounds(table.columns[:, :q]))
     for k in np.flatnonzero(constant & varying_columns(table, prior)):
         if k == table.intercept or (not table.random_intercept and table.columns[0, k] != 0):
             continue

@@ -9,7 +9,7 @@ from sklearn.exceptions import NotFittedError
 from pfl_sklearn import PersonalizedLinearRegression, PersonalizedLogisticRegression
 from pfl_sklearn.linear_model._algebra import factor_of
 from pfl_sklearn.linear_model._evidence import n_covariance_parameters, row_moments
-from pfl_sklearn.linear_model._table import Table
+from pfl_sklearn.linear_model._table import RegressionTable
 from pfl_sklearn.priors import (
     DiscretePrior,
     GaussianMixturePrior,
@@ -149,7 +149,7 @@ def test_moments_are_those_of_the_rows():
     rng = np.random.default_rng(0)
     columns, y = rng.normal([1e6, 0, 5], size=(70_000, 3)), rng.normal(size=70_000)
     weights = rng.uniform(0.1, 3, size=70_000)
-    table = Table(columns, y, np.zeros(70_000, int), 1, weights, 2, None, [], True)
+    table = RegressionTable(columns, y, np.zeros(70_000, int), 1, weights, 2, None, [], True)
     for given in (table, table._replace(weights=None)):
         moments = row_moments(given, np.array([2, 0, 1]))
         both = np.column_stack([columns[:, [1, 2, 0]], y])

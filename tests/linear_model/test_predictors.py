@@ -16,7 +16,7 @@ from pfl_sklearn.priors import GaussianPrior
 @pytest.mark.parametrize("cells", [1, 30, 1 << 20])
 @pytest.mark.parametrize("form", [np.ascontiguousarray, np.asfortranarray, csr_array])
 def test_predictors_are_those_of_a_loop(shape, cells, form, monkeypatch):
-    monkeypatch.setattr(_base, "_CELLS", cells)
+    monkeypatch.setattr(_base, "_GATHERED_COEFFICIENTS", cells)
     rng = np.random.default_rng(0)
     coef, intercept = rng.normal(size=(7, *shape, 4)), rng.normal(size=(7, *shape))
     population = rng.normal(size=(*shape, 4)), rng.normal(size=shape)

@@ -6,8 +6,7 @@ maximum, and columns far from zero.
 
 import numpy as np
 
-from pfl_sklearn._float_range import column_bounds
-from pfl_sklearn.linear_model._table import check_covariance_identified
+from pfl_sklearn.linear_model._table import check_covariance_identified, varies_within_clients
 
 _WEAK_SD = 2.5  # of the prior on separated slopes, in logits per standard deviation of a column
 _TIGHT_SD = 1.0  # of the prior on a factor that diverged, in logits per size of a column
@@ -29,7 +28,7 @@ def check_spread_identified(table, prior):
     check_covariance_identified(table, prior)
 
 
-def check_weights(weights):
+def check_row_weights(weights):
     """Raise ValueError if sample weights (n,) or None are outside what searches can follow."""
     if weights is None:
         return
@@ -43,9 +42,7 @@ def check_weights(weights):
 
 def is_unmixed(table):
     """Whether no client has rows of two classes."""
-    some = np.empty(table.n_clients, dtype=table.y.dtype)
-    some[table.codes] = table.y
-    return bool(np.all(some[table.codes] == table.y))
+    return not varies_within_clients(table.y, table.codes, table.n_clients)
 
 
 def weak_slopes(columns, weights, intercept, penalty=_WEAK_SD**-2):
@@ -54,9 +51,8 @@ def weak_slopes(columns, weights, intercept, penalty=_WEAK_SD**-2):
     It is `penalty` for a column with a standard deviation of 1, by default enough to keep separated
     slopes finite.
     """
-    mean = np.average(columns, axis=0, weights=weights)
     square = np.average(columns**2, axis=0, weights=weights)
-    spread = np.average((columns - mean) ** 2, axis=0, weights=weights)
+    spread = _column_variances(columns, weights)
     unit = np.where(spread > 1e-12 * square, spread, square)
     precision = unit * penalty
     if intercept is not None:
@@ -69,10 +65,15 @@ def separating_columns(columns, weights, coefficients):
 
     Their coefficients (a, f) diverged, so that the predictors vary mainly with them.
     """
-    mean = np.average(columns, axis=0, weights=weights)
-    spread = np.sqrt(np.average((columns - mean) ** 2, axis=0, weights=weights))
+    spread = np.sqrt(_column_variances(columns, weights))
     size = np.abs(coefficients).max(axis=0) * spread
     return tuple(np.flatnonzero((size > 0) & (size >= _MAIN * size.max())).tolist())
+
+
+def _column_variances(columns, weights):
+    """Weighted variances (f,) of columns (n, f)."""
+    mean = np.average(columns, axis=0, weights=weights)
+    return np.average((columns - mean) ** 2, axis=0, weights=weights)
 
 
 def weak_spread(random, weights, tight=False):
@@ -104,18 +105,3 @@ def check_known_spread(table, factor):
             f"deviation of {spread:.3g} logits between clients; expected at most {_LARGEST_SD:g}. "
             "Scale the features, or give a smaller covariance."
         )
-
-
-def centred_columns(table, some):
-    """The table with `some` of its columns (a slice) centred, and all columns' centres (p,).
-
-    The model needs an intercept that absorbs the means.
-    """
-    columns = table.columns
-    centre = np.zeros(columns.shape[1])
-    weights = np.ones(len(columns)) if table.weights is None else table.weights
-    centre[some] = weights @ columns[:, some] / weights.sum()
-    same = np.equal(*column_bounds(columns))
-    centre[some][same[some]] = columns[0, some][same[some]]
-    centre[table.intercept] = 0.0
-    return table._replace(columns=columns - centre), centre

@@ -22,7 +22,7 @@ from pfl_sklearn.linear_model._glmm._likelihood import (
 )
 from pfl_sklearn.linear_model._glmm._outcomes import helmert_contrasts, outcome_of
 from pfl_sklearn.linear_model._glmm._search import fit_pooled
-from pfl_sklearn.linear_model._table import Table
+from pfl_sklearn.linear_model._table import RegressionTable
 
 seeds = st.integers(0, 10_000)
 
@@ -294,7 +294,7 @@ def test_separation_is_found_as_by_linear_programming(seed, n_classes, n, d):
     rng = np.random.default_rng(seed)
     columns = np.column_stack([np.ones(n), rng.integers(-2, 3, size=(n, d))]).astype(float)
     labels = np.append(rng.integers(0, n_classes, n - n_classes), np.arange(n_classes))
-    table = Table(columns, labels, np.zeros(n, int), 1, None, d + 1, 0, [], True)
+    table = RegressionTable(columns, labels, np.zeros(n, int), 1, None, d + 1, 0, [], True)
     outcome = outcome_of(n_classes)
     pooled = fit_pooled(columns, table, outcome, np.zeros((n, outcome.n_outputs)), np.zeros(d + 1))
     assert pooled.separated == separable(columns, labels, n_classes)

@@ -1,0 +1,278 @@
+"""Population and between-client covariance of logistic regressions: which searches, and when.
+
+A search begins with Laplace's approximation and goes on with as many points of the quadrature as
+the spread between clients needs. Where the likelihood has no credible maximum, weak priors hold it.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_root
+from pfl_sklearn.linear_model._glmm._client_modes import client_modes, free_information
+from pfl_sklearn.linear_model._glmm._guards import (
+    AWAY,
+    HELD,
+    is_unmixed,
+    predictor_spread,
+    separating_columns,
+    weak_slopes,
+    weak_spread,
+)
+from pfl_sklearn.linear_model._glmm._likelihood import MarginalLikelihood, population_predictors
+from pfl_sklearn.linear_model._glmm._quadrature import (
+    DENSE,
+    evaluate_quadrature,
+    information_at_zero,
+    turned_stack,
+)
+from pfl_sklearn.linear_model._glmm._search import (
+    Maximum,
+    WeakPriors,
+    fit_pooled,
+    maximize_marginal,
+    natural_scale,
+)
+from pfl_sklearn.linear_model._table import varying_columns
+
+_POINTS, _MANY_POINTS = 15, 61  # of the quadrature, where one coefficient varies
+# Logits between clients. From 3 on, 15 points leave the standard deviation 5 to 10 % low; from
+# AWAY on, 61 miss the sharp edge of clients with one class, and DENSE points do not.
+_WIDE_SPREAD = 3.0
+_FAR_OUT = 10.0  # times the spread between clients, at which the likelihood must have fallen
+_INTERVAL_FALL = 1.92  # nats to the end of a 95 % interval: half a quantile of chi-square(1)
+_NOT_ZERO = 1e-2  # factor, in natural units, from which a second search may start
+_HANDOVER_TOL = 1e-2  # nats per standard error: near enough for quadrature to go on
+_CAUTIOUS_START = 0.3  # in natural units: a longer first step may skip the nearest maximum
+
+
+class LogitOptions(NamedTuple):
+    """Parameters of a fit besides those of the prior."""
+
+    population_penalty: float  # on the population's slopes, per standard deviation of a column
+    max_iter: int
+    tol: float
+    n_jobs: int | None
+    quadrature: str | int  # points, "laplace", or as many as go with the model
+
+
+def find_population(table, stacks, outcome, prior, mean, covariance, options):
+    """Population and factor, given or estimated, and the weak priors that this needed.
+
+    `mean` (a, q) and `covariance` (q, q) are None where they are unknown.
+    """
+    q, p = table.n_random, table.columns.shape[1]
+    n_known = 0 if mean is None else q
+    population = np.zeros((outcome.n_outputs, p))
+    if mean is not None:
+        population[:, :q] = mean
+    # Without common coefficients a known prior leaves nothing to search.
+    if n_known == p and covariance is not None:
+        maximum = Maximum(population, _covariance_root(covariance), 1, True)
+        return maximum, WeakPriors(np.zeros(0), np.zeros(q))
+    offset = population_predictors(table.columns, population)
+    pooled, precision, separating = pooled_fit(
+        table, outcome, offset, n_known, options.population_penalty
+    )
+    population[:, n_known:] = pooled.coefficients
+    if covariance is None:
+        family, scale = _free_covariance(table, prior, pooled.weight)
+        factor = scale[:, None] * family.matrix(family.start)
+    else:
+        family, scale, factor = None, None, _covariance_root(covariance)
+    start = Maximum(population, factor, 0, False)
+    root = _start_root(table, stacks, outcome, start, precision, options.n_jobs)
+    search = _Search(table, stacks, outcome, options, start, root, family, scale)
+    # Clients of one class each may be infinitely far apart.
+    unmixed = covariance is None and is_unmixed(table)
+    spread = weak_spread(table.columns[:, :q], table.weights) if unmixed else np.zeros(q)
+    weak = WeakPriors(precision, spread, separating=separating)
+    maximum = search(weak)
+    if covariance is not None or unmixed:
+        return maximum, weak
+    return search.held_if_diverged(maximum, weak)
+
+
+def pooled_fit(table, outcome, offset, n_known, penalty):
+    """Fit without differences between clients, and the prior precision of its slopes.
+
+    Last come the positions of the columns that need more than the `penalty` asked for.
+    """
+    columns, intercept = table.columns[:, n_known:], table.intercept
+    at = None if intercept is None or intercept < n_known else intercept - n_known
+    requested = np.zeros(columns.shape[1])
+    if penalty and len(requested):
+        requested = weak_slopes(columns, table.weights, at, penalty)
+    pooled = fit_pooled(columns, table, outcome, offset, requested)
+    if not pooled.separated:
+        return pooled, requested, ()
+    # The penalty that the user asked for stands where it is the stronger one.
+    precision = np.maximum(weak_slopes(columns, table.weights, at), requested)
+    separating = separating_columns(columns, table.weights, pooled.coefficients)
+    return fit_pooled(columns, table, outcome, offset, precision), precision, separating
+
+
+def _free_covariance(table, prior, weight):
+    """Shape of an unknown covariance, and the natural units (q,) of its factor's rows."""
+    # These shapes have one variance for all columns, so their rows need one unit.
+    common = prior.covariance_type in ("spherical", "low_rank")
+    random = table.columns[:, : table.n_random]
+    scale = natural_scale(random, weight, table.n_clients, common)
+    varies = varying_columns(table, prior)
+    varies = varies if varies.any() else None  # columns of zeros alone: any variance will do
+    return factor_of(prior.covariance_type, table.n_random, prior.rank, varies), scale
+
+
+def _start_root(table, stacks, outcome, start, precision, n_jobs):
+    """Root (a f, rank) of the inverse information on the free coefficients at the start.
+
+    The search moves along it, so that its steps are in standard errors.
+    """
+    n_known = table.columns.shape[1] - len(precision)
+    if _has_one_effect(outcome, start.factor):
+        turned = [turned_stack(stack) for stack in stacks]
+        information = information_at_zero(turned, start.population, start.factor)
+        information = information[n_known:, n_known:]
+    else:
+        modes = client_modes(table, stacks, outcome, start, n_jobs)
+        information = free_information(modes.rows, outcome.n_outputs, n_known)
+    return inverse_root(information + np.diag(np.tile(precision, outcome.n_outputs)))[0]
+
+
+class _Search(NamedTuple):
+    """Search for the population and the factor: by Laplace's approximation, then by quadrature."""
+
+    table: Any
+    stacks: list
+    outcome: Any
+    options: LogitOptions
+    start: Maximum
+    root: np.ndarray  # (a f, rank)
+    family: Any  # Factor; None if the covariance is known
+    scale: np.ndarray | None  # (q,), natural units of the factor's rows
+
+    def __call__(self, weak, begin=1.0):
+        """The Maximum under weak priors, from a factor at `begin` in natural units."""
+        needed, tol = self._n_points(self.start.factor), self.options.tol
+        # Quadrature moves the maximum, so the search before it may stop early.
+        rough = tol if needed == 1 else max(tol, _HANDOVER_TOL)
+        n_points, maximum = 1, self._maximum(1, self.start, weak, rough, begin)
+        while needed > n_points:
+            n_points, maximum = needed, self._refined(needed, maximum, weak)
+            needed = self._n_points(maximum.factor, self._spread(maximum))
+        return maximum
+
+    def held_if_diverged(self, maximum, weak):
+        """The maximum if the data support its spread, otherwise that under a tight prior.
+
+        Next to it come the weak priors that were used.
+        """
+        spread = self._spread(maximum)
+        if spread <= AWAY or self._falls_beyond(maximum, weak):
+            return maximum, weak
+        random = self.table.columns[:, : self.table.n_random]
+        precision = weak_spread(random, self.table.weights, tight=True)
+        tight = weak._replace(spread=precision, runaway=True)
+        held = self(tight, _CAUTIOUS_START)
+        # So weak a prior hardly moves a spread that the data support.
+        return (held, tight) if self._spread(held) < HELD * spread else (maximum, weak)
+
+    def _falls_beyond(self, maximum, weak):
+        """Whether the integrated likelihood falls where clients differ much more.
+
+        Laplace's approximation is no judge of that: with few rows it may rise without end, or to a
+        false maximum far away.
+        """
+        if self._n_points(self.start.factor) == 1:
+            return False
+        far = maximum._replace(factor=_FAR_OUT * maximum.factor)
+        # Where the likelihood is flat, the best population grows with the spread.
+        scaled = maximum.population.copy()
+        scaled[:, scaled.shape[1] - len(weak.slopes) :] *= _FAR_OUT
+        least = self._value_at(maximum, weak) - _INTERVAL_FALL
+        starts = (far._replace(population=scaled), far)
+        return all(self._value_at(start, weak) < least for start in starts)
+
+    def _value_at(self, start, weak):
+        """Integrated likelihood, less penalties, of the best population at a start's factor."""
+        # What a search learnt of the curvature elsewhere is of no use here.
+        start, options = start._replace(metric=None), self.options
+        criterion = self._criterion(DENSE, start.states)
+        return maximize_marginal(
+            criterion, start, self.root, weak, options.max_iter, options.tol
+        ).value
+
+    def _refined(self, n_points, maximum, weak):
+        """The Maximum with more points, from that with fewer."""
+        begin = 1.0
+        if self.family is not None:
+            # Zero is a stationary point of the factor: a search from there would stay.
+            size = np.abs(maximum.factor).max() / np.abs(self.start.factor).max()
+            begin = size if size > _NOT_ZERO else _CAUTIOUS_START
+        refined = self._maximum(n_points, maximum, weak, self.options.tol, begin)
+        return refined._replace(n_iter=maximum.n_iter + refined.n_iter)
+
+    def _maximum(self, n_points, start, weak, tol, begin):
+        return maximize_marginal(
+            self._criterion(n_points, start.states), start, self.root, weak, self.options.max_iter,
+            tol, self.family, self.scale, begin,
+        )  # fmt: skip
+
+    def _criterion(self, n_points, states):
+        return criterion_of(
+            self.table, self.stacks, self.outcome, self.start.factor, self.options, n_points, states
+        )
+
+    def _n_points(self, factor, spread=0.0):
+        return n_points_of(self.options.quadrature, self.outcome, factor, spread)
+
+    def _spread(self, maximum):
+        random = self.table.columns[:, : self.table.n_random]
+        return predictor_spread(random, self.table.weights, maximum.factor)
+
+
+def criterion_of(table, stacks, outcome, factor, options, n_points, states):
+    """MarginalLikelihood for factors of the width of `factor`, with so many points per client."""
+    evaluate = None
+    if _has_one_effect(outcome, factor):
+        # With one point this is Laplace's approximation as well, in a faster form.
+        stacks = [turned_stack(stack) for stack in stacks]
+        evaluate = partial(evaluate_quadrature, n_points=n_points)
+    return MarginalLikelihood(stacks, outcome, table.n_clients, options.n_jobs, evaluate, states)
+
+
+def n_points_of(quadrature, outcome, factor, spread=0.0):
+    """Points of the quadrature over a client's effect; 1 is Laplace's approximation.
+
+    `spread` is the standard deviation between clients of the predictors.
+    """
+    one_effect = _has_one_effect(outcome, factor)
+    if quadrature == "laplace":
+        return 1
+    if quadrature == "auto":
+        if not one_effect:
+            return 1
+        return _POINTS if spread <= _WIDE_SPREAD else _MANY_POINTS if spread <= AWAY else DENSE
+    if quadrature > 1 and not one_effect:
+        raise ValueError(
+            f"quadrature={quadrature} needs two classes and one coefficient that varies; got "
+            f"{outcome.n_outputs + 1} classes and {factor.shape[1]} varying coefficients. Take "
+            "'auto' or 'laplace', or let one coefficient vary (random)."
+        )
+    return quadrature
+
+
+def _has_one_effect(outcome, factor):
+    """Whether clients have one effect, so that a product grid needs no second dimension."""
+    return outcome.n_outputs == 1 and factor.shape[1] == 1
+
+
+def _covariance_root(covariance):
+    """Factor (q, r) of a covariance, r >= 1."""
+    variances = np.diag(covariance)
+    diagonal = np.array_equal(covariance, np.diag(variances))
+    root = np.diag(np.sqrt(variances)) if diagonal else square_root(covariance)
+    # Without columns of zeros one variance above 0 is one effect, which quadrature integrates.
+    positive = np.flatnonzero(root.any(axis=0))
+    return root[:, positive if len(positive) else [0]]

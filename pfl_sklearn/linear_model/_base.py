@@ -1,11 +1,11 @@
 """What the regressions with one coefficient vector per client have in common."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from pandas import DataFrame
 from scipy.sparse import issparse
 from scipy.special import expit, ndtri, softmax
 from sklearn.base import BaseEstimator
@@ -13,6 +13,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._typing import Floats
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin, client_values, read_rows
 from pfl_sklearn.linear_model._algebra import row_slices
@@ -20,19 +21,14 @@ from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._evidence import variance_shares
 from pfl_sklearn.linear_model._summary_tables import (
     component_bounds,
-    components_table,
+    covariance_rows,
     directions,
     intervals_table,
+    summary_table,
+    variance_row,
 )
 from pfl_sklearn.linear_model._table import make_table
 from pfl_sklearn.priors._support import default_prior
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from pandas import DataFrame
-
-    from pfl_sklearn._typing import Floats
 
 # Fitted attributes that a release covers, and those that no promise of a private fit covers.
 POPULATION = (
@@ -55,6 +51,7 @@ CLIENTS = (
     "log_likelihood_",  # exact, so it tells of every row
 )
 _GATHERED_COEFFICIENTS = 1 << 20  # at a time, or every row would hold a copy of its client's
+_AT_CENTRE = "response at the features' means"
 _LOGISTIC_VARIANCE = np.pi**2 / 3
 _ONE_PREDICTOR = np.ones(1)
 
@@ -228,17 +225,20 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         check_is_fitted(self)
         design, random = self._design.named(feature_names), self._design.random
         names, estimates = self._population_terms(design)
-        stds = self.population_coef_std_, self.population_intercept_std_
-        return components_table(
-            names,
-            estimates,
-            design.vectors(*stds).ravel(),
-            design.random_names,
-            self._between[np.ix_(random, random)],
-            self._centre_variance(),
-            getattr(self, "noise_variance_", None),
-            self._fit_rows(),
-        )
+        errors = design.vectors(self.population_coef_std_, self.population_intercept_std_).ravel()
+        rows = [
+            {"part": "fixed", "term": name, "estimate": estimate, "std_error": error}
+            for name, estimate, error in zip(names, estimates, errors, strict=True)
+        ]
+        rows += covariance_rows(design.random_names, self._between[np.ix_(random, random)])
+        if getattr(self, "_centre", None) is not None:
+            centre = self._centre.copy()
+            centre[0] = 1.0
+            variance = max(float(centre @ self._between @ centre), 0.0)  # rounding may leave less
+            rows.append(variance_row("between", _AT_CENTRE, variance))
+        if hasattr(self, "noise_variance_"):
+            rows.append(variance_row("within", "residual", self.noise_variance_))
+        return summary_table(rows + self._fit_rows())
 
     def conf_int(
         self, level: float = 0.95, feature_names: Sequence[str] | None = None
@@ -341,13 +341,14 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         return variance_shares(fixed, self._variance_between(name), noise)
 
     def _fit_rows(self):
-        """Names and values of what the summary says of the fit; {} if it says nothing."""
+        """What the summary says of the fit; [] if it says nothing."""
         if not hasattr(self, "_evidence") or np.ndim(self.population_coef_) == 2:
-            return {}
+            return []
         marginal, conditional = self._explained("summary")
         if not np.isfinite(marginal + conditional):
-            return {}
-        return {"marginal R2": marginal, "conditional R2": conditional}
+            return []
+        shares = {"marginal R2": marginal, "conditional R2": conditional}
+        return [{"part": "fit", "term": term, "estimate": share} for term, share in shares.items()]
 
     def _population_terms(self, design):
         """Names and values of the population coefficients, class by class."""
@@ -369,31 +370,23 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         if shape is None and not free_noise:
             return None, None
         q = len(random)
+        # The directions of loadings and ridge overlap, so entries have no bounds of their own.
+        if shape == "low_rank" and q > 1:
+            unknown = np.full((q, q), np.nan)
+            return (unknown, unknown), None
         back = np.eye(q)
         if getattr(self, "_centre", None) is not None and shape != "full":
             back[0] -= self._centre[random]
             back[0, 0] = 1.0
-        moved = directions(shape, covariance, back)
-        if shape == "low_rank" and q > 1:
-            unknown = np.full((q, q), np.nan)
-            return (unknown, unknown), None
         return component_bounds(
             getattr(self._posterior, "plug_in", self._posterior),
-            moved,
+            directions(shape, covariance, back),
             covariance,
             self.noise_variance_ if free_noise else None,
             int(np.sum(self.n_samples_per_client_)),
             len(np.atleast_2d(self.population_coef_)),
             level,
         )
-
-    def _centre_variance(self):
-        """Variance between clients at the features' means; None if the covariance has its shape."""
-        if getattr(self, "_centre", None) is None:
-            return None
-        row = self._centre.copy()
-        row[0] = 1.0
-        return max(float(row @ self._between @ row), 0.0)
 
     def _predictors(self, X, groups):
         """Linear predictors (n,) or (n, K) of rows, the checked rows, and their clients' codes."""

@@ -99,23 +99,21 @@ def resolve_design(random, n_features, fit_intercept, feature_names=None):
     plain = [f"x{k}" for k in range(n_features)]
     features = plain if feature_names is None else [str(name) for name in feature_names]
     names = (INTERCEPT, *features) if fit_intercept else tuple(features)
-    every, everything = np.arange(len(names)), False
+    every = np.arange(len(names))
     if isinstance(random, str) and random == "all":
         if random in features:
             raise ValueError(
                 "random='all' is ambiguous, as X has a feature of that name; give ['all'] for that "
                 "feature alone, or rename it."
             )
-        chosen, everything = every, True
-    else:
-        wanted = [random] if isinstance(random, str) else list(random)
-        named = feature_names is not None
-        positions = [_column_position(name, features, fit_intercept, named) for name in wanted]
-        chosen = np.unique(positions)
-        if not len(chosen):
-            raise ValueError("random must name at least one coefficient; got an empty list.")
-        chosen = chosen.astype(np.intp)
-    return Design(names, chosen, np.setdiff1d(every, chosen), fit_intercept, everything)
+        return Design(names, every, every[:0], fit_intercept, True)
+    listed = [random] if isinstance(random, str) else list(random)
+    if not listed:
+        raise ValueError("random must name at least one coefficient; got an empty list.")
+    named = feature_names is not None
+    positions = [_column_position(name, features, fit_intercept, named) for name in listed]
+    chosen = np.unique(positions).astype(np.intp)
+    return Design(names, chosen, np.setdiff1d(every, chosen), fit_intercept)
 
 
 def _column_position(name, features, fit_intercept, named):

@@ -1,15 +1,17 @@
 """Personalized linear regression: one coefficient vector per client under a population prior."""
 
-from __future__ import annotations
-
 import math
+from collections.abc import Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, Literal, Self, overload
+from typing import Literal, Self, overload
 
 import numpy as np
+from numpy.typing import ArrayLike
+from sklearn.base import BaseEstimator
 from sklearn.utils import check_X_y
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
+from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientRegressorMixin
 from pfl_sklearn.linear_model._base import (
@@ -37,14 +39,6 @@ from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import warn_once
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike
-    from sklearn.base import BaseEstimator
-
-    from pfl_sklearn._typing import Floats, RandomState, TableLike
 
 
 class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegression):

@@ -1,17 +1,18 @@
 """Personalized logistic regression: one coefficient vector per client under a Gaussian prior."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from functools import partial
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_X_y
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._labels import check_labels, read_classes
+from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientClassifierMixin
 from pfl_sklearn.linear_model._base import (
@@ -28,16 +29,9 @@ from pfl_sklearn.linear_model._glmm._fit import fit_logistic
 from pfl_sklearn.linear_model._glmm._outcomes import outcome_of
 from pfl_sklearn.linear_model._glmm._population_search import LogitOptions, n_points_of
 from pfl_sklearn.linear_model._glmm._predictions import averaged_probabilities
+from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyReport
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from numpy.typing import ArrayLike, NDArray
-
-    from pfl_sklearn._typing import Floats, TableLike
-    from pfl_sklearn.priors import GaussianPrior
 
 _MOST_NAMED = 10  # features that a warning names
 

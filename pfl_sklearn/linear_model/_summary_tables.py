@@ -7,61 +7,31 @@ from scipy.special import ndtri
 from pfl_sklearn.linear_model._algebra import row_slices
 
 _BLOCK_CELLS = 1 << 22  # numbers of a block of clients, whose products are a few times as many
-_AT_CENTRE = "response at the features' means"
 
 
-def components_table(
-    names,
-    coefficients,
-    std_errors,
-    random_names,
-    covariance,
-    at_centre=None,
-    noise=None,
-    explained=None,
-):
-    """DataFrame of what a mixed model estimates for the population.
-
-    Parameters
-    ----------
-    names : list of str
-        Names of the population coefficients (p,).
-    coefficients, std_errors : ndarrays of shape (p,)
-    random_names : list of str
-        Names of the coefficients that vary by client (q,).
-    covariance : ndarray of shape (q, q)
-        Covariance between clients.
-    at_centre : float or None
-        Variance between clients of the response at the means of the features.
-    noise : float or None
-        Variance within clients, if the model has one.
-    explained : dict from str to float, or None
-        Shares of variance by name.
-
-    Returns
-    -------
-    DataFrame
-        Indexed by part ("fixed", "between", "within", "fit") and term.
-    """
-    rows = [
-        ("fixed", name, value, error, np.nan, np.nan)
-        for name, value, error in zip(names, coefficients, std_errors, strict=True)
-    ]
-    sds = np.sqrt(np.diag(covariance))
-    for j, name in enumerate(random_names):
-        rows.append(("between", name, covariance[j, j], np.nan, sds[j], np.nan))
+def covariance_rows(names, covariance):
+    """Rows of a summary, as dicts, of a covariance (q, q) between clients."""
+    rows, sds = [], np.sqrt(np.diag(covariance))
+    for j, name in enumerate(names):
+        rows.append(variance_row("between", name, covariance[j, j]))
         for k in np.flatnonzero(covariance[j, :j]):
-            correlation = covariance[j, k] / (sds[j] * sds[k]) if sds[j] * sds[k] > 0 else np.nan
-            term = f"{random_names[k]}, {name}"
-            rows.append(("between", term, covariance[j, k], np.nan, np.nan, correlation))
-    if at_centre is not None:
-        rows.append(("between", _AT_CENTRE, at_centre, np.nan, np.sqrt(at_centre), np.nan))
-    if noise is not None:
-        rows.append(("within", "residual", noise, np.nan, np.sqrt(noise), np.nan))
-    for name, share in (explained or {}).items():
-        rows.append(("fit", name, share, np.nan, np.nan, np.nan))
+            # A variance may underflow to 0 where the covariance does not.
+            product = sds[j] * sds[k]
+            correlation = covariance[j, k] / product if product > 0 else np.nan
+            row = {"part": "between", "term": f"{names[k]}, {name}"}
+            rows.append({**row, "estimate": covariance[j, k], "correlation": correlation})
+    return rows
+
+
+def variance_row(part, term, variance):
+    """Row of a summary, as a dict."""
+    return {"part": part, "term": term, "estimate": variance, "sd": np.sqrt(variance)}
+
+
+def summary_table(rows):
+    """DataFrame of rows of a summary; what a row does not say is NaN."""
     columns = ["part", "term", "estimate", "std_error", "sd", "correlation"]
-    return pd.DataFrame(rows, columns=columns).set_index(["part", "term"])
+    return pd.DataFrame(rows, columns=columns).set_index(["part", "term"]).astype(float)
 
 
 def intervals_table(names, fixed, random_names, components, noise):
@@ -93,7 +63,7 @@ def intervals_table(names, fixed, random_names, components, noise):
 
 
 def directions(shape, covariance, back):
-    """Symmetric matrices (a, q, q) along which a family lets a covariance move.
+    """Symmetric matrices (a, q, q) along which a family lets a covariance move; None if given.
 
     `back` (q, q) leads from deviations of the columns that have the family's shape to those of the
     data.
@@ -101,18 +71,17 @@ def directions(shape, covariance, back):
     q = len(covariance)
     if shape is None:
         return None
+    # Without a variance the direction is that of the family's shape.
     if shape == "spherical" or q == 1:
         size = np.trace(covariance)
         return (covariance / size if size > 0 else back @ back.T / q)[None]
     if shape == "diag":
         return back.T[:, :, None] * back.T[:, None, :]
-    if shape == "full":
-        at = [(j, k) for j in range(q) for k in range(j + 1)]
-        found = np.zeros((len(at), q, q))
-        for a, (j, k) in enumerate(at):
-            found[a, j, k] = found[a, k, j] = 1.0
-        return found
-    return None
+    pairs = [(j, k) for j in range(q) for k in range(j + 1)]
+    entries = np.zeros((len(pairs), q, q))
+    for entry, (j, k) in zip(entries, pairs, strict=True):
+        entry[j, k] = entry[k, j] = 1.0
+    return entries
 
 
 def component_bounds(posterior, moved, covariance, noise, n_rows, n_outputs, level):
@@ -134,7 +103,7 @@ def component_bounds(posterior, moved, covariance, noise, n_rows, n_outputs, lev
     q, z, unit = len(covariance), ndtri(0.5 + level / 2), posterior.noise
     covariance = covariance / unit  # an exact fit leaves a noise whose squares underflow
     steps = covariance[None] if moved is None else moved
-    information = _information(posterior, steps, n_rows, n_outputs)
+    information = _expected_information(posterior, steps, n_rows, n_outputs)
     if moved is None:  # the ratio to the noise variance falls as that rises
         errors = 1 / (np.array([-1.0, 1.0]) @ information @ np.array([-1.0, 1.0]))
         return None, _around(noise, z * np.sqrt(errors))
@@ -154,7 +123,7 @@ def _around(noise, half):
     return noise * np.exp(-half), noise * np.exp(half)
 
 
-def _information(posterior, moved, n_rows, n_outputs):
+def _expected_information(posterior, moved, n_rows, n_outputs):
     """Expected information (a + 1, a + 1) on the directions and on the log of the noise variance.
 
     The directions are those of the covariance over the noise variance.

@@ -6,27 +6,30 @@ import numpy as np
 
 from pfl_sklearn._float_range import column_bounds
 from pfl_sklearn.linear_model._algebra import estimable, inverse_root, square_root
-from pfl_sklearn.linear_model._glmm._client_modes import (
+from pfl_sklearn.linear_model._glmm._likelihood import (
     ClientModes,
     client_modes,
     free_information,
+    stack_rows,
 )
-from pfl_sklearn.linear_model._glmm._guards import (
-    check_known_spread,
-    check_row_weights,
-    check_spread_identified,
-    predictor_spread,
-)
-from pfl_sklearn.linear_model._glmm._likelihood import stack_rows
 from pfl_sklearn.linear_model._glmm._population_search import (
     criterion_of,
     find_population,
     n_points_of,
     pooled_fit,
+    predictor_spread,
 )
 from pfl_sklearn.linear_model._glmm._search import Maximum
 from pfl_sklearn.linear_model._posterior import CovariancePosterior, RowPosterior
-from pfl_sklearn.linear_model._table import check_squares, is_centred, uncentred
+from pfl_sklearn.linear_model._table import (
+    check_covariance_identified,
+    check_squares,
+    is_centred,
+    uncentred,
+)
+
+_LARGEST_SD = 1e7  # logits; with much more, likelihoods lose all their digits
+_HEAVIEST, _LIGHTEST = 1e6, 1e-3  # weight of a row, and of all rows together
 
 
 class LogitEstimates(NamedTuple):
@@ -68,19 +71,19 @@ def fit_logistic(table, prior, outcome, options):
     q, p = table.n_random, table.columns.shape[1]
     _check_fitted_to_several(prior)
     check_squares(table)
-    check_row_weights(table.weights)
+    _check_row_weights(table.weights)
     mean, covariance = _coded_mean(prior, outcome, q), prior.known_covariance(q)
     if covariance is None:
         if table.n_clients == 1:
             return _fit_single(table, prior, outcome, options)
-        check_spread_identified(table, prior)
+        _check_spread_identified(table, prior)
     elif np.isinf(covariance).any():
         raise ValueError(
             "covariance of GaussianPrior must be finite for PersonalizedLogisticRegression; got "
             f"{prior.covariance!r}. Alone, many clients have no finite estimate."
         )
     else:
-        check_known_spread(table, square_root(covariance))
+        _check_known_spread(table, square_root(covariance))
     # A known covariance is in the user's units, so its columns stay where they are.
     shaped = covariance is None and is_centred(table, prior)
     table, centre = _centred(table, mean, shaped)
@@ -112,6 +115,43 @@ def _check_fitted_to_several(prior):
             "covariance of GaussianPrior holds NaN; expected numbers or None. A fit of a single "
             "client leaves NaN there, as it cannot estimate the spread between clients. Set the "
             "covariance to None to estimate it."
+        )
+
+
+def _check_spread_identified(table, prior):
+    """Raise ValueError if the data do not identify the covariance between clients."""
+    m = table.n_clients
+    if len(table.y) == m:
+        raise ValueError(
+            f"each of the {m} clients has one row, so the data do not identify the variance "
+            "between clients; give a prior with a known covariance."
+        )
+    check_covariance_identified(table, prior)
+
+
+def _check_row_weights(weights):
+    """Raise ValueError if sample weights (n,) or None are outside what searches can follow."""
+    if weights is None:
+        return
+    if weights.max() > _HEAVIEST or weights.sum() < _LIGHTEST:
+        raise ValueError(
+            f"sample_weight must be at most {_HEAVIEST:g} for a row and at least {_LIGHTEST:g} in "
+            f"sum; got a largest weight of {weights.max():.3g} and a sum of {weights.sum():.3g}. A "
+            "weight says how often a row counts; rescale the weights."
+        )
+
+
+def _check_known_spread(table, factor):
+    """Raise ValueError if a known covariance lets predictors vary more than arithmetic can follow.
+
+    The covariance is that of a factor (q, r).
+    """
+    spread = predictor_spread(table.columns[:, : table.n_random], table.weights, factor)
+    if spread > _LARGEST_SD:
+        raise ValueError(
+            "the prior's covariance gives the predictors of random coefficients a standard "
+            f"deviation of {spread:.3g} logits between clients; expected at most {_LARGEST_SD:g}. "
+            "Scale the features, or give a smaller covariance."
         )
 
 

@@ -52,22 +52,16 @@ class Primal(NamedTuple):
 
     features: np.ndarray  # (b, n, r), Z L
 
-    def gram(self):
-        """Z L L' Z' (b, n, n)."""
-        return self.features @ self.features.transpose(0, 2, 1)
-
     def deviation(self, state):
         """Predictors (b, n, a) less the population's."""
         return self.features @ state
 
-    def penalty(self, state, deviation):
-        return 0.5 * np.einsum("bra,bra->b", state, state)
+    def paired(self, state, deviation):
+        """What a state is multiplied by in an inner product of effects."""
+        return state
 
     def residual(self, score, state):
         return self.features.transpose(0, 2, 1) @ score - state
-
-    def decrement(self, residual, step, moved):
-        return np.einsum("bra,bra->b", residual, step)
 
     def system(self, weight):
         """H (b, r a, r a)."""
@@ -105,22 +99,16 @@ class Dual(NamedTuple):
     features: np.ndarray  # (b, n, r), Z L
     kernel: np.ndarray  # (b, n, n), Z L L' Z'
 
-    def gram(self):
-        """Z L L' Z' (b, n, n)."""
-        return self.kernel
-
     def deviation(self, state):
         """Predictors (b, n, a) less the population's."""
         return self.kernel @ state
 
-    def penalty(self, state, deviation):
-        return 0.5 * np.einsum("bna,bna->b", state, deviation)
+    def paired(self, state, deviation):
+        """What a state is multiplied by in an inner product of effects."""
+        return deviation
 
     def residual(self, score, state):
         return score - state
-
-    def decrement(self, residual, step, moved):
-        return np.einsum("bna,bna->b", residual, moved)
 
     def system(self, weight):
         """I + W (Z L L' Z' (x) I) (b, n a, n a), which has the determinant of H."""
@@ -273,6 +261,16 @@ def find_mode(form, outcome, offset, stack, state, last_decrement=LAST_DECREMENT
     return mode
 
 
+def _penalty(form, state, deviation):
+    """Half the squared length (b,) of the effects."""
+    return 0.5 * _inner(state, form.paired(state, deviation))
+
+
+def _inner(left, right):
+    """Inner products (b,) of (b, k, a)."""
+    return np.einsum("bka,bka->b", left, right)
+
+
 def _arrays(mode):
     return mode.state, mode.predictors, *mode.terms, mode.value, mode.found
 
@@ -281,19 +279,19 @@ def _climb(form, outcome, offset, stack, state, last_decrement, max_steps):
     """Modes after damped Newton steps from a state, as far as so many steps reach them."""
     deviation = form.deviation(state)
     terms = outcome.terms(offset + deviation, stack.y, stack.w)
-    value = terms.value.sum(axis=1) - form.penalty(state, deviation)
+    value = terms.value.sum(axis=1) - _penalty(form, state, deviation)
     moving = np.ones(len(offset), dtype=bool)
     for _ in range(max_steps):
         residual = form.residual(terms.score, state)
         step = solve_systems(form.system(terms.weight), residual)
         moved = form.deviation(step)
-        last = form.decrement(residual, step, moved) < last_decrement
+        last = _inner(residual, form.paired(step, moved)) < last_decrement
         size = moving.astype(float)
         while True:
             new_state = state + size[:, None, None] * step
             new_deviation = deviation + size[:, None, None] * moved
             terms = outcome.terms(offset + new_deviation, stack.y, stack.w)
-            new_value = terms.value.sum(axis=1) - form.penalty(new_state, new_deviation)
+            new_value = terms.value.sum(axis=1) - _penalty(form, new_state, new_deviation)
             worse = ~(new_value >= value - SLACK * (1 + np.abs(value))) & (size > 1e-9)
             if not worse.any():
                 break
@@ -393,7 +391,8 @@ def whiten_information(form, roots, x):
     if r * a == 1 and n <= _ROWS_PER_COLUMN * p:
         return _less_one_effect(features * roots[..., 0], x * roots[..., 0])
     if n * c < r * a:
-        system = np.einsum("bjac,bjk,bkad->bjckd", roots, form.gram(), roots)
+        # There are fewer rows than effects then, so the form is Dual.
+        system = np.einsum("bjac,bjk,bkad->bjckd", roots, form.kernel, roots)
         lower = np.linalg.cholesky(system.reshape(b, n * c, n * c) + np.eye(n * c))
         log_det = 2 * np.log(np.einsum("bkk->bk", lower)).sum()
         inverse = invert_lower(lower).reshape(b, n * c, n, c)
@@ -417,3 +416,49 @@ def _less_one_effect(effect, x):
     share = 1 / (1 + square + np.sqrt(1 + square))
     along = effect.transpose(0, 2, 1) @ x
     return x - (share * effect) * along, float(np.log1p(square).sum())
+
+
+class ClientModes(NamedTuple):
+    """All clients, at given population values."""
+
+    deviations: np.ndarray  # (m, a, q)
+    rows: np.ndarray  # (m, k, a p), whitened: their Gram matrix is the information on B
+    log_likelihood: float
+    converged: bool
+
+
+def client_modes(table, stacks, outcome, maximum, n_jobs):
+    """Modes, criterion and information of all clients at the population of a Maximum."""
+    a, factor = outcome.n_outputs, maximum.factor
+    function = partial(_stack_modes, outcome=outcome, population=maximum.population, factor=factor)
+    # The states of the search are at the modes or near them; without a search we start at zero.
+    states = maximum.states or [start_state(stack, factor, a) for stack in stacks]
+    batches = [(*stack, state) for stack, state in zip(stacks, states, strict=True)]
+    results = map_batches(function, batches, n_jobs)
+    deviations = np.empty((table.n_clients, a, table.n_random))
+    # Clients with fewer rows get rows of zeros, which say nothing.
+    longest = max(whitening.shape[1] for _, whitening, _, _ in results)
+    rows = np.zeros((table.n_clients, longest, a * table.columns.shape[1]))
+    for stack, (moved, whitening, _, _) in zip(stacks, results, strict=True):
+        deviations[stack.clients] = moved
+        rows[stack.clients, : whitening.shape[1]] = whitened_rows(whitening, stack.x)
+    value = float(sum(result[2] for result in results))
+    return ClientModes(deviations, rows, value, all(result[3] for result in results))
+
+
+def _stack_modes(clients, x, y, w, state, *, outcome, population, factor):
+    """Deviations (b, a, q), whitening, summed criterion, and whether the search found all modes."""
+    stack = RowStack(clients, x, y, w)
+    form = form_of(x, factor)
+    offset = population_predictors(x, population)
+    mode = find_mode(form, outcome, offset, stack, state, CLOSE_ENOUGH)
+    deviations = (factor @ form.effects(mode.state)).transpose(0, 2, 1)
+    whitening, log_det = whiten_information(form, outcome.roots(mode.predictors, w), x)
+    return deviations, whitening, float(np.sum(mode.value) - 0.5 * log_det), bool(mode.found.all())
+
+
+def free_information(rows, a, n_known):
+    """Information (a f, a f) on all but the first columns, from whitened rows (m, k, a p)."""
+    m, k, p = rows.shape[0], rows.shape[1], rows.shape[2] // a
+    free = rows.reshape(-1, a, p)[:, :, n_known:].reshape(m * k, a * (p - n_known))
+    return free.T @ free

@@ -1,7 +1,7 @@
 """Class outcomes: log-likelihood of a row and its derivatives in the linear predictors.
 
 There is one predictor u (..., a) less than there are classes. For two classes u is the logit of
-the second one. For K classes the logits are ``contrasts @ u`` with orthonormal contrasts: softmax
+the second one. For K classes the logits are ``coding @ u`` with orthonormal contrasts: softmax
 in symmetric coding, without the direction that changes no probability. Normal deviations that are
 independent over the classes are independent over the contrasts too, with the same variance.
 """
@@ -24,7 +24,6 @@ class BinaryLogit:
     """Two classes, labels 0 and 1."""
 
     n_outputs = 1
-    contrasts = np.array([[0.0], [1.0]])  # logits of the classes, up to a constant
     coding = np.array([[1.0]])  # reported logits: that of the second class
 
     def terms(self, u, y, w):
@@ -54,52 +53,48 @@ class BinaryLogit:
         half = np.tanh(u[..., 0] / 2)
         return (-0.25 * w * (1 - half**2) * half * spread[..., 0, 0])[..., None]
 
-    def probabilities(self, u):
-        """Class probabilities (..., n, 2)."""
-        return softmax(u @ self.contrasts.T, axis=-1)
-
 
 class SoftmaxLogit:
     """K classes, labels 0 to K - 1."""
 
     def __init__(self, n_classes):
         self.n_outputs = n_classes - 1
-        self.contrasts = self.coding = helmert_contrasts(n_classes)
-        outer = self.contrasts[:, :, None] * self.contrasts[:, None, :]
+        self.coding = helmert_contrasts(n_classes)
+        outer = self.coding[:, :, None] * self.coding[:, None, :]
         self._squares = outer.reshape(n_classes, -1)  # of every class, so that sums are products
 
     def terms(self, u, y, w):
         """RowTerms of predictors (..., n, a), labels (..., n) and weights (..., n)."""
-        logits = u @ self.contrasts.T
+        logits = u @ self.coding.T
         logits -= logits.max(axis=-1, keepdims=True)
         p = np.exp(logits)
         total = p.sum(axis=-1)
         p /= total[..., None]
         chosen = np.take_along_axis(logits, y[..., None], axis=-1)[..., 0]
-        mean = p @ self.contrasts
-        score = w[..., None] * (self.contrasts[y] - mean)
+        mean = p @ self.coding
+        score = w[..., None] * (self.coding[y] - mean)
         square = (p @ self._squares).reshape(*mean.shape, -1)
         weight = square - mean[..., :, None] * mean[..., None, :]
         return RowTerms(w * (chosen - np.log(total)), score, w[..., None, None] * weight)
 
     def roots(self, u, w):
         """Roots (..., n, a, K) of the weights."""
-        p = self.probabilities(u)
-        mean = p @ self.contrasts
-        centred = np.sqrt(p)[..., None, :] * (self.contrasts.T - mean[..., :, None])
+        p = self._probabilities(u)
+        mean = p @ self.coding
+        centred = np.sqrt(p)[..., None, :] * (self.coding.T - mean[..., :, None])
         return np.sqrt(w)[..., None, None] * centred
 
     def weight_slopes(self, u, w, spread):
         """Derivatives (..., n, a) of sum(weight * spread) in u; spread (..., n, a, a) symmetric."""
-        p = self.probabilities(u)
+        p = self._probabilities(u)
         own = spread.reshape(*p.shape[:-1], -1) @ self._squares.T
-        cross = (spread @ (p @ self.contrasts)[..., None])[..., 0] @ self.contrasts.T
+        cross = (spread @ (p @ self.coding)[..., None])[..., 0] @ self.coding.T
         centre = np.sum(p * (2 * cross - own), axis=-1, keepdims=True)
-        return w[..., None] * ((p * (own - 2 * cross + centre)) @ self.contrasts)
+        return w[..., None] * ((p * (own - 2 * cross + centre)) @ self.coding)
 
-    def probabilities(self, u):
+    def _probabilities(self, u):
         """Class probabilities (..., n, K)."""
-        return softmax(u @ self.contrasts.T, axis=-1)
+        return softmax(u @ self.coding.T, axis=-1)
 
 
 def outcome_of(n_classes):

@@ -10,17 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_root
-from pfl_sklearn.linear_model._glmm._client_modes import client_modes, free_information
-from pfl_sklearn.linear_model._glmm._guards import (
-    AWAY,
-    HELD,
-    is_unmixed,
-    predictor_spread,
-    separating_columns,
-    weak_slopes,
-    weak_spread,
+from pfl_sklearn.linear_model._glmm._likelihood import (
+    MarginalLikelihood,
+    client_modes,
+    free_information,
+    population_predictors,
 )
-from pfl_sklearn.linear_model._glmm._likelihood import MarginalLikelihood, population_predictors
 from pfl_sklearn.linear_model._glmm._quadrature import (
     DENSE,
     evaluate_quadrature,
@@ -34,11 +29,16 @@ from pfl_sklearn.linear_model._glmm._search import (
     maximize_marginal,
     natural_scale,
 )
-from pfl_sklearn.linear_model._table import varying_columns
+from pfl_sklearn.linear_model._table import varies_within_clients, varying_columns
 
+_WEAK_SD = 2.5  # of the prior on separated slopes, in logits per standard deviation of a column
+_TIGHT_SD = 1.0  # of the prior on a factor that diverged, in logits per size of a column
+_MAIN_SHARE = 0.2  # of the largest contribution to a separating predictor: enough to be named
+_AWAY = 10.0  # logits; we check larger standard deviations of the predictors between clients
+_HELD = 1 / 3  # if the tight prior leaves less than this share, the data do not support the rest
 _POINTS, _MANY_POINTS = 15, 61  # of the quadrature, where one coefficient varies
 # Logits between clients. From 3 on, 15 points leave the standard deviation 5 to 10 % low; from
-# AWAY on, 61 miss the sharp edge of clients with one class, and DENSE points do not.
+# _AWAY on, 61 miss the sharp edge of clients with one class, and DENSE points do not.
 _WIDE_SPREAD = 3.0
 _FAR_OUT = 10.0  # times the spread between clients, at which the likelihood must have fallen
 _INTERVAL_FALL = 1.92  # nats to the end of a 95 % interval: half a quantile of chi-square(1)
@@ -85,8 +85,8 @@ def find_population(table, stacks, outcome, prior, mean, covariance, options):
     root = _start_root(table, stacks, outcome, start, precision, options.n_jobs)
     search = _Search(table, stacks, outcome, options, start, root, family, scale)
     # Clients of one class each may be infinitely far apart.
-    unmixed = covariance is None and is_unmixed(table)
-    spread = weak_spread(table.columns[:, :q], table.weights) if unmixed else np.zeros(q)
+    unmixed = covariance is None and _is_unmixed(table)
+    spread = _weak_spread(table.columns[:, :q], table.weights) if unmixed else np.zeros(q)
     weak = WeakPriors(precision, spread, separating=separating)
     maximum = search(weak)
     if covariance is not None or unmixed:
@@ -103,13 +103,13 @@ def pooled_fit(table, outcome, offset, n_known, penalty):
     at = None if intercept is None or intercept < n_known else intercept - n_known
     requested = np.zeros(columns.shape[1])
     if penalty and len(requested):
-        requested = weak_slopes(columns, table.weights, at, penalty)
+        requested = _weak_slopes(columns, table.weights, at, penalty)
     pooled = fit_pooled(columns, table, outcome, offset, requested)
     if not pooled.separated:
         return pooled, requested, ()
     # The penalty that the user asked for stands where it is the stronger one.
-    precision = np.maximum(weak_slopes(columns, table.weights, at), requested)
-    separating = separating_columns(columns, table.weights, pooled.coefficients)
+    precision = np.maximum(_weak_slopes(columns, table.weights, at), requested)
+    separating = _separating_columns(columns, table.weights, pooled.coefficients)
     return fit_pooled(columns, table, outcome, offset, precision), precision, separating
 
 
@@ -169,14 +169,14 @@ class _Search(NamedTuple):
         Next to it come the weak priors that were used.
         """
         spread = self._spread(maximum)
-        if spread <= AWAY or self._falls_beyond(maximum, weak):
+        if spread <= _AWAY or self._falls_beyond(maximum, weak):
             return maximum, weak
         random = self.table.columns[:, : self.table.n_random]
-        precision = weak_spread(random, self.table.weights, tight=True)
+        precision = _weak_spread(random, self.table.weights, tight=True)
         tight = weak._replace(spread=precision, runaway=True)
         held = self(tight, _CAUTIOUS_START)
         # So weak a prior hardly moves a spread that the data support.
-        return (held, tight) if self._spread(held) < HELD * spread else (maximum, weak)
+        return (held, tight) if self._spread(held) < _HELD * spread else (maximum, weak)
 
     def _falls_beyond(self, maximum, weak):
         """Whether the integrated likelihood falls where clients differ much more.
@@ -253,7 +253,7 @@ def n_points_of(quadrature, outcome, factor, spread=0.0):
     if quadrature == "auto":
         if not one_effect:
             return 1
-        return _POINTS if spread <= _WIDE_SPREAD else _MANY_POINTS if spread <= AWAY else DENSE
+        return _POINTS if spread <= _WIDE_SPREAD else _MANY_POINTS if spread <= _AWAY else DENSE
     if quadrature > 1 and not one_effect:
         raise ValueError(
             f"quadrature={quadrature} needs two classes and one coefficient that varies; got "
@@ -276,3 +276,56 @@ def _covariance_root(covariance):
     # Without columns of zeros one variance above 0 is one effect, which quadrature integrates.
     positive = np.flatnonzero(root.any(axis=0))
     return root[:, positive if len(positive) else [0]]
+
+
+def _is_unmixed(table):
+    """Whether no client has rows of two classes."""
+    return not varies_within_clients(table.y, table.codes, table.n_clients)
+
+
+def _weak_slopes(columns, weights, intercept, penalty=_WEAK_SD**-2):
+    """Precision (f,) of a normal prior on slopes; 0 for the intercept.
+
+    It is `penalty` for a column with a standard deviation of 1, by default enough to keep separated
+    slopes finite.
+    """
+    square = np.average(columns**2, axis=0, weights=weights)
+    spread = _column_variances(columns, weights)
+    unit = np.where(spread > 1e-12 * square, spread, square)
+    precision = unit * penalty
+    if intercept is not None:
+        precision[intercept] = 0.0
+    return precision
+
+
+def _separating_columns(columns, weights, coefficients):
+    """Positions of the columns that do most to separate the classes.
+
+    Their coefficients (a, f) diverged, so that the predictors vary mainly with them.
+    """
+    spread = np.sqrt(_column_variances(columns, weights))
+    size = np.abs(coefficients).max(axis=0) * spread
+    return tuple(np.flatnonzero((size > 0) & (size >= _MAIN_SHARE * size.max())).tolist())
+
+
+def _column_variances(columns, weights):
+    """Weighted variances (f,) of columns (n, f)."""
+    mean = np.average(columns, axis=0, weights=weights)
+    return np.average((columns - mean) ** 2, axis=0, weights=weights)
+
+
+def _weak_spread(random, weights, tight=False):
+    """Precision (q,) of the prior that keeps the differences between clients finite."""
+    sd = _TIGHT_SD if tight else _WEAK_SD
+    return np.average(random**2, axis=0, weights=weights) / sd**2
+
+
+def predictor_spread(random, weights, factor):
+    """Standard deviation between clients of the linear predictors, for random columns (n, q).
+
+    We take the root mean square over the rows, under a factor (q, r).
+    """
+    weighted = random if weights is None else weights[:, None] * random
+    total = len(random) if weights is None else weights.sum()
+    moments = weighted.T @ random / total
+    return float(np.sqrt(np.vdot(factor, moments @ factor)))

@@ -7,8 +7,10 @@ from scipy.optimize import LbfgsInvHessProduct, minimize
 
 from pfl_sklearn.linear_model._algebra import inverse_root, snapped_to_zero
 
-_MAX_NEWTON = 100
+_MAX_NEWTON = 100  # of one step each; separated data take them all
 _LAST_DECREMENT = 1e-9  # nats; the step with this squared Newton decrement is the last
+_ROUNDING = 1e-13  # relative decrease of an objective that counts as rounding
+_SHORTEST_STEP = 1e-9  # share of Newton's step; a shorter one changes nothing
 _SEPARATED = 1e-6  # share of the information at 0 below which a direction counts as separated
 _NO_SPREAD = 1e-8  # squared parameter of a factor, in natural units, that counts as zero
 _LOST = 1e-9  # nats
@@ -58,20 +60,29 @@ def fit_pooled(columns, table, outcome, offset, precision):
     """
     shape = outcome.n_outputs, columns.shape[1]
     w = np.ones(len(columns)) if table.weights is None else table.weights
-    values = np.zeros(shape)
-    terms, objective = _pooled_terms(values, columns, table.y, w, outcome, offset, precision)
-    first_root, last, n_iter = None, False, 0
+
+    def evaluate(values):
+        terms = outcome.terms(offset + columns @ values.T, table.y, w)
+        return values, terms, terms.value.sum() - 0.5 * np.sum(precision * values**2)
+
+    values, terms, objective = evaluate(np.zeros(shape))
+    first_root, last, n_iter = np.zeros((0, 0)), False, 0
     while not last and n_iter < _MAX_NEWTON:
         n_iter += 1
         normal = information(columns, terms.weight) + np.diag(np.tile(precision, shape[0]))
         root, _ = inverse_root(normal)
-        first_root = root if first_root is None else first_root
+        first_root = root if n_iter == 1 else first_root
         slope = root.T @ (terms.score.T @ columns - precision * values).ravel()
         last = slope @ slope < _LAST_DECREMENT
-        values, terms, objective = _pooled_step(
-            values, (root @ slope).reshape(shape), objective, columns, table.y, w, outcome, offset,
-            precision,
-        )  # fmt: skip
+        step = (root @ slope).reshape(shape)
+        # The longest of the steps 1, 1/2, 1/4, ... that lowers the objective by rounding at most.
+        least, size = objective - _ROUNDING * (1 + abs(objective)), 1.0
+        moved = evaluate(values + step)
+        while not (moved[2] >= least or size < _SHORTEST_STEP):
+            size /= 2
+            moved = evaluate(values + size * step)
+        values, terms, objective = moved
+    # The information that is left of that at zero, along every direction.
     left = np.linalg.eigvalsh(first_root.T @ normal @ first_root)
     return Pooled(
         values,
@@ -83,23 +94,6 @@ def fit_pooled(columns, table, outcome, offset, precision):
         n_iter,
         bool(last),
     )
-
-
-def _pooled_terms(values, columns, y, w, outcome, offset, precision):
-    """RowTerms of the pooled coefficients, and the penalized log-likelihood."""
-    terms = outcome.terms(offset + columns @ values.T, y, w)
-    return terms, terms.value.sum() - 0.5 * np.sum(precision * values**2)
-
-
-def _pooled_step(values, step, objective, *problem):
-    """The longest of the steps 1, 1/2, 1/4, ... that does not lower the objective."""
-    size = 1.0
-    while True:
-        moved = values + size * step
-        terms, new = _pooled_terms(moved, *problem)
-        if new >= objective - 1e-13 * (1 + abs(objective)) or size < 1e-9:
-            return moved, terms, new
-        size /= 2
 
 
 def information(columns, weight):

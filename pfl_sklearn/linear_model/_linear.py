@@ -48,30 +48,22 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         \theta_i \sim \text{prior}.
 
     The coefficients that vary by client (`random`) have a population prior; all clients share the
-    others. Under a Gaussian prior with mean :math:`\mu` and covariance S this is the linear mixed
-    model with one grouping factor. S, :math:`\sigma^2` and :math:`\mu` maximize the marginal
-    likelihood, with the clients' coefficients integrated out, and every client gets its posterior
-    mean
-
-    .. math:: \hat\theta_i = (S^{-1} + X_i^\top X_i / \sigma^2)^{-1}
-        (S^{-1} \mu + X_i^\top y_i / \sigma^2).
+    others. Under a Gaussian prior this is the linear mixed model with one grouping factor. The
+    :ref:`user guide <linear_models>` has the mathematics, examples and lme4's formulas.
 
     Parameters
     ----------
     prior : str or prior object, default="gaussian"
         Population prior of the coefficients that vary: the intercept first, then the features in
-        their order. We estimate the parameters that a prior object leaves None and take the others
-        as known.
+        their order. Parameters that a prior object leaves None are estimated, the others known.
 
-        - "gaussian", or a :class:`~pfl_sklearn.priors.GaussianPrior`. Its default is a variance for
-          each coefficient ("diag") of centred columns, so that predictions depend neither on the
-          units of the features nor on their zeros.
-        - "laplace", or a :class:`~pfl_sklearn.priors.LaplacePrior`: clients differ in few
-          coefficients.
-        - "gaussian_mixture", or a :class:`~pfl_sklearn.priors.GaussianMixturePrior`: clients form
-          groups (AdaMix).
-        - "discrete", or a :class:`~pfl_sklearn.priors.DiscretePrior`: clients of a group are
-          identical (the model of FedEM).
+        - "gaussian", :class:`~pfl_sklearn.priors.GaussianPrior`: by default a variance for each
+          coefficient ("diag") of centred columns.
+        - "laplace", :class:`~pfl_sklearn.priors.LaplacePrior`: clients differ in few coefficients.
+        - "gaussian_mixture", :class:`~pfl_sklearn.priors.GaussianMixturePrior`: clients form groups
+          (AdaMix).
+        - "discrete", :class:`~pfl_sklearn.priors.DiscretePrior`: clients of a group are identical
+          (the model of FedEM).
     random : "all", "intercept", the name of a feature, or a list, default="all"
         Coefficients that vary by client: all, the intercept alone, one feature's alone, or a list
         of feature names or indices, which may include "intercept". With "all" and the default prior
@@ -85,38 +77,28 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     noise_variance : float, > 0, or None, default=None
         Residual variance :math:`\sigma^2` of a row of weight 1. None: estimated.
     uncertainty : {"full", "plug_in"}, default="full"
-        Whether standard deviations and intervals include that the variances were estimated. With
-        "full" they do, for up to 1,000 clients under a Gaussian prior that is not of low rank and
-        lets at most 20 coefficients vary. With "plug_in" the variances count as known, which makes
-        intervals of few clients too short. See Notes.
+        Whether errors include that the variances were estimated. With "full" they do, for up to
+        1,000 clients under a Gaussian prior that is not of low rank and lets at most 20
+        coefficients vary. "plug_in" counts variances as known, so intervals of few clients are too
+        short (see :ref:`few-clients`).
     solver : {"auto", "spectral", "quasi_newton", "gd"}, default="auto"
-        For Gaussian priors.
-
-        - "spectral": one eigendecomposition per client, then Fisher scoring. It needs one variance
-          for all coefficients.
-        - "quasi_newton": L-BFGS on a factor of the covariance, for any shape.
-        - "auto": "spectral" where it applies, else "quasi_newton".
-        - "gd": the published gradient descent on point estimates and variances together. Variances
-          must be known or have a floor.
+        Search under a Gaussian prior. "spectral" needs one variance for all coefficients,
+        "quasi_newton" takes any shape, and "auto" chooses between them. "gd" is the published
+        gradient descent, for variances that are known or have a floor.
     max_iter : int, default=500
         Largest number of iterations of the search for the population and the variances.
     tol : float, > 0, default=1e-6
-        Stopping rule.
-
-        - "spectral": relative change of the variance.
-        - "quasi_newton": largest slope of the criterion per client, on the scale of the data.
-        - Mixtures: gain in nats per client.
-        - "laplace" and "gd": change of a coefficient, relative to the largest one.
+        Stopping rule: relative change of the variance ("spectral"), largest slope of the criterion
+        per client ("quasi_newton"), gain in nats per client (mixtures), or change of a coefficient
+        relative to the largest one ("laplace", "gd").
     learning_rate : float, > 0, or None, default=None
         Step size of "gd" and of ``method="printed"`` with a Gaussian mixture. None: computed from
-        the largest curvature. In each round of the latter it is at most one over the largest
-        curvature, to which the smallest variance of a component contributes; a given step that is
-        longer is cut, with a warning.
+        the largest curvature. The latter cuts longer steps to one over it, with a warning.
     variance_floor : float, > 0, or None, default=None
         Smallest variance that "gd" may estimate. Its objective has no minimum without one.
     epsilon : float in (0, inf], default=inf
-        Privacy loss of one `unit` through the released population. Infinity: no privacy. A finite
-        value needs a Gaussian prior, with a known covariance if there are several clients;
+        Privacy loss in nats of one `unit` through the released population. Infinity: no privacy. A
+        finite value needs a Gaussian prior, with a known covariance if there are several clients;
         `method`, `solver` and their parameters then have no effect.
     delta : float in [0, 1), default=1e-5
         Must be above 0 when `epsilon` is finite.
@@ -129,11 +111,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     unit : {"client", "row"}, default="client"
         Unit of privacy: all rows of a client together, or one row.
     relation : {"replace_one", "add_remove"}, default="replace_one"
-        Neighbouring tables differ in one unit that is replaced (the numbers of clients and of
-        their rows are public), or in one unit that is added or removed (no number is public). The
-        report also states epsilon under another relation: if a unit contributes nothing
-        ("zero_out"), or is replaced. With ``unit="row"`` the number of clients is public all the
-        same.
+        Neighbouring tables differ in one unit that is replaced (numbers of clients and of their
+        rows are public), or that is added or removed (no number is public, but that of clients
+        with ``unit="row"``). The report states epsilon under other relations, too.
     ledger : PrivacyLedger or None, default=None
         File that records every fit before the fit reads any data, and refuses a fit beyond the
         budget.
@@ -156,10 +136,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         Posterior means of the clients' coefficients (modes under a Laplace prior).
     intercept_ : ndarray of shape (n_clients,)
     coef_std_, intercept_std_ : ndarrays of shape (n_clients, d) and (n_clients,)
-        Posterior standard deviations. They include the uncertainty of the population coefficients
-        under a Gaussian prior and of the group under a mixture, and that of the variances as
-        `uncertainty` says. Not available under a Laplace prior and for the published algorithms.
-        NaN where a released noise variance is of no use.
+        Posterior standard deviations, with the uncertainty of the variances as `uncertainty` says.
+        Not available under a Laplace prior and for the published algorithms. NaN where a released
+        noise variance is of no use.
     shrinkage_, intercept_shrinkage_ : ndarrays of shape (n_clients, d) and (n_clients,)
         Posterior variance over prior variance of every coefficient, given the population: 0 where
         the client's own rows determine it, 1 where the population does. 1 also for coefficients
@@ -167,9 +146,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     population_coef_ : ndarray of shape (d,)
     population_intercept_ : float
     population_coef_std_, population_intercept_std_ : ndarray of shape (d,) and float
-        Standard errors, with the uncertainty of the variances as `uncertainty` says. NaN for
-        coefficients that are not identified (a column of zeros, one of two equal columns) and under
-        priors other than the Gaussian. A warning names columns that are nearly such.
+        Standard errors. NaN for coefficients that are not identified (a column of zeros, one of two
+        equal columns) and under priors other than the Gaussian.
     population_covariance_ : ndarray of shape (p, p)
         Covariance of the population coefficients, the intercept (if fitted) first.
     prior_ : prior
@@ -177,14 +155,11 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     noise_variance_ : float
     log_likelihood_ : float
         Maximum of the log-likelihood in nats, restricted for "reml" with a Gaussian prior. NaN
-        where several clients share nothing (infinite variances, or as good as that), where
-        posterior means stand in for the maximum (see Notes), under a Laplace prior and for the
-        published algorithms.
+        where several clients share nothing, where posterior means stand in for the maximum (see
+        Notes), under a Laplace prior and for the published algorithms.
     aic_, bic_ : float
-        Information criteria; smaller is better. They count the estimated population coefficients
-        that are identified, the free parameters of the prior and an estimated noise variance; BIC
-        weighs each by the log of the number of rows of positive weight. After fits by REML they
-        compare only models with the same population columns. NaN where `log_likelihood_` is NaN.
+        Information criteria; smaller is better. After fits by REML they compare only models with
+        the same population columns. NaN where `log_likelihood_` is NaN.
     icc_ : float
         Intraclass correlation: the variance between clients (its mean over the rows, if slopes
         vary) over that variance and `noise_variance_`.
@@ -201,29 +176,18 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     Raises
     ------
     ValueError
-        For invalid data or parameters:
+        For ids that are missing or of mixed types, NaN or infinity, unknown or ambiguous names in
+        `random`, and, without a release, values above 1e150 or only values below 1e-140 (and not 0)
+        in `y` or a column of `X`.
 
-        - missing ids or ids of mixed types;
-        - NaN or infinity in `X` or `y`;
-        - without a release, values above 1e150 in `X` or `y`, or only values below 1e-140 (and not
-          0) in `y` or a column of `X`;
-        - unknown or ambiguous names in `random`.
+        For variances that the data do not identify: every client has one row; a column named in
+        `random` is constant over all rows, beside a random intercept, and the covariance is not
+        spherical; the covariance is full and there are fewer clients than random coefficients.
 
-        For variances that the data do not identify:
-
-        - every client has one row;
-        - a column named in `random` is constant over all rows, beside a random intercept, and the
-          covariance is not spherical;
-        - the covariance is full and there are fewer clients than random coefficients.
-
-        With a finite `epsilon` also for
-
-        - a missing bound;
-        - sample weights;
-        - a prior that is not Gaussian;
-        - an unknown covariance, with several clients or with ``relation="add_remove"`` for clients;
-        - ``unit="row"`` with ``relation="add_remove"`` and several clients;
-        - a known mean, unless everything else is known too.
+        With a finite `epsilon` also for a missing bound, sample weights, a prior that is not
+        Gaussian, a known mean unless everything else is known too, an unknown covariance (with
+        several clients or ``relation="add_remove"`` for clients), and ``unit="row"`` with
+        ``relation="add_remove"`` and several clients.
 
     Warns
     -----
@@ -231,19 +195,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         If the search reached `max_iter` before it converged, or if a covariance of low rank has so
         few rows that no search finds its maximum for sure.
     UserWarning
-        With several clients and an unknown noise variance,
-
-        - if the population's coefficients alone fit all rows exactly (a constant `y`, an exact
-          line), so that the variances mean nothing;
-        - if the clients' coefficients do (exact client levels), so that the noise variance is
-          rounding error; where no client has rows to spare, posterior means stand in for the
-          maximum of the likelihood (see Notes).
-
-        Under a Gaussian prior also,
-
-        - if the data say nothing about a variance between clients (see Notes);
-        - if columns are nearly, but not exactly, combinations of others, so that their standard
-          errors are NaN.
+        If the coefficients fit all rows exactly, so that an unknown noise variance means nothing;
+        under a Gaussian prior also if the data say nothing about a variance between clients, or if
+        columns are nearly combinations of others, so that their standard errors are NaN.
 
     See Also
     --------
@@ -253,113 +207,44 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
 
     Notes
     -----
-    The model is that of Section 3 and Appendix E of Ozkara et al. (2023). Theorem 6 gives the
-    posterior above, Appendix J the low-rank covariance. We differ from the paper as follows.
+    The model is that of Section 3 and Appendix E of Ozkara et al. (2023); Theorem 6 gives the
+    posterior means, Appendix J the low-rank covariance. We differ from the paper as follows.
 
     - Variances maximize the marginal likelihood. The printed joint objective (equations 19 and 54)
-      has no lower bound: it falls to minus infinity as :math:`\theta_i \to \mu` and the variance
-      between clients vanishes. Algorithm 4 (2 in the long version) drives variances below zero.
+      has no lower bound, and Algorithm 4 (2 in the long version) drives variances below zero.
     - Clients may have different numbers of rows, and some coefficients may be common to all.
-    - For mixtures we run EM on the marginal likelihood, from groups in the leading directions of
-      the clients' deviations. The printed Algorithms 1 and 6 cluster point estimates and inherit
-      their error.
-    - Under a Laplace prior we compute the joint mode of clients and population. The joint mode in
-      an unknown scale is unbounded as well, so we take the scale whose variance :math:`2 b^2` is
-      that of the Gaussian fit. We keep the constant that the paper omits.
+    - For mixtures we run EM on the marginal likelihood. The printed Algorithms 1 and 6 cluster
+      point estimates and inherit their error.
+    - Under a Laplace prior an unknown scale b is the one whose variance :math:`2 b^2` is that of
+      the Gaussian fit, since the joint mode in it is unbounded. We keep the constant that the paper
+      omits.
 
-    A variance of zero between clients is an answer, not an error: the clients' coefficients then
-    equal the population's. Infinite prior variances give every client its own least-squares fit of
-    minimum norm; a single client gets the same.
+    *Weights.* A row of weight w has the variance :math:`\sigma^2 / w`; one of weight 0 is absent.
 
-    Sample weights are precision weights: a row of weight w has the variance
-    :math:`\sigma^2 / w`, and a row of weight 0 is absent.
+    *Few rows.* If the coefficients that vary fit the rows of every client exactly, the likelihood
+    cannot tell noise from differences between clients. The estimates are then posterior means
+    under a weak prior, with a warning (see :ref:`few-clients`).
 
-    *Few clients.* Estimates are those of the best variances. With ``uncertainty="full"`` their
-    errors are averaged over other variances, weighted by the restricted likelihood and a weak
-    prior. An averaged variance adds the squared distance of the estimate from the posterior mean;
-    :meth:`credible_interval` gives quantiles.
+    *Privacy.* A finite `epsilon` protects the population, which is released once
+    (:class:`~pfl_sklearn.privacy.RegressionMoments`). It does not cover the clients' posteriors,
+    which use their own exact rows: client i may see its own (joint differential privacy), so hand
+    it over with :meth:`for_client`. Private models have no criteria and no R2.
 
-    - One ratio of variances (a random intercept, one slope, "spherical") is integrated by
-      quadrature, the noise variance in closed form. The prior is that of a row's variance: the
-      share between clients is Beta(1/2, 1/2).
-    - Several variances ("diag", "full") are drawn by Gibbs sampling. Standard deviations of what a
-      coefficient does to the response are half-Cauchy ("diag"), or half-t with 2 degrees of freedom
-      beside uniform correlations ("full": Huang and Wand, 2013), in units of the residual of the
-      pooled fit, and that of the noise is half-Cauchy. Draws come from a seed of their own, so the
-      same rows give the same errors.
-
-    The averages are computed when an error is first asked for, which takes half a second for two
-    coefficients and up to four for twenty. They count in full up to 100 clients, not at all from
-    1,000, and in between with a share that falls with the logarithm of their number. Private fits
-    and known covariances count their variances as known.
-
-    *Few rows.* If the coefficients that vary fit the rows of every client exactly, restricted
-    likelihood cannot tell noise from differences between clients. With "full" it is largest at a
-    noise variance of 0, if it is bounded at all, and with simpler shapes it often is. The estimates
-    are then posterior means under the same prior, with a warning; `prior_` and `noise_variance_`
-    hold the means of the variances.
-
-    *Flat likelihood.* Restricted likelihood is that of contrasts K'y with K'X = 0. Where the
-    population's columns span a coefficient's column of every client (three hospital-level columns
-    and an intercept span the levels of four hospitals), it does not depend on the variance of that
-    coefficient. The variance is then 0, with a warning: it is the answer of full likelihood, any
-    other would be that of the search's start, and the predictions for the clients of the fit are
-    the same under every value. Errors are averaged over the prior alone, and :meth:`conf_int` says
-    0 to infinity. "spherical" and "low_rank" share a variance and are flat only if all their
-    coefficients are.
-
-    Private fits (`epsilon` finite) release the population once.
-
-    - *Release.* We bound the second moments of the rows as described in
-      :class:`~pfl_sklearn.privacy.RegressionMoments`, sum them, and add the noise of the analytic
-      Gaussian mechanism. With ``unit="client"`` a client contributes the moments of its mean row,
-      so all clients count alike.
-    - *Population.* We solve the noisy normal equations with negative eigenvalues raised to 0 and a
-      ridge that depends on the bounds alone: a coefficient of 2 `target_bound` / `feature_bound` is
-      one prior standard deviation. Standard errors include the privacy noise, whose variance is
-      known, and the sampling error, assuming that features have the same distribution in all
-      clients. They do not include the bias from targets beyond `target_bound`.
-    - *Bounds.* `feature_bound` may leave rows outside. Their weights depend on the features alone,
-      which causes no bias; where noise dominates, a bound that half of the rows exceed is a good
-      choice.
-    - *Noise variance.* An unknown `noise_variance` is part of the same release (at no cost under
-      "replace_one"). We keep it between one standard deviation of its noise and
-      ``target_bound ** 2``. If it is less than four standard deviations of its noise, every client
-      keeps its own regression, and a warning says so.
-    - *Clients.* Each client's posterior uses its own exact rows and the released population, with
-      the error of the release added to the prior covariance. The privacy guarantee does not cover
-      these posteriors: client i may see its own (joint differential privacy), so hand it over with
-      :meth:`for_client`. A single client keeps its own least-squares fit.
-
-    *Comparison.* `aic_`, `bic_` and R2 need a fit without privacy, which keeps the first and second
-    moments of all rows (8 p^2 bytes). Private models have none of them, and `icc_` only where the
-    intercept alone varies. A Laplace prior and the published algorithms have no likelihood, hence
-    no criteria. R2 are those of Nakagawa and Schielzeth (2013), and of Johnson (2014) where slopes
-    vary, for rows of weight 1.
-
-    Memory beyond the input: a copy of the rows, reduced to at most q rows per client. With p
-    columns, of which q vary, that is ``8 min(n_i, q) (p + 1)`` bytes per client, twice during the
-    fit and once after it. With up to 1,000 clients, errors need another ``8 q (p + 1)`` bytes per
-    client, and ``8 q (p + 300)`` more once they are computed.
+    *Memory* beyond the input, with p columns of which q vary: ``8 min(n_i, q) (p + 1)`` bytes per
+    client, twice during the fit and once after it. With up to 1,000 clients errors need another
+    ``8 q (p + 1)`` bytes per client, and ``8 q (p + 300)`` more once they are computed. A fit
+    without privacy keeps 8 p^2 bytes for comparisons.
 
     References
     ----------
     Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
     personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
 
-    Huang, A. and Wand, M. P. (2013). Simple marginally noninformative prior distributions for
-    covariance matrices. Bayesian Analysis.
-
     Johnson, P. C. D. (2014). Extension of Nakagawa & Schielzeth's R2_GLMM to random slopes models.
     Methods in Ecology and Evolution.
 
-    Laird, N. M. and Ware, J. H. (1982). Random-effects models for longitudinal data. Biometrics.
-
     Nakagawa, S. and Schielzeth, H. (2013). A general and simple method for obtaining R2 from
     generalized linear mixed-effects models. Methods in Ecology and Evolution.
-
-    Patterson, H. D. and Thompson, R. (1971). Recovery of inter-block information when block sizes
-    are unequal. Biometrika.
 
     Examples
     --------

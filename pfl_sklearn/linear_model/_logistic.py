@@ -52,17 +52,15 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
     adaptive quadrature or Laplace's approximation (`quadrature`). A client's coefficients are its
     posterior mode. With K > 2 classes every class has coefficients :math:`\beta_k` and deviations
     :math:`b_{ik} \sim N(0, S)`, independent over the classes, and the probabilities are the softmax
-    of the logits.
+    of the logits. The :ref:`user guide <logistic_regression>` has the mathematics and examples.
 
     Parameters
     ----------
     prior : "gaussian" or GaussianPrior, default="gaussian"
         Distribution of the q coefficients that vary by client: the intercept first, then the
-        features in their order. We estimate the parameters that the prior leaves None and take the
-        others as known. By default each coefficient of centred columns has a variance, so that
-        predictions depend neither on the units of the features nor on their zeros. With K > 2
-        classes its mean is one number, or K q numbers class by class; all classes share its
-        covariance (q, q).
+        features in their order. Parameters that the prior leaves None are estimated, the others
+        known; by default there is a variance for each coefficient ("diag") of centred columns. With
+        K > 2 classes the mean is one number, or K q numbers class by class.
     random : "all", "intercept", the name of a feature, or list of str and int, default="all"
         Coefficients that vary by client: names or indices of features, and "intercept". With "all"
         and the default prior a feature that is constant within every client has a common
@@ -70,16 +68,14 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
     fit_intercept : bool, default=True
         Whether the model has an intercept; otherwise rows are modelled through the origin.
     population_penalty : float, >= 0, default=0.0
-        L2 penalty on the population's slopes, per standard deviation of their features: the
-        estimates maximize the marginal likelihood less half of `population_penalty` times the sum
-        of their squares. With few clients that keeps common slopes from fitting chance. It is 1 / C
-        of scikit-learn's LogisticRegression on standardized features.
+        L2 penalty on the population's slopes, per standard deviation of their features; 1 / C of
+        scikit-learn's LogisticRegression on standardized features. With few clients it keeps common
+        slopes from fitting chance.
     quadrature : {"auto", "laplace"} or int in [1, 100], default="auto"
         How a client's effects are integrated out: by adaptive Gauss-Hermite quadrature with that
-        many points, or by Laplace's approximation. "auto" takes 15 points where one coefficient
-        varies and there are two classes (61 where predictors differ between clients by a standard
-        deviation above 3, and above 10 a trapezoidal rule of 121 that crowd around the mode), and
-        Laplace's approximation elsewhere. One point is Laplace's approximation.
+        many points, or by Laplace's approximation (one point). Quadrature needs two classes and one
+        varying coefficient. "auto" then takes 15 points, 61 or 121 where clients are further apart,
+        and Laplace's approximation elsewhere.
     max_iter : int, default=200
         Largest number of iterations of the search for the population and the covariance.
     tol : float, default=1e-4
@@ -127,8 +123,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
     aic_, bic_ : float
         Information criteria; smaller is better. They count the estimated population coefficients
         that are identified (for K - 1 classes), also where a penalty shrinks them, and the free
-        parameters of the covariance. BIC weighs each by the log of the number of rows of positive
-        weight.
+        parameters of the covariance.
     icc_ : float
         Intraclass correlation of the log odds, for two classes: the variance between clients (its
         mean over the rows, if slopes vary) over that variance and :math:`\pi^2 / 3`, the variance
@@ -146,36 +141,24 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
     Raises
     ------
     ValueError
-        For invalid data or parameters:
+        For ids that are missing or of mixed types, NaN or infinity, values above 1e150 or only
+        values below 1e-140 (and not 0) in a column of `X`, only one class, a row's weight above 1e6
+        or weights that sum to less than 1e-3.
 
-        - missing ids or ids of mixed types;
-        - NaN or infinity in `X`;
-        - values above 1e150 in `X`, or only values below 1e-140 (and not 0) in a column of it;
-        - a known covariance under which the predictors vary by more than 1e7 logits;
-        - a row's weight above 1e6, or weights that sum to less than 1e-3;
-        - only one class;
-        - unknown or ambiguous names in `random`;
-        - a number of quadrature points, where several coefficients vary or K > 2;
-        - a covariance with NaN, such as the `prior_` of a fit of a single client.
+        For unknown or ambiguous names in `random`, a number of quadrature points where several
+        coefficients vary or K > 2, and a known covariance that holds NaN (the `prior_` of a fit of
+        a single client) or infinity, or lets the predictors vary by more than 1e7 logits.
 
-        For a covariance that the data do not identify:
-
-        - every client has one row;
-        - a column named in `random` is constant over all rows, beside a random intercept, and the
-          covariance is not spherical;
-        - the covariance is full and there are fewer clients than random coefficients.
+        For a covariance that the data do not identify: every client has one row; a column named in
+        `random` is constant over all rows, beside a random intercept, and the covariance is not
+        spherical; the covariance is full and there are fewer clients than random coefficients.
 
     Warns
     -----
     SeparationWarning
-        If the likelihood has no finite maximum. A weak normal prior then keeps the estimates
-        finite:
-
-        - A combination of the features separates the classes over all clients. The population
-          slopes get a standard deviation of 2.5 per standard deviation of their feature.
-        - No client has rows of two classes. The factor of an unknown covariance gets such a prior.
-        - The differences between clients diverge (see Notes). The factor gets a standard deviation
-          of 1.
+        If the likelihood has no finite maximum, because a combination of the features separates the
+        classes, no client has rows of two classes, or the differences between clients diverge. A
+        weak normal prior then keeps the estimates finite (see the user guide).
     ConvergenceWarning
         If `max_iter` was too small, or if rounding stopped the search. More iterations do not help
         in the second case.
@@ -191,55 +174,26 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
 
     Notes
     -----
-    The model is that of Section 3 and Appendix F of Ozkara et al. (2023). The paper minimizes the
-    joint density of its equation (55) over all :math:`\theta_i`, the mean and the variance. This
-    density has no minimum (all :math:`\theta_i` equal, variance to 0), the equation lacks a minus
-    sign, and the prior's gradient in Algorithm 5 has the wrong sign. We maximize the marginal
-    likelihood directly, by a quasi-Newton search with exact gradients through the modes and the
-    determinants. EM steps on Laplace's approximation would overshoot the maximum. The modes come
-    from damped Newton steps for all clients at once, in a client's coefficients or in its rows,
-    whichever are fewer.
+    The model is that of Section 3 and Appendix F of Ozkara et al. (2023). The joint density that
+    the paper minimizes (equation 55) has no minimum and lacks a minus sign, and the prior's
+    gradient in Algorithm 5 has the wrong sign. We maximize the marginal likelihood directly.
 
-    *Accuracy.* Laplace's approximation needs more rows per client than random coefficients. With 2
-    rows per client and a random intercept it estimated a standard deviation of 1 as 0.73 (20 tables
-    of 300 clients); quadrature with 15 points gave 0.98, the same as 61 points to seven digits.
-    With many rows the two are close: Laplace's standard deviation is 0.7 % below that of quadrature
-    for 60 districts of 2 to 118 women, and 0.5 % below for 316 persons with 24 answers each. Where
-    several coefficients may vary there is Laplace's approximation alone, even if the search leaves
-    one variance above zero (its `prior_`, given as known, has one varying coefficient and gets
-    quadrature). In simulations with 10 rows per client it estimated a standard deviation of 1 as
-    1.01 with 2 random coefficients and as 0.95 with 3. With 10 random coefficients the estimate of
-    0.5 was 0.30, and with 50 the estimate of 0.3 was 0.07. In such cases give a covariance, and
-    choose it by cross-validation. Clients with rows of one class need more points the further they
-    are apart. With 25 such clients of 30, 12 rows each, the variance was 139 with 15 points, 198
-    with 25, 218 with 61, and 230.6 with "auto" and by exact integration.
-
-    *Divergence.* With fewer rows per client than random coefficients the error can go either way.
-    The estimated variance is often too small, but the criterion may also keep rising with it. We
-    conclude that it does if the predictors differ between clients by a standard deviation of more
-    than 10 logits (root mean square over the rows), and if a normal prior on the rows of the
-    factor, with standard deviation 1 over the root mean square of the column, reduces that to less
-    than a third. We then report the fit under this prior, with a SeparationWarning. So weak a
-    prior hardly moves a spread that the data support. With 400 clients of 2 rows, 3 coefficients
-    and a standard deviation of 1 the estimate was 16.4 without the prior and 1.0 with it. Where
-    quadrature integrates the likelihood, the maximum stands nevertheless if ten times the spread,
-    with the population that goes best with it, costs at least 1.92 nats: a 95 % interval for the
-    spread then has an end. Of clients with few rows, two with rows of both classes suffice for
-    that, and one does not.
+    *Accuracy.* Laplace's approximation needs more rows per client than random coefficients. With
+    fewer, estimated variances are often too small: give a covariance, and choose it by
+    cross-validation. Standard deviations of few clients are too small in any case.
 
     *Centring.* We centre columns where an intercept can absorb their means: features with common
     coefficients, and features that vary beside a random intercept, unless the prior has
     ``centered=False``. Centre other features yourself if they lie far from zero.
 
-    *Classes and weights.* With K > 2 classes the same shift of all classes leaves the model as it
-    is. We report coefficients with mean 0 over the classes, so their variance around the population
-    is (1 - 1/K) S. A weight multiplies the log-likelihood of its row, as if the row occurred that
-    often; a row of weight 0 is absent.
+    *Classes and weights.* We report coefficients with mean 0 over K > 2 classes, so their variance
+    around the population is (1 - 1/K) S. A weight multiplies the log-likelihood of its row, as if
+    the row occurred that often; a row of weight 0 is absent.
 
     If everything is known we only compute the modes. A single client gets the maximum of its own
     likelihood, without any prior, and its covariance is NaN.
 
-    Memory beyond the input: two copies of `X` and ``8 k p`` bytes per client, where k is the
+    *Memory* beyond the input: two copies of `X` and ``8 k p`` bytes per client, where k is the
     smaller of p and the largest number of rows of a client; K squared times that for K > 2 classes.
 
     References
@@ -247,17 +201,11 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
     Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
     personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
 
-    Breslow, N. E. and Clayton, D. G. (1993). Approximate inference in generalized linear mixed
-    models. JASA.
-
     Johnson, P. C. D. (2014). Extension of Nakagawa & Schielzeth's R2_GLMM to random slopes models.
     Methods in Ecology and Evolution.
 
     Nakagawa, S. and Schielzeth, H. (2013). A general and simple method for obtaining R2 from
     generalized linear mixed-effects models. Methods in Ecology and Evolution.
-
-    Rasmussen, C. E. and Williams, C. K. I. (2006). Gaussian processes for machine learning,
-    Section 3.4 (Newton's method in the rows). MIT Press.
 
     Examples
     --------
@@ -452,9 +400,8 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
             Client id of every row; needed if ``fit`` saw several clients.
         integrate : bool, default=False
             Average the probability over the client's posterior, or over the prior for unseen
-            clients. The average is less extreme than the probability at the mode. We use the
-            trapezoidal rule for two classes, and 512 quasi-random points for K > 2 classes (errors
-            of about 1e-3).
+            clients. The average is less extreme than the probability at the mode. For K > 2
+            classes its error is about 1e-3.
 
         Returns
         -------

@@ -4,13 +4,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-_RANK = 1e-11  # share of the largest eigenvalue, below which an eigenvalue is rounding error
-_MARGIN = 10.0  # on that share, where rows have other weights than in the fit
-_OUTSIDE = 1e-5  # share of a combination outside the row space, above which it is not estimable
+_RANK_TOLERANCE = 1e-11  # share of the largest eigenvalue; a smaller one is rounding error
+_REWEIGHTING_MARGIN = 10.0  # on that share, where rows have other weights than in the fit
+_OUTSIDE_TOLERANCE = 1e-5  # share outside the row space, with which nothing is estimable
 _OFF_DIAGONAL = 0.3  # typical entry of a random start, where the usual one is zero
 _DAMPING = 1e-6  # of correlations, before their inverse
 _MOST_DECADES = 6.0  # between units of columns; beyond it products of a start lose all digits
-_SMALL = 16  # size of a system up to which one elimination serves all clients at once
+_LARGEST_ELIMINATED = 16  # size of a system up to which one elimination serves all clients at once
 
 
 def row_slices(length, width, cells):
@@ -38,8 +38,8 @@ def inverse_root(normal, scale=1.0):
     """
     if not len(normal):
         return np.zeros((0, 0)), 0.0
-    lengths, values, vectors, kept = _spectrum(normal)
-    values, vectors = values[kept], vectors[:, kept]
+    lengths, values, vectors, positive = _spectrum(normal)
+    values, vectors = values[positive], vectors[:, positive]
     log_det = np.log(values).sum() + 2 * _log_volume(vectors, lengths / scale)
     return vectors / np.sqrt(values) / lengths[:, None], float(log_det)
 
@@ -50,11 +50,12 @@ def estimable(normal, combinations=None):
     A combination outside the row space is not estimable. Without `combinations` the answer (p,) is
     about the coefficients themselves.
     """
-    lengths, _, vectors, kept = _spectrum(normal)
+    lengths, _, vectors, positive = _spectrum(normal)
     scaled = np.eye(len(normal)) if combinations is None else combinations
     scaled = scaled / lengths
-    outside = np.linalg.norm(scaled @ vectors[:, ~kept], axis=1)
-    return outside <= _OUTSIDE * np.linalg.norm(scaled, axis=1)
+    # A combination has to lie in the row space, however short it is.
+    outside = np.linalg.norm(scaled @ vectors[:, ~positive], axis=1)
+    return outside <= _OUTSIDE_TOLERANCE * np.linalg.norm(scaled, axis=1)
 
 
 def near_combinations(normal):
@@ -63,7 +64,8 @@ def near_combinations(normal):
     Returns them and the lengths (p,) of the columns. A margin makes up for other weights.
     """
     lengths, values, vectors, _ = _spectrum(normal)
-    return vectors[:, values < _MARGIN * _RANK * values.max(initial=0.0)], lengths
+    tolerance = _REWEIGHTING_MARGIN * _RANK_TOLERANCE
+    return vectors[:, values < tolerance * values.max(initial=0.0)], lengths
 
 
 def n_independent(normal):
@@ -75,13 +77,13 @@ def _spectrum(normal):
     """Column lengths (p,), spectrum at columns of length 1, and which eigenvalues are not zero."""
     lengths = _lengths(normal)
     values, vectors = np.linalg.eigh(normal * np.multiply.outer(1 / lengths, 1 / lengths))
-    kept = values > _RANK * max(values.max(initial=0.0), 0.0)
-    return lengths, values, vectors, kept
+    positive = values > _RANK_TOLERANCE * max(values.max(initial=0.0), 0.0)
+    return lengths, values, vectors, positive
 
 
 def _lengths(matrix):
     """Square roots (p,) of the diagonal, with 1 in place of 0."""
-    lengths = np.sqrt(np.maximum(np.diag(matrix), 0.0))
+    lengths = np.sqrt(np.maximum(np.diag(matrix), 0.0))  # rounding may leave less than 0
     lengths[lengths == 0] = 1.0
     return lengths
 
@@ -122,8 +124,9 @@ class Factor(NamedTuple):
 
         The first step of a quasi-Newton search has length 1, and zero is a stationary point.
         """
-        rng = np.random.default_rng(0)
+        rng = np.random.default_rng(0)  # the same starts for the same table, whatever ran before
         size = 10.0 ** rng.uniform(-1.5, 2.0 + self.decades, size=(n_random, len(self.start)))
+        # Signs of the diagonal change no covariance L L'; those of the other entries do.
         turned = np.where(self.start < 1, rng.choice([-1.0, 1.0], size=size.shape), 1.0)
         drawn = size * turned * np.maximum(self.start, _OFF_DIAGONAL)
         return np.concatenate([np.multiply.outer([0.7, 0.07, 7.0], self.start), drawn])
@@ -176,7 +179,7 @@ def factor_of(covariance_type, q, rank=None, varies=None, basis=None):
     Factor
     """
     diagonal = np.arange(q) * (q + 1)
-    if covariance_type == "spherical" or q == 1:
+    if covariance_type == "spherical" or q == 1:  # all shapes of one coefficient are one variance
         return Factor((q, q), diagonal, np.zeros(q, dtype=np.intp), np.ones(1))
     if covariance_type == "diag":
         at = np.arange(q) if varies is None else np.flatnonzero(varies)
@@ -209,6 +212,7 @@ def uncorrelating(moments):
     """Inverse root (q, q) of second moments (q, q), lower triangular, damped where singular."""
     lengths = _lengths(moments)
     scaled = moments / lengths / lengths[:, None]
+    # Without the damping equal columns would have no Cholesky factor.
     lower = np.linalg.cholesky(scaled + _DAMPING * np.eye(len(scaled)))
     return np.linalg.inv(lower).T / lengths[:, None]
 
@@ -229,13 +233,14 @@ def solve_lower(lower, right):
     """Solutions (b, k, c) of lower triangular systems (b, k, k), by forward substitution."""
     solved = np.empty_like(right)
     for j in range(right.shape[1]):
-        known = (lower[:, j, None, :j] @ solved[:, :j])[:, 0]
-        solved[:, j] = (right[:, j] - known) / lower[:, j, j, None]
+        earlier = (lower[:, j, None, :j] @ solved[:, :j])[:, 0]
+        solved[:, j] = (right[:, j] - earlier) / lower[:, j, j, None]
     return solved
 
 
 def invert_lower(lower):
     """Inverses (b, n, n) of lower triangular matrices; n is small, so all clients go together."""
+    # Clients last: each operation is on long vectors over all of them.
     rows = np.ascontiguousarray(lower.transpose(1, 2, 0))
     inverse = np.zeros_like(rows)
     for j, row in enumerate(rows):
@@ -247,7 +252,8 @@ def invert_lower(lower):
 
 def solve_systems(systems, right):
     """Solutions (b, k, a) of systems (b, k a, k a) whose pivots are at least 1."""
-    if systems.shape[1] <= _SMALL and right.shape[2] == 1:
+    # LAPACK goes through small systems one by one, where a call costs more than the arithmetic.
+    if systems.shape[1] <= _LARGEST_ELIMINATED and right.shape[2] == 1:
         return _eliminate(systems, right[..., 0])[..., None]
     return np.linalg.solve(systems, right.reshape(*systems.shape[:2], 1)).reshape(right.shape)
 

@@ -52,7 +52,7 @@ CLIENTS = (
 )
 _GATHERED_COEFFICIENTS = 1 << 20  # at a time, or every row would hold a copy of its client's
 _AT_CENTRE = "response at the features' means"
-_LOGISTIC_VARIANCE = np.pi**2 / 3
+_LOGISTIC_VARIANCE = np.pi**2 / 3  # of the latent response, given its predictor
 _ONE_PREDICTOR = np.ones(1)
 
 
@@ -90,7 +90,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         """
         rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)
         design = resolve_design(self.random, features.shape[1], self.fit_intercept, column_names(X))
-        if len(rows.y) < len(y):
+        if len(rows.y) < len(y):  # the others have weight 0, and so are absent
             features, y = features[rows.y], y[rows.y]
         return make_table(design, features, y, rows), design, rows.clients.ids
 
@@ -195,7 +195,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         check_level(level)
         posterior = self._of_posterior("coefficient_variances") ** 0.5
         means = self._design.vectors(self.coef_, self.intercept_)
-        if not hasattr(self._posterior, "interval"):
+        if not hasattr(self._posterior, "interval"):  # given the variances it is normal
             half = ndtri(0.5 + level / 2) * posterior
             return means - half, means + half
         back = np.argsort(self._design.order)
@@ -231,10 +231,12 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
             for name, estimate, error in zip(names, estimates, errors, strict=True)
         ]
         rows += covariance_rows(design.random_names, self._between[np.ix_(random, random)])
-        if getattr(self, "_centre", None) is not None:
-            centre = self._centre.copy()
-            centre[0] = 1.0
-            variance = max(float(centre @ self._between @ centre), 0.0)  # rounding may leave less
+        centre = getattr(self, "_centre", None)
+        if (
+            centre is not None
+        ):  # there intercepts and slopes are independent, if the shape is "diag"
+            row = np.concatenate([[1.0], centre[1:]])
+            variance = max(float(row @ self._between @ row), 0.0)  # rounding may leave less
             rows.append(variance_row("between", _AT_CENTRE, variance))
         if hasattr(self, "noise_variance_"):
             rows.append(variance_row("within", "residual", self.noise_variance_))
@@ -273,6 +275,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         """
         check_is_fitted(self)
         check_level(level)
+        # The information is a sum over all clients, of which these copies hold one or none.
         if len(getattr(self, "clients_", ())) != self.privacy_.n_clients:
             raise ValueError(
                 f"conf_int needs the fit of all clients; got the {type(self).__name__} that was "
@@ -283,6 +286,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
                 "conf_int needs a GaussianPrior, fitted to several clients by likelihood; got "
                 f"prior={self.prior!r} and {len(self.clients_)} clients."
             )
+        # Only posteriors in whitened rows know the information on the covariance.
         if not hasattr(self._posterior, "whitened") and not hasattr(self._posterior, "plug_in"):
             raise ValueError(
                 "conf_int needs clients that share a population; got "
@@ -329,6 +333,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
 
     def _variance_between(self, name):
         """Mean over the rows of the variance between clients of their predictors."""
+        # A random intercept varies alike in all rows, so private models know it without moments.
         if self._design.fit_intercept and self._design.random.tolist() == [0]:
             return float(self._between[0, 0])
         return self._evidence_for(name).moments.mean_square(self._between)
@@ -342,6 +347,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
 
     def _fit_rows(self):
         """What the summary says of the fit; [] if it says nothing."""
+        # Logits of K > 2 classes have no common scale, so no share of variance.
         if not hasattr(self, "_evidence") or np.ndim(self.population_coef_) == 2:
             return []
         marginal, conditional = self._explained("summary")
@@ -375,8 +381,10 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
             unknown = np.full((q, q), np.nan)
             return (unknown, unknown), None
         back = np.eye(q)
-        if getattr(self, "_centre", None) is not None and shape != "full":
-            back[0] -= self._centre[random]
+        centre = getattr(self, "_centre", None)
+        # Full covariances are the same set at every centre.
+        if centre is not None and shape != "full":
+            back[0] -= centre[random]
             back[0, 0] = 1.0
         return component_bounds(
             getattr(self._posterior, "plug_in", self._posterior),
@@ -458,8 +466,10 @@ def client_predictors(X, codes, coef, intercept, population_coef, population_int
     shape = np.shape(population_coef)
     predictors = np.empty((X.shape[0], *shape[:-1]))
     terms = "nd,nd->n" if len(shape) == 1 else "nd,ncd->nc"
+    is_sparse = issparse(X)
     for part in row_slices(X.shape[0], np.size(population_coef), _GATHERED_COEFFICIENTS):
-        rows = X[part].toarray() if issparse(X) else X[part]
+        # A dense block at a time: the coefficients that it meets are dense as well.
+        rows = X[part].toarray() if is_sparse else X[part]
         own = client_values(coef, population_coef, codes[part])
         predictors[part] = np.einsum(terms, rows, own)
     predictors += client_values(intercept, population_intercept, codes)
@@ -481,13 +491,14 @@ def likeliest_class(classes, logits):
 
 def check_level(level):
     """Raise ValueError unless `level` is a probability."""
-    if not (isinstance(level, Real) and 0 < level < 1):
+    if not (isinstance(level, Real) and 0 < float(level) < 1):
         raise ValueError(f"level must be a number in (0, 1); got {level!r}.")
 
 
 def check_dense(X, estimator, instead):
     """Raise TypeError for a sparse `X`; `instead` names the estimator that takes it."""
-    if issparse(X):
+    is_sparse = issparse(X)
+    if is_sparse:
         raise TypeError(
             f"{type(estimator).__name__} takes dense X; got a sparse {type(X).__name__} of shape "
             f"{X.shape}. Give X.toarray(), or in a step before sparse_output=False (encoders) or "
@@ -495,22 +506,23 @@ def check_dense(X, estimator, instead):
         )
 
 
-def warn_not_converged(estimator, found, prior=None):
+def warn_not_converged(estimator, estimates, prior=None):
     """Warn if the search of a fit ran out of iterations, or is not sure of the maximum."""
-    if found.converged:
+    if estimates.converged:
         return
     advice = ["Bring the features to similar scales"]
     if prior is None or "covariance_type" in prior.get_params(deep=False):
         advice += ["take a simpler covariance_type", "let fewer coefficients vary (random)"]
     name = type(estimator).__name__
-    if found.n_iter < estimator.max_iter:
+    # Below max_iter the search ended by itself, so more iterations would change nothing.
+    if estimates.n_iter < estimator.max_iter:
         message = (
             f"{name} may have missed the maximum: the likelihood is flat, or has several maxima, "
             "and more iterations do not help."
         )
     else:
         message = (
-            f"{name} did not converge in {found.n_iter} iterations (max_iter={estimator.max_iter}, "
-            f"tol={estimator.tol}). Raise max_iter."
+            f"{name} did not converge in {estimates.n_iter} iterations "
+            f"(max_iter={estimator.max_iter}, tol={estimator.tol}). Raise max_iter."
         )
     warn_caller(f"{message} {', or '.join(advice)}.", ConvergenceWarning)

@@ -27,6 +27,7 @@ class Design(NamedTuple):
 
     @property
     def n_columns(self):
+        """Number p of columns, the intercept among them."""
         return len(self.names)
 
     @property
@@ -36,6 +37,7 @@ class Design(NamedTuple):
 
     @property
     def random_names(self):
+        """Names of the q coefficients that vary."""
         return [self.names[k] for k in self.random]
 
     def named(self, features):
@@ -60,7 +62,7 @@ class Design(NamedTuple):
         """Coefficients (..., d) and intercepts (...,) of vectors (..., p); 0 if not fitted."""
         if self.fit_intercept:
             return values[..., 1:], values[..., 0]
-        return values, np.zeros(values.shape[:-1])
+        return values, np.zeros(values.shape[:-1])  # as scikit-learn's intercept_
 
     def vectors(self, coef, intercept):
         """Vectors (..., p) of coefficients (..., d) and intercepts (...,)."""
@@ -118,10 +120,12 @@ def resolve_design(random, n_features, fit_intercept, feature_names=None):
 
 def _column_position(name, features, fit_intercept, named):
     """Position among the columns of the design; `named` if the names of the features are given."""
+    # True would be column 1: a mask of columns is no list of positions.
     if isinstance(name, Integral) and not isinstance(name, bool | np.bool_):
-        if not 0 <= name < len(features):
+        if not 0 <= int(name) < len(features):
             raise ValueError(f"random holds the index {name}, but X has {len(features)} features.")
         return int(name) + fit_intercept
+    # A column name comes before the word: X may have a column "intercept".
     if name in features:
         if name == INTERCEPT and fit_intercept:
             raise ValueError(
@@ -143,6 +147,7 @@ def column_names(X):
     """Column names of a data frame as strings, or None; TypeError if only some are strings."""
     if not hasattr(X, "columns"):
         return None
+    # scikit-learn ignores names that are not all strings; then random would silently miss them.
     strings = [isinstance(name, str) for name in X.columns]
     if any(strings) and not all(strings):
         raise TypeError(

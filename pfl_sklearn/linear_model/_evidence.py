@@ -11,8 +11,8 @@ from pfl_sklearn.linear_model._algebra import n_independent, row_slices
 from pfl_sklearn.linear_model._mixed._regression_em import MixtureModel
 from pfl_sklearn.linear_model._table import is_centred, varying_columns
 
-_CELLS = 1 << 16  # numbers of a block of rows, which fits the cache
-_CONSTANT = 1e-24  # variance over squared mean, up to which a column is constant but for rounding
+_CACHED_CELLS = 1 << 16  # numbers of a block of rows, which fits the cache
+_CONSTANT_COLUMN = 1e-24  # variance over squared mean; a smaller one is rounding error
 
 
 class RowMoments(NamedTuple):
@@ -25,7 +25,7 @@ class RowMoments(NamedTuple):
 
     def mean_square(self, matrix):
         """Mean (float) of x' A x over the rows, for a matrix A (p, p); NaN if A is not finite."""
-        if not np.isfinite(matrix).all():
+        if not np.isfinite(matrix).all():  # clients share nothing, or there is one alone
             return np.nan
         means, covariance = self.means[:-1], self.covariance[:-1, :-1]
         return max(float(np.sum(matrix * covariance) + means @ matrix @ means), 0.0)
@@ -65,7 +65,8 @@ def row_moments(table, order):
     means, mean = weights @ table.columns / total, weights @ table.y / total
     roots = None if table.weights is None else np.sqrt(weights)
     squares = np.zeros((p + 1, p + 1))
-    for part in row_slices(n, p, _CELLS):
+    for part in row_slices(n, p, _CACHED_CELLS):
+        # About the means: squares about a far origin, such as years, cancel.
         x, y = table.columns[part] - means, table.y[part] - mean
         if roots is not None:
             x, y = x * roots[part, None], y * roots[part]
@@ -88,9 +89,9 @@ def n_identified(moments, free, intercept):
     if intercept is None or not free[intercept]:
         seconds = covariance + np.multiply.outer(means, means)
         return n_independent(seconds[np.ix_(free, free)])
-    kept = free & (np.diag(covariance) > _CONSTANT * means**2)
-    kept[intercept] = False
-    return 1 + n_independent(covariance[np.ix_(kept, kept)])
+    varying = free & (np.diag(covariance) > _CONSTANT_COLUMN * means**2)
+    varying[intercept] = False
+    return 1 + n_independent(covariance[np.ix_(varying, varying)])
 
 
 def n_covariance_parameters(shape, q, rank=1):
@@ -111,6 +112,7 @@ def gaussian_evidence(table, design, prior, noise, criterion, n_outputs=1):
     n_classes = 1 if n_outputs == 1 else n_outputs + 1
     mean, covariance = prior.known_mean(n_classes * q), prior.known_covariance(q)
     means = np.full((n_classes, p), np.nan)
+    # NaN: the population's mean is estimated.
     if mean is not None:
         means[:, order[:q]] = mean.reshape(n_classes, q)
     given, varying, shape, rank, centre = None, order[:q], "zero", 0, None
@@ -118,7 +120,7 @@ def gaussian_evidence(table, design, prior, noise, criterion, n_outputs=1):
         given = design.embedded(covariance)
         shape = "given" if covariance.any() else "zero"
         varying = varying[np.diag(covariance) > 0]
-    elif m > 1:
+    elif m > 1:  # one client has no covariance to estimate
         varying = varying[varying_columns(table, prior)]
         shape, rank = _free_shape(prior, len(varying))
         centre = moments.means[:-1].copy() if is_centred(table, prior) else np.zeros(p)
@@ -141,6 +143,7 @@ def gaussian_evidence(table, design, prior, noise, criterion, n_outputs=1):
 
 def _free_shape(prior, q):
     """Shape and rank of an estimated covariance of q coefficients, by the simplest equal name."""
+    # Two models with one set of covariances must have one name, or a test would compare them.
     rank = prior.rank or 1 if prior.covariance_type == "low_rank" else 0
     if q == 0:
         return "zero", 0
@@ -149,16 +152,17 @@ def _free_shape(prior, q):
     return prior.covariance_type, rank
 
 
-def mixture_evidence(table, design, prior, found, noise):
-    """Evidence of a linear model under a mixture prior, fitted as `found`."""
+def mixture_evidence(table, design, prior, estimates, noise):
+    """Evidence of a linear model under a mixture prior, fitted as `estimates`."""
     moments = row_moments(table, design.order)
     free = np.zeros(len(design.order), dtype=bool)
     free[design.fixed] = True
     n_fixed = n_identified(moments, free, 0 if design.fit_intercept else None)
     if prior.is_known:
         return Evidence(moments, n_fixed + (noise is None), None)
+    # A DiscretePrior is a mixture whose components have no covariance.
     model = MixtureModel(getattr(prior, "covariance_type", "zero"), noise)
-    n_components = found.responsibilities.shape[1]
+    n_components = estimates.responsibilities.shape[1]
     return Evidence(moments, model.n_parameters(n_components, table.n_random, n_fixed), None)
 
 
@@ -171,6 +175,6 @@ def variance_shares(fixed, between, noise):
         Variance of the population's predictors over the rows, mean variance between clients, and
         variance within clients.
     """
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore"):  # a response without variance has no shares
         shares = np.array([fixed, fixed + between]) / np.float64(fixed + between + noise)
     return float(shares[0]), float(shares[1])

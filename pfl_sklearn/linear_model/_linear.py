@@ -383,9 +383,11 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         # The ledger may refuse the fit. It does so before any value is read, and an error in the
         # values (which may tell of a client) is paid for.
         charge(self)
-        features, y = check_X_y(X, y, dtype=np.float64, order="C", y_numeric=True, estimator=self)
-        y = y.astype(np.float64, copy=False)
-        table, design, ids = self._make_table(X, features, y, groups, sample_weight)
+        features, target = check_X_y(
+            X, y, dtype=np.float64, order="C", y_numeric=True, estimator=self
+        )
+        target = target.astype(np.float64, copy=False)
+        table, design, ids = self._make_table(X, features, target, groups, sample_weight)
         estimates, report = fit(table, prior, self._parameters_of(Options))
         warn_not_converged(self, estimates, prior)
         self._store(X, design, ids, table, estimates, groups is not None)
@@ -400,14 +402,17 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     def _unknown_variances(self, prior):
         """Shape of an estimated covariance, and whether the noise was; None without likelihood."""
         by_likelihood = self.method in ("reml", "ml") and self.solver != "gd"
+        # Intervals rest on the curvature of a Gaussian marginal likelihood between several clients.
         if type(prior) is not GaussianPrior or not by_likelihood or len(self.clients_) == 1:
             return None
         private = math.isfinite(self.epsilon)
         shape = prior.covariance_type if prior.covariance is None else None
+        # A private fit estimates the noise from the release, not by likelihood.
         return shape, self.noise_variance is None and not private
 
     def _gather_evidence(self, table, design, prior, estimates):
         """What a fit without privacy keeps to be compared with others."""
+        # These fits maximize no likelihood, so the moments are all that can be compared.
         if self.method == "printed" or self.solver == "gd" or type(prior) is LaplacePrior:
             return Evidence(row_moments(table, design.order), None, None)
         if type(prior) is GaussianPrior:

@@ -310,9 +310,9 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         )
         return self
 
-    def _warn(self, found, n_classes, design):
-        if found.separating:
-            names = [repr(design.names[design.order[k]]) for k in found.separating]
+    def _warn(self, estimates, n_classes, design):
+        if estimates.separating:
+            names = [repr(design.names[design.order[k]]) for k in estimates.separating]
             n_more = len(names) - _MOST_NAMED
             more = f" and {n_more} more" if n_more > 0 else ""
             warn_caller(
@@ -322,7 +322,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
                 "their feature.",
                 SeparationWarning,
             )
-        if found.unmixed:
+        if estimates.unmixed:
             message = (
                 "No client has rows of two classes, so the likelihood has no finite maximum in the "
                 "differences between clients. Their standard deviations got a normal prior with "
@@ -331,7 +331,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
             if n_classes > 2:
                 message += ", which alone sets their level: the data do not determine it"
             warn_caller(message + ". Give a known covariance instead.", SeparationWarning)
-        if found.runaway:
+        if estimates.runaway:
             warn_caller(
                 "The differences between clients diverged to a standard deviation of more than 10 "
                 "logits: clients have too few rows for so many random coefficients, or these "
@@ -340,13 +340,13 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
                 "instead, or let fewer coefficients vary by client (random).",
                 SeparationWarning,
             )
-        self._warn_unfinished(found)
+        self._warn_unfinished(estimates)
 
-    def _warn_unfinished(self, found):
+    def _warn_unfinished(self, estimates):
         """Advise more iterations only if the search ran out of them."""
-        if found.modes_found and found.n_iter >= self.max_iter:
-            warn_not_converged(self, found)
-        elif not (found.modes_found and found.converged):
+        if estimates.modes_found and estimates.n_iter >= self.max_iter:
+            warn_not_converged(self, estimates)
+        elif not (estimates.modes_found and estimates.converged):
             warn_caller(
                 f"{type(self).__name__} did not reach full accuracy: rounding stopped the search "
                 "or the clients' modes. More iterations do not help; give a smaller covariance, "
@@ -435,7 +435,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
         ndarray of shape (n_rows, K)
             In the order of ``classes_``.
         """
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore"):  # the logarithm of 0 is minus infinity, as documented
             return np.log(self.predict_proba(X, groups=groups, integrate=integrate))
 
     def predict(self, X: TableLike, *, groups: TableLike = None) -> NDArray[Any]:
@@ -470,7 +470,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
 
 def _integration(quadrature, outcome, shape, n_varying, rank):
     """How the log-likelihood under a covariance of `n_varying` coefficients was computed."""
-    if shape == "zero":
+    if shape == "zero":  # nothing is left to integrate
         return "exact"
     n_points = n_points_of(quadrature, outcome, np.empty((0, n_varying + rank)))
     return "laplace" if n_points == 1 else f"quadrature with {n_points} points"

@@ -29,6 +29,7 @@ class PopulationErrors:
     def __deepcopy__(self, memo):
         """A copy that knows nothing of single clients, so that a model may be handed out."""
         averages = self._averages
+        # Averages hold means and variances of every client; the copy drops them all.
         if averages is not None:
             averages = LazyAverages(averages=averages.get().of_clients(slice(0, 0)))
         return PopulationErrors(
@@ -41,15 +42,17 @@ class PopulationErrors:
         if self._averages is None:
             return self._covariance
         averaged = self._ordered(self._averages.get().population_covariance)
+        # Averages are finite where a coefficient is not identified; 0 * NaN keeps its NaN.
         return self.share * averaged + (1 - self.share) * self._covariance + 0 * self._covariance
 
     def new_variances(self, x):
         """Variances (n,) of x' theta for rows x (n, p) of clients that were not seen."""
+        # Where there is no standard error, the variance between clients is all that is known.
         spread = np.nan_to_num(self._covariance, nan=0.0, posinf=np.inf) + self._between
         if self._averages is not None:
             averaged = self._ordered(self._averages.get().new_covariance)
             spread = self.share * averaged + (1 - self.share) * spread
-        if np.isinf(spread).any():
+        if np.isinf(spread).any():  # a product would make NaN of infinity times 0
             return np.full(len(x), np.inf)
         return np.maximum(np.einsum("np,np->n", x @ spread, x), 0.0)
 
@@ -63,6 +66,7 @@ class PopulationErrors:
         at = np.argsort(self._order)
         mixture = mixture._replace(means=mixture.means[0][at], scales=mixture.scales[0][at])
         bounds = ClientIntervals(mixture, self.share, estimates, stds).central(level)
+        # NaN where the coefficient is not identified, as above.
         return tuple(bound + 0 * stds for bound in bounds)
 
     def component_bounds(self, level, covariance, noise):
@@ -74,9 +78,11 @@ class PopulationErrors:
         if self._averages is None:
             return None
         averages, estimates = self._averages.get(), np.append(covariance, noise)
+        # The estimate maximizes the likelihood; it may lie outside of the posterior's quantiles.
         lower = np.minimum(averages.component_quantiles((1 - level) / 2), estimates)
         upper = np.maximum(averages.component_quantiles((1 + level) / 2), estimates)
         variances = np.arange(len(covariance)) * (len(covariance) + 1)
+        # Under the prior no variance is 0, so quantiles alone would never cover a true 0.
         lower[variances[self._averages.zero_p_values() > 1 - level]] = 0.0
         return lower, upper
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from pfl_sklearn.linear_model._algebra import row_slices, square_root
 
-_CELLS = 1 << 22
+_WHITENED_CELLS = 1 << 22  # numbers of the whitened rows of a block of clients: 32 MB
 
 
 class RowPosterior(NamedTuple):
@@ -33,25 +33,27 @@ class RowPosterior(NamedTuple):
     error_root: np.ndarray | None = None
 
     def of_clients(self, clients):
-        """The posterior of some clients alone."""
+        """The posterior of the given clients alone."""
         lower = None if self.lower is None else self.lower[clients]
         return self._replace(rows=self.rows[clients], lower=lower)
 
     def whitened(self, clients):
-        """Whitened rows (b, k, p) of some clients."""
+        """Whitened rows (b, k, p) of the given clients."""
         rows = self.rows[clients]
         return rows if self.lower is None else np.linalg.solve(self.lower[clients], rows)
 
     def variances(self, x, codes):
         """Variance (n,) of x' theta for rows x (n, p) of known clients."""
         x, result = x * self.scale, np.empty(len(x))
+        # Rows are brought to size 1 first: squares of very large ones overflow.
         size = np.abs(x).max(axis=1, initial=0.0)
         x = np.divide(x, size[:, None], out=np.zeros_like(x), where=size[:, None] > 0)
-        for part in row_slices(len(x), self.rows[:1].size, _CELLS):
+        for part in row_slices(len(x), self.rows[:1].size, _WHITENED_CELLS):
             rows = self.whitened(codes[part])
             spread = x[part] @ self.ratio
             pulled = (rows @ spread[..., None])[..., 0]
             moved = x[part] - (pulled[:, None, :] @ rows)[:, 0]
+            # The difference of two variances may be rounded below 0.
             own = np.einsum("np,np->n", spread, x[part]) - np.sum(pulled**2, axis=1)
             result[part] = self.noise * np.maximum(own, 0.0) + self._error(moved)
         return result * size**2
@@ -62,7 +64,7 @@ class RowPosterior(NamedTuple):
         if error_root is None:
             error_root = square_root(self.population_covariance)
         result = np.empty((len(self.rows), self.rows.shape[2]))
-        for part in row_slices(len(self.rows), self.rows.shape[2] ** 2, _CELLS):
+        for part in row_slices(len(self.rows), self.rows.shape[2] ** 2, _WHITENED_CELLS):
             rows = self.whitened(part)
             pulled = rows @ self.ratio
             moved = error_root - pulled.transpose(0, 2, 1) @ (rows @ error_root)
@@ -72,8 +74,9 @@ class RowPosterior(NamedTuple):
     def shrinkage(self):
         """Posterior over prior variance (m, p) of the coefficients, given the population's."""
         prior = np.diag(self.ratio)
+        # Coefficients that do not vary are the population's: 1.
         result = np.ones((len(self.rows), self.rows.shape[2]))
-        for part in row_slices(len(self.rows), self.rows[:1].size, _CELLS):
+        for part in row_slices(len(self.rows), self.rows[:1].size, _WHITENED_CELLS):
             own = self._own(self.whitened(part) @ self.ratio)
             np.divide(own, prior, out=result[part], where=prior > 0)
         return result
@@ -96,13 +99,13 @@ class CovariancePosterior(NamedTuple):
     prior_variances: np.ndarray  # (p,), infinite where clients share nothing
 
     def of_clients(self, clients):
-        """The posterior of some clients alone."""
+        """The posterior of the given clients alone."""
         return self._replace(covariances=self.covariances[clients])
 
     def variances(self, x, codes):
         """Variance (n,) of x' theta for rows x (n, p) of known clients."""
         result = np.empty(len(x))
-        for part in row_slices(len(x), x.shape[1] ** 2, _CELLS):
+        for part in row_slices(len(x), x.shape[1] ** 2, _WHITENED_CELLS):
             moved = (x[part, None, :] @ self.covariances[codes[part]])[:, 0]
             result[part] = np.einsum("np,np->n", moved, x[part])
         return np.maximum(result, 0.0)
@@ -114,6 +117,7 @@ class CovariancePosterior(NamedTuple):
     def shrinkage(self):
         """Posterior over prior variance (m, p) of the coefficients, at most 1."""
         variances = self.coefficient_variances()
+        # Infinite prior variances share nothing: 0. Zero ones leave nothing to a client: 1.
         share = np.tile(np.where(np.isinf(self.prior_variances), 0.0, 1.0), (len(variances), 1))
         shrinks = (self.prior_variances > 0) & np.isfinite(self.prior_variances)
         np.divide(variances, self.prior_variances, out=share, where=shrinks)

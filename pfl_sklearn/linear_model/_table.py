@@ -32,6 +32,7 @@ class RegressionTable(NamedTuple):
 def make_table(design, features, y, rows):
     """Table of features (n, d) and targets (n,); `rows` holds clients and weights."""
     columns = design.matrix(features)
+    # If all coefficients vary, the columns are in order, and a second copy would be in vain.
     if np.any(np.diff(design.order) != 1):
         columns = columns[:, design.order]
     return RegressionTable(
@@ -89,8 +90,8 @@ def varying_columns(table, prior):
     """Which random columns (q,) may differ between clients under an unknown covariance.
 
     Where all columns were asked to vary, a column of zeros stays common, and beside an intercept
-    one that is constant within every client: its slope's variance would be told from the
-    intercept's by the shape alone.
+    one that is constant within every client: nothing but the assumed shape would separate its
+    slope's variance from the intercept's.
     """
     random = table.columns[:, : table.n_random]
     if not (table.all_random and prior.centered and prior.covariance_type == "diag"):
@@ -130,6 +131,7 @@ def centred(table, known_mean, random_too=False):
     if known_mean is not None:
         offset[:q] = known_mean
         y = y - columns[:, :q] @ known_mean
+    # A fixed intercept is free also beside a known mean, which is that of the random part.
     free = table.intercept is not None and (known_mean is None or table.intercept >= q)
     weights = np.ones(len(y)) if table.weights is None else table.weights
     if free:
@@ -139,7 +141,7 @@ def centred(table, known_mean, random_too=False):
     if random_too:
         centre[:q] = weights @ columns[:, :q] / weights.sum()
     if table.intercept is not None:
-        centre[table.intercept] = 0.0
+        centre[table.intercept] = 0.0  # it absorbs the means, so it must stay
     if centre.any():
         columns = columns - centre
     return table._replace(columns=columns, y=y), offset, centre
@@ -158,6 +160,7 @@ def check_squares(table):
 
     A fit with privacy must not call this: the error would reveal a client's values.
     """
+    # Squares are weighted, so a heavy row leaves less room.
     heaviest = 1.0 if table.weights is None else max(table.weights.max(), 1.0)
     for name, values in (("X", table.columns), ("y", table.y)):
         check_float_range(name, values, heaviest)
@@ -166,6 +169,7 @@ def check_squares(table):
 def check_covariance_identified(table, prior):
     """Raise ValueError if the columns do not identify the entries of an unknown covariance."""
     m, q = table.n_clients, table.n_random
+    # All columns inform on one variance.
     if prior.covariance_type == "spherical":
         return
     if prior.covariance_type == "full" and m < q:
@@ -175,6 +179,7 @@ def check_covariance_identified(table, prior):
         )
     constant = np.equal(*column_bounds(table.columns[:, :q]))
     for k in np.flatnonzero(constant & varying_columns(table, prior)):
+        # Without a random intercept a constant column stands in for it, unless it is 0.
         if k == table.intercept or (not table.random_intercept and table.columns[0, k] != 0):
             continue
         raise ValueError(

@@ -77,6 +77,7 @@ def fit_logistic(table, prior, outcome, options):
         if table.n_clients == 1:
             return _fit_single(table, prior, outcome, options)
         _check_spread_identified(table, prior)
+    # Without pooling clients with rows of one class have no finite estimate.
     elif np.isinf(covariance).any():
         raise ValueError(
             "covariance of GaussianPrior must be finite for PersonalizedLogisticRegression; got "
@@ -103,8 +104,8 @@ def fit_logistic(table, prior, outcome, options):
     information = _penalized_information(modes.rows, outcome.n_outputs, weak)
     back = uncentred(np.eye(p), table.intercept, centre).T[:, p - len(weak.slopes) :]
     identified = estimable(information, np.kron(outcome.coding, back)).reshape(-1, p)
-    error = _population_error(information, outcome.n_outputs, p)
-    fit = _uncentred_fit(maximum, modes, *error, table.intercept, centre)
+    error, root = _population_error(information, outcome.n_outputs, p)
+    fit = _uncentred_fit(maximum, modes, error, root, table.intercept, centre)
     return _logit_estimates(outcome, prior, fit, identified, weak, centre if shaped else None)
 
 
@@ -121,6 +122,7 @@ def _check_fitted_to_several(prior):
 def _check_spread_identified(table, prior):
     """Raise ValueError if the data do not identify the covariance between clients."""
     m = table.n_clients
+    # With 0 or 1 of one row per client, the marginal probabilities are all that the data tell.
     if len(table.y) == m:
         raise ValueError(
             f"each of the {m} clients has one row, so the data do not identify the variance "
@@ -190,7 +192,7 @@ def _uncentred_fit(maximum, modes, error, root, intercept, centre):
     """Fit for the columns before centring, from one for centred columns."""
     if not centre.any():
         return _OriginalFit(maximum, modes, error, None)
-    a, p, q = *maximum.population.shape, modes.deviations.shape[2]
+    (a, p), q = maximum.population.shape, modes.deviations.shape[2]
     rows = modes.rows.reshape(*modes.rows.shape[:2], a, p)
     rows = (rows + rows[..., intercept, None] * centre).reshape(modes.rows.shape)
     deviations, factor = modes.deviations, maximum.factor

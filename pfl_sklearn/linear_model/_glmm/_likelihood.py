@@ -27,10 +27,11 @@ from pfl_sklearn.linear_model._glmm._outcomes import RowTerms
 
 _SIZES = 4  # stacked sizes differ by less than a share of 1 / 4,
 _PADDING = 1 << 10  # unless this many rows fill all gaps: a stack costs as much time by itself
-_CELLS = 1 << 19  # numbers of a stack's columns; more clients make another stack
+_STACK_CELLS = 1 << 19  # numbers of a stack's columns; more clients make another stack
 LAST_DECREMENT = 1e-13  # nats; the step with this squared Newton decrement is the last
 CLOSE_ENOUGH = 1e-8  # the same where no gradient depends on the mode: its error is about this
 MAX_NEWTON = 100
+_SHORTEST_SHARE = 1e-9  # of Newton's step; a shorter one changes nothing
 _PATIENCE = 40  # steps after which a search starts anew, from a smoother problem
 _COOLING = 4.0  # from one smoothed problem to the next; with 10, modes at 1e7 logits were missed
 _ROUGHLY = 1e-2  # decrement that ends the search of a smoothed problem, per unit of its heat
@@ -124,6 +125,7 @@ class Dual(NamedTuple):
         b, n, a = terms.score.shape
         blocks = inverse.reshape(b, n, a, n, a)
         spread = np.einsum("bjl,blajc->bjac", self.kernel, blocks)
+        # Slopes of weights take symmetric matrices. This one is, but for rounding.
         spread = 0.5 * (spread + spread.transpose(0, 1, 3, 2))
         own = np.einsum("bjakc,bkca->bjk", blocks, terms.weight)
         slope = slope_of(spread)
@@ -140,7 +142,7 @@ class Mode(NamedTuple):
     predictors: np.ndarray  # (b, n, a)
     terms: NamedTuple  # RowTerms
     value: np.ndarray  # (b,), log-likelihood minus penalty
-    found: np.ndarray  # (b,), bool
+    converged: np.ndarray  # (b,), bool
 
 
 def stack_rows(columns, labels, weights, codes, n_clients):
@@ -158,15 +160,16 @@ def stack_rows(columns, labels, weights, codes, n_clients):
     -------
     list of RowStack
     """
-    cells = max(_CELLS // max(columns.shape[1], 1), 1)
+    cells = max(_STACK_CELLS // max(columns.shape[1], 1), 1)
     stacks = []
     for batches in _of_similar_size(client_batches(codes, n_clients, cells), cells):
         rows = [batch.rows for batch in batches]
         longest = max(block.shape[1] for block in rows)
         at = np.concatenate([_padded(block, longest) for block in rows])
         clients = np.concatenate([batch.clients for batch in batches])
-        x, y = _stacked_rows(columns, at), labels[at]
+        x, y = _stacked_rows(columns, at), labels[at]  # -1 takes the last row, for a moment
         w = np.ones(at.shape) if weights is None else weights[at]
+        # Columns of zeros and a weight of 0 leave every sum as it is.
         absent = at < 0
         if absent.any():
             x[absent], y[absent], w[absent] = 0.0, 0, 0.0
@@ -176,9 +179,11 @@ def stack_rows(columns, labels, weights, codes, n_clients):
 
 def _of_similar_size(batches, cells):
     """Lists of consecutive batches, in ascending size; each list makes one stack."""
-    joined, key, longest, n_clients, padding, cost = [], None, 0, 0, 0, 0
+    joined: list[list] = []
+    key, longest, n_clients, padding, cost = None, 0, 0, 0, 0
     for batch in batches:
         b, n = batch.rows.shape
+        # Sizes share a step if they differ by less than a quarter of the power of two below them.
         step = 1 << max(n.bit_length() - _SIZES.bit_length(), 0)
         similar = key == (n - 1) // step * step
         added = n_clients * (n - longest)
@@ -208,12 +213,13 @@ def form_of(x, factor):
     """The smaller of the two systems, for columns (b, n, p) and a factor (q, r)."""
     q, r = factor.shape
     b, n, _ = x.shape
+    # A diagonal factor, the default, multiplies columns: no product of matrices.
     diagonal = np.diag(factor) if q == r else np.zeros(0)
     if q == r and np.array_equal(factor, np.diag(diagonal)):
         features = x[:, :, :q] * diagonal
     else:
         features = (x[:, :, :q].reshape(b * n, q) @ factor).reshape(b, n, r)
-    if r <= n:
+    if r <= n:  # either way the systems are as small as they can be
         return Primal(features)
     return Dual(features, features @ features.transpose(0, 2, 1))
 
@@ -245,19 +251,20 @@ def find_mode(form, outcome, offset, stack, state, last_decrement=LAST_DECREMENT
     sequence of smoothed problems, each of which begins at the mode of the one before.
     """
     mode = _climb(form, outcome, offset, stack, state, last_decrement, _PATIENCE)
-    if mode.found.all():
+    if mode.converged.all():
         return mode
     size = np.maximum(np.abs(offset).max(axis=(1, 2)), np.abs(form.features).max(axis=(1, 2)))
-    lost = ~mode.found & np.isfinite(size)
+    # Predictors that are not finite are beyond help; the caller says so.
+    lost = ~mode.converged & np.isfinite(size)
     form, stack = type(form)(*(each[lost] for each in form)), RowStack(*(s[lost] for s in stack))
     heat, state = max(size[lost].max(initial=1.0), 1.0), np.zeros_like(state[lost])
-    while heat > 1:
+    while heat > 1:  # at 1 the problem is the original one
         last, smoothed = _ROUGHLY * heat, _Smoothed(outcome, heat)
         state = _climb(form, smoothed, offset[lost], stack, state, last, MAX_NEWTON).state
         heat /= _COOLING
     again = _climb(form, outcome, offset[lost], stack, state, last_decrement, MAX_NEWTON)
-    for values, part in zip(_arrays(mode), _arrays(again), strict=True):
-        values[lost] = part
+    for values, new_values in zip(_arrays_of(mode), _arrays_of(again), strict=True):
+        values[lost] = new_values
     return mode
 
 
@@ -271,8 +278,8 @@ def _inner(left, right):
     return np.einsum("bka,bka->b", left, right)
 
 
-def _arrays(mode):
-    return mode.state, mode.predictors, *mode.terms, mode.value, mode.found
+def _arrays_of(mode):
+    return mode.state, mode.predictors, *mode.terms, mode.value, mode.converged
 
 
 def _climb(form, outcome, offset, stack, state, last_decrement, max_steps):
@@ -292,7 +299,8 @@ def _climb(form, outcome, offset, stack, state, last_decrement, max_steps):
             new_deviation = deviation + size[:, None, None] * moved
             terms = outcome.terms(offset + new_deviation, stack.y, stack.w)
             new_value = terms.value.sum(axis=1) - _penalty(form, new_state, new_deviation)
-            worse = ~(new_value >= value - SLACK * (1 + np.abs(value))) & (size > 1e-9)
+            # NaN is worse, too: exponentials of a long step may overflow.
+            worse = ~(new_value >= value - SLACK * (1 + np.abs(value))) & (size > _SHORTEST_SHARE)
             if not worse.any():
                 break
             size[worse] /= 2
@@ -327,7 +335,7 @@ def evaluate_stack(clients, x, y, w, state, *, outcome, population, factor):
     by_population = score.reshape(len(columns), -1).T @ columns
     by_factor = columns[:, : len(factor)].T @ across.reshape(len(columns), -1)
     value = float(np.sum(mode.value - 0.5 * log_det))
-    return value, by_population, by_factor, mode.state, bool(mode.found.all())
+    return value, by_population, by_factor, mode.state, bool(mode.converged.all())
 
 
 class MarginalLikelihood:
@@ -346,11 +354,11 @@ class MarginalLikelihood:
         """Value in nats, gradient (a, p) in the population and (q, r) in the factor."""
         function = partial(self.evaluate, population=population, factor=factor)
         batches = [(*s, state) for s, state in zip(self.stacks, self.states, strict=True)]
-        parts = map_batches(function, batches, self.n_jobs)
-        self.states = [part[3] for part in parts]
-        self.modes_found = all(part[4] for part in parts)
-        value, by_population, by_factor = (sum(part[k] for part in parts) for k in range(3))
-        return value, by_population, by_factor
+        results = map_batches(function, batches, self.n_jobs)
+        self.states = [result[3] for result in results]
+        self.modes_found = all(result[4] for result in results)
+        # In the order of the stacks, so that the sum is the same for any number of jobs.
+        return tuple(sum(result[k] for result in results) for k in range(3))
 
 
 def _plus_identity(systems):
@@ -388,6 +396,7 @@ def whiten_information(form, roots, x):
     features = form.features
     b, n, a, c = roots.shape
     r, p = features.shape[2], x.shape[2]
+    # One effect takes a product off the rows. Many rows are better reduced to p by a triangle.
     if r * a == 1 and n <= _ROWS_PER_COLUMN * p:
         return _less_one_effect(features * roots[..., 0], x * roots[..., 0])
     if n * c < r * a:
@@ -402,7 +411,8 @@ def whiten_information(form, roots, x):
     stacked[:, : n * c, : r * a] = (across * features[:, :, None, None, :]).reshape(b, n * c, -1)
     stacked[:, : n * c, r * a :] = (across * x[:, :, None, None, :]).reshape(b, n * c, -1)
     stacked[:, n * c :, : r * a] = np.eye(r * a)
-    triangle = np.linalg.qr(stacked, mode="r")
+    # The triangle of [roots; I] has T for its last rows: no inverse, and no square of a condition.
+    triangle: Any = np.linalg.qr(stacked, mode="r")
     log_det = 2 * np.log(np.abs(np.einsum("bkk->bk", triangle[:, : r * a, : r * a]))).sum()
     return triangle[:, r * a :, r * a :], log_det
 
@@ -454,7 +464,8 @@ def _stack_modes(clients, x, y, w, state, *, outcome, population, factor):
     mode = find_mode(form, outcome, offset, stack, state, CLOSE_ENOUGH)
     deviations = (factor @ form.effects(mode.state)).transpose(0, 2, 1)
     whitening, log_det = whiten_information(form, outcome.roots(mode.predictors, w), x)
-    return deviations, whitening, float(np.sum(mode.value) - 0.5 * log_det), bool(mode.found.all())
+    value = float(np.sum(mode.value) - 0.5 * log_det)
+    return deviations, whitening, value, bool(mode.converged.all())
 
 
 def free_information(rows, a, n_known):

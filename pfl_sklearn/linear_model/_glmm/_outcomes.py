@@ -30,6 +30,7 @@ class BinaryLogit:
         """RowTerms of predictors (..., n, 1), labels (..., n) and weights (..., n)."""
         sign = np.where(y > 0, 1.0, -1.0)
         odds = u[..., 0] * sign
+        # log p = min(u, 0) - log(1 + exp(-|u|)), which neither overflows nor cancels.
         low = np.minimum(odds, 0.0)
         small = np.exp(-np.abs(odds))
         total = 1 + small
@@ -39,7 +40,7 @@ class BinaryLogit:
         score *= sign
         small /= total
         small /= total
-        if not np.all(w == 1):
+        if not np.all(w == 1):  # without weights we save three products
             value, score, small = w * value, w * score, w * small
         return RowTerms(value, score[..., None], small[..., None, None])
 
@@ -50,7 +51,7 @@ class BinaryLogit:
 
     def weight_slopes(self, u, w, spread):
         """Derivatives (..., n, 1) of sum(weight * spread) in u; spread is (..., n, 1, 1)."""
-        half = np.tanh(u[..., 0] / 2)
+        half = np.tanh(u[..., 0] / 2)  # 2 p - 1; p (1 - p) has the slope -p (1 - p) (2 p - 1)
         return (-0.25 * w * (1 - half**2) * half * spread[..., 0, 0])[..., None]
 
 
@@ -66,6 +67,7 @@ class SoftmaxLogit:
     def terms(self, u, y, w):
         """RowTerms of predictors (..., n, a), labels (..., n) and weights (..., n)."""
         logits = u @ self.coding.T
+        # The largest logit is 0, so that no exponential overflows.
         logits -= logits.max(axis=-1, keepdims=True)
         p = np.exp(logits)
         total = p.sum(axis=-1)

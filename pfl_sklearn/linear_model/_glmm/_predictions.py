@@ -7,10 +7,10 @@ from scipy.special import expit, ndtri, softmax
 
 from pfl_sklearn.linear_model._algebra import row_slices
 
-_CELLS = 1 << 20
+_NODE_CELLS = 1 << 20  # rows times nodes at a time: 8 MB for each temporary array
 _NODES = np.arange(-64, 65) / 8  # equally spaced, in standard deviations
 _WEIGHTS = np.exp(-0.5 * _NODES**2) / np.exp(-0.5 * _NODES**2).sum()
-_SOBOL = 256  # points, each used with both signs
+_SOBOL = 256  # points, each used with both signs: odd moments are exact
 
 
 def averaged_probabilities(logits, contrasts, variances_of):
@@ -31,16 +31,17 @@ def averaged_probabilities(logits, contrasts, variances_of):
     """
     if logits.shape[1] == 1:
         second = np.empty(len(logits))
-        spread = np.sqrt(np.maximum(variances_of(np.ones(1)), 0.0))  # they may be rounded
-        for part in row_slices(len(logits), len(_NODES), _CELLS):
-            second[part] = expit(logits[part] + spread[part, None] * _NODES) @ _WEIGHTS
+        # A variance is a difference, which rounding may leave below 0.
+        spread = np.sqrt(np.maximum(variances_of(np.ones(1)), 0.0))
+        for block in row_slices(len(logits), len(_NODES), _NODE_CELLS):
+            second[block] = expit(logits[block] + spread[block, None] * _NODES) @ _WEIGHTS
         return np.column_stack([1 - second, second])
     roots = _roots(_contrast_covariances(contrasts, variances_of))
     nodes = _normal_nodes(contrasts.shape[1])
     result = np.empty_like(logits)
-    for part in row_slices(len(logits), len(nodes) * logits.shape[1], _CELLS):
-        moved = nodes @ (contrasts @ roots[part]).transpose(0, 2, 1)
-        result[part] = softmax(logits[part, None] + moved, axis=2).mean(axis=1)
+    for block in row_slices(len(logits), len(nodes) * logits.shape[1], _NODE_CELLS):
+        moved = nodes @ (contrasts @ roots[block]).transpose(0, 2, 1)
+        result[block] = softmax(logits[block, None] + moved, axis=2).mean(axis=1)
     return result
 
 
@@ -52,6 +53,7 @@ def _contrast_covariances(contrasts, variances_of):
     for k in range(a):
         covariances[:, k, k] = own[k]
         for j in range(k):
+            # cov(u, v) = (var(u + v) - var(u) - var(v)) / 2: posteriors give variances alone.
             both = variances_of(contrasts[:, k] + contrasts[:, j])
             covariances[:, k, j] = covariances[:, j, k] = 0.5 * (both - own[k] - own[j])
     return covariances
@@ -68,6 +70,7 @@ def _normal_nodes(n_dimensions):
     """Quasi-random normal nodes (512, a), symmetric about 0 and the same in every call."""
     from scipy.stats.qmc import Sobol
 
+    # The first point of the sequence is 0, whose normal quantile is infinite: half a cell further.
     points = Sobol(n_dimensions, scramble=False).random(_SOBOL) + 0.5 / _SOBOL
     nodes = ndtri(points)
     return np.concatenate([nodes, -nodes])

@@ -7,7 +7,7 @@ distances of its standard deviation s there. With h(v) the log-likelihood minus 
 
 One point is Laplace's approximation. The gradients are those of the sum, nodes included.
 
-A client whose rows have one class tells only that its effect lies on one side. Far apart from the
+A client whose rows have one class tells only that its effect lies on one side. Far from the
 others, its effect has half a normal density, with an edge much sharper than s. Gauss-Hermite nodes
 miss the edge: at 15 logits between clients, 61 of them err by up to 1.5e-3 nats per client where
 the mode is at the edge, and at 50 logits by 2e-2. So `DENSE` points crowd around the mode instead,
@@ -32,14 +32,15 @@ from pfl_sklearn.linear_model._glmm._likelihood import (
     SLACK,
 )
 
-_MANY = 7  # points from which the sum hardly depends on where its centre lies
-_LAST_DECREMENT = 1e-10  # nats, of the last step of one effect; the next one's is about its square
-_CELLS = 1 << 17  # rows times nodes at a time: what belongs to them fits the cache
-_ROWS = 1 << 14  # rows at a time
+_MANY_NODES = 7  # points from which the sum hardly depends on where its centre lies
+_EFFECT_DECREMENT = 1e-10  # nats, of the last step of one effect: the next would be its square
+_CELLS_IN_CACHE = 1 << 17  # rows times nodes at a time: what belongs to them fits the cache
+_ROWS_AT_A_TIME = 1 << 14  # with few nodes, so that other arrays fit the cache, too
+_SHORTEST = 1e-12  # step of an effect, in prior sds; a shorter one changes nothing
 DENSE = 121  # points that crowd around the mode
 _GAUSS = 100  # points up to which they are those of Gauss and Hermite
 _CROWDED, _REACH = 0.1, 40.0  # c, and the last x: pure clients have s above 0.18, so it is > 7 sds
-_FACTORS = 1000  # numbers below 2 whose product is finite for sure
+_FACTORS = 1000  # at most: their product is below 2^1000, and floats end at 2^1024
 
 
 class TurnedStack(NamedTuple):
@@ -50,7 +51,7 @@ class TurnedStack(NamedTuple):
     weights: np.ndarray | None  # (n, b); None if all are 1
 
 
-class _Rows(NamedTuple):
+class _TurnedRows(NamedTuple):
     """Rows (n, b) of some clients, turned."""
 
     features: np.ndarray  # slopes of the predictors in the effects
@@ -64,7 +65,7 @@ class _Modes(NamedTuple):
     effects: np.ndarray  # (b,)
     values: np.ndarray  # (b,), log-likelihoods less penalties
     wrong: np.ndarray  # (n, b), probabilities of the labels that rows do not have
-    found: bool  # all of them
+    converged: bool  # all of them
 
 
 @cache
@@ -74,15 +75,17 @@ def _nodes(n_points):
         nodes, weights = np.polynomial.hermite_e.hermegauss(n_points)
         return nodes, np.log(weights / weights.sum())
     last = np.arcsinh(_REACH / _CROWDED)
-    t, apart = np.linspace(-last, last, n_points, retstep=True)
+    t, distance = np.linspace(-last, last, n_points, retstep=True)
     nodes, slopes = _CROWDED * np.sinh(t), _CROWDED * np.cosh(t)
-    return nodes, np.log(apart * slopes / np.sqrt(2 * np.pi)) - nodes**2 / 2
+    return nodes, np.log(distance * slopes / np.sqrt(2 * np.pi)) - nodes**2 / 2
 
 
 def turned_stack(stack):
     """The TurnedStack of a RowStack with labels 0 and 1."""
+    # The product is a copy: the stack may be a view of the user's own array.
     columns = stack.x.transpose(2, 1, 0) * np.where(stack.y.T > 0, 1.0, -1.0)
     columns = np.ascontiguousarray(columns)
+    # Without weights each step saves a product over all rows.
     weights = None if np.all(stack.w == 1) else np.ascontiguousarray(stack.w.T)
     return TurnedStack(stack.clients, columns, weights)
 
@@ -94,30 +97,33 @@ def evaluate_quadrature(clients, columns, weights, state, *, population, factor,
     random = flat[: len(factor)]
     offset = (population @ flat).reshape(n, b)
     features = (factor.T @ random).reshape(n, b)
+    # A copy: the search may come back to the states of an earlier point.
     effects = np.zeros(b) if state is None else state[:, 0, 0].copy()
     by_offset, by_features = np.empty((n, b)), np.empty((n, b))
-    value, found = 0.0, True
-    last_decrement = CLOSE_ENOUGH if n_points >= _MANY else _LAST_DECREMENT
-    for part in row_slices(b, n, min(_ROWS, _CELLS // n_points)):
+    value, converged = 0.0, True
+    # Laplace's value and slopes are at the mode; those of many nodes hardly move with their centre.
+    last_decrement = CLOSE_ENOUGH if n_points >= _MANY_NODES else _EFFECT_DECREMENT
+    for part in row_slices(b, n, min(_ROWS_AT_A_TIME, _CELLS_IN_CACHE // n_points)):
         own = None if weights is None else weights[:, part]
-        rows = _Rows(features[:, part], offset[:, part], own)
+        rows = _TurnedRows(features[:, part], offset[:, part], own)
         modes = _find_modes(rows, effects[part], last_decrement)
         total, by_offset[:, part], by_features[:, part] = _integrate(rows, modes, n_points)
         effects[part] = modes.effects
-        value, found = value + total, found and modes.found
+        value, converged = value + total, converged and modes.converged
     by_population = by_offset.reshape(1, -1) @ flat.T
     by_factor = random @ by_features.reshape(-1, 1)
-    return value, by_population, by_factor, effects[:, None, None], found
+    return value, by_population, by_factor, effects[:, None, None], converged
 
 
 def information_at_zero(stacks, population, factor):
     """Information (p, p) on the population where all effects are 0, summed over TurnedStacks."""
+    # Less what the clients' effects take: 1 + f'Wf is the precision of an effect.
     total = 0.0
     for _, columns, weights in stacks:
         flat = columns.reshape(len(columns), -1)
         odds = (population @ flat).reshape(columns.shape[1:])
         features = (factor.T @ flat[: len(factor)]).reshape(odds.shape)
-        rows = _Rows(features, odds, weights)
+        rows = _TurnedRows(features, odds, weights)
         wrong = np.empty(odds.shape)
         _log_likelihoods(rows, np.zeros(odds.shape[1]), wrong)
         weight = _slopes(rows, wrong)[1]
@@ -138,11 +144,11 @@ def _find_modes(rows, effects, last_decrement):
         residual = _over_rows(features, scores) - effects
         step = residual / (1 + _over_rows(features, features * information))
         last = residual * step < last_decrement
-        step[~moving] = 0.0
+        step[~moving] = 0.0  # each client stops on its own, so its mode does not depend on others
         while True:
             moved = effects + step
             new = _log_likelihoods(rows, moved, wrong) - moved**2 / 2
-            worse = ~(new >= values - SLACK * (1 + np.abs(values))) & (np.abs(step) > 1e-12)
+            worse = ~(new >= values - SLACK * (1 + np.abs(values))) & (np.abs(step) > _SHORTEST)
             if not worse.any():
                 break
             step[worse] /= 2
@@ -167,11 +173,13 @@ def _integrate(rows, modes, n_points):
     else:
         values, scores = _at_nodes(rows, effects)
     slopes = np.einsum("nb,knb->kb", features, scores) - effects
+    # exp(x^2 / 2) undoes the weight of the rule, which is for a normal density.
     logs = values + (log_weights + nodes**2 / 2)[:, None]
-    highest = logs.max(axis=0)
+    highest = logs.max(axis=0)  # exponentials of thousands of negative nats would all be 0
     share = np.exp(logs - highest)
     total = share.sum(axis=0)
     share /= total
+    # The nodes move with the mode and with the curvature there, which move with the parameters.
     by_centre = np.sum(share * slopes, axis=0)
     by_size = 1 / size + np.sum(share * slopes * nodes[:, None], axis=0)
     by_curvature = -0.5 * by_size * size**3
@@ -198,6 +206,7 @@ def _log_likelihoods(rows, effects, wrong):
     """Log-likelihoods (b,) at effects (b,); `wrong` (n, b) becomes what it is in _Modes."""
     odds = rows.features * effects
     odds += rows.offset
+    # log p = min(u, 0) - log(1 + exp(-|u|)), which neither overflows nor cancels.
     np.minimum(odds, 0.0, out=wrong)
     value = wrong.sum(axis=0) if rows.weights is None else _over_rows(wrong, rows.weights)
     wrong -= odds
@@ -208,7 +217,7 @@ def _log_likelihoods(rows, effects, wrong):
     odds += 1.0
     wrong /= odds
     if rows.weights is None:
-        return value - _log_product(odds)
+        return value - _log_product(odds)  # one logarithm for many rows
     return value - _over_rows(np.log(odds, out=odds), rows.weights)
 
 

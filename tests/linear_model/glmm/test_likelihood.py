@@ -145,7 +145,7 @@ def test_damped_steps_find_the_mode_from_afar(n_classes, scale):
         start = start_state(stack, factor, outcome.n_outputs)
         for state in (start, start + 5.0, start + 50.0):
             mode = find_mode(form, outcome, scale * stack.x @ population.T, stack, state)
-            assert mode.found.all()
+            assert mode.converged.all()
             np.testing.assert_allclose(form.residual(mode.terms.score, mode.state), 0, atol=1e-7)
 
 
@@ -157,12 +157,12 @@ def test_no_mode_counts_as_found_that_is_not(n_classes, monkeypatch):
     form, offset = form_of(stack.x, 1e3 * factor), 1e3 * stack.x @ population.T
     start = start_state(stack, factor, outcome.n_outputs)
     offset[2] = np.nan
-    found = find_mode(form, outcome, offset, stack, start).found
+    found = find_mode(form, outcome, offset, stack, start).converged
     np.testing.assert_array_equal(found, np.arange(6) != 2)
     offset[2] = 0.0
     monkeypatch.setattr(likelihood, "_PATIENCE", 2)
     monkeypatch.setattr(likelihood, "MAX_NEWTON", 2)
-    assert not find_mode(form, outcome, offset, stack, start + 5.0).found.all()
+    assert not find_mode(form, outcome, offset, stack, start + 5.0).converged.all()
 
 
 @pytest.mark.parametrize("n_classes", [2, 4])
@@ -260,7 +260,7 @@ def test_small_tables_make_few_stacks():
 
 
 def test_large_tables_make_several_stacks(monkeypatch):
-    monkeypatch.setattr(likelihood, "_CELLS", 64)
+    monkeypatch.setattr(likelihood, "_STACK_CELLS", 64)
     rows = make_rows(0, 2, 2, 6, m=30)
     several = criterion_of(rows, 2)
     assert len(several.stacks) > 5

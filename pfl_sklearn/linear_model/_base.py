@@ -68,6 +68,12 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
     """
 
     _default_component = default_prior
+    _client_attributes: tuple[str, ...] = (
+        "n_samples_per_client_",
+        "coef_",
+        "intercept_",
+        "_posterior",
+    )
     _state_attributes = ("_design",)
     _parameter_constraints = {
         "prior": "no_validation",
@@ -303,13 +309,13 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         n_parameters = self._evidence_for(name).n_parameters
         if n_parameters is None:
             raise AttributeError(
-                f"{name} needs a likelihood, and a fit with {self._given()} has none; take a "
+                f"{name} needs a likelihood, and a fit with {self._settings()} has none; take a "
                 "GaussianPrior or a mixture prior with method='reml' or 'ml'."
             )
         return n_parameters
 
     def _evidence_for(self, name):
-        """What the fit kept to be compared with others, for the property `name`."""
+        """Evidence of the fit, which the property `name` needs."""
         check_is_fitted(self)
         if not hasattr(self, "_evidence"):
             raise AttributeError(
@@ -400,14 +406,10 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         """Linear predictors (n,) or (n, K) of rows, the checked rows, and their clients' codes."""
         codes = self._encode_predict(X, groups)
         X = validate_data(self, X, reset=False, dtype=np.float64)
-        predictors = client_predictors(
-            X,
-            codes,
-            getattr(self, "coef_", None),
-            getattr(self, "intercept_", None),
-            self.population_coef_,
-            self.population_intercept_,
-        )
+        # A released model has no clients.
+        own = getattr(self, "coef_", None), getattr(self, "intercept_", None)
+        population = self.population_coef_, self.population_intercept_
+        predictors = client_predictors(X, codes, *own, *population)
         return predictors, X, codes
 
     def _variances(self, x, codes, combination=_ONE_PREDICTOR):
@@ -419,8 +421,8 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         if seen.any():
             if not hasattr(self, "_posterior"):
                 raise ValueError(
-                    f"return_std=True needs a posterior, and a fit with {self._given()} gives its "
-                    "mode only."
+                    "return_std=True needs a posterior, and a fit with "
+                    f"{self._settings()} gives its mode only."
                 )
             ordered = np.kron(combination, x[seen][:, self._design.order])
             variances[seen] = self._posterior.variances(ordered, codes[seen])
@@ -432,13 +434,13 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         if not hasattr(self, "_posterior"):
             raise AttributeError(
                 "there is no posterior, hence no standard deviation and no shrinkage: a fit with "
-                f"{self._given()} gives the clients' coefficients only."
+                f"{self._settings()} gives the clients' coefficients only."
             )
         values = getattr(self._posterior, quantity)().reshape(*self.coef_.shape[:-1], -1)
         return values[..., np.argsort(self._design.order)]
 
-    def _given(self):
-        """The parameters that decide what a fit yields, for an error."""
+    def _settings(self):
+        """Text for errors: the parameters on which it depends whether there is a posterior."""
         names = ("prior", "method", "solver")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 

@@ -26,11 +26,6 @@ class Design(NamedTuple):
     all_random: bool = False  # whether "all" was asked for, and not certain columns
 
     @property
-    def n_columns(self):
-        """Number p of columns, the intercept among them."""
-        return len(self.names)
-
-    @property
     def order(self):
         """Positions (p,) of the columns, the random ones first."""
         return np.concatenate([self.random, self.fixed])
@@ -45,11 +40,9 @@ class Design(NamedTuple):
         if features is None:
             return self
         features = tuple(str(name) for name in features)
-        if len(features) != self.n_columns - self.fit_intercept:
-            raise ValueError(
-                f"feature_names must name {self.n_columns - self.fit_intercept} features; got "
-                f"{len(features)} names."
-            )
+        d = len(self.names) - self.fit_intercept
+        if len(features) != d:
+            raise ValueError(f"feature_names must name {d} features; got {len(features)} names.")
         return self._replace(names=(INTERCEPT, *features) if self.fit_intercept else features)
 
     def matrix(self, X):
@@ -72,7 +65,7 @@ class Design(NamedTuple):
 
     def embedded(self, covariance):
         """Covariance (p, p) of all coefficients, from that of the random ones (q, q)."""
-        full = np.zeros((self.n_columns, self.n_columns))
+        full = np.zeros((len(self.names), len(self.names)))
         full[np.ix_(self.random, self.random)] = covariance
         return full
 

@@ -1,4 +1,4 @@
-"""What a fit keeps to be compared with others: moments of its rows, and what it estimated.
+"""Evidence for comparisons of models: moments of the rows, and what a fit estimated of them.
 
 A private fit keeps none of it.
 """
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn.linear_model._algebra import n_independent, row_slices
+from pfl_sklearn.linear_model._algebra import factor_of, n_independent, row_slices
 from pfl_sklearn.linear_model._mixed._regression_em import MixtureModel
 from pfl_sklearn.linear_model._table import is_centred, varying_columns
 
@@ -36,7 +36,7 @@ class RowMoments(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a Gaussian model takes as known and what it estimates, in the order of the design."""
+    """Known and estimated parts of a Gaussian model, in the order of the design."""
 
     means: np.ndarray  # (c, p), given population coefficients of c outputs; NaN where estimated
     varying: np.ndarray  # (v,), positions of the coefficients that vary by client
@@ -45,7 +45,7 @@ class Form(NamedTuple):
     covariance: np.ndarray | None  # (p, p), if the shape is "given"
     centre: np.ndarray | None  # (p,), at which the covariance has its shape
     noise: float | None  # given noise variance
-    criterion: str  # how the log-likelihood was computed
+    criterion: str  # name of the log-likelihood: models compare if it is the same
 
 
 class Evidence(NamedTuple):
@@ -96,16 +96,16 @@ def n_identified(moments, free, intercept):
 
 def n_covariance_parameters(shape, q, rank=1):
     """Free parameters of a covariance of q coefficients."""
-    if shape == "low_rank":
-        return q * rank - rank * (rank - 1) // 2 + 1
-    counts = {"spherical": min(q, 1), "diag": q, "full": q * (q + 1) // 2}
-    return counts.get(shape, 0)
+    if shape in ("zero", "given") or q == 0:
+        return 0
+    return len(factor_of(shape, q, rank).start)
 
 
 def gaussian_evidence(table, design, prior, noise, criterion, n_outputs=1):
-    """Evidence of a model under a Gaussian prior; `noise` is given, estimated (None) or absent (0).
+    """Evidence of a model under a Gaussian prior.
 
-    `criterion` is a name, or a function from the form of the covariance to it.
+    A noise variance is known, estimated (None) or absent (0). The criterion is a name, or a
+    function of the covariance's shape, its number of coefficients and its rank that gives one.
     """
     moments, order, m = row_moments(table, design.order), design.order, table.n_clients
     q, p = table.n_random, len(order)
@@ -142,7 +142,7 @@ def gaussian_evidence(table, design, prior, noise, criterion, n_outputs=1):
 
 
 def _free_shape(prior, q):
-    """Shape and rank of an estimated covariance of q coefficients, by the simplest equal name."""
+    """Simplest name and rank of the set of covariances of q coefficients that a prior allows."""
     # Two models with one set of covariances must have one name, or a test would compare them.
     rank = prior.rank or 1 if prior.covariance_type == "low_rank" else 0
     if q == 0:

@@ -3,10 +3,9 @@
 import math
 from collections.abc import Sequence
 from numbers import Real
-from typing import Literal, Self, overload
+from typing import Any, Literal, Self, overload
 
 import numpy as np
-from numpy.typing import ArrayLike
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_X_y
 
@@ -267,13 +266,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     __metadata_request__predict = {"groups": True, "return_std": True}
 
     _likelihood = "linear"
-    _client_attributes = (
-        "n_samples_per_client_",
-        "coef_",
-        "intercept_",
-        "responsibilities_",
-        "_posterior",
-    )
+    _client_attributes = (*BasePersonalizedRegression._client_attributes, "responsibilities_")
     _population_attributes = (
         "population_coef_",
         "population_intercept_",
@@ -350,12 +343,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(
-        self,
-        X: TableLike,
-        y: ArrayLike,
-        *,
-        groups: TableLike = None,
-        sample_weight: ArrayLike | None = None,
+        self, X: TableLike, y: TableLike, *, groups: TableLike = None, sample_weight: Any = None
     ) -> Self:
         """Estimate the population and every client's coefficients.
 
@@ -411,7 +399,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         return shape, self.noise_variance is None and not private
 
     def _gather_evidence(self, table, design, prior, estimates):
-        """What a fit without privacy keeps to be compared with others."""
+        """Moments and counts that comparisons of models need; only of fits without privacy."""
         # These fits maximize no likelihood, so the moments are all that can be compared.
         if self.method == "printed" or self.solver == "gd" or type(prior) is LaplacePrior:
             return Evidence(row_moments(table, design.order), None, None)

@@ -6,7 +6,7 @@ from numbers import Integral, Real
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_X_y
 
@@ -226,7 +226,6 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
     __metadata_request__predict_log_proba = {"groups": True, "integrate": True}
 
     _likelihood = "logistic"
-    _client_attributes = ("n_samples_per_client_", "coef_", "intercept_", "_posterior")
     _population_attributes = (*POPULATION, "classes_", "_between")
 
     _parameter_constraints = {
@@ -261,12 +260,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(
-        self,
-        X: TableLike,
-        y: ArrayLike,
-        *,
-        groups: TableLike = None,
-        sample_weight: ArrayLike | None = None,
+        self, X: TableLike, y: TableLike, *, groups: TableLike = None, sample_weight: Any = None
     ) -> Self:
         """Estimate the population and every client's coefficients.
 

@@ -82,7 +82,8 @@ class Estimates(NamedTuple):
 
 
 def is_centred(table, prior):
-    """Whether an unknown covariance has its shape for centred columns."""
+    """Whether an unknown covariance has its shape ("diag", ...) for centred columns."""
+    # Full covariances are the same set at every centre, and the search goes better there.
     return table.random_intercept and (prior.centered or prior.covariance_type == "full")
 
 

@@ -6,12 +6,7 @@ import numpy as np
 
 from pfl_sklearn._float_range import column_bounds
 from pfl_sklearn.linear_model._algebra import estimable, inverse_root, square_root
-from pfl_sklearn.linear_model._glmm._likelihood import (
-    ClientModes,
-    client_modes,
-    free_information,
-    stack_rows,
-)
+from pfl_sklearn.linear_model._glmm._likelihood import client_modes, free_information, stack_rows
 from pfl_sklearn.linear_model._glmm._population_search import (
     criterion_of,
     find_population,
@@ -19,7 +14,6 @@ from pfl_sklearn.linear_model._glmm._population_search import (
     pooled_fit,
     predictor_spread,
 )
-from pfl_sklearn.linear_model._glmm._search import Maximum
 from pfl_sklearn.linear_model._posterior import CovariancePosterior, RowPosterior
 from pfl_sklearn.linear_model._table import (
     check_covariance_identified,
@@ -53,7 +47,7 @@ class LogitEstimates(NamedTuple):
 
 
 def fit_logistic(table, prior, outcome, options):
-    """Fit population and clients by maximum marginal likelihood, in Laplace's approximation.
+    """Fit population and clients by maximum marginal likelihood, integrated as `options` say.
 
     Parameters
     ----------
@@ -73,18 +67,9 @@ def fit_logistic(table, prior, outcome, options):
     check_squares(table)
     _check_row_weights(table.weights)
     mean, covariance = _coded_mean(prior, outcome, q), prior.known_covariance(q)
-    if covariance is None:
-        if table.n_clients == 1:
-            return _fit_single(table, prior, outcome, options)
-        _check_spread_identified(table, prior)
-    # Without pooling clients with rows of one class have no finite estimate.
-    elif np.isinf(covariance).any():
-        raise ValueError(
-            "covariance of GaussianPrior must be finite for PersonalizedLogisticRegression; got "
-            f"{prior.covariance!r}. Alone, many clients have no finite estimate."
-        )
-    else:
-        _check_known_spread(table, square_root(covariance))
+    if covariance is None and table.n_clients == 1:
+        return _fit_single(table, prior, outcome, options)
+    _check_covariance(table, prior, covariance)
     # A known covariance is in the user's units, so its columns stay where they are.
     shaped = covariance is None and is_centred(table, prior)
     table, centre = _centred(table, mean, shaped)
@@ -105,8 +90,11 @@ def fit_logistic(table, prior, outcome, options):
     back = uncentred(np.eye(p), table.intercept, centre).T[:, p - len(weak.slopes) :]
     identified = estimable(information, np.kron(outcome.coding, back)).reshape(-1, p)
     error, root = _population_error(information, outcome.n_outputs, p)
-    fit = _uncentred_fit(maximum, modes, error, root, table.intercept, centre)
-    return _logit_estimates(outcome, prior, fit, identified, weak, centre if shaped else None)
+    maximum, modes, error, root = _uncentred_fit(
+        maximum, modes, error, root, table.intercept, centre
+    )
+    estimates = _logit_estimates(outcome, prior, maximum, modes, error, root, identified, weak)
+    return estimates._replace(centre=centre) if shaped else estimates
 
 
 def _check_fitted_to_several(prior):
@@ -119,16 +107,32 @@ def _check_fitted_to_several(prior):
         )
 
 
-def _check_spread_identified(table, prior):
-    """Raise ValueError if the data do not identify the covariance between clients."""
-    m = table.n_clients
-    # With 0 or 1 of one row per client, the marginal probabilities are all that the data tell.
-    if len(table.y) == m:
+def _check_covariance(table, prior, covariance):
+    """Raise ValueError if the data do not identify the covariance, or searches cannot follow it."""
+    if covariance is None:
+        m = table.n_clients
+        # A variance then does next to nothing but rescale the population's coefficients.
+        if len(table.y) == m:
+            raise ValueError(
+                f"each of the {m} clients has one row, so the data do not identify the variance "
+                "between clients; give a prior with a known covariance."
+            )
+        check_covariance_identified(table, prior)
+        return
+    # Without pooling, clients with rows of one class have no finite estimate.
+    if np.isinf(covariance).any():
         raise ValueError(
-            f"each of the {m} clients has one row, so the data do not identify the variance "
-            "between clients; give a prior with a known covariance."
+            "covariance of GaussianPrior must be finite for PersonalizedLogisticRegression; got "
+            f"{prior.covariance!r}. Alone, many clients have no finite estimate."
         )
-    check_covariance_identified(table, prior)
+    random = table.columns[:, : table.n_random]
+    spread = predictor_spread(random, table.weights, square_root(covariance))
+    if spread > _LARGEST_SD:
+        raise ValueError(
+            "the prior's covariance gives the predictors of random coefficients a standard "
+            f"deviation of {spread:.3g} logits between clients; expected at most {_LARGEST_SD:g}. "
+            "Scale the features, or give a smaller covariance."
+        )
 
 
 def _check_row_weights(weights):
@@ -140,20 +144,6 @@ def _check_row_weights(weights):
             f"sample_weight must be at most {_HEAVIEST:g} for a row and at least {_LIGHTEST:g} in "
             f"sum; got a largest weight of {weights.max():.3g} and a sum of {weights.sum():.3g}. A "
             "weight says how often a row counts; rescale the weights."
-        )
-
-
-def _check_known_spread(table, factor):
-    """Raise ValueError if a known covariance lets predictors vary more than arithmetic can follow.
-
-    The covariance is that of a factor (q, r).
-    """
-    spread = predictor_spread(table.columns[:, : table.n_random], table.weights, factor)
-    if spread > _LARGEST_SD:
-        raise ValueError(
-            "the prior's covariance gives the predictors of random coefficients a standard "
-            f"deviation of {spread:.3g} logits between clients; expected at most {_LARGEST_SD:g}. "
-            "Scale the features, or give a smaller covariance."
         )
 
 
@@ -179,19 +169,10 @@ def _centred(table, mean, random_too):
     return table, centre
 
 
-class _OriginalFit(NamedTuple):
-    """A fit for the columns as they came."""
-
-    maximum: Maximum
-    modes: ClientModes
-    error: np.ndarray  # (a p, a p), covariance of the population coefficients
-    root: np.ndarray | None  # (a p, rank), of the error; None if nothing was centred
-
-
 def _uncentred_fit(maximum, modes, error, root, intercept, centre):
-    """Fit for the columns before centring, from one for centred columns."""
+    """The arguments for the columns before centring; the root is None if nothing was centred."""
     if not centre.any():
-        return _OriginalFit(maximum, modes, error, None)
+        return maximum, modes, error, None
     (a, p), q = maximum.population.shape, modes.deviations.shape[2]
     rows = modes.rows.reshape(*modes.rows.shape[:2], a, p)
     rows = (rows + rows[..., intercept, None] * centre).reshape(modes.rows.shape)
@@ -200,16 +181,13 @@ def _uncentred_fit(maximum, modes, error, root, intercept, centre):
         deviations = uncentred(deviations, intercept, centre[:q])
         factor = uncentred(factor.T, intercept, centre[:q]).T
     half = uncentred(error.reshape(a * p, a, p), intercept, centre).reshape(a * p, a * p)
-    return _OriginalFit(
-        maximum._replace(
-            population=uncentred(maximum.population, intercept, centre), factor=factor
-        ),
-        modes._replace(deviations=deviations, rows=rows),
-        uncentred(half.T.reshape(a * p, a, p), intercept, centre).reshape(a * p, a * p),
-        # Entries of the error grow with the square of a column's distance from zero and cancel
-        # in the clients' variances. Those of a root grow with the distance, so digits are left.
-        uncentred(root.T.reshape(-1, a, p), intercept, centre).reshape(-1, a * p).T,
-    )
+    error = uncentred(half.T.reshape(a * p, a, p), intercept, centre).reshape(a * p, a * p)
+    # Entries of the error grow with the square of a column's distance from zero and cancel in the
+    # clients' variances. Those of a root grow with the distance, so digits are left.
+    root = uncentred(root.T.reshape(-1, a, p), intercept, centre).reshape(-1, a * p).T
+    population = uncentred(maximum.population, intercept, centre)
+    maximum = maximum._replace(population=population, factor=factor)
+    return maximum, modes._replace(deviations=deviations, rows=rows), error, root
 
 
 def _coded_mean(prior, outcome, q):
@@ -266,13 +244,13 @@ def _population_error(information, a, p):
     return error.reshape(a * p, a * p), root.reshape(a * p, free.shape[1])
 
 
-def _logit_estimates(outcome, prior, fit, identified, weak, centre):
-    """Estimates in the coding of the classes, from an _OriginalFit."""
-    maximum, modes, coding = fit.maximum, fit.modes, outcome.coding
+def _logit_estimates(outcome, prior, maximum, modes, error, root, identified, weak):
+    """Estimates in the coding of the classes."""
+    coding = outcome.coding
     (m, a, q), p = modes.deviations.shape, maximum.population.shape[1]
     coded = np.kron(coding, np.eye(p))
-    error = coded @ fit.error @ coded.T
-    root = None if fit.root is None else coded @ fit.root
+    error = coded @ error @ coded.T
+    root = None if root is None else coded @ root
     covariance = maximum.factor @ maximum.factor.T
     # Deviations of the classes share a covariance; the coding takes out their common shift.
     between = np.kron(coding @ coding.T, np.pad(covariance, (0, p - q)))
@@ -295,7 +273,6 @@ def _logit_estimates(outcome, prior, fit, identified, weak, centre):
         tuple(p - len(weak.slopes) + k for k in weak.separating),
         weak.spread.any() and not weak.runaway,
         weak.runaway,
-        centre,
     )
 
 

@@ -103,9 +103,11 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
     def _store(self, X, design, ids, table, estimates, with_groups):
         """Set the fitted attributes of both regressions, in the order of the features."""
         back = np.argsort(design.order)
+        # The checks before saw an array; the column names are those of `X`.
         validate_data(self, X, skip_check_array=True)
         self._design, self._fitted_with_groups = design, with_groups
         self._between = design.embedded(estimates.covariance)
+        # The covariance is that of the user's columns; its shape holds at this centre.
         self._centre = None if estimates.centre is None else estimates.centre[back]
         self.coef_, self.intercept_ = design.coefficients(estimates.coefficients[..., back])
         population = design.coefficients(estimates.population[..., back])
@@ -307,9 +309,9 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
     def _n_parameters(self, name):
         """Number of estimated parameters, for the property `name`."""
         n_parameters = self._evidence_for(name).n_parameters
-        if n_parameters is None:
+        if n_parameters is None:  # a mode or the printed algorithms: nothing to be penalized
             raise AttributeError(
-                f"{name} needs a likelihood, and a fit with {self._settings()} has none; take a "
+                f"{name} needs a likelihood, and a fit with {self._given()} has none; take a "
                 "GaussianPrior or a mixture prior with method='reml' or 'ml'."
             )
         return n_parameters
@@ -330,6 +332,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         check_is_fitted(self)
         if hasattr(self, "noise_variance_"):
             return self.noise_variance_
+        # Contrasts of K > 2 logits have correlated latent errors, so there is no one variance.
         if len(self.classes_) > 2:
             raise AttributeError(
                 f"{name} needs two classes, whose log odds have one scale; got "
@@ -422,7 +425,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
             if not hasattr(self, "_posterior"):
                 raise ValueError(
                     "return_std=True needs a posterior, and a fit with "
-                    f"{self._settings()} gives its mode only."
+                    f"{self._given()} gives its mode only."
                 )
             ordered = np.kron(combination, x[seen][:, self._design.order])
             variances[seen] = self._posterior.variances(ordered, codes[seen])
@@ -434,12 +437,12 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         if not hasattr(self, "_posterior"):
             raise AttributeError(
                 "there is no posterior, hence no standard deviation and no shrinkage: a fit with "
-                f"{self._settings()} gives the clients' coefficients only."
+                f"{self._given()} gives the clients' coefficients only."
             )
         values = getattr(self._posterior, quantity)().reshape(*self.coef_.shape[:-1], -1)
         return values[..., np.argsort(self._design.order)]
 
-    def _settings(self):
+    def _given(self):
         """Text for errors: the parameters on which it depends whether there is a posterior."""
         names = ("prior", "method", "solver")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
@@ -474,12 +477,14 @@ def client_predictors(X, codes, coef, intercept, population_coef, population_int
         rows = X[part].toarray() if is_sparse else X[part]
         own = client_values(coef, population_coef, codes[part])
         predictors[part] = np.einsum(terms, rows, own)
+    # Intercepts are one number a row, so they need no blocks.
     predictors += client_values(intercept, population_intercept, codes)
     return predictors
 
 
 def class_probabilities(logits):
     """Probabilities (n, K) from logits (n, K), or from logits (n,) of the second of two classes."""
+    # expit of both signs: 1 - p would lose the digits of a small probability.
     if logits.ndim == 2:
         return softmax(logits, axis=1)
     return expit(np.column_stack([-logits, logits]))
@@ -513,6 +518,7 @@ def warn_not_converged(estimator, estimates, prior=None):
     if estimates.converged:
         return
     advice = ["Bring the features to similar scales"]
+    # Laplace and discrete priors have no covariance that could be simpler.
     if prior is None or "covariance_type" in prior.get_params(deep=False):
         advice += ["take a simpler covariance_type", "let fewer coefficients vary (random)"]
     name = type(estimator).__name__

@@ -413,7 +413,8 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
 
     def _store(self, X, design, ids, table, estimates, with_groups):
         """Set the fitted attributes, in the order of the features."""
-        for name in ("_posterior", "responsibilities_", "_evidence"):  # of an earlier fit
+        # Not every fit sets these, so those of an earlier fit would stay.
+        for name in ("_posterior", "responsibilities_", "_evidence"):
             self.__dict__.pop(name, None)
         super()._store(X, design, ids, table, estimates, with_groups)
         self.population_intercept_ = float(self.population_intercept_)
@@ -499,7 +500,7 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
             If `return_std`.
         """
         mean, X, codes = self._predictors(X, groups)
-        if not return_std:
+        if not return_std:  # no posterior is needed, and none is averaged
             return mean
         return mean, np.sqrt(self._variances(self._design.matrix(X), codes))
 

@@ -307,6 +307,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
     def _warn(self, estimates, n_classes, design):
         if estimates.separating:
             names = [repr(design.names[design.order[k]]) for k in estimates.separating]
+            # With many columns a list of all that take part would say little.
             n_more = len(names) - _MOST_NAMED
             more = f" and {n_more} more" if n_more > 0 else ""
             warn_caller(
@@ -338,6 +339,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
 
     def _warn_unfinished(self, estimates):
         """Advise more iterations only if the search ran out of them."""
+        # Rounding ends a search below max_iter, and modes that are lost stay lost.
         if estimates.modes_found and estimates.n_iter >= self.max_iter:
             warn_not_converged(self, estimates)
         elif not (estimates.modes_found and estimates.converged):

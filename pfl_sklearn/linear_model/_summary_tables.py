@@ -53,6 +53,7 @@ def intervals_table(names, fixed, random_names, components, noise):
         lower, upper = components
         for j, name in enumerate(random_names):
             rows.append(("between", name, lower[j, j], upper[j, j]))
+            # A covariance that the family fixes at 0 has bounds without length, and no row.
             for k in np.flatnonzero(np.isfinite(lower[j, :j]) & (upper[j, :j] != lower[j, :j])):
                 term = f"{random_names[k]}, {name}"
                 rows.append(("between", term, lower[j, k], upper[j, k]))
@@ -109,17 +110,21 @@ def component_bounds(posterior, moved, covariance, noise, n_rows, n_outputs, lev
         return None, _around(noise, z * np.sqrt(errors))
     if noise is None:
         information = information[:-1, :-1]
+    # Directions that no row informs on leave the information singular.
     errors = np.linalg.pinv(information, hermitian=True)
     gradient = moved.reshape(len(moved), -1).T
+    # In the ratio to the noise variance the covariance is a product, so the noise's error counts.
     if noise is not None:
         gradient = np.column_stack([gradient, covariance.ravel()])
     stds = np.sqrt(np.maximum(np.einsum("ka,ab,kb->k", gradient, errors, gradient), 0.0))
     lower, upper = (unit * (covariance + sign * z * stds.reshape(q, q)) for sign in (-1, 1))
+    # Covariances may be negative, variances may not.
     np.fill_diagonal(lower, np.maximum(np.diag(lower), 0.0))
     return (lower, upper), None if noise is None else _around(noise, z * np.sqrt(errors[-1, -1]))
 
 
 def _around(noise, half):
+    """Bounds of a noise variance, symmetric on the logarithmic scale, which keeps them above 0."""
     return noise * np.exp(-half), noise * np.exp(half)
 
 
@@ -135,7 +140,7 @@ def _expected_information(posterior, moved, n_rows, n_outputs):
     steps /= np.multiply.outer(scale, scale)
     a = len(steps)
     information = np.zeros((a + 1, a + 1))
-    information[a, a] = n_rows / 2
+    information[a, a] = n_rows / 2  # of a log variance: 1/2 per row, whatever the covariance
     for part in row_slices(len(posterior.rows), len(at) ** 2 * a, _BLOCK_CELLS):
         rows = posterior.whitened(part)[:, :, at]
         pulled = np.einsum("bij,ajk->abik", rows.transpose(0, 2, 1) @ rows, steps)

@@ -371,11 +371,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         # The ledger may refuse the fit. It does so before any value is read, and an error in the
         # values (which may tell of a client) is paid for.
         charge(self)
-        features, target = check_X_y(
-            X, y, dtype=np.float64, order="C", y_numeric=True, estimator=self
-        )
-        target = target.astype(np.float64, copy=False)
-        table, design, ids = self._make_table(X, features, target, groups, sample_weight)
+        features, y = check_X_y(X, y, dtype=np.float64, order="C", y_numeric=True, estimator=self)
+        y = y.astype(np.float64, copy=False)
+        table, design, ids = self._make_table(X, features, y, groups, sample_weight)
         estimates, report = fit(table, prior, self._parameters_of(Options))
         warn_not_converged(self, estimates, prior)
         self._store(X, design, ids, table, estimates, groups is not None)

@@ -1,23 +1,32 @@
 """Beta population prior of proportions."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
 from numbers import Real
 
 import numpy as np
 from scipy.optimize import minimize
 from scipy.special import betaincinv, betaln, digamma, expit, logit, xlog1py, xlogy
-from sklearn.base import BaseEstimator, clone
-from sklearn.utils import check_array, check_random_state
+from sklearn.base import clone
+from sklearn.utils import check_array
 
 from pfl_sklearn._compat import Interval
+from pfl_sklearn._typing import Floats, Integers, TableLike
+from pfl_sklearn.priors._prior import Prior
 from pfl_sklearn.theory import beta_moments, debiased_share_variance
 
+# Within these logits a mean and its complement differ from 0 by more than the rounding of 1.
 _MAX_LOGIT = 30.0
+# Populations in which all rows are failures still need alpha > 0.
 _SMALLEST_MEAN = 1e-12
-_GRID_POINTS = 24
+# Stands for clients that are all at 0 or 1.
 _MIN_CONCENTRATION = 1e-6
+# The likelihood can have a flat tail towards "all alike", so the search starts at the best of a grid.
+_START_CONCENTRATIONS = 24
 
 
-class BetaPrior(BaseEstimator):
+class BetaPrior(Prior):
     r"""Beta distribution of the clients' proportions.
 
     .. math:: p_i \sim \mathrm{Beta}(\alpha, \beta), \qquad i = 1, \dots, m.
@@ -58,21 +67,14 @@ class BetaPrior(BaseEstimator):
         "beta": [Interval(Real, 0, None, closed="neither"), None],
     }
 
-    def __init__(self, alpha=None, beta=None):
+    _estimated = ("alpha", "beta")
+    _all_or_none = True
+
+    def __init__(self, alpha: float | None = None, beta: float | None = None):
         self.alpha = alpha
         self.beta = beta
 
-    @property
-    def is_known(self):
-        """Whether both parameters are given."""
-        if (self.alpha is None) != (self.beta is None):
-            raise ValueError(
-                f"BetaPrior needs both alpha and beta or neither; got alpha={self.alpha!r}, "
-                f"beta={self.beta!r}."
-            )
-        return self.alpha is not None
-
-    def with_moments(self, mean, concentration):
+    def with_moments(self, mean: float, concentration: float) -> BetaPrior:
         r"""Copy of this prior with a given mean and concentration.
 
         Parameters
@@ -91,16 +93,11 @@ class BetaPrior(BaseEstimator):
             alpha=float(mean * concentration), beta=float((1 - mean) * concentration)
         )
 
-    def _check_known(self):
-        if not self.is_known:
-            raise ValueError("this BetaPrior is not known yet; give alpha and beta, or fit it.")
-
-    def moments(self):
+    def moments(self) -> tuple[float, float]:
         """Mean and variance of a known prior."""
-        self._check_known()
-        return beta_moments(self.alpha, self.beta)
+        return beta_moments(*self._require_known())
 
-    def fit(self, theta):
+    def fit(self, theta: TableLike) -> BetaPrior:
         """Fit the prior by maximum likelihood to proportions observed without noise.
 
         Parameters
@@ -119,20 +116,21 @@ class BetaPrior(BaseEstimator):
             raise ValueError("theta must lie within (0, 1) to fit a BetaPrior.")
         if self.is_known:
             return clone(self)
-        logs = np.log(theta).mean(), np.log1p(-theta).mean()
+        by_alpha, by_beta = np.log(theta).mean(), np.log1p(-theta).mean()
 
-        def negative(point):
-            mean, total = expit(point[0]), np.exp(point[1])
-            alpha, beta = mean * total, (1 - mean) * total
-            slopes = [
-                logs[k] - digamma(value) + digamma(total) for k, value in enumerate((alpha, beta))
-            ]
-            value = (alpha - 1) * logs[0] + (beta - 1) * logs[1] - betaln(alpha, beta)
-            return -value, -_chain(slopes, mean, total)
+        def log_likelihood(alpha, beta, total):
+            value = (alpha - 1) * by_alpha + (beta - 1) * by_beta - betaln(alpha, beta)
+            slopes = (
+                by_alpha - digamma(alpha) + digamma(total),
+                by_beta - digamma(beta) + digamma(total),
+            )
+            return value, slopes
 
-        return self.with_moments(*_maximize(negative, theta.mean(), 10.0, 1e8))
+        return self.with_moments(*_maximize(log_likelihood, theta.mean(), 10.0, 1e8))
 
-    def fit_counts(self, successes, trials, counts, method):
+    def fit_counts(
+        self, successes: Integers, trials: Integers, counts: Floats, method: str
+    ) -> BetaPrior:
         """Fit the prior to a table of counts.
 
         Parameters
@@ -154,7 +152,7 @@ class BetaPrior(BaseEstimator):
             mean, concentration = _beta_binomial_ml(successes, trials, counts, mean)
         return self.with_moments(mean, concentration)
 
-    def log_prob(self, theta):
+    def log_prob(self, theta: TableLike) -> Floats:
         """Log density of proportions under a known prior.
 
         Parameters
@@ -166,29 +164,14 @@ class BetaPrior(BaseEstimator):
         -------
         ndarray of shape (n_clients,), in nats
         """
-        self._check_known()
+        alpha, beta = self._require_known()
         theta = check_array(theta, dtype=float, ensure_2d=False).ravel()
-        kernel = xlogy(self.alpha - 1, theta) + xlog1py(self.beta - 1, -theta)
-        return kernel - betaln(self.alpha, self.beta)
+        return xlogy(alpha - 1, theta) + xlog1py(beta - 1, -theta) - betaln(alpha, beta)
 
-    def sample(self, n_samples=1, random_state=None):
-        """Draw proportions from a known prior.
+    def _draw(self, n_samples, rng):
+        return rng.beta(self.alpha, self.beta, size=(n_samples, 1))
 
-        Parameters
-        ----------
-        n_samples : int, default=1
-            Number of draws.
-        random_state : int, RandomState instance or None, default=None
-            Seed of the draws.
-
-        Returns
-        -------
-        ndarray of shape (n_samples, 1)
-        """
-        self._check_known()
-        return check_random_state(random_state).beta(self.alpha, self.beta, size=(n_samples, 1))
-
-    def posterior(self, successes, trials):
+    def posterior(self, successes: Integers, trials: Integers) -> tuple[Floats, Floats]:
         """Posterior of the clients' proportions given their counts.
 
         Parameters
@@ -200,12 +183,14 @@ class BetaPrior(BaseEstimator):
         -------
         mean, variance : ndarrays of shape (n_clients,)
         """
-        self._check_known()
-        total = self.alpha + self.beta + trials
-        mean = (self.alpha + successes) / total
+        alpha, beta = self._require_known()
+        total = alpha + beta + trials
+        mean = (alpha + successes) / total
         return mean, mean * (1 - mean) / (total + 1)
 
-    def posterior_quantiles(self, successes, trials, tails):
+    def posterior_quantiles(
+        self, successes: Integers, trials: Integers, tails: Iterable[float]
+    ) -> list[Floats]:
         """Quantiles of the clients' posteriors.
 
         Parameters
@@ -220,16 +205,16 @@ class BetaPrior(BaseEstimator):
         list of ndarrays of shape (n_clients,)
             One array for each of `tails`.
         """
-        self._check_known()
-        parameters = self.alpha + successes, self.beta + trials - successes
-        return [betaincinv(*parameters, tail) for tail in tails]
+        alpha, beta = self._require_known()
+        alphas, betas = alpha + successes, beta + trials - successes
+        return [betaincinv(alphas, betas, tail) for tail in tails]
 
 
 def moment_estimates(successes, trials, counts):
     """Mean and concentration that match mean and debiased variance of the local proportions.
 
-    With infinite spread (all clients at 0 or 1) the concentration is the smallest, with no spread
-    beyond sampling the largest.
+    The concentration is the smallest if all clients are at 0 or 1, and the largest if sampling
+    alone explains how they differ.
     """
     n_clients = counts.sum()
     local = successes / trials
@@ -237,6 +222,7 @@ def moment_estimates(successes, trials, counts):
     spread = counts @ (local - mean) ** 2 / max(n_clients - 1, 1)
     share = counts @ (1 / trials) / n_clients
     limit = mean * (1 - mean)
+    # Clients with one trial each say nothing about how clients differ.
     variance = debiased_share_variance(mean, spread, share) if share < 1 else 0.0
     largest = largest_concentration(trials)
     if variance <= limit / (largest + 1):
@@ -244,8 +230,11 @@ def moment_estimates(successes, trials, counts):
     return mean, float(np.clip(limit / variance - 1, _MIN_CONCENTRATION, largest))
 
 
-def largest_concentration(trials):
-    """Concentration that stands for "all clients alike": 10,000 times the largest client."""
+def largest_concentration(trials: Integers) -> float:
+    """Concentration that stands for "all clients alike": 10,000 times the largest client.
+
+    No client's own rows then move its posterior mean by more than 1 in 10,000.
+    """
     return 1e4 * max(float(np.max(trials)), 100.0)
 
 
@@ -253,48 +242,49 @@ def _beta_binomial_ml(successes, trials, counts, mean):
     """Mean and concentration that maximize the marginal likelihood."""
     failures, share = trials - successes, counts / counts.sum()
 
-    def negative(point):
-        mean, total = expit(point[0]), np.exp(point[1])
-        alpha, beta = mean * total, (1 - mean) * total
+    def log_likelihood(alpha, beta, total):
         value = share @ (betaln(successes + alpha, failures + beta) - betaln(alpha, beta))
         common = digamma(total) - share @ digamma(trials + total)
-        slopes = [
-            share @ digamma(seen + value) - digamma(value) + common
-            for seen, value in ((successes, alpha), (failures, beta))
-        ]
-        return -value, -_chain(slopes, mean, total)
+        slopes = (
+            share @ digamma(successes + alpha) - digamma(alpha) + common,
+            share @ digamma(failures + beta) - digamma(beta) + common,
+        )
+        return value, slopes
 
     largest = largest_concentration(trials)
-    grid = np.geomspace(1e-2, largest, _GRID_POINTS)
-    point = logit(np.clip(mean, 1e-9, 1 - 1e-9))
+    grid = np.geomspace(1e-2, largest, _START_CONCENTRATIONS)
+    point = logit(np.clip(mean, 1e-9, 1 - 1e-9))  # finite if all rows are failures
+    negative = _in_logit_and_log(log_likelihood)
     values = [negative((point, np.log(total)))[0] for total in grid]
-    return _maximize(negative, mean, grid[int(np.argmin(values))], largest)
+    return _maximize(log_likelihood, mean, grid[int(np.argmin(values))], largest)
 
 
-def _chain(slopes, mean, total):
-    """Slopes in alpha and beta as slopes in logit(mean) and log(total)."""
-    by_alpha, by_beta = slopes
-    return np.array(
-        [
-            mean * (1 - mean) * total * (by_alpha - by_beta),
-            total * (mean * by_alpha + (1 - mean) * by_beta),
-        ]
-    )
+def _in_logit_and_log(log_likelihood: Callable) -> Callable:
+    """Minus a log-likelihood and its slopes, in logit(mean) and log(concentration).
+
+    `log_likelihood` takes alpha, beta and their sum; it returns a value and the slopes in alpha and
+    beta.
+    """
+
+    def negative(point):
+        mean, total = expit(point[0]), np.exp(point[1])
+        value, (by_alpha, by_beta) = log_likelihood(mean * total, (1 - mean) * total, total)
+        by_logit = mean * (1 - mean) * total * (by_alpha - by_beta)
+        by_log = total * (mean * by_alpha + (1 - mean) * by_beta)
+        return -value, -np.array([by_logit, by_log])
+
+    return negative
 
 
-def _maximize(negative, mean, concentration, largest):
-    """Mean and concentration at the minimum of `negative(logit mean, log concentration)`."""
-    bounds = [(-_MAX_LOGIT, _MAX_LOGIT), (np.log(_MIN_CONCENTRATION), np.log(largest))]
-    start = [
-        np.clip(logit(mean), -_MAX_LOGIT, _MAX_LOGIT),
-        np.log(concentration),
-    ]
-    found = minimize(
-        negative,
-        start,
+def _maximize(log_likelihood, mean, concentration, largest):
+    """Mean and concentration at the maximum of a log-likelihood, from a start."""
+    optimum = minimize(
+        _in_logit_and_log(log_likelihood),
+        [np.clip(logit(mean), -_MAX_LOGIT, _MAX_LOGIT), np.log(concentration)],
         jac=True,
         method="L-BFGS-B",
-        bounds=bounds,
+        bounds=[(-_MAX_LOGIT, _MAX_LOGIT), (np.log(_MIN_CONCENTRATION), np.log(largest))],
+        # To rounding: a looser end would depend on the start.
         options={"ftol": 1e-15, "gtol": 1e-10, "maxiter": 500},
     )
-    return float(expit(found.x[0])), float(np.exp(found.x[1]))
+    return float(expit(optimum.x[0])), float(np.exp(optimum.x[1]))

@@ -1,24 +1,27 @@
 """Gaussian population prior."""
 
+from __future__ import annotations
+
 from numbers import Integral, Real
 
 import numpy as np
-from sklearn.base import BaseEstimator
-from sklearn.utils import check_array, check_random_state
+from numpy.typing import ArrayLike
+from sklearn.utils import check_array
 
 from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.priors._normal import (
     check_covariance,
     check_sampling,
     condition,
     diagonal_or_matrix,
     draw,
-    known_vector,
     log_density,
 )
+from pfl_sklearn.priors._prior import Prior, known_vector
 
 
-class GaussianPrior(BaseEstimator):
+class GaussianPrior(Prior):
     r"""Gaussian distribution of the clients' parameters.
 
     .. math:: \theta_i \sim N(\mu, S), \qquad i = 1, \dots, m.
@@ -87,19 +90,23 @@ class GaussianPrior(BaseEstimator):
         "centered": ["boolean"],
     }
 
-    def __init__(self, mean=None, covariance=None, covariance_type=None, rank=None, centered=True):
+    _estimated = ("mean", "covariance")
+
+    def __init__(
+        self,
+        mean: float | ArrayLike | None = None,
+        covariance: float | ArrayLike | None = None,
+        covariance_type: str | None = None,
+        rank: int | None = None,
+        centered: bool = True,
+    ):
         self.mean = mean
         self.covariance = covariance
         self.covariance_type = covariance_type
         self.rank = rank
         self.centered = centered
 
-    @property
-    def is_known(self):
-        """Whether mean and covariance are given."""
-        return self.mean is not None and self.covariance is not None
-
-    def known_mean(self, d):
+    def known_mean(self, d: int) -> Floats | None:
         """Given mean, or None if it is to be estimated.
 
         Parameters
@@ -113,7 +120,7 @@ class GaussianPrior(BaseEstimator):
         """
         return known_vector(self, "mean", d)
 
-    def known_variances(self, d):
+    def known_variances(self, d: int) -> Floats | None:
         """Variances of the given covariance, which must be diagonal.
 
         Parameters
@@ -148,7 +155,7 @@ class GaussianPrior(BaseEstimator):
             )
         return np.broadcast_to(covariance.ravel(), (d,)).copy()
 
-    def known_covariance(self, d):
+    def known_covariance(self, d: int) -> Floats | None:
         """Given covariance as a matrix, or None if it is to be estimated.
 
         Parameters
@@ -174,7 +181,7 @@ class GaussianPrior(BaseEstimator):
             covariance = np.diag(self.known_variances(d))
         return check_covariance("covariance of GaussianPrior", covariance)
 
-    def fit(self, theta):
+    def fit(self, theta: TableLike) -> GaussianPrior:
         """Fit the prior by maximum likelihood to parameters observed without noise.
 
         Parameters
@@ -202,9 +209,11 @@ class GaussianPrior(BaseEstimator):
             return self.with_values(mean, np.full(d, variances.mean()) if spherical else variances)
         scatter = deviations.T @ deviations / len(theta)
         full = self.covariance_type == "full"
-        return self.with_values(mean, scatter if full else low_rank_covariance(scatter, self.rank))
+        return self.with_values(mean, scatter if full else probabilistic_pca(scatter, self.rank))
 
-    def with_values(self, mean, covariance):
+    def with_values(
+        self, mean: float | ArrayLike, covariance: float | ArrayLike
+    ) -> GaussianPrior:
         """Copy of this prior with a given mean and covariance.
 
         Parameters
@@ -222,16 +231,16 @@ class GaussianPrior(BaseEstimator):
         matrix = np.diag(covariance) if covariance.ndim == 1 else covariance
         return type(self)(mean, matrix, self.covariance_type, self.rank, self.centered)
 
-    def moments(self):
+    def moments(self) -> tuple[Floats, Floats]:
         """Mean (d,) and covariance (d, d) of a known prior."""
-        self._check_known()
-        mean, covariance = np.asarray(self.mean, dtype=float), np.asarray(self.covariance)
-        d = max(mean.size, len(np.atleast_1d(covariance)))
+        # Unchecked: the fitted covariance of a single client is NaN.
+        mean, covariance = (np.array(value, dtype=float) for value in self._require_known())
+        d = self._n_coordinates()
         if covariance.ndim < 2:
             covariance = np.diag(np.broadcast_to(covariance, (d,)))
-        return np.broadcast_to(mean, (d,)).copy(), covariance.astype(float)
+        return np.broadcast_to(mean, (d,)).copy(), covariance
 
-    def log_prob(self, theta):
+    def log_prob(self, theta: TableLike) -> Floats:
         """Log density of parameter vectors under a known prior.
 
         Parameters
@@ -249,7 +258,7 @@ class GaussianPrior(BaseEstimator):
             If the covariance is singular or infinite, because there is no density then.
         """
         theta = check_array(theta, dtype=float)
-        mean, covariance = self._known(theta.shape[1])
+        mean, covariance = self._mean_and_covariance(theta.shape[1])
         values = covariance if covariance.ndim == 1 else np.linalg.eigvalsh(covariance)
         if not (values > 0).all() or np.isinf(values).any():
             raise ValueError(
@@ -258,26 +267,13 @@ class GaussianPrior(BaseEstimator):
             )
         return log_density(mean, covariance, theta, np.zeros((len(theta), 1)))
 
-    def sample(self, n_samples=1, random_state=None):
-        """Draw parameter vectors from a known prior.
+    def _draw(self, n_samples, rng):
+        d = self._n_coordinates()
+        return draw(*self._mean_and_covariance(d), rng.standard_normal((n_samples, d)))
 
-        Parameters
-        ----------
-        n_samples : int, default=1
-            Number of draws.
-        random_state : int, RandomState instance or None, default=None
-            Seed of the draws.
-
-        Returns
-        -------
-        ndarray of shape (n_samples, d)
-        """
-        d = max(np.size(self.mean), np.shape(np.atleast_1d(self.covariance))[0])
-        mean, covariance = self._known(d)
-        normal = check_random_state(random_state).standard_normal((n_samples, d))
-        return draw(mean, covariance, normal)
-
-    def posterior(self, estimates, sampling_variances):
+    def posterior(
+        self, estimates: Floats, sampling_variances: Floats
+    ) -> tuple[Floats, Floats]:
         r"""Posterior of the clients' parameters given unbiased Gaussian estimates of them.
 
         With :math:`A_i = S (S + V_i)^{-1}` the mean is :math:`A_i \bar x_i + (I - A_i) \mu` and
@@ -296,35 +292,34 @@ class GaussianPrior(BaseEstimator):
         variance : ndarray of shape (n_clients, d), or (n_clients, d, d) if covariances were given
         """
         estimates, sampling = check_sampling(estimates, sampling_variances)
-        return condition(*self._known(estimates.shape[1]), estimates, sampling)
+        return condition(*self._mean_and_covariance(estimates.shape[1]), estimates, sampling)
 
-    def _known(self, d):
+    def _n_coordinates(self):
+        """Number of coordinates of a known prior: 1 if both parameters are numbers."""
+        return max(np.size(self.mean), len(np.atleast_1d(self.covariance)))
+
+    def _mean_and_covariance(self, d):
         """Mean (d,) and covariance of a known prior: (d,) if diagonal, else (d, d)."""
-        self._check_known()
+        self._require_known()
         return self.known_mean(d), self._diagonal_or_matrix(d)
 
-    def _check_known(self):
-        if not self.is_known:
-            raise ValueError(
-                "this GaussianPrior is not known yet; give mean and covariance, or fit it."
-            )
-
     def _diagonal_or_matrix(self, d):
+        """Given covariance: (d,) if it is diagonal, which is faster, else (d, d)."""
         if np.shape(self.covariance) == (d, d) and d > 1:
             return diagonal_or_matrix(self.known_covariance(d))
         return self.known_variances(d)
 
 
-def low_rank_covariance(scatter, rank=None):
+def probabilistic_pca(scatter: Floats, rank: int | None = None) -> Floats:
     """Closest B B' + ridge I in likelihood to a covariance (d, d): principal components.
 
     The ridge is the mean of the eigenvalues that B leaves out.
     """
     d, rank = len(scatter), 1 if rank is None else rank
-    if rank >= d:
+    if rank >= d:  # a rank of d - 1 leaves a ridge of the last eigenvalue: full as well
         return scatter
-    values, vectors = np.linalg.eigh(scatter)
-    ridge = max(values[: d - rank].mean(), 0.0)
+    values, vectors = np.linalg.eigh(scatter)  # ascending
+    ridge = max(values[: d - rank].mean(), 0.0)  # rounding may leave it below 0
     excess = values[d - rank :] - ridge
-    kept = vectors[:, d - rank :]
-    return (kept * excess) @ kept.T + ridge * np.eye(d)
+    leading = vectors[:, d - rank :]
+    return (leading * excess) @ leading.T + ridge * np.eye(d)

@@ -1,21 +1,29 @@
 """Non-parametric population prior of proportions on a grid."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
 from numbers import Integral, Real
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.optimize import nnls
 from scipy.special import xlog1py, xlogy
-from sklearn.base import BaseEstimator, clone
-from sklearn.utils import check_array, check_random_state
+from sklearn.base import clone
+from sklearn.utils import check_array
 
 from pfl_sklearn._compat import Interval
+from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.priors._prior import Prior, is_distribution
 
-_MAX_STEPS = 200
+# Newton's method needs about ten steps; this many bound a fit that rounding keeps from the gap.
+_NEWTON_STEPS = 200
+# Weight of the row that holds the sum of the weights at 1: the sum is then off by about 1e-6.
 _SUM_WEIGHT = 1e3
 
 
-class GridPrior(BaseEstimator):
+class GridPrior(Prior):
     r"""Any distribution of the clients' proportions, as weights on an equally spaced grid.
 
     .. math::
@@ -66,20 +74,27 @@ class GridPrior(BaseEstimator):
         "high": [Interval(Real, 0, 1, closed="both"), None],
     }
 
-    def __init__(self, n_points=201, weights=None, low=None, high=None):
+    _estimated = ("weights",)
+
+    def __init__(
+        self,
+        n_points: int = 201,
+        weights: ArrayLike | None = None,
+        low: float | None = None,
+        high: float | None = None,
+    ):
         self.n_points = n_points
         self.weights = weights
         self.low = low
         self.high = high
 
     @property
-    def is_known(self):
+    def is_known(self) -> bool:
         """Whether the weights are given; checks them."""
         if self.weights is None:
             return False
         weights = np.asarray(self.weights, dtype=float)
-        valid = weights.shape == (self.n_points,) and (weights >= 0).all()
-        if not valid or abs(weights.sum() - 1) > 1e-8:
+        if weights.shape != (self.n_points,) or not is_distribution(weights):
             raise ValueError(
                 f"weights of GridPrior must be {self.n_points} non-negative numbers that sum to 1; "
                 f"got shape {weights.shape} with sum {weights.sum():.6g}."
@@ -87,12 +102,12 @@ class GridPrior(BaseEstimator):
         return True
 
     @property
-    def support(self):
+    def support(self) -> Floats:
         """Grid (n_points,)."""
         low, high = self._ends(0.0, 1.0)
         return np.linspace(low, high, self.n_points)
 
-    def with_weights(self, weights):
+    def with_weights(self, weights: ArrayLike) -> GridPrior:
         """Copy of this prior with known weights.
 
         Parameters
@@ -120,17 +135,16 @@ class GridPrior(BaseEstimator):
 
     def _known_weights(self):
         """Given weights (n_points,)."""
-        if not self.is_known:
-            raise ValueError("this GridPrior is not known yet; give weights, or fit it.")
-        return np.asarray(self.weights, dtype=float)
+        (weights,) = self._require_known()
+        return np.asarray(weights, dtype=float)
 
-    def moments(self):
+    def moments(self) -> tuple[float, float]:
         """Mean and variance of a known prior."""
         weights = self._known_weights()
         mean = weights @ self.support
         return float(mean), float(weights @ (self.support - mean) ** 2)
 
-    def fit(self, theta):
+    def fit(self, theta: TableLike) -> GridPrior:
         """Fit the prior to proportions observed without noise.
 
         The weight of a grid point is the share of proportions that lie nearest to it.
@@ -151,7 +165,9 @@ class GridPrior(BaseEstimator):
         nearest = self._nearest(theta)
         return self.with_weights(np.bincount(nearest, minlength=self.n_points) / len(nearest))
 
-    def fit_counts(self, successes, trials, counts, method):
+    def fit_counts(
+        self, successes: Integers, trials: Integers, counts: Floats, method: str
+    ) -> GridPrior:
         """Fit the prior by non-parametric maximum likelihood to a table of counts.
 
         Parameters
@@ -171,8 +187,9 @@ class GridPrior(BaseEstimator):
         shares = successes / trials
         low, high = self._ends(float(shares.min()), float(shares.max()))
         ranged = clone(self).set_params(low=low, high=high)
-        if low == high:
+        if low == high:  # all points of the grid are one
             return ranged.with_weights(np.eye(1, self.n_points)[0])
+        # Shares of 0 and 1 have an estimated standard deviation of 0, which asks for no grid.
         inner = (shares > 0) & (shares < 1)
         finest = np.sqrt(np.min(shares * (1 - shares) / trials, where=inner, initial=np.inf))
         if (high - low) / (self.n_points - 1) > finest / 2:
@@ -184,7 +201,7 @@ class GridPrior(BaseEstimator):
             )
         return ranged.with_weights(mixing_weights(ranged.likelihood(successes, trials), counts))
 
-    def likelihood(self, successes, trials):
+    def likelihood(self, successes: Integers, trials: Integers) -> Floats:
         """Binomial likelihood at the grid points, divided by each row's largest value.
 
         Parameters
@@ -217,7 +234,7 @@ class GridPrior(BaseEstimator):
             )
         return np.exp(log - largest)
 
-    def log_prob(self, theta):
+    def log_prob(self, theta: TableLike) -> Floats:
         """Log weight of the grid point nearest to each proportion, under a known prior.
 
         Parameters
@@ -232,25 +249,10 @@ class GridPrior(BaseEstimator):
         with np.errstate(divide="ignore"):
             return np.log(self._known_weights())[self._nearest(theta)]
 
-    def sample(self, n_samples=1, random_state=None):
-        """Draw proportions from a known prior.
+    def _draw(self, n_samples, rng):
+        return rng.choice(self.support, size=(n_samples, 1), p=self._known_weights())
 
-        Parameters
-        ----------
-        n_samples : int, default=1
-            Number of draws.
-        random_state : int, RandomState instance or None, default=None
-            Seed of the draws.
-
-        Returns
-        -------
-        ndarray of shape (n_samples, 1)
-        """
-        weights = self._known_weights()
-        rng = check_random_state(random_state)
-        return rng.choice(self.support, size=(n_samples, 1), p=weights)
-
-    def posterior(self, successes, trials):
+    def posterior(self, successes: Integers, trials: Integers) -> tuple[Floats, Floats]:
         """Posterior of the clients' proportions given their counts.
 
         Parameters
@@ -263,11 +265,12 @@ class GridPrior(BaseEstimator):
         mean, variance : ndarrays of shape (n_clients,)
         """
         posterior = self.posterior_weights(successes, trials)
+        # Rounding may put a mean beyond the last point.
         mean = np.clip(posterior @ self.support, *self.support[[0, -1]])
         squares = (self.support - mean[:, None]) ** 2
         return mean, np.einsum("uk,uk->u", posterior, squares)
 
-    def posterior_weights(self, successes, trials):
+    def posterior_weights(self, successes: Integers, trials: Integers) -> Floats:
         """Posterior probabilities of the grid points.
 
         Parameters
@@ -283,7 +286,9 @@ class GridPrior(BaseEstimator):
         joint = self.likelihood(successes, trials) * weights
         return joint / joint.sum(axis=1, keepdims=True)
 
-    def posterior_quantiles(self, successes, trials, tails):
+    def posterior_quantiles(
+        self, successes: Integers, trials: Integers, tails: Iterable[float]
+    ) -> list[Floats]:
         """Quantiles of the clients' posteriors, which are points of the grid.
 
         Parameters
@@ -299,19 +304,22 @@ class GridPrior(BaseEstimator):
             One array for each of `tails`.
         """
         below = self.posterior_weights(successes, trials).cumsum(axis=1)
+        # A cumulative sum that rounding leaves below its tail has reached it; the last one may be
+        # below 1.
         positions = ((below < tail - 1e-12).sum(axis=1) for tail in tails)
         return [self.support[np.minimum(at, self.n_points - 1)] for at in positions]
 
     def _nearest(self, theta):
+        """Index (n_clients,) of the grid point nearest to each proportion."""
         theta = check_array(theta, dtype=float, ensure_2d=False).ravel()
         low, high = self._ends(0.0, 1.0)
         if not ((theta >= low) & (theta <= high)).all():
             raise ValueError(f"theta must lie within [{low:g}, {high:g}] for this GridPrior.")
-        width = max(high - low, np.finfo(float).tiny)
+        width = max(high - low, np.finfo(float).tiny)  # a grid of one point
         return np.rint((theta - low) / width * (self.n_points - 1)).astype(np.intp)
 
 
-def mixing_weights(likelihood, counts, tolerance=1e-6):
+def mixing_weights(likelihood: Floats, counts: Floats, tolerance: float = 1e-6) -> Floats:
     """Weights w (K,) that maximize sum_u counts_u log (likelihood_u . w) over the simplex.
 
     Newton's method on the simplex: with r = L w' / L w the log-likelihood of w' is, to second
@@ -322,8 +330,9 @@ def mixing_weights(likelihood, counts, tolerance=1e-6):
     weights = np.full(likelihood.shape[1], 1 / likelihood.shape[1])
     current = likelihood @ weights
     value = share**2 @ np.log(current)
-    for _ in range(_MAX_STEPS):
+    for _ in range(_NEWTON_STEPS):
         ratio = likelihood / current[:, None]
+        # The largest gradient bounds how far the log-likelihood is from its maximum.
         if np.max(share**2 @ ratio) - 1 <= tolerance:
             break
         rows = np.vstack([ratio * share[:, None], np.full(likelihood.shape[1], _SUM_WEIGHT)])
@@ -333,8 +342,9 @@ def mixing_weights(likelihood, counts, tolerance=1e-6):
         while True:
             tried = weights + step * direction
             moved = likelihood @ tried
+            # A full step may leave a client without likelihood.
             gained = share**2 @ np.log(moved) - value if np.all(moved > 0) else -np.inf
-            if gained >= step * slope / 3 or step < 1e-10:
+            if gained >= step * slope / 3 or step < 1e-10:  # Armijo's rule, or no gain by rounding
                 break
             step /= 2
         weights, current, value = tried, moved, value + gained

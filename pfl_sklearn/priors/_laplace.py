@@ -1,16 +1,19 @@
 """Laplace population prior."""
 
+from __future__ import annotations
+
 from numbers import Real
 
 import numpy as np
-from sklearn.base import BaseEstimator
-from sklearn.utils import check_array, check_random_state
+from numpy.typing import ArrayLike
+from sklearn.utils import check_array
 
 from pfl_sklearn._compat import Interval
-from pfl_sklearn.priors._normal import known_vector
+from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn.priors._prior import Prior, known_vector
 
 
-class LaplacePrior(BaseEstimator):
+class LaplacePrior(Prior):
     r"""Laplace distribution of the clients' parameters, with independent coordinates.
 
     .. math:: p(\theta_i) = \prod_{j=1}^d \frac{1}{2 b_j} e^{-|\theta_{ij} - \mu_j| / b_j}.
@@ -55,16 +58,15 @@ class LaplacePrior(BaseEstimator):
         "scale": [Interval(Real, 0, None, closed="neither"), "array-like", None],
     }
 
-    def __init__(self, location=None, scale=None):
+    _estimated = ("location", "scale")
+
+    def __init__(
+        self, location: float | ArrayLike | None = None, scale: float | ArrayLike | None = None
+    ):
         self.location = location
         self.scale = scale
 
-    @property
-    def is_known(self):
-        """Whether location and scale are given."""
-        return self.location is not None and self.scale is not None
-
-    def known_location(self, d):
+    def known_location(self, d: int) -> Floats | None:
         """Given location, or None if it is to be estimated.
 
         Parameters
@@ -78,7 +80,7 @@ class LaplacePrior(BaseEstimator):
         """
         return known_vector(self, "location", d)
 
-    def known_scale(self, d):
+    def known_scale(self, d: int) -> Floats | None:
         """Given scale, or None if it is to be estimated.
 
         Parameters
@@ -95,18 +97,9 @@ class LaplacePrior(BaseEstimator):
         ValueError
             If the scale has another shape, or is not finite and above 0.
         """
-        if self.scale is None:
-            return None
-        scale = np.asarray(self.scale, dtype=float)
-        valid = np.isfinite(scale).all() and (scale > 0).all()
-        if scale.shape not in ((), (1,), (d,)) or not valid:
-            raise ValueError(
-                f"scale of LaplacePrior must be finite and above 0, a number or of shape ({d},); "
-                f"got {self.scale!r}."
-            )
-        return np.broadcast_to(scale, (d,)).copy()
+        return known_vector(self, "scale", d, positive=True)
 
-    def fit(self, theta):
+    def fit(self, theta: TableLike) -> LaplacePrior:
         """Fit the prior by maximum likelihood to parameters observed without noise.
 
         The location is the median of every coordinate. The scale is the mean absolute deviation
@@ -141,7 +134,7 @@ class LaplacePrior(BaseEstimator):
             raise ValueError("theta does not vary, so no scale of a LaplacePrior fits it.")
         return self.with_values(location, scale)
 
-    def with_values(self, location, scale):
+    def with_values(self, location: float | ArrayLike, scale: float | ArrayLike) -> LaplacePrior:
         """Copy of this prior with a given location and scale.
 
         Parameters
@@ -157,7 +150,7 @@ class LaplacePrior(BaseEstimator):
         """
         return type(self)(location, scale)
 
-    def log_prob(self, theta):
+    def log_prob(self, theta: TableLike) -> Floats:
         """Log density of parameter vectors under a known prior.
 
         Parameters
@@ -170,28 +163,14 @@ class LaplacePrior(BaseEstimator):
         ndarray of shape (n_clients,), in nats
         """
         theta = check_array(theta, dtype=float)
-        location, scale = self._known(theta.shape[1])
+        location, scale = self._location_and_scale(theta.shape[1])
         return -np.sum(np.abs(theta - location) / scale + np.log(2 * scale), axis=1)
 
-    def sample(self, n_samples=1, random_state=None):
-        """Draw parameter vectors from a known prior.
+    def _draw(self, n_samples, rng):
+        d = max(np.size(self.location), np.size(self.scale))
+        return rng.laplace(*self._location_and_scale(d), size=(n_samples, d))
 
-        Parameters
-        ----------
-        n_samples : int, default=1
-            Number of draws.
-        random_state : int, RandomState instance or None, default=None
-            Seed of the draws.
-
-        Returns
-        -------
-        ndarray of shape (n_samples, d)
-        """
-        location, scale = self._known(max(np.size(self.location), np.size(self.scale)))
-        rng = check_random_state(random_state)
-        return rng.laplace(location, scale, size=(n_samples, len(location)))
-
-    def prox(self, theta, step):
+    def prox(self, theta: Floats, step: float | Floats) -> Floats:
         r"""Proximal map of the negative log density, for proximal steps towards the MAP.
 
         .. math:: \arg\min_v \frac{1}{2 \eta} |v - \theta|^2 + \sum_j |v_j - \mu_j| / b_j.
@@ -208,14 +187,11 @@ class LaplacePrior(BaseEstimator):
         ndarray of shape (n_clients, d)
             Points whose deviations from the location have shrunk by step / scale, down to 0.
         """
-        location, scale = self._known(theta.shape[1])
+        location, scale = self._location_and_scale(theta.shape[1])
         deviations = theta - location
         return location + np.sign(deviations) * np.maximum(np.abs(deviations) - step / scale, 0.0)
 
-    def _known(self, d):
-        location, scale = self.known_location(d), self.known_scale(d)
-        if location is None or scale is None:
-            raise ValueError(
-                "this LaplacePrior is not known yet; give location and scale, or fit it."
-            )
-        return location, scale
+    def _location_and_scale(self, d):
+        """Location (d,) and scale (d,) of a known prior."""
+        self._require_known()
+        return self.known_location(d), self.known_scale(d)

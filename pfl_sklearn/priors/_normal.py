@@ -8,23 +8,12 @@ import numpy as np
 
 from pfl_sklearn.theory import own_weight
 
-_TINY = 1e-200  # stands for a variance of zero in a density, so that the nearest mean wins
-_FARTHEST = 1e300  # squared distance in standard deviations; farther components count alike
-_RELATIVE = 1e-14
-
-
-def known_vector(prior, name, d):
-    """A given parameter of a prior as a vector (d,), or None."""
-    value = getattr(prior, name)
-    if value is None:
-        return None
-    vector = np.asarray(value, dtype=float)
-    if vector.shape not in ((), (1,), (d,)) or not np.isfinite(vector).all():
-        raise ValueError(
-            f"{name} of {type(prior).__name__} must be finite, a number or of shape ({d},); got "
-            f"{value!r}."
-        )
-    return np.broadcast_to(vector, (d,)).copy()
+# Stands for a variance of zero in a density, so that the nearest mean wins.
+_POINT_VARIANCE = 1e-200
+# Squared distance in standard deviations; its square root lies beyond all components alike.
+_LARGEST_SQUARE = 1e300
+# Eigenvalues below this share of the largest are rounding.
+_SINGULAR = 1e-14
 
 
 def check_covariance(name, covariance):
@@ -87,7 +76,7 @@ def log_density(mean, covariance, estimates, sampling):
         return _log_density_of_coordinates(deviations @ vectors, values + sampling)
     total = _matrix(covariance) + (diagonals(sampling) if sampling.ndim == 2 else sampling)
     values, vectors = np.linalg.eigh(total)
-    floor = _RELATIVE * np.abs(values).max(axis=1, keepdims=True)
+    floor = _SINGULAR * np.abs(values).max(axis=1, keepdims=True)
     rotated = np.einsum("mde,md->me", vectors, deviations)
     return _log_density_of_coordinates(rotated, np.maximum(values, floor))
 
@@ -108,11 +97,8 @@ def diagonals(variances):
 def check_sampling(estimates, sampling):
     """Estimates (m, d) and sampling variances (m, 1), (m, d) or (m, d, d) as arrays."""
     estimates, sampling = np.asarray(estimates, float), np.asarray(sampling, float)
-    shapes = ()
-    if estimates.ndim == 2:
-        m, d = estimates.shape
-        shapes = (m, 1), (m, d), (m, d, d)
-    if sampling.shape not in shapes:
+    m, d = estimates.shape if estimates.ndim == 2 else (-1, -1)
+    if sampling.shape not in ((m, 1), (m, d), (m, d, d)):
         raise ValueError(
             "estimates must have shape (n_clients, d) and their variances (n_clients, 1), "
             f"(n_clients, d) or (n_clients, d, d); got {estimates.shape} and {sampling.shape}."
@@ -124,9 +110,9 @@ def check_sampling(estimates, sampling):
 
 
 def _log_density_of_coordinates(deviations, variances):
-    total = np.maximum(np.broadcast_to(variances, deviations.shape), _TINY)
+    total = np.maximum(np.broadcast_to(variances, deviations.shape), _POINT_VARIANCE)
     with np.errstate(over="ignore"):
-        squares = np.minimum(deviations**2 / total, _FARTHEST)
+        squares = np.minimum(deviations**2 / total, _LARGEST_SQUARE)
     return -0.5 * np.sum(squares + np.log(2 * np.pi * total), axis=1)
 
 
@@ -136,7 +122,7 @@ def _condition_on_matrices(mean, covariance, deviations, sampling):
     if np.isinf(covariance).any():
         return mean + deviations, sampling.copy()
     total = covariance + sampling
-    gain = covariance @ np.linalg.pinv(total, rcond=_RELATIVE * len(mean), hermitian=True)
+    gain = covariance @ np.linalg.pinv(total, rcond=_SINGULAR * len(mean), hermitian=True)
     posterior = covariance - gain @ covariance
     posterior = (posterior + posterior.transpose(0, 2, 1)) / 2
     return mean + np.einsum("mde,me->md", gain, deviations), posterior

@@ -1,0 +1,86 @@
+"""What all priors share: parameters that are given or estimated, their checks, and draws."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+from sklearn.base import BaseEstimator
+from sklearn.utils import check_random_state
+
+from pfl_sklearn._typing import Floats, RandomState
+
+# Probabilities written with about nine digits still sum to 1.
+_SUM_TOLERANCE = 1e-8
+
+
+class Prior(BaseEstimator):
+    """Distribution whose parameters are given (known), or None and estimated by a fit."""
+
+    _estimated: ClassVar[tuple[str, ...]]  # parameters that a fit estimates if they are None
+    _all_or_none: ClassVar[bool] = False  # whether they must be given together
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all parameters that a fit would estimate are given."""
+        values = {name: getattr(self, name) for name in self._estimated}
+        given = [value is not None for value in values.values()]
+        if self._all_or_none and any(given) and not all(given):
+            raise ValueError(
+                f"{type(self).__name__} needs both {' and '.join(values)} or neither; got "
+                f"{', '.join(f'{name}={value!r}' for name, value in values.items())}."
+            )
+        return all(given)
+
+    def sample(self, n_samples: int = 1, random_state: RandomState = None) -> Floats:
+        """Draw clients' parameters from a known prior.
+
+        Parameters
+        ----------
+        n_samples : int, default=1
+            Number of draws.
+        random_state : int, RandomState instance or None, default=None
+            Seed of the draws.
+
+        Returns
+        -------
+        ndarray of shape (n_samples, d)
+            One parameter vector per row: of d coordinates, one proportion (d = 1), or the
+            frequencies of d labels.
+        """
+        self._require_known()
+        return self._draw(n_samples, check_random_state(random_state))
+
+    def _draw(self, n_samples: int, rng: np.random.RandomState) -> Floats:
+        raise NotImplementedError
+
+    def _require_known(self) -> tuple[Any, ...]:
+        """Values of the parameters of a known prior, as they were given."""
+        if not self.is_known:
+            *names, last = self._estimated
+            wanted = f"{', '.join(names)} and {last}" if names else last
+            raise ValueError(
+                f"this {type(self).__name__} is not known yet; give {wanted}, or fit it."
+            )
+        return tuple(getattr(self, name) for name in self._estimated)
+
+
+def known_vector(prior: Prior, name: str, d: int, positive: bool = False) -> Floats | None:
+    """A given parameter of a prior as a vector (d,), checked; None if it is not given."""
+    value = getattr(prior, name)
+    if value is None:
+        return None
+    vector = np.asarray(value, dtype=float)
+    valid = np.isfinite(vector).all() and (not positive or (vector > 0).all())
+    if vector.shape not in ((), (1,), (d,)) or not valid:
+        wanted = "finite and above 0" if positive else "finite"
+        raise ValueError(
+            f"{name} of {type(prior).__name__} must be {wanted}, a number or of shape ({d},); got "
+            f"{value!r}."
+        )
+    return np.broadcast_to(vector, (d,)).copy()
+
+
+def is_distribution(weights: Floats) -> bool:
+    """Whether weights are probabilities: not negative, and with sum 1."""
+    return bool((weights >= 0).all() and abs(weights.sum() - 1) <= _SUM_TOLERANCE)

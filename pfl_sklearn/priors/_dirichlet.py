@@ -1,30 +1,31 @@
 """Dirichlet population prior of label frequencies."""
 
+from __future__ import annotations
+
 from numbers import Real
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.special import gammaln, xlogy
-from sklearn.base import BaseEstimator, clone
-from sklearn.utils import check_array, check_random_state
+from sklearn.base import clone
+from sklearn.utils import check_array
 
 from pfl_sklearn._compat import Interval
+from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn.priors._label_counts import (
-    check_counts,
-    check_theta,
-    check_weights,
+    FrequencyPrior,
+    check_frequencies,
     compress,
     concentration_range,
     dirichlet_draws,
-    given_frequencies,
     log_likelihoods,
     maximum_on,
-    mean_frequencies,
     ml_concentration,
     onto_simplex,
 )
 
 
-class DirichletPrior(BaseEstimator):
+class DirichletPrior(FrequencyPrior):
     r"""Dirichlet distribution of the clients' label frequencies.
 
     .. math:: \pi_i \sim \mathrm{Dirichlet}(\alpha \pi), \qquad i = 1, \dots, m.
@@ -71,24 +72,18 @@ class DirichletPrior(BaseEstimator):
         "concentration": [Interval(Real, 0, None, closed="neither"), None],
     }
 
-    def __init__(self, mean=None, concentration=None):
+    _estimated = ("mean", "concentration")
+
+    def __init__(self, mean: ArrayLike | None = None, concentration: float | None = None):
         self.mean = mean
         self.concentration = concentration
 
-    @property
-    def is_known(self):
-        """Whether both parameters are given; checks the mean."""
-        return given_frequencies(self, "mean") is not None and self.concentration is not None
-
-    def _known(self):
+    def _parameters(self):
         """Mean (K,) and concentration of a known prior."""
-        if not self.is_known:
-            raise ValueError(
-                "this DirichletPrior is not known yet; give mean and concentration, or fit it."
-            )
-        return given_frequencies(self, "mean"), float(self.concentration)
+        mean, concentration = self._require_known()
+        return np.asarray(mean, dtype=float), float(concentration)
 
-    def fit(self, theta):
+    def fit(self, theta: TableLike) -> DirichletPrior:
         """Fit the prior to label frequencies observed without noise.
 
         The mean is their average, and the concentration maximizes the likelihood at that mean.
@@ -104,8 +99,8 @@ class DirichletPrior(BaseEstimator):
             A new, known prior; this prior does not change. A known prior is copied.
         """
         self._validate_params()
-        theta = check_theta(self, theta, zeros=False)
-        mean = self._mean_of(theta.mean(axis=0) / theta.mean(axis=0).sum())
+        theta = check_frequencies(self, theta, zeros=False)
+        mean = self._given("mean", theta.mean(axis=0) / theta.mean(axis=0).sum())
         concentration = self.concentration
         if concentration is None:
             logs = np.log(theta).mean(axis=0)
@@ -117,32 +112,15 @@ class DirichletPrior(BaseEstimator):
             concentration = maximum_on(likelihood, 1e-6, 1e8)
         return self._with(mean, concentration)
 
-    def fit_counts(self, counts, client_weights=None):
-        """Fit the prior to the clients' label counts.
-
-        Parameters
-        ----------
-        counts : array-like of shape (n_clients, n_labels), >= 0
-            Number of rows of each client with each label. Clients without rows count for nothing.
-        client_weights : array-like of shape (n_clients,), >= 0, or None, default=None
-            Weights of the clients' frequencies in the mean: those with which a training averages
-            the clients. Numbers of rows give the frequencies of the table. None: equal weights.
-            Clients have equal weights in the likelihood of the concentration always.
-
-        Returns
-        -------
-        DirichletPrior
-            A new, known prior; this prior does not change. A known prior is copied.
-        """
-        self._validate_params()
-        counts = check_counts(counts)
-        mean = self._mean_of(mean_frequencies(counts, check_weights(client_weights, len(counts))))
+    def _fit_counts(self, counts, mean):
         concentration = self.concentration
         if concentration is None:
             concentration = ml_concentration(compress(counts), mean, np.ones(len(counts)))
         return self._with(mean, concentration)
 
-    def fit_sums(self, frequencies, square, n_rows, noise_std=0.0):
+    def fit_sums(
+        self, frequencies: Floats, square: float, n_rows: Integers, noise_std: float = 0.0
+    ) -> DirichletPrior:
         r"""Fit the prior to sums over clients, which may have noise.
 
         .. math::
@@ -178,31 +156,27 @@ class DirichletPrior(BaseEstimator):
         a correction of predictions divides by them.
         """
         self._validate_params()
-        n_rows = np.asarray(n_rows, dtype=float)
-        n_rows = n_rows[n_rows > 0]
-        m, n_labels = max(len(n_rows), 1), len(frequencies)
+        sizes = np.asarray(n_rows, dtype=float)
+        sizes = sizes[sizes > 0]
+        m, n_labels = max(len(sizes), 1), len(frequencies)
         average, noise = np.asarray(frequencies, dtype=float) / m, noise_std / m
-        lowest = 1 / (n_labels * (n_rows.sum() + 1))
+        # One more row, spread evenly, as where counts are exact.
+        lowest = 1 / (n_labels * (sizes.sum() + 1))
         raised = np.maximum(onto_simplex(average), max(min(noise, 1 / n_labels), lowest))
-        mean = self._mean_of(raised / raised.sum())
+        mean = self._given("mean", raised / raised.sum())
         concentration = self.concentration
         if concentration is None:
             alike = mean @ mean
-            if self.mean is None and m > 1:
+            if self.mean is None and m > 1:  # an estimated mean holds noise and the clients' own
                 alike = squared_norm_of_mean(average, square / m, m, noise)
                 alike = np.clip(alike, 1 / n_labels, 1.0)
-            concentration = _moment_concentration(square / m, alike, n_rows, noise)
+            concentration = _moment_concentration(square / m, alike, sizes, noise)
         return self._with(mean, concentration)
-
-    def _mean_of(self, estimate):
-        """The given mean, or an estimate of as many labels."""
-        given = given_frequencies(self, "mean", len(estimate))
-        return estimate if given is None else given
 
     def _with(self, mean, concentration):
         return clone(self).set_params(mean=mean, concentration=float(concentration))
 
-    def log_prob(self, theta):
+    def log_prob(self, theta: TableLike) -> Floats:
         """Log density of label frequencies under a known prior.
 
         Parameters
@@ -215,77 +189,26 @@ class DirichletPrior(BaseEstimator):
         ndarray of shape (n_clients,), in nats
             With respect to all frequencies but the last.
         """
-        mean, concentration = self._known()
+        mean, concentration = self._parameters()
         shapes = concentration * mean
         theta = check_array(theta, dtype=float)
         return xlogy(shapes - 1, theta).sum(axis=1) + gammaln(concentration) - gammaln(shapes).sum()
 
-    def sample(self, n_samples=1, random_state=None):
-        """Draw label frequencies from a known prior.
+    def _draw(self, n_samples, rng):
+        mean, concentration = self._parameters()
+        return dirichlet_draws(np.tile(concentration * mean, (n_samples, 1)), rng)
 
-        Parameters
-        ----------
-        n_samples : int, default=1
-            Number of draws.
-        random_state : int, RandomState instance or None, default=None
-            Seed of the draws.
+    def _log_likelihood(self, counts):
+        return log_likelihoods(compress(counts), *self._parameters())
 
-        Returns
-        -------
-        ndarray of shape (n_samples, n_labels)
-        """
-        mean, concentration = self._known()
-        shapes = np.tile(concentration * mean, (n_samples, 1))
-        return dirichlet_draws(shapes, check_random_state(random_state))
-
-    def log_likelihood(self, counts):
-        """Log probability of each client's labels, in their order, under a known prior.
-
-        Parameters
-        ----------
-        counts : array-like of shape (n_clients, n_labels), >= 0
-            Number of rows of each client with each label.
-
-        Returns
-        -------
-        ndarray of shape (n_clients,), in nats
-        """
-        mean, concentration = self._known()
-        return log_likelihoods(compress(check_counts(counts)), mean, concentration)
-
-    def posterior(self, counts):
-        """Posterior of the clients' label frequencies given their counts.
-
-        Parameters
-        ----------
-        counts : array-like of shape (n_clients, n_labels), >= 0
-            Number of rows of each client with each label.
-
-        Returns
-        -------
-        mean, variance : ndarrays of shape (n_clients, n_labels)
-            The rows of `mean` sum to 1.
-        """
-        mean, concentration = self._known()
-        counts = check_counts(counts)
+    def _posterior(self, counts):
+        mean, concentration = self._parameters()
         total = counts.sum(axis=1, keepdims=True) + concentration
         posterior = (counts + concentration * mean) / total
         return posterior, posterior * (1 - posterior) / (total + 1)
 
-    def log_frequencies(self, counts):
-        """Log of the posterior means of the clients' label frequencies.
-
-        Parameters
-        ----------
-        counts : array-like of shape (n_clients, n_labels), >= 0
-            Number of rows of each client with each label.
-
-        Returns
-        -------
-        ndarray of shape (n_clients, n_labels)
-            Finite, in nats.
-        """
-        return np.log(self.posterior(counts)[0])
+    def _log_frequencies(self, counts):
+        return np.log(self._posterior(counts)[0])
 
 
 def squared_norm_of_mean(average, square, m, noise):
@@ -297,9 +220,9 @@ def squared_norm_of_mean(average, square, m, noise):
 def _moment_concentration(square, alike, n_rows, noise):
     """Concentration from noisy mean |f_i|^2, an estimate of |pi|^2, and numbers of rows (m,)."""
     low, high = concentration_range(n_rows if len(n_rows) else np.ones(1))
-    if len(n_rows) < 2 or n_rows.max() <= 1:
+    if len(n_rows) < 2 or n_rows.max() <= 1:  # nothing shows how clients differ
         return high
     share = np.mean(1 / n_rows)
     own = np.clip((square - share) / (1 - share), 0.0, 1.0)
-    spread = max(own - alike, noise)
+    spread = max(own - alike, noise)  # clients are never more alike than the noise can tell
     return high if spread * high <= 1 - own else max((1 - own) / spread, low)

@@ -1,13 +1,21 @@
-"""Label counts and frequencies of clients: checks, and the Dirichlet-multinomial likelihood."""
+"""Label counts and frequencies of clients: checks, likelihoods, and what their priors share."""
+
+from __future__ import annotations
 
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.optimize import minimize_scalar
 from scipy.special import gammaln, logsumexp, psi
 from sklearn.utils import check_array
 
-_GRID_POINTS = 24
+from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn.priors._prior import Prior, is_distribution
+
+# Likelihoods of concentrations can have two maxima, so the search starts at the best of a grid.
+_SEARCH_POINTS = 24
+# From here on four terms of Stirling's series are exact to rounding.
 _STIRLING = 10.0
 
 
@@ -30,7 +38,88 @@ class LabelCounts(NamedTuple):
         return np.bincount(self.position, weights[self.owner], len(self.values))
 
 
-def check_counts(counts):
+class FrequencyPrior(Prior):
+    """Methods that priors of label frequencies share."""
+
+    @property
+    def is_known(self) -> bool:
+        """Whether all parameters are given; checks those that are frequencies."""
+        known_frequencies(self, "mean")
+        return super().is_known
+
+    def fit_counts(self, counts: TableLike, client_weights: ArrayLike | None = None):
+        """Fit the prior to the clients' label counts.
+
+        Parameters
+        ----------
+        counts : array-like of shape (n_clients, n_labels), >= 0
+            Number of rows of each client with each label. Clients without rows count for nothing.
+        client_weights : array-like of shape (n_clients,), >= 0, or None, default=None
+            Weights of the clients' frequencies in the mean: those with which a training averages
+            the clients. Numbers of rows give the frequencies of the table. None: equal weights.
+            Clients have equal weights in the likelihood of the other parameters always.
+
+        Returns
+        -------
+        DirichletPrior or SparseDirichletPrior
+            A new, known prior; this prior does not change. A known prior is copied.
+        """
+        self._validate_params()
+        counts = check_label_counts(counts)
+        weights = check_client_weights(client_weights, len(counts))
+        return self._fit_counts(counts, self._given("mean", mean_frequencies(counts, weights)))
+
+    def log_likelihood(self, counts: TableLike) -> Floats:
+        """Log probability of each client's labels, in their order, under a known prior.
+
+        Parameters
+        ----------
+        counts : array-like of shape (n_clients, n_labels), >= 0
+            Number of rows of each client with each label.
+
+        Returns
+        -------
+        ndarray of shape (n_clients,), in nats
+        """
+        return self._log_likelihood(check_label_counts(counts))
+
+    def posterior(self, counts: TableLike) -> tuple[Floats, Floats]:
+        """Posterior of the clients' label frequencies given their counts.
+
+        Parameters
+        ----------
+        counts : array-like of shape (n_clients, n_labels), >= 0
+            Number of rows of each client with each label.
+
+        Returns
+        -------
+        mean, variance : ndarrays of shape (n_clients, n_labels)
+            The rows of `mean` sum to 1.
+        """
+        return self._posterior(check_label_counts(counts))
+
+    def log_frequencies(self, counts: TableLike) -> Floats:
+        """Log of the posterior means of the clients' label frequencies.
+
+        Parameters
+        ----------
+        counts : array-like of shape (n_clients, n_labels), >= 0
+            Number of rows of each client with each label.
+
+        Returns
+        -------
+        ndarray of shape (n_clients, n_labels)
+            Finite, in nats.
+        """
+        return self._log_frequencies(check_label_counts(counts))
+
+    def _given(self, name, estimate):
+        """The given frequencies `name`, or an estimate of as many labels."""
+        given = known_frequencies(self, name, len(estimate))
+        return estimate if given is None else given
+
+
+def check_label_counts(counts: TableLike) -> Floats:
     """Label counts as an array (m, K) of finite, non-negative floats."""
     counts = check_array(counts, dtype=float)
     if counts.min() < 0:
@@ -38,7 +127,7 @@ def check_counts(counts):
     return counts
 
 
-def check_theta(prior, theta, zeros):
+def check_frequencies(prior: Prior, theta: TableLike, zeros: bool) -> Floats:
     """Label frequencies (m, K) of clients with sum 1, positive unless there may be `zeros`."""
     theta = check_array(theta, dtype=float)
     sums = theta.sum(axis=1)
@@ -51,13 +140,13 @@ def check_theta(prior, theta, zeros):
     return theta
 
 
-def given_frequencies(prior, name, n_labels=None):
+def known_frequencies(prior: Prior, name: str, n_labels: int | None = None) -> Floats | None:
     """Parameter `name` of a prior: frequencies (K,), positive and with sum 1; None if not given."""
     value = getattr(prior, name)
     if value is None:
         return None
     value = np.asarray(value, dtype=float)
-    if value.ndim != 1 or not (value > 0).all() or abs(value.sum() - 1) > 1e-8:
+    if value.ndim != 1 or not (value > 0).all() or not is_distribution(value):
         raise ValueError(
             f"{name} of {type(prior).__name__} must be positive numbers of shape (n_labels,) that "
             f"sum to 1; got shape {value.shape} with sum {value.sum():.6g} and a smallest one of "
@@ -71,7 +160,7 @@ def given_frequencies(prior, name, n_labels=None):
     return value
 
 
-def check_weights(weights, n_clients):
+def check_client_weights(weights: ArrayLike | None, n_clients: int) -> Floats:
     """Weights (m,) of clients, not all 0; equal ones for None."""
     if weights is None:
         return np.ones(n_clients)
@@ -85,12 +174,12 @@ def check_weights(weights, n_clients):
 
 
 def compress(counts):
-    """Compressed label counts (m, K)."""
+    """Non-zero ones of label counts (m, K), without repetition."""
     owner, label = np.nonzero(counts)
     value = counts[owner, label]
     distinct, rank = np.unique(value, return_inverse=True)
     keys, position = np.unique(label * len(distinct) + rank, return_inverse=True)
-    labels, ranks = np.divmod(keys, max(len(distinct), 1))
+    labels, ranks = np.divmod(keys, max(len(distinct), 1))  # none is distinct if all are 0
     n_seen = np.bincount(owner, minlength=len(counts))
     return LabelCounts(counts.sum(axis=1), n_seen, owner, position, labels, distinct[ranks])
 
@@ -125,28 +214,29 @@ def ml_concentration(table, mean, weights):
     sizes, position = np.unique(table.n_rows, return_inverse=True)
     clients = np.bincount(position, weights)
 
-    def negative(log_concentration):
+    def log_likelihood(log_concentration):
         total = np.exp(log_concentration)
         seen = times @ log_rising(total * mean[table.labels], table.values)
-        return clients @ log_rising(total, sizes) - seen
+        return seen - clients @ log_rising(total, sizes)
 
-    low, high = concentration_range(table.n_rows)
-    return maximum_on(lambda point: -negative(point), low, high)
+    return maximum_on(log_likelihood, *concentration_range(table.n_rows))
 
 
 def maximum_on(value, low, high):
     """Argument in [low, high] at which `value`, of its log, is largest; a tie goes to the top."""
-    grid = np.linspace(np.log(low), np.log(high), _GRID_POINTS)
+    grid = np.linspace(np.log(low), np.log(high), _SEARCH_POINTS)
     values = np.array([value(point) for point in grid])
+    # Where rounding alone tells values apart, the clients say nothing: they count as alike.
     tie = 1e-9 * (1 + np.abs(values.max()))
     best = int(np.flatnonzero(values >= values.max() - tie)[-1])
-    if best == _GRID_POINTS - 1:
+    if best == _SEARCH_POINTS - 1:
         return float(high)
     bounds = grid[max(best - 1, 0)], grid[best + 1]
-    found = minimize_scalar(
+    optimum = minimize_scalar(
         lambda point: -value(point), bounds=bounds, method="bounded", options={"xatol": 1e-7}
     )
-    return float(np.exp(found.x if -found.fun > values[best] else grid[best]))
+    # The bounded search never tries the ends of its interval.
+    return float(np.exp(optimum.x if -optimum.fun > values[best] else grid[best]))
 
 
 def concentration_range(n_rows):
@@ -155,6 +245,8 @@ def concentration_range(n_rows):
     Under the first, one row of all clients' rows is expected to bring its client a further label.
     The second is 10,000 times the largest client.
     """
+    # Under a small concentration c the n-th row brings a further label with chance c / (n - 1):
+    # these sum to c (psi(n) + gamma) over a client's rows.
     further = np.sum(psi(np.maximum(n_rows, 1.0)) + np.euler_gamma)
     return 1 / max(further, 1.0), 1e4 * max(float(np.max(n_rows)), 100.0)
 
@@ -165,6 +257,7 @@ def mean_frequencies(counts, weights):
     That row keeps labels that nobody has above 0.
     """
     n_rows = counts.sum(axis=1)
+    # Clients without rows have no frequencies, whatever their weights.
     frequencies = counts / np.maximum(n_rows, np.finfo(float).tiny)[:, None]
     weights = np.where(n_rows > 0, weights, 0.0)
     mean = weights @ frequencies / max(weights.sum(), np.finfo(float).tiny)
@@ -174,7 +267,8 @@ def mean_frequencies(counts, weights):
 
 def onto_simplex(vector):
     """Nearest point of the probability simplex to a vector (K,)."""
-    vector = vector - vector.max()  # moves no nearest point, and keeps digits of huge ones
+    # Moves no nearest point; 1 must not be lost beside entries that noise made huge.
+    vector = vector - vector.max()
     falling = np.sort(vector)[::-1]
     excess = (np.cumsum(falling) - 1) / np.arange(1, len(vector) + 1)
     return np.maximum(vector - excess[np.flatnonzero(falling > excess)[-1]], 0.0)

@@ -1,31 +1,40 @@
 """Population prior of label frequencies for clients that have only some of the labels."""
 
+from __future__ import annotations
+
 from numbers import Real
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.special import gammaln, log_softmax, logsumexp, xlogy
-from sklearn.base import BaseEstimator, clone
-from sklearn.utils import check_array, check_random_state
+from sklearn.base import clone
+from sklearn.utils import check_array
 
 from pfl_sklearn._compat import Interval
+from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.priors._dirichlet import DirichletPrior
 from pfl_sklearn.priors._label_counts import (
-    check_counts,
-    check_theta,
-    check_weights,
+    FrequencyPrior,
+    check_frequencies,
+    check_label_counts,
     compress,
     dirichlet_draws,
-    given_frequencies,
+    known_frequencies,
     log_rising,
     maximum_on,
-    mean_frequencies,
 )
-from pfl_sklearn.priors._sparse_dirichlet_fit import Parameters, log_choose, log_joint, maximize
+from pfl_sklearn.priors._sparse_dirichlet_fit import (
+    SparseParameters,
+    log_choose,
+    log_joint_of_sizes,
+    maximize,
+)
 
-_MANY_ROWS = 1e6  # stands for frequencies without noise
+# Rows of a client whose frequencies are observed without noise.
+_MANY_ROWS = 1e6
 
 
-class SparseDirichletPrior(BaseEstimator):
+class SparseDirichletPrior(FrequencyPrior):
     r"""Label frequencies of clients that may have only some of the labels.
 
     The number s of labels that a client has is drawn first. A client with all K labels has
@@ -93,34 +102,33 @@ class SparseDirichletPrior(BaseEstimator):
         "sparse_concentration": [Interval(Real, 0, None, closed="neither"), None],
     }
 
-    def __init__(self, mean=None, concentration=None, weights=None, sparse_concentration=None):
+    _estimated = ("mean", "concentration", "weights", "sparse_concentration")
+
+    def __init__(
+        self,
+        mean: ArrayLike | None = None,
+        concentration: float | None = None,
+        weights: ArrayLike | None = None,
+        sparse_concentration: float | None = None,
+    ):
         self.mean = mean
         self.concentration = concentration
         self.weights = weights
         self.sparse_concentration = sparse_concentration
 
     @property
-    def is_known(self):
-        """Whether all parameters are given; checks the mean and the weights."""
-        mean = given_frequencies(self, "mean")
-        given_frequencies(self, "weights", None if mean is None else len(mean))
-        return all(value is not None for value in self._values())
+    def is_known(self) -> bool:
+        """Whether all parameters are given; checks those that are frequencies."""
+        is_known = super().is_known
+        known_frequencies(self, "weights", None if self.mean is None else np.size(self.mean))
+        return is_known
 
-    def _values(self):
-        names = ("mean", "concentration", "weights", "sparse_concentration")
-        return [getattr(self, name) for name in names]
-
-    def _known(self):
+    def _parameters(self):
         """Parameters of a known prior."""
-        if not self.is_known:
-            raise ValueError(
-                "this SparseDirichletPrior is not known yet; give mean, concentration, weights and "
-                "sparse_concentration, or fit it."
-            )
-        mean, full, weights, sparse = self._values()
-        return Parameters(np.asarray(mean, float), full, np.asarray(weights, float), sparse)
+        mean, full, weights, sparse = self._require_known()
+        return SparseParameters(np.asarray(mean, float), full, np.asarray(weights, float), sparse)
 
-    def fit(self, theta):
+    def fit(self, theta: TableLike) -> SparseDirichletPrior:
         """Fit the prior to label frequencies observed without noise.
 
         A client's labels are those with a frequency above 0. The parameters maximize the
@@ -138,63 +146,43 @@ class SparseDirichletPrior(BaseEstimator):
             A new, known prior; this prior does not change. A known prior is copied.
         """
         self._validate_params()
-        theta = check_theta(self, theta, zeros=True)
+        theta = check_frequencies(self, theta, zeros=True)
         m, n_labels = theta.shape
         size = (theta > 0).sum(axis=1)
         dense = self._fit_full(theta, theta[size == n_labels])
-        weights = given_frequencies(self, "weights", n_labels)
-        if weights is None:
-            weights = (np.bincount(size, minlength=n_labels + 1)[1:] + 1 / n_labels) / (m + 1)
+        shares = (np.bincount(size, minlength=n_labels + 1)[1:] + 1 / n_labels) / (m + 1)
+        weights = self._given("weights", shares)
         sparse = self.sparse_concentration or _ml_symmetric(theta, size)
-        return self._with(Parameters(dense.mean, dense.concentration, weights, sparse))
+        return self._with(SparseParameters(dense.mean, dense.concentration, weights, sparse))
 
     def _fit_full(self, theta, full):
         """Dirichlet prior of the clients with all labels; by moments of all clients without any."""
-        mean = given_frequencies(self, "mean", theta.shape[1])
-        prior = DirichletPrior(mean, self.concentration)
+        prior = DirichletPrior(
+            known_frequencies(self, "mean", theta.shape[1]), self.concentration
+        )
         if len(full):
             return prior.fit(full)
         return prior.fit_sums(theta.sum(axis=0), np.sum(theta**2), np.full(len(theta), _MANY_ROWS))
 
-    def fit_counts(self, counts, client_weights=None):
-        """Fit the prior to the clients' label counts.
-
-        Parameters
-        ----------
-        counts : array-like of shape (n_clients, n_labels), >= 0
-            Number of rows of each client with each label. Clients without rows count for nothing.
-        client_weights : array-like of shape (n_clients,), >= 0, or None, default=None
-            Weights of the clients' frequencies in the mean: those with which a training averages
-            the clients. Numbers of rows give the frequencies of the table. None: equal weights.
-            Clients have equal weights in the likelihood of the other parameters always.
-
-        Returns
-        -------
-        SparseDirichletPrior
-            A new, known prior; this prior does not change. A known prior is copied.
-        """
-        self._validate_params()
-        counts = check_counts(counts)
-        client_weights = check_weights(client_weights, len(counts))
-        mean = given_frequencies(self, "mean", counts.shape[1])
-        if mean is None:
-            mean = mean_frequencies(counts, client_weights)
+    def _fit_counts(self, counts, mean):
         if self.is_known:
             return clone(self)
-        weights = given_frequencies(self, "weights", counts.shape[1])
-        given = self.concentration, weights, self.sparse_concentration
+        weights = known_frequencies(self, "weights", counts.shape[1])
+        # A client without rows would pull the weights towards where they start.
         table = compress(counts[counts.any(axis=1)] if counts.any() else counts)
+        given = self.concentration, weights, self.sparse_concentration
         return self._with(maximize(table, mean, *given))
 
-    def _with(self, found):
+    def _with(self, parameters):
+        """Copy of this prior with given parameters."""
         return clone(self).set_params(
-            mean=found.mean,
-            concentration=float(found.full),
-            weights=found.weights,
-            sparse_concentration=float(found.sparse),
+            mean=parameters.mean,
+            concentration=float(parameters.full),
+            weights=parameters.weights,
+            sparse_concentration=float(parameters.sparse),
         )
 
-    def log_prob(self, theta):
+    def log_prob(self, theta: TableLike) -> Floats:
         """Log density of label frequencies under a known prior.
 
         Parameters
@@ -208,52 +196,28 @@ class SparseDirichletPrior(BaseEstimator):
         ndarray of shape (n_clients,), in nats
             With respect to the frequencies of the client's labels but the last.
         """
-        known = self._known()
+        known = self._parameters()
         theta = check_array(theta, dtype=float)
         n_labels, present = theta.shape[1], theta > 0
         size = present.sum(axis=1)
         symmetric = xlogy(known.sparse - 1, np.where(present, theta, 1.0)).sum(axis=1)
         symmetric += gammaln(size * known.sparse) - size * gammaln(known.sparse)
         dense = DirichletPrior(known.mean, known.full).log_prob(np.where(present, theta, 1.0))
-        some = symmetric - log_choose(n_labels, size)
-        return np.log(known.weights)[size - 1] + np.where(size == n_labels, dense, some)
+        sparse = symmetric - log_choose(n_labels, size)  # any labels are equally likely
+        return np.log(known.weights)[size - 1] + np.where(size == n_labels, dense, sparse)
 
-    def sample(self, n_samples=1, random_state=None):
-        """Draw label frequencies from a known prior.
-
-        Parameters
-        ----------
-        n_samples : int, default=1
-            Number of draws.
-        random_state : int, RandomState instance or None, default=None
-            Seed of the draws.
-
-        Returns
-        -------
-        ndarray of shape (n_samples, n_labels)
-        """
-        known, rng = self._known(), check_random_state(random_state)
+    def _draw(self, n_samples, rng):
+        known = self._parameters()
         n_labels = len(known.mean)
         size = 1 + rng.choice(n_labels, size=(n_samples, 1), p=known.weights)
         place = rng.uniform(size=(n_samples, n_labels)).argsort(axis=1).argsort(axis=1)
-        some = np.where(place < size, known.sparse, 0.0)
-        return dirichlet_draws(np.where(size == n_labels, known.full * known.mean, some), rng)
+        sparse = np.where(place < size, known.sparse, 0.0)
+        return dirichlet_draws(np.where(size == n_labels, known.full * known.mean, sparse), rng)
 
-    def log_likelihood(self, counts):
-        """Log probability of each client's labels, in their order, under a known prior.
+    def _log_likelihood(self, counts):
+        return logsumexp(log_joint_of_sizes(compress(counts), self._parameters()), axis=1)
 
-        Parameters
-        ----------
-        counts : array-like of shape (n_clients, n_labels), >= 0
-            Number of rows of each client with each label.
-
-        Returns
-        -------
-        ndarray of shape (n_clients,), in nats
-        """
-        return logsumexp(log_joint(compress(check_counts(counts)), self._known()), axis=1)
-
-    def label_numbers(self, counts):
+    def label_numbers(self, counts: TableLike) -> Floats:
         """Posterior of the number of labels that each client has.
 
         Parameters
@@ -266,51 +230,29 @@ class SparseDirichletPrior(BaseEstimator):
         ndarray of shape (n_clients, n_labels)
             Probabilities of 1, ..., n_labels labels.
         """
-        return np.exp(_log_label_numbers(compress(check_counts(counts)), self._known()))
+        table = compress(check_label_counts(counts))
+        return np.exp(_log_label_numbers(table, self._parameters()))
 
-    def posterior(self, counts):
-        """Posterior of the clients' label frequencies given their counts.
-
-        Parameters
-        ----------
-        counts : array-like of shape (n_clients, n_labels), >= 0
-            Number of rows of each client with each label.
-
-        Returns
-        -------
-        mean, variance : ndarrays of shape (n_clients, n_labels)
-            The rows of `mean` sum to 1.
-        """
+    def _posterior(self, counts):
         first, second = self._log_moments(counts, orders=(1, 2))
         mean = np.exp(first)
-        return mean, np.maximum(np.exp(second) - mean**2, 0.0)
+        return mean, np.maximum(np.exp(second) - mean**2, 0.0)  # rounding
 
-    def log_frequencies(self, counts):
-        """Log of the posterior means of the clients' label frequencies.
-
-        Parameters
-        ----------
-        counts : array-like of shape (n_clients, n_labels), >= 0
-            Number of rows of each client with each label.
-
-        Returns
-        -------
-        ndarray of shape (n_clients, n_labels)
-            Finite, in nats.
-        """
+    def _log_frequencies(self, counts):
         return self._log_moments(counts, orders=(1,))[0]
 
     def _log_moments(self, counts, orders):
         """Logs (m, K) of the posterior moments of the frequencies, of each order."""
-        known, counts = self._known(), check_counts(counts)
-        given_frequencies(self, "mean", counts.shape[1])
+        known = self._parameters()
+        known_frequencies(self, "mean", counts.shape[1])
         log_sizes = _log_label_numbers(compress(counts), known)
         return [_log_moment(counts, log_sizes, known, order) for order in orders]
 
 
 def _log_label_numbers(table, known):
-    """Log posterior (m, K) of the numbers of labels; large logs are subtracted before rounding."""
-    joint = log_joint(table, known)
+    """Log posterior (m, K) of the numbers of labels that clients have."""
+    joint = log_joint_of_sizes(table, known)
+    # Logs of many rows are large: their digits go into the difference, not into the normalizer.
     return log_softmax(joint - joint.max(axis=1, keepdims=True), axis=1)
 
 
@@ -320,6 +262,7 @@ def _log_moment(counts, log_sizes, known, order):
     n_rows = counts.sum(axis=1, keepdims=True)
     n_seen = np.count_nonzero(counts, axis=1)[:, None]
     size = np.arange(1, n_labels)
+    # An unseen label is one of the client's s labels with chance (s - o) / (K - o).
     below = log_sizes[:, :-1] - log_rising(size * known.sparse + n_rows, order)
     with np.errstate(divide="ignore"):
         share = np.log(np.maximum(size - n_seen, 0)) - np.log(np.maximum(n_labels - n_seen, 1))
@@ -331,7 +274,10 @@ def _log_moment(counts, log_sizes, known, order):
 
 
 def _ml_symmetric(theta, size):
-    """Concentration a of the clients that have from two labels to all but one; 1 without any."""
+    """Concentration a of the clients that have from two labels to all but one; 1 without any.
+
+    A client with one label has its frequency 1 whatever a is.
+    """
     chosen = (size > 1) & (size < theta.shape[1])
     if not chosen.any():
         return 1.0

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import expit, gammaln
 
+from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.priors._label_counts import (
     LabelCounts,
     log_likelihoods,
@@ -12,25 +13,32 @@ from pfl_sklearn.priors._label_counts import (
     ml_concentration,
 )
 
+# Concentrations a: from one label that has nearly all rows of a client to equal frequencies.
 _SPARSE_GRID = np.geomspace(0.1, 500.0, 18)
+# Starts beside the fit to all clients, which is far off where few of them have all labels.
 _FULL_GRID = np.array([0.5, 5.0, 50.0, 500.0])
-_START_STEPS = 8
-_MAX_STEPS = 300
-_CONCENTRATION_STEPS = 10
-_TOLERANCE = 1e-7
+# Steps of EM for each pair of starts: enough to rank them.
+_RANKING_STEPS = 8
+_EM_STEPS_TO_END = 300
+# A concentration costs as much as many steps for the weights, and changes little between them.
+_STEPS_PER_CONCENTRATION = 10
+# Nats per client that the steps for a concentration must gain.
+_GAIN_TO_GO_ON = 1e-7
 
 
-class Parameters(NamedTuple):
-    mean: np.ndarray  # (K,)
+class SparseParameters(NamedTuple):
+    """Parameters of a sparse Dirichlet prior."""
+
+    mean: Floats  # (K,)
     full: float  # alpha
-    weights: np.ndarray  # (K,)
+    weights: Floats  # (K,)
     sparse: float  # a
 
 
 def log_choose(n, k):
     """Log of the binomial coefficient, minus infinity for k < 0."""
-    kept = np.maximum(k, 0)
-    value = gammaln(n + 1.0) - gammaln(kept + 1.0) - gammaln(n - kept + 1.0)
+    at_least_0 = np.maximum(k, 0)
+    value = gammaln(n + 1.0) - gammaln(at_least_0 + 1.0) - gammaln(n - at_least_0 + 1.0)
     return np.where(k < 0, -np.inf, value)
 
 
@@ -45,7 +53,7 @@ def log_spikes(n_seen, n_rows, sparse, n_labels):
     return which - log_rising(size * sparse, n_rows[:, None])
 
 
-def log_joint(table, known):
+def log_joint_of_sizes(table: LabelCounts, known: SparseParameters) -> Floats:
     """Log probability (m, K) of each number of labels together with the client's labels."""
     n_labels = len(known.mean)
     own = table.by_client(log_rising(known.sparse, table.values))
@@ -55,23 +63,24 @@ def log_joint(table, known):
 
 
 class _Clients(NamedTuple):
-    """What EM needs of the clients: those with equal rows and labels seen are one pair."""
+    """Clients as EM reads them: those with equal numbers of rows and labels seen are one pair."""
 
     table: LabelCounts
-    n_seen: np.ndarray  # (p,)
-    n_rows: np.ndarray  # (p,)
-    pair: np.ndarray  # (m,)
+    n_seen: Integers  # (p,)
+    n_rows: Floats  # (p,)
+    pair: Integers  # (m,)
 
     def spikes(self, sparse, n_labels):
         """Probabilities (p, K - 1) of the pairs and what to add (m,) to the clients' logs."""
         logs = log_spikes(self.n_seen, self.n_rows, sparse, n_labels)
         largest = logs.max(axis=1, initial=-np.inf)
-        largest = np.where(np.isfinite(largest), largest, 0.0)
+        largest = np.where(np.isfinite(largest), largest, 0.0)  # clients with all labels seen
         own = self.table.by_client(log_rising(sparse, self.table.values))
         return np.exp(logs - largest[:, None]), own + largest[self.pair]
 
 
 def _paired(table):
+    """Clients grouped into pairs of rows and labels seen."""
     keys = np.column_stack([table.n_seen, table.n_rows])
     pairs, position = np.unique(keys, axis=0, return_inverse=True)
     return _Clients(table, pairs[:, 0], pairs[:, 1], position.ravel())
@@ -85,19 +94,19 @@ def maximize(table, mean, full, weights, sparse):
     if full is None:
         fulls = [ml_concentration(table, mean, np.ones(len(table.n_rows))), *_FULL_GRID]
     denses = [log_likelihoods(table, mean, each) for each in fulls]
-    best = -np.inf, None
+    fits = []
     for a in _SPARSE_GRID if sparse is None else [sparse]:
         spikes = clients.spikes(a, n_labels)
         for each, dense in zip(fulls, denses, strict=True):
             w = start
-            for _ in range(_START_STEPS):
+            for _ in range(_RANKING_STEPS):
                 value, w, _ = _em_step(clients, spikes, dense, w, weights is None)
-            best = max(best, (value, (each, w, a)), key=lambda found: found[0])
-    each, w, a = best[1]
-    return _polish(clients, Parameters(mean, each, w, a), full is None, weights is None)
+            fits.append((value, SparseParameters(mean, each, w, a)))
+    _, best = max(fits, key=lambda fit: fit[0])
+    return _polish_weights(clients, best, full is None, weights is None)
 
 
-def _em_step(clients, spikes, dense, w, free):
+def _em_step(clients, spikes, dense, w, free_weights):
     """Value of the weights w, the next weights, and each client's chance (m,) of having all labels.
 
     The value is the log-likelihood with one more client, spread evenly over the numbers of labels.
@@ -109,28 +118,31 @@ def _em_step(clients, spikes, dense, w, free):
     above = dense + np.log(w[-1])
     value = np.logaddexp(below, above).sum() + np.log(w).mean()
     has_all = expit(above - below)
-    if not free:
+    if not free_weights:
         return value, w, has_all
-    some = np.bincount(clients.pair, 1 - has_all, len(mixed))
-    share = np.divide(some, mixed, out=np.zeros_like(mixed), where=mixed > 0)
+    below_all = np.bincount(clients.pair, 1 - has_all, len(mixed))
+    share = np.divide(below_all, mixed, out=np.zeros_like(mixed), where=mixed > 0)
     counts = np.append((share @ chances) * w[:-1], has_all.sum())
     return value, (counts + 1 / len(w)) / (len(has_all) + 1), has_all
 
 
-def _polish(clients, found, free_full, free_weights):
-    """Parameters after EM in the weights and the concentration of clients with all labels."""
-    table, mean = clients.table, found.mean
-    spikes = clients.spikes(found.sparse, len(mean))
-    full, w, before = found.full, found.weights, -np.inf
+def _polish_weights(clients, start, free_full, free_weights):
+    """Parameters after EM in the weights and the concentration of clients with all labels.
+
+    The concentration of the other clients stays on its grid, in steps of a factor of 1.65.
+    """
+    table, mean = clients.table, start.mean
+    spikes = clients.spikes(start.sparse, len(mean))
+    full, w, before = start.full, start.weights, -np.inf
     dense = log_likelihoods(table, mean, full)
-    for step in range(_MAX_STEPS):
+    for step in range(_EM_STEPS_TO_END):
         value, w, has_all = _em_step(clients, spikes, dense, w, free_weights)
-        if step % _CONCENTRATION_STEPS:
+        if step % _STEPS_PER_CONCENTRATION:
             continue
-        if value - before < _TOLERANCE * len(has_all):
+        if value - before < _GAIN_TO_GO_ON * len(has_all):
             break
         before = value
         if free_full:
             full = ml_concentration(table, mean, has_all)
             dense = log_likelihoods(table, mean, full)
-    return Parameters(mean, full, w, found.sparse)
+    return SparseParameters(mean, full, w, start.sparse)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from numbers import Real
+from typing import Self
 
 import numpy as np
 from scipy.optimize import minimize
@@ -13,7 +14,7 @@ from sklearn.utils import check_array
 
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._typing import Floats, Integers, TableLike
-from pfl_sklearn.priors._prior import Prior
+from pfl_sklearn.priors._prior import ProportionPrior
 from pfl_sklearn.theory import beta_moments, debiased_share_variance
 
 # Within these logits a mean and its complement differ from 0 by more than the rounding of 1.
@@ -22,11 +23,11 @@ _MAX_LOGIT = 30.0
 _SMALLEST_MEAN = 1e-12
 # Stands for clients that are all at 0 or 1.
 _MIN_CONCENTRATION = 1e-6
-# The likelihood can have a flat tail towards "all alike", so the search starts at the best of a grid.
+# The likelihood can be flat towards "all alike", so the search starts at the best of a grid.
 _START_CONCENTRATIONS = 24
 
 
-class BetaPrior(Prior):
+class BetaPrior(ProportionPrior):
     r"""Beta distribution of the clients' proportions.
 
     .. math:: p_i \sim \mathrm{Beta}(\alpha, \beta), \qquad i = 1, \dots, m.
@@ -74,7 +75,7 @@ class BetaPrior(Prior):
         self.alpha = alpha
         self.beta = beta
 
-    def with_moments(self, mean: float, concentration: float) -> BetaPrior:
+    def with_moments(self, mean: float, concentration: float) -> Self:
         r"""Copy of this prior with a given mean and concentration.
 
         Parameters
@@ -97,7 +98,7 @@ class BetaPrior(Prior):
         """Mean and variance of a known prior."""
         return beta_moments(*self._require_known())
 
-    def fit(self, theta: TableLike) -> BetaPrior:
+    def fit(self, theta: TableLike) -> Self:
         """Fit the prior by maximum likelihood to proportions observed without noise.
 
         Parameters
@@ -128,25 +129,7 @@ class BetaPrior(Prior):
 
         return self.with_moments(*_maximize(log_likelihood, theta.mean(), 10.0, 1e8))
 
-    def fit_counts(
-        self, successes: Integers, trials: Integers, counts: Floats, method: str
-    ) -> BetaPrior:
-        """Fit the prior to a table of counts.
-
-        Parameters
-        ----------
-        successes, trials, counts : ndarrays of shape (n_pairs,)
-            Distinct pairs and how many clients have each.
-        method : {"ml", "moments"}
-            Beta-binomial marginal likelihood, or debiased moments.
-
-        Returns
-        -------
-        BetaPrior
-            A new, known prior. A known prior is copied.
-        """
-        if self.is_known:
-            return clone(self)
+    def _fit_counts(self, successes, trials, counts, method):
         mean, concentration = moment_estimates(successes, trials, counts)
         if method == "ml":
             mean, concentration = _beta_binomial_ml(successes, trials, counts, mean)
@@ -171,40 +154,13 @@ class BetaPrior(Prior):
     def _draw(self, n_samples, rng):
         return rng.beta(self.alpha, self.beta, size=(n_samples, 1))
 
-    def posterior(self, successes: Integers, trials: Integers) -> tuple[Floats, Floats]:
-        """Posterior of the clients' proportions given their counts.
-
-        Parameters
-        ----------
-        successes, trials : ndarrays of shape (n_clients,)
-            Each client's counts.
-
-        Returns
-        -------
-        mean, variance : ndarrays of shape (n_clients,)
-        """
+    def _posterior(self, successes, trials):
         alpha, beta = self._require_known()
         total = alpha + beta + trials
         mean = (alpha + successes) / total
         return mean, mean * (1 - mean) / (total + 1)
 
-    def posterior_quantiles(
-        self, successes: Integers, trials: Integers, tails: Iterable[float]
-    ) -> list[Floats]:
-        """Quantiles of the clients' posteriors.
-
-        Parameters
-        ----------
-        successes, trials : ndarrays of shape (n_clients,)
-            Each client's counts.
-        tails : iterable of float in [0, 1]
-            Lower-tail probabilities of the quantiles, such as 0.05 and 0.95.
-
-        Returns
-        -------
-        list of ndarrays of shape (n_clients,)
-            One array for each of `tails`.
-        """
+    def _posterior_quantiles(self, successes, trials, tails):
         alpha, beta = self._require_known()
         alphas, betas = alpha + successes, beta + trials - successes
         return [betaincinv(alphas, betas, tail) for tail in tails]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
+from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,17 +13,8 @@ from sklearn.utils import check_array
 
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._typing import Floats, Integers, TableLike
-from pfl_sklearn.priors._label_counts import (
-    FrequencyPrior,
-    check_frequencies,
-    compress,
-    concentration_range,
-    dirichlet_draws,
-    log_likelihoods,
-    maximum_on,
-    ml_concentration,
-    onto_simplex,
-)
+from pfl_sklearn.priors import _label_counts as labels
+from pfl_sklearn.priors._label_counts import FrequencyPrior
 
 
 class DirichletPrior(FrequencyPrior):
@@ -83,7 +75,7 @@ class DirichletPrior(FrequencyPrior):
         mean, concentration = self._require_known()
         return np.asarray(mean, dtype=float), float(concentration)
 
-    def fit(self, theta: TableLike) -> DirichletPrior:
+    def fit(self, theta: TableLike) -> Self:
         """Fit the prior to label frequencies observed without noise.
 
         The mean is their average, and the concentration maximizes the likelihood at that mean.
@@ -99,7 +91,7 @@ class DirichletPrior(FrequencyPrior):
             A new, known prior; this prior does not change. A known prior is copied.
         """
         self._validate_params()
-        theta = check_frequencies(self, theta, zeros=False)
+        theta = labels.check_frequencies(self, theta, zeros=False)
         mean = self._given("mean", theta.mean(axis=0) / theta.mean(axis=0).sum())
         concentration = self.concentration
         if concentration is None:
@@ -109,18 +101,20 @@ class DirichletPrior(FrequencyPrior):
                 shapes = np.exp(point) * mean
                 return gammaln(shapes.sum()) - gammaln(shapes).sum() + (shapes - 1) @ logs
 
-            concentration = maximum_on(likelihood, 1e-6, 1e8)
+            concentration = labels.maximum_on(likelihood, 1e-6, 1e8)
         return self._with(mean, concentration)
 
     def _fit_counts(self, counts, mean):
         concentration = self.concentration
         if concentration is None:
-            concentration = ml_concentration(compress(counts), mean, np.ones(len(counts)))
+            concentration = labels.ml_concentration(
+                labels.compress(counts), mean, np.ones(len(counts))
+            )
         return self._with(mean, concentration)
 
     def fit_sums(
         self, frequencies: Floats, square: float, n_rows: Integers, noise_std: float = 0.0
-    ) -> DirichletPrior:
+    ) -> Self:
         r"""Fit the prior to sums over clients, which may have noise.
 
         .. math::
@@ -162,7 +156,7 @@ class DirichletPrior(FrequencyPrior):
         average, noise = np.asarray(frequencies, dtype=float) / m, noise_std / m
         # One more row, spread evenly, as where counts are exact.
         lowest = 1 / (n_labels * (sizes.sum() + 1))
-        raised = np.maximum(onto_simplex(average), max(min(noise, 1 / n_labels), lowest))
+        raised = np.maximum(labels.onto_simplex(average), max(min(noise, 1 / n_labels), lowest))
         mean = self._given("mean", raised / raised.sum())
         concentration = self.concentration
         if concentration is None:
@@ -196,10 +190,10 @@ class DirichletPrior(FrequencyPrior):
 
     def _draw(self, n_samples, rng):
         mean, concentration = self._parameters()
-        return dirichlet_draws(np.tile(concentration * mean, (n_samples, 1)), rng)
+        return labels.dirichlet_draws(np.tile(concentration * mean, (n_samples, 1)), rng)
 
     def _log_likelihood(self, counts):
-        return log_likelihoods(compress(counts), *self._parameters())
+        return labels.log_likelihoods(labels.compress(counts), *self._parameters())
 
     def _posterior(self, counts):
         mean, concentration = self._parameters()
@@ -219,7 +213,7 @@ def squared_norm_of_mean(average, square, m, noise):
 
 def _moment_concentration(square, alike, n_rows, noise):
     """Concentration from noisy mean |f_i|^2, an estimate of |pi|^2, and numbers of rows (m,)."""
-    low, high = concentration_range(n_rows if len(n_rows) else np.ones(1))
+    low, high = labels.concentration_range(n_rows if len(n_rows) else np.ones(1))
     if len(n_rows) < 2 or n_rows.max() <= 1:  # nothing shows how clients differ
         return high
     share = np.mean(1 / n_rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from numbers import Integral, Real
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -10,14 +11,7 @@ from sklearn.utils import check_array
 
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._typing import Floats, TableLike
-from pfl_sklearn.priors._normal import (
-    check_covariance,
-    check_sampling,
-    condition,
-    diagonal_or_matrix,
-    draw,
-    log_density,
-)
+from pfl_sklearn.priors import _normal as normal
 from pfl_sklearn.priors._prior import Prior, known_vector
 
 
@@ -94,8 +88,8 @@ class GaussianPrior(Prior):
 
     def __init__(
         self,
-        mean: float | ArrayLike | None = None,
-        covariance: float | ArrayLike | None = None,
+        mean: ArrayLike | None = None,
+        covariance: ArrayLike | None = None,
         covariance_type: str | None = None,
         rank: int | None = None,
         centered: bool = True,
@@ -173,15 +167,12 @@ class GaussianPrior(Prior):
             - If the covariance is not symmetric and positive semi-definite.
             - If it is infinite in some coordinates but not in all.
         """
-        if self.covariance is None:
-            return None
-        if np.shape(self.covariance) == (d, d) and d > 1:
-            covariance = np.array(self.covariance, dtype=float)
-        else:
-            covariance = np.diag(self.known_variances(d))
-        return check_covariance("covariance of GaussianPrior", covariance)
+        covariance = self._as_given(d)
+        if covariance is None or covariance.ndim == 2:
+            return covariance
+        return normal.check_covariance("covariance of GaussianPrior", np.diag(covariance))
 
-    def fit(self, theta: TableLike) -> GaussianPrior:
+    def fit(self, theta: TableLike) -> Self:
         """Fit the prior by maximum likelihood to parameters observed without noise.
 
         Parameters
@@ -201,7 +192,7 @@ class GaussianPrior(Prior):
         mean = self.known_mean(d)
         mean = theta.mean(axis=0) if mean is None else mean
         if self.covariance is not None:
-            return self.with_values(mean, self._diagonal_or_matrix(d))
+            return self.with_values(mean, normal.diagonal_or_matrix(self._as_given(d)))
         deviations = theta - mean
         if self.covariance_type in ("spherical", "diag", None):
             variances = np.mean(deviations**2, axis=0)
@@ -211,9 +202,7 @@ class GaussianPrior(Prior):
         full = self.covariance_type == "full"
         return self.with_values(mean, scatter if full else probabilistic_pca(scatter, self.rank))
 
-    def with_values(
-        self, mean: float | ArrayLike, covariance: float | ArrayLike
-    ) -> GaussianPrior:
+    def with_values(self, mean: ArrayLike, covariance: ArrayLike) -> Self:
         """Copy of this prior with a given mean and covariance.
 
         Parameters
@@ -265,15 +254,13 @@ class GaussianPrior(Prior):
                 "this GaussianPrior has no density: its covariance must be finite and positive "
                 f"definite; got {self.covariance!r}."
             )
-        return log_density(mean, covariance, theta, np.zeros((len(theta), 1)))
+        return normal.log_density(mean, covariance, theta, np.zeros((len(theta), 1)))
 
     def _draw(self, n_samples, rng):
         d = self._n_coordinates()
-        return draw(*self._mean_and_covariance(d), rng.standard_normal((n_samples, d)))
+        return normal.draw(*self._mean_and_covariance(d), rng.standard_normal((n_samples, d)))
 
-    def posterior(
-        self, estimates: Floats, sampling_variances: Floats
-    ) -> tuple[Floats, Floats]:
+    def posterior(self, estimates: Floats, sampling_variances: Floats) -> tuple[Floats, Floats]:
         r"""Posterior of the clients' parameters given unbiased Gaussian estimates of them.
 
         With :math:`A_i = S (S + V_i)^{-1}` the mean is :math:`A_i \bar x_i + (I - A_i) \mu` and
@@ -291,22 +278,25 @@ class GaussianPrior(Prior):
         mean : ndarray of shape (n_clients, d)
         variance : ndarray of shape (n_clients, d), or (n_clients, d, d) if covariances were given
         """
-        estimates, sampling = check_sampling(estimates, sampling_variances)
-        return condition(*self._mean_and_covariance(estimates.shape[1]), estimates, sampling)
+        estimates, sampling = normal.check_sampling(estimates, sampling_variances)
+        return normal.condition(*self._mean_and_covariance(estimates.shape[1]), estimates, sampling)
 
     def _n_coordinates(self):
         """Number of coordinates of a known prior: 1 if both parameters are numbers."""
-        return max(np.size(self.mean), len(np.atleast_1d(self.covariance)))
+        mean, covariance = self._require_known()
+        return max(np.size(mean), len(np.atleast_1d(covariance)))
 
-    def _mean_and_covariance(self, d):
+    def _mean_and_covariance(self, d: int) -> tuple[Any, Any]:
         """Mean (d,) and covariance of a known prior: (d,) if diagonal, else (d, d)."""
         self._require_known()
-        return self.known_mean(d), self._diagonal_or_matrix(d)
+        return self.known_mean(d), normal.diagonal_or_matrix(self._as_given(d))
 
-    def _diagonal_or_matrix(self, d):
-        """Given covariance: (d,) if it is diagonal, which is faster, else (d, d)."""
-        if np.shape(self.covariance) == (d, d) and d > 1:
-            return diagonal_or_matrix(self.known_covariance(d))
+    def _as_given(self, d: int) -> Any:
+        """Given covariance, checked: a matrix (d, d) if it is one, else variances (d,), or None."""
+        covariance: Any = self.covariance
+        if np.shape(covariance) == (d, d) and d > 1:
+            matrix = np.asarray(covariance, dtype=float)
+            return normal.check_covariance("covariance of GaussianPrior", matrix)
         return self.known_variances(d)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from numbers import Integral, Real
+from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -15,7 +15,7 @@ from sklearn.utils import check_array
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.priors._prior import Prior, is_distribution
+from pfl_sklearn.priors._prior import ProportionPrior, is_distribution
 
 # Fits of 50 to 5,000 clients took 5 to 75; a bound for those that rounding keeps from the end.
 _NEWTON_STEPS = 200
@@ -23,7 +23,7 @@ _NEWTON_STEPS = 200
 _SUM_WEIGHT = 1e3
 
 
-class GridPrior(Prior):
+class GridPrior(ProportionPrior):
     r"""Any distribution of the clients' proportions, as weights on an equally spaced grid.
 
     .. math::
@@ -107,7 +107,7 @@ class GridPrior(Prior):
         low, high = self._ends(0.0, 1.0)
         return np.linspace(low, high, self.n_points)
 
-    def with_weights(self, weights: ArrayLike) -> GridPrior:
+    def with_weights(self, weights: ArrayLike) -> Self:
         """Copy of this prior with known weights.
 
         Parameters
@@ -144,7 +144,7 @@ class GridPrior(Prior):
         mean = weights @ self.support
         return float(mean), float(weights @ (self.support - mean) ** 2)
 
-    def fit(self, theta: TableLike) -> GridPrior:
+    def fit(self, theta: TableLike) -> Self:
         """Fit the prior to proportions observed without noise.
 
         The weight of a grid point is the share of proportions that lie nearest to it.
@@ -165,25 +165,7 @@ class GridPrior(Prior):
         nearest = self._nearest(theta)
         return self.with_weights(np.bincount(nearest, minlength=self.n_points) / len(nearest))
 
-    def fit_counts(
-        self, successes: Integers, trials: Integers, counts: Floats, method: str
-    ) -> GridPrior:
-        """Fit the prior by non-parametric maximum likelihood to a table of counts.
-
-        Parameters
-        ----------
-        successes, trials, counts : ndarrays of shape (n_pairs,)
-            Distinct pairs and how many clients have each.
-        method : {"ml"}
-            Maximum likelihood; a grid has no other method.
-
-        Returns
-        -------
-        GridPrior
-            A new, known prior. A known prior is copied.
-        """
-        if self.is_known:
-            return clone(self)
+    def _fit_counts(self, successes, trials, counts, method):
         shares = successes / trials
         low, high = self._ends(float(shares.min()), float(shares.max()))
         ranged = clone(self).set_params(low=low, high=high)
@@ -252,18 +234,7 @@ class GridPrior(Prior):
     def _draw(self, n_samples, rng):
         return rng.choice(self.support, size=(n_samples, 1), p=self._known_weights())
 
-    def posterior(self, successes: Integers, trials: Integers) -> tuple[Floats, Floats]:
-        """Posterior of the clients' proportions given their counts.
-
-        Parameters
-        ----------
-        successes, trials : ndarrays of shape (n_clients,)
-            Each client's counts.
-
-        Returns
-        -------
-        mean, variance : ndarrays of shape (n_clients,)
-        """
+    def _posterior(self, successes, trials):
         posterior = self.posterior_weights(successes, trials)
         # Rounding may put a mean beyond the last point.
         mean = np.clip(posterior @ self.support, *self.support[[0, -1]])
@@ -286,23 +257,7 @@ class GridPrior(Prior):
         joint = self.likelihood(successes, trials) * weights
         return joint / joint.sum(axis=1, keepdims=True)
 
-    def posterior_quantiles(
-        self, successes: Integers, trials: Integers, tails: Iterable[float]
-    ) -> list[Floats]:
-        """Quantiles of the clients' posteriors, which are points of the grid.
-
-        Parameters
-        ----------
-        successes, trials : ndarrays of shape (n_clients,)
-            Each client's counts.
-        tails : iterable of float in [0, 1]
-            Lower-tail probabilities of the quantiles, such as 0.05 and 0.95.
-
-        Returns
-        -------
-        list of ndarrays of shape (n_clients,)
-            One array for each of `tails`.
-        """
+    def _posterior_quantiles(self, successes, trials, tails):
         below = self.posterior_weights(successes, trials).cumsum(axis=1)
         # A cumulative sum that rounding leaves below its tail has reached it; the last one may be
         # below 1.

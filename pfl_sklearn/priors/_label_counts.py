@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -41,13 +41,18 @@ class LabelCounts(NamedTuple):
 class FrequencyPrior(Prior):
     """Methods that priors of label frequencies share."""
 
+    _fit_counts: Any
+    _log_likelihood: Any
+    _posterior: Any
+    _log_frequencies: Any
+
     @property
     def is_known(self) -> bool:
         """Whether all parameters are given; checks those that are frequencies."""
         known_frequencies(self, "mean")
         return super().is_known
 
-    def fit_counts(self, counts: TableLike, client_weights: ArrayLike | None = None):
+    def fit_counts(self, counts: TableLike, client_weights: ArrayLike | None = None) -> Self:
         """Fit the prior to the clients' label counts.
 
         Parameters

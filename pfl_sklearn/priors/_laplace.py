@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
+from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -60,9 +61,7 @@ class LaplacePrior(Prior):
 
     _estimated = ("location", "scale")
 
-    def __init__(
-        self, location: float | ArrayLike | None = None, scale: float | ArrayLike | None = None
-    ):
+    def __init__(self, location: ArrayLike | None = None, scale: ArrayLike | None = None):
         self.location = location
         self.scale = scale
 
@@ -99,7 +98,7 @@ class LaplacePrior(Prior):
         """
         return known_vector(self, "scale", d, positive=True)
 
-    def fit(self, theta: TableLike) -> LaplacePrior:
+    def fit(self, theta: TableLike) -> Self:
         """Fit the prior by maximum likelihood to parameters observed without noise.
 
         The location is the median of every coordinate. The scale is the mean absolute deviation
@@ -134,7 +133,7 @@ class LaplacePrior(Prior):
             raise ValueError("theta does not vary, so no scale of a LaplacePrior fits it.")
         return self.with_values(location, scale)
 
-    def with_values(self, location: float | ArrayLike, scale: float | ArrayLike) -> LaplacePrior:
+    def with_values(self, location: ArrayLike, scale: ArrayLike) -> Self:
         """Copy of this prior with a given location and scale.
 
         Parameters
@@ -167,7 +166,7 @@ class LaplacePrior(Prior):
         return -np.sum(np.abs(theta - location) / scale + np.log(2 * scale), axis=1)
 
     def _draw(self, n_samples, rng):
-        d = max(np.size(self.location), np.size(self.scale))
+        d = max(map(np.size, self._require_known()))
         return rng.laplace(*self._location_and_scale(d), size=(n_samples, d))
 
     def prox(self, theta: Floats, step: float | Floats) -> Floats:

@@ -1,33 +1,133 @@
 """Methods that mixture priors share: posteriors of components, estimation, checks of parameters."""
 
+from __future__ import annotations
+
 from numbers import Integral
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.special import logsumexp
-from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 
 from pfl_sklearn._float_range import unit_near
+from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.priors._mixture_fit import Mixture, fit_mixture, in_order, select_components
-from pfl_sklearn.priors._normal import (
-    check_covariance,
-    check_sampling,
-    condition,
-    diagonal_or_matrix,
-    diagonals,
-    log_density,
-)
+from pfl_sklearn.priors import _mixture_fit as fits
+from pfl_sklearn.priors import _normal as normal
+from pfl_sklearn.priors._mixture_fit import NormalMixture, Shape
+from pfl_sklearn.priors._prior import Prior, is_distribution
 from pfl_sklearn.theory import own_weight
 
-_ROUNDING = 1e-13  # of the largest value
+# Values that differ by less than this share of the largest differ by the rounding of a mean.
+_SAME_VALUE = 1e-13
 
 
-class MixturePrior(BaseEstimator):
-    """Methods of priors with components, on top of their ``known_mixture``."""
+class MixturePrior(Prior):
+    """Methods of priors with components: `means`, `covariances`, `weights` and `n_components`."""
 
-    def log_marginal(self, estimates, sampling_variances):
+    n_components: Any
+    covariance_type: str
+
+    def with_mixture(self, means: ArrayLike, covariances: ArrayLike, weights: ArrayLike):
+        """Copy of this prior with given components."""
+        raise NotImplementedError
+
+    def n_parameters(self, d: int) -> int:
+        """Number of free parameters; `n_components` must be a number.
+
+        Parameters
+        ----------
+        d : int
+            Dimension of the components.
+
+        Returns
+        -------
+        int
+        """
+        return self._shape().n_parameters(self.n_components, d)
+
+    def known_mixture(self, d: int | None = None) -> tuple[Floats, Floats, Floats]:
+        """Means, covariances and weights of a known prior.
+
+        Parameters
+        ----------
+        d : int or None, default=None
+            Dimension that the means must have. None accepts any.
+
+        Returns
+        -------
+        means : ndarray of shape (k, d)
+            One mean (or point) per component.
+        covariances : ndarray of shape (k, d, d)
+            One matrix per component; zero for points.
+        weights : ndarray of shape (k,)
+            Probabilities of the components.
+
+        Raises
+        ------
+        ValueError
+            If the prior is not known, or its parameters have wrong shapes or values.
+        """
+        self._require_known()
+        means = self._known_means(d)
+        return means, known_covariances(self, *means.shape), known_weights(self)
+
+    def moments(self) -> tuple[Floats, Floats]:
+        """Mean (d,) and covariance (d, d) of a known prior."""
+        self._require_known()
+        # Unchecked: the weights of a single client are NaN.
+        means, covariances, weights = (np.asarray(part, dtype=float) for part in self._components())
+        mean = weights @ means
+        deviations = means - mean
+        within = np.einsum("k,kde->de", weights, as_matrices(covariances, *means.shape))
+        return mean, within + (weights * deviations.T) @ deviations
+
+    def fit_noisy(
+        self,
+        estimates: TableLike,
+        sampling_variances: TableLike,
+        random_state: RandomState = None,
+    ):
+        """Fit the prior by maximum likelihood to parameters seen with known normal noise.
+
+        Parameters
+        ----------
+        estimates : array-like of shape (n_clients, d)
+            Unbiased estimates of the clients' parameters.
+        sampling_variances : array-like of shape (n_clients,) or (n_clients, 1)
+            Variance of each estimate, the same in every coordinate.
+        random_state : int, RandomState instance or None, default=None
+            Seed of the starts. None is the seed 0.
+
+        Returns
+        -------
+        GaussianMixturePrior or DiscretePrior
+            A new, known prior. Given parameters are kept; this prior does not change.
+
+        Raises
+        ------
+        ValueError
+            If fewer vectors differ (by more than rounding) than there are components.
+        """
+        self._validate_params()
+        x, s = check_variances(estimates, sampling_variances)
+        d = x.shape[1]
+        if self.is_known:
+            return self.with_mixture(*self.known_mixture(d))
+        means, covariances, _ = self._components()
+        if means is not None:  # before the fit
+            self._known_means(d)
+        fitted = estimate_mixture(
+            self, x, s, self._shape(), lambda k: self._given_parts(k, d), random_state
+        )
+        matrices = fitted.covariances
+        if covariances is not None:  # as given, not turned into eigenvalues and back
+            matrices = known_covariances(self, len(fitted.weights), d)
+        return self.with_mixture(fitted.means, matrices, fitted.weights)
+
+    def log_marginal(self, estimates: Floats, sampling_variances: Floats) -> Floats:
         """Log density of unbiased Gaussian estimates of the clients' parameters.
 
         Parameters
@@ -43,7 +143,7 @@ class MixturePrior(BaseEstimator):
         """
         return logsumexp(joint_log_density(*self._against(estimates, sampling_variances)), axis=1)
 
-    def responsibilities(self, estimates, sampling_variances):
+    def responsibilities(self, estimates: Floats, sampling_variances: Floats) -> Floats:
         """Posterior probability of every component given unbiased Gaussian estimates.
 
         Parameters
@@ -59,7 +159,7 @@ class MixturePrior(BaseEstimator):
         """
         return component_shares(*self._against(estimates, sampling_variances))
 
-    def posterior(self, estimates, sampling_variances):
+    def posterior(self, estimates: Floats, sampling_variances: Floats) -> tuple[Floats, Floats]:
         r"""Posterior of the clients' parameters given unbiased Gaussian estimates of them.
 
         The mean is :math:`\sum_l r_{il} (A_{il} \bar x_i + (I - A_{il}) \mu_l)` with the
@@ -82,17 +182,52 @@ class MixturePrior(BaseEstimator):
         against = self._against(estimates, sampling_variances)
         return mixture_posterior(against[0], component_shares(*against), *against[2:])
 
+    def _draw(self, n_samples, rng):
+        means, covariances, weights = self.known_mixture()
+        labels = rng.choice(len(weights), size=n_samples, p=weights)
+        theta = rng.standard_normal((n_samples, means.shape[1]))
+        for k, (mean, covariance) in enumerate(components_of(means, covariances)):
+            theta[labels == k] = normal.draw(mean, covariance, theta[labels == k])
+        return theta
+
+    def _components(self) -> tuple[Any, ...]:
+        """Means, covariances and weights as given, each None if it is to be estimated."""
+        return tuple(getattr(self, name) for name in ("means", "covariances", "weights"))
+
+    def _known_means(self, d=None):
+        """Given component means (k, d), under the name of the parameter that holds them."""
+        return known_points(self, self._estimated[0], d)
+
+    def _shape(self) -> Shape:
+        """Parts of the mixture to estimate."""
+        means, covariances, weights = self._components()
+        kind = self.covariance_type if covariances is None else "fixed"
+        return Shape(kind, means is None, weights is None)
+
+    def _given_parts(self, k: int, d: int) -> NormalMixture:
+        """The given parts as a mixture; the other parts are placeholders."""
+        means, covariances, weights = self._components()
+        if means is None:
+            return fits.fixed_variance(k, d, 1.0 if covariances is None else float(covariances))
+        means = self._known_means(d)
+        weights = np.full(k, 1 / k) if weights is None else known_weights(self)
+        if covariances is None:
+            return NormalMixture(means, np.ones((k, d)), None, weights)
+        return fits.from_covariances(means, known_covariances(self, k, d), weights)
+
     def _against(self, estimates, sampling_variances):
         """Components and weights, and the checked estimates with their variances."""
-        estimates, sampling = check_sampling(estimates, sampling_variances)
+        estimates, sampling = normal.check_sampling(estimates, sampling_variances)
         means, covariances, weights = self.known_mixture(estimates.shape[1])
         return components_of(means, covariances), weights, estimates, sampling
 
 
 def joint_log_density(components, weights, estimates, sampling):
     """Log of weight times marginal density (m, k); `components` pairs means and covariances."""
-    columns = [log_density(*component, estimates, sampling) for component in components]
-    with np.errstate(divide="ignore"):
+    columns = [
+        normal.log_density(mean, covariance, estimates, sampling) for mean, covariance in components
+    ]
+    with np.errstate(divide="ignore"):  # a weight of 0
         return np.column_stack(columns) + np.log(weights)
 
 
@@ -104,14 +239,17 @@ def component_shares(components, weights, estimates, sampling):
 
 def mixture_posterior(components, shares, estimates, sampling):
     """Posterior means (m, d) and variances, (m, d) or (m, d, d) as `sampling`, given shares."""
-    parts = [condition(*component, estimates, sampling) for component in components]
-    mean = sum(share[:, None] * part[0] for share, part in zip(shares.T, parts, strict=True))
+    posteriors = [
+        normal.condition(mean, covariance, estimates, sampling) for mean, covariance in components
+    ]
+    weighted = list(zip(shares.T, posteriors, strict=True))
+    mean = sum(share[:, None] * centre for share, (centre, _) in weighted)
     full = sampling.ndim == 3
     variance = 0.0
-    for share, (centre, spread) in zip(shares.T, parts, strict=True):
-        apart = centre - mean
-        between = apart[:, :, None] * apart[:, None, :] if full else apart**2
-        variance = variance + share.reshape(-1, *[1] * between[0].ndim) * (spread + between)
+    for share, (centre, within) in weighted:
+        deviations = centre - mean
+        between = deviations[:, :, None] * deviations[:, None, :] if full else deviations**2
+        variance = variance + share.reshape(-1, *[1] * between[0].ndim) * (within + between)
     return mean, variance
 
 
@@ -126,7 +264,8 @@ def own_shares(components, shares, sampling):
             weight = own_weight(covariance, sampling)
         else:
             values, vectors = np.linalg.eigh(covariance)
-            weight = own_weight(np.maximum(values, 0.0), sampling) @ vectors.T**2
+            values = np.maximum(values, 0.0)  # rounding
+            weight = own_weight(values, sampling) @ vectors.T**2
         own = own + share[:, None] * weight
     return own
 
@@ -134,68 +273,69 @@ def own_shares(components, shares, sampling):
 def components_of(means, covariances):
     """Pairs of a mean (d,) and a covariance, (d,) if diagonal, else (d, d)."""
     return [
-        (mean, diagonal_or_matrix(covariance))
+        (mean, normal.diagonal_or_matrix(covariance))
         for mean, covariance in zip(means, covariances, strict=True)
     ]
 
 
-def estimate_mixture(prior, x, s, shape, known, random_state):
-    """Mixture fitted to vectors (m, d) with sampling variances (m,); warns unless EM converged."""
-    unit = _unit(x, s)
+def estimate_mixture(prior, x, s, shape, known, random_state) -> NormalMixture:
+    """Mixture fitted to vectors (m, d) with sampling variances (m,); warns unless EM converged.
+
+    ``known(k)`` gives the known parts of k components.
+    """
+    unit = unit_near(max(np.abs(x - x.mean(axis=0)).max(), np.sqrt(s.max())))
     if unit != 1:
         scaled = x / unit, s / unit**2, shape, lambda k: known(k).times(1 / unit)
         return estimate_mixture(prior, *scaled, random_state).times(unit)
+    # The same seed for everybody: two fits of one table must not differ by their starts.
     rng = check_random_state(0 if random_state is None else random_state)
     if shape.means and prior.n_components in (1, "bic") and count_distinct(x, 2) == 1:
         return all_alike(x, known(1), shape)
     if prior.n_components == "bic":
         largest = count_distinct(x, prior.max_components)
-        fit = select_components(x, s, largest, shape, n_init=prior.n_init, rng=rng, known=known)
+        fit = fits.select_components(
+            x, s, largest, shape, n_init=prior.n_init, rng=rng, known=known
+        )
     else:
         check_distinct(x, prior.n_components)
         k = prior.n_components
-        fit = fit_mixture(x, s, k, shape, n_init=prior.n_init, rng=rng, known=known(k))
+        fit = fits.fit_mixture(x, s, k, shape, n_init=prior.n_init, rng=rng, known=known(k))
     if not fit.converged:
         warn_caller(
             f"EM of {type(prior).__name__} did not converge: the components overlap too much. Take "
             "fewer components or a simpler covariance_type.",
             ConvergenceWarning,
         )
-    return in_order(fit.mixture) if shape.means else fit.mixture
-
-
-def _unit(x, s):
-    """Unit in which the numbers are near 1, or can do without."""
-    size = max(np.abs(x - x.mean(axis=0)).max(), np.sqrt(s.max()))
-    return unit_near(size)
+    # Given means keep their order.
+    return fits.heaviest_first(fit.mixture) if shape.means else fit.mixture
 
 
 def all_alike(x, known, shape):
     """Mixture of clients that do not differ: one component, with a known spread or none."""
     values = known.values if shape.covariance_type == "fixed" else np.zeros((1, x.shape[1]))
-    return Mixture(x.mean(axis=0)[None], values, None, np.ones(1))
+    return NormalMixture(x.mean(axis=0)[None], values, None, np.ones(1))
 
 
-def check_distinct(x, k):
+def check_distinct(x: Floats, k: int) -> None:
     """Raise ValueError if there are fewer different vectors than components."""
-    found = count_distinct(x, k)
-    if found < k:
+    n_distinct = count_distinct(x, k)
+    if n_distinct < k:
         raise ValueError(
-            f"n_components={k} needs at least {k} clients with different values; got {found}."
+            f"n_components={k} needs at least {k} clients with different values; got {n_distinct}."
         )
 
 
-def count_distinct(x, enough):
+def count_distinct(x: Floats, enough: int) -> int:
     """Number of different rows, or `enough` if there are at least that many.
 
     Rows that differ by less than the rounding of a mean count as the same.
     """
-    tolerance = _ROUNDING * np.abs(x).max(axis=0)
-    left, found = x, 0
-    while len(left) and found < enough:
+    tolerance = _SAME_VALUE * np.abs(x).max(axis=0)
+    left, n_distinct = x, 0
+    while len(left) and n_distinct < enough:
         left = left[np.any(np.abs(left - left[0]) > tolerance, axis=1)]
-        found += 1
-    return found
+        n_distinct += 1
+    return n_distinct
 
 
 def check_variances(estimates, sampling_variances):
@@ -235,8 +375,7 @@ def known_points(prior, name, d=None):
 def known_weights(prior):
     """Given weights (k,), checked."""
     weights = np.asarray(prior.weights, dtype=float)
-    valid = weights.shape == (prior.n_components,) and np.all(weights >= 0)
-    if not valid or abs(weights.sum() - 1) > 1e-8:
+    if weights.shape != (prior.n_components,) or not is_distribution(weights):
         raise ValueError(
             f"weights of {type(prior).__name__} must be {prior.n_components} non-negative numbers "
             f"that sum to 1; got {prior.weights!r}."
@@ -244,16 +383,21 @@ def known_weights(prior):
     return weights
 
 
+def as_matrices(covariances: Floats, k: int, d: int) -> Floats:
+    """Covariances as matrices (k, d, d): from one number, (k,), (k, d); others as they are."""
+    if covariances.shape not in ((), (k,), (k, d)):
+        return covariances
+    rows = covariances[:, None] if covariances.ndim == 1 else covariances
+    return normal.diagonals(np.broadcast_to(rows, (k, d)))
+
+
 def known_covariances(prior, k, d):
     """Given covariances as matrices (k, d, d), checked."""
-    given = np.asarray(prior.covariances, dtype=float)
-    name = "covariances of GaussianMixturePrior"
-    if given.ndim <= 2 and given.shape in ((), (k,), (k, d)):
-        rows = given[:, None] if given.ndim == 1 else given
-        given = diagonals(np.broadcast_to(rows, (k, d)))
-    if given.shape != (k, d, d) or not np.isfinite(given).all():
+    matrices = as_matrices(np.asarray(prior.covariances, dtype=float), k, d)
+    name = f"covariances of {type(prior).__name__}"
+    if matrices.shape != (k, d, d) or not np.isfinite(matrices).all():
         raise ValueError(
             f"{name} must be finite, a number or of shape ({k},), ({k}, {d}) or ({k}, {d}, {d}); "
             f"got {prior.covariances!r}."
         )
-    return np.stack([check_covariance(name, covariance) for covariance in given])
+    return np.stack([normal.check_covariance(name, covariance) for covariance in matrices])

@@ -11,7 +11,9 @@ compared with the distances between the groups.
 """
 
 import warnings
-from typing import NamedTuple
+from copy import copy
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize
@@ -20,28 +22,39 @@ from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 
 from pfl_sklearn._parallel import batch_mapper
+from pfl_sklearn._typing import Floats, Integers
 
-_FLOOR = 1e-6  # smallest variance of a component with its noise, over the clients' spread
-_NO_SPREAD = 1e-100  # floor where clients do not differ; its square is still a number
+# Smallest variance of a component with its noise, over the clients' spread. The likelihood grows
+# without bound as a component shrinks onto one client.
+_VARIANCE_FLOOR = 1e-6
+# The floor where clients do not differ at all; its square is still a number.
+_NO_SPREAD_FLOOR = 1e-100
+# Clients that the starts look at: enough to find the groups, few enough for ten starts.
 _START_CLIENTS = 20_000
-_LLOYD_STEPS = 10  # of k-means before EM
-_START_STEPS, _START_TOLERANCE = 50, 1e-5  # of EM from every start
-_EM_STEPS, _EM_TOLERANCE = 20, 1e-8  # of EM from the best one
-_HALVINGS = 12
-_TINY = 1e-300
-_EMPTY = 1e-10  # summed responsibilities of a component that is left as it is
+# Steps of k-means before EM. A start need not be a fixed point.
+_LLOYD_STEPS = 10
+# EM from every start: steps, and nats per client that a step must gain. It only ranks the starts.
+_RANKING_EM_STEPS, _RANKING_TOLERANCE = 50, 1e-5
+# EM from the best start with all clients, before the quasi-Newton steps, which go to the maximum.
+_EM_STEPS, _EM_TOLERANCE = 20, 1e-8
+# Of a variance step that overshoots; after them it has moved by 1 / 4,096 of its way.
+_VARIANCE_HALVINGS = 12
+# Summed responsibilities of a component that has lost its clients and is left as it is.
+_EMPTY_COMPONENT = 1e-10
 _POLISH_STEPS = 500
-_POLISH_TOLERANCE = 1e-7  # largest slope per client at the end, in units of the clients' spread
-_SMALLEST_SHARE = 1e-10
+# Largest slope per client at the end, in units of the clients' spread.
+_POLISH_TOLERANCE = 1e-7
+# Weights of empty components in the logs that quasi-Newton steps move.
+_SMALLEST_WEIGHT = 1e-10
 
 
-class Mixture(NamedTuple):
+class NormalMixture(NamedTuple):
     """Components. A covariance is given by eigenvalues and, if it is not diagonal, vectors."""
 
-    means: np.ndarray  # (k, d)
-    values: np.ndarray  # (k, d)
-    vectors: np.ndarray | None  # (k, d, d), columns
-    weights: np.ndarray  # (k,)
+    means: Floats  # (k, d)
+    values: Floats  # (k, d)
+    vectors: Any  # (k, d, d), columns; None if all covariances are diagonal
+    weights: Floats  # (k,)
 
     def times(self, unit):
         """The mixture of the vectors times `unit`."""
@@ -71,7 +84,7 @@ class Shape(NamedTuple):
 class MixtureFit(NamedTuple):
     """A fitted mixture."""
 
-    mixture: Mixture
+    mixture: NormalMixture
     log_likelihood: float
     interior: bool  # no component lies at the floor of its variance
     converged: bool
@@ -81,9 +94,9 @@ def from_covariances(means, covariances, weights):
     """Mixture of given components (k, d), (k, d, d), (k,)."""
     diagonal = np.einsum("kdd->kd", covariances)
     if np.count_nonzero(covariances) == np.count_nonzero(diagonal):
-        return Mixture(means, diagonal.copy(), None, weights)
+        return NormalMixture(means, diagonal.copy(), None, weights)
     values, vectors = np.linalg.eigh(covariances)
-    return Mixture(means, np.maximum(values, 0.0), vectors, weights)
+    return NormalMixture(means, np.maximum(values, 0.0), vectors, weights)
 
 
 def fit_mixture(x, s, n_components, shape, *, n_init, rng, known):
@@ -98,7 +111,7 @@ def fit_mixture(x, s, n_components, shape, *, n_init, rng, known):
     shape : Shape
     n_init : int
     rng : RandomState
-    known : Mixture
+    known : NormalMixture
         The parts that are given; the parts that `shape` estimates are ignored.
 
     Returns
@@ -107,50 +120,53 @@ def fit_mixture(x, s, n_components, shape, *, n_init, rng, known):
         Starts use at most 20,000 clients, drawn at random. A solution with a component at the
         floor of its variance is kept only if every start ends in one.
     """
-    start = _best_start(x, s, n_components, shape, n_init, rng, known)
-    return finish(start, x, s, shape)
+    floor = variance_floor(x, s)
+    start = _best_start(x, s, n_components, shape, floor, n_init, rng, known)
+    noise = _floored(s, shape, floor)
+    fit = run_em(start, x, noise, shape, floor, _EM_STEPS, _EM_TOLERANCE)
+    return polish(fit, x, noise, shape, floor)
 
 
 def select_components(x, s, largest, shape, *, n_init, rng, known):
     """Fit with the number k of components, 1 to `largest`, that has the smallest BIC.
 
-    ``known(k)`` gives the known parts. The search ends when two more components have not helped.
+    ``known(k)`` gives the known parts. The search ends when two more components have not helped:
+    one more may have to split a group before the next one gains.
     """
-    found = []
+    fits: list[tuple[float, int, MixtureFit]] = []
     for k in range(1, largest + 1):
-        start = _best_start(x, s, k, shape, n_init, rng, known(k))
-        fit = finish(start, x, s, shape)
+        fit = fit_mixture(x, s, k, shape, n_init=n_init, rng=rng, known=known(k))
         size = shape.n_parameters(k, x.shape[1]) * np.log(len(x))
-        found.append((size - 2 * fit.log_likelihood, k, fit))
-        best = min(found, key=lambda entry: entry[:2])
-        if k >= best[1] + 2:
+        fits.append((size - 2 * fit.log_likelihood, k, fit))
+        _, best_k, best = min(fits, key=itemgetter(0))
+        if k >= best_k + 2:
             break
-    return best[2]
-
-
-def finish(mixture, x, s, shape):
-    """Fit to all clients from a start: some steps of EM, then quasi-Newton steps."""
-    floor = variance_floor(x, s)
-    s = _floored(s, shape, floor)
-    return polish(run(mixture, x, s, shape, floor, _EM_STEPS, _EM_TOLERANCE), x, s, shape, floor)
+    return best
 
 
 def fixed_variance(k, d, variance):
     """Mixture with one known variance for all components; the rest is unknown."""
-    return Mixture(np.full((k, d), np.nan), np.full((k, d), variance), None, np.full(k, 1 / k))
+    return NormalMixture(
+        np.full((k, d), np.nan), np.full((k, d), variance), None, np.full(k, 1 / k)
+    )
 
 
-def in_order(mixture):
-    """The same components, heaviest first, ties by first coordinate."""
-    order = np.lexsort((mixture.means[:, 0], -mixture.weights))
-    vectors = None if mixture.vectors is None else mixture.vectors[order]
-    return Mixture(mixture.means[order], mixture.values[order], vectors, mixture.weights[order])
+def weight_order(means: Floats, weights: Floats) -> Integers:
+    """Order of components: heaviest first, ties by first coordinate."""
+    return np.lexsort((means[:, 0], -weights))
+
+
+def heaviest_first(mixture: NormalMixture) -> NormalMixture:
+    """The same components in the order of their weights, so that labels do not depend on starts."""
+    order = weight_order(mixture.means, mixture.weights)
+    parts: Any = (None if part is None else part[order] for part in mixture)
+    return NormalMixture(*parts)
 
 
 def variance_floor(x, s):
     """Smallest variance of a component. With the noise it is a millionth of the clients' spread."""
     spread = float(np.mean(np.var(x, axis=0)))
-    return max(_FLOOR * spread - float(s.min()), 0.0) if spread > 0 else _NO_SPREAD
+    return max(_VARIANCE_FLOOR * spread - float(s.min()), 0.0) if spread > 0 else _NO_SPREAD_FLOOR
 
 
 def _floored(s, shape, floor):
@@ -162,26 +178,28 @@ def _floored(s, shape, floor):
     return np.maximum(s, floor) if shape.covariance_type == "fixed" else s
 
 
-def _best_start(x, s, k, shape, n_init, rng, known):
+def _best_start(x, s, k, shape, floor, n_init, rng, known):
     """Mixture after a few steps on some clients from the best of `n_init` starts."""
-    floor = variance_floor(x, s)
     subset = slice(None)
     if len(x) > _START_CLIENTS:
         subset = rng.choice(len(x), _START_CLIENTS, replace=False)
-    few, noise = x[subset], _floored(s[subset], shape, floor)
-    found = []
-    for attempt in range(n_init if shape.means else 1):
-        start = _start(few, noise, k, shape, floor, rng, known, attempt % 2 == 1)
-        found.append(run(start, few, noise, shape, floor, _START_STEPS, _START_TOLERANCE))
-    return max(found, key=lambda fit: (fit.interior, fit.log_likelihood)).mixture
+    x, noise = x[subset], _floored(s[subset], shape, floor)
+    fits = []
+    for attempt in range(n_init if shape.means else 1):  # given means leave nothing to draw
+        start = _start(x, noise, k, shape, floor, rng, known, attempt % 2 == 1)
+        fits.append(run_em(start, x, noise, shape, floor, _RANKING_EM_STEPS, _RANKING_TOLERANCE))
+    # The likelihood of a component at the floor is as large as the floor is small.
+    return max(fits, key=lambda fit: (fit.interior, fit.log_likelihood)).mixture
 
 
 def _start(x, s, k, shape, floor, rng, known, projected):
     """Components from k-means on the clients, or on their leading directions."""
     d = x.shape[1]
     spread = np.mean(np.var(x, axis=0))
+    # Some of the clients may be alike, and without noise.
     precision = np.broadcast_to(1 / (s + spread + 1e-300), len(x))
     if shape.means:
+        # Noise in many directions hides groups that the leading ones show.
         space = _leading(x, k) if projected and k < d else x
         labels = k_means(space, k, rng, weights=precision, n_steps=_LLOYD_STEPS)[1]
         means = cluster_means(x, labels, precision, np.tile(x.mean(axis=0), (k, 1)))
@@ -190,11 +208,12 @@ def _start(x, s, k, shape, floor, rng, known, projected):
         labels = nearest_centre(x, means)
     weights = np.full(k, 1 / k) if shape.weights else known.weights
     if shape.covariance_type == "fixed":
-        return Mixture(means, known.values, known.vectors, weights)
+        return NormalMixture(means, known.values, known.vectors, weights)
     within = np.mean((x - means[labels]) ** 2, axis=0) - s.mean()
+    # A full covariance would stay at 0: the step with theta latent is proportional to it.
     value = max(within.mean(), 0.01 * spread, floor)
     vectors = np.broadcast_to(np.eye(d), (k, d, d)) if shape.covariance_type == "full" else None
-    return Mixture(means, np.full((k, d), value), vectors, weights)
+    return NormalMixture(means, np.full((k, d), value), vectors, weights)
 
 
 def _leading(x, k):
@@ -228,22 +247,17 @@ def cluster_means(x, labels, weights, empty):
     k = len(empty)
     totals = np.bincount(labels, weights=weights, minlength=k)[:, None]
     sums = np.stack([np.bincount(labels, weights * column, k) for column in x.T], axis=1)
-    return np.where(totals > 0, sums / np.maximum(totals, _TINY), empty)
-
-
-def log_joint(mixture, x, s):
-    """Log of weight times marginal density, (k, m)."""
-    rows, ones = [], np.ones(x.shape[1])
-    for k in range(len(mixture.weights)):
-        z, total = coordinates(mixture, k, x), mixture.values[k] + s[:, None]
-        rows.append(-0.5 * ((z**2 / total) @ ones + np.log(2 * np.pi * total) @ ones))
-    with np.errstate(divide="ignore"):
-        return np.stack(rows) + np.log(mixture.weights)[:, None]
+    return np.divide(sums, totals, out=np.array(empty, dtype=float), where=totals > 0)
 
 
 def e_step(mixture, x, s):
     """Responsibilities (k, m) and the log-likelihood."""
-    joint = log_joint(mixture, x, s)
+    rows, ones = [], np.ones(x.shape[1])
+    for k in range(len(mixture.weights)):
+        z, total = component_coordinates(mixture, k, x), mixture.values[k] + s[:, None]
+        rows.append(-0.5 * ((z**2 / total) @ ones + np.log(2 * np.pi * total) @ ones))
+    with np.errstate(divide="ignore"):  # a weight of 0
+        joint = np.stack(rows) + np.log(mixture.weights)[:, None]
     largest = joint.max(axis=0)
     shares = np.exp(joint - largest)
     totals = shares.sum(axis=0)
@@ -253,10 +267,9 @@ def e_step(mixture, x, s):
 def m_step(mixture, r, x, s, shape, floor):
     """Components that raise the expected log-likelihood under responsibilities `r`."""
     counts = r.sum(axis=1)
-    means, values = mixture.means.copy(), mixture.values.copy()
-    vectors = None if mixture.vectors is None else mixture.vectors.copy()
-    for k in np.flatnonzero(counts > _EMPTY):
-        if shape.means:
+    means, values, vectors = map(copy, mixture[:3])
+    for k in np.flatnonzero(counts > _EMPTY_COMPONENT):
+        if shape.means:  # before the variances: their step measures from the new mean
             means[k] = _weighted_mean(mixture, k, r[k], x, s)
         deviations = x - means[k]
         if shape.covariance_type == "full":
@@ -265,10 +278,10 @@ def m_step(mixture, r, x, s, shape, floor):
             shared = shape.covariance_type == "spherical"
             values[k] = _variance_step(values[k], r[k], deviations**2, s, floor, shared)
     weights = counts / len(x) if shape.weights else mixture.weights
-    return Mixture(means, values, vectors, weights)
+    return NormalMixture(means, values, vectors, weights)
 
 
-def run(mixture, x, s, shape, floor, n_steps, tolerance):
+def run_em(mixture, x, s, shape, floor, n_steps, tolerance):
     """Fit after EM, which ends when a step gains less than `tolerance` nats per client."""
     r, value = e_step(mixture, x, s)
     converged = False
@@ -284,12 +297,12 @@ def run(mixture, x, s, shape, floor, n_steps, tolerance):
 
 def is_interior(mixture, shape, floor):
     """Whether no component lies at the floor of its variance."""
-    if shape.covariance_type == "fixed" or floor == 0:
+    if shape.covariance_type == "fixed" or floor == 0:  # the noise alone is above the floor
         return True
     return bool(mixture.values.min() > floor * (1 + 1e-6))
 
 
-def coordinates(mixture, k, x):
+def component_coordinates(mixture, k, x):
     """Deviations (m, d) from component k, in its own directions."""
     deviations = x - mixture.means[k]
     return deviations if mixture.vectors is None else deviations @ mixture.vectors[k]
@@ -297,8 +310,8 @@ def coordinates(mixture, k, x):
 
 def _weighted_mean(mixture, k, r, x, s):
     """Mean (d,) that maximizes the likelihood, coordinate by coordinate in the component's axes."""
-    precision = r[:, None] / np.maximum(mixture.values[k] + s[:, None], _TINY)
-    z = coordinates(mixture, k, x)
+    precision = r[:, None] / (mixture.values[k] + s[:, None])
+    z = component_coordinates(mixture, k, x)
     moved = np.einsum("md,md->d", precision, z) / np.einsum("md->d", precision)
     return mixture.means[k] + (moved if mixture.vectors is None else mixture.vectors[k] @ moved)
 
@@ -315,11 +328,11 @@ def _variance_step(values, r, squares, s, floor, shared):
     weight = r[:, None] / (values + s[:, None]) ** 2
     above = np.einsum("md,md->d", weight, squares - s[:, None])
     total = np.einsum("md->d", weight)
-    if shared:
+    if shared:  # spherical
         above, total = np.full_like(above, above.sum()), np.full_like(total, total.sum())
     target = np.maximum(above / total, floor)
     current = _expected(values, r, squares, s)
-    for _ in range(_HALVINGS):
+    for _ in range(_VARIANCE_HALVINGS):
         if _expected(target, r, squares, s) >= current:
             return target
         target = (target + values) / 2
@@ -333,7 +346,7 @@ def _full_step(values, vectors, r, deviations, s, floor):
     step, with theta latent, never lowers the likelihood.
     """
     z = deviations @ vectors
-    own = values / np.maximum(values + s[:, None], _TINY)
+    own = values / (values + s[:, None])
     seen = np.einsum("md,me->de", r[:, None] * own * z, own * z)
     latent = seen + np.diag(r @ np.broadcast_to(own * s[:, None], z.shape))
     weight = r / (values.mean() + s) ** 2
@@ -342,17 +355,17 @@ def _full_step(values, vectors, r, deviations, s, floor):
         latent / r.sum(),
         scatter - np.eye(len(values)) * np.sum(weight * s) / weight.sum(),
     ]
-    scored = []
+    steps = []
     for candidate in candidates:
         new, turned = np.linalg.eigh(candidate)
         new = np.maximum(new, floor)
-        scored.append((_expected(new, r, (z @ turned) ** 2, s), new, vectors @ turned))
-    _, new, turned = max(scored, key=lambda score: score[0])
-    return new, turned
+        steps.append((_expected(new, r, (z @ turned) ** 2, s), new, vectors @ turned))
+    return max(steps, key=itemgetter(0))[1:]
 
 
 def polish(start, x, s, shape, floor):
     """Mixture at the maximum that quasi-Newton steps reach from `start` (a MixtureFit)."""
+    # The clients' spread, or the noise if they are all alike.
     scale = float(np.mean(np.var(x, axis=0))) or float(np.mean(s)) or 1.0
     centre, unit = x.mean(axis=0), np.sqrt(scale)
     model = _Coordinates(start.mixture, shape, floor / scale, centre, unit)
@@ -365,7 +378,7 @@ def polish(start, x, s, shape, floor):
         r, value = e_step(mixture, z, noise)
         return -value / len(x), -model.slope(point, mixture, r, z, noise) / len(x)
 
-    found = minimize(
+    optimum = minimize(
         negative,
         model.start,
         jac=True,
@@ -373,11 +386,11 @@ def polish(start, x, s, shape, floor):
         bounds=model.bounds,
         options={"maxiter": _POLISH_STEPS, "gtol": _POLISH_TOLERANCE, "ftol": 1e-14, "maxcor": 20},
     )
-    inside = model.mixture(found.x)
+    inside = model.mixture(optimum.x)
     mixture = inside._replace(means=centre + unit * inside.means, values=inside.values * scale)
     value = e_step(mixture, x, s)[1]
-    converged = found.nit < _POLISH_STEPS
-    if not value >= start.log_likelihood:
+    converged = optimum.nit < _POLISH_STEPS
+    if not value >= start.log_likelihood:  # by rounding, or NaN
         return start._replace(converged=converged)
     return MixtureFit(mixture, value, is_interior(mixture, shape, floor), converged)
 
@@ -394,7 +407,7 @@ class _Coordinates:
         values = mixture.values / unit**2
         self.given = mixture._replace(means=(mixture.means - centre) / unit, values=values)
         k = len(mixture.weights)
-        log_weights = np.log(np.maximum(mixture.weights, _SMALLEST_SHARE))
+        log_weights = np.log(np.maximum(mixture.weights, _SMALLEST_WEIGHT))
         parts = {
             "means": self.given.means if shape.means else None,
             "spread": self._spread(values, mixture.vectors),
@@ -420,7 +433,7 @@ class _Coordinates:
         elif "spread" in parts:
             values = np.broadcast_to(parts["spread"], (k, d))
         weights = softmax(parts["weights"]) if "weights" in parts else self.given.weights
-        return Mixture(parts.get("means", self.given.means), values, vectors, weights)
+        return NormalMixture(parts.get("means", self.given.means), values, vectors, weights)
 
     def slope(self, point, mixture, r, x, s):
         """Gradient of the log-likelihood, by the responsibilities (k, m)."""
@@ -428,7 +441,7 @@ class _Coordinates:
         slopes = {name: np.zeros_like(part) for name, part in parts.items()}
         for k in range(len(counts)):
             precision = 1 / (mixture.values[k] + s[:, None])
-            pull = coordinates(mixture, k, x) * precision
+            pull = component_coordinates(mixture, k, x) * precision
             if "means" in parts:
                 along = r[k] @ pull
                 along = along if mixture.vectors is None else mixture.vectors[k] @ along

@@ -41,7 +41,9 @@ def check_covariance(name, covariance):
 
 
 def diagonal_or_matrix(covariance):
-    """The diagonal (d,) of a covariance (d, d) if the rest is 0, which is faster."""
+    """The diagonal (d,) of a covariance (d, d) if the rest is 0, which is faster, or as it is."""
+    if covariance.ndim == 1:
+        return covariance
     diagonal = np.diag(covariance)
     beside = np.count_nonzero(covariance) - np.count_nonzero(diagonal)
     return covariance if beside else diagonal.copy()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import Any, ClassVar, Self
 
 import numpy as np
-from sklearn.base import BaseEstimator
+from sklearn.base import BaseEstimator, clone
 from sklearn.utils import check_random_state
 
-from pfl_sklearn._typing import Floats, RandomState
+from pfl_sklearn._typing import Floats, Integers, RandomState
 
 # Probabilities written with about nine digits still sum to 1.
 _SUM_TOLERANCE = 1e-8
@@ -51,8 +52,7 @@ class Prior(BaseEstimator):
         self._require_known()
         return self._draw(n_samples, check_random_state(random_state))
 
-    def _draw(self, n_samples: int, rng: np.random.RandomState) -> Floats:
-        raise NotImplementedError
+    _draw: Any  # n_samples and a RandomState to draws (n_samples, d)
 
     def _require_known(self) -> tuple[Any, ...]:
         """Values of the parameters of a known prior, as they were given."""
@@ -63,6 +63,68 @@ class Prior(BaseEstimator):
                 f"this {type(self).__name__} is not known yet; give {wanted}, or fit it."
             )
         return tuple(getattr(self, name) for name in self._estimated)
+
+
+class ProportionPrior(Prior):
+    """Methods that priors of proportions share."""
+
+    _fit_counts: Any
+    _posterior: Any
+    _posterior_quantiles: Any
+
+    def fit_counts(
+        self, successes: Integers, trials: Integers, counts: Floats, method: str
+    ) -> Self:
+        """Fit the prior to a table of counts.
+
+        Parameters
+        ----------
+        successes, trials, counts : ndarrays of shape (n_pairs,)
+            Distinct pairs and how many clients have each.
+        method : {"ml", "moments"}
+            Maximum marginal likelihood, or debiased moments; a grid has only "ml".
+
+        Returns
+        -------
+        BetaPrior or GridPrior
+            A new, known prior. A known prior is copied.
+        """
+        if self.is_known:
+            return clone(self)
+        return self._fit_counts(successes, trials, counts, method)
+
+    def posterior(self, successes: Integers, trials: Integers) -> tuple[Floats, Floats]:
+        """Posterior of the clients' proportions given their counts.
+
+        Parameters
+        ----------
+        successes, trials : ndarrays of shape (n_clients,)
+            Each client's counts.
+
+        Returns
+        -------
+        mean, variance : ndarrays of shape (n_clients,)
+        """
+        return self._posterior(successes, trials)
+
+    def posterior_quantiles(
+        self, successes: Integers, trials: Integers, tails: Iterable[float]
+    ) -> list[Floats]:
+        """Quantiles of the clients' posteriors; for a grid they are points of it.
+
+        Parameters
+        ----------
+        successes, trials : ndarrays of shape (n_clients,)
+            Each client's counts.
+        tails : iterable of float in [0, 1]
+            Lower-tail probabilities of the quantiles, such as 0.05 and 0.95.
+
+        Returns
+        -------
+        list of ndarrays of shape (n_clients,)
+            One array for each of `tails`.
+        """
+        return self._posterior_quantiles(successes, trials, tails)
 
 
 def known_vector(prior: Prior, name: str, d: int, positive: bool = False) -> Floats | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
+from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -12,17 +13,9 @@ from sklearn.utils import check_array
 
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn.priors import _label_counts as labels
 from pfl_sklearn.priors._dirichlet import DirichletPrior
-from pfl_sklearn.priors._label_counts import (
-    FrequencyPrior,
-    check_frequencies,
-    check_label_counts,
-    compress,
-    dirichlet_draws,
-    known_frequencies,
-    log_rising,
-    maximum_on,
-)
+from pfl_sklearn.priors._label_counts import FrequencyPrior
 from pfl_sklearn.priors._sparse_dirichlet_fit import (
     SparseParameters,
     log_choose,
@@ -120,7 +113,7 @@ class SparseDirichletPrior(FrequencyPrior):
     def is_known(self) -> bool:
         """Whether all parameters are given; checks those that are frequencies."""
         is_known = super().is_known
-        known_frequencies(self, "weights", None if self.mean is None else np.size(self.mean))
+        labels.known_frequencies(self, "weights", None if self.mean is None else np.size(self.mean))
         return is_known
 
     def _parameters(self):
@@ -128,7 +121,7 @@ class SparseDirichletPrior(FrequencyPrior):
         mean, full, weights, sparse = self._require_known()
         return SparseParameters(np.asarray(mean, float), full, np.asarray(weights, float), sparse)
 
-    def fit(self, theta: TableLike) -> SparseDirichletPrior:
+    def fit(self, theta: TableLike) -> Self:
         """Fit the prior to label frequencies observed without noise.
 
         A client's labels are those with a frequency above 0. The parameters maximize the
@@ -146,7 +139,7 @@ class SparseDirichletPrior(FrequencyPrior):
             A new, known prior; this prior does not change. A known prior is copied.
         """
         self._validate_params()
-        theta = check_frequencies(self, theta, zeros=True)
+        theta = labels.check_frequencies(self, theta, zeros=True)
         m, n_labels = theta.shape
         size = (theta > 0).sum(axis=1)
         dense = self._fit_full(theta, theta[size == n_labels])
@@ -158,7 +151,7 @@ class SparseDirichletPrior(FrequencyPrior):
     def _fit_full(self, theta, full):
         """Dirichlet prior of the clients with all labels; by moments of all clients without any."""
         prior = DirichletPrior(
-            known_frequencies(self, "mean", theta.shape[1]), self.concentration
+            labels.known_frequencies(self, "mean", theta.shape[1]), self.concentration
         )
         if len(full):
             return prior.fit(full)
@@ -167,9 +160,9 @@ class SparseDirichletPrior(FrequencyPrior):
     def _fit_counts(self, counts, mean):
         if self.is_known:
             return clone(self)
-        weights = known_frequencies(self, "weights", counts.shape[1])
+        weights = labels.known_frequencies(self, "weights", counts.shape[1])
         # A client without rows would pull the weights towards where they start.
-        table = compress(counts[counts.any(axis=1)] if counts.any() else counts)
+        table = labels.compress(counts[counts.any(axis=1)] if counts.any() else counts)
         given = self.concentration, weights, self.sparse_concentration
         return self._with(maximize(table, mean, *given))
 
@@ -212,10 +205,12 @@ class SparseDirichletPrior(FrequencyPrior):
         size = 1 + rng.choice(n_labels, size=(n_samples, 1), p=known.weights)
         place = rng.uniform(size=(n_samples, n_labels)).argsort(axis=1).argsort(axis=1)
         sparse = np.where(place < size, known.sparse, 0.0)
-        return dirichlet_draws(np.where(size == n_labels, known.full * known.mean, sparse), rng)
+        return labels.dirichlet_draws(
+            np.where(size == n_labels, known.full * known.mean, sparse), rng
+        )
 
     def _log_likelihood(self, counts):
-        return logsumexp(log_joint_of_sizes(compress(counts), self._parameters()), axis=1)
+        return logsumexp(log_joint_of_sizes(labels.compress(counts), self._parameters()), axis=1)
 
     def label_numbers(self, counts: TableLike) -> Floats:
         """Posterior of the number of labels that each client has.
@@ -230,7 +225,7 @@ class SparseDirichletPrior(FrequencyPrior):
         ndarray of shape (n_clients, n_labels)
             Probabilities of 1, ..., n_labels labels.
         """
-        table = compress(check_label_counts(counts))
+        table = labels.compress(labels.check_label_counts(counts))
         return np.exp(_log_label_numbers(table, self._parameters()))
 
     def _posterior(self, counts):
@@ -244,8 +239,8 @@ class SparseDirichletPrior(FrequencyPrior):
     def _log_moments(self, counts, orders):
         """Logs (m, K) of the posterior moments of the frequencies, of each order."""
         known = self._parameters()
-        known_frequencies(self, "mean", counts.shape[1])
-        log_sizes = _log_label_numbers(compress(counts), known)
+        labels.known_frequencies(self, "mean", counts.shape[1])
+        log_sizes = _log_label_numbers(labels.compress(counts), known)
         return [_log_moment(counts, log_sizes, known, order) for order in orders]
 
 
@@ -263,13 +258,15 @@ def _log_moment(counts, log_sizes, known, order):
     n_seen = np.count_nonzero(counts, axis=1)[:, None]
     size = np.arange(1, n_labels)
     # An unseen label is one of the client's s labels with chance (s - o) / (K - o).
-    below = log_sizes[:, :-1] - log_rising(size * known.sparse + n_rows, order)
+    below = log_sizes[:, :-1] - labels.log_rising(size * known.sparse + n_rows, order)
     with np.errstate(divide="ignore"):
         share = np.log(np.maximum(size - n_seen, 0)) - np.log(np.maximum(n_labels - n_seen, 1))
-    unseen = logsumexp(below + share, axis=1, keepdims=True) + log_rising(known.sparse, order)
-    seen = logsumexp(below, axis=1, keepdims=True) + log_rising(known.sparse + counts, order)
-    full = log_rising(counts + known.full * known.mean, order)
-    full = full + log_sizes[:, -1:] - log_rising(known.full + n_rows, order)
+    unseen = logsumexp(below + share, axis=1, keepdims=True) + labels.log_rising(
+        known.sparse, order
+    )
+    seen = logsumexp(below, axis=1, keepdims=True) + labels.log_rising(known.sparse + counts, order)
+    full = labels.log_rising(counts + known.full * known.mean, order)
+    full = full + log_sizes[:, -1:] - labels.log_rising(known.full + n_rows, order)
     return np.logaddexp(full, np.where(counts > 0, seen, unseen))
 
 
@@ -288,4 +285,4 @@ def _ml_symmetric(theta, size):
         a = np.exp(point)
         return np.sum(gammaln(size * a) - size * gammaln(a)) + (a - 1) * logs
 
-    return maximum_on(likelihood, 1e-3, 1e6)
+    return labels.maximum_on(likelihood, 1e-3, 1e6)

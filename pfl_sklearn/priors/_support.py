@@ -4,6 +4,8 @@ An estimator with a parameter `prior` names its likelihood in ``_likelihood`` an
 :func:`default_prior` as its ``_default_component``.
 """
 
+from typing import Any
+
 from sklearn.base import clone
 
 from pfl_sklearn.priors._beta import BetaPrior
@@ -13,7 +15,7 @@ from pfl_sklearn.priors._gaussian_mixture import GaussianMixturePrior
 from pfl_sklearn.priors._grid import GridPrior
 from pfl_sklearn.priors._laplace import LaplacePrior
 
-PRIORS = {
+PRIORS: dict[str, dict[str, type[Any]]] = {
     "mean": {
         "gaussian": GaussianPrior,
         "gaussian_mixture": GaussianMixturePrior,
@@ -28,8 +30,9 @@ PRIORS = {
     },
     "logistic": {"gaussian": GaussianPrior},
 }
-# The shape of the covariance of a GaussianPrior that names none.
-_SHAPES = {"mean": "spherical", "linear": "diag", "logistic": "diag"}
+# The shape of the covariance of a GaussianPrior that names none: outputs of means have one unit,
+# coefficients have those of their columns.
+_DEFAULT_COVARIANCE_TYPES = {"mean": "spherical", "linear": "diag", "logistic": "diag"}
 # The shapes of a covariance that a likelihood can estimate, where it cannot estimate all of them.
 COVARIANCE_TYPES = {("mean", GaussianPrior): ("spherical", "diag")}
 
@@ -62,9 +65,10 @@ def resolve_prior(estimator):
     prior, likelihood = estimator.prior, estimator._likelihood
     if isinstance(prior, str):
         return _shaped(default_prior(estimator, "prior", prior), likelihood)
+    # A subclass may be another distribution.
     if type(prior) not in PRIORS[likelihood].values():
         raise _unsupported(estimator, prior)
-    prior = clone(prior)
+    prior = clone(prior)  # a fit alters no argument
     prior._validate_params()
     prior = _shaped(prior, likelihood)
     types = COVARIANCE_TYPES.get((likelihood, type(prior)))
@@ -79,7 +83,7 @@ def resolve_prior(estimator):
 def _shaped(prior, likelihood):
     """The prior, with the likelihood's shape of a covariance if it names none."""
     if type(prior) is GaussianPrior and prior.covariance_type is None:
-        prior.covariance_type = _SHAPES[likelihood]
+        prior.covariance_type = _DEFAULT_COVARIANCE_TYPES[likelihood]
     return prior
 
 

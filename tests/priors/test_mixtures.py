@@ -99,7 +99,7 @@ def test_every_step_raises_the_likelihood(covariance_type, common):
         rng = np.random.RandomState(seed)
         start = x[rng.choice(400, 4)]
         vectors = np.broadcast_to(np.eye(2), (4, 2, 2)) if covariance_type == "full" else None
-        mixture = em.Mixture(
+        mixture = em.NormalMixture(
             start, np.full((4, 2), rng.uniform(0.01, 5)), vectors, np.full(4, 0.25)
         )
         values = []
@@ -119,7 +119,7 @@ def test_slopes_of_the_quasi_newton_steps(covariance_type, common):
     shape, rng = em.Shape(covariance_type), np.random.default_rng(0)
     vectors = np.linalg.qr(rng.normal(size=(3, 2, 2)))[0] if covariance_type == "full" else None
     values = np.full((3, 2), 0.4) if covariance_type != "full" else rng.uniform(0.2, 1, (3, 2))
-    mixture = em.Mixture(MEANS, values, vectors, WEIGHTS)
+    mixture = em.NormalMixture(MEANS, values, vectors, WEIGHTS)
     model = em._Coordinates(mixture, shape, 0.01, np.zeros(2), 1.0)
     point = model.start + 0.05 * rng.random(model.size)
     at = model.mixture(point)

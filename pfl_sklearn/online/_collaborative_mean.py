@@ -16,7 +16,7 @@ from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, client_values
 from pfl_sklearn.online import _privacy
-from pfl_sklearn.online._stream import Stream
+from pfl_sklearn.online._collaboration import Stream
 from pfl_sklearn.online._variances import half_width
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyWarning
 from pfl_sklearn.privacy._ledger import charge

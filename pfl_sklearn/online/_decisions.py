@@ -11,8 +11,8 @@ from scipy.sparse import csr_array, eye_array
 from scipy.special import ndtri
 from sklearn.utils.parallel import Parallel, delayed
 
-from pfl_sklearn.online import _mixture
-from pfl_sklearn.online._streams import Broadcast
+from pfl_sklearn.online import _classes
+from pfl_sklearn.online._messages import Broadcast
 
 _BLOCK = 1 << 20  # pairs of agents at once
 _WIDER = 4.0  # times the range of nine tenths of the means
@@ -164,7 +164,7 @@ class Mixture:
         pairs = hearing.pairs(np.zeros(1, int))
         heard = np.stack([pairs.means[:, 0], pairs.variances[:, 0]])
         self._look(heard)
-        found = _mixture.combine(self.classes, own.means, own.variances, heard)
+        found = _classes.combine(self.classes, own.means, own.variances, heard)
         return Estimates(found.means, found.variances)
 
     def same_class(self, own, hearing):
@@ -187,19 +187,19 @@ class Mixture:
         means, variances = np.broadcast_arrays(pairs.means, pairs.variances)
         if hearing.is_common:
             heard = np.stack([means[:, 0], variances[:, 0]])
-            known = _mixture.combine(
+            known = _classes.combine(
                 self.classes, own.means[block], own.variances[block], heard[:, block]
             )
-            return _mixture.together(self.classes, known.weights, heard)
+            return _classes.together(self.classes, known.weights, heard)
         found = np.zeros((len(block), hearing.n_agents))
         for k, recipient in enumerate(block):
             told = np.isfinite(variances[:, k])
             if told.any():
                 heard = np.stack([means[told, k], variances[told, k]])
-                classes = _mixture.find_classes(*heard, self._width(heard[0]))
+                classes = _classes.find_classes(*heard, self._width(heard[0]))
                 one = slice(recipient, recipient + 1)
-                known = _mixture.combine(classes, own.means[one], own.variances[one])
-                found[k, pairs.senders[told, k]] = _mixture.together(classes, known.weights, heard)
+                known = _classes.combine(classes, own.means[one], own.variances[one])
+                found[k, pairs.senders[told, k]] = _classes.together(classes, known.weights, heard)
         return found
 
     def _look(self, heard):
@@ -209,7 +209,7 @@ class Mixture:
             before = None
         elif precision < _GROWTH * before.information:
             return
-        self.classes = _mixture.find_classes(*heard, self._width(heard[0]), before)
+        self.classes = _classes.find_classes(*heard, self._width(heard[0]), before)
 
     def _width(self, means):
         """Range in which means lie, not much wider than where most of them were heard."""
@@ -230,6 +230,6 @@ class Mixture:
         if not heard.any():
             return own.means[r], own.variances[r]
         means, variances = pairs.means[heard, 0], pairs.variances[heard, 0]
-        classes = _mixture.find_classes(means, variances, self._width(means))
-        found = _mixture.combine(classes, own.means[r], own.variances[r])
+        classes = _classes.find_classes(means, variances, self._width(means))
+        found = _classes.combine(classes, own.means[r], own.variances[r])
         return found.means, found.variances

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from pfl_sklearn.online._streams import Broadcast, NoNoise, Pairwise, Restricted
+from pfl_sklearn.online._messages import Broadcast, NoNoise, Pairwise, Restricted
 from pfl_sklearn.privacy import GaussianEvent, PrivacyReport, PureEvent, gdp_epsilon, gdp_mu
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._partial_sums import PartialSums

@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 
 from pfl_sklearn._clients import rows_by_client
-from pfl_sklearn.online._statistics import Heard, moved, statistic, with_room
+from pfl_sklearn.online._heard_means import Heard, moved, statistic, with_room
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 
 _BATCH = 1 << 20  # rows of a batch of steps

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from pfl_sklearn.online._statistics import Heard, statistic
+from pfl_sklearn.online._heard_means import Heard, statistic
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._partial_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums

@@ -4,42 +4,53 @@ A *setting* is a number of components, their spread, and the share of agents tha
 Arrays over components have shape (s, k): settings with fewer components leave the last ones empty.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import numpy as np
 from scipy.special import logsumexp
 
-_MOST = 5  # components
+from pfl_sklearn._typing import Floats, Integers
+
+# Components at most. Numbers from 1 on are averaged by their scores, not chosen.
+_MOST = 5
 # Spreads of a class, in units of the range, and shares of agents that belong to no class. A class's
 # variance has a uniform prior, so the weight of a spread is proportional to it; those below a step
 # share the weight of a tenth of a step.
 _STEP = 1 / 30
-_SMALL = 3.0 ** -np.arange(1, 7)
-_SPREADS = _STEP * np.array([*range(11), *range(3), *_SMALL])
+_SMALL_SPREADS = 3.0 ** -np.arange(1, 7)
+_SPREADS = _STEP * np.array([*range(11), *range(3), *_SMALL_SPREADS])
+# A twentieth of the agents on their own, or hardly anybody: tight classes gain by the second.
 _ALONE = np.array([0.05] * 11 + [0.002] * 9)
-_PRIOR = np.log(np.where(_SPREADS >= _STEP, _SPREADS, _STEP / 70))
-_PRIOR += np.where(_ALONE < 0.05, np.log(0.1), 0.0)
-_MAX_STEPS, _TOLERANCE = 100, 1e-2  # of EM, the latter in nats
-_NEGLIGIBLE = 40.0  # nats below the best setting
-_MANY, _NEAR = 5000, 0.1  # agents from which those within a tenth of their sd count as equal
-_TINY = 1e-300
-_BLOCK = 1 << 14  # agents at once
+_LOG_PRIOR = np.log(np.where(_SPREADS >= _STEP, _SPREADS, _STEP / 70))
+_LOG_PRIOR += np.where(_ALONE < 0.05, np.log(0.1), 0.0)
+# Of EM. Settings are averaged, so that a hundredth of a nat moves no weight by more than 1 %.
+_EM_STEPS_PER_SETTING, _GAIN_TO_STOP = 100, 1e-2
+# Nats below the best setting, at which one has a weight below 1e-17.
+_NEGLIGIBLE_SCORE = 40.0
+# Agents from which those within a tenth of their standard deviation count as equal in EM.
+_MANY, _NEAR = 5000, 0.1
+# Precision of the centre of a component that nobody belongs to.
+_NO_PRECISION = 1e-300
+# Agents whose posteriors are formed together: 100 settings of 6 components, some 80 MB.
+_AGENTS_AT_ONCE = 1 << 14
 
 
 class Classes(NamedTuple):
     """Mixtures that noisy means support, one for each setting, and what they were fitted to."""
 
-    sizes: np.ndarray  # (s,), numbers of components
-    spreads: np.ndarray  # (s,), standard deviations of a class
-    alone: np.ndarray  # (s,), log densities of agents that belong to none, times their share
-    shares: np.ndarray  # (s, k)
-    centres: np.ndarray  # (s, k)
-    precisions: np.ndarray  # (s, k), of the centres
-    scores: np.ndarray  # (s,), log-likelihoods less half of BIC's penalty, plus the prior
+    sizes: Integers  # (s,), numbers of components
+    spreads: Floats  # (s,), standard deviations of a class
+    alone: Floats  # (s,), log densities of agents that belong to none, times their share
+    shares: Floats  # (s, k)
+    centres: Floats  # (s, k)
+    precisions: Floats  # (s, k), of the centres
+    scores: Floats  # (s,), log-likelihoods less half of BIC's penalty, plus the prior
     information: float  # sum of the precisions of the means
     n_agents: int
 
-    def at(self, settings):
+    def at(self, settings: Integers) -> Classes:
         """A copy for some settings."""
         arrays = {name: getattr(self, name)[settings].copy() for name in self._fields[:-2]}
         return self._replace(**arrays)
@@ -48,33 +59,34 @@ class Classes(NamedTuple):
 class Posterior(NamedTuple):
     """Mean and variance of agents (n,), and how much each component counts (s * (k + 1), n)."""
 
-    means: np.ndarray
-    variances: np.ndarray
-    weights: np.ndarray
+    means: Floats
+    variances: Floats
+    weights: Floats
 
 
-def find_classes(means, variances, width, before=None):
-    """Classes among means (n,) with noise of known variances (n,).
+def find_classes(heard: Floats, width: float, before: Classes | None = None) -> Classes:
+    """Classes among means with noise of known variances: `heard` (2, n).
 
     `width` is the range of values. EM starts from the classes found `before`.
     """
-    information, n = float((1 / variances).sum()), len(means)
-    means, variances, counts = _grouped(means, variances)
-    found = _spread_out(means, width, n)
+    information, n = float((1 / heard[1]).sum()), heard.shape[1]
+    means, variances, counts = _grouped(*heard)
+    classes = _spread_out(means, width, n)
     if before is not None:
-        found = found._replace(shares=before.shares.copy(), centres=before.centres.copy())
-    moving = np.arange(len(found.sizes))
-    for _ in range(_MAX_STEPS):
-        stepped = _step(found.at(moving), means, variances, counts)
-        still = stepped.scores - found.scores[moving] >= _TOLERANCE
+        classes = classes._replace(shares=before.shares.copy(), centres=before.centres.copy())
+    moving = np.arange(len(classes.sizes))
+    for _ in range(_EM_STEPS_PER_SETTING):
+        stepped = _step(classes.at(moving), means, variances, counts)
+        still = stepped.scores - classes.scores[moving] >= _GAIN_TO_STOP
         for name in ("shares", "centres", "precisions", "scores"):
-            getattr(found, name)[moving] = getattr(stepped, name)
-        moving = moving[still]
+            getattr(classes, name)[moving] = getattr(stepped, name)
+        moving = moving[still]  # most settings end early
         if not len(moving):
             break
-    found.scores[:] -= (2 * found.sizes - 1) / 2 * np.log(n)
-    found.scores[:] += np.tile(_PRIOR, len(found.sizes) // len(_PRIOR))
-    return found._replace(information=information, n_agents=n)
+    # Half of BIC's penalty: k centres and k - 1 shares.
+    classes.scores[:] -= (2 * classes.sizes - 1) / 2 * np.log(n)
+    classes.scores[:] += np.tile(_LOG_PRIOR, len(classes.sizes) // len(_LOG_PRIOR))
+    return classes._replace(information=information, n_agents=n)
 
 
 def _step(classes, means, variances, counts):
@@ -83,8 +95,9 @@ def _step(classes, means, variances, counts):
     member, logs = _members(classes, means, total)
     member *= counts
     weights = member / total
-    precisions = np.maximum(weights.sum(axis=2), _TINY)
-    centres = np.where(precisions > _TINY, weights @ means / precisions, classes.centres)
+    precisions = np.maximum(weights.sum(axis=2), _NO_PRECISION)
+    centres = np.where(precisions > _NO_PRECISION, weights @ means / precisions, classes.centres)
+    # A component that lost its members keeps a share, from which it can come back.
     shares = np.where(classes.shares > 0, np.maximum(member.sum(axis=2), 1e-6), 0.0)
     shares *= (classes.shares.sum(axis=1) / shares.sum(axis=1))[:, None]
     return classes._replace(
@@ -129,25 +142,23 @@ def _members(classes, means, total):
 
     `total` (s, 1, n) are the variances, the spread included.
     """
-    with np.errstate(divide="ignore"):  # empty components
-        shares = np.log(classes.shares)[..., None]
-    logs = shares + _log_normal(means - classes.centres[..., None], total)
+    logs = _log_shares(classes) + _log_normal(means - classes.centres[..., None], total)
     alone = classes.alone[:, None]
     highest = np.maximum(logs.max(axis=1), alone)
-    found = np.exp(logs - highest[:, None])
-    density = found.sum(axis=1) + np.exp(alone - highest)
-    found /= density[:, None]
-    return found, highest + np.log(density)
+    member = np.exp(logs - highest[:, None])
+    density = member.sum(axis=1) + np.exp(alone - highest)
+    member /= density[:, None]
+    return member, highest + np.log(density)
 
 
-def combine(classes, own, own_variances, heard=None):
+def combine(classes, own, own_variances, heard=None) -> Posterior:
     """Posterior of agents with exact means `own` (n,), whose sampling variances are known.
 
     `heard` (2, n) are the noisy means of the same agents and their variances, if the classes were
     fitted to them, too: each agent then leaves its own out of the centres.
     """
     likely = _likely(classes)
-    blocks = [slice(i, i + _BLOCK) for i in range(0, len(own), _BLOCK)]
+    blocks = [slice(i, i + _AGENTS_AT_ONCE) for i in range(0, len(own), _AGENTS_AT_ONCE)]
     parts = [
         _combine(likely, own[b], own_variances[b], None if heard is None else heard[:, b])
         for b in blocks
@@ -156,20 +167,19 @@ def combine(classes, own, own_variances, heard=None):
 
 
 def _combine(classes, own, own_variances, heard):
+    """Posterior of a block of agents: Bayes' rule for every component of every setting."""
     centres, precisions = classes.centres[..., None], classes.precisions[..., None]
     if heard is not None:
         centres, precisions = _without(classes, heard)
+    # A centre is uncertain, too: plugged in as known, tight classes would look too sure.
     within = classes.spreads[:, None, None] ** 2 + 1 / precisions
     weight = within / (within + own_variances)
-    with np.errstate(divide="ignore"):  # empty components
-        shares = np.log(classes.shares)[..., None]
-    logs = shares + _log_normal(own - centres, within + own_variances)
-    alone = len(logs), 1, len(own)
-    scores = classes.scores[:, None, None]
-    logs = _with_alone(logs, np.broadcast_to(classes.alone[:, None, None], alone)) + scores
-    means = _with_alone(centres + weight * (own - centres), np.broadcast_to(own, alone))
-    variances = _with_alone(weight * own_variances, np.broadcast_to(own_variances, alone))
-    logs, means, variances = (one.reshape(-1, len(own)) for one in (logs, means, variances))
+    logs = _log_shares(classes) + _log_normal(own - centres, within + own_variances)
+    alone = np.broadcast_to(classes.alone[:, None, None], (len(logs), 1, len(own)))
+    logs = _with_alone(logs, alone) + classes.scores[:, None, None]
+    means = _with_alone(centres + weight * (own - centres), np.broadcast_to(own, alone.shape))
+    variances = _with_alone(weight * own_variances, np.broadcast_to(own_variances, alone.shape))
+    logs, means, variances = (part.reshape(-1, len(own)) for part in (logs, means, variances))
     weights = np.exp(logs - logsumexp(logs, axis=0))
     mean = (weights * means).sum(axis=0)
     variance = (weights * (variances + (means - mean) ** 2)).sum(axis=0)
@@ -184,19 +194,19 @@ def _with_alone(of_components, alone):
 
 def _likely(classes):
     """Settings that may count for somebody."""
-    return classes.at(np.flatnonzero(classes.scores > classes.scores.max() - _NEGLIGIBLE))
+    return classes.at(np.flatnonzero(classes.scores > classes.scores.max() - _NEGLIGIBLE_SCORE))
 
 
 def _without(classes, heard):
     """Centres and their precisions (s, k, n) without each agent's own noisy mean."""
     total = heard[1] + classes.spreads[:, None, None] ** 2
     weights = _members(classes, heard[0], total)[0] / total
-    left = np.maximum(classes.precisions[..., None] - weights, _TINY)
+    left = np.maximum(classes.precisions[..., None] - weights, _NO_PRECISION)
     sums = (classes.precisions * classes.centres)[..., None] - weights * heard[0]
-    return np.where(left > _TINY, sums / left, classes.centres[..., None]), left
+    return np.where(left > _NO_PRECISION, sums / left, classes.centres[..., None]), left
 
 
-def together(classes, weights, heard):
+def together(classes, weights, heard) -> Floats:
     """Probabilities (r, n) that agents heard (2, n) are of the class of others, of known weights.
 
     The weights (s * (k + 1), r) are those of a posterior.
@@ -208,5 +218,12 @@ def together(classes, weights, heard):
     return weights.T @ members.reshape(-1, heard.shape[1])
 
 
+def _log_shares(classes):
+    """Logs (s, k, 1) of the components' shares."""
+    with np.errstate(divide="ignore"):  # empty components
+        return np.log(classes.shares)[..., None]
+
+
 def _log_normal(distance, variance):
+    """Log of the normal density at a distance from its centre."""
     return -0.5 * (np.log(2 * np.pi * variance) + distance**2 / variance)

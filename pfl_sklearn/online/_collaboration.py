@@ -1,59 +1,55 @@
 """The state of a collaborative mean between two calls, and what its agents make of it."""
 
+from __future__ import annotations
+
 import copy
 import math
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from pfl_sklearn._clients import match_clients
-from pfl_sklearn.online import _privacy
+from pfl_sklearn._clients import EncodedClients, match_clients
+from pfl_sklearn._typing import Bools, Floats, Integers
+from pfl_sklearn.online import _privacy, _variances
 from pfl_sklearn.online._decisions import (
-    Estimates,
+    Decision,
     Hearing,
-    Mixture,
-    Oracle,
-    Own,
-    Test,
-    pooled,
-    same_class,
+    MixtureDecision,
+    OracleDecision,
+    OwnMeans,
+    TestDecision,
 )
-from pfl_sklearn.online._variances import (
-    SQUARE,
-    coordinates,
-    heard_variances,
-    in_doubt,
-    own_variances,
-    shared_variance,
-    with_doubt,
-)
+from pfl_sklearn.online._messages import Restricted
 from pfl_sklearn.privacy._mechanisms._running_sums import bounded
 
 _FREE = ("ledger", "n_jobs", "unseen")  # parameters that may change while a stream goes on
-_FARTHEST, _NARROWEST = 1e150, 1e-150  # bounds and ranges whose squares are numbers
-_UNLIKE = 1e12  # largest ratio of two ranges
-_LEAST = 1e-24  # variance of a mean, in squared units
+# Bounds and ranges whose squares are numbers.
+_FARTHEST_BOUND, _NARROWEST_RANGE = 1e150, 1e-150
+# Largest ratio of two ranges: beyond it the rounding in the widest hides the narrowest.
+_LARGEST_RATIO = 1e12
+# Smallest variance of a row or a mean, in squared units: that of its rounding.
+_ROUNDING_VARIANCE = 1e-24
 
 
-class Newcomers(NamedTuple):
-    """Agents (k,) that join, and what was given for them."""
+class Agents(NamedTuple):
+    """Agents (n,) in the order in which they joined, and what was given for them."""
 
     ids: np.ndarray
-    low: np.ndarray  # of the range of values
-    high: np.ndarray
-    variances: np.ndarray  # of a row, NaN if unknown
+    low: Floats  # of the range of values
+    high: Floats
+    variances: Floats  # of a row, NaN if unknown
     labels: np.ndarray
 
 
 class Arrivals(NamedTuple):
     """Valid rows of a call, in the order of time."""
 
-    newcomers: Newcomers
-    agents: np.ndarray  # (n,), whose row it is
-    units: np.ndarray  # (n,), values in units of their ranges, from the middle
-    clipped: np.ndarray  # (n,), whether it was
+    everyone: Agents  # newcomers last
+    agents: Integers  # (n,), whose row it is
+    units: Floats  # (n,), values in units of their ranges, from the middle
+    clipped: Bools  # (n,), whether it was
 
 
 class Population(NamedTuple):
@@ -71,19 +67,22 @@ class Unit(NamedTuple):
     width: float
 
 
-class Stream:
+class Collaboration:
     """Agents in the order in which they joined, their messages, and how these are read."""
 
-    def __init__(self, model, with_groups):
+    def __init__(self, model, with_groups: bool, ids: np.ndarray):
         self.params = _lasting(model)
         self.with_groups = with_groups
-        self.agents = None  # Newcomers of all calls
+        nobody = np.zeros(0)
+        self.agents = Agents(ids[:0], nobody, nobody, nobody, nobody.astype(object))
         self.by_id = np.zeros(0, int)  # agents in the order of their ids
         self.n_clipped = np.zeros(0, int)
-        self.senders = None
-        self.decision = None
+        self.senders = _privacy.new_senders(model, len(ids))
+        if isinstance(self.senders, Restricted):
+            self.senders.accepts = self._accepts
+        self.mixture = MixtureDecision()  # its classes are where the next search starts
 
-    def copy(self):
+    def copy(self) -> Collaboration:
         """A stream to go on with, while this one stays as it is.
 
         Messages of a call that does not end are nobody's: the model shows a stream only once the
@@ -92,17 +91,17 @@ class Stream:
         own. With a seed it is the same noise, and the call that is repeated gives the same.
         """
         new, mechanism = copy.copy(self), self.senders.mechanism
-        known = {id(self): new, id(mechanism): mechanism}  # what deepcopy takes for done
-        new.senders = copy.deepcopy(self.senders, known)
-        new.decision = copy.copy(self.decision)  # its classes are replaced, never changed
+        done = {id(self): new, id(mechanism): mechanism}  # what deepcopy takes for done
+        new.senders = copy.deepcopy(self.senders, done)
+        new.mixture = copy.copy(self.mixture)  # its classes are replaced, never changed
         return new
 
-    def check(self, model, with_groups):
+    def check(self, model, with_groups: bool) -> None:
         """Raise ValueError if this stream cannot go on with a call of the model."""
         for name, now in _lasting(model).items():
             before, whose = self.params[name], ""
             if isinstance(now, dict) and isinstance(before, dict):  # clients may be added
-                changed = [one for one in before if now.get(one) != before[one]]
+                changed = [key for key in before if now.get(key) != before[key]]
                 if not changed:
                     continue
                 before, now = before[changed[0]], now.get(changed[0])
@@ -116,20 +115,21 @@ class Stream:
             began = "with" if self.with_groups else "without"
             raise ValueError(f"this stream began {began} groups=; go on like that, or call fit.")
 
-    def read(self, model, encoded, y, labels):
+    def read(self, model, encoded: EncodedClients, y: Floats, labels: Any) -> Arrivals:
         """Rows of a call, all of them valid; nothing of this stream changes."""
-        n_known = 0 if self.agents is None else len(self.agents.ids)
-        agent = np.full(len(encoded.ids), -1)
+        n_known, agent = len(self.agents.ids), np.full(len(encoded.ids), -1)
         if n_known:
-            found = match_clients(encoded.ids, len(encoded.ids), self.agents.ids[self.by_id])
-            agent = np.where(found < 0, -1, self.by_id[found])
+            place = match_clients(encoded.ids, len(encoded.ids), self.agents.ids[self.by_id])
+            agent = np.where(place < 0, -1, self.by_id[place])
         new = agent < 0
         agent[new] = n_known + np.arange(new.sum())
-        labels = _labels(self, model, encoded.ids, agent, labels)
+        labels = _labels_of(self, model, encoded.ids, agent, labels)
         newcomers = _newcomers(self, model, encoded.ids[new], y, labels[new])
+        pairs = zip(self.agents, newcomers, strict=True)
+        everyone = Agents(*(np.concatenate(pair) for pair in pairs))
         agents = agent[encoded.codes]
-        _check_horizon(self, model, newcomers, agents)
-        low, high = (self._joined(name, newcomers)[agents] for name in ("low", "high"))
+        _check_horizon(self, model, everyone, agents)
+        low, high = everyone.low[agents], everyone.high[agents]
         units, clipped = (y - low) / (high - low) - 0.5, np.zeros(len(y), bool)
         if model.bounds is not None:
             units, clipped = bounded(y, low, high)
@@ -139,158 +139,122 @@ class Stream:
                 f"y[{row}] = {y[row]:.6g} is outside the bounds ({low[row]:.6g}, "
                 f"{high[row]:.6g}), and out_of_bounds='error'."
             )
-        return Arrivals(newcomers, agents, units, clipped)
+        return Arrivals(everyone, agents, units, clipped)
 
-    def take(self, model, arrivals):
+    def take(self, model, arrivals: Arrivals) -> None:
         """Let the agents receive the rows, and send their messages."""
         self.params = _lasting(model)
-        self._join(model, arrivals.newcomers)
-        agents = arrivals.agents
-        self.n_clipped += np.bincount(agents[arrivals.clipped], minlength=len(self.n_clipped))
-        self.senders.take(agents, coordinates(arrivals.units, model.noise_variance is None))
+        everyone, agents, units, clipped = arrivals
+        n_new = len(everyone.ids) - len(self.agents.ids)
+        self.agents = everyone
+        self.by_id = np.argsort(everyone.ids, kind="stable")
+        self.n_clipped = np.append(self.n_clipped, np.zeros(n_new, int))
+        self.n_clipped += np.bincount(agents[clipped], minlength=len(self.n_clipped))
+        if n_new:
+            self.senders.join(n_new)
+        values = _variances.value_and_square(units, model.noise_variance is None)
+        self.senders.take(agents, values)
 
-    def estimates(self, model):
+    def estimates(self, n_jobs: int | None) -> tuple[Floats, ...]:
         """Means, their variances and degrees of freedom, and exact means, in the order of ids."""
-        own, hearing, unit = self._known()
-        decide = self._decision(model)
-        if hearing.n_agents == 1:
-            found = Estimates(own.means, own.variances)
-        elif isinstance(decide, Mixture):
-            found = decide.estimate(own, hearing)
-        else:
-            found = pooled(decide, own, hearing)
-        means = unit.low + unit.width * found.means
-        if model.bounds is not None:
+        own, hearing, unit = self._knowledge()
+        estimates = self._decision(n_jobs).estimate(own, hearing)
+        means = unit.low + unit.width * estimates.means
+        if self.params["bounds"] is not None:
             means = np.clip(means, self.agents.low, self.agents.high)
-        variances, freedom = with_doubt(found.variances, own)
+        variances, freedom = _variances.with_doubt(estimates.variances, own)
         variances *= unit.width**2
         local = unit.low + unit.width * own.means
-        found = means, variances, freedom, local
-        return (one[self.by_id] for one in found)
+        return tuple(part[self.by_id] for part in (means, variances, freedom, local))
 
-    def same_class(self, model):
+    def same_class(self, n_jobs: int | None) -> Any:
         """Sparse (n, n), in the order of ids: whom each agent takes for its class."""
-        own, hearing, _ = self._known()
-        decide = self._decision(model)
-        if isinstance(decide, Mixture):
-            found = decide.same_class(own, hearing)
-        else:
-            found = same_class(decide, own, hearing)
-        return found[self.by_id][:, self.by_id]
+        own, hearing, _ = self._knowledge()
+        return self._decision(n_jobs).same_class(own, hearing)[self.by_id][:, self.by_id]
 
-    def heard(self):
+    def heard(self) -> tuple[Floats, Floats]:
         """Noisy means and their standard deviations, in the order of ids.
 
         (n,) if everybody heard the same. Otherwise (n, n), with recipients first; in the diagonal
         is what agents know of themselves, and NaN and infinity where nothing was heard.
         """
-        own, hearing, unit = self._known()
+        own, hearing, unit = self._knowledge()
         if hearing.is_common:
             pairs = hearing.pairs(self.by_id[:1])
             means, variances = pairs.means[self.by_id, 0], pairs.variances[self.by_id, 0]
         else:
             pairs = hearing.pairs(np.arange(hearing.n_agents))
             means, variances = np.diag(own.means), np.diag(own.variances)
-            told = np.where(np.isinf(pairs.variances), np.nan, pairs.means)
-            means[pairs.recipients, pairs.senders] = told
+            means[pairs.recipients, pairs.senders] = np.where(
+                np.isinf(pairs.variances), np.nan, pairs.means
+            )
             variances[pairs.recipients, pairs.senders] = pairs.variances
             means = means[self.by_id][:, self.by_id]
             variances = variances[self.by_id][:, self.by_id]
         return unit.low + unit.width * means, unit.width * np.sqrt(variances)
 
-    def population(self):
+    def population(self) -> Population:
         """Population that the messages show."""
-        _, hearing, unit = self._known()
+        _, hearing, unit = self._knowledge()
         mean, mean_std, std = _moments(*_by_sender(hearing))
-        if self.params["bounds"] is not None:
+        if self.params["bounds"] is not None:  # noise may carry it out of the range
             mean = min(max(mean, 0.0), 1.0)
         return Population(unit.low + unit.width * mean, unit.width * mean_std, unit.width * std)
 
-    def _known(self):
+    def _knowledge(self):
         """What agents know of themselves and what they heard, and the unit that it is in."""
-        _, low, high, known, _ = self.agents
+        _, low, high, given, _ = self.agents
         width, unit = high - low, Unit(low.min(), high.max() - low.min())
-        low, width, known = (low - unit.low) / unit.width, width / unit.width, known / unit.width**2
-        senders = self.senders
-        rows, middle = senders.rows, low + width / 2
-        variances = own = known
+        low, width, given = (low - unit.low) / unit.width, width / unit.width, given / unit.width**2
+        rows, sums, middle = self.senders.rows, self.senders.sums, low + width / 2
+        variances = own = given
         doubt = np.ones(len(rows))
-        largest = self._largest_variance()
-        if len(senders.sums) == 2 and math.isinf(largest):
-            variances = own = np.full(len(rows), math.inf)
-        elif len(senders.sums) == 2:
-            heard = senders.means(slice(None))
-            shared = shared_variance(heard, largest)
-            variances = width**2 * heard_variances(heard, shared)
-            found, doubt = own_variances(
-                rows, senders.sums, shared, bounded=self.params["bounds"] is not None
-            )
-            own = width**2 * found
-        spread = np.maximum(own / np.maximum(rows, 1), _LEAST)
-        own = Own(middle + width * senders.sums[0] / np.maximum(rows, 1), spread, doubt, rows)
-        return own, Hearing(senders, middle, width, np.maximum(variances, _LEAST)), unit
+        if len(sums) == 2:  # variances are unknown
+            variances, own, doubt = self._estimated_variances(width)
+        spread = np.maximum(own / np.maximum(rows, 1), _ROUNDING_VARIANCE)
+        own = OwnMeans(middle + width * sums[0] / np.maximum(rows, 1), spread, doubt, rows)
+        variances = np.maximum(variances, _ROUNDING_VARIANCE)
+        return own, Hearing(self.senders, middle, width, variances), unit
+
+    def _estimated_variances(self, width):
+        """Variances (n,) of rows as others hear them, as agents know them, and doubt of these."""
+        rows, largest = self.senders.rows, self._largest_variance()
+        if math.isinf(largest):
+            return np.full(len(rows), math.inf), np.full(len(rows), math.inf), np.ones(len(rows))
+        heard = self.senders.means(slice(None))
+        shared = _variances.shared_variance(heard, largest)
+        own, doubt = _variances.own_variances(
+            rows, self.senders.sums, shared, bounded=self.params["bounds"] is not None
+        )
+        return width**2 * _variances.heard_variances(heard, shared), width**2 * own, doubt
 
     def _largest_variance(self):
         """Largest variance of rows, in units of their ranges; infinite if nothing limits it."""
         if self.params["bounds"] is not None:
-            return 0.25
-        n, (total, *squares) = self.senders.rows.sum(), self.senders.sums.sum(axis=1)
-        if n == 1 or not squares:
+            return 0.25  # half of the rows at either end
+        n, (total, squares) = self.senders.rows.sum(), self.senders.sums.sum(axis=1)
+        if n == 1:
             return math.inf
-        return max((squares[0] / SQUARE - total**2 / n) / (n - 1) * in_doubt(n - 1), _LEAST)
+        # Of all agents' rows together, at the upper end of its interval. There is no privacy here.
+        pooled = (squares / _variances.SQUARE - total**2 / n) / (n - 1)
+        return max(pooled * _variances.in_doubt(n - 1), _ROUNDING_VARIANCE)
 
-    def _decision(self, model):
-        """How agents find their class; labels come from the stream, classes from the last time."""
-        if model.decision == "test":
-            return Test(model.confidence)
-        if model.decision == "oracle":
-            return Oracle(self.agents.labels)
-        if self.decision is None:
-            self.decision = Mixture()
-        self.decision.n_jobs = model.n_jobs
-        self.decision.width = None if model.bounds is None else 1.0
-        return self.decision
-
-    def _join(self, model, newcomers):
-        """Take in new agents, who have no rows yet."""
-        if self.senders is None:
-            kind = _privacy.chosen("schedule", model.schedule, _privacy.SCHEDULES, model.mechanism)
-            mechanism = _privacy.mechanism_of(model, len(newcomers.ids))
-            n_coordinates = 2 if model.noise_variance is None else 1
-            weights = _privacy.weights_of(model)
-            self.senders = _privacy.SENDERS[kind](
-                mechanism, weights, n_coordinates, model.random_state
-            )
-        names = Newcomers._fields
-        self.agents = Newcomers(*(self._joined(name, newcomers) for name in names))
-        self.by_id = np.argsort(self.agents.ids, kind="stable")
-        self.n_clipped = np.append(self.n_clipped, np.zeros(len(newcomers.ids), int))
-        if len(newcomers.ids):
-            self.senders.join(len(newcomers.ids))
-        if isinstance(self.senders, _privacy.Restricted):
-            self.senders.accepts = self._accepts
-
-    def _joined(self, name, newcomers):
-        """What is known of all agents, the newcomers last."""
-        new = getattr(newcomers, name)
-        return new if self.agents is None else np.concatenate([getattr(self.agents, name), new])
-
-    def _joined_widths(self, ranges):
-        """Lengths of the ranges of all agents, and of newcomers with `ranges` (2, k)."""
-        new = ranges[1] - ranges[0]
-        known = () if self.agents is None else self.agents.high - self.agents.low
-        return np.append(known, new)
+    def _decision(self, n_jobs: int | None = None) -> Decision:
+        """How agents find their class."""
+        if self.params["decision"] == "test":
+            return TestDecision(self.params["confidence"])
+        if self.params["decision"] == "oracle":
+            return OracleDecision(self.agents.labels)
+        self.mixture.n_jobs = n_jobs
+        self.mixture.width = None if self.params["bounds"] is None else 1.0
+        return self.mixture
 
     def _accepts(self):
         """Which senders (n - 1, n), by turn, each agent takes for its class."""
-        own, hearing, _ = self._known()
-        decide = (
-            Oracle(self.agents.labels)
-            if self.params["decision"] == "oracle"
-            else Test(self.params["confidence"])
-        )
+        own, hearing, _ = self._knowledge()
         pairs = hearing.pairs(np.arange(hearing.n_agents))
-        return decide.alike(own, pairs) | np.isinf(pairs.variances)
+        # Who was never heard may be of any class.
+        return self._decision().alike(own, pairs) | np.isinf(pairs.variances)
 
 
 def _lasting(model):
@@ -302,7 +266,7 @@ def _lasting(model):
 def _plain(value):
     """A parameter that compares by its values."""
     if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: _plain(entry) for key, entry in value.items()}
     return tuple(np.asarray(value).tolist()) if isinstance(value, list | np.ndarray) else value
 
 
@@ -311,7 +275,7 @@ def _newcomers(stream, model, ids, y, labels):
     low, high = _ranges(stream, model, ids, y)
     variances = np.full(len(ids), np.nan)
     if model.noise_variance is not None:
-        given = _given("noise_variance", model.noise_variance, ids)
+        given = _given_for("noise_variance", model.noise_variance, ids)
         for client, variance in zip(ids.tolist(), given, strict=True):
             if not (isinstance(variance, Real) and 0 < variance < math.inf):
                 raise ValueError(
@@ -319,37 +283,35 @@ def _newcomers(stream, model, ids, y, labels):
                     f"{variance!r}."
                 )
         variances = given.astype(float)
-    return Newcomers(ids, low, high, variances, labels)
+    return Agents(ids, low, high, variances, labels)
 
 
 def _ranges(stream, model, ids, y):
     """Ends of ranges (k,): the bounds, or a range of no consequence."""
     if model.bounds is None:
-        if stream.agents is not None:  # the unit of the stream
+        if len(stream.agents.ids):  # the unit of the stream
             return np.full((2, len(ids)), [stream.agents.low[:1], stream.agents.high[:1]])
         return np.full((2, len(ids)), [[y.min()], [y.max() if np.ptp(y) else y.min() + 1.0]])
-    pairs = _given("bounds", model.bounds, ids)
     if not isinstance(model.bounds, dict):
         return np.tile(_range(model.bounds, "")[:, None], len(ids))
-    found = [
-        _range(pair, f" of client {one!r}") for one, pair in zip(ids.tolist(), pairs, strict=True)
-    ]
-    found = np.array(found).reshape(len(ids), 2).T
-    widths = stream._joined_widths(found)
-    if len(widths) and widths.max() > _UNLIKE * widths.min():
+    pairs = zip(ids.tolist(), _given_for("bounds", model.bounds, ids), strict=True)
+    ranges = np.array([_range(pair, f" of client {client!r}") for client, pair in pairs])
+    low, high = ranges.reshape(len(ids), 2).T
+    widths = np.append(stream.agents.high - stream.agents.low, high - low)
+    if len(widths) and widths.max() > _LARGEST_RATIO * widths.min():
         raise ValueError(
             f"bounds of all clients must be alike to a factor of 1e12; got ranges from "
             f"{widths.min():.3g} to {widths.max():.3g}."
         )
-    return found
+    return low, high
 
 
 def _range(pair, whose):
     """A range (2,): its ends; raise ValueError for what is none."""
     try:
-        found = np.asarray(pair, dtype=float)
-        valid = found.shape == (2,) and found[1] - found[0] > _NARROWEST
-        valid = valid and np.abs(found).max() < _FARTHEST
+        ends = np.asarray(pair, dtype=float)
+        valid = ends.shape == (2,) and ends[1] - ends[0] > _NARROWEST_RANGE
+        valid = valid and np.abs(ends).max() < _FARTHEST_BOUND
     except (TypeError, ValueError):
         valid = False
     if not valid:
@@ -357,70 +319,65 @@ def _range(pair, whose):
             f"bounds{whose} must be a pair (low, high) of numbers with low < high, between -1e150 "
             f"and 1e150 and more than 1e-150 apart; got {pair!r}."
         )
-    return found
+    return ends
 
 
-def _given(name, value, ids):
+def _given_for(name, value, ids):
     """What a parameter gives for every id, as objects (k,): the same for all, or by a dict."""
-    found = np.empty(len(ids), dtype=object)
-    if not isinstance(value, dict):
-        found[:] = [value] * len(ids)
-        return found
-    for place, one in enumerate(ids.tolist()):
-        if one not in value:
-            raise ValueError(f"{name} has no entry for client {one!r}; give one for every client.")
-        found[place] = value[one]
-    return found
+    values = np.empty(len(ids), dtype=object)
+    for place, client in enumerate(ids.tolist()):
+        if isinstance(value, dict) and client not in value:
+            raise ValueError(
+                f"{name} has no entry for client {client!r}; give one for every client."
+            )
+        values[place] = value[client] if isinstance(value, dict) else value
+    return values
 
 
-def _labels(stream, model, ids, agent, labels):
+def _labels_of(stream, model, ids, agent, labels):
     """Labels (n,) of all agents of a call; None where they are not given or not needed."""
-    found = np.full(len(ids), None, dtype=object)
-    n_known = 0 if stream.agents is None else len(stream.agents.ids)
-    new = agent >= n_known
+    values = np.full(len(ids), None, dtype=object)
+    new = agent >= len(stream.agents.ids)
     if labels is None:
         if model.decision == "oracle" and new.any():
             raise ValueError("decision='oracle' needs labels, one for every client; got None.")
-        return found
+        return values
     if model.decision != "oracle":
         raise ValueError(f"labels go with decision='oracle'; got decision={model.decision!r}.")
     if isinstance(labels, pd.Series):
         if not labels.index.is_unique:
             raise ValueError("labels must have one entry for a client; its index has duplicates.")
         labels = labels.to_dict()
-    if isinstance(labels, dict):
-        found[new] = _given("labels", labels, ids[new])
-        found[~new] = [labels.get(one) for one in ids[~new].tolist()]
-    else:
-        values = np.asarray(labels)
-        if values.shape != ids.shape:
+    if not isinstance(labels, dict):
+        labels = np.asarray(labels)
+        if labels.shape != ids.shape:
             raise ValueError(
                 f"labels must be a dict, or hold one label for each of the {len(ids)} clients in "
-                f"the order of their ids; got shape {values.shape}."
+                f"the order of their ids; got shape {labels.shape}."
             )
-        found[:] = values.tolist()
-    missing = pd.isna(found) & new
+        labels = dict(zip(ids.tolist(), labels.tolist(), strict=True))
+    values[new] = _given_for("labels", labels, ids[new])
+    values[~new] = [labels.get(client) for client in ids[~new].tolist()]
+    missing = pd.isna(values) & new
     if missing.any():
         raise ValueError(f"the label of client {ids[missing].tolist()[0]!r} is missing.")
-    for one, k, label in zip(ids[~new].tolist(), agent[~new], found[~new], strict=True):
+    for client, k, label in zip(ids[~new].tolist(), agent[~new], values[~new], strict=True):
         if label is not None and label != stream.agents.labels[k]:
             raise ValueError(
-                f"the label of client {one!r} was {stream.agents.labels[k]!r} when it joined and "
-                f"is {label!r} now; call fit to begin a new stream."
+                f"the label of client {client!r} was {stream.agents.labels[k]!r} when it joined "
+                f"and is {label!r} now; call fit to begin a new stream."
             )
-    return found
+    return values
 
 
-def _check_horizon(stream, model, newcomers, agents):
+def _check_horizon(stream, model, everyone, agents):
     """Refuse rows beyond the horizon before any of them is used."""
     if model.horizon is None:
         return
-    n_known = 0 if stream.senders is None else len(stream.senders.rows)
-    after = np.bincount(agents, minlength=n_known + len(newcomers.ids))
-    if n_known:
-        after[:n_known] += stream.senders.rows
+    after = np.bincount(agents, minlength=len(everyone.ids))
+    after[: len(stream.senders.rows)] += stream.senders.rows
     if after.max() > model.horizon:
-        late = stream._joined("ids", newcomers).tolist()[after.argmax()]
+        late = everyone.ids.tolist()[after.argmax()]
         raise ValueError(
             f"horizon={model.horizon}, but client {late!r} would have {after.max()} rows; none of "
             "this call was used. Fit with a larger horizon, or with horizon=None."
@@ -439,19 +396,21 @@ def _by_sender(hearing):
         weight = 1 / pairs.variances
         precision += np.bincount(pairs.senders.ravel(), weight.ravel(), n)
         sums += np.bincount(pairs.senders.ravel(), (weight * pairs.means).ravel(), n)
-    told = precision > 0
-    data = hearing.variances[told] / hearing.senders.rows[told]  # which all recipients share
-    return sums[told] / precision[told], np.maximum(1 / precision[told], data)
+    heard = precision > 0
+    # Noise is new for every recipient, the rows are the same.
+    data = hearing.variances[heard] / hearing.senders.rows[heard]
+    return sums[heard] / precision[heard], np.maximum(1 / precision[heard], data)
 
 
 def _moments(means, variances):
     """Mean of a population from means (n,) of known variances, by moments."""
-    if len(means) == 0:
+    if len(means) == 0:  # pairs that have not exchanged a message yet
         return Population(math.nan, math.nan, math.nan)
     weight = 1 / variances
     if weight.sum() == 0:  # a single row
         return Population(float(means.mean()), math.inf, 0.0)
     centre = weight @ means / weight.sum()
+    # DerSimonian and Laird: what the means vary beyond their errors, over its factor.
     spare = weight.sum() - weight @ weight / weight.sum()
     excess = weight @ (means - centre) ** 2 - (len(means) - 1)
     between = max(excess / spare, 0.0) if spare > 0 else 0.0

@@ -16,7 +16,7 @@ from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, client_values
 from pfl_sklearn.online import _privacy
-from pfl_sklearn.online._collaboration import Stream
+from pfl_sklearn.online._collaboration import Collaboration
 from pfl_sklearn.online._variances import half_width
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyWarning
 from pfl_sklearn.privacy._ledger import charge
@@ -217,7 +217,7 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
 
     _privacy_unit = "row"
     _client_attributes = ("n_samples_per_client_", "means_", "stds_", "_freedom", "local_means_")
-    _population_attributes = _privacy.RELEASED
+    _population_attributes = _privacy.POPULATION_ATTRIBUTES
 
     _parameter_constraints = {
         "epsilon": [Interval(Real, 0, math.inf, closed="right")],
@@ -403,7 +403,7 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     @property
     def classes_of_(self):
         """Whom each client takes for its class: sparse booleans (n_clients, n_clients)."""
-        return self._open_stream().same_class(self)
+        return self._open_stream().same_class(self.n_jobs)
 
     @property
     def heard_means_(self):
@@ -430,7 +430,7 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
 
     def _privacy_events(self):
         """Accounting events of a stream."""
-        return _privacy.events(self)
+        return _privacy.stream_events(self)
 
     def _population_copy(self):
         """Clone with the population attributes, without those of clients and of the server."""
@@ -447,25 +447,28 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
 
     def _receive(self, stream, X, y, groups, labels):
         """Take rows into a stream, or into a new one."""
-        _privacy.check_privacy(self)
+        _privacy.check_promise(self)
         begins = stream is None
         if begins:
-            stream = Stream(self, groups is not None)
-            charge(self)
+            charge(self)  # before any value is read
         else:
             stream.check(self, groups is not None)
-            stream = stream.copy()
         y = _values(self, X, y)
-        arrivals = stream.read(self, self._encode(groups, len(y), begins), y, labels)
+        encoded = self._encode(groups, len(y), begins)
+        if begins:
+            stream = Collaboration(self, groups is not None, encoded.ids)
+        else:
+            stream = stream.copy()  # an interrupted call leaves the old one as it was
+        arrivals = stream.read(self, encoded, y, labels)
         inputs = copy.copy(self)
         validate_data(inputs, X, skip_check_array=True, reset=begins)
         stream.take(self, arrivals)
-        found = self._found(stream)
+        attributes = self._attributes_of(stream)
         if begins:  # where warnings are errors, the model stays as it was
-            _warn(found["privacy_"], self.schedule)
+            _warn(attributes["privacy_"], self.schedule)
         names = ("n_features_in_", "feature_names_in_")
-        found |= {name: getattr(inputs, name) for name in names if hasattr(inputs, name)}
-        self._set_fitted(found, dropped=names)
+        attributes |= {name: getattr(inputs, name) for name in names if hasattr(inputs, name)}
+        self._set_fitted(attributes, dropped=names)
         return self
 
     def _encode(self, groups, n_rows, begins):
@@ -474,10 +477,10 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
             return EncodedClients(np.zeros(1, dtype=np.intp), np.zeros(n_rows, dtype=np.intp))
         return self._encode_fit(groups, n_rows)
 
-    def _found(self, stream):
+    def _attributes_of(self, stream):
         """Fitted attributes that a stream gives."""
         order = stream.by_id
-        means, variances, freedom, local = stream.estimates(self)
+        means, variances, freedom, local = stream.estimates(self.n_jobs)
         mean, mean_std, std = stream.population()
         return {
             "_stream": stream,

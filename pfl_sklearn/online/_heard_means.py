@@ -5,52 +5,68 @@ n_streams) or (n_streams,), in units of the largest change of a value. The varia
 the variance of a row times `data`, plus `noise`.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._partial_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
 
 
-class Heard(NamedTuple):
+class Messages(NamedTuple):
     """Messages of one release of some streams: arrays with streams last."""
 
-    streams: np.ndarray  # (r,), which of them
-    index: np.ndarray  # (r,), number of the release of each stream, from 1
-    rows: np.ndarray  # (r,), rows that the sender had by then
-    sums: np.ndarray  # (p, r), noisy sums over these rows
+    streams: Any  # (r,), which of them, or a slice
+    releases: Integers  # (r,), number of the release of each stream, from 1
+    rows: Integers  # (r,), rows that the sender had by then
+    sums: Floats  # (p, r), noisy sums over these rows
 
 
 class Means(NamedTuple):
     """Means of streams (p, n), and the two parts of their variance (n,)."""
 
-    values: np.ndarray
-    data: np.ndarray
-    noise: np.ndarray
+    values: Floats
+    data: Floats
+    noise: Floats
 
 
-class Statistic:
-    """What recipients make of the messages of streams.
+class _ByStream:
+    """Arrays with streams last, which move when agents join."""
 
-    ``means(streams, index)`` is what they know after the releases `index` of these streams.
-    """
+    def __init__(self, mechanism, sums):
+        self.mechanism = mechanism
+        self.sums = sums
 
-    def move(self, n_streams, places):
+    def move(self, n_streams: int, places: Integers) -> None:
         """Hold `n_streams` streams, the old ones at `places`, the new ones without a message."""
         for name, value in vars(self).items():
             if isinstance(value, np.ndarray):
                 setattr(self, name, moved(value, n_streams, places))
-            elif isinstance(value, Statistic):
+            elif isinstance(value, _ByStream):
                 value.move(n_streams, places)
+
+
+class HeardMeans(_ByStream):
+    """What recipients make of the messages of streams."""
+
+    def hear(self, messages: Messages) -> None:
+        """Take in the messages of a release."""
+        raise NotImplementedError
+
+    def means(self, streams: Any, releases: Integers) -> Means:
+        """Means of streams after these releases; before the first their variance is infinite."""
+        raise NotImplementedError
 
 
 def moved(values, n_streams, places):
     """Values (..., n) as an array (..., n_streams) that holds them at `places`, and zeros."""
-    found = np.zeros((*values.shape[:-1], n_streams), values.dtype)
-    found[..., places] = values
-    return found
+    array = np.zeros((*values.shape[:-1], n_streams), values.dtype)
+    array[..., places] = values
+    return array
 
 
 def with_room(counts, largest):
@@ -58,57 +74,61 @@ def with_room(counts, largest):
     return counts if largest <= np.iinfo(counts.dtype).max else counts.astype(np.int64)
 
 
-class LastMean(Statistic):
+def with_levels(registers, n_levels):
+    """Registers (levels, ...) with `n_levels` levels or more, the new ones zero."""
+    n_missing = n_levels - len(registers)
+    if n_missing <= 0:
+        return registers
+    return np.concatenate([registers, np.zeros((n_missing, *registers.shape[1:]), registers.dtype)])
+
+
+class LastMean(HeardMeans):
     """The latest message alone."""
 
     def __init__(self, mechanism, sums):
-        self.mechanism = mechanism
-        self.sums = sums
+        super().__init__(mechanism, sums)
+        # Pairs of agents are many: two bytes each until somebody has more rows.
         self.rows = np.zeros(sums.shape[1], np.uint16)
 
-    def hear(self, heard):
-        """Take in the messages of a release."""
-        self.sums[:, heard.streams] = heard.sums
-        self.rows = with_room(self.rows, heard.rows.max())
-        self.rows[heard.streams] = heard.rows
+    def hear(self, messages):
+        self.sums[:, messages.streams] = messages.sums
+        self.rows = with_room(self.rows, messages.rows.max())
+        self.rows[messages.streams] = messages.rows
 
-    def means(self, streams, index):
-        """Means of streams; their variance is infinite before the first message."""
+    def means(self, streams, releases):
         rows = np.maximum(self.rows[streams], 1).astype(float)
         silent = np.where(self.rows[streams] > 0, 0.0, np.inf)
-        noise = self.mechanism.variance(index) / rows**2
+        noise = self.mechanism.variance(releases) / rows**2
         return Means(self.sums[:, streams] / rows, 1 / rows + silent, noise)
 
 
-class MeanOfMeans(Statistic):
+class MeanOfMeans(HeardMeans):
     """The mean of all messages so far, each divided by its number of rows.
 
     With a `window` it is the mean of those since the last release whose number is a power of two.
     """
 
     def __init__(self, mechanism, sums, window=False):
+        super().__init__(mechanism, sums)  # the sums are of the messages' means
         n_streams = sums.shape[1]
-        self.mechanism = mechanism
         self.window = window
-        self.sums = sums  # of the messages' means
         self.count = np.zeros(n_streams, np.int32)  # of these means
         self.data = np.zeros((2, n_streams))
         is_tree = isinstance(mechanism, BinaryTree)
         self.noise = (_TreeNoiseOfMeans if is_tree else _BlockNoiseOfMeans)(mechanism, n_streams)
 
-    def hear(self, heard):
-        """Take in the messages of a release."""
-        streams, index = heard.streams, heard.index
-        kept = np.where(self.window & (index & (index - 1) == 0), 0.0, 1.0)
-        self.sums[:, streams] = self.sums[:, streams] * kept + heard.sums / heard.rows
+    def hear(self, messages):
+        streams, releases, rows, sums = messages
+        # A window restarts at powers of two, so that it holds half of the releases or more.
+        kept = np.where(self.window & (releases & (releases - 1) == 0), 0.0, 1.0)
+        self.sums[:, streams] = self.sums[:, streams] * kept + sums / rows
         self.count[streams] = self.count[streams] * kept + 1
         self.data[:, streams] = _with_release(
-            self.data[:, streams] * kept, heard.rows.astype(float), heard.rows
+            self.data[:, streams] * kept, rows.astype(float), rows
         )
-        self.noise.hear(heard, kept)
+        self.noise.hear(messages, kept)
 
-    def means(self, streams, index):
-        """Means of streams; their variance is infinite before the first message."""
+    def means(self, streams, releases):
         count = np.maximum(self.count[streams], 1)
         silent = np.where(self.count[streams] > 0, 0.0, np.inf)
         return Means(
@@ -124,163 +144,147 @@ def _with_release(moments, variance, rows):
     return np.stack([total + 2 * cross / rows + variance / rows**2, cross + variance / rows])
 
 
-class _BlockNoiseOfMeans(Statistic):
+class _BlockNoiseOfMeans(_ByStream):
     """Variance of the noise in a sum of running means, from noise of single blocks or none."""
 
     def __init__(self, mechanism, n_streams):
-        self.mechanism = mechanism
-        self.moments = np.zeros((2, n_streams))
+        super().__init__(mechanism, np.zeros((2, n_streams)))
 
-    def hear(self, heard, kept):
+    def hear(self, messages, kept):
         # A restart forgets the messages before it, not the noise of their blocks.
-        noise = self.mechanism.variance(heard.index)
-        self.moments[:, heard.streams] = _with_release(
-            self.moments[:, heard.streams] * kept, noise, heard.rows
+        noise = self.mechanism.variance(messages.releases)
+        self.sums[:, messages.streams] = _with_release(
+            self.sums[:, messages.streams] * kept, noise, messages.rows
         )
 
     def variance(self):
-        return self.moments[0]
+        return self.sums[0]
 
 
-class _TreeNoiseOfMeans(Statistic):
+class _TreeNoiseOfMeans(_ByStream):
     """The same for noise of blocks of a binary tree, which keeps the weight of each open block."""
 
     def __init__(self, mechanism, n_streams):
-        self.mechanism = mechanism
-        self.total = np.zeros(n_streams)
+        super().__init__(mechanism, np.zeros(n_streams))
         self.weights = np.zeros((0, n_streams))
 
-    def hear(self, heard, kept):
-        streams, index = heard.streams, heard.index
-        self.weights = with_levels(self.weights, int(index.max()))
-        new = index & -index
-        total = self.total[streams] * kept
+    def hear(self, messages, kept):
+        streams, releases = messages.streams, messages.releases
+        self.weights = with_levels(self.weights, int(releases.max()).bit_length())
+        new = releases & -releases  # length of the block that the release closes
+        total = self.sums[streams] * kept
         for level, weights in enumerate(self.weights):
             length = 1 << level
             before = np.where(new == length, 0.0, weights[streams] * kept)
-            after = np.where(index & length, before + 1 / heard.rows, 0.0)
-            grown = np.where(index & length, after**2 - before**2, 0.0)
+            after = np.where(releases & length, before + 1 / messages.rows, 0.0)
+            grown = np.where(releases & length, after**2 - before**2, 0.0)
             total += self.mechanism.noise_std(level) ** 2 * grown
             weights[streams] = after
-        self.total[streams] = total
+        self.sums[streams] = total
 
     def variance(self):
-        return self.total
+        return self.sums
 
 
-def with_levels(registers, n_releases):
-    """Registers (levels, ...) with a level for every binary digit of `n_releases`."""
-    missing = n_releases.bit_length() - len(registers)
-    if missing <= 0:
-        return registers
-    more = np.zeros((missing, *registers.shape[1:]), registers.dtype)
-    return np.concatenate([registers, more])
+class _WeightedBlocks(HeardMeans):
+    """Linear combinations of noisy blocks, `sums`, with the weights of least noise.
 
-
-class BestBlocks(Statistic):
-    """Noisy blocks weighted by how many rows they hold: best linear where noise dominates.
-
-    Block b of n rows is a measurement of n times the mean. Where the noise has variance s2, its
+    A block of n rows is a measurement of n times the mean. Where the noise has variance s2, its
     weight is n / s2, and the mean is the weighted sum of blocks over that of their rows.
     """
 
     def __init__(self, mechanism, sums):
+        super().__init__(mechanism, sums)
         n_streams = sums.shape[1]
-        self.mechanism = mechanism
-        self.sums = sums  # of weighted blocks
         self.gain = np.zeros(n_streams)  # of weights times rows
         self.spread = np.zeros(n_streams)  # of the squared weights on the rows' values
-        self.last = np.zeros_like(sums)  # the latest message, and its rows
-        self.rows = np.zeros(n_streams, np.int32)
 
-    def hear(self, heard):
-        """Take in the messages of a release."""
-        streams = heard.streams
-        block, rows = heard.sums - self.last[:, streams], heard.rows - self.rows[streams]
+    def means(self, streams, releases):
+        return _best(self.sums[:, streams], self.gain[streams], self.spread[streams])
+
+
+class BestBlocks(_WeightedBlocks):
+    """Blocks between two messages, whose noise is independent."""
+
+    def __init__(self, mechanism, sums):
+        super().__init__(mechanism, sums)
+        self.last = np.zeros_like(sums)  # the latest message, and its rows
+        self.rows = np.zeros(sums.shape[1], np.int32)
+
+    def hear(self, messages):
+        streams = messages.streams
+        block, rows = messages.sums - self.last[:, streams], messages.rows - self.rows[streams]
         weight = rows / self.mechanism.noise_std**2
         self.sums[:, streams] += weight * block
         self.gain[streams] += weight * rows
         self.spread[streams] += weight**2 * rows
-        self.last[:, streams] = heard.sums
-        self.rows[streams] = heard.rows
-
-    def means(self, streams, index):
-        """Means of streams; their variance is infinite before the first message."""
-        return _best(self.sums[:, streams], self.gain[streams], self.spread[streams])
+        self.last[:, streams] = messages.sums
+        self.rows[streams] = messages.rows
 
 
-class BestTree(Statistic):
-    """The same for the blocks of a binary tree, which overlap."""
+class BestTree(_WeightedBlocks):
+    """Blocks of a binary tree, which overlap."""
 
     def __init__(self, mechanism, sums):
-        p, n_streams = sums.shape
-        self.mechanism = mechanism
-        self.sums = sums
-        self.gain, self.spread = np.zeros(n_streams), np.zeros(n_streams)
+        super().__init__(mechanism, sums)
         # By length of the block: its noisy sum, rows, and total weight on its rows.
-        self.blocks = np.zeros((0, p + 2, n_streams))
+        self.blocks = np.zeros((0, len(sums) + 2, sums.shape[1]))
 
-    def hear(self, heard):
-        """Take in the messages of a release."""
-        streams, new = heard.streams, heard.index & -heard.index
-        self.blocks = with_levels(self.blocks, int(heard.index.max()))
+    def hear(self, messages):
+        streams, releases, rows, sums = messages
+        new = releases & -releases  # length of the block that the release closes
+        self.blocks = with_levels(self.blocks, int(releases.max()).bit_length())
         lengths = 1 << np.arange(len(self.blocks))[:, None]
-        is_new, kept = lengths == new, (lengths & heard.index != 0) & (lengths != new)
+        is_new, kept = lengths == new, (lengths & releases != 0) & (lengths != new)
         open_blocks = self.blocks[:, :, streams]
         longer = (open_blocks[:, :-1] * kept[:, None]).sum(axis=0)
-        total = np.concatenate([heard.sums, heard.rows[None]])
-        block = total - longer  # sums and rows of the new block
+        block = np.concatenate([sums, rows[None]]) - longer  # sums and rows of the new block
         inside = (open_blocks[:, -1] * (lengths < new)).sum(axis=0)  # weight on it so far
         stds = np.array([self.mechanism.noise_std(level) for level in range(len(lengths))])
         weight = block[-1] / (is_new * stds[:, None] ** 2).sum(axis=0)
         self.sums[:, streams] += weight * block[:-1]
         self.gain[streams] += weight * block[-1]
+        # Its rows have the weights of shorter blocks already: the squares of sums.
         self.spread[streams] += 2 * weight * inside + weight**2 * block[-1]
         fresh = np.concatenate([block, (inside + weight * block[-1])[None]])
         self.blocks[:, :, streams] = open_blocks * kept[:, None] + fresh * is_new[:, None]
 
-    def means(self, streams, index):
-        """Means of streams; their variance is infinite before the first message."""
-        return _best(self.sums[:, streams], self.gain[streams], self.spread[streams])
 
-
-class BestSquareRoot(Statistic):
+class BestSquareRoot(HeardMeans):
     """The same for the square-root factorization: white messages, weighted by their gain."""
 
     def __init__(self, mechanism, sums):
-        self.mechanism = mechanism
-        self.sums = sums
+        super().__init__(mechanism, sums)
         self.last = np.zeros_like(sums)
         self.rows = np.zeros(sums.shape[1], np.int32)
         self.registers = np.zeros((len(mechanism.encoder.gaps), *sums.shape))
         self.response = mechanism.response(1)
 
-    def hear(self, heard):
-        """Take in the messages of a release."""
-        self._reach(int(heard.rows.max()))
-        streams, (_, weights) = heard.streams, self.mechanism.encoder
+    def hear(self, messages):
+        streams, _, rows, sums = messages
+        self._reach(int(rows.max()))
+        _, weights = self.mechanism.encoder
         registers = self.registers[:, :, streams]
         registers *= self.mechanism.encoder.decay[:, None, None]
-        registers += heard.sums - self.last[:, streams]
+        registers += sums - self.last[:, streams]
         white = np.tensordot(weights, registers, axes=1)
-        self.sums[:, streams] += self.response.gain[heard.rows - 1] * white
+        self.sums[:, streams] += self.response.gain[rows - 1] * white
         self.registers[:, :, streams] = registers
-        self.last[:, streams] = heard.sums
-        self.rows[streams] = heard.rows
+        self.last[:, streams] = sums
+        self.rows[streams] = rows
 
-    def means(self, streams, index):
-        """Means of streams; their variance is infinite before the first message."""
+    def means(self, streams, releases):
         step = self.rows[streams] - 1
         scale = self.mechanism.noise_std**2
         gain = np.where(step < 0, 0.0, self.response.squares[step] / scale)
         spread = self.response.spread[step] / scale**2
         return _best(self.sums[:, streams] / scale, gain, spread)
 
-    def _reach(self, n):
-        """Know the answer to a constant for n steps."""
-        if n > len(self.response.gain):
-            most = self.mechanism.horizon or 2 * n
-            self.response = self.mechanism.response(min(2 * n, most))
+    def _reach(self, n_steps):
+        """Know the response to a constant for n steps: twice as many, so that this is rare."""
+        if n_steps > len(self.response.gain):
+            most = self.mechanism.horizon or 2 * n_steps
+            self.response = self.mechanism.response(min(2 * n_steps, most))
 
 
 def _best(sums, gain, spread):
@@ -291,8 +295,8 @@ def _best(sums, gain, spread):
         return Means(values, np.where(heard, spread / gain**2, np.inf), 1 / gain)
 
 
-def statistic(weights, mechanism, sums):
-    """Statistic of streams, whose `sums` (p, n_streams) are zeros of the type to be held."""
+def heard_means(weights, mechanism, sums) -> HeardMeans:
+    """Means of streams by their weights; `sums` (p, n_streams) are zeros of the type to be held."""
     if weights == "last":
         return LastMean(mechanism, sums)
     if weights == "blue":
@@ -300,4 +304,8 @@ def statistic(weights, mechanism, sums):
     return MeanOfMeans(mechanism, sums, window=weights == "wmom")
 
 
-_BEST = {PartialSums: BestBlocks, BinaryTree: BestTree, SquareRootSums: BestSquareRoot}
+_BEST: dict[type, type[HeardMeans]] = {
+    PartialSums: BestBlocks,
+    BinaryTree: BestTree,
+    SquareRootSums: BestSquareRoot,
+}

@@ -4,15 +4,27 @@ Agents are numbered in the order in which they join. Values are in units of the 
 replacing a row can make, which is 1, and have one or two coordinates: the value, and its square.
 """
 
+from __future__ import annotations
+
 import itertools
+from typing import Any, ClassVar
 
 import numpy as np
 
 from pfl_sklearn._clients import rows_by_client
-from pfl_sklearn.online._heard_means import Heard, moved, statistic, with_room
+from pfl_sklearn._typing import Integers
+from pfl_sklearn.online._heard_means import (
+    Means,
+    Messages,
+    heard_means,
+    moved,
+    with_levels,
+    with_room,
+)
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 
-_BATCH = 1 << 20  # rows of a batch of steps
+# Rows of agents by steps that are added up at once: a few arrays of this size in memory.
+_AGENT_STEPS = 1 << 20
 
 
 class NoNoise:
@@ -40,21 +52,22 @@ class Senders:
         Steps of each agent.
     sums : ndarray of shape (n_coordinates, n_agents)
         Exact sums of its values.
-    heard : statistic
+    heard : HeardMeans
         What recipients make of the messages, by stream.
     """
 
-    _dtype = np.float64
+    is_common: ClassVar[bool] = False  # whether everybody hears the same
+    _dtype: ClassVar[type] = np.float64
+    _place: Any  # number of old agents to the number of streams and the places of the old ones
 
     def __init__(self, mechanism, weights, n_coordinates, random_state):
         self.mechanism = mechanism
-        self.weights = weights
         self.rng, self._seeded = noise_generator(random_state)
         self.rows = np.zeros(0, np.int64)
         self.sums = np.zeros((n_coordinates, 0))
         self.index = np.zeros(0, np.uint16)  # releases of each stream
         self.registers = np.zeros((0, n_coordinates, 0))
-        self.heard = None
+        self.heard = heard_means(weights, mechanism, np.zeros((n_coordinates, 0), self._dtype))
 
     def __getstate__(self):
         """For copies and pickles: a generator stays behind, unless its noise has a seed anyway.
@@ -76,13 +89,9 @@ class Senders:
         n_streams, places = self._place(len(self.rows) - n_new)
         self.index = moved(self.index, n_streams, places)
         self.registers = moved(self.registers, n_streams, places)
-        if self.heard is None:
-            sums = np.zeros((len(self.sums), n_streams), self._dtype)
-            self.heard = statistic(self.weights, self.mechanism, sums)
-        else:
-            self.heard.move(n_streams, places)
+        self.heard.move(n_streams, places)
 
-    def means(self, streams):
+    def means(self, streams: Any) -> Means:
         """What recipients know of the senders of streams."""
         return self.heard.means(streams, self.index[streams])
 
@@ -91,19 +100,18 @@ class Senders:
         index = self.index[streams].astype(np.int64) + 1
         self.index = with_room(self.index, index.max())
         self.index[streams] = index
-        mechanism, p = self.mechanism, len(self.sums)
-        missing = mechanism.n_registers(int(index.max())) - len(self.registers)
-        if missing > 0:
-            more = np.zeros((missing, p, self.registers.shape[2]), self.registers.dtype)
-            self.registers = np.concatenate([self.registers, more])
+        n_registers = self.mechanism.n_registers(int(index.max()))
+        self.registers = with_levels(self.registers, n_registers)
         registers = self.registers[:, :, streams]
-        message = mechanism.privatize(exact, registers, index, self.rng)
+        sums = self.mechanism.privatize(exact, registers, index, self.rng)
         self.registers[:, :, streams] = registers
-        self.heard.hear(Heard(streams, index, rows, message))
+        self.heard.hear(Messages(streams, index, rows, sums))
 
 
 class Broadcast(Senders):
     """Every agent sends one stream, a message at each of its steps, and everybody hears it."""
+
+    is_common = True
 
     def take(self, codes, values):
         """Let agents `codes` (r,) receive rows, whose values (p, r) are in order of time."""
@@ -111,14 +119,14 @@ class Broadcast(Senders):
         for start, stop in itertools.pairwise(offsets):
             rows = order[start:stop]
             agents = codes[rows]
-            if len(agents) == len(self.rows):
+            if len(agents) == len(self.rows):  # all of them: a slice copies no arrays
                 rows, agents = rows[np.argsort(agents)], slice(None)
             self.sums[:, agents] += values[:, rows]
             self.rows[agents] += 1
             self._release(agents, self.sums[:, agents], self.rows[agents])
 
     def _place(self, n_before):
-        """Numbers of streams, and the places of the old ones now."""
+        """Number of streams, and the places of the old ones now."""
         return len(self.rows), np.arange(n_before)
 
 
@@ -132,11 +140,14 @@ class Pairwise(Senders):
 
     _dtype = np.float32
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.turns = np.zeros(0, int)  # whose turn is next, by agent
+
     def join(self, n_new):
         """Take in new agents, who have no rows yet."""
         super().join(n_new)
-        turns = self.turns if hasattr(self, "turns") else np.zeros(0, int)
-        self.turns = np.append(turns, np.zeros(n_new, int))  # whose turn is next, by agent
+        self.turns = np.append(self.turns, np.zeros(n_new, int))
 
     def take(self, codes, values):
         """Let agents `codes` (r,) receive rows, whose values (p, r) are in order of time."""
@@ -145,10 +156,8 @@ class Pairwise(Senders):
         size = self._steps_at_once(n)
         for first in range(0, len(offsets) - 1, size):
             ends = offsets[first : first + size + 1]
-            rows, steps = (
-                order[ends[0] : ends[-1]],
-                np.repeat(np.arange(len(ends) - 1), np.diff(ends)),
-            )
+            rows = order[ends[0] : ends[-1]]
+            steps = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
             present = np.zeros((len(ends) - 1, n), dtype=bool)
             present[steps, codes[rows]] = True
             received = np.zeros((len(values), *present.shape))
@@ -160,18 +169,19 @@ class Pairwise(Senders):
                 self._ask(present, sums, counts)
 
     def sender(self, turn, agent):
-        """Agents that are asked."""
+        """Agents that are asked: turns skip the recipient itself."""
         return turn + (turn >= agent)
 
     def _steps_at_once(self, n):
         """Steps in which no stream is asked twice."""
-        return max(1, min(n - 1, _BATCH // n))
+        return max(1, min(n - 1, _AGENT_STEPS // n))
 
     def _ask(self, present, sums, counts):
         """Queries of agents where `present` (l, n), whose senders have `sums` and `counts`."""
         step, agent = np.nonzero(present)
         turn = self._whom(agent, (present.cumsum(axis=0) - 1)[step, agent])
         sender = self.sender(turn, agent)
+        # Who has no row yet has nothing to tell; its turn is over all the same.
         heard = (turn >= 0) & (counts[step, sender] > 0)
         step, sender = step[heard], sender[heard]
         streams = (turn * len(self.rows) + agent)[heard]
@@ -181,11 +191,12 @@ class Pairwise(Senders):
     def _whom(self, agent, ahead):
         """Whose turn it is for each agent, `ahead` steps from its next; -1 for nobody's."""
         others = len(self.rows) - 1
-        found = (self.turns[agent] + ahead) % others
+        turns = (self.turns[agent] + ahead) % others
         self.turns = (self.turns + np.bincount(agent, minlength=len(self.turns))) % others
-        return found
+        return turns
 
     def _place(self, n_before):
+        # The others of an old agent have the turns that they had; newcomers come last.
         n = len(self.rows)
         turn, agent = np.divmod(np.arange(max(n_before - 1, 0) * n_before), max(n_before, 1))
         return (n - 1) * n, turn * n + agent
@@ -194,15 +205,15 @@ class Pairwise(Senders):
 class Restricted(Pairwise):
     """Pairwise messages of those alone that a recipient took for its class one step before."""
 
-    accepts = None  # function that tells whom each agent takes for its class, by turn (n - 1, n)
+    accepts: Any = None  # function that tells whom each agent takes for its class: (n - 1, n)
 
     def join(self, n_new):
         """Take in new agents, who have no rows yet."""
         super().join(n_new)
-        self.alike = None
+        self.alike = None  # newcomers are asked before anybody is left out
 
     def _steps_at_once(self, n):
-        return 1
+        return 1  # whom to ask depends on the answers of the step before
 
     def _ask(self, present, sums, counts):
         super()._ask(present, sums, counts)
@@ -213,12 +224,12 @@ class Restricted(Pairwise):
         turns = (self.turns[agent] + np.arange(others)[:, None]) % others
         alike = np.ones(turns.shape, bool) if self.alike is None else self.alike[turns, agent]
         next_one = turns[alike.argmax(axis=0), np.arange(len(agent))]
-        found = np.where(alike.any(axis=0), next_one, -1)
-        self.turns[agent] = np.where(found < 0, self.turns[agent], (found + 1) % others)
-        return found
+        chosen = np.where(alike.any(axis=0), next_one, -1)
+        self.turns[agent] = np.where(chosen < 0, self.turns[agent], (chosen + 1) % others)
+        return chosen
 
 
-def steps_of(codes, n_agents):
+def steps_of(codes: Integers, n_agents: int) -> tuple[Integers, Integers]:
     """Rows in the order of steps, and where each step begins and the last one ends.
 
     Step j holds the j-th row of every agent that has so many.

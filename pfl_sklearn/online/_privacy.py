@@ -1,9 +1,12 @@
 """What streams promise: the mechanism of a message, what it costs, and the report."""
 
+from __future__ import annotations
+
 import dataclasses
 import math
+from typing import Any
 
-from pfl_sklearn.online._messages import Broadcast, NoNoise, Pairwise, Restricted
+from pfl_sklearn.online._messages import Broadcast, NoNoise, Pairwise, Restricted, Senders
 from pfl_sklearn.privacy import GaussianEvent, PrivacyReport, PureEvent, gdp_epsilon, gdp_mu
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._partial_sums import PartialSums
@@ -24,15 +27,20 @@ WEIGHTS = {
     "pm1": ("last", "blue", "mom", "wmom"),
     "pm2": ("wmom", "blue", "last", "mom"),
 }
-SENDERS = {"broadcast": Broadcast, "round_robin": Pairwise, "restricted": Restricted}
+SENDERS: dict[str, type[Senders]] = {
+    "broadcast": Broadcast,
+    "round_robin": Pairwise,
+    "restricted": Restricted,
+}
 _MECHANISMS = {
     "sqrt": "the square-root factorization of running sums",
     "tree": "a binary tree of partial sums",
     "pm1": "partial sums between two messages (PM-I)",
     "pm2": "a binary tree over the sums between two messages (PM-II)",
 }
-RELEASED = ("population_mean_", "population_mean_std_", "population_std_")
-NOT_RELEASED = (
+# Computed from messages alone, or also from what clients know exactly.
+POPULATION_ATTRIBUTES = ("population_mean_", "population_mean_std_", "population_std_")
+_CLIENT_ATTRIBUTES = (
     "means_",
     "stds_",
     "local_means_",
@@ -50,39 +58,38 @@ _COLLUSION = (
     "them. mechanism='sqrt' protects against all of them with less noise."
 )
 
-
 _SO_FAR = (
     "epsilon_whole_client is of the rows so far and grows with every further one, without a horizon"
 )
 
 
-def chosen(name, value, table, mechanism):
+def _chosen(name, value, table, mechanism):
     """The schedule or the weights asked for; raise ValueError if they do not go together."""
     possible = table[mechanism]
     if value == "auto":
         return possible[0]
     if value not in possible:
-        names = " or ".join(repr(one) for one in ("auto", *possible))
+        names = " or ".join(map(repr, ("auto", *possible)))
         raise ValueError(f"{name}={value!r} does not go with mechanism={mechanism!r}; use {names}.")
     return value
 
 
-def weights_of(model):
+def weights_of(model) -> str:
     """What recipients make of messages; without noise the last mean is the best one."""
-    weights = chosen("weights", model.weights, WEIGHTS, model.mechanism)
+    weights = _chosen("weights", model.weights, WEIGHTS, model.mechanism)
     asked = model.weights not in ("auto", "blue")
     return weights if asked or math.isfinite(model.epsilon) else "last"
 
 
-def is_pairwise(model):
-    """Whether every pair of agents has messages of its own."""
-    return chosen("schedule", model.schedule, SCHEDULES, model.mechanism) != "broadcast"
+def schedule_of(model) -> str:
+    """Who hears whom."""
+    return _chosen("schedule", model.schedule, SCHEDULES, model.mechanism)
 
 
-def check_privacy(model):
+def check_promise(model) -> None:
     """Refuse parameters that contradict one another, before any data is read."""
     weights_of(model)
-    pairwise = is_pairwise(model)
+    pairwise = schedule_of(model) != "broadcast"
     if pairwise and model.noise_variance is None:
         raise ValueError(
             "noise_variance must be given where pairs of agents exchange messages, which hold "
@@ -104,7 +111,7 @@ def check_privacy(model):
             "bounds must be given when epsilon is finite: the range (low, high) that every value "
             "is in. Choose it without looking at the data."
         )
-    if model.delta == 0:
+    if model.delta == 0:  # Gaussian noise has no pure epsilon
         raise ValueError("delta must be above 0 for Gaussian noise; got 0.")
     if model.accounting == "printed" and model.epsilon > 1:
         raise ValueError(
@@ -119,52 +126,65 @@ def check_privacy(model):
         )
 
 
-def events(model):
+def stream_events(model) -> tuple[Any, ...]:
     """Accounting events of a stream for its agent, against everybody else together."""
-    if math.isinf(model.epsilon) or is_pairwise(model):
+    if math.isinf(model.epsilon) or schedule_of(model) != "broadcast":
         return (PureEvent(math.inf, 0.0, "replace_one"),)
-    mu = mechanism_of(model, 2).mu
+    mu = stream_mechanism(model, 2).mu
     return (GaussianEvent(None, mu, mu_zero_out=mu),)
 
 
-def mechanism_of(model, n_agents):
+def new_senders(model, n_agents: int) -> Senders:
+    """Senders of a stream that begins with so many agents, none of whom has joined yet."""
+    return SENDERS[schedule_of(model)](
+        stream_mechanism(model, n_agents),
+        weights_of(model),
+        2 if model.noise_variance is None else 1,  # squares let recipients estimate variances
+        model.random_state,
+    )
+
+
+def stream_mechanism(model, n_agents: int) -> Any:
     """Mechanism of the messages of one stream."""
     if math.isinf(model.epsilon):
         return NoNoise()
     # In a round robin every pair has its turn; otherwise one may be asked at every step.
-    in_turn = chosen("schedule", model.schedule, SCHEDULES, model.mechanism) == "round_robin"
-    others = max(n_agents - 1, 1) if in_turn else 1
+    others = max(n_agents - 1, 1) if schedule_of(model) == "round_robin" else 1
     releases = None if model.horizon is None else -(-model.horizon // others)
     mu = gdp_mu(model.epsilon, model.delta)
     if model.mechanism == "sqrt":
         return SquareRootSums(mu, model.horizon)
     if model.mechanism == "pm1":
         return PartialSums(mu if model.accounting == "exact" else _printed_mu(model, 1))
-    if model.accounting == "exact":
-        return BinaryTree(mu, releases)
-    mu = _printed_mu(model, model.horizon.bit_length()) * math.sqrt(releases.bit_length())
+    if model.accounting == "printed":
+        # The paper gives every level of the tree its share of epsilon: noise for one sum each.
+        levels = releases.bit_length()
+        mu = _printed_mu(model, model.horizon.bit_length()) * math.sqrt(levels)
     return BinaryTree(mu, releases)
 
 
 def _printed_mu(model, levels):
-    """Gaussian-DP parameter of one sum with the paper's noise, in a range of length 1."""
+    """Gaussian-DP parameter of one sum with the paper's noise, in a range of length 1.
+
+    The paper's range is twice its half width.
+    """
     promise = model.epsilon, model.delta
     return partial_sum_variance(0.5, *promise, levels=levels, version="printed") ** -0.5
 
 
-def report(model, senders, n_clients):
+def report(model, senders: Senders, n_clients: int) -> PrivacyReport:
     """Report of the streams so far."""
-    pairwise = not isinstance(senders, Broadcast)
+    pairwise = not senders.is_common
     if isinstance(senders.mechanism, NoNoise):
         return PrivacyReport.unprotected(
             "epsilon=inf was asked for.",
-            not_released=RELEASED + NOT_RELEASED,
+            not_released=POPULATION_ATTRIBUTES + _CLIENT_ATTRIBUTES,
             n_clients=n_clients,
             unit="row",
         )
     others = max(n_clients - 1, 1) if pairwise else 1
     mechanism, delta = senders.mechanism, float(model.delta)
-    mu = mechanism.mu * math.sqrt(others)
+    mu = mechanism.mu * math.sqrt(others)  # independent noise for each of the others
     steps = model.horizon or int(senders.rows.max())
     # Pairs exchange messages at any time: at worst all rows of an agent lie between two of them.
     whole = steps * mu if pairwise else max(mechanism.whole_mu(steps), mu)
@@ -179,7 +199,7 @@ def report(model, senders, n_clients):
         "trust": "local",
         "accountant": "exact (Gaussian differential privacy)",
     }
-    found = private_report(
+    private = private_report(
         facts,
         n_clients=n_clients,
         seeded=model.random_state is not None,
@@ -190,12 +210,12 @@ def report(model, senders, n_clients):
             "noise and sensitivity are in units of the range of the values",
             *(() if model.horizon else (_SO_FAR,)),
         ),
-        released=RELEASED,
-        not_released=NOT_RELEASED,
+        released=POPULATION_ATTRIBUTES,
+        not_released=_CLIENT_ATTRIBUTES,
     )
-    found = dataclasses.replace(
-        found,
+    private = dataclasses.replace(
+        private,
         epsilon_per_recipient=gdp_epsilon(mechanism.mu, delta),
         epsilon_whole_client=gdp_epsilon(whole, delta),
     )
-    return leaking(found, _LEAK) if isinstance(senders, Restricted) else found
+    return leaking(private, _LEAK) if isinstance(senders, Restricted) else private

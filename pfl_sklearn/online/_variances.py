@@ -55,7 +55,7 @@ class _Raw(NamedTuple):
     rows: np.ndarray  # degrees of freedom of the data
 
 
-def coordinates(values, with_squares):
+def value_and_square(values, with_squares):
     """Values (n,) in [-1/2, 1/2] and, if wanted, their scaled squares: (1 or 2, n)."""
     return np.stack([values, SQUARE * values**2]) if with_squares else values[None]
 

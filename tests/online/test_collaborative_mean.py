@@ -270,15 +270,15 @@ def test_variances_are_heard_at_no_price():
     groups = np.tile(np.arange(200), 2000)
     model = CollaborativeMean(epsilon=4.0, bounds=(0, 1), horizon=2000, random_state=0)
     model.fit(np.zeros((len(y), 1)), y, groups=groups)
-    found = np.sqrt(model._stream._known()[1].variances)
+    found = np.sqrt(model._stream._knowledge()[1].variances)
     assert np.abs(found[:100] - 0.05).mean() < 0.03
     assert np.abs(found[100:] - 0.2).mean() < 0.03
 
 
 def test_square_of_a_value_costs_nothing_next_to_it():
-    from pfl_sklearn.online._variances import coordinates
+    from pfl_sklearn.online._variances import value_and_square
 
-    values = coordinates(np.linspace(-0.5, 0.5, 401), True)
+    values = value_and_square(np.linspace(-0.5, 0.5, 401), True)
     apart = np.linalg.norm(values[:, :, None] - values[:, None], axis=0)
     assert apart.max() == pytest.approx(1, rel=1e-12)
 

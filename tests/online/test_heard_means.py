@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from pfl_sklearn.online._heard_means import Heard, statistic
+from pfl_sklearn.online._heard_means import Messages, heard_means
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
 from pfl_sklearn.privacy._mechanisms._partial_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
@@ -31,11 +31,11 @@ every = pytest.mark.parametrize(("mechanism", "weights", "times"), CASES, ids=re
 
 def listen(mechanism, weights, times, sums):
     """Means after messages `sums` (releases, streams) over rows `times`."""
-    found = statistic(weights, mechanism, np.zeros((1, sums.shape[1])))
+    found = heard_means(weights, mechanism, np.zeros((1, sums.shape[1])))
     everyone = np.arange(sums.shape[1])
     for k, (rows, heard) in enumerate(zip(times, sums, strict=True), 1):
         index, rows = np.full(len(everyone), k), np.full(len(everyone), rows)
-        found.hear(Heard(everyone, index, rows, heard[None]))
+        found.hear(Messages(everyone, index, rows, heard[None]))
     return found.means(everyone, np.full(len(everyone), len(times)))
 
 
@@ -92,12 +92,12 @@ def test_new_streams_do_not_disturb_the_old_ones(mechanism, weights, times):
     rng = np.random.default_rng(0)
     sums = rng.normal(size=(len(times), 3))
     alone = listen(mechanism, weights, times, sums)
-    found, streams = statistic(weights, mechanism, np.zeros((1, 3))), np.arange(3)
+    found, streams = heard_means(weights, mechanism, np.zeros((1, 3))), np.arange(3)
     for k, (rows, heard) in enumerate(zip(times, sums, strict=True), 1):
         if k == 6:
             found.move(5, np.array([4, 0, 2]))
             streams = np.array([4, 0, 2])
-        found.hear(Heard(streams, np.full(3, k), np.full(3, rows), heard[None]))
+        found.hear(Messages(streams, np.full(3, k), np.full(3, rows), heard[None]))
     index = np.zeros(5, int)
     index[streams] = len(times)
     moved = found.means(slice(None), index)

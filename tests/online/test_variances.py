@@ -6,10 +6,10 @@ import pytest
 from pfl_sklearn.online._heard_means import Means
 from pfl_sklearn.online._variances import (
     SQUARE,
-    coordinates,
     heard_variances,
     own_variances,
     shared_variance,
+    value_and_square,
 )
 
 N = 400
@@ -19,7 +19,7 @@ def heard(n_rows, sd, noise, seed=0):
     """Exact sums (2, n) of agents whose values have `sd` (n,), and what others hear of them."""
     rng = np.random.default_rng(seed)
     y = rng.uniform(-0.2, 0.2, N) + sd * rng.uniform(-1, 1, (n_rows, N)) * 3**0.5
-    sums = sum(coordinates(row, True) for row in y)
+    sums = sum(value_and_square(row, True) for row in y)
     values = sums / n_rows + rng.normal(0, noise, sums.shape)
     return sums, Means(values, np.full(N, 1 / n_rows), np.full(N, noise**2))
 

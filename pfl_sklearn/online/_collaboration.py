@@ -14,7 +14,6 @@ from pfl_sklearn._clients import EncodedClients, match_clients
 from pfl_sklearn._typing import Bools, Floats, Integers
 from pfl_sklearn.online import _privacy, _variances
 from pfl_sklearn.online._decisions import (
-    Decision,
     Hearing,
     MixtureDecision,
     OracleDecision,
@@ -207,11 +206,10 @@ class Collaboration:
         width, unit = high - low, Unit(low.min(), high.max() - low.min())
         low, width, given = (low - unit.low) / unit.width, width / unit.width, given / unit.width**2
         rows, sums, middle = self.senders.rows, self.senders.sums, low + width / 2
-        variances = own = given
-        doubt = np.ones(len(rows))
+        variances, of_own, doubt = given, given, np.ones(len(rows))
         if len(sums) == 2:  # variances are unknown
-            variances, own, doubt = self._estimated_variances(width)
-        spread = np.maximum(own / np.maximum(rows, 1), _ROUNDING_VARIANCE)
+            variances, of_own, doubt = self._estimated_variances(width)
+        spread = np.maximum(of_own / np.maximum(rows, 1), _ROUNDING_VARIANCE)
         own = OwnMeans(middle + width * sums[0] / np.maximum(rows, 1), spread, doubt, rows)
         variances = np.maximum(variances, _ROUNDING_VARIANCE)
         return own, Hearing(self.senders, middle, width, variances), unit
@@ -239,7 +237,7 @@ class Collaboration:
         pooled = (squares / _variances.SQUARE - total**2 / n) / (n - 1)
         return max(pooled * _variances.in_doubt(n - 1), _ROUNDING_VARIANCE)
 
-    def _decision(self, n_jobs: int | None = None) -> Decision:
+    def _decision(self, n_jobs: int | None = None) -> Any:
         """How agents find their class."""
         if self.params["decision"] == "test":
             return TestDecision(self.params["confidence"])
@@ -277,7 +275,7 @@ def _newcomers(stream, model, ids, y, labels):
     if model.noise_variance is not None:
         given = _given_for("noise_variance", model.noise_variance, ids)
         for client, variance in zip(ids.tolist(), given, strict=True):
-            if not (isinstance(variance, Real) and 0 < variance < math.inf):
+            if not (isinstance(variance, Real) and 0 < float(variance) < math.inf):
                 raise ValueError(
                     f"noise_variance of client {client!r} must be a positive, finite number; got "
                     f"{variance!r}."

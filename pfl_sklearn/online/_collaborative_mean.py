@@ -1,18 +1,24 @@
 """Means of many agents who receive values one at a time and help one another."""
 
+from __future__ import annotations
+
 import copy
 import math
 from numbers import Integral, Real
+from typing import Any, Self
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
+from scipy.sparse import csr_array
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_array, check_consistent_length, column_or_1d
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._clients import EncodedClients
-from pfl_sklearn._compat import Interval, StrOptions, fit_context, num_samples
+from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._float_range import check_float_range
+from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, client_values
 from pfl_sklearn.online import _privacy
@@ -241,22 +247,22 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     def __init__(
         self,
         *,
-        epsilon=math.inf,
-        delta=1e-6,
-        bounds=None,
-        horizon=None,
-        mechanism="sqrt",
-        weights="auto",
-        schedule="auto",
-        decision="mixture",
-        noise_variance=None,
-        confidence=None,
-        accounting="exact",
-        out_of_bounds="clip",
-        ledger=None,
-        unseen="warn",
-        n_jobs=None,
-        random_state=None,
+        epsilon: float = math.inf,
+        delta: float = 1e-6,
+        bounds: ArrayLike | dict[Any, Any] | None = None,
+        horizon: int | None = None,
+        mechanism: str = "sqrt",
+        weights: str = "auto",
+        schedule: str = "auto",
+        decision: str = "mixture",
+        noise_variance: float | dict[Any, float] | None = None,
+        confidence: float | None = None,
+        accounting: str = "exact",
+        out_of_bounds: str = "clip",
+        ledger: PrivacyLedger | None = None,
+        unseen: str = "warn",
+        n_jobs: int | None = None,
+        random_state: RandomState = None,
     ):
         self.epsilon = epsilon
         self.delta = delta
@@ -276,7 +282,9 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         self.random_state = random_state
 
     @fit_context(prefer_skip_nested_validation=True)
-    def fit(self, X, y=None, *, groups=None, labels=None):
+    def fit(
+        self, X: TableLike, y: TableLike = None, *, groups: TableLike = None, labels: Any = None
+    ) -> Self:
         """Begin a new stream with the given rows.
 
         Parameters
@@ -298,7 +306,9 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         return self._receive(None, X, y, groups, labels)
 
     @fit_context(prefer_skip_nested_validation=True)
-    def partial_fit(self, X, y=None, *, groups=None, labels=None):
+    def partial_fit(
+        self, X: TableLike, y: TableLike = None, *, groups: TableLike = None, labels: Any = None
+    ) -> Self:
         """Go on with the stream, or begin one.
 
         Parameters
@@ -326,7 +336,7 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
             )
         return self._receive(stream, X, y, groups, labels)
 
-    def predict(self, X, *, groups=None, return_std=False):
+    def predict(self, X: TableLike, *, groups: TableLike = None, return_std: bool = False) -> Any:
         """Current mean of every row's client; the population's for clients without values.
 
         Parameters
@@ -352,7 +362,7 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         spread = math.hypot(self.population_std_, self.population_mean_std_)
         return means, client_values(getattr(self, "stds_", None), spread, codes)
 
-    def credible_interval(self, level=0.95):
+    def credible_interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
         """Central interval of every client's mean, normal or Student's.
 
         With ``decision="test"`` or "oracle" it is right if those who were accepted are of one
@@ -368,12 +378,12 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         lower, upper : ndarrays of shape (n_clients,)
         """
         self._require_fitted("means_")
-        if not (isinstance(level, Real) and 0 < level < 1):
+        if not (isinstance(level, Real) and 0 < float(level) < 1):
             raise ValueError(f"level must be a number in (0, 1); got {level!r}.")
         half = half_width(self.stds_, self._freedom, level)
         return self.means_ - half, self.means_ + half
 
-    def summary(self, level=0.95):
+    def summary(self, level: float = 0.95) -> pd.DataFrame:
         """Table of the clients.
 
         Parameters
@@ -401,12 +411,12 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         )
 
     @property
-    def classes_of_(self):
+    def classes_of_(self) -> csr_array:
         """Whom each client takes for its class: sparse booleans (n_clients, n_clients)."""
         return self._open_stream().same_class(self.n_jobs)
 
     @property
-    def heard_means_(self):
+    def heard_means_(self) -> Floats:
         """What messages say of the clients' means: (n_clients,) where everybody hears the same.
 
         Otherwise (n_clients, n_clients), with recipients first; NaN where nothing was heard yet,
@@ -415,7 +425,7 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         return self._open_stream().heard()[0]
 
     @property
-    def heard_stds_(self):
+    def heard_stds_(self) -> Floats:
         """Standard deviations of `heard_means_`; infinite where nothing was heard yet."""
         return self._open_stream().heard()[1]
 
@@ -505,16 +515,10 @@ def _values(model, X, y):
         raise ValueError(
             f"{type(model).__name__} requires y to be passed, but the target y is None."
         )
-    n_rows = num_samples(X)
-    if n_rows == 0:
-        raise ValueError(
-            f"Found array with 0 sample(s) while a minimum of 1 is required by "
-            f"{type(model).__name__}."
-        )
     y = column_or_1d(y, warn=True)
     y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y")
     check_consistent_length(X, y)
-    if math.isinf(model.epsilon):
+    if math.isinf(model.epsilon):  # with privacy the error would tell a value
         check_float_range("y", y)
     return y
 

@@ -15,7 +15,6 @@ from sklearn.utils.parallel import Parallel, delayed
 
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.online._classes import Classes, combine, find_classes, together
-from pfl_sklearn.online._messages import Senders
 
 # Pairs of agents whose means are looked at together: some arrays of 8 MB.
 _PAIRS_AT_ONCE = 1 << 20
@@ -58,7 +57,7 @@ class HeardPairs(NamedTuple):
 class Hearing(NamedTuple):
     """What agents heard, in units of the range of all values."""
 
-    senders: Senders
+    senders: Any  # of messages
     middle: Floats  # (n,), of the range of each agent's values
     width: Floats  # (n,), of that range
     variances: Floats  # (n,), of a row of each agent

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pfl_sklearn._clients import rows_by_client
-from pfl_sklearn._typing import Integers
 from pfl_sklearn.online._heard_means import (
     Means,
     Messages,
@@ -58,6 +57,7 @@ class Senders:
 
     is_common: ClassVar[bool] = False  # whether everybody hears the same
     _dtype: ClassVar[type] = np.float64
+    take: Any  # codes (r,) of agents and values (p, r) of their rows to messages
     _place: Any  # number of old agents to the number of streams and the places of the old ones
 
     def __init__(self, mechanism, weights, n_coordinates, random_state):
@@ -229,7 +229,7 @@ class Restricted(Pairwise):
         return chosen
 
 
-def steps_of(codes: Integers, n_agents: int) -> tuple[Integers, Integers]:
+def steps_of(codes, n_agents):
     """Rows in the order of steps, and where each step begins and the last one ends.
 
     Step j holds the j-th row of every agent that has so many.

@@ -156,7 +156,7 @@ def stream_mechanism(model, n_agents: int) -> Any:
         return SquareRootSums(mu, model.horizon)
     if model.mechanism == "pm1":
         return PartialSums(mu if model.accounting == "exact" else _printed_mu(model, 1))
-    if model.accounting == "printed":
+    if model.accounting == "printed" and releases is not None:
         # The paper gives every level of the tree its share of epsilon: noise for one sum each.
         levels = releases.bit_length()
         mu = _printed_mu(model, model.horizon.bit_length()) * math.sqrt(levels)

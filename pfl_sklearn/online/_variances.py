@@ -5,26 +5,39 @@ a common one, which is heard. Noise may hide it for long, so its logarithm has a
 agents' own rows decide.
 """
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
 import numpy as np
 from scipy.special import ndtri, polygamma, psi, softmax, stdtrit
 
+from pfl_sklearn._typing import Bools, Floats, Integers
+from pfl_sklearn.online._heard_means import Means
+
 # The square of a value in units of the range, around its middle, times this: replacing a row then
 # changes value and square together by no more than the value alone.
 SQUARE = 3.3
-_ALIKE = 4.0  # degrees of freedom of the agents' variances around the common one
-_GRID = np.geomspace(1e-16, 1.0, 401)  # common variances, in units of the largest
-_DEGREES = np.geomspace(0.01, _ALIKE, 200)
-_FREEDOM = np.geomspace(0.1, 1e4, 400)
-_UNKNOWN = np.log(_GRID).var()
-_COARSE = np.log(_GRID[1] / _GRID[0]) ** 2 / 12
-_LEAST, _EQUAL = 1e-12, 1e-15  # variances of equal values, in units of the largest
-_NORMAL = 1.959964  # half of the central 95 % of a normal distribution
+# Degrees of freedom of the agents' variances around the common one: four rows weigh as much.
+_SHARED_DEGREES = 4.0
+# Common variances, in units of the largest: down to that of rounding.
+_COMMON_VARIANCES = np.geomspace(1e-16, 1.0, 401)
+# The same degrees where noise makes the common variance uncertain: down to nothing known.
+_EFFECTIVE_DEGREES = np.geomspace(0.01, _SHARED_DEGREES, 200)
+# Degrees of freedom whose factors are tabulated; with 10^4 of them Student's is normal.
+_STUDENT_DEGREES = np.geomspace(0.1, 1e4, 400)
+# Variance of the logarithm of a common variance before anything was heard, and within a grid step.
+_PRIOR_SPREAD = np.log(_COMMON_VARIANCES).var()
+_STEP_SPREAD = np.log(_COMMON_VARIANCES[1] / _COMMON_VARIANCES[0]) ** 2 / 12
+# Variances of equal values, in units of the largest: what they are taken to be, and what rounding
+# leaves of none.
+_SMALLEST_VARIANCE, _EQUAL = 1e-12, 1e-15
+# Half of the central 95 % of a normal distribution.
+_NORMAL_HALF_WIDTH = 1.959964
 
 
-class Shared(NamedTuple):
-    """What messages tell of the variance that agents have in common.
+class SharedVariance(NamedTuple):
+    """The variance that agents have in common, as messages show it.
 
     An agent's variance has about a scaled inverse chi-squared distribution with `rows` degrees of
     freedom around `scale`.
@@ -43,24 +56,26 @@ class OwnVariances(NamedTuple):
     distribution has the same central interval of 95 %.
     """
 
-    values: np.ndarray
-    doubt: np.ndarray
+    values: Floats
+    doubt: Floats
 
 
-class _Raw(NamedTuple):
+class _UnbiasedVariances(NamedTuple):
     """Unbiased estimates (m,) of agents' variances from messages, and parts of their errors."""
 
-    values: np.ndarray
-    noise: np.ndarray  # variance from the noise
-    rows: np.ndarray  # degrees of freedom of the data
+    values: Floats
+    noise: Floats  # variance from the noise
+    rows: Floats  # degrees of freedom of the data
 
 
-def value_and_square(values, with_squares):
+def value_and_square(values: Floats, with_squares: bool) -> Floats:
     """Values (n,) in [-1/2, 1/2] and, if wanted, their scaled squares: (1 or 2, n)."""
     return np.stack([values, SQUARE * values**2]) if with_squares else values[None]
 
 
-def own_variances(rows, sums, shared, bounded):
+def own_variances(
+    rows: Integers, sums: Floats, shared: SharedVariance, bounded: bool
+) -> OwnVariances:
     """Variance of each agent's rows from its exact sums (2, n).
 
     Equal values say little of a `bounded` variance: the next one may lie at the other end.
@@ -68,19 +83,21 @@ def own_variances(rows, sums, shared, bounded):
     mean = sums[0] / rows
     squares = np.maximum(sums[1] / SQUARE - rows * mean**2, 0.0)
     freedom = rows - 1 + shared.rows
-    found = (squares + shared.rows * shared.scale) / freedom
+    variances = (squares + shared.rows * shared.scale) / freedom
     equal = squares <= _EQUAL * rows * shared.largest
-    found = np.clip(found, np.where(equal, _LEAST, 0.0) * shared.largest, shared.largest)
+    smallest = np.where(equal, _SMALLEST_VARIANCE, 0.0) * shared.largest
+    variances = np.clip(variances, smallest, shared.largest)
     doubt = in_doubt(freedom)
     if bounded:
+        # Laplace's rule of succession: the next row lies at the other end with chance 1 / (n + 2).
         next_one = (0.5 + np.abs(mean)) ** 2 * (rows + 1) / (rows + 2) ** 2
-        doubt = np.where(equal & (rows > 1), np.maximum(doubt, next_one / found), doubt)
-    return OwnVariances(found, np.minimum(doubt, shared.largest / found))
+        doubt = np.where(equal & (rows > 1), np.maximum(doubt, next_one / variances), doubt)
+    return OwnVariances(variances, np.minimum(doubt, shared.largest / variances))
 
 
 def in_doubt(freedom):
     """Factor on a mean's variance, estimated with degrees of freedom, for intervals of 95 %."""
-    return (stdtrit(freedom, 0.975) / _NORMAL) ** 2
+    return (stdtrit(freedom, 0.975) / _NORMAL_HALF_WIDTH) ** 2
 
 
 def with_doubt(variances, own):
@@ -89,31 +106,33 @@ def with_doubt(variances, own):
     With them come the degrees of freedom (n,) of Student's distribution with the same central
     interval of 95 %.
     """
-    if own.doubt.max() == 1:
+    if own.doubt.max() == 1:  # variances are known
         return variances.copy(), np.full(len(variances), np.inf)
+    # Weighted by precision, an estimate with a tenth of the own mean's variance is a tenth its own.
     share = np.minimum(variances / own.variances, 1.0)
     factor = 1 / (1 - share + share / own.doubt)
-    freedom = np.interp(-factor, -_DOUBTS, _FREEDOM)
+    freedom = np.interp(-factor, -_DOUBTS, _STUDENT_DEGREES)
     return variances * factor, np.where(factor > _DOUBTS[-1], freedom, np.inf)
 
 
 def half_width(stds, freedom, level):
     """Half of central intervals, from standard deviations that are right for 95 %."""
-    normal = np.isinf(freedom)
-    ratio = stdtrit(np.where(normal, 1.0, freedom), 0.5 + level / 2) / stdtrit(
-        np.where(normal, 1.0, freedom), 0.975
-    )
-    return _NORMAL * stds * np.where(normal, ndtri(0.5 + level / 2) / _NORMAL, ratio)
+    upper, normal = 0.5 + level / 2, np.isinf(freedom)
+    student = np.where(normal, 1.0, freedom)
+    ratio = stdtrit(student, upper) / stdtrit(student, 0.975)
+    ratio = np.where(normal, ndtri(upper) / _NORMAL_HALF_WIDTH, ratio)
+    return _NORMAL_HALF_WIDTH * stds * ratio
 
 
-def shared_variance(heard, largest):
+def shared_variance(heard: Means, largest: float) -> SharedVariance:
     """Common variance from means of values and squares that were heard; at most `largest`."""
-    raw, _ = _raw(heard, largest)
-    grid = largest * _GRID
-    logs, n = np.zeros(len(grid)), len(raw.values)
+    raw, _ = _unbiased(heard, largest)
+    grid = largest * _COMMON_VARIANCES
+    logs, n = np.zeros(len(grid)), len(raw.values)  # a uniform prior of the logarithm
     if n > 1:
         common = largest
         for _ in range(2):  # weights rest on a variance, too
+            # A variance v estimated with r degrees of freedom has the variance 2 v^2 / r.
             weight = 1 / (raw.noise + 2 * max(common, grid[0]) ** 2 / raw.rows)
             common = np.average(raw.values, weights=weight)
         weight /= weight.sum()
@@ -122,14 +141,14 @@ def shared_variance(heard, largest):
         logs = -0.5 * (np.log(error) + (common - grid) ** 2 / error)
     belief = softmax(logs)
     centre = belief @ np.log(grid)
-    heard_spread = belief @ (np.log(grid) - centre) ** 2 + _COARSE
-    # What messages tell, without what the prior does.
-    told = max(1 / heard_spread - 1 / (_UNKNOWN + _COARSE), np.finfo(float).tiny)
-    spread = 1 / told + polygamma(1, _ALIKE / 2)
-    rows = np.interp(-spread, -polygamma(1, _DEGREES / 2), _DEGREES)
+    posterior_spread = belief @ (np.log(grid) - centre) ** 2 + _STEP_SPREAD
+    # The precision of the messages alone, without the prior's.
+    precision = 1 / posterior_spread - 1 / (_PRIOR_SPREAD + _STEP_SPREAD)
+    spread = 1 / max(precision, np.finfo(float).tiny) + polygamma(1, _SHARED_DEGREES / 2)
+    rows = np.interp(-spread, -polygamma(1, _EFFECTIVE_DEGREES / 2), _EFFECTIVE_DEGREES)
     # An inverse chi-squared distribution whose logarithm has the same mean and variance.
-    scale = np.exp(centre + _log_mean(_ALIKE) - _log_mean(rows))
-    return Shared(float(belief @ grid), float(scale), float(rows), largest)
+    scale = np.exp(centre + _log_mean(_SHARED_DEGREES) - _log_mean(rows))
+    return SharedVariance(float(belief @ grid), float(scale), float(rows), largest)
 
 
 def _log_mean(rows):
@@ -137,7 +156,7 @@ def _log_mean(rows):
     return np.log(rows / 2) - psi(rows / 2)
 
 
-def heard_variances(heard, shared):
+def heard_variances(heard: Means, shared: SharedVariance) -> Floats:
     """Variances (n,) of the rows of senders, from means of values and squares that were heard.
 
     They are shrunk to what they have in common as far as noise and few rows make them uncertain,
@@ -145,29 +164,32 @@ def heard_variances(heard, shared):
     agent's variance goes with its mean by chance: the error of a variance is taken to be the
     largest one that the range of values allows.
     """
-    raw, told = _raw(heard, shared.mean)
-    found = np.full(len(told), shared.mean)
-    if told.any():
+    raw, has_two = _unbiased(heard, shared.mean)
+    variances = np.full(len(has_two), shared.mean)
+    if has_two.any():
+        # Around its mean, the fourth moment of a value is at most variance times squared range.
         error = raw.noise + 4 * shared.largest * shared.mean / raw.rows
-        apart = np.average((raw.values - shared.mean) ** 2 - error, weights=1 / error)
-        spread = max(apart, 0.0)
-        found[told] += spread / (spread + error) * (raw.values - shared.mean)
-    return np.clip(found, shared.mean / 4, shared.largest)
+        excess = np.average((raw.values - shared.mean) ** 2 - error, weights=1 / error)
+        spread = max(excess, 0.0)
+        variances[has_two] += spread / (spread + error) * (raw.values - shared.mean)
+    return np.clip(variances, shared.mean / 4, shared.largest)
 
 
-def _raw(heard, typical):
+def _unbiased(heard: Means, typical: float) -> tuple[_UnbiasedVariances, Bools]:
     """Estimates from messages of agents with two rows or more, and who these are (n,)."""
     (value, square), data, noise = heard
-    n_rows = 1 / data
-    told = n_rows > 1.5
-    value, noise, n_rows = value[told], noise[told], n_rows[told]
-    values = (square[told] / SQUARE - value**2 + noise) * n_rows / (n_rows - 1)
+    n_rows = 1 / data  # 0 where nothing was heard
+    has_two = n_rows > 1.5
+    value, noise, n_rows = value[has_two], noise[has_two], n_rows[has_two]
+    values = (square[has_two] / SQUARE - value**2 + noise) * n_rows / (n_rows - 1)
     if not len(values):
-        return _Raw(values, noise, n_rows), told
+        return _UnbiasedVariances(values, noise, n_rows), has_two
     # The noise of an agent's own mean would be correlated with its square.
     centre = np.average(value, weights=1 / (noise + typical / n_rows))
+    # The noise of the square, and that of the squared mean: var (c + e)^2 = 4 c^2 s + 2 s^2.
     errors = noise / SQUARE**2 + 2 * noise**2 + 4 * centre**2 * noise
-    return _Raw(values, errors * (n_rows / (n_rows - 1)) ** 2, n_rows - 1), told
+    raw = _UnbiasedVariances(values, errors * (n_rows / (n_rows - 1)) ** 2, n_rows - 1)
+    return raw, has_two
 
 
-_DOUBTS = in_doubt(_FREEDOM)
+_DOUBTS = in_doubt(_STUDENT_DEGREES)

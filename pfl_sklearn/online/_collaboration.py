@@ -27,7 +27,7 @@ _FREE = ("ledger", "n_jobs", "unseen")  # parameters that may change while a str
 # Bounds and ranges whose squares are numbers.
 _FARTHEST_BOUND, _NARROWEST_RANGE = 1e150, 1e-150
 # Largest ratio of two ranges: beyond it the rounding in the widest hides the narrowest.
-_LARGEST_RATIO = 1e12
+_WIDEST_TO_NARROWEST = 1e12
 # Smallest variance of a row or a mean, in squared units: that of its rounding.
 _ROUNDING_VARIANCE = 1e-24
 
@@ -49,14 +49,6 @@ class Arrivals(NamedTuple):
     agents: Integers  # (n,), whose row it is
     units: Floats  # (n,), values in units of their ranges, from the middle
     clipped: Bools  # (n,), whether it was
-
-
-class Population(NamedTuple):
-    """Mean of all agents' means as the messages show it, its standard error, and their spread."""
-
-    mean: float
-    mean_std: float
-    std: float
 
 
 class Unit(NamedTuple):
@@ -157,11 +149,11 @@ class Collaboration:
     def estimates(self, n_jobs: int | None) -> tuple[Floats, ...]:
         """Means, their variances and degrees of freedom, and exact means, in the order of ids."""
         own, hearing, unit = self._knowledge()
-        estimates = self._decision(n_jobs).estimate(own, hearing)
-        means = unit.low + unit.width * estimates.means
+        means, variances = self._decision(n_jobs).estimate(own, hearing)
+        means = unit.low + unit.width * means
         if self.params["bounds"] is not None:
             means = np.clip(means, self.agents.low, self.agents.high)
-        variances, freedom = _variances.with_doubt(estimates.variances, own)
+        variances, freedom = _variances.with_doubt(variances, own)
         variances *= unit.width**2
         local = unit.low + unit.width * own.means
         return tuple(part[self.by_id] for part in (means, variances, freedom, local))
@@ -192,13 +184,13 @@ class Collaboration:
             variances = variances[self.by_id][:, self.by_id]
         return unit.low + unit.width * means, unit.width * np.sqrt(variances)
 
-    def population(self) -> Population:
-        """Population that the messages show."""
+    def population(self) -> tuple[float, float, float]:
+        """Mean of the agents' means as messages show it, its standard error, and their spread."""
         _, hearing, unit = self._knowledge()
         mean, mean_std, std = _moments(*_by_sender(hearing))
         if self.params["bounds"] is not None:  # noise may carry it out of the range
             mean = min(max(mean, 0.0), 1.0)
-        return Population(unit.low + unit.width * mean, unit.width * mean_std, unit.width * std)
+        return (unit.low + unit.width * mean, unit.width * mean_std, unit.width * std)
 
     def _knowledge(self):
         """What agents know of themselves and what they heard, and the unit that it is in."""
@@ -296,7 +288,7 @@ def _ranges(stream, model, ids, y):
     ranges = np.array([_range(pair, f" of client {client!r}") for client, pair in pairs])
     low, high = ranges.reshape(len(ids), 2).T
     widths = np.append(stream.agents.high - stream.agents.low, high - low)
-    if len(widths) and widths.max() > _LARGEST_RATIO * widths.min():
+    if len(widths) and widths.max() > _WIDEST_TO_NARROWEST * widths.min():
         raise ValueError(
             f"bounds of all clients must be alike to a factor of 1e12; got ranges from "
             f"{widths.min():.3g} to {widths.max():.3g}."
@@ -401,19 +393,19 @@ def _by_sender(hearing):
 
 
 def _moments(means, variances):
-    """Mean of a population from means (n,) of known variances, by moments."""
+    """Mean of a population from means (n,) of known variances, its error and spread, by moments."""
     if len(means) == 0:  # pairs that have not exchanged a message yet
-        return Population(math.nan, math.nan, math.nan)
+        return (math.nan, math.nan, math.nan)
     weight = 1 / variances
     if weight.sum() == 0:  # a single row
-        return Population(float(means.mean()), math.inf, 0.0)
+        return (float(means.mean()), math.inf, 0.0)
     centre = weight @ means / weight.sum()
     # DerSimonian and Laird: what the means vary beyond their errors, over its factor.
     spare = weight.sum() - weight @ weight / weight.sum()
     excess = weight @ (means - centre) ** 2 - (len(means) - 1)
     between = max(excess / spare, 0.0) if spare > 0 else 0.0
     weight = 1 / (variances + between)
-    return Population(
+    return (
         float(weight @ means / weight.sum()),
         float(1 / math.sqrt(weight.sum())),
         math.sqrt(between),

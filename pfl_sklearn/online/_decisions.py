@@ -38,13 +38,6 @@ class OwnMeans(NamedTuple):
     rows: Integers
 
 
-class AgentMeans(NamedTuple):
-    """Estimates of agents' means and their variances (n,)."""
-
-    means: Floats
-    variances: Floats
-
-
 class HeardPairs(NamedTuple):
     """What some recipients heard: means and their variances (s, r or 1), by sender (s, r or 1)."""
 
@@ -96,14 +89,14 @@ class Hearing(NamedTuple):
 class Decision:
     """Way of telling whom each agent counts as its class."""
 
-    _estimate: Any  # own means and hearing to means and variances (2, n)
+    _help: Any  # own means and hearing to means and variances (2, n)
     _class_of: Any  # own means, hearing and recipients to pairs of recipients and senders
 
-    def estimate(self, own: OwnMeans, hearing: Hearing) -> AgentMeans:
-        """Means of all agents with the help of their classes."""
+    def estimate(self, own: OwnMeans, hearing: Hearing) -> tuple[Floats, Floats]:
+        """Means of all agents with the help of their classes, and their variances."""
         if hearing.n_agents == 1:
-            return AgentMeans(own.means, own.variances)
-        return AgentMeans(*self._estimate(own, hearing))
+            return own.means, own.variances
+        return self._help(own, hearing)
 
     def same_class(self, own: OwnMeans, hearing: Hearing) -> csr_array:
         """Sparse (n, n): whom each agent takes for its class, itself included."""
@@ -124,7 +117,7 @@ class _Acceptance(Decision):
 
     alike: Any  # own means and pairs to whether a recipient takes a sender for its class (s, r)
 
-    def _estimate(self, own, hearing):
+    def _help(self, own, hearing):
         blocks = [self._pooled(own, hearing.pairs(block)) for block in hearing.blocks()]
         return np.concatenate(blocks, axis=1)
 
@@ -186,7 +179,7 @@ class MixtureDecision(Decision):
         self.width: float | None = None  # of the range of all agents' values, if it is bounded
         self.n_jobs: int | None = None
 
-    def _estimate(self, own, hearing):
+    def _help(self, own, hearing):
         if not hearing.is_common:
             return self._one_by_one(own, hearing)
         pairs = hearing.pairs(np.zeros(1, int))

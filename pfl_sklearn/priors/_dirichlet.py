@@ -101,6 +101,7 @@ class DirichletPrior(FrequencyPrior):
                 shapes = np.exp(point) * mean
                 return gammaln(shapes.sum()) - gammaln(shapes).sum() + (shapes - 1) @ logs
 
+            # From one label a client to clients alike: there are no rows to set the ends by.
             concentration = labels.maximum_on(likelihood, 1e-6, 1e8)
         return self._with(mean, concentration)
 
@@ -216,6 +217,7 @@ def _moment_concentration(square, alike, n_rows, noise):
     low, high = labels.concentration_range(n_rows if len(n_rows) else np.ones(1))
     if len(n_rows) < 2 or n_rows.max() <= 1:  # nothing shows how clients differ
         return high
+    # Of a client's pairs of rows 1 / n are a row with itself; the others agree with chance H.
     share = np.mean(1 / n_rows)
     own = np.clip((square - share) / (1 - share), 0.0, 1.0)
     spread = max(own - alike, noise)  # clients are never more alike than the noise can tell

@@ -135,7 +135,7 @@ class GaussianPrior(Prior):
         if self.covariance is None:
             return None
         covariance = np.asarray(self.covariance, dtype=float)
-        if covariance.shape == (d, d) and d > 1:
+        if covariance.shape == (d, d) and d > 1:  # (1, 1) is a number
             if np.any(covariance[~np.eye(d, dtype=bool)] != 0):
                 raise ValueError(
                     "covariance of GaussianPrior must be diagonal here; got a matrix with non-zero "
@@ -191,9 +191,9 @@ class GaussianPrior(Prior):
         d = theta.shape[1]
         mean = self.known_mean(d)
         mean = theta.mean(axis=0) if mean is None else mean
-        if self.covariance is not None:
+        if self.covariance is not None:  # checked
             return self.with_values(mean, normal.diagonal_or_matrix(self._as_given(d)))
-        deviations = theta - mean
+        deviations = theta - mean  # from a known mean, if there is one
         if self.covariance_type in ("spherical", "diag", None):
             variances = np.mean(deviations**2, axis=0)
             spherical = self.covariance_type == "spherical"
@@ -248,6 +248,7 @@ class GaussianPrior(Prior):
         """
         theta = check_array(theta, dtype=float)
         mean, covariance = self._mean_and_covariance(theta.shape[1])
+        # Without noise a singular covariance has no density.
         values = covariance if covariance.ndim == 1 else np.linalg.eigvalsh(covariance)
         if not (values > 0).all() or np.isinf(values).any():
             raise ValueError(

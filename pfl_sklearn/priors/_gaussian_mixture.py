@@ -109,7 +109,7 @@ class GaussianMixturePrior(MixturePrior):
     @property
     def is_known(self) -> bool:
         """Whether means, covariances and weights are all given."""
-        # A fit orders components as it finds them, so that values for single ones have no home.
+        # A fit finds components in any order: values of single ones could not be assigned.
         means, covariances, weights = self._components()
         if means is None and (weights is not None or np.ndim(covariances) > 0):
             raise ValueError(

@@ -19,6 +19,8 @@ from pfl_sklearn.priors._prior import ProportionPrior, is_distribution
 
 # Fits of 50 to 5,000 clients took 5 to 75; a bound for those that rounding keeps from the end.
 _NEWTON_STEPS = 200
+# Nats per client that the log-likelihood may still rise by at the end.
+_GAP = 1e-6
 # Weight of the row that holds the sum of the weights at 1: the sum is then off by about 1e-6.
 _SUM_WEIGHT = 1e3
 
@@ -274,7 +276,7 @@ class GridPrior(ProportionPrior):
         return np.rint((theta - low) / width * (self.n_points - 1)).astype(np.intp)
 
 
-def mixing_weights(likelihood: Floats, counts: Floats, tolerance: float = 1e-6) -> Floats:
+def mixing_weights(likelihood: Floats, counts: Floats) -> Floats:
     """Weights w (K,) that maximize sum_u counts_u log (likelihood_u . w) over the simplex.
 
     Newton's method on the simplex: with r = L w' / L w the log-likelihood of w' is, to second
@@ -288,7 +290,7 @@ def mixing_weights(likelihood: Floats, counts: Floats, tolerance: float = 1e-6) 
     for _ in range(_NEWTON_STEPS):
         ratio = likelihood / current[:, None]
         # The largest gradient bounds how far the log-likelihood is from its maximum.
-        if np.max(share**2 @ ratio) - 1 <= tolerance:
+        if np.max(share**2 @ ratio) - 1 <= _GAP:
             break
         rows = np.vstack([ratio * share[:, None], np.full(likelihood.shape[1], _SUM_WEIGHT)])
         target = nnls(rows, np.append(2 * share, _SUM_WEIGHT))[0]

@@ -125,9 +125,11 @@ class LaplacePrior(Prior):
         d = theta.shape[1]
         location = self.known_location(d)
         location = np.median(theta, axis=0) if location is None else location
-        if self.scale is not None:
+        if self.scale is not None:  # checked, and kept in the form in which it was given
             self.known_scale(d)
             return self.with_values(location, self.scale)
+        # One scale for all coordinates: the paper's prior, and the likelihood of a coordinate in
+        # which clients are equal would have no maximum.
         scale = float(np.mean(np.abs(theta - location)))
         if scale == 0:
             raise ValueError("theta does not vary, so no scale of a LaplacePrior fits it.")

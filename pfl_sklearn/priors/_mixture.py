@@ -210,6 +210,7 @@ class MixturePrior(Prior):
         if means is None:
             return fits.fixed_variance(k, d, 1.0 if covariances is None else float(covariances))
         means = self._known_means(d)
+        # Placeholders are numbers, as the fit reads them before it replaces them.
         weights = np.full(k, 1 / k) if weights is None else known_weights(self)
         if covariances is None:
             return NormalMixture(means, np.ones((k, d)), None, weights)
@@ -260,7 +261,7 @@ def own_shares(components, shares, sampling):
     """
     own = 0.0
     for share, (_, covariance) in zip(shares.T, components, strict=True):
-        if covariance.ndim == 1:
+        if covariance.ndim == 1:  # else along the axes of the covariance
             weight = own_weight(covariance, sampling)
         else:
             values, vectors = np.linalg.eigh(covariance)
@@ -331,6 +332,7 @@ def count_distinct(x: Floats, enough: int) -> int:
     Rows that differ by less than the rounding of a mean count as the same.
     """
     tolerance = _SAME_VALUE * np.abs(x).max(axis=0)
+    # Not np.unique: neighbours within the tolerance have no order.
     left, n_distinct = x, 0
     while len(left) and n_distinct < enough:
         left = left[np.any(np.abs(left - left[0]) > tolerance, axis=1)]

@@ -11,7 +11,7 @@ from pfl_sklearn.theory import own_weight
 # Stands for a variance of zero in a density, so that the nearest mean wins.
 _POINT_VARIANCE = 1e-200
 # Squared distance in standard deviations; its square root lies beyond all components alike.
-_LARGEST_SQUARE = 1e300
+_LARGEST_DISTANCE = 1e300
 # Eigenvalues below this share of the largest are rounding.
 _SINGULAR = 1e-14
 
@@ -31,6 +31,7 @@ def check_covariance(name, covariance):
             )
         return covariance
     largest = np.abs(covariance).max(initial=0.0)
+    # Fitted covariances come back in with the rounding of the numbers that they are sums of.
     valid = np.isfinite(largest) and np.abs(covariance - covariance.T).max() <= 1e-8 * largest
     if not valid or np.linalg.eigvalsh(covariance).min() < -1e-10 * d * largest:
         raise ValueError(
@@ -78,6 +79,7 @@ def log_density(mean, covariance, estimates, sampling):
         return _log_density_of_coordinates(deviations @ vectors, values + sampling)
     total = _matrix(covariance) + (diagonals(sampling) if sampling.ndim == 2 else sampling)
     values, vectors = np.linalg.eigh(total)
+    # A singular total has no density; the floor keeps the nearest component nearest.
     floor = _SINGULAR * np.abs(values).max(axis=1, keepdims=True)
     rotated = np.einsum("mde,md->me", vectors, deviations)
     return _log_density_of_coordinates(rotated, np.maximum(values, floor))
@@ -114,14 +116,14 @@ def check_sampling(estimates, sampling):
 def _log_density_of_coordinates(deviations, variances):
     total = np.maximum(np.broadcast_to(variances, deviations.shape), _POINT_VARIANCE)
     with np.errstate(over="ignore"):
-        squares = np.minimum(deviations**2 / total, _LARGEST_SQUARE)
+        squares = np.minimum(deviations**2 / total, _LARGEST_DISTANCE)
     return -0.5 * np.sum(squares + np.log(2 * np.pi * total), axis=1)
 
 
 def _condition_on_matrices(mean, covariance, deviations, sampling):
     """The general case: gains S (S + V)^-1, with a pseudo-inverse where nothing varies."""
     covariance = _matrix(covariance)
-    if np.isinf(covariance).any():
+    if np.isinf(covariance).any():  # no prior: every client keeps its own estimate
         return mean + deviations, sampling.copy()
     total = covariance + sampling
     gain = covariance @ np.linalg.pinv(total, rcond=_SINGULAR * len(mean), hermitian=True)

@@ -130,7 +130,7 @@ def stream_events(model) -> tuple[Any, ...]:
     """Accounting events of a stream for its agent, against everybody else together."""
     if math.isinf(model.epsilon) or schedule_of(model) != "broadcast":
         return (PureEvent(math.inf, 0.0, "replace_one"),)
-    mu = stream_mechanism(model, 2).mu
+    mu = stream_mechanism(model, 2).mu  # of a broadcast, whatever the number of agents
     return (GaussianEvent(None, mu, mu_zero_out=mu),)
 
 
@@ -164,12 +164,9 @@ def stream_mechanism(model, n_agents: int) -> Any:
 
 
 def _printed_mu(model, levels):
-    """Gaussian-DP parameter of one sum with the paper's noise, in a range of length 1.
-
-    The paper's range is twice its half width.
-    """
-    promise = model.epsilon, model.delta
-    return partial_sum_variance(0.5, *promise, levels=levels, version="printed") ** -0.5
+    """Gaussian-DP parameter of one sum with the paper's noise, in a range of length 1."""
+    promise, half_width = (model.epsilon, model.delta), 0.5
+    return partial_sum_variance(half_width, *promise, levels=levels, version="printed") ** -0.5
 
 
 def report(model, senders: Senders, n_clients: int) -> PrivacyReport:
@@ -186,6 +183,7 @@ def report(model, senders: Senders, n_clients: int) -> PrivacyReport:
     mechanism, delta = senders.mechanism, float(model.delta)
     mu = mechanism.mu * math.sqrt(others)  # independent noise for each of the others
     steps = model.horizon or int(senders.rows.max())
+    # Of everybody's messages the mechanism knows what all rows of an agent cost together.
     # Pairs exchange messages at any time: at worst all rows of an agent lie between two of them.
     whole = steps * mu if pairwise else max(mechanism.whole_mu(steps), mu)
     facts = {

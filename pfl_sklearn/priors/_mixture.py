@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Integral
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -30,7 +30,7 @@ class MixturePrior(Prior):
     n_components: Any
     covariance_type: str
 
-    def with_mixture(self, means: ArrayLike, covariances: ArrayLike, weights: ArrayLike):
+    def with_mixture(self, means: ArrayLike, covariances: ArrayLike, weights: ArrayLike) -> Self:
         """Copy of this prior with given components."""
         raise NotImplementedError
 
@@ -89,7 +89,7 @@ class MixturePrior(Prior):
         estimates: TableLike,
         sampling_variances: TableLike,
         random_state: RandomState = None,
-    ):
+    ) -> Self:
         """Fit the prior by maximum likelihood to parameters seen with known normal noise.
 
         Parameters

@@ -7,7 +7,7 @@ from pfl_sklearn.inspection._likelihood_ratio import likelihood_ratio_test
 from pfl_sklearn.inspection._privacy_accuracy import PrivacyAccuracyDisplay
 from pfl_sklearn.inspection._residuals import ResidualsDisplay
 from pfl_sklearn.inspection._shrinkage import ShrinkageDisplay
-from pfl_sklearn.inspection._stream import StreamDisplay
+from pfl_sklearn.inspection._stream_display import StreamDisplay
 
 __all__ = [
     "ClientGainDisplay",

@@ -1,18 +1,29 @@
 """Plot of every client's score: its own model against the population model."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self
+
 import numpy as np
 from sklearn.utils import check_consistent_length
 
 from pfl_sklearn._clients import encode_clients, rows_by_client
 from pfl_sklearn._compat import num_samples
-from pfl_sklearn.inspection._drawing import COLORS, is_wide, strip
+from pfl_sklearn._typing import Floats, Integers, TableLike
+from pfl_sklearn.inspection import _drawing as drawing
+from pfl_sklearn.inspection._drawing import COLORS
 from pfl_sklearn.metrics import client_scores
 
-_LARGEST, _SMALLEST = 140.0, 8.0  # areas of marks, in square points
-_ALIKE = 1.5  # ratio of areas that are told apart
-_MARGIN = 0.05  # of the axes around the scores
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_LARGEST_AREA, _SMALLEST_AREA = 140.0, 8.0  # of marks, in square points
+_DISTINCT_AREAS = 1.5  # ratio of areas that the eye tells apart
+_AXES_MARGIN = 0.05  # around the scores, or marks at the ends would be cut
 
 
+@drawing.display_class
 class ClientGainDisplay:
     """Scores of the clients' own models against those of the population model on the same rows.
 
@@ -69,37 +80,27 @@ class ClientGainDisplay:
     ...     negate_score=True)  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        *,
-        clients,
-        score,
-        population_score,
-        n_rows,
-        score_name="score",
-        greater_is_better=True,
-    ):
-        self.clients = clients
-        self.score = score
-        self.population_score = population_score
-        self.n_rows = n_rows
-        self.score_name = score_name
-        self.greater_is_better = greater_is_better
+    clients: Any
+    score: Floats
+    population_score: Floats
+    n_rows: Integers
+    score_name: str = "score"
+    greater_is_better: bool = True
 
     @classmethod
     def from_estimator(
         cls,
-        estimator,
-        X,
-        y,
+        estimator: Any,
+        X: TableLike,
+        y: TableLike,
         *,
-        groups=None,
-        scoring,
-        client_column=None,
-        negate_score=False,
-        score_name=None,
-        ax=None,
-    ):
+        groups: TableLike = None,
+        scoring: str | Callable[..., float],
+        client_column: str | int | None = None,
+        negate_score: bool = False,
+        score_name: str | None = None,
+        ax: Axes | None = None,
+    ) -> Self:
         """Plot the scores of a fitted estimator and of its population model.
 
         Parameters
@@ -155,16 +156,16 @@ class ClientGainDisplay:
     @classmethod
     def from_predictions(
         cls,
-        y,
-        personal,
-        population,
+        y: TableLike,
+        personal: TableLike,
+        population: TableLike,
         *,
-        groups,
-        metric,
-        greater_is_better=True,
-        score_name=None,
-        ax=None,
-    ):
+        groups: TableLike,
+        metric: Callable[..., float],
+        greater_is_better: bool = True,
+        score_name: str | None = None,
+        ax: Axes | None = None,
+    ) -> Self:
         """Plot the scores of two models, by client.
 
         Parameters
@@ -202,7 +203,7 @@ class ClientGainDisplay:
         rows = np.split(order, offsets[1:-1])
         y = np.asarray(y)
         own, other = (
-            np.array([metric(y[some], predicted[some]) for some in rows], dtype=float)
+            np.array([metric(y[at], predicted[at]) for at in rows], dtype=float)
             for predicted in map(np.asarray, (personal, population))
         )
         if score_name is None:
@@ -217,7 +218,7 @@ class ClientGainDisplay:
         )
         return display.plot(ax=ax)
 
-    def plot(self, *, ax=None):
+    def plot(self, *, ax: Axes | None = None) -> Self:
         """Draw the display.
 
         Parameters
@@ -234,6 +235,7 @@ class ClientGainDisplay:
         ValueError
             If no client has both scores.
         """
+        # A score such as the area under a curve is not defined for a client of one class.
         known = np.isfinite(self.score) & np.isfinite(self.population_score)
         if not known.any():
             raise ValueError(
@@ -241,24 +243,25 @@ class ClientGainDisplay:
                 "that fit saw, for whom the score is defined."
             )
         own_figure = ax is None
-        if own_figure:
-            import matplotlib.pyplot as plt
-
-            _, ax = plt.subplots(figsize=(7.4, 4.8), layout="constrained")
+        ax = drawing.axes_for(ax, "plot", (1, 1), (7.4, 4.8))[0]
         own, population = self.score[known], self.population_score[known]
         sign = np.sign(own - population) * (1 if self.greater_is_better else -1)
         self.n_better_, self.n_worse_, self.n_equal_ = (
             int(np.sum(sign == which)) for which in (1, -1, 0)
         )
         _scale(ax, np.concatenate([own, population]))
-        entries = _draw_clients(ax, population, own, sign, self.n_rows[known])
+        entries = _draw_marks(ax, population, own, sign, self.n_rows[known])
         entries += _size_entries(ax, self.n_rows[known])
         if not known.all():
-            entries.append(_text(f"not drawn, without a score: {np.sum(~known)}"))
+            entries.append(_mark_of_text(f"not drawn, without a score: {np.sum(~known)}"))
         ax.set_xlabel(f"{self.score_name}, population model")
         ax.set_ylabel(f"{self.score_name}, client's own model")
-        _draw_legend(ax, entries, own_figure)
-        strip(ax)
+        looks: Any = {"handles": entries, "frameon": False, "fontsize": "small"}
+        if own_figure:  # the legend is long: beside the axes it hides no client
+            ax.figure.legend(loc="outside right upper", labelspacing=0.8, **looks)
+        else:
+            ax.legend(loc="best", labelspacing=0.8, **looks)
+        drawing.strip(ax)
         self.ax_, self.figure_ = ax, ax.figure
         return self
 
@@ -273,12 +276,13 @@ def _name_of(scoring, negated):
 def _scale(ax, scores):
     """Same scale and limits on both axes, and the line where both scores are equal."""
     low, high = scores.min(), scores.max()
-    if low > 0 and is_wide(np.quantile(scores, [0.05, 0.95])):
+    # Quantiles, as one outlier should not squeeze all other clients into a corner.
+    if low > 0 and drawing.is_wide(np.quantile(scores, [0.05, 0.95])):
         ax.set(xscale="log", yscale="log")
-        margin = (high / low) ** _MARGIN
+        margin = (high / low) ** _AXES_MARGIN
         limits = low / margin, high * margin
     else:
-        margin = _MARGIN * ((high - low) or abs(high) or 1.0)
+        margin = _AXES_MARGIN * ((high - low) or abs(high) or 1.0)
         limits = low - margin, high + margin
     ax.set(xlim=limits, ylim=limits)
     ax.plot(limits, limits, color="0.3", lw=1, ls="--", zorder=1)
@@ -286,56 +290,48 @@ def _scale(ax, scores):
 
 def _areas(n_rows, largest):
     """Areas of marks, in proportion to the rows."""
-    return np.maximum(_LARGEST * n_rows / largest, _SMALLEST)
+    return np.maximum(_LARGEST_AREA * n_rows / largest, _SMALLEST_AREA)
 
 
-def _draw_clients(ax, x, y, sign, n_rows):
+def _draw_marks(ax, x, y, sign, n_rows):
     """Marks of the clients; one entry of the legend for each kind, with its number."""
     color, area = COLORS["personalized"], _areas(n_rows, n_rows.max())
-    alpha = float(np.clip(6 / np.sqrt(len(x)), 0.2, 0.7))
-    kinds = [
+    alpha = float(np.clip(6 / np.sqrt(len(x)), 0.2, 0.7))  # marks overlap: many are fainter
+    kinds: list[tuple[int, str, dict[str, Any]]] = [
         (1, "own model better", {"marker": "o", "color": color, "lw": 0}),
         (-1, "own model worse", {"marker": "o", "facecolor": "none", "edgecolor": color}),
         (0, "equally good", {"marker": "x", "color": "0.3", "lw": 1}),
     ]
     entries = []
     for which, name, style in kinds:
-        some = sign == which
-        ax.scatter(x[some], y[some], s=area[some], alpha=alpha, **style)
-        if some.any():
-            label = f"{name}: {some.sum()} of {len(sign)} ({some.mean():.0%})"
+        of_kind = sign == which
+        ax.scatter(x[of_kind], y[of_kind], s=area[of_kind], alpha=alpha, **style)
+        if of_kind.any():
+            label = f"{name}: {of_kind.sum()} of {len(sign)} ({of_kind.mean():.0%})"
             entries.append(ax.scatter([], [], s=36, label=label, **style))
-    mean = {"marker": "D", "color": "0.1", "ms": 6, "ls": "none", "label": "mean of the clients"}
-    return [*entries, *ax.plot(x.mean(), y.mean(), **mean)]
+    mean = ax.plot(x.mean(), y.mean(), "D", color="0.1", ms=6, label="mean of the clients")
+    return [*entries, *mean]
 
 
 def _size_entries(ax, n_rows):
     """Entries of the legend for the areas; a line of text if they hardly differ."""
     low, high = int(n_rows.min()), int(n_rows.max())
-    if high < _ALIKE * low:
-        return [_text(f"{low} to {high} rows each" if low < high else f"{_rows(low)} each")]
-    middle = round((low * high) ** 0.5)
+    if high < _DISTINCT_AREAS * low:
+        label = f"{low} to {high} rows each" if low < high else f"{_n_rows_text(low)} each"
+        return [_mark_of_text(label)]
+    middle = round((low * high) ** 0.5)  # geometric: numbers of rows differ by factors
     return [
-        ax.scatter([], [], s=_areas(n, high), color="0.6", lw=0, label=_rows(n))
+        ax.scatter([], [], s=_areas(n, high), color="0.6", lw=0, label=_n_rows_text(n))
         for n in sorted({low, middle, high})
     ]
 
 
-def _rows(n):
+def _n_rows_text(n):
     return f"{n} row" if n == 1 else f"{n} rows"
 
 
-def _text(label):
-    """Entry of a legend without a mark."""
+def _mark_of_text(label):
+    """Entry of a legend that is text alone."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], ls="none", label=label)
-
-
-def _draw_legend(ax, entries, own_figure):
-    """Legend to the right of our own figure, or inside the given axes."""
-    looks = {"handles": entries, "frameon": False, "fontsize": "small", "labelspacing": 0.8}
-    if own_figure:
-        ax.figure.legend(loc="outside right upper", **looks)
-    else:
-        ax.legend(loc="best", **looks)

@@ -1,37 +1,32 @@
 """Caterpillar plot: a coefficient of all clients, sorted, with intervals."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from pfl_sklearn.inspection._coefficients import Coefficients, aligned, coefficients_of
-from pfl_sklearn.inspection._drawing import (
-    COLORS,
-    draw_intervals,
-    draw_local,
-    draw_personalized,
-    draw_truth,
-    given_axes,
-    in_rows,
-    legend_below,
-    legend_inside,
-    name_rows,
-    new_axes,
-    strip,
-    truth_of,
+from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn.inspection import _drawing as drawing
+from pfl_sklearn.inspection._coefficients import (
+    Coefficients,
+    coefficients_of,
+    local_coefficients,
 )
+from pfl_sklearn.inspection._drawing import COLORS
 
 _DODGE = 0.3  # distance of local from personalized estimates, as a share of a row
 
 
-class Panel(NamedTuple):
+class CoefficientPanel(NamedTuple):
     """Content of one axes of a CoefficientDisplay."""
 
     coefficients: Coefficients
     local: Coefficients | None
-    truth: np.ndarray | None  # (n_clients,)
+    truth: Floats | None  # (n_clients,)
 
 
+@drawing.display_class
 class CoefficientDisplay:
     """Coefficients of all clients around the population's, sorted, with their intervals.
 
@@ -41,7 +36,7 @@ class CoefficientDisplay:
 
     Parameters
     ----------
-    panels : list of Panel
+    panels : list of CoefficientPanel
         One per axes, with the coefficients of the clients and the population, and local and true
         coefficients, or None.
     level : float in (0, 1), default=0.95
@@ -75,23 +70,22 @@ class CoefficientDisplay:
     ...     model, feature=["intercept", "x0"])  # doctest: +SKIP
     """
 
-    def __init__(self, *, panels, level=0.95):
-        self.panels = panels
-        self.level = level
+    panels: list[CoefficientPanel]
+    level: float = 0.95
 
     @classmethod
     def from_estimator(
         cls,
-        estimator,
+        estimator: Any,
         *,
-        feature="intercept",
-        level=0.95,
-        kind="auto",
-        truth=None,
-        local=None,
-        output=0,
-        ax=None,
-    ):
+        feature: str | int | list[str | int] = "intercept",
+        level: float = 0.95,
+        kind: str = "auto",
+        truth: TableLike = None,
+        local: Any = None,
+        output: int = 0,
+        ax: Any = None,
+    ) -> Self:
         """Plot one or more coefficients of a fitted linear model.
 
         Parameters
@@ -130,23 +124,21 @@ class CoefficientDisplay:
             - If it has no coefficient `feature`.
             - If `truth`, `local` or `ax` does not match the clients or features.
         """
-        several = isinstance(feature, list | tuple)
-        features = list(feature) if several else [feature]
+        if isinstance(feature, list | tuple):
+            features, truths = list(feature), _columns_of(truth, len(feature))
+        else:
+            features, truths = [feature], [truth]
         if not features:
             raise ValueError("feature must name at least one coefficient; got an empty list.")
-        truths = _columns_of(truth, len(features)) if several else [truth]
         panels = []
         for name, column in zip(features, truths, strict=True):
-            found = coefficients_of(estimator, name, output=output, level=level)
-            own = None
-            if local is not None:
-                own = coefficients_of(local, name, output=output, level=level)
-                own = aligned(found, own, "local")
-            known = None if column is None else truth_of(found.clients, column)
-            panels.append(Panel(found, own, known))
+            shown = coefficients_of(estimator, name, output=output, level=level)
+            own = local_coefficients(local, shown, name, output=output, level=level)
+            true_values = None if column is None else drawing.truth_of(shown.clients, column)
+            panels.append(CoefficientPanel(shown, own, true_values))
         return cls(panels=panels, level=level).plot(kind=kind, ax=ax)
 
-    def plot(self, *, kind="auto", ax=None):
+    def plot(self, *, kind: str = "auto", ax: Any = None) -> Self:
         """Draw the display.
 
         Parameters
@@ -161,72 +153,71 @@ class CoefficientDisplay:
         self
         """
         n_clients = len(self.panels[0].coefficients.clients)
-        rows = in_rows(kind, n_clients)
-        axes = given_axes(ax, len(self.panels), "feature")
-        own_figure = axes is None
-        if own_figure:
-            axes = new_axes(n_clients, rows, len(self.panels))
+        rows = drawing.in_rows(kind, n_clients)
+        axes = drawing.axes_for_clients(ax, n_clients, rows, len(self.panels))
+        # Rows run through all panels, so one order serves them all.
         order = np.argsort(self.panels[0].coefficients.values, kind="stable")
-        for ax, panel in zip(axes, self.panels, strict=True):
+        for one, panel in zip(axes, self.panels, strict=True):
             if rows:
-                _draw_rows(ax, panel, order, self.level)
-                ax.grid(axis="y", lw=0.4, alpha=0.5)
+                _draw_rows(one, panel, order, self.level)
+                one.grid(axis="y", lw=0.4, alpha=0.5)
             else:
-                _draw_points(ax, panel, self.level)
-            strip(ax)
+                _draw_points(one, panel, self.level)
+            drawing.strip(one)
         if rows:
-            name_rows(axes[0], self.panels[0].coefficients.clients[order])
-            _legend_of_rows(axes, own_figure)
+            drawing.name_rows(axes[0], self.panels[0].coefficients.clients[order])
+            _legend_of_rows(axes, own_figure=ax is None)
         else:
-            legend_inside(axes[0], "upper left")
+            drawing.legend_inside(axes[0], "upper left")
         self.axes_, self.ax_, self.figure_ = axes, axes[0], axes[0].figure
         return self
 
 
 def _draw_rows(ax, panel, order, level):
     """One row per client, in the given order."""
-    found, at = panel.coefficients, np.arange(len(order))
-    _draw_population(ax.axvline, ax.axvspan, found)
-    draw_intervals(ax, at, found.lower[order], found.upper[order], level, rows=True)
+    shown, at = panel.coefficients, np.arange(len(order))
+    _draw_population(ax.axvline, ax.axvspan, shown)
+    drawing.draw_intervals(ax, at, shown.lower[order], shown.upper[order], level, rows=True)
     if panel.local is not None:
         below = at - _DODGE
         _draw_whiskers(ax, below, panel.local.lower[order], panel.local.upper[order])
-        draw_local(ax, panel.local.values[order], below)
-    draw_personalized(ax, found.values[order], at, rows=True)
+        drawing.draw_local(ax, panel.local.values[order], below)
+    drawing.draw_personalized(ax, shown.values[order], at, rows=True)
     if panel.truth is not None:
-        draw_truth(ax, panel.truth[order], at, rows=True)
-    ax.set_xlabel(found.label)
+        drawing.draw_truth(ax, panel.truth[order], at, rows=True)
+    ax.set_xlabel(shown.label)
 
 
 def _draw_points(ax, panel, level):
     """Over the rank of every client."""
-    found = panel.coefficients
-    order = np.argsort(found.values, kind="stable")
+    shown = panel.coefficients
+    order = np.argsort(shown.values, kind="stable")
     at = np.arange(len(order))
-    _draw_population(ax.axhline, ax.axhspan, found)
+    _draw_population(ax.axhline, ax.axhspan, shown)
     if panel.local is not None:
         own, size = panel.local.values[order], float(np.clip(300 / len(at), 2, 6))
         ax.plot(at, own, ".", color=COLORS["local"], ms=size, alpha=0.6, label="local", zorder=1)
-    draw_intervals(ax, at, found.lower[order], found.upper[order], level, rows=False)
+    drawing.draw_intervals(ax, at, shown.lower[order], shown.upper[order], level, rows=False)
     if panel.truth is not None:
-        draw_truth(ax, at, panel.truth[order], rows=False)
-    draw_personalized(ax, at, found.values[order], rows=False)
-    ax.set(xlabel="client, sorted", ylabel=found.label)
+        drawing.draw_truth(ax, at, panel.truth[order], rows=False)
+    drawing.draw_personalized(ax, at, shown.values[order], rows=False)
+    ax.set(xlabel="client, sorted", ylabel=shown.label)
 
 
-def _draw_population(line, span, found):
+def _draw_population(line, span, shown):
     """Draw the population's coefficient, with its interval as a band if it has one."""
     color = COLORS["population"]
-    if np.isfinite([found.population_lower, found.population_upper]).all():
-        span(found.population_lower, found.population_upper, color=color, alpha=0.15, lw=0)
-    line(found.population, color=color, lw=1, label="population")
+    # The error is infinite if clients share nothing, and NaN if the data leave it open.
+    if np.isfinite([shown.population_lower, shown.population_upper]).all():
+        span(shown.population_lower, shown.population_upper, color=color, alpha=0.15, lw=0)
+    line(shown.population, color=color, lw=1, label="population")
 
 
 def _draw_whiskers(ax, at, lower, upper):
     """Draw intervals of local estimates without stretching the axes."""
     from matplotlib.collections import LineCollection
 
-    finite = np.isfinite(lower) & np.isfinite(upper)
+    finite = np.isfinite(lower) & np.isfinite(upper)  # few rows leave a coefficient open
     ends = np.stack([np.c_[lower, at], np.c_[upper, at]], axis=1)[finite]
     ax.add_collection(LineCollection(ends, colors=COLORS["local"], lw=0.8), autolim=False)
 
@@ -234,7 +225,7 @@ def _draw_whiskers(ax, at, lower, upper):
 def _legend_of_rows(axes, own_figure):
     """Draw one legend for all panels, below our own figure or the first of the given axes."""
     if len(axes) == 1 or not own_figure:
-        legend_below(axes[0])
+        drawing.legend_below(axes[0])
         return
     handles, labels = axes[0].get_legend_handles_labels()
     axes[0].figure.legend(
@@ -251,6 +242,6 @@ def _columns_of(truth, n_features):
             f"truth must have one column per feature, {n_features}; got the shape "
             f"{np.shape(truth)}."
         )
-    if hasattr(truth, "iloc"):
+    if hasattr(truth, "iloc"):  # columns of a data frame keep the index, by which we match
         return [truth.iloc[:, k] for k in range(n_features)]
     return list(np.asarray(truth).T)

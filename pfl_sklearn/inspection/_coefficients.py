@@ -1,7 +1,9 @@
 """One coefficient of every client of a fitted linear model."""
 
+from __future__ import annotations
+
 from numbers import Integral
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -28,12 +30,12 @@ class Coefficients(NamedTuple):
     population_upper: float
 
 
-def is_linear_model(estimator):
+def is_linear_model(estimator: Any) -> bool:
     """Whether an estimator has one coefficient vector per client."""
     return "population_coef_" in getattr(estimator, "_population_attributes", ())
 
 
-def coefficients_of(estimator, feature, *, output=0, level=0.95):
+def coefficients_of(estimator: Any, feature: Any, *, output: int, level: float) -> Coefficients:
     """Coefficient of one feature, or the intercept.
 
     Parameters
@@ -67,8 +69,9 @@ def coefficients_of(estimator, feature, *, output=0, level=0.95):
     half = ndtri(0.5 + level / 2)
     values, stds = _clients_of(fitted, at)
     population, population_std = _population_of(fitted, at)
-    if values.ndim == 2:
-        _check_output(output, values.shape[1])
+    if values.ndim == 2:  # multinomial: one coefficient for each class
+        if not 0 <= output < values.shape[1]:
+            raise ValueError(f"output={output!r}, but the model has {values.shape[1]} classes.")
         label = f"{label}, class {fitted.classes_[output]}"
         values, stds = values[:, output], stds[:, output]
         population, population_std = population[output], population_std[output]
@@ -84,7 +87,7 @@ def coefficients_of(estimator, feature, *, output=0, level=0.95):
     )
 
 
-def find_feature(estimator, feature):
+def find_feature(estimator: Any, feature: Any) -> tuple[int | None, str]:
     """Index of a feature of a linear model (None: the intercept), and a label of its coefficient.
 
     Parameters are those of `coefficients_of`; ValueError if there is no such coefficient.
@@ -95,24 +98,31 @@ def find_feature(estimator, feature):
     return at, _INTERCEPT if at is None else f"coefficient of {names[at]}"
 
 
-def aligned(found, others, parameter):
-    """Coefficients `others` in the order of the clients of `found`."""
-    codes = pd.Index(others.clients).get_indexer(pd.Index(found.clients))
+def local_coefficients(model, shown, feature, *, output, level):
+    """The same coefficient of a second model, in the order of the clients of `shown`.
+
+    None if there is no second model.
+    """
+    if model is None:
+        return None
+    own = coefficients_of(model, feature, output=output, level=level)
+    codes = pd.Index(own.clients).get_indexer(pd.Index(shown.clients))
     if (codes < 0).any():
-        missing = found.clients[codes < 0].tolist()[0]
-        raise ValueError(f"{parameter} lacks the client {missing!r}; fit it to the same clients.")
-    return others._replace(
-        clients=found.clients,
-        values=others.values[codes],
-        lower=others.lower[codes],
-        upper=others.upper[codes],
+        missing = shown.clients[codes < 0].tolist()[0]
+        raise ValueError(f"local lacks the client {missing!r}; fit it to the same clients.")
+    return own._replace(
+        clients=shown.clients,
+        values=own.values[codes],
+        lower=own.lower[codes],
+        upper=own.upper[codes],
     )
 
 
 def _feature_index(feature, names, fit_intercept):
     """Index of a feature, or None for the intercept."""
+    # True is an Integral: as a mask it would silently be feature 1.
     if isinstance(feature, Integral) and not isinstance(feature, bool | np.bool_):
-        if not 0 <= feature < len(names):
+        if not 0 <= int(feature) < len(names):
             raise ValueError(
                 f"feature={feature} is out of range; the model has {len(names)} features."
             )
@@ -145,8 +155,3 @@ def _population_of(fitted, at):
     name = "population_intercept_" if at is None else "population_coef_"
     value, std = np.asarray(getattr(fitted, name)), np.asarray(getattr(fitted, f"{name}std_"))
     return (value, std) if at is None else (value[..., at], std[..., at])
-
-
-def _check_output(output, n_outputs):
-    if not 0 <= output < n_outputs:
-        raise ValueError(f"output={output!r}, but the model has {n_outputs} classes.")

@@ -1,24 +1,24 @@
 """Plot of a fit on rounds: losses, clipping, scores and epsilon by round."""
 
+from __future__ import annotations
+
 from numbers import Integral
+from typing import Any, Self
 
 import numpy as np
 
-from pfl_sklearn.inspection._drawing import (
-    COLORS,
-    given_axes,
-    is_wide,
-    legend_inside,
-    strip,
-)
-from pfl_sklearn.inspection._round_curves import round_curves
+from pfl_sklearn._typing import Floats
+from pfl_sklearn.inspection import _drawing as drawing
+from pfl_sklearn.inspection._drawing import COLORS
+from pfl_sklearn.inspection._round_curves import RoundCurve, round_curves
 
-_FEW = 40  # values that are drawn with marks
-_WINDOWS = 25  # of the automatic running means, side by side
-_STEEP = 4  # share of the rounds before that a window reaches back
-_INCHES = 1.5
+_MOST_MARKS = 40  # of a line; more would merge into a bar
+_WINDOWS_PER_FIT = 25  # of the automatic running means, side by side
+_REACH_BACK = 4  # a window at round k reaches back by k over this number
+_PANEL_INCHES = 1.5
 
 
+@drawing.display_class
 class ConvergenceDisplay:
     """Losses, clipping, scores and epsilon of a fit on rounds, one panel for each.
 
@@ -61,20 +61,19 @@ class ConvergenceDisplay:
     >>> display = ConvergenceDisplay.from_estimator(model)  # doctest: +SKIP
     """
 
-    def __init__(self, *, curves):
-        self.curves = curves
+    curves: list[RoundCurve]
 
     @classmethod
     def from_estimator(
         cls,
-        estimator,
+        estimator: Any,
         *,
-        quantities=None,
-        scores=None,
-        smooth="auto",
-        xscale="linear",
-        ax=None,
-    ):
+        quantities: str | list[str] | None = None,
+        scores: Any = None,
+        smooth: int | str = "auto",
+        xscale: str = "linear",
+        ax: Any = None,
+    ) -> Self:
         """Plot what a fitted estimator holds by round.
 
         Parameters
@@ -131,7 +130,7 @@ class ConvergenceDisplay:
         display = cls(curves=round_curves(estimator, quantities, scores))
         return display.plot(smooth=smooth, xscale=xscale, ax=ax)
 
-    def plot(self, *, smooth="auto", xscale="linear", ax=None):
+    def plot(self, *, smooth: int | str = "auto", xscale: str = "linear", ax: Any = None) -> Self:
         """Draw the display.
 
         Parameters
@@ -150,13 +149,9 @@ class ConvergenceDisplay:
         """
         if smooth != "auto" and not (isinstance(smooth, Integral) and smooth >= 1):
             raise ValueError(f"smooth must be 'auto' or an integer of at least 1; got {smooth!r}.")
-        if xscale not in ("linear", "log"):
-            raise ValueError(f"xscale must be 'linear' or 'log'; got {xscale!r}.")
-        axes = given_axes(ax, len(self.curves), "panel")
-        named = axes
-        if axes is None:
-            axes = _new_panels(self.curves)
-            named = axes[-1:]
+        drawing.check_choice("xscale", xscale, ("linear", "log"))
+        axes = _panels_below(ax, self.curves)
+        named = axes[-1:] if ax is None else axes  # our own panels share their rounds
         self.lines_ = [
             _draw_panel(ax, curve, smooth, xscale)
             for ax, curve in zip(axes, self.curves, strict=True)
@@ -169,23 +164,13 @@ class ConvergenceDisplay:
         return self
 
 
-def _new_panels(curves):
-    """Axes (n_panels,) below each other, of which the first is the highest."""
-    import matplotlib.pyplot as plt
-
+def _panels_below(ax, curves):
+    """Axes (n_panels,) below each other, of which the first, usually the loss, is the highest."""
     shares = [1.5 if k == 0 else 1.0 for k in range(len(curves))]
-    notes = sum(curve.note.count("\n") + 1 for curve in curves if curve.note)
-    height = _INCHES * sum(shares) + 0.18 * notes + 0.6
-    _, axes = plt.subplots(
-        len(curves),
-        1,
-        figsize=(6.5, height),
-        layout="constrained",
-        sharex=True,
-        squeeze=False,
-        height_ratios=shares,
-    )
-    return axes[:, 0]
+    lines_of_notes = sum(curve.note.count("\n") + 1 for curve in curves if curve.note)
+    height = _PANEL_INCHES * sum(shares) + 0.18 * lines_of_notes + 0.6
+    options = {"sharex": True, "height_ratios": shares}
+    return drawing.axes_for(ax, "panel", (len(curves), 1), (6.5, height), **options)
 
 
 def _draw_panel(ax, curve, smooth, xscale):
@@ -194,7 +179,7 @@ def _draw_panel(ax, curve, smooth, xscale):
     if xscale == "linear":
         ax.xaxis.get_major_locator().set_params(integer=True)
     if curve.band is not None:
-        line = _draw_clients(ax, curve)
+        line = _draw_deciles(ax, curve)
     elif curve.n_clients is not None:
         line = _draw_mean(ax, curve, _window(smooth, len(curve.rounds)))
     else:
@@ -202,14 +187,14 @@ def _draw_panel(ax, curve, smooth, xscale):
     if curve.target is not None:
         ax.axhline(curve.target, color="0.3", lw=1, ls=":")
     if curve.name == "clipped":
-        ax.set_ylim(-0.03, 1.03)
+        ax.set_ylim(-0.03, 1.03)  # a share: the eye should compare it with 0 and 1
     elif curve.name == "epsilon":
         _finish_epsilon(ax, curve)
-    elif is_wide(curve.values):
+    elif drawing.is_wide(curve.values):
         ax.set_yscale("log")
     ax.set_ylabel(curve.label)
     ax.set_title(curve.note, loc="left", fontsize="x-small", color="0.3")
-    strip(ax)
+    drawing.strip(ax)
     return line
 
 
@@ -219,13 +204,13 @@ def _draw_legends(axes):
     for ax in axes:
         labels = ax.get_legend_handles_labels()[1]
         if labels and labels not in explained:
-            legend_inside(ax)
+            drawing.legend_inside(ax)
             explained.append(labels)
 
 
 def _draw_values(ax, curve, **style):
     """The values as they are, with marks if they are few."""
-    marker = "o" if len(curve.rounds) <= _FEW else None
+    marker = "o" if len(curve.rounds) <= _MOST_MARKS else None
     color = COLORS["personalized"]
     (line,) = ax.plot(curve.rounds, curve.values, color=color, lw=1.3, marker=marker, ms=3, **style)
     return line
@@ -243,11 +228,11 @@ def _draw_mean(ax, curve, window):
     return line
 
 
-def _draw_clients(ax, curve):
+def _draw_deciles(ax, curve):
     """Median of the clients, and the band of their deciles with its edges."""
     low, high = curve.band
     color = COLORS["personalized"]
-    ax.fill_between(curve.rounds, low, high, color=color, alpha=0.15, lw=0, label="middle 80%")
+    drawing.draw_band(ax, curve.rounds, low, high, color, "middle 80%")
     for edge in (low, high):
         ax.plot(curve.rounds, edge, color=color, lw=0.6, ls="--")
     return _draw_values(ax, curve, label="median")
@@ -268,21 +253,22 @@ def _finish_epsilon(ax, curve):
 
 def _window(smooth, n_rounds):
     """Odd number of rounds of a running mean, at most about `smooth`."""
-    width = max(n_rounds // _WINDOWS, 1) if smooth == "auto" else int(smooth)
-    return 2 * ((width - 1) // 2) + 1
+    width = max(n_rounds // _WINDOWS_PER_FIT, 1) if smooth == "auto" else int(smooth)
+    return 2 * ((width - 1) // 2) + 1  # an even window would shift the curve by half a round
 
 
-def running_mean(values, weights, window):
+def running_mean(values: Floats, weights: Floats, window: int) -> Floats:
     """Weighted means (n,) over `window` rounds around each; NaN where no value is finite.
 
     Windows are narrower where curves are steep: at the start they reach back by a quarter of the
     rounds before, and as far ahead.
     """
     at = np.arange(len(values))
-    half = np.minimum(window // 2, at // _STEEP)
+    half = np.minimum(window // 2, at // _REACH_BACK)
     bounds = np.stack([at - half, np.minimum(at + half + 1, len(at))], axis=1).ravel()
-    weights = np.where(np.isfinite(values), weights, 0.0)
+    weights = np.where(np.isfinite(values), weights, 0.0)  # rounds may sample no client
     products = weights * np.where(weights > 0, values, 0.0)
+    # Sums of each window alone: differences of running sums would carry early, large losses along.
     total, count = (
         np.add.reduceat(np.append(each, 0.0), bounds)[::2] for each in (products, weights)
     )

@@ -1,6 +1,16 @@
-"""Parts that displays of clients share: rows or points, axes, marks and legends."""
+"""What displays share: their constructor, axes, marks of clients, bands and legends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, TypeVar, cast, dataclass_transform
 
 import numpy as np
+
+from pfl_sklearn._typing import Floats
+
+if TYPE_CHECKING:  # matplotlib is optional, and slow to import
+    from matplotlib.axes import Axes
 
 COLORS = {
     "local": "#8c8c8c",
@@ -8,50 +18,77 @@ COLORS = {
     "population": "#c1440e",
     "truth": "#2a7f3f",
 }
-_MOST_ROWS = 60
-_MOST_INCHES = 100.0
-_WIDE = 10.0  # ratio of values from which on they are drawn on a logarithmic scale
+_MOST_ROWS = 60  # beyond it the names of the clients would not fit on a page
+_MOST_INCHES = 100.0  # of height, or else the picture takes gigabytes
+_WIDE_RATIO = 10.0  # of the largest value to the smallest, from which on a scale is logarithmic
+
+_Display = TypeVar("_Display", bound=type[Any])
 
 
-def in_rows(kind, n_clients):
+@dataclass_transform(eq_default=False, kw_only_default=True)
+def display_class(cls: _Display) -> _Display:
+    """Give a class a constructor that stores its annotated parameters.
+
+    Two displays are equal only if they are the same object, as arrays have no single truth value.
+    """
+    made: Any = dataclass(eq=False, repr=False, kw_only=True)(cls)
+    for field in fields(made):
+        if field.name in vars(made):  # a default on the class would look like a public attribute
+            delattr(made, field.name)
+    return made
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless a parameter has one of its values."""
+    if value not in choices:
+        *first, last = map(repr, choices)
+        raise ValueError(f"{name} must be {', '.join(first)} or {last}; got {value!r}.")
+
+
+def in_rows(kind: str, n_clients: int) -> bool:
     """Whether to draw clients one per row, given the parameter `kind`."""
-    if kind not in ("auto", "rows", "points"):
-        raise ValueError(f"kind must be 'auto', 'rows' or 'points'; got {kind!r}.")
+    check_choice("kind", kind, ("auto", "rows", "points"))
     return n_clients <= _MOST_ROWS if kind == "auto" else kind == "rows"
 
 
-def new_axes(n_clients, rows, n_axes=1):
-    """Axes (n_axes,) side by side in a new figure that is high enough for all rows."""
-    import matplotlib.pyplot as plt
-
-    height = np.clip(0.26 * n_clients + 1.6, 2.5, _MOST_INCHES) if rows else 5.0
-    width = 7.0 if n_axes == 1 else 1.2 + 3.2 * n_axes
-    _, axes = plt.subplots(
-        1, n_axes, figsize=(width, height), layout="constrained", sharey=rows, squeeze=False
-    )
-    return axes[0]
-
-
-def given_axes(ax, n_axes, what):
-    """Array (n_axes,) of the given axes, one for each `what`; None if none are given."""
+def axes_for(ax: Any, what: str, shape: tuple[int, int], size: Any, **options: Any) -> Any:
+    """The given axes, one for each `what`, or those of a new figure of this shape and size."""
     if ax is None:
-        return None
-    axes = np.ravel(np.array(ax, dtype=object))
+        import matplotlib.pyplot as plt
+
+        options |= {"figsize": size, "layout": "constrained", "squeeze": False}
+        return plt.subplots(*shape, **options)[1].ravel()
+    axes, n_axes = np.ravel(np.array(ax, dtype=object)), shape[0] * shape[1]
     if len(axes) != n_axes:
         raise ValueError(f"ax must hold one axes per {what}, {n_axes}; got {len(axes)}.")
     return axes
 
 
-def is_wide(values):
+def axes_for_clients(ax: Any, n_clients: int, rows: bool, n_axes: int = 1) -> Any:
+    """Axes (n_axes,) side by side; a new figure is high enough for all rows."""
+    height = np.clip(0.26 * n_clients + 1.6, 2.5, _MOST_INCHES) if rows else 5.0
+    width = 7.0 if n_axes == 1 else 1.2 + 3.2 * n_axes
+    return axes_for(ax, "feature", (1, n_axes), (width, height), sharey=rows)
+
+
+def is_wide(values: Floats) -> bool:
     """Whether values are positive and differ so much that they need a logarithmic scale."""
     values = values[np.isfinite(values)]
-    return bool(len(values) and values.min() > 0 and values.max() >= _WIDE * values.min())
+    return bool(len(values) and values.min() > 0 and values.max() >= _WIDE_RATIO * values.min())
 
 
-def draw_intervals(ax, at, lower, upper, level, *, rows):
+def draw_band(
+    ax: Axes, x: Any, lower: Any, upper: Any, color: Any, label: str | None = None
+) -> None:
+    """Shade the area between two curves, so lightly that bands may overlap."""
+    ax.fill_between(x, lower, upper, color=color, alpha=0.15, lw=0, label=label)
+
+
+def draw_intervals(ax: Axes, at: Any, lower: Any, upper: Any, level: float, *, rows: bool) -> None:
     """Draw the clients' intervals at the positions `at` (n_clients,), if there are any."""
     if not np.isfinite(lower).any():
         return
+    # Points lie side by side by the thousand: the more there are, the fainter each is.
     faint = float(np.clip(20 / len(at), 0.03, 0.35))
     (ax.hlines if rows else ax.vlines)(
         at,
@@ -64,31 +101,32 @@ def draw_intervals(ax, at, lower, upper, level, *, rows):
     )
 
 
-def draw_local(ax, x, y):
+def draw_local(ax: Axes, x: Any, y: Any) -> None:
     """Draw rings at the local estimates."""
     ax.plot(x, y, "o", mfc="white", mec=COLORS["local"], ms=5, label="local")
 
 
-def draw_personalized(ax, x, y, *, rows):
+def draw_personalized(ax: Axes, x: Any, y: Any, *, rows: bool) -> None:
     """Draw dots at the personalized estimates."""
-    style = {"marker": "o"} if rows else {"marker": ".", "alpha": 0.7}
+    style: Any = {"marker": "o"} if rows else {"marker": ".", "alpha": 0.7}
     color = COLORS["personalized"]
     ax.plot(x, y, ls="none", color=color, ms=5, label="personalized", **style)
 
 
-def draw_truth(ax, x, y, *, rows):
+def draw_truth(ax: Axes, x: Any, y: Any, *, rows: bool) -> None:
     """Draw crosses at the true values."""
-    style = {"ms": 6} if rows else {"ms": 3, "alpha": 0.4}
+    style: Any = {"ms": 6} if rows else {"ms": 3, "alpha": 0.4}
     ax.plot(x, y, "x", color=COLORS["truth"], label="truth", **style)
 
 
-def name_rows(ax, clients):
+def name_rows(ax: Axes, clients: Any) -> None:
     """Label the rows 0, 1, ... with the clients' names."""
+    # A name such as "$5" is text, not mathematics.
     ax.set_yticks(np.arange(len(clients)), [str(client) for client in clients], parse_math=False)
     ax.set_ylim(-0.8, len(clients) - 0.2)
 
 
-def legend_below(ax):
+def legend_below(ax: Axes) -> None:
     """Draw the legend below the axis label; the padding is in font sizes for any height."""
     ax.legend(
         loc="upper center",
@@ -100,19 +138,21 @@ def legend_below(ax):
     )
 
 
-def legend_inside(ax, loc="best"):
-    """Draw a legend with visible handles: faint marks add up in the plot, not in the legend."""
-    legend = ax.legend(frameon=False, fontsize="small", loc=loc)
-    for handle in legend.legend_handles:
-        handle.set_alpha(0.8)
+def legend_inside(ax: Axes, loc: str = "best", *, faint_marks: bool = True) -> None:
+    """Draw a legend inside the axes."""
+    legend = ax.legend(frameon=False, fontsize="small", loc=cast(Any, loc))
+    if faint_marks:  # they add up in the plot, not in the legend
+        for handle in legend.legend_handles:
+            if handle is not None:
+                handle.set_alpha(0.8)
 
 
-def strip(ax):
+def strip(ax: Axes) -> None:
     """Remove the frame on the upper and right side."""
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def truth_of(clients, truth):
+def truth_of(clients: Any, truth: Any) -> Floats:
     """True values (n_clients,), matched by index if `truth` is a series."""
     if hasattr(truth, "reindex"):
         missing = ~np.isin(clients, truth.index)

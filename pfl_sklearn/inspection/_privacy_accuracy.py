@@ -1,9 +1,15 @@
 """Plot of scores against epsilon."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
 import numpy as np
 
-from pfl_sklearn.inspection._drawing import legend_inside, strip
+from pfl_sklearn._typing import TableLike
+from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._privacy_scores import (
+    ScoreCurve,
     curves_of,
     label_of,
     promise_of,
@@ -11,9 +17,13 @@ from pfl_sklearn.inspection._privacy_scores import (
     table_of_search,
 )
 
-_MOST_TICKS = 10
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MOST_TICKS = 10  # beyond it the labels of neighbours overlap
 
 
+@drawing.display_class
 class PrivacyAccuracyDisplay:
     """Scores against epsilon, one line for every value of another parameter.
 
@@ -22,7 +32,7 @@ class PrivacyAccuracyDisplay:
 
     Parameters
     ----------
-    curves : list of Curve
+    curves : list of ScoreCurve
         One per line, with label, epsilons, scores and their spread (NaN for none).
     score_name : str, default="score"
         Label of the score axis.
@@ -58,23 +68,22 @@ class PrivacyAccuracyDisplay:
     ...     delta=1e-5, ax=None)  # doctest: +SKIP
     """
 
-    def __init__(self, *, curves, score_name="score", promise=None):
-        self.curves = curves
-        self.score_name = score_name
-        self.promise = promise
+    curves: list[ScoreCurve]
+    score_name: str = "score"
+    promise: str | None = None
 
     @classmethod
     def from_search(
         cls,
-        search,
+        search: Any,
         *,
-        line=None,
-        metric="score",
-        negate_score=False,
-        score_name=None,
-        spread=True,
-        ax=None,
-    ):
+        line: str | None = None,
+        metric: str = "score",
+        negate_score: bool = False,
+        score_name: str | None = None,
+        spread: bool = True,
+        ax: Axes | None = None,
+    ) -> Self:
         """Plot the mean held-out scores of a search over a private estimator.
 
         Parameters
@@ -132,17 +141,17 @@ class PrivacyAccuracyDisplay:
     @classmethod
     def from_scores(
         cls,
-        epsilon,
-        score,
+        epsilon: TableLike,
+        score: TableLike,
         *,
-        lines=None,
-        spread=None,
-        score_name="score",
-        unit,
-        relation,
-        delta,
-        ax=None,
-    ):
+        lines: TableLike = None,
+        spread: TableLike = None,
+        score_name: str = "score",
+        unit: str,
+        relation: str,
+        delta: float,
+        ax: Axes | None = None,
+    ) -> Self:
         """Plot scores that were computed elsewhere.
 
         Parameters
@@ -186,7 +195,7 @@ class PrivacyAccuracyDisplay:
         )
         return display.plot(ax=ax)
 
-    def plot(self, *, spread=True, ax=None):
+    def plot(self, *, spread: bool = True, ax: Axes | None = None) -> Self:
         """Draw the display.
 
         Parameters
@@ -200,10 +209,7 @@ class PrivacyAccuracyDisplay:
         -------
         self
         """
-        if ax is None:
-            import matplotlib.pyplot as plt
-
-            _, ax = plt.subplots(figsize=(6.5, 4.2), layout="constrained")
+        ax = drawing.axes_for(ax, "plot", (1, 1), (6.5, 4.2))[0]
         finite = np.unique(np.concatenate([c.epsilon for c in self.curves]))
         last = _place_of_infinity(finite[np.isfinite(finite) & (finite > 0)])
         colors = _colors(len(self.curves))
@@ -215,8 +221,8 @@ class PrivacyAccuracyDisplay:
         label = "epsilon of one fit" + (f"\n({self.promise})" if self.promise else "")
         ax.set(xlabel=label, ylabel=self.score_name)
         if any(curve.label is not None for curve in self.curves):
-            legend_inside(ax)
-        strip(ax)
+            drawing.legend_inside(ax)
+        drawing.strip(ax)
         self.ax_, self.figure_ = ax, ax.figure
         return self
 
@@ -240,12 +246,13 @@ def _draw_curve(ax, curve, color, last, spread):
     """One curve: nothing released, finite epsilons, and without privacy."""
     free, private = curve.epsilon == 0, np.isfinite(curve.epsilon) & (curve.epsilon > 0)
     label = curve.label
-    for value in curve.score[free]:
+    for value in curve.score[free]:  # an epsilon of 0 has no place on a logarithmic scale
         ax.axhline(value, color=color, ls=":", label=label)
         label = None
     at = np.where(np.isinf(curve.epsilon), last, curve.epsilon)
     (line,) = ax.plot(at[private], curve.score[private], "o-", color=color, ms=4)
     line.set_label(label if private.any() else None)
+    # Dashes to the last tick: between a finite epsilon and infinity the scale has no meaning.
     tail = np.flatnonzero(~free)[-2:]
     if len(tail) and np.isinf(curve.epsilon[tail[-1]]):
         only = label if not private.any() else None
@@ -253,7 +260,7 @@ def _draw_curve(ax, curve, color, last, spread):
         ax.plot(at[tail[-1:]], curve.score[tail[-1:]], "D", color=color, ms=4, label=only)
     if spread and np.isfinite(curve.spread).any():
         low, high = curve.score - curve.spread, curve.score + curve.spread
-        ax.fill_between(at[private], low[private], high[private], color=color, alpha=0.15, lw=0)
+        drawing.draw_band(ax, at[private], low[private], high[private], color)
     return line
 
 
@@ -262,7 +269,7 @@ def _name_epsilons(ax, epsilon, last):
     finite = epsilon[np.isfinite(epsilon) & (epsilon > 0)]
     ax.set_xscale("log")
     every = -(-len(finite) // _MOST_TICKS) if len(finite) else 1
-    ticks = [*finite[::-1][::every][::-1]]
+    ticks = [*finite[::-1][::every][::-1]]  # thinned from the largest, which stays
     labels = [f"{value:.3g}" for value in ticks]
     if np.isinf(epsilon).any():
         ticks, labels = [*ticks, last], [*labels, "no\nprivacy"]

@@ -1,6 +1,8 @@
 """Residuals of rows and standardized deviations of clients, for checks of a mixed model."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import ndtri
@@ -21,6 +23,7 @@ from sklearn.utils.validation import check_is_fitted
 from pfl_sklearn._clients import encode_clients
 from pfl_sklearn._compat import check_sample_weight, num_samples, safe_indexing
 from pfl_sklearn._nesting import inner_estimator, innermost_estimator, takes_groups
+from pfl_sklearn._typing import Floats, Integers, RandomState, TableLike
 from pfl_sklearn.base import client_values
 from pfl_sklearn.compose import ClientColumn
 from pfl_sklearn.estimation import GaussianMean
@@ -29,44 +32,51 @@ from pfl_sklearn.linear_model import PersonalizedLinearRegression, PersonalizedL
 from pfl_sklearn.priors import GaussianPrior
 
 _MODELS = (PersonalizedLinearRegression, PersonalizedLogisticRegression, GaussianMean)
-_ROUNDING = 1e-9  # share of the noise variance, or of the prior variance, that counts as none
-_SAME, _SMALLEST = 1e-12, 1e-100  # relative standard deviation that counts as 0, and of what
-_TINY = 1e-300  # smallest tail probability of a residual
+_NO_SHARE = 1e-9  # of the noise variance, or of the prior variance, that counts as none
+_NO_STD = 1e-12  # standard deviation of the noise over the largest response, that counts as 0
+_ZERO_RESPONSE = 1e-100  # stands for the largest response where all are 0
+_SMALLEST_TAIL = 1e-300  # probability of a residual: the normal quantile of 0 is infinite
 
 
 class Residuals(NamedTuple):
-    """Residuals of n rows with positive weights, and what the model says about their variances."""
+    """Residuals of n rows with positive weights, and what the model says about their variances.
 
-    clients: np.ndarray  # (m,), of these rows
-    codes: np.ndarray  # (n,), positions in clients
-    fitted: np.ndarray  # (n,)
-    residuals: np.ndarray  # (n,), times the root of the weight
-    expected: np.ndarray | None  # (n,), mean of a residual given its prediction, if known
-    standardized: np.ndarray  # (n,), NaN where the model leaves no variance
-    variance_share: np.ndarray  # (n,), variance of a residual over that of the noise
+    The fields are parameters of ResidualsDisplay.
+    """
+
+    clients: Any  # (m,), of these rows
+    codes: Integers  # (n,), positions in clients
+    fitted: Floats  # (n,)
+    residuals: Floats  # (n,), times the root of the weight
+    expected: Floats | None  # (n,), mean of a residual given its prediction, if known
+    standardized: Floats  # (n,), NaN where the model leaves no variance
+    variance_share: Floats  # (n,), variance of a residual over that of the noise
     fitted_label: str
-    label: str
+    residual_label: str
 
 
 class Deviations(NamedTuple):
-    """Standardized deviations of the clients from the population, or why there are none."""
+    """Standardized deviations of the clients from the population, or why there are none.
 
-    label: str
-    clients: np.ndarray  # (m,)
-    values: np.ndarray  # (m,)
-    missing: str | None  # why there are none
+    The fields are parameters of ResidualsDisplay.
+    """
+
+    deviation_label: str
+    deviation_clients: Any = None  # (m,)
+    deviations: Floats | None = None  # (m,)
+    without_deviations: str | None = None  # the reason
 
 
-class _Rows(NamedTuple):
+class RowsInside(NamedTuple):
     """Rows as the innermost estimator gets them."""
 
-    X: object
-    y: object
-    groups: object
-    weights: np.ndarray | None
+    X: TableLike
+    y: TableLike
+    groups: TableLike
+    weights: Floats | None
 
 
-def checked_model(estimator):
+def _checked_model(estimator):
     """The innermost estimator; TypeError or ValueError if it has no residuals of one dimension."""
     check_is_fitted(estimator)
     fitted = _unfrozen(innermost_estimator(estimator))
@@ -89,7 +99,15 @@ def checked_model(estimator):
     return fitted
 
 
-def residuals_of(estimator, X, y, groups, sample_weight, held_out, random_state):
+def residuals_of(
+    estimator: Any,
+    X: TableLike,
+    y: TableLike,
+    groups: TableLike,
+    sample_weight: TableLike,
+    held_out: bool,
+    random_state: RandomState,
+) -> Residuals:
     """Residuals of the rows with positive weights.
 
     Parameters
@@ -105,12 +123,11 @@ def residuals_of(estimator, X, y, groups, sample_weight, held_out, random_state)
     -------
     Residuals
     """
-    fitted = checked_model(estimator)
+    fitted = _checked_model(estimator)
     rows = _rows_inside(estimator, _present_rows(X, y, groups, sample_weight))
-    if rows.groups is None:
-        ids, codes = encode_clients(np.zeros(num_samples(rows.X), dtype=int), num_samples(rows.X))
-    else:
-        ids, codes = encode_clients(rows.groups, num_samples(rows.X))
+    n = num_samples(rows.X)
+    one_client = np.zeros(n, dtype=int)
+    ids, codes = encode_clients(one_client if rows.groups is None else rows.groups, n)
     if is_classifier(fitted):
         of_rows = _residuals_of_classes(fitted, rows, held_out, random_state)
     else:
@@ -118,31 +135,32 @@ def residuals_of(estimator, X, y, groups, sample_weight, held_out, random_state)
     return Residuals(ids, codes, *of_rows)
 
 
-def deviations_of(estimator, feature):
+def deviations_of(estimator: Any, feature: str | int | None) -> Deviations:
     """Deviations of the clients' intercepts or slopes, each in its own standard deviation.
 
     A posterior mean varies around the population by the prior variance minus its posterior
     variance. Clients whose rows say nothing about the coefficient are left out.
     """
-    fitted = checked_model(estimator)
-    label, missing = "deviation of the client", _without_deviations(fitted)
-    if missing is None and is_linear_model(fitted):
+    fitted = _checked_model(estimator)
+    label, reason = "deviation of the client", _without_deviations(fitted)
+    if reason is not None:
+        return Deviations(label, without_deviations=reason)
+    if is_linear_model(fitted):
         label, deviations, prior, share = _deviations_of_coefficients(estimator, fitted, feature)
-    elif missing is None and feature is not None:
+    elif feature is not None:
         raise ValueError(
             f"feature={feature!r} belongs to linear models; {type(fitted).__name__} has one mean "
             "per client."
         )
-    elif missing is None:
+    else:
         deviations = fitted.means_ - fitted.population_mean_
         prior, share = fitted.prior_.covariance[0, 0], fitted.shrinkage_
-    if missing is None:
-        missing = _without_variance(prior, share)
-    if missing is not None:
-        return Deviations(label, np.array([]), np.array([]), missing)
-    informed = share < 1 - _ROUNDING
+    reason = _without_variance(prior, share)
+    if reason is not None:
+        return Deviations(label, without_deviations=reason)
+    informed = share < 1 - _NO_SHARE
     values = deviations[informed] / np.sqrt(prior * (1 - share[informed]))
-    return Deviations(label, fitted.clients_[informed], values, None)
+    return Deviations(label, fitted.clients_[informed], values)
 
 
 def _without_deviations(fitted):
@@ -167,7 +185,7 @@ def _without_variance(prior, share):
         return "clients share nothing: their prior variance is infinite"
     if not prior > 0:
         return "the variance between clients is 0"
-    if not np.any(share < 1 - _ROUNDING):
+    if not np.any(share < 1 - _NO_SHARE):
         return "no client's rows say anything about its deviation"
     return None
 
@@ -175,10 +193,9 @@ def _without_variance(prior, share):
 def _deviations_of_coefficients(estimator, fitted, feature):
     """Label, deviations (m,), prior variance and shrinkage (m,) of one coefficient."""
     design = fitted._design
-    if feature is None:
-        first = int(design.random[0])
-        feature = first - 1 if design.fit_intercept and first > 0 else first
-        feature = "intercept" if design.fit_intercept and first == 0 else feature
+    if feature is None:  # the first that varies; column 0 of the design is the intercept
+        feature = int(design.random[0]) - design.fit_intercept
+        feature = "intercept" if feature < 0 else feature
     index, label = find_feature(estimator, feature)
     at = 0 if index is None else index + design.fit_intercept
     own = design.vectors(fitted.coef_, fitted.intercept_)[:, at]
@@ -190,7 +207,7 @@ def _deviations_of_coefficients(estimator, fitted, feature):
 def _prior_covariance(fitted):
     """Covariance between clients (p, p) that the posterior used, in the order of the design."""
     posterior = _plug_in(fitted)
-    if not hasattr(posterior, "ratio"):
+    if not hasattr(posterior, "ratio"):  # mixtures and logistic models keep covariances only
         return fitted._between
     back = np.argsort(fitted._design.order)
     scaled = posterior.noise * posterior.ratio * np.outer(posterior.scale, posterior.scale)
@@ -213,18 +230,20 @@ def _present_rows(X, y, groups, sample_weight):
     """Rows with positive weights, as the outermost estimator takes them."""
     check_consistent_length(X, y)
     if sample_weight is None:
-        return _Rows(X, y, groups, None)
+        return RowsInside(X, y, groups, None)
+    # Rows of weight 0 had no part in the fit, so their residuals have another variance.
     weights = check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
     at = np.flatnonzero(weights > 0)
     if len(at) == len(weights):
-        return _Rows(X, y, groups, weights)
+        return RowsInside(X, y, groups, weights)
     check_consistent_length(X, groups)
     groups = None if groups is None else safe_indexing(groups, at)
-    return _Rows(safe_indexing(X, at), safe_indexing(y, at), groups, weights[at])
+    return RowsInside(safe_indexing(X, at), safe_indexing(y, at), groups, weights[at])
 
 
 def _rows_inside(estimator, rows):
     """Rows as the innermost estimator gets them; TypeError for an unknown wrapper."""
+    # Each wrapper sees other rows: what it does to them has to be done again.
     while (inner := inner_estimator(estimator)) is not None:
         estimator = _unfrozen(estimator)
         if isinstance(estimator, Pipeline):
@@ -247,7 +266,7 @@ def _rows_inside(estimator, rows):
 
 def _transformed(pipeline, rows):
     """X behind the steps of a pipeline before the last."""
-    if len(pipeline.steps) < 2:
+    if len(pipeline.steps) < 2:  # an empty slice of a pipeline is no transformer
         return rows.X
     steps = pipeline[:-1]
     if rows.groups is None or not takes_groups(steps, "transform"):
@@ -268,29 +287,33 @@ def _residuals_of_responses(fitted, rows, held_out):
     noise = fitted.noise_variance_
     with np.errstate(divide="ignore", invalid="ignore"):
         share = np.nan_to_num(weights * variances / noise, nan=0.0, posinf=np.inf)
+        # The prediction has moved towards a row that fit saw, so its residual varies less.
         share = np.where(seen, np.maximum(1 - share, 0.0), 1 + share)
         residuals = (y - predicted) * np.sqrt(weights)
         standardized = residuals / np.sqrt(noise * share)
-    exact = noise <= (_SAME * max(np.abs(y).max(), _SMALLEST)) ** 2
-    standardized[exact | (share <= _ROUNDING) | ~np.isfinite(share)] = np.nan
+    # Only rounding errors are left; where all responses are 0, the noise is one of the search.
+    exact = noise <= (_NO_STD * max(np.abs(y).max(), _ZERO_RESPONSE)) ** 2
+    standardized[exact | (share <= _NO_SHARE) | ~np.isfinite(share)] = np.nan
     expected = None
     if prior is not None and seen.any():
-        expected = _pulled(predicted - population, variances, prior, seen) * np.sqrt(weights)
+        expected = _expected_residuals(predicted - population, variances, prior, seen)
+        expected = expected * np.sqrt(weights)
     label = "residual" if np.all(weights == weights[0]) else "residual times root of weight"
     label_x = "prediction of the client's model"
     return predicted, residuals, expected, standardized, share, label_x, label
 
 
-def _pulled(deviations, variances, prior, seen):
+def _expected_residuals(deviations, variances, prior, seen):
     """Mean (n,) of the residual of a row of fit, given its prediction.
 
     A shrunken prediction is too close to the population's by a part that it predicts itself: with
     the prior variance s and the posterior variance m of the row's mean, by m / (s - m) times its
     distance.
     """
-    known = seen & np.isfinite(prior) & (prior - variances > _ROUNDING * prior)
+    # Where rows say nothing about the mean, the prediction is the population's: no distance.
+    informed = seen & np.isfinite(prior) & (prior - variances > _NO_SHARE * prior)
     return deviations * np.divide(
-        variances, prior - variances, out=np.zeros(len(prior)), where=known
+        variances, prior - variances, out=np.zeros(len(prior)), where=informed
     )
 
 
@@ -341,13 +364,13 @@ def _residuals_of_classes(fitted, rows, held_out, random_state):
         )
     chances = fitted.predict_proba(rows.X, groups=rows.groups)
     new = held_out | (fitted._encode_predict(rows.X, rows.groups) < 0)
+    # Without a variance between clients there is nothing to average over.
     if new.any() and not np.isnan(fitted._between).any():
         averaged = fitted.predict_proba(rows.X, groups=rows.groups, integrate=True)
         chances[new] = averaged[new]
     second = y == fitted.classes_[1]
     drawn = 1 - check_random_state(random_state).uniform(size=len(y))  # above 0
-    tail = np.maximum(drawn * chances[np.arange(len(y)), second.astype(int)], _TINY)
+    tail = np.maximum(drawn * chances[np.arange(len(y)), second.astype(int)], _SMALLEST_TAIL)
     residuals = np.where(second, -1, 1) * ndtri(tail)
-    label = f"probability of {fitted.classes_[1]}"
-    what = "randomized quantile residual"
-    return chances[:, 1], residuals, None, residuals, np.ones(len(y)), label, what
+    labels = f"probability of {fitted.classes_[1]}", "randomized quantile residual"
+    return chances[:, 1], residuals, None, residuals, np.ones(len(y)), *labels

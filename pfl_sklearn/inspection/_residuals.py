@@ -1,15 +1,15 @@
 """Plots of residuals within clients and of clients' deviations: checks of a mixed model."""
 
+from __future__ import annotations
+
+from typing import Any, Self
+
 import numpy as np
 
-from pfl_sklearn._clients import rows_by_client
-from pfl_sklearn.inspection._drawing import (
-    COLORS,
-    given_axes,
-    in_rows,
-    is_wide,
-    strip,
-)
+from pfl_sklearn._clients import Codes, rows_by_client
+from pfl_sklearn._typing import Floats, RandomState, TableLike
+from pfl_sklearn.inspection import _drawing as drawing
+from pfl_sklearn.inspection._drawing import COLORS
 from pfl_sklearn.inspection._residual_summaries import (
     binned_residuals,
     client_spreads,
@@ -19,11 +19,12 @@ from pfl_sklearn.inspection._residual_summaries import (
 from pfl_sklearn.inspection._residual_values import deviations_of, residuals_of
 
 _PANELS = ("fitted", "clients", "residual_quantiles", "client_quantiles")
-_MOST_POINTS = 5000
-_FEWEST_IN_A_BOX = 5
-_INCHES_PER_NAME = 0.11
+_MOST_DRAWN = 5000  # points of a panel: more take seconds, and look the same
+_FEWEST_IN_A_BOX = 5  # residuals; a box shows five numbers
+_INCHES_PER_NAME = 0.11  # the height of a line of small print
 
 
+@drawing.display_class
 class ResidualsDisplay:
     """Model checks: residuals within clients, and deviations of clients from the population.
 
@@ -130,52 +131,35 @@ class ResidualsDisplay:
     >>> display = ResidualsDisplay.from_estimator(model, X, y, groups=county)  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        *,
-        clients,
-        codes,
-        fitted,
-        residuals,
-        standardized,
-        variance_share=None,
-        expected=None,
-        deviation_clients=None,
-        deviations=None,
-        without_deviations=None,
-        fitted_label="prediction",
-        residual_label="residual",
-        deviation_label="deviation of the client",
-    ):
-        self.clients = clients
-        self.codes = codes
-        self.fitted = fitted
-        self.residuals = residuals
-        self.standardized = standardized
-        self.variance_share = variance_share
-        self.expected = expected
-        self.deviation_clients = deviation_clients
-        self.deviations = deviations
-        self.without_deviations = without_deviations
-        self.fitted_label = fitted_label
-        self.residual_label = residual_label
-        self.deviation_label = deviation_label
+    clients: Any
+    codes: Codes
+    fitted: Floats
+    residuals: Floats
+    standardized: Floats
+    variance_share: Floats | None = None
+    expected: Floats | None = None
+    deviation_clients: Any = None
+    deviations: Floats | None = None
+    without_deviations: str | None = None
+    fitted_label: str = "prediction"
+    residual_label: str = "residual"
+    deviation_label: str = "deviation of the client"
 
     @classmethod
     def from_estimator(
         cls,
-        estimator,
-        X,
-        y,
+        estimator: Any,
+        X: TableLike,
+        y: TableLike,
         *,
-        groups=None,
-        sample_weight=None,
-        feature=None,
-        held_out=False,
-        kind="all",
-        ax=None,
-        random_state=0,
-    ):
+        groups: TableLike = None,
+        sample_weight: TableLike = None,
+        feature: str | int | None = None,
+        held_out: bool = False,
+        kind: str | list[str] = "all",
+        ax: Any = None,
+        random_state: RandomState = 0,
+    ) -> Self:
         """Plot the residuals of a fitted estimator.
 
         Parameters
@@ -221,27 +205,12 @@ class ResidualsDisplay:
               released one, has one client or no variance between clients, or a prior that is not
               normal. (With "all", the panel says so.)
         """
-        found = residuals_of(estimator, X, y, groups, sample_weight, held_out, random_state)
+        residuals = residuals_of(estimator, X, y, groups, sample_weight, held_out, random_state)
         deviations = deviations_of(estimator, feature)
-        known = deviations.missing is None
-        display = cls(
-            clients=found.clients,
-            codes=found.codes,
-            fitted=found.fitted,
-            residuals=found.residuals,
-            standardized=found.standardized,
-            variance_share=found.variance_share,
-            expected=found.expected,
-            deviation_clients=deviations.clients if known else None,
-            deviations=deviations.values if known else None,
-            without_deviations=deviations.missing,
-            fitted_label=found.fitted_label,
-            residual_label=found.label,
-            deviation_label=deviations.label,
-        )
+        display = cls(**residuals._asdict(), **deviations._asdict())
         return display.plot(kind=kind, ax=ax)
 
-    def plot(self, *, kind="all", ax=None):
+    def plot(self, *, kind: str | list[str] = "all", ax: Any = None) -> Self:
         """Draw the display.
 
         Parameters
@@ -265,9 +234,10 @@ class ResidualsDisplay:
         panels = _panels(kind)
         if kind != "all" and "client_quantiles" in panels and self.deviations is None:
             raise ValueError(f"there is nothing to draw in 'client_quantiles': {self._reason()}.")
-        axes = given_axes(ax, len(panels), "panel")
-        if axes is None:
-            axes = _new_axes(len(panels))
+        n_columns = 2 if len(panels) == 4 else len(panels)
+        n_rows = len(panels) // n_columns
+        size = (7.0, 4.6) if len(panels) == 1 else (4.8 * n_columns, 3.9 * n_rows)
+        axes = drawing.axes_for(ax, "panel", (n_rows, n_columns), size)
         draw = {
             "fitted": self._draw_fitted,
             "clients": self._draw_clients,
@@ -276,28 +246,28 @@ class ResidualsDisplay:
         }
         for panel, each in zip(panels, axes, strict=True):
             draw[panel](each)
-            strip(each)
+            drawing.strip(each)
         self.axes_, self.ax_, self.figure_ = axes, axes[0], axes[0].figure
         return self
 
     def _draw_fitted(self, ax):
-        some = _thinned(len(self.fitted))
-        faint = float(np.clip(12 / np.sqrt(len(some)), 0.1, 0.6))
+        drawn = _thinned(len(self.fitted))
+        faint = float(np.clip(12 / np.sqrt(len(drawn)), 0.1, 0.6))
         rows = {"color": COLORS["local"], "ms": 4, "alpha": faint, "rasterized": True}
-        ax.plot(self.fitted[some], self.residuals[some], ".", zorder=1, **rows)
+        ax.plot(self.fitted[drawn], self.residuals[drawn], ".", zorder=1, **rows)
         ax.axhline(0, color="0.3", lw=0.8, zorder=1)
         at, mean, std, expected = binned_residuals(self.fitted, self.residuals, self.expected)
         color = COLORS["personalized"]
-        ax.fill_between(at, mean - std, mean + std, color=color, alpha=0.15, lw=0, label="± 1 sd")
+        drawing.draw_band(ax, at, mean - std, mean + std, color, "± 1 sd")
         ax.plot(at, mean, "o-", color=color, ms=3, lw=1.5, label="mean in bins")
         if expected is not None:
             style = {"color": COLORS["population"], "lw": 1.5, "ls": ":"}
             ax.plot(at, expected, label="expected mean", **style)
         ax.set(xlabel=self.fitted_label, ylabel=self.residual_label)
-        _draw_legend(ax)
+        drawing.legend_inside(ax, faint_marks=False)
 
     def _draw_clients(self, ax):
-        if in_rows("auto", len(self.clients)):
+        if drawing.in_rows("auto", len(self.clients)):
             self._draw_boxes(ax)
         else:
             self._draw_spreads(ax)
@@ -311,7 +281,7 @@ class ResidualsDisplay:
             _draw_box(ax, at, by_client[client])
         ax.set(ylabel=self.residual_label, xlim=(-0.8, len(ranked) - 0.2))
         width = ax.get_window_extent().width / ax.figure.dpi
-        if len(ranked) * _INCHES_PER_NAME <= width:
+        if len(ranked) * _INCHES_PER_NAME <= width:  # names that overlap say nothing
             names = [str(name) for name in self.clients[ranked]]
             looks = {"rotation": 90, "fontsize": "x-small", "parse_math": False}
             ax.set_xticks(np.arange(len(ranked)), names, **looks)
@@ -329,14 +299,14 @@ class ResidualsDisplay:
             ax.plot(at, limit, color="0.3", lw=1, ls="--")
         ax.plot([], [], color="0.3", lw=1, ls="--", label="95 % limits of a client")
         ax.axhline(1, color=COLORS["population"], lw=1, zorder=1)
-        color, share = COLORS["personalized"], f"{outside.sum()} of {len(dof)}"
+        color, label = COLORS["personalized"], f"outside: {outside.sum()} of {len(dof)}"
         ax.plot(dof[~outside], spread[~outside], ".", color=COLORS["local"], ms=5, alpha=0.6)
-        ax.plot(dof[outside], spread[outside], ".", color=color, ms=6, label=f"outside: {share}")
+        ax.plot(dof[outside], spread[outside], ".", color=color, ms=6, label=label)
         ax.set_xlabel("degrees of freedom of the client's residuals")
         ax.set_ylabel("root mean square, standardized")
-        if is_wide(dof):
+        if drawing.is_wide(dof):
             ax.set_xscale("log")
-        _draw_legend(ax)
+        drawing.legend_inside(ax, faint_marks=False)
 
     def _draw_residual_quantiles(self, ax):
         values = self.standardized[np.isfinite(self.standardized)]
@@ -344,7 +314,7 @@ class ResidualsDisplay:
             _say(ax, "No standardized residuals: the model leaves no variance within clients.")
             return
         _draw_quantiles(ax, values)
-        same = np.array_equal(self.standardized, self.residuals)
+        same = np.array_equal(self.standardized, self.residuals)  # those of classes are
         ax.set_ylabel(self.residual_label if same else "standardized residual")
 
     def _draw_client_quantiles(self, ax):
@@ -370,30 +340,19 @@ def _panels(kind):
     return panels
 
 
-def _new_axes(n_panels):
-    """Axes (n_panels,) of a new figure, four of them in two rows."""
-    import matplotlib.pyplot as plt
-
-    n_columns = 2 if n_panels == 4 else n_panels
-    n_rows = -(-n_panels // n_columns)
-    size = (7.0 if n_panels == 1 else 4.8 * n_columns, 4.6 if n_panels == 1 else 3.9 * n_rows)
-    _, axes = plt.subplots(n_rows, n_columns, figsize=size, layout="constrained", squeeze=False)
-    return axes.ravel()
-
-
 def _thinned(n):
     """Positions of up to 5000 of n rows, at random: rows may be in some order within clients."""
-    if n <= _MOST_POINTS:
+    if n <= _MOST_DRAWN:
         return np.arange(n)
-    return np.sort(np.random.default_rng(0).choice(n, _MOST_POINTS, replace=False))
+    return np.sort(np.random.default_rng(0).choice(n, _MOST_DRAWN, replace=False))
 
 
 def _thinned_ranks(n):
     """Ranks of up to 5000 of n ordered values, with all that are far out."""
-    if n <= _MOST_POINTS:
+    if n <= _MOST_DRAWN:
         return np.arange(1, n + 1)
-    ends = _MOST_POINTS // 10
-    inner = np.linspace(ends + 1, n - ends, _MOST_POINTS - 2 * ends).astype(int)
+    ends = _MOST_DRAWN // 10  # of each tail, where departures from normality show
+    inner = np.linspace(ends + 1, n - ends, _MOST_DRAWN - 2 * ends).astype(int)
     return np.unique(np.r_[np.arange(1, ends + 1), inner, np.arange(n - ends + 1, n + 1)])
 
 
@@ -401,12 +360,14 @@ def _draw_quantiles(ax, values):
     """Ordered values over the medians of those of a standard normal distribution."""
     ranks = _thinned_ranks(len(values))
     lower, median, upper = quantile_limits(len(values), ranks)
-    ax.fill_between(median, lower, upper, color="0.3", alpha=0.15, lw=0, label="95 % limits")
+    drawing.draw_band(ax, median, lower, upper, "0.3", "95 % limits")
     ax.plot(median, median, color="0.3", lw=1)
     ordered = np.sort(values)[ranks - 1]
     ax.plot(median, ordered, ".", color=COLORS["personalized"], ms=4, alpha=0.8, rasterized=True)
     ax.set_xlabel("normal quantile")
-    _draw_legend(ax, "upper left")
+    drawing.legend_inside(
+        ax, "upper left", faint_marks=False
+    )  # points run from lower left to upper right
 
 
 def _draw_box(ax, at, values):
@@ -427,10 +388,6 @@ def _draw_box(ax, at, values):
         medianprops={"color": color, "lw": 2},
         flierprops={"marker": ".", "ms": 5, "mfc": COLORS["local"], "mec": "none"},
     )
-
-
-def _draw_legend(ax, loc="best"):
-    ax.legend(frameon=False, fontsize="small", loc=loc)
 
 
 def _say(ax, text):

@@ -1,7 +1,9 @@
 """What a fit on rounds holds by round: its history, recorded scores and the epsilon spent."""
 
+from __future__ import annotations
+
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -9,22 +11,23 @@ from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._nesting import innermost_estimator
 from pfl_sklearn._rounds.privacy import epsilon_by_round, rounds_of
+from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.inspection._privacy_scores import promise_of
 from pfl_sklearn.privacy import privacy_of
 
-_LABELS = {
+_AXIS_LABELS = {
     "loss": "mean loss",
     "clipped": "share clipped",
     "clip_norm": "clipping bound",
     "n_clients": "clients in the round",
 }
-_MOST_EPSILONS = 12
+_MOST_EPSILONS = 12  # each may take a second where clients are sampled
 _AGAINST = {
     "central": "against all other clients together; the server is trusted",
     "local": "against the server and all other clients together",
 }
 _NOT_COVERED = "It covers what is released, not the losses, clipped shares and scores drawn here."
-_OF_THE_LOG = {
+_LOG_COLUMNS = {  # that the monitor adds to the scores
     "task_id_path",
     "parent_task_id_path",
     "estimator_name",
@@ -44,15 +47,17 @@ class RoundCurve(NamedTuple):
 
     name: str
     label: str
-    rounds: np.ndarray
-    values: np.ndarray
-    n_clients: np.ndarray | None = None
-    band: np.ndarray | None = None
+    rounds: Integers
+    values: Floats
+    n_clients: Integers | None = None
+    band: Floats | None = None
     target: float | None = None
     note: str = ""
 
 
-def round_curves(estimator, quantities, scores):
+def round_curves(
+    estimator: Any, quantities: str | list[str] | None, scores: Any
+) -> list[RoundCurve]:
     """Curves of a fitted estimator: the quantities asked for, then the scores."""
     check_is_fitted(estimator)
     fitted = innermost_estimator(estimator)
@@ -79,12 +84,12 @@ def _worth_drawing(fitted, report):
     history = fitted.history_
     bound = history.get("clip_norm", np.array([math.inf]))
     clips = np.isfinite(bound).any()
-    further = [name for name in _columns(history) if name not in _LABELS]
+    further = [name for name in _columns(history) if name not in _AXIS_LABELS]
     return [
         "loss",
         *further,
         *(["clipped"] if clips else []),
-        *(["clip_norm"] if clips and np.ptp(bound) > 0 else []),
+        *(["clip_norm"] if clips and np.ptp(bound) > 0 else []),  # a constant says nothing
         *(["epsilon"] if _spent(fitted, report) else []),
     ]
 
@@ -110,13 +115,14 @@ def _curve_of(fitted, report, name):
     if name not in (known := _columns(history)):
         raise ValueError(f"quantities must be of {[*known, 'epsilon']}; got {name!r}.")
     values = np.asarray(history[name], dtype=float)
-    curve = RoundCurve(name, _LABELS.get(name, name), np.arange(1, len(values) + 1), values)
+    curve = RoundCurve(name, _AXIS_LABELS.get(name, name), np.arange(1, len(values) + 1), values)
     if name not in ("loss", "clipped"):
         return curve
     curve = curve._replace(n_clients=np.asarray(history["n_clients"]))
     quantile = getattr(fitted, "clip_quantile", None)
     if name == "loss" or quantile is None:
         return curve
+    # An adaptive bound moves until this share of the messages is clipped.
     label = f"{curve.label}\n(dotted: aim {1 - quantile:.3g})"
     return curve._replace(target=1 - quantile, label=label)
 
@@ -172,7 +178,7 @@ def _score_curves(fitted, scores):
 
 def _clients_curve(rounds, scores, rows):
     """Median of the scores (m, n_clients) and the deciles around it; clients may lack a score."""
-    scores = scores[:, np.isfinite(scores).any(axis=0)]
+    scores = scores[:, np.isfinite(scores).any(axis=0)]  # quantiles of no number would warn
     low, middle, high = np.nanquantile(scores, [0.1, 0.5, 0.9], axis=1)
     label = f"score of {scores.shape[1]} clients{rows}"
     return RoundCurve("client scores", label, rounds, middle, band=np.stack([low, high]))
@@ -180,21 +186,22 @@ def _clients_curve(rounds, scores, rows):
 
 def _logged(fitted, monitor):
     """Scores of the last fit that a ScoringMonitor recorded, indexed by round."""
-    found = monitor.get_logs().data_as_pandas
-    found = found[found["task_name"] == "round"]
-    if len(found):
-        last = found["parent_task_id_path"].iloc[-1]
-        found = found[[path == last for path in found["parent_task_id_path"]]]
+    log = monitor.get_logs().data_as_pandas
+    log = log[log["task_name"] == "round"]
+    if len(log):  # a monitor keeps the rounds of all fits that it watched
+        last = log["parent_task_id_path"].iloc[-1]
+        log = log[[path == last for path in log["parent_task_id_path"]]]
     n_rounds = fitted.n_rounds_
+    # After a return to the best models, rounds of the log and of the model are not the same.
     went_back = getattr(fitted, "_ends_when_flat", False) and (
-        fitted.warm_start or len(found) < n_rounds
+        fitted.warm_start or len(log) < n_rounds
     )
-    if not 0 < len(found) <= n_rounds or went_back:
+    if not 0 < len(log) <= n_rounds or went_back:
         raise ValueError(
-            f"scores holds {len(found)} rounds, which are not those of the model, of {n_rounds} "
+            f"scores holds {len(log)} rounds, which are not those of the model, of {n_rounds} "
             "rounds. A fit that ends when its loss is flat goes back to its best models: give it "
             "n_rounds. Otherwise give the monitor of the last fit."
         )
-    names = [name for name in found.columns if name not in _OF_THE_LOG]
-    table = found[names].dropna(axis=1, how="all")
-    return table.set_axis(np.arange(n_rounds - len(found), n_rounds) + 1, axis=0)
+    names = [name for name in log.columns if name not in _LOG_COLUMNS]
+    table = log[names].dropna(axis=1, how="all")
+    return table.set_axis(np.arange(n_rounds - len(log), n_rounds) + 1, axis=0)

@@ -1,25 +1,26 @@
 """Plot of local and personalized estimates."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self
+
 import numpy as np
 
 from pfl_sklearn._nesting import innermost_estimator
-from pfl_sklearn.inspection._coefficients import aligned, coefficients_of, is_linear_model
-from pfl_sklearn.inspection._drawing import (
-    COLORS,
-    draw_intervals,
-    draw_local,
-    draw_personalized,
-    draw_truth,
-    in_rows,
-    legend_below,
-    legend_inside,
-    name_rows,
-    new_axes,
-    strip,
-    truth_of,
+from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn.inspection import _drawing as drawing
+from pfl_sklearn.inspection._coefficients import (
+    coefficients_of,
+    is_linear_model,
+    local_coefficients,
 )
+from pfl_sklearn.inspection._drawing import COLORS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
+@drawing.display_class
 class ShrinkageDisplay:
     """Local estimates, personalized estimates with intervals, and the population.
 
@@ -61,41 +62,29 @@ class ShrinkageDisplay:
     >>> display = ShrinkageDisplay.from_estimator(model)  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        *,
-        clients,
-        local,
-        personalized,
-        lower,
-        upper,
-        population,
-        truth=None,
-        quantity="estimate",
-    ):
-        self.clients = clients
-        self.local = local
-        self.personalized = personalized
-        self.lower = lower
-        self.upper = upper
-        self.population = population
-        self.truth = truth
-        self.quantity = quantity
+    clients: Any
+    local: Floats
+    personalized: Floats
+    lower: Floats
+    upper: Floats
+    population: float
+    truth: Floats | None = None
+    quantity: str = "estimate"
 
     @classmethod
     def from_estimator(
         cls,
-        estimator,
+        estimator: Any,
         *,
-        output=0,
-        level=0.95,
-        truth=None,
-        kind="auto",
-        ax=None,
-        xlabel=None,
-        feature=None,
-        local=None,
-    ):
+        output: int = 0,
+        level: float = 0.95,
+        truth: TableLike = None,
+        kind: str = "auto",
+        ax: Axes | None = None,
+        xlabel: str | None = None,
+        feature: str | int | None = None,
+        local: Any = None,
+    ) -> Self:
         """Plot a fitted estimator of means, or one coefficient of a linear model.
 
         Parameters
@@ -135,7 +124,7 @@ class ShrinkageDisplay:
         """
         fitted = innermost_estimator(estimator)
         if is_linear_model(fitted):
-            values = _slopes_of(estimator, local, feature, output, level)
+            estimates = _slopes_of(estimator, local, feature, output, level)
         elif not hasattr(fitted, "credible_interval"):
             raise ValueError(
                 "expected a fitted GaussianMean or BernoulliMean, or a linear model with one "
@@ -147,22 +136,19 @@ class ShrinkageDisplay:
                 "per client and keeps the local means."
             )
         else:
-            values = _means_of(fitted, output, level)
-        own, personalized, lower, upper, population, quantity = values
-        truth = None if truth is None else truth_of(fitted.clients_, truth)
-        display = cls(
-            clients=fitted.clients_,
-            local=own,
-            personalized=personalized,
-            lower=lower,
-            upper=upper,
-            population=float(population),
-            truth=truth,
-            quantity=quantity,
-        )
+            estimates = _means_of(fitted, output, level)
+        truth = None if truth is None else drawing.truth_of(fitted.clients_, truth)
+        display = cls(clients=fitted.clients_, truth=truth, **estimates)
         return display.plot(kind=kind, ax=ax, xlabel=xlabel, level=level)
 
-    def plot(self, *, kind="auto", ax=None, xlabel=None, level=0.95):
+    def plot(
+        self,
+        *,
+        kind: str = "auto",
+        ax: Axes | None = None,
+        xlabel: str | None = None,
+        level: float = 0.95,
+    ) -> Self:
         """Draw the display.
 
         Parameters
@@ -180,12 +166,11 @@ class ShrinkageDisplay:
         -------
         self
         """
-        rows = in_rows(kind, len(self.clients))
-        if ax is None:
-            ax = new_axes(len(self.clients), rows)[0]
+        rows = drawing.in_rows(kind, len(self.clients))
+        ax = drawing.axes_for_clients(ax, len(self.clients), rows)[0]
         (self._plot_rows if rows else self._plot_points)(ax, level)
         ax.set_xlabel(xlabel or (self.quantity if rows else f"local {self.quantity}"))
-        strip(ax)
+        drawing.strip(ax)
         self.ax_, self.figure_ = ax, ax.figure
         return self
 
@@ -193,45 +178,54 @@ class ShrinkageDisplay:
         order = np.argsort(self.personalized, kind="stable")
         at = np.arange(len(order))
         ax.axvline(self.population, color=COLORS["population"], lw=1, label="population")
-        draw_intervals(ax, at, self.lower[order], self.upper[order], level, rows=True)
+        drawing.draw_intervals(ax, at, self.lower[order], self.upper[order], level, rows=True)
         ax.hlines(at, self.local[order], self.personalized[order], color=COLORS["local"], lw=0.8)
-        draw_local(ax, self.local[order], at)
-        draw_personalized(ax, self.personalized[order], at, rows=True)
+        drawing.draw_local(ax, self.local[order], at)
+        drawing.draw_personalized(ax, self.personalized[order], at, rows=True)
         if self.truth is not None:
-            draw_truth(ax, self.truth[order], at, rows=True)
-        name_rows(ax, self.clients[order])
-        legend_below(ax)
+            drawing.draw_truth(ax, self.truth[order], at, rows=True)
+        drawing.name_rows(ax, self.clients[order])
+        drawing.legend_below(ax)
 
     def _plot_points(self, ax, level):
         ends = [float(np.min(self.local)), float(np.max(self.local))]
         ax.plot(ends, ends, color=COLORS["local"], lw=1, ls="--", label="no shrinkage")
         ax.axhline(self.population, color=COLORS["population"], lw=1, label="population")
-        draw_intervals(ax, self.local, self.lower, self.upper, level, rows=False)
+        drawing.draw_intervals(ax, self.local, self.lower, self.upper, level, rows=False)
         if self.truth is not None:
-            draw_truth(ax, self.local, self.truth, rows=False)
-        draw_personalized(ax, self.local, self.personalized, rows=False)
+            drawing.draw_truth(ax, self.local, self.truth, rows=False)
+        drawing.draw_personalized(ax, self.local, self.personalized, rows=False)
         ax.set_ylabel(f"personalized {self.quantity}")
-        legend_inside(ax)
+        drawing.legend_inside(ax)
 
 
 def _means_of(fitted, output, level):
-    """Local and personalized means, bounds, population mean, and name of the quantity."""
+    """Estimates of means, as parameters of the display."""
     fitted._require_fitted("means_")
     lower, upper = fitted.credible_interval(level)
     values = [fitted.local_means_, fitted.means_, lower, upper, fitted.population_mean_]
-    if fitted.means_.ndim == 2:
+    if fitted.means_.ndim == 2:  # several targets
         values = [value[..., output] for value in values]
-    return (*values, "estimate")
+    names = ("local", "personalized", "lower", "upper", "population")
+    estimates = dict(zip(names, values, strict=True))
+    return estimates | {"population": float(estimates["population"])}
 
 
 def _slopes_of(estimator, local, feature, output, level):
     """The same for one coefficient, with the local coefficients of a second model."""
     feature = "intercept" if feature is None else feature
-    found = coefficients_of(estimator, feature, output=output, level=level)
+    shown = coefficients_of(estimator, feature, output=output, level=level)
     if local is None:
         raise ValueError(
             "a linear model keeps no local coefficients; give local=, a second model with the "
             "clients' own, such as PersonalizedLinearRegression(GaussianPrior(covariance=np.inf))."
         )
-    own = aligned(found, coefficients_of(local, feature, output=output, level=level), "local")
-    return own.values, found.values, found.lower, found.upper, found.population, found.label
+    own = local_coefficients(local, shown, feature, output=output, level=level)
+    return {
+        "local": own.values,
+        "personalized": shown.values,
+        "lower": shown.lower,
+        "upper": shown.upper,
+        "population": shown.population,
+        "quantity": shown.label,
+    }

@@ -192,3 +192,18 @@ def test_bad_input():
     mean = GaussianMean().fit(X, target, groups=groups)
     with pytest.raises(ValueError, match="groups"):
         ClientGainDisplay.from_estimator(mean, X, target, scoring=METRIC)
+
+
+def test_displays_store_their_parameters():
+    values = np.arange(3.0)
+    display = ClientGainDisplay(
+        clients=values, score=values, population_score=values, n_rows=values, score_name="error"
+    )
+    assert display.score is values and display.greater_is_better
+    assert display.score_name == "error"
+    assert not hasattr(ClientGainDisplay, "score_name")  # it would look like a public attribute
+    assert display == display and hash(display) == hash(display)
+    twin = ClientGainDisplay(clients=values, score=values, population_score=values, n_rows=values)
+    assert display != twin  # not a comparison of arrays, which has no single truth value
+    with pytest.raises(TypeError, match="positional"):
+        ClientGainDisplay(values, values, values, values)

@@ -1,6 +1,10 @@
 """Plot of a stream: estimates of a few clients, or the error of all, over time."""
 
+from __future__ import annotations
+
+from itertools import pairwise
 from numbers import Integral
+from typing import Any, Self
 
 import numpy as np
 from scipy.special import ndtri
@@ -8,18 +12,15 @@ from sklearn.base import clone
 
 from pfl_sklearn._clients import encode_clients, match_clients, row_counts, rows_by_client
 from pfl_sklearn._compat import safe_indexing
-from pfl_sklearn.inspection._drawing import (
-    COLORS,
-    given_axes,
-    legend_inside,
-    strip,
-    truth_of,
-)
+from pfl_sklearn._typing import Floats, Integers, TableLike
+from pfl_sklearn.inspection import _drawing as drawing
+from pfl_sklearn.inspection._drawing import COLORS
 
-_N_SHOWN = 3  # clients, by default
-_FLOOR = 1e-300
+_N_SHOWN = 3  # clients, by default: their panels fit on a screen
+_SMALLEST_ERROR = 1e-300  # a mean that meets the truth has error 0, which has no logarithm
 
 
+@drawing.display_class
 class StreamDisplay:
     """Estimates of clients over time with their intervals, or the error of all clients.
 
@@ -62,30 +63,29 @@ class StreamDisplay:
     ... )  # doctest: +SKIP
     """
 
-    def __init__(self, *, steps, clients, means, stds, local_means, truth=None):
-        self.steps = steps
-        self.clients = clients
-        self.means = means
-        self.stds = stds
-        self.local_means = local_means
-        self.truth = truth
+    steps: Integers
+    clients: Any
+    means: Floats
+    stds: Floats
+    local_means: Floats
+    truth: Floats | None = None
 
     @classmethod
     def from_estimator(
         cls,
-        estimator,
-        X,
-        y,
+        estimator: Any,
+        X: TableLike,
+        y: TableLike,
         *,
-        groups,
-        labels=None,
-        truth=None,
-        n_times=25,
-        kind="auto",
-        clients=None,
-        level=0.95,
-        ax=None,
-    ):
+        groups: TableLike,
+        labels: dict[Any, Any] | None = None,
+        truth: TableLike = None,
+        n_times: int = 25,
+        kind: str = "auto",
+        clients: TableLike = None,
+        level: float = 0.95,
+        ax: Any = None,
+    ) -> Self:
         """Run a new stream through a clone of an estimator, and plot it.
 
         Parameters
@@ -125,12 +125,21 @@ class StreamDisplay:
         """
         if not isinstance(n_times, Integral) or n_times < 1:
             raise ValueError(f"n_times must be an integer of at least 1; got {n_times!r}.")
-        found = _looks(clone(estimator), X, np.asarray(y), groups, labels, int(n_times))
+        estimates = _estimates_by_time(
+            clone(estimator), X, np.asarray(y), groups, labels, int(n_times)
+        )
         if truth is not None:
-            found["truth"] = truth_of(found["clients"], truth)
-        return cls(**found).plot(kind=kind, clients=clients, level=level, ax=ax)
+            estimates["truth"] = drawing.truth_of(estimates["clients"], truth)
+        return cls(**estimates).plot(kind=kind, clients=clients, level=level, ax=ax)
 
-    def plot(self, *, kind="auto", clients=None, level=0.95, ax=None):
+    def plot(
+        self,
+        *,
+        kind: str = "auto",
+        clients: TableLike = None,
+        level: float = 0.95,
+        ax: Any = None,
+    ) -> Self:
         """Draw the display.
 
         Parameters
@@ -155,26 +164,24 @@ class StreamDisplay:
             If `kind` or `level` is out of range, the error is asked for without the truth, a client
             is unknown, or `ax` does not match.
         """
-        if kind not in ("auto", "estimates", "error"):
-            raise ValueError(f"kind must be 'auto', 'estimates' or 'error'; got {kind!r}.")
+        drawing.check_choice("kind", kind, ("auto", "estimates", "error"))
         if not 0 < level < 1:
             raise ValueError(f"level must be in (0, 1); got {level!r}.")
         if kind == "error" and self.truth is None:
             raise ValueError("kind='error' needs truth, the means that the clients should have.")
         if kind == "error" or (kind == "auto" and self.truth is not None):
-            axes = given_axes(ax, 1, "plot")
-            self.axes_ = _new_axes(1) if axes is None else axes
-            self.lines_ = [self._draw_error(self.axes_[0], ndtri(0.5 + level / 2), level)]
+            self.axes_ = drawing.axes_for(ax, "plot", (1, 1), (6.5, 4.0))
+            self.lines_ = [self._draw_error(self.axes_[0], self.truth, level)]
         else:
             shown = self._places(clients)
-            axes = given_axes(ax, len(shown), "client")
-            self.axes_ = _new_axes(len(shown)) if axes is None else axes
+            size = 6.5, 4.0 if len(shown) == 1 else 1.2 + 1.6 * len(shown)
+            self.axes_ = drawing.axes_for(ax, "client", (len(shown), 1), size, sharex=True)
             pairs = zip(self.axes_, shown, strict=True)
             self.lines_ = [self._draw_client(one, place, level) for one, place in pairs]
-            legend_inside(self.axes_[0])
+            drawing.legend_inside(self.axes_[0])
         for one in self.axes_:
-            one.set_xscale("log")
-            strip(one)
+            one.set_xscale("log")  # errors fall with powers of the number of values
+            drawing.strip(one)
         self.axes_[-1].set_xlabel("values of a client")
         self.figure_ = self.axes_[0].figure
         return self
@@ -185,23 +192,17 @@ class StreamDisplay:
             last = len(self.clients) - 1
             return np.unique(np.linspace(0, last, min(_N_SHOWN, last + 1)).astype(int))
         wanted = np.atleast_1d(np.asarray(clients))
-        found = match_clients(wanted, len(wanted), self.clients, "clients")
-        if (found < 0).any():
-            raise ValueError(f"client {wanted[found < 0].tolist()[0]!r} is not in the stream.")
-        return found
+        places = match_clients(wanted, len(wanted), self.clients, "clients")
+        if (places < 0).any():
+            raise ValueError(f"client {wanted[places < 0].tolist()[0]!r} is not in the stream.")
+        return places
 
     def _draw_client(self, ax, place, level):
         """Estimates of one client."""
         means, half = self.means[:, place], ndtri(0.5 + level / 2) * self.stds[:, place]
         color = COLORS["personalized"]
-        ax.fill_between(
-            self.steps,
-            means - half,
-            means + half,
-            color=color,
-            alpha=0.15,
-            lw=0,
-            label=f"{level:.0%} interval",
+        drawing.draw_band(
+            ax, self.steps, means - half, means + half, color, f"{level:.0%} interval"
         )
         ax.plot(self.steps, self.local_means[:, place], color=COLORS["local"], label="alone")
         (line,) = ax.plot(self.steps, means, color=color, lw=1.8, label="with the others")
@@ -212,48 +213,31 @@ class StreamDisplay:
         )
         return line
 
-    def _draw_error(self, ax, quantile, level):
+    def _draw_error(self, ax, truth, level):
         """Mean squared errors over all clients, with bands for their sampling."""
+        quantile = ndtri(0.5 + level / 2)
         for name, values, label in (
             ("local", self.local_means, "alone"),
             ("personalized", self.means, "with the others"),
         ):
-            squares = (values - self.truth) ** 2
+            squares = (values - truth) ** 2
             n = np.isfinite(squares).sum(axis=1)
             mean = np.nansum(squares, axis=1) / n
             half = quantile * np.nanstd(squares, axis=1) / np.sqrt(n)
-            ax.fill_between(
-                self.steps,
-                np.maximum(mean - half, mean / 100),
-                mean + half,
-                color=COLORS[name],
-                alpha=0.15,
-                lw=0,
-            )
-            (line,) = ax.plot(
-                self.steps, np.maximum(mean, _FLOOR), color=COLORS[name], lw=1.8, label=label
-            )
+            lower = np.maximum(mean - half, mean / 100)  # the scale is logarithmic
+            drawing.draw_band(ax, self.steps, lower, mean + half, COLORS[name])
+            error = np.maximum(mean, _SMALLEST_ERROR)
+            (line,) = ax.plot(self.steps, error, color=COLORS[name], lw=1.8, label=label)
         ax.set_yscale("log")
         ax.set_ylabel("mean squared error")
         ax.set_title(
             f"bands: {level:.0%}, over clients", loc="left", fontsize="x-small", color="0.3"
         )
-        legend_inside(ax)
+        drawing.legend_inside(ax)
         return line
 
 
-def _new_axes(n):
-    """Axes (n,) below each other."""
-    import matplotlib.pyplot as plt
-
-    height = 4.0 if n == 1 else 1.2 + 1.6 * n
-    _, axes = plt.subplots(
-        n, 1, figsize=(6.5, height), layout="constrained", sharex=True, squeeze=False
-    )
-    return axes[:, 0]
-
-
-def _looks(model, X, y, groups, labels, n_times):
+def _estimates_by_time(model, X, y, groups, labels, n_times):
     """Estimates of a stream by time, as the parameters of the display."""
     ids, codes = encode_clients(groups, len(y))
     order, offsets = rows_by_client(codes, len(ids))
@@ -262,14 +246,12 @@ def _looks(model, X, y, groups, labels, n_times):
     last = int(row_counts(codes, len(ids)).max())
     times = np.unique(np.geomspace(1, last, n_times).round().astype(int))
     shape = len(times), len(ids)
-    found = {name: np.full(shape, np.nan) for name in ("means", "stds", "local_means")}
-    given, before = ids[codes], 0
-    for k, time in enumerate(times):
+    estimates = {name: np.full(shape, np.nan) for name in ("means", "stds", "local_means")}
+    options = {} if labels is None else {"labels": labels}
+    for k, (before, time) in enumerate(pairwise([0, *times])):
         rows = np.flatnonzero((step >= before) & (step < time))
-        more = {} if labels is None else {"labels": labels}
-        model.partial_fit(safe_indexing(X, rows), y[rows], groups=given[rows], **more)
-        before = time
-        place = match_clients(model.clients_, len(model.clients_), ids)
-        for name, values in found.items():
+        model.partial_fit(safe_indexing(X, rows), y[rows], groups=ids[codes[rows]], **options)
+        place = match_clients(model.clients_, len(model.clients_), ids)  # who has joined
+        for name, values in estimates.items():
             values[k, place] = getattr(model, f"{name}_")
-    return {"steps": times, "clients": ids, **found}
+    return {"steps": times, "clients": ids, **estimates}

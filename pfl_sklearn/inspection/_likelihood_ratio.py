@@ -1,13 +1,16 @@
 """Likelihood ratio test of two fitted regressions."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from sklearn.exceptions import ConvergenceWarning
 
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.inspection._nested_models import check_same_rows, comparable_model, extension
 
-_ROUNDING = 1e-5, 1e-9  # of a log-likelihood: nats, and relative to its size
+# How far a search may end below the maximum of the log-likelihood: nats, and relative to its size.
+_ABSOLUTE_GAP, _RELATIVE_GAP = 1e-5, 1e-9
 
 
 class LikelihoodRatioTest(NamedTuple):
@@ -37,12 +40,12 @@ class LikelihoodRatioTest(NamedTuple):
     log_likelihoods: tuple[float, float]
     n_parameters: tuple[int, int]
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         fields = ", ".join(f"{name}={_short(value)}" for name, value in self._asdict().items())
         return f"{type(self).__name__}({fields})"
 
 
-def likelihood_ratio_test(smaller, larger):
+def likelihood_ratio_test(smaller: Any, larger: Any) -> LikelihoodRatioTest:
     r"""Test whether the data need what a larger model has beyond a smaller one.
 
     The statistic is :math:`2 (\ell_1 - \ell_0)`, with the log-likelihoods of the larger and the
@@ -131,30 +134,27 @@ def likelihood_ratio_test(smaller, larger):
     models = comparable_model("smaller", smaller), comparable_model("larger", larger)
     check_same_rows(*models)
     reference = extension(*models)
-    values = tuple(float(model.fitted.log_likelihood_) for model in models)
-    statistic, rounding = _statistic(*values)
-    if statistic < -rounding:
+    one, two = (float(model.fitted.log_likelihood_) for model in models)
+    statistic = 2 * (two - one)
+    rounding = 2 * (_ABSOLUTE_GAP + _RELATIVE_GAP * abs(one))
+    if statistic < -rounding:  # impossible at the maxima, as the larger model contains the smaller
         warn_caller(
-            f"larger has a log-likelihood of {values[1]:.6g}, less than the {values[0]:.6g} of "
+            f"larger has a log-likelihood of {two:.6g}, less than the {one:.6g} of "
             "smaller, so its search has not converged; the statistic is set to 0. Raise max_iter, "
             "or bring the features to similar scales.",
             ConvergenceWarning,
         )
+    # A variance at 0 in the larger model: the statistic is 0 and its tail 1, but for rounding.
     statistic = 0.0 if statistic <= rounding else statistic
     return LikelihoodRatioTest(
         statistic,
         reference.tail(statistic),
-        reference.degrees_of_freedom,
-        reference.weights,
-        values,
-        tuple(model.evidence.n_parameters for model in models),
+        # A simulated distribution has neither.
+        getattr(reference, "degrees_of_freedom", None),
+        getattr(reference, "weights", None),
+        (one, two),
+        (models[0].evidence.n_parameters, models[1].evidence.n_parameters),
     )
-
-
-def _statistic(smaller, larger):
-    """Twice the difference of two log-likelihoods, and how much of it may be rounding."""
-    absolute, relative = _ROUNDING
-    return 2 * (larger - smaller), 2 * (absolute + relative * abs(smaller))
 
 
 def _short(value):

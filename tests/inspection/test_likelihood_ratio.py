@@ -16,9 +16,9 @@ from pfl_sklearn.inspection import likelihood_ratio_test
 from pfl_sklearn.inspection._chi_bar import (
     _eigenvalues,
     _semidefinite_weights,
-    full_covariance,
-    independent_variances,
-    low_rank_covariance,
+    null_of_full_covariance,
+    null_of_independent_variances,
+    null_of_low_rank,
 )
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
@@ -207,7 +207,7 @@ def test_weights_of_a_full_covariance(r):
     drawn = rng.normal(size=(100_000, r, r))
     values = np.linalg.eigvalsh((drawn + drawn.transpose(0, 2, 1)) / 2)
     squares = np.sum(np.maximum(values, 0) ** 2, axis=1)
-    found = full_covariance(r)
+    found = null_of_full_covariance(r)
     assert sum(found.weights) == pytest.approx(1.0)
     for value in (0.5, 2.0, 6.0, 12.0):
         share = np.mean(squares >= value)
@@ -216,9 +216,9 @@ def test_weights_of_a_full_covariance(r):
 
 def test_simulated_weights_are_those_of_the_closed_form():
     simulated = _semidefinite_weights(_eigenvalues(2))
-    np.testing.assert_allclose(simulated, full_covariance(2).weights, atol=0.01)
-    assert full_covariance(1) == independent_variances(1)
-    wide = full_covariance(20)  # where few matrices are drawn
+    np.testing.assert_allclose(simulated, null_of_full_covariance(2).weights, atol=0.01)
+    assert null_of_full_covariance(1) == null_of_independent_variances(1)
+    wide = null_of_full_covariance(20)  # where few matrices are drawn
     assert len(wide.weights) == 211
     assert sum(wide.weights) == pytest.approx(1.0)
 
@@ -236,7 +236,7 @@ def test_low_rank_directions(at_zero):
     left = np.min(np.sum((values - fitted) ** 2, axis=2), axis=0)
     total = values if at_zero else values - values.mean(axis=1, keepdims=True)
     squares = np.sum(total**2, axis=1) - left + rng.chisquare(2, size=4000)
-    reference = low_rank_covariance(3, 1, 2, at_zero=at_zero)
+    reference = null_of_low_rank(3, 1, 2, at_zero=at_zero)
     for value in (2.0, 6.0, 12.0):
         share = np.mean(squares >= value)
         assert reference.tail(value) == pytest.approx(share, abs=5 * np.sqrt(share / 4000))

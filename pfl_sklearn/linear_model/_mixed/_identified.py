@@ -4,6 +4,8 @@ A variance between clients of which the likelihood knows nothing, coefficients o
 that are not identified, and rows that are fitted exactly.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from pfl_sklearn._warnings import warn_caller
@@ -58,8 +60,8 @@ def flat_variances(reduced, first):
 
 def warn_of_flat_variances(table, flat, spanning):
     """Name the coefficients whose variance is set to 0 for want of any information."""
-    coefficients = _listed(table.names[k] for k in np.flatnonzero(flat))
-    columns = _listed(table.names[k] for k in np.flatnonzero(spanning))
+    coefficients = listed_names(table.names[k] for k in np.flatnonzero(flat))
+    columns = listed_names(table.names[k] for k in np.flatnonzero(spanning))
     warn_caller(
         f"The data say nothing about the variance between clients of {coefficients}, because the "
         f"population's columns {columns} already give each of the {table.n_clients} clients a "
@@ -94,7 +96,7 @@ def _warn_of_near_combinations(table, at):
     if not near.any():
         return
     involved = np.abs(vectors[:, near]).max(axis=1) > _NO_PART
-    names = _listed(table.names[k] for k in at[involved])
+    names = listed_names(table.names[k] for k in at[involved])
     warn_caller(
         f"The standard errors of the population's coefficients of {names} are NaN: one of these "
         f"columns is a combination of the others up to a relative {left.max():.0e}, which leaves "
@@ -137,7 +139,8 @@ def _fits(table, coefficients):
     return np.sqrt(np.mean(residuals**2)) <= _EXACT * np.std(table.y) + _ROUNDING * size
 
 
-def _listed(names):
+def listed_names(names: Iterable[str], most: int = _MOST_NAMES) -> str:
+    """Names for a message: the first of them, and how many more there are."""
     names = list(names)
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(map(repr, names[:_MOST_NAMES])) + more
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more

@@ -48,7 +48,7 @@ def wide(d, full):
             target,
         )
 
-    step = _known._CELLS // d // N
+    step = _known.CACHED_CELLS // d // N
 
     def kernel():
         for i in range(0, M, step):

@@ -10,9 +10,8 @@ import numpy as np
 
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.linear_model._mixed._averaged import LazyAverages, average, solve
+from pfl_sklearn.linear_model._mixed._identified import listed_names
 from pfl_sklearn.linear_model._mixed._variance_points import find_points
-
-_MOST_NAMES = 6
 
 
 def rows_to_spare(table, varies):
@@ -23,30 +22,28 @@ def rows_to_spare(table, varies):
     at = np.flatnonzero(varies)
     sizes, q = np.bincount(table.codes, minlength=table.n_clients), len(at)
     spare = len(table.y) - int(np.minimum(sizes, q).sum())
-    if spare:
+    if spare:  # a lower bound, and the caller asks for 0 only: no ranks are needed
         return spare
     order = np.argsort(table.codes, kind="stable")
     starts = np.append(0, np.cumsum(sizes))
     rows = np.zeros((table.n_clients, int(sizes.max()), q))
     codes = table.codes[order]
     rows[codes, np.arange(len(order)) - starts[codes]] = table.columns[order][:, at]
-    scale = np.abs(rows).max(axis=(0, 1))
+    scale = np.abs(rows).max(axis=(0, 1))  # ranks should not depend on the features' units
     return len(table.y) - int(np.linalg.matrix_rank(rows / np.where(scale > 0, scale, 1.0)).sum())
 
 
 def warn_of_few_rows(table, averaged=True):
     """Say that there is no noise to be seen, and whether posterior means stand in."""
     sizes, names = np.bincount(table.codes), table.names[: table.n_random]
-    listed = ", ".join(map(repr, names[:_MOST_NAMES]))
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    given = "The noise variance is estimated as 0, and standard deviations are too small."
+    outcome = "The noise variance is estimated as 0, and standard deviations are too small."
     if averaged:
-        given = "The estimates are posterior means under a weak prior instead."
+        outcome = "The estimates are posterior means under a weak prior instead."
     warn_caller(
-        f"The {len(names)} coefficients that vary ({listed}{more}) fit the rows of every client "
-        f"exactly ({sizes.min()} to {sizes.max()} rows), so restricted likelihood cannot tell "
-        f"noise from differences between clients. {given} Let fewer coefficients vary (random), "
-        "or give noise_variance.",
+        f"The {len(names)} coefficients that vary ({listed_names(names)}) fit the rows of every "
+        f"client exactly ({sizes.min()} to {sizes.max()} rows), so restricted likelihood cannot "
+        f"tell noise from differences between clients. {outcome} Let fewer coefficients vary "
+        "(random), or give noise_variance.",
         UserWarning,
     )
 
@@ -65,9 +62,9 @@ def posterior_means(case):
     points = find_points(*case[:4])
     population, deviations = 0.0, 0.0
     for at, weight in zip(points.kept, points.kept_weights, strict=True):
-        found = solve(case, points.factors[at])
-        population = population + weight * found.population
-        deviations = deviations + weight * found.deviations
+        solved = solve(case, points.factors[at])
+        population = population + weight * solved.population
+        deviations = deviations + weight * solved.deviations
     case = case._replace(population=population, deviations=deviations)
     covariances = points.factors @ points.factors.transpose(0, 2, 1) * points.noises[:, None, None]
     covariance = np.tensordot(points.weights, covariances, 1)

@@ -1,5 +1,7 @@
 """Linear regressions under a Gaussian prior: the linear mixed model with one grouping factor."""
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
 from pfl_sklearn._variance_averaging import averaging_share
@@ -10,14 +12,20 @@ from pfl_sklearn.linear_model._mixed._few_rows import (
     rows_to_spare,
     warn_of_few_rows,
 )
-from pfl_sklearn.linear_model._mixed._identified import flat_variances, warn_of_flat_variances
+from pfl_sklearn.linear_model._mixed._identified import (
+    EXACT_NOISE,
+    NEARLY_EXACT_NOISE,
+    check_noise_identified,
+    flat_variances,
+    warn_of_flat_variances,
+)
 from pfl_sklearn.linear_model._mixed._known_population import (
     fit_known_population,
     is_known_with_few_rows,
 )
 from pfl_sklearn.linear_model._mixed._no_pooling import fit_without_pooling
 from pfl_sklearn.linear_model._mixed._profile import Settings, client_deviations, open_coefficients
-from pfl_sklearn.linear_model._mixed._reduction import random_moments, reduce_table
+from pfl_sklearn.linear_model._mixed._reduction import Reduced, random_moments, reduce_table
 from pfl_sklearn.linear_model._mixed._variance_points import Family, can_average
 from pfl_sklearn.linear_model._mixed._variance_search import (
     at_ratio,
@@ -28,6 +36,7 @@ from pfl_sklearn.linear_model._mixed._variance_search import (
 from pfl_sklearn.linear_model._posterior import RowPosterior
 from pfl_sklearn.linear_model._table import (
     Estimates,
+    Table,
     centred,
     check_covariance_identified,
     is_centred,
@@ -35,10 +44,36 @@ from pfl_sklearn.linear_model._table import (
     varying_columns,
 )
 
-_INFINITE = 1e12
-_NO_NOISE = 1e-5  # the same share, which is zero where no client has rows to spare
-_NEARLY_EXACT = 1e-10  # the same share, below which draws of a covariance lose their digits
-_EXACT = 1e-20  # noise variance over mean square of the targets, below which it is rounding
+# Prior variance over noise, from which on shrinkage changes fewer digits than a solve loses.
+_INFINITE_RATIO = 1e12
+# Share of the targets' mean square, below which a noise variance has gone to its limit of zero.
+_VANISHING_NOISE = 1e-5
+
+
+class _Problem(NamedTuple):
+    """A table that was centred and reduced, and what is known and asked about it."""
+
+    table: Table
+    reduced: Reduced
+    settings: Settings
+    prior: Any
+    family: Family | None  # None: the covariance is known
+    frame: Frame
+    offset: np.ndarray  # (p,), that was subtracted from the population
+    shaped: bool  # whether the covariance has its shape for centred columns
+
+    def case(self, ratio, population, deviations):
+        """Case for averages over the variances, at these estimates."""
+        return Case(
+            self.reduced,
+            self.settings,
+            self.family,
+            ratio,
+            self.frame,
+            population,
+            deviations,
+            self.offset,
+        )
 
 
 def fit_gaussian_prior(table, prior, options):
@@ -56,112 +91,134 @@ def fit_gaussian_prior(table, prior, options):
     Estimates
     """
     q = table.n_random
-    mean, covariance, varies = prior.known_mean(q), prior.known_covariance(q), None
+    mean, covariance, family = prior.known_mean(q), prior.known_covariance(q), None
     if covariance is None:
+        # One client differs from nobody: its variance between clients stays unknown.
         if table.n_clients == 1:
             return fit_without_pooling(table, prior, options, np.full((q, q), np.nan))
         check_variances_identified(table, prior, options.noise_variance)
         varies = varying_columns(table, prior)
-        if not varies.any():
+        if varies.any():
+            family = Family(prior.covariance_type, varies)
+        else:  # every column is constant within clients: a regression without differences
             covariance = np.zeros((q, q))
     elif np.isinf(covariance).any():
         return fit_without_pooling(table, prior, options, covariance)
+    # Nothing is to be searched then, and systems as large as the rows are cheaper than rotations.
     if is_known_with_few_rows(table, mean, covariance, options.noise_variance):
         return fit_known_population(table, prior, mean, covariance, options)
-    given, shaped = table, covariance is None and is_centred(table, prior)
-    table, offset, centre = centred(table, mean, shaped)
     spectral = use_spectral(prior.covariance_type, covariance, options.solver)
-    common_shape = covariance is None and prior.covariance_type in ("spherical", "low_rank")
+    problem = _reduced_problem(table, prior, mean, family, spectral, options)
+    # The inverse of a huge covariance has no digits left, but its limit is least squares.
+    if family is None and _is_as_good_as_infinite(problem.reduced, covariance, options):
+        return fit_without_pooling(table, prior, options, covariance)
+    return _fit_by_likelihood(problem, covariance, spectral, options)
+
+
+def _reduced_problem(table, prior, mean, family, spectral, options):
+    """The centred and reduced table, and what is known about it."""
+    shaped = family is not None and is_centred(table, prior)
+    table, offset, centre = centred(table, mean, shaped)
+    # Shapes that hold a multiple of the identity keep it only if all columns have one scale.
+    common_shape = family is not None and family.shape in ("spherical", "low_rank")
     reduced = reduce_table(
         table, spectral=spectral, common_scale=spectral or common_shape, n_jobs=options.n_jobs
     )
-    if covariance is not None and _is_as_good_as_infinite(reduced, covariance, options):
-        return fit_without_pooling(given, prior, options, covariance)
-    settings = Settings(options.method == "reml", 0 if mean is None else q, options.noise_variance)
-    around = offset, centre
-    unknown = covariance is None and options.noise_variance is None
-    few = unknown and len(table.y) > reduced.n_columns  # or else the population fits all rows
-    family = None if covariance is not None else Family(prior.covariance_type, varies)
+    first = 0 if mean is None else table.n_random
+    settings = Settings(options.method == "reml", first, options.noise_variance)
+    frame = Frame(reduced.scale, centre, table.intercept)
+    return _Problem(table, reduced, settings, prior, family, frame, offset, shaped)
+
+
+def _fit_by_likelihood(problem, covariance, spectral, options):
+    """Estimates at the maximum of the likelihood, or posterior means where it has none."""
+    table, reduced, family = problem.table, problem.reduced, problem.family
+    unknown = family is not None and options.noise_variance is None
+    # With fewer rows than columns the population alone fits all of them, whatever the variances.
+    few = unknown and len(table.y) > reduced.n_columns
+    # A full covariance without rows to spare: the likelihood is largest at a noise of zero, so a
+    # search would only run into a wall.
     any_shape = few and family.shape == "full" and not family.has_one_ratio
-    if any_shape and rows_to_spare(table, varies) == 0:
-        return _posterior_estimates(table, reduced, settings, prior, family, around, shaped)
-    found = _search_variances(reduced, settings, prior, covariance, varies, spectral, options)
-    no_noise = few and found.point.noise < _NO_NOISE * reduced.sum_of_squares / reduced.n_rows
-    if no_noise and rows_to_spare(table, varies) == 0:
+    if any_shape and rows_to_spare(table, family.varies) == 0:
+        return _posterior_estimates(problem)
+    found = _search_variances(problem, covariance, spectral, options)
+    # Simpler shapes often have a maximum even so; only the search tells.
+    no_noise = few and _noise_is_below(_VANISHING_NOISE, found, reduced)
+    if no_noise and rows_to_spare(table, family.varies) == 0:
         if can_average(family):
-            return _posterior_estimates(table, reduced, settings, prior, family, around, shaped)
+            return _posterior_estimates(problem)
         warn_of_few_rows(table, averaged=False)
-    unbounded, all_fitted = None, found.point.root.shape[1] == reduced.n_rows
-    if options.noise_variance is None and (all_fitted or _is_exact(found, reduced, _EXACT)):
+    all_fitted = found.point.root.shape[1] == reduced.n_rows
+    if options.noise_variance is None and (
+        all_fitted or _noise_is_below(EXACT_NOISE, found, reduced)
+    ):
         found = found._replace(converged=True)  # more iterations find nothing
+    unbounded = None
     if family is not None and not all_fitted:
-        found, unbounded = _zero_where_flat(table, reduced, settings, family, found, centre)
-    estimates = _gaussian_estimates(table, reduced, found, prior, around, mean is None, shaped)
-    estimates = estimates._replace(unbounded=unbounded)
+        found, unbounded = _zero_where_flat(problem, found)
+    estimates = _gaussian_estimates(problem, found)._replace(unbounded=unbounded)
     if family is None or options.uncertainty == "plug_in":
         return estimates
-    return _with_averages(estimates, table, reduced, settings, family, found, around)
+    return _with_averages(problem, estimates, found)
 
 
-def _is_exact(found, reduced, least):
-    """Whether the noise variance is less than a share `least` of the targets' mean square."""
-    mean_square = reduced.sum_of_squares / reduced.n_rows
-    return mean_square == 0 or found.point.noise < least * mean_square
+def _noise_is_below(share, found, reduced):
+    """Whether the noise variance is less than a share of the targets' mean square."""
+    return reduced.mean_square == 0 or found.point.noise < share * reduced.mean_square
 
 
-def _zero_where_flat(table, reduced, settings, family, found, centre):
+def _zero_where_flat(problem, found):
     """Variances that are 0 where the data say nothing of them, and which (q,) have no upper bound.
 
     A search leaves a flat variance wherever it started. 0 is what full likelihood says, and the
     clients' coefficients are the same under every value.
     """
-    flat, spanning = flat_variances(reduced, settings.first)
+    reduced, family = problem.reduced, problem.family
+    flat, spanning = flat_variances(reduced, problem.settings.first)
     flat &= family.varies
     if family.shape in ("spherical", "low_rank") and not flat[family.varies].all():
-        flat[:] = False  # the coefficients share a variance, of which the others tell
+        flat[:] = False  # the coefficients share a variance, which the others identify
     if not flat.any():
         return found, None
-    warn_of_flat_variances(table, flat, spanning)
+    warn_of_flat_variances(problem.table, flat, spanning)
     ratio = np.where(flat[:, None] | flat, 0.0, found.ratio)
-    moved = at_ratio(reduced, settings, ratio)
-    back = Frame(reduced.scale, centre, table.intercept).back[: len(flat), : len(flat)]
-    return moved._replace(n_iter=found.n_iter, converged=found.converged), (back != 0) @ flat
+    at_zero = at_ratio(reduced, problem.settings, ratio)
+    # A coefficient of the data's columns has no bound if one that it combines has none.
+    back = problem.frame.back[: len(flat), : len(flat)]
+    return at_zero._replace(n_iter=found.n_iter, converged=found.converged), (back != 0) @ flat
 
 
-def _with_averages(estimates, table, reduced, settings, family, found, around):
+def _with_averages(problem, estimates, found):
     """The same estimates, with errors that are averaged over the variances, where they may be."""
-    share, (offset, centre) = averaging_share(table.n_clients), around
-    least = _EXACT if family.has_one_ratio else _NEARLY_EXACT
-    if share == 0 or _is_exact(found, reduced, least) or not can_average(family):
+    reduced, first = problem.reduced, problem.settings.first
+    share = averaging_share(problem.table.n_clients)
+    # Draws of a covariance lose their digits long before one ratio does.
+    least = EXACT_NOISE if problem.family.has_one_ratio else NEARLY_EXACT_NOISE
+    if share == 0 or _noise_is_below(least, found, reduced) or not can_average(problem.family):
         return estimates
     population = np.zeros(reduced.n_columns)
-    population[settings.first :] = found.point.coefficients
+    population[first:] = found.point.coefficients
     deviations = client_deviations(reduced, found.whitened, found.point, found.ratio)
-    frame = Frame(reduced.scale, centre, table.intercept)
-    case = Case(reduced, settings, family, found.ratio, frame, population, deviations, offset)
-    return with_averages(estimates, share, LazyAverages(case))
+    return with_averages(
+        estimates, share, LazyAverages(problem.case(found.ratio, population, deviations))
+    )
 
 
-def _posterior_estimates(table, reduced, settings, prior, family, around, shaped):
+def _posterior_estimates(problem):
     """Posterior means, where restricted likelihood has no maximum with noise."""
+    table, reduced, frame, q = problem.table, problem.reduced, problem.frame, problem.table.n_random
     warn_of_few_rows(table)
-    (offset, centre), q = around, table.n_random
-    frame = Frame(reduced.scale, centre, table.intercept)
-    none = np.zeros((q, q))
     empty = np.zeros(reduced.n_columns), np.zeros((table.n_clients, q))
-    case, source, covariance, noise = posterior_means(
-        Case(reduced, settings, family, none, frame, *empty, offset)
-    )
-    found = at_ratio(reduced, settings._replace(noise=noise), covariance / noise)
-    estimates = _gaussian_estimates(
-        table, reduced, found, prior, around, settings.first == 0, shaped
-    )
-    population = offset + frame.back @ case.population
-    moved = case.deviations @ frame.back[:, :q].T
+    case, source, covariance, noise = posterior_means(problem.case(np.zeros((q, q)), *empty))
+    # Log-likelihood, shrinkage and plug-in errors are those at the posterior mean variances.
+    found = at_ratio(reduced, problem.settings._replace(noise=noise), covariance / noise)
+    estimates = _gaussian_estimates(problem, found)
+    population = problem.offset + frame.back @ case.population
+    deviations = case.deviations @ frame.back[:, :q].T
     return with_averages(
         estimates._replace(
             population=population,
-            coefficients=population + moved,
+            coefficients=population + deviations,
             prior=estimates.prior.with_values(population[:q], estimates.covariance),
             log_likelihood=np.nan,
         ),
@@ -176,8 +233,7 @@ def _is_as_good_as_infinite(reduced, covariance, options):
     An unknown noise variance is at most the mean square of the targets.
     """
     scaled = np.diag(covariance) / reduced.scale[: reduced.n_random] ** 2
-    noise = options.noise_variance or reduced.sum_of_squares / reduced.n_rows
-    return scaled.min() > _INFINITE * max(noise, 1e-280)
+    return scaled.min() > _INFINITE_RATIO * (options.noise_variance or reduced.mean_square)
 
 
 def use_spectral(covariance_type, covariance, solver):
@@ -196,24 +252,20 @@ def use_spectral(covariance_type, covariance, solver):
 
 def check_variances_identified(table, prior, noise_variance):
     """Raise ValueError if the data do not identify the variances."""
-    m = table.n_clients
-    if noise_variance is None and len(table.y) == m:
-        raise ValueError(
-            f"each of the {m} clients has one row, so the data cannot separate the noise variance "
-            "from the variance between clients; give noise_variance, or a prior with a known "
-            "covariance."
-        )
+    check_noise_identified(table, noise_variance, ", or a prior with a known covariance")
     check_covariance_identified(table, prior)
 
 
-def _search_variances(reduced, settings, prior, covariance, varies, spectral, options):
+def _search_variances(problem, covariance, spectral, options):
     """Covariance and noise variance, those of them that are unknown."""
+    reduced, settings, family = problem.reduced, problem.settings, problem.family
     q, noise = reduced.n_random, options.noise_variance
-    if covariance is None:
+    if family is not None:
         if spectral:
             return search_ratio(reduced, settings, options.max_iter, options.tol)
+        # The model is the same in all coordinates, but a search in correlated ones stops short.
         basis = uncorrelating(random_moments(reduced))
-        factor = factor_of(prior.covariance_type, q, prior.rank, varies, basis)
+        factor = factor_of(family.shape, q, problem.prior.rank, family.varies, basis)
         return search_factor(reduced, settings, factor, options.max_iter, options.tol)
     scaled = covariance / np.multiply.outer(reduced.scale[:q], reduced.scale[:q])
     if spectral:
@@ -223,27 +275,27 @@ def _search_variances(reduced, settings, prior, covariance, varies, spectral, op
     return at_ratio(reduced, settings, scaled / noise)
 
 
-def _gaussian_estimates(table, reduced, found, prior, around, free_mean, shaped):
+def _gaussian_estimates(problem, found):
     """Estimates in the units of the data."""
-    offset, centre = around
+    table, reduced, (scale, centre, intercept) = problem.table, problem.reduced, problem.frame
     m, q, p = table.n_clients, table.n_random, table.columns.shape[1]
-    scale, point = reduced.scale, found.point
-    free = slice(0 if free_mean else q, p)
+    point, free = found.point, slice(problem.settings.first, p)
     population, error = np.zeros(p), np.zeros((p, p))
     population[free] = point.coefficients * scale[free]
-    population = offset + uncentred(population, table.intercept, centre)
+    population = problem.offset + uncentred(population, intercept, centre)
     error[free, free] = point.covariance()
     deviations = client_deviations(reduced, found.whitened, point, found.ratio)
     coefficients = np.tile(population, (m, 1))
     spread = np.hstack([deviations * scale[:q], np.zeros((m, p - q))])
-    coefficients += uncentred(spread, table.intercept, centre)
+    coefficients += uncentred(spread, intercept, centre)
     ratio = np.zeros((p, p))
     ratio[:q, :q] = found.ratio
     rows, error, ratio = _uncentred_covariances(
-        _by_client(reduced, found.whitened), error, ratio, table, centre, scale
+        _padded_rows(reduced, found.whitened), error, ratio, q, problem.frame
     )
     squares = np.multiply.outer(scale, scale)
     stated = error * squares
+    # A coefficient that the rows leave open has no error; a generalized inverse would say 0.
     left_open = open_coefficients(reduced, found.whitened, point, free.start) + free.start
     stated[left_open], stated[:, left_open] = np.nan, np.nan
     covariance = point.noise * (ratio * squares)[:q, :q]
@@ -252,33 +304,35 @@ def _gaussian_estimates(table, reduced, found, prior, around, free_mean, shaped)
         stated,
         coefficients,
         RowPosterior(rows, ratio, point.noise, error, scale),
-        prior.with_values(population[:q], covariance),
+        problem.prior.with_values(population[:q], covariance),
         covariance,
         point.noise,
         -0.5 * point.criterion,
         found.n_iter,
         found.converged,
-        centre=centre if shaped else None,
+        centre=centre if problem.shaped else None,
     )
 
 
-def _uncentred_covariances(rows, error, ratio, table, centre, scale):
+def _uncentred_covariances(rows, error, ratio, q, frame):
     """Whitened columns (m, k, p) and two covariances (p, p) for the columns before centring.
 
     All of them are in the scale of the reduction.
     """
+    scale, centre, intercept = frame
     if not centre.any():
         return rows, error, ratio
-    shift = centre * scale / scale[table.intercept]
+    shift = centre * scale / scale[intercept]
     back = np.eye(len(scale))
-    back[table.intercept] -= shift
-    if np.any(centre[: table.n_random]):
+    back[intercept] -= shift
+    if np.any(centre[:q]):
         ratio = back @ ratio @ back.T
-    return rows + rows[..., table.intercept, None] * shift, back @ error @ back.T, ratio
+    return rows + rows[..., intercept, None] * shift, back @ error @ back.T, ratio
 
 
-def _by_client(reduced, whitened):
+def _padded_rows(reduced, whitened):
     """Whitened columns (m, k, p) of all clients, padded with rows of zeros."""
+    # Clients of one size are in order as they are: no copy of what may fill half the memory.
     if len(whitened.rows) == 1 and np.all(np.diff(reduced.stacks[0].clients) > 0):
         return whitened.rows[0][:, :, :-1]
     sizes = [rows.shape[1] for rows in whitened.rows]

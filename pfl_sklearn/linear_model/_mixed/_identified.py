@@ -12,14 +12,25 @@ from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.linear_model._algebra import inverse_root, near_combinations
 from pfl_sklearn.linear_model._mixed._profile import normal_matrix
 
-_MOST_NAMES = 6
+# Noise variances over the mean square of the targets: rounding errors alone, and so small that
+# the residuals have to be looked at and draws of a covariance lose their digits.
+EXACT_NOISE, NEARLY_EXACT_NOISE = 1e-20, 1e-10
+_MOST_LISTED = 6  # names in a warning, which should fit on a screen
 _SPANNED = 1e-8  # share of a client's column outside the population's that counts as rounding
-_NO_PART = 1e-6  # coefficient, at columns of like length, of a column that is no part of another
+_NOT_INVOLVED = 1e-6  # coefficient, at columns of like length, of a column that is not named
 _EXACT_COMBINATION = 1e-12  # length of a combination of columns of length 1 that counts as rounding
-_NEARLY_EXACT = 1e-10  # noise variance over mean square of the targets, to look at the residuals
-_SMALLEST = 1e-270
-_EXACT = 1e-9  # residual over standard deviation of the targets that counts as none
-_ROUNDING = 8 * np.finfo(float).eps
+_ZERO_TARGETS = 1e-270  # noise variance that a fit reports if all targets are 0
+_EXACT_RESIDUAL = 1e-9  # over the standard deviation of the targets
+_ROUNDING_ERRORS = 8 * np.finfo(float).eps  # of a residual, over the numbers that it is made of
+
+
+def check_noise_identified(table, noise, alternative=""):
+    """Raise ValueError if the noise variance is unknown and every client has a single row."""
+    if noise is None and len(table.y) == table.n_clients:
+        raise ValueError(
+            f"each of the {table.n_clients} clients has one row, so the data cannot separate the "
+            f"noise variance from the variance between clients; give noise_variance{alternative}."
+        )
 
 
 def flat_variances(reduced, first):
@@ -32,29 +43,24 @@ def flat_variances(reduced, first):
     """
     q, p = reduced.n_random, reduced.n_columns
     squares = np.concatenate(
-        [
-            np.einsum("bkq,bkq->bq", stack.rows[..., :q], stack.rows[..., :q])
-            for stack in reduced.stacks
-        ]
+        [np.einsum("bkq,bkq->bq", rows[..., :q], rows[..., :q]) for rows in reduced.rows]
     )
     n_needed = np.sum(squares > 0, axis=0)
     flat, spanning = np.zeros(q, dtype=bool), np.zeros(p, dtype=bool)
-    possible = (n_needed > 0) & (n_needed <= p - first)  # no more clients than columns
+    # Fewer columns than clients cannot span a value for each; that spares most tables the search.
+    possible = (n_needed > 0) & (n_needed <= p - first)
     if not possible.any():
         return flat, spanning
-    gram = normal_matrix(reduced, [stack.rows for stack in reduced.stacks])[first:-1, first:-1]
+    gram = normal_matrix(reduced, reduced.rows)[first:-1, first:-1]
     root = inverse_root(gram)[0]
     for k in np.flatnonzero(possible):
         across = np.concatenate(
-            [
-                np.einsum("bk,bkp->bp", stack.rows[..., k], stack.rows[..., first:-1])
-                for stack in reduced.stacks
-            ]
+            [np.einsum("bk,bkp->bp", rows[..., k], rows[..., first:-1]) for rows in reduced.rows]
         )
         inside = np.sum((across @ root) ** 2, axis=1)
         if np.all(squares[:, k] - inside <= _SPANNED * squares[:, k]):
             flat[k] = True
-            spanning[first:] |= np.abs(root @ (root.T @ across.T)).max(axis=1) > _NO_PART
+            spanning[first:] |= np.abs(root @ (root.T @ across.T)).max(axis=1) > _NOT_INVOLVED
     return flat, spanning
 
 
@@ -88,14 +94,14 @@ def _warn_of_near_combinations(table, at):
     like features with coefficients of their own, until their standard errors are NaN.
     """
     columns = table.columns[:, at]
-    if table.intercept is not None:
+    if table.intercept is not None:  # large means would make any two columns look alike
         columns = columns - columns.mean(axis=0)
     vectors, lengths = near_combinations(columns.T @ columns)
     left = np.linalg.norm(columns @ (vectors / lengths[:, None]), axis=0)
     near = left > _EXACT_COMBINATION
     if not near.any():
         return
-    involved = np.abs(vectors[:, near]).max(axis=1) > _NO_PART
+    involved = np.abs(vectors[:, near]).max(axis=1) > _NOT_INVOLVED
     names = listed_names(table.names[k] for k in at[involved])
     warn_caller(
         f"The standard errors of the population's coefficients of {names} are NaN: one of these "
@@ -108,17 +114,18 @@ def _warn_of_near_combinations(table, at):
 
 def _warn_of_exact_fit(table, estimates):
     """Say that no residual is left but rounding errors."""
-    n, near = len(table.y), _NEARLY_EXACT * np.mean(table.y**2)
-    if not estimates.noise <= near + _SMALLEST:
+    n, near = len(table.y), NEARLY_EXACT_NOISE * np.mean(table.y**2)
+    if not estimates.noise <= near + _ZERO_TARGETS:
         return
-    if _fits(table, np.broadcast_to(estimates.population, table.columns.shape)):
+    if _fit_exactly(table, np.broadcast_to(estimates.population, table.columns.shape)):
         warn_caller(
             f"The population's coefficients fit all {n} rows exactly, so no residual tells of "
             "noise or of differences between clients. Variances and standard deviations are "
             "meaningless. Leave features out, or give noise_variance and the prior's covariance.",
             UserWarning,
         )
-    elif np.bincount(table.codes).max() > table.n_random and _fits(
+    # Without rows to spare an exact fit is no surprise, and another warning says what to do.
+    elif np.bincount(table.codes).max() > table.n_random and _fit_exactly(
         table, estimates.coefficients[table.codes]
     ):
         warn_caller(
@@ -129,17 +136,15 @@ def _warn_of_exact_fit(table, estimates):
         )
 
 
-def _fits(table, coefficients):
+def _fit_exactly(table, coefficients):
     """Whether coefficients (n, p) leave residuals of rounding errors only."""
     residuals = table.y - np.einsum("np,np->n", table.columns, coefficients)
-    size = (
-        np.abs(table.y).max()
-        + np.einsum("np,np->n", np.abs(table.columns), np.abs(coefficients)).max()
-    )
-    return np.sqrt(np.mean(residuals**2)) <= _EXACT * np.std(table.y) + _ROUNDING * size
+    terms = np.einsum("np,np->n", np.abs(table.columns), np.abs(coefficients))
+    allowed = _ROUNDING_ERRORS * (np.abs(table.y).max() + terms.max())
+    return np.sqrt(np.mean(residuals**2)) <= _EXACT_RESIDUAL * np.std(table.y) + allowed
 
 
-def listed_names(names: Iterable[str], most: int = _MOST_NAMES) -> str:
+def listed_names(names: Iterable[str], most: int = _MOST_LISTED) -> str:
     """Names for a message: the first of them, and how many more there are."""
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""

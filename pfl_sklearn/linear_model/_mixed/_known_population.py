@@ -9,10 +9,9 @@ import numpy as np
 
 from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
+from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS
 from pfl_sklearn.linear_model._posterior import RowPosterior
 from pfl_sklearn.linear_model._table import Estimates
-
-_CELLS = 1 << 18  # of a batch: it fits the cache
 
 
 def is_known_with_few_rows(table, mean, covariance, noise):
@@ -32,7 +31,7 @@ def fit_known_population(table, prior, mean, covariance, options):
     else:
         solve = partial(solve_in_rows, mean=mean, ratio=ratio)
     m, q = table.n_clients, table.n_random
-    index = client_batches(table.codes, m, _CELLS // q)
+    index = client_batches(table.codes, m, CACHED_CELLS // q)
     batches = [(clients, *_weighted_rows(table, rows, roots)) for clients, rows in index]
     solved = map_batches(solve, batches, options.n_jobs)
     size = max(batch[1].shape[1] for batch in batches)

@@ -3,12 +3,14 @@
 import numpy as np
 
 from pfl_sklearn.linear_model._algebra import inverse_root
-from pfl_sklearn.linear_model._mixed._profile import Settings
+from pfl_sklearn.linear_model._mixed._identified import check_noise_identified
+from pfl_sklearn.linear_model._mixed._profile import Settings, normal_matrix
 from pfl_sklearn.linear_model._mixed._reduction import flat_rows, reduce_table
 from pfl_sklearn.linear_model._mixed._variance_search import search_ratio
 from pfl_sklearn.linear_model._table import centred, point_estimates, uncentred
 
-_SMALLEST_SCALE = 1e-150  # stands for identical clients
+_SMALLEST_SCALE = 1e-150  # stands for identical clients; a prior of scale 0 has no density
+_NO_CURVATURE = 1e-300  # of a client whose random columns are zero: its deviations stay at zero
 
 
 def fit_laplace_prior(table, prior, options):
@@ -59,17 +61,14 @@ def _scale_and_noise(table, prior, options):
         raise ValueError(
             "a single client cannot identify the scale of a LaplacePrior; give scale, or groups."
         )
-    if noise is None and len(table.y) == table.n_clients:
-        raise ValueError(
-            f"each of the {table.n_clients} clients has one row, so the data cannot separate the "
-            "noise variance from the variance between clients; give noise_variance."
-        )
+    check_noise_identified(table, noise)
+    # The joint mode has no lower bound in the scale, so a Gaussian fit stands in.
     settings = Settings(options.method == "reml", 0, noise)
     reduced = reduce_table(table, spectral=True, n_jobs=options.n_jobs)
-    found = search_ratio(reduced, settings, options.max_iter, options.tol)
-    noise = found.point.noise
+    fit = search_ratio(reduced, settings, options.max_iter, options.tol)
+    noise = fit.point.noise
     if scale is None:
-        variance = found.ratio[0, 0] * noise * reduced.scale[0] ** 2
+        variance = fit.ratio[0, 0] * noise * reduced.scale[0] ** 2
         scale = np.full(table.n_random, max(np.sqrt(variance / 2), _SMALLEST_SCALE))
     return scale, noise
 
@@ -94,11 +93,12 @@ def minimize_deviations(reduced, penalty, first, max_iter, tol):
     """
     solve = _population_solver(reduced, first)
     q = reduced.n_random
-    steps = 1 / np.maximum(_client_curvatures(reduced), 1e-300)[:, None]
+    # Each client's own step is the longest that surely descends.
+    steps = 1 / np.maximum(_client_curvatures(reduced), _NO_CURVATURE)[:, None]
     deviations = np.zeros((reduced.n_clients, q))
     ahead, momentum, population = deviations, 1.0, solve(deviations)
     for n_iter in range(1, max_iter + 1):
-        moved = ahead + steps * _pulled(reduced, population, ahead)
+        moved = ahead + steps * _downhill(reduced, population, ahead)
         new = np.sign(moved) * np.maximum(np.abs(moved) - steps * penalty, 0.0)
         change = new - deviations
         start = ahead
@@ -108,7 +108,8 @@ def minimize_deviations(reduced, penalty, first, max_iter, tol):
         ahead = new + (momentum - 1) / faster * change
         deviations, momentum = new, faster
         population = solve(ahead)
-        largest = max(np.abs(deviations).max(), np.abs(population).max(), 1e-300)
+        largest = max(np.abs(deviations).max(), np.abs(population).max())
+        # Momentum carries on where a step alone would stop, so both have to be small.
         moves = max(np.abs(change).max(), np.abs(new - start).max())
         if moves <= tol * largest and n_iter > 1:
             return solve(deviations), deviations, n_iter, True
@@ -118,8 +119,7 @@ def minimize_deviations(reduced, penalty, first, max_iter, tol):
 def _population_solver(reduced, first):
     """Function from deviations (m, q) to the least-squares population coefficients (p,)."""
     q, p = reduced.n_random, reduced.n_columns
-    gram = sum(flat_rows(stack.rows).T @ flat_rows(stack.rows) for stack in reduced.stacks)
-    gram[q:, q:] += reduced.remainder
+    gram = normal_matrix(reduced, reduced.rows)
     root, _ = inverse_root(gram[first:-1, first:-1])
 
     def solve(deviations):
@@ -134,8 +134,8 @@ def _population_solver(reduced, first):
     return solve
 
 
-def _pulled(reduced, population, deviations):
-    """Z' residuals (m, q) of every client."""
+def _downhill(reduced, population, deviations):
+    """Z' residuals (m, q) of every client: minus the slope of half the residual squares."""
     q, pulled = reduced.n_random, np.zeros_like(deviations)
     for stack in reduced.stacks:
         fitted = np.einsum("bkq,bq->bk", stack.rows[:, :, :q], deviations[stack.clients])

@@ -10,15 +10,18 @@ from sklearn.utils import check_random_state
 
 from pfl_sklearn.linear_model._algebra import square_root
 from pfl_sklearn.linear_model._mixed import _regression_em as em
+from pfl_sklearn.linear_model._mixed._identified import check_noise_identified
 from pfl_sklearn.linear_model._mixed._profile import Settings, client_deviations
 from pfl_sklearn.linear_model._mixed._reduction import reduce_table
 from pfl_sklearn.linear_model._mixed._variance_search import search_ratio
 from pfl_sklearn.linear_model._posterior import CovariancePosterior
 from pfl_sklearn.linear_model._table import Estimates, centred, uncentred
 
-_START_STEPS = 8
-_START_TOLERANCE = 1e-3
+_TRIAL_STEPS, _TRIAL_TOLERANCE = 8, 1e-3  # enough to rank the starts, most of which lead nowhere
 _START_RATIOS = 0.01, 10.0  # beyond them the likelihood is flat, and steps do not return
+# Unknown noise variance under known components: in nats around the log mean square of the targets,
+# which exceeds it unless the components are far off.
+_NOISE_RANGE = -25.0, 2.0
 
 
 def fit_mixture_prior(table, prior, options):
@@ -49,26 +52,27 @@ def fit_mixture_prior(table, prior, options):
     sizes = [prior.n_components]
     if prior.n_components == "bic":
         sizes = range(1, min(prior.max_components, table.n_clients) + 1)
-    best = None
+    best, best_bic, best_size = None, np.inf, 0
     for k in sizes:
         fit = _best_fit(reduced, model, space, pooled, k, prior.n_init, options)
         size = model.n_parameters(k, table.n_random, len(reduced.remainder) - 1)
-        bic = size * np.log(table.n_clients) - 2 * fit[2]
-        if best is None or bic < best[0]:
-            best = bic, k, fit
-        elif k >= best[1] + 2:
+        # Clients, not rows, are what the components are learned from.
+        bic = size * np.log(table.n_clients) - 2 * fit.log_likelihood
+        if best is None or bic < best_bic:
+            best, best_bic, best_size = fit, bic, k
+        elif k >= best_size + 2:  # one size too many may be worse where the next one is better
             break
-    return _mixture_estimates(table, reduced, _components_by_weight(best[2]), prior, *around)
+    return _mixture_estimates(table, reduced, _components_by_weight(best), prior, *around)
 
 
 def _check_unknown(table, prior, noise):
     """Raise ValueError if the data do not identify the unknown parameters."""
     parameters = prior.get_params(deep=False)
     names = ("means", "points", "covariances", "weights")
-    given = [name for name in names if parameters.get(name) is not None]
-    if given:
+    known = [name for name in names if parameters.get(name) is not None]
+    if known:
         raise ValueError(
-            f"{type(prior).__name__} gives {', '.join(given)} only; PersonalizedLinearRegression "
+            f"{type(prior).__name__} gives {', '.join(known)} only; PersonalizedLinearRegression "
             "needs all parameters of a mixture or none."
         )
     k = 1 if prior.n_components == "bic" else prior.n_components
@@ -77,18 +81,16 @@ def _check_unknown(table, prior, noise):
             f"n_components={prior.n_components!r} of {type(prior).__name__} needs at least "
             f"{max(k, 2)} clients; got {table.n_clients}."
         )
-    if noise is None and len(table.y) == table.n_clients:
-        raise ValueError(
-            f"each of the {table.n_clients} clients has one row, so the data cannot separate the "
-            "noise variance from the variance between clients; give noise_variance."
-        )
+    check_noise_identified(table, noise)
 
 
 def _start_space(reduced, options):
-    """Clients' deviations (m, q) under a single Gaussian, where starts look for groups; the fit."""
-    found = search_ratio(reduced, Settings(False, 0, options.noise_variance), 50, 1e-4)
-    deviations = client_deviations(reduced, found.whitened, found.point, found.ratio)
-    return deviations, found
+    """Clients' deviations (m, q) under a single Gaussian, where starts look for groups; the fit.
+
+    Shrunken deviations, as the clients' own coefficients would be noise where rows are few.
+    """
+    pooled = search_ratio(reduced, Settings(False, 0, options.noise_variance), 50, 1e-4)
+    return client_deviations(reduced, pooled.whitened, pooled.point, pooled.ratio), pooled
 
 
 def _best_fit(reduced, model, space, pooled, k, n_init, options):
@@ -97,15 +99,16 @@ def _best_fit(reduced, model, space, pooled, k, n_init, options):
     tried = []
     for attempt in range(n_init if k > 1 else 1):
         start = _grouped_start(reduced, model, space, pooled, k, attempt, rng)
-        tried.append(em.run_regression_em(reduced, start, model, _START_STEPS, _START_TOLERANCE))
-    best = max(tried, key=lambda fit: fit[2])
-    return em.run_regression_em(reduced, best[0], model, options.max_iter, options.tol)
+        tried.append(em.run_regression_em(reduced, start, model, _TRIAL_STEPS, _TRIAL_TOLERANCE))
+    best = max(tried, key=lambda fit: fit.log_likelihood)
+    return em.run_regression_em(reduced, best.state, model, options.max_iter, options.tol)
 
 
 def _grouped_start(reduced, model, space, pooled, k, attempt, rng):
     """One EM step from groups of clients in the leading directions of their deviations."""
     labels = np.zeros(len(space), dtype=int)
     if k > 1:
+        # k centres span k - 1 directions; where noise hides one of them, later starts add some.
         n_directions = min(space.shape[1], k - 1 + attempt // 2)
         vectors = np.linalg.eigh(space.T @ space)[1][:, -n_directions:]
         with warnings.catch_warnings():  # if clients are identical, any groups will do
@@ -113,6 +116,7 @@ def _grouped_start(reduced, model, space, pooled, k, attempt, rng):
             means = KMeans(k, n_init=1, max_iter=50, random_state=rng)
             labels = means.fit_predict(space @ vectors)
     q, f = reduced.n_random, len(reduced.remainder) - 1
+    # A tenth of every client is spread over all groups, or a wrong group could not lose anybody.
     shares = np.full((len(space), k), 0.1 / k) + 0.9 * (labels[:, None] == np.arange(k))
     shares /= shares.sum(axis=1, keepdims=True)
     factor = np.sqrt(np.clip(pooled.ratio[0, 0], *_START_RATIOS))
@@ -123,20 +127,20 @@ def _grouped_start(reduced, model, space, pooled, k, attempt, rng):
     state = em.MixtureState(
         np.zeros((k, q)), np.zeros(f), [factor] * k, pooled.point.noise, np.ones(k)
     )
-    parts = [em.whiten_component(reduced, factor)] * k
-    return em.regression_m_step(reduced, parts, state, shares, model)
+    components = [em.whiten_component(reduced, factor)] * k
+    return em.regression_m_step(reduced, components, state, shares, model)
 
 
 def _components_by_weight(fit):
-    """Order components by weight, ties by their first coefficient."""
-    state, shares, value, n_iter, done = fit
+    """Order components by weight, ties by their first coefficient, whatever the start was."""
+    state = fit.state
     order = np.lexsort((state.means[:, 0], -state.weights))
     state = state._replace(
         means=state.means[order],
         factors=[state.factors[k] for k in order],
         weights=state.weights[order],
     )
-    return state, shares[:, order], value, n_iter, done
+    return fit._replace(state=state, shares=fit.shares[:, order])
 
 
 def _fit_known_mixture(table, prior, covariance_type, options):
@@ -152,42 +156,29 @@ def _fit_known_mixture(table, prior, covariance_type, options):
         factors = [root / np.sqrt(noise) for root in roots]
         fixed = np.zeros(len(reduced.remainder) - 1)
         state = em.MixtureState(means / scale, fixed, factors, noise, weights)
-        return _solve_fixed(reduced, state, options)
+        model = em.MixtureModel("known", noise)
+        max_iter = options.max_iter if len(fixed) else 0
+        return em.run_regression_em(reduced, state, model, max_iter, options.tol)
 
     noise = options.noise_variance
     if noise is None:
-        centre = np.log(reduced.sum_of_squares / reduced.n_rows)
-        bounds = (centre - 25.0, centre + 2.0)
-        found = minimize_scalar(
-            lambda log_noise: -at(np.exp(log_noise))[2],
-            bounds=bounds,
+        best = minimize_scalar(
+            lambda log_noise: -at(np.exp(log_noise)).log_likelihood,
+            bounds=np.log(reduced.mean_square) + _NOISE_RANGE,
             method="bounded",
             options={"xatol": 1e-8},
         )
-        noise = float(np.exp(found.x))
+        noise = float(np.exp(best.x))
     return _mixture_estimates(table, reduced, at(noise), prior, *around)
-
-
-def _solve_fixed(reduced, state, options):
-    """EM for the fixed coefficients only."""
-    parts = [em.whiten_component(reduced, factor) for factor in state.factors]
-    shares, value = em.regression_e_step(reduced, parts, state)
-    if not len(state.fixed):
-        return state, shares, value, 1, True
-    for n_iter in range(1, options.max_iter + 1):
-        state = em.solve_fixed(reduced, parts, state, shares)
-        shares, new = em.regression_e_step(reduced, parts, state)
-        gained, value = new - value, new
-        if gained < options.tol * reduced.n_clients:
-            return state, shares, value, n_iter, True
-    return state, shares, value, options.max_iter, False
 
 
 def _mixture_estimates(table, reduced, fit, prior, offset, centre):
     """Estimates in the units of the data."""
     state, shares, value, n_iter, done = fit
     q, p, scale = table.n_random, table.columns.shape[1], reduced.scale
-    ratios = np.array([_square(factor, q) for factor in state.factors])
+    ratios = np.array(
+        [f @ f.T if np.ndim(f) else f**2 * np.eye(q) for f in state.factors]  # or one number
+    )
     centres, spreads = _component_posteriors(reduced, state, ratios)
     average, posterior = _mixed_posterior(centres, spreads, shares, state.noise)
     squares = np.multiply.outer(scale, scale)
@@ -199,12 +190,12 @@ def _mixture_estimates(table, reduced, fit, prior, offset, centre):
     means = uncentred(np.hstack([state.means, fixed]) * scale, table.intercept, centre) + offset
     fitted = prior
     if not prior.is_known:
-        covariances_of = state.noise * squares[:q, :q] * ratios
-        fitted = prior.with_mixture(means[:, :q], covariances_of, state.weights)
+        fitted_covariances = state.noise * squares[:q, :q] * ratios
+        fitted = prior.with_mixture(means[:, :q], fitted_covariances, state.weights)
     mean, covariance = fitted.moments()
     return Estimates(
         np.concatenate([mean, coefficients[0, q:]]),
-        np.full((p, p), np.nan),
+        np.full((p, p), np.nan),  # EM gives no errors of the population
         coefficients,
         CovariancePosterior(covariances, np.append(np.diag(covariance), np.zeros(p - q))),
         fitted,
@@ -223,9 +214,9 @@ def _component_posteriors(reduced, state, ratios):
     centres = np.tile(state.means[:, None, :], (1, m, 1))
     spreads = np.tile(ratios[:, None], (1, m, 1, 1))
     for j in range(k):
-        part = em.whiten_component(reduced, state.factors[j])
-        residuals = em.client_squares(reduced, part, state, j)[0]
-        for stack, rows, residual in zip(reduced.stacks, part.rows, residuals, strict=True):
+        component = em.whiten_component(reduced, state.factors[j])
+        residuals = em.client_squares(reduced, component, state, j)[0]
+        for stack, rows, residual in zip(reduced.stacks, component.rows, residuals, strict=True):
             pulled = rows[:, :, :q] @ ratios[j]
             centres[j, stack.clients] += (residual[:, None, :] @ pulled)[:, 0]
             spreads[j, stack.clients] -= pulled.transpose(0, 2, 1) @ pulled
@@ -237,12 +228,7 @@ def _mixed_posterior(centres, spreads, shares, noise):
     average = np.einsum("mk,kmq->mq", shares, centres)
     covariances = np.zeros(spreads.shape[1:])
     for share, centre, spread in zip(shares.T, centres, spreads, strict=True):
-        apart = centre - average
-        total = noise * spread + apart[:, :, None] * apart[:, None, :]
+        distance = centre - average  # not knowing the component adds to the error
+        total = noise * spread + distance[:, :, None] * distance[:, None, :]
         covariances += share[:, None, None] * total
     return average, covariances
-
-
-def _square(factor, q):
-    """Covariance (q, q) of a factor, a number or a matrix."""
-    return factor @ factor.T if np.ndim(factor) else factor**2 * np.eye(q)

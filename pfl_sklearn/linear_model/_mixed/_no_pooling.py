@@ -11,7 +11,9 @@ from pfl_sklearn.linear_model._posterior import CovariancePosterior
 from pfl_sklearn.linear_model._table import Estimates
 
 _WITHIN = 1e-22  # share of a column's squares within clients that counts as rounding
-_RANK = 1e-12  # singular values, relative to the columns' lengths, that count as rounding errors
+# Singular values, relative to the columns' lengths, that count as rounding errors: those of rows
+# keep more digits than the eigenvalues of a Gram matrix.
+_SINGULAR = 1e-12
 
 
 def fit_without_pooling(table, prior, options, covariance):
@@ -36,11 +38,11 @@ def fit_without_pooling(table, prior, options, covariance):
     rows = len(table.y) - (ranks + fixed_root.shape[1] if options.method == "reml" else 0)
     noise = options.noise_variance
     if noise is None:
-        noise = square / rows if rows > 0 else np.nan
+        noise = square / rows if rows > 0 else np.nan  # each client fits its rows exactly
     covariances = _covariances(batches, solved, fixed_root, noise, (m, p, q))
     population, mean = coefficients.mean(axis=0), prior.known_mean(q)
     error = _population_covariance(covariances, fixed_root, noise, q, m)
-    if m == 1:
+    if m == 1:  # the client is the population, so a coefficient may be open to both
         left_open = ~estimable(_normal(table))
         error[left_open], error[:, left_open] = np.nan, np.nan
     if mean is not None:
@@ -66,6 +68,7 @@ def _normal(table):
     """
     weights = np.ones(len(table.y)) if table.weights is None else table.weights
     columns = table.columns
+    # A mean far from 0 would make a feature look like a multiple of the intercept.
     if table.intercept is not None:
         columns = columns - weights @ columns / weights.sum()
         columns[:, table.intercept] = 1.0
@@ -73,10 +76,9 @@ def _normal(table):
 
 
 def _batches(table):
-    rows = np.column_stack([table.columns, table.y])
-    if table.weights is not None:
-        rows *= np.sqrt(table.weights)[:, None]
+    """Clients, weighted rows (b, n, p + 1) with the target last, and roots of weights (b, n)."""
     roots = np.ones(len(table.y)) if table.weights is None else np.sqrt(table.weights)
+    rows = np.column_stack([table.columns, table.y]) * roots[:, None]
     return [
         (batch.clients, rows[batch.rows], roots[batch.rows])
         for batch in client_batches(table.codes, table.n_clients)
@@ -91,7 +93,7 @@ def _least_squares_batch(clients, rows, roots, intercept, n_random):
     """
     random = rows[:, :, :n_random]
     varies = intercept is not None and intercept < n_random
-    if varies:
+    if varies:  # project off the intercept first, by hand: slopes keep the digits of far columns
         unit = roots / np.sqrt(np.einsum("bn,bn->b", roots, roots))[:, None]
         slopes = np.delete(random, intercept, axis=2)
         mean = (unit[:, None, :] @ slopes)[:, 0]
@@ -120,7 +122,7 @@ def _pseudo_inverse(matrices, lengths):
         return matrices.transpose(0, 2, 1), np.zeros(len(matrices), dtype=int)
     left, values, right = np.linalg.svd(matrices, full_matrices=False)
     largest = np.maximum(values[:, 0], lengths)[:, None]
-    kept = values > _RANK * largest
+    kept = values > _SINGULAR * largest
     inverse = np.divide(1, values, out=np.zeros_like(values), where=kept)
     return (right.transpose(0, 2, 1) * inverse[:, None, :]) @ left.transpose(0, 2, 1), kept.sum(1)
 
@@ -136,6 +138,7 @@ def _fixed_coefficients(solved, table):
         return np.zeros(0), np.zeros((0, 0))
     fixed = table.columns[:, table.n_random :]
     weights = np.ones(len(fixed)) if table.weights is None else table.weights
+    # A column that is constant within clients has no within estimator: its coefficient is 0.
     varies = np.diag(gram)[:-1] > _WITHIN * np.einsum("n,nf,nf->f", weights, fixed, fixed)
     gram[:-1] *= varies[:, None]
     root, _ = inverse_root(gram[:-1, :-1] * varies)
@@ -167,7 +170,7 @@ def _population_covariance(covariances, fixed_root, noise, q, m):
 
 def _log_likelihood(table, noise, square, rows, restricted):
     """Log-likelihood of a single client's rows."""
-    if not noise > 0:
+    if not noise > 0:  # an exact fit has no density
         return np.nan
     value = rows * np.log(2 * np.pi * noise) + square / noise
     columns = table.columns

@@ -12,13 +12,13 @@ import numpy as np
 from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._algebra import square_root
+from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS
 from pfl_sklearn.linear_model._posterior import RowPosterior
 
 _COEFFICIENT_SD = 2.0  # prior sd behind the ridge, in units of target_bound / feature_bound
 _TYPICAL = 1 / 4  # size of coefficients in the same units, for the first guess
 _PASSES = 3
 _ROUNDING = 1e-14
-_CELLS = 1 << 18  # of a batch: it fits the cache
 _AS_GOOD_AS_EXACT = 1e-6
 _LARGEST = 1e150
 _STANDS_OUT = 4.0  # standard deviations of the noise on a released noise variance
@@ -190,7 +190,7 @@ def _whitened_by_client(table, mean, root, n_jobs):
     """Clients and whitened rows (b, k, p + 1) of every batch; the last column holds residuals."""
     columns = np.ascontiguousarray(table.columns)
     residuals = table.y - np.sum(columns * mean, axis=1)
-    index = client_batches(table.codes, table.n_clients, _CELLS // columns.shape[1])
+    index = client_batches(table.codes, table.n_clients, CACHED_CELLS // columns.shape[1])
     batches = [
         (clients, np.concatenate([columns[rows], residuals[rows][..., None]], axis=-1))
         for clients, rows in index

@@ -12,8 +12,8 @@ import numpy as np
 from pfl_sklearn.linear_model._algebra import estimable, inverse_root, solve_lower
 from pfl_sklearn.linear_model._mixed._reduction import flat_rows
 
-_BLOCK = 1024
-_SMALLEST = 1e-280
+_BLOCK_ROWS = 1024  # of a product that then fits the processor's cache
+_SMALLEST_SQUARES = 1e-280  # residual squares where all targets are 0, which have no logarithm
 _EXACT_FIT = 1e-28  # residual squares over squares of the target that count as rounding
 
 
@@ -52,6 +52,7 @@ def whiten_spectral(reduced, ratio, reuse=None):
     for k, stack in enumerate(reduced.stacks):
         weights = 1 / (1 + ratio * stack.eigenvalues)
         log_det -= np.log(weights).sum()
+        # Fresh memory for each of many steps would cost more than the products.
         out = None if reuse is None else reuse.rows[k]
         roots = np.sqrt(weights).astype(stack.rows.dtype)
         rows.append(np.multiply(stack.rows, roots[..., None], out=out))
@@ -75,6 +76,7 @@ def profile(reduced, whitened, settings):
     """Population coefficients, noise variance and criterion under whitened rows."""
     first = settings.first
     gram = normal_matrix(reduced, whitened.rows)[first:, first:]
+    # Ranks are judged after whitening, but the determinant is that of the data's own columns.
     root, log_det = inverse_root(gram[:-1, :-1], reduced.scale[first:])
     coefficients = root @ (root.T @ gram[:-1, -1])
     residuals, square = _residuals(reduced, whitened, coefficients, first)
@@ -82,7 +84,7 @@ def profile(reduced, whitened, settings):
     rows = reduced.n_rows - (rank if settings.restricted else 0)
     noise = square / max(rows, 1) if settings.noise is None else settings.noise
     value = whitened.log_det + rows * np.log(2 * np.pi) - reduced.log_weights
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):  # no rows left, or a noise of 0
         value += rows * np.log(noise) + (rows if settings.noise is None else square / noise)
     if settings.restricted:
         value += log_det
@@ -99,7 +101,7 @@ def open_coefficients(reduced, whitened, point, first):
 
 def normal_matrix(reduced, rows):
     """Gram matrix (p + 1, p + 1) of all rows; `rows` are those of every stack, whitened or not."""
-    gram = sum(_gram(stacked) for stacked in rows)
+    gram = sum(flat.T @ flat for flat in map(flat_rows, rows))
     gram[reduced.n_random :, reduced.n_random :] += reduced.remainder
     return gram
 
@@ -108,7 +110,7 @@ def refined(reduced, whitened, settings, point):
     """The same point, without the rounding errors of its normal equations."""
     first, coefficients = settings.first, point.coefficients
     residuals, n_fixed = point.residuals, len(reduced.remainder) - 1
-    for _ in range(2):
+    for _ in range(2):  # each step of iterative refinement gains the digits that solving lost
         slope = np.zeros(len(coefficients))
         fixed = coefficients[len(coefficients) - n_fixed :]
         slope[len(slope) - n_fixed :] = (
@@ -121,11 +123,6 @@ def refined(reduced, whitened, settings, point):
     return point._replace(coefficients=coefficients, residuals=residuals)
 
 
-def _gram(rows):
-    flat = flat_rows(rows)
-    return flat.T @ flat
-
-
 def _residuals(reduced, whitened, coefficients, first):
     """Whitened residuals (b, k) of every stack, and the residual squares of all rows."""
     direction = np.append(-coefficients[len(coefficients) - len(reduced.remainder) + 1 :], 1.0)
@@ -136,7 +133,7 @@ def _residuals(reduced, whitened, coefficients, first):
         residual = flat[:, -1] - flat[:, first:-1] @ coefficients
         square += residual @ residual
         residuals.append(residual.reshape(rows.shape[:2]))
-    return residuals, max(square, _EXACT_FIT * reduced.sum_of_squares, _SMALLEST)
+    return residuals, max(square, _EXACT_FIT * reduced.sum_of_squares, _SMALLEST_SQUARES)
 
 
 def slope_spectral(reduced, whitened, point, settings, ratio):
@@ -155,9 +152,9 @@ def slope_spectral(reduced, whitened, point, settings, ratio):
 def _leverages(rows, root):
     """Squared lengths (R,) of rows (R, p) @ root, in blocks that fit the cache."""
     squares = np.empty(len(rows))
-    for start in range(0, len(rows), _BLOCK):
-        moved = rows[start : start + _BLOCK] @ root
-        squares[start : start + _BLOCK] = np.einsum("rk,rk->r", moved, moved)
+    for start in range(0, len(rows), _BLOCK_ROWS):
+        moved = rows[start : start + _BLOCK_ROWS] @ root
+        squares[start : start + _BLOCK_ROWS] = np.einsum("rk,rk->r", moved, moved)
     return squares
 
 

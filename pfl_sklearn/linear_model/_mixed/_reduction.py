@@ -14,7 +14,7 @@ import numpy as np
 from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
 
-_CELLS = 1 << 18  # of a batch: it fits the cache
+CACHED_CELLS = 1 << 18  # numbers in a batch of rows, which then fits the processor's cache
 
 
 class ReducedStack(NamedTuple):
@@ -39,37 +39,26 @@ class Reduced(NamedTuple):
 
     @property
     def n_columns(self):
+        """Number of the population's coefficients, random columns first."""
         return len(self.scale)
 
     @property
-    def eigenvalues(self):
-        """Eigenvalues (R,) of the rows of all stacks."""
-        return np.concatenate([stack.eigenvalues.ravel() for stack in self.stacks])
+    def mean_square(self):
+        """Mean square of the target: the largest noise variance that a fit can have."""
+        return self.sum_of_squares / self.n_rows
+
+    @property
+    def rows(self):
+        """Rows (b, k, p + 1) of every stack."""
+        return [stack.rows for stack in self.stacks]
 
 
-def reduce_rows(
-    columns,
-    y,
-    codes,
-    n_clients,
-    n_random,
-    *,
-    weights=None,
-    spectral,
-    common_scale=True,
-    n_jobs=None,
-    scale=None,
-):
+def reduce_table(table, *, spectral, common_scale=True, scale=None, n_jobs=None):
     """Reduce the rows of all clients.
 
     Parameters
     ----------
-    columns : ndarray of shape (n_rows, p)
-        The `n_random` random columns first.
-    y : ndarray of shape (n_rows,)
-    codes : ndarray of shape (n_rows,)
-    weights : ndarray of shape (n_rows,) or None
-        Precision weights, positive.
+    table : Table
     spectral : bool
         Rotate to the eigenvectors of Z Z', of scaled columns.
     common_scale : bool
@@ -81,50 +70,35 @@ def reduce_rows(
     -------
     Reduced
     """
+    y, weights, q = table.y, table.weights, table.n_random
     if scale is None:
-        scale = _scales(columns, weights, n_clients, n_random, common_scale)
+        scale = _scales(table, common_scale)
     root = None if weights is None else np.sqrt(weights)
-    sum_of_squares = float(np.vdot(y, y if weights is None else weights * y))
     batches = [
-        (clients, _scaled_rows(columns, y, rows, scale, root))
-        for clients, rows in client_batches(codes, n_clients, _CELLS // len(scale))
+        (clients, _scaled_rows(table.columns, y, rows, scale, root))
+        for clients, rows in client_batches(
+            table.codes, table.n_clients, CACHED_CELLS // len(scale)
+        )
     ]
-    reduce = partial(_reduce_batch, n_random=n_random, spectral=spectral)
-    parts = map_batches(reduce, batches, n_jobs)
-    size = columns.shape[1] - n_random + 1
-    remainder = sum((part[1] for part in parts), np.zeros((size, size)))
+    reduce = partial(_reduce_batch, n_random=q, spectral=spectral)
+    stacks, remainders = zip(*map_batches(reduce, batches, n_jobs), strict=True)
     return Reduced(
-        _joined_stacks([part[0] for part in parts]),
-        remainder,
+        _joined_stacks(stacks),
+        sum(remainders, np.zeros((len(scale) - q + 1,) * 2)),
         len(y),
-        n_clients,
-        n_random,
-        scale,
-        sum_of_squares,
-        0.0 if weights is None else float(np.log(weights).sum()),
-    )
-
-
-def reduce_table(table, *, spectral, common_scale=True, scale=None, n_jobs=None):
-    """Reduced rows of a Table; the parameters are those of `reduce_rows`."""
-    return reduce_rows(
-        table.columns,
-        table.y,
-        table.codes,
         table.n_clients,
-        table.n_random,
-        weights=table.weights,
-        spectral=spectral,
-        common_scale=common_scale,
-        n_jobs=n_jobs,
-        scale=scale,
+        q,
+        scale,
+        float(np.vdot(y, y if weights is None else weights * y)),
+        # Rows times roots of weights have a density that is larger by these roots.
+        0.0 if weights is None else float(np.log(weights).sum()),
     )
 
 
 def random_moments(reduced):
     """Mean second moments (q, q) of the clients' random columns."""
-    random = [stack.rows[:, :, : reduced.n_random].reshape(-1, reduced.n_random)
-              for stack in reduced.stacks]  # fmt: skip
+    q = reduced.n_random
+    random = [stack.rows[:, :, :q].reshape(-1, q) for stack in reduced.stacks]
     return sum(rows.T @ rows for rows in random) / reduced.n_clients
 
 
@@ -143,14 +117,18 @@ def _scaled_rows(columns, y, rows, scale, root):
     return table
 
 
-def _scales(columns, weights, n_clients, n_random, common):
-    """Factors (p,) that give a client's columns a length of about 1."""
-    if weights is None:
-        squares = np.einsum("np,np->p", columns, columns) / n_clients
+def _scales(table, common):
+    """Factors (p,) that give a client's columns a length of about 1.
+
+    A variance ratio of about 1 is then one that the rows of a client can tell from 0.
+    """
+    columns = table.columns
+    if table.weights is None:
+        squares = np.einsum("np,np->p", columns, columns) / table.n_clients
     else:
-        squares = np.einsum("n,np,np->p", weights, columns, columns) / n_clients
+        squares = np.einsum("n,np,np->p", table.weights, columns, columns) / table.n_clients
     if common:
-        squares[:n_random] = squares[:n_random].mean()
+        squares[: table.n_random] = squares[: table.n_random].mean()
     return np.divide(1, np.sqrt(squares), out=np.ones_like(squares), where=squares > 0)
 
 
@@ -158,19 +136,18 @@ def _reduce_batch(clients, table, n_random, spectral):
     """Stack of one batch (b, n, p + 1), and the Gram matrix of its remaining rows."""
     size = table.shape[2] - n_random
     remainder = np.zeros((size, size))
-    if table.shape[1] > n_random:
+    if table.shape[1] > n_random:  # fewer rows have no zeros to gain
         triangular = np.linalg.qr(table, mode="r")
         left = triangular[:, n_random:, n_random:].reshape(-1, size)
         table, remainder = triangular[:, :n_random], left.T @ left
     if not spectral:
         return ReducedStack(clients, table, None), remainder
     random = table[:, :, :n_random]
-    if table.shape[1] == 1:
+    if table.shape[1] == 1:  # one row is independent as it is
         return ReducedStack(clients, table, np.sum(random**2, axis=2)), remainder
     values, vectors = np.linalg.eigh(random @ random.transpose(0, 2, 1))
-    return ReducedStack(
-        clients, vectors.transpose(0, 2, 1) @ table, np.maximum(values, 0.0)
-    ), remainder
+    values = np.maximum(values, 0.0)  # rounding errors would be negative variances
+    return ReducedStack(clients, vectors.transpose(0, 2, 1) @ table, values), remainder
 
 
 def _joined_stacks(stacks):
@@ -178,9 +155,8 @@ def _joined_stacks(stacks):
     joined = []
     for size in sorted({stack.rows.shape[1] for stack in stacks}):
         same = [stack for stack in stacks if stack.rows.shape[1] == size]
-        values = None
-        if same[0].eigenvalues is not None:
-            values = np.concatenate([stack.eigenvalues for stack in same])
-        clients = np.concatenate([stack.clients for stack in same])
-        joined.append(ReducedStack(clients, np.concatenate([stack.rows for stack in same]), values))
+        columns = zip(*same, strict=True)
+        joined.append(
+            ReducedStack(*(None if each[0] is None else np.concatenate(each) for each in columns))
+        )
     return joined

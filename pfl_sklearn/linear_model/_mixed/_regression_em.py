@@ -14,11 +14,12 @@ from scipy.special import logsumexp
 from pfl_sklearn.linear_model._algebra import factor_of, inverse_root
 from pfl_sklearn.linear_model._mixed._profile import whiten, whiten_spectral
 
-_EMPTY = 1e-8
-_HALVINGS = 10
-_SMALLEST_SQUARE = 1e-280
-_FACTOR_STEPS = 4
-_SMALLEST, _LARGEST = 1e-9, 1e14
+_NO_CLIENTS = 1e-8  # sum of shares, below which a component has no clients to learn from
+_STEP_HALVINGS = 10  # beyond them a step of Fisher scoring is as good as none
+_EXACT_FIT_SHARE = 1e-28  # residual squares over squares of the target that count as rounding
+_SQUARES_OF_ZEROS = 1e-280  # residual squares where all targets are 0, which have no logarithm
+_FACTOR_STEPS = 4  # any increase makes EM converge; the optimum moves with the next E step anyway
+_RATIO_RANGE = 1e-9, 1e14  # on the scale of the reduction: as good as zero, and as infinite
 
 
 class MixtureState(NamedTuple):
@@ -34,13 +35,23 @@ class MixtureState(NamedTuple):
 class MixtureModel(NamedTuple):
     """What EM estimates."""
 
-    covariance_type: str  # "spherical", "diag", "full", or "zero"
+    covariance_type: str  # "spherical", "diag", "full", "zero", or "known"
     noise: float | None  # None if unknown
 
     def n_parameters(self, k, q, f):
         """Number of free parameters of k components."""
         each = {"spherical": 1, "diag": q, "full": q * (q + 1) // 2, "zero": 0}
         return k * (q + each[self.covariance_type]) + k - 1 + f + (self.noise is None)
+
+
+class EMFit(NamedTuple):
+    """End of EM."""
+
+    state: MixtureState
+    shares: np.ndarray  # (m, k), responsibilities
+    log_likelihood: float
+    n_iter: int
+    converged: bool
 
 
 class ComponentRows(NamedTuple):
@@ -55,45 +66,40 @@ def whiten_component(reduced, factor):
     if np.ndim(factor):
         log_dets, rows = [], []
         for stack in reduced.stacks:
-            alone = whiten(reduced._replace(stacks=[stack]), factor)
-            rows += alone.rows
+            rows += whiten(reduced._replace(stacks=[stack]), factor).rows
+            # The profile needs one log determinant of all; responsibilities need each client's.
             moved = stack.rows[:, :, : reduced.n_random] @ factor
             gram = moved @ moved.transpose(0, 2, 1)
             gram += np.eye(gram.shape[1])
             log_dets.append(np.linalg.slogdet(gram)[1])
         return ComponentRows(rows, log_dets)
     if factor == 0:
-        return ComponentRows(
-            [stack.rows for stack in reduced.stacks],
-            [np.zeros(len(stack.clients)) for stack in reduced.stacks],
-        )
-    rows = whiten_spectral(reduced, factor**2).rows
-    return ComponentRows(
-        rows, [np.log1p(factor**2 * stack.eigenvalues).sum(axis=1) for stack in reduced.stacks]
-    )
+        return ComponentRows(reduced.rows, [np.zeros(len(rows)) for rows in reduced.rows])
+    log_dets = [np.log1p(factor**2 * stack.eigenvalues).sum(axis=1) for stack in reduced.stacks]
+    return ComponentRows(whiten_spectral(reduced, factor**2).rows, log_dets)
 
 
-def client_squares(reduced, part, state, k):
+def client_squares(reduced, component, state, k):
     """Whitened residuals of every stack, and their squares (m,) by client."""
     coefficients = np.concatenate([state.means[k], state.fixed])
     squares, residuals = np.empty(reduced.n_clients), []
-    for stack, rows in zip(reduced.stacks, part.rows, strict=True):
+    for stack, rows in zip(reduced.stacks, component.rows, strict=True):
         residual = rows[:, :, -1] - rows[:, :, :-1] @ coefficients
         squares[stack.clients] = np.einsum("bk,bk->b", residual, residual)
         residuals.append(residual)
     return residuals, squares
 
 
-def regression_e_step(reduced, parts, state):
+def regression_e_step(reduced, components, state):
     """Responsibilities (m, k) and log-likelihood."""
     joint = np.empty((reduced.n_clients, len(state.weights)))
-    for k, part in enumerate(parts):
+    for k, component in enumerate(components):
         log_det = np.empty(reduced.n_clients)
-        for stack, values in zip(reduced.stacks, part.log_dets, strict=True):
+        for stack, values in zip(reduced.stacks, component.log_dets, strict=True):
             log_det[stack.clients] = values
-        squares = client_squares(reduced, part, state, k)[1]
+        squares = client_squares(reduced, component, state, k)[1]
         joint[:, k] = -0.5 * (log_det + squares / state.noise)
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore"):  # a component that lost all clients has weight 0
         joint += np.log(state.weights)
     each = logsumexp(joint, axis=1)
     constant = reduced.n_rows * np.log(2 * np.pi * state.noise) - reduced.log_weights
@@ -107,43 +113,49 @@ def left_over(reduced, fixed):
     return float(direction @ reduced.remainder @ direction)
 
 
-def regression_m_step(reduced, parts, state, shares, model):
-    """Parameters with a larger expected log-likelihood under responsibilities (m, k)."""
-    state = _solve_coefficients(reduced, parts, state, shares)
+def regression_m_step(reduced, components, state, shares, model):
+    """Parameters with a larger expected log-likelihood under responsibilities (m, k).
+
+    One block after the other, each given the ones before: no step lowers the likelihood.
+    """
+    if model.covariance_type == "known":
+        return _solve_fixed(reduced, components, state, shares)
+    state = _solve_coefficients(reduced, components, state, shares)
     state = state._replace(
-        noise=_best_noise(reduced, parts, state, shares, model), weights=shares.mean(axis=0)
+        noise=_best_noise(reduced, components, state, shares, model), weights=shares.mean(axis=0)
     )
     if model.covariance_type == "zero":
         return state
     if model.covariance_type == "spherical":
-        return _spherical_step(reduced, parts, state, shares, model)
+        return _spherical_step(reduced, components, state, shares, model)
     factors = [
         _factor_step(reduced, state, k, shares[:, k], model.covariance_type)
-        for k in range(len(parts))
+        for k in range(len(components))
     ]
     return state._replace(factors=factors)
 
 
-def _best_noise(reduced, parts, state, shares, model):
+def _best_noise(reduced, components, state, shares, model):
     """Noise variance under the other parameters, unless it is known."""
     if model.noise is not None:
         return model.noise
     square = left_over(reduced, state.fixed)
-    for k, part in enumerate(parts):
-        square += shares[:, k] @ client_squares(reduced, part, state, k)[1]
-    return max(square, 1e-28 * reduced.sum_of_squares, _SMALLEST_SQUARE) / reduced.n_rows
+    for k, component in enumerate(components):
+        square += shares[:, k] @ client_squares(reduced, component, state, k)[1]
+    floor = max(_EXACT_FIT_SHARE * reduced.sum_of_squares, _SQUARES_OF_ZEROS)
+    return max(square, floor) / reduced.n_rows
 
 
-def _solve_coefficients(reduced, parts, state, shares):
+def _solve_coefficients(reduced, components, state, shares):
     """Generalized least squares for the means (k, q) and the fixed coefficients (f,)."""
     k, q = state.means.shape
     f = len(state.fixed)
     normal, right = np.zeros((k * q + f, k * q + f)), np.zeros(k * q + f)
     normal[k * q :, k * q :] = reduced.remainder[:-1, :-1]
     right[k * q :] = reduced.remainder[:-1, -1]
-    for j, part in enumerate(parts):
+    for j, component in enumerate(components):
         gram = np.zeros((q + f + 1, q + f + 1))
-        for stack, rows in zip(reduced.stacks, part.rows, strict=True):
+        for stack, rows in zip(reduced.stacks, component.rows, strict=True):
             flat = rows.reshape(-1, q + f + 1)
             weights = np.repeat(shares[stack.clients, j], rows.shape[1])
             gram += (flat * weights[:, None]).T @ flat
@@ -152,18 +164,18 @@ def _solve_coefficients(reduced, parts, state, shares):
         right[at] += gram[:-1, -1]
     root, _ = inverse_root(normal)
     solution = root @ (root.T @ right)
-    means = np.where(
-        shares.sum(axis=0)[:, None] > _EMPTY, solution[: k * q].reshape(k, q), state.means
-    )
+    # A component without clients stays where it is; least squares would put it at 0.
+    has_clients = shares.sum(axis=0)[:, None] > _NO_CLIENTS
+    means = np.where(has_clients, solution[: k * q].reshape(k, q), state.means)
     return state._replace(means=means, fixed=solution[k * q :])
 
 
-def solve_fixed(reduced, parts, state, shares):
+def _solve_fixed(reduced, components, state, shares):
     """Generalized least squares for the fixed coefficients (f,) under known means."""
     q, normal = state.means.shape[1], reduced.remainder[:-1, :-1].copy()
     right = reduced.remainder[:-1, -1].copy()
-    for k, part in enumerate(parts):
-        for stack, rows in zip(reduced.stacks, part.rows, strict=True):
+    for k, component in enumerate(components):
+        for stack, rows in zip(reduced.stacks, component.rows, strict=True):
             weights = np.repeat(shares[stack.clients, k], rows.shape[1])
             fixed = rows[:, :, q:-1].reshape(len(weights), -1)
             target = (rows[:, :, -1] - rows[:, :, :q] @ state.means[k]).ravel()
@@ -172,46 +184,48 @@ def solve_fixed(reduced, parts, state, shares):
     return state._replace(fixed=np.linalg.lstsq(normal, right)[0])
 
 
-def _component_criterion(reduced, part, state, k, share):
+def _component_criterion(reduced, component, state, k, share):
     """Minus twice a component's expected log-likelihood, up to a constant; whitened residuals."""
-    residuals, squares = client_squares(reduced, part, state, k)
+    residuals, squares = client_squares(reduced, component, state, k)
     value = share @ squares / state.noise
-    for stack, log_det in zip(reduced.stacks, part.log_dets, strict=True):
+    for stack, log_det in zip(reduced.stacks, component.log_dets, strict=True):
         value += share[stack.clients] @ log_det
     return value, residuals
 
 
-def _expected_criterion(reduced, parts, state, shares):
+def _expected_criterion(reduced, components, state, shares):
     """Minus twice the expected log-likelihood, up to a constant; residuals of all components."""
     fits = [
-        _component_criterion(reduced, part, state, k, shares[:, k]) for k, part in enumerate(parts)
+        _component_criterion(reduced, component, state, k, shares[:, k])
+        for k, component in enumerate(components)
     ]
     value = reduced.n_rows * np.log(state.noise) + left_over(reduced, state.fixed) / state.noise
     return value + sum(fit[0] for fit in fits), [fit[1] for fit in fits]
 
 
-def _spherical_step(reduced, parts, state, shares, model):
+def _spherical_step(reduced, components, state, shares, model):
     """Fisher scoring step for all variance ratios, with the noise variance profiled out.
 
     We halve the step until it does not lower the likelihood.
     """
     ratios = np.array(state.factors) ** 2
-    before, residuals = _expected_criterion(reduced, parts, state, shares)
-    slope, first, second = (np.zeros(len(parts)) for _ in range(3))
-    for k in range(len(parts)):
+    before, residuals = _expected_criterion(reduced, components, state, shares)
+    slope, first, second = (np.zeros(len(components)) for _ in range(3))
+    for k in range(len(components)):
         for stack, residual in zip(reduced.stacks, residuals[k], strict=True):
             weight = stack.eigenvalues / (1 + ratios[k] * stack.eigenvalues)
             own = shares[stack.clients, k]
             slope[k] += own @ np.sum(weight * (1 - residual**2 / state.noise), axis=1)
             first[k] += own @ np.sum(weight, axis=1)
             second[k] += own @ np.sum(weight**2, axis=1)
-    information = np.diag(np.maximum(second, 1e-300))
+    information = np.diag(np.maximum(second, 1e-300))  # 0 for a component without clients
     if model.noise is None:
         information -= np.multiply.outer(first, first) / reduced.n_rows
     step = np.linalg.lstsq(information, slope)[0]
+    # Fisher scoring is for points near the maximum; farther off a step goes at most tenfold.
     target = np.clip(ratios - step, ratios / 10, ratios * 10)
-    for _ in range(_HALVINGS):
-        bounded = np.clip(target, _SMALLEST, _LARGEST)
+    for _ in range(_STEP_HALVINGS):
+        bounded = np.clip(target, *_RATIO_RANGE)
         tried = [whiten_component(reduced, factor) for factor in np.sqrt(bounded)]
         moved = state._replace(factors=list(np.sqrt(bounded)))
         moved = moved._replace(noise=_best_noise(reduced, tried, moved, shares, model))
@@ -224,7 +238,7 @@ def _spherical_step(reduced, parts, state, shares, model):
 def _factor_step(reduced, state, k, share, covariance_type):
     """A few quasi-Newton steps on the factor of a component's covariance."""
     q, factor = reduced.n_random, factor_of(covariance_type, reduced.n_random)
-    if share.sum() <= _EMPTY:
+    if share.sum() <= _NO_CLIENTS:
         return state.factors[k]
 
     def objective(parameters):
@@ -242,22 +256,23 @@ def _factor_step(reduced, state, k, share, covariance_type):
 
     start = state.factors[k].ravel()[factor.positions]
     options = {"maxiter": _FACTOR_STEPS}
-    found = minimize(objective, start, jac=True, method="L-BFGS-B", options=options)
-    return factor.matrix(found.x)
+    best = minimize(objective, start, jac=True, method="L-BFGS-B", options=options)
+    return factor.matrix(best.x)
 
 
 def run_regression_em(reduced, state, model, max_iter, tol):
-    """EM until a step gains less than `tol` nats per client.
-
-    Returns the state, responsibilities, log-likelihood, number of steps, and whether it converged.
-    """
-    parts = [whiten_component(reduced, factor) for factor in state.factors]
-    shares, value = regression_e_step(reduced, parts, state)
+    """EM until a step gains less than `tol` nats per client; none at all if `max_iter` is 0."""
+    components = [whiten_component(reduced, factor) for factor in state.factors]
+    shares, value = regression_e_step(reduced, components, state)
+    if max_iter == 0:  # nothing is unknown
+        return EMFit(state, shares, value, 1, True)
     for n_iter in range(1, max_iter + 1):
-        state = regression_m_step(reduced, parts, state, shares, model)
-        parts = [whiten_component(reduced, factor) for factor in state.factors]
-        shares, new = regression_e_step(reduced, parts, state)
-        gained, value = new - value, new
-        if gained < tol * reduced.n_clients:
-            return state, shares, value, n_iter, True
-    return state, shares, value, max_iter, False
+        factors = state.factors
+        state = regression_m_step(reduced, components, state, shares, model)
+        if state.factors is not factors:  # whitening costs more than the rest of a step
+            components = [whiten_component(reduced, factor) for factor in state.factors]
+        shares, new_value = regression_e_step(reduced, components, state)
+        gain, value = new_value - value, new_value
+        if gain < tol * reduced.n_clients:
+            return EMFit(state, shares, value, n_iter, True)
+    return EMFit(state, shares, value, max_iter, False)

@@ -13,8 +13,8 @@ from pfl_sklearn.linear_model._algebra import Factor, factor_of, uncorrelating
 from pfl_sklearn.linear_model._mixed._reduction import random_moments
 from pfl_sklearn.linear_model._mixed._variance_search import at_ratio, search_factor
 
-_MAX_ITER, _TOL = 500, 1e-6
-_NO_PART = 1e-8  # of a combination of coefficients, below which one counts as absent from it
+_NULL_MAX_ITER, _NULL_TOL = 500, 1e-6  # of the search without the variance
+_ABSENT = 1e-8  # share of a combination of coefficients, of one that rounding errors put there
 
 
 def zero_p_values(case):
@@ -22,13 +22,14 @@ def zero_p_values(case):
     reduced, settings, q = case.reduced, case.settings, case.reduced.n_random
     combinations = case.frame.back[:q, :q] * case.family.varies
     largest = np.abs(combinations).max(axis=1, keepdims=True)
-    combinations[np.abs(combinations) <= _NO_PART * largest] = 0.0
+    combinations[np.abs(combinations) <= _ABSENT * largest] = 0.0
     best = at_ratio(reduced, settings, case.ratio).point.criterion
-    found = {}
-    for row in map(tuple, combinations):
-        if row not in found:
-            found[row] = _p_value(case, np.array(row), best) if any(row) else 1.0
-    return np.array([found[tuple(row)] for row in combinations])
+    # Each hypothesis is a search, so equal ones are tested once.
+    p_values = {
+        row: _p_value(case, np.array(row), best) if any(row) else 1.0
+        for row in dict.fromkeys(map(tuple, combinations))
+    }
+    return np.array([p_values[tuple(row)] for row in combinations])
 
 
 def _p_value(case, row, best):
@@ -39,19 +40,20 @@ def _p_value(case, row, best):
     """
     reduced, family = case.reduced, case.family
     n_variances, n_covariances = 1, 0
-    if family.has_one_ratio:
+    if family.has_one_ratio:  # without it nothing varies
         factor = None
     elif family.shape == "full":
         factor, n_covariances = _full_without(reduced, row), len(row) - 1
     else:
+        # An intercept of uncentred columns combines several coefficients: none of them may vary.
         left, n_variances = family.varies & (row == 0), np.count_nonzero(row)
         factor = factor_of("diag", len(row), varies=left) if left.any() else None
     if factor is None:
         smaller = at_ratio(reduced, case.settings, np.zeros((len(row),) * 2))
     else:
-        smaller = search_factor(reduced, case.settings, factor, _MAX_ITER, _TOL)
+        smaller = search_factor(reduced, case.settings, factor, _NULL_MAX_ITER, _NULL_TOL)
     statistic = smaller.point.criterion - best
-    if not statistic > 0:
+    if not statistic > 0:  # the estimate is zero itself
         return 1.0
     tails = [
         comb(n_variances, s) * chdtrc(s + n_covariances, statistic)

@@ -10,8 +10,8 @@ from sklearn.exceptions import ConvergenceWarning
 
 from pfl_sklearn import PersonalizedLinearRegression
 from pfl_sklearn.linear_model._mixed._identified import flat_variances
-from pfl_sklearn.linear_model._mixed._reduction import reduce_rows
 from pfl_sklearn.priors import GaussianPrior
+from tests.helpers.dense_mixed_model import reduce_rows
 
 
 def hospitals(n_level_columns=3):

@@ -12,11 +12,10 @@ from sklearn.model_selection import GridSearchCV
 from pfl_sklearn import PersonalizedLinearRegression
 from pfl_sklearn.base import UnseenClientsWarning
 from pfl_sklearn.linear_model._mixed import _regression_em as em
-from pfl_sklearn.linear_model._mixed._reduction import reduce_rows
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior
-from tests.helpers.dense_mixed_model import Problem, draw_problem, mixture
+from tests.helpers.dense_mixed_model import Problem, draw_problem, mixture, reduce_rows
 from tests.helpers.oracles import read_oracle
 
 ORACLE = read_oracle("adamix_n10")

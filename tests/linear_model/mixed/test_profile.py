@@ -16,7 +16,6 @@ from pfl_sklearn.linear_model._mixed._profile import (
     whiten,
     whiten_spectral,
 )
-from pfl_sklearn.linear_model._mixed._reduction import reduce_rows
 from pfl_sklearn.linear_model._mixed._variance_search import (
     _slope_in_noise,
     at_ratio,
@@ -32,6 +31,7 @@ from tests.helpers.dense_mixed_model import (
     draw_covariance,
     draw_problem,
     n_parameters,
+    reduce_rows,
     solve,
 )
 
@@ -130,7 +130,8 @@ def test_slope_in_a_common_ratio(seed, random, restricted, weighted, known, free
     step = 1e-5
     numeric = (criterion(log_ratio + step) - criterion(log_ratio - step)) / (2 * step)
     assert slope * ratio == pytest.approx(numeric, abs=1e-5)
-    shares = reduced.eigenvalues / (1 + ratio * reduced.eigenvalues)
+    eigenvalues = np.concatenate([stack.eigenvalues.ravel() for stack in reduced.stacks])
+    shares = eigenvalues / (1 + ratio * eigenvalues)
     assert (first, second) == pytest.approx((shares.sum(), (shares**2).sum()))
 
 
@@ -302,7 +303,7 @@ def test_many_rows_are_searched_in_stages_to_the_same_end(factor, restricted, mo
 def test_reduction_does_not_depend_on_its_batches(spectral, monkeypatch):
     problem = draw_problem(np.random.default_rng(0), sizes=[3] * 9 + [5] * 8 + [1], random=(0, 1))
     whole = reduced_rows(problem, spectral)
-    monkeypatch.setattr(_reduction, "_CELLS", 20)
+    monkeypatch.setattr(_reduction, "CACHED_CELLS", 20)
     parts = reduced_rows(problem, spectral)
     assert len(whole.stacks) == len(parts.stacks)
     for one, other in zip(whole.stacks, parts.stacks, strict=True):

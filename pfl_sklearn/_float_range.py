@@ -2,9 +2,9 @@
 
 import numpy as np
 
-LARGEST, SMALLEST = 1e150, 1e-140  # absolute values
-_SMALLEST_FOR_FOURTH_POWERS = 1e-60
-_ROWS = 64  # side by side, where we look for the bounds of columns
+LARGEST, SMALLEST = 1e150, 1e-140  # whose squares, and sums of them, keep all digits
+_SMALLEST_FOR_FOURTH_POWERS = 1e-60  # products of two variances are fourth powers
+_SIDE_BY_SIDE = 64  # where we look for the bounds of columns
 
 
 def check_float_range(name, values, heaviest=1.0, smallest=SMALLEST):
@@ -38,14 +38,16 @@ def column_bounds(values):
     """
     if not len(values):
         return (np.zeros(values.shape[1:]),) * 2
-    whole = len(values) // _ROWS * _ROWS
+    whole = len(values) // _SIDE_BY_SIDE * _SIDE_BY_SIDE
     rest, width = values[whole:], values[:1].size
-    blocks = values[:whole].reshape(whole // _ROWS, _ROWS * width)
+    blocks = values[:whole].reshape(whole // _SIDE_BY_SIDE, _SIDE_BY_SIDE * width)
     bounds = []
     for bound in (np.min, np.max):
         parts = [bound(rest, axis=0)] if len(rest) else []
         if whole:
-            parts.append(bound(bound(blocks, axis=0).reshape(_ROWS, *values.shape[1:]), axis=0))
+            parts.append(
+                bound(bound(blocks, axis=0).reshape(_SIDE_BY_SIDE, *values.shape[1:]), axis=0)
+            )
         bounds.append(bound(parts, axis=0))
     return tuple(bounds)
 

@@ -9,11 +9,12 @@ import numpy as np
 from scipy.special import chdtri
 
 from pfl_sklearn._variance_averaging import ClientIntervals, Mixture
-from pfl_sklearn.linear_model._mixed._profile import client_deviations, profile, whiten
-from pfl_sklearn.linear_model._mixed._variance_points import find_points
+from pfl_sklearn.linear_model._mixed._profile import Settings, client_deviations, profile, whiten
+from pfl_sklearn.linear_model._mixed._reduction import Reduced
+from pfl_sklearn.linear_model._mixed._variance_points import Family, find_points
 from pfl_sklearn.linear_model._mixed._zero_variances import zero_p_values
 
-_SPREAD = (np.arange(200) + 0.5) / 200  # levels of the noise variance at a point
+_NOISE_LEVELS = (np.arange(200) + 0.5) / 200  # probabilities, of draws of the noise at a point
 
 
 class Frame(NamedTuple):
@@ -39,16 +40,17 @@ class Frame(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A fit whose errors are to be averaged; all but the frame is for scaled columns."""
+    """A fit whose errors are to be averaged; all but the frame and offset is for scaled columns."""
 
-    reduced: Any
-    settings: Any
-    family: Any
-    ratio: np.ndarray  # (q, q), covariance between clients over the noise
+    reduced: Reduced
+    settings: Settings
+    family: Family | None  # None: the covariance is known
     frame: Frame
-    population: np.ndarray  # (p,), estimates without what was subtracted
-    deviations: np.ndarray  # (m, q)
     offset: np.ndarray  # (p,), of the population's coefficients of the data's columns
+    # The estimates, once there are any.
+    ratio: Any = None  # (q, q), covariance between clients over the noise
+    population: Any = None  # (p,), without the offset
+    deviations: Any = None  # (m, q)
 
 
 class Averages(NamedTuple):
@@ -71,6 +73,7 @@ class Averages(NamedTuple):
     def variances(self, x, codes):
         """Variance (n,) of x' theta for rows x (n, p) of known clients."""
         rows, q = self.frame.rows(x), self.blocks.shape[1]
+        # Features of new rows may be huge: sums of infinite terms of either sign would be NaN.
         size = np.abs(rows).max(axis=1, initial=0.0)
         rows = np.divide(rows, size[:, None], out=np.zeros_like(rows), where=size[:, None] > 0)
         random, fixed = rows[:, :q], rows[:, q:]
@@ -90,6 +93,7 @@ class Averages(NamedTuple):
     def component_quantiles(self, tail):
         """Quantiles (q q + 1,) of the components."""
         order = np.argsort(self.components, axis=0)
+        # Each draw stands in the middle of its weight, or medians of symmetric draws would be off.
         below = np.cumsum(self.component_weights[order], axis=0) - self.component_weights[order] / 2
         values = np.take_along_axis(self.components, order, axis=0)
         return np.array(
@@ -133,11 +137,13 @@ class AveragedPosterior:
 
     def variances(self, x, codes):
         """Variance (n,) of x' theta for rows x (n, p) of known clients."""
-        return self._beside(self.source.get().variances(x, codes), "variances", x, codes)
+        averaged = self.source.get().variances(x, codes)
+        return self._with_plug_in(averaged, lambda: self.plug_in.variances(x, codes))
 
     def coefficient_variances(self):
         """Variances (m, p) of the coefficients."""
-        return self._beside(self.source.get().coefficient_variances(), "coefficient_variances")
+        averaged = self.source.get().coefficient_variances()
+        return self._with_plug_in(averaged, self.plug_in.coefficient_variances)
 
     def shrinkage(self):
         """Posterior over prior variance (m, p) of the coefficients, given the population's."""
@@ -155,15 +161,16 @@ class AveragedPosterior:
         common = ClientIntervals(
             averages.population, self.share, self.coefficients[:1], stds[:1]
         ).central(level)
+        # Fixed coefficients are the population's, whoever the client is.
         return tuple(
-            np.hstack([some, np.repeat(every[:, q:], m, axis=0)])
-            for some, every in zip(own, common, strict=True)
+            np.hstack([random, np.repeat(fixed[:, q:], m, axis=0)])
+            for random, fixed in zip(own, common, strict=True)
         )
 
-    def _beside(self, averaged, name, *args):
-        if self.share == 1:
+    def _with_plug_in(self, averaged, plug_in):
+        if self.share == 1:  # most tables: the plug-in need not be computed
             return averaged
-        return self.share * averaged + (1 - self.share) * getattr(self.plug_in, name)(*args)
+        return self.share * averaged + (1 - self.share) * plug_in()
 
 
 def with_averages(estimates, share, source):
@@ -174,7 +181,8 @@ def with_averages(estimates, share, source):
 
 def average(case, points=None):
     """Averages of a Case, over given VariancePoints or those that it finds."""
-    points = find_points(*case[:4]) if points is None else points
+    if points is None:
+        points = find_points(case.reduced, case.settings, case.family, case.ratio)
     frame, larger = case.frame, points.larger
     back, (m, q), p = case.frame.back, case.deviations.shape, len(case.population)
     covariance, new_covariance = np.zeros((p, p)), np.zeros((p, p))
@@ -184,6 +192,7 @@ def average(case, points=None):
         point = solve(case, points.factors[at])
         noise = points.noises[at]
         root, off = point.root, point.population - case.population
+        # The centre stays at the estimates, so their distance from each point's counts as error.
         covariance += weight * (larger * noise * root @ root.T + np.outer(off, off))
         new_covariance[:q, :q] += weight * larger * noise * point.ratio
         own = point.own + point.moved @ point.moved.transpose(0, 2, 1)
@@ -226,10 +235,11 @@ class _Solved(NamedTuple):
 
 def solve(case, factor):
     """Population and clients at a factor (q, r) of the covariance over the noise."""
-    reduced, settings, m, q = case.reduced, case.settings, *case.deviations.shape
+    reduced, settings = case.reduced, case.settings
+    m, q = reduced.n_clients, reduced.n_random
     ratio, whitened = factor @ factor.T, whiten(reduced, factor)
     point = profile(reduced, whitened, settings)
-    population = np.zeros(len(case.population))
+    population = np.zeros(reduced.n_columns)
     root = np.zeros((len(population), point.root.shape[1]))
     population[settings.first :], root[settings.first :] = point.coefficients, point.root
     own, moved = np.empty((m, q, q)), np.empty((m, q, root.shape[1]))
@@ -259,8 +269,8 @@ def _components(points, back):
     """Draws (n, q q + 1) of the covariance between clients and the noise variance, and weights."""
     ratios = back @ (points.factors @ points.factors.transpose(0, 2, 1)) @ back.T
     noises, weights = points.noises[:, None], points.weights[:, None]
-    if np.isfinite(points.dof):
-        spread = points.dof / chdtri(points.dof, _SPREAD)
+    if np.isfinite(points.dof):  # the noise is known up to a scaled inverse chi-square
+        spread = points.dof / chdtri(points.dof, _NOISE_LEVELS)
         noises, weights = noises * spread, weights * np.full(len(spread), 1 / len(spread))
     flat = ratios.reshape(len(ratios), 1, -1) * noises[:, :, None]
     flat = np.concatenate([flat, noises[:, :, None]], axis=2)

@@ -59,7 +59,7 @@ def posterior_means(case):
         Between clients, in the scale of the reduction.
     noise : float
     """
-    points = find_points(*case[:4])
+    points = find_points(case.reduced, case.settings, case.family, case.ratio)
     population, deviations = 0.0, 0.0
     for at, weight in zip(points.kept, points.kept_weights, strict=True):
         solved = solve(case, points.factors[at])

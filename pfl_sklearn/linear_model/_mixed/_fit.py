@@ -70,12 +70,12 @@ def fit_with_report(fit, prior, release, sample_weight, names):
 
 def _fit_openly(fit, names, table, prior, options):
     """Estimates, and a report which says that nothing protects them."""
-    check_squares(table)
-    found = fit(table, prior, options)
-    warn_of_what_is_open(table, found, options)
+    check_squares(table)  # not in a private fit: the error would reveal a client's values
+    estimates = fit(table, prior, options)
+    warn_of_what_is_open(table, estimates, options)
     report = PrivacyReport.unprotected(
         "epsilon=inf was asked for.",
         not_released=(*names[0], *names[1]),
         n_clients=table.n_clients,
     )
-    return found, report
+    return estimates, report

@@ -25,7 +25,7 @@ from pfl_sklearn.linear_model._mixed._known_population import (
 )
 from pfl_sklearn.linear_model._mixed._no_pooling import fit_without_pooling
 from pfl_sklearn.linear_model._mixed._profile import Settings, client_deviations, open_coefficients
-from pfl_sklearn.linear_model._mixed._reduction import Reduced, random_moments, reduce_table
+from pfl_sklearn.linear_model._mixed._reduction import random_moments, reduce_table
 from pfl_sklearn.linear_model._mixed._variance_points import Family, can_average
 from pfl_sklearn.linear_model._mixed._variance_search import (
     at_ratio,
@@ -54,26 +54,9 @@ class _Problem(NamedTuple):
     """A table that was centred and reduced, and what is known and asked about it."""
 
     table: Table
-    reduced: Reduced
-    settings: Settings
     prior: Any
-    family: Family | None  # None: the covariance is known
-    frame: Frame
-    offset: np.ndarray  # (p,), that was subtracted from the population
     shaped: bool  # whether the covariance has its shape for centred columns
-
-    def case(self, ratio, population, deviations):
-        """Case for averages over the variances, at these estimates."""
-        return Case(
-            self.reduced,
-            self.settings,
-            self.family,
-            ratio,
-            self.frame,
-            population,
-            deviations,
-            self.offset,
-        )
+    case: Case
 
 
 def fit_gaussian_prior(table, prior, options):
@@ -110,7 +93,7 @@ def fit_gaussian_prior(table, prior, options):
     spectral = use_spectral(prior.covariance_type, covariance, options.solver)
     problem = _reduced_problem(table, prior, mean, family, spectral, options)
     # The inverse of a huge covariance has no digits left, but its limit is least squares.
-    if family is None and _is_as_good_as_infinite(problem.reduced, covariance, options):
+    if family is None and _is_as_good_as_infinite(problem.case.reduced, covariance, options):
         return fit_without_pooling(table, prior, options, covariance)
     return _fit_by_likelihood(problem, covariance, spectral, options)
 
@@ -127,12 +110,12 @@ def _reduced_problem(table, prior, mean, family, spectral, options):
     first = 0 if mean is None else table.n_random
     settings = Settings(options.method == "reml", first, options.noise_variance)
     frame = Frame(reduced.scale, centre, table.intercept)
-    return _Problem(table, reduced, settings, prior, family, frame, offset, shaped)
+    return _Problem(table, prior, shaped, Case(reduced, settings, family, frame, offset))
 
 
 def _fit_by_likelihood(problem, covariance, spectral, options):
     """Estimates at the maximum of the likelihood, or posterior means where it has none."""
-    table, reduced, family = problem.table, problem.reduced, problem.family
+    table, reduced, family = problem.table, problem.case.reduced, problem.case.family
     unknown = family is not None and options.noise_variance is None
     # With fewer rows than columns the population alone fits all of them, whatever the variances.
     few = unknown and len(table.y) > reduced.n_columns
@@ -173,8 +156,8 @@ def _zero_where_flat(problem, found):
     A search leaves a flat variance wherever it started. 0 is what full likelihood says, and the
     clients' coefficients are the same under every value.
     """
-    reduced, family = problem.reduced, problem.family
-    flat, spanning = flat_variances(reduced, problem.settings.first)
+    reduced, family = problem.case.reduced, problem.case.family
+    flat, spanning = flat_variances(reduced, problem.case.settings.first)
     flat &= family.varies
     if family.shape in ("spherical", "low_rank") and not flat[family.varies].all():
         flat[:] = False  # the coefficients share a variance, which the others identify
@@ -182,39 +165,37 @@ def _zero_where_flat(problem, found):
         return found, None
     warn_of_flat_variances(problem.table, flat, spanning)
     ratio = np.where(flat[:, None] | flat, 0.0, found.ratio)
-    at_zero = at_ratio(reduced, problem.settings, ratio)
+    at_zero = at_ratio(reduced, problem.case.settings, ratio)
     # A coefficient of the data's columns has no bound if one that it combines has none.
-    back = problem.frame.back[: len(flat), : len(flat)]
+    back = problem.case.frame.back[: len(flat), : len(flat)]
     return at_zero._replace(n_iter=found.n_iter, converged=found.converged), (back != 0) @ flat
 
 
 def _with_averages(problem, estimates, found):
     """The same estimates, with errors that are averaged over the variances, where they may be."""
-    reduced, first = problem.reduced, problem.settings.first
+    case, first = problem.case, problem.case.settings.first
     share = averaging_share(problem.table.n_clients)
     # Draws of a covariance lose their digits long before one ratio does.
-    least = EXACT_NOISE if problem.family.has_one_ratio else NEARLY_EXACT_NOISE
-    if share == 0 or _noise_is_below(least, found, reduced) or not can_average(problem.family):
+    least = EXACT_NOISE if case.family.has_one_ratio else NEARLY_EXACT_NOISE
+    if share == 0 or _noise_is_below(least, found, case.reduced) or not can_average(case.family):
         return estimates
-    population = np.zeros(reduced.n_columns)
+    population = np.zeros(case.reduced.n_columns)
     population[first:] = found.point.coefficients
-    deviations = client_deviations(reduced, found.whitened, found.point, found.ratio)
-    return with_averages(
-        estimates, share, LazyAverages(problem.case(found.ratio, population, deviations))
-    )
+    deviations = client_deviations(case.reduced, found.whitened, found.point, found.ratio)
+    case = case._replace(ratio=found.ratio, population=population, deviations=deviations)
+    return with_averages(estimates, share, LazyAverages(case))
 
 
 def _posterior_estimates(problem):
     """Posterior means, where restricted likelihood has no maximum with noise."""
-    table, reduced, frame, q = problem.table, problem.reduced, problem.frame, problem.table.n_random
+    case, table, q = problem.case, problem.table, problem.table.n_random
     warn_of_few_rows(table)
-    empty = np.zeros(reduced.n_columns), np.zeros((table.n_clients, q))
-    case, source, covariance, noise = posterior_means(problem.case(np.zeros((q, q)), *empty))
-    # Log-likelihood, shrinkage and plug-in errors are those at the posterior mean variances.
-    found = at_ratio(reduced, problem.settings._replace(noise=noise), covariance / noise)
+    means, source, covariance, noise = posterior_means(case._replace(ratio=np.zeros((q, q))))
+    # Shrinkage and plug-in errors are those at the posterior mean variances.
+    found = at_ratio(case.reduced, case.settings._replace(noise=noise), covariance / noise)
     estimates = _gaussian_estimates(problem, found)
-    population = problem.offset + frame.back @ case.population
-    deviations = case.deviations @ frame.back[:, :q].T
+    population = case.offset + case.frame.back @ means.population
+    deviations = means.deviations @ case.frame.back[:, :q].T
     return with_averages(
         estimates._replace(
             population=population,
@@ -258,7 +239,7 @@ def check_variances_identified(table, prior, noise_variance):
 
 def _search_variances(problem, covariance, spectral, options):
     """Covariance and noise variance, those of them that are unknown."""
-    reduced, settings, family = problem.reduced, problem.settings, problem.family
+    reduced, settings, family = problem.case.reduced, problem.case.settings, problem.case.family
     q, noise = reduced.n_random, options.noise_variance
     if family is not None:
         if spectral:
@@ -277,12 +258,13 @@ def _search_variances(problem, covariance, spectral, options):
 
 def _gaussian_estimates(problem, found):
     """Estimates in the units of the data."""
-    table, reduced, (scale, centre, intercept) = problem.table, problem.reduced, problem.frame
+    table, case = problem.table, problem.case
+    reduced, (scale, centre, intercept) = case.reduced, case.frame
     m, q, p = table.n_clients, table.n_random, table.columns.shape[1]
-    point, free = found.point, slice(problem.settings.first, p)
+    point, free = found.point, slice(case.settings.first, p)
     population, error = np.zeros(p), np.zeros((p, p))
     population[free] = point.coefficients * scale[free]
-    population = problem.offset + uncentred(population, intercept, centre)
+    population = case.offset + uncentred(population, intercept, centre)
     error[free, free] = point.covariance()
     deviations = client_deviations(reduced, found.whitened, point, found.ratio)
     coefficients = np.tile(population, (m, 1))
@@ -291,7 +273,7 @@ def _gaussian_estimates(problem, found):
     ratio = np.zeros((p, p))
     ratio[:q, :q] = found.ratio
     rows, error, ratio = _uncentred_covariances(
-        _padded_rows(reduced, found.whitened), error, ratio, q, problem.frame
+        _padded_rows(reduced, found.whitened), error, ratio, q, case.frame
     )
     squares = np.multiply.outer(scale, scale)
     stated = error * squares

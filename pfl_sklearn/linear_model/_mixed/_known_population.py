@@ -17,7 +17,7 @@ from pfl_sklearn.linear_model._table import Estimates
 def is_known_with_few_rows(table, mean, covariance, noise):
     """Whether everything is known and no client has more rows than coefficients."""
     known = mean is not None and covariance is not None and noise is not None
-    few = np.bincount(table.codes).max() <= table.n_random
+    few = np.bincount(table.codes).max() <= table.n_random  # or a rotation would shorten the rows
     return known and few and table.n_random == table.columns.shape[1]
 
 
@@ -26,6 +26,7 @@ def fit_known_population(table, prior, mean, covariance, options):
     roots = None if table.weights is None else np.sqrt(table.weights)
     noise = options.noise_variance
     ratio = covariance / noise
+    # Products with a multiple of the identity would be wasted.
     if np.array_equal(ratio, ratio[0, 0] * np.eye(len(ratio))):
         solve = partial(solve_in_rows, mean=mean, ratio=ratio[0, 0])
     else:
@@ -36,6 +37,7 @@ def fit_known_population(table, prior, mean, covariance, options):
     solved = map_batches(solve, batches, options.n_jobs)
     size = max(batch[1].shape[1] for batch in batches)
     coefficients = np.empty((m, q))
+    # Rows of zeros with factors of 1 fill up smaller clients: they change nothing.
     rows, lower = np.zeros((m, size, q)), np.tile(np.eye(size), (m, 1, 1))
     value = len(table.y) * np.log(2 * np.pi * noise)
     for (clients, X, _), (theta, root, log_det, square) in zip(batches, solved, strict=True):
@@ -46,7 +48,7 @@ def fit_known_population(table, prior, mean, covariance, options):
         value += log_det + square / noise
     if table.weights is not None:
         value -= np.log(table.weights).sum()
-    error = np.zeros((q, q))
+    error = np.zeros((q, q))  # the population is known
     return Estimates(
         mean,
         error,
@@ -78,6 +80,7 @@ def solve_in_rows(clients, X, y, mean, ratio):
     covariance += np.eye(X.shape[1])
     lower = np.linalg.cholesky(covariance)
     diagonal = np.einsum("bkk->bk", lower)
+    # Substitution by hand: all clients of a batch advance together, and their factors are small.
     for j in range(X.shape[1]):
         half[:, j] -= np.einsum("bk,bk->b", lower[:, j, :j], half[:, :j])
         half[:, j] /= diagonal[:, j]

@@ -8,6 +8,7 @@ to reproduce the published figures; do not use them for analysis.
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import softmax
 from sklearn.cluster import KMeans
 from sklearn.mixture import GaussianMixture
 
@@ -19,8 +20,9 @@ from pfl_sklearn.linear_model._mixed._variance_search import search_ratio
 from pfl_sklearn.linear_model._table import centred, point_estimates
 from pfl_sklearn.priors import GaussianPrior
 
-_DIVERGED = 1e8
-_ASTRAY = 100.0
+_DIVERGED_LOSS = 1e8  # over the loss at zero: no step that is stable comes near it
+_DIVERGED_NOISE = 10  # over the mean square of the targets, which it should be below
+_DIVERGED_BETWEEN = 100.0  # variance between clients over the squared coefficients
 
 
 class Grams(NamedTuple):
@@ -80,22 +82,27 @@ def fit_by_gradient(table, prior, options):
     _check_descent(prior, covariance, options)
     table, offset, _ = centred(table, mean)
     grams = client_grams(table)[0]
+    # Start from the whole variance as noise; targets of zeros have none to divide by.
     noise = options.noise_variance or max(grams.square.sum() / grams.n_rows.sum(), 1e-300)
     between = 1.0 if covariance is None else float(covariance[0, 0])
     state = Descent(np.zeros_like(grams.right), np.zeros(q), noise, between)
+    # The inverse curvature of the sharpest client, at which no client's step overshoots.
     rate = options.learning_rate or 1 / (grams.curvature() / noise + 1 / between)
     free = mean is None, options.noise_variance is None, covariance is None
     with np.errstate(over="ignore"):
-        bounds = _DivergenceBounds(_DIVERGED * (grams.square.sum() / noise + 1), 10 * noise)
+        largest_loss = _DIVERGED_LOSS * (grams.square.sum() / noise + 1)
     n_iter, done = 0, False
     while n_iter < options.max_iter and not done:
         n_iter, before = n_iter + 1, state
         with np.errstate(over="ignore", invalid="ignore"):
             state, loss = _gradient_step(grams, state, rate, free, options.variance_floor)
-        if bounds.exceeded(before, state, loss):
+        # The variance explains the coefficients that it was computed from.
+        between = _DIVERGED_BETWEEN * max(1.0, float(np.max(before.theta**2)))
+        in_bounds = loss < largest_loss and state.noise <= _DIVERGED_NOISE * noise
+        if not (in_bounds and state.between <= between):  # also where one of them is NaN
             _explain_divergence(n_iter, rate, grams, before, free[0])
         change = np.abs(state.theta - before.theta).max()
-        done = n_iter > 1 and change <= options.tol * max(np.abs(state.theta).max(), 1e-300)
+        done = n_iter > 1 and change <= options.tol * np.abs(state.theta).max()
     _explain_floor(state, free, options.variance_floor)
     covariance = state.between * np.eye(q)
     return point_estimates(
@@ -109,17 +116,6 @@ def fit_by_gradient(table, prior, options):
     )
 
 
-class _DivergenceBounds(NamedTuple):
-    """Values beyond which the descent diverges: a variance far above what it should explain."""
-
-    loss: float
-    noise: float
-
-    def exceeded(self, before, state, loss):
-        between = _ASTRAY * max(1.0, float(np.max(before.theta**2)))  # of which it was computed
-        return not (loss < self.loss and state.noise <= self.noise and state.between <= between)
-
-
 def _gradient_step(grams, state, rate, free, floor):
     """One step of all parameters, and the loss before it.
 
@@ -127,12 +123,12 @@ def _gradient_step(grams, state, rate, free, floor):
     account.
     """
     theta, mu, noise, between = state
-    q, apart = theta.shape[1], theta - mu
-    residual_squares, squares = grams.residual_squares(theta), np.sum(apart**2, axis=1)
+    q, distance = theta.shape[1], theta - mu
+    residual_squares, squares = grams.residual_squares(theta), np.sum(distance**2, axis=1)
     loss = residual_squares.sum() / noise + squares.sum() / between
-    moved = theta - rate * (grams.gradient(theta) / noise + apart / between)
+    moved = theta - rate * (grams.gradient(theta) / noise + distance / between)
     if free[0]:
-        mu = mu + rate * np.mean(apart, axis=0) / between
+        mu = mu + rate * np.mean(distance, axis=0) / between
     slope = np.mean(grams.n_rows / (2 * noise) - residual_squares / (2 * noise**2))
     new_noise = max(noise - rate * slope, floor) if free[1] else noise
     slope = np.mean(q / (2 * between) - squares / (2 * between**2))
@@ -207,12 +203,15 @@ def fit_clustered(table, prior, options):
     if noise is None:
         settings = Settings(False, 0, None)
         noise = search_ratio(reduced, settings, options.max_iter, 1e-4).point.noise
-    start = _unpooled_coefficients(table, prior, options, noise)
+    # The papers start at the pseudo-inverse fits of the clients alone.
+    unpooled = np.diag(np.full(table.n_random, np.inf))
+    options = options._replace(noise_variance=noise)
+    theta = fit_without_pooling(table, GaussianPrior(), options, unpooled).coefficients
     spread = "covariances" in prior.get_params(deep=False)
     step = _step_of_mixture if spread else _step_of_points
     sharpest = grams.curvature() / noise
     rate = options.learning_rate or 1 / (sharpest + 1.0)
-    theta, state, n_iter, change, smallest = start, None, 0, np.inf, rate
+    state, n_iter, change, smallest = None, 0, np.inf, rate
     while n_iter < options.max_iter and change > options.tol:
         n_iter += 1
         state = _cluster(theta, prior, state)
@@ -222,7 +221,7 @@ def fit_clustered(table, prior, options):
         new, shares = step(grams, theta, state, noise, used)
         change = np.abs(new - theta).max() / max(np.abs(new).max(), 1e-300)
         theta = new
-    if options.learning_rate and smallest < rate:
+    if options.learning_rate and smallest < rate:  # a rate of our own is no promise
         _explain_cap(rate, smallest)
     means, variances, weights = state
     covariances = variances[:, None, None] * np.eye(len(offset))
@@ -242,47 +241,32 @@ def _explain_cap(rate, smallest):
     )
 
 
-def _unpooled_coefficients(table, prior, options, noise):
-    """Pseudo-inverse fits (m, q)."""
-
-    q = table.n_random
-    options = options._replace(noise_variance=noise)
-    return fit_without_pooling(
-        table, GaussianPrior(), options, np.diag(np.full(q, np.inf))
-    ).coefficients
-
-
 def _cluster(theta, prior, state):
     """Means (k, q), variances (k,) and weights (k,) of clusters of point estimates."""
     k = prior.n_components
+    # From the second round on clusters start where they were, or they would swap names.
     start = None if state is None else state[0]
     if "covariances" not in prior.get_params(deep=False):
-        found = KMeans(
-            k,
-            n_init=1 if state else prior.n_init,
-            init="k-means++" if state is None else start,
-            random_state=0,
-        ).fit(theta)
-        weights = np.bincount(found.labels_, minlength=k) / len(theta)
-        return found.cluster_centers_, np.zeros(k), weights
-    found = GaussianMixture(
-        k, covariance_type="spherical", means_init=start, random_state=0, n_init=1
-    ).fit(theta)
-    return found.means_, found.covariances_, found.weights_
+        init, n_init = ("k-means++", prior.n_init) if state is None else (start, 1)
+        groups = KMeans(k, n_init=n_init, init=init, random_state=0).fit(theta)
+        weights = np.bincount(groups.labels_, minlength=k) / len(theta)
+        return groups.cluster_centers_, np.zeros(k), weights
+    mixture = GaussianMixture(k, covariance_type="spherical", means_init=start, random_state=0)
+    mixture.fit(theta)
+    return mixture.means_, mixture.covariances_, mixture.weights_
 
 
 def _step_of_mixture(grams, theta, state, noise, rate):
     """One gradient step of every client under the mixture (Algorithm 1, line 5)."""
     means, variances, weights = state
     q = theta.shape[1]
-    apart = theta[:, None, :] - means
+    distance = theta[:, None, :] - means
     with np.errstate(divide="ignore"):
         joint = np.log(weights) - 0.5 * (
-            q * np.log(variances) + np.sum(apart**2, axis=2) / variances
+            q * np.log(variances) + np.sum(distance**2, axis=2) / variances
         )
-    shares = np.exp(joint - joint.max(axis=1, keepdims=True))
-    shares /= shares.sum(axis=1, keepdims=True)
-    pull = np.einsum("mk,mkq->mq", shares / variances, apart)
+    shares = softmax(joint, axis=1)
+    pull = np.einsum("mk,mkq->mq", shares / variances, distance)
     return theta - rate * (grams.gradient(theta) / noise + pull), shares
 
 
@@ -294,6 +278,5 @@ def _step_of_points(grams, theta, state, noise, rate):
     )
     with np.errstate(divide="ignore"):
         joint = np.log(weights) - squares / (2 * noise)
-    shares = np.exp(joint - joint.max(axis=1, keepdims=True))
-    shares /= shares.sum(axis=1, keepdims=True)
+    shares = softmax(joint, axis=1)
     return shares @ means, shares

@@ -17,11 +17,11 @@ from pfl_sklearn.linear_model._posterior import RowPosterior
 
 _COEFFICIENT_SD = 2.0  # prior sd behind the ridge, in units of target_bound / feature_bound
 _TYPICAL = 1 / 4  # size of coefficients in the same units, for the first guess
-_PASSES = 3
-_ROUNDING = 1e-14
-_AS_GOOD_AS_EXACT = 1e-6
-_LARGEST = 1e150
-_STANDS_OUT = 4.0  # standard deviations of the noise on a released noise variance
+_PASSES = 3  # the error depends on the estimate, which depends on the error
+_ROUNDED_VARIANCE = 1e-14  # of a direction, over the largest of all
+_NEARLY_NO_NOISE = 1e-6  # of a noise variance of no use: clients then follow their own rows
+_LARGEST_ENTRY = 1e150  # of a row that can be squared
+_TRUSTED = 4.0  # standard deviations of the noise on a released noise variance
 
 
 class ReleasedPopulation(NamedTuple):
@@ -81,12 +81,14 @@ def estimate_population(noisy, moments, sizes, between, noise):
     unit = moments.column_scales / target  # data's coefficients per coefficient of the message
     spread = between / np.multiply.outer(unit, unit)
     sizes, weight = _released_sizes(noisy, sizes)
+    # Second moments are not negative, though noise may make the released ones so.
     values, vectors = np.linalg.eigh(noisy.gram)
     gram = (vectors * np.maximum(values, 0.0)) @ vectors.T
     prior = np.full(len(unit), _COEFFICIENT_SD * moments.target_scale)
     if moments.intercept:
         prior[0] /= moments.intercept_scale
     product, trusted = np.diag((_TYPICAL * prior / _COEFFICIENT_SD) ** 2), True
+    # First guess: targets whose bound is three standard deviations away.
     variance = moments.target_scale**2 / 9 if noise is None else noise * target**2
     for _ in range(_PASSES):
         error = _release_error(noisy.std, product)
@@ -103,7 +105,7 @@ def estimate_population(noisy, moments, sizes, between, noise):
 
 def _released_sizes(noisy, sizes):
     """PublicSizes without None, and the weight W; uncertain values err on the safe side."""
-    weight = min(max(noisy.weight, noisy.weight_std), sizes.largest)
+    weight = min(max(noisy.weight, noisy.weight_std), sizes.largest)  # a divisor, so not below 0
     if sizes.inverse is not None:
         return sizes, weight
     summed = noisy.inverse_sizes + noisy.inverse_sizes_std
@@ -130,7 +132,7 @@ def _bayes_regression(gram, cross, error, prior):
     """
     design = gram * prior
     sizes, directions = np.linalg.eigh(error)
-    sizes = np.sqrt(np.maximum(sizes, _ROUNDING * sizes[-1]))
+    sizes = np.sqrt(np.maximum(sizes, _ROUNDED_VARIANCE * sizes[-1]))
     whitened = directions.T @ np.column_stack([design, cross]) / sizes[:, None]
     left, values, right = np.linalg.svd(whitened[:, :-1])
     mean = right.T @ (values / (1 + values**2) * (left.T @ whitened[:, -1]))
@@ -146,14 +148,14 @@ def _noise_variance(noisy, gram, mean, spread, weight, largest):
     """
     square = mean @ mean
     residual = noisy.square - 2 * mean @ noisy.cross + mean @ gram @ mean
-    found = (residual - np.trace(spread @ gram)) / weight
+    variance = (residual - np.trace(spread @ gram)) / weight
     std = np.hypot(noisy.square_std, noisy.std * np.sqrt(2 * square + square**2)) / weight
-    std = np.hypot(std, found * noisy.weight_std / weight)
-    return float(min(max(found, std), largest)), bool(found > _STANDS_OUT * std)
+    std = np.hypot(std, variance * noisy.weight_std / weight)
+    return float(min(max(variance, std), largest)), bool(variance > _TRUSTED * std)
 
 
-def client_posteriors(table, found, covariance, n_jobs):
-    """Coefficients (m, p) and their posterior under N(found.mean, covariance + its error).
+def client_posteriors(table, released, covariance, n_jobs):
+    """Coefficients (m, p) and their posterior under N(released.mean, covariance + its error).
 
     We add the error of the released mean to the prior covariance (q, q) of the random coefficients,
     so if the mean is all noise every client keeps its own regression. The posterior of the fixed
@@ -169,20 +171,20 @@ def client_posteriors(table, found, covariance, n_jobs):
     states no standard deviation. Rows that are too large to be squared count as absent.
     """
     q, p = table.n_random, table.columns.shape[1]
-    noise = found.noise if found.trusted else _AS_GOOD_AS_EXACT * found.noise
+    noise = released.noise if released.trusted else _NEARLY_NO_NOISE * released.noise
     ratio, error = np.zeros((p, p)), np.zeros((p, p))
-    ratio[:q, :q] = (covariance + found.covariance[:q, :q]) / noise
-    error[q:, q:] = found.covariance[q:, q:]
+    ratio[:q, :q] = (covariance + released.covariance[:q, :q]) / noise
+    error[q:, q:] = released.covariance[q:, q:]
     with np.errstate(over="ignore", invalid="ignore"):
-        solved = _whitened_by_client(table, found.mean, square_root(ratio[:q, :q]), n_jobs)
-    coefficients = np.tile(found.mean, (table.n_clients, 1))
+        solved = _whitened_by_client(table, released.mean, square_root(ratio[:q, :q]), n_jobs)
+    coefficients = np.tile(released.mean, (table.n_clients, 1))
     # The same width for every table, so that it does not reveal the largest client's rows.
     rows = np.zeros((table.n_clients, q, p))
     for clients, whitened in solved:
         pulled = whitened[:, None, :, -1] @ whitened[:, :, :q]
         coefficients[clients, :q] += (pulled @ ratio[:q, :q])[:, 0]
         rows[clients, : whitened.shape[1]] = whitened[:, :, :-1]
-    stated = found.noise if found.trusted else np.nan
+    stated = released.noise if released.trusted else np.nan
     return coefficients, RowPosterior(rows, ratio, stated, error, np.ones(p))
 
 
@@ -204,7 +206,8 @@ def _whiten_batch(clients, table, root):
     Singular values cope with rows of any size; k is at most the number q of random columns.
     """
     q = len(root)
-    table[~(np.abs(table).max(axis=2) < _LARGEST)] = 0.0
+    # An error would tell that a client has such a row. NaN fails the comparison, too.
+    table[~(np.abs(table).max(axis=2) < _LARGEST_ENTRY)] = 0.0
     if table.shape[1] > q:
         table = np.linalg.qr(table, mode="r")[:, :q]
     left, values, _ = np.linalg.svd(table[:, :, :q] @ root, full_matrices=False)

@@ -25,7 +25,7 @@ from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._report import private_report
 from pfl_sklearn.privacy._spending import UNPROTECTED, gaussian_events
 
-_DROWNED = (
+_UNTRUSTED_NOISE = (
     "The released noise variance is lost in the privacy noise, so every client keeps its own "
     "regression. Give noise_variance, tighter bounds or a larger epsilon."
 )
@@ -61,7 +61,7 @@ def check_release_parameters(prior, release, sample_weight):
                 f"{name} must lie between {_SMALLEST_BOUND:g} and {1 / _SMALLEST_BOUND:g}; got "
                 f"{getattr(release, name)!r}. Rescale the data."
             )
-    if release.delta == 0:
+    if release.delta == 0:  # no scale of Gaussian noise gives pure differential privacy
         raise ValueError("delta must be above 0 for the Gaussian mechanism; got 0.")
     if sample_weight is not None:
         raise ValueError(
@@ -80,7 +80,7 @@ def regression_events(prior, params):
     """
     if math.isinf(params.epsilon):
         return UNPROTECTED
-    if prior.mean is not None:
+    if prior.mean is not None:  # a known population: nothing is released
         return ()
     moments = RegressionMoments(
         1,
@@ -91,6 +91,7 @@ def regression_events(prior, params):
         square=params.noise_variance is None,
         sizes=_private_sizes(params),
     )
+    # Without a unit: it is gone, or only what it contributes is, where its number is public.
     without = "add_remove" if params.relation == "add_remove" else "zero_out"
     return gaussian_events(
         params.epsilon,
@@ -129,21 +130,22 @@ def fit_private(table, prior, options, release, names):
         If too little is known about the population.
     """
     mean, covariance = prior.known_mean(table.n_random), prior.known_covariance(table.n_random)
+    # That a client is alone may be said only where the number of clients is public.
     alone = table.n_clients == 1 and not _private_sizes(release)
     if covariance is not None and alone and np.isinf(covariance).any():
         covariance = None
     _check_known(table, mean, covariance, options.noise_variance, release)
     if mean is not None:
-        found = ReleasedPopulation(mean, np.zeros_like(covariance), options.noise_variance, True)
+        released = ReleasedPopulation(mean, np.zeros_like(covariance), options.noise_variance, True)
         report = _report_of_nothing(table, release, names)
     else:
-        found, report = _released_population(
+        released, report = _released_population(
             table, covariance, options.noise_variance, release, names
         )
-    if not found.trusted:
-        warn_caller(_DROWNED, UserWarning)
+    if not released.trusted:
+        warn_caller(_UNTRUSTED_NOISE, UserWarning)
     alone = alone and mean is None
-    return _private_estimates(table, prior, covariance, options, found, alone), report
+    return _private_estimates(table, prior, covariance, options, released, alone), report
 
 
 def _check_known(table, mean, covariance, noise, release):
@@ -176,6 +178,7 @@ def _check_known(table, mean, covariance, noise, release):
 def _released_population(table, covariance, noise, release, names):
     """Fitted population and privacy report."""
     moments, total, sizes = _messages(table, noise, release)
+    # One mechanism for all moments at once: two would have to share the epsilon.
     rng, seeded = noise_generator(release.random_state)
     mechanism = GaussianMechanism(moments.sensitivity, release.epsilon, release.delta)
     noisy = moments.split(mechanism.privatize(total, rng), mechanism.noise_std)
@@ -183,11 +186,11 @@ def _released_population(table, covariance, noise, release, names):
     if covariance is not None:
         between[: table.n_random, : table.n_random] = covariance
     order = _message_order(table)
-    found = estimate_population(noisy, moments, sizes, between[np.ix_(order, order)], noise)
+    population = estimate_population(noisy, moments, sizes, between[np.ix_(order, order)], noise)
     report = _release_report(table, moments, mechanism, release, sizes, noisy, seeded, names)
     back = np.argsort(order)
-    mean, covariance = found.mean[back], found.covariance[np.ix_(back, back)]
-    return found._replace(mean=mean, covariance=covariance), report
+    mean, covariance = population.mean[back], population.covariance[np.ix_(back, back)]
+    return population._replace(mean=mean, covariance=covariance), report
 
 
 def _message_order(table):
@@ -215,6 +218,7 @@ def _messages(table, noise, release):
         square=noise is None,
         sizes=_private_sizes(release),
     )
+    # A client's message is the mean over its rows, so its bound does not grow with their number.
     if by_client:
         inverse = float(np.sum(1 / counts))
         total = moments.total(features, table.y, 1 / counts[table.codes], inverse)
@@ -226,7 +230,7 @@ def _messages(table, noise, release):
     return moments, moments.total(features, table.y), PublicSizes(largest, share, 1.0)
 
 
-def _private_estimates(table, prior, covariance, options, found, alone):
+def _private_estimates(table, prior, covariance, options, released, alone):
     """Estimates of the population and of the clients.
 
     A client that is `alone` keeps its own regression, as there is no other to borrow from.
@@ -238,16 +242,16 @@ def _private_estimates(table, prior, covariance, options, found, alone):
         local = fit_without_pooling(table, prior, options, covariance)
         coefficients, posterior = local.coefficients, local.posterior
     else:
-        coefficients, posterior = client_posteriors(table, found, covariance, options.n_jobs)
+        coefficients, posterior = client_posteriors(table, released, covariance, options.n_jobs)
     return Estimates(
-        found.mean,
-        found.covariance,
+        released.mean,
+        released.covariance,
         coefficients,
         posterior,
-        prior.with_values(found.mean[:q], covariance),
+        prior.with_values(released.mean[:q], covariance),
         covariance,
-        found.noise,
-        math.nan,
+        released.noise,
+        math.nan,  # the likelihood of the exact rows is not released
         1,
         True,
     )
@@ -279,19 +283,22 @@ def _release_report(table, moments, mechanism, release, sizes, noisy, seeded, na
             "noise and sensitivity are those of the moments in units of the bounds",
         ),
     )
+    # Rows under add/remove: one client, and its number of rows is not stated.
     n_clients = table.n_clients if public or release.unit == "row" else None
-    assumptions = report.assumptions[0 if public else 1 :]  # the first: numbers are public
-    return dataclasses.replace(report, n_clients=n_clients, assumptions=assumptions)
+    return _with_public_numbers(report, public, n_clients=n_clients)
 
 
 def _report_of_nothing(table, release, names):
     """Report of a fit whose population is known, under the unit and relation of the user."""
     public = release.relation == "replace_one"
     report = PrivacyReport.of_known_population(*names, table.n_clients if public else None)
-    assumptions = report.assumptions[0 if public else 1 :]  # the first: numbers are public
-    return dataclasses.replace(
-        report, unit=release.unit, relation=release.relation, assumptions=assumptions
-    )
+    return _with_public_numbers(report, public, unit=release.unit, relation=release.relation)
+
+
+def _with_public_numbers(report, public, **changes):
+    """The changed report; its first assumption says that numbers of rows and clients are public."""
+    assumptions = report.assumptions[0 if public else 1 :]
+    return dataclasses.replace(report, assumptions=assumptions, **changes)
 
 
 def _delta_caveats(release, n_units):

@@ -12,13 +12,13 @@ from pfl_sklearn._variance_averaging import ratio_nodes
 from pfl_sklearn.linear_model._algebra import invert_lower
 from pfl_sklearn.linear_model._mixed._profile import profile, whiten
 
-_SMALL = 0.3  # ratio, in sampling variances of a client, below which it is as good as zero
+_SMALL_RATIO = 0.3  # ratio, in sampling variances of a client, below which it is as good as zero
 _SWEEPS, _FEWEST_SWEEPS, _SWEEPS_TIMES_CLIENTS = 1000, 250, 200_000
 _FIRST_SWEEPS = 0.2  # share of the sweeps, on top, that finds the posterior
-_START = 1e-3  # least variance at the start, in squares of the prior's scale
-_KEPT = 150
+_LEAST_VARIANCE = 1e-3  # least variance at the start, in squares of the prior's scale
+_N_KEPT = 150  # draws at which posteriors are computed; neighbours are alike
 _MOST_VARYING = 20  # coefficients; with more, draws take too long
-_NEGLIGIBLE = 1e-7  # weight
+_NO_WEIGHT = 1e-7  # of a node, whose posterior then need not be computed
 _IDENTIFIED = 1e-9  # eigenvalue at columns of length 1, below which nothing is identified
 
 
@@ -61,15 +61,15 @@ def can_average(family):
     )
 
 
-def find_points(reduced, settings, family, found):
-    """VariancePoints after the data, from a `found` covariance over the noise (q, q)."""
-    settings = settings._replace(restricted=True)
+def find_points(reduced, settings, family, estimate):
+    """VariancePoints after the data, starting from a covariance over the noise (q, q)."""
+    settings = settings._replace(restricted=True)  # the population is integrated out in any case
     if family.has_one_ratio:
-        return _ratio_points(reduced, settings, family.varies, found)
-    return _sampled_points(reduced, settings, family, found)
+        return _ratio_points(reduced, settings, family.varies, estimate)
+    return _sampled_points(reduced, settings, family, estimate)
 
 
-def _ratio_points(reduced, settings, varies, found):
+def _ratio_points(reduced, settings, varies, estimate):
     """Quadrature over the ratio; the noise variance is integrated out."""
     direction = varies.astype(float)
     lengths = _square_lengths(reduced) @ direction
@@ -81,7 +81,8 @@ def _ratio_points(reduced, settings, varies, found):
     def likelihood(ratios):
         return np.array([-0.5 * at(ratio).criterion for ratio in ratios])
 
-    likely = max(np.max(np.diag(found)), _SMALL * reduced.n_clients / lengths)
+    # An estimate of zero is no size; the likelihood then falls from about this ratio on.
+    likely = max(np.max(np.diag(estimate)), _SMALL_RATIO * reduced.n_clients / lengths)
     nodes = ratio_nodes(likelihood, lengths / reduced.n_rows, likely)
     points = [at(ratio) for ratio in nodes.values]
     rank = points[0].root.shape[1]
@@ -90,7 +91,7 @@ def _ratio_points(reduced, settings, varies, found):
         np.array([point.noise for point in points]),
         nodes.weights,
         np.inf if settings.noise is not None else float(max(reduced.n_rows - rank, 1)),
-        np.flatnonzero(nodes.weights > _NEGLIGIBLE),
+        np.flatnonzero(nodes.weights > _NO_WEIGHT),
     )
 
 
@@ -100,7 +101,7 @@ def _square_lengths(reduced):
     return sum(np.einsum("bkq,bkq->q", s.rows[..., :q], s.rows[..., :q]) for s in reduced.stacks)
 
 
-def _sampled_points(reduced, settings, family, found):
+def _sampled_points(reduced, settings, family, estimate):
     """Draws of the covariance and the noise variance.
 
     The standard deviations of the response that the coefficients explain are half-Cauchy ("diag"),
@@ -109,8 +110,9 @@ def _sampled_points(reduced, settings, family, found):
     deviations of a client as scales times effects, with normal scales (parameter expansion), and
     draw in turn effects with population, scales with population, variances of the effects, noise.
     """
-    sampler = _Sampler(reduced, settings, family, found)
+    sampler = _Sampler(reduced, settings, family, estimate)
     m = reduced.n_clients
+    # With more clients a sweep takes longer, and averages matter less.
     n_sweeps = int(np.clip(_SWEEPS_TIMES_CLIENTS // m, _FEWEST_SWEEPS, _SWEEPS))
     for _ in range(int(_FIRST_SWEEPS * n_sweeps)):
         sampler.sweep()
@@ -119,7 +121,7 @@ def _sampled_points(reduced, settings, family, found):
         sampler.sweep()
         factors.append(sampler.factor() / np.sqrt(sampler.noise))
         noises.append(sampler.noise)
-    kept = np.unique(np.linspace(0, n_sweeps - 1, _KEPT).astype(int))
+    kept = np.unique(np.linspace(0, n_sweeps - 1, _N_KEPT).astype(int))
     weights = np.full(n_sweeps, 1 / n_sweeps)
     return VariancePoints(np.array(factors), np.array(noises), weights, np.inf, kept)
 
@@ -130,9 +132,9 @@ class _Sampler:
     Draws depend on the rows through their products alone, so not on their order.
     """
 
-    def __init__(self, reduced, settings, family, found):
+    def __init__(self, reduced, settings, family, estimate):
         self.reduced, self.shape = reduced, family.shape
-        self.rng = np.random.default_rng(0)
+        self.rng = np.random.default_rng(0)  # the same table has the same errors
         self.at = at = np.flatnonzero(family.varies)
         q, m, first = reduced.n_random, reduced.n_clients, settings.first
         longest = max(stack.rows.shape[1] for stack in reduced.stacks)
@@ -153,8 +155,9 @@ class _Sampler:
         lengths = np.sqrt(np.einsum("mqq->q", self.within) / reduced.n_rows)
         wider = 2**0.5 if family.shape == "full" else 1.0
         self.width = wider * self.unit / lengths  # of the prior of the scales
-        covariance = found[np.ix_(at, at)] * self.noise
-        covariance += _START * np.diag(self.width**2)
+        covariance = estimate[np.ix_(at, at)] * self.noise
+        # A sampler that starts at a variance of zero would leave it only slowly.
+        covariance += _LEAST_VARIANCE * np.diag(self.width**2)
         self.scales = np.sqrt(np.diag(covariance))
         correlation = covariance / self.scales / self.scales[:, None]
         self.root = np.linalg.cholesky(correlation)  # of the effects' covariance
@@ -211,6 +214,7 @@ class _Sampler:
             rate = 0.5 + 0.5 * np.sum(effects**2, axis=0)
             self.root = np.diag(np.sqrt(rate / self.rng.gamma(0.5 + 0.5 * m, size=r)))
             return
+        # A draw from an inverse Wishart distribution by Bartlett's decomposition.
         lower = np.linalg.cholesky(np.eye(r) + effects.T @ effects)
         bartlett = np.tril(self.rng.standard_normal((r, r)), -1)
         shape = 0.5 * (r + 1 + m - np.arange(r))
@@ -218,6 +222,7 @@ class _Sampler:
         self.root = dtrtrs(bartlett, lower.T, lower=1)[0].T
 
     def _draw_noise(self, square):
+        # A half-Cauchy standard deviation is a mixture of inverse gammas: draw the mixing, then it.
         mixing = (self.unit**-2 + 1 / self.noise) / self.rng.gamma(1.0)
         rate = 1 / mixing + 0.5 * square
         self.noise = float(rate / self.rng.gamma(0.5 + 0.5 * self.reduced.n_rows))
@@ -225,14 +230,16 @@ class _Sampler:
     def _draw_normal(self, precision, slope):
         """Draw (p,) from a normal distribution; what is not identified is 0."""
         normal = self.rng.standard_normal(len(slope))
+        # Ranks should not depend on the units of columns, as in a fit.
         lengths = np.sqrt(np.maximum(precision.diagonal(), 0.0))
         lengths[lengths == 0] = 1.0
         scaled = precision / lengths / lengths[:, None]
+        # The shift shows a singular matrix; LAPACK directly, as this runs a thousand times.
         lower, singular = dpotrf(scaled - _IDENTIFIED * np.eye(len(scaled)), lower=1)
         if singular:
             values, vectors = np.linalg.eigh(scaled)
-            kept = values > _IDENTIFIED
-            root = vectors[:, kept] / np.sqrt(values[kept])
-            return root @ (root.T @ (slope / lengths) + normal[kept]) / lengths
+            free = values > _IDENTIFIED
+            root = vectors[:, free] / np.sqrt(values[free])
+            return root @ (root.T @ (slope / lengths) + normal[free]) / lengths
         half = dtrtrs(lower, slope / lengths, lower=1)[0] + normal
         return dtrtrs(lower, half, lower=1, trans=1)[0] / lengths

@@ -20,22 +20,23 @@ from pfl_sklearn.linear_model._mixed._profile import (
 from pfl_sklearn.linear_model._mixed._reduction import ReducedStack
 
 _CHEAP_CELLS = 1 << 18  # size of the reduced rows up to which we try a whole grid of variances
-_GRID = np.geomspace(1e-5, 1e5, 21)
-_LARGEST_STEP = 10.0
+_RATIO_GRID = np.geomspace(1e-5, 1e5, 21)  # every half decade
+_LARGEST_STEP = 10.0  # factor: Fisher scoring is for points near the maximum
 _FAR_FROM_ZERO = 100.0  # squared standard errors beyond which zero cannot be more likely
-_ZERO = 1e-9  # a variance ratio, on the scale of the reduction, that counts as zero
-_LARGEST = 1e14
-_START_CLIENTS, _START_STEPS, _START_TOL = 1000, 20, 3e-3
-_SMALLEST_START = 1e-6
-_HALF_RANGE = 1e-12, 1e12
+_ZERO_RATIO = 1e-9  # a variance ratio, on the scale of the reduction, that counts as zero
+_LARGEST_RATIO = 1e14  # beyond it the noise is lost in the rounding errors of 1 + ratio
+_START_CLIENTS, _START_STEPS, _START_TOL = 1000, 20, 3e-3  # of the stages that only find a start
+_SMALLEST_START = 1e-6  # of the next stage: steps are relative, so none leaves zero
+_HALF_RANGE = 1e-12, 1e12  # root mean squares of targets, whose sums of squares single floats hold
 _FEW_CELLS = 1 << 12  # size of the reduced rows up to which we try several starts
 _N_TRIED, _N_STARTS, _MORE_STARTS = 48, 3, 10
 _FEW_ROWS = 15  # per parameter, below which the likelihood often has several maxima
 _TOO_FEW_ROWS = 4  # per parameter, below which no search finds the maximum with a ridge for sure
-_SAME = 2e-3  # twice the nats by which searches may end apart at the same maximum
+_SAME_MAXIMUM = 2e-3  # twice the nats by which searches may end apart at the same maximum
 _AWAY_FROM_ZERO = 0.1  # where a parameter of zero begins its second search
 _ROUNDS, _FAR_OFF = 6, 3.0  # rounds of quasi-Newton steps; how wrong the units of one may be
-_LARGEST_FACTOR = 1e7
+_LARGEST_FACTOR = 1e7  # entry of a factor, whose square is the largest ratio
+_NOISE_NATS = 60  # that the logarithm of a noise variance moves from its start, at most
 
 
 class FoundVariances(NamedTuple):
@@ -67,22 +68,23 @@ def search_ratio(reduced, settings, max_iter, tol):
     """
     size = sum(stack.rows.size for stack in reduced.stacks)
     if size <= _CHEAP_CELLS:
-        values = [at_ratio(reduced, settings, ratio).point.criterion for ratio in _GRID]
-        start = float(_GRID[int(np.argmin(values))])
+        values = [at_ratio(reduced, settings, ratio).point.criterion for ratio in _RATIO_GRID]
+        start = float(_RATIO_GRID[int(np.argmin(values))])
     else:
         start = 1.0
-        some, half = _some_clients(reduced), _half_precision(reduced)
+        subset, half = _some_clients(reduced), _half_precision(reduced)
+        # Restricted likelihood of a subset would charge it all coefficients of the population.
         unrestricted = settings._replace(restricted=False)
-        start = _fisher_steps(some, unrestricted, start, _START_STEPS, _START_TOL).next_ratio
+        start = _fisher_steps(subset, unrestricted, start, _START_STEPS, _START_TOL).next_ratio
         start = _fisher_steps(half, settings, start, _START_STEPS, _START_TOL).next_ratio
-    found = _fisher_steps(reduced, settings, start, max_iter, tol)
-    if found.evidence < _FAR_FROM_ZERO:
-        none = at_ratio(reduced, settings, 0.0)
-        if none.point.criterion <= found.point.criterion:
-            return none._replace(n_iter=found.n_iter, converged=found.converged)
-    point = refined(reduced, found.whitened, settings, found.point)
-    ratio = found.ratio * np.eye(reduced.n_random)
-    return FoundVariances(ratio, point, found.whitened, found.n_iter, found.converged)
+    end = _fisher_steps(reduced, settings, start, max_iter, tol)
+    if end.evidence < _FAR_FROM_ZERO:  # steps are relative, so they come near zero but not to it
+        zero = at_ratio(reduced, settings, 0.0)
+        if zero.point.criterion <= end.point.criterion:
+            return zero._replace(n_iter=end.n_iter, converged=end.converged)
+    point = refined(reduced, end.whitened, settings, end.point)
+    ratio = end.ratio * np.eye(reduced.n_random)
+    return FoundVariances(ratio, point, end.whitened, end.n_iter, end.converged)
 
 
 class FisherSteps(NamedTuple):
@@ -110,9 +112,9 @@ def _fisher_steps(reduced, settings, start, max_iter, tol):
         information = squares - (share**2 / reduced.n_rows if settings.noise is None else 0.0)
         step = -slope / max(information, np.finfo(float).tiny)
         moved = np.clip(ratio + step, ratio / _LARGEST_STEP, ratio * _LARGEST_STEP)
-        if not low < moved < high:
+        if not low < moved < high:  # bisect on a logarithmic scale, or go towards zero
             moved = np.sqrt(low * high) if low > 0 else ratio / _LARGEST_STEP
-        done = abs(moved - ratio) <= tol * ratio or not _ZERO < moved < _LARGEST
+        done = abs(moved - ratio) <= tol * ratio or not _ZERO_RATIO < moved < _LARGEST_RATIO
     evidence, after = ratio**2 * information, max(float(moved), _SMALLEST_START)
     return FisherSteps(ratio, point, whitened, n_iter, bool(done), evidence, after)
 
@@ -152,21 +154,25 @@ def search_factor(reduced, settings, factor, max_iter, tol):
     search = partial(_quasi_newton, objective, factor, max_iter=max_iter, tol=tol)
     runs = [search(start) for start in _starts(reduced, factor, objective)]
     result = min(runs, key=_rank)
-    same = sum(run.fun < result.fun + _SAME / reduced.n_clients for run in runs)
+    same = sum(run.fun < result.fun + _SAME_MAXIMUM / reduced.n_clients for run in runs)
+    # With a ridge, a maximum that only one of many starts reaches may not be the largest.
     once = same == 1 and len(runs) > _N_STARTS
     hopeless = reduced.n_rows < _TOO_FEW_ROWS * len(factor.start)
     doubtful = factor.has_ridge and (once or hopeless)
-    zero = result.x**2 < 1e3 * _ZERO
+    zero = result.x**2 < 1e3 * _ZERO_RATIO
     if zero.any():  # a stationary point in any case; maybe no minimum
         moved = np.where(zero, _AWAY_FROM_ZERO, result.x)
         result = min(result, search(moved), key=_rank)
-    small = result.x**2 < 1e3 * _ZERO
+    # A variance near zero is zero if that costs nothing: reports should not say 1e-12.
+    small = result.x**2 < 1e3 * _ZERO_RATIO
     parameters = snapped_to_zero(result.x, small, objective, lambda best: 1e-10 * abs(best))
     lower = factor.matrix(parameters)
-    found = at_ratio(reduced, settings, lower @ lower.T)
     steep = np.abs(result.jac).max() > 100 * tol
+    # L-BFGS-B fails in line searches that rounding errors end; a flat slope is what counts.
     converged = bool(result.success or not steep) and not doubtful
-    return found._replace(n_iter=int(result.nit), converged=converged)
+    return at_ratio(reduced, settings, lower @ lower.T)._replace(
+        n_iter=int(result.nit), converged=converged
+    )
 
 
 def _rank(result):
@@ -193,8 +199,13 @@ def _quasi_newton(objective, factor, start, max_iter, tol):
     """
     unit, x, n_iter = np.ones(len(start)), start, 0
     for _ in range(_ROUNDS):
+
+        def scaled(t, unit=unit):
+            value, slope = objective(t * unit)
+            return value, slope * unit
+
         result = minimize(
-            lambda t, unit=unit: _times(objective(t * unit), unit),
+            scaled,
             x / unit,
             jac=True,
             method="L-BFGS-B",
@@ -208,10 +219,6 @@ def _quasi_newton(objective, factor, start, max_iter, tol):
     return OptimizeResult(x=x, fun=result.fun, jac=result.jac, nit=n_iter, success=result.success)
 
 
-def _times(valued, unit):
-    return valued[0], valued[1] * unit
-
-
 def search_noise(reduced, settings, covariance):
     """Best noise variance when the between-client covariance (q, q), or number, is known."""
 
@@ -220,9 +227,10 @@ def search_noise(reduced, settings, covariance):
 
     log_noise = _noise_start(reduced, settings, covariance)
     largest = float(np.max(covariance))
-    lowest = np.log(largest / _LARGEST) if largest > 0 else log_noise - 60
+    lowest = np.log(largest / _LARGEST_RATIO) if largest > 0 else log_noise - _NOISE_NATS
+    # Bracket the maximum that is next to the start: with few rows there may be another.
     low = high = log_noise
-    while slope(high) < 0 and high < log_noise + 60:
+    while slope(high) < 0 and high < log_noise + _NOISE_NATS:
         high += 1.0
     while slope(low) > 0 and low > lowest:
         low = max(low - 1.0, lowest)
@@ -240,7 +248,7 @@ def _noise_start(reduced, settings, covariance):
     largest = float(np.max(covariance))
     if not largest > 0 or sum(stack.rows.size for stack in reduced.stacks) > _CHEAP_CELLS:
         return log_noise
-    tried = log_noise - np.arange(0.0, min(20.0, log_noise - np.log(largest / _LARGEST)), 1.0)
+    tried = log_noise - np.arange(0.0, min(20.0, log_noise - np.log(largest / _LARGEST_RATIO)), 1.0)
     values = [
         at_ratio(reduced, settings._replace(noise=noise), covariance / noise).point.criterion
         for noise in np.exp(tried)
@@ -251,12 +259,12 @@ def _noise_start(reduced, settings, covariance):
 def _slope_in_noise(reduced, settings, covariance, noise):
     """Derivative of the criterion in the logarithm of the noise variance."""
     fixed = settings._replace(noise=noise)
-    found = at_ratio(reduced, fixed, covariance / noise)
+    ratio, point, whitened, *_ = at_ratio(reduced, fixed, covariance / noise)
     if np.ndim(covariance) == 0:
         ratio = covariance / noise
-        by_ratio = slope_spectral(reduced, found.whitened, found.point, fixed, ratio)[0] * ratio
+        by_ratio = slope_spectral(reduced, whitened, point, fixed, ratio)[0] * ratio
     else:
-        by_ratio = np.vdot(slope_matrix(reduced, found.whitened, found.point, fixed), found.ratio)
-    free = reduced.n_rows - (found.point.root.shape[1] if settings.restricted else 0)
-    square = profile(reduced, found.whitened, settings._replace(noise=None)).noise * max(free, 1)
+        by_ratio = np.vdot(slope_matrix(reduced, whitened, point, fixed), ratio)
+    free = reduced.n_rows - (point.root.shape[1] if settings.restricted else 0)
+    square = profile(reduced, whitened, settings._replace(noise=None)).noise * max(free, 1)
     return free - square / noise - by_ratio

@@ -22,9 +22,10 @@ _NORMAL_DOF = 1e3  # degrees of freedom from which Student's distribution counts
 
 
 def averaging_share(n_clients):
-    """Share of the averaged variances, beside the plug-in: 1 up to 100 clients, 0 from 1,000.
+    """Weight of errors that are averaged over the variances: 1 up to 100 clients, 0 from 1,000.
 
-    Between them, where the two hardly differ, it falls with the logarithm of the number.
+    Plug-in errors have the rest. In between the two hardly differ, and the weight falls with the
+    logarithm of the number of clients.
     """
     distance = np.log(_NONE_FROM / n_clients) / np.log(_NONE_FROM / _FULL_UP_TO)
     return float(np.clip(distance, 0.0, 1.0))
@@ -45,7 +46,7 @@ def ratio_nodes(log_likelihood, unit, scale):
     log_likelihood : callable
         From ratios (k,) to their log-likelihoods (k,), restricted.
     unit : float
-        What makes a ratio that of a row's variances, which has the prior.
+        Factor that turns the ratio into that of a row's variances, to which the prior applies.
     scale : float
         Likely size of the ratio, above 0.
     """
@@ -103,10 +104,10 @@ class Mixture(NamedTuple):
 
 
 def quantiles_between(distribution, low, high, level):
-    """Quantiles, of the shape of their bounds `low` and `high`, which may be the same.
+    """Solve for quantiles between bounds `low` and `high` of any shape, one by one.
 
-    `distribution` leads from values (k,) and positions (k,) among the flattened bounds to the
-    probabilities (k,) below.
+    `distribution` takes values (k,) and their positions (k,) among the flattened bounds, and
+    returns the probability (k,) of smaller values.
     """
     start, width = low.ravel(), (high - low).ravel()
 
@@ -115,8 +116,12 @@ def quantiles_between(distribution, low, high, level):
         return distribution(start[at] + width[at] * share, at) - level
 
     ends = np.zeros(len(start)), np.ones(len(start))
-    tolerances = {"xatol": _QUANTILE_TOLERANCE, "xrtol": 0.0}
-    shares = find_root(distance, ends, args=(np.arange(len(start)),), tolerances=tolerances).x
+    shares = find_root(
+        distance,
+        ends,
+        args=(np.arange(len(start)),),
+        tolerances={"xatol": _QUANTILE_TOLERANCE, "xrtol": 0.0},
+    ).x
     # Equal bounds have no root between them, and are the quantile.
     return (start + np.where(width > 0, width * shares, 0.0)).reshape(low.shape)
 

@@ -80,7 +80,7 @@ def round_curves(
 
 
 def _worth_drawing(fitted, report):
-    """Names of the quantities that say something: no bound that never moved, for one."""
+    """Names of the quantities to draw by default: those that are defined and not constant."""
     history = fitted.history_
     bound = history.get("clip_norm", np.array([math.inf]))
     clips = np.isfinite(bound).any()
@@ -143,7 +143,7 @@ def _epsilon_curve(fitted, report):
 
 
 def _some_rounds(n_rounds):
-    """Rounds to compute epsilon at: all if they are few, else close where it grows fast."""
+    """Rounds at which to compute epsilon: all of a few, otherwise more of the early ones."""
     if n_rounds <= _MOST_EPSILONS:
         return np.arange(1, n_rounds + 1)
     grid = np.linspace(0, 1, _MOST_EPSILONS) ** 2  # epsilon grows with about the root

@@ -18,7 +18,7 @@ _NOISE_LEVELS = (np.arange(200) + 0.5) / 200  # probabilities, of draws of the n
 
 
 class Frame(NamedTuple):
-    """What leads from centred, scaled columns back to those of the data."""
+    """How the columns of the fit were centred and scaled, and the way back."""
 
     scale: np.ndarray  # (p,), that multiplied the columns
     centre: np.ndarray  # (p,), that was subtracted from the columns before
@@ -123,7 +123,7 @@ class LazyAverages:
 
 
 class AveragedPosterior:
-    """Posterior of clients: averaged over the variances, and for the rest of `share` plug-in."""
+    """Posterior of clients: a mean, weighted by `share`, of the averaged and the plug-in one."""
 
     def __init__(self, plug_in, share, source, coefficients):
         self.plug_in, self.share, self.source = plug_in, share, source

@@ -34,7 +34,7 @@ def rows_to_spare(table, varies):
 
 
 def warn_of_few_rows(table, averaged=True):
-    """Say that there is no noise to be seen, and whether posterior means stand in."""
+    """Warn that the rows cannot tell noise from differences between clients, and what we did."""
     sizes, names = np.bincount(table.codes), table.names[: table.n_random]
     outcome = "The noise variance is estimated as 0, and standard deviations are too small."
     if averaged:

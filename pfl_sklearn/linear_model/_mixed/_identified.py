@@ -1,7 +1,7 @@
-"""What the rows of a linear model leave open, for the warnings that name the columns.
+"""Checks of what the rows of a linear model identify, and warnings that name the columns.
 
-A variance between clients of which the likelihood knows nothing, coefficients of the population
-that are not identified, and rows that are fitted exactly.
+The rows may say nothing about a variance between clients or about a coefficient of the population,
+and they may be fitted exactly.
 """
 
 from collections.abc import Iterable
@@ -34,7 +34,7 @@ def check_noise_identified(table, noise, alternative=""):
 
 
 def flat_variances(reduced, first):
-    """Variances (q,) that the restricted likelihood does not know, and columns (p,) that cause it.
+    """Variances (q,) on which restricted likelihood does not depend, and columns (p,) that cause it.
 
     Restricted likelihood is that of contrasts K'y with K'X = 0. Where the population's columns span
     a coefficient's column of every client (its values there, 0 elsewhere), these have no part in

@@ -1,6 +1,7 @@
 """Linear regressions under mixture priors: AdaMix for regression, and the model of FedEM."""
 
 import warnings
+from collections.abc import Iterable
 
 import numpy as np
 from scipy.optimize import minimize_scalar
@@ -49,7 +50,7 @@ def fit_mixture_prior(table, prior, options):
     space, pooled = _start_space(reduced, options)
     if covariance_type in ("diag", "full"):
         reduced = reduce_table(table, spectral=False, scale=reduced.scale, n_jobs=options.n_jobs)
-    sizes = [prior.n_components]
+    sizes: Iterable[int] = [prior.n_components]
     if prior.n_components == "bic":
         sizes = range(1, min(prior.max_components, table.n_clients) + 1)
     best, best_bic, best_size = None, np.inf, 0

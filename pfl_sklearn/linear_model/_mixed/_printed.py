@@ -5,7 +5,7 @@ variances, and clusters of point estimates inherit the error of every client. We
 to reproduce the published figures; do not use them for analysis.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import softmax
@@ -211,7 +211,8 @@ def fit_clustered(table, prior, options):
     step = _step_of_mixture if spread else _step_of_points
     sharpest = grams.curvature() / noise
     rate = options.learning_rate or 1 / (sharpest + 1.0)
-    state, n_iter, change, smallest = None, 0, np.inf, rate
+    state: Any = None
+    n_iter, change, smallest = 0, np.inf, rate
     while n_iter < options.max_iter and change > options.tol:
         n_iter += 1
         state = _cluster(theta, prior, state)

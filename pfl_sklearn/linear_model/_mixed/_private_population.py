@@ -5,7 +5,7 @@ The clients' posteriors use each client's own exact rows and the released popula
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -209,6 +209,7 @@ def _whiten_batch(clients, table, root):
     # An error would tell that a client has such a row. NaN fails the comparison, too.
     table[~(np.abs(table).max(axis=2) < _LARGEST_ENTRY)] = 0.0
     if table.shape[1] > q:
-        table = np.linalg.qr(table, mode="r")[:, :q]
+        triangular: Any = np.linalg.qr(table, mode="r")
+        table = triangular[:, :q]
     left, values, _ = np.linalg.svd(table[:, :, :q] @ root, full_matrices=False)
     return clients, left.transpose(0, 2, 1) @ table / np.hypot(1, values)[..., None]

@@ -291,7 +291,8 @@ def _release_report(table, moments, mechanism, release, sizes, noisy, seeded, na
 def _report_of_nothing(table, release, names):
     """Report of a fit whose population is known, under the unit and relation of the user."""
     public = release.relation == "replace_one"
-    report = PrivacyReport.of_known_population(*names, table.n_clients if public else None)
+    n_clients = table.n_clients if public else None
+    report = PrivacyReport.of_known_population(names[0], names[1], n_clients)
     return _with_public_numbers(report, public, unit=release.unit, relation=release.relation)
 
 

@@ -7,7 +7,7 @@ eigenvectors of Z Z', makes the rows independent under a spherical covariance.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ class ReducedStack(NamedTuple):
 
     clients: np.ndarray  # (b,)
     rows: np.ndarray  # (b, k, p + 1): random columns, fixed columns, target
-    eigenvalues: np.ndarray | None  # (b, k) of Z Z', if the rows were rotated to them
+    eigenvalues: Any  # (b, k) of Z Z'; None unless the rows were rotated to them
 
 
 class Reduced(NamedTuple):
@@ -137,7 +137,7 @@ def _reduce_batch(clients, table, n_random, spectral):
     size = table.shape[2] - n_random
     remainder = np.zeros((size, size))
     if table.shape[1] > n_random:  # fewer rows have no zeros to gain
-        triangular = np.linalg.qr(table, mode="r")
+        triangular: Any = np.linalg.qr(table, mode="r")
         left = triangular[:, n_random:, n_random:].reshape(-1, size)
         table, remainder = triangular[:, :n_random], left.T @ left
     if not spectral:
@@ -155,8 +155,7 @@ def _joined_stacks(stacks):
     joined = []
     for size in sorted({stack.rows.shape[1] for stack in stacks}):
         same = [stack for stack in stacks if stack.rows.shape[1] == size]
-        columns = zip(*same, strict=True)
-        joined.append(
-            ReducedStack(*(None if each[0] is None else np.concatenate(each) for each in columns))
-        )
+        clients, rows, values = (list(parts) for parts in zip(*same, strict=True))
+        eigenvalues = None if values[0] is None else np.concatenate(values)
+        joined.append(ReducedStack(np.concatenate(clients), np.concatenate(rows), eigenvalues))
     return joined

@@ -5,7 +5,7 @@ fixed coefficients and the noise variance. Only the component is latent: with th
 integrated out, variance steps are large even if clients have fewer rows than coefficients.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import minimize
@@ -255,8 +255,9 @@ def _factor_step(reduced, state, k, share, covariance_type):
         return value, factor.pull_back(2 * slope @ lower)
 
     start = state.factors[k].ravel()[factor.positions]
-    options = {"maxiter": _FACTOR_STEPS}
-    best = minimize(objective, start, jac=True, method="L-BFGS-B", options=options)
+    best: Any = minimize(
+        objective, start, jac=True, method="L-BFGS-B", options={"maxiter": _FACTOR_STEPS}
+    )
     return factor.matrix(best.x)
 
 

@@ -1,10 +1,10 @@
 """Searches for the variances of a linear mixed model, which maximize the profiled likelihood."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import OptimizeResult, brentq, minimize
+from scipy.optimize import brentq, minimize
 
 from pfl_sklearn.linear_model._algebra import snapped_to_zero, square_root
 from pfl_sklearn.linear_model._mixed._profile import (
@@ -24,7 +24,7 @@ _RATIO_GRID = np.geomspace(1e-5, 1e5, 21)  # every half decade
 _LARGEST_STEP = 10.0  # factor: Fisher scoring is for points near the maximum
 _FAR_FROM_ZERO = 100.0  # squared standard errors beyond which zero cannot be more likely
 _ZERO_RATIO = 1e-9  # a variance ratio, on the scale of the reduction, that counts as zero
-_LARGEST_RATIO = 1e14  # beyond it the noise is lost in the rounding errors of 1 + ratio
+_LARGEST_SEARCHED = 1e14  # beyond it the noise is lost in the rounding errors of 1 + ratio
 _START_CLIENTS, _START_STEPS, _START_TOL = 1000, 20, 3e-3  # of the stages that only find a start
 _SMALLEST_START = 1e-6  # of the next stage: steps are relative, so none leaves zero
 _HALF_RANGE = 1e-12, 1e12  # root mean squares of targets, whose sums of squares single floats hold
@@ -102,7 +102,7 @@ class FisherSteps(NamedTuple):
 def _fisher_steps(reduced, settings, start, max_iter, tol):
     """Fisher scoring for a ratio, bracketed by the last ratios with slopes of either sign."""
     moved, low, high, n_iter, done = start, 0.0, np.inf, 0, False
-    whitened = None
+    whitened: Any = None
     while not done and n_iter < max_iter:
         n_iter, ratio = n_iter + 1, moved
         whitened = whiten_spectral(reduced, ratio, whitened)
@@ -114,7 +114,7 @@ def _fisher_steps(reduced, settings, start, max_iter, tol):
         moved = np.clip(ratio + step, ratio / _LARGEST_STEP, ratio * _LARGEST_STEP)
         if not low < moved < high:  # bisect on a logarithmic scale, or go towards zero
             moved = np.sqrt(low * high) if low > 0 else ratio / _LARGEST_STEP
-        done = abs(moved - ratio) <= tol * ratio or not _ZERO_RATIO < moved < _LARGEST_RATIO
+        done = abs(moved - ratio) <= tol * ratio or not _ZERO_RATIO < moved < _LARGEST_SEARCHED
     evidence, after = ratio**2 * information, max(float(moved), _SMALLEST_START)
     return FisherSteps(ratio, point, whitened, n_iter, bool(done), evidence, after)
 
@@ -216,7 +216,8 @@ def _quasi_newton(objective, factor, start, max_iter, tol):
         unit = np.maximum(factor.row_scales(x), 1.0)
         if np.all(unit < _FAR_OFF * before):
             break
-    return OptimizeResult(x=x, fun=result.fun, jac=result.jac, nit=n_iter, success=result.success)
+    result.update(x=x, nit=n_iter)
+    return result
 
 
 def search_noise(reduced, settings, covariance):
@@ -227,7 +228,7 @@ def search_noise(reduced, settings, covariance):
 
     log_noise = _noise_start(reduced, settings, covariance)
     largest = float(np.max(covariance))
-    lowest = np.log(largest / _LARGEST_RATIO) if largest > 0 else log_noise - _NOISE_NATS
+    lowest = np.log(largest / _LARGEST_SEARCHED) if largest > 0 else log_noise - _NOISE_NATS
     # Bracket the maximum that is next to the start: with few rows there may be another.
     low = high = log_noise
     while slope(high) < 0 and high < log_noise + _NOISE_NATS:
@@ -248,7 +249,9 @@ def _noise_start(reduced, settings, covariance):
     largest = float(np.max(covariance))
     if not largest > 0 or sum(stack.rows.size for stack in reduced.stacks) > _CHEAP_CELLS:
         return log_noise
-    tried = log_noise - np.arange(0.0, min(20.0, log_noise - np.log(largest / _LARGEST_RATIO)), 1.0)
+    tried = log_noise - np.arange(
+        0.0, min(20.0, log_noise - np.log(largest / _LARGEST_SEARCHED)), 1.0
+    )
     values = [
         at_ratio(reduced, settings._replace(noise=noise), covariance / noise).point.criterion
         for noise in np.exp(tried)

@@ -46,7 +46,7 @@ def _p_value(case, row, best):
         factor, n_covariances = _full_without(reduced, row), len(row) - 1
     else:
         # An intercept of uncentred columns combines several coefficients: none of them may vary.
-        left, n_variances = family.varies & (row == 0), np.count_nonzero(row)
+        left, n_variances = family.varies & (row == 0), int(np.count_nonzero(row))
         factor = factor_of("diag", len(row), varies=left) if left.any() else None
     if factor is None:
         smaller = at_ratio(reduced, case.settings, np.zeros((len(row),) * 2))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 from scipy.special import ndtri
 from scipy.stats import beta
 
-__all__ = ["gdp_lower_bound", "odds_lower_bound"]
+from pfl_sklearn._typing import Floats
 
-Floats = npt.NDArray[np.float64]
+__all__ = ["gdp_lower_bound", "odds_lower_bound"]
 
 
 def gdp_lower_bound(with_canary: Floats, without: Floats, alpha: float = 1e-3) -> float:

@@ -11,10 +11,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from scipy.special import erfcx, log_ndtr, ndtr
 
-Floats = npt.NDArray[np.float64]
+from pfl_sklearn._typing import Floats
 
 # Tails beyond this many standard deviations, a mass of 1e-23, count as infinite losses.
 _TAIL = 10.0

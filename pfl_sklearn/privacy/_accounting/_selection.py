@@ -15,8 +15,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy._accounting._events import Event, check_relation
 from pfl_sklearn.privacy._accounting._gaussian_dp import check_delta
 from pfl_sklearn.privacy._accounting._losses import Round
@@ -180,7 +180,7 @@ class _KnownParticipation(NamedTuple):
     mu: float
     rate: float
 
-    def divergence(self, orders: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def divergence(self, orders: Floats) -> Floats:
         """Renyi divergences (k,) of `orders` (k,) above 1."""
         with_client = self.mu**2 * orders * (orders - 1) / 2
         moments = np.logaddexp(math.log1p(-self.rate), math.log(self.rate) + with_client)

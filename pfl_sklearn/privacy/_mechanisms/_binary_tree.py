@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy._mechanisms._running_sums import RunningSums
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)

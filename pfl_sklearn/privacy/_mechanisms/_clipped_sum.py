@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pfl_sklearn._typing import Bools, Floats
 from pfl_sklearn.privacy._accounting._composition import events_epsilon
 from pfl_sklearn.privacy._accounting._events import SampledGaussian
 from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid
-
-Floats = npt.NDArray[np.float64]
 
 _SMALLEST_BOUND, _LARGEST_BOUND = 1e-100, 1e100
 _SMALLEST_NOISE = 1e-12
@@ -170,7 +169,7 @@ class ClippedSum:
 
     def next_bound(
         self,
-        within: npt.NDArray[np.bool_],
+        within: Bools,
         bound: float,
         n_expected: float,
         rng: np.random.Generator,
@@ -259,7 +258,7 @@ _SAMPLING_NAMES = {
 }
 
 
-def _clipped_sum(messages: npt.NDArray[Any], bound: float) -> tuple[Floats, npt.NDArray[np.bool_]]:
+def _clipped_sum(messages: npt.NDArray[Any], bound: float) -> tuple[Floats, Bools]:
     """Sum of clipped messages (k, ...) in float64, and which of them (k,) were within the bound.
 
     Messages of another type are converted a few at a time: a copy of all would take the most
@@ -277,7 +276,7 @@ def _clipped_sum(messages: npt.NDArray[Any], bound: float) -> tuple[Floats, npt.
     return total, within
 
 
-def _clipped(messages: Floats, bound: float) -> tuple[Floats, npt.NDArray[np.bool_]]:
+def _clipped(messages: Floats, bound: float) -> tuple[Floats, Bools]:
     """Messages (k, ...) of L2 norm at most `bound`, and which of them (k,) were so before.
 
     Every message is judged and changed by itself, so that none moves another by a rounding error.

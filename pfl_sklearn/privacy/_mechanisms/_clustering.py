@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_mu
 from pfl_sklearn.privacy._mechanisms._gaussian import GaussianMechanism
-
-Floats = npt.NDArray[np.float64]
 
 _SQUARE_SCALE = 0.5
 _HIGHEST_GAIN, _LEAST_LOWEST_GAIN = 2.0, 3.0

@@ -6,11 +6,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)

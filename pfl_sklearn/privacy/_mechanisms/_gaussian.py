@@ -8,12 +8,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_epsilon, gdp_mu
 from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid, public_grid
-
-Floats = npt.NDArray[np.float64]
 
 
 def clip_l2(vectors: Floats, radius: float) -> Floats:

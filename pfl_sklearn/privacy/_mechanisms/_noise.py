@@ -7,11 +7,10 @@ import numbers
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import brentq
 from sklearn.utils import check_random_state
 
-Floats = npt.NDArray[np.float64]
+from pfl_sklearn._typing import Bools, Floats
 
 _RESOLUTION = 1 << 52
 
@@ -29,9 +28,7 @@ def noise_generator(random_state: Any) -> tuple[np.random.Generator, bool]:
     return np.random.default_rng(words), True
 
 
-def bernoulli(
-    probability: Floats, lowest: float, rng: np.random.Generator
-) -> npt.NDArray[np.bool_]:
+def bernoulli(probability: Floats, lowest: float, rng: np.random.Generator) -> Bools:
     """Bits that are 1 with `probability`, drawn by comparing integers.
 
     Probabilities are rounded up to multiples of 2**-52 and kept within [lowest, 1 - lowest], so

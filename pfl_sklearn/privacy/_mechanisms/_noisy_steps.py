@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy._accounting._composition import events_epsilon
 from pfl_sklearn.privacy._accounting._events import SampledGaussian
 from pfl_sklearn.privacy._mechanisms._clipped_sum import Released
 from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid
-
-Floats = npt.NDArray[np.float64]
 
 _SMALLEST_BOUND, _LARGEST_BOUND = 1e-100, 1e100
 _SMALLEST_NOISE = 1e-12

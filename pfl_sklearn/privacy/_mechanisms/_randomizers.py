@@ -8,13 +8,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from scipy.special import expit
 
+from pfl_sklearn._typing import Bools, Floats, Integers
 from pfl_sklearn.privacy._mechanisms._noise import bernoulli
-
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 
 
 def _check_local_epsilon(epsilon: float) -> None:
@@ -178,8 +175,8 @@ class TwoBit:
 
     def privatize(
         self,
-        successes: npt.NDArray[np.int64],
-        trials: npt.NDArray[np.int64],
+        successes: Integers,
+        trials: Integers,
         rng: np.random.Generator,
     ) -> TwoBitReports:
         """One bit per client, and the question that it answers.
@@ -269,7 +266,7 @@ class SubsetSelection:
         inside, other = self.inside_probability, self._other(self.subset_size)
         return max(inside * (1 - inside), other * (1 - other)) / (inside - other) ** 2
 
-    def privatize(self, categories: npt.NDArray[np.int64], rng: np.random.Generator) -> Bools:
+    def privatize(self, categories: Integers, rng: np.random.Generator) -> Bools:
         """One random subset of the categories per client.
 
         Parameters

@@ -8,9 +8,8 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from pfl_sklearn._typing import Floats
 
 _HUGE = 1e150  # largest value in units of its bound; squares beyond it would overflow
 _EXTRA = 1 / 8  # norm of an extra entry, as a share of the norm of the moments

@@ -7,9 +7,8 @@ from abc import ABC, abstractmethod
 import numpy as np
 import numpy.typing as npt
 
+from pfl_sklearn._typing import Bools, Floats
 from pfl_sklearn.privacy._mechanisms._noise import public_grid
-
-Floats = npt.NDArray[np.float64]
 
 
 class RunningSums(ABC):
@@ -84,7 +83,7 @@ class RunningSums(ABC):
         return np.rint((sums + self.advance(registers, index, rng)) / grid) * grid
 
 
-def bounded(values: Floats, low: Floats, high: Floats) -> tuple[Floats, npt.NDArray[np.bool_]]:
+def bounded(values: Floats, low: Floats, high: Floats) -> tuple[Floats, Bools]:
     """Values (n,) clipped to their ranges, as numbers from -1/2 to 1/2, and which were clipped."""
     inside = np.clip(values, low, high)
     return np.clip((inside - low) / (high - low) - 0.5, -0.5, 0.5), inside != values

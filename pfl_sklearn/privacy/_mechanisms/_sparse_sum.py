@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from scipy.sparse import csc_array
 
+from pfl_sklearn._clients import Codes
+from pfl_sklearn._typing import Bools, Floats
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum, Released
 from pfl_sklearn.privacy._mechanisms._noise import public_grid
-
-Floats = npt.NDArray[np.float64]
-Codes = npt.NDArray[np.intp]
 
 
 class SparseMessages(NamedTuple):
@@ -94,7 +92,7 @@ class SparseClippedSum:
         return np.rint(values / grid) * grid
 
 
-def _clipped_values(messages: SparseMessages, bound: float) -> tuple[Floats, npt.NDArray[np.bool_]]:
+def _clipped_values(messages: SparseMessages, bound: float) -> tuple[Floats, Bools]:
     """Values of messages of L2 norm at most `bound`, and which clients (k,) were so before.
 
     A message that is not finite, or whose squared norm is not, becomes 0.

@@ -13,9 +13,8 @@ import numpy.typing as npt
 from scipy.linalg import solve_banded
 from scipy.optimize import brentq
 
+from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy._mechanisms._running_sums import RunningSums
-
-Floats = npt.NDArray[np.float64]
 
 _UNKNOWN_HORIZON = 0.45  # exponent of the encoder where any number of steps may follow
 _LONGEST = 10**8  # steps at which the exponentials still follow the power without a horizon

@@ -15,6 +15,7 @@ from typing import Any, Self
 from pfl_sklearn._compat import FIT_OF_A_SEARCH, VALIDATION_MODULE
 from pfl_sklearn._version import __version__
 from pfl_sklearn._warnings import callers, warn_caller
+from pfl_sklearn.privacy._accounting._events import as_json, from_json
 
 __all__ = ["PrivacyReport", "PrivacyWarning"]
 
@@ -209,9 +210,9 @@ class PrivacyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that ``json.dumps(..., allow_nan=False)`` accepts; infinity is "inf"."""
-        values = dataclasses.asdict(self)
-        values["epsilon_under"] = {name: as_json(value) for name, value in self.epsilon_under}
-        return {name: as_json(value) for name, value in values.items()}
+        values = {**dataclasses.asdict(self), "epsilon_under": dict(self.epsilon_under)}
+        plain: dict[str, Any] = as_json(values)
+        return plain
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -235,11 +236,8 @@ class PrivacyReport:
             raise ValueError(
                 f"schema_version must be {_SCHEMA_VERSION}; got {values.get('schema_version')!r}."
             )
-        plain = {name: _from_json(value) for name, value in values.items()}
-        plain["epsilon_under"] = tuple(
-            (name, _from_json(value)) for name, value in values["epsilon_under"].items()
-        )
-        return cls(**plain)
+        plain = from_json(values)
+        return cls(**{**plain, "epsilon_under": tuple(plain["epsilon_under"].items())})
 
     def to_json(self) -> str:
         """The report as JSON text."""
@@ -420,22 +418,3 @@ def report_lines(rows: list[tuple[str, str]]) -> list[str]:
         head, indent = f"  {title:<{width}}", " " * (width + 2)
         lines += textwrap.wrap(text, 96, initial_indent=head, subsequent_indent=indent) or [head]
     return lines
-
-
-def as_json(value: Any) -> Any:
-    """Plain values for JSON: tuples become lists, infinity becomes "inf"."""
-    if isinstance(value, float) and math.isinf(value):
-        return "inf"
-    if isinstance(value, tuple | list):
-        return [as_json(item) for item in value]
-    if isinstance(value, dict):
-        return {name: as_json(item) for name, item in value.items()}
-    return value
-
-
-def _from_json(value: Any) -> Any:
-    if value == "inf":
-        return math.inf
-    if isinstance(value, list):
-        return tuple(_from_json(item) for item in value)
-    return value

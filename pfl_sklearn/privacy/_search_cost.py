@@ -14,8 +14,9 @@ from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._nesting import inner_estimator, is_transparent
 from pfl_sklearn._version import __version__
+from pfl_sklearn.privacy._accounting._events import as_json
 from pfl_sklearn.privacy._pipeline_report import leak_of
-from pfl_sklearn.privacy._report import as_json, report_lines
+from pfl_sklearn.privacy._report import report_lines
 from pfl_sklearn.privacy._spending import (
     Stated,
     of_all_fits,

@@ -9,27 +9,25 @@ from functools import lru_cache
 
 from pfl_sklearn.privacy._accounting._composition import REPORT_GRID, epsilon_on_grid
 from pfl_sklearn.privacy._accounting._events import (
-    RELATIONS,
     UNBOUNDED,
     GaussianEvent,
     SampledGaussian,
     check_relation,
+    contribution_sensitivity,
 )
 from pfl_sklearn.privacy._accounting._gaussian_dp import check_delta, gdp_epsilon, gdp_mu
-from pfl_sklearn.privacy._accounting._losses import Grid
+from pfl_sklearn.privacy._accounting._losses import LARGEST_EXPONENT, Grid
 
 __all__ = ["calibrate_noise", "calibrate_rounds", "epsilon_spent"]
 
-# An add/remove sensitivity bounds the others: a replacement removes one contribution and adds
-# another; zeroing out removes one.
-_FROM_ADD_REMOVE = {"add_remove": 1.0, "replace_one": 2.0, "zero_out": 1.0}
+# Ten times coarser than the grid of reports, so ten times as fast. Its points are points of that
+# grid as well, so its epsilon is the larger one and noise that suffices here suffices there.
 _SEARCH_GRID = Grid(step=1e-3, most_points=200_000)
 _NOISE_PRECISION = 1e-3  # of a noise multiplier, relative
 _RATE_PRECISION = 1e-4  # of what a trial may spend, relative
 # Share of epsilon kept back in the search: without it, rounding could put the reported epsilon
 # above the target.
-_MARGIN = 1e-6
-_LARGEST_LOG = 700.0  # above it, the exponential overflows
+_EPSILON_MARGIN = 1e-6
 
 
 def epsilon_spent(
@@ -189,7 +187,7 @@ def calibrate_rounds(
     relation = rounds.native_relation if relation is None else relation
     check_relation(relation)
     if math.isinf(epsilon) or n_rounds == 0:
-        return 0.0
+        return 0.0  # nothing is promised, or nothing is released
     if rounds.spending(relation) is UNBOUNDED:
         raise ValueError(
             f"relation must be 'zero_out' or 'replace_one' for rounds; got {relation!r}. Rounds "
@@ -207,7 +205,7 @@ def _calibrated(
     relation: str,
     besides: GaussianEvent | None,
 ) -> float:
-    """Noise multiplier of `rounds`, whose own is ignored."""
+    """Smallest noise multiplier for `rounds`, whose own one is ignored."""
     others = () if besides is None else ((besides, 1),)
 
     def spent(noise_multiplier: float, grid: Grid) -> float:
@@ -215,20 +213,25 @@ def _calibrated(
         return epsilon_on_grid(((event, 1), *others), delta, relation, grid)
 
     mu = _mu_left(gdp_mu(epsilon, delta), besides, relation)
-    sensitivity = 2.0 if relation == "replace_one" else 1.0
-    noise = sensitivity * math.sqrt(rounds.n_rounds) / mu  # enough without sampling
+    sensitivity = contribution_sensitivity(relation)
+    # Enough without sampling: T rounds are Gaussian DP with sqrt(T) times the sensitivity. So it is
+    # enough with it, as the total never exceeds the cost without credit for sampling.
+    noise = sensitivity * math.sqrt(rounds.n_rounds) / mu
     if rounds.rate < 1:
-        target, enough = epsilon * (1 - _MARGIN), noise * (1 + 2 * _MARGIN)
-        found = _smallest_within(
+        # The search has a target slightly below epsilon, so it may need slightly more noise.
+        target, enough = epsilon * (1 - _EPSILON_MARGIN), noise * (1 + 2 * _EPSILON_MARGIN)
+        smallest = _smallest_within(
             lambda z: spent(z, _SEARCH_GRID) / target,
-            sensitivity / _usual_mu(rounds, mu),
+            sensitivity / _approximate_mu_of_round(rounds, mu),
             bounds=(0.0, enough),
             precision=_NOISE_PRECISION,
-            widening=1.05,
+            widening=1.05,  # the guess is mostly within a few percent
         )
-        noise = enough if found is None else found
+        noise = enough if smallest is None else smallest
         return _enlarged(noise, enough, spent, epsilon) if rounds.rate <= 2 * delta else noise
-    step = 1e-9  # doubles, since little may be left besides what else is released
+    # The closed form is exact but for rounding, which may put the reported epsilon above the
+    # target. The step doubles, since other releases may leave little of it.
+    step = 1e-9
     while spent(noise, REPORT_GRID) > epsilon:
         noise, step = noise * (1 + step), 2 * step
     return noise
@@ -242,6 +245,7 @@ def _mu_left(mu: float, besides: GaussianEvent | None, relation: str) -> float:
             f"besides={besides!r} spends mu={taken:.4g} under {relation!r}; expected less than the "
             f"{mu:.4g} of epsilon and delta."
         )
+    # sqrt(mu^2 - taken^2), as squares of mu add up; the product keeps digits where they are close.
     return math.sqrt((mu - taken) * (mu + taken))
 
 
@@ -253,19 +257,23 @@ def _enlarged(
     Where a client takes part with a probability of almost exactly delta, rounding errors decide,
     and the finer grid may answer more than that of the search.
     """
+    # Each factor is the square of the one before: `enough` may be many orders of magnitude away.
     growth = 2.0
     while noise < enough and spent(noise, REPORT_GRID) > epsilon:
         noise, growth = min(noise * growth, enough), growth**2
     return noise
 
 
-def _usual_mu(rounds: SampledGaussian, mu: float) -> float:
+def _approximate_mu_of_round(rounds: SampledGaussian, mu: float) -> float:
     """Gaussian-DP parameter of one round with the client, if all rounds are mu-GDP together.
 
-    It holds in the limit of many rounds.
+    It holds in the limit of many rounds, so it is a guess and no bound.
     """
     if rounds.sampling == "fixed":
+        # Participation is known: about q T rounds count, each in full.
         return mu / math.sqrt(rounds.rate * rounds.n_rounds)
+    # Central limit theorem of Gaussian DP for Poisson samples (Bu, Dong, Long and Su, 2020):
+    # mu^2 = q^2 T (e^(mu_1^2) - 1).
     per_round = mu / (rounds.rate * math.sqrt(rounds.n_rounds))
     return math.sqrt(math.log1p(per_round * per_round))
 
@@ -273,13 +281,14 @@ def _usual_mu(rounds: SampledGaussian, mu: float) -> float:
 def usual_mu(rounds: SampledGaussian, relation: str) -> float:
     """Gaussian-DP parameter of all rounds together, in the limit of many rounds.
 
-    It is at most that of rounds with all clients. This is the inverse of ``_usual_mu``.
+    It is at most that of rounds with all clients. This is the inverse of
+    ``_approximate_mu_of_round``. It splits a budget between releases and promises nothing.
     """
-    one = (2.0 if relation == "replace_one" else 1.0) / rounds.noise_multiplier
+    one = contribution_sensitivity(relation) / rounds.noise_multiplier
     everyone = one * math.sqrt(rounds.n_rounds)
     if rounds.sampling == "fixed":
         return everyone * math.sqrt(rounds.rate)
-    if one * one > _LARGEST_LOG:
+    if one * one > LARGEST_EXPONENT:  # so little noise that sampling gives no credit
         return everyone
     sampled = rounds.rate * math.sqrt(rounds.n_rounds * math.expm1(one * one))
     return min(everyone, sampled) if rounds.rate < 1 else everyone
@@ -293,14 +302,15 @@ def largest_within(
     `spent` increases with the rate. It is slow and hard to compute where it is large, so the
     search starts at `guess`.
     """
-    found = _smallest_within(
-        lambda less: spent(high / less) / epsilon,
+    # What shrinks a rate plays the part of noise: the more of it, the less is spent.
+    reduction = _smallest_within(
+        lambda reduction: spent(high / reduction) / epsilon,
         high / guess,
         bounds=(1.0, high / low),
         precision=_RATE_PRECISION,
         widening=2.0,
     )
-    return None if found is None else high / found
+    return None if reduction is None else high / reduction
 
 
 def _smallest_within(
@@ -316,6 +326,7 @@ def _smallest_within(
     `share` decreases. The search widens a bracket around `guess`, first by the factor `widening`
     and then by its square each time, and narrows it by power laws through its ends.
     """
+    # Throughout, share(high) <= 1 once the first loop ends, so what is returned never overspends.
     lowest, highest = bounds
     high, low = min(guess, highest), None
     while share(high) > 1:
@@ -344,31 +355,36 @@ def _smallest_within(
 def _between(low: float, high: float, above: float, below: float, precision: float) -> float:
     """Where a power law through two shares reaches 1, kept off the ends of the bracket."""
     width = math.log(high / low)
-    fraction = 0.5
+    fraction = 0.5  # a share of 0 or infinity has no logarithm: bisect
     if below > 0 and math.isfinite(above):
         fraction = math.log(above) / math.log(above / below)
+    # At least 0.4 of the precision off the ends, or the bracket might shrink from one side for
+    # ever; aiming slightly high makes the upper end, which is the answer, move.
     margin = min(0.5, 0.4 * precision / width)
     inside = min(max(fraction + margin / 2, margin), 1 - margin)
     return low * math.exp(inside * width)
 
 
 def _over_releases(value: float, n_releases: int) -> float:
+    """Sensitivity or Gaussian-DP parameter of all releases together, from that of one."""
     if n_releases < 1:
         raise ValueError(f"n_releases must be at least 1; got {n_releases!r}.")
     return value * math.sqrt(n_releases)
 
 
 def _sensitivity_under(sensitivity: float, relation: str, under: str | None) -> float:
+    """Sensitivity under `under`, from the one under `relation`; None stands for `relation`."""
     if not sensitivity > 0:
         raise ValueError(f"sensitivity must be above 0; got {sensitivity!r}.")
-    for name, value in (("relation", relation), ("under", under)):
-        if value not in RELATIONS and not (name == "under" and value is None):
-            raise ValueError(f"{name} must be one of {', '.join(RELATIONS)}; got {value!r}.")
+    check_relation(relation)
     if under is None or under == relation:
         return sensitivity
+    check_relation(under, "under")
+    # A bound on replacements says nothing of one client alone, nor zeroing out of a new client.
     if relation != "add_remove":
         raise ValueError(
             f"a sensitivity under relation={relation!r} does not determine the one "
             f"under={under!r}; give the sensitivity under relation='add_remove'."
         )
-    return sensitivity * _FROM_ADD_REMOVE[under]
+    # A replacement removes one contribution and adds another; zeroing out removes one.
+    return sensitivity * contribution_sensitivity(under)

@@ -13,7 +13,8 @@ from pfl_sklearn.privacy._accounting._losses import Grid, Round, composed_epsilo
 
 __all__ = ["events_epsilon"]
 
-# Steps small enough for the epsilon that is reported, and an upper limit on memory.
+# Discretization is pessimistic: a smaller step gives a smaller epsilon, which is still an upper
+# estimate. Two million points limit memory and time.
 REPORT_GRID = Grid(step=1e-4, most_points=2_000_000)
 _ADVERSARIES = ("clients", "outsiders")
 
@@ -102,6 +103,7 @@ def events_epsilon(
     check_relation(relation)
     if adversary not in _ADVERSARIES:
         raise ValueError(f"adversary must be 'clients' or 'outsiders'; got {adversary!r}.")
+    # Sorted, so that the order of events changes neither the sum's rounding nor the cache's key.
     counts = tuple(sorted(Counter(events).items(), key=repr))
     return epsilon_on_grid(counts, float(delta), relation, REPORT_GRID, adversary)
 
@@ -125,15 +127,19 @@ def epsilon_on_grid(
         pure.update(dict.fromkeys(spending.pure, times))
     mu = compose_gdp(mus)
     bound = _without_amplification(mu, rounds, pure, delta)
+    # Gaussian releases alone, or one pair alone: the closed form is the answer. The numerical one
+    # may even be too small at a tiny delta.
     exact = not rounds and pure.total() + (mu > 0) <= 1
     if exact or bound == 0 or math.isinf(mu):
         return bound
-    parts = tuple(sorted(rounds.items())), tuple(sorted(pure.items()))
-    return min(bound, composed_epsilon(mu, *parts, delta, grid))
+    counted = tuple(sorted(rounds.items())), tuple(sorted(pure.items()))
+    # Both are upper bounds on the same epsilon, so the smaller one is.
+    return min(bound, composed_epsilon(mu, *counted, delta, grid))
 
 
 def _seen(one: Round, adversary: str) -> Round:
     """The round as the adversary sees it: outsiders do not know who takes part."""
+    # Only for replacements, the relation that the profile of these samples is proved for.
     if adversary == "outsiders" and one.sample == "known" and one.replace:
         return one._replace(sample="without_replacement")
     return one
@@ -143,6 +149,7 @@ def _without_amplification(
     mu: float, rounds: Counter[Round], pure: Counter[tuple[float, float]], delta: float
 ) -> float:
     """Epsilon if every client took part, with basic composition of the pairs."""
+    # The pairs take their deltas and add their epsilons; the Gaussian part gets the rest of delta.
     left = delta - math.fsum(count * spent for (_, spent), count in pure.items())
     everyone = compose_gdp([mu, *(one.mu * math.sqrt(count) for one, count in rounds.items())])
     if left < 0 or math.isinf(everyone):

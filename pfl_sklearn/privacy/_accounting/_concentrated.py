@@ -13,6 +13,7 @@ from scipy.optimize import brentq
 
 from pfl_sklearn.privacy._accounting._gaussian_dp import check_delta
 
+# Bracket of the calibration: noise from about 1e-6 to 1e10 times the sensitivity.
 _SMALLEST_LOG_RHO, _LARGEST_LOG_RHO = math.log(1e-20), math.log(1e12)
 _SMALLEST_LOG_EXCESS = math.log(1e-12)  # of alpha over 1
 
@@ -27,10 +28,12 @@ def zcdp_delta(rho: float, epsilon: float) -> float:
     """
 
     def slope(log_excess: float) -> float:
+        # Derivative of the logarithm of the bound by alpha, which increases with alpha.
         excess = math.exp(log_excess)
         return (1 + 2 * excess) * rho - epsilon - math.log1p(1 / excess)
 
     low, high = _SMALLEST_LOG_EXCESS, math.log((epsilon + 1) / (2 * rho) + 2)
+    # Every alpha is sound, so an inexact minimum costs noise and no privacy.
     excess = math.exp(low if slope(low) >= 0 else brentq(slope, low, high, xtol=1e-12))
     power = (1 + excess) * rho - epsilon
     log_delta = excess * power - (1 + excess) * math.log1p(1 / excess) - math.log(excess)
@@ -54,5 +57,6 @@ def zcdp_rho(epsilon: float, delta: float) -> float:
             f"cannot calibrate discrete Gaussian noise to epsilon={epsilon!r} and delta={delta!r} "
             "in floating point; choose less extreme values."
         )
-    found = brentq(excess, _SMALLEST_LOG_RHO, _LARGEST_LOG_RHO, xtol=1e-13)
-    return math.exp(float(found) - 1e-12)
+    log_rho = float(brentq(excess, _SMALLEST_LOG_RHO, _LARGEST_LOG_RHO, xtol=1e-13))
+    # The root is within xtol on either side; ten times that below it, rho never overspends.
+    return math.exp(log_rho - 1e-12)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, ClassVar, NamedTuple, Self
 
-from pfl_sklearn.privacy._accounting._losses import Round
+from pfl_sklearn.privacy._accounting._losses import LARGEST_EXPONENT, Round
 
 __all__ = ["GaussianEvent", "PureEvent", "SampledGaussian", "event_from_dict"]
 
 RELATIONS = ("add_remove", "replace_one", "zero_out")
 _SAMPLINGS = ("poisson", "fixed")
-_LEAST_NOISE = 1e-12
+# Less noise has a mu above 1e12 in Gaussian DP: it protects nobody, so it counts as none.
+LEAST_NOISE_MULTIPLIER = 1e-12
 
 
 class Spending(NamedTuple):
@@ -36,8 +37,9 @@ class _Event:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that ``json.dumps(..., allow_nan=False)`` accepts."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-        return {"kind": self.KIND, **{name: _to_json(value) for name, value in values.items()}}
+        # Every event is a dataclass, which mypy cannot know of this base.
+        fields: dict[str, Any] = as_json(dataclasses.asdict(self))  # type: ignore[call-overload]
+        return {"kind": self.KIND, **fields}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -59,9 +61,10 @@ class _Event:
         """
         if values.get("kind") != cls.KIND:
             raise ValueError(f"kind must be {cls.KIND!r}; got {values.get('kind')!r}.")
+        # A retired field is dropped and not refused, or ledgers of earlier versions were lost.
         ignored = {"kind", *cls._RETIRED}
-        plain = {name: value for name, value in values.items() if name not in ignored}
-        return cls(**{name: math.inf if v == "inf" else v for name, v in plain.items()})
+        fields = {name: from_json(value) for name, value in values.items() if name not in ignored}
+        return cls(**fields)
 
 
 @dataclass(frozen=True)
@@ -143,13 +146,16 @@ class SampledGaussian(_Event):
         """
         if self.n_rounds == 0 or math.isinf(self.noise_multiplier):
             return Spending()
-        if self.noise_multiplier < _LEAST_NOISE or relation == "add_remove":
+        # Rounds, step sizes and divisors depend on the number of clients, which "add_remove" hides.
+        if self.noise_multiplier < LEAST_NOISE_MULTIPLIER or relation == "add_remove":
             return UNBOUNDED
-        replace = relation == "replace_one"
         if self.rate == 1:
-            sensitivity = 2.0 if replace else 1.0
+            # Without sampling T rounds are one Gaussian release with sqrt(T) times the sensitivity.
+            sensitivity = contribution_sensitivity(relation)
             return Spending(mu=sensitivity * math.sqrt(self.n_rounds) / self.noise_multiplier)
+        # With a fixed size, all other clients together know whether the last one takes part.
         sample = "known" if self.sampling == "fixed" else "poisson"
+        replace = relation == "replace_one"
         one = Round(float(self.noise_multiplier), float(self.rate), sample, replace)
         return Spending(rounds=((one, int(self.n_rounds)),))
 
@@ -212,7 +218,9 @@ class GaussianEvent(_Event):
         """
         if self.n_releases == 0:
             return Spending()
-        implying: dict[str, list[tuple[float, float | None]]] = {
+        # A replacement goes through the table without the contribution: at most twice the distance.
+        # No bound follows for removals from the others, as they keep the number of clients.
+        factors: dict[str, list[tuple[float, float | None]]] = {
             "add_remove": [(1.0, self.mu_add_remove)],
             "zero_out": [(1.0, self.mu_add_remove), (1.0, self.mu_zero_out)],
             "replace_one": [
@@ -221,8 +229,9 @@ class GaussianEvent(_Event):
                 (2.0, self.mu_zero_out),
             ],
         }
-        known = [times * mu for times, mu in implying[relation] if mu is not None]
-        return Spending(mu=min(known) * math.sqrt(self.n_releases)) if known else UNBOUNDED
+        # Every bound holds, hence the smallest does.
+        bounds = [factor * mu for factor, mu in factors[relation] if mu is not None]
+        return Spending(mu=min(bounds) * math.sqrt(self.n_releases)) if bounds else UNBOUNDED
 
 
 @dataclass(frozen=True)
@@ -280,38 +289,63 @@ class PureEvent(_Event):
             Unbounded if the event's own relation implies no bound under `relation`.
         """
         epsilon, delta = self.epsilon, self.delta
+        # Zeroing out costs what removing does: both take one contribution out of the sum.
         if relation != self.relation and (relation, self.relation) != ("zero_out", "add_remove"):
             if relation != "replace_one":
                 return UNBOUNDED
-            delta = min(1.0, delta * (1 + math.exp(min(epsilon, 700.0))))
+            # Group privacy for two steps: delta' = (1 + e^epsilon) delta, epsilon' = 2 epsilon.
+            delta = min(1.0, delta * (1 + math.exp(min(epsilon, LARGEST_EXPONENT))))
             epsilon = 2 * epsilon
+        # A delta of 1 allows everything, whatever epsilon says.
         if math.isinf(epsilon) or delta == 1:
             return UNBOUNDED
         return Spending(pure=((float(epsilon), float(delta)),))
 
 
 Event = SampledGaussian | GaussianEvent | PureEvent
-_KINDS: dict[str, type[SampledGaussian] | type[GaussianEvent] | type[PureEvent]] = {
+_EVENT_CLASSES: dict[str, type[Event]] = {
     cls.KIND: cls for cls in (SampledGaussian, GaussianEvent, PureEvent)
 }
 
 
 def event_from_dict(values: dict[str, Any]) -> Event:
     """Event of any kind from the values that its ``to_dict`` returned."""
-    if values.get("kind") not in _KINDS:
-        raise ValueError(f"kind must be one of {', '.join(_KINDS)}; got {values.get('kind')!r}.")
-    return _KINDS[values["kind"]].from_dict(values)
+    # An unknown kind is an error: an event that was skipped would be spent and not counted.
+    if values.get("kind") not in _EVENT_CLASSES:
+        kinds = ", ".join(_EVENT_CLASSES)
+        raise ValueError(f"kind must be one of {kinds}; got {values.get('kind')!r}.")
+    return _EVENT_CLASSES[values["kind"]].from_dict(values)
 
 
-def check_relation(relation: str) -> None:
-    """Raise ValueError for an unknown neighbouring relation."""
+def check_relation(relation: str, name: str = "relation") -> None:
+    """Raise ValueError for an unknown neighbouring relation; `name` is that of the parameter."""
     if relation not in RELATIONS:
-        raise ValueError(f"relation must be one of {', '.join(RELATIONS)}; got {relation!r}.")
+        raise ValueError(f"{name} must be one of {', '.join(RELATIONS)}; got {relation!r}.")
 
 
-def _to_json(value: Any) -> Any:
+def contribution_sensitivity(relation: str) -> float:
+    """L2 sensitivity of a sum of contributions with norm at most 1."""
+    # Under replacement a contribution may turn into its negative; otherwise one appears or goes.
+    return 2.0 if relation == "replace_one" else 1.0
+
+
+def as_json(value: Any) -> Any:
+    """Plain values for JSON, which has no infinity and no tuples: "inf" and lists."""
+    if isinstance(value, tuple | list):
+        return [as_json(item) for item in value]
+    if isinstance(value, dict):
+        return {name: as_json(item) for name, item in value.items()}
+    if isinstance(value, bool) or not isinstance(value, Real):  # a bool is an Integral, too
+        return value
     if isinstance(value, Integral):
         return int(value)
-    if isinstance(value, Real):
-        return "inf" if math.isinf(value) else float(value)
-    return value
+    return "inf" if math.isinf(value) else float(value)
+
+
+def from_json(value: Any) -> Any:
+    """Inverse of :func:`as_json`, with tuples for lists."""
+    if isinstance(value, list):
+        return tuple(from_json(item) for item in value)
+    if isinstance(value, dict):
+        return {name: from_json(item) for name, item in value.items()}
+    return math.inf if value == "inf" else value

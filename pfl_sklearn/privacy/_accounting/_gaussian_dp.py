@@ -14,6 +14,7 @@ from scipy.special import log_ndtr, ndtr
 
 __all__ = ["compose_gdp", "gdp_delta", "gdp_epsilon", "gdp_mu"]
 
+# Bracket of the calibration: noise from 1e-8 to 1e12 times the sensitivity.
 _SMALLEST_LOG_MU, _LARGEST_LOG_MU = math.log(1e-12), math.log(1e8)
 
 
@@ -48,6 +49,7 @@ def gdp_delta(mu: float, epsilon: float) -> float:
         return 0.0
     if math.isinf(mu):
         return 1.0
+    # The second term in logarithms: e^epsilon overflows where the normal tail underflows.
     log_second = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
     return max(0.0, float(ndtr(mu / 2 - epsilon / mu)) - math.exp(min(log_second, 0.0)))
 
@@ -76,9 +78,9 @@ def gdp_epsilon(mu: float, delta: float) -> float:
     if delta != 0:
         check_delta(delta, "[0, 1)")
     if mu == 0 or gdp_delta(mu, 0.0) <= delta:
-        return 0.0
+        return 0.0  # the total variation distance is at most delta
     if delta == 0 or math.isinf(mu):
-        return math.inf
+        return math.inf  # Gaussian noise has no pure epsilon
     high = 1.0
     while gdp_delta(mu, high) > delta:
         high *= 2
@@ -119,6 +121,7 @@ def gdp_mu(epsilon: float, delta: float) -> float:
     if math.isinf(epsilon):
         return math.inf
 
+    # On a logarithmic scale, where one absolute tolerance serves noise of any size.
     def excess(log_mu: float) -> float:
         return gdp_delta(math.exp(log_mu), epsilon) - delta
 

@@ -24,9 +24,10 @@ from pfl_sklearn.privacy._accounting._losses import Round
 __all__ = ["selection_epsilon"]
 
 # Shape of the truncated negative binomial distribution; infinity means Poisson.
-_SHAPES = {"geometric": 1.0, "poisson": math.inf, "logarithmic": 0.0}
-DISTRIBUTIONS = tuple(_SHAPES)
-_SMALLEST_MU = 1e-6  # the accountant takes logarithms of zero below it
+_NEGATIVE_BINOMIAL = {"geometric": 1.0, "poisson": math.inf, "logarithmic": 0.0}
+DISTRIBUTIONS = tuple(_NEGATIVE_BINOMIAL)
+# The accountant takes logarithms of zero below it; less noise than there is is an upper bound.
+_SMALLEST_MU = 1e-6
 
 
 def selection_epsilon(
@@ -108,7 +109,7 @@ def selection_epsilon(
 
 def check_distribution(expected_trials: float, distribution: str) -> None:
     """Raise ValueError for an invalid distribution of the number of trials."""
-    if distribution not in _SHAPES:
+    if distribution not in DISTRIBUTIONS:
         raise ValueError(
             f"distribution must be one of {', '.join(DISTRIBUTIONS)}; got {distribution!r}."
         )
@@ -124,11 +125,12 @@ def _renyi_epsilon(
         return 0.0
     dp_event, accountant = _accounting(relation)
     trial = [one for event in events for one in _renyi_events(event, relation, dp_event)]
-    if any(one is None for one in trial):
+    if None in trial:
         return math.inf
     whole = dp_event.ComposedDpEvent(trial)
-    if mean > 1 or distribution == "poisson":  # otherwise there is one trial and no choice
-        whole = dp_event.RepeatAndSelectDpEvent(whole, mean, _SHAPES[distribution])
+    # Otherwise there is one trial and no choice. A Poisson number with mean 1 still varies.
+    if mean > 1 or distribution == "poisson":
+        whole = dp_event.RepeatAndSelectDpEvent(whole, mean, _NEGATIVE_BINOMIAL[distribution])
     with _quiet():
         accountant.compose(whole)
     return float(accountant.get_epsilon(delta))
@@ -167,6 +169,9 @@ def _accounting(relation: str) -> tuple[Any, Any]:
                 self._rdp += count * event.divergence(self._orders)
             return None
 
+    # Events carry their sensitivities under `relation`, which this accountant does not double. It
+    # is told the relation because it takes randomized response under replacement alone, and Poisson
+    # samples under the others alone.
     replaced = relation == "replace_one"
     kinds = relations.NeighboringRelation
     return dp_event, Accountant(
@@ -182,6 +187,7 @@ class _KnownParticipation(NamedTuple):
 
     def divergence(self, orders: Floats) -> Floats:
         """Renyi divergences (k,) of `orders` (k,) above 1."""
+        # Logarithm of 1 - q + q e^(mu^2 a (a - 1) / 2): with the client or without, in plain sight.
         with_client = self.mu**2 * orders * (orders - 1) / 2
         moments = np.logaddexp(math.log1p(-self.rate), math.log(self.rate) + with_client)
         return np.asarray(moments / (orders - 1))
@@ -194,34 +200,33 @@ def _renyi_events(event: Event, relation: str, dp_event: Any) -> list[Any]:
     is given, whatever the relation.
     """
     spending = event.spending(relation)
-    found = []
     if math.isinf(spending.mu):
         return [None]
+    parts = [_sampled_rounds(one, count, dp_event) for one, count in spending.rounds]
+    parts += [_pure_event(*pair, relation, dp_event) for pair in spending.pure]
     if spending.mu > 0:
-        found.append(dp_event.GaussianDpEvent(1 / max(spending.mu, _SMALLEST_MU)))
-    for one, count in spending.rounds:
-        found.append(_sampled(one, count, dp_event))
-    for epsilon, delta in spending.pure:
-        found.append(_pure(epsilon, delta, relation, dp_event))
-    return found
+        parts.append(dp_event.GaussianDpEvent(1 / max(spending.mu, _SMALLEST_MU)))
+    return parts
 
 
-def _sampled(one: Round, count: int, dp_event: Any) -> Any:
+def _sampled_rounds(one: Round, count: int, dp_event: Any) -> Any:
     """Rounds on samples of the clients; None for Poisson samples under replacement."""
     if one.sample == "known":
         sampled = _KnownParticipation(one.mu, one.rate)
     elif one.replace:
-        return None
+        return None  # no Renyi divergence is known for the mixtures of both tables
     else:
         gaussian = dp_event.GaussianDpEvent(one.noise_multiplier)
         sampled = dp_event.PoissonSampledDpEvent(one.rate, gaussian)
     return dp_event.SelfComposedDpEvent(sampled, count)
 
 
-def _pure(epsilon: float, delta: float, relation: str, dp_event: Any) -> Any:
+def _pure_event(epsilon: float, delta: float, relation: str, dp_event: Any) -> Any:
     """A pure event, which is no worse than randomized response with the same epsilon."""
     if delta > 0:
-        return None
+        return None  # with probability delta the divergence has no bound
     if relation == "replace_one":
         return dp_event.RandomizedResponseDpEvent(2 / (math.exp(epsilon) + 1), 2)
+    # The accountant has no randomized response for adding and removing. Pure epsilon-DP is
+    # (epsilon^2 / 2)-zCDP (Bun and Steinke, 2016).
     return dp_event.ZCDpEvent(0.0, epsilon**2 / 2)

@@ -52,8 +52,11 @@ class BinaryTree(RunningSums):
 
     def noise_std(self, level: int) -> float:
         """Standard deviation of the noise of a block of length 2**level."""
+        # A value is in one block of each level: its contribution is as long as the root of their
+        # number.
         if self.horizon is not None:
             return math.sqrt(self.horizon.bit_length()) / self.mu
+        # Over all levels, 1 / (s + 1)^2 adds up to pi^2 / 6: mu holds for any number of releases.
         return math.pi / math.sqrt(6) * (level + 1) / self.mu
 
     def n_registers(self, n_releases: int) -> int:
@@ -62,6 +65,7 @@ class BinaryTree(RunningSums):
 
     def advance(self, registers: Floats, index: npt.ArrayLike, rng: np.random.Generator) -> Floats:
         """Noise of the next running sums, one of each stream."""
+        # The lowest digit of the index that is 1 says which block is new; it replaces all shorter.
         fresh = rng.standard_normal(registers.shape[1:])
         new = np.bitwise_and(index, np.negative(index))
         for level in range(len(registers)):
@@ -77,12 +81,13 @@ class BinaryTree(RunningSums):
         """Variance of the noise on the running sums at releases `index` (...)."""
         index = np.asarray(index)
         levels = range(int(index.max(initial=0)).bit_length())
-        parts = [self.noise_std(s) ** 2 * (index >> s & 1) for s in levels]
-        return np.sum([np.zeros(index.shape), *parts], axis=0)
+        variances = [self.noise_std(s) ** 2 * (index >> s & 1) for s in levels]
+        return np.sum([np.zeros(index.shape), *variances], axis=0)
 
     def whole_mu(self, n_releases: int) -> float:
         """Gaussian-DP parameter of the first releases, one for each value, if all are replaced."""
         levels = range(n_releases.bit_length())
+        # Blocks of length 2^s among the first releases; each changes by up to 2^s.
         blocks = [(n_releases + (1 << s)) >> (s + 1) for s in levels]
         squares = [blocks[s] * (2**s / self.noise_std(s)) ** 2 for s in levels]
         return math.sqrt(math.fsum(squares))

@@ -11,16 +11,18 @@ import numpy as np
 import numpy.typing as npt
 
 from pfl_sklearn._typing import Bools, Floats
-from pfl_sklearn.privacy._accounting._composition import events_epsilon
-from pfl_sklearn.privacy._accounting._events import SampledGaussian
+from pfl_sklearn.privacy._accounting._events import SampledGaussian, contribution_sensitivity
+from pfl_sklearn.privacy._mechanisms._facts import (
+    check_bound,
+    check_noise_multiplier,
+    facts_of_rounds,
+)
 from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid
 
-_SMALLEST_BOUND, _LARGEST_BOUND = 1e-100, 1e100
-_SMALLEST_NOISE = 1e-12
-# How far the bound may move from where it started: nothing over- or underflows.
-_FARTHEST = 1e6
-_CONVERTED = 1 << 17  # numbers that are converted to double precision at a time
+# Factor by which the bound may move from where it started, so that nothing over- or underflows.
+_FARTHEST_BOUND = 1e6
+_CONVERTED_AT_ONCE = 1 << 17  # numbers, a megabyte in double precision
 # Squared norms above it may have overflowed, and NaN is not below it.
 _LARGEST_SQUARE = 1e300
 
@@ -101,17 +103,16 @@ class ClippedSum:
 
     def __post_init__(self) -> None:
         z, bound, quantile = self.noise_multiplier, self.clip_norm, self.clip_quantile
-        if z != 0 and not _SMALLEST_NOISE <= z < math.inf:
-            raise ValueError(
-                f"noise_multiplier must be 0, or finite and at least {_SMALLEST_NOISE}; got {z!r}."
-            )
+        check_noise_multiplier(z)
+        # Noise is calibrated to the bound: without one, a client moves the sum by any amount.
         if bound is None and (z > 0 or quantile is not None):
             needs = "noise_multiplier above 0" if z > 0 else "clip_quantile"
             raise ValueError(f"clip_norm must be given with {needs}; got None.")
-        if bound is not None and not _SMALLEST_BOUND <= bound <= _LARGEST_BOUND:
-            raise ValueError(f"clip_norm must be in [1e-100, 1e100]; got {bound!r}.")
+        if bound is not None:
+            check_bound("clip_norm", bound)
         if quantile is not None and not 0 <= quantile <= 1:
             raise ValueError(f"clip_quantile must be in [0, 1]; got {quantile!r}.")
+        # Centred bits have sensitivity 1/2: at 0.5 they alone would spend what the round may.
         if not 0.5 < self.bits_noise_multiplier < math.inf:
             raise ValueError(
                 "bits_noise_multiplier must be finite and above 0.5; got "
@@ -127,6 +128,8 @@ class ClippedSum:
         """Standard deviation of the noise on the sum, divided by the bound."""
         if self.clip_quantile is None:
             return self.noise_multiplier
+        # Solves z^-2 = z_sum^-2 + (2 z_b)^-2, as squares of mu add up: sum and bits together spend
+        # what the sum alone would with `noise_multiplier`.
         return self.noise_multiplier / math.sqrt(1 - (2 * self.bits_noise_multiplier) ** -2)
 
     @property
@@ -160,8 +163,9 @@ class ClippedSum:
         -------
         Released
         """
-        if math.isinf(bound):
+        if math.isinf(bound):  # without clipping there is no noise either
             return Released(messages.sum(axis=0, dtype=np.float64), bound, 0.0)
+        # Clip first, then noise: the noise is calibrated to what clipping bounds.
         exact, within = _clipped_sum(messages, bound)
         total = _with_noise(exact, self.sum_noise_multiplier * bound, rng)
         following, share = self.next_bound(within, bound, n_expected, rng)
@@ -194,10 +198,13 @@ class ClippedSum:
         clipped : float
             Share of the clients whose message was clipped: exact, hence not private.
         """
+        # With nobody there, the release is noise and looks like any other round's.
         inside = int(np.count_nonzero(within))
         share = 1 - inside / len(within) if len(within) else 0.0
         if self.clip_quantile is None:
             return bound, share
+        # Centred: a client counts +1/2 or -1/2, so whether it takes part moves the sum by 1/2 and
+        # not by 1. The divisor is public; the number of clients that took part would need noise.
         centred = np.array([inside - len(within) / 2])
         noisy = 0.5 + float(_with_noise(centred, self.bits_noise_std, rng)[0]) / n_expected
         return self._moved(bound, noisy), share
@@ -206,9 +213,10 @@ class ClippedSum:
         """Next bound, from the noisy share of messages within this one."""
         assert self.clip_norm is not None
         assert self.clip_quantile is not None
+        # Cutting what is noisy already costs no privacy.
         excess = min(max(share_within, 0.0), 1.0) - self.clip_quantile
         moved = bound * math.exp(-self.clip_learning_rate * excess)
-        return min(max(moved, self.clip_norm / _FARTHEST), self.clip_norm * _FARTHEST)
+        return min(max(moved, self.clip_norm / _FARTHEST_BOUND), self.clip_norm * _FARTHEST_BOUND)
 
     def facts(self, rounds: SampledGaussian, delta: float, relation: str) -> dict[str, Any]:
         """Facts about the rounds, all together, for the privacy report.
@@ -231,31 +239,15 @@ class ClippedSum:
             Fields of :class:`~pfl_sklearn.privacy.PrivacyReport`, by name.
         """
         assert self.clip_norm is not None
-        sensitivity = (2.0 if relation == "replace_one" else 1.0) * self.clip_norm
         adaptive = "" if self.clip_quantile is None else ", with a bound that follows a quantile"
-        exact = rounds.rate == 1
         return {
+            **facts_of_rounds(rounds, delta, relation),
             "mechanism": f"Gaussian noise on the sum of clipped messages of a round{adaptive}, "
             "rounded to a grid",
-            "epsilon": events_epsilon([rounds], delta, relation),
-            "delta": delta,
-            "relation": relation,
             "noise_std": self.sum_noise_multiplier * self.clip_norm,
-            "sensitivity": sensitivity,
+            "sensitivity": contribution_sensitivity(relation) * self.clip_norm,
             "trust": "central",
-            "sampling": _SAMPLING_NAMES["none" if exact else rounds.sampling],
-            "sampling_rate": rounds.rate,
-            "accountant": "exact (Gaussian differential privacy)"
-            if exact
-            else "privacy loss distributions (dp-accounting), an upper estimate",
         }
-
-
-_SAMPLING_NAMES = {
-    "none": "none: every client takes part",
-    "poisson": "Poisson: every client by itself in every round",
-    "fixed": "a fixed number of clients in every round, without replacement",
-}
 
 
 def _clipped_sum(messages: npt.NDArray[Any], bound: float) -> tuple[Floats, Bools]:
@@ -265,14 +257,15 @@ def _clipped_sum(messages: npt.NDArray[Any], bound: float) -> tuple[Floats, Bool
     memory of a round.
     """
     if messages.dtype == np.float64:
-        kept, within = _clipped(messages, bound)
-        return kept.sum(axis=0), within
+        clipped, within = _clipped(messages, bound)
+        return clipped.sum(axis=0), within
+    # Norms in single precision could be too small, and a sum of clipped messages too large.
     total, within = np.zeros(messages.shape[1:]), np.zeros(len(messages), dtype=np.bool_)
-    step = max(_CONVERTED // max(math.prod(messages.shape[1:]), 1), 1)
+    step = max(_CONVERTED_AT_ONCE // max(math.prod(messages.shape[1:]), 1), 1)
     for start in range(0, len(messages), step):
         part = slice(start, start + step)
-        kept, within[part] = _clipped(messages[part].astype(np.float64), bound)
-        total += kept.sum(axis=0)
+        clipped, within[part] = _clipped(messages[part].astype(np.float64), bound)
+        total += clipped.sum(axis=0)
     return total, within
 
 
@@ -283,18 +276,19 @@ def _clipped(messages: Floats, bound: float) -> tuple[Floats, Bools]:
     """
     flat = messages.reshape(len(messages), math.prod(messages.shape[1:]))
     squares = np.einsum("kp,kp->k", flat, flat)
-    within = squares <= bound * bound
+    within = squares <= bound * bound  # false for NaN
     if within.all():
-        return messages, within
+        return messages, within  # no copy in the common case
     factor = np.ones(len(flat))
     np.divide(bound, np.sqrt(squares), out=factor, where=~within)
     plain = squares <= _LARGEST_SQUARE
     if plain.all():
         return (flat * factor[:, None]).reshape(messages.shape), within
-    kept = np.zeros_like(flat)
-    kept[plain] = flat[plain] * factor[plain, None]
-    kept[~plain] = clip_l2(flat[~plain], bound)
-    return kept.reshape(messages.shape), within
+    # A message of a model that diverged: by the slower way, which bounds it all the same.
+    clipped = np.zeros_like(flat)
+    clipped[plain] = flat[plain] * factor[plain, None]
+    clipped[~plain] = clip_l2(flat[~plain], bound)
+    return clipped.reshape(messages.shape), within
 
 
 def _with_noise(exact: Floats, std: float, rng: np.random.Generator) -> Floats:

@@ -14,7 +14,9 @@ from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_mu
 from pfl_sklearn.privacy._mechanisms._gaussian import GaussianMechanism
 
+# Factor q of squared norms in a step: at 1/2 they raise the squared sensitivity from 4 to 4.5.
 _SQUARE_SCALE = 0.5
+# Gains are in units of a client's sampling variance. They are at most 2 and have no lower bound.
 _HIGHEST_GAIN, _LEAST_LOWEST_GAIN = 2.0, 3.0
 _GAIN_NOISE = 0.1  # noise on the sum of gains, as a share of the number of clients
 
@@ -87,7 +89,7 @@ class PrivateClustering:
     n_candidates: int = 32
 
     def __post_init__(self) -> None:
-        gdp_mu(self.epsilon, self.delta)
+        gdp_mu(self.epsilon, self.delta)  # refuses what is out of range
         for name in ("n_features", "n_clients", "n_steps", "n_candidates"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1; got {getattr(self, name)!r}.")
@@ -99,15 +101,17 @@ class PrivateClustering:
         The last step has three times the share of the others, because its noise remains in the
         result.
         """
+        # The sensitivities are derived in the notes of this class. Any shares that sum to 1 spend
+        # the same. Noise of starts and of early steps is forgotten, so they get little.
         moved = math.sqrt(4 + 2 * _SQUARE_SCALE**2 * self.squares)
         step = 0.7 / (self.n_steps + 2)
-        found = {
+        parts = {
             "moments": (0.15, 2.0 if self.n_features == 1 else math.sqrt(4.5)),
             "scores": (0.1, math.sqrt(self.n_candidates)),
             "gain": (0.05, 1.0),
             "last": (3 * step, moved),
         }
-        return found | {f"step {t}": (step, moved) for t in range(self.n_steps - 1)}
+        return parts | {f"step {t}": (step, moved) for t in range(self.n_steps - 1)}
 
     @property
     def lowest_gain(self) -> float:
@@ -117,6 +121,8 @@ class PrivateClustering:
 
     @cached_property
     def _mechanisms(self) -> dict[str, GaussianMechanism]:
+        # Noise sensitivity / (mu sqrt(share)): a release is (mu sqrt(share))-GDP, and the squares
+        # add up to mu^2.
         return {
             part: GaussianMechanism(sensitivity / math.sqrt(share), self.epsilon, self.delta)
             for part, (share, sensitivity) in self.parts.items()
@@ -163,6 +169,8 @@ class PrivateClustering:
         ndarray of shape (d + d (d + 1) / 2,)
             Off-diagonal entries are multiplied by the square root of 2.
         """
+        # Once each and times sqrt(2), an off-diagonal entry weighs what its two copies would: the
+        # L2 norm of the message is the Frobenius norm of the matrix.
         products = vectors.T @ vectors
         return np.concatenate([vectors.sum(axis=0), (products * self._off())[self._upper()]])
 
@@ -226,6 +234,7 @@ class PrivateClustering:
         """
         sums = [(shares.T @ vectors).ravel(), shares.sum(axis=0)]
         if self.squares:
+            # Rounding may put a squared norm slightly above 1.
             norms = np.minimum(np.einsum("md,md->m", vectors, vectors), 1.0)
             sums.append(_SQUARE_SCALE * (norms @ shares))
         return np.concatenate(sums)
@@ -281,6 +290,7 @@ class PrivateClustering:
         -------
         ndarray of shape (1,)
         """
+        # Divided by the width of the range, so that one client moves the sum by at most 1.
         cut = np.clip(np.nan_to_num(gains, nan=-np.inf), -self.lowest_gain, _HIGHEST_GAIN)
         return np.array([importance @ cut]) / (self.lowest_gain + _HIGHEST_GAIN)
 
@@ -304,16 +314,13 @@ class PrivateClustering:
     def facts(self) -> dict[str, Any]:
         """Facts for the privacy report; noise and sensitivity are those of the last step."""
         return {
+            **self.mechanism("last").facts(),
             "mechanism": (
                 f"analytic Gaussian mechanism on {len(self.parts)} sums over clients, rounded to a "
                 f"grid: moments, {self.n_candidates} scores of starts, {self.n_steps} steps of "
                 "k-means or EM, a check of the gain; figures of the last step"
             ),
-            "epsilon": self.epsilon,
-            "delta": self.delta,
-            "noise_std": self.mechanism("last").noise_std,
             "sensitivity": self.parts["last"][1],
-            "trust": "central",
             "accountant": "exact (composition of Gaussian differential privacy)",
         }
 

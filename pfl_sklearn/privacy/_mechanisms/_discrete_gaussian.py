@@ -12,15 +12,11 @@ import numpy as np
 
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.privacy._accounting._concentrated import zcdp_rho
+from pfl_sklearn.privacy._mechanisms._facts import check_positive, facts_of_release
 
-_TAIL = 8.0  # standard deviations of noise that fit into a report
+_NOISE_STDS = 8.0  # that fit into a report: cut noise is rarer than 1e-14, and costs accuracy alone
 _MOST_BITS = 48  # so that sums of reports are exact in double precision
-_ROUNDING = 0.01  # largest share of the sensitivity that default rounding adds
-
-
-def check_opendp() -> None:
-    """Raise ImportError unless opendp, which draws the noise, is there."""
-    _opendp()
+_ROUNDING_SHARE = 0.01  # largest share of the sensitivity that default rounding adds
 
 
 @dataclass(frozen=True)
@@ -98,9 +94,7 @@ class DiscreteGaussianMechanism:
 
     def __post_init__(self) -> None:
         for name in ("message_sensitivity", "bound"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} must be positive and finite; got {value!r}.")
+            check_positive(name, getattr(self, name))
         for name in ("n_coordinates", "n_bits"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | np.integer) and value >= 1):
@@ -118,6 +112,7 @@ class DiscreteGaussianMechanism:
     @cached_property
     def noise_multiplier(self) -> float:
         """Parameter of the noise divided by the sensitivity."""
+        # From rho = (sensitivity / sigma)^2 / 2.
         return 1 / math.sqrt(2 * zcdp_rho(self.epsilon, self.delta))
 
     @cached_property
@@ -125,7 +120,8 @@ class DiscreteGaussianMechanism:
         """Bits per coordinate of a report."""
         if self.n_bits is not None:
             return int(self.n_bits)
-        coarsest = _ROUNDING * self.message_sensitivity / (2 * math.sqrt(self.n_coordinates))
+        coarsest = _ROUNDING_SHARE * self.message_sensitivity / (2 * math.sqrt(self.n_coordinates))
+        # One more bit for the sign.
         largest = (self.bound + self._tail) / coarsest + self._lost
         return math.ceil(math.log2(largest + 1)) + 1
 
@@ -137,6 +133,8 @@ class DiscreteGaussianMechanism:
     @property
     def grid(self) -> float:
         """Step of the public grid that messages are rounded to."""
+        # The noise needs room, and grows with the step through the sensitivity. Solved for the
+        # step: what grows with it is in `_lost`.
         return (self.bound + self._tail) / self._room(self.bits)
 
     @property
@@ -152,17 +150,18 @@ class DiscreteGaussianMechanism:
     @property
     def noise_variance(self) -> float:
         """Largest variance that noise and rounding together add to a coordinate."""
+        # Rounding at random to one of two neighbours has a variance of at most a quarter step^2.
         return self.noise_std**2 + self.grid**2 / 4
 
     @property
     def _tail(self) -> float:
         """Room for the noise without that for rounding, in units of messages."""
-        return _TAIL * self.noise_multiplier * self.message_sensitivity
+        return _NOISE_STDS * self.noise_multiplier * self.message_sensitivity
 
     @property
     def _lost(self) -> float:
         """Room for rounding and the noise for it, in steps of the grid."""
-        return 1 + _TAIL * self.noise_multiplier * 2 * math.sqrt(self.n_coordinates)
+        return 1 + _NOISE_STDS * self.noise_multiplier * 2 * math.sqrt(self.n_coordinates)
 
     def _room(self, bits: int) -> float:
         """Steps of the grid from 0 to the bound and its tail of noise."""
@@ -202,42 +201,38 @@ class DiscreteGaussianMechanism:
         ndarray of shape (m, p)
             Whole numbers times `grid`.
         """
+        # Noise between integers: the scale is in steps of the grid, and reports are cut afterwards.
         noisy = with_discrete_gaussian(self.rounded(messages, rng), self.noise_std / self.grid)
         return self.grid * np.clip(noisy, -self.largest, self.largest).astype(np.float64)
 
     def facts(self) -> dict[str, Any]:
         """Facts about this mechanism for the privacy report."""
-        total = self.n_coordinates * self.bits
-        return {
-            "mechanism": (
-                "discrete Gaussian mechanism on every client's message, rounded at random to a "
-                f"grid, {total} bits per message"
-            ),
-            "epsilon": self.epsilon,
-            "delta": self.delta,
-            "noise_std": self.noise_std,
-            "sensitivity": self.sensitivity,
-            "trust": "local",
-            "accountant": "zero-concentrated differential privacy, converted",
-        }
+        text = (
+            "discrete Gaussian mechanism on every client's message, rounded at random to a grid, "
+            f"{self.n_coordinates * self.bits} bits per message"
+        )
+        return facts_of_release(self, text, "zero-concentrated differential privacy, converted")
 
 
 def with_discrete_gaussian(values: Integers, scale: float) -> Integers:
     """Whole numbers plus independent discrete Gaussian noise with parameter `scale`."""
     if values.size == 0:
         return values
-    opendp = _opendp()
+    opendp = check_opendp()
     space = opendp.vector_domain(opendp.atom_domain(T="i64")), opendp.l2_distance(T="f64")
     noisy = opendp.m.make_gaussian(*space, scale=scale)(values.ravel().tolist())
     return np.array(noisy, dtype=np.int64).reshape(values.shape)
 
 
-def _opendp() -> Any:
+def check_opendp() -> Any:
+    """The library that draws the noise; ImportError if it is missing."""
     try:
         opendp = importlib.import_module("opendp.prelude")
     except ImportError as error:
         raise ImportError(
             "discrete Gaussian noise needs opendp; run `pip install pfl-sklearn[discrete]`."
         ) from error
+    # opendp wants to hear that we know: its Gaussian noise is among the contributed mechanisms,
+    # whose proofs are not all reviewed.
     opendp.enable_features("contrib")
     return opendp

@@ -54,6 +54,7 @@ class FrequencyMoments:
     @property
     def sensitivity(self) -> float:
         """L2 sensitivity of the sum of messages when one client is replaced."""
+        # The squared norm is free next to the frequencies; by itself it lies in [0, 1].
         return math.sqrt(2) if self.frequencies else float(self.square)
 
     @property
@@ -74,16 +75,20 @@ class FrequencyMoments:
         -------
         ndarray of shape (m, p)
         """
+        # NaN and negative counts would leave the simplex, and with it the bound.
         valid = np.isfinite(counts) & (counts > 0)
-        kept = np.where(valid, counts, 0.0)
-        largest = kept.max(axis=1, keepdims=True)
-        scaled = np.divide(kept, largest, out=np.zeros_like(kept), where=largest > 0)
+        positive = np.where(valid, counts, 0.0)
+        # Divided by the largest first, since a sum of large counts may overflow. Then the sum is at
+        # least 1, unless the client has no rows.
+        largest = positive.max(axis=1, keepdims=True)
+        scaled = np.divide(positive, largest, out=np.zeros_like(positive), where=largest > 0)
         total = np.maximum(scaled.sum(axis=1, keepdims=True), 1.0)
         shares = scaled / total
         parts = []
         if self.frequencies:
             parts.append(shares)
         if self.square:
+            # Rounding may put the square of a single label slightly above 1.
             parts.append(np.minimum(np.einsum("mk,mk->m", shares, shares), 1.0)[:, None])
         return np.concatenate(parts, axis=1)
 

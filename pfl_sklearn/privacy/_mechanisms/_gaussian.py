@@ -11,17 +11,23 @@ import numpy as np
 
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_epsilon, gdp_mu
+from pfl_sklearn.privacy._mechanisms._facts import EXACT, check_positive, facts_of_release
 from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid, public_grid
 
 
 def clip_l2(vectors: Floats, radius: float) -> Floats:
     """Rows (m, d) projected onto the ball of `radius`; rows with NaN or infinity become 0."""
+    # A refusal would reveal that some client holds NaN; 0 is within every ball.
     vectors = np.where(np.isfinite(vectors).all(axis=1, keepdims=True), vectors, 0.0)
+    # Norms of rows scaled to a largest entry of 1: squares of the entries themselves may overflow
+    # to infinity or underflow to 0, and a norm of 0 would let a long row through.
     largest = np.abs(vectors).max(axis=1, keepdims=True, initial=0.0)
     scaled = np.divide(vectors, largest, out=np.zeros_like(vectors), where=largest > 0)
     length = np.sqrt(np.einsum("md,md->m", scaled, scaled))[:, None]
+    # A length is at most sqrt(d), so the product stays finite: infinity times 0 would be NaN.
     inside = length * np.minimum(largest, np.finfo(float).max / math.sqrt(2 + vectors.shape[1]))
     shrunk = np.divide(scaled * radius, length, out=np.zeros_like(scaled), where=length > 0)
+    # Rows within the ball are returned bit for bit.
     return np.where(inside <= radius, vectors, shrunk)
 
 
@@ -70,11 +76,13 @@ class ClientMoments:
     @property
     def sensitivity(self) -> float:
         """L2 sensitivity of the sum of messages when one client is replaced."""
+        # Mean and squared norm together move by at most 2 (see the notes), the norm alone by 1.
         return math.sqrt((4 if self.mean else int(self.square)) + int(self.variance))
 
     @property
     def zero_out_sensitivity(self) -> float:
         """L2 sensitivity of the sum of messages when one client contributes nothing."""
+        # Each part has norm at most 1, and one client can reach all maxima at once.
         return math.sqrt(self.mean + self.square + self.variance)
 
     def width(self, d: int) -> int:
@@ -113,8 +121,10 @@ class ClientMoments:
         if self.mean:
             parts.append(clipped)
         if self.square:
+            # Rounding may put the norm of a clipped row slightly above 1.
             parts.append(np.minimum(np.einsum("md,md->m", clipped, clipped), 1.0)[:, None])
         if self.variance:
+            # NaN is the variance of a single row.
             cut = np.clip(np.nan_to_num(variances, nan=0.0), 0.0, self.largest_variance)
             parts.append((np.clip(weights, 0.0, 1.0) * cut / self.largest_variance)[:, None])
         return np.concatenate(parts, axis=1)
@@ -182,8 +192,7 @@ class GaussianMechanism:
     trust: str = "central"
 
     def __post_init__(self) -> None:
-        if not 0 < self.sensitivity < math.inf:
-            raise ValueError(f"sensitivity must be positive and finite; got {self.sensitivity!r}.")
+        check_positive("sensitivity", self.sensitivity)
         if self.trust not in ("central", "local"):
             raise ValueError(f"trust must be 'central' or 'local'; got {self.trust!r}.")
 
@@ -217,10 +226,10 @@ class GaussianMechanism:
         ndarray of shape (m, p) with local trust, (p,) with central trust
             Rounded to `grid`.
         """
-        exact = messages
+        # A trusted server adds one draw to the sum, so that its noise does not grow with clients.
         if self.trust == "central" and messages.ndim == 2:
-            exact = messages.sum(axis=0)
-        return gaussian_on_grid(exact, self.noise_std, rng)
+            messages = messages.sum(axis=0)
+        return gaussian_on_grid(messages, self.noise_std, rng)
 
     def under_zero_out(self, sensitivity: float) -> tuple[tuple[str, float], ...]:
         """Epsilon of this release at the same delta, if one client contributes nothing.
@@ -240,12 +249,5 @@ class GaussianMechanism:
     def facts(self) -> dict[str, Any]:
         """Facts about this mechanism for the privacy report."""
         where = "the sum over clients" if self.trust == "central" else "every client's message"
-        return {
-            "mechanism": f"analytic Gaussian mechanism on {where}, rounded to a grid",
-            "epsilon": self.epsilon,
-            "delta": self.delta,
-            "noise_std": self.noise_std,
-            "sensitivity": self.sensitivity,
-            "trust": self.trust,
-            "accountant": "exact (Gaussian differential privacy)",
-        }
+        text = f"analytic Gaussian mechanism on {where}, rounded to a grid"
+        return facts_of_release(self, text, EXACT, self.trust)

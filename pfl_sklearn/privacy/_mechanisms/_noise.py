@@ -11,7 +11,9 @@ from scipy.optimize import brentq
 from sklearn.utils import check_random_state
 
 from pfl_sklearn._typing import Bools, Floats
+from pfl_sklearn.privacy._mechanisms._facts import check_positive
 
+# Integers up to it are exact in double precision, and so are thresholds.
 _RESOLUTION = 1 << 52
 
 
@@ -20,10 +22,12 @@ def noise_generator(random_state: Any) -> tuple[np.random.Generator, bool]:
 
     None takes its seed from the operating system, never from numpy's global state.
     """
+    # Whoever calls np.random.seed would otherwise fix the noise of everybody.
     if random_state is None:
         return np.random.default_rng(), False
     if isinstance(random_state, numbers.Integral):
         return np.random.default_rng(int(random_state)), True
+    # 124 bits of a RandomState, which moves on: a later fit with it has other noise.
     words = check_random_state(random_state).randint(0, 2**31 - 1, size=4)
     return np.random.default_rng(words), True
 
@@ -34,6 +38,7 @@ def bernoulli(probability: Floats, lowest: float, rng: np.random.Generator) -> B
     Probabilities are rounded up to multiples of 2**-52 and kept within [lowest, 1 - lowest], so
     rounding never raises the odds that a local randomizer promises.
     """
+    # Comparing floating-point numbers would leave the smallest probabilities to their rounding.
     floor = int(np.ceil(lowest * _RESOLUTION))
     threshold = np.clip(np.ceil(probability * _RESOLUTION), floor, _RESOLUTION - floor)
     return rng.integers(0, _RESOLUTION, size=threshold.shape) < threshold.astype(np.int64)
@@ -45,13 +50,15 @@ def public_grid(noise_std: float) -> float:
     It is a power of two, about a millionth of the noise. Rounding removes the low-order bits,
     which could otherwise reveal something about the exact value.
     """
-    if not 0 < noise_std < math.inf:
-        raise ValueError(f"noise_std must be positive and finite; got {noise_std!r}.")
+    check_positive("noise_std", noise_std)
+    # Dividing by a power of two and multiplying by it is exact. The step depends on public numbers
+    # alone and adds a variance of 1e-13 of the noise's.
     return 2.0 ** (math.frexp(noise_std)[1] - 21)
 
 
 def gaussian_on_grid(exact: Floats, noise_std: float, rng: np.random.Generator) -> Floats:
     """Exact values plus Gaussian noise, rounded to the public grid."""
+    # Rounding comes after the noise: it is post-processing. In place, as totals may be large.
     grid = public_grid(noise_std)
     noisy = rng.standard_normal(exact.shape)
     noisy *= noise_std
@@ -78,6 +85,6 @@ def stopping_probability(expected_trials: float, distribution: str) -> float:
     def excess(log_stop: float) -> float:
         return math.expm1(-log_stop) / -log_stop - expected_trials
 
-    # The mean is between 1 / sqrt(stop) and 1 / stop.
-    found = brentq(excess, -2 * math.log(expected_trials) - 1e-9, -1e-12, xtol=1e-14)
-    return math.exp(float(found))
+    # The mean is between 1 / sqrt(stop) and 1 / stop, which brackets the logarithm of `stop`.
+    log_stop = brentq(excess, -2 * math.log(expected_trials) - 1e-9, -1e-12, xtol=1e-14)
+    return math.exp(float(log_stop))

@@ -10,14 +10,15 @@ from typing import Any
 import numpy as np
 
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.privacy._accounting._composition import events_epsilon
-from pfl_sklearn.privacy._accounting._events import SampledGaussian
+from pfl_sklearn.privacy._accounting._events import SampledGaussian, contribution_sensitivity
 from pfl_sklearn.privacy._mechanisms._clipped_sum import Released
+from pfl_sklearn.privacy._mechanisms._facts import (
+    check_bound,
+    check_noise_multiplier,
+    facts_of_rounds,
+)
 from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid
-
-_SMALLEST_BOUND, _LARGEST_BOUND = 1e-100, 1e100
-_SMALLEST_NOISE = 1e-12
 
 
 @dataclass(frozen=True)
@@ -71,22 +72,19 @@ class NoisySteps:
     noise_multiplier: float = 0.0
 
     def __post_init__(self) -> None:
-        z = self.noise_multiplier
-        if z != 0 and not _SMALLEST_NOISE <= z < math.inf:
-            raise ValueError(
-                f"noise_multiplier must be 0, or finite and at least {_SMALLEST_NOISE}; got {z!r}."
-            )
+        check_noise_multiplier(self.noise_multiplier)
         for bound in self.clip_norms:
-            if not _SMALLEST_BOUND <= bound <= _LARGEST_BOUND:
-                raise ValueError(f"bounds of gradients must be in [1e-100, 1e100]; got {bound!r}.")
+            check_bound("bounds of gradients", bound)
 
     @property
     def reach(self) -> float:
         """Largest L2 norm of a client's gradients of a round, in units of the bounds."""
+        # Steps add up, as each gradient moves the result; parts are orthogonal, so squares add up.
         return self.n_steps * math.sqrt(len(self.clip_norms))
 
     def generators(self, seeds: Sequence[int]) -> list[np.random.Generator]:
         """Sources of the noise of clients in a round, from their seeds (g,)."""
+        # The 1 keeps the noise apart from what else is drawn with a client's seed.
         return [np.random.default_rng((int(seed), 1)) for seed in seeds]
 
     def privatize(
@@ -111,6 +109,7 @@ class NoisySteps:
         clipped, std = clip_l2(slopes, bound), self.noise_multiplier * bound
         if std == 0:
             return clipped
+        # Each client draws its own, or the noise would depend on who else is in the block.
         pairs = zip(clipped, generators, strict=True)
         return np.stack([gaussian_on_grid(slope, std, rng) for slope, rng in pairs])
 
@@ -143,25 +142,16 @@ class NoisySteps:
         dict
             Fields of :class:`~pfl_sklearn.privacy.PrivacyReport`, by name.
         """
-        bound, exact = self.clip_norms[0], rounds.rate == 1
-        accountant = (
-            "exact (Gaussian differential privacy)"
-            if exact
-            else "privacy loss distributions (dp-accounting), an upper estimate"
-        )
+        bound, facts = self.clip_norms[0], facts_of_rounds(rounds, delta, relation)
+        if rounds.rate < 1:
+            facts["sampling"] = "clients are sampled in every round, and everybody may know which"
         return {
+            **facts,
             "mechanism": "Gaussian noise that clients add to their clipped gradients in each of "
             f"{self.n_steps} local steps, rounded to a grid",
-            "epsilon": events_epsilon([rounds], delta, relation),
-            "delta": delta,
-            "relation": relation,
             "noise_std": self.noise_multiplier * bound,
-            "sensitivity": (2.0 if relation == "replace_one" else 1.0) * self.reach * bound,
+            "sensitivity": contribution_sensitivity(relation) * self.reach * bound,
             "trust": "local",
-            "sampling": "none: every client takes part"
-            if exact
-            else "clients are sampled in every round, and everybody may know which",
-            "sampling_rate": rounds.rate,
             "accountant": "certificate by the noise of the last local step of a round, then "
-            f"{accountant}",
+            f"{facts['accountant']}",
         }

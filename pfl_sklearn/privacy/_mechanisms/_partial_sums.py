@@ -59,6 +59,7 @@ class PartialSums(RunningSums):
 
     def advance(self, registers: Floats, index: npt.ArrayLike, rng: np.random.Generator) -> Floats:
         """Noise of the next running sums, one of each stream."""
+        # The blocks' noise adds up: nothing ever takes back what an earlier release had.
         registers[0] += rng.standard_normal(registers.shape[1:]) * self.noise_std
         return registers[0].copy()
 
@@ -68,4 +69,5 @@ class PartialSums(RunningSums):
 
     def whole_mu(self, n_releases: int) -> float:
         """Gaussian-DP parameter of the first releases, one for each value, if all are replaced."""
+        # Every block changes by 1, and their noise is independent.
         return math.sqrt(n_releases) / self.noise_std

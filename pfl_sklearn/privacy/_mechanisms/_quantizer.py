@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from pfl_sklearn._typing import Floats
+from pfl_sklearn.privacy._mechanisms._facts import check_positive
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,7 @@ class StochasticQuantizer:
     def __post_init__(self) -> None:
         if not (isinstance(self.bits, int | np.integer) and 1 <= self.bits <= 32):
             raise ValueError(f"bits must be an integer from 1 to 32; got {self.bits!r}.")
-        if not 0 < self.bound < math.inf:
-            raise ValueError(f"bound must be positive and finite; got {self.bound!r}.")
+        check_positive("bound", self.bound)
 
     @property
     def step(self) -> float:
@@ -54,6 +54,7 @@ class StochasticQuantizer:
     @property
     def noise_variance(self) -> float:
         """Largest variance that rounding adds to a coordinate: a quarter of the squared step."""
+        # f (1 - f) step^2 for a value at the share f between two levels, largest at f = 1/2.
         return self.step**2 / 4
 
     @property
@@ -78,6 +79,7 @@ class StochasticQuantizer:
         bounded = np.clip(np.nan_to_num(values, nan=0.0), -self.bound, self.bound)
         position = (bounded + self.bound) / self.step
         lower = np.floor(position)
+        # Up with the probability of the distance from the level below: right on average.
         level = lower + (rng.random(position.shape) < position - lower)
         return level * self.step - self.bound
 

@@ -11,29 +11,36 @@ import numpy as np
 from scipy.special import expit
 
 from pfl_sklearn._typing import Bools, Floats, Integers
+from pfl_sklearn.privacy._mechanisms._facts import check_positive, facts_of_release
 from pfl_sklearn.privacy._mechanisms._noise import bernoulli
 
 
-def _check_local_epsilon(epsilon: float) -> None:
-    if not 0 < epsilon < math.inf:
-        raise ValueError(f"epsilon must be positive and finite; got {epsilon!r}.")
+class _LocalRandomizer:
+    """A mechanism of every client by itself, with pure epsilon."""
 
+    epsilon: float
 
-def _local_facts(mechanism: str, epsilon: float) -> dict[str, Any]:
-    """Facts about a local randomizer for the privacy report."""
-    return {
-        "mechanism": mechanism,
-        "epsilon": epsilon,
-        "delta": 0.0,
-        "noise_std": None,
-        "sensitivity": 1.0,
-        "trust": "local",
-        "accountant": "exact (largest ratio of output probabilities)",
-    }
+    def __post_init__(self) -> None:
+        check_positive("epsilon", self.epsilon)
+
+    @property
+    def sensitivity(self) -> float:
+        """Largest change of an answer before it is randomized: any may become any other."""
+        return 1.0
+
+    def facts(self) -> dict[str, Any]:
+        """Facts about this mechanism for the privacy report."""
+        return facts_of_release(
+            self, self._description, "exact (largest ratio of output probabilities)"
+        )
+
+    @property
+    def _description(self) -> str:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class OneBit:
+class OneBit(_LocalRandomizer):
     """One bit per client whose expectation carries a number in [0, 1].
 
     Parameters
@@ -56,18 +63,12 @@ class OneBit:
     """
 
     epsilon: float
-
-    def __post_init__(self) -> None:
-        _check_local_epsilon(self.epsilon)
-
-    @property
-    def sensitivity(self) -> float:
-        """Width of the range of x."""
-        return 1.0
+    _description = "one randomized-response bit on the client's mean"
 
     @property
     def noise_variance(self) -> float:
         """Largest variance of a decoded bit (at x = 1/2)."""
+        # p (1 - p) / tanh^2 with p = 1/2.
         return 0.25 / math.tanh(self.epsilon / 2) ** 2
 
     def probability(self, x: Floats) -> Floats:
@@ -83,6 +84,8 @@ class OneBit:
         -------
         ndarray of shape (m,)
         """
+        # Equation (7) with 1 / (E + 1) = expit(-epsilon) and (E - 1) / (E + 1) = tanh(epsilon / 2),
+        # where E cannot overflow.
         x = np.clip(np.nan_to_num(x, nan=0.5), 0.0, 1.0)
         return expit(-self.epsilon) + x * math.tanh(self.epsilon / 2)
 
@@ -100,6 +103,7 @@ class OneBit:
         -------
         ndarray of shape (m,) of bool
         """
+        # No probability falls below that of a 1 at x = 0, or the ratio would exceed E.
         return bernoulli(self.probability(x), float(expit(-self.epsilon)), rng)
 
     def decode(self, bits: Bools) -> Floats:
@@ -117,10 +121,6 @@ class OneBit:
         """
         return (bits - expit(-self.epsilon)) / math.tanh(self.epsilon / 2)
 
-    def facts(self) -> dict[str, Any]:
-        """Facts about this mechanism for the privacy report."""
-        return _local_facts("one randomized-response bit on the client's mean", self.epsilon)
-
 
 class TwoBitReports(NamedTuple):
     """What the server sees: one bit per client, and which of two questions the bit answers."""
@@ -130,7 +130,7 @@ class TwoBitReports(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TwoBit:
+class TwoBit(_LocalRandomizer):
     """One bit per client, about its mean or its spread as decided by a public coin.
 
     About half of the clients with two or more trials report ``w = 4 z (n - z) / n**2``. All other
@@ -154,19 +154,12 @@ class TwoBit:
     """
 
     epsilon: float
-
-    def __post_init__(self) -> None:
-        _check_local_epsilon(self.epsilon)
+    _description = "one randomized-response bit on the client's mean or spread (two-bit scheme)"
 
     @property
     def response(self) -> OneBit:
         """The randomized response behind both questions."""
         return OneBit(self.epsilon)
-
-    @property
-    def sensitivity(self) -> float:
-        """Width of the range of either answer."""
-        return 1.0
 
     @property
     def noise_variance(self) -> float:
@@ -194,21 +187,16 @@ class TwoBit:
         -------
         TwoBitReports
         """
+        # A public coin, so that the question reveals nothing; a single trial has no spread.
         asks_spread = (rng.random(len(trials)) < 0.5) & (trials >= 2)
         mean = successes / trials
         answer = np.where(asks_spread, 4 * mean * (1 - mean), mean)
+        # One bit about one question: either answer is in [0, 1], so the whole report costs epsilon.
         return TwoBitReports(self.response.privatize(answer, rng), asks_spread)
-
-    def facts(self) -> dict[str, Any]:
-        """Facts about this mechanism for the privacy report."""
-        return _local_facts(
-            "one randomized-response bit on the client's mean or spread (two-bit scheme)",
-            self.epsilon,
-        )
 
 
 @dataclass(frozen=True)
-class SubsetSelection:
+class SubsetSelection(_LocalRandomizer):
     """A random subset of the categories that contains the true one more often than any other.
 
     Parameters
@@ -235,7 +223,7 @@ class SubsetSelection:
     epsilon: float
 
     def __post_init__(self) -> None:
-        _check_local_epsilon(self.epsilon)
+        super().__post_init__()
         if not self.n_categories >= 2:
             raise ValueError(f"n_categories must be at least 2; got {self.n_categories!r}.")
 
@@ -254,11 +242,6 @@ class SubsetSelection:
         true category.
         """
         return self._inside(self.subset_size)
-
-    @property
-    def sensitivity(self) -> float:
-        """1: any category may become any other."""
-        return 1.0
 
     @property
     def noise_variance(self) -> float:
@@ -282,7 +265,10 @@ class SubsetSelection:
             Whether a client's subset contains a category.
         """
         m, k = len(categories), self.n_categories
+        # Rounding the probability that the true category is missing up can only lower epsilon; at
+        # least one unit of the resolution, so that it never becomes impossible.
         outside = bernoulli(np.full(m, self._outside(self.subset_size)), math.ulp(0.0), rng)
+        # The true category comes first or last, the others in random order.
         order = rng.random((m, k))
         order[np.arange(m), categories] = np.where(outside, 2.0, -1.0)
         chosen = np.argpartition(order, self.subset_size - 1, axis=1)[:, : self.subset_size]
@@ -306,14 +292,14 @@ class SubsetSelection:
         -------
         ndarray of shape (m, h), in nats
         """
+        # A subset is E times as likely if it contains the category. The floor keeps the logarithm
+        # finite where exp(-epsilon) is 0.
         least = max(math.exp(-self.epsilon), 1e-300)
         return np.log(least + (1 - least) * (subsets.astype(float) @ probabilities))
 
-    def facts(self) -> dict[str, Any]:
-        """Facts about this mechanism for the privacy report."""
-        return _local_facts(
-            f"subset selection, {self.subset_size} of {self.n_categories} categories", self.epsilon
-        )
+    @property
+    def _description(self) -> str:
+        return f"subset selection, {self.subset_size} of {self.n_categories} categories"
 
     def _inside(self, size: int) -> float:
         return size / (size + (self.n_categories - size) * math.exp(-self.epsilon))
@@ -325,12 +311,14 @@ class SubsetSelection:
 
     def _other(self, size: int) -> float:
         """Probability that a subset contains a given wrong category."""
+        # Of the k - 1 wrong categories, s - 1 are in a subset with the true one, and s in another.
         inside = self._inside(size)
         return (inside * (size - 1) + (1 - inside) * size) / (self.n_categories - 1)
 
     def _l2_risk(self, size: int) -> float:
+        """L2 risk of frequencies estimated from subsets of a size, up to a factor."""
         if size >= self.n_categories:
-            return math.inf
+            return math.inf  # every subset would be the whole
         inside, other = self._inside(size), self._other(size)
         spread = inside * (1 - inside) + (self.n_categories - 1) * other * (1 - other)
         return spread / (inside - other) ** 2

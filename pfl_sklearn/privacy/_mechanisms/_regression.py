@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pfl_sklearn._typing import Floats
+from pfl_sklearn.privacy._mechanisms._facts import check_positive
 
 _HUGE = 1e150  # largest value in units of its bound; squares beyond it would overflow
 _EXTRA = 1 / 8  # norm of an extra entry, as a share of the norm of the moments
@@ -111,9 +112,7 @@ class RegressionMoments:
 
     def __post_init__(self) -> None:
         for name in ("feature_bound", "target_bound"):
-            value = getattr(self, name)
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} must be positive and finite; got {value!r}.")
+            check_positive(name, getattr(self, name))
         if self.relation not in ("replace_one", "add_remove"):
             raise ValueError(
                 f"relation must be 'replace_one' or 'add_remove'; got {self.relation!r}."
@@ -133,6 +132,8 @@ class RegressionMoments:
     @property
     def replace_one_sensitivity(self) -> float:
         """L2 sensitivity of the sum of messages when one of them is replaced."""
+        # |M_1 - M_2|^2 <= 2 C^2 - 2 <M_1, M_2>, and without the whole squared target the inner
+        # product can be as low as -(1 - w^2) tau^4.
         opposed = self.target_scale**4 * (1 - self._square_scale**2)
         rows = math.sqrt(2 * self._row_norm**2 + 2 * opposed)
         return math.hypot(rows, self._size_scale * self.sizes)
@@ -151,6 +152,8 @@ class RegressionMoments:
     @cached_property
     def target_scale(self) -> float:
         r"""The factor :math:`\tau` of targets in units of their bound."""
+        # From the first-order error of a regression whose target has a root mean square of a
+        # quarter of its bound; see the notes.
         g = (self.n_features + 1) / 9
         if self.relation == "add_remove":
             return (2 * g) ** -0.25
@@ -171,7 +174,7 @@ class RegressionMoments:
     def _square_scale(self) -> float:
         """Factor of the squared target; 0 leaves it out."""
         if self.relation == "replace_one":
-            return 1.0
+            return 1.0  # it keeps the inner product of two messages from being negative
         return min(1.0, _SQUARE * self._base_norm / self.target_scale**2) * self.square
 
     @cached_property
@@ -195,6 +198,8 @@ class RegressionMoments:
 
     def _norms(self, squares: Floats) -> Floats:
         """Norms (n,) of messages of rows with targets at the bound, from |z|^2 (n,)."""
+        # |vv'|^2 = (|z|^2 + tau^2)^2 less the target's own tau^4, which `_constant` has scaled. As
+        # roots, since squares of squares would overflow.
         moments = np.sqrt(squares) * np.sqrt(squares + 2 * self.target_scale**2)
         return np.hypot(moments, self._constant)
 
@@ -215,6 +220,7 @@ class RegressionMoments:
         factors : ndarray of shape (n,)
             What each row was multiplied by; 1 within the bounds.
         """
+        # Bounds first, then cut: infinity becomes a huge value, and the row is scaled to the bound.
         with np.errstate(over="ignore"):
             features = np.nan_to_num(X / self.feature_bound, nan=0.0)
             target = np.nan_to_num(y / self.target_bound, nan=0.0)
@@ -222,9 +228,12 @@ class RegressionMoments:
         v[:, 0] = self.intercept_scale  # overwritten if there is no intercept
         np.clip(features, -_HUGE, _HUGE, out=v[:, self.intercept : -1])
         np.clip(target, -_HUGE, _HUGE, out=v[:, -1])
+        # The whole row by one factor: clipping x and y apart would bend the line between them.
         factors = 1 / np.maximum(np.abs(v[:, -1]), 1.0)
         squares = np.einsum("np,np->n", v[:, :-1], v[:, :-1]) * factors**2
         outside = squares > self._features_square
+        # As if the target were at its bound: the factor must not depend on targets within it, or
+        # large residuals would count less. The root, as messages are products of two entries.
         factors[outside] *= np.sqrt(self._row_norm / self._norms(squares[outside]))
         v[:, -1] *= self.target_scale
         return v * factors[:, None], factors
@@ -273,6 +282,7 @@ class RegressionMoments:
         """
         v, factors = self.scaled(X, y)
         if shares is not None:
+            # Shares sum to 1 over a client's rows: the mean of messages in the ball is in the ball.
             roots = np.sqrt(shares)
             v, factors = v * roots[:, None], factors * roots
         packed = self._pack(v.T @ v, np.asarray(factors @ factors))
@@ -281,6 +291,7 @@ class RegressionMoments:
     def _pack(self, second: Floats, weight: Floats) -> Floats:
         """Messages (..., length) from matrices v v' (..., p + 1, p + 1) and squared factors."""
         rows, columns = np.triu_indices(second.shape[-1])
+        # An entry off the diagonal stands for two equal ones.
         message = second[..., rows, columns] * np.where(rows == columns, 1.0, math.sqrt(2))
         message[..., -1] *= self._square_scale
         if not self._square_scale:
@@ -313,6 +324,7 @@ class RegressionMoments:
         second = np.zeros((p + 1, p + 1))
         second[rows, columns] = np.where(rows == columns, 1.0, math.sqrt(0.5)) * entries
         second[columns, rows] = second[rows, columns]
+        # The constant's square is kappa^2 for every row, so its sum counts the rows.
         weight = second[0, 0] if self.intercept else extras[0]
         return NoisyMoments(
             second[:-1, :-1],

@@ -79,6 +79,8 @@ class RunningSums(ABC):
         """
         if self.horizon is not None and np.max(index, initial=0) > self.horizon:
             raise ValueError(f"horizon is {self.horizon}; got release {int(np.max(index))}.")
+        # One grid for all releases: every mechanism's noise has a standard deviation of 1 / mu or
+        # more.
         grid = public_grid(1 / self.mu)
         return np.rint((sums + self.advance(registers, index, rng)) / grid) * grid
 
@@ -86,4 +88,5 @@ class RunningSums(ABC):
 def bounded(values: Floats, low: Floats, high: Floats) -> tuple[Floats, Bools]:
     """Values (n,) clipped to their ranges, as numbers from -1/2 to 1/2, and which were clipped."""
     inside = np.clip(values, low, high)
+    # Cut again, as rounding may exceed 1/2: the width of the range is the sensitivity.
     return np.clip((inside - low) / (high - low) - 0.5, -0.5, 0.5), inside != values

@@ -64,6 +64,7 @@ class SparseClippedSum:
         summed = np.asarray(spread @ values)
         if math.isinf(bound):
             return Released(SparseTotal(rows, summed, 0.0), bound, 0.0)
+        # The bits of the next bound are few and seen in every round, so their noise cannot wait.
         following, share = self.dense.next_bound(within, bound, n_expected, rng)
         variance = (self.dense.sum_noise_multiplier * bound) ** 2
         return Released(SparseTotal(rows, summed, variance), following, share)
@@ -80,6 +81,8 @@ class SparseClippedSum:
 
         `settled` (d,), the variance that every row has got so far, is brought up to `variance`.
         """
+        # Variances of independent rounds add up. A row that is already settled gets no more: the
+        # same sum seen twice must not have two draws, which would average out.
         due = np.sqrt(np.maximum(variance - settled[rows], 0.0))
         settled[rows] = variance
         noise = rng.standard_normal((len(rows), c))
@@ -88,6 +91,7 @@ class SparseClippedSum:
 
     def rounded(self, values: Floats, step: float) -> Floats:
         """Noisy values, `step` for each unit of the sum, on a public grid."""
+        # From the first bound, which is public; a bound that moves would move the grid with it.
         grid = public_grid(step * self.dense.sum_noise_multiplier * self.dense.start())
         return np.rint(values / grid) * grid
 
@@ -107,6 +111,6 @@ def _clipped_values(messages: SparseMessages, bound: float) -> tuple[Floats, Boo
         return messages.values, within
     finite = np.isfinite(norms)
     scale = np.where(within, 1.0, bound / np.where(finite & (norms > 0), norms, 1.0))
-    kept = messages.values * scale[messages.owner][:, None]
-    kept[~finite[messages.owner]] = 0.0
-    return kept, within
+    clipped = messages.values * scale[messages.owner][:, None]
+    clipped[~finite[messages.owner]] = 0.0  # 0 times infinity would be NaN
+    return clipped, within

@@ -18,7 +18,7 @@ from pfl_sklearn.privacy._mechanisms._running_sums import RunningSums
 
 _UNKNOWN_HORIZON = 0.45  # exponent of the encoder where any number of steps may follow
 _LONGEST = 10**8  # steps at which the exponentials still follow the power without a horizon
-_FEW = 10_000  # terms that are added one by one
+_TERMS_ONE_BY_ONE = 10_000  # beyond, closed forms, which lose digits where sums are short
 _SPACING = 1.5  # of the exponentials' rates, as a logarithm
 _SLOWEST, _FASTEST = 0.2, 6.0  # rates, the first in units of one over the horizon
 
@@ -43,7 +43,7 @@ class Exponentials(NamedTuple):
 
     def squared_sums(self, n: float) -> float:
         """Sum of the squares of the first n running sums."""
-        if n <= _FEW:
+        if n <= _TERMS_ONE_BY_ONE:
             steps = np.arange(n)[:, None]
             return float(np.sum(np.cumsum(self.decay**steps @ self.weights) ** 2))
         scale = self.weights / self.gaps  # a running sum is sum(scale * (1 - decay ** k))
@@ -111,6 +111,8 @@ class SquareRootSums(RunningSums):
     @cached_property
     def encoder(self) -> Exponentials:
         """First column of C."""
+        # The terms of (1 - L)^-a are an integral of e^(-k rate) over rates with this density: the
+        # trapezoidal rule in the logarithm of the rate turns it into a sum of exponentials.
         exponent, steps = 0.5, self.horizon
         if steps is None:
             exponent, steps = _UNKNOWN_HORIZON, _LONGEST
@@ -119,6 +121,7 @@ class SquareRootSums(RunningSums):
         rates = slowest * np.exp(_SPACING * np.arange(n_terms))
         density = np.exp(-exponent * rates) * (-np.expm1(-rates)) ** -exponent
         weights = density * rates * _SPACING
+        # Rates below the slowest one, whose density is rate^-a, count as it.
         weights[0] += (slowest * math.exp(-_SPACING / 2)) ** (1 - exponent) / (1 - exponent)
         return Exponentials(-np.expm1(-rates), weights / weights.sum())
 
@@ -135,14 +138,18 @@ class SquareRootSums(RunningSums):
 
         pairs = itertools.pairwise(gaps)
         zeros = [brentq(slope, *pair, args=pair, xtol=1e-300, rtol=1e-14) for pair in pairs]
-        found = np.array([0.0, *zeros])
+        # Partial fractions of 1 / ((1 - L) C(L)). The zero at gap 0 is the running sum itself; the
+        # exponential that dies at once (gap 1) makes the first term 1.
+        poles = np.array([0.0, *zeros])
         inner = [zero * (weights / (gaps - zero) ** 2).sum() for zero in zeros]
-        later = 1 / (np.array([(weights / gaps).sum(), *inner]) * (1 - found))
-        return Exponentials(np.append(found, 1.0), np.append(later, 1 - later.sum()))
+        later = 1 / (np.array([(weights / gaps).sum(), *inner]) * (1 - poles))
+        return Exponentials(np.append(poles, 1.0), np.append(later, 1 - later.sum()))
 
     @cached_property
     def sensitivity(self) -> float:
         """L2 length of a column of C."""
+        # A value enters Cx through one column; the first is the longest. It is exact for the
+        # encoder as it is, so that approximating a square root costs no privacy.
         return math.sqrt(self.encoder.squares(self.horizon or math.inf))
 
     @property
@@ -157,6 +164,7 @@ class SquareRootSums(RunningSums):
     def advance(self, registers: Floats, index: npt.ArrayLike, rng: np.random.Generator) -> Floats:
         """Noise of the next running sums, one of each stream."""
         decay, weights = self.decoder.decay, self.decoder.weights
+        # B z, one register for each exponential of B.
         fresh = rng.standard_normal(registers.shape[1:]) * self.noise_std
         registers *= decay.reshape(-1, *[1] * fresh.ndim)
         registers += fresh
@@ -164,8 +172,9 @@ class SquareRootSums(RunningSums):
 
     def variance(self, index: npt.ArrayLike) -> Floats:
         """Variance of the noise on the running sums at releases `index` (...)."""
-        found, place = np.unique(index, return_inverse=True)
-        squares = np.array([self.decoder.squares(one) for one in found.tolist()])
+        # Streams that began together share an index, so few distinct ones are worked out.
+        steps, place = np.unique(index, return_inverse=True)
+        squares = np.array([self.decoder.squares(step) for step in steps.tolist()])
         return (self.noise_std**2 * squares)[place].reshape(np.shape(index))
 
     def whole_mu(self, n_releases: int) -> float:

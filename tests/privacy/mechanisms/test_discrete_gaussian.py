@@ -191,7 +191,7 @@ def test_two_coordinates_keep_their_promise(epsilon):
 
 def test_accounting_of_other_libraries():
     """opendp states the same; the losses that dp_accounting computes cost less."""
-    opendp = _discrete_gaussian._opendp()
+    opendp = _discrete_gaussian.check_opendp()
     space = opendp.vector_domain(opendp.atom_domain(T="i64")), opendp.l2_distance(T="f64")
     losses = pytest.importorskip("dp_accounting.pld.privacy_loss_distribution")
     for epsilon in (0.5, 3.0):

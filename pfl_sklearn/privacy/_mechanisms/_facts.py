@@ -1,0 +1,71 @@
+"""What mechanisms share: their facts for the privacy report, and the ranges of their parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pfl_sklearn.privacy._accounting._composition import events_epsilon
+from pfl_sklearn.privacy._accounting._events import LEAST_NOISE_MULTIPLIER, SampledGaussian
+
+# Bounds whose squares, sums over clients and products with noise stay within double precision.
+_SMALLEST_BOUND, _LARGEST_BOUND = 1e-100, 1e100
+EXACT = "exact (Gaussian differential privacy)"
+_UPPER_ESTIMATE = "privacy loss distributions (dp-accounting), an upper estimate"
+_SAMPLING_NAMES = {
+    "none": "none: every client takes part",
+    "poisson": "Poisson: every client by itself in every round",
+    "fixed": "a fixed number of clients in every round, without replacement",
+}
+
+
+def facts_of_release(
+    mechanism: Any, text: str, accountant: str, trust: str = "local"
+) -> dict[str, Any]:
+    """Fields of the report of one release, from the attributes of its mechanism and a text."""
+    return {
+        "mechanism": text,
+        "epsilon": mechanism.epsilon,
+        # Randomized response is pure: no delta, and no noise of any standard deviation.
+        "delta": getattr(mechanism, "delta", 0.0),
+        "noise_std": getattr(mechanism, "noise_std", None),
+        "sensitivity": mechanism.sensitivity,
+        "trust": trust,
+        "accountant": accountant,
+    }
+
+
+def facts_of_rounds(rounds: SampledGaussian, delta: float, relation: str) -> dict[str, Any]:
+    """Fields of the report that follow from the accounting of rounds, all together."""
+    exact = rounds.rate == 1  # without sampling there is a closed form
+    return {
+        "epsilon": events_epsilon([rounds], delta, relation),
+        "delta": delta,
+        "relation": relation,
+        "sampling": _SAMPLING_NAMES["none" if exact else rounds.sampling],
+        "sampling_rate": rounds.rate,
+        "accountant": EXACT if exact else _UPPER_ESTIMATE,
+    }
+
+
+def check_positive(name: str, value: float) -> None:
+    """Raise ValueError unless a parameter is positive and finite."""
+    # NaN compares as false, so it is refused as well.
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be positive and finite; got {value!r}.")
+
+
+def check_noise_multiplier(value: float) -> None:
+    """Raise ValueError unless the noise is 0 or large enough to count."""
+    # Anything in between would be reported as noise and accounted for as none.
+    if value != 0 and not LEAST_NOISE_MULTIPLIER <= value < math.inf:
+        raise ValueError(
+            f"noise_multiplier must be 0, or finite and at least {LEAST_NOISE_MULTIPLIER}; got "
+            f"{value!r}."
+        )
+
+
+def check_bound(name: str, value: float) -> None:
+    """Raise ValueError unless the L2 bound of a message is within the range of squares."""
+    if not _SMALLEST_BOUND <= value <= _LARGEST_BOUND:
+        raise ValueError(f"{name} must be in [1e-100, 1e100]; got {value!r}.")

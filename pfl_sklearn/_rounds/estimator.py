@@ -19,12 +19,12 @@ from pfl_sklearn._rounds.callbacks import both, observer
 from pfl_sklearn._rounds.checkpoint import Checkpoint, described
 from pfl_sklearn._rounds.loop import Plan, check_converged, run_last_phase, run_rounds
 from pfl_sklearn._rounds.privacy import (
-    check_privacy,
+    check_noise_parameters,
     fit_events,
     is_private,
-    mechanism_of,
     relation_of_rounds,
-    report_of,
+    round_mechanism,
+    rounds_report,
 )
 from pfl_sklearn._rounds.stopping import run_until_flat
 from pfl_sklearn._rounds.task import (
@@ -135,7 +135,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
                 "run before; with warm_start=True it counts them in."
             )
         events = fit_events(self, missing, earlier, earlier and earlier.spent)
-        mechanism = mechanism_of(self, events)  # refuses bounds before anything is charged
+        mechanism = round_mechanism(self, events)  # refuses bounds before anything is charged
         checkpoint = self._open_checkpoint(missing)
         if checkpoint is None or not checkpoint.resumes:
             charge_events(self, events, first_round=before)
@@ -160,7 +160,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         self._check_all_parameters()
         missing = self._last_round(0)
         events = fit_events(self, missing, earlier)
-        mechanism = mechanism_of(self, events)
+        mechanism = round_mechanism(self, events)
         charge_events(self, events, first_round=earlier.state.round if earlier else 0)
         clients = self._encode_fit(groups, num_samples(X))
         if not is_private(self):
@@ -202,7 +202,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         """Raise ValueError if parameters of the family contradict one another."""
 
     def _check_all_parameters(self):
-        check_privacy(self)
+        check_noise_parameters(self)
         self._check_parameters()
 
     def _earlier(self):
@@ -271,10 +271,10 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         state, flat = self._run(run, state, last, task.entropy, observe)
         check_converged(state, run.advice, is_private(self), ids)
         end()
-        mechanism = mechanism_of(self, events)
+        mechanism = round_mechanism(self, events)
         noise, seeded = mechanism.noise_multiplier, self.random_state is not None
         progress = progress_after(task, state, events, last, noise, seeded)
-        report = report_of(self, progress)
+        report = rounds_report(self, progress)
         if task.earlier is not None:
             report = going_on_from(self.privacy_, report)
         # Warnings come first: where they are errors, the estimator stays as it was.

@@ -50,7 +50,7 @@ def is_private(model: Any) -> bool:
     return math.isfinite(model.epsilon) or bool(model.noise_multiplier)
 
 
-def check_privacy(model: Any) -> None:
+def check_noise_parameters(model: Any) -> None:
     """Raise ValueError if privacy parameters contradict one another."""
     if math.isfinite(model.epsilon) and model.noise_multiplier is not None:
         raise ValueError(
@@ -149,7 +149,7 @@ def _accounted(model):
     return (model.sampling, 1.0) if steps is None else ("fixed", steps.reach)
 
 
-def mechanism_of(model: Any, events: Sequence[Any] | None) -> Any:
+def round_mechanism(model: Any, events: Sequence[Any] | None) -> Any:
     """Mechanism of a round."""
     rounds = rounds_of(events)
     z = rounds[-1].noise_multiplier if rounds else 0.0
@@ -159,7 +159,7 @@ def mechanism_of(model: Any, events: Sequence[Any] | None) -> Any:
     return ClippedSum(model.clip_norm, z, quantile)
 
 
-def report_of(model: Any, progress: Progress) -> PrivacyReport:
+def rounds_report(model: Any, progress: Progress) -> PrivacyReport:
     """Privacy report of all rounds so far."""
     released, private = model._released_names, model._kept_names
     if getattr(model, "_skl_callbacks", []):
@@ -240,7 +240,7 @@ def _facts(model, spent, relation):
             "trust": "central",
             "accountant": "exact (Gaussian differential privacy)",
         }
-    facts = mechanism_of(model, rounds[-1:]).facts(rounds[-1], model.delta, relation)
+    facts = round_mechanism(model, rounds[-1:]).facts(rounds[-1], model.delta, relation)
     for std in labels:
         facts["mechanism"] = (
             f"before the rounds, Gaussian noise of sd {std:.4g} on {_LABEL_SUM}, of L2 sensitivity "

@@ -62,7 +62,7 @@ class Options(NamedTuple):
     uncertainty: str = "plug_in"
 
 
-class Estimates(NamedTuple):
+class MixedModelEstimates(NamedTuple):
     """Fitted population and clients."""
 
     population: np.ndarray  # (p,)
@@ -156,7 +156,7 @@ def uncentred(vectors, intercept, centre):
     return vectors
 
 
-def check_squares(table):
+def check_table_range(table):
     """Raise ValueError if values are too large or too small to be squared.
 
     A fit with privacy must not call this: the error would reveal a client's values.
@@ -192,7 +192,7 @@ def check_covariance_identified(table, prior):
 def point_estimates(population, coefficients, prior, covariance, noise, n_iter, done, shares=None):
     """Estimates without a posterior."""
     unknown = np.full((len(population), len(population)), np.nan)
-    return Estimates(
+    return MixedModelEstimates(
         population,
         unknown,
         coefficients,

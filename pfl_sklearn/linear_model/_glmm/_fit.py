@@ -17,7 +17,7 @@ from pfl_sklearn.linear_model._glmm._population_search import (
 from pfl_sklearn.linear_model._posterior import CovariancePosterior, RowPosterior
 from pfl_sklearn.linear_model._table import (
     check_covariance_identified,
-    check_squares,
+    check_table_range,
     is_centred,
     uncentred,
 )
@@ -64,7 +64,7 @@ def fit_logistic(table, prior, outcome, options):
     """
     q, p = table.n_random, table.columns.shape[1]
     _check_fitted_to_several(prior)
-    check_squares(table)
+    check_table_range(table)
     _check_row_weights(table.weights)
     mean, covariance = _coded_mean(prior, outcome, q), prior.known_covariance(q)
     if covariance is None and table.n_clients == 1:

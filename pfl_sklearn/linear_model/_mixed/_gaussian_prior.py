@@ -35,8 +35,8 @@ from pfl_sklearn.linear_model._mixed._variance_search import (
 )
 from pfl_sklearn.linear_model._posterior import RowPosterior
 from pfl_sklearn.linear_model._table import (
-    Estimates,
-    Table,
+    MixedModelEstimates,
+    RegressionTable,
     centred,
     check_covariance_identified,
     is_centred,
@@ -53,7 +53,7 @@ _VANISHING_NOISE = 1e-5
 class _Problem(NamedTuple):
     """A table that was centred and reduced, and what is known and asked about it."""
 
-    table: Table
+    table: RegressionTable
     prior: Any
     shaped: bool  # whether the covariance has its shape for centred columns
     case: Case
@@ -64,14 +64,14 @@ def fit_gaussian_prior(table, prior, options):
 
     Parameters
     ----------
-    table : Table
+    table : RegressionTable
     prior : GaussianPrior
         We estimate the parameters that it leaves None.
     options : Options
 
     Returns
     -------
-    Estimates
+    MixedModelEstimates
     """
     q = table.n_random
     mean, covariance, family = prior.known_mean(q), prior.known_covariance(q), None
@@ -281,7 +281,7 @@ def _gaussian_estimates(problem, found):
     left_open = open_coefficients(reduced, found.whitened, point, free.start) + free.start
     stated[left_open], stated[:, left_open] = np.nan, np.nan
     covariance = point.noise * (ratio * squares)[:q, :q]
-    return Estimates(
+    return MixedModelEstimates(
         population,
         stated,
         coefficients,

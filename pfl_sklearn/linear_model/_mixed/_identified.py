@@ -34,7 +34,7 @@ def check_noise_identified(table, noise, alternative=""):
 
 
 def flat_variances(reduced, first):
-    """Variances (q,) on which restricted likelihood does not depend, and columns (p,) that cause it.
+    """Variances (q,) that restricted likelihood does not depend on, and columns (p,) that cause it.
 
     Restricted likelihood is that of contrasts K'y with K'X = 0. Where the population's columns span
     a coefficient's column of every client (its values there, 0 elsewhere), these have no part in

@@ -11,7 +11,7 @@ from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS
 from pfl_sklearn.linear_model._posterior import RowPosterior
-from pfl_sklearn.linear_model._table import Estimates
+from pfl_sklearn.linear_model._table import MixedModelEstimates
 
 
 def is_known_with_few_rows(table, mean, covariance, noise):
@@ -49,7 +49,7 @@ def fit_known_population(table, prior, mean, covariance, options):
     if table.weights is not None:
         value -= np.log(table.weights).sum()
     error = np.zeros((q, q))  # the population is known
-    return Estimates(
+    return MixedModelEstimates(
         mean,
         error,
         coefficients,

@@ -23,13 +23,13 @@ def fit_laplace_prior(table, prior, options):
 
     Parameters
     ----------
-    table : Table
+    table : RegressionTable
     prior : LaplacePrior
     options : Options
 
     Returns
     -------
-    Estimates
+    MixedModelEstimates
     """
     q = table.n_random
     location = prior.known_location(q)

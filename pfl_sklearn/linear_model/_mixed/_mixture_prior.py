@@ -16,7 +16,7 @@ from pfl_sklearn.linear_model._mixed._profile import Settings, client_deviations
 from pfl_sklearn.linear_model._mixed._reduction import reduce_table
 from pfl_sklearn.linear_model._mixed._variance_search import search_ratio
 from pfl_sklearn.linear_model._posterior import CovariancePosterior
-from pfl_sklearn.linear_model._table import Estimates, centred, uncentred
+from pfl_sklearn.linear_model._table import MixedModelEstimates, centred, uncentred
 
 _TRIAL_STEPS, _TRIAL_TOLERANCE = 8, 1e-3  # enough to rank the starts, most of which lead nowhere
 _START_RATIOS = 0.01, 10.0  # beyond them the likelihood is flat, and steps do not return
@@ -30,14 +30,14 @@ def fit_mixture_prior(table, prior, options):
 
     Parameters
     ----------
-    table : Table
+    table : RegressionTable
     prior : GaussianMixturePrior or DiscretePrior
         Either all parameters are known, or we estimate all of them.
     options : Options
 
     Returns
     -------
-    Estimates
+    MixedModelEstimates
     """
     covariance_type = getattr(prior, "covariance_type", "zero")
     if prior.is_known:
@@ -194,7 +194,7 @@ def _mixture_estimates(table, reduced, fit, prior, offset, centre):
         fitted_covariances = state.noise * squares[:q, :q] * ratios
         fitted = prior.with_mixture(means[:, :q], fitted_covariances, state.weights)
     mean, covariance = fitted.moments()
-    return Estimates(
+    return MixedModelEstimates(
         np.concatenate([mean, coefficients[0, q:]]),
         np.full((p, p), np.nan),  # EM gives no errors of the population
         coefficients,

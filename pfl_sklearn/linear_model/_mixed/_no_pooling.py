@@ -8,7 +8,7 @@ from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._algebra import estimable, inverse_root
 from pfl_sklearn.linear_model._posterior import CovariancePosterior
-from pfl_sklearn.linear_model._table import Estimates
+from pfl_sklearn.linear_model._table import MixedModelEstimates
 
 _WITHIN = 1e-22  # share of a column's squares within clients that counts as rounding
 # Singular values, relative to the columns' lengths, that count as rounding errors: those of rows
@@ -47,7 +47,7 @@ def fit_without_pooling(table, prior, options, covariance):
         error[left_open], error[:, left_open] = np.nan, np.nan
     if mean is not None:
         population[:q], error[:q], error[:, :q] = mean, 0.0, 0.0
-    return Estimates(
+    return MixedModelEstimates(
         population,
         error,
         coefficients,

@@ -19,7 +19,7 @@ from pfl_sklearn.linear_model._mixed._private_population import (
     client_posteriors,
     estimate_population,
 )
-from pfl_sklearn.linear_model._table import Estimates
+from pfl_sklearn.linear_model._table import MixedModelEstimates
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, RegressionMoments, gdp_epsilon
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._report import private_report
@@ -111,7 +111,7 @@ def fit_private(table, prior, options, release, names):
 
     Parameters
     ----------
-    table : Table
+    table : RegressionTable
     prior : GaussianPrior
         Its covariance must be known, unless there is a single client and its number is public.
     options : Options
@@ -122,7 +122,7 @@ def fit_private(table, prior, options, release, names):
 
     Returns
     -------
-    Estimates, PrivacyReport
+    MixedModelEstimates, PrivacyReport
 
     Raises
     ------
@@ -243,7 +243,7 @@ def _private_estimates(table, prior, covariance, options, released, alone):
         coefficients, posterior = local.coefficients, local.posterior
     else:
         coefficients, posterior = client_posteriors(table, released, covariance, options.n_jobs)
-    return Estimates(
+    return MixedModelEstimates(
         released.mean,
         released.covariance,
         coefficients,

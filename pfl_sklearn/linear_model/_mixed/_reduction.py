@@ -58,7 +58,7 @@ def reduce_table(table, *, spectral, common_scale=True, scale=None, n_jobs=None)
 
     Parameters
     ----------
-    table : Table
+    table : RegressionTable
     spectral : bool
         Rotate to the eigenvectors of Z Z', of scaled columns.
     common_scale : bool

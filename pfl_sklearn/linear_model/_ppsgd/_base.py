@@ -35,7 +35,7 @@ from pfl_sklearn.linear_model._ppsgd._steps import (
     alpha_of,
     auto_steps,
     check_learning_rate,
-    check_squares,
+    check_squarable,
     divergence_advice,
     step_sizes,
     theory_learning_rate,
@@ -170,7 +170,7 @@ class BasePPSGD(BaseRounds):
         if earlier is not None:
             self._check_continues(earlier)
         if self.learning_rate == "auto":
-            check_squares(table)
+            check_squarable(table)
         loss = LOSSES[table.details[1]]
         sampling = sampling_of(self.sampling, self.client_fraction, len(clients.ids))
         n_expected = sampling.rate * len(clients.ids)

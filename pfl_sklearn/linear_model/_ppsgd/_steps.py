@@ -118,7 +118,7 @@ def auto_steps(rows, loss, weighting, alpha, n_expected, rate=None) -> tuple[flo
     return rate, np.minimum(rate * units.local, most)
 
 
-def check_squares(table: CheckedTable) -> None:
+def check_squarable(table: CheckedTable) -> None:
     """Raise ValueError if values cannot be squared; not for fits with noise.
 
     We scale columns inside, so they may be small.

@@ -1,6 +1,5 @@
 """AdaMix on nets: every client has a net near one of several centres."""
 
-import math
 from functools import partial
 from numbers import Integral, Real
 
@@ -8,10 +7,9 @@ import numpy as np
 from scipy.special import softmax
 
 from pfl_sklearn._compat import Interval
-from pfl_sklearn._docs import fill_doc
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn.neural_network._base import BaseNeural, checks
-from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._pieces import (
     Averaging,
     own_or_global,
@@ -87,42 +85,78 @@ def shares_of(away, server, proximal, n_rows):
     return softmax(np.log(server["shares"]) - 0.5 * proximal * n_rows[:, None] * square, axis=1)
 
 
+@with_parameters
 class _AdaMixNet(BaseNeural):
+    r"""AdaMix on nets: every client has a net near one of several centres.
+
+    Groups of clients form by themselves.
+
+    Parameters
+    ----------
+    %(parameters)s
+
+    Attributes
+    ----------
+    %(classes)s
+    %(net_attributes)s
+    responsibilities_ : ndarray of shape (n_clients, n_components)
+        How much each client belongs to each centre; equally, if it never took part.
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    FedEM%(kind)s : clients mix global nets instead.
+
+    Notes
+    -----
+    The prior of Section 3.1 of Ozkara et al. (2023), a mixture of Gaussian distributions of the
+    clients' parameters, on nets. The paper also estimates the variances of the mixture together
+    with the nets, and that joint density grows without bound where all nets of a component
+    agree: here `proximal` gives the variance, and centres and their shares are estimated. In
+    every round a sampled client trains its own net with a pull towards the mean of the centres
+    that it belongs to, finds how much it belongs to each, and sends its weighted differences
+    from the centres and these weights. As long as the centres are equal, weights are drawn at
+    random, so that the centres separate. A centre moves by the weighted mean of the
+    differences, over a total weight of at least one client: one with few clients hardly moves.
+    Shares are running averages, in which a round of a tenth of the clients counts a tenth; none
+    falls below a tenth of a client. A client that never took part has the global net, and one
+    that comes later starts from it. How much a client belongs to a centre depends on the number
+    of its rows in this call of ``fit`` or ``partial_fit``. The population's net, that of
+    clients which ``fit`` did not see, is the weighted mean of the centres. With noise the
+    differences and the weights are clipped together, as one vector, and get noise once.
+
+    Memory: one vector of parameters for each client; a round needs M + 3 for each client of a
+    block, and two messages of M vectors for each sampled client.
+
+    %(common_notes)s
+
+    References
+    ----------
+    Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
+    personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
+    """
+
+    n_components: int | None = parameter(
+        default=None,
+        ranges=[Interval(Integral, 1, None, closed="left"), None],
+        text="""
+            int >= 1 or None
+                Number of centres, at most the number of clients. None: 2, but 1 for a single
+                client, and as many as before if the rounds go on.
+            """,
+    )
+    proximal: float = parameter(
+        default=1.0,
+        ranges=[Interval(Real, 0, None, closed="left")],
+        text="""
+            float >= 0
+                Weight of half the squared distance between a client's net and its centres in its
+                mean loss, by an implicit step. It is the precision of the prior over the number of
+                rows.
+            """,
+    )
     _client_attributes = (*BaseNeural._client_attributes, "responsibilities_")
     _kept_names = (*BaseNeural._kept_names, "responsibilities_")
-    _parameter_constraints = {
-        **BaseNeural._parameter_constraints,
-        "n_components": [Interval(Integral, 1, None, closed="left"), None],
-        "proximal": [Interval(Real, 0, None, closed="left")],
-    }
-
-    def __init__(
-        self,
-        estimator=None,
-        *,
-        n_rounds=100,
-        tol=1e-3,
-        max_rounds=1000,
-        validation_fraction=0.2,
-        local_steps=10,
-        n_components=None,
-        proximal=1.0,
-        client_fraction=1.0,
-        sampling="poisson",
-        epsilon=math.inf,
-        noise_multiplier=None,
-        delta=1e-5,
-        clip_norm=None,
-        clip_quantile=None,
-        ledger=None,
-        warm_start=False,
-        checkpoint=None,
-        checkpoint_every=10,
-        unseen="warn",
-        n_jobs=None,
-        random_state=None,
-    ):
-        self._keep(locals())
 
     def _method(self, setup):
         n_before = None if setup.before is None else len(setup.before.server["centres"])
@@ -136,85 +170,9 @@ class _AdaMixNet(BaseNeural):
     _nets = staticmethod(own_or_global)
 
 
-ADAMIXNET = {
-    **NEURAL,
-    "adamix_net_parameters": """
-        n_components : int >= 1 or None, default=None
-            Number of centres, at most the number of clients. None: 2, but 1 for a single client,
-            and as many as before if the rounds go on.
-        proximal : float >= 0, default=1.0
-            Weight of half the squared distance between a client's net and its centres in its mean
-            loss, by an implicit step. It is the precision of the prior over the number of rows.
-        """,
-    "adamix_net_notes": """
-        The prior of Section 3.1 of Ozkara et al. (2023), a mixture of Gaussian distributions of the
-        clients' parameters, on nets. The paper also estimates the variances of the mixture together
-        with the nets, and that joint density grows without bound where all nets of a component
-        agree: here `proximal` gives the variance, and centres and their shares are estimated. In
-        every round a sampled client trains its own net with a pull towards the mean of the centres
-        that it belongs to, finds how much it belongs to each, and sends its weighted differences
-        from the centres and these weights. As long as the centres are equal, weights are drawn at
-        random, so that the centres separate. A centre moves by the weighted mean of the
-        differences, over a total weight of at least one client: one with few clients hardly moves.
-        Shares are running averages, in which a round of a tenth of the clients counts a tenth; none
-        falls below a tenth of a client. A client that never took part has the global net, and one
-        that comes later starts from it. How much a client belongs to a centre depends on the number
-        of its rows in this call of ``fit`` or ``partial_fit``. The population's net, that of
-        clients which ``fit`` did not see, is the weighted mean of the centres. With noise the
-        differences and the weights are clipped together, as one vector, and get noise once.
-
-        Memory: one vector of parameters for each client; a round needs M + 3 for each client of a
-        block, and two messages of M vectors for each sampled client.
-        """,
-    "adamix_net_references": """
-        Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
-        personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
-        """,
-}
-
-
-@fill_doc(ADAMIXNET)
+@with_parameters
 class AdaMixNetClassifier(NeuralClassifierMixin, _AdaMixNet):
     r"""Classification by AdaMix: a net of its own for every client, near one of several centres.
-
-    Groups of clients form by themselves.
-
-    Parameters
-    ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    %(adamix_net_parameters)s
-    %(sampling)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
-
-    Attributes
-    ----------
-    classes_ : ndarray of shape (n_classes,)
-        Sorted class labels.
-    %(net_attributes)s
-    responsibilities_ : ndarray of shape (n_clients, n_components)
-        How much each client belongs to each centre; equally, if it never took part.
-    %(rounds_attributes)s
-
-    See Also
-    --------
-    FedEMClassifier : clients mix global nets instead.
-
-    Notes
-    -----
-    %(adamix_net_notes)s
-
-    %(common_notes)s
-
-    References
-    ----------
-    %(adamix_net_references)s
 
     Examples
     --------
@@ -228,44 +186,6 @@ class AdaMixNetClassifier(NeuralClassifierMixin, _AdaMixNet):
     """
 
 
-@fill_doc(ADAMIXNET)
+@with_parameters
 class AdaMixNetRegressor(NeuralRegressorMixin, _AdaMixNet):
-    r"""Regression by AdaMix: a net of its own for every client, near one of several centres.
-
-    Groups of clients form by themselves.
-
-    Parameters
-    ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    %(adamix_net_parameters)s
-    %(sampling)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
-
-    Attributes
-    ----------
-    %(net_attributes)s
-    responsibilities_ : ndarray of shape (n_clients, n_components)
-        How much each client belongs to each centre; equally, if it never took part.
-    %(rounds_attributes)s
-
-    See Also
-    --------
-    FedEMRegressor : clients mix global nets instead.
-
-    Notes
-    -----
-    %(adamix_net_notes)s
-
-    %(common_notes)s
-
-    References
-    ----------
-    %(adamix_net_references)s
-    """
+    """Regression by AdaMix: a net of its own for every client, near one of several centres."""

@@ -1,19 +1,24 @@
 """AdaPeD: personal nets near a global one in what they predict, at a distance that is learned."""
 
-import math
 from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 
 from pfl_sklearn._compat import Interval, StrOptions
-from pfl_sklearn._docs import fill_doc
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.rows import CatchingUp
 from pfl_sklearn.neural_network._base import BaseNeural, Engines, backend, checks
 from pfl_sklearn.neural_network._distillation import Distillation, adaped, check_steps
-from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._pieces import own_or_global
-from pfl_sklearn.neural_network._targets import LABEL_PRIOR, LABEL_SHARE, NeuralClassifierMixin
+from pfl_sklearn.neural_network._targets import (
+    LABEL_PRIOR,
+    LABEL_PRIOR_TEXT,
+    LABEL_SHARE,
+    LABEL_SHARE_TEXT,
+    NeuralClassifierMixin,
+)
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
 _START = 3 / 4  # of the rounds, after which personal nets start from the global one
@@ -21,7 +26,7 @@ _EARLY = 10  # first such round where nobody knows how many there will be
 _MOST_MISSED = 5  # rounds that clients make up for at most
 
 
-@fill_doc(NEURAL)
+@with_parameters
 class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     r"""Classification by AdaPeD: personal nets that learn from a global net's predictions.
 
@@ -34,55 +39,7 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
 
     Parameters
     ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    psi_init : float > 0, default=4.0
-        Where psi starts: the larger it is, the less a personal net is held to the global one.
-    psi_min : float > 0, default=0.5
-        Floor of psi, at most `psi_init`.
-    psi_learning_rate : float >= 0, default=0.05
-        Step of psi.
-    kd_direction : {"global_to_personal", "personal_to_global"}, default="global_to_personal"
-        Which net's probabilities the divergence takes its mean over: the first one's.
-    global_loss : float >= 0, default=1.0
-        Weight of the clients' losses in the steps of the global net, which is otherwise moved by
-        the personal nets' predictions alone.
-    personal_start : {"own", "global"} or None, default=None
-        Where personal nets start: from the initial weights, or from the global net, when their
-        client first takes part in round `personal_start_round` or later. None: "global", but "own"
-        with noise, which makes the global net a bad start, and beside a `global_estimator`.
-    personal_start_round : int or None, default=None
-        First such round, counted from 0 and below `n_rounds`; None: three quarters of `n_rounds`,
-        or 10 with ``n_rounds=None``, where a third as many rounds follow at least. Without effect
-        on nets that have their own start.
-    train_unsampled : bool or int >= 1, default=False
-        Let personal nets go on in rounds that their client is not sampled in, against the global
-        net and psi that it received last. An integer is how many such rounds in a row count, at
-        most; True stands for 5.
-    global_estimator : skorch net or None, default=None
-        Recipe of a global net of another kind, which clients can afford less or share more easily.
-        Its ``batch_size`` does not count. None: that of `estimator`.
-    noise : {"per_round", "per_step"}, default="per_round"
-        Where noise goes. "per_round": on the sum of the clients' changes, which are clipped.
-        "per_step": on every gradient of the global net and of psi, which are clipped instead; each
-        client adds it itself. This is the algorithm as printed. `noise_multiplier` is then that of
-        a single step, and has to be at least ``local_steps * sqrt(2)`` times that of "per_round"
-        to spend as little; `epsilon` protects a client's whole data ("replace_one") under either
-        kind of sampling. An unknown `label_prior` then goes with "per_round" alone.
-    psi_clip_norm : float > 0, default=0.1
-        Bound of a client's change of psi, or of its gradient: `clip_norm` and it are the units of
-        the two parts of a message. With noise on sums, the message is clipped to length 1 in these
-        units. With noise in steps, each part is clipped by itself, and gets noise in its own units.
-    %(label_prior)s
-    %(label_prior_share)s
-    %(sampling)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
+    %(parameters)s
 
     Attributes
     ----------
@@ -170,95 +127,123 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     _own_steps = True
     _distils = True
 
-    _parameter_constraints = {
-        **BaseNeural._parameter_constraints,
-        **LABEL_PRIOR,
-        **LABEL_SHARE,
-        "psi_init": [Interval(Real, 0, None, closed="neither")],
-        "psi_min": [Interval(Real, 0, None, closed="neither")],
-        "psi_learning_rate": [Interval(Real, 0, None, closed="left")],
-        "kd_direction": [StrOptions({"global_to_personal", "personal_to_global"})],
-        "global_loss": [Interval(Real, 0, None, closed="left")],
-        "personal_start": [StrOptions({"own", "global"}), None],
-        "personal_start_round": [Interval(Integral, 0, None, closed="left"), None],
-        "train_unsampled": ["boolean", Interval(Integral, 1, None, closed="left")],
-        "global_estimator": "no_validation",
-        "noise": [StrOptions({"per_round", "per_step"})],
-        "psi_clip_norm": [Interval(Real, 0, None, closed="neither")],
-    }
-
-    def __init__(
-        self,
-        estimator=None,
-        *,
-        n_rounds=100,
-        tol=1e-3,
-        max_rounds=1000,
-        validation_fraction=0.2,
-        local_steps=10,
-        label_prior=None,
-        label_prior_share=None,
-        psi_init=4.0,
-        psi_min=0.5,
-        psi_learning_rate=0.05,
-        kd_direction="global_to_personal",
-        global_loss=1.0,
-        personal_start=None,
-        personal_start_round=None,
-        train_unsampled=False,
-        global_estimator=None,
-        noise="per_round",
-        psi_clip_norm=0.1,
-        client_fraction=1.0,
-        sampling="poisson",
-        epsilon=math.inf,
-        noise_multiplier=None,
-        delta=1e-5,
-        clip_norm=None,
-        clip_quantile=None,
-        ledger=None,
-        warm_start=False,
-        checkpoint=None,
-        checkpoint_every=10,
-        unseen="warn",
-        n_jobs=None,
-        random_state=None,
-    ):
-        super().__init__(
-            estimator,
-            n_rounds=n_rounds,
-            tol=tol,
-            max_rounds=max_rounds,
-            validation_fraction=validation_fraction,
-            local_steps=local_steps,
-            client_fraction=client_fraction,
-            sampling=sampling,
-            epsilon=epsilon,
-            noise_multiplier=noise_multiplier,
-            delta=delta,
-            clip_norm=clip_norm,
-            clip_quantile=clip_quantile,
-            ledger=ledger,
-            warm_start=warm_start,
-            checkpoint=checkpoint,
-            checkpoint_every=checkpoint_every,
-            unseen=unseen,
-            n_jobs=n_jobs,
-            random_state=random_state,
-        )
-        self.label_prior = label_prior
-        self.label_prior_share = label_prior_share
-        self.psi_init = psi_init
-        self.psi_min = psi_min
-        self.psi_learning_rate = psi_learning_rate
-        self.kd_direction = kd_direction
-        self.global_loss = global_loss
-        self.personal_start = personal_start
-        self.personal_start_round = personal_start_round
-        self.train_unsampled = train_unsampled
-        self.global_estimator = global_estimator
-        self.noise = noise
-        self.psi_clip_norm = psi_clip_norm
+    label_prior: Any = parameter(
+        default=None,
+        ranges=LABEL_PRIOR,
+        text=LABEL_PRIOR_TEXT,
+    )
+    label_prior_share: float | None = parameter(
+        default=None,
+        ranges=LABEL_SHARE,
+        text=LABEL_SHARE_TEXT,
+    )
+    psi_init: float = parameter(
+        default=4.0,
+        ranges=[Interval(Real, 0, None, closed="neither")],
+        text="""
+            float > 0
+                Where psi starts: the larger it is, the less a personal net is held to the global
+                one.
+            """,
+    )
+    psi_min: float = parameter(
+        default=0.5,
+        ranges=[Interval(Real, 0, None, closed="neither")],
+        text="""
+            float > 0
+                Floor of psi, at most `psi_init`.
+            """,
+    )
+    psi_learning_rate: float = parameter(
+        default=0.05,
+        ranges=[Interval(Real, 0, None, closed="left")],
+        text="""
+            float >= 0
+                Step of psi.
+            """,
+    )
+    kd_direction: str = parameter(
+        default="global_to_personal",
+        ranges=[StrOptions({"global_to_personal", "personal_to_global"})],
+        text="""
+            {"global_to_personal", "personal_to_global"}
+                Which net's probabilities the divergence takes its mean over: the first one's.
+            """,
+    )
+    global_loss: float = parameter(
+        default=1.0,
+        ranges=[Interval(Real, 0, None, closed="left")],
+        text="""
+            float >= 0
+                Weight of the clients' losses in the steps of the global net, which is otherwise
+                moved by the personal nets' predictions alone.
+            """,
+    )
+    personal_start: str | None = parameter(
+        default=None,
+        ranges=[StrOptions({"own", "global"}), None],
+        text="""
+            {"own", "global"} or None
+                Where personal nets start: from the initial weights, or from the global net, when
+                their client first takes part in round `personal_start_round` or later. None:
+                "global", but "own" with noise, which makes the global net a bad start, and beside a
+                `global_estimator`.
+            """,
+    )
+    personal_start_round: int | None = parameter(
+        default=None,
+        ranges=[Interval(Integral, 0, None, closed="left"), None],
+        text="""
+            int or None
+                First such round, counted from 0 and below `n_rounds`; None: three quarters of
+                `n_rounds`, or 10 with ``n_rounds=None``, where a third as many rounds follow at
+                least. Without effect on nets that have their own start.
+            """,
+    )
+    train_unsampled: bool | int = parameter(
+        default=False,
+        ranges=["boolean", Interval(Integral, 1, None, closed="left")],
+        text="""
+            bool or int >= 1
+                Let personal nets go on in rounds that their client is not sampled in, against the
+                global net and psi that it received last. An integer is how many such rounds in a
+                row count, at most; True stands for 5.
+            """,
+    )
+    global_estimator: Any = parameter(
+        default=None,
+        ranges="no_validation",
+        text="""
+            skorch net or None
+                Recipe of a global net of another kind, which clients can afford less or share more
+                easily. Its ``batch_size`` does not count. None: that of `estimator`.
+            """,
+    )
+    noise: str = parameter(
+        default="per_round",
+        ranges=[StrOptions({"per_round", "per_step"})],
+        text="""
+            {"per_round", "per_step"}
+                Where noise goes. "per_round": on the sum of the clients' changes, which are
+                clipped. "per_step": on every gradient of the global net and of psi, which are
+                clipped instead; each client adds it itself. This is the algorithm as printed.
+                `noise_multiplier` is then that of a single step, and has to be at least
+                ``local_steps * sqrt(2)`` times that of "per_round" to spend as little; `epsilon`
+                protects a client's whole data ("replace_one") under either kind of sampling. An
+                unknown `label_prior` then goes with "per_round" alone.
+            """,
+    )
+    psi_clip_norm: float = parameter(
+        default=0.1,
+        ranges=[Interval(Real, 0, None, closed="neither")],
+        text="""
+            float > 0
+                Bound of a client's change of psi, or of its gradient: `clip_norm` and it are the
+                units of the two parts of a message. With noise on sums, the message is clipped to
+                length 1 in these units. With noise in steps, each part is clipped by itself, and
+                gets noise in its own units.
+            """,
+    )
 
     @property
     def _noisy_steps(self):

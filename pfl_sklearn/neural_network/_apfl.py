@@ -1,15 +1,13 @@
 """APFL: every client mixes a net of its own with the global one."""
 
-import math
 from functools import partial
 from numbers import Real
 
 import numpy as np
 
 from pfl_sklearn._compat import Interval, StrOptions
-from pfl_sklearn._docs import fill_doc
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._pieces import averaged, in_double, own_or_global
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
@@ -74,40 +72,63 @@ def beside(share, tensor):
     return share.view(-1, *(1,) * (tensor.ndim - 1))
 
 
+@with_parameters
 class _APFL(BaseNeural):
+    r"""APFL: every client mixes a net of its own with the global one.
+
+    Every client predicts with a weighted mean of the parameters of both.
+
+    Parameters
+    ----------
+    %(parameters)s
+
+    Attributes
+    ----------
+    %(classes)s
+    %(net_attributes)s
+    mixing_ : ndarray of shape (n_clients,)
+        Share of each client's own net in its mixture.
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    Ditto%(kind)s : nets that are pulled towards the global one.
+
+    Notes
+    -----
+    Algorithm 1 of Deng et al. (2020), with all sampled clients synchronizing after
+    `local_steps` steps. A sampled client trains its copy w of the global net as in FedAvg, and
+    beside it a net v of its own by the gradient of the mixture's loss: :math:`v \leftarrow v -
+    \eta \alpha \nabla f(\alpha v + (1 - \alpha) w)`. It predicts with the mixture of v and
+    the latest global net. The own net starts as the global one does. A client that never took
+    part has the global net, and one that comes later starts from it. Running statistics are
+    those of the mixture, through which the rows went. An adaptive share takes one gradient step
+    a round, within [0, 1], with the rate of the net. Noise is added to the global net alone, as
+    in FedAvg.
+
+    Memory: one vector of parameters for each client; a round needs eight for each client of a
+    block, and two messages for each sampled client.
+
+    %(common_notes)s
+
+    References
+    ----------
+    Deng, Y., Kamani, M. M. and Mahdavi, M. (2020). Adaptive personalized federated learning.
+    arXiv 2003.13461.
+    """
+
+    mixing: float | str = parameter(
+        default=0.5,
+        ranges=[Interval(Real, 0, 1, closed="both"), StrOptions({"adaptive"})],
+        text="""
+            float in [0, 1] or "adaptive"
+                Share of a client's own net in its mixture with the global one. With 0 all clients
+                have the global net, with 1 each trains alone. "adaptive" starts from 0.5 and moves
+                every client's share along the gradient, once a round.
+            """,
+    )
     _client_attributes = (*BaseNeural._client_attributes, "mixing_")
     _kept_names = (*BaseNeural._kept_names, "mixing_")
-    _parameter_constraints = {
-        **BaseNeural._parameter_constraints,
-        "mixing": [Interval(Real, 0, 1, closed="both"), StrOptions({"adaptive"})],
-    }
-
-    def __init__(
-        self,
-        estimator=None,
-        *,
-        n_rounds=100,
-        tol=1e-3,
-        max_rounds=1000,
-        validation_fraction=0.2,
-        local_steps=10,
-        mixing=0.5,
-        client_fraction=1.0,
-        sampling="poisson",
-        epsilon=math.inf,
-        noise_multiplier=None,
-        delta=1e-5,
-        clip_norm=None,
-        clip_quantile=None,
-        ledger=None,
-        warm_start=False,
-        checkpoint=None,
-        checkpoint_every=10,
-        unseen="warn",
-        n_jobs=None,
-        random_state=None,
-    ):
-        self._keep(locals())
 
     def _check_goes_on(self, earlier):
         super()._check_goes_on(earlier)
@@ -131,77 +152,9 @@ class _APFL(BaseNeural):
     _nets = staticmethod(mixtures)
 
 
-APFL = {
-    **NEURAL,
-    "apfl_parameters": """
-        mixing : float in [0, 1] or "adaptive", default=0.5
-            Share of a client's own net in its mixture with the global one. With 0 all clients have
-            the global net, with 1 each trains alone. "adaptive" starts from 0.5 and moves every
-            client's share along the gradient, once a round.
-        """,
-    "apfl_notes": """
-        Algorithm 1 of Deng et al. (2020), with all sampled clients synchronizing after
-        `local_steps` steps. A sampled client trains its copy w of the global net as in FedAvg, and
-        beside it a net v of its own by the gradient of the mixture's loss: :math:`v \\leftarrow v -
-        \\eta \\alpha \\nabla f(\\alpha v + (1 - \\alpha) w)`. It predicts with the mixture of v and
-        the latest global net. The own net starts as the global one does. A client that never took
-        part has the global net, and one that comes later starts from it. Running statistics are
-        those of the mixture, through which the rows went. An adaptive share takes one gradient step
-        a round, within [0, 1], with the rate of the net. Noise is added to the global net alone, as
-        in FedAvg.
-
-        Memory: one vector of parameters for each client; a round needs eight for each client of a
-        block, and two messages for each sampled client.
-        """,
-    "apfl_references": """
-        Deng, Y., Kamani, M. M. and Mahdavi, M. (2020). Adaptive personalized federated learning.
-        arXiv 2003.13461.
-        """,
-}
-
-
-@fill_doc(APFL)
+@with_parameters
 class APFLClassifier(NeuralClassifierMixin, _APFL):
     r"""Classification by APFL: mixtures of own nets and a global one.
-
-    Every client predicts with a weighted mean of the parameters of both.
-
-    Parameters
-    ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    %(apfl_parameters)s
-    %(sampling)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
-
-    Attributes
-    ----------
-    classes_ : ndarray of shape (n_classes,)
-        Sorted class labels.
-    %(net_attributes)s
-    mixing_ : ndarray of shape (n_clients,)
-        Share of each client's own net in its mixture.
-    %(rounds_attributes)s
-
-    See Also
-    --------
-    DittoClassifier : nets that are pulled towards the global one.
-
-    Notes
-    -----
-    %(apfl_notes)s
-
-    %(common_notes)s
-
-    References
-    ----------
-    %(apfl_references)s
 
     Examples
     --------
@@ -215,44 +168,6 @@ class APFLClassifier(NeuralClassifierMixin, _APFL):
     """
 
 
-@fill_doc(APFL)
+@with_parameters
 class APFLRegressor(NeuralRegressorMixin, _APFL):
-    r"""Regression by APFL: mixtures of own nets and a global one.
-
-    Every client predicts with a weighted mean of the parameters of both.
-
-    Parameters
-    ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    %(apfl_parameters)s
-    %(sampling)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
-
-    Attributes
-    ----------
-    %(net_attributes)s
-    mixing_ : ndarray of shape (n_clients,)
-        Share of each client's own net in its mixture.
-    %(rounds_attributes)s
-
-    See Also
-    --------
-    DittoRegressor : nets that are pulled towards the global one.
-
-    Notes
-    -----
-    %(apfl_notes)s
-
-    %(common_notes)s
-
-    References
-    ----------
-    %(apfl_references)s
-    """
+    """Regression by APFL: mixtures of own nets and a global one."""

@@ -11,6 +11,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import rows_by_client
 from pfl_sklearn._compat import Interval
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
 from pfl_sklearn._rounds.loop import State
 from pfl_sklearn._rounds.privacy import is_private
@@ -20,6 +21,7 @@ from pfl_sklearn._rounds.stopping import split_rows
 from pfl_sklearn._rounds.task import AllRows, Run, sampling_of
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import client_values
+from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
 _FEWEST = 30  # rounds before the loss may count as flat: AdaPeD's global net lags behind
@@ -104,6 +106,7 @@ def checks():
     return _checks
 
 
+@with_parameters
 class BaseNeural(BaseRounds):
     """Rounds of nets: a skorch net is the recipe, and vectors of parameters are what rounds change.
 
@@ -127,64 +130,35 @@ class BaseNeural(BaseRounds):
     _kept_names = ("parameters_", "history_", "clients_", "n_samples_per_client_")
     _optional_names = ("_personal", "_heads", "head_variances_", "_offsets", "_label_counts")
     _optional_names += ("_label_sums", "label_prior_")
+    _texts = NEURAL
     _own_steps = False  # whether the method needs plain gradient steps
     _needs_probabilities = False  # whether its parameters need the probabilities of classes
     _distils = False  # whether the method needs them
 
-    _parameter_constraints = {
-        **BaseRounds._parameter_constraints,
-        "estimator": "no_validation",  # check_recipe has a better sentence
-        "local_steps": [Interval(Integral, 1, None, closed="left")],
-    }
-
-    def __init__(
-        self,
-        estimator,
-        *,
-        n_rounds,
-        tol,
-        max_rounds,
-        validation_fraction,
-        local_steps,
-        client_fraction,
-        sampling,
-        epsilon,
-        noise_multiplier,
-        delta,
-        clip_norm,
-        clip_quantile,
-        ledger,
-        warm_start,
-        checkpoint,
-        checkpoint_every,
-        unseen,
-        n_jobs,
-        random_state,
-    ):
-        self.estimator = estimator
-        self.n_rounds = n_rounds
-        self.tol = tol
-        self.max_rounds = max_rounds
-        self.validation_fraction = validation_fraction
-        self.local_steps = local_steps
-        self.client_fraction = client_fraction
-        self.sampling = sampling
-        self.epsilon = epsilon
-        self.noise_multiplier = noise_multiplier
-        self.delta = delta
-        self.clip_norm = clip_norm
-        self.clip_quantile = clip_quantile
-        self.ledger = ledger
-        self.warm_start = warm_start
-        self.checkpoint = checkpoint
-        self.checkpoint_every = checkpoint_every
-        self.unseen = unseen
-        self.n_jobs = n_jobs
-        self.random_state = random_state
-
-    def _keep(self, names):
-        """Set the arguments of a constructor, given its local names."""
-        vars(self).update({k: v for k, v in names.items() if k not in ("self", "__class__")})
+    estimator: Any = parameter(
+        kw_only=False,
+        default=None,
+        ranges="no_validation",
+        text="""
+            skorch net or None
+                Recipe of the net: a ``skorch.NeuralNetClassifier`` (or ``NeuralNetRegressor``) that
+                was not initialized. Its module, criterion, optimizer, ``lr``, ``batch_size`` (-1:
+                all rows), ``device`` and ``predict_nonlinearity`` are used, and an ``LRScheduler``
+                among its callbacks is stepped once a round. What rounds have no use for
+                (``max_epochs``, ``train_split``, other callbacks, ``verbose``) has to keep its
+                default. Search its parameters as ``estimator__lr`` or
+                ``estimator__module__hidden``. None: a :class:`MLP` of 64 hidden units.
+            """,
+    )
+    local_steps: int = parameter(
+        default=10,
+        ranges=[Interval(Integral, 1, None, closed="left")],
+        text="""
+            int >= 1
+                Gradient steps of a sampled client in a round, on batches of ``batch_size`` rows of
+                the net, or all its rows if it has fewer. Momentum starts anew in every round.
+            """,
+    )
 
     def _default_component(self, name, value):
         if name != "estimator" or value is not None:

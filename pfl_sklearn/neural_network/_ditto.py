@@ -5,9 +5,8 @@ from functools import partial
 from numbers import Real
 
 from pfl_sklearn._compat import Interval
-from pfl_sklearn._docs import fill_doc
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._pieces import averaged, own_or_global, train
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
@@ -21,38 +20,58 @@ def ditto_steps(setup, proximal, server, t, block):
     return shared, {"personal": personal.array()}, losses
 
 
+@with_parameters
 class _Ditto(BaseNeural):
-    _parameter_constraints = {
-        **BaseNeural._parameter_constraints,
-        "proximal": [Interval(Real, 0, math.inf, closed="both")],
-    }
+    r"""Ditto: personal nets that are pulled towards the global one.
 
-    def __init__(
-        self,
-        estimator=None,
-        *,
-        n_rounds=100,
-        tol=1e-3,
-        max_rounds=1000,
-        validation_fraction=0.2,
-        local_steps=10,
-        proximal=1.0,
-        client_fraction=1.0,
-        sampling="poisson",
-        epsilon=math.inf,
-        noise_multiplier=None,
-        delta=1e-5,
-        clip_norm=None,
-        clip_quantile=None,
-        ledger=None,
-        warm_start=False,
-        checkpoint=None,
-        checkpoint_every=10,
-        unseen="warn",
-        n_jobs=None,
-        random_state=None,
-    ):
-        self._keep(locals())
+    The global net is that of FedAvg. Every client trains a net of its own beside it.
+
+    Parameters
+    ----------
+    %(parameters)s
+
+    Attributes
+    ----------
+    %(classes)s
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    FedAvg%(kind)s : one global net, fine-tuned by every client.
+
+    Notes
+    -----
+    Algorithm 1 of Li et al. (2021), with a number of steps in place of epochs, and with equal
+    weights. In every round a sampled client takes the steps of FedAvg from the global net w and
+    sends what they changed; then it takes as many on its own net v, on the same batches:
+    :math:`v \leftarrow (v - \eta g + \eta \lambda w) / (1 + \eta \lambda)`, with
+    `proximal` as :math:`\lambda`. The paper steps explicitly, which diverges for :math:`\eta
+    \lambda > 2`. Personal nets start as the global one does and go on from round to round. A
+    client that never took part has the global net, and one that comes later starts from it.
+    Noise is added to the global net alone, as in FedAvg.
+
+    Memory: one vector of parameters for each client; a round needs six for each client of a
+    block, and two messages for each sampled client.
+
+    %(common_notes)s
+
+    References
+    ----------
+    Li, T., Hu, S., Beirami, A. and Smith, V. (2021). Ditto: fair and robust federated learning
+    through personalization. ICML.
+    """
+
+    proximal: float = parameter(
+        default=1.0,
+        ranges=[Interval(Real, 0, math.inf, closed="both")],
+        text="""
+            float >= 0
+                Weight of half the squared distance between a client's net and the global one, by an
+                implicit step. With 0 every client trains alone, with inf it has the global net of
+                the last round that it took part in.
+            """,
+    )
 
     def _method(self, setup):
         return averaged(setup, partial(ditto_steps, setup, self.proximal), personal=True)
@@ -60,74 +79,9 @@ class _Ditto(BaseNeural):
     _nets = staticmethod(own_or_global)
 
 
-DITTO = {
-    **NEURAL,
-    "ditto_proximal": """
-        proximal : float >= 0, default=1.0
-            Weight of half the squared distance between a client's net and the global one, by an
-            implicit step. With 0 every client trains alone, with inf it has the global net of the
-            last round that it took part in.
-        """,
-    "ditto_notes": """
-        Algorithm 1 of Li et al. (2021), with a number of steps in place of epochs, and with equal
-        weights. In every round a sampled client takes the steps of FedAvg from the global net w and
-        sends what they changed; then it takes as many on its own net v, on the same batches:
-        :math:`v \\leftarrow (v - \\eta g + \\eta \\lambda w) / (1 + \\eta \\lambda)`, with
-        `proximal` as :math:`\\lambda`. The paper steps explicitly, which diverges for :math:`\\eta
-        \\lambda > 2`. Personal nets start as the global one does and go on from round to round. A
-        client that never took part has the global net, and one that comes later starts from it.
-        Noise is added to the global net alone, as in FedAvg.
-
-        Memory: one vector of parameters for each client; a round needs six for each client of a
-        block, and two messages for each sampled client.
-        """,
-    "ditto_references": """
-        Li, T., Hu, S., Beirami, A. and Smith, V. (2021). Ditto: fair and robust federated learning
-        through personalization. ICML.
-        """,
-}
-
-
-@fill_doc(DITTO)
+@with_parameters
 class DittoClassifier(NeuralClassifierMixin, _Ditto):
     r"""Classification by Ditto: a net for each client, pulled towards the global one.
-
-    The global net is that of FedAvg. Every client trains a net of its own beside it.
-
-    Parameters
-    ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    %(ditto_proximal)s
-    %(sampling)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
-
-    Attributes
-    ----------
-    classes_ : ndarray of shape (n_classes,)
-        Sorted class labels.
-    %(net_attributes)s
-    %(rounds_attributes)s
-
-    See Also
-    --------
-    FedAvgClassifier : one global net, fine-tuned by every client.
-
-    Notes
-    -----
-    %(ditto_notes)s
-
-    %(common_notes)s
-
-    References
-    ----------
-    %(ditto_references)s
 
     Examples
     --------
@@ -141,42 +95,6 @@ class DittoClassifier(NeuralClassifierMixin, _Ditto):
     """
 
 
-@fill_doc(DITTO)
+@with_parameters
 class DittoRegressor(NeuralRegressorMixin, _Ditto):
-    r"""Regression by Ditto: a net for each client, pulled towards the global one.
-
-    The global net is that of FedAvg. Every client trains a net of its own beside it.
-
-    Parameters
-    ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    %(ditto_proximal)s
-    %(sampling)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
-
-    Attributes
-    ----------
-    %(net_attributes)s
-    %(rounds_attributes)s
-
-    See Also
-    --------
-    FedAvgRegressor : one global net, fine-tuned by every client.
-
-    Notes
-    -----
-    %(ditto_notes)s
-
-    %(common_notes)s
-
-    References
-    ----------
-    %(ditto_references)s
-    """
+    """Regression by Ditto: a net for each client, pulled towards the global one."""

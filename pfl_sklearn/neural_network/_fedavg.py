@@ -3,17 +3,19 @@
 import math
 from functools import partial
 from numbers import Integral, Real
+from typing import Any
 
 from pfl_sklearn._compat import Interval, StrOptions
-from pfl_sklearn._docs import fill_doc
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._pieces import Averaging, bayes_heads, fine_tuning, train
 from pfl_sklearn.neural_network._targets import (
     LABEL_PRIOR,
+    LABEL_PRIOR_TEXT,
     LABEL_SHARE,
+    LABEL_SHARE_TEXT,
     NeuralClassifierMixin,
     NeuralRegressorMixin,
 )
@@ -42,7 +44,7 @@ def fedavg_update(engine, rates, proximal, averaging, server, t, batch, clients)
     return engine.run(local_steps, batch, clients)
 
 
-@fill_doc(NEURAL)
+@with_parameters
 class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
     r"""Classification by FedAvg: one global net and, if asked for, personal ones near it.
 
@@ -51,28 +53,7 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
 
     Parameters
     ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    fine_tune_steps : int, default=0
-        Gradient steps that every client takes on its own rows after the rounds, from the global
-        net. With 0 all clients have the global net.
-    head : None, "bayes" or float >= 0, default=None
-        Let every client have a last layer of its own, around the global one; see the notes. This is
-        the prior variance, and "bayes" chooses it. With 0 all clients have the global net, with a
-        large one a layer that follows their own rows alone. Either this or `fine_tune_steps`.
-    proximal : float >= 0, default=0.0
-        Weight of half the squared distance from the global net in a client's loss, by an implicit
-        step. Above 0 this is FedProx.
-    %(label_prior)s
-    %(label_prior_share)s
-    %(sampling)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
+    %(parameters)s
 
     Attributes
     ----------
@@ -159,71 +140,45 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
     _client_attributes = (*BaseNeural._client_attributes, "head_variances_")
     _kept_names = (*BaseNeural._kept_names, "head_variances_")
 
-    _parameter_constraints = {
-        **BaseNeural._parameter_constraints,
-        **LABEL_PRIOR,
-        **LABEL_SHARE,
-        "fine_tune_steps": [Interval(Integral, 0, None, closed="left")],
-        "head": [StrOptions({"bayes"}), Interval(Real, 0, None, closed="left"), None],
-        "proximal": [Interval(Real, 0, math.inf, closed="both")],
-    }
-
-    def __init__(
-        self,
-        estimator=None,
-        *,
-        n_rounds=100,
-        tol=1e-3,
-        max_rounds=1000,
-        validation_fraction=0.2,
-        local_steps=10,
-        label_prior=None,
-        label_prior_share=None,
-        fine_tune_steps=0,
-        head=None,
-        proximal=0.0,
-        client_fraction=1.0,
-        sampling="poisson",
-        epsilon=math.inf,
-        noise_multiplier=None,
-        delta=1e-5,
-        clip_norm=None,
-        clip_quantile=None,
-        ledger=None,
-        warm_start=False,
-        checkpoint=None,
-        checkpoint_every=10,
-        unseen="warn",
-        n_jobs=None,
-        random_state=None,
-    ):
-        super().__init__(
-            estimator,
-            n_rounds=n_rounds,
-            tol=tol,
-            max_rounds=max_rounds,
-            validation_fraction=validation_fraction,
-            local_steps=local_steps,
-            client_fraction=client_fraction,
-            sampling=sampling,
-            epsilon=epsilon,
-            noise_multiplier=noise_multiplier,
-            delta=delta,
-            clip_norm=clip_norm,
-            clip_quantile=clip_quantile,
-            ledger=ledger,
-            warm_start=warm_start,
-            checkpoint=checkpoint,
-            checkpoint_every=checkpoint_every,
-            unseen=unseen,
-            n_jobs=n_jobs,
-            random_state=random_state,
-        )
-        self.label_prior = label_prior
-        self.label_prior_share = label_prior_share
-        self.fine_tune_steps = fine_tune_steps
-        self.head = head
-        self.proximal = proximal
+    fine_tune_steps: int = parameter(
+        default=0,
+        ranges=[Interval(Integral, 0, None, closed="left")],
+        text="""
+            int
+                Gradient steps that every client takes on its own rows after the rounds, from the
+                global net. With 0 all clients have the global net.
+            """,
+    )
+    head: Any = parameter(
+        default=None,
+        ranges=[StrOptions({"bayes"}), Interval(Real, 0, None, closed="left"), None],
+        text="""
+            None, "bayes" or float >= 0
+                Let every client have a last layer of its own, around the global one; see the notes.
+                This is the prior variance, and "bayes" chooses it. With 0 all clients have the
+                global net, with a large one a layer that follows their own rows alone. Either this
+                or `fine_tune_steps`.
+            """,
+    )
+    proximal: float = parameter(
+        default=0.0,
+        ranges=[Interval(Real, 0, math.inf, closed="both")],
+        text="""
+            float >= 0
+                Weight of half the squared distance from the global net in a client's loss, by an
+                implicit step. Above 0 this is FedProx.
+            """,
+    )
+    label_prior: Any = parameter(
+        default=None,
+        ranges=LABEL_PRIOR,
+        text=LABEL_PRIOR_TEXT,
+    )
+    label_prior_share: float | None = parameter(
+        default=None,
+        ranges=LABEL_SHARE,
+        text=LABEL_SHARE_TEXT,
+    )
 
     def _method(self, setup):
         last_phase = None
@@ -255,7 +210,7 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
         return {**found, "_heads": own["head"], "head_variances_": own["head_variance"]}
 
 
-@fill_doc(NEURAL)
+@with_parameters
 class FedAvgRegressor(NeuralRegressorMixin, BaseNeural):
     r"""Regression by FedAvg: one global net, and if asked for a fine-tuned one for each client.
 
@@ -264,22 +219,7 @@ class FedAvgRegressor(NeuralRegressorMixin, BaseNeural):
 
     Parameters
     ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    fine_tune_steps : int, default=0
-        Gradient steps that every client takes on its own rows after the rounds, from the global
-        net. With 0 all clients have the global net.
-    proximal : float >= 0, default=0.0
-        Weight of half the squared distance from the global net in a client's loss, by an implicit
-        step. Above 0 this is FedProx.
-    %(sampling)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
+    %(parameters)s
 
     Attributes
     ----------
@@ -323,62 +263,24 @@ class FedAvgRegressor(NeuralRegressorMixin, BaseNeural):
     True
     """
 
-    _parameter_constraints = {
-        **BaseNeural._parameter_constraints,
-        "fine_tune_steps": [Interval(Integral, 0, None, closed="left")],
-        "proximal": [Interval(Real, 0, math.inf, closed="both")],
-    }
-
-    def __init__(
-        self,
-        estimator=None,
-        *,
-        n_rounds=100,
-        tol=1e-3,
-        max_rounds=1000,
-        validation_fraction=0.2,
-        local_steps=10,
-        fine_tune_steps=0,
-        proximal=0.0,
-        client_fraction=1.0,
-        sampling="poisson",
-        epsilon=math.inf,
-        noise_multiplier=None,
-        delta=1e-5,
-        clip_norm=None,
-        clip_quantile=None,
-        ledger=None,
-        warm_start=False,
-        checkpoint=None,
-        checkpoint_every=10,
-        unseen="warn",
-        n_jobs=None,
-        random_state=None,
-    ):
-        super().__init__(
-            estimator,
-            n_rounds=n_rounds,
-            tol=tol,
-            max_rounds=max_rounds,
-            validation_fraction=validation_fraction,
-            local_steps=local_steps,
-            client_fraction=client_fraction,
-            sampling=sampling,
-            epsilon=epsilon,
-            noise_multiplier=noise_multiplier,
-            delta=delta,
-            clip_norm=clip_norm,
-            clip_quantile=clip_quantile,
-            ledger=ledger,
-            warm_start=warm_start,
-            checkpoint=checkpoint,
-            checkpoint_every=checkpoint_every,
-            unseen=unseen,
-            n_jobs=n_jobs,
-            random_state=random_state,
-        )
-        self.fine_tune_steps = fine_tune_steps
-        self.proximal = proximal
+    fine_tune_steps: int = parameter(
+        default=0,
+        ranges=[Interval(Integral, 0, None, closed="left")],
+        text="""
+            int
+                Gradient steps that every client takes on its own rows after the rounds, from the
+                global net. With 0 all clients have the global net.
+            """,
+    )
+    proximal: float = parameter(
+        default=0.0,
+        ranges=[Interval(Real, 0, math.inf, closed="both")],
+        text="""
+            float >= 0
+                Weight of half the squared distance from the global net in a client's loss, by an
+                implicit step. Above 0 this is FedProx.
+            """,
+    )
 
     def _method(self, setup):
         steps = self.fine_tune_steps

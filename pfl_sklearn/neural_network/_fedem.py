@@ -1,52 +1,84 @@
 """FedEM: clients mix the predictions of several global nets, each in its own proportions."""
 
-import math
 from numbers import Integral
 
 import numpy as np
 
 from pfl_sklearn._compat import Interval
-from pfl_sklearn._docs import fill_doc
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn.neural_network._base import BaseNeural, Engines, backend, checks
-from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
+@with_parameters
 class _FedEM(BaseNeural):
+    r"""FedEM: clients mix the predictions of several global nets, each in its own proportions.
+
+    Clients differ in the weights of the nets.
+
+    Parameters
+    ----------
+    %(parameters)s
+
+    Attributes
+    ----------
+    %(classes)s
+    %(net_attributes)s
+    responsibilities_ : ndarray of shape (n_clients, n_components)
+        Weight of each net in each client's mixture.
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    FedAvg%(kind)s : the same with one net.
+
+    Notes
+    -----
+    Algorithm 1 of Marfoq et al. (2021), with steps on batches. In every round a sampled client
+    first finds how well each net explains its rows, :math:`q_{jc} \propto \pi_{ic}
+    \exp(-\ell_c(j))` for the rows j of the round's batches, and sets its weights to their
+    means, :math:`\pi_{ic} = \mathrm{mean}_j \, q_{jc}`. Then it takes the steps of FedAvg
+    with each net, in which row j has the weight :math:`q_{jc}`, and sends what changed in all
+    of them. The paper takes all rows of a client for the first part; that is the same where
+    `local_steps` batches hold them all. Nets are in training mode in both parts. In regression
+    :math:`\ell_c` is the criterion itself, for which squared errors mean a variance of 1/2:
+    responses should be in standard units, as those of the default net are in a fit without
+    noise. The criterion has to be a mean over rows (``CrossEntropyLoss``, ``NLLLoss``,
+    ``MSELoss`` or ``L1Loss`` without class weights), and the module must be a class rather than
+    an instance, since its components are drawn one by one. A client predicts with the weighted
+    mean of what the nets predict: of probabilities for classes, of responses in regression.
+    Nets start apart, from random weights. A client that ``fit`` did not see gets the clients'
+    average weights, a running average in which a round of a tenth of the clients counts a
+    tenth; with `clip_norm` it gets equal ones, since weights are not released. With noise all
+    nets are clipped together, as one vector, and get noise once.
+
+    A vector of parameters has the weights first, then the parameters of one net after the
+    other, then buffers that training moves.
+
+    Memory: one such vector for each client; a round needs two for each client of a block, and
+    two messages of the size of all nets for each sampled client.
+
+    %(common_notes)s
+
+    References
+    ----------
+    Marfoq, O., Neglia, G., Bellet, A., Kameni, L. and Vidal, R. (2021). Federated multi-task
+    learning under a mixture of distributions. NeurIPS.
+    """
+
+    n_components: int | None = parameter(
+        default=None,
+        ranges=[Interval(Integral, 1, None, closed="left"), None],
+        text="""
+            int >= 1 or None
+                Number of nets that clients mix, at most the number of clients. With 1 this is
+                FedAvg. None: 2, but 1 for a single client, and as many as before if the rounds go
+                on.
+            """,
+    )
     _client_attributes = (*BaseNeural._client_attributes, "responsibilities_")
     _kept_names = (*BaseNeural._kept_names, "responsibilities_")
-    _parameter_constraints = {
-        **BaseNeural._parameter_constraints,
-        "n_components": [Interval(Integral, 1, None, closed="left"), None],
-    }
-
-    def __init__(
-        self,
-        estimator=None,
-        *,
-        n_rounds=100,
-        tol=1e-3,
-        max_rounds=1000,
-        validation_fraction=0.2,
-        local_steps=10,
-        n_components=None,
-        client_fraction=1.0,
-        sampling="poisson",
-        epsilon=math.inf,
-        noise_multiplier=None,
-        delta=1e-5,
-        clip_norm=None,
-        clip_quantile=None,
-        ledger=None,
-        warm_start=False,
-        checkpoint=None,
-        checkpoint_every=10,
-        unseen="warn",
-        n_jobs=None,
-        random_state=None,
-    ):
-        self._keep(locals())
 
     def _check_recipe(self, recipe, name):
         super()._check_recipe(recipe, name)
@@ -91,87 +123,9 @@ class _FedEM(BaseNeural):
         return nets
 
 
-FEDEM = {
-    **NEURAL,
-    "fedem_parameters": """
-        n_components : int >= 1 or None, default=None
-            Number of nets that clients mix, at most the number of clients. With 1 this is FedAvg.
-            None: 2, but 1 for a single client, and as many as before if the rounds go on.
-        """,
-    "fedem_notes": """
-        Algorithm 1 of Marfoq et al. (2021), with steps on batches. In every round a sampled client
-        first finds how well each net explains its rows, :math:`q_{jc} \\propto \\pi_{ic}
-        \\exp(-\\ell_c(j))` for the rows j of the round's batches, and sets its weights to their
-        means, :math:`\\pi_{ic} = \\mathrm{mean}_j \\, q_{jc}`. Then it takes the steps of FedAvg
-        with each net, in which row j has the weight :math:`q_{jc}`, and sends what changed in all
-        of them. The paper takes all rows of a client for the first part; that is the same where
-        `local_steps` batches hold them all. Nets are in training mode in both parts. In regression
-        :math:`\\ell_c` is the criterion itself, for which squared errors mean a variance of 1/2:
-        responses should be in standard units, as those of the default net are in a fit without
-        noise. The criterion has to be a mean over rows (``CrossEntropyLoss``, ``NLLLoss``,
-        ``MSELoss`` or ``L1Loss`` without class weights), and the module must be a class rather than
-        an instance, since its components are drawn one by one. A client predicts with the weighted
-        mean of what the nets predict: of probabilities for classes, of responses in regression.
-        Nets start apart, from random weights. A client that ``fit`` did not see gets the clients'
-        average weights, a running average in which a round of a tenth of the clients counts a
-        tenth; with `clip_norm` it gets equal ones, since weights are not released. With noise all
-        nets are clipped together, as one vector, and get noise once.
-
-        A vector of parameters has the weights first, then the parameters of one net after the
-        other, then buffers that training moves.
-
-        Memory: one such vector for each client; a round needs two for each client of a block, and
-        two messages of the size of all nets for each sampled client.
-        """,
-    "fedem_references": """
-        Marfoq, O., Neglia, G., Bellet, A., Kameni, L. and Vidal, R. (2021). Federated multi-task
-        learning under a mixture of distributions. NeurIPS.
-        """,
-}
-
-
-@fill_doc(FEDEM)
+@with_parameters
 class FedEMClassifier(NeuralClassifierMixin, _FedEM):
     r"""Classification by FedEM: every client mixes several global nets.
-
-    Clients differ in the weights of the nets.
-
-    Parameters
-    ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    %(fedem_parameters)s
-    %(sampling)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
-
-    Attributes
-    ----------
-    classes_ : ndarray of shape (n_classes,)
-        Sorted class labels.
-    %(net_attributes)s
-    responsibilities_ : ndarray of shape (n_clients, n_components)
-        Weight of each net in each client's mixture.
-    %(rounds_attributes)s
-
-    See Also
-    --------
-    FedAvgClassifier : the same with one net.
-
-    Notes
-    -----
-    %(fedem_notes)s
-
-    %(common_notes)s
-
-    References
-    ----------
-    %(fedem_references)s
 
     Examples
     --------
@@ -185,44 +139,6 @@ class FedEMClassifier(NeuralClassifierMixin, _FedEM):
     """
 
 
-@fill_doc(FEDEM)
+@with_parameters
 class FedEMRegressor(NeuralRegressorMixin, _FedEM):
-    r"""Regression by FedEM: every client mixes several global nets.
-
-    Clients differ in the weights of the nets.
-
-    Parameters
-    ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    %(fedem_parameters)s
-    %(sampling)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
-
-    Attributes
-    ----------
-    %(net_attributes)s
-    responsibilities_ : ndarray of shape (n_clients, n_components)
-        Weight of each net in each client's mixture.
-    %(rounds_attributes)s
-
-    See Also
-    --------
-    FedAvgRegressor : the same with one net.
-
-    Notes
-    -----
-    %(fedem_notes)s
-
-    %(common_notes)s
-
-    References
-    ----------
-    %(fedem_references)s
-    """
+    """Regression by FedEM: every client mixes several global nets."""

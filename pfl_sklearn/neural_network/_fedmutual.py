@@ -1,53 +1,77 @@
 """Federated mutual learning: own nets and the global one teach each other."""
 
-import math
 from functools import partial
 from numbers import Real
 
 from pfl_sklearn._compat import Interval
-from pfl_sklearn._docs import fill_doc
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._mutual import Weights, mutual_steps
 from pfl_sklearn.neural_network._pieces import averaged, own_or_global
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin
 
 
+@with_parameters
 class _FedMutual(BaseNeural):
-    _distils = True
-    _parameter_constraints = {
-        **BaseNeural._parameter_constraints,
-        "personal_loss": [Interval(Real, 0, 1, closed="both")],
-        "global_loss": [Interval(Real, 0, 1, closed="both")],
-    }
+    r"""Federated mutual learning: own nets and the global one teach each other.
 
-    def __init__(
-        self,
-        estimator=None,
-        *,
-        n_rounds=100,
-        tol=1e-3,
-        max_rounds=1000,
-        validation_fraction=0.2,
-        local_steps=10,
-        personal_loss=0.25,
-        global_loss=0.25,
-        client_fraction=1.0,
-        sampling="poisson",
-        epsilon=math.inf,
-        noise_multiplier=None,
-        delta=1e-5,
-        clip_norm=None,
-        clip_quantile=None,
-        ledger=None,
-        warm_start=False,
-        checkpoint=None,
-        checkpoint_every=10,
-        unseen="warn",
-        n_jobs=None,
-        random_state=None,
-    ):
-        self._keep(locals())
+    Each follows the labels and the predictions of the other.
+
+    Parameters
+    ----------
+    %(parameters)s
+
+    Attributes
+    ----------
+    %(classes)s
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    AdaPeDClassifier : distillation with a weight that adapts.
+
+    Notes
+    -----
+    Algorithm 1 of Shen et al. (2020). Of each batch a sampled client takes a step on
+    :math:`\alpha f(\theta) + (1 - \alpha) \, \mathrm{KL}(p_w \| p_\theta)` with its own
+    net, and then one on :math:`\beta f(w) + (1 - \beta) \, \mathrm{KL}(p_\theta \| p_w)`
+    with its copy w of the global net, at the new :math:`\theta`. Divergences are means over
+    the rows of a batch, without a temperature. Own nets start as the global one does. A client
+    that never took part has the global net, and one that comes later starts from it. With noise
+    it is on the global net alone, as in FedAvg.
+
+    Memory: one vector of parameters for each client; a round needs four for each client of a
+    block, and two messages for each sampled client.
+
+    %(common_notes)s
+
+    References
+    ----------
+    Shen, T., Zhang, J., Jia, X., Zhang, F., Huang, G., Zhou, P., Kuang, K., Wu, F. and Wu, C.
+    (2020). Federated mutual learning. arXiv 2006.16765.
+    """
+
+    personal_loss: float = parameter(
+        default=0.25,
+        ranges=[Interval(Real, 0, 1, closed="both")],
+        text=r"""
+            float in [0, 1]
+                Weight of the labels in the loss of a client's own net, :math:`\alpha`; the rest is
+                that of the divergence from the global net's predictions. With 1 every client trains
+                alone.
+            """,
+    )
+    global_loss: float = parameter(
+        default=0.25,
+        ranges=[Interval(Real, 0, 1, closed="both")],
+        text=r"""
+            float in [0, 1]
+                The same for a client's copy of the global net, :math:`\beta`, which follows the own
+                net's predictions. With 1 the global net is that of FedAvg.
+            """,
+    )
+    _distils = True
 
     def _method(self, setup):
         weights = Weights(
@@ -62,76 +86,9 @@ class _FedMutual(BaseNeural):
     _nets = staticmethod(own_or_global)
 
 
-FEDMUTUAL = {
-    **NEURAL,
-    "fedmutual_parameters": """
-        personal_loss : float in [0, 1], default=0.25
-            Weight of the labels in the loss of a client's own net, :math:`\\alpha`; the rest is
-            that of the divergence from the global net's predictions. With 1 every client trains
-            alone.
-        global_loss : float in [0, 1], default=0.25
-            The same for a client's copy of the global net, :math:`\\beta`, which follows the own
-            net's predictions. With 1 the global net is that of FedAvg.
-        """,
-    "fedmutual_notes": """
-        Algorithm 1 of Shen et al. (2020). Of each batch a sampled client takes a step on
-        :math:`\\alpha f(\\theta) + (1 - \\alpha) \\, \\mathrm{KL}(p_w \\| p_\\theta)` with its own
-        net, and then one on :math:`\\beta f(w) + (1 - \\beta) \\, \\mathrm{KL}(p_\\theta \\| p_w)`
-        with its copy w of the global net, at the new :math:`\\theta`. Divergences are means over
-        the rows of a batch, without a temperature. Own nets start as the global one does. A client
-        that never took part has the global net, and one that comes later starts from it. With noise
-        it is on the global net alone, as in FedAvg.
-
-        Memory: one vector of parameters for each client; a round needs four for each client of a
-        block, and two messages for each sampled client.
-        """,
-    "fedmutual_references": """
-        Shen, T., Zhang, J., Jia, X., Zhang, F., Huang, G., Zhou, P., Kuang, K., Wu, F. and Wu, C.
-        (2020). Federated mutual learning. arXiv 2006.16765.
-        """,
-}
-
-
-@fill_doc(FEDMUTUAL)
+@with_parameters
 class FedMutualClassifier(NeuralClassifierMixin, _FedMutual):
     r"""Classification by federated mutual learning: own nets and the global one teach each other.
-
-    Each follows the labels and the predictions of the other.
-
-    Parameters
-    ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    %(fedmutual_parameters)s
-    %(sampling)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
-
-    Attributes
-    ----------
-    classes_ : ndarray of shape (n_classes,)
-        Sorted class labels.
-    %(net_attributes)s
-    %(rounds_attributes)s
-
-    See Also
-    --------
-    AdaPeDClassifier : distillation with a weight that adapts.
-
-    Notes
-    -----
-    %(fedmutual_notes)s
-
-    %(common_notes)s
-
-    References
-    ----------
-    %(fedmutual_references)s
 
     Examples
     --------

@@ -1,12 +1,10 @@
 """FedRep: personal layers are fitted to the shared ones before these move."""
 
-import math
 from functools import partial
 from numbers import Integral
 
 from pfl_sklearn._compat import Interval
-from pfl_sklearn._docs import fill_doc
-from pfl_sklearn.neural_network._docs import NEURAL
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn.neural_network._pieces import own_nets, train
 from pfl_sklearn.neural_network._split import KeepsLayers, own_layers, split, with_own
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
@@ -31,39 +29,56 @@ def new_heads(setup, own, server, t, block):
     return train(setup.engines.client, block, start, setup.rates[t], own=True, moving=own)
 
 
+@with_parameters
 class _FedRep(KeepsLayers):
-    _parameter_constraints = {
-        **KeepsLayers._parameter_constraints,
-        "head_steps": [Interval(Integral, 1, None, closed="left")],
-    }
+    r"""FedRep: personal layers are fitted to the shared ones before these move.
 
-    def __init__(
-        self,
-        estimator=None,
-        *,
-        n_rounds=100,
-        tol=1e-3,
-        max_rounds=1000,
-        validation_fraction=0.2,
-        local_steps=10,
-        personal_layers="last",
-        head_steps=10,
-        client_fraction=1.0,
-        sampling="poisson",
-        epsilon=math.inf,
-        noise_multiplier=None,
-        delta=1e-5,
-        clip_norm=None,
-        clip_quantile=None,
-        ledger=None,
-        warm_start=False,
-        checkpoint=None,
-        checkpoint_every=10,
-        unseen="warn",
-        n_jobs=None,
-        random_state=None,
-    ):
-        self._keep(locals())
+    In every round clients fit their own layers first, then the shared ones.
+
+    Parameters
+    ----------
+    %(parameters)s
+
+    Attributes
+    ----------
+    %(classes)s
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    FedPer%(kind)s : the same, with all layers trained together.
+
+    Notes
+    -----
+    Algorithm 1 of Collins et al. (2021), with steps on batches. In every round a sampled client
+    fits its own layers to the shared ones by `head_steps` steps, then moves the shared ones by
+    `local_steps` steps and sends what changed. After the rounds all clients fit their own
+    layers to the final shared ones, by as many steps. A client that ``fit`` did not see gets
+    the personal layers that all clients started from, which nobody trained, so its predictions
+    are much worse, and so are those of a released model: use FedAvg or PPSGDNet for such
+    clients. Noise is added to the shared layers alone.
+
+    Memory: one vector of parameters for each client; a round needs five for each client of a
+    block, and two messages for each sampled client.
+
+    %(common_notes)s
+
+    References
+    ----------
+    Collins, L., Hassani, H., Mokhtari, A. and Shakkottai, S. (2021). Exploiting shared
+    representations for personalized federated learning. ICML.
+    """
+
+    head_steps: int = parameter(
+        default=10,
+        ranges=[Interval(Integral, 1, None, closed="left")],
+        text="""
+            int >= 1
+                Gradient steps of the personal layers in a round, before `local_steps` of the shared
+                layers alone.
+            """,
+    )
 
     def _method(self, setup):
         own = own_layers(setup, self.personal_layers)
@@ -84,76 +99,9 @@ class _FedRep(KeepsLayers):
         return self._nets(state.server, {**state.clients, **state.own})
 
 
-FEDREP = {
-    **NEURAL,
-    "fedrep_parameters": """
-        personal_layers : "last" or sequence of str, default="last"
-            Modules or parameters of the net, by name, that every client keeps to itself, such as
-            ``["layers.4", "last"]``. "last" is the ``torch.nn.Linear`` that gives the logits.
-            Without any name all layers are shared.
-        head_steps : int >= 1, default=10
-            Gradient steps of the personal layers in a round, before `local_steps` of the shared
-            layers alone.
-        """,
-    "fedrep_notes": """
-        Algorithm 1 of Collins et al. (2021), with steps on batches. In every round a sampled client
-        fits its own layers to the shared ones by `head_steps` steps, then moves the shared ones by
-        `local_steps` steps and sends what changed. After the rounds all clients fit their own
-        layers to the final shared ones, by as many steps. A client that ``fit`` did not see gets
-        the personal layers that all clients started from, which nobody trained, so its predictions
-        are much worse, and so are those of a released model: use FedAvg or PPSGDNet for such
-        clients. Noise is added to the shared layers alone.
-
-        Memory: one vector of parameters for each client; a round needs five for each client of a
-        block, and two messages for each sampled client.
-        """,
-    "fedrep_references": """
-        Collins, L., Hassani, H., Mokhtari, A. and Shakkottai, S. (2021). Exploiting shared
-        representations for personalized federated learning. ICML.
-        """,
-}
-
-
-@fill_doc(FEDREP)
+@with_parameters
 class FedRepClassifier(NeuralClassifierMixin, _FedRep):
     r"""Classification by FedRep: shared first layers and personal last ones.
-
-    In every round clients fit their own layers first, then the shared ones.
-
-    Parameters
-    ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    %(fedrep_parameters)s
-    %(sampling)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
-
-    Attributes
-    ----------
-    classes_ : ndarray of shape (n_classes,)
-        Sorted class labels.
-    %(net_attributes)s
-    %(rounds_attributes)s
-
-    See Also
-    --------
-    FedPerClassifier : the same, with all layers trained together.
-
-    Notes
-    -----
-    %(fedrep_notes)s
-
-    %(common_notes)s
-
-    References
-    ----------
-    %(fedrep_references)s
 
     Examples
     --------
@@ -167,42 +115,6 @@ class FedRepClassifier(NeuralClassifierMixin, _FedRep):
     """
 
 
-@fill_doc(FEDREP)
+@with_parameters
 class FedRepRegressor(NeuralRegressorMixin, _FedRep):
-    r"""Regression by FedRep: shared first layers and personal last ones.
-
-    In every round clients fit their own layers first, then the shared ones.
-
-    Parameters
-    ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    %(fedrep_parameters)s
-    %(sampling)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
-
-    Attributes
-    ----------
-    %(net_attributes)s
-    %(rounds_attributes)s
-
-    See Also
-    --------
-    FedPerRegressor : the same, with all layers trained together.
-
-    Notes
-    -----
-    %(fedrep_notes)s
-
-    %(common_notes)s
-
-    References
-    ----------
-    %(fedrep_references)s
-    """
+    """Regression by FedRep: shared first layers and personal last ones."""

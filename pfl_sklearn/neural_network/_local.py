@@ -2,16 +2,17 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import numpy as np
 
-from pfl_sklearn._docs import fill_doc
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._pieces import train
 from pfl_sklearn.neural_network._targets import (
     LABEL_PRIOR,
+    LABEL_PRIOR_TEXT,
     NeuralClassifierMixin,
     NeuralRegressorMixin,
 )
@@ -39,7 +40,7 @@ def local_update(engine, rates, server, t, batch, clients):
     return engine.run(local_steps, batch, clients)
 
 
-@fill_doc(NEURAL)
+@with_parameters
 class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
     r"""Classification by local nets: every client trains alone.
 
@@ -47,17 +48,7 @@ class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
 
     Parameters
     ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    %(label_prior)s
-    %(sampling)s
-    %(labels_at_most)s
-    %(warm_start)s
-    %(checkpoint)s
+    %(parameters)s
 
     Attributes
     ----------
@@ -100,56 +91,61 @@ class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
     True
     """
 
-    _parameter_constraints = {**BaseNeural._parameter_constraints, **LABEL_PRIOR}
-
-    def __init__(
-        self,
-        estimator=None,
-        *,
-        n_rounds=100,
-        tol=1e-3,
-        max_rounds=1000,
-        validation_fraction=0.2,
-        local_steps=10,
-        label_prior=None,
-        client_fraction=1.0,
-        sampling="poisson",
-        epsilon=math.inf,
-        noise_multiplier=None,
-        delta=1e-5,
-        clip_norm=None,
-        clip_quantile=None,
-        ledger=None,
-        warm_start=False,
-        checkpoint=None,
-        checkpoint_every=10,
-        unseen="warn",
-        n_jobs=None,
-        random_state=None,
-    ):
-        super().__init__(
-            estimator,
-            n_rounds=n_rounds,
-            tol=tol,
-            max_rounds=max_rounds,
-            validation_fraction=validation_fraction,
-            local_steps=local_steps,
-            client_fraction=client_fraction,
-            sampling=sampling,
-            epsilon=epsilon,
-            noise_multiplier=noise_multiplier,
-            delta=delta,
-            clip_norm=clip_norm,
-            clip_quantile=clip_quantile,
-            ledger=ledger,
-            warm_start=warm_start,
-            checkpoint=checkpoint,
-            checkpoint_every=checkpoint_every,
-            unseen=unseen,
-            n_jobs=n_jobs,
-            random_state=random_state,
-        )
-        self.label_prior = label_prior
+    label_prior: Any = parameter(
+        default=None,
+        ranges=LABEL_PRIOR,
+        text=LABEL_PRIOR_TEXT,
+    )
+    epsilon: float = parameter(
+        default=math.inf,
+        text="""
+            float in (0, inf]
+                Only the noisy sum for an unknown `label_prior` has a use for it, and takes all of
+                it. Otherwise nothing is sent, so nothing gets noise, and the report states an
+                epsilon of 0 under any finite value. What a finite value does change is that nothing
+                is taken from the rows of all clients together: the default net works in the units
+                that the features have, ``BatchNorm`` is refused, and a client whose loss is not
+                finite keeps its net rather than ends the fit. With inf those units come from all
+                rows, and the report promises nothing.
+            """,
+    )
+    noise_multiplier: float | None = parameter(
+        default=None,
+        text=r"""
+            float or None
+                Standard deviation of the noise on that sum over its sensitivity, :math:`\sqrt 2`.
+                Without the sum a value above 0 does what a finite `epsilon` does.
+            """,
+    )
+    delta: float = parameter(
+        default=1e-5,
+        text="""
+            float in [0, 1)
+                That of the noisy sum, for which it has to be above 0; otherwise without effect.
+            """,
+    )
+    clip_norm: float | None = parameter(
+        default=None,
+        text="""
+            float or None
+                Has no effect: there are no messages to clip.
+            """,
+    )
+    clip_quantile: float | None = parameter(
+        default=None,
+        text="""
+            float in (0, 1) or None
+                Has no effect, but is refused without `clip_norm`, as in other methods.
+            """,
+    )
+    ledger: Any = parameter(
+        default=None,
+        text="""
+            PrivacyLedger or None
+                File that records each fit. One with a finite `epsilon` spends what the noisy sum
+                spends; one without is recorded as unprotected.
+            """,
+    )
 
     _communicates = False
 
@@ -161,7 +157,7 @@ class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
         return clients["personal"]
 
 
-@fill_doc(NEURAL)
+@with_parameters
 class LocalNetRegressor(NeuralRegressorMixin, BaseNeural):
     r"""Regression by local nets: every client trains alone.
 
@@ -169,16 +165,7 @@ class LocalNetRegressor(NeuralRegressorMixin, BaseNeural):
 
     Parameters
     ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    %(sampling)s
-    %(nothing_sent)s
-    %(warm_start)s
-    %(checkpoint)s
+    %(parameters)s
 
     Attributes
     ----------
@@ -217,52 +204,54 @@ class LocalNetRegressor(NeuralRegressorMixin, BaseNeural):
     True
     """
 
-    def __init__(
-        self,
-        estimator=None,
-        *,
-        n_rounds=100,
-        tol=1e-3,
-        max_rounds=1000,
-        validation_fraction=0.2,
-        local_steps=10,
-        client_fraction=1.0,
-        sampling="poisson",
-        epsilon=math.inf,
-        noise_multiplier=None,
-        delta=1e-5,
-        clip_norm=None,
-        clip_quantile=None,
-        ledger=None,
-        warm_start=False,
-        checkpoint=None,
-        checkpoint_every=10,
-        unseen="warn",
-        n_jobs=None,
-        random_state=None,
-    ):
-        super().__init__(
-            estimator,
-            n_rounds=n_rounds,
-            tol=tol,
-            max_rounds=max_rounds,
-            validation_fraction=validation_fraction,
-            local_steps=local_steps,
-            client_fraction=client_fraction,
-            sampling=sampling,
-            epsilon=epsilon,
-            noise_multiplier=noise_multiplier,
-            delta=delta,
-            clip_norm=clip_norm,
-            clip_quantile=clip_quantile,
-            ledger=ledger,
-            warm_start=warm_start,
-            checkpoint=checkpoint,
-            checkpoint_every=checkpoint_every,
-            unseen=unseen,
-            n_jobs=n_jobs,
-            random_state=random_state,
-        )
+    epsilon: float = parameter(
+        default=math.inf,
+        text="""
+            float in (0, inf]
+                Nothing is sent, so nothing gets noise, and under any finite value the report states
+                an epsilon of 0. What a finite value does change is that nothing is taken from the
+                rows of all clients together: the default net works in the units that the features
+                have, ``BatchNorm`` is refused, and a client whose loss is not finite keeps its net
+                rather than ends the fit. With inf those units come from all rows, and the report
+                promises nothing.
+            """,
+    )
+    noise_multiplier: float | None = parameter(
+        default=None,
+        text="""
+            float or None
+                A value above 0 does what a finite `epsilon` does; which one has no effect.
+            """,
+    )
+    delta: float = parameter(
+        default=1e-5,
+        text="""
+            float in [0, 1)
+                Has no effect.
+            """,
+    )
+    clip_norm: float | None = parameter(
+        default=None,
+        text="""
+            float or None
+                Has no effect: there are no messages to clip.
+            """,
+    )
+    clip_quantile: float | None = parameter(
+        default=None,
+        text="""
+            float in (0, 1) or None
+                Has no effect, but is refused without `clip_norm`, as in other methods.
+            """,
+    )
+    ledger: Any = parameter(
+        default=None,
+        text="""
+            PrivacyLedger or None
+                File that records each fit. One with a finite `epsilon` spends nothing there; one
+                without is recorded as unprotected.
+            """,
+    )
 
     _communicates = False
 

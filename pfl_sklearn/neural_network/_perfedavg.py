@@ -1,17 +1,15 @@
 """Per-FedAvg: a global net from which one step leads to every client."""
 
-import math
 from functools import partial
 from numbers import Integral, Real
 
 import numpy as np
 
 from pfl_sklearn._compat import Interval
-from pfl_sklearn._docs import fill_doc
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.neural_network._base import BaseNeural, checks
-from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._pieces import averaged, fine_tuning, in_double
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
@@ -33,41 +31,72 @@ def perfedavg_steps(setup, meta_rate, server, t, block):
     return models, {}, in_double(first)
 
 
+@with_parameters
 class _PerFedAvg(BaseNeural):
-    _own_steps = True
-    _parameter_constraints = {
-        **BaseNeural._parameter_constraints,
-        "meta_learning_rate": [Interval(Real, 0, None, closed="neither")],
-        "adapt_steps": [Interval(Integral, 1, None, closed="left")],
-    }
+    r"""Per-FedAvg: a global net from which one step leads to every client.
 
-    def __init__(
-        self,
-        estimator=None,
-        *,
-        n_rounds=100,
-        tol=1e-3,
-        max_rounds=1000,
-        validation_fraction=0.2,
-        local_steps=10,
-        meta_learning_rate=0.1,
-        adapt_steps=1,
-        client_fraction=1.0,
-        sampling="poisson",
-        epsilon=math.inf,
-        noise_multiplier=None,
-        delta=1e-5,
-        clip_norm=None,
-        clip_quantile=None,
-        ledger=None,
-        warm_start=False,
-        checkpoint=None,
-        checkpoint_every=10,
-        unseen="warn",
-        n_jobs=None,
-        random_state=None,
-    ):
-        self._keep(locals())
+    It is trained for what it becomes after a gradient step on the rows of a client.
+
+    Parameters
+    ----------
+    %(parameters)s
+
+    Attributes
+    ----------
+    %(classes)s
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    FedAvg%(kind)s : the same without looking ahead.
+
+    Notes
+    -----
+    Algorithm 1 of Fallah et al. (2020) in its first-order form. In each of `local_steps` steps
+    a sampled client adapts its copy w on one batch, :math:`u = w - \alpha \nabla f(w)`, and
+    moves it along the gradient at u on the next batch: :math:`w \leftarrow w - \beta \nabla
+    f(u)`. The Hessian in the exact gradient is left out. So each step takes two batches. They
+    have no row in common only if a client has at least twice ``batch_size`` rows; one with at
+    most ``batch_size`` rows adapts to all of them and measures on the same ones, so give small
+    clients small batches. Weight decay is part of both gradients, and momentum is refused.
+    After the rounds every client adapts the global net on its own training rows. The authors'
+    code adapts on labelled test rows, which tells more than a client knows. With
+    ``n_rounds=None`` the loss is that of the global net before it adapts. Noise is added to the
+    global net alone, as in FedAvg.
+
+    Memory: one vector of parameters for each client; a round needs five for each client of a
+    block, and two messages for each sampled client.
+
+    %(common_notes)s
+
+    References
+    ----------
+    Fallah, A., Mokhtari, A. and Ozdaglar, A. (2020). Personalized federated learning with
+    theoretical guarantees: a model-agnostic meta-learning approach. NeurIPS.
+    """
+
+    meta_learning_rate: float = parameter(
+        default=0.1,
+        ranges=[Interval(Real, 0, None, closed="neither")],
+        text=r"""
+            float > 0
+                Learning rate of the global net, :math:`\beta`, which follows an ``LRScheduler`` as
+                ``lr`` does. The ``lr`` of the net is that of a client's adaptation, :math:`\alpha`.
+                Without the Hessian a large ``lr`` may diverge: the AdaPeD paper uses :math:`\alpha
+                = 0.0001` with :math:`\beta = 0.1`.
+            """,
+    )
+    adapt_steps: int = parameter(
+        default=1,
+        ranges=[Interval(Integral, 1, None, closed="left")],
+        text="""
+            int >= 1
+                Gradient steps with which every client adapts the global net to its own rows after
+                the rounds.
+            """,
+    )
+    _own_steps = True
 
     def _check_recipe(self, recipe, name):
         super()._check_recipe(recipe, name)
@@ -93,81 +122,9 @@ class _PerFedAvg(BaseNeural):
         return state.own.get("personal")
 
 
-PERFEDAVG = {
-    **NEURAL,
-    "perfedavg_parameters": """
-        meta_learning_rate : float > 0, default=0.1
-            Learning rate of the global net, :math:`\\beta`, which follows an ``LRScheduler`` as
-            ``lr`` does. The ``lr`` of the net is that of a client's adaptation, :math:`\\alpha`.
-            Without the Hessian a large ``lr`` may diverge: the AdaPeD paper uses :math:`\\alpha =
-            0.0001` with :math:`\\beta = 0.1`.
-        adapt_steps : int >= 1, default=1
-            Gradient steps with which every client adapts the global net to its own rows after the
-            rounds.
-        """,
-    "perfedavg_notes": """
-        Algorithm 1 of Fallah et al. (2020) in its first-order form. In each of `local_steps` steps
-        a sampled client adapts its copy w on one batch, :math:`u = w - \\alpha \\nabla f(w)`, and
-        moves it along the gradient at u on the next batch: :math:`w \\leftarrow w - \\beta \\nabla
-        f(u)`. The Hessian in the exact gradient is left out. So each step takes two batches. They
-        have no row in common only if a client has at least twice ``batch_size`` rows; one with at
-        most ``batch_size`` rows adapts to all of them and measures on the same ones, so give small
-        clients small batches. Weight decay is part of both gradients, and momentum is refused.
-        After the rounds every client adapts the global net on its own training rows. The authors'
-        code adapts on labelled test rows, which tells more than a client knows. With
-        ``n_rounds=None`` the loss is that of the global net before it adapts. Noise is added to the
-        global net alone, as in FedAvg.
-
-        Memory: one vector of parameters for each client; a round needs five for each client of a
-        block, and two messages for each sampled client.
-        """,
-    "perfedavg_references": """
-        Fallah, A., Mokhtari, A. and Ozdaglar, A. (2020). Personalized federated learning with
-        theoretical guarantees: a model-agnostic meta-learning approach. NeurIPS.
-        """,
-}
-
-
-@fill_doc(PERFEDAVG)
+@with_parameters
 class PerFedAvgClassifier(NeuralClassifierMixin, _PerFedAvg):
     r"""Classification by Per-FedAvg: a global net that adapts in one step.
-
-    It is trained for what it becomes after a gradient step on the rows of a client.
-
-    Parameters
-    ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    %(perfedavg_parameters)s
-    %(sampling)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
-
-    Attributes
-    ----------
-    classes_ : ndarray of shape (n_classes,)
-        Sorted class labels.
-    %(net_attributes)s
-    %(rounds_attributes)s
-
-    See Also
-    --------
-    FedAvgClassifier : the same without looking ahead.
-
-    Notes
-    -----
-    %(perfedavg_notes)s
-
-    %(common_notes)s
-
-    References
-    ----------
-    %(perfedavg_references)s
 
     Examples
     --------
@@ -181,42 +138,6 @@ class PerFedAvgClassifier(NeuralClassifierMixin, _PerFedAvg):
     """
 
 
-@fill_doc(PERFEDAVG)
+@with_parameters
 class PerFedAvgRegressor(NeuralRegressorMixin, _PerFedAvg):
-    r"""Regression by Per-FedAvg: a global net that adapts in one step.
-
-    It is trained for what it becomes after a gradient step on the rows of a client.
-
-    Parameters
-    ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    %(perfedavg_parameters)s
-    %(sampling)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
-
-    Attributes
-    ----------
-    %(net_attributes)s
-    %(rounds_attributes)s
-
-    See Also
-    --------
-    FedAvgRegressor : the same without looking ahead.
-
-    Notes
-    -----
-    %(perfedavg_notes)s
-
-    %(common_notes)s
-
-    References
-    ----------
-    %(perfedavg_references)s
-    """
+    """Regression by Per-FedAvg: a global net that adapts in one step."""

@@ -1,13 +1,11 @@
 """pFedMe: personal nets by proximal steps, and a global net that follows them."""
 
-import math
 from functools import partial
 from numbers import Integral, Real
 
 from pfl_sklearn._compat import Interval
-from pfl_sklearn._docs import fill_doc
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._pieces import averaged, in_double, own_nets
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
@@ -53,44 +51,88 @@ def near_the_global(setup, settings, server, t, block):
     return models, in_double(first)
 
 
+@with_parameters
 class _PFedMe(BaseNeural):
-    _parameter_constraints = {
-        **BaseNeural._parameter_constraints,
-        "proximal": [Interval(Real, 0, None, closed="left")],
-        "personal_steps": [Interval(Integral, 1, None, closed="left")],
-        "local_learning_rate": [Interval(Real, 0, None, closed="neither")],
-        "server_learning_rate": [Interval(Real, 0, None, closed="neither")],
-    }
+    r"""pFedMe: personal nets by proximal steps, and a global net that follows them.
 
-    def __init__(
-        self,
-        estimator=None,
-        *,
-        n_rounds=100,
-        tol=1e-3,
-        max_rounds=1000,
-        validation_fraction=0.2,
-        local_steps=10,
-        proximal=1.0,
-        personal_steps=5,
-        local_learning_rate=0.1,
-        server_learning_rate=1.0,
-        client_fraction=1.0,
-        sampling="poisson",
-        epsilon=math.inf,
-        noise_multiplier=None,
-        delta=1e-5,
-        clip_norm=None,
-        clip_quantile=None,
-        ledger=None,
-        warm_start=False,
-        checkpoint=None,
-        checkpoint_every=10,
-        unseen="warn",
-        n_jobs=None,
-        random_state=None,
-    ):
-        self._keep(locals())
+    The global net follows the personal ones, which stay near it.
+
+    Parameters
+    ----------
+    %(parameters)s
+
+    Attributes
+    ----------
+    %(classes)s
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    Ditto%(kind)s : another pull towards a global net, which is that of FedAvg.
+
+    Notes
+    -----
+    Algorithm 1 of Dinh et al. (2020). Of each of `local_steps` batches a sampled client takes
+    `personal_steps` steps :math:`\theta \leftarrow \theta - \eta_p (g + \lambda (\theta -
+    w))` with its personal net, whose step :math:`\eta_p` is the ``lr`` of the net, and then
+    moves its copy w of the global net: :math:`w \leftarrow w - \eta \lambda (w - \theta)`.
+    The personal net starts from the global one in every round and goes on from batch to batch,
+    as in the authors' code, whose defaults are a `proximal` of 15 and a `local_learning_rate`
+    of 0.005. After the rounds every client takes the personal steps of one round around the
+    final global net, on its own rows; these are the nets of the clients. That reveals nothing
+    to others. With ``n_rounds=None`` the loss is that of the global net. Noise is added to the
+    global net alone, as in FedAvg.
+
+    Memory: one vector of parameters for each client; a round needs six for each client of a
+    block, and two messages for each sampled client.
+
+    %(common_notes)s
+
+    References
+    ----------
+    Dinh, C. T., Tran, N. H. and Nguyen, T. D. (2020). Personalized federated learning with
+    Moreau envelopes. NeurIPS.
+    """
+
+    proximal: float = parameter(
+        default=1.0,
+        ranges=[Interval(Real, 0, None, closed="left")],
+        text=r"""
+            float >= 0
+                Weight of half the squared distance between a client's net and its copy of the
+                global one, :math:`\lambda`. Steps are explicit: keep the net's ``lr`` times this
+                below 2.
+            """,
+    )
+    personal_steps: int = parameter(
+        default=5,
+        ranges=[Interval(Integral, 1, None, closed="left")],
+        text="""
+            int >= 1
+                Gradient steps of a personal net for each step of the client's copy, on the same
+                batch: a round has `local_steps` times as many.
+            """,
+    )
+    local_learning_rate: float = parameter(
+        default=0.1,
+        ranges=[Interval(Real, 0, None, closed="neither")],
+        text=r"""
+            float > 0
+                Learning rate of the copy, :math:`\eta`: in each step it moves towards the personal
+                net by `local_learning_rate` times `proximal` of the way, which should be at most 1.
+                An ``LRScheduler`` does not change it. The net's ``lr`` is the learning rate of
+                personal steps.
+            """,
+    )
+    server_learning_rate: float = parameter(
+        default=1.0,
+        ranges=[Interval(Real, 0, None, closed="neither")],
+        text=r"""
+            float > 0
+                Factor on the average change of the global net, :math:`\beta`.
+            """,
+    )
 
     def _method(self, setup):
         settings = self.proximal, self.personal_steps, self.local_learning_rate
@@ -105,85 +147,9 @@ class _PFedMe(BaseNeural):
         return state.own.get("personal")
 
 
-PFEDME = {
-    **NEURAL,
-    "pfedme_parameters": """
-        proximal : float >= 0, default=1.0
-            Weight of half the squared distance between a client's net and its copy of the global
-            one, :math:`\\lambda`. Steps are explicit: keep the net's ``lr`` times this below 2.
-        personal_steps : int >= 1, default=5
-            Gradient steps of a personal net for each step of the client's copy, on the same batch:
-            a round has `local_steps` times as many.
-        local_learning_rate : float > 0, default=0.1
-            Learning rate of the copy, :math:`\\eta`: in each step it moves towards the personal net
-            by `local_learning_rate` times `proximal` of the way, which should be at most 1. An
-            ``LRScheduler`` does not change it. The net's ``lr`` is the learning rate of personal
-            steps.
-        server_learning_rate : float > 0, default=1.0
-            Factor on the average change of the global net, :math:`\\beta`.
-        """,
-    "pfedme_notes": """
-        Algorithm 1 of Dinh et al. (2020). Of each of `local_steps` batches a sampled client takes
-        `personal_steps` steps :math:`\\theta \\leftarrow \\theta - \\eta_p (g + \\lambda (\\theta -
-        w))` with its personal net, whose step :math:`\\eta_p` is the ``lr`` of the net, and then
-        moves its copy w of the global net: :math:`w \\leftarrow w - \\eta \\lambda (w - \\theta)`.
-        The personal net starts from the global one in every round and goes on from batch to batch,
-        as in the authors' code, whose defaults are a `proximal` of 15 and a `local_learning_rate`
-        of 0.005. After the rounds every client takes the personal steps of one round around the
-        final global net, on its own rows; these are the nets of the clients. That reveals nothing
-        to others. With ``n_rounds=None`` the loss is that of the global net. Noise is added to the
-        global net alone, as in FedAvg.
-
-        Memory: one vector of parameters for each client; a round needs six for each client of a
-        block, and two messages for each sampled client.
-        """,
-    "pfedme_references": """
-        Dinh, C. T., Tran, N. H. and Nguyen, T. D. (2020). Personalized federated learning with
-        Moreau envelopes. NeurIPS.
-        """,
-}
-
-
-@fill_doc(PFEDME)
+@with_parameters
 class PFedMeClassifier(NeuralClassifierMixin, _PFedMe):
     r"""Classification by pFedMe: personal nets by proximal steps.
-
-    The global net follows the personal ones, which stay near it.
-
-    Parameters
-    ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    %(pfedme_parameters)s
-    %(sampling)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
-
-    Attributes
-    ----------
-    classes_ : ndarray of shape (n_classes,)
-        Sorted class labels.
-    %(net_attributes)s
-    %(rounds_attributes)s
-
-    See Also
-    --------
-    DittoClassifier : another pull towards a global net, which is that of FedAvg.
-
-    Notes
-    -----
-    %(pfedme_notes)s
-
-    %(common_notes)s
-
-    References
-    ----------
-    %(pfedme_references)s
 
     Examples
     --------
@@ -197,42 +163,6 @@ class PFedMeClassifier(NeuralClassifierMixin, _PFedMe):
     """
 
 
-@fill_doc(PFEDME)
+@with_parameters
 class PFedMeRegressor(NeuralRegressorMixin, _PFedMe):
-    r"""Regression by pFedMe: personal nets by proximal steps.
-
-    The global net follows the personal ones, which stay near it.
-
-    Parameters
-    ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    %(pfedme_parameters)s
-    %(sampling)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
-
-    Attributes
-    ----------
-    %(net_attributes)s
-    %(rounds_attributes)s
-
-    See Also
-    --------
-    DittoRegressor : another pull towards a global net, which is that of FedAvg.
-
-    Notes
-    -----
-    %(pfedme_notes)s
-
-    %(common_notes)s
-
-    References
-    ----------
-    %(pfedme_references)s
-    """
+    """Regression by pFedMe: personal nets by proximal steps."""

@@ -3,14 +3,14 @@
 import math
 from functools import partial
 from numbers import Real
+from typing import Any
 
 import numpy as np
 
 from pfl_sklearn._compat import Interval, StrOptions
-from pfl_sklearn._docs import fill_doc
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn.linear_model._ppsgd._steps import alpha_of, step_sizes
-from pfl_sklearn.neural_network._docs import NEURAL
 from pfl_sklearn.neural_network._pieces import in_double
 from pfl_sklearn.neural_network._split import KeepsLayers, averaged_part, own_layers
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
@@ -67,40 +67,69 @@ def with_deviation(server, deviation):
     return nets
 
 
+@with_parameters
 class _PPSGDNet(KeepsLayers):
-    _own_steps = True
-    _parameter_constraints = {
-        **KeepsLayers._parameter_constraints,
-        "alpha": [Interval(Real, 0, math.inf, closed="both"), StrOptions({"auto"})],
-    }
+    r"""PPSGD on nets: a common representation, and heads that are sums of a common and an own one.
 
-    def __init__(
-        self,
-        estimator=None,
-        *,
-        n_rounds=100,
-        tol=1e-3,
-        max_rounds=1000,
-        validation_fraction=0.2,
-        local_steps=10,
-        alpha="auto",
-        personal_layers="last",
-        client_fraction=1.0,
-        sampling="poisson",
-        epsilon=math.inf,
-        noise_multiplier=None,
-        delta=1e-5,
-        clip_norm=None,
-        clip_quantile=None,
-        ledger=None,
-        warm_start=False,
-        checkpoint=None,
-        checkpoint_every=10,
-        unseen="warn",
-        n_jobs=None,
-        random_state=None,
-    ):
-        self._keep(locals())
+    A client's head is the sum of a common one and one of its own.
+
+    Parameters
+    ----------
+    %(parameters)s
+
+    Attributes
+    ----------
+    %(classes)s
+    %(net_attributes)s
+    %(rounds_attributes)s
+
+    See Also
+    --------
+    PPSGD%(kind)s : the same for linear models.
+
+    Notes
+    -----
+    The model of Figure 1d of Bietti et al. (2022): client i has the head :math:`w + \theta_i`
+    on a representation W that is common. In every round a sampled client steps along the
+    gradient of its net: with :math:`\theta_i`, which it keeps, and with its copies of w and W,
+    whose change it sends. For one step a round this is Algorithm 3 of the paper, for nets. The
+    larger of the steps of w and :math:`\theta_i` is the ``lr`` of the net, as in
+    :class:`~pfl_sklearn.PPSGDClassifier`, and so is the step of W, whatever `alpha` is. W and w
+    are clipped together and get noise once; :math:`\theta_i` is neither clipped nor sent. Own
+    heads start at zero, so clients that ``fit`` did not see get the common one.
+
+    Memory: one vector of parameters for each client; a round needs five for each client of a
+    block, and two messages for each sampled client.
+
+    %(common_notes)s
+
+    References
+    ----------
+    Bietti, A., Wei, C.-Y., Dudik, M., Langford, J. and Wu, S. (2022). Personalization improves
+    privacy-accuracy tradeoffs in federated learning. ICML.
+    """
+
+    alpha: float | str = parameter(
+        default="auto",
+        ranges=[Interval(Real, 0, math.inf, closed="both"), StrOptions({"auto"})],
+        text="""
+            float in [0, inf] or "auto"
+                Ratio of the step of the common head to that of the clients' own heads, divided by
+                the number of clients expected in a round. With 0 heads are the clients' alone, and
+                the common one, which new clients get, stays as it was drawn, unless the head is the
+                whole net, where noise moves it; with inf there is the common one alone, which is
+                FedAvg. "auto" is 30 over that number.
+            """,
+    )
+    personal_layers: Any = parameter(
+        default="last",
+        text="""
+            "last" or sequence of str
+                Modules or parameters of the net, by name, that make the head, such as
+                ``["layers.4", "last"]``. "last" is the ``torch.nn.Linear`` that gives the logits.
+            """,
+    )
+    _own_steps = True
 
     def _method(self, setup):
         return ppsgd_net(setup, self.alpha, own_layers(setup, self.personal_layers))
@@ -110,79 +139,9 @@ class _PPSGDNet(KeepsLayers):
         return with_deviation(server, clients["deviation"])
 
 
-PPSGDNET = {
-    **NEURAL,
-    "ppsgdnet_parameters": """
-        alpha : float in [0, inf] or "auto", default="auto"
-            Ratio of the step of the common head to that of the clients' own heads, divided by the
-            number of clients expected in a round. With 0 heads are the clients' alone, and the
-            common one, which new clients get, stays as it was drawn, unless the head is the whole
-            net, where noise moves it; with inf there is the common one alone, which is FedAvg.
-            "auto" is 30 over that number.
-        personal_layers : "last" or sequence of str, default="last"
-            Modules or parameters of the net, by name, that make the head, such as ``["layers.4",
-            "last"]``. "last" is the ``torch.nn.Linear`` that gives the logits.
-        """,
-    "ppsgdnet_notes": """
-        The model of Figure 1d of Bietti et al. (2022): client i has the head :math:`w + \\theta_i`
-        on a representation W that is common. In every round a sampled client steps along the
-        gradient of its net: with :math:`\\theta_i`, which it keeps, and with its copies of w and W,
-        whose change it sends. For one step a round this is Algorithm 3 of the paper, for nets. The
-        larger of the steps of w and :math:`\\theta_i` is the ``lr`` of the net, as in
-        :class:`~pfl_sklearn.PPSGDClassifier`, and so is the step of W, whatever `alpha` is. W and w
-        are clipped together and get noise once; :math:`\\theta_i` is neither clipped nor sent. Own
-        heads start at zero, so clients that ``fit`` did not see get the common one.
-
-        Memory: one vector of parameters for each client; a round needs five for each client of a
-        block, and two messages for each sampled client.
-        """,
-    "ppsgdnet_references": """
-        Bietti, A., Wei, C.-Y., Dudik, M., Langford, J. and Wu, S. (2022). Personalization improves
-        privacy-accuracy tradeoffs in federated learning. ICML.
-        """,
-}
-
-
-@fill_doc(PPSGDNET)
+@with_parameters
 class PPSGDNetClassifier(NeuralClassifierMixin, _PPSGDNet):
     r"""Classification by PPSGD: a common representation and additive heads.
-
-    A client's head is the sum of a common one and one of its own.
-
-    Parameters
-    ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    %(ppsgdnet_parameters)s
-    %(sampling)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
-
-    Attributes
-    ----------
-    classes_ : ndarray of shape (n_classes,)
-        Sorted class labels.
-    %(net_attributes)s
-    %(rounds_attributes)s
-
-    See Also
-    --------
-    PPSGDClassifier : the same for linear models.
-
-    Notes
-    -----
-    %(ppsgdnet_notes)s
-
-    %(common_notes)s
-
-    References
-    ----------
-    %(ppsgdnet_references)s
 
     Examples
     --------
@@ -196,42 +155,6 @@ class PPSGDNetClassifier(NeuralClassifierMixin, _PPSGDNet):
     """
 
 
-@fill_doc(PPSGDNET)
+@with_parameters
 class PPSGDNetRegressor(NeuralRegressorMixin, _PPSGDNet):
-    r"""Regression by PPSGD: a common representation and additive heads.
-
-    A client's head is the sum of a common one and one of its own.
-
-    Parameters
-    ----------
-    %(recipe)s
-    %(rounds)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(steps)s
-    %(ppsgdnet_parameters)s
-    %(sampling)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
-
-    Attributes
-    ----------
-    %(net_attributes)s
-    %(rounds_attributes)s
-
-    See Also
-    --------
-    PPSGDRegressor : the same for linear models.
-
-    Notes
-    -----
-    %(ppsgdnet_notes)s
-
-    %(common_notes)s
-
-    References
-    ----------
-    %(ppsgdnet_references)s
-    """
+    """Regression by PPSGD: a common representation and additive heads."""

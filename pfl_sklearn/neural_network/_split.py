@@ -1,22 +1,31 @@
 """Nets in two parts: layers that all clients share, and layers that each keeps to itself."""
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from pfl_sklearn._compat import StrOptions
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn.neural_network._base import BaseNeural, checks
 from pfl_sklearn.neural_network._pieces import Averaging
 
 
+@with_parameters
 class KeepsLayers(BaseNeural):
     """Methods in which some of the layers, `personal_layers`, belong to clients."""
 
-    _parameter_constraints = {
-        **BaseNeural._parameter_constraints,
-        "personal_layers": [StrOptions({"last"}), "array-like"],
-    }
+    personal_layers: Any = parameter(
+        default="last",
+        ranges=[StrOptions({"last"}), "array-like"],
+        text="""
+            "last" or sequence of str
+                Modules or parameters of the net, by name, that every client keeps to itself, such
+                as ``["layers.4", "last"]``. "last" is the ``torch.nn.Linear`` that gives the
+                logits. Without any name all layers are shared.
+            """,
+    )
 
     def _check_recipe(self, recipe, name):
         super()._check_recipe(recipe, name)

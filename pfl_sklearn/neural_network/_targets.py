@@ -17,10 +17,27 @@ from pfl_sklearn.neural_network._base import checks
 from pfl_sklearn.priors import DirichletPrior, SparseDirichletPrior
 
 _CLOSE = 1e-3  # of sums of probabilities to 1
-LABEL_PRIOR = {  # ranges of a parameter that classifiers share
-    "label_prior": [HasMethods(["fit_counts", "log_frequencies"]), StrOptions({"client"}), None],
-}
-LABEL_SHARE = {"label_prior_share": [Interval(Real, 0, 1, closed="neither"), None]}
+# Ranges and texts of parameters that some classifiers share.
+LABEL_PRIOR = [HasMethods(["fit_counts", "log_frequencies"]), StrOptions({"client"}), None]
+LABEL_PRIOR_TEXT = """
+    None, "client", DirichletPrior or SparseDirichletPrior
+        Prior of the clients' label frequencies. Probabilities are multiplied by a client's
+        frequency of each label over the population's, and made to sum to 1; nets that clients keep
+        as their own are trained through this. "client" estimates a
+        :class:`~pfl_sklearn.priors.SparseDirichletPrior`; with noise it is the flat Dirichlet
+        prior, whose parameters are all 1, which is known. With noise, what a
+        :class:`~pfl_sklearn.priors.DirichletPrior` leaves unknown is estimated from one noisy sum
+        over all clients, which takes a part of epsilon and which further calls keep; other priors
+        have to be known. What you give must not come from these data.
+    """
+LABEL_SHARE = [Interval(Real, 0, 1, closed="neither"), None]
+LABEL_SHARE_TEXT = """
+    float in (0, 1) or None
+        Share of the budget that the noisy sum for an unknown ``DirichletPrior`` takes: of the
+        squared parameter mu of Gaussian DP that belongs to `epsilon` and `delta`. The rounds have
+        the rest. With `noise_multiplier` it is the share of what the sum and `n_rounds` rounds
+        spend together, in the limit of many rounds. None: 0.05. Without noise it has no effect.
+    """
 _DEFAULT_SHARE = 0.05
 _ALL = 1 - 1e-9  # of the budget, so that rounding does not exceed it
 

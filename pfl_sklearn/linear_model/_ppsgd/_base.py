@@ -8,6 +8,7 @@ from scipy.sparse import csr_array, issparse
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.release import JointSum
@@ -50,6 +51,7 @@ from pfl_sklearn.linear_model._ppsgd._updates import (
 from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
 
 
+@with_parameters
 class BasePPSGD(BaseRounds):
     """Rounds of PPSGD, and the models that they leave.
 
@@ -80,83 +82,132 @@ class BasePPSGD(BaseRounds):
         "n_samples_per_client_",
     )
 
-    _parameter_constraints = {
-        **BaseRounds._parameter_constraints,
-        "alpha": [Interval(Real, 0, math.inf, closed="both"), StrOptions({"auto"})],
-        "learning_rate": [
+    alpha: float | str = parameter(
+        default="auto",
+        ranges=[Interval(Real, 0, math.inf, closed="both"), StrOptions({"auto"})],
+        text="""
+            float in [0, inf] or "auto"
+                How much is learned globally: 0 fits local models only, inf a global model only.
+                Both models take equal steps at ``alpha * n_clients * client_fraction == 1``; "auto"
+                makes the global step 30 times a local one, so that this product is 30. The notes
+                say what the paper's figures and its authors' code call alpha.
+            """,
+    )
+    learning_rate: float | str = parameter(
+        default="auto",
+        ranges=[
             Interval(Real, 0, None, closed="neither"),
             StrOptions({"auto", "theory"}),
         ],
-        "batch_size": [Interval(Integral, 1, None, closed="left"), None],
-        "weighting": [StrOptions({"samples", "clients"})],
-        "average": ["boolean"],
-        "fit_intercept": ["boolean"],
-        "shuffle": ["boolean"],
-        "smoothness": [Interval(Real, 0, None, closed="neither"), None],
-        "solution_norm": [Interval(Real, 0, None, closed="neither"), None],
-        "gradient_std": [Interval(Real, 0, None, closed="neither"), None],
-    }
-
-    def __init__(
-        self,
-        *,
-        alpha="auto",
-        learning_rate="auto",
-        n_rounds=None,
-        tol=1e-3,
-        max_rounds=10_000,
-        validation_fraction=0.2,
-        batch_size=10,
-        client_fraction=1.0,
-        sampling="poisson",
-        weighting="samples",
-        average=False,
-        fit_intercept=True,
-        shuffle=True,
-        smoothness=None,
-        solution_norm=None,
-        gradient_std=None,
-        epsilon=math.inf,
-        noise_multiplier=None,
-        delta=1e-5,
-        clip_norm=None,
-        clip_quantile=None,
-        ledger=None,
-        warm_start=False,
-        checkpoint=None,
-        checkpoint_every=10,
-        unseen="warn",
-        n_jobs=None,
-        random_state=None,
-    ):
-        self.alpha = alpha
-        self.learning_rate = learning_rate
-        self.n_rounds = n_rounds
-        self.tol = tol
-        self.max_rounds = max_rounds
-        self.validation_fraction = validation_fraction
-        self.batch_size = batch_size
-        self.client_fraction = client_fraction
-        self.sampling = sampling
-        self.weighting = weighting
-        self.average = average
-        self.fit_intercept = fit_intercept
-        self.shuffle = shuffle
-        self.smoothness = smoothness
-        self.solution_norm = solution_norm
-        self.gradient_std = gradient_std
-        self.epsilon = epsilon
-        self.noise_multiplier = noise_multiplier
-        self.delta = delta
-        self.clip_norm = clip_norm
-        self.clip_quantile = clip_quantile
-        self.ledger = ledger
-        self.warm_start = warm_start
-        self.checkpoint = checkpoint
-        self.checkpoint_every = checkpoint_every
-        self.unseen = unseen
-        self.n_jobs = n_jobs
-        self.random_state = random_state
+        text="""
+            float, "theory" or "auto"
+                Learning rate, on an average gradient, of the model that takes the larger step;
+                `alpha` sets the ratio. "auto" looks at the data, so it is refused with noise:
+                features are centred and scaled inside (sparse ones only scaled), w starts at the
+                best constant, and the step is the inverse curvature of an average round. Clients
+                whose batches are too steep for it take smaller local steps. Given `clip_norm`,
+                features stay as they are. "theory" is the step of Theorems 4.5 and 5.2 for
+                `smoothness`, and for `solution_norm` and `gradient_std` if they are given.
+            """,
+    )
+    batch_size: int | None = parameter(
+        default=10,
+        ranges=[Interval(Integral, 1, None, closed="left"), None],
+        text="""
+            int or None
+                Rows of a client in a round, at most all it has. None uses all rows. A client's rows
+                are used in turn, so none is used twice before all others were used once.
+            """,
+    )
+    weighting: str = parameter(
+        default="samples",
+        ranges=[StrOptions({"samples", "clients"})],
+        text="""
+            {"samples", "clients"}
+                Which average loss is minimized: over rows (Algorithm 2, messages are sums over a
+                batch) or over clients (Algorithm 3, messages are means over a batch).
+            """,
+    )
+    average: bool = parameter(
+        default=False,
+        ranges=["boolean"],
+        text="""
+            bool
+                Return the average of the iterates over rounds, which the theorems are about,
+                instead of the last iterate.
+            """,
+    )
+    fit_intercept: bool = parameter(
+        default=True,
+        ranges=["boolean"],
+        text="""
+            bool
+                Add a column of ones. Its gradient is clipped together with the others.
+            """,
+    )
+    shuffle: bool = parameter(
+        default=True,
+        ranges=["boolean"],
+        text="""
+            bool
+                Put each client's rows in random order first. Otherwise they are used as they come.
+            """,
+    )
+    smoothness: float | None = parameter(
+        default=None,
+        ranges=[Interval(Real, 0, None, closed="neither"), None],
+        text="""
+            float or None
+                Bound L on the curvature of a row's loss in both models together, for "theory". For
+                the squared loss it is twice the largest squared norm of a row of `X`, intercept
+                included.
+            """,
+    )
+    solution_norm: float | None = parameter(
+        default=None,
+        ranges=[Interval(Real, 0, None, closed="neither"), None],
+        text=r"""
+            float or None
+                :math:`\|z^*\|_\alpha` of the solution and :math:`\sigma_{tot,\alpha}`, for
+                "theory".
+            """,
+    )
+    gradient_std: float | None = parameter(
+        default=None,
+        ranges=[Interval(Real, 0, None, closed="neither"), None],
+        text=r"""
+            float or None
+                :math:`\|z^*\|_\alpha` of the solution and :math:`\sigma_{tot,\alpha}`, for
+                "theory".
+            """,
+    )
+    n_rounds: int | None = parameter(
+        default=None,
+        text="""
+            int or None
+                Rounds of communication. None: ``fit`` goes on until the loss of held-out rows is
+                flat. With noise the data must have no say in it, and None is 100 rounds.
+            """,
+    )
+    max_rounds: int = parameter(
+        default=10_000,
+        text="""
+            int
+                Rounds after which ``fit`` ends with a ``ConvergenceWarning`` if the loss is not
+                flat.
+            """,
+    )
+    warm_start: bool = parameter(
+        default=False,
+        text="""
+            bool
+                Let ``fit`` continue to `n_rounds` rounds in all, or until the loss is flat again,
+                with the noise multiplier that it had unless another is given. With an integer
+                `random_state` the result of a number of rounds is the same, bit by bit, as that of
+                all of them at once with ``warm_start=True``. The exception is "theory" with
+                `solution_norm`, whose step depends on `n_rounds`.
+            """,
+    )
 
     @property
     def _communicates(self):

@@ -1,15 +1,14 @@
 """PPSGD: additive global and local linear models by private stochastic gradients."""
 
-import math
-
 import numpy as np
 from scipy.special import log_softmax
 from sklearn.utils import check_X_y
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._compat import StrOptions, available_if, fit_context, with_callbacks
-from pfl_sklearn._docs import ROUNDS, fill_doc
+from pfl_sklearn._docs import ROUNDS
 from pfl_sklearn._labels import check_labels, read_known_classes
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.task import CheckedTable
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
@@ -26,60 +25,6 @@ _TEXTS = {
         :math:`\theta_i`, which never leaves the client. Its gradient with respect to w is clipped,
         summed with those of the others, and noised. `alpha` is the ratio of the two steps: the
         smaller it is, the more is learned locally, and the less the noise matters.
-        """,
-    "steps": """
-        alpha : float in [0, inf] or "auto", default="auto"
-            How much is learned globally: 0 fits local models only, inf a global model only. Both
-            models take equal steps at ``alpha * n_clients * client_fraction == 1``; "auto" makes
-            the global step 30 times a local one, so that this product is 30. The notes say what
-            the paper's figures and its authors' code call alpha.
-        learning_rate : float, "theory" or "auto", default="auto"
-            Learning rate, on an average gradient, of the model that takes the larger step; `alpha`
-            sets the ratio. "auto" looks at the data, so it is refused with noise: features are
-            centred and scaled inside (sparse ones only scaled), w starts at the best constant, and
-            the step is the inverse curvature of an average round. Clients whose batches are too
-            steep for it take smaller local steps. Given `clip_norm`, features stay as they are.
-            "theory" is the step of Theorems 4.5 and 5.2 for `smoothness`, and for `solution_norm`
-            and `gradient_std` if they are given.
-        n_rounds : int or None, default=None
-            Rounds of communication. None: ``fit`` goes on until the loss of held-out rows is flat.
-            With noise the data must have no say in it, and None is 100 rounds.
-        """,
-    "max_rounds": """
-        max_rounds : int, default=10000
-            Rounds after which ``fit`` ends with a ``ConvergenceWarning`` if the loss is not flat.
-        """,
-    "batches": """
-        batch_size : int or None, default=10
-            Rows of a client in a round, at most all it has. None uses all rows. A client's rows
-            are used in turn, so none is used twice before all others were used once.
-        """,
-    "weighting": """
-        weighting : {"samples", "clients"}, default="samples"
-            Which average loss is minimized: over rows (Algorithm 2, messages are sums over a
-            batch) or over clients (Algorithm 3, messages are means over a batch).
-        """,
-    "iterates": r"""
-        average : bool, default=False
-            Return the average of the iterates over rounds, which the theorems are about, instead of
-            the last iterate.
-        fit_intercept : bool, default=True
-            Add a column of ones. Its gradient is clipped together with the others.
-        shuffle : bool, default=True
-            Put each client's rows in random order first. Otherwise they are used as they come.
-        smoothness : float or None, default=None
-            Bound L on the curvature of a row's loss in both models together, for "theory". For the
-            squared loss it is twice the largest squared norm of a row of `X`, intercept included.
-        solution_norm, gradient_std : float or None, default=None
-            :math:`\|z^*\|_\alpha` of the solution and :math:`\sigma_{tot,\alpha}`, for "theory".
-        """,
-    "warm_start": """
-        warm_start : bool, default=False
-            Let ``fit`` continue to `n_rounds` rounds in all, or until the loss is flat again, with
-            the noise multiplier that it had unless another is given. With an integer `random_state`
-            the result of a number of rounds is the same, bit by bit, as that of all of them at once
-            with ``warm_start=True``. The exception is "theory" with `solution_norm`, whose step
-            depends on `n_rounds`.
         """,
     "learning_rate_": """
         learning_rate_ : float
@@ -143,7 +88,7 @@ _TEXTS = {
 }
 
 
-@fill_doc(_TEXTS)
+@with_parameters
 class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
     r"""Linear regression by PPSGD: a global and a local model, by private stochastic gradients.
 
@@ -154,17 +99,7 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
 
     Parameters
     ----------
-    %(steps)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(batches)s
-    %(sampling)s
-    %(weighting)s
-    %(iterates)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
+    %(parameters)s
 
     Attributes
     ----------
@@ -214,6 +149,8 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
     array([[1.  , 2.  ],
            [1.48, 2.  ]])
     """
+
+    _texts = _TEXTS
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
@@ -295,7 +232,7 @@ def _has_probabilities(self):
     return True
 
 
-@fill_doc(_TEXTS)
+@with_parameters
 class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
     r"""Linear classification by PPSGD: a global and a local model, by private stochastic gradients.
 
@@ -306,21 +243,7 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
 
     Parameters
     ----------
-    %(steps)s
-    %(tol)s
-    %(max_rounds)s
-    %(validation_fraction)s
-    %(batches)s
-    %(sampling)s
-    %(weighting)s
-    loss : {"log_loss", "squared_error"}, default="log_loss"
-        Logistic loss (two classes) or softmax loss of the labels. "squared_error" is half the
-        squared error of their indicators less 1 / n_classes, with one model for each class, as in
-        the paper.
-    %(iterates)s
-    %(privacy)s
-    %(warm_start)s
-    %(checkpoint)s
+    %(parameters)s
 
     Attributes
     ----------
@@ -368,75 +291,18 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
     True
     """
 
-    _parameter_constraints = {
-        **BasePPSGD._parameter_constraints,
-        "loss": [StrOptions({"log_loss", "squared_error"})],
-    }
+    _texts = _TEXTS
 
-    def __init__(
-        self,
-        *,
-        alpha="auto",
-        learning_rate="auto",
-        n_rounds=None,
-        tol=1e-3,
-        max_rounds=10_000,
-        validation_fraction=0.2,
-        batch_size=10,
-        client_fraction=1.0,
-        sampling="poisson",
-        weighting="samples",
-        loss="log_loss",
-        average=False,
-        fit_intercept=True,
-        shuffle=True,
-        smoothness=None,
-        solution_norm=None,
-        gradient_std=None,
-        epsilon=math.inf,
-        noise_multiplier=None,
-        delta=1e-5,
-        clip_norm=None,
-        clip_quantile=None,
-        ledger=None,
-        warm_start=False,
-        checkpoint=None,
-        checkpoint_every=10,
-        unseen="warn",
-        n_jobs=None,
-        random_state=None,
-    ):
-        super().__init__(
-            alpha=alpha,
-            learning_rate=learning_rate,
-            n_rounds=n_rounds,
-            tol=tol,
-            max_rounds=max_rounds,
-            validation_fraction=validation_fraction,
-            batch_size=batch_size,
-            client_fraction=client_fraction,
-            sampling=sampling,
-            weighting=weighting,
-            average=average,
-            fit_intercept=fit_intercept,
-            shuffle=shuffle,
-            smoothness=smoothness,
-            solution_norm=solution_norm,
-            gradient_std=gradient_std,
-            epsilon=epsilon,
-            noise_multiplier=noise_multiplier,
-            delta=delta,
-            clip_norm=clip_norm,
-            clip_quantile=clip_quantile,
-            ledger=ledger,
-            warm_start=warm_start,
-            checkpoint=checkpoint,
-            checkpoint_every=checkpoint_every,
-            unseen=unseen,
-            n_jobs=n_jobs,
-            random_state=random_state,
-        )
-        self.loss = loss
+    loss: str = parameter(
+        default="log_loss",
+        ranges=[StrOptions({"log_loss", "squared_error"})],
+        text="""
+            {"log_loss", "squared_error"}
+                Logistic loss (two classes) or softmax loss of the labels. "squared_error" is half
+                the squared error of their indicators less 1 / n_classes, with one model for each
+                class, as in the paper.
+            """,
+    )
 
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=True)

@@ -60,11 +60,11 @@ def with_parameters(cls: C) -> C:
     cls._parameter_constraints = {  # type: ignore[attr-defined]
         name: allowed for name, allowed in ranges.items() if allowed is not None
     }
-    init = cls.__init__  # type: ignore[misc]
+    init: Any = vars(cls)["__init__"]
     # On the constructor rather than the class, whose subclasses would inherit it with their own.
     signature = inspect.signature(init)
     kept = [signature.parameters[name] for name in ("self", *names)]
-    init.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    init.__signature__ = signature.replace(parameters=kept)
     if cls.__doc__:  # None under python -OO
         entries = "\n".join(_entry(fields[name]) for name in names)
         cls._doc_template = _with_sections(cls)  # type: ignore[attr-defined]
@@ -94,7 +94,7 @@ def _with_sections(cls: type) -> str:
 def _inherit_metadata(field: Any, bases: tuple[type, ...], name: str) -> None:
     """Take from the nearest base what a field leaves out."""
     inherited = (getattr(base, "__dataclass_fields__", {}).get(name) for base in bases)
-    before = next((each.metadata for each in inherited if each is not None), {})
+    before: Any = next((each.metadata for each in inherited if each is not None), {})
     said = {key: value for key, value in field.metadata.items() if value is not None}
     field.metadata = {"ranges": None, "text": None, **before, **said}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import pandas as pd
@@ -68,9 +68,9 @@ class ClientMixin:
     __metadata_request__transform = {"groups": True}
     __metadata_request__score = {"groups": True}
 
-    _client_attributes: tuple[str, ...] = ()
-    _population_attributes: tuple[str, ...] = ()
-    _state_attributes: tuple[str, ...] = ()
+    _client_attributes: ClassVar[tuple[str, ...]] = ()
+    _population_attributes: ClassVar[tuple[str, ...]] = ()
+    _state_attributes: ClassVar[tuple[str, ...]] = ()
 
     # Set by fit; these are no defaults.
     clients_: Array

@@ -7,7 +7,7 @@ attributes, and on to more rounds. A family of models brings what :class:`BaseRo
 import math
 from numbers import Integral, Real
 from os import PathLike
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from sklearn.base import BaseEstimator, clone
@@ -38,6 +38,7 @@ from pfl_sklearn._rounds.task import (
     rounds_before,
     seeds,
 )
+from pfl_sklearn._typing import TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.privacy import PrivacyLedger
@@ -251,7 +252,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
 
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=True)
-    def fit(self, X, y, *, groups=None):
+    def fit(self, X: TableLike, y: Any, *, groups: Any = None) -> Self:
         """Run `n_rounds` rounds; with `warm_start` those that are missing of them.
 
         Parameters
@@ -288,7 +289,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         missing = self._last_round(before) - before
         if missing < 0:
             raise ValueError(
-                f"n_rounds={self.n_rounds} is less than the {earlier.state.round} rounds that were "
+                f"n_rounds={self.n_rounds} is less than the {before} rounds that were "
                 "run before; with warm_start=True it counts them in."
             )
         events = fit_events(self, missing, earlier, earlier and earlier.spent)
@@ -382,13 +383,13 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
 
     def _defaults(self):
         """Components that parameters stand for, and their parameters, as if they had been given."""
-        found = {}
+        components: dict[str, Any] = {}
         for name, value in self.get_params(deep=False).items():
             component = self._default_component(name, value)
             if component is not None:
                 own = component.get_params(deep=True)
-                found |= {name: component, **{f"{name}__{part}": own[part] for part in own}}
-        return found
+                components |= {name: component, **{f"{name}__{part}": own[part] for part in own}}
+        return components
 
     def _make_task(
         self, X, y, clients, earlier, mechanism, missing, drawn=None, until_flat=False, **given
@@ -405,6 +406,7 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
     def _train(self, data, task, missing, events, checkpoint=None):
         """Run the missing rounds on copies, and set all fitted attributes at the end."""
         table, run, ids = task.table, task.run, task.roster.ids
+        X, y, groups = data
         state = first_state(task, self.clip_quantile)
         last = state.round + missing
         if checkpoint is not None:
@@ -415,11 +417,13 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
             **table.attributes,
             **run.found,
             "clients_": ids,
-            "_fitted_with_groups": data[2] is not None,
+            "_fitted_with_groups": groups is not None,
         }
         observe, end = observer(
             self,
-            *data,
+            X,
+            y,
+            groups,
             last - state.round,
             lambda now: {**shared, **self._models(now, ids, run.layout)},
         )

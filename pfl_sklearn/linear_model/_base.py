@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from pandas import DataFrame
@@ -68,7 +68,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
     """
 
     _default_component = default_prior
-    _client_attributes: tuple[str, ...] = (
+    _client_attributes: ClassVar[tuple[str, ...]] = (
         "n_samples_per_client_",
         "coef_",
         "intercept_",

@@ -9,9 +9,9 @@ from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.rows import CatchingUp
+from pfl_sklearn.neural_network._averaging import own_or_global
 from pfl_sklearn.neural_network._base import BaseNeural, Engines, backend, checks
 from pfl_sklearn.neural_network._distillation import Distillation, adaped, check_steps
-from pfl_sklearn.neural_network._pieces import own_or_global
 from pfl_sklearn.neural_network._targets import (
     LABEL_PRIOR,
     LABEL_PRIOR_TEXT,

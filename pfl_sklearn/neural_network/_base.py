@@ -2,14 +2,14 @@
 
 import math
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from pfl_sklearn._clients import rows_by_client
+from pfl_sklearn._clients import Array, rows_by_client
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
@@ -117,22 +117,41 @@ class BaseNeural(BaseRounds):
     clients first, or those of the population if they use its net.
     """
 
-    _client_attributes = ("_personal", "_heads", "_offsets", "n_samples_per_client_")
-    _population_attributes = ("_population",)
-    _state_attributes = (
+    _client_attributes: ClassVar[tuple[str, ...]] = (
+        "_personal",
+        "_heads",
+        "_offsets",
+        "n_samples_per_client_",
+    )
+    _population_attributes: ClassVar[tuple[str, ...]] = ("_population",)
+    _state_attributes: ClassVar[tuple[str, ...]] = (
         "_engines",
         "_single",
         "classes_",
         "n_rounds_",
         "noise_multiplier_",
     )
-    _released_names = ("population_parameters_", "the population model of every round")
-    _kept_names = ("parameters_", "history_", "clients_", "n_samples_per_client_")
-    _optional_names = ("_personal", "_heads", "head_variances_", "_offsets", "_label_counts")
-    _optional_names += ("_label_sums", "label_prior_")
+    _released_names: ClassVar[tuple[str, ...]] = (
+        "population_parameters_",
+        "the population model of every round",
+    )
+    _kept_names: ClassVar[tuple[str, ...]] = (
+        "parameters_",
+        "history_",
+        "clients_",
+        "n_samples_per_client_",
+    )
+    _optional_names: ClassVar[tuple[str, ...]] = (
+        "_personal",
+        "_heads",
+        "head_variances_",
+        "_offsets",
+        "_label_counts",
+        "_label_sums",
+        "label_prior_",
+    )
     _texts = NEURAL
     _own_steps = False  # whether the method needs plain gradient steps
-    _needs_probabilities = False  # whether its parameters need the probabilities of classes
     _distils = False  # whether the method needs them
 
     estimator: Any = parameter(
@@ -159,6 +178,11 @@ class BaseNeural(BaseRounds):
                 the net, or all its rows if it has fewer. Momentum starts anew in every round.
             """,
     )
+
+    @property
+    def _needs_probabilities(self) -> bool:
+        """Whether parameters need the probabilities of classes."""
+        return False
 
     def _default_component(self, name, value):
         if name != "estimator" or value is not None:
@@ -434,13 +458,13 @@ class BaseNeural(BaseRounds):
         return engine, engine.last_layer.moved(self._population, self._heads[code])
 
     @property
-    def population_parameters_(self):
+    def population_parameters_(self) -> Array:
         """Parameters (p,) of the population's net, in the order of the module's."""
         check_is_fitted(self)
         return self._population
 
     @property
-    def parameters_(self):
+    def parameters_(self) -> Array:
         """Parameters (n_clients, p) of the clients' nets, in the order of the module's."""
         self._require_fitted("clients_")
         if hasattr(self, "_personal"):
@@ -450,7 +474,7 @@ class BaseNeural(BaseRounds):
         return np.broadcast_to(self._population, (len(self.clients_), len(self._population)))
 
     @property
-    def net_(self):
+    def net_(self) -> Any:
         """Fitted skorch net: of the one client if there is only one, else of the population."""
         check_is_fitted(self)
         _, recipes = backend()

@@ -10,7 +10,7 @@ from skorch import NeuralNet, NeuralNetRegressor
 from torch import nn
 
 from pfl_sklearn._rounds.loop import Method, Update
-from pfl_sklearn.neural_network._pieces import Averaging, in_double, running_shares
+from pfl_sklearn.neural_network._averaging import Averaging, in_double, running_shares
 from pfl_sklearn.neural_network._recipe import initialized, log_probabilities, materialize, twin
 
 _SMALLEST_WEIGHT = 1e-8  # of a component, from which it can come back; 0 would stay 0

@@ -7,7 +7,7 @@ import numpy as np
 
 from pfl_sklearn._rounds.loop import LastPhase, Method, Update
 from pfl_sklearn._rounds.rows import CatchingUp
-from pfl_sklearn.neural_network._pieces import Averaging, NoisyGradients
+from pfl_sklearn.neural_network._averaging import Averaging, NoisyGradients, in_double
 
 _GLOBAL, _PSI = 0, 1  # parts of the model that steps through noise move
 
@@ -99,7 +99,7 @@ def adaped_steps(setup, settings, averaging, server, t, block):
     if settings.catching_up is not None:
         kept |= received(server, population, block.n_clients)
     kept.pop("offset", None)
-    return Update(message, kept, np.asarray(before.cpu(), dtype=np.float64))
+    return Update(message, kept, in_double(before))
 
 
 def personal_step(setup, settings, t, block, nets, psi, X, y):

@@ -6,8 +6,8 @@ from numbers import Real
 
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn.neural_network._averaging import averaged, own_or_global, train
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._pieces import averaged, own_or_global, train
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 

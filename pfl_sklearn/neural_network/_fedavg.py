@@ -9,8 +9,8 @@ from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn._rounds.privacy import is_private
+from pfl_sklearn.neural_network._averaging import Averaging, bayes_heads, fine_tuning, train
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._pieces import Averaging, bayes_heads, fine_tuning, train
 from pfl_sklearn.neural_network._targets import (
     LABEL_PRIOR,
     LABEL_PRIOR_TEXT,

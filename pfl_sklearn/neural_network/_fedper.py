@@ -3,8 +3,8 @@
 from functools import partial
 
 from pfl_sklearn._parameters import with_parameters
-from pfl_sklearn.neural_network._pieces import train
-from pfl_sklearn.neural_network._split import KeepsLayers, own_layers, split, with_own
+from pfl_sklearn.neural_network._averaging import train
+from pfl_sklearn.neural_network._personal_layers import KeepsLayers, own_layers, split, with_own
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 

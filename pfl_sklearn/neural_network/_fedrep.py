@@ -5,8 +5,8 @@ from numbers import Integral
 
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
-from pfl_sklearn.neural_network._pieces import own_nets, train
-from pfl_sklearn.neural_network._split import KeepsLayers, own_layers, split, with_own
+from pfl_sklearn.neural_network._averaging import own_nets, train
+from pfl_sklearn.neural_network._personal_layers import KeepsLayers, own_layers, split, with_own
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
+from pfl_sklearn.neural_network._averaging import train
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._pieces import train
 from pfl_sklearn.neural_network._targets import (
     LABEL_PRIOR,
     LABEL_PRIOR_TEXT,

@@ -9,8 +9,8 @@ from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.neural_network._averaging import averaged, fine_tuning, in_double
 from pfl_sklearn.neural_network._base import BaseNeural, checks
-from pfl_sklearn.neural_network._pieces import averaged, fine_tuning, in_double
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 

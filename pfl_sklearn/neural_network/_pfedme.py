@@ -5,8 +5,8 @@ from numbers import Integral, Real
 
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn.neural_network._averaging import averaged, in_double, own_nets
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._pieces import averaged, in_double, own_nets
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 

@@ -2,16 +2,18 @@
 
 import math
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from sklearn.utils import assert_all_finite, check_array, check_consistent_length
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 
+from pfl_sklearn._clients import Array
 from pfl_sklearn._compat import HasMethods, Interval, StrOptions, fit_context, with_callbacks
 from pfl_sklearn._labels import check_labels, read_known_classes
 from pfl_sklearn._rounds.privacy import LABEL_SUMS, is_private, label_event, label_noise_std
 from pfl_sklearn._rounds.task import CheckedTable
+from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
 from pfl_sklearn.neural_network._base import checks
 from pfl_sklearn.priors import DirichletPrior, SparseDirichletPrior
@@ -54,9 +56,9 @@ class LabelSums(NamedTuple):
 class NeuralClassifierMixin(ClientClassifierMixin):
     """Labels and probabilities of neural classifiers."""
 
-    label_prior = None  # of the methods that have no such parameter
+    label_prior: Any = None  # of the methods that have no such parameter
     _is_classifier = True
-    _population_attributes = ("_population", "label_prior_")
+    _population_attributes: ClassVar[tuple[str, ...]] = ("_population", "label_prior_")
 
     def _default_component(self, name, value):
         if name == "label_prior" and value == "client":
@@ -171,7 +173,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
 
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=True)
-    def partial_fit(self, X, y, classes=None, *, groups=None):
+    def partial_fit(self, X: TableLike, y: Any, classes: Any = None, *, groups: Any = None) -> Self:
         """Go on over rows, of clients seen before or new ones.
 
         Without noise this is one pass over the rows. With noise it is `n_rounds` rounds, whatever
@@ -205,7 +207,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         classes, labels = read_known_classes(y, known, classes, self, is_private(self))
         return CheckedTable(features, labels, {**attributes, "classes_": classes}, len(classes))
 
-    def predict_proba(self, X, *, groups=None):
+    def predict_proba(self, X: TableLike, *, groups: Any = None) -> Floats:
         """Probabilities of the classes, in the order of ``classes_``.
 
         Parameters
@@ -237,7 +239,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
             )
         return found
 
-    def predict_log_proba(self, X, *, groups=None):
+    def predict_log_proba(self, X: TableLike, *, groups: Any = None) -> Floats:
         """Logarithms of the probabilities of the classes.
 
         Parameters
@@ -253,7 +255,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         """
         return np.log(self.predict_proba(X, groups=groups))
 
-    def predict(self, X, *, groups=None):
+    def predict(self, X: TableLike, *, groups: Any = None) -> Array:
         """Class of every row whose probability, or other output, is the largest.
 
         Parameters
@@ -284,7 +286,7 @@ class NeuralRegressorMixin(ClientRegressorMixin):
 
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=True)
-    def partial_fit(self, X, y, *, groups=None):
+    def partial_fit(self, X: TableLike, y: Any, *, groups: Any = None) -> Self:
         """Go on over rows, of clients seen before or new ones.
 
         Without noise this is one pass over the rows. With noise it is `n_rounds` rounds, whatever
@@ -321,7 +323,7 @@ class NeuralRegressorMixin(ClientRegressorMixin):
                 raise ValueError(f"y has {y.shape[1]} columns, but fit saw {seen}.")
         return CheckedTable(features, y, {**attributes, "_single": single}, y.shape[1])
 
-    def predict(self, X, *, groups=None):
+    def predict(self, X: TableLike, *, groups: Any = None) -> Array:
         """Prediction for every row's client; the population's for unseen clients.
 
         Parameters

@@ -2,11 +2,13 @@
 
 import math
 from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_array, issparse
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from pfl_sklearn._clients import Array
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
@@ -211,7 +213,7 @@ class BasePPSGD(BaseRounds):
 
     @property
     def _communicates(self):
-        return self.alpha == "auto" or self.alpha > 0
+        return isinstance(self.alpha, str) or self.alpha > 0
 
     def _check_parameters(self):
         check_learning_rate(self)
@@ -282,6 +284,7 @@ class BasePPSGD(BaseRounds):
         where, layout = run.rows.clients, run.layout
 
         def losses(state):
+            local: Any
             population, local = iterates(state)
             if layout is not None:
                 local = LocalModels(layout, local, 1 + int(where.max()))
@@ -307,7 +310,7 @@ class BasePPSGD(BaseRounds):
         if self.learning_rate != "auto":
             return design, None
         if earlier is not None:
-            coordinates = coordinates_in(earlier.state.server)
+            coordinates: Any = coordinates_in(earlier.state.server)
         elif self.clip_norm is None:
             target = np.abs(table.y).max() if table.y.dtype.kind == "f" else 1.0
             coordinates = standard_coordinates(design, self.fit_intercept, target)
@@ -329,7 +332,7 @@ class BasePPSGD(BaseRounds):
         sizes = np.diff(offsets)
         batch_sizes = sizes if self.batch_size is None else np.minimum(sizes, self.batch_size)
         rows = ClientRows(design, y, offsets, where, InTurn(batch_sizes))
-        if not issparse(design):
+        if not isinstance(design, csr_array):
             return rows
         owners = np.repeat(where, sizes)
         pairs = pairs_of(design, owners)
@@ -377,6 +380,7 @@ class BasePPSGD(BaseRounds):
 
     def _models(self, state, ids, layout):
         """Population model (p, c) and local ones (m, p, c), or those of pairs."""
+        local: Any
         population, local = iterates(state)
         coordinates = coordinates_in(state.server)
         if coordinates is not None:
@@ -395,13 +399,12 @@ class BasePPSGD(BaseRounds):
         tags.input_tags.sparse = True
         return tags
 
-    def _features(self, features, earlier):
+    def _features(self, features: Any, earlier: Any) -> Any:
         """Checked features in the form that the rounds have."""
-        if issparse(features):
-            features = csr_array(features)
-        if earlier is None or issparse(features) == (earlier.layout is not None):
-            return features
-        return features.toarray() if issparse(features) else csr_array(features)
+        sparse = issparse(features)
+        if earlier is not None and sparse != (earlier.layout is not None):
+            return features.toarray() if sparse else csr_array(features)
+        return csr_array(features) if sparse else features
 
     def _predictors(self, X, groups):
         """Predictors (n, c) of rows under the models of their clients."""
@@ -413,17 +416,17 @@ class BasePPSGD(BaseRounds):
             return np.nan_to_num(additive_predictors(design, codes, self._population, local))
 
     @property
-    def population_coef_(self):
+    def population_coef_(self) -> Array:
         """Coefficients w ([c,] d) of the population model."""
         return self._coefficients(self._population)
 
     @property
-    def population_intercept_(self):
+    def population_intercept_(self) -> Any:
         """Intercepts ([c]) of the population model."""
         return self._intercepts(self._population)
 
     @property
-    def local_coef_(self):
+    def local_coef_(self) -> Any:
         """Coefficients theta_i (n_clients, [c,] d) of the clients' own models.
 
         If `X` was sparse, they are a sparse array (n_clients * c, d): c rows for every client.
@@ -434,7 +437,7 @@ class BasePPSGD(BaseRounds):
         return self._coefficients(self._local)
 
     @property
-    def local_intercept_(self):
+    def local_intercept_(self) -> Array:
         """Intercepts (n_clients[, c]) of the clients' own models."""
         self._require_fitted("clients_")
         return self._intercepts(self._dense_local())
@@ -443,13 +446,13 @@ class BasePPSGD(BaseRounds):
         return self._local.dense() if hasattr(self._local, "dense") else self._local
 
     @property
-    def coef_(self):
+    def coef_(self) -> Array:
         """Coefficients w + theta_i (n_clients, [c,] d) of every client."""
         self._require_fitted("clients_")
         return self.population_coef_ + self._coefficients(self._dense_local())
 
     @property
-    def intercept_(self):
+    def intercept_(self) -> Array:
         """Intercepts (n_clients[, c]) of every client."""
         return self.population_intercept_ + self.local_intercept_
 

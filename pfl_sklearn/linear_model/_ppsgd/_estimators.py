@@ -1,16 +1,20 @@
 """PPSGD: additive global and local linear models by private stochastic gradients."""
 
+from typing import Any, Self
+
 import numpy as np
 from scipy.special import log_softmax
 from sklearn.utils import check_X_y
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from pfl_sklearn._clients import Array
 from pfl_sklearn._compat import StrOptions, available_if, fit_context, with_callbacks
 from pfl_sklearn._docs import ROUNDS
 from pfl_sklearn._labels import check_labels, read_known_classes
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.task import CheckedTable
+from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
 from pfl_sklearn.linear_model._base import (
     class_probabilities,
@@ -160,7 +164,7 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
 
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=True)
-    def partial_fit(self, X, y, *, groups=None):
+    def partial_fit(self, X: TableLike, y: Any, *, groups: Any = None) -> Self:
         """Go on over rows, of clients seen before or new ones.
 
         Without noise this is one pass over the rows. With noise it is `n_rounds` rounds, whatever
@@ -205,7 +209,7 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
         details = (y.shape[1], "squared_error")
         return CheckedTable(self._features(features, earlier), y, attributes, details)
 
-    def predict(self, X, *, groups=None):
+    def predict(self, X: TableLike, *, groups: Any = None) -> Array:
         """Prediction for every row's client; the population's for unseen clients.
 
         Parameters
@@ -306,7 +310,7 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
 
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=True)
-    def partial_fit(self, X, y, classes=None, *, groups=None):
+    def partial_fit(self, X: TableLike, y: Any, classes: Any = None, *, groups: Any = None) -> Self:
         """Go on over rows, of clients seen before or new ones.
 
         Without noise this is one pass over the rows. With noise it is `n_rounds` rounds, whatever
@@ -345,7 +349,7 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
             self._features(features, earlier), labels, attributes, (n_outputs, loss)
         )
 
-    def decision_function(self, X, *, groups=None):
+    def decision_function(self, X: TableLike, *, groups: Any = None) -> Floats:
         """Linear predictors of every row's client; the population's for unseen clients.
 
         Parameters
@@ -362,7 +366,7 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         predictors = self._predictors(X, groups)
         return predictors[:, 0] if self._single else predictors
 
-    def predict(self, X, *, groups=None):
+    def predict(self, X: TableLike, *, groups: Any = None) -> Array:
         """Most likely class of every row.
 
         Parameters
@@ -380,7 +384,7 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         return likeliest_class(self.classes_, self.decision_function(X, groups=groups))
 
     @available_if(_has_probabilities)
-    def predict_proba(self, X, *, groups=None):
+    def predict_proba(self, X: TableLike, *, groups: Any = None) -> Floats:
         """Probabilities of the classes, in the order of ``classes_``.
 
         Parameters
@@ -397,7 +401,7 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         return class_probabilities(self.decision_function(X, groups=groups))
 
     @available_if(_has_probabilities)
-    def predict_log_proba(self, X, *, groups=None):
+    def predict_log_proba(self, X: TableLike, *, groups: Any = None) -> Floats:
         """Logarithms of the probabilities of the classes.
 
         Parameters

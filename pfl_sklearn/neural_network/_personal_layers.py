@@ -8,8 +8,8 @@ import numpy as np
 from pfl_sklearn._compat import StrOptions
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
+from pfl_sklearn.neural_network._averaging import Averaging
 from pfl_sklearn.neural_network._base import BaseNeural, checks
-from pfl_sklearn.neural_network._pieces import Averaging
 
 
 @with_parameters

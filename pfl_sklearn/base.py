@@ -86,6 +86,15 @@ class ClientMixin:
         copied: Self = super().__sklearn_clone__()  # type: ignore[misc]
         return copied
 
+    def __dask_tokenize__(self) -> Any:
+        """Token by which dask tells estimators apart.
+
+        Of a dataclass it reads the fields alone, so that fits with equal parameters would be one.
+        """
+        from dask.base import normalize_token  # nobody but dask asks for a token
+
+        return normalize_token(type(self)), normalize_token(vars(self))
+
     def set_params(self, **params: Any) -> Self:
         """Set the parameters of this estimator.
 

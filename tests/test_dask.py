@@ -3,6 +3,7 @@
 To the bit, as its workers are on the same machine and have the same kernel of the linear algebra.
 """
 
+import copy
 import os
 import warnings
 
@@ -12,7 +13,12 @@ import pytest
 import sklearn
 from sklearn.model_selection import GridSearchCV
 
-from pfl_sklearn import GaussianMean, PersonalizedLinearRegression, neural_network
+from pfl_sklearn import (
+    GaussianMean,
+    PersonalizedLinearRegression,
+    PPSGDRegressor,
+    neural_network,
+)
 from pfl_sklearn.datasets import make_gaussian_clients
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
@@ -20,6 +26,7 @@ from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import PrivacyLedger
 
 distributed = pytest.importorskip("distributed")
+tokenize = pytest.importorskip("dask.base").tokenize
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +40,30 @@ def cluster():
             distributed.Client(cluster) as client,
         ):
             yield client
+
+
+def two_fits():
+    """Models with equal parameters, of different responses."""
+    X, groups = np.arange(40.0)[:, None] / 40, np.repeat([0, 1], 20)
+    model = PPSGDRegressor(learning_rate=0.1, n_rounds=3, random_state=0)
+    fits = [sklearn.clone(model).fit(X, y, groups=groups) for y in (X[:, 0], -X[:, 0])]
+    return X, groups, fits
+
+
+def test_fits_with_equal_parameters_have_tokens_of_their_own():
+    _, _, (first, second) = two_fits()
+    assert repr(first) == repr(second)
+    assert tokenize(first) != tokenize(second)
+    assert tokenize(first) == tokenize(copy.deepcopy(first))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_cluster_does_not_take_one_fit_for_another(cluster):
+    X, groups, fits = two_fits()
+    remote = [cluster.submit(each.predict, X, groups=groups).result() for each in fits]
+    for each, predicted in zip(fits, remote, strict=True):
+        np.testing.assert_array_equal(predicted, each.predict(X, groups=groups))
 
 
 @pytest.mark.slow

@@ -1,35 +1,67 @@
 """Personalized means of clients under a Gaussian or a mixture prior."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Callable
 from numbers import Integral, Real
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+import pandas as pd
 from scipy.special import ndtri
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
+from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, client_values, read_rows
-from pfl_sklearn.estimation import _gaussian_fit, _mixture_means
+from pfl_sklearn.estimation._gaussian_fit import (
+    check_gaussian_prior,
+    fit_under_gaussian_prior,
+    gaussian_prior_events,
+)
 from pfl_sklearn.estimation._mean_estimates import (
-    RELEASED,
+    RELEASED_OF_MEANS,
     check_release,
     check_targets,
     client_summary,
     intraclass_correlation,
+)
+from pfl_sklearn.estimation._mixture_means import (
+    check_mixture_prior,
+    fit_under_mixture_prior,
+    mixture_prior_events,
 )
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior
 from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import warn_once
+from pfl_sklearn.privacy._spending import UNPROTECTED
 
-# The module that fits the clients' means under each prior.
+
+class _FitUnderPrior(NamedTuple):
+    """How means are fitted under a prior."""
+
+    methods: tuple[str, ...]
+    check: Callable[..., None]  # of the other parameters, before any data is touched
+    events: Callable[..., tuple[Any, ...]]  # of the accounting, for a finite epsilon
+    fit: Callable[..., tuple[Any, ...]]
+
+
+_MIXTURE = check_mixture_prior, mixture_prior_events, fit_under_mixture_prior
+# A mixture has no restricted likelihood, so "reml", the default, means "ml" there.
 _FITS = {
-    GaussianPrior: _gaussian_fit,
-    GaussianMixturePrior: _mixture_means,
-    DiscretePrior: _mixture_means,
+    GaussianPrior: _FitUnderPrior(
+        ("reml", "ml", "moments"),
+        check_gaussian_prior,
+        gaussian_prior_events,
+        fit_under_gaussian_prior,
+    ),
+    GaussianMixturePrior: _FitUnderPrior(("reml", "ml"), *_MIXTURE),
+    DiscretePrior: _FitUnderPrior(("reml", "ml", "printed"), *_MIXTURE),
 }
 
 
@@ -295,7 +327,7 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         "responsibilities_",
         "_intervals",
     )
-    _population_attributes = (*RELEASED, "_new_client_std")
+    _population_attributes = (*RELEASED_OF_MEANS, "_new_client_std")
 
     _parameter_constraints = {
         "prior": "no_validation",
@@ -318,24 +350,24 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
 
     def __init__(
         self,
-        prior="gaussian",
+        prior: Any = "gaussian",
         *,
-        method="reml",
-        noise_variance=None,
-        uncertainty="full",
-        epsilon=math.inf,
-        delta=1e-5,
-        clip_norm=None,
-        center=0.0,
-        noise_variance_bound=None,
-        trust="central",
-        mechanism="gaussian",
-        n_bits=None,
-        participants=None,
-        ledger=None,
-        unseen="warn",
-        random_state=None,
-    ):
+        method: str = "reml",
+        noise_variance: Any = None,
+        uncertainty: str = "full",
+        epsilon: float = math.inf,
+        delta: float = 1e-5,
+        clip_norm: float | None = None,
+        center: Any = 0.0,
+        noise_variance_bound: float | None = None,
+        trust: str = "central",
+        mechanism: str = "gaussian",
+        n_bits: int | None = None,
+        participants: Any = None,
+        ledger: PrivacyLedger | None = None,
+        unseen: str = "warn",
+        random_state: RandomState = None,
+    ) -> None:
         self.prior = prior
         self.method = method
         self.noise_variance = noise_variance
@@ -354,7 +386,14 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         self.random_state = random_state
 
     @fit_context(prefer_skip_nested_validation=True)
-    def fit(self, X, y=None, *, groups=None, sample_weight=None):
+    def fit(
+        self,
+        X: TableLike,
+        y: TableLike = None,
+        *,
+        groups: TableLike = None,
+        sample_weight: TableLike = None,
+    ) -> Self:
         """Estimate the population and every client's mean.
 
         Parameters
@@ -375,17 +414,24 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         prior = resolve_prior(self)
         fits = _FITS[type(prior)]
         check_release(self, sample_weight)
+        if self.method not in fits.methods:
+            raise ValueError(
+                f"method={self.method!r} does not go with {type(prior).__name__}; expected "
+                f"{' or '.join(map(repr, fits.methods))}."
+            )
         fits.check(prior, self)
-        charge(self)
+        charge(self)  # before any data is read: a fit that fails later may have shown something
         y = check_targets(self, y)
         columns = y[:, None] if y.ndim == 1 else y
         rows = read_rows(self, X, columns, groups, sample_weight)
-        table, found, report = fits.fit(rows, prior, self)
-        self._store(X, y, rows.clients.ids, table, found, report, groups is not None)
+        table, fitted, report = fits.fit(rows, prior, self)
+        self._store(X, y, rows.clients.ids, table, fitted, report, groups is not None)
         warn_once(report)
         return self
 
-    def predict(self, X, *, groups=None, return_std=False):
+    def predict(
+        self, X: TableLike, *, groups: TableLike = None, return_std: bool = False
+    ) -> Floats | tuple[Floats, Floats]:
         """Posterior mean of every row's client; the population mean for unseen clients.
 
         Parameters
@@ -410,7 +456,7 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
             return means
         return means, client_values(getattr(self, "stds_", None), self._new_client_std, codes)
 
-    def credible_interval(self, level=0.95):
+    def credible_interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
         """Central posterior interval of every client's mean.
 
         Parameters
@@ -426,12 +472,12 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         if not 0 < level < 1:
             raise ValueError(f"level must be in (0, 1); got {level!r}.")
         if hasattr(self, "_intervals"):
-            flat = self.means_.shape
-            return tuple(bound.reshape(flat) for bound in self._intervals.central(level))
+            lower, upper = self._intervals.central(level)
+            return lower.reshape(self.means_.shape), upper.reshape(self.means_.shape)
         half = ndtri(0.5 + level / 2) * self.stds_
         return self.means_ - half, self.means_ + half
 
-    def summary(self, level=0.95):
+    def summary(self, level: float = 0.95) -> pd.DataFrame:
         """Table of the clients.
 
         Parameters
@@ -461,41 +507,44 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     def _privacy_events(self):
         """Accounting events of a fit: () if nothing is released."""
         prior = resolve_prior(self)
-        return _FITS[type(prior)].events(prior, self)
+        private = math.isfinite(self.epsilon)
+        return _FITS[type(prior)].events(prior, self) if private else UNPROTECTED
 
     @property
     def _noise_seed(self):
         """Seed with which the noise can be drawn again, or None."""
         return None if self.mechanism == "discrete_gaussian" else self.random_state
 
-    def _store(self, X, y, ids, table, found, report, with_groups):
-        """Set the fitted attributes, all at once."""
+    def _store(self, X, y, ids, table, fitted, report, with_groups):
+        """Set the fitted attributes, all at once: a fit that fails leaves those of the last."""
         validate_data(self, X, skip_check_array=True)
         one = y.ndim == 1
         flat = (lambda values: values[..., 0][()]) if one else (lambda values: values)
         self.clients_ = ids
         self.n_samples_per_client_ = table.n_rows
-        self.means_ = flat(found.means)
-        self.stds_ = flat(np.sqrt(found.variances))
+        self.means_ = flat(fitted.means)
+        self.stds_ = flat(np.sqrt(fitted.variances))
         self.local_means_ = flat(table.means)
-        self.shrinkage_ = flat(1 - found.own)
-        self.prior_ = found.prior
-        per_output = not one and not found.shared
-        self.noise_variance_ = found.noise.copy() if per_output else float(found.noise[0])
-        self.population_mean_ = flat(found.mean)
-        self.population_mean_std_ = flat(np.sqrt(found.mean_variance))
-        new_variance = found.new_variance
+        self.shrinkage_ = flat(1 - fitted.own)
+        self.prior_ = fitted.prior
+        per_output = not one and not fitted.shared
+        self.noise_variance_ = fitted.noise.copy() if per_output else float(fitted.noise[0])
+        self.population_mean_ = flat(fitted.mean)
+        self.population_mean_std_ = flat(np.sqrt(fitted.mean_variance))
+        new_variance = fitted.new_variance
         if new_variance is None:
-            new_variance = np.diag(found.prior.moments()[1]) + found.mean_variance
+            new_variance = np.diag(fitted.prior.moments()[1]) + fitted.mean_variance
         self._new_client_std = flat(np.sqrt(new_variance))
-        icc = intraclass_correlation(found.between, found.noise)
+        icc = intraclass_correlation(fitted.between, fitted.noise)
         self.icc_ = icc if per_output else float(icc[0])
-        self.log_likelihood_ = found.log_likelihood
-        for name in ("responsibilities_", "_intervals"):  # of an earlier fit
-            self.__dict__.pop(name, None)
-        if found.responsibilities is not None:
-            self.responsibilities_ = found.responsibilities
-        if found.intervals is not None:
-            self._intervals = found.intervals
+        self.log_likelihood_ = fitted.log_likelihood
+        optional = {
+            "responsibilities_": fitted.responsibilities,
+            "_intervals": fitted.intervals,
+        }
+        for name, value in optional.items():
+            self.__dict__.pop(name, None)  # of an earlier fit under another prior
+            if value is not None:
+                setattr(self, name, value)
         self.privacy_ = report
         self._fitted_with_groups = with_groups

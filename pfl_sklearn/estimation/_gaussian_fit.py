@@ -8,8 +8,8 @@ from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.estimation import _gaussian_release as release
 from pfl_sklearn.estimation._gaussian_release import Known
 from pfl_sklearn.estimation._mean_estimates import (
-    PRIVATE,
-    RELEASED,
+    OWN_ESTIMATES,
+    RELEASED_OF_MEANS,
     FittedMeans,
     bounded_means,
     known_noise,
@@ -22,24 +22,24 @@ from pfl_sklearn.estimation._mean_estimates import (
     rows_of,
     taking_part,
 )
+from pfl_sklearn.estimation._plausible_variances import (
+    AllClients,
+    average_over_variances,
+    join_outputs,
+)
 from pfl_sklearn.estimation._variance_components import (
     check_noise_is_identified,
     client_means,
     estimate_components,
 )
-from pfl_sklearn.estimation._variance_uncertainty import (
-    Everyone,
-    average_over_variances,
-    joined,
-)
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, StochasticQuantizer
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
-from pfl_sklearn.privacy._spending import UNPROTECTED
 from pfl_sklearn.theory import own_weight
 
-METHODS = ("reml", "ml", "moments")
-
-_COARSE = 0.1  # largest rounding variance, as a share of the sampling variance
+_NOT_RELEASED = (*OWN_ESTIMATES, "log_likelihood_")
+# Rounding has its largest variance halfway between levels. We subtract that from the spread of the
+# reports, so rounding that may add more than this share of the sampling variance biases the rest.
+_COARSEST_ROUNDING = 0.1
 _TOO_NOISY = (
     "The released noise variance is too noisy to use, so every client keeps its own mean. Give "
     "noise_variance, a smaller noise_variance_bound (now {bound:.4g}; without one it is clip_norm "
@@ -52,13 +52,8 @@ _TOO_TIGHT = (
 )
 
 
-def check(prior, params):
-    """Refuse a method that does not go with the prior, and unknowns that cannot be released."""
-    if params.method not in METHODS:
-        raise ValueError(
-            f"method={params.method!r} does not go with GaussianPrior; expected "
-            f"{' or '.join(map(repr, METHODS))}."
-        )
+def check_gaussian_prior(prior, params):
+    """Refuse unknown variances of every output, which cannot be released."""
     needed = prior.covariance is None or params.noise_variance is None
     if releases(params) and prior.covariance_type == "diag" and needed:
         raise ValueError(
@@ -67,45 +62,49 @@ def check(prior, params):
         )
 
 
-def events(prior, params):
-    """Accounting events of a fit."""
-    if math.isinf(params.epsilon):
-        return UNPROTECTED
+def gaussian_prior_events(prior, params):
+    """Accounting events of a private fit."""
     known = Known(prior.mean, prior.covariance, params.noise_variance)
-    if all(values is not None for values in known):
+    if known.is_complete:  # clients send nothing
         return ()
     moments = _client_moments(known, params)
+    # A message of zero is nearer to any other than two messages are to each other. Under local
+    # trust the message itself is seen, and a client that sends none shows.
     ratio = moments.zero_out_sensitivity / moments.sensitivity
     return release_events(params, ratio if params.trust == "central" else None)
 
 
-def fit(rows, prior, params):
+def fit_under_gaussian_prior(rows, prior, params):
     """Client statistics, fitted population and report, for rows of `y` (n, d)."""
     ids, codes = rows.clients
     known = known_values(prior, params.noise_variance, rows.y.shape[1])
     sends = taking_part(params.participants, ids)
-    sent = rows_of(rows, sends)
+    sent_rows = rows_of(rows, sends)
     if not releases(params):
-        table = _of_rows(rows)
-        told = table if sent is rows else _of_rows(sent)
-        averaged = params.uncertainty == "full"
-        found = fit_exact(told, known, params.method, prior, averaged, Everyone(table, sends))
-        return table, found, open_report(len(told.means), PRIVATE)
+        table = _statistics(rows)
+        senders = table if sent_rows is rows else _statistics(sent_rows)
+        clients, averaged = AllClients(table, sends), params.uncertainty == "full"
+        fitted = fit_exact_means(senders, known, params.method, prior, averaged, clients)
+        return table, fitted, open_report(len(senders.means), _NOT_RELEASED)
     table, centre = bounded_means(rows, params)
-    told, variances = table if sent is rows else bounded_means(sent, params)[0], None
+    senders = table if sent_rows is rows else bounded_means(sent_rows, params)[0]
+    variances = None
     if params.mechanism == "quantizer":
-        found, report = _fit_quantized(told, centre, params, shared_values(known))
-    elif all(values is not None for values in known):
-        everyone = Everyone(table, sends)
-        found = _shrunk(everyone, prior, known.mean, 0.0 * known.mean, known.between, known.noise)
-        return table, found, PrivacyReport.of_known_population(RELEASED, PRIVATE, len(ids))
+        population, report = _fit_quantized(senders, centre, params, shared_values(known))
+    elif known.is_complete:
+        # With nothing to estimate nothing is sent, so every output may have its own variances.
+        fitted = _shrink_towards(
+            AllClients(table, sends), prior, known.mean, 0.0 * known.mean, *known[1:]
+        )
+        report = PrivacyReport.of_known_population(RELEASED_OF_MEANS, _NOT_RELEASED, len(ids))
+        return table, fitted, report
     else:
         variances = release.row_variances(rows.y, codes, table)
-        found, report = _fit_private(
-            told, variances[sends], centre, params, shared_values(known), len(ids)
+        population, report = _fit_private(
+            senders, variances[sends], centre, params, shared_values(known), len(ids)
         )
-    with np.errstate(over="ignore", invalid="ignore"):
-        return table, shrink_releases(table, found.for_all(sends), prior, variances), report
+    with np.errstate(over="ignore", invalid="ignore"):  # of clients whose own means are huge
+        return table, shrink_releases(table, population.for_all(sends), prior, variances), report
 
 
 def known_values(prior, noise_variance, d):
@@ -126,59 +125,65 @@ def shared_values(known):
     return Known(known.mean, *first)
 
 
-def _of_rows(rows):
+def _statistics(rows):
     """Statistics of the clients of exact rows."""
     ids, codes = rows.clients
     return client_means(rows.y, codes, len(ids), rows.weights)
 
 
-def fit_exact(table, known, method, prior, averaged, everyone):
-    """Population from exact statistics of those that send, and all clients around it.
+def fit_exact_means(senders, known, method, prior, averaged, clients):
+    """Population from the exact statistics of `senders`, and all clients around it.
 
     Errors are `averaged` over the variances.
     """
-    d = table.means.shape[1]
-    diagonal = prior.covariance_type == "diag"
+    d = senders.means.shape[1]
     differ = any(values is not None and np.any(values != values[0]) for values in known[1:])
-    blocks = [table.coordinate(k) for k in range(d)] if diagonal or differ else [table]
-    found, given = [], []
-    for k, block in enumerate(blocks):
-        mean, between, noise = known
-        if len(blocks) > 1:
-            mean = None if mean is None else mean[[k]]
-        between, noise = (None if value is None else value[k] for value in (between, noise))
-        given.append((mean, between, noise))
-        found.append(estimate_components(block, method, *given[-1]))
-    width = d // len(found)
-    mean = np.concatenate([part.mean for part in found])
+    # Outputs of one variance are estimated together: their rows all tell of it.
+    apart = d > 1 and (differ or prior.covariance_type == "diag")
+    blocks = [[k] for k in range(d)] if apart else [slice(None)]
+    knowns = [_known_of_outputs(known, block) for block in blocks]
+    components = [
+        estimate_components(senders.outputs(block), method, *values)
+        for block, values in zip(blocks, knowns, strict=True)
+    ]
+    width = d // len(blocks)
+    mean = np.concatenate([each.mean for each in components])
     mean_variance, between, noise = (
-        np.repeat([getattr(part, name) for part in found], width).astype(float)
+        np.repeat([getattr(each, name) for each in components], width).astype(float)
         for name in ("mean_variance", "between", "noise")
     )
-    value = float(sum(part.log_likelihood for part in found))
-    shrunk = _shrunk(everyone, prior, mean, mean_variance, between, noise, value)
+    value = float(sum(each.log_likelihood for each in components))
+    fitted = _shrink_towards(clients, prior, mean, mean_variance, between, noise, value)
     if not averaged:
-        return shrunk
-    columns = np.split(np.arange(d), len(blocks))
-    parts = [
-        average_over_variances(*parts, everyone.outputs(at), shrunk.means[:, at])
-        for *parts, at in zip(blocks, given, found, columns, strict=True)
+        return fitted
+    averages = [
+        average_over_variances(
+            senders.outputs(block), *parts, clients.outputs(block), fitted.means[:, block]
+        )
+        for block, *parts in zip(blocks, knowns, components, strict=True)
     ]
-    return shrunk if None in parts else shrunk.with_averages(joined(parts))
+    return fitted if None in averages else fitted.with_averages(join_outputs(averages))
 
 
-def _shrunk(everyone, prior, mean, mean_variance, between, noise, log_likelihood=math.nan):
+def _known_of_outputs(known, block):
+    """What is known of some outputs, with the variances that they share as numbers."""
+    mean, *variances = (None if values is None else values[block] for values in known)
+    return Known(mean, *(None if values is None else values[0] for values in variances))
+
+
+def _shrink_towards(clients, prior, mean, mean_variance, between, noise, log_likelihood=math.nan):
     """Every client's posterior around a population, from its own exact mean.
 
     The population mean is independent of clients that it was not estimated from, so for them its
     variance adds to `between`. The others' own means are part of it: their weights are those of
     Theorem 1.
     """
-    table, sends = everyone.table, everyone.sends[:, None]
+    table, sends = clients.table, clients.sends[:, None]
     sampling = noise / table.weights[:, None]
     around = between + np.where(sends, 0.0, mean_variance)
+    # A spread that one client cannot show leaves it its own mean.
     own = np.where(np.isnan(between), 1.0, own_weight(around, sampling))
-    shared = (own < 1) & sends
+    shared = (own < 1) & sends  # without pooling, `mean_variance` is infinite: 0 times infinity
     borrowed = np.where(shared, (1 - own) ** 2, 0.0) * np.where(shared, mean_variance, 0.0)
     return FittedMeans(
         prior.with_values(mean, between),
@@ -190,39 +195,39 @@ def _shrunk(everyone, prior, mean, mean_variance, between, noise, log_likelihood
         own * sampling + borrowed,
         own,
         log_likelihood,
-        prior.covariance_type != "diag",
+        shared=prior.covariance_type != "diag",
     )
 
 
-def shrink_releases(table, found, prior, variances=None):
+def shrink_releases(table, released, prior, variances=None):
     """Clients' means given all other clients' releases (Theorem 2, own release left out).
 
     If the released noise variance is useless, clients keep their means, with the standard errors
     of their own rows (NaN for a single row).
     """
-    d, noise = table.means.shape[1], found.noise.variance
+    d, noise = table.means.shape[1], released.noise.variance
     sampling = noise / table.weights[:, None]
-    if not found.noise.trusted:
-        own = np.where(table.n_rows > 1, variances / d, np.nan)
-        sampling = (own / table.n_rows)[:, None]
-    prior_variance = np.nan_to_num(found.between) + found.others_variance[:, None]
+    if not released.noise.trusted:
+        own_variances = np.where(table.n_rows > 1, variances / d, np.nan)
+        sampling = (own_variances / table.n_rows)[:, None]
+    prior_variance = np.nan_to_num(released.between) + released.others_variance[:, None]
     total = prior_variance + sampling
     shrink = np.divide(sampling, total, out=np.zeros_like(total), where=total > 0)
-    if np.isnan(found.between) or not found.noise.trusted:
+    # Too much shrinkage harms a client, too little costs only the gain.
+    if np.isnan(released.between) or not released.noise.trusted:
         shrink = np.zeros_like(shrink)
     own = np.broadcast_to(1 - shrink, table.means.shape)
     full = np.ones(d)
     return FittedMeans(
-        prior.with_values(found.mean, found.between * full),
-        found.mean,
-        found.mean_variance * full,
-        found.between * full,
+        prior.with_values(released.mean, released.between * full),
+        released.mean,
+        released.mean_variance * full,
+        released.between * full,
         noise * full,
-        own * table.means + (1 - own) * found.others,
+        own * table.means + (1 - own) * released.others,
         own * sampling,
         own,
-        math.nan,
-        prior.covariance_type != "diag",
+        shared=prior.covariance_type != "diag",
     )
 
 
@@ -239,28 +244,30 @@ def _fit_private(table, variances, centre, params, known, n_clients):
     if known.noise is None:
         check_noise_is_identified(table)
     rng, _ = noise_generator(params.random_state)
+    statistics = table, variances, moments
     if params.trust == "central":
         mechanism = GaussianMechanism(moments.sensitivity, params.epsilon, params.delta)
-        found = release.means_from_noisy_sums(
-            table, variances, moments, mechanism, centre, known, rng
-        )
+        population = release.means_from_noisy_sums(*statistics, mechanism, centre, known, rng)
         under = mechanism.under_zero_out(moments.zero_out_sensitivity)
     else:
         mechanism = local_mechanism(params, moments.sensitivity, moments.width(len(centre)))
-        found = release.means_from_noisy_reports(
-            table, variances, moments, mechanism, centre, known, params.method, rng
+        population = release.means_from_noisy_reports(
+            *statistics, mechanism, centre, known, params.method, rng
         )
         under = ()
-    _warn_of_noise(found.noise, moments.largest_variance, len(centre))
+    _warn_of_noise(population.noise, moments.largest_variance, len(centre))
     report = noisy_report(
         params,
         mechanism.facts(),
-        PRIVATE,
+        _NOT_RELEASED,
         n_clients=len(table.means),
         epsilon_under=under,
-        bounds=(*_bounds(moments, params), *participation(len(table.means), n_clients)),
+        assumptions=(
+            *_bounds(moments, params),
+            *participation(len(table.means), n_clients),
+        ),
     )
-    return found, report
+    return population, report
 
 
 def _warn_of_noise(noise, bound, d):
@@ -289,18 +296,18 @@ def _fit_quantized(table, centre, params, known):
     if known.between is None:
         _check_fine(quantizer, table, known.noise)
     rng, _ = noise_generator(params.random_state)
-    found = release.means_from_quantized_reports(
+    population = release.means_from_quantized_reports(
         table, quantizer, centre, known, params.method, rng
     )
-    return found, open_report(len(table.means), PRIVATE, quantizer.facts())
+    return population, open_report(len(table.means), _NOT_RELEASED, quantizer.facts())
 
 
 def _check_fine(quantizer, table, noise):
     """Refuse rounding that hides the clients' spread: it must be below the sampling error."""
-    if quantizer.noise_variance > _COARSE * noise * np.mean(1 / table.weights):
+    sampling = noise * np.mean(1 / table.weights)
+    if quantizer.noise_variance > _COARSEST_ROUNDING * sampling:
         raise ValueError(
             f"n_bits={quantizer.bits} is too coarse to estimate the spread between clients: "
             f"rounding adds a variance of up to {quantizer.noise_variance:.3g} to each mean, whose "
-            f"sampling variance is {noise * np.mean(1 / table.weights):.3g}. Give the prior's "
-            "covariance, or more bits."
+            f"sampling variance is {sampling:.3g}. Give the prior's covariance, or more bits."
         )

@@ -11,6 +11,7 @@ from sklearn.utils import check_array
 from pfl_sklearn._clients import EncodedClients, match_clients, segment_sums
 from pfl_sklearn._compat import num_samples
 from pfl_sklearn._float_range import check_float_range
+from pfl_sklearn._typing import Floats
 from pfl_sklearn._variance_averaging import ClientIntervals
 from pfl_sklearn.base import FitRows
 from pfl_sklearn.estimation._variance_components import client_means
@@ -24,62 +25,71 @@ from pfl_sklearn.privacy._mechanisms._discrete_gaussian import check_opendp
 from pfl_sklearn.privacy._report import private_report
 from pfl_sklearn.privacy._spending import gaussian_events
 
-RELEASED = ("population_mean_", "population_mean_std_", "prior_", "noise_variance_", "icc_")
-PRIVATE = (
+RELEASED_OF_MEANS = (
+    "population_mean_",
+    "population_mean_std_",
+    "prior_",
+    "noise_variance_",
+    "icc_",
+)
+OWN_ESTIMATES = (
     "means_",
     "stds_",
     "shrinkage_",
     "local_means_",
     "clients_",
     "n_samples_per_client_",
-    "log_likelihood_",
 )
 
 
 class FittedMeans(NamedTuple):
-    """A fitted population and its clients; arrays over outputs are (d,)."""
+    """A fitted population and its clients."""
 
     prior: Any
-    mean: np.ndarray
-    mean_variance: np.ndarray
-    between: np.ndarray
-    noise: np.ndarray
-    means: np.ndarray  # (m, d)
-    variances: np.ndarray  # (m, d)
-    own: np.ndarray  # (m, d)
-    log_likelihood: float
-    shared: bool  # `between` and `noise` are one number for all outputs
-    responsibilities: np.ndarray | None = None  # (m, k)
-    new_variance: np.ndarray | None = None  # (d,), of a new client's mean; None: from the others
+    mean: Floats  # (d,)
+    mean_variance: Floats  # (d,), of `mean`
+    between: Floats  # (d,)
+    noise: Floats  # (d,)
+    means: Floats  # (m, d)
+    variances: Floats  # (m, d), of `means`
+    own: Floats  # (m, d), weights on the clients' own means
+    log_likelihood: float = math.nan  # NaN after a release: nobody saw the rows of all clients
+    shared: bool = False  # `between` and `noise` are one number for all outputs
+    responsibilities: Floats | None = None  # (m, k)
+    new_variance: Floats | None = None  # (d,), of a new client's mean; None: from the others
     intervals: ClientIntervals | None = None  # None: normal, from `variances`
 
     def with_averages(self, averages):
         """The same estimates, with errors that are averaged over the variances."""
-        share = averages.share
+        plug_in = np.sqrt(self.variances)
         return self._replace(
-            mean_variance=averages.beside("mean_variance", self.mean_variance),
-            variances=averages.beside("variances", self.variances),
-            new_variance=averages.beside("new_variance", self.between + self.mean_variance),
-            intervals=ClientIntervals(averages.mixture, share, self.means, np.sqrt(self.variances)),
+            mean_variance=averages.blended("mean_variance", self.mean_variance),
+            variances=averages.blended("variances", self.variances),
+            new_variance=averages.blended("new_variance", self.between + self.mean_variance),
+            intervals=ClientIntervals(averages.mixture, averages.share, self.means, plug_in),
         )
+
+
+def value_per_output(name, value, d, least=-math.inf):
+    """A parameter that is a number or of shape (d,), as an array (d,); at least `least`, or 0."""
+    values = np.asarray(value, dtype=float)
+    if values.shape not in ((), (1,), (d,)) or not (np.isfinite(values) & (values >= least)).all():
+        wanted = "finite" if least < 0 else "finite and non-negative"
+        raise ValueError(f"{name} must be {wanted}, a number or of shape ({d},); got {value!r}.")
+    return np.broadcast_to(values, (d,)).copy()
 
 
 def known_noise(noise_variance, d):
     """The given noise variance as an array (d,), or None."""
-    if noise_variance is None:
-        return None
-    noise = np.asarray(noise_variance, dtype=float)
-    if noise.shape not in ((), (1,), (d,)) or not (np.isfinite(noise) & (noise >= 0)).all():
-        raise ValueError(
-            f"noise_variance must be finite and non-negative, a number or of shape ({d},); "
-            f"got {noise_variance!r}."
-        )
-    return np.broadcast_to(noise, (d,)).copy()
+    return (
+        None if noise_variance is None else value_per_output("noise_variance", noise_variance, d, 0)
+    )
 
 
 def intraclass_correlation(between, noise):
     """Share (d,) of a row's variance that lies between clients; 0 if the row has no variance."""
     total = between + noise
+    # An infinite variance between clients leaves no share for the rows.
     finite = (total != 0) & ~np.isinf(total)
     return np.divide(between, total, out=np.isinf(total).astype(float), where=finite)
 
@@ -96,12 +106,12 @@ def taking_part(participants, ids):
     """
     if participants is None:
         return np.ones(len(ids), dtype=bool)
-    if isinstance(participants, Set | Mapping):  # whose order does not matter here
+    if isinstance(participants, Set | Mapping):  # NumPy makes one object of them
         participants = list(participants)
-    found = match_clients(participants, num_samples(participants), ids, "participants")
+    codes = match_clients(participants, num_samples(participants), ids, "participants")
     sends = np.zeros(len(ids), dtype=bool)
-    sends[found[found >= 0]] = True
-    if sends.sum() < 2:  # a single one tells nothing of the spread between clients
+    sends[codes[codes >= 0]] = True
+    if sends.sum() < 2:  # a single one shows no spread between clients
         raise ValueError(
             f"participants must name at least two clients of the table; got {sends.sum()} of "
             f"{len(ids)}. Give ids as in groups=, or participants=None for all clients."
@@ -114,9 +124,9 @@ def rows_of(rows, sends):
     if sends.all():
         return rows
     ids, codes = rows.clients
-    kept = sends[codes]
-    clients = EncodedClients(ids[sends], (np.cumsum(sends) - 1)[codes[kept]])
-    return FitRows(rows.y[kept], clients, None if rows.weights is None else rows.weights[kept])
+    sent = sends[codes]
+    clients = EncodedClients(ids[sends], (np.cumsum(sends) - 1)[codes[sent]])
+    return FitRows(rows.y[sent], clients, None if rows.weights is None else rows.weights[sent])
 
 
 def participation(n_participants, n_clients):
@@ -139,7 +149,7 @@ def check_release(params, sample_weight):
             "clip_norm must be given when epsilon is finite: the L2 radius of a ball around "
             "center that holds the client means. Choose it without looking at the data."
         )
-    if private and params.delta == 0:
+    if private and params.delta == 0:  # no Gaussian noise satisfies pure differential privacy
         raise ValueError("delta must be above 0 for the Gaussian mechanism; got 0.")
     if private and params.mechanism == "discrete_gaussian":
         _check_discrete(params)
@@ -156,9 +166,9 @@ def check_targets(estimator, y):
         raise ValueError(
             f"{type(estimator).__name__} requires y to be passed, but the target y is None."
         )
-    with np.errstate(over="ignore", invalid="ignore"):  # it sums everything
+    with np.errstate(over="ignore", invalid="ignore"):  # it sums everything, and looks no further
         y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0)
-    if not releases(estimator):
+    if not releases(estimator):  # a refusal would reveal a client's values
         check_float_range("y", y.ravel())
     return y
 
@@ -168,12 +178,12 @@ def bounded_means(rows, params):
 
     No arithmetic is shared between clients.
     """
-    centre = _check_center(params.center, rows.y.shape[1])
+    centre = value_per_output("center", params.center, rows.y.shape[1])
     ids, codes = rows.clients
     with np.errstate(over="ignore", invalid="ignore"):
         table = client_means(rows.y, codes, len(ids), centre=centre)
     overflows = ~np.isfinite(table.means)
-    if overflows.any():  # the sums, not the means
+    if overflows.any():  # of the sums. A mean of NaN would count as 0, one of 1e308 is clipped.
         means = segment_sums(rows.y / table.n_rows[codes][:, None], codes, len(ids))
         table = table._replace(means=np.where(overflows, means, table.means))
     return table, centre
@@ -185,7 +195,7 @@ def open_report(n_clients, private, facts=None):
     return PrivacyReport.unprotected(
         "epsilon=inf was asked for." if facts is None else reason,
         **(facts or {}),
-        not_released=RELEASED + private,
+        not_released=RELEASED_OF_MEANS + private,
         n_clients=n_clients,
     )
 
@@ -201,26 +211,29 @@ def local_mechanism(params, sensitivity, width):
 def release_events(params, zero_out=None):
     """Accounting events of one release of means; `zero_out` is as in ``gaussian_events``."""
     if params.mechanism == "discrete_gaussian":
+        # Its exact loss is not that of a Gaussian, so fits compose by their epsilon and delta.
         return (PureEvent(params.epsilon, params.delta, "replace_one"),)
     return gaussian_events(params.epsilon, params.delta, zero_out=zero_out)
 
 
-def noisy_report(params, facts, private, *, bounds=(), **more):
-    """Report of a private fit; `bounds` are further assumptions, `more` is for the report."""
+def noisy_report(params, facts, private, *, assumptions=(), **entries):
+    """Report of a private fit; `entries` are passed to ``private_report``."""
     if params.mechanism == "discrete_gaussian":
-        more["arithmetic"] = "opendp draws the noise exactly, from entropy of the operating system"
+        entries["arithmetic"] = (
+            "opendp draws the noise exactly, from entropy of the operating system"
+        )
     return private_report(
         facts,
-        released=RELEASED,
+        released=RELEASED_OF_MEANS,
         not_released=private,
         seeded=params._noise_seed is not None,
         assumptions=(
             f"clip_norm = {params.clip_norm:.4g}, center and known variances are the user's, not "
             "the data's",
-            *bounds,
+            *assumptions,
             "noise and sensitivity are in units of the bounds",
         ),
-        **more,
+        **entries,
     )
 
 
@@ -248,14 +261,6 @@ def client_summary(estimator, level):
     return pd.DataFrame(columns, index=index)
 
 
-def _check_center(center, d):
-    """The centre as an array (d,)."""
-    values = np.asarray(center, dtype=float)
-    if values.shape not in ((), (1,), (d,)) or not np.isfinite(values).all():
-        raise ValueError(f"center must be finite, a number or of shape ({d},); got {center!r}.")
-    return np.broadcast_to(values, (d,))
-
-
 def _check_discrete(params):
     """Refuse what cannot be drawn, or not in `n_bits` even for a message of one coordinate."""
     if params.trust != "local":
@@ -264,7 +269,7 @@ def _check_discrete(params):
             "mechanism='gaussian' for central trust."
         )
     check_opendp()
-    local_mechanism(params, 2.0, 1)
+    local_mechanism(params, 2.0, 1)  # more coordinates need more bits: this is the least
 
 
 def _check_quantizer(params):

@@ -8,8 +8,8 @@ import numpy as np
 from pfl_sklearn._float_range import LARGEST
 from pfl_sklearn.estimation import _mixture_release as release
 from pfl_sklearn.estimation._mean_estimates import (
-    PRIVATE,
-    RELEASED,
+    OWN_ESTIMATES,
+    RELEASED_OF_MEANS,
     FittedMeans,
     bounded_means,
     known_noise,
@@ -19,35 +19,23 @@ from pfl_sklearn.estimation._mean_estimates import (
     releases,
 )
 from pfl_sklearn.estimation._variance_components import check_noise_is_identified, client_means
-from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior
 from pfl_sklearn.priors import _mixture as mixture
 from pfl_sklearn.priors._mixture_fit import cluster_means, k_means, nearest_centre
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
-from pfl_sklearn.privacy._spending import UNPROTECTED
 
-# Ways of estimating each prior; "reml" and "ml" are the same for a mixture.
-METHODS = {
-    GaussianMixturePrior: ("reml", "ml"),
-    DiscretePrior: ("reml", "ml", "printed"),
-}
-_NOT_RELEASED = (*PRIVATE, "responsibilities_")
-_PRINTED_ROUNDS = 10
-_MOST_LLOYD_STEPS = 300
+_NOT_RELEASED = (*OWN_ESTIMATES, "log_likelihood_", "responsibilities_")
+_PRINTED_ROUNDS = 10  # of Algorithm 1; run to convergence it draws all points into one
+_MOST_LLOYD_STEPS = 300  # as scikit-learn's KMeans; it converges in far fewer
 
 
-def check(prior, params):
+def check_mixture_prior(prior, params):
     """Refuse what a mixture prior cannot do, before any data is touched."""
     if params.participants is not None:
         raise ValueError(
             f"participants goes with GaussianPrior alone; got {type(prior).__name__}. Leave it out."
         )
-    methods = METHODS[type(prior)]
-    if params.method not in methods:
-        raise ValueError(
-            f"method={params.method!r} does not go with {type(prior).__name__}; expected "
-            f"{' or '.join(map(repr, methods))}."
-        )
+    # BIC compares fits of several numbers, each of which would be a release of its own.
     needs_number = params.method == "printed" or (
         math.isfinite(params.epsilon) and params.trust == "central"
     )
@@ -60,48 +48,43 @@ def check(prior, params):
         _check_released(prior, params)
 
 
-def events(prior, params):
-    """Accounting events of a fit; nothing is claimed for clients that come or go."""
-    if math.isinf(params.epsilon):
-        return UNPROTECTED
+def mixture_prior_events(prior, params):
+    """Accounting events of a private fit; nothing is claimed for clients that come or go."""
     return () if prior.is_known else release_events(params)
 
 
-def fit(rows, prior, params):
+def fit_under_mixture_prior(rows, prior, params):
     """Client statistics, fitted population and report, for rows of `y` (n, d)."""
     ids, codes = rows.clients
     noise = _one_noise(params.noise_variance, rows.y.shape[1])
     if not releases(params):
         table = client_means(rows.y, codes, len(ids), rows.weights)
-        return (
-            table,
-            fit_exact(table, prior, noise, params.method),
-            open_report(len(ids), _NOT_RELEASED),
-        )
+        fitted = fit_exact_mixture(table, prior, noise, params.method)
+        return table, fitted, open_report(len(ids), _NOT_RELEASED)
     table, centre = bounded_means(rows, params)
     if prior.is_known:
         known = prior.with_mixture(*prior.known_mixture(len(centre)))
-        given = release.ReleasedMixture(
-            known, known, known.moments()[0], np.zeros_like(centre), True
-        )
-        found = shrink_released(table, given, noise, np.zeros(len(ids), dtype=bool))
-        report = PrivacyReport.of_known_population(RELEASED, _NOT_RELEASED, len(ids))
-        return table, found, report
+        mean = known.moments()[0]
+        released = release.ReleasedMixture(known, known, mean, np.zeros_like(centre), True)
+        fitted = shrink_released(table, released, noise, np.zeros(len(ids), dtype=bool))
+        report = PrivacyReport.of_known_population(RELEASED_OF_MEANS, _NOT_RELEASED, len(ids))
+        return table, fitted, report
     rng, _ = noise_generator(params.random_state)
-    released, facts, more = release.fit_released(table, centre, prior, noise, params, rng)
-    alone = release.cut(table, centre, params)
+    released, facts, entries = release.fit_released(table, centre, prior, noise, params, rng)
+    alone = release.clipped_clients(table, centre, params)
     alone |= release.implausible(released.working, table.means, noise / table.weights)
-    found = shrink_released(table, released, noise, alone | (len(ids) == 1))
+    fitted = shrink_released(table, released, noise, alone | (len(ids) == 1))
     if math.isinf(params.epsilon):
-        return table, found, open_report(len(ids), _NOT_RELEASED, facts)
-    report = noisy_report(params, facts, _NOT_RELEASED, n_clients=len(ids), **more)
-    return table, found, report
+        return table, fitted, open_report(len(ids), _NOT_RELEASED, facts)
+    report = noisy_report(params, facts, _NOT_RELEASED, n_clients=len(ids), **entries)
+    return table, fitted, report
 
 
-def fit_exact(table, prior, noise, method):
+def fit_exact_mixture(table, prior, noise, method):
     """Population and clients from exact statistics."""
     if noise is None:
         check_noise_is_identified(table)
+        # From the rows within clients: a wrong number of components cannot bias it.
         noise = table.within.sum() / (table.degrees_of_freedom * table.means.shape[1])
     if len(table.means) == 1 and not prior.is_known:
         return _single_client(table, prior, noise)
@@ -112,6 +95,7 @@ def fit_exact(table, prior, noise, method):
         fitted = prior.fit_noisy(table.means, sampling)
     mean, covariance = fitted.moments()
     between = np.diag(covariance).copy()
+    # Without any variance the weights are equal, as in the limit; `least` keeps 1 / total finite.
     total = np.maximum(between + sampling[:, None], np.finfo(float).tiny)
     least = total.min(axis=0)
     error = np.zeros_like(mean) if prior.is_known else least / np.sum(least / total, axis=0)
@@ -127,35 +111,31 @@ def fit_exact(table, prior, noise, method):
         variances,
         own,
         float(value + within_log_likelihood(table, noise)),
-        False,
-        shares,
+        responsibilities=shares,
     )
 
 
-def shrink_released(table, found, noise, alone):
+def shrink_released(table, released, noise, alone):
     """Clients' means given a released population; its components include the release's uncertainty.
 
     Clients in `alone` (m,) keep their own means, as do those whose means cannot be squared.
     """
     sampling = noise / table.weights[:, None]
     with np.errstate(over="ignore", invalid="ignore"):
-        means, variances, own, shares = posteriors(found.working, table.means, sampling)
-    alone = alone | (np.abs(table.means) > LARGEST).any(axis=1) | (not found.trusted)
+        means, variances, own, shares = posteriors(released.working, table.means, sampling)
+    # An error instead would tell that some client has such a mean.
+    alone = alone | (np.abs(table.means) > LARGEST).any(axis=1) | (not released.trusted)
     alone = alone[:, None]
-    means, own = np.where(alone, table.means, means), np.where(alone, 1.0, own)
-    variances = np.where(alone, sampling, variances)
     return FittedMeans(
-        found.prior,
-        found.mean,
-        found.mean_variance,
-        np.diag(found.prior.moments()[1]).copy(),
-        np.full_like(found.mean, noise),
-        means,
-        variances,
-        own,
-        math.nan,
-        False,
-        shares,
+        released.prior,
+        released.mean,
+        released.mean_variance,
+        np.diag(released.prior.moments()[1]).copy(),
+        np.full_like(released.mean, noise),
+        np.where(alone, table.means, means),
+        np.where(alone, sampling, variances),
+        np.where(alone, 1.0, own),
+        responsibilities=shares,
     )
 
 
@@ -164,8 +144,8 @@ def posteriors(prior, means, sampling):
     centres, covariances, weights = prior.known_mixture(means.shape[1])
     components = mixture.components_of(centres, covariances)
     shares = mixture.component_shares(components, weights, means, sampling)
-    found = mixture.mixture_posterior(components, shares, means, sampling)
-    return *found, mixture.own_shares(components, shares, sampling), shares
+    posterior = mixture.mixture_posterior(components, shares, means, sampling)
+    return *posterior, mixture.own_shares(components, shares, sampling), shares
 
 
 def printed_points(means, sampling, prior, n_rounds=_PRINTED_ROUNDS):
@@ -204,7 +184,7 @@ def _lloyd(x, centres):
 
 def within_log_likelihood(table, noise):
     """Log-likelihood of the rows given their clients' means."""
-    if noise == 0:
+    if noise == 0:  # a density at its only point
         return math.inf
     d, dof = table.means.shape[1], table.degrees_of_freedom
     constant = dof * math.log(2 * math.pi * noise) + np.log(table.weights).sum()
@@ -213,36 +193,32 @@ def within_log_likelihood(table, noise):
 
 def _single_client(table, prior, noise):
     """A single client keeps its mean; the population's spread is unknown."""
-    k = prior.n_components if isinstance(prior.n_components, Integral) else 1
+    k = prior.n_components if isinstance(prior.n_components, int | np.integer) else 1
     mean, d = table.means[0], table.means.shape[1]
     sampling = np.full((1, d), noise / table.weights[0])
-    unknown = np.full(d, np.nan)
+    points = np.tile(mean, (k, 1))
     return FittedMeans(
-        prior.with_mixture(np.tile(mean, (k, 1)), np.full((k, d, d), np.nan), np.full(k, np.nan)),
+        prior.with_mixture(points, np.full((k, d, d), np.nan), np.full(k, np.nan)),
         mean,
         sampling[0],
-        unknown,
+        np.full(d, np.nan),
         np.full(d, noise),
         table.means,
         sampling,
         np.ones((1, d)),
-        math.nan,
-        False,
-        np.full((1, k), 1 / k),
+        responsibilities=np.full((1, k), 1 / k),
     )
 
 
 def _one_noise(noise_variance, d):
     """The given noise variance as a number, or None."""
     noise = known_noise(noise_variance, d)
-    if noise is None:
-        return None
-    if np.any(noise != noise[0]):
+    if noise is not None and np.any(noise != noise[0]):
         raise ValueError(
             "noise_variance must be the same for all outputs with a mixture prior; got "
             f"{noise_variance!r}."
         )
-    return float(noise[0])
+    return None if noise is None else float(noise[0])
 
 
 def _check_released(prior, params):

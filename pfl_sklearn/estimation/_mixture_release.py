@@ -13,17 +13,19 @@ from scipy.special import softmax
 from scipy.stats import chi2
 from sklearn.base import clone
 
+from pfl_sklearn._typing import Floats
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.estimation._mean_estimates import local_mechanism
 from pfl_sklearn.priors import GaussianMixturePrior
 from pfl_sklearn.privacy import PrivateClustering, StochasticQuantizer
 from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 
-_HARD_STEPS = 2
-_STANDS_OUT = 2.0  # standard deviations of the noise on what is released
-_IMPLAUSIBLE = 1e-3  # chance of a client that is so far from its component
-_BLOCK = 1 << 16
-_SMALLEST = 1e-12
+_HARD_STEPS = 2  # k-means first: EM needs spreads, and starting points have none
+_GAIN_IN_NOISE_STDS = 2.0  # noise alone passes for a gain in one fit of 44
+_IMPLAUSIBLE = 1e-3  # share of clients that keep their own means under a mixture that holds
+_LEAST_SPREAD = 1e-4  # of starts in a direction, in squared units of the ball's radius
+_CLIENTS_AT_ONCE = 1 << 16  # keeps their gradients at a few MB for each component
+_TINY = 1e-12  # relative; what is smaller is rounding, and not to be divided by
 _USELESS = (
     "The released clusters do not help: in the noisy check they reduce the clients' error by less "
     "than twice the noise, so every client keeps its own mean. Give a larger epsilon, a smaller "
@@ -40,18 +42,18 @@ class ReleasedMixture(NamedTuple):
 
     prior: Any
     working: GaussianMixturePrior  # the prior with the uncertainty of the release
-    mean: np.ndarray  # (d,), population mean
-    mean_variance: np.ndarray  # (d,), of the population mean
+    mean: Floats  # (d,), population mean
+    mean_variance: Floats  # (d,), of the population mean
     trusted: bool
 
 
 class Clusters(NamedTuple):
     """Components in units of clip_norm; `noise` is the variance of a centre's coordinates."""
 
-    centres: np.ndarray  # (k, d)
-    weights: np.ndarray  # (k,)
-    spread: np.ndarray  # (k,)
-    noise: np.ndarray  # (k,)
+    centres: Floats  # (k, d)
+    weights: Floats  # (k,)
+    spread: Floats  # (k,)
+    noise: Floats  # (k,)
 
 
 def fit_released(table, centre, prior, noise, params, rng):
@@ -65,6 +67,7 @@ def fit_released(table, centre, prior, noise, params, rng):
         extra = mechanism.noise_variance
     else:
         mechanism = local_mechanism(params, 2.0, deviations.shape[1])
+        # In units of the radius, where two clients are at most 2 apart.
         clipped = clip_l2(deviations, params.clip_norm) / params.clip_norm
         reports = centre + params.clip_norm * mechanism.privatize(clipped, rng)
         extra = mechanism.noise_variance * params.clip_norm**2
@@ -74,10 +77,10 @@ def fit_released(table, centre, prior, noise, params, rng):
     return reported_mixture(reports, variances, extra, prior), mechanism.facts(), {}
 
 
-def cut(table, centre, params):
+def clipped_clients(table, centre, params):
     """Mask (m,) of clients whose mean was moved to fit into the bounds of a release."""
     deviations = table.means - centre
-    if params.mechanism == "quantizer":
+    if params.mechanism == "quantizer":  # NaN compares as False, and counts as moved
         return ~(np.abs(deviations) <= params.clip_norm).all(axis=1)
     return np.any(clip_l2(deviations, params.clip_norm) != deviations, axis=1)
 
@@ -99,16 +102,18 @@ def implausible(working, means, sampling):
             ],
             axis=0,
         )
-    return ~(nearest <= _limit(means.shape[1]))
+    return ~(nearest <= _largest_distance(means.shape[1]))  # NaN and infinity are implausible
 
 
-def _limit(d):
+def _largest_distance(d):
+    """Squared distance over variances of a plausible client from its component."""
     return chi2.isf(_IMPLAUSIBLE, d)
 
 
 def _one_report(report, variance, prior):
     """Release of a single client: its report is the population's mean; spreads are unknown."""
     k, d = 1 if prior.n_components == "bic" else prior.n_components, len(report)
+    # All components at the report: which of them a single client is from cannot be known.
     means, none = np.tile(report, (k, 1)), np.full(k, np.nan)
     unknown = prior.with_mixture(means, np.full((k, d, d), np.nan), none)
     working = _spherical(means, np.full(k, variance), np.full(k, 1 / k))
@@ -118,6 +123,7 @@ def _one_report(report, variance, prior):
 def central_mixture(table, centre, prior, noise, params, rng):
     """Mixture from noisy sums of bounded vectors, step by step, and a check whether it helps."""
     radius = params.clip_norm
+    # Everything up to `working` is in units of the radius, in which sensitivities are constants.
     vectors = clip_l2(table.means - centre, radius) / radius
     sampling = noise / table.weights / radius**2
     spread = None if prior.covariances is None else float(prior.covariances) / radius**2
@@ -128,6 +134,7 @@ def central_mixture(table, centre, prior, noise, params, rng):
     for t in range(clustering.n_steps):
         clusters = take_step(clustering, t, vectors, sampling, clusters, spread, rng)
     clusters = _heaviest_first(clusters)
+    # The check of the gain is the last release: it must judge the components that clients will use.
     working = _working(clusters, centre, radius)
     trusted = _helps(clustering, working, table.means, sampling * radius**2, rng)
     if not trusted:
@@ -135,12 +142,12 @@ def central_mixture(table, centre, prior, noise, params, rng):
     fitted = with_components(prior, working.means, clusters.spread * radius**2, clusters.weights)
     mean, covariance = fitted.moments()
     # The mean is a ratio of sums and counts (delta method), both of them noisy.
-    released = clustering.mechanism("last").noise_variance * prior.n_components
-    released = released * (radius**2 + (mean - centre) ** 2) / len(vectors) ** 2
-    clients = np.diag(covariance) + np.mean(sampling) * radius**2
-    error = released + clients / len(vectors)
-    more = {"rounds": len(clustering.parts)}
-    return ReleasedMixture(fitted, working, mean, error, trusted), clustering.facts(), more
+    noise_variance = clustering.mechanism("last").noise_variance * prior.n_components
+    noise_variance = noise_variance * (radius**2 + (mean - centre) ** 2) / len(vectors) ** 2
+    of_clients = np.diag(covariance) + np.mean(sampling) * radius**2
+    error = noise_variance + of_clients / len(vectors)
+    entries = {"rounds": len(clustering.parts)}
+    return ReleasedMixture(fitted, working, mean, error, trusted), clustering.facts(), entries
 
 
 def best_start(clustering, vectors, sampling, k, rng):
@@ -151,13 +158,16 @@ def best_start(clustering, vectors, sampling, k, rng):
     released = clustering.mechanism("moments").privatize(clustering.moments(vectors), rng)
     mean, covariance = clustering.split_moments(released)
     values, directions = np.linalg.eigh(covariance)
-    width = min(max(k - 1, 1), len(mean))
-    lengths = np.sqrt(np.maximum(values[-width:] - sampling.mean(), 1e-4))
+    width = min(max(k - 1, 1), len(mean))  # k centres span a space of k - 1 dimensions
+    # What exceeds the sampling variance is spread between clients. Noise may leave less than none.
+    lengths = np.sqrt(np.maximum(values[-width:] - sampling.mean(), _LEAST_SPREAD))
     candidates = []
     for _ in range(clustering.n_candidates):
+        # Random places need no data, so drawing many of them costs no privacy.
         places = rng.standard_normal((k, width))
         places -= places.mean(axis=0)
-        places /= np.sqrt(np.mean(places**2, axis=0)) + _SMALLEST
+        places /= np.sqrt(np.mean(places**2, axis=0)) + _TINY
+        # In the ball all scores are bounded.
         candidates.append(clip_l2(mean + (places * lengths) @ directions[:, -width:].T, 1.0))
     scores = clustering.mechanism("scores").privatize(clustering.scores(vectors, candidates), rng)
     even = np.full(k, 1 / k)
@@ -174,7 +184,8 @@ def take_step(clustering, t, vectors, sampling, clusters, spread, rng):
     mechanism = clustering.mechanism(part)
     released = mechanism.privatize(clustering.step(vectors, shares), rng)
     sums, counts, squares = clustering.split_step(released, k)
-    heavy = np.maximum(counts, mechanism.noise_std)
+    heavy = np.maximum(counts, mechanism.noise_std)  # a noisy count may be 0 or below
+    # Of three deviations or fewer: sums over counts would be noise over noise.
     moved = np.where(
         (counts > 3 * mechanism.noise_std)[:, None], sums / heavy[:, None], clusters.centres
     )
@@ -183,8 +194,10 @@ def take_step(clustering, t, vectors, sampling, clusters, spread, rng):
         spread = np.full(k, spread)
     else:
         d = vectors.shape[1]
+        # The centre is squared with its noise, whose variance would lower the spread.
         around = squares / heavy - np.sum(moved**2, axis=1) + d * noise
         floor = clustering.square_noise(part) / (heavy * d)
+        # At least one deviation of its noise: a spread of 0 by chance would be overconfident.
         spread = np.clip(around / d - sampling.mean(), floor, 1.0)
     return Clusters(clip_l2(moved, 1.0), heavy / heavy.sum(), spread, noise)
 
@@ -204,9 +217,11 @@ def reported_mixture(reports, variances, extra, prior):
         floor = extra * np.sqrt(2 / np.maximum(len(reports) * weights * d, 1.0))
         spread = np.maximum(spread, floor)
     errors = mean_errors(fitted, reports, variances)
+    # A client that is pulled to a component that does not fit pays more than one that is not.
     allowed = np.maximum(spread, shown_spread(fitted, reports, variances))
     working = _spherical(means, allowed + errors, weights)
     total = np.diag(fitted.moments()[1]) + variances[:, None]
+    # d + 1: the mean of the one Gaussian and its spread.
     sizes = clone(prior).set_params(n_components=len(weights)).n_parameters(d), d + 1
     trusted = shows_groups(fitted, reports, variances, sizes)
     if not trusted:
@@ -242,7 +257,8 @@ def shows_groups(fitted, reports, variances, sizes):
         size * np.log(len(reports)) - 2 * model.log_marginal(reports, variances[:, None]).sum()
         for size, model in zip(sizes, (fitted, one), strict=True)
     )
-    return bool(first <= second + _SMALLEST * abs(second))
+    # A mixture of one component is the Gaussian itself; rounding must not reject it.
+    return bool(first <= second + _TINY * abs(second))
 
 
 def mean_errors(fitted, reports, variances):
@@ -254,16 +270,19 @@ def mean_errors(fitted, reports, variances):
     k, d = means.shape
     spread = np.einsum("kdd->k", covariances) / d
     information = np.zeros((k * d + k - 1,) * 2)
-    for start in range(0, len(reports), _BLOCK):
-        part, noise = reports[start : start + _BLOCK], variances[start : start + _BLOCK]
+    for start in range(0, len(reports), _CLIENTS_AT_ONCE):
+        block = slice(start, start + _CLIENTS_AT_ONCE)
+        part, noise = reports[block], variances[block]
         shares = fitted.responsibilities(part, noise[:, None])
         pull = (part[:, None, :] - means) / (spread + noise[:, None])[:, :, None]
         by_mean = (shares[:, :, None] * pull).reshape(len(part), -1)
-        ratio = shares / np.maximum(weights, _SMALLEST)
+        # Weights sum to 1, so the last one is no parameter.
+        ratio = shares / np.maximum(weights, _TINY)
         gradient = np.hstack([by_mean, ratio[:, :-1] - ratio[:, -1:]])
         information += gradient.T @ gradient
+    # Components that share all their clients leave directions without information.
     values, vectors = np.linalg.eigh(information)
-    inverse = (vectors / np.maximum(values, _SMALLEST * values.max())) @ vectors.T
+    inverse = (vectors / np.maximum(values, _TINY * values.max())) @ vectors.T
     return np.diag(inverse)[: k * d].reshape(k, d).mean(axis=1)
 
 
@@ -285,15 +304,17 @@ def _helps(clustering, working, means, sampling, rng):
     d = means.shape[1]
     with np.errstate(over="ignore", invalid="ignore"):
         posterior, variance = working.posterior(means, sampling[:, None])
+        # Stein's identity: 2 d s^2 less this is an unbiased estimate of what a client gains.
         moved = np.sum((means - posterior) ** 2, axis=1) + 2 * variance.sum(axis=1)
         none = np.full(len(means), np.inf)
         gains = 2 - np.divide(moved, d * sampling, out=none, where=sampling > 0)
     alone = implausible(working, means, sampling)
-    gains = np.where(alone, np.maximum(gains, 2 - _limit(d) / d), gains)
+    gains = np.where(alone, np.maximum(gains, 2 - _largest_distance(d) / d), gains)
+    # Gains are in units of the sampling variance; a client of few rows gains most in the data's.
     importance = sampling / max(sampling.max(), np.finfo(float).tiny)
     released = clustering.mechanism("gain").privatize(clustering.gain(gains, importance), rng)
     gain, noise_std = clustering.split_gain(released)
-    return bool(gain > _STANDS_OUT * noise_std)
+    return bool(gain > _GAIN_IN_NOISE_STDS * noise_std)
 
 
 def _shares(vectors, sampling, clusters, hard):
@@ -301,9 +322,9 @@ def _shares(vectors, sampling, clusters, hard):
     squares = np.stack(
         [np.sum((vectors - centre) ** 2, axis=1) for centre in clusters.centres], axis=1
     )
-    if hard:
+    if hard:  # nearest centres need no variances, which are not known yet
         return np.eye(len(clusters.weights))[np.argmin(squares, axis=1)]
-    total = np.maximum(clusters.spread + clusters.noise + sampling[:, None], _SMALLEST)
+    total = np.maximum(clusters.spread + clusters.noise + sampling[:, None], _TINY)
     scale = 0.5 * vectors.shape[1]
     return softmax(np.log(clusters.weights) - squares / (2 * total) - scale * np.log(total), axis=1)
 

@@ -11,7 +11,7 @@ import numpy as np
 from scipy.special import betaincinv
 
 from pfl_sklearn._variance_averaging import averaging_share
-from pfl_sklearn.estimation._proportion_uncertainty import PlausiblePriors, plausible_priors
+from pfl_sklearn.estimation._plausible_priors import PlausiblePriors, plausible_priors
 from pfl_sklearn.priors import BetaPrior
 from pfl_sklearn.theory import beta_own_weight, beta_shrinkage
 

@@ -13,8 +13,12 @@ from scipy.optimize import brentq
 from pfl_sklearn._clients import row_counts, segment_sums
 from pfl_sklearn._float_range import unit_near
 
-_GRID_POINTS = 48
-_CELLS = 1 << 20
+# The criterion may have two minima in a variance. A grid this fine over 9 to 20 powers of ten has a
+# point in the valley of each, and the root finder ends the search.
+_VARIANCE_GRID_POINTS = 48
+_GRID_CELLS = 1 << 20  # candidates times distinct weights at once: 8 MB for each array
+# A sum of squares around a mean that is below this share of the squares themselves has lost ten of
+# its sixteen digits to the subtraction.
 _CANCELLATION = 1e-6
 
 
@@ -36,9 +40,9 @@ class ClientMeans(NamedTuple):
         """The statistics of the rows in this unit."""
         return self._replace(means=self.means / unit, within=self.within / unit**2)
 
-    def coordinate(self, k):
-        """The statistics of coordinate k alone."""
-        return self._replace(means=self.means[:, [k]], within=self.within[[k]])
+    def outputs(self, outputs):
+        """The statistics of a slice of the coordinates."""
+        return self._replace(means=self.means[:, outputs], within=self.within[outputs])
 
 
 class Components(NamedTuple):
@@ -68,23 +72,23 @@ def client_means(y, codes, n_clients, weights=None, centre=None):
     precise. A release must give a constant, because with a common mean, rounding and overflow carry
     one client's values into the others' means.
     """
+
+    def weigh(values):
+        return values if weights is None else values * weights[:, None]
+
     n_rows = row_counts(codes, n_clients)
-    if weights is None:
-        totals, weighted, log_weights = n_rows.astype(float), y, 0.0
-    else:
-        totals = segment_sums(weights, codes, n_clients)
-        weighted, log_weights = y * weights[:, None], float(np.log(weights).sum())
+    totals = n_rows.astype(float) if weights is None else segment_sums(weights, codes, n_clients)
+    log_weights = 0.0 if weights is None else float(np.log(weights).sum())
     if centre is None:
-        centre = weighted.sum(axis=0) / totals.sum()
+        centre = weigh(y).sum(axis=0) / totals.sum()
     shifted = y - centre
-    moved = shifted if weights is None else shifted * weights[:, None]
-    means = segment_sums(moved, codes, n_clients) / totals[:, None]
-    square = np.einsum("nd,nd->d", moved, shifted)
-    within = square - totals @ means**2
+    weighted = weigh(shifted)
+    means = segment_sums(weighted, codes, n_clients) / totals[:, None]
+    square = np.einsum("nd,nd->d", weighted, shifted)
+    within = square - totals @ means**2  # without a second pass over the rows, which is slow
     if np.any(within < _CANCELLATION * square):
         shifted -= means[codes]
-        moved = shifted if weights is None else shifted * weights[:, None]
-        within = np.einsum("nd,nd->d", moved, shifted)
+        within = np.einsum("nd,nd->d", weigh(shifted), shifted)
     return ClientMeans(means + centre, totals, n_rows, within, log_weights)
 
 
@@ -111,51 +115,50 @@ def estimate_components(table, method, mean=None, between=None, noise=None, extr
     """
     if noise is None:
         check_noise_is_identified(table)
-    unit = _unit(table, between, noise, extra)
-    if unit != 1:
-        known = [None if value is None else value / unit**2 for value in (between, noise)]
-        mean = None if mean is None else mean / unit
-        found = estimate_components(table.in_units(unit), method, mean, *known, extra / unit**2)
-        return found.times(unit, table.means.shape[1] * _n_contrasts(table, method, mean))
-    model = _Profile(table, method == "reml" and mean is None, mean, extra)
-    if len(table.means) == 1 and between is None:
-        noise = model.pooled_noise() if noise is None else noise
-        value = model.components(0.0, noise)
-        return value._replace(between=np.nan)
-    if method == "moments":
-        noise = model.pooled_noise() if noise is None else noise
-        between = model.moment_between(noise) if between is None else between
-        return model.components(between, noise)
-    if between is not None and np.isinf(between):
-        return model.components(between, model.pooled_noise() if noise is None else noise)
-    if between is None and noise is None:
-        return _search_ratio(model)
-    if between is None:
-        return _search_between(model, noise)
-    if noise is None:
-        return _search_noise(model, between)
-    return model.components(between, noise)
+    likelihood, unit = likelihood_in_units(table, method == "reml", mean, between, noise, extra)
+    between, noise = _quotient(between, unit**2), _quotient(noise, unit**2)
+    components = _estimate_variances(likelihood, method, between, noise)
+    return components.times(unit, likelihood.d * likelihood.n_contrasts)
 
 
-def profile_in_units(table, mean=None, noise=None):
-    """Restricted likelihood of a table in a unit that makes the numbers near 1, and the unit."""
-    unit = _unit(table, noise)
-    if unit != 1:
-        table, mean = table.in_units(unit), None if mean is None else mean / unit
-    return _Profile(table, mean is None, mean, 0.0), unit
+def likelihood_in_units(table, restricted, mean, between, noise, extra=0.0):
+    """Likelihood of the client means in a unit that makes the numbers near 1, and the unit.
 
-
-def _unit(table, *variances):
-    """Unit in which the numbers are near 1, or can do without."""
-    known = [value for value in variances if value is not None and np.isfinite(value)]
+    Precisions are squared, so variances of 1e160 or 1e-160 would end at 0 or infinity. The unit is
+    a power of two, which rounds nothing.
+    """
+    known = [value for value in (between, noise, extra) if value is not None and np.isfinite(value)]
     spread = np.abs(table.means - table.means.mean(axis=0)).max()
-    size = max(spread, np.sqrt(max([table.within.max() / table.n_rows.sum(), *known])))
-    return unit_near(size)
+    largest = max([table.within.max() / table.n_rows.sum(), *known])
+    unit = unit_near(max(spread, np.sqrt(largest)))
+    restricted = restricted and mean is None  # a known mean takes no degree of freedom
+    likelihood = MeansLikelihood(
+        table.in_units(unit), restricted, _quotient(mean, unit), extra / unit**2
+    )
+    return likelihood, unit
 
 
-def _n_contrasts(table, method, mean):
-    """Rows that the criterion describes, in one coordinate."""
-    return int(table.n_rows.sum()) - (method == "reml" and mean is None)
+def _quotient(value, unit):
+    return None if value is None else value / unit
+
+
+def _estimate_variances(likelihood, method, between, noise):
+    """Components with the variances that are None filled in."""
+    pooled = likelihood.pooled_noise() if noise is None else noise
+    if likelihood.n_clients == 1 and between is None:
+        # One mean says nothing of the spread between clients; its own error it does tell.
+        return likelihood.components(0.0, pooled)._replace(between=np.nan)
+    if method == "moments":
+        between = likelihood.moment_between(pooled) if between is None else between
+        return likelihood.components(between, pooled)
+    if between is not None and np.isinf(between):
+        # Without pooling, client means carry no information on the noise variance.
+        return likelihood.components(between, pooled)
+    if between is None:
+        return _search_ratio(likelihood) if noise is None else _search_between(likelihood, noise)
+    if noise is None:
+        return _search_noise(likelihood, between)
+    return likelihood.components(between, noise)
 
 
 def check_noise_is_identified(table):
@@ -169,7 +172,7 @@ def check_noise_is_identified(table):
         )
 
 
-class _Profile:
+class MeansLikelihood:
     """Marginal likelihood of the client means, with the population mean profiled out.
 
     Clients of equal weight are summed first, so the cost of an evaluation is proportional to the
@@ -179,12 +182,14 @@ class _Profile:
     def __init__(self, table, restricted, mean, extra):
         self.table, self.restricted, self.extra = table, restricted, extra
         self.n_clients, self.d = table.means.shape
+        # Sums of squares lose fewer digits around the plain mean than around 0.
         self.centre = table.means.mean(axis=0)
         self.known_mean = None if mean is None else np.asarray(mean) - self.centre
-        self.unit, self.count, self.first, self.second = _by_weight(table, self.centre)
+        self.inverse_weights, self.count, self.first, self.second = _by_weight(table, self.centre)
         self.within = table.within.sum()
         self.within_dof = table.degrees_of_freedom * self.d
         self.n_free = self.within_dof + self.n_clients * self.d - (self.d if restricted else 0)
+        self.n_contrasts = int(table.n_rows.sum()) - restricted  # of one coordinate
 
     def weighted(self, precision):
         """GLS mean (..., d), total precision and weighted squares (...,) around the mean.
@@ -194,6 +199,7 @@ class _Profile:
         total = precision @ self.count
         first = precision @ self.first
         mean = first / total[..., None] if self.known_mean is None else self.known_mean
+        # Rounding may leave a sum of squares just below 0.
         return mean, total, np.maximum(self._squares(precision, mean), 0.0)
 
     def _squares(self, precision, mean):
@@ -208,21 +214,21 @@ class _Profile:
         The variances may be vectors of candidates (k,).
         """
         value = self.of_means(between, noise)
-        if self.within_dof:
+        if self.within_dof:  # otherwise a noise variance of 0 would give 0 times minus infinity
             value = value + self.within_dof * np.log(noise) + self.within / noise
         return value
 
     def of_means(self, between, noise):
         """The part of the criterion that depends on `between`; the rest may swamp it."""
         between, noise = np.asarray(between)[..., None], np.asarray(noise)[..., None]
-        variance = between + noise * self.unit + self.extra
+        variance = between + noise * self.inverse_weights + self.extra
         _, total, square = self.weighted(1 / variance)
         value = self.d * (np.log(variance) @ self.count) + square
         return value + self.d * np.log(total) if self.restricted else value
 
     def at_ratio(self, ratio):
         """Best noise variance when between = ratio * noise, and the criterion there."""
-        variance = np.asarray(ratio)[..., None] + self.unit
+        variance = np.asarray(ratio)[..., None] + self.inverse_weights
         _, total, square = self.weighted(1 / variance)
         noise = (self.within + square) / self.n_free
         value = self.d * (np.log(variance) @ self.count) + self.n_free * (np.log(noise) + 1)
@@ -230,8 +236,8 @@ class _Profile:
 
     def slope(self, between, noise, direction):
         """Derivative of the criterion when between (direction 0) or noise (1) grows."""
-        precision = 1 / (between + noise * self.unit + self.extra)
-        moved = self.unit if direction else np.ones_like(self.unit)
+        precision = 1 / (between + noise * self.inverse_weights + self.extra)
+        moved = self.inverse_weights if direction else np.ones_like(self.inverse_weights)
         mean, total, _ = self.weighted(precision)
         squared = precision**2 * moved
         value = self.d * (precision * moved) @ self.count - self._squares(squared, mean)
@@ -254,29 +260,30 @@ class _Profile:
 
     def spread(self):
         """Mean square of the client means around the population mean."""
-        square = self.weighted(np.ones_like(self.unit))[2]
+        square = self.weighted(np.ones_like(self.inverse_weights))[2]
         return square / (max(self.n_clients - self.restricted, 1) * self.d)
 
     def components(self, between, noise):
         """The fitted population at these variances."""
-        variance = between + noise * self.unit + self.extra
+        variance = between + noise * self.inverse_weights + self.extra
         if np.isinf(between):
+            # In the limit all clients weigh alike, and the density of the means is 0.
             precision, error, value = np.ones_like(variance), np.inf, -np.inf
         elif not np.all(variance > 0):
+            # Clients without error determine the mean; the others do not count beside them.
             precision, error, value = np.where(variance > 0, 0.0, 1.0), 0.0, np.inf
         else:
-            precision, error = 1 / variance, None
+            precision = 1 / variance
+            error = 1 / (precision @ self.count)
             value = np.inf if noise == 0 else -0.5 * self._full_criterion(between, noise)
-        mean, total, _ = self.weighted(precision)
-        error = 1 / total if error is None else error
-        error = 0.0 if self.known_mean is not None else error
+        mean, _, _ = self.weighted(precision)
+        error = error if self.known_mean is None else 0.0
         return Components(mean + self.centre, error, float(between), float(noise), value)
 
     def _full_criterion(self, between, noise):
         """Minus twice the log-likelihood of the rows, constants included."""
-        table = self.table
-        rows = int(table.n_rows.sum()) - self.restricted
-        constant = rows * np.log(2 * np.pi) + np.log(table.weights).sum() - table.log_weights
+        weights, log_weights = self.table.weights, self.table.log_weights
+        constant = self.n_contrasts * np.log(2 * np.pi) + np.log(weights).sum() - log_weights
         return self.criterion(between, noise) + self.d * constant
 
 
@@ -284,7 +291,7 @@ def _by_weight(table, centre):
     """Distinct 1/weight (u,), clients (u,), summed means (u, d) and summed squares (u,)."""
     deviations = table.means - centre
     squares = np.einsum("md,md->m", deviations, deviations)
-    if np.any(table.weights != table.n_rows):
+    if np.any(table.weights != table.n_rows):  # real weights hardly ever repeat
         return 1 / table.weights, np.ones(len(squares)), deviations, squares
     count = np.bincount(table.n_rows)
     used = np.flatnonzero(count)
@@ -294,78 +301,83 @@ def _by_weight(table, centre):
     return 1 / used, count[used].astype(float), first, second
 
 
-def _search_ratio(model):
+def _search_ratio(likelihood):
     """Both variances unknown: search between / noise."""
-    if model.within == 0:
-        return _search_between(model, 0.0)
-    if len(model.unit) == 1:  # equal sizes: analysis of variance, cut at zero
-        noise = model.pooled_noise()
-        between = model.spread() - noise * model.unit[0]
+    if likelihood.within == 0:  # the ratio would be infinite
+        return _search_between(likelihood, 0.0)
+    if len(likelihood.inverse_weights) == 1:  # equal sizes: analysis of variance, cut at zero
+        noise = likelihood.pooled_noise()
+        between = likelihood.spread() - noise * likelihood.inverse_weights[0]
         if between > 0:
-            return model.components(between, noise)
-        return model.components(0.0, model.at_ratio(0.0)[0])
+            return likelihood.components(between, noise)
+        # At the boundary the spread between clients estimates the noise variance, too.
+        return likelihood.components(0.0, likelihood.at_ratio(0.0)[0])
 
     def slope(ratio):
-        noise = model.at_ratio(ratio)[0]
-        return noise * model.slope(ratio * noise, noise, 0)
+        noise = likelihood.at_ratio(ratio)[0]
+        return noise * likelihood.slope(ratio * noise, noise, 0)
 
     ratio = _minimize(
-        lambda ratio: model.at_ratio(ratio)[1],
+        lambda ratio: likelihood.at_ratio(ratio)[1],
         slope,
-        model.unit.min() * 1e-6,
-        1e3 * (model.unit.max() + model.spread() / model.pooled_noise()),
-        len(model.unit),
+        likelihood.inverse_weights.min() * 1e-6,
+        1e3 * (likelihood.inverse_weights.max() + likelihood.spread() / likelihood.pooled_noise()),
+        likelihood,
     )
-    if model.at_ratio(0.0)[1] <= model.at_ratio(ratio)[1]:
+    # The grid is logarithmic and lacks 0, the minimum if clients differ less than by chance.
+    if likelihood.at_ratio(0.0)[1] <= likelihood.at_ratio(ratio)[1]:
         ratio = 0.0
-    noise = model.at_ratio(ratio)[0]
-    return model.components(ratio * noise, noise)
+    noise = likelihood.at_ratio(ratio)[0]
+    return likelihood.components(ratio * noise, noise)
 
 
-def _search_between(model, noise):
+def _search_between(likelihood, noise):
     """Noise variance known."""
-    if noise == 0 and model.extra == 0:
-        return model.components(model.spread() if model.n_clients > 1 else np.nan, noise)
-    smallest = noise * model.unit.min() + model.extra
-    largest = noise * model.unit.max() + model.extra + model.spread()
+    if noise == 0 and likelihood.extra == 0:  # the means are exact: their variance is the estimate
+        return likelihood.components(
+            likelihood.spread() if likelihood.n_clients > 1 else np.nan, noise
+        )
+    smallest = noise * likelihood.inverse_weights.min() + likelihood.extra
+    largest = noise * likelihood.inverse_weights.max() + likelihood.extra + likelihood.spread()
     between = _minimize(
-        lambda value: model.of_means(value, noise),
-        lambda value: model.slope(value, noise, 0),
+        lambda value: likelihood.of_means(value, noise),
+        lambda value: likelihood.slope(value, noise, 0),
         smallest * 1e-6,
         largest * 100,
-        len(model.unit),
+        likelihood,
     )
-    if model.of_means(0.0, noise) <= model.of_means(between, noise):
+    if likelihood.of_means(0.0, noise) <= likelihood.of_means(between, noise):
         between = 0.0
-    return model.components(between, noise)
+    return likelihood.components(between, noise)
 
 
-def _search_noise(model, between):
+def _search_noise(likelihood, between):
     """Between-client variance known."""
-    if model.within == 0:
-        return model.components(between, 0.0)
-    pooled = model.pooled_noise()
+    if likelihood.within == 0:  # the likelihood grows without bound as the noise goes to 0
+        return likelihood.components(between, 0.0)
+    pooled = likelihood.pooled_noise()
     noise = _minimize(
-        lambda value: model.criterion(between, value),
-        lambda value: model.slope(between, value, 1),
+        lambda value: likelihood.criterion(between, value),
+        lambda value: likelihood.slope(between, value, 1),
         pooled * 1e-3,
-        10 * (pooled + model.spread() / model.unit.min()),
-        len(model.unit),
+        10 * (pooled + likelihood.spread() / likelihood.inverse_weights.min()),
+        likelihood,
     )
-    return model.components(between, noise)
+    return likelihood.components(between, noise)
 
 
-def _minimize(function, slope, low, high, width):
+def _minimize(function, slope, low, high, likelihood):
     """Minimum over [low, high]: the best of a grid on a log scale, then the zero of the slope.
 
-    `function` takes several candidates at once; each costs memory in proportion to `width`.
+    `function` takes several candidates at once. Each costs memory for every distinct weight.
     """
-    grid = np.geomspace(low, high, _GRID_POINTS)
-    pieces = min(_GRID_POINTS, 1 + _GRID_POINTS * width // _CELLS)
-    values = np.concatenate([function(part) for part in np.array_split(grid, pieces)])
-    best = int(np.argmin(values))
-    left, right = grid[max(best - 1, 0)], grid[min(best + 1, _GRID_POINTS - 1)]
-    if not slope(left) < 0 < slope(right):
+    grid = np.geomspace(low, high, _VARIANCE_GRID_POINTS)
+    cells = _VARIANCE_GRID_POINTS * len(likelihood.inverse_weights)
+    blocks = np.array_split(grid, min(_VARIANCE_GRID_POINTS, 1 + cells // _GRID_CELLS))
+    best = int(np.argmin(np.concatenate([function(block) for block in blocks])))
+    left, right = grid[max(best - 1, 0)], grid[min(best + 1, _VARIANCE_GRID_POINTS - 1)]
+    if not slope(left) < 0 < slope(right):  # flat to rounding, or a minimum at the end
         return float(grid[best])
+    # The zero of the slope has all digits; a minimum of the criterion itself, only half of them.
     zero = brentq(lambda point: slope(np.exp(point)), np.log(left), np.log(right), xtol=1e-13)
     return float(np.exp(zero))

@@ -520,22 +520,24 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         validate_data(self, X, skip_check_array=True)
         one = y.ndim == 1
         flat = (lambda values: values[..., 0][()]) if one else (lambda values: values)
+        population = fitted.population
         self.clients_ = ids
         self.n_samples_per_client_ = table.n_rows
         self.means_ = flat(fitted.means)
         self.stds_ = flat(np.sqrt(fitted.variances))
         self.local_means_ = flat(table.means)
         self.shrinkage_ = flat(1 - fitted.own)
-        self.prior_ = fitted.prior
+        self.prior_ = population.prior
         per_output = not one and not fitted.shared
-        self.noise_variance_ = fitted.noise.copy() if per_output else float(fitted.noise[0])
-        self.population_mean_ = flat(fitted.mean)
-        self.population_mean_std_ = flat(np.sqrt(fitted.mean_variance))
+        noise = population.noise
+        self.noise_variance_ = noise.copy() if per_output else float(noise[0])
+        self.population_mean_ = flat(population.mean)
+        self.population_mean_std_ = flat(np.sqrt(population.mean_variance))
         new_variance = fitted.new_variance
         if new_variance is None:
-            new_variance = np.diag(fitted.prior.moments()[1]) + fitted.mean_variance
+            new_variance = np.diag(population.prior.moments()[1]) + population.mean_variance
         self._new_client_std = flat(np.sqrt(new_variance))
-        icc = intraclass_correlation(fitted.between, fitted.noise)
+        icc = intraclass_correlation(population.between, noise)
         self.icc_ = icc if per_output else float(icc[0])
         self.log_likelihood_ = fitted.log_likelihood
         optional = {

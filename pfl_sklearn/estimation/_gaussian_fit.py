@@ -11,6 +11,7 @@ from pfl_sklearn.estimation._mean_estimates import (
     OWN_ESTIMATES,
     RELEASED_OF_MEANS,
     FittedMeans,
+    Population,
     bounded_means,
     known_noise,
     local_mechanism,
@@ -93,9 +94,10 @@ def fit_under_gaussian_prior(rows, prior, params):
         population, report = _fit_quantized(senders, centre, params, shared_values(known))
     elif known.is_complete:
         # With nothing to estimate nothing is sent, so every output may have its own variances.
-        fitted = _shrink_towards(
-            AllClients(table, sends), prior, known.mean, 0.0 * known.mean, *known[1:]
+        population = Population(
+            prior.with_values(*known[:2]), known.mean, 0.0 * known.mean, *known[1:]
         )
+        fitted = _shrink_towards(AllClients(table, sends), population)
         report = PrivacyReport.of_known_population(RELEASED_OF_MEANS, _NOT_RELEASED, len(ids))
         return table, fitted, report
     else:
@@ -152,8 +154,9 @@ def fit_exact_means(senders, known, method, prior, averaged, clients):
         np.repeat([getattr(each, name) for each in components], width).astype(float)
         for name in ("mean_variance", "between", "noise")
     )
-    value = float(sum(each.log_likelihood for each in components))
-    fitted = _shrink_towards(clients, prior, mean, mean_variance, between, noise, value)
+    population = Population(prior.with_values(mean, between), mean, mean_variance, between, noise)
+    log_likelihood = float(sum(each.log_likelihood for each in components))
+    fitted = _shrink_towards(clients, population, log_likelihood)
     if not averaged:
         return fitted
     averages = [
@@ -171,32 +174,24 @@ def _known_of_outputs(known, block):
     return Known(mean, *(None if values is None else values[0] for values in variances))
 
 
-def _shrink_towards(clients, prior, mean, mean_variance, between, noise, log_likelihood=math.nan):
+def _shrink_towards(clients, population, log_likelihood=math.nan):
     """Every client's posterior around a population, from its own exact mean.
 
     The population mean is independent of clients that it was not estimated from, so for them its
     variance adds to `between`. The others' own means are part of it: their weights are those of
     Theorem 1.
     """
+    prior, mean, mean_variance, between, noise = population
     table, sends = clients.table, clients.sends[:, None]
     sampling = noise / table.weights[:, None]
     around = between + np.where(sends, 0.0, mean_variance)
-    # A spread that one client cannot show leaves it its own mean.
+    # One client shows no spread between clients, and keeps its own mean.
     own = np.where(np.isnan(between), 1.0, own_weight(around, sampling))
     shared = (own < 1) & sends  # without pooling, `mean_variance` is infinite: 0 times infinity
     borrowed = np.where(shared, (1 - own) ** 2, 0.0) * np.where(shared, mean_variance, 0.0)
-    return FittedMeans(
-        prior.with_values(mean, between),
-        mean,
-        mean_variance,
-        between,
-        noise,
-        own * table.means + (1 - own) * mean,
-        own * sampling + borrowed,
-        own,
-        log_likelihood,
-        shared=prior.covariance_type != "diag",
-    )
+    means, variances = own * table.means + (1 - own) * mean, own * sampling + borrowed
+    per_output = prior.covariance_type == "diag"
+    return FittedMeans(population, means, variances, own, log_likelihood, not per_output)
 
 
 def shrink_releases(table, released, prior, variances=None):
@@ -218,17 +213,17 @@ def shrink_releases(table, released, prior, variances=None):
         shrink = np.zeros_like(shrink)
     own = np.broadcast_to(1 - shrink, table.means.shape)
     full = np.ones(d)
-    return FittedMeans(
-        prior.with_values(released.mean, released.between * full),
+    between, mean_variance = released.between * full, released.mean_variance * full
+    population = Population(
+        prior.with_values(released.mean, between),
         released.mean,
-        released.mean_variance * full,
-        released.between * full,
+        mean_variance,
+        between,
         noise * full,
-        own * table.means + (1 - own) * released.others,
-        own * sampling,
-        own,
-        shared=prior.covariance_type != "diag",
     )
+    means = own * table.means + (1 - own) * released.others
+    per_output = prior.covariance_type == "diag"
+    return FittedMeans(population, means, own * sampling, own, shared=not per_output)
 
 
 def _client_moments(known, params):

@@ -42,14 +42,20 @@ OWN_ESTIMATES = (
 )
 
 
+class Population(NamedTuple):
+    """A prior with its values, and its moments by output; arrays are (d,)."""
+
+    prior: Any
+    mean: Floats
+    mean_variance: Floats  # of `mean`
+    between: Floats
+    noise: Floats
+
+
 class FittedMeans(NamedTuple):
     """A fitted population and its clients."""
 
-    prior: Any
-    mean: Floats  # (d,)
-    mean_variance: Floats  # (d,), of `mean`
-    between: Floats  # (d,)
-    noise: Floats  # (d,)
+    population: Population
     means: Floats  # (m, d)
     variances: Floats  # (m, d), of `means`
     own: Floats  # (m, d), weights on the clients' own means
@@ -61,11 +67,13 @@ class FittedMeans(NamedTuple):
 
     def with_averages(self, averages):
         """The same estimates, with errors that are averaged over the variances."""
+        mean_variance, between = self.population.mean_variance, self.population.between
+        blended = averages.blended("mean_variance", mean_variance)
         plug_in = np.sqrt(self.variances)
         return self._replace(
-            mean_variance=averages.blended("mean_variance", self.mean_variance),
+            population=self.population._replace(mean_variance=blended),
             variances=averages.blended("variances", self.variances),
-            new_variance=averages.blended("new_variance", self.between + self.mean_variance),
+            new_variance=averages.blended("new_variance", between + mean_variance),
             intervals=ClientIntervals(averages.mixture, averages.share, self.means, plug_in),
         )
 

@@ -11,6 +11,7 @@ from pfl_sklearn.estimation._mean_estimates import (
     OWN_ESTIMATES,
     RELEASED_OF_MEANS,
     FittedMeans,
+    Population,
     bounded_means,
     known_noise,
     noisy_report,
@@ -99,20 +100,11 @@ def fit_exact_mixture(table, prior, noise, method):
     total = np.maximum(between + sampling[:, None], np.finfo(float).tiny)
     least = total.min(axis=0)
     error = np.zeros_like(mean) if prior.is_known else least / np.sum(least / total, axis=0)
-    value = fitted.log_marginal(table.means, sampling[:, None]).sum()
-    means, variances, own, shares = posteriors(fitted, table.means, sampling[:, None])
-    return FittedMeans(
-        fitted,
-        mean,
-        error,
-        between,
-        np.full_like(mean, noise),
-        means,
-        variances,
-        own,
-        float(value + within_log_likelihood(table, noise)),
-        responsibilities=shares,
-    )
+    of_means = fitted.log_marginal(table.means, sampling[:, None]).sum()
+    log_likelihood = float(of_means + within_log_likelihood(table, noise))
+    *estimates, shares = posteriors(fitted, table.means, sampling[:, None])
+    population = Population(fitted, mean, error, between, np.full_like(mean, noise))
+    return FittedMeans(population, *estimates, log_likelihood, responsibilities=shares)
 
 
 def shrink_released(table, released, noise, alone):
@@ -126,12 +118,10 @@ def shrink_released(table, released, noise, alone):
     # An error instead would tell that some client has such a mean.
     alone = alone | (np.abs(table.means) > LARGEST).any(axis=1) | (not released.trusted)
     alone = alone[:, None]
+    prior, mean = released.prior, released.mean
+    between = np.diag(prior.moments()[1]).copy()
     return FittedMeans(
-        released.prior,
-        released.mean,
-        released.mean_variance,
-        np.diag(released.prior.moments()[1]).copy(),
-        np.full_like(released.mean, noise),
+        Population(prior, mean, released.mean_variance, between, np.full_like(mean, noise)),
         np.where(alone, table.means, means),
         np.where(alone, sampling, variances),
         np.where(alone, 1.0, own),
@@ -196,18 +186,11 @@ def _single_client(table, prior, noise):
     k = prior.n_components if isinstance(prior.n_components, int | np.integer) else 1
     mean, d = table.means[0], table.means.shape[1]
     sampling = np.full((1, d), noise / table.weights[0])
-    points = np.tile(mean, (k, 1))
-    return FittedMeans(
-        prior.with_mixture(points, np.full((k, d, d), np.nan), np.full(k, np.nan)),
-        mean,
-        sampling[0],
-        np.full(d, np.nan),
-        np.full(d, noise),
-        table.means,
-        sampling,
-        np.ones((1, d)),
-        responsibilities=np.full((1, k), 1 / k),
-    )
+    unknown = np.full((k, d, d), np.nan), np.full(k, np.nan)
+    prior = prior.with_mixture(np.tile(mean, (k, 1)), *unknown)
+    population = Population(prior, mean, sampling[0], np.full(d, np.nan), np.full(d, noise))
+    shares = np.full((1, k), 1 / k)
+    return FittedMeans(population, table.means, sampling, np.ones((1, d)), responsibilities=shares)
 
 
 def _one_noise(noise_variance, d):

@@ -98,25 +98,18 @@ def average_over_variances(senders, known, components, clients, estimates):
 
 def join_outputs(blocks):
     """AveragedMeans of all outputs, from those of blocks of outputs."""
-    if len(blocks) == 1:
-        return blocks[0]
 
-    def concatenate(owners, name, axis):
-        return np.concatenate([getattr(owner, name) for owner in owners], axis=axis)
+    def joined(parts, **axes):
+        return parts[0]._replace(
+            **{
+                name: np.concatenate([getattr(part, name) for part in parts], axis)
+                for name, axis in axes.items()
+            }
+        )
 
-    mixtures = [block.mixture for block in blocks]
-    return AveragedMeans(
-        blocks[0].share,
-        concatenate(blocks, "variances", -1),
-        concatenate(blocks, "mean_variance", -1),
-        concatenate(blocks, "new_variance", -1),
-        Mixture(
-            concatenate(mixtures, "weights", 0),
-            concatenate(mixtures, "means", 1),
-            concatenate(mixtures, "scales", 1),
-            mixtures[0].dof,
-        ),
-    )
+    mixture = joined([block.mixture for block in blocks], weights=0, means=1, scales=1)
+    joint = joined(blocks, variances=1, mean_variance=0, new_variance=0)
+    return joint._replace(mixture=mixture)
 
 
 def _likelihood_of_ratio(model, noise, unit):

@@ -1,40 +1,48 @@
 """Personalized proportions of clients under a beta or a non-parametric prior."""
 
+from __future__ import annotations
+
 import math
 from numbers import Real
+from typing import Any, Self
 
 import numpy as np
+import pandas as pd
 from sklearn.base import BaseEstimator
-from sklearn.utils import check_array, check_consistent_length, column_or_1d
 from sklearn.utils.validation import validate_data
 
-from pfl_sklearn._clients import encode_clients, row_counts, segment_sums
+from pfl_sklearn._clients import encode_clients, segment_sums
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
+from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientClassifierMixin, ClientMixin, client_values, read_rows
 from pfl_sklearn.estimation._counts import (
-    check_counts,
+    check_counts_table,
+    check_spread_is_identified,
     check_two_classes,
-    check_whole,
     count_table,
     encode_labels,
+    successes_and_trials,
 )
-from pfl_sklearn.estimation._mean_estimates import client_summary, participation, taking_part
+from pfl_sklearn.estimation._mean_estimates import (
+    OWN_ESTIMATES,
+    client_summary,
+    participation,
+    taking_part,
+)
 from pfl_sklearn.estimation._proportion_estimates import (
-    keep_own,
+    estimate_from_reports,
     matched_quantiles,
     single_client,
-    with_average,
     with_estimated_prior,
     with_printed_weights,
     with_prior,
 )
 from pfl_sklearn.estimation._proportion_reports import (
-    LARGEST_COUNT,
     RELEASES,
-    average_priors,
+    check_trust,
+    choose_release,
     proportion_events,
-    refine_on_grid,
 )
 from pfl_sklearn.priors import BetaPrior, GridPrior
 from pfl_sklearn.priors._support import default_prior, resolve_prior
@@ -43,29 +51,18 @@ from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._report import private_report, warn_once
 
-_RELEASED = ("population_mean_", "population_mean_std_", "prior_", "icc_")
-_PRIVATE = (
-    "means_",
-    "stds_",
-    "shrinkage_",
-    "local_means_",
-    "clients_",
-    "n_samples_per_client_",
-)
-# (prior, method) pairs that each way of pooling supports.
-_SUPPORTED = {
-    "none": {BetaPrior: ("ml", "moments", "printed", "printed_eq32"), GridPrior: ("ml",)},
+_RELEASED_OF_PROPORTIONS = ("population_mean_", "population_mean_std_", "prior_", "icc_")
+_PRINTED = ("printed", "printed_eq32")
+# (prior, method) pairs that each way of pooling supports. Two bits and noisy sums identify a mean
+# and a variance, which is all that a beta prior has; a grid needs reports of the counts themselves.
+_SUPPORTED: dict[str, dict[type, tuple[str, ...]]] = {
+    "none": {BetaPrior: ("ml", "moments", *_PRINTED), GridPrior: ("ml",)},
     "auto": {BetaPrior: ("ml",), GridPrior: ("ml",)},
     "subset_selection": {BetaPrior: ("ml",), GridPrior: ("ml",)},
     "two_bit": {BetaPrior: ("ml",)},
-    "one_bit": {BetaPrior: ("printed", "printed_eq32")},
+    "one_bit": {BetaPrior: _PRINTED},
     "gaussian": {BetaPrior: ("ml",)},
 }
-_PRINTED = ("printed", "printed_eq32")
-_ONE_BIT_CAVEAT = (
-    "one-bit messages carry no information on the spread between clients, so the shrinkage is "
-    "arbitrary; mechanism='one_bit' exists to reproduce published figures."
-)
 
 
 class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
@@ -174,31 +171,22 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
 
     Notes
     -----
-    The estimator follows Section 2.2 of Ozkara et al. (2023), with these differences:
+    The estimator follows Section 2.2 of Ozkara et al. (2023), with these differences; formulas and
+    figures are in :ref:`estimation`:
 
-    - Numbers of trials may differ.
-    - The default maximizes the beta-binomial likelihood. The printed weights use the variance of
-      the shares as that of the probabilities. The paper subtracts :math:`\hat\mu_l` from the share
-      of client l in client i's leave-one-out variance; we take this for a typo and subtract
-      :math:`\hat\mu_i`, the centre of the shares that are summed, as in equation (32).
-    - The printed private mechanism (equation 7) sends two-valued messages, which carry no
-      information on the prior's variance. Subset selection (Ye and Barg, 2018) and the two-bit
-      scheme do. Estimates are averaged over a grid of beta priors, weighted by the likelihood of
-      the reports (means .02 to .98, concentrations .5 to 400, log-concentration a priori
-      N(log 8, 1.5^2)). A private grid prior starts from this average and takes 60 EM steps.
-    - With few clients, a prior that was estimated must not count as known: nominal 95 % intervals
-      of 18 clients then covered 61 %. Errors are averaged over beta priors, weighted by their
-      likelihood. A priori the population mean is uniform, and the intraclass correlation
-      Beta(1/2, 1/2). An averaged variance includes the squared distance of the estimate from the
-      posterior mean. It counts in full up to 100 clients, not at all from 1,000, and in between
-      with a share that falls with the logarithm of their number. An estimated grid prior has a few
-      spikes and knows no error of its own, so its errors are those under beta priors for any number
-      of clients. After a release of a grid prior they are not averaged.
+    - Numbers of trials may differ, and the default maximizes the beta-binomial likelihood. The
+      printed weights use the variance of the shares as that of the probabilities.
+    - Subset selection (Ye and Barg, 2018) and the two-bit scheme replace the one-bit messages of
+      equation (7). Estimates are averaged over a grid of beta priors, weighted by the likelihood of
+      the reports.
+    - Errors are averaged over beta priors, weighted by their likelihood, because intervals that
+      take an estimated prior as known are too short (:ref:`few-clients`). With a beta prior that
+      counts in full up to 100 clients, not at all from 1,000, and in between in part; with a grid
+      prior, for any number of clients, but not after a release.
     - The client's own report is among those that are pooled, if it takes part. The effect is of the
       order of one over the number of clients.
-    - If only some clients take part (Remark 7), sums and the number of clients in them are those of
-      `participants`; only their numbers of trials decide how reports are randomized. The others
-      send nothing, and their epsilon is 0, unless scores of their rows choose parameters.
+    - Only the numbers of trials of `participants` decide how reports are randomized (Remark 7). The
+      other clients have an epsilon of 0, unless scores of their rows choose parameters.
 
     The privacy promise does not cover the clients' own estimates: client i may see its own (joint
     differential privacy). Hand it over with :meth:`for_client`. Random bits are compared as
@@ -218,8 +206,6 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
     >>> model = BernoulliMean().fit_counts([9, 5, 1, 6], [10, 10, 10, 10])
     >>> model.means_.round(2)
     array([0.81, 0.5 , 0.2 , 0.58])
-    >>> model.prior_.alpha > 0
-    True
     """
 
     _likelihood = "proportion"
@@ -231,7 +217,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         "local_means_",
         "shrinkage_",
     )
-    _population_attributes = (*_RELEASED, "classes_", "_priors")
+    _population_attributes = (*_RELEASED_OF_PROPORTIONS, "classes_", "_priors")
     _state_attributes = ("_posterior_is_exact",)
 
     _parameter_constraints = {
@@ -250,19 +236,19 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
 
     def __init__(
         self,
-        prior="beta",
+        prior: Any = "beta",
         *,
-        method="ml",
-        uncertainty="full",
-        epsilon=math.inf,
-        delta=0.0,
-        trust="local",
-        mechanism="auto",
-        participants=None,
-        ledger=None,
-        unseen="warn",
-        random_state=None,
-    ):
+        method: str = "ml",
+        uncertainty: str = "full",
+        epsilon: float = math.inf,
+        delta: float = 0.0,
+        trust: str = "local",
+        mechanism: str = "auto",
+        participants: Any = None,
+        ledger: PrivacyLedger | None = None,
+        unseen: str = "warn",
+        random_state: RandomState = None,
+    ) -> None:
         self.prior = prior
         self.method = method
         self.uncertainty = uncertainty
@@ -276,7 +262,14 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         self.random_state = random_state
 
     @fit_context(prefer_skip_nested_validation=True)
-    def fit(self, X, y=None, *, groups=None, sample_weight=None):
+    def fit(
+        self,
+        X: TableLike,
+        y: TableLike = None,
+        *,
+        groups: TableLike = None,
+        sample_weight: TableLike = None,
+    ) -> Self:
         """Estimate the population and every client's probability.
 
         Parameters
@@ -296,25 +289,19 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         self
         """
         prior = self._check_parameters(sample_weight)
-        charge(self)
+        charge(self)  # before any data is read: a fit that fails later may have shown something
         classes, labels = encode_labels(y, both=math.isfinite(self.epsilon))
         rows = read_rows(self, X, labels, groups, sample_weight)
         check_two_classes(classes, rows, private=math.isfinite(self.epsilon))
-        ids, codes = rows.clients
-        if rows.weights is None:
-            trials = row_counts(codes, len(ids))
-            successes = np.bincount(codes, weights=rows.y, minlength=len(ids))
-        else:
-            check_whole("sample_weight", rows.weights)
-            trials = segment_sums(rows.weights, codes, len(ids))
-            successes = segment_sums(rows.weights * rows.y, codes, len(ids))
-        table, told = self._count_tables(ids, successes, trials)
-        found = self._fit_tables(table, told, prior)
+        ids = rows.clients.ids
+        estimates = self._estimate(prior, ids, *successes_and_trials(rows))
         validate_data(self, X, skip_check_array=True)
-        return self._store(ids, classes, table, found, groups is not None)
+        return self._store(ids, classes, *estimates, groups is not None)
 
     @fit_context(prefer_skip_nested_validation=True)
-    def fit_counts(self, successes, trials, *, groups=None):
+    def fit_counts(
+        self, successes: TableLike, trials: TableLike, *, groups: TableLike = None
+    ) -> Self:
         """Estimate from a table of counts.
 
         Parameters
@@ -331,25 +318,18 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         """
         prior = self._check_parameters(None)
         charge(self)
-        successes, trials = (
-            check_array(values, dtype=np.float64, ensure_2d=False, input_name=name)
-            for name, values in (("successes", successes), ("trials", trials))
-        )
-        successes, trials = column_or_1d(successes), column_or_1d(trials)
-        check_consistent_length(successes, trials)
-        check_counts(successes, trials)
-        ids = np.arange(len(trials))
+        successes, trials = check_counts_table(successes, trials)
+        ids: Any = np.arange(len(trials))
         if groups is not None:
             ids, codes = encode_clients(groups, len(trials))
             successes = segment_sums(successes, codes, len(ids))
             trials = segment_sums(trials, codes, len(ids))
-        table, told = self._count_tables(ids, successes, trials)
-        found = self._fit_tables(table, told, prior)
-        for name in ("n_features_in_", "feature_names_in_"):
+        estimates = self._estimate(prior, ids, successes, trials)
+        for name in ("n_features_in_", "feature_names_in_"):  # of an earlier fit to rows
             self.__dict__.pop(name, None)
-        return self._store(ids, np.array([0, 1]), table, found, True)
+        return self._store(ids, np.array([0, 1]), *estimates, True)
 
-    def predict_proba(self, X, *, groups=None):
+    def predict_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
         """Class probabilities of every row's client, or the population's for unseen clients.
 
         Parameters
@@ -368,10 +348,10 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         if hasattr(self, "n_features_in_"):
             validate_data(self, X, reset=False, skip_check_array=True)
         means = client_values(getattr(self, "means_", None), self.population_mean_, codes)
-        probability = np.clip(means, 0.0, 1.0)
+        probability = np.clip(means, 0.0, 1.0)  # printed weights may be negative or above 1
         return np.column_stack([1 - probability, probability])
 
-    def predict_log_proba(self, X, *, groups=None):
+    def predict_log_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
         """Logarithms of :meth:`predict_proba`; minus infinity where a probability is 0.
 
         Parameters
@@ -389,7 +369,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X, groups=groups))
 
-    def predict(self, X, *, groups=None):
+    def predict(self, X: TableLike, *, groups: TableLike = None) -> np.ndarray:
         """More probable class of every row's client (the first on a tie).
 
         Parameters
@@ -406,7 +386,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         probability = self.predict_proba(X, groups=groups)[:, 1]
         return self.classes_[(probability > 0.5).astype(np.intp)]
 
-    def credible_interval(self, level=0.95):
+    def credible_interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
         """Central posterior interval of every client's probability.
 
         Its bounds are quantiles of the posterior, averaged over priors as `uncertainty` says. After
@@ -429,15 +409,15 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         if not self._posterior_is_exact:
             return matched_quantiles(self.means_, self.stds_, tails)
         trials = self.n_samples_per_client_
-        successes = np.rint(self.local_means_ * trials).astype(np.int64)
-        table = count_table(successes, trials)
+        # A model of for_client has the shares of its client alone, which hold the counts.
+        table = count_table(np.rint(self.local_means_ * trials), trials)
         if self._priors is None:
-            quantiles = self.prior_.posterior_quantiles(table.successes, table.trials, tails)
+            lower, upper = self.prior_.posterior_quantiles(table.successes, table.trials, tails)
         else:
-            quantiles = self._priors.quantiles(table.successes, table.trials, tails)
-        return tuple(table.per_client(values) for values in quantiles)
+            lower, upper = self._priors.quantiles(table.successes, table.trials, tails)
+        return table.per_client(lower), table.per_client(upper)
 
-    def summary(self, level=0.95):
+    def summary(self, level: float = 0.95) -> pd.DataFrame:
         """Table of the clients.
 
         Parameters
@@ -474,7 +454,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         if math.isfinite(self.epsilon) and sample_weight is not None:
             raise ValueError("sample_weight is not supported with a finite epsilon.")
         if releases:
-            _check_trust(self)
+            check_trust(self)
         if self.participants is not None and self.method in _PRINTED:
             raise ValueError(
                 f"participants does not go with method={self.method!r}, whose weights need every "
@@ -492,138 +472,79 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
             )
         return prior
 
-    def _count_tables(self, ids, successes, trials):
-        """CountTables of all clients, and of those that take part."""
+    def _estimate(self, prior, ids, successes, trials) -> tuple[Any, Any, Any]:
+        """CountTable of all clients, fitted proportions and privacy report."""
         table, sends = count_table(successes, trials), taking_part(self.participants, ids)
-        return table, table if sends.all() else count_table(successes[sends], trials[sends])
-
-    def _fit_tables(self, table, told, prior):
-        """Fitted proportions and privacy report; `told` is the table of those that take part."""
-        private = math.isfinite(self.epsilon)
-        if private and not prior.is_known:
-            return self._fit_released(table, told, prior)
-        report = (
-            PrivacyReport.of_known_population(_RELEASED, _PRIVATE, table.n_clients)
-            if private
-            else PrivacyReport.unprotected(
+        senders = table if sends.all() else count_table(successes[sends], trials[sends])
+        if math.isfinite(self.epsilon) and not prior.is_known:
+            return table, *self._estimate_from_release(table, senders, prior)
+        names = _RELEASED_OF_PROPORTIONS, OWN_ESTIMATES
+        if math.isfinite(self.epsilon):
+            report = PrivacyReport.of_known_population(*names, table.n_clients)
+        else:
+            report = PrivacyReport.unprotected(
                 "epsilon=inf was asked for.",
-                not_released=_RELEASED + _PRIVATE,
-                n_clients=told.n_clients,
+                not_released=sum(names, ()),
+                n_clients=senders.n_clients,
             )
-        )
-        if table.n_clients == 1 and not prior.is_known:
-            return single_client(table, prior), report
-        if self.method in _PRINTED and not prior.is_known:
-            shares = table.per_client(table.successes / table.trials)
-            return with_printed_weights(table, shares, self.method == "printed"), report
-        if prior.is_known:
-            return with_prior(table, prior, told)._replace(mean_std=0.0), report
-        _check_spread_is_identified(told)
-        prior = prior.fit_counts(told.successes, told.trials, told.counts, self.method)
-        averaged = self.uncertainty == "full"
-        return (with_estimated_prior if averaged else with_prior)(table, prior, told), report
+        return table, self._estimate_exactly(table, senders, prior), report
 
-    def _fit_released(self, table, told, prior):
-        """Fitted proportions and privacy report from what the clients of `told` release."""
-        if told.n_clients > 1 and self.mechanism != "one_bit":
-            _check_spread_is_identified(told)
+    def _estimate_exactly(self, table, senders, prior):
+        """Fitted proportions from exact counts."""
+        if prior.is_known:
+            return with_prior(table, prior, senders)._replace(mean_std=0.0)
+        if table.n_clients == 1:
+            return single_client(table, prior)
+        if self.method in _PRINTED:
+            shares = table.per_client(table.successes / table.trials)
+            return with_printed_weights(table, shares, self.method == "printed")
+        check_spread_is_identified(senders)
+        prior = prior.fit_counts(senders.successes, senders.trials, senders.counts, self.method)
+        estimate = with_estimated_prior if self.uncertainty == "full" else with_prior
+        return estimate(table, prior, senders)
+
+    def _estimate_from_release(self, table, senders, prior):
+        """Fitted proportions and privacy report from what the clients of `senders` release."""
+        if senders.n_clients > 1 and self.mechanism != "one_bit":
+            check_spread_is_identified(senders)
         rng, seeded = noise_generator(self.random_state)
-        way = self._choose_mechanism(told, prior)
-        release = RELEASES[way](told, self.epsilon, self.delta, rng)
+        way = choose_release(self.trust, self.mechanism, senders, prior)
+        release = RELEASES[way](senders, self.epsilon, self.delta, rng)
         report = private_report(
             release.mechanism.facts(),
-            n_clients=told.n_clients,
+            n_clients=senders.n_clients,
             seeded=seeded,
-            caveats=(_ONE_BIT_CAVEAT,) if way == "one_bit" else (),
+            caveats=release.caveats,
             epsilon_under=release.epsilon_under,
-            released=_RELEASED,
-            not_released=_PRIVATE,
+            released=_RELEASED_OF_PROPORTIONS,
+            not_released=OWN_ESTIMATES,
             assumptions=(
                 "the two class labels are public, and that both occur unless they are 0 and 1",
-                *participation(told.n_clients, table.n_clients),
+                *participation(senders.n_clients, table.n_clients),
             ),
         )
         if way == "one_bit":
             minus_one = self.method == "printed"
+            # Uncut: nearly all weights are above 1, and cutting them would hide that.
             return with_printed_weights(table, release.messages, minus_one, cut=False), report
-        found = _FROM_REPORTS[type(prior)](table, prior, release, told)
-        return (keep_own(found, table) if table.n_clients == 1 else found), report
+        return estimate_from_reports(table, prior, release, senders), report
 
-    def _choose_mechanism(self, table, prior):
-        """Name of the release, "auto" resolved."""
-        if self.trust == "central":
-            return "gaussian"
-        n = table.common_trials
-        if self.mechanism != "auto":
-            way = self.mechanism
-        elif n is not None and n <= LARGEST_COUNT:
-            way = "subset_selection"
-        else:
-            way = "two_bit"
-        if way == "subset_selection" and (n is None or n > LARGEST_COUNT):
-            raise ValueError(
-                "subset selection needs the same number of trials, at most "
-                f"{LARGEST_COUNT}, for every client; got {table.trials.min()} to "
-                f"{table.trials.max()}. Use mechanism='two_bit' or 'auto'."
-            )
-        if way == "two_bit" and type(prior) not in _SUPPORTED["two_bit"]:
-            raise ValueError(
-                f"a private {type(prior).__name__} needs the same number of trials, at most "
-                f"{LARGEST_COUNT}, for every client; got {table.trials.min()} to "
-                f"{table.trials.max()}. Use prior='beta'."
-            )
-        return way
-
-    def _store(self, ids, classes, table, fitted, with_groups):
-        """Set the fitted attributes, all at once."""
-        found, report = fitted
+    def _store(self, ids, classes, table, fitted, report, with_groups):
+        """Set the fitted attributes, all at once: a fit that fails leaves those of the last."""
         self.clients_ = ids
         self.classes_ = classes
         self.n_samples_per_client_ = table.per_client(table.trials)
         self.local_means_ = table.per_client(table.successes / table.trials)
-        self.means_ = found.means
-        self.stds_ = found.stds
-        self.shrinkage_ = found.shrinkage
-        self.prior_ = found.prior
-        self.population_mean_ = found.mean
-        self.population_mean_std_ = found.mean_std
-        self.icc_ = found.icc
+        self.means_ = fitted.means
+        self.stds_ = fitted.stds
+        self.shrinkage_ = fitted.shrinkage
+        self.prior_ = fitted.prior
+        self.population_mean_ = fitted.mean
+        self.population_mean_std_ = fitted.mean_std
+        self.icc_ = fitted.icc
         self.privacy_ = report
-        self._posterior_is_exact = found.exact
-        self._priors = found.priors
+        self._posterior_is_exact = fitted.exact
+        self._priors = fitted.priors
         self._fitted_with_groups = with_groups
         warn_once(report)
         return self
-
-
-def _average_beta(table, prior, release, told):
-    return with_average(table, average_priors(release.log_likelihood))
-
-
-def _refine_grid(table, prior, release, told):
-    average = average_priors(release.log_likelihood)
-    found = with_prior(table, refine_on_grid(prior, average, release, told.common_trials), told)
-    return found._replace(mean_std=average.mean()[1])
-
-
-_FROM_REPORTS = {BetaPrior: _average_beta, GridPrior: _refine_grid}
-
-
-def _check_spread_is_identified(table):
-    if np.all(table.trials == 1):
-        raise ValueError(
-            "every client has one trial, so the data cannot separate the spread between clients "
-            "from chance; give the prior (BetaPrior(alpha, beta)) or more rows per client."
-        )
-
-
-def _check_trust(estimator):
-    central = estimator.mechanism in ("auto", "gaussian")
-    if estimator.trust == "central" and not central:
-        raise ValueError(
-            f"mechanism={estimator.mechanism!r} is local; trust='central' takes 'gaussian'."
-        )
-    if estimator.trust == "local" and estimator.mechanism == "gaussian":
-        raise ValueError("mechanism='gaussian' needs trust='central'.")
-    if estimator.trust == "central" and estimator.delta == 0:
-        raise ValueError("delta must be above 0 for trust='central' (Gaussian noise); got 0.")

@@ -4,18 +4,20 @@ from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
-from sklearn.utils import column_or_1d
+from sklearn.utils import check_array, check_consistent_length, column_or_1d
 
+from pfl_sklearn._clients import row_counts, segment_sums
 from pfl_sklearn._labels import check_labels
+from pfl_sklearn._typing import Integers
 
 
 class CountTable(NamedTuple):
     """Distinct pairs of m clients."""
 
-    successes: np.ndarray  # (u,)
-    trials: np.ndarray  # (u,)
-    counts: np.ndarray  # (u,), clients that have the pair
-    pair: np.ndarray  # (m,), position of every client's pair
+    successes: Integers  # (u,)
+    trials: Integers  # (u,)
+    counts: Integers  # (u,), clients that have the pair
+    pair: Integers  # (m,), position of every client's pair
 
     @property
     def n_clients(self):
@@ -33,15 +35,15 @@ class CountTable(NamedTuple):
 
 def count_table(successes, trials):
     """Compress whole-number `successes` and `trials` (m,) of the clients."""
-    if trials.max() > 2**53:  # floats of sums do not tell larger ones apart
+    if trials.max() > 2**53:  # sums of floats miss odd numbers above it
         raise ValueError(
             f"trials of a client must be at most 2**53 together; got {trials.max():g}."
         )
     successes, trials = successes.astype(np.int64), trials.astype(np.int64)
     base = int(trials.max()) + 1
-    if base < 2**31:
+    if base < 2**31:  # otherwise the square of the base overflows
         key = trials * base + successes
-        if base * base <= 4 * len(key) + 1024:
+        if base * base <= 4 * len(key) + 1024:  # counting is faster than sorting and needs less
             seen = np.bincount(key, minlength=1)
             distinct = np.flatnonzero(seen)
             position = np.zeros(len(seen), dtype=np.intp)
@@ -64,26 +66,30 @@ def encode_labels(y, both=False):
     if y is None:
         raise ValueError("BernoulliMean requires y to be passed, but the target y is None.")
     y = column_or_1d(y, warn=True)
-    codes, found = pd.factorize(y)
+    codes, classes = pd.factorize(y)
     if (codes < 0).any():
         raise ValueError("Input y contains NaN.")
-    if len(found) > 2:
-        check_labels(y)
+    if len(classes) > 2:
+        check_labels(y)  # whose sentence on labels that are no classes says more
         raise ValueError(
             "Only binary classification is supported. The type of the target is multiclass: "
-            f"y has {len(found)} classes."
+            f"y has {len(classes)} classes."
         )
-    if len(found):
-        check_labels(found)
-    if both and len(found) == 1 and found[0] in (0, 1):
-        return np.array([0, 1]).astype(found.dtype), np.full(len(y), float(found[0]))
-    order = np.argsort(found, kind="stable")
-    rank = np.empty(len(found))
-    rank[order] = np.arange(len(found))
-    return np.asarray(found)[order], rank[codes]
+    if len(classes):
+        check_labels(classes)
+    if both and len(classes) == 1 and classes[0] in (0, 1):
+        return np.array([0, 1]).astype(classes.dtype), np.full(len(y), float(classes[0]))
+    order = np.argsort(classes, kind="stable")
+    rank = np.empty(len(classes))
+    rank[order] = np.arange(len(classes))
+    return np.asarray(classes)[order], rank[codes]
 
 
 def check_two_classes(classes, rows, private):
+    """Refuse rows of one class.
+
+    With privacy the labels of all rows decide: whether a class occurs would be a release.
+    """
     if len(classes) < 2 or (not private and np.all(rows.y == rows.y[0])):
         only = classes[int(rows.y[0])] if len(rows.y) else None
         only = only.item() if isinstance(only, np.generic) else only
@@ -94,6 +100,7 @@ def check_two_classes(classes, rows, private):
 
 
 def check_whole(name, values):
+    """Refuse fractions of trials."""
     fractional = values != np.rint(values)
     if fractional.any():
         raise ValueError(
@@ -101,7 +108,34 @@ def check_whole(name, values):
         )
 
 
-def check_counts(successes, trials):
+def check_spread_is_identified(table):
+    """Refuse clients of one trial each: any spread explains them as well as any other."""
+    if np.all(table.trials == 1):
+        raise ValueError(
+            "every client has one trial, so the data cannot separate the spread between clients "
+            "from chance; give the prior (BetaPrior(alpha, beta)) or more rows per client."
+        )
+
+
+def successes_and_trials(rows):
+    """Counts (m,) of the clients of rows with labels 0 and 1; weights are numbers of trials."""
+    ids, codes = rows.clients
+    if rows.weights is None:  # faster than weights of 1
+        successes = np.bincount(codes, weights=rows.y, minlength=len(ids))
+        return successes, row_counts(codes, len(ids))
+    check_whole("sample_weight", rows.weights)
+    trials = segment_sums(rows.weights, codes, len(ids))
+    return segment_sums(rows.weights * rows.y, codes, len(ids)), trials
+
+
+def check_counts_table(successes, trials):
+    """Columns of a table of counts as floats (n,); the first row that is wrong is named."""
+    successes, trials = (
+        check_array(values, dtype=np.float64, ensure_2d=False, input_name=name)
+        for name, values in (("successes", successes), ("trials", trials))
+    )
+    successes, trials = column_or_1d(successes), column_or_1d(trials)
+    check_consistent_length(successes, trials)
     check_whole("successes", successes)
     check_whole("trials", trials)
     for wrong, message in (
@@ -115,3 +149,4 @@ def check_counts(successes, trials):
             raise ValueError(
                 f"{message}; row {row} has {successes[row]:g} successes in {trials[row]:g} trials."
             )
+    return successes, trials

@@ -221,26 +221,22 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
 
     *Few clients.* Estimates use the best variances alone. Their errors are averaged over other
     variances, weighted by the restricted likelihood and a weak prior: the intraclass correlation is
-    Beta(1/2, 1/2), which is a half-Cauchy distribution of the ratio of the standard deviations
-    between and within clients. The noise variance is integrated out. An averaged variance adds the
-    squared distance of the estimate from the posterior mean, and :meth:`credible_interval` gives
-    the quantiles of the average. That applies in full up to 100 clients, not at all from 1,000, and
-    in between to a share that falls with the logarithm of their number. It leaves out variances
-    that are given, mixture priors and releases: there, variances count as known.
+    Beta(1/2, 1/2). :meth:`credible_interval` gives the quantiles of the average. That applies in
+    full up to 100 clients, not at all from 1,000, and in between to a share that falls with the
+    logarithm of their number (:ref:`few-clients`). It leaves out variances that are given, mixture
+    priors and releases: there, variances count as known.
 
-    *Private releases.* Means are clipped in L2 and get the noise of the analytic Gaussian mechanism
-    (the printed noise per coordinate is :math:`\sqrt d` too small). Every client leaves its own
-    release out of the mean that it shrinks towards, which does not require equal n. The same
-    release pays for unknown variances. It contains the summed squares of the clipped means, and a
-    weighted sum of the variances of the clients' own rows, each cut at `noise_variance_bound`. The
-    weight is 0 for a client with one row, grows with the number of rows, and is 1 from the median
-    number on. The noise variance is the value at which Gaussian rows, once cut, have this sum as
-    their expectation. A warning says so if it exceeds 0.9 of the bound. It is useless if the sum is
-    below two standard deviations of its noise, or if even the largest possible sum would be; every
-    client then keeps its own mean, with a warning. A between-client variance below one standard
-    deviation of its noise is raised to that value. Give `noise_variance` where you can, above all
-    under local trust. A private fit refuses "diag" unless all variances are known. A quantizer
-    whose rounding adds more than a tenth of the sampling variance refuses an unknown covariance.
+    *Private releases* (:ref:`estimation` has the formulas). Means are clipped in L2 and get the
+    noise of the analytic Gaussian mechanism (the printed noise per coordinate is :math:`\sqrt d`
+    too small). Every client leaves its own release out of the mean that it shrinks towards, which
+    does not require equal n. The same release pays for unknown variances: the summed squares of the
+    clipped means, and a weighted sum of the variances of the clients' own rows, each cut at
+    `noise_variance_bound`. A warning says so if the noise variance exceeds 0.9 of the bound. It is
+    useless if the sum is below two standard deviations of its noise; every client then keeps its
+    own mean, with a warning. A between-client variance below one standard deviation of its noise is
+    raised to that value. Give `noise_variance` where you can, above all under local trust. A
+    private fit refuses "diag" unless all variances are known. A quantizer whose rounding adds more
+    than a tenth of the sampling variance refuses an unknown covariance.
 
     *Participants* (Remark 7). All sums, and the number of clients in them, are those of the K
     clients that take part. A client that does not has no release to leave out. It shrinks towards

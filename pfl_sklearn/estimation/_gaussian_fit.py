@@ -161,9 +161,9 @@ def fit_exact_means(senders, known, method, prior, averaged, clients):
         return fitted
     averages = [
         average_over_variances(
-            senders.outputs(block), *parts, clients.outputs(block), fitted.means[:, block]
+            senders.outputs(block), values, each, clients.outputs(block), fitted.means[:, block]
         )
-        for block, *parts in zip(blocks, knowns, components, strict=True)
+        for block, values, each in zip(blocks, knowns, components, strict=True)
     ]
     return fitted if None in averages else fitted.with_averages(join_outputs(averages))
 

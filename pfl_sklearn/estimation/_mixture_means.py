@@ -102,9 +102,9 @@ def fit_exact_mixture(table, prior, noise, method):
     error = np.zeros_like(mean) if prior.is_known else least / np.sum(least / total, axis=0)
     of_means = fitted.log_marginal(table.means, sampling[:, None]).sum()
     log_likelihood = float(of_means + within_log_likelihood(table, noise))
-    *estimates, shares = posteriors(fitted, table.means, sampling[:, None])
+    means, variances, own, shares = posteriors(fitted, table.means, sampling[:, None])
     population = Population(fitted, mean, error, between, np.full_like(mean, noise))
-    return FittedMeans(population, *estimates, log_likelihood, responsibilities=shares)
+    return FittedMeans(population, means, variances, own, log_likelihood, responsibilities=shares)
 
 
 def shrink_released(table, released, noise, alone):
@@ -183,7 +183,7 @@ def within_log_likelihood(table, noise):
 
 def _single_client(table, prior, noise):
     """A single client keeps its mean; the population's spread is unknown."""
-    k = prior.n_components if isinstance(prior.n_components, int | np.integer) else 1
+    k = 1 if prior.n_components == "bic" else int(prior.n_components)
     mean, d = table.means[0], table.means.shape[1]
     sampling = np.full((1, d), noise / table.weights[0])
     unknown = np.full((k, d, d), np.nan), np.full(k, np.nan)

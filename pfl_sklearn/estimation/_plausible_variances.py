@@ -64,13 +64,13 @@ def average_over_variances(senders, known, components, clients, estimates):
     # One client shows no spread; without scatter the ratio of the variances is infinite.
     if share == 0 or m < 2 or known.between is not None or scatter == 0:
         return None
-    model, unit = likelihood_in_units(senders, True, known.mean, None, known.noise)
-    log_likelihood, noise_at, dof = _likelihood_of_ratio(model, known.noise, unit)
+    model = likelihood_in_units(senders, True, known.mean, None, known.noise)
+    log_likelihood, noise_at, dof = _likelihood_of_ratio(model, known.noise)
     likely = max(
         components.between / components.noise, LEAST_LIKELY_RATIO * model.inverse_weights.min()
     )
     ratios, weights = ratio_nodes(log_likelihood, 1.0, likely)
-    noise = noise_at(ratios)
+    unit, noise = model.unit, noise_at(ratios)
     # Variance of Student's distribution over its squared scale. With 1 or 2 degrees of freedom it
     # is infinite; the floor keeps the stated error finite. Intervals use quantiles, which exist.
     inflation = dof / max(dof - 2, 1) if np.isfinite(dof) else 1.0
@@ -112,7 +112,7 @@ def join_outputs(blocks):
     return joint._replace(mixture=mixture)
 
 
-def _likelihood_of_ratio(model, noise, unit):
+def _likelihood_of_ratio(model, noise):
     """Log-likelihood of ratios, the noise variance at each, and its degrees of freedom."""
     if noise is None:  # integrated out: what remains is Student's distribution
         return (
@@ -120,7 +120,7 @@ def _likelihood_of_ratio(model, noise, unit):
             lambda ratios: model.at_ratio(ratios)[0],
             float(model.n_free),
         )
-    noise = noise / unit**2
+    noise = noise / model.unit**2
 
     def log_likelihood(ratios):
         return -0.5 * model.of_means(noise * ratios, np.full(len(ratios), noise))

@@ -54,16 +54,6 @@ class Components(NamedTuple):
     noise: float
     log_likelihood: float
 
-    def times(self, unit, n_values):
-        """The parameters of data times `unit`; the likelihood is that of `n_values` numbers."""
-        return Components(
-            self.mean * unit,
-            self.mean_variance * unit**2,
-            self.between * unit**2,
-            self.noise * unit**2,
-            self.log_likelihood - n_values * np.log(unit),
-        )
-
 
 def client_means(y, codes, n_clients, weights=None, centre=None):
     """Reduce rows `y` (n, d) to the statistics of their clients.
@@ -115,14 +105,13 @@ def estimate_components(table, method, mean=None, between=None, noise=None, extr
     """
     if noise is None:
         check_noise_is_identified(table)
-    likelihood, unit = likelihood_in_units(table, method == "reml", mean, between, noise, extra)
-    between, noise = _quotient(between, unit**2), _quotient(noise, unit**2)
-    components = _estimate_variances(likelihood, method, between, noise)
-    return components.times(unit, likelihood.d * likelihood.n_contrasts)
+    likelihood = likelihood_in_units(table, method == "reml", mean, between, noise, extra)
+    between, noise = (_quotient(value, likelihood.unit**2) for value in (between, noise))
+    return _estimate_variances(likelihood, method, between, noise)
 
 
 def likelihood_in_units(table, restricted, mean, between, noise, extra=0.0):
-    """Likelihood of the client means in a unit that makes the numbers near 1, and the unit.
+    """MeansLikelihood in a unit that makes the numbers near 1.
 
     Precisions are squared, so variances of 1e160 or 1e-160 would end at 0 or infinity. The unit is
     a power of two, which rounds nothing.
@@ -132,10 +121,7 @@ def likelihood_in_units(table, restricted, mean, between, noise, extra=0.0):
     largest = max([table.within.max() / table.n_rows.sum(), *known])
     unit = unit_near(max(spread, np.sqrt(largest)))
     restricted = restricted and mean is None  # a known mean takes no degree of freedom
-    likelihood = MeansLikelihood(
-        table.in_units(unit), restricted, _quotient(mean, unit), extra / unit**2
-    )
-    return likelihood, unit
+    return MeansLikelihood(table, restricted, mean, extra, unit)
 
 
 def _quotient(value, unit):
@@ -179,8 +165,10 @@ class MeansLikelihood:
     number of distinct weights.
     """
 
-    def __init__(self, table, restricted, mean, extra):
-        self.table, self.restricted, self.extra = table, restricted, extra
+    def __init__(self, table, restricted, mean, extra, unit):
+        table, mean = table.in_units(unit), _quotient(mean, unit)
+        self.table, self.restricted, self.extra = table, restricted, extra / unit**2
+        self.unit = unit
         self.n_clients, self.d = table.means.shape
         # Sums of squares lose fewer digits around the plain mean than around 0.
         self.centre = table.means.mean(axis=0)
@@ -264,7 +252,7 @@ class MeansLikelihood:
         return square / (max(self.n_clients - self.restricted, 1) * self.d)
 
     def components(self, between, noise):
-        """The fitted population at these variances."""
+        """The fitted population at these variances, in the units of the data."""
         variance = between + noise * self.inverse_weights + self.extra
         if np.isinf(between):
             # In the limit all clients weigh alike, and the density of the means is 0.
@@ -278,7 +266,14 @@ class MeansLikelihood:
             value = np.inf if noise == 0 else -0.5 * self._full_criterion(between, noise)
         mean, _, _ = self.weighted(precision)
         error = error if self.known_mean is None else 0.0
-        return Components(mean + self.centre, error, float(between), float(noise), value)
+        square = self.unit**2
+        return Components(
+            (mean + self.centre) * self.unit,
+            error * square,
+            float(between) * square,
+            float(noise) * square,
+            value - self.d * self.n_contrasts * np.log(self.unit),
+        )
 
     def _full_criterion(self, between, noise):
         """Minus twice the log-likelihood of the rows, constants included."""

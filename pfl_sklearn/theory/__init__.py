@@ -33,7 +33,6 @@ from pfl_sklearn.theory._ppsgd_bounds import (
 from pfl_sklearn.theory._proportions import (
     beta_moments,
     beta_own_weight,
-    beta_parameters,
     beta_risk,
     beta_risk_bound,
     beta_shrinkage,
@@ -51,7 +50,6 @@ __all__ = [
     "alpha_norm",
     "beta_moments",
     "beta_own_weight",
-    "beta_parameters",
     "beta_risk",
     "beta_risk_bound",
     "beta_shrinkage",

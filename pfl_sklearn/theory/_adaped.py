@@ -5,8 +5,15 @@ from pfl_sklearn.privacy import PrivacyWarning
 
 
 def printed_adaped_rdp(
-    order, n_rounds, n_clients, n_sampled, clip_norm, noise_std, psi_clip_norm, psi_noise_std
-):
+    order: float,
+    n_rounds: int,
+    n_clients: int,
+    n_sampled: int,
+    clip_norm: float,
+    noise_std: float,
+    psi_clip_norm: float,
+    psi_noise_std: float,
+) -> float:
     r"""Rényi divergence that the paper states for DP-AdaPeD. It is not a valid bound.
 
     .. math::

@@ -6,10 +6,12 @@ Client i's mean of :math:`n_i` rows has sampling variance :math:`s_i^2 = \sigma_
 """
 
 import math
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy import StochasticQuantizer, calibrate_noise
 
 
@@ -24,11 +26,11 @@ class WeightAndRisk(NamedTuple):
         Expected squared error of one client's estimate, summed over coordinates.
     """
 
-    weight: float
-    risk: float
+    weight: float | Floats
+    risk: float | Floats
 
 
-def own_weight(prior_variance, sampling_variance):
+def own_weight(prior_variance: float | Floats, sampling_variance: float | Floats) -> Floats:
     r"""Weight on a client's own estimate.
 
     .. math:: a = \frac{\sigma_\theta^2}{\sigma_\theta^2 + s^2}
@@ -63,11 +65,18 @@ def own_weight(prior_variance, sampling_variance):
     """
     total = prior_variance + sampling_variance
     finite = (total > 0) & (total < np.inf)
-    unit = np.array(np.isinf(total), dtype=float)
-    return np.divide(prior_variance, total, out=unit, where=finite)
+    # Infinity over infinity is 1 here: without pooling there is nothing to shrink towards.
+    limits = np.array(np.isinf(total), dtype=float)
+    return np.divide(prior_variance, total, out=limits, where=finite)
 
 
-def mean_risk(n_clients, n_rows, between_variance, noise_variance, n_features=1):
+def mean_risk(
+    n_clients: int,
+    n_rows: int,
+    between_variance: float,
+    noise_variance: float,
+    n_features: int = 1,
+) -> WeightAndRisk:
     r"""Weight and risk of personalized means, with known variances and an unknown population mean.
 
     .. math::
@@ -111,15 +120,15 @@ def mean_risk(n_clients, n_rows, between_variance, noise_variance, n_features=1)
 
 
 def released_mean_risk(
-    n_clients,
-    n_rows,
-    between_variance,
-    noise_variance,
-    release_variance,
+    n_clients: int,
+    n_rows: Any,
+    between_variance: float,
+    noise_variance: float,
+    release_variance: Any,
     *,
-    n_features=1,
-    version="left_out",
-):
+    n_features: int = 1,
+    version: str = "left_out",
+) -> WeightAndRisk:
     r"""Weight and risk of personalized means when each client sees the others through a release.
 
     Each client shrinks towards a mean that leaves its own release out:
@@ -175,17 +184,17 @@ def released_mean_risk(
     """
     if n_clients < 2:
         raise ValueError(f"n_clients must be at least 2; got {n_clients!r}.")
-    if version not in ("left_out", "printed"):
-        raise ValueError(f"version must be one of left_out, printed; got {version!r}.")
+    check_choice("version", version, ("left_out", "printed"))
     sampling, release = noise_variance / np.asarray(n_rows), np.asarray(release_variance)
     equal = sampling.ndim == release.ndim == 0
     if version == "printed":
         if not equal:
             raise ValueError("version='printed' needs one n_rows and one release_variance for all.")
+        # The theorem is Theorem 1 with the noise of the others' mean as spread between clients.
         spread = between_variance + float(release) / (n_clients - 1)
         return mean_risk(n_clients, n_rows, spread, noise_variance, n_features)
     weights = np.broadcast_to(1 / (between_variance + sampling + release), (n_clients,))
-    with np.errstate(divide="ignore"):
+    with np.errstate(divide="ignore"):  # infinite if none of the others sends anything
         others = 1 / (weights.sum() - weights)
     own = own_weight(between_variance + others, sampling)
     risk = n_features * own * sampling
@@ -193,8 +202,15 @@ def released_mean_risk(
 
 
 def mean_half_width(
-    n_clients, n_rows, between_std, noise_std, *, mean_bound=0.0, n_features=1, version="sound"
-):
+    n_clients: int,
+    n_rows: int,
+    between_std: float,
+    noise_std: float,
+    *,
+    mean_bound: float = 0.0,
+    n_features: int = 1,
+    version: str = "sound",
+) -> float:
     r"""Half width of a range that holds every client's mean, with high probability.
 
     .. math:: b = r + \Bigl(\sigma_\theta + \frac{\sigma_x}{\sqrt n}\Bigr) \sqrt{2 \log(2 m^2 n d)}
@@ -230,18 +246,26 @@ def mean_half_width(
     >>> round(mean_half_width(10_000, 15, 0.1, 0.5), 2)
     1.51
     """
+    # A normal variable exceeds sqrt(2 log(2 / p)) deviations with probability below p; p is
+    # 1 / (m n) over m d coordinates. The printed width has neither of the factors 2.
     logs = {
         "sound": 2 * math.log(2 * n_clients**2 * n_rows * n_features),
         "printed": math.log(n_clients**2 * n_rows),
     }
-    _check_version(version, logs)
+    check_choice("version", version, logs)
     spread = between_std + noise_std / math.sqrt(n_rows)
     return mean_bound + spread * math.sqrt(logs[version])
 
 
 def mixture_mean_radius(
-    n_clients, n_rows, noise_std, *, n_features=1, point_bound=0.0, version="sound"
-):
+    n_clients: int,
+    n_rows: int,
+    noise_std: float,
+    *,
+    n_features: int = 1,
+    point_bound: float = 0.0,
+    version: str = "sound",
+) -> float:
     r"""Radius of a ball around 0 that holds every client's mean, under a discrete prior.
 
     .. math:: r + \frac{\sigma_x}{\sqrt n} \Bigl(\sqrt d + \sqrt{2 \log(m^2 n)}\Bigr)
@@ -283,15 +307,16 @@ def mixture_mean_radius(
     printed 6.54
     """
     log = math.log(n_clients**2 * n_rows)
+    # The norm of d standard normals is at most sqrt(d) on average, and concentrates as one of them.
     factors = {
         "sound": math.sqrt(n_features) + math.sqrt(2 * log),
         "printed": 4 * math.sqrt(n_features) + 2 * math.sqrt(log),
     }
-    _check_version(version, factors)
+    check_choice("version", version, factors)
     return point_bound + noise_std / math.sqrt(n_rows) * factors[version]
 
 
-def quantizer_variance(half_width, n_bits):
+def quantizer_variance(half_width: float, n_bits: int) -> float:
     r"""Largest variance of stochastic rounding to :math:`2^k` levels on [-b, b].
 
     .. math:: \sigma_q^2 = \Bigl( \frac{b}{2^k - 1} \Bigr)^2
@@ -321,7 +346,14 @@ def quantizer_variance(half_width, n_bits):
     return StochasticQuantizer(n_bits, half_width).noise_variance
 
 
-def local_noise_std(half_width, epsilon, delta, n_features=1, *, version="sound"):
+def local_noise_std(
+    half_width: float,
+    epsilon: float,
+    delta: float,
+    n_features: int = 1,
+    *,
+    version: str = "sound",
+) -> float:
     r"""Noise that local privacy needs on every coordinate of a mean in :math:`[-b, b]^d`.
 
     It is the smallest noise for the :math:`L_2` sensitivity :math:`2 b \sqrt d`.
@@ -356,12 +388,14 @@ def local_noise_std(half_width, epsilon, delta, n_features=1, *, version="sound"
     >>> [round(local_noise_std(1.0, 0.5, 1e-4, version=v), 1) for v in ("sound", "printed")]
     [11.8, 17.8]
     """
-    _check_version(version, ("sound", "printed"))
+    check_choice("version", version, ("sound", "printed"))
     if version == "printed":
         return half_width / epsilon * math.sqrt(8 * math.log(2 / delta))
     return calibrate_noise(epsilon, delta, 2 * half_width * math.sqrt(n_features))
 
 
-def _check_version(version, allowed):
-    if version not in allowed:
-        raise ValueError(f"version must be one of {', '.join(allowed)}; got {version!r}.")
+def check_choice(name: str, value: Any, allowed: Iterable[Any]) -> None:
+    """Raise ValueError unless a value is among those that are allowed."""
+    allowed = tuple(allowed)
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")

@@ -6,11 +6,15 @@ one over the number of clients. In Algorithm 1 every client takes part in every 
 """
 
 import math
+from typing import Any
 
 import numpy as np
 
+from pfl_sklearn._typing import Floats
+from pfl_sklearn.theory._means import check_choice
 
-def alpha_norm(w, thetas, alpha):
+
+def alpha_norm(w: Any, thetas: Any, alpha: float) -> float:
     r"""Norm of a global and many local models in the geometry of PPSGD.
 
     .. math:: \|z\|_\alpha^2 = \frac{1}{\alpha} \|w\|^2 + \sum_i \|\theta_i\|^2
@@ -50,7 +54,9 @@ def alpha_norm(w, thetas, alpha):
     return math.sqrt(sum(_over(float(square), scale) for square, scale in parts))
 
 
-def minimal_norm_solution(coef, alpha, n_clients=None):
+def minimal_norm_solution(
+    coef: Any, alpha: float, n_clients: int | None = None
+) -> tuple[Floats, Floats]:
     r"""Split of the clients' models into a global and local ones that PPSGD converges to.
 
     Of all `w` and :math:`\theta_i` that add up to the clients' models :math:`v_i`, this pair has
@@ -106,15 +112,15 @@ def minimal_norm_solution(coef, alpha, n_clients=None):
 
 
 def smoothness_alpha(
-    smoothness,
-    alpha,
-    n_clients,
+    smoothness: float,
+    alpha: float,
+    n_clients: int,
     *,
-    batch_sizes=1,
-    client_fraction=1.0,
-    weighting="samples",
-    version="sharp",
-):
+    batch_sizes: Any = 1,
+    client_fraction: float = 1.0,
+    weighting: str = "samples",
+    version: str = "sharp",
+) -> float:
     r"""Smoothness constant of PPSGD's objective in the geometry of alpha.
 
     .. math::
@@ -173,27 +179,28 @@ def smoothness_alpha(
     _check_at_least_0("smoothness", smoothness)
     shares, _ = client_shares(n_clients, batch_sizes, weighting)
     q, p = _check_fraction(client_fraction), float(shares.max())
+    # What the sampling of clients adds to the curvature in w, over that with all clients.
     extra = {"sharp": (1 - q) * p / q, "lemma": p / q, "printed": p}
-    _check_choice("version", version, extra)
+    check_choice("version", version, extra)
     on_global, on_local = step_scales(alpha)
     local = on_local * (p if version == "printed" else p / q)
     return smoothness * max(on_global * (1 + extra[version]), local)
 
 
 def total_gradient_variance(
-    alpha,
-    n_clients,
-    w_variance,
-    theta_variance,
+    alpha: float,
+    n_clients: int,
+    w_variance: Any,
+    theta_variance: Any,
     *,
-    gradient_norms=0.0,
-    n_features=0,
-    noise_std=0.0,
-    batch_sizes=1,
-    client_fraction=1.0,
-    weighting="samples",
-    version="sound",
-):
+    gradient_norms: Any = 0.0,
+    n_features: int = 0,
+    noise_std: float = 0.0,
+    batch_sizes: Any = 1,
+    client_fraction: float = 1.0,
+    weighting: str = "samples",
+    version: str = "sound",
+) -> float:
     r"""Variance of PPSGD's step at a minimizer, in the geometry of alpha.
 
     .. math::
@@ -247,9 +254,10 @@ def total_gradient_variance(
     """
     shares, sizes = client_shares(n_clients, batch_sizes, weighting)
     q = _check_fraction(client_fraction)
-    _check_choice("version", version, ("sound", "printed"))
+    check_choice("version", version, ("sound", "printed"))
     _check_at_least_0("noise_std", noise_std)
     on_global, on_local = step_scales(alpha)
+    # Without the clients that are left out, the mean of the others' gradients is off.
     sampling = (1 - q) * (q if version == "printed" else 1.0)
     rows = on_global * np.asarray(w_variance) + on_local * np.asarray(theta_variance)
     clients = rows / sizes + on_global * sampling * np.square(gradient_norms)
@@ -257,14 +265,14 @@ def total_gradient_variance(
 
 
 def ppsgd_noise_std(
-    noise_multiplier,
-    clip_norm,
-    n_clients,
+    noise_multiplier: float,
+    clip_norm: float,
+    n_clients: int,
     *,
-    batch_sizes=1,
-    client_fraction=1.0,
-    weighting="samples",
-):
+    batch_sizes: Any = 1,
+    client_fraction: float = 1.0,
+    weighting: str = "samples",
+) -> float:
     r"""Standard deviation of the noise on PPSGD's averaged gradient.
 
     .. math:: \sigma_\zeta = \frac{z C}{q M}, \qquad \text{with N for M if clients weigh alike}
@@ -298,11 +306,14 @@ def ppsgd_noise_std(
     """
     _check_at_least_0("noise_multiplier", noise_multiplier)
     _, sizes = client_shares(n_clients, batch_sizes, weighting)
+    # The expected number of rows or clients, not the number drawn: it must not depend on the draw.
     divisor = sizes.sum() if weighting == "samples" else n_clients
     return float(noise_multiplier * clip_norm / (_check_fraction(client_fraction) * divisor))
 
 
-def ppsgd_learning_rate(smoothness, norm, gradient_std, n_rounds):
+def ppsgd_learning_rate(
+    smoothness: float, norm: float, gradient_std: float, n_rounds: int
+) -> float:
     r"""Step size for which PPSGD's guarantee holds.
 
     .. math:: \eta = \min\Bigl(\frac{1}{4 L_\alpha}, \frac{\|z^*\|_\alpha}{\sqrt{T} \sigma}\Bigr)
@@ -336,21 +347,24 @@ def ppsgd_learning_rate(smoothness, norm, gradient_std, n_rounds):
     0.1
     """
     longest = 1 / (4 * smoothness) if smoothness > 0 else math.inf
-    if gradient_std == 0:
+    if gradient_std == 0:  # exact gradients need no small steps
         return longest
     return min(longest, norm / (math.sqrt(n_rounds) * gradient_std))
 
 
-def step_scales(alpha):
-    """Steps of the global and the local parameters: (alpha, 1), or (1, 0) at infinity."""
+def step_scales(alpha: float) -> tuple[float, float]:
+    """Steps of the global and the local parameters: (alpha, 1), or (1, 0) at infinity.
+
+    At infinity only the ratio of the two is defined, so the unit is the global step.
+    """
     if not alpha >= 0:
         raise ValueError(f"alpha must be at least 0; got {alpha!r}.")
     return (1.0, 0.0) if math.isinf(alpha) else (float(alpha), 1.0)
 
 
-def client_shares(n_clients, batch_sizes, weighting):
+def client_shares(n_clients: int, batch_sizes: Any, weighting: str) -> tuple[Floats, Floats]:
     """Every client's share of the objective, and its rows in a round: arrays (n_clients,)."""
-    _check_choice("weighting", weighting, ("samples", "clients"))
+    check_choice("weighting", weighting, ("samples", "clients"))
     if not n_clients >= 1:
         raise ValueError(f"n_clients must be at least 1; got {n_clients!r}.")
     sizes = np.asarray(batch_sizes, dtype=float)
@@ -381,8 +395,3 @@ def _check_fraction(client_fraction):
 def _check_at_least_0(name, value):
     if not value >= 0:
         raise ValueError(f"{name} must be at least 0; got {value!r}.")
-
-
-def _check_choice(name, value, allowed):
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {value!r}.")

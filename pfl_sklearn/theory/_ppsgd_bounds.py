@@ -1,11 +1,12 @@
 """PPSGD: bounds on its excess risk, and when local learning pays."""
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pfl_sklearn.privacy import calibrate_noise
+from pfl_sklearn.theory._means import check_choice
 from pfl_sklearn.theory._ppsgd import (
     alpha_norm,
     ppsgd_noise_std,
@@ -32,12 +33,12 @@ class RiskBound(NamedTuple):
     privacy: float
 
     @property
-    def total(self):
+    def total(self) -> float:
         """The bound: bias, plus the root of the summed squares of the other two."""
         return self.bias + math.hypot(self.variance, self.privacy)
 
 
-def ppsgd_bound(smoothness, norm, gradient_std, n_rounds):
+def ppsgd_bound(smoothness: float, norm: float, gradient_std: float, n_rounds: int) -> float:
     r"""Upper bound on the expected excess risk of PPSGD's averaged iterate.
 
     .. math::
@@ -68,29 +69,29 @@ def ppsgd_bound(smoothness, norm, gradient_std, n_rounds):
     >>> round(ppsgd_bound(2.0, norm=1.0, gradient_std=0.5, n_rounds=400), 3)
     0.095
     """
-    if math.isinf(norm):
+    if math.isinf(norm):  # also with exact gradients, where infinity times 0 would be NaN
         return math.inf
     return 4 * smoothness * norm**2 / n_rounds + 3 * gradient_std * norm / math.sqrt(n_rounds)
 
 
 def ppsgd_private_bound(
-    smoothness,
-    alpha,
-    w,
-    thetas,
+    smoothness: float,
+    alpha: float,
+    w: Any,
+    thetas: Any,
     *,
-    w_variance,
-    theta_variance,
-    n_rounds,
-    clip_norm,
-    epsilon=math.inf,
-    delta=None,
-    noise_multiplier=None,
-    gradient_norms=0.0,
-    batch_sizes=1,
-    client_fraction=1.0,
-    weighting="samples",
-):
+    w_variance: Any,
+    theta_variance: Any,
+    n_rounds: int,
+    clip_norm: float,
+    epsilon: float = math.inf,
+    delta: float | None = None,
+    noise_multiplier: float | None = None,
+    gradient_norms: Any = 0.0,
+    batch_sizes: Any = 1,
+    client_fraction: float = 1.0,
+    weighting: str = "samples",
+) -> RiskBound:
     r"""Terms of :func:`ppsgd_bound` for a private run.
 
     Parameters
@@ -153,16 +154,17 @@ def ppsgd_private_bound(
     """
     thetas = np.asarray(thetas, dtype=float)
     n_clients = len(thetas)
-    rounds = {
+    rounds: dict[str, Any] = {
         "batch_sizes": batch_sizes,
         "client_fraction": client_fraction,
         "weighting": weighting,
     }
     z = _noise_multiplier(epsilon, delta, noise_multiplier, n_rounds)
     norm = alpha_norm(w, thetas, alpha)
-    if math.isinf(norm):
+    if math.isinf(norm):  # PPSGD cannot reach the minimizer at this alpha
         return RiskBound(math.inf, math.inf, math.inf)
     curvature = smoothness_alpha(smoothness, alpha, n_clients, **rounds)
+    # The variances of rows and of noise add up, so each has a term of its own in the bound.
     rows = total_gradient_variance(
         alpha, n_clients, w_variance, theta_variance, gradient_norms=gradient_norms, **rounds
     )
@@ -181,8 +183,15 @@ def ppsgd_private_bound(
 
 
 def personalization_threshold(
-    n_clients, gradient_variance, clip_norm, n_features, epsilon, delta, *, version="exact"
-):
+    n_clients: int,
+    gradient_variance: float,
+    clip_norm: float,
+    n_features: int,
+    epsilon: float,
+    delta: float,
+    *,
+    version: str = "exact",
+) -> float:
     r"""Number of rows per client above which more local learning pays, with equal clients.
 
     .. math:: n \ge \frac{N (N - 1) \sigma^2 \mu^2}{d C^2}
@@ -227,18 +236,18 @@ def personalization_threshold(
     """
     if math.isinf(epsilon):
         return math.inf
+    # Squares of mu. Only the named one is computed: a calibration takes a root search.
     squares = {
         "exact": lambda: calibrate_noise(epsilon, delta, 1.0, relation="zero_out") ** -2,
         "order": lambda: epsilon**2 / math.log(1 / delta),
         "printed": lambda: epsilon / math.log(1 / delta),
     }
-    if version not in squares:
-        raise ValueError(f"version must be one of {', '.join(squares)}; got {version!r}.")
+    check_choice("version", version, squares)
     scale = n_clients * (n_clients - 1) * gradient_variance / (n_features * clip_norm**2)
     return scale * squares[version]()
 
 
-def linear_excess_risk(coef, true_coef, covariance, weights=None):
+def linear_excess_risk(coef: Any, true_coef: Any, covariance: Any, weights: Any = None) -> float:
     r"""Excess squared error of linear models, averaged over clients.
 
     .. math::

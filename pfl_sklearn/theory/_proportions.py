@@ -1,11 +1,17 @@
 """Clients' proportions under a beta prior: moments, weights and risk."""
 
 import math
+from typing import Any
 
 import numpy as np
 
+from pfl_sklearn._typing import Floats
+from pfl_sklearn.theory._means import check_choice
 
-def beta_moments(alpha, beta):
+
+def beta_moments(
+    alpha: float | Floats, beta: float | Floats
+) -> tuple[float | Floats, float | Floats]:
     r"""Mean and variance of a beta distribution.
 
     .. math::
@@ -43,45 +49,7 @@ def beta_moments(alpha, beta):
     return mean, mean * (1 - mean) / (total + 1)
 
 
-def beta_parameters(mean, variance):
-    r"""Parameters of the beta distribution with this mean and variance.
-
-    .. math:: \alpha + \beta = \frac{\mu (1 - \mu)}{\sigma^2} - 1
-
-    Parameters
-    ----------
-    mean : float or ndarray, in (0, 1)
-        Mean of the distribution.
-    variance : float or ndarray, in (0, mean (1 - mean))
-        Its variance.
-
-    Returns
-    -------
-    alpha, beta : float or ndarray
-        Of the shape of the parameters.
-
-    Raises
-    ------
-    ValueError
-        If no beta distribution has these moments.
-
-    Examples
-    --------
-    >>> from pfl_sklearn.theory import beta_parameters
-    >>> alpha, beta = beta_parameters(0.25, 0.0375)
-    >>> print(round(alpha, 6), round(beta, 6))
-    1.0 3.0
-    """
-    limit = np.multiply(mean, np.subtract(1, mean))
-    if not np.all((np.asarray(variance) > 0) & (variance < limit)):
-        raise ValueError(
-            f"variance must be between 0 and mean (1 - mean) = {limit!r}; got {variance!r}."
-        )
-    total = limit / variance - 1
-    return mean * total, (1 - mean) * total
-
-
-def beta_own_weight(mean, variance, trials, minus_one=True):
+def beta_own_weight(mean: Floats, variance: Floats, trials: Any, minus_one: bool = True) -> Floats:
     r"""Weight on a client's own share of successes, from the population's mean and variance.
 
     .. math:: a = \frac{n}{\alpha + \beta + n} = \frac{n}{\mu (1 - \mu) / \sigma^2 - 1 + n}
@@ -115,12 +83,12 @@ def beta_own_weight(mean, variance, trials, minus_one=True):
     array([0.5 , 0.75])
     """
     limit = mean * (1 - mean)
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):  # where the variance is 0, see below
         own = trials / (limit / variance - minus_one + trials)
     return np.where(variance <= 0, 0.0, own)
 
 
-def beta_shrinkage(icc, trials):
+def beta_shrinkage(icc: float, trials: Any) -> Floats:
     r"""Weight on the population under the beta prior with this intraclass correlation.
 
     .. math:: 1 - a = \frac{\alpha + \beta}{\alpha + \beta + n}, \qquad
@@ -144,13 +112,13 @@ def beta_shrinkage(icc, trials):
     >>> beta_shrinkage(0.2, np.array([4, 12]))
     array([0.5 , 0.25])
     """
-    if icc <= 0:
+    if icc <= 0:  # alpha + beta is infinite
         return np.ones(len(trials))
-    concentration = max(1 / icc - 1, 0.0)
+    concentration = max(1 / icc - 1, 0.0)  # rounding may leave an icc just above 1
     return concentration / (concentration + trials)
 
 
-def debiased_share_variance(mean, spread, inverse_trials):
+def debiased_share_variance(mean: float, spread: float, inverse_trials: float) -> float:
     r"""Variance between clients' probabilities, from the spread of their shares.
 
     .. math:: \sigma^2 = \frac{S^2 - \mu (1 - \mu) h}{1 - h}
@@ -182,7 +150,7 @@ def debiased_share_variance(mean, spread, inverse_trials):
     return (spread - mean * (1 - mean) * inverse_trials) / (1 - inverse_trials)
 
 
-def beta_risk(alpha, beta, trials):
+def beta_risk(alpha: float, beta: float, trials: Any) -> float | Floats:
     r"""Expected squared error of a client's posterior mean under a known beta prior.
 
     .. math::
@@ -216,7 +184,16 @@ def beta_risk(alpha, beta, trials):
     return alpha * beta / (total * (total + 1) * (total + trials))
 
 
-def beta_risk_bound(alpha, beta, trials, n_clients, weight, *, epsilon=math.inf, version="sound"):
+def beta_risk_bound(
+    alpha: float,
+    beta: float,
+    trials: int,
+    n_clients: int,
+    weight: float | Floats,
+    *,
+    epsilon: float = math.inf,
+    version: str = "sound",
+) -> float | Floats:
     r"""Bound on the squared error of the leave-one-out estimates of equation (6).
 
     A client shrinks its share towards the mean :math:`\hat\mu_i` of the others' reports, with a
@@ -280,14 +257,15 @@ def beta_risk_bound(alpha, beta, trials, n_clients, weight, *, epsilon=math.inf,
         raise ValueError(f"n_clients must be at least 2; got {n_clients!r}.")
     if not epsilon > 0:
         raise ValueError(f"epsilon must be above 0; got {epsilon!r}.")
-    width = 1.0 if math.isinf(epsilon) else 1 / math.tanh(epsilon / 2)
+    width = 1.0 if math.isinf(epsilon) else 1 / math.tanh(epsilon / 2)  # (E + 1) / (E - 1)
+    # Hoeffding's inequality for the mean of m - 1 reports, with a chance of failing of 1 / (m^2 n)
+    # for each of the m clients, on both sides.
     calls = n_clients**2 * trials
     limits = {
         "sound": width**2 * math.log(2 * calls) / 2,
         "printed": math.log(4 * calls) * (3 if math.isinf(epsilon) else width**2 / 3),
     }
-    if version not in limits:
-        raise ValueError(f"version must be one of {', '.join(limits)}; got {version!r}.")
+    check_choice("version", version, limits)
     mean, variance = beta_moments(alpha, beta)
     own = (mean * (1 - mean) - variance) / trials
     return weight**2 * own + (1 - weight) ** 2 * (variance + limits[version] / (n_clients - 1))

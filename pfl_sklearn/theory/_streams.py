@@ -6,14 +6,16 @@ of rows ("partial sums"), which have the variance :math:`s^2`.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 
+from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy import calibrate_noise
-from pfl_sklearn.theory._means import _check_version
+from pfl_sklearn.theory._means import check_choice
 
 
-def stream_error(n_rows, noise_variance, class_size=1):
+def stream_error(n_rows: Any, noise_variance: Any, class_size: Any = 1) -> float | Floats:
     r"""Mean squared error of agents who know all rows of their class, averaged over the agents.
 
     .. math:: \frac{1}{M t} \sum_{a=1}^M \frac{\sigma_a^2}{|C_a|}
@@ -56,8 +58,13 @@ def stream_error(n_rows, noise_variance, class_size=1):
 
 
 def heard_mean_variance(
-    times, noise_variance, release_variance, *, mechanism="pm1", weights="last"
-):
+    times: Any,
+    noise_variance: float,
+    release_variance: float,
+    *,
+    mechanism: str = "pm1",
+    weights: Any = "last",
+) -> float:
     r"""Variance of a weighted sum T of the noisy means that a recipient heard of one sender.
 
     .. math:: \mathrm{Var}\, T = \sigma^2 \sum_{i=1}^k (t_i - t_{i-1}) c_{i,k}^2
@@ -134,7 +141,9 @@ def _message_weights(weights, k):
     return np.where(np.arange(1, k + 1) >= since[weights], 1 / (k - since[weights] + 1), 0.0)
 
 
-def partial_sum_variance(half_width, epsilon, delta, *, levels=1, version="sound"):
+def partial_sum_variance(
+    half_width: float, epsilon: float, delta: float, *, levels: int = 1, version: str = "sound"
+) -> float:
     r"""Variance of the noise on a partial sum of rows, so that all messages keep one promise.
 
     .. math:: s^2 = \ell \Bigl( \frac{2 L}{\mu} \Bigr)^2,
@@ -176,7 +185,7 @@ def partial_sum_variance(half_width, epsilon, delta, *, levels=1, version="sound
     >>> [round(partial_sum_variance(**promise, levels=15, version=v)) for v in ("sound", "printed")]
     [803, 22608]
     """
-    _check_version(version, ("sound", "printed"))
+    check_choice("version", version, ("sound", "printed"))
     if version == "printed":
         return 8 * (half_width * levels / epsilon) ** 2 * math.log(1.25 * levels / delta)
     return calibrate_noise(epsilon, delta, 2 * half_width, n_releases=levels) ** 2

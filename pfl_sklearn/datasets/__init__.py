@@ -1,6 +1,5 @@
 """Small tables, generators of the papers' settings, and loaders of public tables."""
 
-from pfl_sklearn.datasets._baseball import load_baseball
 from pfl_sklearn.datasets._digits import load_digits_clients
 from pfl_sklearn.datasets._generators import (
     expand_counts,
@@ -11,6 +10,7 @@ from pfl_sklearn.datasets._images import fetch_cifar10, fetch_femnist, fetch_mni
 from pfl_sklearn.datasets._label_skew import make_dirichlet_clients, make_label_skew_clients
 from pfl_sklearn.datasets._regression import make_ppsgd_regression
 from pfl_sklearn.datasets._tables import (
+    load_baseball,
     load_county_elections,
     load_heart_disease,
     load_parkinsons,

@@ -1,17 +1,25 @@
 """Handwritten digits, distributed so that every client has only a few of the classes."""
 
+from typing import Any
+
 import pandas as pd
 from sklearn.datasets import load_digits
 from sklearn.utils import Bunch
 
+from pfl_sklearn._typing import RandomState
 from pfl_sklearn.datasets._label_skew import make_label_skew_clients
 
-_LARGEST_PIXEL = 16.0
+_LARGEST_DIGIT_PIXEL = 16.0  # counts of dots in 4 x 4 squares of a bitmap
 
 
 def load_digits_clients(
-    n_clients=20, classes_per_client=2, *, random_state=0, return_X_y=False, as_frame=False
-):
+    n_clients: int = 20,
+    classes_per_client: int = 2,
+    *,
+    random_state: RandomState = 0,
+    return_X_y: bool = False,
+    as_frame: bool = False,
+) -> Any:
     """Load scikit-learn's digits, distributed over clients with a few of the ten classes each.
 
     Parameters
@@ -69,7 +77,7 @@ def load_digits_clients(
     groups = make_label_skew_clients(
         digits.data, digits.target, n_clients, classes_per_client, random_state=random_state
     ).groups
-    data, target, frame = digits.data / _LARGEST_PIXEL, digits.target, None
+    data, target, frame = digits.data / _LARGEST_DIGIT_PIXEL, digits.target, None
     if as_frame:
         groups = pd.Series(groups, name="client")
         frame = pd.concat([data, target, groups], axis=1)

@@ -1,20 +1,24 @@
 """Clients drawn from the papers' populations, and tables of counts as rows."""
 
+from typing import Any
+
 import numpy as np
 from scipy.stats import truncnorm
 from sklearn.utils import Bunch, check_consistent_length, check_random_state
 
+from pfl_sklearn._typing import Integers, RandomState
+
 
 def make_gaussian_clients(
-    n_clients=100,
-    n_rows=10,
+    n_clients: int = 100,
+    n_rows: Any = 10,
     *,
-    mean=0.0,
-    between_std=1.0,
-    noise_std=1.0,
-    n_outputs=None,
-    random_state=None,
-):
+    mean: Any = 0.0,
+    between_std: float = 1.0,
+    noise_std: float = 1.0,
+    n_outputs: int | None = None,
+    random_state: RandomState = None,
+) -> Bunch:
     """Draw Gaussian clients: means around the population mean, rows around the clients' means.
 
     Parameters
@@ -63,7 +67,13 @@ def make_gaussian_clients(
     return Bunch(data=np.zeros((len(groups), 1)), target=target, groups=groups, client_means=means)
 
 
-def make_bernoulli_clients(n_clients=10000, n_trials=14, *, prior="beta", random_state=None):
+def make_bernoulli_clients(
+    n_clients: int = 10000,
+    n_trials: Any = 14,
+    *,
+    prior: str = "beta",
+    random_state: RandomState = None,
+) -> Bunch:
     """Draw clients with binary outcomes from the populations of the paper's experiment.
 
     Parameters
@@ -117,7 +127,7 @@ def make_bernoulli_clients(n_clients=10000, n_trials=14, *, prior="beta", random
     )
 
 
-def rows_per_client(name, values, n_clients):
+def rows_per_client(name: str, values: Any, n_clients: int) -> Integers:
     """One whole number of at least 1 per client, as an array."""
     values = np.asarray(values)
     if values.shape not in ((), (n_clients,)) or values.dtype.kind not in "iu":
@@ -127,7 +137,7 @@ def rows_per_client(name, values, n_clients):
     return np.broadcast_to(values, (n_clients,)).copy()
 
 
-def expand_counts(successes, trials, groups=None):
+def expand_counts(successes: Any, trials: Any, groups: Any = None) -> tuple[Integers, np.ndarray]:
     """Expand a table of counts to one 0/1 row per trial.
 
     Parameters

@@ -1,6 +1,7 @@
 """Public tables of small images."""
 
 import string
+from typing import Any
 
 import numpy as np
 from sklearn.utils import Bunch
@@ -8,7 +9,7 @@ from sklearn.utils import Bunch
 from pfl_sklearn._docs import fill_doc
 from pfl_sklearn.datasets._public import PublicTable, find_table
 
-_LARGEST_PIXEL = 255
+_LARGEST_BYTE = 255
 _PARTS = {"all": ("train", "test"), "train": ("train",), "test": ("test",)}
 _DIGITS = list(string.digits)
 _CHARACTERS = list(string.digits + string.ascii_uppercase + string.ascii_lowercase)
@@ -36,7 +37,7 @@ _CIFAR10 = PublicTable(
     "y_test",
     source="the images are published at https://www.cs.toronto.edu/~kriz/cifar.html",
 )
-_TEXTS = {
+_IMAGE_TEXTS = {
     "subset": """
         subset : {"all", "train", "test"}, default="all"
             Which images to read. "all" has the training images first.
@@ -59,8 +60,8 @@ _TEXTS = {
 }
 
 
-@fill_doc(_TEXTS)
-def fetch_mnist(*, subset="all", data_home=None, return_X_y=False):
+@fill_doc(_IMAGE_TEXTS)
+def fetch_mnist(*, subset: str = "all", data_home: Any = None, return_X_y: bool = False) -> Any:
     """Read MNIST: 70,000 handwritten digits.
 
     The images do not ship with the package, and nothing is downloaded.
@@ -116,11 +117,11 @@ def fetch_mnist(*, subset="all", data_home=None, return_X_y=False):
     parts = _parts(subset)
     path = find_table(_MNIST, data_home)
     images, labels = _read_parts(path, parts, (28, 28), len(_DIGITS))
-    return _bunch(images[:, None], labels, None, _DIGITS, return_X_y)
+    return _image_bunch(images[:, None], labels, _DIGITS, return_X_y)
 
 
-@fill_doc(_TEXTS)
-def fetch_femnist(*, data_home=None, return_X_y=False):
+@fill_doc(_IMAGE_TEXTS)
+def fetch_femnist(*, data_home: Any = None, return_X_y: bool = False) -> Any:
     """Read 6,237 handwritten digits and letters of 206 writers, a part of FEMNIST.
 
     The images do not ship with the package, and nothing is downloaded.
@@ -176,15 +177,15 @@ def fetch_femnist(*, data_home=None, return_X_y=False):
     FileNotFoundError: no femnist_206writers.npz in /nowhere: ...
     """
     path = find_table(_FEMNIST, data_home)
-    X, y, writer = _read(path, ["X", "y", "writer"])
+    X, y, writer = _read_arrays(path, ["X", "y", "writer"])
     _check_images(path, "X", X, (28, 28))
-    labels = _whole_numbers(path, "y", y, len(X), len(_CHARACTERS))
-    groups = _whole_numbers(path, "writer", writer, len(X))
-    return _bunch(X[:, None], labels, groups, _CHARACTERS, return_X_y)
+    labels = _check_labels(path, "y", y, len(X), len(_CHARACTERS))
+    groups = _check_labels(path, "writer", writer, len(X))
+    return _image_bunch(X[:, None], labels, _CHARACTERS, return_X_y, groups=groups)
 
 
-@fill_doc(_TEXTS)
-def fetch_cifar10(*, subset="all", data_home=None, return_X_y=False):
+@fill_doc(_IMAGE_TEXTS)
+def fetch_cifar10(*, subset: str = "all", data_home: Any = None, return_X_y: bool = False) -> Any:
     """Read 10,000 of the 60,000 color images of CIFAR-10.
 
     The images do not ship with the package, and nothing is downloaded.
@@ -242,7 +243,8 @@ def fetch_cifar10(*, subset="all", data_home=None, return_X_y=False):
     parts = _parts(subset)
     path = find_table(_CIFAR10, data_home)
     images, labels = _read_parts(path, parts, (32, 32, 3), len(_THINGS))
-    return _bunch(images.transpose(0, 3, 1, 2), labels, None, _THINGS, return_X_y)
+    # Networks take channels first.
+    return _image_bunch(images.transpose(0, 3, 1, 2), labels, _THINGS, return_X_y)
 
 
 def _parts(subset):
@@ -255,14 +257,14 @@ def _read_parts(path, parts, shape, n_classes):
     """Images (n, *shape) and labels (n,) of the named parts of a file, one after the other."""
     images, labels = [], []
     for part in parts:
-        X, y = _read(path, [f"X_{part}", f"y_{part}"])
+        X, y = _read_arrays(path, [f"X_{part}", f"y_{part}"])
         _check_images(path, f"X_{part}", X, shape)
         images.append(X)
-        labels.append(_whole_numbers(path, f"y_{part}", y, len(X), n_classes))
+        labels.append(_check_labels(path, f"y_{part}", y, len(X), n_classes))
     return np.concatenate(images), np.concatenate(labels)
 
 
-def _read(path, names):
+def _read_arrays(path, names):
     with np.load(path) as file:
         missing = [name for name in names if name not in file]
         if missing:
@@ -279,7 +281,7 @@ def _check_images(path, name, images, shape):
         )
 
 
-def _whole_numbers(path, name, values, n, n_classes=None):
+def _check_labels(path, name, values, n, n_classes=None):
     """Values (n,) as int64, from 0 to n_classes - 1."""
     if values.dtype.kind not in "iu" or values.shape != (n,):
         raise ValueError(
@@ -293,9 +295,9 @@ def _whole_numbers(path, name, values, n, n_classes=None):
     return values.astype(np.int64)
 
 
-def _bunch(images, labels, groups, names, return_X_y):
-    data = np.divide(images, _LARGEST_PIXEL, dtype=np.float32, order="C")
-    ids = {} if groups is None else {"groups": groups}
+def _image_bunch(images, labels, names, return_X_y, **groups):
+    # In float32 at once: 255 as a float64 would make arrays of twice the size.
+    data = np.divide(images, _LARGEST_BYTE, dtype=np.float32, order="C")
     if return_X_y:
-        return data, labels, *ids.values()
-    return Bunch(data=data, target=labels, **ids, target_names=list(names))
+        return data, labels, *groups.values()
+    return Bunch(data=data, target=labels, **groups, target_names=list(names))

@@ -1,6 +1,7 @@
 """Clients that differ in their labels, made from the rows of one table."""
 
 from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 from scipy.special import log_softmax, softmax
@@ -9,9 +10,10 @@ from sklearn.utils.multiclass import check_classification_targets
 
 from pfl_sklearn._compat import safe_indexing
 from pfl_sklearn._docs import fill_doc
+from pfl_sklearn._typing import RandomState, TableLike
 from pfl_sklearn.datasets._generators import rows_per_client
 
-_TEXTS = {
+_TABLE_TEXTS = {
     "table": """
         X : array-like of shape (n_rows, ...)
             Rows of any kind: an array of any number of dimensions, a DataFrame, a list.
@@ -28,10 +30,16 @@ _TEXTS = {
 }
 
 
-@fill_doc(_TEXTS)
+@fill_doc(_TABLE_TEXTS)
 def make_label_skew_clients(
-    X, y, n_clients=50, classes_per_client=3, *, n_samples=None, random_state=None
-):
+    X: TableLike,
+    y: TableLike,
+    n_clients: int = 50,
+    classes_per_client: int = 3,
+    *,
+    n_samples: Any = None,
+    random_state: RandomState = None,
+) -> Bunch:
     """Distribute the rows of a table over clients with a few of the classes each.
 
     Parameters
@@ -98,11 +106,12 @@ def make_label_skew_clients(
     >>> labels.tolist(), counts.tolist()
     ([1, 6, 9], [7, 7, 6])
     """
-    classes, codes = _labels(X, y)
+    classes, codes = _encode_classes(X, y)
     _check_label_skew(n_clients, classes_per_client, len(classes), n_samples is None)
     rng = check_random_state(random_state)
     dealt = _deal_classes(n_clients, classes_per_client, len(classes), rng)
     title = f"{n_clients} clients with {classes_per_client} classes each"
+    # One row of each of its classes, to count the clients of a class.
     has = _divide_evenly(np.full(n_clients, classes_per_client), dealt, len(classes))
     if n_samples is None:
         _check_supply(title, has.sum(axis=0), classes, codes, "classes_per_client")
@@ -119,13 +128,19 @@ def make_label_skew_clients(
         title = f"{title} and {sizes.sum()} rows"
         _check_supply(title, counts.sum(axis=0), classes, codes, "n_samples")
     shares = expected / expected.sum(axis=1, keepdims=True)
-    return _clients(X, classes, codes, counts, shares, rng)
+    return _bunch_of_clients(X, classes, codes, counts, shares, rng)
 
 
-@fill_doc(_TEXTS)
+@fill_doc(_TABLE_TEXTS)
 def make_dirichlet_clients(
-    X, y, n_clients=50, concentration=0.3, *, n_samples=None, random_state=None
-):
+    X: TableLike,
+    y: TableLike,
+    n_clients: int = 50,
+    concentration: float = 0.3,
+    *,
+    n_samples: Any = None,
+    random_state: RandomState = None,
+) -> Bunch:
     r"""Distribute the rows of a table over clients with label distributions from a Dirichlet.
 
     .. math::
@@ -193,8 +208,8 @@ def make_dirichlet_clients(
     >>> clients.data.shape, clients.class_shares.shape
     ((200, 64), (10, 10))
     """
-    classes, codes = _labels(X, y)
-    _check_whole("n_clients", n_clients)
+    classes, codes = _encode_classes(X, y)
+    _check_whole_number("n_clients", n_clients)
     if n_clients > len(codes):
         raise ValueError(
             f"n_clients must be at most the number of rows, {len(codes)}; got {n_clients}."
@@ -205,6 +220,7 @@ def make_dirichlet_clients(
     totals = np.bincount(codes)
     log_gammas = _log_gammas(concentration * len(classes) * totals / len(codes), n_clients, rng)
     if n_samples is None:
+        # Logarithms throughout: with a small concentration most shares are below 1e-300.
         log_rows = np.log(totals) + log_softmax(log_softmax(log_gammas, axis=1), axis=0)
         shares = softmax(log_rows, axis=1)
         counts = _fill_empty_clients(_round_by_class(np.exp(log_rows)), shares)
@@ -214,24 +230,24 @@ def make_dirichlet_clients(
         counts = np.array([rng.multinomial(*each) for each in zip(sizes, shares, strict=True)])
         title = f"{n_clients} clients with {concentration=} and {sizes.sum()} rows"
         _check_supply(title, counts.sum(axis=0), classes, codes, "n_samples")
-    return _clients(X, classes, codes, counts, shares, rng)
+    return _bunch_of_clients(X, classes, codes, counts, shares, rng)
 
 
-def _labels(X, y):
+def _encode_classes(X, y):
     """Sorted classes (n_classes,) and every row's position among them (n_rows,)."""
     check_consistent_length(X, y)
     check_classification_targets(y)
     return np.unique(column_or_1d(y), return_inverse=True)
 
 
-def _check_whole(name, value):
+def _check_whole_number(name, value):
     if not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}.")
 
 
 def _check_label_skew(n_clients, classes_per_client, n_classes, all_rows):
-    _check_whole("n_clients", n_clients)
-    _check_whole("classes_per_client", classes_per_client)
+    _check_whole_number("n_clients", n_clients)
+    _check_whole_number("classes_per_client", classes_per_client)
     if classes_per_client > n_classes:
         raise ValueError(
             f"classes_per_client must be at most {n_classes}, the number of classes; got "
@@ -290,6 +306,7 @@ def _log_gammas(parameters, n_clients, rng):
     Gamma(a) is Gamma(a + 1) times the a-th root of a uniform variable.
     """
     size = (n_clients, len(parameters))
+    # Dirichlet draws of NumPy divide gamma variables; those of a concentration of .01 are often 0.
     return np.log(rng.gamma(parameters + 1, size=size)) - rng.exponential(size=size) / parameters
 
 
@@ -306,13 +323,14 @@ def _fill_empty_clients(counts, shares):
     counts = counts.copy()
     for client in np.flatnonzero(counts.sum(axis=1) == 0):
         spare = counts * (counts.sum(axis=1, keepdims=True) > 1)
+        # One at a time: a client that has given all but one of its rows must not give the last.
         code = np.where(spare.any(axis=0), shares[client], -1).argmax()
         counts[spare[:, code].argmax(), code] -= 1
         counts[client, code] += 1
     return counts
 
 
-def _clients(X, classes, codes, counts, class_shares, rng):
+def _bunch_of_clients(X, classes, codes, counts, class_shares, rng):
     groups = _deal_rows(codes, counts, rng)
     rows = np.flatnonzero(groups >= 0)
     return Bunch(

@@ -4,7 +4,7 @@ import hashlib
 import os
 import warnings
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 VARIABLE = "PFL_SKLEARN_DATA"
 
@@ -18,7 +18,7 @@ class PublicTable(NamedTuple):
     source: str
 
 
-def find_table(table, data_home):
+def find_table(table: PublicTable, data_home: Any) -> Path:
     """Path of a table's file; a public function's caller is warned if its checksum differs."""
     folder = data_home or os.environ.get(VARIABLE)
     path = Path(folder or ".") / table.file
@@ -29,10 +29,10 @@ def find_table(table, data_home):
         )
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != table.sha256:
+    if digest != table.sha256:  # a table of one's own is fine, but its figures will differ
         warnings.warn(
             f"{path} is not the table that the documentation's figures were made with.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=3,  # the caller of the public function that looks for the table
         )
     return path

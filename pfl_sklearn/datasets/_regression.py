@@ -1,22 +1,25 @@
 """Clients with linear models that share most of their coefficients."""
 
+from typing import Any
+
 import numpy as np
 from sklearn.utils import Bunch, check_random_state
 
+from pfl_sklearn._typing import RandomState
 from pfl_sklearn.datasets._generators import rows_per_client
 
 
 def make_ppsgd_regression(
-    n_clients=1000,
-    n_rows=20,
-    n_features=100,
-    n_private_features=5,
+    n_clients: int = 1000,
+    n_rows: Any = 20,
+    n_features: int = 100,
+    n_private_features: int = 5,
     *,
-    coef_std=10.0,
-    between_std=0.01,
-    noise_std=0.01,
-    random_state=None,
-):
+    coef_std: float = 10.0,
+    between_std: float = 0.01,
+    noise_std: float = 0.01,
+    random_state: RandomState = None,
+) -> Bunch:
     r"""Draw clients with linear models that differ in the last few coefficients.
 
     .. math::
@@ -92,6 +95,7 @@ def make_ppsgd_regression(
     rng = check_random_state(random_state)
     sizes = rows_per_client("n_rows", n_rows, n_clients)
     shared = coef_std * rng.standard_normal(n_features)
+    # Drawn for all coordinates, as in the authors' code: a seed gives their clients.
     own = between_std * rng.standard_normal((n_clients, n_features))
     own[:, : n_features - n_private_features] = 0
     coef = shared + own
@@ -99,9 +103,8 @@ def make_ppsgd_regression(
     groups = np.repeat(np.arange(n_clients), sizes)
     data = rng.standard_normal((len(groups), n_features))
     data *= np.sqrt(variance)
-    target = np.einsum("nd,nd->n", data, coef[groups]) + noise_std * rng.standard_normal(
-        len(groups)
-    )
+    noise = noise_std * rng.standard_normal(len(groups))
+    target = np.einsum("nd,nd->n", data, coef[groups]) + noise
     return Bunch(
         data=data,
         target=target,

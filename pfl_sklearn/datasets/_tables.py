@@ -1,6 +1,7 @@
 """Real tables of grouped rows that ship with the package."""
 
 from importlib.resources import as_file, files
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,13 +14,52 @@ _ATTRIBUTES = [
 ]  # fmt: skip
 
 
-def read_table(name, **options):
+def read_shipped_table(name: str, **options: Any) -> pd.DataFrame:
     """Shipped table as a DataFrame."""
     with as_file(files("pfl_sklearn.datasets") / "data" / f"{name}.csv.gz") as path:
         return pd.read_csv(path, **options)
 
 
-def load_radon(state=None):
+def load_baseball() -> Bunch:
+    """Load the batting records of Efron and Morris (1975): 18 players of 1970.
+
+    The players' first 45 at-bats are the data; the rest of their season is (nearly) the truth.
+
+    Returns
+    -------
+    Bunch
+        - ``frame``: DataFrame of shape (18, 4), indexed by player: ``at_bats`` (45), ``hits``,
+          ``remaining_at_bats``, ``remaining_hits``;
+        - ``successes``, ``trials``: ndarrays of shape (18,), hits and at-bats of the start of the
+          season;
+        - ``groups``: ndarray of shape (18,), players;
+        - ``season_average``: Series of shape (18,), indexed by player: batting average in the
+          rest of the season.
+
+    References
+    ----------
+    Efron, B. and Morris, C. (1975). Data analysis using Stein's estimator and its
+    generalizations. JASA, 70, 311-319.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import load_baseball
+    >>> baseball = load_baseball()
+    >>> baseball.frame.loc["Roberto Clemente", "hits"]
+    np.int64(18)
+    """
+    frame = read_shipped_table("baseball", index_col="player")
+    frame.insert(0, "at_bats", 45)
+    return Bunch(
+        frame=frame,
+        successes=frame["hits"].to_numpy(),
+        trials=frame["at_bats"].to_numpy(),
+        groups=frame.index.to_numpy(),
+        season_average=frame["remaining_hits"] / frame["remaining_at_bats"],
+    )
+
+
+def load_radon(state: str | None = None) -> Bunch:
     """Load the radon levels of homes in US counties, with the floor and the county's uranium.
 
     Radon is a radioactive gas from the soil. Levels are higher in basements, and in counties whose
@@ -62,7 +102,8 @@ def load_radon(state=None):
     >>> load_radon("MN").data.shape
     (919, 2)
     """
-    frame = read_table("radon")
+    frame = read_shipped_table("radon")
+    # A uranium of 0 has no logarithm, and 9 is the survey's code for an unknown floor.
     frame = frame[(frame["uranium_ppm"] > 0) & (frame["floor"] < 9)]
     states = sorted(frame["state"].unique())
     if state is not None:
@@ -73,10 +114,10 @@ def load_radon(state=None):
         floor=(frame["floor"] > 0).astype(int), log_uranium=np.log(frame["uranium_ppm"])
     )
     columns = ["state", "county", "county_fips", "floor", "log_uranium", "log_radon"]
-    return _bunch(frame[columns], ["floor", "log_uranium"], "log_radon", "county_fips")
+    return _table_bunch(frame[columns], ["floor", "log_uranium"], "log_radon", "county_fips")
 
 
-def load_heart_disease(*, complete=True):
+def load_heart_disease(*, complete: bool = True) -> Bunch:
     """Load the patients of four hospitals, with and without coronary heart disease.
 
     Parameters
@@ -115,13 +156,15 @@ def load_heart_disease(*, complete=True):
     >>> load_heart_disease().data.shape
     (740, 10)
     """
-    frame = read_table("heart_disease").drop(columns="flamby")
+    frame = read_shipped_table("heart_disease").drop(
+        columns="flamby"
+    )  # which rows have no NaN in `data`
     if complete:
         frame = frame.dropna(subset=_ATTRIBUTES)
-    return _bunch(frame, _ATTRIBUTES, "target", "hospital")
+    return _table_bunch(frame, _ATTRIBUTES, "target", "hospital")
 
 
-def load_parkinsons():
+def load_parkinsons() -> Bunch:
     """Load the voice recordings of 42 people with Parkinson's disease, over six months.
 
     Each recording has a score of the disease (UPDRS, interpolated between three visits of a
@@ -153,12 +196,12 @@ def load_parkinsons():
     >>> load_parkinsons().data.shape
     (5875, 19)
     """
-    frame = read_table("parkinsons")
+    frame = read_shipped_table("parkinsons")
     features = frame.columns.drop(["subject", "motor_UPDRS", "total_UPDRS"]).tolist()
-    return _bunch(frame, features, "total_UPDRS", "subject")
+    return _table_bunch(frame, features, "total_UPDRS", "subject")
 
 
-def load_county_elections(data_home="deprecated"):
+def load_county_elections(data_home: Any = "deprecated") -> Bunch:
     """Load the winner of each US county in the presidential elections of 2000 to 2020.
 
     Parameters
@@ -197,13 +240,15 @@ def load_county_elections(data_home="deprecated"):
             "package, and will be removed in 0.2.",
             FutureWarning,
         )
-    frame = read_table("county_elections", dtype={"fips": str})
+    # Codes begin with zeros in Alabama to Connecticut.
+    frame = read_shipped_table("county_elections", dtype={"fips": str})
     columns = ["fips", "state", "county", "year", "votes_dem", "votes_rep", "rep_won"]
     frame = frame.loc[frame["in_panel"] == 1, columns]
-    return _bunch(frame, ["year"], "rep_won", "fips")
+    return _table_bunch(frame, ["year"], "rep_won", "fips")
 
 
-def _bunch(frame, features, target, group):
+def _table_bunch(frame, features, target, group):
+    # Ids as objects: pandas' own arrays of strings are not NumPy's.
     frame = frame.reset_index(drop=True)
     return Bunch(
         frame=frame,

@@ -253,5 +253,5 @@ def test_licences_are_beside_the_tables():
     folder = files("pfl_sklearn.datasets") / "data"
     text = (folder / "LICENSES.md").read_text()
     tables = [file.name for file in folder.iterdir() if file.name.endswith(".csv.gz")]
-    assert len(tables) == 4
+    assert len(tables) == 5
     assert all(f"`{name}`" in text for name in tables)

@@ -66,7 +66,7 @@ def encode_labels(y, both=False):
     if y is None:
         raise ValueError("BernoulliMean requires y to be passed, but the target y is None.")
     y = column_or_1d(y, warn=True)
-    codes, classes = pd.factorize(y)
+    codes, classes = pd.factorize(y, sort=True)
     if (codes < 0).any():
         raise ValueError("Input y contains NaN.")
     if len(classes) > 2:
@@ -79,10 +79,7 @@ def encode_labels(y, both=False):
         check_labels(classes)
     if both and len(classes) == 1 and classes[0] in (0, 1):
         return np.array([0, 1]).astype(classes.dtype), np.full(len(y), float(classes[0]))
-    order = np.argsort(classes, kind="stable")
-    rank = np.empty(len(classes))
-    rank[order] = np.arange(len(classes))
-    return np.asarray(classes)[order], rank[codes]
+    return np.asarray(classes), codes.astype(float)
 
 
 def check_two_classes(classes, rows, private):

@@ -8,10 +8,10 @@ from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.estimation import _gaussian_release as release
 from pfl_sklearn.estimation._gaussian_release import Known
 from pfl_sklearn.estimation._mean_estimates import (
-    OWN_ESTIMATES,
+    PRIVATE_OF_MEANS,
     RELEASED_OF_MEANS,
     FittedMeans,
-    Population,
+    PopulationOfMeans,
     bounded_means,
     known_noise,
     local_mechanism,
@@ -37,7 +37,6 @@ from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, StochasticQuan
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.theory import own_weight
 
-_NOT_RELEASED = (*OWN_ESTIMATES, "log_likelihood_")
 # Rounding has its largest variance halfway between levels. We subtract that from the spread of the
 # reports, so rounding that may add more than this share of the sampling variance biases the rest.
 _COARSEST_ROUNDING = 0.1
@@ -68,7 +67,7 @@ def gaussian_prior_events(prior, params):
     known = Known(prior.mean, prior.covariance, params.noise_variance)
     if known.is_complete:  # clients send nothing
         return ()
-    moments = _client_moments(known, params)
+    moments = release.client_moments(known, params)
     # A message of zero is nearer to any other than two messages are to each other. Under local
     # trust the message itself is seen, and a client that sends none shows.
     ratio = moments.zero_out_sensitivity / moments.sensitivity
@@ -86,7 +85,7 @@ def fit_under_gaussian_prior(rows, prior, params):
         senders = table if sent_rows is rows else _statistics(sent_rows)
         clients, averaged = AllClients(table, sends), params.uncertainty == "full"
         fitted = fit_exact_means(senders, known, params.method, prior, averaged, clients)
-        return table, fitted, open_report(len(senders.means), _NOT_RELEASED)
+        return table, fitted, open_report(len(senders.means), PRIVATE_OF_MEANS)
     table, centre = bounded_means(rows, params)
     senders = table if sent_rows is rows else bounded_means(sent_rows, params)[0]
     variances = None
@@ -94,11 +93,11 @@ def fit_under_gaussian_prior(rows, prior, params):
         population, report = _fit_quantized(senders, centre, params, shared_values(known))
     elif known.is_complete:
         # With nothing to estimate nothing is sent, so every output may have its own variances.
-        population = Population(
+        population = PopulationOfMeans(
             prior.with_values(*known[:2]), known.mean, 0.0 * known.mean, *known[1:]
         )
         fitted = _shrink_towards(AllClients(table, sends), population)
-        report = PrivacyReport.of_known_population(RELEASED_OF_MEANS, _NOT_RELEASED, len(ids))
+        report = PrivacyReport.of_known_population(RELEASED_OF_MEANS, PRIVATE_OF_MEANS, len(ids))
         return table, fitted, report
     else:
         variances = release.row_variances(rows.y, codes, table)
@@ -154,7 +153,9 @@ def fit_exact_means(senders, known, method, prior, averaged, clients):
         np.repeat([getattr(each, name) for each in components], width).astype(float)
         for name in ("mean_variance", "between", "noise")
     )
-    population = Population(prior.with_values(mean, between), mean, mean_variance, between, noise)
+    population = PopulationOfMeans(
+        prior.with_values(mean, between), mean, mean_variance, between, noise
+    )
     log_likelihood = float(sum(each.log_likelihood for each in components))
     fitted = _shrink_towards(clients, population, log_likelihood)
     if not averaged:
@@ -214,7 +215,7 @@ def shrink_releases(table, released, prior, variances=None):
     own = np.broadcast_to(1 - shrink, table.means.shape)
     full = np.ones(d)
     between, mean_variance = released.between * full, released.mean_variance * full
-    population = Population(
+    population = PopulationOfMeans(
         prior.with_values(released.mean, between),
         released.mean,
         mean_variance,
@@ -226,16 +227,9 @@ def shrink_releases(table, released, prior, variances=None):
     return FittedMeans(population, means, own * sampling, own, shared=not per_output)
 
 
-def _client_moments(known, params):
-    """Message that a client must send."""
-    return release.client_moments(
-        known, params.clip_norm, params.noise_variance_bound, params.trust
-    )
-
-
 def _fit_private(table, variances, centre, params, known, n_clients):
     """Released population and report of noisy means or sums of the clients that send some."""
-    moments = _client_moments(known, params)
+    moments = release.client_moments(known, params)
     if known.noise is None:
         check_noise_is_identified(table)
     rng, _ = noise_generator(params.random_state)
@@ -254,13 +248,10 @@ def _fit_private(table, variances, centre, params, known, n_clients):
     report = noisy_report(
         params,
         mechanism.facts(),
-        _NOT_RELEASED,
+        PRIVATE_OF_MEANS,
         n_clients=len(table.means),
         epsilon_under=under,
-        assumptions=(
-            *_bounds(moments, params),
-            *participation(len(table.means), n_clients),
-        ),
+        assumptions=(*_bounds(moments, params), *participation(len(table.means), n_clients)),
     )
     return population, report
 
@@ -294,7 +285,7 @@ def _fit_quantized(table, centre, params, known):
     population = release.means_from_quantized_reports(
         table, quantizer, centre, known, params.method, rng
     )
-    return population, open_report(len(table.means), _NOT_RELEASED, quantizer.facts())
+    return population, open_report(len(table.means), PRIVATE_OF_MEANS, quantizer.facts())
 
 
 def _check_fine(quantizer, table, noise):

@@ -60,13 +60,14 @@ class Known(NamedTuple):
         return all(value is not None for value in self)
 
 
-def client_moments(known, radius, noise_bound, trust):
+def client_moments(known, params):
     """Message that a client must send for what is unknown; something must be unknown."""
     mean, square = known.mean is None, known.between is None
-    if trust == "local":
+    if params.trust == "local":
         # Each noisy mean is seen by itself, and their spread shows the variance between clients.
         mean, square = mean or square, False
-    return ClientMoments(radius, mean, square, known.noise is None, noise_bound)
+    noise, bound = known.noise is None, params.noise_variance_bound
+    return ClientMoments(params.clip_norm, mean, square, noise, bound)
 
 
 def row_variances(y, codes, table):

@@ -40,9 +40,10 @@ OWN_ESTIMATES = (
     "clients_",
     "n_samples_per_client_",
 )
+PRIVATE_OF_MEANS = (*OWN_ESTIMATES, "log_likelihood_")
 
 
-class Population(NamedTuple):
+class PopulationOfMeans(NamedTuple):
     """A prior with its values, and its moments by output; arrays are (d,)."""
 
     prior: Any
@@ -55,7 +56,7 @@ class Population(NamedTuple):
 class FittedMeans(NamedTuple):
     """A fitted population and its clients."""
 
-    population: Population
+    population: PopulationOfMeans
     means: Floats  # (m, d)
     variances: Floats  # (m, d), of `means`
     own: Floats  # (m, d), weights on the clients' own means

@@ -8,10 +8,10 @@ import numpy as np
 from pfl_sklearn._float_range import LARGEST
 from pfl_sklearn.estimation import _mixture_release as release
 from pfl_sklearn.estimation._mean_estimates import (
-    OWN_ESTIMATES,
+    PRIVATE_OF_MEANS,
     RELEASED_OF_MEANS,
     FittedMeans,
-    Population,
+    PopulationOfMeans,
     bounded_means,
     known_noise,
     noisy_report,
@@ -25,7 +25,7 @@ from pfl_sklearn.priors._mixture_fit import cluster_means, k_means, nearest_cent
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 
-_NOT_RELEASED = (*OWN_ESTIMATES, "log_likelihood_", "responsibilities_")
+_PRIVATE_OF_MIXTURES = (*PRIVATE_OF_MEANS, "responsibilities_")
 _PRINTED_ROUNDS = 10  # of Algorithm 1; run to convergence it draws all points into one
 _MOST_LLOYD_STEPS = 300  # as scikit-learn's KMeans; it converges in far fewer
 
@@ -61,14 +61,16 @@ def fit_under_mixture_prior(rows, prior, params):
     if not releases(params):
         table = client_means(rows.y, codes, len(ids), rows.weights)
         fitted = fit_exact_mixture(table, prior, noise, params.method)
-        return table, fitted, open_report(len(ids), _NOT_RELEASED)
+        return table, fitted, open_report(len(ids), _PRIVATE_OF_MIXTURES)
     table, centre = bounded_means(rows, params)
     if prior.is_known:
         known = prior.with_mixture(*prior.known_mixture(len(centre)))
         mean = known.moments()[0]
         released = release.ReleasedMixture(known, known, mean, np.zeros_like(centre), True)
         fitted = shrink_released(table, released, noise, np.zeros(len(ids), dtype=bool))
-        report = PrivacyReport.of_known_population(RELEASED_OF_MEANS, _NOT_RELEASED, len(ids))
+        report = PrivacyReport.of_known_population(
+            RELEASED_OF_MEANS, _PRIVATE_OF_MIXTURES, len(ids)
+        )
         return table, fitted, report
     rng, _ = noise_generator(params.random_state)
     released, facts, entries = release.fit_released(table, centre, prior, noise, params, rng)
@@ -76,8 +78,8 @@ def fit_under_mixture_prior(rows, prior, params):
     alone |= release.implausible(released.working, table.means, noise / table.weights)
     fitted = shrink_released(table, released, noise, alone | (len(ids) == 1))
     if math.isinf(params.epsilon):
-        return table, fitted, open_report(len(ids), _NOT_RELEASED, facts)
-    report = noisy_report(params, facts, _NOT_RELEASED, n_clients=len(ids), **entries)
+        return table, fitted, open_report(len(ids), _PRIVATE_OF_MIXTURES, facts)
+    report = noisy_report(params, facts, _PRIVATE_OF_MIXTURES, n_clients=len(ids), **entries)
     return table, fitted, report
 
 
@@ -103,7 +105,7 @@ def fit_exact_mixture(table, prior, noise, method):
     of_means = fitted.log_marginal(table.means, sampling[:, None]).sum()
     log_likelihood = float(of_means + within_log_likelihood(table, noise))
     means, variances, own, shares = posteriors(fitted, table.means, sampling[:, None])
-    population = Population(fitted, mean, error, between, np.full_like(mean, noise))
+    population = PopulationOfMeans(fitted, mean, error, between, np.full_like(mean, noise))
     return FittedMeans(population, means, variances, own, log_likelihood, responsibilities=shares)
 
 
@@ -121,7 +123,7 @@ def shrink_released(table, released, noise, alone):
     prior, mean = released.prior, released.mean
     between = np.diag(prior.moments()[1]).copy()
     return FittedMeans(
-        Population(prior, mean, released.mean_variance, between, np.full_like(mean, noise)),
+        PopulationOfMeans(prior, mean, released.mean_variance, between, np.full_like(mean, noise)),
         np.where(alone, table.means, means),
         np.where(alone, sampling, variances),
         np.where(alone, 1.0, own),
@@ -188,7 +190,7 @@ def _single_client(table, prior, noise):
     sampling = np.full((1, d), noise / table.weights[0])
     unknown = np.full((k, d, d), np.nan), np.full(k, np.nan)
     prior = prior.with_mixture(np.tile(mean, (k, 1)), *unknown)
-    population = Population(prior, mean, sampling[0], np.full(d, np.nan), np.full(d, noise))
+    population = PopulationOfMeans(prior, mean, sampling[0], np.full(d, np.nan), np.full(d, noise))
     shares = np.full((1, k), 1 / k)
     return FittedMeans(population, table.means, sampling, np.ones((1, d)), responsibilities=shares)
 

@@ -25,7 +25,7 @@ _GAIN_IN_NOISE_STDS = 2.0  # noise alone passes for a gain in one fit of 44
 _IMPLAUSIBLE = 1e-3  # share of clients that keep their own means under a mixture that holds
 _LEAST_SPREAD = 1e-4  # of starts in a direction, in squared units of the ball's radius
 _CLIENTS_AT_ONCE = 1 << 16  # keeps their gradients at a few MB for each component
-_TINY = 1e-12  # relative; what is smaller is rounding, and not to be divided by
+_LEAST_RELATIVE = 1e-12  # relative; what is smaller is rounding, and not to be divided by
 _USELESS = (
     "The released clusters do not help: in the noisy check they reduce the clients' error by less "
     "than twice the noise, so every client keeps its own mean. Give a larger epsilon, a smaller "
@@ -133,9 +133,11 @@ def central_mixture(table, centre, prior, noise, params, rng):
     clusters = best_start(clustering, vectors, sampling, prior.n_components, rng)
     for t in range(clustering.n_steps):
         clusters = take_step(clustering, t, vectors, sampling, clusters, spread, rng)
-    clusters = _heaviest_first(clusters)
+    order = np.lexsort((clusters.centres[:, 0], -clusters.weights))  # the heaviest first
+    clusters = Clusters(*(values[order] for values in clusters))
     # The check of the gain is the last release: it must judge the components that clients will use.
-    working = _working(clusters, centre, radius)
+    variances = radius**2 * (clusters.spread + clusters.noise)
+    working = _spherical(centre + radius * clusters.centres, variances, clusters.weights)
     trusted = _helps(clustering, working, table.means, sampling * radius**2, rng)
     if not trusted:
         warn_caller(_USELESS, UserWarning)
@@ -166,7 +168,7 @@ def best_start(clustering, vectors, sampling, k, rng):
         # Random places need no data, so drawing many of them costs no privacy.
         places = rng.standard_normal((k, width))
         places -= places.mean(axis=0)
-        places /= np.sqrt(np.mean(places**2, axis=0)) + _TINY
+        places /= np.sqrt(np.mean(places**2, axis=0)) + _LEAST_RELATIVE
         # In the ball all scores are bounded.
         candidates.append(clip_l2(mean + (places * lengths) @ directions[:, -width:].T, 1.0))
     scores = clustering.mechanism("scores").privatize(clustering.scores(vectors, candidates), rng)
@@ -258,7 +260,7 @@ def shows_groups(fitted, reports, variances, sizes):
         for size, model in zip(sizes, (fitted, one), strict=True)
     )
     # A mixture of one component is the Gaussian itself; rounding must not reject it.
-    return bool(first <= second + _TINY * abs(second))
+    return bool(first <= second + _LEAST_RELATIVE * abs(second))
 
 
 def mean_errors(fitted, reports, variances):
@@ -277,12 +279,12 @@ def mean_errors(fitted, reports, variances):
         pull = (part[:, None, :] - means) / (spread + noise[:, None])[:, :, None]
         by_mean = (shares[:, :, None] * pull).reshape(len(part), -1)
         # Weights sum to 1, so the last one is no parameter.
-        ratio = shares / np.maximum(weights, _TINY)
+        ratio = shares / np.maximum(weights, _LEAST_RELATIVE)
         gradient = np.hstack([by_mean, ratio[:, :-1] - ratio[:, -1:]])
         information += gradient.T @ gradient
     # Components that share all their clients leave directions without information.
     values, vectors = np.linalg.eigh(information)
-    inverse = (vectors / np.maximum(values, _TINY * values.max())) @ vectors.T
+    inverse = (vectors / np.maximum(values, _LEAST_RELATIVE * values.max())) @ vectors.T
     return np.diag(inverse)[: k * d].reshape(k, d).mean(axis=1)
 
 
@@ -324,20 +326,9 @@ def _shares(vectors, sampling, clusters, hard):
     )
     if hard:  # nearest centres need no variances, which are not known yet
         return np.eye(len(clusters.weights))[np.argmin(squares, axis=1)]
-    total = np.maximum(clusters.spread + clusters.noise + sampling[:, None], _TINY)
+    total = np.maximum(clusters.spread + clusters.noise + sampling[:, None], _LEAST_RELATIVE)
     scale = 0.5 * vectors.shape[1]
     return softmax(np.log(clusters.weights) - squares / (2 * total) - scale * np.log(total), axis=1)
-
-
-def _heaviest_first(clusters):
-    order = np.lexsort((clusters.centres[:, 0], -clusters.weights))
-    return Clusters(*(part[order] for part in clusters))
-
-
-def _working(clusters, centre, radius):
-    """The components in units of the data, with the noise of their centres as spread."""
-    means = centre + radius * clusters.centres
-    return _spherical(means, radius**2 * (clusters.spread + clusters.noise), clusters.weights)
 
 
 def _spherical(means, variances, weights):

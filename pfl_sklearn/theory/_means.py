@@ -71,11 +71,7 @@ def own_weight(prior_variance: float | Floats, sampling_variance: float | Floats
 
 
 def mean_risk(
-    n_clients: int,
-    n_rows: int,
-    between_variance: float,
-    noise_variance: float,
-    n_features: int = 1,
+    n_clients: int, n_rows: int, between_variance: float, noise_variance: float, n_features: int = 1
 ) -> WeightAndRisk:
     r"""Weight and risk of personalized means, with known variances and an unknown population mean.
 
@@ -347,12 +343,7 @@ def quantizer_variance(half_width: float, n_bits: int) -> float:
 
 
 def local_noise_std(
-    half_width: float,
-    epsilon: float,
-    delta: float,
-    n_features: int = 1,
-    *,
-    version: str = "sound",
+    half_width: float, epsilon: float, delta: float, n_features: int = 1, *, version: str = "sound"
 ) -> float:
     r"""Noise that local privacy needs on every coordinate of a mean in :math:`[-b, b]^d`.
 

@@ -248,6 +248,7 @@ def fetch_cifar10(*, subset: str = "all", data_home: Any = None, return_X_y: boo
 
 
 def _parts(subset):
+    """Names of the parts of a file that make a subset."""
     if subset not in _PARTS:
         raise ValueError(f"subset must be one of {', '.join(_PARTS)}; got {subset!r}.")
     return _PARTS[subset]
@@ -265,6 +266,7 @@ def _read_parts(path, parts, shape, n_classes):
 
 
 def _read_arrays(path, names):
+    """The named arrays of a file."""
     with np.load(path) as file:
         missing = [name for name in names if name not in file]
         if missing:
@@ -273,6 +275,7 @@ def _read_arrays(path, names):
 
 
 def _check_images(path, name, images, shape):
+    """Refuse another type or shape: a table of one's own must look like the public one."""
     if images.dtype != np.uint8 or images.shape[1:] != shape:
         wanted = ", ".join(map(str, shape))
         raise ValueError(

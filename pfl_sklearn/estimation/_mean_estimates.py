@@ -282,6 +282,7 @@ def _check_discrete(params):
 
 
 def _check_quantizer(params):
+    """Refuse a promise that rounding cannot keep, and ask for what it needs."""
     if math.isfinite(params.epsilon):
         raise ValueError(
             f"mechanism='quantizer' claims no privacy and cannot go with epsilon="

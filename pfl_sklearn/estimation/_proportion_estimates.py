@@ -190,6 +190,7 @@ def matched_quantiles(means, stds, tails):
 
 
 def _describe(prior, mean, variance, mean_std, table, posterior, exact):
+    """FittedProportions from posterior means and variances (u,) of the pairs of a CountTable."""
     means, variances = (table.per_client(values) for values in posterior)
     icc = _intraclass_correlation(mean, variance)
     shrinkage = table.per_client(beta_shrinkage(icc, table.trials))
@@ -199,6 +200,7 @@ def _describe(prior, mean, variance, mean_std, table, posterior, exact):
 
 
 def _intraclass_correlation(mean, variance):
+    """Variance of clients' probabilities over the largest that their mean allows."""
     limit = mean * (1 - mean)
     return variance / limit if limit > 0 else 0.0  # a population of 0 or 1 alone has no spread
 

@@ -81,6 +81,7 @@ class BetaAverage(NamedTuple):
         return mean, variance
 
     def _posterior(self, successes, trials):
+        """Mean and variance (u,) for a block of pairs."""
         # The reports give the weights before, the client's own counts those after.
         joint = log_marginals(successes, trials, self.alphas, self.betas) + np.log(self.weights)
         joint = softmax(joint, axis=1)
@@ -205,6 +206,7 @@ def central_release(table, epsilon, delta, rng):
 
 
 def _moment_release(table, epsilon, delta, rng):
+    """Release of two noisy sums over clients: their shares, and the spreads of these."""
     mechanism = GaussianMechanism(MOMENT_SENSITIVITY, epsilon, delta)
     trials = table.per_client(table.trials)
     messages = moment_messages(table.per_client(table.successes), trials)
@@ -327,6 +329,7 @@ def probability_table(n):
 
 
 def _binomial_log_likelihood(ones, n, probability):
+    """Log-likelihood (H,) of `ones` among n bits, each 1 with this probability (H,)."""
     return ones * np.log(probability) + (n - ones) * np.log1p(-probability)
 
 

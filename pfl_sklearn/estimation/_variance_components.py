@@ -13,12 +13,12 @@ from scipy.optimize import brentq
 from pfl_sklearn._clients import row_counts, segment_sums
 from pfl_sklearn._float_range import unit_near
 
-# The criterion may have two minima in a variance. A grid this fine over 9 to 20 powers of ten has a
-# point in the valley of each, and the root finder ends the search.
+# Where clients are of very unequal sizes, the criterion can have two minima in a variance. A root
+# finder alone would not notice; the grid covers the whole range.
 _VARIANCE_GRID_POINTS = 48
 _GRID_CELLS = 1 << 20  # candidates times distinct weights at once: 8 MB for each array
-# A sum of squares around a mean that is below this share of the squares themselves has lost ten of
-# its sixteen digits to the subtraction.
+# Squares around the clients' means below this share of the squares that they are the difference of
+# have lost six of their sixteen digits.
 _CANCELLATION = 1e-6
 
 
@@ -125,6 +125,7 @@ def likelihood_in_units(table, restricted, mean, between, noise, extra=0.0):
 
 
 def _quotient(value, unit):
+    """A known value in this unit; None stays None."""
     return None if value is None else value / unit
 
 
@@ -132,7 +133,7 @@ def _estimate_variances(likelihood, method, between, noise):
     """Components with the variances that are None filled in."""
     pooled = likelihood.pooled_noise() if noise is None else noise
     if likelihood.n_clients == 1 and between is None:
-        # One mean says nothing of the spread between clients; its own error it does tell.
+        # One client shows no spread between clients. Its mean is the population's, with its error.
         return likelihood.components(0.0, pooled)._replace(between=np.nan)
     if method == "moments":
         between = likelihood.moment_between(pooled) if between is None else between
@@ -244,6 +245,7 @@ class MeansLikelihood:
         )
         dof = self.n_clients - (self.known_mean is None)
         spread = np.sum(deviations**2) / (dof * self.d)
+        # Chance makes the difference negative where clients are alike.
         return max(0.0, spread - noise * np.mean(1 / self.table.weights) - self.extra)
 
     def spread(self):

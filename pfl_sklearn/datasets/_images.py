@@ -299,7 +299,7 @@ def _check_labels(path, name, values, n, n_classes=None):
 
 
 def _image_bunch(images, labels, names, return_X_y, **groups):
-    # In float32 at once: 255 as a float64 would make arrays of twice the size.
+    # In float32 at once: quotients of whole numbers are float64, arrays of twice the size.
     data = np.divide(images, _LARGEST_BYTE, dtype=np.float32, order="C")
     if return_X_y:
         return data, labels, *groups.values()

@@ -51,7 +51,7 @@ from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.privacy._report import private_report, warn_once
 
-_RELEASED_OF_PROPORTIONS = ("population_mean_", "population_mean_std_", "prior_", "icc_")
+_PUBLIC_OF_PROPORTIONS = ("population_mean_", "population_mean_std_", "prior_", "icc_")
 _PRINTED = ("printed", "printed_eq32")
 # (prior, method) pairs that each way of pooling supports. Two bits and noisy sums identify a mean
 # and a variance, which is all that a beta prior has; a grid needs reports of the counts themselves.
@@ -217,7 +217,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         "local_means_",
         "shrinkage_",
     )
-    _population_attributes = (*_RELEASED_OF_PROPORTIONS, "classes_", "_priors")
+    _population_attributes = (*_PUBLIC_OF_PROPORTIONS, "classes_", "_priors")
     _state_attributes = ("_posterior_is_exact",)
 
     _parameter_constraints = {
@@ -478,7 +478,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         senders = table if sends.all() else count_table(successes[sends], trials[sends])
         if math.isfinite(self.epsilon) and not prior.is_known:
             return table, *self._estimate_from_release(table, senders, prior)
-        names = _RELEASED_OF_PROPORTIONS, OWN_ESTIMATES
+        names = _PUBLIC_OF_PROPORTIONS, OWN_ESTIMATES
         if math.isfinite(self.epsilon):
             report = PrivacyReport.of_known_population(*names, table.n_clients)
         else:
@@ -516,7 +516,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
             seeded=seeded,
             caveats=release.caveats,
             epsilon_under=release.epsilon_under,
-            released=_RELEASED_OF_PROPORTIONS,
+            released=_PUBLIC_OF_PROPORTIONS,
             not_released=OWN_ESTIMATES,
             assumptions=(
                 "the two class labels are public, and that both occur unless they are 0 and 1",

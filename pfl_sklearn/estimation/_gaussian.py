@@ -23,7 +23,7 @@ from pfl_sklearn.estimation._gaussian_fit import (
     gaussian_prior_events,
 )
 from pfl_sklearn.estimation._mean_estimates import (
-    RELEASED_OF_MEANS,
+    PUBLIC_OF_MEANS,
     check_release,
     check_targets,
     client_summary,
@@ -51,15 +51,11 @@ class _FitUnderPrior(NamedTuple):
     fit: Callable[..., tuple[Any, ...]]
 
 
+_GAUSSIAN = check_gaussian_prior, gaussian_prior_events, fit_under_gaussian_prior
 _MIXTURE = check_mixture_prior, mixture_prior_events, fit_under_mixture_prior
 # A mixture has no restricted likelihood, so "reml", the default, means "ml" there.
 _FITS = {
-    GaussianPrior: _FitUnderPrior(
-        ("reml", "ml", "moments"),
-        check_gaussian_prior,
-        gaussian_prior_events,
-        fit_under_gaussian_prior,
-    ),
+    GaussianPrior: _FitUnderPrior(("reml", "ml", "moments"), *_GAUSSIAN),
     GaussianMixturePrior: _FitUnderPrior(("reml", "ml"), *_MIXTURE),
     DiscretePrior: _FitUnderPrior(("reml", "ml", "printed"), *_MIXTURE),
 }
@@ -323,7 +319,7 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         "responsibilities_",
         "_intervals",
     )
-    _population_attributes = (*RELEASED_OF_MEANS, "_new_client_std")
+    _population_attributes = (*PUBLIC_OF_MEANS, "_new_client_std")
 
     _parameter_constraints = {
         "prior": "no_validation",
@@ -536,10 +532,7 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         icc = intraclass_correlation(population.between, noise)
         self.icc_ = icc if per_output else float(icc[0])
         self.log_likelihood_ = fitted.log_likelihood
-        optional = {
-            "responsibilities_": fitted.responsibilities,
-            "_intervals": fitted.intervals,
-        }
+        optional = {"responsibilities_": fitted.responsibilities, "_intervals": fitted.intervals}
         for name, value in optional.items():
             self.__dict__.pop(name, None)  # of an earlier fit under another prior
             if value is not None:

@@ -9,7 +9,7 @@ from pfl_sklearn.estimation import _gaussian_release as release
 from pfl_sklearn.estimation._gaussian_release import Known
 from pfl_sklearn.estimation._mean_estimates import (
     PRIVATE_OF_MEANS,
-    RELEASED_OF_MEANS,
+    PUBLIC_OF_MEANS,
     FittedMeans,
     PopulationOfMeans,
     bounded_means,
@@ -97,7 +97,7 @@ def fit_under_gaussian_prior(rows, prior, params):
             prior.with_values(*known[:2]), known.mean, 0.0 * known.mean, *known[1:]
         )
         fitted = _shrink_towards(AllClients(table, sends), population)
-        report = PrivacyReport.of_known_population(RELEASED_OF_MEANS, PRIVATE_OF_MEANS, len(ids))
+        report = PrivacyReport.of_known_population(PUBLIC_OF_MEANS, PRIVATE_OF_MEANS, len(ids))
         return table, fitted, report
     else:
         variances = release.row_variances(rows.y, codes, table)
@@ -139,7 +139,7 @@ def fit_exact_means(senders, known, method, prior, averaged, clients):
     """
     d = senders.means.shape[1]
     differ = any(values is not None and np.any(values != values[0]) for values in known[1:])
-    # Outputs of one variance are estimated together: their rows all tell of it.
+    # Outputs of one variance are estimated together: all their rows bear on it.
     apart = d > 1 and (differ or prior.covariance_type == "diag")
     blocks = [[k] for k in range(d)] if apart else [slice(None)]
     knowns = [_known_of_outputs(known, block) for block in blocks]

@@ -25,13 +25,7 @@ from pfl_sklearn.privacy._mechanisms._discrete_gaussian import check_opendp
 from pfl_sklearn.privacy._report import private_report
 from pfl_sklearn.privacy._spending import gaussian_events
 
-RELEASED_OF_MEANS = (
-    "population_mean_",
-    "population_mean_std_",
-    "prior_",
-    "noise_variance_",
-    "icc_",
-)
+PUBLIC_OF_MEANS = ("population_mean_", "population_mean_std_", "prior_", "noise_variance_", "icc_")
 OWN_ESTIMATES = (
     "means_",
     "stds_",
@@ -90,9 +84,9 @@ def value_per_output(name, value, d, least=-math.inf):
 
 def known_noise(noise_variance, d):
     """The given noise variance as an array (d,), or None."""
-    return (
-        None if noise_variance is None else value_per_output("noise_variance", noise_variance, d, 0)
-    )
+    if noise_variance is None:
+        return None
+    return value_per_output("noise_variance", noise_variance, d, least=0.0)
 
 
 def intraclass_correlation(between, noise):
@@ -175,7 +169,7 @@ def check_targets(estimator, y):
         raise ValueError(
             f"{type(estimator).__name__} requires y to be passed, but the target y is None."
         )
-    with np.errstate(over="ignore", invalid="ignore"):  # it sums everything, and looks no further
+    with np.errstate(over="ignore", invalid="ignore"):  # scikit-learn sums everything first
         y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y", ensure_min_samples=0)
     if not releases(estimator):  # a refusal would reveal a client's values
         check_float_range("y", y.ravel())
@@ -204,7 +198,7 @@ def open_report(n_clients, private, facts=None):
     return PrivacyReport.unprotected(
         "epsilon=inf was asked for." if facts is None else reason,
         **(facts or {}),
-        not_released=RELEASED_OF_MEANS + private,
+        not_released=PUBLIC_OF_MEANS + private,
         n_clients=n_clients,
     )
 
@@ -233,7 +227,7 @@ def noisy_report(params, facts, private, *, assumptions=(), **entries):
         )
     return private_report(
         facts,
-        released=RELEASED_OF_MEANS,
+        released=PUBLIC_OF_MEANS,
         not_released=private,
         seeded=params._noise_seed is not None,
         assumptions=(

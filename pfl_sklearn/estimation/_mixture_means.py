@@ -9,7 +9,7 @@ from pfl_sklearn._float_range import LARGEST
 from pfl_sklearn.estimation import _mixture_release as release
 from pfl_sklearn.estimation._mean_estimates import (
     PRIVATE_OF_MEANS,
-    RELEASED_OF_MEANS,
+    PUBLIC_OF_MEANS,
     FittedMeans,
     PopulationOfMeans,
     bounded_means,
@@ -68,9 +68,7 @@ def fit_under_mixture_prior(rows, prior, params):
         mean = known.moments()[0]
         released = release.ReleasedMixture(known, known, mean, np.zeros_like(centre), True)
         fitted = shrink_released(table, released, noise, np.zeros(len(ids), dtype=bool))
-        report = PrivacyReport.of_known_population(
-            RELEASED_OF_MEANS, _PRIVATE_OF_MIXTURES, len(ids)
-        )
+        report = PrivacyReport.of_known_population(PUBLIC_OF_MEANS, _PRIVATE_OF_MIXTURES, len(ids))
         return table, fitted, report
     rng, _ = noise_generator(params.random_state)
     released, facts, entries = release.fit_released(table, centre, prior, noise, params, rng)

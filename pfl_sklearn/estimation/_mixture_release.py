@@ -25,7 +25,7 @@ _GAIN_IN_NOISE_STDS = 2.0  # noise alone passes for a gain in one fit of 44
 _IMPLAUSIBLE = 1e-3  # share of clients that keep their own means under a mixture that holds
 _LEAST_SPREAD = 1e-4  # of starts in a direction, in squared units of the ball's radius
 _CLIENTS_AT_ONCE = 1 << 16  # keeps their gradients at a few MB for each component
-_LEAST_RELATIVE = 1e-12  # relative; what is smaller is rounding, and not to be divided by
+_LEAST_RELATIVE = 1e-12  # beside numbers near 1; what is smaller is not to be divided by
 _USELESS = (
     "The released clusters do not help: in the noisy check they reduce the clients' error by less "
     "than twice the noise, so every client keeps its own mean. Give a larger epsilon, a smaller "
@@ -165,7 +165,7 @@ def best_start(clustering, vectors, sampling, k, rng):
     lengths = np.sqrt(np.maximum(values[-width:] - sampling.mean(), _LEAST_SPREAD))
     candidates = []
     for _ in range(clustering.n_candidates):
-        # Random places need no data, so drawing many of them costs no privacy.
+        # Random places need no data: only their scores cost privacy.
         places = rng.standard_normal((k, width))
         places -= places.mean(axis=0)
         places /= np.sqrt(np.mean(places**2, axis=0)) + _LEAST_RELATIVE

@@ -9,9 +9,7 @@ from pfl_sklearn._typing import Floats
 from pfl_sklearn.theory._means import check_choice
 
 
-def beta_moments(
-    alpha: float | Floats, beta: float | Floats
-) -> tuple[float | Floats, float | Floats]:
+def beta_moments(alpha: Any, beta: Any) -> tuple[Any, Any]:
     r"""Mean and variance of a beta distribution.
 
     .. math::

@@ -12,9 +12,8 @@ from typing import Any, TypeVar, dataclass_transform
 
 from sklearn.base import ClassifierMixin
 
-from pfl_sklearn._docs import filled
-
 C = TypeVar("C", bound=type)
+_SECTIONS = ("Parameters", "Attributes", "See Also", "Notes", "References", "Examples")
 
 
 def parameter(
@@ -66,29 +65,39 @@ def with_parameters(cls: C) -> C:
     kept = [signature.parameters[name] for name in ("self", *names)]
     init.__signature__ = signature.replace(parameters=kept)
     if cls.__doc__:  # None under python -OO
-        entries = "\n".join(_entry(fields[name]) for name in names)
-        cls._doc_template = _with_sections(cls)  # type: ignore[attr-defined]
-        texts = {**getattr(cls, "_texts", {}), "parameters": entries}
-        cls.__doc__ = filled(_for_kind(cls, cls._doc_template), texts)  # type: ignore[attr-defined]
+        cls._own_doc = cls.__doc__  # type: ignore[attr-defined]
+        cls.__doc__ = _docstring(cls, "\n".join(_entry(fields[name]) for name in names))
     return cls
 
 
-def _for_kind(cls: type, template: str) -> str:
-    """Template in which classifiers refer to classifiers, and regressors have no classes."""
-    if issubclass(cls, ClassifierMixin):
-        return template.replace("%(kind)s", "Classifier")
-    return template.replace("%(kind)s", "Regressor").replace("%(classes)s\n", "")
+def _docstring(cls: type, parameters: str) -> str:
+    """Docstring of a class, from its own one and those of its bases.
+
+    Attributes and notes of bases follow its own; references are those of the nearest class that has
+    any. A class without a paragraph of its own under the summary has that of a private base.
+    """
+    ours = [each for each in cls.__mro__ if not each.__module__.startswith(("sklearn", "builtins"))]
+    said = {each: _sections(vars(each).get("_own_doc", each.__doc__) or "") for each in ours}
+    merged = {"Parameters": parameters}
+    for name, between in (("Attributes", "\n"), ("Notes", "\n\n")):
+        merged[name] = between.join(each[name] for each in said.values() if name in each)
+    for name in ("See Also", "References"):
+        merged[name] = next((each[name] for each in said.values() if name in each), "")
+    merged["Examples"] = said[cls].get("Examples", "")
+    head = said[cls][""]
+    if "\n\n" not in head:
+        private = [said[each][""] for each in ours if each is not cls and each.__name__[0] == "_"]
+        head = "\n\n".join([head, *(text.partition("\n\n")[2] for text in private)]).rstrip()
+    parts = [f"{name}\n{'-' * len(name)}\n{merged[name]}" for name in _SECTIONS if merged[name]]
+    kind = "Classifier" if issubclass(cls, ClassifierMixin) else "Regressor"
+    return "\n\n".join([head, *parts]).replace("%(kind)s", kind)
 
 
-def _with_sections(cls: type) -> str:
-    """Docstring of a class, with the sections of its base's if it has no parameters of its own."""
-    own = inspect.cleandoc(cls.__doc__ or "")
-    inherited = getattr(cls, "_doc_template", "")
-    if "%(parameters)s" in own or "Parameters\n---" not in inherited:
-        return own
-    summary, _, example = own.partition("\n\nExamples\n")
-    shared = inherited.partition("\n\n")[2]  # without the base's own first line
-    return f"{summary}\n\n{shared}" + (f"\n\nExamples\n{example}" if example else "")
+def _sections(docstring: str) -> dict[str, str]:
+    """Bodies of the sections of a docstring by name; what comes before them has the name ""."""
+    pattern = rf"\n\n({'|'.join(_SECTIONS)})\n-+\n"
+    head, *others = re.split(pattern, inspect.cleandoc(docstring))
+    return {"": head, **dict(zip(others[::2], others[1::2], strict=True))}
 
 
 def _inherit_metadata(field: Any, bases: tuple[type, ...], name: str) -> None:

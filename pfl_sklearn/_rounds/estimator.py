@@ -16,7 +16,6 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context, num_samples, with_callbacks
-from pfl_sklearn._docs import ROUNDS
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.callbacks import both, observer
 from pfl_sklearn._rounds.checkpoint import Checkpoint, described
@@ -70,12 +69,32 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
       without noise ``_make_run`` then takes `until_flat` and gives a run with a rule;
     - `_optional_names`: fitted attributes that not every fit has;
     - `_released_names` and `_kept_names`: what the privacy report covers and what it does not.
+
+    Attributes
+    ----------
+    clients_ : ndarray of shape (n_clients,)
+        Sorted client ids.
+    n_samples_per_client_ : ndarray of shape (n_clients,)
+        Rows of each client: those of ``fit``, and of all calls to ``partial_fit`` since.
+    n_rounds_ : int
+        Rounds that led to the models.
+    noise_multiplier_ : float
+        Noise multiplier of the last call; 0 without noise.
+    history_ : dict of ndarrays, one value per round
+        "n_clients" that took part, their mean "loss" before the round, the share that was
+        "clipped", and the bound "clip_norm". These values are exact, hence not protected. The
+        loss is NaN where nobody took part, and infinite where it overflowed.
+    privacy_ : PrivacyReport
+        What the fit promises, and what it does not.
+    n_features_in_ : int
+        Number of features.
+    feature_names_in_ : ndarray of shape (d,)
+        Their names, if `X` was a data frame.
     """
 
     _released_names: ClassVar[tuple[str, ...]] = ()
     _kept_names: ClassVar[tuple[str, ...]] = ()
     _optional_names: ClassVar[tuple[str, ...]] = ()
-    _texts: ClassVar[dict[str, str]] = ROUNDS  # of its docstrings
 
     n_rounds: int | None = parameter(
         default=100,

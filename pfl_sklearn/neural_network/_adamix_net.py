@@ -91,17 +91,10 @@ class _AdaMixNet(BaseNeural):
 
     Groups of clients form by themselves.
 
-    Parameters
-    ----------
-    %(parameters)s
-
     Attributes
     ----------
-    %(classes)s
-    %(net_attributes)s
     responsibilities_ : ndarray of shape (n_clients, n_components)
         How much each client belongs to each centre; equally, if it never took part.
-    %(rounds_attributes)s
 
     See Also
     --------
@@ -127,8 +120,6 @@ class _AdaMixNet(BaseNeural):
 
     Memory: one vector of parameters for each client; a round needs M + 3 for each client of a
     block, and two messages of M vectors for each sampled client.
-
-    %(common_notes)s
 
     References
     ----------

@@ -37,17 +37,10 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     .. math:: \min_{\theta_{1:m}, \mu, \psi} \sum_i \Bigl( f_i(\theta_i) + \tfrac{1}{2} \log \psi
         + \frac{1}{2 \psi} \mathrm{KL}(p_\mu \| p_{\theta_i}) \Bigr)
 
-    Parameters
-    ----------
-    %(parameters)s
-
     Attributes
     ----------
-    classes_ : ndarray of shape (n_classes,)
-        Sorted class labels.
-    %(label_prior_attribute)s
-    %(net_attributes)s
-    %(rounds_attributes)s
+    label_prior_ : DirichletPrior, SparseDirichletPrior or another label prior
+        Fitted prior of the label frequencies. Only with `label_prior`.
 
     See Also
     --------
@@ -105,8 +98,6 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     net that a client received and for its net after the last round. A round needs six for each
     client of a block, or seven, and two messages for each sampled client. What is left after the
     last round is done for 512 clients at a time, with another vector for each of them.
-
-    %(common_notes)s
 
     References
     ----------

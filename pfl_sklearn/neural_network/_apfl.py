@@ -78,17 +78,10 @@ class _APFL(BaseNeural):
 
     Every client predicts with a weighted mean of the parameters of both.
 
-    Parameters
-    ----------
-    %(parameters)s
-
     Attributes
     ----------
-    %(classes)s
-    %(net_attributes)s
     mixing_ : ndarray of shape (n_clients,)
         Share of each client's own net in its mixture.
-    %(rounds_attributes)s
 
     See Also
     --------
@@ -108,8 +101,6 @@ class _APFL(BaseNeural):
 
     Memory: one vector of parameters for each client; a round needs eight for each client of a
     block, and two messages for each sampled client.
-
-    %(common_notes)s
 
     References
     ----------

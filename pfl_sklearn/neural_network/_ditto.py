@@ -26,16 +26,6 @@ class _Ditto(BaseNeural):
 
     The global net is that of FedAvg. Every client trains a net of its own beside it.
 
-    Parameters
-    ----------
-    %(parameters)s
-
-    Attributes
-    ----------
-    %(classes)s
-    %(net_attributes)s
-    %(rounds_attributes)s
-
     See Also
     --------
     FedAvg%(kind)s : one global net, fine-tuned by every client.
@@ -53,8 +43,6 @@ class _Ditto(BaseNeural):
 
     Memory: one vector of parameters for each client; a round needs six for each client of a
     block, and two messages for each sampled client.
-
-    %(common_notes)s
 
     References
     ----------

@@ -51,19 +51,12 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
     In every round each sampled client takes gradient steps on its own rows, from the global net.
     The server adds the average of their changes to the global net.
 
-    Parameters
-    ----------
-    %(parameters)s
-
     Attributes
     ----------
-    classes_ : ndarray of shape (n_classes,)
-        Sorted class labels.
-    %(label_prior_attribute)s
+    label_prior_ : DirichletPrior, SparseDirichletPrior or another label prior
+        Fitted prior of the label frequencies. Only with `label_prior`.
     head_variances_ : ndarray of shape (n_clients,)
         Prior variances of the clients' last layers. Only with `head`.
-    %(net_attributes)s
-    %(rounds_attributes)s
 
     See Also
     --------
@@ -105,8 +98,6 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
     Memory: for each client one vector of parameters with `fine_tune_steps`, those of a last layer
     with `head`, else none; a round needs three vectors for each client of a block, and two
     messages for each sampled client.
-
-    %(common_notes)s
 
     References
     ----------
@@ -217,15 +208,6 @@ class FedAvgRegressor(NeuralRegressorMixin, BaseNeural):
     In every round each sampled client takes gradient steps on its own rows, from the global net.
     The server adds the average of their changes to the global net.
 
-    Parameters
-    ----------
-    %(parameters)s
-
-    Attributes
-    ----------
-    %(net_attributes)s
-    %(rounds_attributes)s
-
     See Also
     --------
     LocalNetRegressor : nets without communication.
@@ -240,8 +222,6 @@ class FedAvgRegressor(NeuralRegressorMixin, BaseNeural):
 
     Memory: one vector of parameters for each client with `fine_tune_steps`, none without; a round
     needs three for each client of a block, and two messages for each sampled client.
-
-    %(common_notes)s
 
     References
     ----------

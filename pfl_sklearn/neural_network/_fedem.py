@@ -17,17 +17,10 @@ class _FedEM(BaseNeural):
 
     Clients differ in the weights of the nets.
 
-    Parameters
-    ----------
-    %(parameters)s
-
     Attributes
     ----------
-    %(classes)s
-    %(net_attributes)s
     responsibilities_ : ndarray of shape (n_clients, n_components)
         Weight of each net in each client's mixture.
-    %(rounds_attributes)s
 
     See Also
     --------
@@ -58,8 +51,6 @@ class _FedEM(BaseNeural):
 
     Memory: one such vector for each client; a round needs two for each client of a block, and
     two messages of the size of all nets for each sampled client.
-
-    %(common_notes)s
 
     References
     ----------

@@ -57,16 +57,6 @@ class _FedMutual(BaseNeural):
 
     Each follows the labels and the predictions of the other.
 
-    Parameters
-    ----------
-    %(parameters)s
-
-    Attributes
-    ----------
-    %(classes)s
-    %(net_attributes)s
-    %(rounds_attributes)s
-
     See Also
     --------
     AdaPeDClassifier : distillation with a weight that adapts.
@@ -83,8 +73,6 @@ class _FedMutual(BaseNeural):
 
     Memory: one vector of parameters for each client; a round needs four for each client of a
     block, and two messages for each sampled client.
-
-    %(common_notes)s
 
     References
     ----------
@@ -148,16 +136,6 @@ class _QuPeD(BaseNeural):
 
     Own nets and the global one follow each other's predictions.
 
-    Parameters
-    ----------
-    %(parameters)s
-
-    Attributes
-    ----------
-    %(classes)s
-    %(net_attributes)s
-    %(rounds_attributes)s
-
     See Also
     --------
     AdaPeDClassifier : the same with a weight that adapts.
@@ -175,8 +153,6 @@ class _QuPeD(BaseNeural):
 
     Memory: one vector of parameters for each client; a round needs four for each client of a
     block, and two messages for each sampled client.
-
-    %(common_notes)s
 
     References
     ----------

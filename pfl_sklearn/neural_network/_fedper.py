@@ -20,16 +20,6 @@ class _FedPer(KeepsLayers):
 
     Clients learn a representation together, and each its own way to read it.
 
-    Parameters
-    ----------
-    %(parameters)s
-
-    Attributes
-    ----------
-    %(classes)s
-    %(net_attributes)s
-    %(rounds_attributes)s
-
     See Also
     --------
     FedRep%(kind)s : the same, with personal layers trained first in every round.
@@ -45,8 +35,6 @@ class _FedPer(KeepsLayers):
 
     Memory: one vector of parameters for each client; a round needs three for each client of a
     block, and two messages for each sampled client.
-
-    %(common_notes)s
 
     References
     ----------

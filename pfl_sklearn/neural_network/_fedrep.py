@@ -35,16 +35,6 @@ class _FedRep(KeepsLayers):
 
     In every round clients fit their own layers first, then the shared ones.
 
-    Parameters
-    ----------
-    %(parameters)s
-
-    Attributes
-    ----------
-    %(classes)s
-    %(net_attributes)s
-    %(rounds_attributes)s
-
     See Also
     --------
     FedPer%(kind)s : the same, with all layers trained together.
@@ -61,8 +51,6 @@ class _FedRep(KeepsLayers):
 
     Memory: one vector of parameters for each client; a round needs five for each client of a
     block, and two messages for each sampled client.
-
-    %(common_notes)s
 
     References
     ----------

@@ -46,17 +46,10 @@ class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
 
     Nothing is communicated. This is the floor that a federated method has to beat.
 
-    Parameters
-    ----------
-    %(parameters)s
-
     Attributes
     ----------
-    classes_ : ndarray of shape (n_classes,)
-        Sorted class labels.
-    %(label_prior_attribute)s
-    %(net_attributes)s
-    %(rounds_attributes)s
+    label_prior_ : DirichletPrior, SparseDirichletPrior or another label prior
+        Fitted prior of the label frequencies. Only with `label_prior`.
 
     See Also
     --------
@@ -72,8 +65,6 @@ class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
     `noise_multiplier` times its sensitivity, :math:`\sqrt 2`.
 
     Memory: one vector of parameters for each client.
-
-    %(common_notes)s
 
     References
     ----------
@@ -163,15 +154,6 @@ class LocalNetRegressor(NeuralRegressorMixin, BaseNeural):
 
     Nothing is communicated. This is the floor that a federated method has to beat.
 
-    Parameters
-    ----------
-    %(parameters)s
-
-    Attributes
-    ----------
-    %(net_attributes)s
-    %(rounds_attributes)s
-
     See Also
     --------
     FedAvgRegressor : a global net, fine-tuned by every client.
@@ -184,8 +166,6 @@ class LocalNetRegressor(NeuralRegressorMixin, BaseNeural):
     those of the method that it is compared with.
 
     Memory: one vector of parameters for each client.
-
-    %(common_notes)s
 
     References
     ----------

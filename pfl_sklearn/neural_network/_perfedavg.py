@@ -37,16 +37,6 @@ class _PerFedAvg(BaseNeural):
 
     It is trained for what it becomes after a gradient step on the rows of a client.
 
-    Parameters
-    ----------
-    %(parameters)s
-
-    Attributes
-    ----------
-    %(classes)s
-    %(net_attributes)s
-    %(rounds_attributes)s
-
     See Also
     --------
     FedAvg%(kind)s : the same without looking ahead.
@@ -67,8 +57,6 @@ class _PerFedAvg(BaseNeural):
 
     Memory: one vector of parameters for each client; a round needs five for each client of a
     block, and two messages for each sampled client.
-
-    %(common_notes)s
 
     References
     ----------

@@ -57,16 +57,6 @@ class _PFedMe(BaseNeural):
 
     The global net follows the personal ones, which stay near it.
 
-    Parameters
-    ----------
-    %(parameters)s
-
-    Attributes
-    ----------
-    %(classes)s
-    %(net_attributes)s
-    %(rounds_attributes)s
-
     See Also
     --------
     Ditto%(kind)s : another pull towards a global net, which is that of FedAvg.
@@ -86,8 +76,6 @@ class _PFedMe(BaseNeural):
 
     Memory: one vector of parameters for each client; a round needs six for each client of a
     block, and two messages for each sampled client.
-
-    %(common_notes)s
 
     References
     ----------

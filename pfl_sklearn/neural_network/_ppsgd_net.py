@@ -73,16 +73,6 @@ class _PPSGDNet(KeepsLayers):
 
     A client's head is the sum of a common one and one of its own.
 
-    Parameters
-    ----------
-    %(parameters)s
-
-    Attributes
-    ----------
-    %(classes)s
-    %(net_attributes)s
-    %(rounds_attributes)s
-
     See Also
     --------
     PPSGD%(kind)s : the same for linear models.
@@ -100,8 +90,6 @@ class _PPSGDNet(KeepsLayers):
 
     Memory: one vector of parameters for each client; a round needs five for each client of a
     block, and two messages for each sampled client.
-
-    %(common_notes)s
 
     References
     ----------

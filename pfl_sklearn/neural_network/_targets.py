@@ -54,7 +54,13 @@ class LabelSums(NamedTuple):
 
 
 class NeuralClassifierMixin(ClientClassifierMixin):
-    """Labels and probabilities of neural classifiers."""
+    """Labels and probabilities of neural classifiers.
+
+    Attributes
+    ----------
+    classes_ : ndarray of shape (n_classes,)
+        Sorted class labels.
+    """
 
     label_prior: Any = None  # of the methods that have no such parameter
     _is_classifier = True

@@ -30,10 +30,6 @@ ON_ROUNDS = [
 class Base(BaseEstimator):
     """A base.
 
-    Parameters
-    ----------
-    %(parameters)s
-
     See Also
     --------
     Other%(kind)s : another one.

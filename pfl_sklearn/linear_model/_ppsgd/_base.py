@@ -55,10 +55,72 @@ from pfl_sklearn.privacy._mechanisms._sparse_sum import SparseClippedSum
 
 @with_parameters
 class BasePPSGD(BaseRounds):
-    """Rounds of PPSGD, and the models that they leave.
+    r"""Rounds of PPSGD, and the models that they leave.
 
     A subclass reads its targets (`_read`; the details of its table are the number of outputs and
     the name of the loss) and turns predictors into predictions.
+
+    Attributes
+    ----------
+    learning_rate_ : float
+        The number that `learning_rate` stood for. That of "auto" is for the features inside.
+
+    Notes
+    -----
+    This is Algorithms 1, 2 and 3 of Bietti et al. (2022). Algorithm 1 is
+    ``client_fraction=1, batch_size=1``; Algorithm 3 is ``weighting="clients"`` with sampling.
+    With N clients, Q = q N of them expected in a round, and the paper's :math:`\alpha` and
+    :math:`\eta`:
+
+    ==========================  ====================================================
+    the paper's text            `alpha`
+    the figures' alpha Q        ``alpha * Q``
+    alpha in the authors' code  ``alpha * Q``; -1 there is ``alpha=inf``
+    step in the authors' code   `learning_rate`
+    step of w                   ``learning_rate * min(alpha * Q, 1)`` = alpha eta
+    step of theta_i             ``learning_rate * min(1 / (alpha * Q), 1)`` = eta / Q
+    noise on w (the paper's     ``noise_multiplier * clip_norm / Q``, or over Q times
+    sigma_zeta)                 the mean batch for ``weighting="samples"``
+    ==========================  ====================================================
+
+    With ``weighting="samples"`` clients with larger batches take larger local steps; the table
+    gives the step of a client with an average batch. `clip_norm` bounds sums over a batch
+    there, and means over a batch for ``weighting="clients"``.
+
+    "auto" divides features by the fourth root of the mean fourth power of what is left after
+    centring: 1.3 standard deviations of normal features, and three of an indicator that is 1 in
+    one row of a hundred, of which clients would otherwise learn too much.
+
+    Without noise the defaults need no choice. A share of each client's rows is held out, and
+    the loss on it is looked at whenever the rounds have grown by a quarter. The models returned
+    are those with the lowest loss: local models have no penalty, and the end of the rounds is
+    what keeps them from overfitting. If the training loss rises between two looks, the rounds
+    go back to the best models so far, with half the step.
+
+    We deviate from the paper in two ways. A client's rows are used in turn, from a random
+    order, instead of being drawn independently. And we sample clients independently by default:
+    the paper's experiments draw a fixed number of clients but account for them as if each had
+    been drawn independently, which understates epsilon. For a fraction of .02, 2,000 rounds, a
+    noise multiplier of 1 and a delta of 1e-4 that gives 4.84. The other clients together know
+    who takes part in a sample of a fixed size, so against them epsilon is 48.3 if a client's
+    contribution is replaced by nothing, and 153.4 if it is replaced by another one.
+
+    The guarantee is joint differential privacy for one client. It covers all iterates of the
+    population model together, against anybody who sees them, including all other clients
+    together. What a client computes from the population model and its own rows does not harm
+    the others. Local models are not protected, nor are ``coef_``, predictions and ``history_``.
+    The number of clients, their numbers of rows, the number of rounds and the labels that occur
+    are taken to be public. How many clients take part in a round has to stay secret if each is
+    sampled independently.
+
+    With sparse `X` a client's model has values only on the features of its own rows. The noise
+    on a feature waits until somebody is about to see it, unless callbacks, `average` or
+    `warm_start` need all noise in every round. The distribution is the same, in less time.
+
+    References
+    ----------
+    Bietti, A., Wei, C.-Y., Dudik, M., Langford, J. and Wu, Z. S. (2022). Personalization
+    improves privacy-accuracy tradeoffs in federated learning. ICML.
     """
 
     _client_attributes = ("_local", "n_samples_per_client_")

@@ -9,7 +9,6 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import Array
 from pfl_sklearn._compat import StrOptions, available_if, fit_context, with_callbacks
-from pfl_sklearn._docs import ROUNDS
 from pfl_sklearn._labels import check_labels, read_known_classes
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.privacy import is_private
@@ -22,75 +21,6 @@ from pfl_sklearn.linear_model._base import (
 )
 from pfl_sklearn.linear_model._ppsgd._base import BasePPSGD
 
-_TEXTS = {
-    **ROUNDS,
-    "idea": r"""
-        In every round each sampled client draws a batch and takes a step on its own model
-        :math:`\theta_i`, which never leaves the client. Its gradient with respect to w is clipped,
-        summed with those of the others, and noised. `alpha` is the ratio of the two steps: the
-        smaller it is, the more is learned locally, and the less the noise matters.
-        """,
-    "learning_rate_": """
-        learning_rate_ : float
-            The number that `learning_rate` stood for. That of "auto" is for the features inside.
-        """,
-    "notes": r"""
-        This is Algorithms 1, 2 and 3 of Bietti et al. (2022). Algorithm 1 is
-        ``client_fraction=1, batch_size=1``; Algorithm 3 is ``weighting="clients"`` with sampling.
-        With N clients, Q = q N of them expected in a round, and the paper's :math:`\alpha` and
-        :math:`\eta`:
-
-        ==========================  ====================================================
-        the paper's text            `alpha`
-        the figures' alpha Q        ``alpha * Q``
-        alpha in the authors' code  ``alpha * Q``; -1 there is ``alpha=inf``
-        step in the authors' code   `learning_rate`
-        step of w                   ``learning_rate * min(alpha * Q, 1)`` = alpha eta
-        step of theta_i             ``learning_rate * min(1 / (alpha * Q), 1)`` = eta / Q
-        noise on w (the paper's     ``noise_multiplier * clip_norm / Q``, or over Q times
-        sigma_zeta)                 the mean batch for ``weighting="samples"``
-        ==========================  ====================================================
-
-        With ``weighting="samples"`` clients with larger batches take larger local steps; the table
-        gives the step of a client with an average batch. `clip_norm` bounds sums over a batch
-        there, and means over a batch for ``weighting="clients"``.
-
-        "auto" divides features by the fourth root of the mean fourth power of what is left after
-        centring: 1.3 standard deviations of normal features, and three of an indicator that is 1 in
-        one row of a hundred, of which clients would otherwise learn too much.
-
-        Without noise the defaults need no choice. A share of each client's rows is held out, and
-        the loss on it is looked at whenever the rounds have grown by a quarter. The models returned
-        are those with the lowest loss: local models have no penalty, and the end of the rounds is
-        what keeps them from overfitting. If the training loss rises between two looks, the rounds
-        go back to the best models so far, with half the step.
-
-        We deviate from the paper in two ways. A client's rows are used in turn, from a random
-        order, instead of being drawn independently. And we sample clients independently by default:
-        the paper's experiments draw a fixed number of clients but account for them as if each had
-        been drawn independently, which understates epsilon. For a fraction of .02, 2,000 rounds, a
-        noise multiplier of 1 and a delta of 1e-4 that gives 4.84. The other clients together know
-        who takes part in a sample of a fixed size, so against them epsilon is 48.3 if a client's
-        contribution is replaced by nothing, and 153.4 if it is replaced by another one.
-
-        The guarantee is joint differential privacy for one client. It covers all iterates of the
-        population model together, against anybody who sees them, including all other clients
-        together. What a client computes from the population model and its own rows does not harm
-        the others. Local models are not protected, nor are ``coef_``, predictions and ``history_``.
-        The number of clients, their numbers of rows, the number of rounds and the labels that occur
-        are taken to be public. How many clients take part in a round has to stay secret if each is
-        sampled independently.
-
-        With sparse `X` a client's model has values only on the features of its own rows. The noise
-        on a feature waits until somebody is about to see it, unless callbacks, `average` or
-        `warm_start` need all noise in every round. The distribution is the same, in less time.
-        """,
-    "references": """
-        Bietti, A., Wei, C.-Y., Dudik, M., Langford, J. and Wu, Z. S. (2022). Personalization
-        improves privacy-accuracy tradeoffs in federated learning. ICML.
-        """,
-}
-
 
 @with_parameters
 class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
@@ -99,11 +29,10 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
     .. math:: \min_{w, \theta_{1:N}} \frac{1}{N} \sum_i \frac{1}{2} E_i
         \bigl( y - (w + \theta_i)^\top x \bigr)^2
 
-    %(idea)s
-
-    Parameters
-    ----------
-    %(parameters)s
+    In every round each sampled client draws a batch and takes a step on its own model
+    :math:`\theta_i`, which never leaves the client. Its gradient with respect to w is clipped,
+    summed with those of the others, and noised. `alpha` is the ratio of the two steps: the
+    smaller it is, the more is learned locally, and the less the noise matters.
 
     Attributes
     ----------
@@ -120,8 +49,6 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
         with the rows of each client together.
     local_intercept_ : ndarray of shape (n_clients[, n_outputs])
         Intercepts of the local models.
-    %(learning_rate_)s
-    %(rounds_attributes)s
 
     See Also
     --------
@@ -129,16 +56,10 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
 
     Notes
     -----
-    %(notes)s
-
     Memory: ``n_clients * (d + 1) * n_outputs`` numbers, twice as many with `average`, and all of
     them twice while ``n_rounds=None`` keeps the best models. For sparse
     `X` it is n_outputs numbers for each pair of a client and a feature of its rows. A round takes
     as much again for its sampled clients.
-
-    References
-    ----------
-    %(references)s
 
     Examples
     --------
@@ -153,8 +74,6 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
     array([[1.  , 2.  ],
            [1.48, 2.  ]])
     """
-
-    _texts = _TEXTS
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
@@ -243,11 +162,10 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
     .. math:: \min_{w, \theta_{1:N}} \frac{1}{N} \sum_i
         E_i\, \ell \bigl( y, (w + \theta_i)^\top x \bigr)
 
-    %(idea)s
-
-    Parameters
-    ----------
-    %(parameters)s
+    In every round each sampled client draws a batch and takes a step on its own model
+    :math:`\theta_i`, which never leaves the client. Its gradient with respect to w is clipped,
+    summed with those of the others, and noised. `alpha` is the ratio of the two steps: the
+    smaller it is, the more is learned locally, and the less the noise matters.
 
     Attributes
     ----------
@@ -264,8 +182,6 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         with the rows of each client together.
     local_intercept_ : ndarray of shape (n_clients[, n_classes])
         Intercepts of the local models.
-    %(learning_rate_)s
-    %(rounds_attributes)s
 
     See Also
     --------
@@ -273,16 +189,10 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
 
     Notes
     -----
-    %(notes)s
-
     Memory: ``n_clients * (d + 1) * n_classes`` numbers, twice as many with `average`, and all of
     them twice while ``n_rounds=None`` keeps the best models. For sparse
     `X` it is n_classes numbers for each pair of a client and a feature of its rows. A round takes
     as much again for its sampled clients.
-
-    References
-    ----------
-    %(references)s
 
     Examples
     --------
@@ -294,8 +204,6 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
     >>> model.score(digits.data, digits.target, groups=digits.groups) > 0.95
     True
     """
-
-    _texts = _TEXTS
 
     loss: str = parameter(
         default="log_loss",

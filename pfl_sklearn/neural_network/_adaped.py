@@ -12,13 +12,7 @@ from pfl_sklearn._rounds.rows import CatchingUp
 from pfl_sklearn.neural_network._averaging import own_or_global
 from pfl_sklearn.neural_network._base import BaseNeural, Engines, backend, checks
 from pfl_sklearn.neural_network._distillation import Distillation, adaped, check_steps
-from pfl_sklearn.neural_network._targets import (
-    LABEL_PRIOR,
-    LABEL_PRIOR_TEXT,
-    LABEL_SHARE,
-    LABEL_SHARE_TEXT,
-    NeuralClassifierMixin,
-)
+from pfl_sklearn.neural_network._targets import LABEL_SHARE, LABEL_SHARE_TEXT, LabelPriorMixin
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
 _START = 3 / 4  # of the rounds, after which personal nets start from the global one
@@ -27,7 +21,7 @@ _MOST_MISSED = 5  # rounds that clients make up for at most
 
 
 @with_parameters
-class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
+class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
     r"""Classification by AdaPeD: personal nets that learn from a global net's predictions.
 
     Every client has a net of its own, which follows its own rows and the predictions of a global
@@ -36,11 +30,6 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
 
     .. math:: \min_{\theta_{1:m}, \mu, \psi} \sum_i \Bigl( f_i(\theta_i) + \tfrac{1}{2} \log \psi
         + \frac{1}{2 \psi} \mathrm{KL}(p_\mu \| p_{\theta_i}) \Bigr)
-
-    Attributes
-    ----------
-    label_prior_ : DirichletPrior, SparseDirichletPrior or another label prior
-        Fitted prior of the label frequencies. Only with `label_prior`.
 
     See Also
     --------
@@ -118,11 +107,6 @@ class AdaPeDClassifier(NeuralClassifierMixin, BaseNeural):
     _own_steps = True
     _distils = True
 
-    label_prior: Any = parameter(
-        default=None,
-        ranges=LABEL_PRIOR,
-        text=LABEL_PRIOR_TEXT,
-    )
     label_prior_share: float | None = parameter(
         default=None,
         ranges=LABEL_SHARE,

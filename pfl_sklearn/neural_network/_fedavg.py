@@ -7,54 +7,93 @@ from typing import Any
 
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import parameter, with_parameters
-from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn._rounds.privacy import is_private
-from pfl_sklearn.neural_network._averaging import Averaging, bayes_heads, fine_tuning, train
+from pfl_sklearn.neural_network._averaging import averaged, bayes_heads, fine_tuning, train
 from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._targets import (
-    LABEL_PRIOR,
-    LABEL_PRIOR_TEXT,
     LABEL_SHARE,
     LABEL_SHARE_TEXT,
-    NeuralClassifierMixin,
+    LabelPriorMixin,
     NeuralRegressorMixin,
 )
 
 
-def fedavg(setup, proximal, last_phase=None):
-    """The method; a client's steps are pulled towards the global net by `proximal`."""
-    engine = setup.engines.client
-    averaging = Averaging(setup.n_expected, setup.divides_by_count)
-    return Method(
-        lambda: ({"global": engine.start()}, {}),
-        partial(fedavg_update, engine, setup.rates, proximal, averaging),
-        averaging.server_update,
-        averaging.shapes(**{"global": (engine.n_parameters,)}),
-        last_phase,
-    )
+def fedavg_steps(setup, proximal, server, t, block):
+    """Global nets of a block after their steps, nothing to keep, and the losses (g,) before them.
 
-
-def fedavg_update(engine, rates, proximal, averaging, server, t, batch, clients):
-    """What the clients of a block changed in the global net."""
-
-    def local_steps(block):
-        models, losses = train(engine, block, server["global"], rates[t], proximal)
-        return Update(averaging.message(**{"global": models.change()}), {}, losses)
-
-    return engine.run(local_steps, batch, clients)
+    The steps are pulled towards the global net by `proximal`.
+    """
+    models, losses = train(setup.engines.client, block, server["global"], setup.rates[t], proximal)
+    return models, {}, losses
 
 
 @with_parameters
-class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
-    r"""Classification by FedAvg: one global net and, if asked for, personal ones near it.
+class _FedAvg(BaseNeural):
+    r"""FedAvg: one global net and, if asked for, personal ones near it.
 
     In every round each sampled client takes gradient steps on its own rows, from the global net.
     The server adds the average of their changes to the global net.
 
+    See Also
+    --------
+    LocalNet%(kind)s : nets without communication.
+
+    Notes
+    -----
+    Algorithm 1 of McMahan et al. (2017), with a number of steps in place of epochs, and with equal
+    weights. With `proximal` it is FedProx, whose local problem is solved by as many steps; the step
+    :math:`\theta \leftarrow (\theta - \eta g + \eta \rho w) / (1 + \eta \rho)` is stable for every
+    :math:`\rho`. With noise it is DP-FedAvg: each client's change is clipped, and the sum gets
+    noise once. Fine-tuning reveals nothing to others, because its results stay with the client.
+
+    Memory: one vector of parameters for each client with `fine_tune_steps`, none without; a round
+    needs three for each client of a block, and two messages for each sampled client.
+
+    References
+    ----------
+    McMahan, H. B., Moore, E., Ramage, D., Hampson, S. and Aguera y Arcas, B. (2017).
+    Communication-efficient learning of deep networks from decentralized data. AISTATS.
+
+    Li, T., Sahu, A. K., Zaheer, M., Sanjabi, M., Talwalkar, A. and Smith, V. (2020). Federated
+    optimization in heterogeneous networks. MLSys.
+    """
+
+    fine_tune_steps: int = parameter(
+        default=0,
+        ranges=[Interval(Integral, 0, None, closed="left")],
+        text="""
+            int
+                Gradient steps that every client takes on its own rows after the rounds, from the
+                global net. With 0 all clients have the global net.
+            """,
+    )
+    proximal: float = parameter(
+        default=0.0,
+        ranges=[Interval(Real, 0, math.inf, closed="both")],
+        text="""
+            float >= 0
+                Weight of half the squared distance from the global net in a client's loss, by an
+                implicit step. Above 0 this is FedProx.
+            """,
+    )
+
+    def _method(self, setup):
+        steps = self.fine_tune_steps
+        return self._averaged(setup, fine_tuning(setup, steps) if steps else None)
+
+    def _averaged(self, setup, last_phase):
+        return averaged(setup, partial(fedavg_steps, setup, self.proximal), last_phase=last_phase)
+
+    def _personal_models(self, state):
+        return state.own.get("personal")
+
+
+@with_parameters
+class FedAvgClassifier(LabelPriorMixin, _FedAvg):
+    r"""Classification by FedAvg: one global net and, if asked for, personal ones near it.
+
     Attributes
     ----------
-    label_prior_ : DirichletPrior, SparseDirichletPrior or another label prior
-        Fitted prior of the label frequencies. Only with `label_prior`.
     head_variances_ : ndarray of shape (n_clients,)
         Prior variances of the clients' last layers. Only with `head`.
 
@@ -65,12 +104,6 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
 
     Notes
     -----
-    Algorithm 1 of McMahan et al. (2017), with a number of steps in place of epochs, and with equal
-    weights. With `proximal` it is FedProx, whose local problem is solved by as many steps; the step
-    :math:`\theta \leftarrow (\theta - \eta g + \eta \rho w) / (1 + \eta \rho)` is stable for every
-    :math:`\rho`. With noise it is DP-FedAvg: each client's change is clipped, and the sum gets
-    noise once. Fine-tuning reveals nothing to others, because its results stay with the client.
-
     With `head` client i has the last layer (W, b) that minimizes
 
     .. math:: -\sum_j \log p(y_j \mid W h_j + b + o_i)
@@ -95,9 +128,7 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
     for ``NLLLoss``. A client without rows in ``partial_fit`` keeps how its layer deviates from the
     global one.
 
-    Memory: for each client one vector of parameters with `fine_tune_steps`, those of a last layer
-    with `head`, else none; a round needs three vectors for each client of a block, and two
-    messages for each sampled client.
+    Memory, with `head`: the parameters of a last layer for each client.
 
     References
     ----------
@@ -131,15 +162,6 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
     _client_attributes = (*BaseNeural._client_attributes, "head_variances_")
     _kept_names = (*BaseNeural._kept_names, "head_variances_")
 
-    fine_tune_steps: int = parameter(
-        default=0,
-        ranges=[Interval(Integral, 0, None, closed="left")],
-        text="""
-            int
-                Gradient steps that every client takes on its own rows after the rounds, from the
-                global net. With 0 all clients have the global net.
-            """,
-    )
     head: Any = parameter(
         default=None,
         ranges=[StrOptions({"bayes"}), Interval(Real, 0, None, closed="left"), None],
@@ -151,20 +173,6 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
                 or `fine_tune_steps`.
             """,
     )
-    proximal: float = parameter(
-        default=0.0,
-        ranges=[Interval(Real, 0, math.inf, closed="both")],
-        text="""
-            float >= 0
-                Weight of half the squared distance from the global net in a client's loss, by an
-                implicit step. Above 0 this is FedProx.
-            """,
-    )
-    label_prior: Any = parameter(
-        default=None,
-        ranges=LABEL_PRIOR,
-        text=LABEL_PRIOR_TEXT,
-    )
     label_prior_share: float | None = parameter(
         default=None,
         ranges=LABEL_SHARE,
@@ -172,12 +180,9 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
     )
 
     def _method(self, setup):
-        last_phase = None
-        if self.head is not None:
-            last_phase = bayes_heads(setup, self.head, is_private(self))
-        elif self.fine_tune_steps:
-            last_phase = fine_tuning(setup, self.fine_tune_steps)
-        return fedavg(setup, self.proximal, last_phase)
+        if self.head is None:
+            return super()._method(setup)
+        return self._averaged(setup, bayes_heads(setup, self.head, is_private(self)))
 
     @property
     def _needs_probabilities(self):
@@ -191,9 +196,6 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
             )
         super()._check_parameters()
 
-    def _personal_models(self, state):
-        return state.own.get("personal")
-
     def _models(self, state, ids, layout):
         found, own = super()._models(state, ids, layout), state.own
         if "head" not in own:
@@ -202,34 +204,8 @@ class FedAvgClassifier(NeuralClassifierMixin, BaseNeural):
 
 
 @with_parameters
-class FedAvgRegressor(NeuralRegressorMixin, BaseNeural):
-    r"""Regression by FedAvg: one global net, and if asked for a fine-tuned one for each client.
-
-    In every round each sampled client takes gradient steps on its own rows, from the global net.
-    The server adds the average of their changes to the global net.
-
-    See Also
-    --------
-    LocalNetRegressor : nets without communication.
-
-    Notes
-    -----
-    Algorithm 1 of McMahan et al. (2017), with a number of steps in place of epochs, and with equal
-    weights. With `proximal` it is FedProx, whose local problem is solved by as many steps; the step
-    :math:`\theta \leftarrow (\theta - \eta g + \eta \rho w) / (1 + \eta \rho)` is stable for every
-    :math:`\rho`. With noise it is DP-FedAvg: each client's change is clipped, and the sum gets
-    noise once. Fine-tuning reveals nothing to others, because its results stay with the client.
-
-    Memory: one vector of parameters for each client with `fine_tune_steps`, none without; a round
-    needs three for each client of a block, and two messages for each sampled client.
-
-    References
-    ----------
-    McMahan, H. B., Moore, E., Ramage, D., Hampson, S. and Aguera y Arcas, B. (2017).
-    Communication-efficient learning of deep networks from decentralized data. AISTATS.
-
-    Li, T., Sahu, A. K., Zaheer, M., Sanjabi, M., Talwalkar, A. and Smith, V. (2020). Federated
-    optimization in heterogeneous networks. MLSys.
+class FedAvgRegressor(NeuralRegressorMixin, _FedAvg):
+    """Regression by FedAvg: one global net, and if asked for a fine-tuned one for each client.
 
     Examples
     --------
@@ -242,29 +218,3 @@ class FedAvgRegressor(NeuralRegressorMixin, BaseNeural):
     >>> model.score(X, y, groups=groups) > 0.9
     True
     """
-
-    fine_tune_steps: int = parameter(
-        default=0,
-        ranges=[Interval(Integral, 0, None, closed="left")],
-        text="""
-            int
-                Gradient steps that every client takes on its own rows after the rounds, from the
-                global net. With 0 all clients have the global net.
-            """,
-    )
-    proximal: float = parameter(
-        default=0.0,
-        ranges=[Interval(Real, 0, math.inf, closed="both")],
-        text="""
-            float >= 0
-                Weight of half the squared distance from the global net in a client's loss, by an
-                implicit step. Above 0 this is FedProx.
-            """,
-    )
-
-    def _method(self, setup):
-        steps = self.fine_tune_steps
-        return fedavg(setup, self.proximal, fine_tuning(setup, steps) if steps else None)
-
-    def _personal_models(self, state):
-        return state.own.get("personal")

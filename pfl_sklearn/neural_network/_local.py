@@ -10,12 +10,7 @@ from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn.neural_network._averaging import train
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._targets import (
-    LABEL_PRIOR,
-    LABEL_PRIOR_TEXT,
-    NeuralClassifierMixin,
-    NeuralRegressorMixin,
-)
+from pfl_sklearn.neural_network._targets import LabelPriorMixin, NeuralRegressorMixin
 
 
 def local_nets(setup):
@@ -41,122 +36,14 @@ def local_update(engine, rates, server, t, batch, clients):
 
 
 @with_parameters
-class LocalNetClassifier(NeuralClassifierMixin, BaseNeural):
-    r"""Classification by local nets: every client trains alone.
-
-    Nothing is communicated. This is the floor that a federated method has to beat.
-
-    Attributes
-    ----------
-    label_prior_ : DirichletPrior, SparseDirichletPrior or another label prior
-        Fitted prior of the label frequencies. Only with `label_prior`.
-
-    See Also
-    --------
-    FedAvgClassifier : a global net, fine-tuned by every client.
-
-    Notes
-    -----
-    Every client starts from the same random net, which is also what clients get that ``fit`` did
-    not see. A client takes `local_steps` steps in each round that it is sampled in. Nothing is
-    released and no noise is added. The parameters of privacy are there so that this floor takes
-    those of the method that it is compared with. The one exception is an unknown `label_prior`
-    with noise: its noisy sum takes all of `epsilon` and `delta`, or has a standard deviation of
-    `noise_multiplier` times its sensitivity, :math:`\sqrt 2`.
-
-    Memory: one vector of parameters for each client.
-
-    References
-    ----------
-    Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
-    personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
-
-    Examples
-    --------
-    >>> from pfl_sklearn.datasets import load_digits_clients
-    >>> from pfl_sklearn.neural_network import LocalNetClassifier
-    >>> digits = load_digits_clients(10, classes_per_client=3)
-    >>> model = LocalNetClassifier(random_state=0)
-    >>> model = model.fit(digits.data, digits.target, groups=digits.groups)
-    >>> model.score(digits.data, digits.target, groups=digits.groups) > 0.95
-    True
-    """
-
-    label_prior: Any = parameter(
-        default=None,
-        ranges=LABEL_PRIOR,
-        text=LABEL_PRIOR_TEXT,
-    )
-    epsilon: float = parameter(
-        default=math.inf,
-        text="""
-            float in (0, inf]
-                Only the noisy sum for an unknown `label_prior` has a use for it, and takes all of
-                it. Otherwise nothing is sent, so nothing gets noise, and the report states an
-                epsilon of 0 under any finite value. What a finite value does change is that nothing
-                is taken from the rows of all clients together: the default net works in the units
-                that the features have, ``BatchNorm`` is refused, and a client whose loss is not
-                finite keeps its net rather than ends the fit. With inf those units come from all
-                rows, and the report promises nothing.
-            """,
-    )
-    noise_multiplier: float | None = parameter(
-        default=None,
-        text=r"""
-            float or None
-                Standard deviation of the noise on that sum over its sensitivity, :math:`\sqrt 2`.
-                Without the sum a value above 0 does what a finite `epsilon` does.
-            """,
-    )
-    delta: float = parameter(
-        default=1e-5,
-        text="""
-            float in [0, 1)
-                That of the noisy sum, for which it has to be above 0; otherwise without effect.
-            """,
-    )
-    clip_norm: float | None = parameter(
-        default=None,
-        text="""
-            float or None
-                Has no effect: there are no messages to clip.
-            """,
-    )
-    clip_quantile: float | None = parameter(
-        default=None,
-        text="""
-            float in (0, 1) or None
-                Has no effect, but is refused without `clip_norm`, as in other methods.
-            """,
-    )
-    ledger: Any = parameter(
-        default=None,
-        text="""
-            PrivacyLedger or None
-                File that records each fit. One with a finite `epsilon` spends what the noisy sum
-                spends; one without is recorded as unprotected.
-            """,
-    )
-
-    _communicates = False
-
-    def _method(self, setup):
-        return local_nets(setup)
-
-    @staticmethod
-    def _nets(server, clients):
-        return clients["personal"]
-
-
-@with_parameters
-class LocalNetRegressor(NeuralRegressorMixin, BaseNeural):
-    r"""Regression by local nets: every client trains alone.
+class _LocalNet(BaseNeural):
+    """Local nets: every client trains alone.
 
     Nothing is communicated. This is the floor that a federated method has to beat.
 
     See Also
     --------
-    FedAvgRegressor : a global net, fine-tuned by every client.
+    FedAvg%(kind)s : a global net, fine-tuned by every client.
 
     Notes
     -----
@@ -171,17 +58,6 @@ class LocalNetRegressor(NeuralRegressorMixin, BaseNeural):
     ----------
     Ozkara, K., Girgis, A. M., Data, D. and Diggavi, S. (2023). A statistical framework for
     personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from pfl_sklearn.neural_network import LocalNetRegressor
-    >>> rng = np.random.default_rng(0)
-    >>> X, groups = rng.normal(size=(600, 3)), np.repeat(np.arange(20), 30)
-    >>> y = np.maximum(X[:, 0], 0) + 0.1 * groups * X[:, 1]
-    >>> model = LocalNetRegressor(random_state=0).fit(X, y, groups=groups)
-    >>> model.score(X, y, groups=groups) > 0.9
-    True
     """
 
     epsilon: float = parameter(
@@ -241,3 +117,79 @@ class LocalNetRegressor(NeuralRegressorMixin, BaseNeural):
     @staticmethod
     def _nets(server, clients):
         return clients["personal"]
+
+
+@with_parameters
+class LocalNetClassifier(LabelPriorMixin, _LocalNet):
+    r"""Classification by local nets: every client trains alone.
+
+    Notes
+    -----
+    An unknown `label_prior` with noise is the one exception to what follows: its noisy sum takes
+    all of `epsilon` and `delta`, or has a standard deviation of `noise_multiplier` times its
+    sensitivity, :math:`\sqrt 2`.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import load_digits_clients
+    >>> from pfl_sklearn.neural_network import LocalNetClassifier
+    >>> digits = load_digits_clients(10, classes_per_client=3)
+    >>> model = LocalNetClassifier(random_state=0)
+    >>> model = model.fit(digits.data, digits.target, groups=digits.groups)
+    >>> model.score(digits.data, digits.target, groups=digits.groups) > 0.95
+    True
+    """
+
+    epsilon: float = parameter(
+        default=math.inf,
+        text="""
+            float in (0, inf]
+                Only the noisy sum for an unknown `label_prior` has a use for it, and takes all of
+                it. Otherwise nothing is sent, so nothing gets noise, and the report states an
+                epsilon of 0 under any finite value. What a finite value does change is that nothing
+                is taken from the rows of all clients together: the default net works in the units
+                that the features have, ``BatchNorm`` is refused, and a client whose loss is not
+                finite keeps its net rather than ends the fit. With inf those units come from all
+                rows, and the report promises nothing.
+            """,
+    )
+    noise_multiplier: float | None = parameter(
+        default=None,
+        text=r"""
+            float or None
+                Standard deviation of the noise on that sum over its sensitivity, :math:`\sqrt 2`.
+                Without the sum a value above 0 does what a finite `epsilon` does.
+            """,
+    )
+    delta: float = parameter(
+        default=1e-5,
+        text="""
+            float in [0, 1)
+                That of the noisy sum, for which it has to be above 0; otherwise without effect.
+            """,
+    )
+    ledger: Any = parameter(
+        default=None,
+        text="""
+            PrivacyLedger or None
+                File that records each fit. One with a finite `epsilon` spends what the noisy sum
+                spends; one without is recorded as unprotected.
+            """,
+    )
+
+
+@with_parameters
+class LocalNetRegressor(NeuralRegressorMixin, _LocalNet):
+    """Regression by local nets: every client trains alone.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.neural_network import LocalNetRegressor
+    >>> rng = np.random.default_rng(0)
+    >>> X, groups = rng.normal(size=(600, 3)), np.repeat(np.arange(20), 30)
+    >>> y = np.maximum(X[:, 0], 0) + 0.1 * groups * X[:, 1]
+    >>> model = LocalNetRegressor(random_state=0).fit(X, y, groups=groups)
+    >>> model.score(X, y, groups=groups) > 0.9
+    True
+    """

@@ -11,6 +11,7 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d
 from pfl_sklearn._clients import Array
 from pfl_sklearn._compat import HasMethods, Interval, StrOptions, fit_context, with_callbacks
 from pfl_sklearn._labels import check_labels, read_known_classes
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.privacy import LABEL_SUMS, is_private, label_event, label_noise_std
 from pfl_sklearn._rounds.task import CheckedTable
 from pfl_sklearn._typing import Floats, TableLike
@@ -19,19 +20,6 @@ from pfl_sklearn.neural_network._base import checks
 from pfl_sklearn.priors import DirichletPrior, SparseDirichletPrior
 
 _CLOSE = 1e-3  # of sums of probabilities to 1
-# Ranges and texts of parameters that some classifiers share.
-LABEL_PRIOR = [HasMethods(["fit_counts", "log_frequencies"]), StrOptions({"client"}), None]
-LABEL_PRIOR_TEXT = """
-    None, "client", DirichletPrior or SparseDirichletPrior
-        Prior of the clients' label frequencies. Probabilities are multiplied by a client's
-        frequency of each label over the population's, and made to sum to 1; nets that clients keep
-        as their own are trained through this. "client" estimates a
-        :class:`~pfl_sklearn.priors.SparseDirichletPrior`; with noise it is the flat Dirichlet
-        prior, whose parameters are all 1, which is known. With noise, what a
-        :class:`~pfl_sklearn.priors.DirichletPrior` leaves unknown is estimated from one noisy sum
-        over all clients, which takes a part of epsilon and which further calls keep; other priors
-        have to be known. What you give must not come from these data.
-    """
 LABEL_SHARE = [Interval(Real, 0, 1, closed="neither"), None]
 LABEL_SHARE_TEXT = """
     float in (0, 1) or None
@@ -62,8 +50,136 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         Sorted class labels.
     """
 
-    label_prior: Any = None  # of the methods that have no such parameter
     _is_classifier = True
+
+    @with_callbacks
+    @fit_context(prefer_skip_nested_validation=True)
+    def partial_fit(self, X: TableLike, y: Any, classes: Any = None, *, groups: Any = None) -> Self:
+        """Go on over rows, of clients seen before or new ones.
+
+        Without noise this is one pass over the rows. With noise it is `n_rounds` rounds, whatever
+        the rows are, and they are charged before any data are read.
+
+        Parameters
+        ----------
+        X : array-like of shape (n_rows, ...)
+            Features of the new rows.
+        y : array-like of shape (n_rows,)
+            Class labels.
+        classes : array-like of shape (n_classes,), default=None
+            All labels that are to occur, in the first call; None: those of `y`.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row. Clients that have no rows here keep their models.
+
+        Returns
+        -------
+        self
+        """
+        return self._partial_fit(X, y, groups, classes=classes)
+
+    def _read(self, X, y, earlier, classes=None):
+        features, attributes = self._features(X, earlier)
+        _check_given(y, self)
+        y = column_or_1d(y, warn=True)
+        assert_all_finite(y, input_name="y", estimator_name=type(self).__name__)
+        check_consistent_length(features, y)
+        check_labels(y)
+        known = None if earlier is None else self.classes_
+        classes, labels = read_known_classes(y, known, classes, self, is_private(self))
+        return CheckedTable(features, labels, {**attributes, "classes_": classes}, len(classes))
+
+    def predict_proba(self, X: TableLike, *, groups: Any = None) -> Floats:
+        """Probabilities of the classes, in the order of ``classes_``.
+
+        Parameters
+        ----------
+        X : array-like of shape (n_rows, ...)
+            Features, of the shape that ``fit`` saw.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+
+        Returns
+        -------
+        ndarray of shape (n_rows, n_classes)
+
+        Raises
+        ------
+        ValueError
+            If neither the net's criterion nor its ``predict_nonlinearity`` says how to read
+            probabilities off its outputs, or if what they say gives none.
+        """
+        check_is_fitted(self)
+        net = self._engines.population.net
+        checks().check_readable(net)
+        found = self._outputs(X, groups)[0]
+        if (found < 0).any() or (np.abs(found.sum(axis=1) - 1) > _CLOSE).any():
+            raise ValueError(
+                f"the outputs of the net, read by criterion={type(net.criterion_).__name__} and "
+                f"predict_nonlinearity={net.predict_nonlinearity!r}, are no probabilities; "
+                "predict takes the largest of them, whatever they are."
+            )
+        return found
+
+    def predict_log_proba(self, X: TableLike, *, groups: Any = None) -> Floats:
+        """Logarithms of the probabilities of the classes.
+
+        Parameters
+        ----------
+        X : array-like of shape (n_rows, ...)
+            Features, of the shape that ``fit`` saw.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+
+        Returns
+        -------
+        ndarray of shape (n_rows, n_classes)
+        """
+        return np.log(self.predict_proba(X, groups=groups))
+
+    def predict(self, X: TableLike, *, groups: Any = None) -> Array:
+        """Class of every row whose probability, or other output, is the largest.
+
+        Parameters
+        ----------
+        X : array-like of shape (n_rows, ...)
+            Features, of the shape that ``fit`` saw.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+
+        Returns
+        -------
+        ndarray of shape (n_rows,)
+        """
+        check_is_fitted(self)
+        return self.classes_[self._outputs(X, groups)[0].argmax(axis=1)]
+
+
+@with_parameters
+class LabelPriorMixin(NeuralClassifierMixin):
+    """Classifiers that read a net through the clients' label frequencies.
+
+    Attributes
+    ----------
+    label_prior_ : DirichletPrior, SparseDirichletPrior or another label prior
+        Fitted prior of the label frequencies. Only with `label_prior`.
+    """
+
+    label_prior: Any = parameter(
+        default=None,
+        ranges=[HasMethods(["fit_counts", "log_frequencies"]), StrOptions({"client"}), None],
+        text="""
+            None, "client", DirichletPrior or SparseDirichletPrior
+                Prior of the clients' label frequencies. Probabilities are multiplied by a client's
+                frequency of each label over the population's, and made to sum to 1; nets that
+                clients keep as their own are trained through this. "client" estimates a
+                :class:`~pfl_sklearn.priors.SparseDirichletPrior`; with noise it is the flat
+                Dirichlet prior, whose parameters are all 1, which is known. With noise, what a
+                :class:`~pfl_sklearn.priors.DirichletPrior` leaves unknown is estimated from one
+                noisy sum over all clients, which takes a part of epsilon and which further calls
+                keep; other priors have to be known. What you give must not come from these data.
+            """,
+    )
+
     _population_attributes: ClassVar[tuple[str, ...]] = ("_population", "label_prior_")
 
     def _default_component(self, name, value):
@@ -176,107 +292,6 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         offsets[counts.sum(axis=1) == 0] = 0.0  # nothing is known of their labels
         found |= {"label_prior_": prior, "_label_counts": counts, "_offsets": offsets}
         return found, offsets
-
-    @with_callbacks
-    @fit_context(prefer_skip_nested_validation=True)
-    def partial_fit(self, X: TableLike, y: Any, classes: Any = None, *, groups: Any = None) -> Self:
-        """Go on over rows, of clients seen before or new ones.
-
-        Without noise this is one pass over the rows. With noise it is `n_rounds` rounds, whatever
-        the rows are, and they are charged before any data are read.
-
-        Parameters
-        ----------
-        X : array-like of shape (n_rows, ...)
-            Features of the new rows.
-        y : array-like of shape (n_rows,)
-            Class labels.
-        classes : array-like of shape (n_classes,), default=None
-            All labels that are to occur, in the first call; None: those of `y`.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row. Clients that have no rows here keep their models.
-
-        Returns
-        -------
-        self
-        """
-        return self._partial_fit(X, y, groups, classes=classes)
-
-    def _read(self, X, y, earlier, classes=None):
-        features, attributes = self._features(X, earlier)
-        _check_given(y, self)
-        y = column_or_1d(y, warn=True)
-        assert_all_finite(y, input_name="y", estimator_name=type(self).__name__)
-        check_consistent_length(features, y)
-        check_labels(y)
-        known = None if earlier is None else self.classes_
-        classes, labels = read_known_classes(y, known, classes, self, is_private(self))
-        return CheckedTable(features, labels, {**attributes, "classes_": classes}, len(classes))
-
-    def predict_proba(self, X: TableLike, *, groups: Any = None) -> Floats:
-        """Probabilities of the classes, in the order of ``classes_``.
-
-        Parameters
-        ----------
-        X : array-like of shape (n_rows, ...)
-            Features, of the shape that ``fit`` saw.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows, n_classes)
-
-        Raises
-        ------
-        ValueError
-            If neither the net's criterion nor its ``predict_nonlinearity`` says how to read
-            probabilities off its outputs, or if what they say gives none.
-        """
-        check_is_fitted(self)
-        net = self._engines.population.net
-        checks().check_readable(net)
-        found = self._outputs(X, groups)[0]
-        if (found < 0).any() or (np.abs(found.sum(axis=1) - 1) > _CLOSE).any():
-            raise ValueError(
-                f"the outputs of the net, read by criterion={type(net.criterion_).__name__} and "
-                f"predict_nonlinearity={net.predict_nonlinearity!r}, are no probabilities; "
-                "predict takes the largest of them, whatever they are."
-            )
-        return found
-
-    def predict_log_proba(self, X: TableLike, *, groups: Any = None) -> Floats:
-        """Logarithms of the probabilities of the classes.
-
-        Parameters
-        ----------
-        X : array-like of shape (n_rows, ...)
-            Features, of the shape that ``fit`` saw.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows, n_classes)
-        """
-        return np.log(self.predict_proba(X, groups=groups))
-
-    def predict(self, X: TableLike, *, groups: Any = None) -> Array:
-        """Class of every row whose probability, or other output, is the largest.
-
-        Parameters
-        ----------
-        X : array-like of shape (n_rows, ...)
-            Features, of the shape that ``fit`` saw.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows,)
-        """
-        check_is_fitted(self)
-        return self.classes_[self._outputs(X, groups)[0].argmax(axis=1)]
 
 
 class NeuralRegressorMixin(ClientRegressorMixin):

@@ -7,56 +7,92 @@ estimators for tables whose rows belong to clients (hospitals, counties, phones,
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pfl_sklearn._version import __version__
+from pfl_sklearn._version import __version__ as __version__
 
-if TYPE_CHECKING:  # what __getattr__ finds at run time
-    from pfl_sklearn.base import SingleClientWarning, UnseenClientsWarning
+if TYPE_CHECKING:  # what __getattr__ finds at run time; "as" makes it public to type checkers
+    from pfl_sklearn import (
+        compose as compose,
+        datasets as datasets,
+        estimation as estimation,
+        inspection as inspection,
+        linear_model as linear_model,
+        metrics as metrics,
+        model_selection as model_selection,
+        neural_network as neural_network,
+        online as online,
+        priors as priors,
+        privacy as privacy,
+        theory as theory,
+    )
+    from pfl_sklearn.base import (
+        SingleClientWarning as SingleClientWarning,
+        UnseenClientsWarning as UnseenClientsWarning,
+    )
     from pfl_sklearn.compose import (
-        ClientAsFeature,
-        ClientColumn,
-        ClientSelector,
-        PersonalizedStackingClassifier,
-        PersonalizedStackingRegressor,
+        ClientAsFeature as ClientAsFeature,
+        ClientColumn as ClientColumn,
+        ClientSelector as ClientSelector,
+        PersonalizedStackingClassifier as PersonalizedStackingClassifier,
+        PersonalizedStackingRegressor as PersonalizedStackingRegressor,
     )
-    from pfl_sklearn.estimation import BernoulliMean, GaussianMean
+    from pfl_sklearn.estimation import (
+        BernoulliMean as BernoulliMean,
+        GaussianMean as GaussianMean,
+    )
     from pfl_sklearn.linear_model import (
-        PersonalizedLinearRegression,
-        PersonalizedLogisticRegression,
-        PPSGDClassifier,
-        PPSGDRegressor,
+        PersonalizedLinearRegression as PersonalizedLinearRegression,
+        PersonalizedLogisticRegression as PersonalizedLogisticRegression,
+        PPSGDClassifier as PPSGDClassifier,
+        PPSGDRegressor as PPSGDRegressor,
     )
-    from pfl_sklearn.metrics import ClientScorer
-    from pfl_sklearn.model_selection import ClientKFold, ClientShuffleSplit, PrivateSelectCV
+    from pfl_sklearn.metrics import (
+        ClientScorer as ClientScorer,
+    )
+    from pfl_sklearn.model_selection import (
+        ClientKFold as ClientKFold,
+        ClientShuffleSplit as ClientShuffleSplit,
+        PrivateSelectCV as PrivateSelectCV,
+    )
     from pfl_sklearn.neural_network import (
-        AdaMixNetClassifier,
-        AdaMixNetRegressor,
-        AdaPeDClassifier,
-        APFLClassifier,
-        APFLRegressor,
-        DittoClassifier,
-        DittoRegressor,
-        FedAvgClassifier,
-        FedAvgRegressor,
-        FedEMClassifier,
-        FedEMRegressor,
-        FedMutualClassifier,
-        FedPerClassifier,
-        FedPerRegressor,
-        FedRepClassifier,
-        FedRepRegressor,
-        LocalNetClassifier,
-        LocalNetRegressor,
-        PerFedAvgClassifier,
-        PerFedAvgRegressor,
-        PFedMeClassifier,
-        PFedMeRegressor,
-        PPSGDNetClassifier,
-        PPSGDNetRegressor,
-        QuPeDClassifier,
+        AdaMixNetClassifier as AdaMixNetClassifier,
+        AdaMixNetRegressor as AdaMixNetRegressor,
+        AdaPeDClassifier as AdaPeDClassifier,
+        APFLClassifier as APFLClassifier,
+        APFLRegressor as APFLRegressor,
+        DittoClassifier as DittoClassifier,
+        DittoRegressor as DittoRegressor,
+        FedAvgClassifier as FedAvgClassifier,
+        FedAvgRegressor as FedAvgRegressor,
+        FedEMClassifier as FedEMClassifier,
+        FedEMRegressor as FedEMRegressor,
+        FedMutualClassifier as FedMutualClassifier,
+        FedPerClassifier as FedPerClassifier,
+        FedPerRegressor as FedPerRegressor,
+        FedRepClassifier as FedRepClassifier,
+        FedRepRegressor as FedRepRegressor,
+        LocalNetClassifier as LocalNetClassifier,
+        LocalNetRegressor as LocalNetRegressor,
+        PerFedAvgClassifier as PerFedAvgClassifier,
+        PerFedAvgRegressor as PerFedAvgRegressor,
+        PFedMeClassifier as PFedMeClassifier,
+        PFedMeRegressor as PFedMeRegressor,
+        PPSGDNetClassifier as PPSGDNetClassifier,
+        PPSGDNetRegressor as PPSGDNetRegressor,
+        QuPeDClassifier as QuPeDClassifier,
+        ScaffoldClassifier as ScaffoldClassifier,
+        ScaffoldRegressor as ScaffoldRegressor,
     )
-    from pfl_sklearn.online import CollaborativeMean
-    from pfl_sklearn.priors import GaussianPrior
-    from pfl_sklearn.privacy import PrivacyLedger, PrivacyWarning, privacy_of
+    from pfl_sklearn.online import (
+        CollaborativeMean as CollaborativeMean,
+    )
+    from pfl_sklearn.priors import (
+        GaussianPrior as GaussianPrior,
+    )
+    from pfl_sklearn.privacy import (
+        PrivacyLedger as PrivacyLedger,
+        PrivacyWarning as PrivacyWarning,
+        privacy_of as privacy_of,
+    )
 
 _SUBMODULES = (
     "compose",
@@ -116,6 +152,8 @@ _HOMES = {
         "PPSGDNetClassifier",
         "PPSGDNetRegressor",
         "QuPeDClassifier",
+        "ScaffoldClassifier",
+        "ScaffoldRegressor",
     ],
     "online": ["CollaborativeMean"],
     "priors": ["GaussianPrior"],
@@ -123,16 +161,18 @@ _HOMES = {
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
-__all__ = [*_SUBMODULES, *_MODULE_OF, "__version__"]
+__all__ = sorted([*_SUBMODULES, *_MODULE_OF, "__version__"])
 
 
-def __getattr__(name: str) -> Any:
-    """Import a submodule, or the module of a class, when it is first asked for."""
-    if name in _SUBMODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    if name in _MODULE_OF:
-        return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # which would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        """Import a submodule, or the module of a class, when it is first asked for."""
+        if name in _SUBMODULES:
+            return importlib.import_module(f"{__name__}.{name}")
+        if name in _MODULE_OF:
+            return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

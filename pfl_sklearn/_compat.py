@@ -12,11 +12,15 @@ from sklearn.model_selection import cross_validate
 from sklearn.model_selection._search import BaseSearchCV
 from sklearn.utils import _safe_indexing as safe_indexing
 from sklearn.utils._param_validation import HasMethods, Interval, StrOptions
-from sklearn.utils.metaestimators import _BaseComposition as BaseComposition
-from sklearn.utils.metaestimators import available_if as _available_if
-from sklearn.utils.validation import _check_method_params as check_method_params
-from sklearn.utils.validation import _check_sample_weight as check_sample_weight
-from sklearn.utils.validation import _num_samples as num_samples
+from sklearn.utils.metaestimators import (
+    _BaseComposition as BaseComposition,
+    available_if as _available_if,
+)
+from sklearn.utils.validation import (
+    _check_method_params as check_method_params,
+    _check_sample_weight as check_sample_weight,
+    _num_samples as num_samples,
+)
 
 FIT_OF_A_SEARCH = inspect.unwrap(BaseSearchCV.fit).__code__
 VALIDATION_MODULE = cross_validate.__module__

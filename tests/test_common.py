@@ -73,6 +73,8 @@ from pfl_sklearn.neural_network import (
     PPSGDNetClassifier,
     PPSGDNetRegressor,
     QuPeDClassifier,
+    ScaffoldClassifier,
+    ScaffoldRegressor,
 )
 from pfl_sklearn.priors import (
     BetaPrior,
@@ -137,6 +139,8 @@ FIELD = (
             PPSGDNetClassifier,
             PPSGDNetRegressor,
             QuPeDClassifier,
+            ScaffoldClassifier,
+            ScaffoldRegressor,
         )
     ]
 )
@@ -278,6 +282,7 @@ if not WITHOUT_TORCH:
         PFedMeClassifier(epsilon=4.0, clip_norm=1.0, client_fraction=0.5, **SHORTER),
         PPSGDNetClassifier(epsilon=4.0, clip_norm=1.0, client_fraction=0.5, **SHORTER),
         QuPeDClassifier(epsilon=4.0, clip_norm=1.0, **SHORTER),
+        ScaffoldClassifier(epsilon=4.0, clip_norm=1.0, client_fraction=0.5, **SHORTER),
     ]
 PRIVATE += PRIVATE_ROUNDS
 # Its noise cannot be drawn again, so nothing that compares two fits applies.

@@ -19,6 +19,7 @@ from pfl_sklearn.neural_network._local import LocalNetClassifier, LocalNetRegres
 from pfl_sklearn.neural_network._perfedavg import PerFedAvgClassifier, PerFedAvgRegressor
 from pfl_sklearn.neural_network._pfedme import PFedMeClassifier, PFedMeRegressor
 from pfl_sklearn.neural_network._ppsgd_net import PPSGDNetClassifier, PPSGDNetRegressor
+from pfl_sklearn.neural_network._scaffold import ScaffoldClassifier, ScaffoldRegressor
 
 __all__ = [
     "MLP",
@@ -47,6 +48,8 @@ __all__ = [
     "PerFedAvgClassifier",
     "PerFedAvgRegressor",
     "QuPeDClassifier",
+    "ScaffoldClassifier",
+    "ScaffoldRegressor",
 ]
 
 

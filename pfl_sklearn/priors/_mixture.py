@@ -14,8 +14,7 @@ from sklearn.utils import check_random_state
 from pfl_sklearn._float_range import unit_near
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.priors import _mixture_fit as fits
-from pfl_sklearn.priors import _normal as normal
+from pfl_sklearn.priors import _mixture_fit as fits, _normal as normal
 from pfl_sklearn.priors._mixture_fit import NormalMixture, Shape
 from pfl_sklearn.priors._prior import Prior, is_distribution
 from pfl_sklearn.theory import own_weight

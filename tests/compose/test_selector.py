@@ -8,8 +8,7 @@ import pickle
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from scipy.optimize import minimize
 from sklearn import config_context
 from sklearn.base import BaseEstimator, RegressorMixin, clone

@@ -5,8 +5,7 @@ import hashlib
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from scipy.stats import chi2, kstest
 
 from pfl_sklearn.datasets import (

@@ -3,8 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pfl_sklearn import GaussianMean
 from pfl_sklearn.estimation._variance_components import client_means, estimate_components

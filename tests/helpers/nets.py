@@ -24,6 +24,7 @@ from pfl_sklearn.neural_network import (
     PFedMeClassifier,
     PPSGDNetClassifier,
     QuPeDClassifier,
+    ScaffoldClassifier,
 )
 
 # Methods that others are compared with.
@@ -39,6 +40,7 @@ FIELD = [
     PFedMeClassifier,
     PPSGDNetClassifier,
     QuPeDClassifier,
+    ScaffoldClassifier,
 ]
 SIZES = np.array([3, 9, 4, 9, 14, 3, 12, 5])  # rows of each client
 N_INPUTS, N_CLASSES = 7, 3

@@ -7,8 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import sklearn
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 from joblib import parallel_config
 from scipy import stats
 from sklearn.base import clone

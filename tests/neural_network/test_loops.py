@@ -24,6 +24,7 @@ from pfl_sklearn.neural_network import (  # noqa: E402
     PFedMeClassifier,
     PPSGDNetClassifier,
     QuPeDClassifier,
+    ScaffoldClassifier,
     _engine,
 )
 from tests.helpers.nets import SIZES, DoubleMLP, recipe, table  # noqa: E402
@@ -115,3 +116,30 @@ def test_rounds_are_those_of_a_loop(name, stacked, net_loops, monkeypatch):
     if n:
         weights = torch.stack([kept[i] for i in range(len(SIZES))])
         np.testing.assert_allclose(model.parameters_[:, :n], weights, rtol=0, atol=1e-12)
+
+
+def test_scaffold_is_its_loop():
+    """Over three rounds, in which clients correct their steps by what they saw before."""
+    X, y, groups = table()
+    model = ScaffoldClassifier(
+        recipe(DoubleMLP, batch_size=32), n_rounds=N_ROUNDS, local_steps=STEPS, random_state=0
+    ).fit(X, y, groups=groups)
+    net, rate = DoubleMLP(), 0.1
+    x = torch.from_numpy(model._engines.population.start())
+    common, controls = torch.zeros_like(x), torch.zeros((len(SIZES), len(x)), dtype=x.dtype)
+    for _ in range(N_ROUNDS):
+        nets, before = [], controls.clone()
+        for i in range(len(SIZES)):
+            vector_to_parameters(x.clone(), net.parameters())
+            rows, target = torch.from_numpy(X[groups == i]), torch.from_numpy(y[groups == i])
+            for _ in range(STEPS):
+                loss = torch.nn.functional.cross_entropy(net(rows), target)
+                slope = parameters_to_vector(torch.autograd.grad(loss, list(net.parameters())))
+                here = parameters_to_vector(net.parameters()).detach()
+                there = here - rate * (slope - controls[i] + common)
+                vector_to_parameters(there, net.parameters())
+            controls[i] += (x - there) / (STEPS * rate) - common
+            nets.append(there)
+        x, common = torch.stack(nets).mean(dim=0), common + (controls - before).mean(dim=0)
+    assert np.abs(x.numpy() - model._engines.population.start()).max() > 1e-3
+    np.testing.assert_allclose(model.population_parameters_, x.numpy(), rtol=0, atol=1e-12)

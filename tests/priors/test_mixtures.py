@@ -6,8 +6,7 @@ from scipy import stats
 from sklearn.mixture import GaussianMixture
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior
-from pfl_sklearn.priors import _mixture_fit as em
+from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, _mixture_fit as em
 
 MEANS = np.array([[0.0, 0.0], [3.0, 1.0], [-2.0, 4.0]])
 COVARIANCES = np.array([[[1.0, 0.3], [0.3, 0.5]], np.eye(2) * 0.2, [[0.5, -0.2], [-0.2, 1.0]]])

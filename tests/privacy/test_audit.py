@@ -9,8 +9,7 @@ from functools import cached_property
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from scipy import stats
 
 from pfl_sklearn import BernoulliMean, GaussianMean

@@ -8,8 +8,7 @@ import pickle
 import warnings
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pfl_sklearn import PrivacyWarning
 from pfl_sklearn.privacy import (

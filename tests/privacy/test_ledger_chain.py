@@ -4,8 +4,7 @@ import hashlib
 import json
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._accounting._events import GaussianEvent

@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import beta as beta_distribution
-from scipy.stats import chi
+from scipy.stats import beta as beta_distribution, chi
 
 from pfl_sklearn import BernoulliMean, PrivacyWarning
 from pfl_sklearn.theory import beta_risk_bound, mixture_mean_radius, printed_adaped_rdp

@@ -4,8 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import beta as beta_distribution
-from scipy.stats import norm
+from scipy.stats import beta as beta_distribution, norm
 
 from pfl_sklearn import BernoulliMean, GaussianMean
 from pfl_sklearn.priors import BetaPrior, GaussianPrior

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import sklearn
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from scipy.special import softmax
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV

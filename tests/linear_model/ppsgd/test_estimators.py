@@ -7,8 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import sklearn
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from scipy.sparse import csr_array, csr_matrix
 from scipy.special import expit, softmax
 from sklearn.base import clone

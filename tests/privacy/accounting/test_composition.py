@@ -25,8 +25,7 @@ from pfl_sklearn.privacy import (
     gdp_epsilon,
     gdp_mu,
 )
-from pfl_sklearn.privacy._accounting import _calibration as calibration
-from pfl_sklearn.privacy._accounting import _composition as composition
+from pfl_sklearn.privacy._accounting import _calibration as calibration, _composition as composition
 from pfl_sklearn.privacy._accounting._calibration import usual_mu
 from pfl_sklearn.privacy._accounting._events import event_from_dict
 from pfl_sklearn.privacy._accounting._losses import (

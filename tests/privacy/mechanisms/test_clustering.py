@@ -5,8 +5,7 @@ from functools import cached_property
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from pfl_sklearn import GaussianMean
 from pfl_sklearn.estimation import _mixture_release as release

@@ -1,0 +1,125 @@
+"""SCAFFOLD: clients correct their steps for how their gradients differ from all clients'."""
+
+from functools import partial
+
+import numpy as np
+
+from pfl_sklearn._parameters import with_parameters
+from pfl_sklearn._rounds.loop import Method, Update
+from pfl_sklearn.neural_network._averaging import Averaging, in_double
+from pfl_sklearn.neural_network._base import BaseNeural, checks
+from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
+
+
+def scaffold(setup):
+    """The method; server and clients keep mean gradients, their controls."""
+    engine = setup.engines.client
+    averaging, p = Averaging(setup.n_expected, setup.divides_by_count), engine.n_parameters
+
+    def init():
+        own = np.zeros((setup.n_clients, p), dtype=engine.array_dtype)
+        return {"global": engine.start(), "control": np.zeros(p)}, {"control": own}
+
+    def server_update(server, total, t):
+        moved = averaging.server_update(server, total | {"control": 0.0}, t)
+        # The control is a mean over all clients, of whom only those who took part sent a change.
+        control = server["control"] + slopes_of(setup, t, total["control"]) / setup.n_clients
+        return {**moved, "control": control}
+
+    shapes = averaging.shapes(**{"global": (p,), "control": (p,)})
+    return Method(init, partial(scaffold_update, setup, averaging), server_update, shapes)
+
+
+def slopes_of(setup, t, change):
+    """Mean gradients whose steps in round t change a net so; none if its learning rate is 0."""
+    path = setup.rates[t] * setup.local_steps
+    return change / path if path else np.zeros_like(change)
+
+
+def scaffold_update(setup, averaging, server, t, batch, clients):
+    """What the clients of a block changed in the global net and in their controls."""
+    engine, rate = setup.engines.client, setup.rates[t]
+
+    def local_steps(block):
+        own, first = block.clients["control"], None
+        models = engine.models(server["global"], block.n_clients)
+        corrections = models.parts((server["control"] - own).astype(own.dtype))
+        for X, y in block.steps():
+            outputs = models(X)
+            first = models.losses(outputs, y).detach() if first is None else first
+            models.learn(outputs, y, rate)
+            for values, correction in zip(models.tensors, corrections, strict=True):
+                values.sub_(correction, alpha=rate)
+        change = models.change()
+        # In units of the net's change, so that one clipping bound is for both parts.
+        common = rate * setup.local_steps * server["control"]
+        moved = -change - common.astype(own.dtype)
+        moved[:, engine.n_trained :] = 0.0  # buffers have no gradient
+        kept = {"control": own + slopes_of(setup, t, moved).astype(own.dtype)}
+        message = {"global": change, "control": moved}
+        return Update(averaging.message(**message), kept, in_double(first))
+
+    return engine.run(local_steps, batch, clients)
+
+
+@with_parameters
+class _Scaffold(BaseNeural):
+    r"""SCAFFOLD: a global net whose steps are corrected for the drift of clients.
+
+    Clients whose rows differ pull the net of FedAvg apart in every round. Here each step adds the
+    difference between all clients' mean gradient and the client's own one.
+
+    See Also
+    --------
+    FedAvg%(kind)s : the same without corrections.
+    Ditto%(kind)s : nets of clients' own.
+
+    Notes
+    -----
+    Algorithm 1 of Karimireddy et al. (2020) with option II and a server's learning rate of 1. A
+    sampled client steps along :math:`g - c_i + c`, where the controls :math:`c_i` and c start at 0.
+    After K steps from x to y at rate :math:`\eta` it sets :math:`c_i \leftarrow c_i - c + (x - y)
+    / (K \eta)` and sends the changes of both, that of :math:`c_i` times :math:`K \eta`, so that
+    one `clip_norm` is for both. The server moves c by the sum over the number of all clients.
+    Weight decay is part of the gradients, and momentum is refused. All clients get the global net.
+    With noise the net and c are clipped together, as one vector, and get noise once.
+
+    Memory: one vector of parameters for each client; a round needs five for each client of a
+    block, and four messages for each sampled client.
+
+    References
+    ----------
+    Karimireddy, S. P., Kale, S., Mohri, M., Reddi, S. J., Stich, S. U. and Suresh, A. T. (2020).
+    SCAFFOLD: stochastic controlled averaging for federated learning. ICML.
+    """
+
+    _released_names = (*BaseNeural._released_names, "the clients' mean gradient of every round")
+    _own_steps = True
+
+    def _check_recipe(self, recipe, name):
+        super()._check_recipe(recipe, name)
+        checks().check_no_momentum(recipe)
+
+    def _method(self, setup):
+        return scaffold(setup)
+
+
+@with_parameters
+class ScaffoldClassifier(NeuralClassifierMixin, _Scaffold):
+    """Classification by SCAFFOLD: a global net whose steps are corrected for clients' drift.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import load_digits_clients
+    >>> from pfl_sklearn.neural_network import ScaffoldClassifier
+    >>> digits = load_digits_clients(10, classes_per_client=3)
+    >>> model = ScaffoldClassifier(n_rounds=20, random_state=0)
+    >>> model = model.fit(digits.data, digits.target, groups=digits.groups)
+    >>> model.score(digits.data, digits.target, groups=digits.groups) > 0.95
+    True
+    """
+
+
+@with_parameters
+class ScaffoldRegressor(NeuralRegressorMixin, _Scaffold):
+    """Regression by SCAFFOLD: a global net whose steps are corrected for clients' drift."""

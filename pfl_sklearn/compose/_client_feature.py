@@ -212,7 +212,8 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         -------
         ndarray of shape (n_rows,)
         """
-        return self.estimator_.predict(self._with_clients(X, groups))
+        rows = self._with_clients(X, groups)  # says first that nothing is fitted yet
+        return self.estimator_.predict(rows)
 
     @available_if(inner_has("predict_proba"))
     def predict_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
@@ -229,7 +230,8 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         -------
         ndarray of shape (n_rows, n_classes)
         """
-        return self.estimator_.predict_proba(self._with_clients(X, groups))
+        rows = self._with_clients(X, groups)  # says first that nothing is fitted yet
+        return self.estimator_.predict_proba(rows)
 
     @available_if(inner_has("score"))
     def score(

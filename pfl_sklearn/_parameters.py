@@ -17,14 +17,22 @@ _SECTIONS = ("Parameters", "Attributes", "See Also", "Notes", "References", "Exa
 
 
 def parameter(
-    *, default: Any, ranges: Any = None, text: str | None = None, kw_only: bool = True
+    *,
+    default: Any = dataclasses.MISSING,
+    ranges: Any = None,
+    text: str | None = None,
+    kw_only: bool = True,
 ) -> Any:
     """Field of a class under :func:`with_parameters`.
 
+    For a parameter that a base has, say what differs: ``epsilon = parameter(text=...)``, without a
+    type, replaces the text alone.
+
     Parameters
     ----------
-    default : object
-        Default value. It may not be a list, a dict or a set, which all estimators would share.
+    default : object, default=MISSING
+        Default value; if it is missing, that of a base. It may not be a list, a dict or a set,
+        which all estimators would share.
     ranges : list or "no_validation", default=None
         What scikit-learn's validation accepts. None: what a base says of the parameter.
     text : str, default=None
@@ -33,21 +41,34 @@ def parameter(
     kw_only : bool, default=True
         Whether the parameter is given by keyword only.
     """
-    metadata = {"ranges": ranges, "text": text}
+    said = {"ranges": ranges, "text": text}
+    metadata = {key: value for key, value in said.items() if value is not None}
     return dataclasses.field(default=default, kw_only=kw_only, metadata=metadata)
 
 
-@dataclass_transform(field_specifiers=(parameter,))
+@dataclass_transform(kw_only_default=True, field_specifiers=(parameter,))
 def with_parameters(cls: C) -> C:
     """Make a dataclass of an estimator's class, whose fields are the parameters.
 
     Positional parameters come first. Then those that the class itself adds, those of its base, and
     so on, each class's in their order, so that what is common to all estimators comes last.
+
+    Raises
+    ------
+    TypeError
+        If a base has a constructor of its own, which that of the fields would replace.
     """
-    for name, field in list(vars(cls).items()):
-        if isinstance(field, dataclasses.Field):
-            _inherit_metadata(field, cls.__mro__[1:], name)
-    dataclasses.dataclass(eq=False, repr=False)(cls)
+    for base in cls.__mro__[1:-1]:
+        if "__init__" in vars(base) and "__dataclass_fields__" not in vars(base):
+            raise TypeError(
+                f"{cls.__name__} would lose the parameters of {base.__name__}.__init__; give "
+                f"{cls.__name__} an __init__ and no with_parameters, or {base.__name__} fields."
+            )
+    own = _complete(cls)
+    docstring = cls.__doc__
+    # A class equals itself alone, and scikit-learn writes it, as any other estimator.
+    dataclasses.dataclass(eq=False, repr=False, kw_only=True)(cls)
+    cls.__doc__ = docstring  # a dataclass without one would get its signature, also under -OO
     fields: dict[str, Any] = {each.name: each for each in dataclasses.fields(cls)}
     for name, field in fields.items():
         # Class-level defaults would appear as properties in documentation. A class may have a
@@ -55,9 +76,12 @@ def with_parameters(cls: C) -> C:
         if vars(cls).get(name, dataclasses.MISSING) is field.default:
             delattr(cls, name)
     names = _in_order(cls, fields)
-    ranges = {name: fields[name].metadata["ranges"] for name in names}
+    said = {name: each.metadata for name, each in fields.items()}
+    ranges = {name: each["ranges"] for name, each in said.items() if "ranges" in each}
     cls._parameter_constraints = {  # type: ignore[attr-defined]
-        name: allowed for name, allowed in ranges.items() if allowed is not None
+        **ranges,
+        **getattr(cls, "_parameter_constraints", {}),  # may be the class's own, without fields
+        **{name: ranges[name] for name in own & ranges.keys()},
     }
     init: Any = vars(cls)["__init__"]
     # On the constructor rather than the class, whose subclasses would inherit it with their own.
@@ -100,12 +124,30 @@ def _sections(docstring: str) -> dict[str, str]:
     return {"": head, **dict(zip(others[::2], others[1::2], strict=True))}
 
 
-def _inherit_metadata(field: Any, bases: tuple[type, ...], name: str) -> None:
-    """Take from the nearest base what a field leaves out."""
-    inherited = (getattr(base, "__dataclass_fields__", {}).get(name) for base in bases)
-    before: Any = next((each.metadata for each in inherited if each is not None), {})
-    said = {key: value for key, value in field.metadata.items() if value is not None}
-    field.metadata = {"ranges": None, "text": None, **before, **said}
+def _complete(cls: type) -> set[str]:
+    """Let fields take from the nearest base what they leave out; names of the class's own fields.
+
+    A value with a type is a field, too, as in any dataclass.
+    """
+    inherited: dict[str, Any] = {}
+    for base in reversed(cls.__mro__[1:]):
+        inherited |= vars(base).get("__dataclass_fields__", {})
+    types, own = dict(inspect.get_annotations(cls)), set()
+    for name, said in list(vars(cls).items()):
+        before = inherited.get(name)
+        if before is not None and name in types and not isinstance(said, dataclasses.Field):
+            said = dataclasses.field(default=said)
+        if not isinstance(said, dataclasses.Field):
+            continue
+        own.add(name)
+        if before is not None:
+            default = before.default if said.default is dataclasses.MISSING else said.default
+            metadata = {**before.metadata, **said.metadata}
+            said = dataclasses.field(default=default, kw_only=before.kw_only, metadata=metadata)
+            types.setdefault(name, before.type)
+        setattr(cls, name, said)
+    cls.__annotations__ = types
+    return own
 
 
 def _in_order(cls: type, fields: dict[str, Any]) -> list[str]:
@@ -124,7 +166,8 @@ def _in_order(cls: type, fields: dict[str, Any]) -> list[str]:
 
 def _entry(field: Any) -> str:
     """Entry of a parameter in the section "Parameters"."""
-    kind, _, rest = textwrap.dedent(field.metadata["text"] or "object").strip("\n").partition("\n")
+    whole = textwrap.dedent(field.metadata.get("text", "object")).strip("\n")
+    kind, _, rest = whole.partition("\n")
     text = textwrap.indent(textwrap.dedent(rest).rstrip(), "    ")
     return f"{field.name} : {kind}, default={_written(field.default)}\n{text}"
 

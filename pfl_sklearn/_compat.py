@@ -5,7 +5,7 @@ Private names have no deprecation promise. When a release moves one, this module
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from sklearn.base import _fit_context
 from sklearn.model_selection import cross_validate
@@ -21,6 +21,26 @@ from sklearn.utils.validation import (
     _check_sample_weight as check_sample_weight,
     _num_samples as num_samples,
 )
+
+if TYPE_CHECKING:
+    # scikit-learn has no types. Below a base of unknown type, checkers would take any argument of a
+    # constructor that comes from fields. Attributes of these may be anything, as they were.
+    class _Untyped:
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __sklearn_tags__(self) -> Any: ...
+
+        def __sklearn_clone__(self) -> Any: ...
+
+    class BaseEstimator(_Untyped): ...
+
+    class CallbackSupportMixin(_Untyped): ...
+
+    class ClassifierMixin(_Untyped): ...
+
+    class RegressorMixin(_Untyped): ...
+else:
+    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 
 FIT_OF_A_SEARCH = inspect.unwrap(BaseSearchCV.fit).__code__
 VALIDATION_MODULE = cross_validate.__module__
@@ -58,9 +78,12 @@ __all__ = [
     "FIT_OF_A_SEARCH",
     "VALIDATION_MODULE",
     "BaseComposition",
+    "BaseEstimator",
     "BaseSearchCV",
+    "ClassifierMixin",
     "HasMethods",
     "Interval",
+    "RegressorMixin",
     "StrOptions",
     "available_if",
     "check_method_params",

@@ -8,14 +8,19 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import pandas as pd
-from sklearn.base import ClassifierMixin, RegressorMixin, clone
+from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import check_consistent_length
 from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import Array, Codes, EncodedClients, encode_clients, match_clients
-from pfl_sklearn._compat import check_sample_weight, num_samples
+from pfl_sklearn._compat import (
+    ClassifierMixin,
+    RegressorMixin,
+    check_sample_weight,
+    num_samples,
+)
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.privacy._report import PrivacyReport
 from pfl_sklearn.privacy._search_warning import warn_of_search

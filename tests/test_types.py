@@ -29,21 +29,25 @@ assert_type(linear.privacy_.epsilon, float)
 assert_type(linear.summary(), pd.DataFrame)
 assert_type(linear.for_client("a"), PersonalizedLinearRegression)
 assert_type(PPSGDRegressor(alpha=1.0, n_rounds=5).fit(X, y, groups=groups), PPSGDRegressor)
-assert_type(DittoRegressor(proximal=0.5).fit(X, y, groups=groups), DittoRegressor)
+ditto = DittoRegressor(proximal=0.5).fit(X, y, groups=groups)
+assert_type(ditto, DittoRegressor)
+ditto.history_["loss"]  # a fitted attribute may be anything
+ditto.set_score_request(sample_weight=True)
 assert_type(BernoulliMean().fit(X, y > 1, groups=groups).score(X, y > 1, groups=groups), float)
 assert_type(ClientColumn(linear, 0).fit(X, y), ClientColumn)
 assert_type(privacy_of(linear), PrivacyReport)
 """
 
-# scikit-learn has no types: behind its base classes a checker accepts unknown methods, and further
-# arguments of a dataclass.
+# scikit-learn has no types: behind its base classes a checker accepts unknown methods.
 WRONG = {
     "GaussianMean(epsilno=1.0)": "call-arg",
     "GaussianMean().fit([[0.0]], [1.0], client=['a'])": "call-arg",
     "GaussianMean().privacy_.epsilonn": "attr-defined",
     "PersonalizedLinearRegression(max_iter='ten')": "arg-type",
     "PPSGDRegressor(batch_size=2.5)": "arg-type",
+    "PPSGDRegressor(n_round=5)": "call-arg",
     "DittoRegressor(local_steps='ten')": "arg-type",
+    "DittoRegressor(None, 5)": "call-arg",
     "privacy_of()": "call-arg",
     "pfl_sklearn.GaussianMeen": "attr-defined",
 }

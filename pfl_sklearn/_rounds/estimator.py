@@ -7,15 +7,21 @@ attributes, and on to more rounds. A family of models brings what :class:`BaseRo
 import math
 from numbers import Integral, Real
 from os import PathLike
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
-from sklearn.base import BaseEstimator, clone
-from sklearn.callback import CallbackSupportMixin
+from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import validate_data
 
-from pfl_sklearn._compat import Interval, StrOptions, fit_context, num_samples, with_callbacks
+from pfl_sklearn._compat import (
+    BaseEstimator,
+    Interval,
+    StrOptions,
+    fit_context,
+    num_samples,
+    with_callbacks,
+)
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.callbacks import both, observer
 from pfl_sklearn._rounds.checkpoint import Checkpoint, described
@@ -43,6 +49,11 @@ from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._ledger import charge_events
 from pfl_sklearn.privacy._report import going_on_from, warn_once
+
+if TYPE_CHECKING:
+    from pfl_sklearn._compat import CallbackSupportMixin
+else:
+    from sklearn.callback import CallbackSupportMixin  # imports rich, which only rounds need
 
 _PRIVATE_ROUNDS = 100  # with noise, where n_rounds is None: the data have no say in it
 

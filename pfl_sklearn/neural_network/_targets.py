@@ -185,14 +185,14 @@ class LabelPriorMixin(NeuralClassifierMixin):
     def _default_component(self, name, value):
         if name == "label_prior" and value == "client":
             return SparseDirichletPrior()
-        return super()._default_component(name, value)
+        return super()._default_component(name, value)  # type: ignore[misc]  # BaseNeural's
 
     @property
     def _needs_probabilities(self):
         return self.label_prior is not None
 
     def _check_parameters(self):
-        super()._check_parameters()
+        super()._check_parameters()  # type: ignore[misc]  # BaseNeural's
         self._check_label_prior()
 
     def _check_label_prior(self):
@@ -248,7 +248,7 @@ class LabelPriorMixin(NeuralClassifierMixin):
 
     @property
     def _assumptions(self):
-        known = super()._assumptions
+        known = super()._assumptions  # type: ignore[misc]  # BaseNeural's
         if self.label_prior is None or isinstance(self.label_prior, str):
             return known
         if all(value is None for value in vars(self.label_prior).values()):

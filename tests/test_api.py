@@ -48,8 +48,22 @@ def test_no_name_or_parameter_changed():
     before, now = read_oracle("public_interface"), public_interface()
     gone, added = before.keys() - now.keys(), now.keys() - before.keys()
     assert (sorted(gone), sorted(added)) == ([], [])
-    both = {name: (sorted(before[name]), sorted(now[name])) for name in before}  # not their order
+    both = {name: (as_called(before[name]), as_called(now[name])) for name in before}
     assert {name: pair for name, pair in both.items() if pair[0] != pair[1]} == {}
+
+
+def as_called(parameters):
+    """Parameters as calls see them: only of those before the star does the order matter."""
+    if "*" not in parameters:
+        return parameters
+    star = parameters.index("*")
+    return parameters[:star], sorted(parameters[star:])
+
+
+def test_the_order_of_positional_parameters_is_part_of_the_interface():
+    assert as_called(["X", "y", "*", "a=1", "b=2"]) == as_called(["X", "y", "*", "b=2", "a=1"])
+    assert as_called(["X", "y", "*", "a=1"]) != as_called(["y", "X", "*", "a=1"])
+    assert as_called(["X", "y"]) != as_called(["y", "X"])
 
 
 def classes(package):

@@ -3,12 +3,10 @@
 Private names have no deprecation promise. When a release moves one, this module is what changes.
 """
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from sklearn.base import _fit_context
-from sklearn.model_selection import cross_validate
 from sklearn.model_selection._search import BaseSearchCV
 from sklearn.utils import _safe_indexing as safe_indexing
 from sklearn.utils._param_validation import HasMethods, Interval, StrOptions
@@ -42,9 +40,6 @@ if TYPE_CHECKING:
 else:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 
-FIT_OF_A_SEARCH = inspect.unwrap(BaseSearchCV.fit).__code__
-VALIDATION_MODULE = cross_validate.__module__
-
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -68,6 +63,18 @@ def available_if(check: Callable[[Any], bool]) -> Callable[[Callable[P, R]], Cal
     return _available_if(check)
 
 
+def fit_tasks(estimator: Any) -> Iterator[str]:
+    """Names of the tasks that the fit of an estimator is part of, innermost first.
+
+    They come from the callback context that searches, pipelines and wrappers hand on.
+    """
+    task = getattr(estimator, "_parent_callback_ctx", None)
+    while task is not None:
+        # A nested estimator's own task is the same as the one that it was given.
+        yield from filter(None, (task.task_name, task.source_task_name))
+        task = task.parent
+
+
 def response_methods(scorer: Any) -> tuple[str, ...]:
     """Names of the methods of which a scorer needs one; () if that is unknown."""
     found = getattr(scorer, "_response_method", None) or ()
@@ -75,8 +82,6 @@ def response_methods(scorer: Any) -> tuple[str, ...]:
 
 
 __all__ = [
-    "FIT_OF_A_SEARCH",
-    "VALIDATION_MODULE",
     "BaseComposition",
     "BaseEstimator",
     "BaseSearchCV",
@@ -89,6 +94,7 @@ __all__ = [
     "check_method_params",
     "check_sample_weight",
     "fit_context",
+    "fit_tasks",
     "num_samples",
     "response_methods",
     "safe_indexing",

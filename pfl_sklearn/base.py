@@ -23,7 +23,6 @@ from pfl_sklearn._compat import (
 )
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.privacy._report import PrivacyReport
-from pfl_sklearn.privacy._search_warning import warn_of_search
 
 __all__ = ["ClientMixin", "SingleClientWarning", "UnseenClientsWarning"]
 
@@ -85,11 +84,6 @@ class ClientMixin:
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "privacy_")
-
-    def __sklearn_clone__(self) -> Self:
-        warn_of_search()  # which clones its estimator before it fits anything
-        copied: Self = super().__sklearn_clone__()  # type: ignore[misc]
-        return copied
 
     def __dask_tokenize__(self) -> Any:
         """Token by which dask tells estimators apart.
@@ -199,7 +193,7 @@ class ClientMixin:
                 f"{n_unseen} of {n_rows} rows belong to clients that fit did not see (such as "
                 f"{example!r}), and unseen='error'."
             )
-        warn_caller(_UNSEEN, UnseenClientsWarning, once=True)
+        warn_caller(_UNSEEN, UnseenClientsWarning)
 
     def for_client(self, client_id: Any) -> Self:
         """Model of one client alone: the population model and that client's own parameters.

@@ -48,7 +48,7 @@ from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._ledger import charge_events
-from pfl_sklearn.privacy._report import going_on_from, warn_once
+from pfl_sklearn.privacy._report import going_on_from, settled
 
 if TYPE_CHECKING:
     from pfl_sklearn._compat import CallbackSupportMixin
@@ -465,11 +465,10 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
         mechanism = round_mechanism(self, events)
         noise, seeded = mechanism.noise_multiplier, self.random_state is not None
         progress = progress_after(task, state, events, last, noise, seeded)
-        report = rounds_report(self, progress)
+        # Warnings come first: where they are errors, the estimator stays as it was.
+        report = settled(self, rounds_report(self, progress))
         if task.earlier is not None:
             report = going_on_from(self.privacy_, report)
-        # Warnings come first: where they are errors, the estimator stays as it was.
-        warn_once(report)
         self._warn_of_failures(state.failures)
         if run.rule is not None:
             self._warn_of_end(state.round, flat)

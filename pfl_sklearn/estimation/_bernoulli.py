@@ -49,7 +49,7 @@ from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
-from pfl_sklearn.privacy._report import private_report, warn_once
+from pfl_sklearn.privacy._report import private_report, settled
 
 _PUBLIC_OF_PROPORTIONS = ("population_mean_", "population_mean_std_", "prior_", "icc_")
 _PRINTED = ("printed", "printed_eq32")
@@ -531,6 +531,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
 
     def _store(self, ids, classes, table, fitted, report, with_groups):
         """Set the fitted attributes, all at once: a fit that fails leaves those of the last."""
+        report = settled(self, report)  # a warning that is an error leaves the last fit as it was
         self.clients_ = ids
         self.classes_ = classes
         self.n_samples_per_client_ = table.per_client(table.trials)
@@ -546,5 +547,4 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         self._posterior_is_exact = fitted.exact
         self._priors = fitted.priors
         self._fitted_with_groups = with_groups
-        warn_once(report)
         return self

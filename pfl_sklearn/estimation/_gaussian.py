@@ -38,7 +38,7 @@ from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrio
 from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._ledger import charge
-from pfl_sklearn.privacy._report import warn_once
+from pfl_sklearn.privacy._report import settled
 from pfl_sklearn.privacy._spending import UNPROTECTED
 
 
@@ -417,8 +417,8 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         columns = y[:, None] if y.ndim == 1 else y
         rows = read_rows(self, X, columns, groups, sample_weight)
         table, fitted, report = fits.fit(rows, prior, self)
+        report = settled(self, report)  # a warning that is an error leaves the last fit as it was
         self._store(X, y, rows.clients.ids, table, fitted, report, groups is not None)
-        warn_once(report)
         return self
 
     def predict(

@@ -37,7 +37,7 @@ from pfl_sklearn.priors import GaussianPrior, LaplacePrior
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._ledger import charge
-from pfl_sklearn.privacy._report import warn_once
+from pfl_sklearn.privacy._report import settled
 
 
 class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegression):
@@ -376,13 +376,13 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         table, design, ids = self._make_table(X, features, y, groups, sample_weight)
         estimates, report = fit(table, prior, self._parameters_of(Options))
         warn_not_converged(self, estimates, prior)
+        report = settled(self, report)  # a warning that is an error leaves the last fit as it was
         self._store(X, design, ids, table, estimates, groups is not None)
         self._family = self._unknown_variances(prior)
         # The moments of the rows are exact, so a private model must not keep them.
         if not math.isfinite(self.epsilon):
             self._evidence = self._gather_evidence(table, design, prior, estimates)
         self.privacy_ = report
-        warn_once(report)
         return self
 
     def _unknown_variances(self, prior):

@@ -22,7 +22,7 @@ from pfl_sklearn.privacy import PrivacyLedger, PureEvent
 from pfl_sklearn.privacy._accounting._selection import DISTRIBUTIONS
 from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
-from pfl_sklearn.privacy._report import warn_once
+from pfl_sklearn.privacy._report import settled
 from pfl_sklearn.privacy._spending import relation_of, unit_of
 
 
@@ -251,7 +251,8 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
         candidates = draw_candidates(self, plan, rng)
         rows, score = read_data(self, plan, X, y, params, rng)
         best = best_trial(self, plan, candidates, rows, score, rng, seeded)
-        report = selection_report(self, plan, best.model)
+        warn_again(best)
+        report = settled(self, selection_report(self, plan, best.model))
         # The model states what the whole selection cost, not what one trial would have.
         released = innermost_estimator(best.model)
         released.privacy_ = report
@@ -261,8 +262,6 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
         self.best_score_ = best.score
         self.trial_params_ = plan.params
         self.privacy_ = report
-        warn_again(best)
-        warn_once(report)
         return self
 
     @property

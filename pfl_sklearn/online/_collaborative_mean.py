@@ -26,7 +26,7 @@ from pfl_sklearn.online._collaboration import Collaboration
 from pfl_sklearn.online._variances import half_width
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyWarning
 from pfl_sklearn.privacy._ledger import charge
-from pfl_sklearn.privacy._report import warn_once
+from pfl_sklearn.privacy._report import going_on_from, settled
 
 
 class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
@@ -474,8 +474,11 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         validate_data(inputs, X, skip_check_array=True, reset=begins)
         stream.take(self, arrivals)
         attributes = self._attributes_of(stream)
-        if begins:  # where warnings are errors, the model stays as it was
-            _warn(attributes["privacy_"], self.schedule)
+        report = attributes["privacy_"]
+        # Where warnings are errors, the model stays as it was.
+        attributes["privacy_"] = (
+            _settled(self, report) if begins else going_on_from(self.privacy_, report)
+        )
         names = ("n_features_in_", "feature_names_in_")
         attributes |= {name: getattr(inputs, name) for name in names if hasattr(inputs, name)}
         self._set_fitted(attributes, dropped=names)
@@ -523,8 +526,8 @@ def _values(model, X, y):
     return y
 
 
-def _warn(report, schedule):
-    """Warn of the weaknesses of a promise, and of a schedule that breaks it."""
-    if schedule == "restricted" and report.mechanism != "none":
+def _settled(model, report):
+    """Report of a first call; warn of its weaknesses, and of a schedule that breaks the promise."""
+    if model.schedule == "restricted" and report.mechanism != "none":
         warn_caller(report.warnings[-1], PrivacyWarning)
-    warn_once(report)
+    return settled(model, report)

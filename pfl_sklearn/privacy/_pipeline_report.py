@@ -81,10 +81,10 @@ def privacy_of(estimator: Any) -> PrivacyReport:
     from these data, and that the function treats every row separately.
 
     *Fits.* ``privacy_`` of a private estimator is a statement about its own fit. If one of
-    scikit-learn's searches refitted it, or if ``cross_validate``, ``validation_curve``,
-    ``learning_curve``, ``permutation_test_score`` or the like scored it, ``privacy_.epsilon`` stays
-    that of the fit, and ``privacy_.warnings`` say that the choice or the scores are not covered.
-    Tools of other packages leave no such trace, and neither does a choice that you carry on by
+    scikit-learn's searches scored or refitted it, alone or inside pipelines and
+    :class:`~pfl_sklearn.compose.ClientColumn`, ``privacy_.epsilon`` stays that of the fit, and
+    ``privacy_.warnings`` say that the scores or the choice are not covered. ``cross_validate`` and
+    the like leave no such trace, nor do tools of other packages, nor a choice that you carry on by
     hand: a new fit with the parameters that a search found.
 
     Examples

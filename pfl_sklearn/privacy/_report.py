@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import multiprocessing
 import textwrap
-import threading
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Self
 
-from pfl_sklearn._compat import FIT_OF_A_SEARCH, VALIDATION_MODULE
+from pfl_sklearn._compat import fit_tasks
 from pfl_sklearn._version import __version__
-from pfl_sklearn._warnings import callers, warn_caller
+from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.privacy._accounting._events import as_json, from_json
 
 __all__ = ["PrivacyReport", "PrivacyWarning"]
@@ -28,15 +26,18 @@ _RELATION_NAMES = {
     ("row", "add_remove"): "one row added or removed",
     ("row", "zero_out"): "one row's contribution replaced by nothing",
 }
+# What no epsilon covers, by the task of a search that a fit is.
 CHOSEN = (
-    "A search chose the parameters of this fit by scores without noise: epsilon covers the fit, "
-    "not the choice. pfl_sklearn.model_selection.PrivateSelectCV chooses within an epsilon."
+    "A search chose the parameters of this fit by scores without noise: epsilon covers this fit "
+    "alone, not the choice, and not the fits before it. pfl_sklearn.privacy.search_cost(search) "
+    "reports what all of them cost together, and pfl_sklearn.model_selection.PrivateSelectCV "
+    "chooses within an epsilon that you state."
 )
 SCORED = (
-    "A tool of scikit-learn scored this fit without noise: epsilon covers the fit, not the scores "
-    "or a choice made by them."
+    "A search scored this fit without noise: epsilon covers the fit, not the scores or a choice "
+    "made by them."
 )
-
+_SEARCH_TASKS = {"refit-with-best-params": CHOSEN, "candidate-split-evaluation": SCORED}
 
 _OUTSIDERS = "against those alone who are no client and see nothing of one but what is released"
 _WHOLE = "if all rows of a client are replaced: one row is what the promise protects"
@@ -189,8 +190,7 @@ class PrivacyReport:
         Returns
         -------
         PrivacyReport
-            Epsilon is 0. If one of scikit-learn's tools asked for the fit, `warnings` say what it
-            does not cover: the tool's scores or its choice.
+            Epsilon is 0.
         """
         return cls(
             0.0,
@@ -205,7 +205,6 @@ class PrivacyReport:
             released=released,
             not_released=not_released,
             n_clients=n_clients,
-            warnings=_caveats_of_tools(),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -314,36 +313,22 @@ def going_on_from(earlier: PrivacyReport, report: PrivacyReport) -> PrivacyRepor
     return dataclasses.replace(report, warnings=tuple(dict.fromkeys((*report.warnings, *kept))))
 
 
-def _caveats_of_tools() -> tuple[str, ...]:
-    """What no epsilon covers if one of scikit-learn's tools asked for the fit that is going on."""
-    for frame in callers():
-        if frame.f_code is FIT_OF_A_SEARCH:  # and nothing that scores in between
-            return (CHOSEN,)
-        if frame.f_globals.get("__name__") == VALIDATION_MODULE:
-            return (SCORED,)
-    return ()
+def settled(estimator: Any, report: PrivacyReport) -> PrivacyReport:
+    """Report of a fit with what a search around it leaves unprotected; warn of its weaknesses.
 
-
-def warn_once(report: PrivacyReport) -> None:
-    """Emit one PrivacyWarning for all weaknesses of a private fit, if there are any.
-
-    A search warns of itself, before its fits. Of those only the one that it chose warns. Workers
-    are silent.
+    Of the fits of a search only the chosen one warns, which comes last and in the caller's process.
     """
-    if SCORED in report.warnings and _is_one_of_many():
-        return
-    found = [text for text in report.warnings if text not in (CHOSEN, SCORED)]
-    if math.isfinite(report.epsilon) and found:
-        warn_caller(" ".join(found), PrivacyWarning)
-
-
-def _is_one_of_many() -> bool:
-    """Whether the fit that is going on belongs to a search, or to a worker of a tool."""
-    if multiprocessing.current_process().name != "MainProcess":
-        return True
-    if threading.current_thread() is not threading.main_thread():
-        return True
-    return any(frame.f_code is FIT_OF_A_SEARCH for frame in callers())
+    tasks = [_SEARCH_TASKS[task] for task in fit_tasks(estimator) if task in _SEARCH_TASKS]
+    if math.isinf(report.epsilon):  # it promises nothing that a search could take back
+        return report
+    warned = report.warnings
+    if tasks:
+        report = dataclasses.replace(report, warnings=(*report.warnings, tasks[0]))
+    if CHOSEN in tasks and report.epsilon > 0:
+        warned = report.warnings
+    if warned and SCORED not in tasks:  # in a nested search the outer one chooses last
+        warn_caller(" ".join(warned), PrivacyWarning)
+    return report
 
 
 def large_delta(delta: float, n_clients: int) -> list[str]:
@@ -394,7 +379,7 @@ def private_report(
         noise_reproducible=seeded,
         adversary=ADVERSARIES[facts["trust"]],
         assumptions=assumptions,
-        warnings=(*found, *_caveats_of_tools()),
+        warnings=tuple(found),
         **more,
     )
 

@@ -220,15 +220,8 @@ def search_cost(
     A search gives all its fits the same `random_state`. Unless it is None, all fits have the same
     noise. That noise cancels in differences of the models, so epsilon is infinite.
 
-    A search emits one :class:`PrivacyWarning` about its cost, before its first fit and whatever its
-    ``n_jobs`` is. It points at the caller's line. The warning takes the first private candidate for
-    all of them; this function counts each as it is. There is none
-
-    - for a search inside another one, whose warning counts its fits;
-    - for an estimator of which we do not know how often it fits, such as bagging;
-    - with ``n_jobs``, for private estimators that are themselves among the candidates.
-
-    A search inside ``cross_validate`` warns in every fold and where it runs, which may be a worker.
+    The fit that a search chose emits a :class:`PrivacyWarning`, after the others have spent what
+    they spend. To refuse fits beyond a budget, give the estimator a :class:`PrivacyLedger`.
 
     Examples
     --------

@@ -285,7 +285,7 @@ def test_folds_of_a_table_sorted_by_client_warn():
     model = ClientColumn(GaussianMean(), "site")
     with pytest.warns(UnseenClientsWarning, match="ClientKFold") as caught:
         scores = cross_val_score(model, table, y, cv=5)
-    assert len(caught) == 1
+    assert len(caught) == 5  # one of each fold
     assert scores.mean() < 0
     assert cross_val_score(model, table, y, cv=FOLDS).mean() > 0.8
     expected = model.set_params(estimator__unseen="population")

@@ -1,11 +1,11 @@
-"""Fits that scikit-learn's tools score or choose: their reports say what no epsilon covers."""
+"""Fits that a search scores or chooses: their reports say what no epsilon covers."""
 
 import math
 import pickle
 import warnings
 
-import numpy as np
 import pytest
+import sklearn
 from joblib import parallel_config
 from sklearn.base import clone
 from sklearn.ensemble import BaggingRegressor
@@ -15,12 +15,7 @@ from sklearn.model_selection import (
     GridSearchCV,
     HalvingGridSearchCV,
     RandomizedSearchCV,
-    cross_val_predict,
-    cross_val_score,
     cross_validate,
-    learning_curve,
-    permutation_test_score,
-    validation_curve,
 )
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
@@ -51,8 +46,9 @@ from tests.helpers.private_searches import (
 )
 
 CHOSEN = "A search chose the parameters of this fit by scores without noise"
-SCORED = "A tool of scikit-learn scored this fit without noise"
+SCORED = "A search scored this fit without noise"
 ROUNDS = PPSGDRegressor(n_rounds=4, epsilon=1.0, clip_norm=1.0, learning_rate=0.1)
+KNOWN = GaussianPrior(mean=0.0, covariance=1.0)
 LABELS = (Y > 0).astype(int)
 OPTIONS = {**FOLDS, "random_state": 0}
 
@@ -66,17 +62,6 @@ def quietly(function, *args, **params):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivacyWarning)
         return function(*args, **params)
-
-
-class Seen:
-    """Score that notes the reports of what it scores."""
-
-    def __init__(self):
-        self.reports = []
-
-    def __call__(self, model, X, y):
-        self.reports.append(privacy_of(model))
-        return 0.0
 
 
 # The model that a search chose.
@@ -128,7 +113,7 @@ def test_as_a_whole_the_chosen_model_leaks_like_its_search(search):
 
 
 def test_a_chosen_model_that_releases_nothing_was_chosen_nevertheless():
-    known = MEAN.__sklearn_clone__().set_params(prior=GaussianPrior(mean=0.0, covariance=1.0))
+    known = MEAN.__sklearn_clone__().set_params(prior=KNOWN)
     best = fitted(grid(known)).best_estimator_
     assert (best.privacy_.epsilon, caveats(best.privacy_)) == (0.0, [CHOSEN])
     assert privacy_of(best).epsilon == math.inf
@@ -185,75 +170,76 @@ def test_rounds_that_go_on_from_a_chosen_model_were_chosen_too():
 # Models that were fitted to be scored.
 
 
-def scored_once(tool, *more, **params):
-    """Reports of the fits of one of scikit-learn's tools."""
+class Seen:
+    """Score that notes the reports of what it scores."""
+
+    def __init__(self):
+        self.reports = []
+
+    def __call__(self, model, X, y):
+        self.reports.append(privacy_of(model))
+        return 0.0
+
+
+@pytest.mark.parametrize("model", [column(), make_pipeline(FunctionTransformer(), column())])
+def test_models_that_a_search_scores_say_so(model):
     seen = Seen()
-    quietly(tool, column(), TABLE, Y, *more, cv=FOLDS["cv"], scoring=seen, **params)
-    return seen.reports
+    search = GridSearchCV(model, {}, cv=FOLDS["cv"], scoring=seen, refit=False)
+    assert warnings_of(search) == []
+    assert [(each.epsilon, caveats(each)) for each in seen.reports] == [(1.0, [SCORED])] * 2
 
 
-@pytest.mark.parametrize(
-    "reports",
-    [
-        lambda: scored_once(cross_val_score),
-        lambda: scored_once(cross_validate),
-        lambda: scored_once(
-            validation_curve, param_name="estimator__clip_norm", param_range=[1.0, 2.0]
-        ),
-        lambda: scored_once(learning_curve, train_sizes=[0.5, 1.0], shuffle=True),
-        lambda: scored_once(permutation_test_score, n_permutations=2),
-        lambda: scored_once(lambda *args, **kw: GridSearchCV(args[0], {}, **kw).fit(*args[1:])),
-    ],
-    ids=["score", "validate", "validation", "learning", "permutation", "search"],
-)
-def test_scored_models_say_so(reports):
-    found = reports()
-    assert len(found) >= 2
-    for report in found:
-        assert (report.epsilon, caveats(report)) == (1.0, [SCORED])
+# The warning of the choice.
+
+
+def warnings_of(search, data=TABLE, groups=None):
+    """Privacy warnings of a search that is fitted right here."""
+    with (
+        sklearn.config_context(enable_metadata_routing=True),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        search.fit(data, Y, **({} if groups is None else {"groups": groups}))
+    caught = [each for each in caught if issubclass(each.category, PrivacyWarning)]
+    line = warnings_of.__code__.co_firstlineno + 7
+    assert all((each.filename, each.lineno) == (__file__, line) for each in caught)
+    return [str(each.message) for each in caught]
 
 
 @pytest.mark.parametrize("backend", ["sequential", "threading", "loky"])
-def test_models_from_a_validation_keep_it(backend):
+@pytest.mark.parametrize(
+    "search",
+    [
+        GridSearchCV(column(), {}, **FOLDS),
+        GridSearchCV(make_pipeline(FunctionTransformer(), column()), {}, **FOLDS),
+        GridSearchCV(GridSearchCV(column(), {}, **FOLDS), {}, **FOLDS),
+        column(grid()),
+        make_pipeline(FunctionTransformer(), column(grid())),
+    ],
+    ids=["column", "pipeline", "nested", "around", "around in a pipeline"],
+)
+def test_a_search_warns_once_at_the_callers_line(search, backend):
     with parallel_config(backend=backend, n_jobs=2):
-        found = cross_validate(column(), TABLE, Y, return_estimator=True, **FOLDS)["estimator"]
-    for model in found:
-        assert (privacy_of(model).epsilon, caveats(privacy_of(model))) == (1.0, [SCORED])
+        (text,) = warnings_of(search)
+    assert text.startswith(CHOSEN)
+    for way_out in ("search_cost(search)", "PrivateSelectCV", "not the fits before it"):
+        assert way_out in text
 
 
-class Keeps(GaussianMean):
-    """Notes the reports of all its fits."""
-
-    reports: list = []
-
-    def fit(self, X, y, *, groups=None):
-        super().fit(X, y, groups=groups)
-        self.reports.append(self.privacy_)
-        return self
+def test_the_chosen_fit_tells_of_its_other_weaknesses_too():
+    (text,) = warnings_of(grid(MEAN.__sklearn_clone__().set_params(random_state=0)), X, GROUPS)
+    assert text.startswith("random_state was given")
+    assert CHOSEN in text
 
 
-def test_predictions_of_a_validation_and_incremental_curves():
-    keeps = Keeps(noise_variance=1.0, epsilon=1.0, clip_norm=3.0)
-    cross_val_predict(ClientColumn(keeps, 0), TABLE, Y, cv=FOLDS["cv"])
-    assert [caveats(report) for report in Keeps.reports] == [[SCORED]] * 2
-
-    class Incremental(PPSGDRegressor):
-        def partial_fit(self, X, y, classes=None):
-            return super().partial_fit(X[:, 1:], y, groups=X[:, 0].astype(int))
-
-    found = []
-    quietly(
-        learning_curve,
-        Incremental(**ROUNDS.get_params()),
-        TABLE,
-        Y,
-        train_sizes=[0.5, 1.0],
-        cv=FOLDS["cv"],
-        exploit_incremental_learning=True,
-        scoring=lambda model, X, y: found.append(model.privacy_) or 0.0,
-    )
-    assert all(caveats(report) == [SCORED] for report in found)
-    assert len(found) == 8
+def test_a_warning_that_is_an_error_leaves_the_last_fit():
+    model = clone(MEAN).set_params(random_state=0)
+    quietly(model.fit, X, Y, groups=GROUPS)
+    before = vars(model).copy()
+    with warnings.catch_warnings(), pytest.raises(PrivacyWarning, match="random_state was given"):
+        warnings.simplefilter("error")
+        model.fit(X, 2 * Y, groups=GROUPS)
+    assert vars(model) == before
 
 
 # What is neither.
@@ -278,21 +264,19 @@ def test_without_privacy_there_is_nothing_to_add():
     assert best.privacy_.warnings == ("epsilon=inf was asked for.",)
 
 
-def test_the_caveats_are_no_warnings_of_their_own():
-    """A search warns once, and a validation never; other weaknesses are said of every fit."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        cross_val_score(column(), TABLE, Y, **FOLDS)
-        GridSearchCV(column(), {}, **FOLDS).fit(TABLE, Y)
-        assert len(found) == 1
-        cross_val_score(column(random_state=0), TABLE, Y, **FOLDS)
-        GridSearchCV(column(random_state=0), {}, refit=False, **FOLDS).fit(TABLE, Y)
-        cross_val_score(column(random_state=0), TABLE, Y, n_jobs=2, **FOLDS)
-    assert str(found.pop().message).startswith("GridSearchCV fits")
-    texts = [str(one.message) for one in found[1:]]
-    assert [text.startswith("random_state was given") for text in texts] == [True, True]
-    assert not any(SCORED in text for text in texts)
-    assert np.all([issubclass(one.category, PrivacyWarning) for one in found])
+@pytest.mark.parametrize(
+    "estimator", [GaussianMean(), MEAN.__sklearn_clone__().set_params(prior=KNOWN)]
+)
+def test_no_warning_where_nothing_is_spent(estimator):
+    assert warnings_of(grid(estimator), X, GROUPS) == []
+
+
+def test_no_warning_outside_a_search():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_pipeline(FunctionTransformer(), column()).fit(TABLE, Y)
+        found = cross_validate(column(), TABLE, Y, return_estimator=True, **FOLDS)["estimator"]
+    assert [caveats(privacy_of(model)) for model in found] == [[], []]  # it says nothing of itself
 
 
 def test_a_wrapped_model_says_what_the_model_says():

@@ -4,9 +4,6 @@ From parameters to events and a ledger entry, from a table to a run, from a run 
 attributes, and on to more rounds. A family of models brings what :class:`BaseRounds` names.
 """
 
-import math
-from numbers import Integral, Real
-from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
@@ -16,16 +13,15 @@ from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import (
     BaseEstimator,
-    Interval,
-    StrOptions,
     fit_context,
     num_samples,
     with_callbacks,
 )
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._rounds.callbacks import both, observer
 from pfl_sklearn._rounds.checkpoint import Checkpoint, described
 from pfl_sklearn._rounds.loop import Plan, check_converged, run_last_phase, run_rounds
+from pfl_sklearn._rounds.parameters import RoundsParameters
 from pfl_sklearn._rounds.privacy import (
     check_noise_parameters,
     fit_events,
@@ -46,7 +42,6 @@ from pfl_sklearn._rounds.task import (
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin
-from pfl_sklearn.privacy import PrivacyLedger
 from pfl_sklearn.privacy._ledger import charge_events
 from pfl_sklearn.privacy._report import going_on_from, settled
 
@@ -59,7 +54,7 @@ _PRIVATE_ROUNDS = 100  # with noise, where n_rounds is None: the data have no sa
 
 
 @with_parameters
-class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
+class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstimator):
     """Fits that run rounds: warm starts, checkpoints, ledger, callbacks, seeds and reports.
 
     A family of models provides
@@ -106,179 +101,6 @@ class BaseRounds(CallbackSupportMixin, ClientMixin, BaseEstimator):
     _released_names: ClassVar[tuple[str, ...]] = ()
     _kept_names: ClassVar[tuple[str, ...]] = ()
     _optional_names: ClassVar[tuple[str, ...]] = ()
-
-    n_rounds: int | None = parameter(
-        default=100,
-        ranges=[Interval(Integral, 1, None, closed="left"), None],
-        text="""
-            int or None
-                Rounds of communication. None: ``fit`` goes on until the loss of held-out rows is
-                flat, and returns the nets with the lowest loss; see the notes. With noise the data
-                must have no say in it, and None is 100 rounds.
-            """,
-    )
-    tol: float = parameter(
-        default=1e-3,
-        ranges=[Interval(Real, 0, None, closed="neither")],
-        text="""
-            float > 0
-                The loss is flat if it fell by less than this share of the loss of the best constant
-                predictions while the number of rounds doubled. Used if ``n_rounds=None``, as the
-                next two are.
-            """,
-    )
-    max_rounds: int = parameter(
-        default=1000,
-        ranges=[Interval(Integral, 1, None, closed="left")],
-        text="""
-            int
-                Rounds after which ``fit`` ends with a ``ConvergenceWarning`` if the loss is not
-                flat.
-            """,
-    )
-    validation_fraction: float = parameter(
-        default=0.2,
-        ranges=[Interval(Real, 0, 1, closed="left")],
-        text="""
-            float in [0, 1)
-                Share of the rows that is held out, of every client as it has rows. 0: the loss is
-                that of the training rows, and the models overfit small clients.
-            """,
-    )
-    client_fraction: float = parameter(
-        default=1.0,
-        ranges=[Interval(Real, 0, 1, closed="right")],
-        text="""
-            float in (0, 1]
-                Probability q that a client takes part in a round. With ``sampling="fixed"``, the
-                share of the clients that takes part.
-            """,
-    )
-    sampling: str = parameter(
-        default="poisson",
-        ranges=[StrOptions({"poisson", "fixed"})],
-        text="""
-            {"poisson", "fixed"}
-                "poisson" samples each client independently. "fixed" draws the same number of
-                clients in every round, without replacement; it costs far more epsilon, because all
-                other clients together know whether the last one takes part.
-            """,
-    )
-    warm_start: bool = parameter(
-        default=False,
-        ranges=["boolean"],
-        text="""
-            bool
-                Let ``fit`` continue to `n_rounds` rounds in all, with the noise multiplier that it
-                had unless another is given.
-            """,
-    )
-    checkpoint: Any = parameter(
-        default=None,
-        ranges=[str, PathLike, None],
-        text="""
-            path or None
-                File that ``fit`` writes its state to. If the file exists, ``fit`` continues from
-                it; it is removed when the fit ends. Parameters, rows and the code of your own
-                modules, classes and functions have to be the same, with the constants, lists and
-                dicts that it names, in the same version of Python. The file holds every client's
-                model and the entropy of the noise, so protect it. Use one file for one fit.
-            """,
-    )
-    checkpoint_every: int = parameter(
-        default=10,
-        ranges=[Interval(Integral, 1, None, closed="left")],
-        text="""
-            int
-                Rounds between two writes.
-            """,
-    )
-    unseen: str = parameter(
-        default="warn",
-        ranges=[StrOptions({"warn", "population", "error"})],
-        text="""
-            {"warn", "population", "error"}
-                What to do for clients that ``fit`` did not see. "warn" and "population" use the
-                population model; "warn" says so when they have at least half of the rows. "error"
-                raises an error.
-            """,
-    )
-    n_jobs: int | None = parameter(
-        default=None,
-        ranges=[Integral, None],
-        text="""
-            int or None
-                Workers for the blocks of clients of a round. On one machine, results are the same
-                bits for any number. Processes send every client's model back and forth in each
-                round, so they pay only with large batches; threads
-                (``joblib.parallel_config("threading")``) about break even.
-            """,
-    )
-    random_state: Any = parameter(
-        default=None,
-        ranges=["random_state"],
-        text="""
-            int, RandomState instance or None
-                Source of the order of rows, of sampling and of noise. None draws from the operating
-                system. Anybody who knows a seed can subtract the noise, and the report says so.
-            """,
-    )
-    epsilon: float = parameter(
-        default=math.inf,
-        ranges=[Interval(Real, 0, math.inf, closed="right")],
-        text="""
-            float in (0, inf]
-                Privacy of the population model, in nats. The noise follows from it and from
-                `delta`, `n_rounds` and `client_fraction`. Each call to ``fit`` or ``partial_fit``
-                spends it. Poisson samples protect a client's contribution ("zero_out"), samples of
-                a fixed number its whole data ("replace_one").
-            """,
-    )
-    noise_multiplier: float | None = parameter(
-        default=None,
-        ranges=[Interval(Real, 0, None, closed="left"), None],
-        text="""
-            float or None
-                Standard deviation of the noise on the sum of messages, divided by `clip_norm`. Give
-                it instead of `epsilon`.
-            """,
-    )
-    delta: float = parameter(
-        default=1e-5,
-        ranges=[Interval(Real, 0, 1, closed="left")],
-        text="""
-            float in [0, 1)
-                Delta of the guarantee; choose it below 1 / n_clients.
-            """,
-    )
-    clip_norm: float | None = parameter(
-        default=None,
-        ranges=[Interval(Real, 0, None, closed="neither"), None],
-        text="""
-            float or None
-                L2 norm that each client's message is clipped to. Choose it without looking at the
-                data. It is required with noise. Local models are not clipped.
-            """,
-    )
-    clip_quantile: float | None = parameter(
-        default=None,
-        ranges=[Interval(Real, 0, 1, closed="neither"), None],
-        text="""
-            float in (0, 1) or None
-                Quantile of the messages' norms that the clipping bound moves towards, starting at
-                `clip_norm`. It is estimated from noisy counts, which take their share of the
-                budget.
-            """,
-    )
-    ledger: Any = parameter(
-        default=None,
-        ranges=[PrivacyLedger, None],
-        text="""
-            PrivacyLedger or None
-                File that records each fit before it reads any data, and that refuses a fit beyond
-                its budget.
-            """,
-    )
 
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=True)

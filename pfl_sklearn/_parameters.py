@@ -88,7 +88,8 @@ def with_parameters(cls: C) -> C:
     signature = inspect.signature(init)
     kept = [signature.parameters[name] for name in ("self", *names)]
     init.__signature__ = signature.replace(parameters=kept)
-    if cls.__doc__:  # None under python -OO
+    # None under python -OO. Who writes the section by hand keeps the docstring as it is.
+    if cls.__doc__ and "Parameters" not in _sections(cls.__doc__):
         cls._own_doc = cls.__doc__  # type: ignore[attr-defined]
         cls.__doc__ = _docstring(cls, "\n".join(_entry(fields[name]) for name in names))
     return cls
@@ -97,20 +98,22 @@ def with_parameters(cls: C) -> C:
 def _docstring(cls: type, parameters: str) -> str:
     """Docstring of a class, from its own one and those of its bases.
 
-    Attributes and notes of bases follow its own; references are those of the nearest class that has
-    any. A class without a paragraph of its own under the summary has that of a private base.
+    Attributes and notes of bases follow its own, but for the notes of private bases, which say what
+    the method is; references are those of the nearest class that has any. A class without a
+    paragraph of its own under the summary has that of a private base.
     """
     ours = [each for each in cls.__mro__ if not each.__module__.startswith(("sklearn", "builtins"))]
     said = {each: _sections(vars(each).get("_own_doc", each.__doc__) or "") for each in ours}
+    private_first = sorted(ours, key=lambda each: each.__name__[0] != "_")
     merged = {"Parameters": parameters}
-    for name, between in (("Attributes", "\n"), ("Notes", "\n\n")):
-        merged[name] = between.join(each[name] for each in said.values() if name in each)
+    for name, order, between in (("Attributes", ours, "\n"), ("Notes", private_first, "\n\n")):
+        merged[name] = between.join(said[each][name] for each in order if name in said[each])
     for name in ("See Also", "References"):
         merged[name] = next((each[name] for each in said.values() if name in each), "")
     merged["Examples"] = said[cls].get("Examples", "")
     head = said[cls][""]
     if "\n\n" not in head:
-        private = [said[each][""] for each in ours if each is not cls and each.__name__[0] == "_"]
+        private = [said[each][""] for each in ours[1:] if each.__name__[0] == "_"]
         head = "\n\n".join([head, *(text.partition("\n\n")[2] for text in private)]).rstrip()
     parts = [f"{name}\n{'-' * len(name)}\n{merged[name]}" for name in _SECTIONS if merged[name]]
     kind = "Classifier" if issubclass(cls, ClassifierMixin) else "Regressor"

@@ -202,3 +202,44 @@ def test_classes_work_without_docstrings():
         [sys.executable, "-OO", "-c", code], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "DittoRegressor(proximal=3)"
+
+
+@with_parameters
+class _Family(Base):
+    """A family.
+
+    Notes
+    -----
+    What the method is.
+    """
+
+
+@with_parameters
+class Twin(_Family):
+    """One of a family.
+
+    Notes
+    -----
+    What is special.
+    """
+
+
+@with_parameters
+class ByHand(Base):
+    """One with a section of its own.
+
+    Parameters
+    ----------
+    last : str
+        Written by hand.
+    """
+
+
+def test_notes_begin_with_what_the_method_is():
+    notes = Twin.__doc__.partition("Notes\n-----\n")[2]
+    assert notes == "What the method is.\n\nWhat is special."
+
+
+def test_a_section_by_hand_stays():
+    assert documented_parameters(ByHand.__doc__).keys() == {"last"}
+    assert "Written by hand." in ByHand.__doc__

@@ -77,8 +77,8 @@ def fit_tasks(estimator: Any) -> Iterator[str]:
 
 def response_methods(scorer: Any) -> tuple[str, ...]:
     """Names of the methods of which a scorer needs one; () if that is unknown."""
-    found = getattr(scorer, "_response_method", None) or ()
-    return (found,) if isinstance(found, str) else tuple(found)
+    names = getattr(scorer, "_response_method", None) or ()
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 __all__ = [

@@ -354,7 +354,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
         the ledger counts a seed that comes again as no protection.
         """
         state = progress.state
-        found = {
+        attributes = {
             **shared,
             **self._models(state, progress.clients, progress.layout),
             "n_samples_per_client_": progress.n_rows,
@@ -365,7 +365,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
             "_progress": progress,
         }
         names = ("feature_names_in_",) if anew else ()
-        self._set_fitted(found, (*names, *self._optional_names))
+        self._set_fitted(attributes, (*names, *self._optional_names))
 
     def _inputs(self, X):
         """Attributes of the input's columns."""

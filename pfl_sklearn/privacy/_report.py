@@ -356,14 +356,14 @@ def private_report(
     `seeded_part` are words for what `random_state` was given for, if that is not all of the noise.
     `arithmetic` is what the noise rests on; by default it is floating-point numbers, or bits.
     """
-    found = list(caveats)
+    weaknesses = list(caveats)
     if seeded:
-        found.append(
+        weaknesses.append(
             f"random_state was given{seeded_part}: anyone who knows the seed can reproduce the "
             "noise and remove it, and two fits with the same seed reveal their difference without "
             "noise to everyone; use random_state=None for a release."
         )
-    found += large_delta(facts["delta"], n_clients)
+    weaknesses += large_delta(facts["delta"], n_clients)
     assumptions = (
         "the number of clients and of rows of each client are public",
         VALID_TABLES,
@@ -379,7 +379,7 @@ def private_report(
         noise_reproducible=seeded,
         adversary=ADVERSARIES[facts["trust"]],
         assumptions=assumptions,
-        warnings=tuple(found),
+        warnings=tuple(weaknesses),
         **more,
     )
 

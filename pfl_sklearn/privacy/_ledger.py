@@ -28,7 +28,8 @@ from pfl_sklearn.privacy._spending import (
 
 __all__ = ["BudgetExceeded", "PrivacyLedger"]
 
-# Settings of a new ledger where none are given.
+# Settings of a new ledger where none are given: local mechanisms and private clustering have a
+# finite epsilon under "replace_one" only.
 _NEW = {"budget": None, "delta": 1e-5, "relation": "replace_one", "unit": "client"}
 # Relation that the entries of a ledger are counted under. Whatever is finite under "add_remove"
 # costs the same under "zero_out".
@@ -180,10 +181,12 @@ class PrivacyLedger:
         unit: str | None = None,
     ) -> None:
         asked = _ledger_file.checked_settings(budget, delta, relation, unit)
+        # Links are resolved, or one file could be two ledgers that do not see each other's lock.
         self.path = os.path.realpath(path)
+        # What the file says counts: other copies of the ledger were opened with its settings.
         header = _ledger_file.create_or_read(self.path, {**_NEW, **asked})
         _ledger_file.check_same(asked, header, self.path)
-        self._id = header["id"]
+        self._id = header["id"]  # tells this file from a later one at the same path
         self.delta: float = header["delta"]
         self.budget = None if header["budget"] is None else (header["budget"], self.delta)
         self.relation: str = header["relation"]
@@ -227,6 +230,7 @@ class PrivacyLedger:
             If the entry cannot be written. It does not count.
         """
         events = tuple(events)
+        # A row's budget says nothing of a whole client, nor the other way round with several rows.
         if unit != self.unit:
             raise ValueError(
                 f"{what} has unit={unit!r}, but the privacy ledger {self.path} has "
@@ -239,10 +243,14 @@ class PrivacyLedger:
             "events": [event.to_dict() for event in events],
             "process": os.getpid(),
         }
+        # Without noise, or without a release, a seed repeats nothing that could cancel.
         tags: list[str] = []
         if seed is not None and events and protect(events):
             tags = seed_tags(seed, self._id, first_round + _n_rounds(entry))
+            # The first round's digest alone: later fits work out from it where this one began.
             entry["seed"] = tags[first_round]
+        # The budget is checked under the lock of the file: two processes that both checked first
+        # and wrote afterwards could spend the same rest twice.
         _ledger_file.add(self.path, self._id, partial(self._allowed, entry, tags))
 
     def total(self) -> float:
@@ -257,6 +265,7 @@ class PrivacyLedger:
         """
         entries = self.entries
         total = self._epsilon(_events(entries, self.path))
+        # One warning: what protects less is of no interest once nothing is protected.
         if math.isinf(total):
             warn_caller(f"The total is infinite {self._because(entries)}.", PrivacyWarning)
         elif lesser := self._of_contributions(entries):
@@ -291,6 +300,7 @@ class PrivacyLedger:
 
     def _frame(self, entries: list[dict[str, Any]]) -> pd.DataFrame:
         events = [_events([entry], self.path) for entry in entries]
+        # The fits of a search have equal events, and sampled rounds are slow to account for.
         alone = {each: self._epsilon(each) for each in set(events)}
         return pd.DataFrame(
             {
@@ -316,12 +326,14 @@ class PrivacyLedger:
             f"  spent: epsilon = {total:.4g}, {of}, at delta = {self.delta:.4g} ({self.relation}, "
             f"unit: one {self.unit}), in {len(table)} entries",
         ]
+        # As lines of text: printing must not emit the warnings of `total`.
         if math.isinf(total):
             lines.append(f"  The total is infinite {self._because(entries)}.")
         if lesser := self._of_contributions(entries):
             lines.append(f"  {lesser}")
         if len(table) > _SHOWN:
             lines.append(f"  the last {_SHOWN}:")
+        # Unit left out: it is the ledger's own for every entry.
         if len(table):
             lines.append(table.drop(columns="unit").tail(_SHOWN).to_string(float_format="%.4g"))
         return "\n".join(lines)
@@ -334,6 +346,7 @@ class PrivacyLedger:
 
     @property
     def _key(self) -> tuple[str, str]:
+        # The path alone would equate a ledger with the one that replaced its file.
         return self.path, self._id
 
     def _epsilon(self, events: Sequence[Event]) -> float:
@@ -343,7 +356,9 @@ class PrivacyLedger:
         self, entry: dict[str, Any], tags: list[str], entries: list[dict[str, Any]]
     ) -> dict[str, Any]:
         """The entry to write after `entries`, unless it is refused."""
+        # Seeds first: noise that cancels makes the fit an unprotected one, which a budget refuses.
         entry = _with_repeated_seed(entry, tags, entries)
+        # A fit that releases nothing costs nothing, even if nothing is left of the budget.
         if self.budget is not None and entry["events"]:
             self._check_budget(entry, entries, self.budget[0])
         return entry
@@ -353,11 +368,13 @@ class PrivacyLedger:
     ) -> None:
         """Raise BudgetExceeded if `entries` and the entry together exceed the budget."""
         events, before = _events([entry], self.path), _events(entries, self.path)
+        # Composed and not added: Gaussian releases cost less than the sum of their epsilons.
         total = self._epsilon((*before, *events))
         if total <= most * (1 + _ROUNDING):
             return
         asked = self._epsilon(events)
         reason = sums = ""
+        # Say which of the two is infinite: the fit itself, or what it adds up to with the others.
         if math.isinf(asked):
             reason = f" ({self._why(entry)})"
         elif math.isinf(total):
@@ -373,6 +390,7 @@ class PrivacyLedger:
 
     def _way_out(self, events: Sequence[Event], most: float) -> str:
         """Clause that names a relation under which all events are within the budget, if any."""
+        # The other two relations are counted under zero_out already.
         if self.relation != "replace_one":
             return ""
         total = events_epsilon(events, self.delta, "zero_out")
@@ -394,6 +412,7 @@ class PrivacyLedger:
 
     def _lesser(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Entries that protect less than the relation says."""
+        # Under the other relations every finite figure means what it says.
         if self.relation != "add_remove":
             return []
         return [entry for entry in entries if _protects_contributions(entry, self.path)]
@@ -411,10 +430,12 @@ class PrivacyLedger:
 
     def _because(self, entries: list[dict[str, Any]]) -> str:
         """Why the total of entries is infinite: one of them is, or their deltas add up."""
+        # An entry that is infinite by itself explains the total, whatever the deltas are.
         for entry in entries:
             if math.isinf(self._epsilon(_events([entry], self.path))):
                 return f"because of entry {entry['entry']} ({entry['what']}): {self._why(entry)}"
         spent = sum_of_deltas(_events(entries, self.path), _COUNTED[self.relation])
+        # Sums of deltas such as 1e-6 round, so equality is to rounding.
         how = "uses up" if math.isclose(spent, self.delta) else "exceeds"
         return (
             f"because the deltas of the entries add up to {spent:.6g}, which {how} delta = "
@@ -424,6 +445,7 @@ class PrivacyLedger:
 
 def charge(estimator: Any) -> None:
     """Write what a fit spends to the estimator's ledger, if it has one, or refuse the fit."""
+    # Events are worked out with a ledger only: they may take a slow calibration of the noise.
     if estimator.ledger is not None:
         charge_events(estimator, estimator._privacy_events())
 
@@ -453,10 +475,13 @@ def _with_repeated_seed(
     An entry holds the tag of its first round alone. `tags` are those of the rounds up to the last
     one of the new entry, and so tell in which round an earlier entry with the same seed began.
     """
+    # Two fits share noise if their ranges of rounds overlap: the earlier one began in a round that
+    # this fit knows the tag of, and ended after the round in which this one begins.
     rounds = {tag: number for number, tag in enumerate(tags)}
     for earlier in entries:
         began = rounds.get(earlier.get("seed", ""))
         if began is not None and began + _n_rounds(earlier) > rounds[entry["seed"]]:
+            # Its own events stay in the record, beside one that costs an infinite epsilon.
             events = [*entry["events"], *(event.to_dict() for event in UNPROTECTED)]
             return {**entry, "events": events, "seed_of": earlier["entry"]}
     return entry
@@ -471,6 +496,7 @@ def _events(entries: list[dict[str, Any]], path: str) -> tuple[Event, ...]:
     """Events of all entries."""
     found: list[Event] = []
     for entry in entries:
+        # An event that cannot be read is an error: skipping it would forget what was spent.
         try:
             found += [event_from_dict(event) for event in entry["events"]]
         except (AttributeError, TypeError, ValueError) as error:
@@ -487,12 +513,14 @@ def _protects_contributions(entry: dict[str, Any], path: str) -> bool:
         (event.spending("add_remove").mu, event.spending("zero_out").mu)
         for event in _events([entry], path)
     ]
+    # Earlier versions wrote a finite epsilon for removals here; the number of clients is public.
     claimed = entry["what"] in _PUBLIC_NUMBER
     return any((claimed or math.isinf(added)) and math.isfinite(mu) for added, mu in spent)
 
 
 def _reason(events: Sequence[Event], delta: float, relation: str) -> str:
     """Why events have no finite epsilon under `relation`."""
+    # Not "add_remove": whatever is finite under it is finite under "zero_out" as well.
     for other in ("replace_one", "zero_out"):
         if other != relation and math.isfinite(events_epsilon(events, delta, other)):
             return (

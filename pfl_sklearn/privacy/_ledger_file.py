@@ -21,14 +21,16 @@ from typing import Any, NamedTuple
 
 try:
     import fcntl
-except ImportError:  # not a POSIX system
+except ImportError:  # not a POSIX system: no lock, hence no ledger, but the package can be imported
     fcntl = None  # type: ignore[assignment]
 
 _FORMAT, _VERSION = "pfl_sklearn privacy ledger", 2
 _WITHOUT_HASHES = 1  # version of files in which entries may lack a hash
 _CHOICES = {"relation": ("replace_one", "zero_out", "add_remove"), "unit": ("client", "row")}
 _SETTINGS = {"id", "budget", "delta", "relation", "unit"}
+# "process" and "seed" may be missing: the total needs neither.
 _KEYS = {"entry", "time", "what", "unit", "events"}
+# How every ledger begins. A first line that is a part of it was cut off while the file was created.
 _START = json.dumps({"format": _FORMAT})[:-1].encode()
 
 
@@ -52,6 +54,7 @@ def create_or_read(path: str, settings: dict[str, Any]) -> dict[str, Any]:
         If the file is not a ledger.
     """
     try:
+        # To read first lets those inspect a ledger who may not write it.
         with contextlib.suppress(FileNotFoundError), _locked(path, os.O_RDONLY) as file:
             found = _read(file, path).header
             if found is not None:
@@ -61,6 +64,7 @@ def create_or_read(path: str, settings: dict[str, Any]) -> dict[str, Any]:
             if found is not None:
                 return found
             identity = {"format": _FORMAT, "version": _VERSION, "id": uuid.uuid4().hex}
+            # From byte 0: a process that was killed here before may have left half a line.
             _append(file, 0, {**identity, **settings})
             _sync_folder(path)
             return {**identity, **settings}
@@ -73,12 +77,14 @@ def create_or_read(path: str, settings: dict[str, Any]) -> dict[str, Any]:
 
 def checked_settings(budget: Any, delta: Any, relation: Any, unit: Any) -> dict[str, Any]:
     """Settings that were given, after a check of their values."""
+    # A pair sets the delta too. Giving it again is allowed, so that settings can be passed on.
     epsilon = budget
     if isinstance(budget, tuple | list) and len(budget) == 2:
         epsilon, own = budget
         if delta is not None and delta != own:
             raise ValueError(f"delta must equal that of budget={budget!r}; got {delta!r}.")
         delta = own
+    # No budget is None and not infinity, which JSON lacks.
     if epsilon is not None and not (_is_number(epsilon) and 0 < epsilon < math.inf):
         raise ValueError(
             "budget must be None, a finite epsilon above 0, or a pair (epsilon, delta); got "
@@ -91,6 +97,8 @@ def checked_settings(budget: Any, delta: Any, relation: Any, unit: Any) -> dict[
             raise ValueError(
                 f"{name} must be one of {', '.join(_CHOICES[name])}, or None; got {value!r}."
             )
+    # Only what was asked for: the rest comes from the file. As plain floats, which JSON returns as
+    # they were, so that settings can be compared for equality.
     given = {"budget": epsilon, "delta": delta, "relation": relation, "unit": unit}
     return {
         name: float(value) if _is_number(value) else value
@@ -100,6 +108,7 @@ def checked_settings(budget: Any, delta: Any, relation: Any, unit: Any) -> dict[
 
 
 def _is_number(value: Any) -> bool:
+    # True is a Real, too, and would be a budget of 1.
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -131,8 +140,9 @@ def add(
     with _opened(path, os.O_RDWR | os.O_APPEND) as file:
         contents = _own_contents(file, path, identity)
         entry = make(contents.entries)
-        number = len(contents.entries) + 1
+        number = len(contents.entries) + 1  # counted from 1; a gap shows that lines were lost
         _append(file, contents.size, {"entry": number, **entry, "previous": contents.hash})
+        # After writing: if the file was replaced meanwhile, nobody will ever read the entry.
         if not _is_at(file, path):
             raise FileNotFoundError(_gone(path))
 
@@ -140,6 +150,7 @@ def add(
 def _own_contents(file: int, path: str, identity: str) -> Contents:
     """Contents of the file, which must be the one that was opened first."""
     contents = _read(file, path)
+    # A fresh file at the same path would forget everything that was spent.
     if contents.header is None or contents.header["id"] != identity:
         raise ValueError(
             f"{path} is no longer the ledger that this PrivacyLedger opened: the file was "
@@ -154,7 +165,7 @@ def _opened(path: str, flags: int) -> Iterator[int]:
     try:
         with _locked(path, flags) as file:
             yield file
-    except FileNotFoundError as error:
+    except FileNotFoundError as error:  # never created anew: the record would start at zero
         raise FileNotFoundError(_gone(path)) from error
     except OSError as error:
         raise type(error)(
@@ -174,8 +185,9 @@ def _locked(path: str, flags: int) -> Iterator[int]:
     if fcntl is None:
         raise OSError("this system lacks fcntl, so the file cannot be locked")
     _check_regular(path)
-    file = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    file = os.open(path, flags | os.O_CLOEXEC, 0o666)  # the umask takes what it forbids
     try:
+        # Readers share the lock. A writer excludes all others, so nobody reads half a line.
         fcntl.flock(file, fcntl.LOCK_EX if flags & os.O_RDWR else fcntl.LOCK_SH)
         try:
             yield file
@@ -206,9 +218,11 @@ def parse(data: bytes, path: str) -> Contents:
     lines = data.split(b"\n")
     tail = lines.pop()
     size = len(data) - len(tail)
+    # A whole object after the last newline: only the newline was lost, and the fit may have begun.
     if _decoded(tail) is not None:
         lines.append(tail)
         size = len(data)
+    # Empty, or cut off within the first line: nothing was ever spent, and the ledger is to begin.
     if not lines and _START[: len(data)] == data[: len(_START)]:
         return Contents(None, [], 0, "")
     values = [_decoded(line) for line in lines]
@@ -216,6 +230,7 @@ def parse(data: bytes, path: str) -> Contents:
     keys = _KEYS if header["version"] == _WITHOUT_HASHES else _KEYS | {"previous"}
     hashes = _hashes(lines, values)
     entries = []
+    # There is one more hash than there are entries: the last one is for the entry to come.
     for number, (value, previous) in enumerate(zip(values[1:], hashes, strict=False), 1):
         entries.append(_checked_entry(value, number, keys, previous, path))
     return Contents(header, entries, size, hashes[-1])
@@ -231,6 +246,7 @@ def _hashes(lines: list[bytes], values: list[dict[str, Any] | None]) -> list[str
     everything = hashlib.sha256()
     for line, value in zip(lines, values, strict=True):
         everything.update(line)
+        # A line with a hash covers those before it; files without hashes need all of them.
         covered = hashlib.sha256(line) if value and "previous" in value else everything
         found.append(covered.hexdigest())
         everything.update(b"\n")
@@ -257,6 +273,7 @@ def _checked_header(header: dict[str, Any] | None, path: str) -> dict[str, Any]:
             f"the privacy ledger {path} has version {header.get('version')!r} of the format; "
             f"expected {_WITHOUT_HASHES} or {_VERSION}."
         )
+    # A setting that is missing must not fall back to a default: it would change the promise.
     if _SETTINGS - header.keys():
         raise ValueError(
             f"the first line of the privacy ledger {path} must have the keys "
@@ -270,6 +287,7 @@ def _checked_entry(
 ) -> dict[str, Any]:
     """The entry on line `number` + 1, which must have that number and, if any, that hash."""
     where = f"line {number + 1} of the privacy ledger {path}"
+    # Every damage is an error: going on without a line would count less than was spent.
     if entry is None or not keys <= entry.keys():
         raise ValueError(
             f"{where} is not a valid entry, so what was spent is unknown; restore the file from a "
@@ -280,6 +298,7 @@ def _checked_entry(
             f"{where} is entry {entry['entry']!r}; expected entry {number}. Lines were lost or "
             "added, so what was spent is unknown; restore the file from a copy."
         )
+    # Entries of earlier versions hold no hash and pass.
     if entry.get("previous", previous) != previous:
         raise ValueError(
             f"the lines up to line {number} of the privacy ledger {path} are not those that line "
@@ -297,14 +316,18 @@ def _append(file: int, size: int, values: dict[str, Any]) -> None:
     """
     if os.fstat(file).st_size > size:
         os.ftruncate(file, size)
+    # One line, one write: readers never see two halves of an entry.
     line = json.dumps(values, allow_nan=False).encode() + b"\n"
+    # The last entry may lack its newline, which a killed writer did not get to.
     if size and os.pread(file, 1, size - 1) != b"\n":
         line = b"\n" + line
     try:
+        # A short write means a full disk; half an entry must not pass for a fit that was recorded.
         if os.write(file, line) < len(line):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.fsync(file)
+        os.fsync(file)  # the fit may read data only after its cost has survived a power cut
     except OSError:
+        # If this fails as well, the next reader takes the half line for a fit that never began.
         with contextlib.suppress(OSError):
             os.ftruncate(file, size)
         raise

@@ -22,7 +22,8 @@ from pfl_sklearn.privacy._report import CHOSEN, PrivacyReport, leaking
 
 __all__ = ["privacy_of"]
 
-# Attributes that a meta-estimator of somebody else may have; we do not look inside it.
+# Attributes that a meta-estimator of somebody else may have; we do not look inside it. They only
+# decide between a report without protection and the error that there is nothing to report on.
 _NESTED = (
     "estimator",
     "estimator_",
@@ -42,6 +43,7 @@ _STATELESS = (
     HashingVectorizer,
     Normalizer,
 )
+# Parameters that hold code of the user. What it computes can be searched, its constants cannot.
 _FUNCTIONS = ("func", "preprocessor", "tokenizer", "analyzer")  # of theirs, which users write
 
 
@@ -102,6 +104,7 @@ def privacy_of(estimator: Any) -> PrivacyReport:
     inf
     """
     report = report_of_fits(estimator)
+    # A model that a search chose carries the choice with it, even taken out of the search.
     chosen = CHOSEN in report.warnings and math.isfinite(report.epsilon)
     return leaking(report, CHOSEN) if chosen else report
 
@@ -109,16 +112,19 @@ def privacy_of(estimator: Any) -> PrivacyReport:
 def report_of_fits(estimator: Any) -> PrivacyReport:
     """The same as ``privacy_of`` of a fitted estimator, whether or not a search chose it."""
     check_is_fitted(estimator)
+    # Exact types: a subclass may override ``fit`` and keep something of the rows.
     if type(estimator) is Pipeline:
         return _pipeline_report(estimator)
     if type(estimator) is FrozenEstimator:
         return report_of_fits(estimator.estimator)
+    # Only classes of this package are trusted to state their own privacy; see the notes.
     if is_ours(estimator):
         inner = inner_estimator(estimator) if is_transparent(estimator) else None
         if inner is not None:
             return report_of_fits(inner)
         report: PrivacyReport = estimator.privacy_
         return report
+    # The best model is private; the search around it published scores and a choice without noise.
     if hasattr(estimator, "best_estimator_"):
         reason = (
             f"{type(estimator).__name__} chose by scores without noise and keeps them in "
@@ -129,11 +135,13 @@ def report_of_fits(estimator: Any) -> PrivacyReport:
         return PrivacyReport.unprotected(
             f"{type(estimator).__name__} is a subclass, which may learn something of its own"
         )
+    # Anybody can write an attribute of this name, be it by copying a fitted estimator's.
     if hasattr(estimator, "privacy_"):
         return PrivacyReport.unprotected(
             f"{type(estimator).__name__} is not part of pfl_sklearn, which does not vouch for its "
             "privacy_"
         )
+    # There may be a private fit inside, so the answer is infinity and not the error below.
     if any(hasattr(estimator, name) for name in _NESTED):
         return PrivacyReport.unprotected(
             f"what {type(estimator).__name__} learns around its estimators has no privacy report"
@@ -148,9 +156,11 @@ def _pipeline_report(pipeline: Pipeline) -> PrivacyReport:
     """Report of the last step, unless another step learnt something without noise."""
     report = report_of_fits(pipeline.steps[-1][1])
     for name, step in pipeline.steps[:-1]:
+        # The first leak is enough: epsilon is infinite already.
         if leak := leak_of(name, step):
             advice = "replace it by a FunctionTransformer with constants of your own"
             return leaking(report, f"{leak}; {advice}")
+        # Arrays in a user's function say nothing of where they come from: that stays an assumption.
         if any(callable(getattr(step, each, None)) for each in _FUNCTIONS):
             assumed = (
                 f"step {name!r} treats every row separately, and the constants of its function do "
@@ -165,8 +175,10 @@ def leak_of(name: str, step: Any) -> str | None:
 
     We vouch for a few transformers of scikit-learn, unless they hold an estimator or fit one.
     """
+    # None, "passthrough" and "drop" are no estimators and learn nothing.
     if step is None or isinstance(step, str):
         return None
+    # Frozen means that ``fit`` does nothing now; what is frozen may have been fitted to these rows.
     if type(step) is FrozenEstimator:
         return leak_of(name, step.estimator)
     stateless = type(step) in _STATELESS
@@ -177,10 +189,12 @@ def leak_of(name: str, step: Any) -> str | None:
 def _way_to_learn(step: Any) -> str | None:
     """How the functions of a stateless step learn from the data, as far as that can be seen."""
     held = list(everything_in(step))
+    # Estimators first: one that is held is the plainer reason than a call of ``fit``.
     for each in held:
         if _is_estimator(each) and type(each) not in _STATELESS:
             kind = type(each).__name__
             return f"holds a {kind}, which may have learnt from the same data without noise"
+    # Names in the compiled code, as a call cannot be seen otherwise without running the function.
     for each in held:
         codes = codes_of(each) if type(each) is FunctionType else []
         for called in sorted(name for code in codes for name in code.co_names if _fits(name)):
@@ -190,10 +204,12 @@ def _way_to_learn(step: Any) -> str | None:
 
 def _is_estimator(value: Any) -> bool:
     cls = type(value)  # an object may say that it is of another class
+    # Duck-typed too: estimators of other libraries need not derive from BaseEstimator.
     predicts = hasattr(cls, "predict") or hasattr(cls, "transform")
     return issubclass(cls, BaseEstimator) or (hasattr(cls, "fit") and predicts)
 
 
 def _fits(name: str) -> bool:
     """Whether a method of this name fits an estimator."""
+    # "fit_" covers fit_transform, fit_predict and fit_resample.
     return name in ("fit", "partial_fit") or name.startswith("fit_")

@@ -30,6 +30,8 @@ from pfl_sklearn.privacy._spending import (
 
 __all__ = ["FitCost", "SearchCost", "search_cost"]
 
+# Splitters whose folds are whole clients: each client is missing from some training sets, so a
+# total over all fits is above what any one client spends.
 _GROUP_SPLITTERS = (
     "GroupKFold",
     "GroupShuffleSplit",
@@ -37,6 +39,8 @@ _GROUP_SPLITTERS = (
     "LeavePGroupsOut",
     "StratifiedGroupKFold",
 )
+# What protects the scores is a statement of the user: nothing in a fitted search shows whether the
+# held-out rows were public or the scorer added noise. Without a statement nothing does.
 _UNPROTECTED = (
     "not protected at all: cv_results_ holds scores of clients' rows without noise, and "
     "best_params_ was chosen by them, so no epsilon covers either"
@@ -77,7 +81,7 @@ class FitCost:
     params: str
     n_fits: int
     epsilon: float
-    events: tuple[dict[str, Any], ...]
+    events: tuple[dict[str, Any], ...]  # plain values, so that the cost can be stored
     reason: str = ""
     fits_within: int = 1
 
@@ -242,18 +246,22 @@ def search_cost(
     (7, 2.95, False)
     """
     search, leaks = _find_search(fitted_search)
+    # PrivateSelectCV keeps no scores and states its total in advance: nothing is left to compose.
     if not hasattr(search, "cv_results_"):
         return _of_one_selection(search, delta, leaks)
     fits = _fits_of(search)
     unit, relation = _common(fits)
     delta = stated_cost(search.estimator).delta if delta is None else delta
+    # Zero is allowed, unlike in a single Gaussian release: pure events add up without any delta.
     if not 0 <= delta < 1:
         raise ValueError(f"delta must be in [0, 1); got {delta!r}.")
     costs = tuple(_cost(fit, delta, relation) for fit in fits)
+    # Every candidate is scored once on every split. The refit is never scored.
     scores = tuple(score_events) * sum(fit.n_fits for fit in fits if not fit.refit)
     statement, protected = _of_scores(search, public_holdout, scores)
     epsilon, reasons = _total(fits, scores, delta, relation)
     return SearchCost(
+        # A step that learnt without noise lies outside of all events, so no total covers it.
         math.inf if leaks else epsilon,
         delta,
         unit,
@@ -275,11 +283,14 @@ def _find_search(estimator: Any) -> tuple[Any, list[str]]:
         if isinstance(found, FrozenEstimator):  # it has the attributes of what it holds
             found = found.estimator
             continue
+        # PrivateSelectCV is known by trial_params_: it releases one model and no table of scores.
         if hasattr(found, "cv_results_") or hasattr(found, "trial_params_"):
             return found, leaks
+        # The last step holds the search; the others were fitted to the same clients before it.
         for name, step in getattr(found, "steps", [])[:-1]:
             if leak := leak_of(name, step):
                 leaks.append(leak)
+        # Any other wrapper may fit the search several times, or learn something of its own.
         if not is_transparent(found):
             leaks.append(f"{type(found).__name__} around the search states no privacy")
         found = inner_estimator(found)
@@ -294,10 +305,13 @@ def _fits_of(search: Any) -> list[_Fit]:
     fits = []
     for params in search.cv_results_["params"]:
         stated = stated_cost(with_params(search.estimator, params))
+        # n_splits_ and not cv, which may be a generator of splits that the search has used up.
         fits.append(_Fit(_named(params), int(search.n_splits_), stated))
+    # The refit is one more release of the same clients, although its parameters were fitted before.
     if search.refit:
         stated = stated_cost(with_params(search.estimator, search.best_params_))
         fits.append(_Fit(f"refit: {_named(search.best_params_)}", 1, stated, True))
+    # Last, as a shared seed cancels noise only if there are several fits: one alone is protected.
     n_all = _number(fits)
     return [fit._replace(stated=of_all_fits(fit.stated, n_all)) for fit in fits]
 
@@ -313,7 +327,9 @@ def _named(params: dict[str, Any]) -> str:
 
 def _common(fits: list[_Fit]) -> tuple[str, str]:
     """Unit and relation that all fits have in common."""
+    # A fit that releases nothing keeps every promise; an unprotected one (None) still has a unit.
     found = {(fit.stated.unit, fit.stated.relation) for fit in fits if fit.stated.events != ()}
+    # Epsilons for different neighbours do not add up; converting them would hide what was promised.
     if len(found) > 1:
         several = " and ".join(f"unit={unit!r} with {how!r}" for unit, how in sorted(found))
         raise ValueError(
@@ -325,9 +341,11 @@ def _common(fits: list[_Fit]) -> tuple[str, str]:
 
 def _cost(fit: _Fit, delta: float, relation: str) -> FitCost:
     events, reason, within = fit.stated.events, fit.stated.reason, fit.stated.n_fits
+    # Unprotected fits have no events to describe, but a reason.
     if events is None:
         return FitCost(fit.params, fit.n_fits, math.inf, (), reason, within)
     epsilon = total_epsilon(repeated(events), delta, relation)
+    # The events are protected, so only the delta or the relation can make this infinite.
     if math.isinf(epsilon):
         reason = f"not defined at delta = {delta:.4g} under {relation}"
     described = tuple(event.to_dict() for event in events)
@@ -340,9 +358,11 @@ def _total(
     """Total epsilon, and the reason if it is infinite although that of every fit is finite."""
     every = list(scores)
     for fit in fits:
+        # One unprotected model reveals its clients, whatever the others do. Its reason is a note.
         if fit.stated.events is None:
             return math.inf, []
         every += fit.stated.events * fit.n_fits
+    # Pairs (epsilon, delta) compose only within a total delta above the sum of theirs.
     deltas = sum_of_deltas(every, relation)
     epsilon = total_epsilon(repeated(every), delta, relation)
     if math.isinf(epsilon) and delta <= deltas:
@@ -358,6 +378,7 @@ def _of_scores(search: Any, public: bool, scores: tuple[Any, ...]) -> tuple[str,
     if not public and not scores:
         return _UNPROTECTED, False
     statement = _PUBLIC if public else _NOISED
+    # Training scores are of the rows that were fitted. Neither statement is about those.
     if getattr(search, "return_train_score", False):
         return statement + _TRAIN_SCORES, False
     return statement, public or protect(scores)
@@ -365,6 +386,7 @@ def _of_scores(search: Any, public: bool, scores: tuple[Any, ...]) -> tuple[str,
 
 def _notes(search: Any, costs: tuple[FitCost, ...]) -> tuple[str, ...]:
     notes = [f"{cost.params}: {cost.reason}" for cost in costs if cost.reason]
+    # Every fit is counted either way; the note says for which folds that is more than was spent.
     if type(search.cv).__name__ in _GROUP_SPLITTERS:
         notes.append(
             f"{type(search.cv).__name__} leaves whole clients out of some training sets; the total "
@@ -375,6 +397,7 @@ def _notes(search: Any, costs: tuple[FitCost, ...]) -> tuple[str, ...]:
             "the total assumes that every client is in every training set, as with folds of rows "
             "inside clients; it is an upper bound for other folds"
         )
+    # It keeps the scores of every fit in logs of its own, beside cv_results_.
     watched = [*getattr(search, "_skl_callbacks", ())]
     if any(type(callback).__name__ == "ScoringMonitor" for callback in watched):
         notes.append("the logs of ScoringMonitor hold scores without noise: not protected")
@@ -384,17 +407,19 @@ def _notes(search: Any, costs: tuple[FitCost, ...]) -> tuple[str, ...]:
 def _of_one_selection(select: Any, delta: float | None, leaks: list[str]) -> SearchCost:
     """Cost of a PrivateSelectCV, whose total is stated in advance."""
     report = select.privacy_
+    # The report has one pair (epsilon, delta) and no events, so no other delta can be answered.
     if delta not in (None, report.delta):
         raise ValueError(
             f"delta must be None or that of the selection, {report.delta!r}; got {delta!r}."
         )
+    # The selection pays for its scores itself: if epsilon is finite, it covers them.
     private = math.isfinite(report.epsilon)
     return SearchCost(
         math.inf if leaks else report.epsilon,
         report.delta,
         report.unit,
         report.relation,
-        1,
+        1,  # the number of trials is random and stays secret
         (),
         private,
         "private: included in epsilon, or of public rows" if private else _UNPROTECTED,

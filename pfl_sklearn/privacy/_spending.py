@@ -31,7 +31,7 @@ from pfl_sklearn.privacy._accounting._events import Event, GaussianEvent, PureEv
 from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_mu
 from pfl_sklearn.privacy._pipeline_report import leak_of
 
-# The events of a fit that protects nobody.
+# The events of a fit that protects nobody. Infinite under every relation, whichever it states.
 UNPROTECTED: tuple[Event, ...] = (PureEvent(math.inf, 0.0, "replace_one"),)
 SAME_NOISE = (
     "random_state gives all of its fits the same noise, which anyone can cancel by taking "
@@ -59,7 +59,10 @@ class Stated(NamedTuple):
 def stated_cost(estimator: Any) -> Stated:
     """Cost of one fit of an unfitted estimator, alone or inside a pipeline, wrapper or search."""
     core, _, steps = releasing_core(estimator)
+    # A subclass of GridSearchCV may fit more often, and other searches choose candidates at random
+    # or by scores: how often they fit which one is unknown before the fit.
     stated = _of_grid(core) if type(core) is GridSearchCV else _of_core(core)
+    # One step that learns without noise undoes the promise of the estimator behind it.
     for name, step in steps:
         if leak := leak_of(name, step):
             return stated._replace(events=None, reason=leak)
@@ -68,6 +71,7 @@ def stated_cost(estimator: Any) -> Stated:
 
 def of_all_fits(stated: Stated, n_fits: int) -> Stated:
     """Cost of the same fit as one of `n_fits`: noise that several fits share protects none."""
+    # A single fit may have a seed: its noise is shared with nothing.
     if stated.events and stated.seeded and n_fits > 1:
         return stated._replace(events=None, reason=SAME_NOISE)
     return stated
@@ -82,9 +86,11 @@ def _of_core(core: Any) -> Stated:
     name = type(core).__name__
     if not hasattr(type(core), "_privacy_events"):  # frozen estimators answer for what they hold
         return Stated(name, None, "client", "replace_one", 0.0, f"{name} states no privacy")
+    # None takes the seed from the operating system, so no other fit has the same noise.
     seeded = noise_seed(core) is not None
     promise = unit_of(core), relation_of(core), float(core.delta)
     events = core._privacy_events()
+    # None and an event with infinite epsilon mean the same and are counted alike.
     if not protect(events):
         reason = f"nothing protects the clients of this {name}"
         return Stated(name, None, *promise, reason, seeded=seeded)
@@ -98,17 +104,22 @@ def _of_grid(search: Any) -> Stated:
         for params in ParameterGrid(search.param_grid)
     ]
     n_splits, n_refits = number_of_splits(search.cv), int(bool(search.refit))
+    # Splits by groups or by a generator are known only once the data are there.
     if n_splits is None:
         reason = "how often the inner GridSearchCV fits depends on the data: cv is not a number"
         return costs[0]._replace(events=None, reason=reason)
     n_fits = n_splits * sum(cost.n_fits for cost in costs)
+    # Which candidate is refitted is unknown: the one that fits most often, so never too few.
     n_fits += n_refits * max(cost.n_fits for cost in costs)
     costs = [of_all_fits(cost, n_fits) for cost in costs]
+    # One unprotected candidate decides; else a fit that releases something stands for all, as those
+    # that release nothing cost nothing.
     unprotected = [cost for cost in costs if cost.events is None]
     dearest = unprotected or [cost for cost in costs if cost.events] or costs
     one = dearest[0]._replace(n_fits=n_fits)
     if unprotected:
         return one
+    # Fits on the splits could be added up, but the refit has the events of an unknown candidate.
     if len(set(dearest)) > 1:
         reason = (
             "the candidates of the inner GridSearchCV spend different amounts, and it is unknown "
@@ -128,6 +139,7 @@ def number_of_splits(cv: Any) -> int | None:
 
 def relation_of(core: Any) -> str:
     """Neighbouring relation that the release of an estimator is stated for."""
+    # "replace_one" where nothing is said: mechanisms are calibrated to it by default.
     named = getattr(core, "_privacy_relation", None)
     return str(named if named is not None else getattr(core, "relation", "replace_one"))
 
@@ -147,11 +159,13 @@ def protect(events: Iterable[Any] | None) -> bool:
     """Whether events have a finite epsilon; without any event it is 0."""
     if events is None:
         return False
+    # Gaussian events have a mu and no epsilon; estimators state None where there is no noise.
     return all(math.isfinite(getattr(event, "epsilon", 0.0)) for event in events)
 
 
 def total_epsilon(events: Iterable[Any], delta: float, relation: str) -> float:
     """Epsilon of all events together; at delta = 0 it is finite for pure events only."""
+    # Gaussian noise and loss distributions need a delta above 0. Without it only pure epsilons add.
     if delta > 0:
         return float(events_epsilon(events, delta, relation))
     spent = [event.spending(relation) for event in events]
@@ -170,12 +184,14 @@ def repeated(events: Iterable[Any], n_fits: int = 1) -> tuple[Any, ...]:
     """Events of `n_fits` fits, with equal ones merged where an event has a count."""
     found: list[Any] = []
     for event, count in Counter(events).items():
+        # One event with a count is accounted for once; thousands of equal ones would be composed
+        # one after the other.
         for name in ("n_rounds", "n_releases"):
             if hasattr(event, name):
                 more = getattr(event, name) * count * n_fits
                 found.append(dataclasses.replace(event, **{name: more}))
                 break
-        else:
+        else:  # a pair (epsilon, delta) has no count
             found += [event] * (count * n_fits)
     return tuple(found)
 
@@ -183,10 +199,12 @@ def repeated(events: Iterable[Any], n_fits: int = 1) -> tuple[Any, ...]:
 def seed_tags(seed: Any, salt: str, end: int) -> list[str]:
     """Short texts for the rounds before `end`, equal for seeds that give them the same noise."""
     if isinstance(seed, Integral):
-        words: Any = int(seed)
+        words: Any = int(seed)  # numpy's integers print differently, but seed the same noise
     else:
         # The words that the fit will draw: states may differ without changing the noise.
         words = copy.deepcopy(check_random_state(seed)).randint(0, 2**31 - 1, size=4).tolist()
+    # Salted by the ledger's id: tags of one seed in two ledgers do not show that they are the same.
+    # Hashes of 64 bits collide by chance once in 10^19, and then count too much, never too little.
     texts = (f"{salt} {number} {words}" for number in range(end))
     return [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in texts]
 
@@ -206,6 +224,7 @@ def gaussian_events(
     """
     if math.isinf(epsilon):
         return UNPROTECTED
+    # Noise is sensitivity / mu: the same noise at a share of the sensitivity has that share of mu.
     mu = gdp_mu(epsilon, delta)
     removed, replaced, zeroed = (
         None if share is None else share * mu for share in (add_remove, replace_one, zero_out)

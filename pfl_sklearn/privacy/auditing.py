@@ -40,12 +40,15 @@ def gdp_lower_bound(with_canary: Floats, without: Floats, alpha: float = 1e-3) -
     True
     """
     with_canary, without = np.asarray(with_canary, float), np.asarray(without, float)
+    # Two halves: a threshold chosen on the runs that test it would make the bound too high.
     half, other = len(with_canary) // 2, len(without) // 2
     threshold = _best_threshold(with_canary[:half], without[:other])
     above = int(np.sum(with_canary[half:] > threshold))
     false = int(np.sum(without[other:] > threshold))
+    # Half of alpha for each of two rates, so that both hold together (union bound).
     power = _binomial_lower(above, len(with_canary) - half, alpha / 2)
     false_rate = 1 - _binomial_lower(len(without) - other - false, len(without) - other, alpha / 2)
+    # mu-GDP bounds every test: ndtri(power) <= ndtri(false_rate) + mu.
     return float(ndtri(power) - ndtri(false_rate))
 
 
@@ -75,6 +78,7 @@ def odds_lower_bound(
     >>> 1.05 < bound < 1.0986
     True
     """
+    # Both bounds hold with probability 1 - alpha. The upper one is the lower one of the complement.
     low = _binomial_lower(given_truth, n_draws, alpha / 2)
     high = 1 - _binomial_lower(n_draws - given_other, n_draws, alpha / 2)
     return float(np.log(low) - np.log(high))
@@ -82,10 +86,12 @@ def odds_lower_bound(
 
 def _best_threshold(with_canary: Floats, without: Floats) -> float:
     """Threshold that best separates the two samples on the normal scale."""
+    # Within the central 80 %: further out, too few runs are left to estimate a rate from.
     grid = np.quantile(np.concatenate([with_canary, without]), np.linspace(0.1, 0.9, 33))
 
     def separation(threshold: float) -> float:
         rates = [(sample > threshold).mean() for sample in (with_canary, without)]
+        # Rates of 0 and 1 would be infinite: no sample of this size proves them.
         first, second = ndtri(np.clip(rates, 0.02, 0.98))
         return float(first - second)
 
@@ -94,4 +100,5 @@ def _best_threshold(with_canary: Floats, without: Floats) -> float:
 
 def _binomial_lower(count: int, n: int, alpha: float) -> float:
     """Clopper-Pearson lower bound of a proportion."""
+    # The beta quantile is undefined at no success, where the bound is 0.
     return 0.0 if count == 0 else float(beta.ppf(alpha, count, n - count + 1))

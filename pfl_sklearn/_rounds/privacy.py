@@ -16,7 +16,7 @@ from pfl_sklearn.privacy import (
     events_epsilon,
     gdp_mu,
 )
-from pfl_sklearn.privacy._accounting._calibration import usual_mu
+from pfl_sklearn.privacy._accounting._calibration import approximate_mu
 from pfl_sklearn.privacy._mechanisms._clipped_sum import ClippedSum
 from pfl_sklearn.privacy._report import VALID_TABLES, leaking, private_report
 
@@ -97,7 +97,7 @@ def label_event(model: Any) -> GaussianEvent:
         mu = 1 / model.noise_multiplier
     else:  # the rounds' noise is given: the sum comes on top, in proportion to its share
         (rounds,) = round_events(model, model._last_round(0))
-        mu = math.sqrt(share / (1 - share)) * usual_mu(rounds, relation_of_rounds(model))
+        mu = math.sqrt(share / (1 - share)) * approximate_mu(rounds, relation_of_rounds(model))
     return GaussianEvent(None, mu, mu_zero_out=mu)
 
 

@@ -278,7 +278,7 @@ def _approximate_mu_of_round(rounds: SampledGaussian, mu: float) -> float:
     return math.sqrt(math.log1p(per_round * per_round))
 
 
-def usual_mu(rounds: SampledGaussian, relation: str) -> float:
+def approximate_mu(rounds: SampledGaussian, relation: str) -> float:
     """Gaussian-DP parameter of all rounds together, in the limit of many rounds.
 
     It is at most that of rounds with all clients. This is the inverse of

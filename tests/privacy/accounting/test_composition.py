@@ -26,7 +26,7 @@ from pfl_sklearn.privacy import (
     gdp_mu,
 )
 from pfl_sklearn.privacy._accounting import _calibration as calibration, _composition as composition
-from pfl_sklearn.privacy._accounting._calibration import usual_mu
+from pfl_sklearn.privacy._accounting._calibration import approximate_mu
 from pfl_sklearn.privacy._accounting._events import event_from_dict
 from pfl_sklearn.privacy._accounting._losses import (
     Grid,
@@ -554,16 +554,16 @@ def test_other_releases_that_leave_nothing():
 
 @pytest.mark.parametrize("sampling", ["poisson", "fixed"])
 @pytest.mark.parametrize("rate", [0.02, 0.3, 1.0])
-def test_the_usual_parameter_of_rounds_is_that_of_a_calibration(sampling, rate):
+def test_the_approximate_parameter_of_rounds_is_that_of_a_calibration(sampling, rate):
     """Within a tenth for many rounds, and never more than that of rounds with all clients."""
     z = math.sqrt(2000) * (rate if sampling == "poisson" else math.sqrt(rate))
     event = SampledGaussian(z, 2000, rate, sampling)
     exact = gdp_mu(events_epsilon([event], 1e-5, "zero_out"), 1e-5)
-    assert usual_mu(event, "zero_out") == pytest.approx(exact, rel=0.1)
-    assert usual_mu(event, "replace_one") > 1.9 * exact
+    assert approximate_mu(event, "zero_out") == pytest.approx(exact, rel=0.1)
+    assert approximate_mu(event, "replace_one") > 1.9 * exact
     for tiny in (0.05, 1e-3):
         most = 2 * math.sqrt(9) / tiny
-        assert usual_mu(SampledGaussian(tiny, 9, rate, sampling), "replace_one") <= most
+        assert approximate_mu(SampledGaussian(tiny, 9, rate, sampling), "replace_one") <= most
 
 
 @pytest.mark.slow

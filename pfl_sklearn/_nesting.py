@@ -169,7 +169,7 @@ def is_transparent(estimator: Any) -> bool:
 
 
 def is_ours(estimator: Any) -> bool:
-    """Whether this package defines the class of an estimator, and so vouches for it."""
+    """Whether this package defines the class of an estimator, so that its report is trusted."""
     return type(estimator).__module__.startswith("pfl_sklearn.")
 
 

@@ -114,7 +114,7 @@ class PrivacyLedger:
 
     *What is written.* A fit counts from before it reads any data. If it fails later, for example
     on bad data, its entry stays: the failure itself may reveal something about the data, and
-    nobody can vouch for what a failed run revealed. Incompatible parameters are detected earlier
+    nothing bounds what a failed run revealed. Incompatible parameters are detected earlier
     and cost nothing. A fit that releases nothing (the population is known) leaves an entry without
     events and costs nothing. A fit with ``epsilon=inf`` has no bound on what it spends: a ledger
     with a budget refuses it, and without a budget the total is infinite from then on.

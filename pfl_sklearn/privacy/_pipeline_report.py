@@ -1,4 +1,4 @@
-"""Vouching: the privacy report of an estimator with everything around it."""
+"""The privacy report of an estimator together with everything around it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def privacy_of(estimator: Any) -> PrivacyReport:
     Returns
     -------
     PrivacyReport
-        With infinite ``epsilon`` for estimators that this package does not vouch for.
+        With infinite ``epsilon`` for estimators whose privacy this package cannot check.
 
     Raises
     ------
@@ -73,14 +73,14 @@ def privacy_of(estimator: Any) -> PrivacyReport:
 
     Notes
     -----
-    *Steps.* We vouch for the steps of scikit-learn that learn nothing: ``FunctionTransformer``,
+    *Steps.* We trust the steps of scikit-learn that learn nothing: ``FunctionTransformer``,
     ``Normalizer``, ``Binarizer``, ``AdditiveChi2Sampler``, ``FeatureHasher`` and
-    ``HashingVectorizer``, but not for their subclasses, for other people's classes, or for unions
-    of steps. The functions of such a step are searched: defaults, closures, arguments, and the
-    globals that their code names, through all that they call outside of well-known libraries. If
-    there is an estimator among them, or a call of ``fit``, ``epsilon`` is infinite. Numbers and
-    arrays say nothing of where they come from. The report therefore assumes that they do not come
-    from these data, and that the function treats every row separately.
+    ``HashingVectorizer``, but not their subclasses, other people's classes, or unions of steps.
+    The functions of such a step are searched: defaults, closures, arguments, and the globals that
+    their code names, through all that they call outside of well-known libraries. If there is an
+    estimator among them, or a call of ``fit``, ``epsilon`` is infinite. Numbers and arrays say
+    nothing of where they come from. The report therefore assumes that they do not come from these
+    data, and that the function treats every row separately.
 
     *Fits.* ``privacy_`` of a private estimator is a statement about its own fit. If one of
     scikit-learn's searches scored or refitted it, alone or inside pipelines and
@@ -138,7 +138,7 @@ def report_of_fits(estimator: Any) -> PrivacyReport:
     # Anybody can write an attribute of this name, be it by copying a fitted estimator's.
     if hasattr(estimator, "privacy_"):
         return PrivacyReport.unprotected(
-            f"{type(estimator).__name__} is not part of pfl_sklearn, which does not vouch for its "
+            f"{type(estimator).__name__} is not part of pfl_sklearn, which cannot check its "
             "privacy_"
         )
     # There may be a private fit inside, so the answer is infinity and not the error below.
@@ -173,7 +173,7 @@ def _pipeline_report(pipeline: Pipeline) -> PrivacyReport:
 def leak_of(name: str, step: Any) -> str | None:
     """Sentence about what a step of a pipeline learns without noise; None if it learns nothing.
 
-    We vouch for a few transformers of scikit-learn, unless they hold an estimator or fit one.
+    A few transformers of scikit-learn learn nothing, unless they hold an estimator or fit one.
     """
     # None, "passthrough" and "drop" are no estimators and learn nothing.
     if step is None or isinstance(step, str):

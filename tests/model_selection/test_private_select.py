@@ -749,7 +749,7 @@ class Foreign(GaussianMean):
     """Of another package, whose word the report does not take."""
 
 
-def test_what_is_not_of_the_package_is_not_vouched_for():
+def test_an_estimator_of_another_package_counts_as_unprotected():
     model = fitted(select(Foreign(noise_variance=1.0)))
     assert model.privacy_.epsilon == math.inf
     assert "Foreign is not part of pfl_sklearn" in model.privacy_.warnings[0]

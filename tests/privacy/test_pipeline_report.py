@@ -357,7 +357,7 @@ def test_an_estimator_among_the_arguments_of_a_function_leaks(params):
 
 
 @pytest.mark.parametrize("step", [Storing(), Untagged(), make_union(FunctionTransformer())])
-def test_only_known_classes_are_vouched_for(step):
+def test_unknown_steps_count_as_leaks(step):
     leaks(step, "is fitted to the same data without noise")
 
 
@@ -376,7 +376,7 @@ class Thawing(FrozenEstimator):
 @pytest.mark.parametrize(
     "wrapper", [Shifting([("mean", FrozenEstimator(FITTED))]), Thawing(FITTED)]
 )
-def test_only_known_wrappers_are_vouched_for(wrapper):
+def test_subclasses_of_known_wrappers_are_unprotected(wrapper):
     report = privacy_of(wrapper)
     assert report.epsilon == math.inf
     assert type(wrapper).__name__ in report.warnings[-1]

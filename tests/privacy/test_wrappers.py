@@ -51,7 +51,7 @@ class FromRecipe(GaussianMean):
         return self
 
 
-FromRecipe.__module__ = "pfl_sklearn.neural_network"  # so that the package vouches for it
+FromRecipe.__module__ = "pfl_sklearn.neural_network"  # counts as a class of the package
 MODEL = FromRecipe(LinearRegression())
 
 
@@ -131,7 +131,7 @@ def test_selections_set_its_epsilon(column):
     np.testing.assert_array_equal(known_clients(select), np.arange(40))
 
 
-def test_nobody_vouches_for_the_same_class_of_others():
+def test_the_same_class_of_others_is_unprotected():
     class Strange(FromRecipe):
         pass
 
@@ -175,7 +175,7 @@ class OfSomebodyElse(MetaEstimatorMixin, BaseEstimator):
 
 
 def test_clients_inside_a_wrapper_of_somebody_else():
-    """They are found, but nobody vouches for what the wrapper learns."""
+    """They are found, but what the wrapper learns is unprotected."""
     model = OfSomebodyElse(GaussianMean()).fit(X, Y, GROUPS)
     np.testing.assert_array_equal(known_clients(model), np.arange(40))
     assert privacy_of(model).epsilon == math.inf

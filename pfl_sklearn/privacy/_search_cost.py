@@ -15,6 +15,7 @@ from sklearn.utils.validation import check_is_fitted
 from pfl_sklearn._nesting import inner_estimator, is_transparent
 from pfl_sklearn._version import __version__
 from pfl_sklearn.privacy._accounting._events import as_json
+from pfl_sklearn.privacy._accounting._gaussian_dp import check_value
 from pfl_sklearn.privacy._pipeline_report import leak_of
 from pfl_sklearn.privacy._report import report_lines
 from pfl_sklearn.privacy._spending import (
@@ -253,8 +254,7 @@ def search_cost(
     unit, relation = _common(fits)
     delta = stated_cost(search.estimator).delta if delta is None else delta
     # Zero is allowed, unlike in a single Gaussian release: pure events add up without any delta.
-    if not 0 <= delta < 1:
-        raise ValueError(f"delta must be in [0, 1); got {delta!r}.")
+    check_value("delta", delta, 0 <= delta < 1, "in [0, 1)")
     costs = tuple(_cost(fit, delta, relation) for fit in fits)
     # Every candidate is scored once on every split. The refit is never scored.
     scores = tuple(score_events) * sum(fit.n_fits for fit in fits if not fit.refit)
@@ -408,10 +408,8 @@ def _of_one_selection(select: Any, delta: float | None, leaks: list[str]) -> Sea
     """Cost of a PrivateSelectCV, whose total is stated in advance."""
     report = select.privacy_
     # The report has one pair (epsilon, delta) and no events, so no other delta can be answered.
-    if delta not in (None, report.delta):
-        raise ValueError(
-            f"delta must be None or that of the selection, {report.delta!r}; got {delta!r}."
-        )
+    expected = f"None or that of the selection, {report.delta!r}"
+    check_value("delta", delta, delta in (None, report.delta), expected)
     # The selection pays for its scores itself: if epsilon is finite, it covers them.
     private = math.isfinite(report.epsilon)
     return SearchCost(

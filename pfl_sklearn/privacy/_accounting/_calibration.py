@@ -15,7 +15,12 @@ from pfl_sklearn.privacy._accounting._events import (
     check_relation,
     contribution_sensitivity,
 )
-from pfl_sklearn.privacy._accounting._gaussian_dp import check_delta, gdp_epsilon, gdp_mu
+from pfl_sklearn.privacy._accounting._gaussian_dp import (
+    check_delta,
+    check_value,
+    gdp_epsilon,
+    gdp_mu,
+)
 from pfl_sklearn.privacy._accounting._losses import LARGEST_EXPONENT, Grid
 
 __all__ = ["calibrate_noise", "calibrate_rounds", "epsilon_spent"]
@@ -86,8 +91,7 @@ def epsilon_spent(
     9.9973
     """
     sensitivity = _sensitivity_under(sensitivity, relation, under)
-    if not noise_std > 0:
-        raise ValueError(f"noise_std must be above 0; got {noise_std!r}.")
+    check_value("noise_std", noise_std, noise_std > 0, "above 0")
     return gdp_epsilon(_over_releases(sensitivity / noise_std, n_releases), delta)
 
 
@@ -178,11 +182,10 @@ def calibrate_rounds(
     >>> 0.99 < calibrate_rounds(4.84, 1e-4, n_rounds=2000, rate=0.02) < 1.01
     True
     """
-    if not epsilon > 0:
-        raise ValueError(f"epsilon must be above 0; got {epsilon!r}.")
+    check_value("epsilon", epsilon, epsilon > 0, "above 0")
     check_delta(delta)
-    if besides is not None and not isinstance(besides, GaussianEvent):
-        raise ValueError(f"besides must be a GaussianEvent or None; got {besides!r}.")
+    valid = besides is None or isinstance(besides, GaussianEvent)
+    check_value("besides", besides, valid, "a GaussianEvent or None")
     rounds = SampledGaussian(1.0, n_rounds, rate, sampling)
     relation = rounds.native_relation if relation is None else relation
     check_relation(relation)
@@ -367,15 +370,13 @@ def _between(low: float, high: float, above: float, below: float, precision: flo
 
 def _over_releases(value: float, n_releases: int) -> float:
     """Sensitivity or Gaussian-DP parameter of all releases together, from that of one."""
-    if n_releases < 1:
-        raise ValueError(f"n_releases must be at least 1; got {n_releases!r}.")
+    check_value("n_releases", n_releases, n_releases >= 1, "at least 1")
     return value * math.sqrt(n_releases)
 
 
 def _sensitivity_under(sensitivity: float, relation: str, under: str | None) -> float:
     """Sensitivity under `under`, from the one under `relation`; None stands for `relation`."""
-    if not sensitivity > 0:
-        raise ValueError(f"sensitivity must be above 0; got {sensitivity!r}.")
+    check_value("sensitivity", sensitivity, sensitivity > 0, "above 0")
     check_relation(relation)
     if under is None or under == relation:
         return sensitivity

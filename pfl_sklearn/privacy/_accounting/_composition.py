@@ -8,7 +8,12 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from pfl_sklearn.privacy._accounting._events import Event, check_relation
-from pfl_sklearn.privacy._accounting._gaussian_dp import check_delta, compose_gdp, gdp_epsilon
+from pfl_sklearn.privacy._accounting._gaussian_dp import (
+    check_delta,
+    check_value,
+    compose_gdp,
+    gdp_epsilon,
+)
 from pfl_sklearn.privacy._accounting._losses import Grid, Round, composed_epsilon
 
 __all__ = ["events_epsilon"]
@@ -16,7 +21,6 @@ __all__ = ["events_epsilon"]
 # Discretization is pessimistic: a smaller step gives a smaller epsilon, which is still an upper
 # estimate. Two million points limit memory and time.
 REPORT_GRID = Grid(step=1e-4, most_points=2_000_000)
-_ADVERSARIES = ("clients", "outsiders")
 
 
 def events_epsilon(
@@ -101,8 +105,8 @@ def events_epsilon(
     """
     check_delta(delta)
     check_relation(relation)
-    if adversary not in _ADVERSARIES:
-        raise ValueError(f"adversary must be 'clients' or 'outsiders'; got {adversary!r}.")
+    valid = adversary in ("clients", "outsiders")
+    check_value("adversary", adversary, valid, "'clients' or 'outsiders'")
     # Sorted, so that the order of events changes neither the sum's rounding nor the cache's key.
     counts = tuple(sorted(Counter(events).items(), key=repr))
     return epsilon_on_grid(counts, float(delta), relation, REPORT_GRID, adversary)

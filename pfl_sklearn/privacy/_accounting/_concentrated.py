@@ -11,7 +11,7 @@ import math
 
 from scipy.optimize import brentq
 
-from pfl_sklearn.privacy._accounting._gaussian_dp import check_delta
+from pfl_sklearn.privacy._accounting._gaussian_dp import check_delta, check_value
 
 # Bracket of the calibration: noise from about 1e-6 to 1e10 times the sensitivity.
 _SMALLEST_LOG_RHO, _LARGEST_LOG_RHO = math.log(1e-20), math.log(1e12)
@@ -45,8 +45,7 @@ def zcdp_rho(epsilon: float, delta: float) -> float:
 
     Raises ValueError if `epsilon` or `delta` is out of range or too extreme for floating point.
     """
-    if not 0 < epsilon < math.inf:
-        raise ValueError(f"epsilon must be in (0, inf); got {epsilon!r}.")
+    check_value("epsilon", epsilon, 0 < epsilon < math.inf, "in (0, inf)")
     check_delta(delta)
 
     def excess(log_rho: float) -> float:

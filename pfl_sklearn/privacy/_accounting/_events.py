@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, ClassVar, NamedTuple, Self
 
+from pfl_sklearn.privacy._accounting._gaussian_dp import check_value
 from pfl_sklearn.privacy._accounting._losses import LARGEST_EXPONENT, Round
 
 __all__ = ["GaussianEvent", "PureEvent", "SampledGaussian", "event_from_dict"]
 
 RELATIONS = ("add_remove", "replace_one", "zero_out")
-_SAMPLINGS = ("poisson", "fixed")
 # Less noise has a mu above 1e12 in Gaussian DP: it protects nobody, so it counts as none.
 LEAST_NOISE_MULTIPLIER = 1e-12
 
@@ -59,8 +59,8 @@ class _Event:
         ValueError
             If `values` describe an event of another kind.
         """
-        if values.get("kind") != cls.KIND:
-            raise ValueError(f"kind must be {cls.KIND!r}; got {values.get('kind')!r}.")
+        kind = values.get("kind")
+        check_value("kind", kind, kind == cls.KIND, repr(cls.KIND))
         # A retired field is dropped and not refused, or ledgers of earlier versions were lost.
         ignored = {"kind", *cls._RETIRED}
         fields = {name: from_json(value) for name, value in values.items() if name not in ignored}
@@ -117,14 +117,11 @@ class SampledGaussian(_Event):
     _RETIRED = ("n_sampled",)
 
     def __post_init__(self) -> None:
-        if not self.noise_multiplier >= 0:
-            raise ValueError(f"noise_multiplier must be at least 0; got {self.noise_multiplier!r}.")
-        if not (self.n_rounds >= 0 and self.n_rounds == int(self.n_rounds)):
-            raise ValueError(f"n_rounds must be a non-negative integer; got {self.n_rounds!r}.")
-        if not 0 < self.rate <= 1:
-            raise ValueError(f"rate must be in (0, 1]; got {self.rate!r}.")
-        if self.sampling not in _SAMPLINGS:
-            raise ValueError(f"sampling must be 'poisson' or 'fixed'; got {self.sampling!r}.")
+        z, sampling = self.noise_multiplier, self.sampling
+        check_value("noise_multiplier", z, z >= 0, "at least 0")
+        _check_count("n_rounds", self.n_rounds)
+        check_value("rate", self.rate, 0 < self.rate <= 1, "in (0, 1]")
+        check_value("sampling", sampling, sampling in ("poisson", "fixed"), "'poisson' or 'fixed'")
 
     @property
     def native_relation(self) -> str:
@@ -197,11 +194,9 @@ class GaussianEvent(_Event):
 
     def __post_init__(self) -> None:
         for name in ("mu_add_remove", "mu_replace_one", "mu_zero_out"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ValueError(f"{name} must be at least 0 or None; got {value!r}.")
-        if not (self.n_releases >= 0 and self.n_releases == int(self.n_releases)):
-            raise ValueError(f"n_releases must be a non-negative integer; got {self.n_releases!r}.")
+            mu = getattr(self, name)
+            check_value(name, mu, mu is None or mu >= 0, "at least 0 or None")
+        _check_count("n_releases", self.n_releases)
 
     def spending(self, relation: str) -> Spending:
         """Cost of the releases under a relation.
@@ -269,10 +264,8 @@ class PureEvent(_Event):
     KIND = "pure"
 
     def __post_init__(self) -> None:
-        if not self.epsilon >= 0:
-            raise ValueError(f"epsilon must be at least 0; got {self.epsilon!r}.")
-        if not 0 <= self.delta <= 1:
-            raise ValueError(f"delta must be in [0, 1]; got {self.delta!r}.")
+        check_value("epsilon", self.epsilon, self.epsilon >= 0, "at least 0")
+        check_value("delta", self.delta, 0 <= self.delta <= 1, "in [0, 1]")
         check_relation(self.relation)
 
     def spending(self, relation: str) -> Spending:
@@ -311,16 +304,19 @@ _EVENT_CLASSES: dict[str, type[Event]] = {
 def event_from_dict(values: dict[str, Any]) -> Event:
     """Event of any kind from the values that its ``to_dict`` returned."""
     # An unknown kind is an error: an event that was skipped would be spent and not counted.
-    if values.get("kind") not in _EVENT_CLASSES:
-        kinds = ", ".join(_EVENT_CLASSES)
-        raise ValueError(f"kind must be one of {kinds}; got {values.get('kind')!r}.")
+    kind, kinds = values.get("kind"), ", ".join(_EVENT_CLASSES)
+    check_value("kind", kind, kind in _EVENT_CLASSES, f"one of {kinds}")
     return _EVENT_CLASSES[values["kind"]].from_dict(values)
 
 
 def check_relation(relation: str, name: str = "relation") -> None:
     """Raise ValueError for an unknown neighbouring relation; `name` is that of the parameter."""
-    if relation not in RELATIONS:
-        raise ValueError(f"{name} must be one of {', '.join(RELATIONS)}; got {relation!r}.")
+    check_value(name, relation, relation in RELATIONS, f"one of {', '.join(RELATIONS)}")
+
+
+def _check_count(name: str, value: float) -> None:
+    """Raise ValueError unless a number of rounds or releases is a whole one, of any type."""
+    check_value(name, value, value >= 0 and value == int(value), "a non-negative integer")
 
 
 def contribution_sensitivity(relation: str) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
@@ -115,8 +116,7 @@ def gdp_mu(epsilon: float, delta: float) -> float:
     >>> round(1 / gdp_mu(4.3772, 1e-5), 3)
     1.0
     """
-    if not epsilon > 0:
-        raise ValueError(f"epsilon must be above 0; got {epsilon!r}.")
+    check_value("epsilon", epsilon, epsilon > 0, "above 0")
     check_delta(delta)
     if math.isinf(epsilon):
         return math.inf
@@ -157,5 +157,11 @@ def compose_gdp(mus: Iterable[float]) -> float:
 
 def check_delta(delta: float, allowed: str = "(0, 1)") -> None:
     """Raise ValueError unless `delta` is in (0, 1)."""
-    if not 0 < delta < 1:
-        raise ValueError(f"delta must be in {allowed}; got {delta!r}.")
+    check_value("delta", delta, 0 < delta < 1, f"in {allowed}")
+
+
+def check_value(name: str, value: Any, valid: bool, expected: str) -> None:
+    """Raise ValueError unless the value of a parameter is valid; `expected` says which ones are."""
+    # Callers state what is valid and not what is wrong: NaN fails every comparison.
+    if not valid:
+        raise ValueError(f"{name} must be {expected}; got {value!r}.")

@@ -18,7 +18,7 @@ import numpy as np
 
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy._accounting._events import Event, check_relation
-from pfl_sklearn.privacy._accounting._gaussian_dp import check_delta
+from pfl_sklearn.privacy._accounting._gaussian_dp import check_delta, check_value
 from pfl_sklearn.privacy._accounting._losses import Round
 
 __all__ = ["selection_epsilon"]
@@ -109,12 +109,10 @@ def selection_epsilon(
 
 def check_distribution(expected_trials: float, distribution: str) -> None:
     """Raise ValueError for an invalid distribution of the number of trials."""
-    if distribution not in DISTRIBUTIONS:
-        raise ValueError(
-            f"distribution must be one of {', '.join(DISTRIBUTIONS)}; got {distribution!r}."
-        )
-    if not 1 <= expected_trials < math.inf:
-        raise ValueError(f"expected_trials must be finite and at least 1; got {expected_trials!r}.")
+    valid, choices = distribution in DISTRIBUTIONS, ", ".join(DISTRIBUTIONS)
+    check_value("distribution", distribution, valid, f"one of {choices}")
+    valid = 1 <= expected_trials < math.inf
+    check_value("expected_trials", expected_trials, valid, "finite and at least 1")
 
 
 @lru_cache(maxsize=512)

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from pfl_sklearn._typing import Bools, Floats
 from pfl_sklearn.privacy._accounting._events import SampledGaussian, contribution_sensitivity
+from pfl_sklearn.privacy._accounting._gaussian_dp import check_value
 from pfl_sklearn.privacy._mechanisms._facts import (
     check_bound,
     check_noise_multiplier,
@@ -110,18 +111,12 @@ class ClippedSum:
             raise ValueError(f"clip_norm must be given with {needs}; got None.")
         if bound is not None:
             check_bound("clip_norm", bound)
-        if quantile is not None and not 0 <= quantile <= 1:
-            raise ValueError(f"clip_quantile must be in [0, 1]; got {quantile!r}.")
+        valid = quantile is None or 0 <= quantile <= 1
+        check_value("clip_quantile", quantile, valid, "in [0, 1]")
         # Centred bits have sensitivity 1/2: at 0.5 they alone would spend what the round may.
-        if not 0.5 < self.bits_noise_multiplier < math.inf:
-            raise ValueError(
-                "bits_noise_multiplier must be finite and above 0.5; got "
-                f"{self.bits_noise_multiplier!r}."
-            )
-        if not 0 < self.clip_learning_rate <= 10:
-            raise ValueError(
-                f"clip_learning_rate must be in (0, 10]; got {self.clip_learning_rate!r}."
-            )
+        bits, rate = self.bits_noise_multiplier, self.clip_learning_rate
+        check_value("bits_noise_multiplier", bits, 0.5 < bits < math.inf, "finite and above 0.5")
+        check_value("clip_learning_rate", rate, 0 < rate <= 10, "in (0, 10]")
 
     @cached_property
     def sum_noise_multiplier(self) -> float:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_mu
+from pfl_sklearn.privacy._accounting._gaussian_dp import check_value, gdp_mu
 from pfl_sklearn.privacy._mechanisms._gaussian import GaussianMechanism
 
 # Factor q of squared norms in a step: at 1/2 they raise the squared sensitivity from 4 to 4.5.
@@ -91,8 +91,8 @@ class PrivateClustering:
     def __post_init__(self) -> None:
         gdp_mu(self.epsilon, self.delta)  # refuses what is out of range
         for name in ("n_features", "n_clients", "n_steps", "n_candidates"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1; got {getattr(self, name)!r}.")
+            value = getattr(self, name)
+            check_value(name, value, value >= 1, "at least 1")
 
     @property
     def parts(self) -> dict[str, tuple[float, float]]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.privacy._accounting._concentrated import zcdp_rho
+from pfl_sklearn.privacy._accounting._gaussian_dp import check_value
 from pfl_sklearn.privacy._mechanisms._facts import check_positive, facts_of_release
 
 _NOISE_STDS = 8.0  # that fit into a report: cut noise is rarer than 1e-14, and costs accuracy alone
@@ -97,10 +98,10 @@ class DiscreteGaussianMechanism:
             check_positive(name, getattr(self, name))
         for name in ("n_coordinates", "n_bits"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | np.integer) and value >= 1):
-                raise ValueError(f"{name} must be a positive integer; got {value!r}.")
-        if self.n_bits is not None and self.n_bits > _MOST_BITS:
-            raise ValueError(f"n_bits must be at most {_MOST_BITS}; got {self.n_bits!r}.")
+            valid = value is None or (isinstance(value, int | np.integer) and int(value) >= 1)
+            check_value(name, value, valid, "a positive integer")
+        valid = self.n_bits is None or self.n_bits <= _MOST_BITS
+        check_value("n_bits", self.n_bits, valid, f"at most {_MOST_BITS}")
         if self._room(self.bits) <= 0:
             fewest = next(b for b in range(self.bits, 1000) if self._room(b) > 0)
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 
 from pfl_sklearn.privacy._accounting._composition import events_epsilon
 from pfl_sklearn.privacy._accounting._events import LEAST_NOISE_MULTIPLIER, SampledGaussian
+from pfl_sklearn.privacy._accounting._gaussian_dp import check_value
 
 # Bounds whose squares, sums over clients and products with noise stay within double precision.
 _SMALLEST_BOUND, _LARGEST_BOUND = 1e-100, 1e100
@@ -50,22 +51,17 @@ def facts_of_rounds(rounds: SampledGaussian, delta: float, relation: str) -> dic
 
 def check_positive(name: str, value: float) -> None:
     """Raise ValueError unless a parameter is positive and finite."""
-    # NaN compares as false, so it is refused as well.
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be positive and finite; got {value!r}.")
+    check_value(name, value, 0 < value < math.inf, "positive and finite")
 
 
 def check_noise_multiplier(value: float) -> None:
     """Raise ValueError unless the noise is 0 or large enough to count."""
     # Anything in between would be reported as noise and accounted for as none.
-    if value != 0 and not LEAST_NOISE_MULTIPLIER <= value < math.inf:
-        raise ValueError(
-            f"noise_multiplier must be 0, or finite and at least {LEAST_NOISE_MULTIPLIER}; got "
-            f"{value!r}."
-        )
+    valid = value == 0 or LEAST_NOISE_MULTIPLIER <= value < math.inf
+    expected = f"0, or finite and at least {LEAST_NOISE_MULTIPLIER}"
+    check_value("noise_multiplier", value, valid, expected)
 
 
 def check_bound(name: str, value: float) -> None:
     """Raise ValueError unless the L2 bound of a message is within the range of squares."""
-    if not _SMALLEST_BOUND <= value <= _LARGEST_BOUND:
-        raise ValueError(f"{name} must be in [1e-100, 1e100]; got {value!r}.")
+    check_value(name, value, _SMALLEST_BOUND <= value <= _LARGEST_BOUND, "in [1e-100, 1e100]")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_epsilon, gdp_mu
+from pfl_sklearn.privacy._accounting._gaussian_dp import check_value, gdp_epsilon, gdp_mu
 from pfl_sklearn.privacy._mechanisms._facts import EXACT, check_positive, facts_of_release
 from pfl_sklearn.privacy._mechanisms._noise import gaussian_on_grid, public_grid
 
@@ -193,8 +193,8 @@ class GaussianMechanism:
 
     def __post_init__(self) -> None:
         check_positive("sensitivity", self.sensitivity)
-        if self.trust not in ("central", "local"):
-            raise ValueError(f"trust must be 'central' or 'local'; got {self.trust!r}.")
+        valid = self.trust in ("central", "local")
+        check_value("trust", self.trust, valid, "'central' or 'local'")
 
     @cached_property
     def noise_std(self) -> float:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pfl_sklearn._typing import Floats
+from pfl_sklearn.privacy._accounting._gaussian_dp import check_value
 from pfl_sklearn.privacy._mechanisms._facts import check_positive
 
 _HUGE = 1e150  # largest value in units of its bound; squares beyond it would overflow
@@ -113,10 +114,8 @@ class RegressionMoments:
     def __post_init__(self) -> None:
         for name in ("feature_bound", "target_bound"):
             check_positive(name, getattr(self, name))
-        if self.relation not in ("replace_one", "add_remove"):
-            raise ValueError(
-                f"relation must be 'replace_one' or 'add_remove'; got {self.relation!r}."
-            )
+        valid = self.relation in ("replace_one", "add_remove")
+        check_value("relation", self.relation, valid, "'replace_one' or 'add_remove'")
 
     @property
     def sensitivity(self) -> float:

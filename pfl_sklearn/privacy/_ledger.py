@@ -28,9 +28,6 @@ from pfl_sklearn.privacy._spending import (
 
 __all__ = ["BudgetExceeded", "PrivacyLedger"]
 
-# Settings of a new ledger where none are given: local mechanisms and private clustering have a
-# finite epsilon under "replace_one" only.
-_NEW = {"budget": None, "delta": 1e-5, "relation": "replace_one", "unit": "client"}
 # Relation that the entries of a ledger are counted under. Whatever is finite under "add_remove"
 # costs the same under "zero_out".
 _COUNTED = {"replace_one": "replace_one", "zero_out": "zero_out", "add_remove": "zero_out"}
@@ -180,12 +177,11 @@ class PrivacyLedger:
         relation: str | None = None,
         unit: str | None = None,
     ) -> None:
-        asked = _ledger_file.checked_settings(budget, delta, relation, unit)
+        settings = _ledger_file.checked_settings(budget, delta, relation, unit)
         # Links are resolved, or one file could be two ledgers that do not see each other's lock.
         self.path = os.path.realpath(path)
         # What the file says counts: other copies of the ledger were opened with its settings.
-        header = _ledger_file.create_or_read(self.path, {**_NEW, **asked})
-        _ledger_file.check_same(asked, header, self.path)
+        header = _ledger_file.create_or_read(self.path, settings)
         self._id = header["id"]  # tells this file from a later one at the same path
         self.delta: float = header["delta"]
         self.budget = None if header["budget"] is None else (header["budget"], self.delta)

@@ -13,17 +13,21 @@ import hashlib
 import json
 import math
 import os
-import stat
 import uuid
 from collections.abc import Callable, Iterator
 from numbers import Real
 from typing import Any, NamedTuple
+
+from pfl_sklearn.privacy._accounting._gaussian_dp import check_value
 
 try:
     import fcntl
 except ImportError:  # not a POSIX system: no lock, hence no ledger, but the package can be imported
     fcntl = None  # type: ignore[assignment]
 
+# Settings of a new ledger where none are given: local mechanisms and private clustering have a
+# finite epsilon under "replace_one" only.
+_NEW = {"budget": None, "delta": 1e-5, "relation": "replace_one", "unit": "client"}
 _FORMAT, _VERSION = "pfl_sklearn privacy ledger", 2
 _WITHOUT_HASHES = 1  # version of files in which entries may lack a hash
 _CHOICES = {"relation": ("replace_one", "zero_out", "add_remove"), "unit": ("client", "row")}
@@ -44,65 +48,67 @@ class Contents(NamedTuple):
 
 
 def create_or_read(path: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """Header of the file at `path`; if there is no file, create it with `settings`.
+    """Header of the file at `path`, which has `settings`; it is created if there is none.
 
     Raises
     ------
     OSError
         If the file can be neither read nor created.
     ValueError
-        If the file is not a ledger.
+        If the file is not a ledger, or was created with other settings.
     """
+    header = None
     try:
         # To read first lets those inspect a ledger who may not write it.
         with contextlib.suppress(FileNotFoundError), _locked(path, os.O_RDONLY) as file:
-            found = _read(file, path).header
-            if found is not None:
-                return found
-        with _locked(path, os.O_RDWR | os.O_APPEND | os.O_CREAT) as file:
-            found = _read(file, path).header  # another process may have created it meanwhile
-            if found is not None:
-                return found
-            identity = {"format": _FORMAT, "version": _VERSION, "id": uuid.uuid4().hex}
-            # From byte 0: a process that was killed here before may have left half a line.
-            _append(file, 0, {**identity, **settings})
-            _sync_folder(path)
-            return {**identity, **settings}
+            header = _read(file, path).header
+        if header is None:
+            with _locked(path, os.O_RDWR | os.O_APPEND | os.O_CREAT) as file:
+                header = _read(file, path).header  # another process may have created it meanwhile
+                if header is None:
+                    identity = {"format": _FORMAT, "version": _VERSION, "id": uuid.uuid4().hex}
+                    header = {**identity, **_NEW, **settings}
+                    # From byte 0: a process that was killed here may have left half a line.
+                    _append(file, 0, header)
+                    _sync_folder(path)
     except OSError as error:
         raise type(error)(
             f"PrivacyLedger cannot open {path} ({error.strerror or error}); expected a readable "
             "and writable file in an existing folder."
         ) from error
+    for name, value in settings.items():
+        if header.get(name) != value:
+            raise ValueError(
+                f"the privacy ledger {path} was created with {name}={header.get(name)!r}; got "
+                f"{name}={value!r}. Omit {name} or use another file."
+            )
+    return header
 
 
 def checked_settings(budget: Any, delta: Any, relation: Any, unit: Any) -> dict[str, Any]:
-    """Settings that were given, after a check of their values."""
+    """Settings of a ledger that are not None, by name; ValueError if one is out of range."""
     # A pair sets the delta too. Giving it again is allowed, so that settings can be passed on.
     epsilon = budget
     if isinstance(budget, tuple | list) and len(budget) == 2:
-        epsilon, own = budget
-        if delta is not None and delta != own:
+        epsilon, budget_delta = budget
+        if delta not in (None, budget_delta):
             raise ValueError(f"delta must equal that of budget={budget!r}; got {delta!r}.")
-        delta = own
+        delta = budget_delta
     # No budget is None and not infinity, which JSON lacks.
-    if epsilon is not None and not (_is_number(epsilon) and 0 < epsilon < math.inf):
-        raise ValueError(
-            "budget must be None, a finite epsilon above 0, or a pair (epsilon, delta); got "
-            f"{budget!r}."
-        )
-    if delta is not None and not (_is_number(delta) and 0 < delta < 1):
-        raise ValueError(f"delta must be in (0, 1); got {delta!r}.")
+    valid = epsilon is None or (_is_number(epsilon) and 0 < epsilon < math.inf)
+    expected = "None, a finite epsilon above 0, or a pair (epsilon, delta)"
+    check_value("budget", budget, valid, expected)
+    valid = delta is None or (_is_number(delta) and 0 < delta < 1)
+    check_value("delta", delta, valid, "in (0, 1)")
     for name, value in (("relation", relation), ("unit", unit)):
-        if value is not None and value not in _CHOICES[name]:
-            raise ValueError(
-                f"{name} must be one of {', '.join(_CHOICES[name])}, or None; got {value!r}."
-            )
+        choices = ", ".join(_CHOICES[name])
+        check_value(name, value, value in (None, *_CHOICES[name]), f"one of {choices}, or None")
     # Only what was asked for: the rest comes from the file. As plain floats, which JSON returns as
     # they were, so that settings can be compared for equality.
-    given = {"budget": epsilon, "delta": delta, "relation": relation, "unit": unit}
+    settings = {"budget": epsilon, "delta": delta, "relation": relation, "unit": unit}
     return {
         name: float(value) if _is_number(value) else value
-        for name, value in given.items()
+        for name, value in settings.items()
         if value is not None
     }
 
@@ -112,61 +118,45 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
-def check_same(asked: dict[str, Any], header: dict[str, Any], path: str) -> None:
-    """Raise ValueError if the file has other settings than those given."""
-    for name, value in asked.items():
-        if header.get(name) != value:
-            raise ValueError(
-                f"the privacy ledger {path} was created with {name}={header.get(name)!r}; got "
-                f"{name}={value!r}. Omit {name} or use another file."
-            )
-
-
 def read(path: str, identity: str) -> list[dict[str, Any]]:
     """Entries of the ledger with this `identity`."""
-    with _opened(path, os.O_RDONLY) as file:
-        return _own_contents(file, path, identity).entries
+    with _opened(path, identity, os.O_RDONLY) as (_, contents):
+        return contents.entries
 
 
-def add(
-    path: str,
-    identity: str,
-    make: Callable[[list[dict[str, Any]]], dict[str, Any]],
-) -> None:
+def add(path: str, identity: str, make: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> None:
     """Append the entry that `make` returns for the entries so far, unless `make` raises.
 
     Nobody else reads or writes the file in between. The entry is on the disk on return.
     """
-    with _opened(path, os.O_RDWR | os.O_APPEND) as file:
-        contents = _own_contents(file, path, identity)
+    with _opened(path, identity, os.O_RDWR | os.O_APPEND) as (file, contents):
         entry = make(contents.entries)
         number = len(contents.entries) + 1  # counted from 1; a gap shows that lines were lost
         _append(file, contents.size, {"entry": number, **entry, "previous": contents.hash})
         # After writing: if the file was replaced meanwhile, nobody will ever read the entry.
-        if not _is_at(file, path):
-            raise FileNotFoundError(_gone(path))
-
-
-def _own_contents(file: int, path: str, identity: str) -> Contents:
-    """Contents of the file, which must be the one that was opened first."""
-    contents = _read(file, path)
-    # A fresh file at the same path would forget everything that was spent.
-    if contents.header is None or contents.header["id"] != identity:
-        raise ValueError(
-            f"{path} is no longer the ledger that this PrivacyLedger opened: the file was "
-            "replaced. Restore it, or open the new one with PrivacyLedger(path)."
-        )
-    return contents
+        if not os.path.samestat(os.fstat(file), os.stat(path)):
+            raise FileNotFoundError(path)
 
 
 @contextlib.contextmanager
-def _opened(path: str, flags: int) -> Iterator[int]:
-    """The same as ``_locked``, with errors that name the ledger."""
+def _opened(path: str, identity: str, flags: int) -> Iterator[tuple[int, Contents]]:
+    """Locked descriptor and contents of the ledger with this `identity`."""
     try:
         with _locked(path, flags) as file:
-            yield file
+            contents = _read(file, path)
+            # A fresh file at the same path would forget everything that was spent.
+            if contents.header is None or contents.header["id"] != identity:
+                raise ValueError(
+                    f"{path} is no longer the ledger that this PrivacyLedger opened: the file was "
+                    "replaced. Restore it, or open the new one with PrivacyLedger(path)."
+                )
+            yield file, contents
     except FileNotFoundError as error:  # never created anew: the record would start at zero
-        raise FileNotFoundError(_gone(path)) from error
+        raise FileNotFoundError(
+            f"the privacy ledger {path} no longer exists, or this machine cannot reach it, so the "
+            "record of what was spent is missing. Restore it, or start a new one with "
+            "PrivacyLedger(path)."
+        ) from error
     except OSError as error:
         raise type(error)(
             f"the privacy ledger {path} cannot be used ({error.strerror or error}); nothing was "
@@ -184,24 +174,16 @@ def _locked(path: str, flags: int) -> Iterator[int]:
     """
     if fcntl is None:
         raise OSError("this system lacks fcntl, so the file cannot be locked")
-    _check_regular(path)
+    # A folder, a device or a pipe. Opening a pipe would wait for a writer, maybe for ever.
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError(errno.EINVAL, "not a regular file")
     file = os.open(path, flags | os.O_CLOEXEC, 0o666)  # the umask takes what it forbids
-    try:
+    with contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(os.close, file)
         # Readers share the lock. A writer excludes all others, so nobody reads half a line.
         fcntl.flock(file, fcntl.LOCK_EX if flags & os.O_RDWR else fcntl.LOCK_SH)
-        try:
-            yield file
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)
-    finally:
-        os.close(file)
-
-
-def _check_regular(path: str) -> None:
-    """Raise OSError for a folder, a device or a pipe; opening a pipe would wait for a writer."""
-    with contextlib.suppress(FileNotFoundError):
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
+        at_the_end.callback(fcntl.flock, file, fcntl.LOCK_UN)  # runs before the file is closed
+        yield file
 
 
 def _read(file: int, path: str) -> Contents:
@@ -242,15 +224,15 @@ def _hashes(lines: list[bytes], values: list[dict[str, Any] | None]) -> list[str
     It covers this line or, if the line holds no hash itself, everything up to it. It leaves out the
     end of the line.
     """
-    found = []
+    hashes = []
     everything = hashlib.sha256()
     for line, value in zip(lines, values, strict=True):
         everything.update(line)
         # A line with a hash covers those before it; files without hashes need all of them.
         covered = hashlib.sha256(line) if value and "previous" in value else everything
-        found.append(covered.hexdigest())
+        hashes.append(covered.hexdigest())
         everything.update(b"\n")
-    return found
+    return hashes
 
 
 def _decoded(line: bytes) -> dict[str, Any] | None:
@@ -331,22 +313,6 @@ def _append(file: int, size: int, values: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):
             os.ftruncate(file, size)
         raise
-
-
-def _is_at(file: int, path: str) -> bool:
-    """Whether the open file is still the one at `path`."""
-    try:
-        return os.path.samestat(os.fstat(file), os.stat(path))
-    except FileNotFoundError:
-        return False
-
-
-def _gone(path: str) -> str:
-    return (
-        f"the privacy ledger {path} no longer exists, or this machine cannot reach it, so the "
-        "record of what was spent is missing. Restore it, or start a new one with "
-        "PrivacyLedger(path)."
-    )
 
 
 def _sync_folder(path: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -260,12 +260,12 @@ class PrivacyLedger:
             `relation` is "add_remove".
         """
         entries = self.entries
-        total = self._epsilon(_events(entries, self.path))
+        total = self._epsilon(entries)
         # One warning: what protects less is of no interest once nothing is protected.
         if math.isinf(total):
             warn_caller(f"The total is infinite {self._because(entries)}.", PrivacyWarning)
-        elif lesser := self._of_contributions(entries):
-            warn_caller(lesser, PrivacyWarning)
+        elif caveat := self._caveat(entries):
+            warn_caller(caveat, PrivacyWarning)
         return total
 
     @property
@@ -295,16 +295,13 @@ class PrivacyLedger:
         return self._frame(self.entries)
 
     def _frame(self, entries: list[dict[str, Any]]) -> pd.DataFrame:
-        events = [_events([entry], self.path) for entry in entries]
-        # The fits of a search have equal events, and sampled rounds are slow to account for.
-        alone = {each: self._epsilon(each) for each in set(events)}
         return pd.DataFrame(
             {
                 "time": pd.to_datetime([entry["time"] for entry in entries], utc=True),
                 "what": [entry["what"] for entry in entries],
                 "unit": [entry["unit"] for entry in entries],
                 "events": [", ".join(e["kind"] for e in entry["events"]) for entry in entries],
-                "epsilon": [alone[each] for each in events],
+                "epsilon": [self._epsilon([entry]) for entry in entries],
             },
             index=pd.Index([entry["entry"] for entry in entries], name="entry", dtype=int),
         )
@@ -315,18 +312,18 @@ class PrivacyLedger:
 
     def __str__(self) -> str:
         entries = self.entries
-        table, total = self._frame(entries), self._epsilon(_events(entries, self.path))
-        of = "no budget" if self.budget is None else f"of a budget of {self.budget[0]:.4g}"
+        table, total = self._frame(entries), self._epsilon(entries)
+        budget = "no budget" if self.budget is None else f"of a budget of {self.budget[0]:.4g}"
         lines = [
             f"Privacy ledger {self.path}",
-            f"  spent: epsilon = {total:.4g}, {of}, at delta = {self.delta:.4g} ({self.relation}, "
-            f"unit: one {self.unit}), in {len(table)} entries",
+            f"  spent: epsilon = {total:.4g}, {budget}, at delta = {self.delta:.4g} "
+            f"({self.relation}, unit: one {self.unit}), in {len(table)} entries",
         ]
         # As lines of text: printing must not emit the warnings of `total`.
         if math.isinf(total):
             lines.append(f"  The total is infinite {self._because(entries)}.")
-        if lesser := self._of_contributions(entries):
-            lines.append(f"  {lesser}")
+        if caveat := self._caveat(entries):
+            lines.append(f"  {caveat}")
         if len(table) > _SHOWN:
             lines.append(f"  the last {_SHOWN}:")
         # Unit left out: it is the ledger's own for every entry.
@@ -345,8 +342,10 @@ class PrivacyLedger:
         # The path alone would equate a ledger with the one that replaced its file.
         return self.path, self._id
 
-    def _epsilon(self, events: Sequence[Event]) -> float:
-        return float(events_epsilon(events, self.delta, _COUNTED[self.relation]))
+    def _epsilon(self, entries: list[dict[str, Any]]) -> float:
+        """Total epsilon of entries at the ledger's delta and relation."""
+        events = _events(entries, self.path)
+        return events_epsilon(events, self.delta, _COUNTED[self.relation])
 
     def _allowed(
         self, entry: dict[str, Any], tags: list[str], entries: list[dict[str, Any]]
@@ -363,33 +362,32 @@ class PrivacyLedger:
         self, entry: dict[str, Any], entries: list[dict[str, Any]], most: float
     ) -> None:
         """Raise BudgetExceeded if `entries` and the entry together exceed the budget."""
-        events, before = _events([entry], self.path), _events(entries, self.path)
         # Composed and not added: Gaussian releases cost less than the sum of their epsilons.
-        total = self._epsilon((*before, *events))
+        together = [*entries, entry]
+        total, alone = self._epsilon(together), self._epsilon([entry])
         if total <= most * (1 + _ROUNDING):
             return
-        asked = self._epsilon(events)
-        reason = sums = ""
+        reason_alone = reason_together = ""
         # Say which of the two is infinite: the fit itself, or what it adds up to with the others.
-        if math.isinf(asked):
-            reason = f" ({self._why(entry)})"
+        if math.isinf(alone):
+            reason_alone = f" ({self._why(entry)})"
         elif math.isinf(total):
-            sums = f" ({self._because([*entries, entry])})"
-        lesser = "; some fits count under zero_out" if self._lesser([*entries, entry]) else ""
+            reason_together = f" ({self._because(together)})"
+        caveat = "; some fits count under zero_out" if self._contributions_only(together) else ""
         raise BudgetExceeded(
-            f"{entry['what']} asks for epsilon = {asked:.6g}{reason}; with the "
-            f"{self._epsilon(before):.6g} spent so far the total would be {total:.6g}{sums}, above "
-            f"the budget of {most:.6g} (at delta = {self.delta:.4g}, {self.relation}{lesser}) of "
-            f"{self.path}{self._way_out((*before, *events), most)}. The fit was refused before any "
-            "data were read."
+            f"{entry['what']} asks for epsilon = {alone:.6g}{reason_alone}; with the "
+            f"{self._epsilon(entries):.6g} spent so far the total would be {total:.6g}"
+            f"{reason_together}, above the budget of {most:.6g} (at delta = {self.delta:.4g}, "
+            f"{self.relation}{caveat}) of {self.path}{self._advice(together, most)}. The fit was "
+            "refused before any data were read."
         )
 
-    def _way_out(self, events: Sequence[Event], most: float) -> str:
-        """Clause that names a relation under which all events are within the budget, if any."""
+    def _advice(self, entries: list[dict[str, Any]], most: float) -> str:
+        """Clause that names a relation under which all entries are within the budget, if any."""
         # The other two relations are counted under zero_out already.
         if self.relation != "replace_one":
             return ""
-        total = events_epsilon(events, self.delta, "zero_out")
+        total = events_epsilon(_events(entries, self.path), self.delta, "zero_out")
         if total > most * (1 + _ROUNDING):
             return ""
         return (
@@ -398,37 +396,45 @@ class PrivacyLedger:
         )
 
     def _why(self, entry: dict[str, Any]) -> str:
-        """Why an entry has no finite epsilon."""
+        """Reason for which an entry has no finite epsilon."""
         if "seed_of" in entry:
             return (
                 f"it has the same random_state as entry {entry['seed_of']}, so their noise "
                 "cancels; use random_state=None"
             )
-        return _reason(_events([entry], self.path), self.delta, self.relation)
+        # Not "add_remove": whatever is finite under it is finite under "zero_out" as well.
+        events = _events([entry], self.path)
+        for other in ("replace_one", "zero_out"):
+            if other != self.relation and math.isfinite(events_epsilon(events, self.delta, other)):
+                return (
+                    f"its epsilon is finite under {other} only, which needs a ledger with "
+                    f"relation={other!r}"
+                )
+        return f"nothing protects its clients at delta = {self.delta:.4g}"
 
-    def _lesser(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Entries that protect less than the relation says."""
+    def _contributions_only(self, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Entries that do not protect whether a client takes part, although the relation does."""
         # Under the other relations every finite figure means what it says.
         if self.relation != "add_remove":
             return []
         return [entry for entry in entries if _protects_contributions(entry, self.path)]
 
-    def _of_contributions(self, entries: list[dict[str, Any]]) -> str:
-        """Sentence about entries that protect less than the relation says, or nothing."""
-        found = [str(entry["entry"]) for entry in self._lesser(entries)]
-        if not found:
+    def _caveat(self, entries: list[dict[str, Any]]) -> str:
+        """Sentence about entries that protect contributions only; empty if there are none."""
+        numbers = [str(entry["entry"]) for entry in self._contributions_only(entries)]
+        if not numbers:
             return ""
-        shown = ", ".join(found[:_SHOWN]) + (", ..." if len(found) > _SHOWN else "")
+        shown = ", ".join(numbers[:_SHOWN]) + (", ..." if len(numbers) > _SHOWN else "")
         return (
             f"Entries that protect what a client contributes, not that it takes part: {shown}. "
             "They count with their figures under zero_out."
         )
 
     def _because(self, entries: list[dict[str, Any]]) -> str:
-        """Why the total of entries is infinite: one of them is, or their deltas add up."""
+        """Reason for which a total is infinite: an entry is, or the deltas add up to too much."""
         # An entry that is infinite by itself explains the total, whatever the deltas are.
         for entry in entries:
-            if math.isinf(self._epsilon(_events([entry], self.path))):
+            if math.isinf(self._epsilon([entry])):
                 return f"because of entry {entry['entry']} ({entry['what']}): {self._why(entry)}"
         spent = sum_of_deltas(_events(entries, self.path), _COUNTED[self.relation])
         # Sums of deltas such as 1e-6 round, so equality is to rounding.
@@ -466,10 +472,10 @@ def charge_events(
 def _with_repeated_seed(
     entry: dict[str, Any], tags: list[str], entries: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The entry; if an earlier entry has noise of its seed and rounds, as one that protects nobody.
+    """The entry, as an unprotected one if an earlier entry has the same seed and a common round.
 
     An entry holds the tag of its first round alone. `tags` are those of the rounds up to the last
-    one of the new entry, and so tell in which round an earlier entry with the same seed began.
+    one of the new entry, so they show in which round an earlier entry with the same seed began.
     """
     # Two fits share noise if their ranges of rounds overlap: the earlier one began in a round that
     # this fit knows the tag of, and ended after the round in which this one begins.
@@ -490,37 +496,23 @@ def _n_rounds(entry: dict[str, Any]) -> int:
 
 def _events(entries: list[dict[str, Any]], path: str) -> tuple[Event, ...]:
     """Events of all entries."""
-    found: list[Event] = []
+    events: list[Event] = []
     for entry in entries:
         # An event that cannot be read is an error: skipping it would forget what was spent.
         try:
-            found += [event_from_dict(event) for event in entry["events"]]
+            events += [event_from_dict(event) for event in entry["events"]]
         except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(
                 f"entry {entry['entry']} of the privacy ledger {path} has an event that this "
                 f"version of pfl_sklearn cannot read: {error}"
             ) from error
-    return tuple(found)
+    return tuple(events)
 
 
 def _protects_contributions(entry: dict[str, Any], path: str) -> bool:
     """Whether an entry has an event that protects under "zero_out" and not under "add_remove"."""
-    spent = [
-        (event.spending("add_remove").mu, event.spending("zero_out").mu)
-        for event in _events([entry], path)
-    ]
+    relations = ("add_remove", "zero_out")
+    mus = [[event.spending(name).mu for name in relations] for event in _events([entry], path)]
     # Earlier versions wrote a finite epsilon for removals here; the number of clients is public.
     claimed = entry["what"] in _PUBLIC_NUMBER
-    return any((claimed or math.isinf(added)) and math.isfinite(mu) for added, mu in spent)
-
-
-def _reason(events: Sequence[Event], delta: float, relation: str) -> str:
-    """Why events have no finite epsilon under `relation`."""
-    # Not "add_remove": whatever is finite under it is finite under "zero_out" as well.
-    for other in ("replace_one", "zero_out"):
-        if other != relation and math.isfinite(events_epsilon(events, delta, other)):
-            return (
-                f"its epsilon is finite under {other} only, which needs a ledger with "
-                f"relation={other!r}"
-            )
-    return f"nothing protects its clients at delta = {delta:.4g}"
+    return any((claimed or math.isinf(added)) and math.isfinite(zeroed) for added, zeroed in mus)

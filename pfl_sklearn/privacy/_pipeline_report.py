@@ -110,7 +110,7 @@ def privacy_of(estimator: Any) -> PrivacyReport:
 
 
 def report_of_fits(estimator: Any) -> PrivacyReport:
-    """The same as ``privacy_of`` of a fitted estimator, whether or not a search chose it."""
+    """Report of a fitted estimator as ``privacy_of`` makes it, but without a search's choice."""
     check_is_fitted(estimator)
     # Exact types: a subclass may override ``fit`` and keep something of the rows.
     if type(estimator) is Pipeline:
@@ -120,36 +120,30 @@ def report_of_fits(estimator: Any) -> PrivacyReport:
     # Only classes of this package are trusted to state their own privacy; see the notes.
     if is_ours(estimator):
         inner = inner_estimator(estimator) if is_transparent(estimator) else None
-        if inner is not None:
-            return report_of_fits(inner)
-        report: PrivacyReport = estimator.privacy_
+        report: PrivacyReport = estimator.privacy_ if inner is None else report_of_fits(inner)
         return report
+    name = type(estimator).__name__
     # The best model is private; the search around it published scores and a choice without noise.
     if hasattr(estimator, "best_estimator_"):
         reason = (
-            f"{type(estimator).__name__} chose by scores without noise and keeps them in "
-            "cv_results_; only the models themselves are private"
+            f"{name} chose by scores without noise and keeps them in cv_results_; only the models "
+            "themselves are private"
         )
         return leaking(report_of_fits(estimator.best_estimator_), reason)
     if isinstance(estimator, Pipeline | FrozenEstimator):
-        return PrivacyReport.unprotected(
-            f"{type(estimator).__name__} is a subclass, which may learn something of its own"
-        )
+        reason = f"{name} is a subclass, which may learn something of its own"
     # Anybody can write an attribute of this name, be it by copying a fitted estimator's.
-    if hasattr(estimator, "privacy_"):
-        return PrivacyReport.unprotected(
-            f"{type(estimator).__name__} is not part of pfl_sklearn, which cannot check its "
-            "privacy_"
-        )
+    elif hasattr(estimator, "privacy_"):
+        reason = f"{name} is not part of pfl_sklearn, which cannot check its privacy_"
     # There may be a private fit inside, so the answer is infinity and not the error below.
-    if any(hasattr(estimator, name) for name in _NESTED):
-        return PrivacyReport.unprotected(
-            f"what {type(estimator).__name__} learns around its estimators has no privacy report"
+    elif any(hasattr(estimator, attribute) for attribute in _NESTED):
+        reason = f"what {name} learns around its estimators has no privacy report"
+    else:
+        raise ValueError(
+            f"{name} has no privacy report: expected a fitted estimator of pfl_sklearn, or a "
+            "pipeline, ClientColumn or search around one."
         )
-    raise ValueError(
-        f"{type(estimator).__name__} has no privacy report: expected a fitted estimator of "
-        "pfl_sklearn, or a pipeline, ClientColumn or search around one."
-    )
+    return PrivacyReport.unprotected(reason)
 
 
 def _pipeline_report(pipeline: Pipeline) -> PrivacyReport:
@@ -182,12 +176,12 @@ def leak_of(name: str, step: Any) -> str | None:
     if type(step) is FrozenEstimator:
         return leak_of(name, step.estimator)
     stateless = type(step) in _STATELESS
-    how = _way_to_learn(step) if stateless else "is fitted to the same data without noise"
-    return how and f"step {name!r} ({type(step).__name__}) {how}"
+    leak = _leak_in_functions(step) if stateless else "is fitted to the same data without noise"
+    return leak and f"step {name!r} ({type(step).__name__}) {leak}"
 
 
-def _way_to_learn(step: Any) -> str | None:
-    """How the functions of a stateless step learn from the data, as far as that can be seen."""
+def _leak_in_functions(step: Any) -> str | None:
+    """Clause about what the functions of a stateless step learn, as far as their code shows it."""
     held = list(everything_in(step))
     # Estimators first: one that is held is the plainer reason than a call of ``fit``.
     for each in held:

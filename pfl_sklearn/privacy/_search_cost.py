@@ -275,25 +275,25 @@ def search_cost(
 
 
 def _find_search(estimator: Any) -> tuple[Any, list[str]]:
-    """The search in a fitted estimator, and what the estimator learnt around it without noise."""
+    """Search in a fitted estimator, and sentences about what was learnt around it without noise."""
     check_is_fitted(estimator)
     leaks: list[str] = []
-    found = estimator
-    while found is not None:
-        if isinstance(found, FrozenEstimator):  # it has the attributes of what it holds
-            found = found.estimator
+    inner = estimator
+    while inner is not None:
+        if isinstance(inner, FrozenEstimator):  # it has the attributes of what it holds
+            inner = inner.estimator
             continue
         # PrivateSelectCV is known by trial_params_: it releases one model and no table of scores.
-        if hasattr(found, "cv_results_") or hasattr(found, "trial_params_"):
-            return found, leaks
+        if hasattr(inner, "cv_results_") or hasattr(inner, "trial_params_"):
+            return inner, leaks
         # The last step holds the search; the others were fitted to the same clients before it.
-        for name, step in getattr(found, "steps", [])[:-1]:
+        for name, step in getattr(inner, "steps", [])[:-1]:
             if leak := leak_of(name, step):
                 leaks.append(leak)
         # Any other wrapper may fit the search several times, or learn something of its own.
-        if not is_transparent(found):
-            leaks.append(f"{type(found).__name__} around the search states no privacy")
-        found = inner_estimator(found)
+        if not is_transparent(inner):
+            leaks.append(f"{type(inner).__name__} around the search states no privacy")
+        inner = inner_estimator(inner)
     raise ValueError(
         f"{type(estimator).__name__} contains no search: expected a fitted GridSearchCV, "
         "RandomizedSearchCV, halving search or PrivateSelectCV, or a wrapper around one."
@@ -301,7 +301,7 @@ def _find_search(estimator: Any) -> tuple[Any, list[str]]:
 
 
 def _fits_of(search: Any) -> list[_Fit]:
-    """Fits of every candidate, and the refit."""
+    """Fits of each candidate on the splits, and the refit on all rows."""
     fits = []
     for params in search.cv_results_["params"]:
         stated = stated_cost(with_params(search.estimator, params))
@@ -317,54 +317,55 @@ def _fits_of(search: Any) -> list[_Fit]:
 
 
 def _number(fits: list[_Fit]) -> int:
-    """Number of fits of the private estimator."""
+    """Number of fits of the private estimator, those inside inner searches included."""
     return sum(fit.n_fits * fit.stated.n_fits for fit in fits)
 
 
 def _named(params: dict[str, Any]) -> str:
+    """Parameters of a candidate as text."""
     return ", ".join(f"{name}={value!r}" for name, value in params.items()) or "as it is"
 
 
 def _common(fits: list[_Fit]) -> tuple[str, str]:
     """Unit and relation that all fits have in common."""
     # A fit that releases nothing keeps every promise; an unprotected one (None) still has a unit.
-    found = {(fit.stated.unit, fit.stated.relation) for fit in fits if fit.stated.events != ()}
+    promises = {(fit.stated.unit, fit.stated.relation) for fit in fits if fit.stated.events != ()}
     # Epsilons for different neighbours do not add up; converting them would hide what was promised.
-    if len(found) > 1:
-        several = " and ".join(f"unit={unit!r} with {how!r}" for unit, how in sorted(found))
+    if len(promises) > 1:
+        several = " and ".join(f"unit={unit!r} with {how!r}" for unit, how in sorted(promises))
         raise ValueError(
             f"the candidates of the search differ in unit or relation, {several}, so their costs "
             "do not compose; search over estimators with one unit and one relation."
         )
-    return found.pop() if found else (fits[0].stated.unit, fits[0].stated.relation)
+    return promises.pop() if promises else (fits[0].stated.unit, fits[0].stated.relation)
 
 
 def _cost(fit: _Fit, delta: float, relation: str) -> FitCost:
-    events, reason, within = fit.stated.events, fit.stated.reason, fit.stated.n_fits
+    """Entry of one candidate in the cost of a search."""
     # Unprotected fits have no events to describe, but a reason.
-    if events is None:
-        return FitCost(fit.params, fit.n_fits, math.inf, (), reason, within)
-    epsilon = total_epsilon(repeated(events), delta, relation)
-    # The events are protected, so only the delta or the relation can make this infinite.
-    if math.isinf(epsilon):
-        reason = f"not defined at delta = {delta:.4g} under {relation}"
-    described = tuple(event.to_dict() for event in events)
-    return FitCost(fit.params, fit.n_fits, epsilon, described, reason, within)
+    events, reason, epsilon = fit.stated.events, fit.stated.reason, math.inf
+    if events is not None:
+        epsilon = total_epsilon(repeated(events), delta, relation)
+        # The events are protected, so only the delta or the relation can make this infinite.
+        if math.isinf(epsilon):
+            reason = f"not defined at delta = {delta:.4g} under {relation}"
+    described = tuple(event.to_dict() for event in events or ())
+    return FitCost(fit.params, fit.n_fits, epsilon, described, reason, fit.stated.n_fits)
 
 
 def _total(
     fits: list[_Fit], scores: tuple[Any, ...], delta: float, relation: str
 ) -> tuple[float, list[str]]:
     """Total epsilon, and the reason if it is infinite although that of every fit is finite."""
-    every = list(scores)
+    events = list(scores)
     for fit in fits:
         # One unprotected model reveals its clients, whatever the others do. Its reason is a note.
         if fit.stated.events is None:
             return math.inf, []
-        every += fit.stated.events * fit.n_fits
+        events += fit.stated.events * fit.n_fits
     # Pairs (epsilon, delta) compose only within a total delta above the sum of theirs.
-    deltas = sum_of_deltas(every, relation)
-    epsilon = total_epsilon(repeated(every), delta, relation)
+    deltas = sum_of_deltas(events, relation)
+    epsilon = total_epsilon(repeated(events), delta, relation)
     if math.isinf(epsilon) and delta <= deltas:
         return epsilon, [
             f"the deltas of the fits add up to {deltas:.4g}, which uses up delta = {delta:.4g}; "
@@ -385,6 +386,7 @@ def _of_scores(search: Any, public: bool, scores: tuple[Any, ...]) -> tuple[str,
 
 
 def _notes(search: Any, costs: tuple[FitCost, ...]) -> tuple[str, ...]:
+    """Reasons for infinite costs, and assumptions behind the total."""
     notes = [f"{cost.params}: {cost.reason}" for cost in costs if cost.reason]
     # Every fit is counted either way; the note says for which folds that is more than was spent.
     if type(search.cv).__name__ in _GROUP_SPLITTERS:
@@ -398,8 +400,8 @@ def _notes(search: Any, costs: tuple[FitCost, ...]) -> tuple[str, ...]:
             "inside clients; it is an upper bound for other folds"
         )
     # It keeps the scores of every fit in logs of its own, beside cv_results_.
-    watched = [*getattr(search, "_skl_callbacks", ())]
-    if any(type(callback).__name__ == "ScoringMonitor" for callback in watched):
+    callbacks = getattr(search, "_skl_callbacks", ())
+    if any(type(callback).__name__ == "ScoringMonitor" for callback in callbacks):
         notes.append("the logs of ScoringMonitor hold scores without noise: not protected")
     return tuple(notes)
 

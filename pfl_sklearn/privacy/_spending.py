@@ -70,7 +70,7 @@ def stated_cost(estimator: Any) -> Stated:
 
 
 def of_all_fits(stated: Stated, n_fits: int) -> Stated:
-    """Cost of the same fit as one of `n_fits`: noise that several fits share protects none."""
+    """Cost of one of `n_fits` fits, which is unprotected if a seed gives all the same noise."""
     # A single fit may have a seed: its noise is shared with nothing.
     if stated.events and stated.seeded and n_fits > 1:
         return stated._replace(events=None, reason=SAME_NOISE)
@@ -83,6 +83,7 @@ def with_params(estimator: Any, params: dict[str, Any]) -> Any:
 
 
 def _of_core(core: Any) -> Stated:
+    """Cost of one fit of an estimator that is no pipeline, wrapper or grid search."""
     name = type(core).__name__
     if not hasattr(type(core), "_privacy_events"):  # frozen estimators answer for what they hold
         return Stated(name, None, "client", "replace_one", 0.0, f"{name} states no privacy")
@@ -126,8 +127,7 @@ def _of_grid(search: Any) -> Stated:
             "which of them is refitted"
         )
         return one._replace(events=None, reason=reason)
-    events = (one.events or ()) * (n_splits * len(dearest) + n_refits)
-    return one._replace(events=events)
+    return one._replace(events=(one.events or ()) * (n_splits * len(dearest) + n_refits))
 
 
 def number_of_splits(cv: Any) -> int | None:
@@ -140,14 +140,12 @@ def number_of_splits(cv: Any) -> int | None:
 def relation_of(core: Any) -> str:
     """Neighbouring relation that the release of an estimator is stated for."""
     # "replace_one" where nothing is said: mechanisms are calibrated to it by default.
-    named = getattr(core, "_privacy_relation", None)
-    return str(named if named is not None else getattr(core, "relation", "replace_one"))
+    return str(getattr(core, "_privacy_relation", None) or getattr(core, "relation", "replace_one"))
 
 
 def unit_of(core: Any) -> str:
     """What the release of an estimator protects."""
-    named = getattr(core, "_privacy_unit", None)
-    return str(named if named is not None else getattr(core, "unit", "client"))
+    return str(getattr(core, "_privacy_unit", None) or getattr(core, "unit", "client"))
 
 
 def noise_seed(core: Any) -> Any:
@@ -182,18 +180,18 @@ def sum_of_deltas(events: Iterable[Any], relation: str) -> float:
 
 def repeated(events: Iterable[Any], n_fits: int = 1) -> tuple[Any, ...]:
     """Events of `n_fits` fits, with equal ones merged where an event has a count."""
-    found: list[Any] = []
+    merged: list[Any] = []
     for event, count in Counter(events).items():
         # One event with a count is accounted for once; thousands of equal ones would be composed
         # one after the other.
         for name in ("n_rounds", "n_releases"):
             if hasattr(event, name):
                 more = getattr(event, name) * count * n_fits
-                found.append(dataclasses.replace(event, **{name: more}))
+                merged.append(dataclasses.replace(event, **{name: more}))
                 break
         else:  # a pair (epsilon, delta) has no count
-            found += [event] * (count * n_fits)
-    return tuple(found)
+            merged += [event] * (count * n_fits)
+    return tuple(merged)
 
 
 def seed_tags(seed: Any, salt: str, end: int) -> list[str]:

@@ -11,10 +11,10 @@ import math
 
 from scipy.optimize import brentq
 
-from pfl_sklearn.privacy._accounting._gaussian_dp import check_delta, check_value
+from pfl_sklearn.privacy._accounting._gaussian_dp import check_delta, check_value, largest_log
 
 # Bracket of the calibration: noise from about 1e-6 to 1e10 times the sensitivity.
-_SMALLEST_LOG_RHO, _LARGEST_LOG_RHO = math.log(1e-20), math.log(1e12)
+_LOG_RHOS = (math.log(1e-20), math.log(1e12))
 _SMALLEST_LOG_EXCESS = math.log(1e-12)  # of alpha over 1
 
 
@@ -47,15 +47,6 @@ def zcdp_rho(epsilon: float, delta: float) -> float:
     """
     check_value("epsilon", epsilon, 0 < epsilon < math.inf, "in (0, inf)")
     check_delta(delta)
-
-    def excess(log_rho: float) -> float:
-        return zcdp_delta(math.exp(log_rho), epsilon) - delta
-
-    if excess(_SMALLEST_LOG_RHO) > 0 or excess(_LARGEST_LOG_RHO) < 0:
-        raise ValueError(
-            f"cannot calibrate discrete Gaussian noise to epsilon={epsilon!r} and delta={delta!r} "
-            "in floating point; choose less extreme values."
-        )
-    log_rho = float(brentq(excess, _SMALLEST_LOG_RHO, _LARGEST_LOG_RHO, xtol=1e-13))
-    # The root is within xtol on either side; ten times that below it, rho never overspends.
+    log_rho = largest_log(zcdp_delta, epsilon, delta, _LOG_RHOS, "discrete Gaussian")
+    # The root is within 1e-13 on either side; ten times that below it, rho never overspends.
     return math.exp(log_rho - 1e-12)

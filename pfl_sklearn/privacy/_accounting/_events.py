@@ -215,14 +215,11 @@ class GaussianEvent(_Event):
             return Spending()
         # A replacement goes through the table without the contribution: at most twice the distance.
         # No bound follows for removals from the others, as they keep the number of clients.
-        factors: dict[str, list[tuple[float, float | None]]] = {
-            "add_remove": [(1.0, self.mu_add_remove)],
-            "zero_out": [(1.0, self.mu_add_remove), (1.0, self.mu_zero_out)],
-            "replace_one": [
-                (1.0, self.mu_replace_one),
-                (2.0, self.mu_add_remove),
-                (2.0, self.mu_zero_out),
-            ],
+        removed, replaced, zeroed = self.mu_add_remove, self.mu_replace_one, self.mu_zero_out
+        factors = {
+            "add_remove": [(1.0, removed)],
+            "zero_out": [(1.0, removed), (1.0, zeroed)],
+            "replace_one": [(1.0, replaced), (2.0, removed), (2.0, zeroed)],
         }
         # Every bound holds, hence the smallest does.
         bounds = [factor * mu for factor, mu in factors[relation] if mu is not None]

@@ -7,7 +7,7 @@ mu = 1/z. Composition adds the squares of mu, and mu converts exactly to (epsilo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from scipy.optimize import brentq
@@ -16,7 +16,7 @@ from scipy.special import log_ndtr, ndtr
 __all__ = ["compose_gdp", "gdp_delta", "gdp_epsilon", "gdp_mu"]
 
 # Bracket of the calibration: noise from 1e-8 to 1e12 times the sensitivity.
-_SMALLEST_LOG_MU, _LARGEST_LOG_MU = math.log(1e-12), math.log(1e8)
+_LOG_MUS = (math.log(1e-12), math.log(1e8))
 
 
 def gdp_delta(mu: float, epsilon: float) -> float:
@@ -120,17 +120,32 @@ def gdp_mu(epsilon: float, delta: float) -> float:
     check_delta(delta)
     if math.isinf(epsilon):
         return math.inf
+    return math.exp(largest_log(gdp_delta, epsilon, delta, _LOG_MUS, "Gaussian"))
+
+
+def largest_log(
+    delta_at: Callable[[float, float], float],
+    epsilon: float,
+    delta: float,
+    bracket: tuple[float, float],
+    noise: str,
+) -> float:
+    """Logarithm of the parameter at which ``delta_at(parameter, epsilon)`` reaches `delta`.
+
+    Raises ValueError if it is not in the `bracket` of logarithms.
+    """
 
     # On a logarithmic scale, where one absolute tolerance serves noise of any size.
-    def excess(log_mu: float) -> float:
-        return gdp_delta(math.exp(log_mu), epsilon) - delta
+    def excess(log_parameter: float) -> float:
+        return delta_at(math.exp(log_parameter), epsilon) - delta
 
-    if excess(_SMALLEST_LOG_MU) > 0 or excess(_LARGEST_LOG_MU) < 0:
+    smallest, largest = bracket
+    if excess(smallest) > 0 or excess(largest) < 0:
         raise ValueError(
-            f"cannot calibrate Gaussian noise to epsilon={epsilon!r} and delta={delta!r} in "
+            f"cannot calibrate {noise} noise to epsilon={epsilon!r} and delta={delta!r} in "
             "floating point; choose less extreme values."
         )
-    return math.exp(float(brentq(excess, _SMALLEST_LOG_MU, _LARGEST_LOG_MU, xtol=1e-13)))
+    return float(brentq(excess, smallest, largest, xtol=1e-13))
 
 
 def compose_gdp(mus: Iterable[float]) -> float:

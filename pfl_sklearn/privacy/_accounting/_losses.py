@@ -76,15 +76,6 @@ def composed_epsilon(
     return float(total.get_epsilon_for_delta(left))
 
 
-def known_participation_delta(mu: float, rate: float, epsilon: Floats) -> Floats:
-    r"""Profile (e,) of a mu-GDP mechanism that a client takes part in at random, in plain sight.
-
-    The adversary sees whether the client takes part. So participation lowers delta alone: the
-    profile is q delta(epsilon) for `epsilon` (e,) >= 0.
-    """
-    return rate * _gdp_profile(mu, epsilon)
-
-
 def without_replacement_delta(mu: float, rate: float, epsilon: Floats) -> Floats:
     r"""Profile (e,) of a mu-GDP mechanism on a sample of fixed size, under replacement.
 
@@ -110,21 +101,24 @@ def _gdp_profile(mu: float, epsilon: Floats) -> Floats:
 
 @functools.lru_cache(maxsize=4)
 def _losses_of_round(one: Round, step: float) -> Any:
-    if one.sample in _PROFILES:
-        return _losses_of_profile(one, step)
-    return _losses_of_gaussian(one.noise_multiplier, one.rate, one.replace, step)
+    """Loss distribution of one round on a sample of the clients."""
+    if one.sample == "poisson":
+        return _losses_of_gaussian(one.noise_multiplier, one.rate, one.replace, step)
+    return _losses_of_profile(one, step)
 
 
 def _losses_of_pairs(epsilon: float, delta: float, count: int, step: float) -> Any:
+    """Loss distribution of `count` releases with the same pair (epsilon, delta)."""
     # The worst distribution with this pair, which dominates every mechanism that has it.
-    common = _dp_accounting("pld.common")
+    common = dp_accounting("pld.common")
     parameters = common.DifferentialPrivacyParameters(epsilon, delta)
     return _loss_module().from_privacy_parameters(parameters, step).self_compose(count)
 
 
 def _losses_of_gaussian(noise_multiplier: float, rate: float, replace: bool, step: float) -> Any:
+    """Loss distribution of Gaussian noise on a Poisson sample, or on all clients at rate 1."""
     # Under replacement this accountant doubles the sensitivity itself; twice would be wrong.
-    relations = _dp_accounting("privacy_accountant").NeighboringRelation
+    relations = dp_accounting("privacy_accountant").NeighboringRelation
     return _loss_module().from_gaussian_mechanism(
         noise_multiplier,
         sampling_prob=rate,
@@ -133,23 +127,20 @@ def _losses_of_gaussian(noise_multiplier: float, rate: float, replace: bool, ste
     )
 
 
-_PROFILES = {
-    "known": known_participation_delta,
-    "without_replacement": without_replacement_delta,
-}
-
-
 def _losses_of_profile(one: Round, step: float) -> Any:
     """Loss distribution of a profile; below epsilon = 0, that of the two tables swapped."""
     # delta(-e) = 1 - e^-e + e^-e delta(e) for a profile that holds in both directions.
     n = math.ceil(_largest_loss(one) / step)
     epsilon = step * np.arange(n + 1, dtype=np.float64)
-    above = _PROFILES[one.sample](one.mu, one.rate, epsilon)
+    if one.sample == "without_replacement":
+        above = without_replacement_delta(one.mu, one.rate, epsilon)
+    else:  # the adversary sees who takes part, so that participation lowers delta alone
+        above = one.rate * _gdp_profile(one.mu, epsilon)
     shrink = np.arange(n, 0, -1) * step
     below = -np.expm1(-shrink) + np.exp(-shrink) * above[:0:-1]
     deltas = np.clip(np.concatenate([below, above]), 0.0, 1.0)
     # Straight lines between the points lie above the convex profile: an upper estimate.
-    make = _dp_accounting("pld.pld_pmf").create_pmf_pessimistic_connect_dots_fixed_gap
+    make = dp_accounting("pld.pld_pmf").create_pmf_pessimistic_connect_dots_fixed_gap
     return _loss_module().PrivacyLossDistribution(make(step, -n, n, deltas))
 
 
@@ -212,14 +203,19 @@ def _largest_loss(one: Round) -> float:
 
 
 def _loss_module() -> Any:
-    return _dp_accounting("pld.privacy_loss_distribution")
+    """Module of dp-accounting that makes loss distributions."""
+    return dp_accounting("pld.privacy_loss_distribution")
 
 
-def _dp_accounting(name: str) -> Any:
+def dp_accounting(
+    name: str, purpose: str = "sampled rounds and for several kinds of events"
+) -> Any:
+    """A module of dp-accounting; ImportError with the `purpose` that needs it if it is missing."""
+    # Imported late: it is optional, and slow to import where only Gaussian noise is accounted for.
     try:
         return importlib.import_module(f"dp_accounting.{name}")
     except ImportError as error:
         raise ImportError(
-            "accounting for sampled rounds and for several kinds of events needs dp-accounting; "
+            f"accounting for {purpose} needs dp-accounting; "
             "run `pip install pfl-sklearn[accounting]`."
         ) from error

@@ -6,20 +6,19 @@ only the best trial. The total then costs little more than one trial.
 
 from __future__ import annotations
 
-import importlib
 import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.privacy._accounting._events import Event, check_relation
 from pfl_sklearn.privacy._accounting._gaussian_dp import check_delta, check_value
-from pfl_sklearn.privacy._accounting._losses import Round
+from pfl_sklearn.privacy._accounting._losses import Round, dp_accounting
 
 __all__ = ["selection_epsilon"]
 
@@ -148,23 +147,17 @@ def _quiet() -> Iterator[None]:
 
 def _accounting(relation: str) -> tuple[Any, Any]:
     """Module of events of dp-accounting, and a Renyi accountant that knows participation too."""
-    try:
-        dp_event, rdp, relations = (
-            importlib.import_module(f"dp_accounting.{name}")
-            for name in ("dp_event", "rdp", "privacy_accountant")
-        )
-    except ImportError as error:
-        raise ImportError(
-            "accounting for a selection among private trials needs dp-accounting; "
-            "run `pip install pfl-sklearn[accounting]`."
-        ) from error
+    dp_event, rdp, relations = (
+        dp_accounting(name, "a selection among private trials")
+        for name in ("dp_event", "rdp", "privacy_accountant")
+    )
 
     class Accountant(rdp.RdpAccountant):  # type: ignore[name-defined]
         def _maybe_compose(self, event: Any, count: int, do_compose: bool) -> Any:
-            if not isinstance(event, _KnownParticipation):
+            if not isinstance(event, Round):
                 return super()._maybe_compose(event, count, do_compose)
             if do_compose:
-                self._rdp += count * event.divergence(self._orders)
+                self._rdp += count * _known_participation_divergence(event, self._orders)
             return None
 
     # Events carry their sensitivities under `relation`, which this accountant does not double. It
@@ -177,18 +170,12 @@ def _accounting(relation: str) -> tuple[Any, Any]:
     )
 
 
-class _KnownParticipation(NamedTuple):
-    """Event of a mu-GDP round that a client takes part in with a probability, in plain sight."""
-
-    mu: float
-    rate: float
-
-    def divergence(self, orders: Floats) -> Floats:
-        """Renyi divergences (k,) of `orders` (k,) above 1."""
-        # Logarithm of 1 - q + q e^(mu^2 a (a - 1) / 2): with the client or without, in plain sight.
-        with_client = self.mu**2 * orders * (orders - 1) / 2
-        moments = np.logaddexp(math.log1p(-self.rate), math.log(self.rate) + with_client)
-        return np.asarray(moments / (orders - 1))
+def _known_participation_divergence(one: Round, orders: Floats) -> Floats:
+    """Renyi divergences (k,), of `orders` (k,) above 1, of a round whose clients are known."""
+    # Logarithm of 1 - q + q e^(mu^2 a (a - 1) / 2): with the client or without, in plain sight.
+    with_client = one.mu**2 * orders * (orders - 1) / 2
+    moments = np.logaddexp(math.log1p(-one.rate), math.log(one.rate) + with_client)
+    return np.asarray(moments / (orders - 1))
 
 
 def _renyi_events(event: Event, relation: str, dp_event: Any) -> list[Any]:
@@ -209,11 +196,10 @@ def _renyi_events(event: Event, relation: str, dp_event: Any) -> list[Any]:
 
 def _sampled_rounds(one: Round, count: int, dp_event: Any) -> Any:
     """Rounds on samples of the clients; None for Poisson samples under replacement."""
-    if one.sample == "known":
-        sampled = _KnownParticipation(one.mu, one.rate)
-    elif one.replace:
-        return None  # no Renyi divergence is known for the mixtures of both tables
-    else:
+    sampled: Any = one  # an event of our own accountant, if it is known who takes part
+    if one.sample == "poisson":
+        if one.replace:
+            return None  # no Renyi divergence is known for the mixtures of both tables
         gaussian = dp_event.GaussianDpEvent(one.noise_multiplier)
         sampled = dp_event.PoissonSampledDpEvent(one.rate, gaussian)
     return dp_event.SelfComposedDpEvent(sampled, count)

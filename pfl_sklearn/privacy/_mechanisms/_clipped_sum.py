@@ -202,16 +202,10 @@ class ClippedSum:
         # not by 1. The divisor is public; the number of clients that took part would need noise.
         centred = np.array([inside - len(within) / 2])
         noisy = 0.5 + float(_with_noise(centred, self.bits_noise_std, rng)[0]) / n_expected
-        return self._moved(bound, noisy), share
-
-    def _moved(self, bound: float, share_within: float) -> float:
-        """Next bound, from the noisy share of messages within this one."""
-        assert self.clip_norm is not None
-        assert self.clip_quantile is not None
         # Cutting what is noisy already costs no privacy.
-        excess = min(max(share_within, 0.0), 1.0) - self.clip_quantile
-        moved = bound * math.exp(-self.clip_learning_rate * excess)
-        return min(max(moved, self.clip_norm / _FARTHEST_BOUND), self.clip_norm * _FARTHEST_BOUND)
+        excess = min(max(noisy, 0.0), 1.0) - self.clip_quantile
+        moved, first = bound * math.exp(-self.clip_learning_rate * excess), self.start()
+        return min(max(moved, first / _FARTHEST_BOUND), first * _FARTHEST_BOUND), share
 
     def facts(self, rounds: SampledGaussian, delta: float, relation: str) -> dict[str, Any]:
         """Facts about the rounds, all together, for the privacy report.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -119,15 +118,6 @@ class PrivateClustering:
         allowed = _GAIN_NOISE * self.n_clients / self.mechanism("gain").noise_std
         return max(allowed - _HIGHEST_GAIN, _LEAST_LOWEST_GAIN)
 
-    @cached_property
-    def _mechanisms(self) -> dict[str, GaussianMechanism]:
-        # Noise sensitivity / (mu sqrt(share)): a release is (mu sqrt(share))-GDP, and the squares
-        # add up to mu^2.
-        return {
-            part: GaussianMechanism(sensitivity / math.sqrt(share), self.epsilon, self.delta)
-            for part, (share, sensitivity) in self.parts.items()
-        }
-
     def mechanism(self, part: str) -> GaussianMechanism:
         """Mechanism of one release.
 
@@ -140,7 +130,10 @@ class PrivateClustering:
         -------
         GaussianMechanism
         """
-        return self._mechanisms[part]
+        share, sensitivity = self.parts[part]
+        # Noise sensitivity / (mu sqrt(share)): a release is (mu sqrt(share))-GDP, and the squares
+        # add up to mu^2.
+        return GaussianMechanism(sensitivity / math.sqrt(share), self.epsilon, self.delta)
 
     def step_name(self, t: int) -> str:
         """Name of a step among the `parts`.

@@ -26,7 +26,8 @@ def facts_of_release(
     """Fields of the report of one release, from the attributes of its mechanism and a text."""
     return {
         "mechanism": text,
-        "epsilon": mechanism.epsilon,
+        # A mechanism without epsilon promises nothing.
+        "epsilon": getattr(mechanism, "epsilon", math.inf),
         # Randomized response is pure: no delta, and no noise of any standard deviation.
         "delta": getattr(mechanism, "delta", 0.0),
         "noise_std": getattr(mechanism, "noise_std", None),

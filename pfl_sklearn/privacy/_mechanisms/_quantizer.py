@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.privacy._mechanisms._facts import check_positive
+from pfl_sklearn.privacy._mechanisms._facts import check_positive, facts_of_release
 
 
 @dataclass(frozen=True)
@@ -85,12 +84,5 @@ class StochasticQuantizer:
 
     def facts(self) -> dict[str, Any]:
         """Facts about this mechanism for the privacy report."""
-        return {
-            "mechanism": f"stochastic quantizer, {self.bits} bits per coordinate",
-            "epsilon": math.inf,
-            "delta": 0.0,
-            "noise_std": None,
-            "sensitivity": self.sensitivity,
-            "trust": "local",
-            "accountant": "none (quantization is not a privacy mechanism)",
-        }
+        text = f"stochastic quantizer, {self.bits} bits per coordinate"
+        return facts_of_release(self, text, "none (quantization is not a privacy mechanism)")

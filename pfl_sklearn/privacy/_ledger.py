@@ -26,8 +26,6 @@ from pfl_sklearn.privacy._spending import (
     unit_of,
 )
 
-__all__ = ["BudgetExceeded", "PrivacyLedger"]
-
 # Relation that the entries of a ledger are counted under. Whatever is finite under "add_remove"
 # costs the same under "zero_out".
 _COUNTED = {"replace_one": "replace_one", "zero_out": "zero_out", "add_remove": "zero_out"}
@@ -332,15 +330,13 @@ class PrivacyLedger:
         return "\n".join(lines)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PrivacyLedger) and self._key == other._key
+        if not isinstance(other, PrivacyLedger):
+            return False
+        # The path alone would equate a ledger with the one that replaced its file.
+        return (self.path, self._id) == (other.path, other._id)
 
     def __hash__(self) -> int:
-        return hash(self._key)
-
-    @property
-    def _key(self) -> tuple[str, str]:
-        # The path alone would equate a ledger with the one that replaced its file.
-        return self.path, self._id
+        return hash((self.path, self._id))
 
     def _epsilon(self, entries: list[dict[str, Any]]) -> float:
         """Total epsilon of entries at the ledger's delta and relation."""

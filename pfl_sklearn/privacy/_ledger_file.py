@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from numbers import Real
 from typing import Any, NamedTuple
 
-from pfl_sklearn.privacy._accounting._gaussian_dp import check_value
+from pfl_sklearn.privacy._accounting._events import check_value
 
 try:
     import fcntl

@@ -20,8 +20,6 @@ from pfl_sklearn._contents import codes_of, everything_in
 from pfl_sklearn._nesting import inner_estimator, is_ours, is_transparent
 from pfl_sklearn.privacy._report import CHOSEN, PrivacyReport, leaking
 
-__all__ = ["privacy_of"]
-
 # Attributes that a meta-estimator of somebody else may have; we do not look inside it. They only
 # decide between a report without protection and the error that there is nothing to report on.
 _NESTED = (

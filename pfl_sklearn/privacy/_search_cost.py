@@ -14,8 +14,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._nesting import inner_estimator, is_transparent
 from pfl_sklearn._version import __version__
-from pfl_sklearn.privacy._accounting._events import as_json
-from pfl_sklearn.privacy._accounting._gaussian_dp import check_value
+from pfl_sklearn.privacy._accounting._events import as_json, check_value
 from pfl_sklearn.privacy._pipeline_report import leak_of
 from pfl_sklearn.privacy._report import report_lines
 from pfl_sklearn.privacy._spending import (
@@ -28,8 +27,6 @@ from pfl_sklearn.privacy._spending import (
     total_epsilon,
     with_params,
 )
-
-__all__ = ["FitCost", "SearchCost", "search_cost"]
 
 # Splitters whose folds are whole clients: each client is missing from some training sets, so a
 # total over all fits is above what any one client spends.
@@ -140,15 +137,12 @@ class SearchCost:
             "NONE: epsilon = inf" if math.isinf(self.epsilon) else f"epsilon = {self.epsilon:.4g}"
         )
         together = "1 fit" if self.n_fits == 1 else f"all {self.n_fits} fits together"
+        promise = f"{total}, delta = {self.delta:.4g} for {together}; unit: one {self.unit}"
         rows = [
-            (
-                "models",
-                f"{total}, delta = {self.delta:.4g} for {together}; unit: one {self.unit}; "
-                f"neighbours: {self.relation}",
-            ),
+            ("models", f"{promise}; neighbours: {self.relation}"),
             ("scores", self.scores),
+            *(("note", note) for note in self.notes),
         ]
-        rows += [("note", note) for note in self.notes]
         for fit in self.fits:
             why = f" ({fit.reason})" if fit.reason else ""
             within = f" for {fit.fits_within} fits" if fit.fits_within > 1 else ""
@@ -165,7 +159,6 @@ class _Fit(NamedTuple):
     params: str
     n_fits: int
     stated: Stated
-    refit: bool = False
 
 
 def search_cost(
@@ -257,7 +250,7 @@ def search_cost(
     check_value("delta", delta, 0 <= delta < 1, "in [0, 1)")
     costs = tuple(_cost(fit, delta, relation) for fit in fits)
     # Every candidate is scored once on every split. The refit is never scored.
-    scores = tuple(score_events) * sum(fit.n_fits for fit in fits if not fit.refit)
+    scores = tuple(score_events) * (len(search.cv_results_["params"]) * int(search.n_splits_))
     statement, protected = _of_scores(search, public_holdout, scores)
     epsilon, reasons = _total(fits, scores, delta, relation)
     return SearchCost(
@@ -310,7 +303,7 @@ def _fits_of(search: Any) -> list[_Fit]:
     # The refit is one more release of the same clients, although its parameters were fitted before.
     if search.refit:
         stated = stated_cost(with_params(search.estimator, search.best_params_))
-        fits.append(_Fit(f"refit: {_named(search.best_params_)}", 1, stated, True))
+        fits.append(_Fit(f"refit: {_named(search.best_params_)}", 1, stated))
     # Last, as a shared seed cancels noise only if there are several fits: one alone is protected.
     n_all = _number(fits)
     return [fit._replace(stated=of_all_fits(fit.stated, n_all)) for fit in fits]

@@ -12,18 +12,13 @@ from pfl_sklearn.privacy._accounting._events import (
     UNBOUNDED,
     GaussianEvent,
     SampledGaussian,
+    check_delta,
     check_relation,
+    check_value,
     contribution_sensitivity,
 )
-from pfl_sklearn.privacy._accounting._gaussian_dp import (
-    check_delta,
-    check_value,
-    gdp_epsilon,
-    gdp_mu,
-)
+from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_epsilon, gdp_mu
 from pfl_sklearn.privacy._accounting._losses import LARGEST_EXPONENT, Grid
-
-__all__ = ["calibrate_noise", "calibrate_rounds", "epsilon_spent"]
 
 # Ten times coarser than the grid of reports, so ten times as fast. Its points are points of that
 # grid as well, so its epsilon is the larger one and noise that suffices here suffices there.

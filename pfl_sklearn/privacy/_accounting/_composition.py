@@ -7,16 +7,9 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 
-from pfl_sklearn.privacy._accounting._events import Event, check_relation
-from pfl_sklearn.privacy._accounting._gaussian_dp import (
-    check_delta,
-    check_value,
-    compose_gdp,
-    gdp_epsilon,
-)
+from pfl_sklearn.privacy._accounting._events import Event, check_delta, check_relation, check_value
+from pfl_sklearn.privacy._accounting._gaussian_dp import compose_gdp, gdp_epsilon
 from pfl_sklearn.privacy._accounting._losses import Grid, Round, composed_epsilon
-
-__all__ = ["events_epsilon"]
 
 # Discretization is pessimistic: a smaller step gives a smaller epsilon, which is still an upper
 # estimate. Two million points limit memory and time.

@@ -11,7 +11,8 @@ import math
 
 from scipy.optimize import brentq
 
-from pfl_sklearn.privacy._accounting._gaussian_dp import check_delta, check_value, largest_log
+from pfl_sklearn.privacy._accounting._events import check_delta, check_value
+from pfl_sklearn.privacy._accounting._gaussian_dp import largest_log
 
 # Bracket of the calibration: noise from about 1e-6 to 1e10 times the sensitivity.
 _LOG_RHOS = (math.log(1e-20), math.log(1e12))

@@ -8,10 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, ClassVar, NamedTuple, Self
 
-from pfl_sklearn.privacy._accounting._gaussian_dp import check_value
 from pfl_sklearn.privacy._accounting._losses import LARGEST_EXPONENT, Round
-
-__all__ = ["GaussianEvent", "PureEvent", "SampledGaussian", "event_from_dict"]
 
 RELATIONS = ("add_remove", "replace_one", "zero_out")
 # Less noise has a mu above 1e12 in Gaussian DP: it protects nobody, so it counts as none.
@@ -304,6 +301,18 @@ def event_from_dict(values: dict[str, Any]) -> Event:
     kind, kinds = values.get("kind"), ", ".join(_EVENT_CLASSES)
     check_value("kind", kind, kind in _EVENT_CLASSES, f"one of {kinds}")
     return _EVENT_CLASSES[values["kind"]].from_dict(values)
+
+
+def check_value(name: str, value: Any, valid: bool, expected: str) -> None:
+    """Raise ValueError unless the value of a parameter is valid; `expected` says which ones are."""
+    # Callers state what is valid and not what is wrong: NaN fails every comparison.
+    if not valid:
+        raise ValueError(f"{name} must be {expected}; got {value!r}.")
+
+
+def check_delta(delta: float) -> None:
+    """Raise ValueError unless `delta` is in (0, 1)."""
+    check_value("delta", delta, 0 < delta < 1, "in (0, 1)")
 
 
 def check_relation(relation: str, name: str = "relation") -> None:

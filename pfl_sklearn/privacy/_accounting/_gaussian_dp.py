@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from scipy.optimize import brentq
 from scipy.special import log_ndtr, ndtr
 
-__all__ = ["compose_gdp", "gdp_delta", "gdp_epsilon", "gdp_mu"]
+from pfl_sklearn.privacy._accounting._events import check_delta, check_value
 
 # Bracket of the calibration: noise from 1e-8 to 1e12 times the sensitivity.
 _LOG_MUS = (math.log(1e-12), math.log(1e8))
@@ -76,8 +75,7 @@ def gdp_epsilon(mu: float, delta: float) -> float:
     >>> round(gdp_epsilon(1.0, 1e-5), 4), round(gdp_epsilon(2.0, 1e-5), 4)
     (4.3772, 9.9973)
     """
-    if delta != 0:
-        check_delta(delta, "[0, 1)")
+    check_value("delta", delta, 0 <= delta < 1, "in [0, 1)")
     if mu == 0 or gdp_delta(mu, 0.0) <= delta:
         return 0.0  # the total variation distance is at most delta
     if delta == 0 or math.isinf(mu):
@@ -168,15 +166,3 @@ def compose_gdp(mus: Iterable[float]) -> float:
     5.0
     """
     return math.sqrt(math.fsum(mu * mu for mu in mus))
-
-
-def check_delta(delta: float, allowed: str = "(0, 1)") -> None:
-    """Raise ValueError unless `delta` is in (0, 1)."""
-    check_value("delta", delta, 0 < delta < 1, f"in {allowed}")
-
-
-def check_value(name: str, value: Any, valid: bool, expected: str) -> None:
-    """Raise ValueError unless the value of a parameter is valid; `expected` says which ones are."""
-    # Callers state what is valid and not what is wrong: NaN fails every comparison.
-    if not valid:
-        raise ValueError(f"{name} must be {expected}; got {value!r}.")

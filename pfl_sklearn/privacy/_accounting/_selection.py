@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.privacy._accounting._events import Event, check_relation
-from pfl_sklearn.privacy._accounting._gaussian_dp import check_delta, check_value
+from pfl_sklearn.privacy._accounting._events import Event, check_delta, check_relation, check_value
 from pfl_sklearn.privacy._accounting._losses import Round, dp_accounting
-
-__all__ = ["selection_epsilon"]
 
 # Shape of the truncated negative binomial distribution; infinity means Poisson.
 _NEGATIVE_BINOMIAL = {"geometric": 1.0, "poisson": math.inf, "logarithmic": 0.0}
@@ -118,6 +115,7 @@ def check_distribution(expected_trials: float, distribution: str) -> None:
 def _renyi_epsilon(
     events: tuple[Event, ...], mean: float, distribution: str, delta: float, relation: str
 ) -> float:
+    """Epsilon of the best of a number of trials with this mean, by Renyi divergences."""
     if not events:
         return 0.0
     dp_event, accountant = _accounting(relation)
@@ -128,21 +126,13 @@ def _renyi_epsilon(
     # Otherwise there is one trial and no choice. A Poisson number with mean 1 still varies.
     if mean > 1 or distribution == "poisson":
         whole = dp_event.RepeatAndSelectDpEvent(whole, mean, _NEGATIVE_BINOMIAL[distribution])
-    with _quiet():
+    logger = logging.getLogger("absl")
+    with ExitStack() as at_the_end:
+        # The accountant logs Renyi orders that did not converge, and skips them.
+        at_the_end.callback(logger.setLevel, logger.level)
+        logger.setLevel(logging.ERROR)
         accountant.compose(whole)
     return float(accountant.get_epsilon(delta))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the accountant's log of Renyi orders that did not converge; it skips them."""
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _accounting(relation: str) -> tuple[Any, Any]:

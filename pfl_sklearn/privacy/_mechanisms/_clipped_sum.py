@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pfl_sklearn._typing import Bools, Floats
-from pfl_sklearn.privacy._accounting._events import SampledGaussian, contribution_sensitivity
-from pfl_sklearn.privacy._accounting._gaussian_dp import check_value
+from pfl_sklearn.privacy._accounting._events import SampledGaussian, check_value
 from pfl_sklearn.privacy._mechanisms._facts import (
     check_bound,
     check_noise_multiplier,
@@ -230,11 +229,10 @@ class ClippedSum:
         assert self.clip_norm is not None
         adaptive = "" if self.clip_quantile is None else ", with a bound that follows a quantile"
         return {
-            **facts_of_rounds(rounds, delta, relation),
+            **facts_of_rounds(rounds, delta, relation, self.clip_norm),
             "mechanism": f"Gaussian noise on the sum of clipped messages of a round{adaptive}, "
             "rounded to a grid",
             "noise_std": self.sum_noise_multiplier * self.clip_norm,
-            "sensitivity": contribution_sensitivity(relation) * self.clip_norm,
             "trust": "central",
         }
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.privacy._accounting._gaussian_dp import check_value, gdp_mu
+from pfl_sklearn.privacy._accounting._events import check_value
+from pfl_sklearn.privacy._accounting._gaussian_dp import gdp_mu
 from pfl_sklearn.privacy._mechanisms._gaussian import GaussianMechanism
 
 # Factor q of squared norms in a step: at 1/2 they raise the squared sensitivity from 4 to 4.5.
@@ -164,8 +164,8 @@ class PrivateClustering:
         """
         # Once each and times sqrt(2), an off-diagonal entry weighs what its two copies would: the
         # L2 norm of the message is the Frobenius norm of the matrix.
-        products = vectors.T @ vectors
-        return np.concatenate([vectors.sum(axis=0), (products * self._off())[self._upper()]])
+        products, upper = vectors.T @ vectors * self._off(), np.triu_indices(self.n_features)
+        return np.concatenate([vectors.sum(axis=0), products[upper]])
 
     def split_moments(self, released: Floats) -> tuple[Floats, Floats]:
         """Mean and covariance of the clients' vectors.
@@ -183,7 +183,7 @@ class PrivateClustering:
         """
         d = self.n_features
         products = np.zeros((d, d))
-        products[self._upper()] = released[d:]
+        products[np.triu_indices(d)] = released[d:]
         products = products / self._off()
         products = (products + np.triu(products, 1).T) / self.n_clients
         mean = released[:d] / self.n_clients
@@ -316,9 +316,6 @@ class PrivateClustering:
             "sensitivity": self.parts["last"][1],
             "accountant": "exact (composition of Gaussian differential privacy)",
         }
-
-    def _upper(self) -> tuple[npt.NDArray[np.intp], ...]:
-        return np.triu_indices(self.n_features)
 
     def _off(self) -> Floats:
         """Square root of 2 off the diagonal (d, d)."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.privacy._accounting._concentrated import zcdp_rho
-from pfl_sklearn.privacy._accounting._gaussian_dp import check_value
+from pfl_sklearn.privacy._accounting._events import check_value
 from pfl_sklearn.privacy._mechanisms._facts import check_positive, facts_of_release
 
 _NOISE_STDS = 8.0  # that fit into a report: cut noise is rarer than 1e-14, and costs accuracy alone

@@ -6,11 +6,13 @@ import math
 from typing import Any
 
 from pfl_sklearn.privacy._accounting._composition import events_epsilon
-from pfl_sklearn.privacy._accounting._events import LEAST_NOISE_MULTIPLIER, SampledGaussian
-from pfl_sklearn.privacy._accounting._gaussian_dp import check_value
+from pfl_sklearn.privacy._accounting._events import (
+    LEAST_NOISE_MULTIPLIER,
+    SampledGaussian,
+    check_value,
+    contribution_sensitivity,
+)
 
-# Bounds whose squares, sums over clients and products with noise stay within double precision.
-_SMALLEST_BOUND, _LARGEST_BOUND = 1e-100, 1e100
 EXACT = "exact (Gaussian differential privacy)"
 _UPPER_ESTIMATE = "privacy loss distributions (dp-accounting), an upper estimate"
 _SAMPLING_NAMES = {
@@ -37,13 +39,16 @@ def facts_of_release(
     }
 
 
-def facts_of_rounds(rounds: SampledGaussian, delta: float, relation: str) -> dict[str, Any]:
-    """Fields of the report that follow from the accounting of rounds, all together."""
+def facts_of_rounds(
+    rounds: SampledGaussian, delta: float, relation: str, bound: float
+) -> dict[str, Any]:
+    """Fields of the report of all rounds together, with contributions of at most `bound`."""
     exact = rounds.rate == 1  # without sampling there is a closed form
     return {
         "epsilon": events_epsilon([rounds], delta, relation),
         "delta": delta,
         "relation": relation,
+        "sensitivity": contribution_sensitivity(relation) * bound,
         "sampling": _SAMPLING_NAMES["none" if exact else rounds.sampling],
         "sampling_rate": rounds.rate,
         "accountant": EXACT if exact else _UPPER_ESTIMATE,
@@ -65,4 +70,5 @@ def check_noise_multiplier(value: float) -> None:
 
 def check_bound(name: str, value: float) -> None:
     """Raise ValueError unless the L2 bound of a message is within the range of squares."""
-    check_value(name, value, _SMALLEST_BOUND <= value <= _LARGEST_BOUND, "in [1e-100, 1e100]")
+    # Squares, sums over clients and products with noise then stay within double precision.
+    check_value(name, value, 1e-100 <= value <= 1e100, "in [1e-100, 1e100]")

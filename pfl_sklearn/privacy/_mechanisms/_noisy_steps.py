@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.privacy._accounting._events import SampledGaussian, contribution_sensitivity
+from pfl_sklearn.privacy._accounting._events import SampledGaussian
 from pfl_sklearn.privacy._mechanisms._clipped_sum import Released
 from pfl_sklearn.privacy._mechanisms._facts import (
     check_bound,
@@ -142,7 +142,8 @@ class NoisySteps:
         dict
             Fields of :class:`~pfl_sklearn.privacy.PrivacyReport`, by name.
         """
-        bound, facts = self.clip_norms[0], facts_of_rounds(rounds, delta, relation)
+        bound = self.clip_norms[0]
+        facts = facts_of_rounds(rounds, delta, relation, self.reach * bound)
         if rounds.rate < 1:
             facts["sampling"] = "clients are sampled in every round, and everybody may know which"
         return {
@@ -150,7 +151,6 @@ class NoisySteps:
             "mechanism": "Gaussian noise that clients add to their clipped gradients in each of "
             f"{self.n_steps} local steps, rounded to a grid",
             "noise_std": self.noise_multiplier * bound,
-            "sensitivity": contribution_sensitivity(relation) * self.reach * bound,
             "trust": "local",
             "accountant": "certificate by the noise of the last local step of a round, then "
             f"{facts['accountant']}",

@@ -44,14 +44,9 @@ class PartialSums(RunningSums):
     mu: float
 
     @property
-    def sensitivity(self) -> float:
-        """L2 length of what a value contributes to: one block."""
-        return 1.0
-
-    @property
     def noise_std(self) -> float:
         """Standard deviation of the noise of a block."""
-        return self.sensitivity / self.mu
+        return 1 / self.mu  # a value is in one block, so its contribution has length 1
 
     def n_registers(self, n_releases: int) -> int:
         """Numbers that the noise of a stream needs between two of its releases."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.privacy._accounting._gaussian_dp import check_value
+from pfl_sklearn.privacy._accounting._events import check_value
 from pfl_sklearn.privacy._mechanisms._facts import check_positive
 
 _HUGE = 1e150  # largest value in units of its bound; squares beyond it would overflow

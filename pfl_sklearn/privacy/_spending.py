@@ -117,17 +117,17 @@ def _of_grid(search: Any) -> Stated:
     # that release nothing cost nothing.
     unprotected = [cost for cost in costs if cost.events is None]
     dearest = unprotected or [cost for cost in costs if cost.events] or costs
-    one = dearest[0]._replace(n_fits=n_fits)
+    stated = dearest[0]._replace(n_fits=n_fits)
     if unprotected:
-        return one
+        return stated
     # Fits on the splits could be added up, but the refit has the events of an unknown candidate.
     if len(set(dearest)) > 1:
         reason = (
             "the candidates of the inner GridSearchCV spend different amounts, and it is unknown "
             "which of them is refitted"
         )
-        return one._replace(events=None, reason=reason)
-    return one._replace(events=(one.events or ()) * (n_splits * len(dearest) + n_refits))
+        return stated._replace(events=None, reason=reason)
+    return stated._replace(events=(stated.events or ()) * (n_splits * len(dearest) + n_refits))
 
 
 def number_of_splits(cv: Any) -> int | None:
@@ -166,16 +166,18 @@ def total_epsilon(events: Iterable[Any], delta: float, relation: str) -> float:
     # Gaussian noise and loss distributions need a delta above 0. Without it only pure epsilons add.
     if delta > 0:
         return float(events_epsilon(events, delta, relation))
-    spent = [event.spending(relation) for event in events]
-    if any(one.mu > 0 or one.rounds or any(pair[1] > 0 for pair in one.pure) for one in spent):
+    spendings = [event.spending(relation) for event in events]
+    pairs = [pair for spending in spendings for pair in spending.pure]
+    noisy = any(spending.mu > 0 or spending.rounds for spending in spendings)
+    if noisy or any(own_delta > 0 for _, own_delta in pairs):
         return math.inf
-    return math.fsum(epsilon for one in spent for epsilon, _ in one.pure)
+    return math.fsum(epsilon for epsilon, _ in pairs)
 
 
 def sum_of_deltas(events: Iterable[Any], relation: str) -> float:
     """Sum of the deltas that events state; epsilon is infinite at any smaller delta."""
-    spent = [event.spending(relation) for event in events]
-    return math.fsum(pair[1] for one in spent for pair in one.pure)
+    spendings = [event.spending(relation) for event in events]
+    return math.fsum(delta for spending in spendings for _, delta in spending.pure)
 
 
 def repeated(events: Iterable[Any], n_fits: int = 1) -> tuple[Any, ...]:

@@ -250,7 +250,7 @@ def _mu_left(mu: float, besides: GaussianEvent | None, relation: str) -> float:
 def _enlarged(
     noise: float, enough: float, spent: Callable[[float, Grid], float], epsilon: float
 ) -> float:
-    """Noise multiplier from `noise` on, at most `enough`, that spends at most `epsilon`.
+    """Noise multiplier from `noise` to `enough` that spends at most `epsilon` on the fine grid.
 
     Where a client takes part with a probability of almost exactly delta, rounding errors decide,
     and the finer grid may answer more than that of the search.
@@ -282,13 +282,14 @@ def approximate_mu(rounds: SampledGaussian, relation: str) -> float:
     It is at most that of rounds with all clients. This is the inverse of
     ``_approximate_mu_of_round``. It splits a budget between releases and promises nothing.
     """
-    one = contribution_sensitivity(relation) / rounds.noise_multiplier
-    everyone = one * math.sqrt(rounds.n_rounds)
+    mu_of_round = contribution_sensitivity(relation) / rounds.noise_multiplier
+    everyone = mu_of_round * math.sqrt(rounds.n_rounds)
     if rounds.sampling == "fixed":
         return everyone * math.sqrt(rounds.rate)
-    if one * one > LARGEST_EXPONENT:  # so little noise that sampling gives no credit
+    square = mu_of_round * mu_of_round
+    if square > LARGEST_EXPONENT:  # so little noise that sampling gives no credit
         return everyone
-    sampled = rounds.rate * math.sqrt(rounds.n_rounds * math.expm1(one * one))
+    sampled = rounds.rate * math.sqrt(rounds.n_rounds * math.expm1(square))
     return min(everyone, sampled) if rounds.rate < 1 else everyone
 
 
@@ -351,7 +352,7 @@ def _smallest_within(
 
 
 def _between(low: float, high: float, above: float, below: float, precision: float) -> float:
-    """Where a power law through two shares reaches 1, kept off the ends of the bracket."""
+    """Point of the bracket, off its ends, where a power law through both shares reaches 1."""
     width = math.log(high / low)
     fraction = 0.5  # a share of 0 or infinity has no logarithm: bisect
     if below > 0 and math.isfinite(above):

@@ -135,7 +135,7 @@ def epsilon_on_grid(
 
 
 def _seen(one: Round, adversary: str) -> Round:
-    """The round as the adversary sees it: outsiders do not know who takes part."""
+    """A round as an adversary sees it, since outsiders do not know who takes part."""
     # Only for replacements, the relation that the profile of these samples is proved for.
     if adversary == "outsiders" and one.sample == "known" and one.replace:
         return one._replace(sample="without_replacement")
@@ -145,7 +145,7 @@ def _seen(one: Round, adversary: str) -> Round:
 def _without_amplification(
     mu: float, rounds: Counter[Round], pure: Counter[tuple[float, float]], delta: float
 ) -> float:
-    """Epsilon if every client took part, with basic composition of the pairs."""
+    """Epsilon without credit for sampling, with basic composition of the pairs."""
     # The pairs take their deltas and add their epsilons; the Gaussian part gets the rest of delta.
     left = delta - math.fsum(count * spent for (_, spent), count in pure.items())
     everyone = compose_gdp([mu, *(one.mu * math.sqrt(count) for one, count in rounds.items())])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, ClassVar, NamedTuple, Self
 
-from pfl_sklearn.privacy._accounting._losses import LARGEST_EXPONENT, Round
+from pfl_sklearn.privacy._accounting._losses import LARGEST_EXPONENT, Round, RoundCounts
 
 RELATIONS = ("add_remove", "replace_one", "zero_out")
 # Less noise has a mu above 1e12 in Gaussian DP: it protects nobody, so it counts as none.
@@ -19,7 +19,7 @@ class Spending(NamedTuple):
     """Cost of an event under a relation: Gaussian DP, sampled rounds, or (epsilon, delta) pairs."""
 
     mu: float = 0.0
-    rounds: tuple[tuple[Round, int], ...] = ()
+    rounds: RoundCounts = ()
     pure: tuple[tuple[float, float], ...] = ()
 
 

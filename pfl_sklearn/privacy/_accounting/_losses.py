@@ -50,12 +50,12 @@ class Round(NamedTuple):
         return (2.0 if self.replace else 1.0) / self.noise_multiplier
 
 
+RoundCounts = tuple[tuple[Round, int], ...]
+PairCounts = tuple[tuple[tuple[float, float], int], ...]
+
+
 def composed_epsilon(
-    mu: float,
-    rounds: tuple[tuple[Round, int], ...],
-    pure: tuple[tuple[tuple[float, float], int], ...],
-    delta: float,
-    grid: Grid,
+    mu: float, rounds: RoundCounts, pure: PairCounts, delta: float, grid: Grid
 ) -> float:
     """Upper estimate of the total epsilon of mu-GDP, sampled rounds and (epsilon, delta) events.
 
@@ -144,12 +144,7 @@ def _losses_of_profile(one: Round, step: float) -> Any:
     return _loss_module().PrivacyLossDistribution(make(step, -n, n, deltas))
 
 
-def _affordable_step(
-    mu: float,
-    rounds: tuple[tuple[Round, int], ...],
-    pure: tuple[tuple[tuple[float, float], int], ...],
-    grid: Grid,
-) -> float:
+def _affordable_step(mu: float, rounds: RoundCounts, pure: PairCounts, grid: Grid) -> float:
     """Step of the grid: finer where losses are small, coarser where there are too many points.
 
     The step is divided by 10 or multiplied by 2. So a grid with ten times the step and a tenth of

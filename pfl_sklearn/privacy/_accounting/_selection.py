@@ -196,7 +196,7 @@ def _sampled_rounds(one: Round, count: int, dp_event: Any) -> Any:
 
 
 def _pure_event(epsilon: float, delta: float, relation: str, dp_event: Any) -> Any:
-    """A pure event, which is no worse than randomized response with the same epsilon."""
+    """Event for a pair (epsilon, delta), the worst one with it; None if its delta is above 0."""
     if delta > 0:
         return None  # with probability delta the divergence has no bound
     if relation == "replace_one":

@@ -257,7 +257,7 @@ def _clipped_sum(messages: npt.NDArray[Any], bound: float) -> tuple[Floats, Bool
 
 
 def _clipped(messages: Floats, bound: float) -> tuple[Floats, Bools]:
-    """Messages (k, ...) of L2 norm at most `bound`, and which of them (k,) were so before.
+    """Messages (k, ...) clipped to the L2 norm `bound`, and which of them (k,) were within it.
 
     Every message is judged and changed by itself, so that none moves another by a rounding error.
     """

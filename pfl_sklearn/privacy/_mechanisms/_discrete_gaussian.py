@@ -156,16 +156,16 @@ class DiscreteGaussianMechanism:
 
     @property
     def _tail(self) -> float:
-        """Room for the noise without that for rounding, in units of messages."""
+        """Range of the noise in the units of messages, without what rounding adds to it."""
         return _NOISE_STDS * self.noise_multiplier * self.message_sensitivity
 
     @property
     def _lost(self) -> float:
-        """Room for rounding and the noise for it, in steps of the grid."""
+        """Steps of the grid that rounding and its share of the noise take from a report."""
         return 1 + _NOISE_STDS * self.noise_multiplier * 2 * math.sqrt(self.n_coordinates)
 
     def _room(self, bits: int) -> float:
-        """Steps of the grid from 0 to the bound and its tail of noise."""
+        """Steps of the grid that a report of `bits` bits has left for the message and its noise."""
         return 2 ** (bits - 1) - 1 - self._lost
 
     def rounded(self, messages: Floats, rng: np.random.Generator) -> Integers:

@@ -74,6 +74,7 @@ class NoisySteps:
     def __post_init__(self) -> None:
         check_noise_multiplier(self.noise_multiplier)
         for bound in self.clip_norms:
+            # Messages themselves have no bound: what clients send is noisy already.
             check_bound("bounds of gradients", bound)
 
     @property
@@ -107,6 +108,7 @@ class NoisySteps:
         """
         bound = self.clip_norms[part]
         clipped, std = clip_l2(slopes, bound), self.noise_multiplier * bound
+        # No noise was asked for: the public grid is a share of it.
         if std == 0:
             return clipped
         # Each client draws its own, or the noise would depend on who else is in the block.
@@ -144,6 +146,7 @@ class NoisySteps:
         """
         bound = self.clip_norms[0]
         facts = facts_of_rounds(rounds, delta, relation, self.reach * bound)
+        # Whoever takes no part adds no noise, so that taking part is no secret.
         if rounds.rate < 1:
             facts["sampling"] = "clients are sampled in every round, and everybody may know which"
         return {

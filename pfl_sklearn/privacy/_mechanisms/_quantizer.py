@@ -75,6 +75,7 @@ class StochasticQuantizer:
         -------
         ndarray of the shape of `values`
         """
+        # NaN becomes the middle of the range, so that every report is a level.
         bounded = np.clip(np.nan_to_num(values, nan=0.0), -self.bound, self.bound)
         position = (bounded + self.bound) / self.step
         lower = np.floor(position)

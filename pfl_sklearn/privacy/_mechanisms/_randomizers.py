@@ -16,7 +16,7 @@ from pfl_sklearn.privacy._mechanisms._noise import bernoulli
 
 
 class _LocalRandomizer:
-    """A mechanism of every client by itself, with pure epsilon."""
+    """Mechanism that each client applies to its own answer, with pure epsilon."""
 
     epsilon: float
 
@@ -30,9 +30,8 @@ class _LocalRandomizer:
 
     def facts(self) -> dict[str, Any]:
         """Facts about this mechanism for the privacy report."""
-        return facts_of_release(
-            self, self._description, "exact (largest ratio of output probabilities)"
-        )
+        accountant = "exact (largest ratio of output probabilities)"
+        return facts_of_release(self, self._description, accountant)
 
     @property
     def _description(self) -> str:
@@ -302,6 +301,7 @@ class SubsetSelection(_LocalRandomizer):
         return f"subset selection, {self.subset_size} of {self.n_categories} categories"
 
     def _inside(self, size: int) -> float:
+        """Probability that a subset contains the true category."""
         return size / (size + (self.n_categories - size) * math.exp(-self.epsilon))
 
     def _outside(self, size: int) -> float:

@@ -184,10 +184,12 @@ class RegressionMoments:
 
     @property
     def _weight_scale(self) -> float:
+        """What a row within the bounds adds to the entry that counts rows."""
         return self.intercept_scale**2 if self.intercept else _EXTRA * self._base_norm
 
     @property
     def _size_scale(self) -> float:
+        """Factor of the inverse number of a client's rows in its message."""
         return _EXTRA * self._base_norm
 
     @cached_property

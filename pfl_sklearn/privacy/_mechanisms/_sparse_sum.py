@@ -56,13 +56,14 @@ class SparseClippedSum:
     ) -> Released:
         """One round: a :class:`SparseTotal`, the next bound, and the share of clipped clients."""
         values, within = _clipped_values(messages, bound)
+        # One entry for each row that somebody sent: the total is as sparse as the messages.
         rows, position = np.unique(messages.rows, return_inverse=True)
         spread = csc_array(
             (np.ones(len(position)), position, np.arange(len(position) + 1)),
             shape=(len(rows), len(position)),
         )
         summed = np.asarray(spread @ values)
-        if math.isinf(bound):
+        if math.isinf(bound):  # without clipping there is no noise either
             return Released(SparseTotal(rows, summed, 0.0), bound, 0.0)
         # The bits of the next bound are few and seen in every round, so their noise cannot wait.
         following, share = self.dense.next_bound(within, bound, n_expected, rng)
@@ -97,7 +98,7 @@ class SparseClippedSum:
 
 
 def _clipped_values(messages: SparseMessages, bound: float) -> tuple[Floats, Bools]:
-    """Values of messages of L2 norm at most `bound`, and which clients (k,) were so before.
+    """Values of messages clipped to the L2 norm `bound`, and which clients (k,) were within it.
 
     A message that is not finite, or whose squared norm is not, becomes 0.
     """
@@ -106,8 +107,8 @@ def _clipped_values(messages: SparseMessages, bound: float) -> tuple[Floats, Boo
     with np.errstate(over="ignore", invalid="ignore"):
         squares = np.einsum("nc,nc->n", messages.values, messages.values)
         norms = np.sqrt(np.bincount(messages.owner, squares, messages.k))
-    within = norms <= bound
-    if within.all():
+    within = norms <= bound  # false for NaN
+    if within.all():  # no copy in the common case
         return messages.values, within
     finite = np.isfinite(norms)
     scale = np.where(within, 1.0, bound / np.where(finite & (norms > 0), norms, 1.0))

@@ -176,7 +176,7 @@ class PrivacyLedger:
         unit: str | None = None,
     ) -> None:
         settings = _ledger_file.checked_settings(budget, delta, relation, unit)
-        # Links are resolved, or one file could be two ledgers that do not see each other's lock.
+        # Links are resolved, so that a ledger equals itself whichever link it was opened through.
         self.path = os.path.realpath(path)
         # What the file says counts: other copies of the ledger were opened with its settings.
         header = _ledger_file.create_or_read(self.path, settings)
@@ -224,7 +224,7 @@ class PrivacyLedger:
             If the entry cannot be written. It does not count.
         """
         events = tuple(events)
-        # A row's budget says nothing of a whole client, nor the other way round with several rows.
+        # Epsilons of rows and of clients do not compose: a client may have any number of rows.
         if unit != self.unit:
             raise ValueError(
                 f"{what} has unit={unit!r}, but the privacy ledger {self.path} has "
@@ -293,6 +293,7 @@ class PrivacyLedger:
         return self._frame(self.entries)
 
     def _frame(self, entries: list[dict[str, Any]]) -> pd.DataFrame:
+        """Table of these entries, read once, as other processes may add more meanwhile."""
         return pd.DataFrame(
             {
                 "time": pd.to_datetime([entry["time"] for entry in entries], utc=True),
@@ -346,7 +347,7 @@ class PrivacyLedger:
     def _allowed(
         self, entry: dict[str, Any], tags: list[str], entries: list[dict[str, Any]]
     ) -> dict[str, Any]:
-        """The entry to write after `entries`, unless it is refused."""
+        """Entry to write after `entries`; BudgetExceeded if the budget refuses it."""
         # Seeds first: noise that cancels makes the fit an unprotected one, which a budget refuses.
         entry = _with_repeated_seed(entry, tags, entries)
         # A fit that releases nothing costs nothing, even if nothing is left of the budget.
@@ -491,7 +492,7 @@ def _n_rounds(entry: dict[str, Any]) -> int:
 
 
 def _events(entries: list[dict[str, Any]], path: str) -> tuple[Event, ...]:
-    """Events of all entries."""
+    """Accounting events of all entries, in the order of the file."""
     events: list[Event] = []
     for entry in entries:
         # An event that cannot be read is an error: skipping it would forget what was spent.

@@ -59,7 +59,7 @@ def create_or_read(path: str, settings: dict[str, Any]) -> dict[str, Any]:
     """
     header = None
     try:
-        # To read first lets those inspect a ledger who may not write it.
+        # Reading comes first, so that a ledger can be inspected without the right to write it.
         with contextlib.suppress(FileNotFoundError), _locked(path, os.O_RDONLY) as file:
             header = _read(file, path).header
         if header is None:
@@ -114,6 +114,7 @@ def checked_settings(budget: Any, delta: Any, relation: Any, unit: Any) -> dict[
 
 
 def _is_number(value: Any) -> bool:
+    """Whether a value is a real number."""
     # True is a Real, too, and would be a budget of 1.
     return isinstance(value, Real) and not isinstance(value, bool)
 
@@ -245,6 +246,7 @@ def _decoded(line: bytes) -> dict[str, Any] | None:
 
 
 def _checked_header(header: dict[str, Any] | None, path: str) -> dict[str, Any]:
+    """First line of a ledger, which must have a known version of the format and all settings."""
     if header is None or header.get("format") != _FORMAT:
         raise ValueError(
             f"{path} is not a privacy ledger; expected a file that PrivacyLedger created, or no "
@@ -267,9 +269,9 @@ def _checked_header(header: dict[str, Any] | None, path: str) -> dict[str, Any]:
 def _checked_entry(
     entry: dict[str, Any] | None, number: int, keys: set[str], previous: str, path: str
 ) -> dict[str, Any]:
-    """The entry on line `number` + 1, which must have that number and, if any, that hash."""
+    """Entry `number` of a ledger, whose number and hash of the line before must be right."""
     where = f"line {number + 1} of the privacy ledger {path}"
-    # Every damage is an error: going on without a line would count less than was spent.
+    # Any damage is an error: going on without a line would count less than was spent.
     if entry is None or not keys <= entry.keys():
         raise ValueError(
             f"{where} is not a valid entry, so what was spent is unknown; restore the file from a "

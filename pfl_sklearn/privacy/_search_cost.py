@@ -356,7 +356,7 @@ def _total(
         if fit.stated.events is None:
             return math.inf, []
         events += fit.stated.events * fit.n_fits
-    # Pairs (epsilon, delta) compose only within a total delta above the sum of theirs.
+    # Pairs (epsilon, delta) compose only within a total delta of at least the sum of theirs.
     deltas = sum_of_deltas(events, relation)
     epsilon = total_epsilon(repeated(events), delta, relation)
     if math.isinf(epsilon) and delta <= deltas:
@@ -392,7 +392,7 @@ def _notes(search: Any, costs: tuple[FitCost, ...]) -> tuple[str, ...]:
             "the total assumes that every client is in every training set, as with folds of rows "
             "inside clients; it is an upper bound for other folds"
         )
-    # It keeps the scores of every fit in logs of its own, beside cv_results_.
+    # ScoringMonitor keeps the scores of every fit in logs of its own, beside cv_results_.
     callbacks = getattr(search, "_skl_callbacks", ())
     if any(type(callback).__name__ == "ScoringMonitor" for callback in callbacks):
         notes.append("the logs of ScoringMonitor hold scores without noise: not protected")

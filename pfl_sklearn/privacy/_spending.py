@@ -184,8 +184,7 @@ def repeated(events: Iterable[Any], n_fits: int = 1) -> tuple[Any, ...]:
     """Events of `n_fits` fits, with equal ones merged where an event has a count."""
     merged: list[Any] = []
     for event, count in Counter(events).items():
-        # One event with a count is accounted for once; thousands of equal ones would be composed
-        # one after the other.
+        # An event with a count costs what its repetitions cost, and is read and stored as one.
         for name in ("n_rounds", "n_releases"):
             if hasattr(event, name):
                 more = getattr(event, name) * count * n_fits

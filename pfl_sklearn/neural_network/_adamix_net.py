@@ -11,7 +11,6 @@ from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn.neural_network._averaging import (
     Averaging,
-    own_or_global,
     running_shares,
     train,
     untrained,
@@ -86,7 +85,7 @@ def shares_of(away, server, proximal, n_rows):
 
 
 @with_parameters
-class _AdaMixNet(BaseNeural):
+class _AdaMixNet:
     r"""AdaMix on nets: every client has a net near one of several centres.
 
     Groups of clients form by themselves.
@@ -146,23 +145,16 @@ class _AdaMixNet(BaseNeural):
                 rows.
             """,
     )
-    _client_attributes = (*BaseNeural._client_attributes, "responsibilities_")
-    _kept_names = (*BaseNeural._kept_names, "responsibilities_")
+    _client_results = {"responsibilities_": "belongs"}
 
     def _method(self, setup):
         n_before = None if setup.before is None else len(setup.before.server["centres"])
         n_components = checks().n_components_for(self.n_components, setup.n_clients, n_before)
         return adamix(setup, n_components, self.proximal)
 
-    def _models(self, state, ids, layout):
-        found = super()._models(state, ids, layout)
-        return {**found, "responsibilities_": state.clients["belongs"]}
-
-    _nets = staticmethod(own_or_global)
-
 
 @with_parameters
-class AdaMixNetClassifier(NeuralClassifierMixin, _AdaMixNet):
+class AdaMixNetClassifier(NeuralClassifierMixin, _AdaMixNet, BaseNeural):
     r"""Classification by AdaMix: a net of its own for every client, near one of several centres.
 
     Examples
@@ -178,5 +170,5 @@ class AdaMixNetClassifier(NeuralClassifierMixin, _AdaMixNet):
 
 
 @with_parameters
-class AdaMixNetRegressor(NeuralRegressorMixin, _AdaMixNet):
+class AdaMixNetRegressor(NeuralRegressorMixin, _AdaMixNet, BaseNeural):
     """Regression by AdaMix: a net of its own for every client, near one of several centres."""

@@ -9,7 +9,6 @@ from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.rows import CatchingUp
-from pfl_sklearn.neural_network._averaging import own_or_global
 from pfl_sklearn.neural_network._base import BaseNeural, Engines, backend, checks
 from pfl_sklearn.neural_network._distillation import Distillation, adaped, check_steps
 from pfl_sklearn.neural_network._targets import LABEL_SHARE, LABEL_SHARE_TEXT, LabelPriorMixin
@@ -352,11 +351,6 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         if self.clip_norm is None or self._noisy_steps is not None:
             return None
         return {"global": 1.0, "psi": self.psi_clip_norm / self.clip_norm}
-
-    def _personal_models(self, state):
-        return self._nets(state.server, {**state.clients, **state.own})
-
-    _nets = staticmethod(own_or_global)
 
     def _fewest_rounds(self, rows):
         fewest = super()._fewest_rounds(rows)

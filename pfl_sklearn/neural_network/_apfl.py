@@ -73,7 +73,7 @@ def beside(share, tensor):
 
 
 @with_parameters
-class _APFL(BaseNeural):
+class _APFL:
     r"""APFL: every client mixes a net of its own with the global one.
 
     Every client predicts with a weighted mean of the parameters of both.
@@ -118,33 +118,25 @@ class _APFL(BaseNeural):
                 every client's share along the gradient, once a round.
             """,
     )
-    _client_attributes = (*BaseNeural._client_attributes, "mixing_")
-    _kept_names = (*BaseNeural._kept_names, "mixing_")
+    _client_results = {"mixing_": "mixing"}
 
-    def _check_goes_on(self, earlier):
-        super()._check_goes_on(earlier)
-        before = earlier.state.clients["mixing"]
-        if self.mixing != "adaptive" and np.any(before != self.mixing):
+    def _method(self, setup):
+        adaptive, before = self.mixing == "adaptive", setup.before
+        if before is not None and not adaptive and np.any(before.clients["mixing"] != self.mixing):
             raise ValueError(
                 f"mixing={self.mixing!r} is not that of the rounds before, which these rounds "
                 "continue; fit anew."
             )
-
-    def _method(self, setup):
-        adaptive = self.mixing == "adaptive"
         shares = np.full(setup.n_clients, _START if adaptive else float(self.mixing))
         steps, engine = partial(apfl_steps, setup, adaptive), setup.engines.client
         known = {"is_buffer": np.arange(engine.n_parameters) >= engine.n_trained}
         return averaged(setup, steps, {"mixing": shares}, personal=True, constants=known)
 
-    def _models(self, state, ids, layout):
-        return {**super()._models(state, ids, layout), "mixing_": state.clients["mixing"]}
-
     _nets = staticmethod(mixtures)
 
 
 @with_parameters
-class APFLClassifier(NeuralClassifierMixin, _APFL):
+class APFLClassifier(NeuralClassifierMixin, _APFL, BaseNeural):
     r"""Classification by APFL: mixtures of own nets and a global one.
 
     Examples
@@ -160,5 +152,5 @@ class APFLClassifier(NeuralClassifierMixin, _APFL):
 
 
 @with_parameters
-class APFLRegressor(NeuralRegressorMixin, _APFL):
+class APFLRegressor(NeuralRegressorMixin, _APFL, BaseNeural):
     """Regression by APFL: mixtures of own nets and a global one."""

@@ -117,7 +117,12 @@ def untrained(setup):
 
 
 def own_or_global(server, clients):
-    """Nets (g, p) of clients: their own or, where these were never trained, the global one."""
+    """Nets (g, p) of clients: their own or, where these were never trained, the global one.
+
+    Without nets of their own all clients have the global one, (p,).
+    """
+    if "personal" not in clients:
+        return server["global"]
     own, started = clients["personal"], clients.get("started")
     if started is None or started.all():
         return own

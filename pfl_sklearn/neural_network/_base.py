@@ -21,6 +21,7 @@ from pfl_sklearn._rounds.stopping import split_rows
 from pfl_sklearn._rounds.task import AllRows, Run, sampling_of
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import client_values
+from pfl_sklearn.neural_network._averaging import own_or_global
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
 _FEWEST = 30  # rounds before the loss may count as flat: AdaPeD's global net lags behind
@@ -163,12 +164,6 @@ class BaseNeural(BaseRounds):
     absolute error any decrease of the loss counts, whatever `tol` is.
     """
 
-    _client_attributes: ClassVar[tuple[str, ...]] = (
-        "_personal",
-        "_heads",
-        "_offsets",
-        "n_samples_per_client_",
-    )
     _population_attributes: ClassVar[tuple[str, ...]] = ("_population",)
     _state_attributes: ClassVar[tuple[str, ...]] = (
         "_engines",
@@ -181,12 +176,6 @@ class BaseNeural(BaseRounds):
         "population_parameters_",
         "the population model of every round",
     )
-    _kept_names: ClassVar[tuple[str, ...]] = (
-        "parameters_",
-        "history_",
-        "clients_",
-        "n_samples_per_client_",
-    )
     _optional_names: ClassVar[tuple[str, ...]] = (
         "_personal",
         "_heads",
@@ -196,8 +185,9 @@ class BaseNeural(BaseRounds):
         "_label_sums",
         "label_prior_",
     )
+    _client_results: ClassVar[dict[str, str]] = {}  # fitted attributes, by the clients' arrays
     _own_steps = False  # whether the method needs plain gradient steps
-    _distils = False  # whether the method needs them
+    _distils = False  # whether the method needs probabilities of classes
 
     estimator: Any = parameter(
         kw_only=False,
@@ -223,6 +213,16 @@ class BaseNeural(BaseRounds):
                 the net, or all its rows if it has fewer. Momentum starts anew in every round.
             """,
     )
+
+    # Properties, so that a method names what it adds once, in `_client_results`.
+    @property
+    def _client_attributes(self):  # type: ignore[override]
+        return "_personal", "_offsets", "n_samples_per_client_", *self._client_results
+
+    @property
+    def _kept_names(self):  # type: ignore[override]
+        public = (name for name in self._client_results if not name.startswith("_"))
+        return "parameters_", "history_", "clients_", "n_samples_per_client_", *public
 
     @property
     def _needs_probabilities(self) -> bool:
@@ -253,6 +253,10 @@ class BaseNeural(BaseRounds):
             refusals.check_probabilities(recipe)
         if is_private(self):
             refusals.check_no_statistics(recipe)
+        self._check_for_method(recipe)
+
+    def _check_for_method(self, recipe):
+        """Raise ValueError if the method cannot follow a recipe that others can."""
 
     @property
     def _assumptions(self):
@@ -448,18 +452,16 @@ class BaseNeural(BaseRounds):
     # From a run to predictions --------------------------------------------------------------------
 
     def _models(self, state, ids, layout):
-        personal = self._personal_models(state)
+        # What a last phase made of the clients' nets takes the place of what the rounds left.
+        clients = {**state.clients, **state.own}
+        nets = self._nets(state.server, clients)
         found = {"_population": state.server["global"], "_engines": layout}
-        return found if personal is None else {**found, "_personal": personal}
+        if nets.ndim > 1:
+            found["_personal"] = nets
+        results = self._client_results.items()
+        return found | {name: clients[array] for name, array in results if array in clients}
 
-    def _personal_models(self, state):
-        """The clients' parameters (m, p), or None if they have the population's."""
-        found = self._nets(state.server, state.clients)
-        return found if found.ndim > 1 else None
-
-    @staticmethod
-    def _nets(server, clients):
-        return server["global"]
+    _nets = staticmethod(own_or_global)
 
     def _outputs(self, X, groups):
         """What the clients' nets give for their rows (n, ...), and the clients' codes (n,)."""

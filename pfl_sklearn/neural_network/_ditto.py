@@ -6,7 +6,7 @@ from numbers import Real
 
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
-from pfl_sklearn.neural_network._averaging import averaged, own_or_global, train
+from pfl_sklearn.neural_network._averaging import averaged, train
 from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
@@ -21,7 +21,7 @@ def ditto_steps(setup, proximal, server, t, block):
 
 
 @with_parameters
-class _Ditto(BaseNeural):
+class _Ditto:
     r"""Ditto: personal nets that are pulled towards the global one.
 
     The global net is that of FedAvg. Every client trains a net of its own beside it.
@@ -64,11 +64,9 @@ class _Ditto(BaseNeural):
     def _method(self, setup):
         return averaged(setup, partial(ditto_steps, setup, self.proximal), personal=True)
 
-    _nets = staticmethod(own_or_global)
-
 
 @with_parameters
-class DittoClassifier(NeuralClassifierMixin, _Ditto):
+class DittoClassifier(NeuralClassifierMixin, _Ditto, BaseNeural):
     r"""Classification by Ditto: a net for each client, pulled towards the global one.
 
     Examples
@@ -84,5 +82,5 @@ class DittoClassifier(NeuralClassifierMixin, _Ditto):
 
 
 @with_parameters
-class DittoRegressor(NeuralRegressorMixin, _Ditto):
+class DittoRegressor(NeuralRegressorMixin, _Ditto, BaseNeural):
     """Regression by Ditto: a net for each client, pulled towards the global one."""

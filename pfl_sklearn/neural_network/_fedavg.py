@@ -28,7 +28,7 @@ def fedavg_steps(setup, proximal, server, t, block):
 
 
 @with_parameters
-class _FedAvg(BaseNeural):
+class _FedAvg:
     r"""FedAvg: one global net and, if asked for, personal ones near it.
 
     In every round each sampled client takes gradient steps on its own rows, from the global net.
@@ -84,12 +84,9 @@ class _FedAvg(BaseNeural):
     def _averaged(self, setup, last_phase):
         return averaged(setup, partial(fedavg_steps, setup, self.proximal), last_phase=last_phase)
 
-    def _personal_models(self, state):
-        return state.own.get("personal")
-
 
 @with_parameters
-class FedAvgClassifier(LabelPriorMixin, _FedAvg):
+class FedAvgClassifier(LabelPriorMixin, _FedAvg, BaseNeural):
     r"""Classification by FedAvg: one global net and, if asked for, personal ones near it.
 
     Attributes
@@ -159,8 +156,7 @@ class FedAvgClassifier(LabelPriorMixin, _FedAvg):
     array([2.3, 2.3])
     """
 
-    _client_attributes = (*BaseNeural._client_attributes, "head_variances_")
-    _kept_names = (*BaseNeural._kept_names, "head_variances_")
+    _client_results = {"_heads": "head", "head_variances_": "head_variance"}
 
     head: Any = parameter(
         default=None,
@@ -196,15 +192,9 @@ class FedAvgClassifier(LabelPriorMixin, _FedAvg):
             )
         super()._check_parameters()
 
-    def _models(self, state, ids, layout):
-        found, own = super()._models(state, ids, layout), state.own
-        if "head" not in own:
-            return found
-        return {**found, "_heads": own["head"], "head_variances_": own["head_variance"]}
-
 
 @with_parameters
-class FedAvgRegressor(NeuralRegressorMixin, _FedAvg):
+class FedAvgRegressor(NeuralRegressorMixin, _FedAvg, BaseNeural):
     """Regression by FedAvg: one global net, and if asked for a fine-tuned one for each client.
 
     Examples

@@ -12,7 +12,7 @@ from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralReg
 
 
 @with_parameters
-class _FedEM(BaseNeural):
+class _FedEM:
     r"""FedEM: clients mix the predictions of several global nets, each in its own proportions.
 
     Clients differ in the weights of the nets.
@@ -68,11 +68,9 @@ class _FedEM(BaseNeural):
                 on.
             """,
     )
-    _client_attributes = (*BaseNeural._client_attributes, "responsibilities_")
-    _kept_names = (*BaseNeural._kept_names, "responsibilities_")
+    _client_results = {"responsibilities_": "weights"}
 
-    def _check_recipe(self, recipe, name):
-        super()._check_recipe(recipe, name)
+    def _check_for_method(self, recipe):
         checks().check_losses_of_rows(recipe)
         if self.n_components != 1:
             checks().check_draws(recipe)
@@ -84,9 +82,10 @@ class _FedEM(BaseNeural):
         before = None if earlier is None else earlier.layout
         n_components = self._n_components_for(n_clients, earlier and earlier.state)
         seeds = np.random.default_rng(order).integers(1 << 63, size=n_components).tolist()
-        looks, recipe = not is_private(self), self._recipe()
+        looks, recipe = not is_private(self), self._recipe()  # type: ignore[attr-defined]
         known = None if before is None else before.component
-        part = self._make_engine(recipe, table, known, seeds[0], batch_size, looks)
+        make = self._make_engine  # type: ignore[attr-defined]
+        part = make(recipe, table, known, seeds[0], batch_size, looks)
         recipe = recipes.fitted_to(recipe, table, looks)
         known = None if before is None else before.client.net.module_
         net = mixture_of(part.net, drawn_modules(recipe, part, seeds[1:], known))
@@ -102,10 +101,6 @@ class _FedEM(BaseNeural):
 
         return fedem(setup, self._n_components_for(setup.n_clients, setup.before))
 
-    def _models(self, state, ids, layout):
-        found = super()._models(state, ids, layout)
-        return {**found, "responsibilities_": state.clients["weights"]}
-
     @staticmethod
     def _nets(server, clients):
         weights = clients["weights"]
@@ -115,7 +110,7 @@ class _FedEM(BaseNeural):
 
 
 @with_parameters
-class FedEMClassifier(NeuralClassifierMixin, _FedEM):
+class FedEMClassifier(NeuralClassifierMixin, _FedEM, BaseNeural):
     r"""Classification by FedEM: every client mixes several global nets.
 
     Examples
@@ -131,5 +126,5 @@ class FedEMClassifier(NeuralClassifierMixin, _FedEM):
 
 
 @with_parameters
-class FedEMRegressor(NeuralRegressorMixin, _FedEM):
+class FedEMRegressor(NeuralRegressorMixin, _FedEM, BaseNeural):
     """Regression by FedEM: every client mixes several global nets."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
-from pfl_sklearn.neural_network._averaging import averaged, in_double, own_or_global
+from pfl_sklearn.neural_network._averaging import averaged, in_double
 from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin
 
@@ -52,8 +52,8 @@ def mutual_steps(setup, weights, server, t, block):
 
 
 @with_parameters
-class _FedMutual(BaseNeural):
-    r"""Federated mutual learning: own nets and the global one teach each other.
+class FedMutualClassifier(NeuralClassifierMixin, BaseNeural):
+    r"""Classification by federated mutual learning: own nets and the global one teach each other.
 
     Each follows the labels and the predictions of the other.
 
@@ -78,6 +78,16 @@ class _FedMutual(BaseNeural):
     ----------
     Shen, T., Zhang, J., Jia, X., Zhang, F., Huang, G., Zhou, P., Kuang, K., Wu, F. and Wu, C.
     (2020). Federated mutual learning. arXiv 2006.16765.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import load_digits_clients
+    >>> from pfl_sklearn.neural_network import FedMutualClassifier
+    >>> digits = load_digits_clients(10, classes_per_client=3)
+    >>> model = FedMutualClassifier(n_rounds=10, random_state=0)
+    >>> model = model.fit(digits.data, digits.target, groups=digits.groups)
+    >>> model.score(digits.data, digits.target, groups=digits.groups) > 0.95
+    True
     """
 
     personal_loss: float = parameter(
@@ -111,28 +121,10 @@ class _FedMutual(BaseNeural):
         )
         return averaged(setup, partial(mutual_steps, setup, weights), personal=True)
 
-    _nets = staticmethod(own_or_global)
-
 
 @with_parameters
-class FedMutualClassifier(NeuralClassifierMixin, _FedMutual):
-    r"""Classification by federated mutual learning: own nets and the global one teach each other.
-
-    Examples
-    --------
-    >>> from pfl_sklearn.datasets import load_digits_clients
-    >>> from pfl_sklearn.neural_network import FedMutualClassifier
-    >>> digits = load_digits_clients(10, classes_per_client=3)
-    >>> model = FedMutualClassifier(n_rounds=10, random_state=0)
-    >>> model = model.fit(digits.data, digits.target, groups=digits.groups)
-    >>> model.score(digits.data, digits.target, groups=digits.groups) > 0.95
-    True
-    """
-
-
-@with_parameters
-class _QuPeD(BaseNeural):
-    r"""QuPeD without quantization: distillation with a fixed weight.
+class QuPeDClassifier(NeuralClassifierMixin, BaseNeural):
+    r"""Classification by QuPeD: distillation with a fixed weight.
 
     Own nets and the global one follow each other's predictions.
 
@@ -158,6 +150,16 @@ class _QuPeD(BaseNeural):
     ----------
     Ozkara, K., Singh, N., Data, D. and Diggavi, S. (2021). QuPeD: Quantized personalization via
     distillation with applications to federated learning. NeurIPS.
+
+    Examples
+    --------
+    >>> from pfl_sklearn.datasets import load_digits_clients
+    >>> from pfl_sklearn.neural_network import QuPeDClassifier
+    >>> digits = load_digits_clients(10, classes_per_client=3)
+    >>> model = QuPeDClassifier(n_rounds=10, random_state=0)
+    >>> model = model.fit(digits.data, digits.target, groups=digits.groups)
+    >>> model.score(digits.data, digits.target, groups=digits.groups) > 0.95
+    True
     """
 
     distillation: float = parameter(
@@ -176,21 +178,3 @@ class _QuPeD(BaseNeural):
         share = self.distillation
         weights = Weights(own_loss=1 - share, own_pull=share, global_loss=0.0, global_pull=share)
         return averaged(setup, partial(mutual_steps, setup, weights), personal=True)
-
-    _nets = staticmethod(own_or_global)
-
-
-@with_parameters
-class QuPeDClassifier(NeuralClassifierMixin, _QuPeD):
-    r"""Classification by QuPeD: distillation with a fixed weight.
-
-    Examples
-    --------
-    >>> from pfl_sklearn.datasets import load_digits_clients
-    >>> from pfl_sklearn.neural_network import QuPeDClassifier
-    >>> digits = load_digits_clients(10, classes_per_client=3)
-    >>> model = QuPeDClassifier(n_rounds=10, random_state=0)
-    >>> model = model.fit(digits.data, digits.target, groups=digits.groups)
-    >>> model.score(digits.data, digits.target, groups=digits.groups) > 0.95
-    True
-    """

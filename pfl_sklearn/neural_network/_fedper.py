@@ -4,6 +4,7 @@ from functools import partial
 
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn.neural_network._averaging import train
+from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._personal_layers import KeepsLayers, own_layers, split, with_own
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
@@ -46,13 +47,9 @@ class _FedPer(KeepsLayers):
         own = own_layers(setup, self.personal_layers)
         return split(setup, own, partial(fedper_steps, setup))
 
-    @staticmethod
-    def _nets(server, clients):
-        return with_own(server, clients["personal"])
-
 
 @with_parameters
-class FedPerClassifier(NeuralClassifierMixin, _FedPer):
+class FedPerClassifier(NeuralClassifierMixin, _FedPer, BaseNeural):
     r"""Classification by FedPer: shared first layers and personal last ones.
 
     Examples
@@ -68,5 +65,5 @@ class FedPerClassifier(NeuralClassifierMixin, _FedPer):
 
 
 @with_parameters
-class FedPerRegressor(NeuralRegressorMixin, _FedPer):
+class FedPerRegressor(NeuralRegressorMixin, _FedPer, BaseNeural):
     """Regression by FedPer: shared first layers and personal last ones."""

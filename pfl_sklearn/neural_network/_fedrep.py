@@ -6,6 +6,7 @@ from numbers import Integral
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn.neural_network._averaging import own_nets, train
+from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._personal_layers import KeepsLayers, own_layers, split, with_own
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
@@ -77,18 +78,11 @@ class _FedRep(KeepsLayers):
 
     @property
     def _batches(self):
-        return self.head_steps + self.local_steps
-
-    @staticmethod
-    def _nets(server, clients):
-        return with_own(server, clients["personal"])
-
-    def _personal_models(self, state):
-        return self._nets(state.server, {**state.clients, **state.own})
+        return self.head_steps + self.local_steps  # type: ignore[attr-defined]  # BaseNeural's
 
 
 @with_parameters
-class FedRepClassifier(NeuralClassifierMixin, _FedRep):
+class FedRepClassifier(NeuralClassifierMixin, _FedRep, BaseNeural):
     r"""Classification by FedRep: shared first layers and personal last ones.
 
     Examples
@@ -104,5 +98,5 @@ class FedRepClassifier(NeuralClassifierMixin, _FedRep):
 
 
 @with_parameters
-class FedRepRegressor(NeuralRegressorMixin, _FedRep):
+class FedRepRegressor(NeuralRegressorMixin, _FedRep, BaseNeural):
     """Regression by FedRep: shared first layers and personal last ones."""

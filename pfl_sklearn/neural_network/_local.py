@@ -1,8 +1,6 @@
 """Local nets: every client trains alone."""
 
-import math
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -35,8 +33,21 @@ def local_update(engine, rates, server, t, batch, clients):
     return engine.run(local_steps, batch, clients)
 
 
-@with_parameters
-class _LocalNet(BaseNeural):
+_CLIP_NORM = parameter(
+    text="""
+        float or None
+            Has no effect: there are no messages to clip.
+        """,
+)
+_CLIP_QUANTILE = parameter(
+    text="""
+        float in (0, 1) or None
+            Has no effect, but is refused without `clip_norm`, as in other methods.
+        """,
+)
+
+
+class _LocalNet:
     """Local nets: every client trains alone.
 
     Nothing is communicated. This is the floor that a federated method has to beat.
@@ -60,67 +71,14 @@ class _LocalNet(BaseNeural):
     personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
     """
 
-    epsilon: float = parameter(
-        default=math.inf,
-        text="""
-            float in (0, inf]
-                Nothing is sent, so nothing gets noise, and under any finite value the report states
-                an epsilon of 0. What a finite value does change is that nothing is taken from the
-                rows of all clients together: the default net works in the units that the features
-                have, ``BatchNorm`` is refused, and a client whose loss is not finite keeps its net
-                rather than ends the fit. With inf those units come from all rows, and the report
-                promises nothing.
-            """,
-    )
-    noise_multiplier: float | None = parameter(
-        default=None,
-        text="""
-            float or None
-                A value above 0 does what a finite `epsilon` does; which one has no effect.
-            """,
-    )
-    delta: float = parameter(
-        default=1e-5,
-        text="""
-            float in [0, 1)
-                Has no effect.
-            """,
-    )
-    clip_norm: float | None = parameter(
-        default=None,
-        text="""
-            float or None
-                Has no effect: there are no messages to clip.
-            """,
-    )
-    clip_quantile: float | None = parameter(
-        default=None,
-        text="""
-            float in (0, 1) or None
-                Has no effect, but is refused without `clip_norm`, as in other methods.
-            """,
-    )
-    ledger: Any = parameter(
-        default=None,
-        text="""
-            PrivacyLedger or None
-                File that records each fit. One with a finite `epsilon` spends nothing there; one
-                without is recorded as unprotected.
-            """,
-    )
-
     _communicates = False
 
     def _method(self, setup):
         return local_nets(setup)
 
-    @staticmethod
-    def _nets(server, clients):
-        return clients["personal"]
-
 
 @with_parameters
-class LocalNetClassifier(LabelPriorMixin, _LocalNet):
+class LocalNetClassifier(LabelPriorMixin, _LocalNet, BaseNeural):
     r"""Classification by local nets: every client trains alone.
 
     Notes
@@ -140,8 +98,7 @@ class LocalNetClassifier(LabelPriorMixin, _LocalNet):
     True
     """
 
-    epsilon: float = parameter(
-        default=math.inf,
+    epsilon = parameter(
         text="""
             float in (0, inf]
                 Only the noisy sum for an unknown `label_prior` has a use for it, and takes all of
@@ -153,33 +110,32 @@ class LocalNetClassifier(LabelPriorMixin, _LocalNet):
                 rows, and the report promises nothing.
             """,
     )
-    noise_multiplier: float | None = parameter(
-        default=None,
+    noise_multiplier = parameter(
         text=r"""
             float or None
                 Standard deviation of the noise on that sum over its sensitivity, :math:`\sqrt 2`.
                 Without the sum a value above 0 does what a finite `epsilon` does.
             """,
     )
-    delta: float = parameter(
-        default=1e-5,
+    delta = parameter(
         text="""
             float in [0, 1)
                 That of the noisy sum, for which it has to be above 0; otherwise without effect.
             """,
     )
-    ledger: Any = parameter(
-        default=None,
+    ledger = parameter(
         text="""
             PrivacyLedger or None
                 File that records each fit. One with a finite `epsilon` spends what the noisy sum
                 spends; one without is recorded as unprotected.
             """,
     )
+    clip_norm = _CLIP_NORM
+    clip_quantile = _CLIP_QUANTILE
 
 
 @with_parameters
-class LocalNetRegressor(NeuralRegressorMixin, _LocalNet):
+class LocalNetRegressor(NeuralRegressorMixin, _LocalNet, BaseNeural):
     """Regression by local nets: every client trains alone.
 
     Examples
@@ -193,3 +149,36 @@ class LocalNetRegressor(NeuralRegressorMixin, _LocalNet):
     >>> model.score(X, y, groups=groups) > 0.9
     True
     """
+
+    epsilon = parameter(
+        text="""
+            float in (0, inf]
+                Nothing is sent, so nothing gets noise, and under any finite value the report states
+                an epsilon of 0. What a finite value does change is that nothing is taken from the
+                rows of all clients together: the default net works in the units that the features
+                have, ``BatchNorm`` is refused, and a client whose loss is not finite keeps its net
+                rather than ends the fit. With inf those units come from all rows, and the report
+                promises nothing.
+            """,
+    )
+    noise_multiplier = parameter(
+        text="""
+            float or None
+                A value above 0 does what a finite `epsilon` does; which one has no effect.
+            """,
+    )
+    delta = parameter(
+        text="""
+            float in [0, 1)
+                Has no effect.
+            """,
+    )
+    ledger = parameter(
+        text="""
+            PrivacyLedger or None
+                File that records each fit. One with a finite `epsilon` spends nothing there; one
+                without is recorded as unprotected.
+            """,
+    )
+    clip_norm = _CLIP_NORM
+    clip_quantile = _CLIP_QUANTILE

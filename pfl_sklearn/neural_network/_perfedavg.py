@@ -32,7 +32,7 @@ def perfedavg_steps(setup, meta_rate, server, t, block):
 
 
 @with_parameters
-class _PerFedAvg(BaseNeural):
+class _PerFedAvg:
     r"""Per-FedAvg: a global net from which one step leads to every client.
 
     It is trained for what it becomes after a gradient step on the rows of a client.
@@ -86,8 +86,7 @@ class _PerFedAvg(BaseNeural):
     )
     _own_steps = True
 
-    def _check_recipe(self, recipe, name):
-        super()._check_recipe(recipe, name)
+    def _check_for_method(self, recipe):
         checks().check_no_momentum(recipe)
 
     def _method(self, setup):
@@ -104,14 +103,11 @@ class _PerFedAvg(BaseNeural):
 
     @property
     def _batches(self):
-        return 2 * self.local_steps
-
-    def _personal_models(self, state):
-        return state.own.get("personal")
+        return 2 * self.local_steps  # type: ignore[attr-defined]  # BaseNeural's
 
 
 @with_parameters
-class PerFedAvgClassifier(NeuralClassifierMixin, _PerFedAvg):
+class PerFedAvgClassifier(NeuralClassifierMixin, _PerFedAvg, BaseNeural):
     r"""Classification by Per-FedAvg: a global net that adapts in one step.
 
     Examples
@@ -127,5 +123,5 @@ class PerFedAvgClassifier(NeuralClassifierMixin, _PerFedAvg):
 
 
 @with_parameters
-class PerFedAvgRegressor(NeuralRegressorMixin, _PerFedAvg):
+class PerFedAvgRegressor(NeuralRegressorMixin, _PerFedAvg, BaseNeural):
     """Regression by Per-FedAvg: a global net that adapts in one step."""

@@ -9,11 +9,11 @@ from pfl_sklearn._compat import StrOptions
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn.neural_network._averaging import Averaging
-from pfl_sklearn.neural_network._base import BaseNeural, checks
+from pfl_sklearn.neural_network._base import checks
 
 
 @with_parameters
-class KeepsLayers(BaseNeural):
+class KeepsLayers:
     """Methods in which some of the layers, `personal_layers`, belong to clients."""
 
     personal_layers: Any = parameter(
@@ -27,10 +27,13 @@ class KeepsLayers(BaseNeural):
             """,
     )
 
-    def _check_recipe(self, recipe, name):
-        super()._check_recipe(recipe, name)
+    def _check_for_method(self, recipe):
         if not isinstance(self.personal_layers, str):
             checks().check_layers(recipe, self.personal_layers)
+
+    @staticmethod
+    def _nets(server, clients):
+        return with_own(server, clients["personal"])
 
 
 def own_layers(setup, names):

@@ -52,7 +52,7 @@ def near_the_global(setup, settings, server, t, block):
 
 
 @with_parameters
-class _PFedMe(BaseNeural):
+class _PFedMe:
     r"""pFedMe: personal nets by proximal steps, and a global net that follows them.
 
     The global net follows the personal ones, which stay near it.
@@ -124,19 +124,13 @@ class _PFedMe(BaseNeural):
 
     def _method(self, setup):
         settings = self.proximal, self.personal_steps, self.local_learning_rate
-        return averaged(
-            setup,
-            partial(pfedme_steps, setup, settings),
-            last_phase=own_nets(setup, self.local_steps, partial(near_the_global, setup, settings)),
-            rate=self.server_learning_rate,
-        )
-
-    def _personal_models(self, state):
-        return state.own.get("personal")
+        last = own_nets(setup, setup.local_steps, partial(near_the_global, setup, settings))
+        steps = partial(pfedme_steps, setup, settings)
+        return averaged(setup, steps, last_phase=last, rate=self.server_learning_rate)
 
 
 @with_parameters
-class PFedMeClassifier(NeuralClassifierMixin, _PFedMe):
+class PFedMeClassifier(NeuralClassifierMixin, _PFedMe, BaseNeural):
     r"""Classification by pFedMe: personal nets by proximal steps.
 
     Examples
@@ -152,5 +146,5 @@ class PFedMeClassifier(NeuralClassifierMixin, _PFedMe):
 
 
 @with_parameters
-class PFedMeRegressor(NeuralRegressorMixin, _PFedMe):
+class PFedMeRegressor(NeuralRegressorMixin, _PFedMe, BaseNeural):
     """Regression by pFedMe: personal nets by proximal steps."""

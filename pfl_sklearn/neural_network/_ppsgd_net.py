@@ -3,7 +3,6 @@
 import math
 from functools import partial
 from numbers import Real
-from typing import Any
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn.linear_model._ppsgd._steps import alpha_of, step_sizes
 from pfl_sklearn.neural_network._averaging import in_double
+from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._personal_layers import KeepsLayers, averaged_part, own_layers
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
@@ -109,8 +109,7 @@ class _PPSGDNet(KeepsLayers):
                 FedAvg. "auto" is 30 over that number.
             """,
     )
-    personal_layers: Any = parameter(
-        default="last",
+    personal_layers = parameter(
         text="""
             "last" or sequence of str
                 Modules or parameters of the net, by name, that make the head, such as
@@ -128,7 +127,7 @@ class _PPSGDNet(KeepsLayers):
 
 
 @with_parameters
-class PPSGDNetClassifier(NeuralClassifierMixin, _PPSGDNet):
+class PPSGDNetClassifier(NeuralClassifierMixin, _PPSGDNet, BaseNeural):
     r"""Classification by PPSGD: a common representation and additive heads.
 
     Examples
@@ -144,5 +143,5 @@ class PPSGDNetClassifier(NeuralClassifierMixin, _PPSGDNet):
 
 
 @with_parameters
-class PPSGDNetRegressor(NeuralRegressorMixin, _PPSGDNet):
+class PPSGDNetRegressor(NeuralRegressorMixin, _PPSGDNet, BaseNeural):
     """Regression by PPSGD: a common representation and additive heads."""

@@ -63,7 +63,7 @@ def scaffold_update(setup, averaging, server, t, batch, clients):
 
 
 @with_parameters
-class _Scaffold(BaseNeural):
+class _Scaffold:
     r"""SCAFFOLD: a global net whose steps are corrected for the drift of clients.
 
     Clients whose rows differ pull the net of FedAvg apart in every round. Here each step adds the
@@ -96,8 +96,7 @@ class _Scaffold(BaseNeural):
     _released_names = (*BaseNeural._released_names, "the clients' mean gradient of every round")
     _own_steps = True
 
-    def _check_recipe(self, recipe, name):
-        super()._check_recipe(recipe, name)
+    def _check_for_method(self, recipe):
         checks().check_no_momentum(recipe)
 
     def _method(self, setup):
@@ -105,7 +104,7 @@ class _Scaffold(BaseNeural):
 
 
 @with_parameters
-class ScaffoldClassifier(NeuralClassifierMixin, _Scaffold):
+class ScaffoldClassifier(NeuralClassifierMixin, _Scaffold, BaseNeural):
     """Classification by SCAFFOLD: a global net whose steps are corrected for clients' drift.
 
     Examples
@@ -121,5 +120,5 @@ class ScaffoldClassifier(NeuralClassifierMixin, _Scaffold):
 
 
 @with_parameters
-class ScaffoldRegressor(NeuralRegressorMixin, _Scaffold):
+class ScaffoldRegressor(NeuralRegressorMixin, _Scaffold, BaseNeural):
     """Regression by SCAFFOLD: a global net whose steps are corrected for clients' drift."""

@@ -60,6 +60,18 @@ def test_one_field_is_in_every_signature_range_and_text():
     assert len(ON_ROUNDS) > 20  # the statement is not empty
 
 
+def levels_below_rounds(kind):
+    """Classes on the longest way from a class up to BaseRounds, which does not count."""
+    bases = [base for base in kind.__bases__ if issubclass(base, BaseRounds)]
+    return 0 if kind is BaseRounds else 1 + max(map(levels_below_rounds, bases))
+
+
+@pytest.mark.parametrize("kind", ON_ROUNDS, ids=repr)
+def test_estimators_are_two_levels_below_rounds(kind):
+    """The base of their models, and themselves: what a method adds stands beside that base."""
+    assert levels_below_rounds(kind) == 2
+
+
 def test_a_new_parameter_of_a_base_reaches_its_members():
     @with_parameters
     class Wider(Base):

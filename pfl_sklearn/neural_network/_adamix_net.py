@@ -10,7 +10,6 @@ from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn.neural_network._averaging import (
-    Averaging,
     running_shares,
     train,
     untrained,
@@ -24,7 +23,6 @@ _SMALLEST = 0.1  # clients in a centre, by its share: so few that others outweig
 def adamix(setup, n_components, proximal):
     """The method: clients keep their nets, the server has the centres and their shares."""
     engine = setup.engines.client
-    averaging = Averaging(setup.n_expected, setup.divides_by_count)
     n, p = n_components, engine.n_parameters
 
     def init():
@@ -46,36 +44,29 @@ def adamix(setup, n_components, proximal):
         shares = shares / shares.sum()
         return {"global": shares @ moved, "centres": moved, "shares": shares}
 
-    return Method(
-        init,
-        partial(adamix_update, setup, averaging, proximal),
-        server_update,
-        averaging.shapes(centres=(n, p), belongs=(n,)),
-    )
+    update = partial(setup.engines.update, partial(adamix_steps, setup, proximal))
+    shapes = setup.averaging.shapes(centres=(n, p), belongs=(n,))
+    return Method(init, update, server_update, shapes)
 
 
-def adamix_update(setup, averaging, proximal, server, t, batch, clients):
+def adamix_steps(setup, proximal, server, t, block):
     """Nets of a block's clients, and what the centres are to learn of them."""
-
-    def local_steps(block):
-        kept, engine = block.clients, setup.engines.client
-        together = (server["centres"] == server["centres"][0]).all()
-        # Not a product of matrices, whose last bits depend on the block.
-        centre = np.einsum("gm,mp->gp", kept["belongs"], server["centres"])
-        centre = centre.astype(engine.array_dtype)
-        models, losses = train(
-            engine, block, kept["personal"], setup.rates[t], proximal, own=True, towards=centre
-        )
-        nets = models.array()
-        away = nets[:, None] - server["centres"]
-        near = shares_of(away[:, :, : engine.n_trained], server, proximal, kept["n_rows"])
-        belongs = kept["chance"] if together else near
-        message = {"centres": belongs[:, :, None] * away, "belongs": belongs}
-        started = np.ones(block.n_clients, dtype=bool)
-        known = {**kept, "personal": nets, "started": started, "belongs": belongs}
-        return Update(averaging.message(**message), known, losses)
-
-    return setup.engines.client.run(local_steps, batch, clients)
+    kept, engine = block.clients, setup.engines.client
+    together = (server["centres"] == server["centres"][0]).all()
+    # Not a product of matrices, whose last bits depend on the block.
+    centre = np.einsum("gm,mp->gp", kept["belongs"], server["centres"])
+    centre = centre.astype(engine.array_dtype)
+    models, losses = train(
+        engine, block, kept["personal"], setup.rates[t], proximal, own=True, towards=centre
+    )
+    nets = models.array()
+    away = nets[:, None] - server["centres"]
+    near = shares_of(away[:, :, : engine.n_trained], server, proximal, kept["n_rows"])
+    belongs = kept["chance"] if together else near
+    message = {"centres": belongs[:, :, None] * away, "belongs": belongs}
+    started = np.ones(block.n_clients, dtype=bool)
+    known = {**kept, "personal": nets, "started": started, "belongs": belongs}
+    return Update(setup.averaging.message(**message), known, losses)
 
 
 def shares_of(away, server, proximal, n_rows):

@@ -1,5 +1,6 @@
 """AdaPeD: personal nets near a global one in what they predict, at a distance that is learned."""
 
+from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -7,16 +8,98 @@ import numpy as np
 
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.rows import CatchingUp
-from pfl_sklearn.neural_network._base import BaseNeural, Engines, backend, checks
-from pfl_sklearn.neural_network._distillation import Distillation, adaped, check_steps
+from pfl_sklearn.neural_network._averaging import Engines, in_double
+from pfl_sklearn.neural_network._base import BaseNeural, backend, checks
+from pfl_sklearn.neural_network._distillation import (
+    Distillation,
+    caught_up,
+    personal_step,
+    received,
+    steps_through_noise,
+    what_is_left,
+)
 from pfl_sklearn.neural_network._targets import LABEL_SHARE, LABEL_SHARE_TEXT, LabelPriorMixin
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
 _START = 3 / 4  # of the rounds, after which personal nets start from the global one
 _EARLY = 10  # first such round where nobody knows how many there will be
 _MOST_MISSED = 5  # rounds that clients make up for at most
+
+
+def adaped(setup, settings):
+    """The method."""
+    engines, averaging = setup.engines, setup.averaging
+    kind = engines.client.array_dtype
+
+    def init():
+        start = engines.client.start().astype(kind)
+        server = {"global": engines.population.start(), "psi": np.array(settings.psi_init)}
+        clients = {"personal": np.tile(start, (setup.n_clients, 1))}
+        if settings.start_round is not None:
+            clients["started"] = np.zeros(setup.n_clients, dtype=bool)
+        if settings.catching_up is not None:
+            known = server if setup.before is None else setup.before.server
+            clients |= received(known, engines.population, setup.n_clients)
+        return server, clients
+
+    def server_update(server, total, t):
+        moved = averaging.server_update(server, total, t)
+        return {**moved, "psi": np.maximum(moved["psi"], settings.psi_min)}
+
+    return Method(
+        init,
+        partial(engines.update, partial(adaped_steps, setup, settings)),
+        server_update,
+        averaging.shapes(**{"global": (engines.population.n_parameters,), "psi": ()}),
+        None if settings.catching_up is None else what_is_left(setup, settings),
+        record=lambda server: {"psi": float(server["psi"])},
+    )
+
+
+def adaped_steps(setup, settings, server, t, block):
+    """Local steps of Algorithm 2; each part of a step uses the newest values."""
+    (client, population), shared_rate = setup.engines.pair, settings.global_rates[t]
+    *missed, block = block.rounds(setup.local_steps)
+    kept, before = caught_up(setup, settings, t, missed, block.clients), None
+    kept = started(settings, server, t, kept)
+    personal = client.models(kept["personal"], block.n_clients)
+    shared = population.models(server["global"], block.n_clients)
+    nets, psi = (personal, shared), personal.values.new_full((len(block.X),), float(server["psi"]))
+    divergence = partial(population.divergence, from_first=settings.from_global)
+    move_shared, noisy = steps_through_noise(setup.noisy_steps, shared, block)
+    for X, y in block.steps():
+        losses, others, theirs = personal_step(setup, settings, t, block, nets, psi, X, y)
+        before = losses if before is None else before
+
+        own = client.log_probabilities(block.read(client, personal.evaluate(X)))
+        pull = divergence(theirs, own) / (2 * psi)
+        if settings.global_loss:
+            pull = pull + settings.global_loss * shared.losses(others, y)
+        move_shared(pull, shared_rate)
+
+        others = block.read(population, shared.evaluate(X))
+        gap = divergence(population.log_probabilities(others), own)
+        psi = psi - settings.psi_rate * noisy(1 / (2 * psi) - gap / (2 * psi**2))
+        psi = psi.clamp_min(settings.psi_min)
+    change = psi.double().cpu().numpy() - float(server["psi"])
+    message = setup.averaging.message(**{"global": shared.change(), "psi": change})
+    kept = {**kept, "personal": personal.array()}
+    if settings.catching_up is not None:
+        kept |= received(server, population, block.n_clients)
+    kept.pop("offset", None)
+    return Update(message, kept, in_double(before))
+
+
+def started(settings, server, t, clients):
+    """Arrays of a block's clients, of which some start from the global net now."""
+    if settings.start_round is None or t < settings.start_round:
+        return clients
+    personal = clients["personal"].copy()
+    personal[~clients["started"]] = server["global"]
+    return {**clients, "personal": personal, "started": np.ones_like(clients["started"])}
 
 
 @with_parameters
@@ -284,7 +367,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
 
     def _method(self, setup):
         if setup.noisy_steps is not None:
-            check_steps(setup.engines.population, self._global_rates(setup))
+            checks().check_noisy_steps(setup.engines.population, self._global_rates(setup))
         settings = Distillation(
             self.psi_init,
             self.psi_min,

@@ -1,11 +1,11 @@
 """Pieces that methods on nets are made of: local steps, messages and averages."""
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._rounds.loop import LastPhase, Method, Update
+from pfl_sklearn._rounds.loop import LastPhase, Method, State, Update
 from pfl_sklearn._rounds.rows import Reshuffled
 from pfl_sklearn.neural_network._head import (
     VARIANCES,
@@ -15,6 +15,7 @@ from pfl_sklearn.neural_network._head import (
     head_modes,
     log_prior,
 )
+from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
 
 class Averaging(NamedTuple):
@@ -45,6 +46,57 @@ class Averaging(NamedTuple):
         divisor /= self.rate
         moved = {name: server[name] + total[name] / divisor for name in total if name != "count"}
         return {**server, **moved}
+
+
+class Engines(NamedTuple):
+    """Engines of the clients' own nets and of the population's: one, unless they differ.
+
+    If these are mixtures, `component` is the engine of their parts, and the one that is trained.
+    """
+
+    client: Any
+    population: Any
+    component: Any = None
+
+    @property
+    def pair(self):
+        """Engines of the clients' nets and of the population's."""
+        return self.client, self.population
+
+    @property
+    def trained(self):
+        """Engines whose nets take steps."""
+        return self.pair if self.component is None else (self.component,)
+
+    def update(self, steps, server, t, batch, clients, own=None):
+        """Update of a block's clients in round t, by ``steps(server, t, block)``.
+
+        In a last phase clients have arrays of its `own` besides.
+        """
+        first, *others = self.trained
+        return first.run(partial(steps, server, t), batch, clients | (own or {}), *others)
+
+
+class Setup(NamedTuple):
+    """What a method on nets is built from.
+
+    The engines; how many clients there are, and how the server averages what they send; the
+    learning rate of every round (n_rounds + 1,); the clients' rows (n_clients,), of which some may
+    have none now; rows of a batch, and batches of a round; the mechanism that clients put their
+    gradients through, or None; the state that rounds go on from, or None; and what seeds a
+    generator, or None.
+    """
+
+    engines: Engines
+    n_clients: int
+    averaging: Averaging
+    rates: np.ndarray
+    n_rows: np.ndarray
+    batch_size: int | None
+    local_steps: int
+    noisy_steps: NoisySteps | None
+    before: State | None
+    order: tuple[int, ...] | None
 
 
 def train(engine, block, start, rate, proximal=0.0, own=False, towards=None, moving=None):
@@ -93,19 +145,15 @@ def averaged(
         What the server has besides.
     """
     engine = setup.engines.client
-    averaging = Averaging(setup.n_expected, setup.divides_by_count, rate)
+    averaging = setup.averaging._replace(rate=rate)
 
     def init():
         start, kept = engine.start(), dict(clients or {})
         return {"global": start, **(constants or {})}, kept | (untrained(setup) if personal else {})
 
-    return Method(
-        init,
-        partial(_averaged_update, engine, averaging, local_steps),
-        averaging.server_update,
-        averaging.shapes(**{"global": (engine.n_parameters,)}),
-        last_phase,
-    )
+    update = partial(setup.engines.update, partial(_averaged_steps, averaging, local_steps))
+    shapes = averaging.shapes(**{"global": (engine.n_parameters,)})
+    return Method(init, update, averaging.server_update, shapes, last_phase)
 
 
 def untrained(setup):
@@ -138,36 +186,21 @@ def running_shares(shares, counts, n_clients):
     return (1 - weight) * shares + weight * counts / total
 
 
-def _averaged_update(engine, averaging, local_steps, server, t, batch, clients):
-    def steps(block):
-        models, kept, losses = local_steps(server, t, block)
-        if "started" in block.clients:
-            kept = {**kept, "started": np.ones(block.n_clients, dtype=bool)}
-        return Update(averaging.message(**{"global": models.change()}), kept, losses)
-
-    return engine.run(steps, batch, clients)
+def _averaged_steps(averaging, local_steps, server, t, block):
+    models, kept, losses = local_steps(server, t, block)
+    if "started" in block.clients:
+        kept = {**kept, "started": np.ones(block.n_clients, dtype=bool)}
+    return Update(averaging.message(**{"global": models.change()}), kept, losses)
 
 
-class NoisyGradients:
-    """Gradients of a block's clients on their way through a mechanism, which draws by its seeds."""
-
-    def __init__(self, mechanism, seeds):
-        self._mechanism, self._generators = mechanism, mechanism.generators(seeds)
-
-    def __call__(self, part, slopes):
-        """Noisy gradients (g, p) of a part of the model, from a tensor to a tensor."""
-        exact = slopes.detach().cpu().double().numpy()
-        return slopes.new_tensor(self._mechanism.privatize(exact, part, self._generators))
+def further(setup, server, t, block):
+    """Clients' own nets of a block, trained further, and the losses (g,) before."""
+    return train(setup.engines.client, block, block.clients["personal"], setup.rates[t], own=True)
 
 
 def fine_tuning(setup, n_steps):
     """Last phase in which every client trains the global net on its own rows."""
-
-    def local_steps(server, t, block):
-        start = block.clients["personal"]
-        return train(setup.engines.client, block, start, setup.rates[t], own=True)
-
-    return own_nets(setup, n_steps, local_steps)
+    return own_nets(setup, n_steps, partial(further, setup))
 
 
 def own_nets(setup, n_steps, local_steps, start=None):
@@ -184,16 +217,14 @@ def own_nets(setup, n_steps, local_steps, start=None):
         shared = server["global"].astype(engine.array_dtype)
         return {"personal": np.tile(shared, (setup.n_clients, 1))}
 
-    update = partial(_own_nets_update, engine, local_steps)
+    update = partial(setup.engines.update, partial(own_nets_steps, local_steps))
     return LastPhase(init, update, Reshuffled(setup.batch_size, n_steps))
 
 
-def _own_nets_update(engine, local_steps, server, t, batch, clients, own):
-    def steps(block):
-        models, losses = local_steps(server, t, block)
-        return Update({}, {"personal": models.array()}, losses)
-
-    return engine.run(steps, batch, {**clients, **own})
+def own_nets_steps(local_steps, server, t, block):
+    """Update of a block whose clients send nothing, and keep the nets that their steps lead to."""
+    models, losses = local_steps(server, t, block)
+    return Update({}, {"personal": models.array()}, losses)
 
 
 def bayes_heads(setup, head, private):

@@ -2,7 +2,7 @@
 
 import math
 from numbers import Integral
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 from sklearn.exceptions import ConvergenceWarning
@@ -13,7 +13,6 @@ from pfl_sklearn._clients import Array, rows_by_client
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
-from pfl_sklearn._rounds.loop import State
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.release import JointSum
 from pfl_sklearn._rounds.rows import ClientRows, Reshuffled
@@ -21,8 +20,7 @@ from pfl_sklearn._rounds.stopping import split_rows
 from pfl_sklearn._rounds.task import AllRows, Run, sampling_of
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import client_values
-from pfl_sklearn.neural_network._averaging import own_or_global
-from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
+from pfl_sklearn.neural_network._averaging import Averaging, Engines, Setup, own_or_global
 
 _FEWEST = 30  # rounds before the loss may count as flat: AdaPeD's global net lags behind
 _PART = 10  # of them that a client takes part in
@@ -31,51 +29,6 @@ _NOT_COPIED = (
     "every client trains a copy of the net, but all copies share these"
 )
 _ADVICE = "lower the learning rate of the net (lr={rate:.4g}){scale}."
-
-
-class Engines(NamedTuple):
-    """Engines of the clients' own nets and of the population's: one, unless they differ.
-
-    If these are mixtures, `component` is the engine of their parts, and the one that is trained.
-    """
-
-    client: Any
-    population: Any
-    component: Any = None
-
-    @property
-    def pair(self):
-        """Engines of the clients' nets and of the population's."""
-        return self.client, self.population
-
-    @property
-    def trained(self):
-        """Engines whose nets take steps."""
-        return self.pair if self.component is None else (self.component,)
-
-
-class Setup(NamedTuple):
-    """What a method on nets is built from.
-
-    The engines; how many clients there are, and how many are expected in a round; the learning rate
-    of every round (n_rounds + 1,); the clients' rows (n_clients,), of which some may have none now;
-    rows of a batch, and batches of a round; whether the server divides sums by the number of
-    clients that took part, rather than by the expected number; the mechanism that clients put their
-    gradients through, or None; the state that rounds go on from, or None; and what seeds a
-    generator, or None.
-    """
-
-    engines: Engines
-    n_clients: int
-    n_expected: float
-    rates: np.ndarray
-    n_rows: np.ndarray
-    batch_size: int | None
-    local_steps: int
-    divides_by_count: bool
-    noisy_steps: NoisySteps | None
-    before: State | None
-    order: tuple[int, ...] | None
 
 
 def backend():
@@ -165,13 +118,7 @@ class BaseNeural(BaseRounds):
     """
 
     _population_attributes: ClassVar[tuple[str, ...]] = ("_population",)
-    _state_attributes: ClassVar[tuple[str, ...]] = (
-        "_engines",
-        "_single",
-        "classes_",
-        "n_rounds_",
-        "noise_multiplier_",
-    )
+    _state_attributes = ("_engines", "_single", "classes_", "n_rounds_", "noise_multiplier_")
     _released_names: ClassVar[tuple[str, ...]] = (
         "population_parameters_",
         "the population model of every round",
@@ -296,12 +243,11 @@ class BaseNeural(BaseRounds):
         setup = Setup(
             engines=engines,
             n_clients=len(roster.ids),
-            n_expected=sampling.rate * len(roster.now),
+            averaging=Averaging(sampling.rate * len(roster.now), by_count=self.clip_norm is None),
             rates=recipes.learning_rates(recipe, roster.last),
             n_rows=_counts(codes, roster),
             batch_size=batch_size,
             local_steps=self.local_steps,
-            divides_by_count=self.clip_norm is None,
             noisy_steps=None if self._noisy_steps is None else mechanism,
             before=None if earlier is None else earlier.state,
             order=order,

@@ -7,6 +7,7 @@ from numbers import Integral, Real
 from operator import not_
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from skorch import NeuralNet, NeuralNetBinaryClassifier, NeuralNetClassifier, NeuralNetRegressor
 from skorch.callbacks import LRScheduler
@@ -252,6 +253,26 @@ def _class_of(criterion: Any) -> type:
 def check_plain_steps(recipe: NeuralNet) -> None:
     """Raise ValueError if a step of the net may add up gradients of several."""
     _check_options(recipe, _PLAIN_STEPS)
+
+
+def check_noisy_steps(engine: Any, rates: np.ndarray) -> None:
+    """Raise ValueError if noise on gradients does not cover all that a net sends."""
+    if engine.moving:
+        raise ValueError(
+            f"training moves {', '.join(engine.moving)} of the net without a gradient, so "
+            "noise='per_step' does not protect it; use noise='per_round', or a module without it."
+        )
+    if engine.array_dtype.itemsize < 4:
+        raise ValueError(
+            f"the net computes in {engine.array_dtype}, whose rounding is too coarse for "
+            "noise='per_step'; use single or double precision."
+        )
+    decay = np.abs(rates).max() * engine.optimizer.weight_decay
+    if not decay <= 2:
+        raise ValueError(
+            f"lr times weight_decay of the net is {decay:.4g}, which blows up differences; "
+            "noise='per_step' is certified up to 2."
+        )
 
 
 def check_no_momentum(recipe: NeuralNet) -> None:

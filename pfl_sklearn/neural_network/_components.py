@@ -1,19 +1,13 @@
-"""Mixtures of nets: predictions of several as those of one, and rounds that train them."""
+"""Mixtures of nets: predictions of several as those of one."""
 
 import copy
-from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from skorch import NeuralNet, NeuralNetRegressor
 from torch import nn
 
-from pfl_sklearn._rounds.loop import Method, Update
-from pfl_sklearn.neural_network._averaging import Averaging, in_double, running_shares
 from pfl_sklearn.neural_network._recipe import initialized, log_probabilities, materialize, twin
-
-_SMALLEST_WEIGHT = 1e-8  # of a component, from which it can come back; 0 would stay 0
 
 
 class Reading(NamedTuple):
@@ -76,80 +70,3 @@ def drawn_modules(recipe: NeuralNet, engine: Any, seeds: Any, earlier: Any = Non
             )
         modules.append(other.module_)
     return modules
-
-
-def fedem(setup: Any, n_components: int) -> Method:
-    """The method; the vector of a mixture has its weights first."""
-    engine, mixture = setup.engines.component, setup.engines.population
-    averaging = Averaging(setup.n_expected, setup.divides_by_count)
-    n, p, start = n_components, engine.n_parameters, mixture.start()
-    places = places_of(engine, mixture, n)
-
-    def init():
-        clients = {"weights": np.full((setup.n_clients, n), 1 / n)}
-        return {"global": start, "nets": start[places]}, clients
-
-    def server_update(server, total, t):
-        sums = {name: values for name, values in total.items() if name != "weights"}
-        moved = averaging.server_update(server, sums, t)
-        vector = server["global"].copy()
-        vector[places] = moved["nets"]
-        # With a bound on messages weights are not sent, and the population's stay equal.
-        if "weights" in total:
-            vector[:n] = running_shares(vector[:n], total["weights"], setup.n_clients)
-        return {"global": vector, "nets": moved["nets"]}
-
-    shapes: dict[str, tuple[int, ...]] = {"nets": (n, p)}
-    if setup.divides_by_count:
-        shapes["weights"] = (n,)
-    return Method(
-        init, partial(fedem_update, setup, averaging), server_update, averaging.shapes(**shapes)
-    )
-
-
-def places_of(engine, mixture, n_components):
-    """Where the parameters (p,) of each component are among those of the mixture: (M, p)."""
-    where = {part.name: part.place for part in mixture.parts}
-    order = np.arange(mixture.n_parameters)
-    return np.array(
-        [
-            np.concatenate([order[where[f"components.{c}.{part.name}"]] for part in engine.parts])
-            for c in range(n_components)
-        ]
-    )
-
-
-def fedem_update(setup, averaging, server, t, batch, clients):
-    """What a block's clients changed in every net, and their weights."""
-
-    def local_steps(block):
-        models, weights, losses = fedem_steps(setup, server, t, block)
-        message = {"nets": np.stack([each.change() for each in models], axis=1)}
-        if setup.divides_by_count:
-            message["weights"] = weights
-        return Update(averaging.message(**message), {"weights": weights}, losses)
-
-    return setup.engines.component.run(local_steps, batch, clients)
-
-
-def fedem_steps(setup, server, t, block):
-    """Nets of a block after their steps, the clients' weights (g, M), and losses before."""
-    engine, rate = setup.engines.component, setup.rates[t]
-    models = [engine.models(vector, block.n_clients) for vector in server["nets"]]
-    weights = models[0].values.new_tensor(np.maximum(block.clients["weights"], _SMALLEST_WEIGHT))
-    losses = torch.stack(
-        [
-            torch.stack([engine.row_losses(model.evaluate(X), y, by=2) for model in models], dim=2)
-            for X, y in block.steps()
-        ],
-        dim=1,
-    )
-    # The E-step on all rows of the round, before any net moves: shares of rows in the components.
-    odds = torch.log(weights)[:, None, None] - losses
-    before = -torch.logsumexp(odds - torch.logsumexp(torch.log(weights), 1)[:, None, None, None], 3)
-    shares = torch.softmax(odds, dim=3)  # (g, steps, rows, M)
-    for k, (X, y) in enumerate(block.steps()):  # M-step: losses of rows, weighted by the shares
-        for c, model in enumerate(models):
-            values = engine.row_losses(model(X), y, by=2)
-            model.step((shares[:, k, :, c] * values).mean(dim=1), rate)
-    return models, in_double(shares.mean(dim=(1, 2))), in_double(before[:, 0].mean(dim=1))

@@ -1,14 +1,93 @@
 """FedEM: clients mix the predictions of several global nets, each in its own proportions."""
 
+from functools import partial
 from numbers import Integral
 
 import numpy as np
 
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn._rounds.privacy import is_private
-from pfl_sklearn.neural_network._base import BaseNeural, Engines, backend, checks
+from pfl_sklearn.neural_network._averaging import Engines, in_double, running_shares
+from pfl_sklearn.neural_network._base import BaseNeural, backend, checks
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
+
+_SMALLEST_WEIGHT = 1e-8  # of a component, from which it can come back; 0 would stay 0
+
+
+def fedem(setup, n_components):
+    """The method; the vector of a mixture has its weights first."""
+    engine, mixture = setup.engines.component, setup.engines.population
+    averaging, n, start = setup.averaging, n_components, mixture.start()
+    places = places_of(engine, mixture, n)
+
+    def init():
+        clients = {"weights": np.full((setup.n_clients, n), 1 / n)}
+        return {"global": start, "nets": start[places]}, clients
+
+    def server_update(server, total, t):
+        sums = {name: values for name, values in total.items() if name != "weights"}
+        moved = averaging.server_update(server, sums, t)
+        vector = server["global"].copy()
+        vector[places] = moved["nets"]
+        # With a bound on messages weights are not sent, and the population's stay equal.
+        if "weights" in total:
+            vector[:n] = running_shares(vector[:n], total["weights"], setup.n_clients)
+        return {"global": vector, "nets": moved["nets"]}
+
+    shapes = averaging.shapes(nets=(n, engine.n_parameters))
+    if averaging.by_count:
+        shapes["weights"] = (n,)
+    return Method(
+        init, partial(setup.engines.update, partial(fedem_update, setup)), server_update, shapes
+    )
+
+
+def places_of(engine, mixture, n_components):
+    """Where the parameters (p,) of each component are among those of the mixture: (M, p)."""
+    where = {part.name: part.place for part in mixture.parts}
+    order = np.arange(mixture.n_parameters)
+    return np.array(
+        [
+            np.concatenate([order[where[f"components.{c}.{part.name}"]] for part in engine.parts])
+            for c in range(n_components)
+        ]
+    )
+
+
+def fedem_update(setup, server, t, block):
+    """What a block's clients changed in every net, and their weights."""
+    models, weights, losses = fedem_steps(setup, server, t, block)
+    message = {"nets": np.stack([each.change() for each in models], axis=1)}
+    if setup.averaging.by_count:
+        message["weights"] = weights
+    return Update(setup.averaging.message(**message), {"weights": weights}, losses)
+
+
+def fedem_steps(setup, server, t, block):
+    """Nets of a block after their steps, the clients' weights (g, M), and losses before."""
+    import torch
+
+    engine, rate = setup.engines.component, setup.rates[t]
+    models = [engine.models(vector, block.n_clients) for vector in server["nets"]]
+    weights = models[0].values.new_tensor(np.maximum(block.clients["weights"], _SMALLEST_WEIGHT))
+    losses = torch.stack(
+        [
+            torch.stack([engine.row_losses(model.evaluate(X), y, by=2) for model in models], dim=2)
+            for X, y in block.steps()
+        ],
+        dim=1,
+    )
+    # The E-step on all rows of the round, before any net moves: shares of rows in the components.
+    odds = torch.log(weights)[:, None, None] - losses
+    before = -torch.logsumexp(odds - torch.logsumexp(torch.log(weights), 1)[:, None, None, None], 3)
+    shares = torch.softmax(odds, dim=3)  # (g, steps, rows, M)
+    for k, (X, y) in enumerate(block.steps()):  # M-step: losses of rows, weighted by the shares
+        for c, model in enumerate(models):
+            values = engine.row_losses(model(X), y, by=2)
+            model.step((shares[:, k, :, c] * values).mean(dim=1), rate)
+    return models, in_double(shares.mean(dim=(1, 2))), in_double(before[:, 0].mean(dim=1))
 
 
 @with_parameters
@@ -97,8 +176,6 @@ class _FedEM:
         return checks().n_components_for(self.n_components, n_clients, n_before)
 
     def _method(self, setup):
-        from pfl_sklearn.neural_network._components import fedem
-
         return fedem(setup, self._n_components_for(setup.n_clients, setup.before))
 
     @staticmethod

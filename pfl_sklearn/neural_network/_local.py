@@ -5,8 +5,8 @@ from functools import partial
 import numpy as np
 
 from pfl_sklearn._parameters import parameter, with_parameters
-from pfl_sklearn._rounds.loop import Method, Update
-from pfl_sklearn.neural_network._averaging import train
+from pfl_sklearn._rounds.loop import Method
+from pfl_sklearn.neural_network._averaging import further, own_nets_steps
 from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._targets import LabelPriorMixin, NeuralRegressorMixin
 
@@ -17,20 +17,11 @@ def local_nets(setup):
 
     def init():
         start = engine.start()
-        rows = np.tile(start.astype(engine.array_dtype), (setup.n_clients, 1))
-        return {"global": start}, {"personal": rows}
+        nets = np.tile(start.astype(engine.array_dtype), (setup.n_clients, 1))
+        return {"global": start}, {"personal": nets}
 
-    return Method(init, partial(local_update, engine, setup.rates), lambda server, *_: server, {})
-
-
-def local_update(engine, rates, server, t, batch, clients):
-    """Nets of the clients of a block after their steps."""
-
-    def local_steps(block):
-        models, losses = train(engine, block, block.clients["personal"], rates[t], own=True)
-        return Update({}, {"personal": models.array()}, losses)
-
-    return engine.run(local_steps, batch, clients)
+    update = partial(setup.engines.update, partial(own_nets_steps, partial(further, setup)))
+    return Method(init, update, lambda server, *_: server, {})
 
 
 _CLIP_NORM = parameter(

@@ -8,7 +8,6 @@ import numpy as np
 from pfl_sklearn._compat import StrOptions
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
-from pfl_sklearn.neural_network._averaging import Averaging
 from pfl_sklearn.neural_network._base import checks
 
 
@@ -86,48 +85,45 @@ def split(setup, own, local_steps, last_phase=None):
     ``local_steps(server, t, block)`` gives a block's nets after their steps and the losses (g,).
     """
     engine, shared = setup.engines.client, ~own
-    averaging, update, shapes = averaged_part(setup, shared)
+    update, shapes = averaged_part(setup, shared)
 
     def init():
         start = engine.start()
         kept = np.tile(start.astype(engine.array_dtype), (setup.n_clients, 1))
         return {"global": start, "is_own": own}, {"personal": kept}
 
-    steps = partial(_split_update, engine, averaging, shared, local_steps)
-    return Method(init, steps, update, shapes, last_phase)
+    steps = partial(_split_steps, setup.averaging, shared, local_steps)
+    return Method(init, partial(setup.engines.update, steps), update, shapes, last_phase)
 
 
 def averaged_part(setup, shared):
-    """How the server averages the `shared` parameters (p,), its update, and shapes of a message.
+    """The server's update, which averages the `shared` parameters (p,), and shapes of a message.
 
     Raises
     ------
     ValueError
         If there are none, and a budget would be spent on them.
     """
-    if not (shared.any() or setup.divides_by_count):
+    if not (shared.any() or setup.averaging.by_count):
         raise ValueError(
             "personal_layers names all layers, so that nothing is left to clip, and a budget would "
             "be spent on nothing; name fewer, or train every client alone (LocalNet)."
         )
-    averaging = Averaging(setup.n_expected, setup.divides_by_count)
+    averaging = setup.averaging
 
     def server_update(server, total, t):
         moved = server["global"].copy()
         moved[shared] = averaging.server_update({"shared": moved[shared]}, total, t)["shared"]
         return {**server, "global": moved}
 
-    return averaging, server_update, averaging.shapes(shared=(int(shared.sum()),))
+    return server_update, averaging.shapes(shared=(int(shared.sum()),))
 
 
-def _split_update(engine, averaging, shared, local_steps, server, t, batch, clients):
-    def steps(block):
-        models, losses = local_steps(server, t, block)
-        nets = models.array()
-        start = server["global"][shared].astype(nets.dtype)  # of all phases
-        return Update(averaging.message(shared=nets[:, shared] - start), {"personal": nets}, losses)
-
-    return engine.run(steps, batch, clients)
+def _split_steps(averaging, shared, local_steps, server, t, block):
+    models, losses = local_steps(server, t, block)
+    nets = models.array()
+    start = server["global"][shared].astype(nets.dtype)  # of all phases
+    return Update(averaging.message(shared=nets[:, shared] - start), {"personal": nets}, losses)
 
 
 def with_own(server, personal):

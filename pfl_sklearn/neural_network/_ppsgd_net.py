@@ -18,33 +18,29 @@ from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralReg
 
 def ppsgd_net(setup, alpha, head):
     """The method; `head` (p,) says which parameters belong to the head."""
-    engine = setup.engines.client
-    steps = step_sizes(alpha_of(alpha, setup.n_expected), 1.0, setup.n_expected)
+    engine, n_expected = setup.engines.client, setup.averaging.n_expected
+    steps = step_sizes(alpha_of(alpha, n_expected), 1.0, n_expected)
     sends_head = steps.population or head.all()  # without one as PPSGDClassifier, if all is head
     shared = np.ones_like(head) if sends_head else ~head
-    averaging, server_update, shapes = averaged_part(setup, shared)
+    server_update, shapes = averaged_part(setup, shared)
 
     def init():
         own = np.zeros((setup.n_clients, int(head.sum())), dtype=engine.array_dtype)
         return {"global": engine.start(), "is_own": head}, {"deviation": own}
 
-    update = partial(ppsgd_update, setup, averaging, steps, head, shared)
+    update = partial(setup.engines.update, partial(ppsgd_update, setup, steps, head, shared))
     return Method(init, update, server_update, shapes)
 
 
-def ppsgd_update(setup, averaging, steps, head, shared, server, t, batch, clients):
+def ppsgd_update(setup, steps, head, shared, server, t, block):
     """What a block's clients changed in the representation and the common head, and their own."""
-
-    def local_steps(block):
-        own = block.clients["deviation"]
-        models, losses = ppsgd_steps(setup, steps, head, with_deviation(server, own), t, block)
-        change = models.change()
-        moved = change[:, head] * (1 / (steps.population + steps.local))
-        change[:, head] = steps.population * moved
-        kept = {"deviation": own + (steps.local * moved).astype(own.dtype)}
-        return Update(averaging.message(shared=change[:, shared]), kept, losses)
-
-    return setup.engines.client.run(local_steps, batch, clients)
+    own = block.clients["deviation"]
+    models, losses = ppsgd_steps(setup, steps, head, with_deviation(server, own), t, block)
+    change = models.change()
+    moved = change[:, head] * (1 / (steps.population + steps.local))
+    change[:, head] = steps.population * moved
+    kept = {"deviation": own + (steps.local * moved).astype(own.dtype)}
+    return Update(setup.averaging.message(shared=change[:, shared]), kept, losses)
 
 
 def ppsgd_steps(setup, steps, head, start, t, block):

@@ -6,15 +6,15 @@ import numpy as np
 
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
-from pfl_sklearn.neural_network._averaging import Averaging, in_double
+from pfl_sklearn.neural_network._averaging import in_double
 from pfl_sklearn.neural_network._base import BaseNeural, checks
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
 def scaffold(setup):
     """The method; server and clients keep mean gradients, their controls."""
-    engine = setup.engines.client
-    averaging, p = Averaging(setup.n_expected, setup.divides_by_count), engine.n_parameters
+    engine, averaging = setup.engines.client, setup.averaging
+    p = engine.n_parameters
 
     def init():
         own = np.zeros((setup.n_clients, p), dtype=engine.array_dtype)
@@ -26,8 +26,9 @@ def scaffold(setup):
         control = server["control"] + slopes_of(setup, t, total["control"]) / setup.n_clients
         return {**moved, "control": control}
 
+    update = partial(setup.engines.update, partial(scaffold_steps, setup))
     shapes = averaging.shapes(**{"global": (p,), "control": (p,)})
-    return Method(init, partial(scaffold_update, setup, averaging), server_update, shapes)
+    return Method(init, update, server_update, shapes)
 
 
 def slopes_of(setup, t, change):
@@ -36,30 +37,26 @@ def slopes_of(setup, t, change):
     return change / path if path else np.zeros_like(change)
 
 
-def scaffold_update(setup, averaging, server, t, batch, clients):
+def scaffold_steps(setup, server, t, block):
     """What the clients of a block changed in the global net and in their controls."""
     engine, rate = setup.engines.client, setup.rates[t]
-
-    def local_steps(block):
-        own, first = block.clients["control"], None
-        models = engine.models(server["global"], block.n_clients)
-        corrections = models.parts((server["control"] - own).astype(own.dtype))
-        for X, y in block.steps():
-            outputs = models(X)
-            first = models.losses(outputs, y).detach() if first is None else first
-            models.learn(outputs, y, rate)
-            for values, correction in zip(models.tensors, corrections, strict=True):
-                values.sub_(correction, alpha=rate)
-        change = models.change()
-        # In units of the net's change, so that one clipping bound is for both parts.
-        common = rate * setup.local_steps * server["control"]
-        moved = -change - common.astype(own.dtype)
-        moved[:, engine.n_trained :] = 0.0  # buffers have no gradient
-        kept = {"control": own + slopes_of(setup, t, moved).astype(own.dtype)}
-        message = {"global": change, "control": moved}
-        return Update(averaging.message(**message), kept, in_double(first))
-
-    return engine.run(local_steps, batch, clients)
+    own, first = block.clients["control"], None
+    models = engine.models(server["global"], block.n_clients)
+    corrections = models.parts((server["control"] - own).astype(own.dtype))
+    for X, y in block.steps():
+        outputs = models(X)
+        first = models.losses(outputs, y).detach() if first is None else first
+        models.learn(outputs, y, rate)
+        for values, correction in zip(models.tensors, corrections, strict=True):
+            values.sub_(correction, alpha=rate)
+    change = models.change()
+    # In units of the net's change, so that one clipping bound is for both parts.
+    common = rate * setup.local_steps * server["control"]
+    moved = -change - common.astype(own.dtype)
+    moved[:, engine.n_trained :] = 0.0  # buffers have no gradient
+    kept = {"control": own + slopes_of(setup, t, moved).astype(own.dtype)}
+    message = setup.averaging.message(**{"global": change, "control": moved})
+    return Update(message, kept, in_double(first))
 
 
 @with_parameters

@@ -11,7 +11,7 @@ from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.rows import CatchingUp
-from pfl_sklearn.neural_network._averaging import Engines, in_double
+from pfl_sklearn.neural_network._averaging import Engines, divergence, in_double
 from pfl_sklearn.neural_network._base import BaseNeural, backend, checks
 from pfl_sklearn.neural_network._distillation import (
     Distillation,
@@ -21,7 +21,7 @@ from pfl_sklearn.neural_network._distillation import (
     steps_through_noise,
     what_is_left,
 )
-from pfl_sklearn.neural_network._targets import LABEL_SHARE, LABEL_SHARE_TEXT, LabelPriorMixin
+from pfl_sklearn.neural_network._targets import LABEL_SHARE, LabelPriorMixin
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
 _START = 3 / 4  # of the rounds, after which personal nets start from the global one
@@ -68,20 +68,20 @@ def adaped_steps(setup, settings, server, t, block):
     personal = client.models(kept["personal"], block.n_clients)
     shared = population.models(server["global"], block.n_clients)
     nets, psi = (personal, shared), personal.values.new_full((len(block.X),), float(server["psi"]))
-    divergence = partial(population.divergence, from_first=settings.from_global)
+    gap_between = partial(divergence, from_first=settings.from_global)
     move_shared, noisy = steps_through_noise(setup.noisy_steps, shared, block)
     for X, y in block.steps():
         losses, others, theirs = personal_step(setup, settings, t, block, nets, psi, X, y)
         before = losses if before is None else before
 
         own = client.log_probabilities(block.read(client, personal.evaluate(X)))
-        pull = divergence(theirs, own) / (2 * psi)
+        pull = gap_between(theirs, own) / (2 * psi)
         if settings.global_loss:
             pull = pull + settings.global_loss * shared.losses(others, y)
         move_shared(pull, shared_rate)
 
         others = block.read(population, shared.evaluate(X))
-        gap = divergence(population.log_probabilities(others), own)
+        gap = gap_between(population.log_probabilities(others), own)
         psi = psi - settings.psi_rate * noisy(1 / (2 * psi) - gap / (2 * psi**2))
         psi = psi.clamp_min(settings.psi_min)
     change = psi.double().cpu().numpy() - float(server["psi"])
@@ -189,11 +189,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
     _own_steps = True
     _distils = True
 
-    label_prior_share: float | None = parameter(
-        default=None,
-        ranges=LABEL_SHARE,
-        text=LABEL_SHARE_TEXT,
-    )
+    label_prior_share: float | None = LABEL_SHARE
     psi_init: float = parameter(
         default=4.0,
         ranges=[Interval(Real, 0, None, closed="neither")],
@@ -321,7 +317,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
                 "are clipped to clip_norm in every step; give clip_quantile=None."
             )
         if self._noisy_steps is not None:
-            checks().check_plain_steps(self.global_estimator or self._recipe())
+            checks().check_options(self.global_estimator or self._recipe(), "plain steps")
 
     def _check_start(self):
         """Raise ValueError if psi or the personal nets cannot start as asked for."""

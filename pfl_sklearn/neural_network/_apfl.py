@@ -11,7 +11,7 @@ from pfl_sklearn.neural_network._averaging import averaged, in_double, own_or_gl
 from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
-_START = 0.5  # share of the own net where it is to adapt
+_FIRST_SHARE = 0.5  # share of the own net where it is to adapt
 
 
 def apfl_steps(setup, adaptive, server, t, block):
@@ -127,7 +127,7 @@ class _APFL:
                 f"mixing={self.mixing!r} is not that of the rounds before, which these rounds "
                 "continue; fit anew."
             )
-        shares = np.full(setup.n_clients, _START if adaptive else float(self.mixing))
+        shares = np.full(setup.n_clients, _FIRST_SHARE if adaptive else float(self.mixing))
         steps, engine = partial(apfl_steps, setup, adaptive), setup.engines.client
         known = {"is_buffer": np.arange(engine.n_parameters) >= engine.n_trained}
         return averaged(setup, steps, {"mixing": shares}, personal=True, constants=known)

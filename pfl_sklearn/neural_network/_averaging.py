@@ -117,6 +117,15 @@ def train(engine, block, start, rate, proximal=0.0, own=False, towards=None, mov
     return models, in_double(before)
 
 
+def divergence(first, second, from_first=True):
+    """Kullback-Leibler divergences (g,), means over rows (g, b, c) of log probabilities.
+
+    They go from `first`, the truth, to `second`, or the other way round.
+    """
+    truth, other = (first, second) if from_first else (second, first)
+    return (truth.exp() * (truth - other)).sum(dim=-1).mean(dim=-1)
+
+
 def in_double(values):
     """Array of a tensor's values in double precision."""
     return np.asarray(values.cpu(), dtype=np.float64)

@@ -28,7 +28,6 @@ _NOT_COPIED = (
     "hooks, class attributes and global variables of the net's code keep nothing of a client: "
     "every client trains a copy of the net, but all copies share these"
 )
-_ADVICE = "lower the learning rate of the net (lr={rate:.4g}){scale}."
 
 
 def backend():
@@ -185,9 +184,7 @@ class BaseNeural(BaseRounds):
         return default_recipe(self._is_classifier)
 
     def _recipe(self):
-        return (
-            self._default_component("estimator", None) if self.estimator is None else self.estimator
-        )
+        return self._default_component("estimator", self.estimator) or self.estimator
 
     def _check_parameters(self):
         self._check_recipe(self._recipe(), "estimator")
@@ -212,22 +209,19 @@ class BaseNeural(BaseRounds):
 
     # From rows to a run --------------------------------------------------------------------------
 
-    def _features(self, X, earlier):
-        """Checked rows (n_rows, ...) of numbers, and the attributes of their columns."""
+    def _features(self, X, seen):
+        """Checked rows (n_rows, ...) of numbers, as `seen` in the fit before, if there was one."""
         features = check_array(X, allow_nd=True, dtype="numeric", estimator=self, input_name="X")
         if features.dtype.kind not in "fiub":
             raise ValueError(
                 f"X must hold floating-point numbers or integers; got {features.dtype}."
             )
-        if earlier is not None:
-            self._check_shape(features)
+        if seen:
+            shape = self._engines.population.row_shape
+            if features.shape[1:] != shape and features.ndim + len(shape) > 3:
+                raise ValueError(f"X has rows of shape {features.shape[1:]}, but fit saw {shape}.")
             validate_data(self, X, reset=False, skip_check_array=True)
-        return features, self._inputs(X)
-
-    def _check_shape(self, features):
-        seen = self._engines.population.row_shape
-        if features.shape[1:] != seen and features.ndim + len(seen) > 3:
-            raise ValueError(f"X has rows of shape {features.shape[1:]}, but fit saw {seen}.")
+        return features
 
     def _make_run(self, table, clients, roster, earlier, order, mechanism, until_flat=False):
         _, recipes = backend()
@@ -255,7 +249,7 @@ class BaseNeural(BaseRounds):
         found, offsets = self._label_offsets(table, codes, roster, earlier, order)
         method = _with_offsets(self._method(setup), offsets)
         net, private = engines.trained[0].net, is_private(self)
-        _check_single_rows(engines, clients.ids, codes, batch_size, private)
+        checks().check_single_rows(engines, clients.ids, codes, batch_size, private)
         rows = ClientRows(
             recipes.as_input(net, table.features, private),
             recipes.as_targets(net, table.y, private, engines.trained[0].output_shape),
@@ -291,7 +285,8 @@ class BaseNeural(BaseRounds):
         rng = np.random.default_rng(None if order is None else (*order, 0))
         kept, apart = split_rows(codes, run.rows.n_clients, self.validation_fraction, rng)
         train, held = run.rows.only(kept), run.rows.only(apart)
-        _check_single_rows(run.layout, ids, codes[kept], train.schedule.batch_size, private=False)
+        batch_size = train.schedule.batch_size
+        checks().check_single_rows(run.layout, ids, codes[kept], batch_size, private=False)
         seen = table._replace(features=None, y=table.y[kept])
         _, offsets = self._label_offsets(seen, codes[kept], roster, earlier, order)
         rule = flat_rule(
@@ -412,10 +407,7 @@ class BaseNeural(BaseRounds):
     def _outputs(self, X, groups):
         """What the clients' nets give for their rows (n, ...), and the clients' codes (n,)."""
         codes = self._encode_predict(X, groups)
-        features = check_array(X, allow_nd=True, dtype="numeric", estimator=self, input_name="X")
-        self._check_shape(features)
-        validate_data(self, X, reset=False, skip_check_array=True)
-        offsets = self._offsets_of(codes)
+        features, offsets = self._features(X, seen=True), self._offsets_of(codes)
         if not self._has_own:
             return self._engines.population.outputs(self._population, features, offsets), codes
         found = None
@@ -483,43 +475,13 @@ def _counts(codes, roster):
     return found
 
 
-def _check_single_rows(engines, ids, codes, batch_size, private):
-    """Raise ValueError if a client has batches of one row, and a net cannot be trained on them.
-
-    In a `private` fit any client may have: how many rows they have is not looked at.
-    """
-    who = _owners_of_single_rows(ids, codes, batch_size, private)
-    if who is None:
-        return
-    _, recipes = backend()
-    for engine in engines.trained:
-        reason = recipes.refusal_of_one_row(engine.net, engine.example)
-        if reason:
-            raise ValueError(
-                f"{who}, and the module of the net cannot be trained on one row (torch says: "
-                f"{reason}). Use torch.nn.GroupNorm or LayerNorm rather than BatchNorm"
-                f"{'' if private else ', or larger batches of clients with more rows'}."
-            )
-
-
-def _owners_of_single_rows(ids, codes, batch_size, private):
-    """Words for the clients that have batches of one row; None if there are none."""
-    if private:
-        return "with noise, any client may have one row"
-    if batch_size == 1:
-        return "batch_size is 1"
-    single = ids[np.bincount(codes) == 1]
-    if len(single) > 1:
-        return f"{len(single)} clients, the first of them {single[0]}, have one row to train on"
-    return f"client {single[0]} has one row to train on" if len(single) else None
-
-
 def _advice(net, rate):
     """What to say if rounds diverge; a net that is in standard units needs no scaling."""
     scaled = any(True for _ in net.module_.buffers()) and hasattr(
         net.module_, "standardized_inputs"
     )
-    return _ADVICE.format(rate=rate, scale="" if scaled else ", or scale the features")
+    scale = "" if scaled else ", or scale the features"
+    return f"lower the learning rate of the net (lr={rate:.4g}){scale}."
 
 
 def _with_offsets(method, offsets):

@@ -24,6 +24,7 @@ from pfl_sklearn.neural_network._recipe import (
     is_mean,
     is_readable,
     reads_plainly,
+    refusal_of_one_row,
     unknown_outputs,
 )
 
@@ -90,46 +91,51 @@ _WOULD_START_ALIKE = (
 )
 _MIXED = "would mix gradients of clients' adapted nets with those of the global one; leave it out"
 
-# A later row may rely on an earlier one: an optimizer is a class before it is a subclass.
-_OPTIONS: tuple[Option, ...] = (
-    ("iterator_train__", _never, _NO_EFFECT),
-    ("iterator_valid__", _never, _NO_EFFECT),
-    ("dataset__", _never, _NO_EFFECT),
-    ("optimizer__param_groups", _never, _NO_EFFECT),
-    ("optimizer__maximize", not_, "would raise the loss; leave it out"),
-    ("callbacks", lambda value: isinstance(value, LRScheduler), _SCHEDULER),
-    ("callbacks__policy", lambda value: value not in _BY_SCORE, _NO_SCORE),
-    ("callbacks__step_every", lambda value: value == "epoch", _ONCE_A_ROUND),
-    ("device", lambda value: isinstance(value, str | torch.device), _DEVICE),
-    ("device", _is_here, "cannot be used"),
-    ("lr", _is_rate, "must be a finite number that is not negative"),
-    ("optimizer__lr", _is_rate, "must be a finite number that is not negative"),
-    ("batch_size", _is_size, "must be a whole number above 0, or -1 for all rows of a client"),
-    ("optimizer", lambda value: isinstance(value, type), _OPTIMIZER),
-    ("optimizer", lambda kind: issubclass(kind, torch.optim.Optimizer), _OPTIMIZER),
-    ("optimizer", lambda kind: not issubclass(kind, torch.optim.LBFGS), _SEVERAL),
-    ("optimizer", lambda kind: not issubclass(kind, torch.optim.SparseAdam), _SPARSE),
-)
-# Further rows if the criterion is torch's: one of the user's may take anything under these names.
-_CLASS_WEIGHTS: tuple[Option, ...] = (
-    ("criterion__weight", _is_tensor, _TENSOR_WEIGHTS),
-    ("criterion__pos_weight", _is_tensor, _TENSOR_WEIGHTS),
-)
-# Methods that update parameters by themselves take no steps of the net's optimizer.
-_OWN_STEPS: tuple[Option, ...] = (
-    ("optimizer", lambda kind: issubclass(kind, torch.optim.SGD), _OWN_GRADIENTS),
-)
-# Momentum carries a gradient on into steps in which it is not clipped.
-_PLAIN_STEPS: tuple[Option, ...] = (
-    ("optimizer", lambda kind: kind is torch.optim.SGD, _NOT_PLAIN),
-    ("optimizer__momentum", not_, _NOT_PLAIN),
-)
+# What rounds refuse in any net and, by a name, in a net for some methods or criteria alone. A later
+# row may rely on an earlier one: an optimizer is a class before it is a subclass.
+_OPTIONS: dict[str, tuple[Option, ...]] = {
+    "any net": (
+        ("iterator_train__", _never, _NO_EFFECT),
+        ("iterator_valid__", _never, _NO_EFFECT),
+        ("dataset__", _never, _NO_EFFECT),
+        ("optimizer__param_groups", _never, _NO_EFFECT),
+        ("optimizer__maximize", not_, "would raise the loss; leave it out"),
+        ("callbacks", lambda value: isinstance(value, LRScheduler), _SCHEDULER),
+        ("callbacks__policy", lambda value: value not in _BY_SCORE, _NO_SCORE),
+        ("callbacks__step_every", lambda value: value == "epoch", _ONCE_A_ROUND),
+        ("device", lambda value: isinstance(value, str | torch.device), _DEVICE),
+        ("device", _is_here, "cannot be used"),
+        ("lr", _is_rate, "must be a finite number that is not negative"),
+        ("optimizer__lr", _is_rate, "must be a finite number that is not negative"),
+        ("batch_size", _is_size, "must be a whole number above 0, or -1 for all rows of a client"),
+        ("optimizer", lambda value: isinstance(value, type), _OPTIMIZER),
+        ("optimizer", lambda kind: issubclass(kind, torch.optim.Optimizer), _OPTIMIZER),
+        ("optimizer", lambda kind: not issubclass(kind, torch.optim.LBFGS), _SEVERAL),
+        ("optimizer", lambda kind: not issubclass(kind, torch.optim.SparseAdam), _SPARSE),
+    ),
+    # If the criterion is torch's: one of the user's may take anything under these names.
+    "class weights": (
+        ("criterion__weight", _is_tensor, _TENSOR_WEIGHTS),
+        ("criterion__pos_weight", _is_tensor, _TENSOR_WEIGHTS),
+    ),
+    # Methods that update parameters by themselves take no steps of the net's optimizer.
+    "own steps": (("optimizer", lambda kind: issubclass(kind, torch.optim.SGD), _OWN_GRADIENTS),),
+    # Momentum carries a gradient on into steps in which it is not clipped.
+    "plain steps": (
+        ("optimizer", lambda kind: kind is torch.optim.SGD, _NOT_PLAIN),
+        ("optimizer__momentum", not_, _NOT_PLAIN),
+    ),
+    "no momentum": (("optimizer__momentum", not_, _MIXED),),
+    "draws": (
+        ("module", lambda value: not isinstance(value, torch.nn.Module), _WOULD_START_ALIKE),
+    ),
+}
 
 
-def _check_options(recipe: NeuralNet, options: Sequence[Option]) -> None:
-    """Raise ValueError if a value of a net is not among those that a table of options accepts."""
+def check_options(recipe: NeuralNet, rows: str) -> None:
+    """Raise ValueError if some rows of the table of options do not accept a value of a net."""
     values = list(_option_values(recipe))
-    for option, accepts, advice in options:
+    for option, accepts, advice in _OPTIONS[rows]:
         for name, value in values:
             if name != option and not (option.endswith("__") and name.startswith(option)):
                 continue
@@ -221,11 +227,11 @@ def check_recipe(recipe: Any, for_classifier: bool, own_steps: bool, name: str) 
                 "override get_loss or infer, or put it into the module or the criterion."
             )
     _check_defaults(recipe)
-    _check_options(recipe, _OPTIONS)
+    check_options(recipe, "any net")
     if own_steps:
-        _check_options(recipe, _OWN_STEPS)
+        check_options(recipe, "own steps")
     if issubclass(_class_of(recipe.criterion), _WEIGHTED):
-        _check_options(recipe, _CLASS_WEIGHTS)
+        check_options(recipe, "class weights")
     if isinstance(recipe, NeuralNetBinaryClassifier):  # not even predict knows how to read others
         check_readable(recipe)
 
@@ -250,11 +256,6 @@ def _class_of(criterion: Any) -> type:
     return criterion if isinstance(criterion, type) else type(criterion)
 
 
-def check_plain_steps(recipe: NeuralNet) -> None:
-    """Raise ValueError if a step of the net may add up gradients of several."""
-    _check_options(recipe, _PLAIN_STEPS)
-
-
 def check_noisy_steps(engine: Any, rates: np.ndarray) -> None:
     """Raise ValueError if noise on gradients does not cover all that a net sends."""
     if engine.moving:
@@ -275,19 +276,6 @@ def check_noisy_steps(engine: Any, rates: np.ndarray) -> None:
         )
 
 
-def check_no_momentum(recipe: NeuralNet) -> None:
-    """Raise ValueError if a step of the net would remember gradients of other nets."""
-    _check_options(recipe, [("optimizer__momentum", not_, _MIXED)])
-
-
-def check_draws(recipe: NeuralNet) -> None:
-    """Raise ValueError if a recipe gives the same weights every time."""
-    _check_options(
-        recipe,
-        [("module", lambda value: not isinstance(value, torch.nn.Module), _WOULD_START_ALIKE)],
-    )
-
-
 def check_no_statistics(recipe: NeuralNet) -> None:
     """Raise ValueError if the module keeps statistics of rows, which noise does not cover."""
     if recipe.module is MLP:
@@ -306,34 +294,31 @@ def check_layers(recipe: NeuralNet, names: Sequence[str]) -> None:
     """Raise ValueError if the module has no such layers; those of the default net depend on X."""
     if recipe.module is not MLP:
         known = [name for name, _ in initialized(recipe, 0).module_.named_parameters()]
-        last = stands_for_last(names, known)
-        parameters_in([name for name in names if not last or name != "last"], known)
+        parameters_in(names, known)
 
 
-def stands_for_last(names: Sequence[str], known: Sequence[str]) -> bool:
-    """Whether "last" among names means the last layer, since no parameter's name begins so."""
-    return "last" in names and not any(f"{each}.".startswith("last.") for each in known)
+def parameters_in(names: Sequence[str], known: Sequence[str]) -> tuple[list[str], bool]:
+    """Names, among the `known` ones, of parameters in layers, and whether "last" is no such layer.
 
-
-def parameters_in(names: Sequence[str], known: Sequence[str]) -> list[str]:
-    """Names, among the `known` ones, of the parameters in the layers `names`.
+    It then stands for the last one, whichever this is.
 
     Raises
     ------
     ValueError
-        If a layer has none.
+        If a layer has no parameter.
     """
-    chosen = []
+    chosen, last = [], False
     for name in names:
         # With the dot, layer "1" does not take the parameters of layer "10".
         own = [each for each in known if f"{each}.".startswith(f"{name}.")]
-        if not own:
+        last |= name == "last" and not own
+        if not own and name != "last":
             raise ValueError(
                 f"personal_layers has {name!r}, which is no trained layer or parameter of the "
                 f"module; its parameters are {', '.join(known)}."
             )
         chosen += own
-    return chosen
+    return chosen, last
 
 
 def check_losses_of_rows(recipe: NeuralNet) -> None:
@@ -367,3 +352,33 @@ def n_components_for(given: int | None, n_clients: int, n_before: int | None) ->
             f"the rounds before had {n_before} components, and these would have {given}; fit anew."
         )
     return given
+
+
+def check_single_rows(engines: Any, ids: Any, codes: Any, batch_size: Any, private: bool) -> None:
+    """Raise ValueError if a client has batches of one row, and a net cannot be trained on them.
+
+    In a `private` fit any client may have: how many rows they have is not looked at.
+    """
+    who = _owners_of_single_rows(ids, codes, batch_size, private)
+    if who is None:
+        return
+    for engine in engines.trained:
+        reason = refusal_of_one_row(engine.net, engine.example)
+        if reason:
+            raise ValueError(
+                f"{who}, and the module of the net cannot be trained on one row (torch says: "
+                f"{reason}). Use torch.nn.GroupNorm or LayerNorm rather than BatchNorm"
+                f"{'' if private else ', or larger batches of clients with more rows'}."
+            )
+
+
+def _owners_of_single_rows(ids, codes, batch_size, private):
+    """Words for the clients that have batches of one row; None if there are none."""
+    if private:
+        return "with noise, any client may have one row"
+    if batch_size == 1:
+        return "batch_size is 1"
+    single = ids[np.bincount(codes) == 1]
+    if len(single) > 1:
+        return f"{len(single)} clients, the first of them {single[0]}, have one row to train on"
+    return f"client {single[0]} has one row to train on" if len(single) else None

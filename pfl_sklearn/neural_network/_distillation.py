@@ -7,6 +7,7 @@ import numpy as np
 
 from pfl_sklearn._rounds.loop import LastPhase, Update
 from pfl_sklearn._rounds.rows import CatchingUp
+from pfl_sklearn.neural_network._averaging import divergence
 
 _GLOBAL, _PSI = 0, 1  # parts of the model that steps through noise move
 
@@ -40,7 +41,7 @@ def personal_step(setup, settings, t, block, nets, psi, X, y):
     losses = personal.losses(outputs, y)
     theirs = population.log_probabilities(block.read(population, others))
     own = client.log_probabilities(outputs)
-    gap = population.divergence(theirs.detach(), own, from_first=settings.from_global)
+    gap = divergence(theirs.detach(), own, from_first=settings.from_global)
     personal.step(losses + gap / (2 * psi), setup.rates[t])
     return losses.detach(), others, theirs
 
@@ -82,7 +83,7 @@ def what_is_left(setup, settings):
 
 
 def _left_steps(setup, settings, server, t, block):
-    missed = list(block.rounds(setup.local_steps))
+    missed = block.rounds(setup.local_steps)
     done = caught_up(setup, settings, t, missed, block.clients)
     return Update({}, {"personal": done["personal"]}, np.zeros(block.n_clients))
 

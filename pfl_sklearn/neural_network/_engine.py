@@ -32,7 +32,6 @@ from pfl_sklearn.neural_network._recipe import (
     log_probabilities,
     optimizer_of,
     probe,
-    readout,
     reads_plainly,
     seeded,
     shifted,
@@ -156,8 +155,34 @@ class Engine:
         return torch.cat(flat).numpy()
 
     def run(self, local_steps: Any, batch: Any, clients: Any, *others: "Engine") -> Update:
-        """Update of a block: see :func:`run_clients`; `others` are engines of further models."""
-        return run_clients(local_steps, (self, *others), batch, clients)
+        """Update of a block of clients: ``local_steps(block)``, for all at once or one by one.
+
+        Parameters
+        ----------
+        local_steps : callable
+            From a :class:`BlockSteps` to an :class:`~pfl_sklearn._rounds.loop.Update` of arrays.
+        batch : Batch
+        clients : dict of ndarrays
+        *others : Engine
+            Those of further models that the steps are about.
+        """
+        X, y = (torch.from_numpy(values).to(self.device) for values in (batch.X, batch.y))
+        offsets = clients.get("offset")
+        if offsets is not None:
+            offsets = torch.from_numpy(offsets).to(self.device, self.dtype).unsqueeze(1)
+        if all(engine.stacked for engine in (self, *others)):
+            update = local_steps(BlockSteps(X, y, clients, offsets, batch.seeds))
+            return update if self.protected else _judged(update)
+        updates = []
+        for i in range(len(X)):
+            here = slice(i, i + 1)
+            own = {name: values[here] for name, values in clients.items()}
+            moved = None if offsets is None else offsets[here]
+            block = BlockSteps(X[here], y[here], own, moved, batch.seeds[here])
+            # Whatever draws, in the module or the criterion, draws from the client's own seed.
+            with seeded(int(batch.seeds[i]), self.device):
+                updates.append(_steps_of_one(local_steps, block, self))
+        return _joined(updates) if self.protected else _judged(_joined(updates))
 
     def models(self, vectors: Floats, n_clients: int, moving: Any = None) -> Any:
         """Models of a block's clients, from one vector (p,) for all of them or from (g, p).
@@ -185,19 +210,6 @@ class Engine:
         loss = self.net.criterion_
         return self.stacked and type(loss) is CrossEntropyLoss and not loss.label_smoothing
 
-    @staticmethod
-    def divergence(first, second, from_first=True) -> torch.Tensor:
-        """Kullback-Leibler divergences (g,), means over rows (g, b, c) of log probabilities.
-
-        They go from `first`, the truth, to `second`, or the other way round.
-        """
-        truth, other = (first, second) if from_first else (second, first)
-        return (truth.exp() * (truth - other)).sum(dim=-1).mean(dim=-1)
-
-    def shifted(self, outputs: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Outputs (..., n_classes) whose log probabilities are moved by `offsets`."""
-        return shifted(self.net, outputs, offsets)
-
     def outputs(self, vector: Floats, X: np.ndarray, offsets: Floats | None = None) -> np.ndarray:
         """What the net with these parameters gives for rows: an array (n, ...).
 
@@ -216,7 +228,9 @@ class Engine:
                 if offsets is not None:
                     own = torch.from_numpy(offsets[first : first + ROWS_AT_ONCE])
                     outputs = shifted(net, outputs, own.to(outputs.device))
-                parts.append(readout(net, outputs).cpu().numpy())
+                # As skorch's predict_proba reads them.
+                probabilities = net._get_predict_nonlinearity()(outputs.double())
+                parts.append(probabilities.cpu().numpy())
         return np.concatenate(parts)
 
     def evaluating(self, vector: Floats) -> tuple[Any, np.dtype]:
@@ -266,56 +280,20 @@ class BlockSteps(NamedTuple):
 
     def read(self, engine: Engine, outputs: torch.Tensor) -> torch.Tensor:
         """Outputs (g, b, ...) as these clients read them, with their offsets."""
-        return outputs if self.offsets is None else engine.shifted(outputs, self.offsets)
+        return outputs if self.offsets is None else shifted(engine.net, outputs, self.offsets)
 
-    def cut(self, n_steps: int) -> tuple["BlockSteps", "BlockSteps"]:
-        """Blocks of the same clients with the first so many steps, and with the others."""
-        X, y = self.X, self.y
-        first = self._replace(X=X[:, :n_steps], y=y[:, :n_steps])
-        return first, self._replace(X=X[:, n_steps:], y=y[:, n_steps:])
+    def part(self, first: int, last: int | None = None) -> "BlockSteps":
+        """A block of the same clients with the steps from `first` to before `last`."""
+        return self._replace(X=self.X[:, first:last], y=self.y[:, first:last])
 
-    def rounds(self, n_steps: int) -> Iterator["BlockSteps"]:
+    def rounds(self, n_steps: int) -> list["BlockSteps"]:
         """Blocks of the same clients with so many of the steps each, in order."""
-        for first in range(0, self.X.shape[1], n_steps):
-            here = slice(first, first + n_steps)
-            yield self._replace(X=self.X[:, here], y=self.y[:, here])
+        return [self.part(k, k + n_steps) for k in range(0, self.X.shape[1], n_steps)]
 
     def steps(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Rows (g, b, ...) and targets (g, b, ...) of each step."""
         for k in range(self.X.shape[1]):
             yield align(self.X[:, k]), self.y[:, k]
-
-
-def run_clients(local_steps, engines, batch, clients):
-    """Update of a block of clients: ``local_steps(block)``, for all at once or one by one.
-
-    Parameters
-    ----------
-    local_steps : callable
-        From a :class:`BlockSteps` to an :class:`~pfl_sklearn._rounds.loop.Update` of arrays.
-    engines : sequence of Engine
-        Those whose models the steps are about.
-    batch : Batch
-    clients : dict of ndarrays
-    """
-    device = engines[0].device
-    X, y = (torch.from_numpy(values).to(device) for values in (batch.X, batch.y))
-    offsets = clients.get("offset")
-    if offsets is not None:
-        offsets = torch.from_numpy(offsets).to(device, engines[0].dtype).unsqueeze(1)
-    protected = engines[0].protected
-    if all(engine.stacked for engine in engines):
-        update = local_steps(BlockSteps(X, y, clients, offsets, batch.seeds))
-        return update if protected else _judged(update)
-    updates = []
-    for i in range(len(X)):
-        here = slice(i, i + 1)
-        own = {name: values[here] for name, values in clients.items()}
-        moved = None if offsets is None else offsets[here]
-        block = BlockSteps(X[here], y[here], own, moved, batch.seeds[here])
-        with seeded(int(batch.seeds[i]), device):  # whatever draws in the module or the criterion
-            updates.append(_steps_of_one(local_steps, block, engines[0]))
-    return _joined(updates) if protected else _judged(_joined(updates))
 
 
 def _steps_of_one(local_steps, block, engine):

@@ -12,7 +12,6 @@ from pfl_sklearn.neural_network._averaging import averaged, bayes_heads, fine_tu
 from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._targets import (
     LABEL_SHARE,
-    LABEL_SHARE_TEXT,
     LabelPriorMixin,
     NeuralRegressorMixin,
 )
@@ -78,11 +77,11 @@ class _FedAvg:
     )
 
     def _method(self, setup):
-        steps = self.fine_tune_steps
-        return self._averaged(setup, fine_tuning(setup, steps) if steps else None)
+        steps = partial(fedavg_steps, setup, self.proximal)
+        return averaged(setup, steps, last_phase=self._last_phase(setup))
 
-    def _averaged(self, setup, last_phase):
-        return averaged(setup, partial(fedavg_steps, setup, self.proximal), last_phase=last_phase)
+    def _last_phase(self, setup):
+        return fine_tuning(setup, self.fine_tune_steps) if self.fine_tune_steps else None
 
 
 @with_parameters
@@ -169,16 +168,12 @@ class FedAvgClassifier(LabelPriorMixin, _FedAvg, BaseNeural):
                 or `fine_tune_steps`.
             """,
     )
-    label_prior_share: float | None = parameter(
-        default=None,
-        ranges=LABEL_SHARE,
-        text=LABEL_SHARE_TEXT,
-    )
+    label_prior_share: float | None = LABEL_SHARE
 
-    def _method(self, setup):
+    def _last_phase(self, setup):
         if self.head is None:
-            return super()._method(setup)
-        return self._averaged(setup, bayes_heads(setup, self.head, is_private(self)))
+            return super()._last_phase(setup)
+        return bayes_heads(setup, self.head, is_private(self))
 
     @property
     def _needs_probabilities(self):

@@ -152,7 +152,7 @@ class _FedEM:
     def _check_for_method(self, recipe):
         checks().check_losses_of_rows(recipe)
         if self.n_components != 1:
-            checks().check_draws(recipe)
+            checks().check_options(recipe, "draws")
 
     def _make_engines(self, table, earlier, order, batch_size, n_clients):
         engines, recipes = backend()

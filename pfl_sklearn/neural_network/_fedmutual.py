@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
-from pfl_sklearn.neural_network._averaging import averaged, in_double
+from pfl_sklearn.neural_network._averaging import averaged, divergence, in_double
 from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin
 
@@ -37,12 +37,12 @@ def mutual_steps(setup, weights, server, t, block):
         outputs, others = block.read(engine, own(X)), shared(X)
         losses = own.losses(outputs, y)
         theirs = engine.log_probabilities(block.read(engine, others))
-        gap = engine.divergence(theirs.detach(), engine.log_probabilities(outputs))
+        gap = divergence(theirs.detach(), engine.log_probabilities(outputs))
         own.step(weights.own_loss * losses + weights.own_pull * gap, rate)
         first = losses.detach() if first is None else first
 
         mine = engine.log_probabilities(block.read(engine, own.evaluate(X)))
-        gap = engine.divergence(theirs, mine, from_first=not weights.both_teach)
+        gap = divergence(theirs, mine, from_first=not weights.both_teach)
         loss = weights.global_pull * gap
         if weights.global_loss:
             loss = loss + weights.global_loss * shared.losses(others, y)

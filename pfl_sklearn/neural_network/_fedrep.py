@@ -17,7 +17,7 @@ def fedrep_steps(setup, own, head_steps, server, t, block):
     The first `head_steps` move a client's `own` layers (p,) alone, the others the shared ones.
     """
     engine, rate = setup.engines.client, setup.rates[t]
-    first, others = block.cut(head_steps)
+    first, others = block.part(0, head_steps), block.part(head_steps)
     start = with_own(server, block.clients["personal"])
     fitted, losses = train(engine, first, start, rate, own=True, moving=own)
     shared, _ = train(engine, others, fitted.array(), rate, own=True, moving=~own)

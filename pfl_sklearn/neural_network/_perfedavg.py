@@ -87,7 +87,7 @@ class _PerFedAvg:
     _own_steps = True
 
     def _check_for_method(self, recipe):
-        checks().check_no_momentum(recipe)
+        checks().check_options(recipe, "no momentum")
 
     def _method(self, setup):
         n_single = int(np.sum(setup.n_rows == 1))

@@ -47,12 +47,11 @@ def own_layers(setup, names):
     engine = setup.engines.client
     found = np.zeros(engine.n_parameters, dtype=bool)
     places = {part.name: part.place for part in engine.parts}
-    given = [names] if isinstance(names, str) else names
-    last = checks().stands_for_last(given, places)
-    layers = [*(name for name in given if not last or name != "last")]
+    parameters_in = checks().parameters_in
+    chosen, last = parameters_in([names] if isinstance(names, str) else names, places)
     if last:
-        layers.append(_last_name(engine))
-    for name in checks().parameters_in(layers, places):
+        chosen += parameters_in([_last_name(engine)], places)[0]
+    for name in chosen:
         found[places[name]] = True
     if setup.before is not None and np.any(setup.before.server["is_own"] != found):
         raise ValueError(

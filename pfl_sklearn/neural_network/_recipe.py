@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pfl_sklearn._rounds.task import CheckedTable
     from pfl_sklearn.neural_network._engine import Engine
 
-READABLE = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.BCEWithLogitsLoss)
+_READABLE = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.BCEWithLogitsLoss)
 _MEANS = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.MSELoss, torch.nn.L1Loss)
 _NOT_ONE = 1e-3  # distance of a sum of probabilities from 1 that is no rounding
 _CONSTANT_FEATURE = 1e-12  # of its mean: a smaller standard deviation is rounding, not spread
@@ -415,11 +415,6 @@ def is_mean(criterion: torch.nn.Module) -> bool:
     return known and not weighted and getattr(criterion, "ignore_index", -100) == -100
 
 
-def readout(net: NeuralNet, outputs: torch.Tensor) -> torch.Tensor:
-    """What skorch's ``predict_proba`` makes of outputs."""
-    return net._get_predict_nonlinearity()(outputs.double())
-
-
 def shifted(net: NeuralNet, outputs: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Outputs (..., n_classes) whose log probabilities, up to a constant, are moved by `offsets`.
 
@@ -466,4 +461,4 @@ def unknown_outputs(criterion: type) -> ValueError:
 
 def is_readable(kind: type) -> bool:
     """Whether a criterion's class says what a net's outputs are."""
-    return issubclass(kind, READABLE)
+    return issubclass(kind, _READABLE)

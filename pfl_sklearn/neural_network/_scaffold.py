@@ -94,7 +94,7 @@ class _Scaffold:
     _own_steps = True
 
     def _check_for_method(self, recipe):
-        checks().check_no_momentum(recipe)
+        checks().check_options(recipe, "no momentum")
 
     def _method(self, setup):
         return scaffold(setup)

@@ -20,14 +20,17 @@ from pfl_sklearn.neural_network._base import checks
 from pfl_sklearn.priors import DirichletPrior, SparseDirichletPrior
 
 _CLOSE = 1e-3  # of sums of probabilities to 1
-LABEL_SHARE = [Interval(Real, 0, 1, closed="neither"), None]
-LABEL_SHARE_TEXT = """
+LABEL_SHARE = parameter(
+    default=None,
+    ranges=[Interval(Real, 0, 1, closed="neither"), None],
+    text="""
     float in (0, 1) or None
         Share of the budget that the noisy sum for an unknown ``DirichletPrior`` takes: of the
         squared parameter mu of Gaussian DP that belongs to `epsilon` and `delta`. The rounds have
         the rest. With `noise_multiplier` it is the share of what the sum and `n_rounds` rounds
         spend together, in the limit of many rounds. None: 0.05. Without noise it has no effect.
-    """
+    """,
+)
 _DEFAULT_SHARE = 0.05
 _ALL = 1 - 1e-9  # of the budget, so that rounding does not exceed it
 
@@ -78,7 +81,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         return self._partial_fit(X, y, groups, classes=classes)
 
     def _read(self, X, y, earlier, classes=None):
-        features, attributes = self._features(X, earlier)
+        features = self._features(X, earlier)
         _check_given(y, self)
         y = column_or_1d(y, warn=True)
         assert_all_finite(y, input_name="y", estimator_name=type(self).__name__)
@@ -86,7 +89,8 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         check_labels(y)
         known = None if earlier is None else self.classes_
         classes, labels = read_known_classes(y, known, classes, self, is_private(self))
-        return CheckedTable(features, labels, {**attributes, "classes_": classes}, len(classes))
+        attributes = {**self._inputs(X), "classes_": classes}
+        return CheckedTable(features, labels, attributes, len(classes))
 
     def predict_proba(self, X: TableLike, *, groups: Any = None) -> Floats:
         """Probabilities of the classes, in the order of ``classes_``.
@@ -329,11 +333,8 @@ class NeuralRegressorMixin(ClientRegressorMixin):
         return self._partial_fit(X, y, groups)
 
     def _read(self, X, y, earlier):
-        features, attributes = self._features(X, earlier)
-        if y is None:
-            raise ValueError(
-                f"{type(self).__name__} requires y to be passed, but the target y is None"
-            )
+        features = self._features(X, earlier)
+        _check_given(y, self)
         y = check_array(y, ensure_2d=False, dtype=np.float64, input_name="y", estimator=self)
         check_consistent_length(features, y)
         single = y.ndim == 1
@@ -342,7 +343,7 @@ class NeuralRegressorMixin(ClientRegressorMixin):
             seen = math.prod(self._engines.population.output_shape)
             if y.shape[1] != seen:
                 raise ValueError(f"y has {y.shape[1]} columns, but fit saw {seen}.")
-        return CheckedTable(features, y, {**attributes, "_single": single}, y.shape[1])
+        return CheckedTable(features, y, {**self._inputs(X), "_single": single}, y.shape[1])
 
     def predict(self, X: TableLike, *, groups: Any = None) -> Array:
         """Prediction for every row's client; the population's for unseen clients.

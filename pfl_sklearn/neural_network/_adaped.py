@@ -11,7 +11,7 @@ from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.rows import CatchingUp
-from pfl_sklearn.neural_network._averaging import Engines, divergence, in_double
+from pfl_sklearn.neural_network._averaging import divergence, in_double
 from pfl_sklearn.neural_network._base import BaseNeural, backend, checks
 from pfl_sklearn.neural_network._distillation import (
     Distillation,
@@ -343,7 +343,6 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
                 "got personal_start='global' with a global_estimator: personal nets cannot start "
                 "from a net of another recipe. Give personal_start='own' or None."
             )
-        self._check_recipe(self.global_estimator, "global_estimator")
         if self.global_estimator.device != self._recipe().device:
             raise ValueError(
                 f"global_estimator has device={self.global_estimator.device!r} and estimator "
@@ -352,13 +351,12 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
 
     def _check_goes_on(self, earlier):
         super()._check_goes_on(earlier)
-        engines = earlier.layout
-        if (engines.client is engines.population) != (self.global_estimator is None):
+        had_none = earlier.layout.client is earlier.layout.population
+        has_none = self.global_estimator is None
+        if had_none != has_none:
             raise ValueError(
-                "the rounds before had "
-                f"{'no' if engines.client is engines.population else 'a'} global_estimator, and "
-                "these would have "
-                f"{'none' if self.global_estimator is None else 'one'}; fit anew."
+                f"the rounds before had {'no' if had_none else 'a'} global_estimator, and these "
+                f"would have {'none' if has_none else 'one'}; fit anew."
             )
 
     def _method(self, setup):
@@ -411,20 +409,11 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         _, recipes = backend()
         return recipes.learning_rates(self.global_estimator, len(setup.rates) - 1)
 
-    def _make_engines(self, table, earlier, order, batch_size, n_clients):
-        if self.global_estimator is None:
-            return super()._make_engines(table, earlier, order, batch_size, n_clients)
-        _, recipes = backend()
-        pair = self._recipe(), self.global_estimator
-        looks = not is_private(self) and all(map(recipes.has_units, pair))
-        seeds = np.random.default_rng(order).integers(1 << 63, size=2).tolist()
-        before = (None, None) if earlier is None else earlier.layout.pair
-        return Engines(
-            *(
-                self._make_engine(recipe, table, old, seed, batch_size, looks)
-                for recipe, old, seed in zip(pair, before, seeds, strict=True)
-            )
-        )
+    def _recipes(self):
+        recipes = super()._recipes()
+        if self.global_estimator is not None:
+            recipes["global_estimator"] = self.global_estimator
+        return recipes
 
     def _scales(self):
         if self.clip_norm is None or self._noisy_steps is not None:

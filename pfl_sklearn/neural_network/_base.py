@@ -186,8 +186,13 @@ class BaseNeural(BaseRounds):
     def _recipe(self):
         return self._default_component("estimator", self.estimator) or self.estimator
 
+    def _recipes(self):
+        """Recipes of the clients' nets and, if it has one of its own, of the population's."""
+        return {"estimator": self._recipe()}
+
     def _check_parameters(self):
-        self._check_recipe(self._recipe(), "estimator")
+        for name, recipe in self._recipes().items():
+            self._check_recipe(recipe, name)
 
     def _check_recipe(self, recipe, name):
         """Raise ValueError if the recipe that parameter `name` holds cannot be followed."""
@@ -233,13 +238,15 @@ class BaseNeural(BaseRounds):
         codes = clients.codes[by_client]
         table = table._replace(features=table.features[by_client], y=table.y[by_client])
         engines = self._make_engines(table, earlier, order, batch_size, len(roster.ids))
+        n_rows = np.zeros(len(roster.ids), dtype=np.intp)
+        n_rows[roster.now] = np.bincount(codes, minlength=len(roster.now))
         sampling = sampling_of(self.sampling, self.client_fraction, len(roster.now))
         setup = Setup(
             engines=engines,
             n_clients=len(roster.ids),
             averaging=Averaging(sampling.rate * len(roster.now), by_count=self.clip_norm is None),
             rates=recipes.learning_rates(recipe, roster.last),
-            n_rows=_counts(codes, roster),
+            n_rows=n_rows,
             batch_size=batch_size,
             local_steps=self.local_steps,
             noisy_steps=None if self._noisy_steps is None else mechanism,
@@ -353,11 +360,17 @@ class BaseNeural(BaseRounds):
 
     def _make_engines(self, table, earlier, order, batch_size, n_clients):
         """Engines of nets whose weights are drawn from `order`, or which earlier rounds had."""
-        before = None if earlier is None else earlier.layout.client
-        seed = int(np.random.default_rng(order).integers(1 << 63))
-        looks = not is_private(self)
-        engine = self._make_engine(self._recipe(), table, before, seed, batch_size, looks)
-        return Engines(engine, engine)
+        _, recipes = backend()
+        own = self._recipes().values()
+        # Nets that follow each other's predictions work in the same units, or in none.
+        looks = not is_private(self) and all(map(recipes.has_units, own))
+        seeds = np.random.default_rng(order).integers(1 << 63, size=len(own)).tolist()
+        before = (None, None) if earlier is None else earlier.layout.pair
+        made = [
+            self._make_engine(recipe, table, old, seed, batch_size, looks)
+            for recipe, old, seed in zip(own, before, seeds, strict=False)
+        ]
+        return Engines(made[0], made[-1])
 
     def _make_engine(self, recipe, table, earlier, seed, batch_size, looks):
         """Engine of a recipe; one that `looks` takes units of its default net from the table."""
@@ -405,11 +418,13 @@ class BaseNeural(BaseRounds):
     _nets = staticmethod(own_or_global)
 
     def _outputs(self, X, groups):
-        """What the clients' nets give for their rows (n, ...), and the clients' codes (n,)."""
+        """What the clients' nets give for their rows (n, ...)."""
         codes = self._encode_predict(X, groups)
-        features, offsets = self._features(X, seen=True), self._offsets_of(codes)
+        features, offsets = self._features(X, seen=True), getattr(self, "_offsets", None)
+        if offsets is not None:
+            offsets = client_values(offsets, np.zeros(offsets.shape[1]), codes)
         if not self._has_own:
-            return self._engines.population.outputs(self._population, features, offsets), codes
+            return self._engines.population.outputs(self._population, features, offsets)
         found = None
         for code in np.unique(codes):
             rows = np.flatnonzero(codes == code)
@@ -419,14 +434,7 @@ class BaseNeural(BaseRounds):
             if found is None:
                 found = np.empty((len(features), *outputs.shape[1:]), outputs.dtype)
             found[rows] = outputs
-        return found, codes
-
-    def _offsets_of(self, codes):
-        """Offsets (n, n_classes) of rows whose clients have these codes, or None."""
-        offsets = getattr(self, "_offsets", None)
-        if offsets is None:
-            return None
-        return client_values(offsets, np.zeros(offsets.shape[1]), codes)
+        return found
 
     @property
     def _has_own(self):
@@ -466,13 +474,6 @@ class BaseNeural(BaseRounds):
         alone = len(getattr(self, "clients_", ())) == 1
         engine, vector = self._net_of(0 if alone else -1)
         return recipes.as_fitted(engine, vector, getattr(self, "classes_", None))
-
-
-def _counts(codes, roster):
-    """Rows (n_clients,) of all clients."""
-    found = np.zeros(len(roster.ids), dtype=np.intp)
-    found[roster.now] = np.bincount(codes, minlength=len(roster.now))
-    return found
 
 
 def _advice(net, rate):

@@ -172,11 +172,7 @@ def head_modes(x: Floats, logits: Floats, labels: Integers, variances: Floats) -
     -------
     Modes
     """
-    parts = [
-        _modes_at(x[here], logits[here], labels[here], variances[None, here])
-        for here in _solved_together(x, logits, variances)
-    ]
-    deviations, evidence = (np.concatenate(values) for values in zip(*parts, strict=True))
+    deviations, evidence = _modes_at_each(x, logits, labels, variances[None], _LAST_STEP)
     return Modes(deviations, evidence[:, 0])
 
 
@@ -188,11 +184,7 @@ def evidence_curves(x: Floats, logits: Floats, labels: Integers) -> Floats:
     rows = slice(_ROWS_OF_EVIDENCE)
     x, logits, labels = x[:, rows], logits[:, rows], labels[:, rows]
     variances = np.repeat(VARIANCES[:, None] / x.shape[2], len(x), axis=1)
-    parts = [
-        _modes_at(x[here], logits[here], labels[here], variances[:, here], _CLOSE_ENOUGH)[1]
-        for here in _solved_together(x, logits, variances)
-    ]
-    return np.concatenate(parts)
+    return _modes_at_each(x, logits, labels, variances, _CLOSE_ENOUGH)[1]
 
 
 def best_variances(curves: Floats) -> Floats:
@@ -219,13 +211,15 @@ def log_prior() -> Floats:
     return -0.5 * (logs / _LOG_VARIANCE_SD) ** 2
 
 
-def _solved_together(x, logits, variances):
-    """Slices of clients whose systems are solved at once."""
+def _modes_at_each(x, logits, labels, variances, last):
+    """:func:`_modes_at` of some clients after the others, whose systems would take much memory."""
     (g, n, r), n_classes = x.shape, logits.shape[2]
     by_rows = _by_rows(x, logits, variances)
     numbers = n_classes * n * (n + r) if by_rows else (r * n_classes) ** 2
     size = max(_SYSTEM_NUMBERS // numbers, 1)
-    return [slice(first, first + size) for first in range(0, g, size)]
+    slices = [slice(first, first + size) for first in range(0, g, size)]
+    parts = [_modes_at(x[s], logits[s], labels[s], variances[:, s], last) for s in slices]
+    return tuple(np.concatenate(values) for values in zip(*parts, strict=True))
 
 
 def _by_rows(x, logits, variances):
@@ -238,7 +232,7 @@ def _by_rows(x, logits, variances):
     return variances.max() * r <= _LARGEST_BY_ROWS and by_rows <= by_weights
 
 
-def _modes_at(x, logits, labels, variances, last=_LAST_STEP):
+def _modes_at(x, logits, labels, variances, last):
     """Deviations (g, r, K) at the last of the variances (V, g), and the evidence (g, V) at all.
 
     The search for a mode starts from the one before.

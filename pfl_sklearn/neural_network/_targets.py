@@ -115,7 +115,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         check_is_fitted(self)
         net = self._engines.population.net
         checks().check_readable(net)
-        found = self._outputs(X, groups)[0]
+        found = self._outputs(X, groups)
         if (found < 0).any() or (np.abs(found.sum(axis=1) - 1) > _CLOSE).any():
             raise ValueError(
                 f"the outputs of the net, read by criterion={type(net.criterion_).__name__} and "
@@ -155,7 +155,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         ndarray of shape (n_rows,)
         """
         check_is_fitted(self)
-        return self.classes_[self._outputs(X, groups)[0].argmax(axis=1)]
+        return self.classes_[self._outputs(X, groups).argmax(axis=1)]
 
 
 @with_parameters
@@ -197,10 +197,6 @@ class LabelPriorMixin(NeuralClassifierMixin):
 
     def _check_parameters(self):
         super()._check_parameters()  # type: ignore[misc]  # BaseNeural's
-        self._check_label_prior()
-
-    def _check_label_prior(self):
-        """Raise ValueError if the label prior cannot be estimated as it would have to be."""
         prior, from_sums = self.label_prior, self._prior_from_sums
         if isinstance(prior, type):
             raise ValueError(
@@ -227,10 +223,14 @@ class LabelPriorMixin(NeuralClassifierMixin):
             )
 
     @property
+    def _prior_is_given(self):
+        """Whether the label prior is the user's, rather than None or a name."""
+        return self.label_prior is not None and not isinstance(self.label_prior, str)
+
+    @property
     def _prior_is_unknown(self):
-        """Whether the label prior is a given one with parameters to estimate."""
-        given = self.label_prior is not None and not isinstance(self.label_prior, str)
-        return given and getattr(self.label_prior, "is_known", False) is not True
+        """Whether the label prior is the user's and has parameters to estimate."""
+        return self._prior_is_given and getattr(self.label_prior, "is_known", False) is not True
 
     @property
     def _prior_from_sums(self):
@@ -246,18 +246,16 @@ class LabelPriorMixin(NeuralClassifierMixin):
         """Share of the budget for the label prior: all of it, if nothing else is released."""
         if not self._communicates:
             return _ALL
-        return (
-            _DEFAULT_SHARE if self.label_prior_share is None else min(self.label_prior_share, _ALL)
-        )
+        return min(self.label_prior_share or _DEFAULT_SHARE, _ALL)
 
     @property
     def _assumptions(self):
-        known = super()._assumptions  # type: ignore[misc]  # BaseNeural's
-        if self.label_prior is None or isinstance(self.label_prior, str):
-            return known
-        if all(value is None for value in vars(self.label_prior).values()):
-            return known
-        return (*known, "what label_prior gives is the user's: it was not computed from these data")
+        assumptions = super()._assumptions  # type: ignore[misc]  # BaseNeural's
+        values = vars(self.label_prior).values() if self._prior_is_given else ()
+        if all(value is None for value in values):
+            return assumptions
+        users = "what label_prior gives is the user's: it was not computed from these data"
+        return (*assumptions, users)
 
     def _label_prior(self, counts, sums):
         """Fitted prior of label frequencies: from counts (m, K), or with noise from their sums."""
@@ -359,7 +357,7 @@ class NeuralRegressorMixin(ClientRegressorMixin):
         -------
         ndarray of shape (n_rows,) or (n_rows, n_outputs)
         """
-        found = self._outputs(X, groups)[0]
+        found = self._outputs(X, groups)
         return found.reshape(len(found)) if self._single else found.reshape(len(found), -1)
 
 

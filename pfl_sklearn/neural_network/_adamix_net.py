@@ -40,6 +40,7 @@ def adamix(setup, n_components, proximal):
         moved = server["centres"] + total["centres"] / np.maximum(total["belongs"], 1.0)[:, None]
         counts = np.maximum(total["belongs"], 0.0)
         shares = running_shares(server["shares"], counts, setup.n_clients)
+        # A share of 0 would stay 0, as its logarithm is minus infinity.
         shares = np.maximum(shares, _SMALLEST / setup.n_clients)
         shares = shares / shares.sum()
         return {"global": shares @ moved, "centres": moved, "shares": shares}
@@ -61,6 +62,7 @@ def adamix_steps(setup, proximal, server, t, block):
     )
     nets = models.array()
     away = nets[:, None] - server["centres"]
+    # Running statistics are no parameters, and have no density under the prior.
     near = shares_of(away[:, :, : engine.n_trained], server, proximal, kept["n_rows"])
     belongs = kept["chance"] if together else near
     message = {"centres": belongs[:, :, None] * away, "belongs": belongs}

@@ -41,12 +41,14 @@ def adaped(setup, settings):
         if settings.start_round is not None:
             clients["started"] = np.zeros(setup.n_clients, dtype=bool)
         if settings.catching_up is not None:
+            # A client that comes late received what the server has now, not what it started with.
             known = server if setup.before is None else setup.before.server
             clients |= received(known, engines.population, setup.n_clients)
         return server, clients
 
     def server_update(server, total, t):
         moved = averaging.server_update(server, total, t)
+        # Every client's psi is above the floor, but noise on their sum may push it below.
         return {**moved, "psi": np.maximum(moved["psi"], settings.psi_min)}
 
     return Method(
@@ -62,6 +64,7 @@ def adaped(setup, settings):
 def adaped_steps(setup, settings, server, t, block):
     """Local steps of Algorithm 2; each part of a step uses the newest values."""
     (client, population), shared_rate = setup.engines.pair, settings.global_rates[t]
+    # The schedule puts the batches of missed rounds before those of this one.
     *missed, block = block.rounds(setup.local_steps)
     kept, before = caught_up(setup, settings, t, missed, block.clients), None
     kept = started(settings, server, t, kept)
@@ -74,6 +77,7 @@ def adaped_steps(setup, settings, server, t, block):
         losses, others, theirs = personal_step(setup, settings, t, block, nets, psi, X, y)
         before = losses if before is None else before
 
+        # Of the personal net after its step: Algorithm 2 uses the newest values of all others.
         own = client.log_probabilities(block.read(client, personal.evaluate(X)))
         pull = gap_between(theirs, own) / (2 * psi)
         if settings.global_loss:
@@ -82,13 +86,17 @@ def adaped_steps(setup, settings, server, t, block):
 
         others = block.read(population, shared.evaluate(X))
         gap = gap_between(population.log_probabilities(others), own)
+        # The derivative of log(psi) / 2 + gap / (2 psi).
         psi = psi - settings.psi_rate * noisy(1 / (2 * psi) - gap / (2 * psi**2))
+        # Once per step, as printed. A projection never widens the gap between two neighbouring
+        # fits.
         psi = psi.clamp_min(settings.psi_min)
     change = psi.double().cpu().numpy() - float(server["psi"])
     message = setup.averaging.message(**{"global": shared.change(), "psi": change})
     kept = {**kept, "personal": personal.array()}
     if settings.catching_up is not None:
         kept |= received(server, population, block.n_clients)
+    # What clients keep goes on to later calls, whose labels give other offsets.
     kept.pop("offset", None)
     return Update(message, kept, in_double(before))
 
@@ -300,6 +308,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
 
     @property
     def _noisy_steps(self):
+        # Without a bound no gradient is clipped, and there is nothing that noise could cover.
         if self.noise == "per_round" or self.clip_norm is None:
             return None
         return NoisySteps((self.clip_norm, self.psi_clip_norm), self.local_steps)
@@ -329,6 +338,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         start, last = self.personal_start_round, self._last_round(0)
         if not self._starts_from_global:
             return
+        # Where the data end the rounds, nobody knows now how many there will be.
         late = start is not None and start >= last and not self._ends_when_flat
         if late and not self.warm_start:
             raise ValueError(
@@ -394,10 +404,12 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
         if not self.train_unsampled:
             return None
         plain, most = super()._schedule(setup), self.train_unsampled
+        # True is an integer to Python, and would count one missed round.
         if isinstance(most, bool | np.bool_):
             most = _MOST_MISSED
         if self._start_round is not None:
             return CatchingUp(plain, most, since=self._start_round)
+        # Rounds before a client came, or the option was turned on, are none that it missed.
         return CatchingUp(plain, most, joined=0 if setup.before is None else setup.before.round)
 
     def _schedule(self, setup):
@@ -418,8 +430,11 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
     def _scales(self):
         if self.clip_norm is None or self._noisy_steps is not None:
             return None
+        # Parts are divided by these: a change of psi by psi_clip_norm counts as one of the net by
+        # clip_norm.
         return {"global": 1.0, "psi": self.psi_clip_norm / self.clip_norm}
 
     def _fewest_rounds(self, rows):
         fewest = super()._fewest_rounds(rows)
+        # A third as many rounds as before the start have to follow, as in a fit of known length.
         return fewest if self._start_round is None else max(fewest, self._start_round / _START)

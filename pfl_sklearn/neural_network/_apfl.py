@@ -28,12 +28,15 @@ def apfl_steps(setup, adaptive, server, t, block):
         changes = [after - start for after, start in zip(mixed.tensors, before, strict=True)]
         better = share
         if adaptive and first is None:
+            # Once a round, from the first batch, before either net has moved.
             better = adapted(share, own.tensors, shared.tensors, changes)
         first = losses if first is None else first
         for values, change in zip(own.tensors, changes, strict=True):
+            # The mixture's slope along the own net is the share times that along the mixture.
             values.add_(beside(share, change) * change)
         share = better
         shared.learn(shared(X), y, rate)
+    # Rows went through the mixture alone, so running statistics are its own.
     own.take_buffers(mixed)
     shares = in_double(share) if adaptive else block.clients["mixing"]
     return shared, {"personal": own.array(), "mixing": shares}, in_double(first)
@@ -51,6 +54,8 @@ def mixtures(server, clients):
     own, share = clients["personal"], clients["mixing"][:, None]
     shared, weight = server["global"].astype(own.dtype), share.astype(own.dtype)
     found = weight * own + (1 - weight) * shared
+    # Statistics of a mixture are no mixture of statistics; with a share of 0 they are the global
+    # ones.
     if server["is_buffer"].any():
         found = np.where(server["is_buffer"] & (share > 0), own, found)
     return own_or_global(server, {**clients, "personal": found})
@@ -64,6 +69,7 @@ def adapted(share, own, shared, changes):
     """
     for one, other, change in zip(own, shared, changes, strict=True):
         share = share + ((one - other) * change).flatten(1).sum(dim=1)
+    # Outside, the mixture would be no mean of two nets any more.
     return share.clamp(0, 1)
 
 

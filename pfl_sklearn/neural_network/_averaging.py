@@ -42,6 +42,7 @@ class Averaging(NamedTuple):
 
     def server_update(self, server, total, t):
         """Server whose values moved by the average change of each part."""
+        # A round that nobody took part in has a sum of 0, and moves nothing.
         divisor = max(float(total["count"]), 1.0) if self.by_count else self.n_expected
         divisor /= self.rate
         moved = {name: server[name] + total[name] / divisor for name in total if name != "count"}
@@ -168,6 +169,7 @@ def averaged(
 def untrained(setup):
     """Nets (m, p) of clients who did not train any: the initial one, or the latest global one."""
     engine = setup.engines.client
+    # Clients that come late start from what the others have learned.
     latest = engine.start() if setup.before is None else setup.before.server["global"]
     nets = np.tile(latest.astype(engine.array_dtype), (setup.n_clients, 1))
     return {"personal": nets, "started": np.zeros(setup.n_clients, dtype=bool)}
@@ -189,6 +191,7 @@ def own_or_global(server, clients):
 def running_shares(shares, counts, n_clients):
     """Shares (M,) of components over about all clients, after those with these counts (M,)."""
     total = counts.sum()
+    # An empty round, or counts that are lost in noise, say nothing of the shares.
     if not total > 0:
         return shares
     weight = min(1.0, total / n_clients)
@@ -197,6 +200,7 @@ def running_shares(shares, counts, n_clients):
 
 def _averaged_steps(averaging, local_steps, server, t, block):
     models, kept, losses = local_steps(server, t, block)
+    # Only methods with nets of clients' own ask who has one already.
     if "started" in block.clients:
         kept = {**kept, "started": np.ones(block.n_clients, dtype=bool)}
     return Update(averaging.message(**{"global": models.change()}), kept, losses)
@@ -251,8 +255,10 @@ def bayes_heads(setup, head, private):
 
     def init(server, clients):
         if head != "bayes":
+            # Given by the user, so public.
             variances = np.full(setup.n_clients, float(head))
         elif private:
+            # A common variance would carry rows of all clients into what each of them keeps.
             variances = best_variances(clients["evidence"] + log_prior())
         else:
             common = best_variances(clients["evidence"].sum(axis=0, keepdims=True))
@@ -277,7 +283,9 @@ def _heads(engine, server, t, batch, clients, own):
     x, units, logits, labels, failures = _head_rows(engine, server, batch, clients)
     variances = own["head_variance"]
     with np.errstate(over="ignore", invalid="ignore"):
+        # From the variance of a row's logit to that of one of its r parameters.
         found = head_modes(x, logits, labels, variances / x.shape[2]).deviations
+        # Back to the units of the layer's inputs, in which the bias, which is last, has none.
         found[:, : engine.last_layer.shape[1]] /= units[:, None, None]
         heads = found.transpose(0, 2, 1).astype(engine.array_dtype)
     kept = {"head": heads, "head_variance": variances}
@@ -292,5 +300,6 @@ def _head_rows(engine, server, batch, clients):
     layer = engine.last_layer
     inputs, logits, failures = layer.passed(engine, server["global"], batch.X[:, 0])
     if "offset" in clients:
+        # The layer is fitted as the client will predict, with its label frequencies.
         logits = logits + clients["offset"][:, None]
     return *head_columns(inputs, layer.bias is not None), logits, batch.y[:, 0], failures

@@ -39,8 +39,10 @@ def backend():
         If one of them is missing.
     """
     try:
+        # Not at the top: the package is imported without torch as well.
         from pfl_sklearn.neural_network import _engine, _recipe
     except ModuleNotFoundError as error:
+        # Something else that is missing, in torch itself say, is another problem with another cure.
         if error.name not in ("torch", "skorch"):
             raise
         raise ImportError(
@@ -209,6 +211,7 @@ class BaseNeural(BaseRounds):
 
     @property
     def _assumptions(self):
+        # The default net is ours, and nothing of it is shared.
         nets = self.estimator, getattr(self, "global_estimator", None)
         return () if nets == (None, None) else (_NOT_COPIED,)
 
@@ -217,12 +220,14 @@ class BaseNeural(BaseRounds):
     def _features(self, X, seen):
         """Checked rows (n_rows, ...) of numbers, as `seen` in the fit before, if there was one."""
         features = check_array(X, allow_nd=True, dtype="numeric", estimator=self, input_name="X")
+        # check_array lets dates pass for numbers.
         if features.dtype.kind not in "fiub":
             raise ValueError(
                 f"X must hold floating-point numbers or integers; got {features.dtype}."
             )
         if seen:
             shape = self._engines.population.row_shape
+            # Of two plain tables validate_data names the columns, in scikit-learn's words.
             if features.shape[1:] != shape and features.ndim + len(shape) > 3:
                 raise ValueError(f"X has rows of shape {features.shape[1:]}, but fit saw {shape}.")
             validate_data(self, X, reset=False, skip_check_array=True)
@@ -244,6 +249,7 @@ class BaseNeural(BaseRounds):
         setup = Setup(
             engines=engines,
             n_clients=len(roster.ids),
+            # Under a bound by the expected number, which is public: how many took part is a secret.
             averaging=Averaging(sampling.rate * len(roster.now), by_count=self.clip_norm is None),
             rates=recipes.learning_rates(recipe, roster.last),
             n_rows=n_rows,
@@ -264,6 +270,8 @@ class BaseNeural(BaseRounds):
             roster.now,
             self._schedule(setup),
             min(engine.clients_at_once for engine in engines.trained),
+            # Nets trained one by one may draw, and noise in steps is each client's own: both take
+            # seeds.
             not all(engine.stacked for engine in engines.trained) or setup.noisy_steps is not None,
         )
         run = Run(
@@ -273,6 +281,7 @@ class BaseNeural(BaseRounds):
             release=JointSum(mechanism, method.messages, self._scales()),
             positions=roster.earlier,
             found=found,
+            # Both follow from the rows of this call, so those of earlier calls are out of date.
             constants=("offset", "n_rows"),
             layout=engines,
             advice=_advice(net, setup.rates[0]),
@@ -294,6 +303,7 @@ class BaseNeural(BaseRounds):
         train, held = run.rows.only(kept), run.rows.only(apart)
         batch_size = train.schedule.batch_size
         checks().check_single_rows(run.layout, ids, codes[kept], batch_size, private=False)
+        # Frequencies that counted the held-out labels would make the loss on these look too low.
         seen = table._replace(features=None, y=table.y[kept])
         _, offsets = self._label_offsets(seen, codes[kept], roster, earlier, order)
         rule = flat_rule(
@@ -306,6 +316,7 @@ class BaseNeural(BaseRounds):
             n_jobs=self.n_jobs,
             advice=run.advice,
         )
+        # What clients do after the rounds may count all of their labels.
         counted = {"offset": run.found["_offsets"]} if "_offsets" in run.found else {}
         return run._replace(
             method=_with_offsets(run.method, offsets),
@@ -328,6 +339,7 @@ class BaseNeural(BaseRounds):
     def _fewest_rounds(self, rows):
         """Rounds before which no loss counts as flat."""
         sizes = np.diff(rows.offsets)
+        # A client with fewer rows than a batch takes all of them in each step.
         batch_sizes = np.minimum(sizes, rows.schedule.batch_size or sizes)
         a_pass = np.mean(sizes / batch_sizes) / self._batches
         return max(_FEWEST, max(a_pass, _PART) / self.client_fraction)
@@ -377,6 +389,7 @@ class BaseNeural(BaseRounds):
         engines, recipes = backend()
         recipe = recipes.fitted_to(recipe, table, looks)
         net = recipes.initialized(recipe, seed)
+        # Zeros, not rows: what a probe of the net shows must not depend on any client.
         example = np.zeros((2, *table.features.shape[1:]), table.features.dtype)
         example = recipes.as_input(net, example, private=True)
         recipes.materialize(net, example, seed)
@@ -399,6 +412,8 @@ class BaseNeural(BaseRounds):
 
     def _rounds_of_a_pass(self, clients):
         """Rounds in which every row is expected to be used once."""
+        # The largest client sets the number; smaller ones go over their rows several times
+        # meanwhile.
         most, size = np.bincount(clients.codes).max(), self._recipe().batch_size
         n_batches = -(-most // size) if size > 0 else 1
         return math.ceil(n_batches / (self._batches * self.client_fraction))
@@ -443,6 +458,7 @@ class BaseNeural(BaseRounds):
 
     def _net_of(self, code):
         """Engine and parameters of the client at a position; of the population for -1."""
+        # Clients that fit did not see have the code -1.
         if code < 0 or not self._has_own:
             return self._engines.population, self._population
         engine = self._engines.client
@@ -464,6 +480,7 @@ class BaseNeural(BaseRounds):
             return self._personal
         if hasattr(self, "_heads"):
             return np.stack([self._net_of(code)[1] for code in range(len(self.clients_))])
+        # A view: a copy of the net for each client would be the memory that sharing one saves.
         return np.broadcast_to(self._population, (len(self.clients_), len(self._population)))
 
     @property
@@ -478,6 +495,7 @@ class BaseNeural(BaseRounds):
 
 def _advice(net, rate):
     """What to say if rounds diverge; a net that is in standard units needs no scaling."""
+    # The default net has buffers only where it works in standard units.
     scaled = any(True for _ in net.module_.buffers()) and hasattr(
         net.module_, "standardized_inputs"
     )

@@ -58,11 +58,13 @@ def drawn_modules(recipe: NeuralNet, engine: Any, seeds: Any, earlier: Any = Non
         If they would all be the same.
     """
     if earlier is not None:
+        # Copies: if these rounds fail, the earlier ones are as they were.
         return [copy.deepcopy(module) for module in earlier.components]
     modules, first = [engine.net.module_], list(engine.net.module_.parameters())
     for seed in seeds:
         other = initialized(recipe, seed)
         materialize(other, engine.example, seed)
+        # Equal nets get equal shares of every row, and would stay equal in all rounds.
         if all(map(torch.equal, other.module_.parameters(), first)):
             raise ValueError(
                 "the module of the net starts from the same weights every time, so that components "

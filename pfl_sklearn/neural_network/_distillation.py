@@ -41,6 +41,7 @@ def personal_step(setup, settings, t, block, nets, psi, X, y):
     losses = personal.losses(outputs, y)
     theirs = population.log_probabilities(block.read(population, others))
     own = client.log_probabilities(outputs)
+    # Detached, since this step moves the personal net alone; the caller goes on with the graph.
     gap = divergence(theirs.detach(), own, from_first=settings.from_global)
     personal.step(losses + gap / (2 * psi), setup.rates[t])
     return losses.detach(), others, theirs
@@ -62,12 +63,14 @@ def caught_up(setup, settings, t, missed, clients):
     if not missed:
         return clients
     (client, population), n_clients = setup.engines.pair, missed[0].n_clients
+    # Nobody sampled the client, so it knows nothing newer than what it received last.
     shared, values = population.models(clients["received"], n_clients), clients["personal"]
     for earlier, block in zip(range(t - len(missed), t), missed, strict=True):
         personal = client.models(values, n_clients)
         psi, nets = personal.values.new_tensor(clients["received_psi"]), (personal, shared.evaluate)
         for X, y in block.steps():
             personal_step(setup, settings, earlier, block, nets, psi, X, y)
+        # Models anew in each round, as in rounds with the server: momentum ends with a round.
         values = personal.array()
     return {**clients, "personal": values}
 
@@ -95,6 +98,7 @@ def steps_through_noise(mechanism, shared, block):
     generators = mechanism.generators(block.seeds)
 
     def noisy(part, slopes):
+        # Clipping and the grid of the noise are certified in double precision.
         exact = slopes.detach().cpu().double().numpy()
         return slopes.new_tensor(mechanism.privatize(exact, part, generators))
 

@@ -14,8 +14,10 @@ from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralReg
 def ditto_steps(setup, proximal, server, t, block):
     """Global nets of a block after their steps, what clients keep, and losses of personal nets."""
     engine, rate, start = setup.engines.client, setup.rates[t], server["global"]
+    # The global net first, without a pull: it is FedAvg's, whatever clients do beside it.
     shared, _ = train(engine, block, start, rate)
     kept = block.clients["personal"]
+    # Towards the net that the server sent, as in Algorithm 1, not what the client made of it.
     personal, losses = train(engine, block, kept, rate, proximal, own=True, towards=start)
     return shared, {"personal": personal.array()}, losses
 

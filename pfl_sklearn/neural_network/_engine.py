@@ -88,6 +88,7 @@ class Engine:
         if not trained:
             raise ValueError("the module of the net has no parameter that can be trained.")
         buffers = dict(net.module_.named_buffers())
+        # Buffers last, so that what steps move is the front of every vector.
         tensors = [*trained, *((name, buffers[name]) for name in self.moving)]
         ends = np.cumsum([values.numel() for _, values in tensors]).tolist()
         self.parts = [
@@ -96,6 +97,7 @@ class Engine:
         ]
         self.n_trained = sum(values.numel() for _, values in trained)
         self.n_parameters, self.dtype = self.parts[-1].place.stop, trained[0][1].dtype
+        # Clients keep the net's own precision: double would take twice the memory of single.
         self.array_dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
         self.example, self.row_shape = example, example.shape[1:]
         self.whole = example.dtype.kind in "iu"
@@ -104,6 +106,7 @@ class Engine:
     def _chain(self, batch_size):
         """Steps for stacked clients, where the net allows them; else None."""
         net = self.net
+        # All rows of a client may be any number.
         if batch_size is None or batch_size > LARGEST_STACKED_BATCH:
             return None
         # What is drawn, or moves besides the parameters, would be shared by the block's clients.
@@ -116,6 +119,7 @@ class Engine:
         """With the net by value: its class may be a script's, which no worker can import."""
         net = cloudpickle.dumps((type(self.net), vars(self.net)))
         state = {**vars(self), "net": net}  # a copy: other threads may add what is cached
+        # It holds a net as well, which would have to go by value; it is made again there.
         state.pop("_row_loss", None)
         return state
 
@@ -172,6 +176,7 @@ class Engine:
             offsets = torch.from_numpy(offsets).to(self.device, self.dtype).unsqueeze(1)
         if all(engine.stacked for engine in (self, *others)):
             update = local_steps(BlockSteps(X, y, clients, offsets, batch.seeds))
+            # Rounds that no client may end judge what is finite by themselves.
             return update if self.protected else _judged(update)
         updates = []
         for i in range(len(X)):
@@ -189,6 +194,7 @@ class Engine:
 
         If only some parameters are `moving` (p,), steps leave the others as they are.
         """
+        # A copy: steps in place would write into the server's vector.
         start = torch.from_numpy(np.array(vectors, dtype=self.array_dtype)).to(self.device)
         return (StackedModels if self.stacked else LoneModel)(self, start, n_clients, moving)
 
@@ -218,6 +224,7 @@ class Engine:
         cheap, so that a row's hardly depend on others.
         """
         net, kind = self.evaluating(vector)
+        # An embedding would look up the code below a fraction without a word.
         if self.whole and not np.array_equal(X, np.trunc(X)):
             raise ValueError("X must hold whole numbers, as in fit; got fractions.")
         parts = []

@@ -81,6 +81,7 @@ class _FedAvg:
         return averaged(setup, steps, last_phase=self._last_phase(setup))
 
     def _last_phase(self, setup):
+        # Without a phase no client has a vector of its own, which saves the memory of all of them.
         return fine_tuning(setup, self.fine_tune_steps) if self.fine_tune_steps else None
 
 
@@ -173,6 +174,8 @@ class FedAvgClassifier(LabelPriorMixin, _FedAvg, BaseNeural):
     def _last_phase(self, setup):
         if self.head is None:
             return super()._last_phase(setup)
+        # With noise each client chooses its variance alone: only the released net ties it to
+        # others.
         return bayes_heads(setup, self.head, is_private(self))
 
     @property

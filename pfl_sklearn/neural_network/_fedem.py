@@ -70,6 +70,7 @@ def fedem_steps(setup, server, t, block):
     import torch
 
     engine, rate = setup.engines.component, setup.rates[t]
+    # Clients keep their weights alone; the nets are the server's in every round.
     models = [engine.models(vector, block.n_clients) for vector in server["nets"]]
     weights = models[0].values.new_tensor(np.maximum(block.clients["weights"], _SMALLEST_WEIGHT))
     losses = torch.stack(
@@ -151,6 +152,7 @@ class _FedEM:
 
     def _check_for_method(self, recipe):
         checks().check_losses_of_rows(recipe)
+        # One component need not differ from others; None may come to stand for two.
         if self.n_components != 1:
             checks().check_options(recipe, "draws")
 

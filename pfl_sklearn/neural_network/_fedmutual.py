@@ -37,12 +37,15 @@ def mutual_steps(setup, weights, server, t, block):
         outputs, others = block.read(engine, own(X)), shared(X)
         losses = own.losses(outputs, y)
         theirs = engine.log_probabilities(block.read(engine, others))
+        # Detached: this step moves the own net alone, and the next one the global one.
         gap = divergence(theirs.detach(), engine.log_probabilities(outputs))
         own.step(weights.own_loss * losses + weights.own_pull * gap, rate)
         first = losses.detach() if first is None else first
 
+        # Of the own net after its step, and without a graph.
         mine = engine.log_probabilities(block.read(engine, own.evaluate(X)))
         gap = divergence(theirs, mine, from_first=not weights.both_teach)
+        # QuPeD's global net follows no labels; an infinite loss with a weight of 0 would be NaN.
         loss = weights.global_pull * gap
         if weights.global_loss:
             loss = loss + weights.global_loss * shared.losses(others, y)

@@ -12,6 +12,7 @@ from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralReg
 def fedper_steps(setup, server, t, block):
     """Nets of a block after their steps, and the losses (g,) before them."""
     start = with_own(server, block.clients["personal"])
+    # All layers move at once; which of them are sent is up to `split`.
     return train(setup.engines.client, block, start, setup.rates[t], own=True)
 
 

@@ -17,8 +17,10 @@ def fedrep_steps(setup, own, head_steps, server, t, block):
     The first `head_steps` move a client's `own` layers (p,) alone, the others the shared ones.
     """
     engine, rate = setup.engines.client, setup.rates[t]
+    # Each part has batches of its own: of a client with many rows they are different rows.
     first, others = block.part(0, head_steps), block.part(head_steps)
     start = with_own(server, block.clients["personal"])
+    # Losses before anything moves, as in other methods, so that histories compare.
     fitted, losses = train(engine, first, start, rate, own=True, moving=own)
     shared, _ = train(engine, others, fitted.array(), rate, own=True, moving=~own)
     return shared, losses
@@ -73,6 +75,7 @@ class _FedRep(KeepsLayers):
         own = own_layers(setup, self.personal_layers)
         steps = partial(fedrep_steps, setup, own, self.head_steps)
         fit_heads = partial(new_heads, setup, own)
+        # Heads were fitted to the shared layers before the server's last step.
         after = own_nets(setup, self.head_steps, fit_heads, start=with_own)
         return split(setup, own, steps, last_phase=after)
 

@@ -21,6 +21,7 @@ def local_nets(setup):
         return {"global": start}, {"personal": nets}
 
     update = partial(setup.engines.update, partial(own_nets_steps, partial(further, setup)))
+    # No parts of a message: nothing is sent, so the release has nothing to clip or noise.
     return Method(init, update, lambda server, *_: server, {})
 
 
@@ -62,6 +63,7 @@ class _LocalNet:
     personalized federated learning and estimation: theory, algorithms, and privacy. ICLR.
     """
 
+    # Under any finite epsilon the report then states 0 for the rounds.
     _communicates = False
 
     def _method(self, setup):

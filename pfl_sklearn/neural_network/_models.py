@@ -110,6 +110,7 @@ class StackedModels(_Models):
         changes = privatize(torch.cat([slope.flatten(1) for slope in slopes], dim=1))
         sizes = [values[0].numel() for values in tensors]
         for values, change in zip(tensors, changes.split(sizes, dim=1), strict=True):
+            # Decay stays outside of the clip: it is the same whatever the rows are.
             values.mul_(1 - rate * self._optimizer.weight_decay)
             values.sub_(change.view(values.shape), alpha=rate)
 
@@ -124,6 +125,7 @@ class StackedModels(_Models):
         self._stand_still()
 
     def _stand_still(self):
+        # A chain moves all of its layers; those that stand still go back to where they were.
         for k in self._still:
             self.tensors[k].copy_(self._starts[k])
 
@@ -146,6 +148,7 @@ class LoneModel(_Models):
     def __init__(self, engine, start, n_clients, moving=None):
         super().__init__(engine, start)
         self.values = start.expand(n_clients, engine.n_parameters).clone()
+        # Buffers come after what is trained, and no gradient moves them.
         self._trained = slice(engine.n_trained)
         self._net, self._memory = engine.fitted_net(self.values[0]), None
         # With noise in the steps, what is sent must not depend on what a forward pass changes.
@@ -209,7 +212,12 @@ class LoneModel(_Models):
     def _slopes(self, losses):
         """Gradients, one for each tensor, of losses (1,) of the latest outputs."""
         return torch.autograd.grad(
-            losses.sum(), self._tensors, allow_unused=True, materialize_grads=True
+            # A layer that no row went through has a gradient of 0, which still gets decay and
+            # noise.
+            losses.sum(),
+            self._tensors,
+            allow_unused=True,
+            materialize_grads=True,
         )
 
     def step(self, losses: Tensor, rate: float) -> None:
@@ -230,6 +238,8 @@ class LoneModel(_Models):
 
     def _step_by(self, slopes, rate):
         """Step of an optimizer of torch, which remembers what it wants."""
+        # An optimizer of torch's own: its state, as Adam's moments, lasts for one round of one
+        # client.
         if self._memory is None:  # the rate is that of the round, in which the memory ends
             kind, params = self._optimizer
             self._memory = kind(self._tensors, lr=rate, **params)

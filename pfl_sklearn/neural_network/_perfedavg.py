@@ -20,6 +20,7 @@ def perfedavg_steps(setup, meta_rate, server, t, block):
     if setup.rates[0]:  # both rates follow a scheduler
         meta_rate = meta_rate * setup.rates[t] / setup.rates[0]
     batches = block.steps()
+    # One iterator twice: batches come in pairs, one to adapt to and one to judge by.
     for (X, y), (other, target) in zip(batches, batches, strict=True):
         start, outputs = models.copies(), models(X)
         first = models.losses(outputs, y).detach() if first is None else first
@@ -27,6 +28,7 @@ def perfedavg_steps(setup, meta_rate, server, t, block):
         adapted = models.copies()
         models.learn(models(other), target, meta_rate)
         for values, here, there in zip(models.tensors, start, adapted, strict=True):
+            # The second step counts from where the first one began, not from where it led.
             values.add_(here - there)
     return models, {}, in_double(first)
 
@@ -91,6 +93,7 @@ class _PerFedAvg:
 
     def _method(self, setup):
         n_single = int(np.sum(setup.n_rows == 1))
+        # A warning with noise would tell how many rows clients have.
         if n_single and not is_private(self):
             warn_caller(
                 f"{n_single} of {setup.n_clients} clients have one row, on which they adapt the "

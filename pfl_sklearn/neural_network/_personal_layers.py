@@ -27,6 +27,7 @@ class KeepsLayers:
     )
 
     def _check_for_method(self, recipe):
+        # Only a pass of rows tells which layer is the last one, and there are none yet.
         if not isinstance(self.personal_layers, str):
             checks().check_layers(recipe, self.personal_layers)
 
@@ -53,6 +54,7 @@ def own_layers(setup, names):
         chosen += parameters_in([_last_name(engine)], places)[0]
     for name in chosen:
         found[places[name]] = True
+    # What one client kept to itself would become part of what is sent, or the other way round.
     if setup.before is not None and np.any(setup.before.server["is_own"] != found):
         raise ValueError(
             f"personal_layers={names!r} differ from those of the rounds before, which these rounds "
@@ -103,6 +105,7 @@ def averaged_part(setup, shared):
     ValueError
         If there are none, and a budget would be spent on them.
     """
+    # Without a bound rounds in which nothing is sent do no harm: clients train alone.
     if not (shared.any() or setup.averaging.by_count):
         raise ValueError(
             "personal_layers names all layers, so that nothing is left to clip, and a budget would "
@@ -112,6 +115,7 @@ def averaged_part(setup, shared):
 
     def server_update(server, total, t):
         moved = server["global"].copy()
+        # The personal layers of the server's net stay as drawn: unseen clients get these.
         moved[shared] = averaging.server_update({"shared": moved[shared]}, total, t)["shared"]
         return {**server, "global": moved}
 

@@ -15,12 +15,15 @@ def pfedme_steps(setup, settings, server, t, block):
     proximal, n_steps, rate = settings
     engine, first = setup.engines.client, None
     shared = engine.models(server["global"], block.n_clients)
+    # From the global net in every round, and on from batch to batch, as in the authors' code.
     personal = engine.models(server["global"], block.n_clients)
     for X, y in block.steps():
         before = proximal_steps(personal, X, y, setup.rates[t], proximal, shared.tensors, n_steps)
         first = before if first is None else first
         for values, target in zip(shared.tensors, personal.tensors, strict=True):
+            # w - rate * proximal * (w - theta), as a step of that share of the way.
             values.lerp_(target, rate * proximal)
+    # Rows went through the personal nets alone, so running statistics are theirs.
     shared.take_buffers(personal)
     return shared, {}, in_double(first)
 
@@ -36,6 +39,8 @@ def proximal_steps(models, X, y, rate, proximal, centre, n_steps):
         first = models.losses(outputs, y).detach() if first is None else first
         models.learn(outputs, y, rate)
         for values, start, target in zip(models.tensors, before, centre, strict=True):
+            # The pull from where this step began, explicit as in Algorithm 1: rate times proximal
+            # must stay below 2.
             values.sub_(start - target, alpha=rate * proximal)
     return first
 
@@ -124,6 +129,7 @@ class _PFedMe:
 
     def _method(self, setup):
         settings = self.proximal, self.personal_steps, self.local_learning_rate
+        # Personal nets of earlier rounds belong to earlier global nets.
         last = own_nets(setup, setup.local_steps, partial(near_the_global, setup, settings))
         steps = partial(pfedme_steps, setup, settings)
         return averaged(setup, steps, last_phase=last, rate=self.server_learning_rate)

@@ -19,12 +19,14 @@ from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralReg
 def ppsgd_net(setup, alpha, head):
     """The method; `head` (p,) says which parameters belong to the head."""
     engine, n_expected = setup.engines.client, setup.averaging.n_expected
+    # In units of the net's learning rate, which may follow a scheduler.
     steps = step_sizes(alpha_of(alpha, n_expected), 1.0, n_expected)
     sends_head = steps.population or head.all()  # without one as PPSGDClassifier, if all is head
     shared = np.ones_like(head) if sends_head else ~head
     server_update, shapes = averaged_part(setup, shared)
 
     def init():
+        # At zero, so that clients start from the common head, which those get that fit never sees.
         own = np.zeros((setup.n_clients, int(head.sum())), dtype=engine.array_dtype)
         return {"global": engine.start(), "is_own": head}, {"deviation": own}
 
@@ -37,6 +39,7 @@ def ppsgd_update(setup, steps, head, shared, server, t, block):
     own = block.clients["deviation"]
     models, losses = ppsgd_steps(setup, steps, head, with_deviation(server, own), t, block)
     change = models.change()
+    # What the head moved is shared out between the two as their steps are; both see one gradient.
     moved = change[:, head] * (1 / (steps.population + steps.local))
     change[:, head] = steps.population * moved
     kept = {"deviation": own + (steps.local * moved).astype(own.dtype)}
@@ -46,6 +49,7 @@ def ppsgd_update(setup, steps, head, shared, server, t, block):
 def ppsgd_steps(setup, steps, head, start, t, block):
     """Nets of a block after their steps, the heads' by both steps together, and first losses."""
     models, first = setup.engines.client.models(start, block.n_clients), None
+    # A head is a sum, so its step is the sum of the steps of the common and the own one.
     factors = models.parts(np.where(head, steps.population + steps.local, 1.0))
     for X, y in block.steps():
         before, outputs = models.copies(), models(X)

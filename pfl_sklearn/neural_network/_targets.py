@@ -116,6 +116,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         net = self._engines.population.net
         checks().check_readable(net)
         found = self._outputs(X, groups)
+        # A nonlinearity of the user's may give anything, and log losses of it would mean nothing.
         if (found < 0).any() or (np.abs(found.sum(axis=1) - 1) > _CLOSE).any():
             raise ValueError(
                 f"the outputs of the net, read by criterion={type(net.criterion_).__name__} and "
@@ -244,6 +245,7 @@ class LabelPriorMixin(NeuralClassifierMixin):
     @property
     def _label_share(self):
         """Share of the budget for the label prior: all of it, if nothing else is released."""
+        # Nets that are trained alone release nothing, so the sum may have the whole budget.
         if not self._communicates:
             return _ALL
         return min(self.label_prior_share or _DEFAULT_SHARE, _ALL)
@@ -263,6 +265,7 @@ class LabelPriorMixin(NeuralClassifierMixin):
         if not is_private(self):
             return (SparseDirichletPrior() if isinstance(prior, str) else prior).fit_counts(counts)
         if isinstance(prior, str):
+            # A prior that is known in advance costs no privacy: all parameters are 1.
             return DirichletPrior(np.full(n_classes, 1 / n_classes), float(n_classes))
         if self._prior_from_sums:
             return prior.fit_sums(*sums)
@@ -284,12 +287,15 @@ class LabelPriorMixin(NeuralClassifierMixin):
         n_classes = table.details
         counts = np.zeros((len(roster.ids), n_classes))
         if earlier is not None:
+            # Clients without rows in this call keep the frequencies of an earlier one.
             counts[roster.earlier] = earlier.found.get("_label_counts", 0.0)
         cells = np.bincount(codes * n_classes + table.y, minlength=len(roster.now) * n_classes)
         counts[roster.now] = cells.reshape(-1, n_classes)
         if self._releases_labels(earlier):
             found["_label_sums"] = self._noisy_sums(counts, earlier, order)
         prior = self._label_prior(counts, found.get("_label_sums"))
+        # Bayes' rule: out with the population's frequencies, which the net has learned, in with the
+        # client's.
         offsets = prior.log_frequencies(counts) - np.log(prior.mean)
         offsets[counts.sum(axis=1) == 0] = 0.0  # nothing is known of their labels
         found |= {"label_prior_": prior, "_label_counts": counts, "_offsets": offsets}

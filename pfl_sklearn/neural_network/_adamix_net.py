@@ -9,19 +9,15 @@ from scipy.special import softmax
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
-from pfl_sklearn.neural_network._averaging import (
-    running_shares,
-    train,
-    untrained,
-)
-from pfl_sklearn.neural_network._base import BaseNeural, checks
+from pfl_sklearn.neural_network._averaging import n_components_for, running_shares, train, untrained
+from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 _SMALLEST = 0.1  # clients in a centre, by its share: so few that others outweigh it at once
 
 
 def adamix(setup, n_components, proximal):
-    """The method: clients keep their nets, the server has the centres and their shares."""
+    """AdaMix as a method: clients have their nets, the server has the centres and their shares."""
     engine = setup.engines.client
     n, p = n_components, engine.n_parameters
 
@@ -142,7 +138,7 @@ class _AdaMixNet:
 
     def _method(self, setup):
         n_before = None if setup.before is None else len(setup.before.server["centres"])
-        n_components = checks().n_components_for(self.n_components, setup.n_clients, n_before)
+        n_components = n_components_for(self.n_components, setup.n_clients, n_before)
         return adamix(setup, n_components, self.proximal)
 
 

@@ -12,7 +12,7 @@ from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.rows import CatchingUp
 from pfl_sklearn.neural_network._averaging import divergence, in_double
-from pfl_sklearn.neural_network._base import BaseNeural, backend, checks
+from pfl_sklearn.neural_network._base import BaseNeural, backend
 from pfl_sklearn.neural_network._distillation import (
     Distillation,
     caught_up,
@@ -30,7 +30,7 @@ _MOST_MISSED = 5  # rounds that clients make up for at most
 
 
 def adaped(setup, settings):
-    """The method."""
+    """AdaPeD as a method: the server has the global net and psi, clients have their own nets."""
     engines, averaging = setup.engines, setup.averaging
     kind = engines.client.array_dtype
 
@@ -195,7 +195,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
     """
 
     _own_steps = True
-    _distils = True
+    _needs_probabilities = True
 
     label_prior_share: float | None = LABEL_SHARE
     psi_init: float = parameter(
@@ -326,7 +326,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
                 "are clipped to clip_norm in every step; give clip_quantile=None."
             )
         if self._noisy_steps is not None:
-            checks().check_options(self.global_estimator or self._recipe(), "plain steps")
+            backend().checks.check_options(self.global_estimator or self._recipe(), "plain steps")
 
     def _check_start(self):
         """Raise ValueError if psi or the personal nets cannot start as asked for."""
@@ -371,7 +371,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
 
     def _method(self, setup):
         if setup.noisy_steps is not None:
-            checks().check_noisy_steps(setup.engines.population, self._global_rates(setup))
+            backend().checks.check_noisy_steps(setup.engines.population, self._global_rates(setup))
         settings = Distillation(
             self.psi_init,
             self.psi_min,
@@ -418,7 +418,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
     def _global_rates(self, setup):
         if self.global_estimator is None:
             return setup.rates
-        _, recipes = backend()
+        recipes = backend().recipe
         return recipes.learning_rates(self.global_estimator, len(setup.rates) - 1)
 
     def _recipes(self):

@@ -74,7 +74,7 @@ def adapted(share, own, shared, changes):
 
 
 def beside(share, tensor):
-    """Shares (g,) in a shape that goes with a tensor (g, ...)."""
+    """Shares (g,) reshaped to multiply a tensor (g, ...)."""
     return share.view(-1, *(1,) * (tensor.ndim - 1))
 
 

@@ -167,7 +167,7 @@ def averaged(
 
 
 def untrained(setup):
-    """Nets (m, p) of clients who did not train any: the initial one, or the latest global one."""
+    """Nets (m, p) of clients that have trained none: the initial or the latest global one."""
     engine = setup.engines.client
     # Clients that come late start from what the others have learned.
     latest = engine.start() if setup.before is None else setup.before.server["global"]
@@ -188,8 +188,30 @@ def own_or_global(server, clients):
     return np.where(started[:, None], own, server["global"].astype(own.dtype))
 
 
+def n_components_for(given, n_clients, n_before):
+    """Number of components: the one given, or that of the rounds before, or two of two clients.
+
+    Raises
+    ------
+    ValueError
+        If there are more components than clients, or the rounds before had another number.
+    """
+    if given is None:
+        return min(2, n_clients) if n_before is None else n_before
+    if given > n_clients:
+        raise ValueError(
+            f"n_components={given} is more than the number of clients, {n_clients}; expected at "
+            "most one component for each client."
+        )
+    if n_before not in (None, given):
+        raise ValueError(
+            f"the rounds before had {n_before} components, and these would have {given}; fit anew."
+        )
+    return given
+
+
 def running_shares(shares, counts, n_clients):
-    """Shares (M,) of components over about all clients, after those with these counts (M,)."""
+    """Running average (M,) of components' shares, after a round with these counts (M,)."""
     total = counts.sum()
     # An empty round, or counts that are lost in noise, say nothing of the shares.
     if not total > 0:
@@ -199,6 +221,7 @@ def running_shares(shares, counts, n_clients):
 
 
 def _averaged_steps(averaging, local_steps, server, t, block):
+    """Update of a block whose clients send how the global net changed."""
     models, kept, losses = local_steps(server, t, block)
     # Only methods with nets of clients' own ask who has one already.
     if "started" in block.clients:

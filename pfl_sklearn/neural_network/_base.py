@@ -2,6 +2,7 @@
 
 import math
 from numbers import Integral
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -40,7 +41,7 @@ def backend():
     """
     try:
         # Not at the top: the package is imported without torch as well.
-        from pfl_sklearn.neural_network import _engine, _recipe
+        from pfl_sklearn.neural_network import _checks, _engine, _recipe
     except ModuleNotFoundError as error:
         # Something else that is missing, in torch itself say, is another problem with another cure.
         if error.name not in ("torch", "skorch"):
@@ -49,15 +50,7 @@ def backend():
             f"neural estimators need PyTorch and skorch, and {error.name} is not installed: "
             "pip install pfl-sklearn[torch]"
         ) from error
-    return _engine, _recipe
-
-
-def checks():
-    """Module of what is refused in a net; ImportError as in :func:`backend`."""
-    backend()
-    from pfl_sklearn.neural_network import _checks
-
-    return _checks
+    return SimpleNamespace(engine=_engine, recipe=_recipe, checks=_checks)
 
 
 @with_parameters
@@ -135,7 +128,6 @@ class BaseNeural(BaseRounds):
     )
     _client_results: ClassVar[dict[str, str]] = {}  # fitted attributes, by the clients' arrays
     _own_steps = False  # whether the method needs plain gradient steps
-    _distils = False  # whether the method needs probabilities of classes
 
     estimator: Any = parameter(
         kw_only=False,
@@ -174,7 +166,7 @@ class BaseNeural(BaseRounds):
 
     @property
     def _needs_probabilities(self) -> bool:
-        """Whether parameters need the probabilities of classes."""
+        """Whether the method, or one of its parameters, needs the probabilities of classes."""
         return False
 
     def _default_component(self, name, value):
@@ -198,9 +190,9 @@ class BaseNeural(BaseRounds):
 
     def _check_recipe(self, recipe, name):
         """Raise ValueError if the recipe that parameter `name` holds cannot be followed."""
-        refusals = checks()
+        refusals = backend().checks
         refusals.check_recipe(recipe, self._is_classifier, self._own_steps, name)
-        if self._needs_probabilities or self._distils:
+        if self._needs_probabilities:
             refusals.check_probabilities(recipe)
         if is_private(self):
             refusals.check_no_statistics(recipe)
@@ -234,7 +226,7 @@ class BaseNeural(BaseRounds):
         return features
 
     def _make_run(self, table, clients, roster, earlier, order, mechanism, until_flat=False):
-        _, recipes = backend()
+        recipes = backend().recipe
         recipe = self._recipe()
         batch_size = None if recipe.batch_size == -1 else recipe.batch_size
         if earlier is not None:
@@ -262,7 +254,7 @@ class BaseNeural(BaseRounds):
         found, offsets = self._label_offsets(table, codes, roster, earlier, order)
         method = _with_offsets(self._method(setup), offsets)
         net, private = engines.trained[0].net, is_private(self)
-        checks().check_single_rows(engines, clients.ids, codes, batch_size, private)
+        backend().checks.check_single_rows(engines, clients.ids, codes, batch_size, private)
         rows = ClientRows(
             recipes.as_input(net, table.features, private),
             recipes.as_targets(net, table.y, private, engines.trained[0].output_shape),
@@ -302,7 +294,7 @@ class BaseNeural(BaseRounds):
         kept, apart = split_rows(codes, run.rows.n_clients, self.validation_fraction, rng)
         train, held = run.rows.only(kept), run.rows.only(apart)
         batch_size = train.schedule.batch_size
-        checks().check_single_rows(run.layout, ids, codes[kept], batch_size, private=False)
+        backend().checks.check_single_rows(run.layout, ids, codes[kept], batch_size, private=False)
         # Frequencies that counted the held-out labels would make the loss on these look too low.
         seen = table._replace(features=None, y=table.y[kept])
         _, offsets = self._label_offsets(seen, codes[kept], roster, earlier, order)
@@ -345,7 +337,7 @@ class BaseNeural(BaseRounds):
         return max(_FEWEST, max(a_pass, _PART) / self.client_fraction)
 
     def _schedule(self, setup):
-        """Which rows come next."""
+        """Schedule by which clients take batches of their rows."""
         return Reshuffled(setup.batch_size, self._batches)
 
     @property
@@ -355,7 +347,7 @@ class BaseNeural(BaseRounds):
 
     def _check_goes_on(self, earlier):
         """Raise ValueError if nets of the earlier rounds cannot be followed by these."""
-        _, recipes = backend()
+        recipes = backend().recipe
         changed = earlier.layout.client.protected != is_private(self)
         if changed and recipes.has_units(self._recipe()):
             raise ValueError(
@@ -372,7 +364,7 @@ class BaseNeural(BaseRounds):
 
     def _make_engines(self, table, earlier, order, batch_size, n_clients):
         """Engines of nets whose weights are drawn from `order`, or which earlier rounds had."""
-        _, recipes = backend()
+        recipes = backend().recipe
         own = self._recipes().values()
         # Nets that follow each other's predictions work in the same units, or in none.
         looks = not is_private(self) and all(map(recipes.has_units, own))
@@ -386,7 +378,7 @@ class BaseNeural(BaseRounds):
 
     def _make_engine(self, recipe, table, earlier, seed, batch_size, looks):
         """Engine of a recipe; one that `looks` takes units of its default net from the table."""
-        engines, recipes = backend()
+        recipes = backend().recipe
         recipe = recipes.fitted_to(recipe, table, looks)
         net = recipes.initialized(recipe, seed)
         # Zeros, not rows: what a probe of the net shows must not depend on any client.
@@ -396,7 +388,7 @@ class BaseNeural(BaseRounds):
         if earlier is not None:
             recipes.take_over(net, earlier.net)
         known = {"protected": is_private(self), "noisy_steps": self._noisy_steps is not None}
-        engine = engines.Engine(net, example, batch_size, **known)
+        engine = backend().engine.Engine(net, example, batch_size, **known)
         shape, y = engine.output_shape, np.zeros((2, *table.y.shape[1:]), table.y.dtype)
         recipes.check_outputs(shape, table.details, net)
         recipes.check_loss(net, shape, recipes.as_targets(net, y, True, shape))
@@ -487,14 +479,14 @@ class BaseNeural(BaseRounds):
     def net_(self) -> Any:
         """Fitted skorch net: of the one client if there is only one, else of the population."""
         check_is_fitted(self)
-        _, recipes = backend()
+        recipes = backend().recipe
         alone = len(getattr(self, "clients_", ())) == 1
         engine, vector = self._net_of(0 if alone else -1)
         return recipes.as_fitted(engine, vector, getattr(self, "classes_", None))
 
 
 def _advice(net, rate):
-    """What to say if rounds diverge; a net that is in standard units needs no scaling."""
+    """Advice for rounds that diverge; features that the net standardizes need no scaling."""
     # The default net has buffers only where it works in standard units.
     scaled = any(True for _ in net.module_.buffers()) and hasattr(
         net.module_, "standardized_inputs"

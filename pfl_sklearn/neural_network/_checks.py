@@ -161,13 +161,13 @@ def _option_values(recipe: NeuralNet) -> Iterator[tuple[str, Any]]:
 
 
 def _option_text(value: Any) -> str:
-    """Short text of a value: a class by its name, what prints too much by that of its class."""
+    """Short text of a value: a class by its name, a long value by the name of its class."""
     text = getattr(value, "__name__", None) or repr(value)
     return text if len(text) <= _SHOWN_OPTION else type(value).__name__
 
 
 def _check_defaults(recipe: NeuralNet) -> None:
-    """Raise ValueError if an option that rounds have no use for was set, but to what they do."""
+    """Raise ValueError if an option without effect has neither its default nor what rounds use."""
     params = recipe.get_params(deep=False)
     for name in params.keys() & set(_UNUSED):
         value, default = params[name], _default(recipe, name)
@@ -332,28 +332,6 @@ def check_losses_of_rows(recipe: NeuralNet) -> None:
         )
 
 
-def n_components_for(given: int | None, n_clients: int, n_before: int | None) -> int:
-    """Number of components: the one given, or that of the rounds before, or two of two clients.
-
-    Raises
-    ------
-    ValueError
-        If there are more components than clients, or the rounds before had another number.
-    """
-    if given is None:
-        return min(2, n_clients) if n_before is None else n_before
-    if given > n_clients:
-        raise ValueError(
-            f"n_components={given} is more than the number of clients, {n_clients}; expected at "
-            "most one component for each client."
-        )
-    if n_before not in (None, given):
-        raise ValueError(
-            f"the rounds before had {n_before} components, and these would have {given}; fit anew."
-        )
-    return given
-
-
 def check_single_rows(engines: Any, ids: Any, codes: Any, batch_size: Any, private: bool) -> None:
     """Raise ValueError if a client has batches of one row, and a net cannot be trained on them.
 
@@ -373,7 +351,7 @@ def check_single_rows(engines: Any, ids: Any, codes: Any, batch_size: Any, priva
 
 
 def _owners_of_single_rows(ids, codes, batch_size, private):
-    """Words for the clients that have batches of one row; None if there are none."""
+    """Clients with batches of one row, as the subject of a message; None if there are none."""
     if private:
         return "with noise, any client may have one row"
     if batch_size == 1:

@@ -42,7 +42,7 @@ class MixtureOfNets(nn.Module):
 
 
 def mixture_of(net: NeuralNet, modules: list[nn.Module]) -> NeuralNet:
-    """Net whose module is the mixture of modules like that of a net."""
+    """Copy of a net that has a mixture of modules like its own."""
     mixture = twin(net)
     reading = Reading(net.criterion_, isinstance(net, NeuralNetRegressor))
     mixture.module_ = MixtureOfNets(modules, reading)
@@ -50,7 +50,7 @@ def mixture_of(net: NeuralNet, modules: list[nn.Module]) -> NeuralNet:
 
 
 def drawn_modules(recipe: NeuralNet, engine: Any, seeds: Any, earlier: Any = None) -> list[Any]:
-    """The module of an engine's net and others that the recipe gives from seeds; or earlier ones.
+    """Modules of components: the engine's and others drawn from seeds, or those before.
 
     Raises
     ------

@@ -48,7 +48,7 @@ def personal_step(setup, settings, t, block, nets, psi, X, y):
 
 
 def received(server, population, n_clients):
-    """What n clients keep of what they got from the server, as arrays with clients first."""
+    """The global net (n, p) and psi (n,) that n clients get from the server, for them to keep."""
     vector = server["global"].astype(population.array_dtype)
     psi = np.full(n_clients, float(server["psi"]))
     return {"received": np.tile(vector, (n_clients, 1)), "received_psi": psi}
@@ -76,7 +76,7 @@ def caught_up(setup, settings, t, missed, clients):
 
 
 def what_is_left(setup, settings):
-    """Last phase of rounds that clients missed since they last took part."""
+    """Last phase, in which personal nets take the steps of rounds since they last took part."""
 
     def init(server, clients):
         return {"personal": clients["personal"]}
@@ -86,6 +86,7 @@ def what_is_left(setup, settings):
 
 
 def _left_steps(setup, settings, server, t, block):
+    """Update of a block whose personal nets take the steps of missed rounds, and send nothing."""
     missed = block.rounds(setup.local_steps)
     done = caught_up(setup, settings, t, missed, block.clients)
     return Update({}, {"personal": done["personal"]}, np.zeros(block.n_clients))

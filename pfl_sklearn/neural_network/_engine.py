@@ -327,7 +327,7 @@ def _steps_of_one(local_steps, block, engine):
 
 
 def _judged(update):
-    """Update in which a client whose arrays are not finite has no finite loss either.
+    """Update in which the loss of each client with an array that is not finite is NaN.
 
     Fits without noise then name the client; those with noise leave out what is not finite.
     """

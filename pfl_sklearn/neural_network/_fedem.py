@@ -9,15 +9,20 @@ from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn._rounds.privacy import is_private
-from pfl_sklearn.neural_network._averaging import Engines, in_double, running_shares
-from pfl_sklearn.neural_network._base import BaseNeural, backend, checks
+from pfl_sklearn.neural_network._averaging import (
+    Engines,
+    in_double,
+    n_components_for,
+    running_shares,
+)
+from pfl_sklearn.neural_network._base import BaseNeural, backend
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 _SMALLEST_WEIGHT = 1e-8  # of a component, from which it can come back; 0 would stay 0
 
 
 def fedem(setup, n_components):
-    """The method; the vector of a mixture has its weights first."""
+    """FedEM as a method, where the parameters of a mixture start with its weights."""
     engine, mixture = setup.engines.component, setup.engines.population
     averaging, n, start = setup.averaging, n_components, mixture.start()
     places = places_of(engine, mixture, n)
@@ -151,13 +156,13 @@ class _FedEM:
     _client_results = {"responsibilities_": "weights"}
 
     def _check_for_method(self, recipe):
-        checks().check_losses_of_rows(recipe)
+        backend().checks.check_losses_of_rows(recipe)
         # One component need not differ from others; None may come to stand for two.
         if self.n_components != 1:
-            checks().check_options(recipe, "draws")
+            backend().checks.check_options(recipe, "draws")
 
     def _make_engines(self, table, earlier, order, batch_size, n_clients):
-        engines, recipes = backend()
+        recipes = backend().recipe
         from pfl_sklearn.neural_network._components import drawn_modules, mixture_of
 
         before = None if earlier is None else earlier.layout
@@ -170,12 +175,12 @@ class _FedEM:
         recipe = recipes.fitted_to(recipe, table, looks)
         known = None if before is None else before.client.net.module_
         net = mixture_of(part.net, drawn_modules(recipe, part, seeds[1:], known))
-        mixture = engines.Engine(net, part.example, batch_size, part.protected)
+        mixture = backend().engine.Engine(net, part.example, batch_size, part.protected)
         return Engines(mixture, mixture, part)
 
     def _n_components_for(self, n_clients, before):
         n_before = None if before is None else len(before.server["nets"])
-        return checks().n_components_for(self.n_components, n_clients, n_before)
+        return n_components_for(self.n_components, n_clients, n_before)
 
     def _method(self, setup):
         return fedem(setup, self._n_components_for(setup.n_clients, setup.before))

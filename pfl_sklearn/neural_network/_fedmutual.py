@@ -112,7 +112,7 @@ class FedMutualClassifier(NeuralClassifierMixin, BaseNeural):
                 net's predictions. With 1 the global net is that of FedAvg.
             """,
     )
-    _distils = True
+    _needs_probabilities = True
 
     def _method(self, setup):
         weights = Weights(
@@ -175,7 +175,7 @@ class QuPeDClassifier(NeuralClassifierMixin, BaseNeural):
                 is.
             """,
     )
-    _distils = True
+    _needs_probabilities = True
 
     def _method(self, setup):
         share = self.distillation

@@ -12,7 +12,7 @@ from pfl_sklearn.neural_network._targets import LabelPriorMixin, NeuralRegressor
 
 
 def local_nets(setup):
-    """The method: it sends nothing."""
+    """Local training as a method: clients have their nets, and send nothing."""
     engine = setup.engines.client
 
     def init():

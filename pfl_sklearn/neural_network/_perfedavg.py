@@ -10,7 +10,7 @@ from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.neural_network._averaging import averaged, fine_tuning, in_double
-from pfl_sklearn.neural_network._base import BaseNeural, checks
+from pfl_sklearn.neural_network._base import BaseNeural, backend
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
@@ -89,7 +89,7 @@ class _PerFedAvg:
     _own_steps = True
 
     def _check_for_method(self, recipe):
-        checks().check_options(recipe, "no momentum")
+        backend().checks.check_options(recipe, "no momentum")
 
     def _method(self, setup):
         n_single = int(np.sum(setup.n_rows == 1))

@@ -8,7 +8,7 @@ import numpy as np
 from pfl_sklearn._compat import StrOptions
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
-from pfl_sklearn.neural_network._base import checks
+from pfl_sklearn.neural_network._base import backend
 
 
 @with_parameters
@@ -29,7 +29,7 @@ class KeepsLayers:
     def _check_for_method(self, recipe):
         # Only a pass of rows tells which layer is the last one, and there are none yet.
         if not isinstance(self.personal_layers, str):
-            checks().check_layers(recipe, self.personal_layers)
+            backend().checks.check_layers(recipe, self.personal_layers)
 
     @staticmethod
     def _nets(server, clients):
@@ -48,7 +48,7 @@ def own_layers(setup, names):
     engine = setup.engines.client
     found = np.zeros(engine.n_parameters, dtype=bool)
     places = {part.name: part.place for part in engine.parts}
-    parameters_in = checks().parameters_in
+    parameters_in = backend().checks.parameters_in
     chosen, last = parameters_in([names] if isinstance(names, str) else names, places)
     if last:
         chosen += parameters_in([_last_name(engine)], places)[0]
@@ -64,12 +64,13 @@ def own_layers(setup, names):
 
 
 def _last_name(engine):
+    """Name of the last layer; ValueError if the module does not end with a linear one."""
     try:
         return engine.last_layer.name
     except ValueError as error:
         known, last = ", ".join(part.name for part in engine.parts), "personal_layers='last'"
         why = f"{last} cannot tell which layer is the last: {error} Or name"
-        if isinstance(error, checks().NoLastLayer):
+        if isinstance(error, backend().checks.NoLastLayer):
             why = (
                 f"{last} needs a module that ends with a trainable torch.nn.Linear, used once, "
                 "whose outputs are the logits of the classes or the predictions; name"
@@ -123,6 +124,7 @@ def averaged_part(setup, shared):
 
 
 def _split_steps(averaging, shared, local_steps, server, t, block):
+    """Update of a block whose clients send how the shared parameters changed."""
     models, losses = local_steps(server, t, block)
     nets = models.array()
     start = server["global"][shared].astype(nets.dtype)  # of all phases

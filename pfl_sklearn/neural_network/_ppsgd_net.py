@@ -17,7 +17,7 @@ from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralReg
 
 
 def ppsgd_net(setup, alpha, head):
-    """The method; `head` (p,) says which parameters belong to the head."""
+    """PPSGD as a method, where `head` (p,) says which parameters belong to the head."""
     engine, n_expected = setup.engines.client, setup.averaging.n_expected
     # In units of the net's learning rate, which may follow a scheduler.
     steps = step_sizes(alpha_of(alpha, n_expected), 1.0, n_expected)

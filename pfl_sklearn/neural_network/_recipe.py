@@ -316,7 +316,7 @@ def probe(net: NeuralNet, example: np.ndarray) -> tuple[tuple[int, ...], bool, t
 
 
 def _running(module):
-    """Names of running statistics: an example of zeros may leave them where they are."""
+    """Names of running statistics, which a pass of zeros may leave as they were."""
     return {
         f"{name}.{buffer}" if name else buffer
         for name, layer in module.named_modules()

@@ -7,12 +7,12 @@ import numpy as np
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn.neural_network._averaging import in_double
-from pfl_sklearn.neural_network._base import BaseNeural, checks
+from pfl_sklearn.neural_network._base import BaseNeural, backend
 from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
 def scaffold(setup):
-    """The method; server and clients keep mean gradients, their controls."""
+    """SCAFFOLD as a method: server and clients have mean gradients, their controls."""
     engine, averaging = setup.engines.client, setup.averaging
     p = engine.n_parameters
 
@@ -94,7 +94,7 @@ class _Scaffold:
     _own_steps = True
 
     def _check_for_method(self, recipe):
-        checks().check_options(recipe, "no momentum")
+        backend().checks.check_options(recipe, "no momentum")
 
     def _method(self, setup):
         return scaffold(setup)

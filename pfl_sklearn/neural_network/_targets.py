@@ -16,7 +16,7 @@ from pfl_sklearn._rounds.privacy import LABEL_SUMS, is_private, label_event, lab
 from pfl_sklearn._rounds.task import CheckedTable
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
-from pfl_sklearn.neural_network._base import checks
+from pfl_sklearn.neural_network._base import backend
 from pfl_sklearn.priors import DirichletPrior, SparseDirichletPrior
 
 _CLOSE = 1e-3  # of sums of probabilities to 1
@@ -114,7 +114,7 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         """
         check_is_fitted(self)
         net = self._engines.population.net
-        checks().check_readable(net)
+        backend().checks.check_readable(net)
         found = self._outputs(X, groups)
         # A nonlinearity of the user's may give anything, and log losses of it would mean nothing.
         if (found < 0).any() or (np.abs(found.sum(axis=1) - 1) > _CLOSE).any():
@@ -272,7 +272,7 @@ class LabelPriorMixin(NeuralClassifierMixin):
         return prior.fit_counts(np.ones_like(counts))  # it is known, so they do not matter
 
     def _noisy_sums(self, counts, earlier, order):
-        """Sums of the frequencies of labels with counts (m, K), with the noise that is paid for."""
+        """Noisy sums over clients of label frequencies, from counts (m, K)."""
         std = label_noise_std(label_event(self))
         before = 0 if earlier is None else earlier.state.round
         rng = np.random.default_rng(None if order is None else (*order, 1 + before))

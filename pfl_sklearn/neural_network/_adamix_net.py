@@ -28,8 +28,8 @@ def adamix(setup, n_components, proximal):
         rng = np.random.default_rng(None if setup.order is None else (*setup.order, 1))
         chance = rng.dirichlet(np.ones(n), setup.n_clients)
         equal, n_rows = np.full((setup.n_clients, n), 1 / n), setup.n_rows.astype(float)
-        known = {"belongs": equal, "chance": chance, "n_rows": n_rows}
-        return server, {**untrained(setup), **known}
+        of_clients = {"belongs": equal, "chance": chance, "n_rows": n_rows}
+        return server, {**untrained(setup), **of_clients}
 
     def server_update(server, total, t):
         # Centres of less than a client, of which little or only noise is known, move little.
@@ -63,8 +63,8 @@ def adamix_steps(setup, proximal, server, t, block):
     belongs = kept["chance"] if together else near
     message = {"centres": belongs[:, :, None] * away, "belongs": belongs}
     started = np.ones(block.n_clients, dtype=bool)
-    known = {**kept, "personal": nets, "started": started, "belongs": belongs}
-    return Update(setup.averaging.message(**message), known, losses)
+    new = {**kept, "personal": nets, "started": started, "belongs": belongs}
+    return Update(setup.averaging.message(**message), new, losses)
 
 
 def shares_of(away, server, proximal, n_rows):

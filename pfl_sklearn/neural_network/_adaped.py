@@ -42,8 +42,8 @@ def adaped(setup, settings):
             clients["started"] = np.zeros(setup.n_clients, dtype=bool)
         if settings.catching_up is not None:
             # A client that comes late received what the server has now, not what it started with.
-            known = server if setup.before is None else setup.before.server
-            clients |= received(known, engines.population, setup.n_clients)
+            latest = server if setup.before is None else setup.before.server
+            clients |= received(latest, engines.population, setup.n_clients)
         return server, clients
 
     def server_update(server, total, t):
@@ -370,8 +370,11 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
             )
 
     def _method(self, setup):
+        rates = setup.rates
+        if self.global_estimator is not None:
+            rates = backend().recipe.learning_rates(self.global_estimator, len(rates) - 1)
         if setup.noisy_steps is not None:
-            backend().checks.check_noisy_steps(setup.engines.population, self._global_rates(setup))
+            backend().checks.check_noisy_steps(setup.engines.population, rates)
         settings = Distillation(
             self.psi_init,
             self.psi_min,
@@ -379,7 +382,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
             self.kd_direction == "global_to_personal",
             self.global_loss,
             self._start_round,
-            self._global_rates(setup),
+            rates,
             self._catching_up(setup),
         )
         return adaped(setup, settings)
@@ -414,12 +417,6 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
 
     def _schedule(self, setup):
         return self._catching_up(setup) or super()._schedule(setup)
-
-    def _global_rates(self, setup):
-        if self.global_estimator is None:
-            return setup.rates
-        recipes = backend().recipe
-        return recipes.learning_rates(self.global_estimator, len(setup.rates) - 1)
 
     def _recipes(self):
         recipes = super()._recipes()

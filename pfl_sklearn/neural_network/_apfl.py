@@ -53,12 +53,12 @@ def mixtures(server, clients):
     """Nets (g, p) of clients. What they keep of buffers is the mixture's already."""
     own, share = clients["personal"], clients["mixing"][:, None]
     shared, weight = server["global"].astype(own.dtype), share.astype(own.dtype)
-    found = weight * own + (1 - weight) * shared
+    nets = weight * own + (1 - weight) * shared
     # Statistics of a mixture are no mixture of statistics; with a share of 0 they are the global
     # ones.
     if server["is_buffer"].any():
-        found = np.where(server["is_buffer"] & (share > 0), own, found)
-    return own_or_global(server, {**clients, "personal": found})
+        nets = np.where(server["is_buffer"] & (share > 0), own, nets)
+    return own_or_global(server, {**clients, "personal": nets})
 
 
 def adapted(share, own, shared, changes):
@@ -135,8 +135,8 @@ class _APFL:
             )
         shares = np.full(setup.n_clients, _FIRST_SHARE if adaptive else float(self.mixing))
         steps, engine = partial(apfl_steps, setup, adaptive), setup.engines.client
-        known = {"is_buffer": np.arange(engine.n_parameters) >= engine.n_trained}
-        return averaged(setup, steps, {"mixing": shares}, personal=True, constants=known)
+        constants = {"is_buffer": np.arange(engine.n_parameters) >= engine.n_trained}
+        return averaged(setup, steps, {"mixing": shares}, personal=True, constants=constants)
 
     _nets = staticmethod(mixtures)
 

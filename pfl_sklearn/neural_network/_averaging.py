@@ -188,7 +188,7 @@ def own_or_global(server, clients):
     return np.where(started[:, None], own, server["global"].astype(own.dtype))
 
 
-def n_components_for(given, n_clients, n_before):
+def n_components_for(n_components, n_clients, n_before):
     """Number of components: the one given, or that of the rounds before, or two of two clients.
 
     Raises
@@ -196,18 +196,19 @@ def n_components_for(given, n_clients, n_before):
     ValueError
         If there are more components than clients, or the rounds before had another number.
     """
-    if given is None:
+    if n_components is None:
         return min(2, n_clients) if n_before is None else n_before
-    if given > n_clients:
+    if n_components > n_clients:
         raise ValueError(
-            f"n_components={given} is more than the number of clients, {n_clients}; expected at "
-            "most one component for each client."
+            f"n_components={n_components} is more than the number of clients, {n_clients}; "
+            "expected at most one component for each client."
         )
-    if n_before not in (None, given):
+    if n_before not in (None, n_components):
         raise ValueError(
-            f"the rounds before had {n_before} components, and these would have {given}; fit anew."
+            f"the rounds before had {n_before} components, and these would have {n_components}; "
+            "fit anew."
         )
-    return given
+    return n_components
 
 
 def running_shares(shares, counts, n_clients):
@@ -307,10 +308,10 @@ def _heads(engine, server, t, batch, clients, own):
     variances = own["head_variance"]
     with np.errstate(over="ignore", invalid="ignore"):
         # From the variance of a row's logit to that of one of its r parameters.
-        found = head_modes(x, logits, labels, variances / x.shape[2]).deviations
+        deviations = head_modes(x, logits, labels, variances / x.shape[2]).deviations
         # Back to the units of the layer's inputs, in which the bias, which is last, has none.
-        found[:, : engine.last_layer.shape[1]] /= units[:, None, None]
-        heads = found.transpose(0, 2, 1).astype(engine.array_dtype)
+        deviations[:, : engine.last_layer.shape[1]] /= units[:, None, None]
+        heads = deviations.transpose(0, 2, 1).astype(engine.array_dtype)
     kept = {"head": heads, "head_variance": variances}
     return Update({}, kept, np.zeros(len(x)), failures)
 

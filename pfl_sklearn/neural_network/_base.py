@@ -251,7 +251,7 @@ class BaseNeural(BaseRounds):
             before=None if earlier is None else earlier.state,
             order=order,
         )
-        found, offsets = self._label_offsets(table, codes, roster, earlier, order)
+        attributes, offsets = self._label_offsets(table, codes, roster, earlier, order)
         method = _with_offsets(self._method(setup), offsets)
         net, private = engines.trained[0].net, is_private(self)
         backend().checks.check_single_rows(engines, clients.ids, codes, batch_size, private)
@@ -272,7 +272,7 @@ class BaseNeural(BaseRounds):
             sampling=sampling,
             release=JointSum(mechanism, method.messages, self._scales()),
             positions=roster.earlier,
-            found=found,
+            found=attributes,
             # Both follow from the rows of this call, so those of earlier calls are out of date.
             constants=("offset", "n_rows"),
             layout=engines,
@@ -387,8 +387,8 @@ class BaseNeural(BaseRounds):
         recipes.materialize(net, example, seed)
         if earlier is not None:
             recipes.take_over(net, earlier.net)
-        known = {"protected": is_private(self), "noisy_steps": self._noisy_steps is not None}
-        engine = backend().engine.Engine(net, example, batch_size, **known)
+        noise = {"protected": is_private(self), "noisy_steps": self._noisy_steps is not None}
+        engine = backend().engine.Engine(net, example, batch_size, **noise)
         shape, y = engine.output_shape, np.zeros((2, *table.y.shape[1:]), table.y.dtype)
         recipes.check_outputs(shape, table.details, net)
         recipes.check_loss(net, shape, recipes.as_targets(net, y, True, shape))
@@ -416,11 +416,11 @@ class BaseNeural(BaseRounds):
         # What a last phase made of the clients' nets takes the place of what the rounds left.
         clients = {**state.clients, **state.own}
         nets = self._nets(state.server, clients)
-        found = {"_population": state.server["global"], "_engines": layout}
+        fitted = {"_population": state.server["global"], "_engines": layout}
         if nets.ndim > 1:
-            found["_personal"] = nets
+            fitted["_personal"] = nets
         results = self._client_results.items()
-        return found | {name: clients[array] for name, array in results if array in clients}
+        return fitted | {name: clients[array] for name, array in results if array in clients}
 
     _nets = staticmethod(own_or_global)
 
@@ -432,16 +432,16 @@ class BaseNeural(BaseRounds):
             offsets = client_values(offsets, np.zeros(offsets.shape[1]), codes)
         if not self._has_own:
             return self._engines.population.outputs(self._population, features, offsets)
-        found = None
+        gathered = None
         for code in np.unique(codes):
             rows = np.flatnonzero(codes == code)
             engine, vector = self._net_of(code)
             own = None if offsets is None else offsets[rows]
             outputs = engine.outputs(vector, features[rows], own)
-            if found is None:
-                found = np.empty((len(features), *outputs.shape[1:]), outputs.dtype)
-            found[rows] = outputs
-        return found
+            if gathered is None:
+                gathered = np.empty((len(features), *outputs.shape[1:]), outputs.dtype)
+            gathered[rows] = outputs
+        return gathered
 
     @property
     def _has_own(self):

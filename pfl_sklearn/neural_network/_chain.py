@@ -103,8 +103,8 @@ class _Recorder(TorchFunctionMode):
             return self._linear(*args) if self.rows.ndim == 2 and len(args) == 2 else None
         # Another tensor among the arguments may be another row's.
         tensors = any(isinstance(value, Tensor) for value in (*args, *kwargs.values()))
-        known = function in _ROW_FUNCTIONS and not tensors
-        return RowFunction(function, args, kwargs) if known else None
+        treats_rows_alike = function in _ROW_FUNCTIONS and not tensors
+        return RowFunction(function, args, kwargs) if treats_rows_alike else None
 
     def _linear(self, weight, bias):
         at, bias_at = self._places.get(id(weight)), self._places.get(id(bias))

@@ -293,8 +293,8 @@ def check_no_statistics(recipe: NeuralNet) -> None:
 def check_layers(recipe: NeuralNet, names: Sequence[str]) -> None:
     """Raise ValueError if the module has no such layers; those of the default net depend on X."""
     if recipe.module is not MLP:
-        known = [name for name, _ in initialized(recipe, 0).module_.named_parameters()]
-        parameters_in(names, known)
+        trained = [name for name, _ in initialized(recipe, 0).module_.named_parameters()]
+        parameters_in(names, trained)
 
 
 def parameters_in(names: Sequence[str], known: Sequence[str]) -> tuple[list[str], bool]:

@@ -1,7 +1,7 @@
 """Mixtures of nets: predictions of several as those of one."""
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from skorch import NeuralNet, NeuralNetRegressor
@@ -10,42 +10,37 @@ from torch import nn
 from pfl_sklearn.neural_network._recipe import initialized, log_probabilities, materialize, twin
 
 
-class Reading(NamedTuple):
-    """How outputs of a net are read: by which criterion, and as classes or responses."""
-
-    criterion_: nn.Module
-    is_regressor: bool
-
-
 class MixtureOfNets(nn.Module):
     """Weighted means of what modules predict, as the criterion of the net takes it.
 
     Its parameters are the weights (M,), then those of one module after the other; buffers follow.
     """
 
-    def __init__(self, modules: list[nn.Module], reading: Reading) -> None:
+    def __init__(self, modules: list[nn.Module], criterion: nn.Module, regresses: bool) -> None:
         super().__init__()
         first = next(modules[0].parameters())
         self.weights = nn.Parameter(first.new_full((len(modules),), 1 / len(modules)))
         self.components = nn.ModuleList(modules)
-        self._reading = reading
+        # In a tuple: torch would take the criterion alone for one more module of the mixture.
+        self._reading = criterion, regresses
 
     def forward(self, X: torch.Tensor) -> torch.Tensor:
         """Outputs of rows, as the criterion takes them."""
         outputs = torch.stack([component(X) for component in self.components], dim=-1)
-        if self._reading.is_regressor:
+        criterion, regresses = self._reading
+        if regresses:
             return (outputs * self.weights).sum(dim=-1)
-        log_p = log_probabilities(self._reading, outputs.movedim(-1, 0)).movedim(0, -1)
+        log_p = log_probabilities(criterion, outputs.movedim(-1, 0)).movedim(0, -1)
         log_p = torch.logsumexp(log_p + torch.log(self.weights), dim=-1)
         # Log probabilities are logits, too: their softmax is themselves.
-        return log_p.exp() if isinstance(self._reading.criterion_, nn.NLLLoss) else log_p
+        return log_p.exp() if isinstance(criterion, nn.NLLLoss) else log_p
 
 
 def mixture_of(net: NeuralNet, modules: list[nn.Module]) -> NeuralNet:
     """Copy of a net that has a mixture of modules like its own."""
     mixture = twin(net)
-    reading = Reading(net.criterion_, isinstance(net, NeuralNetRegressor))
-    mixture.module_ = MixtureOfNets(modules, reading)
+    regresses = isinstance(net, NeuralNetRegressor)
+    mixture.module_ = MixtureOfNets(modules, net.criterion_, regresses)
     return mixture
 
 

@@ -208,7 +208,7 @@ class Engine:
 
     def log_probabilities(self, outputs: torch.Tensor) -> torch.Tensor:
         """Logarithms (..., n_classes) of the probabilities that outputs stand for."""
-        return log_probabilities(self.net, outputs)
+        return log_probabilities(self.net.criterion_, outputs)
 
     @property
     def reads_logits(self) -> bool:
@@ -234,7 +234,7 @@ class Engine:
                 outputs = net.infer(torch.from_numpy(rows).to(self.device))
                 if offsets is not None:
                     own = torch.from_numpy(offsets[first : first + ROWS_AT_ONCE])
-                    outputs = shifted(net, outputs, own.to(outputs.device))
+                    outputs = shifted(net.criterion_, outputs, own.to(outputs.device))
                 # As skorch's predict_proba reads them.
                 probabilities = net._get_predict_nonlinearity()(outputs.double())
                 parts.append(probabilities.cpu().numpy())
@@ -287,7 +287,9 @@ class BlockSteps(NamedTuple):
 
     def read(self, engine: Engine, outputs: torch.Tensor) -> torch.Tensor:
         """Outputs (g, b, ...) as these clients read them, with their offsets."""
-        return outputs if self.offsets is None else shifted(engine.net, outputs, self.offsets)
+        if self.offsets is None:
+            return outputs
+        return shifted(engine.net.criterion_, outputs, self.offsets)
 
     def part(self, first: int, last: int | None = None) -> "BlockSteps":
         """A block of the same clients with the steps from `first` to before `last`."""

@@ -169,12 +169,12 @@ class _FedEM:
         n_components = self._n_components_for(n_clients, earlier and earlier.state)
         seeds = np.random.default_rng(order).integers(1 << 63, size=n_components).tolist()
         looks, recipe = not is_private(self), self._recipe()  # type: ignore[attr-defined]
-        known = None if before is None else before.component
+        earlier_part = None if before is None else before.component
         make = self._make_engine  # type: ignore[attr-defined]
-        part = make(recipe, table, known, seeds[0], batch_size, looks)
+        part = make(recipe, table, earlier_part, seeds[0], batch_size, looks)
         recipe = recipes.fitted_to(recipe, table, looks)
-        known = None if before is None else before.client.net.module_
-        net = mixture_of(part.net, drawn_modules(recipe, part, seeds[1:], known))
+        modules = None if before is None else before.client.net.module_
+        net = mixture_of(part.net, drawn_modules(recipe, part, seeds[1:], modules))
         mixture = backend().engine.Engine(net, part.example, batch_size, part.protected)
         return Engines(mixture, mixture, part)
 

@@ -125,7 +125,7 @@ def _are_logits(net, logits, outputs):
     """
     if isinstance(net, NeuralNetRegressor):
         return logits.numel() == outputs.numel()
-    expected = log_probabilities(net, outputs).exp()
+    expected = log_probabilities(net.criterion_, outputs).exp()
     same = logits.shape == expected.shape
     return same and torch.allclose(
         torch.softmax(logits, dim=-1), expected, rtol=0, atol=_SAME_PROBABILITY

@@ -46,21 +46,21 @@ def own_layers(setup, names):
         before had other layers.
     """
     engine = setup.engines.client
-    found = np.zeros(engine.n_parameters, dtype=bool)
+    is_own = np.zeros(engine.n_parameters, dtype=bool)
     places = {part.name: part.place for part in engine.parts}
     parameters_in = backend().checks.parameters_in
     chosen, last = parameters_in([names] if isinstance(names, str) else names, places)
     if last:
         chosen += parameters_in([_last_name(engine)], places)[0]
     for name in chosen:
-        found[places[name]] = True
+        is_own[places[name]] = True
     # What one client kept to itself would become part of what is sent, or the other way round.
-    if setup.before is not None and np.any(setup.before.server["is_own"] != found):
+    if setup.before is not None and np.any(setup.before.server["is_own"] != is_own):
         raise ValueError(
             f"personal_layers={names!r} differ from those of the rounds before, which these rounds "
             "continue; fit anew."
         )
-    return found
+    return is_own
 
 
 def _last_name(engine):
@@ -68,7 +68,7 @@ def _last_name(engine):
     try:
         return engine.last_layer.name
     except ValueError as error:
-        known, last = ", ".join(part.name for part in engine.parts), "personal_layers='last'"
+        names, last = ", ".join(part.name for part in engine.parts), "personal_layers='last'"
         why = f"{last} cannot tell which layer is the last: {error} Or name"
         if isinstance(error, backend().checks.NoLastLayer):
             why = (
@@ -77,7 +77,7 @@ def _last_name(engine):
             )
         raise ValueError(
             f"{why} the layers that clients keep, by personal_layers. The module's parameters are "
-            f"{known}."
+            f"{names}."
         ) from None
 
 

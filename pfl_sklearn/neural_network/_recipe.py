@@ -411,11 +411,11 @@ def is_mean(criterion: torch.nn.Module) -> bool:
     With class weights or rows that are ignored, torch divides by what is left of the batch.
     """
     weighted = getattr(criterion, "weight", None) is not None
-    known = type(criterion) in _MEANS and criterion.reduction == "mean"
-    return known and not weighted and getattr(criterion, "ignore_index", -100) == -100
+    averages = type(criterion) in _MEANS and criterion.reduction == "mean"
+    return averages and not weighted and getattr(criterion, "ignore_index", -100) == -100
 
 
-def shifted(net: NeuralNet, outputs: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+def shifted(criterion: Any, outputs: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Outputs (..., n_classes) whose log probabilities, up to a constant, are moved by `offsets`.
 
     Raises
@@ -423,16 +423,16 @@ def shifted(net: NeuralNet, outputs: torch.Tensor, offsets: torch.Tensor) -> tor
     ValueError
         If the criterion does not say what outputs are.
     """
-    if isinstance(net.criterion_, torch.nn.CrossEntropyLoss):
+    if isinstance(criterion, torch.nn.CrossEntropyLoss):
         return outputs + offsets
-    if isinstance(net.criterion_, torch.nn.NLLLoss):
-        return torch.softmax(log_probabilities(net, outputs) + offsets, dim=-1)
-    if isinstance(net.criterion_, torch.nn.BCEWithLogitsLoss):
+    if isinstance(criterion, torch.nn.NLLLoss):
+        return torch.softmax(log_probabilities(criterion, outputs) + offsets, dim=-1)
+    if isinstance(criterion, torch.nn.BCEWithLogitsLoss):
         return outputs + (offsets[..., 1] - offsets[..., 0])
-    raise unknown_outputs(type(net.criterion_))
+    raise unknown_outputs(type(criterion))
 
 
-def log_probabilities(net: Any, outputs: torch.Tensor) -> torch.Tensor:
+def log_probabilities(criterion: Any, outputs: torch.Tensor) -> torch.Tensor:
     """Logarithms (..., n_classes) of the probabilities that outputs (..., n_classes) stand for.
 
     Raises
@@ -440,14 +440,13 @@ def log_probabilities(net: Any, outputs: torch.Tensor) -> torch.Tensor:
     ValueError
         If the criterion does not say what outputs are.
     """
-    criterion = net.criterion_
     if isinstance(criterion, torch.nn.CrossEntropyLoss):
         return F.log_softmax(outputs, dim=-1)
     if isinstance(criterion, torch.nn.NLLLoss):
         return torch.log(outputs + torch.finfo(outputs.dtype).eps)  # as skorch does
     if isinstance(criterion, torch.nn.BCEWithLogitsLoss):
         return F.logsigmoid(torch.stack([-outputs, outputs], dim=-1))
-    raise unknown_outputs(type(net.criterion_))
+    raise unknown_outputs(type(criterion))
 
 
 def unknown_outputs(criterion: type) -> ValueError:

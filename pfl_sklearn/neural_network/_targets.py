@@ -87,8 +87,8 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         assert_all_finite(y, input_name="y", estimator_name=type(self).__name__)
         check_consistent_length(features, y)
         check_labels(y)
-        known = None if earlier is None else self.classes_
-        classes, labels = read_known_classes(y, known, classes, self, is_private(self))
+        classes_before = None if earlier is None else self.classes_
+        classes, labels = read_known_classes(y, classes_before, classes, self, is_private(self))
         attributes = {**self._inputs(X), "classes_": classes}
         return CheckedTable(features, labels, attributes, len(classes))
 
@@ -115,15 +115,15 @@ class NeuralClassifierMixin(ClientClassifierMixin):
         check_is_fitted(self)
         net = self._engines.population.net
         backend().checks.check_readable(net)
-        found = self._outputs(X, groups)
+        probabilities = self._outputs(X, groups)
         # A nonlinearity of the user's may give anything, and log losses of it would mean nothing.
-        if (found < 0).any() or (np.abs(found.sum(axis=1) - 1) > _CLOSE).any():
+        if (probabilities < 0).any() or (np.abs(probabilities.sum(axis=1) - 1) > _CLOSE).any():
             raise ValueError(
                 f"the outputs of the net, read by criterion={type(net.criterion_).__name__} and "
                 f"predict_nonlinearity={net.predict_nonlinearity!r}, are no probabilities; "
                 "predict takes the largest of them, whatever they are."
             )
-        return found
+        return probabilities
 
     def predict_log_proba(self, X: TableLike, *, groups: Any = None) -> Floats:
         """Logarithms of the probabilities of the classes.
@@ -281,9 +281,9 @@ class LabelPriorMixin(NeuralClassifierMixin):
 
     def _label_offsets(self, table, codes, roster, earlier, order):
         sums = None if earlier is None else earlier.found.get("_label_sums")
-        found = {} if sums is None else {"_label_sums": sums}
+        attributes = {} if sums is None else {"_label_sums": sums}
         if self.label_prior is None:
-            return found, None
+            return attributes, None
         n_classes = table.details
         counts = np.zeros((len(roster.ids), n_classes))
         if earlier is not None:
@@ -292,14 +292,14 @@ class LabelPriorMixin(NeuralClassifierMixin):
         cells = np.bincount(codes * n_classes + table.y, minlength=len(roster.now) * n_classes)
         counts[roster.now] = cells.reshape(-1, n_classes)
         if self._releases_labels(earlier):
-            found["_label_sums"] = self._noisy_sums(counts, earlier, order)
-        prior = self._label_prior(counts, found.get("_label_sums"))
+            attributes["_label_sums"] = self._noisy_sums(counts, earlier, order)
+        prior = self._label_prior(counts, attributes.get("_label_sums"))
         # Bayes' rule: out with the population's frequencies, which the net has learned, in with the
         # client's.
         offsets = prior.log_frequencies(counts) - np.log(prior.mean)
         offsets[counts.sum(axis=1) == 0] = 0.0  # nothing is known of their labels
-        found |= {"label_prior_": prior, "_label_counts": counts, "_offsets": offsets}
-        return found, offsets
+        attributes |= {"label_prior_": prior, "_label_counts": counts, "_offsets": offsets}
+        return attributes, offsets
 
 
 class NeuralRegressorMixin(ClientRegressorMixin):
@@ -363,8 +363,8 @@ class NeuralRegressorMixin(ClientRegressorMixin):
         -------
         ndarray of shape (n_rows,) or (n_rows, n_outputs)
         """
-        found = self._outputs(X, groups)
-        return found.reshape(len(found)) if self._single else found.reshape(len(found), -1)
+        responses = self._outputs(X, groups)
+        return responses.reshape(len(responses), *(() if self._single else (-1,)))
 
 
 def _check_given(y, estimator):

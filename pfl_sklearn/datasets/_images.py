@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 from sklearn.utils import Bunch
 
-from pfl_sklearn._docs import fill_doc
 from pfl_sklearn.datasets._public import PublicTable, find_table
 
 _LARGEST_BYTE = 255
@@ -37,30 +36,8 @@ _CIFAR10 = PublicTable(
     "y_test",
     source="the images are published at https://www.cs.toronto.edu/~kriz/cifar.html",
 )
-_IMAGE_TEXTS = {
-    "subset": """
-        subset : {"all", "train", "test"}, default="all"
-            Which images to read. "all" has the training images first.
-        """,
-    "home": """
-        return_X_y : bool, default=False
-            Return a tuple instead of a Bunch.
-        """,
-    "raises": """
-        FileNotFoundError
-            If the file does not exist.
-        ValueError
-            - If `subset` has another value.
-            - If the file lacks an array, or has one of another shape or type.
-        """,
-    "scale": """
-        Pixels are divided by 255, their largest possible value, which is not taken from the data.
-        A file with another checksum is read with a warning.
-        """,
-}
 
 
-@fill_doc(_IMAGE_TEXTS)
 def fetch_mnist(*, subset: str = "all", data_home: Any = None, return_X_y: bool = False) -> Any:
     """Read MNIST: 70,000 handwritten digits.
 
@@ -68,10 +45,12 @@ def fetch_mnist(*, subset: str = "all", data_home: Any = None, return_X_y: bool 
 
     Parameters
     ----------
-    %(subset)s
+    subset : {"all", "train", "test"}, default="all"
+        Which images to read. "all" has the training images first.
     data_home : str or path, default=None
         Folder with ``mnist.npz``. None: the environment variable ``PFL_SKLEARN_DATA``.
-    %(home)s
+    return_X_y : bool, default=False
+        Return a tuple instead of a Bunch.
 
     Returns
     -------
@@ -86,7 +65,11 @@ def fetch_mnist(*, subset: str = "all", data_home: Any = None, return_X_y: bool 
 
     Raises
     ------
-    %(raises)s
+    FileNotFoundError
+        If the file does not exist.
+    ValueError
+        - If `subset` has another value.
+        - If the file lacks an array, or has one of another shape or type.
 
     See Also
     --------
@@ -97,7 +80,8 @@ def fetch_mnist(*, subset: str = "all", data_home: Any = None, return_X_y: bool 
     -----
     Order and split are the official ones. All images take 220 MB.
 
-    %(scale)s
+    Pixels are divided by 255, their largest possible value, which is not taken from the data.
+    A file with another checksum is read with a warning.
 
     License: usually given as CC BY-SA 3.0; the digits come from NIST's Special Databases 1 and 3.
 
@@ -120,7 +104,6 @@ def fetch_mnist(*, subset: str = "all", data_home: Any = None, return_X_y: bool 
     return _image_bunch(images[:, None], labels, _DIGITS, return_X_y)
 
 
-@fill_doc(_IMAGE_TEXTS)
 def fetch_femnist(*, data_home: Any = None, return_X_y: bool = False) -> Any:
     """Read 6,237 handwritten digits and letters of 206 writers, a part of FEMNIST.
 
@@ -130,7 +113,8 @@ def fetch_femnist(*, data_home: Any = None, return_X_y: bool = False) -> Any:
     ----------
     data_home : str or path, default=None
         Folder with ``femnist_206writers.npz``. None: the environment variable ``PFL_SKLEARN_DATA``.
-    %(home)s
+    return_X_y : bool, default=False
+        Return a tuple instead of a Bunch.
 
     Returns
     -------
@@ -158,7 +142,8 @@ def fetch_femnist(*, data_home: Any = None, return_X_y: bool = False) -> Any:
     with :class:`~pfl_sklearn.model_selection.ClientShuffleSplit`. LEAF has white backgrounds; here
     the background is 0, as in MNIST.
 
-    %(scale)s
+    Pixels are divided by 255, their largest possible value, which is not taken from the data.
+    A file with another checksum is read with a warning.
 
     License: the images come from NIST's Special Database 19, a work of the US government. LEAF's
     code is published under BSD-2; the sample has no license of its own.
@@ -184,7 +169,6 @@ def fetch_femnist(*, data_home: Any = None, return_X_y: bool = False) -> Any:
     return _image_bunch(X[:, None], labels, _CHARACTERS, return_X_y, groups=groups)
 
 
-@fill_doc(_IMAGE_TEXTS)
 def fetch_cifar10(*, subset: str = "all", data_home: Any = None, return_X_y: bool = False) -> Any:
     """Read 10,000 of the 60,000 color images of CIFAR-10.
 
@@ -192,10 +176,12 @@ def fetch_cifar10(*, subset: str = "all", data_home: Any = None, return_X_y: boo
 
     Parameters
     ----------
-    %(subset)s
+    subset : {"all", "train", "test"}, default="all"
+        Which images to read. "all" has the training images first.
     data_home : str or path, default=None
         Folder with ``cifar10_subset10k.npz``. None: the environment variable ``PFL_SKLEARN_DATA``.
-    %(home)s
+    return_X_y : bool, default=False
+        Return a tuple instead of a Bunch.
 
     Returns
     -------
@@ -210,7 +196,11 @@ def fetch_cifar10(*, subset: str = "all", data_home: Any = None, return_X_y: boo
 
     Raises
     ------
-    %(raises)s
+    FileNotFoundError
+        If the file does not exist.
+    ValueError
+        - If `subset` has another value.
+        - If the file lacks an array, or has one of another shape or type.
 
     See Also
     --------
@@ -223,7 +213,8 @@ def fetch_cifar10(*, subset: str = "all", data_home: Any = None, return_X_y: boo
     split is not the official one, and accuracies do not compare with published ones. All images
     take 123 MB.
 
-    %(scale)s
+    Pixels are divided by 255, their largest possible value, which is not taken from the data.
+    A file with another checksum is read with a warning.
 
     License: the authors state none, and ask to cite the report below.
 

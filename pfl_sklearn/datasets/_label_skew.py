@@ -9,28 +9,10 @@ from sklearn.utils import Bunch, check_consistent_length, check_random_state, co
 from sklearn.utils.multiclass import check_classification_targets
 
 from pfl_sklearn._compat import safe_indexing
-from pfl_sklearn._docs import fill_doc
 from pfl_sklearn._typing import RandomState, TableLike
 from pfl_sklearn.datasets._generators import rows_per_client
 
-_TABLE_TEXTS = {
-    "table": """
-        X : array-like of shape (n_rows, ...)
-            Rows of any kind: an array of any number of dimensions, a DataFrame, a list.
-        y : array-like of shape (n_rows,)
-            Labels of the rows, numbers or strings.
-        """,
-    "rows": """
-        - ``data``: the rows of `X` that are used, of its type; `X` itself, not a copy, if all are;
-        - ``target``: ndarray of shape (n,), their labels;
-        - ``groups``: ndarray of shape (n,), 0 to n_clients - 1;
-        - ``rows``: ndarray of shape (n,), their positions in `X`, in increasing order;
-        - ``classes``: ndarray of shape (n_classes,), the sorted labels;
-        """,
-}
 
-
-@fill_doc(_TABLE_TEXTS)
 def make_label_skew_clients(
     X: TableLike,
     y: TableLike,
@@ -44,7 +26,10 @@ def make_label_skew_clients(
 
     Parameters
     ----------
-    %(table)s
+    X : array-like of shape (n_rows, ...)
+        Rows of any kind: an array of any number of dimensions, a DataFrame, a list.
+    y : array-like of shape (n_rows,)
+        Labels of the rows, numbers or strings.
     n_clients : int, default=50
         Number of clients.
     classes_per_client : int, default=3
@@ -59,7 +44,11 @@ def make_label_skew_clients(
     Returns
     -------
     Bunch
-        %(rows)s
+        - ``data``: the rows of `X` that are used, of its type; `X` itself, not a copy, if all are;
+        - ``target``: ndarray of shape (n,), their labels;
+        - ``groups``: ndarray of shape (n,), 0 to n_clients - 1;
+        - ``rows``: ndarray of shape (n,), their positions in `X`, in increasing order;
+        - ``classes``: ndarray of shape (n_classes,), the sorted labels;
         - ``class_shares``: ndarray of shape (n_clients, n_classes), the expected share of each
           class in a client's rows.
 
@@ -131,7 +120,6 @@ def make_label_skew_clients(
     return _bunch_of_clients(X, classes, codes, counts, shares, rng)
 
 
-@fill_doc(_TABLE_TEXTS)
 def make_dirichlet_clients(
     X: TableLike,
     y: TableLike,
@@ -153,7 +141,10 @@ def make_dirichlet_clients(
 
     Parameters
     ----------
-    %(table)s
+    X : array-like of shape (n_rows, ...)
+        Rows of any kind: an array of any number of dimensions, a DataFrame, a list.
+    y : array-like of shape (n_rows,)
+        Labels of the rows, numbers or strings.
     n_clients : int, default=50
         Number of clients, at most the number of rows.
     concentration : float, default=0.3
@@ -166,7 +157,11 @@ def make_dirichlet_clients(
     Returns
     -------
     Bunch
-        %(rows)s
+        - ``data``: the rows of `X` that are used, of its type; `X` itself, not a copy, if all are;
+        - ``target``: ndarray of shape (n,), their labels;
+        - ``groups``: ndarray of shape (n,), 0 to n_clients - 1;
+        - ``rows``: ndarray of shape (n,), their positions in `X`, in increasing order;
+        - ``classes``: ndarray of shape (n_classes,), the sorted labels;
         - ``class_shares``: ndarray of shape (n_clients, n_classes), the expected share of each
           class in a client's rows. With `n_samples` these are the :math:`q_i`.
 

@@ -7,8 +7,6 @@ import numpy as np
 import pandas as pd
 from sklearn.utils import Bunch
 
-from pfl_sklearn._warnings import warn_caller
-
 _ATTRIBUTES = [
     "age", "sex", "cp", "trestbps", "chol", "fbs", "restecg", "thalach", "exang", "oldpeak",
 ]  # fmt: skip
@@ -156,9 +154,8 @@ def load_heart_disease(*, complete: bool = True) -> Bunch:
     >>> load_heart_disease().data.shape
     (740, 10)
     """
-    frame = read_shipped_table("heart_disease").drop(
-        columns="flamby"
-    )  # which rows have no NaN in `data`
+    # The column says which rows have no NaN in `data`.
+    frame = read_shipped_table("heart_disease").drop(columns="flamby")
     if complete:
         frame = frame.dropna(subset=_ATTRIBUTES)
     return _table_bunch(frame, _ATTRIBUTES, "target", "hospital")
@@ -201,15 +198,8 @@ def load_parkinsons() -> Bunch:
     return _table_bunch(frame, features, "total_UPDRS", "subject")
 
 
-def load_county_elections(data_home: Any = "deprecated") -> Bunch:
+def load_county_elections() -> Bunch:
     """Load the winner of each US county in the presidential elections of 2000 to 2020.
-
-    Parameters
-    ----------
-    data_home : str, path or None
-        Without effect since the table ships with the package.
-
-        .. deprecated:: 0.1
 
     Returns
     -------
@@ -234,12 +224,6 @@ def load_county_elections(data_home: Any = "deprecated") -> Bunch:
     >>> load_county_elections().frame["fips"].nunique()
     3111
     """
-    if not (isinstance(data_home, str) and data_home == "deprecated"):
-        warn_caller(
-            "data_home of load_county_elections has no effect since the table ships with the "
-            "package, and will be removed in 0.2.",
-            FutureWarning,
-        )
     # Codes begin with zeros in Alabama to Connecticut.
     frame = read_shipped_table("county_elections", dtype={"fips": str})
     columns = ["fips", "state", "county", "year", "votes_dem", "votes_rep", "rep_won"]

@@ -194,8 +194,6 @@ def test_expand_counts_refuses(successes, trials, groups, message):
 def test_elections():
     elections = load_county_elections()
     assert elections.frame.shape == (18_666, 7)
-    with pytest.warns(FutureWarning, match=r"data_home.*ships with the package"):
-        assert load_county_elections("/nowhere").frame.equals(elections.frame)
     assert len(np.unique(elections.groups)) == 3111
     wins = pd.Series(elections.target).groupby(elections.groups).sum()
     assert wins.value_counts().sort_index().tolist() == [349, 61, 167, 85, 147, 237, 2065]

@@ -59,7 +59,9 @@ def with_parameters(cls: C) -> C:
         If a base has a constructor of its own, which that of the fields would replace.
     """
     for base in cls.__mro__[1:-1]:
-        if "__init__" in vars(base) and "__dataclass_fields__" not in vars(base):
+        # That of scikit-learn's compositions takes nothing, so that nothing is lost.
+        takes_any = "__init__" in vars(base) and len(inspect.signature(base).parameters) > 0
+        if takes_any and "__dataclass_fields__" not in vars(base):
             raise TypeError(
                 f"{cls.__name__} would lose the parameters of {base.__name__}.__init__; give "
                 f"{cls.__name__} an __init__ and no with_parameters, or {base.__name__} fields."
@@ -73,7 +75,7 @@ def with_parameters(cls: C) -> C:
     for name, field in fields.items():
         # Class-level defaults would appear as properties in documentation. A class may have a
         # property or constant of its own under a parameter's name, which stays.
-        if vars(cls).get(name, dataclasses.MISSING) is field.default:
+        if name in vars(cls) and vars(cls)[name] is field.default:
             delattr(cls, name)
     names = _in_order(cls, fields)
     said = {name: each.metadata for name, each in fields.items()}
@@ -88,8 +90,7 @@ def with_parameters(cls: C) -> C:
     signature = inspect.signature(init)
     kept = [signature.parameters[name] for name in ("self", *names)]
     init.__signature__ = signature.replace(parameters=kept)
-    # None under python -OO. Who writes the section by hand keeps the docstring as it is.
-    if cls.__doc__ and "Parameters" not in _sections(cls.__doc__):
+    if cls.__doc__:  # None under python -OO
         cls._own_doc = cls.__doc__  # type: ignore[attr-defined]
         cls.__doc__ = _docstring(cls, "\n".join(_entry(fields[name]) for name in names))
     return cls
@@ -98,14 +99,17 @@ def with_parameters(cls: C) -> C:
 def _docstring(cls: type, parameters: str) -> str:
     """Docstring of a class, from its own one and those of its bases.
 
-    Attributes and notes of bases follow its own, but for the notes of private bases, which say what
-    the method is; references are those of the nearest class that has any. A class without a
-    paragraph of its own under the summary has that of a private base.
+    `parameters` is the text of the fields. Attributes and notes of bases follow its own, but for
+    the notes of private bases, which say what the method is; references are those of the nearest
+    class that has any. A class without a paragraph of its own under the summary has that of a
+    private base.
     """
     ours = [each for each in cls.__mro__ if not each.__module__.startswith(("sklearn", "builtins"))]
     said = {each: _sections(vars(each).get("_own_doc", each.__doc__) or "") for each in ours}
+    # A class that writes the section itself gives its fields no texts.
+    written = next((each["Parameters"] for each in said.values() if "Parameters" in each), None)
     private_first = sorted(ours, key=lambda each: each.__name__[0] != "_")
-    merged = {"Parameters": parameters}
+    merged = {"Parameters": written or parameters}
     for name, order, between in (("Attributes", ours, "\n"), ("Notes", private_first, "\n\n")):
         merged[name] = between.join(said[each][name] for each in order if name in said[each])
     for name in ("See Also", "References"):

@@ -21,7 +21,7 @@ from pfl_sklearn import (
 )
 from pfl_sklearn.datasets import make_gaussian_clients
 from pfl_sklearn.metrics import ClientScorer
-from pfl_sklearn.model_selection import ClientKFold
+from pfl_sklearn.model_selection import ClientKFold, PrivateSelectCV
 from pfl_sklearn.priors import GaussianPrior
 from pfl_sklearn.privacy import PrivacyLedger
 
@@ -55,6 +55,10 @@ def test_fits_with_equal_parameters_have_tokens_of_their_own():
     assert repr(first) == repr(second)
     assert tokenize(first) != tokenize(second)
     assert tokenize(first) == tokenize(copy.deepcopy(first))
+    selections = [PrivateSelectCV(PPSGDRegressor(), {}) for _ in (first, second)]
+    for selection, fitted in zip(selections, (first, second), strict=True):
+        selection.best_estimator_ = fitted
+    assert tokenize(selections[0]) != tokenize(selections[1])
 
 
 @pytest.mark.slow

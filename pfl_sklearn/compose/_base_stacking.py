@@ -10,6 +10,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._compat import HasMethods, available_if, fit_context, num_samples
 from pfl_sklearn._nesting import final_estimator, has_method
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import RandomState, TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin
@@ -59,6 +60,7 @@ from pfl_sklearn.compose._stack_candidates import (
 from pfl_sklearn.privacy import PrivacyReport
 
 
+@with_parameters
 class PersonalizedStacking(ClientMixin, NamedEstimators):
     """What both stacks are and do. A subclass has `_boosting`, a name, and `_default_final`.
 
@@ -166,6 +168,15 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     Applications in Genetics and Molecular Biology.
     """
 
+    estimators: list[tuple[str, Any]] | None = parameter(default=None, kw_only=False)
+    final_estimator: Any = parameter(default=None, kw_only=False)
+    cv: Any = 5
+    passthrough: Any = True
+    fallback: bool = True
+    unseen: str = "warn"
+    n_jobs: int | None = None
+    random_state: RandomState = None
+
     _reserved_names = (STACK, POOLED, MEAN)
     _population_attributes = (
         "named_estimators_",
@@ -187,27 +198,6 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         "passthrough": ["boolean", HasMethods(["fit_transform", "transform"])],
         "fallback": ["boolean"],
     }
-
-    def __init__(
-        self,
-        estimators: list[tuple[str, Any]] | None = None,
-        final_estimator: Any = None,
-        *,
-        cv: Any = 5,
-        passthrough: Any = True,
-        fallback: bool = True,
-        unseen: str = "warn",
-        n_jobs: int | None = None,
-        random_state: RandomState = None,
-    ) -> None:
-        self.estimators = estimators
-        self.final_estimator = final_estimator
-        self.cv = cv
-        self.passthrough = passthrough
-        self.fallback = fallback
-        self.unseen = unseen
-        self.n_jobs = n_jobs
-        self.random_state = random_state
 
     def _default_estimators(self) -> list[tuple[str, Any]]:
         from sklearn import ensemble  # slow to import

@@ -17,6 +17,7 @@ from sklearn.utils.validation import check_is_fitted
 from pfl_sklearn._compat import HasMethods, StrOptions, available_if, fit_context
 from pfl_sklearn._delegation import inner_has
 from pfl_sklearn._nesting import Wraps
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.base import ClientMixin, client_values
 from pfl_sklearn.compose._inner_tables import (
@@ -29,6 +30,7 @@ from pfl_sklearn.metrics._responses import Responses
 from pfl_sklearn.privacy import PrivacyReport
 
 
+@with_parameters
 class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
     """Estimator that gets the client of each row as one more feature, behind the others.
 
@@ -95,6 +97,11 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
     array([0.8])
     """
 
+    estimator: Any = parameter(kw_only=False)
+    encoding: str = parameter(default="auto", kw_only=False)
+    unseen: str = "warn"
+    random_state: RandomState = None
+
     _wraps = Wraps("estimator", "estimator_", fits_once=False)
     _population_attributes = ("estimator_", "_unseen_column")
     _client_attributes = ("_columns", "n_samples_per_client_")
@@ -106,19 +113,6 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         "unseen": [StrOptions({"warn", "population", "error"})],
         "random_state": ["random_state"],
     }
-
-    def __init__(
-        self,
-        estimator: Any,
-        encoding: str = "auto",
-        *,
-        unseen: str = "warn",
-        random_state: RandomState = None,
-    ) -> None:
-        self.estimator = estimator
-        self.encoding = encoding
-        self.unseen = unseen
-        self.random_state = random_state
 
     @fit_context(prefer_skip_nested_validation=False)
     def fit(

@@ -12,6 +12,7 @@ from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._compat import StrOptions, available_if, fit_context, num_samples
 from pfl_sklearn._nesting import final_estimator, hand_out
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.base import ClientMixin, client_values
 from pfl_sklearn.compose._client_mixtures import client_weights, errors_of, population_mean
@@ -63,6 +64,7 @@ def _classifies(self):
     return is_classifier(self)
 
 
+@with_parameters
 class ClientSelector(ClientMixin, NamedEstimators):
     r"""Candidate models of which each client mixes its own, or picks one, by its own errors.
 
@@ -185,6 +187,14 @@ class ClientSelector(ClientMixin, NamedEstimators):
     array([1., 0.])
     """
 
+    estimators: list[tuple[str, Any]] = parameter(kw_only=False)
+    how: str = "weights"
+    prior: DirichletPrior | None = None
+    cv: Any = 5
+    unseen: str = "warn"
+    n_jobs: int | None = None
+    random_state: RandomState = None
+
     _reserved_names = (_SELECTOR,)
     _population_attributes = ("named_estimators_", "prior_", "new_weights_")
     _client_attributes = ("weights_", "n_samples_per_client_")
@@ -195,25 +205,6 @@ class ClientSelector(ClientMixin, NamedEstimators):
         "how": [StrOptions({"weights", "best"})],
         "prior": [DirichletPrior, None],
     }
-
-    def __init__(
-        self,
-        estimators: list[tuple[str, Any]],
-        *,
-        how: str = "weights",
-        prior: DirichletPrior | None = None,
-        cv: Any = 5,
-        unseen: str = "warn",
-        n_jobs: int | None = None,
-        random_state: RandomState = None,
-    ) -> None:
-        self.estimators = estimators
-        self.how = how
-        self.prior = prior
-        self.cv = cv
-        self.unseen = unseen
-        self.n_jobs = n_jobs
-        self.random_state = random_state
 
     def _default_component(self, name: str, value: Any) -> Any:
         return DirichletPrior() if name == "prior" and value is None else None

@@ -1,13 +1,11 @@
 """Boosted trees, and whatever else predicts, under a personalized linear model."""
 
-import inspect
-import re
 from typing import Any
 
 import numpy as np
 
 from pfl_sklearn._compat import num_samples
-from pfl_sklearn._docs import fill_doc
+from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
 from pfl_sklearn.compose._base_stacking import PersonalizedStacking
@@ -19,16 +17,7 @@ from pfl_sklearn.linear_model import (
 )
 
 
-def _sections_of(cls):
-    """Sections of the docstring of a class, by name."""
-    _, *texts = re.split(r"\n\n(\w+)\n-+\n", inspect.cleandoc(cls.__doc__ or ""))
-    return dict(zip(texts[::2], texts[1::2], strict=True))
-
-
-_SECTIONS = _sections_of(PersonalizedStacking)  # which both classes have
-
-
-@fill_doc(_SECTIONS)
+@with_parameters
 class PersonalizedStackingRegressor(ClientRegressorMixin, PersonalizedStacking):
     """Regression for tables whose rows belong to clients: trees under a personalized linear model.
 
@@ -36,26 +25,10 @@ class PersonalizedStackingRegressor(ClientRegressorMixin, PersonalizedStacking):
     personalized linear regression of these predictions and the numeric columns gives each client
     its own coefficients. Where parts of this do as well, they predict alone.
 
-    Parameters
-    ----------
-    %(Parameters)s
-
-    Attributes
-    ----------
-    %(Attributes)s
-
     See Also
     --------
     PersonalizedStackingClassifier : the same for classes.
     sklearn.ensemble.StackingRegressor : stacking without clients.
-
-    Notes
-    -----
-    %(Notes)s
-
-    References
-    ----------
-    %(References)s
 
     Examples
     --------
@@ -110,7 +83,7 @@ class PersonalizedStackingRegressor(ClientRegressorMixin, PersonalizedStacking):
         return mean, std
 
 
-@fill_doc(_SECTIONS)
+@with_parameters
 class PersonalizedStackingClassifier(ClientClassifierMixin, PersonalizedStacking):
     """Classification for tables whose rows belong to clients: trees under personalized logits.
 
@@ -118,15 +91,10 @@ class PersonalizedStackingClassifier(ClientClassifierMixin, PersonalizedStacking
     personalized logistic regression of their log odds and the numeric columns gives each client its
     own coefficients. Where parts of this do as well, they predict alone.
 
-    Parameters
-    ----------
-    %(Parameters)s
-
     Attributes
     ----------
     classes_ : ndarray of shape (n_classes,)
         Sorted class labels.
-    %(Attributes)s
 
     See Also
     --------
@@ -138,12 +106,6 @@ class PersonalizedStackingClassifier(ClientClassifierMixin, PersonalizedStacking
     Probabilities of final estimators that can (by ``integrate=True``) are averages over a client's
     posterior, or over the population for new clients. Log odds are of probabilities of at least
     1e-6, and so are losses.
-
-    %(Notes)s
-
-    References
-    ----------
-    %(References)s
 
     Examples
     --------

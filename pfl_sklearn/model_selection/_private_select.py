@@ -10,7 +10,9 @@ from sklearn.base import BaseEstimator, MetaEstimatorMixin
 from pfl_sklearn._compat import HasMethods, Interval, StrOptions, fit_context
 from pfl_sklearn._delegation import DelegationMixin
 from pfl_sklearn._nesting import Wraps, innermost_estimator, releasing_core
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import RandomState, TableLike
+from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.model_selection._selection_plan import plan_selection, selection_report
 from pfl_sklearn.model_selection._trials import (
     best_trial,
@@ -26,6 +28,7 @@ from pfl_sklearn.privacy._report import settled
 from pfl_sklearn.privacy._spending import relation_of, unit_of
 
 
+@with_parameters
 class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
     r"""The best of a random number of private fits, within one privacy budget for all of them.
 
@@ -176,6 +179,23 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
     0.73
     """
 
+    estimator: Any = parameter(kw_only=False)
+    param_distributions: Any = parameter(kw_only=False)
+    expected_trials: float = 10
+    distribution: str = "geometric"
+    epsilon: float = math.inf
+    delta: float = 1e-5
+    scoring: Any = None
+    holdout: tuple[TableLike, ...] | None = None
+    score_range: tuple[float, float] | None = None
+    score_share: float = 0.2
+    test_size: float = 0.25
+    client_column: str | int | None = None
+    ledger: PrivacyLedger | None = None
+    random_state: RandomState = None
+
+    # Selections with equal parameters differ by what they were fitted to.
+    __dask_tokenize__ = ClientMixin.__dask_tokenize__
     _wraps = Wraps("estimator", "best_estimator_", fits_once=False)
 
     _parameter_constraints = {
@@ -194,39 +214,6 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
         "ledger": [PrivacyLedger, None],
         "random_state": ["random_state"],
     }
-
-    def __init__(
-        self,
-        estimator: Any,
-        param_distributions: Any,
-        *,
-        expected_trials: float = 10,
-        distribution: str = "geometric",
-        epsilon: float = math.inf,
-        delta: float = 1e-5,
-        scoring: Any = None,
-        holdout: tuple[TableLike, ...] | None = None,
-        score_range: tuple[float, float] | None = None,
-        score_share: float = 0.2,
-        test_size: float = 0.25,
-        client_column: str | int | None = None,
-        ledger: PrivacyLedger | None = None,
-        random_state: RandomState = None,
-    ) -> None:
-        self.estimator = estimator
-        self.param_distributions = param_distributions
-        self.expected_trials = expected_trials
-        self.distribution = distribution
-        self.epsilon = epsilon
-        self.delta = delta
-        self.scoring = scoring
-        self.holdout = holdout
-        self.score_range = score_range
-        self.score_share = score_share
-        self.test_size = test_size
-        self.client_column = client_column
-        self.ledger = ledger
-        self.random_state = random_state
 
     @fit_context(prefer_skip_nested_validation=False)
     def fit(self, X: TableLike, y: TableLike = None, **params: Any) -> Self:

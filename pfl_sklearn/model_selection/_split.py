@@ -10,6 +10,7 @@ from sklearn.utils import check_consistent_length, check_random_state, column_or
 
 from pfl_sklearn._clients import encode_clients, ids_of_rows, row_counts, rows_by_client
 from pfl_sklearn._compat import Interval, num_samples
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Integers, RandomState, TableLike
 
 Splits: TypeAlias = Iterator[tuple[Integers, Integers]]
@@ -75,6 +76,7 @@ class _ClientSplitter(BaseCrossValidator):
         return np.random.default_rng(seeds)
 
 
+@with_parameters
 class ClientKFold(_ClientSplitter):
     """K folds within every client.
 
@@ -107,18 +109,10 @@ class ClientKFold(_ClientSplitter):
     a b | a b
     """
 
-    def __init__(
-        self,
-        n_splits: int = 5,
-        *,
-        stratify: bool = False,
-        client_column: str | int | None = None,
-        random_state: RandomState = None,
-    ) -> None:
-        self.n_splits = n_splits
-        self.stratify = stratify
-        self.client_column = client_column
-        self.random_state = random_state
+    n_splits: int = parameter(default=5, kw_only=False)
+    stratify: bool = False
+    client_column: str | int | None = None
+    random_state: RandomState = None
 
     def split(self, X: TableLike, y: TableLike = None, groups: TableLike = None) -> Splits:
         """Generate training and test positions.
@@ -151,6 +145,7 @@ class ClientKFold(_ClientSplitter):
             yield np.flatnonzero(fold != k), np.flatnonzero(fold == k)
 
 
+@with_parameters
 class ClientShuffleSplit(_ClientSplitter):
     """Random test rows within every client, and optionally whole new clients.
 
@@ -186,22 +181,12 @@ class ClientShuffleSplit(_ClientSplitter):
     (['b', 'c'], 7)
     """
 
-    def __init__(
-        self,
-        n_splits: int = 10,
-        *,
-        test_size: float = 0.2,
-        new_clients: float = 0.0,
-        stratify: bool = False,
-        client_column: str | int | None = None,
-        random_state: RandomState = None,
-    ) -> None:
-        self.n_splits = n_splits
-        self.test_size = test_size
-        self.new_clients = new_clients
-        self.stratify = stratify
-        self.client_column = client_column
-        self.random_state = random_state
+    n_splits: int = parameter(default=10, kw_only=False)
+    test_size: float = 0.2
+    new_clients: float = 0.0
+    stratify: bool = False
+    client_column: str | int | None = None
+    random_state: RandomState = None
 
     def split(self, X: TableLike, y: TableLike = None, groups: TableLike = None) -> Splits:
         """Generate training and test positions.

@@ -208,6 +208,36 @@ def test_a_subclass_may_say_something_else_of_a_parameter():
     assert LocalNetRegressor._parameter_constraints["epsilon"]
 
 
+@with_parameters
+class Written(BaseEstimator):
+    """A class that writes the section itself.
+
+    Parameters
+    ----------
+    needed : int
+        It has no default.
+    other : float, default=1.0
+        One more.
+    """
+
+    needed: int = parameter(kw_only=False)
+    other: float = 1.0
+
+
+def test_a_class_may_write_the_section_of_parameters_itself():
+    @with_parameters
+    class Further(Written):
+        """A subclass, which has the section of its base."""
+
+    for each in (Written, Further):
+        texts = documented_parameters(each.__doc__)
+        assert texts == {"needed": "It has no default.", "other": "One more."}
+        assert each(3).get_params() == {"needed": 3, "other": 1.0}
+        assert not hasattr(each, "other")
+        with pytest.raises(TypeError, match="needed"):
+            each()
+
+
 def test_classes_work_without_docstrings():
     code = "import pfl_sklearn as p; print(p.DittoRegressor(proximal=3))"
     done = subprocess.run(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from numbers import Integral, Real
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 from sklearn.model_selection import BaseCrossValidator
@@ -16,12 +16,21 @@ from pfl_sklearn._typing import Integers, RandomState, TableLike
 Splits: TypeAlias = Iterator[tuple[Integers, Integers]]
 
 
+@with_parameters
 class _ClientSplitter(BaseCrossValidator):
-    """Base of the splitters: client codes, and random ranks of rows within their client."""
+    """Base of the splitters: random ranks of the rows within their client.
+
+    A subclass yields masks (n,) of test rows by ``_tests``.
+    """
 
     __metadata_request__split = {"groups": True}
 
-    n_splits: int
+    n_splits: int = parameter(kw_only=False)
+    stratify: bool = False
+    client_column: str | int | None = None
+    random_state: RandomState = None
+
+    _parameter_constraints: ClassVar[dict[str, list[Interval]]]
 
     def get_n_splits(
         self, X: TableLike = None, y: TableLike = None, groups: TableLike = None
@@ -38,6 +47,29 @@ class _ClientSplitter(BaseCrossValidator):
         int
         """
         return self.n_splits
+
+    def split(self, X: TableLike, y: TableLike = None, groups: TableLike = None) -> Splits:
+        """Generate training and test positions.
+
+        Parameters
+        ----------
+        X : array-like of n_rows rows
+            Only its length is read, and the column of ids if `client_column` is set.
+        y : array-like of shape (n_rows,), default=None
+            Classes, needed if `stratify` is True.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row.
+
+        Yields
+        ------
+        train, test : ndarrays of int
+        """
+        for name, (interval,) in self._parameter_constraints.items():
+            value = getattr(self, name)
+            if not interval.is_satisfied_by(value):
+                raise ValueError(f"{name} must be {interval}; got {value!r}.")
+        for test in self._tests(*self._codes(X, groups), y):
+            yield np.flatnonzero(~test), np.flatnonzero(test)
 
     def _codes(self, X, groups):
         """Code (n,) of every row's client and rows (m,) of every client."""
@@ -109,29 +141,9 @@ class ClientKFold(_ClientSplitter):
     a b | a b
     """
 
-    n_splits: int = parameter(default=5, kw_only=False)
-    stratify: bool = False
-    client_column: str | int | None = None
-    random_state: RandomState = None
+    n_splits = parameter(default=5, ranges=[Interval(Integral, 2, None, closed="left")])
 
-    def split(self, X: TableLike, y: TableLike = None, groups: TableLike = None) -> Splits:
-        """Generate training and test positions.
-
-        Parameters
-        ----------
-        X : array-like of n_rows rows
-            Only its length is read, and the column of ids if `client_column` is set.
-        y : array-like of shape (n_rows,), default=None
-            Classes, needed if `stratify` is True.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row.
-
-        Yields
-        ------
-        train, test : ndarrays of int
-        """
-        _check_range("n_splits", self.n_splits, Interval(Integral, 2, None, closed="left"))
-        codes, sizes = self._codes(X, groups)
+    def _tests(self, codes, sizes, y):
         if self.n_splits > len(codes):  # a fold would test nothing
             raise ValueError(f"n_splits={self.n_splits} is above the number of rows, {len(codes)}.")
         rng = self._generator()
@@ -142,7 +154,7 @@ class ClientKFold(_ClientSplitter):
         start[turn] = np.cumsum(sizes[turn]) - sizes[turn]
         fold = (ranks + start[codes]) % self.n_splits
         for k in range(self.n_splits):
-            yield np.flatnonzero(fold != k), np.flatnonzero(fold == k)
+            yield fold == k
 
 
 @with_parameters
@@ -181,33 +193,11 @@ class ClientShuffleSplit(_ClientSplitter):
     (['b', 'c'], 7)
     """
 
-    n_splits: int = parameter(default=10, kw_only=False)
-    test_size: float = 0.2
-    new_clients: float = 0.0
-    stratify: bool = False
-    client_column: str | int | None = None
-    random_state: RandomState = None
+    n_splits = parameter(default=10, ranges=[Interval(Integral, 1, None, closed="left")])
+    test_size: float = parameter(default=0.2, ranges=[Interval(Real, 0, 1, closed="neither")])
+    new_clients: float = parameter(default=0.0, ranges=[Interval(Real, 0, 1, closed="left")])
 
-    def split(self, X: TableLike, y: TableLike = None, groups: TableLike = None) -> Splits:
-        """Generate training and test positions.
-
-        Parameters
-        ----------
-        X : array-like of n_rows rows
-            Only its length is read, and the column of ids if `client_column` is set.
-        y : array-like of shape (n_rows,), default=None
-            Classes, needed if `stratify` is True.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row.
-
-        Yields
-        ------
-        train, test : ndarrays of int
-        """
-        _check_range("n_splits", self.n_splits, Interval(Integral, 1, None, closed="left"))
-        _check_range("test_size", self.test_size, Interval(Real, 0, 1, closed="neither"))
-        _check_range("new_clients", self.new_clients, Interval(Real, 0, 1, closed="left"))
-        codes, sizes = self._codes(X, groups)
+    def _tests(self, codes, sizes, y):
         n_new = self._n_new(sizes)
         rng = self._generator()
         for _ in range(self.n_splits):
@@ -220,7 +210,7 @@ class ClientShuffleSplit(_ClientSplitter):
                 raise ValueError(
                     "no row can be tested; take larger clients, test_size or new_clients."
                 )
-            yield np.flatnonzero(~test), np.flatnonzero(test)
+            yield test
 
     def _n_new(self, sizes):
         """Number of clients that are held out whole."""
@@ -249,8 +239,3 @@ def _rounded(wanted, rng):
     rounded = np.empty(len(wanted), dtype=np.intp)
     rounded[order] = np.diff(total, prepend=0)
     return rounded
-
-
-def _check_range(name, value, interval):
-    if not interval.is_satisfied_by(value):
-        raise ValueError(f"{name} must be {interval}; got {value!r}.")

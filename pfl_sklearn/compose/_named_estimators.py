@@ -4,16 +4,19 @@ import copy
 from numbers import Integral
 from typing import Any, Self
 
+import numpy as np
 import pandas as pd
 from sklearn import config_context
 from sklearn.base import MetaEstimatorMixin, is_classifier, is_regressor
 from sklearn.utils import get_tags
 
 from pfl_sklearn._clients import match_clients
-from pfl_sklearn._compat import BaseComposition, StrOptions
+from pfl_sklearn._compat import BaseComposition, StrOptions, available_if
 from pfl_sklearn._nesting import final_estimator, hand_out, predicting_estimator, takes_groups
+from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.compose._client_column import ClientColumn
 from pfl_sklearn.compose._frozen_estimators import is_frozen, population_of
+from pfl_sklearn.compose._out_of_fold import SMALLEST
 
 
 class NamedEstimators(MetaEstimatorMixin, BaseComposition):
@@ -115,6 +118,72 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
         tags.input_tags.allow_nan = all(each.input_tags.allow_nan for each in inner)
         tags.input_tags.sparse = False
         return tags
+
+
+def _classifies(estimator):
+    """Whether the fit was one of classifiers; before the fit, whether it would be."""
+    if estimator.__sklearn_is_fitted__():
+        return hasattr(estimator, "classes_")
+    return is_classifier(estimator)
+
+
+class OutputsMixin:
+    """Predictions of an estimator from its ``_outputs``: responses or class probabilities."""
+
+    _outputs: Any
+    classes_: Any
+
+    @available_if(_classifies)
+    def predict_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
+        """Class probabilities for every row's client; for new clients those of the population.
+
+        Parameters
+        ----------
+        X : dataframe or array-like of shape (n_rows, d)
+            As in ``fit``.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+
+        Returns
+        -------
+        ndarray of shape (n_rows, n_classes)
+            In the order of ``classes_``.
+        """
+        return self._outputs(X, groups)
+
+    @available_if(_classifies)
+    def predict_log_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
+        """Logarithms of :meth:`predict_proba`, of probabilities of at least 1e-6.
+
+        Parameters
+        ----------
+        X : dataframe or array-like of shape (n_rows, d)
+            As in ``fit``.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+
+        Returns
+        -------
+        ndarray of shape (n_rows, n_classes)
+        """
+        return np.log(np.maximum(self._outputs(X, groups), SMALLEST))
+
+    def predict(self, X: TableLike, *, groups: TableLike = None) -> np.ndarray:
+        """Response, or most likely class, of every row; for new clients that of the population.
+
+        Parameters
+        ----------
+        X : dataframe or array-like of shape (n_rows, d)
+            As in ``fit``.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; needed if ``fit`` saw several clients.
+
+        Returns
+        -------
+        ndarray of shape (n_rows,)
+        """
+        predicted = self._outputs(X, groups)
+        return self.classes_[predicted.argmax(axis=1)] if hasattr(self, "classes_") else predicted
 
 
 def _is_pair(value):

@@ -10,10 +10,10 @@ from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import Bunch, check_random_state, get_tags
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._compat import StrOptions, available_if, fit_context, num_samples
+from pfl_sklearn._compat import StrOptions, fit_context, num_samples
 from pfl_sklearn._nesting import final_estimator, hand_out
 from pfl_sklearn._parameters import parameter, with_parameters
-from pfl_sklearn._typing import Floats, RandomState, TableLike
+from pfl_sklearn._typing import RandomState, TableLike
 from pfl_sklearn.base import ClientMixin, client_values
 from pfl_sklearn.compose._client_mixtures import client_weights, errors_of, population_mean
 from pfl_sklearn.compose._frozen_estimators import (
@@ -34,9 +34,8 @@ from pfl_sklearn.compose._inner_tables import (
     set_clients,
 )
 from pfl_sklearn.compose._loss_comparison import first_as_good
-from pfl_sklearn.compose._named_estimators import NamedEstimators, of_client
+from pfl_sklearn.compose._named_estimators import NamedEstimators, OutputsMixin, of_client
 from pfl_sklearn.compose._out_of_fold import (
-    SMALLEST,
     Named,
     fit_all,
     folds_of_clients,
@@ -57,15 +56,8 @@ _SELECTOR = "selector"
 _CONCENTRATIONS = (1e6, 3000.0, 1000.0, 300.0, 100.0, 30.0, 10.0, 3.0, 1.0)
 
 
-def _classifies(self):
-    """Whether the fit was one of classifiers; before the fit, whether it would be."""
-    if self.__sklearn_is_fitted__():
-        return hasattr(self, "classes_")
-    return is_classifier(self)
-
-
 @with_parameters
-class ClientSelector(ClientMixin, NamedEstimators):
+class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
     r"""Candidate models of which each client mixes its own, or picks one, by its own errors.
 
     Candidates may be a model without clients, a personalized one and one of each client alone, or
@@ -351,58 +343,6 @@ class ClientSelector(ClientMixin, NamedEstimators):
         labels = ("classes_",) if is_classifier(self) else ()
         return selector_report(candidates, (*released, *labels), own, n_clients)
 
-    @available_if(_classifies)
-    def predict_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
-        """Class probabilities for every row's client; for new clients by ``new_weights_``.
-
-        Parameters
-        ----------
-        X : dataframe or array-like of shape (n_rows, d)
-            As in ``fit``.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows, n_classes)
-            In the order of ``classes_``.
-        """
-        return self._outputs(X, groups)
-
-    @available_if(_classifies)
-    def predict_log_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
-        """Logarithms of :meth:`predict_proba`, of probabilities of at least 1e-6.
-
-        Parameters
-        ----------
-        X : dataframe or array-like of shape (n_rows, d)
-            As in ``fit``.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows, n_classes)
-        """
-        return np.log(np.maximum(self._outputs(X, groups), SMALLEST))
-
-    def predict(self, X: TableLike, *, groups: TableLike = None) -> np.ndarray:
-        """Response, or most likely class, of every row; for new clients by ``new_weights_``.
-
-        Parameters
-        ----------
-        X : dataframe or array-like of shape (n_rows, d)
-            As in ``fit``.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows,)
-        """
-        predicted = self._outputs(X, groups)
-        return self.classes_[predicted.argmax(axis=1)] if _classifies(self) else predicted
-
     def score(
         self, X: TableLike, y: TableLike, *, groups: TableLike = None, sample_weight: Any = None
     ) -> float:
@@ -423,7 +363,7 @@ class ClientSelector(ClientMixin, NamedEstimators):
         -------
         float
         """
-        score = accuracy_score if _classifies(self) else r2_score
+        score = accuracy_score if hasattr(self, "classes_") else r2_score
         return float(score(y, self.predict(X, groups=groups), sample_weight=sample_weight))
 
     def summary(self) -> pd.DataFrame:

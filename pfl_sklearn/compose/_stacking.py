@@ -6,10 +6,11 @@ import numpy as np
 
 from pfl_sklearn._compat import num_samples
 from pfl_sklearn._parameters import with_parameters
-from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn._typing import TableLike
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
 from pfl_sklearn.compose._base_stacking import PersonalizedStacking
-from pfl_sklearn.compose._out_of_fold import SMALLEST, with_std
+from pfl_sklearn.compose._named_estimators import OutputsMixin
+from pfl_sklearn.compose._out_of_fold import with_std
 from pfl_sklearn.compose._stack_candidates import FINAL, STACK
 from pfl_sklearn.linear_model import (
     PersonalizedLinearRegression,
@@ -84,7 +85,7 @@ class PersonalizedStackingRegressor(ClientRegressorMixin, PersonalizedStacking):
 
 
 @with_parameters
-class PersonalizedStackingClassifier(ClientClassifierMixin, PersonalizedStacking):
+class PersonalizedStackingClassifier(ClientClassifierMixin, OutputsMixin, PersonalizedStacking):
     """Classification for tables whose rows belong to clients: trees under personalized logits.
 
     Base estimators, by default boosted trees with and without the client, predict out of fold. A
@@ -120,53 +121,3 @@ class PersonalizedStackingClassifier(ClientClassifierMixin, PersonalizedStacking
 
     _boosting = "HistGradientBoostingClassifier"
     _default_final = PersonalizedLogisticRegression
-
-    def predict_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
-        """Class probabilities for every row's client; for new clients those of the population.
-
-        Parameters
-        ----------
-        X : dataframe or array-like of shape (n_rows, d)
-            As in ``fit``.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows, n_classes)
-            In the order of ``classes_``.
-        """
-        return self._outputs(X, groups)
-
-    def predict_log_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
-        """Logarithms of :meth:`predict_proba`, of probabilities of at least 1e-6.
-
-        Parameters
-        ----------
-        X : dataframe or array-like of shape (n_rows, d)
-            As in ``fit``.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows, n_classes)
-        """
-        return np.log(np.maximum(self._outputs(X, groups), SMALLEST))
-
-    def predict(self, X: TableLike, *, groups: TableLike = None) -> np.ndarray:
-        """Most likely class of every row.
-
-        Parameters
-        ----------
-        X : dataframe or array-like of shape (n_rows, d)
-            As in ``fit``.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-
-        Returns
-        -------
-        ndarray of shape (n_rows,)
-        """
-        likeliest = self._outputs(X, groups).argmax(axis=1)
-        return self.classes_[likeliest]

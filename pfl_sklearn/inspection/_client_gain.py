@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 from sklearn.utils import check_consistent_length
@@ -12,11 +12,8 @@ from pfl_sklearn._clients import encode_clients, rows_by_client
 from pfl_sklearn._compat import num_samples
 from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn.inspection import _drawing as drawing
-from pfl_sklearn.inspection._drawing import COLORS
+from pfl_sklearn.inspection._drawing import COLORS, Axes
 from pfl_sklearn.metrics import client_scores
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _LARGEST_AREA, _SMALLEST_AREA = 140.0, 8.0  # of marks, in square points
 _DISTINCT_AREAS = 1.5  # ratio of areas that the eye tells apart
@@ -143,15 +140,14 @@ class ClientGainDisplay:
         )
         table = table[table["known"]]
         sign = -1 if negate_score else 1
-        display = cls(
+        return cls(
             clients=table.index.to_numpy(),
             score=sign * table["score"].to_numpy(),
             population_score=sign * table["population_score"].to_numpy(),
             n_rows=table["n_rows"].to_numpy(),
             score_name=_name_of(scoring, negate_score) if score_name is None else score_name,
             greater_is_better=not negate_score,
-        )
-        return display.plot(ax=ax)
+        ).plot(ax=ax)
 
     @classmethod
     def from_predictions(
@@ -208,15 +204,14 @@ class ClientGainDisplay:
         )
         if score_name is None:
             score_name = getattr(metric, "__name__", "score").replace("_", " ")
-        display = cls(
+        return cls(
             clients=ids,
             score=own,
             population_score=other,
             n_rows=np.diff(offsets),
             score_name=score_name,
             greater_is_better=greater_is_better,
-        )
-        return display.plot(ax=ax)
+        ).plot(ax=ax)
 
     def plot(self, *, ax: Axes | None = None) -> Self:
         """Draw the display.
@@ -253,15 +248,13 @@ class ClientGainDisplay:
         entries = _draw_marks(ax, population, own, sign, self.n_rows[known])
         entries += _size_entries(ax, self.n_rows[known])
         if not known.all():
-            entries.append(_mark_of_text(f"not drawn, without a score: {np.sum(~known)}"))
+            label = f"not drawn, without a score: {np.sum(~known)}"
+            entries += ax.plot([], [], " ", label=label)
         ax.set_xlabel(f"{self.score_name}, population model")
         ax.set_ylabel(f"{self.score_name}, client's own model")
-        looks: Any = {"handles": entries, "frameon": False, "fontsize": "small"}
-        if own_figure:  # the legend is long: beside the axes it hides no client
-            ax.figure.legend(loc="outside right upper", labelspacing=0.8, **looks)
-        else:
-            ax.legend(loc="best", labelspacing=0.8, **looks)
-        drawing.strip(ax)
+        # The legend is long: beside the axes of our own figure it hides no client.
+        owner, loc = (ax.figure, "outside right upper") if own_figure else (ax, "best")
+        owner.legend(handles=entries, loc=loc, labelspacing=0.8, frameon=False, fontsize="small")
         self.ax_, self.figure_ = ax, ax.figure
         return self
 
@@ -318,7 +311,7 @@ def _size_entries(ax, n_rows):
     low, high = int(n_rows.min()), int(n_rows.max())
     if high < _DISTINCT_AREAS * low:
         label = f"{low} to {high} rows each" if low < high else f"{_n_rows_text(low)} each"
-        return [_mark_of_text(label)]
+        return ax.plot([], [], " ", label=label)
     middle = round((low * high) ** 0.5)  # geometric: numbers of rows differ by factors
     return [
         ax.scatter([], [], s=_areas(n, high), color="0.6", lw=0, label=_n_rows_text(n))
@@ -328,10 +321,3 @@ def _size_entries(ax, n_rows):
 
 def _n_rows_text(n):
     return f"{n} row" if n == 1 else f"{n} rows"
-
-
-def _mark_of_text(label):
-    """Entry of a legend that is text alone."""
-    from matplotlib.lines import Line2D
-
-    return Line2D([], [], ls="none", label=label)

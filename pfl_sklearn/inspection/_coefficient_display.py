@@ -163,7 +163,6 @@ class CoefficientDisplay:
                 one.grid(axis="y", lw=0.4, alpha=0.5)
             else:
                 _draw_points(one, panel, self.level)
-            drawing.strip(one)
         if rows:
             drawing.name_rows(axes[0], self.panels[0].coefficients.clients[order])
             _legend_of_rows(axes, own_figure=ax is None)

@@ -67,8 +67,8 @@ def coefficients_of(estimator: Any, feature: Any, *, output: int, level: float) 
     fitted._require_fitted("coef_")
     at, label = find_feature(estimator, feature)
     half = ndtri(0.5 + level / 2)
-    values, stds = _clients_of(fitted, at)
-    population, population_std = _population_of(fitted, at)
+    values, stds = _values_of(fitted, "", at)
+    population, population_std = _values_of(fitted, "population_", at)
     if values.ndim == 2:  # multinomial: one coefficient for each class
         if not 0 <= output < values.shape[1]:
             raise ValueError(f"output={output!r}, but the model has {values.shape[1]} classes.")
@@ -141,17 +141,13 @@ def _feature_index(feature, names, fit_intercept):
     )
 
 
-def _clients_of(fitted, at):
-    """Values and standard deviations (m,) or (m, n_classes); NaN without a posterior."""
-    name = "intercept_" if at is None else "coef_"
-    values, stds = getattr(fitted, name), getattr(fitted, f"{name}std_", None)
-    if stds is None:
-        stds = np.full_like(values, np.nan)
+def _values_of(fitted, owner, at):
+    """Values and standard deviations of a coefficient; these are NaN without a posterior.
+
+    Of the clients (`owner` "") they have the shape (m,) or (m, n_classes), of the population
+    ("population_") they are numbers or (n_classes,).
+    """
+    name = f"{owner}intercept_" if at is None else f"{owner}coef_"
+    values = np.asarray(getattr(fitted, name))
+    stds = np.asarray(getattr(fitted, f"{name}std_", np.full_like(values, np.nan)))
     return (values, stds) if at is None else (values[..., at], stds[..., at])
-
-
-def _population_of(fitted, at):
-    """Value and standard error, numbers or (n_classes,)."""
-    name = "population_intercept_" if at is None else "population_coef_"
-    value, std = np.asarray(getattr(fitted, name)), np.asarray(getattr(fitted, f"{name}std_"))
-    return (value, std) if at is None else (value[..., at], std[..., at])

@@ -194,7 +194,6 @@ def _draw_panel(ax, curve, smooth, xscale):
         ax.set_yscale("log")
     ax.set_ylabel(curve.label)
     ax.set_title(curve.note, loc="left", fontsize="x-small", color="0.3")
-    drawing.strip(ax)
     return line
 
 

@@ -11,6 +11,8 @@ from pfl_sklearn._typing import Floats
 
 if TYPE_CHECKING:  # matplotlib is optional, and slow to import
     from matplotlib.axes import Axes
+else:
+    Axes = Any
 
 COLORS = {
     "local": "#8c8c8c",
@@ -52,15 +54,20 @@ def in_rows(kind: str, n_clients: int) -> bool:
 
 
 def axes_for(ax: Any, what: str, shape: tuple[int, int], size: Any, **options: Any) -> Any:
-    """The given axes, one for each `what`, or those of a new figure of this shape and size."""
+    """The given axes, one for each `what`, or those of a new figure of this shape and size.
+
+    Their frames have no upper and no right side.
+    """
     if ax is None:
         import matplotlib.pyplot as plt
 
-        options |= {"figsize": size, "layout": "constrained", "squeeze": False}
-        return plt.subplots(*shape, **options)[1].ravel()
+        options |= {"figsize": size, "layout": "constrained"}
+        ax = plt.subplots(*shape, **options)[1]
     axes, n_axes = np.ravel(np.array(ax, dtype=object)), shape[0] * shape[1]
     if len(axes) != n_axes:
         raise ValueError(f"ax must hold one axes per {what}, {n_axes}; got {len(axes)}.")
+    for each in axes:
+        each.spines[["top", "right"]].set_visible(False)
     return axes
 
 
@@ -145,11 +152,6 @@ def legend_inside(ax: Axes, loc: str = "best", *, faint_marks: bool = True) -> N
         for handle in legend.legend_handles:
             if handle is not None:
                 handle.set_alpha(0.8)
-
-
-def strip(ax: Axes) -> None:
-    """Remove the frame on the upper and right side."""
-    ax.spines[["top", "right"]].set_visible(False)
 
 
 def truth_of(clients: Any, truth: Any) -> Floats:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn.inspection import _drawing as drawing
+from pfl_sklearn.inspection._drawing import Axes
 from pfl_sklearn.inspection._privacy_scores import (
     ScoreCurve,
     curves_of,
@@ -16,9 +17,6 @@ from pfl_sklearn.inspection._privacy_scores import (
     table_of_scores,
     table_of_search,
 )
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _MOST_TICKS = 10  # beyond it the labels of neighbours overlap
 
@@ -135,8 +133,7 @@ class PrivacyAccuracyDisplay:
         ]
         if score_name is None:
             score_name = f"mean held-out {metric.replace('_', ' ')}"
-        display = cls(curves=curves, score_name=score_name, promise=promise)
-        return display.plot(spread=spread, ax=ax)
+        return cls(curves=curves, score_name=score_name, promise=promise).plot(spread=spread, ax=ax)
 
     @classmethod
     def from_scores(
@@ -188,12 +185,11 @@ class PrivacyAccuracyDisplay:
         columns = {"epsilon": epsilon, "score": score}
         if spread is not None:
             columns["spread"] = spread
-        display = cls(
+        return cls(
             curves=curves_of(table_of_scores(columns, lines)),
             score_name=score_name,
             promise=promise_of(unit, relation, delta),
-        )
-        return display.plot(ax=ax)
+        ).plot(ax=ax)
 
     def plot(self, *, spread: bool = True, ax: Axes | None = None) -> Self:
         """Draw the display.
@@ -222,7 +218,6 @@ class PrivacyAccuracyDisplay:
         ax.set(xlabel=label, ylabel=self.score_name)
         if any(curve.label is not None for curve in self.curves):
             drawing.legend_inside(ax)
-        drawing.strip(ax)
         self.ax_, self.figure_ = ax, ax.figure
         return self
 

@@ -207,8 +207,7 @@ class ResidualsDisplay:
         """
         residuals = residuals_of(estimator, X, y, groups, sample_weight, held_out, random_state)
         deviations = deviations_of(estimator, feature)
-        display = cls(**residuals._asdict(), **deviations._asdict())
-        return display.plot(kind=kind, ax=ax)
+        return cls(**residuals._asdict(), **deviations._asdict()).plot(kind=kind, ax=ax)
 
     def plot(self, *, kind: str | list[str] = "all", ax: Any = None) -> Self:
         """Draw the display.
@@ -238,15 +237,8 @@ class ResidualsDisplay:
         n_rows = len(panels) // n_columns
         size = (7.0, 4.6) if len(panels) == 1 else (4.8 * n_columns, 3.9 * n_rows)
         axes = drawing.axes_for(ax, "panel", (n_rows, n_columns), size)
-        draw = {
-            "fitted": self._draw_fitted,
-            "clients": self._draw_clients,
-            "residual_quantiles": self._draw_residual_quantiles,
-            "client_quantiles": self._draw_client_quantiles,
-        }
         for panel, each in zip(panels, axes, strict=True):
-            draw[panel](each)
-            drawing.strip(each)
+            getattr(self, f"_draw_{panel}")(each)
         self.axes_, self.ax_, self.figure_ = axes, axes[0], axes[0].figure
         return self
 

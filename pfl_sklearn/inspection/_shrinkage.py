@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -14,10 +14,7 @@ from pfl_sklearn.inspection._coefficients import (
     is_linear_model,
     local_coefficients,
 )
-from pfl_sklearn.inspection._drawing import COLORS
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from pfl_sklearn.inspection._drawing import COLORS, Axes
 
 
 @drawing.display_class
@@ -170,7 +167,6 @@ class ShrinkageDisplay:
         ax = drawing.axes_for_clients(ax, len(self.clients), rows)[0]
         (self._plot_rows if rows else self._plot_points)(ax, level)
         ax.set_xlabel(xlabel or (self.quantity if rows else f"local {self.quantity}"))
-        drawing.strip(ax)
         self.ax_, self.figure_ = ax, ax.figure
         return self
 
@@ -206,9 +202,8 @@ def _means_of(fitted, output, level):
     values = [fitted.local_means_, fitted.means_, lower, upper, fitted.population_mean_]
     if fitted.means_.ndim == 2:  # several targets
         values = [value[..., output] for value in values]
-    names = ("local", "personalized", "lower", "upper", "population")
-    estimates = dict(zip(names, values, strict=True))
-    return estimates | {"population": float(estimates["population"])}
+    names = ("local", "personalized", "lower", "upper")
+    return {**dict(zip(names, values, strict=False)), "population": float(values[-1])}
 
 
 def _slopes_of(estimator, local, feature, output, level):

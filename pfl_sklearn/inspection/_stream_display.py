@@ -181,7 +181,6 @@ class StreamDisplay:
             drawing.legend_inside(self.axes_[0])
         for one in self.axes_:
             one.set_xscale("log")  # errors fall with powers of the number of values
-            drawing.strip(one)
         self.axes_[-1].set_xlabel("values of a client")
         self.figure_ = self.axes_[0].figure
         return self

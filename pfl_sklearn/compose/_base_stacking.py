@@ -11,7 +11,7 @@ from sklearn.utils.validation import check_is_fitted
 from pfl_sklearn._compat import HasMethods, available_if, fit_context, num_samples
 from pfl_sklearn._nesting import final_estimator, has_method
 from pfl_sklearn._parameters import parameter, with_parameters
-from pfl_sklearn._typing import RandomState, TableLike
+from pfl_sklearn._typing import TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.compose._client_feature import ClientAsFeature
@@ -168,14 +168,16 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     Applications in Genetics and Molecular Biology.
     """
 
-    estimators: list[tuple[str, Any]] | None = parameter(default=None, kw_only=False)
-    final_estimator: Any = parameter(default=None, kw_only=False)
-    cv: Any = 5
-    passthrough: Any = True
-    fallback: bool = True
-    unseen: str = "warn"
-    n_jobs: int | None = None
-    random_state: RandomState = None
+    estimators: list[tuple[str, Any]] | None = parameter(
+        default=None, ranges=[list, None], kw_only=False
+    )
+    final_estimator: Any = parameter(
+        default=None, ranges=[HasMethods(["fit", "predict"]), None], kw_only=False
+    )
+    passthrough: Any = parameter(
+        default=True, ranges=["boolean", HasMethods(["fit_transform", "transform"])]
+    )
+    fallback: bool = parameter(default=True, ranges=["boolean"])
 
     _reserved_names = (STACK, POOLED, MEAN)
     _population_attributes = (
@@ -190,14 +192,6 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
     _state_attributes = ("classes_", "_passthrough")
     _boosting: ClassVar[str]
     _default_final: ClassVar[type]
-
-    _parameter_constraints = {
-        **NamedEstimators._parameter_constraints,
-        "estimators": [list, None],
-        "final_estimator": [HasMethods(["fit", "predict"]), None],
-        "passthrough": ["boolean", HasMethods(["fit_transform", "transform"])],
-        "fallback": ["boolean"],
-    }
 
     def _default_estimators(self) -> list[tuple[str, Any]]:
         from sklearn import ensemble  # slow to import
@@ -262,16 +256,16 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
                 codes=clients.codes,
             )
             choices["new"] = choose(stack, self.fallback)
-        fitted = fit_chosen(choices, named, table, self.n_jobs)
+        fitted, known, new = fit_chosen(choices, named, table, self.n_jobs)
         warned = choices["known"].warned
-        for name in warned.keys() - fitted.bases.keys():  # those fits to all rows did not warn
+        for name in warned.keys() - fitted.keys():  # those fits to all rows did not warn
             for text, category in warned[name]:
                 warn_caller(f"{name!r} in the folds: {text}", category)
 
         set_clients(self, X, clients, groups)
-        self.named_estimators_ = Bunch(**fitted.bases)
-        self.known_part_, self.final_estimator_ = fitted.known
-        self.new_part_, self.population_estimator_ = fitted.new
+        self.named_estimators_ = Bunch(**fitted)
+        self.known_part_, self.final_estimator_ = known
+        self.new_part_, self.population_estimator_ = new
         self.losses_ = pd.DataFrame({kind: each.losses for kind, each in choices.items()})
         self._passthrough = passthrough
         if classes is not None:

@@ -97,22 +97,17 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
     array([0.8])
     """
 
-    estimator: Any = parameter(kw_only=False)
-    encoding: str = parameter(default="auto", kw_only=False)
-    unseen: str = "warn"
-    random_state: RandomState = None
+    estimator: Any = parameter(ranges=[HasMethods(["fit", "predict"])], kw_only=False)
+    encoding: str = parameter(
+        default="auto", ranges=[StrOptions({"auto", "category", "target"})], kw_only=False
+    )
+    unseen: str = parameter(default="warn", ranges=[StrOptions({"warn", "population", "error"})])
+    random_state: RandomState = parameter(default=None, ranges=["random_state"])
 
     _wraps = Wraps("estimator", "estimator_", fits_once=False)
     _population_attributes = ("estimator_", "_unseen_column")
     _client_attributes = ("_columns", "n_samples_per_client_")
     _state_attributes = ("_encoded",)
-
-    _parameter_constraints = {
-        "estimator": [HasMethods(["fit", "predict"])],
-        "encoding": [StrOptions({"auto", "category", "target"})],
-        "unseen": [StrOptions({"warn", "population", "error"})],
-        "random_state": ["random_state"],
-    }
 
     @fit_context(prefer_skip_nested_validation=False)
     def fit(

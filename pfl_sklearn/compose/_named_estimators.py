@@ -2,7 +2,7 @@
 
 import copy
 from numbers import Integral
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 import pandas as pd
@@ -13,27 +13,29 @@ from sklearn.utils import get_tags
 from pfl_sklearn._clients import match_clients
 from pfl_sklearn._compat import BaseComposition, StrOptions, available_if
 from pfl_sklearn._nesting import final_estimator, hand_out, predicting_estimator, takes_groups
-from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.compose._client_column import ClientColumn
 from pfl_sklearn.compose._frozen_estimators import is_frozen, population_of
 from pfl_sklearn.compose._out_of_fold import SMALLEST
 
 
+@with_parameters
 class NamedEstimators(MetaEstimatorMixin, BaseComposition):
     """Base of estimators with a parameter `estimators`: a list of (name, estimator), or None.
 
     A subclass says by ``_default_estimators`` what None stands for.
     """
 
-    estimators: list[tuple[str, Any]] | None
-    _reserved_names: tuple[str, ...] = ()
-    _parameter_constraints: dict[str, Any] = {
-        "estimators": [list],
-        "cv": ["cv_object"],
-        "unseen": [StrOptions({"warn", "population", "error"})],
-        "n_jobs": [Integral, None],
-        "random_state": ["random_state"],
-    }
+    if TYPE_CHECKING:  # of every subclass, as positional parameters stand where they are declared
+        estimators: Any
+
+    cv: Any = parameter(default=5, ranges=["cv_object"])
+    unseen: str = parameter(default="warn", ranges=[StrOptions({"warn", "population", "error"})])
+    n_jobs: int | None = parameter(default=None, ranges=[Integral, None])
+    random_state: RandomState = parameter(default=None, ranges=["random_state"])
+
+    _reserved_names: ClassVar[tuple[str, ...]] = ()
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Parameters of this estimator and, if `deep`, of those inside it by name.

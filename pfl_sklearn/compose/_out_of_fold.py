@@ -265,17 +265,13 @@ def outside_of(k, named, table, folds, pairs, n_jobs):
     ]
     results = iter(map_batches(_test_outputs, tasks, n_jobs))
     pairs.update({pair: [next(results)[0] for _ in named] for pair in new})
-    by_estimator = zip(*[pairs[pair] for pair in others], strict=True)
-    return [_of_training_rows(k, folds, others, parts) for parts in by_estimator]
-
-
-def _of_training_rows(k, folds, pairs, parts):
-    """Outputs (n_train, ...) of one estimator for the training rows of fold k, from its pairs."""
-    values = np.empty((sum(len(test) for _, test in folds), *parts[0].shape[1:]))
-    for pair, part in zip(pairs, parts, strict=True):
-        other = folds[sum(pair) - k][1]
-        values[other] = part[np.searchsorted(_rows_of_pair(folds, pair), other)]
-    return values[folds[k][0]]
+    outside = []
+    for at in range(len(named)):
+        values = np.empty((len(table.y), *pairs[others[0]][at].shape[1:]))
+        for pair in others:  # each also has rows of fold k, which are no training rows
+            values[_rows_of_pair(folds, pair)] = pairs[pair][at]
+        outside.append(values[folds[k][0]])
+    return outside
 
 
 def _rows_of_pair(folds, pair):

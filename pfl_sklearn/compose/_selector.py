@@ -13,7 +13,7 @@ from sklearn.utils.validation import check_is_fitted
 from pfl_sklearn._compat import StrOptions, fit_context, num_samples
 from pfl_sklearn._nesting import final_estimator, hand_out
 from pfl_sklearn._parameters import parameter, with_parameters
-from pfl_sklearn._typing import RandomState, TableLike
+from pfl_sklearn._typing import TableLike
 from pfl_sklearn.base import ClientMixin, client_values
 from pfl_sklearn.compose._client_mixtures import client_weights, errors_of, population_mean
 from pfl_sklearn.compose._frozen_estimators import (
@@ -179,24 +179,14 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
     array([1., 0.])
     """
 
-    estimators: list[tuple[str, Any]] = parameter(kw_only=False)
-    how: str = "weights"
-    prior: DirichletPrior | None = None
-    cv: Any = 5
-    unseen: str = "warn"
-    n_jobs: int | None = None
-    random_state: RandomState = None
+    estimators: list[tuple[str, Any]] = parameter(ranges=[list], kw_only=False)
+    how: str = parameter(default="weights", ranges=[StrOptions({"weights", "best"})])
+    prior: DirichletPrior | None = parameter(default=None, ranges=[DirichletPrior, None])
 
     _reserved_names = (_SELECTOR,)
     _population_attributes = ("named_estimators_", "prior_", "new_weights_")
     _client_attributes = ("weights_", "n_samples_per_client_")
     _state_attributes = ("classes_",)
-
-    _parameter_constraints = {
-        **NamedEstimators._parameter_constraints,
-        "how": [StrOptions({"weights", "best"})],
-        "prior": [DirichletPrior, None],
-    }
 
     def _default_component(self, name: str, value: Any) -> Any:
         return DirichletPrior() if name == "prior" and value is None else None

@@ -56,14 +56,6 @@ class Choice(NamedTuple):
     warned: dict[str, list[tuple[str, type[Warning]]]]
 
 
-class Fitted(NamedTuple):
-    """Base estimators by name, and for known and new clients a name and what is behind it."""
-
-    bases: dict[str, Any]
-    known: tuple[str, Any]
-    new: tuple[str, Any]
-
-
 def _plain_models(classes, n_columns):
     """Models of columns of `X` that know no clients; a linear one only if there are any."""
     plain = DummyRegressor() if classes is None else DummyClassifier(strategy="prior")
@@ -173,7 +165,10 @@ def fit_chosen(choices, named, table, n_jobs):
 
     Returns
     -------
-    Fitted
+    bases : dict of str to estimator
+        Base estimators that predictions need, by name.
+    known, new : tuple of (str, estimator or None)
+        For known and for new clients, what predicts and what is fitted behind the base estimators.
     """
     names = {each.chosen for each in choices.values()}
     bases = {each.name: (each, table) for each in named if names & {STACK, each.name}}
@@ -190,4 +185,4 @@ def fit_chosen(choices, named, table, n_jobs):
         kind: (each.chosen, behind.get((keys[kind], each.chosen))) for kind, each in choices.items()
     }
     by_name = dict(zip(bases, fitted[: len(bases)], strict=True))
-    return Fitted(by_name, ends["known"], ends.get("new", ends["known"]))
+    return by_name, ends["known"], ends.get("new", ends["known"])

@@ -253,7 +253,8 @@ class ClientGainDisplay:
         ax.set_xlabel(f"{self.score_name}, population model")
         ax.set_ylabel(f"{self.score_name}, client's own model")
         # The legend is long: beside the axes of our own figure it hides no client.
-        owner, loc = (ax.figure, "outside right upper") if own_figure else (ax, "best")
+        owner: Any = ax.figure if own_figure else ax
+        loc = "outside right upper" if own_figure else "best"
         owner.legend(handles=entries, loc=loc, labelspacing=0.8, frameon=False, fontsize="small")
         self.ax_, self.figure_ = ax, ax.figure
         return self

@@ -7,10 +7,11 @@ from numbers import Integral
 from typing import Any, Self
 
 import numpy as np
+import pandas as pd
 from scipy.special import ndtri
 from sklearn.base import clone
 
-from pfl_sklearn._clients import encode_clients, match_clients, row_counts, rows_by_client
+from pfl_sklearn._clients import encode_clients, match_clients
 from pfl_sklearn._compat import safe_indexing
 from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn.inspection import _drawing as drawing
@@ -239,11 +240,8 @@ class StreamDisplay:
 def _estimates_by_time(model, X, y, groups, labels, n_times):
     """Estimates of a stream by time, as the parameters of the display."""
     ids, codes = encode_clients(groups, len(y))
-    order, offsets = rows_by_client(codes, len(ids))
-    step = np.empty(len(y), dtype=int)
-    step[order] = np.arange(len(y)) - np.repeat(offsets[:-1], np.diff(offsets))
-    last = int(row_counts(codes, len(ids)).max())
-    times = np.unique(np.geomspace(1, last, n_times).round().astype(int))
+    step = pd.Series(codes).groupby(codes).cumcount().to_numpy()
+    times = np.unique(np.geomspace(1, step.max() + 1, n_times).round().astype(int))
     shape = len(times), len(ids)
     estimates = {name: np.full(shape, np.nan) for name in ("means", "stds", "local_means")}
     options = {} if labels is None else {"labels": labels}

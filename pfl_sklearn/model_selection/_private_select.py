@@ -179,41 +179,26 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
     0.73
     """
 
-    estimator: Any = parameter(kw_only=False)
-    param_distributions: Any = parameter(kw_only=False)
-    expected_trials: float = 10
-    distribution: str = "geometric"
-    epsilon: float = math.inf
-    delta: float = 1e-5
-    scoring: Any = None
-    holdout: tuple[TableLike, ...] | None = None
-    score_range: tuple[float, float] | None = None
-    score_share: float = 0.2
-    test_size: float = 0.25
-    client_column: str | int | None = None
-    ledger: PrivacyLedger | None = None
-    random_state: RandomState = None
+    estimator: Any = parameter(ranges=[HasMethods(["fit"])], kw_only=False)
+    param_distributions: Any = parameter(ranges=[dict, list], kw_only=False)
+    expected_trials: float = parameter(default=10, ranges=[Interval(Real, 1, None, closed="left")])
+    distribution: str = parameter(default="geometric", ranges=[StrOptions(set(DISTRIBUTIONS))])
+    epsilon: float = parameter(
+        default=math.inf, ranges=[Interval(Real, 0, math.inf, closed="right")]
+    )
+    delta: float = parameter(default=1e-5, ranges=[Interval(Real, 0, 1, closed="left")])
+    scoring: Any = parameter(default=None, ranges=[str, callable, None])
+    holdout: tuple[TableLike, ...] | None = parameter(default=None, ranges=[tuple, None])
+    score_range: tuple[float, float] | None = parameter(default=None, ranges=[tuple, list, None])
+    score_share: float = parameter(default=0.2, ranges=[Interval(Real, 0, 1, closed="neither")])
+    test_size: float = parameter(default=0.25, ranges=[Interval(Real, 0, 1, closed="neither")])
+    client_column: str | int | None = parameter(default=None, ranges=[str, Integral, None])
+    ledger: PrivacyLedger | None = parameter(default=None, ranges=[PrivacyLedger, None])
+    random_state: RandomState = parameter(default=None, ranges=["random_state"])
 
     # Selections with equal parameters differ by what they were fitted to.
     __dask_tokenize__ = ClientMixin.__dask_tokenize__
     _wraps = Wraps("estimator", "best_estimator_", fits_once=False)
-
-    _parameter_constraints = {
-        "estimator": [HasMethods(["fit"])],
-        "param_distributions": [dict, list],
-        "expected_trials": [Interval(Real, 1, None, closed="left")],
-        "distribution": [StrOptions(set(DISTRIBUTIONS))],
-        "epsilon": [Interval(Real, 0, math.inf, closed="right")],
-        "delta": [Interval(Real, 0, 1, closed="left")],
-        "scoring": [str, callable, None],
-        "holdout": [tuple, None],
-        "score_range": [tuple, list, None],
-        "score_share": [Interval(Real, 0, 1, closed="neither")],
-        "test_size": [Interval(Real, 0, 1, closed="neither")],
-        "client_column": [str, Integral, None],
-        "ledger": [PrivacyLedger, None],
-        "random_state": ["random_state"],
-    }
 
     @fit_context(prefer_skip_nested_validation=False)
     def fit(self, X: TableLike, y: TableLike = None, **params: Any) -> Self:

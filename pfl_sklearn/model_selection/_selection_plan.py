@@ -343,13 +343,7 @@ def _calibrate(select, prefix, by_noise, point, mechanism, relation):
         return (*_events_of(select, params), *scores)
 
     def spent(rate):
-        return selection_epsilon(
-            events(rate),
-            expected_trials=select.expected_trials,
-            distribution=select.distribution,
-            delta=select.delta,
-            relation=relation,
-        )
+        return _epsilon_of_all(select, events(rate), relation)
 
     low, high = _rates(select, by_noise)
     guess = 1.0 if by_noise else 0.4 * select.epsilon  # a start only
@@ -368,6 +362,17 @@ def _calibrate(select, prefix, by_noise, point, mechanism, relation):
             f"trials that spend next to nothing cost {spent(low):.4g} together ({relation})."
         )
     return _settings(select, prefix, by_noise, rate), events(rate), spent(rate)
+
+
+def _epsilon_of_all(select, events, relation):
+    """Epsilon of all trials together, from the events of one."""
+    return selection_epsilon(
+        events,
+        expected_trials=select.expected_trials,
+        distribution=select.distribution,
+        delta=select.delta,
+        relation=relation,
+    )
 
 
 def selection_report(select, plan, model):
@@ -416,13 +421,7 @@ def _report_of(model):
 def _under_other(select, plan):
     """Epsilon under the other relation, if it is finite."""
     other = "zero_out" if plan.relation == "replace_one" else "replace_one"
-    epsilon = selection_epsilon(
-        plan.events,
-        expected_trials=select.expected_trials,
-        distribution=select.distribution,
-        delta=select.delta,
-        relation=other,
-    )
+    epsilon = _epsilon_of_all(select, plan.events, other)
     return ((other, epsilon),) if math.isfinite(epsilon) else ()
 
 

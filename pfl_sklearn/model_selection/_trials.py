@@ -259,12 +259,8 @@ def held_out_rows(codes, sizes, test_size, rng):
     changes no other client's.
     """
     n_test = np.clip(np.floor(test_size * sizes + 0.5), 1, sizes - 1).astype(np.intp)
-    order = np.lexsort((rng.random(len(codes)), codes))
-    starts = np.cumsum(sizes) - sizes
-    ranks = np.arange(len(codes)) - starts[codes[order]]
-    tested = np.empty(len(codes), dtype=bool)
-    tested[order] = ranks < n_test[codes[order]]
-    return tested
+    ranks = pd.Series(rng.random(len(codes))).groupby(codes).rank(method="first").to_numpy()
+    return ranks <= n_test[codes]
 
 
 def best_trial(select, plan, candidates, rows, score, rng, seeded):

@@ -10,6 +10,7 @@ from sklearn.utils import check_consistent_length
 
 from pfl_sklearn._clients import encode_clients, rows_by_client
 from pfl_sklearn._compat import num_samples
+from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._drawing import COLORS, Axes
@@ -20,7 +21,7 @@ _DISTINCT_AREAS = 1.5  # ratio of areas that the eye tells apart
 _AXES_MARGIN = 0.05  # around the scores, or marks at the ends would be cut
 
 
-@drawing.display_class
+@with_parameters
 class ClientGainDisplay:
     """Scores of the clients' own models against those of the population model on the same rows.
 

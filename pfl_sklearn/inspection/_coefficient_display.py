@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._coefficients import (
@@ -26,7 +27,7 @@ class CoefficientPanel(NamedTuple):
     truth: Floats | None  # (n_clients,)
 
 
-@drawing.display_class
+@with_parameters
 class CoefficientDisplay:
     """Coefficients of all clients around the population's, sorted, with their intervals.
 

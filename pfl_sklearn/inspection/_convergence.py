@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._typing import Floats
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._drawing import COLORS
@@ -18,7 +19,7 @@ _REACH_BACK = 4  # a window at round k reaches back by k over this number
 _PANEL_INCHES = 1.5
 
 
-@drawing.display_class
+@with_parameters
 class ConvergenceDisplay:
     """Losses, clipping, scores and epsilon of a fit on rounds, one panel for each.
 

@@ -1,9 +1,8 @@
-"""What displays share: their constructor, axes, marks of clients, bands and legends."""
+"""What displays share: axes, marks of clients, bands and legends."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, TypeVar, cast, dataclass_transform
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -23,21 +22,6 @@ COLORS = {
 _MOST_ROWS = 60  # beyond it the names of the clients would not fit on a page
 _MOST_INCHES = 100.0  # of height, or else the picture takes gigabytes
 _WIDE_RATIO = 10.0  # of the largest value to the smallest, from which on a scale is logarithmic
-
-_Display = TypeVar("_Display", bound=type[Any])
-
-
-@dataclass_transform(eq_default=False, kw_only_default=True)
-def display_class(cls: _Display) -> _Display:
-    """Give a class a constructor that stores its annotated parameters.
-
-    Two displays are equal only if they are the same object, as arrays have no single truth value.
-    """
-    made: Any = dataclass(eq=False, repr=False, kw_only=True)(cls)
-    for field in fields(made):
-        if field.name in vars(made):  # a default on the class would look like a public attribute
-            delattr(made, field.name)
-    return made
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

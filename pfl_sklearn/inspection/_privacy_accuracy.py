@@ -6,6 +6,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._drawing import Axes
@@ -21,7 +22,7 @@ from pfl_sklearn.inspection._privacy_scores import (
 _MOST_TICKS = 10  # beyond it the labels of neighbours overlap
 
 
-@drawing.display_class
+@with_parameters
 class PrivacyAccuracyDisplay:
     """Scores against epsilon, one line for every value of another parameter.
 

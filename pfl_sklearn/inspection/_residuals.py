@@ -7,6 +7,7 @@ from typing import Any, Self
 import numpy as np
 
 from pfl_sklearn._clients import Codes, rows_by_client
+from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._drawing import COLORS
@@ -24,7 +25,7 @@ _FEWEST_IN_A_BOX = 5  # residuals; a box shows five numbers
 _INCHES_PER_NAME = 0.11  # the height of a line of small print
 
 
-@drawing.display_class
+@with_parameters
 class ResidualsDisplay:
     """Model checks: residuals within clients, and deviations of clients from the population.
 

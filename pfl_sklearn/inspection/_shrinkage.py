@@ -7,6 +7,7 @@ from typing import Any, Self
 import numpy as np
 
 from pfl_sklearn._nesting import innermost_estimator
+from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._coefficients import (
@@ -17,7 +18,7 @@ from pfl_sklearn.inspection._coefficients import (
 from pfl_sklearn.inspection._drawing import COLORS, Axes
 
 
-@drawing.display_class
+@with_parameters
 class ShrinkageDisplay:
     """Local estimates, personalized estimates with intervals, and the population.
 

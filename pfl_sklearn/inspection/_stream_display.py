@@ -13,6 +13,7 @@ from sklearn.base import clone
 
 from pfl_sklearn._clients import encode_clients, match_clients
 from pfl_sklearn._compat import safe_indexing
+from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._drawing import COLORS
@@ -21,7 +22,7 @@ _N_SHOWN = 3  # clients, by default: their panels fit on a screen
 _SMALLEST_ERROR = 1e-300  # a mean that meets the truth has error 0, which has no logarithm
 
 
-@drawing.display_class
+@with_parameters
 class StreamDisplay:
     """Estimates of clients over time with their intervals, or the error of all clients.
 

@@ -1,21 +1,425 @@
 """Boosted trees, and whatever else predicts, under a personalized linear model."""
 
-from typing import Any
+from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
+import pandas as pd
+from sklearn.base import is_classifier
+from sklearn.utils import Bunch, check_random_state
+from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._compat import num_samples
-from pfl_sklearn._parameters import with_parameters
+from pfl_sklearn._compat import HasMethods, available_if, fit_context, num_samples
+from pfl_sklearn._nesting import final_estimator, has_method
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import TableLike
-from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
-from pfl_sklearn.compose._base_stacking import PersonalizedStacking
-from pfl_sklearn.compose._named_estimators import OutputsMixin
-from pfl_sklearn.compose._out_of_fold import with_std
-from pfl_sklearn.compose._stack_candidates import FINAL, STACK
+from pfl_sklearn._warnings import warn_caller
+from pfl_sklearn.base import ClientClassifierMixin, ClientMixin, ClientRegressorMixin
+from pfl_sklearn.compose._client_feature import ClientAsFeature
+from pfl_sklearn.compose._frozen_estimators import (
+    check_strangers,
+    classes_of,
+    for_new_clients,
+    without_clients,
+    without_originals,
+)
+from pfl_sklearn.compose._inner_tables import (
+    check_responses,
+    check_splits,
+    read_inner_table,
+    row_ids,
+    rows_at,
+    rows_to_predict,
+    set_clients,
+)
+from pfl_sklearn.compose._named_estimators import (
+    NamedEstimators,
+    OutputsMixin,
+    check_kind,
+    check_parameters,
+    of_client,
+)
+from pfl_sklearn.compose._out_of_fold import (
+    Named,
+    folds_of_clients,
+    folds_within,
+    outputs,
+    prepared,
+    splitter_of,
+    with_std,
+)
+from pfl_sklearn.compose._passthrough import fitted_passthrough
+from pfl_sklearn.compose._stack_candidates import (
+    FINAL,
+    MEAN,
+    POOLED,
+    STACK,
+    Stack,
+    choose,
+    fit_chosen,
+    names_of,
+    stacked,
+)
 from pfl_sklearn.linear_model import (
     PersonalizedLinearRegression,
     PersonalizedLogisticRegression,
 )
+from pfl_sklearn.privacy import PrivacyReport
+
+
+@with_parameters
+class PersonalizedStacking(ClientMixin, NamedEstimators):
+    """What both stacks are and do. A subclass has `_boosting`, a name, and `_default_final`.
+
+    Its sections are those of the subclasses.
+
+    Parameters
+    ----------
+    estimators : list of (str, estimator), default=None
+        Base estimators by name: any of scikit-learn's, and client-aware ones, which get the
+        client ids. None: histogram gradient boosting without the clients, named "hgb", and
+        with the client as a feature, named "hgb_client", see
+        :class:`~pfl_sklearn.compose.ClientAsFeature`. Parameters inside are set as
+        ``hgb__max_depth`` and ``hgb_client__estimator__max_depth``.
+    final_estimator : estimator, default=None
+        Personalized model of what the base estimators predict and of columns of `X`; None:
+        :class:`~pfl_sklearn.PersonalizedLinearRegression`, or for classes
+        :class:`~pfl_sklearn.PersonalizedLogisticRegression`, with default parameters.
+    cv : int, splitter or list, default=5
+        Folds that the base estimators predict in: how many inside clients (None: 5), or a
+        splitter or splits that test each row once; at least 3 with `fallback`. Predictions for
+        new clients are made with as many folds of whole clients.
+    passthrough : bool or transformer, default=True
+        Columns that the final estimator gets beside predictions. True: those of numbers without
+        missing values. A transformer: what it makes of `X`, such as a ``ColumnTransformer``
+        that encodes categories; it is fitted to all rows, without y.
+    fallback : bool, default=True
+        Let the simplest part predict that does about as well as the best, for known and for
+        new clients; see Notes. False: always all estimators together.
+    unseen : {"warn", "population", "error"}, default="warn"
+        What to do about clients that ``fit`` did not see. "warn" warns if at least half of the
+        rows are theirs.
+    n_jobs : int or None, default=None
+        Folds to fit at once. Results do not depend on it.
+    random_state : int, RandomState instance or None, default=None
+        Seed of the folds, and of the estimators that have none of their own.
+
+    Attributes
+    ----------
+    known_part_, new_part_ : str
+        What predicts for known and for new clients: "stack" (all together), the name of a base
+        estimator alone, "final_estimator" (on columns of `X` alone) or, for new clients,
+        "pooled" (a linear model without clients) or "mean".
+    losses_ : DataFrame
+        Out-of-fold losses of these parts, squared errors or log-losses, for known and for new
+        clients: the smaller the better; NaN for what is no part for these clients. Where the first
+        folds decide on the stack, its loss is that of the best other part times the ratio of the
+        two in these folds, which is rough if a rough look decides. Empty with ``fallback=False``.
+    named_estimators_ : Bunch
+        Fitted base estimators that predictions need, by name.
+    final_estimator_, population_estimator_ : estimator or None
+        What is fitted behind the base estimators, for known and for new clients; None if one
+        of these predicts alone.
+    clients_ : ndarray of shape (n_clients,)
+        Sorted ids of the clients.
+    n_samples_per_client_ : ndarray of shape (n_clients,)
+        Rows of each client.
+    privacy_ : PrivacyReport
+        ``epsilon`` is infinite: nothing protects the fit.
+    n_features_in_ : int
+        Number of columns of `X`.
+    feature_names_in_ : ndarray of shape (`n_features_in_`,)
+        Names of the columns of `X`, if it has any.
+
+    Notes
+    -----
+    Base estimators see interactions that a linear model does not; the final one shrinks what is
+    special about each client, which they cannot. This is stacked generalization (Wolpert, 1992;
+    van der Laan et al., 2007) with folds for clients:
+
+    - Rows of the final estimator are predicted by fits to other rows of the same clients,
+      because it will predict for these clients.
+    - New clients have another final estimator, whose rows are predicted by fits to other
+      clients. Trees memorize columns that are constant within a client; how well they predict
+      for new clients can be seen only on clients left out. New clients get the population
+      coefficients of their final estimator.
+
+    With `fallback` a part predicts only after a test on rows, or on clients, that nothing in it
+    has seen. For the stack this needs fits to the rows outside of two folds: of a client with
+    two rows the prediction for one is made of the other, so that a final estimator that saw
+    both could tell the one from the other. The first part predicts that is not clearly worse
+    than the best one, by a one-sided test of the mean difference at level 0.1, for new clients
+    with errors clustered by client. The order is pooled and mean, the better of them first if
+    there are ten clients, final estimator alone, base estimators in their order, stack. For new
+    clients the stack takes part if there are at least three clients.
+
+    The stack is tested fold after fold until it is clear. It is in if it is clearly better than
+    each other part at level 0.025; it is out if it is clearly worse than the best of them at
+    level 0.1, or worse than one of them in the first two folds or more. Both take at least 30
+    rows. Before that, it may be out by the same rules at a rough look at two folds, which needs
+    no more fits of base estimators: it takes the predictions that there are, although those for
+    the final estimator's rows have seen the tested ones.
+
+    With k folds each base estimator is fitted 2 k times for several clients if the stack is out
+    at the rough look (10 times by default), 3 k times if it is in after one more fold for one
+    kind of clients (15 times), and at most k (k + 1) times, on three to four fifths of the
+    rows; and once to all rows if it predicts. The final estimator is fitted at most 4 k + 6
+    times. ``fallback=False`` takes 2 k + 1 and 2 fits. Fits run on one thread each, so that
+    results do not depend on `n_jobs`.
+
+    References
+    ----------
+    Wolpert, D. H. (1992). Stacked generalization. Neural Networks.
+
+    van der Laan, M. J., Polley, E. C. and Hubbard, A. E. (2007). Super learner. Statistical
+    Applications in Genetics and Molecular Biology.
+    """
+
+    estimators: list[tuple[str, Any]] | None = parameter(
+        default=None, ranges=[list, None], kw_only=False
+    )
+    final_estimator: Any = parameter(
+        default=None, ranges=[HasMethods(["fit", "predict"]), None], kw_only=False
+    )
+    passthrough: Any = parameter(
+        default=True, ranges=["boolean", HasMethods(["fit_transform", "transform"])]
+    )
+    fallback: bool = parameter(default=True, ranges=["boolean"])
+
+    _reserved_names = (STACK, POOLED, MEAN)
+    _population_attributes = (
+        "named_estimators_",
+        "final_estimator_",
+        "population_estimator_",
+        "known_part_",
+        "new_part_",
+        "losses_",
+    )
+    _client_attributes = ("n_samples_per_client_",)
+    _state_attributes = ("classes_", "_passthrough")
+    _boosting: ClassVar[str]
+    _default_final: ClassVar[type]
+
+    def _default_estimators(self) -> list[tuple[str, Any]]:
+        from sklearn import ensemble  # slow to import
+
+        boosting = getattr(ensemble, self._boosting)
+        return [("hgb", boosting()), ("hgb_client", ClientAsFeature(boosting()))]
+
+    def _given_final(self):
+        return self._default_final() if self.final_estimator is None else self.final_estimator
+
+    def _default_component(self, name: str, value: Any) -> Any:
+        return self._default_final() if name == "final_estimator" and value is None else None
+
+    @fit_context(prefer_skip_nested_validation=False)
+    def fit(
+        self, X: TableLike, y: TableLike, *, groups: TableLike = None, sample_weight: Any = None
+    ) -> Self:
+        """Fit base estimators in folds, then the final estimator to what they predict.
+
+        Parameters
+        ----------
+        X : dataframe or array-like of shape (n_rows, d)
+            Features, as the base estimators take them.
+        y : array-like of shape (n_rows,)
+            Responses or class labels.
+        groups : array-like of shape (n_rows,), default=None
+            Client id of every row; None: all rows are one client's.
+        sample_weight : array-like of shape (n_rows,), default=None
+            Weights of the rows. All estimators must take them.
+
+        Returns
+        -------
+        self
+        """
+        bases, last = self._checked_estimators(), self._given_final()
+        table = read_inner_table(self, X, y, groups, sample_weight, is_classifier(self))
+        check_responses(self, table)
+        check_strangers([*bases, (FINAL, last)], groups)
+        clients, classes = table.clients, classes_of(self, table.y)
+        _check_rows(clients)
+        check_kind(last, "regressor" if classes is None else "classifier", f"{FINAL}={last!r}")
+        check_parameters(last, f"{FINAL} is given")
+        check_splits(self.cv, len(table.y), num_samples(X))
+        # Of the folds inside clients, of those of whole clients, and of each estimator.
+        seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(bases) + 3)
+        estimators = [(FINAL, last), *bases]
+        final, *named = prepared(estimators, classes, seeds[2:], table.weights is not None)
+        passthrough = fitted_passthrough(self.passthrough, table.X)
+        columns = table._replace(X=passthrough.frame(table.X))
+        _check_names(named, columns.X)
+
+        folds = self._folds(table, classes, int(seeds[0]))
+        stack = Stack(named, final, table, columns, folds, None, self.n_jobs)
+        choices = {"known": choose(stack, self.fallback)}
+        if len(clients.ids) > 1:  # with one, there is nobody to leave out
+            # Trees know clients by columns that are constant within them. How well anything does
+            # for new clients shows only on clients that nothing in it has seen.
+            stack = stack._replace(
+                named=[without_clients(each) for each in named],
+                final=without_clients(final),
+                folds=folds_of_clients(len(folds), clients.codes, int(seeds[1])),
+                codes=clients.codes,
+            )
+            choices["new"] = choose(stack, self.fallback)
+        fitted, known, new = fit_chosen(choices, named, table, self.n_jobs)
+        warned = choices["known"].warned
+        for name in warned.keys() - fitted.keys():  # those fits to all rows did not warn
+            for text, category in warned[name]:
+                warn_caller(f"{name!r} in the folds: {text}", category)
+
+        set_clients(self, X, clients, groups)
+        self.named_estimators_ = Bunch(**fitted)
+        self.known_part_, self.final_estimator_ = known
+        self.new_part_, self.population_estimator_ = new
+        self.losses_ = pd.DataFrame({kind: each.losses for kind, each in choices.items()})
+        self._passthrough = passthrough
+        if classes is not None:
+            self.classes_ = classes
+        self.privacy_ = PrivacyReport.unprotected(
+            f"{type(self).__name__} fits base estimators and folds without noise.",
+            not_released=("clients_", *self._population_attributes),
+            n_clients=len(clients.ids),
+        )
+        return self
+
+    def _folds(self, table, classes, seed):
+        """Folds inside clients; the honest test of a stack is outside of two."""
+        folds = folds_within(splitter_of(self.cv, classes is not None, seed), table, self)
+        if self.fallback and len(folds) < 3:
+            raise ValueError(
+                f"cv={self.cv!r} gives {len(folds)} folds, but fallback=True needs at least 3; "
+                "take more folds, or fallback=False."
+            )
+        return folds
+
+    @property
+    def estimators_(self) -> list[Any]:
+        """Fitted base estimators that predictions need, in their order."""
+        return list(self.named_estimators_.values())
+
+    @available_if(has_method(lambda self: final_estimator(self._given_final()), "summary"))
+    def summary(self) -> pd.DataFrame:
+        """Table of the final estimator of known clients, by its own ``summary``.
+
+        Returns
+        -------
+        DataFrame
+
+        Raises
+        ------
+        ValueError
+            If a base estimator alone predicts for known clients.
+        """
+        check_is_fitted(self)
+        if self.final_estimator_ is None:
+            raise ValueError(
+                f"known clients get the predictions of {self.known_part_!r} alone, so there is no "
+                "final estimator to summarize; see losses_, or set fallback=False."
+            )
+        return final_estimator(self.final_estimator_).summary()
+
+    def for_client(self, client_id: Any) -> Self:
+        """Model of one client alone: base estimators, and that client's final coefficients.
+
+        Base estimators and a `passthrough` are handed out as they are, unless they have a
+        ``for_client`` of their own. Trees keep averages of other clients' rows in their leaves, a
+        nearest-neighbour imputer keeps rows; nothing protects these.
+
+        Parameters
+        ----------
+        client_id : int, str, ...
+            One of ``clients_``.
+
+        Returns
+        -------
+        estimator
+            Fitted estimator of the same class, with ``clients_ == [client_id]``.
+        """
+        model = super().for_client(client_id)
+        for name, fitted in self.named_estimators_.items():
+            model.named_estimators_[name] = of_client(fitted, client_id)
+        for name in ("final_estimator_", "population_estimator_"):
+            setattr(model, name, of_client(getattr(self, name), client_id))
+        return without_originals(model)
+
+    def release(self) -> NoReturn:
+        """Refused: base estimators and their folds have no noise.
+
+        Raises
+        ------
+        ValueError
+            Always. Trees memorize columns that are constant within a client, for example.
+        """
+        check_is_fitted(self)
+        raise ValueError(
+            f"release() of this {type(self).__name__} would publish base estimators, which were "
+            "fitted without noise: trees memorize columns that are constant within a client. Take "
+            "an estimator with an epsilon, such as PersonalizedLinearRegression or PPSGDClassifier."
+        )
+
+    def _outputs(self, X, groups):
+        """Responses (n,) or probabilities (n, K) of rows, each by its client's part."""
+        predicted = np.empty((num_samples(X), *np.shape(getattr(self, "classes_", 0))))
+        for rows, kind, part, table, ids in self._by_part(X, groups):
+            predicted[rows] = self._of_part(kind, part, table, ids)
+        return predicted
+
+    def _by_part(self, X, groups):
+        """Rows of known and of new clients, their kind and part, and their features and ids."""
+        X, codes = rows_to_predict(self, X, groups)
+        ids = row_ids(self, groups, codes)
+        known = self.known_part_, self.final_estimator_
+        new = self.new_part_, self.population_estimator_
+        for is_here, kind, part in ((codes >= 0, "known", known), (codes < 0, "new", new)):
+            rows = np.flatnonzero(is_here)
+            if len(rows):  # estimators refuse tables without rows
+                yield rows, kind, part, rows_at(X, rows), ids[rows]
+
+    def _of_part(self, kind, part, X, ids):
+        """What a part predicts for rows of known or new clients."""
+        name, behind = part
+        if behind is None:
+            (base,) = [each for each in self._fitted_bases(kind) if each.name == name]
+            return outputs(base, base.estimator, X, ids)
+        final = Named(name, behind, getattr(self, "classes_", None))
+        return outputs(final, behind, self._final_rows(kind, name, X, ids), ids)
+
+    def _final_rows(self, kind, name, X, ids):
+        """Rows as the estimator behind the base estimators takes them in a part."""
+        columns = self._passthrough.frame(X)
+        if name != STACK:
+            return columns
+        bases = self._fitted_bases(kind)
+        return stacked(bases, [outputs(each, each.estimator, X, ids) for each in bases], columns)
+
+    def _fitted_bases(self, kind):
+        """Base estimators as known or new clients see them."""
+        classes = getattr(self, "classes_", None)
+        return [
+            Named(name, for_new_clients(each) if kind == "new" else each, classes)
+            for name, each in self.named_estimators_.items()
+        ]
+
+
+def _check_rows(clients):
+    """Raise ValueError if no client has two rows."""
+    if len(clients.codes) == len(clients.ids):
+        raise ValueError(
+            f"each of the {len(clients.ids)} clients has one row, so that no fold leaves a client "
+            "a row to learn from; take an estimator without clients."
+        )
+
+
+def _check_names(named, columns):
+    """Raise ValueError if what a base estimator predicts has the name of a column."""
+    names = [name for each in named for name in names_of(each)]
+    taken = [name for name in names if name in columns.columns]
+    if taken:
+        raise ValueError(
+            f"predictions have the name {taken[0]!r} in estimators, which is also a column of X "
+            "that the final estimator gets; rename one of them."
+        )
 
 
 @with_parameters

@@ -1,14 +1,17 @@
 """Small tables, generators of the papers' settings, and loaders of public tables."""
 
-from pfl_sklearn.datasets._digits import load_digits_clients
 from pfl_sklearn.datasets._generators import (
     expand_counts,
     make_bernoulli_clients,
     make_gaussian_clients,
+    make_ppsgd_regression,
 )
 from pfl_sklearn.datasets._images import fetch_cifar10, fetch_femnist, fetch_mnist
-from pfl_sklearn.datasets._label_skew import make_dirichlet_clients, make_label_skew_clients
-from pfl_sklearn.datasets._regression import make_ppsgd_regression
+from pfl_sklearn.datasets._label_skew import (
+    load_digits_clients,
+    make_dirichlet_clients,
+    make_label_skew_clients,
+)
 from pfl_sklearn.datasets._tables import (
     load_baseball,
     load_county_elections,

@@ -11,13 +11,14 @@ from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._drawing import COLORS
-from pfl_sklearn.inspection._residual_summaries import (
+from pfl_sklearn.inspection._residual_values import (
     binned_residuals,
     client_spreads,
+    deviations_of,
     quantile_limits,
+    residuals_of,
     spread_limits,
 )
-from pfl_sklearn.inspection._residual_values import deviations_of, residuals_of
 
 _PANELS = ("fitted", "clients", "residual_quantiles", "client_quantiles")
 _MOST_DRAWN = 5000  # points of a panel: more take seconds, and look the same

@@ -21,8 +21,11 @@ from sklearn.preprocessing import StandardScaler
 
 from pfl_sklearn import BernoulliMean, ClientColumn, GaussianMean, SingleClientWarning
 from pfl_sklearn.inspection import ResidualsDisplay
-from pfl_sklearn.inspection._residual_summaries import binned_residuals, quantile_limits
-from pfl_sklearn.inspection._residual_values import residuals_of
+from pfl_sklearn.inspection._residual_values import (
+    binned_residuals,
+    quantile_limits,
+    residuals_of,
+)
 from pfl_sklearn.linear_model import PersonalizedLinearRegression, PersonalizedLogisticRegression
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold

@@ -91,7 +91,7 @@ def fit_named(named, table):
         return clone(named.estimator).fit(table.X, table.y, **metadata)
 
 
-def outputs(named, fitted, X, ids):
+def outputs(named, X, ids):
     """Predictions of a fitted estimator: responses (n,), or probabilities (n, K) of the classes.
 
     Raises
@@ -99,7 +99,7 @@ def outputs(named, fitted, X, ids):
     ValueError
         If it predicts NaN, no probabilities, or classes in another order.
     """
-    predicting = predicting_estimator(fitted)  # a search hands no client ids on
+    predicting = predicting_estimator(named.estimator)  # a search hands no client ids on
     if named.classes is None:
         return _finite_numbers(named, _call(named, predicting, "predict", X, ids), (len(X),))
     params = {"integrate": True} if _averages(predicting, ids) else {}
@@ -305,7 +305,7 @@ def _fitted_outputs(named, train, test):
             f"{len(train.clients.ids)} clients: {error}"
         )
         raise _retold(error, message) from error
-    return outputs(named, fitted, test.X, test.ids)
+    return outputs(named._replace(estimator=fitted), test.X, test.ids)
 
 
 def _test_outputs(train, test, named, table):

@@ -432,7 +432,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
                 if not len(rows):
                     continue
                 each = for_new_clients(fitted) if is_new else fitted
-                predicted = outputs(Named(name, each, classes), each, rows_at(X, rows), ids[rows])
+                predicted = outputs(Named(name, each, classes), rows_at(X, rows), ids[rows])
                 mixed[rows] += (own[rows] * predicted.T).T
         return mixed
 

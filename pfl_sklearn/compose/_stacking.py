@@ -380,26 +380,25 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         """What a part predicts for rows of known or new clients."""
         name, behind = part
         if behind is None:
-            (base,) = [each for each in self._fitted_bases(kind) if each.name == name]
-            return outputs(base, base.estimator, X, ids)
+            return outputs(self._fitted_bases(kind)[name], X, ids)
         final = Named(name, behind, getattr(self, "classes_", None))
-        return outputs(final, behind, self._final_rows(kind, name, X, ids), ids)
+        return outputs(final, self._final_rows(kind, name, X, ids), ids)
 
     def _final_rows(self, kind, name, X, ids):
         """Rows as the estimator behind the base estimators takes them in a part."""
         columns = self._passthrough.frame(X)
         if name != STACK:
             return columns
-        bases = self._fitted_bases(kind)
-        return stacked(bases, [outputs(each, each.estimator, X, ids) for each in bases], columns)
+        bases = self._fitted_bases(kind).values()
+        return stacked(bases, [outputs(each, X, ids) for each in bases], columns)
 
     def _fitted_bases(self, kind):
-        """Base estimators as known or new clients see them."""
+        """Base estimators by name, as known or new clients see them."""
         classes = getattr(self, "classes_", None)
-        return [
-            Named(name, for_new_clients(each) if kind == "new" else each, classes)
+        return {
+            name: Named(name, for_new_clients(each) if kind == "new" else each, classes)
             for name, each in self.named_estimators_.items()
-        ]
+        }
 
 
 def _check_rows(clients):

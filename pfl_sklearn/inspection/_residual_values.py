@@ -55,18 +55,6 @@ class Residuals(NamedTuple):
     residual_label: str
 
 
-class Deviations(NamedTuple):
-    """Standardized deviations of the clients from the population, or why there are none.
-
-    The fields are parameters of ResidualsDisplay.
-    """
-
-    deviation_label: str
-    deviation_clients: Any = None  # (m,)
-    deviations: Floats | None = None  # (m,)
-    without_deviations: str | None = None  # the reason
-
-
 class RowsInside(NamedTuple):
     """Rows as the innermost estimator gets them."""
 
@@ -135,16 +123,17 @@ def residuals_of(
     return Residuals(ids, codes, *of_rows)
 
 
-def deviations_of(estimator: Any, feature: str | int | None) -> Deviations:
+def deviations_of(estimator: Any, feature: str | int | None) -> dict[str, Any]:
     """Deviations of the clients' intercepts or slopes, each in its own standard deviation.
 
+    They come as parameters of ResidualsDisplay, or the reason does why there are none.
     A posterior mean varies around the population by the prior variance minus its posterior
     variance. Clients whose rows say nothing about the coefficient are left out.
     """
     fitted = _checked_model(estimator)
     label, reason = "deviation of the client", _without_deviations(fitted)
     if reason is not None:
-        return Deviations(label, without_deviations=reason)
+        return {"deviation_label": label, "without_deviations": reason}
     if is_linear_model(fitted):
         label, deviations, prior, share = _deviations_of_coefficients(estimator, fitted, feature)
     elif feature is not None:
@@ -157,10 +146,11 @@ def deviations_of(estimator: Any, feature: str | int | None) -> Deviations:
         prior, share = fitted.prior_.covariance[0, 0], fitted.shrinkage_
     reason = _without_variance(prior, share)
     if reason is not None:
-        return Deviations(label, without_deviations=reason)
+        return {"deviation_label": label, "without_deviations": reason}
     informed = share < 1 - _NO_SHARE
     values = deviations[informed] / np.sqrt(prior * (1 - share[informed]))
-    return Deviations(label, fitted.clients_[informed], values)
+    clients = fitted.clients_[informed]
+    return {"deviation_label": label, "deviation_clients": clients, "deviations": values}
 
 
 def _without_deviations(fitted):

@@ -84,14 +84,11 @@ class Responses(BaseEstimator):
 
     def _response(self, method):
         if method not in self._made:
-            self._made[method] = getattr(self.estimator, method)(self.X, **self._metadata(method))
+            # Only if the estimator or anything inside it requests them.
+            routed = self.groups is not None and takes_groups(self.estimator, method)
+            metadata = {"groups": self.groups} if routed else {}
+            self._made[method] = getattr(self.estimator, method)(self.X, **metadata)
         return self._made[method][self._rows]
-
-    def _metadata(self, method):
-        """Groups, if the estimator or anything inside it requests them."""
-        if self.groups is None or not takes_groups(self.estimator, method):
-            return {}
-        return {"groups": self.groups}
 
 
 def row_scores(scoring: Any, y: np.ndarray, responses: Responses) -> Floats | None:

@@ -377,7 +377,9 @@ def _epsilon_of_all(select, events, relation):
 
 def selection_report(select, plan, model):
     """Report of a planned selection, from the report of the released model."""
-    trial = _report_of(model)
+    trial = PrivacyReport.unprotected(f"{type(model).__name__} has no privacy.")
+    if hasattr(innermost_estimator(model), "privacy_"):
+        trial = report_of_fits(model)
     if math.isinf(plan.total) or math.isinf(trial.epsilon):
         asked = "epsilon=inf was asked for the selection."
         return PrivacyReport.unprotected(
@@ -409,13 +411,6 @@ def selection_report(select, plan, model):
         ),
         noise_reproducible=select.random_state is not None,
     )
-
-
-def _report_of(model):
-    """Privacy report of one trial; a model without a report has no privacy."""
-    if not hasattr(innermost_estimator(model), "privacy_"):
-        return PrivacyReport.unprotected(f"{type(model).__name__} has no privacy.")
-    return report_of_fits(model)
 
 
 def _under_other(select, plan):

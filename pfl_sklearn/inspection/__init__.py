@@ -1,7 +1,7 @@
 """Plots of client-aware estimators, their rounds and streams, and tests of nested regressions."""
 
 from pfl_sklearn.inspection._client_gain import ClientGainDisplay
-from pfl_sklearn.inspection._coefficient_display import CoefficientDisplay
+from pfl_sklearn.inspection._coefficients import CoefficientDisplay
 from pfl_sklearn.inspection._convergence import ConvergenceDisplay
 from pfl_sklearn.inspection._likelihood_ratio import likelihood_ratio_test
 from pfl_sklearn.inspection._privacy_accuracy import PrivacyAccuracyDisplay

@@ -1,15 +1,19 @@
-"""One coefficient of every client of a fitted linear model."""
+"""One coefficient of all clients of a linear model, with intervals: the caterpillar plot."""
 
 from __future__ import annotations
 
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import pandas as pd
 from scipy.special import ndtri
 
 from pfl_sklearn._nesting import feature_names_of, innermost_estimator
+from pfl_sklearn._parameters import with_parameters
+from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn.inspection import _drawing as drawing
+from pfl_sklearn.inspection._drawing import COLORS
 
 _INTERCEPT = "intercept"
 
@@ -151,3 +155,234 @@ def _values_of(fitted, owner, at):
     values = np.asarray(getattr(fitted, name))
     stds = np.asarray(getattr(fitted, f"{name}std_", np.full_like(values, np.nan)))
     return (values, stds) if at is None else (values[..., at], stds[..., at])
+
+
+_DODGE = 0.3  # distance of local from personalized estimates, as a share of a row
+
+
+class CoefficientPanel(NamedTuple):
+    """Content of one axes of a CoefficientDisplay."""
+
+    coefficients: Coefficients
+    local: Coefficients | None
+    truth: Floats | None  # (n_clients,)
+
+
+@with_parameters
+class CoefficientDisplay:
+    """Coefficients of all clients around the population's, sorted, with their intervals.
+
+    Few clients are drawn one per row (the caterpillar plot), many as points over their rank. The
+    line is the population's coefficient, the band its interval. Local coefficients are drawn as
+    rings; whiskers that are longer than the axes are cut.
+
+    Parameters
+    ----------
+    panels : list of CoefficientPanel
+        One per axes, with the coefficients of the clients and the population, and local and true
+        coefficients, or None.
+    level : float in (0, 1), default=0.95
+        Posterior probability of the intervals.
+
+    Attributes
+    ----------
+    axes_ : ndarray of matplotlib Axes, of shape (n_panels,)
+        The axes, one per panel.
+    ax_ : matplotlib Axes
+        The first of them.
+    figure_ : matplotlib Figure
+        The figure of the axes.
+
+    See Also
+    --------
+    CoefficientDisplay.from_estimator : The usual way to make one.
+    ShrinkageDisplay : How far local estimates are shrunk.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from pfl_sklearn.inspection import CoefficientDisplay
+    >>> from pfl_sklearn.linear_model import PersonalizedLinearRegression
+    >>> rng = np.random.default_rng(0)
+    >>> clinic, X = np.repeat(list("abcd"), 10), rng.normal(size=(40, 1))
+    >>> slopes = np.repeat(rng.normal(size=4), 10)
+    >>> y = slopes * X[:, 0] + rng.normal(size=40)
+    >>> model = PersonalizedLinearRegression().fit(X, y, groups=clinic)
+    >>> CoefficientDisplay.from_estimator(
+    ...     model, feature=["intercept", "x0"])  # doctest: +SKIP
+    """
+
+    panels: list[CoefficientPanel]
+    level: float = 0.95
+
+    @classmethod
+    def from_estimator(
+        cls,
+        estimator: Any,
+        *,
+        feature: str | int | list[str | int] = "intercept",
+        level: float = 0.95,
+        kind: str = "auto",
+        truth: TableLike = None,
+        local: Any = None,
+        output: int = 0,
+        ax: Any = None,
+    ) -> Self:
+        """Plot one or more coefficients of a fitted linear model.
+
+        Parameters
+        ----------
+        estimator : fitted PersonalizedLinearRegression or PersonalizedLogisticRegression, or a \
+                pipeline, wrapper or search around one
+            The model. After a scaler, coefficients are those of the scaled features.
+        feature : "intercept", str, int, or list of these, default="intercept"
+            Name or index of a feature. A list draws one axes for each feature. Rows are then in
+            the order of the first feature; points are sorted in each axes.
+        level : float in (0, 1), default=0.95
+            Posterior probability of the intervals, which are Gaussian. Estimators without a
+            posterior are drawn without intervals.
+        kind : {"auto", "rows", "points"}, default="auto"
+            "auto" draws rows for up to 60 clients.
+        truth : Series or DataFrame indexed by client, or array-like of shape (n_clients,) or \
+                (n_clients, n_features), default=None
+            True coefficients to add to the plot, in the order of ``clients_`` unless indexed, with
+            one column for each of a list of features.
+        local : fitted estimator, default=None
+            Second model, with the clients' own coefficients, such as one fitted with
+            ``GaussianPrior(covariance=np.inf)``.
+        output : int, default=0
+            Class of a multinomial model, as a position in ``classes_``.
+        ax : matplotlib Axes, or a sequence of one per feature, default=None
+            Where to draw. None: a new figure.
+
+        Returns
+        -------
+        CoefficientDisplay
+
+        Raises
+        ------
+        ValueError
+            - If `estimator` is not a linear model with one coefficient vector per client.
+            - If it has no coefficient `feature`.
+            - If `truth`, `local` or `ax` does not match the clients or features.
+        """
+        if isinstance(feature, list | tuple):
+            features, truths = list(feature), _columns_of(truth, len(feature))
+        else:
+            features, truths = [feature], [truth]
+        if not features:
+            raise ValueError("feature must name at least one coefficient; got an empty list.")
+        panels = []
+        for name, column in zip(features, truths, strict=True):
+            shown = coefficients_of(estimator, name, output=output, level=level)
+            own = local_coefficients(local, shown, name, output=output, level=level)
+            true_values = None if column is None else drawing.truth_of(shown.clients, column)
+            panels.append(CoefficientPanel(shown, own, true_values))
+        return cls(panels=panels, level=level).plot(kind=kind, ax=ax)
+
+    def plot(self, *, kind: str = "auto", ax: Any = None) -> Self:
+        """Draw the display.
+
+        Parameters
+        ----------
+        kind : {"auto", "rows", "points"}, default="auto"
+            "auto" draws rows for up to 60 clients.
+        ax : matplotlib Axes, or a sequence of one per panel, default=None
+            Where to draw. None: a new figure.
+
+        Returns
+        -------
+        self
+        """
+        n_clients = len(self.panels[0].coefficients.clients)
+        rows = drawing.in_rows(kind, n_clients)
+        axes = drawing.axes_for_clients(ax, n_clients, rows, len(self.panels))
+        # Rows run through all panels, so one order serves them all.
+        order = np.argsort(self.panels[0].coefficients.values, kind="stable")
+        for one, panel in zip(axes, self.panels, strict=True):
+            if rows:
+                _draw_rows(one, panel, order, self.level)
+                one.grid(axis="y", lw=0.4, alpha=0.5)
+            else:
+                _draw_points(one, panel, self.level)
+        if rows:
+            drawing.name_rows(axes[0], self.panels[0].coefficients.clients[order])
+            _legend_of_rows(axes, own_figure=ax is None)
+        else:
+            drawing.legend_inside(axes[0], "upper left")
+        self.axes_, self.ax_, self.figure_ = axes, axes[0], axes[0].figure
+        return self
+
+
+def _draw_rows(ax, panel, order, level):
+    """One row per client, in the given order."""
+    shown, at = panel.coefficients, np.arange(len(order))
+    _draw_population(ax.axvline, ax.axvspan, shown)
+    drawing.draw_intervals(ax, at, shown.lower[order], shown.upper[order], level, rows=True)
+    if panel.local is not None:
+        below = at - _DODGE
+        _draw_whiskers(ax, below, panel.local.lower[order], panel.local.upper[order])
+        drawing.draw_local(ax, panel.local.values[order], below)
+    drawing.draw_personalized(ax, shown.values[order], at, rows=True)
+    if panel.truth is not None:
+        drawing.draw_truth(ax, panel.truth[order], at, rows=True)
+    ax.set_xlabel(shown.label)
+
+
+def _draw_points(ax, panel, level):
+    """Over the rank of every client."""
+    shown = panel.coefficients
+    order = np.argsort(shown.values, kind="stable")
+    at = np.arange(len(order))
+    _draw_population(ax.axhline, ax.axhspan, shown)
+    if panel.local is not None:
+        own, size = panel.local.values[order], float(np.clip(300 / len(at), 2, 6))
+        ax.plot(at, own, ".", color=COLORS["local"], ms=size, alpha=0.6, label="local", zorder=1)
+    drawing.draw_intervals(ax, at, shown.lower[order], shown.upper[order], level, rows=False)
+    if panel.truth is not None:
+        drawing.draw_truth(ax, at, panel.truth[order], rows=False)
+    drawing.draw_personalized(ax, at, shown.values[order], rows=False)
+    ax.set(xlabel="client, sorted", ylabel=shown.label)
+
+
+def _draw_population(line, span, shown):
+    """Draw the population's coefficient, with its interval as a band if it has one."""
+    color = COLORS["population"]
+    # The error is infinite if clients share nothing, and NaN if the data leave it open.
+    if np.isfinite([shown.population_lower, shown.population_upper]).all():
+        span(shown.population_lower, shown.population_upper, color=color, alpha=0.15, lw=0)
+    line(shown.population, color=color, lw=1, label="population")
+
+
+def _draw_whiskers(ax, at, lower, upper):
+    """Draw intervals of local estimates without stretching the axes."""
+    from matplotlib.collections import LineCollection
+
+    finite = np.isfinite(lower) & np.isfinite(upper)  # few rows leave a coefficient open
+    ends = np.stack([np.c_[lower, at], np.c_[upper, at]], axis=1)[finite]
+    ax.add_collection(LineCollection(ends, colors=COLORS["local"], lw=0.8), autolim=False)
+
+
+def _legend_of_rows(axes, own_figure):
+    """Draw one legend for all panels, below our own figure or the first of the given axes."""
+    if len(axes) == 1 or not own_figure:
+        drawing.legend_below(axes[0])
+        return
+    handles, labels = axes[0].get_legend_handles_labels()
+    axes[0].figure.legend(
+        handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize="small"
+    )
+
+
+def _columns_of(truth, n_features):
+    """One column of true values per feature."""
+    if truth is None:
+        return [None] * n_features
+    if np.ndim(truth) != 2 or np.shape(truth)[1] != n_features:
+        raise ValueError(
+            f"truth must have one column per feature, {n_features}; got the shape "
+            f"{np.shape(truth)}."
+        )
+    if hasattr(truth, "iloc"):  # columns of a data frame keep the index, by which we match
+        return [truth.iloc[:, k] for k in range(n_features)]
+    return list(np.asarray(truth).T)

@@ -136,6 +136,7 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         with config_context(enable_metadata_routing=True):
             _check_ids_are_read(fitted, self.column)
         if not hasattr(X, "columns"):
+            # The ids and at least one feature.
             X = check_array(X, **_ANY_VALUES, ensure_min_features=2, estimator=self)
         rest, params = self._split(X, params)
         if not rest.shape[1] and not get_tags(fitted).no_validation:

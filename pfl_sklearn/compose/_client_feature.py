@@ -147,12 +147,14 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
             rng = check_random_state(self.random_state)
             encoder = TargetEncoder(
                 target_type="auto" if has_classes else "continuous",  # counts are no classes
+                # Five folds are TargetEncoder's default; a fold needs a row.
                 cv=KFold(min(5, len(table.y)), shuffle=True, random_state=rng),
             )
             with config_context(enable_metadata_routing=False):  # else it demands groups of its own
                 # By other folds: means with a row's own target would give that away.
                 rows = encoder.fit_transform(clients.codes[:, None], table.y)
             columns = encoder.transform(np.arange(len(clients.ids))[:, None])
+            # Shrinkage to the end: what a client without rows would get.
             unseen = np.ravel(encoder.target_mean_)
         fitted.fit(_beside(table.X, rows), table.y, **weights)
         set_clients(self, X, clients, groups)

@@ -72,6 +72,7 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
         try:
             self._set_params("estimators", **params)
         except Exception:
+            # A refused parameter leaves the list as it was.
             self.estimators = before
             raise
         return self
@@ -117,6 +118,7 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
         inner = [get_tags(each) for each in self._estimator_objects()]
+        # One that takes no missing values is enough to refuse a table.
         tags.input_tags.allow_nan = all(each.input_tags.allow_nan for each in inner)
         tags.input_tags.sparse = False
         return tags

@@ -170,12 +170,14 @@ def _call(named, estimator, method, X, ids, params=None, caught=(TypeError, Valu
 
 def _retold(error, message):
     """Error of the same kind, one of two, with another message."""
+    # No others: the constructor of another type may take more than a text.
     return TypeError(message) if isinstance(error, TypeError) else ValueError(message)
 
 
 def _of_all_classes(named, fitted, probabilities, n_rows):
     """Probabilities (n, K) of all classes; those that a fold lacked have none."""
     own = np.asarray(fitted.classes_)
+    # A class behind all others has the position after the last.
     where = np.searchsorted(named.classes, own).clip(max=len(named.classes) - 1)
     if not np.array_equal(named.classes[where], own) or (np.diff(where) <= 0).any():
         raise ValueError(
@@ -401,5 +403,6 @@ def _row_positions(rows, n_rows):
 def folds_of_clients(n_splits, codes, seed):
     """Folds of whole clients, of which there are several."""
     n_clients = codes.max() + 1
+    # A fold without clients would test nothing.
     splitter = GroupKFold(min(n_splits, n_clients), shuffle=True, random_state=seed)
     return list(splitter.split(codes[:, None], groups=codes))

@@ -233,6 +233,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
             new_weights, losses["new"] = self._for_new(named, table, len(folds), int(seeds[1]))
         else:
             mean = np.asarray(prior.mean, dtype=float)
+            # With one candidate per client, new ones get the likeliest.
             new_weights = mean if self.how == "weights" else np.eye(len(mean))[np.argmax(mean)]
         concentration = prior.concentration
         if concentration is None:
@@ -296,6 +297,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         if self.how == "weights":  # last, so that single candidates, which are simpler, go before
             mixtures[_SELECTOR] = population_mean(errors, self.how)
         losses = {name: errors.losses(weights) for name, weights in mixtures.items()}
+        # New clients are a draw of clients, so that clients are independent, not rows.
         best = first_as_good(losses, table.weights, clients.codes)
         return mixtures[best], _candidate_losses(named, errors)
 

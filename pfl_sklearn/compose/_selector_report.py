@@ -129,8 +129,10 @@ def _sum_of_promises(private, delta):
         adversary=_unique(each.adversary for each in reports),
         accountant=f"sum of the candidates' promises ({', '.join(promises)}); weights cost nothing",
         sampling=_unique(each.sampling for each in reports),
+        # The rate that amplifies least.
         sampling_rate=max(each.sampling_rate for each in reports),
         rounds=sum(each.rounds for each in reports),
+        # A seed that somebody knows undoes one promise, and so their sum.
         noise_reproducible=any(each.noise_reproducible for each in reports),
     )
 

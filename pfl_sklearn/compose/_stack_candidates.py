@@ -64,6 +64,7 @@ def _plain_models(classes, n_columns):
         return [mean]
     linear = LinearRegression() if classes is None else LogisticRegression()
     with config_context(enable_metadata_routing=True):
+        # A penalty on coefficients depends on the scale of the columns.
         scaler = StandardScaler().set_fit_request(sample_weight=True)
         linear.set_fit_request(sample_weight=True)
     return [Named(POOLED, make_pipeline(scaler, linear), classes), mean]

@@ -235,6 +235,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         bases, last = self._checked_estimators(), self._given_final()
         table = read_inner_table(self, X, y, groups, sample_weight, is_classifier(self))
         check_responses(self, table)
+        # Before any fit, which may take hours.
         check_strangers([*bases, (FINAL, last)], groups)
         clients, classes = table.clients, classes_of(self, table.y)
         _check_rows(clients)
@@ -360,6 +361,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
 
     def _outputs(self, X, groups):
         """Responses (n,) or probabilities (n, K) of rows, each by its client's part."""
+        # No axis of classes if there are none.
         predicted = np.empty((num_samples(X), *np.shape(getattr(self, "classes_", 0))))
         for rows, kind, part, table, ids in self._by_part(X, groups):
             predicted[rows] = self._of_part(kind, part, table, ids)

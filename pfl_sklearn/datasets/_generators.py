@@ -64,6 +64,7 @@ def make_gaussian_clients(
     target = means[groups] + noise_std * rng.standard_normal((len(groups), width))
     if n_outputs is None:
         means, target = means[:, 0], target[:, 0]
+    # Means need no features, but scikit-learn's tools want a column.
     return Bunch(data=np.zeros((len(groups), 1)), target=target, groups=groups, client_means=means)
 
 
@@ -109,6 +110,7 @@ def make_bernoulli_clients(
     rng = check_random_state(random_state)
     draws = {
         "beta": lambda: rng.beta(4, 4, n_clients),
+        # Bounds are in standard deviations from the mean.
         "normal": lambda: truncnorm.rvs(
             -0.5 / 0.15, 0.5 / 0.15, loc=0.5, scale=0.15, size=n_clients, random_state=rng
         ),
@@ -130,10 +132,12 @@ def make_bernoulli_clients(
 def rows_per_client(name: str, values: Any, n_clients: int) -> Integers:
     """One whole number of at least 1 per client, as an array."""
     values = np.asarray(values)
+    # No floats: 0.2 is a share, which would be rounded to no rows.
     if values.shape not in ((), (n_clients,)) or values.dtype.kind not in "iu":
         raise ValueError(f"{name} must be a whole number or {n_clients} of them; got {values!r}.")
     if (values < 1).any():
         raise ValueError(f"{name} must be at least 1; got {values.min()}.")
+    # A copy, as a broadcast array cannot be written to.
     return np.broadcast_to(values, (n_clients,)).copy()
 
 
@@ -172,6 +176,7 @@ def expand_counts(successes: Any, trials: Any, groups: Any = None) -> tuple[Inte
     if ((successes < 0) | (successes > trials)).any():
         raise ValueError("successes must be between 0 and trials in every row.")
     ids = np.arange(len(trials)) if groups is None else np.asarray(groups)
+    # The order of a client's trials is not in the counts, and means do not depend on it.
     counts = np.column_stack([successes, trials - successes]).ravel()
     y = np.repeat(np.tile([1, 0], len(trials)), counts)
     return y, np.repeat(ids, trials)
@@ -267,9 +272,11 @@ def make_ppsgd_regression(
     own = between_std * rng.standard_normal((n_clients, n_features))
     own[:, : n_features - n_private_features] = 0
     coef = shared + own
+    # The covariance of Section 6: the first features vary most.
     variance = 1 / np.arange(1, n_features + 1)
     groups = np.repeat(np.arange(n_clients), sizes)
     data = rng.standard_normal((len(groups), n_features))
+    # In place: a product would be a second array of the size of the table.
     data *= np.sqrt(variance)
     noise = noise_std * rng.standard_normal(len(groups))
     target = np.einsum("nd,nd->n", data, coef[groups]) + noise

@@ -24,6 +24,7 @@ class PublicTable(NamedTuple):
 
 def find_table(table: PublicTable, data_home: Any) -> Path:
     """Path of a table's file; a public function's caller is warned if its checksum differs."""
+    # What is given goes before what the environment says.
     folder = data_home or os.environ.get(VARIABLE)
     path = Path(folder or ".") / table.file
     if not folder or not path.is_file():
@@ -45,6 +46,7 @@ def find_table(table: PublicTable, data_home: Any) -> Path:
 _LARGEST_BYTE = 255
 _PARTS = {"all": ("train", "test"), "train": ("train",), "test": ("test",)}
 _DIGITS = list(string.digits)
+# In the order of LEAF's labels.
 _CHARACTERS = list(string.digits + string.ascii_uppercase + string.ascii_lowercase)
 _THINGS = ["airplane", "automobile", "bird", "cat", "deer"]
 _THINGS += ["dog", "frog", "horse", "ship", "truck"]
@@ -135,6 +137,7 @@ def fetch_mnist(*, subset: str = "all", data_home: Any = None, return_X_y: bool 
     parts = _parts(subset)
     path = find_table(_MNIST, data_home)
     images, labels = _read_parts(path, parts, (28, 28), len(_DIGITS))
+    # One channel, of grey: networks take channels first.
     return _image_bunch(images[:, None], labels, _DIGITS, return_X_y)
 
 
@@ -200,6 +203,7 @@ def fetch_femnist(*, data_home: Any = None, return_X_y: bool = False) -> Any:
     _check_images(path, "X", X, (28, 28))
     labels = _check_labels(path, "y", y, len(X), len(_CHARACTERS))
     groups = _check_labels(path, "writer", writer, len(X))
+    # One channel, of grey: networks take channels first.
     return _image_bunch(X[:, None], labels, _CHARACTERS, return_X_y, groups=groups)
 
 
@@ -292,6 +296,7 @@ def _read_parts(path, parts, shape, n_classes):
 
 def _read_arrays(path, names):
     """The named arrays of a file."""
+    # Without pickled objects, NumPy's default: a file of somebody else's runs no code.
     with np.load(path) as file:
         missing = [name for name in names if name not in file]
         if missing:
@@ -315,11 +320,13 @@ def _check_labels(path, name, values, n, n_classes=None):
         raise ValueError(
             f"{path}: {name} must be {n} whole numbers; got {values.dtype} of shape {values.shape}."
         )
+    # An empty part has no smallest label.
     if n_classes is not None and n and not 0 <= values.min() <= values.max() < n_classes:
         raise ValueError(
             f"{path}: {name} must be from 0 to {n_classes - 1}; got {values.min()} to "
             f"{values.max()}."
         )
+    # One type whatever the file has: torch takes labels as int64 alone.
     return values.astype(np.int64)
 
 

@@ -106,6 +106,7 @@ def make_label_skew_clients(
     has = _divide_evenly(np.full(n_clients, classes_per_client), dealt, len(classes))
     if n_samples is None:
         _check_supply(title, has.sum(axis=0), classes, codes, "classes_per_client")
+        # The rows of a class are divided evenly over the clients that have it.
         expected = np.bincount(codes) / has.sum(axis=0) * has
         counts = _round_by_class(expected)
     else:
@@ -215,6 +216,7 @@ def make_dirichlet_clients(
         raise ValueError(f"concentration must be a finite number above 0; got {concentration!r}.")
     rng = check_random_state(random_state)
     totals = np.bincount(codes)
+    # Every parameter is the concentration itself if classes are equally frequent.
     log_gammas = _log_gammas(concentration * len(classes) * totals / len(codes), n_clients, rng)
     if n_samples is None:
         # Logarithms throughout: with a small concentration most shares are below 1e-300.
@@ -223,6 +225,7 @@ def make_dirichlet_clients(
         counts = _fill_empty_clients(_round_by_class(np.exp(log_rows)), shares)
     else:
         sizes = rows_per_client("n_samples", n_samples, n_clients)
+        # Gamma variables over their sum are a Dirichlet draw.
         shares = softmax(log_gammas, axis=1)
         counts = np.array([rng.multinomial(*each) for each in zip(sizes, shares, strict=True)])
         title = f"{n_clients} clients with {concentration=} and {sizes.sum()} rows"
@@ -277,6 +280,7 @@ def _deal_classes(n_clients, classes_per_client, n_classes, rng):
     consecutive classes without gaps, which reaches as many classes as possible.
     """
     n_runs, rest = divmod(n_clients, n_classes)
+    # Distinct steps, so that no client gets a class twice.
     steps = rng.random((n_runs, n_classes)).argsort(axis=1)[:, :classes_per_client]
     starts = np.arange(n_classes)
     runs = starts[None, :, None] + steps[:, None, :]
@@ -311,6 +315,7 @@ def _round_by_class(expected):
     """Whole numbers with the same sums by class, by largest remainder; first clients win ties."""
     counts = np.floor(expected).astype(np.intp)
     left = np.rint(expected.sum(axis=0)).astype(np.intp) - counts.sum(axis=0)
+    # Ranks of the remainders, the largest first.
     rank = np.argsort(np.argsort(counts - expected, axis=0, kind="stable"), axis=0)
     return counts + (rank < left)
 
@@ -349,6 +354,7 @@ def _deal_rows(codes, counts, rng):
     copies = counts[clients, wanted]
     place = np.repeat(np.arange(len(copies)), copies)
     turn = np.arange(len(place)) - np.repeat(np.cumsum(copies) - copies, copies)
+    # Sorted by class, then by turn, then by client.
     takers = clients[place[np.lexsort((clients[place], turn, wanted[place]))]]
     shuffled = rng.permutation(len(codes))
     order = shuffled[np.argsort(codes[shuffled], kind="stable")]  # rows by class, shuffled within

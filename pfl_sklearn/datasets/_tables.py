@@ -14,6 +14,7 @@ _ATTRIBUTES = [
 
 def read_shipped_table(name: str, **options: Any) -> pd.DataFrame:
     """Shipped table as a DataFrame."""
+    # Also from a zipped package, whose files have no paths of their own.
     with as_file(files("pfl_sklearn.datasets") / "data" / f"{name}.csv.gz") as path:
         return pd.read_csv(path, **options)
 
@@ -47,12 +48,14 @@ def load_baseball() -> Bunch:
     np.int64(18)
     """
     frame = read_shipped_table("baseball", index_col="player")
+    # Efron and Morris chose players with exactly 45 at-bats on one day of the season.
     frame.insert(0, "at_bats", 45)
     return Bunch(
         frame=frame,
         successes=frame["hits"].to_numpy(),
         trials=frame["at_bats"].to_numpy(),
         groups=frame.index.to_numpy(),
+        # Without the first 45 at-bats, whose luck is in the estimates.
         season_average=frame["remaining_hits"] / frame["remaining_at_bats"],
     )
 
@@ -108,6 +111,7 @@ def load_radon(state: str | None = None) -> Bunch:
         if state not in states:
             raise ValueError(f"state must be one of {', '.join(states)}, or None; got {state!r}.")
         frame = frame[frame["state"] == state]
+    # Homes measured on higher floors count as those on the first.
     frame = frame.assign(
         floor=(frame["floor"] > 0).astype(int), log_uranium=np.log(frame["uranium_ppm"])
     )
@@ -194,6 +198,7 @@ def load_parkinsons() -> Bunch:
     (5875, 19)
     """
     frame = read_shipped_table("parkinsons")
+    # The motor score is a part of the total one, and would give the target away as a feature.
     features = frame.columns.drop(["subject", "motor_UPDRS", "total_UPDRS"]).tolist()
     return _table_bunch(frame, features, "total_UPDRS", "subject")
 
@@ -227,6 +232,7 @@ def load_county_elections() -> Bunch:
     # Codes begin with zeros in Alabama to Connecticut.
     frame = read_shipped_table("county_elections", dtype={"fips": str})
     columns = ["fips", "state", "county", "year", "votes_dem", "votes_rep", "rep_won"]
+    # Alaska reports by districts, and a few counties lack an election or were renamed.
     frame = frame.loc[frame["in_panel"] == 1, columns]
     return _table_bunch(frame, ["year"], "rep_won", "fips")
 

@@ -239,8 +239,10 @@ class ClientGainDisplay:
                 "that fit saw, for whom the score is defined."
             )
         own_figure = ax is None
+        # Inches: nearly a square for the scores, and room for the legend beside it.
         ax = drawing.axes_for(ax, "plot", (1, 1), (7.4, 4.8))[0]
         own, population = self.score[known], self.population_score[known]
+        # Only the same number counts as equal, as where a client has the population's model.
         sign = np.sign(own - population) * (1 if self.greater_is_better else -1)
         self.n_better_, self.n_worse_, self.n_equal_ = (
             int(np.sum(sign == which)) for which in (1, -1, 0)

@@ -70,6 +70,7 @@ def coefficients_of(estimator: Any, feature: Any, *, output: int, level: float) 
         raise ValueError(f"level must be in (0, 1); got {level!r}.")
     fitted._require_fitted("coef_")
     at, label = find_feature(estimator, feature)
+    # Two-sided: half of what is outside lies on each side.
     half = ndtri(0.5 + level / 2)
     values, stds = _values_of(fitted, "", at)
     population, population_std = _values_of(fitted, "population_", at)
@@ -110,6 +111,7 @@ def local_coefficients(model, shown, feature, *, output, level):
     if model is None:
         return None
     own = coefficients_of(model, feature, output=output, level=level)
+    # By id: the second model may know more clients, or in another order.
     codes = pd.Index(own.clients).get_indexer(pd.Index(shown.clients))
     if (codes < 0).any():
         missing = shown.clients[codes < 0].tolist()[0]
@@ -153,6 +155,7 @@ def _values_of(fitted, owner, at):
     """
     name = f"{owner}intercept_" if at is None else f"{owner}coef_"
     values = np.asarray(getattr(fitted, name))
+    # Estimates under a Laplace prior are modes, without a posterior.
     stds = np.asarray(getattr(fitted, f"{name}std_", np.full_like(values, np.nan)))
     return (values, stds) if at is None else (values[..., at], stds[..., at])
 
@@ -336,6 +339,7 @@ def _draw_points(ax, panel, level):
     at = np.arange(len(order))
     _draw_population(ax.axhline, ax.axhspan, shown)
     if panel.local is not None:
+        # Smaller marks for more clients, down to what can be seen.
         own, size = panel.local.values[order], float(np.clip(300 / len(at), 2, 6))
         ax.plot(at, own, ".", color=COLORS["local"], ms=size, alpha=0.6, label="local", zorder=1)
     drawing.draw_intervals(ax, at, shown.lower[order], shown.upper[order], level, rows=False)

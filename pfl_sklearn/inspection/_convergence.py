@@ -366,6 +366,7 @@ class ConvergenceDisplay:
 def _panels_below(ax, curves):
     """Axes (n_panels,) below each other, of which the first, usually the loss, is the highest."""
     shares = [1.5 if k == 0 else 1.0 for k in range(len(curves))]
+    # A line of small print takes 0.18 inches.
     lines_of_notes = sum(curve.note.count("\n") + 1 for curve in curves if curve.note)
     height = _PANEL_INCHES * sum(shares) + 0.18 * lines_of_notes + 0.6
     options = {"sharex": True, "height_ratios": shares}
@@ -376,6 +377,7 @@ def _draw_panel(ax, curve, smooth, xscale):
     """One curve, with its scales, label and note; its main line."""
     ax.set_xscale(xscale)
     if xscale == "linear":
+        # There is no half a round.
         ax.xaxis.get_major_locator().set_params(integer=True)
     if curve.band is not None:
         line = _draw_deciles(ax, curve)
@@ -431,6 +433,7 @@ def _draw_deciles(ax, curve):
     low, high = curve.band
     color = COLORS["personalized"]
     drawing.draw_band(ax, curve.rounds, low, high, color, "middle 80%")
+    # The band alone is too light to see where it ends.
     for edge in (low, high):
         ax.plot(curve.rounds, edge, color=color, lw=0.6, ls="--")
     return _draw_values(ax, curve, label="median")
@@ -438,6 +441,7 @@ def _draw_deciles(ax, curve):
 
 def _finish_epsilon(ax, curve):
     """Let the axis start at 0, and print the total."""
+    # Room above the curve for the number.
     ax.set_ylim(0, 1.15 * curve.values[-1])
     ax.annotate(
         f"{curve.values[-1]:.3g}",

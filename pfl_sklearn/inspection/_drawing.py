@@ -47,6 +47,7 @@ def axes_for(ax: Any, what: str, shape: tuple[int, int], size: Any, **options: A
 
         options |= {"figsize": size, "layout": "constrained"}
         ax = plt.subplots(*shape, **options)[1]
+    # One axes, a list of them or an array, as subplots gives.
     axes, n_axes = np.ravel(np.array(ax, dtype=object)), shape[0] * shape[1]
     if len(axes) != n_axes:
         raise ValueError(f"ax must hold one axes per {what}, {n_axes}; got {len(axes)}.")
@@ -57,6 +58,7 @@ def axes_for(ax: Any, what: str, shape: tuple[int, int], size: Any, **options: A
 
 def axes_for_clients(ax: Any, n_clients: int, rows: bool, n_axes: int = 1) -> Any:
     """Axes (n_axes,) side by side; a new figure is high enough for all rows."""
+    # Inches: a line of text per client, and the labels and legend below.
     height = np.clip(0.26 * n_clients + 1.6, 2.5, _MOST_INCHES) if rows else 5.0
     width = 7.0 if n_axes == 1 else 1.2 + 3.2 * n_axes
     return axes_for(ax, "feature", (1, n_axes), (width, height), sharey=rows)

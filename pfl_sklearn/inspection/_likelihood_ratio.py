@@ -176,6 +176,7 @@ def _short(value):
         return f"({', '.join(map(_short, value))}{',' if len(value) == 1 else ''})"
     if not isinstance(value, float):
         return repr(value)
+    # Of a log-likelihood in the thousands, tenths still matter.
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"
 
 

@@ -134,6 +134,7 @@ def table_of_scores(columns, lines):
 
 def curves_of(table):
     """Curves of a table (line, epsilon, score, spread): the best score of each epsilon."""
+    # Stable: of equal scores the first candidate stays, as in a search.
     best = table.sort_values("score", ascending=False, kind="stable")
     best = best.drop_duplicates(["line", "epsilon"]).sort_values("epsilon")
     return [
@@ -359,6 +360,7 @@ def _place_of_infinity(finite):
     if not len(finite):
         return 1.0
     step = (finite[-1] / finite[0]) ** (1 / max(len(finite) - 1, 1))
+    # On a logarithmic scale ticks closer than a third of their value would touch.
     return finite[-1] * max(step, 1.3)
 
 
@@ -366,6 +368,7 @@ def _colors(n_curves):
     """Colours from dark to light."""
     import matplotlib as mpl
 
+    # The end of the map is yellow, too light for lines on white.
     return mpl.colormaps["viridis"](np.linspace(0.0, 0.85, n_curves))
 
 

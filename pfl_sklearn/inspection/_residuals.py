@@ -247,6 +247,7 @@ class ResidualsDisplay:
     def _draw_fitted(self, ax):
         drawn = _thinned(len(self.fitted))
         faint = float(np.clip(12 / np.sqrt(len(drawn)), 0.1, 0.6))
+        # As pixels: thousands of points make a slow vector graphic.
         rows = {"color": COLORS["local"], "ms": 4, "alpha": faint, "rasterized": True}
         ax.plot(self.fitted[drawn], self.residuals[drawn], ".", zorder=1, **rows)
         ax.axhline(0, color="0.3", lw=0.8, zorder=1)
@@ -269,6 +270,7 @@ class ResidualsDisplay:
     def _draw_boxes(self, ax):
         order, offsets = rows_by_client(self.codes, len(self.clients))
         by_client = np.split(self.residuals[order], offsets[1:-1])
+        # The median of few residuals is not carried away by one of them.
         ranked = np.argsort([np.median(values) for values in by_client], kind="stable")
         ax.axhline(0, color=COLORS["population"], lw=1, zorder=1)
         for at, client in enumerate(ranked):
@@ -288,6 +290,7 @@ class ResidualsDisplay:
         dof, spread = client_spreads(self.standardized, share, self.codes, len(self.clients))
         lower, upper = spread_limits(dof)
         outside = (spread < lower) | (spread > upper)
+        # Limits depend on the degrees of freedom alone, so they are curves.
         at = np.sort(dof)
         for limit in spread_limits(at):
             ax.plot(at, limit, color="0.3", lw=1, ls="--")

@@ -172,10 +172,12 @@ class ShrinkageDisplay:
         return self
 
     def _plot_rows(self, ax, level):
+        # Local estimates from few rows would be in the order of their noise.
         order = np.argsort(self.personalized, kind="stable")
         at = np.arange(len(order))
         ax.axvline(self.population, color=COLORS["population"], lw=1, label="population")
         drawing.draw_intervals(ax, at, self.lower[order], self.upper[order], level, rows=True)
+        # How far each estimate has moved.
         ax.hlines(at, self.local[order], self.personalized[order], color=COLORS["local"], lw=0.8)
         drawing.draw_local(ax, self.local[order], at)
         drawing.draw_personalized(ax, self.personalized[order], at, rows=True)
@@ -185,6 +187,7 @@ class ShrinkageDisplay:
         drawing.legend_below(ax)
 
     def _plot_points(self, ax, level):
+        # On the diagonal nothing is shrunk, on the horizontal line all is.
         ends = [float(np.min(self.local)), float(np.max(self.local))]
         ax.plot(ends, ends, color=COLORS["local"], lw=1, ls="--", label="no shrinkage")
         ax.axhline(self.population, color=COLORS["population"], lw=1, label="population")

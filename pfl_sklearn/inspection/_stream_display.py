@@ -191,6 +191,7 @@ class StreamDisplay:
         """Positions of the clients to draw."""
         if clients is None:
             last = len(self.clients) - 1
+            # The first, the middle and the last id.
             return np.unique(np.linspace(0, last, min(_N_SHOWN, last + 1)).astype(int))
         wanted = np.atleast_1d(np.asarray(clients))
         places = match_clients(wanted, len(wanted), self.clients, "clients")
@@ -222,8 +223,10 @@ class StreamDisplay:
             ("personalized", self.means, "with the others"),
         ):
             squares = (values - truth) ** 2
+            # Clients that have not joined yet have no error.
             n = np.isfinite(squares).sum(axis=1)
             mean = np.nansum(squares, axis=1) / n
+            # Clients are the sample, so that their number divides.
             half = quantile * np.nanstd(squares, axis=1) / np.sqrt(n)
             lower = np.maximum(mean - half, mean / 100)  # the scale is logarithmic
             drawing.draw_band(ax, self.steps, lower, mean + half, COLORS[name])
@@ -242,6 +245,7 @@ def _estimates_by_time(model, X, y, groups, labels, n_times):
     """Estimates of a stream by time, as the parameters of the display."""
     ids, codes = encode_clients(groups, len(y))
     step = pd.Series(codes).groupby(codes).cumcount().to_numpy()
+    # Errors fall with powers of time, so most happens early; rounded times may coincide.
     times = np.unique(np.geomspace(1, step.max() + 1, n_times).round().astype(int))
     shape = len(times), len(ids)
     estimates = {name: np.full(shape, np.nan) for name in ("means", "stds", "local_means")}

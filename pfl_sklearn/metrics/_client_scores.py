@@ -161,6 +161,7 @@ def population_model(estimator: Any) -> Any:
         return estimator._population_copy()
     if hasattr(estimator, "best_estimator_"):
         return population_model(inner)
+    # Shallow copies on the way down: the user's estimator keeps its clients.
     outer, name = copy.copy(estimator), fitted_attribute(estimator)
     if isinstance(estimator, FrozenEstimator):  # whose attributes are those of what it holds
         outer.estimator = population_model(estimator.estimator)

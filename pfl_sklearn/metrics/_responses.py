@@ -93,6 +93,7 @@ class Responses(BaseEstimator):
 
 def row_scores(scoring: Any, y: np.ndarray, responses: Responses) -> Floats | None:
     """Scores (n,) of rows of which a client's score is the mean; None if it is something else."""
+    # Over several targets a score averages in its own way.
     if not isinstance(scoring, str) or scoring not in ROW_SCORES or y.ndim > 1:
         return None
     predicted = np.asarray(responses.predict(None))
@@ -103,6 +104,7 @@ def row_scores(scoring: Any, y: np.ndarray, responses: Responses) -> Floats | No
 
 def mean_row_scores(rows: Floats, order: Integers, offsets: Integers) -> Floats:
     """Means (m,) over the clients' rows; each client has some."""
+    # For a client without rows, reduceat would give the first row of the next one.
     return np.add.reduceat(rows[order], offsets[:-1]) / np.diff(offsets)
 
 
@@ -122,6 +124,7 @@ def score_clients(scoring, scorer, responses, y, order, offsets):
 def _score_one_by_one(scorer, responses, y, order, offsets):
     scores = np.empty(len(offsets) - 1)
     with warnings.catch_warnings():
+        # A client of one class has no ROC AUC, for example; its NaN says so.
         warnings.simplefilter("ignore", UndefinedMetricWarning)
         warnings.filterwarnings("ignore", "y_pred contains classes not in y_true")
         for i in range(len(scores)):

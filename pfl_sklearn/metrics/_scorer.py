@@ -173,6 +173,7 @@ class ClientScorer:
 
     def _score(self, estimator, X, y, groups, ids, rows, sample_weight):
         """Score of the rows that count; `ids` are `groups`, or those of the column."""
+        # The predict of a search takes no client ids.
         responses = Responses(predicting_estimator(estimator), X, groups)
         scorer = scorer_for(self.scoring, estimator)
         if self.average != "micro":
@@ -194,7 +195,9 @@ class ClientScorer:
         scores = score_clients(self.scoring, scorer, responses, y, rows[order], offsets)
         if self.average is None:
             names = clients[present]
+            # Strings, as monitors make columns of them.
             return {str(name): float(one) for name, one in zip(names, scores, strict=True)}
+        # Clients of one class, say, must not decide which model is best.
         scores = scores[np.isfinite(scores)]
         if not len(scores):
             raise ValueError(f"{self!r}: the score is not defined for any client.")

@@ -152,6 +152,7 @@ class ClientKFold(_ClientSplitter):
         turn = rng.permutation(len(sizes))
         start = np.empty(len(sizes), dtype=np.intp)
         start[turn] = np.cumsum(sizes[turn]) - sizes[turn]
+        # Consecutive ranks go to consecutive folds: sizes within a client differ by one at most.
         fold = (ranks + start[codes]) % self.n_splits
         for k in range(self.n_splits):
             yield fold == k
@@ -218,6 +219,7 @@ class ClientShuffleSplit(_ClientSplitter):
             return 0
         if len(sizes) < 2:
             raise ValueError("new_clients above 0 needs at least two clients; got 1.")
+        # At least one, as the share is above 0; and one client must stay to be fitted.
         return int(np.clip(round(self.new_clients * len(sizes)), 1, len(sizes) - 1))
 
     def _inside(self, codes, sizes, y, rng):
@@ -226,6 +228,7 @@ class ClientShuffleSplit(_ClientSplitter):
         wanted = np.minimum(self.test_size * sizes, sizes - 1)
         n_test = np.minimum(_rounded(wanted, rng), sizes - 1)
         ranks = self._ranks(codes, sizes, y, rng)
+        # A random start, so that no rank is tested more often than others.
         position = ranks + rng.integers(0, sizes)[codes]
         passed = position * n_test[codes] // sizes[codes]
         return (position + 1) * n_test[codes] // sizes[codes] > passed

@@ -50,6 +50,7 @@ def model_has(method: str) -> Callable[[Any], bool]:
 
 
 def _inner(estimator: Any) -> Any:
+    """The fitted estimator, or before a fit the given one."""
     return getattr(estimator, estimator._wraps.fitted, estimator.estimator)
 
 
@@ -252,7 +253,7 @@ class DelegationMixin:
         return getattr(self, self._wraps.fitted)
 
     def _call(self, method, X, *y, **params):
-        """Result of a method of the fitted estimator; a search predicts with its best one."""
+        """Result of a method of the fitted estimator; of a search, by its best estimator."""
         fitted = self._fitted
         X, params = self._handed_on(X, params)
         # The predict of a search takes no client ids. Its score is its own, by its `scoring`.

@@ -112,7 +112,7 @@ def takes_groups(estimator: Any, method: str) -> bool:
 
 
 def innermost_estimator(estimator: Any) -> Any:
-    """Fitted estimator at the bottom of all nesting."""
+    """Fitted estimator at the end of all pipelines, wrappers and searches."""
     inner = inner_estimator(estimator)
     return estimator if inner is None else innermost_estimator(inner)
 
@@ -161,7 +161,7 @@ def releasing_core(estimator: Any) -> Core:
 
 
 def is_transparent(estimator: Any) -> bool:
-    """Whether an estimator fits what it holds once, and learns nothing else except in its steps."""
+    """Whether an estimator fits the one inside it once, and learns nothing outside its steps."""
     if type(estimator) in (Pipeline, FrozenEstimator):  # a subclass may learn something itself
         return True
     declared = _declared(estimator)
@@ -183,7 +183,7 @@ def _is_fitted(estimator: Any) -> bool:
 
 
 def _declared(estimator: Any) -> Wraps | None:
-    """Declaration of a wrapper, or None."""
+    """What a wrapper declares in ``_wraps``, or None."""
     return getattr(type(estimator), "_wraps", None)
 
 

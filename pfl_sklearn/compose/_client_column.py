@@ -213,7 +213,7 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         return tags
 
     def _handed_on(self, X, params):
-        """The other columns, checked, and the parameters with the ids as groups."""
+        """Checked features without the id column, and the parameters with the ids as ``groups``."""
         if hasattr(X, "columns"):
             validate_data(self, X, reset=False, skip_check_array=True)
         else:
@@ -221,7 +221,7 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
         return self._split(X, params)
 
     def _split(self, X, params):
-        """The other columns, and the parameters with the column as groups."""
+        """Features without the id column, and the parameters with the ids as ``groups``."""
         rest, ids = split_client_column(X, self.column)
         check_same_ids(params.get("groups"), ids, self.column)
         return rest, {**params, "groups": ids}
@@ -251,7 +251,7 @@ def _check_ids_are_read(estimator, column):
 
 
 def _closed(estimator, method, column):
-    """Error for an estimator that hands no ids on."""
+    """Error that tells the user to put the client column inside this estimator."""
     name = type(estimator).__name__
     return ValueError(
         f"{name}.{method} hands no client ids on to what is inside it. Put the column inside "
@@ -260,7 +260,7 @@ def _closed(estimator, method, column):
 
 
 def _check_scoring(estimator):
-    """Refuse what scores client-aware estimators with a scorer that does not pass ids."""
+    """Refuse a search whose scorer does not hand client ids on to its estimator."""
     for each in _all_inside(estimator):
         scores = (is_search(each) or isinstance(each, RFECV)) and takes_groups(
             each.estimator, "fit"
@@ -275,5 +275,5 @@ def _check_scoring(estimator):
 
 
 def _all_inside(estimator):
-    """An estimator and those that it holds, at any depth."""
+    """The estimator and all estimators among its parameters, at any depth."""
     return [each for each in (estimator, *estimator.get_params().values()) if hasattr(each, "fit")]

@@ -168,7 +168,7 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         return self
 
     def _encoding_for(self, estimator, n_clients):
-        """Kind of encoding, for so many clients."""
+        """Encoding of so many clients for this estimator, as asked for or as suits it."""
         name, params = type(estimator).__name__, estimator.get_params(deep=False)
         native = "categorical_features" in params
         # What other packages mean by such a parameter is for the user to know, who asks for it.
@@ -256,6 +256,7 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
         return self.estimator_.classes_
 
     def _with_clients(self, X, groups):
+        """`X` with the encoded client of every row as further columns."""
         rows, codes = rows_to_predict(self, X, groups)
         columns = getattr(self, "_columns", None)  # a released model has none
         return _beside(rows, client_values(columns, self._unseen_column, codes))
@@ -270,7 +271,7 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
 
 
 def _beside(X, columns):
-    """A table, and behind its columns others (n, k) of numbers."""
+    """`X` with further columns (n, k) of numbers on the right."""
     if not hasattr(X, "columns"):
         return np.column_stack([X, columns])
     frame, added = nw.from_native(X, eager_only=True), []
@@ -281,20 +282,21 @@ def _beside(X, columns):
 
 
 def _new_names(X, n_names):
-    """Names of columns that the frame does not have."""
+    """As many column names that the frame does not have yet."""
     free = (f"client{'_' * k}" for k in itertools.count())
     return list(itertools.islice((name for name in free if name not in X.columns), n_names))
 
 
 def _categories_of(estimator, X):
-    """Categorical features of the estimator, and the column behind those of `X`."""
-    asked, framed = estimator.get_params(deep=False)["categorical_features"], hasattr(X, "columns")
-    if isinstance(asked, str):  # by the types of a frame's columns
-        kinds = nw.from_native(X, eager_only=True).schema.values() if framed else ()
-        asked = [kind in (nw.Categorical, nw.Enum) for kind in kinds]
-    features = np.asarray([] if asked is None else asked)
+    """Categorical features that the estimator asks for, and the column of the clients."""
+    categorical = estimator.get_params(deep=False)["categorical_features"]
+    is_frame = hasattr(X, "columns")
+    if isinstance(categorical, str):  # by the types of a frame's columns
+        kinds = nw.from_native(X, eager_only=True).schema.values() if is_frame else ()
+        categorical = [kind in (nw.Categorical, nw.Enum) for kind in kinds]
+    features = np.asarray([] if categorical is None else categorical)
     features = np.flatnonzero(features) if features.dtype == bool else features
-    if not framed:
+    if not is_frame:
         return [*features, X.shape[1]]
     names = list(X.columns)  # a list may not mix names and positions, and the new column has a name
     named = [names[each] if isinstance(each, Integral) else each for each in features]

@@ -19,7 +19,7 @@ _MOST_NATS = 30.0  # between the shares of candidates: 1e-13, so that no prior m
 
 
 class Errors(NamedTuple):
-    """What candidates do on rows of clients.
+    """Out-of-fold errors of K candidates on n rows.
 
     `values` (n, K) are residuals or, with classes, probabilities of the true class; `codes` (n,)
     are the positions of the rows' clients, `weights` (n,) those of the rows.
@@ -46,12 +46,12 @@ class Errors(NamedTuple):
             return np.average(losses, axis=1, weights=self.weights)
 
     def pooled(self) -> "Errors":
-        """The same rows as those of one client."""
+        """The same errors, with all rows assigned to one client."""
         return self._replace(codes=np.zeros_like(self.codes), n_clients=1)
 
 
 def errors_of(predicted, table, clients, classes):
-    """Errors of candidates.
+    """Errors of all candidates on the rows of a table.
 
     Parameters
     ----------
@@ -118,7 +118,7 @@ def _mixtures(errors, mean, concentrations):
 
 
 def _of_vertices(terms, n_clients, n_candidates):
-    """Minus log likelihoods (m, K) of the candidates alone."""
+    """Negative log likelihoods (m, K) of single candidates, by client."""
     alone = np.eye(n_candidates)
     return np.column_stack([terms(np.tile(each, (n_clients, 1)))[0] for each in alone])
 
@@ -147,7 +147,7 @@ def _client_likelihoods(errors, mean):
 
 
 def _class_terms(errors, mixtures):
-    """Terms of :func:`_client_likelihoods` of probabilities of the true classes."""
+    """What :func:`_client_likelihoods` computes, for classes."""
     values, _, codes, weights, n_clients = errors
     chances = np.einsum("nk,nk->n", values, mixtures[codes])
     ratios = values / chances[:, None]
@@ -159,7 +159,7 @@ def _class_terms(errors, mixtures):
 
 
 def _response_terms(moments, degrees, extra, mixtures):
-    """Terms of :func:`_client_likelihoods` of errors with these second moments (m, K, K)."""
+    """What :func:`_client_likelihoods` computes, for responses; `moments` are (m, K, K)."""
     slopes = np.einsum("mkl,ml->mk", moments, mixtures)
     squares = np.einsum("mk,mk->m", slopes, mixtures) + extra
     factors = degrees / squares

@@ -14,17 +14,17 @@ from pfl_sklearn.base import ClientMixin
 
 
 def is_frozen(estimator):
-    """Whether an estimator is not to be fitted again."""
+    """Whether an estimator is frozen, and so is not fitted again."""
     return isinstance(estimator, FrozenEstimator)
 
 
 def without_clients(named):
-    """The same estimator as new clients see it."""
+    """The named estimator as it predicts for new clients."""
     return named._replace(estimator=for_new_clients(named.estimator))
 
 
 def population_of(fitted):
-    """A fitted estimator that knows no clients; as it is, if none of this package is inside."""
+    """The population model of a fitted estimator; the estimator itself if it has no clients."""
     if not hasattr(final_estimator(fitted), "_population_copy"):  # it has one model for all
         return fitted
     return hand_out(fitted, "_population_copy")
@@ -63,7 +63,7 @@ def classes_of(estimator, labels, pairs=()):
 
 
 def own_copy(frozen):
-    """Copy of a frozen estimator, which a later fit of the original leaves as it is."""
+    """Deep copy of a frozen estimator, which a later fit of the original cannot change."""
     inner = copy.deepcopy(frozen.estimator)
     core = final_estimator(inner)
     if hasattr(core, "unseen"):  # what becomes of new clients is for the outer estimator to say
@@ -72,12 +72,12 @@ def own_copy(frozen):
 
 
 def for_new_clients(fitted):
-    """What predicts for new clients: a frozen estimator forgets those that it knows."""
+    """The estimator as it predicts for new clients: a frozen one by its population model."""
     return FrozenEstimator(population_of(fitted)) if is_frozen(fitted) else fitted
 
 
 def without_originals(model):
-    """A model that is handed out, with what it hands out as its parameters, too.
+    """Give a handed-out model its fitted estimators as parameters, in place of the originals.
 
     Given estimators may know all their clients or hold seeds, callbacks and ledgers, and splits are
     positions of all clients' rows.
@@ -98,7 +98,7 @@ def _frozen(estimator):
 
 
 def holds_ours(value):
-    """Whether an estimator of this package, or a subclass, is inside of something, at any depth."""
+    """Whether `value` contains an estimator of this package, or of a subclass, at any depth."""
     return any(
         is_ours(each) or issubclass(type(each), ClientMixin) for each in everything_in(value)
     )

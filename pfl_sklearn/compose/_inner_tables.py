@@ -65,6 +65,7 @@ def read_inner_table(estimator, X, y, groups, sample_weight, has_classes):
         weights = check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
         table = table._replace(weights=weights)
         if not weights.all():  # a row of weight 0 is absent, from folds and from counts, too
+            _check_splits(getattr(estimator, "cv", None), np.count_nonzero(weights), len(weights))
             table = table.take(np.flatnonzero(weights))
     if len(table.y) < 2:  # no fold can have rows on both sides
         raise ValueError(
@@ -75,7 +76,7 @@ def read_inner_table(estimator, X, y, groups, sample_weight, has_classes):
 
 
 def set_clients(estimator, X, clients, groups):
-    """Set the fitted attributes that say which columns and whose rows ``fit`` got."""
+    """Store the columns, the clients and their numbers of rows as fitted attributes."""
     validate_data(estimator, as_table(X), skip_check_array=True)
     estimator.clients_ = clients.ids
     estimator.n_samples_per_client_ = row_counts(clients.codes, len(clients.ids))
@@ -105,14 +106,14 @@ def as_table(X):
 
 
 def as_groups(ids):
-    """Ids as ``fit`` and ``predict`` take them: floats as categories, which are labels."""
+    """Client ids for ``groups=``; floats as a categorical, so that they are compared as labels."""
     return pd.Categorical(ids) if ids.dtype.kind == "f" else ids
 
 
-def check_splits(cv, n_rows, n_given):
-    """Raise ValueError if splits, given as a list, are of more rows than have a weight."""
-    is_list = not (cv is None or isinstance(cv, Integral) or hasattr(cv, "split"))
-    if is_list and n_rows < n_given:  # positions would be those of other rows
+def _check_splits(cv, n_rows, n_given):
+    """Raise ValueError if `cv` lists splits that still count the rows of weight 0."""
+    # Positions in a list would be those of other rows; a number or a splitter makes its own.
+    if not (cv is None or isinstance(cv, Integral) or hasattr(cv, "split")):
         raise ValueError(
             f"cv is a list of splits of {n_given} rows, but only {n_rows} have a positive "
             "sample_weight; leave the others out before you make the splits, or give a splitter."
@@ -120,7 +121,7 @@ def check_splits(cv, n_rows, n_given):
 
 
 def check_takes_weights(estimator, name):
-    """Raise ValueError if an estimator, whose name this is, takes no sample_weight."""
+    """Raise ValueError if the estimator of this name does not take sample_weight."""
     with config_context(enable_metadata_routing=True):
         routed = hasattr(estimator, "get_metadata_routing") and "sample_weight" in (
             get_routing_for_object(estimator).consumes("fit", ["sample_weight"])
@@ -142,7 +143,7 @@ def rows_to_predict(estimator, X, groups):
 
 
 def row_ids(estimator, groups, codes):
-    """Ids (n,) of the clients of rows, whose positions in ``clients_`` these are."""
+    """Client id (n,) of every row; without `groups`, from its position in ``clients_``."""
     if groups is not None:
         clients = encode_clients(groups, len(codes))
         return clients.ids[clients.codes]

@@ -45,7 +45,7 @@ def mean_losses(losses, weights):
 
 
 def _clustered_error(residuals, codes, weights):
-    """Standard error of a mean, from residuals (n,) in clusters (CR1)."""
+    """Cluster-robust standard error (CR1) of a mean, from residuals (n,)."""
     weights = np.ones(len(residuals)) if weights is None else weights
     sums = np.bincount(codes, residuals * weights)
     unit = unit_near(np.abs(sums).max())  # losses are squares already, and are squared again here
@@ -54,7 +54,7 @@ def _clustered_error(residuals, codes, weights):
 
 
 def judged(name, losses_in, losses, tests, weights, codes=None):
-    """Whether one more candidate is clearly better than others, tested fold by fold until clear.
+    """Test fold by fold whether one more candidate is clearly better than the others.
 
     It is in before the last fold if it is clearly better than each of the others at level 0.025,
     of which four looks make 0.1. It is out if it is clearly worse than the best of them at level
@@ -97,33 +97,33 @@ def judged(name, losses_in, losses, tests, weights, codes=None):
 
 
 def _until_clear(name, losses_in, tests, losses, weights, codes):
-    """Losses (n,) of a candidate in folds until it is in or out; its mean loss; which, or None."""
+    """Test a candidate in folds: its losses (n,), mean loss, and whether it wins (None: open)."""
     means = mean_losses(losses, weights)
     rival = min(means, key=means.__getitem__)
     own = np.full(len(losses[rival]), np.nan)
     for k, test in enumerate(tests):
         own[test] = losses_in(k)
         rows = np.flatnonzero(~np.isnan(own))
-        here = {each: values[rows] for each, values in {**losses, name: own}.items()}
+        tested = {each: values[rows] for each, values in {**losses, name: own}.items()}
         clients = None if codes is None else np.unique(codes[rows], return_inverse=True)[1]
         row_weights = None if weights is None else weights[rows]
         one_client = clients is not None and not clients.any()  # a cluster has no standard error
         if _effective_rows(row_weights, len(rows)) < _FEWEST_ROWS or one_client:
             continue
-        means_here = mean_losses(here, row_weights)
-        wins = first_as_good(here, row_weights, clients, _EARLY_LEVEL) == name
-        pair = {name: here[name], rival: here[rival]}
+        tested_means = mean_losses(tested, row_weights)
+        wins = first_as_good(tested, row_weights, clients, _EARLY_LEVEL) == name
+        pair = {name: tested[name], rival: tested[rival]}
         worse = first_as_good(pair, row_weights, clients) == rival
         # One that is behind after two folds would have to be clearly ahead of all in the end.
-        if wins or worse or (k > 0 and means_here[name] > min(means_here.values())):
-            loss = means_here[name]
-            if means_here[rival]:  # else both are 0, or no ratio says anything
+        if wins or worse or (k > 0 and tested_means[name] > min(tested_means.values())):
+            loss = tested_means[name]
+            if tested_means[rival]:  # else both are 0, or no ratio says anything
                 # Folds differ in how hard they are; the rival's loss in all of them is known.
-                loss *= means[rival] / means_here[rival]
+                loss *= means[rival] / tested_means[rival]
             return own, loss, wins
     return own, None, None
 
 
 def _effective_rows(weights, n_rows):
-    """Number of rows of equal weight that have as exact a mean (Kish)."""
+    """Kish's effective sample size of weighted rows."""
     return n_rows if weights is None else weights.sum() ** 2 / (weights**2).sum()

@@ -84,7 +84,7 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
         return self._default_estimators() if self.estimators is None else self.estimators
 
     def _estimator_objects(self):
-        """Estimators among the given ones; nothing is checked yet, as tags are asked for before."""
+        """Estimators in the list, unchecked: scikit-learn asks for tags before any check."""
         pairs = [each for each in self._given_estimators() if _is_pair(each)]
         return [each for _, each in pairs if _is_estimator_object(each)]
 
@@ -107,13 +107,13 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
         for name in set(self._reserved_names).intersection(names):
             raise ValueError(f"estimators has the name {name!r}, which is that of another part.")
         kind = "classifier" if is_classifier(self) else "regressor"
-        present = [(name, each) for name, each in pairs if not is_dropped(each)]
-        for name, each in present:
+        used = [pair for pair in pairs if not (isinstance(pair[1], str) and pair[1] == "drop")]
+        for name, each in used:
             check_kind(each, kind, f"estimators has {name!r}, {each!r}")
             check_parameters(each, f"estimators has {name!r}")
-        if not present:
+        if not used:
             raise ValueError("estimators must hold at least one that is not dropped; got none.")
-        return present
+        return used
 
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
@@ -125,7 +125,7 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
 
 
 def _classifies(estimator):
-    """Whether the fit was one of classifiers; before the fit, whether it would be."""
+    """Whether the estimator was fitted to classes; before a fit, whether it would be."""
     if estimator.__sklearn_is_fitted__():
         return hasattr(estimator, "classes_")
     return is_classifier(estimator)
@@ -195,17 +195,12 @@ def _is_pair(value):
 
 
 def _is_estimator_object(value):
-    """Whether something is an estimator and not its class."""
+    """Whether this is an instance of an estimator, not a class."""
     return hasattr(value, "fit") and not isinstance(value, type)
 
 
-def is_dropped(estimator):
-    """Whether something in place of an estimator says that there is none."""
-    return isinstance(estimator, str) and estimator == "drop"
-
-
 def check_kind(estimator, kind, what):
-    """Raise ValueError if something is no estimator of a kind, or predicts no probabilities."""
+    """Raise ValueError unless this is a regressor, or a classifier with ``predict_proba``."""
     is_of_kind = is_classifier if kind == "classifier" else is_regressor
     if not (_is_estimator_object(estimator) and is_of_kind(estimator)):
         raise ValueError(f"{what}; expected a {kind}.")
@@ -214,7 +209,7 @@ def check_kind(estimator, kind, what):
 
 
 def check_parameters(estimator, what):
-    """Raise ValueError if an estimator takes clients from a column, or folds would share a file."""
+    """Raise ValueError if an estimator holds a ClientColumn or a checkpoint."""
     core = final_estimator(estimator)
     inside = [core, *(core.get_params().values() if hasattr(core, "get_params") else ())]
     # A column of ids would not be in X, or be a feature of the other estimators, too.
@@ -235,7 +230,7 @@ def check_parameters(estimator, what):
 
 
 def of_client(fitted, client_id):
-    """A fitted estimator's model of one client, or of none if it does not know this one."""
+    """A fitted estimator's model of one client, or of the population if it lacks that client."""
     if fitted is None:  # nothing is behind the base estimators
         return None
     fitted = predicting_estimator(fitted)

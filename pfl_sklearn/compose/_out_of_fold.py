@@ -24,8 +24,6 @@ SMALLEST = 1e-6
 _SUM_TOLERANCE = 1e-3  # probabilities may be of single precision, or rounded by the estimator
 
 Fold: TypeAlias = tuple[Integers, Integers]  # positions of the rows to fit and to test
-# Outputs of each estimator for the rows of two folds, by fits to the rest.
-PairOutputs: TypeAlias = dict[tuple[int, int], list[np.ndarray]]
 
 
 class Named(NamedTuple):
@@ -37,12 +35,12 @@ class Named(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Name and class, for messages."""
+        """Name and class of the estimator, for error messages."""
         return f"{self.name!r} ({type(self.estimator).__name__})"
 
 
 def prepared(pairs, classes, seeds, weighted):
-    """Estimators by name, ready to be fitted to rows with weights or without.
+    """Named clones with seeds, ready to be fitted; `weighted` if the rows have weights.
 
     Raises
     ------
@@ -76,7 +74,7 @@ def _seeded(estimator, seed):
 
 
 def _is_private(prefix, params):
-    """Whether the parameters behind a prefix ask for noise."""
+    """Whether the estimator whose parameters have this prefix adds noise."""
     at = f"{prefix}__" if prefix else ""
     epsilon = params.get(f"{at}epsilon", math.inf)
     return epsilon != math.inf or params.get(f"{at}noise_multiplier") is not None
@@ -124,7 +122,7 @@ def _averages(fitted, ids):
 
 
 def _finite_numbers(named, values, shape):
-    """Values as finite floats of this shape."""
+    """Predictions as floats, checked to be finite and of this shape."""
     what = f"{named.title} predicted"
     values = np.asarray(values, dtype=np.float64)
     if values.shape != shape:
@@ -158,7 +156,7 @@ def with_std(fitted, X, ids):
 
 
 def _call(named, estimator, method, X, ids, params=None, caught=(TypeError, ValueError)):
-    """What a method of a fitted estimator returns; its errors say whose they are."""
+    """Result of a method of a fitted estimator; errors name the estimator."""
     with config_context(enable_metadata_routing=True):
         groups = {"groups": as_groups(ids)} if takes_groups(estimator, method) else {}
         try:
@@ -169,13 +167,13 @@ def _call(named, estimator, method, X, ids, params=None, caught=(TypeError, Valu
 
 
 def _retold(error, message):
-    """Error of the same kind, one of two, with another message."""
+    """A TypeError or ValueError, as `error` is, with another message."""
     # No others: the constructor of another type may take more than a text.
     return TypeError(message) if isinstance(error, TypeError) else ValueError(message)
 
 
 def _of_all_classes(named, fitted, probabilities, n_rows):
-    """Probabilities (n, K) of all classes; those that a fold lacked have none."""
+    """Probabilities (n, K) of all classes; 0 for a class that the fold did not contain."""
     own = np.asarray(fitted.classes_)
     # A class behind all others has the position after the last.
     where = np.searchsorted(named.classes, own).clip(max=len(named.classes) - 1)
@@ -248,7 +246,7 @@ def out_of_two_folds(named, table, folds, n_jobs):
     list of list of ndarray
         For each fold and each estimator, outputs (n_train, ...) for the fold's training rows.
     """
-    pairs: PairOutputs = {}
+    pairs: dict[tuple[int, int], list[np.ndarray]] = {}
     return [outside_of(k, named, table, folds, pairs, n_jobs) for k in range(len(folds))]
 
 
@@ -277,16 +275,17 @@ def outside_of(k, named, table, folds, pairs, n_jobs):
 
 
 def _rows_of_pair(folds, pair):
+    """Sorted test rows of two folds."""
     return np.sort(np.concatenate([folds[k][1] for k in pair]))
 
 
 def tested(named, train, test):
-    """Outputs for the rows of one table, by a fit to another."""
+    """Predictions for the rows of `test` by a fit to `train`."""
     return map_batches(_tested, [(test.y, named, train, test)])[0][0]
 
 
 def _tested(_, named, train, test):
-    """Outputs for the test rows, and the categories and texts of the warnings of the fit."""
+    """Predictions for the test rows, and the categories and texts of the fit's warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         one_class = named.classes is not None and len(np.unique(train.y)) == 1
@@ -299,6 +298,7 @@ def _tested(_, named, train, test):
 
 
 def _fitted_outputs(named, train, test):
+    """Predictions for the test rows; errors of the fit name the estimator and the rows."""
     try:
         fitted = fit_named(named, train)
     except (TypeError, ValueError) as error:
@@ -339,7 +339,7 @@ def row_losses(predicted, y, classes):
 
 
 def splitter_of(cv, has_classes, seed):
-    """Splitter that `cv` stands for; of a number of folds, or None for five, inside clients."""
+    """Splitter for `cv`; a number of folds, or None for five, means folds inside clients."""
     if cv is None or isinstance(cv, Integral):
         # Not scikit-learn's, which would hold whole clients out of a sorted table.
         return ClientKFold(5 if cv is None else int(cv), stratify=has_classes, random_state=seed)

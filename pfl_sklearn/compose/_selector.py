@@ -10,7 +10,7 @@ from sklearn.metrics import accuracy_score, r2_score
 from sklearn.utils import Bunch, check_random_state, get_tags
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._compat import StrOptions, fit_context, num_samples
+from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._nesting import final_estimator, hand_out
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import TableLike
@@ -26,7 +26,6 @@ from pfl_sklearn.compose._frozen_estimators import (
 )
 from pfl_sklearn.compose._inner_tables import (
     check_responses,
-    check_splits,
     read_inner_table,
     row_ids,
     rows_at,
@@ -219,7 +218,6 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         if not prior.is_known:  # else the fit may promise privacy, and an error would show a row
             check_responses(self, table)
         check_strangers(pairs, groups)
-        check_splits(self.cv, len(table.y), num_samples(X))
         clients, classes = table.clients, classes_of(self, table.y, pairs)
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(pairs) + 2)
         named = prepared(pairs, classes, seeds[2:], table.weights is not None)
@@ -259,6 +257,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         return self
 
     def _checked_prior(self, n_candidates):
+        """The given prior, or the default one, with a valid mean."""
         prior = DirichletPrior() if self.prior is None else self.prior
         prior._validate_params()
         if prior.mean is not None:
@@ -273,7 +272,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         return prior
 
     def _folds(self, table, prior, classes, seed):
-        """Folds inside clients; a concentration is judged outside of two."""
+        """Folds inside clients: at least three if the concentration is learned."""
         folds = folds_within(splitter_of(self.cv, classes is not None, seed), table, self)
         if prior.concentration is None and len(folds) < 3:
             raise ValueError(
@@ -302,7 +301,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         return mixtures[best], _candidate_losses(named, errors)
 
     def _judged(self, named, table, clients, folds, predicted, prior):
-        """Losses (n,) of the selector under priors of each concentration.
+        """Out-of-fold losses (n,) of the selector, by the concentration of the prior.
 
         Weights come from rows outside of a fold, whose errors are of fits outside of it, too.
         """
@@ -322,7 +321,7 @@ class ClientSelector(OutputsMixin, ClientMixin, NamedEstimators):
         return losses
 
     def _report(self, named, fitted, prior, n_clients):
-        """What the fit promises: nothing with a learned prior, else what the candidates do."""
+        """Privacy report: no promise with a learned prior, otherwise the sum of the candidates'."""
         released = self._population_attributes
         own = ("weights_", "losses_", "clients_", "n_samples_per_client_")
         if not prior.is_known:

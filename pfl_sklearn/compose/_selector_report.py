@@ -25,7 +25,7 @@ class Candidate(NamedTuple):
 
     @classmethod
     def of(cls, name, fitted, frozen):
-        """Candidate of this name, which was fitted here unless it is frozen."""
+        """Read what a fitted candidate promises; it was fitted here unless it is frozen."""
         if frozen and not holds_ours(fitted):
             return cls(name, None, None)
         try:
@@ -138,9 +138,10 @@ def _sum_of_promises(private, delta):
 
 
 def _once(*lists):
-    """Texts of several lists, each once, in their order."""
+    """All texts of the lists, in order and without repetitions."""
     return tuple(dict.fromkeys(text for texts in lists for text in texts))
 
 
 def _unique(texts):
+    """Distinct texts in one line."""
     return "; ".join(dict.fromkeys(texts))

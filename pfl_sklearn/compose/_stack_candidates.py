@@ -181,9 +181,9 @@ def fit_chosen(choices, named, table, n_jobs):
         if each.chosen in each.finals
     }
     fitted = fit_all([*bases.values(), *finals.values()], n_jobs)
-    behind = dict(zip(finals, fitted[len(bases) :], strict=True))
-    ends = {
-        kind: (each.chosen, behind.get((keys[kind], each.chosen))) for kind, each in choices.items()
+    fits = dict(zip(finals, fitted[len(bases) :], strict=True))
+    predictors = {
+        kind: (each.chosen, fits.get((keys[kind], each.chosen))) for kind, each in choices.items()
     }
     by_name = dict(zip(bases, fitted[: len(bases)], strict=True))
-    return by_name, ends["known"], ends.get("new", ends["known"])
+    return by_name, predictors["known"], predictors.get("new", predictors["known"])

@@ -24,7 +24,6 @@ from pfl_sklearn.compose._frozen_estimators import (
 )
 from pfl_sklearn.compose._inner_tables import (
     check_responses,
-    check_splits,
     read_inner_table,
     row_ids,
     rows_at,
@@ -241,7 +240,6 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         _check_rows(clients)
         check_kind(last, "regressor" if classes is None else "classifier", f"{FINAL}={last!r}")
         check_parameters(last, f"{FINAL} is given")
-        check_splits(self.cv, len(table.y), num_samples(X))
         # Of the folds inside clients, of those of whole clients, and of each estimator.
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=len(bases) + 3)
         estimators = [(FINAL, last), *bases]
@@ -285,7 +283,7 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
         return self
 
     def _folds(self, table, classes, seed):
-        """Folds inside clients; the honest test of a stack is outside of two."""
+        """Folds inside clients: at least three for the honest test of a stack."""
         folds = folds_within(splitter_of(self.cv, classes is not None, seed), table, self)
         if self.fallback and len(folds) < 3:
             raise ValueError(
@@ -380,10 +378,10 @@ class PersonalizedStacking(ClientMixin, NamedEstimators):
 
     def _of_part(self, kind, part, X, ids):
         """What a part predicts for rows of known or new clients."""
-        name, behind = part
-        if behind is None:
+        name, fitted_final = part
+        if fitted_final is None:
             return outputs(self._fitted_bases(kind)[name], X, ids)
-        final = Named(name, behind, getattr(self, "classes_", None))
+        final = Named(name, fitted_final, getattr(self, "classes_", None))
         return outputs(final, self._final_rows(kind, name, X, ids), ids)
 
     def _final_rows(self, kind, name, X, ids):
@@ -415,10 +413,10 @@ def _check_rows(clients):
 def _check_names(named, columns):
     """Raise ValueError if what a base estimator predicts has the name of a column."""
     names = [name for each in named for name in names_of(each)]
-    taken = [name for name in names if name in columns.columns]
-    if taken:
+    shared = [name for name in names if name in columns.columns]
+    if shared:
         raise ValueError(
-            f"predictions have the name {taken[0]!r} in estimators, which is also a column of X "
+            f"predictions have the name {shared[0]!r} in estimators, which is also a column of X "
             "that the final estimator gets; rename one of them."
         )
 

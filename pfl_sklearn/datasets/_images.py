@@ -307,9 +307,9 @@ def _read_arrays(path, names):
 def _check_images(path, name, images, shape):
     """Refuse another type or shape: a table of one's own must look like the public one."""
     if images.dtype != np.uint8 or images.shape[1:] != shape:
-        wanted = ", ".join(map(str, shape))
+        expected = ", ".join(map(str, shape))
         raise ValueError(
-            f"{path}: {name} must be uint8 of shape (n, {wanted}); got {images.dtype} of shape "
+            f"{path}: {name} must be uint8 of shape (n, {expected}); got {images.dtype} of shape "
             f"{images.shape}."
         )
 

@@ -100,10 +100,10 @@ def make_label_skew_clients(
     classes, codes = _encode_classes(X, y)
     _check_label_skew(n_clients, classes_per_client, len(classes), n_samples is None)
     rng = check_random_state(random_state)
-    dealt = _deal_classes(n_clients, classes_per_client, len(classes), rng)
+    client_classes = _deal_classes(n_clients, classes_per_client, len(classes), rng)
     title = f"{n_clients} clients with {classes_per_client} classes each"
     # One row of each of its classes, to count the clients of a class.
-    has = _divide_evenly(np.full(n_clients, classes_per_client), dealt, len(classes))
+    has = _divide_evenly(np.full(n_clients, classes_per_client), client_classes, len(classes))
     if n_samples is None:
         _check_supply(title, has.sum(axis=0), classes, codes, "classes_per_client")
         # The rows of a class are divided evenly over the clients that have it.
@@ -116,7 +116,7 @@ def make_label_skew_clients(
                 f"n_samples must be at least classes_per_client={classes_per_client}; got "
                 f"{sizes.min()}."
             )
-        expected, counts = has, _divide_evenly(sizes, dealt, len(classes))
+        expected, counts = has, _divide_evenly(sizes, client_classes, len(classes))
         title = f"{title} and {sizes.sum()} rows"
         _check_supply(title, counts.sum(axis=0), classes, codes, "n_samples")
     shares = expected / expected.sum(axis=1, keepdims=True)
@@ -284,8 +284,8 @@ def _deal_classes(n_clients, classes_per_client, n_classes, rng):
     steps = rng.random((n_runs, n_classes)).argsort(axis=1)[:, :classes_per_client]
     starts = np.arange(n_classes)
     runs = starts[None, :, None] + steps[:, None, :]
-    left = classes_per_client * np.arange(rest)[:, None] + np.arange(classes_per_client)
-    positions = np.concatenate([runs.reshape(-1, classes_per_client), left])
+    last_clients = classes_per_client * np.arange(rest)[:, None] + np.arange(classes_per_client)
+    positions = np.concatenate([runs.reshape(-1, classes_per_client), last_clients])
     return rng.permutation(n_classes)[positions % n_classes]
 
 
@@ -314,10 +314,10 @@ def _log_gammas(parameters, n_clients, rng):
 def _round_by_class(expected):
     """Whole numbers with the same sums by class, by largest remainder; first clients win ties."""
     counts = np.floor(expected).astype(np.intp)
-    left = np.rint(expected.sum(axis=0)).astype(np.intp) - counts.sum(axis=0)
+    remaining = np.rint(expected.sum(axis=0)).astype(np.intp) - counts.sum(axis=0)
     # Ranks of the remainders, the largest first.
     rank = np.argsort(np.argsort(counts - expected, axis=0, kind="stable"), axis=0)
-    return counts + (rank < left)
+    return counts + (rank < remaining)
 
 
 def _fill_empty_clients(counts, shares):
@@ -350,12 +350,12 @@ def _deal_rows(codes, counts, rng):
 
     The shuffled rows of a class are dealt by turns, one to each client that still wants one.
     """
-    clients, wanted = np.nonzero(counts)
-    copies = counts[clients, wanted]
+    clients, class_codes = np.nonzero(counts)
+    copies = counts[clients, class_codes]
     place = np.repeat(np.arange(len(copies)), copies)
     turn = np.arange(len(place)) - np.repeat(np.cumsum(copies) - copies, copies)
     # Sorted by class, then by turn, then by client.
-    takers = clients[place[np.lexsort((clients[place], turn, wanted[place]))]]
+    takers = clients[place[np.lexsort((clients[place], turn, class_codes[place]))]]
     shuffled = rng.permutation(len(codes))
     order = shuffled[np.argsort(codes[shuffled], kind="stable")]  # rows by class, shuffled within
     by_class = codes[order]

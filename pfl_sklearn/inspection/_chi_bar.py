@@ -79,17 +79,17 @@ def null_of_low_rank(q: int, rank: int, n_linear: int, *, at_zero: bool) -> Simu
     values = _eigenvalues(q)
     bottom, top = values[:, : q - rank], values[:, q - rank :]
     ridge = bottom.mean(axis=1, keepdims=True)
-    total, left = np.sum(values**2, axis=1), np.sum((bottom - ridge) ** 2, axis=1)
+    total, rest = np.sum(values**2, axis=1), np.sum((bottom - ridge) ** 2, axis=1)
     n_dimensions = q * (q + 1) // 2 + n_linear
     # The best fit of low rank keeps the largest eigenvalues, and the ridge is the others' mean.
     if at_zero:  # ridge and loadings are variances then, and none may be negative
         ridge = np.maximum(ridge, 0.0)
-        left = np.sum((bottom - ridge) ** 2, axis=1) + np.sum(np.minimum(top, 0.0) ** 2, axis=1)
+        rest = np.sum((bottom - ridge) ** 2, axis=1) + np.sum(np.minimum(top, 0.0) ** 2, axis=1)
     else:  # the smaller model has a ridge of its own: the common part is no new direction
         total, n_dimensions = total - q * values.mean(axis=1) ** 2, n_dimensions - 1
     # Linear parameters explain all of their directions. Seed 1: independent of the eigenvalues.
     linear = np.random.default_rng(1).chisquare(n_linear, len(values)) if n_linear else 0.0
-    return SimulatedCone(n_dimensions, np.maximum(total - left + linear, 0.0) / (total + linear))
+    return SimulatedCone(n_dimensions, np.maximum(total - rest + linear, 0.0) / (total + linear))
 
 
 def _eigenvalues(r):

@@ -116,12 +116,8 @@ def local_coefficients(model, shown, feature, *, output, level):
     if (codes < 0).any():
         missing = shown.clients[codes < 0].tolist()[0]
         raise ValueError(f"local lacks the client {missing!r}; fit it to the same clients.")
-    return own._replace(
-        clients=shown.clients,
-        values=own.values[codes],
-        lower=own.lower[codes],
-        upper=own.upper[codes],
-    )
+    by_client = ("clients", "values", "lower", "upper")
+    return own._replace(**{name: getattr(own, name)[codes] for name in by_client})
 
 
 def _feature_index(feature, names, fit_intercept):
@@ -363,8 +359,8 @@ def _draw_whiskers(ax, at, lower, upper):
     from matplotlib.collections import LineCollection
 
     finite = np.isfinite(lower) & np.isfinite(upper)  # few rows leave a coefficient open
-    ends = np.stack([np.c_[lower, at], np.c_[upper, at]], axis=1)[finite]
-    ax.add_collection(LineCollection(ends, colors=COLORS["local"], lw=0.8), autolim=False)
+    segments = np.stack([np.c_[lower, at], np.c_[upper, at]], axis=1)[finite]
+    ax.add_collection(LineCollection(segments, colors=COLORS["local"], lw=0.8), autolim=False)
 
 
 def _legend_of_rows(axes, own_figure):

@@ -429,14 +429,14 @@ def _contains(one, two, same_columns):
 
 def _holds_given(smaller, larger, same_columns):
     """Whether the smaller model's given covariance is one that the larger one has, or can have."""
-    given, two = smaller.evidence.form.covariance, larger.evidence.form
+    covariance, two = smaller.evidence.form.covariance, larger.evidence.form
     at = [larger.names.index(name) for name in smaller.names]
-    moved = np.zeros((len(larger.names), len(larger.names)))
-    moved[np.ix_(at, at)] = given
+    embedded = np.zeros((len(larger.names), len(larger.names)))
+    embedded[np.ix_(at, at)] = covariance
     if two.shape == "given":
-        return bool(np.array_equal(moved, two.covariance))
+        return bool(np.array_equal(embedded, two.covariance))
     # A singular covariance lies on the boundary, where the distribution is another one.
-    inside = moved[np.ix_(two.varying, two.varying)]
+    inside = embedded[np.ix_(two.varying, two.varying)]
     return same_columns and two.shape == "full" and np.linalg.matrix_rank(inside) == len(inside)
 
 

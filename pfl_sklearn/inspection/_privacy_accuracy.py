@@ -86,9 +86,9 @@ def _epsilon_of(params, own, cost):
     """
     if cost.events is None:  # some step learns without noise, whatever was asked for
         return math.inf
-    asked = [params[name] for name in own if name in params]
-    if asked and cost.n_fits == 1:
-        return float(asked[0])
+    requested = [params[name] for name in own if name in params]
+    if requested and cost.n_fits == 1:
+        return float(requested[0])
     return total_epsilon(cost.events, cost.delta, cost.relation)
 
 

@@ -210,7 +210,7 @@ def _plug_in(fitted):
 
 
 def _unfrozen(estimator):
-    """What a FrozenEstimator holds."""
+    """The estimator inside a FrozenEstimator."""
     while isinstance(estimator, FrozenEstimator):
         estimator = estimator.estimator
     return estimator
@@ -413,7 +413,7 @@ def quantile_limits(n: int, ranks: Integers | None = None) -> Any:
 
 
 def client_spreads(standardized, share, codes, n_clients):
-    """Spread of the residuals of every client that has any which are not exact.
+    """Spread of each client's standardized residuals; clients that are fitted exactly have none.
 
     Parameters
     ----------

@@ -245,6 +245,7 @@ class ResidualsDisplay:
         return self
 
     def _draw_fitted(self, ax):
+        """Residuals over predictions, with means and spread in bins."""
         drawn = _thinned(len(self.fitted))
         faint = float(np.clip(12 / np.sqrt(len(drawn)), 0.1, 0.6))
         # As pixels: thousands of points make a slow vector graphic.
@@ -262,12 +263,14 @@ class ResidualsDisplay:
         drawing.legend_inside(ax, faint_marks=False)
 
     def _draw_clients(self, ax):
+        """A box per client, or the spreads of many clients."""
         if drawing.in_rows("auto", len(self.clients)):
             self._draw_boxes(ax)
         else:
             self._draw_spreads(ax)
 
     def _draw_boxes(self, ax):
+        """Boxes of the clients' residuals, ordered by the median."""
         order, offsets = rows_by_client(self.codes, len(self.clients))
         by_client = np.split(self.residuals[order], offsets[1:-1])
         # The median of few residuals is not carried away by one of them.
@@ -286,6 +289,7 @@ class ResidualsDisplay:
         ax.set_xlabel("client, by median residual")
 
     def _draw_spreads(self, ax):
+        """Root mean squares of the clients' residuals over their degrees of freedom."""
         share = np.ones(len(self.codes)) if self.variance_share is None else self.variance_share
         dof, spread = client_spreads(self.standardized, share, self.codes, len(self.clients))
         lower, upper = spread_limits(dof)
@@ -306,6 +310,7 @@ class ResidualsDisplay:
         drawing.legend_inside(ax, faint_marks=False)
 
     def _draw_residual_quantiles(self, ax):
+        """Normal quantile plot of the standardized residuals."""
         values = self.standardized[np.isfinite(self.standardized)]
         if not len(values):
             _say(ax, "No standardized residuals: the model leaves no variance within clients.")
@@ -315,6 +320,7 @@ class ResidualsDisplay:
         ax.set_ylabel(self.residual_label if same else "standardized residual")
 
     def _draw_client_quantiles(self, ax):
+        """Normal quantile plot of the clients' standardized deviations."""
         if self.deviations is None:
             _say(ax, f"No deviations of clients: {self._reason()}.")
             return
@@ -322,6 +328,7 @@ class ResidualsDisplay:
         ax.set_ylabel(f"standardized {self.deviation_label}")
 
     def _reason(self):
+        """Why there are no deviations of clients."""
         return self.without_deviations or "none were given"
 
 

@@ -172,6 +172,7 @@ class ShrinkageDisplay:
         return self
 
     def _plot_rows(self, ax, level):
+        """One row per client, ordered by the personalized estimate."""
         # Local estimates from few rows would be in the order of their noise.
         order = np.argsort(self.personalized, kind="stable")
         at = np.arange(len(order))
@@ -187,9 +188,10 @@ class ShrinkageDisplay:
         drawing.legend_below(ax)
 
     def _plot_points(self, ax, level):
+        """Personalized over local estimates."""
         # On the diagonal nothing is shrunk, on the horizontal line all is.
-        ends = [float(np.min(self.local)), float(np.max(self.local))]
-        ax.plot(ends, ends, color=COLORS["local"], lw=1, ls="--", label="no shrinkage")
+        limits = [float(np.min(self.local)), float(np.max(self.local))]
+        ax.plot(limits, limits, color=COLORS["local"], lw=1, ls="--", label="no shrinkage")
         ax.axhline(self.population, color=COLORS["population"], lw=1, label="population")
         drawing.draw_intervals(ax, self.local, self.lower, self.upper, level, rows=False)
         if self.truth is not None:
@@ -211,7 +213,7 @@ def _means_of(fitted, output, level):
 
 
 def _slopes_of(estimator, local, feature, output, level):
-    """The same for one coefficient, with the local coefficients of a second model."""
+    """Estimates of one coefficient, as parameters of the display; `local` is a second model."""
     feature = "intercept" if feature is None else feature
     shown = coefficients_of(estimator, feature, output=output, level=level)
     if local is None:

@@ -193,11 +193,11 @@ class StreamDisplay:
             last = len(self.clients) - 1
             # The first, the middle and the last id.
             return np.unique(np.linspace(0, last, min(_N_SHOWN, last + 1)).astype(int))
-        wanted = np.atleast_1d(np.asarray(clients))
-        places = match_clients(wanted, len(wanted), self.clients, "clients")
-        if (places < 0).any():
-            raise ValueError(f"client {wanted[places < 0].tolist()[0]!r} is not in the stream.")
-        return places
+        ids = np.atleast_1d(np.asarray(clients))
+        positions = match_clients(ids, len(ids), self.clients, "clients")
+        if (positions < 0).any():
+            raise ValueError(f"client {ids[positions < 0].tolist()[0]!r} is not in the stream.")
+        return positions
 
     def _draw_client(self, ax, place, level):
         """Estimates of one client."""

@@ -83,6 +83,7 @@ class Responses(BaseEstimator):
         return True
 
     def _response(self, method):
+        """Predictions by one method, made once for all rows, for the rows in use."""
         if method not in self._made:
             # Only if the estimator or anything inside it requests them.
             routed = self.groups is not None and takes_groups(self.estimator, method)
@@ -92,7 +93,7 @@ class Responses(BaseEstimator):
 
 
 def row_scores(scoring: Any, y: np.ndarray, responses: Responses) -> Floats | None:
-    """Scores (n,) of rows of which a client's score is the mean; None if it is something else."""
+    """Score (n,) of every row if a client's score is the mean over its rows; otherwise None."""
     # Over several targets a score averages in its own way.
     if not isinstance(scoring, str) or scoring not in ROW_SCORES or y.ndim > 1:
         return None
@@ -122,6 +123,7 @@ def score_clients(scoring, scorer, responses, y, order, offsets):
 
 
 def _score_one_by_one(scorer, responses, y, order, offsets):
+    """Scores (m,) by one call of the scorer for each client."""
     scores = np.empty(len(offsets) - 1)
     with warnings.catch_warnings():
         # A client of one class has no ROC AUC, for example; its NaN says so.

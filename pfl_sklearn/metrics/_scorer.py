@@ -185,16 +185,17 @@ class ClientScorer:
         return float(scorer(responses.only(rows), rows, np.asarray(y)[rows], **weights))
 
     def _average(self, scorer, responses, y, ids, rows, sample_weight):
+        """Average of the clients' scores, or all of them by id."""
         if sample_weight is not None:  # of rows, but clients are averaged
             raise ValueError(
                 f"sample_weight is supported for average='micro' only; got {self.average!r}."
             )
         clients, codes = encode_clients(ids, num_samples(responses.X))
-        present, codes = np.unique(codes[rows], return_inverse=True)
-        order, offsets = rows_by_client(codes, len(present))
+        scored, codes = np.unique(codes[rows], return_inverse=True)
+        order, offsets = rows_by_client(codes, len(scored))
         scores = score_clients(self.scoring, scorer, responses, y, rows[order], offsets)
         if self.average is None:
-            names = clients[present]
+            names = clients[scored]
             # Strings, as monitors make columns of them.
             return {str(name): float(one) for name, one in zip(names, scores, strict=True)}
         # Clients of one class, say, must not decide which model is best.

@@ -104,13 +104,13 @@ def distributions_of(select):
 
 def _check_holdout(select):
     """Refuse an invalid `holdout`, `scoring` or `score_range`."""
-    held = select.holdout
-    if held is not None and not (isinstance(held, tuple) and len(held) in (2, 3)):
+    holdout = select.holdout
+    if holdout is not None and not (isinstance(holdout, tuple) and len(holdout) in (2, 3)):
         raise ValueError(
             "holdout must be a tuple (X, y) or (X, y, groups) of public rows, or None; got "
-            f"{type(held).__name__}."
+            f"{type(holdout).__name__}."
         )
-    check_consistent_length(*(held or ()))
+    check_consistent_length(*(holdout or ()))
     get_scorer(select.scoring or client_scoring(select))  # raises if there is no such scorer
     bounds = select.score_range
     if bounds is not None and not (
@@ -150,7 +150,7 @@ def _check_searched(select, prefix, names):
 
 
 def _is_of_named(params, name):
-    """Whether a nested parameter belongs to a component that is given by name, or None.
+    """Whether this is a parameter of a component that is given by its name, or as None.
 
     ``set_params`` creates the component, and refuses parameters that it does not have.
     """
@@ -159,7 +159,7 @@ def _is_of_named(params, name):
 
 
 def _names(core):
-    """Parameters of the estimator that releases, by name."""
+    """Parameters of the private estimator by name."""
     return core.get_params(deep=False) if hasattr(core, "get_params") else {}
 
 
@@ -187,8 +187,8 @@ def check_candidate(select, params):
         - If ``fit`` would refuse the parameters.
     """
     model = with_params(select.estimator, params)
-    parts = [model, *model.get_params().values()]  # at any depth
-    if any(getattr(each, "_skl_callbacks", None) for each in parts):
+    estimators = [model, *model.get_params().values()]  # at any depth
+    if any(getattr(each, "_skl_callbacks", None) for each in estimators):
         raise ValueError(
             "callbacks of the estimator would see, keep and could stop all trials, which no "
             f"epsilon covers; remove them with set_callbacks(); got epsilon={select.epsilon!r}."
@@ -209,7 +209,7 @@ def check_candidate(select, params):
 
 
 class _Reached(Exception):
-    """A fit reached the point where it is charged."""
+    """Raised where a fit would be charged."""
 
 
 class _Gate(PrivacyLedger):
@@ -252,7 +252,7 @@ def _check_private(select, core, steps, names, bounds):
 
 
 def _range_of(select):
-    """Bounds of a client's score, given or known, or None."""
+    """Range of a client's score, as given or as the metric implies; None if it has none."""
     if select.score_range is not None:
         return tuple(float(bound) for bound in select.score_range)
     scoring = client_scoring(select)
@@ -260,6 +260,7 @@ def _range_of(select):
 
 
 def _events_of(select, params):
+    """Accounting events of one trial."""
     stated = stated_cost(with_params(select.estimator, params))
     if stated.events is None or stated.n_fits > 1:
         reason = stated.reason or "a trial fits several times"
@@ -280,11 +281,12 @@ def _settings(select, prefix, by_noise, rate):
 
 
 def _rates(select, by_noise):
+    """Smallest and largest rate between which that of a trial is searched."""
     return _RATES if by_noise else (_SMALLEST_TRIAL_SHARE * select.epsilon, select.epsilon)
 
 
 def _costly_point(select, prefix, by_noise, unit, relation):
-    """Searched parameters at which a trial releases something, and its cost there.
+    """A candidate that releases something, and what it spends.
 
     All candidates must cost the same, or nothing.
     """
@@ -381,9 +383,9 @@ def selection_report(select, plan, model):
     if hasattr(innermost_estimator(model), "privacy_"):
         trial = report_of_fits(model)
     if math.isinf(plan.total) or math.isinf(trial.epsilon):
-        asked = "epsilon=inf was asked for the selection."
+        reason = "epsilon=inf was asked for the selection."
         return PrivacyReport.unprotected(
-            asked if math.isinf(plan.total) else " ".join(trial.warnings),
+            reason if math.isinf(plan.total) else " ".join(trial.warnings),
             not_released=(*trial.released, *trial.not_released, *_CHOSEN),
             n_clients=trial.n_clients,
         )
@@ -421,6 +423,7 @@ def _under_other(select, plan):
 
 
 def _assumed_of_scores(plan):
+    """What the privacy statement assumes about the scores."""
     if plan.mechanism is None:
         return "holdout is public"
     low, high = plan.score_range

@@ -103,6 +103,7 @@ class _ClientSplitter(BaseCrossValidator):
         return ranks
 
     def _generator(self):
+        """Random generator of one call of ``split``."""
         # As in scikit-learn, an int gives equal splits at each call and a RandomState others.
         seeds = check_random_state(self.random_state).randint(2**31 - 1, size=4)
         return np.random.default_rng(seeds)
@@ -225,8 +226,8 @@ class ClientShuffleSplit(_ClientSplitter):
     def _inside(self, codes, sizes, y, rng):
         """Test rows (n,) of every client: evenly spaced ranks from a random start."""
         # One row of each client stays to fit, also after rounding up.
-        wanted = np.minimum(self.test_size * sizes, sizes - 1)
-        n_test = np.minimum(_rounded(wanted, rng), sizes - 1)
+        expected = np.minimum(self.test_size * sizes, sizes - 1)
+        n_test = np.minimum(_rounded(expected, rng), sizes - 1)
         ranks = self._ranks(codes, sizes, y, rng)
         # A random start, so that no rank is tested more often than others.
         position = ranks + rng.integers(0, sizes)[codes]

@@ -108,7 +108,7 @@ class HeldOutScore:
         return low + (high - low) * float(total) / len(shares)
 
     def _silently(self, model):
-        """Scores (m,) of the clients; NaN where anything fails."""
+        """Scores (m,) of the clients without warnings or errors; NaN where scoring fails."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
@@ -117,7 +117,7 @@ class HeldOutScore:
                 return np.array([self._alone(model, rows) for rows in self._clients()])
 
     def _alone(self, model, rows):
-        """Score of one client, computed without the others."""
+        """Score of one client from its own rows alone; NaN if that fails."""
         own = HeldOutScore(self.rows.take(rows), np.zeros(len(rows), int), self.scoring, None, None)
         try:
             return float(own._of_clients(model)[0])
@@ -125,7 +125,7 @@ class HeldOutScore:
             return math.nan
 
     def _clients(self):
-        """Positions of every client's rows."""
+        """Row positions of each client."""
         return np.split(self.order, self.offsets[1:-1])
 
     def _of_clients(self, model):
@@ -217,6 +217,7 @@ def draw_candidates(select, plan, rng):
 
 
 def _draw(space, rng):
+    """One random value of every parameter of a search space."""
     return {
         name: values.rvs(random_state=rng)
         if hasattr(values, "rvs")
@@ -293,6 +294,7 @@ def warn_again(trial):
 
 
 def _run_trial(select, plan, candidate, rows, score, seed):
+    """Fit a clone with a candidate's parameters, and score it."""
     model = clone(select.estimator).set_params(**clone(candidate, safe=False), **plan.params)
     if plan.seed_name is not None:
         model.set_params(**{plan.seed_name: seed})

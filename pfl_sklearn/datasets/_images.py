@@ -3,12 +3,13 @@
 import hashlib
 import os
 import string
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from sklearn.utils import Bunch
+
+from pfl_sklearn._warnings import warn_caller
 
 VARIABLE = "PFL_SKLEARN_DATA"
 
@@ -35,11 +36,8 @@ def find_table(table: PublicTable, data_home: Any) -> Path:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != table.sha256:  # a table of one's own is fine, but its figures will differ
-        warnings.warn(
-            f"{path} is not the table that the documentation's figures were made with.",
-            UserWarning,
-            stacklevel=3,  # the caller of the public function that looks for the table
-        )
+        message = f"{path} is not the table that the documentation's figures were made with."
+        warn_caller(message, UserWarning)
     return path
 
 
@@ -134,9 +132,7 @@ def fetch_mnist(*, subset: str = "all", data_home: Any = None, return_X_y: bool 
     ...
     FileNotFoundError: no mnist.npz in /nowhere: ...
     """
-    parts = _parts(subset)
-    path = find_table(_MNIST, data_home)
-    images, labels = _read_parts(path, parts, (28, 28), len(_DIGITS))
+    images, labels = _read_parts(_MNIST, data_home, subset, (28, 28), len(_DIGITS))
     # One channel, of grey: networks take channels first.
     return _image_bunch(images[:, None], labels, _DIGITS, return_X_y)
 
@@ -269,24 +265,17 @@ def fetch_cifar10(*, subset: str = "all", data_home: Any = None, return_X_y: boo
     ...
     FileNotFoundError: no cifar10_subset10k.npz in /nowhere: ...
     """
-    parts = _parts(subset)
-    path = find_table(_CIFAR10, data_home)
-    images, labels = _read_parts(path, parts, (32, 32, 3), len(_THINGS))
+    images, labels = _read_parts(_CIFAR10, data_home, subset, (32, 32, 3), len(_THINGS))
     # Networks take channels first.
     return _image_bunch(images.transpose(0, 3, 1, 2), labels, _THINGS, return_X_y)
 
 
-def _parts(subset):
-    """Names of the parts of a file that make a subset."""
+def _read_parts(table, data_home, subset, shape, n_classes):
+    """Images (n, *shape) and labels (n,) of a subset, training images first."""
     if subset not in _PARTS:
         raise ValueError(f"subset must be one of {', '.join(_PARTS)}; got {subset!r}.")
-    return _PARTS[subset]
-
-
-def _read_parts(path, parts, shape, n_classes):
-    """Images (n, *shape) and labels (n,) of the named parts of a file, one after the other."""
-    images, labels = [], []
-    for part in parts:
+    path, images, labels = find_table(table, data_home), [], []
+    for part in _PARTS[subset]:
         X, y = _read_arrays(path, [f"X_{part}", f"y_{part}"])
         _check_images(path, f"X_{part}", X, shape)
         images.append(X)

@@ -139,6 +139,7 @@ class ClientGainDisplay:
         table = client_scores(
             estimator, X, y, groups=groups, scoring=scoring, client_column=client_column
         )
+        # Others have no model of their own: their gain would be 0 by construction.
         table = table[table["known"]]
         sign = -1 if negate_score else 1
         return cls(

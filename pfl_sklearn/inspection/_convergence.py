@@ -183,6 +183,7 @@ def _score_curves(fitted, scores):
 def _clients_curve(rounds, scores, rows):
     """Median of the scores (m, n_clients) and the deciles around it; clients may lack a score."""
     scores = scores[:, np.isfinite(scores).any(axis=0)]  # quantiles of no number would warn
+    # Deciles: the extremes of many clients are mostly those of few rows.
     low, middle, high = np.nanquantile(scores, [0.1, 0.5, 0.9], axis=1)
     label = f"score of {scores.shape[1]} clients{rows}"
     return RoundCurve("client scores", label, rounds, middle, band=np.stack([low, high]))
@@ -191,6 +192,7 @@ def _clients_curve(rounds, scores, rows):
 def _logged(fitted, monitor):
     """Scores of the last fit that a ScoringMonitor recorded, indexed by round."""
     log = monitor.get_logs().data_as_pandas
+    # The monitor also logs the fit around the rounds.
     log = log[log["task_name"] == "round"]
     if len(log):  # a monitor keeps the rounds of all fits that it watched
         last = log["parent_task_id_path"].iloc[-1]
@@ -443,14 +445,9 @@ def _finish_epsilon(ax, curve):
     """Let the axis start at 0, and print the total."""
     # Room above the curve for the number.
     ax.set_ylim(0, 1.15 * curve.values[-1])
-    ax.annotate(
-        f"{curve.values[-1]:.3g}",
-        (curve.rounds[-1], curve.values[-1]),
-        xytext=(0, 4),
-        textcoords="offset points",
-        ha="right",
-        fontsize="small",
-    )
+    end = curve.rounds[-1], curve.values[-1]
+    looks = {"textcoords": "offset points", "ha": "right", "fontsize": "small"}
+    ax.annotate(f"{end[1]:.3g}", end, xytext=(0, 4), **looks)
 
 
 def _window(smooth, n_rounds):

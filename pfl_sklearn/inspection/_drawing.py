@@ -83,15 +83,9 @@ def draw_intervals(ax: Axes, at: Any, lower: Any, upper: Any, level: float, *, r
         return
     # Points lie side by side by the thousand: the more there are, the fainter each is.
     faint = float(np.clip(20 / len(at), 0.03, 0.35))
-    (ax.hlines if rows else ax.vlines)(
-        at,
-        lower,
-        upper,
-        color=COLORS["personalized"],
-        alpha=0.35 if rows else faint,
-        lw=3 if rows else 1,
-        label=f"{level:.0%} interval",
-    )
+    style: Any = {"alpha": 0.35, "lw": 3} if rows else {"alpha": faint, "lw": 1}
+    draw = ax.hlines if rows else ax.vlines
+    draw(at, lower, upper, color=COLORS["personalized"], label=f"{level:.0%} interval", **style)
 
 
 def draw_local(ax: Axes, x: Any, y: Any) -> None:

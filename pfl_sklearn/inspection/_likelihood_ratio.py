@@ -369,6 +369,7 @@ def _further_noise(one, two):
     if two.noise is not None and one.noise != two.noise:
         noise = "estimates it" if one.noise is None else f"has {one.noise}"
         raise ValueError(f"larger has noise_variance={two.noise}, and smaller {noise}.")
+    # A known noise variance is no parameter; an estimated one is.
     return int(one.noise != two.noise)
 
 
@@ -420,6 +421,7 @@ def _contains(one, two, same_columns):
     if one.shape == "zero" or two.shape == "full":
         return True
     if two.shape == "diag":
+        # Of one column every shape is the same: a variance.
         return one.shape in ("spherical", "diag") or len(one.varying) == 1
     if two.shape == "spherical":
         return one.shape == "spherical" and same_columns

@@ -288,6 +288,7 @@ def _residuals_of_responses(fitted, rows, held_out):
     if prior is not None and seen.any():
         expected = _expected_residuals(predicted - population, variances, prior, seen)
         expected = expected * np.sqrt(weights)
+    # Equal weights multiply all residuals by one factor.
     label = "residual" if np.all(weights == weights[0]) else "residual times root of weight"
     label_x = "prediction of the client's model"
     return predicted, residuals, expected, standardized, share, label_x, label

@@ -348,6 +348,7 @@ def _thinned(n):
     """Positions of up to 5000 of n rows, at random: rows may be in some order within clients."""
     if n <= _MOST_DRAWN:
         return np.arange(n)
+    # A fixed seed: a display looks the same whenever it is drawn.
     return np.sort(np.random.default_rng(0).choice(n, _MOST_DRAWN, replace=False))
 
 
@@ -369,9 +370,8 @@ def _draw_quantiles(ax, values):
     ordered = np.sort(values)[ranks - 1]
     ax.plot(median, ordered, ".", color=COLORS["personalized"], ms=4, alpha=0.8, rasterized=True)
     ax.set_xlabel("normal quantile")
-    drawing.legend_inside(
-        ax, "upper left", faint_marks=False
-    )  # points run from lower left to upper right
+    # Points run from lower left to upper right.
+    drawing.legend_inside(ax, "upper left", faint_marks=False)
 
 
 def _draw_box(ax, at, values):

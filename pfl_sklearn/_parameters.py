@@ -1,7 +1,8 @@
-"""Parameters of estimators on rounds: a field is a parameter with its default, range and text.
+"""Parameters as fields: a field is a parameter with its default, range and text.
 
 From the fields of a class and its bases come the constructor, its signature, the ranges that
-scikit-learn checks, and the section "Parameters" of the docstring.
+scikit-learn checks, and the section "Parameters" of the docstring, unless the class writes that
+section itself.
 """
 
 import dataclasses
@@ -59,9 +60,9 @@ def with_parameters(cls: C) -> C:
         If a base has a constructor of its own, which that of the fields would replace.
     """
     for base in cls.__mro__[1:-1]:
-        # That of scikit-learn's compositions takes nothing, so that nothing is lost.
-        takes_any = "__init__" in vars(base) and len(inspect.signature(base).parameters) > 0
-        if takes_any and "__dataclass_fields__" not in vars(base):
+        # The constructor of scikit-learn's compositions takes nothing, so nothing is lost.
+        loses = "__init__" in vars(base) and inspect.signature(base).parameters
+        if loses and "__dataclass_fields__" not in vars(base):
             raise TypeError(
                 f"{cls.__name__} would lose the parameters of {base.__name__}.__init__; give "
                 f"{cls.__name__} an __init__ and no with_parameters, or {base.__name__} fields."

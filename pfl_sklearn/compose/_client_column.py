@@ -30,6 +30,7 @@ from pfl_sklearn._nesting import (
     predicting_estimator,
     takes_groups,
 )
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import TableLike
 from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._pipeline_report import report_of_fits
@@ -38,6 +39,7 @@ from pfl_sklearn.privacy._pipeline_report import report_of_fits
 _ANY_VALUES = {"dtype": None, "accept_sparse": True, "ensure_all_finite": False}
 
 
+@with_parameters
 class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, BaseEstimator):
     """Estimator whose client ids are a column of `X`.
 
@@ -105,14 +107,8 @@ class ClientColumn(DelegationMixin, CallbackSupportMixin, MetaEstimatorMixin, Ba
 
     _wraps = Wraps("estimator", "estimator_", fits_once=True)
 
-    _parameter_constraints = {
-        "estimator": [HasMethods(["fit"])],
-        "column": [str, Integral],
-    }
-
-    def __init__(self, estimator: Any, column: str | int) -> None:
-        self.estimator = estimator
-        self.column = column
+    estimator: Any = parameter(ranges=[HasMethods(["fit"])], kw_only=False)
+    column: str | int = parameter(ranges=[str, Integral], kw_only=False)
 
     @with_callbacks
     @fit_context(prefer_skip_nested_validation=False)

@@ -13,6 +13,7 @@ from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._clients import encode_clients, segment_sums
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientClassifierMixin, ClientMixin, client_values, read_rows
@@ -65,6 +66,7 @@ _SUPPORTED: dict[str, dict[type, tuple[str, ...]]] = {
 }
 
 
+@with_parameters
 class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
     r"""Each client's probability of a binary outcome, shrunk as far as the data warrant.
 
@@ -220,46 +222,24 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
     _population_attributes = (*_PUBLIC_OF_PROPORTIONS, "classes_", "_priors")
     _state_attributes = ("_posterior_is_exact",)
 
-    _parameter_constraints = {
-        "prior": "no_validation",
-        "method": [StrOptions({"ml", "moments", "printed", "printed_eq32"})],
-        "uncertainty": [StrOptions(UNCERTAINTIES)],
-        "epsilon": [Interval(Real, 0, math.inf, closed="right")],
-        "delta": [Interval(Real, 0, 1, closed="left")],
-        "trust": [StrOptions({"local", "central"})],
-        "mechanism": [StrOptions({"auto", "subset_selection", "two_bit", "one_bit", "gaussian"})],
-        "participants": ["array-like", None],
-        "ledger": [PrivacyLedger, None],
-        "unseen": [StrOptions({"warn", "population", "error"})],
-        "random_state": ["random_state"],
-    }
-
-    def __init__(
-        self,
-        prior: Any = "beta",
-        *,
-        method: str = "ml",
-        uncertainty: str = "full",
-        epsilon: float = math.inf,
-        delta: float = 0.0,
-        trust: str = "local",
-        mechanism: str = "auto",
-        participants: Any = None,
-        ledger: PrivacyLedger | None = None,
-        unseen: str = "warn",
-        random_state: RandomState = None,
-    ) -> None:
-        self.prior = prior
-        self.method = method
-        self.uncertainty = uncertainty
-        self.epsilon = epsilon
-        self.delta = delta
-        self.trust = trust
-        self.mechanism = mechanism
-        self.participants = participants
-        self.ledger = ledger
-        self.unseen = unseen
-        self.random_state = random_state
+    prior: Any = parameter(default="beta", ranges="no_validation", kw_only=False)
+    method: str = parameter(
+        default="ml", ranges=[StrOptions({"ml", "moments", "printed", "printed_eq32"})]
+    )
+    uncertainty: str = parameter(default="full", ranges=[StrOptions(UNCERTAINTIES)])
+    epsilon: float = parameter(
+        default=math.inf, ranges=[Interval(Real, 0, math.inf, closed="right")]
+    )
+    delta: float = parameter(default=0.0, ranges=[Interval(Real, 0, 1, closed="left")])
+    trust: str = parameter(default="local", ranges=[StrOptions({"local", "central"})])
+    mechanism: str = parameter(
+        default="auto",
+        ranges=[StrOptions({"auto", "subset_selection", "two_bit", "one_bit", "gaussian"})],
+    )
+    participants: Any = parameter(default=None, ranges=["array-like", None])
+    ledger: PrivacyLedger | None = parameter(default=None, ranges=[PrivacyLedger, None])
+    unseen: str = parameter(default="warn", ranges=[StrOptions({"warn", "population", "error"})])
+    random_state: RandomState = parameter(default=None, ranges=["random_state"])
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(

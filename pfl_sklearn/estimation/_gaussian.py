@@ -14,6 +14,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, client_values, read_rows
@@ -61,6 +62,7 @@ _FITS = {
 }
 
 
+@with_parameters
 class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     r"""Each client's mean, shrunk towards the population as far as the data warrant.
 
@@ -321,61 +323,38 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     )
     _population_attributes = (*PUBLIC_OF_MEANS, "_new_client_std")
 
-    _parameter_constraints = {
-        "prior": "no_validation",
-        "method": [StrOptions({"reml", "ml", "moments", "printed"})],
-        "noise_variance": [Interval(Real, 0, None, closed="left"), "array-like", None],
-        "uncertainty": [StrOptions(UNCERTAINTIES)],
-        "epsilon": [Interval(Real, 0, math.inf, closed="right")],
-        "delta": [Interval(Real, 0, 1, closed="left")],
-        "clip_norm": [Interval(Real, 0, None, closed="neither"), None],
-        "center": [Interval(Real, None, None, closed="neither"), "array-like"],
-        "noise_variance_bound": [Interval(Real, 0, None, closed="neither"), None],
-        "trust": [StrOptions({"central", "local"})],
-        "mechanism": [StrOptions({"gaussian", "discrete_gaussian", "quantizer"})],
-        "n_bits": [Interval(Integral, 1, 32, closed="both"), None],
-        "participants": ["array-like", None],
-        "ledger": [PrivacyLedger, None],
-        "unseen": [StrOptions({"warn", "population", "error"})],
-        "random_state": ["random_state"],
-    }
-
-    def __init__(
-        self,
-        prior: Any = "gaussian",
-        *,
-        method: str = "reml",
-        noise_variance: Any = None,
-        uncertainty: str = "full",
-        epsilon: float = math.inf,
-        delta: float = 1e-5,
-        clip_norm: float | None = None,
-        center: Any = 0.0,
-        noise_variance_bound: float | None = None,
-        trust: str = "central",
-        mechanism: str = "gaussian",
-        n_bits: int | None = None,
-        participants: Any = None,
-        ledger: PrivacyLedger | None = None,
-        unseen: str = "warn",
-        random_state: RandomState = None,
-    ) -> None:
-        self.prior = prior
-        self.method = method
-        self.noise_variance = noise_variance
-        self.uncertainty = uncertainty
-        self.epsilon = epsilon
-        self.delta = delta
-        self.clip_norm = clip_norm
-        self.center = center
-        self.noise_variance_bound = noise_variance_bound
-        self.trust = trust
-        self.mechanism = mechanism
-        self.n_bits = n_bits
-        self.participants = participants
-        self.ledger = ledger
-        self.unseen = unseen
-        self.random_state = random_state
+    prior: Any = parameter(default="gaussian", ranges="no_validation", kw_only=False)
+    method: str = parameter(
+        default="reml", ranges=[StrOptions({"reml", "ml", "moments", "printed"})]
+    )
+    noise_variance: Any = parameter(
+        default=None, ranges=[Interval(Real, 0, None, closed="left"), "array-like", None]
+    )
+    uncertainty: str = parameter(default="full", ranges=[StrOptions(UNCERTAINTIES)])
+    epsilon: float = parameter(
+        default=math.inf, ranges=[Interval(Real, 0, math.inf, closed="right")]
+    )
+    delta: float = parameter(default=1e-5, ranges=[Interval(Real, 0, 1, closed="left")])
+    clip_norm: float | None = parameter(
+        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None]
+    )
+    center: Any = parameter(
+        default=0.0, ranges=[Interval(Real, None, None, closed="neither"), "array-like"]
+    )
+    noise_variance_bound: float | None = parameter(
+        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None]
+    )
+    trust: str = parameter(default="central", ranges=[StrOptions({"central", "local"})])
+    mechanism: str = parameter(
+        default="gaussian", ranges=[StrOptions({"gaussian", "discrete_gaussian", "quantizer"})]
+    )
+    n_bits: int | None = parameter(
+        default=None, ranges=[Interval(Integral, 1, 32, closed="both"), None]
+    )
+    participants: Any = parameter(default=None, ranges=["array-like", None])
+    ledger: PrivacyLedger | None = parameter(default=None, ranges=[PrivacyLedger, None])
+    unseen: str = parameter(default="warn", ranges=[StrOptions({"warn", "population", "error"})])
+    random_state: RandomState = parameter(default=None, ranges=["random_state"])
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(

@@ -10,6 +10,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils import check_X_y
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientRegressorMixin
@@ -40,6 +41,7 @@ from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import settled
 
 
+@with_parameters
 class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegression):
     r"""Linear regression with one coefficient vector per client, drawn from a population.
 
@@ -276,70 +278,43 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         "_errors",
     )
 
-    _parameter_constraints = {
-        **BasePersonalizedRegression._parameter_constraints,
-        "method": [StrOptions({"reml", "ml", "printed"})],
-        "noise_variance": [Interval(Real, 0, None, closed="neither"), None],
-        "uncertainty": [StrOptions(UNCERTAINTIES)],
-        "solver": [StrOptions({"auto", "spectral", "quasi_newton", "gd"})],
-        "learning_rate": [Interval(Real, 0, None, closed="neither"), None],
-        "variance_floor": [Interval(Real, 0, None, closed="neither"), None],
-        "epsilon": [Interval(Real, 0, math.inf, closed="right")],
-        "delta": [Interval(Real, 0, 1, closed="left")],
-        "feature_bound": [Interval(Real, 0, None, closed="neither"), None],
-        "target_bound": [Interval(Real, 0, None, closed="neither"), None],
-        "unit": [StrOptions({"client", "row"})],
-        "relation": [StrOptions({"replace_one", "add_remove"})],
-        "ledger": [PrivacyLedger, None],
-        "random_state": ["random_state"],
-    }
-
-    def __init__(
-        self,
-        prior: str | BaseEstimator = "gaussian",
-        *,
-        random: str | Sequence[str | int] = "all",
-        fit_intercept: bool = True,
-        method: str = "reml",
-        noise_variance: float | None = None,
-        uncertainty: str = "full",
-        solver: str = "auto",
-        max_iter: int = 500,
-        tol: float = 1e-6,
-        learning_rate: float | None = None,
-        variance_floor: float | None = None,
-        epsilon: float = math.inf,
-        delta: float = 1e-5,
-        feature_bound: float | None = None,
-        target_bound: float | None = None,
-        unit: str = "client",
-        relation: str = "replace_one",
-        ledger: PrivacyLedger | None = None,
-        unseen: str = "warn",
-        n_jobs: int | None = None,
-        random_state: RandomState = None,
-    ):
-        self.prior = prior
-        self.random = random
-        self.fit_intercept = fit_intercept
-        self.method = method
-        self.noise_variance = noise_variance
-        self.uncertainty = uncertainty
-        self.solver = solver
-        self.max_iter = max_iter
-        self.tol = tol
-        self.learning_rate = learning_rate
-        self.variance_floor = variance_floor
-        self.epsilon = epsilon
-        self.delta = delta
-        self.feature_bound = feature_bound
-        self.target_bound = target_bound
-        self.unit = unit
-        self.relation = relation
-        self.ledger = ledger
-        self.unseen = unseen
-        self.n_jobs = n_jobs
-        self.random_state = random_state
+    prior: str | BaseEstimator = parameter(default="gaussian", kw_only=False)
+    random: str | Sequence[str | int] = parameter(default="all")
+    fit_intercept: bool = parameter(default=True)
+    method: str = parameter(default="reml", ranges=[StrOptions({"reml", "ml", "printed"})])
+    noise_variance: float | None = parameter(
+        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None]
+    )
+    uncertainty: str = parameter(default="full", ranges=[StrOptions(UNCERTAINTIES)])
+    solver: str = parameter(
+        default="auto", ranges=[StrOptions({"auto", "spectral", "quasi_newton", "gd"})]
+    )
+    max_iter: int = parameter(default=500)
+    tol: float = parameter(default=1e-6)
+    learning_rate: float | None = parameter(
+        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None]
+    )
+    variance_floor: float | None = parameter(
+        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None]
+    )
+    epsilon: float = parameter(
+        default=math.inf, ranges=[Interval(Real, 0, math.inf, closed="right")]
+    )
+    delta: float = parameter(default=1e-5, ranges=[Interval(Real, 0, 1, closed="left")])
+    feature_bound: float | None = parameter(
+        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None]
+    )
+    target_bound: float | None = parameter(
+        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None]
+    )
+    unit: str = parameter(default="client", ranges=[StrOptions({"client", "row"})])
+    relation: str = parameter(
+        default="replace_one", ranges=[StrOptions({"replace_one", "add_remove"})]
+    )
+    ledger: PrivacyLedger | None = parameter(default=None, ranges=[PrivacyLedger, None])
+    unseen: str = parameter(default="warn")
+    n_jobs: int | None = parameter(default=None)
+    random_state: RandomState = parameter(default=None, ranges=["random_state"])
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(

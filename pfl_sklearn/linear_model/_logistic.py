@@ -12,6 +12,7 @@ from sklearn.utils import check_X_y
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._labels import check_labels, read_classes
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientClassifierMixin
@@ -40,6 +41,7 @@ class SeparationWarning(UserWarning):
     """The features or the clients separate the classes, so the likelihood has no finite maximum."""
 
 
+@with_parameters
 class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegression):
     r"""Logistic regression with coefficients that vary by client around those of the population.
 
@@ -228,35 +230,20 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
     _likelihood = "logistic"
     _population_attributes = (*POPULATION, "classes_", "_between")
 
-    _parameter_constraints = {
-        **BasePersonalizedRegression._parameter_constraints,
-        "population_penalty": [Interval(Real, 0, None, closed="left")],
-        # NumPy's Gauss-Hermite nodes are accurate up to 100 points.
-        "quadrature": [Interval(Integral, 1, 100, closed="both"), StrOptions({"auto", "laplace"})],
-    }
-
-    def __init__(
-        self,
-        prior: str | GaussianPrior = "gaussian",
-        *,
-        random: str | Sequence[str | int] = "all",
-        fit_intercept: bool = True,
-        population_penalty: float = 0.0,
-        quadrature: str | int = "auto",
-        max_iter: int = 200,
-        tol: float = 1e-4,
-        unseen: str = "warn",
-        n_jobs: int | None = None,
-    ):
-        self.prior = prior
-        self.random = random
-        self.fit_intercept = fit_intercept
-        self.population_penalty = population_penalty
-        self.quadrature = quadrature
-        self.max_iter = max_iter
-        self.tol = tol
-        self.unseen = unseen
-        self.n_jobs = n_jobs
+    prior: str | GaussianPrior = parameter(default="gaussian", kw_only=False)
+    random: str | Sequence[str | int] = parameter(default="all")
+    fit_intercept: bool = parameter(default=True)
+    population_penalty: float = parameter(
+        default=0.0, ranges=[Interval(Real, 0, None, closed="left")]
+    )
+    quadrature: str | int = parameter(
+        default="auto",
+        ranges=[Interval(Integral, 1, 100, closed="both"), StrOptions({"auto", "laplace"})],
+    )
+    max_iter: int = parameter(default=200)
+    tol: float = parameter(default=1e-4)
+    unseen: str = parameter(default="warn")
+    n_jobs: int | None = parameter(default=None)
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(

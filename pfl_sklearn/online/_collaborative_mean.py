@@ -18,6 +18,7 @@ from sklearn.utils.validation import validate_data
 from pfl_sklearn._clients import EncodedClients
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._float_range import check_float_range
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, client_values
@@ -29,6 +30,7 @@ from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import going_on_from, settled
 
 
+@with_parameters
 class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     r"""Means of agents who receive values one at a time, helped by those with the same mean.
 
@@ -225,61 +227,36 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
     _client_attributes = ("n_samples_per_client_", "means_", "stds_", "_freedom", "local_means_")
     _population_attributes = _privacy.POPULATION_ATTRIBUTES
 
-    _parameter_constraints = {
-        "epsilon": [Interval(Real, 0, math.inf, closed="right")],
-        "delta": [Interval(Real, 0, 1, closed="left")],
-        "bounds": ["array-like", dict, None],
-        "horizon": [Interval(Integral, 1, None, closed="left"), None],
-        "mechanism": [StrOptions({"sqrt", "tree", "pm1", "pm2"})],
-        "weights": [StrOptions({"auto", "last", "mom", "wmom", "blue"})],
-        "schedule": [StrOptions({"auto", "round_robin", "restricted", "broadcast"})],
-        "decision": [StrOptions({"mixture", "test", "oracle"})],
-        "noise_variance": [Interval(Real, 0, None, closed="neither"), dict, None],
-        "confidence": [Interval(Real, 0, 1, closed="neither"), None],
-        "accounting": [StrOptions({"exact", "printed"})],
-        "out_of_bounds": [StrOptions({"clip", "error"})],
-        "ledger": [PrivacyLedger, None],
-        "unseen": [StrOptions({"warn", "population", "error"})],
-        "n_jobs": [Integral, None],
-        "random_state": ["random_state"],
-    }
-
-    def __init__(
-        self,
-        *,
-        epsilon: float = math.inf,
-        delta: float = 1e-6,
-        bounds: ArrayLike | dict[Any, Any] | None = None,
-        horizon: int | None = None,
-        mechanism: str = "sqrt",
-        weights: str = "auto",
-        schedule: str = "auto",
-        decision: str = "mixture",
-        noise_variance: float | dict[Any, float] | None = None,
-        confidence: float | None = None,
-        accounting: str = "exact",
-        out_of_bounds: str = "clip",
-        ledger: PrivacyLedger | None = None,
-        unseen: str = "warn",
-        n_jobs: int | None = None,
-        random_state: RandomState = None,
-    ):
-        self.epsilon = epsilon
-        self.delta = delta
-        self.bounds = bounds
-        self.horizon = horizon
-        self.mechanism = mechanism
-        self.weights = weights
-        self.schedule = schedule
-        self.decision = decision
-        self.noise_variance = noise_variance
-        self.confidence = confidence
-        self.accounting = accounting
-        self.out_of_bounds = out_of_bounds
-        self.ledger = ledger
-        self.unseen = unseen
-        self.n_jobs = n_jobs
-        self.random_state = random_state
+    epsilon: float = parameter(
+        default=math.inf, ranges=[Interval(Real, 0, math.inf, closed="right")]
+    )
+    delta: float = parameter(default=1e-6, ranges=[Interval(Real, 0, 1, closed="left")])
+    bounds: ArrayLike | dict[Any, Any] | None = parameter(
+        default=None, ranges=["array-like", dict, None]
+    )
+    horizon: int | None = parameter(
+        default=None, ranges=[Interval(Integral, 1, None, closed="left"), None]
+    )
+    mechanism: str = parameter(default="sqrt", ranges=[StrOptions({"sqrt", "tree", "pm1", "pm2"})])
+    weights: str = parameter(
+        default="auto", ranges=[StrOptions({"auto", "last", "mom", "wmom", "blue"})]
+    )
+    schedule: str = parameter(
+        default="auto", ranges=[StrOptions({"auto", "round_robin", "restricted", "broadcast"})]
+    )
+    decision: str = parameter(default="mixture", ranges=[StrOptions({"mixture", "test", "oracle"})])
+    noise_variance: float | dict[Any, float] | None = parameter(
+        default=None, ranges=[Interval(Real, 0, None, closed="neither"), dict, None]
+    )
+    confidence: float | None = parameter(
+        default=None, ranges=[Interval(Real, 0, 1, closed="neither"), None]
+    )
+    accounting: str = parameter(default="exact", ranges=[StrOptions({"exact", "printed"})])
+    out_of_bounds: str = parameter(default="clip", ranges=[StrOptions({"clip", "error"})])
+    ledger: PrivacyLedger | None = parameter(default=None, ranges=[PrivacyLedger, None])
+    unseen: str = parameter(default="warn", ranges=[StrOptions({"warn", "population", "error"})])
+    n_jobs: int | None = parameter(default=None, ranges=[Integral, None])
+    random_state: RandomState = parameter(default=None, ranges=["random_state"])
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(

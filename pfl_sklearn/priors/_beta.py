@@ -13,6 +13,7 @@ from sklearn.base import clone
 from sklearn.utils import check_array
 
 from pfl_sklearn._compat import Interval
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn.priors._prior import ProportionPrior
 from pfl_sklearn.theory import beta_moments, debiased_share_variance
@@ -27,6 +28,7 @@ _MIN_CONCENTRATION = 1e-6
 _START_CONCENTRATIONS = 24
 
 
+@with_parameters
 class BetaPrior(ProportionPrior):
     r"""Beta distribution of the clients' proportions.
 
@@ -63,17 +65,15 @@ class BetaPrior(ProportionPrior):
     (array([0.667]), array([0.0317]))
     """
 
-    _parameter_constraints = {
-        "alpha": [Interval(Real, 0, None, closed="neither"), None],
-        "beta": [Interval(Real, 0, None, closed="neither"), None],
-    }
-
     _estimated = ("alpha", "beta")
     _all_or_none = True
 
-    def __init__(self, alpha: float | None = None, beta: float | None = None):
-        self.alpha = alpha
-        self.beta = beta
+    alpha: float | None = parameter(
+        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None], kw_only=False
+    )
+    beta: float | None = parameter(
+        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None], kw_only=False
+    )
 
     def with_moments(self, mean: float, concentration: float) -> Self:
         r"""Copy of this prior with a given mean and concentration.

@@ -12,11 +12,13 @@ from sklearn.base import clone
 from sklearn.utils import check_array
 
 from pfl_sklearn._compat import Interval
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn.priors import _label_counts as labels
 from pfl_sklearn.priors._label_counts import FrequencyPrior
 
 
+@with_parameters
 class DirichletPrior(FrequencyPrior):
     r"""Dirichlet distribution of the clients' label frequencies.
 
@@ -59,16 +61,12 @@ class DirichletPrior(FrequencyPrior):
            [0.5  , 0.3  , 0.2  ]])
     """
 
-    _parameter_constraints = {
-        "mean": ["array-like", None],
-        "concentration": [Interval(Real, 0, None, closed="neither"), None],
-    }
-
     _estimated = ("mean", "concentration")
 
-    def __init__(self, mean: ArrayLike | None = None, concentration: float | None = None):
-        self.mean = mean
-        self.concentration = concentration
+    mean: ArrayLike | None = parameter(default=None, ranges=["array-like", None], kw_only=False)
+    concentration: float | None = parameter(
+        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None], kw_only=False
+    )
 
     def _parameters(self):
         """Mean (K,) and concentration of a known prior."""

@@ -11,6 +11,7 @@ from sklearn.base import clone
 from sklearn.utils import check_array, check_random_state
 
 from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.priors._mixture import MixturePrior, check_distinct, count_distinct
 from pfl_sklearn.priors._mixture_fit import Shape, k_means, weight_order
@@ -20,6 +21,7 @@ from pfl_sklearn.priors._mixture_fit import Shape, k_means, weight_order
 _EXPLAINED = 1e-12
 
 
+@with_parameters
 class DiscretePrior(MixturePrior):
     r"""Several groups of clients; the clients of a group are equal.
 
@@ -64,31 +66,18 @@ class DiscretePrior(MixturePrior):
            [0.98]])
     """
 
-    _parameter_constraints = {
-        "n_components": [Interval(Integral, 1, None, closed="left"), StrOptions({"bic"})],
-        "points": ["array-like", None],
-        "weights": ["array-like", None],
-        "n_init": [Interval(Integral, 1, None, closed="left")],
-        "max_components": [Interval(Integral, 1, None, closed="left")],
-    }
-
     _estimated = ("points", "weights")
     _all_or_none = True
 
-    def __init__(
-        self,
-        n_components: int | str = 2,
-        *,
-        points: ArrayLike | None = None,
-        weights: ArrayLike | None = None,
-        n_init: int = 10,
-        max_components: int = 8,
-    ):
-        self.n_components = n_components
-        self.points = points
-        self.weights = weights
-        self.n_init = n_init
-        self.max_components = max_components
+    n_components: int | str = parameter(
+        default=2,
+        ranges=[Interval(Integral, 1, None, closed="left"), StrOptions({"bic"})],
+        kw_only=False,
+    )
+    points: ArrayLike | None = parameter(default=None, ranges=["array-like", None])
+    weights: ArrayLike | None = parameter(default=None, ranges=["array-like", None])
+    n_init: int = parameter(default=10, ranges=[Interval(Integral, 1, None, closed="left")])
+    max_components: int = parameter(default=8, ranges=[Interval(Integral, 1, None, closed="left")])
 
     def with_values(self, points: ArrayLike, weights: ArrayLike) -> Self:
         """Copy of this prior with given points and weights.
@@ -164,7 +153,7 @@ class DiscretePrior(MixturePrior):
         if self.is_known:
             return self.with_values(*self.known_mixture(theta.shape[1])[::2])
         rng = check_random_state(0 if random_state is None else random_state)
-        if self.n_components == "bic":
+        if isinstance(self.n_components, str):  # "bic"
             sizes = list(range(1, count_distinct(theta, self.max_components) + 1))
         else:
             check_distinct(theta, self.n_components)

@@ -10,11 +10,13 @@ from numpy.typing import ArrayLike
 from sklearn.utils import check_array
 
 from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.priors import _normal as normal
 from pfl_sklearn.priors._prior import Prior, known_vector
 
 
+@with_parameters
 class GaussianPrior(Prior):
     r"""Gaussian distribution of the clients' parameters.
 
@@ -76,29 +78,23 @@ class GaussianPrior(Prior):
     (1.0, 0.5)
     """
 
-    _parameter_constraints = {
-        "mean": [Real, "array-like", None],
-        "covariance": [Real, "array-like", None],
-        "covariance_type": [StrOptions({"spherical", "diag", "full", "low_rank"}), None],
-        "rank": [Interval(Integral, 1, None, closed="left"), None],
-        "centered": ["boolean"],
-    }
-
     _estimated = ("mean", "covariance")
 
-    def __init__(
-        self,
-        mean: ArrayLike | None = None,
-        covariance: ArrayLike | None = None,
-        covariance_type: str | None = None,
-        rank: int | None = None,
-        centered: bool = True,
-    ):
-        self.mean = mean
-        self.covariance = covariance
-        self.covariance_type = covariance_type
-        self.rank = rank
-        self.centered = centered
+    mean: ArrayLike | None = parameter(
+        default=None, ranges=[Real, "array-like", None], kw_only=False
+    )
+    covariance: ArrayLike | None = parameter(
+        default=None, ranges=[Real, "array-like", None], kw_only=False
+    )
+    covariance_type: str | None = parameter(
+        default=None,
+        ranges=[StrOptions({"spherical", "diag", "full", "low_rank"}), None],
+        kw_only=False,
+    )
+    rank: int | None = parameter(
+        default=None, ranges=[Interval(Integral, 1, None, closed="left"), None], kw_only=False
+    )
+    centered: bool = parameter(default=True, ranges=["boolean"], kw_only=False)
 
     def known_mean(self, d: int) -> Floats | None:
         """Given mean, or None if it is to be estimated.

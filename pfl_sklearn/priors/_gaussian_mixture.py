@@ -11,10 +11,12 @@ from sklearn.base import clone
 from sklearn.utils import check_array
 
 from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.priors._mixture import MixturePrior
 
 
+@with_parameters
 class GaussianMixturePrior(MixturePrior):
     r"""Several groups of clients, each with a Gaussian distribution of its own.
 
@@ -75,36 +77,23 @@ class GaussianMixturePrior(MixturePrior):
     array([[0.95]])
     """
 
-    _parameter_constraints = {
-        "n_components": [Interval(Integral, 1, None, closed="left"), StrOptions({"bic"})],
-        "means": ["array-like", None],
-        "covariances": [Interval(Real, 0, None, closed="left"), "array-like", None],
-        "weights": ["array-like", None],
-        "covariance_type": [StrOptions({"spherical", "diag", "full"})],
-        "n_init": [Interval(Integral, 1, None, closed="left")],
-        "max_components": [Interval(Integral, 1, None, closed="left")],
-    }
-
     _estimated = ("means", "covariances", "weights")
 
-    def __init__(
-        self,
-        n_components: int | str = 2,
-        *,
-        means: ArrayLike | None = None,
-        covariances: ArrayLike | None = None,
-        weights: ArrayLike | None = None,
-        covariance_type: str = "spherical",
-        n_init: int = 10,
-        max_components: int = 8,
-    ):
-        self.n_components = n_components
-        self.means = means
-        self.covariances = covariances
-        self.weights = weights
-        self.covariance_type = covariance_type
-        self.n_init = n_init
-        self.max_components = max_components
+    n_components: int | str = parameter(
+        default=2,
+        ranges=[Interval(Integral, 1, None, closed="left"), StrOptions({"bic"})],
+        kw_only=False,
+    )
+    means: ArrayLike | None = parameter(default=None, ranges=["array-like", None])
+    covariances: ArrayLike | None = parameter(
+        default=None, ranges=[Interval(Real, 0, None, closed="left"), "array-like", None]
+    )
+    weights: ArrayLike | None = parameter(default=None, ranges=["array-like", None])
+    covariance_type: str = parameter(
+        default="spherical", ranges=[StrOptions({"spherical", "diag", "full"})]
+    )
+    n_init: int = parameter(default=10, ranges=[Interval(Integral, 1, None, closed="left")])
+    max_components: int = parameter(default=8, ranges=[Interval(Integral, 1, None, closed="left")])
 
     @property
     def is_known(self) -> bool:

@@ -13,6 +13,7 @@ from sklearn.base import clone
 from sklearn.utils import check_array
 
 from pfl_sklearn._compat import Interval
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.priors._prior import ProportionPrior, is_distribution
@@ -25,6 +26,7 @@ _GAP = 1e-6
 _SUM_WEIGHT = 1e3
 
 
+@with_parameters
 class GridPrior(ProportionPrior):
     r"""Any distribution of the clients' proportions, as weights on an equally spaced grid.
 
@@ -69,26 +71,18 @@ class GridPrior(ProportionPrior):
     array([1., 0.])
     """
 
-    _parameter_constraints = {
-        "n_points": [Interval(Integral, 2, None, closed="left")],
-        "weights": ["array-like", None],
-        "low": [Interval(Real, 0, 1, closed="both"), None],
-        "high": [Interval(Real, 0, 1, closed="both"), None],
-    }
-
     _estimated = ("weights",)
 
-    def __init__(
-        self,
-        n_points: int = 201,
-        weights: ArrayLike | None = None,
-        low: float | None = None,
-        high: float | None = None,
-    ):
-        self.n_points = n_points
-        self.weights = weights
-        self.low = low
-        self.high = high
+    n_points: int = parameter(
+        default=201, ranges=[Interval(Integral, 2, None, closed="left")], kw_only=False
+    )
+    weights: ArrayLike | None = parameter(default=None, ranges=["array-like", None], kw_only=False)
+    low: float | None = parameter(
+        default=None, ranges=[Interval(Real, 0, 1, closed="both"), None], kw_only=False
+    )
+    high: float | None = parameter(
+        default=None, ranges=[Interval(Real, 0, 1, closed="both"), None], kw_only=False
+    )
 
     @property
     def is_known(self) -> bool:

@@ -10,10 +10,12 @@ from numpy.typing import ArrayLike
 from sklearn.utils import check_array
 
 from pfl_sklearn._compat import Interval
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.priors._prior import Prior, known_vector
 
 
+@with_parameters
 class LaplacePrior(Prior):
     r"""Laplace distribution of the clients' parameters, with independent coordinates.
 
@@ -54,16 +56,16 @@ class LaplacePrior(Prior):
     array([[0., 3.]])
     """
 
-    _parameter_constraints = {
-        "location": [Real, "array-like", None],
-        "scale": [Interval(Real, 0, None, closed="neither"), "array-like", None],
-    }
-
     _estimated = ("location", "scale")
 
-    def __init__(self, location: ArrayLike | None = None, scale: ArrayLike | None = None):
-        self.location = location
-        self.scale = scale
+    location: ArrayLike | None = parameter(
+        default=None, ranges=[Real, "array-like", None], kw_only=False
+    )
+    scale: ArrayLike | None = parameter(
+        default=None,
+        ranges=[Interval(Real, 0, None, closed="neither"), "array-like", None],
+        kw_only=False,
+    )
 
     def known_location(self, d: int) -> Floats | None:
         """Given location, or None if it is to be estimated.

@@ -12,6 +12,7 @@ from sklearn.base import clone
 from sklearn.utils import check_array
 
 from pfl_sklearn._compat import Interval
+from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.priors import _label_counts as labels
 from pfl_sklearn.priors._dirichlet import DirichletPrior
@@ -27,6 +28,7 @@ from pfl_sklearn.priors._sparse_dirichlet_fit import (
 _MANY_ROWS = 1e6
 
 
+@with_parameters
 class SparseDirichletPrior(FrequencyPrior):
     r"""Label frequencies of clients that may have only some of the labels.
 
@@ -88,26 +90,16 @@ class SparseDirichletPrior(FrequencyPrior):
            [0.53, 0.16, 0.16, 0.16]])
     """
 
-    _parameter_constraints = {
-        "mean": ["array-like", None],
-        "concentration": [Interval(Real, 0, None, closed="neither"), None],
-        "weights": ["array-like", None],
-        "sparse_concentration": [Interval(Real, 0, None, closed="neither"), None],
-    }
-
     _estimated = ("mean", "concentration", "weights", "sparse_concentration")
 
-    def __init__(
-        self,
-        mean: ArrayLike | None = None,
-        concentration: float | None = None,
-        weights: ArrayLike | None = None,
-        sparse_concentration: float | None = None,
-    ):
-        self.mean = mean
-        self.concentration = concentration
-        self.weights = weights
-        self.sparse_concentration = sparse_concentration
+    mean: ArrayLike | None = parameter(default=None, ranges=["array-like", None], kw_only=False)
+    concentration: float | None = parameter(
+        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None], kw_only=False
+    )
+    weights: ArrayLike | None = parameter(default=None, ranges=["array-like", None], kw_only=False)
+    sparse_concentration: float | None = parameter(
+        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None], kw_only=False
+    )
 
     @property
     def is_known(self) -> bool:

@@ -267,7 +267,7 @@ class BaseRounds(RoundsParameters, CallbackSupportMixin, ClientMixin, BaseEstima
             state = checkpoint.restore(state, depends_on)
         shared = {
             **table.attributes,
-            **run.found,
+            **run.settled,
             "clients_": ids,
             "_fitted_with_groups": groups is not None,
         }

@@ -53,7 +53,7 @@ class Run(NamedTuple):
 
     - `release`: that of a round.
     - `positions`: where the arrays of the earlier rounds' clients are in the new ones.
-    - `found`: fitted attributes that the first rounds settled.
+    - `settled`: fitted attributes that the first rounds settled.
     - `layout`: what the family needs to read client arrays.
     - `advice`: the sentence to give if the rounds diverge.
     - `rule`: when the rounds end, if the data decide.
@@ -66,7 +66,7 @@ class Run(NamedTuple):
     sampling: Sampling
     release: Any
     positions: Integers
-    found: dict[str, Any]
+    settled: dict[str, Any]
     layout: Any = None
     advice: str = ""
     rule: FlatRule | None = None
@@ -84,7 +84,7 @@ class Progress(NamedTuple):
     clients: np.ndarray
     n_rows: Integers
     spent: tuple | None
-    found: dict[str, Any]
+    settled: dict[str, Any]
     stopped: bool
     layout: Any
     noise_multiplier: float
@@ -199,4 +199,6 @@ def progress_after(task, state, events, last, noise_multiplier, seeded):
             *ranges, (first, _) = ranges
         ranges = (*ranges, (first, state.round))
     run = task.run
-    return Progress(state, roster.ids, n_rows, spent, run.found, stopped, run.layout, noise, ranges)
+    return Progress(
+        state, roster.ids, n_rows, spent, run.settled, stopped, run.layout, noise, ranges
+    )

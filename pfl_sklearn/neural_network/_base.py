@@ -272,7 +272,7 @@ class BaseNeural(BaseRounds):
             sampling=sampling,
             release=JointSum(mechanism, method.messages, self._scales()),
             positions=roster.earlier,
-            found=attributes,
+            settled=attributes,
             # Both follow from the rows of this call, so those of earlier calls are out of date.
             constants=("offset", "n_rows"),
             layout=engines,
@@ -309,7 +309,7 @@ class BaseNeural(BaseRounds):
             advice=run.advice,
         )
         # What clients do after the rounds may count all of their labels.
-        counted = {"offset": run.found["_offsets"]} if "_offsets" in run.found else {}
+        counted = {"offset": run.settled["_offsets"]} if "_offsets" in run.settled else {}
         return run._replace(
             method=_with_offsets(run.method, offsets),
             rows=train,

@@ -239,7 +239,7 @@ class LabelPriorMixin(NeuralClassifierMixin):
         return self._prior_is_unknown and hasattr(self.label_prior, "fit_sums")
 
     def _releases_labels(self, earlier):
-        before = earlier is not None and "_label_sums" in earlier.found
+        before = earlier is not None and "_label_sums" in earlier.settled
         return is_private(self) and self._prior_from_sums and not before
 
     @property
@@ -280,7 +280,7 @@ class LabelPriorMixin(NeuralClassifierMixin):
         return LabelSums(sums["frequencies"], float(sums["square"][0]), counts.sum(axis=1), std)
 
     def _label_offsets(self, table, codes, roster, earlier, order):
-        sums = None if earlier is None else earlier.found.get("_label_sums")
+        sums = None if earlier is None else earlier.settled.get("_label_sums")
         attributes = {} if sums is None else {"_label_sums": sums}
         if self.label_prior is None:
             return attributes, None
@@ -288,7 +288,7 @@ class LabelPriorMixin(NeuralClassifierMixin):
         counts = np.zeros((len(roster.ids), n_classes))
         if earlier is not None:
             # Clients without rows in this call keep the frequencies of an earlier one.
-            counts[roster.earlier] = earlier.found.get("_label_counts", 0.0)
+            counts[roster.earlier] = earlier.settled.get("_label_counts", 0.0)
         cells = np.bincount(codes * n_classes + table.y, minlength=len(roster.now) * n_classes)
         counts[roster.now] = cells.reshape(-1, n_classes)
         if self._releases_labels(earlier):

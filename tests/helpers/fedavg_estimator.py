@@ -103,7 +103,7 @@ class FedAvgRegressor(ClientRegressorMixin, BaseRounds):
             sampling=sampling,
             release=JointSum(mechanism, method.messages),
             positions=roster.earlier,
-            found={},
+            settled={},
             advice="lower the learning rate of the recipe.",
         )
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import sklearn.cluster
 from scipy import stats
 from sklearn.mixture import GaussianMixture
 from threadpoolctl import threadpool_info, threadpool_limits
@@ -410,12 +411,12 @@ def test_k_means_runs_on_one_thread(monkeypatch):
     """Its sums depend on the number of threads, and so would ties."""
     seen = []
 
-    class Spy(em.KMeans):
+    class Spy(sklearn.cluster.KMeans):
         def fit(self, *args, **params):
             seen.extend(library["num_threads"] for library in threadpool_info())
             return super().fit(*args, **params)
 
-    monkeypatch.setattr(em, "KMeans", Spy)
+    monkeypatch.setattr(sklearn.cluster, "KMeans", Spy)
     with threadpool_limits(2):
         em.k_means(np.arange(6.0)[:, None], 2, np.random.RandomState(0))
     assert set(seen) == {1}

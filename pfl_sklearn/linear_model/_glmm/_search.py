@@ -177,26 +177,7 @@ def maximize_marginal(
 
     factor_start = np.zeros(0) if family is None else begin * family.start / unit
     first_point = np.concatenate([np.zeros(rank), factor_start])
-    first_value, slope = objective(first_point)
-    metric = np.eye(len(slope)) if start.metric is None else start.metric
-    # L-BFGS takes a first step of length 1. In steps of this unit that is a Newton step.
-    length = np.linalg.norm(metric.T @ slope) or 1.0
-    metric = length * metric
-
-    def measured(step):
-        if not step.any():  # the search evaluates its start, as we did for the length
-            return first_value, metric.T @ slope
-        value, gradient = objective(first_point + metric @ step)
-        return value, metric.T @ gradient
-
-    result = minimize(
-        measured,
-        np.zeros(len(slope)),
-        jac=True,
-        method="L-BFGS-B",
-        # The slope alone ends the search: a small gain is no sign of a maximum where it is flat.
-        options={"maxiter": max_iter, "maxcor": 30, "ftol": 1e-16, "gtol": tol * length},
-    )
+    result, metric, length = _search(objective, first_point, start.metric, max_iter, tol)
     end = first_point + metric @ result.x
     # A variance of zero is reached in the limit; exactly zero it costs no more than rounding.
     of_factor = np.arange(len(end)) >= rank
@@ -216,6 +197,34 @@ def maximize_marginal(
         metric @ _root_of(result.hess_inv, length) / length,
         -float(result.fun),
     )
+
+
+def _search(objective, first_point, metric, max_iter, tol):
+    """L-BFGS from a point, in steps along a metric (k, k) scaled to a Newton step.
+
+    Returns the result of the search, the scaled metric, and the scale.
+    """
+    first_value, slope = objective(first_point)
+    metric = np.eye(len(slope)) if metric is None else metric
+    # L-BFGS takes a first step of length 1. In steps of this unit that is a Newton step.
+    length = np.linalg.norm(metric.T @ slope) or 1.0
+    metric = length * metric
+
+    def measured(step):
+        if not step.any():  # the search evaluates its start, as we did for the length
+            return first_value, metric.T @ slope
+        value, gradient = objective(first_point + metric @ step)
+        return value, metric.T @ gradient
+
+    result = minimize(
+        measured,
+        np.zeros(len(slope)),
+        jac=True,
+        method="L-BFGS-B",
+        # The slope alone ends the search: a small gain is no sign of a maximum where it is flat.
+        options={"maxiter": max_iter, "maxcor": 30, "ftol": 1e-16, "gtol": tol * length},
+    )
+    return result, metric, length
 
 
 def _root_of(hess_inv, length):

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import softmax
-from sklearn.cluster import KMeans
 from sklearn.mixture import GaussianMixture
 
 from pfl_sklearn._warnings import warn_caller
@@ -244,6 +243,8 @@ def _explain_cap(rate, smallest):
 
 def _cluster(theta, prior, state):
     """Means (k, q), variances (k,) and weights (k,) of clusters of point estimates."""
+    from sklearn.cluster import KMeans  # 45 ms that only mixtures need
+
     k = prior.n_components
     # From the second round on clusters start where they were, or they would swap names.
     start = None if state is None else state[0]

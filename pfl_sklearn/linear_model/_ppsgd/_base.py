@@ -117,6 +117,11 @@ class BasePPSGD(BaseRounds):
     on a feature waits until somebody is about to see it, unless callbacks, `average` or
     `warm_start` need all noise in every round. The distribution is the same, in less time.
 
+    Memory: ``n_clients * (d + 1) * c`` numbers for c outputs or classes, twice as many with
+    `average`, and all of them twice while ``n_rounds=None`` keeps the best models. For sparse `X`
+    it is c numbers for each pair of a client and a feature of its rows. A round takes as much again
+    for its sampled clients.
+
     References
     ----------
     Bietti, A., Wei, C.-Y., Dudik, M., Langford, J. and Wu, Z. S. (2022). Personalization
@@ -307,7 +312,7 @@ class BasePPSGD(BaseRounds):
             method=method,
             rows=rows,
             sampling=sampling,
-            found={"learning_rate_": rate},
+            settled={"learning_rate_": rate},
             advice=divergence_advice(table, rate, is_private(self)),
             constants=() if own is None else ("step",),
             **kind,
@@ -350,11 +355,11 @@ class BasePPSGD(BaseRounds):
             population, local = iterates(state)
             if layout is not None:
                 local = LocalModels(layout, local, 1 + int(where.max()))
-            found = [
+            means = [
                 part.loss(loss.function, where, population, local, weights)
                 for part, weights in parts
             ]
-            return found[0], found[-1]
+            return means[0], means[-1]
 
         at_least = max(np.mean(sizes / batch_sizes) / self.client_fraction, ratio)
         paced = "pace" in run.method.init()[0]
@@ -386,7 +391,7 @@ class BasePPSGD(BaseRounds):
         rng = np.random.default_rng(order) if self.shuffle else None
         fraction = self.validation_fraction if until_flat else 0.0
         parts = split_rows(codes, len(clients.ids), fraction, rng)
-        return [Part(design[some], y[some], codes[some]) for some in parts]
+        return [Part(design[rows], y[rows], codes[rows]) for rows in parts]
 
     def _client_rows(self, part, roster, earlier):
         """Rows of a part for the rounds."""
@@ -409,7 +414,7 @@ class BasePPSGD(BaseRounds):
             return float(theory_learning_rate(self, rows, alpha, n_expected, last)), None
         if self.learning_rate != "auto":
             return float(self.learning_rate), None
-        rate = None if earlier is None else earlier.found["learning_rate_"]
+        rate = None if earlier is None else earlier.settled["learning_rate_"]
         dense = getattr(rows, "rows", rows)
         return auto_steps(dense, loss, self.weighting, alpha, n_expected, rate)
 
@@ -521,18 +526,18 @@ class BasePPSGD(BaseRounds):
     def _coefficients(self, values):
         """Coefficients ([m,] [c,] d) without the intercept, of values ([m,] p, c)."""
         check_is_fitted(self)
-        found = np.moveaxis(values[..., : self.n_features_in_, :], -1, -2)
-        return found[..., 0, :] if self._single else found
+        coef = np.moveaxis(values[..., : self.n_features_in_, :], -1, -2)
+        return coef[..., 0, :] if self._single else coef
 
     def _intercepts(self, values):
         """Intercepts ([m,] [c]) of values ([m,] p, c); 0 without one."""
         check_is_fitted(self)
         if values.shape[-2] > self.n_features_in_:
-            found = values[..., -1, :]
+            intercepts = values[..., -1, :]
         else:
-            found = np.zeros_like(values[..., 0, :])
-        found = found[..., 0] if self._single else found
-        return float(found) if found.ndim == 0 else found
+            intercepts = np.zeros_like(values[..., 0, :])
+        intercepts = intercepts[..., 0] if self._single else intercepts
+        return float(intercepts) if intercepts.ndim == 0 else intercepts
 
 
 def _pair_positions(pairs, earlier, roster):

@@ -54,13 +54,6 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
     --------
     PersonalizedLinearRegression : the same model with a prior and its marginal likelihood.
 
-    Notes
-    -----
-    Memory: ``n_clients * (d + 1) * n_outputs`` numbers, twice as many with `average`, and all of
-    them twice while ``n_rounds=None`` keeps the best models. For sparse
-    `X` it is n_outputs numbers for each pair of a client and a feature of its rows. A round takes
-    as much again for its sampled clients.
-
     Examples
     --------
     >>> import numpy as np
@@ -186,13 +179,6 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
     See Also
     --------
     PersonalizedLogisticRegression : the logistic model with a prior.
-
-    Notes
-    -----
-    Memory: ``n_clients * (d + 1) * n_classes`` numbers, twice as many with `average`, and all of
-    them twice while ``n_rounds=None`` keeps the best models. For sparse
-    `X` it is n_classes numbers for each pair of a client and a feature of its rows. A round takes
-    as much again for its sampled clients.
 
     Examples
     --------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -393,6 +394,12 @@ def client_values(values: Array | None, population: Any, codes: Codes) -> Array:
     own = values[codes]
     own[codes < 0] = population
     return own
+
+
+def check_level(level: float) -> None:
+    """Raise ValueError if a level is no probability."""
+    if not (isinstance(level, Real) and 0 < float(level) < 1):
+        raise ValueError(f"level must be a number in (0, 1); got {level!r}.")
 
 
 def _of_clients(value: Any, clients: Codes) -> Any:

@@ -7,16 +7,16 @@ from numbers import Real
 from typing import Any, Self
 
 import numpy as np
-import pandas as pd
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import validate_data
 
+from pfl_sklearn._client_means import ClientMeansMixin
 from pfl_sklearn._clients import encode_clients, segment_sums
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
-from pfl_sklearn.base import ClientClassifierMixin, ClientMixin, client_values, read_rows
+from pfl_sklearn.base import ClientClassifierMixin, check_level, client_values, read_rows
 from pfl_sklearn.estimation._counts import (
     check_counts_table,
     check_spread_is_identified,
@@ -27,7 +27,6 @@ from pfl_sklearn.estimation._counts import (
 )
 from pfl_sklearn.estimation._mean_estimates import (
     OWN_ESTIMATES,
-    client_summary,
     participation,
     taking_part,
 )
@@ -67,7 +66,7 @@ _SUPPORTED: dict[str, dict[type, tuple[str, ...]]] = {
 
 
 @with_parameters
-class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
+class BernoulliMean(ClientMeansMixin, ClientClassifierMixin, BaseEstimator):
     r"""Each client's probability of a binary outcome, shrunk as far as the data warrant.
 
     Client i has :math:`z_i` successes in :math:`n_i` trials:
@@ -383,8 +382,7 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
         lower, upper : ndarrays of shape (n_clients,)
         """
         self._require_fitted("means_")
-        if not 0 < level < 1:
-            raise ValueError(f"level must be in (0, 1); got {level!r}.")
+        check_level(level)
         tails = (1 - level) / 2, (1 + level) / 2
         if not self._posterior_is_exact:
             return matched_quantiles(self.means_, self.stds_, tails)
@@ -397,30 +395,9 @@ class BernoulliMean(ClientMixin, ClientClassifierMixin, BaseEstimator):
             lower, upper = self._priors.quantiles(table.successes, table.trials, tails)
         return table.per_client(lower), table.per_client(upper)
 
-    def summary(self, level: float = 0.95) -> pd.DataFrame:
-        """Table of the clients.
-
-        Parameters
-        ----------
-        level : float in (0, 1), default=0.95
-            Posterior probability of the intervals.
-
-        Returns
-        -------
-        DataFrame
-            One row per client, indexed by client id: trials, local share, personalized
-            probability with its standard deviation and interval, shrinkage.
-        """
-        return client_summary(self, level)
-
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
-        tags.no_validation = True
-        tags.input_tags.sparse = True
-        tags.input_tags.allow_nan = True
-        tags.input_tags.string = True
         tags.classifier_tags.multi_class = False
-        tags.classifier_tags.poor_score = True
         return tags
 
     def _privacy_events(self):

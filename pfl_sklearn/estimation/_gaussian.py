@@ -8,16 +8,16 @@ from numbers import Integral, Real
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-import pandas as pd
 from scipy.special import ndtri
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import validate_data
 
+from pfl_sklearn._client_means import PredictedMeansMixin
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
-from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, client_values, read_rows
+from pfl_sklearn.base import ClientRegressorMixin, check_level, read_rows
 from pfl_sklearn.estimation._gaussian_fit import (
     check_gaussian_prior,
     fit_under_gaussian_prior,
@@ -27,7 +27,6 @@ from pfl_sklearn.estimation._mean_estimates import (
     PUBLIC_OF_MEANS,
     check_release,
     check_targets,
-    client_summary,
     intraclass_correlation,
 )
 from pfl_sklearn.estimation._mixture_means import (
@@ -63,7 +62,7 @@ _FITS = {
 
 
 @with_parameters
-class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
+class GaussianMean(PredictedMeansMixin, ClientRegressorMixin, BaseEstimator):
     r"""Each client's mean, shrunk towards the population as far as the data warrant.
 
     Rows :math:`x_{ij}` of client i vary around its mean, and the means around the population's:
@@ -308,8 +307,6 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
            [5.1]])
     """
 
-    __metadata_request__predict = {"groups": True, "return_std": True}
-
     _likelihood = "mean"
     _default_component = default_prior
     _client_attributes = (
@@ -400,33 +397,6 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         self._store(X, y, rows.clients.ids, table, fitted, report, groups is not None)
         return self
 
-    def predict(
-        self, X: TableLike, *, groups: TableLike = None, return_std: bool = False
-    ) -> Floats | tuple[Floats, Floats]:
-        """Posterior mean of every row's client; the population mean for unseen clients.
-
-        Parameters
-        ----------
-        X : array-like of n_rows rows
-            Only its length and feature names are read.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if ``fit`` saw several clients.
-        return_std : bool, default=False
-            Also return the standard deviation of the client's mean (not of a new row).
-
-        Returns
-        -------
-        y : ndarray of shape (n_rows,) or (n_rows, d)
-        std : ndarray of the same shape
-            If `return_std`.
-        """
-        codes = self._encode_predict(X, groups)
-        validate_data(self, X, reset=False, skip_check_array=True)
-        means = client_values(getattr(self, "means_", None), self.population_mean_, codes)
-        if not return_std:
-            return means
-        return means, client_values(getattr(self, "stds_", None), self._new_client_std, codes)
-
     def credible_interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
         """Central posterior interval of every client's mean.
 
@@ -440,39 +410,17 @@ class GaussianMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         lower, upper : ndarrays of the shape of `means_`
         """
         self._require_fitted("means_")
-        if not 0 < level < 1:
-            raise ValueError(f"level must be in (0, 1); got {level!r}.")
+        check_level(level)
         if hasattr(self, "_intervals"):
             lower, upper = self._intervals.central(level)
             return lower.reshape(self.means_.shape), upper.reshape(self.means_.shape)
         half = ndtri(0.5 + level / 2) * self.stds_
         return self.means_ - half, self.means_ + half
 
-    def summary(self, level: float = 0.95) -> pd.DataFrame:
-        """Table of the clients.
-
-        Parameters
-        ----------
-        level : float in (0, 1), default=0.95
-            Posterior probability of the intervals.
-
-        Returns
-        -------
-        DataFrame
-            One row per client (and output), indexed by client id: rows, local mean, personalized
-            mean and its standard deviation and interval, shrinkage.
-        """
-        return client_summary(self, level)
-
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
-        tags.no_validation = True
-        tags.input_tags.sparse = True
-        tags.input_tags.allow_nan = True
-        tags.input_tags.string = True
         tags.target_tags.multi_output = True
         tags.target_tags.single_output = True
-        tags.regressor_tags.poor_score = True
         return tags
 
     def _privacy_events(self):

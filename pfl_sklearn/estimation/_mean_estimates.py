@@ -5,7 +5,6 @@ from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 from sklearn.utils import check_array
 
 from pfl_sklearn._clients import EncodedClients, match_clients, segment_sums
@@ -238,30 +237,6 @@ def noisy_report(params, facts, private, *, assumptions=(), **entries):
         ),
         **entries,
     )
-
-
-def client_summary(estimator, level):
-    """DataFrame with one row per client, or per client and output."""
-    estimator._require_fitted("means_")
-    lower, upper = estimator.credible_interval(level)
-    columns = {
-        "n_samples": estimator.n_samples_per_client_,
-        "local_mean": estimator.local_means_,
-        "mean": estimator.means_,
-        "std": estimator.stds_,
-        "lower": lower,
-        "upper": upper,
-        "shrinkage": estimator.shrinkage_,
-    }
-    index = pd.Index(estimator.clients_, name="client")
-    if estimator.means_.ndim == 2:
-        d = estimator.means_.shape[1]
-        index = pd.MultiIndex.from_product([index, range(d)], names=["client", "output"])
-        columns = {
-            name: np.repeat(values, d) if values.ndim == 1 else values.ravel()
-            for name, values in columns.items()
-        }
-    return pd.DataFrame(columns, index=index)
 
 
 def _check_discrete(params):

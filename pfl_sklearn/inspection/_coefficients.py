@@ -12,6 +12,7 @@ from scipy.special import ndtri
 from pfl_sklearn._nesting import feature_names_of, innermost_estimator
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._typing import Floats, TableLike
+from pfl_sklearn.base import check_level
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._drawing import COLORS
 
@@ -66,8 +67,7 @@ def coefficients_of(estimator: Any, feature: Any, *, output: int, level: float) 
             "expected a fitted linear model with one coefficient vector per client, such as "
             f"PersonalizedLinearRegression; got {type(fitted).__name__}."
         )
-    if not 0 < level < 1:
-        raise ValueError(f"level must be in (0, 1); got {level!r}.")
+    check_level(level)
     fitted._require_fitted("coef_")
     at, label = find_feature(estimator, feature)
     # Two-sided: half of what is outside lies on each side.

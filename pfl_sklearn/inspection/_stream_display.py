@@ -15,6 +15,7 @@ from pfl_sklearn._clients import encode_clients, match_clients
 from pfl_sklearn._compat import safe_indexing
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._typing import Floats, Integers, TableLike
+from pfl_sklearn.base import check_level
 from pfl_sklearn.inspection import _drawing as drawing
 from pfl_sklearn.inspection._drawing import COLORS
 
@@ -167,8 +168,7 @@ class StreamDisplay:
             is unknown, or `ax` does not match.
         """
         drawing.check_choice("kind", kind, ("auto", "estimates", "error"))
-        if not 0 < level < 1:
-            raise ValueError(f"level must be in (0, 1); got {level!r}.")
+        check_level(level)
         if kind == "error" and self.truth is None:
             raise ValueError("kind='error' needs truth, the means that the clients should have.")
         if kind == "error" or (kind == "auto" and self.truth is not None):

@@ -15,7 +15,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._typing import Floats
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.base import ClientMixin, client_values, read_rows
+from pfl_sklearn.base import ClientMixin, check_level, client_values, read_rows
 from pfl_sklearn.linear_model._algebra import row_slices
 from pfl_sklearn.linear_model._design import column_names, resolve_design
 from pfl_sklearn.linear_model._evidence import variance_shares
@@ -494,12 +494,6 @@ def likeliest_class(classes, logits):
     """Labels (n,) of the likeliest of `classes`, from logits as for `class_probabilities`."""
     chosen = logits.argmax(axis=1) if logits.ndim == 2 else (logits > 0).astype(np.intp)
     return classes[chosen]
-
-
-def check_level(level):
-    """Raise ValueError unless `level` is a probability."""
-    if not (isinstance(level, Real) and 0 < float(level) < 1):
-        raise ValueError(f"level must be a number in (0, 1); got {level!r}.")
 
 
 def check_dense(X, estimator, instead):

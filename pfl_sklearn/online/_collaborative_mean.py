@@ -8,20 +8,20 @@ from numbers import Integral, Real
 from typing import Any, Self
 
 import numpy as np
-import pandas as pd
 from numpy.typing import ArrayLike
 from scipy.sparse import csr_array
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_array, check_consistent_length, column_or_1d
 from sklearn.utils.validation import validate_data
 
+from pfl_sklearn._client_means import PredictedMeansMixin
 from pfl_sklearn._clients import EncodedClients
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.base import ClientMixin, ClientRegressorMixin, client_values
+from pfl_sklearn.base import ClientRegressorMixin, check_level
 from pfl_sklearn.online import _privacy
 from pfl_sklearn.online._collaboration import Collaboration
 from pfl_sklearn.online._variances import half_width
@@ -31,7 +31,7 @@ from pfl_sklearn.privacy._report import going_on_from, settled
 
 
 @with_parameters
-class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
+class CollaborativeMean(PredictedMeansMixin, ClientRegressorMixin, BaseEstimator):
     r"""Means of agents who receive values one at a time, helped by those with the same mean.
 
     Every agent (a client) has a stream of values and wants its own mean now. It knows its own mean
@@ -221,8 +221,6 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
 
     __metadata_request__fit = {"groups": True, "labels": True}
     __metadata_request__partial_fit = {"groups": True, "labels": True}
-    __metadata_request__predict = {"groups": True, "return_std": True}
-
     _privacy_unit = "row"
     _client_attributes = ("n_samples_per_client_", "means_", "stds_", "_freedom", "local_means_")
     _population_attributes = _privacy.POPULATION_ATTRIBUTES
@@ -313,32 +311,6 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
             )
         return self._receive(stream, X, y, groups, labels)
 
-    def predict(self, X: TableLike, *, groups: TableLike = None, return_std: bool = False) -> Any:
-        """Current mean of every row's client; the population's for clients without values.
-
-        Parameters
-        ----------
-        X : array-like of n_rows rows
-            Only its length and feature names are read.
-        groups : array-like of shape (n_rows,), default=None
-            Client id of every row; needed if there are several clients.
-        return_std : bool, default=False
-            Also return the standard deviation of the client's mean (not of a new value).
-
-        Returns
-        -------
-        y : ndarray of shape (n_rows,)
-        std : ndarray of shape (n_rows,)
-            If `return_std`.
-        """
-        codes = self._encode_predict(X, groups)
-        validate_data(self, X, reset=False, skip_check_array=True)
-        means = client_values(getattr(self, "means_", None), self.population_mean_, codes)
-        if not return_std:
-            return means
-        spread = math.hypot(self.population_std_, self.population_mean_std_)
-        return means, client_values(getattr(self, "stds_", None), spread, codes)
-
     def credible_interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
         """Central interval of every client's mean, normal or Student's.
 
@@ -355,37 +327,9 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         lower, upper : ndarrays of shape (n_clients,)
         """
         self._require_fitted("means_")
-        if not (isinstance(level, Real) and 0 < float(level) < 1):
-            raise ValueError(f"level must be a number in (0, 1); got {level!r}.")
+        check_level(level)
         half = half_width(self.stds_, self._freedom, level)
         return self.means_ - half, self.means_ + half
-
-    def summary(self, level: float = 0.95) -> pd.DataFrame:
-        """Table of the clients.
-
-        Parameters
-        ----------
-        level : float in (0, 1), default=0.95
-            Probability of the intervals.
-
-        Returns
-        -------
-        DataFrame
-            One row per client, indexed by client id: rows, own mean, mean with the help of others,
-            its standard deviation and interval.
-        """
-        lower, upper = self.credible_interval(level)
-        return pd.DataFrame(
-            {
-                "n_samples": self.n_samples_per_client_,
-                "local_mean": self.local_means_,
-                "mean": self.means_,
-                "std": self.stds_,
-                "lower": lower,
-                "upper": upper,
-            },
-            index=pd.Index(self.clients_, name="client"),
-        )
 
     @property
     def classes_of_(self) -> csr_array:
@@ -406,14 +350,10 @@ class CollaborativeMean(ClientMixin, ClientRegressorMixin, BaseEstimator):
         """Standard deviations of `heard_means_`; infinite where nothing was heard yet."""
         return self._open_stream().heard()[1]
 
-    def __sklearn_tags__(self):
-        tags = super().__sklearn_tags__()
-        tags.no_validation = True
-        tags.input_tags.sparse = True
-        tags.input_tags.allow_nan = True
-        tags.input_tags.string = True
-        tags.regressor_tags.poor_score = True
-        return tags
+    @property
+    def _new_client_std(self):
+        """Standard deviation of the mean of a client without values."""
+        return math.hypot(self.population_std_, self.population_mean_std_)
 
     def _privacy_events(self):
         """Accounting events of a stream."""

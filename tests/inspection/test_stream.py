@@ -96,7 +96,7 @@ def test_classes_are_handed_on(rows):
     [
         ({"kind": "error"}, "kind='error' needs truth"),
         ({"kind": "magic"}, "kind must be"),
-        ({"level": 95}, r"level must be in \(0, 1\); got 95"),
+        ({"level": 95}, r"level must be a number in \(0, 1\); got 95"),
         ({"n_times": 0}, "n_times must be an integer"),
         ({"truth": TRUTH[:3]}, "truth must have shape"),
         ({"ax": np.empty(2, object)}, "one axes per client, 3; got 2"),

@@ -59,6 +59,6 @@ def __getattr__(name: str) -> Any:
     from pfl_sklearn.neural_network._base import backend
 
     backend()
-    from pfl_sklearn.neural_network._mlp import MLP
+    from pfl_sklearn.neural_network._engine._mlp import MLP
 
     return MLP

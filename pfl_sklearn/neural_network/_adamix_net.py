@@ -9,9 +9,14 @@ from scipy.special import softmax
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
-from pfl_sklearn.neural_network._averaging import n_components_for, running_shares, train, untrained
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
+from pfl_sklearn.neural_network._engine._averaging import (
+    n_components_for,
+    running_shares,
+    train,
+    untrained,
+)
+from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 _SMALLEST = 0.1  # clients in a centre, by its share: so few that others outweigh it at once
 

@@ -11,9 +11,9 @@ from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.rows import CatchingUp
-from pfl_sklearn.neural_network._averaging import divergence, in_double
 from pfl_sklearn.neural_network._base import BaseNeural, backend
-from pfl_sklearn.neural_network._distillation import (
+from pfl_sklearn.neural_network._engine._averaging import divergence, in_double
+from pfl_sklearn.neural_network._engine._distillation import (
     Distillation,
     caught_up,
     personal_step,
@@ -21,7 +21,7 @@ from pfl_sklearn.neural_network._distillation import (
     steps_through_noise,
     what_is_left,
 )
-from pfl_sklearn.neural_network._targets import LABEL_SHARE, LabelPriorMixin
+from pfl_sklearn.neural_network._engine._targets import LABEL_SHARE, LabelPriorMixin
 from pfl_sklearn.privacy._mechanisms._noisy_steps import NoisySteps
 
 _START = 3 / 4  # of the rounds, after which personal nets start from the global one

@@ -7,9 +7,9 @@ import numpy as np
 
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import parameter, with_parameters
-from pfl_sklearn.neural_network._averaging import averaged, in_double, own_or_global
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
+from pfl_sklearn.neural_network._engine._averaging import averaged, in_double, own_or_global
+from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 _FIRST_SHARE = 0.5  # share of the own net where it is to adapt
 

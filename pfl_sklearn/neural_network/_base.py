@@ -21,7 +21,12 @@ from pfl_sklearn._rounds.stopping import split_rows
 from pfl_sklearn._rounds.task import AllRows, Run, sampling_of
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import client_values
-from pfl_sklearn.neural_network._averaging import Averaging, Engines, Setup, own_or_global
+from pfl_sklearn.neural_network._engine._averaging import (
+    Averaging,
+    Engines,
+    Setup,
+    own_or_global,
+)
 
 _FEWEST = 30  # rounds before the loss may count as flat: AdaPeD's global net lags behind
 _PART = 10  # of them that a client takes part in
@@ -41,7 +46,7 @@ def backend():
     """
     try:
         # Not at the top: the package is imported without torch as well.
-        from pfl_sklearn.neural_network import _checks, _engine, _recipe
+        from pfl_sklearn.neural_network._engine import _checks, _engine, _recipe
     except ModuleNotFoundError as error:
         # Something else that is missing, in torch itself say, is another problem with another cure.
         if error.name not in ("torch", "skorch"):
@@ -173,7 +178,7 @@ class BaseNeural(BaseRounds):
         if name != "estimator" or value is not None:
             return None
         backend()
-        from pfl_sklearn.neural_network._mlp import default_recipe
+        from pfl_sklearn.neural_network._engine._mlp import default_recipe
 
         return default_recipe(self._is_classifier)
 
@@ -288,7 +293,7 @@ class BaseNeural(BaseRounds):
         Neither are they trained on in the rounds nor are their labels counted. The last phase has
         all rows.
         """
-        from pfl_sklearn.neural_network._held_out import flat_rule
+        from pfl_sklearn.neural_network._engine._held_out import flat_rule
 
         rng = np.random.default_rng(None if order is None else (*order, 0))
         kept, apart = split_rows(codes, run.rows.n_clients, self.validation_fraction, rng)

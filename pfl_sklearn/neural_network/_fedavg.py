@@ -8,9 +8,18 @@ from typing import Any
 from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.privacy import is_private
-from pfl_sklearn.neural_network._averaging import averaged, bayes_heads, fine_tuning, train
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._targets import LABEL_SHARE, LabelPriorMixin, NeuralRegressorMixin
+from pfl_sklearn.neural_network._engine._averaging import (
+    averaged,
+    bayes_heads,
+    fine_tuning,
+    train,
+)
+from pfl_sklearn.neural_network._engine._targets import (
+    LABEL_SHARE,
+    LabelPriorMixin,
+    NeuralRegressorMixin,
+)
 
 
 def fedavg_steps(setup, proximal, server, t, block):

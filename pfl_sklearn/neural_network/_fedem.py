@@ -9,14 +9,14 @@ from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn._rounds.privacy import is_private
-from pfl_sklearn.neural_network._averaging import (
+from pfl_sklearn.neural_network._base import BaseNeural, backend
+from pfl_sklearn.neural_network._engine._averaging import (
     Engines,
     in_double,
     n_components_for,
     running_shares,
 )
-from pfl_sklearn.neural_network._base import BaseNeural, backend
-from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
+from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 _SMALLEST_WEIGHT = 1e-8  # of a component, from which it can come back; 0 would stay 0
 
@@ -163,7 +163,7 @@ class _FedEM:
 
     def _make_engines(self, table, earlier, order, batch_size, n_clients):
         recipes = backend().recipe
-        from pfl_sklearn.neural_network._components import drawn_modules, mixture_of
+        from pfl_sklearn.neural_network._engine._components import drawn_modules, mixture_of
 
         before = None if earlier is None else earlier.layout
         n_components = self._n_components_for(n_clients, earlier and earlier.state)

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
-from pfl_sklearn.neural_network._averaging import averaged, divergence, in_double
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._targets import NeuralClassifierMixin
+from pfl_sklearn.neural_network._engine._averaging import averaged, divergence, in_double
+from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin
 
 
 class Weights(NamedTuple):

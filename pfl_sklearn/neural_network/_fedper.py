@@ -3,10 +3,15 @@
 from functools import partial
 
 from pfl_sklearn._parameters import with_parameters
-from pfl_sklearn.neural_network._averaging import train
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._personal_layers import KeepsLayers, own_layers, split, with_own
-from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
+from pfl_sklearn.neural_network._engine._averaging import train
+from pfl_sklearn.neural_network._engine._personal_layers import (
+    KeepsLayers,
+    own_layers,
+    split,
+    with_own,
+)
+from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
 def fedper_steps(setup, server, t, block):

@@ -5,10 +5,15 @@ from numbers import Integral
 
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
-from pfl_sklearn.neural_network._averaging import own_nets, train
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._personal_layers import KeepsLayers, own_layers, split, with_own
-from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
+from pfl_sklearn.neural_network._engine._averaging import own_nets, train
+from pfl_sklearn.neural_network._engine._personal_layers import (
+    KeepsLayers,
+    own_layers,
+    split,
+    with_own,
+)
+from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
 def fedrep_steps(setup, own, head_steps, server, t, block):

@@ -6,9 +6,9 @@ import numpy as np
 
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method
-from pfl_sklearn.neural_network._averaging import further, own_nets_steps
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._targets import LabelPriorMixin, NeuralRegressorMixin
+from pfl_sklearn.neural_network._engine._averaging import further, own_nets_steps
+from pfl_sklearn.neural_network._engine._targets import LabelPriorMixin, NeuralRegressorMixin
 
 
 def local_nets(setup):

@@ -9,9 +9,9 @@ from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.neural_network._averaging import averaged, fine_tuning, in_double
 from pfl_sklearn.neural_network._base import BaseNeural, backend
-from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
+from pfl_sklearn.neural_network._engine._averaging import averaged, fine_tuning, in_double
+from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
 def perfedavg_steps(setup, meta_rate, server, t, block):

@@ -5,9 +5,9 @@ from numbers import Integral, Real
 
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import parameter, with_parameters
-from pfl_sklearn.neural_network._averaging import averaged, in_double, own_nets
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
+from pfl_sklearn.neural_network._engine._averaging import averaged, in_double, own_nets
+from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
 def pfedme_steps(setup, settings, server, t, block):

@@ -10,10 +10,14 @@ from pfl_sklearn._compat import Interval, StrOptions
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn.linear_model._ppsgd._steps import alpha_of, step_sizes
-from pfl_sklearn.neural_network._averaging import in_double
 from pfl_sklearn.neural_network._base import BaseNeural
-from pfl_sklearn.neural_network._personal_layers import KeepsLayers, averaged_part, own_layers
-from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
+from pfl_sklearn.neural_network._engine._averaging import in_double
+from pfl_sklearn.neural_network._engine._personal_layers import (
+    KeepsLayers,
+    averaged_part,
+    own_layers,
+)
+from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
 def ppsgd_net(setup, alpha, head):

@@ -6,9 +6,9 @@ import numpy as np
 
 from pfl_sklearn._parameters import with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
-from pfl_sklearn.neural_network._averaging import in_double
 from pfl_sklearn.neural_network._base import BaseNeural, backend
-from pfl_sklearn.neural_network._targets import NeuralClassifierMixin, NeuralRegressorMixin
+from pfl_sklearn.neural_network._engine._averaging import in_double
+from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
 
 
 def scaffold(setup):

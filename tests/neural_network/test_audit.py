@@ -34,7 +34,7 @@ torch = pytest.importorskip("torch")
 skorch = pytest.importorskip("skorch")
 
 from pfl_sklearn.neural_network import MLP  # noqa: E402
-from pfl_sklearn.neural_network._engine import StackedModels  # noqa: E402
+from pfl_sklearn.neural_network._engine._engine import StackedModels  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pfl_sklearn.PrivacyWarning"),

@@ -11,14 +11,8 @@ pytest.importorskip("skorch")
 
 from skorch import NeuralNetClassifier, NeuralNetRegressor  # noqa: E402
 
-from pfl_sklearn.neural_network import (  # noqa: E402
-    MLP,
-    AdaPeDClassifier,
-    FedAvgClassifier,
-    FedAvgRegressor,
-    _chain,
-    _engine,
-)
+from pfl_sklearn.neural_network import MLP, AdaPeDClassifier, FedAvgClassifier, FedAvgRegressor  # noqa: E402
+from pfl_sklearn.neural_network._engine import _chain, _engine  # noqa: E402
 from tests.helpers.nets import FIELD  # noqa: E402
 
 N_CLIENTS, N_ROWS = 67, 50

@@ -12,7 +12,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
 from pfl_sklearn.neural_network import MLP  # noqa: E402
-from pfl_sklearn.neural_network._chain import chain_of  # noqa: E402
+from pfl_sklearn.neural_network._engine._chain import chain_of  # noqa: E402
 
 
 class Written(nn.Module):

@@ -7,12 +7,7 @@ from sklearn.base import clone
 torch = pytest.importorskip("torch")
 pytest.importorskip("skorch")
 
-from pfl_sklearn.neural_network import (  # noqa: E402
-    MLP,
-    AdaPeDClassifier,
-    FedAvgClassifier,
-    LocalNetClassifier,
-)
+from pfl_sklearn.neural_network import MLP, AdaPeDClassifier, FedAvgClassifier, LocalNetClassifier  # noqa: E402
 from tests.helpers.nets import Convolutions, Dropped, Normed, recipe, table  # noqa: E402
 
 pytestmark = [

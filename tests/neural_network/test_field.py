@@ -28,8 +28,8 @@ from pfl_sklearn.neural_network import (  # noqa: E402
     PFedMeClassifier,
     PPSGDNetClassifier,
     QuPeDClassifier,
-    _engine,
 )
+from pfl_sklearn.neural_network._engine import _engine  # noqa: E402
 from tests.helpers.nets import DoubleMLP, recipe, table  # noqa: E402
 from tests.helpers.oracles import read_oracle  # noqa: E402
 

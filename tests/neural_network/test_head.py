@@ -14,8 +14,9 @@ pytest.importorskip("skorch")
 
 from torch import nn  # noqa: E402
 
-from pfl_sklearn.neural_network import MLP, FedAvgClassifier, _engine, _head  # noqa: E402
-from pfl_sklearn.neural_network._head import (  # noqa: E402
+from pfl_sklearn.neural_network import MLP, FedAvgClassifier  # noqa: E402
+from pfl_sklearn.neural_network._engine import _engine, _head  # noqa: E402
+from pfl_sklearn.neural_network._engine._head import (  # noqa: E402
     VARIANCES,
     best_variances,
     evidence_curves,

@@ -20,8 +20,8 @@ from pfl_sklearn.neural_network import (  # noqa: E402
     FedAvgRegressor,
     LocalNetClassifier,
     LocalNetRegressor,
-    _engine,
 )
+from pfl_sklearn.neural_network._engine import _engine  # noqa: E402
 from tests.helpers.nets import (  # noqa: E402
     SIZES,
     DoubleMLP,

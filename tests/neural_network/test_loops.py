@@ -25,8 +25,8 @@ from pfl_sklearn.neural_network import (  # noqa: E402
     PPSGDNetClassifier,
     QuPeDClassifier,
     ScaffoldClassifier,
-    _engine,
 )
+from pfl_sklearn.neural_network._engine import _engine  # noqa: E402
 from tests.helpers.nets import SIZES, DoubleMLP, recipe, table  # noqa: E402
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

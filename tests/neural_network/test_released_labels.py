@@ -16,12 +16,7 @@ pytest.importorskip("skorch")
 
 from pfl_sklearn._rounds.privacy import epsilon_by_round  # noqa: E402
 from pfl_sklearn.model_selection import PrivateSelectCV  # noqa: E402
-from pfl_sklearn.neural_network import (  # noqa: E402
-    MLP,
-    AdaPeDClassifier,
-    FedAvgClassifier,
-    LocalNetClassifier,
-)
+from pfl_sklearn.neural_network import MLP, AdaPeDClassifier, FedAvgClassifier, LocalNetClassifier  # noqa: E402
 from pfl_sklearn.priors import DirichletPrior, SparseDirichletPrior  # noqa: E402
 from pfl_sklearn.privacy import (  # noqa: E402
     BudgetExceeded,

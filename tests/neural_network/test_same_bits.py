@@ -27,8 +27,8 @@ from pfl_sklearn.neural_network import (  # noqa: E402
     FedAvgClassifier,
     FedAvgRegressor,
     LocalNetClassifier,
-    _engine,
 )
+from pfl_sklearn.neural_network._engine import _engine  # noqa: E402
 from tests.helpers.checkpointed_net import checkpointed_net  # noqa: E402
 from tests.helpers.checkpointed_run import ROOT  # noqa: E402
 from tests.helpers.interruption import interrupt  # noqa: E402

@@ -18,12 +18,7 @@ pytest.importorskip("skorch")
 from pfl_sklearn import ClientColumn, privacy_of  # noqa: E402
 from pfl_sklearn.metrics import ClientScorer  # noqa: E402
 from pfl_sklearn.model_selection import ClientKFold, PrivateSelectCV  # noqa: E402
-from pfl_sklearn.neural_network import (  # noqa: E402
-    MLP,
-    AdaPeDClassifier,
-    FedAvgClassifier,
-    LocalNetClassifier,
-)
+from pfl_sklearn.neural_network import MLP, AdaPeDClassifier, FedAvgClassifier, LocalNetClassifier  # noqa: E402
 from pfl_sklearn.privacy import (  # noqa: E402
     BudgetExceeded,
     PrivacyLedger,

@@ -14,7 +14,8 @@ pytest.importorskip("skorch")
 
 from torch import nn
 
-from pfl_sklearn.neural_network import AdaPeDClassifier, FedAvgClassifier, _engine
+from pfl_sklearn.neural_network import AdaPeDClassifier, FedAvgClassifier
+from pfl_sklearn.neural_network._engine import _engine
 from tests.helpers.nets import Dropped, recipe, table
 from tests.helpers.slow import slow
 

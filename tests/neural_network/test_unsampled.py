@@ -13,7 +13,8 @@ pytest.importorskip("skorch")
 from skorch.callbacks import LRScheduler  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from pfl_sklearn.neural_network import MLP, AdaPeDClassifier, _engine  # noqa: E402
+from pfl_sklearn.neural_network import MLP, AdaPeDClassifier  # noqa: E402
+from pfl_sklearn.neural_network._engine import _engine  # noqa: E402
 from tests.helpers.nets import (  # noqa: E402
     SIZES,
     DoubleMLP,

@@ -28,8 +28,8 @@ from pfl_sklearn.neural_network import (  # noqa: E402
     LocalNetRegressor,
     _adaped,
     _base,
-    _held_out,
 )
+from pfl_sklearn.neural_network._engine import _held_out  # noqa: E402
 from pfl_sklearn.priors import DirichletPrior  # noqa: E402
 from tests.helpers.callbacks import StopAfter  # noqa: E402
 from tests.helpers.interruption import interrupt  # noqa: E402

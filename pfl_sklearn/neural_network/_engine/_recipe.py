@@ -20,11 +20,11 @@ from torch.optim.sgd import sgd
 
 from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.neural_network._mlp import MLP
+from pfl_sklearn.neural_network._engine._mlp import MLP
 
 if TYPE_CHECKING:
     from pfl_sklearn._rounds.task import CheckedTable
-    from pfl_sklearn.neural_network._engine import Engine
+    from pfl_sklearn.neural_network._engine._engine import Engine
 
 _READABLE = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.BCEWithLogitsLoss)
 _MEANS = (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss, torch.nn.MSELoss, torch.nn.L1Loss)

@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.loss import _WeightedLoss
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from pfl_sklearn.neural_network._mlp import MLP
-from pfl_sklearn.neural_network._recipe import (
+from pfl_sklearn.neural_network._engine._mlp import MLP
+from pfl_sklearn.neural_network._engine._recipe import (
     WITHOUT,
     bare,
     first_line,

@@ -8,10 +8,10 @@ from skorch import NeuralNetRegressor
 from torch import nn
 
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.neural_network._chain import align
-from pfl_sklearn.neural_network._checks import NoLastLayer
-from pfl_sklearn.neural_network._mlp import evaluate
-from pfl_sklearn.neural_network._recipe import log_probabilities
+from pfl_sklearn.neural_network._engine._chain import align
+from pfl_sklearn.neural_network._engine._checks import NoLastLayer
+from pfl_sklearn.neural_network._engine._mlp import evaluate
+from pfl_sklearn.neural_network._engine._recipe import log_probabilities
 
 _SAME_PROBABILITY = 1e-5  # in single precision; another readout is off by far more
 

@@ -19,15 +19,15 @@ from torch.nn.modules.conv import _ConvNd
 from pfl_sklearn._rounds.loop import Update
 from pfl_sklearn._rounds.rows import finite_clients
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.neural_network._chain import align, chain_of
-from pfl_sklearn.neural_network._last_layer import LastLayer, last_layer_of
-from pfl_sklearn.neural_network._models import (
+from pfl_sklearn.neural_network._engine._chain import align, chain_of
+from pfl_sklearn.neural_network._engine._last_layer import LastLayer, last_layer_of
+from pfl_sklearn.neural_network._engine._models import (
     LARGEST_STACKED_BATCH,
     ROWS_AT_ONCE,
     LoneModel,
     StackedModels,
 )
-from pfl_sklearn.neural_network._recipe import (
+from pfl_sklearn.neural_network._engine._recipe import (
     is_mean,
     log_probabilities,
     optimizer_of,

@@ -7,7 +7,7 @@ import numpy as np
 
 from pfl_sklearn._rounds.loop import LastPhase, Method, State, Update
 from pfl_sklearn._rounds.rows import Reshuffled
-from pfl_sklearn.neural_network._head import (
+from pfl_sklearn.neural_network._engine._head import (
     VARIANCES,
     best_variances,
     evidence_curves,

@@ -7,7 +7,7 @@ import numpy as np
 
 from pfl_sklearn._rounds.loop import LastPhase, Update
 from pfl_sklearn._rounds.rows import CatchingUp
-from pfl_sklearn.neural_network._averaging import divergence
+from pfl_sklearn.neural_network._engine._averaging import divergence
 
 _GLOBAL, _PSI = 0, 1  # parts of the model that steps through noise move
 

@@ -10,7 +10,7 @@ from pfl_sklearn._rounds.loop import LastPhase, Plan, Sampling, Update, run_last
 from pfl_sklearn._rounds.rows import Reshuffled
 from pfl_sklearn._rounds.stopping import FlatRule
 from pfl_sklearn._typing import Floats
-from pfl_sklearn.neural_network._recipe import is_readable
+from pfl_sklearn.neural_network._engine._recipe import is_readable
 
 _LATEST = 5  # rounds, in one of which the training loss of rounds that do not diverge is low
 

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pfl_sklearn.neural_network._chain import Chain, align, empty_aligned
-from pfl_sklearn.neural_network._mlp import evaluate
+from pfl_sklearn.neural_network._engine._chain import Chain, align, empty_aligned
+from pfl_sklearn.neural_network._engine._mlp import evaluate
 
 LARGEST_STACKED_BATCH = 128  # rows: products of a client alone are large enough beyond it
 ROWS_AT_ONCE = 512  # of a prediction

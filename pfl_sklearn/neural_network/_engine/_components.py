@@ -7,7 +7,12 @@ import torch
 from skorch import NeuralNet, NeuralNetRegressor
 from torch import nn
 
-from pfl_sklearn.neural_network._recipe import initialized, log_probabilities, materialize, twin
+from pfl_sklearn.neural_network._engine._recipe import (
+    initialized,
+    log_probabilities,
+    materialize,
+    twin,
+)
 
 
 class MixtureOfNets(nn.Module):

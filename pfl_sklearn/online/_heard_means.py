@@ -13,7 +13,7 @@ import numpy as np
 
 from pfl_sklearn._typing import Floats, Integers
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
-from pfl_sklearn.privacy._mechanisms._partial_sums import PartialSums
+from pfl_sklearn.privacy._mechanisms._running_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
 
 

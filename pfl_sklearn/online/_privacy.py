@@ -9,7 +9,7 @@ from typing import Any
 from pfl_sklearn.online._messages import Broadcast, NoNoise, Pairwise, Restricted, Senders
 from pfl_sklearn.privacy import GaussianEvent, PrivacyReport, PureEvent, gdp_epsilon, gdp_mu
 from pfl_sklearn.privacy._mechanisms._binary_tree import BinaryTree
-from pfl_sklearn.privacy._mechanisms._partial_sums import PartialSums
+from pfl_sklearn.privacy._mechanisms._running_sums import PartialSums
 from pfl_sklearn.privacy._mechanisms._square_root import SquareRootSums
 from pfl_sklearn.privacy._report import leaking, private_report
 from pfl_sklearn.theory import partial_sum_variance

@@ -89,16 +89,17 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         """The parameters that a NamedTuple lists, as that tuple."""
         return fields(*(getattr(self, name) for name in fields._fields))
 
-    def _make_table(self, X, features, y, groups, sample_weight):
+    def _make_table(self, X, features, y, groups, sample_weight, make=make_table):
         """Table of the rows of positive weight, its design, and the ids of the clients.
 
-        Column names are those of `X`; values are those of the checked `features` and `y`.
+        Column names are those of `X`; values are those of the checked `features` and `y`. `make`
+        makes the table of a design, features, targets, and clients with their weights.
         """
         rows = read_rows(self, features, np.arange(len(y)), groups, sample_weight)
         design = resolve_design(self.random, features.shape[1], self.fit_intercept, column_names(X))
         if len(rows.y) < len(y):  # the others have weight 0, and so are absent
             features, y = features[rows.y], y[rows.y]
-        return make_table(design, features, y, rows), design, rows.clients.ids
+        return make(design, features, y, rows), design, rows.clients.ids
 
     def _store(self, X, design, ids, table, estimates, with_groups):
         """Set the fitted attributes of both regressions, in the order of the features."""
@@ -115,7 +116,7 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         self.prior_ = estimates.prior
         self.log_likelihood_ = estimates.log_likelihood
         self.n_iter_ = estimates.n_iter
-        self.clients_, self.n_samples_per_client_ = ids, np.bincount(table.codes)
+        self.clients_, self.n_samples_per_client_ = ids, table.sizes
 
     @property
     def coef_std_(self) -> Floats:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn.linear_model._algebra import factor_of, n_independent, row_slices
+from pfl_sklearn.linear_model._algebra import factor_of, n_independent
+from pfl_sklearn.linear_model._mixed._reduction import flat_rows
 from pfl_sklearn.linear_model._mixed._regression_em import MixtureModel
 from pfl_sklearn.linear_model._table import is_centred, varying_columns
 
-_CACHED_CELLS = 1 << 16  # numbers of a block of rows, which fits the cache
 _CONSTANT_COLUMN = 1e-24  # variance over squared mean; a smaller one is rounding error
 
 
@@ -58,26 +58,13 @@ class Evidence(NamedTuple):
 
 
 def row_moments(table, order):
-    """Moments of the rows of a table, whose columns are those of the design in `order`."""
-    n, p = table.columns.shape
-    weights = np.ones(n) if table.weights is None else table.weights
-    total = weights.sum()
-    means, mean = weights @ table.columns / total, weights @ table.y / total
-    roots = None if table.weights is None else np.sqrt(weights)
-    squares = np.zeros((p + 1, p + 1))
-    for part in row_slices(n, p, _CACHED_CELLS):
-        # About the means: squares about a far origin, such as years, cancel.
-        x, y = table.columns[part] - means, table.y[part] - mean
-        if roots is not None:
-            x, y = x * roots[part, None], y * roots[part]
-        squares[:p, :p] += x.T @ x
-        squares[p, :p] += y @ x
-        squares[p, p] += y @ y
-    squares[:p, p] = squares[p, :p]
-    back = np.append(np.argsort(order), p)
-    return RowMoments(
-        n, float(total), np.append(means, mean)[back], squares[np.ix_(back, back)] / total
-    )
+    """Moments of the rows of a rotated table, whose columns are those of the design in `order`."""
+    means, weight = table.means()
+    # About the means: squares about a far origin, such as years, cancel.
+    moved = (flat_rows(rows[..., :-1] - rows[..., -1:] * means) for _, rows in table.batches)
+    squares = sum(rows.T @ rows for rows in moved)
+    back = np.append(np.argsort(order), len(order))
+    return RowMoments(table.n_rows, weight, means[back], squares[np.ix_(back, back)] / weight)
 
 
 def n_identified(moments, free, intercept):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, Literal, Self, overload
 
@@ -33,7 +34,8 @@ from pfl_sklearn.linear_model._mixed._private_release import (
     regression_events,
 )
 from pfl_sklearn.linear_model._population import PopulationErrors
-from pfl_sklearn.linear_model._table import Options
+from pfl_sklearn.linear_model._rotation import rotated_table
+from pfl_sklearn.linear_model._table import Options, make_table
 from pfl_sklearn.priors import GaussianPrior, LaplacePrior
 from pfl_sklearn.priors._support import resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
@@ -348,14 +350,17 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         charge(self)
         features, y = check_X_y(X, y, dtype=np.float64, order="C", y_numeric=True, estimator=self)
         y = y.astype(np.float64, copy=False)
-        table, design, ids = self._make_table(X, features, y, groups, sample_weight)
+        # Rows are clipped one by one for a release; nothing else sees one after the reduction.
+        private = math.isfinite(self.epsilon)
+        make = make_table if private else partial(rotated_table, n_jobs=self.n_jobs)
+        table, design, ids = self._make_table(X, features, y, groups, sample_weight, make)
         estimates, report = fit(table, prior, self._parameters_of(Options))
         warn_not_converged(self, estimates, prior)
         report = settled(self, report)  # a warning that is an error leaves the last fit as it was
         self._store(X, design, ids, table, estimates, groups is not None)
         self._family = self._unknown_variances(prior)
         # The moments of the rows are exact, so a private model must not keep them.
-        if not math.isfinite(self.epsilon):
+        if not private:
             self._evidence = self._gather_evidence(table, design, prior, estimates)
         self.privacy_ = report
         return self

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pfl_sklearn._clients import row_counts
 from pfl_sklearn._float_range import check_float_range, column_bounds
 
 
@@ -28,6 +29,21 @@ class RegressionTable(NamedTuple):
         """Whether the intercept varies."""
         return self.intercept is not None and self.intercept < self.n_random
 
+    @property
+    def sizes(self):
+        """Rows (m,) of every client."""
+        return row_counts(self.codes, self.n_clients)
+
+    @property
+    def varies_within(self):
+        """Which columns (p,) differ between rows of some client."""
+        return varies_within_clients(self.columns, self.codes, self.n_clients)
+
+    @property
+    def bounds(self):
+        """Smallest and largest values (p,) of the columns."""
+        return column_bounds(self.columns)
+
 
 def make_table(design, features, y, rows):
     """Table of features (n, d) and targets (n,); `rows` holds clients and weights."""
@@ -41,11 +57,15 @@ def make_table(design, features, y, rows):
         rows.clients.codes,
         len(rows.clients.ids),
         rows.weights,
-        len(design.random),
-        int(np.argmin(design.order)) if design.fit_intercept else None,
-        [design.names[k] for k in design.order],
-        design.all_random,
+        *column_facts(design),
     )
+
+
+def column_facts(design):
+    """Number of random columns, position of the intercept, names, and whether all may vary."""
+    intercept = int(np.argmin(design.order)) if design.fit_intercept else None
+    names = [design.names[k] for k in design.order]
+    return len(design.random), intercept, names, design.all_random
 
 
 class Options(NamedTuple):
@@ -94,12 +114,12 @@ def varying_columns(table, prior):
     one that is constant within every client: nothing but the assumed shape would separate its
     slope's variance from the intercept's.
     """
-    random = table.columns[:, : table.n_random]
+    q = table.n_random
     if not (table.all_random and prior.centered and prior.covariance_type == "diag"):
-        return np.ones(table.n_random, dtype=bool)
+        return np.ones(q, dtype=bool)
     if not table.random_intercept:
-        return random.any(axis=0)
-    varies = varies_within_clients(random, table.codes, table.n_clients)
+        return np.any(table.bounds, axis=0)[:q]
+    varies = table.varies_within[:q]
     varies[table.intercept] = True
     return varies
 
@@ -113,7 +133,7 @@ def varies_within_clients(values, codes, n_clients):
 
 
 def centred(table, known_mean, random_too=False):
-    """The centred table, and the offset and centre that undo it.
+    """The rotated table that is moved, and the offset and centre that undo it.
 
     We subtract a known mean of the random part from the targets. A free intercept of the population
     absorbs the mean of what is left of the targets, and the means of the fixed columns. With
@@ -121,31 +141,25 @@ def centred(table, known_mean, random_too=False):
 
     Returns
     -------
-    table : RegressionTable
+    table : RotatedTable
     offset : ndarray of shape (p,)
         Added to the population afterwards.
     centre : ndarray of shape (p,)
         Subtracted from the columns.
     """
-    y, columns, q = table.y, table.columns, table.n_random
-    offset, centre = np.zeros(columns.shape[1]), np.zeros(columns.shape[1])
+    q, offset, centre = table.n_random, np.zeros(table.n_columns), np.zeros(table.n_columns)
     if known_mean is not None:
         offset[:q] = known_mean
-        y = y - columns[:, :q] @ known_mean
-    # A fixed intercept is free also beside a known mean, which is that of the random part.
-    free = table.intercept is not None and (known_mean is None or table.intercept >= q)
-    weights = np.ones(len(y)) if table.weights is None else table.weights
-    if free:
-        offset[table.intercept] = np.average(y, weights=table.weights)
-        y = y - offset[table.intercept]
-        centre[q:] = weights @ columns[:, q:] / weights.sum()
-    if random_too:
-        centre[:q] = weights @ columns[:, :q] / weights.sum()
     if table.intercept is not None:
+        means = table.means()[0]
+        # A fixed intercept is free also beside a known mean, which is that of the random part.
+        if known_mean is None or table.intercept >= q:
+            offset[table.intercept] = means[-1] - means[:-1] @ offset
+            centre[q:] = means[q:-1]
+        if random_too:
+            centre[:q] = means[:q]
         centre[table.intercept] = 0.0  # it absorbs the means, so it must stay
-    if centre.any():
-        columns = columns - centre
-    return table._replace(columns=columns, y=y), offset, centre
+    return table._replace(offset=offset, centre=centre), offset, centre
 
 
 def uncentred(vectors, intercept, centre):
@@ -156,14 +170,14 @@ def uncentred(vectors, intercept, centre):
     return vectors
 
 
-def check_table_range(table):
+def check_table_range(X, y, weights):
     """Raise ValueError if values are too large or too small to be squared.
 
     A fit with privacy must not call this: the error would reveal a client's values.
     """
     # Squares are weighted, so a heavy row leaves less room.
-    heaviest = 1.0 if table.weights is None else max(table.weights.max(), 1.0)
-    for name, values in (("X", table.columns), ("y", table.y)):
+    heaviest = 1.0 if weights is None else max(weights.max(), 1.0)
+    for name, values in (("X", X), ("y", y)):
         check_float_range(name, values, heaviest)
 
 
@@ -178,10 +192,10 @@ def check_covariance_identified(table, prior):
             f"covariance_type='full' needs at least as many clients as random coefficients; got "
             f"{m} clients and {q} coefficients. Use 'diag' or 'spherical', or fewer in random."
         )
-    constant = np.equal(*column_bounds(table.columns[:, :q]))
-    for k in np.flatnonzero(constant & varying_columns(table, prior)):
+    lowest, highest = (bound[:q] for bound in table.bounds)
+    for k in np.flatnonzero((lowest == highest) & varying_columns(table, prior)):
         # Without a random intercept a constant column stands in for it, unless it is 0.
-        if k == table.intercept or (not table.random_intercept and table.columns[0, k] != 0):
+        if k == table.intercept or (not table.random_intercept and lowest[k] != 0):
             continue
         raise ValueError(
             f"the column {table.names[k]!r} is constant over all rows, so the data cannot separate "

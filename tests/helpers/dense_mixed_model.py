@@ -12,6 +12,7 @@ from scipy.special import logsumexp
 from scipy.stats import multivariate_normal
 
 from pfl_sklearn.linear_model._mixed._reduction import reduce_table
+from pfl_sklearn.linear_model._rotation import rotated
 from pfl_sklearn.linear_model._table import RegressionTable
 
 SHAPES = ("spherical", "diag", "full", "low_rank")
@@ -44,7 +45,7 @@ def reduce_rows(columns, y, codes, n_clients, n_random, *, weights=None, **param
     """Reduction of rows whose first `n_random` columns vary by client."""
     names = [f"x{k}" for k in range(columns.shape[1])]
     table = RegressionTable(columns, y, codes, n_clients, weights, n_random, None, names, False)
-    return reduce_table(table, **params)
+    return reduce_table(rotated(table), **params)
 
 
 class Fit(NamedTuple):

@@ -8,6 +8,7 @@ from sklearn.exceptions import NotFittedError
 
 from pfl_sklearn import PersonalizedLinearRegression, PersonalizedLogisticRegression
 from pfl_sklearn.linear_model._evidence import n_covariance_parameters, row_moments
+from pfl_sklearn.linear_model._rotation import rotated
 from pfl_sklearn.linear_model._table import RegressionTable
 from pfl_sklearn.priors import (
     DiscretePrior,
@@ -146,9 +147,10 @@ def test_moments_are_those_of_the_rows():
     rng = np.random.default_rng(0)
     columns, y = rng.normal([1e6, 0, 5], size=(70_000, 3)), rng.normal(size=70_000)
     weights = rng.uniform(0.1, 3, size=70_000)
-    table = RegressionTable(columns, y, np.zeros(70_000, int), 1, weights, 2, None, [], True)
+    codes, names = rng.integers(0, 700, size=70_000), ["a", "b", "c"]
+    table = RegressionTable(columns, y, codes, 700, weights, 2, None, names, True)
     for given in (table, table._replace(weights=None)):
-        moments = row_moments(given, np.array([2, 0, 1]))
+        moments = row_moments(rotated(given), np.array([2, 0, 1]))
         both = np.column_stack([columns[:, [1, 2, 0]], y])
         expected = np.cov(both.T, aweights=given.weights, ddof=0)
         np.testing.assert_allclose(moments.covariance, expected, rtol=1e-7, atol=1e-8)

@@ -64,7 +64,7 @@ def fit_logistic(table, prior, outcome, options):
     """
     q, p = table.n_random, table.columns.shape[1]
     _check_fitted_to_several(prior)
-    check_table_range(table)
+    check_table_range(table.columns, table.y, table.weights)
     _check_row_weights(table.weights)
     mean, covariance = _coded_mean(prior, outcome, q), prior.known_covariance(q)
     if covariance is None and table.n_clients == 1:

@@ -20,22 +20,20 @@ def rows_to_spare(table, varies):
     `varies` (q,) says which of the random columns belong to Z_i.
     """
     at = np.flatnonzero(varies)
-    sizes, q = np.bincount(table.codes, minlength=table.n_clients), len(at)
-    spare = len(table.y) - int(np.minimum(sizes, q).sum())
+    spare = table.n_rows - int(np.minimum(table.sizes, len(at)).sum())
     if spare:  # a lower bound, and the caller asks for 0 only: no ranks are needed
         return spare
-    order = np.argsort(table.codes, kind="stable")
-    starts = np.append(0, np.cumsum(sizes))
-    rows = np.zeros((table.n_clients, int(sizes.max()), q))
-    codes = table.codes[order]
-    rows[codes, np.arange(len(order)) - starts[codes]] = table.columns[order][:, at]
-    scale = np.abs(rows).max(axis=(0, 1))  # ranks should not depend on the features' units
-    return len(table.y) - int(np.linalg.matrix_rank(rows / np.where(scale > 0, scale, 1.0)).sum())
+    blocks = [rows[..., at] for _, rows in table.batches]
+    # Ranks should not depend on the features' units.
+    scale = np.max([np.abs(block).max(axis=(0, 1)) for block in blocks], axis=0)
+    scale = np.where(scale > 0, scale, 1.0)
+    ranks = sum(int(np.linalg.matrix_rank(block / scale).sum()) for block in blocks)
+    return table.n_rows - ranks
 
 
 def warn_of_few_rows(table, averaged=True):
     """Warn that the rows cannot tell noise from differences between clients, and what we did."""
-    sizes, names = np.bincount(table.codes), table.names[: table.n_random]
+    sizes, names = table.sizes, table.names[: table.n_random]
     outcome = "The noise variance is estimated as 0, and standard deviations are too small."
     if averaged:
         outcome = "The estimates are posterior means under a weak prior instead."

@@ -9,7 +9,6 @@ from pfl_sklearn.linear_model._mixed._laplace_prior import fit_laplace_prior
 from pfl_sklearn.linear_model._mixed._mixture_prior import fit_mixture_prior
 from pfl_sklearn.linear_model._mixed._printed import fit_by_gradient, fit_clustered
 from pfl_sklearn.linear_model._mixed._private_release import check_release_parameters, fit_private
-from pfl_sklearn.linear_model._table import check_table_range
 from pfl_sklearn.privacy import PrivacyReport
 
 _LIKELIHOOD = ("reml", "ml")
@@ -70,7 +69,6 @@ def fit_with_report(fit, prior, release, sample_weight, names):
 
 def _fit_openly(fit, names, table, prior, options):
     """Estimates, and a report which says that nothing protects them."""
-    check_table_range(table)  # not in a private fit: the error would reveal a client's values
     estimates = fit(table, prior, options)
     warn_of_what_is_open(table, estimates, options)
     report = PrivacyReport.unprotected(

@@ -34,9 +34,9 @@ from pfl_sklearn.linear_model._mixed._variance_search import (
     search_ratio,
 )
 from pfl_sklearn.linear_model._posterior import RowPosterior
+from pfl_sklearn.linear_model._rotation import RotatedTable
 from pfl_sklearn.linear_model._table import (
     MixedModelEstimates,
-    RegressionTable,
     centred,
     check_covariance_identified,
     is_centred,
@@ -53,7 +53,7 @@ _VANISHING_NOISE = 1e-5
 class _Problem(NamedTuple):
     """A table that was centred and reduced, and what is known and asked about it."""
 
-    table: RegressionTable
+    table: RotatedTable
     prior: Any
     shaped: bool  # whether the covariance has its shape for centred columns
     case: Case
@@ -64,7 +64,7 @@ def fit_gaussian_prior(table, prior, options):
 
     Parameters
     ----------
-    table : RegressionTable
+    table : RotatedTable
     prior : GaussianPrior
         We estimate the parameters that it leaves None.
     options : Options
@@ -118,7 +118,7 @@ def _fit_by_likelihood(problem, covariance, spectral, options):
     table, reduced, family = problem.table, problem.case.reduced, problem.case.family
     unknown = family is not None and options.noise_variance is None
     # With fewer rows than columns the population alone fits all of them, whatever the variances.
-    few = unknown and len(table.y) > reduced.n_columns
+    few = unknown and table.n_rows > reduced.n_columns
     # A full covariance without rows to spare: the likelihood is largest at a noise of zero, so a
     # search would only run into a wall.
     any_shape = few and family.shape == "full" and not family.has_one_ratio
@@ -260,7 +260,7 @@ def _gaussian_estimates(problem, found):
     """Estimates in the units of the data."""
     table, case = problem.table, problem.case
     reduced, (scale, centre, intercept) = case.reduced, case.frame
-    m, q, p = table.n_clients, table.n_random, table.columns.shape[1]
+    m, q, p = table.n_clients, table.n_random, table.n_columns
     point, free = found.point, slice(case.settings.first, p)
     population, error = np.zeros(p), np.zeros((p, p))
     population[free] = point.coefficients * scale[free]

@@ -11,6 +11,7 @@ import numpy as np
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.linear_model._algebra import inverse_root, near_combinations
 from pfl_sklearn.linear_model._mixed._profile import normal_matrix
+from pfl_sklearn.linear_model._mixed._reduction import flat_rows
 
 # Noise variances over the mean square of the targets: rounding errors alone, and so small that
 # the residuals have to be looked at and draws of a covariance lose their digits.
@@ -26,7 +27,7 @@ _ROUNDING_ERRORS = 8 * np.finfo(float).eps  # of a residual, over the numbers th
 
 def check_noise_identified(table, noise, alternative=""):
     """Raise ValueError if the noise variance is unknown and every client has a single row."""
-    if noise is None and len(table.y) == table.n_clients:
+    if noise is None and table.n_rows == table.n_clients:
         raise ValueError(
             f"each of the {table.n_clients} clients has one row, so the data cannot separate the "
             f"noise variance from the variance between clients; give noise_variance{alternative}."
@@ -93,9 +94,9 @@ def _warn_of_near_combinations(table, at):
     Exact ones are the analyst's own (a column of zeros, a full set of indicators). Others look
     like features with coefficients of their own, until their standard errors are NaN.
     """
-    columns = table.columns[:, at]
     if table.intercept is not None:  # large means would make any two columns look alike
-        columns = columns - columns.mean(axis=0)
+        table = table._replace(centre=table.means()[0][:-1])
+    columns = np.concatenate([flat_rows(rows)[:, at] for _, rows in table.moved_batches()])
     vectors, lengths = near_combinations(columns.T @ columns)
     left = np.linalg.norm(columns @ (vectors / lengths[:, None]), axis=0)
     near = left > _EXACT_COMBINATION
@@ -114,34 +115,43 @@ def _warn_of_near_combinations(table, at):
 
 def _warn_of_exact_fit(table, estimates):
     """Say that no residual is left but rounding errors."""
-    n, near = len(table.y), NEARLY_EXACT_NOISE * np.mean(table.y**2)
-    if not estimates.noise <= near + _ZERO_TARGETS:
+    square = sum(np.vdot(rows[..., -2], rows[..., -2]) for _, rows in table.batches)
+    if not estimates.noise <= NEARLY_EXACT_NOISE * square / table.n_rows + _ZERO_TARGETS:
         return
-    if _fit_exactly(table, np.broadcast_to(estimates.population, table.columns.shape)):
+    everybody = np.broadcast_to(estimates.population, estimates.coefficients.shape)
+    if _fit_exactly(table, everybody):
         warn_caller(
-            f"The population's coefficients fit all {n} rows exactly, so no residual tells of "
-            "noise or of differences between clients. Variances and standard deviations are "
-            "meaningless. Leave features out, or give noise_variance and the prior's covariance.",
+            f"The population's coefficients fit all {table.n_rows} rows exactly, so no residual "
+            "tells of noise or of differences between clients. Variances and standard deviations "
+            "are meaningless. Leave features out, or give noise_variance and the prior's "
+            "covariance.",
             UserWarning,
         )
     # Without rows to spare an exact fit is no surprise, and another warning says what to do.
-    elif np.bincount(table.codes).max() > table.n_random and _fit_exactly(
-        table, estimates.coefficients[table.codes]
-    ):
+    elif table.sizes.max() > table.n_random and _fit_exactly(table, estimates.coefficients):
         warn_caller(
-            f"The clients' coefficients fit all {n} rows exactly, so no residual tells of noise. "
-            "The noise variance and the standard deviations of clients are rounding errors. Let "
-            "fewer coefficients vary (random), or give noise_variance.",
+            f"The clients' coefficients fit all {table.n_rows} rows exactly, so no residual tells "
+            "of noise. The noise variance and the standard deviations of clients are rounding "
+            "errors. Let fewer coefficients vary (random), or give noise_variance.",
             UserWarning,
         )
 
 
 def _fit_exactly(table, coefficients):
-    """Whether coefficients (n, p) leave residuals of rounding errors only."""
-    residuals = table.y - np.einsum("np,np->n", table.columns, coefficients)
-    terms = np.einsum("np,np->n", np.abs(table.columns), np.abs(coefficients))
-    allowed = _ROUNDING_ERRORS * (np.abs(table.y).max() + terms.max())
-    return np.sqrt(np.mean(residuals**2)) <= _EXACT_RESIDUAL * np.std(table.y) + allowed
+    """Whether coefficients (m, p) leave residuals of rounding errors only."""
+    means, weight = table.means()
+    square, spread, largest = 0.0, 0.0, 0.0
+    for clients, rows in table.batches:
+        columns, y, ones = rows[..., :-2], rows[..., -2], rows[..., -1]
+        own = coefficients[clients]
+        square += np.sum((y - np.einsum("bkp,bp->bk", columns, own)) ** 2)
+        spread += np.sum((y - means[-1] * ones) ** 2)
+        terms = np.einsum("bkp,bp->bk", np.abs(columns), np.abs(own))
+        # A rotated row is longer than the rows that it stands for, by their number at most.
+        terms += np.abs(y)
+        largest = max(largest, (terms / np.sqrt(table.sizes[clients])[:, None]).max())
+    allowed = _ROUNDING_ERRORS * largest
+    return np.sqrt(square / weight) <= _EXACT_RESIDUAL * np.sqrt(spread / weight) + allowed
 
 
 def listed_names(names: Iterable[str], most: int = _MOST_LISTED) -> str:

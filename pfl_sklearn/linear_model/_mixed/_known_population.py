@@ -7,9 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
-from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS
 from pfl_sklearn.linear_model._posterior import RowPosterior
 from pfl_sklearn.linear_model._table import MixedModelEstimates
 
@@ -17,13 +15,12 @@ from pfl_sklearn.linear_model._table import MixedModelEstimates
 def is_known_with_few_rows(table, mean, covariance, noise):
     """Whether everything is known and no client has more rows than coefficients."""
     known = mean is not None and covariance is not None and noise is not None
-    few = np.bincount(table.codes).max() <= table.n_random  # or a rotation would shorten the rows
-    return known and few and table.n_random == table.columns.shape[1]
+    few = table.sizes.max() <= table.n_random  # or a rotation would shorten the rows
+    return known and few and table.n_random == table.n_columns
 
 
 def fit_known_population(table, prior, mean, covariance, options):
     """Posterior of every client under a known N(mean, covariance) and noise variance."""
-    roots = None if table.weights is None else np.sqrt(table.weights)
     noise = options.noise_variance
     ratio = covariance / noise
     # Products with a multiple of the identity would be wasted.
@@ -32,22 +29,19 @@ def fit_known_population(table, prior, mean, covariance, options):
     else:
         solve = partial(solve_in_rows, mean=mean, ratio=ratio)
     m, q = table.n_clients, table.n_random
-    index = client_batches(table.codes, m, CACHED_CELLS // q)
-    batches = [(clients, *_weighted_rows(table, rows, roots)) for clients, rows in index]
+    batches = [(clients, rows[..., :-1], rows[..., -1]) for clients, rows in table.moved_batches()]
     solved = map_batches(solve, batches, options.n_jobs)
     size = max(batch[1].shape[1] for batch in batches)
     coefficients = np.empty((m, q))
     # Rows of zeros with factors of 1 fill up smaller clients: they change nothing.
     rows, lower = np.zeros((m, size, q)), np.tile(np.eye(size), (m, 1, 1))
-    value = len(table.y) * np.log(2 * np.pi * noise)
+    value = table.n_rows * np.log(2 * np.pi * noise) - table.log_weights
     for (clients, X, _), (theta, root, log_det, square) in zip(batches, solved, strict=True):
         n = X.shape[1]
         coefficients[clients] = theta
         rows[clients, :n] = X
         lower[clients, :n, :n] = root
         value += log_det + square / noise
-    if table.weights is not None:
-        value -= np.log(table.weights).sum()
     error = np.zeros((q, q))  # the population is known
     return MixedModelEstimates(
         mean,
@@ -61,13 +55,6 @@ def fit_known_population(table, prior, mean, covariance, options):
         1,
         True,
     )
-
-
-def _weighted_rows(table, rows, roots):
-    """Weighted columns (b, n, q) and targets (b, n) of a batch."""
-    if roots is None:
-        return table.columns[rows], table.y[rows]
-    return table.columns[rows] * roots[rows][..., None], table.y[rows] * roots[rows]
 
 
 def solve_in_rows(clients, X, y, mean, ratio):

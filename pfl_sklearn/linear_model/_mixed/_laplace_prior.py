@@ -23,7 +23,7 @@ def fit_laplace_prior(table, prior, options):
 
     Parameters
     ----------
-    table : RegressionTable
+    table : RotatedTable
     prior : LaplacePrior
     options : Options
 

@@ -177,7 +177,7 @@ def _fit_known_mixture(table, prior, covariance_type, options):
 def _mixture_estimates(table, reduced, fit, prior, offset, centre):
     """Estimates in the units of the data."""
     state, shares, value, n_iter, done = fit
-    q, p, scale = table.n_random, table.columns.shape[1], reduced.scale
+    q, p, scale = table.n_random, table.n_columns, reduced.scale
     ratios = np.array(
         [f @ f.T if np.ndim(f) else f**2 * np.eye(q) for f in state.factors]  # or one number
     )

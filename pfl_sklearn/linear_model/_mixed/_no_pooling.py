@@ -4,9 +4,9 @@ from functools import partial
 
 import numpy as np
 
-from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._algebra import estimable, inverse_root
+from pfl_sklearn.linear_model._mixed._reduction import flat_rows
 from pfl_sklearn.linear_model._posterior import CovariancePosterior
 from pfl_sklearn.linear_model._table import MixedModelEstimates
 
@@ -23,11 +23,11 @@ def fit_without_pooling(table, prior, options, covariance):
     each client and regress on what is left. `covariance` (q, q) goes into the fitted prior: NaN for
     a single client, infinite if the prior says so.
     """
-    batches = _batches(table)
+    batches = table.moved_batches()
     solve = partial(_least_squares_batch, intercept=table.intercept, n_random=table.n_random)
     solved = map_batches(solve, batches, options.n_jobs)
     fixed, fixed_root = _fixed_coefficients(solved, table)
-    m, p, q = table.n_clients, table.columns.shape[1], table.n_random
+    m, p, q = table.n_clients, table.n_columns, table.n_random
     coefficients, square, ranks = np.empty((m, p)), 0.0, 0
     coefficients[:, q:] = fixed
     for (clients, *_), (solution, _, left, rank) in zip(batches, solved, strict=True):
@@ -35,7 +35,7 @@ def fit_without_pooling(table, prior, options, covariance):
         residual = left[:, :, -1] - left[:, :, :-1] @ fixed
         square += np.vdot(residual, residual)
         ranks += int(rank.sum())
-    rows = len(table.y) - (ranks + fixed_root.shape[1] if options.method == "reml" else 0)
+    rows = table.n_rows - (ranks + fixed_root.shape[1] if options.method == "reml" else 0)
     noise = options.noise_variance
     if noise is None:
         noise = square / rows if rows > 0 else np.nan  # each client fits its rows exactly
@@ -66,26 +66,16 @@ def _normal(table):
 
     The intercept's own row and column are those of columns with mean zero.
     """
-    weights = np.ones(len(table.y)) if table.weights is None else table.weights
-    columns = table.columns
     # A mean far from 0 would make a feature look like a multiple of the intercept.
     if table.intercept is not None:
-        columns = columns - weights @ columns / weights.sum()
-        columns[:, table.intercept] = 1.0
-    return (columns * weights[:, None]).T @ columns
+        centre = table.means()[0][:-1]
+        centre[table.intercept] = 0.0
+        table = table._replace(centre=centre)
+    columns = (flat_rows(rows)[:, :-1] for _, rows in table.moved_batches())
+    return sum(rows.T @ rows for rows in columns)
 
 
-def _batches(table):
-    """Clients, weighted rows (b, n, p + 1) with the target last, and roots of weights (b, n)."""
-    roots = np.ones(len(table.y)) if table.weights is None else np.sqrt(table.weights)
-    rows = np.column_stack([table.columns, table.y]) * roots[:, None]
-    return [
-        (batch.clients, rows[batch.rows], roots[batch.rows])
-        for batch in client_batches(table.codes, table.n_clients)
-    ]
-
-
-def _least_squares_batch(clients, rows, roots, intercept, n_random):
+def _least_squares_batch(clients, rows, intercept, n_random):
     """Least squares of every client's fixed columns and target on its random columns.
 
     Returns the solutions (b, q, f + 1), the maps (b, q, n) that give them, the residuals of fixed
@@ -94,7 +84,9 @@ def _least_squares_batch(clients, rows, roots, intercept, n_random):
     random = rows[:, :, :n_random]
     varies = intercept is not None and intercept < n_random
     if varies:  # project off the intercept first, by hand: slopes keep the digits of far columns
-        unit = roots / np.sqrt(np.einsum("bn,bn->b", roots, roots))[:, None]
+        ones = rows[:, :, intercept]
+        length = np.sqrt(np.einsum("bn,bn->b", ones, ones))[:, None]
+        unit = ones / length
         slopes = np.delete(random, intercept, axis=2)
         mean = (unit[:, None, :] @ slopes)[:, 0]
         slopes = slopes - unit[..., None] * mean[:, None, :]
@@ -104,8 +96,7 @@ def _least_squares_batch(clients, rows, roots, intercept, n_random):
     inverse, rank = _pseudo_inverse(slopes, lengths)
     if varies:
         first = unit[:, None, :] - mean[:, None, :] @ inverse
-        first = first / np.sqrt(np.einsum("bn,bn->b", roots, roots))[:, None, None]
-        inverse = np.insert(inverse, intercept, first[:, 0], axis=1)
+        inverse = np.insert(inverse, intercept, first[:, 0] / length, axis=1)
         rank = rank + 1
     solution = inverse @ rows[:, :, n_random:]
     left = rows[:, :, n_random:] - random @ solution
@@ -129,17 +120,18 @@ def _pseudo_inverse(matrices, lengths):
 
 def _fixed_coefficients(solved, table):
     """Within estimator (f,), and the root (f, rank) of its covariance over the noise variance."""
-    size = table.columns.shape[1] - table.n_random
+    size = table.n_columns - table.n_random
     gram = np.zeros((size + 1, size + 1))
     for _, _, left, _ in solved:
         flat = left.reshape(-1, size + 1)
         gram += flat.T @ flat
     if not size:
         return np.zeros(0), np.zeros((0, 0))
-    fixed = table.columns[:, table.n_random :]
-    weights = np.ones(len(fixed)) if table.weights is None else table.weights
+    squares = table.summed(
+        lambda rows: np.sum(table.moved(rows)[..., table.n_random : -1] ** 2, axis=1)
+    )
     # A column that is constant within clients has no within estimator: its coefficient is 0.
-    varies = np.diag(gram)[:-1] > _WITHIN * np.einsum("n,nf,nf->f", weights, fixed, fixed)
+    varies = np.diag(gram)[:-1] > _WITHIN * squares
     gram[:-1] *= varies[:, None]
     root, _ = inverse_root(gram[:-1, :-1] * varies)
     return root @ (root.T @ gram[:-1, -1]), root
@@ -172,12 +164,9 @@ def _log_likelihood(table, noise, square, rows, restricted):
     """Log-likelihood of a single client's rows."""
     if not noise > 0:  # an exact fit has no density
         return np.nan
-    value = rows * np.log(2 * np.pi * noise) + square / noise
-    columns = table.columns
-    if table.weights is not None:
-        value -= np.log(table.weights).sum()
-        columns = columns * np.sqrt(table.weights)[:, None]
+    value = rows * np.log(2 * np.pi * noise) + square / noise - table.log_weights
     if restricted:
-        values = np.linalg.svd(columns, compute_uv=False)
-        value += 2 * np.log(values[: len(table.y) - rows]).sum()
+        ((_, one_client),) = table.moved_batches()
+        values = np.linalg.svd(one_client[0, :, :-1], compute_uv=False)
+        value += 2 * np.log(values[: table.n_rows - rows]).sum()
     return -0.5 * float(value)

@@ -48,7 +48,7 @@ class Grams(NamedTuple):
 
 def client_grams(table):
     """Gram matrices of every client; ValueError if there are fixed coefficients."""
-    p = table.columns.shape[1]
+    p = table.n_columns
     if table.n_random < p:
         raise ValueError(
             "in the printed algorithms all coefficients vary by client; expected random='all'."
@@ -57,9 +57,10 @@ def client_grams(table):
     grams = np.zeros((table.n_clients, p + 1, p + 1))
     for stack in reduced.stacks:
         grams[stack.clients] = stack.rows.transpose(0, 2, 1) @ stack.rows
-    n_rows = np.bincount(table.codes, minlength=table.n_clients)
     left = reduced.remainder[0, 0] / len(grams)  # of the rows beyond q; their sum is what counts
-    return Grams(grams[:, :-1, :-1], grams[:, :-1, -1], grams[:, -1, -1] + left, n_rows), reduced
+    return Grams(
+        grams[:, :-1, :-1], grams[:, :-1, -1], grams[:, -1, -1] + left, table.sizes
+    ), reduced
 
 
 class Descent(NamedTuple):

@@ -12,8 +12,8 @@ import numpy as np
 from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
 from pfl_sklearn.linear_model._algebra import square_root
-from pfl_sklearn.linear_model._mixed._reduction import CACHED_CELLS
 from pfl_sklearn.linear_model._posterior import RowPosterior
+from pfl_sklearn.linear_model._rotation import CACHED_CELLS
 
 _COEFFICIENT_SD = 2.0  # prior sd behind the ridge, in units of target_bound / feature_bound
 _TYPICAL = 1 / 4  # size of coefficients in the same units, for the first guess

@@ -19,6 +19,7 @@ from pfl_sklearn.linear_model._mixed._private_population import (
     client_posteriors,
     estimate_population,
 )
+from pfl_sklearn.linear_model._rotation import rotated
 from pfl_sklearn.linear_model._table import MixedModelEstimates
 from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, RegressionMoments, gdp_epsilon
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
@@ -239,7 +240,7 @@ def _private_estimates(table, prior, covariance, options, released, alone):
     if covariance is None:
         covariance = np.full((q, q), np.nan)
     if alone:
-        local = fit_without_pooling(table, prior, options, covariance)
+        local = fit_without_pooling(rotated(table), prior, options, covariance)
         coefficients, posterior = local.coefficients, local.posterior
     else:
         coefficients, posterior = client_posteriors(table, released, covariance, options.n_jobs)

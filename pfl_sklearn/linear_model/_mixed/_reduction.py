@@ -11,10 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pfl_sklearn._clients import client_batches
 from pfl_sklearn._parallel import map_batches
-
-CACHED_CELLS = 1 << 18  # numbers in a batch of rows, which then fits the processor's cache
 
 
 class ReducedStack(NamedTuple):
@@ -58,7 +55,7 @@ def reduce_table(table, *, spectral, common_scale=True, scale=None, n_jobs=None)
 
     Parameters
     ----------
-    table : RegressionTable
+    table : RotatedTable
     spectral : bool
         Rotate to the eigenvectors of Z Z', of scaled columns.
     common_scale : bool
@@ -70,28 +67,23 @@ def reduce_table(table, *, spectral, common_scale=True, scale=None, n_jobs=None)
     -------
     Reduced
     """
-    y, weights, q = table.y, table.weights, table.n_random
+    q, p = table.n_random, table.n_columns
     if scale is None:
         scale = _scales(table, common_scale)
-    root = None if weights is None else np.sqrt(weights)
-    batches = [
-        (clients, _scaled_rows(table.columns, y, rows, scale, root))
-        for clients, rows in client_batches(
-            table.codes, table.n_clients, CACHED_CELLS // len(scale)
-        )
-    ]
-    reduce = partial(_reduce_batch, n_random=q, spectral=spectral)
-    stacks, remainders = zip(*map_batches(reduce, batches, n_jobs), strict=True)
+    reduce = partial(
+        _reduce_batch, move=table.moved, scale=np.append(scale, 1.0), n_random=q, spectral=spectral
+    )
+    stacks, remainders, squares = zip(*map_batches(reduce, table.batches, n_jobs), strict=True)
     return Reduced(
         _joined_stacks(stacks),
-        sum(remainders, np.zeros((len(scale) - q + 1,) * 2)),
-        len(y),
+        sum(remainders, np.zeros((p - q + 1,) * 2)),
+        table.n_rows,
         table.n_clients,
         q,
         scale,
-        float(np.vdot(y, y if weights is None else weights * y)),
+        sum(squares),
         # Rows times roots of weights have a density that is larger by these roots.
-        0.0 if weights is None else float(np.log(weights).sum()),
+        table.log_weights,
     )
 
 
@@ -107,47 +99,35 @@ def flat_rows(rows):
     return rows.reshape(-1, rows.shape[2])
 
 
-def _scaled_rows(columns, y, rows, scale, root):
-    """Scaled and weighted rows (b, n, p + 1) of a batch."""
-    table = np.empty((*rows.shape, len(scale) + 1))
-    np.multiply(columns[rows], scale, out=table[..., :-1])
-    table[..., -1] = y[rows]
-    if root is not None:
-        table *= root[rows][..., None]
-    return table
-
-
 def _scales(table, common):
     """Factors (p,) that give a client's columns a length of about 1.
 
     A variance ratio of about 1 is then one that the rows of a client can tell from 0.
     """
-    columns = table.columns
-    if table.weights is None:
-        squares = np.einsum("np,np->p", columns, columns) / table.n_clients
-    else:
-        squares = np.einsum("n,np,np->p", table.weights, columns, columns) / table.n_clients
+    squares = table.summed(lambda rows: np.sum(table.moved(rows)[..., :-1] ** 2, axis=1))
+    squares /= table.n_clients
     if common:
         squares[: table.n_random] = squares[: table.n_random].mean()
     return np.divide(1, np.sqrt(squares), out=np.ones_like(squares), where=squares > 0)
 
 
-def _reduce_batch(clients, table, n_random, spectral):
-    """Stack of one batch (b, n, p + 1), and the Gram matrix of its remaining rows."""
-    size = table.shape[2] - n_random
+def _reduce_batch(clients, rows, move, scale, n_random, spectral):
+    """Stack of one batch, the Gram matrix of its remaining rows, and its targets' squares."""
+    table = move(rows) * scale
+    square, size = float(np.vdot(table[..., -1], table[..., -1])), table.shape[2] - n_random
     remainder = np.zeros((size, size))
     if table.shape[1] > n_random:  # fewer rows have no zeros to gain
         triangular: Any = np.linalg.qr(table, mode="r")
         left = triangular[:, n_random:, n_random:].reshape(-1, size)
         table, remainder = triangular[:, :n_random], left.T @ left
-    if not spectral:
-        return ReducedStack(clients, table, None), remainder
-    random = table[:, :, :n_random]
-    if table.shape[1] == 1:  # one row is independent as it is
-        return ReducedStack(clients, table, np.sum(random**2, axis=2)), remainder
-    values, vectors = np.linalg.eigh(random @ random.transpose(0, 2, 1))
-    values = np.maximum(values, 0.0)  # rounding errors would be negative variances
-    return ReducedStack(clients, vectors.transpose(0, 2, 1) @ table, values), remainder
+    random, values = table[:, :, :n_random], None
+    if spectral and table.shape[1] == 1:  # one row is independent as it is
+        values = np.sum(random**2, axis=2)
+    elif spectral:
+        values, vectors = np.linalg.eigh(random @ random.transpose(0, 2, 1))
+        table = vectors.transpose(0, 2, 1) @ table
+        values = np.maximum(values, 0.0)  # rounding errors would be negative variances
+    return ReducedStack(clients, table, values), remainder, square
 
 
 def _joined_stacks(stacks):

@@ -1,0 +1,161 @@
+"""Rows of clients, rotated: all that a Gaussian linear model asks of them, in a few rows each.
+
+A rotation of a client's rows [1 X y] changes no likelihood, no least squares and no second moment.
+The one that makes them triangular leaves no more rows than columns that are not zero, however many
+there were. A row of zeros adds a share of log(2 pi sigma^2) and nothing else, so these are counted,
+not stored. Columns stay in their own units and are not centred: the rotated rows of two parts of a
+table, one below the other, are rotated rows of the whole.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from pfl_sklearn._clients import EncodedClients, client_batches, row_counts
+from pfl_sklearn._parallel import map_batches
+from pfl_sklearn.linear_model._table import check_table_range, column_facts
+
+CACHED_CELLS = 1 << 18  # numbers in a batch of rows, which then fits the processor's cache
+
+
+class RotatedTable(NamedTuple):
+    """Rotated rows of m clients in batches, and what a rotation hides of them.
+
+    A batch holds clients (b,) and rows (b, k, p + 2), times the roots of their weights: the q
+    random columns, the fixed ones, the target, and what became of a column of ones. A client of few
+    rows has its own, which no rotation would shorten.
+    """
+
+    batches: list
+    sizes: np.ndarray  # (m,), rows of positive weight before the rotation
+    log_weights: float  # sum of the logarithms of the weights
+    lowest: np.ndarray  # (m, p + 1), a client's smallest value of every column and of the target
+    highest: np.ndarray  # (m, p + 1), equal to it where a column is constant
+    n_random: int
+    intercept: int | None  # position of the intercept among the columns
+    names: list  # names of the columns
+    all_random: bool  # whether all columns were asked to vary, and not certain ones
+    offset: np.ndarray  # (p,), of whose predictor `moved` takes the targets' distances
+    centre: np.ndarray  # (p,), that `moved` subtracts from the columns
+
+    @property
+    def n_clients(self):
+        """Number m of clients."""
+        return len(self.sizes)
+
+    @property
+    def n_columns(self):
+        """Number p of columns."""
+        return len(self.names)
+
+    @property
+    def n_rows(self):
+        """Number of rows before the rotation."""
+        return int(self.sizes.sum())
+
+    @property
+    def random_intercept(self):
+        """Whether the intercept varies."""
+        return self.intercept is not None and self.intercept < self.n_random
+
+    @property
+    def varies_within(self):
+        """Which columns (p,) differ between rows of some client."""
+        return np.any(self.lowest != self.highest, axis=0)[:-1]
+
+    @property
+    def bounds(self):
+        """Smallest and largest values (p,) of the columns."""
+        return self.lowest.min(axis=0)[:-1], self.highest.max(axis=0)[:-1]
+
+    def moved(self, rows):
+        """Rows (..., p + 1) of a batch with their offset and centre subtracted."""
+        columns, ones = rows[..., :-2], rows[..., -1:]
+        target = rows[..., -2] - np.einsum("...p,p->...", columns, self.offset)
+        return np.concatenate([columns - ones * self.centre, target[..., None]], axis=-1)
+
+    def moved_batches(self):
+        """Clients and moved rows of every batch."""
+        return [(clients, self.moved(rows)) for clients, rows in self.batches]
+
+    def summed(self, function):
+        """Sum of ``function(rows)`` (b, ...) over clients in their order: no batch shows in it."""
+        parts = [function(rows) for _, rows in self.batches]
+        values = np.empty((self.n_clients, *parts[0].shape[1:]))
+        for (clients, _), part in zip(self.batches, parts, strict=True):
+            values[clients] = part
+        return values.sum(axis=0)
+
+    def means(self):
+        """Weighted means (p + 1,) of the columns and the target, and the sum of the weights."""
+        totals = self.summed(lambda rows: np.einsum("bk,bkw->bw", rows[..., -1], rows))
+        # A mean has rounding errors, and a constant column has to become exactly 0.
+        low, high = self.lowest.min(axis=0), self.highest.max(axis=0)
+        return np.where(low == high, low, totals[:-1] / totals[-1]), float(totals[-1])
+
+
+def rotated_table(design, features, y, rows, n_jobs=None):
+    """Rotated table of features (n, d) and targets (n,); `rows` holds clients and weights.
+
+    Raises
+    ------
+    ValueError
+        If values are too large or too small to be squared. A fit with privacy must not come here:
+        the error would reveal a client's values.
+    """
+    check_table_range(features, y, rows.weights)
+    columns_at, facts = partial(_columns_at, design, features), column_facts(design)
+    return _rotated(columns_at, y, rows.clients, rows.weights, facts, n_jobs)
+
+
+def rotated(table, n_jobs=None):
+    """Rotated table of a RegressionTable."""
+    facts = table.n_random, table.intercept, table.names, table.all_random
+    clients = EncodedClients(np.arange(table.n_clients), table.codes)
+    return _rotated(table.columns.__getitem__, table.y, clients, table.weights, facts, n_jobs)
+
+
+def _columns_at(design, features, rows):
+    """Columns (..., p) of some rows, the random ones first."""
+    return design.matrix(features[rows])[..., design.order]
+
+
+def _rotated(columns_at, y, clients, weights, facts, n_jobs):
+    """Rotated table of rows whose columns `columns_at` gives; `facts` tell of the columns.
+
+    A client's numbers are the same bits whatever the other clients are.
+    """
+    m, p = len(clients.ids), len(facts[2])
+    roots = None if weights is None else np.sqrt(weights)
+    index = client_batches(clients.codes, m, CACHED_CELLS // (p + 2))
+    rotate = partial(_rotate_batch, columns_at=columns_at, y=y, roots=roots)
+    done = map_batches(rotate, index, n_jobs)
+    bounds = np.empty((2, m, p + 1))
+    for (members, _), (_, *extremes) in zip(index, done, strict=True):
+        bounds[:, members] = extremes
+    return RotatedTable(
+        [(members, block) for (members, _), (block, *_) in zip(index, done, strict=True)],
+        row_counts(clients.codes, m),
+        0.0 if weights is None else float(np.log(weights).sum()),
+        *bounds,
+        *facts,
+        np.zeros(p),
+        np.zeros(p),
+    )
+
+
+def _rotate_batch(clients, rows, columns_at, y, roots):
+    """Rotated rows (b, k, p + 2) of a batch, and bounds (b, p + 1) of its columns and target."""
+    values = np.concatenate([columns_at(rows), y[rows][..., None]], axis=-1, dtype=np.float64)
+    low, high = values.min(axis=1), values.max(axis=1)
+    # Ones come first, so that a rotation keeps the digits of columns that are far from zero.
+    block = np.concatenate([np.ones((*rows.shape, 1)), values], axis=-1)
+    if roots is not None:
+        block *= roots[rows][..., None]
+    if block.shape[1] > block.shape[2]:
+        block = np.linalg.qr(block, mode="r")
+    values, ones = block[..., 1:], block[..., :1]
+    # Rounding errors would tell apart what is constant within a client.
+    values = np.where((low == high)[:, None], low[:, None] * ones, values)
+    return np.concatenate([values, ones], axis=-1), low, high

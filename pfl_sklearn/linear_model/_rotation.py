@@ -7,6 +7,7 @@ not stored. Columns stay in their own units and are not centred: the rotated row
 table, one below the other, are rotated rows of the whole.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -19,15 +20,46 @@ from pfl_sklearn.linear_model._table import check_table_range, column_facts
 CACHED_CELLS = 1 << 18  # numbers in a batch of rows, which then fits the processor's cache
 
 
+class Rows(NamedTuple):
+    """Rows of a table as they are."""
+
+    columns_at: Callable  # from numbers of rows (...) to their columns (..., p)
+    y: np.ndarray  # (n,)
+    roots: np.ndarray | None  # (n,), of the weights
+
+    def values(self, rows):
+        """Columns, target and a one (..., p + 2) of some rows."""
+        parts = self.columns_at(rows), self.y[rows][..., None], np.ones((*rows.shape, 1))
+        return np.concatenate(parts, axis=-1, dtype=np.float64)
+
+    def weighted(self, rows):
+        """The same times the roots of the weights."""
+        values = self.values(rows)
+        return values if self.roots is None else values * self.roots[rows][..., None]
+
+
+class Batches(NamedTuple):
+    """Clients and rotated rows of every batch; rows that no rotation shortens are not stored."""
+
+    index: list  # of clients (b,) and the numbers (b, n) of their rows
+    rows: Rows
+    rotated: list  # of arrays (b, k, p + 2), or None
+
+    def read(self):
+        """Clients (b,) and rows (b, k, p + 2) of one batch after the other."""
+        for (clients, rows), block in zip(self.index, self.rotated, strict=True):
+            yield clients, self.rows.weighted(rows) if block is None else block
+
+
 class RotatedTable(NamedTuple):
     """Rotated rows of m clients in batches, and what a rotation hides of them.
 
-    A batch holds clients (b,) and rows (b, k, p + 2), times the roots of their weights: the q
-    random columns, the fixed ones, the target, and what became of a column of ones. A client of few
-    rows has its own, which no rotation would shorten.
+    A batch is clients (b,) and rows (b, k, p + 2), times the roots of their weights: the q random
+    columns, the fixed ones, the target, and what became of a column of ones. A client of few rows
+    has its own, which no rotation would shorten.
     """
 
-    batches: list
+    stored: Batches
     sizes: np.ndarray  # (m,), rows of positive weight before the rotation
     log_weights: float  # sum of the logarithms of the weights
     lowest: np.ndarray  # (m, p + 1), a client's smallest value of every column and of the target
@@ -38,6 +70,11 @@ class RotatedTable(NamedTuple):
     all_random: bool  # whether all columns were asked to vary, and not certain ones
     offset: np.ndarray  # (p,), of whose predictor `moved` takes the targets' distances
     centre: np.ndarray  # (p,), that `moved` subtracts from the columns
+
+    @property
+    def batches(self):
+        """Clients (b,) and rows (b, k, p + 2) of one batch after the other."""
+        return self.stored.read()
 
     @property
     def n_clients(self):
@@ -76,14 +113,14 @@ class RotatedTable(NamedTuple):
         return np.concatenate([columns - ones * self.centre, target[..., None]], axis=-1)
 
     def moved_batches(self):
-        """Clients and moved rows of every batch."""
-        return [(clients, self.moved(rows)) for clients, rows in self.batches]
+        """Clients and moved rows of every batch, one after the other."""
+        return ((clients, self.moved(rows)) for clients, rows in self.batches)
 
     def summed(self, function):
         """Sum of ``function(rows)`` (b, ...) over clients in their order: no batch shows in it."""
-        parts = [function(rows) for _, rows in self.batches]
-        values = np.empty((self.n_clients, *parts[0].shape[1:]))
-        for (clients, _), part in zip(self.batches, parts, strict=True):
+        parts = [(clients, function(rows)) for clients, rows in self.batches]
+        values = np.empty((self.n_clients, *parts[0][1].shape[1:]))
+        for clients, part in parts:
             values[clients] = part
         return values.sum(axis=0)
 
@@ -127,15 +164,14 @@ def _rotated(columns_at, y, clients, weights, facts, n_jobs):
     A client's numbers are the same bits whatever the other clients are.
     """
     m, p = len(clients.ids), len(facts[2])
-    roots = None if weights is None else np.sqrt(weights)
+    rows = Rows(columns_at, y, None if weights is None else np.sqrt(weights))
     index = client_batches(clients.codes, m, CACHED_CELLS // (p + 2))
-    rotate = partial(_rotate_batch, columns_at=columns_at, y=y, roots=roots)
-    done = map_batches(rotate, index, n_jobs)
+    done = map_batches(partial(_rotate_batch, table=rows), index, n_jobs)
     bounds = np.empty((2, m, p + 1))
     for (members, _), (_, *extremes) in zip(index, done, strict=True):
         bounds[:, members] = extremes
     return RotatedTable(
-        [(members, block) for (members, _), (block, *_) in zip(index, done, strict=True)],
+        Batches(index, rows, [block for block, *_ in done]),
         row_counts(clients.codes, m),
         0.0 if weights is None else float(np.log(weights).sum()),
         *bounds,
@@ -145,17 +181,15 @@ def _rotated(columns_at, y, clients, weights, facts, n_jobs):
     )
 
 
-def _rotate_batch(clients, rows, columns_at, y, roots):
-    """Rotated rows (b, k, p + 2) of a batch, and bounds (b, p + 1) of its columns and target."""
-    values = np.concatenate([columns_at(rows), y[rows][..., None]], axis=-1, dtype=np.float64)
-    low, high = values.min(axis=1), values.max(axis=1)
+def _rotate_batch(clients, rows, table):
+    """Rotated rows (b, k, p + 2), or None if they are no fewer, and bounds (b, p + 1)."""
+    values = table.values(rows)
+    low, high = values.min(axis=1)[:, :-1], values.max(axis=1)[:, :-1]
+    if rows.shape[1] <= values.shape[2]:
+        return None, low, high
     # Ones come first, so that a rotation keeps the digits of columns that are far from zero.
-    block = np.concatenate([np.ones((*rows.shape, 1)), values], axis=-1)
-    if roots is not None:
-        block *= roots[rows][..., None]
-    if block.shape[1] > block.shape[2]:
-        block = np.linalg.qr(block, mode="r")
-    values, ones = block[..., 1:], block[..., :1]
+    turned = np.linalg.qr(np.roll(table.weighted(rows), 1, axis=-1), mode="r")
+    ones = turned[..., :1]
     # Rounding errors would tell apart what is constant within a client.
-    values = np.where((low == high)[:, None], low[:, None] * ones, values)
-    return np.concatenate([values, ones], axis=-1), low, high
+    turned = np.where((low == high)[:, None], low[:, None] * ones, turned[..., 1:])
+    return np.concatenate([turned, ones], axis=-1), low, high

@@ -139,10 +139,11 @@ def _fit_by_likelihood(problem, covariance, spectral, options):
     unbounded = None
     if family is not None and not all_fitted:
         found, unbounded = _zero_where_flat(problem, found)
-    estimates = _gaussian_estimates(problem, found)._replace(unbounded=unbounded)
+    deviations = _deviations(problem, found)
+    estimates = _gaussian_estimates(problem, found, deviations)._replace(unbounded=unbounded)
     if family is None or options.uncertainty == "plug_in":
         return estimates
-    return _with_averages(problem, estimates, found)
+    return _with_averages(problem, estimates, found, deviations)
 
 
 def _noise_is_below(share, found, reduced):
@@ -171,7 +172,12 @@ def _zero_where_flat(problem, found):
     return at_zero._replace(n_iter=found.n_iter, converged=found.converged), (back != 0) @ flat
 
 
-def _with_averages(problem, estimates, found):
+def _deviations(problem, found):
+    """Conditional means (m, q) of the random coefficients, in the scale of the reduction."""
+    return client_deviations(problem.case.reduced, found.whitened, found.point, found.ratio)
+
+
+def _with_averages(problem, estimates, found, deviations):
     """The same estimates, with errors that are averaged over the variances, where they may be."""
     case, first = problem.case, problem.case.settings.first
     share = averaging_share(problem.table.n_clients)
@@ -181,7 +187,6 @@ def _with_averages(problem, estimates, found):
         return estimates
     population = np.zeros(case.reduced.n_columns)
     population[first:] = found.point.coefficients
-    deviations = client_deviations(case.reduced, found.whitened, found.point, found.ratio)
     case = case._replace(ratio=found.ratio, population=population, deviations=deviations)
     return with_averages(estimates, share, LazyAverages(case))
 
@@ -193,7 +198,7 @@ def _posterior_estimates(problem):
     means, source, covariance, noise = posterior_means(case._replace(ratio=np.zeros((q, q))))
     # Shrinkage and plug-in errors are those at the posterior mean variances.
     found = at_ratio(case.reduced, case.settings._replace(noise=noise), covariance / noise)
-    estimates = _gaussian_estimates(problem, found)
+    estimates = _gaussian_estimates(problem, found, _deviations(problem, found))
     population = case.offset + case.frame.back @ means.population
     deviations = means.deviations @ case.frame.back[:, :q].T
     return with_averages(
@@ -256,8 +261,8 @@ def _search_variances(problem, covariance, spectral, options):
     return at_ratio(reduced, settings, scaled / noise)
 
 
-def _gaussian_estimates(problem, found):
-    """Estimates in the units of the data."""
+def _gaussian_estimates(problem, found, deviations):
+    """Estimates in the units of the data; the whitened rows become those of the posterior."""
     table, case = problem.table, problem.case
     reduced, (scale, centre, intercept) = case.reduced, case.frame
     m, q, p = table.n_clients, table.n_random, table.n_columns
@@ -266,19 +271,18 @@ def _gaussian_estimates(problem, found):
     population[free] = point.coefficients * scale[free]
     population = case.offset + uncentred(population, intercept, centre)
     error[free, free] = point.covariance()
-    deviations = client_deviations(reduced, found.whitened, point, found.ratio)
     coefficients = np.tile(population, (m, 1))
     spread = np.hstack([deviations * scale[:q], np.zeros((m, p - q))])
     coefficients += uncentred(spread, intercept, centre)
     ratio = np.zeros((p, p))
     ratio[:q, :q] = found.ratio
+    # A coefficient that the rows leave open has no error; a generalized inverse would say 0.
+    left_open = open_coefficients(reduced, found.whitened, point, free.start) + free.start
     rows, error, ratio = _uncentred_covariances(
         _padded_rows(reduced, found.whitened), error, ratio, q, case.frame
     )
     squares = np.multiply.outer(scale, scale)
     stated = error * squares
-    # A coefficient that the rows leave open has no error; a generalized inverse would say 0.
-    left_open = open_coefficients(reduced, found.whitened, point, free.start) + free.start
     stated[left_open], stated[:, left_open] = np.nan, np.nan
     covariance = point.noise * (ratio * squares)[:q, :q]
     return MixedModelEstimates(
@@ -309,7 +313,9 @@ def _uncentred_covariances(rows, error, ratio, q, frame):
     back[intercept] -= shift
     if np.any(centre[:q]):
         ratio = back @ ratio @ back.T
-    return rows + rows[..., intercept, None] * shift, back @ error @ back.T, ratio
+    for k in np.flatnonzero(shift):  # in place: the rows may fill most of the memory
+        rows[..., k] += rows[..., intercept] * shift[k]
+    return rows, back @ error @ back.T, ratio
 
 
 def _padded_rows(reduced, whitened):

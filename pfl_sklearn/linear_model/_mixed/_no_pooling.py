@@ -23,7 +23,7 @@ def fit_without_pooling(table, prior, options, covariance):
     each client and regress on what is left. `covariance` (q, q) goes into the fitted prior: NaN for
     a single client, infinite if the prior says so.
     """
-    batches = table.moved_batches()
+    batches = list(table.moved_batches())
     solve = partial(_least_squares_batch, intercept=table.intercept, n_random=table.n_random)
     solved = map_batches(solve, batches, options.n_jobs)
     fixed, fixed_root = _fixed_coefficients(solved, table)

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pfl_sklearn.linear_model._algebra import estimable, inverse_root, solve_lower
+from pfl_sklearn.linear_model._algebra import estimable, inverse_root, row_slices, solve_lower
 from pfl_sklearn.linear_model._mixed._reduction import flat_rows
 
+_BLOCK_CELLS = 1 << 16  # of the clients whose rows are whitened together, in the cache
 _BLOCK_ROWS = 1024  # of a product that then fits the processor's cache
 _SMALLEST_SQUARES = 1e-280  # residual squares where all targets are 0, which have no logarithm
 _EXACT_FIT = 1e-28  # residual squares over squares of the target that count as rounding
@@ -61,15 +62,19 @@ def whiten_spectral(reduced, ratio, reuse=None):
 
 def whiten(reduced, factor):
     """Whiten under P = factor factor' (q, r)."""
-    rows, log_det = [], 0.0
+    whitened, log_det = [], 0.0
     for stack in reduced.stacks:
-        moved = stack.rows[:, :, : reduced.n_random] @ factor
-        covariance = moved @ moved.transpose(0, 2, 1)
-        covariance += np.eye(covariance.shape[1])
-        lower = np.linalg.cholesky(covariance)
-        log_det += 2 * np.log(np.einsum("bkk->bk", lower)).sum()
-        rows.append(solve_lower(lower, stack.rows))
-    return Whitened(rows, log_det)
+        rows, diagonals = np.empty_like(stack.rows), np.empty(stack.rows.shape[:2])
+        for part in row_slices(len(rows), rows[:1].size, _BLOCK_CELLS):
+            moved = stack.rows[part, :, : reduced.n_random] @ factor
+            covariance = moved @ moved.transpose(0, 2, 1)
+            covariance += np.eye(covariance.shape[1])
+            lower = np.linalg.cholesky(covariance)
+            diagonals[part] = np.einsum("bkk->bk", lower)
+            rows[part] = solve_lower(lower, stack.rows[part])
+        log_det += 2 * np.log(diagonals).sum()
+        whitened.append(rows)
+    return Whitened(whitened, log_det)
 
 
 def profile(reduced, whitened, settings):
@@ -162,15 +167,16 @@ def slope_matrix(reduced, whitened, point, settings):
     """Derivative (q, q) of the criterion in P."""
     q = reduced.n_random
     slope = np.zeros((q, q))
-    for rows, residual in zip(whitened.rows, point.residuals, strict=True):
-        random = rows[:, :, :q]
-        pulled = (residual[:, None, :] @ random)[:, 0]
-        flat = random.reshape(-1, q)
-        slope += flat.T @ flat - pulled.T @ pulled / point.noise
-        if settings.restricted:
-            leverage = rows[:, :, settings.first : -1] @ point.root
-            hat = leverage @ leverage.transpose(0, 2, 1)
-            slope -= flat.T @ (hat @ random).reshape(-1, q)
+    for stack, residual in zip(whitened.rows, point.residuals, strict=True):
+        for part in row_slices(len(stack), stack[:1].size, _BLOCK_CELLS):
+            rows, random = stack[part], stack[part, :, :q]
+            pulled = (residual[part, None, :] @ random)[:, 0]
+            flat = random.reshape(-1, q)
+            slope += flat.T @ flat - pulled.T @ pulled / point.noise
+            if settings.restricted:
+                leverage = rows[:, :, settings.first : -1] @ point.root
+                hat = leverage @ leverage.transpose(0, 2, 1)
+                slope -= flat.T @ (hat @ random).reshape(-1, q)
     return slope
 
 

@@ -72,11 +72,12 @@ def search_ratio(reduced, settings, max_iter, tol):
         start = float(_RATIO_GRID[int(np.argmin(values))])
     else:
         start = 1.0
-        subset, half = _some_clients(reduced), _half_precision(reduced)
         # Restricted likelihood of a subset would charge it all coefficients of the population.
         unrestricted = settings._replace(restricted=False)
-        start = _fisher_steps(subset, unrestricted, start, _START_STEPS, _START_TOL).next_ratio
-        start = _fisher_steps(half, settings, start, _START_STEPS, _START_TOL).next_ratio
+        for preview, how in ((_some_clients, unrestricted), (_half_precision, settings)):
+            stage = preview(reduced)
+            start = _fisher_steps(stage, how, start, _START_STEPS, _START_TOL).next_ratio
+        del stage  # half as large as the rows, which are whitened next
     end = _fisher_steps(reduced, settings, start, max_iter, tol)
     if end.evidence < _FAR_FROM_ZERO:  # steps are relative, so they come near zero but not to it
         zero = at_ratio(reduced, settings, 0.0)

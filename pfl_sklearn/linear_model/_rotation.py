@@ -9,7 +9,7 @@ table, one below the other, are rotated rows of the whole.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -41,13 +41,13 @@ class Rows(NamedTuple):
 class Batches(NamedTuple):
     """Clients and rotated rows of every batch; rows that no rotation shortens are not stored."""
 
-    index: list  # of clients (b,) and the numbers (b, n) of their rows
+    members: list  # clients (b,) and the numbers (b, n) of their rows
     rows: Rows
     rotated: list  # of arrays (b, k, p + 2), or None
 
     def read(self):
         """Clients (b,) and rows (b, k, p + 2) of one batch after the other."""
-        for (clients, rows), block in zip(self.index, self.rotated, strict=True):
+        for (clients, rows), block in zip(self.members, self.rotated, strict=True):
             yield clients, self.rows.weighted(rows) if block is None else block
 
 
@@ -64,12 +64,12 @@ class RotatedTable(NamedTuple):
     log_weights: float  # sum of the logarithms of the weights
     lowest: np.ndarray  # (m, p + 1), a client's smallest value of every column and of the target
     highest: np.ndarray  # (m, p + 1), equal to it where a column is constant
+    offset: np.ndarray  # (p,), of whose predictor `moved` takes the targets' distances
+    centre: np.ndarray  # (p,), that `moved` subtracts from the columns
     n_random: int
     intercept: int | None  # position of the intercept among the columns
     names: list  # names of the columns
     all_random: bool  # whether all columns were asked to vary, and not certain ones
-    offset: np.ndarray  # (p,), of whose predictor `moved` takes the targets' distances
-    centre: np.ndarray  # (p,), that `moved` subtracts from the columns
 
     @property
     def batches(self):
@@ -174,10 +174,11 @@ def _rotated(columns_at, y, clients, weights, facts, n_jobs):
         Batches(index, rows, [block for block, *_ in done]),
         row_counts(clients.codes, m),
         0.0 if weights is None else float(np.log(weights).sum()),
-        *bounds,
+        bounds[0],
+        bounds[1],
+        np.zeros(p),
+        np.zeros(p),
         *facts,
-        np.zeros(p),
-        np.zeros(p),
     )
 
 
@@ -188,7 +189,7 @@ def _rotate_batch(clients, rows, table):
     if rows.shape[1] <= values.shape[2]:
         return None, low, high
     # Ones come first, so that a rotation keeps the digits of columns that are far from zero.
-    turned = np.linalg.qr(np.roll(table.weighted(rows), 1, axis=-1), mode="r")
+    turned: Any = np.linalg.qr(np.roll(table.weighted(rows), 1, axis=-1), mode="r")
     ones = turned[..., :1]
     # Rounding errors would tell apart what is constant within a client.
     turned = np.where((low == high)[:, None], low[:, None] * ones, turned[..., 1:])

@@ -6,11 +6,19 @@ import numpy as np
 
 from pfl_sklearn._variance_averaging import averaging_share
 from pfl_sklearn.linear_model._algebra import factor_of, uncorrelating
-from pfl_sklearn.linear_model._mixed._averaged import Case, Frame, LazyAverages, with_averages
-from pfl_sklearn.linear_model._mixed._few_rows import (
+from pfl_sklearn.linear_model._mixed._averaged import (
+    Case,
+    Frame,
+    LazyAverages,
     posterior_means,
     rows_to_spare,
     warn_of_few_rows,
+    with_averages,
+)
+from pfl_sklearn.linear_model._mixed._closed_form import (
+    fit_known_population,
+    fit_without_pooling,
+    is_known_with_few_rows,
 )
 from pfl_sklearn.linear_model._mixed._identified import (
     EXACT_NOISE,
@@ -19,11 +27,6 @@ from pfl_sklearn.linear_model._mixed._identified import (
     flat_variances,
     warn_of_flat_variances,
 )
-from pfl_sklearn.linear_model._mixed._known_population import (
-    fit_known_population,
-    is_known_with_few_rows,
-)
-from pfl_sklearn.linear_model._mixed._no_pooling import fit_without_pooling
 from pfl_sklearn.linear_model._mixed._profile import Settings, client_deviations, open_coefficients
 from pfl_sklearn.linear_model._mixed._reduction import random_moments, reduce_table
 from pfl_sklearn.linear_model._mixed._variance_points import Family, can_average

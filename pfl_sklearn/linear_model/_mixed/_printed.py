@@ -12,7 +12,7 @@ from scipy.special import softmax
 from sklearn.mixture import GaussianMixture
 
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.linear_model._mixed._no_pooling import fit_without_pooling
+from pfl_sklearn.linear_model._mixed._closed_form import fit_without_pooling
 from pfl_sklearn.linear_model._mixed._profile import Settings
 from pfl_sklearn.linear_model._mixed._reduction import reduce_table
 from pfl_sklearn.linear_model._mixed._variance_search import search_ratio

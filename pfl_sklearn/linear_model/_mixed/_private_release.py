@@ -12,7 +12,7 @@ import numpy as np
 
 from pfl_sklearn._clients import row_counts
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.linear_model._mixed._no_pooling import fit_without_pooling
+from pfl_sklearn.linear_model._mixed._closed_form import fit_without_pooling
 from pfl_sklearn.linear_model._mixed._private_population import (
     PublicSizes,
     ReleasedPopulation,

@@ -5,8 +5,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from pfl_sklearn import BernoulliMean, GaussianMean
+from pfl_sklearn import BernoulliMean, GaussianMean, PersonalizedLinearRegression
 from pfl_sklearn.neural_network import AdaPeDClassifier
+from pfl_sklearn.priors import GaussianPrior
 
 N_CLIENTS = 40_000
 
@@ -37,6 +38,26 @@ def test_memory_is_as_stated(estimator, d, per_row, per_client, n_rows):
     stated = per_row * len(groups) + per_client * N_CLIENTS
     work_space = 14e6 if d > 1 else 0.2e6
     assert 0.6 * stated < peak < 1.02 * stated + work_space
+
+
+@pytest.mark.parametrize("shape", ["spherical", "diag"])
+@pytest.mark.parametrize("random", ["all", "intercept"])
+@pytest.mark.parametrize(
+    ("n_clients", "n_rows", "d"), [(12_000, 3, 8), (12_000, 10, 3), (3000, 40, 8)]
+)
+def test_memory_of_linear_models_is_as_stated(n_clients, n_rows, d, random, shape):
+    """The formula of the guide, for clients of fewer and of more rows than columns."""
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(n_clients), n_rows)
+    X = rng.normal(size=(len(groups), d))
+    y = X.sum(axis=1) + rng.normal(size=n_clients)[groups] + rng.normal(size=len(groups))
+    model = PersonalizedLinearRegression(GaussianPrior(covariance_type=shape), random=random)
+    peak = peak_bytes(lambda: model.fit(X, y, groups=groups))
+    p, q = d + 1, d + 1 if random == "all" else 1
+    stated = 32 * n_rows + 16 * min(n_rows, q) * (p + 1) + 48 * p
+    stated += 8 * (p + 1) * (p + 2) if n_rows > p + 2 else 0
+    work_space = 4e6  # blocks of rows, in the processor's cache
+    assert 0.7 * stated * n_clients < peak < 1.1 * stated * n_clients + work_space
 
 
 @pytest.mark.parametrize(

@@ -234,7 +234,9 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     it over with :meth:`for_client`. Private models have no criteria and no R2.
 
     *Memory* beyond the input, with p columns of which q vary: ``8 min(n_i, q) (p + 1)`` bytes per
-    client, twice during the fit and once after it. With up to 1,000 clients errors need another
+    client, twice during the fit and once after it. During the fit also 32 bytes per row, ``48 p``
+    per client, and ``8 (p + 1) (p + 2)`` for one of more rows than columns. With up to 1,000
+    clients errors need another
     ``8 q (p + 1)`` bytes per client, and ``8 q (p + 300)`` more once they are computed. A fit
     without privacy keeps 8 p^2 bytes for comparisons.
 
@@ -348,10 +350,12 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
         # The ledger may refuse the fit. It does so before any value is read, and an error in the
         # values (which may tell of a client) is paid for.
         charge(self)
-        features, y = check_X_y(X, y, dtype=np.float64, order="C", y_numeric=True, estimator=self)
+        private = math.isfinite(self.epsilon)
+        # Single precision stays, until blocks of rows are rotated in double precision.
+        dtypes = np.float64 if private else (np.float64, np.float32)
+        features, y = check_X_y(X, y, dtype=dtypes, order="C", y_numeric=True, estimator=self)
         y = y.astype(np.float64, copy=False)
         # Rows are clipped one by one for a release; nothing else sees one after the reduction.
-        private = math.isfinite(self.epsilon)
         make = make_table if private else partial(rotated_table, n_jobs=self.n_jobs)
         table, design, ids = self._make_table(X, features, y, groups, sample_weight, make)
         estimates, report = fit(table, prior, self._parameters_of(Options))

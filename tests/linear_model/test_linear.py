@@ -891,3 +891,33 @@ def test_refit_with_other_features_and_clients():
     assert model.n_features_in_ == 1
     with pytest.raises(ValueError, match=r"X has 2 features, but .* is expecting 1"):
         model.predict(X, groups=["a"] * 48)
+
+
+def test_features_in_single_precision_are_read_as_they_are():
+    """They are exact in double precision, which every block of rows is summed in."""
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(20), 15)
+    X = rng.normal(size=(300, 3)).astype(np.float32)
+    y = X @ [1.0, 2.0, 3.0] + rng.normal(size=20)[groups] + rng.normal(size=300)
+    single = PersonalizedLinearRegression().fit(X, y, groups=groups)
+    double = PersonalizedLinearRegression().fit(X.astype(float), y, groups=groups)
+    np.testing.assert_array_equal(single.coef_, double.coef_)
+    assert single.log_likelihood_ == double.log_likelihood_
+    assert single.coef_.dtype == np.float64
+
+
+@pytest.mark.parametrize("n_jobs", [None, 2])
+def test_a_fit_depends_on_no_order_of_clients(n_jobs):
+    """Rows are rotated client by client: the order of the table is nothing but rounding."""
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(30), rng.integers(1, 12, 30))
+    X = rng.normal(size=(len(groups), 2)) + 1e4  # far from zero
+    y = X @ [1.0, -1.0] + rng.normal(size=30)[groups] + rng.normal(size=len(groups))
+    weights = rng.uniform(0.2, 3, len(groups))
+    model = PersonalizedLinearRegression(n_jobs=n_jobs)
+    one = model.fit(X, y, groups=groups, sample_weight=weights)
+    coef, value = one.coef_, one.log_likelihood_
+    order = rng.permutation(len(groups))
+    model.fit(X[order], y[order], groups=groups[order], sample_weight=weights[order])
+    np.testing.assert_allclose(model.coef_, coef, rtol=1e-6, atol=1e-8)
+    assert model.log_likelihood_ == pytest.approx(value, rel=1e-10)

@@ -119,7 +119,8 @@ def _reduce_batch(clients, rows, move, scale, n_random, spectral):
     if table.shape[1] > n_random:  # fewer rows have no zeros to gain
         triangular: Any = np.linalg.qr(table, mode="r")
         left = triangular[:, n_random:, n_random:].reshape(-1, size)
-        table, remainder = triangular[:, :n_random], left.T @ left
+        # A copy: a view would keep all rows in memory.
+        table, remainder = triangular[:, :n_random].copy(), left.T @ left
     random, values = table[:, :, :n_random], None
     if spectral and table.shape[1] == 1:  # one row is independent as it is
         values = np.sum(random**2, axis=2)

@@ -10,10 +10,7 @@ from sklearn.base import _fit_context
 from sklearn.model_selection._search import BaseSearchCV
 from sklearn.utils import _safe_indexing as safe_indexing
 from sklearn.utils._param_validation import HasMethods, Interval, StrOptions
-from sklearn.utils.metaestimators import (
-    _BaseComposition as BaseComposition,
-    available_if as _available_if,
-)
+from sklearn.utils.metaestimators import available_if as _available_if
 from sklearn.utils.validation import (
     _check_method_params as check_method_params,
     _check_sample_weight as check_sample_weight,
@@ -30,15 +27,20 @@ if TYPE_CHECKING:
 
         def __sklearn_clone__(self) -> Any: ...
 
+    class BaseComposition(_Untyped): ...
+
     class BaseEstimator(_Untyped): ...
 
     class CallbackSupportMixin(_Untyped): ...
 
     class ClassifierMixin(_Untyped): ...
 
+    class MetaEstimatorMixin(_Untyped): ...
+
     class RegressorMixin(_Untyped): ...
 else:
-    from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+    from sklearn.base import BaseEstimator, ClassifierMixin, MetaEstimatorMixin, RegressorMixin
+    from sklearn.utils.metaestimators import _BaseComposition as BaseComposition
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -88,6 +90,7 @@ __all__ = [
     "ClassifierMixin",
     "HasMethods",
     "Interval",
+    "MetaEstimatorMixin",
     "RegressorMixin",
     "StrOptions",
     "available_if",

@@ -44,6 +44,9 @@ WRONG = {
     "GaussianMean().fit([[0.0]], [1.0], client=['a'])": "call-arg",
     "GaussianMean().privacy_.epsilonn": "attr-defined",
     "PersonalizedLinearRegression(max_iter='ten')": "arg-type",
+    "PersonalizedLinearRegression(max_itre=10)": "call-arg",
+    "GaussianPrior(covariance_typ='diag')": "call-arg",
+    "ClientSelector([], hwo='best')": "call-arg",
     "PPSGDRegressor(batch_size=2.5)": "arg-type",
     "PPSGDRegressor(n_round=5)": "call-arg",
     "DittoRegressor(local_steps='ten')": "arg-type",
@@ -66,7 +69,8 @@ def errors_of(script, tmp_path):
 @pytest.mark.slow
 def test_a_users_script(tmp_path):
     assert errors_of(RIGHT, tmp_path) == []
-    names = "DittoRegressor, GaussianMean, PersonalizedLinearRegression, PPSGDRegressor, privacy_of"
+    names = "ClientSelector, DittoRegressor, GaussianMean, GaussianPrior, PPSGDRegressor"
+    names += ", PersonalizedLinearRegression, privacy_of"
     script = [f"import pfl_sklearn; from pfl_sklearn import {names}", *WRONG]
     errors = errors_of("\n".join(script), tmp_path)
     lines = {int(line.split(":")[1]) - 2: line for line in errors}

@@ -6,13 +6,7 @@ from typing import Any, Self
 
 import pandas as pd
 from sklearn import config_context
-from sklearn.base import (
-    BaseEstimator,
-    MetaEstimatorMixin,
-    clone,
-    is_classifier,
-    is_regressor,
-)
+from sklearn.base import clone, is_classifier, is_regressor
 from sklearn.callback import CallbackSupportMixin
 from sklearn.feature_selection import RFECV
 from sklearn.linear_model import RANSACRegressor
@@ -20,7 +14,14 @@ from sklearn.utils import InputTags, check_array, get_tags
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._clients import check_same_ids, split_client_column
-from pfl_sklearn._compat import HasMethods, available_if, fit_context, with_callbacks
+from pfl_sklearn._compat import (
+    BaseEstimator,
+    HasMethods,
+    MetaEstimatorMixin,
+    available_if,
+    fit_context,
+    with_callbacks,
+)
 from pfl_sklearn._delegation import DelegationMixin, inner_has, model_has
 from pfl_sklearn._nesting import (
     Wraps,

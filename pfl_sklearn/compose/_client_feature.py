@@ -8,13 +8,20 @@ from typing import Any, Self
 import narwhals as nw
 import numpy as np
 from sklearn import config_context
-from sklearn.base import BaseEstimator, MetaEstimatorMixin, clone, is_classifier
+from sklearn.base import clone, is_classifier
 from sklearn.model_selection import KFold
 from sklearn.preprocessing import TargetEncoder
 from sklearn.utils import check_random_state, get_tags
 from sklearn.utils.validation import check_is_fitted
 
-from pfl_sklearn._compat import HasMethods, StrOptions, available_if, fit_context
+from pfl_sklearn._compat import (
+    BaseEstimator,
+    HasMethods,
+    MetaEstimatorMixin,
+    StrOptions,
+    available_if,
+    fit_context,
+)
 from pfl_sklearn._delegation import inner_has
 from pfl_sklearn._nesting import Wraps
 from pfl_sklearn._parameters import parameter, with_parameters

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 import pandas as pd
 from sklearn import config_context
-from sklearn.base import MetaEstimatorMixin, is_classifier, is_regressor
+from sklearn.base import is_classifier, is_regressor
 from sklearn.utils import get_tags
 
 from pfl_sklearn._clients import match_clients
-from pfl_sklearn._compat import BaseComposition, StrOptions, available_if
+from pfl_sklearn._compat import BaseComposition, MetaEstimatorMixin, StrOptions, available_if
 from pfl_sklearn._nesting import final_estimator, hand_out, predicting_estimator, takes_groups
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike

@@ -7,12 +7,11 @@ from numbers import Real
 from typing import Any, Self
 
 import numpy as np
-from sklearn.base import BaseEstimator
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._client_means import ClientMeansMixin
 from pfl_sklearn._clients import encode_clients, segment_sums
-from pfl_sklearn._compat import Interval, StrOptions, fit_context
+from pfl_sklearn._compat import BaseEstimator, Interval, StrOptions, fit_context
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES

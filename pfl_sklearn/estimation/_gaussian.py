@@ -9,11 +9,10 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 from scipy.special import ndtri
-from sklearn.base import BaseEstimator
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._client_means import PredictedMeansMixin
-from pfl_sklearn._compat import Interval, StrOptions, fit_context
+from pfl_sklearn._compat import BaseEstimator, Interval, StrOptions, fit_context
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES

@@ -8,11 +8,10 @@ import numpy as np
 from pandas import DataFrame
 from scipy.sparse import issparse
 from scipy.special import expit, ndtri, softmax
-from sklearn.base import BaseEstimator
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._compat import BaseEstimator, Interval, StrOptions
 from pfl_sklearn._typing import Floats
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin, check_level, client_values, read_rows

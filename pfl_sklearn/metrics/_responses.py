@@ -6,12 +6,11 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from sklearn.base import BaseEstimator
 from sklearn.exceptions import UndefinedMetricWarning
 from sklearn.metrics import get_scorer, log_loss, make_scorer
 from sklearn.utils import get_tags
 
-from pfl_sklearn._compat import available_if
+from pfl_sklearn._compat import BaseEstimator, available_if
 from pfl_sklearn._nesting import has_method, takes_groups
 from pfl_sklearn._typing import Floats, Integers, TableLike
 

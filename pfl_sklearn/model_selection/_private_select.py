@@ -5,9 +5,15 @@ from numbers import Integral, Real
 from typing import Any, Self
 
 import numpy as np
-from sklearn.base import BaseEstimator, MetaEstimatorMixin
 
-from pfl_sklearn._compat import HasMethods, Interval, StrOptions, fit_context
+from pfl_sklearn._compat import (
+    BaseEstimator,
+    HasMethods,
+    Interval,
+    MetaEstimatorMixin,
+    StrOptions,
+    fit_context,
+)
 from pfl_sklearn._delegation import DelegationMixin
 from pfl_sklearn._nesting import Wraps, innermost_estimator, releasing_core
 from pfl_sklearn._parameters import parameter, with_parameters

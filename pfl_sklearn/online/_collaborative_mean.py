@@ -10,13 +10,12 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike
 from scipy.sparse import csr_array
-from sklearn.base import BaseEstimator
 from sklearn.utils import check_array, check_consistent_length, column_or_1d
 from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._client_means import PredictedMeansMixin
 from pfl_sklearn._clients import EncodedClients
-from pfl_sklearn._compat import Interval, StrOptions, fit_context
+from pfl_sklearn._compat import BaseEstimator, Interval, StrOptions, fit_context
 from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._parameters import parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike

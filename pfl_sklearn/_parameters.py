@@ -7,11 +7,23 @@ section itself.
 
 import dataclasses
 import inspect
+import math
 import re
 import textwrap
+from numbers import Integral, Real
 from typing import Any, TypeVar, dataclass_transform
 
-from sklearn.base import ClassifierMixin
+from pfl_sklearn._compat import ClassifierMixin, Interval, StrOptions
+
+# Ranges that many parameters share.
+POSITIVE = Interval(Real, 0, None, closed="neither")
+NOT_NEGATIVE = Interval(Real, 0, None, closed="left")
+AT_LEAST_ONE = Interval(Integral, 1, None, closed="left")
+FROM_0_TO_1 = Interval(Real, 0, 1, closed="both")
+BETWEEN_0_AND_1 = Interval(Real, 0, 1, closed="neither")
+BELOW_ONE = Interval(Real, 0, 1, closed="left")  # such as delta: 0 is pure, 1 protects nobody
+EPSILON = Interval(Real, 0, math.inf, closed="right")
+UNSEEN = StrOptions({"warn", "population", "error"})
 
 C = TypeVar("C", bound=type)
 _SECTIONS = ("Parameters", "Attributes", "See Also", "Notes", "References", "Examples")

@@ -6,7 +6,17 @@ from os import PathLike
 from typing import Any
 
 from pfl_sklearn._compat import Interval, StrOptions
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    BETWEEN_0_AND_1,
+    EPSILON,
+    NOT_NEGATIVE,
+    POSITIVE,
+    UNSEEN,
+    parameter,
+    with_parameters,
+)
 from pfl_sklearn.privacy import PrivacyLedger
 
 
@@ -16,7 +26,7 @@ class RoundsParameters:
 
     n_rounds: int | None = parameter(
         default=100,
-        ranges=[Interval(Integral, 1, None, closed="left"), None],
+        ranges=[AT_LEAST_ONE, None],
         text="""
             int or None
                 Rounds of communication. None: ``fit`` goes on until the loss of held-out rows is
@@ -26,7 +36,7 @@ class RoundsParameters:
     )
     tol: float = parameter(
         default=1e-3,
-        ranges=[Interval(Real, 0, None, closed="neither")],
+        ranges=[POSITIVE],
         text="""
             float > 0
                 The loss is flat if it fell by less than this share of the loss of the best constant
@@ -36,7 +46,7 @@ class RoundsParameters:
     )
     max_rounds: int = parameter(
         default=1000,
-        ranges=[Interval(Integral, 1, None, closed="left")],
+        ranges=[AT_LEAST_ONE],
         text="""
             int
                 Rounds after which ``fit`` ends with a ``ConvergenceWarning`` if the loss is not
@@ -45,7 +55,7 @@ class RoundsParameters:
     )
     validation_fraction: float = parameter(
         default=0.2,
-        ranges=[Interval(Real, 0, 1, closed="left")],
+        ranges=[BELOW_ONE],
         text="""
             float in [0, 1)
                 Share of the rows that is held out, of every client as it has rows. 0: the loss is
@@ -94,7 +104,7 @@ class RoundsParameters:
     )
     checkpoint_every: int = parameter(
         default=10,
-        ranges=[Interval(Integral, 1, None, closed="left")],
+        ranges=[AT_LEAST_ONE],
         text="""
             int
                 Rounds between two writes.
@@ -102,7 +112,7 @@ class RoundsParameters:
     )
     unseen: str = parameter(
         default="warn",
-        ranges=[StrOptions({"warn", "population", "error"})],
+        ranges=[UNSEEN],
         text="""
             {"warn", "population", "error"}
                 What to do for clients that ``fit`` did not see. "warn" and "population" use the
@@ -132,7 +142,7 @@ class RoundsParameters:
     )
     epsilon: float = parameter(
         default=math.inf,
-        ranges=[Interval(Real, 0, math.inf, closed="right")],
+        ranges=[EPSILON],
         text="""
             float in (0, inf]
                 Privacy of the population model, in nats. The noise follows from it and from
@@ -143,7 +153,7 @@ class RoundsParameters:
     )
     noise_multiplier: float | None = parameter(
         default=None,
-        ranges=[Interval(Real, 0, None, closed="left"), None],
+        ranges=[NOT_NEGATIVE, None],
         text="""
             float or None
                 Standard deviation of the noise on the sum of messages, divided by `clip_norm`. Give
@@ -152,7 +162,7 @@ class RoundsParameters:
     )
     delta: float = parameter(
         default=1e-5,
-        ranges=[Interval(Real, 0, 1, closed="left")],
+        ranges=[BELOW_ONE],
         text="""
             float in [0, 1)
                 Delta of the guarantee; choose it below 1 / n_clients.
@@ -160,7 +170,7 @@ class RoundsParameters:
     )
     clip_norm: float | None = parameter(
         default=None,
-        ranges=[Interval(Real, 0, None, closed="neither"), None],
+        ranges=[POSITIVE, None],
         text="""
             float or None
                 L2 norm that each client's message is clipped to. Choose it without looking at the
@@ -169,7 +179,7 @@ class RoundsParameters:
     )
     clip_quantile: float | None = parameter(
         default=None,
-        ranges=[Interval(Real, 0, 1, closed="neither"), None],
+        ranges=[BETWEEN_0_AND_1, None],
         text="""
             float in (0, 1) or None
                 Quantile of the messages' norms that the clipping bound moves towards, starting at

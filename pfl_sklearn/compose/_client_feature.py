@@ -24,7 +24,7 @@ from pfl_sklearn._compat import (
 )
 from pfl_sklearn._delegation import inner_has
 from pfl_sklearn._nesting import Wraps
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import UNSEEN, parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.base import ClientMixin, client_values
 from pfl_sklearn.compose._inner_tables import (
@@ -108,7 +108,7 @@ class ClientAsFeature(ClientMixin, MetaEstimatorMixin, BaseEstimator):
     encoding: str = parameter(
         default="auto", ranges=[StrOptions({"auto", "category", "target"})], kw_only=False
     )
-    unseen: str = parameter(default="warn", ranges=[StrOptions({"warn", "population", "error"})])
+    unseen: str = parameter(default="warn", ranges=[UNSEEN])
     random_state: RandomState = parameter(default=None, ranges=["random_state"])
 
     _wraps = Wraps("estimator", "estimator_", fits_once=False)

@@ -11,9 +11,9 @@ from sklearn.base import is_classifier, is_regressor
 from sklearn.utils import get_tags
 
 from pfl_sklearn._clients import match_clients
-from pfl_sklearn._compat import BaseComposition, MetaEstimatorMixin, StrOptions, available_if
+from pfl_sklearn._compat import BaseComposition, MetaEstimatorMixin, available_if
 from pfl_sklearn._nesting import final_estimator, hand_out, predicting_estimator, takes_groups
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import UNSEEN, parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.compose._client_column import ClientColumn
 from pfl_sklearn.compose._frozen_estimators import is_frozen, population_of
@@ -31,7 +31,7 @@ class NamedEstimators(MetaEstimatorMixin, BaseComposition):
         estimators: Any
 
     cv: Any = parameter(default=5, ranges=["cv_object"])
-    unseen: str = parameter(default="warn", ranges=[StrOptions({"warn", "population", "error"})])
+    unseen: str = parameter(default="warn", ranges=[UNSEEN])
     n_jobs: int | None = parameter(default=None, ranges=[Integral, None])
     random_state: RandomState = parameter(default=None, ranges=["random_state"])
 

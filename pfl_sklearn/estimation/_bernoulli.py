@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
 from typing import Any, Self
 
 import numpy as np
@@ -11,8 +10,8 @@ from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._client_means import ClientMeansMixin
 from pfl_sklearn._clients import encode_clients, segment_sums
-from pfl_sklearn._compat import BaseEstimator, Interval, StrOptions, fit_context
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._compat import BaseEstimator, StrOptions, fit_context
+from pfl_sklearn._parameters import BELOW_ONE, EPSILON, UNSEEN, parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientClassifierMixin, check_level, client_values, read_rows
@@ -225,10 +224,8 @@ class BernoulliMean(ClientMeansMixin, ClientClassifierMixin, BaseEstimator):
         default="ml", ranges=[StrOptions({"ml", "moments", "printed", "printed_eq32"})]
     )
     uncertainty: str = parameter(default="full", ranges=[StrOptions(UNCERTAINTIES)])
-    epsilon: float = parameter(
-        default=math.inf, ranges=[Interval(Real, 0, math.inf, closed="right")]
-    )
-    delta: float = parameter(default=0.0, ranges=[Interval(Real, 0, 1, closed="left")])
+    epsilon: float = parameter(default=math.inf, ranges=[EPSILON])
+    delta: float = parameter(default=0.0, ranges=[BELOW_ONE])
     trust: str = parameter(default="local", ranges=[StrOptions({"local", "central"})])
     mechanism: str = parameter(
         default="auto",
@@ -236,7 +233,7 @@ class BernoulliMean(ClientMeansMixin, ClientClassifierMixin, BaseEstimator):
     )
     participants: Any = parameter(default=None, ranges=["array-like", None])
     ledger: PrivacyLedger | None = parameter(default=None, ranges=[PrivacyLedger, None])
-    unseen: str = parameter(default="warn", ranges=[StrOptions({"warn", "population", "error"})])
+    unseen: str = parameter(default="warn", ranges=[UNSEEN])
     random_state: RandomState = parameter(default=None, ranges=["random_state"])
 
     @fit_context(prefer_skip_nested_validation=True)

@@ -13,7 +13,15 @@ from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._client_means import PredictedMeansMixin
 from pfl_sklearn._compat import BaseEstimator, Interval, StrOptions, fit_context
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import (
+    BELOW_ONE,
+    EPSILON,
+    NOT_NEGATIVE,
+    POSITIVE,
+    UNSEEN,
+    parameter,
+    with_parameters,
+)
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientRegressorMixin, check_level, read_rows
@@ -323,23 +331,15 @@ class GaussianMean(PredictedMeansMixin, ClientRegressorMixin, BaseEstimator):
     method: str = parameter(
         default="reml", ranges=[StrOptions({"reml", "ml", "moments", "printed"})]
     )
-    noise_variance: Any = parameter(
-        default=None, ranges=[Interval(Real, 0, None, closed="left"), "array-like", None]
-    )
+    noise_variance: Any = parameter(default=None, ranges=[NOT_NEGATIVE, "array-like", None])
     uncertainty: str = parameter(default="full", ranges=[StrOptions(UNCERTAINTIES)])
-    epsilon: float = parameter(
-        default=math.inf, ranges=[Interval(Real, 0, math.inf, closed="right")]
-    )
-    delta: float = parameter(default=1e-5, ranges=[Interval(Real, 0, 1, closed="left")])
-    clip_norm: float | None = parameter(
-        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None]
-    )
+    epsilon: float = parameter(default=math.inf, ranges=[EPSILON])
+    delta: float = parameter(default=1e-5, ranges=[BELOW_ONE])
+    clip_norm: float | None = parameter(default=None, ranges=[POSITIVE, None])
     center: Any = parameter(
         default=0.0, ranges=[Interval(Real, None, None, closed="neither"), "array-like"]
     )
-    noise_variance_bound: float | None = parameter(
-        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None]
-    )
+    noise_variance_bound: float | None = parameter(default=None, ranges=[POSITIVE, None])
     trust: str = parameter(default="central", ranges=[StrOptions({"central", "local"})])
     mechanism: str = parameter(
         default="gaussian", ranges=[StrOptions({"gaussian", "discrete_gaussian", "quantizer"})]
@@ -349,7 +349,7 @@ class GaussianMean(PredictedMeansMixin, ClientRegressorMixin, BaseEstimator):
     )
     participants: Any = parameter(default=None, ranges=["array-like", None])
     ledger: PrivacyLedger | None = parameter(default=None, ranges=[PrivacyLedger, None])
-    unseen: str = parameter(default="warn", ranges=[StrOptions({"warn", "population", "error"})])
+    unseen: str = parameter(default="warn", ranges=[UNSEEN])
     random_state: RandomState = parameter(default=None, ranges=["random_state"])
 
     @fit_context(prefer_skip_nested_validation=True)

@@ -1,7 +1,7 @@
 """What the regressions with one coefficient vector per client have in common."""
 
 from collections.abc import Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,7 +11,8 @@ from scipy.special import expit, ndtri, softmax
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from pfl_sklearn._compat import BaseEstimator, Interval, StrOptions
+from pfl_sklearn._compat import BaseEstimator
+from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, UNSEEN
 from pfl_sklearn._typing import Floats
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientMixin, check_level, client_values, read_rows
@@ -78,9 +79,9 @@ class BasePersonalizedRegression(ClientMixin, BaseEstimator):
         "prior": "no_validation",
         "random": [str, "array-like"],
         "fit_intercept": ["boolean"],
-        "max_iter": [Interval(Integral, 1, None, closed="left")],
-        "tol": [Interval(Real, 0, None, closed="neither")],
-        "unseen": [StrOptions({"warn", "population", "error"})],
+        "max_iter": [AT_LEAST_ONE],
+        "tol": [POSITIVE],
+        "unseen": [UNSEEN],
         "n_jobs": [Integral, None],
     }
 

@@ -3,15 +3,14 @@
 import math
 from collections.abc import Sequence
 from functools import partial
-from numbers import Real
 from typing import Any, Literal, Self, overload
 
 import numpy as np
 from sklearn.base import BaseEstimator
 from sklearn.utils import check_X_y
 
-from pfl_sklearn._compat import Interval, StrOptions, fit_context
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._compat import StrOptions, fit_context
+from pfl_sklearn._parameters import BELOW_ONE, EPSILON, POSITIVE, parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
 from pfl_sklearn.base import ClientRegressorMixin
@@ -286,31 +285,19 @@ class PersonalizedLinearRegression(ClientRegressorMixin, BasePersonalizedRegress
     random: str | Sequence[str | int] = parameter(default="all")
     fit_intercept: bool = parameter(default=True)
     method: str = parameter(default="reml", ranges=[StrOptions({"reml", "ml", "printed"})])
-    noise_variance: float | None = parameter(
-        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None]
-    )
+    noise_variance: float | None = parameter(default=None, ranges=[POSITIVE, None])
     uncertainty: str = parameter(default="full", ranges=[StrOptions(UNCERTAINTIES)])
     solver: str = parameter(
         default="auto", ranges=[StrOptions({"auto", "spectral", "quasi_newton", "gd"})]
     )
     max_iter: int = parameter(default=500)
     tol: float = parameter(default=1e-6)
-    learning_rate: float | None = parameter(
-        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None]
-    )
-    variance_floor: float | None = parameter(
-        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None]
-    )
-    epsilon: float = parameter(
-        default=math.inf, ranges=[Interval(Real, 0, math.inf, closed="right")]
-    )
-    delta: float = parameter(default=1e-5, ranges=[Interval(Real, 0, 1, closed="left")])
-    feature_bound: float | None = parameter(
-        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None]
-    )
-    target_bound: float | None = parameter(
-        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None]
-    )
+    learning_rate: float | None = parameter(default=None, ranges=[POSITIVE, None])
+    variance_floor: float | None = parameter(default=None, ranges=[POSITIVE, None])
+    epsilon: float = parameter(default=math.inf, ranges=[EPSILON])
+    delta: float = parameter(default=1e-5, ranges=[BELOW_ONE])
+    feature_bound: float | None = parameter(default=None, ranges=[POSITIVE, None])
+    target_bound: float | None = parameter(default=None, ranges=[POSITIVE, None])
     unit: str = parameter(default="client", ranges=[StrOptions({"client", "row"})])
     relation: str = parameter(
         default="replace_one", ranges=[StrOptions({"replace_one", "add_remove"})]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, Self
 
 import numpy as np
@@ -12,7 +12,7 @@ from sklearn.utils import check_X_y
 
 from pfl_sklearn._compat import Interval, StrOptions, fit_context
 from pfl_sklearn._labels import check_labels, read_classes
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import NOT_NEGATIVE, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientClassifierMixin
@@ -234,9 +234,7 @@ class PersonalizedLogisticRegression(ClientClassifierMixin, BasePersonalizedRegr
     prior: str | GaussianPrior = parameter(default="gaussian", kw_only=False)
     random: str | Sequence[str | int] = parameter(default="all")
     fit_intercept: bool = parameter(default=True)
-    population_penalty: float = parameter(
-        default=0.0, ranges=[Interval(Real, 0, None, closed="left")]
-    )
+    population_penalty: float = parameter(default=0.0, ranges=[NOT_NEGATIVE])
     quadrature: str | int = parameter(
         default="auto",
         ranges=[Interval(Integral, 1, 100, closed="both"), StrOptions({"auto", "laplace"})],

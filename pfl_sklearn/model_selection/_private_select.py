@@ -16,7 +16,7 @@ from pfl_sklearn._compat import (
 )
 from pfl_sklearn._delegation import DelegationMixin
 from pfl_sklearn._nesting import Wraps, innermost_estimator, releasing_core
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import BELOW_ONE, BETWEEN_0_AND_1, EPSILON, parameter, with_parameters
 from pfl_sklearn._typing import RandomState, TableLike
 from pfl_sklearn.base import ClientMixin
 from pfl_sklearn.model_selection._selection_plan import plan_selection, selection_report
@@ -189,15 +189,13 @@ class PrivateSelectCV(DelegationMixin, MetaEstimatorMixin, BaseEstimator):
     param_distributions: Any = parameter(ranges=[dict, list], kw_only=False)
     expected_trials: float = parameter(default=10, ranges=[Interval(Real, 1, None, closed="left")])
     distribution: str = parameter(default="geometric", ranges=[StrOptions(set(DISTRIBUTIONS))])
-    epsilon: float = parameter(
-        default=math.inf, ranges=[Interval(Real, 0, math.inf, closed="right")]
-    )
-    delta: float = parameter(default=1e-5, ranges=[Interval(Real, 0, 1, closed="left")])
+    epsilon: float = parameter(default=math.inf, ranges=[EPSILON])
+    delta: float = parameter(default=1e-5, ranges=[BELOW_ONE])
     scoring: Any = parameter(default=None, ranges=[str, callable, None])
     holdout: tuple[TableLike, ...] | None = parameter(default=None, ranges=[tuple, None])
     score_range: tuple[float, float] | None = parameter(default=None, ranges=[tuple, list, None])
-    score_share: float = parameter(default=0.2, ranges=[Interval(Real, 0, 1, closed="neither")])
-    test_size: float = parameter(default=0.25, ranges=[Interval(Real, 0, 1, closed="neither")])
+    score_share: float = parameter(default=0.2, ranges=[BETWEEN_0_AND_1])
+    test_size: float = parameter(default=0.25, ranges=[BETWEEN_0_AND_1])
     client_column: str | int | None = parameter(default=None, ranges=[str, Integral, None])
     ledger: PrivacyLedger | None = parameter(default=None, ranges=[PrivacyLedger, None])
     random_state: RandomState = parameter(default=None, ranges=["random_state"])

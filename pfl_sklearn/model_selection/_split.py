@@ -1,7 +1,7 @@
 """Cross-validation inside clients."""
 
 from collections.abc import Iterator
-from numbers import Integral, Real
+from numbers import Integral
 from typing import ClassVar, TypeAlias
 
 import numpy as np
@@ -10,7 +10,13 @@ from sklearn.utils import check_consistent_length, check_random_state, column_or
 
 from pfl_sklearn._clients import encode_clients, ids_of_rows, row_counts, rows_by_client
 from pfl_sklearn._compat import Interval, num_samples
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    BETWEEN_0_AND_1,
+    parameter,
+    with_parameters,
+)
 from pfl_sklearn._typing import Integers, RandomState, TableLike
 
 Splits: TypeAlias = Iterator[tuple[Integers, Integers]]
@@ -195,9 +201,9 @@ class ClientShuffleSplit(_ClientSplitter):
     (['b', 'c'], 7)
     """
 
-    n_splits = parameter(default=10, ranges=[Interval(Integral, 1, None, closed="left")])
-    test_size: float = parameter(default=0.2, ranges=[Interval(Real, 0, 1, closed="neither")])
-    new_clients: float = parameter(default=0.0, ranges=[Interval(Real, 0, 1, closed="left")])
+    n_splits = parameter(default=10, ranges=[AT_LEAST_ONE])
+    test_size: float = parameter(default=0.2, ranges=[BETWEEN_0_AND_1])
+    new_clients: float = parameter(default=0.0, ranges=[BELOW_ONE])
 
     def _tests(self, codes, sizes, y):
         n_new = self._n_new(sizes)

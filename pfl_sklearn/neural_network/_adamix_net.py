@@ -1,13 +1,11 @@
 """AdaMix on nets: every client has a net near one of several centres."""
 
 from functools import partial
-from numbers import Integral, Real
 
 import numpy as np
 from scipy.special import softmax
 
-from pfl_sklearn._compat import Interval
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import AT_LEAST_ONE, NOT_NEGATIVE, parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._engine._averaging import (
@@ -122,7 +120,7 @@ class _AdaMixNet:
 
     n_components: int | None = parameter(
         default=None,
-        ranges=[Interval(Integral, 1, None, closed="left"), None],
+        ranges=[AT_LEAST_ONE, None],
         text="""
             int >= 1 or None
                 Number of centres, at most the number of clients. None: 2, but 1 for a single
@@ -131,7 +129,7 @@ class _AdaMixNet:
     )
     proximal: float = parameter(
         default=1.0,
-        ranges=[Interval(Real, 0, None, closed="left")],
+        ranges=[NOT_NEGATIVE],
         text="""
             float >= 0
                 Weight of half the squared distance between a client's net and its centres in its

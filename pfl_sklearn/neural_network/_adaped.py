@@ -1,13 +1,13 @@
 """AdaPeD: personal nets near a global one in what they predict, at a distance that is learned."""
 
 from functools import partial
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any
 
 import numpy as np
 
 from pfl_sklearn._compat import Interval, StrOptions
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.rows import CatchingUp
@@ -200,7 +200,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
     label_prior_share: float | None = LABEL_SHARE
     psi_init: float = parameter(
         default=4.0,
-        ranges=[Interval(Real, 0, None, closed="neither")],
+        ranges=[POSITIVE],
         text="""
             float > 0
                 Where psi starts: the larger it is, the less a personal net is held to the global
@@ -209,7 +209,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
     )
     psi_min: float = parameter(
         default=0.5,
-        ranges=[Interval(Real, 0, None, closed="neither")],
+        ranges=[POSITIVE],
         text="""
             float > 0
                 Floor of psi, at most `psi_init`.
@@ -217,7 +217,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
     )
     psi_learning_rate: float = parameter(
         default=0.05,
-        ranges=[Interval(Real, 0, None, closed="left")],
+        ranges=[NOT_NEGATIVE],
         text="""
             float >= 0
                 Step of psi.
@@ -233,7 +233,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
     )
     global_loss: float = parameter(
         default=1.0,
-        ranges=[Interval(Real, 0, None, closed="left")],
+        ranges=[NOT_NEGATIVE],
         text="""
             float >= 0
                 Weight of the clients' losses in the steps of the global net, which is otherwise
@@ -263,7 +263,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
     )
     train_unsampled: bool | int = parameter(
         default=False,
-        ranges=["boolean", Interval(Integral, 1, None, closed="left")],
+        ranges=["boolean", AT_LEAST_ONE],
         text="""
             bool or int >= 1
                 Let personal nets go on in rounds that their client is not sampled in, against the
@@ -296,7 +296,7 @@ class AdaPeDClassifier(LabelPriorMixin, BaseNeural):
     )
     psi_clip_norm: float = parameter(
         default=0.1,
-        ranges=[Interval(Real, 0, None, closed="neither")],
+        ranges=[POSITIVE],
         text="""
             float > 0
                 Bound of a client's change of psi, or of its gradient: `clip_norm` and it are the

@@ -1,12 +1,11 @@
 """APFL: every client mixes a net of its own with the global one."""
 
 from functools import partial
-from numbers import Real
 
 import numpy as np
 
-from pfl_sklearn._compat import Interval, StrOptions
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._compat import StrOptions
+from pfl_sklearn._parameters import FROM_0_TO_1, parameter, with_parameters
 from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._engine._averaging import averaged, in_double, own_or_global
 from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
@@ -116,7 +115,7 @@ class _APFL:
 
     mixing: float | str = parameter(
         default=0.5,
-        ranges=[Interval(Real, 0, 1, closed="both"), StrOptions({"adaptive"})],
+        ranges=[FROM_0_TO_1, StrOptions({"adaptive"})],
         text="""
             float in [0, 1] or "adaptive"
                 Share of a client's own net in its mixture with the global one. With 0 all clients

@@ -1,7 +1,6 @@
 """What neural estimators share: from a recipe and rows to a run, and from a run to predictions."""
 
 import math
-from numbers import Integral
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -11,8 +10,7 @@ from sklearn.utils import check_array
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import Array, rows_by_client
-from pfl_sklearn._compat import Interval
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.release import JointSum
@@ -151,7 +149,7 @@ class BaseNeural(BaseRounds):
     )
     local_steps: int = parameter(
         default=10,
-        ranges=[Interval(Integral, 1, None, closed="left")],
+        ranges=[AT_LEAST_ONE],
         text="""
             int >= 1
                 Gradient steps of a sampled client in a round, on batches of ``batch_size`` rows of

@@ -6,7 +6,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from pfl_sklearn._compat import Interval, StrOptions
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import NOT_NEGATIVE, parameter, with_parameters
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._engine._averaging import (
@@ -165,7 +165,7 @@ class FedAvgClassifier(LabelPriorMixin, _FedAvg, BaseNeural):
 
     head: Any = parameter(
         default=None,
-        ranges=[StrOptions({"bayes"}), Interval(Real, 0, None, closed="left"), None],
+        ranges=[StrOptions({"bayes"}), NOT_NEGATIVE, None],
         text="""
             None, "bayes" or float >= 0
                 Let every client have a last layer of its own, around the global one; see the notes.

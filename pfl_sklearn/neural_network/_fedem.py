@@ -1,12 +1,10 @@
 """FedEM: clients mix the predictions of several global nets, each in its own proportions."""
 
 from functools import partial
-from numbers import Integral
 
 import numpy as np
 
-from pfl_sklearn._compat import Interval
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
 from pfl_sklearn._rounds.loop import Method, Update
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn.neural_network._base import BaseNeural, backend
@@ -145,7 +143,7 @@ class _FedEM:
 
     n_components: int | None = parameter(
         default=None,
-        ranges=[Interval(Integral, 1, None, closed="left"), None],
+        ranges=[AT_LEAST_ONE, None],
         text="""
             int >= 1 or None
                 Number of nets that clients mix, at most the number of clients. With 1 this is

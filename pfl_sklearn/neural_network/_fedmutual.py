@@ -4,11 +4,9 @@ The weights of labels and divergences are fixed; in AdaPeD they adapt.
 """
 
 from functools import partial
-from numbers import Real
 from typing import NamedTuple
 
-from pfl_sklearn._compat import Interval
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import FROM_0_TO_1, parameter, with_parameters
 from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._engine._averaging import averaged, divergence, in_double
 from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin
@@ -95,7 +93,7 @@ class FedMutualClassifier(NeuralClassifierMixin, BaseNeural):
 
     personal_loss: float = parameter(
         default=0.25,
-        ranges=[Interval(Real, 0, 1, closed="both")],
+        ranges=[FROM_0_TO_1],
         text=r"""
             float in [0, 1]
                 Weight of the labels in the loss of a client's own net, :math:`\alpha`; the rest is
@@ -105,7 +103,7 @@ class FedMutualClassifier(NeuralClassifierMixin, BaseNeural):
     )
     global_loss: float = parameter(
         default=0.25,
-        ranges=[Interval(Real, 0, 1, closed="both")],
+        ranges=[FROM_0_TO_1],
         text=r"""
             float in [0, 1]
                 The same for a client's copy of the global net, :math:`\beta`, which follows the own
@@ -167,7 +165,7 @@ class QuPeDClassifier(NeuralClassifierMixin, BaseNeural):
 
     distillation: float = parameter(
         default=0.25,
-        ranges=[Interval(Real, 0, 1, closed="both")],
+        ranges=[FROM_0_TO_1],
         text=r"""
             float in [0, 1]
                 Weight of the divergence from the global net's predictions in a client's loss,

@@ -1,10 +1,8 @@
 """FedRep: personal layers are fitted to the shared ones before these move."""
 
 from functools import partial
-from numbers import Integral
 
-from pfl_sklearn._compat import Interval
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
 from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._engine._averaging import own_nets, train
 from pfl_sklearn.neural_network._engine._personal_layers import (
@@ -68,7 +66,7 @@ class _FedRep(KeepsLayers):
 
     head_steps: int = parameter(
         default=10,
-        ranges=[Interval(Integral, 1, None, closed="left")],
+        ranges=[AT_LEAST_ONE],
         text="""
             int >= 1
                 Gradient steps of the personal layers in a round, before `local_steps` of the shared

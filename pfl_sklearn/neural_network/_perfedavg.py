@@ -1,12 +1,10 @@
 """Per-FedAvg: a global net from which one step leads to every client."""
 
 from functools import partial
-from numbers import Integral, Real
 
 import numpy as np
 
-from pfl_sklearn._compat import Interval
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, parameter, with_parameters
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.neural_network._base import BaseNeural, backend
@@ -68,7 +66,7 @@ class _PerFedAvg:
 
     meta_learning_rate: float = parameter(
         default=0.1,
-        ranges=[Interval(Real, 0, None, closed="neither")],
+        ranges=[POSITIVE],
         text=r"""
             float > 0
                 Learning rate of the global net, :math:`\beta`, which follows an ``LRScheduler`` as
@@ -79,7 +77,7 @@ class _PerFedAvg:
     )
     adapt_steps: int = parameter(
         default=1,
-        ranges=[Interval(Integral, 1, None, closed="left")],
+        ranges=[AT_LEAST_ONE],
         text="""
             int >= 1
                 Gradient steps with which every client adapts the global net to its own rows after

@@ -1,10 +1,8 @@
 """pFedMe: personal nets by proximal steps, and a global net that follows them."""
 
 from functools import partial
-from numbers import Integral, Real
 
-from pfl_sklearn._compat import Interval
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import AT_LEAST_ONE, NOT_NEGATIVE, POSITIVE, parameter, with_parameters
 from pfl_sklearn.neural_network._base import BaseNeural
 from pfl_sklearn.neural_network._engine._averaging import averaged, in_double, own_nets
 from pfl_sklearn.neural_network._engine._targets import NeuralClassifierMixin, NeuralRegressorMixin
@@ -90,7 +88,7 @@ class _PFedMe:
 
     proximal: float = parameter(
         default=1.0,
-        ranges=[Interval(Real, 0, None, closed="left")],
+        ranges=[NOT_NEGATIVE],
         text=r"""
             float >= 0
                 Weight of half the squared distance between a client's net and its copy of the
@@ -100,7 +98,7 @@ class _PFedMe:
     )
     personal_steps: int = parameter(
         default=5,
-        ranges=[Interval(Integral, 1, None, closed="left")],
+        ranges=[AT_LEAST_ONE],
         text="""
             int >= 1
                 Gradient steps of a personal net for each step of the client's copy, on the same
@@ -109,7 +107,7 @@ class _PFedMe:
     )
     local_learning_rate: float = parameter(
         default=0.1,
-        ranges=[Interval(Real, 0, None, closed="neither")],
+        ranges=[POSITIVE],
         text=r"""
             float > 0
                 Learning rate of the copy, :math:`\eta`: in each step it moves towards the personal
@@ -120,7 +118,7 @@ class _PFedMe:
     )
     server_learning_rate: float = parameter(
         default=1.0,
-        ranges=[Interval(Real, 0, None, closed="neither")],
+        ranges=[POSITIVE],
         text=r"""
             float > 0
                 Factor on the average change of the global net, :math:`\beta`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, Self
 
 import numpy as np
@@ -15,9 +15,18 @@ from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._client_means import PredictedMeansMixin
 from pfl_sklearn._clients import EncodedClients
-from pfl_sklearn._compat import BaseEstimator, Interval, StrOptions, fit_context
+from pfl_sklearn._compat import BaseEstimator, StrOptions, fit_context
 from pfl_sklearn._float_range import check_float_range
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import (
+    AT_LEAST_ONE,
+    BELOW_ONE,
+    BETWEEN_0_AND_1,
+    EPSILON,
+    POSITIVE,
+    UNSEEN,
+    parameter,
+    with_parameters,
+)
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.base import ClientRegressorMixin, check_level
@@ -224,16 +233,12 @@ class CollaborativeMean(PredictedMeansMixin, ClientRegressorMixin, BaseEstimator
     _client_attributes = ("n_samples_per_client_", "means_", "stds_", "_freedom", "local_means_")
     _population_attributes = _privacy.POPULATION_ATTRIBUTES
 
-    epsilon: float = parameter(
-        default=math.inf, ranges=[Interval(Real, 0, math.inf, closed="right")]
-    )
-    delta: float = parameter(default=1e-6, ranges=[Interval(Real, 0, 1, closed="left")])
+    epsilon: float = parameter(default=math.inf, ranges=[EPSILON])
+    delta: float = parameter(default=1e-6, ranges=[BELOW_ONE])
     bounds: ArrayLike | dict[Any, Any] | None = parameter(
         default=None, ranges=["array-like", dict, None]
     )
-    horizon: int | None = parameter(
-        default=None, ranges=[Interval(Integral, 1, None, closed="left"), None]
-    )
+    horizon: int | None = parameter(default=None, ranges=[AT_LEAST_ONE, None])
     mechanism: str = parameter(default="sqrt", ranges=[StrOptions({"sqrt", "tree", "pm1", "pm2"})])
     weights: str = parameter(
         default="auto", ranges=[StrOptions({"auto", "last", "mom", "wmom", "blue"})]
@@ -243,15 +248,13 @@ class CollaborativeMean(PredictedMeansMixin, ClientRegressorMixin, BaseEstimator
     )
     decision: str = parameter(default="mixture", ranges=[StrOptions({"mixture", "test", "oracle"})])
     noise_variance: float | dict[Any, float] | None = parameter(
-        default=None, ranges=[Interval(Real, 0, None, closed="neither"), dict, None]
+        default=None, ranges=[POSITIVE, dict, None]
     )
-    confidence: float | None = parameter(
-        default=None, ranges=[Interval(Real, 0, 1, closed="neither"), None]
-    )
+    confidence: float | None = parameter(default=None, ranges=[BETWEEN_0_AND_1, None])
     accounting: str = parameter(default="exact", ranges=[StrOptions({"exact", "printed"})])
     out_of_bounds: str = parameter(default="clip", ranges=[StrOptions({"clip", "error"})])
     ledger: PrivacyLedger | None = parameter(default=None, ranges=[PrivacyLedger, None])
-    unseen: str = parameter(default="warn", ranges=[StrOptions({"warn", "population", "error"})])
+    unseen: str = parameter(default="warn", ranges=[UNSEEN])
     n_jobs: int | None = parameter(default=None, ranges=[Integral, None])
     random_state: RandomState = parameter(default=None, ranges=["random_state"])
 

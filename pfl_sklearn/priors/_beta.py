@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from numbers import Real
 from typing import Self
 
 import numpy as np
@@ -12,8 +11,7 @@ from scipy.special import betaincinv, betaln, digamma, expit, logit, xlog1py, xl
 from sklearn.base import clone
 from sklearn.utils import check_array
 
-from pfl_sklearn._compat import Interval
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import POSITIVE, parameter, with_parameters
 from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn.priors._prior import ProportionPrior
 from pfl_sklearn.theory import beta_moments, debiased_share_variance
@@ -68,12 +66,8 @@ class BetaPrior(ProportionPrior):
     _estimated = ("alpha", "beta")
     _all_or_none = True
 
-    alpha: float | None = parameter(
-        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None], kw_only=False
-    )
-    beta: float | None = parameter(
-        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None], kw_only=False
-    )
+    alpha: float | None = parameter(default=None, ranges=[POSITIVE, None], kw_only=False)
+    beta: float | None = parameter(default=None, ranges=[POSITIVE, None], kw_only=False)
 
     def with_moments(self, mean: float, concentration: float) -> Self:
         r"""Copy of this prior with a given mean and concentration.

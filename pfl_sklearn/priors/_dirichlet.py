@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import Self
 
 import numpy as np
@@ -11,8 +10,7 @@ from scipy.special import gammaln, xlogy
 from sklearn.base import clone
 from sklearn.utils import check_array
 
-from pfl_sklearn._compat import Interval
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import POSITIVE, parameter, with_parameters
 from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn.priors import _label_counts as labels
 from pfl_sklearn.priors._label_counts import FrequencyPrior
@@ -64,9 +62,7 @@ class DirichletPrior(FrequencyPrior):
     _estimated = ("mean", "concentration")
 
     mean: ArrayLike | None = parameter(default=None, ranges=["array-like", None], kw_only=False)
-    concentration: float | None = parameter(
-        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None], kw_only=False
-    )
+    concentration: float | None = parameter(default=None, ranges=[POSITIVE, None], kw_only=False)
 
     def _parameters(self):
         """Mean (K,) and concentration of a known prior."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Integral
 from typing import Self
 
 import numpy as np
@@ -10,8 +9,8 @@ from numpy.typing import ArrayLike
 from sklearn.base import clone
 from sklearn.utils import check_array, check_random_state
 
-from pfl_sklearn._compat import Interval, StrOptions
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._compat import StrOptions
+from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.priors._mixture import MixturePrior, check_distinct, count_distinct
 from pfl_sklearn.priors._mixture_fit import Shape, k_means, weight_order
@@ -71,13 +70,13 @@ class DiscretePrior(MixturePrior):
 
     n_components: int | str = parameter(
         default=2,
-        ranges=[Interval(Integral, 1, None, closed="left"), StrOptions({"bic"})],
+        ranges=[AT_LEAST_ONE, StrOptions({"bic"})],
         kw_only=False,
     )
     points: ArrayLike | None = parameter(default=None, ranges=["array-like", None])
     weights: ArrayLike | None = parameter(default=None, ranges=["array-like", None])
-    n_init: int = parameter(default=10, ranges=[Interval(Integral, 1, None, closed="left")])
-    max_components: int = parameter(default=8, ranges=[Interval(Integral, 1, None, closed="left")])
+    n_init: int = parameter(default=10, ranges=[AT_LEAST_ONE])
+    max_components: int = parameter(default=8, ranges=[AT_LEAST_ONE])
 
     def with_values(self, points: ArrayLike, weights: ArrayLike) -> Self:
         """Copy of this prior with given points and weights.

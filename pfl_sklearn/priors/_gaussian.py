@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike
 from sklearn.utils import check_array
 
-from pfl_sklearn._compat import Interval, StrOptions
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._compat import StrOptions
+from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.priors import _normal as normal
 from pfl_sklearn.priors._prior import Prior, known_vector
@@ -91,9 +91,7 @@ class GaussianPrior(Prior):
         ranges=[StrOptions({"spherical", "diag", "full", "low_rank"}), None],
         kw_only=False,
     )
-    rank: int | None = parameter(
-        default=None, ranges=[Interval(Integral, 1, None, closed="left"), None], kw_only=False
-    )
+    rank: int | None = parameter(default=None, ranges=[AT_LEAST_ONE, None], kw_only=False)
     centered: bool = parameter(default=True, ranges=["boolean"], kw_only=False)
 
     def known_mean(self, d: int) -> Floats | None:

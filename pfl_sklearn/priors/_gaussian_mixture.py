@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Integral, Real
 from typing import Self
 
 import numpy as np
@@ -10,8 +9,8 @@ from numpy.typing import ArrayLike
 from sklearn.base import clone
 from sklearn.utils import check_array
 
-from pfl_sklearn._compat import Interval, StrOptions
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._compat import StrOptions
+from pfl_sklearn._parameters import AT_LEAST_ONE, NOT_NEGATIVE, parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn.priors._mixture import MixturePrior
 
@@ -81,19 +80,19 @@ class GaussianMixturePrior(MixturePrior):
 
     n_components: int | str = parameter(
         default=2,
-        ranges=[Interval(Integral, 1, None, closed="left"), StrOptions({"bic"})],
+        ranges=[AT_LEAST_ONE, StrOptions({"bic"})],
         kw_only=False,
     )
     means: ArrayLike | None = parameter(default=None, ranges=["array-like", None])
     covariances: ArrayLike | None = parameter(
-        default=None, ranges=[Interval(Real, 0, None, closed="left"), "array-like", None]
+        default=None, ranges=[NOT_NEGATIVE, "array-like", None]
     )
     weights: ArrayLike | None = parameter(default=None, ranges=["array-like", None])
     covariance_type: str = parameter(
         default="spherical", ranges=[StrOptions({"spherical", "diag", "full"})]
     )
-    n_init: int = parameter(default=10, ranges=[Interval(Integral, 1, None, closed="left")])
-    max_components: int = parameter(default=8, ranges=[Interval(Integral, 1, None, closed="left")])
+    n_init: int = parameter(default=10, ranges=[AT_LEAST_ONE])
+    max_components: int = parameter(default=8, ranges=[AT_LEAST_ONE])
 
     @property
     def is_known(self) -> bool:

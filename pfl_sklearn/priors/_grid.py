@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Self
 
 import numpy as np
@@ -13,7 +13,7 @@ from sklearn.base import clone
 from sklearn.utils import check_array
 
 from pfl_sklearn._compat import Interval
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import FROM_0_TO_1, parameter, with_parameters
 from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.priors._prior import ProportionPrior, is_distribution
@@ -77,12 +77,8 @@ class GridPrior(ProportionPrior):
         default=201, ranges=[Interval(Integral, 2, None, closed="left")], kw_only=False
     )
     weights: ArrayLike | None = parameter(default=None, ranges=["array-like", None], kw_only=False)
-    low: float | None = parameter(
-        default=None, ranges=[Interval(Real, 0, 1, closed="both"), None], kw_only=False
-    )
-    high: float | None = parameter(
-        default=None, ranges=[Interval(Real, 0, 1, closed="both"), None], kw_only=False
-    )
+    low: float | None = parameter(default=None, ranges=[FROM_0_TO_1, None], kw_only=False)
+    high: float | None = parameter(default=None, ranges=[FROM_0_TO_1, None], kw_only=False)
 
     @property
     def is_known(self) -> bool:

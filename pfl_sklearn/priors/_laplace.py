@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from sklearn.utils import check_array
 
-from pfl_sklearn._compat import Interval
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import POSITIVE, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.priors._prior import Prior, known_vector
 
@@ -63,7 +62,7 @@ class LaplacePrior(Prior):
     )
     scale: ArrayLike | None = parameter(
         default=None,
-        ranges=[Interval(Real, 0, None, closed="neither"), "array-like", None],
+        ranges=[POSITIVE, "array-like", None],
         kw_only=False,
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import Self
 
 import numpy as np
@@ -11,8 +10,7 @@ from scipy.special import gammaln, log_softmax, logsumexp, xlogy
 from sklearn.base import clone
 from sklearn.utils import check_array
 
-from pfl_sklearn._compat import Interval
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import POSITIVE, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.priors import _label_counts as labels
 from pfl_sklearn.priors._dirichlet import DirichletPrior
@@ -93,12 +91,10 @@ class SparseDirichletPrior(FrequencyPrior):
     _estimated = ("mean", "concentration", "weights", "sparse_concentration")
 
     mean: ArrayLike | None = parameter(default=None, ranges=["array-like", None], kw_only=False)
-    concentration: float | None = parameter(
-        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None], kw_only=False
-    )
+    concentration: float | None = parameter(default=None, ranges=[POSITIVE, None], kw_only=False)
     weights: ArrayLike | None = parameter(default=None, ranges=["array-like", None], kw_only=False)
     sparse_concentration: float | None = parameter(
-        default=None, ranges=[Interval(Real, 0, None, closed="neither"), None], kw_only=False
+        default=None, ranges=[POSITIVE, None], kw_only=False
     )
 
     @property

@@ -1,7 +1,7 @@
 """What the PPSGD regressor and classifier share: their runs, and the models that runs leave."""
 
 import math
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import Array
 from pfl_sklearn._compat import Interval, StrOptions
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, parameter, with_parameters
 from pfl_sklearn._rounds.estimator import BaseRounds
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.release import JointSum
@@ -165,7 +165,7 @@ class BasePPSGD(BaseRounds):
     learning_rate: float | str = parameter(
         default="auto",
         ranges=[
-            Interval(Real, 0, None, closed="neither"),
+            POSITIVE,
             StrOptions({"auto", "theory"}),
         ],
         text="""
@@ -181,7 +181,7 @@ class BasePPSGD(BaseRounds):
     )
     batch_size: int | None = parameter(
         default=10,
-        ranges=[Interval(Integral, 1, None, closed="left"), None],
+        ranges=[AT_LEAST_ONE, None],
         text="""
             int or None
                 Rows of a client in a round, at most all it has. None uses all rows. A client's rows
@@ -224,7 +224,7 @@ class BasePPSGD(BaseRounds):
     )
     smoothness: float | None = parameter(
         default=None,
-        ranges=[Interval(Real, 0, None, closed="neither"), None],
+        ranges=[POSITIVE, None],
         text="""
             float or None
                 Bound L on the curvature of a row's loss in both models together, for "theory". For
@@ -234,7 +234,7 @@ class BasePPSGD(BaseRounds):
     )
     solution_norm: float | None = parameter(
         default=None,
-        ranges=[Interval(Real, 0, None, closed="neither"), None],
+        ranges=[POSITIVE, None],
         text=r"""
             float or None
                 :math:`\|z^*\|_\alpha` of the solution and :math:`\sigma_{tot,\alpha}`, for
@@ -243,7 +243,7 @@ class BasePPSGD(BaseRounds):
     )
     gradient_std: float | None = parameter(
         default=None,
-        ranges=[Interval(Real, 0, None, closed="neither"), None],
+        ranges=[POSITIVE, None],
         text=r"""
             float or None
                 :math:`\|z^*\|_\alpha` of the solution and :math:`\sigma_{tot,\alpha}`, for

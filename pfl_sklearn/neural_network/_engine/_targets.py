@@ -1,7 +1,6 @@
 """Classifiers and regressors among neural estimators: their targets and predictions."""
 
 import math
-from numbers import Real
 from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
@@ -9,9 +8,9 @@ from sklearn.utils import assert_all_finite, check_array, check_consistent_lengt
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 
 from pfl_sklearn._clients import Array
-from pfl_sklearn._compat import HasMethods, Interval, StrOptions, fit_context, with_callbacks
+from pfl_sklearn._compat import HasMethods, StrOptions, fit_context, with_callbacks
 from pfl_sklearn._labels import check_labels, read_known_classes
-from pfl_sklearn._parameters import parameter, with_parameters
+from pfl_sklearn._parameters import BETWEEN_0_AND_1, parameter, with_parameters
 from pfl_sklearn._rounds.privacy import LABEL_SUMS, is_private, label_event, label_noise_std
 from pfl_sklearn._rounds.task import CheckedTable
 from pfl_sklearn._typing import Floats, TableLike
@@ -22,7 +21,7 @@ from pfl_sklearn.priors import DirichletPrior, SparseDirichletPrior
 _CLOSE = 1e-3  # of sums of probabilities to 1
 LABEL_SHARE = parameter(
     default=None,
-    ranges=[Interval(Real, 0, 1, closed="neither"), None],
+    ranges=[BETWEEN_0_AND_1, None],
     text="""
     float in (0, 1) or None
         Share of the budget that the noisy sum for an unknown ``DirichletPrior`` takes: of the

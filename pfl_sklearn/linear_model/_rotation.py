@@ -15,6 +15,7 @@ import numpy as np
 
 from pfl_sklearn._clients import EncodedClients, client_batches, row_counts
 from pfl_sklearn._parallel import map_batches
+from pfl_sklearn.linear_model._algebra import row_slices
 from pfl_sklearn.linear_model._table import check_table_range, column_facts
 
 CACHED_CELLS = 1 << 18  # numbers in a batch of rows, which then fits the processor's cache
@@ -64,8 +65,8 @@ class RotatedTable(NamedTuple):
     log_weights: float  # sum of the logarithms of the weights
     lowest: np.ndarray  # (m, p + 1), a client's smallest value of every column and of the target
     highest: np.ndarray  # (m, p + 1), equal to it where a column is constant
-    offset: np.ndarray  # (p,), of whose predictor `moved` takes the targets' distances
-    centre: np.ndarray  # (p,), that `moved` subtracts from the columns
+    offset: np.ndarray  # (p,), of whose predictor `move` takes the targets' distances
+    centre: np.ndarray  # (p,), that `move` subtracts from the columns
     n_random: int
     intercept: int | None  # position of the intercept among the columns
     names: list  # names of the columns
@@ -106,15 +107,14 @@ class RotatedTable(NamedTuple):
         """Smallest and largest values (p,) of the columns."""
         return self.lowest.min(axis=0)[:-1], self.highest.max(axis=0)[:-1]
 
-    def moved(self, rows):
-        """Rows (..., p + 1) of a batch with their offset and centre subtracted."""
-        columns, ones = rows[..., :-2], rows[..., -1:]
-        target = rows[..., -2] - np.einsum("...p,p->...", columns, self.offset)
-        return np.concatenate([columns - ones * self.centre, target[..., None]], axis=-1)
+    @property
+    def move(self):
+        """Function from rows (..., p + 2) of a batch to moved ones (..., p + 1)."""
+        return partial(_moved, offset=self.offset, centre=self.centre)
 
     def moved_batches(self):
         """Clients and moved rows of every batch, one after the other."""
-        return ((clients, self.moved(rows)) for clients, rows in self.batches)
+        return ((clients, self.move(rows)) for clients, rows in self.batches)
 
     def summed(self, function):
         """Sum of ``function(rows)`` (b, ...) over clients in their order: no batch shows in it."""
@@ -166,7 +166,7 @@ def _rotated(columns_at, y, clients, weights, facts, n_jobs):
     m, p = len(clients.ids), len(facts[2])
     rows = Rows(columns_at, y, None if weights is None else np.sqrt(weights))
     index = client_batches(clients.codes, m, CACHED_CELLS // (p + 2))
-    done = map_batches(partial(_rotate_batch, table=rows), index, n_jobs)
+    done = map_batches(partial(_rotate_batch, table=rows, width=p + 2), index, n_jobs)
     bounds = np.empty((2, m, p + 1))
     for (members, _), (_, *extremes) in zip(index, done, strict=True):
         bounds[:, members] = extremes
@@ -182,15 +182,32 @@ def _rotated(columns_at, y, clients, weights, facts, n_jobs):
     )
 
 
-def _rotate_batch(clients, rows, table):
+def _rotate_batch(clients, rows, table, width):
     """Rotated rows (b, k, p + 2), or None if they are no fewer, and bounds (b, p + 1)."""
-    values = table.values(rows)
-    low, high = values.min(axis=1)[:, :-1], values.max(axis=1)[:, :-1]
-    if rows.shape[1] <= values.shape[2]:
+    blocks, lowest, highest = [], [], []
+    # A client whose rows would not fit the cache comes in parts, whose triangles are joined.
+    for part in row_slices(rows.shape[1], len(rows) * width, CACHED_CELLS):
+        block = table.weighted(rows[:, part])
+        bounded = block if table.roots is None else table.values(rows[:, part])
+        lowest.append(bounded.min(axis=1)[:, :-1])
+        highest.append(bounded.max(axis=1)[:, :-1])
+        if rows.shape[1] > width:
+            # Ones come first, so that a rotation keeps the digits of columns far from zero.
+            blocks.append(np.linalg.qr(np.roll(block, 1, axis=-1), mode="r"))
+    low, high = np.min(lowest, axis=0), np.max(highest, axis=0)
+    if not blocks:
         return None, low, high
-    # Ones come first, so that a rotation keeps the digits of columns that are far from zero.
-    turned: Any = np.linalg.qr(np.roll(table.weighted(rows), 1, axis=-1), mode="r")
+    turned: Any = blocks[0]
+    if len(blocks) > 1:
+        turned = np.linalg.qr(np.concatenate(blocks, axis=1), mode="r")
     ones = turned[..., :1]
     # Rounding errors would tell apart what is constant within a client.
     turned = np.where((low == high)[:, None], low[:, None] * ones, turned[..., 1:])
     return np.concatenate([turned, ones], axis=-1), low, high
+
+
+def _moved(rows, offset, centre):
+    """Rows (..., p + 1): the centre is subtracted from columns, the offset's part from targets."""
+    columns, ones = rows[..., :-2], rows[..., -1:]
+    target = rows[..., -2] - np.einsum("...p,p->...", columns, offset)
+    return np.concatenate([columns - ones * centre, target[..., None]], axis=-1)

@@ -17,6 +17,7 @@ from sklearn.model_selection import GridSearchCV
 from statsmodels.regression.mixed_linear_model import MixedLM
 
 from pfl_sklearn import PersonalizedLinearRegression, UnseenClientsWarning
+from pfl_sklearn.linear_model import _rotation
 from pfl_sklearn.metrics import ClientScorer
 from pfl_sklearn.model_selection import ClientKFold
 from pfl_sklearn.priors import GaussianMixturePrior, GaussianPrior, LaplacePrior
@@ -921,3 +922,19 @@ def test_a_fit_depends_on_no_order_of_clients(n_jobs):
     model.fit(X[order], y[order], groups=groups[order], sample_weight=weights[order])
     np.testing.assert_allclose(model.coef_, coef, rtol=1e-6, atol=1e-8)
     assert model.log_likelihood_ == pytest.approx(value, rel=1e-10)
+
+
+def test_a_large_client_is_rotated_in_parts(monkeypatch):
+    """Triangles of parts, one below the other, are rows of the whole."""
+    rng = np.random.default_rng(0)
+    groups = np.repeat(np.arange(6), [400, 30, 3, 2, 1, 150])
+    X, weights = rng.normal(size=(586, 2)) + 50.0, rng.uniform(0.2, 3, 586)
+    X[groups == 0, 1] = 7.0  # constant within the largest client
+    y = X @ [1.0, -1.0] + rng.normal(size=6)[groups] + rng.normal(size=586)
+    model = PersonalizedLinearRegression()
+    whole = model.fit(X, y, groups=groups, sample_weight=weights).coef_
+    value = model.log_likelihood_
+    monkeypatch.setattr(_rotation, "CACHED_CELLS", 64)
+    parts = model.fit(X, y, groups=groups, sample_weight=weights).coef_
+    np.testing.assert_allclose(parts, whole, rtol=1e-7)
+    assert model.log_likelihood_ == pytest.approx(value, rel=1e-12)

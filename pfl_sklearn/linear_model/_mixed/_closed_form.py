@@ -128,7 +128,7 @@ def _fixed_coefficients(solved, table):
     if not size:
         return np.zeros(0), np.zeros((0, 0))
     squares = table.summed(
-        lambda rows: np.sum(table.moved(rows)[..., table.n_random : -1] ** 2, axis=1)
+        lambda rows: np.sum(table.move(rows)[..., table.n_random : -1] ** 2, axis=1)
     )
     # A column that is constant within clients has no within estimator: its coefficient is 0.
     varies = np.diag(gram)[:-1] > _WITHIN * squares

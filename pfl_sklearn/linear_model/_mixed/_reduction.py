@@ -71,7 +71,7 @@ def reduce_table(table, *, spectral, common_scale=True, scale=None, n_jobs=None)
     if scale is None:
         scale = _scales(table, common_scale)
     reduce = partial(
-        _reduce_batch, move=table.moved, scale=np.append(scale, 1.0), n_random=q, spectral=spectral
+        _reduce_batch, move=table.move, scale=np.append(scale, 1.0), n_random=q, spectral=spectral
     )
     stacks, remainders, squares = zip(*map_batches(reduce, table.batches, n_jobs), strict=True)
     return Reduced(
@@ -104,7 +104,7 @@ def _scales(table, common):
 
     A variance ratio of about 1 is then one that the rows of a client can tell from 0.
     """
-    squares = table.summed(lambda rows: np.sum(table.moved(rows)[..., :-1] ** 2, axis=1))
+    squares = table.summed(lambda rows: np.sum(table.move(rows)[..., :-1] ** 2, axis=1))
     squares /= table.n_clients
     if common:
         squares[: table.n_random] = squares[: table.n_random].mean()

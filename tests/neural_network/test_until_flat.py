@@ -239,7 +239,10 @@ def test_the_same_bits(name, tmp_path, monkeypatch):
     again = fitted(resumed, data)
     np.testing.assert_equal(state_of(again), state_of(whole))
     assert list(tmp_path.iterdir()) == []
-    for part in ("_rounds.rows._NUMBERS_OF_A_BLOCK", "neural_network._engine._MOST_STACKED"):
+    for part in (
+        "_rounds.rows._NUMBERS_OF_A_BLOCK",
+        "neural_network._engine._engine._MOST_STACKED",
+    ):
         monkeypatch.setattr(f"pfl_sklearn.{part}", 1)
     np.testing.assert_equal(state_of(fitted(model, data)), state_of(whole))
 

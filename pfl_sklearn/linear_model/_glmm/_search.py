@@ -1,6 +1,6 @@
 """Searches for the population and the between-client covariance of logistic regressions."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import LbfgsInvHessProduct, minimize
@@ -125,6 +125,49 @@ def natural_scale(random, weight, n_clients, common):
     return np.sqrt(np.divide(share, per_client, out=np.ones(q), where=per_client > 0))
 
 
+class _Objective(NamedTuple):
+    """Minus a criterion and its penalties, in the parameters of a search.
+
+    The first parameters move the population along `root`, the others are those of `family`.
+    """
+
+    criterion: Any
+    start: Maximum
+    root: np.ndarray  # (a f, rank)
+    weak: WeakPriors
+    family: Any  # Factor; None if the factor stays
+    scale: np.ndarray | None  # (q,)
+
+    @property
+    def unit(self):
+        """Size of one parameter of the factor, in natural units."""
+        # In natural units prior and rows weigh alike, so a client's information on the log of a
+        # standard deviation is 1/2. This unit is about a standard error then, as those of `root`.
+        return np.sqrt(2 / (self.criterion.n_clients * len(self.start.population)))
+
+    def models(self, parameters):
+        """Population (a, p) and factor (q, r) of a point."""
+        rank, population = self.root.shape[1], self.start.population.copy()
+        moved = (self.root @ parameters[:rank]).reshape(len(population), -1)
+        population[:, population.shape[1] - moved.shape[1] :] += moved
+        if self.family is None:
+            return population, self.start.factor
+        return population, self.scale[:, None] * self.family.matrix(parameters[rank:] * self.unit)
+
+    def __call__(self, parameters):
+        """Value and slope at a point."""
+        population, factor = self.models(parameters)
+        value, by_population, by_factor = self.criterion(population, factor)
+        weak, n_known = self.weak, population.shape[1] - len(self.weak.slopes)
+        free, pull = population[:, n_known:], weak.spread[:, None] * factor
+        slope = [self.root.T @ (by_population[:, n_known:] - weak.slopes * free).ravel()]
+        if self.family is not None:
+            by_factor = self.scale[:, None] * (by_factor - pull)
+            slope.append(self.unit * self.family.pull_back(by_factor))
+        penalty = 0.5 * (np.sum(weak.slopes * free**2) + np.vdot(pull, factor))
+        return penalty - value, -np.concatenate(slope)
+
+
 def maximize_marginal(
     criterion, start, root, weak, max_iter, tol, family=None, scale=None, begin=1.0
 ):
@@ -153,58 +196,35 @@ def maximize_marginal(
     -------
     Maximum
     """
-    rank, n_known = root.shape[1], start.population.shape[1] - len(weak.slopes)
-    # In natural units prior and rows weigh alike, so a client's information on the log of a
-    # standard deviation is 1/2. This unit is about a standard error then, as those of `root` are.
-    unit = np.sqrt(2 / (criterion.n_clients * len(start.population)))
-
-    def unpack(parameters):
-        population = start.population.copy()
-        population[:, n_known:] += (root @ parameters[:rank]).reshape(len(population), -1)
-        if family is None:
-            return population, start.factor
-        return population, scale[:, None] * family.matrix(parameters[rank:] * unit)
-
-    def objective(parameters):
-        population, factor = unpack(parameters)
-        value, by_population, by_factor = criterion(population, factor)
-        free, pull = population[:, n_known:], weak.spread[:, None] * factor
-        slope = [root.T @ (by_population[:, n_known:] - weak.slopes * free).ravel()]
-        if family is not None:
-            slope.append(unit * family.pull_back(scale[:, None] * (by_factor - pull)))
-        penalty = 0.5 * (np.sum(weak.slopes * free**2) + np.vdot(pull, factor))
-        return penalty - value, -np.concatenate(slope)
-
-    factor_start = np.zeros(0) if family is None else begin * family.start / unit
-    first_point = np.concatenate([np.zeros(rank), factor_start])
-    result, metric, length = _search(objective, first_point, start.metric, max_iter, tol)
-    end = first_point + metric @ result.x
+    objective, rank = _Objective(criterion, start, root, weak, family, scale), root.shape[1]
+    factor_start = np.zeros(0) if family is None else begin * family.start / objective.unit
+    point = np.concatenate([np.zeros(rank), factor_start])
+    end, result, flat, metric = _minimum(objective, point, start.metric, max_iter, tol)
     # A variance of zero is reached in the limit; exactly zero it costs no more than rounding.
     of_factor = np.arange(len(end)) >= rank
-    small = of_factor & ((end * unit) ** 2 < _ZERO_SPREAD)
+    small = of_factor & ((end * objective.unit) ** 2 < _ZERO_SPREAD)
     parameters = snapped_to_zero(
         end, small, objective, lambda best: _SNAPPING_LOSS * (1 + abs(best))
     )
-    # Rounding may end the line search where no step improves; it has converged if it is flat there.
-    steep = np.abs(result.jac).max() > max(tol, _FLAT_ENOUGH) * length
-    population, factor = unpack(parameters)
+    population, factor = objective.models(parameters)
     return Maximum(
         population,
         factor,
         int(result.nit),
-        bool(result.success or not steep) and criterion.modes_found,
+        bool(result.success or flat) and criterion.modes_found,
         criterion.states,
-        metric @ _root_of(result.hess_inv, length) / length,
+        metric,
         -float(result.fun),
     )
 
 
-def _search(objective, first_point, metric, max_iter, tol):
-    """L-BFGS from a point, in steps along a metric (k, k) scaled to a Newton step.
+def _minimum(objective, start, metric, max_iter, tol):
+    """Minimum of an objective from a start, by quasi-Newton steps in a metric (k, k), or None.
 
-    Returns the result of the search, the scaled metric, and the scale.
+    Returns the point, scipy's result, whether the objective is flat there, and a root (k, k) of its
+    inverse Hessian.
     """
-    first_value, slope = objective(first_point)
+    first_value, slope = objective(start)
     metric = np.eye(len(slope)) if metric is None else metric
     # L-BFGS takes a first step of length 1. In steps of this unit that is a Newton step.
     length = np.linalg.norm(metric.T @ slope) or 1.0
@@ -213,7 +233,7 @@ def _search(objective, first_point, metric, max_iter, tol):
     def measured(step):
         if not step.any():  # the search evaluates its start, as we did for the length
             return first_value, metric.T @ slope
-        value, gradient = objective(first_point + metric @ step)
+        value, gradient = objective(start + metric @ step)
         return value, metric.T @ gradient
 
     result = minimize(
@@ -224,11 +244,9 @@ def _search(objective, first_point, metric, max_iter, tol):
         # The slope alone ends the search: a small gain is no sign of a maximum where it is flat.
         options={"maxiter": max_iter, "maxcor": 30, "ftol": 1e-16, "gtol": tol * length},
     )
-    return result, metric, length
-
-
-def _root_of(hess_inv, length):
-    """Root (k, k) of the inverse Hessian of a search, for steps of unit length."""
-    inverse = LbfgsInvHessProduct(hess_inv.sk * length, hess_inv.yk / length).todense()
-    values, vectors = np.linalg.eigh(inverse)
-    return vectors * np.sqrt(values)
+    # Rounding may end the line search where no step improves; it has converged if it is flat there.
+    flat = np.abs(result.jac).max() <= max(tol, _FLAT_ENOUGH) * length
+    # The inverse Hessian is in steps of `length`; the root is in those of the metric that came.
+    pairs = LbfgsInvHessProduct(result.hess_inv.sk * length, result.hess_inv.yk / length)
+    values, vectors = np.linalg.eigh(pairs.todense())
+    return start + metric @ result.x, result, flat, metric @ (vectors * np.sqrt(values)) / length

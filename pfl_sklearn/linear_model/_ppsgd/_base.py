@@ -117,10 +117,10 @@ class BasePPSGD(BaseRounds):
     on a feature waits until somebody is about to see it, unless callbacks, `average` or
     `warm_start` need all noise in every round. The distribution is the same, in less time.
 
-    Memory: ``n_clients * (d + 1) * c`` numbers for c outputs or classes, twice as many with
+    Memory: ``n_clients * (d + 1)`` times n_outputs (n_classes) numbers, twice as many with
     `average`, and all of them twice while ``n_rounds=None`` keeps the best models. For sparse `X`
-    it is c numbers for each pair of a client and a feature of its rows. A round takes as much again
-    for its sampled clients.
+    it is n_outputs (n_classes) numbers for each pair of a client and a feature of its rows. A round
+    takes as much again for its sampled clients.
 
     References
     ----------

@@ -226,7 +226,8 @@ def k_means(x, k, rng, *, weights=None, n_init=1, n_steps=300):
 
     Rows that differ by rounding only may share a cluster and leave another one empty.
     """
-    from sklearn.cluster import KMeans  # 45 ms that only mixtures need
+    # Slow to import, and nothing but a fit of a mixture needs it.
+    from sklearn.cluster import KMeans
 
     clusters = KMeans(k, n_init=n_init, max_iter=n_steps, tol=0.0, random_state=rng)
     with batch_mapper(), warnings.catch_warnings():  # on one thread: sums depend on how many

@@ -1,9 +1,13 @@
 """Mixture priors: EM against sklearn, finite differences and brute force; what may be given."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import sklearn.cluster
 from scipy import stats
+from sklearn import cluster
 from sklearn.mixture import GaussianMixture
 from threadpoolctl import threadpool_info, threadpool_limits
 
@@ -407,16 +411,22 @@ def test_bad_data():
             prior.sample(3)
 
 
+def test_clustering_is_imported_when_a_mixture_is_fitted():
+    code = "import sys, pfl_sklearn.estimation; print('sklearn.cluster' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
 def test_k_means_runs_on_one_thread(monkeypatch):
     """Its sums depend on the number of threads, and so would ties."""
     seen = []
 
-    class Spy(sklearn.cluster.KMeans):
+    class Spy(cluster.KMeans):
         def fit(self, *args, **params):
             seen.extend(library["num_threads"] for library in threadpool_info())
             return super().fit(*args, **params)
 
-    monkeypatch.setattr(sklearn.cluster, "KMeans", Spy)
+    monkeypatch.setattr(cluster, "KMeans", Spy)
     with threadpool_limits(2):
         em.k_means(np.arange(6.0)[:, None], 2, np.random.RandomState(0))
     assert set(seen) == {1}

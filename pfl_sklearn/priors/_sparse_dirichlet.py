@@ -155,13 +155,8 @@ class SparseDirichletPrior(FrequencyPrior):
         return self._with(maximize(table, mean, *given))
 
     def _with(self, parameters):
-        """Copy of this prior with given parameters."""
-        return clone(self).set_params(
-            mean=parameters.mean,
-            concentration=float(parameters.full),
-            weights=parameters.weights,
-            sparse_concentration=float(parameters.sparse),
-        )
+        """Copy of this prior with given SparseParameters."""
+        return clone(self).set_params(**dict(zip(self._estimated, parameters, strict=True)))
 
     def log_prob(self, theta: TableLike) -> Floats:
         """Log density of label frequencies under a known prior.

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import expit, gammaln
 
-from pfl_sklearn._typing import Floats, Integers
+from pfl_sklearn._typing import Floats
 from pfl_sklearn.priors._label_counts import (
     LabelCounts,
     log_likelihoods,
@@ -27,7 +27,7 @@ _GAIN_TO_GO_ON = 1e-7
 
 
 class SparseParameters(NamedTuple):
-    """Parameters of a sparse Dirichlet prior."""
+    """Parameters of a sparse Dirichlet prior, in the order of its constructor."""
 
     mean: Floats  # (K,)
     full: float  # alpha
@@ -62,33 +62,24 @@ def log_joint_of_sizes(table: LabelCounts, known: SparseParameters) -> Floats:
     return np.column_stack([spikes + own[:, None], full]) + np.log(known.weights)
 
 
-class _Clients(NamedTuple):
-    """Clients as EM reads them: those with equal numbers of rows and labels seen are one pair."""
+def spike_chances(table, sparse, n_labels):
+    """Chances (p, K - 1) of each number of labels, logs (m,) to add, and each client's row (m,).
 
-    table: LabelCounts
-    n_seen: Integers  # (p,)
-    n_rows: Floats  # (p,)
-    pair: Integers  # (m,)
-
-    def spikes(self, sparse, n_labels):
-        """Probabilities (p, K - 1) of the pairs and what to add (m,) to the clients' logs."""
-        logs = log_spikes(self.n_seen, self.n_rows, sparse, n_labels)
-        largest = logs.max(axis=1, initial=-np.inf)
-        largest = np.where(np.isfinite(largest), largest, 0.0)  # clients with all labels seen
-        own = self.table.by_client(log_rising(sparse, self.table.values))
-        return np.exp(logs - largest[:, None]), own + largest[self.pair]
-
-
-def _paired(table):
-    """Clients grouped into pairs of rows and labels seen."""
+    The largest chance in a row is 1, so that they do not all underflow.
+    """
+    # Chances depend on these two alone, and many clients may share them.
     keys = np.column_stack([table.n_seen, table.n_rows])
     pairs, position = np.unique(keys, axis=0, return_inverse=True)
-    return _Clients(table, pairs[:, 0], pairs[:, 1], position.ravel())
+    logs = log_spikes(*pairs.T, sparse, n_labels)
+    largest = logs.max(axis=1, initial=-np.inf)
+    largest = np.where(np.isfinite(largest), largest, 0.0)  # clients with all labels seen
+    own = table.by_client(log_rising(sparse, table.values))
+    return np.exp(logs - largest[:, None]), own + largest[position], position
 
 
 def maximize(table, mean, full, weights, sparse):
     """Parameters with the largest marginal likelihood; those that are not None are known."""
-    clients, n_labels = _paired(table), len(mean)
+    n_labels = len(mean)
     start = np.full(n_labels, 1 / n_labels) if weights is None else weights
     fulls = [full]
     if full is None:
@@ -96,47 +87,47 @@ def maximize(table, mean, full, weights, sparse):
     denses = [log_likelihoods(table, mean, each) for each in fulls]
     fits = []
     for a in _SPARSE_GRID if sparse is None else [sparse]:
-        spikes = clients.spikes(a, n_labels)
+        spikes = spike_chances(table, a, n_labels)
         for each, dense in zip(fulls, denses, strict=True):
             w = start
             for _ in range(_RANKING_STEPS):
-                value, w, _ = _em_step(clients, spikes, dense, w, weights is None)
-            fits.append((value, SparseParameters(mean, each, w, a)))
+                value, w, _ = _em_step(spikes, dense, w, weights is None)
+            fits.append((value, SparseParameters(mean, float(each), w, float(a))))
     _, best = max(fits, key=lambda fit: fit[0])
-    return _polish_weights(clients, best, full is None, weights is None)
+    return _polish_weights(table, best, full is None, weights is None)
 
 
-def _em_step(clients, spikes, dense, w, free_weights):
+def _em_step(spikes, dense, w, free_weights):
     """Value of the weights w, the next weights, and each client's chance (m,) of having all labels.
 
     The value is the log-likelihood with one more client, spread evenly over the numbers of labels.
     """
-    chances, own = spikes
+    chances, own, position = spikes
     mixed = chances @ w[:-1]
     with np.errstate(divide="ignore"):
-        below = np.log(mixed)[clients.pair] + own
+        below = np.log(mixed)[position] + own
     above = dense + np.log(w[-1])
     value = np.logaddexp(below, above).sum() + np.log(w).mean()
     has_all = expit(above - below)
     if not free_weights:
         return value, w, has_all
-    below_all = np.bincount(clients.pair, 1 - has_all, len(mixed))
+    below_all = np.bincount(position, 1 - has_all, len(mixed))
     share = np.divide(below_all, mixed, out=np.zeros_like(mixed), where=mixed > 0)
     counts = np.append((share @ chances) * w[:-1], has_all.sum())
     return value, (counts + 1 / len(w)) / (len(has_all) + 1), has_all
 
 
-def _polish_weights(clients, start, free_full, free_weights):
+def _polish_weights(table, start, free_full, free_weights):
     """Parameters after EM in the weights and the concentration of clients with all labels.
 
     The concentration of the other clients stays on its grid, in steps of a factor of 1.65.
     """
-    table, mean = clients.table, start.mean
-    spikes = clients.spikes(start.sparse, len(mean))
+    mean = start.mean
+    spikes = spike_chances(table, start.sparse, len(mean))
     full, w, before = start.full, start.weights, -np.inf
     dense = log_likelihoods(table, mean, full)
     for step in range(_EM_STEPS_TO_END):
-        value, w, has_all = _em_step(clients, spikes, dense, w, free_weights)
+        value, w, has_all = _em_step(spikes, dense, w, free_weights)
         if step % _STEPS_PER_CONCENTRATION:
             continue
         if value - before < _GAIN_TO_GO_ON * len(has_all):

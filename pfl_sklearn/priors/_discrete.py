@@ -12,7 +12,7 @@ from sklearn.utils import check_array, check_random_state
 from pfl_sklearn._compat import StrOptions
 from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
 from pfl_sklearn._typing import Floats, RandomState, TableLike
-from pfl_sklearn.priors._mixture import MixturePrior, check_distinct, count_distinct
+from pfl_sklearn.priors._mixture import MixturePrior, sizes_to_try
 from pfl_sklearn.priors._mixture_fit import Shape, k_means, weight_order
 
 # Variance around the points, of the clients' spread, at which more points explain nothing: BIC
@@ -152,11 +152,7 @@ class DiscretePrior(MixturePrior):
         if self.is_known:
             return self.with_values(*self.known_mixture(theta.shape[1])[::2])
         rng = check_random_state(0 if random_state is None else random_state)
-        if isinstance(self.n_components, str):  # "bic"
-            sizes = list(range(1, count_distinct(theta, self.max_components) + 1))
-        else:
-            check_distinct(theta, self.n_components)
-            sizes = [self.n_components]
+        sizes = sizes_to_try(self, theta)
         fits = [k_means(theta, k, rng, n_init=self.n_init) for k in sizes]
         points, labels = min(fits, key=lambda fit: _hard_bic(theta, *fit))
         weights = np.bincount(labels, minlength=len(points)) / len(theta)

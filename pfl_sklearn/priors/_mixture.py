@@ -194,8 +194,20 @@ class MixturePrior(Prior):
         return tuple(getattr(self, name) for name in ("means", "covariances", "weights"))
 
     def _known_means(self, d=None):
-        """Given component means (k, d), under the name of the parameter that holds them."""
-        return known_points(self, self._estimated[0], d)
+        """Given component means (k, d), checked."""
+        name, prior = self._estimated[0], type(self).__name__  # the means or the points
+        points = np.asarray(getattr(self, name), dtype=float)
+        if points.ndim != 2 or d not in (None, points.shape[1]):
+            wanted = "(n_components, d)" if d is None else f"(n_components, {d})"
+            raise ValueError(f"{name} of {prior} must have shape {wanted}; got {points.shape}.")
+        if not np.isfinite(points).all():
+            raise ValueError(f"{name} of {prior} must be finite; got {points.tolist()}.")
+        if not isinstance(self.n_components, Integral) or len(points) != self.n_components:
+            raise ValueError(
+                f"n_components of {prior} must be the number of given {name}, {len(points)}; got "
+                f"{self.n_components!r}."
+            )
+        return points
 
     def _shape(self) -> Shape:
         """Parts of the mixture to estimate."""
@@ -206,10 +218,8 @@ class MixturePrior(Prior):
     def _given_parts(self, k: int, d: int) -> NormalMixture:
         """The given parts as a mixture; the other parts are placeholders."""
         means, covariances, weights = self._components()
-        if means is None:
-            return fits.fixed_variance(k, d, 1.0 if covariances is None else float(covariances))
-        means = self._known_means(d)
         # Placeholders are numbers, as the fit reads them before it replaces them.
+        means = np.zeros((k, d)) if means is None else self._known_means(d)
         weights = np.full(k, 1 / k) if weights is None else known_weights(self)
         if covariances is None:
             return NormalMixture(means, np.ones((k, d)), None, weights)
@@ -291,15 +301,9 @@ def estimate_mixture(prior, x, s, shape, known, random_state) -> NormalMixture:
     rng = check_random_state(0 if random_state is None else random_state)
     if shape.means and prior.n_components in (1, "bic") and count_distinct(x, 2) == 1:
         return all_alike(x, known(1), shape)
-    if prior.n_components == "bic":
-        largest = count_distinct(x, prior.max_components)
-        fit = fits.select_components(
-            x, s, largest, shape, n_init=prior.n_init, rng=rng, known=known
-        )
-    else:
-        check_distinct(x, prior.n_components)
-        k = prior.n_components
-        fit = fits.fit_mixture(x, s, k, shape, n_init=prior.n_init, rng=rng, known=known(k))
+    fit = fits.fit_mixture(
+        x, s, sizes_to_try(prior, x), shape, n_init=prior.n_init, rng=rng, known=known
+    )
     if not fit.converged:
         warn_caller(
             f"EM of {type(prior).__name__} did not converge: the components overlap too much. Take "
@@ -314,6 +318,14 @@ def all_alike(x, known, shape):
     """Mixture of clients that do not differ: one component, with a known spread or none."""
     values = known.values if shape.covariance_type == "fixed" else np.zeros((1, x.shape[1]))
     return NormalMixture(x.mean(axis=0)[None], values, None, np.ones(1))
+
+
+def sizes_to_try(prior: MixturePrior, x: Floats) -> list[int]:
+    """Numbers of components that a fit to vectors (m, d) compares, in ascending order."""
+    if prior.n_components == "bic":
+        return list(range(1, count_distinct(x, prior.max_components) + 1))
+    check_distinct(x, prior.n_components)
+    return [prior.n_components]
 
 
 def check_distinct(x: Floats, k: int) -> None:
@@ -353,24 +365,6 @@ def check_variances(estimates, sampling_variances):
             "estimates and sampling_variances must be finite, the variances not below 0."
         )
     return x, s.ravel()
-
-
-def known_points(prior, name, d=None):
-    """Given component means (k, d), checked."""
-    points = np.asarray(getattr(prior, name), dtype=float)
-    if points.ndim != 2 or points.shape[1] != (points.shape[1] if d is None else d):
-        wanted = "(n_components, d)" if d is None else f"(n_components, {d})"
-        raise ValueError(
-            f"{name} of {type(prior).__name__} must have shape {wanted}; got {points.shape}."
-        )
-    if not np.isfinite(points).all():
-        raise ValueError(f"{name} of {type(prior).__name__} must be finite; got {points.tolist()}.")
-    if not isinstance(prior.n_components, Integral) or len(points) != prior.n_components:
-        raise ValueError(
-            f"n_components of {type(prior).__name__} must be the number of given {name}, "
-            f"{len(points)}; got {prior.n_components!r}."
-        )
-    return points
 
 
 def known_weights(prior):

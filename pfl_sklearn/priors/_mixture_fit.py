@@ -98,20 +98,21 @@ def from_covariances(means, covariances, weights):
     return NormalMixture(means, np.maximum(values, 0.0), vectors, weights)
 
 
-def fit_mixture(x, s, n_components, shape, *, n_init, rng, known):
-    """Fit from the best of several starts.
+def fit_mixture(x, s, sizes, shape, *, n_init, rng, known):
+    """Fit with the number k of components, of ascending `sizes`, that has the smallest BIC.
 
     Parameters
     ----------
     x : ndarray of shape (m, d)
     s : ndarray of shape (m,)
         Sampling variances.
-    n_components : int
+    sizes : list of int
     shape : Shape
     n_init : int
     rng : RandomState
-    known : NormalMixture
-        The parts that are given; the parts that `shape` estimates are ignored.
+    known : callable
+        From k to a NormalMixture with the parts that are given; the parts that `shape` estimates
+        are ignored.
 
     Returns
     -------
@@ -120,34 +121,19 @@ def fit_mixture(x, s, n_components, shape, *, n_init, rng, known):
         floor of its variance is kept only if every start ends in one.
     """
     floor = variance_floor(x, s)
-    start = _best_start(x, s, n_components, shape, floor, n_init, rng, known)
     noise = _floored(s, shape, floor)
-    fit = run_em(start, x, noise, shape, floor, _EM_STEPS, _EM_TOLERANCE)
-    return polish(fit, x, noise, shape, floor)
-
-
-def select_components(x, s, largest, shape, *, n_init, rng, known):
-    """Fit with the number k of components, 1 to `largest`, that has the smallest BIC.
-
-    ``known(k)`` gives the known parts. The search ends when two more components have not helped:
-    one more may have to split a group before the next one gains.
-    """
     fits: list[tuple[float, int, MixtureFit]] = []
-    for k in range(1, largest + 1):
-        fit = fit_mixture(x, s, k, shape, n_init=n_init, rng=rng, known=known(k))
+    for k in sizes:
+        start = _best_start(x, s, k, shape, floor, n_init, rng, known(k))
+        fit = run_em(start, x, noise, shape, floor, _EM_STEPS, _EM_TOLERANCE)
+        fit = polish(fit, x, noise, shape, floor)
         size = shape.n_parameters(k, x.shape[1]) * np.log(len(x))
         fits.append((size - 2 * fit.log_likelihood, k, fit))
         _, best_k, best = min(fits, key=itemgetter(0))
+        # One more component may have to split a group before the next one gains.
         if k >= best_k + 2:
             break
     return best
-
-
-def fixed_variance(k, d, variance):
-    """Mixture with one known variance for all components; the rest is unknown."""
-    return NormalMixture(
-        np.full((k, d), np.nan), np.full((k, d), variance), None, np.full(k, 1 / k)
-    )
 
 
 def weight_order(means: Floats, weights: Floats) -> Integers:

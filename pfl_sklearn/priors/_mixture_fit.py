@@ -394,77 +394,68 @@ class _Coordinates:
         self.shape, self.floor = shape, floor
         values = mixture.values / unit**2
         self.given = mixture._replace(means=(mixture.means - centre) / unit, values=values)
-        k = len(mixture.weights)
         log_weights = np.log(np.maximum(mixture.weights, _SMALLEST_WEIGHT))
-        parts = {
-            "means": self.given.means if shape.means else None,
-            "spread": self._spread(values, mixture.vectors),
-            "weights": log_weights if shape.weights and k > 1 else None,
-        }
-        self.parts = {name: part for name, part in parts.items() if part is not None}
-        self.start = np.concatenate([part.ravel() for part in self.parts.values()] or [[]])
+        self.parts = [self.given.means, self._spread(values, mixture.vectors), log_weights]
+        # One weight is 1.
+        estimated = [shape.means, True, shape.weights and len(log_weights) > 1]
+        sizes = [part.size for part in self.parts]
+        self.estimated = np.repeat(estimated, sizes)
+        self.whole = np.concatenate([part.ravel() for part in self.parts])
+        self.start = self.whole[self.estimated]
         self.size = len(self.start)
-        low = {"spread": floor if shape.covariance_type in ("spherical", "diag") else None}
-        self.bounds = [
-            (low.get(name), None) for name, part in self.parts.items() for _ in range(part.size)
-        ]
+        low = floor if shape.covariance_type in ("spherical", "diag") else None
+        bounds = np.repeat(np.array([None, low, None]), sizes)[self.estimated]
+        self.bounds = [(least, None) for least in bounds]
 
     def mixture(self, point):
         """The mixture at a point."""
-        parts = self._split(point)
+        means, spread, log_weights = self._split(point)
         values, vectors = self.given.values, self.given.vectors
-        k, d = values.shape
         if self.shape.covariance_type == "full":
-            roots = parts["spread"]
-            values, vectors = np.linalg.eigh(roots @ roots.transpose(0, 2, 1))
+            values, vectors = np.linalg.eigh(spread @ spread.transpose(0, 2, 1))
             values = np.maximum(values, 0.0) + self.floor
-        elif "spread" in parts:
-            values = np.broadcast_to(parts["spread"], (k, d))
-        weights = softmax(parts["weights"]) if "weights" in parts else self.given.weights
-        return NormalMixture(parts.get("means", self.given.means), values, vectors, weights)
+        elif self.shape.covariance_type != "fixed":
+            values = np.broadcast_to(spread, values.shape)
+        # Given ones may be 0, which has no log.
+        weights = softmax(log_weights) if self.shape.weights else self.given.weights
+        return NormalMixture(means, values, vectors, weights)
 
     def slope(self, point, mixture, r, x, s):
         """Gradient of the log-likelihood, by the responsibilities (k, m)."""
-        parts, counts = self._split(point), r.sum(axis=1)
-        slopes = {name: np.zeros_like(part) for name, part in parts.items()}
+        means, spread, _ = self._split(point)
+        by_means, by_spread, counts = np.zeros_like(means), np.zeros_like(spread), r.sum(axis=1)
         for k in range(len(counts)):
             precision = 1 / (mixture.values[k] + s[:, None])
             pull = component_coordinates(mixture, k, x) * precision
-            if "means" in parts:
-                along = r[k] @ pull
-                along = along if mixture.vectors is None else mixture.vectors[k] @ along
-                slopes["means"][k] = along
-            if "spread" in parts:
-                slopes["spread"][k] = self._spread_slope(parts, mixture, k, r[k], pull, precision)
-        if "weights" in parts:
-            slopes["weights"] = counts - counts.sum() * mixture.weights
-        return np.concatenate([part.ravel() for part in slopes.values()])
+            along = r[k] @ pull
+            by_means[k] = along if mixture.vectors is None else mixture.vectors[k] @ along
+            if spread.size:
+                by_spread[k] = self._spread_slope(spread[k], mixture, k, r[k], pull, precision)
+        by_weights = counts - counts.sum() * mixture.weights
+        slopes = np.concatenate([by_means.ravel(), by_spread.ravel(), by_weights])
+        return slopes[self.estimated]
 
-    def _spread_slope(self, parts, mixture, k, r, pull, precision):
+    def _spread_slope(self, spread, mixture, k, r, pull, precision):
         """Gradient by the spread parameters of component k."""
         summed = r @ np.broadcast_to(precision, pull.shape)
         if self.shape.covariance_type == "full":
             inner = np.einsum("md,me->de", r[:, None] * pull, pull) - np.diag(summed)
             vectors = mixture.vectors[k]
-            return vectors @ inner @ vectors.T @ parts["spread"][k]
+            return vectors @ inner @ vectors.T @ spread
         each = 0.5 * (r @ pull**2 - summed)
         return each.sum() if self.shape.covariance_type == "spherical" else each
 
     def _spread(self, values, vectors):
-        """Starting spread: (k, 1), (k, d), roots (k, d, d), or None where nothing is estimated."""
+        """Starting spread: (k, 1), (k, d), roots (k, d, d), or (k, 0) if covariances are given."""
         kind = self.shape.covariance_type
-        if kind == "fixed":
-            return None
         if kind == "full":
             return vectors * np.sqrt(np.maximum(values - self.floor, 0.0))[:, None, :]
-        values = np.maximum(values, self.floor)
-        return values[:, :1] if kind == "spherical" else values
+        width = {"fixed": 0, "spherical": 1, "diag": values.shape[1]}[kind]
+        return np.maximum(values, self.floor)[:, :width]
 
     def _split(self, point):
-        """Parts of the vector by name, in their shapes."""
-        ends = np.cumsum([part.size for part in self.parts.values()])[:-1]
-        pieces = np.split(point, ends)
-        return {
-            name: piece.reshape(part.shape)
-            for (name, part), piece in zip(self.parts.items(), pieces, strict=True)
-        }
+        """Means, spread and log weights at a point, in their shapes."""
+        whole = self.whole.copy()
+        whole[self.estimated] = point
+        parts = np.split(whole, np.cumsum([part.size for part in self.parts])[:-1])
+        return [values.reshape(part.shape) for values, part in zip(parts, self.parts, strict=True)]

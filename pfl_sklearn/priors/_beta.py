@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from numbers import Real
 from typing import Self
 
 import numpy as np
@@ -22,7 +22,6 @@ _MAX_LOGIT = 30.0
 _SMALLEST_MEAN = 1e-12
 # Stands for clients that are all at 0 or 1.
 _MIN_CONCENTRATION = 1e-6
-# The likelihood can be flat towards "all alike", so the search starts at the best of a grid.
 _START_CONCENTRATIONS = 24
 
 
@@ -121,7 +120,7 @@ class BetaPrior(ProportionPrior):
             )
             return value, slopes
 
-        return self.with_moments(*_maximize(log_likelihood, theta.mean(), 10.0, 1e8))
+        return self.with_moments(*_maximize(log_likelihood, theta.mean(), [10.0], 1e8))
 
     def _fit_counts(self, successes, trials, counts, method):
         mean, concentration = moment_estimates(successes, trials, counts)
@@ -201,36 +200,31 @@ def _beta_binomial_ml(successes, trials, counts, mean):
         )
         return value, slopes
 
+    # The likelihood can be flat towards "all alike", so the search starts at the best of a grid.
     largest = largest_concentration(trials)
-    grid = np.geomspace(1e-2, largest, _START_CONCENTRATIONS)
-    point = logit(np.clip(mean, 1e-9, 1 - 1e-9))  # finite if all rows are failures
-    negative = _in_logit_and_log(log_likelihood)
-    values = [negative((point, np.log(total)))[0] for total in grid]
-    return _maximize(log_likelihood, mean, grid[int(np.argmin(values))], largest)
+    starts = np.geomspace(1e-2, largest, _START_CONCENTRATIONS)
+    return _maximize(log_likelihood, mean, starts, largest)
 
 
-def _in_logit_and_log(log_likelihood: Callable) -> Callable:
-    """Minus a log-likelihood and its slopes, in logit(mean) and log(concentration).
+def _maximize(log_likelihood, mean, concentrations, largest):
+    """Mean and concentration at the maximum of a log-likelihood, from the best concentration.
 
     `log_likelihood` takes alpha, beta and their sum; it returns a value and the slopes in alpha and
     beta.
     """
 
-    def negative(point):
+    def negative(point):  # in logit(mean) and log(concentration), which have no ends
         mean, total = expit(point[0]), np.exp(point[1])
         value, (by_alpha, by_beta) = log_likelihood(mean * total, (1 - mean) * total, total)
         by_logit = mean * (1 - mean) * total * (by_alpha - by_beta)
         by_log = total * (mean * by_alpha + (1 - mean) * by_beta)
         return -value, -np.array([by_logit, by_log])
 
-    return negative
-
-
-def _maximize(log_likelihood, mean, concentration, largest):
-    """Mean and concentration at the maximum of a log-likelihood, from a start."""
+    centre = np.clip(logit(mean), -_MAX_LOGIT, _MAX_LOGIT)
+    starts = [(centre, np.log(concentration)) for concentration in concentrations]
     optimum = minimize(
-        _in_logit_and_log(log_likelihood),
-        [np.clip(logit(mean), -_MAX_LOGIT, _MAX_LOGIT), np.log(concentration)],
+        negative,
+        min(starts, key=lambda point: negative(point)[0]),
         jac=True,
         method="L-BFGS-B",
         bounds=[(-_MAX_LOGIT, _MAX_LOGIT), (np.log(_MIN_CONCENTRATION), np.log(largest))],

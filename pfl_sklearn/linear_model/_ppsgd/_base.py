@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from scipy.sparse import csr_array, issparse
+from sklearn.utils import check_X_y
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from pfl_sklearn._clients import Array
@@ -26,11 +27,11 @@ from pfl_sklearn.linear_model._ppsgd._coordinates import (
     with_intercept,
 )
 from pfl_sklearn.linear_model._ppsgd._sparse import (
+    FeaturePairs,
     LateNoise,
     LocalModels,
     SparseRows,
     keys_of,
-    pairs_of,
     sparse_ppsgd,
     steps_of_roster,
 )
@@ -301,9 +302,7 @@ class BasePPSGD(BaseRounds):
         rate, own = self._learning_rate(rows, loss, alpha, n_expected, earlier)
         steps = step_sizes(alpha, rate, n_expected)
         shape = (design.shape[1], table.details[0])
-        method, kind = self._method(
-            rows, shape, loss, steps, n_expected, roster, earlier, mechanism
-        )
+        method, kind = self._method(rows, shape, loss, steps, n_expected, roster, mechanism)
         if own is not None:
             constant = best_constant(loss, train.y, shape[1])[0] if self.fit_intercept else None
             own = steps_of_roster(own, rows, roster)
@@ -319,7 +318,7 @@ class BasePPSGD(BaseRounds):
         )
         return run._replace(rule=self._rule(run, train, held, loss, alpha)) if until_flat else run
 
-    def _method(self, rows, shape, loss, steps, n_expected, roster, earlier, mechanism):
+    def _method(self, rows, shape, loss, steps, n_expected, roster, mechanism):
         """The method, and what a run of it needs besides, for dense or sparse rows."""
         batch_sizes = rows.schedule.batch_sizes
         mean_batch = float(batch_sizes.mean()) if self.weighting == "samples" else None
@@ -334,7 +333,7 @@ class BasePPSGD(BaseRounds):
         step, lazy = steps.population / divisor, not self._shows_every_round()
         return sparse_ppsgd(rows.pairs, *settings), {
             "release": LateNoise(SparseClippedSum(mechanism), step, lazy),
-            "positions": _pair_positions(rows.pairs, earlier, roster),
+            "positions": rows.earlier,
             "layout": rows.pairs,
         }
 
@@ -401,11 +400,11 @@ class BasePPSGD(BaseRounds):
         rows = ClientRows(design, y, offsets, where, InTurn(batch_sizes))
         if not isinstance(design, csr_array):
             return rows
-        owners = np.repeat(where, sizes)
-        pairs = pairs_of(design, owners)
-        if earlier is not None:
-            pairs = earlier.layout.among(roster.earlier).union(pairs)
-        return SparseRows(rows, pairs, pairs.find(keys_of(design, owners)))
+        keys = keys_of(design, np.repeat(where, sizes))
+        # Models of earlier rounds stay, also those of features that do not occur any more.
+        before = keys[:0] if earlier is None else earlier.layout.among(roster.earlier).keys
+        pairs = FeaturePairs(np.union1d(before, keys), design.shape[1])
+        return SparseRows(rows, pairs, pairs.find(keys), pairs.find(before))
 
     def _learning_rate(self, rows, loss, alpha, n_expected, earlier):
         """Number that `learning_rate` stands for, and if it is "auto" the clients' local steps."""
@@ -421,23 +420,22 @@ class BasePPSGD(BaseRounds):
     def _check_continues(self, earlier):
         """Raise ValueError if the earlier rounds had a model of another shape."""
         server = earlier.state.server
-        had_intercept = len(server["coef"]) > self.n_features_in_
-        if self.fit_intercept != had_intercept:
-            name, value = "fit_intercept", self.fit_intercept
-        elif self.average != ("moment" in server):
-            name, value = "average", self.average
-        elif (self.learning_rate == "auto") != ("pace" in server):
+        before = {
+            "fit_intercept": len(server["coef"]) > self.n_features_in_,
+            "average": "moment" in server,
+        }
+        for name, value in before.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name}={not value} was {value} in the rounds before, which these rounds "
+                    "continue; fit anew, with warm_start=False."
+                )
+        if (self.learning_rate == "auto") != ("pace" in server):
             raise ValueError(
                 f"got learning_rate={self.learning_rate!r}: a number cannot continue the rounds of "
                 "'auto', which have features and steps of their own, nor the other way round; fit "
                 "anew, with warm_start=False."
             )
-        else:
-            return
-        raise ValueError(
-            f"{name}={value} was {not value} in the rounds before, which these rounds continue; "
-            "fit anew, with warm_start=False."
-        )
 
     def _rounds_of_a_pass(self, clients):
         """Rounds in which every row is expected to be used once."""
@@ -466,21 +464,29 @@ class BasePPSGD(BaseRounds):
         tags.input_tags.sparse = True
         return tags
 
-    def _features(self, features: Any, earlier: Any) -> Any:
-        """Checked features in the form that the rounds have."""
-        sparse = issparse(features)
-        if earlier is not None and sparse != (earlier.layout is not None):
-            return features.toarray() if sparse else csr_array(features)
-        return csr_array(features) if sparse else features
+    def _checked(self, X, y, earlier, **targets):
+        """Checked features, in the form that the earlier rounds have, and targets."""
+        features, y = check_X_y(
+            X, y, accept_sparse="csr", dtype=np.float64, order="C", estimator=self, **targets
+        )
+        if earlier is not None:
+            validate_data(self, X, reset=False, skip_check_array=True)
+        # Earlier rounds have models of pairs or of all features; the rows follow them.
+        sparse = issparse(features) if earlier is None else earlier.layout is not None
+        if sparse:
+            return csr_array(features), y
+        return features.toarray() if issparse(features) else features, y
 
     def _predictors(self, X, groups):
-        """Predictors (n, c) of rows under the models of their clients."""
+        """Predictors (n, c) of rows under the models of their clients; (n,) if they are single."""
         codes = self._encode_predict(X, groups)
         X = validate_data(self, X, reset=False, dtype=np.float64, accept_sparse="csr")
         design = with_intercept(X, len(self._population) > X.shape[1])
         local = self._local if hasattr(self, "clients_") else None
         with np.errstate(over="ignore", invalid="ignore"):  # a local model may diverge under noise
-            return np.nan_to_num(additive_predictors(design, codes, self._population, local))
+            predictors = additive_predictors(design, codes, self._population, local)
+        predictors = np.nan_to_num(predictors)
+        return predictors[:, 0] if self._single else predictors
 
     @property
     def population_coef_(self) -> Array:
@@ -532,16 +538,7 @@ class BasePPSGD(BaseRounds):
     def _intercepts(self, values):
         """Intercepts ([m,] [c]) of values ([m,] p, c); 0 without one."""
         check_is_fitted(self)
-        if values.shape[-2] > self.n_features_in_:
-            intercepts = values[..., -1, :]
-        else:
-            intercepts = np.zeros_like(values[..., 0, :])
+        has_intercept = values.shape[-2] > self.n_features_in_
+        intercepts = values[..., -1, :] if has_intercept else np.zeros_like(values[..., 0, :])
         intercepts = intercepts[..., 0] if self._single else intercepts
         return float(intercepts) if intercepts.ndim == 0 else intercepts
-
-
-def _pair_positions(pairs, earlier, roster):
-    """Positions of the pairs of earlier rounds among these."""
-    if earlier is None:
-        return np.zeros(0, dtype=np.intp)
-    return pairs.find(earlier.layout.among(roster.earlier).keys)

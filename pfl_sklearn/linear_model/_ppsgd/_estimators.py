@@ -4,8 +4,7 @@ from typing import Any, Self
 
 import numpy as np
 from scipy.special import log_softmax
-from sklearn.utils import check_X_y
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_is_fitted
 
 from pfl_sklearn._clients import Array
 from pfl_sklearn._compat import StrOptions, available_if, fit_context, with_callbacks
@@ -15,10 +14,7 @@ from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.task import CheckedTable
 from pfl_sklearn._typing import Floats, TableLike
 from pfl_sklearn.base import ClientClassifierMixin, ClientRegressorMixin
-from pfl_sklearn.linear_model._base import (
-    class_probabilities,
-    likeliest_class,
-)
+from pfl_sklearn.linear_model._base import class_probabilities, likeliest_class
 from pfl_sklearn.linear_model._ppsgd._base import BasePPSGD
 
 
@@ -98,28 +94,16 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
         return self._partial_fit(X, y, groups)
 
     def _read(self, X, y, earlier, classes=None):
-        features, y = check_X_y(
-            X,
-            y,
-            accept_sparse="csr",
-            dtype=np.float64,
-            order="C",
-            multi_output=True,
-            y_numeric=True,
-            estimator=self,
-        )
-        if earlier is not None:
-            validate_data(self, X, reset=False, skip_check_array=True)
+        features, y = self._checked(X, y, earlier, multi_output=True, y_numeric=True)
         single = y.ndim == 1
         y = y.astype(np.float64, copy=False).reshape(len(y), -1)
-        attributes = {**self._inputs(X), "_single": single}
         if earlier is not None and y.shape[1] != self._population.shape[1]:
             raise ValueError(
                 f"y has {y.shape[1]} outputs, but the rounds before had "
                 f"{self._population.shape[1]}."
             )
-        details = (y.shape[1], "squared_error")
-        return CheckedTable(self._features(features, earlier), y, attributes, details)
+        attributes = {**self._inputs(X), "_single": single}
+        return CheckedTable(features, y, attributes, (y.shape[1], "squared_error"))
 
     def predict(self, X: TableLike, *, groups: Any = None) -> Array:
         """Prediction for every row's client; the population's for unseen clients.
@@ -135,8 +119,7 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
         -------
         ndarray of shape (n_rows,) or (n_rows, n_outputs)
         """
-        predictors = self._predictors(X, groups)
-        return predictors[:, 0] if self._single else predictors
+        return self._predictors(X, groups)
 
 
 def _has_probabilities(self):
@@ -228,20 +211,14 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         return self._partial_fit(X, y, groups, classes=classes)
 
     def _read(self, X, y, earlier, classes=None):
-        features, y = check_X_y(
-            X, y, accept_sparse="csr", dtype=np.float64, order="C", estimator=self
-        )
+        features, y = self._checked(X, y, earlier)
         check_labels(y)
-        if earlier is not None:
-            validate_data(self, X, reset=False, skip_check_array=True)
         known = None if earlier is None else self.classes_
         classes, labels = read_known_classes(y, known, classes, self, is_private(self))
         n_outputs = 1 if len(classes) == 2 else len(classes)
         attributes = {**self._inputs(X), "classes_": classes, "_single": n_outputs == 1}
         loss = "one_versus_all" if self.loss == "squared_error" else "log_loss"
-        return CheckedTable(
-            self._features(features, earlier), labels, attributes, (n_outputs, loss)
-        )
+        return CheckedTable(features, labels, attributes, (n_outputs, loss))
 
     def decision_function(self, X: TableLike, *, groups: Any = None) -> Floats:
         """Linear predictors of every row's client; the population's for unseen clients.
@@ -257,8 +234,7 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         -------
         ndarray of shape (n_rows,) for two classes, else (n_rows, n_classes)
         """
-        predictors = self._predictors(X, groups)
-        return predictors[:, 0] if self._single else predictors
+        return self._predictors(X, groups)
 
     def predict(self, X: TableLike, *, groups: Any = None) -> Array:
         """Most likely class of every row.

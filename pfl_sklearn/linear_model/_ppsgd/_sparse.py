@@ -41,19 +41,10 @@ class FeaturePairs(NamedTuple):
         owner, features = np.divmod(self.keys, self.n_features)
         return FeaturePairs(clients[owner] * self.n_features + features, self.n_features)
 
-    def union(self, other: "FeaturePairs") -> "FeaturePairs":
-        """Pairs of both."""
-        return FeaturePairs(np.union1d(self.keys, other.keys), self.n_features)
-
 
 def keys_of(X: csr_array, owners: Integers) -> Integers:
     """Keys (nnz,) of the entries of rows X (CSR) of `owners` (n_rows,)."""
     return np.repeat(owners, np.diff(X.indptr)).astype(np.int64) * X.shape[1] + X.indices
-
-
-def pairs_of(X: csr_array, owners: Integers) -> FeaturePairs:
-    """Pairs that occur in rows X (CSR) of `owners` (n_rows,)."""
-    return FeaturePairs(np.unique(keys_of(X, owners)), X.shape[1])
 
 
 class LocalModels(NamedTuple):
@@ -146,12 +137,14 @@ class SparseBlock(NamedTuple):
 class SparseRows(NamedTuple):
     """Rows in client order (CSR) whose column indices are features, and the pairs of their entries.
 
-    `rows` has the offsets, clients and schedule; `where` (nnz,) the pair of every entry.
+    `rows` has the offsets, clients and schedule; `where` (nnz,) the pair of every entry; `earlier`
+    the pairs that earlier rounds had.
     """
 
     rows: ClientRows
     pairs: FeaturePairs
     where: Integers
+    earlier: Integers
 
     @property
     def n_clients(self) -> int:

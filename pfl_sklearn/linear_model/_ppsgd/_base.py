@@ -361,9 +361,8 @@ class BasePPSGD(BaseRounds):
             return means[0], means[-1]
 
         at_least = max(np.mean(sizes / batch_sizes) / self.client_fraction, ratio)
-        paced = "pace" in run.method.init()[0]
         _, unit = best_constant(loss, train.y, run.method.messages["coef"][1])
-        return FlatRule(losses, self.tol, unit, at_least, paced, run.advice)
+        return FlatRule(losses, self.tol, unit, at_least, self.learning_rate == "auto", run.advice)
 
     def _shows_every_round(self):
         """Whether the whole population model is needed after each round."""
@@ -397,14 +396,14 @@ class BasePPSGD(BaseRounds):
         design, y, offsets, where = part.design, part.y, part.offsets, roster.now
         sizes = np.diff(offsets)
         batch_sizes = sizes if self.batch_size is None else np.minimum(sizes, self.batch_size)
-        rows = ClientRows(design, y, offsets, where, InTurn(batch_sizes))
+        rows = design, y, offsets, where, InTurn(batch_sizes)
         if not isinstance(design, csr_array):
-            return rows
+            return ClientRows(*rows)
         keys = keys_of(design, np.repeat(where, sizes))
         # Models of earlier rounds stay, also those of features that do not occur any more.
         before = keys[:0] if earlier is None else earlier.layout.among(roster.earlier).keys
         pairs = FeaturePairs(np.union1d(before, keys), design.shape[1])
-        return SparseRows(rows, pairs, pairs.find(keys), pairs.find(before))
+        return SparseRows(*rows, pairs, pairs.find(keys), pairs.find(before))
 
     def _learning_rate(self, rows, loss, alpha, n_expected, earlier):
         """Number that `learning_rate` stands for, and if it is "auto" the clients' local steps."""
@@ -413,9 +412,8 @@ class BasePPSGD(BaseRounds):
             return float(theory_learning_rate(self, rows, alpha, n_expected, last)), None
         if self.learning_rate != "auto":
             return float(self.learning_rate), None
-        rate = None if earlier is None else earlier.settled["learning_rate_"]
-        dense = getattr(rows, "rows", rows)
-        return auto_steps(dense, loss, self.weighting, alpha, n_expected, rate)
+        rate = None if earlier is None else earlier.found["learning_rate_"]
+        return auto_steps(rows, loss, self.weighting, alpha, n_expected, rate)
 
     def _check_continues(self, earlier):
         """Raise ValueError if the earlier rounds had a model of another shape."""

@@ -11,7 +11,7 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from pfl_sklearn._rounds.loop import Method, Plan, Update
-from pfl_sklearn._rounds.rows import ClientRows, count_within
+from pfl_sklearn._rounds.rows import count_within
 from pfl_sklearn._rounds.task import Roster
 from pfl_sklearn._typing import Bools, Floats, Integers
 from pfl_sklearn.linear_model._ppsgd._updates import moved_models, paced, zeros
@@ -135,13 +135,16 @@ class SparseBlock(NamedTuple):
 
 
 class SparseRows(NamedTuple):
-    """Rows in client order (CSR) whose column indices are features, and the pairs of their entries.
+    """Rows in client order, as ClientRows, whose features are those of pairs.
 
-    `rows` has the offsets, clients and schedule; `where` (nnz,) the pair of every entry; `earlier`
-    the pairs that earlier rounds had.
+    X is CSR. `where` (nnz,) is the pair of every entry; `earlier` are the pairs of earlier rounds.
     """
 
-    rows: ClientRows
+    X: csr_array
+    y: np.ndarray
+    offsets: Integers
+    clients: Integers
+    schedule: Any
     pairs: FeaturePairs
     where: Integers
     earlier: Integers
@@ -149,17 +152,7 @@ class SparseRows(NamedTuple):
     @property
     def n_clients(self) -> int:
         """Clients with rows."""
-        return self.rows.n_clients
-
-    @property
-    def clients(self) -> Integers:
-        """Positions of these clients among all."""
-        return self.rows.clients
-
-    @property
-    def schedule(self) -> Any:
-        """Which rows a round uses."""
-        return self.rows.schedule
+        return len(self.clients)
 
     def blocks(self, sampled, state, t, rng, workers=1) -> list[SparseBlock]:
         """Blocks of the sampled clients, in their order, with their next rows."""
@@ -168,8 +161,8 @@ class SparseRows(NamedTuple):
         return [self._block(part, state) for part in parts]
 
     def _block(self, sampled, state):
-        X, y = self.rows.X, self.rows.y
-        rows, sizes = self.schedule.draw_ragged(self.rows, sampled, state)
+        rows, sizes = self.schedule.draw_ragged(self, sampled, state)
+        X, y = self.X, self.y.take(rows, axis=0)
         start = X.indptr.take(rows)
         lengths = X.indptr.take(rows + 1) - start
         entries = np.repeat(start, lengths) + count_within(lengths)
@@ -178,16 +171,14 @@ class SparseRows(NamedTuple):
         indptr = np.concatenate([[0], np.cumsum(lengths)])
         chosen = csr_array((X.data.take(entries), columns, indptr), shape=(len(rows), len(pairs)))
         owner, features = np.divmod(self.pairs.keys.take(pairs), self.pairs.n_features)
-        owner = np.searchsorted(self.rows.clients.take(sampled), owner)
-        return SparseBlock(pairs, SparseBatch(chosen, y.take(rows, axis=0), features, owner, sizes))
+        owner = np.searchsorted(self.clients.take(sampled), owner)
+        return SparseBlock(pairs, SparseBatch(chosen, y, features, owner, sizes))
 
     def collect(self, blocks, done, shapes) -> tuple[SparseMessages, Floats]:
         """Messages and losses (k,) in the order of the sampled clients."""
         if not done:  # nobody takes part in a round under Poisson sampling
             none, n_outputs = np.zeros(0, dtype=np.intp), shapes["coef"][1]
             return SparseMessages(np.zeros((0, n_outputs)), none, none, 0), np.zeros(0)
-        if len(done) == 1:  # without copies
-            return done[0].messages, done[0].losses
         first = np.cumsum([0, *(len(block.batch.sizes) for block in blocks)])
         owners = [block.batch.owner + n for block, n in zip(blocks, first, strict=False)]
         messages = SparseMessages(

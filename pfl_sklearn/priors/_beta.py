@@ -9,11 +9,10 @@ import numpy as np
 from scipy.optimize import minimize
 from scipy.special import betaincinv, betaln, digamma, expit, logit, xlog1py, xlogy
 from sklearn.base import clone
-from sklearn.utils import check_array
 
-from pfl_sklearn._parameters import POSITIVE, parameter, with_parameters
-from pfl_sklearn._typing import Floats, Integers, TableLike
-from pfl_sklearn.priors._prior import ProportionPrior
+from pfl_sklearn._compat import Interval
+from pfl_sklearn._typing import Integers, TableLike
+from pfl_sklearn.priors._prior import ProportionPrior, proportions
 from pfl_sklearn.theory import beta_moments, debiased_share_variance
 
 # Within these logits a mean and its complement differ from 0 by more than the rounding of 1.
@@ -105,7 +104,7 @@ class BetaPrior(ProportionPrior):
             A new, known prior; this prior does not change. A known prior is copied.
         """
         self._validate_params()
-        theta = check_array(theta, dtype=float, ensure_2d=False).ravel()
+        theta = proportions(theta)
         if not ((theta > 0) & (theta < 1)).all():
             raise ValueError("theta must lie within (0, 1) to fit a BetaPrior.")
         if self.is_known:
@@ -128,20 +127,8 @@ class BetaPrior(ProportionPrior):
             mean, concentration = _beta_binomial_ml(successes, trials, counts, mean)
         return self.with_moments(mean, concentration)
 
-    def log_prob(self, theta: TableLike) -> Floats:
-        """Log density of proportions under a known prior.
-
-        Parameters
-        ----------
-        theta : array-like of shape (n_clients,) or (n_clients, 1)
-            One proportion per client.
-
-        Returns
-        -------
-        ndarray of shape (n_clients,), in nats
-        """
+    def _log_prob(self, theta):
         alpha, beta = self._require_known()
-        theta = check_array(theta, dtype=float, ensure_2d=False).ravel()
         return xlogy(alpha - 1, theta) + xlog1py(beta - 1, -theta) - betaln(alpha, beta)
 
     def _draw(self, n_samples, rng):

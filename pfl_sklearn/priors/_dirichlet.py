@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import gammaln, xlogy
 from sklearn.base import clone
-from sklearn.utils import check_array
 
 from pfl_sklearn._parameters import POSITIVE, parameter, with_parameters
 from pfl_sklearn._typing import Floats, Integers, TableLike
@@ -165,22 +164,9 @@ class DirichletPrior(FrequencyPrior):
     def _with(self, mean, concentration):
         return clone(self).set_params(mean=mean, concentration=float(concentration))
 
-    def log_prob(self, theta: TableLike) -> Floats:
-        """Log density of label frequencies under a known prior.
-
-        Parameters
-        ----------
-        theta : array-like of shape (n_clients, n_labels)
-            Frequencies of one client per row, with sum 1.
-
-        Returns
-        -------
-        ndarray of shape (n_clients,), in nats
-            With respect to all frequencies but the last.
-        """
+    def _log_prob(self, theta):
         mean, concentration = self._parameters()
         shapes = concentration * mean
-        theta = check_array(theta, dtype=float)
         return xlogy(shapes - 1, theta).sum(axis=1) + gammaln(concentration) - gammaln(shapes).sum()
 
     def _draw(self, n_samples, rng):

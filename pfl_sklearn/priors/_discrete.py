@@ -9,9 +9,8 @@ from numpy.typing import ArrayLike
 from sklearn.base import clone
 from sklearn.utils import check_array, check_random_state
 
-from pfl_sklearn._compat import StrOptions
-from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
-from pfl_sklearn._typing import Floats, RandomState, TableLike
+from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._typing import RandomState, TableLike
 from pfl_sklearn.priors._mixture import MixturePrior, sizes_to_try
 from pfl_sklearn.priors._mixture_fit import Shape, k_means, weight_order
 
@@ -159,20 +158,7 @@ class DiscretePrior(MixturePrior):
         order = weight_order(points, weights)
         return self.with_values(points[order], weights[order])
 
-    def log_prob(self, theta: TableLike) -> Floats:
-        """Log probability of parameter vectors under a known prior.
-
-        Parameters
-        ----------
-        theta : array-like of shape (n_clients, d)
-            One parameter vector per row.
-
-        Returns
-        -------
-        ndarray of shape (n_clients,), in nats
-            Log weight at a point of the prior, minus infinity elsewhere.
-        """
-        theta = check_array(theta, dtype=float)
+    def _log_prob(self, theta):
         points, _, weights = self.known_mixture(theta.shape[1])
         mass = sum(
             weight * (theta == point).all(axis=1)

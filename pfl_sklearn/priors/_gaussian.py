@@ -223,24 +223,7 @@ class GaussianPrior(Prior):
             covariance = np.diag(np.broadcast_to(covariance, (d,)))
         return np.broadcast_to(mean, (d,)).copy(), covariance
 
-    def log_prob(self, theta: TableLike) -> Floats:
-        """Log density of parameter vectors under a known prior.
-
-        Parameters
-        ----------
-        theta : array-like of shape (n_clients, d)
-            One parameter vector per row.
-
-        Returns
-        -------
-        ndarray of shape (n_clients,), in nats
-
-        Raises
-        ------
-        ValueError
-            If the covariance is singular or infinite, because there is no density then.
-        """
-        theta = check_array(theta, dtype=float)
+    def _log_prob(self, theta):
         mean, covariance = self._mean_and_covariance(theta.shape[1])
         # Without noise a singular covariance has no density.
         values = covariance if covariance.ndim == 1 else np.linalg.eigvalsh(covariance)

@@ -9,9 +9,8 @@ from numpy.typing import ArrayLike
 from sklearn.base import clone
 from sklearn.utils import check_array
 
-from pfl_sklearn._compat import StrOptions
-from pfl_sklearn._parameters import AT_LEAST_ONE, NOT_NEGATIVE, parameter, with_parameters
-from pfl_sklearn._typing import Floats, RandomState, TableLike
+from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._typing import RandomState, TableLike
 from pfl_sklearn.priors._mixture import MixturePrior
 
 
@@ -151,24 +150,7 @@ class GaussianMixturePrior(MixturePrior):
         theta = check_array(theta, dtype=float)
         return self.fit_noisy(theta, np.zeros(len(theta)), random_state)
 
-    def log_prob(self, theta: TableLike) -> Floats:
-        """Log density of parameter vectors under a known prior.
-
-        Parameters
-        ----------
-        theta : array-like of shape (n_clients, d)
-            One parameter vector per row.
-
-        Returns
-        -------
-        ndarray of shape (n_clients,), in nats
-
-        Raises
-        ------
-        ValueError
-            If a covariance is singular, because there is no density then.
-        """
-        theta = check_array(theta, dtype=float)
+    def _log_prob(self, theta):
         covariances = self.known_mixture(theta.shape[1])[1]
         if np.linalg.eigvalsh(covariances).min() <= 0:
             raise ValueError(

@@ -10,13 +10,12 @@ from numpy.typing import ArrayLike
 from scipy.optimize import nnls
 from scipy.special import xlog1py, xlogy
 from sklearn.base import clone
-from sklearn.utils import check_array
 
 from pfl_sklearn._compat import Interval
 from pfl_sklearn._parameters import FROM_0_TO_1, parameter, with_parameters
 from pfl_sklearn._typing import Floats, Integers, TableLike
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.priors._prior import ProportionPrior, is_distribution
+from pfl_sklearn.priors._prior import ProportionPrior, is_distribution, proportions
 
 # Fits of 50 to 5,000 clients took 5 to 75; a bound for those that rounding keeps from the end.
 _NEWTON_STEPS = 200
@@ -154,7 +153,7 @@ class GridPrior(ProportionPrior):
         self._validate_params()
         if self.is_known:
             return clone(self)
-        nearest = self._nearest(theta)
+        nearest = self._nearest(proportions(theta))
         return self.with_weights(np.bincount(nearest, minlength=self.n_points) / len(nearest))
 
     def _fit_counts(self, successes, trials, counts, method):
@@ -208,18 +207,7 @@ class GridPrior(ProportionPrior):
             )
         return np.exp(log - largest)
 
-    def log_prob(self, theta: TableLike) -> Floats:
-        """Log weight of the grid point nearest to each proportion, under a known prior.
-
-        Parameters
-        ----------
-        theta : array-like of shape (n_clients,) or (n_clients, 1)
-            One proportion per client.
-
-        Returns
-        -------
-        ndarray of shape (n_clients,), in nats
-        """
+    def _log_prob(self, theta):
         with np.errstate(divide="ignore"):
             return np.log(self._known_weights())[self._nearest(theta)]
 
@@ -258,7 +246,6 @@ class GridPrior(ProportionPrior):
 
     def _nearest(self, theta):
         """Index (n_clients,) of the grid point nearest to each proportion."""
-        theta = check_array(theta, dtype=float, ensure_2d=False).ravel()
         low, high = self._ends(0.0, 1.0)
         if not ((theta >= low) & (theta <= high)).all():
             raise ValueError(f"theta must lie within [{low:g}, {high:g}] for this GridPrior.")

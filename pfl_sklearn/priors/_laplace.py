@@ -152,19 +152,7 @@ class LaplacePrior(Prior):
         """
         return type(self)(location, scale)
 
-    def log_prob(self, theta: TableLike) -> Floats:
-        """Log density of parameter vectors under a known prior.
-
-        Parameters
-        ----------
-        theta : array-like of shape (n_clients, d)
-            One parameter vector per row.
-
-        Returns
-        -------
-        ndarray of shape (n_clients,), in nats
-        """
-        theta = check_array(theta, dtype=float)
+    def _log_prob(self, theta):
         location, scale = self._location_and_scale(theta.shape[1])
         return -np.sum(np.abs(theta - location) / scale + np.log(2 * scale), axis=1)
 

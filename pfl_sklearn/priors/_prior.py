@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from sklearn.base import clone
-from sklearn.utils import check_random_state
+from sklearn.base import BaseEstimator, clone
+from sklearn.utils import check_array, check_random_state
 
-from pfl_sklearn._compat import BaseEstimator
-from pfl_sklearn._typing import Floats, Integers, RandomState
+from pfl_sklearn._typing import Floats, Integers, RandomState, TableLike
 
 # Probabilities written with about nine digits still sum to 1.
 _SUM_TOLERANCE = 1e-8
@@ -53,7 +52,29 @@ class Prior(BaseEstimator):
         self._require_known()
         return self._draw(n_samples, check_random_state(random_state))
 
+    def log_prob(self, theta: TableLike) -> Floats:
+        """Log density of clients' parameters under a known prior.
+
+        Parameters
+        ----------
+        theta : array-like of shape (n_clients, d)
+            One parameter vector per row; frequencies of labels sum to 1.
+
+        Returns
+        -------
+        ndarray of shape (n_clients,), in nats
+            Points have log probabilities, minus infinity elsewhere. The density of frequencies is
+            with respect to all but the last of the labels that a client has.
+
+        Raises
+        ------
+        ValueError
+            If a covariance is singular or infinite, because there is no density then.
+        """
+        return self._log_prob(check_array(theta, dtype=float))
+
     _draw: Any  # n_samples and a RandomState to draws (n_samples, d)
+    _log_prob: Any  # parameters (n_clients, d) to log densities (n_clients,)
 
     def _require_known(self) -> tuple[Any, ...]:
         """Values of the parameters of a known prior, as they were given."""
@@ -72,6 +93,20 @@ class ProportionPrior(Prior):
     _fit_counts: Any
     _posterior: Any
     _posterior_quantiles: Any
+
+    def log_prob(self, theta: TableLike) -> Floats:
+        """Log density of proportions under a known prior, or log weight of the nearest grid point.
+
+        Parameters
+        ----------
+        theta : array-like of shape (n_clients,) or (n_clients, 1)
+            One proportion per client.
+
+        Returns
+        -------
+        ndarray of shape (n_clients,), in nats
+        """
+        return self._log_prob(proportions(theta))
 
     def fit_counts(
         self, successes: Integers, trials: Integers, counts: Floats, method: str
@@ -126,6 +161,11 @@ class ProportionPrior(Prior):
             One array for each of `tails`.
         """
         return self._posterior_quantiles(successes, trials, tails)
+
+
+def proportions(theta: TableLike) -> Floats:
+    """Proportions (n_clients,) from a vector or a column."""
+    return check_array(theta, dtype=float, ensure_2d=False).ravel()
 
 
 def known_vector(prior: Prior, name: str, d: int, positive: bool = False) -> Floats | None:

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import gammaln, log_softmax, logsumexp, xlogy
 from sklearn.base import clone
-from sklearn.utils import check_array
 
 from pfl_sklearn._parameters import POSITIVE, parameter, with_parameters
 from pfl_sklearn._typing import Floats, TableLike
@@ -158,22 +157,8 @@ class SparseDirichletPrior(FrequencyPrior):
         """Copy of this prior with given SparseParameters."""
         return clone(self).set_params(**dict(zip(self._estimated, parameters, strict=True)))
 
-    def log_prob(self, theta: TableLike) -> Floats:
-        """Log density of label frequencies under a known prior.
-
-        Parameters
-        ----------
-        theta : array-like of shape (n_clients, n_labels)
-            Frequencies of one client per row, with sum 1. A client's labels are those with a
-            frequency above 0.
-
-        Returns
-        -------
-        ndarray of shape (n_clients,), in nats
-            With respect to the frequencies of the client's labels but the last.
-        """
+    def _log_prob(self, theta):
         known = self._parameters()
-        theta = check_array(theta, dtype=float)
         n_labels, present = theta.shape[1], theta > 0
         size = present.sum(axis=1)
         symmetric = xlogy(known.sparse - 1, np.where(present, theta, 1.0)).sum(axis=1)

@@ -35,7 +35,6 @@ _SHORTEST_SHARE = 1e-9  # of Newton's step; a shorter one changes nothing
 _PATIENCE = 40  # steps after which a search starts anew, from a smoother problem
 _COOLING = 4.0  # from one smoothed problem to the next; with 10, modes at 1e7 logits were missed
 _ROUGHLY = 1e-2  # decrement that ends the search of a smoothed problem, per unit of its heat
-_ROWS_PER_COLUMN = 3  # up to which a client's rows stay as many as they are
 SLACK = 1e-13  # relative decrease of a mode's criterion that counts as rounding
 
 
@@ -379,33 +378,22 @@ def _total_score(terms, slope, moved):
     return terms.score - 0.5 * slope - through_mode
 
 
-def whitened_rows(whitening, x):
-    """Rows T (b, k, a p) with T'T = X' (W^-1 + Z L L' Z')^-1 X, from columns x (b, n, p)."""
-    if whitening.ndim == 3:
-        return whitening
-    b, k, a, n = whitening.shape
-    return (whitening.reshape(b, k * a, n) @ x).reshape(b, k, -1)
+def whitened_rows(form, roots, x):
+    """Rows T (b, k, a p) with T'T = X' (W^-1 + Z L L' Z')^-1 X, and the summed log det H.
 
-
-def whiten_information(form, roots, x):
-    """What `whitened_rows` takes, and the summed log det H, for roots (b, n, a, c) of W.
-
-    With few effects that is the rows themselves. With many it is a small matrix (b, k, a, n), which
-    `whitened_rows` multiplies by x.
+    The columns x are (b, n, p); roots of W are (b, n, a, c).
     """
     features = form.features
     b, n, a, c = roots.shape
     r, p = features.shape[2], x.shape[2]
-    # One effect takes a product off the rows. Many rows are better reduced to p by a triangle.
-    if r * a == 1 and n <= _ROWS_PER_COLUMN * p:
-        return _less_one_effect(features * roots[..., 0], x * roots[..., 0])
     if n * c < r * a:
         # There are fewer rows than effects then, so the form is Dual.
         system = np.einsum("bjac,bjk,bkad->bjckd", roots, form.kernel, roots)
         lower = np.linalg.cholesky(system.reshape(b, n * c, n * c) + np.eye(n * c))
         log_det = 2 * np.log(np.einsum("bkk->bk", lower)).sum()
         inverse = invert_lower(lower).reshape(b, n * c, n, c)
-        return np.einsum("bmjc,bjac->bmaj", inverse, roots), log_det
+        whitening = np.einsum("bmjc,bjac->bmaj", inverse, roots).reshape(b, n * c * a, n)
+        return (whitening @ x).reshape(b, n * c, a * p), log_det
     across = roots.transpose(0, 1, 3, 2)[..., None]
     stacked = np.zeros((b, n * c + r * a, (r + p) * a))
     stacked[:, : n * c, : r * a] = (across * features[:, :, None, None, :]).reshape(b, n * c, -1)
@@ -415,17 +403,6 @@ def whiten_information(form, roots, x):
     triangle: Any = np.linalg.qr(stacked, mode="r")
     log_det = 2 * np.log(np.abs(np.einsum("bkk->bk", triangle[:, : r * a, : r * a]))).sum()
     return triangle[:, r * a :, r * a :], log_det
-
-
-def _less_one_effect(effect, x):
-    """Rows T (b, n, p) with T'T = x' (I + f f')^-1 x, and the summed log det (1 + f'f).
-
-    f is the `effect` (b, n, 1) of the rows x (b, n, p), both times roots of the rows' weights.
-    """
-    square = np.sum(effect**2, axis=1, keepdims=True)
-    share = 1 / (1 + square + np.sqrt(1 + square))
-    along = effect.transpose(0, 2, 1) @ x
-    return x - (share * effect) * along, float(np.log1p(square).sum())
 
 
 class ClientModes(NamedTuple):
@@ -447,25 +424,25 @@ def client_modes(table, stacks, outcome, maximum, n_jobs):
     results = map_batches(function, batches, n_jobs)
     deviations = np.empty((table.n_clients, a, table.n_random))
     # Clients with fewer rows get rows of zeros, which say nothing.
-    longest = max(whitening.shape[1] for _, whitening, _, _ in results)
+    longest = max(whitened.shape[1] for _, whitened, _, _ in results)
     rows = np.zeros((table.n_clients, longest, a * table.columns.shape[1]))
-    for stack, (moved, whitening, _, _) in zip(stacks, results, strict=True):
+    for stack, (moved, whitened, _, _) in zip(stacks, results, strict=True):
         deviations[stack.clients] = moved
-        rows[stack.clients, : whitening.shape[1]] = whitened_rows(whitening, stack.x)
+        rows[stack.clients, : whitened.shape[1]] = whitened
     value = float(sum(result[2] for result in results))
     return ClientModes(deviations, rows, value, all(result[3] for result in results))
 
 
 def _stack_modes(clients, x, y, w, state, *, outcome, population, factor):
-    """Deviations (b, a, q), whitening, summed criterion, and whether the search found all modes."""
+    """Deviations (b, a, q), whitened rows, summed criterion, and whether all modes were found."""
     stack = RowStack(clients, x, y, w)
     form = form_of(x, factor)
     offset = population_predictors(x, population)
     mode = find_mode(form, outcome, offset, stack, state, CLOSE_ENOUGH)
     deviations = (factor @ form.effects(mode.state)).transpose(0, 2, 1)
-    whitening, log_det = whiten_information(form, outcome.roots(mode.predictors, w), x)
+    whitened, log_det = whitened_rows(form, outcome.roots(mode.predictors, w), x)
     value = float(np.sum(mode.value) - 0.5 * log_det)
-    return deviations, whitening, value, bool(mode.converged.all())
+    return deviations, whitened, value, bool(mode.converged.all())
 
 
 def free_information(rows, a, n_known):

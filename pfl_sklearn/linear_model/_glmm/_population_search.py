@@ -85,7 +85,8 @@ def find_population(table, stacks, outcome, prior, mean, covariance, options):
     root = _start_root(table, stacks, outcome, start, precision, options.n_jobs)
     search = _Search(table, stacks, outcome, options, start, root, family, scale)
     # Clients of one class each may be infinitely far apart.
-    unmixed = covariance is None and _is_unmixed(table)
+    mixed = varies_within_clients(table.y, table.codes, table.n_clients)
+    unmixed = covariance is None and not mixed
     spread = _weak_spread(table.columns[:, :q], table.weights) if unmixed else np.zeros(q)
     weak = WeakPriors(precision, spread, separating=separating)
     maximum = search(weak)
@@ -276,11 +277,6 @@ def _covariance_root(covariance):
     # Without columns of zeros one variance above 0 is one effect, which quadrature integrates.
     positive = np.flatnonzero(root.any(axis=0))
     return root[:, positive if len(positive) else [0]]
-
-
-def _is_unmixed(table):
-    """Whether no client has rows of two classes."""
-    return not varies_within_clients(table.y, table.codes, table.n_clients)
 
 
 def _weak_slopes(columns, weights, intercept, penalty=_WEAK_SD**-2):

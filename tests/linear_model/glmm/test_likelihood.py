@@ -16,7 +16,6 @@ from pfl_sklearn.linear_model._glmm._likelihood import (
     form_of,
     stack_rows,
     start_state,
-    whiten_information,
     whitened_rows,
 )
 from pfl_sklearn.linear_model._glmm._outcomes import helmert_contrasts, outcome_of
@@ -167,15 +166,13 @@ def test_no_mode_counts_as_found_that_is_not(n_classes, monkeypatch):
 @pytest.mark.parametrize("n_classes", [2, 4])
 @pytest.mark.parametrize(("q", "largest", "seed"), [(1, 7, 2), (1, 20, 2), (2, 7, 1), (5, 2, 1)])
 def test_whitened_rows_carry_the_information(n_classes, q, largest, seed):
-    """One effect goes a way of its own, where clients have few rows."""
     columns, labels, weights, codes, population, factor = make_rows(seed, n_classes, q, largest)
     outcome = outcome_of(n_classes)
     a = outcome.n_outputs
     for stack in stack_rows(columns, labels, weights, codes, codes.max() + 1):
         u = stack.x @ population.T
         form = form_of(stack.x, factor)
-        whitening, log_det = whiten_information(form, outcome.roots(u, stack.w), stack.x)
-        rows = whitened_rows(whitening, stack.x)
+        rows, log_det = whitened_rows(form, outcome.roots(u, stack.w), stack.x)
         weight = outcome.terms(u, stack.y, stack.w).weight
         expected = 0.0
         for x, z, w, t in zip(stack.x, form.features, weight, rows, strict=True):

@@ -6,7 +6,11 @@ import numpy as np
 
 from pfl_sklearn._float_range import column_bounds
 from pfl_sklearn.linear_model._algebra import estimable, inverse_root, square_root
-from pfl_sklearn.linear_model._glmm._likelihood import client_modes, free_information, stack_rows
+from pfl_sklearn.linear_model._glmm._likelihood import (
+    client_modes,
+    penalized_information,
+    stack_rows,
+)
 from pfl_sklearn.linear_model._glmm._population_search import (
     criterion_of,
     find_population,
@@ -86,14 +90,12 @@ def fit_logistic(table, prior, outcome, options):
     if n_points > 1:  # the modes know Laplace's approximation alone
         criterion = criterion_of(table, stacks, outcome, factor, options, n_points, maximum.states)
         modes = modes._replace(log_likelihood=criterion(maximum.population, factor)[0])
-    information = _penalized_information(modes.rows, outcome.n_outputs, weak)
+    information = penalized_information(modes.rows, outcome.n_outputs, weak.slopes)
     back = uncentred(np.eye(p), table.intercept, centre).T[:, p - len(weak.slopes) :]
     identified = estimable(information, np.kron(outcome.coding, back)).reshape(-1, p)
-    error, root = _population_error(information, outcome.n_outputs, p)
-    maximum, modes, error, root = _uncentred_fit(
-        maximum, modes, error, root, table.intercept, centre
-    )
-    estimates = _logit_estimates(outcome, prior, maximum, modes, error, root, identified, weak)
+    root = _error_root(information, outcome.n_outputs, p)
+    maximum, modes, root = _uncentred_fit(maximum, modes, root, table.intercept, centre)
+    estimates = _logit_estimates(outcome, prior, maximum, modes, root, identified, weak)
     return estimates._replace(centre=centre) if shaped else estimates
 
 
@@ -169,10 +171,10 @@ def _centred(table, mean, random_too):
     return table, centre
 
 
-def _uncentred_fit(maximum, modes, error, root, intercept, centre):
-    """The arguments for the columns before centring; the root is None if nothing was centred."""
+def _uncentred_fit(maximum, modes, root, intercept, centre):
+    """Maximum, modes and root of the population's covariance for the columns before centring."""
     if not centre.any():
-        return maximum, modes, error, None
+        return maximum, modes, root
     (a, p), q = maximum.population.shape, modes.deviations.shape[2]
     rows = modes.rows.reshape(*modes.rows.shape[:2], a, p)
     rows = (rows + rows[..., intercept, None] * centre).reshape(modes.rows.shape)
@@ -180,14 +182,10 @@ def _uncentred_fit(maximum, modes, error, root, intercept, centre):
     if centre[:q].any():
         deviations = uncentred(deviations, intercept, centre[:q])
         factor = uncentred(factor.T, intercept, centre[:q]).T
-    half = uncentred(error.reshape(a * p, a, p), intercept, centre).reshape(a * p, a * p)
-    error = uncentred(half.T.reshape(a * p, a, p), intercept, centre).reshape(a * p, a * p)
-    # Entries of the error grow with the square of a column's distance from zero and cancel in the
-    # clients' variances. Those of a root grow with the distance, so digits are left.
     root = uncentred(root.T.reshape(-1, a, p), intercept, centre).reshape(-1, a * p).T
     population = uncentred(maximum.population, intercept, centre)
     maximum = maximum._replace(population=population, factor=factor)
-    return maximum, modes._replace(deviations=deviations, rows=rows), error, root
+    return maximum, modes._replace(deviations=deviations, rows=rows), root
 
 
 def _coded_mean(prior, outcome, q):
@@ -229,28 +227,21 @@ def _fit_single(table, prior, outcome, options):
     )
 
 
-def _penalized_information(rows, a, weak):
-    """Information on the free coefficients, with the precision of the weak prior on the slopes."""
-    n_known = rows.shape[2] // a - len(weak.slopes)
-    return free_information(rows, a, n_known) + np.diag(np.tile(weak.slopes, a))
-
-
-def _population_error(information, a, p):
-    """Covariance (a p, a p) of the population coefficients, 0 where known, and its root."""
+def _error_root(information, a, p):
+    """Root (a p, rank) of the covariance of the population coefficients, 0 where they are known."""
     free, f = inverse_root(information)[0], len(information) // a
-    error, root = np.zeros((a, p, a, p)), np.zeros((a, p, free.shape[1]))
-    error[:, p - f :, :, p - f :] = (free @ free.T).reshape(a, f, a, f)
+    root = np.zeros((a, p, free.shape[1]))
     root[:, p - f :] = free.reshape(a, f, free.shape[1])
-    return error.reshape(a * p, a * p), root.reshape(a * p, free.shape[1])
+    return root.reshape(a * p, free.shape[1])
 
 
-def _logit_estimates(outcome, prior, maximum, modes, error, root, identified, weak):
+def _logit_estimates(outcome, prior, maximum, modes, root, identified, weak):
     """Estimates in the coding of the classes."""
     coding = outcome.coding
     (m, a, q), p = modes.deviations.shape, maximum.population.shape[1]
     coded = np.kron(coding, np.eye(p))
-    error = coded @ error @ coded.T
-    root = None if root is None else coded @ root
+    root = coded @ root
+    error = root @ root.T
     covariance = maximum.factor @ maximum.factor.T
     # Deviations of the classes share a covariance; the coding takes out their common shift.
     between = np.kron(coding @ coding.T, np.pad(covariance, (0, p - q)))
@@ -282,5 +273,7 @@ def _scaled_posterior(rows, between, error, root):
     # A known coefficient has no standard error, so no scale.
     scale = scale if (scale > 0).all() else np.ones(len(scale))
     outer = np.multiply.outer(scale, scale)
-    root = None if root is None else root / scale[:, None]
+    # For columns at a distance D from zero entries of the error grow with its square and cancel in
+    # the clients' variances. Those of the root grow with D, so digits are left.
+    root = root / scale[:, None]
     return RowPosterior(rows * scale, between / outer, 1.0, error / outer, scale, error_root=root)

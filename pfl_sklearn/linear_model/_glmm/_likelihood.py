@@ -445,8 +445,12 @@ def _stack_modes(clients, x, y, w, state, *, outcome, population, factor):
     return deviations, whitened, value, bool(mode.converged.all())
 
 
-def free_information(rows, a, n_known):
-    """Information (a f, a f) on all but the first columns, from whitened rows (m, k, a p)."""
-    m, k, p = rows.shape[0], rows.shape[1], rows.shape[2] // a
-    free = rows.reshape(-1, a, p)[:, :, n_known:].reshape(m * k, a * (p - n_known))
-    return free.T @ free
+def penalized_information(rows, a, precision):
+    """Information (a f, a f) on the free coefficients, with their prior precision (f,).
+
+    The free ones belong to the last columns of the whitened rows (m, k, a p).
+    """
+    p, f = rows.shape[2] // a, len(precision)
+    free = rows.reshape(-1, a, p)[:, :, p - f :]
+    free = free.reshape(len(free), a * f)
+    return free.T @ free + np.diag(np.tile(precision, a))

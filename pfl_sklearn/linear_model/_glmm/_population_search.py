@@ -13,7 +13,7 @@ from pfl_sklearn.linear_model._algebra import factor_of, inverse_root, square_ro
 from pfl_sklearn.linear_model._glmm._likelihood import (
     MarginalLikelihood,
     client_modes,
-    free_information,
+    penalized_information,
     population_predictors,
 )
 from pfl_sklearn.linear_model._glmm._quadrature import (
@@ -130,15 +130,13 @@ def _start_root(table, stacks, outcome, start, precision, n_jobs):
 
     The search moves along it, so that its steps are in standard errors.
     """
+    if not _has_one_effect(outcome, start.factor):
+        rows = client_modes(table, stacks, outcome, start, n_jobs).rows
+        return inverse_root(penalized_information(rows, outcome.n_outputs, precision))[0]
+    turned = [turned_stack(stack) for stack in stacks]
+    information = information_at_zero(turned, start.population, start.factor)
     n_known = table.columns.shape[1] - len(precision)
-    if _has_one_effect(outcome, start.factor):
-        turned = [turned_stack(stack) for stack in stacks]
-        information = information_at_zero(turned, start.population, start.factor)
-        information = information[n_known:, n_known:]
-    else:
-        modes = client_modes(table, stacks, outcome, start, n_jobs)
-        information = free_information(modes.rows, outcome.n_outputs, n_known)
-    return inverse_root(information + np.diag(np.tile(precision, outcome.n_outputs)))[0]
+    return inverse_root(information[n_known:, n_known:] + np.diag(precision))[0]
 
 
 class _Search(NamedTuple):

@@ -31,11 +31,11 @@ _STACK_CELLS = 1 << 19  # numbers of a stack's columns; more clients make anothe
 LAST_DECREMENT = 1e-13  # nats; the step with this squared Newton decrement is the last
 CLOSE_ENOUGH = 1e-8  # the same where no gradient depends on the mode: its error is about this
 MAX_NEWTON = 100
-_SHORTEST_SHARE = 1e-9  # of Newton's step; a shorter one changes nothing
+_SHORTEST = 1e-9  # of Newton's step; a shorter one changes nothing
 _PATIENCE = 40  # steps after which a search starts anew, from a smoother problem
 _COOLING = 4.0  # from one smoothed problem to the next; with 10, modes at 1e7 logits were missed
 _ROUGHLY = 1e-2  # decrement that ends the search of a smoothed problem, per unit of its heat
-SLACK = 1e-13  # relative decrease of a mode's criterion that counts as rounding
+_SLACK = 1e-13  # relative decrease of a mode's criterion that counts as rounding
 
 
 class RowStack(NamedTuple):
@@ -267,11 +267,6 @@ def find_mode(form, outcome, offset, stack, state, last_decrement=LAST_DECREMENT
     return mode
 
 
-def _penalty(form, state, deviation):
-    """Half the squared length (b,) of the effects."""
-    return 0.5 * _inner(state, form.paired(state, deviation))
-
-
 def _inner(left, right):
     """Inner products (b,) of (b, k, a)."""
     return np.einsum("bka,bka->b", left, right)
@@ -283,31 +278,63 @@ def _arrays_of(mode):
 
 def _climb(form, outcome, offset, stack, state, last_decrement, max_steps):
     """Modes after damped Newton steps from a state, as far as so many steps reach them."""
-    deviation = form.deviation(state)
-    terms = outcome.terms(offset + deviation, stack.y, stack.w)
-    value = terms.value.sum(axis=1) - _penalty(form, state, deviation)
-    moving = np.ones(len(offset), dtype=bool)
-    for _ in range(max_steps):
+
+    def evaluate(state):
+        deviation = form.deviation(state)
+        terms = outcome.terms(offset + deviation, stack.y, stack.w)
+        penalty = 0.5 * _inner(state, form.paired(state, deviation))
+        return terms.value.sum(axis=1) - penalty, (deviation, terms)
+
+    def newton_step(state, details):
+        _, terms = details
         residual = form.residual(terms.score, state)
         step = solve_systems(form.system(terms.weight), residual)
-        moved = form.deviation(step)
-        last = _inner(residual, form.paired(step, moved)) < last_decrement
+        return step, _inner(residual, form.paired(step, form.deviation(step)))
+
+    state, value, (deviation, terms), converged = damped_newton(
+        state, evaluate, newton_step, last_decrement, max_steps
+    )
+    return Mode(state, offset + deviation, terms, value, converged)
+
+
+def damped_newton(points, evaluate, newton_step, last_decrement, max_steps):
+    """Points (b, ...) of clients at which their values are largest; each client stops on its own.
+
+    Parameters
+    ----------
+    points : ndarray of shape (b, ...)
+        Starts.
+    evaluate : callable
+        From points to values (b,) and whatever `newton_step` needs of them.
+    newton_step : callable
+        From points and these details to steps (b, ...) and squared Newton decrements (b,).
+    last_decrement : float
+        The step with a smaller decrement is a client's last.
+    max_steps : int
+
+    Returns
+    -------
+    points, values, details, converged : the last two of `evaluate`, and a bool (b,)
+    """
+    values, details = evaluate(points)
+    moving = np.ones(len(points), dtype=bool)
+    for _ in range(max_steps):
+        steps, decrements = newton_step(points, details)
+        # A client that stopped does not move, so its mode does not depend on the others.
         size = moving.astype(float)
         while True:
-            new_state = state + size[:, None, None] * step
-            new_deviation = deviation + size[:, None, None] * moved
-            terms = outcome.terms(offset + new_deviation, stack.y, stack.w)
-            new_value = terms.value.sum(axis=1) - _penalty(form, new_state, new_deviation)
+            moved = points + size.reshape(-1, *[1] * (points.ndim - 1)) * steps
+            new_values, details = evaluate(moved)
             # NaN is worse, too: exponentials of a long step may overflow.
-            worse = ~(new_value >= value - SLACK * (1 + np.abs(value))) & (size > _SHORTEST_SHARE)
+            worse = ~(new_values >= values - _SLACK * (1 + np.abs(values))) & (size > _SHORTEST)
             if not worse.any():
                 break
             size[worse] /= 2
-        state, deviation, value = new_state, new_deviation, new_value
-        moving &= ~last
+        points, values = moved, new_values
+        moving &= ~(decrements < last_decrement)
         if not moving.any():
             break
-    return Mode(state, offset + deviation, terms, value, ~moving)
+    return points, values, details, ~moving
 
 
 def start_state(stack, factor, n_outputs):

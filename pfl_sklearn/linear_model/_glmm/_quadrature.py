@@ -26,17 +26,12 @@ from typing import NamedTuple
 import numpy as np
 
 from pfl_sklearn.linear_model._algebra import row_slices
-from pfl_sklearn.linear_model._glmm._likelihood import (
-    CLOSE_ENOUGH,
-    MAX_NEWTON,
-    SLACK,
-)
+from pfl_sklearn.linear_model._glmm._likelihood import CLOSE_ENOUGH, MAX_NEWTON, damped_newton
 
 _MANY_NODES = 7  # points from which the sum hardly depends on where its centre lies
 _EFFECT_DECREMENT = 1e-10  # nats, of the last step of one effect: the next would be its square
 _CELLS_IN_CACHE = 1 << 17  # rows times nodes at a time: what belongs to them fits the cache
 _ROWS_AT_A_TIME = 1 << 14  # with few nodes, so that other arrays fit the cache, too
-_SHORTEST = 1e-12  # step of an effect, in prior sds; a shorter one changes nothing
 DENSE = 121  # points that crowd around the mode
 _GAUSS = 100  # points up to which they are those of Gauss and Hermite
 _CROWDED, _REACH = 0.1, 40.0  # c, and the last x: pure clients have s above 0.18, so it is > 7 sds
@@ -137,26 +132,20 @@ def information_at_zero(stacks, population, factor):
 def _find_modes(rows, effects, last_decrement):
     """Modes of the effects, from effects (b,), by damped Newton steps."""
     features, wrong = rows.features, np.empty(rows.features.shape)
-    values = _log_likelihoods(rows, effects, wrong) - effects**2 / 2
-    moving = np.ones(len(effects), dtype=bool)
-    for _ in range(MAX_NEWTON):
+
+    def evaluate(effects):
+        return _log_likelihoods(rows, effects, wrong) - effects**2 / 2, wrong
+
+    def newton_step(effects, wrong):
         scores, information = _slopes(rows, wrong)
         residual = _over_rows(features, scores) - effects
         step = residual / (1 + _over_rows(features, features * information))
-        last = residual * step < last_decrement
-        step[~moving] = 0.0  # each client stops on its own, so its mode does not depend on others
-        while True:
-            moved = effects + step
-            new = _log_likelihoods(rows, moved, wrong) - moved**2 / 2
-            worse = ~(new >= values - SLACK * (1 + np.abs(values))) & (np.abs(step) > _SHORTEST)
-            if not worse.any():
-                break
-            step[worse] /= 2
-        effects, values = moved, new
-        moving &= ~last
-        if not moving.any():
-            break
-    return _Modes(effects, values, wrong, not moving.any())
+        return step, residual * step
+
+    effects, values, _, converged = damped_newton(
+        effects, evaluate, newton_step, last_decrement, MAX_NEWTON
+    )
+    return _Modes(effects, values, wrong, bool(converged.all()))
 
 
 def _integrate(rows, modes, n_points):

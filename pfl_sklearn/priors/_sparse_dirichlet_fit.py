@@ -62,14 +62,12 @@ def log_joint_of_sizes(table: LabelCounts, known: SparseParameters) -> Floats:
     return np.column_stack([spikes + own[:, None], full]) + np.log(known.weights)
 
 
-def spike_chances(table, sparse, n_labels):
+def spike_chances(table, groups, sparse, n_labels):
     """Chances (p, K - 1) of each number of labels, logs (m,) to add, and each client's row (m,).
 
     The largest chance in a row is 1, so that they do not all underflow.
     """
-    # Chances depend on these two alone, and many clients may share them.
-    keys = np.column_stack([table.n_seen, table.n_rows])
-    pairs, position = np.unique(keys, axis=0, return_inverse=True)
+    pairs, position = groups
     logs = log_spikes(*pairs.T, sparse, n_labels)
     largest = logs.max(axis=1, initial=-np.inf)
     largest = np.where(np.isfinite(largest), largest, 0.0)  # clients with all labels seen
@@ -80,6 +78,9 @@ def spike_chances(table, sparse, n_labels):
 def maximize(table, mean, full, weights, sparse):
     """Parameters with the largest marginal likelihood; those that are not None are known."""
     n_labels = len(mean)
+    # Chances depend on these two numbers alone, and many clients may share them.
+    keys = np.column_stack([table.n_seen, table.n_rows])
+    groups = np.unique(keys, axis=0, return_inverse=True)
     start = np.full(n_labels, 1 / n_labels) if weights is None else weights
     fulls = [full]
     if full is None:
@@ -87,14 +88,14 @@ def maximize(table, mean, full, weights, sparse):
     denses = [log_likelihoods(table, mean, each) for each in fulls]
     fits = []
     for a in _SPARSE_GRID if sparse is None else [sparse]:
-        spikes = spike_chances(table, a, n_labels)
+        spikes = spike_chances(table, groups, a, n_labels)
         for each, dense in zip(fulls, denses, strict=True):
             w = start
             for _ in range(_RANKING_STEPS):
                 value, w, _ = _em_step(spikes, dense, w, weights is None)
             fits.append((value, SparseParameters(mean, float(each), w, float(a))))
     _, best = max(fits, key=lambda fit: fit[0])
-    return _polish_weights(table, best, full is None, weights is None)
+    return _polish_weights(table, groups, best, full is None, weights is None)
 
 
 def _em_step(spikes, dense, w, free_weights):
@@ -117,13 +118,13 @@ def _em_step(spikes, dense, w, free_weights):
     return value, (counts + 1 / len(w)) / (len(has_all) + 1), has_all
 
 
-def _polish_weights(table, start, free_full, free_weights):
+def _polish_weights(table, groups, start, free_full, free_weights):
     """Parameters after EM in the weights and the concentration of clients with all labels.
 
     The concentration of the other clients stays on its grid, in steps of a factor of 1.65.
     """
     mean = start.mean
-    spikes = spike_chances(table, start.sparse, len(mean))
+    spikes = spike_chances(table, groups, start.sparse, len(mean))
     full, w, before = start.full, start.weights, -np.inf
     dense = log_likelihoods(table, mean, full)
     for step in range(_EM_STEPS_TO_END):

@@ -38,11 +38,7 @@ from pfl_sklearn.theory._proportions import (
     beta_shrinkage,
     debiased_share_variance,
 )
-from pfl_sklearn.theory._streams import (
-    heard_mean_variance,
-    partial_sum_variance,
-    stream_error,
-)
+from pfl_sklearn.theory._streams import heard_mean_variance, partial_sum_variance, stream_error
 
 __all__ = [
     "RiskBound",

@@ -16,12 +16,7 @@ from pfl_sklearn.linear_model._glmm._likelihood import (
     penalized_information,
     population_predictors,
 )
-from pfl_sklearn.linear_model._glmm._quadrature import (
-    DENSE,
-    evaluate_quadrature,
-    information_at_zero,
-    turned_stack,
-)
+from pfl_sklearn.linear_model._glmm._quadrature import DENSE, evaluate_quadrature, turned_stack
 from pfl_sklearn.linear_model._glmm._search import (
     Maximum,
     WeakPriors,
@@ -82,7 +77,10 @@ def find_population(table, stacks, outcome, prior, mean, covariance, options):
     else:
         family, scale, factor = None, None, _covariance_root(covariance)
     start = Maximum(population, factor, 0, False)
-    root = _start_root(table, stacks, outcome, start, precision, options.n_jobs)
+    # The search moves along the root of the inverse information at its start: its steps are in
+    # standard errors.
+    rows = client_modes(table, stacks, outcome, start, options.n_jobs).rows
+    root, _ = inverse_root(penalized_information(rows, outcome.n_outputs, precision))
     search = _Search(table, stacks, outcome, options, start, root, family, scale)
     # Clients of one class each may be infinitely far apart.
     mixed = varies_within_clients(table.y, table.codes, table.n_clients)
@@ -123,20 +121,6 @@ def _free_covariance(table, prior, weight):
     varies = varying_columns(table, prior)
     varies = varies if varies.any() else None  # columns of zeros alone: any variance will do
     return factor_of(prior.covariance_type, table.n_random, prior.rank, varies), scale
-
-
-def _start_root(table, stacks, outcome, start, precision, n_jobs):
-    """Root (a f, rank) of the inverse information on the free coefficients at the start.
-
-    The search moves along it, so that its steps are in standard errors.
-    """
-    if not _has_one_effect(outcome, start.factor):
-        rows = client_modes(table, stacks, outcome, start, n_jobs).rows
-        return inverse_root(penalized_information(rows, outcome.n_outputs, precision))[0]
-    turned = [turned_stack(stack) for stack in stacks]
-    information = information_at_zero(turned, start.population, start.factor)
-    n_known = table.columns.shape[1] - len(precision)
-    return inverse_root(information[n_known:, n_known:] + np.diag(precision))[0]
 
 
 class _Search(NamedTuple):

@@ -110,25 +110,6 @@ def evaluate_quadrature(clients, columns, weights, state, *, population, factor,
     return value, by_population, by_factor, effects[:, None, None], converged
 
 
-def information_at_zero(stacks, population, factor):
-    """Information (p, p) on the population where all effects are 0, summed over TurnedStacks."""
-    # Less what the clients' effects take: 1 + f'Wf is the precision of an effect.
-    total = 0.0
-    for _, columns, weights in stacks:
-        flat = columns.reshape(len(columns), -1)
-        odds = (population @ flat).reshape(columns.shape[1:])
-        features = (factor.T @ flat[: len(factor)]).reshape(odds.shape)
-        rows = _TurnedRows(features, odds, weights)
-        wrong = np.empty(odds.shape)
-        _log_likelihoods(rows, np.zeros(odds.shape[1]), wrong)
-        weight = _slopes(rows, wrong)[1]
-        pulled = weight * features
-        across = (columns * pulled).sum(axis=1)
-        total += (flat * weight.ravel()) @ flat.T
-        total -= (across / (1 + _over_rows(pulled, features))) @ across.T
-    return total
-
-
 def _find_modes(rows, effects, last_decrement):
     """Modes of the effects, from effects (b,), by damped Newton steps."""
     features, wrong = rows.features, np.empty(rows.features.shape)

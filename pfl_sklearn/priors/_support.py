@@ -64,26 +64,20 @@ def resolve_prior(estimator):
     """
     prior, likelihood = estimator.prior, estimator._likelihood
     if isinstance(prior, str):
-        return _shaped(default_prior(estimator, "prior", prior), likelihood)
+        prior = default_prior(estimator, "prior", prior)
     # A subclass may be another distribution.
     if type(prior) not in PRIORS[likelihood].values():
         raise _unsupported(estimator, prior)
     prior = clone(prior)  # a fit alters no argument
     prior._validate_params()
-    prior = _shaped(prior, likelihood)
+    if type(prior) is GaussianPrior and prior.covariance_type is None:
+        prior.covariance_type = _DEFAULT_COVARIANCE_TYPES[likelihood]
     types = COVARIANCE_TYPES.get((likelihood, type(prior)))
     if types is not None and prior.covariance_type not in types:
         raise ValueError(
             f"covariance_type={prior.covariance_type!r} does not go with "
             f"{type(estimator).__name__}; expected {' or '.join(map(repr, types))}."
         )
-    return prior
-
-
-def _shaped(prior, likelihood):
-    """The prior, with the likelihood's shape of a covariance if it names none."""
-    if type(prior) is GaussianPrior and prior.covariance_type is None:
-        prior.covariance_type = _DEFAULT_COVARIANCE_TYPES[likelihood]
     return prior
 
 

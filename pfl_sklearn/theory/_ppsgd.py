@@ -49,9 +49,12 @@ def alpha_norm(w: Any, thetas: Any, alpha: float) -> float:
     >>> alpha_norm([2.0], [[1.0], [2.0]], alpha=1.0)
     3.0
     """
-    squares = np.sum(np.square(w, dtype=float)), np.sum(np.square(thetas, dtype=float))
-    parts = zip(squares, step_scales(alpha), strict=True)
-    return math.sqrt(sum(_over(float(square), scale) for square, scale in parts))
+    parts = np.sum(np.square(w, dtype=float)), np.sum(np.square(thetas, dtype=float))
+    # A model that takes no steps stays at 0: no other value of it can be reached.
+    pairs = list(zip(parts, step_scales(alpha), strict=True))
+    if any(square > 0 and scale == 0 for square, scale in pairs):
+        return math.inf
+    return math.sqrt(sum(square / (scale or 1.0) for square, scale in pairs))
 
 
 def minimal_norm_solution(
@@ -377,13 +380,6 @@ def client_shares(n_clients: int, batch_sizes: Any, weighting: str) -> tuple[Flo
     if weighting == "clients":
         return np.full(n_clients, 1 / n_clients), sizes
     return sizes / sizes.sum(), sizes
-
-
-def _over(value, scale):
-    """Ratio; 0 over 0 is 0."""
-    if value == 0:
-        return 0.0
-    return value / scale if scale > 0 else math.inf
 
 
 def _check_fraction(client_fraction):

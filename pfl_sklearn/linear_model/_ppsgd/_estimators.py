@@ -67,7 +67,6 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = True
-        tags.target_tags.single_output = True
         return tags
 
     @with_callbacks

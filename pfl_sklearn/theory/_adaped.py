@@ -85,5 +85,6 @@ def printed_adaped_rdp(
         "the privacy loss; AdaPeDClassifier(noise='per_step') reports an epsilon that does.",
         PrivacyWarning,
     )
+    # Kept as printed, errors included: published figures are to be compared with it.
     loss = (clip_norm / noise_std) ** 2 + (psi_clip_norm / psi_noise_std) ** 2
     return (n_sampled / n_clients) ** 2 * 6 * n_rounds * order * loss / n_sampled

@@ -189,6 +189,7 @@ def released_mean_risk(
         # The theorem is Theorem 1 with the noise of the others' mean as spread between clients.
         spread = between_variance + float(release) / (n_clients - 1)
         return mean_risk(n_clients, n_rows, spread, noise_variance, n_features)
+    # One weight a client, also of equal ones: each leaves its own out of the sum.
     weights = np.broadcast_to(1 / (between_variance + sampling + release), (n_clients,))
     with np.errstate(divide="ignore"):  # infinite if none of the others sends anything
         others = 1 / (weights.sum() - weights)
@@ -382,6 +383,7 @@ def local_noise_std(
     check_choice("version", version, ("sound", "printed"))
     if version == "printed":
         return half_width / epsilon * math.sqrt(8 * math.log(2 / delta))
+    # Another client's mean may lie at the opposite corner of the cube.
     return calibrate_noise(epsilon, delta, 2 * half_width * math.sqrt(n_features))
 
 

@@ -108,6 +108,7 @@ def minimal_norm_solution(
         coef = np.broadcast_to(coef, (n_clients, len(coef)))
     if n_clients not in (None, len(coef)):
         raise ValueError(f"n_clients must be the rows of coef, {len(coef)}; got {n_clients!r}.")
+    # At an infinite alpha the scales are (1, 0), and w is the mean of the models.
     on_global, on_local = step_scales(alpha)
     weight = on_global * len(coef)
     w = weight / (weight + on_local) * coef.mean(axis=0)
@@ -186,6 +187,7 @@ def smoothness_alpha(
     extra = {"sharp": (1 - q) * p / q, "lemma": p / q, "printed": p}
     check_choice("version", version, extra)
     on_global, on_local = step_scales(alpha)
+    # A client's local gradient comes with chance q, and counts 1 / q times when it does.
     local = on_local * (p if version == "printed" else p / q)
     return smoothness * max(on_global * (1 + extra[version]), local)
 
@@ -262,6 +264,7 @@ def total_gradient_variance(
     on_global, on_local = step_scales(alpha)
     # Without the clients that are left out, the mean of the others' gradients is off.
     sampling = (1 - q) * (q if version == "printed" else 1.0)
+    # A step alpha g of w has the squared norm alpha |g|^2, a local step |g|^2.
     rows = on_global * np.asarray(w_variance) + on_local * np.asarray(theta_variance)
     clients = rows / sizes + on_global * sampling * np.square(gradient_norms)
     return float(shares**2 @ clients / q + on_global * n_features * noise_std**2)
@@ -349,6 +352,7 @@ def ppsgd_learning_rate(
     >>> ppsgd_learning_rate(2.0, norm=1.0, gradient_std=0.5, n_rounds=400)
     0.1
     """
+    # A linear loss has no curvature that limits the step.
     longest = 1 / (4 * smoothness) if smoothness > 0 else math.inf
     if gradient_std == 0:  # exact gradients need no small steps
         return longest
@@ -360,7 +364,7 @@ def step_scales(alpha: float) -> tuple[float, float]:
 
     At infinity only the ratio of the two is defined, so the unit is the global step.
     """
-    if not alpha >= 0:
+    if not alpha >= 0:  # NaN fails, too
         raise ValueError(f"alpha must be at least 0; got {alpha!r}.")
     return (1.0, 0.0) if math.isinf(alpha) else (float(alpha), 1.0)
 
@@ -377,6 +381,7 @@ def client_shares(n_clients: int, batch_sizes: Any, weighting: str) -> tuple[Flo
             f"{batch_sizes!r}."
         )
     sizes = np.broadcast_to(sizes, (n_clients,))
+    # Algorithm 3 averages a client's rows first, so their number does not count.
     if weighting == "clients":
         return np.full(n_clients, 1 / n_clients), sizes
     return sizes / sizes.sum(), sizes

@@ -234,7 +234,7 @@ def personalization_threshold(
     >>> round(personalization_threshold(100, 1.0, 1.0, 10, epsilon=1.0, delta=1e-5))
     71
     """
-    if math.isinf(epsilon):
+    if math.isinf(epsilon):  # without noise more local learning never pays
         return math.inf
     # Squares of mu. Only the named one is computed: a calibration takes a root search.
     squares = {
@@ -278,6 +278,7 @@ def linear_excess_risk(coef: Any, true_coef: Any, covariance: Any, weights: Any 
     >>> linear_excess_risk([[1.0, 0.0], [3.0, 0.0]], [1.0, 1.0], [1.0, 0.5])
     2.5
     """
+    # One true model for all clients is a row that broadcasts.
     gaps = np.atleast_2d(np.subtract(coef, true_coef, dtype=float))
     covariance = np.asarray(covariance, dtype=float)
     moved = gaps * covariance if covariance.ndim == 1 else gaps @ covariance
@@ -295,6 +296,7 @@ def _noise_multiplier(epsilon, delta, noise_multiplier, n_rounds):
         return noise_multiplier
     if math.isinf(epsilon):
         return 0.0
+    # Gaussian noise gives no guarantee with a delta of 0.
     if delta is None:
         raise ValueError("delta must be given with a finite epsilon; got None.")
     return calibrate_noise(epsilon, delta, 1.0, relation="zero_out", n_releases=n_rounds)

@@ -116,6 +116,7 @@ def heard_mean_variance(
     if not (len(steps) and (steps > 0).all()):
         raise ValueError(f"times must increase, from 1 on; got {times!r}.")
     k = len(steps)
+    # Sums from 1 to j of w_l / t_l: every c_ij is a difference of two of them.
     until = np.concatenate([[0.0], np.cumsum(_message_weights(weights, k) / np.asarray(times))])
     first = np.arange(1, k + 1)  # message that first has the noise of a partial sum
     data = noise_variance * steps @ (until[k] - until[first - 1]) ** 2
@@ -135,6 +136,7 @@ def _message_weights(weights, k):
         if weights.shape != (k,):
             raise ValueError(f"weights must be {k}, one a message; got shape {weights.shape}.")
         return weights
+    # "wmom" begins at a power of two, where the tree of PM-II has one sum for all rows so far.
     since = {"last": k, "mom": 1, "wmom": 1 << (k.bit_length() - 1)}
     if weights not in since:
         raise ValueError(f"weights must be one of {', '.join(since)}, or numbers; got {weights!r}.")
@@ -188,4 +190,5 @@ def partial_sum_variance(
     check_choice("version", version, ("sound", "printed"))
     if version == "printed":
         return 8 * (half_width * levels / epsilon) ** 2 * math.log(1.25 * levels / delta)
+    # A row is in one partial sum of each level, so its replacement moves that many releases.
     return calibrate_noise(epsilon, delta, 2 * half_width, n_releases=levels) ** 2

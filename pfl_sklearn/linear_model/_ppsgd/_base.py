@@ -281,19 +281,22 @@ class BasePPSGD(BaseRounds):
 
     @property
     def _communicates(self):
+        # With alpha=0 the population model takes no steps, so nothing leaves the clients.
         return isinstance(self.alpha, str) or self.alpha > 0
 
     def _check_parameters(self):
         check_learning_rate(self)
 
     def _make_run(self, table, clients, roster, earlier, order, mechanism, until_flat=False):
-        """Run on a table; what earlier rounds found in their data stays."""
+        """Rounds on a checked table; the learning rate of earlier rounds stays."""
         if earlier is not None:
             self._check_continues(earlier)
+        # The error tells of the data, but "auto" is refused where noise is to protect them.
         if self.learning_rate == "auto":
             check_squarable(table)
         loss = LOSSES[table.details[1]]
         sampling = sampling_of(self.sampling, self.client_fraction, len(clients.ids))
+        # Not the number drawn: the divisor of a sum would otherwise depend on who takes part.
         n_expected = sampling.rate * len(clients.ids)
         alpha = alpha_of(self.alpha, n_expected)
         design, coordinates = self._design(table, earlier)
@@ -304,6 +307,7 @@ class BasePPSGD(BaseRounds):
         shape = (design.shape[1], table.details[0])
         method, kind = self._method(rows, shape, loss, steps, n_expected, roster, mechanism)
         if own is not None:
+            # From zero the first rounds would do little but find the intercept.
             constant = best_constant(loss, train.y, shape[1])[0] if self.fit_intercept else None
             own = steps_of_roster(own, rows, roster)
             method = with_own_steps(method, coordinates, own, constant)
@@ -313,14 +317,16 @@ class BasePPSGD(BaseRounds):
             sampling=sampling,
             settled={"learning_rate_": rate},
             advice=divergence_advice(table, rate, is_private(self)),
+            # Steps follow the rows of this call, not those of the rounds before.
             constants=() if own is None else ("step",),
             **kind,
         )
         return run._replace(rule=self._rule(run, train, held, loss, alpha)) if until_flat else run
 
     def _method(self, rows, shape, loss, steps, n_expected, roster, mechanism):
-        """The method, and what a run of it needs besides, for dense or sparse rows."""
+        """Method for dense or sparse rows, with the release and the positions of its run."""
         batch_sizes = rows.schedule.batch_sizes
+        # Messages are sums over rows for "samples" and means for "clients": Algorithms 2 and 3.
         mean_batch = float(batch_sizes.mean()) if self.weighting == "samples" else None
         divisor = n_expected * (mean_batch or 1.0)
         settings = (shape, loss, steps, divisor, mean_batch, self.average)
@@ -330,7 +336,9 @@ class BasePPSGD(BaseRounds):
                 "release": JointSum(mechanism, method.messages),
                 "positions": roster.earlier,
             }
-        step, lazy = steps.population / divisor, not self._shows_every_round()
+        # Callbacks, averages and checks against one long fit read the whole model after each round.
+        every_round = self.average or self.warm_start or bool(getattr(self, "_skl_callbacks", []))
+        step, lazy = steps.population / divisor, not every_round
         return sparse_ppsgd(rows.pairs, *settings), {
             "release": LateNoise(SparseClippedSum(mechanism), step, lazy),
             "positions": rows.earlier,
@@ -338,14 +346,14 @@ class BasePPSGD(BaseRounds):
         }
 
     def _rule(self, run, train, held, loss, alpha):
-        """When the rounds are over: on a training loss with the clients' weights in a round.
-
-        Not before local steps, which are smaller by a `ratio`, made any difference.
-        """
+        """Rule that ends the rounds when the loss of the held-out rows is flat."""
+        # Local steps are smaller than the population's by this ratio, so they need more rounds.
         ratio = 0.0 if math.isinf(alpha) else alpha * run.sampling.rate * len(run.rows.clients)
         sizes, batch_sizes = np.diff(train.offsets), run.rows.schedule.batch_sizes
+        # The training loss must weight clients as the rounds do, or it may rise while they descend.
+        shares = (batch_sizes if self.weighting == "samples" else 1.0) / sizes
         even = np.ones(len(sizes)) if self.weighting == "samples" else 1 / sizes
-        shares = even * (batch_sizes / sizes if self.weighting == "samples" else 1.0)
+        # Clients of one row each hold none out; then the training loss stands for both.
         parts = [(train, shares), (held, even)] if len(held.y) else [(train, shares)]
         where, layout = run.rows.clients, run.layout
 
@@ -354,37 +362,34 @@ class BasePPSGD(BaseRounds):
             population, local = iterates(state)
             if layout is not None:
                 local = LocalModels(layout, local, 1 + int(where.max()))
-            means = [
+            values = [
                 part.loss(loss.function, where, population, local, weights)
                 for part, weights in parts
             ]
-            return means[0], means[-1]
+            return values[0], values[-1]
 
+        # A pass over the rows, in the mean over clients.
         at_least = max(np.mean(sizes / batch_sizes) / self.client_fraction, ratio)
         _, unit = best_constant(loss, train.y, run.method.messages["coef"][1])
         return FlatRule(losses, self.tol, unit, at_least, self.learning_rate == "auto", run.advice)
 
-    def _shows_every_round(self):
-        """Whether the whole population model is needed after each round."""
-        watched = bool(getattr(self, "_skl_callbacks", []))
-        return self.average or self.warm_start or watched
-
     def _design(self, table, earlier):
-        """Rows of the design, and the coordinates that they are in; None: the features'."""
+        """Design matrix and its coordinates, or None if it holds the features as given."""
         design = with_intercept(table.features, self.fit_intercept)
         if self.learning_rate != "auto":
             return design, None
-        if earlier is not None:
+        if earlier is not None:  # models of the rounds before are in theirs
             coordinates: Any = coordinates_in(earlier.state.server)
         elif self.clip_norm is None:
+            # Labels are integers, whose predictors are of size 1.
             target = np.abs(table.y).max() if table.y.dtype.kind == "f" else 1.0
             coordinates = standard_coordinates(design, self.fit_intercept, target)
-        else:  # messages are clipped as they are
+        else:  # a clip norm is in the units of the features as given
             coordinates = Coordinates(np.zeros(design.shape[1]), np.ones(design.shape[1]))
         return coordinates.of(design), coordinates
 
     def _parts(self, design, y, clients, order, until_flat):
-        """Rows to train on, and rows held out; with `shuffle` in an order drawn from `order`."""
+        """Training rows and held-out rows, each in client order; `order` seeds the shuffle."""
         codes = clients.codes
         rng = np.random.default_rng(order) if self.shuffle else None
         fraction = self.validation_fraction if until_flat else 0.0
@@ -392,9 +397,10 @@ class BasePPSGD(BaseRounds):
         return [Part(design[rows], y[rows], codes[rows]) for rows in parts]
 
     def _client_rows(self, part, roster, earlier):
-        """Rows of a part for the rounds."""
+        """Rows of the clients, with the schedule of their batches."""
         design, y, offsets, where = part.design, part.y, part.offsets, roster.now
         sizes = np.diff(offsets)
+        # A client with fewer rows than a batch uses all of them in every round.
         batch_sizes = sizes if self.batch_size is None else np.minimum(sizes, self.batch_size)
         rows = design, y, offsets, where, InTurn(batch_sizes)
         if not isinstance(design, csr_array):
@@ -406,12 +412,14 @@ class BasePPSGD(BaseRounds):
         return SparseRows(*rows, pairs, pairs.find(keys), pairs.find(before))
 
     def _learning_rate(self, rows, loss, alpha, n_expected, earlier):
-        """Number that `learning_rate` stands for, and if it is "auto" the clients' local steps."""
+        """Learning rate, and the clients' local steps (m,) if it is "auto", else None."""
         if self.learning_rate == "theory":
+            # The theorems fix the step for all rounds of a fit in advance.
             last = self._last_round(0)
             return float(theory_learning_rate(self, rows, alpha, n_expected, last)), None
         if self.learning_rate != "auto":
             return float(self.learning_rate), None
+        # Rounds that go on keep their rate, as `learning_rate_` is one number for the whole fit.
         rate = None if earlier is None else earlier.found["learning_rate_"]
         return auto_steps(rows, loss, self.weighting, alpha, n_expected, rate)
 
@@ -428,6 +436,7 @@ class BasePPSGD(BaseRounds):
                     f"{name}={not value} was {value} in the rounds before, which these rounds "
                     "continue; fit anew, with warm_start=False."
                 )
+        # Only the rounds of "auto" have a pace, by which a rising loss shortens the steps.
         if (self.learning_rate == "auto") != ("pace" in server):
             raise ValueError(
                 f"got learning_rate={self.learning_rate!r}: a number cannot continue the rounds of "
@@ -437,17 +446,19 @@ class BasePPSGD(BaseRounds):
 
     def _rounds_of_a_pass(self, clients):
         """Rounds in which every row is expected to be used once."""
+        # The client with most rows needs most rounds; others use theirs more than once.
         most = np.bincount(clients.codes).max()
         n_batches = -(-most // self.batch_size) if self.batch_size else 1
         return math.ceil(n_batches / self.client_fraction)
 
     def _models(self, state, ids, layout):
-        """Population model (p, c) and local ones (m, p, c), or those of pairs."""
+        """Population model (p, c) and local models (m, p, c), or LocalModels of sparse rows."""
         local: Any
         population, local = iterates(state)
         coordinates = coordinates_in(state.server)
         if coordinates is not None:
             population = coordinates.back(population)
+            # Sparse features are scaled and never centred, so their intercept needs no correction.
             local = (
                 coordinates.back(local)
                 if layout is None
@@ -480,6 +491,7 @@ class BasePPSGD(BaseRounds):
         codes = self._encode_predict(X, groups)
         X = validate_data(self, X, reset=False, dtype=np.float64, accept_sparse="csr")
         design = with_intercept(X, len(self._population) > X.shape[1])
+        # A released model has no clients, only the population's coefficients.
         local = self._local if hasattr(self, "clients_") else None
         with np.errstate(over="ignore", invalid="ignore"):  # a local model may diverge under noise
             predictors = additive_predictors(design, codes, self._population, local)
@@ -514,6 +526,7 @@ class BasePPSGD(BaseRounds):
         return self._intercepts(self._dense_local())
 
     def _dense_local(self):
+        """Local models as an array (n_clients, p, c)."""
         return self._local.dense() if hasattr(self._local, "dense") else self._local
 
     @property

@@ -28,7 +28,7 @@ class Part(NamedTuple):
     def loss(self, loss, where, population, local, weights) -> float:
         """Mean loss of rows whose clients are at positions `where` (m,), with `weights` (m,)."""
         predictors = additive_predictors(self.design, where[self.codes], population, local)
-        with np.errstate(over="ignore", invalid="ignore"):  # whoever asks judges what is infinite
+        with np.errstate(over="ignore", invalid="ignore"):  # the rule of the rounds judges it
             losses = loss(predictors[None], self.y[None])[1][0]
         weights = weights[self.codes]
         return float(weights @ losses / weights.sum())
@@ -119,8 +119,8 @@ def additive_predictors(design: Any, codes: Integers, population: Floats, local:
     if local is None:
         return predictors
     if hasattr(local, "predictors"):
-        known = np.flatnonzero(codes >= 0)
-        predictors[known] += local.predictors(csr_array(design[known]), codes[known])
+        rows = np.flatnonzero(codes >= 0)  # of clients that fit saw
+        predictors[rows] += local.predictors(csr_array(design[rows]), codes[rows])
         return predictors
     unseen = np.zeros(population.shape[::-1])  # a client that fit did not see adds nothing
     coef = local.swapaxes(-1, -2)

@@ -96,6 +96,7 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
         features, y = self._checked(X, y, earlier, multi_output=True, y_numeric=True)
         single = y.ndim == 1
         y = y.astype(np.float64, copy=False).reshape(len(y), -1)
+        # Models of earlier rounds have a column for each output.
         if earlier is not None and y.shape[1] != self._population.shape[1]:
             raise ValueError(
                 f"y has {y.shape[1]} outputs, but the rounds before had "
@@ -122,6 +123,7 @@ class PPSGDRegressor(ClientRegressorMixin, BasePPSGD):
 
 
 def _has_probabilities(self):
+    # Predictors of the squared loss are indicators, which may lie outside 0 and 1.
     if self.loss != "log_loss":
         raise AttributeError(
             f"probabilities need loss='log_loss'; got {self.loss!r}, which has predict and "
@@ -212,8 +214,10 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
     def _read(self, X, y, earlier, classes=None):
         features, y = self._checked(X, y, earlier)
         check_labels(y)
-        known = None if earlier is None else self.classes_
-        classes, labels = read_known_classes(y, known, classes, self, is_private(self))
+        # Earlier rounds fix the classes: a new one would need an output that they did not learn.
+        seen = None if earlier is None else self.classes_
+        classes, labels = read_known_classes(y, seen, classes, self, is_private(self))
+        # Two classes have one predictor, whose sign decides; more have one each.
         n_outputs = 1 if len(classes) == 2 else len(classes)
         attributes = {**self._inputs(X), "classes_": classes, "_single": n_outputs == 1}
         loss = "one_versus_all" if self.loss == "squared_error" else "log_loss"
@@ -286,5 +290,6 @@ class PPSGDClassifier(ClientClassifierMixin, BasePPSGD):
         """
         predictors = self.decision_function(X, groups=groups)
         if self._single:
+            # From the predictors: a probability may underflow to 0, which has no log.
             return -np.logaddexp(0.0, np.column_stack([predictors, -predictors]))
         return log_softmax(predictors, axis=1)

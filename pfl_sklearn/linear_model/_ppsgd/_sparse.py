@@ -33,6 +33,7 @@ class FeaturePairs(NamedTuple):
         """Positions of keys among the pairs; -1 where there is none."""
         if not len(self.keys):
             return np.full(len(keys), -1)
+        # A key beyond the last pair has no position.
         where = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         return np.where(self.keys[where] == keys, where, -1)
 
@@ -44,6 +45,7 @@ class FeaturePairs(NamedTuple):
 
 def keys_of(X: csr_array, owners: Integers) -> Integers:
     """Keys (nnz,) of the entries of rows X (CSR) of `owners` (n_rows,)."""
+    # Clients times features soon exceed 32 bits, in which scipy holds indices.
     return np.repeat(owners, np.diff(X.indptr)).astype(np.int64) * X.shape[1] + X.indices
 
 
@@ -161,6 +163,7 @@ class SparseRows(NamedTuple):
         return [self._block(part, state) for part in parts]
 
     def _block(self, sampled, state):
+        """Next rows of the sampled clients, with a column for each of their pairs."""
         rows, sizes = self.schedule.draw_ragged(self, sampled, state)
         X, y = self.X, self.y.take(rows, axis=0)
         start = X.indptr.take(rows)
@@ -203,7 +206,7 @@ def steps_of_roster(own: Floats, rows: Any, roster: Roster) -> Floats:
 
 
 class LateNoise(NamedTuple):
-    """Release of sparse messages, whose noise is drawn when somebody is about to see it.
+    """Release of sparse messages, whose noise is drawn only before somebody sees it.
 
     Parameters
     ----------
@@ -244,7 +247,7 @@ class LateNoise(NamedTuple):
         return self._settled(server, None, n_rounds, plan.late_generator(n_rounds))
 
     def _settled(self, server, features, t, rng):
-        """Server's state with the noise that is due in some features, or with None in all."""
+        """Server's state after the noise that `features` wait for; None: all features."""
         # Of all rounds so far. A feature is due what came since it was settled: sums of Gaussians
         # are Gaussian, so one draw stands for those of all rounds in which nobody saw it.
         variance = float(server["variance"][0])
@@ -286,7 +289,7 @@ def sparse_update(server, t, batch, clients, *, loss, step, mean_batch) -> Updat
         predictors = X @ (server["coef"].take(features, axis=0) + clients["local"])
         residuals, losses = loss(predictors[None], y[None])
         residuals = residuals[0]
-        if mean_batch is None:
+        if mean_batch is None:  # clients count equally, however many rows they have
             residuals = residuals / np.repeat(sizes, sizes)[:, None]
         gradients = X.T @ residuals
         rate = step if own is None else own[:, None] * server["pace"]

@@ -120,8 +120,8 @@ class FrequencyPrior(Prior):
 
     def _given(self, name, estimate):
         """The given frequencies `name`, or an estimate of as many labels."""
-        given = known_frequencies(self, name, len(estimate))
-        return estimate if given is None else given
+        frequencies = known_frequencies(self, name, len(estimate))
+        return estimate if frequencies is None else frequencies
 
 
 def check_label_counts(counts: TableLike) -> Floats:

@@ -25,13 +25,13 @@ class Prior(BaseEstimator):
     def is_known(self) -> bool:
         """Whether all parameters that a fit would estimate are given."""
         values = {name: getattr(self, name) for name in self._estimated}
-        given = [value is not None for value in values.values()]
-        if self._all_or_none and any(given) and not all(given):
+        are_given = [value is not None for value in values.values()]
+        if self._all_or_none and any(are_given) and not all(are_given):
             raise ValueError(
                 f"{type(self).__name__} needs both {' and '.join(values)} or neither; got "
                 f"{', '.join(f'{name}={value!r}' for name, value in values.items())}."
             )
-        return all(given)
+        return all(are_given)
 
     def sample(self, n_samples: int = 1, random_state: RandomState = None) -> Floats:
         """Draw clients' parameters from a known prior.

@@ -150,31 +150,31 @@ class SparseDirichletPrior(FrequencyPrior):
         weights = labels.known_frequencies(self, "weights", counts.shape[1])
         # A client without rows would pull the weights towards where they start.
         table = labels.compress(counts[counts.any(axis=1)] if counts.any() else counts)
-        given = self.concentration, weights, self.sparse_concentration
-        return self._with(maximize(table, mean, *given))
+        concentrations = self.concentration, self.sparse_concentration
+        return self._with(maximize(table, mean, weights, *concentrations))
 
     def _with(self, parameters):
         """Copy of this prior with given SparseParameters."""
         return clone(self).set_params(**dict(zip(self._estimated, parameters, strict=True)))
 
     def _log_prob(self, theta):
-        known = self._parameters()
+        prior = self._parameters()
         n_labels, present = theta.shape[1], theta > 0
         size = present.sum(axis=1)
-        symmetric = xlogy(known.sparse - 1, np.where(present, theta, 1.0)).sum(axis=1)
-        symmetric += gammaln(size * known.sparse) - size * gammaln(known.sparse)
-        dense = DirichletPrior(known.mean, known.full).log_prob(np.where(present, theta, 1.0))
+        symmetric = xlogy(prior.sparse - 1, np.where(present, theta, 1.0)).sum(axis=1)
+        symmetric += gammaln(size * prior.sparse) - size * gammaln(prior.sparse)
+        dense = DirichletPrior(prior.mean, prior.full).log_prob(np.where(present, theta, 1.0))
         sparse = symmetric - log_choose(n_labels, size)  # any labels are equally likely
-        return np.log(known.weights)[size - 1] + np.where(size == n_labels, dense, sparse)
+        return np.log(prior.weights)[size - 1] + np.where(size == n_labels, dense, sparse)
 
     def _draw(self, n_samples, rng):
-        known = self._parameters()
-        n_labels = len(known.mean)
-        size = 1 + rng.choice(n_labels, size=(n_samples, 1), p=known.weights)
+        prior = self._parameters()
+        n_labels = len(prior.mean)
+        size = 1 + rng.choice(n_labels, size=(n_samples, 1), p=prior.weights)
         place = rng.uniform(size=(n_samples, n_labels)).argsort(axis=1).argsort(axis=1)
-        sparse = np.where(place < size, known.sparse, 0.0)
+        sparse = np.where(place < size, prior.sparse, 0.0)
         return labels.dirichlet_draws(
-            np.where(size == n_labels, known.full * known.mean, sparse), rng
+            np.where(size == n_labels, prior.full * prior.mean, sparse), rng
         )
 
     def _log_likelihood(self, counts):
@@ -206,35 +206,35 @@ class SparseDirichletPrior(FrequencyPrior):
 
     def _log_moments(self, counts, orders):
         """Logs (m, K) of the posterior moments of the frequencies, of each order."""
-        known = self._parameters()
+        prior = self._parameters()
         labels.known_frequencies(self, "mean", counts.shape[1])
-        log_sizes = _log_label_numbers(labels.compress(counts), known)
-        return [_log_moment(counts, log_sizes, known, order) for order in orders]
+        log_sizes = _log_label_numbers(labels.compress(counts), prior)
+        return [_log_moment(counts, log_sizes, prior, order) for order in orders]
 
 
-def _log_label_numbers(table, known):
+def _log_label_numbers(table, prior):
     """Log posterior (m, K) of the numbers of labels that clients have."""
-    joint = log_joint_of_sizes(table, known)
+    joint = log_joint_of_sizes(table, prior)
     # Logs of many rows are large: their digits go into the difference, not into the normalizer.
     return log_softmax(joint - joint.max(axis=1, keepdims=True), axis=1)
 
 
-def _log_moment(counts, log_sizes, known, order):
+def _log_moment(counts, log_sizes, prior, order):
     """Log (m, K) of the posterior moment of the frequencies, of order 1 or 2."""
     n_labels = counts.shape[1]
     n_rows = counts.sum(axis=1, keepdims=True)
     n_seen = np.count_nonzero(counts, axis=1)[:, None]
     size = np.arange(1, n_labels)
     # An unseen label is one of the client's s labels with chance (s - o) / (K - o).
-    below = log_sizes[:, :-1] - labels.log_rising(size * known.sparse + n_rows, order)
+    below = log_sizes[:, :-1] - labels.log_rising(size * prior.sparse + n_rows, order)
     with np.errstate(divide="ignore"):
         share = np.log(np.maximum(size - n_seen, 0)) - np.log(np.maximum(n_labels - n_seen, 1))
     unseen = logsumexp(below + share, axis=1, keepdims=True) + labels.log_rising(
-        known.sparse, order
+        prior.sparse, order
     )
-    seen = logsumexp(below, axis=1, keepdims=True) + labels.log_rising(known.sparse + counts, order)
-    full = labels.log_rising(counts + known.full * known.mean, order)
-    full = full + log_sizes[:, -1:] - labels.log_rising(known.full + n_rows, order)
+    seen = logsumexp(below, axis=1, keepdims=True) + labels.log_rising(prior.sparse + counts, order)
+    full = labels.log_rising(counts + prior.full * prior.mean, order)
+    full = full + log_sizes[:, -1:] - labels.log_rising(prior.full + n_rows, order)
     return np.logaddexp(full, np.where(counts > 0, seen, unseen))
 
 

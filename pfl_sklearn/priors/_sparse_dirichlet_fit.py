@@ -53,13 +53,13 @@ def log_spikes(n_seen, n_rows, sparse, n_labels):
     return which - log_rising(size * sparse, n_rows[:, None])
 
 
-def log_joint_of_sizes(table: LabelCounts, known: SparseParameters) -> Floats:
+def log_joint_of_sizes(table: LabelCounts, prior: SparseParameters) -> Floats:
     """Log probability (m, K) of each number of labels together with the client's labels."""
-    n_labels = len(known.mean)
-    own = table.by_client(log_rising(known.sparse, table.values))
-    spikes = log_spikes(table.n_seen, table.n_rows, known.sparse, n_labels)
-    full = log_likelihoods(table, known.mean, known.full)
-    return np.column_stack([spikes + own[:, None], full]) + np.log(known.weights)
+    n_labels = len(prior.mean)
+    own = table.by_client(log_rising(prior.sparse, table.values))
+    spikes = log_spikes(table.n_seen, table.n_rows, prior.sparse, n_labels)
+    full = log_likelihoods(table, prior.mean, prior.full)
+    return np.column_stack([spikes + own[:, None], full]) + np.log(prior.weights)
 
 
 def spike_chances(table, groups, sparse, n_labels):
@@ -75,7 +75,7 @@ def spike_chances(table, groups, sparse, n_labels):
     return np.exp(logs - largest[:, None]), own + largest[position], position
 
 
-def maximize(table, mean, full, weights, sparse):
+def maximize(table, mean, weights, full, sparse):
     """Parameters with the largest marginal likelihood; those that are not None are known."""
     n_labels = len(mean)
     # Chances depend on these two numbers alone, and many clients may share them.
@@ -85,15 +85,15 @@ def maximize(table, mean, full, weights, sparse):
     fulls = [full]
     if full is None:
         fulls = [ml_concentration(table, mean, np.ones(len(table.n_rows))), *_FULL_GRID]
-    denses = [log_likelihoods(table, mean, each) for each in fulls]
+    denses = [log_likelihoods(table, mean, alpha) for alpha in fulls]
     fits = []
     for a in _SPARSE_GRID if sparse is None else [sparse]:
         spikes = spike_chances(table, groups, a, n_labels)
-        for each, dense in zip(fulls, denses, strict=True):
+        for alpha, dense in zip(fulls, denses, strict=True):
             w = start
             for _ in range(_RANKING_STEPS):
                 value, w, _ = _em_step(spikes, dense, w, weights is None)
-            fits.append((value, SparseParameters(mean, float(each), w, float(a))))
+            fits.append((value, SparseParameters(mean, float(alpha), w, float(a))))
     _, best = max(fits, key=lambda fit: fit[0])
     return _polish_weights(table, groups, best, full is None, weights is None)
 

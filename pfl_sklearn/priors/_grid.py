@@ -113,7 +113,7 @@ class GridPrior(ProportionPrior):
         return clone(self).set_params(weights=weights)
 
     def _ends(self, low, high):
-        """Given ends of the grid, else these two; none of these lies beyond a given one."""
+        """Ends of the grid: given ones, else `low` and `high`, which may not lie beyond those."""
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ValueError(
                 f"low of GridPrior must not be above high; got {self.low:g} and {self.high:g}."

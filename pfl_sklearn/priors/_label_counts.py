@@ -29,9 +29,9 @@ class LabelCounts(NamedTuple):
     labels: np.ndarray  # (u,)
     values: np.ndarray  # (u,)
 
-    def by_client(self, each):
-        """Sums (m,) over the labels of a client of a number (u,) for each label and value."""
-        return np.bincount(self.owner, each[self.position], len(self.n_rows))
+    def by_client(self, terms):
+        """Sums (m,) over each client's labels of terms (u,), one for each label and value."""
+        return np.bincount(self.owner, terms[self.position], len(self.n_rows))
 
     def occurrences(self, weights):
         """Summed weights (u,) of the clients that have each label and value."""
@@ -179,7 +179,7 @@ def check_client_weights(weights: ArrayLike | None, n_clients: int) -> Floats:
 
 
 def compress(counts):
-    """Non-zero ones of label counts (m, K), without repetition."""
+    """LabelCounts of a table (m, K)."""
     owner, label = np.nonzero(counts)
     value = counts[owner, label]
     distinct, rank = np.unique(value, return_inverse=True)

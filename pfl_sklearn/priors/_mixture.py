@@ -242,7 +242,7 @@ def joint_log_density(components, weights, estimates, sampling):
 
 
 def component_shares(components, weights, estimates, sampling):
-    """Responsibilities (m, k)."""
+    """Responsibilities (m, k) of the components for the clients."""
     joint = joint_log_density(components, weights, estimates, sampling)
     return np.exp(joint - logsumexp(joint, axis=1, keepdims=True))
 

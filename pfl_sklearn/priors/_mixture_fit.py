@@ -157,7 +157,7 @@ def variance_floor(x, s):
 def _floored(s, shape, floor):
     """Sampling variances (m,), or (1,) if all are equal, which is faster.
 
-    They take the floor if the components have no variance of their own to take it.
+    If the components' variances are fixed, the floor applies to the noise instead.
     """
     s = s[:1] if np.ptp(s) == 0 else s
     return np.maximum(s, floor) if shape.covariance_type == "fixed" else s

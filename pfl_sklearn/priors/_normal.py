@@ -42,7 +42,7 @@ def check_covariance(name, covariance):
 
 
 def diagonal_or_matrix(covariance):
-    """The diagonal (d,) of a covariance (d, d) if the rest is 0, which is faster, or as it is."""
+    """Diagonal (d,) of a covariance (d, d) without other entries, which is faster, else itself."""
     if covariance.ndim == 1:
         return covariance
     diagonal = np.diag(covariance)
@@ -114,6 +114,7 @@ def check_sampling(estimates, sampling):
 
 
 def _log_density_of_coordinates(deviations, variances):
+    """Log density (m,) of independent normal deviations (m, d)."""
     total = np.maximum(np.broadcast_to(variances, deviations.shape), _POINT_VARIANCE)
     with np.errstate(over="ignore"):
         squares = np.minimum(deviations**2 / total, _LARGEST_DISTANCE)
@@ -133,4 +134,5 @@ def _condition_on_matrices(mean, covariance, deviations, sampling):
 
 
 def _matrix(covariance):
+    """Covariance as a matrix (d, d)."""
     return np.diag(covariance) if covariance.ndim == 1 else covariance

@@ -43,9 +43,9 @@ def log_choose(n, k):
 
 
 def log_spikes(n_seen, n_rows, sparse, n_labels):
-    """Log probability (p, K - 1) of a client's labels but for a product over labels seen.
+    """Log probability (p, K - 1) of clients' labels for each number of labels below K.
 
-    Rows are clients by labels seen and rows (p,); columns are numbers of labels below K.
+    It lacks the product over the labels seen. `n_seen` (p,) labels were seen in `n_rows` (p,) rows.
     """
     size = np.arange(1, n_labels)
     unseen = size - n_seen[:, None]
@@ -68,7 +68,7 @@ def spike_chances(table, groups, sparse, n_labels):
     The largest chance in a row is 1, so that they do not all underflow.
     """
     pairs, position = groups
-    logs = log_spikes(*pairs.T, sparse, n_labels)
+    logs = log_spikes(pairs[:, 0], pairs[:, 1], sparse, n_labels)
     largest = logs.max(axis=1, initial=-np.inf)
     largest = np.where(np.isfinite(largest), largest, 0.0)  # clients with all labels seen
     own = table.by_client(log_rising(sparse, table.values))

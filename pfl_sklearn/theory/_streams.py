@@ -130,7 +130,7 @@ def heard_mean_variance(
 
 
 def _message_weights(weights, k):
-    """Weights (k,) of messages, by name or as they are."""
+    """Weights (k,) of the messages, given by name or as numbers."""
     if not isinstance(weights, str):
         weights = np.asarray(weights, dtype=float)
         if weights.shape != (k,):

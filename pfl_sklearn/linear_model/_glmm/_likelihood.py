@@ -57,10 +57,11 @@ class Primal(NamedTuple):
         return self.features @ state
 
     def paired(self, state, deviation):
-        """What a state is multiplied by in an inner product of effects."""
+        """Array (b, ...) whose product with another state is the inner product of effects."""
         return state
 
     def residual(self, score, state):
+        """Slope (b, r, a) of the log-likelihood less the penalty in the effects."""
         return self.features.transpose(0, 2, 1) @ score - state
 
     def system(self, weight):
@@ -76,6 +77,7 @@ class Primal(NamedTuple):
         return _plus_identity(system.reshape(b, r * a, r * a))
 
     def effects(self, state):
+        """Effects (b, r, a)."""
         return state
 
     def slopes(self, state, terms, inverse, slope_of):
@@ -104,10 +106,11 @@ class Dual(NamedTuple):
         return self.kernel @ state
 
     def paired(self, state, deviation):
-        """What a state is multiplied by in an inner product of effects."""
+        """Array (b, ...) whose product with another state is the inner product of effects."""
         return deviation
 
     def residual(self, score, state):
+        """Scores less the state (b, n, a): 0 at the mode."""
         return score - state
 
     def system(self, weight):
@@ -117,6 +120,7 @@ class Dual(NamedTuple):
         return _plus_identity(system.reshape(b, n * a, n * a))
 
     def effects(self, state):
+        """Effects (b, r, a)."""
         return self.features.transpose(0, 2, 1) @ state
 
     def slopes(self, state, terms, inverse, slope_of):
@@ -273,6 +277,7 @@ def _inner(left, right):
 
 
 def _arrays_of(mode):
+    """Arrays of a Mode, clients first."""
     return mode.state, mode.predictors, *mode.terms, mode.value, mode.converged
 
 

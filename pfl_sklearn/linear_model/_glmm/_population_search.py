@@ -94,9 +94,9 @@ def find_population(table, stacks, outcome, prior, mean, covariance, options):
 
 
 def pooled_fit(table, outcome, offset, n_known, penalty):
-    """Fit without differences between clients, and the prior precision of its slopes.
+    """Fit without differences between clients, its prior precision and the separating columns.
 
-    Last come the positions of the columns that need more than the `penalty` asked for.
+    The precision is `penalty`, or more where the columns separate the classes.
     """
     columns, intercept = table.columns[:, n_known:], table.intercept
     at = None if intercept is None or intercept < n_known else intercept - n_known
@@ -149,7 +149,7 @@ class _Search(NamedTuple):
     def held_if_diverged(self, maximum, weak):
         """The maximum if the data support its spread, otherwise that under a tight prior.
 
-        Next to it come the weak priors that were used.
+        Returns the weak priors that were used as well.
         """
         spread = self._spread(maximum)
         if spread <= _AWAY or self._falls_beyond(maximum, weak):
@@ -197,20 +197,24 @@ class _Search(NamedTuple):
         return refined._replace(n_iter=maximum.n_iter + refined.n_iter)
 
     def _maximum(self, n_points, start, weak, tol, begin):
+        """The Maximum of the criterion with so many points."""
         return maximize_marginal(
             self._criterion(n_points, start.states), start, self.root, weak, self.options.max_iter,
             tol, self.family, self.scale, begin,
         )  # fmt: skip
 
     def _criterion(self, n_points, states):
+        """MarginalLikelihood with so many points."""
         return criterion_of(
             self.table, self.stacks, self.outcome, self.start.factor, self.options, n_points, states
         )
 
     def _n_points(self, factor, spread=0.0):
+        """Points that the options ask for."""
         return n_points_of(self.options.quadrature, self.outcome, factor, spread)
 
     def _spread(self, maximum):
+        """Standard deviation between clients of the predictors."""
         random = self.table.columns[:, : self.table.n_random]
         return predictor_spread(random, self.table.weights, maximum.factor)
 

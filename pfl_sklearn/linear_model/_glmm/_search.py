@@ -136,7 +136,7 @@ class _Objective(NamedTuple):
     root: np.ndarray  # (a f, rank)
     weak: WeakPriors
     family: Any  # Factor; None if the factor stays
-    scale: np.ndarray | None  # (q,)
+    scale: Any  # (q,), natural units of the rows of the factor; None with it
 
     @property
     def unit(self):
@@ -247,6 +247,7 @@ def _minimum(objective, start, metric, max_iter, tol):
     # Rounding may end the line search where no step improves; it has converged if it is flat there.
     flat = np.abs(result.jac).max() <= max(tol, _FLAT_ENOUGH) * length
     # The inverse Hessian is in steps of `length`; the root is in those of the metric that came.
-    pairs = LbfgsInvHessProduct(result.hess_inv.sk * length, result.hess_inv.yk / length)
-    values, vectors = np.linalg.eigh(pairs.todense())
+    inverse: Any = result.hess_inv
+    inverse = LbfgsInvHessProduct(inverse.sk * length, inverse.yk / length).todense()
+    values, vectors = np.linalg.eigh(inverse)
     return start + metric @ result.x, result, flat, metric @ (vectors * np.sqrt(values)) / length

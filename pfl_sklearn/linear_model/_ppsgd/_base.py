@@ -5,7 +5,7 @@ from numbers import Real
 from typing import Any
 
 import numpy as np
-from scipy.sparse import csr_array, issparse
+from scipy.sparse import csr_array
 from sklearn.utils import check_X_y
 from sklearn.utils.validation import check_is_fitted, validate_data
 
@@ -15,7 +15,7 @@ from pfl_sklearn._parameters import AT_LEAST_ONE, POSITIVE, parameter, with_para
 from pfl_sklearn._rounds.estimator import BaseRounds
 from pfl_sklearn._rounds.privacy import is_private
 from pfl_sklearn._rounds.release import JointSum
-from pfl_sklearn._rounds.rows import ClientRows, InTurn
+from pfl_sklearn._rounds.rows import ClientRows, InTurn, is_sparse
 from pfl_sklearn._rounds.stopping import FlatRule, split_rows
 from pfl_sklearn._rounds.task import Run, sampling_of
 from pfl_sklearn.linear_model._ppsgd._coordinates import (
@@ -481,10 +481,10 @@ class BasePPSGD(BaseRounds):
         if earlier is not None:
             validate_data(self, X, reset=False, skip_check_array=True)
         # Earlier rounds have models of pairs or of all features; the rows follow them.
-        sparse = issparse(features) if earlier is None else earlier.layout is not None
-        if sparse:
+        of_pairs = is_sparse(features) if earlier is None else earlier.layout is not None
+        if of_pairs:
             return csr_array(features), y
-        return features.toarray() if issparse(features) else features, y
+        return features.toarray() if is_sparse(features) else features, y
 
     def _predictors(self, X, groups):
         """Predictors (n, c) of rows under the models of their clients; (n,) if they are single."""

@@ -47,7 +47,7 @@ class Coordinates(NamedTuple):
         return (design - self.center) / self.scale
 
     def back(self, values: Floats) -> Floats:
-        """Coefficients (..., p, c) of the features as they were; the intercept is the last."""
+        """Coefficients (..., p, c) of the features as given; the intercept comes last."""
         coef = values / self.scale[:, None]
         if self.center.any():
             coef[..., -1, :] -= np.einsum("...pc,p->...c", coef, self.center)

@@ -130,7 +130,7 @@ def check_squarable(table: CheckedTable) -> None:
 
 
 def divergence_advice(table: CheckedTable, learning_rate: float, private: bool) -> str:
-    """What to say if the rounds diverge; in a private fit it does not depend on the data."""
+    """Sentence to give if the rounds diverge; in a private fit it does not depend on the data."""
     text = f"learning_rate={learning_rate:.4g} is too large"
     if private:
         return f"{text} for these features. Lower it, or scale the features."

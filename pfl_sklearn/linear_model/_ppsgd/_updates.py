@@ -149,12 +149,12 @@ def dense_server_update(server: dict, total: dict, t: int, *, step: float) -> di
 
 
 def paced(step: float, server: dict[str, Floats]) -> float:
-    """Step, less what it was halved by each time that the training loss rose."""
+    """Step size, halved each time that the training loss rose."""
     return step * server["pace"][0] if "pace" in server else step
 
 
 def with_own_steps(method, coordinates, steps, intercept) -> Method:
-    """The method in coordinates of its own, with a local step for each client, clients first.
+    """Method with scaled features and a local step for each client.
 
     The server's `pace` is a factor on all steps. The population model starts at an intercept (c,),
     unless that is None.

@@ -118,9 +118,7 @@ class MixturePrior(Prior):
         means, covariances, _ = self._components()
         if means is not None:  # before the fit
             self._known_means(d)
-        fitted = estimate_mixture(
-            self, x, s, self._shape(), lambda k: self._given_parts(k, d), random_state
-        )
+        fitted = estimate_mixture(self, x, s, random_state)
         matrices = fitted.covariances
         if covariances is not None:  # as given, not turned into eigenvalues and back
             matrices = known_covariances(self, len(fitted.weights), d)
@@ -288,19 +286,19 @@ def components_of(means, covariances):
     ]
 
 
-def estimate_mixture(prior, x, s, shape, known, random_state) -> NormalMixture:
-    """Mixture fitted to vectors (m, d) with sampling variances (m,); warns unless EM converged.
-
-    ``known(k)`` gives the known parts of k components.
-    """
+def estimate_mixture(prior, x, s, random_state) -> NormalMixture:
+    """Mixture fitted to vectors (m, d) with sampling variances (m,); warns unless EM converged."""
+    # 1, unless fourth powers of such values are too large or too small for floats.
     unit = unit_near(max(np.abs(x - x.mean(axis=0)).max(), np.sqrt(s.max())))
-    if unit != 1:
-        scaled = x / unit, s / unit**2, shape, lambda k: known(k).times(1 / unit)
-        return estimate_mixture(prior, *scaled, random_state).times(unit)
+    x, s, shape = x / unit, s / unit**2, prior._shape()
+
+    def known(k):
+        return prior._given_parts(k, x.shape[1]).times(1 / unit)
+
     # The same seed for everybody: two fits of one table must not differ by their starts.
     rng = check_random_state(0 if random_state is None else random_state)
     if shape.means and prior.n_components in (1, "bic") and count_distinct(x, 2) == 1:
-        return all_alike(x, known(1), shape)
+        return all_alike(x, known(1), shape).times(unit)
     fit = fits.fit_mixture(
         x, s, sizes_to_try(prior, x), shape, n_init=prior.n_init, rng=rng, known=known
     )
@@ -311,7 +309,8 @@ def estimate_mixture(prior, x, s, shape, known, random_state) -> NormalMixture:
             ConvergenceWarning,
         )
     # Given means keep their order.
-    return fits.heaviest_first(fit.mixture) if shape.means else fit.mixture
+    mixture = fits.heaviest_first(fit.mixture) if shape.means else fit.mixture
+    return mixture.times(unit)
 
 
 def all_alike(x, known, shape):

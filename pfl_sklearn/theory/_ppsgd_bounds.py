@@ -11,6 +11,7 @@ from pfl_sklearn.theory._ppsgd import (
     alpha_norm,
     ppsgd_noise_std,
     smoothness_alpha,
+    step_scales,
     total_gradient_variance,
 )
 
@@ -168,15 +169,8 @@ def ppsgd_private_bound(
     rows = total_gradient_variance(
         alpha, n_clients, w_variance, theta_variance, gradient_norms=gradient_norms, **rounds
     )
-    noise = total_gradient_variance(
-        alpha,
-        n_clients,
-        0.0,
-        0.0,
-        n_features=np.size(w),
-        noise_std=ppsgd_noise_std(z, clip_norm, n_clients, **rounds),
-        **rounds,
-    )
+    noise_std = ppsgd_noise_std(z, clip_norm, n_clients, **rounds)
+    noise = step_scales(alpha)[0] * np.size(w) * noise_std**2
     bias = ppsgd_bound(curvature, norm, 0.0, n_rounds)
     slopes = (ppsgd_bound(0.0, norm, math.sqrt(part), n_rounds) for part in (rows, noise))
     return RiskBound(bias, *slopes)
@@ -287,15 +281,12 @@ def linear_excess_risk(coef: Any, true_coef: Any, covariance: Any, weights: Any 
 
 def _noise_multiplier(epsilon, delta, noise_multiplier, n_rounds):
     """The given multiplier, or that of `n_rounds` releases in which everybody takes part."""
-    if noise_multiplier is not None:
-        if not math.isinf(epsilon):
-            raise ValueError(
-                f"give epsilon or noise_multiplier, not both; got {epsilon!r} and "
-                f"{noise_multiplier!r}."
-            )
-        return noise_multiplier
     if math.isinf(epsilon):
-        return 0.0
+        return 0.0 if noise_multiplier is None else noise_multiplier
+    if noise_multiplier is not None:
+        raise ValueError(
+            f"give epsilon or noise_multiplier, not both; got {epsilon!r} and {noise_multiplier!r}."
+        )
     # Gaussian noise gives no guarantee with a delta of 0.
     if delta is None:
         raise ValueError("delta must be given with a finite epsilon; got None.")

@@ -139,9 +139,7 @@ def _check_covariance(table, prior, covariance):
 
 def _check_row_weights(weights):
     """Raise ValueError if sample weights (n,) or None are outside what searches can follow."""
-    if weights is None:
-        return
-    if weights.max() > _HEAVIEST or weights.sum() < _LIGHTEST:
+    if weights is not None and (weights.max() > _HEAVIEST or weights.sum() < _LIGHTEST):
         raise ValueError(
             f"sample_weight must be at most {_HEAVIEST:g} for a row and at least {_LIGHTEST:g} in "
             f"sum; got a largest weight of {weights.max():.3g} and a sum of {weights.sum():.3g}. A "

@@ -307,7 +307,5 @@ def predictor_spread(random, weights, factor):
 
     We take the root mean square over the rows, under a factor (q, r).
     """
-    weighted = random if weights is None else weights[:, None] * random
-    total = len(random) if weights is None else weights.sum()
-    moments = weighted.T @ random / total
-    return float(np.sqrt(np.vdot(factor, moments @ factor)))
+    squares = np.sum((random @ factor) ** 2, axis=1)
+    return float(np.sqrt(np.average(squares, weights=weights)))

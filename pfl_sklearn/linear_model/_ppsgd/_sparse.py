@@ -242,8 +242,6 @@ class LateNoise(NamedTuple):
 
     def finish(self, server: dict, n_rounds: int, plan: Plan) -> dict:
         """Draw the noise that still waits: nobody sees the model before."""
-        if not self.lazy:
-            return server
         return self._settled(server, None, n_rounds, plan.late_generator(n_rounds))
 
     def _settled(self, server, features, t, rng):

@@ -66,15 +66,9 @@ class Primal(NamedTuple):
 
     def system(self, weight):
         """H (b, r a, r a)."""
-        b, _, r = self.features.shape
-        a = weight.shape[-1]
-        system = np.zeros((b, r, a, r, a))
-        across = self.features.transpose(0, 2, 1)
-        for k in range(a):
-            for c in range(k + 1):
-                block = across @ (weight[..., k, c, None] * self.features)
-                system[:, :, k, :, c] = system[:, :, c, :, k] = block
-        return _plus_identity(system.reshape(b, r * a, r * a))
+        products = weighted_products(self.features, weight).transpose(0, 2, 1, 4, 3)
+        b, r, a, _, _ = products.shape
+        return products.reshape(b, r * a, r * a) + np.eye(r * a)
 
     def effects(self, state):
         """Effects (b, r, a)."""
@@ -117,7 +111,7 @@ class Dual(NamedTuple):
         """I + W (Z L L' Z' (x) I) (b, n a, n a), which has the determinant of H."""
         b, n, a, _ = weight.shape
         system = weight[:, :, :, None, :] * self.kernel[:, :, None, :, None]
-        return _plus_identity(system.reshape(b, n * a, n * a))
+        return system.reshape(b, n * a, n * a) + np.eye(n * a)
 
     def effects(self, state):
         """Effects (b, r, a)."""
@@ -392,11 +386,15 @@ class MarginalLikelihood:
         return tuple(sum(result[k] for result in results) for k in range(3))
 
 
-def _plus_identity(systems):
-    """Add the identity to stacked matrices, in place."""
-    diagonal = np.arange(systems.shape[1])
-    systems[:, diagonal, diagonal] += 1.0
-    return systems
+def weighted_products(columns, weight):
+    """Sums (b, a, f, a, f) over rows of products of columns (b, n, f), weighted (b, n, a, a)."""
+    (b, _, f), a = columns.shape, weight.shape[-1]
+    products, across = np.empty((b, a, f, a, f)), columns.transpose(0, 2, 1)
+    for k in range(a):
+        for c in range(k + 1):
+            block = across @ (weight[..., k, c, None] * columns)
+            products[:, k, :, c] = products[:, c, :, k] = block
+    return products
 
 
 def _stacked_products(matrices, right):

@@ -6,6 +6,7 @@ import numpy as np
 from scipy.optimize import LbfgsInvHessProduct, minimize
 
 from pfl_sklearn.linear_model._algebra import inverse_root, snapped_to_zero
+from pfl_sklearn.linear_model._glmm._likelihood import weighted_products
 
 _MAX_POOLED_STEPS = 100  # separated data take about 30
 _POOLED_DECREMENT = 1e-9  # nats; the step with this squared Newton decrement is the last
@@ -70,7 +71,8 @@ def fit_pooled(columns, table, outcome, offset, precision):
     first_root, last, n_iter = np.zeros((0, 0)), False, 0
     while not last and n_iter < _MAX_POOLED_STEPS:
         n_iter += 1
-        normal = information(columns, terms.weight) + np.diag(np.tile(precision, shape[0]))
+        normal = weighted_products(columns[None], terms.weight[None])
+        normal = normal.reshape(values.size, values.size) + np.diag(np.tile(precision, shape[0]))
         root, _ = inverse_root(normal)
         first_root = root if n_iter == 1 else first_root
         slope = root.T @ (terms.score.T @ columns - precision * values).ravel()
@@ -95,17 +97,6 @@ def fit_pooled(columns, table, outcome, offset, precision):
         n_iter,
         bool(last),
     )
-
-
-def information(columns, weight):
-    """Sum over rows of weight (n, a, a) (x) x x', as a matrix (a f, a f)."""
-    a, f = weight.shape[-1], columns.shape[1]
-    result = np.empty((a, f, a, f))
-    for k in range(a):
-        for c in range(k + 1):
-            block = columns.T @ (weight[:, k, c, None] * columns)
-            result[k, :, c, :] = result[c, :, k, :] = block
-    return result.reshape(a * f, a * f)
 
 
 def natural_scale(random, weight, n_clients, common):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import Self
 
 import numpy as np
@@ -10,7 +9,7 @@ from scipy.optimize import minimize
 from scipy.special import betaincinv, betaln, digamma, expit, logit, xlog1py, xlogy
 from sklearn.base import clone
 
-from pfl_sklearn._compat import Interval
+from pfl_sklearn._parameters import POSITIVE, parameter, with_parameters
 from pfl_sklearn._typing import Integers, TableLike
 from pfl_sklearn.priors._prior import ProportionPrior, proportions
 from pfl_sklearn.theory import beta_moments, debiased_share_variance

@@ -9,7 +9,8 @@ from numpy.typing import ArrayLike
 from sklearn.base import clone
 from sklearn.utils import check_array, check_random_state
 
-from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._compat import StrOptions
+from pfl_sklearn._parameters import AT_LEAST_ONE, parameter, with_parameters
 from pfl_sklearn._typing import RandomState, TableLike
 from pfl_sklearn.priors._mixture import MixturePrior, sizes_to_try
 from pfl_sklearn.priors._mixture_fit import Shape, k_means, weight_order

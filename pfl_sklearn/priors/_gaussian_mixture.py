@@ -9,7 +9,8 @@ from numpy.typing import ArrayLike
 from sklearn.base import clone
 from sklearn.utils import check_array
 
-from pfl_sklearn._compat import Interval, StrOptions
+from pfl_sklearn._compat import StrOptions
+from pfl_sklearn._parameters import AT_LEAST_ONE, NOT_NEGATIVE, parameter, with_parameters
 from pfl_sklearn._typing import RandomState, TableLike
 from pfl_sklearn.priors._mixture import MixturePrior
 

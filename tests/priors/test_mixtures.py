@@ -5,7 +5,6 @@ import sys
 
 import numpy as np
 import pytest
-import sklearn.cluster
 from scipy import stats
 from sklearn import cluster
 from sklearn.mixture import GaussianMixture

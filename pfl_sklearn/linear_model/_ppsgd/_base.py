@@ -420,7 +420,7 @@ class BasePPSGD(BaseRounds):
         if self.learning_rate != "auto":
             return float(self.learning_rate), None
         # Rounds that go on keep their rate, as `learning_rate_` is one number for the whole fit.
-        rate = None if earlier is None else earlier.found["learning_rate_"]
+        rate = None if earlier is None else earlier.settled["learning_rate_"]
         return auto_steps(rows, loss, self.weighting, alpha, n_expected, rate)
 
     def _check_continues(self, earlier):

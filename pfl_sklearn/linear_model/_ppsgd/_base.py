@@ -332,10 +332,8 @@ class BasePPSGD(BaseRounds):
         settings = (shape, loss, steps, divisor, mean_batch, self.average)
         if not isinstance(rows, SparseRows):
             method = ppsgd(len(roster.ids), *settings)
-            return method, {
-                "release": JointSum(mechanism, method.messages),
-                "positions": roster.earlier,
-            }
+            release = JointSum(mechanism, method.messages)
+            return method, {"release": release, "positions": roster.earlier}
         # Callbacks, averages and checks against one long fit read the whole model after each round.
         every_round = self.average or self.warm_start or bool(getattr(self, "_skl_callbacks", []))
         step, lazy = steps.population / divisor, not every_round
@@ -456,16 +454,14 @@ class BasePPSGD(BaseRounds):
         local: Any
         population, local = iterates(state)
         coordinates = coordinates_in(state.server)
+        if layout is not None:
+            # Sparse features are scaled and never centred, so their intercept needs no correction.
+            scale = 1.0 if coordinates is None else coordinates.scale[layout.features, None]
+            local = LocalModels(layout, local / scale, len(ids))
+        elif coordinates is not None:
+            local = coordinates.back(local)
         if coordinates is not None:
             population = coordinates.back(population)
-            # Sparse features are scaled and never centred, so their intercept needs no correction.
-            local = (
-                coordinates.back(local)
-                if layout is None
-                else local / coordinates.scale[layout.features][:, None]
-            )
-        if layout is not None:
-            local = LocalModels(layout, local, len(ids))
         return {"_population": population, "_local": local}
 
     def __sklearn_tags__(self):

@@ -190,7 +190,7 @@ def maximize_marginal(
     objective, rank = _Objective(criterion, start, root, weak, family, scale), root.shape[1]
     factor_start = np.zeros(0) if family is None else begin * family.start / objective.unit
     point = np.concatenate([np.zeros(rank), factor_start])
-    end, result, flat, metric = _find_minimum(objective, point, start.metric, max_iter, tol)
+    end, result, flat, metric = _lowest_point(objective, point, start.metric, max_iter, tol)
     # A variance of zero is reached in the limit; exactly zero it costs no more than rounding.
     of_factor = np.arange(len(end)) >= rank
     small = of_factor & ((end * objective.unit) ** 2 < _ZERO_SPREAD)
@@ -209,7 +209,7 @@ def maximize_marginal(
     )
 
 
-def _find_minimum(objective, start, metric, max_iter, tol):
+def _lowest_point(objective, start, metric, max_iter, tol):
     """Minimum of an objective from a start, by quasi-Newton steps in a metric (k, k), or None.
 
     Returns the point, scipy's result, whether the objective is flat there, and a root (k, k) of its

@@ -345,7 +345,7 @@ class BasePPSGD(BaseRounds):
 
     def _rule(self, run, train, held, loss, alpha):
         """Rule that ends the rounds when the loss of the held-out rows is flat."""
-        # Local steps are smaller than the population's by this ratio, so they need more rounds.
+        # Local steps, smaller by this ratio than the population's, may need more than a pass.
         ratio = 0.0 if math.isinf(alpha) else alpha * run.sampling.rate * len(run.rows.clients)
         sizes, batch_sizes = np.diff(train.offsets), run.rows.schedule.batch_sizes
         # The training loss must weight clients as the rounds do, or it may rise while they descend.
@@ -366,7 +366,6 @@ class BasePPSGD(BaseRounds):
             ]
             return values[0], values[-1]
 
-        # A pass over the rows, in the mean over clients.
         at_least = max(np.mean(sizes / batch_sizes) / self.client_fraction, ratio)
         _, unit = best_constant(loss, train.y, run.method.messages["coef"][1])
         return FlatRule(losses, self.tol, unit, at_least, self.learning_rate == "auto", run.advice)

@@ -6,15 +6,20 @@ import math
 from typing import Any, Self
 
 import numpy as np
-from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._client_means import ClientMeansMixin
 from pfl_sklearn._clients import encode_clients, segment_sums
-from pfl_sklearn._compat import BaseEstimator, StrOptions, fit_context
-from pfl_sklearn._parameters import BELOW_ONE, EPSILON, UNSEEN, parameter, with_parameters
+from pfl_sklearn._compat import StrOptions, fit_context
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
-from pfl_sklearn.base import ClientClassifierMixin, check_level, client_values, read_rows
+from pfl_sklearn.base import ClientClassifierMixin, client_values, read_rows
+from pfl_sklearn.estimation._client_means import (
+    OWN_ESTIMATES,
+    BaseClientMean,
+    participation,
+    report_of_fit,
+    taking_part,
+)
 from pfl_sklearn.estimation._counts import (
     check_counts_table,
     check_spread_is_identified,
@@ -22,11 +27,6 @@ from pfl_sklearn.estimation._counts import (
     count_table,
     encode_labels,
     successes_and_trials,
-)
-from pfl_sklearn.estimation._mean_estimates import (
-    OWN_ESTIMATES,
-    participation,
-    taking_part,
 )
 from pfl_sklearn.estimation._proportion_estimates import (
     estimate_from_reports,
@@ -45,9 +45,7 @@ from pfl_sklearn.estimation._proportion_reports import (
 from pfl_sklearn.priors import BetaPrior, GridPrior
 from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
-from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
-from pfl_sklearn.privacy._report import private_report, settled
 
 _PUBLIC_OF_PROPORTIONS = ("population_mean_", "population_mean_std_", "prior_", "icc_")
 _PRINTED = ("printed", "printed_eq32")
@@ -63,8 +61,7 @@ _SUPPORTED: dict[str, dict[type, tuple[str, ...]]] = {
 }
 
 
-@with_parameters
-class BernoulliMean(ClientMeansMixin, ClientClassifierMixin, BaseEstimator):
+class BernoulliMean(ClientClassifierMixin, BaseClientMean):
     r"""Each client's probability of a binary outcome, shrunk as far as the data warrant.
 
     Client i has :math:`z_i` successes in :math:`n_i` trials:
@@ -187,6 +184,10 @@ class BernoulliMean(ClientMeansMixin, ClientClassifierMixin, BaseEstimator):
     - Only the numbers of trials of `participants` decide how reports are randomized (Remark 7). The
       other clients have an epsilon of 0, unless scores of their rows choose parameters.
 
+    :meth:`credible_interval` gives quantiles of the posterior, averaged over priors as
+    `uncertainty` says. After private fits they are those of the beta distribution with mean
+    `means_` and standard deviation `stds_`.
+
     The privacy promise does not cover the clients' own estimates: client i may see its own (joint
     differential privacy). Hand it over with :meth:`for_client`. Random bits are compared as
     integers with a fixed-point threshold.
@@ -209,32 +210,45 @@ class BernoulliMean(ClientMeansMixin, ClientClassifierMixin, BaseEstimator):
 
     _likelihood = "proportion"
     _default_component = default_prior
-    _client_attributes = (
-        "n_samples_per_client_",
-        "means_",
-        "stds_",
-        "local_means_",
-        "shrinkage_",
-    )
     _population_attributes = (*_PUBLIC_OF_PROPORTIONS, "classes_", "_priors")
     _state_attributes = ("_posterior_is_exact",)
 
-    prior: Any = parameter(default="beta", ranges="no_validation", kw_only=False)
-    method: str = parameter(
-        default="ml", ranges=[StrOptions({"ml", "moments", "printed", "printed_eq32"})]
-    )
-    uncertainty: str = parameter(default="full", ranges=[StrOptions(UNCERTAINTIES)])
-    epsilon: float = parameter(default=math.inf, ranges=[EPSILON])
-    delta: float = parameter(default=0.0, ranges=[BELOW_ONE])
-    trust: str = parameter(default="local", ranges=[StrOptions({"local", "central"})])
-    mechanism: str = parameter(
-        default="auto",
-        ranges=[StrOptions({"auto", "subset_selection", "two_bit", "one_bit", "gaussian"})],
-    )
-    participants: Any = parameter(default=None, ranges=["array-like", None])
-    ledger: PrivacyLedger | None = parameter(default=None, ranges=[PrivacyLedger, None])
-    unseen: str = parameter(default="warn", ranges=[UNSEEN])
-    random_state: RandomState = parameter(default=None, ranges=["random_state"])
+    _parameter_constraints = {
+        **BaseClientMean._parameter_constraints,
+        "prior": "no_validation",
+        "method": [StrOptions({"ml", "moments", "printed", "printed_eq32"})],
+        "uncertainty": [StrOptions(UNCERTAINTIES)],
+        "trust": [StrOptions({"local", "central"})],
+        "mechanism": [StrOptions({"auto", *RELEASES})],
+        "participants": ["array-like", None],
+    }
+
+    def __init__(
+        self,
+        prior: Any = "beta",
+        *,
+        method: str = "ml",
+        uncertainty: str = "full",
+        epsilon: float = math.inf,
+        delta: float = 0.0,
+        trust: str = "local",
+        mechanism: str = "auto",
+        participants: Any = None,
+        ledger: PrivacyLedger | None = None,
+        unseen: str = "warn",
+        random_state: RandomState = None,
+    ) -> None:
+        self.prior = prior
+        self.method = method
+        self.uncertainty = uncertainty
+        self.epsilon = epsilon
+        self.delta = delta
+        self.trust = trust
+        self.mechanism = mechanism
+        self.participants = participants
+        self.ledger = ledger
+        self.unseen = unseen
+        self.random_state = random_state
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(
@@ -263,15 +277,16 @@ class BernoulliMean(ClientMeansMixin, ClientClassifierMixin, BaseEstimator):
         -------
         self
         """
-        prior = self._check_parameters(sample_weight)
-        charge(self)  # before any data is read: a fit that fails later may have shown something
-        classes, labels = encode_labels(y, both=math.isfinite(self.epsilon))
+        prior = self._charged_prior(sample_weight)
+        self._require_targets(y)
+        private = math.isfinite(self.epsilon)
+        classes, labels = encode_labels(y, both=private)
         rows = read_rows(self, X, labels, groups, sample_weight)
-        check_two_classes(classes, rows, private=math.isfinite(self.epsilon))
+        check_two_classes(classes, rows, private)
         ids = rows.clients.ids
-        estimates = self._estimate(prior, ids, *successes_and_trials(rows))
-        validate_data(self, X, skip_check_array=True)
-        return self._store(ids, classes, *estimates, groups is not None)
+        attributes, report = self._estimate(prior, ids, *successes_and_trials(rows))
+        attributes |= {"classes_": classes, "_fitted_with_groups": groups is not None}
+        return self._store(attributes | self._columns_of(X), report)
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit_counts(
@@ -291,18 +306,16 @@ class BernoulliMean(ClientMeansMixin, ClientClassifierMixin, BaseEstimator):
         self
             With ``classes_ == [0, 1]``.
         """
-        prior = self._check_parameters(None)
-        charge(self)
+        prior = self._charged_prior(None)
         successes, trials = check_counts_table(successes, trials)
         ids: Any = np.arange(len(trials))
         if groups is not None:
             ids, codes = encode_clients(groups, len(trials))
             successes = segment_sums(successes, codes, len(ids))
             trials = segment_sums(trials, codes, len(ids))
-        estimates = self._estimate(prior, ids, successes, trials)
-        for name in ("n_features_in_", "feature_names_in_"):  # of an earlier fit to rows
-            self.__dict__.pop(name, None)
-        return self._store(ids, np.array([0, 1]), *estimates, True)
+        attributes, report = self._estimate(prior, ids, successes, trials)
+        attributes |= {"classes_": np.array([0, 1]), "_fitted_with_groups": True}
+        return self._store(attributes, report)
 
     def predict_proba(self, X: TableLike, *, groups: TableLike = None) -> Floats:
         """Class probabilities of every row's client, or the population's for unseen clients.
@@ -319,9 +332,7 @@ class BernoulliMean(ClientMeansMixin, ClientClassifierMixin, BaseEstimator):
         ndarray of shape (n_rows, 2)
             In the order of ``classes_``.
         """
-        codes = self._encode_predict(X, groups)
-        if hasattr(self, "n_features_in_"):
-            validate_data(self, X, reset=False, skip_check_array=True)
+        codes = self._encode_rows(X, groups)
         means = client_values(getattr(self, "means_", None), self.population_mean_, codes)
         probability = np.clip(means, 0.0, 1.0)  # printed weights may be negative or above 1
         return np.column_stack([1 - probability, probability])
@@ -361,24 +372,14 @@ class BernoulliMean(ClientMeansMixin, ClientClassifierMixin, BaseEstimator):
         probability = self.predict_proba(X, groups=groups)[:, 1]
         return self.classes_[(probability > 0.5).astype(np.intp)]
 
-    def credible_interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
-        """Central posterior interval of every client's probability.
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_class = False
+        tags.classifier_tags.poor_score = True
+        return tags
 
-        Its bounds are quantiles of the posterior, averaged over priors as `uncertainty` says. After
-        private fits they are those of the beta distribution with mean `means_` and standard
-        deviation `stds_`.
-
-        Parameters
-        ----------
-        level : float in (0, 1), default=0.95
-            Posterior probability of the interval.
-
-        Returns
-        -------
-        lower, upper : ndarrays of shape (n_clients,)
-        """
-        self._require_fitted("means_")
-        check_level(level)
+    def _interval(self, level):
+        """Bounds of the clients' central intervals: quantiles of the posterior, if it is known."""
         tails = (1 - level) / 2, (1 + level) / 2
         if not self._posterior_is_exact:
             return matched_quantiles(self.means_, self.stds_, tails)
@@ -391,18 +392,12 @@ class BernoulliMean(ClientMeansMixin, ClientClassifierMixin, BaseEstimator):
             lower, upper = self._priors.quantiles(table.successes, table.trials, tails)
         return table.per_client(lower), table.per_client(upper)
 
-    def __sklearn_tags__(self):
-        tags = super().__sklearn_tags__()
-        tags.classifier_tags.multi_class = False
-        return tags
-
     def _privacy_events(self):
         """Accounting events of a fit: () if nothing is released."""
         return proportion_events(resolve_prior(self), self)
 
-    def _check_parameters(self, sample_weight):
-        """Validated prior; refuses combinations of parameters that do not go together."""
-        prior = resolve_prior(self)
+    def _check_parameters(self, prior, sample_weight):
+        """Refuse combinations of parameters that do not go together."""
         releases = math.isfinite(self.epsilon) and not prior.is_known
         if math.isfinite(self.epsilon) and sample_weight is not None:
             raise ValueError("sample_weight is not supported with a finite epsilon.")
@@ -423,24 +418,22 @@ class BernoulliMean(ClientMeansMixin, ClientClassifierMixin, BaseEstimator):
                 f"{self.mechanism!r} and epsilon={self.epsilon!r}; expected "
                 f"{' or '.join(map(repr, allowed)) or 'another prior'}."
             )
-        return prior
 
-    def _estimate(self, prior, ids, successes, trials) -> tuple[Any, Any, Any]:
-        """CountTable of all clients, fitted proportions and privacy report."""
+    def _estimate(self, prior, ids, successes, trials):
+        """Fitted attributes and privacy report, from the counts of the clients."""
         table, sends = count_table(successes, trials), taking_part(self.participants, ids)
         senders = table if sends.all() else count_table(successes[sends], trials[sends])
-        if math.isfinite(self.epsilon) and not prior.is_known:
-            return table, *self._estimate_from_release(table, senders, prior)
         names = _PUBLIC_OF_PROPORTIONS, OWN_ESTIMATES
-        if math.isfinite(self.epsilon):
+        if math.isinf(self.epsilon):
+            fitted = self._estimate_exactly(table, senders, prior)
+            report = report_of_fit(self, *names, senders.n_clients)
+        elif prior.is_known:
+            fitted = self._estimate_exactly(table, senders, prior)
             report = PrivacyReport.of_known_population(*names, table.n_clients)
         else:
-            report = PrivacyReport.unprotected(
-                "epsilon=inf was asked for.",
-                not_released=sum(names, ()),
-                n_clients=senders.n_clients,
-            )
-        return table, self._estimate_exactly(table, senders, prior), report
+            fitted, entries = self._estimate_from_release(table, senders, prior)
+            report = report_of_fit(self, *names, senders.n_clients, **entries)
+        return {"clients_": ids, **fitted.attributes(table)}, report
 
     def _estimate_exactly(self, table, senders, prior):
         """Fitted proportions from exact counts."""
@@ -457,47 +450,23 @@ class BernoulliMean(ClientMeansMixin, ClientClassifierMixin, BaseEstimator):
         return estimate(table, prior, senders)
 
     def _estimate_from_release(self, table, senders, prior):
-        """Fitted proportions and privacy report from what the clients of `senders` release."""
+        """Fitted proportions and entries of the report, from the messages of `senders`."""
         if senders.n_clients > 1 and self.mechanism != "one_bit":
             check_spread_is_identified(senders)
-        rng, seeded = noise_generator(self.random_state)
+        rng, _ = noise_generator(self.random_state)
         way = choose_release(self.trust, self.mechanism, senders, prior)
         release = RELEASES[way](senders, self.epsilon, self.delta, rng)
-        report = private_report(
-            release.mechanism.facts(),
-            n_clients=senders.n_clients,
-            seeded=seeded,
-            caveats=release.caveats,
-            epsilon_under=release.epsilon_under,
-            released=_PUBLIC_OF_PROPORTIONS,
-            not_released=OWN_ESTIMATES,
-            assumptions=(
+        entries = {
+            "facts": release.mechanism.facts(),
+            "caveats": release.caveats,
+            "epsilon_under": release.epsilon_under,
+            "assumptions": (
                 "the two class labels are public, and that both occur unless they are 0 and 1",
                 *participation(senders.n_clients, table.n_clients),
             ),
-        )
+        }
         if way == "one_bit":
             minus_one = self.method == "printed"
             # Uncut: nearly all weights are above 1, and cutting them would hide that.
-            return with_printed_weights(table, release.messages, minus_one, cut=False), report
-        return estimate_from_reports(table, prior, release, senders), report
-
-    def _store(self, ids, classes, table, fitted, report, with_groups):
-        """Set the fitted attributes, all at once: a fit that fails leaves those of the last."""
-        report = settled(self, report)  # a warning that is an error leaves the last fit as it was
-        self.clients_ = ids
-        self.classes_ = classes
-        self.n_samples_per_client_ = table.per_client(table.trials)
-        self.local_means_ = table.per_client(table.successes / table.trials)
-        self.means_ = fitted.means
-        self.stds_ = fitted.stds
-        self.shrinkage_ = fitted.shrinkage
-        self.prior_ = fitted.prior
-        self.population_mean_ = fitted.mean
-        self.population_mean_std_ = fitted.mean_std
-        self.icc_ = fitted.icc
-        self.privacy_ = report
-        self._posterior_is_exact = fitted.exact
-        self._priors = fitted.priors
-        self._fitted_with_groups = with_groups
-        return self
+            return with_printed_weights(table, release.messages, minus_one, cut=False), entries
+        return estimate_from_reports(table, prior, release, senders), entries

@@ -63,8 +63,6 @@ def encode_labels(y, both=False):
     With `both`, labels that are all 0 or all 1 count as two classes, one of which does not occur.
     Whether a class occurs would be a release of its own.
     """
-    if y is None:
-        raise ValueError("BernoulliMean requires y to be passed, but the target y is None.")
     y = column_or_1d(y, warn=True)
     codes, classes = pd.factorize(y, sort=True)
     if (codes < 0).any():

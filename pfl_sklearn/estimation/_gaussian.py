@@ -7,35 +7,18 @@ from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any, NamedTuple, Self
 
-import numpy as np
-from scipy.special import ndtri
-from sklearn.utils.validation import validate_data
-
-from pfl_sklearn._client_means import PredictedMeansMixin
-from pfl_sklearn._compat import BaseEstimator, Interval, StrOptions, fit_context
-from pfl_sklearn._parameters import (
-    BELOW_ONE,
-    EPSILON,
-    NOT_NEGATIVE,
-    POSITIVE,
-    UNSEEN,
-    parameter,
-    with_parameters,
-)
-from pfl_sklearn._typing import Floats, RandomState, TableLike
+from pfl_sklearn._compat import Interval, StrOptions, fit_context
+from pfl_sklearn._typing import RandomState, TableLike
 from pfl_sklearn._variance_averaging import UNCERTAINTIES
-from pfl_sklearn.base import ClientRegressorMixin, check_level, read_rows
+from pfl_sklearn.base import read_rows
+from pfl_sklearn.estimation._client_means import BaseClientMean, MeanRegressorMixin
 from pfl_sklearn.estimation._gaussian_fit import (
     check_gaussian_prior,
     fit_under_gaussian_prior,
     gaussian_prior_events,
 )
-from pfl_sklearn.estimation._mean_estimates import (
-    PUBLIC_OF_MEANS,
-    check_release,
-    check_targets,
-    intraclass_correlation,
-)
+from pfl_sklearn.estimation._mean_estimates import PUBLIC_OF_MEANS, check_targets
+from pfl_sklearn.estimation._mean_releases import MECHANISMS, check_release, release_of
 from pfl_sklearn.estimation._mixture_means import (
     check_mixture_prior,
     fit_under_mixture_prior,
@@ -44,8 +27,6 @@ from pfl_sklearn.estimation._mixture_means import (
 from pfl_sklearn.priors import DiscretePrior, GaussianMixturePrior, GaussianPrior
 from pfl_sklearn.priors._support import default_prior, resolve_prior
 from pfl_sklearn.privacy import PrivacyLedger
-from pfl_sklearn.privacy._ledger import charge
-from pfl_sklearn.privacy._report import settled
 from pfl_sklearn.privacy._spending import UNPROTECTED
 
 
@@ -68,8 +49,7 @@ _FITS = {
 }
 
 
-@with_parameters
-class GaussianMean(PredictedMeansMixin, ClientRegressorMixin, BaseEstimator):
+class GaussianMean(MeanRegressorMixin, BaseClientMean):
     r"""Each client's mean, shrunk towards the population as far as the data warrant.
 
     Rows :math:`x_{ij}` of client i vary around its mean, and the means around the population's:
@@ -316,41 +296,60 @@ class GaussianMean(PredictedMeansMixin, ClientRegressorMixin, BaseEstimator):
 
     _likelihood = "mean"
     _default_component = default_prior
-    _client_attributes = (
-        "n_samples_per_client_",
-        "means_",
-        "stds_",
-        "local_means_",
-        "shrinkage_",
-        "responsibilities_",
-        "_intervals",
-    )
+    _client_attributes = (*BaseClientMean._client_attributes, "responsibilities_", "_intervals")
     _population_attributes = (*PUBLIC_OF_MEANS, "_new_client_std")
 
-    prior: Any = parameter(default="gaussian", ranges="no_validation", kw_only=False)
-    method: str = parameter(
-        default="reml", ranges=[StrOptions({"reml", "ml", "moments", "printed"})]
-    )
-    noise_variance: Any = parameter(default=None, ranges=[NOT_NEGATIVE, "array-like", None])
-    uncertainty: str = parameter(default="full", ranges=[StrOptions(UNCERTAINTIES)])
-    epsilon: float = parameter(default=math.inf, ranges=[EPSILON])
-    delta: float = parameter(default=1e-5, ranges=[BELOW_ONE])
-    clip_norm: float | None = parameter(default=None, ranges=[POSITIVE, None])
-    center: Any = parameter(
-        default=0.0, ranges=[Interval(Real, None, None, closed="neither"), "array-like"]
-    )
-    noise_variance_bound: float | None = parameter(default=None, ranges=[POSITIVE, None])
-    trust: str = parameter(default="central", ranges=[StrOptions({"central", "local"})])
-    mechanism: str = parameter(
-        default="gaussian", ranges=[StrOptions({"gaussian", "discrete_gaussian", "quantizer"})]
-    )
-    n_bits: int | None = parameter(
-        default=None, ranges=[Interval(Integral, 1, 32, closed="both"), None]
-    )
-    participants: Any = parameter(default=None, ranges=["array-like", None])
-    ledger: PrivacyLedger | None = parameter(default=None, ranges=[PrivacyLedger, None])
-    unseen: str = parameter(default="warn", ranges=[UNSEEN])
-    random_state: RandomState = parameter(default=None, ranges=["random_state"])
+    _parameter_constraints = {
+        **BaseClientMean._parameter_constraints,
+        "prior": "no_validation",
+        "method": [StrOptions({name for fits in _FITS.values() for name in fits.methods})],
+        "noise_variance": [Interval(Real, 0, None, closed="left"), "array-like", None],
+        "uncertainty": [StrOptions(UNCERTAINTIES)],
+        "clip_norm": [Interval(Real, 0, None, closed="neither"), None],
+        "center": [Interval(Real, None, None, closed="neither"), "array-like"],
+        "noise_variance_bound": [Interval(Real, 0, None, closed="neither"), None],
+        "trust": [StrOptions({"central", "local"})],
+        "mechanism": [StrOptions(MECHANISMS)],
+        "n_bits": [Interval(Integral, 1, 32, closed="both"), None],
+        "participants": ["array-like", None],
+    }
+
+    def __init__(
+        self,
+        prior: Any = "gaussian",
+        *,
+        method: str = "reml",
+        noise_variance: Any = None,
+        uncertainty: str = "full",
+        epsilon: float = math.inf,
+        delta: float = 1e-5,
+        clip_norm: float | None = None,
+        center: Any = 0.0,
+        noise_variance_bound: float | None = None,
+        trust: str = "central",
+        mechanism: str = "gaussian",
+        n_bits: int | None = None,
+        participants: Any = None,
+        ledger: PrivacyLedger | None = None,
+        unseen: str = "warn",
+        random_state: RandomState = None,
+    ) -> None:
+        self.prior = prior
+        self.method = method
+        self.noise_variance = noise_variance
+        self.uncertainty = uncertainty
+        self.epsilon = epsilon
+        self.delta = delta
+        self.clip_norm = clip_norm
+        self.center = center
+        self.noise_variance_bound = noise_variance_bound
+        self.trust = trust
+        self.mechanism = mechanism
+        self.n_bits = n_bits
+        self.participants = participants
+        self.ledger = ledger
+        self.unseen = unseen
+        self.random_state = random_state
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(
@@ -378,7 +377,27 @@ class GaussianMean(PredictedMeansMixin, ClientRegressorMixin, BaseEstimator):
         -------
         self
         """
-        prior = resolve_prior(self)
+        prior = self._charged_prior(sample_weight)
+        y = check_targets(self, y)
+        columns = y[:, None] if y.ndim == 1 else y
+        rows = read_rows(self, X, columns, groups, sample_weight)
+        table, fitted, report = _FITS[type(prior)].fit(rows, prior, self)
+        attributes = {
+            **self._columns_of(X),
+            **fitted.attributes(table, one_output=y.ndim == 1),
+            "clients_": rows.clients.ids,
+            "_fitted_with_groups": groups is not None,
+        }
+        return self._store(attributes, report)
+
+    def __sklearn_tags__(self):
+        tags = super().__sklearn_tags__()
+        tags.target_tags.multi_output = True
+        tags.target_tags.single_output = True
+        return tags
+
+    def _check_parameters(self, prior, sample_weight):
+        """Refuse parameters that do not go together, before any data is touched."""
         fits = _FITS[type(prior)]
         check_release(self, sample_weight)
         if self.method not in fits.methods:
@@ -387,40 +406,12 @@ class GaussianMean(PredictedMeansMixin, ClientRegressorMixin, BaseEstimator):
                 f"{' or '.join(map(repr, fits.methods))}."
             )
         fits.check(prior, self)
-        charge(self)  # before any data is read: a fit that fails later may have shown something
-        y = check_targets(self, y)
-        columns = y[:, None] if y.ndim == 1 else y
-        rows = read_rows(self, X, columns, groups, sample_weight)
-        table, fitted, report = fits.fit(rows, prior, self)
-        report = settled(self, report)  # a warning that is an error leaves the last fit as it was
-        self._store(X, y, rows.clients.ids, table, fitted, report, groups is not None)
-        return self
 
-    def credible_interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
-        """Central posterior interval of every client's mean.
-
-        Parameters
-        ----------
-        level : float in (0, 1), default=0.95
-            Posterior probability of the interval.
-
-        Returns
-        -------
-        lower, upper : ndarrays of the shape of `means_`
-        """
-        self._require_fitted("means_")
-        check_level(level)
-        if hasattr(self, "_intervals"):
-            lower, upper = self._intervals.central(level)
-            return lower.reshape(self.means_.shape), upper.reshape(self.means_.shape)
-        half = ndtri(0.5 + level / 2) * self.stds_
-        return self.means_ - half, self.means_ + half
-
-    def __sklearn_tags__(self):
-        tags = super().__sklearn_tags__()
-        tags.target_tags.multi_output = True
-        tags.target_tags.single_output = True
-        return tags
+    def _interval(self, level):
+        """Bounds of the central intervals; quantiles where errors are averaged over variances."""
+        if not hasattr(self, "_intervals"):
+            return super()._interval(level)
+        return tuple(each.reshape(self.means_.shape) for each in self._intervals.central(level))
 
     def _privacy_events(self):
         """Accounting events of a fit: () if nothing is released."""
@@ -431,37 +422,5 @@ class GaussianMean(PredictedMeansMixin, ClientRegressorMixin, BaseEstimator):
     @property
     def _noise_seed(self):
         """Seed with which the noise can be drawn again, or None."""
-        return None if self.mechanism == "discrete_gaussian" else self.random_state
-
-    def _store(self, X, y, ids, table, fitted, report, with_groups):
-        """Set the fitted attributes, all at once: a fit that fails leaves those of the last."""
-        validate_data(self, X, skip_check_array=True)
-        one = y.ndim == 1
-        flat = (lambda values: values[..., 0][()]) if one else (lambda values: values)
-        population = fitted.population
-        self.clients_ = ids
-        self.n_samples_per_client_ = table.n_rows
-        self.means_ = flat(fitted.means)
-        self.stds_ = flat(np.sqrt(fitted.variances))
-        self.local_means_ = flat(table.means)
-        self.shrinkage_ = flat(1 - fitted.own)
-        self.prior_ = population.prior
-        per_output = not one and not fitted.shared
-        noise = population.noise
-        self.noise_variance_ = noise.copy() if per_output else float(noise[0])
-        self.population_mean_ = flat(population.mean)
-        self.population_mean_std_ = flat(np.sqrt(population.mean_variance))
-        new_variance = fitted.new_variance
-        if new_variance is None:
-            new_variance = np.diag(population.prior.moments()[1]) + population.mean_variance
-        self._new_client_std = flat(np.sqrt(new_variance))
-        icc = intraclass_correlation(population.between, noise)
-        self.icc_ = icc if per_output else float(icc[0])
-        self.log_likelihood_ = fitted.log_likelihood
-        optional = {"responsibilities_": fitted.responsibilities, "_intervals": fitted.intervals}
-        for name, value in optional.items():
-            self.__dict__.pop(name, None)  # of an earlier fit under another prior
-            if value is not None:
-                setattr(self, name, value)
-        self.privacy_ = report
-        self._fitted_with_groups = with_groups
+        release = release_of(self)
+        return None if release is not None and not release.follows_seed else self.random_state

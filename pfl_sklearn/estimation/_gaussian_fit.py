@@ -6,6 +6,12 @@ import numpy as np
 
 from pfl_sklearn._warnings import warn_caller
 from pfl_sklearn.estimation import _gaussian_release as release
+from pfl_sklearn.estimation._client_means import (
+    participation,
+    report_of_fit,
+    rows_of,
+    taking_part,
+)
 from pfl_sklearn.estimation._gaussian_release import Known
 from pfl_sklearn.estimation._mean_estimates import (
     PRIVATE_OF_MEANS,
@@ -14,15 +20,8 @@ from pfl_sklearn.estimation._mean_estimates import (
     PopulationOfMeans,
     bounded_means,
     known_noise,
-    local_mechanism,
-    noisy_report,
-    open_report,
-    participation,
-    release_events,
-    releases,
-    rows_of,
-    taking_part,
 )
+from pfl_sklearn.estimation._mean_releases import noise_entries, release_of
 from pfl_sklearn.estimation._plausible_variances import (
     AllClients,
     average_over_variances,
@@ -33,7 +32,7 @@ from pfl_sklearn.estimation._variance_components import (
     client_means,
     estimate_components,
 )
-from pfl_sklearn.privacy import GaussianMechanism, PrivacyReport, StochasticQuantizer
+from pfl_sklearn.privacy import PrivacyReport
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 from pfl_sklearn.theory import own_weight
 
@@ -55,7 +54,7 @@ _TOO_TIGHT = (
 def check_gaussian_prior(prior, params):
     """Refuse unknown variances of every output, which cannot be released."""
     needed = prior.covariance is None or params.noise_variance is None
-    if releases(params) and prior.covariance_type == "diag" and needed:
+    if release_of(params) is not None and prior.covariance_type == "diag" and needed:
         raise ValueError(
             "covariance_type='diag' with a finite epsilon or a quantizer needs a known "
             "covariance and noise_variance; only one variance for all outputs can be released."
@@ -67,43 +66,46 @@ def gaussian_prior_events(prior, params):
     known = Known(prior.mean, prior.covariance, params.noise_variance)
     if known.is_complete:  # clients send nothing
         return ()
-    moments = release.client_moments(known, params)
+    way = release_of(params)
+    moments = release.client_moments(known, params, way.central)
     # A message of zero is nearer to any other than two messages are to each other. Under local
     # trust the message itself is seen, and a client that sends none shows.
     ratio = moments.zero_out_sensitivity / moments.sensitivity
-    return release_events(params, ratio if params.trust == "central" else None)
+    return way.events(params, ratio if way.central else None)
 
 
 def fit_under_gaussian_prior(rows, prior, params):
     """Client statistics, fitted population and report, for rows of `y` (n, d)."""
+    way = release_of(params)
     ids, codes = rows.clients
     known = known_values(prior, params.noise_variance, rows.y.shape[1])
     sends = taking_part(params.participants, ids)
     sent_rows = rows_of(rows, sends)
-    if not releases(params):
+    names = PUBLIC_OF_MEANS, PRIVATE_OF_MEANS
+    if way is None:
         table = _statistics(rows)
         senders = table if sent_rows is rows else _statistics(sent_rows)
         clients, averaged = AllClients(table, sends), params.uncertainty == "full"
         fitted = fit_exact_means(senders, known, params.method, prior, averaged, clients)
-        return table, fitted, open_report(len(senders.means), PRIVATE_OF_MEANS)
+        return table, fitted, report_of_fit(params, *names, len(senders.means))
     table, centre = bounded_means(rows, params)
-    senders = table if sent_rows is rows else bounded_means(sent_rows, params)[0]
-    variances = None
-    if params.mechanism == "quantizer":
-        population, report = _fit_quantized(senders, centre, params, shared_values(known))
-    elif known.is_complete:
+    if way.private and known.is_complete:
         # With nothing to estimate nothing is sent, so every output may have its own variances.
         population = PopulationOfMeans(
             prior.with_values(*known[:2]), known.mean, 0.0 * known.mean, *known[1:]
         )
         fitted = _shrink_towards(AllClients(table, sends), population)
-        report = PrivacyReport.of_known_population(PUBLIC_OF_MEANS, PRIVATE_OF_MEANS, len(ids))
-        return table, fitted, report
-    else:
+        return table, fitted, PrivacyReport.of_known_population(*names, len(ids))
+    senders = table if sent_rows is rows else bounded_means(sent_rows, params)[0]
+    if way.private:
         variances = release.row_variances(rows.y, codes, table)
-        population, report = _fit_private(
-            senders, variances[sends], centre, params, shared_values(known), len(ids)
+        population, entries = _fit_private(
+            way, senders, variances[sends], centre, params, shared_values(known), len(ids)
         )
+    else:
+        variances = None  # a quantizer needs a known noise variance
+        population, entries = _fit_quantized(way, senders, centre, params, shared_values(known))
+    report = report_of_fit(params, *names, len(senders.means), **entries)
     with np.errstate(over="ignore", invalid="ignore"):  # of clients whose own means are huge
         return table, shrink_releases(table, population.for_all(sends), prior, variances), report
 
@@ -227,33 +229,21 @@ def shrink_releases(table, released, prior, variances=None):
     return FittedMeans(population, means, own * sampling, own, shared=not per_output)
 
 
-def _fit_private(table, variances, centre, params, known, n_clients):
-    """Released population and report of noisy means or sums of the clients that send some."""
-    moments = release.client_moments(known, params)
+def _fit_private(way, table, variances, centre, params, known, n_clients):
+    """Population from the noisy messages of the clients of `table`, and entries of its report."""
+    moments = release.client_moments(known, params, way.central)
     if known.noise is None:
         check_noise_is_identified(table)
     rng, _ = noise_generator(params.random_state)
-    statistics = table, variances, moments
-    if params.trust == "central":
-        mechanism = GaussianMechanism(moments.sensitivity, params.epsilon, params.delta)
-        population = release.means_from_noisy_sums(*statistics, mechanism, centre, known, rng)
-        under = mechanism.under_zero_out(moments.zero_out_sensitivity)
-    else:
-        mechanism = local_mechanism(params, moments.sensitivity, moments.width(len(centre)))
-        population = release.means_from_noisy_reports(
-            *statistics, mechanism, centre, known, params.method, rng
-        )
-        under = ()
+    mechanism = way.mechanism(params, moments.sensitivity, moments.width(len(centre)))
+    pool = release.means_from_noisy_sums if way.central else release.means_from_noisy_reports
+    population = pool(table, variances, moments, mechanism, centre, known, params.method, rng)
     _warn_of_noise(population.noise, moments.largest_variance, len(centre))
-    report = noisy_report(
-        params,
-        mechanism.facts(),
-        PRIVATE_OF_MEANS,
-        n_clients=len(table.means),
-        epsilon_under=under,
-        assumptions=(*_bounds(moments, params), *participation(len(table.means), n_clients)),
-    )
-    return population, report
+    assumptions = *_bounds(moments, params), *participation(len(table.means), n_clients)
+    entries = noise_entries(way, params, *assumptions) | {"facts": mechanism.facts()}
+    if way.central:  # a message of nothing shows under local trust
+        entries["epsilon_under"] = mechanism.under_zero_out(moments.zero_out_sensitivity)
+    return population, entries
 
 
 def _warn_of_noise(noise, bound, d):
@@ -276,16 +266,16 @@ def _bounds(moments, params):
     )
 
 
-def _fit_quantized(table, centre, params, known):
-    """Released population and report of quantized means."""
-    quantizer = StochasticQuantizer(params.n_bits, params.clip_norm)
+def _fit_quantized(way, table, centre, params, known):
+    """Population from the quantized means of the clients of `table`, and entries of its report."""
+    quantizer = way.mechanism(params, None, len(centre))
     if known.between is None:
         _check_fine(quantizer, table, known.noise)
     rng, _ = noise_generator(params.random_state)
     population = release.means_from_quantized_reports(
         table, quantizer, centre, known, params.method, rng
     )
-    return population, open_report(len(table.means), PRIVATE_OF_MEANS, quantizer.facts())
+    return population, {"facts": quantizer.facts()}
 
 
 def _check_fine(quantizer, table, noise):

@@ -60,10 +60,10 @@ class Known(NamedTuple):
         return all(value is not None for value in self)
 
 
-def client_moments(known, params):
+def client_moments(known, params, central):
     """Message that a client must send for what is unknown; something must be unknown."""
     mean, square = known.mean is None, known.between is None
-    if params.trust == "local":
+    if not central:
         # Each noisy mean is seen by itself, and their spread shows the variance between clients.
         mean, square = mean or square, False
     noise, bound = known.noise is None, params.noise_variance_bound
@@ -124,8 +124,8 @@ def undo_cut(total, expected, most):
     return brentq(lambda share: expected(share) - total, lowest, 1.0, xtol=1e-14)
 
 
-def means_from_noisy_sums(table, variances, moments, mechanism, centre, known, rng):
-    """Population from one noisy sum of bounded messages, which all clients see."""
+def means_from_noisy_sums(table, variances, moments, mechanism, centre, known, method, rng):
+    """Population by moments from one noisy sum of bounded messages, which all clients see."""
     m, d = table.means.shape
     weights = variance_weights(table.n_rows) if moments.variance else 0.0
     messages = moments.messages(table.means - centre, variances, weights)

@@ -7,6 +7,7 @@ import numpy as np
 
 from pfl_sklearn._float_range import LARGEST
 from pfl_sklearn.estimation import _mixture_release as release
+from pfl_sklearn.estimation._client_means import report_of_fit
 from pfl_sklearn.estimation._mean_estimates import (
     PRIVATE_OF_MEANS,
     PUBLIC_OF_MEANS,
@@ -14,11 +15,8 @@ from pfl_sklearn.estimation._mean_estimates import (
     PopulationOfMeans,
     bounded_means,
     known_noise,
-    noisy_report,
-    open_report,
-    release_events,
-    releases,
 )
+from pfl_sklearn.estimation._mean_releases import noise_entries, release_of
 from pfl_sklearn.estimation._variance_components import check_noise_is_identified, client_means
 from pfl_sklearn.priors import _mixture as mixture
 from pfl_sklearn.priors._mixture_fit import cluster_means, k_means, nearest_centre
@@ -37,48 +35,47 @@ def check_mixture_prior(prior, params):
             f"participants goes with GaussianPrior alone; got {type(prior).__name__}. Leave it out."
         )
     # BIC compares fits of several numbers, each of which would be a release of its own.
-    needs_number = params.method == "printed" or (
-        math.isfinite(params.epsilon) and params.trust == "central"
-    )
+    way = release_of(params)
+    needs_number = params.method == "printed" or (way is not None and way.central)
     if needs_number and not isinstance(prior.n_components, Integral):
         raise ValueError(
             "n_components='bic' does not go with method='printed', nor with a finite epsilon and "
             "trust='central'; give a number."
         )
-    if releases(params):
+    if way is not None:
         _check_released(prior, params)
 
 
 def mixture_prior_events(prior, params):
     """Accounting events of a private fit; nothing is claimed for clients that come or go."""
-    return () if prior.is_known else release_events(params)
+    return () if prior.is_known else release_of(params).events(params, None)
 
 
 def fit_under_mixture_prior(rows, prior, params):
     """Client statistics, fitted population and report, for rows of `y` (n, d)."""
+    way = release_of(params)
     ids, codes = rows.clients
     noise = _one_noise(params.noise_variance, rows.y.shape[1])
-    if not releases(params):
+    names = PUBLIC_OF_MEANS, _PRIVATE_OF_MIXTURES
+    if way is None:
         table = client_means(rows.y, codes, len(ids), rows.weights)
         fitted = fit_exact_mixture(table, prior, noise, params.method)
-        return table, fitted, open_report(len(ids), _PRIVATE_OF_MIXTURES)
+        return table, fitted, report_of_fit(params, *names, len(ids))
     table, centre = bounded_means(rows, params)
     if prior.is_known:
         known = prior.with_mixture(*prior.known_mixture(len(centre)))
         mean = known.moments()[0]
         released = release.ReleasedMixture(known, known, mean, np.zeros_like(centre), True)
         fitted = shrink_released(table, released, noise, np.zeros(len(ids), dtype=bool))
-        report = PrivacyReport.of_known_population(PUBLIC_OF_MEANS, _PRIVATE_OF_MIXTURES, len(ids))
-        return table, fitted, report
+        return table, fitted, PrivacyReport.of_known_population(*names, len(ids))
     rng, _ = noise_generator(params.random_state)
-    released, facts, entries = release.fit_released(table, centre, prior, noise, params, rng)
-    alone = release.clipped_clients(table, centre, params)
+    released, entries = release.fit_released(way, table, centre, prior, noise, params, rng)
+    alone = release.clipped_clients(way, table, centre, params)
     alone |= release.implausible(released.working, table.means, noise / table.weights)
     fitted = shrink_released(table, released, noise, alone | (len(ids) == 1))
-    if math.isinf(params.epsilon):
-        return table, fitted, open_report(len(ids), _PRIVATE_OF_MIXTURES, facts)
-    report = noisy_report(params, facts, _PRIVATE_OF_MIXTURES, n_clients=len(ids), **entries)
-    return table, fitted, report
+    if way.private:
+        entries |= noise_entries(way, params)
+    return table, fitted, report_of_fit(params, *names, len(ids), **entries)
 
 
 def fit_exact_mixture(table, prior, noise, method):

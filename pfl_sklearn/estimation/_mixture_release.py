@@ -15,9 +15,8 @@ from sklearn.base import clone
 
 from pfl_sklearn._typing import Floats
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.estimation._mean_estimates import local_mechanism
 from pfl_sklearn.priors import GaussianMixturePrior
-from pfl_sklearn.privacy import PrivateClustering, StochasticQuantizer
+from pfl_sklearn.privacy import PrivateClustering
 from pfl_sklearn.privacy._mechanisms._gaussian import clip_l2
 
 _HARD_STEPS = 2  # k-means first: EM needs spreads, and starting points have none
@@ -56,31 +55,30 @@ class Clusters(NamedTuple):
     noise: Floats  # (k,)
 
 
-def fit_released(table, centre, prior, noise, params, rng):
-    """ReleasedMixture, facts of the mechanism, and further entries of its privacy report."""
-    if math.isfinite(params.epsilon) and params.trust == "central":
+def fit_released(way, table, centre, prior, noise, params, rng):
+    """ReleasedMixture, and entries of the privacy report that it gives."""
+    if way.central:
         return central_mixture(table, centre, prior, noise, params, rng)
-    deviations = table.means - centre
-    if params.mechanism == "quantizer":
-        mechanism = StochasticQuantizer(params.n_bits, params.clip_norm)
-        reports = centre + mechanism.privatize(deviations, rng)
-        extra = mechanism.noise_variance
-    else:
-        mechanism = local_mechanism(params, 2.0, deviations.shape[1])
+    deviations, unit = table.means - centre, 1.0
+    if way.private:
         # In units of the radius, where two clients are at most 2 apart.
-        clipped = clip_l2(deviations, params.clip_norm) / params.clip_norm
-        reports = centre + params.clip_norm * mechanism.privatize(clipped, rng)
-        extra = mechanism.noise_variance * params.clip_norm**2
+        unit = params.clip_norm
+        deviations = clip_l2(deviations, unit) / unit
+    mechanism = way.mechanism(params, 2.0, deviations.shape[1])
+    reports = centre + unit * mechanism.privatize(deviations, rng)
+    extra = mechanism.noise_variance * unit**2
     variances = noise / table.weights + extra
+    entries = {"facts": mechanism.facts()}
     if len(reports) == 1:
-        return _one_report(reports[0], variances[0], prior), mechanism.facts(), {}
-    return reported_mixture(reports, variances, extra, prior), mechanism.facts(), {}
+        return _one_report(reports[0], variances[0], prior), entries
+    return reported_mixture(reports, variances, extra, prior), entries
 
 
-def clipped_clients(table, centre, params):
+def clipped_clients(way, table, centre, params):
     """Mask (m,) of clients whose mean was moved to fit into the bounds of a release."""
     deviations = table.means - centre
-    if params.mechanism == "quantizer":  # NaN compares as False, and counts as moved
+    if not way.private:  # a quantizer has a range for each coordinate
+        # NaN compares as False, and counts as moved.
         return ~(np.abs(deviations) <= params.clip_norm).all(axis=1)
     return np.any(clip_l2(deviations, params.clip_norm) != deviations, axis=1)
 
@@ -148,8 +146,8 @@ def central_mixture(table, centre, prior, noise, params, rng):
     noise_variance = noise_variance * (radius**2 + (mean - centre) ** 2) / len(vectors) ** 2
     of_clients = np.diag(covariance) + np.mean(sampling) * radius**2
     error = noise_variance + of_clients / len(vectors)
-    entries = {"rounds": len(clustering.parts)}
-    return ReleasedMixture(fitted, working, mean, error, trusted), clustering.facts(), entries
+    entries = {"facts": clustering.facts(), "rounds": len(clustering.parts)}
+    return ReleasedMixture(fitted, working, mean, error, trusted), entries
 
 
 def best_start(clustering, vectors, sampling, k, rng):

@@ -35,6 +35,22 @@ class FittedProportions(NamedTuple):
     exact: bool  # whether `means` and `stds` are those of the posterior under `prior`
     priors: PlausiblePriors | None = None  # that stand for an estimated one in intervals
 
+    def attributes(self, table):
+        """Fitted attributes by name, for the clients of a CountTable."""
+        return {
+            "n_samples_per_client_": table.per_client(table.trials),
+            "local_means_": table.per_client(table.successes / table.trials),
+            "means_": self.means,
+            "stds_": self.stds,
+            "shrinkage_": self.shrinkage,
+            "prior_": self.prior,
+            "population_mean_": self.mean,
+            "population_mean_std_": self.mean_std,
+            "icc_": self.icc,
+            "_posterior_is_exact": self.exact,
+            "_priors": self.priors,
+        }
+
 
 def with_prior(table, prior, senders):
     """Posterior of the clients of a CountTable under a prior that those of `senders` gave."""

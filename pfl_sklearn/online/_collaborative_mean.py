@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from numbers import Integral
 from typing import Any, Self
@@ -11,7 +10,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.sparse import csr_array
 from sklearn.utils import check_array, check_consistent_length, column_or_1d
-from sklearn.utils.validation import validate_data
 
 from pfl_sklearn._client_means import PredictedMeansMixin
 from pfl_sklearn._clients import EncodedClients
@@ -29,7 +27,7 @@ from pfl_sklearn._parameters import (
 )
 from pfl_sklearn._typing import Floats, RandomState, TableLike
 from pfl_sklearn._warnings import warn_caller
-from pfl_sklearn.base import ClientRegressorMixin, check_level
+from pfl_sklearn.estimation._client_means import COLUMNS, BaseClientMean, MeanRegressorMixin
 from pfl_sklearn.online import _privacy
 from pfl_sklearn.online._collaboration import Collaboration
 from pfl_sklearn.online._variances import half_width
@@ -38,8 +36,7 @@ from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import going_on_from, settled
 
 
-@with_parameters
-class CollaborativeMean(PredictedMeansMixin, ClientRegressorMixin, BaseEstimator):
+class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
     r"""Means of agents who receive values one at a time, helped by those with the same mean.
 
     Every agent (a client) has a stream of values and wants its own mean now. It knows its own mean
@@ -184,6 +181,10 @@ class CollaborativeMean(PredictedMeansMixin, ClientRegressorMixin, BaseEstimator
     To its own values a client's variance adds up to four at the variance that all have in common:
     fewer where noise hides that.
 
+    With ``decision="test"`` or "oracle", :meth:`credible_interval` is right if those who were
+    accepted are of one class, and too short otherwise. Bounds are normal, or Student's where
+    variances are estimated.
+
     Calls may be split in any way: messages do not depend on it (with a seed, if every client has a
     row in every step). Estimates do a little, because classes are looked for again only when the
     messages hold 2 % more information, and from where they were the last time.
@@ -229,34 +230,62 @@ class CollaborativeMean(PredictedMeansMixin, ClientRegressorMixin, BaseEstimator
 
     __metadata_request__fit = {"groups": True, "labels": True}
     __metadata_request__partial_fit = {"groups": True, "labels": True}
+
     _privacy_unit = "row"
     _client_attributes = ("n_samples_per_client_", "means_", "stds_", "_freedom", "local_means_")
     _population_attributes = _privacy.POPULATION_ATTRIBUTES
 
-    epsilon: float = parameter(default=math.inf, ranges=[EPSILON])
-    delta: float = parameter(default=1e-6, ranges=[BELOW_ONE])
-    bounds: ArrayLike | dict[Any, Any] | None = parameter(
-        default=None, ranges=["array-like", dict, None]
-    )
-    horizon: int | None = parameter(default=None, ranges=[AT_LEAST_ONE, None])
-    mechanism: str = parameter(default="sqrt", ranges=[StrOptions({"sqrt", "tree", "pm1", "pm2"})])
-    weights: str = parameter(
-        default="auto", ranges=[StrOptions({"auto", "last", "mom", "wmom", "blue"})]
-    )
-    schedule: str = parameter(
-        default="auto", ranges=[StrOptions({"auto", "round_robin", "restricted", "broadcast"})]
-    )
-    decision: str = parameter(default="mixture", ranges=[StrOptions({"mixture", "test", "oracle"})])
-    noise_variance: float | dict[Any, float] | None = parameter(
-        default=None, ranges=[POSITIVE, dict, None]
-    )
-    confidence: float | None = parameter(default=None, ranges=[BETWEEN_0_AND_1, None])
-    accounting: str = parameter(default="exact", ranges=[StrOptions({"exact", "printed"})])
-    out_of_bounds: str = parameter(default="clip", ranges=[StrOptions({"clip", "error"})])
-    ledger: PrivacyLedger | None = parameter(default=None, ranges=[PrivacyLedger, None])
-    unseen: str = parameter(default="warn", ranges=[UNSEEN])
-    n_jobs: int | None = parameter(default=None, ranges=[Integral, None])
-    random_state: RandomState = parameter(default=None, ranges=["random_state"])
+    _parameter_constraints = {
+        **BaseClientMean._parameter_constraints,
+        "bounds": ["array-like", dict, None],
+        "horizon": [Interval(Integral, 1, None, closed="left"), None],
+        "mechanism": [StrOptions({"sqrt", "tree", "pm1", "pm2"})],
+        "weights": [StrOptions({"auto", "last", "mom", "wmom", "blue"})],
+        "schedule": [StrOptions({"auto", "round_robin", "restricted", "broadcast"})],
+        "decision": [StrOptions({"mixture", "test", "oracle"})],
+        "noise_variance": [Interval(Real, 0, None, closed="neither"), dict, None],
+        "confidence": [Interval(Real, 0, 1, closed="neither"), None],
+        "accounting": [StrOptions({"exact", "printed"})],
+        "out_of_bounds": [StrOptions({"clip", "error"})],
+        "n_jobs": [Integral, None],
+    }
+
+    def __init__(
+        self,
+        *,
+        epsilon: float = math.inf,
+        delta: float = 1e-6,
+        bounds: ArrayLike | dict[Any, Any] | None = None,
+        horizon: int | None = None,
+        mechanism: str = "sqrt",
+        weights: str = "auto",
+        schedule: str = "auto",
+        decision: str = "mixture",
+        noise_variance: float | dict[Any, float] | None = None,
+        confidence: float | None = None,
+        accounting: str = "exact",
+        out_of_bounds: str = "clip",
+        ledger: PrivacyLedger | None = None,
+        unseen: str = "warn",
+        n_jobs: int | None = None,
+        random_state: RandomState = None,
+    ):
+        self.epsilon = epsilon
+        self.delta = delta
+        self.bounds = bounds
+        self.horizon = horizon
+        self.mechanism = mechanism
+        self.weights = weights
+        self.schedule = schedule
+        self.decision = decision
+        self.noise_variance = noise_variance
+        self.confidence = confidence
+        self.accounting = accounting
+        self.out_of_bounds = out_of_bounds
+        self.ledger = ledger
+        self.unseen = unseen
+        self.n_jobs = n_jobs
+        self.random_state = random_state
 
     @fit_context(prefer_skip_nested_validation=True)
     def fit(
@@ -313,26 +342,6 @@ class CollaborativeMean(PredictedMeansMixin, ClientRegressorMixin, BaseEstimator
             )
         return self._receive(stream, X, y, groups, labels)
 
-    def credible_interval(self, level: float = 0.95) -> tuple[Floats, Floats]:
-        """Central interval of every client's mean, normal or Student's.
-
-        With ``decision="test"`` or "oracle" it is right if those who were accepted are of one
-        class, and too short otherwise.
-
-        Parameters
-        ----------
-        level : float in (0, 1), default=0.95
-            Probability of the interval.
-
-        Returns
-        -------
-        lower, upper : ndarrays of shape (n_clients,)
-        """
-        self._require_fitted("means_")
-        check_level(level)
-        half = half_width(self.stds_, self._freedom, level)
-        return self.means_ - half, self.means_ + half
-
     @property
     def classes_of_(self) -> csr_array:
         """Whom each client takes for its class: sparse booleans (n_clients, n_clients)."""
@@ -354,8 +363,13 @@ class CollaborativeMean(PredictedMeansMixin, ClientRegressorMixin, BaseEstimator
 
     @property
     def _new_client_std(self):
-        """Standard deviation of the mean of a client without values."""
+        """Standard deviation of the mean of a client without values around the population's."""
         return math.hypot(self.population_std_, self.population_mean_std_)
+
+    def _interval(self, level):
+        """Bounds of the clients' central intervals, normal or Student's."""
+        half = half_width(self.stds_, self._freedom, level)
+        return self.means_ - half, self.means_ + half
 
     def _privacy_events(self):
         """Accounting events of a stream."""
@@ -389,8 +403,7 @@ class CollaborativeMean(PredictedMeansMixin, ClientRegressorMixin, BaseEstimator
         else:
             stream = stream.copy()  # an interrupted call leaves the old one as it was
         arrivals = stream.read(self, encoded, y, labels)
-        inputs = copy.copy(self)
-        validate_data(inputs, X, skip_check_array=True, reset=begins)
+        columns = self._columns_of(X, reset=begins)
         stream.take(self, arrivals)
         attributes = self._attributes_of(stream)
         report = attributes["privacy_"]
@@ -398,9 +411,7 @@ class CollaborativeMean(PredictedMeansMixin, ClientRegressorMixin, BaseEstimator
         attributes["privacy_"] = (
             _settled(self, report) if begins else going_on_from(self.privacy_, report)
         )
-        names = ("n_features_in_", "feature_names_in_")
-        attributes |= {name: getattr(inputs, name) for name in names if hasattr(inputs, name)}
-        self._set_fitted(attributes, dropped=names)
+        self._set_fitted(attributes | columns, dropped=COLUMNS)
         return self
 
     def _encode(self, groups, n_rows, begins):
@@ -433,10 +444,7 @@ class CollaborativeMean(PredictedMeansMixin, ClientRegressorMixin, BaseEstimator
 
 def _values(model, X, y):
     """Values of a call (n,)."""
-    if y is None:
-        raise ValueError(
-            f"{type(model).__name__} requires y to be passed, but the target y is None."
-        )
+    model._require_targets(y)
     y = column_or_1d(y, warn=True)
     y = check_array(y, dtype=np.float64, ensure_2d=False, input_name="y")
     check_consistent_length(X, y)

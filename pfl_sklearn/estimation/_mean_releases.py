@@ -1,0 +1,151 @@
+"""How clients' means may leave the clients: one table, by trust and mechanism.
+
+A new mechanism of GaussianMean needs its class in `pfl_sklearn.privacy`, its rows here, and its
+name among the parameters of GaussianMean.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pfl_sklearn.privacy import (
+    DiscreteGaussianMechanism,
+    GaussianMechanism,
+    PureEvent,
+    StochasticQuantizer,
+)
+from pfl_sklearn.privacy._mechanisms._discrete_gaussian import check_opendp
+from pfl_sklearn.privacy._spending import gaussian_events
+
+
+def _check_bounds(params):
+    """Refuse Gaussian noise without what its size follows from."""
+    if params.clip_norm is None:
+        raise ValueError(
+            "clip_norm must be given when epsilon is finite: the L2 radius of a ball around "
+            "center that holds the client means. Choose it without looking at the data."
+        )
+    if params.delta == 0:  # no Gaussian noise satisfies pure differential privacy
+        raise ValueError("delta must be above 0 for the Gaussian mechanism; got 0.")
+
+
+def _check_discrete(params):
+    """Refuse what cannot be drawn, or not in `n_bits` even for a message of one coordinate."""
+    _check_bounds(params)
+    check_opendp()
+    _discrete_noise(params, 2.0, 1)  # more coordinates need more bits: this is the least
+
+
+def _refuse_central(params):
+    """Refuse a mechanism that only clients can apply, each to its own message."""
+    _check_bounds(params)
+    raise ValueError(
+        f"mechanism={params.mechanism!r} needs trust='local'; got trust={params.trust!r}. Use "
+        "mechanism='gaussian' for central trust."
+    )
+
+
+def _check_quantizer(params):
+    """Refuse a promise that rounding cannot keep, and ask for what it needs."""
+    if math.isfinite(params.epsilon):
+        raise ValueError(
+            f"mechanism='quantizer' claims no privacy and cannot go with epsilon="
+            f"{params.epsilon!r}; use epsilon=inf, or mechanism='gaussian'."
+        )
+    for name in ("n_bits", "clip_norm", "noise_variance"):
+        if getattr(params, name) is None:
+            raise ValueError(f"{name} must be given for mechanism='quantizer'; got None.")
+
+
+def _noise_of_server(params, sensitivity, width):
+    return GaussianMechanism(sensitivity, params.epsilon, params.delta)
+
+
+def _noise_of_clients(params, sensitivity, width):
+    return GaussianMechanism(sensitivity, params.epsilon, params.delta, "local")
+
+
+def _discrete_noise(params, sensitivity, width):
+    promise = params.epsilon, params.delta
+    return DiscreteGaussianMechanism(width, sensitivity, *promise, params.n_bits)
+
+
+def _quantizer(params, sensitivity, width):
+    return StochasticQuantizer(params.n_bits, params.clip_norm)
+
+
+def _gaussian_events(params, zero_out):
+    """Events of Gaussian noise, which compose exactly."""
+    return gaussian_events(params.epsilon, params.delta, zero_out=zero_out)
+
+
+def _events_by_epsilon(params, zero_out):
+    """Events of noise whose exact loss is not Gaussian: they compose by epsilon and delta."""
+    return (PureEvent(params.epsilon, params.delta, "replace_one"),)
+
+
+class MeanRelease(NamedTuple):
+    """One way in which clients' means are released."""
+
+    # Of the parameters: the sensitivity and the number of coordinates of a message follow.
+    mechanism: Callable[[Any, float, int], Any]
+    check: Callable[[Any], None] = _check_bounds
+    central: bool = False  # one sum is seen, with noise of a server; otherwise every message is
+    private: bool = True  # False: messages are only made short
+    # Of the accounting, for the ratio of the sensitivity for a client that sends nothing.
+    events: Callable[[Any, float | None], tuple[Any, ...]] = _gaussian_events
+    follows_seed: bool = True  # False if the noise comes from the operating system at all times
+    arithmetic: str = ""  # what the noise rests on, for the report; "": ideal floats
+
+
+_DISCRETE = MeanRelease(
+    _discrete_noise,
+    _check_discrete,
+    events=_events_by_epsilon,
+    follows_seed=False,
+    arithmetic="opendp draws the noise exactly, from entropy of the operating system",
+)
+_QUANTIZER = MeanRelease(_quantizer, _check_quantizer, private=False)
+_RELEASES = {
+    ("central", "gaussian"): MeanRelease(_noise_of_server, central=True),
+    ("local", "gaussian"): MeanRelease(_noise_of_clients),
+    ("central", "discrete_gaussian"): _DISCRETE._replace(check=_refuse_central),
+    ("local", "discrete_gaussian"): _DISCRETE,
+    # Rounding protects nobody, so that it does not matter who is trusted.
+    ("central", "quantizer"): _QUANTIZER,
+    ("local", "quantizer"): _QUANTIZER,
+}
+MECHANISMS = {mechanism for _, mechanism in _RELEASES}
+
+
+def release_of(params):
+    """MeanRelease of the parameters; None if clients' exact means are pooled."""
+    release = _RELEASES[params.trust, params.mechanism]
+    # Without a promise to keep there is nothing that noise would be for.
+    return release if math.isfinite(params.epsilon) or not release.private else None
+
+
+def check_release(params, sample_weight):
+    """Refuse combinations of privacy parameters that no prior supports."""
+    release = release_of(params)
+    if release is None:
+        return
+    release.check(params)
+    if sample_weight is not None:
+        raise ValueError(
+            "sample_weight is not supported when means are released (finite epsilon or "
+            "quantizer): its effect on the sensitivity is not defined."
+        )
+
+
+def noise_entries(release, params, *assumptions):
+    """What a report of a private release states besides the facts of its mechanism."""
+    return {
+        "arithmetic": release.arithmetic,
+        "assumptions": (
+            f"clip_norm = {params.clip_norm:.4g}, center and known variances are the user's, not "
+            "the data's",
+            *assumptions,
+            "noise and sensitivity are in units of the bounds",
+        ),
+    }

@@ -15,6 +15,10 @@ from scipy.special import ndtr, ndtri, stdtr, stdtrit
 UNCERTAINTIES = {"full", "plug_in"}
 # Clients: coverage of plug-in intervals is close to nominal at 100, and 1,000 leave no difference.
 _FULL_UP_TO, _NONE_FROM = 100, 1000
+# The nodes are spread around the likely ratio of the variances, between clients over within. A
+# ratio of .3 sampling variances of the largest client changes no client's weight by much, so nodes
+# around an estimate of 0 start there. Around 0 itself they would all be one.
+LEAST_LIKELY_RATIO = 0.3
 _COARSE_NODES, _NODES = 96, 57  # that find where the posterior is, and that integrate over it
 _NEGLIGIBLE_NATS = 12.0  # below the maximum; what lies further has a weight of 6e-6 at most
 _QUANTILE_TOLERANCE = 1e-10  # relative to the bounds between which it lies
@@ -29,6 +33,11 @@ def averaging_share(n_clients):
     """
     distance = np.log(_NONE_FROM / n_clients) / np.log(_NONE_FROM / _FULL_UP_TO)
     return float(np.clip(distance, 0.0, 1.0))
+
+
+def blend(share, averaged, plug_in):
+    """Values that count to this share, and those of the plug-in for the rest."""
+    return share * averaged + (1 - share) * plug_in
 
 
 class Nodes(NamedTuple):
@@ -142,7 +151,6 @@ class ClientIntervals(NamedTuple):
     def central(self, level):
         """Bounds (m, ...) of the central intervals."""
         return tuple(
-            self.share * self.mixture.quantiles(tail)
-            + (1 - self.share) * (self.means + ndtri(tail) * self.stds)
+            blend(self.share, self.mixture.quantiles(tail), self.means + ndtri(tail) * self.stds)
             for tail in ((1 - level) / 2, (1 + level) / 2)
         )

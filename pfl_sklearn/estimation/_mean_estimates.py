@@ -9,7 +9,7 @@ from sklearn.utils import check_array
 from pfl_sklearn._clients import segment_sums
 from pfl_sklearn._float_range import check_float_range
 from pfl_sklearn._typing import Floats
-from pfl_sklearn._variance_averaging import ClientIntervals
+from pfl_sklearn._variance_averaging import ClientIntervals, blend
 from pfl_sklearn.estimation._client_means import OWN_ESTIMATES
 from pfl_sklearn.estimation._mean_releases import release_of
 from pfl_sklearn.estimation._variance_components import client_means
@@ -43,14 +43,14 @@ class FittedMeans(NamedTuple):
 
     def with_averages(self, averages):
         """The same estimates, with errors that are averaged over the variances."""
-        mean_variance, between = self.population.mean_variance, self.population.between
-        blended = averages.blended("mean_variance", mean_variance)
-        plug_in = np.sqrt(self.variances)
+        population, share = self.population, averages.share
+        mean_variance, plug_in = population.mean_variance, np.sqrt(self.variances)
+        blended = blend(share, averages.mean_variance, mean_variance)
         return self._replace(
-            population=self.population._replace(mean_variance=blended),
-            variances=averages.blended("variances", self.variances),
-            new_variance=averages.blended("new_variance", between + mean_variance),
-            intervals=ClientIntervals(averages.mixture, averages.share, self.means, plug_in),
+            population=population._replace(mean_variance=blended),
+            variances=blend(share, averages.variances, self.variances),
+            new_variance=blend(share, averages.new_variance, population.between + mean_variance),
+            intervals=ClientIntervals(averages.mixture, share, self.means, plug_in),
         )
 
     def attributes(self, table, one_output):

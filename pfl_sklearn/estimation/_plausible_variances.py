@@ -9,13 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from pfl_sklearn._typing import Bools, Floats
-from pfl_sklearn._variance_averaging import Mixture, averaging_share, ratio_nodes
+from pfl_sklearn._variance_averaging import (
+    LEAST_LIKELY_RATIO,
+    Mixture,
+    averaging_share,
+    ratio_nodes,
+)
 from pfl_sklearn.estimation._variance_components import ClientMeans, likelihood_in_units
-
-# The nodes are spread around the likely ratio of the variances, between clients over within. A
-# ratio of .3 sampling variances of the largest client changes no client's weight by much, so nodes
-# around an estimate of 0 start there. Around 0 itself they would all be one.
-LEAST_LIKELY_RATIO = 0.3
 
 
 class AllClients(NamedTuple):
@@ -37,10 +37,6 @@ class AveragedMeans(NamedTuple):
     mean_variance: Floats  # (d,), of the population mean
     new_variance: Floats  # (d,), of the mean of a client that was not seen
     mixture: Mixture  # weights (d, k), means and scales (m, d, k)
-
-    def blended(self, name, plug_in):
-        """Average of this field's values and those of the plug-in, by `share`."""
-        return self.share * getattr(self, name) + (1 - self.share) * plug_in
 
 
 def average_over_variances(senders, known, components, clients, estimates):

@@ -11,8 +11,8 @@ import numpy as np
 from scipy.special import betaincinv
 
 from pfl_sklearn._typing import Floats
-from pfl_sklearn._variance_averaging import averaging_share
-from pfl_sklearn.estimation._plausible_priors import PlausiblePriors, plausible_priors
+from pfl_sklearn._variance_averaging import averaging_share, blend
+from pfl_sklearn.estimation._plausible_priors import BetaPriors, plausible_priors
 from pfl_sklearn.estimation._proportion_reports import average_priors, refine_on_grid
 from pfl_sklearn.priors import BetaPrior, GridPrior
 from pfl_sklearn.theory import beta_own_weight, beta_shrinkage
@@ -33,7 +33,7 @@ class FittedProportions(NamedTuple):
     stds: Floats  # (m,)
     shrinkage: Floats  # (m,)
     exact: bool  # whether `means` and `stds` are those of the posterior under `prior`
-    priors: PlausiblePriors | None = None  # that stand for an estimated one in intervals
+    priors: BetaPriors | None = None  # that stand for an estimated one in intervals
 
     def attributes(self, table):
         """Fitted attributes by name, for the clients of a CountTable."""
@@ -71,13 +71,14 @@ def with_estimated_prior(table, prior, senders):
     if not isinstance(prior, BetaPrior):
         # A grid of a few spikes knows no error of its own, so its errors are those of a beta prior.
         beta = BetaPrior().fit_counts(senders.successes, senders.trials, senders.counts, "ml")
-    priors = PlausiblePriors(*np.array([[beta.alpha], [beta.beta], [1 - share]]))
-    mean_variance = (1 - share) * fitted.mean_std**2
+    priors = BetaPriors(*np.array([[beta.alpha], [beta.beta], [1.0]]))
+    mean_variance = fitted.mean_std**2
     if share:
         averaged = plausible_priors(senders, fitted.mean)
-        mean_variance += share * averaged.mean_variance(fitted.mean)
+        mean_variance = blend(share, averaged.mean_variance(fitted.mean), mean_variance)
         averaged = averaged._replace(weights=share * averaged.weights)
-        priors = PlausiblePriors(*map(np.append, averaged, priors))
+        priors = priors._replace(weights=(1 - share) * priors.weights)
+        priors = BetaPriors(*map(np.append, averaged, priors))
     variances = priors.variances(*pairs, prior.posterior(*pairs)[0])
     return fitted._replace(
         mean_std=math.sqrt(mean_variance),

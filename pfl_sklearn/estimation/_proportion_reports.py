@@ -9,10 +9,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.special import betainc, gammaln, softmax
+from scipy.special import gammaln
 from scipy.stats import binom
 
 from pfl_sklearn._typing import Floats
+from pfl_sklearn.estimation._plausible_priors import BetaPriors, log_marginals
 from pfl_sklearn.priors import BetaPrior
 from pfl_sklearn.privacy import GaussianMechanism, OneBit, SubsetSelection, TwoBit
 from pfl_sklearn.privacy._accounting._events import PureEvent
@@ -32,8 +33,7 @@ _ALPHAS, _BETAS = _MEANS * _CONCENTRATIONS, (1 - _MEANS) * _CONCENTRATIONS
 # next to nothing.
 _LOG_HYPERPRIOR = -0.5 * (np.log(_CONCENTRATIONS / 8) / 1.5) ** 2
 _LEAST_PRIOR_WEIGHT = 1e-9  # relative to the largest; leaving priors out saves most of the work
-_ROWS_AT_ONCE = 2048  # times 2,522 priors: 41 MB for each array
-_LONGEST_PRODUCT = 1000  # trials, up to which a table of sums of logarithms takes 20 MB
+_ROWS_AT_ONCE = 2048  # subsets, times 2,522 priors: 41 MB for each array
 _EM_STEPS = 60  # reports blur the counts; to convergence, EM would fit their noise with spikes
 # Trials up to which reports are about the counts themselves. Subset selection sends one bit for
 # each count, and the tables of probabilities have as many rows.
@@ -51,74 +51,13 @@ _ONE_BIT_CAVEAT = (
 )
 
 
-class BetaAverage(NamedTuple):
-    """Weights of the beta priors that the reports leave plausible."""
-
-    alphas: Floats
-    betas: Floats
-    weights: Floats
-
-    def mean(self):
-        """Mean and standard deviation of the population mean."""
-        means = self.alphas / (self.alphas + self.betas)
-        mean = self.weights @ means
-        return float(mean), float(np.sqrt(self.weights @ (means - mean) ** 2))
-
-    def moments(self):
-        """Mean and variance of a client's proportion."""
-        total = self.alphas + self.betas
-        means = self.alphas / total
-        mean = self.weights @ means
-        second = means * (1 - means) / (total + 1) + (means - mean) ** 2
-        return float(mean), float(self.weights @ second)
-
-    def posterior(self, successes, trials):
-        """Mean and variance (u,) of the clients' proportions given their own exact counts."""
-        mean, variance = np.empty(len(trials)), np.empty(len(trials))
-        for start in range(0, len(trials), _ROWS_AT_ONCE):
-            block = slice(start, start + _ROWS_AT_ONCE)
-            mean[block], variance[block] = self._posterior(successes[block], trials[block])
-        return mean, variance
-
-    def _posterior(self, successes, trials):
-        """Mean and variance (u,) for a block of pairs."""
-        # The reports give the weights before, the client's own counts those after.
-        joint = log_marginals(successes, trials, self.alphas, self.betas) + np.log(self.weights)
-        joint = softmax(joint, axis=1)
-        total = trials[:, None] + (self.alphas + self.betas)
-        means = (successes[:, None] + self.alphas) / total
-        mean = np.einsum("uh,uh->u", joint, means)
-        squares = means * (1 - means) / (total + 1) + (means - mean[:, None]) ** 2
-        return mean, np.einsum("uh,uh->u", joint, squares)
-
-    def on_grid(self, support):
-        """Mass of the averaged prior in the cells around the points of `support` (K,)."""
-        edges = np.concatenate([[0.0], (support[1:] + support[:-1]) / 2, [1.0]])
-        below = betainc(self.alphas[:, None], self.betas[:, None], edges)
-        mass = self.weights @ np.diff(below, axis=1)
-        return mass / mass.sum()
-
-
 def average_priors(log_likelihood):
     """Beta priors weighted by the likelihood (H,) of the reports and the hyperprior."""
     log_weights = log_likelihood + _LOG_HYPERPRIOR
     weights = np.exp(log_weights - log_weights.max())
     plausible = weights > _LEAST_PRIOR_WEIGHT
     weights = weights[plausible]
-    return BetaAverage(_ALPHAS[plausible], _BETAS[plausible], weights / weights.sum())
-
-
-def log_marginals(successes, trials, alphas, betas):
-    """Beta-binomial log-probabilities (u, h) of sequences with these counts, up to rounding.
-
-    Without the binomial coefficient, which is the same for all priors.
-    """
-    failures = trials - successes
-    return (
-        _log_rising(alphas, successes)
-        + _log_rising(betas, failures)
-        - _log_rising(alphas + betas, trials)
-    )
+    return BetaPriors(_ALPHAS[plausible], _BETAS[plausible], weights / weights.sum())
 
 
 class ProportionRelease(NamedTuple):
@@ -331,13 +270,3 @@ def probability_table(n):
 def _binomial_log_likelihood(ones, n, probability):
     """Log-likelihood (H,) of `ones` among n bits, each 1 with this probability (H,)."""
     return ones * np.log(probability) + (n - ones) * np.log1p(-probability)
-
-
-def _log_rising(values, steps):
-    """Log of values (values + 1) ... (values + steps - 1): (u, h) for steps (u,), values (h,)."""
-    highest = int(steps.max(initial=0))
-    if highest > _LONGEST_PRODUCT:
-        return gammaln(steps[:, None] + values) - gammaln(values)
-    table = np.zeros((highest + 1, len(values)))
-    np.cumsum(np.log(np.arange(highest)[:, None] + values), axis=0, out=table[1:])
-    return table[steps]

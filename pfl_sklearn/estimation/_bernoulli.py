@@ -48,7 +48,7 @@ from pfl_sklearn.privacy import PrivacyLedger, PrivacyReport
 from pfl_sklearn.privacy._mechanisms._noise import noise_generator
 
 _PUBLIC_OF_PROPORTIONS = ("population_mean_", "population_mean_std_", "prior_", "icc_")
-_PRINTED = ("printed", "printed_eq32")
+_PRINTED = ("printed", "printed_eq32")  # equations (6) and (32) of the paper
 # (prior, method) pairs that each way of pooling supports. Two bits and noisy sums identify a mean
 # and a variance, which is all that a beta prior has; a grid needs reports of the counts themselves.
 _SUPPORTED: dict[str, dict[type, tuple[str, ...]]] = {
@@ -210,6 +210,7 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
 
     _likelihood = "proportion"
     _default_component = default_prior
+    # The priors are those that intervals average over. After a release they are None.
     _population_attributes = (*_PUBLIC_OF_PROPORTIONS, "classes_", "_priors")
     _state_attributes = ("_posterior_is_exact",)
 
@@ -279,6 +280,7 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
         """
         prior = self._charged_prior(sample_weight)
         self._require_targets(y)
+        # In a private fit, which labels occur would be a release; `encode_labels` allows for it.
         private = math.isfinite(self.epsilon)
         classes, labels = encode_labels(y, both=private)
         rows = read_rows(self, X, labels, groups, sample_weight)
@@ -308,12 +310,13 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
         """
         prior = self._charged_prior(None)
         successes, trials = check_counts_table(successes, trials)
-        ids: Any = np.arange(len(trials))
+        ids: Any = np.arange(len(trials))  # without ids a row of the table is a client
         if groups is not None:
             ids, codes = encode_clients(groups, len(trials))
             successes = segment_sums(successes, codes, len(ids))
             trials = segment_sums(trials, codes, len(ids))
         attributes, report = self._estimate(prior, ids, successes, trials)
+        # Rows of a table are clients in any case, so that predictions need their ids.
         attributes |= {"classes_": np.array([0, 1]), "_fitted_with_groups": True}
         return self._store(attributes, report)
 
@@ -381,12 +384,13 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
     def _interval(self, level):
         """Bounds of the clients' central intervals: quantiles of the posterior, if it is known."""
         tails = (1 - level) / 2, (1 + level) / 2
+        # Averages over priors, as after a release, and printed weights are no prior's posterior.
         if not self._posterior_is_exact:
             return matched_quantiles(self.means_, self.stds_, tails)
         trials = self.n_samples_per_client_
         # A model of for_client has the shares of its client alone, which hold the counts.
         table = count_table(np.rint(self.local_means_ * trials), trials)
-        if self._priors is None:
+        if self._priors is None:  # the prior counts as known
             lower, upper = self.prior_.posterior_quantiles(table.successes, table.trials, tails)
         else:
             lower, upper = self._priors.quantiles(table.successes, table.trials, tails)
@@ -398,6 +402,7 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
 
     def _check_parameters(self, prior, sample_weight):
         """Refuse combinations of parameters that do not go together."""
+        # With a known prior clients send nothing, so that trust and mechanism do not matter.
         releases = math.isfinite(self.epsilon) and not prior.is_known
         if math.isfinite(self.epsilon) and sample_weight is not None:
             raise ValueError("sample_weight is not supported with a finite epsilon.")
@@ -410,6 +415,7 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
             )
         way = "none"
         if releases:
+            # A server's noise is Gaussian, whether "auto" or "gaussian" was asked for.
             way = self.mechanism if self.trust == "local" else "gaussian"
         allowed = _SUPPORTED[way].get(type(prior), ())
         if self.method not in allowed:
@@ -423,6 +429,7 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
         """Fitted attributes and privacy report, from the counts of the clients."""
         table, sends = count_table(successes, trials), taking_part(self.participants, ids)
         senders = table if sends.all() else count_table(successes[sends], trials[sends])
+        # Own estimates use a client's exact counts, which only that client may see.
         names = _PUBLIC_OF_PROPORTIONS, OWN_ESTIMATES
         if math.isinf(self.epsilon):
             fitted = self._estimate_exactly(table, senders, prior)
@@ -438,10 +445,12 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
     def _estimate_exactly(self, table, senders, prior):
         """Fitted proportions from exact counts."""
         if prior.is_known:
+            # A mean that was given has no sampling error.
             return with_prior(table, prior, senders)._replace(mean_std=0.0)
-        if table.n_clients == 1:
+        if table.n_clients == 1:  # it shows no spread between clients
             return single_client(table, prior)
         if self.method in _PRINTED:
+            # The printed rules take messages of clients; without privacy these are their shares.
             shares = table.per_client(table.successes / table.trials)
             return with_printed_weights(table, shares, self.method == "printed")
         check_spread_is_identified(senders)
@@ -451,6 +460,7 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
 
     def _estimate_from_release(self, table, senders, prior):
         """Fitted proportions and entries of the report, from the messages of `senders`."""
+        # One bit says nothing of the spread, whatever the numbers of trials; its report says so.
         if senders.n_clients > 1 and self.mechanism != "one_bit":
             check_spread_is_identified(senders)
         rng, _ = noise_generator(self.random_state)
@@ -460,6 +470,7 @@ class BernoulliMean(ClientClassifierMixin, BaseClientMean):
             "facts": release.mechanism.facts(),
             "caveats": release.caveats,
             "epsilon_under": release.epsilon_under,
+            # Labels are looked at before anything is randomized.
             "assumptions": (
                 "the two class labels are public, and that both occur unless they are 0 and 1",
                 *participation(senders.n_clients, table.n_clients),

@@ -28,6 +28,7 @@ from pfl_sklearn.privacy._ledger import charge
 from pfl_sklearn.privacy._report import private_report, settled
 from pfl_sklearn.privacy._spending import noise_seed
 
+# Attributes that use a client's exact rows, which no release covers.
 OWN_ESTIMATES = (
     "means_",
     "stds_",
@@ -103,7 +104,7 @@ class BaseClientMean(ClientMixin, BaseEstimator):
             "lower": lower,
             "upper": upper,
         }
-        if hasattr(self, "shrinkage_"):
+        if hasattr(self, "shrinkage_"):  # means of others have many weights, not one
             columns["shrinkage"] = self.shrinkage_
         index = pd.Index(self.clients_, name="client")
         if self.means_.ndim == 2:
@@ -118,6 +119,7 @@ class BaseClientMean(ClientMixin, BaseEstimator):
     def __sklearn_tags__(self):
         tags = super().__sklearn_tags__()
         tags.no_validation = True
+        # Features are not read, so that any kind of them will do.
         tags.input_tags.sparse = True
         tags.input_tags.allow_nan = True
         tags.input_tags.string = True
@@ -151,7 +153,7 @@ class BaseClientMean(ClientMixin, BaseEstimator):
 
     def _columns_of(self, X, reset=True):
         """Fitted attributes that describe the columns of `X`; the model stays as it is."""
-        model = copy.copy(self)
+        model = copy.copy(self)  # validation records what it sees in the model that it is given
         validate_data(model, X, skip_check_array=True, reset=reset)
         return {name: getattr(model, name) for name in COLUMNS if hasattr(model, name)}
 
@@ -245,6 +247,7 @@ def taking_part(participants: Any, ids: Array) -> Any:
         return np.ones(len(ids), dtype=bool)
     if isinstance(participants, Set | Mapping):  # NumPy makes one object of them
         participants = list(participants)
+    # Ids match as they do in predictions: those of another kind are refused, not passed over.
     codes = match_clients(participants, num_samples(participants), ids, "participants")
     sends = np.zeros(len(ids), dtype=bool)
     sends[codes[codes >= 0]] = True

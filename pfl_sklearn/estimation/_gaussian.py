@@ -33,7 +33,7 @@ from pfl_sklearn.privacy._spending import UNPROTECTED
 class _FitUnderPrior(NamedTuple):
     """How means are fitted under a prior."""
 
-    methods: tuple[str, ...]
+    methods: tuple[str, ...]  # the estimators of the variances that the prior has
     check: Callable[..., None]  # of the other parameters, before any data is touched
     events: Callable[..., tuple[Any, ...]]  # of the accounting, for a finite epsilon
     fit: Callable[..., tuple[Any, ...]]
@@ -41,7 +41,8 @@ class _FitUnderPrior(NamedTuple):
 
 _GAUSSIAN = check_gaussian_prior, gaussian_prior_events, fit_under_gaussian_prior
 _MIXTURE = check_mixture_prior, mixture_prior_events, fit_under_mixture_prior
-# A mixture has no restricted likelihood, so "reml", the default, means "ml" there.
+# A mixture has no restricted likelihood, so "reml", the default, means "ml" there. Two moments do
+# not identify its components, and Algorithm 1 is for points alone.
 _FITS = {
     GaussianPrior: _FitUnderPrior(("reml", "ml", "moments"), *_GAUSSIAN),
     GaussianMixturePrior: _FitUnderPrior(("reml", "ml"), *_MIXTURE),
@@ -296,13 +297,16 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
 
     _likelihood = "mean"
     _default_component = default_prior
+    # Intervals are cut to a client as arrays are, so that its model holds its own posterior alone.
     _client_attributes = (*BaseClientMean._client_attributes, "responsibilities_", "_intervals")
+    # The deviation of a new client follows from the population, so that it costs no privacy.
     _population_attributes = (*PUBLIC_OF_MEANS, "_new_client_std")
 
     _parameter_constraints = {
         **BaseClientMean._parameter_constraints,
         "prior": "no_validation",
         "method": [StrOptions({name for fits in _FITS.values() for name in fits.methods})],
+        # A noise variance of 0 is allowed: every row then equals its client's mean.
         "noise_variance": [Interval(Real, 0, None, closed="left"), "array-like", None],
         "uncertainty": [StrOptions(UNCERTAINTIES)],
         "clip_norm": [Interval(Real, 0, None, closed="neither"), None],
@@ -379,6 +383,7 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
         """
         prior = self._charged_prior(sample_weight)
         y = check_targets(self, y)
+        # Fits see outputs as columns; `attributes` takes the axis away again.
         columns = y[:, None] if y.ndim == 1 else y
         rows = read_rows(self, X, columns, groups, sample_weight)
         table, fitted, report = _FITS[type(prior)].fit(rows, prior, self)
@@ -409,6 +414,7 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
 
     def _interval(self, level):
         """Bounds of the central intervals; quantiles where errors are averaged over variances."""
+        # Releases, mixture priors and "plug_in" count variances as known: posteriors are normal.
         if not hasattr(self, "_intervals"):
             return super()._interval(level)
         return tuple(each.reshape(self.means_.shape) for each in self._intervals.central(level))
@@ -416,11 +422,12 @@ class GaussianMean(MeanRegressorMixin, BaseClientMean):
     def _privacy_events(self):
         """Accounting events of a fit: () if nothing is released."""
         prior = resolve_prior(self)
-        private = math.isfinite(self.epsilon)
+        private = math.isfinite(self.epsilon)  # a quantizer sends messages that nothing hides
         return _FITS[type(prior)].events(prior, self) if private else UNPROTECTED
 
     @property
     def _noise_seed(self):
         """Seed with which the noise can be drawn again, or None."""
         release = release_of(self)
+        # Where the operating system draws the noise, a seed gives no one a second copy of it.
         return None if release is not None and not release.follows_seed else self.random_state

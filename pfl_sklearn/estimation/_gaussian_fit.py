@@ -53,6 +53,7 @@ _TOO_TIGHT = (
 
 def check_gaussian_prior(prior, params):
     """Refuse unknown variances of every output, which cannot be released."""
+    # A message has one squared norm and one variance over all outputs, see ClientMoments.
     needed = prior.covariance is None or params.noise_variance is None
     if release_of(params) is not None and prior.covariance_type == "diag" and needed:
         raise ValueError(
@@ -84,6 +85,7 @@ def fit_under_gaussian_prior(rows, prior, params):
     names = PUBLIC_OF_MEANS, PRIVATE_OF_MEANS
     if way is None:
         table = _statistics(rows)
+        # All clients shrink; only those that take part tell of the population (Remark 7).
         senders = table if sent_rows is rows else _statistics(sent_rows)
         clients, averaged = AllClients(table, sends), params.uncertainty == "full"
         fitted = fit_exact_means(senders, known, params.method, prior, averaged, clients)
@@ -111,12 +113,13 @@ def fit_under_gaussian_prior(rows, prior, params):
 
 
 def known_values(prior, noise_variance, d):
-    """Given mean, between-client and noise variances as arrays (d,), or None."""
+    """Mean, variance between clients and noise variance that the user gave, each (d,) or None."""
     return Known(prior.known_mean(d), prior.known_variances(d), known_noise(noise_variance, d))
 
 
 def shared_values(known):
-    """The same with one variance for all outputs."""
+    """Known values with one variance for all outputs, as releases need them."""
+    # An infinite variance asks for no pooling, and a release for it would cost privacy in vain.
     if known.between is not None and np.isinf(known.between).any():
         raise ValueError("covariance must be finite when means are released; got infinity.")
     for name, values in (("covariance", known.between), ("noise_variance", known.noise)):
@@ -129,15 +132,15 @@ def shared_values(known):
 
 
 def _statistics(rows):
-    """Statistics of the clients of exact rows."""
+    """ClientMeans of rows that are not bounded, as nothing of them is released."""
     ids, codes = rows.clients
     return client_means(rows.y, codes, len(ids), rows.weights)
 
 
 def fit_exact_means(senders, known, method, prior, averaged, clients):
-    """Population from the exact statistics of `senders`, and all clients around it.
+    """Estimate the population from the `senders`, and shrink the means of all clients towards it.
 
-    Errors are `averaged` over the variances.
+    With `averaged`, errors are averages over the variances that the senders leave plausible.
     """
     d = senders.means.shape[1]
     differ = any(values is not None and np.any(values != values[0]) for values in known[1:])
@@ -149,7 +152,7 @@ def fit_exact_means(senders, known, method, prior, averaged, clients):
         estimate_components(senders.outputs(block), method, *values)
         for block, values in zip(blocks, knowns, strict=True)
     ]
-    width = d // len(blocks)
+    width = d // len(blocks)  # outputs that share the variances of a block
     mean = np.concatenate([each.mean for each in components])
     mean_variance, between, noise = (
         np.repeat([getattr(each, name) for each in components], width).astype(float)
@@ -168,17 +171,19 @@ def fit_exact_means(senders, known, method, prior, averaged, clients):
         )
         for block, values, each in zip(blocks, knowns, components, strict=True)
     ]
+    # None: variances are known, or cannot be averaged. It is the same for all blocks but for the
+    # scatter within clients; if one output has none, no output is averaged.
     return fitted if None in averages else fitted.with_averages(join_outputs(averages))
 
 
 def _known_of_outputs(known, block):
-    """What is known of some outputs, with the variances that they share as numbers."""
+    """Known values of a block of outputs; the variances that these share become numbers."""
     mean, *variances = (None if values is None else values[block] for values in known)
     return Known(mean, *(None if values is None else values[0] for values in variances))
 
 
 def _shrink_towards(clients, population, log_likelihood=math.nan):
-    """Every client's posterior around a population, from its own exact mean.
+    """Shrink every client's exact mean towards the population.
 
     The population mean is independent of clients that it was not estimated from, so for them its
     variance adds to `between`. The others' own means are part of it: their weights are those of
@@ -192,6 +197,7 @@ def _shrink_towards(clients, population, log_likelihood=math.nan):
     own = np.where(np.isnan(between), 1.0, own_weight(around, sampling))
     shared = (own < 1) & sends  # without pooling, `mean_variance` is infinite: 0 times infinity
     borrowed = np.where(shared, (1 - own) ** 2, 0.0) * np.where(shared, mean_variance, 0.0)
+    # With `own` known, the population mean is the second source of error, by its weight.
     means, variances = own * table.means + (1 - own) * mean, own * sampling + borrowed
     per_output = prior.covariance_type == "diag"
     return FittedMeans(population, means, variances, own, log_likelihood, not per_output)
@@ -206,8 +212,10 @@ def shrink_releases(table, released, prior, variances=None):
     d, noise = table.means.shape[1], released.noise.variance
     sampling = noise / table.weights[:, None]
     if not released.noise.trusted:
+        # A client knows the variance of its own rows without noise; a single row has none.
         own_variances = np.where(table.n_rows > 1, variances / d, np.nan)
         sampling = (own_variances / table.n_rows)[:, None]
+    # The others' releases do not contain the client's own, so that errors are independent.
     prior_variance = np.nan_to_num(released.between) + released.others_variance[:, None]
     total = prior_variance + sampling
     shrink = np.divide(sampling, total, out=np.zeros_like(total), where=total > 0)
@@ -232,7 +240,7 @@ def shrink_releases(table, released, prior, variances=None):
 def _fit_private(way, table, variances, centre, params, known, n_clients):
     """Population from the noisy messages of the clients of `table`, and entries of its report."""
     moments = release.client_moments(known, params, way.central)
-    if known.noise is None:
+    if known.noise is None:  # numbers of rows are public, so that this refusal tells nothing
         check_noise_is_identified(table)
     rng, _ = noise_generator(params.random_state)
     mechanism = way.mechanism(params, moments.sensitivity, moments.width(len(centre)))
@@ -256,7 +264,7 @@ def _warn_of_noise(noise, bound, d):
 
 def _bounds(moments, params):
     """What the report assumes of the bound on row variances."""
-    if not moments.variance:
+    if not moments.variance:  # the noise variance was given, so that no variance is released
         return ()
     source = "clip_norm squared" if params.noise_variance_bound is None else "the user's"
     return (
@@ -269,12 +277,12 @@ def _bounds(moments, params):
 def _fit_quantized(way, table, centre, params, known):
     """Population from the quantized means of the clients of `table`, and entries of its report."""
     quantizer = way.mechanism(params, None, len(centre))
-    if known.between is None:
+    if known.between is None:  # rounding biases nothing but the estimate of the spread
         _check_fine(quantizer, table, known.noise)
     rng, _ = noise_generator(params.random_state)
-    population = release.means_from_quantized_reports(
-        table, quantizer, centre, known, params.method, rng
-    )
+    reports = centre + quantizer.privatize(table.means - centre, rng)
+    extra, noise = quantizer.noise_variance, release.ReleasedNoise(known.noise)
+    population = release.pooled_releases(table, reports, extra, known, noise, params.method)
     return population, {"facts": quantizer.facts()}
 
 

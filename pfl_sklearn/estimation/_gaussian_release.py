@@ -40,7 +40,7 @@ class ReleasedMeans(NamedTuple):
     others_variance: Floats  # (m,), of every coordinate of `others`
 
     def for_all(self, sends):
-        """The same for all clients, of whom those that sent nothing have nothing to leave out."""
+        """Release for all clients; those that sent nothing have nothing to leave out."""
         others = np.tile(self.mean, (len(sends), 1))
         variance = np.full(len(sends), float(self.mean_variance))
         others[sends], variance[sends] = self.others, self.others_variance
@@ -169,17 +169,10 @@ def means_from_noisy_reports(table, variances, moments, mechanism, centre, known
     extra = mechanism.noise_variance * moments.radius**2
     if not moments.mean:
         return _around_known_mean(table, known.mean, known.between, noise)
-    return _pooled_releases(table, centre + released["mean"], extra, known, noise, method)
+    return pooled_releases(table, centre + released["mean"], extra, known, noise, method)
 
 
-def means_from_quantized_reports(table, quantizer, centre, known, method, rng):
-    """Population from one quantized mean per client, without privacy."""
-    reports = centre + quantizer.privatize(table.means - centre, rng)
-    noise = ReleasedNoise(known.noise)
-    return _pooled_releases(table, reports, quantizer.noise_variance, known, noise, method)
-
-
-def _pooled_releases(table, reports, extra, known, noise, method):
+def pooled_releases(table, reports, extra, known, noise, method):
     """Population from unbiased reports (m, d) whose release added variance `extra`."""
     m, d = reports.shape
     # Rows of a report are not seen: one each, with no squares around their mean.

@@ -57,12 +57,9 @@ def _check_quantizer(params):
             raise ValueError(f"{name} must be given for mechanism='quantizer'; got None.")
 
 
-def _noise_of_server(params, sensitivity, width):
-    return GaussianMechanism(sensitivity, params.epsilon, params.delta)
-
-
-def _noise_of_clients(params, sensitivity, width):
-    return GaussianMechanism(sensitivity, params.epsilon, params.delta, "local")
+# Mechanisms, for a message of this sensitivity and number of coordinates.
+def _gaussian_noise(params, sensitivity, width):
+    return GaussianMechanism(sensitivity, params.epsilon, params.delta, params.trust)
 
 
 def _discrete_noise(params, sensitivity, width):
@@ -107,8 +104,8 @@ _DISCRETE = MeanRelease(
 )
 _QUANTIZER = MeanRelease(_quantizer, _check_quantizer, private=False)
 _RELEASES = {
-    ("central", "gaussian"): MeanRelease(_noise_of_server, central=True),
-    ("local", "gaussian"): MeanRelease(_noise_of_clients),
+    ("central", "gaussian"): MeanRelease(_gaussian_noise, central=True),
+    ("local", "gaussian"): MeanRelease(_gaussian_noise),
     ("central", "discrete_gaussian"): _DISCRETE._replace(check=_refuse_central),
     ("local", "discrete_gaussian"): _DISCRETE,
     # Rounding protects nobody, so that it does not matter who is trusted.

@@ -29,12 +29,13 @@ _MOST_LLOYD_STEPS = 300  # as scikit-learn's KMeans; it converges in far fewer
 
 
 def check_mixture_prior(prior, params):
-    """Refuse what a mixture prior cannot do, before any data is touched."""
+    """Refuse parameters that do not go with a mixture prior, before any data is touched."""
     if params.participants is not None:
         raise ValueError(
             f"participants goes with GaussianPrior alone; got {type(prior).__name__}. Leave it out."
         )
-    # BIC compares fits of several numbers, each of which would be a release of its own.
+    # Algorithm 1 has a given number of points. BIC compares fits of several numbers, each of which
+    # would be a release of its own.
     way = release_of(params)
     needs_number = params.method == "printed" or (way is not None and way.central)
     if needs_number and not isinstance(prior.n_components, Integral):
@@ -48,6 +49,7 @@ def check_mixture_prior(prior, params):
 
 def mixture_prior_events(prior, params):
     """Accounting events of a private fit; nothing is claimed for clients that come or go."""
+    # A known mixture comes from the user, so that clients send nothing.
     return () if prior.is_known else release_of(params).events(params, None)
 
 
@@ -63,6 +65,7 @@ def fit_under_mixture_prior(rows, prior, params):
         return table, fitted, report_of_fit(params, *names, len(ids))
     table, centre = bounded_means(rows, params)
     if prior.is_known:
+        # Nothing is pooled, so that no mean has to be cut, and no client has to be left alone.
         known = prior.with_mixture(*prior.known_mixture(len(centre)))
         mean = known.moments()[0]
         released = release.ReleasedMixture(known, known, mean, np.zeros_like(centre), True)
@@ -72,6 +75,7 @@ def fit_under_mixture_prior(rows, prior, params):
     released, entries = release.fit_released(way, table, centre, prior, noise, params, rng)
     alone = release.clipped_clients(way, table, centre, params)
     alone |= release.implausible(released.working, table.means, noise / table.weights)
+    # A single client is its own population: components at its report would say nothing new.
     fitted = shrink_released(table, released, noise, alone | (len(ids) == 1))
     if way.private:
         entries |= noise_entries(way, params)
@@ -79,12 +83,12 @@ def fit_under_mixture_prior(rows, prior, params):
 
 
 def fit_exact_mixture(table, prior, noise, method):
-    """Population and clients from exact statistics."""
+    """Estimate the mixture from exact client means, and every client's mean under it."""
     if noise is None:
         check_noise_is_identified(table)
         # From the rows within clients: a wrong number of components cannot bias it.
         noise = table.within.sum() / (table.degrees_of_freedom * table.means.shape[1])
-    if len(table.means) == 1 and not prior.is_known:
+    if len(table.means) == 1 and not prior.is_known:  # one mean shows no components
         return _single_client(table, prior, noise)
     sampling = noise / table.weights
     if method == "printed" and not prior.is_known:
@@ -99,19 +103,21 @@ def fit_exact_mixture(table, prior, noise, method):
     error = np.zeros_like(mean) if prior.is_known else least / np.sum(least / total, axis=0)
     of_means = fitted.log_marginal(table.means, sampling[:, None]).sum()
     log_likelihood = float(of_means + within_log_likelihood(table, noise))
+    # Errors of the estimated components are left out, as the docstring of GaussianMean says.
     means, variances, own, shares = posteriors(fitted, table.means, sampling[:, None])
     population = PopulationOfMeans(fitted, mean, error, between, np.full_like(mean, noise))
     return FittedMeans(population, means, variances, own, log_likelihood, responsibilities=shares)
 
 
 def shrink_released(table, released, noise, alone):
-    """Clients' means given a released population; its components include the release's uncertainty.
+    """Estimate every client's mean under released components, whose spread includes their errors.
 
     Clients in `alone` (m,) keep their own means, as do those whose means cannot be squared.
     """
     sampling = noise / table.weights[:, None]
     with np.errstate(over="ignore", invalid="ignore"):
         means, variances, own, shares = posteriors(released.working, table.means, sampling)
+    # Components that do not help would only add bias, so that then all clients stay alone.
     # An error instead would tell that some client has such a mean.
     alone = alone | (np.abs(table.means) > LARGEST).any(axis=1) | (not released.trusted)
     alone = alone[:, None]
@@ -127,7 +133,7 @@ def shrink_released(table, released, noise, alone):
 
 
 def posteriors(prior, means, sampling):
-    """Posterior means, variances and weights (m, d) on the clients' own means; shares (m, k)."""
+    """Posterior means, variances and weights on own means (m, d); responsibilities (m, k)."""
     centres, covariances, weights = prior.known_mixture(means.shape[1])
     components = mixture.components_of(centres, covariances)
     shares = mixture.component_shares(components, weights, means, sampling)
@@ -142,7 +148,7 @@ def printed_points(means, sampling, prior, n_rounds=_PRINTED_ROUNDS):
     there is one point, unless the clients can be assigned without doubt.
     """
     mixture.check_distinct(means, prior.n_components)
-    rng = np.random.RandomState(0)
+    rng = np.random.RandomState(0)  # of the starts alone; two fits to the same rows must agree
     points, labels = k_means(means, prior.n_components, rng, n_init=prior.n_init)
     for _ in range(n_rounds):
         weights = np.bincount(labels, minlength=len(points)) / len(means)
@@ -179,11 +185,12 @@ def within_log_likelihood(table, noise):
 
 
 def _single_client(table, prior, noise):
-    """A single client keeps its mean; the population's spread is unknown."""
+    """Fit to a single client: it keeps its mean, and the population's spread is unknown."""
     k = 1 if prior.n_components == "bic" else int(prior.n_components)
     mean, d = table.means[0], table.means.shape[1]
     sampling = np.full((1, d), noise / table.weights[0])
     unknown = np.full((k, d, d), np.nan), np.full(k, np.nan)
+    # All components at its mean, with weights and spreads of NaN: which one it is from is unknown.
     prior = prior.with_mixture(np.tile(mean, (k, 1)), *unknown)
     population = PopulationOfMeans(prior, mean, sampling[0], np.full(d, np.nan), np.full(d, noise))
     shares = np.full((1, k), 1 / k)
@@ -191,7 +198,7 @@ def _single_client(table, prior, noise):
 
 
 def _one_noise(noise_variance, d):
-    """The given noise variance as a number, or None."""
+    """Noise variance that the user gave, as a number that all outputs share; None if unknown."""
     noise = known_noise(noise_variance, d)
     if noise is not None and np.any(noise != noise[0]):
         raise ValueError(
@@ -202,14 +209,14 @@ def _one_noise(noise_variance, d):
 
 
 def _check_released(prior, params):
-    """A release needs a known noise variance, and estimates spherical spreads only."""
+    """Refuse releases without a noise variance, or of components that are not spherical."""
     if params.noise_variance is None:
         raise ValueError(
             "noise_variance must be given when means are released under a mixture prior; got None."
         )
     if params.method == "printed":
         raise ValueError("method='printed' is for epsilon=inf without a quantizer.")
-    if prior.is_known:
+    if prior.is_known:  # nothing is left to release
         return
     if prior.means is not None:
         raise ValueError(

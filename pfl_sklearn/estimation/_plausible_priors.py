@@ -1,5 +1,6 @@
 """Proportions of few clients: posteriors averaged over the plausible beta priors."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -31,9 +32,8 @@ class BetaPriors(NamedTuple):
 
     def mean(self):
         """Mean and standard deviation of the population mean."""
-        means = self.alphas / (self.alphas + self.betas)
-        mean = self.weights @ means
-        return float(mean), float(np.sqrt(self.weights @ (means - mean) ** 2))
+        mean = float(self.weights @ (self.alphas / (self.alphas + self.betas)))
+        return mean, math.sqrt(self.mean_variance(mean))
 
     def mean_variance(self, mean):
         """Mean square of the population mean's distance from an estimate."""

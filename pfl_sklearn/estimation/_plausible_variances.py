@@ -95,17 +95,14 @@ def average_over_variances(senders, known, components, clients, estimates):
 def join_outputs(blocks):
     """AveragedMeans of all outputs, from those of blocks of outputs."""
 
-    def joined(parts, **axes):
-        return parts[0]._replace(
-            **{
-                name: np.concatenate([getattr(part, name) for part in parts], axis)
-                for name, axis in axes.items()
-            }
-        )
+    def joined(parts, names, axis):
+        arrays = [np.concatenate([getattr(part, name) for part in parts], axis) for name in names]
+        return parts[0]._replace(**dict(zip(names, arrays, strict=True)))
 
-    mixture = joined([block.mixture for block in blocks], weights=0, means=1, scales=1)
-    joint = joined(blocks, variances=1, mean_variance=0, new_variance=0)
-    return joint._replace(mixture=mixture)
+    # Outputs are the last axis but for the nodes of the mixture.
+    mixture = joined([block.mixture for block in blocks], ("weights", "means", "scales"), -2)
+    variances = joined(blocks, ("variances", "mean_variance", "new_variance"), -1)
+    return variances._replace(mixture=mixture)
 
 
 def _likelihood_of_ratio(model, noise):

@@ -125,7 +125,7 @@ def likelihood_in_units(table, restricted, mean, between, noise, extra=0.0):
 
 
 def _quotient(value, unit):
-    """A known value in this unit; None stays None."""
+    """Known value over a unit; None if the value is unknown."""
     return None if value is None else value / unit
 
 
@@ -299,7 +299,7 @@ def _by_weight(table, centre):
 
 
 def _search_ratio(likelihood):
-    """Both variances unknown: search between / noise."""
+    """Components for two unknown variances: search their ratio, between / noise."""
     if likelihood.within == 0:  # the ratio would be infinite
         return _search_between(likelihood, 0.0)
     if len(likelihood.inverse_weights) == 1:  # equal sizes: analysis of variance, cut at zero
@@ -314,42 +314,37 @@ def _search_ratio(likelihood):
         noise = likelihood.at_ratio(ratio)[0]
         return noise * likelihood.slope(ratio * noise, noise, 0)
 
-    ratio = _minimize(
+    ratio = _minimize_from_zero(
         lambda ratio: likelihood.at_ratio(ratio)[1],
         slope,
         likelihood.inverse_weights.min() * 1e-6,
         1e3 * (likelihood.inverse_weights.max() + likelihood.spread() / likelihood.pooled_noise()),
         likelihood,
     )
-    # The grid is logarithmic and lacks 0, the minimum if clients differ less than by chance.
-    if likelihood.at_ratio(0.0)[1] <= likelihood.at_ratio(ratio)[1]:
-        ratio = 0.0
     noise = likelihood.at_ratio(ratio)[0]
     return likelihood.components(ratio * noise, noise)
 
 
 def _search_between(likelihood, noise):
-    """Noise variance known."""
+    """Components for a known noise variance: search the variance between clients."""
     if noise == 0 and likelihood.extra == 0:  # the means are exact: their variance is the estimate
         return likelihood.components(
             likelihood.spread() if likelihood.n_clients > 1 else np.nan, noise
         )
     smallest = noise * likelihood.inverse_weights.min() + likelihood.extra
     largest = noise * likelihood.inverse_weights.max() + likelihood.extra + likelihood.spread()
-    between = _minimize(
+    between = _minimize_from_zero(
         lambda value: likelihood.of_means(value, noise),
         lambda value: likelihood.slope(value, noise, 0),
         smallest * 1e-6,
         largest * 100,
         likelihood,
     )
-    if likelihood.of_means(0.0, noise) <= likelihood.of_means(between, noise):
-        between = 0.0
     return likelihood.components(between, noise)
 
 
 def _search_noise(likelihood, between):
-    """Between-client variance known."""
+    """Components for a known variance between clients: search the noise variance."""
     if likelihood.within == 0:  # the likelihood grows without bound as the noise goes to 0
         return likelihood.components(between, 0.0)
     pooled = likelihood.pooled_noise()
@@ -361,6 +356,12 @@ def _search_noise(likelihood, between):
         likelihood,
     )
     return likelihood.components(between, noise)
+
+
+def _minimize_from_zero(function, *arguments):
+    """Minimum over [low, high] or at 0, where it is if clients differ less than by chance."""
+    best = _minimize(function, *arguments)
+    return 0.0 if function(0.0) <= function(best) else best  # the grid is logarithmic and lacks 0
 
 
 def _minimize(function, slope, low, high, likelihood):

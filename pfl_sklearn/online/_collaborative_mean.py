@@ -231,7 +231,9 @@ class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
     __metadata_request__fit = {"groups": True, "labels": True}
     __metadata_request__partial_fit = {"groups": True, "labels": True}
 
+    # One value of a stream is protected; what all of a client's cost grows with their number.
     _privacy_unit = "row"
+    # Student's intervals need the degrees of freedom beside the deviations.
     _client_attributes = ("n_samples_per_client_", "means_", "stds_", "_freedom", "local_means_")
     _population_attributes = _privacy.POPULATION_ATTRIBUTES
 
@@ -335,6 +337,7 @@ class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
         self
         """
         stream = getattr(self, "_stream", None)
+        # Copies that were handed out hold neither exact sums nor the noise of the messages.
         if stream is None and hasattr(self, "privacy_"):
             raise ValueError(
                 "this model was handed out without the stream's state, so that it cannot go on; "
@@ -368,6 +371,7 @@ class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
 
     def _interval(self, level):
         """Bounds of the clients' central intervals, normal or Student's."""
+        # Deviations are right for 95 %; at other levels Student's quantiles have another ratio.
         half = half_width(self.stds_, self._freedom, level)
         return self.means_ - half, self.means_ + half
 
@@ -378,8 +382,9 @@ class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
     def _population_copy(self):
         """Clone with the population attributes, without those of clients and of the server."""
         model = super()._population_copy()
+        # Dicts by client name the others' ids, which a client or the public need not know.
         for name in ("bounds", "noise_variance"):
-            if isinstance(getattr(model, name), dict):  # with client ids
+            if isinstance(getattr(model, name), dict):
                 setattr(model, name, None)
         return model
 
@@ -391,11 +396,11 @@ class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
     def _receive(self, stream, X, y, groups, labels):
         """Take rows into a stream, or into a new one."""
         _privacy.check_promise(self)
-        begins = stream is None
+        begins = stream is None  # a stream is paid for as a whole, when it begins
         if begins:
             charge(self)  # before any value is read
         else:
-            stream.check(self, groups is not None)
+            stream.check(self, groups is not None)  # other parameters would break its promise
         y = _values(self, X, y)
         encoded = self._encode(groups, len(y), begins)
         if begins:
@@ -403,6 +408,7 @@ class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
         else:
             stream = stream.copy()  # an interrupted call leaves the old one as it was
         arrivals = stream.read(self, encoded, y, labels)
+        # Refusals come before the messages, which take most of a call's time.
         columns = self._columns_of(X, reset=begins)
         stream.take(self, arrivals)
         attributes = self._attributes_of(stream)
@@ -422,7 +428,7 @@ class CollaborativeMean(MeanRegressorMixin, BaseClientMean):
 
     def _attributes_of(self, stream):
         """Fitted attributes that a stream gives."""
-        order = stream.by_id
+        order = stream.by_id  # agents are kept in the order in which they joined
         means, variances, freedom, local = stream.estimates(self.n_jobs)
         mean, mean_std, std = stream.population()
         return {
